@@ -5,6 +5,7 @@ from __future__ import annotations
 import codecs
 import itertools
 import zlib
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from cppbatch.engine.media_input import MediaInput
 from cppbatch.engine.model_info import AdapterInfo, ModelInfo
 from cppbatch.engine.runtime import Layouts, Runtime
 from cppbatch.engine.sequence import Seq
+from cppbatch.engine.speculation.head_proposer import HeadProposer
 from cppbatch.engine.speculation.proposer import Draft, Proposer
 from cppbatch.errors import CacheFull, LlamaError
 from cppbatch.llama import BackendSampling, Batch, EmbeddingBatch
@@ -53,6 +55,7 @@ class FakeVocab:
     n_tokens = N_VOCAB
     eog = EOG
     suppressed: frozenset[int] = frozenset()
+    markers = np.isin(np.arange(N_VOCAB), (2, 8))
     adds_bos = False
     longest_piece = max(map(len, PIECES))
 
@@ -99,6 +102,10 @@ class _GrammarVocab:
         return tokens
 
 
+Place = tuple[int, int, int]
+"""The position of a cell in time, row and column: three times the same, but in pictures."""
+
+
 @dataclass(frozen=True)
 class FakeState:
     """A sequence in host memory; a byte a token, but counted as 1 MiB, the unit of --swap-space."""
@@ -106,6 +113,7 @@ class FakeState:
     tokens: bytes
     n_bytes: int = 1 << 20
     adapters: tuple[AdapterSet, ...] = ()
+    places: tuple[Place, ...] = ()
 
     @property
     def data(self) -> npt.NDArray[np.uint8]:
@@ -113,18 +121,23 @@ class FakeState:
 
     @property
     def form(self) -> dict[str, Any]:
-        return {"adapters": self.adapters}
+        return {"adapters": self.adapters, "places": self.places}
+
+
+NEVER = 1 << 31  # `first_cut` of states
 
 
 class FakeContext:
     """Cells that hold the tokens themselves. Every decode asserts the engine's invariants.
 
-    `cells[seq_id]`: the tokens held, by position; `owned[seq_id]`: the numbers of those cells, which sequences may
-    share; `made_with[seq_id]`: the LoRA adapters that each was computed with, which must be those at work. `sharing`:
+    `cells[seq_id]`: the tokens held, in order; `places[seq_id]`: their positions; `owned[seq_id]`: the numbers of those
+    cells, which sequences may share; `made_with[seq_id]`: the LoRA adapters that each was computed with, which must be
+    those at work. Sequences are cut by positions in time, so never within a picture with rows and columns. `sharing`:
     what of it works, as in a real context; the rest fails the test. `steps`: for each decode, the number of tokens of
     every seq_id; `sets`: the adapters at work. `fail_at[n] = error` lets the n-th decode (from 1) raise it: `CacheFull`
     changes nothing, others leave cells half-written, as in llama.cpp. `min_rows`: tokens, and rows of logits if it
-    has any, that a ubatch computes at least.
+    has any, that a ubatch computes at least. `keeps`: with "checkpoints", how many of its last tokens a sequence can
+    lose without one, as a sliding window.
     """
 
     def __init__(
@@ -138,7 +151,9 @@ class FakeContext:
         n_more_ids: int = 0,
         n_ubatch: int = 0,
         min_rows: int = 1,
+        keeps: int = 0,
     ) -> None:
+        self.keeps = keeps
         self.n_batch, self.n_ubatch = n_batch, n_ubatch or n_batch
         self.min_rows = min_rows
         self.n_seq_max = n_seq_max
@@ -154,15 +169,21 @@ class FakeContext:
         self.n_shifted = 0
         self.closed = False
         self._moods: list[int] = []
+        self.gives_hidden_rows = False
+        self._hidden: list[tuple[int, int]] = []  # the CRC and length of the text up to each token of the last decode
 
     def reopen(self, *, n_ctx: int, kv_unified: bool, sharing: Sharing, n_more_ids: int) -> None:
+        self.states: list[bytes] = [b""] * (self.n_seq_max + n_more_ids)  # the tokens that each state has seen
         self.n_ctx = n_ctx
         self.n_ctx_seq = n_ctx if kv_unified else n_ctx // self.n_seq_max
         self.n_seq_ids = n_seq_ids = self.n_seq_max + n_more_ids
         self.kv_unified = kv_unified
         self.has_streams = not kv_unified
+        self.shares_cells = kv_unified
+        self.n_window, self.has_states = 0, sharing in ("checkpoints", "whole")
         self.sharing = sharing
         self.cells = [bytearray() for _ in range(n_seq_ids)]
+        self.places: list[list[Place]] = [[] for _ in range(n_seq_ids)]
         self.owned: list[list[int]] = [[] for _ in range(n_seq_ids)]
         self.made_with: list[list[AdapterSet]] = [[] for _ in range(n_seq_ids)]
         self.adapters: AdapterSet = ()
@@ -170,7 +191,7 @@ class FakeContext:
 
     @property
     def can_shift(self) -> bool:
-        return self.sharing != "whole"
+        return self.sharing not in ("whole", "checkpoints")
 
     @property
     def n_used(self) -> int:
@@ -199,12 +220,14 @@ class FakeContext:
         self.shifted.clear()
         if error:
             for seq_id in set(seq_ids):
-                del self.cells[seq_id][-1], self.owned[seq_id][-1], self.made_with[seq_id][-1]
+                for held in self._held(seq_id):
+                    del held[-1]
+                self.states[seq_id] = bytes(self.cells[seq_id])
             raise error
 
     def _write(self, batch: Batch, seq_ids: list[int]) -> None:
         n = batch.n_tokens
-        self._moods = []
+        self._moods, self._hidden = [], []
         wants_logits = batch.wants_logits[:n].tolist()
         asked = [seq_id for seq_id, wants in zip(seq_ids, wants_logits, strict=True) if wants]
         assert len(asked) == batch.n_outputs, f"logits asked for by seq_ids {asked}"
@@ -221,19 +244,21 @@ class FakeContext:
         ):
             cells = self.cells[seq_id]
             assert 0 <= token < N_VOCAB, f"token {token}"
-            assert position == len(cells), f"seq_id {seq_id} holds {len(cells)} tokens and gets position {position}"
-            cells.append(token)
-            self.owned[seq_id].append(next(self._numbers))
+            free = self._free_position(seq_id)
+            assert position == free, f"seq_id {seq_id} has position {free} free and gets {position}"
             made_with = self.made_with[seq_id]
             assert made_with[-1:] in ([], [self.adapters]), f"{seq_id} is of {made_with[-1]}, not {self.adapters}"
-            made_with.append(self.adapters)
+            self._append(seq_id, token, (position, position, position))
+            if self.gives_hidden_rows:
+                self._hidden.append((zlib.crc32(cells), len(cells)))
             if batch.wants_logits[i]:
                 self._moods.append(mood(cells, self.adapters))
         assert self.n_used <= self.n_ctx, f"{self.n_used} cells used of {self.n_ctx}"
         assert max(map(len, self.cells)) <= self.n_ctx_seq, f"a sequence is longer than {self.n_ctx_seq}"
 
     def decode_vectors(self, batch: EmbeddingBatch, *, causal: bool) -> None:
-        """The first number of a vector is the byte that a cell holds of it: one that is no token."""
+        """The first number of a vector is the byte that a cell holds of it: one that is no token. With positions of
+        several dimensions, the second is its place in the picture, the third the number of columns."""
         n = batch.n_tokens
         seq_ids = batch.seq_ids[:n].tolist()
         assert 1 <= n <= self.n_batch, f"a batch of {n} vectors; the limit is {self.n_batch}"
@@ -241,19 +266,29 @@ class FakeContext:
             assert n <= self.n_ubatch, f"{n} vectors in ubatches of {self.n_ubatch}"
             assert batch.vectors[:n, 1:].tolist() == [[i, n] for i in range(n)], "not one whole picture"
         self.vector_steps.append(dict(Counter(seq_ids)))
-        for vector, position, seq_id in zip(batch.vectors[:n], batch.positions[:n].tolist(), seq_ids, strict=True):
-            cells = self.cells[seq_id]
-            assert position == len(cells), f"seq_id {seq_id} holds {len(cells)} tokens and gets position {position}"
+        for vector, given, seq_id in zip(batch.vectors[:n], batch.positions_by_dimension.T, seq_ids, strict=True):
+            free = self._free_position(seq_id)
+            place = free, free, free
+            if batch.n_dimensions > 1:
+                at, n_columns = map(int, vector[1:])
+                start = self.places[seq_id][-1][0] if at else free
+                assert at == len(self.places[seq_id]) - self._index(seq_id, start), f"{vector} is not the next one"
+                place = start, start + at // n_columns, start + at % n_columns
+            expected = place[:1] if batch.n_dimensions == 1 else (*place, 0)
+            assert (*given.tolist(),) == expected, f"seq_id {seq_id} gets {given} in place of {expected}"
             assert N_VOCAB <= vector[0] < 256, f"{vector} is no vector of the fake encoder"
-            cells.append(int(vector[0]))
-            self.owned[seq_id].append(next(self._numbers))
-            self.made_with[seq_id].append(self.adapters)
+            self._append(seq_id, int(vector[0]), place)
         assert self.n_used <= self.n_ctx, f"{self.n_used} cells used of {self.n_ctx}"
         assert max(map(len, self.cells)) <= self.n_ctx_seq, f"a sequence is longer than {self.n_ctx_seq}"
 
     def logits(self, n_outputs: int) -> npt.NDArray[np.float32]:
         assert n_outputs == len(self._moods), f"{n_outputs} rows read, {len(self._moods)} asked for"
         return LOGITS[self._moods]
+
+    def hidden_rows(self, n: int) -> npt.NDArray[np.float32]:
+        """What `tests.fake_heads.FakeHeadContext` reads."""
+        assert n == len(self._hidden), f"{n} hidden rows read of {len(self._hidden)}"
+        return np.array([(crc >> 16, crc & 0xFFFF, length, 0) for crc, length in self._hidden], np.float32)
 
     def embedding(self, seq_id: int) -> npt.NDArray[np.float32]:
         raise AssertionError("a context for text has no embeddings")
@@ -263,13 +298,16 @@ class FakeContext:
 
     def remove(self, seq_id: int, start: int = 0, stop: int = -1) -> bool:
         assert 0 <= seq_id < self.n_seq_ids, f"seq_id {seq_id}"
-        if self.sharing == "whole" and start > 0:
-            return False
-        if 0 <= stop < len(self.cells[seq_id]):
+        if self.sharing in ("whole", "checkpoints") and start > 0:
+            if start <= self.last_position(seq_id):
+                return False
+        elif stop < 0:
+            self.states[seq_id] = b""
+        if 0 <= stop <= self.last_position(seq_id):
             self.gaps[seq_id] = (start, stop)
-        del self.cells[seq_id][start : None if stop < 0 else stop]
-        del self.owned[seq_id][start : None if stop < 0 else stop]
-        del self.made_with[seq_id][start : None if stop < 0 else stop]
+        first, last = self._index(seq_id, start), None if stop < 0 else self._index(seq_id, stop)
+        for held in self._held(seq_id):
+            del held[first:last]
         return True
 
     def shift(self, seq_id: int, start: int, by: int) -> None:
@@ -280,54 +318,141 @@ class FakeContext:
         moved = set(held[start + by :])
         for other in (owned for i, owned in enumerate(self.owned) if i != seq_id):
             assert moved.isdisjoint(other), f"cells of seq_id {seq_id} that are shifted are shared"
+        places = self.places[seq_id]
+        places[start + by :] = [(t + by, y + by, x + by) for t, y, x in places[start + by :]]
         self.shifted.add(seq_id)
         self.n_shifted += 1
 
     def remove_padding(self, seq_id: int, position: int) -> None:
         assert position == 0 or position >= len(self.cells[seq_id]) - max(1, self.min_rows - 1), "more than padding"
-        for held in (self.cells, self.owned, self.made_with):
-            del held[seq_id][position:]
+        at = self._index(seq_id, position)
+        for held in self._held(seq_id):
+            del held[at:]
+        self.states[seq_id] = self.states[seq_id][:at]
 
     def copy(self, source: int, target: int, start: int = 0, stop: int = -1) -> None:
         assert self.sharing == "cells", "cells cannot be shared here"
         assert not self.cells[target], f"seq_id {target} holds tokens already"
-        assert start == 0 <= stop <= len(self.cells[source]), f"{stop} of {len(self.cells[source])} tokens"
-        self.cells[target] += self.cells[source][:stop]
-        self.owned[target] += self.owned[source][:stop]
-        self.made_with[target] += self.made_with[source][:stop]
+        assert start == 0 <= stop <= 1 + self.last_position(source), f"{stop} of {self.last_position(source) + 1}"
+        at = self._index(source, stop)
+        for of_source, of_target in zip(self._held(source), self._held(target), strict=True):
+            of_target.extend(of_source[:at])
 
     def share_prefix(self, source: int, target: int, n: int) -> None:
         assert self.sharing == "cells", "cells cannot be shared here"
-        assert len(self.cells[source]) >= n
-        for of in (self.cells, self.made_with):
-            assert of[source][:n] == of[target][:n], f"seq_ids {source} and {target} hold other tokens"
-        self.owned[target][:n] = self.owned[source][:n]
+        assert self.last_position(source) >= n - 1
+        at = self._index(source, n)
+        assert at == self._index(target, n), f"seq_ids {source} and {target} hold {n} positions in other cells"
+        for of in (self.cells, self.places, self.made_with):
+            assert of[source][:at] == of[target][:at], f"seq_ids {source} and {target} hold other tokens"
+        self.owned[target][:at] = self.owned[source][:at]
+
+    def save_part(self, seq_id: int) -> FakeState:
+        assert self.sharing == "checkpoints", "this memory has no parts"
+        assert self.states[seq_id] == self.cells[seq_id], "a state that is not that of its cells"
+        return self._first(seq_id, len(self.states[seq_id]))
+
+    def _first(self, seq_id: int, n: int) -> FakeState:
+        """The part that a sequence has behind its first `n` cells."""
+        adapters, places = tuple(self.made_with[seq_id][:n]), tuple(self.places[seq_id][:n])
+        return FakeState(self.states[seq_id][:n], 1 << 18, adapters, places)
+
+    def restore_part(self, seq_id: int, part: FakeState) -> None:
+        assert self.sharing == "checkpoints", "this memory has no parts"
+        if self.fail_restore:
+            self.remove(seq_id)
+            raise LlamaError("no room")
+        n = len(part.tokens)
+        assert self.cells[seq_id][:n] == part.tokens, f"seq_id {seq_id} holds other tokens than the part"
+        for held in self._held(seq_id):
+            del held[n:]
+        self.states[seq_id] = part.tokens
+
+    def first_cut(self, seq_id: int) -> int:
+        return max(0, self.last_position(seq_id) + 1 - self.keeps) if self.keeps else NEVER
+
+    def cut(self, seq_id: int, n: int) -> None:
+        assert self.sharing == "checkpoints", "this memory has no windows"
+        if n < self.first_cut(seq_id) or self.fail_restore:
+            self.remove(seq_id)
+            raise LlamaError("no window")
+        self.restore_part(seq_id, self._first(seq_id, self._index(seq_id, n)))
+
+    def copy_cut(self, source: int, target: int, n: int) -> FakeState | None:
+        if n < self.first_cut(source):
+            raise LlamaError("no window")
+        part = self._first(source, self._index(source, n))
+        if self.kv_unified:
+            self.share_cells(source, target, part)
+            return part
+        self.restore_sequence(target, part)
+        return None
+
+    def share_cells(self, source: int, target: int, part: FakeState) -> None:
+        assert (self.sharing, self.kv_unified) == ("checkpoints", True), "cells cannot be shared here"
+        assert not self.cells[target], f"seq_id {target} holds tokens already"
+        n = len(part.tokens)
+        for of_source, of_target in zip(self._held(source), self._held(target), strict=True):
+            of_target.extend(of_source[:n])
+        self.restore_part(target, part)
 
     def clear(self) -> None:
+        self.states = [b""] * self.n_seq_ids
         for seq_id in range(self.n_seq_ids):
-            self.cells[seq_id].clear()
-            self.owned[seq_id].clear()
-            self.made_with[seq_id].clear()
+            for held in self._held(seq_id):
+                held.clear()
 
     def last_position(self, seq_id: int) -> int:
-        return len(self.cells[seq_id]) - 1
+        return self.places[seq_id][-1][0] if self.places[seq_id] else -1
+
+    def _held(self, seq_id: int) -> tuple[Any, ...]:
+        """What is known of each cell, in lists of equal length."""
+        return self.cells[seq_id], self.places[seq_id], self.owned[seq_id], self.made_with[seq_id]
+
+    def add_text(self, seq_id: int, n: int) -> None:
+        """As if it had computed `n` tokens 0."""
+        for _ in range(n):
+            position = self._free_position(seq_id)
+            self._append(seq_id, 0, (position, position, position))
+
+    def _append(self, seq_id: int, byte: int, place: Place) -> None:
+        if self.sharing == "checkpoints":
+            state, cells = self.states[seq_id], bytes(self.cells[seq_id])
+            assert state == cells, f"the state of seq_id {seq_id} has seen {state!r}, its cells are of {cells!r}"
+            self.states[seq_id] += bytes([byte])
+        new = byte, place, next(self._numbers), self.adapters
+        for held, each in zip(self._held(seq_id), new, strict=True):
+            held.append(each)
+
+    def _index(self, seq_id: int, position: int) -> int:
+        """How many cells are before this position in time."""
+        return bisect_left(self.places[seq_id], position, key=lambda place: place[0])
+
+    def _free_position(self, seq_id: int) -> int:
+        """The first position behind all cells, in all dimensions."""
+        at_end = self.places[seq_id][self._index(seq_id, self.last_position(seq_id)) :]
+        return 1 + max((number for place in at_end for number in place), default=-1)
 
     def save_sequence(self, seq_id: int) -> FakeState:
         assert 0 <= seq_id < self.n_seq_ids, f"seq_id {seq_id}"
         if seq_id in self.shifted:
             raise LlamaError("shifted after the last decode")
-        return FakeState(bytes(self.cells[seq_id]), adapters=tuple(self.made_with[seq_id]))
+        adapters, places = tuple(self.made_with[seq_id]), tuple(self.places[seq_id])
+        return FakeState(bytes(self.cells[seq_id]), adapters=adapters, places=places)
 
     def read_state(self, data: npt.NDArray[np.uint8], form: Mapping[str, Any]) -> FakeState:
-        return FakeState(data.tobytes(), adapters=tuple(map(tuple, form["adapters"])))
+        adapters, places = (tuple(map(tuple, form[name])) for name in ("adapters", "places"))
+        return FakeState(data.tobytes(), adapters=adapters, places=places)
 
     def restore_sequence(self, seq_id: int, state: FakeState) -> None:
         assert not self.cells[seq_id], f"seq_id {seq_id} holds tokens already"
         if self.fail_restore:
             raise LlamaError("no room")
         self.cells[seq_id] += state.tokens
+        self.states[seq_id] = state.tokens
         self.owned[seq_id] += [next(self._numbers) for _ in state.tokens]
         self.made_with[seq_id] += state.adapters
+        self.places[seq_id] += state.places
         assert self.n_used <= self.n_ctx, f"{self.n_used} cells used of {self.n_ctx}"
 
     def close(self) -> None:
@@ -373,6 +498,7 @@ class FakePooledContext(FakeContext):
             self.cells[seq_id] += bytes(batch.tokens[places].tolist())
             self.owned[seq_id] += [next(self._numbers) for _ in places]
             self.made_with[seq_id] += [self.adapters] * len(places)
+            self.places[seq_id] += [(at, at, at) for at in range(len(places))]
             self._vectors[seq_id] = vector(bytes(self.cells[seq_id]))
         assert self.n_used <= self.n_ctx, f"{self.n_used} cells used of {self.n_ctx}"
 
@@ -443,14 +569,17 @@ def fake_engine(
     may_pad: bool = False,
     min_rows: int = 1,
     n_ubatch: int = 0,
+    keeps: int = 0,
     switches: bool = False,
     proposers: Sequence[Proposer] = (),
+    head: Callable[[FakeContext], HeadProposer] | None = None,
     media: MediaInput | None = None,
     path: str = "fake.gguf",
     **settings: Any,
 ) -> BatchInferenceEngine:
     """An engine over a fresh `FakeContext`, which `context_of` gives; with `pooling`, a `FakePooledContext`.
 
+    `head`: makes the draft head of the model (`tests.fake_heads.fake_head`).
     `n_more_ids`: seq_ids beyond `n_parallel`, where cells can be shared. `switches`: it begins with the layout that
     `unified` says, and may switch; `sharing` "cells" or "copy" is then what the layout has.
     """
@@ -465,6 +594,7 @@ def fake_engine(
         n_more_ids=n_more_ids if sharing == "cells" else 0,
         n_ubatch=n_ubatch,
         min_rows=min_rows,
+        keeps=keeps,
     )
 
     def change_layout(layout: KvLayout) -> Sharing:
@@ -485,6 +615,7 @@ def fake_engine(
         max_sequence=min(n_longest, n_ctx_train) - max(0, min_rows - 2), pooling=pooling, n_embd=3,
         adapters=tuple(adapters), modalities=media.encoder.modalities if media else (),
     )  # fmt: skip
+    its_head = head(context) if head else None
     runtime = Runtime(
         context,
         FakeVocab(),
@@ -494,7 +625,8 @@ def fake_engine(
         may_pad=may_pad,
         min_rows=min_rows,
         layouts=layouts,
-        proposers=proposers,
+        proposers=(*proposers, its_head) if its_head else proposers,
+        head=its_head,
         media=media,
     )
     return BatchInferenceEngine(

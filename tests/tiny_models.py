@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import gguf
+import numpy as np
 
-from cppbatch.models.synthetic import Weight, add_vocab, byte_vocab, matrix, norm, write_gguf, write_llama
+from cppbatch.models.synthetic import GgufVocab, Weight, add_vocab, byte_vocab, matrix, norm, write_gguf, write_llama
 
 N_EMBD, N_HEAD, N_HEAD_KV, N_FF, N_CTX_TRAIN = 64, 4, 2, 128, 4096
 N_KV = N_EMBD // N_HEAD * N_HEAD_KV
@@ -79,16 +81,104 @@ def sliding_window(path: PathLike) -> Path:
     return write_gguf(path, writer, [*weights, norm("output_norm", N_EMBD), _output()])
 
 
-def two_dimensional(path: PathLike) -> Path:
-    """Qwen2-VL: tokens of pictures have positions of two dimensions (M-RoPE)."""
-    writer = _writer(path, "qwen2vl")
-    _add_attention(writer, N_HEAD_KV)
-    writer.add_rope_dimension_sections([4, 2, 2, 0])
+def two_dimensional(path: PathLike, *, architecture: str = "qwen2vl", n_deepstack: int = 0) -> Path:
+    """Qwen2-VL, or Qwen3-VL ("qwen3vl"): tokens of pictures have positions of two dimensions (M-RoPE).
+
+    `n_deepstack`: so many layers add a part of a picture's vectors, which are that much longer.
+    """
+    writer = _mrope_writer(path, architecture)
+    if n_deepstack:
+        writer.add_uint32(f"{architecture}.n_deepstack_layers", n_deepstack)
     weights = [_embedding()]
     for i in range(2):
         biases = [Weight(f"blk.{i}.attn_{name}.bias", (n,)) for name, n in (("q", N_EMBD), ("k", N_KV), ("v", N_KV))]
-        weights += [*_plain_attention(f"blk.{i}"), *biases, *_feed_forward(f"blk.{i}")]
+        attention = [*_plain_attention(f"blk.{i}"), *biases] if architecture == "qwen2vl" else _attention(f"blk.{i}")
+        weights += [*attention, *_feed_forward(f"blk.{i}")]
     return write_gguf(path, writer, [*weights, norm("output_norm", N_EMBD), _output()])
+
+
+def two_dimensional_hybrid(path: PathLike, *, has_head: bool = False) -> Path:
+    """Qwen 3.5: its first layer is a gated delta net with a state, its second attention, with M-RoPE. `has_head`: a
+    third one is a draft head."""
+    n_state, n_heads, n_groups = 16, 4, 2
+    n_inner, n_keys = n_heads * n_state, n_groups * n_state
+    writer = _mrope_writer(path, "qwen35")
+    writer.add_ssm_conv_kernel(4)
+    writer.add_ssm_inner_size(n_inner)
+    writer.add_ssm_state_size(n_state)
+    writer.add_ssm_time_step_rank(n_heads)
+    writer.add_ssm_group_count(n_groups)
+    writer.add_full_attention_interval(2)
+    delta_net = [
+        norm("blk.0.attn_norm", N_EMBD),
+        matrix("blk.0.attn_qkv", n_inner + 2 * n_keys, N_EMBD, 2.0),
+        matrix("blk.0.attn_gate", n_inner, N_EMBD, 2.0),
+        matrix("blk.0.ssm_beta", n_heads, N_EMBD),
+        matrix("blk.0.ssm_alpha", n_heads, N_EMBD),
+        Weight("blk.0.ssm_conv1d.weight", (n_inner + 2 * n_keys, 4), std=0.5),
+        Weight("blk.0.ssm_dt.bias", (n_heads,), std=0.1),
+        Weight("blk.0.ssm_a", (n_heads,), std=0.1, mean=-1.0),  # negative: the state decays
+        norm("blk.0.ssm_norm", n_state),
+        matrix("blk.0.ssm_out", N_EMBD, n_inner, 2.0),
+    ]
+    weights = [_embedding(), *delta_net]
+    for i in range(1, 2 + has_head):
+        attention = [weight for weight in _attention(f"blk.{i}") if weight.name != f"blk.{i}.attn_q.weight"]
+        attention.append(matrix(f"blk.{i}.attn_q", 2 * N_EMBD, N_EMBD, 2.0))  # queries, and gates of the output
+        weights += attention
+    if has_head:
+        weights += _head(writer, "qwen35")
+    for i in range(2 + has_head):
+        weights += [each._replace(name=each.name.replace("ffn_norm", "post_attention_norm"))
+                    for each in _feed_forward(f"blk.{i}")]  # fmt: skip
+    return write_gguf(path, writer, [*weights, norm("output_norm", N_EMBD), _output()])
+
+
+def _mrope_writer(path: PathLike, architecture: str) -> Any:
+    """With pairs of rotated numbers for time, row and column, and the tokens around a picture."""
+    vocab = byte_vocab()
+    marks = ["<|vision_start|>", "<|vision_end|>"]
+    pieces, kinds = vocab.pieces[: -len(marks)] + marks, vocab.types[: -len(marks)] + [gguf.TokenType.CONTROL] * 2
+    writer = _writer(path, architecture, replace(vocab, pieces=pieces, types=kinds))
+    _add_attention(writer, N_HEAD_KV)
+    writer.add_rope_dimension_sections([2, 3, 3, 0])
+    return writer
+
+
+def with_head(path: PathLike, *, head: str = "random", n_layers: int = 2, seed: int = 0) -> Path:
+    """Hunyuan 3 (hy_v3), with dense layers, and a draft head in one more layer.
+
+    `head`: "random"; or "right" or "wrong" by construction: the layers change nothing, so the next token is a function
+    of the last one, and the head computes the same function, or yields the least likely token of it.
+    """
+    writer = _writer(path, "hy_v3", n_layers=n_layers)
+    _add_attention(writer, N_HEAD_KV)
+    writer.add_expert_feed_forward_length(N_FF)
+    weights = [_embedding(), *_head(writer, "hy_v3", n_layers), norm("output_norm", N_EMBD), _output()]
+    for i in range(n_layers + 1):
+        weights += [*_attention(f"blk.{i}"), *_feed_forward(f"blk.{i}")]
+    if head != "random":
+        last = ("attn_output.weight", "ffn_down.weight")
+        weights = [each._replace(std=0.0) if each.name.endswith(last) else each for each in weights]
+    written = write_gguf(path, writer, weights, seed=seed)
+    if head != "random":
+        reader = gguf.GGUFReader(written, "r+")
+        (projection,) = (tensor for tensor in reader.tensors if tensor.name.endswith("eh_proj.weight"))
+        token_only = np.concatenate([np.eye(N_EMBD), np.zeros((N_EMBD, N_EMBD))], axis=1)
+        projection.data[:] = token_only if head == "right" else -token_only
+    return written
+
+
+def _head(writer: Any, architecture: str, n_layers: int = 2) -> list[Weight]:
+    """What a draft head has beside the matrices of a layer. Writes the number of layers again, the head included."""
+    writer.kv_data[0].pop(f"{architecture}.block_count")
+    writer.add_block_count(n_layers + 1)
+    writer.add_nextn_predict_layers(1)
+    nextn = f"blk.{n_layers}.nextn"
+    return [
+        matrix(f"{nextn}.eh_proj", N_EMBD, 2 * N_EMBD, 1.0),
+        *(norm(f"{nextn}.{name}", N_EMBD) for name in ("enorm", "hnorm", "shared_head_norm")),
+    ]
 
 
 def hybrid(path: PathLike) -> Path:
@@ -104,6 +194,63 @@ def hybrid(path: PathLike) -> Path:
     ]
     layers = [*short_conv, *_feed_forward("blk.0"), *_attention("blk.1"), *_feed_forward("blk.1")]
     return write_gguf(path, writer, [_embedding(), *layers, norm("token_embd_norm", N_EMBD), _output()])
+
+
+def states_in_ubatches(path: PathLike) -> Path:
+    """PLaMo 2: its first layer is a Mamba layer with a state, its second attention with KV cells."""
+    n_inner, n_state, n_conv, n_heads, n_rank, head = 2 * N_EMBD, 16, 4, 2, 64, N_EMBD // N_HEAD
+    writer = _writer(path, "plamo2")
+    _add_attention(writer, [0, N_HEAD])
+    writer.add_ssm_conv_kernel(n_conv)
+    writer.add_ssm_inner_size(n_inner)
+    writer.add_ssm_state_size(n_state)
+    writer.add_ssm_time_step_rank(n_heads)
+    writer.add_ssm_group_count(0)
+    writer.add_key_length(head)
+    writer.add_value_length(head)
+    mamba = [
+        matrix("blk.0.ssm_in", 2 * n_inner, N_EMBD, 2.0),
+        Weight("blk.0.ssm_conv1d.weight", (n_inner, n_conv), std=0.5),
+        matrix("blk.0.ssm_x", n_rank + 2 * n_state, n_inner, 2.0),
+        matrix("blk.0.ssm_dt", n_heads, n_rank),
+        Weight("blk.0.ssm_dt.bias", (n_heads,)),
+        Weight("blk.0.ssm_a", (n_heads,), std=0.1, mean=-1.0),
+        Weight("blk.0.ssm_d", (n_heads,), mean=1.0),
+        matrix("blk.0.ssm_out", N_EMBD, n_inner, 2.0),
+        *(
+            Weight(f"blk.0.ssm_{name}_norm", (n,), mean=1.0)
+            for name, n in (("dt", n_rank), ("b", n_state), ("c", n_state))
+        ),
+    ]
+    attention = [
+        matrix("blk.1.attn_qkv", 3 * N_EMBD, N_EMBD, 2.0),
+        matrix("blk.1.attn_output", N_EMBD, N_EMBD, 2.0),
+        *(Weight(f"blk.1.attn_{x}_norm.weight", (N_HEAD, head), mean=1.5) for x in "qk"),
+    ]
+    weights = [_embedding(), *mamba, *attention, norm("output_norm", N_EMBD), _output()]
+    for i in range(2):
+        weights += [norm(f"blk.{i}.{name}", N_EMBD) for name in ("attn_norm", "ffn_norm")]
+        weights += [Weight(f"blk.{i}.{name}", (N_EMBD,), mean=1.0) for name in ("post_attention_norm", "post_ffw_norm")]
+        weights += [matrix(f"blk.{i}.ffn_up", 2 * N_FF, N_EMBD, 2.0), matrix(f"blk.{i}.ffn_down", N_EMBD, N_FF)]
+    return write_gguf(path, writer, weights)
+
+
+def rows_of_all_tokens(path: PathLike) -> Path:
+    """CogVLM: its layers have other weights for pictures, and it computes logits of all tokens."""
+    writer = _writer(path, "cogvlm")
+    _add_attention(writer, N_HEAD)
+    weights = [_embedding(), norm("output_norm", N_EMBD), _output()]
+    for i in range(2):
+        blk = f"blk.{i}"
+        weights += [norm(f"{blk}.attn_norm", N_EMBD), *_feed_forward(blk)]
+        for name in ("attn", "vis_attn"):
+            weights += [
+                matrix(f"{blk}.{name}_qkv", 3 * N_EMBD, N_EMBD, 2.0),
+                matrix(f"{blk}.{name}_output", N_EMBD, N_EMBD, 2.0),
+            ]
+        weights += [matrix(f"{blk}.vis_{name}", N_FF, N_EMBD) for name in ("gate", "up")]
+        weights += [matrix(f"{blk}.vis_down", N_EMBD, N_FF)]
+    return write_gguf(path, writer, weights)
 
 
 def encoder_only(
@@ -230,19 +377,19 @@ def vocab_only(path: PathLike) -> Path:
     return write_gguf(path, writer, [])
 
 
-def _writer(path: PathLike, arch: str) -> Any:
+def _writer(path: PathLike, arch: str, vocab: GgufVocab | None = None, *, n_layers: int = 2) -> Any:
     """A GGUFWriter with what all the generating models above share."""
     writer = gguf.GGUFWriter(path, arch)
-    _add_sizes(writer)
+    _add_sizes(writer, n_layers=n_layers)
     writer.add_layer_norm_rms_eps(1e-5)
-    add_vocab(writer, byte_vocab())
+    add_vocab(writer, vocab or byte_vocab())
     return writer
 
 
-def _add_sizes(writer: Any, n_ctx_train: int = N_CTX_TRAIN) -> None:
+def _add_sizes(writer: Any, n_ctx_train: int = N_CTX_TRAIN, n_layers: int = 2) -> None:
     writer.add_context_length(n_ctx_train)
     writer.add_embedding_length(N_EMBD)
-    writer.add_block_count(2)
+    writer.add_block_count(n_layers)
 
 
 def _add_attention(writer: Any, n_head_kv: int | list[int]) -> None:

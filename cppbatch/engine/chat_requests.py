@@ -22,7 +22,7 @@ from cppbatch.chat.template import ApplyNamed, ChatTemplate, find_template
 from cppbatch.chat.thinking_budget import given_budget
 from cppbatch.engine.media_sources import local_media, prompt_of_chat, with_files
 from cppbatch.engine.model_info import ModelInfo
-from cppbatch.engine.params import SamplingParams
+from cppbatch.engine.params import Params, SamplingParams, sampling_params
 from cppbatch.engine.request import GenerationRequest, Prompt, RequestOptions
 from cppbatch.errors import InvalidRequest
 from cppbatch.typed_json import convert
@@ -97,10 +97,10 @@ class ChatRequests:
         self._thinking_tokens = given_budget(thinking_budget=given.get("thinking_budget"))
         self._continues = given.get("continue_final_message")
 
-    def request(self, request_id: str, conversation: Conversation, params: SamplingParams | None) -> ChatRequest:
+    def request(self, request_id: str, conversation: Conversation, params: Params) -> ChatRequest:
         """The request of a conversation. A JSON schema of `params` is that of the answer: the model may reason before
         it, or call tools instead. Raises `InvalidRequest`."""
-        params = params or SamplingParams()
+        params = sampling_params(params)
         messages = convert(with_files(self._messages(conversation)), list[ChatMessage], "messages")
         chat = self._format.prepare(
             local_media(conversation_of(messages)),

@@ -11,7 +11,7 @@ import logging
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from time import perf_counter
+from time import perf_counter, thread_time
 from typing import TYPE_CHECKING, overload
 
 import numpy as np
@@ -22,6 +22,7 @@ from cppbatch.config import EngineConfig, EngineSettings, KvLayout, disk_folder,
 from cppbatch.engine import offline, offline_chat
 from cppbatch.engine.chat_requests import ChatOptions, Conversation, PromptOrMessages, chat_template_of
 from cppbatch.engine.chat_results import ChatCompletion, ChatEvent, ChatStream
+from cppbatch.engine.checkpoints import CheckpointPlaces
 from cppbatch.engine.embeddings import Vector
 from cppbatch.engine.input_processor import InputProcessor
 from cppbatch.engine.kv_pool import KVPool
@@ -30,7 +31,7 @@ from cppbatch.engine.live_state import LiveEngine, live_engine
 from cppbatch.engine.metrics import EngineStats, Metrics
 from cppbatch.engine.model_info import ModelInfo
 from cppbatch.engine.output_processor import OutputProcessor
-from cppbatch.engine.params import SamplingParams
+from cppbatch.engine.params import Params, SamplingParams, sampling_params
 from cppbatch.engine.pooler import Pooler
 from cppbatch.engine.prefix_disk.disk_prefixes import DiskPrefixes
 from cppbatch.engine.prefix_disk.prefix_folder import PrefixFolder
@@ -112,6 +113,7 @@ class BatchInferenceEngine:
             # Cells that were moved are not exact: whether one moves them depends on the other sequences.
             shifts_cells=config.context_shift and context.can_shift and not config.deterministic,
             on_gpu=self._runtime.on_gpu,
+            places=self._checkpoint_places(),
             token_s=lambda: self._scheduler.prompt_token_s,
         )
         self._layout_policy: LayoutPolicy | None = None  # the layout is fixed
@@ -167,12 +169,17 @@ class BatchInferenceEngine:
         self.on_admitted: Callable[[], object] = lambda: None
         """Called before llama.cpp is called, when `outputs` reports the admission of a request (`usage_events`)."""
 
+    def _checkpoint_places(self) -> CheckpointPlaces | None:
+        most, min_step = self.config.ctx_checkpoints, self.config.checkpoint_min_step
+        return CheckpointPlaces(self._vocab.markers, most=most, min_step=min_step) if most else None
+
     def _make_speculator(self) -> Speculator | None:
         proposers = self._runtime.proposers
         if not proposers:
             return None
         most, n_rollback = self.config.draft_max, self._runtime.n_rollback
-        return Speculator(proposers, min(most, n_rollback or most), equal_only=n_rollback > 0)
+        most = min(most, n_rollback or most)
+        return Speculator(proposers, most, equal_only=n_rollback > 0, clock=thread_time)
 
     def _open_disk(self, key: StateKey) -> DiskPrefixes | None:
         """Raises `ConfigError` if the folder cannot be written."""
@@ -267,7 +274,7 @@ class BatchInferenceEngine:
     def add_request(
         self,
         prompt: Prompt,
-        params: SamplingParams | None = None,
+        params: Params = None,
         *,
         request_id: str | None = None,
         task: Task = "generate",
@@ -280,9 +287,7 @@ class BatchInferenceEngine:
         """
         if request_id is None:
             request_id = self.new_request_id()
-        request = GenerationRequest(
-            id=request_id, prompt=prompt, params=params or SamplingParams(), task=task, **options
-        )
+        request = GenerationRequest(id=request_id, prompt=prompt, params=sampling_params(params), task=task, **options)
         self.add(self.prepare(request))
         return request_id
 
@@ -296,6 +301,28 @@ class BatchInferenceEngine:
             return False
         with self._restart_if_interrupted():
             self._finish(sequence, FinishReason.CANCELLED)
+        return True
+
+    def update_request(self, request_id: str, tokens: Sequence[int]) -> bool:
+        """Appends tokens to the text of a request, as if the model had generated them; it continues from there.
+
+        They are in the request's next event, and count as generated. Returns False if the request neither waits nor
+        runs. Raises `InvalidRequest` for unknown ids, and for more tokens than its `max_tokens` and context leave.
+        """
+        return self.turns.run(lambda: self._update(request_id, tokens))
+
+    def _update(self, request_id: str, tokens: Sequence[int]) -> bool:
+        sequence = self._sequences.get(request_id)
+        if sequence is None:
+            return False
+        if sequence.request.task != "generate":
+            raise InvalidRequest("id", f"{request_id!r} is a request for a vector; only texts can be continued")
+        given = [piece.id for piece in self._inputs.tokens(list(tokens), add_special=False, parse_special=False)]
+        if len(given) > sequence.n_room:
+            raise InvalidRequest("tokens", f"has {len(given)} ids, and the text has room for {sequence.n_room} more")
+        with self._restart_if_interrupted():
+            if reason := self.outputs.extend(sequence, given):
+                self._finish(sequence, reason)
         return True
 
     def limit_threads(self, n: int) -> None:
@@ -422,6 +449,7 @@ class BatchInferenceEngine:
             if sequence.admitted_at:  # it was preempted
                 continue
             sequence.admitted_at = now
+            self.metrics.count_wait(now - sequence.arrived_at)
             if sequence.request.usage_events != "end":
                 self.outputs.report(sequence, now)
                 has_reports = True
@@ -443,6 +471,8 @@ class BatchInferenceEngine:
                 self._decode_media(plan.media)
             if plan.chunks:
                 self._context.decode(self._batch)
+                if self._runtime.head:
+                    self._runtime.head.computed(plan.batch)
         except LlamaError as error:
             if not self.survives_failures:
                 raise
@@ -461,8 +491,9 @@ class BatchInferenceEngine:
         it must be in one ubatch."""
         batch = self._media_batch
         if batch is None:
-            n_embd = media[0][0].media_vectors(1).shape[1]
-            batch = self._media_batch = EmbeddingBatch(self._context.n_batch, n_embd)
+            first = media[0][0]
+            n_embd, n_dimensions = first.media_vectors(1).shape[1], len(first.media_positions(1))
+            batch = self._media_batch = EmbeddingBatch(self._context.n_batch, n_embd, n_dimensions)
         runs = {sequence: sequence.next_run for sequence, _ in media}
         causal = [(sequence, n) for sequence, n in media if not (run := runs[sequence]) or not run.is_whole]
         whole = [[(sequence, n)] for sequence, n in media if (run := runs[sequence]) and run.is_whole]
@@ -613,7 +644,7 @@ class BatchInferenceEngine:
     def generate(
         self,
         prompts: Sequence[PromptOrMessages],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        params: Params | Sequence[SamplingParams] = None,
         *,
         n: int = 1,
         best_of: int | None = None,
@@ -640,7 +671,7 @@ class BatchInferenceEngine:
     def chat(  # type: ignore[overload-overlap]  # a text is a sequence of texts, and means one conversation
         self,
         conversations: Conversation,
-        params: SamplingParams | None = None,
+        params: Params = None,
         *,
         progress: bool = False,
         on_event: Callable[[int, ChatEvent], object] | None = None,
@@ -651,7 +682,7 @@ class BatchInferenceEngine:
     def chat(
         self,
         conversations: Sequence[Conversation],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        params: Params | Sequence[SamplingParams] = None,
         *,
         progress: bool = False,
         on_event: Callable[[int, ChatEvent], object] | None = None,
@@ -661,7 +692,7 @@ class BatchInferenceEngine:
     def chat(
         self,
         conversations: Conversation | Sequence[Conversation],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        params: Params | Sequence[SamplingParams] = None,
         *,
         progress: bool = False,
         on_event: Callable[[int, ChatEvent], object] | None = None,
@@ -687,7 +718,7 @@ class BatchInferenceEngine:
         return offline_chat.chat(self, conversations, params, progress=progress, on_event=on_event, options=options)
 
     def chat_stream(
-        self, conversation: Conversation, params: SamplingParams | None = None, **options: Unpack[ChatOptions]
+        self, conversation: Conversation, params: Params = None, **options: Unpack[ChatOptions]
     ) -> ChatStream:
         """Generates the assistant's next message and yields its `ChatEvent`s as they are made.
 
@@ -739,7 +770,7 @@ class BatchInferenceEngine:
         return offline.forward_batch(self, token_lists, options)
 
     def stream(
-        self, prompt: PromptOrMessages, params: SamplingParams | None = None, **options: Unpack[RequestOptions]
+        self, prompt: PromptOrMessages, params: Params = None, **options: Unpack[RequestOptions]
     ) -> Generator[GenerationEvent, None, None]:
         """Continues one prompt and yields its events as they are made. Other requests advance in the same steps.
 
@@ -752,7 +783,7 @@ class BatchInferenceEngine:
     def map(
         self,
         prompts: Iterable[PromptOrMessages | tuple[PromptOrMessages, SamplingParams]],
-        params: SamplingParams | None = None,
+        params: Params = None,
         *,
         ordered: bool = False,
         progress: bool = False,
@@ -849,29 +880,32 @@ class BatchInferenceEngine:
         self.close()
 
 
-def generate_batch(
+def generate_batch(  # noqa: PLR0917  # the positional form of the usual scripts
     model: str | Path | EngineConfig | BatchInferenceEngine,
     prompts: Sequence[Prompt],
-    params: SamplingParams | Sequence[SamplingParams] | None = None,
+    params: Params | Sequence[SamplingParams] = None,
+    temperature: float | None = None,
+    top_p: float | None = None,
+    seed: int | None = None,
     *,
     max_tokens: int | None = None,
-    temperature: float | None = None,
     top_k: int | None = None,
-    top_p: float | None = None,
     min_p: float | None = None,
-    seed: int | None = None,
     stop: str | Sequence[str] | None = None,
     progress: bool = False,
     **settings: Unpack[EngineSettings],
 ) -> list[Completion]:
     """`BatchInferenceEngine.generate` as one call, of a loaded engine, or of a model that is loaded and freed here.
 
-    `max_tokens` to `stop`: fields of `SamplingParams` for all prompts, in place of `params`. `settings`: fields of
+    `temperature` to `stop`: fields of `SamplingParams` for all prompts, in place of `params` or beside a number of
+    tokens (`generate_batch(model, prompts, 50, 0.7, 0.9, 42)`). `settings`: fields of
     `EngineConfig` (n_ctx, n_parallel ...), for a model that is not loaded yet. Raises `ConfigError` if they are given
     with an engine, `InvalidRequest` if fields are given beside `params`, and what loading and `generate` raise.
     """
     fields = {"max_tokens": max_tokens, "temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
     given = {name: value for name, value in {**fields, "seed": seed, "stop": stop}.items() if value is not None}
+    if isinstance(params, int) and max_tokens is None:
+        given, params = {**given, "max_tokens": params}, None
     if given and params is not None:
         raise InvalidRequest("params", f"is given, and {', '.join(given)} too; set them in `params`")
     params = SamplingParams(**given) if given else params  # type: ignore[arg-type]  # checked by SamplingParams

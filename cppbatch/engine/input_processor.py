@@ -14,7 +14,7 @@ from cppbatch.config import named
 from cppbatch.engine.lora_sets import adapter_set
 from cppbatch.engine.media_input import MediaInput
 from cppbatch.engine.model_info import ModelInfo
-from cppbatch.engine.params import actual_seed, token_ids
+from cppbatch.engine.params import DEFAULT_MAX_TOKENS, UNLIMITED, actual_seed, token_ids
 from cppbatch.engine.reasoning_follower import ReasoningFollower
 from cppbatch.engine.request import GenerationRequest, Media, MediaPrompt, Modality, Pair, TokenPiece, is_long
 from cppbatch.engine.sampling.sampling_plan import check_ids, make_sampling_plan
@@ -91,20 +91,25 @@ class InputProcessor:
         sequence.sampling, sequence.constraint = plan, constraint
         if budget := request.params.reasoning_budget:
             closing = self._vocab.tokenize(budget.closing, add_special=False).tolist()
-            sequence.reasoning = ReasoningFollower(budget, closing, partial(self._vocab.piece, special=True))
+            piece = partial(self._vocab.piece, special=True)
+            has_grammar = constraint is not None and constraint.is_active
+            sequence.reasoning = ReasoningFollower(budget, closing, piece, has_grammar=has_grammar)
         return sequence
 
     def _max_new(self, request: GenerationRequest, n: int, *, shifts: bool) -> int:
         """The most tokens that a request with a prompt of `n` tokens gets.
 
-        With a context shift a text may be longer than the context; one without `max_tokens` ends after as many tokens
-        as the model was trained for, because some models never end a text.
+        With a context shift a text may be longer than the context; an unlimited one ends after as many tokens as the
+        model was trained for, because some models never end a text.
         """
         wanted, room = request.params.max_tokens, self._info.max_sequence - n
-        if shifts:
-            return max(room, self._info.n_ctx_train) if wanted is None else wanted
+        if wanted == UNLIMITED:
+            return max(room, self._info.n_ctx_train) if shifts else room
         if wanted is None:
-            return room
+            wanted = max(DEFAULT_MAX_TOKENS, request.params.min_tokens)
+            return wanted if shifts else min(wanted, room)
+        if shifts:
+            return wanted
         if wanted > room and not request.fit:
             message = f"is {wanted}: with a prompt of {n} tokens that is {n + wanted}, and {self._limit_text()}"
             raise InvalidRequest("max_tokens", message)
@@ -143,7 +148,8 @@ class InputProcessor:
                 text = "".join(map(str, group))
                 pieces += self.tokens(text, add_special=False, parse_special=True, cancelled=cancelled)
             else:
-                n = sum(self._media.n_tokens(medium) for medium in group if self._media and isinstance(medium, Media))
+                media = self._media
+                n = sum(media.n_tokens(each, cancelled) for each in group if media and isinstance(each, Media))
                 pieces += [TokenPiece(_PLACEHOLDER_ID, b"")] * n
         return pieces
 
@@ -263,7 +269,8 @@ class InputProcessor:
             assert self._media
             for piece in self._media.encoded(part, check, cancelled, salt=request.cache_salt).pieces:
                 if piece.vectors is not None:
-                    runs.append(MediaRun(n_tokens(), piece.vectors, piece.is_whole, part.kind))
+                    run = (piece.vectors, piece.is_whole, part.kind, piece.n_positions, piece.positions)
+                    runs.append(MediaRun(n_tokens(), *run))
                 tokens.append(piece.tokens)
         if runs and runs[-1].stop == n_tokens():
             message = "ends with a picture or a sound; only text after it can be continued, so add some, like a newline"

@@ -39,20 +39,25 @@ def check_invariants(
     n_cells = n_held([holder.cells for holder in held.values()])
     require(n_cells == n_used, f"{n_used} cells are used, {n_cells} held")
     in_host = sum(prefix.saved.n_bytes for prefix in cache.in_host if prefix.saved)
+    in_host += sum(checkpoint.n_bytes for checkpoint in cache.checkpoints)
     require(in_host == cache.used_host_bytes <= cache.host_bytes, f"{in_host} bytes are cached in host memory")
     for seq_id in range(memory.n_seq_ids):
-        n = held[seq_id].n_computed if seq_id in held else 0
+        n = held[seq_id].n_positions if seq_id in held else 0
         has = memory.last_position(seq_id) + 1
-        require(n == has, f"seq_id {seq_id} has {has} tokens in llama.cpp, {n} in the accounting")
+        require(n == has, f"seq_id {seq_id} has {has} positions in llama.cpp, {n} in the accounting")
 
 
 def dump_cells(memory: Memory, n_used: int, running: Running, cache: PrefixCache, free_ids: Sequence[int]) -> str:
     """The holder of each seq_id, for the log."""
     lines = [f"{n_used} cells used, free seq_ids: {free_ids}"]
-    lines += [f"seq_id {i}: {s.id}, {s.n_computed} tokens, {s.status.value}" for i, s in running.items()]
-    lines += [f"seq_id {c.seq_id}: cached, {c.n_computed} tokens" for c in cache.in_cells]
+    lines += [f"seq_id {i}: {s.id}, {_sizes(s)}, {s.status.value}" for i, s in running.items()]
+    lines += [f"seq_id {c.seq_id}: cached, {_sizes(c)}" for c in cache.in_cells]
     native = {i: memory.last_position(i) + 1 for i in range(memory.n_seq_ids)}
-    return "\n".join([*lines, f"tokens in llama.cpp: { {i: n for i, n in native.items() if n} }"])
+    return "\n".join([*lines, f"positions in llama.cpp: { {i: n for i, n in native.items() if n} }"])
+
+
+def _sizes(holder: Seq | CachedPrefix) -> str:
+    return f"{holder.n_computed} tokens at {holder.n_positions} positions"
 
 
 def require(condition: bool, message: str) -> None:

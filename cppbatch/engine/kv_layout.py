@@ -42,19 +42,31 @@ def stream_cells(config: EngineConfig) -> int:
     return config.n_ctx // config.n_parallel // _CELL_STEP * _CELL_STEP
 
 
-def choose_flash_attn(config: EngineConfig, layout: KvLayout, *, on_gpu: bool, has_amx: bool) -> FlashAttention:
-    """The flash attention setting for llama.cpp. Its own `auto` is right except in these cases:
+def flash_attn_settings(config: EngineConfig) -> list[FlashAttention]:
+    """The settings of flash attention that suit the cache. If there are two, `auto` means the faster one.
 
     - Quantised values need flash attention.
     - So does `deterministic`: without it, one row adds in another order than several.
-    - In the per-sequence layout, a CPU with AMX multiplies matrices faster than the flash attention kernel runs. (In
-      the unified layout that kernel is faster: it skips the cells of other sequences.)
+    - An f32 cache is computed without: llama.cpp casts it to f16 for flash attention on every device
+      (`build_attn_mha`), and a CPU also sums values in f16, unless a stream computes 64 tokens and more. So a text that
+      is computed again after a crash would get logits that differ by 0.01 rather than 0.00002.
     """
-    if config.flash_attn == "auto" and (config.deterministic or config.cache_type_v in ("q8_0", "q4_0")):
-        return "on"
-    if config.flash_attn == "auto" and layout == "per-sequence" and has_amx and not on_gpu:
-        return "off"
-    return config.flash_attn
+    if config.flash_attn != "auto":
+        return [config.flash_attn]
+    if config.deterministic or config.cache_type_v in ("q8_0", "q4_0"):
+        return ["on"]
+    return ["off"] if "f32" in (config.cache_type_k, config.cache_type_v) else ["on", "off"]
+
+
+def choose_flash_attn(config: EngineConfig, layout: KvLayout, *, on_gpu: bool, has_amx: bool) -> FlashAttention:
+    """The flash attention setting for llama.cpp. Where both suit the cache, llama.cpp's own `auto` is right but for
+    one case: in the per-sequence layout, a CPU with AMX multiplies matrices faster than the flash attention kernel
+    runs. (In the unified layout that kernel is faster: it skips the cells of other sequences.)
+    """
+    settings = flash_attn_settings(config)
+    if len(settings) == 1:
+        return settings[0]
+    return "off" if layout == "per-sequence" and has_amx and not on_gpu else "auto"
 
 
 def choose_cache_type(config: EngineConfig, given: CacheType) -> CacheType:

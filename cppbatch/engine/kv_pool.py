@@ -14,9 +14,10 @@ import numpy.typing as npt
 
 from cppbatch.config import KvLayout, Sharing
 from cppbatch.engine.cells import Cells, n_held, n_shared
+from cppbatch.engine.checkpoints import CheckpointPlaces, StateWithParts
 from cppbatch.engine.kv_invariants import check_invariants, dump_cells, require
 from cppbatch.engine.padding_rows import PaddingRow
-from cppbatch.engine.prefix_cache import CachedPrefix, Match, PrefixCache, Salt
+from cppbatch.engine.prefix_cache import CachedPrefix, Checkpoint, Match, PrefixCache, Salt
 from cppbatch.engine.radix_tree import Tokens
 from cppbatch.engine.save_cost import SaveCost
 from cppbatch.engine.sequence import SavedState, Seq
@@ -27,6 +28,7 @@ log = logging.getLogger("cppbatch.engine")
 CACHED_SHARE = 0.25
 """The default of `KVPool`'s `cached_share`."""
 _MIN_CACHED = 20  # tokens: computing a shorter prefix is as fast as taking it
+_CHECKPOINT_SHARE = 0.05  # of the time to compute a prompt, which its checkpoints may take
 _CHANCE_OF_TAKING = 0.1  # that a sequence takes tokens of a cached prefix which none has taken yet: a guess
 
 OUT_OF_MEMORY = (LlamaError, MemoryError)
@@ -45,6 +47,12 @@ class Memory(Protocol):
     def has_streams(self) -> bool: ...
     @property
     def can_shift(self) -> bool: ...
+    @property
+    def shares_cells(self) -> bool: ...
+    @property
+    def n_window(self) -> int: ...
+    @property
+    def has_states(self) -> bool: ...
     def remove(self, seq_id: int, start: int = 0, stop: int = -1) -> bool: ...
     def remove_padding(self, seq_id: int, position: int) -> None: ...
     def copy(self, source: int, target: int, start: int = 0, stop: int = -1) -> None: ...
@@ -52,6 +60,12 @@ class Memory(Protocol):
     def shift(self, seq_id: int, start: int, by: int) -> None: ...
     def last_position(self, seq_id: int) -> int: ...
     def share_prefix(self, source: int, target: int, n: int) -> None: ...
+    def first_cut(self, seq_id: int) -> int: ...
+    def cut(self, seq_id: int, n: int) -> None: ...
+    def copy_cut(self, source: int, target: int, n: int) -> SavedState | None: ...
+    def share_cells(self, source: int, target: int, part: Any) -> None: ...  # a part that `save_part` returned
+    def save_part(self, seq_id: int) -> SavedState: ...
+    def restore_part(self, seq_id: int, part: Any) -> None: ...
     def save_sequence(self, seq_id: int) -> SavedState: ...
     def restore_sequence(self, seq_id: int, state: Any) -> None: ...  # a state that `save_sequence` returned
     def read_state(self, data: npt.NDArray[np.uint8], form: Mapping[str, Any]) -> SavedState: ...
@@ -72,8 +86,9 @@ class KVPool:
     `cache_bytes`: host memory for cached prefixes. `cached_share`: part of the cells of a unified layout that cached
     prefixes may hold; attention passes over these cells too, which slows every row down (docs/decisions/0005).
     `shifts_cells`: a context shift may move the positions of cells; otherwise it computes them again.
-    `on_gpu`: prefixes are copied from stream to stream on the device, not through host memory. `token_s`: as in
-    `SaveCost`. `clock`: seconds, to time saves.
+    `on_gpu`: prefixes are copied from stream to stream on the device, not through host memory. `places`: where prompts
+    get checkpoints, if the memory can be truncated nowhere else; None: no checkpoints. `token_s`: as in `SaveCost`.
+    `clock`: seconds, to time saves.
     """
 
     def __init__(
@@ -86,6 +101,7 @@ class KVPool:
         cached_share: float = CACHED_SHARE,
         shifts_cells: bool = False,
         on_gpu: bool = False,
+        places: CheckpointPlaces | None = None,
         token_s: Callable[[], float] = lambda: 0.0,
         clock: Callable[[], float] = perf_counter,
     ) -> None:
@@ -93,6 +109,8 @@ class KVPool:
         self._clock = clock
         self._on_gpu = on_gpu
         self._save_cost = SaveCost(token_s)
+        self._places = places
+        self._part_cost = SaveCost(token_s)
         self._swap_bytes = swap_bytes
         self._cached_share = cached_share
         self._shifts_cells = shifts_cells
@@ -100,7 +118,7 @@ class KVPool:
         """Host memory of the sequences that are swapped out now, in bytes."""
         self.n_swaps = self.n_recomputes = 0
         """Preempted sequences so far: saved to host memory, and not saved but computed again."""
-        self.cache = PrefixCache(sharing, host_bytes=cache_bytes)
+        self.cache = PrefixCache(sharing, host_bytes=cache_bytes, first_cut=memory.first_cut)
         self._all_free()
 
     def _all_free(self) -> None:
@@ -161,12 +179,22 @@ class KVPool:
     def remove_padding(self, rows: Iterable[PaddingRow]) -> None:
         """Removes the cells of padding rows, after a step."""
         for row in rows:
-            self._memory.remove_padding(row.seq_id, row.n_computed)
+            self._memory.remove_padding(row.seq_id, row.position)
 
     @property
     def has_streams(self) -> bool:
         """Whether each seq_id has memory of its own: only rows of consecutive seq_ids are computed together."""
         return self._memory.has_streams
+
+    @property
+    def n_window(self) -> int:
+        """Tokens of the model's sliding window; 0: there is none."""
+        return self._memory.n_window
+
+    @property
+    def has_states(self) -> bool:
+        """Whether a sequence has recurrent states."""
+        return self._memory.has_states
 
     @property
     def layout(self) -> KvLayout:
@@ -192,6 +220,8 @@ class KVPool:
 
     def admit(self, sequence: Seq, match: Match | None = None) -> None:
         """Gives a sequence a seq_id, and the state that it had when it was swapped out, or the prefix of `match`."""
+        is_new = not sequence.admitted_at
+        branch = self.cache.branch(sequence) if is_new and self._makes_checkpoints(sequence) else 0
         if sequence.saved:
             self._plan_swap_in(sequence)
         elif match is None:
@@ -200,10 +230,27 @@ class KVPool:
             self._continue_in_place(sequence, match)
         else:
             self._take_prefix(sequence, match)
-        if not sequence.admitted_at:  # not for a sequence that resumes
+        if is_new:
             self.cache.count(sequence, match)
+        if is_new and self._makes_checkpoints(sequence):
+            self._plan_checkpoints(sequence, branch)
         self.cache.track(sequence)
         sequence.admitted()
+
+    def _makes_checkpoints(self, sequence: Seq) -> bool:
+        """Whether others can take the prompt of a sequence at checkpoints only."""
+        has_none = self._places is None or not self.cache.host_bytes or self.cache.takes_any or sequence.is_scored
+        return not has_none and self.cache.wants(sequence)
+
+    def _plan_checkpoints(self, sequence: Seq, branch: int) -> None:
+        """Chooses where others will be able to take the prompt of a new sequence, which parts at `branch` from another
+        one."""
+        assert self._places
+        prompt, start = sequence.tokens[: sequence.n_prompt], sequence.n_computed
+        step = max(self._places.min_step, self._part_cost.tokens_for(_CHECKPOINT_SHARE))
+        for n in (*self._places.of_prompt(prompt, start, step), branch):
+            if n >= max(_MIN_CACHED, start + 1) and not self.cache.has_end(prompt[:n], sequence.salt):
+                sequence.stop_at(n)
 
     def _plan_swap_in(self, sequence: Seq) -> None:
         """Plans to restore the whole state. Then the sequence shares the cells of a prefix that is in cells already."""
@@ -218,26 +265,51 @@ class KVPool:
         self._move(sequence, partial(self._swap_in, sequence, match, source.seq_id if source else -1))
 
     def _continue_in_place(self, sequence: Seq, match: Match) -> None:
-        """The sequence takes the seq_id and the cells of a cached prefix, truncated to the match."""
+        """The sequence takes the seq_id and the cells of a cached prefix, truncated to the match.
+
+        What is truncated may belong to another conversation, so the prefix is kept in host memory if that is of use.
+        """
         cached, n = match.source, match.n
         assert isinstance(cached, CachedPrefix)
-        self.cache.drop(cached)
         sequence.seq_id, sequence.n_computed = cached.seq_id, n
         sequence.cells = self._cells.cut(cached.cells, n)
         self.running[sequence.seq_id] = sequence
-        self._moves.append(partial(self._memory.remove, sequence.seq_id, n))
+        if not match.of_slot and self._is_worth_keeping(cached, n):
+            self._moves.append(partial(self._save_copy, cached, cached.seq_id))
+            self.cache.leave_cells(cached, for_host=True)
+            cached.seq_id, cached.cells = -1, None
+        else:
+            self.cache.drop(cached)
+        if n < cached.n_computed and self.cache.sharing == "checkpoints":
+            self._move(sequence, partial(self._cut, sequence, match.checkpoint))
+        elif n < cached.n_computed:
+            self._moves.append(partial(self._memory.remove, sequence.seq_id, sequence.span(n)))
+        elif self._makes_checkpoints(sequence):
+            self._moves.append(partial(self._save_checkpoint, sequence.seq_id, cached.tokens, cached.salt))
+
+    def _is_worth_keeping(self, cached: CachedPrefix, n: int) -> bool:
+        """Whether to save a cached prefix before its cells are truncated to `n` tokens."""
+        n_lost = cached.n_computed - n
+        chance = _CHANCE_OF_TAKING * n_lost / cached.n_computed
+        return n_lost >= _MIN_CACHED and self._save_cost.is_worth(cached.n_computed, chance)
 
     def _take_prefix(self, sequence: Seq, match: Match) -> None:
         source, n = match.source, match.n
         self._take_id(sequence, source)
         sequence.n_computed = n
-        if self._shares_cells(match):
+        if match.is_cut and source.seq_id >= 0 and self.cache.sharing == "checkpoints":
+            sequence.cells = self._cells.share(source.cells, n) if self.unified else self._cells.grow(None, n)
+            self._move(sequence, partial(self._copy_cut, source.seq_id, sequence))
+        elif self._shares_cells(match):
             sequence.cells = self._cells.share(source.cells, n)
-            self._moves.append(partial(self._memory.copy, source.seq_id, sequence.seq_id, 0, n))
+            if self.cache.sharing == "cells":
+                self._moves.append(partial(self._memory.copy, source.seq_id, sequence.seq_id, 0, sequence.span(n)))
+            else:
+                self._move(sequence, partial(self._share, source, source.seq_id, sequence, match.checkpoint))
         else:
             self.ensure_free(source.n_computed, keep=source)
             sequence.cells = self._cells.grow(None, n)
-            self._move(sequence, partial(self._copy, source, source.seq_id, source.saved, sequence))
+            self._move(sequence, partial(self._copy, source, source.seq_id, source.saved, sequence, match.checkpoint))
 
     def preempt(self, sequence: Seq, *, save: bool | None = None) -> None:
         """Takes cells and seq_id from a running sequence, which keeps its tokens and resumes later.
@@ -246,7 +318,8 @@ class KVPool:
         """
         if save is None:  # if it shares most of its cells, it will find them again as a prefix
             n = sequence.n_computed
-            save = n_shared(sequence.cells) * 2 < n and self._save_cost.is_worth(n, chance=1.0)
+            finds_again = self.cache.takes_any and n_shared(sequence.cells) * 2 >= n
+            save = not finds_again and self._save_cost.is_worth(n, chance=1.0)
         self._moves.append(partial(self._swap_out, sequence.seq_id, sequence, save=save))
         self._free_cells_and_id(sequence)
         sequence.preempted()
@@ -296,7 +369,8 @@ class KVPool:
         cached.seq_id = -1
 
     def _shares_cells(self, match: Match) -> bool:
-        return self.cache.sharing == "cells" and match.source.seq_id >= 0
+        shares = self.cache.sharing == "cells" or (self.cache.sharing == "checkpoints" and self._memory.shares_cells)
+        return shares and match.source.seq_id >= 0
 
     def _should_continue_in_place(self, match: Match) -> bool:
         """Whether the sequence takes over the cached prefix itself, instead of a copy of it or a share in its cells."""
@@ -305,7 +379,7 @@ class KVPool:
             return False
         if match.of_slot and self.cache.sharing == "copy":
             return True
-        if not self._free_ids and (len(self.cache.in_cells) == 1 or self.cache.sharing == "whole"):
+        if not self._free_ids and (len(self.cache.in_cells) == 1 or not self.cache.takes_any):
             return True  # the only way to a seq_id, or the only one that evicts no other prefix
         return self.cache.continues_in_place(source, match.n)
 
@@ -358,19 +432,79 @@ class KVPool:
             if match and match.source.n_computed < match.n:
                 raise LlamaError("the sequence whose prefix it shares was not restored")
             if match:
-                self._memory.share_prefix(source_id, sequence.seq_id, match.n)
+                self._memory.share_prefix(source_id, sequence.seq_id, sequence.span(match.n))
         except OUT_OF_MEMORY as error:
             self.n_recomputes += 1
             self._recompute(sequence, error)
         self._drop_saved(sequence)
 
-    def _copy(self, source: Seq | CachedPrefix, seq_id: int, saved: SavedState | None, sequence: Seq) -> None:
+    def _cut(self, sequence: Seq, checkpoint: Checkpoint | None) -> None:
+        """Truncates the cells that the sequence took over, to the checkpoint or as far as their window allows."""
+        try:
+            if checkpoint:
+                self._memory.restore_part(sequence.seq_id, checkpoint.saved)
+            else:
+                self._memory.cut(sequence.seq_id, sequence.n_positions)
+        except OUT_OF_MEMORY as error:
+            self.cache.uncount(sequence)
+            self._recompute(sequence, error)
+
+    def _share(self, source: Seq | CachedPrefix, seq_id: int, sequence: Seq, checkpoint: Checkpoint | None) -> None:
+        """Lets a sequence hold cells of the source, with the state at the checkpoint, or its present one.
+
+        `seq_id`: the source's when this move was planned.
+        """
+        try:
+            part = checkpoint.saved if checkpoint else self._copied.get(source)
+            if part is None:
+                part = self._copied[source] = self._memory.save_part(seq_id)
+            self._memory.share_cells(seq_id, sequence.seq_id, part)
+        except OUT_OF_MEMORY as error:
+            self.cache.uncount(sequence)
+            self._recompute(sequence, error)
+
+    def _copy_cut(self, seq_id: int, sequence: Seq) -> None:
+        """Lets a sequence take the first tokens of `seq_id`, as far as its window allows."""
+        tokens = sequence.tokens[: sequence.n_computed]
+        try:
+            part = self._memory.copy_cut(seq_id, sequence.seq_id, sequence.n_positions)
+            if part and self._places and not self.cache.has_end(tokens, sequence.salt):
+                self.cache.add_checkpoint(tokens.copy(), sequence.salt, part)
+        except OUT_OF_MEMORY as error:
+            self.cache.uncount(sequence)
+            self._recompute(sequence, error)
+
+    def _save_checkpoint(self, seq_id: int, tokens: Tokens, salt: Salt) -> None:
+        """Makes a checkpoint of a sequence that has computed exactly these tokens, unless there is one."""
+        if not self.cache.host_bytes or self.cache.has_end(tokens, salt):
+            return
+        is_whole = self.cache.sharing == "whole"
+        began = self._clock()
+        try:
+            saved = self._memory.save_sequence(seq_id) if is_whole else self._memory.save_part(seq_id)
+        except OUT_OF_MEMORY as error:
+            log.warning("a checkpoint of seq_id %d cannot be saved: %s", seq_id, error)
+            return
+        self._part_cost.observe(1, self._clock() - began)
+        if is_whole:
+            self.cache.add_to_host(CachedPrefix(tokens.copy(), salt, -1, None), saved)
+        else:
+            self.cache.add_checkpoint(tokens.copy(), salt, saved)
+
+    def _copy(
+        self,
+        source: Seq | CachedPrefix,
+        seq_id: int,
+        saved: SavedState | None,
+        sequence: Seq,
+        checkpoint: Checkpoint | None,
+    ) -> None:
         """Copies the whole state of the source, through host memory or on the GPU, then truncates it to the prefix.
 
         `seq_id`, `saved`: the source's memory when this move was planned.
         """
         try:
-            if self._on_gpu and seq_id >= 0:
+            if self._on_gpu and seq_id >= 0 and not checkpoint:  # streams are copied in the next decode, over the part
                 self._memory.copy(seq_id, sequence.seq_id)
             else:
                 state = saved or source.saved or self._copied.get(source)
@@ -379,7 +513,10 @@ class KVPool:
                         raise LlamaError("its prefix did not fit into host memory")
                     state = self._copied[source] = self._memory.save_sequence(seq_id)
                 self._memory.restore_sequence(sequence.seq_id, state)
-            self._memory.remove(sequence.seq_id, sequence.n_computed)
+            if checkpoint:
+                self._memory.restore_part(sequence.seq_id, checkpoint.saved)
+            else:
+                self._memory.remove(sequence.seq_id, sequence.n_positions)
         except OUT_OF_MEMORY as error:
             self.cache.uncount(sequence)
             self._recompute(sequence, error)
@@ -392,8 +529,11 @@ class KVPool:
         sequence.will_recompute()
 
     def _save(self, cached: CachedPrefix, seq_id: int) -> None:
-        saved = self._try_save(seq_id, cached.n_computed) if cached in self.cache.in_host else None
+        self._save_copy(cached, seq_id)
         self._memory.remove(seq_id)
+
+    def _save_copy(self, cached: CachedPrefix, seq_id: int) -> None:
+        saved = self._try_save(seq_id, cached.n_computed) if cached in self.cache.in_host else None
         self.cache.keep_in_host(cached, saved)
 
     def _try_save(self, seq_id: int, n: int) -> SavedState | None:
@@ -413,10 +553,19 @@ class KVPool:
         """The next `n` pending tokens of a sequence are in the cache."""
         sequence.cells = self._cells.grow(sequence.cells, n)
         sequence.computed(n)
+        if sequence.stops and sequence.stops[0] <= sequence.n_computed:
+            self._pass_stop(sequence)
+
+    def _pass_stop(self, sequence: Seq) -> None:
+        """Makes a checkpoint if the computed tokens end where one is wanted."""
+        n = sequence.n_computed
+        if n in sequence.stops and self._places and n <= sequence.n_exact:
+            self._save_checkpoint(sequence.seq_id, sequence.tokens[:n], sequence.salt)
+        sequence.stops = [stop for stop in sequence.stops if stop > n]
 
     def drop_draft(self, sequence: Seq) -> None:
         """Removes the draft tokens that a step has computed behind the sequence's computed ones."""
-        if not self._memory.remove(sequence.seq_id, sequence.n_computed):
+        if not self._memory.remove(sequence.seq_id, sequence.n_positions):
             self.n_recomputes += 1
             self._recompute(sequence, LlamaError("its draft tokens cannot be removed"))
 
@@ -449,11 +598,11 @@ class KVPool:
     def release(self, sequence: Seq, *, keep: bool) -> None:
         """Frees what a finished sequence holds. `keep`: its tokens become a cached prefix, if that is of use."""
         if sequence.seq_id >= 0:
-            n = min(sequence.n_computed, sequence.n_exact)
-            if keep and n >= _MIN_CACHED and self.cache.wants(sequence):
-                if n < sequence.n_computed:
-                    self._memory.remove(sequence.seq_id, n)
-                    sequence.cells, sequence.n_computed = self._cells.cut(sequence.cells, n), n
+            n = sequence.before_media(min(sequence.n_computed, sequence.n_exact))
+            keep = keep and n >= _MIN_CACHED and self.cache.wants(sequence)
+            if keep and n < sequence.n_computed and (keep := self._memory.remove(sequence.seq_id, sequence.span(n))):
+                sequence.cells, sequence.n_computed = self._cells.cut(sequence.cells, n), n
+            if keep:
                 self._keep_as_prefix(sequence)
             else:
                 self._memory.remove(sequence.seq_id)
@@ -465,11 +614,13 @@ class KVPool:
         tokens = sequence.tokens[: sequence.n_computed].copy()
         if sequence.request.id_slot >= 0:
             self.cache.slots[sequence.request.id_slot] = tokens, sequence.salt
-        cached = CachedPrefix(tokens, sequence.salt, sequence.seq_id, sequence.cells)
+        cached = CachedPrefix(tokens, sequence.salt, sequence.seq_id, sequence.cells, sequence.n_positions)
         self.cache.forget(sequence)
         del self.running[sequence.seq_id]
         sequence.seq_id, sequence.cells = -1, None
         for redundant in self.cache.add(cached):
+            if self.cache.sharing == "checkpoints" and redundant.seq_id >= 0:
+                self._save_checkpoint(redundant.seq_id, redundant.tokens, redundant.salt)
             self._drop(redundant)
         if cached in self.cache.in_cells:
             self._limit_cached_cells(cached)
@@ -497,7 +648,7 @@ class KVPool:
             self._evict(cached)
             self.apply()
         cache_only_id = heappop(self._cache_only_ids)
-        self._memory.copy(cached.seq_id, cache_only_id, 0, cached.n_computed)
+        self._memory.copy(cached.seq_id, cache_only_id, 0, cached.n_positions)
         self._memory.remove(cached.seq_id)
         self._free_id(cached.seq_id)
         cached.seq_id = cache_only_id
@@ -518,29 +669,46 @@ class KVPool:
         cached = self.cache.of_slot(slot)
         if cached is None:
             return None
-        return cached, cached.saved or self._memory.save_sequence(cached.seq_id)
+        return cached, self._with_parts(cached, cached.saved or self._memory.save_sequence(cached.seq_id))
 
     def state_of(self, cached: CachedPrefix) -> SavedState | None:
         """The state of a cached prefix; None if it is in the cache no more, or if memory for a copy runs out."""
         if cached in self.cache.in_cells:
-            return self._try_save(cached.seq_id, cached.n_computed)
-        return cached.saved if cached in self.cache.in_host else None
+            state = self._try_save(cached.seq_id, cached.n_computed)
+        else:
+            state = cached.saved if cached in self.cache.in_host else None
+        return state and self._with_parts(cached, state)
+
+    def _with_parts(self, cached: CachedPrefix, state: SavedState) -> SavedState:
+        """The state with those of its checkpoints, which may take as many bytes as the state itself."""
+        ends = self.cache.ends_of(cached, state.n_bytes)
+        return StateWithParts(state, [(len(end.tokens), end.saved) for end in ends]) if ends else state
 
     def add_cached(self, tokens: Tokens, salt: Salt, state: SavedState) -> None:
-        """Adds a state as a cached prefix in host memory, if it fits there."""
+        """Adds a state as a cached prefix in host memory, if it fits there, with its checkpoints."""
         cached = CachedPrefix(tokens, salt, -1, None)
         cached.is_taken = True
-        self.cache.add_to_host(cached, state)
+        self._add_to_host(cached, state)
+
+    def _add_to_host(self, cached: CachedPrefix, state: SavedState) -> None:
+        if not isinstance(state, StateWithParts):
+            self.cache.add_to_host(cached, state)
+            return
+        self.cache.add_to_host(cached, state.state)
+        for n, part in state.parts:
+            if self.cache.sharing == "checkpoints" and not self.cache.has_end(cached.tokens[:n], cached.salt):
+                self.cache.add_checkpoint(cached.tokens[:n], cached.salt, part)
 
     def read_state(self, data: npt.NDArray[np.uint8], form: Mapping[str, Any]) -> SavedState:
         """The state of a context of this model, of which these were kept."""
-        return self._memory.read_state(data, form)
+        read = StateWithParts.read(data, form, self._memory.read_state)
+        return read if read.parts else read.state
 
     def restore_slot(self, slot: int, tokens: Tokens, salt: Salt, state: SavedState) -> bool:
         """Adds a state as a cached prefix in host memory, and gives it to a slot. False if it does not fit there."""
         self.cache.slots[slot] = tokens, salt
         if self.cache.of_slot(slot) is None:
-            self.cache.add_to_host(CachedPrefix(tokens, salt, -1, None), state)
+            self._add_to_host(CachedPrefix(tokens, salt, -1, None), state)
         return self.cache.of_slot(slot) is not None
 
     def erase_slot(self, slot: int) -> int:
@@ -555,6 +723,8 @@ class KVPool:
         """Removes all cached prefixes, in cells and in host memory."""
         for cached in [*self.cache.in_cells, *self.cache.in_host]:
             self._drop(cached)
+        for end in list(self.cache.checkpoints):
+            self.cache.drop_checkpoint(end)
 
     def _free_cells_and_id(self, sequence: Seq) -> None:
         self.cache.forget(sequence)

@@ -89,6 +89,14 @@ class LiveCells(msgspec.Struct, frozen=True, kw_only=True):
     """The segments of each sequence in order of `start`; those that it shares with an earlier one are there."""
     host_prefixes: int
     """Cached prefixes in host memory."""
+    window: int
+    """Tokens of the sliding window, whose cells are not counted here; 0: there is none."""
+    states: bool
+    """Whether a sequence has recurrent states, whose size does not depend on its tokens."""
+    checkpoints: int
+    """Checkpoints of windows and recurrent states in host memory."""
+    checkpoint_bytes: int
+    """What a sequence has of windows and states, and a checkpoint keeps: the size of the last one, 0 before it."""
     host_bytes: int
     swapped_bytes: int
     """Host memory of swapped sequences."""
@@ -205,6 +213,10 @@ def live_cells(kv: KVPool) -> LiveCells:
         free=kv.n_free,
         segments=segments,
         host_prefixes=len(kv.cache.in_host),
+        window=kv.n_window,
+        states=kv.has_states,
+        checkpoints=kv.cache.n_checkpoints,
+        checkpoint_bytes=kv.cache.checkpoint_bytes,
         host_bytes=kv.cache.used_host_bytes,
         swapped_bytes=kv.swapped_bytes,
     )

@@ -36,6 +36,10 @@ class RecentSteps(msgspec.Struct, frozen=True, kw_only=True):
     batch_size_p95: float | None = None
     step_ms_p50: float | None = None
     step_ms_p95: float | None = None
+    wait_ms_p50: float | None = None
+    """From a request's arrival until it is admitted, over the requests admitted in this time."""
+    wait_ms_p95: float | None = None
+    wait_ms_p99: float | None = None
 
 
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
@@ -84,13 +88,15 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     """Cached prefixes in cells; each holds a seq_id."""
     prefixes_in_host: int
     """Cached prefixes that had to leave their cells for host memory."""
+    checkpoints: int
+    """Checkpoints of windows and recurrent states in host memory (docs/decisions/0044)."""
     prefix_queries: int
     """Requests that looked for a prefix in the prefix cache."""
     prefix_hits: int
     prefix_hit_tokens: int
     """Prompt tokens taken from the prefix cache instead of being computed."""
     prefix_cache_bytes: int
-    """Host memory of cached prefixes."""
+    """Host memory of cached prefixes and checkpoints."""
     prefixes_on_disk: int
     """Cached prefixes on disk that this engine can take; engines may share them."""
     prefix_disk_hits: int
@@ -137,6 +143,7 @@ class Metrics:
         self.batch_sizes = Bins(ROWS)
         self.step_times, self.decode_times, self.sample_times = Bins(SECONDS), Bins(SECONDS), Bins(SECONDS)
         self._recent: Window[tuple[float, float, float]] = Window(_MAX_STEPS)
+        self._waits: Window[float] = Window(_MAX_STEPS)
         self._laps = dict.fromkeys(PHASES, 0.0)  # of this step
         self._began = self._mark = 0.0
         self._rows = self._tokens_before = self._drafted_before = self._accepted_before = 0
@@ -158,6 +165,10 @@ class Metrics:
         """Seconds of steps for each finished request, 1 to 60: an estimate of when the next request ends."""
         seconds = sum(self.seconds[phase] for phase in PHASES if phase not in _OUTPUT_PHASES)  # those overlap
         return min(60.0, max(1.0, seconds / max(1, self.finished.total())))
+
+    def count_wait(self, seconds: float) -> None:
+        """Counts an admitted request that waited for this time."""
+        self._waits.add(1000 * seconds)
 
     def count_step(self, *, decode_rows: int, prompt_tokens: int) -> None:
         """Counts a computed step."""
@@ -222,6 +233,7 @@ class Metrics:
             kv_cells_cached=kv.n_cached,
             prefixes_in_cells=len(kv.cache.in_cells),
             prefixes_in_host=len(kv.cache.in_host),
+            checkpoints=len(kv.cache.checkpoints),
             prefix_queries=kv.cache.queries,
             prefix_hits=kv.cache.hits,
             prefix_hit_tokens=kv.cache.hit_tokens,
@@ -248,7 +260,7 @@ class Metrics:
     def _recent_steps(self) -> RecentSteps:
         steps, seconds = self._recent.rows(), self._recent.seconds
         sizes = [rows for rows, _, _ in steps if rows]
-        times = [took * 1000 for _, took, _ in steps]
+        times, waits = [took * 1000 for _, took, _ in steps], self._waits.rows()
         return RecentSteps(
             seconds=seconds,
             steps=len(steps),
@@ -257,6 +269,9 @@ class Metrics:
             batch_size_p95=percentile(sizes, 0.95),
             step_ms_p50=percentile(times, 0.5),
             step_ms_p95=percentile(times, 0.95),
+            wait_ms_p50=percentile(waits, 0.5),
+            wait_ms_p95=percentile(waits, 0.95),
+            wait_ms_p99=percentile(waits, 0.99),
         )
 
 

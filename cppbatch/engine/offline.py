@@ -31,7 +31,7 @@ from cppbatch.engine.chat_results import chat_completion
 from cppbatch.engine.embeddings import Vector, check_dimensions, normalised, vector_of
 from cppbatch.engine.model_info import ModelInfo
 from cppbatch.engine.output_processor import OutputProcessor
-from cppbatch.engine.params import SamplingParams
+from cppbatch.engine.params import Params, SamplingParams, sampling_params
 from cppbatch.engine.progress_line import ProgressLine
 from cppbatch.engine.request import (
     Completion,
@@ -82,7 +82,7 @@ class _EmbedOptions(RequestOptions):
 def generate(
     engine: Engine,
     prompts: Sequence[PromptOrMessages],
-    params: SamplingParams | Sequence[SamplingParams] | None,
+    params: Params | Sequence[SamplingParams],
     *,
     n: int,
     best_of: int | None,
@@ -134,7 +134,7 @@ def forward_batch(engine: Engine, token_lists: Sequence[Sequence[int]], options:
 
 
 def stream(
-    engine: Engine, prompt: PromptOrMessages, params: SamplingParams | None, options: RequestOptions
+    engine: Engine, prompt: PromptOrMessages, params: Params, options: RequestOptions
 ) -> Generator[GenerationEvent, None, None]:
     """See `BatchInferenceEngine.stream`."""
     return run(engine, [_prepare(engine, prompt, params, options).sequence], limited=True)
@@ -173,7 +173,7 @@ def embed(
 def map_prompts(
     engine: Engine,
     prompts: Iterable[PromptOrMessages | tuple[PromptOrMessages, SamplingParams]],
-    params: SamplingParams | None,
+    params: Params,
     *,
     ordered: bool,
     progress: bool,
@@ -186,23 +186,24 @@ def map_prompts(
         raise InvalidRequest("prompts", "is one conversation; give an iterable of them, like [messages]")
     if engine.info.pooling or "task" in options:
         raise InvalidRequest("task", "`map` is for models that generate text; for vectors use `embed`")
-    if not isinstance(params, SamplingParams | None):
+    if isinstance(params, Sequence):
         raise InvalidRequest("params", f"is {params!r:.200}; give one SamplingParams, or pairs with the prompts")
+    params = sampling_params(params)
     GenerationRequest(id="", prompt="", **options)  # raises for options that are wrong for every prompt
     line = ProgressLine("generating", len(prompts) if isinstance(prompts, Sized) else None, enabled=progress)
     return _Mapper(engine, prompts, params, ordered=ordered, line=line, options=options).results()
 
 
 def params_for_each(
-    field: str, prompts: Sequence[object], params: SamplingParams | Sequence[SamplingParams] | None
+    field: str, prompts: Sequence[object], params: Params | Sequence[SamplingParams]
 ) -> list[SamplingParams]:
     """One `SamplingParams` for each prompt. Raises `InvalidRequest` when the counts differ."""
     _several(field, prompts)
-    if params is None or isinstance(params, SamplingParams):
-        return [params or SamplingParams()] * len(prompts)
+    if not isinstance(params, Sequence) or isinstance(params, str):
+        return [sampling_params(params)] * len(prompts)
     if len(params) != len(prompts):
         raise InvalidRequest("params", f"has {len(params)} entries for {len(prompts)} {field}; give one or as many")
-    return list(params)
+    return [sampling_params(each) for each in params]
 
 
 def _several(field: str, prompts: Sequence[Value]) -> Sequence[Value]:
@@ -210,6 +211,8 @@ def _several(field: str, prompts: Sequence[Value]) -> Sequence[Value]:
         raise InvalidRequest(field, "is one string; give a list of them, like [prompt]")
     if is_conversation(prompts):
         raise InvalidRequest(field, "is one conversation; give a list of them, like [messages]")
+    if not isinstance(prompts, Sized):
+        raise InvalidRequest(field, f"is {prompts!r:.80}; give a list of texts")
     return prompts
 
 
@@ -225,15 +228,13 @@ class Prepared(NamedTuple):
         return chat_completion(events, self.chat) if self.chat else completion(events)
 
 
-def _prepare(
-    engine: Engine, prompt: PromptOrMessages, params: SamplingParams | None, options: RequestOptions
-) -> Prepared:
+def _prepare(engine: Engine, prompt: PromptOrMessages, params: Params, options: RequestOptions) -> Prepared:
     request_id = engine.new_request_id()
     if is_conversation(prompt):
         chats = ChatRequests(engine.chat_format(), cast(ChatOptions, options))
         return prepared_chat(engine, chats.request(request_id, cast(Conversation, prompt), params))
     plain = cast(Prompt, prompt)
-    request = GenerationRequest(id=request_id, prompt=plain, params=params or SamplingParams(), **options)
+    request = GenerationRequest(id=request_id, prompt=plain, params=sampling_params(params), **options)
     return Prepared(engine.prepare(request))
 
 
@@ -379,7 +380,7 @@ class _Mapper:
         self,
         engine: Engine,
         prompts: Iterable[PromptOrMessages | tuple[PromptOrMessages, SamplingParams]],
-        params: SamplingParams | None,
+        params: Params,
         *,
         ordered: bool,
         line: ProgressLine,

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from cppbatch.engine.chat_requests import ChatOptions, ChatRequests, Conversation, several_conversations
 from cppbatch.engine.chat_results import ChatCompletion, ChatEvent, ChatReader, ChatStream
 from cppbatch.engine.offline import Engine, Prepared, complete, params_for_each, prepared_chat, run
-from cppbatch.engine.params import SamplingParams
+from cppbatch.engine.params import Params, SamplingParams
 from cppbatch.engine.request import GenerationEvent
 from cppbatch.errors import InvalidRequest
 
@@ -17,7 +17,7 @@ OnChatEvent = Callable[[int, ChatEvent], object]
 def chat(
     engine: Engine,
     conversations: Conversation | Sequence[Conversation],
-    params: SamplingParams | Sequence[SamplingParams] | None,
+    params: Params | Sequence[SamplingParams],
     *,
     progress: bool,
     on_event: OnChatEvent | None,
@@ -46,9 +46,7 @@ def chat(
     return answers[0] if is_one else answers
 
 
-def chat_stream(
-    engine: Engine, conversation: Conversation, params: SamplingParams | None, options: ChatOptions
-) -> ChatStream:
+def chat_stream(engine: Engine, conversation: Conversation, params: Params, options: ChatOptions) -> ChatStream:
     """See `BatchInferenceEngine.chat_stream`."""
     requests = ChatRequests(engine.chat_format(options.get("chat_template")), options)
     prepared = prepared_chat(engine, requests.request(engine.new_request_id(), conversation, params))

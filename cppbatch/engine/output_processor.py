@@ -109,6 +109,10 @@ class OutputProcessor:
             return FinishReason.STOP
         return FinishReason.LENGTH if sequence.n_left <= 0 else None
 
+    def extend(self, sequence: Seq, tokens: list[int]) -> FinishReason | None:
+        """Appends tokens that were given, not sampled. Returns the finish reason if they end the text, else None."""
+        return self._append_all(sequence, tokens)
+
     @staticmethod
     def _closing(sequence: Seq) -> list[int]:
         """The tokens that end its reasoning now, in the place of a sampled token; [] if it goes on."""

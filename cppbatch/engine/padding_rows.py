@@ -18,10 +18,11 @@ class PaddingRow:
     cores.)
     """
 
-    __slots__ = ("n_computed", "seq_id", "tokens", "wants_logits")
+    __slots__ = ("n_computed", "position", "seq_id", "tokens", "wants_logits")
 
     def __init__(self, seq_id: int, position: int = 0, *, wants_logits: bool = True) -> None:
-        self.seq_id, self.n_computed, self.tokens, self.wants_logits = seq_id, position, _ZEROS, wants_logits
+        self.seq_id, self.tokens, self.wants_logits = seq_id, _ZEROS, wants_logits
+        self.n_computed = self.position = position
 
     def n_logits(self, n: int) -> int:
         """As `Seq.n_logits`."""
@@ -74,7 +75,7 @@ def _padded(part: list[BatchEntry], n_more: int) -> list[BatchEntry]:
     """With `n_more` padding rows behind each entry."""
     padded: list[BatchEntry] = []
     for sequence, n in part:
-        start, wants_logits = sequence.n_computed + n, sequence.n_logits(n) > 0
+        start, wants_logits = sequence.position + n, sequence.n_logits(n) > 0
         more = [PaddingRow(sequence.seq_id, start + i, wants_logits=wants_logits) for i in range(n_more)]
         padded += [(sequence, n), *((row, 1) for row in more)]
     return padded

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import difflib
 import functools
 import json
 import operator
@@ -13,6 +14,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from cppbatch.chat.lark_grammar import LazyGrammar
 from cppbatch.chat.thinking_budget import ThinkingBudget
 from cppbatch.closed_objects import compact_schema
 from cppbatch.errors import InvalidRequest
@@ -74,11 +76,18 @@ INTEGER_RANGES = {
 }
 _SWITCHES = (
     "ignore_eos", "speculate", "include_stop", "skip_special_tokens", "echo", "post_sampling_probs", "compact_json",
+    "penalize_prompt",
 )  # fmt: skip
 OPTIONAL_INTEGER_RANGES = {
     "seed": (-(2**63), 2**64 - 1),
     "logprobs": (0, MOST_LOGPROBS),
 }
+
+
+DEFAULT_MAX_TOKENS = 4096
+"""Tokens of a text without a maximum: enough for reasoning, and a model that repeats itself comes to an end."""
+UNLIMITED = -1
+"""As `max_tokens`: as many as the context holds."""
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
@@ -88,7 +97,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     max_tokens: int | None = None
-    """Tokens to generate at most; None: until the model ends the text or the context is full. 0 only with `echo`."""
+    """Tokens to generate at most; None: 4,096, or as many as the context holds if these are fewer; -1: as many as the
+    context holds. 0 only with `echo`."""
     min_tokens: int = 0
     """No end token and no stop token is sampled before this many tokens. Not with a grammar."""
     seed: int | None = None
@@ -134,6 +144,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """Subtracted from the logit of a recent token for each of its occurrences; -2 to 2."""
     penalty_last_n: int = 64
     """How many tokens, prompt included, are recent for these three penalties; -1: all."""
+    penalize_prompt: bool = True
+    """Python only: whether tokens of the prompt are recent for penalties and DRY too. (llama-cpp-python's are not.)"""
     dry_multiplier: float = 0.0
     """DRY: the logit of a token that would extend a repetition is lowered by multiplier * base ** (length - allowed
     length); 0: off."""
@@ -195,6 +207,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """The text follows this grammar: llama.cpp's GBNF (with a `root` rule) or llguidance's Lark (with `start`)."""
     reasoning_budget: ThinkingBudget | None = None
     """A limit for the reasoning. `chat` and the server's chat APIs make it of `thinking_budget`."""
+    lazy_grammar: LazyGrammar | None = None
+    """Tool calls that the model writes of its own accord. Beside another grammar it has no effect."""
 
     def __post_init__(self) -> None:
         for name, (low, high) in RANGES.items():
@@ -251,6 +265,28 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         return self.echo and self.logprobs is not None
 
 
+Params = SamplingParams | Mapping[str, Any] | int | None
+"""What stands for `SamplingParams` in Python: its fields, or only `max_tokens`."""
+
+
+def sampling_params(given: Params) -> SamplingParams:
+    """Raises `InvalidRequest` for fields that there are not, and for anything else."""
+    if isinstance(given, SamplingParams):
+        return given
+    if isinstance(given, Integral) and not isinstance(given, bool):
+        return SamplingParams(max_tokens=int(given))
+    if not isinstance(given, Mapping | None):
+        message = f"is {given!r:.{_MAX_SHOWN}}; give SamplingParams, a dict of its fields, or a number of tokens"
+        raise InvalidRequest("params", message)
+    known = SamplingParams.__struct_fields__
+    for name in given or ():
+        if name not in known:
+            similar = difflib.get_close_matches(str(name), known, n=1)
+            meant = f"; did you mean {similar[0]}?" if similar else ""
+            raise InvalidRequest("params", f"has {name!r}, which is not a field of SamplingParams{meant}")
+    return SamplingParams(**given or {})
+
+
 def replaced(request: Checked, **values: Any) -> Checked:
     """A copy of a request or its params with some fields replaced by valid values. Nothing is validated again."""
     copied = copy.copy(request)
@@ -291,10 +327,10 @@ def shown(value: object) -> str:
 
 
 def _check_lengths(params: SamplingParams) -> None:
-    if params.max_tokens is not None:
+    if params.max_tokens is not None and params.max_tokens != UNLIMITED:
         number(params, "max_tokens", 0 if params.echo else 1, INT32_MAX, integer=True)
-    if params.max_tokens is not None and params.min_tokens > params.max_tokens:
-        raise InvalidRequest("min_tokens", f"is {params.min_tokens}, more than max_tokens {params.max_tokens}")
+        if params.min_tokens > params.max_tokens:
+            raise InvalidRequest("min_tokens", f"is {params.min_tokens}, more than max_tokens {params.max_tokens}")
     if "" in params.stop:
         raise InvalidRequest("stop", "has an empty string, which every text contains")
     longest, n_characters = max(map(len, params.stop), default=0), sum(map(len, params.stop))

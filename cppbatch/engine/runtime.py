@@ -37,9 +37,12 @@ from cppbatch.engine.kv_pool import CACHED_SHARE, Memory
 from cppbatch.engine.lora_sets import AdapterSet
 from cppbatch.engine.media_input import MediaInput
 from cppbatch.engine.model_info import AdapterInfo, FillIn, ModelInfo
+from cppbatch.engine.projector_check import check_projector
 from cppbatch.engine.slot_file import file_digest
 from cppbatch.engine.speculation.draft_runtime import draft_config, open_draft_model
 from cppbatch.engine.speculation.grammar_proposer import GrammarProposer
+from cppbatch.engine.speculation.head_proposer import HeadProposer
+from cppbatch.engine.speculation.head_runtime import open_head, uses_head
 from cppbatch.engine.speculation.proposer import Proposer
 from cppbatch.engine.speculation.suffix_proposer import SuffixProposer
 from cppbatch.engine.vocabulary import Vocabulary
@@ -59,7 +62,6 @@ from cppbatch.llama import (
 from cppbatch.llama.library import PINNED_VERSION
 from cppbatch.llama.selfcheck import repacking_works
 from cppbatch.llama.vocab import Vocab
-from cppbatch.models.repacking import why_not_repacked
 
 log = logging.getLogger("cppbatch.engine")
 
@@ -119,6 +121,8 @@ class Runtime:
     """None: the layout is fixed."""
     proposers: Sequence[Proposer] = ()
     """Sources of drafts; none if there is no speculation."""
+    head: HeadProposer | None = None
+    """The one of them that is the draft head in the model's file, which must see what the model computes."""
     media: MediaInput | None = None
     """Encodes pictures and sounds; None: prompts are text only."""
     state_settings: Mapping[str, str] = field(default_factory=dict)
@@ -153,7 +157,7 @@ def load_model(
     if config.n_gpu_layers > 0 and not _on_gpu(config):
         log.warning(
             "%s is %d, and this build of llama.cpp computes on the CPU only: all layers are on the CPU. "
-            'The README says how to build it for a GPU ("Installing by hand")',
+            "docs/gpu.md says how to build it for a GPU",
             named("n_gpu_layers"),
             config.n_gpu_layers,
         )
@@ -166,6 +170,7 @@ def load_model(
         tensor_split=config.tensor_split,
         progress=progress,
         no_alloc=no_alloc,
+        load_head=uses_head(config),
     )
 
 
@@ -178,6 +183,8 @@ def _why_not_repacked(config: EngineConfig) -> str | None:
     """With `repack` auto, one sentence if the weights are faster as they are in the file."""
     if config.repack != "auto" or _on_gpu(config):
         return None
+    from cppbatch.models.repacking import why_not_repacked  # it imports gguf, which takes long
+
     try:
         return why_not_repacked(Path(config.model_path), config.n_parallel)
     except ModelError:  # loading says what is wrong with the file
@@ -200,6 +207,9 @@ def open_runtime(
     runtime = _open_runtime(config, model, close, threads)
     if config.mmproj:
         runtime = _with_media(config, model, runtime)
+    if model.has_head and runtime.proposers:
+        assert isinstance(runtime.context, Context)
+        return _with_head(runtime, open_head(config, runtime.context, runtime.threads))
     draft_settings = draft_config(config)
     if draft_settings is None or not _can_remove_drafts(model) or runtime.context.backend_sampling:
         return runtime
@@ -219,6 +229,14 @@ def open_runtime(
         runtime.close()
 
     return replace(runtime, proposers=(*runtime.proposers, proposer), close=close_both)
+
+
+def _with_head(runtime: Runtime, head: HeadProposer) -> Runtime:
+    def close_both() -> None:
+        head.close_context()
+        runtime.close()
+
+    return replace(runtime, proposers=(*runtime.proposers, head), head=head, close=close_both)
 
 
 def _with_media(config: EngineConfig, model: Model, runtime: Runtime) -> Runtime:
@@ -246,7 +264,8 @@ def _with_media(config: EngineConfig, model: Model, runtime: Runtime) -> Runtime
 
 
 def open_encoder(config: EngineConfig, model: Model, n_threads: int) -> MediaEncoder:
-    """Loads the projector of an engine. Raises `ModelError`, `LibraryError`."""
+    """Loads the projector of an engine, once it has been tried. Raises `ModelError`, `LibraryError`."""
+    check_projector(config.mmproj, config.model_path)
     gpu = (config.device or 0) if config.n_gpu_layers else None  # not a device of an RPC worker
     return MediaEncoder(model, config.mmproj, n_threads=n_threads, gpu=gpu)
 
@@ -309,6 +328,8 @@ def _state_settings(config: EngineConfig, model: Model) -> dict[str, str]:
         settings["deterministic"] = f"repack {model.repack}"
     if config.mmproj:  # the cells of pictures and sound are what it makes of them
         settings["mmproj"] = file_digest(config.mmproj)
+    if model.context_params:
+        settings["context_params"] = repr(sorted(model.context_params.items()))
     if model.rope_depends_on_context:
         settings["context"] = f"{config.n_ctx} {config.n_parallel} {config.kv_layout}"
     return settings
@@ -328,16 +349,16 @@ def _samples_one_row(context: Context) -> bool:
 
 
 def _proposers(config: EngineConfig, model: Model) -> list[Proposer]:
-    """The sources of drafts, without a draft model."""
+    """The sources of drafts, without a draft model or head."""
     if not _can_remove_drafts(model):
         return []
     grammars = GrammarProposer(model.vocab)
-    return [grammars] if config.spec == "draft" else [grammars, SuffixProposer()]
+    return [grammars] if config.spec in ("draft", "mtp") else [grammars, SuffixProposer()]
 
 
 def _can_remove_drafts(model: Model) -> bool:
     """Whether the last tokens of a sequence can be removed: those of wrong drafts."""
-    if not model.is_recurrent or model.has_snapshots:
+    if not model.is_recurrent or model.most_snapshots:
         return True
     log.info("no drafts: the recurrent state of %s cannot be set back", model.path.name)
     return False
@@ -410,6 +431,7 @@ def make_context(config: EngineConfig, model: Model) -> Context:
         type_k=choose_cache_type(config, config.cache_type_k),
         type_v=choose_cache_type(config, config.cache_type_v),
         n_rollback=config.draft_max if may_draft(config) else 0,
+        swa_full=config.swa_full,
         **settings,
     )
 
@@ -457,6 +479,10 @@ def _pooling(config: EngineConfig, model: Model) -> Pooling | None:
         raise ModelError(
             f"{name} embeds text, and its file does not say how its vectors are pooled. Its makers do: set "
             f"{named('pooling')} to mean, cls or last, or to none for a vector of each token"
+        )
+    if pooling and not model.can_embed:
+        raise ModelError(
+            f"{name} can only generate text: llama.cpp returns no vectors of it; leave out {named('pooling')}"
         )
     if pooling == "rank" and not model.can_rank:
         raise ModelError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import ceil
 
 _NEGLIGIBLE_S = 0.002  # a save that a step hardly notices
 _RESTORE = 0.6  # the time to restore a state, as a part of that to save it
@@ -31,6 +32,14 @@ class SaveCost:
             return True
         self._declined = (self._declined + 1) % _TRY_EVERY
         return self._declined == 0
+
+    def tokens_for(self, share: float) -> int:
+        """The number of tokens that take so long to compute that a save of one "token" is this share of the time.
+
+        For states whose size does not depend on their tokens, observed as one token each. 0: not known.
+        """
+        token_s = self._token_s()
+        return ceil(self._save_s / (share * token_s)) if token_s else 0
 
     def observe(self, n: int, seconds: float) -> None:
         """Learns from a save of `n` tokens."""

@@ -246,8 +246,6 @@ class Scheduler:
     def plan(self) -> StepPlan:
         """The next step. The caller applies it (`KVPool.apply`), then computes every chunk or removes its sequence."""
         plan = StepPlan()
-        for sequence in self.running:
-            sequence.pause_at = 0
         self._just_preempted.clear()
         self.blocked = None
         self._preempt_until_free()
@@ -415,7 +413,7 @@ class Scheduler:
         room = self._step_tokens - sum(groups)
         for sequence in prefilling:
             end = sequence.piece_end
-            until = min(end, sequence.pause_at) if sequence.pause_at > sequence.n_computed else end
+            until = min(end, sequence.stops[0]) if sequence.stops else end
             n = min(budget, until - sequence.n_computed)
             n = min(n, _MAX_SCORED) if sequence.is_scored else n
             if (run := sequence.next_run) and run.is_whole:
@@ -424,7 +422,7 @@ class Scheduler:
                 has_cells = not self._kv.unified or self._kv.ensure_free(n_decoding + n)
                 if budget <= 0 or (chunks and n > budget) or not has_cells:
                     continue
-            elif n < end - sequence.n_computed and self._kv.has_streams:
+            elif n < until - sequence.n_computed and self._kv.has_streams:
                 joins_rows = n_decode and n > 1 and self._min_rows == 1  # its first token does
                 n = self._whole_ubatches(n - 1) + 1 if joins_rows else self._whole_ubatches(n)
             if self._min_rows > 1:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import insort
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, Any, Protocol
@@ -40,7 +41,12 @@ class MediaRun:
     """float32[n, n_embd]."""
     is_whole: bool
     """Whether one step must compute all of them: they see each other."""
-    kind: Modality = "image"
+    kind: Modality
+    n_positions: int
+    """The position of the text behind it, from its own first one on: mostly as many as vectors."""
+    positions: npt.NDArray[np.int32] | None = None
+    """int32[4, n]: of each vector in time, row and column, from 0 on, and a 0, where positions have several dimensions
+    (M-RoPE). None: they have one, and rise."""
 
     @property
     def stop(self) -> int:
@@ -138,6 +144,10 @@ class Seq:
     With a context shift, tokens leave `tokens` when it has `n_ctx` of them: `shift` moves those behind the first
     `n_keep` to `dropped`. So the whole text (`known_tokens`) is `tokens[:n_keep]`, `dropped`, the rest of `tokens`.
 
+    Positions in llama.cpp's memory follow from the tokens (`position_of`). They are the tokens' indices, but for
+    pictures whose positions have several dimensions: all tokens of one have the same position in time, and the text
+    behind it follows after as many positions as the longer one of its sides has tokens.
+
     Pictures and sounds are runs of negative ids (`media`), which are equal for equal files. They are good for comparing
     tokens only: what uses ids as numbers of the vocabulary reads `text_tokens`.
     """
@@ -174,7 +184,6 @@ class Seq:
         "n_tokens",
         "output",
         "params",
-        "pause_at",
         "prediction",
         "prompt_logprobs",
         "rank",
@@ -185,6 +194,7 @@ class Seq:
         "saved",
         "seed",
         "seq_id",
+        "stops",
         "text",
         "tokens",
     )  # fmt: skip
@@ -237,7 +247,7 @@ class Seq:
         self.cells: Span | None = None
         self._status = SeqStatus.WAITING
         self.moving = False  # its keys and values are restored or copied by the next `KVPool.apply`
-        self.pause_at = 0  # prefill stops at this token for a step, so that another sequence can copy it; 0: nowhere
+        self.stops: list[int] = []  # rising: pieces of its prompt end there, so that others can take what is before
         self.saved: SavedState | None = None
         self.disk_read: DiskRead | None = None  # the read of a prefix for it; set when it is first looked up on disk
         self.text = Detokenizer(self.params.stop, include_stop=self.params.include_stop)
@@ -345,11 +355,55 @@ class Seq:
                 return run.start if self.n_computed < run.start else run.stop
         return self.n_tokens
 
+    def stop_at(self, n: int) -> None:
+        """A piece of its prompt is to end behind the first `n` tokens."""
+        if n > self.n_computed and n not in self.stops:
+            insort(self.stops, n)
+
     def media_vectors(self, n: int) -> npt.NDArray[np.float32]:
         """The vectors of the next `n` pending tokens, float32[n, n_embd]: a part of `next_run`."""
         run = self.next_run
         assert run
         return run.vectors[self.n_computed - run.start : self.n_computed - run.start + n]
+
+    def media_positions(self, n: int) -> npt.NDArray[np.int32]:
+        """The positions of these vectors, int32[1, n], or int32[4, n] where they have several dimensions."""
+        run = self.next_run
+        assert run
+        first = self.n_computed - run.start
+        positions: npt.NDArray[np.int32]
+        if run.positions is None:
+            positions = np.arange(self.position, self.position + n, dtype=np.int32)[None]
+        else:
+            positions = run.positions[:, first : first + n].copy()
+            positions[:3] += self.position_of(run.start)
+        return positions
+
+    def position_of(self, index: int) -> int:
+        """The position of a token; in a picture with positions of several dimensions, that in time."""
+        position = index
+        for run in self.media:
+            if index < run.stop:
+                if run.positions is not None and index > run.start:
+                    position += int(run.positions[0, index - run.start]) - (index - run.start)
+                break
+            position += run.n_positions - len(run.vectors)
+        return position
+
+    def span(self, n: int) -> int:
+        """How many positions, from 0 on, hold the first `n` tokens and no other one. `n` is within no picture, or all
+        tokens that are computed."""
+        return self.position_of(n - 1) + 1 if self.media and n else n
+
+    @property
+    def position(self) -> int:
+        """The position of the next pending token."""
+        return self.position_of(self.n_computed) if self.media else self.n_computed
+
+    @property
+    def n_positions(self) -> int:
+        """How many positions, from 0 on, hold its computed tokens."""
+        return self.span(self.n_computed)
 
     def before_media(self, n: int) -> int:
         """The largest number of tokens up to `n` that ends within no picture: so many of them can be shared."""
@@ -377,6 +431,7 @@ class Seq:
 
     def admitted(self) -> None:
         """The sequence has a seq_id, and `n_computed` tokens in cells (perhaps only after the next `KVPool.apply`)."""
+        self.stops = [n for n in self.stops if n > self.n_computed]
         only_one_pending = self.n_computed > 0 and self.n_pending == 1
         self._set_status(SeqStatus.DECODE if only_one_pending else SeqStatus.PREFILL)
 
@@ -404,10 +459,10 @@ class Seq:
         return n
 
     def append(self, token: int) -> None:
-        """Adds a generated token."""
+        """Adds a token of the completion."""
         self.tokens[self.n_tokens] = token
         self.n_tokens += 1
-        if self.n_pending > 1:  # a grammar forced this token: a decode row computes only one
+        if self.n_pending > 1 and self._status is SeqStatus.DECODE:  # a forced token: a decode row computes only one
             self._set_status(SeqStatus.PREFILL)
 
     def shift(self) -> int:
@@ -423,6 +478,7 @@ class Seq:
         tokens[:keep] = self.tokens[:keep]
         tokens[keep : self.n_tokens - n] = self.tokens[keep + n : self.n_tokens]
         dropped = np.concatenate([self.dropped, self.tokens[keep : keep + n]])
+        self.stops = []
         # At once: an interrupted step must not leave one without the others.
         self.tokens, self.dropped, self.n_tokens, self.n_shifts = tokens, dropped, self.n_tokens - n, self.n_shifts + 1
         self.draft = []

@@ -21,6 +21,8 @@ class Vocabulary(Protocol):
 
     n_tokens: int
     eog: frozenset[int]
+    markers: npt.NDArray[np.bool_]
+    """Which tokens only a chat template writes, bool[n_tokens]."""
     suppressed: frozenset[int]
     """Tokens that must never be generated, by the model's file."""
     adds_bos: bool

@@ -10,6 +10,8 @@ from cppbatch.llama.builtin_chat_templates import apply_builtin_template, builti
 from cppbatch.llama.context import Context
 from cppbatch.llama.determinism import MIN_ROWS, least_rows_for_equal_bits
 from cppbatch.llama.embedding_batch import EmbeddingBatch
+from cppbatch.llama.head_context import HeadBatch, HeadContext
+from cppbatch.llama.library import why_no_heads
 from cppbatch.llama.llama_batch import Batch
 from cppbatch.llama.media_encoder import MediaChunk, MediaEncoder
 from cppbatch.llama.model import Model
@@ -28,6 +30,8 @@ __all__ = [
     "Device",
     "DrySampler",
     "EmbeddingBatch",
+    "HeadBatch",
+    "HeadContext",
     "MediaChunk",
     "MediaEncoder",
     "Model",
@@ -39,4 +43,5 @@ __all__ = [
     "builtin_template_names",
     "least_rows_for_equal_bits",
     "probe_prefix_sharing",
+    "why_no_heads",
 ]

@@ -7,8 +7,9 @@ import contextlib
 import ctypes
 import functools
 import logging
+import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -88,6 +89,17 @@ class Backend:
         """The backend of this process, initialised by the first call. Thread-safe."""
         with _ONCE:
             return _the_backend()
+
+    def on_abort(self, write: Callable[[str], object]) -> None:
+        """`write` gets the sentence with which ggml aborts this process, right before it does: a failed assertion."""
+
+        def aborting(message: bytes) -> None:
+            text = message.decode("utf-8", "replace")
+            print(text, file=sys.stderr, flush=True)  # ggml does not, if it has this function
+            write(text)
+
+        self._abort_callback = ctypes.CFUNCTYPE(None, ctypes.c_char_p)(aborting)  # C holds no reference to it
+        ctypes.CDLL(library_path()).ggml_set_abort_callback(self._abort_callback)  # of the ggml that llama.cpp uses
 
     @property
     def log_callback(self) -> Any:

@@ -14,18 +14,21 @@ from cppbatch.config import FlashAttention, Pooling, named
 from cppbatch.errors import CacheFull, DecodeFailed, LlamaError, OutOfRange
 from cppbatch.llama.backend import Backend
 from cppbatch.llama.backend_sampling import MAX_CANDIDATES, BackendSampling
+from cppbatch.llama.batch_parts import ALL_ROWS, HIDDEN_WINDOWS, SEQUENCES_ALONE, Part, single_ubatches
 from cppbatch.llama.embedding_batch import EmbeddingBatch
-from cppbatch.llama.library import C
+from cppbatch.llama.library import C, nextn
 from cppbatch.llama.llama_batch import Batch
 from cppbatch.llama.lora import adapter_arguments
 from cppbatch.llama.model import Model
 from cppbatch.llama.rollback import Rollback
-from cppbatch.llama.sequence_state import HEADER_BYTES, SequenceState
+from cppbatch.llama.sequence_state import CELL_BYTES, HEADER_BYTES, PLANAR_CELL_BYTES, SequenceState
 
 _FLASH_ATTENTION = {"auto": -1, "off": 0, "on": 1}
 _POOLING: dict[Pooling, int] = {"none": 0, "mean": 1, "cls": 2, "last": 3, "rank": 4}  # llama_pooling_type
 _CACHE_TYPES = {"f32": 0, "f16": 1, "q4_0": 2, "q8_0": 8, "bf16": 30}  # ggml_type
-_WINDOW_ONLY = 1  # LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY
+_NEVER = 1 << 31
+_WHOLE_COPIES = frozenset({"deepseek4"})  # aborts for a part of a sequence: src/llama-kv-cache-dsv4.cpp:1513
+_PART = 1  # LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY: the cells of sliding windows and recurrent states, without other cells
 _DECODE_ERRORS = {2: "aborted", -1: "the batch is invalid", -2: "out of memory, or no free cells"}
 
 
@@ -51,6 +54,8 @@ class Context:
         type_v: str = "f16",
         pooling: Pooling | None = None,
         n_rollback: int = 0,
+        swa_full: bool = False,
+        is_head: bool = False,
     ) -> None:
         """Raises `OutOfRange` for bad sizes and `LlamaError` when llama.cpp cannot allocate the context.
 
@@ -58,20 +63,30 @@ class Context:
         non-causal attention need the whole sequence in one ubatch, so `n_ubatch` becomes `n_batch` and the layout
         unified.
         `n_rollback`: how many of its last tokens `remove` can take from a sequence whose memory is not all cells. For a
-        recurrent state each takes the memory of one more state; models without `has_snapshots` allow none.
+        recurrent state each takes the memory of one more state, and `Model.most_snapshots` says how many there may be.
+        `swa_full`: sliding windows keep all of their cells.
+        `is_head`: the context of the model's draft head (`HeadContext`). All of its memory is cells.
         """
         self._handle: Any = None
+        self._is_recurrent = model.is_recurrent and not is_head
+        self._n_swa = 0 if is_head else model.n_swa
+        self._is_head = is_head
         if pooling:
             n_ubatch, kv_unified = n_batch, True
         _check_sizes(n_seq_max, n_batch=n_batch, n_ubatch=n_ubatch, n_threads=n_threads)
         params = self._params = C.llama_context_default_params()
+        for name, value in model.context_params.items():
+            setattr(params, name, value)
         params.n_batch, params.n_ubatch = n_batch, n_ubatch
         if pooling:
             params.embeddings, params.pooling_type = True, _POOLING[pooling]
         self._n_threads = n_threads
         self._n_rollback = n_rollback
-        if model.has_snapshots:  # llama.cpp asserts that a ubatch is larger than the tokens that it keeps together
-            params.n_rs_seq = max(0, min(n_rollback, n_ubatch - 2, n_batch - 2, n_ctx - 2))
+        if is_head:
+            params.ctx_type = C.LLAMA_CONTEXT_TYPE_MTP
+        elif most := model.most_snapshots:  # llama.cpp asserts that a ubatch is larger than what it keeps together
+            params.n_rs_seq = max(0, min(n_rollback, most, n_ubatch - 2, n_batch - 2, n_ctx - 2))
+        params.swa_full = swa_full
         params.type_k, params.type_v = _CACHE_TYPES[type_k], _CACHE_TYPES[type_v]
         params.no_perf = True
         self.model = model  # also keeps the model alive
@@ -80,8 +95,11 @@ class Context:
         self.is_pooled = pooling is not None
         self._logits_key: tuple[int, int] = (0, 0)
         self._logits: npt.NDArray[np.float32]
+        self._part_logits: npt.NDArray[np.float32] | None = None  # of a batch that was decoded in parts
         self.backend_sampling: BackendSampling | None = None
         """Top-k on the device, once `enable_backend_sampling` has returned True."""
+        self._part_hidden: npt.NDArray[np.float32] | None = None
+        self.gives_hidden_rows = False
         self._n_embd = model.n_scores if pooling == "rank" else model.n_embd if pooling else 0
         self._n_vocab: int = model.vocab.n_tokens
         self.reopen(n_ctx=n_ctx, kv_unified=kv_unified, flash_attn=flash_attn)
@@ -101,7 +119,7 @@ class Context:
         _check_sizes(self.n_seq_max, n_ctx=n_ctx)
         self.close()
         model, params, max_ids = self.model, self._params, C.llama_max_parallel_sequences()
-        all_cells = not self.is_pooled and not model.is_recurrent and not model.n_swa
+        all_cells = not (self.is_pooled or self._is_recurrent or self._n_swa)
         has_extra_ids = kv_unified and all_cells and self.n_seq_max < max_ids
         params.n_ctx, params.n_seq_max = n_ctx, self.n_seq_max + has_extra_ids
         # llama.cpp asserts that the output buffer holds a row for each seq_id; 0: a row for each token of a batch.
@@ -132,14 +150,17 @@ class Context:
         # Some models have a table of n_ctx_train positions.
         self._n_positions = min(self.n_ctx_seq, model.n_ctx_train)
         self._flash_attn = flash_attn
+        if self.gives_hidden_rows:
+            self.give_hidden_rows()
         self._memory = C.llama_get_memory(self._handle)  # None for BERT; llama.cpp's functions accept it
         self._adapters: tuple[tuple[int, float], ...] = ()
         self._n_outputs = 0
         self._shifted: set[int] = set()  # sequences that were shifted after the last decode
-        is_recurrent = model.is_recurrent
+        self._copy_sources: set[int] = set()  # sequences whose streams llama.cpp copies in the next decode
+        self._copy_targets: set[int] = set()
         self._rollback = Rollback(
-            C.llama_n_rs_seq(self._handle) if is_recurrent else self._n_rollback if model.n_swa else 0,
-            any_lengths=kv_unified and not is_recurrent,
+            C.llama_n_rs_seq(self._handle) if self._is_recurrent else self._n_rollback if self._n_swa else 0,
+            any_lengths=kv_unified and not self._is_recurrent,
             any_seq_ids=kv_unified,
         )
 
@@ -151,7 +172,22 @@ class Context:
     @property
     def has_streams(self) -> bool:
         """Whether each seq_id has memory of its own: llama.cpp computes only rows of consecutive seq_ids together."""
-        return not self.kv_unified or self.model.is_recurrent
+        return not self.kv_unified or self._is_recurrent
+
+    @property
+    def n_window(self) -> int:
+        """Tokens of the sliding window; 0: there is none."""
+        return self._n_swa
+
+    @property
+    def has_states(self) -> bool:
+        """Whether a sequence has recurrent states, beside cells or alone."""
+        return self._is_recurrent
+
+    @property
+    def shares_cells(self) -> bool:
+        """Whether a sequence can hold the first cells of another one (`share_cells`)."""
+        return self.kv_unified and self.model.architecture not in _WHOLE_COPIES
 
     @property
     def handle(self) -> Any:
@@ -206,16 +242,61 @@ class Context:
         """
         self._check(batch)
         self._n_outputs = 0
-        code = C.llama_decode(self.handle, batch.struct)
-        if code == 0:
-            C.llama_synchronize(self.handle)
-            self._n_outputs = batch.n_outputs
-            self._shifted.clear()
-            self._rollback.decoded(batch, self.n_ubatch)
-            return
+        parts = self._parts(batch)
+        if len(parts) == 1 and (self.is_pooled or self._is_head or self.model.architecture not in ALL_ROWS):
+            self._part_logits = self._part_hidden = None
+            self._decode(batch.struct)
+        else:
+            self._decode_parts(batch, parts)
+        self._n_outputs = batch.n_outputs
+        self._shifted.clear()
+        self._copy_sources.clear()
+        self._copy_targets.clear()
+        self._rollback.decoded(batch, self.n_ubatch)
+
+    def _decode(self, struct: Any) -> None:
+        code = C.llama_decode(self.handle, struct)
         if code == 1:
-            raise CacheFull(f"no free KV cells for {batch.n_tokens} tokens among {self.n_ctx}")
-        raise DecodeFailed(code, _DECODE_ERRORS.get(code, "a fatal error in the computation"))
+            raise CacheFull(f"no free KV cells for {struct.n_tokens} tokens among {self.n_ctx}")
+        if code:
+            raise DecodeFailed(code, _DECODE_ERRORS.get(code, "a fatal error in the computation"))
+        C.llama_synchronize(self.handle)
+
+    def _parts(self, batch: Batch) -> list[Part]:
+        """The parts of a batch that are decoded one after the other (`batch_parts`); mostly it is one."""
+        model = self.model
+        alone = model.architecture in SEQUENCES_ALONE
+        whole = self.is_pooled or self.backend_sampling or isinstance(batch, EmbeddingBatch) or self._is_head
+        if whole or not (model.n_swa or alone or model.architecture in HIDDEN_WINDOWS):
+            return [(0, batch.n_tokens)]
+        return single_ubatches(batch, self.n_ubatch, equal_runs=self.has_streams, alone=alone)
+
+    def _decode_parts(self, batch: Batch, parts: list[Part]) -> None:
+        """Decodes the parts, and gathers their rows of logits."""
+        n, all_rows = batch.n_tokens, self.model.architecture in ALL_ROWS
+        wanted = batch.wants_logits[:n].astype(bool)
+        rows = [np.empty((0, self._n_vocab), np.float32)]
+        hidden = []
+        self._part_logits = self._part_hidden = None
+        try:
+            if all_rows:
+                batch.wants_logits[:n] = 1
+            for start, stop in parts:
+                self._decode(batch.part(start, stop))
+                if self.gives_hidden_rows:
+                    hidden.append(self.hidden_rows(stop - start).copy())
+                self._n_outputs = int(np.count_nonzero(batch.wants_logits[start:stop]))
+                if self._n_outputs:
+                    of_part = self.logits(self._n_outputs)
+                    rows.append(of_part[wanted[start:stop]] if all_rows else of_part.copy())
+        except CacheFull as error:
+            if start:
+                raise DecodeFailed(1, str(error)) from error  # the parts before it have changed the memory
+            raise
+        finally:
+            batch.wants_logits[:n] = wanted
+        self._part_logits = np.concatenate(rows)
+        self._part_hidden = np.concatenate(hidden) if hidden else None
 
     def _check(self, batch: Batch) -> None:
         n = batch.n_tokens
@@ -223,13 +304,18 @@ class Context:
             raise OutOfRange(f"{self.model.path.name} was loaded with no_alloc: there are no weights to compute with")
         if not 1 <= n <= self.n_batch:
             raise OutOfRange(f"a batch has {n} tokens; it must have 1 to {self.n_batch}")
-        limits = [(batch.seq_ids, self.n_seq_max, "seq_id")]
+        limits = [(batch.seq_ids[:n], self.n_seq_max, "seq_id")]
         if not isinstance(batch, EmbeddingBatch):
-            limits.append((batch.tokens, self._n_vocab, "token id"))
-        elif batch.vectors.shape[1] != self.model.n_embd_inp:
-            raise OutOfRange(f"vectors of {batch.vectors.shape[1]} numbers; the model takes {self.model.n_embd_inp}")
-        for array, limit, name in (*limits, (batch.positions, self._n_positions, "position")):
-            low, high = int(array[:n].min()), int(array[:n].max())
+            limits.append((batch.tokens[:n], self._n_vocab, "token id"))
+        else:
+            given, wanted = batch.vectors.shape[1], self.model.n_embd_inp
+            if (given, batch.n_dimensions) != (wanted, self.model.n_dimensions):
+                form = f"{wanted} numbers with {self.model.n_dimensions} positions"
+                raise OutOfRange(
+                    f"vectors of {given} numbers with {batch.n_dimensions} positions; the model takes {form}"
+                )
+        for array, limit, name in (*limits, (batch.positions[: n * batch.n_dimensions], self._n_positions, "position")):
+            low, high = int(array.min()), int(array.max())
             if low < 0 or high >= limit:
                 raise OutOfRange(f"a batch has {name} {low if low < 0 else high}; the limit is {limit - 1}")
 
@@ -242,6 +328,8 @@ class Context:
         handle = self.handle
         if not 0 < n_outputs <= self._n_outputs:
             raise OutOfRange(f"{n_outputs} rows of logits were asked for; the last decode gave {self._n_outputs}")
+        if self._part_logits is not None:
+            return self._part_logits[:n_outputs]
         address = ctypes.cast(C.llama_get_logits(handle), ctypes.c_void_p).value
         if not address:
             raise LlamaError("llama.cpp gives no logits for this model")
@@ -250,6 +338,27 @@ class Context:
             self._logits = np.ctypeslib.as_array(buffer).reshape(n_outputs, self._n_vocab)
             self._logits_key = (address, n_outputs)
         return self._logits
+
+    def give_hidden_rows(self) -> None:
+        """From the next decode on, `hidden_rows` has a row of each token, which the model's draft head reads.
+
+        llama.cpp computes the last layer of all prompt tokens for them, and copies the rows to the host. Raises
+        `LlamaError` where llama.cpp's library lacks the functions (`why_no_heads`).
+        """
+        self.gives_hidden_rows = True
+        nextn().llama_set_embeddings_nextn(self.handle, True, self._is_head)  # a head: of tokens with logits only
+
+    def hidden_rows(self, n: int) -> npt.NDArray[np.float32]:
+        """The hidden rows of the last decode, float32[n, n_embd], in batch order: of tokens; a head's: of outputs.
+
+        The array is a view of llama.cpp's buffer, valid until the next decode.
+        """
+        if self._part_hidden is not None:
+            return self._part_hidden[:n]
+        address = nextn().llama_get_embeddings_nextn(self.handle)
+        if not address or not self.gives_hidden_rows:
+            raise LlamaError("llama.cpp gives no hidden rows for this model")
+        return np.ctypeslib.as_array(address, (n, self.model.n_embd))
 
     def embedding(self, seq_id: int) -> npt.NDArray[np.float32]:
         """A copy of the vector of a sequence of the last decode, float32[n_embd] (a reranker: float32[n_scores])."""
@@ -306,7 +415,7 @@ class Context:
         native = self._native(seq_id)
         if start <= 0 and stop < 0:
             self._shifted.discard(seq_id)
-        if (self.model.is_recurrent or self.model.n_swa) and not self._is_whole(seq_id, start, stop):
+        if (self._is_recurrent or self._n_swa) and not self._is_whole(seq_id, start, stop):
             last = self.last_position(seq_id)
             if start > last:
                 return True
@@ -328,8 +437,7 @@ class Context:
     @property
     def can_shift(self) -> bool:
         """Whether `shift` works: the memory is all cells, and its keys can be rotated to other positions."""
-        model = self.model
-        return not (model.is_recurrent or model.n_swa) and bool(C.llama_memory_can_shift(self._open_memory()))
+        return not (self._is_recurrent or self._n_swa) and bool(C.llama_memory_can_shift(self._open_memory()))
 
     def shift(self, seq_id: int, start: int, by: int) -> None:
         """Adds `by` to the positions of a sequence from `start` on, whose cells no other sequence may share.
@@ -352,24 +460,27 @@ class Context:
         recurrent models, only whole sequences can be copied: raises `OutOfRange` for a part.
         """
         native = self._native(source), self._native(target)
-        if (self.model.is_recurrent or not self.kv_unified) and (start > 0 or stop >= 0):
+        if (self._is_recurrent or not self.kv_unified) and (start > 0 or stop >= 0):
             raise OutOfRange(f"positions {start} to {stop} were asked for; here only whole sequences can be copied")
         if self._rollback.is_pending(source):
             self.restore_sequence(target, self.save_sequence(source))
             return
         self._rollback.moved()
+        if not self.kv_unified:
+            self._copy_sources.add(source)
+            self._copy_targets.add(target)
         C.llama_memory_seq_cp(self._open_memory(), *native, start, stop)
 
     def share_prefix(self, source: int, target: int, n: int) -> None:
-        """Makes `target` hold the first `n` cells of `source` in place of its own, which must have equal tokens.
+        """Makes `target` hold the first `n` positions of `source` in place of its own, which must have equal tokens.
 
-        Raises `OutOfRange` where cells cannot be shared, and if one of the two has fewer cells.
+        Raises `OutOfRange` where cells cannot be shared, and if one of the two has fewer positions.
         """
         native = self._native(source), self._native(target)
-        if self.model.is_recurrent or self.model.n_swa or not self.kv_unified:
+        if self._is_recurrent or self._n_swa or not self.kv_unified:
             raise OutOfRange("sequences share cells only in the unified layout of models whose memory is all cells")
         if not 0 < n <= 1 + min(self.last_position(source), self.last_position(target)):
-            raise OutOfRange(f"{n} cells were asked for; one of the sequences has fewer")
+            raise OutOfRange(f"{n} positions were asked for; one of the sequences has fewer")
         C.llama_memory_seq_rm(self._open_memory(), native[1], 0, n)
         C.llama_memory_seq_cp(self._open_memory(), *native, 0, n)
 
@@ -385,10 +496,9 @@ class Context:
     def save_sequence(self, seq_id: int) -> SequenceState:
         """Copies a sequence's keys and values to host memory; the sequence does not change.
 
-        Raises `LlamaError` if it was shifted after the last decode.
+        Raises `LlamaError` if it was shifted after the last decode, or is a copy that was made after it.
         """
-        if seq_id in self._shifted:
-            raise LlamaError(f"sequence {seq_id} was shifted, and its keys are rotated in the next decode")
+        self._check_settled(seq_id)
         n_tokens = self.last_position(seq_id) + 1
         native = self._native(seq_id)
         if seq_id < self.n_seq_max:
@@ -400,37 +510,125 @@ class Context:
         finally:
             C.llama_memory_seq_rm(memory, spare, 0, -1)
 
-    def _state(self, native: int, n_tokens: int) -> SequenceState:
-        data = np.empty(C.llama_state_seq_get_size(self.handle, native), np.uint8)
-        written = C.llama_state_seq_get_data(self.handle, _bytes_pointer(data), data.size, native)
+    def _check_settled(self, seq_id: int) -> None:
+        if seq_id in self._shifted:
+            raise LlamaError(f"sequence {seq_id} was shifted, and its keys are rotated in the next decode")
+        if seq_id in self._copy_targets:
+            raise LlamaError(f"sequence {seq_id} is a copy, whose cells are copied in the next decode")
+
+    def _state(self, native: int, n_tokens: int, flags: int = 0) -> SequenceState:
+        data = np.empty(C.llama_state_seq_get_size_ext(self.handle, native, flags), np.uint8)
+        written = C.llama_state_seq_get_data_ext(self.handle, _bytes_pointer(data), data.size, native, flags)
         if written == 0:
             raise LlamaError(f"the memory of llama.cpp's sequence {native} cannot be saved")
         n_window = 0
-        if self.model.n_swa:  # the size of the second cache alone, with a header as before both
-            n_window = C.llama_state_seq_get_size_ext(self.handle, native, _WINDOW_ONLY) - HEADER_BYTES
+        if self._n_swa and not flags:  # the size of the second cache alone, with a header as before both
+            n_window = C.llama_state_seq_get_size_ext(self.handle, native, _PART) - HEADER_BYTES
         stream = 0 if self.kv_unified else native
         return SequenceState(
-            data[:written], n_tokens, self._model_key, self._n_streams, stream, n_window, self._flash_attn
-        )
+            data[:written], n_tokens, self._model_key, self._n_streams, stream, n_window, self._flash_attn,
+            PLANAR_CELL_BYTES if self.model.n_dimensions > 1 else CELL_BYTES,
+        )  # fmt: skip
 
     def restore_sequence(self, seq_id: int, state: SequenceState) -> None:
         """Replaces the contents of a sequence (any seq_id) by a saved state.
 
         The state may come from another context of the same model, in the other layout, with or without flash attention.
-        Raises `OutOfRange` for a state of another model; `LlamaError` when too few cells are free, or when the kinds of
-        cache differ. The sequence is empty then.
+        Raises `OutOfRange` for a state of another model; `LlamaError` when too few cells are free, when the kinds of
+        cache differ, or when llama.cpp still has to copy the cells of this seq_id's stream, or to copy others there,
+        which it does in the next decode. The sequence is empty then.
         """
-        native = self._native(seq_id)
         if state.model_key != self._model_key:
             raise OutOfRange(f"this state is of {state.model_key}; this context is of {self._model_key}")
         self.remove(seq_id)
         if state.n_tokens == 0:
             return
-        data = state.for_context(self._n_streams, self._flash_attn)
-        self._rollback.moved()
-        if C.llama_state_seq_set_data(self.handle, _bytes_pointer(data), data.size, native) != data.size:
+        if not self._set_state(seq_id, state, 0):
             self.remove(seq_id)
             raise LlamaError(f"no free cells to restore {state.n_tokens} tokens into sequence {seq_id}")
+
+    def save_part(self, seq_id: int) -> SequenceState:
+        """Copies what cannot be truncated of a sequence to host memory: cells of sliding windows, recurrent states.
+
+        Raises `LlamaError` if the memory has no such part.
+        """
+        self._check_settled(seq_id)
+        part = self._state(self._native(seq_id), self.last_position(seq_id) + 1, _PART)
+        if part.n_bytes <= HEADER_BYTES:
+            raise LlamaError(f"the memory of sequence {seq_id} has no part that cannot be truncated")
+        return part
+
+    def restore_part(self, seq_id: int, part: SequenceState) -> None:
+        """Truncates a sequence to the tokens of `part`, which must be its first ones: `save_part` of it or another one.
+
+        Raises `OutOfRange` for a part of another model, or if the sequence has fewer cells; `LlamaError` when too few
+        cells are free. The sequence is empty then.
+        """
+        native = self._native(seq_id)
+        if part.model_key != self._model_key:
+            raise OutOfRange(f"this part is of {part.model_key}; this context is of {self._model_key}")
+        n = part.n_tokens
+        restored = self._set_state(seq_id, part, _PART)
+        if not (restored and C.llama_memory_seq_rm(self._open_memory(), native, n, -1)):
+            self.remove(seq_id)
+            raise LlamaError(f"sequence {seq_id} cannot be set back to its first {n} tokens")
+        if self.last_position(seq_id) != n - 1:
+            n_had = self.last_position(seq_id) + 1
+            self.remove(seq_id)
+            raise OutOfRange(f"sequence {seq_id} has {n_had} tokens, and was to be set back to {n}")
+
+    def first_cut(self, seq_id: int) -> int:
+        """The fewest positions to which `cut` can truncate a sequence now: their window still has all of its cells.
+
+        Later decodes, and parts that are restored, take cells from behind the window; then more are needed. With
+        recurrent states it is a number that no sequence has.
+        """
+        if self._is_recurrent:
+            return _NEVER
+        first = C.llama_memory_seq_pos_min(self._open_memory(), self._native(seq_id))
+        return min(self.last_position(seq_id) + 1, first + self._n_swa) if first > 0 else 0
+
+    def cut(self, seq_id: int, n: int) -> None:
+        """Truncates a sequence to its first `n` positions. Raises `LlamaError` below `first_cut`; it is empty then."""
+        if n < self.first_cut(seq_id):
+            self.remove(seq_id)
+            raise LlamaError(f"the window of sequence {seq_id} has not all cells before position {n} any more")
+        self._rollback.moved()
+        C.llama_memory_seq_rm(self._open_memory(), self._native(seq_id), n, -1)
+
+    def copy_cut(self, source: int, target: int, n: int) -> SequenceState | None:
+        """Makes an empty sequence hold the first `n` positions of `source`: the same cells in the unified layout, else
+        a copy. Raises `LlamaError` below the `first_cut` of `source`. Unified: returns the part."""
+        if n < self.first_cut(source):
+            raise LlamaError(f"the window of sequence {source} has not all cells before position {n} any more")
+        if not self.kv_unified:
+            self.copy(source, target)
+            self.cut(target, n)
+            return None
+        C.llama_memory_seq_cp(self._open_memory(), self._native(source), self._native(target), 0, n)
+        part = self.save_part(target)
+        self.restore_part(target, part)  # cells of a window that two sequences hold would never become free
+        return part
+
+    def share_cells(self, source: int, target: int, part: SequenceState) -> None:
+        """Makes an empty sequence hold the cells of the tokens of `part`, which are the first ones of `source`.
+
+        What cannot be shared comes from `part`. For the unified layout; raises as `restore_part` does.
+        """
+        if not self.shares_cells:
+            raise OutOfRange("sequences share cells only in the unified layout, and not those of this architecture")
+        native = self._native(source), self._native(target)
+        C.llama_memory_seq_cp(self._open_memory(), *native, 0, part.n_tokens)
+        self.restore_part(target, part)
+
+    def _set_state(self, seq_id: int, state: SequenceState, flags: int) -> bool:
+        if seq_id in self._copy_sources | self._copy_targets:
+            self.remove(seq_id)
+            raise LlamaError(f"the cells of sequence {seq_id} are copied in the next decode, not before")
+        data = state.for_context(self._n_streams, self._flash_attn)
+        self._rollback.moved()
+        n = C.llama_state_seq_set_data_ext(self.handle, _bytes_pointer(data), data.size, self._native(seq_id), flags)
+        return bool(n == data.size)
 
     def read_state(self, data: npt.NDArray[np.uint8], form: Mapping[str, Any]) -> SequenceState:
         """The state that had this `data` and `form`. The caller knows that it is of this model."""

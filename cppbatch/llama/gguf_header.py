@@ -75,6 +75,12 @@ def text_of(path: Path, key: str) -> str | None:
         return _text(lib, header, key)
 
 
+def number_of(path: Path, key: str) -> float | None:
+    """A number of the metadata of a file's architecture; None if it has none of this key. Raises as `text_of`."""
+    with _header(path) as (lib, header):
+        return dict(_numbers(lib, header)).get(key)
+
+
 def _text(lib: ctypes.CDLL, header: int, key: str) -> str | None:
     lib.gguf_get_kv_type.argtypes, lib.gguf_get_kv_type.restype = [ctypes.c_void_p, ctypes.c_int64], ctypes.c_int
     lib.gguf_find_key.argtypes, lib.gguf_find_key.restype = [ctypes.c_void_p, ctypes.c_char_p], ctypes.c_int64

@@ -8,10 +8,11 @@ server process and tests with a fake model run without llama-cpp-python.
 from __future__ import annotations
 
 import ctypes
+import functools
 import os
 from typing import Any
 
-from cppbatch.errors import LibraryError
+from cppbatch.errors import LibraryError, LlamaError
 
 PINNED_VERSION = "0.3.36"
 
@@ -26,7 +27,7 @@ _NEEDED = """
     llama_max_parallel_sequences llama_model_default_params llama_model_load_from_file llama_model_free
     llama_model_get_vocab llama_model_desc llama_model_size llama_model_n_params llama_model_n_layer llama_model_n_head
     llama_model_n_ctx_train llama_model_n_swa llama_model_n_embd_out llama_model_n_cls_out llama_model_cls_label
-    llama_model_n_embd_inp llama_set_causal_attn llama_model_meta_count
+    llama_model_n_embd_inp llama_model_n_layer_nextn llama_set_causal_attn llama_model_meta_count
     llama_model_meta_key_by_index llama_model_meta_val_str_by_index llama_model_chat_template
     llama_chat_builtin_templates llama_chat_apply_template
     llama_model_has_encoder llama_model_has_decoder llama_model_is_recurrent llama_model_is_hybrid
@@ -37,9 +38,10 @@ _NEEDED = """
     llama_context_default_params llama_init_from_model llama_free llama_n_ctx llama_n_ctx_seq llama_n_batch
     llama_n_ubatch llama_n_rs_seq llama_get_memory llama_decode llama_set_n_threads llama_synchronize llama_get_logits
     llama_get_embeddings llama_get_embeddings_seq
-    llama_memory_clear llama_memory_seq_rm llama_memory_seq_cp llama_memory_seq_pos_max llama_memory_seq_add
+    llama_memory_clear llama_memory_seq_rm llama_memory_seq_cp llama_memory_seq_pos_max llama_memory_seq_pos_min
+    llama_memory_seq_add
     llama_memory_can_shift
-    llama_state_seq_get_size llama_state_seq_get_size_ext llama_state_seq_get_data llama_state_seq_set_data
+    llama_state_seq_get_size_ext llama_state_seq_get_data_ext llama_state_seq_set_data_ext
     llama_sampler_chain_default_params llama_sampler_chain_init llama_sampler_chain_add llama_set_sampler
     llama_get_sampled_candidates_count_ith llama_get_sampled_candidates_ith llama_get_sampled_logits_ith
     llama_sampler_apply
@@ -94,8 +96,38 @@ class _Bindings:
         return getattr(bindings, name)
 
 
+def check_library() -> None:
+    """Raises `LibraryError` if llama-cpp-python is missing, or not the one that these wrappers are written for."""
+    _load()
+
+
 C: Any = _Bindings()
 """The ctypes bindings, `llama_cpp.llama_cpp`. The first access raises `LibraryError` if they cannot be used."""
+
+
+_NEEDED_BY_HEADS = ("llama_set_embeddings_nextn", "llama_get_embeddings_nextn")
+
+
+@functools.cache
+def nextn() -> Any:
+    """The functions of draft heads: `llama_cpp.llama_cpp_ext`, which llama.cpp may change. Raises `LlamaError`."""
+    _load()
+    try:
+        from llama_cpp import llama_cpp_ext
+    except (ImportError, AttributeError) as error:  # it looks each function up in the library when it is imported
+        raise LlamaError(f"this llama-cpp-python lacks functions of draft heads ({error})") from error
+    if missing := [name for name in _NEEDED_BY_HEADS if not hasattr(llama_cpp_ext, name)]:
+        raise LlamaError(f"this llama-cpp-python lacks {', '.join(missing)}")
+    return llama_cpp_ext
+
+
+def why_no_heads() -> str | None:
+    """Why the draft head of a model's file cannot be used; None: it can."""
+    try:
+        nextn()
+    except LlamaError as error:
+        return str(error)
+    return None
 
 
 def library_path() -> str:

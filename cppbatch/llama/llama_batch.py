@@ -22,6 +22,11 @@ class PendingTokens(Protocol):
     n_computed: int
     seq_id: int
 
+    @property
+    def position(self) -> int:
+        """Of the next pending token."""
+        ...
+
     def n_logits(self, n: int) -> int:
         """How many of the next `n` pending tokens want logits; they are the last ones."""
         ...
@@ -33,6 +38,9 @@ class Batch:
     llama.cpp reads the numpy arrays in place: `tokens`, `positions`, `seq_ids` int32[capacity], `wants_logits`
     int8[capacity], of which the first `n_tokens` entries are valid. Every token has exactly one seq_id.
     """
+
+    n_dimensions = 1
+    """Positions of each entry."""
 
     def __init__(self, capacity: int) -> None:
         if capacity < 1:
@@ -49,9 +57,11 @@ class Batch:
         self._seq_id_pointers = np.uintp(self.seq_ids.ctypes.data) + np.arange(capacity, dtype=np.uintp) * 4
         self._struct: Any = None
 
-    def _make_struct(self) -> Any:
+    def _make_struct(self, start: int = 0) -> Any:
+        """`llama_batch` of the entries from `start` on."""
+
         def pointer(array: npt.NDArray[Any], kind: Any) -> Any:
-            return array.ctypes.data_as(ctypes.POINTER(kind))
+            return array[start:].ctypes.data_as(ctypes.POINTER(kind))
 
         return C.llama_batch(
             n_tokens=0,
@@ -73,13 +83,13 @@ class Batch:
             sequences = [sequence for sequence, _ in entries]
             self.add_rows(
                 [s.tokens[s.n_computed] for s in sequences],
-                [s.n_computed for s in sequences],
+                [s.position for s in sequences],
                 [s.seq_id for s in sequences],
             )
             return
         for s, n in entries:
             run = s.tokens[s.n_computed : s.n_computed + n]
-            self.add_run(run, s.n_computed, s.seq_id, n_logits=s.n_logits(n))
+            self.add_run(run, s.position, s.seq_id, n_logits=s.n_logits(n))
 
     def clear(self) -> None:
         """Empties the batch."""
@@ -121,3 +131,9 @@ class Batch:
             self._struct = self._make_struct()
         self._struct.n_tokens = self.n_tokens
         return self._struct
+
+    def part(self, start: int, stop: int) -> Any:
+        """The struct of the entries from `start` to `stop`."""
+        struct = self._make_struct(start)
+        struct.n_tokens = stop - start
+        return struct

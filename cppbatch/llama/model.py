@@ -19,11 +19,12 @@ from cppbatch.llama.gguf_header import check_metadata, has_tensor
 from cppbatch.llama.library import C, ggml
 from cppbatch.llama.lora import load_adapter
 from cppbatch.llama.model_devices import ModelDevices
-from cppbatch.llama.rollback import SNAPSHOT_ARCHITECTURES
+from cppbatch.llama.rollback import SNAPSHOTS
 from cppbatch.llama.vocab import Vocab
 
 Progress = Callable[[float], bool]
 
+_MROPE_TYPES = {8, 40}  # llama_rope_type: MROPE, IMROPE
 _POOLING: dict[str, Pooling] = {"1": "mean", "2": "cls", "3": "last", "4": "rank"}  # llama_pooling_type in metadata
 
 
@@ -54,6 +55,7 @@ class Model:
         tensor_split: Sequence[float] = (),
         progress: Progress | None = None,
         no_alloc: bool = False,
+        load_head: bool = False,
     ) -> None:
         """Loads `path`.
 
@@ -65,12 +67,15 @@ class Model:
         `no_alloc`: llama.cpp plans the model and its contexts and logs the sizes of all buffers, but allocates only
         recurrent states; nothing can be decoded. (Its function for these sizes, `llama_get_memory_breakdown`, returns
         a C++ map, which ctypes cannot read.)
+        `load_head`: the draft head (MTP) in the file is loaded too; the file must have one.
         Raises `ModelError` with llama.cpp's reason when the file cannot be loaded, and as `ModelDevices`.
         """
         self.path = Path(path)
         self.repack = repack
         """Whether llama.cpp may have repacked weights."""
         self._handle: Any = None
+        self.context_params: dict[str, Any] = {}
+        """Fields of `llama_context_params` for every context that is made from now on, such as those of RoPE."""
         self.adapters: list[Any] = []
         """llama.cpp's pointers to the LoRA adapters; `Context.use_adapters` takes indices into this list."""
         self._contexts: weakref.WeakSet[_Closeable] = weakref.WeakSet()
@@ -79,6 +84,9 @@ class Model:
         params = C.llama_model_default_params()
         params.n_gpu_layers = n_gpu_layers
         params.use_extra_bufts = repack
+        params.load_mtp = load_head
+        self.has_head = load_head
+        """Whether the draft head of the file is loaded (`HeadContext`)."""
         self.no_alloc = no_alloc
         if no_alloc:
             _set_no_alloc(params, on_cpu=not rpc and not Backend.get().supports_gpu)
@@ -137,6 +145,11 @@ class Model:
             for i in range(C.llama_model_meta_count(self.handle))
         }
 
+    @cached_property
+    def architecture(self) -> str:
+        """llama.cpp's name of it: llama, qwen3moe ..."""
+        return self.metadata.get("general.architecture", "")
+
     @property
     def chat_template(self) -> str | None:
         """The chat template of the GGUF file (Jinja), None if it contains none."""
@@ -192,14 +205,25 @@ class Model:
         return int(C.llama_model_n_swa(self.handle))
 
     @property
+    def n_dimensions(self) -> int:
+        """Positions of each vector in a batch: 4 with M-RoPE (Qwen2-VL and later), where a picture has rows and
+        columns; else 1, as of each token of text."""
+        return 4 if C.llama_model_rope_type(self.handle) in _MROPE_TYPES else 1
+
+    @property
     def is_recurrent(self) -> bool:
         """Whether the model has a recurrent state, instead of a KV cache or (hybrid) in addition to it."""
         return bool(C.llama_model_is_recurrent(self.handle) or C.llama_model_is_hybrid(self.handle))
 
     @property
-    def has_snapshots(self) -> bool:
-        """Whether a recurrent state can be set back by a few tokens (`n_rollback` of `Context`)."""
-        return self.is_recurrent and not self.n_swa and self.metadata["general.architecture"] in SNAPSHOT_ARCHITECTURES
+    def has_cells(self) -> bool:
+        """Whether attention has cells, beside recurrent states if there are any."""
+        return not C.llama_model_is_recurrent(self.handle)
+
+    @property
+    def most_snapshots(self) -> int:
+        """How many tokens a recurrent state is set back at most (`n_rollback` of `Context`); 0: it cannot be."""
+        return SNAPSHOTS.get(self.architecture, 0) if self.is_recurrent else 0
 
     @property
     def is_one_stack(self) -> bool:
@@ -213,6 +237,11 @@ class Model:
         """Whether it generates text: the file names no pooling, and attention is causal."""
         is_causal = self._architecture_metadata("attention.causal") in (None, "true")
         return self.is_one_stack and self.pooling is None and is_causal
+
+    @property
+    def can_embed(self) -> bool:
+        """Whether llama.cpp can return its vectors: of some with hyper-connections it reads too much, and aborts."""
+        return self.architecture not in ("deepseek4", "qwen4exp")  # n_embd_out is that of the MTP head's input
 
     @property
     def pooling(self) -> Pooling | None:
@@ -254,7 +283,7 @@ class Model:
 
     def _architecture_metadata(self, key: str) -> str | None:
         """A metadata value whose key begins with the architecture, like "llama.context_length"."""
-        return self.metadata.get(f"{self.metadata.get('general.architecture')}.{key}")
+        return self.metadata.get(f"{self.architecture}.{key}")
 
     def close(self) -> None:
         """Frees the model's contexts, then the model. A second call does nothing."""

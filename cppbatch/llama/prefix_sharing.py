@@ -21,13 +21,15 @@ _MAX_DIFFERENCE = 0.1  # of the range of the logits: rounding changes them far l
 def probe_prefix_sharing(context: Context) -> Sharing:
     """The kind of sharing that an empty context supports; the context is empty again afterwards.
 
-    Of recurrent and hybrid models, and those with a sliding window, only whole sequences can be shared. The expected
-    kind is verified with a few tokens, so an unknown kind of memory results in "whole" or "none", never in wrong text.
+    Of models with a sliding window, and of hybrid ones, prefixes are shared up to checkpoints; of recurrent ones whole
+    sequences. The expected kind is verified with a few tokens, so an unknown kind of memory results in "whole" or
+    "none", never in wrong text.
     """
     if context.n_ctx_seq <= _N_PROBE:
         return "none"
-    whole_only = context.model.is_recurrent or context.model.n_swa > 0
-    kinds: list[Sharing] = ["whole"] if whole_only else ["cells" if context.kv_unified else "copy", "whole"]
+    kinds: list[Sharing] = ["cells" if context.kv_unified else "copy", "whole"]
+    if context.model.is_recurrent or context.model.n_swa > 0:
+        kinds = ["checkpoints", "whole"] if context.model.has_cells else ["whole"]
     for kind in kinds:
         if _works(context, kind):
             return kind
@@ -40,13 +42,22 @@ def _works(context: Context, kind: Sharing) -> bool:
     tokens = np.linspace(1, context.model.vocab.n_tokens - 1, _N_PROBE).astype(np.int32)
     try:
         expected = _continue(context, tokens, 0, 0)
-        if kind == "whole":
+        if kind in ("whole", "checkpoints"):
             context.remove(0)
             _continue(context, tokens[:_N_SHARED], 0, 0)
         if kind == "cells":
             context.copy(0, holder, 0, _N_SHARED)
             context.remove(0)
             context.copy(holder, target, 0, _N_SHARED)
+        elif kind == "checkpoints":
+            part = context.save_part(0)
+            _continue(context, tokens[_N_SHARED:][::-1], _N_SHARED, 0)  # other tokens, which are to be truncated
+            if context.shares_cells and target:
+                context.share_cells(0, target, part)
+                context.remove(0)
+            else:
+                context.restore_sequence(target, context.save_sequence(0))
+                context.restore_part(target, part)
         else:
             context.restore_sequence(target, context.save_sequence(0))
         if kind == "copy" and not context.remove(target, _N_SHARED):

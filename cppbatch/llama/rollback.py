@@ -15,8 +15,15 @@ from itertools import groupby, pairwise
 
 from cppbatch.llama.llama_batch import Batch
 
-SNAPSHOT_ARCHITECTURES = frozenset({"lfm2", "lfm2moe"})
-"""Architectures whose recurrent states are set back. llama.cpp can do that for others, which were not tested here."""
+_FEW, _MANY = 4, 64
+SNAPSHOTS = {
+    **dict.fromkeys(("lfm2", "lfm2moe"), _MANY),  # a short convolution: 2 * n_embd numbers in a layer
+    **dict.fromkeys(("nemotron_h", "nemotron_h_moe", "qwen35", "qwen35moe", "qwen4exp"), _FEW),
+    **dict.fromkeys(("bailingmoe3", "deepseek4", "glm5-next", "kimi-k3"), _FEW),
+}
+"""Architectures whose recurrent states are set back, with the snapshots of each sequence at most: each takes the memory
+of a whole state, mostly tens of MB. They are those of llama.cpp's `llm_arch_supports_rs_rollback`, each tested
+(`./scripts/test archs`)."""
 
 
 class Rollback:

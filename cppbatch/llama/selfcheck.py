@@ -69,7 +69,7 @@ def check() -> Verdict:
     path = user_cache_path("cppbatch") / "selfcheck" / f"{key}.json"
     try:
         return Verdict(**json.loads(path.read_text()))
-    except (OSError, ValueError, TypeError):  # not cached, or not readable as a verdict
+    except (OSError, ValueError, TypeError, RecursionError):  # not cached, or not readable as a verdict
         verdict = _run_check()
     if not verdict.is_certain:
         return verdict
@@ -87,16 +87,18 @@ def _run_check() -> Verdict:
     with tempfile.TemporaryDirectory(prefix="cppbatch-selfcheck-") as folder:
         shape = LlamaShape(n_layer=1, n_embd=256, n_head=4, n_head_kv=4, n_ff=512)
         models = [write_llama(Path(folder) / f"{quant}.gguf", shape, quant=quant) for quant in ("Q4_0", "Q8_0")]
-        fast = _run_child(models, repack=True)
+        fast = run_child(child_command(models, repack=True))
         if fast is None:
             return Verdict(True, True, "")
-        plain = _run_child(models, repack=False)
+        plain = run_child(child_command(models, repack=False))
         certain = fast.crashed and (plain is None or plain.crashed)
         return Verdict(False, plain is None, (plain or fast).text, certain)
 
 
 @dataclass(frozen=True)
-class _Failure:
+class Failure:
+    """How a child process failed."""
+
     text: str
     crashed: bool
 
@@ -106,20 +108,19 @@ def child_command(models: list[Path], *, repack: bool) -> list[str]:
     return [sys.executable, "-m", "cppbatch.llama.selfcheck_child", str(int(repack)), *map(str, models)]
 
 
-def _run_child(models: list[Path], *, repack: bool) -> _Failure | None:
-    """Runs the child: None if it decoded every model, else how it ended."""
-    command = child_command(models, repack=repack)
+def run_child(command: list[str]) -> Failure | None:
+    """Runs a child that may crash: None if its exit code is 0, else how it ended."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
     except OSError as error:
-        return _Failure(f"it cannot be started: {error}", crashed=False)
+        return Failure(f"it cannot be started: {error}", crashed=False)
     except subprocess.TimeoutExpired:
-        return _Failure(f"it hangs for {_TIMEOUT_S} s", crashed=False)
+        return Failure(f"it hangs for {_TIMEOUT_S} s", crashed=False)
     if done.returncode == 0:
         return None
     if -done.returncode in _CRASHES:
-        return _Failure(f"killed by {signal.Signals(-done.returncode).name}", crashed=True)
+        return Failure(f"killed by {signal.Signals(-done.returncode).name}", crashed=True)
     if done.returncode >= _WINDOWS_EXCEPTION:
-        return _Failure(f"ended by exception {done.returncode:#x}", crashed=True)
+        return Failure(f"ended by exception {done.returncode:#x}", crashed=True)
     last = done.stderr.strip().splitlines()[-1:] or ["no output"]
-    return _Failure(f"exit code {done.returncode}: {last[0]}", crashed=False)
+    return Failure(f"exit code {done.returncode}: {last[0]}", crashed=False)

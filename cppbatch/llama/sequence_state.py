@@ -4,7 +4,7 @@ What `llama_state_seq_get_data` writes (llama-kv-cache.cpp: `state_write`; numbe
 
     header        a magic number, the seq_id
     each cache    the number of its streams; for each stream the number of cells, followed by these if there are any
-    cells         for each: position, 1, seq_id
+    cells         for each: position, 1, seq_id; positions of several dimensions: position, 1, x, y, a token, seq_id
                   1 if values are transposed (no flash attention), the number of layers
                   keys of each layer: type, bytes of a row (uint64), a row for each cell
                   values of each layer, by rows:     type, bytes of a row (uint64), a row for each cell
@@ -27,7 +27,7 @@ from cppbatch.errors import OutOfRange
 
 _WORD = 4  # bytes
 HEADER_BYTES = 2 * _WORD
-_CELL_BYTES = 3 * _WORD
+CELL_BYTES, PLANAR_CELL_BYTES = 3 * _WORD, 6 * _WORD
 _NUMBER_BYTES = {0: 4, 1: 2, 30: 2}  # of each ggml_type that can be transposed: f32, f16, bf16
 
 Bytes = npt.NDArray[np.uint8]
@@ -39,6 +39,7 @@ class SequenceState:
 
     data: Bytes
     n_tokens: int
+    """Positions that it takes: tokens, unless a picture takes fewer."""
     model_key: tuple[object, ...]
     """What must be equal in the context that restores it."""
     n_streams: int
@@ -47,6 +48,8 @@ class SequenceState:
     n_window_bytes: int
     """Bytes at the end of `data` that are of the second cache."""
     flash_attn: FlashAttention
+    n_cell_bytes: int = CELL_BYTES
+    """Of what describes a cell."""
 
     @property
     def n_bytes(self) -> int:
@@ -62,6 +65,7 @@ class SequenceState:
             "stream": self.stream,
             "n_window_bytes": self.n_window_bytes,
             "flash_attn": self.flash_attn,
+            "n_cell_bytes": self.n_cell_bytes,
         }
 
     def for_context(self, n_streams: int, flash_attn: FlashAttention) -> Bytes:
@@ -88,14 +92,15 @@ class SequenceState:
         before, cells, behind = cache[:start], cache[start:stop], cache[stop:]
         if not np.array_equal(before, _words(self.n_streams, *[0] * self.stream)) or behind.any():
             raise self._unknown_form()
-        if not 1 <= self._number(cells, 0) <= self.n_tokens:
+        most = self.n_tokens if self.n_cell_bytes == CELL_BYTES else cells.size // self.n_cell_bytes
+        if not 1 <= self._number(cells, 0) <= most:
             raise self._unknown_form()
         return cells
 
     def _with_values(self, cells: Bytes, *, transposed: bool) -> list[Bytes]:
         """Parts of cells whose values are by rows, or transposed."""
         n_cells = self._number(cells, 0)
-        at = _WORD + n_cells * _CELL_BYTES
+        at = _WORD + n_cells * self.n_cell_bytes
         was_transposed, n_layers = self._number(cells, at), self._number(cells, at + _WORD)
         if was_transposed == transposed:
             return [cells]

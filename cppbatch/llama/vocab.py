@@ -51,9 +51,12 @@ class Vocab:
         drops_spaces = C.llama_vocab_type(handle) in (_VOCAB_TYPE_WPM, _VOCAB_TYPE_UGM)
         self.longest_piece: int = max(_MAX_WORD_BYTES if drops_spaces else 1, *map(len, texts))
         """The most bytes of text that one token represents."""
-        self._special_splitter, self._plain_splitter = _splitters(handle, texts)
+        attributes = [C.llama_vocab_get_attr(handle, token) for token in range(self.n_tokens)]
+        self._special_splitter, self._plain_splitter = _splitters(texts, attributes)
         self.eog = frozenset(token for token in range(self.n_tokens) if is_eog(handle, token))
         """Ids of all tokens that end a generation."""
+        self.markers = _markers(attributes, texts)
+        """Which tokens only a chat template writes, bool[n_tokens]: control tokens, and `<...>` added by hand."""
         self.suppressed = _suppressed(handle)
         """Ids that must never be sampled, according to the model file."""
         self._pieces: dict[tuple[int, bool], bytes] = {}
@@ -222,10 +225,17 @@ class Vocab:
         self._handle = self._grammar_tokenizer = None
 
 
-def _splitters(handle: Any, texts: list[bytes]) -> tuple[SpecialTokenSplitter, SpecialTokenSplitter]:
+def _markers(attributes: list[int], texts: list[bytes]) -> npt.NDArray[np.bool_]:
+    kinds = np.array(attributes, np.int32)
+    found: npt.NDArray[np.bool_] = kinds & C.LLAMA_TOKEN_ATTR_CONTROL != 0
+    for token in np.flatnonzero(kinds & C.LLAMA_TOKEN_ATTR_USER_DEFINED).tolist():
+        found[token] = texts[token].startswith(b"<") and texts[token].endswith(b">")
+    return found
+
+
+def _splitters(texts: list[bytes], attributes: list[int]) -> tuple[SpecialTokenSplitter, SpecialTokenSplitter]:
     """Splitters for tokenising with `parse_special`, and without it (then only user-defined tokens are special)."""
     special, defined = C.LLAMA_TOKEN_ATTR_CONTROL | C.LLAMA_TOKEN_ATTR_UNKNOWN, C.LLAMA_TOKEN_ATTR_USER_DEFINED
-    attributes = [C.llama_vocab_get_attr(handle, token) for token in range(len(texts))]
 
     def of_kind(kind: int) -> SpecialTokenSplitter:
         known = [

@@ -54,7 +54,7 @@ def test_a_restarted_engine_reads_the_prefix_in_any_layout(
 
 
 @pytest.mark.parametrize("kind", ["tiny_mamba", "tiny_hybrid", "tiny_swa"])
-def test_states_that_are_not_all_cells_are_restored_whole(
+def test_states_that_are_not_all_cells_are_restored_whole_or_up_to_a_checkpoint(
     kind: str, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     model: Path = request.getfixturevalue(kind)
@@ -62,7 +62,11 @@ def test_states_that_are_not_all_cells_are_restored_whole(
     longer = [*PROMPT, *said, 7, 8, 9]
     expected, _ = ask(model, None, longer)
     assert ask(model, tmp_path / "d", longer) == (expected, len(PROMPT) + 7)
-    assert ask(model, tmp_path / "d", [*PROMPT[:500], 7])[1] == 0
+    shorter = [*PROMPT[:590], 7]
+    expected, _ = ask(model, None, shorter)
+    said, n = ask(model, tmp_path / "d", shorter)
+    assert said == expected
+    assert n >= 300 or (kind == "tiny_mamba" and n == 0)  # of states only the checkpoints stay in memory
 
 
 def test_another_model_cache_type_adapter_or_salt_is_a_miss(tiny_llama: Path, tmp_path: Path) -> None:

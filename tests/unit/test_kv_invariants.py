@@ -10,7 +10,9 @@ from cppbatch.config import Sharing
 from tests.fakes import context_of, drain, fake_engine, greedy, reference, run_steps, tokens_of
 from tests.interrupts import assert_survives_ctrl_c
 
-KINDS = pytest.mark.parametrize(("unified", "sharing"), [(True, "cells"), (False, "copy"), (True, "whole")])
+KINDS = pytest.mark.parametrize(
+    ("unified", "sharing"), [(True, "cells"), (False, "copy"), (True, "whole"), (True, "checkpoints")]
+)
 
 
 @KINDS
@@ -20,11 +22,11 @@ def test_cells_outside_the_accounting_are_logged_with_a_dump_and_freed(
     engine = fake_engine(unified=unified, sharing=sharing)
     engine.generate([[1] * 10], greedy(3))
     leak = context_of(engine)
-    leak.cells[3] += b"\1\2"
-    leak.owned[3] += [-1, -2]
+    for at in range(2):
+        leak._append(3, 1, (at, at, at))
     with caplog.at_level(logging.ERROR):
         engine.generate([[2] * 10], greedy(3))
-    assert "seq_id 3 has 2 tokens in llama.cpp, 0 in the accounting" in caplog.text
+    assert "seq_id 3 has 2 positions in llama.cpp, 0 in the accounting" in caplog.text
     assert "cells used, free seq_ids" in caplog.text
     assert (leak.n_used, engine.kv.n_used, engine.kv.n_cached) == (0, 0, 0)
     engine.kv.check()

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
 
-from cppbatch.config import EngineConfig
+from cppbatch.config import EngineConfig, KvLayout
 from cppbatch.engine.kv_layout import choose_flash_attn, choose_layout, stream_cells, switches_layout, unified_cells
 
 
@@ -58,6 +59,21 @@ def test_flash_attention_is_off_only_in_streams_on_a_cpu_with_amx() -> None:
         if choose_flash_attn(config(), layout, on_gpu=on_gpu, has_amx=has_amx) == "off"
     ]
     assert off == [("per-sequence", False, True)]
+
+
+@pytest.mark.parametrize("types", [("f32", "f32"), ("f16", "f32"), ("f32", "f16"), ("q8_0", "f32")])
+def test_an_f32_cache_is_computed_without_flash_attention_which_would_cast_it_to_f16(types: tuple[str, str]) -> None:
+    its = config(cache_type_k=types[0], cache_type_v=types[1])
+    layouts: list[KvLayout] = ["unified", "per-sequence"]
+    for layout, on_gpu in itertools.product(layouts, (False, True)):
+        assert choose_flash_attn(its, layout, on_gpu=on_gpu, has_amx=False) == "off"
+
+
+@pytest.mark.parametrize(
+    "settings", [{"cache_type_v": "q8_0"}, {"cache_type_k": "f32", "cache_type_v": "q4_0"}, {"deterministic": True}]
+)
+def test_flash_attention_is_on_where_it_is_needed(settings: dict[str, Any]) -> None:
+    assert choose_flash_attn(config(**settings), "per-sequence", on_gpu=False, has_amx=True) == "on"
 
 
 @pytest.mark.parametrize("setting", ["on", "off"])

@@ -17,8 +17,8 @@ from tests.fakes import FakeState, context_of, drain, fake_engine, greedy, refer
 MEMORIES: dict[str, dict[str, Any]] = {
     "cells": {"sharing": "cells"},
     "copy": {"sharing": "copy", "unified": False},
-    "whole": {"sharing": "whole"},
-    "whole in streams": {"sharing": "whole", "unified": False},
+    "whole": {"sharing": "whole", "ctx_checkpoints": 0},
+    "whole in streams": {"sharing": "whole", "unified": False, "ctx_checkpoints": 0},
 }
 ANY_KIND = pytest.mark.parametrize("kind", MEMORIES)
 ANY_PREFIX = pytest.mark.parametrize("kind", ["cells", "copy"])
@@ -412,7 +412,16 @@ def test_a_stream_is_taken_over_when_half_of_it_is_used_and_else_copied(n: int, 
     assert engine.stats().prefixes_in_cells == (0 if taken_over else 1)
     drain(engine)
     assert context_of(engine).steps[1] == {0 if taken_over else 1: 5}
-    assert ask(engine, [1] * 101) == (n if taken_over else 100)
+    assert ask(engine, [1] * 101) == 100
+
+
+@pytest.mark.parametrize(("n", "kept"), [(70, True), (95, False)])
+def test_a_stream_that_is_taken_over_leaves_what_it_loses_in_host_memory(n: int, kept: bool) -> None:
+    engine = engine_of("copy")
+    ask(engine, [1] * 100)
+    assert ask(engine, [1] * n + [2] * 5) == n
+    assert engine.stats().prefixes_in_host == kept
+    assert ask(engine, [1] * 101) == (100 if kept else n)
 
 
 @WHOLE
@@ -434,7 +443,7 @@ def test_the_only_stream_is_taken_over_however_little_of_it_is_used(kind: str) -
     engine = engine_of(kind, n_parallel=1, n_more_ids=0)
     ask(engine, [1] * 99)
     assert ask(engine, [1] * 30 + [2] * 20) == 30
-    assert (engine.stats().prefixes_in_cells, engine.stats().prefixes_in_host) == (1, 0)
+    assert (engine.stats().prefixes_in_cells, engine.stats().prefixes_in_host) == (1, 1)
 
 
 @pytest.mark.parametrize("kind", ["copy", "whole", "whole in streams"])

@@ -333,13 +333,24 @@ def test_a_prefix_longer_than_a_sequence_may_be_is_not_read(model: Path, tmp_pat
         assert engine.stats().prefix_disk_read_bytes == 0
 
 
-def test_a_recurrent_state_is_taken_whole_or_not_at_all(model: Path, tmp_path: Path) -> None:
-    with disk_engine(model, tmp_path / "d", sharing="whole") as engine:
+def test_a_recurrent_state_without_checkpoints_is_taken_whole_or_not_at_all(model: Path, tmp_path: Path) -> None:
+    states: dict[str, Any] = {"sharing": "whole", "ctx_checkpoints": 0}
+    with disk_engine(model, tmp_path / "d", **states) as engine:
         ask(engine, LONG, 4)
     said = reference(LONG, greedy(4))[0]
-    with disk_engine(model, tmp_path / "d", sharing="whole") as engine:
+    with disk_engine(model, tmp_path / "d", **states) as engine:
         assert ask(engine, [*LONG[:40], 55, 56]) == 0
         assert ask(engine, [*LONG, *said, 7, 8]) == len(LONG) + 3
+
+
+def test_a_prefix_on_disk_has_its_checkpoints(model: Path, tmp_path: Path) -> None:
+    with disk_engine(model, tmp_path / "d", sharing="checkpoints") as engine:
+        ask(engine, LONG, 4)
+    assert files(tmp_path / "d") == 1
+    for unified in (True, False):
+        with disk_engine(model, tmp_path / "d", sharing="checkpoints", unified=unified, n_parallel=1) as engine:
+            assert ask(engine, [*LONG[:-2], 55, 56]) == 57  # before a marker
+            assert engine.stats().prefix_disk_hits == 1
 
 
 def test_salts_and_short_prefixes_are_misses(model: Path, tmp_path: Path) -> None:

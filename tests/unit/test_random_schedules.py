@@ -13,12 +13,14 @@ from hypothesis import strategies as st
 
 from cppbatch import BatchInferenceEngine, FinishReason, GenerationEvent, SamplingParams
 from cppbatch.config import KvLayout, Sharing
+from cppbatch.engine import checkpoints, input_processor, kv_pool, prefix_cache
 from cppbatch.engine import engine as engine_module
-from cppbatch.engine import input_processor, kv_pool, prefix_cache
 from cppbatch.engine.layout_policy import LayoutSwitch
 from cppbatch.engine.lora_sets import AdapterSet, adapter_set
 from cppbatch.engine.model_info import AdapterInfo
+from cppbatch.engine.speculation import speculator
 from cppbatch.errors import DecodeFailed
+from tests.fake_heads import check_head, fake_head
 from tests.fakes import EOG, FakeProposer, context_of, fake_engine, greedy, reference, text_of
 
 N_CTX, N_PARALLEL, N_BATCH = 48, 3, 6
@@ -51,6 +53,11 @@ def small_scale() -> Iterator[None]:
         patch.setattr(prefix_cache, "_COST_OF_TAKING", 1)
         patch.setattr(prefix_cache, "_COST_OF_COPYING", 2)
         patch.setattr(kv_pool, "_MIN_CACHED", 2)
+        patch.setattr(checkpoints, "_MIN_STEP", 1)
+        patch.setattr(checkpoints, "_NEAR", 1)
+        patch.setattr(checkpoints, "_HEADER", 3)
+        patch.setattr(checkpoints, "_BEFORE_END", (1, 3, 6))
+        patch.setattr(checkpoints, "_EVERY", 5)
         yield
 
 
@@ -96,8 +103,8 @@ HOST_MEMORY = st.sampled_from((0, 1, 2, 1024))
 """No swapping, room for one or two sequences, room for all; in a cache of few cells, so that it happens."""
 
 MEMORIES: st.SearchStrategy[tuple[bool, Sharing]] = st.sampled_from(
-    ((True, "cells"), (True, "cells"), (True, "cells"), (True, "whole"), (True, "none"), (False, "copy"),
-     (False, "copy"), (False, "whole"), (False, "none"))
+    ((True, "cells"), (True, "cells"), (True, "checkpoints"), (True, "checkpoints"), (True, "whole"), (True, "none"),
+     (False, "copy"), (False, "copy"), (False, "checkpoints"), (False, "whole"), (False, "none"))
 )  # fmt: skip
 """Unified or not, and how prefixes are shared there."""
 
@@ -177,6 +184,8 @@ class Run:
 
     def check_accounting(self) -> None:
         self.engine.kv.check()
+        if head := self.engine._runtime.head:
+            check_head(head)
         assert context_of(self.engine).n_used == self.engine.kv.n_used + self.engine.kv.n_cached
 
     def check_all_is_free(self) -> None:
@@ -217,7 +226,8 @@ SIZES = st.fixed_dictionaries(
         "swap_space": HOST_MEMORY,
         "prefix_cache_ram": HOST_MEMORY,
         "may_pad": st.booleans(),
-        "drafts": st.booleans(),
+        "drafts": st.sampled_from(("", "lookup", "head", "both")),
+        "keeps": st.sampled_from((0, 0, 3)),
     }
 )
 
@@ -242,9 +252,22 @@ def test_in_twenty_thousand_schedules_too(**schedule: Any) -> None:
     run_and_check(**schedule)
 
 
-def run_and_check(actions: list[Action], memory: tuple[bool, Sharing], n_ctx: int, sizes: dict[str, Any]) -> None:
+@settings(SCHEDULES, max_examples=1000)
+@ANY_SCHEDULE
+def test_whenever_the_draft_head_is_asked_every_request_gets_the_text_it_gets_alone(**schedule: Any) -> None:
+    """Whether its drafts pay or not: it is asked in every step without prompts."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(speculator, "_WORTH", 0.0)
+        run_and_check(**schedule, drafts="head")
+
+
+def run_and_check(
+    actions: list[Action], memory: tuple[bool, Sharing], n_ctx: int, sizes: dict[str, Any], drafts: str = ""
+) -> None:
     unified, sharing = memory
-    proposer = FakeProposer() if sizes.pop("drafts") else None
+    drafts = drafts or sizes["drafts"]
+    del sizes["drafts"]
+    proposer = FakeProposer() if drafts in ("lookup", "both") else None
     more = 2 if sizes.get("may_pad") else 1  # rows are padded from 3 to 4 and from 5 to 8, which needs spare seq_ids
     engine = fake_engine(
         n_ctx=n_ctx if unified or sizes.get("switches") else N_CTX * more,
@@ -254,6 +277,7 @@ def run_and_check(actions: list[Action], memory: tuple[bool, Sharing], n_ctx: in
         sharing=sharing,
         adapters=ADAPTERS,
         proposers=[proposer] if proposer else [],
+        head=(lambda context: fake_head(context, CLOCK)) if drafts in ("head", "both") else None,
         **sizes,
     )
     run = Run(engine)
@@ -263,6 +287,9 @@ def run_and_check(actions: list[Action], memory: tuple[bool, Sharing], n_ctx: in
     run.check_every_answer()
     run.check_all_is_free()
     assert not (proposer and proposer.known)
+    if head := engine._runtime.head:
+        assert not head._rows
+        assert not head._followed
 
 
 SWITCHING = st.lists(
@@ -275,7 +302,7 @@ SWITCHING = st.lists(
 @settings(SCHEDULES, max_examples=1000)
 @given(
     actions=SWITCHING,
-    memory=st.tuples(st.booleans(), st.sampled_from(("copy", "copy", "copy", "whole", "none"))),
+    memory=st.tuples(st.booleans(), st.sampled_from(("copy", "copy", "checkpoints", "whole", "none"))),
     sizes=SIZES,
 )
 def test_whenever_the_layout_is_switched_every_request_gets_the_text_it_gets_alone(
@@ -288,7 +315,7 @@ def test_whenever_the_layout_is_switched_every_request_gets_the_text_it_gets_alo
 @settings(SCHEDULES, max_examples=1000)
 @given(
     actions=ACTIONS,
-    sharing=st.sampled_from(("copy", "copy", "whole", "none")),
+    sharing=st.sampled_from(("copy", "copy", "checkpoints", "whole", "none")),
     n_parallel=st.sampled_from((1, 3, 6)),
     ubatch=st.sampled_from(((2, 4), (2, 7), (2, 64), (8, 16), (8, 19))),
     sizes=st.fixed_dictionaries(

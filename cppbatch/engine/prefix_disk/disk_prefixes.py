@@ -116,7 +116,7 @@ class DiskPrefixes:
         return not sequence.disk_read.done
 
     def _start_read(self, sequence: Seq, n: int) -> DiskRead:
-        tokens, whole = sequence.tokens[: sequence.n_tokens - 1], self._kv.cache.sharing == "whole"
+        tokens, whole = sequence.tokens[: sequence.n_tokens - 1], not self._kv.cache.takes_any
         if len(tokens) - n < self._min_tokens:
             return _NO_READ
         most, n_most = self._kv.cache.host_bytes, self._kv.n_ctx_seq  # it is restored whole
@@ -285,7 +285,7 @@ class DiskPrefixes:
         self._token_bytes = state.n_bytes / len(cached.tokens)
         if not self._cost.is_worth(n_new, state.n_bytes):
             return False
-        removes = self._kv.cache.sharing != "whole"
+        removes = self._kv.cache.takes_any
         self._writing = self._writer.submit(self._write, cached.tokens, cached.salt, state, is_beside, removes)
         return True
 
@@ -304,7 +304,7 @@ class DiskPrefixes:
         else:
             self._has_failed = False
             if n_bytes:
-                self._index.add(name, tokens, salt, n_bytes)
+                self._index.add(name, tokens, salt, n_bytes, footer)
                 self._cost.observe_write(n_bytes, perf_counter() - began)
                 self._counts.written_bytes += n_bytes
                 for covered in self._index.covered_by(name) if removes else ():
@@ -327,7 +327,7 @@ class DiskPrefixes:
 
     def _n_new(self, cached: CachedPrefix) -> int:
         """How many tokens of a prefix no prefix on disk has. The one that has most is in use."""
-        whole = self._kv.cache.sharing == "whole"
+        whole = not self._kv.cache.takes_any
         found = self._index.best(cached.tokens, cached.salt, whole=whole, max_bytes=self._folder.max_bytes)
         if found is None:
             return len(cached.tokens)

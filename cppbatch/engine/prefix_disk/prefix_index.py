@@ -6,6 +6,7 @@ import hashlib
 import threading
 from dataclasses import dataclass
 
+from cppbatch.engine.checkpoints import ends_of
 from cppbatch.engine.prefix_cache import Salt
 from cppbatch.engine.prefix_disk.prefix_folder import PrefixFolder, file_name
 from cppbatch.engine.radix_tree import RadixTree, Tokens
@@ -22,6 +23,14 @@ class DiskPrefix:
     """Of its file."""
     tokens: Tokens
     n_bytes: int
+    ends: tuple[int, ...] = ()
+    """Numbers of tokens of its checkpoints, falling."""
+
+    def usable(self, n: int, *, whole: bool) -> int:
+        """How many of its first `n` tokens can be taken. `whole`: only up to a checkpoint, or all of its tokens."""
+        if not whole or n == len(self.tokens):
+            return n
+        return next((end for end in self.ends if end <= n), 0)
 
 
 DiskSalt = tuple[str, AdapterDigests]
@@ -69,12 +78,13 @@ class PrefixIndex:
                     self._folder.remove(name)
                     n_damaged += 1
                     continue
-                self._insert(DiskPrefix(name, tokens, n_bytes), (footer.cache_salt, tuple(footer.adapters)))
+                prefix = DiskPrefix(name, tokens, n_bytes, ends_of(footer.form))
+                self._insert(prefix, (footer.cache_salt, tuple(footer.adapters)))
         return n_damaged
 
-    def add(self, name: str, tokens: Tokens, salt: Salt, n_bytes: int) -> None:
+    def add(self, name: str, tokens: Tokens, salt: Salt, n_bytes: int, footer: Footer) -> None:
         """Adds a file that was just written."""
-        self._insert(DiskPrefix(name, tokens, n_bytes), self._disk_salt(salt))
+        self._insert(DiskPrefix(name, tokens, n_bytes, ends_of(footer.form)), self._disk_salt(salt))
 
     def _insert(self, prefix: DiskPrefix, salt: DiskSalt) -> None:
         with self._lock:
@@ -91,18 +101,18 @@ class PrefixIndex:
     def best(
         self, tokens: Tokens, salt: Salt, *, whole: bool, max_bytes: int, max_tokens: int | None = None
     ) -> tuple[DiskPrefix, int] | None:
-        """The prefix on disk that begins with the most of these tokens, and with how many; the smallest of several.
+        """The prefix on disk of which most of these tokens can be taken, and how many; the smallest of several.
 
-        `whole`: all its tokens must be among these. `max_bytes`, `max_tokens`: of its file.
+        `whole`: as in `DiskPrefix.usable`. `max_bytes`, `max_tokens`: of its file.
         """
         best: tuple[DiskPrefix, int] | None = None
         with self._lock:
-            for prefix, n in self._tree.matches(tokens, self._disk_salt(salt)):
-                if best and n < best[1]:
+            for prefix, n_equal in self._tree.matches(tokens, self._disk_salt(salt)):
+                if best and n_equal < best[1]:
                     break
-                fits = prefix.n_bytes <= max_bytes and not (whole and n < len(prefix.tokens))
-                fits = fits and (max_tokens is None or len(prefix.tokens) <= max_tokens)
-                if fits and (best is None or prefix.n_bytes < best[0].n_bytes):
+                n = prefix.usable(n_equal, whole=whole)
+                fits = prefix.n_bytes <= max_bytes and (max_tokens is None or len(prefix.tokens) <= max_tokens)
+                if fits and n and (best is None or (n, -prefix.n_bytes) > (best[1], -best[0].n_bytes)):
                     best = prefix, n
         return best
 

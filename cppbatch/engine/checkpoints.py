@@ -1,0 +1,123 @@
+"""Where a prompt gets checkpoints, in a model whose memory can be truncated nowhere else.
+
+Example, a new conversation of 3,000 tokens: checkpoints before the header of the answer, before the last message of the
+user, and before some earlier messages, the older the farther apart. So the next turn continues after the last message
+even if the answer comes back in another form; so do another answer to the same message, and another conversation with
+the same system prompt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from cppbatch.engine.sequence import SavedState
+
+_NEAR = 8  # tokens: of markers that are nearer to each other the last one counts
+_MIN_STEP = 16  # tokens
+_HEADER = 64  # tokens that a template adds at most behind the last message
+_BEFORE_END = (4, 32, 256)  # tokens, in a prompt without messages
+_OLDER = 4  # messages that are n tokens before the end: a checkpoint each n / 4 tokens
+_EVERY = 512  # tokens between checkpoints where nothing else says where
+
+
+_ENDS = "ends"  # in the form of a state that is followed by the parts of checkpoints
+
+
+@dataclass(frozen=True, slots=True)
+class StateWithParts:
+    """A saved state with the parts of its checkpoints, as one state: for files of slots and prefixes on disk."""
+
+    state: SavedState
+    parts: Sequence[tuple[int, SavedState]]
+    """The parts with their numbers of tokens."""
+
+    @property
+    def n_bytes(self) -> int:
+        """Size in a file."""
+        return self.state.n_bytes + sum(part.n_bytes for _, part in self.parts)
+
+    @property
+    def data(self) -> npt.NDArray[np.uint8]:
+        """The state, then each part."""
+        return np.concatenate([self.state.data, *(part.data for _, part in self.parts)])
+
+    @property
+    def form(self) -> dict[str, Any]:
+        """That of the state, with the number of tokens, the bytes and the form of each part."""
+        return {**self.state.form, _ENDS: [[n, part.data.nbytes, part.form] for n, part in self.parts]}
+
+    @classmethod
+    def read(
+        cls,
+        data: npt.NDArray[np.uint8],
+        form: Mapping[str, Any],
+        read_state: Callable[[npt.NDArray[np.uint8], Mapping[str, Any]], SavedState],
+    ) -> StateWithParts:
+        """Takes apart what `data` and `form` were. `read_state`: of the context. Raises what that does."""
+        ends = form.get(_ENDS, [])
+        at = data.size - sum(n_bytes for _, n_bytes, _ in ends)
+        state = read_state(data[:at], {name: value for name, value in form.items() if name != _ENDS})
+        parts = []
+        for n, n_bytes, part_form in ends:
+            parts.append((int(n), read_state(data[at : at + n_bytes].copy(), part_form)))
+            at += n_bytes
+        return cls(state, parts)
+
+
+def ends_of(form: Mapping[str, Any]) -> tuple[int, ...]:
+    """Numbers of tokens to which a state of this form can be truncated, falling."""
+    return tuple(sorted((int(n) for n, _, _ in form.get(_ENDS, [])), reverse=True))
+
+
+class CheckpointPlaces:
+    """Chooses the places by the markers of the prompt, which are where messages begin."""
+
+    def __init__(self, markers: npt.NDArray[np.bool_], *, most: int = 32, min_step: int = 0) -> None:
+        """`markers`: bool[n_vocab], whether a token is one that only a chat template writes. `most`: checkpoints of a
+        prompt. `min_step`: tokens between two of them at least; 0: few."""
+        self._markers = markers
+        self._most = most
+        self.min_step = min_step or _MIN_STEP
+
+    def of_prompt(self, prompt: npt.NDArray[np.int32], start: int, min_step: int) -> list[int]:
+        """Numbers of first tokens behind which checkpoints are wanted, rising, all above `start` and below the whole.
+
+        `prompt`: int32[n]; below 0: placeholders of pictures. `min_step`: tokens between two of them at least.
+        """
+        n = len(prompt)
+        messages = self._messages(prompt)
+        wanted = [n - before for before in _BEFORE_END] if not messages or messages[-1] < n - _HEADER else []
+        chosen = list(_spread(sorted({*wanted, *messages}, reverse=True), n, start, min_step))
+        if messages and chosen and messages[0] > start and chosen[-1] - messages[0] >= min_step:
+            chosen.append(messages[0])  # behind what all conversations begin with
+        return sorted({*chosen, *self._between(chosen, n, start, max(_EVERY, min_step))})[-self._most :]
+
+    def _messages(self, prompt: npt.NDArray[np.int32]) -> list[int]:
+        """Places where markers begin, rising; those near each other are one, the last."""
+        is_marker = self._markers[np.maximum(prompt, 0)] & (prompt >= 0)
+        begins = np.flatnonzero(is_marker[1:] & ~is_marker[:-1]) + 1
+        if not len(begins):
+            return []
+        is_last = np.append(np.diff(begins) >= _NEAR, True)
+        return [int(place) for place in begins[is_last]]
+
+    @staticmethod
+    def _between(chosen: list[int], n: int, start: int, every: int) -> Iterator[int]:
+        """Multiples of `every` that are at least that far from each chosen place."""
+        for place in range(start - start % every + every, n, every):
+            if all(abs(place - other) >= every for other in chosen):
+                yield place
+
+
+def _spread(places: list[int], n: int, start: int, min_step: int) -> Iterator[int]:
+    """Of `places`, falling, the first one, and others that are farther and farther apart."""
+    last: int | None = None
+    for place in places:
+        if start < place < n and (last is None or last - place >= max(min_step, (n - place) // _OLDER)):
+            last = place
+            yield place
