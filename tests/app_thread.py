@@ -11,6 +11,7 @@ from aiohttp import web
 
 from cppbatch import LocalEngine
 from cppbatch.engine.metrics import EngineStats
+from cppbatch.server.listener import Address, listen
 
 
 class AppThread:
@@ -27,13 +28,10 @@ class AppThread:
         self._loop = asyncio.get_running_loop()
         async with LocalEngine(**self._settings) as self.engine:
             self.app = self._make_app(self.engine)
-            runner = web.AppRunner(self.app, handler_cancellation=True, access_log=None)
-            await runner.setup()
-            await web.TCPSite(runner, "127.0.0.1", 0).start()
-            self.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
-            self._ready.set()
-            await self._stop.wait()
-            await runner.cleanup()
+            async with await listen(self.app, Address(port=0), max_open=1000, idle_timeout=60) as listener:
+                self.url = listener.url
+                self._ready.set()
+                await self._stop.wait()
 
     def stats(self) -> EngineStats:
         """The engine's counters."""

@@ -73,6 +73,11 @@ def tiny_hybrid(tiny_folder: Path) -> Path:
 
 
 @pytest.fixture(scope="session")
+def tiny_mrope(tiny_folder: Path) -> Path:
+    return tiny_models.two_dimensional(tiny_folder / "tiny-mrope.gguf")
+
+
+@pytest.fixture(scope="session")
 def tiny_encoder(tiny_folder: Path) -> Path:
     return tiny_models.encoder_only(tiny_folder / "tiny-encoder.gguf")
 

@@ -17,6 +17,7 @@ from cppbatch.config import EngineConfig, KvLayout, Sharing
 from cppbatch.engine.runtime import Runtime, load_runtime
 from cppbatch.errors import DecodeFailed
 from cppbatch.llama import Batch
+from cppbatch.llama.library import library_path
 
 POISON = 2
 """The token that makes these runtimes fail: the end token, which is computed only as part of a prompt."""
@@ -187,6 +188,15 @@ def dies_while_loading(config: EngineConfig, progress: Progress) -> Runtime:
     progress(0.5)
     os.kill(os.getpid(), signal.SIGILL)
     raise AssertionError
+
+
+def aborts_in_every_step(config: EngineConfig, progress: Progress) -> Runtime:
+    """As llama.cpp does with a model whose graph it builds wrongly."""
+    runtime = load_runtime(config, progress)
+    context: Any = _Wrapped(runtime.context)
+    llama = ctypes.CDLL(library_path())
+    context.decode = lambda batch: llama.ggml_abort(b"/src/llama.cpp/ggml.c", 1797, b"GGML_ASSERT(%s) failed", b"view")
+    return _with_context(runtime, context)
 
 
 def dies_on_the_fast_path(config: EngineConfig, progress: Progress) -> Runtime:

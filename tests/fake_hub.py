@@ -60,7 +60,8 @@ class FakeHub:
         elif (files := self.repositories.get(repository)) is None:
             self._refuse(request, 404, "RepoNotFound")
         elif path.startswith("/api/models/"):
-            self._send(request, 200, json.dumps([_entry(file, content) for file, content in files.items()]).encode())
+            siblings = [{"rfilename": file, "size": len(content)} for file, content in files.items()]
+            self._send(request, 200, json.dumps({"id": repository, "siblings": siblings}).encode())
         elif (content := files.get("/".join(rest[2:]))) is None:
             self._refuse(request, 404, "EntryNotFound")
         else:
@@ -89,7 +90,3 @@ class FakeHub:
             body, self.cut_after = body[: self.cut_after], None
             request.close_connection = True
         request.wfile.write(body)
-
-
-def _entry(file: str, content: bytes) -> dict[str, object]:
-    return {"type": "file", "path": file, "size": len(content), "oid": hashlib.sha1(content).hexdigest()}

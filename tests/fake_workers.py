@@ -48,6 +48,8 @@ class FakeWorker:
         self.sequences: dict[int, Submit] = {}
         self.n_tokens: dict[int, int] = {}
         self.died = self.stopped = self.ended = False
+        self.is_listened_to = False
+        """Whether it is ready for requests."""
         self.cut_off = 0
         """Unfinished requests that it had when it was ended without having died."""
         self.threads = config.n_threads
@@ -114,21 +116,23 @@ class FakeWorker:
     def _emit(self, number: int, **fields: Any) -> None:
         self._messages.put_nowait(Events([GenerationEvent(request_id=str(number), **fields)]))
 
-    def die(self) -> None:
-        """As after `kill -9`."""
+    def die(self, how: WorkerDied | None = None) -> None:
+        """As after `kill -9`, or as `how` says."""
         self.died = True
+        self._how = how or WorkerDied("killed by SIGKILL", set(), external=True)
         self._death.set()
 
     async def receive(self) -> FromWorker:
         return await self._messages.get()
 
     async def while_alive(self, work: Coroutine[Any, Any, Any], timeout: float) -> Any:
+        self.is_listened_to = self._messages.empty()  # its first message, that it has loaded, was read
         working, dying = asyncio.ensure_future(work), asyncio.ensure_future(self._death.wait())
         try:
             await asyncio.wait([working, dying], return_when=asyncio.FIRST_COMPLETED)
             if working.done():
                 return working.result()
-            raise WorkerDied("killed by SIGKILL", set(), external=True)
+            raise self._how
         finally:
             for task in (working, dying):
                 task.cancel()

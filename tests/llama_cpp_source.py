@@ -19,6 +19,8 @@ from cppbatch.llama.library import PINNED_VERSION
 
 _TEMPLATES = PurePosixPath("models/templates")
 _SERVER_TESTS = PurePosixPath("tools/server/tests")
+_BINDING = PurePosixPath("llama-cpp-python")  # where its own files are put
+_BINDING_TESTS = ("tests", "vendor/llama.cpp/models/ggml-vocab-llama-spm.gguf")
 
 
 def chat_templates() -> dict[str, str]:
@@ -34,6 +36,12 @@ def server_tests() -> Path:
     return _fetched() / _SERVER_TESTS
 
 
+def binding_tests() -> Path:
+    """The folder in which llama-cpp-python's own tests run: they are in `tests`, with the vocabulary where they look
+    for it. Raises when they cannot be had."""
+    return _fetched() / _BINDING
+
+
 def _wanted(path: PurePosixPath) -> bool:
     """Of the files in llama.cpp's repository."""
     return (path.parent == _TEMPLATES and path.suffix == ".jinja") or _SERVER_TESTS in path.parents
@@ -41,7 +49,7 @@ def _wanted(path: PurePosixPath) -> bool:
 
 def _fetched() -> Path:
     """A folder with the wanted files, laid out as in llama.cpp's repository."""
-    folder = user_cache_path("cppbatch") / "sources" / f"llama-cpp-python-{PINNED_VERSION}-templates-and-server-tests"
+    folder = user_cache_path("cppbatch") / "sources" / f"llama-cpp-python-{PINNED_VERSION}-templates-and-tests"
     if not folder.is_dir():
         folder.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".fetch-") as work:
@@ -62,12 +70,14 @@ def _download(folder: Path) -> Path:
 def _unpack(archive: Path, folder: Path) -> None:
     with tarfile.open(archive) as package:
         for member in package:
+            own = member.name.partition("/")[2]
             _, _, inside = member.name.partition("/vendor/llama.cpp/")
-            path = PurePosixPath(inside)
-            if inside and member.isfile() and _wanted(path):
+            is_binding = own.startswith(_BINDING_TESTS)
+            path = _BINDING / own if is_binding else PurePosixPath(inside)
+            if member.isfile() and (is_binding or (inside and _wanted(path))):
                 content = package.extractfile(member)
                 assert content is not None
                 (folder / path).parent.mkdir(parents=True, exist_ok=True)
                 (folder / path).write_bytes(content.read())
-    for part in (_TEMPLATES, _SERVER_TESTS):
+    for part in (_TEMPLATES, _SERVER_TESTS, _BINDING):
         assert (folder / part).is_dir(), f"{archive.name} has no {part} of llama.cpp"

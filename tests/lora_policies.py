@@ -48,7 +48,7 @@ class Policy:
         outputs = plan.outputs()
         assert {its.adapters for its, _ in plan.chunks} <= {plan.adapters}, "a step mixes adapters"
         for its, n in plan.chunks:
-            self.memory.cells[its.seq_id] += bytes(n)
+            self.memory.add_text(its.seq_id, n)
             self.kv.computed(its, n)
         if plan.chunks:
             self.scheduler.computed(plan, cost(plan))

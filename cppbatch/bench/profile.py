@@ -16,6 +16,7 @@ from platformdirs import user_config_path
 from cppbatch.bench.machine import this_machine
 from cppbatch.config import EngineConfig, FlashAttention, KvLayout
 from cppbatch.errors import ConfigError
+from cppbatch.typed_json import decode_toml
 
 log = logging.getLogger("cppbatch.tune")
 
@@ -122,10 +123,10 @@ def use_profile(config: EngineConfig, given: Collection[str]) -> Used:
     An unreadable or outdated profile is ignored with a warning.
     """
     path = profile_path(config)
-    if config.pooling or not path.is_file():
+    if config.pooling or not os.path.isfile(path):  # unlike Path.is_file: false also where it may not be asked
         return Used(config)
     try:
-        profile = msgspec.toml.decode(path.read_bytes(), type=Profile)
+        profile = decode_toml(path.read_bytes(), Profile)
         if profile.version != VERSION:
             raise ConfigError(f"it is of version {profile.version}, and this cppbatch reads {VERSION}")
         decided = frozenset(TunedSettings.__struct_fields__) - _kept(given)

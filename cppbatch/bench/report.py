@@ -72,10 +72,14 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
             table.add_row(*(Text(format_cell(row.get(column.key), column.digits)) for column in self.columns))
         return table
 
+    def as_json(self) -> str:
+        """The report as indented JSON."""
+        return msgspec.json.format(msgspec.json.encode(self), indent=2).decode()
+
     def write_json(self, path: Path) -> None:
         """Raises `ConfigError` if the file cannot be written."""
         try:
-            path.write_bytes(msgspec.json.format(msgspec.json.encode(self), indent=2))
+            path.write_text(self.as_json())
         except OSError as error:
             raise ConfigError(f"--json {path} cannot be written: {error.strerror}. Name another file") from error
 

@@ -14,6 +14,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from cppbatch.bench.batch_gain import gain_notes
 from cppbatch.bench.energy import EnergyMeter, EnergySettings, energy_meter, tokens_per_kwh
 from cppbatch.bench.machine import this_machine
 from cppbatch.bench.memory.memory_estimate import estimate_memory
@@ -184,7 +185,12 @@ def measure_throughput(
                     for row in _rows(engine, runtime, sizes, meter):
                         rows.append({"kv_layout": layout, "flash_attn": flash_attn, **row})
                         progress(f"{len(rows)} of {sizes.n_cases}: {_line(rows[-1])}")
-    notes = [*_compare_with_sequential(rows), *_add_memory(rows, config, sizes), *_add_energy(rows, meter, energy)]
+    notes = [
+        *_gain_notes(rows, config),
+        *_compare_with_sequential(rows),
+        *_add_memory(rows, config, sizes),
+        *_add_energy(rows, meter, energy),
+    ]
     return _report(config, sizes, runtime.info, rows, notes)
 
 
@@ -267,6 +273,13 @@ def _compare_with_sequential(rows: list[dict[str, Any]]) -> list[str]:
     if not alone:
         return ["x sequential: not known without B = 1 (-B 1,...)."]
     return ["x sequential: generated tokens/s of whole requests, prompts included, relative to B = 1."]
+
+
+def _gain_notes(rows: list[dict[str, Any]], config: EngineConfig) -> list[str]:
+    """From which B on batches gain, in the variant with the fastest row."""
+    fastest = _variant(max(rows, key=lambda row: row["decode"].median))
+    speeds = {row["batch_size"]: row["decode"].median for row in rows if _variant(row) == fastest}
+    return gain_notes(speeds, config.model_path, n_gpu_layers=config.n_gpu_layers)
 
 
 def _variant(row: dict[str, Any]) -> tuple[Any, ...]:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+import msgspec
 
 from cppbatch.cli.engine_options import (
     Command,
@@ -24,14 +25,15 @@ from cppbatch.cli.engine_options import (
 )
 from cppbatch.cli.loading_bar import loading_bar
 from cppbatch.cli.option_groups import GroupedCommand
-from cppbatch.cli.sampling_options import DEFAULT_MAX_TOKENS, sampling_options
-from cppbatch.cli.server_options import MEDIA_OPTIONS, chat_template_option
+from cppbatch.cli.sampling_options import sampling_options
+from cppbatch.cli.server_options import MEDIA_OPTIONS, are_chats, chat_template_option
 from cppbatch.config import EngineConfig
-from cppbatch.engine.params import SamplingParams
+from cppbatch.engine.params import DEFAULT_MAX_TOKENS, SamplingParams
 
 if TYPE_CHECKING:
     from cppbatch.cluster.deployment import Deployment
     from cppbatch.jobs.file_job import FileJob
+    from cppbatch.jobs.input_format import Endpoint
     from cppbatch.server.batches.offline_batch import OfflineJob
 
 _SAMPLE_S = 0.25  # between two updates of the bar
@@ -61,13 +63,12 @@ _JOB_OPTIONS: list[Option] = [
         help="Column that names the results (custom_id). Without it: custom_id or id, if there is one.",
     ),
     click.option(
-        "--endpoint", type=click.Choice(["completions", "chat", "embeddings"]), default="completions",
-        show_default=True,
-        help="For lines that are only prompts: complete them, answer them as chat messages, or embed them.",
+        "--endpoint", type=click.Choice(["completions", "chat", "embeddings"]), default=None,
+        help="For lines that are only prompts: continue them, answer them as messages of a chat, or embed them.  "
+        "[default: chat, if the model has a chat template]",
     ),
-    click.option(
-        "--system", metavar="TEXT", default=None, help="System message for every prompt, with --endpoint chat."
-    ),
+    click.option("--raw", is_flag=True, help="Continue plain prompts as they are: --endpoint completions."),
+    click.option("--system", metavar="TEXT", default=None, help="System message for every plain prompt."),
     sampling_options,
     click.option(
         "--ordered", is_flag=True, help="Write results in the order of the input, not in the order they finish."
@@ -84,7 +85,8 @@ _JOB_OPTIONS: list[Option] = [
 
 
 def job_options(command: Command) -> Command:
-    """Adds the options of a job. The command gets `job`, a `FileJob`, and `overwrite` and `retry_failed`."""
+    """Adds the options of a job. The command gets `job`, a `FileJob`, whether its endpoint was given, and `overwrite`
+    and `retry_failed`."""
 
     @wraps(command)
     def with_job(
@@ -100,6 +102,11 @@ def job_options(command: Command) -> Command:
         from cppbatch.jobs.file_job import FileJob, is_table
         from cppbatch.jobs.input_format import detect_input_format
 
+        endpoint: Endpoint | None = arguments.pop("endpoint")
+        system, raw = arguments.pop("system"), arguments.pop("raw")
+        if raw and endpoint not in (None, "completions"):
+            raise click.UsageError(f"--raw is --endpoint completions, and --endpoint is {endpoint}: give one of them")
+        endpoint = "completions" if raw else "chat" if system is not None and endpoint is None else endpoint
         assumed = {"max_tokens"} if is_capped else set()
         if "compact_json" not in params:
             params, assumed = {"compact_json": True} | params, assumed | {"compact_json"}
@@ -107,8 +114,8 @@ def job_options(command: Command) -> Command:
         input_format = detect_input_format(
             input_file,
             column=arguments.pop("column"),
-            endpoint=arguments.pop("endpoint"),
-            system=arguments.pop("system"),
+            endpoint=endpoint or "completions",
+            system=system,
             template=arguments.pop("template"),
             id_column=arguments.pop("id_column"),
             only_prompts=is_table(output),
@@ -119,13 +126,13 @@ def job_options(command: Command) -> Command:
             output=output,
             errors=errors or output.with_name(f"{output.stem}.errors{suffix}"),
             defaults=params,
-            plain_max_tokens=DEFAULT_MAX_TOKENS if is_capped and input_format.endpoint == "completions" else None,
+            plain_max_tokens=DEFAULT_MAX_TOKENS if is_capped and endpoint != "embeddings" else None,
             chat_template=chat_template,
             ordered=arguments.pop("ordered"),
             longest_first=arguments.pop("longest_first"),
             assumed=frozenset(assumed),
         )
-        return command(job=job, **arguments)
+        return command(job=job, is_endpoint_given=endpoint is not None, **arguments)
 
     return with_options(with_job, _JOB_OPTIONS)
 
@@ -140,6 +147,7 @@ def batch(
     config: EngineConfig,
     deployment: Deployment,
     job: FileJob,
+    is_endpoint_given: bool,
     overwrite: bool,
     retry_failed: bool,
     allowed_media_domains: tuple[str, ...],
@@ -151,13 +159,18 @@ def batch(
     with one prompt per line, .csv, .parquet. After Ctrl-C, a crash or a power loss, run the same command again: it
     answers every line exactly once. The exit code is 1 if lines failed.
     """
-    from cppbatch.jobs.file_job import as_begun, open_job
+    from cppbatch.jobs.file_job import as_begun, begun_with, open_job
     from cppbatch.jobs.input_reader import InputReader
     from cppbatch.jobs.result_table import write_table
     from cppbatch.server.batches.batch_handler import URLS
     from cppbatch.server.batches.offline_batch import OfflineJob, run_offline
     from cppbatch.server.settings import ServerSettings
 
+    if not is_endpoint_given:
+        if begun := None if overwrite else begun_with(job).get("endpoint"):  # also where the model is gone since
+            _say(f"the job was begun with --endpoint {begun} and continues with it")
+        endpoint = begun or ("chat" if are_chats(config, job.chat_template, None) else "completions")
+        job = msgspec.structs.replace(job, input_format=msgspec.structs.replace(job.input_format, endpoint=endpoint))
     settings = ServerSettings(
         chat_template=job.chat_template, allowed_media_domains=allowed_media_domains, media_path=media_path
     )
@@ -179,6 +192,8 @@ def batch(
             if is_done and job.is_table:
                 write_table(job.input_format, job.results, job.errors, job.output)
             _say(f"{journal.n_completed} done, {journal.n_failed} failed; {progress.speed()}")
+            if journal.n_failed and (reason := first_failure(job.errors)):
+                _say(f"first failure: {reason}")
             results = job.output if is_done else job.results
             _say(f"results: {results}" + (f"; errors: {job.errors}" if journal.n_failed else ""))
     if not is_done:
@@ -186,6 +201,17 @@ def batch(
         raise click.Abort
     if journal.n_failed:
         sys.exit(1)
+
+
+def first_failure(errors: Path) -> str:
+    """The message of the first line of a file of errors; "" if it has none."""
+    try:
+        with errors.open("rb") as file:
+            result = msgspec.json.decode(file.readline())
+        error = result["error"] or result["response"]["body"]["error"]
+        return f"line {result['line']}: {error['message']}"
+    except (OSError, msgspec.DecodeError, KeyError, TypeError):
+        return ""
 
 
 def _say(line: str) -> None:
@@ -258,8 +284,8 @@ class BatchProgress:
         )
 
         columns = (
-            BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"), TimeElapsedColumn(),
-            TextColumn("left:"), TimeRemainingColumn(),
+            BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"), TextColumn("elapsed:"),
+            TimeElapsedColumn(), TextColumn("left:"), TimeRemainingColumn(),
         )  # fmt: skip
         with Progress(*columns, console=Console(stderr=True)) as bar:
             task = bar.add_task("", total=None)

@@ -64,7 +64,7 @@ def _lengths(_context: click.Context, _option: click.Parameter, given: str | Non
 
 _LAYOUTS, _FLASH_ATTNS = ("unified", "per-sequence"), ("on", "off")
 _KINDS = ("greedy", "sampled", "defaults", "penalised", "chain", "json", "logprobs")
-_DRAFTS = ("auto", "suffix", "draft")
+_DRAFTS = ("auto", "suffix", "draft", "mtp")
 _SET_BY_THROUGHPUT = (
     "n_ctx",
     "n_parallel",
@@ -242,7 +242,14 @@ _SET_BY_STRATEGIES = (
     "--strategies", "names", callback=_names_of(STRATEGIES), default=",".join(STRATEGIES), metavar="NAME,NAME...",
     help="The strategies to compare.",
 )  # fmt: skip
-@option("--requests", "n_requests", type=int, default=48, help="Requests for each strategy.")
+@click.option(
+    "-B", "--batch-sizes", callback=numbers, default=None, metavar="N,N...",
+    help="Numbers of sequences at once to compare; without it that of -np.",
+)  # fmt: skip
+@click.option(
+    "--requests", "n_requests", type=int, default=None,
+    help="Requests for each strategy.  [default: 48; with -B two for each sequence]",
+)  # fmt: skip
 @option("--prompt-tokens", callback=_lengths, default="16-256", metavar="N|LOW-HIGH", help="Length of each prompt.")
 @option("--new-tokens", callback=_lengths, default="16-256", metavar="N|LOW-HIGH", help="Length of each output.")
 @option("--rate", type=float, default=0.0, help="Requests that arrive per second; 0: all at once.")
@@ -261,15 +268,27 @@ _SET_BY_STRATEGIES = (
 @report_options
 @partial(engine_options, without=_SET_BY_STRATEGIES)
 def strategies(
-    config: EngineConfig, names: tuple[str, ...], window_ms: float, bucket: int, repeats: int, **work: Any
+    *,
+    config: EngineConfig,
+    names: tuple[str, ...],
+    batch_sizes: tuple[int, ...] | None,
+    n_requests: int | None,
+    window_ms: float,
+    bucket: int,
+    repeats: int,
+    **work: Any,
 ) -> tuple[Report, Draw]:
     """Compares ways to schedule the same requests: one by one, interleaved, in batches, and continuously."""
     from cppbatch.bench.strategies.compare_strategies import StrategyComparison, compare_strategies
     from cppbatch.bench.strategies.offline_workload import OfflineWorkload
     from cppbatch.bench.strategies.strategies_plot import plot_strategies
 
-    compared = StrategyComparison(names=names, max_wait_ms=window_ms, bucket=bucket, repeats=repeats)
-    report = compare_strategies(config, compared, OfflineWorkload(**work), partial(click.echo, err=True))
+    compared = StrategyComparison(
+        names=names, batch_sizes=batch_sizes or (), max_wait_ms=window_ms, bucket=bucket, repeats=repeats,
+        requests_per_sequence=2 if batch_sizes and n_requests is None else 0,
+    )  # fmt: skip
+    requests = OfflineWorkload(**work | ({} if n_requests is None else {"n_requests": n_requests}))
+    report = compare_strategies(config, compared, requests, partial(click.echo, err=True))
     return report, plot_strategies
 
 
@@ -328,7 +347,9 @@ _SIZES = {  # of each workload, in tokens: prompt, output
     help="/v1/completions or /v1/chat/completions.  [default: completions; for texts chat]",
 )  # fmt: skip
 @click.option("--model", help="The model's name on the server.  [default: the first of /v1/models]")
-@click.option("--api-key", envvar="CPPBATCH_BENCH_API_KEY", show_envvar=True, help="Sent as a bearer token.")
+@click.option(
+    "--api-key", envvar=["CPPBATCH_BENCH_API_KEY", "CPPBATCH_API_KEY"], show_envvar=True, help="Sent as a bearer token."
+)
 @option("--warmup", type=int, default=4, help="Requests before the measurement.")
 @option("--repeats", type=int, default=3, help="Measurements, each with new prompts.")
 @click.option(

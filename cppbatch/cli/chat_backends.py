@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import msgspec
 
-from cppbatch.engine.params import SamplingParams
+from cppbatch.engine.params import UNLIMITED, sampling_params
 from cppbatch.errors import CppBatchError, InvalidRequest
 
 if TYPE_CHECKING:
@@ -108,7 +108,8 @@ class EngineBackend:
     def answer(self, messages: Sequence[Json], params: Json) -> Generator[AnswerPart, None, None]:
         """See `ChatBackend`."""
         try:
-            with self._engine.chat_stream(messages, SamplingParams(**params), fit=True, **self._options) as stream:
+            wanted = sampling_params({"max_tokens": UNLIMITED} | params)  # the session has its own maximum
+            with self._engine.chat_stream(messages, wanted, fit=True, **self._options) as stream:
                 for event in stream:
                     end = None
                     if done := event.completion:
@@ -131,9 +132,9 @@ class ServerBackend:
     """A server with OpenAI's chat completions. Requests run on a thread, so that Ctrl-C interrupts only the waiting."""
 
     def __init__(self, url: str, *, model: str | None, api_key: str | None, **fields: Any) -> None:
-        """`url`: with or without /v1. `model`: None: the server's only one, or the first that is loaded. `fields`: of
-        every request. Raises `CppBatchError` if the server does not answer."""
-        self._url = url.rstrip("/").removesuffix("/v1")
+        """`url`: with or without http:// and /v1. `model`: None: the server's only one, or the first that is loaded.
+        `fields`: of every request. Raises `CppBatchError` if the server does not answer."""
+        self._url = (url if "://" in url else f"http://{url}").rstrip("/").removesuffix("/v1")
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self._fields = fields
         self._loop = asyncio.new_event_loop()

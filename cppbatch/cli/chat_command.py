@@ -14,6 +14,7 @@ from click.core import ParameterSource
 
 from cppbatch.cli.chat_backends import ChatBackend, EngineBackend, ServerBackend
 from cppbatch.cli.engine_options import (
+    config_of,
     engine_settings_options,
     given_settings,
     option,
@@ -24,7 +25,7 @@ from cppbatch.cli.option_groups import GroupedCommand
 from cppbatch.cli.sampling_options import sampling_options
 from cppbatch.cli.server_options import chat_template_option
 from cppbatch.config import EngineConfig
-from cppbatch.engine.params import SamplingParams
+from cppbatch.engine.params import DEFAULT_MAX_TOKENS, SamplingParams
 from cppbatch.errors import CppBatchError
 
 if TYPE_CHECKING:
@@ -37,12 +38,17 @@ _OF_THE_ENGINE = {*EngineConfig.__struct_fields__, "chat_template", "use_profile
 
 @click.command(cls=GroupedCommand)
 @option(
-    "-m", "--model", "model", env="MODEL", llama_env="LLAMA_ARG_MODEL", metavar="FILE|NAME", default=None,
+    "-m", "--model", "-hf", "--hf-repo", "model", env="MODEL",
+    llama_env="LLAMA_ARG_MODEL LLAMA_ARG_HF_REPO", metavar="FILE|NAME", default=None,
     help="GGUF file, a name of `cppbatch models list`, or OWNER/REPO:TYPE on the Hugging Face hub; with --url one of "
     "the server's models.",
 )  # fmt: skip
 @click.option("--url", metavar="URL", default=None, help="Ask this server instead, such as http://127.0.0.1:8080.")
-@option("--api-key", "api_key", env="CHAT_API_KEY", metavar="KEY", default=None, help="Key for that server.")
+@option(
+    "--api-key", "api_key", env="CHAT_API_KEY", llama_env="CPPBATCH_API_KEY", metavar="KEY", default=None,
+    help="Key for that server.",
+)  # fmt: skip
+@click.option("-np", "--parallel", type=int, expose_value=False, hidden=True)  # a conversation has one answer at a time
 @click.option("--system", metavar="TEXT", default=None, help="System message of the chat.")
 @click.option(
     "--thinking-budget", "thinking_budget", type=click.IntRange(-1), default=None,
@@ -56,7 +62,7 @@ _OF_THE_ENGINE = {*EngineConfig.__struct_fields__, "chat_template", "use_profile
     "--continue", "continue_from", type=click.Path(dir_okay=False, path_type=Path), default=None, metavar="FILE",
     help="Go on with a conversation that was saved as JSON.",
 )  # fmt: skip
-@partial(sampling_options, max_tokens_default="as many as the context holds")
+@sampling_options
 @chat_template_option
 @partial(engine_settings_options, without=("max_wait_ms", "pooling", *_ONE_SEQUENCE))
 @profile_and_memory_flags
@@ -99,6 +105,7 @@ def chat(
     )
     SamplingParams(**params)  # raises for wrong values before a model is loaded
     messages = read_messages(continue_from) if continue_from else []
+    longest = DEFAULT_MAX_TOKENS if is_capped else None
     options = {} if thinking_budget is None else {"thinking_budget": thinking_budget}
     backend: ChatBackend
     if url:
@@ -116,7 +123,7 @@ def chat(
         backend = EngineBackend(partial(_load, plan), model, chat_template=chat_template, **options)
     try:
         if not is_terminal():
-            session = ChatSession(backend, PlainView(), system=system, params=params, save_to=save_to)
+            session = ChatSession(backend, PlainView(), system=system, params=params, longest=longest, save_to=save_to)
             session.take_up(messages)
             for line in piped_lines():
                 if not session.handle(line):
@@ -129,7 +136,7 @@ def chat(
 
         view = TerminalView(Console(highlight=False, theme=ANSWER_STYLES))
         view.say(f"{backend.model} answers. /help lists the commands, Alt-Enter begins a new line, Ctrl-D ends.")
-        session = ChatSession(backend, view, system=system, params=params, save_to=save_to)
+        session = ChatSession(backend, view, system=system, params=params, longest=longest, save_to=save_to)
         session.take_up(messages)
         if messages:
             view.say(f"{len(messages)} messages from {continue_from}")
@@ -158,7 +165,7 @@ def _planned(
     from cppbatch.cli.plan_start import plan_start
 
     return plan_start(
-        EngineConfig(model_path=path, **settings), given, lambda one: [one],
+        config_of(path, settings), given, lambda one: [one],
         use_profile=use_profile, memory_check=memory_check, says_start=says_start, say=partial(click.echo, err=True),
     )  # fmt: skip
 

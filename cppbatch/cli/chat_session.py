@@ -61,15 +61,18 @@ class ChatSession:
         *,
         system: str | None = None,
         params: Json | None = None,
+        longest: int | None = None,
         save_to: Path | None = None,
         clock: Callable[[], float] = perf_counter,
     ) -> None:
-        """`params`: fields of `SamplingParams` for each answer. `save_to`: written after each answer."""
+        """`params`: fields of `SamplingParams` for each answer. `longest`: tokens after which an answer is cut off.
+        `save_to`: written after each answer."""
         self._backend, self._view = backend, view
         self._system, self._params, self._save_to, self._clock = system, params or {}, save_to, clock
         self._turns: list[Json] = []
         self._unanswered: Json | None = None
         self._attached: list[Json] = []
+        self._longest = longest
         self.n_failed = 0
         """Messages and commands that did not work."""
 
@@ -124,6 +127,9 @@ class ChatSession:
                 answer.add(part.text, part.reasoning, part.n_tokens)
                 self._view.add(part.text, part.reasoning)
                 answer.end = part.end
+                if self._longest and answer.n_tokens >= self._longest and not part.end:  # some models never end
+                    answer.end = AnswerEnd(finish_reason="length", n_tokens=answer.n_tokens)
+                    break
         except KeyboardInterrupt:
             stopped = True
         finally:
@@ -141,7 +147,7 @@ class ChatSession:
         if not answer.end:
             return
         if answer.end.finish_reason == "length":
-            limit = self._params.get("max_tokens")
+            limit = self._params.get("max_tokens") or self._longest
             is_limit = limit is not None and (answer.end.n_tokens is None or answer.end.n_tokens >= limit)
             self._view.say(f"cut off after {limit:,} tokens (-n)" if is_limit else f"cut off, because {FULL}")
         elif not answer.text and not answer.reasoning:
@@ -229,13 +235,13 @@ class _Answer:
         self._clock, self._began = clock, clock()
         self._first: float | None = None
         self._last = 0.0
-        self._n_tokens = 0
+        self.n_tokens = 0
         self.text = self.reasoning = ""
         self.end: AnswerEnd | None = None
 
     def add(self, text: str, reasoning: str, n_tokens: int) -> None:
         self.text, self.reasoning = self.text + text, self.reasoning + reasoning
-        self._n_tokens += n_tokens
+        self.n_tokens += n_tokens
         if n_tokens:
             self._last = self._clock()
             self._first = self._first or self._last
@@ -248,7 +254,7 @@ class _Answer:
 
     def summary(self, *, stopped: bool) -> str:
         """How long it is and how fast it came."""
-        n = self._n_tokens if not self.end or self.end.n_tokens is None else self.end.n_tokens
+        n = self.n_tokens if not self.end or self.end.n_tokens is None else self.end.n_tokens
         parts = [f"{n:,} token{'s' if n != 1 else ''}"]
         if self._first is not None:
             if n > 1 and self._last > self._first:
@@ -293,7 +299,7 @@ def read_messages(path: Path) -> list[Json]:
         content = msgspec.json.decode(path.read_bytes())
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ConfigError(f"{path} is not JSON ({error}); give a file that --save or /save FILE.json wrote") from error
     messages: Any = content.get("messages") if isinstance(content, dict) else content
     try:

@@ -14,6 +14,7 @@ import click
 import msgspec
 from click.core import ParameterSource
 
+from cppbatch.cli.hub_options import hub_name, may_see
 from cppbatch.config import CacheType, EngineConfig, Pooling, Preference, Speculation
 
 if TYPE_CHECKING:
@@ -126,7 +127,7 @@ def _shares(_context: object, _option: object, given: str) -> tuple[float, ...]:
 
 _NO_RAM_LIMIT = 2**31 - 1  # MiB
 _SPEC_TYPES = {
-    "none": "off", "draft-simple": "draft",
+    "none": "off", "draft-simple": "draft", "draft-mtp": "mtp",
     **dict.fromkeys(("ngram-simple", "ngram-map-k", "ngram-map-k4v", "ngram-mod", "ngram-cache"), "suffix"),
 }  # fmt: skip
 """llama-server's --spec-type."""
@@ -146,6 +147,11 @@ _MODEL = [
         "-hff", "--hf-file", "hf_file", env="HF_FILE", llama_env="LLAMA_ARG_HF_FILE", metavar="FILE.gguf",
         default=None, help="A file of that repository, instead of TYPE.",
     ),
+    option(
+        "--mmproj-auto/--no-mmproj", " /--no-mmproj-auto", "mmproj_auto", env="MMPROJ_AUTO",
+        llama_env="LLAMA_ARG_MMPROJ_AUTO", default=True,
+        help="Load the projector that is beside a model of the hub, as with --mmproj; it is fetched with the model.",
+    ),
 ]  # fmt: skip
 
 _SIZES_DEFAULT = "{}, or what the memory allows"
@@ -154,7 +160,7 @@ _SETTINGS = [
     option(
         "-c", "--ctx-size", "n_ctx", env="CTX_SIZE", llama_env="LLAMA_ARG_CTX_SIZE", type=int, default=_DEFAULTS.n_ctx,
         show_default=_SIZES_DEFAULT.format(_DEFAULTS.n_ctx),
-        help="KV cells in total, for all sequences.",
+        help="KV cells in total, for all sequences; 0: the model's context length.",
     ),
     option(
         "-np", "--parallel", "n_parallel", env="PARALLEL", llama_env="LLAMA_ARG_N_PARALLEL", type=int,
@@ -234,7 +240,8 @@ _SETTINGS = [
         "--spec", "--spec-type", "spec", env="SPEC", llama_env="LLAMA_ARG_SPEC_TYPE",
         type=_WithOtherWords(get_args(Speculation), _SPEC_TYPES), default=_DEFAULTS.spec,
         help="Speculative decoding. suffix: drafts are text that occurred before; draft: a draft model makes them; "
-        "auto: both, on a GPU only the draft model; off: none. Texts are the same.",
+        "mtp: the draft head in the model's file; auto: suffix, and draft or mtp, on a GPU only draft; off: none. "
+        "Texts are the same.",
     ),
     option(
         "--draft-max", "--spec-draft-n-max", "draft_max", env="DRAFT_MAX", llama_env="LLAMA_ARG_SPEC_DRAFT_N_MAX",
@@ -261,6 +268,21 @@ _SETTINGS = [
         "--prefix-cache-ram", "-cram", "--cache-ram", "prefix_cache_ram", env="PREFIX_CACHE_RAM",
         llama_env="LLAMA_ARG_CACHE_RAM", type=int, default=_DEFAULTS.prefix_cache_ram, callback=_cache_ram,
         help="MiB of host memory for cached prefixes that are evicted from their KV cells.",
+    ),
+    option(
+        "--ctx-checkpoints", "-ctxcp", "--swa-checkpoints", "ctx_checkpoints", env="CTX_CHECKPOINTS",
+        llama_env="LLAMA_ARG_CTX_CHECKPOINTS", type=int, default=_DEFAULTS.ctx_checkpoints,
+        help="Maximum checkpoints of one prompt, in models with sliding windows or recurrent states.",
+    ),
+    option(
+        "--checkpoint-min-step", "-cms", "checkpoint_min_step", env="CHECKPOINT_MIN_STEP",
+        llama_env="LLAMA_ARG_CHECKPOINT_MIN_SPACING_NT", type=int, default=_DEFAULTS.checkpoint_min_step,
+        help="Minimum tokens between two checkpoints; 0: by what a checkpoint costs.",
+    ),
+    option(
+        "--swa-full", "swa_full", env="SWA_FULL", llama_env="LLAMA_ARG_SWA_FULL", is_flag=True,
+        default=_DEFAULTS.swa_full,
+        help="Keep all cells of sliding windows: takes more memory, shares any prefix without checkpoints.",
     ),
     option(
         "--prefix-cache-disk", env="PREFIX_CACHE_DISK", metavar="DIR[,GB]", default=_DEFAULTS.prefix_cache_disk,
@@ -353,31 +375,48 @@ def engine_options(command: Command, *, without: Collection[str] = (), several: 
 
     @wraps(command)
     def with_config(
-        model: str | tuple[str, ...] | None, hf_repo: str | None, hf_file: str | None, verbose: bool, **arguments: Any
+        model: str | tuple[str, ...] | None,
+        hf_repo: str | None,
+        hf_file: str | None,
+        verbose: bool,
+        mmproj_auto: bool = False,
+        **arguments: Any,
     ) -> Any:
-        from cppbatch.models.pull import choose_model
+        from cppbatch.models.pull import choose_model, choose_projector
 
         named = model if isinstance(model, tuple) else (model,) if model else ()
 
         log_settings = {name: arguments.pop(name) for name in _LOG_SETTINGS if name in arguments}
         _set_up_logs(verbose, log_settings)
         settings = {name: arguments.pop(name) for name in EngineConfig.__struct_fields__ if name in arguments}
-        EngineConfig(model_path="", **settings)  # raises for wrong values before a model is downloaded
-        named = (*([on_hub] if (on_hub := _hub_name(hf_repo, hf_file)) else []), *named)
+        sizes = {"n_ctx": settings.get("n_ctx") or _DEFAULTS.n_ctx}  # 0 is known when the model is
+        EngineConfig(model_path="", **{**settings, **sizes})  # raises for wrong values before a model is downloaded
+        named = (*([on_hub] if (on_hub := hub_name(hf_repo, hf_file)) else []), *named)
         if several:
             sources = arguments["sources"]
             if len(named) > 1 or sources.folder or sources.settings_file:
                 arguments["sources"] = sources.with_files(named)
                 return command(config=EngineConfig(model_path="", **settings), **arguments)
             arguments["sources"] = None
+        if named and mmproj_auto and may_see(named[-1], settings):
+            settings["mmproj"] = str(choose_projector(named[-1]) or "")
         model_path = str(choose_model(named[-1] if named else None))
-        return command(config=EngineConfig(model_path=model_path, **settings), **arguments)
+        return command(config=config_of(model_path, settings), **arguments)
 
     verbose = click.option("-v", "--verbose", "--log-verbose", "verbose", is_flag=True, help="Show llama.cpp's log.")
     named, *hub = _MODEL
     return _leave_out(
         without, with_options(with_config, [_several(named) if several else named, *hub, *_SETTINGS, verbose])
     )
+
+
+def config_of(model_path: str, settings: dict[str, Any]) -> EngineConfig:
+    """The settings of a model, with its own context length in place of -c 0. Raises `ConfigError`, `ModelError`."""
+    if settings.get("n_ctx") == 0:
+        from cppbatch.models.inspect import inspect_model
+
+        settings = {**settings, "n_ctx": inspect_model(Path(model_path)).n_ctx_train or 0}
+    return EngineConfig(model_path=model_path, **settings)
 
 
 def engine_settings_options(command: Command, *, without: Collection[str] = ()) -> Command:
@@ -396,22 +435,9 @@ def engine_settings_options(command: Command, *, without: Collection[str] = ()) 
 
 def _leave_out(names: Collection[str], command: Command) -> Command:
     options: list[click.Parameter] = command.__click_params__  # type: ignore[attr-defined]  # where click collects them
-    options[:] = [each for each in options if each.name not in names]
+    without = {*names, "mmproj_auto"} if "mmproj" in names else names
+    options[:] = [each for each in options if each.name not in without]
     return command
-
-
-def _hub_name(repository: str | None, file: str | None) -> str | None:
-    """The name of a model that -hf and -hff mean; None: they are not given."""
-    if file and not repository:
-        raise click.UsageError(f"-hff {file} needs -hf OWNER/REPO")
-    if not repository:
-        return None
-    from cppbatch.models.hub import hub_model
-
-    name = f"{repository.partition(':')[0]}:{file}" if file else repository
-    if hub_model(name) is None:
-        raise click.BadParameter(f"{repository!r} is not OWNER/REPO or OWNER/REPO:TYPE", param_hint="-hf")
-    return name
 
 
 def given_settings() -> set[str]:

@@ -13,11 +13,11 @@ import msgspec
 from cppbatch.cli.engine_options import engine_options, profile_and_memory_options
 from cppbatch.cli.loading_bar import loading_bar
 from cppbatch.cli.option_groups import GroupedCommand
-from cppbatch.cli.sampling_options import DEFAULT_MAX_TOKENS, sampling_options
-from cppbatch.cli.server_options import chat_template_option
+from cppbatch.cli.sampling_options import sampling_options
+from cppbatch.cli.server_options import are_chats, chat_template_option
 from cppbatch.config import EngineConfig
 from cppbatch.engine.chat_results import ChatEvent
-from cppbatch.engine.params import SamplingParams
+from cppbatch.engine.params import DEFAULT_MAX_TOKENS, UNLIMITED, sampling_params
 from cppbatch.engine.request import Completion, FinishReason, GenerationEvent, completion
 from cppbatch.errors import CppBatchError
 
@@ -34,15 +34,19 @@ def _is_terminal() -> bool:
     type=click.File(encoding="utf-8-sig"),
     help="File with one prompt per line; - reads the standard input.",
 )
-@click.option("--chat", "as_chat", is_flag=True, help="Answer each prompt as a message of the user in a chat.")
-@click.option("--system", metavar="TEXT", default=None, help="System message of each chat, with --chat.")
+@click.option(
+    "--chat/--raw", "as_chat", default=None,
+    help="Answer each prompt as a message of the user, or continue it as it is.  [default: --chat, if the model has a "
+    "chat template]",
+)  # fmt: skip
+@click.option("--system", metavar="TEXT", default=None, help="System message of each chat.")
 @click.option(
     "--image", "images", type=click.Path(exists=True, dir_okay=False), multiple=True, metavar="FILE",
-    help="Picture before each prompt, with --chat and --mmproj; may be given several times.",
+    help="Picture before each prompt of a chat, with --mmproj; may be given several times.",
 )  # fmt: skip
 @click.option(
     "--audio", "sounds", type=click.Path(exists=True, dir_okay=False), multiple=True, metavar="FILE",
-    help="Sound before each prompt, with --chat and --mmproj; may be given several times.",
+    help="Sound before each prompt of a chat, with --mmproj; may be given several times.",
 )  # fmt: skip
 @sampling_options
 @chat_template_option
@@ -54,7 +58,7 @@ def generate(
     config: EngineConfig,
     prompts: tuple[str, ...],
     file: TextIO | None,
-    as_chat: bool,
+    as_chat: bool | None,
     system: str | None,
     images: tuple[str, ...],
     sounds: tuple[str, ...],
@@ -63,18 +67,20 @@ def generate(
     params: dict[str, Any],
     is_capped: bool,
 ) -> None:
-    """Completes or answers prompts, all in one batch, and prints the texts as they are generated.
+    """Answers prompts, all in one batch, and prints the texts as they are generated.
 
+    With a chat template each prompt is a message of the user; --raw continues it as it is.
     After Ctrl-C, what was generated so far is printed.
     """
     all_prompts = [*prompts, *_lines(file)]
     if not all_prompts:
         raise click.UsageError("no prompt: give -p TEXT (may be repeated), or -f FILE with one prompt per line")
-    if system is not None and not as_chat:
-        raise click.UsageError("--system is for chats: add --chat")
-    if (images or sounds) and not as_chat:
-        raise click.UsageError("--image and --audio are for chats: add --chat")
-    sampling_params = SamplingParams(**({"max_tokens": DEFAULT_MAX_TOKENS} if is_capped else {}) | params)
+    if system is not None or images or sounds:
+        if as_chat is False:
+            raise click.UsageError("--system, --image and --audio are for chats: leave out --raw")
+        as_chat = True
+    wanted = sampling_params(({} if is_capped else {"max_tokens": UNLIMITED}) | params)
+    as_chat = are_chats(config, chat_template, as_chat, says=_is_terminal())
 
     from cppbatch.engine.engine import BatchInferenceEngine
 
@@ -94,13 +100,11 @@ def generate(
             results: Sequence[Completion]
             if as_chat:
                 results = engine.chat(
-                    _conversations(all_prompts, images, sounds), sampling_params, system=system,
-                    chat_template=chat_template, progress=shows_progress, on_event=printer.add, fit=is_capped,
+                    _conversations(all_prompts, images, sounds), wanted, system=system,
+                    chat_template=chat_template, progress=shows_progress, on_event=printer.add,
                 )  # fmt: skip
             else:
-                results = engine.generate(
-                    all_prompts, sampling_params, progress=shows_progress, on_event=printer.add, fit=is_capped
-                )
+                results = engine.generate(all_prompts, wanted, progress=shows_progress, on_event=printer.add)
         except KeyboardInterrupt:
             printer.interrupt()
             raise
@@ -198,7 +202,7 @@ def _result(events: Sequence[GenerationEvent | ChatEvent]) -> Completion:
 def _say_why_texts_end(results: Sequence[Completion], *, is_capped: bool) -> None:
     n_cut = sum(result.finish_reason is FinishReason.LENGTH for result in results)
     if is_capped and n_cut:
-        limit = f"{DEFAULT_MAX_TOKENS} tokens or at the end of the context"
+        limit = f"{DEFAULT_MAX_TOKENS:,} tokens or at the end of the context"
         line = f"{n_cut} of {len(results)} texts were cut off after {limit}: -n sets another limit, -n -1 none"
         click.echo(line, err=True)
     for i, result in enumerate(results):

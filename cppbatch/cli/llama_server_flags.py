@@ -54,12 +54,6 @@ UNNEEDED = (
     UnneededFlag("-fitc --fit-ctx", "--memory-check refuses settings that do not fit", "N"),
     UnneededFlag("-bs --backend-sampling", "--sampling auto, the default, has a GPU select tokens where it can"),
     UnneededFlag("--offline", "a model that is here is not fetched again; HF_HUB_OFFLINE=1 forbids the hub"),
-    UnneededFlag(
-        "--no-mmproj --no-mmproj-auto", "pictures and sound need --mmproj FILE, and no projector is loaded without it"
-    ),
-    UnneededFlag("--swa-full", "sliding windows are kept as the model needs them"),
-    UnneededFlag("-ctxcp --ctx-checkpoints --swa-checkpoints", "the prefix cache keeps what a model needs", "N"),
-    UnneededFlag("-cms --checkpoint-min-step", "the prefix cache keeps what a model needs", "N"),
     UnneededFlag("--cache-idle-slots --no-cache-idle-slots", "any request uses any cached prefix"),
     UnneededFlag("--cache-reuse", "the prefix cache shares prefixes; other parts are computed again", "N"),
     UnneededFlag("-sps --slot-prompt-similarity", "any request uses any cached prefix", "SIMILARITY"),

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from functools import partial
-from typing import TYPE_CHECKING
+import sys
+from functools import partial, wraps
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any
 
 import click
 import msgspec
 
-from cppbatch.cli.engine_options import engine_options, given_settings
+from cppbatch.cli.engine_options import Command, engine_options, given_settings, with_options
 from cppbatch.cli.report_options import Draw, report_options
 from cppbatch.config import EngineConfig
 from cppbatch.errors import ConfigError
@@ -17,7 +20,46 @@ if TYPE_CHECKING:
     from cppbatch.bench.report import Report
 
 
+def _shape_options(command: Command) -> Command:
+    """Adds --shape and --type, in place of a file. The exit code is 1 if the memory does not suffice."""
+
+    @wraps(command)
+    def with_shape(shape: str | None, weights: str, model: str | None, **arguments: Any) -> None:
+        from cppbatch.models.synthetic import (
+            LLAMA2_VOCAB,
+            LLAMA3_VOCAB,
+            OLDER_SHAPES,
+            SHAPES,
+            byte_vocab,
+            write_llama,
+        )
+
+        with TemporaryDirectory() as folder:
+            if shape:
+                if model:
+                    raise click.UsageError("--shape and -m exclude each other: --shape is in place of a file")
+                vocab = byte_vocab(LLAMA2_VOCAB if shape in OLDER_SHAPES else LLAMA3_VOCAB)
+                file, sizes = Path(folder) / f"{shape}.{weights}.gguf", {**SHAPES, **OLDER_SHAPES}[shape]
+                model = str(write_llama(file, sizes, quant=weights, vocab=vocab, is_hollow=True))
+            report = command(model=model, **arguments)
+        if not all(demand.will_fit for demand in report.settings["demands"]):
+            sys.exit(1)
+
+    options = [
+        click.option(
+            "--shape", type=click.Choice(["1B", "7B", "8B", "13B", "70B"]), default=None,
+            help="A Llama of this size in place of a file: 7B and 13B as Llama 2, the others as Llama 3.",
+        ),
+        click.option(
+            "--type", "weights", type=click.Choice(["Q4_0", "Q8_0", "F16"]), default="Q4_0", show_default=True,
+            help="The type of its weights.",
+        ),
+    ]  # fmt: skip
+    return with_options(with_shape, options)
+
+
 @click.command()
+@_shape_options
 @partial(engine_options, without=("max_wait_ms", "trace"))
 @report_options
 @click.option(
@@ -28,19 +70,35 @@ if TYPE_CHECKING:
     "--margin", type=click.FloatRange(0, 99), default=0, show_default=True, metavar="PERCENT",
     help="The part of the free memory that must stay free.",
 )  # fmt: skip
+@click.option(
+    "--overhead", is_flag=True,
+    help="Show how much more several sequences take than one, in percent, by their number and length.",
+)  # fmt: skip
 @click.option("--load", is_flag=True, help="Then load the model, and show its actual memory use too.")
-def memory(config: EngineConfig, seq_len: int | None, margin: float, load: bool) -> tuple[Report, Draw]:
+def memory(
+    config: EngineConfig, *, seq_len: int | None, margin: float, overhead: bool, load: bool
+) -> tuple[Report, Draw]:
     """Estimates the memory that an engine needs, without loading the model.
 
     Without -np or -c it shows the sizes that `serve`, `generate` and `batch` would choose without a profile. --plot
-    shows it over the context size and over the parallel sequences.
+    shows it over the context size and over the parallel sequences. The exit code is 1 if the memory does not suffice.
     """
-    from cppbatch.bench.memory.choose_sizes import candidates_for
+    from cppbatch.bench.memory.choose_sizes import SIZES, candidates_for
     from cppbatch.bench.memory.memory_check import first_ample
     from cppbatch.bench.memory.memory_report import memory_report, plot_memory, with_measured
 
     given = given_settings()
+    if overhead:
+        from cppbatch.bench.memory.memory_overhead import memory_overhead, plot_overhead
+
+        if seq_len or load or not given.isdisjoint(SIZES):
+            raise ConfigError("--overhead shows many sizes: leave out -np, -c, --seq-len and --load")
+        return memory_overhead(config), plot_overhead
     if seq_len:
+        if "n_batch" in given and "n_parallel" not in given:
+            raise ConfigError(
+                f"--batch-size (-b) is the tokens of a step; for {config.n_batch} sequences give -np {config.n_batch}"
+            )
         if "n_ctx" in given:
             raise ConfigError("--seq-len and -c exclude each other: -c is -np times --seq-len")
         config = msgspec.structs.replace(config, n_ctx=seq_len * config.n_parallel)

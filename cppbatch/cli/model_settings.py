@@ -20,6 +20,7 @@ from cppbatch.cluster.deployment import Deployment
 from cppbatch.config import EngineConfig
 from cppbatch.errors import ConfigError
 from cppbatch.server.settings import ServerSettings
+from cppbatch.typed_json import decode_toml
 
 Settings = Mapping[str, Any]
 
@@ -43,7 +44,7 @@ def read_settings(path: Path) -> ModelFile:
     """Reads a settings file: TOML, or with the ending .ini llama-server's presets. Raises `ConfigError`."""
     try:
         text = path.read_text("utf-8")
-        return _presets(text) if path.suffix == ".ini" else msgspec.toml.decode(text, type=_Toml)
+        return _presets(text) if path.suffix == ".ini" else decode_toml(text, _Toml)
     except OSError as error:
         raise ConfigError(f"--models-config {path} cannot be read: {error.strerror}") from error
     except (msgspec.DecodeError, UnicodeDecodeError, configparser.Error) as error:

@@ -12,6 +12,7 @@ import click
 import msgspec
 
 from cppbatch.cli.engine_options import Command, option, with_options
+from cppbatch.cli.llama_cpp_python_config import read_llama_cpp_python_config, use_config
 from cppbatch.config import EngineConfig
 from cppbatch.errors import ConfigError
 from cppbatch.models.find import models_below, short_name, shorter_names
@@ -34,6 +35,8 @@ class ModelSources(msgspec.Struct, frozen=True, kw_only=True):
     """Of several -m."""
     folder: Path | None = None
     settings_file: Path | None = None
+    is_llama_cpp_python: bool = False
+    """The settings file is one of llama-cpp-python's server."""
     max_loaded: int = 0
     memory_mib: int | None = None
     autoload: bool = True
@@ -58,6 +61,12 @@ _OPTIONS = [
         llama_env="LLAMA_ARG_MODELS_PRESET", metavar="FILE.toml", default=None,
         type=click.Path(path_type=Path, exists=True, dir_okay=False),
         help="Settings of each of several models: flags' names as keys; or FILE.ini, llama-server's presets.",
+    ),
+    option(
+        "--llama-cpp-python-config", env="LLAMA_CPP_PYTHON_CONFIG", metavar="FILE", default=None, is_eager=True,
+        type=click.Path(path_type=Path, exists=True, dir_okay=False), callback=use_config,
+        help="The --config_file of llama-cpp-python's server (JSON or YAML): its models, and its host, port, key and "
+        "certificate as defaults (docs/migration.md).",
     ),
     option(
         "--models-max", env="MODELS_MAX", llama_env="LLAMA_ARG_MODELS_MAX", type=click.IntRange(min=0), default=0,
@@ -86,15 +95,19 @@ def model_source_options(command: Command) -> Command:
         *,
         models_dir: Path | None,
         models_config: Path | None,
+        llama_cpp_python_config: Path | None,
         models_max: int,
         models_memory: int | None,
         models_autoload: bool,
         any_model: bool,
         **arguments: Any,
     ) -> Any:
+        if models_config and llama_cpp_python_config:
+            raise ConfigError("--models-config and --llama-cpp-python-config exclude each other; give one")
         sources = ModelSources(
             folder=models_dir,
-            settings_file=models_config,
+            settings_file=models_config or llama_cpp_python_config,
+            is_llama_cpp_python=llama_cpp_python_config is not None,
             max_loaded=models_max,
             memory_mib=models_memory,
             autoload=models_autoload,
@@ -130,7 +143,10 @@ class Catalog:
         from cppbatch.server.many_models import CatalogContent
 
         file = self._sources.settings_file
-        content = read_settings(file) if file else ModelFile()
+        if file and self._sources.is_llama_cpp_python:
+            content = read_llama_cpp_python_config(file).models
+        else:
+            content = read_settings(file) if file else ModelFile()
         paths = self._paths()
         own = {self._name_in(paths, name): settings for name, settings in content.models.items()}
         for name in [each for each in own if each not in paths]:

@@ -77,7 +77,7 @@ def inspect(file: Path, as_json: bool) -> None:
     from cppbatch.models.inspect import inspect_model
     from cppbatch.models.kernel_advice import kernel_report
 
-    facts, kernels = msgspec.structs.asdict(inspect_model(file)), kernel_report(file)
+    facts, kernels = msgspec.structs.asdict(inspect_model(file)) | _chat_forms(file), kernel_report(file)
     if as_json:
         click.echo(msgspec.json.format(msgspec.json.encode({**facts, "kernels": kernels.as_json()})))
         return
@@ -85,6 +85,21 @@ def inspect(file: Path, as_json: bool) -> None:
     for name, value in {**facts, "kernels": str(kernels)}.items():
         table.add_row(name.replace("_", " "), escape(_show(name, value)))
     _print(table)
+
+
+def _chat_forms(file: Path) -> dict[str, str | None]:
+    """How the model writes tool calls and thoughts; empty without a chat template that can be read."""
+    from cppbatch.chat.chat_format import ChatFormat
+    from cppbatch.chat.template import ChatTemplate
+    from cppbatch.errors import InvalidRequest
+    from cppbatch.models.file_header import read_header
+    from cppbatch.models.find import model_parts
+
+    template = read_header(model_parts(file)[0]).metadata.get("tokenizer.chat_template")
+    try:
+        return msgspec.structs.asdict(ChatFormat(ChatTemplate(template, bos="", eos="")).forms) if template else {}
+    except InvalidRequest:
+        return {}
 
 
 @models.command()
@@ -152,7 +167,10 @@ def _print(table: Table) -> None:
     """Prints a table: folded to a terminal's width, or one line per row if a program reads it."""
     for column in table.columns:
         column.overflow = "fold"
-    Console(width=None if sys.stdout.isatty() else 1 << 16).print(table)
+    console = Console(width=None if sys.stdout.isatty() else 1 << 16)
+    with console.capture() as captured:
+        console.print(table)
+    click.echo("\n".join(line.rstrip() for line in captured.get().splitlines()))
 
 
 def _show(name: str, value: object) -> str:

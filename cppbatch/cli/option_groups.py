@@ -15,18 +15,21 @@ _SAMPLING = (
 
 GROUPS: Mapping[str, str] = {
     "Input and output": "prompts file images sounds as_chat as_json output errors column id_column template endpoint "
-    "system save_to continue_from ordered longest_first retry_failed overwrite",
-    "Model": "model hf_repo hf_file mmproj lora chat_template template_variables reasoning thinking_tokens "
+    "raw system save_to continue_from ordered longest_first retry_failed overwrite",
+    "Model": "model hf_repo hf_file mmproj mmproj_auto lora chat_template template_variables reasoning thinking_tokens "
     "thinking_budget pooling",
-    "Batch and memory": "n_parallel n_ctx n_batch n_ubatch prefix_cache prefix_cache_ram prefix_cache_disk swap_space "
-    "cache_type_k cache_type_v context_shift n_keep memory_check",
+    "Batch and memory": "n_parallel n_ctx n_batch n_ubatch prefix_cache prefix_cache_ram prefix_cache_disk "
+    "ctx_checkpoints checkpoint_min_step swa_full swap_space cache_type_k cache_type_v context_shift n_keep "
+    "memory_check",
     "Speed": "n_threads n_gpu_layers use_profile kv_layout flash_attn repack sampling prefer target_step_ms "
     "max_wait_ms deterministic",
     "Speculative decoding": "spec draft_max draft_model draft_gpu_layers",
-    "Several models": "models_dir models_config models_max models_memory models_autoload any_model",
+    "Several models": "models_dir models_config llama_cpp_python_config models_max models_memory models_autoload "
+    "any_model",
     "Workers and devices": "workers downscale_delay devices rpc tensor_split ray_address replicas step_timeout "
     "sleep_idle_seconds in_process",
-    "Network and keys": "url api_key hosts port api_keys api_key_file ssl_certfile ssl_keyfile cors_origins",
+    "Network and keys": "url api_key hosts port api_keys api_key_file ssl_certfile ssl_keyfile cors_origins "
+    "allowed_hosts",
     "Limits": "max_queue max_concurrent max_concurrent_per_key request_timeout idle_timeout drain_timeout max_tokens "
     "max_n max_prompts_per_batch max_body_mb max_file_mb max_media max_media_mb",
     "Names, files and endpoints": "aliases tags strict_model data_dir slot_save_path allowed_media_domains media_path "

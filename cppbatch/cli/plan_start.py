@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Collection
 from pathlib import Path
 
@@ -57,5 +58,5 @@ def _say_what_runs(planned: Planned, *, is_chosen: bool, misses_profile: bool, s
     if facts.pooling or planned.config.pooling:
         return  # no sequence keeps its cells, and nothing can be tuned
     say(sizes_line(planned.config, planned.estimate, free_host_memory(), chosen=is_chosen))
-    if misses_profile and not profile_path(planned.config).is_file():
+    if misses_profile and not os.path.isfile(profile_path(planned.config)):
         say("no profile for this model: `cppbatch tune` finds the fastest settings, in up to 5 minutes")

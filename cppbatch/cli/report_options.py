@@ -24,8 +24,8 @@ Draw = Callable[["Report"], "Figure"]
 
 _OPTIONS = [
     click.option(
-        "--json", "json_file", type=click.Path(path_type=Path), metavar="FILE",
-        help="Write all results to this file.",
+        "--json", "json_file", type=click.Path(path_type=Path), metavar="[FILE]",
+        is_flag=False, flag_value=Path("-"), help="Write all results to this file; without FILE print them as JSON.",
     ),
     click.option(
         "--plot", "plot_file", type=click.Path(path_type=Path), metavar="FILE.png",
@@ -35,10 +35,11 @@ _OPTIONS = [
 
 
 def report_options(command: Command) -> Command:
-    """Adds --json and --plot. The command returns its report and the function that draws it; both are shown here."""
+    """Adds --json and --plot. The command returns its report and the function that draws it; both are shown here, and
+    the report is returned."""
 
     @wraps(command)
-    def with_report(json_file: Path | None, plot_file: Path | None, **arguments: Any) -> None:
+    def with_report(json_file: Path | None, plot_file: Path | None, **arguments: Any) -> Report:
         for path in filter(None, (json_file, plot_file)):
             if not path.absolute().parent.is_dir():  # checked now: the measurement may take hours
                 raise ConfigError(f"{path}: there is no folder {path.absolute().parent}")
@@ -46,8 +47,14 @@ def report_options(command: Command) -> Command:
             from cppbatch.bench.plot import check_plotting
 
             check_plotting(plot_file)
+        report: Report
         report, draw = command(**arguments)
-        console = Console()
+        if json_file == Path("-"):
+            click.echo(report.as_json())
+            json_file = None
+            console = Console(stderr=True)
+        else:
+            console = Console()
         if not console.is_terminal:
             console.width = _FILE_WIDTH
         console.print(report.table())
@@ -57,6 +64,7 @@ def report_options(command: Command) -> Command:
             from cppbatch.bench.plot import save_figure
 
             save_figure(draw(report), plot_file)
+        return report
 
     return with_options(with_report, _OPTIONS)
 

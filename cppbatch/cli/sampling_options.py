@@ -8,10 +8,7 @@ from typing import Any
 import click
 
 from cppbatch.cli.engine_options import Command, Option, option, with_options
-from cppbatch.engine.params import SAMPLERS, SamplingParams
-
-DEFAULT_MAX_TOKENS = 512
-"""Of a plain prompt, which few models end by themselves, without -n."""
+from cppbatch.engine.params import DEFAULT_MAX_TOKENS, SAMPLERS, SamplingParams
 
 _RANDOM_SEED = 2**32 - 1  # llama.cpp's -1
 _DEFAULTS = SamplingParams()
@@ -131,8 +128,8 @@ def _n_predict(help: str) -> Option:
     )  # fmt: skip
 
 
-def sampling_options(command: Command, *, max_tokens_default: str = f"{DEFAULT_MAX_TOKENS}") -> Command:
-    """Adds the options of sampling for commands that run prompts. `max_tokens_default`: what --help says of -n.
+def sampling_options(command: Command) -> Command:
+    """Adds the options of sampling for commands that run prompts.
 
     The command gets `params`, the given fields of `SamplingParams`, and `is_capped`: whether -n is not given, so that
     plain prompts get `DEFAULT_MAX_TOKENS`.
@@ -147,7 +144,7 @@ def sampling_options(command: Command, *, max_tokens_default: str = f"{DEFAULT_M
         return command(params=params, is_capped=n_predict is None, **arguments)
 
     n_predict = _n_predict(
-        f"Maximum tokens per prompt; -1: as many as the context holds.  [default: {max_tokens_default}]"
+        f"Maximum tokens per prompt; -1: as many as the context holds.  [default: {DEFAULT_MAX_TOKENS}]"
     )
     return with_options(with_params, [n_predict, *_SAMPLING, *_OUTPUT])
 
@@ -162,7 +159,7 @@ def sampling_default_options(command: Command) -> Command:
     def with_defaults(n_predict: int | None, **arguments: Any) -> Any:
         sampling = _given(arguments, _SAMPLING_NAMES)
         if n_predict is not None:
-            sampling["max_tokens"] = None if n_predict == -1 else n_predict
+            sampling["max_tokens"] = n_predict
         return command(sampling_defaults=sampling, **arguments)
 
     n_predict = _n_predict(

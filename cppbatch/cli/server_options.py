@@ -12,6 +12,7 @@ import click
 
 from cppbatch.cli.engine_options import Command, Switch, option, split_lists, with_options
 from cppbatch.cli.sampling_options import sampling_default_options
+from cppbatch.config import EngineConfig
 from cppbatch.errors import LibraryError
 
 
@@ -40,8 +41,8 @@ def _keys(_context: object, _option: object, given: tuple[str, ...]) -> tuple[st
 def _variables(_context: object, _option: object, given: str | None) -> dict[str, Any]:
     try:
         variables = json.loads(given or "{}")
-    except ValueError as error:
-        raise click.BadParameter(f"{given!r} is not JSON: {error}") from None
+    except (ValueError, RecursionError) as error:
+        raise click.BadParameter(f"{given!r:.200} is not JSON: {error}") from None
     if not isinstance(variables, dict):
         raise click.BadParameter(f"{given!r} is not a JSON object")
     return variables
@@ -54,6 +55,22 @@ chat_template_option = option(
     help="Chat template to use instead of the model's own: one of llama.cpp's names such as chatml, a file, or Jinja "
     "source.",
 )  # fmt: skip
+
+
+def are_chats(config: EngineConfig, chat_template: str | None, given: bool | None, *, says: bool = True) -> bool:
+    """Whether plain prompts are messages of a chat: as `given`, or if there is a chat template. `says` so."""
+    if given is not None:
+        return given
+    from cppbatch.models.inspect import has_chat_template
+
+    is_chat = chat_template is not None or has_chat_template(Path(config.model_path))
+    if says:
+        click.echo(_CHATS if is_chat else _TEXTS, err=True)
+    return is_chat
+
+
+_CHATS = "plain prompts are answered by the model's chat template; --raw continues them as they are"
+_TEXTS = "plain prompts are continued as they are: the model has no chat template (--chat-template names one)"
 
 
 MEDIA_OPTIONS = [
@@ -143,6 +160,12 @@ _OPTIONS = [
         multiple=True, metavar="ORIGIN,...", callback=split_lists, show_default="* with --api-key, else localhost",
         help="Origins whose browser pages may use the server: https://example.org, localhost for any port of this "
         "machine, * for all, none; may be given several times.",
+    ),
+    option(
+        "--allowed-hosts", env="ALLOWED_HOSTS", multiple=True, metavar="HOST,...", callback=split_lists,
+        show_default="any with --api-key, else none",
+        help="Names under which clients reach the server, such as that of a reverse proxy: example.org, "
+        "*.example.org, * for all. IP addresses, localhost and over --host 0.0.0.0 this machine's name need none.",
     ),
     option("--max-body-mb", env="MAX_BODY_MB", type=int, default=16, help="Maximum MiB of a request body."),
     option("--max-file-mb", env="MAX_FILE_MB", type=int, default=1024, help="Maximum MiB of an uploaded file."),
@@ -246,17 +269,21 @@ def server_options(command: Command) -> Command:
         ssl_keyfile: str | None,
         **arguments: Any,
     ) -> Any:
+        from cppbatch.server.cross_site import names_of
         from cppbatch.server.key_file import read_keys
         from cppbatch.server.keys import Keys
         from cppbatch.server.limits import Limits
         from cppbatch.server.listener import Address, tls_context
         from cppbatch.server.settings import ServerSettings
 
+        hosts: tuple[str, ...] = arguments.pop("hosts")
         limits = Limits(**{name: arguments.pop(name) for name in Limits.__struct_fields__})
         settings = ServerSettings(
             keys=Keys([*api_keys, *(read_keys(api_key_file) if api_key_file else [])]),
             limits=limits,
             cors_origins=arguments.pop("cors_origins") or None,
+            allowed_hosts=arguments.pop("allowed_hosts"),
+            own_names=names_of(hosts),
             aliases=arguments.pop("aliases"),
             tags=arguments.pop("tags"),
             metrics=arguments.pop("metrics"),
@@ -276,7 +303,7 @@ def server_options(command: Command) -> Command:
             sampling_defaults=arguments.pop("sampling_defaults"),
         )
         tls = tls_context(ssl_certfile, ssl_keyfile)
-        address = Address(hosts=arguments.pop("hosts"), port=arguments.pop("port"), tls=tls)
+        address = Address(hosts=hosts, port=arguments.pop("port"), tls=tls)
         return command(settings=settings, address=address, **arguments)
 
     return with_options(with_settings, _OPTIONS)

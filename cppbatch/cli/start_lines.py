@@ -21,6 +21,9 @@ def model_line(config: EngineConfig, facts: ModelFacts, estimate: MemoryEstimate
     weights = f"{format_count(facts.n_params)} weights, mostly {facts.main_type}, {format_bytes(facts.size_bytes)}"
     if config.mmproj:
         weights += f", with {' and '.join(_kinds_of_media(Path(config.mmproj)))}"
+    if facts.draft_heads and estimate:
+        is_used = any(buffer.owner == "draft head" for buffer in estimate.footprints[0].buffers)
+        weights += f", with a draft head{'' if is_used else ' that is not used'} (--spec {config.spec})"
     return f"{name}: {weights}; {_where(config, estimate)}" if estimate else f"{name}: {weights}"
 
 

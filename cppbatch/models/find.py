@@ -40,6 +40,8 @@ def models_below(folder: Path) -> list[Path]:
 
 
 def _models_like(folder: Path, patterns: Iterable[str]) -> list[Path]:
+    if not os.path.isdir(folder):  # unlike Path.is_dir: false also in a home that cannot be read
+        return []
     files = (path for pattern in patterns for path in folder.glob(pattern))
     return sorted(path for path in files if _is_shown(path.relative_to(folder)))
 
@@ -102,11 +104,11 @@ def is_copy(path: Path, source: Path) -> bool:
 
 def check_file(path: Path) -> Path:
     """Returns `path` if it is a GGUF file with weights; raises `ModelError` that says what it is instead."""
-    if not path.exists():
-        raise ModelError(f"there is no file {path}. `cppbatch models list` shows the models that are here")
-    if not path.is_file():
-        raise ModelError(f"{path} is a folder, not a GGUF file")
     try:
+        if not path.exists():
+            raise ModelError(f"there is no file {path}. `cppbatch models list` shows the models of the models folder")
+        if not path.is_file():
+            raise ModelError(f"{path} is a folder, not a GGUF file")
         with path.open("rb") as file:
             header = file.read(_HEADER.size)
     except OSError as error:

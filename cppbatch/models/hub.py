@@ -9,6 +9,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Iterable
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,6 +20,7 @@ _NAME = re.compile(r"([\w.-]+)/([\w.-]+)(?::([\w./-]+))?")
 _PART = re.compile(r"-\d{5}-of-\d{5}$")
 _TYPE = re.compile(r"(?:^|[./-])((?:UD-)?(?:I?Q\d\w*|TQ\d\w*|MXFP4\w*|NVFP4|BF16|F16|F32))$", re.IGNORECASE)
 _USUAL_TYPE = "Q4_K_M"  # as in llama.cpp
+_TIMEOUT_S = 10  # for the list of files
 _MOST_SHOWN = 12
 _HUB = "https://huggingface.co"
 
@@ -31,7 +33,7 @@ class HubModel(NamedTuple):
     repository: str
     """OWNER/REPO."""
     choice: str = ""
-    """A type of weights, or the name of a file; "": the usual one."""
+    """A type of weights, or the name of a file, which may be a pattern; "": the usual one."""
 
     def __str__(self) -> str:
         return f"{self.repository}:{self.choice}" if self.choice else self.repository
@@ -62,17 +64,41 @@ def pull_model(model: HubModel, say: Say = lambda line: None) -> Path:
     The hub's client shows the progress, continues after an interruption, and reads $HF_TOKEN, $HF_ENDPOINT and
     $HF_HUB_OFFLINE. Raises `ModelError`.
     """
+    return present_file(model) or check_file(_fetch(model, lambda sizes: _wanted(model, sizes), say)[0])
+
+
+def pull_projector(model: HubModel, say: Say = lambda line: None) -> Path | None:
+    """The path of the projector that belongs to a model, None if there is none. It is fetched if the model is not here.
+
+    To be called before `pull_model`: so a model that is here has its projector. Raises `ModelError`.
+    """
     if present := present_file(model):
-        return present
+        folder = models_folder() / model.repository
+        files = [path.relative_to(folder).as_posix() for path in folder.rglob("*.gguf")]
+        found = choose_projector(files, present.relative_to(folder).as_posix())
+        return check_file(folder / found) if found else None
+
+    def wanted(sizes: dict[str, int]) -> list[str]:
+        found = choose_projector(sizes, _wanted(model, sizes)[0])
+        return [found] if found else []
+
+    fetched = _fetch(model, wanted, say)
+    return check_file(fetched[0]) if fetched else None
+
+
+def _fetch(model: HubModel, wanted: Callable[[dict[str, int]], list[str]], say: Say) -> list[Path]:
+    """Fetches the files of a model that `wanted` names out of its repository's, which it gets with their bytes."""
     try:
         import huggingface_hub as hub
     except ImportError as error:
         raise ModelError(f"{model} is fetched from the hub, which needs: pip install huggingface-hub") from error
     folder = models_folder() / model.repository
-    say(f"looking for {model} on {_endpoint() or _HUB}")  # without a network the client tries for half a minute
+    say(f"looking for {model} on {_endpoint() or _HUB}")
     try:
         sizes = _sizes(hub, model.repository)
-        files = _wanted(model, sizes)
+        files = wanted(sizes)
+        if not files:
+            return []
         n_bytes = sum(sizes[file] for file in files)
         folder.mkdir(parents=True, exist_ok=True)
         if (free := shutil.disk_usage(folder).free) < n_bytes:
@@ -84,24 +110,49 @@ def pull_model(model: HubModel, say: Say = lambda line: None) -> Path:
         raise
     except Exception as error:  # the hub's, its HTTP client's, and the system's
         raise ModelError(_reason(hub, model, error)) from error
-    return check_file(folder / files[0])
+    return [folder / file for file in files]
 
 
 def choose_file(files: Iterable[str], choice: str) -> str | None:
     """The file that `choice` means among those of a repository, of a split model its first part.
 
-    `choice`: a file, or a type of weights; "": Q4_K_M, or else the first file. None: there is no such file.
+    `choice`: a file, a pattern such as *Q8_0.gguf, or a type of weights; "": Q4_K_M, or else the first file. None:
+    there is no such file.
     """
     models = sorted((f for f in files if _is_model(f)), key=lambda file: (len(file), file))
     if choice.endswith(".gguf"):
-        return next((file for file in models if file == choice or file.endswith(f"/{choice}")), None)
+        patterns = choice, f"*/{choice}"
+        return next((file for file in models if any(fnmatchcase(file, pattern) for pattern in patterns)), None)
     of_type = (file for file in models if _has_type(file, choice or _USUAL_TYPE))
     return next(of_type, models[0] if models and not choice else None)
 
 
+def choose_projector(files: Iterable[str], model: str) -> str | None:
+    """The projector (mmproj) of a model among the files of its repository, as llama.cpp chooses it, if there is one.
+
+    The one in the nearest folder above the model; of several the one whose weights have most nearly as many bits, so
+    that most models get F16 or BF16 and not F32.
+    """
+
+    def distance(file: str) -> tuple[int, int, int, str]:
+        return -file.count("/"), abs(_bits(file) - _bits(model)), len(file), file
+
+    above = [file for file in files if _is_projector(file) and f"{model}/".startswith(file.rpartition("/")[0])]
+    return min(above, key=distance, default=None)
+
+
+def _bits(file: str) -> int:
+    """Of the weights, by the name of their type; 0 if the file's name has none."""
+    found = _TYPE.search(_PART.sub("", file.removesuffix(".gguf")))
+    return int(digits[0]) if found and (digits := re.search(r"\d+", found[1])) else 0
+
+
+def _is_projector(file: str) -> bool:
+    return file.endswith(".gguf") and "mmproj" in file.rsplit("/", 1)[-1].lower()
+
+
 def _is_model(file: str) -> bool:
-    name = file.rsplit("/", 1)[-1]
-    return name.endswith(".gguf") and not LATER_PART.search(name) and not name.lower().startswith("mmproj")
+    return file.endswith(".gguf") and not LATER_PART.search(file.rsplit("/", 1)[-1]) and not _is_projector(file)
 
 
 def _has_type(file: str, kind: str) -> bool:
@@ -113,8 +164,9 @@ def _has_type(file: str, kind: str) -> bool:
 
 def _sizes(hub: Any, repository: str) -> dict[str, int]:
     """The files of a repository with their bytes."""
-    tree = hub.HfApi(endpoint=_endpoint()).list_repo_tree(repository, recursive=True)
-    return {each.path: each.size for each in tree if hasattr(each, "size")}
+    api = hub.HfApi(endpoint=_endpoint())
+    info = api.model_info(repository, files_metadata=True, timeout=_TIMEOUT_S)  # listing the tree retries for 23 s
+    return {each.rfilename: each.size or 0 for each in info.siblings or ()}
 
 
 def _endpoint() -> str | None:
@@ -144,5 +196,7 @@ def _reason(hub: Any, model: HubModel, error: Exception) -> str:
         return f"{model.repository} asks for consent: accept its terms on {where}/{model.repository}, and set HF_TOKEN"
     if isinstance(error, hub.errors.RepositoryNotFoundError):
         return f"there is no file {model}, and no {model.repository} on {where}. If it is private, set HF_TOKEN"
+    if isinstance(error, hub.errors.OfflineModeIsEnabled):
+        return f"{model} is not here, and HF_HUB_OFFLINE is set: unset it, or give a GGUF file with -m"
     first = next(iter(str(error).strip().splitlines()), type(error).__name__)
     return f"{model} could not be fetched from {where}: {first}. Check the network, or give a GGUF file with -m"

@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 
 from cppbatch.errors import ModelError
+from cppbatch.models.draft_heads import heads_in
 from cppbatch.models.file_header import read_header
 from cppbatch.models.find import check_file, model_parts
 
@@ -32,6 +33,8 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
     n_head: int | None
     n_head_kv: int | None
     n_vocab: int | None
+    draft_heads: int = 0
+    """Layers that draft (MTP), with which speculative decoding may be possible."""
     tensor_types: dict[str, int]
     """Number of tensors by type, most frequent first."""
     main_type: str
@@ -65,11 +68,17 @@ def inspect_model(path: Path) -> ModelFacts:
         n_head=value(f"{architecture}.attention.head_count"),
         n_head_kv=value(f"{architecture}.attention.head_count_kv"),
         n_vocab=value("tokenizer.ggml.tokens"),
+        draft_heads=heads_in(headers).n,
         tensor_types=dict(types.most_common()),
         main_type=weights.most_common(1)[0][0],
         has_chat_template="tokenizer.chat_template" in metadata,
         pooling=_POOLING.get(value(f"{architecture}.pooling_type")),
     )
+
+
+def has_chat_template(path: Path) -> bool:
+    """Whether the file has one. Raises `ModelError` if it is not GGUF."""
+    return "tokenizer.chat_template" in read_header(path).metadata
 
 
 def read_gguf(path: Path) -> Any:

@@ -13,11 +13,15 @@ import msgspec
 from cppbatch.errors import ModelError
 from cppbatch.models.file_header import read_header
 from cppbatch.models.find import model_parts
+from cppbatch.models.inspect import inspect_model
 from cppbatch.models.kernels import KernelTimes, has_gpu, kernel_times
 from cppbatch.models.requantize import Matrix, plan_auto, read_matrices
 
 _ROWS = 16
 _MIN_GAIN = 1.1  # less is not worth a larger file
+_FEW = 4  # the fewest rows that are timed beside one
+_NEARLY_EXACT = ("Q8_0", "BF16", "F16")  # that `requantize` writes of any model
+_MIN_EARLIER = 1.2  # times as fast, for that many rows: times of single kernels vary by a tenth
 
 
 class KernelReport(msgspec.Struct, frozen=True):
@@ -65,6 +69,26 @@ def kernel_report(path: Path, *, n_gpu_layers: int = -1) -> KernelReport:
         on_gpu,
         {kind: times[kind] for kind, _ in kinds.most_common() if kind in times},
         batch_advice(path, matrices, plan.changes, times) if plan and not on_gpu else None,
+    )
+
+
+def earlier_gain(path: Path, *, n_gpu_layers: int = -1) -> str | None:
+    """One sentence with the type of weights that gains from fewer sequences on this CPU than most of the file's do.
+
+    None if there is none, on a GPU, and if the types cannot be timed. Raises `ModelError` if the file cannot be read.
+    """
+    kind = inspect_model(path).main_type
+    times = kernel_times([kind, *_NEARLY_EXACT])
+    if kind not in times or (n_gpu_layers != 0 and has_gpu()):
+        return None
+    cost = {name: each.ms[_FEW] / each.ms[1] for name, each in times.items()}
+    best = min(cost, key=lambda name: cost[name])
+    if cost[best] * _MIN_EARLIER > cost[kind]:
+        return None
+    return (
+        f"{best} weights gain earlier: {_FEW} rows of a matrix take {cost[best]:.1f} times the time of one, and "
+        f"{cost[kind]:.1f} times with this file's {kind}; one row takes {times[best].ms[1] / times[kind].ms[1]:.1f} "
+        f"times as long (`cppbatch models requantize {shlex.quote(str(path))} --type {best}`)."
     )
 
 

@@ -103,7 +103,7 @@ def _library_folder() -> Path | None:
 def _read(path: Path) -> Measured:
     try:
         return msgspec.json.decode(path.read_bytes(), type=Measured)
-    except (OSError, msgspec.DecodeError):  # not cached, or not readable
+    except (OSError, msgspec.DecodeError, RecursionError):  # not cached, or not readable
         return Measured({}, {}, has_gpu=False)
 
 

@@ -32,7 +32,7 @@ def part_folder(parent: Path) -> Iterator[Path]:
 def remove_stale(parent: Path) -> None:
     """Removes the part folders in `parent` of processes of this machine that have ended."""
     name = re.compile(rf"\.cppbatch-part-{_HOST}-(\d+)-(\d+)-\w+")
-    for path in parent.glob(".cppbatch-part-*"):
+    for path in parent.glob(".cppbatch-part-*") if os.path.isdir(parent) else ():
         if (found := name.fullmatch(path.name)) and not _runs(int(found[1]), int(found[2])):
             shutil.rmtree(path, ignore_errors=True)
 

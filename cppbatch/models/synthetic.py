@@ -41,6 +41,7 @@ FIRST_BYTE = 5  # the id of <0x00>; the other 255 bytes follow
 _SPACE = "\u2581"  # how SentencePiece writes a space
 _WORDS = "the that this they and are was for you not with have from said what when will one all can"
 _PAIRS = "th he in er an re on at en nd ti es or te of ed is it al ar st to nt ng se ha as ou io le ve co me de hi ri"
+_KERNEL = 16  # rows that are shorter are kernels of a convolution
 _MAX_RANDOM = 1 << 22  # or 8B shapes would take too long
 
 
@@ -149,8 +150,19 @@ SHAPES = {
     "8B": LlamaShape(
         n_layer=32, n_embd=4096, n_head=32, n_head_kv=8, n_ff=14_336, n_ctx_train=131_072, rope_base=500_000.0
     ),
+    "70B": LlamaShape(
+        n_layer=80, n_embd=8192, n_head=64, n_head_kv=8, n_ff=28_672, n_ctx_train=131_072, rope_base=500_000.0
+    ),
 }
-"""The sizes of Llama 3.2 1B and Llama 3.1 8B. Both have `LLAMA3_VOCAB` tokens."""
+"""The sizes of Llama 3.2 1B, Llama 3.1 8B and 70B. They have `LLAMA3_VOCAB` tokens."""
+
+OLDER_SHAPES = {
+    "7B": LlamaShape(n_layer=32, n_embd=4096, n_head=32, n_head_kv=32, n_ff=11_008),
+    "13B": LlamaShape(n_layer=40, n_embd=5120, n_head=40, n_head_kv=40, n_ff=13_824),
+}
+"""The sizes of Llama 2, without grouped-query attention and with `LLAMA2_VOCAB` tokens."""
+
+LLAMA2_VOCAB = 32_000
 
 LLAMA3_VOCAB = 128_256
 
@@ -187,6 +199,7 @@ def write_llama(
     output_gain: float = 4.0,
     encode: Encode = quantize,
     max_random: int = _MAX_RANDOM,
+    is_hollow: bool = False,
 ) -> Path:
     """Writes a random Llama model to `path` and returns it. The same arguments produce the same bytes.
 
@@ -194,8 +207,9 @@ def write_llama(
     n_embd and n_ff to be multiples of 256, and a vocabulary of 512. `vocab`: None for `byte_vocab()`. Tokens of the
     types in `silent` have logit 0, far below the highest ones, so greedy text does not end by chance. `output_gain`:
     the spread of the other logits. `encode` may know more types than `QUANTS`. `max_random`: random values per matrix;
-    a larger matrix repeats them. Raises ValueError
-    for an unknown `quant` or a size that is not a multiple of its block (32), OSError if the file cannot be written.
+    a larger matrix repeats them. `is_hollow`: write a hole of their size in place of the weights, for estimates.
+    Raises ValueError for an unknown `quant` or a size that is not a multiple of its block (32), OSError if the file
+    cannot be written.
     """
     shape = shape or LlamaShape()
     vocab = vocab or byte_vocab()
@@ -214,7 +228,9 @@ def write_llama(
     if chat_template is not None:
         writer.add_chat_template(chat_template)
     weights = _llama_weights(shape, vocab, silent, output_gain)
-    return write_gguf(path, writer, weights, quant=quant, seed=seed, encode=encode, max_random=max_random)
+    return write_gguf(
+        path, writer, weights, quant=quant, seed=seed, encode=encode, max_random=max_random, is_hollow=is_hollow
+    )
 
 
 LORA_TARGETS = ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down")
@@ -285,6 +301,7 @@ def write_gguf(
     seed: int = 0,
     encode: Encode = quantize,
     max_random: int = _MAX_RANDOM,
+    is_hollow: bool = False,
 ) -> Path:
     """Writes the metadata of `writer` and the weights to `path`, with one tensor in memory at a time.
 
@@ -303,10 +320,13 @@ def write_gguf(
         writer.write_header_to_file(path)
         writer.write_kv_data_to_file()
         writer.write_ti_data_to_file()
-        for weight in weights:
+        for weight in () if is_hollow else weights:
             writer.write_tensor_data(_values(weight, _kind(weight, quant), rng, encode, max_random))
     finally:
         writer.close()
+    if is_hollow:
+        start = writer.ggml_pad(Path(path).stat().st_size, writer.data_alignment)
+        os.truncate(path, start + sum(writer.ggml_pad(size, writer.data_alignment) for size in n_bytes))
     return Path(path)
 
 
@@ -323,7 +343,8 @@ def _n_bytes(weight: Weight, quant: str) -> int:
 
 
 def _kind(weight: Weight, quant: str) -> Any:
-    return gguf.GGMLQuantizationType[quant if len(weight.shape) > 1 else "F32"]
+    is_float = len(weight.shape) == 1 or weight.shape[-1] < _KERNEL  # a vector, or kernels of a convolution
+    return gguf.GGMLQuantizationType["F32" if is_float else quant]
 
 
 def _values(weight: Weight, kind: Any, rng: np.random.Generator, encode: Encode, max_random: int) -> npt.NDArray[Any]:

@@ -41,6 +41,7 @@ class Client:
         *body: bytes,
         headers: tuple[tuple[bytes, bytes], ...] = (),
         root_path: str = "",
+        host: bytes = b"example.org",
         leave_after: int | None = None,
     ) -> tuple[int, dict[bytes, bytes], list[bytes]]:
         """Sends the parts of a body; returns status, headers and the parts of the answer.
@@ -64,7 +65,7 @@ class Client:
         route, _, query = path.partition("?")
         scope = {
             "type": "http", "method": method, "path": root_path + route, "raw_path": (root_path + route).encode(),
-            "root_path": root_path, "query_string": query.encode(), "headers": [(b"host", b"example.org"), *headers],
+            "root_path": root_path, "query_string": query.encode(), "headers": [(b"host", host), *headers],
         }  # fmt: skip
         await self._app(scope, incoming.get, send)
         assert len(dict(start["headers"])) == len(start["headers"])  # no header twice
@@ -79,7 +80,7 @@ async def client(tiny_llama: Path) -> AsyncIterator[Client]:
         engines.append(LocalEngine(tiny_llama, n_ctx=4096, n_parallel=2, spec="off"))
         return engines[0]
 
-    client = Client(AsgiServer(start, ServerSettings()))
+    client = Client(AsgiServer(start, ServerSettings(allowed_hosts=("example.org",))))
     assert await client.lifespan("startup") == "lifespan.startup.complete"
     await engines[0].loaded()
     yield client
@@ -125,6 +126,11 @@ async def test_errors_queries_and_prefixes_are_passed_on(client: Client) -> None
     assert status == 200
     status, _, parts = await client.ask("POST", "/v1/completions", b"{", headers=(JSON,))
     assert status == 400
+
+
+async def test_a_host_that_is_not_the_servers_is_refused(client: Client) -> None:
+    status, _, parts = await client.ask("GET", "/v1/models", host=b"evil.example")
+    assert (status, json.loads(b"".join(parts))["error"]["code"]) == (403, "host_not_allowed")
 
 
 async def test_a_client_that_disconnects_cancels_its_request(client: Client) -> None:

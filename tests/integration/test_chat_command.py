@@ -59,7 +59,7 @@ def test_a_server_answers_the_same(
     run: Run, pipe: Callable[[str], None], tiny_llama: Path, server: ChatServer, tmp_path: Path
 ) -> None:
     pipe(f"Hello\n/save {tmp_path / 'talk.json'}\nWho are you?\n/model\n")
-    code, out, err = run("chat", "--url", f"{server.url}/v1/", *SHORT)
+    code, out, err = run("chat", "--url", f"{server.url.removeprefix('http://')}/v1/", *SHORT)
     assert code == 0
     assert out == expected(tiny_llama, "Hello", "Who are you?")
     assert "* tiny-llama" in err
@@ -140,7 +140,7 @@ def test_keys_and_failures_of_servers_are_said() -> None:
     with pytest.raises(CppBatchError, match="no server answers at"):
         ServerBackend(url, model=None, api_key=None)
     with pytest.raises(CppBatchError, match="no address"):
-        ServerBackend("nonsense", model=None, api_key=None)
+        ServerBackend("http://", model=None, api_key=None)
 
 
 def test_the_model_of_the_environment_is_not_one_of_the_server(

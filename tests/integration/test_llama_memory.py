@@ -149,7 +149,7 @@ def reopen(context: Context, kind: Kind) -> None:
     context.reopen(n_ctx=1024, kv_unified=kind.kv_unified, flash_attn=kind.flash_attn)
 
 
-@pytest.fixture(params=["tiny_llama", "tiny_swa"])
+@pytest.fixture(params=["tiny_llama", "tiny_swa", "tiny_mrope"])
 def any_context(make_context: Callable[..., Context], request: pytest.FixtureRequest) -> Iterator[Context]:
     with Model(request.getfixturevalue(request.param)) as model:
         yield make_context(model)

@@ -589,6 +589,8 @@ async def test_routes_that_are_switched_off_say_so(engine: LocalEngine) -> None:
             assert (status, answer["error"]["type"]) == (501, "not_supported_error")
             assert f"--no-{path[1:]}" in answer["error"]["message"]
         _, props = await get(http, "/props")
+        assert not props["has_chat_template"]
+        assert "<|im_start|>" in props["chat_template"]  # ChatML, without one
         assert not props["endpoint_metrics"]
         assert not props["endpoint_slots"]
 
@@ -598,7 +600,7 @@ async def test_vertex_ai_gets_the_answers_to_several_requests_in_one(engine: Loc
     instances = [
         {"@requestFormat": "chatCompletions", **chat},
         {"@requestFormat": "/v1/completions", "prompt": "abc", "max_tokens": 2, "temperature": 0},
-        {"@requestFormat": "completions", "prompt": "abc", "max_tokens": -1},
+        {"@requestFormat": "completions", "prompt": "abc", "max_tokens": -2},
     ]
     async with TestClient(TestServer(create_app(engine, ServerSettings(predict_path="/ask")))) as http:
         status, answer = await post(http, "/ask", {"instances": instances})

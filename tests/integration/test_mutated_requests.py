@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import re
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -25,8 +26,9 @@ LONGEST = 30.0  # seconds that an answer may take
 UNREAD = 65_536  # bytes that the kernel may hold for a server that does not read them
 LAST = {"message_stop", "error", "response.completed", "response.incomplete"}
 SERVERS_OWN = {"server_error", "api_error", "overloaded_error"}
+ADDRESS = re.compile(rb" object at 0x|\b0x[0-9a-f]{6}")
 NORMAL = b'{"prompt": "Hello", "temperature": 0, "max_tokens": 8, "ignore_eos": true, "cache_prompt": false}'
-HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: %d\r\n\r\n"
+HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nContent-Length: %d\r\n\r\n"
 
 
 @pytest.fixture
@@ -94,6 +96,12 @@ def complaint(sent: Mutant, answer: bytes) -> str | None:
     return None if error.get("message") and error.get("type") else f"{status} with no error object: {body[:200]!r}"
 
 
+def address_in(answer: bytes) -> str | None:
+    """The part of an answer that shows where an object is in the server's memory, if any does."""
+    found = ADDRESS.search(answer)
+    return found and f"an address of memory: {answer[max(0, found.start() - 100) : found.end() + 20]!r}"
+
+
 def _stream_complaint(body: bytes) -> str | None:
     *events, rest = body.decode().split("\n\n")
     *data, last = [event.split("data: ", 1)[1] for event in events]
@@ -125,7 +133,7 @@ async def storm(server: AppThread, n: int) -> tuple[list[str], Counter[str], flo
                 answer = b"HTTP/1.1 599 none in time\r\n\r\n" if sent.whole else b""
             slowest = max(slowest, time.monotonic() - began)
             answers[answer[9:12].decode() or "none"] += 1
-            if problem := complaint(sent, answer):
+            if problem := complaint(sent, answer) or address_in(answer):
                 wrong.append(f"{problem}\n    {sent.name}\n    {sent.data[:600]!r}")
 
     await asyncio.gather(*(send_some() for _ in range(AT_ONCE)))

@@ -23,6 +23,7 @@ from cppbatch.server.llama_server import llama_paths
 from cppbatch.server.settings import ServerSettings
 from cppbatch.server.storage import open_storage
 from tests.app_thread import AppThread
+from tests.sane_figures import assert_sane
 from tests.unit.test_openapi import DOCUMENT
 
 Case: TypeAlias = "schemathesis.Case[Any]"
@@ -61,8 +62,11 @@ def server(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     settings = ServerSettings(props=True, slot_save_path=slots, limits=Limits(max_tokens=8, max_n=4))
     engine = {"model": tiny_llama, "n_ctx": 2048, "n_parallel": 8, "n_threads": 1}
     app = AppThread(engine, lambda client: create_app(client, settings, open_storage(data, URLS)))
-    yield app
-    app.stop()
+    try:
+        yield app
+        assert_sane(app.url)  # after all that the tests of this module have sent
+    finally:
+        app.stop()
 
 
 def test_the_document_is_served(server: AppThread) -> None:

@@ -66,6 +66,7 @@ def test_another_file_of_that_name_has_another_profile(config: EngineConfig, tmp
         ('flash_attn = "off"', 'flash_attn = "maybe"', "Invalid enum value"),
         ("n_threads = 2", "n_threads = 2\nn_toes = 10", "n_toes"),
         ("[settings]", "[settings", "Expected"),
+        ("[settings]", f"deep = {'[' * 3000}{']' * 3000}\n[settings]", "nested too deep"),
     ],
 )
 def test_a_profile_that_makes_no_sense_is_left_out_with_a_warning(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +34,28 @@ def test_a_comparison_has_a_row_for_each_strategy_with_the_same_texts(tiny_llama
     assert [rows[name]["mean_rows"].median for name in ("sequential", "concurrent")] == [1, 1]
     assert rows["continuous"]["mean_rows"].median > rows["static-ragged"]["mean_rows"].median > 1
     report.table()
+
+
+def test_strategies_are_compared_at_several_numbers_of_sequences_with_waits_and_padding(
+    run: Callable[..., tuple[int, str, str]], tiny_llama: Path, tmp_path: Path
+) -> None:
+    sizes, lengths = "1,3,8", ("--prompt-tokens", "4-20", "--new-tokens", "2-12", "--bucket", "16")
+    code, _, err = run(
+        *"bench strategies -t 1 --repeats 1 --strategies sequential,concurrent,static-padded,continuous -m".split(),
+        tiny_llama, "-B", sizes, *lengths, "--json", tmp_path / "a.json", "--plot", tmp_path / "a.png",
+    )  # fmt: skip
+    assert code == 0, err
+    rows = json.loads((tmp_path / "a.json").read_text())["rows"]
+    assert [row["batch_size"] for row in rows] == [n for n in (1, 3, 8) for _ in range(4)]
+    found = {(row["batch_size"], row["strategy"]): row for row in rows}
+    for row in rows:
+        assert 0 <= row["wait_p50"]["median"] <= row["wait_p95"]["median"] <= row["wait_p99"]["median"]
+        assert row["wait_p99"]["median"] <= row["latency_p95"]["median"] * 2
+        assert row["cpu_percent"]["median"] >= 0
+        assert (row["padding_percent"]["median"] > 0) == (row["strategy"] == "static-padded")
+    assert found[8, "continuous"]["mean_rows"]["median"] > found[3, "continuous"]["mean_rows"]["median"] > 1
+    assert found[8, "sequential"]["wait_p50"]["median"] > found[8, "continuous"]["wait_p50"]["median"]
+    assert (tmp_path / "a.png").stat().st_size > 1000
 
 
 @pytest.mark.parametrize("layout", ["unified", "per-sequence"])

@@ -35,6 +35,21 @@ def number(cell: str) -> float:
     return float(cell.split(" ", maxsplit=1)[0].replace(",", ""))
 
 
+# --- /generate/batch ---
+
+
+def test_the_batch_endpoint_is_measured_beside_single_requests_in_one_run(tiny_llama: Path) -> None:
+    few = ["--prompts", "1,3", "--tokens", 4, "--repeats", 1, "--", "-m", tiny_llama, "-np", 4]
+    printed = script("bench_batch_endpoint.py", *few)
+    figures = rows(printed)
+    assert list(figures)[1:] == ["1", "3"]
+    for n in ("1", "3"):
+        one_by_one, at_once, batch, gain = map(number, figures[n])
+        assert min(one_by_one, at_once, batch) > 0
+        assert gain == pytest.approx(batch / one_by_one, rel=0.1)
+    assert "of 64 prompts this one failed: 13 (" in printed
+
+
 # --- beside llama-server ---
 
 

@@ -19,6 +19,7 @@ from tests.server_process import ServerProcess
 
 N = 16
 OPENINGS = ["Story", "A list of", "Dear", "The theorem"]
+LONG = "".join(f"Chapter {i} is about the colour of the sea. " for i in range(4))
 KINDS: list[dict[str, Any]] = [
     {"temperature": 0},
     {},  # llama.cpp's defaults
@@ -31,24 +32,27 @@ KINDS: list[dict[str, Any]] = [
 
 @pytest.fixture(scope="module")
 def server(f32_model: Path) -> Iterator[ServerProcess]:
-    floats = ["-ctk", "f32", "-ctv", "f32", "-fa", "off"]
-    with ServerProcess("-m", f32_model, "-np", str(N), "-c", "4096", "--step-timeout", "10", *floats) as process:
+    floats = ["-ctk", "f32", "-ctv", "f32"]
+    with ServerProcess("-m", f32_model, "-np", str(N), "-c", "8192", "--step-timeout", "10", *floats) as process:
         yield process.wait_ready()
 
 
 @pytest.fixture(scope="module")
-def undisturbed(server: ServerProcess) -> Callable[[int], list[str]]:
-    """The texts of all streams, by their length in tokens."""
-    return functools.cache(lambda n_tokens: asyncio.run(sixteen_streams(server.url, n_tokens, lambda n_chunks: None)))
+def undisturbed(server: ServerProcess) -> Callable[[int, int], list[str]]:
+    """The texts of sixteen streams, by their length in tokens and the number of the first one."""
+    return functools.cache(lambda n_tokens, first: asyncio.run(sixteen_streams(server.url, n_tokens, first)))
 
 
-async def sixteen_streams(url: str, n_tokens: int, disturb: Callable[[int], None]) -> list[str]:
-    """Half greedy, half seeded. `disturb` is told how many chunks all of them have had so far."""
+async def sixteen_streams(
+    url: str, n_tokens: int, first: int = 0, disturb: Callable[[int], None] = lambda n_chunks: None
+) -> list[str]:
+    """Half greedy, half seeded; a quarter has long prompts, which are computed in other pieces with what follows them.
+    `disturb` is told how many chunks all of them have had so far."""
     n_chunks = 0
 
     async def one(session: aiohttp.ClientSession, i: int) -> str:
         nonlocal n_chunks
-        prompt = f"{OPENINGS[i % 4]} number {i}:"
+        prompt = f"{LONG * (i % 4 == 1)}{OPENINGS[i % 4]} number {i}:"
         body = {"prompt": prompt, "max_tokens": n_tokens, "stream": True, "seed": i, **KINDS[i % len(KINDS)]}
         text, finish_reason = "", None
         async with session.post(f"{url}/v1/completions", json=body) as answer:
@@ -67,29 +71,32 @@ async def sixteen_streams(url: str, n_tokens: int, disturb: Callable[[int], None
         return text
 
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=3000)) as session:
-        return list(await asyncio.gather(*(one(session, i) for i in range(N))))
+        return list(await asyncio.gather(*(one(session, first + i) for i in range(N))))
 
 
 SOAK = [pytest.mark.soak, pytest.mark.timeout(3600)]
 
 
 @pytest.mark.parametrize(
-    ("how", "times"),
+    ("how", "times", "first"),
     [
-        pytest.param(signal.SIGKILL, 3, id="killed"),
-        pytest.param(signal.SIGKILL, 100, id="killed 100 times", marks=SOAK),
-        pytest.param(signal.SIGSEGV, 20, id="crashed 20 times", marks=SOAK),
-        pytest.param(signal.SIGSTOP, 20, id="stopped 20 times", marks=SOAK),  # each waits for --step-timeout
+        pytest.param(signal.SIGKILL, 3, 0, id="killed"),
+        *(pytest.param(signal.SIGKILL, 3, N * i, id=f"killed, round {i}", marks=SOAK) for i in range(1, 19)),
+        pytest.param(signal.SIGKILL, 100, 0, id="killed 100 times", marks=SOAK),
+        pytest.param(signal.SIGSEGV, 20, 0, id="crashed 20 times", marks=SOAK),
+        pytest.param(signal.SIGSTOP, 20, 0, id="stopped 20 times", marks=SOAK),  # each waits for --step-timeout
     ],
 )
 def test_sixteen_streams_end_with_the_text_they_would_have_had(
-    server: ServerProcess, undisturbed: Callable[[int], list[str]], how: signal.Signals, times: int
+    server: ServerProcess, undisturbed: Callable[[int, int], list[str]], how: signal.Signals, times: int, first: int
 ) -> None:
+    """With an F32 cache, and no other flag."""
     restarts = server.get("/stats")["workers"][0]["restarts"]
     n_tokens = 40 if times < 10 else 200
-    chance, apart = random.Random(int(how)), 10 * n_tokens // times  # 100 chunks for 20 deaths: some tokens for each
+    chance = random.Random(f"{how} {first}")
+    apart = 10 * n_tokens // times  # 100 chunks for 20 deaths: some tokens for each
     moments = [apart * i + chance.randint(apart // 2, apart) for i in range(times)]
-    wanted = undisturbed(n_tokens)
+    wanted = undisturbed(n_tokens, first)
 
     hit: set[int] = set()
 
@@ -101,7 +108,7 @@ def test_sixteen_streams_end_with_the_text_they_would_have_had(
                 hit.add(pid)
                 moments.pop(0)
 
-    assert asyncio.run(sixteen_streams(server.url, n_tokens, disturb)) == wanted
+    assert asyncio.run(sixteen_streams(server.url, n_tokens, first, disturb)) == wanted
     assert not moments, "it was over before the last death"
     state = server.get("/stats")["workers"][0]
     assert state["restarts"] - restarts >= times  # more on a slow machine, where a step may take --step-timeout

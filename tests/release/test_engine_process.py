@@ -203,7 +203,7 @@ async def test_a_bug_in_the_supervision_costs_a_worker_and_no_request(
         def on_worker_message(message: Any) -> None:
             nonlocal n_said
             n_said += 1
-            if n_said == 20:
+            if n_said == 8:
                 raise ZeroDivisionError("a bug")
             real(message)
 
@@ -352,6 +352,23 @@ async def test_a_death_while_loading_is_an_error_and_not_retried(tiny_llama: Pat
     with pytest.raises(ModelError, match="died: killed by SIGILL"):
         async with opened(tiny_llama, "dies_while_loading", repack="off") as engine:
             pytest.fail(f"it loaded: {engine.health()}")
+
+
+async def test_a_model_that_no_worker_can_compute_is_named_with_llama_cpps_assertion(tiny_llama: Path) -> None:
+    async with opened(tiny_llama, "aborts_in_every_step") as engine:
+        first, second = [(await together(engine, [request(text)]))[0][-1].error or "" for text in ("a", "b")]
+        assert "3 times in a row while it worked on this request" in first
+        assert f"the model {engine.info.name} (llama " in second
+        assert "5 workers died" in second
+        assert "killed by SIGABRT: ggml.c:1797: GGML_ASSERT(view) failed" in second
+        assert engine.health().status == "failed"
+        assert (engine.health().error or "nothing") in second
+        async with TestClient(TestServer(create_app(engine))) as http:
+            answer = await http.post("/v1/completions", json={"prompt": "a"})
+            assert answer.status == 503
+            assert "GGML_ASSERT(view) failed" in (await answer.json())["error"]["message"]
+            answer = await http.get("/health")
+            assert (answer.status, "GGML_ASSERT(view) failed" in (await answer.json())["error"]) == (503, True)
 
 
 async def test_a_build_whose_fast_path_kills_the_worker_is_used_without_it(tiny_llama: Path) -> None:

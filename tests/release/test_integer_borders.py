@@ -28,6 +28,7 @@ from cppbatch.server.limits import Limits
 from cppbatch.server.openapi import document
 from cppbatch.server.served_models import OneModel
 from cppbatch.server.settings import ServerSettings
+from tests.sane_figures import assert_sane
 
 Json = dict[str, Any]
 Place = tuple[str | int, ...]
@@ -182,7 +183,8 @@ async def all_asked(client: TestClient[Any, Any], path: str, n: int) -> None:
     await asyncio.gather(*(one(body) for body in bodies))
 
 
-async def assert_nothing_stays(engine: EngineProcess) -> None:
+async def assert_nothing_stays(engine: EngineProcess, client: TestClient[Any, Any]) -> None:
+    await asyncio.to_thread(assert_sane, str(client.make_url("/")).rstrip("/"))
     stats = await engine.stats()
     assert (engine.in_flight, stats.running, stats.waiting, stats.kv_cells_used) == (0, 0, 0, 0)
     (worker,) = await engine.workers()
@@ -211,7 +213,7 @@ async def test_integers_in_every_field_of_every_endpoint(tiny_llama: Path, n: in
                 "/lora-adapters", json=[{"id": value, "scale": 1}, {"id": 0, "scale": value}]
             ) as answer:
                 assert answer.status == 400, value  # there are no adapters
-        await assert_nothing_stays(engine)
+        await assert_nothing_stays(engine, client)
 
 
 @N
@@ -221,16 +223,16 @@ async def test_integers_in_every_field_of_embeddings_and_reranking(
     async with serving(tiny_llama, pooling="mean") as (engine, client):
         await all_asked(client, "/v1/embeddings", n)
         await all_asked(client, "/embeddings", n)
-        await assert_nothing_stays(engine)
+        await assert_nothing_stays(engine, client)
     async with serving(tiny_reranker, n_ctx=512, n_parallel=4) as (engine, client):
         await all_asked(client, "/v1/rerank", n)
-        await assert_nothing_stays(engine)
+        await assert_nothing_stays(engine, client)
 
 
 @N
 async def test_integers_in_every_field_of_every_line_of_a_batch(tiny_llama: Path, n: int) -> None:
     statuses: Counter[int] = Counter()
-    async with serving(tiny_llama) as (engine, _):
+    async with serving(tiny_llama) as (engine, client):
         work = BatchRequestHandler(OneModel.of(engine, ServerSettings(limits=Limits(max_n=4, max_tokens=8))))
         requests, chance, at_once = (
             RequestBuilder(InputFormat(path=Path("in.jsonl"), kind="jsonl"), URLS),
@@ -258,4 +260,4 @@ async def test_integers_in_every_field_of_every_line_of_a_batch(tiny_llama: Path
         ]
         await asyncio.gather(*map(one, [*plain, *({"prompt": [value]} for value in integers(chance, n))]))
         assert min(statuses[200], statuses[400]) > 20
-        await assert_nothing_stays(engine)
+        await assert_nothing_stays(engine, client)

@@ -175,6 +175,26 @@ async def test_async_with_raises_what_loading_raised(tmp_path: Path) -> None:
             pass
 
 
+# --- forced continuation -------------------------------------------------------------------------------------------
+
+
+async def test_update_request_appends_tokens_to_a_running_text_on_the_asyncio_engines_too(
+    engine: LocalEngine | EngineProcess,
+) -> None:
+    """Every given token is in the text, in one piece, and counts as generated; the text continues to its maximum."""
+    task = await started(engine, request(max_tokens=900))
+    assert await soon(engine.update_request("a", [7, 8, 9, 7]))
+    with pytest.raises(InvalidRequest, match="tokens: has 2000 ids"):
+        await soon(engine.update_request("a", [7] * 2000))
+    assert not await soon(engine.update_request("nobody", [7]))
+    events = await soon(task)
+    tokens = [token for event in events for token in event.tokens]
+    assert any(tokens[i : i + 4] == [7, 8, 9, 7] for i in range(len(tokens)))
+    assert len(tokens) == usage_of(events).completion_tokens == 900
+    assert not await soon(engine.update_request("a", [7]))
+    await assert_everything_is_free(engine)
+
+
 # --- cancelling ----------------------------------------------------------------------------------------------------
 
 

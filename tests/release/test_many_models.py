@@ -6,6 +6,8 @@ import asyncio
 import contextlib
 import json
 import random
+import urllib.error
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -143,3 +145,24 @@ async def test_the_same_while_a_worker_is_killed_every_5_seconds(server: ServerP
         assert not load.wrong
         assert sum(load.answered.values()) == REQUESTS
     assert killed >= 4
+
+
+def test_a_yaml_file_of_llama_cpp_pythons_server_is_served(folder: Path, tmp_path: Path) -> None:
+    """Two models, the key and the default of `python -m llama_cpp.server --config_file`."""
+    config = tmp_path / "config.yaml"
+    config.write_text(
+        "api_key: secret\nmodels:\n"
+        f"- {{model: {folder}/tiny-0.gguf, model_alias: first, n_ctx: 128, chat_format: chatml}}\n"
+        f"- {{model: {folder}/tiny-1.gguf, model_alias: second, n_ctx: 128}}\n"
+    )
+    flags = ("--llama-cpp-python-config", config, "--data-dir", tmp_path / "data", "--host", "127.0.0.1")
+    with ServerProcess(*flags) as server:
+        url = server.wait_ready().url
+        for model, answered_by in (("second", "second"), ("first", "first"), ("unknown", "first")):
+            body = {"model": model, "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 3}
+            request = urllib.request.Request(f"{url}/v1/chat/completions", json.dumps(body).encode())
+            with pytest.raises(urllib.error.HTTPError, match="401"):
+                urllib.request.urlopen(request, timeout=30)
+            request.add_header("Authorization", "Bearer secret")
+            with urllib.request.urlopen(request, timeout=60) as answer:
+                assert json.load(answer)["model"] == answered_by

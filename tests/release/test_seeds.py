@@ -31,7 +31,7 @@ PARAMS = [SamplingParams(seed=1000 + i, max_tokens=16, **KINDS[i % len(KINDS)]) 
 
 def open_engine(model: Path, layout: KvLayout = "unified", **settings: Any) -> BatchInferenceEngine:
     sizes = {"n_ctx": 4096, "n_parallel": N, **settings}
-    floats: dict[str, Any] = {"cache_type_k": "f32", "cache_type_v": "f32", "flash_attn": "off"}
+    floats: dict[str, Any] = {"cache_type_k": "f32", "cache_type_v": "f32"}
     return BatchInferenceEngine(model, kv_layout=layout, **floats, **sizes)
 
 

@@ -21,9 +21,9 @@ OF_OTHERS = {
     "--quantization", "--dtype", "--enable-prefix-caching", "--enable-chunked-prefill", "--scheduling-policy",
     "--speculative-config", "--enable-lora", "--lora-modules", "--enable-auto-tool-choice", "--tool-call-parser",
     "--reasoning-parser", "--generation-config", "--modelfile", "--signal", "-fno-dse",
-    "--limit-mm-per-prompt",
+    "--limit-mm-per-prompt", "--seed", "--embedding", "--cache", "--numa", "--verbose",
 }  # fmt: skip
-"""Flags of other programs on these pages."""
+"""Flags of other programs on these pages. Those with underscores are llama-cpp-python's."""
 
 
 def tables(page: str) -> Iterator[list[str]]:
@@ -75,4 +75,24 @@ def test_each_flag_of_the_page_is_a_flag_of_a_command(page: str) -> None:
     known = {name for option in options for name in (*option.opts, *option.secondary_opts)}
     code = re.findall(r"`([^`\n]*)`", (DOCS / page).read_text())
     named = {flag for text in code for flag in re.findall(r"(?<![\w-])--?[a-z][\w-]*", text)}
-    assert named - known - OF_OTHERS == set()
+    assert {flag for flag in named if "_" not in flag} - known - OF_OTHERS == set()
+
+
+def test_what_a_gpu_needs_is_on_one_page_with_what_the_programs_say() -> None:
+    """Other pages link to it. The variables, flags and places are those of the installer and of the commands."""
+    page, root = (DOCS / "gpu.md").read_text(), DOCS.parent
+    installer = (root / "scripts/install.py").read_text()
+    for name in ("CPPBATCH_BACKEND", "CPPBATCH_WHEELS", "CUDA_HOME", "CUDA_PATH", "/usr/local/cuda", "nvcc", "glslc"):
+        assert name in page, name
+        assert name in installer, name
+    known = {option for command in commands() for parameter in command.params for option in parameter.opts}
+    named = set(re.findall(r"(?<=[`\s|])(--?[a-z][a-z-]*)(?=[ `])", page)) - {"--gpus", "--version"}  # others' flags
+    assert {"-ngl", "-np", "-c", "--devices", "--sampling", "-ts", "--rpc"} <= named <= known
+    doctor = Path(cppbatch.__file__).with_name("cli").joinpath("doctor_command.py").read_text()
+    assert all(f'Finding("{line}"' in doctor and f"`{line}`" in page for line in ("device", "build"))
+    others = [root / "README.md", *(each for each in DOCS.glob("*.md") if each.name != "gpu.md")]
+    once = ("PrivateDevices", "nvidia-ml-py", "CPPBATCH_WHEELS", "CUDA_VISIBLE_DEVICES")
+    assert not [(each.name, fact) for each in others for fact in once if fact in each.read_text()]
+    assert {"README.md", "deployment.md", "operations.md", "troubleshooting.md", "choosing.md"} <= {
+        each.name for each in others if "gpu.md" in each.read_text()
+    }

@@ -166,12 +166,21 @@ def test_an_error_is_a_sentence_and_the_conversation_goes_on(start: Start) -> No
 
 
 @pytest.mark.parametrize(
-    ("params", "said"), [({}, f"cut off, because {FULL}"), ({"max_tokens": 2}, "cut off after 2 tokens (-n)")]
+    ("params", "said"),
+    [({}, f"cut off, because {FULL}"), ({"max_tokens": 2}, "cut off after 2 tokens (-n)")],
 )
 def test_a_cut_off_answer_says_why(start: Start, params: Json, said: str) -> None:
     session, _, shown = start(words("a", "b", reason="length"), params=params)
     session.handle("x")
     assert shown.said == [said]
+
+
+def test_an_answer_without_an_end_is_cut_off_and_kept(start: Start) -> None:
+    session, backend, shown = start(words("a", "b", "c", "d"), longest=3)
+    session.handle("x")
+    assert shown.said == ["cut off after 3 tokens (-n)"]
+    assert session.messages[-1] == assistant("abc")
+    assert backend.n_closed == 1
 
 
 def test_retry_answers_the_last_message_again_without_the_seed(start: Start) -> None:
@@ -281,7 +290,12 @@ def test_a_file_that_cannot_be_written_is_named(start: Start, tmp_path: Path) ->
 
 @pytest.mark.parametrize(
     ("content", "said"),
-    [("no", "is not JSON"), ("{}", "is no conversation"), ('[{"role": "me", "content": "x"}]', "is no conversation")],
+    [
+        ("no", "is not JSON"),
+        ("[" * 5000 + "]" * 5000, "is not JSON"),
+        ("{}", "is no conversation"),
+        ('[{"role": "me", "content": "x"}]', "is no conversation"),
+    ],
 )
 def test_a_file_that_is_no_conversation_is_refused(tmp_path: Path, content: str, said: str) -> None:
     file = tmp_path / "talk.json"

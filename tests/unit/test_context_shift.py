@@ -93,6 +93,24 @@ def test_a_full_context_drops_tokens_as_in_llama_server_and_the_text_goes_on(n_k
     assert max(map(len, context_of(engine).cells)) <= N_CTX
 
 
+@pytest.mark.parametrize("context_shift", [False, True])
+def test_a_looping_text_ends_after_the_default_maximum_and_after_minus_one_with_the_context(
+    monkeypatch: pytest.MonkeyPatch, *, context_shift: bool
+) -> None:
+    """One rule, whoever asks: the command line, Python, or the terminal."""
+    monkeypatch.setattr("cppbatch.engine.input_processor.DEFAULT_MAX_TOKENS", 9)
+    engine = fake_engine(n_ctx=N_CTX, n_parallel=1, context_shift=context_shift, n_ctx_train=100)
+
+    def n_tokens(n: int | None, **others: Any) -> int:
+        return len(text(engine, [1, 2, 3], SamplingParams(max_tokens=n, temperature=0, ignore_eos=True, **others)))
+
+    assert n_tokens(None) == 9
+    assert n_tokens(None, min_tokens=12) == 12
+    assert n_tokens(-1) == (100 if context_shift else N_CTX - 3)
+    monkeypatch.setattr("cppbatch.engine.input_processor.DEFAULT_MAX_TOKENS", 4096)
+    assert context_shift or n_tokens(None) == N_CTX - 3  # what the context has, without an error
+
+
 def test_keep_is_the_default_of_requests_without_n_keep() -> None:
     assert text(shifting_engine(n_keep=3), [1, 2, 3, 4], endless()) == shifted([1, 2, 3, 4], LONG, n_keep=3)
 
@@ -105,11 +123,6 @@ def test_the_prompt_may_be_dropped_too() -> None:
 def test_a_prompt_that_fills_the_context_is_refused_all_the_same() -> None:
     with pytest.raises(InvalidRequest, match="prompt: has 24 tokens"):
         shifting_engine().add_request(list(range(24)), endless())
-
-
-def test_a_text_without_max_tokens_ends_after_as_many_as_the_model_was_trained_for() -> None:
-    engine = shifting_engine(n_ctx_train=100)
-    assert len(text(engine, [1, 2, 3], SamplingParams(temperature=0, ignore_eos=True))) == 100
 
 
 def test_the_usage_counts_the_whole_text_and_its_shifts() -> None:

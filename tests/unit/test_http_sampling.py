@@ -34,7 +34,12 @@ OTHERS: Json = {
 
 
 def test_every_field_of_sampling_params_may_be_given_in_a_request() -> None:
-    assert set(OTHERS) == set(SamplingParams.__struct_fields__) - {"logits_processor", "reasoning_budget"}
+    assert set(OTHERS) == set(SamplingParams.__struct_fields__) - {
+        "logits_processor",
+        "reasoning_budget",
+        "lazy_grammar",
+        "penalize_prompt",
+    }
     assert set(OTHERS) <= set(CompletionRequest.__struct_encode_fields__)
     assert set(OTHERS) - set(ChatCompletionRequest.__struct_encode_fields__) == {"echo"}
 

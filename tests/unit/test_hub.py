@@ -8,13 +8,17 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import click
 import pytest
 from click.testing import CliRunner
 
+from cppbatch.cli.engine_options import engine_options
 from cppbatch.cli.models_command import models
+from cppbatch.config import EngineConfig
 from cppbatch.errors import ModelError
+from cppbatch.models import pull
 from cppbatch.models.find import models_in, named_model
-from cppbatch.models.hub import HubModel, choose_file, hub_model, pull_model
+from cppbatch.models.hub import HubModel, choose_file, choose_projector, hub_model, pull_model
 from cppbatch.models.pull import choose_model
 from tests import tiny_models
 from tests.fake_hub import FakeHub
@@ -161,9 +165,10 @@ def test_what_cannot_be_fetched_says_why(hub: FakeHub, folder: Path, name: str, 
 
 def test_without_a_network_the_address_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")  # the discard port: nobody listens
-    monkeypatch.setattr(time, "sleep", lambda _seconds: None)  # of the client, between its attempts
+    began = time.monotonic()
     with pytest.raises(ModelError, match=r"could not be fetched from http://127\.0\.0\.1:9: .*Check the network"):
         choose_model("owner/Tiny-GGUF")
+    assert time.monotonic() - began < 5, "the client has retried"
 
 
 def test_a_full_disk_is_noticed_before_the_download(
@@ -209,3 +214,70 @@ def test_a_name_that_is_none_is_refused_with_the_form_it_must_have(folder: Path,
     result = CliRunner().invoke(models, ["pull", name])
     assert result.exit_code == 2
     assert "OWNER/REPO:TYPE" in " ".join(result.output.split())
+
+
+# --- projectors -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("model", "files", "projector"),
+    [
+        ("m-Q4_K_M.gguf", ["mmproj-F32.gguf", "mmproj-F16.gguf", "mmproj-BF16.gguf"], "mmproj-F16.gguf"),
+        ("m-Q4_K_M.gguf", ["mmproj-F32.gguf", "mmproj-m-Q8_0.gguf", "mmproj-BF16.gguf"], "mmproj-m-Q8_0.gguf"),
+        ("m-F32.gguf", ["mmproj-F32.gguf", "mmproj-F16.gguf"], "mmproj-F32.gguf"),
+        ("m.gguf", ["m-mmproj-f16.gguf"], "m-mmproj-f16.gguf"),
+        ("a/m-Q8_0.gguf", ["mmproj-F16.gguf", "a/mmproj-F32.gguf", "b/mmproj-F16.gguf"], "a/mmproj-F32.gguf"),
+        ("a/m-Q8_0.gguf", ["ab/mmproj-F16.gguf"], None),
+        ("m.gguf", ["README.md", "mmproj.txt", "other.gguf"], None),
+        (PARTS[0], ["mmproj-F16.gguf", "mmproj-Q6_K.gguf"], "mmproj-Q6_K.gguf"),
+    ],
+)
+def test_the_projector_of_a_model_is_the_one_that_llama_cpp_takes(
+    model: str, files: list[str], projector: str | None
+) -> None:
+    assert choose_projector([model, *files], model) == projector
+    assert choose_file([*files, model], "") in (model, "other.gguf")
+
+
+def test_a_projector_is_fetched_before_its_model_and_is_there_afterwards(hub: FakeHub, folder: Path) -> None:
+    of_repository = folder / "owner" / "Tiny-GGUF"
+    assert pull.choose_projector("owner/Tiny-GGUF:Q4_0") == of_repository / "mmproj-F16.gguf"
+    assert [path.name for path in of_repository.glob("*.gguf")] == ["mmproj-F16.gguf"]
+    path = choose_model("owner/Tiny-GGUF:Q4_0")
+    hub.requests.clear()
+    assert pull.choose_projector("owner/Tiny-GGUF:Q4_0") == of_repository / "mmproj-F16.gguf"
+    assert pull.choose_projector(str(path)) is None  # a file: --mmproj says which one it shall have
+    assert hub.requests == []
+    assert pull.choose_projector("owner/Big-GGUF") is None
+    assert pull.choose_projector("tiny") is None
+
+
+def config_of(*flags: str) -> EngineConfig:
+    """The settings of a command line."""
+    found: list[EngineConfig] = []
+
+    def keep(config: EngineConfig) -> None:
+        found.append(config)
+
+    result = CliRunner().invoke(click.command(engine_options(keep)), flags)
+    assert not result.exception, (result.output, result.exception)
+    return found[0]
+
+
+@pytest.mark.usefixtures("hub")
+def test_a_model_of_the_hub_has_its_projector_unless_told_otherwise(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cppbatch.llama.media_encoder.has_mtmd", lambda: True)
+    projector = str(folder / "owner" / "Tiny-GGUF" / "mmproj-F16.gguf")
+    of_hub = ["-hf", "owner/Tiny-GGUF:Q4_0"]
+    assert config_of(*of_hub, "--no-mmproj").mmproj == config_of(*of_hub, "--no-mmproj-auto").mmproj == ""
+    assert not Path(projector).exists()
+    assert (
+        config_of("-hf", "owner/Tiny-GGUF:Q8_0").mmproj == config_of("-m", "owner/Tiny-GGUF:Q8_0").mmproj == projector
+    )
+    assert config_of(*of_hub).mmproj == projector  # it is beside the model now
+    (tmp_path / "mine.gguf").write_bytes(Path(projector).read_bytes())
+    assert config_of(*of_hub, "--mmproj", str(tmp_path / "mine.gguf")).mmproj == str(tmp_path / "mine.gguf")
+    assert config_of(*of_hub, "--pooling", "mean").mmproj == ""
+    assert config_of("-m", str(folder / "owner" / "Tiny-GGUF" / "Tiny-Q4_0.gguf")).mmproj == ""

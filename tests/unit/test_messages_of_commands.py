@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import io
+import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from click import Group
 from click.shell_completion import BashComplete
 
 from cppbatch import EngineConfig, EngineProcess, LocalEngine
+from cppbatch.cli.batch_command import BatchProgress
 from cppbatch.cli.engine_options import engine_options
 from cppbatch.cli.main import cli
 from cppbatch.config import EngineSettings, named
@@ -30,6 +35,11 @@ def test_a_message_about_a_setting_has_its_name_and_its_flag() -> None:
         EngineConfig("model.gguf", swap_space=-1)
 
 
+def test_quantised_values_without_flash_attention_are_refused_with_the_flag_to_leave_out() -> None:
+    with pytest.raises(ConfigError, match=r"cache_type_v \(-ctv\) is 'q8_0', .* leave out flash_attn \(-fa\), or take"):
+        EngineConfig("model.gguf", cache_type_v="q8_0", flash_attn="off")
+
+
 def test_the_flags_in_messages_are_those_of_the_commands() -> None:
     command: Any = engine_options(lambda: None)
     flags = {flag for option in command.__click_params__ for flag in (*option.opts, *option.secondary_opts)}
@@ -47,3 +57,29 @@ def test_shells_complete_commands_and_flags_as_the_readme_says() -> None:
     assert "--template" in [each.value for each in completion.get_completions(["batch"], "--tem")]
     readme = (Path(__file__).parents[2] / "README.md").read_text()
     assert 'eval "$(_CPPBATCH_COMPLETE=bash_source cppbatch)"' in readme
+
+
+def test_one_environment_name_gives_the_key_to_every_command() -> None:
+    """`serve`, and the clients `chat --url` and `bench serve`: CPPBATCH_API_KEY."""
+    bench = cli.commands["bench"]
+    assert isinstance(bench, Group)
+    for command in (cli.commands["serve"], cli.commands["chat"], bench.commands["serve"]):
+        (key,) = [each for each in command.params if each.name in {"api_key", "api_keys"}]
+        assert "CPPBATCH_API_KEY" in (key.envvar or ()), command.name
+
+
+class _Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_the_two_times_of_the_bar_have_labels(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"TERM": "xterm-256color", "COLUMNS": "120"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("sys.stderr", screen := _Terminal())
+    journal = SimpleNamespace(n_completed=3, n_failed=1)
+    job: Any = SimpleNamespace(journal=journal, n_lines=10, n_tokens=50, n_running=2)
+    with BatchProgress(job) as progress:
+        progress.start()
+    shown = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", screen.getvalue())
+    assert re.search(r"4/10 done, 1 failed, .* batch 2 +elapsed: +\d:\d\d:\d\d +left: +[-\d:]+", shown), shown

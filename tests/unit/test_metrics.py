@@ -90,6 +90,18 @@ def test_an_engine_counts_each_step_once() -> None:
     assert 0 < (recent.step_ms_p50 or 0) <= (recent.step_ms_p95 or 0)
 
 
+def test_stats_have_percentiles_of_the_time_that_requests_waited() -> None:
+    """With one place, each of 20 requests waits for those before it."""
+    engine = fake_engine(n_ctx=256, n_batch=16, n_parallel=1)
+    assert engine.stats().recent_steps.wait_ms_p50 is None
+    for _ in range(20):
+        engine.add_request("ab", greedy(6, ignore_eos=True))
+    waits = sorted(1000 * event.usage.queue_seconds for event in drain(engine) if event.usage)
+    recent = engine.stats().recent_steps
+    found = [recent.wait_ms_p50, recent.wait_ms_p95, recent.wait_ms_p99]
+    assert found == pytest.approx([waits[9], waits[18], waits[19]], abs=0.5)
+
+
 def stats_of(*batches: int) -> EngineStats:
     """Of an engine that has done such decode steps, of 10 tokens each."""
     metrics = Metrics()

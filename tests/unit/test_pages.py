@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.python_names import defined_in
+
 ROOT = Path(__file__).parents[2]
 PAGES = sorted(
     page
@@ -38,3 +40,13 @@ def test_every_named_script_test_and_example_exists(page: Path) -> None:
         return
     for path in re.findall(r"\b(?:scripts|tests|examples)/[\w/]+\.py\b", page.read_text()):
         assert (ROOT / path).exists(), path
+
+
+SHOWN_BY = re.findall(r"`(\w+/test_\w+\.py): (test_\w+)`", (ROOT / "SECURITY.md").read_text())
+
+
+def test_each_line_of_the_threat_model_names_a_test_that_exists() -> None:
+    rows = re.findall(r"^\| .* \| `.*` \|$", (ROOT / "SECURITY.md").read_text(), re.MULTILINE)
+    assert len(rows) >= 9
+    assert len(SHOWN_BY) == sum(row.count("test_") for row in rows) / 2, "each as folder/file.py: test"
+    assert [named for named in SHOWN_BY if named[1] not in defined_in(ROOT / "tests" / named[0])] == []

@@ -80,6 +80,11 @@ def test_a_window_shorter_than_the_history_holds_its_last_tokens() -> None:
     assert [recent_tokens(sequence, n).tolist() for n in (0, 1, 5)] == [[], [3], [50, 9, 51, 52, 3]]
 
 
+def test_without_the_prompt_only_the_text_is_recent() -> None:
+    sequence = sequence_of(SamplingParams(penalize_prompt=False), HISTORY, n_prompt=12)
+    assert [recent_tokens(sequence, n).tolist() for n in (-1, 2, 64)] == [HISTORY[12:], HISTORY[-2:], HISTORY[12:]]
+
+
 def test_each_occurrence_within_the_window_counts_for_the_frequency() -> None:
     row = logits()
     ours = penalised(row, HISTORY, frequency_penalty=0.5, penalty_last_n=8)  # 3 41 7 50 9 51 52 3

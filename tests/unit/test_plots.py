@@ -66,8 +66,22 @@ def roofline() -> Figure:
 def strategies() -> Figure:
     times = ("first_token_p50", "first_token_p95", "latency_p50", "latency_p95")
     rows = [
-        {"strategy": name, "tokens_per_second": spread(value), **{key: spread(value / 9) for key in times}}
+        {
+            "batch_size": 4,
+            "strategy": name,
+            "tokens_per_second": spread(value),
+            **{key: spread(value / 9) for key in times},
+        }
         for name, value in (("sequential", 100.0), ("static", 150.0), ("continuous", 260.0))
+    ]
+    return plot_strategies(report(rows))
+
+
+def strategies_by_batch() -> Figure:
+    rows = [
+        {"batch_size": n, "strategy": name, "tokens_per_second": spread(n * value), "latency_p95": spread(n / value)}
+        for name, value in (("sequential", 10.0), ("continuous", 26.0))
+        for n in (1, 8, 64)
     ]
     return plot_strategies(report(rows))
 
@@ -82,7 +96,7 @@ def lines(figure: Figure) -> list[tuple[Any, Any]]:
     return [(axes, line) for axes in figure.axes for line in axes.get_lines() if line.get_marker() != "None"]
 
 
-@pytest.mark.parametrize("draw", [throughput, speedup, roofline, strategies, tuning])
+@pytest.mark.parametrize("draw", [throughput, speedup, roofline, strategies, strategies_by_batch, tuning])
 def test_each_point_is_inside_the_frame(draw: Any, tmp_path: Path) -> None:
     figure: Figure = draw()
     save_figure(figure, tmp_path / "plot.png")

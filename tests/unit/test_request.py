@@ -14,15 +14,17 @@ import pytest
 from cppbatch import (
     BatchInferenceEngine,
     Completion,
+    EngineConfig,
     FinishReason,
     GenerationEvent,
     GenerationRequest,
     InvalidRequest,
     SamplingParams,
+    generate_batch,
 )
 from cppbatch.engine.params import GRAMMARS, SAMPLERS, shown
 from cppbatch.errors import EngineClosed
-from tests.fakes import EOG, N_VOCAB, context_of, drain, fake_engine, greedy, reference
+from tests.fakes import EOG, N_VOCAB, context_of, drain, fake_engine, greedy, reference, tokens_of
 
 ENDLESS = greedy(9, ignore_eos=True)
 NAN, INF = float("nan"), float("inf")
@@ -259,8 +261,8 @@ def test_visible_tokens_are_a_few_strings() -> None:
 def test_no_tokens_may_be_wanted_only_where_the_prompt_is_echoed() -> None:
     assert SamplingParams(max_tokens=0, echo=True).max_tokens == 0
     assert refusal("max_tokens", 0) == f"max_tokens: is 0; it must be from 1 to {2**31 - 1}"
-    with pytest.raises(InvalidRequest, match=f"^max_tokens: is -1; it must be from 0 to {2**31 - 1}$"):
-        SamplingParams(max_tokens=-1, echo=True)
+    with pytest.raises(InvalidRequest, match=f"^max_tokens: is -2; it must be from 0 to {2**31 - 1}$"):
+        SamplingParams(max_tokens=-2, echo=True)
     with pytest.raises(InvalidRequest, match="min_tokens: is 1, more than max_tokens 0"):
         SamplingParams(max_tokens=0, min_tokens=1, echo=True)
 
@@ -566,3 +568,71 @@ def test_settings_beside_a_ready_config_are_used() -> None:
     from cppbatch.config import EngineConfig, engine_config
 
     assert engine_config(EngineConfig(model_path="x", n_ctx=512), {"n_ctx": 1024}).n_ctx == 1024
+
+
+@pytest.mark.parametrize("params", [{"max_tokens": 4, "temperature": 0}, greedy(4)])
+def test_params_may_be_a_dict(params: Any) -> None:
+    engine = fake_engine()
+    expected = reference([5, 6], greedy(4))[0]
+    assert engine.generate([[5, 6]], params)[0].tokens == expected
+    assert engine.generate([[5, 6]], [params])[0].tokens == expected
+    assert [each.completion.tokens for each in engine.map([[5, 6]], params)] == [expected]
+
+
+def test_params_may_be_a_number_of_tokens() -> None:
+    assert len(fake_engine().generate([[5, 6]], 4)[0].tokens) <= 4
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((5,), "prompts: is 5; give a list of texts"),
+        ((["x"], {"max_token": 4}), "'max_token', which is not a field of SamplingParams; did you mean max_tokens?"),
+        ((["x"], 1.5), "params: is 1.5; give SamplingParams, a dict of its fields, or a number of tokens"),
+        ((["x"], "abc"), "params: is 'abc'; give SamplingParams"),
+    ],
+)
+def test_other_arguments_of_generate_are_refused_with_what_to_write(arguments: Any, message: str) -> None:
+    with pytest.raises(InvalidRequest, match=re.escape(message)):
+        fake_engine().generate(*arguments)
+
+
+def test_generate_batch_takes_the_positional_form() -> None:
+    engine = fake_engine()
+    given = generate_batch(engine, [[5, 6]], 4, 0.7, 0.9, 42)[0]
+    wanted = engine.generate([[5, 6]], SamplingParams(max_tokens=4, temperature=0.7, top_p=0.9, seed=42))[0]
+    assert (given.tokens, given.seed) == (wanted.tokens, 42)
+
+
+def test_one_rpc_worker_may_be_given_without_a_list() -> None:
+    assert EngineConfig("x", rpc="127.0.0.1:5").rpc == ("127.0.0.1:5",)  # type: ignore[arg-type]
+
+
+def test_update_request_appends_given_tokens_and_the_text_continues_behind_them() -> None:
+    engine = fake_engine()
+    other = engine.add_request([9, 9, 3], greedy(12))
+    name = engine.add_request([5, 6], greedy(12, ignore_eos=True))
+    events: list[GenerationEvent] = []
+    while sum(len(event.tokens) for event in events if event.request_id == name) < 2:
+        events += engine.step()
+    before = tokens_of(events, name)
+    assert engine.update_request(name, [7, 8])
+    events += drain(engine)
+    expected = [*before, 7, 8]
+    expected += reference([5, 6, *expected], greedy(12 - len(expected), ignore_eos=True))[0]
+    assert tokens_of(events, name) == expected
+    assert tokens_of(events, other) == reference([9, 9, 3], greedy(12))[0]
+    engine.kv.check()
+
+
+def test_update_request_refuses_what_does_not_fit_and_ends_a_full_text() -> None:
+    engine = fake_engine()
+    name = engine.add_request([5, 6], greedy(4, ignore_eos=True))
+    with pytest.raises(InvalidRequest, match="tokens: has 5 ids, and the text has room for 4 more"):
+        engine.update_request(name, [7] * 5)
+    with pytest.raises(InvalidRequest, match=str(N_VOCAB)):
+        engine.update_request(name, [N_VOCAB])
+    assert engine.update_request(name, [7] * 4)
+    events = drain(engine)
+    assert (tokens_of(events, name), events[-1].finish_reason) == ([7] * 4, FinishReason.LENGTH)
+    assert not engine.update_request(name, [7])

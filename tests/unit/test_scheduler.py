@@ -42,7 +42,7 @@ class Policy:
         self.kv.check()
         outputs = plan.outputs()
         for sequence, n in plan.chunks:
-            self.memory.cells[sequence.seq_id] += bytes(n)
+            self.memory.add_text(sequence.seq_id, n)
             self.kv.computed(sequence, n)
         for sequence in outputs:
             sequence.append(0)

@@ -73,7 +73,7 @@ SAMPLING: list[tuple[str, str, str, Any]] = [
     ("--seed", "5", "seed", 5),
     ("-s", "4294967295", "seed", -1),
     ("-n", "12", "max_tokens", 12),
-    ("--predict", "-1", "max_tokens", None),
+    ("--predict", "-1", "max_tokens", -1),
 ]
 
 

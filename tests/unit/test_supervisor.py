@@ -1,14 +1,16 @@
-"""A supervisor never gives a model up."""
+"""A supervisor never gives a model up that has computed anything."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 
 import pytest
 from msgspec.structs import replace
 
 from cppbatch import EngineConfig, EngineProcess, GenerationRequest, SamplingParams
 from cppbatch.cluster import supervisor
+from cppbatch.cluster.worker_handle import WorkerDied
 from cppbatch.cluster.worker_link import Loaded
 from cppbatch.errors import EngineClosed
 from tests.fake_workers import FakeWorker, fake_workers
@@ -26,6 +28,79 @@ async def test_a_model_that_cannot_be_loaded_for_hours_is_tried_again(fake_worke
                 return
             await asyncio.sleep(0.01)
         raise AssertionError(f"it is {engine.health()}")
+
+
+ABORT = "killed by SIGABRT: ggml.c:1797: GGML_ASSERT(view_src == NULL) failed"
+
+
+async def die_in_a_row(workers: list[FakeWorker], deaths: list[WorkerDied]) -> None:
+    """Each worker dies as soon as it is ready."""
+    for i, death in enumerate(deaths):
+        await until_ready(workers, i)
+        workers[i].die(death)
+
+
+async def until_ready(workers: list[FakeWorker], i: int) -> None:
+    await until(lambda: len(workers) > i and workers[i].is_listened_to)
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    for _ in range(500):
+        if condition():
+            return
+        await asyncio.sleep(0.01)
+    raise AssertionError("it never came true")
+
+
+async def test_the_fifth_death_in_the_first_steps_names_the_model_and_starts_no_other_worker(
+    fake_workers: list[FakeWorker],
+) -> None:
+    async with EngineProcess(EngineConfig("model.gguf")) as engine:
+        reading = asyncio.ensure_future(anext(engine.submit(GenerationRequest(id="1", prompt="a"))))
+        await die_in_a_row(fake_workers, [WorkerDied(ABORT, set()) for _ in range(5)])
+        error = (await reading).error or ""
+        assert f"the model {engine.info.name} ({engine.info.description}) cannot be computed here" in error
+        assert f"none computed a token, the last one: {ABORT}" in error
+        health = engine.health()
+        assert (health.status, health.takes_requests) == ("failed", False)
+        assert health.error
+        assert health.error in error
+        with pytest.raises(EngineClosed, match=r"it is failed: the model .* cannot be computed here"):
+            await engine.check(GenerationRequest(id="2", prompt="a"))
+        await asyncio.sleep(0.1)
+        assert len(fake_workers) == 5
+
+
+@pytest.mark.parametrize(
+    "death",
+    [WorkerDied("killed by SIGKILL", set(), external=True), WorkerDied(ABORT, set(), computing=False)],
+    ids=["from outside", "while a request was prepared"],
+)
+async def test_other_deaths_do_not_count_against_the_model(
+    fake_workers: list[FakeWorker], monkeypatch: pytest.MonkeyPatch, death: WorkerDied
+) -> None:
+    monkeypatch.setattr(supervisor, "_MAX_PAUSE_S", 0.0)
+    async with EngineProcess(EngineConfig("model.gguf")) as engine:
+        await die_in_a_row(fake_workers, [death] * 8)
+        await until(lambda: len(fake_workers) == 9 and engine.health().status == "ok")
+
+
+async def test_a_model_that_has_computed_a_token_is_not_to_blame(
+    fake_workers: list[FakeWorker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervisor, "_MAX_PAUSE_S", 0.0)
+    async with EngineProcess(EngineConfig("model.gguf")) as engine:
+        await die_in_a_row(fake_workers, [WorkerDied(ABORT, set()) for _ in range(4)])
+        await until_ready(fake_workers, 4)
+        request = GenerationRequest(id="1", prompt="a", params=SamplingParams(max_tokens=1))
+        reading = asyncio.ensure_future(anext(engine.submit(request)))
+        await asyncio.sleep(0)
+        fake_workers[4].step()
+        assert (await reading).tokens
+        for _ in range(6):
+            n = len(fake_workers)
+            fake_workers[-1].die(WorkerDied(ABORT, set()))
+            await until_ready(fake_workers, n)
 
 
 async def test_a_worker_without_requests_closes_its_engine_and_one_with_requests_is_killed(
@@ -73,3 +148,18 @@ async def test_a_file_that_became_another_model_is_refused_until_it_is_back(
                 return
             await asyncio.sleep(0.01)
         raise AssertionError(f"it is {engine.health()}")
+
+
+async def test_a_caller_of_stats_that_is_cancelled_when_the_answer_arrives_ends(
+    fake_workers: list[FakeWorker],
+) -> None:
+    """At any turn of the event loop. Otherwise a monitor that is cancelled would go on for ever."""
+    async with EngineProcess(EngineConfig("model.gguf")) as engine:
+        await engine.loaded()
+        for n_turns in range(30):
+            asking = asyncio.ensure_future(engine.stats())
+            for _ in range(n_turns):
+                await asyncio.sleep(0)
+            if asking.cancel():
+                await asyncio.wait([asking])
+                assert asking.cancelled(), f"cancelled after {n_turns} turns"

@@ -277,7 +277,19 @@ def test_what_the_user_has_given_stays() -> None:
 def test_quantised_values_are_never_tried_without_flash_attention() -> None:
     found = tuned(EngineConfig(model_path="model.gguf", cache_type_v="q8_0"))
     assert found.settings().flash_attn == "on"
-    assert not [point for point in found.points if "off" in point["setting"]]
+
+
+@pytest.mark.usefixtures("memory_for")
+def test_an_f32_cache_is_never_tried_with_flash_attention_which_would_cast_it() -> None:
+    tried = set()
+
+    def measure(task: MeasurementTask, timeout: float) -> Measurement:
+        tried.add(task.config.flash_attn)
+        return machine(task, timeout)
+
+    config = EngineConfig(model_path="model.gguf", cache_type_k="f32", cache_type_v="f32")
+    assert tuned(config, measure).settings().flash_attn == "off"
+    assert "on" not in tried
 
 
 def test_memory_bounds_parallelism_by_estimate_and_by_trying(memory_for: Callable[[int], None]) -> None:

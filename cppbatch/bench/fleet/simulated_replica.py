@@ -39,6 +39,8 @@ class SimulatedMemory:
     kv_unified = False
     has_streams = True
     can_shift = False
+    shares_cells = has_states = False
+    n_window = 0
 
     def __init__(self, times: StepTimes) -> None:
         self._times = times
@@ -80,6 +82,24 @@ class SimulatedMemory:
 
     def share_prefix(self, source: int, target: int, n: int) -> None:
         raise NotImplementedError("streams share no cells")
+
+    def first_cut(self, seq_id: int) -> int:
+        return 0
+
+    def cut(self, seq_id: int, n: int) -> None:
+        self.remove(seq_id, n)
+
+    def copy_cut(self, source: int, target: int, n: int) -> None:
+        raise NotImplementedError("streams of cells can be truncated anywhere")
+
+    def share_cells(self, source: int, target: int, part: Any) -> None:
+        raise NotImplementedError("streams share no cells")
+
+    def save_part(self, seq_id: int) -> SimulatedState:
+        raise NotImplementedError("streams of cells can be truncated anywhere")
+
+    def restore_part(self, seq_id: int, part: Any) -> None:
+        raise NotImplementedError("streams of cells can be truncated anywhere")
 
     def read_state(self, data: npt.NDArray[np.uint8], form: Mapping[str, Any]) -> SimulatedState:
         raise NotImplementedError("a simulation has no files of slots")

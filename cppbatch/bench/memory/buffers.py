@@ -11,11 +11,13 @@ import msgspec
 
 Kind = Literal[
     "weights", "adapters", "cells", "states", "compute", "output", "projector", "encoding", "vectors", "process",
-    "engine", "drafts",
+    "engine", "drafts", "hidden",
 ]  # fmt: skip
 """cells: the KV cache. states: the state of recurrent layers. output: rows of logits or embeddings. projector: the
 weights of an mmproj file. encoding: the compute buffers of its encoders. vectors: the batch of their output. process:
-the interpreter, libraries and vocabulary. engine: the engine's copies of output rows."""
+the interpreter, libraries and vocabulary. engine: the engine's copies of output rows. hidden: rows for a draft head."""
+Owner = Literal["", "draft model", "draft head"]
+"""What has a buffer beside the model itself."""
 
 
 class Buffer(msgspec.Struct, frozen=True):
@@ -25,7 +27,7 @@ class Buffer(msgspec.Struct, frozen=True):
     buffer_type: str
     """llama.cpp's buffer type: CPU, CPU_Mapped, CPU_REPACK, CUDA0, CUDA_Host ..."""
     n_bytes: int
-    of_draft_model: bool = False
+    owner: Owner = ""
 
 
 _KINDS: dict[str, Kind] = {"model": "weights", "LoRA": "adapters", "compute": "compute", "output": "output"}
@@ -34,6 +36,7 @@ _CACHE = re.compile(r"size =\s*([\d.]+) MiB \(\s*\d+ cells,.* K \(")
 _CACHE_LAYER = re.compile(r"layer\s+\d+: dev = (\S+)")
 _ENCODER = "reserve_compute_meta: "  # the function of mtmd that logs it
 _LOADING = re.compile(r"llama_model_loader: loaded meta data with")
+_CONTEXT = re.compile(r"constructing llama_context")
 
 
 def read_buffers(lines: Iterable[str]) -> list[Buffer]:
@@ -65,10 +68,12 @@ def read_buffers(lines: Iterable[str]) -> list[Buffer]:
 
 
 def read_engine_buffers(lines: Sequence[str]) -> list[Buffer]:
-    """As `read_buffers`, of an engine that may have a draft model, which is loaded after its model and context."""
-    loads = [i for i, line in enumerate(lines) if _LOADING.search(line)]
-    draft_at = loads[1] if len(loads) > 1 else len(lines)
-    of_draft = (msgspec.structs.replace(each, of_draft_model=True) for each in read_buffers(lines[draft_at:]))
+    """As `read_buffers`, of an engine that may have a draft model, which is loaded after its model and context, or a
+    draft head, whose context is made then."""
+    loads, contexts = ([i for i, line in enumerate(lines) if form.search(line)] for form in (_LOADING, _CONTEXT))
+    owner: Owner = "draft model" if len(loads) > 1 else "draft head"
+    draft_at = next((more[1] for more in (loads, contexts) if len(more) > 1), len(lines))
+    of_draft = (msgspec.structs.replace(each, owner=owner) for each in read_buffers(lines[draft_at:]))
     return [*read_buffers(lines[:draft_at]), *of_draft]
 
 

@@ -8,6 +8,7 @@ import msgspec
 
 from cppbatch.bench.child_process import run_module
 from cppbatch.bench.memory.buffers import Buffer
+from cppbatch.bench.memory.sequence_memory import SequenceMemory
 from cppbatch.config import EngineConfig
 from cppbatch.errors import EstimateFailed
 
@@ -36,6 +37,8 @@ class Footprint(msgspec.Struct, frozen=True, kw_only=True):
     """The most KV cells that one sequence may use."""
     n_layers: int = 0
     n_ctx_train: int = 0
+    sequence: SequenceMemory = SequenceMemory()
+    """What one sequence takes of the cells and states."""
     error: str | None = None
 
 

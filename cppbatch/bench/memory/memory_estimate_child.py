@@ -14,12 +14,15 @@ import msgspec
 import psutil
 from msgspec.structs import replace
 
-from cppbatch.bench.memory.buffers import Buffer, read_buffers
+from cppbatch.bench.memory.buffers import Buffer, Owner, read_buffers
 from cppbatch.bench.memory.memory_estimate import Device, Footprint, MemoryEstimate
+from cppbatch.bench.memory.sequence_memory import read_sequence_memory
 from cppbatch.bench.memory.weights import weight_buffers
 from cppbatch.config import EngineConfig
 from cppbatch.engine.runtime import load_model, make_context, may_draft, open_encoder, repacks, switches
 from cppbatch.engine.speculation.draft_runtime import check_draft_model, draft_config, make_draft_context
+from cppbatch.engine.speculation.head_proposer import most_rows
+from cppbatch.engine.speculation.head_runtime import make_head_context, uses_head
 from cppbatch.engine.speculation.speculator import max_draft_rows
 from cppbatch.errors import CppBatchError
 from cppbatch.llama import Backend, Context, Model, RpcConnections
@@ -73,9 +76,10 @@ def footprints(configs: list[EngineConfig]) -> Iterator[Footprint]:
         for config in configs:
             draft = draft_config(config)
             try:
+                has_head = uses_head(config)
                 of_draft = draft and (draft.model_path, draft.n_gpu_layers, repacks(draft))
                 where = config.n_gpu_layers, config.device, config.rpc, config.tensor_split
-                key = (config.model_path, where, repacks(config), config.lora, of_draft, config.mmproj)
+                key = (config.model_path, where, repacks(config), config.lora, of_draft, config.mmproj, has_head)
                 if simulated is None or simulated.key != key:
                     if simulated:
                         simulated.close()
@@ -106,7 +110,7 @@ class _SimulatedModel:
             self.close()
             raise
         process = Buffer("process", "CPU", psutil.Process().memory_info().rss)
-        self._fixed = [*weights, *map(_of_draft_model, draft_weights), *projector, process]
+        self._fixed = [*weights, *_of(draft_weights, "draft model"), *projector, process]
 
     def close(self) -> None:
         self.model.close()
@@ -136,7 +140,10 @@ class _SimulatedModel:
         of_draft: list[Buffer] = []
         if self._draft and (draft := draft_config(smaller)):
             with Backend.get().lines() as lines, make_draft_context(draft, self._draft):
-                of_draft = [_of_draft_model(each) for each in _context_buffers(lines, factors)]
+                of_draft = _of(_context_buffers(lines, factors), "draft model")
+        if model.has_head:
+            with Backend.get().lines() as lines, make_head_context(smaller, model) as head:
+                of_draft = _of([*_context_buffers(lines, factors), *_hidden_rows(config, head)], "draft head")
         with Backend.get().lines() as lines, make_context(smaller, model) as context:
             buffers = [*_context_buffers(lines, factors), *_output_rows(config, model, context)]
             return Footprint(
@@ -145,6 +152,7 @@ class _SimulatedModel:
                 sequence_cells=round(context.n_ctx_seq * config.n_ctx / n_ctx),
                 n_layers=model.n_layers,
                 n_ctx_train=model.n_ctx_train,
+                sequence=read_sequence_memory(lines, window=model.n_swa, n_sequences=context.n_seq_max),
             )
 
     def _max_real_states(self, config: EngineConfig) -> int:
@@ -177,8 +185,15 @@ def _context_buffers(lines: list[str], factors: dict[str, float]) -> list[Buffer
     return [_scaled(each, factors.get(each.kind, 1.0)) for each in read_buffers(lines) if each.kind != "weights"]
 
 
-def _of_draft_model(buffer: Buffer) -> Buffer:
-    return replace(buffer, of_draft_model=True)
+def _of(buffers: list[Buffer], owner: Owner) -> list[Buffer]:
+    return [replace(buffer, owner=owner) for buffer in buffers]
+
+
+def _hidden_rows(config: EngineConfig, head: Context) -> Iterator[Buffer]:
+    """Rows of every token of a batch, of the model and of the head, and those that are kept for sequences."""
+    n_embd = head.model.n_embd
+    n_rows = config.n_batch + head.n_batch + config.n_parallel * most_rows(config.n_parallel, n_embd)
+    yield Buffer("hidden", "CPU", n_rows * n_embd * _FLOAT_BYTES)
 
 
 def _scaled(buffer: Buffer, factor: float) -> Buffer:
@@ -195,7 +210,7 @@ def _output_rows(config: EngineConfig, model: Model, context: Context) -> Iterat
     if on_device:  # candidates, logits and probabilities: a row each
         yield Buffer("output", "CPU", 3 * config.n_parallel * row)
     yield Buffer("engine", "CPU", config.n_parallel * row)
-    if may_draft(config) and (not model.is_recurrent or model.has_snapshots):
+    if may_draft(config) and (not model.is_recurrent or model.most_snapshots):
         n_drafted = min(
             config.n_ubatch, config.n_parallel * (1 + config.draft_max), max_draft_rows(model.vocab.n_tokens)
         )

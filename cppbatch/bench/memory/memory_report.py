@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,10 +30,12 @@ _NAMES = {
     "compute": "compute buffers", "projector": "projector (mmproj)", "encoding": "encoding of pictures and sound",
     "vectors": "their vectors in a step",
     "output": "rows of logits", "engine": "their copies", "drafts": "logits of drafts",
+    "hidden": "hidden rows",
     "process": "process",
 }  # fmt: skip
+_SHORT = 100  # tokens
 _NEAR = 2.5  # times the largest demand: free memory up to there is a line in the plot
-_NOT_LOGGED = ("projector", "vectors", "process", "engine", "drafts")  # not in llama.cpp's log
+_NOT_LOGGED = ("projector", "vectors", "process", "engine", "drafts", "hidden")  # not in llama.cpp's log
 
 
 def memory_report(config: EngineConfig, *, margin: float = 0.0) -> Report:
@@ -58,8 +60,26 @@ def memory_report(config: EngineConfig, *, margin: float = 0.0) -> Report:
         },
         columns=[Column("what", ""), Column("where", "where"), Column("predicted_mib", "MiB", 1)],
         rows=[_row(buffer, estimate.devices) for buffer in _sorted(footprint.buffers)],
-        notes=[*map(_verdict, needed), _limits(config)],
+        notes=[*map(_verdict, needed), _limits(config), *describe_sequences(footprint, config)],
     )
+
+
+def describe_sequences(footprint: Footprint, config: EngineConfig) -> Iterator[str]:
+    """What a sequence takes when it is short and when it is long, and how many checkpoints host memory holds."""
+    memory, long = footprint.sequence, min(footprint.sequence_cells, footprint.n_ctx_train or footprint.sequence_cells)
+    if not memory.checkpoint_bytes(long):
+        return
+    window = f"a window of {memory.window} tokens: {_mib(memory.window * memory.window_token_bytes)}"
+    states = f"states: {_mib(memory.state_bytes)}"
+    parts = "; ".join([window] * (memory.window > 0) + [states] * (memory.state_bytes > 0))
+    yield (
+        f"a sequence of {_SHORT} tokens uses {_mib(memory.bytes_of(_SHORT))}, one of {long} tokens "
+        f"{_mib(memory.bytes_of(long))} ({parts})"
+    )
+    if config.prefix_cache and config.prefix_cache_ram:
+        size = memory.bytes_of(long) if not memory.token_bytes else memory.checkpoint_bytes(long)
+        n = config.prefix_cache_ram * _MIB // size
+        yield f"a checkpoint takes up to {_mib(size)}: --prefix-cache-ram {config.prefix_cache_ram} holds {n}"
 
 
 def with_measured(report: Report, taken: MeasuredMemory) -> Report:
@@ -128,17 +148,17 @@ def _checked(estimate: MemoryEstimate) -> list[Footprint]:
 
 
 def _sorted(buffers: list[Buffer]) -> list[Buffer]:
-    """Merges buffers of the same kind and type, in the order of `_NAMES`; those of the draft model follow."""
+    """Merges buffers of the same kind and type, in the order of `_NAMES`; those of a draft model or head follow."""
     sizes: Counter[Buffer] = Counter()
     for buffer in buffers:
         sizes[replace(buffer, n_bytes=0)] += buffer.n_bytes
     order = list(_NAMES)
-    ordered = sorted(sizes.items(), key=lambda item: (item[0].of_draft_model, order.index(item[0].kind)))
+    ordered = sorted(sizes.items(), key=lambda item: (item[0].owner, order.index(item[0].kind)))
     return [replace(buffer, n_bytes=n) for buffer, n in ordered]
 
 
 def _name(buffer: Buffer) -> str:
-    return f"draft model: {_NAMES[buffer.kind]}" if buffer.of_draft_model else _NAMES[buffer.kind]
+    return f"{buffer.owner}: {_NAMES[buffer.kind]}" if buffer.owner else _NAMES[buffer.kind]
 
 
 def _row(buffer: Buffer, devices: Sequence[Device]) -> dict[str, Any]:
@@ -172,6 +192,10 @@ def _verdict(demand: Demand) -> str:
     slow = "; but the weights will not stay in memory" if demand.will_be_slow else ""
     kept = f", of which {100 * demand.margin:g}% must stay free" if demand.margin else ""
     return f"{demand.where}: {format_gib(demand.firm)}{file}; {format_gib(demand.free)} free{kept}: {fits}{slow}"
+
+
+def _mib(n_bytes: float) -> str:
+    return f"{n_bytes / _MIB:.3g} MiB"
 
 
 def _limits(config: EngineConfig) -> str:

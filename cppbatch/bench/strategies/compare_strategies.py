@@ -21,6 +21,7 @@ from cppbatch.bench.strategies.static_scheduler import StaticScheduler, round_up
 from cppbatch.bench.strategies.strategy_runner import WorkloadRun, run_workload
 from cppbatch.config import EngineConfig
 from cppbatch.engine.engine import BatchInferenceEngine
+from cppbatch.engine.model_info import ModelInfo
 from cppbatch.engine.runtime import Runtime, load_runtime
 from cppbatch.engine.scheduler import Scheduler
 from cppbatch.errors import ConfigError
@@ -28,6 +29,7 @@ from cppbatch.errors import ConfigError
 _WARM_UP = 4  # tokens of each request
 
 _COLUMNS = [
+    Column("batch_size", "B"),
     Column("strategy", "strategy"),
     Column("tokens_per_second", "tok/s"),
     Column("speedup", "x sequential", 2),
@@ -35,7 +37,11 @@ _COLUMNS = [
     Column("latency_p95", "p95", 2),
     Column("first_token_p50", "TTFT p50 s", 2),
     Column("first_token_p95", "p95", 2),
+    Column("wait_p50", "wait p50 s", 2),
+    Column("wait_p95", "p95", 2),
+    Column("wait_p99", "p99", 2),
     Column("mean_rows", "rows/step"),
+    Column("padding_percent", "padding %", 0),
     Column("cpu_percent", "CPU %", 0),
     Column("gpu_percent", "GPU %", 0),
 ]
@@ -45,6 +51,10 @@ class StrategyComparison(msgspec.Struct, frozen=True, kw_only=True):
     """The strategies and their settings. Raises `ConfigError` if these are out of range."""
 
     names: tuple[str, ...] = STRATEGIES
+    batch_sizes: tuple[int, ...] = ()
+    """Numbers of sequences at once, each with the same requests; empty: only the engine's."""
+    requests_per_sequence: int = 0
+    """Requests for each of these sequences; 0: as many as the workload has."""
     max_wait_ms: float = 50.0
     """The longest time for which a static batch, or the first one of continuous-window, is collected."""
     bucket: int = 64
@@ -80,10 +90,47 @@ def compare_strategies(
 ) -> Report:
     """Measures; `progress` gets a line for each run. `config.n_ctx` is ignored: n_ctx follows from the requests.
 
+    With several batch sizes the report has the rows of each, smallest first.
+
     Raises `ConfigError` and the engine's exceptions.
     """
     if config.kv_layout == "auto":  # all strategies share one context, so that none may switch it
         config = msgspec.structs.replace(config, kv_layout="unified")
+    sizes = sorted(compared.batch_sizes) or [config.n_parallel]
+    rows: list[dict[str, Any]] = []
+    for n in sizes:
+        here = msgspec.structs.replace(work, n_requests=n * compared.requests_per_sequence or work.n_requests)
+        info, runs_by_strategy = _measure(msgspec.structs.replace(config, n_parallel=n), compared, here, progress)
+        sequential = runs_by_strategy.get("sequential")
+        rows += [{"batch_size": n, **_row(name, runs, sequential)} for name, runs in runs_by_strategy.items()]
+    each = f"{compared.requests_per_sequence} for each sequence" if compared.requests_per_sequence else work.n_requests
+    return Report(
+        kind="strategies",
+        title=f"{info.name}: requests: {each}, {_arrival(work)}, prompts of {work.prompt_tokens} and "
+        f"{work.new_tokens} new tokens, B = {', '.join(map(str, sizes))} sequences, {info.kv_layout}",
+        machine=this_machine(),
+        model=info.name,
+        settings={
+            **msgspec.to_builtins(work),
+            **msgspec.to_builtins(compared),
+            "n_parallel": sizes[-1],
+            "kv_layout": info.kv_layout,
+            "flash_attn": config.flash_attn,
+            "sampling": info.sampling,
+            "n_threads": config.n_threads,
+        },
+        columns=_COLUMNS,
+        rows=rows,
+        notes=[
+            "wait: from arrival until a request is admitted. padding: computed tokens that no request needed.",
+        ],
+    )
+
+
+def _measure(
+    config: EngineConfig, compared: StrategyComparison, work: OfflineWorkload, progress: Callable[[str], object]
+) -> tuple[ModelInfo, dict[str, list[WorkloadRun]]]:
+    """The runs of each strategy with `config.n_parallel` sequences."""
     longest = round_up(work.prompt_tokens.high, compared.bucket) + work.new_tokens.high
     config = msgspec.structs.replace(
         config,
@@ -95,28 +142,9 @@ def compare_strategies(
     runtime = load_runtime(config)
     try:
         check_can_run(runtime.info, work.prompt_tokens.high, work.new_tokens.high)
-        runs_by_strategy = run_all(config, runtime, compared, work.requests(runtime.info.n_vocab), progress)
+        return runtime.info, run_all(config, runtime, compared, work.requests(runtime.info.n_vocab), progress)
     finally:
         runtime.close()
-    info = runtime.info
-    return Report(
-        kind="strategies",
-        title=f"{info.name}: {work.n_requests} requests, {_arrival(work)}, prompts of {work.prompt_tokens} and "
-        f"{work.new_tokens} new tokens, {config.n_parallel} places, {info.kv_layout}",
-        machine=this_machine(),
-        model=info.name,
-        settings={
-            **msgspec.to_builtins(work),
-            **msgspec.to_builtins(compared),
-            "n_parallel": config.n_parallel,
-            "kv_layout": info.kv_layout,
-            "flash_attn": config.flash_attn,
-            "sampling": info.sampling,
-            "n_threads": config.n_threads,
-        },
-        columns=_COLUMNS,
-        rows=[_row(name, runs, runs_by_strategy.get("sequential")) for name, runs in runs_by_strategy.items()],
-    )
 
 
 def run_all(
@@ -144,8 +172,9 @@ def run_all(
         for _ in range(compared.repeats):
             for name, engine in engines.items():
                 runs_by_strategy[name].append(run_workload(engine, requests))
+                at = f"B = {config.n_parallel}, " if compared.batch_sizes else ""
                 n_done, n_runs = sum(map(len, runs_by_strategy.values())), compared.repeats * len(engines)
-                progress(f"{n_done} of {n_runs}: {name}: {runs_by_strategy[name][-1].tokens_per_second:.1f} tok/s")
+                progress(f"{at}{n_done} of {n_runs}: {name}: {runs_by_strategy[name][-1].tokens_per_second:.1f} tok/s")
     return runs_by_strategy
 
 
@@ -162,6 +191,8 @@ def _row(name: str, runs: Sequence[WorkloadRun], sequential: Sequence[WorkloadRu
         "cpu_percent": of(lambda run: run.cpu_percent),
         "gpu_percent": None,
     }
+    row["padding_percent"] = of(lambda run: run.padding_percent)
+    row |= {f"wait_p{q}": Spread.of(float(np.percentile(run.wait, q)) for run in runs) for q in (50, 95, 99)}
     for q in (50, 95):
         row[f"latency_p{q}"] = Spread.of(float(np.percentile(run.latency, q)) for run in runs)
         row[f"first_token_p{q}"] = Spread.of(float(np.percentile(run.first_token, q)) for run in runs)

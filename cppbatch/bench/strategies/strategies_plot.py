@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from cppbatch.bench.plot import new_figure
+from cppbatch.bench.plot import from_zero, new_figure
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -18,8 +18,23 @@ _TIMES = {
 
 
 def plot_strategies(report: Report) -> Figure:
-    """Plots bars for each strategy, with their range over the repeats."""
+    """Plots bars for each strategy, with their range over the repeats; lines over several numbers of sequences."""
     figure, (speed, times) = new_figure(report, 2)
+    sizes = list(dict.fromkeys(row["batch_size"] for row in report.rows))
+    if len(sizes) > 1:
+        for axes, key, title in (
+            (speed, "tokens_per_second", "generated tokens/s"), (times, "latency_p95", "latency p95, seconds"),
+        ):  # fmt: skip
+            for name in dict.fromkeys(row["strategy"] for row in report.rows):
+                rows = [row for row in report.rows if row["strategy"] == name]
+                axes.plot([row["batch_size"] for row in rows], [row[key].median for row in rows], "o-", label=name)
+            axes.set_title(title)
+            axes.set_xscale("log", base=2)
+            axes.set_xticks(sizes, list(map(str, sizes)))
+            axes.set_xlabel("sequences at once (B)")
+            from_zero(axes)
+        speed.legend(fontsize=7)
+        return figure
     names = [row["strategy"] for row in report.rows]
     places = range(len(names))
     values = [row["tokens_per_second"] for row in report.rows]

@@ -23,6 +23,10 @@ class WorkloadRun:
     tokens: list[list[int]]
     first_token: list[float]
     latency: list[float]
+    wait: list[float]
+    """Until a request is admitted."""
+    padding_percent: float
+    """Share of the computed tokens that no request needed."""
     mean_rows: float
     """Mean number of sequences in a decode step."""
     cpu_percent: float
@@ -42,7 +46,7 @@ def run_workload(engine: BatchInferenceEngine, requests: list[TimedRequest]) -> 
     """
     n = len(requests)
     tokens: list[list[int]] = [[] for _ in requests]
-    late, first_token, latency = [0.0] * n, [0.0] * n, [0.0] * n
+    late, first_token, latency, wait = [0.0] * n, [0.0] * n, [0.0] * n, [0.0] * n
     pending = deque(enumerate(requests))
     before = engine.stats()
     with ResourceUsage() as usage:
@@ -60,6 +64,7 @@ def run_workload(engine: BatchInferenceEngine, requests: list[TimedRequest]) -> 
                 if event.usage:
                     if len(tokens[i]) != requests[i].n_new:
                         raise GenerationFailed(f"request {i} ended after {len(tokens[i])} tokens: {event.error}")
+                    wait[i] = late[i] + event.usage.queue_seconds
                     first_token[i] = late[i] + event.usage.first_token_seconds
                     latency[i] = late[i] + event.usage.total_seconds
             if not events and not engine.running:
@@ -67,11 +72,15 @@ def run_workload(engine: BatchInferenceEngine, requests: list[TimedRequest]) -> 
         seconds = perf_counter() - began
     after = engine.stats()
     rows, steps = after.decode_rows - before.decode_rows, after.decode_steps - before.decode_steps
+    computed = rows + after.prompt_tokens - before.prompt_tokens
+    needed = sum(len(request.prompt) + request.n_new - 1 for request in requests)  # nobody computes the last token
     return WorkloadRun(
         seconds=seconds,
         tokens=tokens,
         first_token=first_token,
         latency=latency,
+        wait=wait,
+        padding_percent=max(0.0, 100 * (1 - needed / computed)),
         mean_rows=rows / steps if steps else 0.0,
         cpu_percent=usage.cpu_percent,
         gpu_percent=usage.gpu_percent,

@@ -17,6 +17,7 @@ from cppbatch.bench.profile import TunedSettings
 from cppbatch.bench.tune.measurement import Measurement, MeasurementTask, measure_in_child
 from cppbatch.bench.tune.search import Speed, contradicting, doublings, fastest, is_gain, knee, largest_fitting, within
 from cppbatch.config import EngineConfig, available_threads
+from cppbatch.engine.kv_layout import flash_attn_settings
 from cppbatch.errors import ConfigError, EstimateFailed, ModelError
 
 _SECONDS = 1.0  # of decoding in each measurement
@@ -196,8 +197,7 @@ class Tuner:
             layouts = ["auto", "unified"]
         if "kv_layout" in self._given:
             layouts = [config.kv_layout]
-        quantised = config.cache_type_v in ("q8_0", "q4_0")  # these cache types need flash attention
-        attention = [config.flash_attn] if "flash_attn" in self._given else ["on"] if quantised else ["on", "off"]
+        attention = [config.flash_attn] if "flash_attn" in self._given else flash_attn_settings(config)
         return [{"kv_layout": layout, "flash_attn": fa} for layout in layouts for fa in attention]
 
     def _best(self, what: str, config: EngineConfig, choices: list[dict[str, Any]]) -> EngineConfig:

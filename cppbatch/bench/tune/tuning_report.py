@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from cppbatch.bench.batch_gain import gain_notes
 from cppbatch.bench.machine import this_machine
 from cppbatch.bench.plot import from_zero, new_figure
 from cppbatch.bench.profile import as_flags
@@ -51,6 +52,11 @@ def tuning_report(tuning: TuningResult) -> Report:
         notes=[
             f"chosen: {as_flags(chosen)}",
             f"{speed.tokens_per_s:.1f} tokens/s together, {speed.inter_token_ms:.1f} ms between two of one sequence",
+            *gain_notes(
+                {each.n_parallel: each.tokens_per_s for each in tuning.curve},
+                tuning.config.model_path,
+                n_gpu_layers=tuning.config.n_gpu_layers,
+            ),
             *tuning.notes,
         ],
     )

@@ -1,0 +1,31 @@
+"""What -hf, -hff and --mmproj-auto mean."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import click
+
+
+def hub_name(repository: str | None, file: str | None) -> str | None:
+    """The name of a model that -hf and -hff mean; None: they are not given."""
+    if file and not repository:
+        raise click.UsageError(f"-hff {file} needs -hf OWNER/REPO")
+    if not repository:
+        return None
+    from cppbatch.models.hub import hub_model
+
+    name = f"{repository.partition(':')[0]}:{file}" if file else repository
+    if hub_model(name) is None:
+        raise click.BadParameter(f"{repository!r} is not OWNER/REPO or OWNER/REPO:TYPE", param_hint="-hf")
+    return name
+
+
+def may_see(name: str, settings: Mapping[str, Any]) -> bool:
+    """Whether a model gets the projector that is beside it on the hub, with these settings of the engine."""
+    from cppbatch.llama.media_encoder import has_mtmd
+    from cppbatch.models.hub import hub_model
+
+    is_text_only = settings.get("pooling") or settings.get("deterministic")
+    return bool(hub_model(name)) and not (settings["mmproj"] or is_text_only) and has_mtmd()
