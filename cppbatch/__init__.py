@@ -10,7 +10,6 @@ with BatchInferenceEngine("model.gguf") as engine:
 from __future__ import annotations
 
 import importlib
-from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -32,9 +31,11 @@ if TYPE_CHECKING:
         TokenLogprob,
     )
     from cppbatch.errors import CppBatchError, InvalidRequest
+    from cppbatch.llama_cpp_python.llama import Llama
+    from cppbatch.llama_cpp_python.patching import patch
     from cppbatch.models.pull import pull_default
 
-__version__ = version("cppbatch")
+    __version__: str
 
 # Imported when first used: `cppbatch --help` and a server process, whose workers load the model, need no llama.cpp.
 _MODULES = {
@@ -58,6 +59,8 @@ _MODULES = {
     "TokenLogprob": "cppbatch.engine.request",
     "CppBatchError": "cppbatch.errors",
     "InvalidRequest": "cppbatch.errors",
+    "Llama": "cppbatch.llama_cpp_python.llama",
+    "patch": "cppbatch.llama_cpp_python.patching",
     "pull_default": "cppbatch.models.pull",
 }
 
@@ -74,6 +77,7 @@ __all__ = [
     "GenerationEvent",
     "GenerationRequest",
     "InvalidRequest",
+    "Llama",
     "LocalEngine",
     "Mapped",
     "Media",
@@ -83,11 +87,14 @@ __all__ = [
     "TokenLogprob",
     "__version__",
     "generate_batch",
+    "patch",
     "pull_default",
 ]
 
 
 def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        return importlib.import_module("importlib.metadata").version("cppbatch")
     if name not in _MODULES:
         raise AttributeError(f"module 'cppbatch' has no attribute {name!r}")
     return getattr(importlib.import_module(_MODULES[name]), name)

@@ -19,15 +19,17 @@ CacheType = Literal["f32", "f16", "bf16", "q8_0", "q4_0"]
 Sampling = Literal["auto", "host", "backend"]
 Repacking = Literal["auto", "on", "off"]
 Preference = Literal["throughput", "balanced", "latency"]
-Speculation = Literal["auto", "off", "suffix", "draft"]
+Speculation = Literal["auto", "off", "suffix", "draft", "mtp"]
 Pooling = Literal["none", "mean", "cls", "last", "rank"]
 """How a sequence becomes one vector: the mean of its tokens, its first or its last token, or a reranker's scores. none:
 it has a vector for each of its tokens."""
-Sharing = Literal["cells", "copy", "whole", "none"]
+Sharing = Literal["cells", "copy", "checkpoints", "whole", "none"]
 """How a sequence can take the prefix of another one, which depends on the model's memory.
 
-cells: any prefix; both hold the same cells. copy: any prefix, by copying. whole: all tokens that the other sequence has
-computed, by copying, because no part of them can be removed. none: not at all.
+cells: any prefix; both hold the same cells. copy: any prefix, by copying. checkpoints: a prefix that ends at a
+checkpoint, or all tokens that the other sequence has computed; the cells are shared in the unified layout, else copied.
+whole: all tokens that the other sequence has computed, by copying, because no part of them can be removed. none: not at
+all.
 """
 
 _INT32_MAX = 2**31 - 1
@@ -47,7 +49,7 @@ MOST_LORA_SCALE = 1000.0
 _FLAGS = {
     "n_ctx": "-c", "n_parallel": "-np", "n_batch": "-b", "n_ubatch": "-ub", "n_gpu_layers": "-ngl", "n_threads": "-t",
     "flash_attn": "-fa", "cache_type_k": "-ctk", "cache_type_v": "-ctv", "device": "--devices", "draft_model": "-md",
-    "n_keep": "--keep", "tensor_split": "-ts",
+    "n_keep": "--keep", "tensor_split": "-ts", "ctx_checkpoints": "-ctxcp", "checkpoint_min_step": "-cms",
 }  # fmt: skip
 
 
@@ -91,12 +93,13 @@ class EngineConfig(_Model, frozen=True, kw_only=True):
     """Let llama.cpp repack weights for this CPU (AMX, AVX-512 ...), unless its build crashes with it. auto: on, except
     where timed kernels are clearly faster without it for `n_parallel` sequences (--repack, docs/decisions/0028)."""
     flash_attn: FlashAttention = "auto"
-    """auto: the faster one for the layout and the device (docs/decisions/0006)."""
+    """auto: the faster one for the layout and the device (docs/decisions/0006), and off with an f32 cache, which flash
+    attention casts to f16 (-fa)."""
     kv_layout: KvLayout = "auto"
     """unified: any sequence may take any of the n_ctx cells; per-sequence: each has n_ctx / n_parallel cells; auto: on
     a CPU per-sequence, and unified while a request needs more or a long prefix is shared (docs/decisions/0006)."""
     cache_type_k: CacheType = "f16"
-    """The type of keys in the cache (-ctk). Rounding in f16 can flip near-tied tokens between batches; f32 with float
+    """The type of keys in the cache (-ctk). Rounding in f16 can flip near-tied tokens between batches; f32 with f32
     weights practically never does."""
     cache_type_v: CacheType = "f16"
     """The type of values in the cache (-ctv). Quantised types need flash attention."""
@@ -104,6 +107,14 @@ class EngineConfig(_Model, frozen=True, kw_only=True):
     """Share prefixes between requests that begin with the same tokens (--prefix-cache/--no-prefix-cache)."""
     prefix_cache_ram: int = 1024
     """Host memory, in MiB, for cached prefixes that had to leave their cells (--prefix-cache-ram)."""
+    ctx_checkpoints: int = 32
+    """Checkpoints that one prompt gets at most, in models with sliding windows or recurrent states: places up to which
+    other requests can take it (-ctxcp). They are in host memory, within `prefix_cache_ram`. 0: none."""
+    checkpoint_min_step: int = 0
+    """Tokens between two checkpoints at least; 0: few, but more where making one takes long (-cms)."""
+    swa_full: bool = False
+    """Keep all cells of sliding windows, so that any prefix can be shared without a checkpoint (--swa-full). They take
+    as much memory as those of full attention."""
     prefix_cache_disk: str = ""
     """A folder for cached prefixes that are there after a restart, as `DIR` or `DIR,GB`: GB that its files may take, 16
     unless given. All engines of the machine may share it. "": none (--prefix-cache-disk, docs/decisions/0043)."""
@@ -128,7 +139,8 @@ class EngineConfig(_Model, frozen=True, kw_only=True):
     only, with the per-sequence layout, flash attention and bf16 or quantised caches (docs/decisions/0030)."""
     spec: Speculation = "auto"
     """The source of drafts in speculative decoding. suffix: text that occurred before, in the request or in similar
-    ones; draft: the draft model; auto: both, on a GPU only the draft model; off: no drafts (--spec,
+    ones; draft: the draft model; mtp: the draft head in the model's file; auto: suffix with the draft model if there is
+    one, else with the head if there is one, on a GPU only the draft model; off: no drafts (--spec,
     docs/speculation.md)."""
     draft_max: int = 16
     """Draft tokens of a sequence in a step at most (--draft-max)."""
@@ -178,6 +190,8 @@ class EngineConfig(_Model, frozen=True, kw_only=True):
             raise ConfigError(f"{named('device')} is {self.device}; devices are numbered from 0")
         for name in ("swap_space", "prefix_cache_ram"):
             self._check(name, 0, _INT32_MAX, "0 (none) or more MiB")
+        self._check("ctx_checkpoints", 0, _INT32_MAX, "0 (none) or more")
+        self._check("checkpoint_min_step", 0, _INT32_MAX, "0 (automatic) or more")
         disk_folder(self.prefix_cache_disk)
         if self.prefix_cache_disk and self.prefix_cache and not self.prefix_cache_ram:
             raise ConfigError(
@@ -218,6 +232,11 @@ class EngineConfig(_Model, frozen=True, kw_only=True):
         }
         if self.pooling is not None:
             choices["pooling"] = Pooling
+        if self.flash_attn == "off" and self.cache_type_v in ("q8_0", "q4_0"):
+            raise ConfigError(
+                f"{named('cache_type_v')} is {self.cache_type_v!r}, and quantised values need flash attention: leave "
+                f"out {named('flash_attn')}, or take f16"
+            )
         for name, kind in choices.items():
             if getattr(self, name) not in get_args(kind):
                 raise ConfigError(
@@ -225,6 +244,8 @@ class EngineConfig(_Model, frozen=True, kw_only=True):
                 )
 
     def _check_rpc(self) -> None:
+        if isinstance(self.rpc, str):  # as --rpc has them
+            msgspec.structs.force_setattr(self, "rpc", tuple(each.strip() for each in self.rpc.split(",")))
         endpoints = [parse_endpoint(each) for each in self.rpc]
         if len(set(endpoints)) != len(endpoints):
             raise ConfigError(f"{named('rpc')} names a worker twice: {', '.join(self.rpc)}")
@@ -297,6 +318,9 @@ class EngineSettings(TypedDict, total=False):
     cache_type_v: CacheType
     prefix_cache: bool
     prefix_cache_ram: int
+    ctx_checkpoints: int
+    checkpoint_min_step: int
+    swa_full: bool
     prefix_cache_disk: str
     max_queue: int
     swap_space: int
@@ -354,3 +378,12 @@ def available_threads() -> int:
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     physical: int | None = psutil.cpu_count(logical=False)
     return max(1, min(usable, physical or usable))
+
+
+def cells_for(n_ctx: int, n_parallel: int, most: int) -> int:
+    """KV cells of an engine whose requests may have `n_ctx` tokens each, as programs for one request at a time say it.
+
+    At least that many, and no more than all sequences could use; between these `most`, so that short requests run
+    together whatever `n_ctx` is.
+    """
+    return max(n_ctx, min(n_ctx * n_parallel, most))

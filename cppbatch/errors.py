@@ -21,6 +21,10 @@ class ConfigError(CppBatchError):
     """A setting of the engine or the server is out of range, or two settings contradict each other."""
 
 
+class InputChanged(ConfigError):
+    """The input file of a batch is not as it was uploaded."""
+
+
 class LoadInterrupted(ModelError):
     """The process that was loading a model was killed from outside. The model is not to blame."""
 
@@ -73,6 +77,10 @@ class DiskFull(StorageError):
     """The disk is full. Nothing that was written is lost."""
 
     public = "the server's disk is full: free some space there and try again; nothing that was written is lost"
+
+
+class LedgerLost(StorageError):
+    """There are results of a job, but its ledger is missing, or belongs to another job."""
 
 
 class InUse(StorageError):
@@ -142,7 +150,7 @@ class EngineClosed(CppBatchError):
     """The engine is closed, has failed, or is closing, and takes no new requests."""
 
 
-class GenerationFailed(CppBatchError):
+class GenerationFailed(CppBatchError, RuntimeError):
     """The request failed after it was accepted."""
 
 

@@ -1,4 +1,4 @@
-"""Decoded JSON as typed structs, and errors that name the field at fault."""
+"""Decoded JSON and TOML as typed structs, and errors that name the field at fault."""
 
 from __future__ import annotations
 
@@ -24,6 +24,14 @@ def convert(value: Any, kind: type[Kind], field: str = "", *, from_text: bool = 
         inner = "" if invalid.field == "body" else invalid.field
         dot = "" if not field or not inner or inner.startswith("[") else "."
         raise InvalidRequest(f"{field}{dot}{inner}" or "body", invalid.message) from error
+
+
+def decode_toml(text: str | bytes, kind: type[Kind]) -> Kind:
+    """Raises `msgspec.DecodeError`, also for what is nested so deep that Python's parser fails."""
+    try:
+        return msgspec.toml.decode(text, type=kind)
+    except RecursionError:
+        raise msgspec.DecodeError("its tables or lists are nested too deep") from None
 
 
 def invalid_field(error: msgspec.ValidationError) -> InvalidRequest:

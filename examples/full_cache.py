@@ -15,7 +15,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", help="GGUF file (the default model)")
     parser.add_argument("--requests", type=int, default=200, help="how many requests")
-    parser.add_argument("--cells", type=int, default=512, help="KV cells: one for each token of a running request")
+    parser.add_argument("--cells", type=int, default=512, help="KV cells, a multiple of 256: one for each token")
     args = parser.parse_args()
 
     with BatchInferenceEngine(args.model or pull_default(), n_ctx=args.cells, kv_layout="unified") as engine:
@@ -38,7 +38,7 @@ def main() -> None:
                     )
         stats = engine.stats()
     complete = sum(received[request] == n for request, n in expected.items())
-    print(f"{stats.prompt_tokens + received.total():,} tokens went through {args.cells} cells.")
+    print(f"{stats.prompt_tokens + received.total():,} tokens went through {stats.kv_cells} cells.")
     print(f"Preempted: {stats.swaps} times by swapping, {stats.recomputes} times by recomputation.")
     print(f"{complete} of {args.requests} requests have all their tokens.")
 

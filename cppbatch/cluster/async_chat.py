@@ -14,7 +14,7 @@ from cppbatch.chat.deltas import openai_message
 from cppbatch.chat.template import ChatTemplate
 from cppbatch.engine.chat_requests import ChatOptions, ChatRequests, Conversation, Json
 from cppbatch.engine.chat_results import ChatCompletion, ChatEvent, ChatReader
-from cppbatch.engine.params import SamplingParams
+from cppbatch.engine.params import Params
 from cppbatch.engine.request import GenerationEvent
 from cppbatch.errors import InvalidRequest
 
@@ -67,14 +67,14 @@ class AsyncChatStream:
 
 
 def chat_stream(
-    client: EngineClient, conversation: Conversation, params: SamplingParams | None, options: ChatOptions
+    client: EngineClient, conversation: Conversation, params: Params, options: ChatOptions
 ) -> AsyncChatStream:
     """See `EngineClient.chat_stream`."""
     return AsyncChatStream(_events(client, conversation, params, options))
 
 
 async def chat(
-    client: EngineClient, conversation: Conversation, params: SamplingParams | None, options: ChatOptions
+    client: EngineClient, conversation: Conversation, params: Params, options: ChatOptions
 ) -> ChatCompletion:
     """See `EngineClient.chat`."""
     async with chat_stream(client, conversation, params, options) as stream:
@@ -85,7 +85,7 @@ async def chat(
 
 
 async def _events(
-    client: EngineClient, conversation: Conversation, params: SamplingParams | None, options: ChatOptions
+    client: EngineClient, conversation: Conversation, params: Params, options: ChatOptions
 ) -> AsyncGenerator[tuple[GenerationEvent, PreparedChat], None]:
     """The events of the request, with the parser of their text."""
     requests = ChatRequests(await client.chat_format(options.get("chat_template")), options)

@@ -21,7 +21,7 @@ from cppbatch.engine.chat_results import ChatCompletion
 from cppbatch.engine.live_state import LiveEngine
 from cppbatch.engine.metrics import EngineStats
 from cppbatch.engine.model_info import ModelInfo
-from cppbatch.engine.params import SamplingParams
+from cppbatch.engine.params import Params
 from cppbatch.engine.request import GenerationEvent, GenerationRequest, MediaPrompt, TokenPiece
 from cppbatch.engine.slots import SlotReport
 from cppbatch.errors import ConfigError, InvalidRequest
@@ -47,6 +47,12 @@ class Health(msgspec.Struct, frozen=True, kw_only=True):
     def takes_requests(self) -> bool:
         """Whether new requests are accepted."""
         return self.status in ("ok", "sleeping", "restarting")
+
+    @property
+    def refusal(self) -> str:
+        """The answer to a request while it takes none."""
+        reason = f": {self.error}" if self.error else ""
+        return f"the engine takes no requests: it is {self.status}{reason}"
 
 
 class WorkerState(msgspec.Struct, frozen=True, kw_only=True):
@@ -165,7 +171,7 @@ class EngineClient(ABC):
         """
 
     async def chat(
-        self, conversation: Conversation, params: SamplingParams | None = None, **options: Unpack[ChatOptions]
+        self, conversation: Conversation, params: Params = None, **options: Unpack[ChatOptions]
     ) -> ChatCompletion:
         """Generates the assistant's next message of a conversation: `await client.chat("Why is the sky blue?")`.
 
@@ -176,7 +182,7 @@ class EngineClient(ABC):
         return await async_chat.chat(self, conversation, params, options)
 
     def chat_stream(
-        self, conversation: Conversation, params: SamplingParams | None = None, **options: Unpack[ChatOptions]
+        self, conversation: Conversation, params: Params = None, **options: Unpack[ChatOptions]
     ) -> AsyncChatStream:
         """The same message while it is generated: `async for event in client.chat_stream(messages)`.
 

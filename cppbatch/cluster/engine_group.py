@@ -118,6 +118,13 @@ class EngineGroup(EngineClient):
         for engine in self._all_engines():  # workers without this request ignore its id
             await engine.cancel(request_id)
 
+    async def update_request(self, request_id: str, tokens: Sequence[int]) -> bool:
+        """As in `EngineProcess`."""
+        for engine in self._all_engines():
+            if await engine.update_request(request_id, tokens):
+                return True
+        return False
+
     async def stats(self) -> EngineStats:
         """The sum over all workers. Raises `EngineClosed` before their first reports."""
         return add_up(await asyncio.gather(*(engine.stats() for engine in self._all_engines())))

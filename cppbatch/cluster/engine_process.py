@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 from collections import deque
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from functools import partial
 from pathlib import Path
 from time import perf_counter
@@ -37,10 +37,13 @@ from cppbatch.cluster.worker_link import (
     Stats,
     Tokenize,
     Tokenized,
+    Update,
+    Updated,
 )
 from cppbatch.config import EngineConfig, EngineSettings, engine_config
 from cppbatch.engine.metrics import EngineStats
 from cppbatch.engine.model_info import ModelInfo
+from cppbatch.engine.params import token_ids
 from cppbatch.engine.request import (
     FinishReason,
     GenerationEvent,
@@ -50,7 +53,7 @@ from cppbatch.engine.request import (
     TokenPiece,
 )
 from cppbatch.engine.slots import SlotReport
-from cppbatch.errors import EngineClosed, GenerationFailed, InvalidRequest, QueueFull
+from cppbatch.errors import CppBatchError, EngineClosed, GenerationFailed, InvalidRequest, QueueFull
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -158,7 +161,17 @@ class EngineProcess(EngineClient):
         assert isinstance(answer, SlotDone)
         return answer.report
 
-    async def _ask_worker(self, request: GenerationRequest, question: Question) -> Answer | None:
+    async def update_request(self, request_id: str, tokens: Sequence[int]) -> bool:
+        """As in `LocalEngine`. If the worker dies at this moment, the text may continue without the tokens."""
+        request = self._by_id.get(request_id)
+        if request is None or not self._in_flight.is_sent(request):
+            return False
+        question = Update(0, request.number, list(token_ids("tokens", tokens)))
+        answer = await self._ask_worker(GenerationRequest(id="", prompt=""), question)
+        assert isinstance(answer, Updated)
+        return answer.found
+
+    async def _ask_worker(self, request: GenerationRequest, question: Question | Update) -> Answer | None:
         """Sends the question as a request, with crash recovery: preparing a text can crash a worker."""
         asked = self._start(request, question)
         try:
@@ -191,10 +204,10 @@ class EngineProcess(EngineClient):
             self._release(submitted)
 
     def _start(
-        self, request: GenerationRequest, question: Question | None = None, resume: ResumeState | None = None
+        self, request: GenerationRequest, question: Question | Update | None = None, resume: ResumeState | None = None
     ) -> InFlightRequest:
-        if not self.health().takes_requests:
-            raise EngineClosed(f"the engine takes no requests: it is {self.health().status}")
+        if not (health := self.health()).takes_requests:
+            raise EngineClosed(health.refusal)
         if request.params.logits_processor is not None:
             message = "is a function of this process, and the engine is another one; use LocalEngine"
             raise InvalidRequest("logits_processor", message)
@@ -283,7 +296,10 @@ class EngineProcess(EngineClient):
         try:
             await self._supervisor.run()
         except Exception as error:
-            if self._loaded.done():  # a bug: fail all requests, so that none waits forever
+            if isinstance(error, CppBatchError):
+                if self._loaded.done():
+                    log.error("%s", error)
+            elif self._loaded.done():  # a bug: fail all requests, so that none waits forever
                 log.exception("the supervision of the worker failed")
             self._supervisor.health = Health(status="failed", error=str(error))
             self._end_all(FinishReason.ERROR, f"{type(error).__name__}: {error}")
@@ -313,7 +329,9 @@ class EngineProcess(EngineClient):
         elif isinstance(message, Refused):
             if request := self._in_flight.get(message.number):
                 self._fail(request, InvalidRequest(message.field, message.message, message.overflow))
-        elif isinstance(message, (Checked, Tokenized, SlotDone)) and (request := self._in_flight.get(message.number)):
+        elif isinstance(message, (Checked, Tokenized, SlotDone, Updated)) and (
+            request := self._in_flight.get(message.number)
+        ):
             request.answer = message
             self._end(request, FinishReason.STOP)
 
@@ -340,7 +358,7 @@ class EngineProcess(EngineClient):
         With `give_up`, fails all of them with this reason.
         """
         for request in self._in_flight.worker_died(active):
-            self._supervisor.made_progress()  # without this request the next worker should survive
+            self._supervisor.found_culprit()
             reason = f"the engine died {MAX_CRASHES} times in a row while it worked on this request"
             self._end(request, FinishReason.ERROR, reason)
         for request in self._in_flight:
@@ -390,8 +408,7 @@ class EngineProcess(EngineClient):
             waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             self._stats_waiters.append(waiter)
             worker.send(GetStats())
-            with contextlib.suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(waiter, _STATS_TIMEOUT_S)
+            await asyncio.wait((waiter,), timeout=_STATS_TIMEOUT_S)  # wait_for may swallow a cancellation
         return self._last_stats
 
     async def live(self) -> list[WorkerLive]:

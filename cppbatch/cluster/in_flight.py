@@ -11,7 +11,7 @@ from time import monotonic, perf_counter
 
 import msgspec
 
-from cppbatch.cluster.worker_link import Answer, Question, Submit
+from cppbatch.cluster.worker_link import Answer, Question, Submit, Update
 from cppbatch.engine.params import actual_seed, replaced
 from cppbatch.engine.request import GenerationEvent, GenerationRequest, RequestUsage, ResumeState, TokenLogprob
 
@@ -105,7 +105,7 @@ class InFlightRequest:
         self,
         number: int,
         request: GenerationRequest,
-        question: Question | None = None,
+        question: Question | Update | None = None,
         resume: ResumeState | None = None,
     ) -> None:
         """`question` is sent instead of running the request; the worker's reply to it becomes `answer`. `resume`: the
@@ -130,7 +130,7 @@ class InFlightRequest:
         """Whether an event with a token has come."""
         return bool(self._tokens)
 
-    def message(self) -> Question | Submit:
+    def message(self) -> Submit | Question | Update:
         """The message that starts the request in a worker, or continues it after the tokens so far."""
         if self._question:
             return msgspec.structs.replace(self._question, number=self.number)
@@ -195,7 +195,7 @@ class InFlightRequests:
         return self._requests.get(number)
 
     def add(
-        self, request: GenerationRequest, question: Question | None = None, resume: ResumeState | None = None
+        self, request: GenerationRequest, question: Question | Update | None = None, resume: ResumeState | None = None
     ) -> InFlightRequest:
         """Adds a new request, or one that another engine began; not sent yet."""
         added = InFlightRequest(next(self._numbers), request, question, resume)

@@ -9,7 +9,7 @@ import itertools
 import logging
 import os
 import threading
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -102,6 +102,13 @@ class LocalEngine(EngineClient):
         """As in `EngineClient`."""
         tokens = partial(self._ready().tokens, text, add_special=add_special, parse_special=parse_special)
         return await self._run_on(self._input_threads.for_text(text), tokens)
+
+    async def update_request(self, request_id: str, tokens: Sequence[int]) -> bool:
+        """Appends tokens to the text of a request, between two steps; see `BatchInferenceEngine.update_request`."""
+        engine, request = self._ready(), self._by_id.get(request_id)
+        if request is None:
+            return False
+        return await self._between_steps(lambda: engine.update_request(request.number, tokens))
 
     async def slot_action(self, action: SlotActionName, slot: int, path: str = "") -> SlotReport:
         """As in `EngineClient`."""
@@ -225,7 +232,7 @@ class LocalEngine(EngineClient):
 
     def _ready(self) -> BatchInferenceEngine:
         if self._engine is None or self._health.status != "ok" or self._closing:
-            raise EngineClosed(f"the engine takes no requests: it is {self._health.status}")
+            raise EngineClosed(self._health.refusal)
         self._engine.turns.check_process()
         return self._engine
 

@@ -88,6 +88,7 @@ class Supervisor:
         self.restarts = 0
         self._failures = 0  # consecutive
         self._external_kills = 0  # consecutive
+        self._failures_at_start = 0  # deaths before any token
         self._has_worked = False
         self._repack = config.repack
         self._rpc = [parse_endpoint(each) for each in config.rpc]
@@ -97,12 +98,17 @@ class Supervisor:
         self._failures = self._external_kills = 0
         self._has_worked = True
 
+    def found_culprit(self) -> None:
+        """Resets the counts of consecutive deaths: without a request that has failed the next worker should survive."""
+        self._failures = self._external_kills = 0
+
     def wake(self) -> None:
         """There is a request: if no worker runs because there was none, starts one."""
         self._woken.set()
 
     async def run(self) -> None:
-        """Runs until cancelled. Raises what prevents the first worker from loading: `CppBatchError`, `OSError`."""
+        """Runs until cancelled. Raises what prevents the first worker from loading: `CppBatchError`, `OSError`; and
+        `ModelError` when one worker after the other dies before any has computed a token."""
         while True:
             active: set[int] = set()
             external = False
@@ -119,6 +125,7 @@ class Supervisor:
                     message = f"the process that was loading {self._config.model_path} died: {why}"
                     kind = LoadInterrupted if external else ModelError
                     raise kind(f"{message}. The lines above show what llama.cpp logged") from death
+                self._count_at_start(death)
             except RpcUnreachable as error:  # it was there a moment ago
                 if self.info is None:
                     raise
@@ -272,6 +279,20 @@ class Supervisor:
             return False
         self._config = msgspec.structs.replace(self._config, repack=self._repack if is_plain else "off")
         return True
+
+    def _count_at_start(self, death: WorkerDied) -> None:
+        """Raises `ModelError` for the fifth death in loading or in the first steps: no request is to blame then."""
+        if self._has_worked or death.external or not death.computing:
+            return
+        self._failures_at_start += 1
+        if self._failures_at_start < _MAX_FAILURES:
+            return
+        assert self.info
+        raise ModelError(
+            f"the model {self.info.name} ({self.info.description}) cannot be computed here: {self._failures_at_start} "
+            f"workers died in loading it or in their first steps, and none computed a token, the last one: {death}. "
+            "Start the server with another model, or with -np 1, -fa off or another device"
+        ) from death
 
     async def _report_and_pause(self, why: str, active: set[int], *, external: bool) -> None:
         """Reports the death, and waits before the next attempt: longer after each consecutive death.

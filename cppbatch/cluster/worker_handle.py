@@ -18,7 +18,16 @@ import msgspec
 import psutil
 
 from cppbatch.cluster.shared_status import SharedStatus
-from cppbatch.cluster.worker_link import FromWorker, Hello, ServerLink, Stop, ToWorker, WorkerSetup, can_use_files
+from cppbatch.cluster.worker_link import (
+    LAST_WORDS,
+    FromWorker,
+    Hello,
+    ServerLink,
+    Stop,
+    ToWorker,
+    WorkerSetup,
+    can_use_files,
+)
 from cppbatch.config import EngineConfig
 
 Result = TypeVar("Result")
@@ -29,6 +38,7 @@ _STOP_S = 10.0  # to close the engine
 _MAX_PREPARATION_S = 60.0  # without progress: reading a grammar may take 10 s, and a busy machine needs longer
 _EXTERNAL_SIGNALS = ("SIGKILL", "SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGALRM", "SIGUSR1", "SIGUSR2")
 """Signals that a worker never sends itself. The kernel sends SIGKILL too (out of memory), and counts that."""
+_MAX_LAST_WORDS = 300
 _KERNEL_COUNTERS = Path("/proc/vmstat")
 
 
@@ -36,13 +46,15 @@ class WorkerDied(Exception):
     """A worker died or hung; the message says how.
 
     `active`: the numbers of the requests that it computed or prepared; one of them may be the cause.
-    `external`: the cause is outside the worker, so no request is to blame: it was killed or stopped.
+    `external`: the cause is outside the worker, so no request is to blame: it was killed or stopped. `computing`:
+    whether it loaded the model or computed; a request that it only prepared is to blame otherwise.
     """
 
-    def __init__(self, how: str, active: set[int], *, external: bool = False) -> None:
+    def __init__(self, how: str, active: set[int], *, external: bool = False, computing: bool = True) -> None:
         super().__init__(how)
         self.active = active
         self.external = external
+        self.computing = computing
 
 
 class WorkerHandle:
@@ -132,7 +144,15 @@ class WorkerHandle:
             name = f"signal {-code}"
         if name == "SIGKILL" and (self._oom_kills_at_start is None or _oom_kills() != self._oom_kills_at_start):
             return WorkerDied("killed by SIGKILL, as the kernel does when memory runs out", self._status.active())
-        return WorkerDied(f"killed by {name}", self._status.active(), external=name in _EXTERNAL_SIGNALS)
+        how, external = f"killed by {name}{self._last_words()}", name in _EXTERNAL_SIGNALS
+        return WorkerDied(how, self._status.active(), external=external, computing=not self._status.preparing())
+
+    def _last_words(self) -> str:
+        """What llama.cpp said when it aborted, without the folder of its source."""
+        with contextlib.suppress(OSError, UnicodeDecodeError):
+            words = " ".join((self._folder / LAST_WORDS).read_text().split())
+            return f": {words.rpartition('llama.cpp/')[2][:_MAX_LAST_WORDS]}"
+        return ""
 
     async def _wait_for_hang(self, timeout: float) -> WorkerDied:
         """Waits until the worker has had no heartbeat for `timeout` seconds, or prepares one request for too long.

@@ -34,6 +34,10 @@ Keys = tuple[str, str, str, str]
 """CURVE keys: the server's public and secret key, then the worker's."""
 
 
+LAST_WORDS = "last_words"
+"""The file in a worker's folder with the sentence with which llama.cpp aborted it."""
+
+
 class WorkerSetup(msgspec.Struct, frozen=True, kw_only=True):
     """Sent to a worker's standard input, as one line of JSON."""
 
@@ -86,6 +90,15 @@ class SlotAction(msgspec.Struct, frozen=True, tag=True):
     """Of the file; empty for erase."""
 
 
+class Update(msgspec.Struct, frozen=True, tag=True):
+    """Append tokens to the text of a request; the answer is `Updated` or `Refused`."""
+
+    number: int
+    request: int
+    """Its number."""
+    tokens: list[int]
+
+
 class Cancel(msgspec.Struct, frozen=True, tag=True):
     """Cancel a request or a question."""
 
@@ -111,7 +124,7 @@ class LimitThreads(msgspec.Struct, frozen=True, tag=True):
 
 
 Question = Check | Tokenize | SlotAction
-ToWorker = Submit | Question | Cancel | GetStats | GetLive | LimitThreads | Stop
+ToWorker = Submit | Question | Update | Cancel | GetStats | GetLive | LimitThreads | Stop
 
 # --- from the worker --------------------------------------------------------------------------------------------------
 
@@ -179,6 +192,13 @@ class SlotDone(msgspec.Struct, frozen=True, tag=True):
     report: SlotReport
 
 
+class Updated(msgspec.Struct, frozen=True, tag=True):
+    """Whether the tokens were appended; False: the request neither waits nor runs."""
+
+    number: int
+    found: bool
+
+
 class Stats(msgspec.Struct, frozen=True, tag=True):
     """Counters and state."""
 
@@ -199,7 +219,7 @@ class Log(msgspec.Struct, frozen=True, tag=True):
     message: str
 
 
-Answer = Checked | Tokenized | SlotDone
+Answer = Checked | Tokenized | SlotDone | Updated
 FromWorker = Hello | Loading | Loaded | LoadFailed | Events | Refused | Answer | Stats | Live | Log
 
 encode = msgspec.msgpack.Encoder().encode

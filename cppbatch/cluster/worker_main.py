@@ -11,6 +11,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
@@ -19,6 +20,7 @@ import msgspec
 from cppbatch.cluster.engine_threads import InputThreads, StepLoop
 from cppbatch.cluster.shared_status import SharedStatus
 from cppbatch.cluster.worker_link import (
+    LAST_WORDS,
     Cancel,
     Check,
     Checked,
@@ -42,6 +44,8 @@ from cppbatch.cluster.worker_link import (
     Tokenize,
     Tokenized,
     ToWorker,
+    Update,
+    Updated,
     WorkerLink,
     WorkerSetup,
 )
@@ -53,6 +57,7 @@ from cppbatch.engine.scheduler import StepPlan
 from cppbatch.engine.sequence import Seq
 from cppbatch.engine.slots import SlotPrefix, SlotReport
 from cppbatch.errors import CppBatchError, InvalidRequest, RequestCancelled
+from cppbatch.llama.backend import Backend
 
 log = logging.getLogger("cppbatch.worker")
 
@@ -98,8 +103,11 @@ class Worker:
             _crash(self._link, "a message could not be handled")
 
     def _handle(self, message: ToWorker) -> None:
-        if isinstance(message, (Submit, Check, Tokenize, SlotAction)):
+        if isinstance(message, (Submit, Check, Tokenize, SlotAction, Update)):
             self._preparing.add(message.number)
+            if isinstance(message, Update):
+                self._step_loop.post(partial(self._answer_update, message))
+                return
             if isinstance(message, SlotAction):
                 threads = self._input_threads.for_files()
             elif isinstance(message, Tokenize):
@@ -211,6 +219,14 @@ class Worker:
             answer = _refused(number, error)
         self._answer(number, answer)
 
+    def _answer_update(self, message: Update, engine: BatchInferenceEngine) -> None:
+        try:
+            found = engine.update_request(str(message.request), message.tokens)
+            answer: FromWorker = Updated(message.number, found)
+        except InvalidRequest as error:
+            answer = _refused(message.number, error)
+        self._answer(message.number, answer)
+
     def _add(self, engine: BatchInferenceEngine, number: int, sequence: Seq) -> None:
         self._preparing.discard(number)
         if number in self._cancelled:
@@ -312,6 +328,7 @@ def main() -> None:
         return True
 
     try:
+        Backend.get().on_abort((Path(setup.folder) / LAST_WORDS).write_text)
         engine = BatchInferenceEngine(setup.config, progress=on_progress, runtime=_runtime(setup, on_progress))
     except CppBatchError as error:
         link.send(LoadFailed(type(error).__name__, str(error)))

@@ -183,8 +183,8 @@ class RayEngine(EngineClient):
                 self._end(request, FinishReason.CANCELLED)
 
     def _require_ready(self) -> None:
-        if not self.health().takes_requests:
-            raise EngineClosed(f"the engine takes no requests: it is {self.health().status}")
+        if not (health := self.health()).takes_requests:
+            raise EngineClosed(health.refusal)
 
     @staticmethod
     def _refuse_functions(request: GenerationRequest) -> None:

@@ -31,6 +31,7 @@ class ServerArguments(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     aliases: tuple[str, ...] = ()
     tags: tuple[str, ...] = ()
     cors_origins: tuple[str, ...] | None = None
+    allowed_hosts: tuple[str, ...] = ()
     metrics: bool = True
     slots: bool = True
     strict_model: bool = False
@@ -46,6 +47,7 @@ class ServerArguments(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
             keys=Keys([*self.api_keys, *(read_keys(self.api_key_file) if self.api_key_file else [])]),
             limits=self.limits,
             cors_origins=self.cors_origins,
+            allowed_hosts=self.allowed_hosts,
             aliases=self.aliases,
             tags=self.tags,
             metrics=self.metrics,

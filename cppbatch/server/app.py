@@ -15,6 +15,7 @@ from cppbatch.server.batches import batches_endpoint
 from cppbatch.server.batches.batch_background import run_batches
 from cppbatch.server.connections import connection_middleware
 from cppbatch.server.cors import CrossOrigin, preflight_middleware
+from cppbatch.server.cross_site import CrossSite, cross_site_middleware
 from cppbatch.server.files import files_endpoint
 from cppbatch.server.generate import cancel_item, generate_batch, generate_endpoint
 from cppbatch.server.generate.cancel_item import RUNNING_BATCHES, RunningBatches
@@ -82,7 +83,9 @@ def create_app(
     if not isinstance(models, ServedModels):
         models = OneModel.of(models, settings or ServerSettings())
     settings = models.settings
-    app = web.Application(middlewares=_middlewares(settings), client_max_size=settings.limits.max_body)
+    cross_origin = CrossOrigin(settings.origins)
+    cross_site = CrossSite(settings.host_names, cross_origin)
+    app = web.Application(middlewares=_middlewares(settings, cross_site), client_max_size=settings.limits.max_body)
     app[MODELS] = models
     app[METRICS] = ServerMetrics(by_model=models.router is not None)
     app[GPUS] = GpuSampler()
@@ -99,12 +102,11 @@ def create_app(
         app.router.add_post(settings.predict_path, predict)
     app.cleanup_ctx.append(run_batches)
     app.cleanup_ctx.append(sample_gpus)
-    cross_origin = CrossOrigin(settings.origins)
     app.on_response_prepare.extend((add_request_id, add_ignored_fields, add_rate_headers, cross_origin.add_headers))
     return app
 
 
-def _middlewares(settings: ServerSettings) -> list[Middleware]:
+def _middlewares(settings: ServerSettings, cross_site: CrossSite) -> list[Middleware]:
     """The middlewares that a request passes on its way to its handler, the outermost first."""
     keys = [key_middleware(settings.keys)] if settings.keys else []
     return [
@@ -112,6 +114,7 @@ def _middlewares(settings: ServerSettings) -> list[Middleware]:
         connection_middleware,
         access_middleware,
         error_middleware,
+        cross_site_middleware(cross_site),
         preflight_middleware,
         *keys,
         availability_middleware,

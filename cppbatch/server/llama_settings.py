@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from cppbatch.engine.params import SamplingParams
+from cppbatch.engine.params import UNLIMITED, SamplingParams
 
 RANDOM_SEED = 2**32 - 1
 """llama-server's value for a random seed."""
@@ -90,7 +90,7 @@ def generation_settings(
     biases = [TokenBias(token=int(token), bias=bias) for token, bias in params.logit_bias.items()]
     if params.ignore_eos:
         biases += [TokenBias(token=token, bias=None) for token in end_tokens]
-    n_predict = -1 if params.max_tokens is None else params.max_tokens
+    n_predict = UNLIMITED if params.max_tokens is None else params.max_tokens
     return GenerationSettings(
         **{name: getattr(params, name) for name in _SharedSettings.__struct_fields__},
         seed=RANDOM_SEED if seed is None else seed,

@@ -10,7 +10,7 @@ import msgspec
 from aiohttp import web
 
 from cppbatch import __version__
-from cppbatch.engine.params import INT32_MAX, INTEGER_RANGES, OPTIONAL_INTEGER_RANGES, RANGES
+from cppbatch.engine.params import INT32_MAX, INTEGER_RANGES, OPTIONAL_INTEGER_RANGES, RANGES, UNLIMITED
 from cppbatch.engine.request import OPTION_RANGES
 from cppbatch.server import input_tokens, live_endpoint, status, web_page
 from cppbatch.server.anthropic import messages
@@ -38,10 +38,12 @@ Json = dict[str, Any]
 _STATUS = {
     400: "The request is malformed, or asks for something impossible; `param` names the field",
     401: "The server requires an API key, and the request has no valid one",
-    403: "The rules of the API key do not allow the model, or an adapter",
+    403: "The rules of the API key do not allow the model, or an adapter; or the server is not reached under a name of "
+    "its own, or by a page that it does not allow",
     404: "There is no object of this name",
     409: "The request conflicts with the current state",
     413: "The body is larger than the server allows",
+    415: "A browser sent a body that is not JSON",
     416: "The header Range begins beyond the end of the file",
     429: "The queue is full, too many requests are being answered, or the rate of the API key is reached; Retry-After "
     "says when to try again",
@@ -116,7 +118,8 @@ def document() -> bytes:
 
 def _operation(path: str, endpoint: Endpoint) -> Json:
     responses: Json = {"200": {"description": "Success", "content": _content(endpoint.content)}}
-    for code in endpoint.errors:
+    of_pages = {403, 415} if endpoint.body else {403}
+    for code in sorted(of_pages.union(endpoint.errors)):
         kind = endpoint.unavailable if code == 503 else endpoint.error
         responses[str(code)] = {"description": _STATUS[code], "content": _content(json_content(schema_ref(kind)))}
     operation: Json = {"summary": endpoint.summary, "responses": responses}
@@ -174,7 +177,7 @@ def _ranges(body: type[SamplingFields]) -> dict[str, tuple[float, float]]:
         **ranges,
         **aliases,
         "top_k": (-1, INT32_MAX),
-        **dict.fromkeys(tokens, (0.0, INT32_MAX)),
+        **dict.fromkeys(tokens, (UNLIMITED, INT32_MAX)),
         **dict.fromkeys(("n", "best_of"), (1.0, MAX_CHOICES)),
     }
 

@@ -220,7 +220,7 @@ _GAUGES = {
     "running": "Requests that are being computed",
     "waiting": "Requests in the engine's queue",
     "swapped_bytes": "Host memory of swapped-out sequences",
-    "prefix_cache_bytes": "Host memory of cached prefixes",
+    "prefix_cache_bytes": "Host memory of cached prefixes and checkpoints",
     "prefixes_on_disk": "Cached prefixes on disk that the worker can take (--prefix-cache-disk)",
     "seq_ids_free": "Sequence ids that neither a running sequence nor a cached prefix has",
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 import uuid
 from collections.abc import Callable, Sequence
@@ -12,7 +13,7 @@ from importlib.metadata import version
 from typing import Any
 
 from cppbatch import __version__
-from cppbatch.chat.chat_format import ChatFormat, PreparedChat
+from cppbatch.chat.chat_format import ChatFormat, ChatForms, PreparedChat
 from cppbatch.chat.template import ChatTemplate
 from cppbatch.chat.tools import ToolChoice
 from cppbatch.cluster.async_chat import chat_format_of_client
@@ -20,7 +21,7 @@ from cppbatch.cluster.engine_client import EngineClient
 from cppbatch.engine.best_of import expand
 from cppbatch.engine.media_sources import prompt_of_chat
 from cppbatch.engine.model_info import ModelInfo
-from cppbatch.engine.params import SamplingParams, replaced
+from cppbatch.engine.params import UNLIMITED, SamplingParams, replaced
 from cppbatch.engine.request import GenerationRequest, MediaPrompt, TokenPiece
 from cppbatch.errors import ContextOverflow, InvalidRequest
 from cppbatch.llama import apply_builtin_template
@@ -31,6 +32,8 @@ from cppbatch.server.limits import Limits
 from cppbatch.server.media_loading import MediaLoader, refuse_large
 from cppbatch.server.sampling_fields import SamplingFields
 from cppbatch.server.settings import ServerSettings
+
+log = logging.getLogger("cppbatch.server")
 
 Json = dict[str, Any]
 Prompt = str | list[int] | MediaPrompt
@@ -65,6 +68,7 @@ class Serving:
         """The scales of LoRA adapters for requests without `lora`, as `POST /lora-adapters` set them. None: those of
         --lora."""
         self._chat: ChatFormat | None = None
+        self._has_told_form = False
 
     @property
     def limits(self) -> Limits:
@@ -206,6 +210,10 @@ class Serving:
     ) -> PreparedChat:
         """`ChatFormat.prepare`, with the server's variables for the template (--chat-template-kwargs) and its limit of
         the reasoning (--reasoning-budget). `media`: has fetched what the messages refer to."""
+        if options["tools"] and not self._has_told_form:
+            self._has_told_form = True
+            if self.chat_forms and self.chat_forms.tools_described_by == "message":
+                log.warning("the chat template of %s renders no tools: %s", self.name, self.chat_forms)
         variables = self.settings.template_variables | variables
         limit = self.settings.thinking_tokens if thinking_tokens is None else thinking_tokens
         return chat.prepare(media.loaded(messages), variables=variables, thinking_tokens=limit, **options)
@@ -217,19 +225,21 @@ class Serving:
         except InvalidRequest as error:
             raise error.renamed(field if error.field == "prompt" else error.field) from error
 
-    def default_params(self, max_tokens: int | None = None) -> Json:
+    def default_params(self, max_tokens: int = UNLIMITED) -> Json:
         """The fields of `SamplingParams` for requests that do not set them.
 
-        `max_tokens`: the API's own default, for a server without -n; None: as many as the context holds.
+        `max_tokens`: the API's own default, for a server without -n.
         """
         defaults = {"max_tokens": max_tokens, **self.settings.sampling_defaults}
         return defaults | {"max_tokens": self.limits.default_tokens(defaults["max_tokens"])}
 
-    def params(self, body: SamplingFields, required: Json, *, max_tokens: int | None = None) -> SamplingParams:
+    def params(self, body: SamplingFields, required: Json, *, max_tokens: int = UNLIMITED) -> SamplingParams:
         """A request's sampling parameters: its own fields, else those that its chat or its response format require,
         else the server's defaults. `max_tokens`: as for `default_params`. Raises `InvalidRequest`.
         """
-        return body.params(**self.default_params(max_tokens) | required)
+        params = body.params(**self.default_params(max_tokens) | required)
+        is_unlimited = params.max_tokens == UNLIMITED
+        return replaced(params, max_tokens=self.limits.default_tokens(UNLIMITED)) if is_unlimited else params
 
     def engine_requests(
         self, body: SamplingFields, name: str, prompts: Sequence[Prompt], params: SamplingParams
@@ -255,8 +265,18 @@ class Serving:
     async def chat_format(self) -> ChatFormat:
         """The model's chat format, created with the first chat. Raises `InvalidRequest` for a broken template."""
         if self._chat is None:
-            template = ChatTemplate(
-                self.template, bos=self.info.bos, eos=self.info.eos, apply_named=apply_builtin_template
-            )
-            self._chat = await chat_format_of_client(self.client, template)
+            self._chat = await chat_format_of_client(self.client, self._read_template())
+            log.info("chats of %s: %s", self.name, self.chat_forms)
         return self._chat
+
+    @cached_property
+    def chat_forms(self) -> ChatForms | None:
+        """How the model writes calls and thoughts; None for a broken template. Asks no worker."""
+        try:
+            return ChatFormat(self._read_template()).forms
+        except InvalidRequest:
+            return None
+
+    def _read_template(self) -> ChatTemplate:
+        """Raises `InvalidRequest` for a broken one."""
+        return ChatTemplate(self.template, bos=self.info.bos, eos=self.info.eos, apply_named=apply_builtin_template)

@@ -12,7 +12,7 @@ from cppbatch.errors import ConfigError, InvalidRequest
 from cppbatch.server.cors import ANY, LOCAL, check_origin
 from cppbatch.server.keys import Keys
 from cppbatch.server.limits import Limits
-from cppbatch.server.media_domains import MediaDomains
+from cppbatch.server.media_domains import HostNames, MediaDomains
 
 _MAX_DRAIN = 86400
 
@@ -25,6 +25,10 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
     limits: Limits = Limits()
     cors_origins: tuple[str, ...] | None = None
     """The origins whose web pages may use the server, and special values (`cors`). None: the default."""
+    allowed_hosts: tuple[str, ...] = ()
+    """Names under which clients may reach the server, beside those that it knows (`HostNames`)."""
+    own_names: tuple[str, ...] = ()
+    """The names that it knows (`cross_site.names_of`)."""
     aliases: tuple[str, ...] = ()
     """Names of the model. Responses show the alphabetically first one instead of the file's name, as in
     llama-server."""
@@ -65,6 +69,7 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         MediaDomains(self.allowed_media_domains)  # checks them
+        HostNames(self.allowed_hosts, "--allowed-hosts")
         for origin in self.origins:
             check_origin(origin)
         if not 0 <= self.drain_timeout <= _MAX_DRAIN:
@@ -78,6 +83,14 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
     def media_domains(self) -> MediaDomains:
         """`allowed_media_domains`, checked."""
         return MediaDomains(self.allowed_media_domains)
+
+    @property
+    def host_names(self) -> HostNames | None:
+        """The names of hosts that requests may give. None: any, because a key is required, which a page that reaches
+        the server under a name of its own does not know."""
+        if self.keys and not self.allowed_hosts:
+            return None
+        return HostNames([*self.allowed_hosts, *self.own_names], "--allowed-hosts")
 
     @property
     def origins(self) -> tuple[str, ...]:

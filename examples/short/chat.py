@@ -5,7 +5,7 @@ import contextlib
 from cppbatch import BatchInferenceEngine, SamplingParams, pull_default
 
 messages: list[dict[str, object]] = []
-with BatchInferenceEngine(pull_default()) as engine:
+with contextlib.suppress(EOFError), BatchInferenceEngine(pull_default()) as engine:
     while question := input("\n> "):
         messages.append({"role": "user", "content": question})
         stream = engine.chat_stream(messages, SamplingParams(max_tokens=500))

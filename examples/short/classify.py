@@ -5,7 +5,7 @@ import sys
 
 from cppbatch import BatchInferenceEngine, SamplingParams, pull_default
 
-with open(sys.argv[1], encoding="utf-8", newline="") as file:
+with open([*sys.argv, "examples/data/reviews.csv"][1], encoding="utf-8", newline="") as file:
     rows = list(csv.DictReader(file))
 params = SamplingParams(guided_choice=["positive", "negative"], temperature=0)
 with BatchInferenceEngine(pull_default()) as engine:

@@ -7,8 +7,9 @@ import numpy as np
 
 from cppbatch import BatchInferenceEngine, pull_default
 
-texts = Path(sys.argv[1]).read_text(encoding="utf-8").splitlines()
+source, target = sys.argv[1:] or ["examples/data/questions.txt", "vectors.npy"]
+texts = Path(source).read_text(encoding="utf-8").splitlines()
 with BatchInferenceEngine(pull_default(), pooling="mean", n_batch=512) as engine:
     vectors = engine.embed(texts, progress=True)
-np.save(sys.argv[2], vectors)
+np.save(target, vectors)
 print(f"{len(vectors)} vectors of {vectors.shape[1]} numbers")

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from cppbatch import BatchInferenceEngine, SamplingParams, pull_default
 
-files = sorted(Path(sys.argv[1]).glob("*.txt"))
+files = sorted(Path([*sys.argv, "examples/data/notes"][1]).glob("*.txt"))
 texts = [file.read_text(encoding="utf-8") for file in files]
 with BatchInferenceEngine(pull_default()) as engine:
     params = SamplingParams(max_tokens=60, temperature=0)

@@ -10,6 +10,7 @@ from cppbatch.chat.chat_format import PreparedChat
 from cppbatch.engine.assistant_output import AssistantOutput
 from cppbatch.engine.media_sources import prompt_of_chat
 from cppbatch.engine.request import GenerationEvent, RequestUsage
+from cppbatch.errors import InvalidRequest
 from cppbatch.server.anthropic.message_conversion import conversation
 from cppbatch.server.anthropic.message_types import (
     BlockJsonDelta,
@@ -87,6 +88,8 @@ ENDPOINTS = {
 async def prepare_message(body: MessagesRequest, serving: Serving) -> PreparedRequest:
     """The engine request and the builder for a message. Raises `InvalidRequest`."""
     serving.check(body)
+    if body.max_tokens < 1:
+        raise InvalidRequest("max_tokens", f"is {body.max_tokens}; it must be 1 or more")
     chat = await _prepare_chat(body, serving)
     params = serving.params(body, chat.params)
     builder = MessagesBuilder(body, serving.name, chat)

@@ -76,6 +76,8 @@ class GenerateResponse(msgspec.Struct, frozen=True, kw_only=True):
     """`POST /generate`, not streamed."""
 
     text: str
+    generated_text: str
+    """The same, as in `/generate/batch`."""
     tokens: list[int]
     """The generated tokens."""
     token_texts: list[str]
@@ -201,7 +203,8 @@ class GenerateBuilder(ResponseBuilder):
 
     def build(self, completions: list[list[GenerationEvent]]) -> GenerateResponse:
         """As in `ResponseBuilder`."""
-        return text_result(GenerateResponse, completions[0])
+        text = "".join(event.text for event in completions[0])
+        return text_result(GenerateResponse, completions[0], generated_text=text)
 
     def stream_events(self, index: int, event: GenerationEvent) -> list[ServerSentEvent]:
         """As in `ResponseBuilder`."""

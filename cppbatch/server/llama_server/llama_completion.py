@@ -12,7 +12,6 @@ from aiohttp import web
 from msgspec import UNSET
 
 from cppbatch.cluster.engine_client import EngineClient
-from cppbatch.engine.params import replaced
 from cppbatch.engine.request import FinishReason, GenerationEvent, GenerationRequest, MediaPrompt, TokenPiece
 from cppbatch.errors import InvalidRequest
 from cppbatch.server.endpoint import Endpoint, generation_endpoint, json_content, schema_ref
@@ -115,15 +114,12 @@ async def prepare_llama_completion(
 ) -> PreparedRequest:
     """The engine requests and the builder for these prompts. Raises `InvalidRequest`."""
     serving.check_model(body.model)
-    is_unlimited = body.n_predict == -1
     field_names = {ours: theirs for ours, theirs in _ALIASES.items() if getattr(body, theirs) is not None}
     field_names |= body.constraint_names
     try:
         body = await to_sampling_fields(body, serving)
         serving.limits.check(body)
         params = serving.params(body, _form(body))
-        if is_unlimited:  # also where the server has a default
-            params = replaced(params, max_tokens=serving.limits.default_tokens(None))
         for_engine = [prompt.for_engine() for prompt in prompts]
         requests = serving.engine_requests(body, new_id("llama-"), for_engine, params)
     except InvalidRequest as error:

@@ -78,7 +78,6 @@ async def to_sampling_fields(body: Fields, serving: Serving) -> Fields:
         body,
         n=body.n if body.n_cmpl is None else body.n_cmpl,
         seed=None if body.seed == RANDOM_SEED else body.seed,
-        n_predict=None if body.n_predict == -1 else body.n_predict,
         n_probs=body.n_probs or None,
         stop=_without_empty(body.stop),
         grammar=body.grammar or None,

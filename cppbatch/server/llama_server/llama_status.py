@@ -8,6 +8,7 @@ import msgspec
 from aiohttp import web
 
 from cppbatch import __version__
+from cppbatch.chat.chat_format import ChatForms
 from cppbatch.chat.template import CHATML
 from cppbatch.engine.lora_sets import adapter_set
 from cppbatch.engine.params import SamplingParams
@@ -60,6 +61,10 @@ class Props(msgspec.Struct, frozen=True, kw_only=True):
     media_marker: str
     """What stands for a picture or a sound in the `prompt_string` of `/completion`; another one after each start."""
     chat_template: str
+    has_chat_template: bool
+    """Whether the model, or --chat-template, has one. `chat_template` is ChatML without it."""
+    chat_forms: ChatForms | None
+    """How the model writes tool calls and thoughts, learned from the template; null if that is broken."""
     bos_token: str
     eos_token: str
     build_info: str
@@ -146,6 +151,8 @@ async def props(request: web.Request) -> web.Response:
             modalities=Modalities(vision="image" in info.modalities, audio="audio" in info.modalities),
             media_marker=MEDIA_MARKER,
             chat_template=serving.template or CHATML,
+            has_chat_template=serving.template is not None,
+            chat_forms=serving.chat_forms,
             bos_token=info.bos,
             eos_token=info.eos,
             build_info=f"cppbatch {__version__}",

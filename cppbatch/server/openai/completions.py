@@ -24,7 +24,7 @@ from cppbatch.server.timings import PromptProgress, Timings
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-DEFAULT_MAX_TOKENS = 16
+_DEFAULT_MAX_TOKENS = 16
 """OpenAI's default of `max_tokens` for completions; chat completions have none."""
 
 routes = web.RouteTableDef()
@@ -129,7 +129,7 @@ ENDPOINTS = {
 
 
 async def prepare_completion(
-    body: CompletionRequest, serving: Serving, default_max_tokens: int | None = DEFAULT_MAX_TOKENS
+    body: CompletionRequest, serving: Serving, default_max_tokens: int = _DEFAULT_MAX_TOKENS
 ) -> PreparedRequest:
     """The engine requests and the builder for a completion. Batch jobs use it too. Raises `InvalidRequest`."""
     serving.check(body)
