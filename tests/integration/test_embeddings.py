@@ -72,8 +72,9 @@ def same(a: Rows, b: Rows, difference: float = 1e-5) -> bool:
     return a.shape == b.shape and bool(np.allclose(a, b, rtol=0, atol=difference))
 
 
-GELU = 5e-4
-"""What BERT and Gemma may differ by: on a CPU, ggml looks GELU up in a table of 16-bit floats, so a last bit counts."""
+GELU = 2e-3
+"""What BERT and Gemma may differ by: on a CPU, ggml looks GELU up in a table of 16-bit floats, so a last bit counts.
+4e-4 and a little over 5e-4 were seen on two CPUs; the vector of a neighbouring token differs by 0.6."""
 
 KINDS = [
     ("rotary", None, 1e-5), ("encoder", None, GELU), ("encoder", "cls", GELU), ("llama", "last", 1e-5),
