@@ -248,7 +248,8 @@ class KVPool:
         assert self._places
         prompt, start = sequence.tokens[: sequence.n_prompt], sequence.n_computed
         step = max(self._places.min_step, self._part_cost.tokens_for(_CHECKPOINT_SHARE))
-        for n in (*self._places.of_prompt(prompt, start, step), branch):
+        places = map(sequence.before_media, (*self._places.of_prompt(prompt, start, step), branch))
+        for n in dict.fromkeys(places):
             if n >= max(_MIN_CACHED, start + 1) and not self.cache.has_end(prompt[:n], sequence.salt):
                 sequence.stop_at(n)
 

@@ -15,6 +15,7 @@ from cppbatch.engine.sequence import SavedState, Seq, SeqStatus
 _WORTH_WAITING = 24  # tokens: wait for a prefix that is being computed if it saves this many more than the best now
 _COST_OF_TAKING, _COST_OF_COPYING = 4, 16  # the time to share, or to copy, a prefix: tokens computed in that time
 _NEVER_TAKEN = 4  # factor on the age of an entry that no sequence has taken yet
+_MOST_IN_HOST = 4096  # prefixes and checkpoints in host memory: a look-up may pass over all of them, in half a ms
 _COPIED_AT_ONCE = 100  # tokens copied in the time of computing one; about 200 were measured
 
 
@@ -353,11 +354,16 @@ class PrefixCache:
         self.used_host_bytes += saved.n_bytes
 
     def _make_room(self, n_bytes: int) -> None:
-        """Drops prefixes and checkpoints in host memory until `n_bytes` are free there: first those that save few
-        tokens for their bytes, were not used for long, and were never taken."""
-        while self.used_host_bytes + n_bytes > self.host_bytes:
+        """Drops prefixes and checkpoints in host memory until `n_bytes` are free there, and not too many are left: first
+        those that save few tokens for their bytes, were not used for long, and were never taken."""
+        while (
+            self.used_host_bytes + n_bytes > self.host_bytes
+            or len(self.in_host) + len(self.checkpoints) >= _MOST_IN_HOST
+        ):
             held: list[CachedPrefix | Checkpoint] = [other for other in self.in_host if other.saved]
-            victim = max([*held, *self.checkpoints], key=self._worthless)
+            victim = max([*held, *self.checkpoints], key=self._worthless, default=None)
+            if victim is None:
+                return
             if isinstance(victim, Checkpoint):
                 self.drop_checkpoint(victim)
             else:

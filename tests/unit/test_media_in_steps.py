@@ -12,6 +12,7 @@ import numpy.typing as npt
 import pytest
 
 from cppbatch import BatchInferenceEngine, FinishReason, GenerationRequest, InvalidRequest, Media, MediaPrompt
+from cppbatch.engine import kv_pool
 from cppbatch.engine.request import ResumeState
 from cppbatch.engine.sampling.logit_processing import recent_tokens
 from cppbatch.engine.slot_file import Footer, read_slot_file, write_slot_file
@@ -83,6 +84,19 @@ def test_a_prefix_never_ends_within_a_picture(has_dimensions: bool, unified: boo
     again = engine.generate([prompt], greedy(4))[0]
     assert again.usage.cached_tokens == start
     assert again.tokens == reference(as_read(prompt, has_dimensions=has_dimensions), greedy(4))[0]
+
+
+@pytest.mark.parametrize("has_dimensions", [False, True])
+def test_a_checkpoint_is_never_within_a_picture(has_dimensions: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The places chosen by distance from the end are all within this one; such a checkpoint could never be taken."""
+    monkeypatch.setattr(kv_pool, "_MIN_CACHED", 8)
+    engine = fake_engine(media=fake_media(has_dimensions=has_dimensions), n_ctx=2048, n_batch=64, sharing="checkpoints")
+    for end, n_cached in (("x", 0), ("y", 40), ("z", 100)):  # 100: where the second one parted from the first
+        prompt = MediaPrompt(["abcdefgh" * 5, small_picture(1, 60, 1), end])
+        result = engine.generate([prompt], greedy(4, ignore_eos=True))[0]
+        assert result.tokens == reference(as_read(prompt), greedy(4, ignore_eos=True))[0]
+        assert result.usage.cached_tokens == n_cached
+        engine.kv.check()
 
 
 @pytest.mark.parametrize(
