@@ -140,3 +140,4 @@ def check_head(proposer: HeadProposer) -> None:
         assert known == draft.tokens[draft.start : draft.n_known].tolist() or not held
         assert not any(held[position].is_guess for position in range(draft.start, draft.n_known) if held)
     assert proposer.cells.n_free == context.n_ctx - context.n_used
+    assert len(proposer._rows) <= 2 * context.n_seq_max, "hidden rows of preempted sequences are kept"

@@ -60,6 +60,7 @@ class ToolCallEmitter:
 
     def start(self, name: str, call_id: str | None = None) -> None:
         """Starts a call. `call_id`: the id that the model wrote; None: a new one."""
+        name = name.encode("utf-8", "replace").decode()  # a name in JSON may have half of a surrogate pair
         self._deltas.append(ToolCallStart(self.count, call_id or self._new_call_id(), name))
         self.count += 1
 

@@ -10,6 +10,7 @@ from typing import Any
 _IN_STRING = re.compile(r'["\\]')
 _OUTSIDE_STRINGS = re.compile(r'["{}\[\]]|[^\s\w.,:+\-]')  # the second: characters that JSON has only in strings
 _END_OF_SCALAR = re.compile(r"[^\w.+\-]")
+_SURROGATE = re.compile("[\ud800-\udfff]")
 _CLOSING = {"{": "}", "[": "]"}
 
 
@@ -120,5 +121,6 @@ def _refuse_constant(word: str) -> None:
 
 
 def dump_json(value: Any) -> str:
-    """Encodes a value as JSON text with spaces after commas and colons, as models write it."""
-    return json.dumps(value, ensure_ascii=False)
+    """Encodes a value as JSON text with spaces after commas and colons, as models write it. Half of a surrogate pair,
+    which has no UTF-8, is escaped."""
+    return _SURROGATE.sub(lambda half: f"\\u{ord(half[0]):04x}", json.dumps(value, ensure_ascii=False))

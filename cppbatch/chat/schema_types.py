@@ -30,7 +30,7 @@ def json_types(schema: Any, root: Json, depth: int = 0) -> frozenset[str]:
         given = schema["type"] if isinstance(schema["type"], list) else [schema["type"]]
         return frozenset(given) if all(isinstance(kind, str) for kind in given) else frozenset()
     if "const" in schema or isinstance(schema.get("enum"), list):
-        return frozenset(map(json_type_of, schema.get("enum", [schema.get("const")])))
+        return frozenset(map(json_type_of, enum_values(schema) or ()))
     for key in ("anyOf", "oneOf"):
         if isinstance(schema.get(key), list):
             parts = [json_types(part, root, depth + 1) for part in schema[key]]
@@ -128,9 +128,9 @@ def schema_variants(schema: Any, root: Json) -> list[Any]:
     schema = resolve_ref(schema, root)
     if not isinstance(schema, dict):
         raise UnsupportedSchema
-    if isinstance(schema.get("anyOf"), list) and not schema.keys() - _ANY_KEYS - {"anyOf"}:
+    if isinstance(schema.get("anyOf"), list) and schema["anyOf"] and not schema.keys() - _ANY_KEYS - {"anyOf"}:
         return [resolve_ref(part, root) for part in schema["anyOf"]]
-    if isinstance(schema.get("type"), list):
+    if isinstance(schema.get("type"), list) and schema["type"]:
         return [schema | {"type": kind} for kind in schema["type"]]
     return [schema]
 

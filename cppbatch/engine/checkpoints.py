@@ -61,7 +61,10 @@ class StateWithParts:
         """Takes apart what `data` and `form` were. `read_state`: of the context. Raises what that does."""
         ends = form.get(_ENDS, [])
         at = data.size - sum(n_bytes for _, n_bytes, _ in ends)
-        state = read_state(data[:at], {name: value for name, value in form.items() if name != _ENDS})
+        # A view would keep the parts too, which have arrays of their own.
+        state = read_state(
+            data[:at].copy() if ends else data, {name: value for name, value in form.items() if name != _ENDS}
+        )
         parts = []
         for n, n_bytes, part_form in ends:
             parts.append((int(n), read_state(data[at : at + n_bytes].copy(), part_form)))

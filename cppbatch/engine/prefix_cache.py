@@ -354,8 +354,10 @@ class PrefixCache:
         self.used_host_bytes += saved.n_bytes
 
     def _make_room(self, n_bytes: int) -> None:
-        """Drops prefixes and checkpoints in host memory until `n_bytes` are free there, and not too many are left: first
-        those that save few tokens for their bytes, were not used for long, and were never taken."""
+        """Drops prefixes and checkpoints in host memory until `n_bytes` are free there, and not too many are left.
+
+        First those that save few tokens for their bytes, were not used for long, and were never taken.
+        """
         while (
             self.used_host_bytes + n_bytes > self.host_bytes
             or len(self.in_host) + len(self.checkpoints) >= _MOST_IN_HOST

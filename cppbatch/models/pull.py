@@ -169,7 +169,7 @@ def _download(requirement: str, folder: Path) -> Path:
     try:
         subprocess.run(
             [*command, "--only-binary=:all:", "--dest", str(folder), requirement],
-            stdout=sys.stdout, stderr=subprocess.PIPE, text=True, check=True,
+            stdout=sys.stderr, stderr=subprocess.PIPE, text=True, check=True,
         )  # fmt: skip
     except (OSError, subprocess.CalledProcessError) as error:
         lines = str(getattr(error, "stderr", "") or error).strip().splitlines()

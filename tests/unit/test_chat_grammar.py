@@ -264,6 +264,9 @@ def test_odd_schemas_end_in_a_grammar_or_a_refusal(family: str) -> None:
         {"properties": [1]},
         {"$defs": 5, "properties": {"a": {"$ref": "#/$defs/x"}}},
         {"required": ["x"]},
+        {"properties": {"a": {"const": 1, "enum": None}, "b": {"const": "x", "enum": []}}},
+        {"properties": {"a": {"anyOf": []}, "b": {"oneOf": []}, "c": {"type": []}}},
+        {"anyOf": []},
     ]
     for parameters in odd:
         with contextlib.suppress(InvalidRequest):

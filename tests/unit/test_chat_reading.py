@@ -32,6 +32,10 @@ def xml(name: str, *arguments: tuple[str, str], tag: str = "tool_call") -> str:
     return f"<{tag}>\n<function={name}>\n{inner}</function>\n</{tag}>"
 
 
+def lfm2(calls: str) -> str:
+    return f"<|tool_call_start|>[{calls}]<|tool_call_end|>"
+
+
 XML_PARIS = xml("get_weather", ("city", "Paris"))
 XML_SET = xml("set", ("options", '{"a": [1, "x", null], "b": {}}'), ("on", "True"), ("note", "null and void"))
 GEMMA_PARIS = '<|tool_call>call:get_weather{city:<|"|>Paris<|"|>}<tool_call|>'
@@ -182,6 +186,25 @@ CASES: dict[str, tuple[str, str, str, str, list[Any]]] = {
     "some JSON": ("generic", '{"tool": "get_weather"}', "", "", []),
     "a program": ("generic", "```python\nprint({})\n```", "", "", []),
     "text": ("generic", "  Hello {} [] ``` <think>\n", "", "", []),
+    "tags": (
+        "tags", "<tool_call>get_weather<arg_key>city</arg_key><arg_value>Paris</arg_value></tool_call>", "", "",
+        [PARIS],
+    ),
+    "half of a pair in a name": ("hermes", hermes(r'{"name": "\ud800", "arguments": {}}'), "", "", [("?", {})]),
+    "half of a pair in a value": ("lfm2", lfm2(r'ping(a="\ud800")'), "", "", [("ping", {"a": "\ud800"})]),
+    "Python": ("lfm2", lfm2("get_weather(city='Paris'), ping(), set(options={'a': [1, \"x\", None]})"), "", "", [
+        PARIS, PING, ("set", {"options": {"a": [1, "x", None]}}),
+    ]),
+    "a set": ("lfm2", lfm2("ping(a={1, 2})"), "", "", []),
+    "bytes": ("lfm2", lfm2("ping(a=[b'a'])"), "", "", []),
+    "a key that is a tuple": ("lfm2", lfm2("ping(a={(1, 2): 3})"), "", "", []),
+    "a key that is a list": ("lfm2", lfm2("ping(a={[1]: 2})"), "", "", []),
+    "an unpacked set": ("lfm2", lfm2("ping(**{1})"), "", "", []),
+    "not a number": ("lfm2", lfm2("ping(a=NaN)"), "", "", []),
+    "infinity": ("lfm2", lfm2("ping(a=[1e999])"), "", "", []),
+    "a call in Python's call": (
+        "lfm2", "<|tool_call_start|>[ping(" + lfm2("ping()"), "<|tool_call_start|>[ping(", "", [PING],
+    ),
     "the generic form, cut": ("generic", '{"tool_calls": [{"name": "get', "", "", []),
 }  # fmt: skip
 
@@ -225,6 +248,14 @@ def test_any_text_means_the_same_however_it_is_split(family: str, data: st.DataO
     cuts = sorted(data.draw(st.sets(st.integers(0, len(written)), max_size=8)))
     parts = [written[a:b] for a, b in zip([0, *cuts], [*cuts, len(written)], strict=True)]
     assert message(its, parts) == message(its, [written]) == message(its, written)
+
+
+def test_a_key_that_is_none_is_text_however_it_is_split() -> None:
+    its, key = turn("tags"), "a</arg_key}>\n<arg_key>b</arg_key>\n<arg_key>c"
+    written = f"<tool_call>ping<arg_key>{key}</arg_key><arg_value>1</arg_value></tool_call>"
+    whole = message(its, [written])
+    assert whole == message(its, written)
+    assert whole.text == f"{key}</arg_key><arg_value>1</arg_value></tool_call>"
 
 
 @given(st.lists(st.text(min_size=1), max_size=10))

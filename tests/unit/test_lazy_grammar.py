@@ -9,13 +9,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 from llguidance import LLMatcher, LLTokenizer, grammar_from
 
 from cppbatch.chat.chat_format import PreparedChat
 from cppbatch.chat.lark_grammar import MAX_TOOL_CALLS, LazyGrammar
 from cppbatch.engine.params import SamplingParams
-from cppbatch.engine.sampling.structured_output import Constraint, GrammarCompiler
+from cppbatch.engine.sampling.structured_output import Constraint, GrammarCompiler, GrammarMasks
 from tests.chat_families import PING, TEMPLATES, message, turn
 from tests.schemas import fault
 from tests.unit.test_chat_grammar import ENDS, FUNCTIONS, SCHEMA_OF, Bytes, vocabulary
@@ -144,6 +145,19 @@ def test_a_schema_that_cannot_be_enforced_is_not_and_the_log_says_why(caplog: py
         assert constraint.is_active  # another grammar says where calls may stand
     finally:
         compiler.close()
+
+
+def test_where_the_request_bans_what_must_follow_the_text_is_free_again() -> None:
+    """As with `ignore_eos`, where the end of a call is an end token: else no token could be sampled."""
+    lazy = of_own_accord("hermes", [PING]).params["lazy_grammar"]
+    new = writer("hermes", lazy)
+    new.write(lazy.start)
+    n_tokens = len(new.vocab.tokens)
+    row = np.zeros(n_tokens, np.float32)
+    row[ord("\n")] = -np.inf  # what must follow the marker
+    assert GrammarMasks(n_tokens).apply([(new.constraint, row)]) == [None]
+    assert not new.constraint.is_active
+    assert np.isfinite(row).sum() == n_tokens - 1
 
 
 def test_more_calls_than_may_be_required_can_be_written() -> None:

@@ -10,7 +10,8 @@ import pytest
 
 from cppbatch.chat.chat_format import ChatFormat
 from cppbatch.chat.template import ChatTemplate
-from tests.chat_families import TEMPLATES, TOOLS, message
+from cppbatch.chat.tools import ToolChoice
+from tests.chat_families import QUESTION, TEMPLATES, TOOLS, calls_of, message
 from tests.templates.round_trip import SAID, check
 
 _TALK = """{{ tools | tojson if tools }}
@@ -90,6 +91,26 @@ def test_what_a_template_writes_is_read_back(name: str) -> None:
 
 def form_of(source: str) -> ChatFormat:
     return ChatFormat(ChatTemplate(source, bos="", eos=""))
+
+
+def read(name: str, written: str) -> Any:
+    """The message that a model of one of these templates writes after the prompt, with the tools at hand."""
+    its = ChatFormat(ChatTemplate(WRITTEN[name], bos="", eos="")).prepare(QUESTION, tools=TOOLS, choice=ToolChoice())
+    return message(its, [written])
+
+
+def test_where_only_its_place_marks_a_call_it_has_the_name_of_a_tool() -> None:
+    name = "the prompt has the first marker"
+    said = read(name, "all\nIn Python:\n>>> print(1)\n1")
+    assert (said.text, said.calls) == ("In Python:\n>>> print(1)\n1", [])
+    said = read(name, 'all\nI look.>>>get_weather\n{"city": "Paris"}>>>print\n{}')
+    assert (said.text, calls_of(said)) == ("I look.>>>print\n{}", [("get_weather", {"city": "Paris"})])
+
+
+def test_values_that_are_nested_very_deeply_do_not_end_the_request() -> None:
+    deep = "<a>" * 3000 + "</a>" * 3000
+    said = read("the key is a tag", f'<calls><invoke name="set"><options>{deep}</options></invoke></calls>')
+    assert [call.name for call in said.calls] == ["set"]
 
 
 def test_a_template_without_calls_is_told_a_form_and_one_without_tools_is_told_its_own() -> None:

@@ -34,6 +34,7 @@ _HOLE_TEXTS: dict[str, re.Pattern[str]] = {
 }
 _LONGEST_KEY = 256
 _SHORT_ID = 9
+_DEEPEST = 64
 
 
 class LearnedFormat(ToolCallFormat):
@@ -312,6 +313,8 @@ class _Parser:
         return True
 
     def _start(self) -> None:
+        if self._form.prompted and self._name not in self._calls.tools:  # nothing but its place marks it as a call
+            raise MalformedToolCall(self._open + self._name + self._unread)
         self._schema = self._calls.tools.get(self._name) or {}
         form, id_ = self._form, self._id or None
         if form.named_ids:
@@ -358,11 +361,11 @@ class _Parser:
 
     def _in_key(self) -> bool:
         before, marker, rest = self._value_opens.split(self._unread)
-        if marker is None:
-            if len(self._unread) > _LONGEST_KEY + 64 or "\n" in before.strip():
-                raise MalformedToolCall(self._unread)
-            return False
         key = before.strip()
+        if len(before) > _LONGEST_KEY or "\n" in key:
+            raise MalformedToolCall(self._unread)
+        if marker is None:
+            return False
         properties = self._schema.get("properties") or {}
         self._value_schema = properties.get(key, {})
         self._types = json_types(self._value_schema, self._schema)
@@ -437,9 +440,10 @@ class _Parser:
         return True
 
 
-def _from_tags(text: str, form: CallForm, schema: Any, root: Any) -> str:
-    """A value whose objects and arrays are tagged, as JSON text; any other value as it is."""
-    if not text.lstrip().startswith(form.key_open):
+def _from_tags(text: str, form: CallForm, schema: Any, root: Any, depth: int = 0) -> str:
+    """A value whose objects and arrays are tagged, as JSON text; any other value, and what is nested deeper than
+    `_DEEPEST`, as it is."""
+    if depth > _DEEPEST or not text.lstrip().startswith(form.key_open):
         return text
     key_open, (before_key, after_key) = re.escape(form.key_open), form.value_close.split(KEY)
     opening = re.compile(rf"\s*{key_open}([^<>]{{1,256}}?){re.escape(form.value_open['string'])}")
@@ -447,15 +451,15 @@ def _from_tags(text: str, form: CallForm, schema: Any, root: Any) -> str:
     while found := opening.match(text, at):
         close = before_key + found[1] + after_key
         again = f"{form.key_open}{found[1]}{form.value_open['string']}"
-        depth, at = 1, found.end()
-        while depth:
+        n_open, at = 1, found.end()
+        while n_open:
             end = text.find(close, at)
             if end < 0:
                 return text
-            depth += text.count(again, at, end) - 1
+            n_open += text.count(again, at, end) - 1
             at = end + len(close)
         inner = _member_schema(schema, root, found[1])
-        value = _from_tags(text[found.end() : end], form, inner, root)
+        value = _from_tags(text[found.end() : end], form, inner, root, depth + 1)
         members.append((found[1], coerce_to_json(value, json_types(inner, root))))
     if all(key == "item" for key, _ in members):
         return f"[{', '.join(value for _, value in members)}]"

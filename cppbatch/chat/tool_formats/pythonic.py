@@ -11,7 +11,7 @@ from typing import Any
 from cppbatch.chat.escaped_lark import input_grammar
 from cppbatch.chat.lark_grammar import LarkGrammar
 from cppbatch.chat.output_parser import MalformedToolCall, ToolCallEmitter, ToolParser, ToolSchemas
-from cppbatch.chat.scanning import InvalidJson, JsonValueScanner, MarkerFinder, dump_json
+from cppbatch.chat.scanning import InvalidJson, JsonValueScanner, MarkerFinder, dump_json, parse_json
 from cppbatch.chat.schema_types import UnsupportedSchema, object_members, standalone_schema
 from cppbatch.chat.tool_formats.tool_format import FUNCTION_NAME, ToolCallFormat, call_arguments
 
@@ -84,14 +84,16 @@ class _PythonicParser:
     def __init__(self, calls: ToolCallEmitter) -> None:
         self._calls = calls
         self._text, self._unread = "", ""
-        self._end = MarkerFinder([END])
+        self._marks = MarkerFinder([START, END])
 
     def push(self, text: str) -> str | None:
         """As `ToolParser.push`."""
-        before, marker, rest = self._end.split(self._unread + text)
+        before, marker, rest = self._marks.split(self._unread + text)
         self._text, self._unread = self._text + before, rest
         if marker is None:
             return None
+        if marker == START:  # calls do not contain calls
+            raise MalformedToolCall(self._text + marker + rest)
         self._emit(self._text, self._text + marker + rest)
         return rest
 
@@ -102,12 +104,14 @@ class _PythonicParser:
 
     def _emit(self, text: str, whole: str) -> None:
         try:
-            calls = _parse_calls(text)
-        except (ValueError, SyntaxError, RecursionError, MemoryError):
+            calls = [(name, dump_json(arguments)) for name, arguments in _parse_calls(text)]
+            for _, arguments in calls:
+                parse_json(arguments)
+        except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
             raise MalformedToolCall(whole) from None
         for name, arguments in calls:
             self._calls.start(name)
-            self._calls.arguments(dump_json(arguments))
+            self._calls.arguments(arguments)
 
 
 def _parse_calls(text: str) -> list[tuple[str, dict[str, Any]]]:
@@ -131,7 +135,7 @@ def _parse_arguments(text: str, at: int) -> tuple[dict[str, Any], int]:
     while not text.startswith(")", at):
         if text.startswith("**{", at):
             value, at = _parse_value(text, at + 2)
-            arguments |= value
+            arguments |= dict(value)
         else:
             key = _KEY.match(text, at)
             if key is None:

@@ -151,19 +151,24 @@ class Constraint:
             self._opening = forced[: forced.index(start) + 1] if start in forced else []
             self.is_active, self._in_thought = False, self._lazy.in_thought
 
+    @property
+    def is_lazy(self) -> bool:
+        """Whether it can be given up."""
+        return self._lazy is not None
+
     def accept(self, token: int) -> bool:
         """Advances by a sampled token. False if the grammar does not allow it; `error` then contains the reason."""
         if self.is_active:
-            return bool(self.matcher.consume_token(token)) or self._give_up()
+            return bool(self.matcher.consume_token(token)) or self.give_up()
         assert self._lazy
         if self._lazy.thought and token in self._lazy.thought:
             self._in_thought = token == self._lazy.thought[0]
         if token == self._lazy.start and self._opening and not self._in_thought:
             self.is_active = True
-            return bool(self.matcher.consume_tokens(self._opening)) or self._give_up()
+            return bool(self.matcher.consume_tokens(self._opening)) or self.give_up()
         return True
 
-    def _give_up(self) -> bool:
+    def give_up(self) -> bool:
         """Whether that is possible: the text is free from here on."""
         if self._lazy is None:
             return False
@@ -177,7 +182,7 @@ class Constraint:
             return None
         if self.matcher.is_error() or (self.matcher.is_stopped() and not self.matcher.is_accepting()):
             self._on_limit()
-            if self._give_up():
+            if self.give_up():
                 return None
             return f"the grammar cannot be followed further: {_short_reason(self.matcher.get_error())}"
         return None
@@ -230,6 +235,10 @@ class GrammarMasks:
         allowed = np.unpackbits(self._bits[:n].view(np.uint8), axis=1, count=self._n_vocab, bitorder="little")
         errors = [constraint.error for constraint, _ in constrained]
         for (constraint, row), is_allowed in zip(constrained, allowed, strict=True):
-            if constraint.is_active:
-                np.copyto(row, np.float32(-np.inf), where=is_allowed == 0)
+            if not constraint.is_active:
+                continue
+            if constraint.is_lazy and not np.isfinite(row[is_allowed == 1]).any():  # the request bans these tokens
+                constraint.give_up()
+                continue
+            np.copyto(row, np.float32(-np.inf), where=is_allowed == 0)
         return errors

@@ -87,6 +87,8 @@ class HeadProposer(DraftModelProposer):
         """The model's last decode had these entries, in order, whose accounting still is that before it."""
         if self._failed:
             return
+        if len(self._rows) > self._context.n_seq_max:  # those of preempted sequences count beyond the memory plan
+            self._rows = {sequence: known for sequence, known in self._rows.items() if sequence.seq_id >= 0}
         rows = self._hidden_rows(sum(n for _, n in entries))
         at = 0
         for entry, n in entries:
