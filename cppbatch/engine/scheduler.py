@@ -281,8 +281,8 @@ class Scheduler:
                 plan.media = [(sequence, n) for sequence, n in prefill if sequence.next_run]
                 prefill = [(sequence, n) for sequence, n in prefill if not sequence.next_run]
             if rows and self._speculator and not (plan.media or (prefill and self._min_rows > 1)):
-                prompts = [*((s, 1) for s in beside), *prefill]
-                rows, n_padding = self._add_drafts(plan, rows, prompts, cost, self._speculator)
+                pieces = [*((s, 1) for s in beside), *prefill]
+                rows, n_padding = self._add_drafts(plan, rows, pieces, cost, self._speculator)
             if not plan.n_drafted and self._min_rows > 1:
                 plan.row_groups = groups
             if rows or has_prefill:
