@@ -395,8 +395,8 @@ def engine_options(command: Command, *, without: Collection[str] = (), several: 
         if several:
             sources = arguments["sources"]
             if len(named) > 1 or sources.folder or sources.settings_file:
-                arguments["sources"] = sources.with_files(named)
-                return command(config=EngineConfig(model_path="", **settings), **arguments)
+                arguments["sources"] = sources.with_files(named, own_contexts=settings.get("n_ctx") == 0)
+                return command(config=EngineConfig(model_path="", **{**settings, **sizes}), **arguments)
             arguments["sources"] = None
         if named and mmproj_auto and may_see(named[-1], settings):
             settings["mmproj"] = str(choose_projector(named[-1]) or "")
@@ -413,10 +413,15 @@ def engine_options(command: Command, *, without: Collection[str] = (), several: 
 def config_of(model_path: str, settings: dict[str, Any]) -> EngineConfig:
     """The settings of a model, with its own context length in place of -c 0. Raises `ConfigError`, `ModelError`."""
     if settings.get("n_ctx") == 0:
-        from cppbatch.models.inspect import inspect_model
-
-        settings = {**settings, "n_ctx": inspect_model(Path(model_path)).n_ctx_train or 0}
+        settings = {**settings, "n_ctx": context_length(Path(model_path))}
     return EngineConfig(model_path=model_path, **settings)
+
+
+def context_length(path: Path) -> int:
+    """The context length of a model, for -c 0. Raises `ModelError`."""
+    from cppbatch.models.inspect import inspect_model
+
+    return inspect_model(path).n_ctx_train or _DEFAULTS.n_ctx
 
 
 def engine_settings_options(command: Command, *, without: Collection[str] = ()) -> Command:

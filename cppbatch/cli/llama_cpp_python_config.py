@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
+import msgspec
 
 from cppbatch.config import EngineConfig, cells_for
 from cppbatch.errors import ConfigError
@@ -65,16 +66,21 @@ def read_llama_cpp_python_config(path: Path) -> LlamaCppPythonConfig:
         raise ConfigError(f"{where} cannot be read: {error.strerror}") from error
     except ValueError as error:
         raise ConfigError(f"{where}: {error}") from error
+    except RecursionError:
+        raise ConfigError(f"{where} is nested too deeply") from None
     models = content.get("models") if isinstance(content, dict) else None
     if not isinstance(models, list) or not models or not all(isinstance(each, dict) for each in models):
         raise ConfigError(f"{where}: models must be a list of settings, one for each model")
-    server: Json = {"hosts": (content.get("host", "localhost"),), "port": content.get("port", _PORT), "any_model": True}
-    server |= {name: content[name] for name in ("ssl_keyfile", "ssl_certfile") if content.get(name)}
-    if key := content.get("api_key"):
+    values = {name: _converted(content.get(name), kind, f"{where}: {name}") for name, kind in _SERVER.items()}
+    server: Json = {"hosts": (values["host"] or "localhost",), "port": values["port"] or _PORT, "any_model": True}
+    server |= {name: values[name] for name in ("ssl_keyfile", "ssl_certfile") if values[name]}
+    if key := values["api_key"]:
         server["api_keys"] = (key,)
-    _check_names(content, {"models", "host", "port", "ssl_keyfile", "ssl_certfile", "api_key"}, where)
+    _check_names(content, {"models", *_SERVER}, where)
     own: dict[str, Json] = {}
     for i, settings in enumerate(models):
+        for key in ("model", "model_alias", "hf_model_repo_id"):
+            _converted(settings.get(key), str, f"{where}: models[{i}].{key}")
         if not settings.get("model"):
             raise ConfigError(f"{where}: models[{i}].model is required: the path of a GGUF file")
         name = settings.get("model_alias") or Path(settings["model"]).stem
@@ -100,10 +106,14 @@ def _decode(path: Path) -> Any:
 
 def _flags(settings: Json, where: str) -> Json:
     """The settings of a model as `ModelFile` has them."""
+    settings = {
+        name: _converted(value, _TYPES[name], f"{where}: {name}") if name in _TYPES else value
+        for name, value in settings.items()
+    }
     flags: Json = {"model": _model(settings)}
-    if (n_ctx := settings.get("n_ctx", _N_CTX)) > 0:
-        flags["ctx-size"] = cells_for(n_ctx, _DEFAULTS.n_parallel, _DEFAULTS.n_ctx)
-    flags["gpu-layers"] = settings.get("n_gpu_layers", 0)
+    n_ctx = _N_CTX if settings.get("n_ctx") is None else settings["n_ctx"]
+    flags["ctx-size"] = cells_for(n_ctx, _DEFAULTS.n_parallel, _DEFAULTS.n_ctx) if n_ctx > 0 else 0
+    flags["gpu-layers"] = settings.get("n_gpu_layers") or 0
     for name, (flag, value_of) in _FLAGS.items():
         if settings.get(name) is not None:
             flags[flag] = value_of(settings[name])
@@ -115,7 +125,7 @@ def _flags(settings: Json, where: str) -> Json:
     if draft := settings.get("draft_model"):
         if draft != "prompt-lookup-decoding":
             raise ConfigError(f"{where}: draft_model is {draft!r}; there is prompt-lookup-decoding")
-        flags |= {"spec": "suffix", "draft-max": settings.get("draft_model_num_pred_tokens", 10)}
+        flags |= {"spec": "suffix", "draft-max": settings.get("draft_model_num_pred_tokens") or 10}
     chat_format = settings.get("chat_format")
     if chat_format in _TEMPLATES:
         flags["chat-template"] = _TEMPLATES[chat_format]
@@ -151,6 +161,21 @@ _FLAGS: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "clip_model_path": ("mmproj", str),
     "chat_template_kwargs": ("chat-template-kwargs", dict),
 }
+_TYPES: dict[str, Any] = {
+    "n_ctx": int, "n_gpu_layers": int, "n_ubatch": int, "n_threads": int, "flash_attn": bool,
+    "tensor_split": list[float], "seed": int, "last_n_tokens_size": int, "lora_path": str, "clip_model_path": str,
+    "chat_template_kwargs": Json, "type_k": int, "type_v": int, "draft_model": str, "draft_model_num_pred_tokens": int,
+    "chat_format": str,
+}  # fmt: skip
+_SERVER: dict[str, Any] = {"host": str, "port": int, "ssl_keyfile": str, "ssl_certfile": str, "api_key": str}
+
+
+def _converted(value: Any, kind: Any, where: str) -> Any:
+    """The value as this type, also from text such as "2048", as pydantic reads it there. Raises `ConfigError`."""
+    try:
+        return msgspec.convert(value, kind | None, strict=False)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{where}: {error}") from error
 
 
 def _check_names(settings: Json, handled: set[str], where: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import configparser
+import contextlib
 import difflib
 import json
 from collections.abc import Mapping
@@ -13,12 +14,12 @@ import click
 import msgspec
 from click.core import ParameterSource
 
-from cppbatch.cli.engine_options import deployment_options, engine_settings_options
+from cppbatch.cli.engine_options import context_length, deployment_options, engine_settings_options
 from cppbatch.cli.llama_server_flags import RENAMED, UNNEEDED
 from cppbatch.cli.server_options import THINKING, model_options
 from cppbatch.cluster.deployment import Deployment
 from cppbatch.config import EngineConfig
-from cppbatch.errors import ConfigError
+from cppbatch.errors import ConfigError, ModelError
 from cppbatch.server.settings import ServerSettings
 from cppbatch.typed_json import decode_toml
 
@@ -77,8 +78,13 @@ class ModelSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Fields of `ServerSettings`."""
 
     def config(self, base: EngineConfig, path: Path) -> EngineConfig:
-        """The engine's settings, of a model file. Raises `ConfigError`."""
-        return msgspec.structs.replace(base, model_path=str(path), **self.engine)
+        """The engine's settings, of a model file, with its context length in place of -c 0. Raises `ConfigError`."""
+        engine = self.engine
+        if engine.get("n_ctx") == 0:
+            engine = {name: value for name, value in engine.items() if name != "n_ctx"}
+            with contextlib.suppress(ModelError):  # loading says what is wrong with the file
+                engine["n_ctx"] = context_length(path)
+        return msgspec.structs.replace(base, model_path=str(path), **engine)
 
     def settings(self, base: ServerSettings) -> ServerSettings:
         """The server's settings for this model. Its sampling defaults and template variables add to those of all."""

@@ -43,10 +43,12 @@ class ModelSources(msgspec.Struct, frozen=True, kw_only=True):
     any_model: bool = False
     use_profiles: bool = True
     memory_check: bool = True
+    own_contexts: bool = False
+    """-c 0: each model has as many cells as its own context length, unless its settings say otherwise."""
 
-    def with_files(self, named: Sequence[str]) -> ModelSources:
+    def with_files(self, named: Sequence[str], *, own_contexts: bool) -> ModelSources:
         """The sources with the models of -m, which are fetched if they are not here. Raises `ModelError`."""
-        return msgspec.structs.replace(self, files=tuple(map(choose_model, named)))
+        return msgspec.structs.replace(self, files=tuple(map(choose_model, named)), own_contexts=own_contexts)
 
 
 _OPTIONS = [
@@ -152,8 +154,9 @@ class Catalog:
         for name in [each for each in own if each not in paths]:
             paths[name] = self._path_of(name, own[name], content)
         specs = []
+        sizes = {"ctx-size": 0} if self._sources.own_contexts else {}
         for name, path in paths.items():
-            given = {**content.defaults, **own.get(name, {})}
+            given = {**sizes, **content.defaults, **own.get(name, {})}
             pinned, preload = _take_switch(given, "pinned", name), _take_switch(given, "load-on-startup", name)
             for key in ("model", "m"):
                 given.pop(key, None)

@@ -852,7 +852,7 @@ class BatchInferenceEngine:
     def close(self) -> None:
         """Cancels all requests and frees the model. Closing again does nothing, nor does closing in a fork."""
         if not self.turns.in_fork:
-            self.turns.run(self._close)
+            self.turns.soon(self._close)
 
     def _close(self) -> None:
         if self._closed:

@@ -303,7 +303,11 @@ class _Requests:
         """Ids of the requests whose last event is not yet returned."""
 
     def add(self, sequences: Sequence[Seq], *, limited: bool = False) -> None:
-        """Queues sequences between two steps. `limited`: as in `BatchInferenceEngine.add`, for a single one."""
+        """Queues sequences between two steps. `limited`: as in `BatchInferenceEngine.add`, for a single one.
+
+        Raises `RuntimeError` within a step.
+        """
+        self._engine.turns.check_outside()
 
         def add() -> None:
             for sequence in sequences:
@@ -329,7 +333,7 @@ class _Requests:
     def close(self) -> None:
         """Cancels the requests that have not ended."""
         if self.running:
-            self._engine.turns.run(self._cancel)
+            self._engine.turns.soon(self._cancel)
 
     def _step(self) -> None:
         self._engine.compute()

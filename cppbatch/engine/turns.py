@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
@@ -12,6 +13,12 @@ from typing import TypeVar
 from cppbatch.errors import EngineClosed
 
 Result = TypeVar("Result")
+
+
+class _Inside(threading.local):
+    """Whether this thread takes a turn, or waits for one."""
+
+    value = False
 
 
 class Turns:
@@ -28,6 +35,8 @@ class Turns:
         self._changed = threading.Condition(threading.Lock())  # notified at the end of each turn
         self._n_taken = self._n_ended = 0  # turns
         self._thread: int | None = None  # whose turn it is
+        self._inside = _Inside()
+        self._later: deque[Callable[[], object]] = deque()  # for the end of a turn
 
     @property
     def in_fork(self) -> bool:
@@ -51,24 +60,59 @@ class Turns:
         self.check_process()
         if self._thread == threading.get_ident():
             return work()
-        with _interrupts_deferred():
+        try:
+            with _interrupts_deferred(), self._marked():
+                return self._take(work)
+        finally:
+            if self._later:  # since the end of the turn
+                self.run(lambda: None)
+
+    def _take(self, work: Callable[[], Result]) -> Result:
+        with self._changed:
+            number, self._n_taken = self._n_taken, self._n_taken + 1
+            while number != self._n_ended:
+                self._changed.wait()
+            self._thread = threading.get_ident()
+        try:
+            return work()
+        finally:
+            while self._later:
+                self._later.popleft()()
             with self._changed:
-                number, self._n_taken = self._n_taken, self._n_taken + 1
-                while number != self._n_ended:
-                    self._changed.wait()
-                self._thread = threading.get_ident()
-            try:
-                return work()
-            finally:
-                with self._changed:
-                    self._thread = None
-                    self._n_ended += 1
-                    self._changed.notify_all()
+                self._thread = None
+                self._n_ended += 1
+                self._changed.notify_all()
+
+    def soon(self, work: Callable[[], object]) -> None:
+        """As `run`; within a turn of the same thread, or its wait for one, `work` is called at the end of the turn.
+
+        For what garbage collection may call in the middle of a step: closing an iterator that nobody holds any more.
+        """
+        if self._inside.value:
+            self._later.append(work)
+        else:
+            self.run(work)
+
+    def check_outside(self) -> None:
+        """Raises `RuntimeError` within a turn of this thread: it would wait for its own end."""
+        if self._thread == threading.get_ident():
+            raise RuntimeError(
+                "the engine is computing a step on this thread: a logits processor, a stopping criterion or another "
+                "function that it calls cannot generate with the same engine"
+            )
+
+    @contextmanager
+    def _marked(self) -> Iterator[None]:
+        self._inside.value = True
+        try:
+            yield
+        finally:
+            self._inside.value = False
 
     def until(self, is_done: Callable[[], bool], step: Callable[[], object]) -> None:
         """Returns when `is_done`. Calls `step` in turns until then, except while other threads do."""
         while not is_done():
-            with self._changed:
+            with self._marked(), self._changed:
                 while self._n_taken > self._n_ended and not is_done():
                     self._changed.wait()
             self.run(lambda: is_done() or step())

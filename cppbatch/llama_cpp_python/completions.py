@@ -27,8 +27,10 @@ class Kept:
     """
 
     def __init__(
-        self, events: Generator[GenerationEvent, None, None], callbacks: Callbacks | None, n_prompt: int
+        self, llama: object, events: Generator[GenerationEvent, None, None], callbacks: Callbacks | None, n_prompt: int
     ) -> None:
+        """`llama`: its object, which closes its engine when nobody holds it any more."""
+        self._llama = llama
         self._events, self._callbacks, self.n_prompt = events, callbacks, n_prompt
         self.n_tokens = 0
         """Tokens so far, without an end token."""

@@ -27,7 +27,7 @@ from cppbatch.engine.offline import run
 from cppbatch.engine.params import SamplingParams, replaced
 from cppbatch.engine.request import GenerationRequest, Prompt
 from cppbatch.engine.runtime import load_model, open_runtime
-from cppbatch.errors import GenerationFailed
+from cppbatch.errors import EngineClosed, GenerationFailed
 from cppbatch.llama import Model
 from cppbatch.llama_cpp_python.arguments import (
     POOLING,
@@ -86,12 +86,13 @@ class Llama(_ORIGINAL):  # type: ignore[misc]  # mypy does not follow imports of
         Raises `ValueError` if there is no such file; `ConfigError`, `ModelError`, `LibraryError`, `LlamaError`.
         """
         self._stack = contextlib.ExitStack()
+        self._is_closed = False
         self._lock = threading.Lock()
         self._engines: dict[bool, BatchInferenceEngine] = {}
         bound = _SIGNATURE.bind(self, *args, **kwargs)
         given = self._given = {name: value for name, value in bound.arguments.items() if name != "self"}
         bound.apply_defaults()
-        values: Json = {**bound.arguments}
+        values: Json = {name: value for name, value in bound.arguments.items() if name != "self"}  # no circle
         path = values["model_path"] = os.fspath(values["model_path"])
         if not os.path.exists(path):
             raise ValueError(f"Model path does not exist: {path}")
@@ -138,7 +139,7 @@ class Llama(_ORIGINAL):  # type: ignore[misc]  # mypy does not follow imports of
         cells = max(n_ctx, given.get("kwargs", {}).get("kv_cells") or cells_for(n_ctx, config.n_parallel, _CELLS))
         self._config = EngineConfig(self.model_path, **settings | {"n_ctx": max(cells, config.n_parallel)})
         self._engine_model = model
-        self._model = _borrowed(model, verbose=self.verbose)
+        self._model = _Borrowed(model, verbose=self.verbose)
         self._stack.callback(self._model.close)  # the low-level context, if there is one
         self._engine(embeds=self._values["embedding"])
 
@@ -153,6 +154,8 @@ class Llama(_ORIGINAL):  # type: ignore[misc]  # mypy does not follow imports of
     def _engine(self, *, embeds: bool) -> BatchInferenceEngine:
         """The engine for texts, or for vectors. Each is made when it is first needed; both use the same weights."""
         with self._lock:
+            if self._is_closed:
+                raise _closed()
             if embeds in self._engines:
                 return self._engines[embeds]
             if self._values["vocab_only"]:
@@ -235,7 +238,7 @@ class Llama(_ORIGINAL):  # type: ignore[misc]  # mypy does not follow imports of
         engine = self.engine
         request = GenerationRequest(id=engine.new_request_id(), prompt=prompt, params=params, fit=True)
         sequence = engine.prepare(request)
-        return Kept(run(engine, [sequence]), callbacks, len(sequence.text_tokens(0)))
+        return Kept(self, run(engine, [sequence]), callbacks, len(sequence.text_tokens(0)))
 
     @cached_property
     def _fill_in(self) -> tuple[int, int, int] | None:
@@ -313,6 +316,11 @@ class Llama(_ORIGINAL):  # type: ignore[misc]  # mypy does not follow imports of
             return int(llama_cpp.LLAMA_POOLING_TYPE_NONE)
         pooling = self._engine(embeds=True).info.pooling
         return next(number for number, name in POOLING.items() if name == pooling)
+
+    def close(self) -> None:
+        """Frees the engine and the model. Later calls raise `EngineClosed`."""
+        self._is_closed = True
+        super().close()
 
     # --- state --------------------------------------------------------------------------------------------------
 
@@ -423,6 +431,10 @@ class Llama(_ORIGINAL):  # type: ignore[misc]  # mypy does not follow imports of
         return internals.LlamaTokenDataArray(n_vocab=self._n_vocab)
 
 
+def _closed() -> EngineClosed:
+    return EngineClosed("this Llama is closed: make another one")
+
+
 _OPEN: weakref.WeakSet[Llama] = weakref.WeakSet()
 
 
@@ -439,11 +451,25 @@ def _close_all() -> None:
         llama.close()
 
 
-def _borrowed(model: Model, *, verbose: bool) -> Any:
-    """llama-cpp-python's object of a model that is loaded, for its vocabulary and metadata. Does not free the model."""
-    borrowed = internals.LlamaModel.__new__(internals.LlamaModel)
-    borrowed.path_model, borrowed.params, borrowed.verbose = str(model.path), None, verbose
-    borrowed._exit_stack = contextlib.ExitStack()
-    borrowed.sampler, borrowed.custom_samplers = None, []
-    borrowed.model, borrowed.vocab = model.handle, model.vocab.handle
-    return borrowed
+class _Borrowed(internals.LlamaModel):  # type: ignore[misc]
+    """llama-cpp-python's object of a model that is loaded, for its vocabulary and metadata. Does not free the model.
+
+    Its handles raise `EngineClosed` when it is closed.
+    """
+
+    def __init__(self, model: Model, *, verbose: bool) -> None:
+        self.path_model, self.params, self.verbose = str(model.path), None, verbose
+        self._exit_stack = contextlib.ExitStack()
+        self.sampler: Any = None
+        self.custom_samplers: list[Any] = []
+        self.model, self.vocab = model.handle, model.vocab.handle
+
+    def close(self) -> None:
+        super().close()
+        for handle in ("model", "vocab"):
+            self.__dict__.pop(handle, None)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("model", "vocab"):
+            raise _closed()
+        raise AttributeError(name)

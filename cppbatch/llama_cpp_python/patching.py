@@ -11,6 +11,10 @@ from cppbatch.llama_cpp_python.llama import Llama
 _ORIGINAL = Llama.__mro__[1]
 
 
+class PatchedLlama(Llama):
+    """`cppbatch.Llama` under the name of the original: so `undo` knows what it has replaced."""
+
+
 class patch:
     """Puts `cppbatch.Llama` in the place of `llama_cpp.Llama`.
 
@@ -23,15 +27,13 @@ class patch:
     """
 
     def __init__(self) -> None:
-        self._ours_before = {(id(namespace), name) for namespace, name in _names_of(Llama)}
         for namespace, name in _names_of(_ORIGINAL):
-            namespace[name] = Llama
+            namespace[name] = PatchedLlama
 
     def undo(self) -> None:
         """Restores what `patch` has replaced, also in modules that were imported meanwhile."""
-        for namespace, name in _names_of(Llama):
-            if (id(namespace), name) not in self._ours_before:
-                namespace[name] = _ORIGINAL
+        for namespace, name in _names_of(PatchedLlama):
+            namespace[name] = _ORIGINAL
 
     def __enter__(self) -> patch:
         return self

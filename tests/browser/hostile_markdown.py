@@ -71,6 +71,10 @@ REPEATED = {
     "lines": "a\n",
     "line breaks": "a  \n",
     "almost a table": "a|b\n",
+    # formulas
+    "formulas": "$a^{b_c}$ ",
+    "names of JavaScript": "$\\begin{constructor}a\\end{constructor}$ $\\begin{__proto__}$ $\\toString$ ",
+    "roots": "$\\sqrt[",
     # characters
     "words": "word ",
     "one word": "a",
@@ -101,6 +105,8 @@ def hostile_texts(length: int) -> dict[str, str]:
         **{name: _grow(part, length) for name, part in REPEATED.items()},
         **{name: start + _grow(part, length) for name, (start, part) in BEGINNINGS.items()},
         "nested emphasis": _grow("*a **a ", length // 2) + _grow("b** b* ", length // 2),
+        "nested scripts": f"$${_grow('a^{', min(length, 1000))}$$\n\n" * (length // 1000),
+        "nested fractions": f"$${_grow(chr(92) + 'frac{', min(length, 1000))}$$\n\n" * (length // 1000),
         "nested brackets": "[" * (length // 2) + "a" + "]" * (length // 2),
         "runs of backticks": "".join("a" + "`" * n for n in range(1, int((2 * length) ** 0.5))),
         "nested lists": "".join(_indented(length)),

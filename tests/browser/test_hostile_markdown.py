@@ -164,6 +164,42 @@ def test_a_text_that_streams_has_the_same_blocks_and_finished_ones_are_not_read_
         assert (streamed, again) == (whole, 0), name
 
 
+@pytest.mark.parametrize("name", ["constructor", "toString", "__proto__", "valueOf"])
+def test_a_formula_with_a_name_of_javascript_is_shown_and_the_page_goes_on(page: Page, url: str, name: str) -> None:
+    """An exception in it would stop the page for good, also after each reload."""
+    page.add_init_script(STREAM)
+    open_tab(page, url)
+    wait_ready(page)
+    page.evaluate("(text) => { window.answer = text }", f"$\\begin{{{name}}} a \\end{{{name}}}$ and $\\{name}$")
+    page.locator(".composer textarea").fill("Go")
+    page.keyboard.press("Enter")
+    page.locator(".composer button[aria-label=Send]").wait_for()
+    page.locator(".markdown math mtable").wait_for()
+    page.locator(".conversations .button.grow").click()
+    page.locator(".composer textarea").fill("Another")
+    page.evaluate("() => { window.answer = 'It goes on.' }")
+    page.keyboard.press("Enter")
+    page.locator(".markdown", has_text="It goes on.").wait_for()
+
+
+DEPTHS = """async (parts) => {
+  const {html, render} = await import('/page/components.js')
+  const {Formula} = await import('/page/formula.js')
+  const depth = (element) => 1 + Math.max(0, ...[...element.children].map(depth))
+  return parts.map((part) => {
+    const place = document.createElement('div')
+    render(html`<${Formula} tex=${part.repeat(300)} display=${true} />`, place)
+    return depth(place.querySelector('math'))
+  })
+}"""
+
+
+def test_formulas_are_nested_up_to_a_bound(module_page: Page) -> None:
+    depths = module_page.evaluate(DEPTHS, ["a^{", "\\frac{", "\\sqrt{", "{", "\\sqrt[", "\\begin{x}", "\\hat "])
+    assert max(depths) < 200, depths
+    assert min(depths) > 10, depths
+
+
 NORMAL = "Some **bold**, *italic* and `code` of [a link](https://example.org), with snake_case words & more. "
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
 import json
 import pickle
@@ -12,6 +13,7 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import gguf
@@ -21,7 +23,7 @@ import pytest
 
 import cppbatch
 from cppbatch import Llama
-from cppbatch.errors import ConfigError, GenerationFailed, InvalidRequest
+from cppbatch.errors import ConfigError, EngineClosed, GenerationFailed, InvalidRequest
 from cppbatch.models.synthetic import write_lora
 from tests import tiny_models, tiny_projectors
 from tests.fake_hub import FakeHub
@@ -210,6 +212,37 @@ def test_a_stream_that_is_closed_frees_its_cells(opened: Open, tiny_llama: Path)
     assert llm.engine.stats().running == 0
 
 
+def test_a_stream_holds_its_object(tiny_llama: Path) -> None:
+    def ask() -> Any:
+        return Llama(str(tiny_llama), n_threads=1, verbose=False)("Hello", max_tokens=40, stream=True)
+
+    stream = ask()
+    next(stream)
+    gc.collect()
+    assert list(stream)[-1]["choices"][0]["finish_reason"] == "length"
+
+
+def test_an_object_that_nobody_holds_is_closed_at_once(tiny_llama: Path) -> None:
+    gc.disable()
+    try:
+        llm = Llama(str(tiny_llama), n_threads=1, verbose=False)
+        llm("Hello", max_tokens=2)
+        engine = llm.engine
+        del llm
+        assert engine._closed
+    finally:
+        gc.enable()
+
+
+def test_a_closed_object_says_so(tiny_llama: Path) -> None:
+    llm = Llama(str(tiny_llama), n_threads=1, verbose=False)
+    llm.close()
+    for call in (lambda: llm("Hello"), lambda: llm([1, 2]), lambda: llm.tokenize(b"Hello"), lambda: llm.engine):
+        with pytest.raises(EngineClosed, match="this Llama is closed"):
+            call()
+    llm.close()
+
+
 def test_sixteen_threads_get_the_texts_of_one_in_fewer_steps(opened: Open, floats: Path) -> None:
     llm = opened(floats)
     prompts = [f"{i} {PROMPTS[i % 6]}" for i in range(16)]
@@ -272,7 +305,12 @@ def test_what_a_processor_raises_is_raised_to_its_caller_alone(opened: Open, tin
     def broken(input_ids: Any, scores: Any) -> Any:
         raise KeyError("mine")
 
+    def calls_itself(input_ids: Any, scores: Any) -> Any:
+        return llm("Hello", max_tokens=1)
+
     llm = opened(tiny_llama)
+    with pytest.raises(RuntimeError, match="cannot generate with the same engine"):
+        llm("Hello", logits_processor=llama_cpp.LogitsProcessorList([calls_itself]))
     with pytest.raises(KeyError, match="mine"):
         llm("Hello", logits_processor=llama_cpp.LogitsProcessorList([broken]))
     assert llm("Hello", max_tokens=2)["usage"]["completion_tokens"] == 2
@@ -555,16 +593,21 @@ def test_a_model_of_the_hub_is_fetched_by_a_pattern(
 # --- in the place of the original ----------------------------------------------------------------------------------
 
 
-def test_a_patch_puts_our_class_in_the_place_of_the_original_until_it_is_undone() -> None:
+def test_a_patch_puts_our_class_in_the_place_of_the_original_until_it_is_undone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    importing: Any = ModuleType("importing")  # a module that is imported meanwhile
+    monkeypatch.setitem(sys.modules, "importing", importing)
     original = llama_cpp.Llama
     with cppbatch.patch():
-        assert llama_cpp.Llama is llama_cpp.llama.Llama is Llama
-        from llama_cpp import Llama as imported
-
-        assert imported is Llama
-    assert llama_cpp.Llama is llama_cpp.llama.Llama is original
+        assert llama_cpp.Llama is llama_cpp.llama.Llama
+        assert issubclass(llama_cpp.Llama, Llama)
+        exec("from cppbatch import Llama as explicit\nfrom llama_cpp import Llama as imported", importing.__dict__)
+        assert importing.imported is llama_cpp.Llama
+    assert llama_cpp.Llama is llama_cpp.llama.Llama is importing.imported is original
+    assert importing.explicit is Llama, "it was not imported from llama_cpp"
     patched = cppbatch.patch()
-    assert llama_cpp.Llama is Llama
+    assert issubclass(llama_cpp.Llama, Llama)
     patched.undo()
     assert llama_cpp.Llama is original
     assert globals()["Llama"] is cppbatch.Llama is not original  # imported from cppbatch, before and by its own name
@@ -576,7 +619,7 @@ def test_a_program_runs_with_our_class(tiny_llama: Path, tmp_path: Path, as_modu
     program.write_text(
         "import sys\nfrom llama_cpp import Llama\n"
         "llm = Llama(sys.argv[1], n_threads=1, verbose=False)\n"
-        "print(type(llm).__module__, len(llm('Hello', max_tokens=3)['choices'][0]['text']) > 0)\n"
+        "print(type(llm).__mro__[1].__module__, len(llm('Hello', max_tokens=3)['choices'][0]['text']) > 0)\n"
     )
     named = ["-m", "program"] if as_module else [str(program)]
     command = [sys.executable, "-m", "cppbatch.patched", *named, str(tiny_llama)]

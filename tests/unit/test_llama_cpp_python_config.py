@@ -45,6 +45,38 @@ def test_each_model_has_its_alias_and_the_first_is_loaded_and_default(tmp_path: 
     assert found["gpt"].config.model_path == str(tmp_path / "models/a.gguf")
 
 
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ({"n_ctx": "many"}, "n_ctx: Expected `int | null`, got `str`"),
+        ({"n_threads": [4]}, "n_threads: Expected `int | null`, got `array`"),
+        ({"tensor_split": 3}, "tensor_split: Expected `array | null`, got `int`"),
+        ({"chat_template_kwargs": "x"}, "chat_template_kwargs: Expected `object | null`, got `str`"),
+        ({"model": 3}, "models[0].model: Expected `str | null`, got `int`"),
+    ],
+)
+def test_a_value_of_another_type_is_named(tmp_path: Path, content: dict[str, Any], message: str) -> None:
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({"models": [MODEL | content]}))
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        read_llama_cpp_python_config(file)
+
+
+def test_what_the_original_reads_is_read(tmp_path: Path) -> None:
+    file = written(tmp_path, MODEL | {"n_ctx": "2048", "n_threads": "4", "n_gpu_layers": None}, host=None, port="8001")
+    found = read_llama_cpp_python_config(file)
+    assert (found.server["hosts"], found.server["port"]) == (("localhost",), 8001)
+    assert found.models.models["a"]["threads"] == 4
+    (tmp_path / "deep.json").write_text("[" * 100_000)
+    with pytest.raises(ConfigError, match="is nested too deeply"):
+        read_llama_cpp_python_config(tmp_path / "deep.json")
+
+
+def test_a_context_of_no_size_is_that_of_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cppbatch.cli.model_settings.context_length", lambda path: {"a.gguf": 131_072}[path.name])
+    assert catalog(written(tmp_path, MODEL | {"n_ctx": 0}))[0]["a"].config.n_ctx == 131_072
+
+
 def test_settings_become_flags(tmp_path: Path) -> None:
     model = MODEL | {
         "n_ctx": 8192, "n_gpu_layers": -1, "n_ubatch": 128, "n_threads": 3, "flash_attn": True, "type_k": 8,

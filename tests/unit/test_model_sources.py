@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import re
 import struct
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
 
+from cppbatch.cli.engine_options import engine_options
 from cppbatch.cli.model_settings import checked, read_settings
-from cppbatch.cli.model_sources import Catalog, ModelSources, many_models
+from cppbatch.cli.model_sources import Catalog, ModelSources, many_models, model_source_options
 from cppbatch.cluster.deployment import Deployment
 from cppbatch.config import EngineConfig
 from cppbatch.errors import ConfigError
@@ -102,6 +105,23 @@ load-on-startup = true
     other = found["other"]
     assert (other.config.model_path, other.ttl, other.preload) == (str(folder / "b.gguf"), -1, True)
     assert catalog(folder, text).read().default == "a-Q4_0"
+
+
+def test_a_context_of_no_size_is_that_of_each_model(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cppbatch.cli.model_sources.choose_model", Path)
+    lengths = {"a-Q4_0.gguf": 1111, "b.gguf": 2222}
+    monkeypatch.setattr("cppbatch.cli.model_settings.context_length", lambda path: lengths[path.name])
+    found = {}
+
+    @click.command()
+    @model_source_options
+    @partial(engine_options, several=True)
+    def serve(sources: ModelSources, config: EngineConfig, **_: object) -> None:
+        content = Catalog(sources, config, set(), Deployment(step_timeout=60), ServerSettings()).read()
+        found.update({spec.name: spec.config.n_ctx for spec in content.specs})
+
+    serve.main(["-m", str(folder / "a-Q4_0.gguf"), "-m", str(folder / "b.gguf"), "-c", "0"], standalone_mode=False)
+    assert sorted(found.values()) == [1111, 2222]
 
 
 def test_llama_servers_presets_are_read(folder: Path) -> None:

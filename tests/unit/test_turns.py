@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import threading
@@ -100,6 +101,53 @@ def test_a_stream_that_nobody_reads_holds_up_nobody(threads: ThreadPoolExecutor)
     assert len(threads.submit(engine.generate, [[2]], SHORT).result(timeout=10)[0].tokens) == 2
     tokens = [*first.tokens, *(token for event in stream for token in event.tokens)]
     assert tokens == reference([1], LONG)[0]
+
+
+def test_garbage_collection_in_a_step_cancels_a_stream_after_it() -> None:
+    """A stream in a circle of references is closed wherever Python collects it, also within a step."""
+    engine = fake_engine(n_ctx=256)
+    decode, n_streams = context_of(engine).decode, 0
+
+    def collect_and_decode(batch: Batch) -> None:
+        gc.collect()
+        decode(batch)
+
+    def abandon_a_stream() -> None:
+        circle: list[Any] = [engine.stream([7], LONG)]
+        next(circle[0])
+        circle.append(circle)
+
+    gc.disable()
+    try:
+        for prompt in ([1], [2], [3]):
+            abandon_a_stream()
+            n_streams += engine.stats().running
+            context_of(engine).decode = collect_and_decode  # type: ignore[method-assign]
+            assert engine.generate([prompt], SHORT)[0].tokens == reference(prompt, SHORT)[0]
+            context_of(engine).decode = decode  # type: ignore[method-assign]
+    finally:
+        gc.enable()
+    assert n_streams == 3
+    assert nothing_is_left(engine)
+
+
+def test_a_stream_that_is_closed_within_a_step_is_cancelled_after_it() -> None:
+    engine = fake_engine(n_ctx=256)
+    stream = engine.stream([7], LONG)
+    next(stream)
+    engine.turns.run(stream.close)
+    assert nothing_is_left(engine)
+
+
+def test_a_function_that_a_step_calls_cannot_generate() -> None:
+    engine = fake_engine(n_ctx=256)
+    stream = engine.stream([7], LONG)
+    with pytest.raises(RuntimeError, match="cannot generate with the same engine"):
+        engine.turns.run(lambda: engine.generate([[1]], SHORT))
+    with pytest.raises(RuntimeError, match="cannot generate with the same engine"):
+        engine.turns.run(lambda: next(stream))
+    assert engine.generate([[1]], SHORT)[0].tokens == reference([1], SHORT)[0]
+    assert nothing_is_left(engine)
 
 
 def test_step_in_one_thread_and_generate_in_another(threads: ThreadPoolExecutor) -> None:

@@ -5,7 +5,7 @@
 import {html, useLayoutEffect, useRef} from './components.js';
 
 const MATHML = 'http://www.w3.org/1998/Math/MathML';
-const DEEPEST = 20;
+const DEEPEST = 40;
 const TOKENS = /\\[a-zA-Z]+\*?|\\[^]|\d+(?:[.,]\d+)*|\s+|[^]/gu;
 /** Names with their characters: identifiers, then operators. */
 const [LETTERS, OPERATORS] = [
@@ -49,8 +49,10 @@ class Reader {
   /** What comes before one of these tokens, which is taken too. */
   row(...ends) {
     const parts = [];
+    if (++this.depth > DEEPEST) this.at = this.tokens.length;
     for (let next = this.peek(); next !== undefined && !ends.includes(next); next = this.peek()) parts.push(this.scripted());
     this.at++;
+    this.depth--;
     return element('mrow', parts);
   }
 
@@ -137,7 +139,7 @@ class Reader {
     this.raw();
     const cells = rows.filter((row) => row.some((cell) => cell.length))
       .map((row) => element('mtr', row.map((cell) => element('mtd', cell))));
-    const [open, close] = FENCES[name] ?? '';
+    const [open, close] = Object.hasOwn(FENCES, name) ? FENCES[name] : '';
     const [before, after] = [open, close].map((fence) => (fence ? [element('mo', [fence])] : []));
     return element('mrow', [...before, element('mtable', cells), ...after]);
   }
@@ -146,8 +148,13 @@ class Reader {
 export function Formula({tex, display}) {
   const place = useRef(null);
   useLayoutEffect(() => {
-    const formula = new Reader(tex, display).row();
-    place.current.replaceChildren(element('math', [formula], {display: display ? 'block' : 'inline'}));
+    let shown = tex;
+    try {
+      shown = element('math', [new Reader(tex, display).row()], {display: display ? 'block' : 'inline'});
+    } catch (error) { // one that passed on would stop the whole page
+      console.error(error);
+    }
+    place.current.replaceChildren(shown);
   }, [tex, display]);
   return html`<span class=${display ? 'formula' : ''} ref=${place}></span>`;
 }
