@@ -136,13 +136,18 @@ def two_dimensional_hybrid(path: PathLike, *, has_head: bool = False) -> Path:
 
 def _mrope_writer(path: PathLike, architecture: str) -> Any:
     """With pairs of rotated numbers for time, row and column, and the tokens around a picture."""
-    vocab = byte_vocab()
-    marks = ["<|vision_start|>", "<|vision_end|>"]
-    pieces, kinds = vocab.pieces[: -len(marks)] + marks, vocab.types[: -len(marks)] + [gguf.TokenType.CONTROL] * 2
-    writer = _writer(path, architecture, replace(vocab, pieces=pieces, types=kinds))
+    writer = _writer(path, architecture, vision_vocab())
     _add_attention(writer, N_HEAD_KV)
     writer.add_rope_dimension_sections([2, 3, 3, 0])
     return writer
+
+
+def vision_vocab() -> GgufVocab:
+    """`byte_vocab` with the tokens around an image as its last ones."""
+    vocab = byte_vocab()
+    marks = ["<|vision_start|>", "<|vision_end|>"]
+    pieces, kinds = vocab.pieces[: -len(marks)] + marks, vocab.types[: -len(marks)] + [gguf.TokenType.CONTROL] * 2
+    return replace(vocab, pieces=pieces, types=kinds)
 
 
 def with_head(path: PathLike, *, head: str = "random", n_layers: int = 2, seed: int = 0) -> Path:
@@ -287,6 +292,7 @@ def dflash(
         for i in range(2):
             arrays[f"blk.{i}.attn_v.weight"] = np.eye(N_KV, N_EMBD, dtype=np.float32)
             arrays[f"blk.{i}.attn_output.weight"] = passed
+        weights = [*map(_without_effect, weights)]
     else:
         weights += [matrix("fc", N_EMBD, len(layers) * N_EMBD)]
         weights += [_embedding(), _output()] if own else []

@@ -102,6 +102,11 @@ class HeadContext(Context):
         """Numbers that it reads of a token."""
         return self.model.n_embd
 
+    @property
+    def n_logits(self) -> int:
+        """Rows of logits for which llama.cpp reserves memory at most."""
+        return self.n_seq_max
+
     def new_batch(self) -> HeadBatch:
         """An empty batch of `n_batch` tokens."""
         return HeadBatch(self.n_batch, self.model.n_embd)

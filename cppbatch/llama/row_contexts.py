@@ -44,6 +44,11 @@ class EagleContext(HeadContext):
         """Numbers that it reads of a token: rows of all its layers."""
         return self._file.n_row
 
+    @property
+    def n_logits(self) -> int:
+        """As `HeadContext.n_logits`: llama.cpp reserves rows for what it encodes, though it computes none of these."""
+        return max(self.n_seq_max, min(self.n_ubatch, _ENCODED_BYTES // (4 * self._n_vocab)))
+
     def encode(self, rows: FloatArray) -> FloatArray:
         """The output of the encoder, float32[n, n_embd], for rows of the target, float32[n, n_row]; no cells change.
 
@@ -52,7 +57,7 @@ class EagleContext(HeadContext):
         if rows.ndim != 2 or rows.shape[1] != self.n_row:
             raise OutOfRange(f"rows of the shape {rows.shape} were given; they have {self.n_row} numbers")
         rows = np.ascontiguousarray(rows, np.float32)
-        size = max(1, min(self.n_ubatch, _ENCODED_BYTES // (4 * self.model.vocab.n_tokens)))
+        size = min(self.n_logits, self.n_ubatch)
         pieces = [rows[i : i + size] for i in range(0, len(rows), size)]
         return np.concatenate([self._encode(piece) for piece in pieces])
 
@@ -118,6 +123,11 @@ class DFlashContext(HeadContext):
     def n_row(self) -> int:
         """Numbers that it reads of a token: rows of all its layers."""
         return self._file.n_row
+
+    @property
+    def n_logits(self) -> int:
+        """As `HeadContext.n_logits`: those of all tokens of the blocks, unless there is a lattice."""
+        return self.n_seq_max if self._file.top_k else min(self.n_batch, self.n_seq_max * self.block)
 
     def new_rows(self) -> RowBatch:
         """An empty batch of `n_batch` rows."""

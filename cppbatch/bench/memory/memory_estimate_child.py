@@ -154,7 +154,9 @@ class _SimulatedModel:
                 Backend.get().lines() as lines,
                 make_row_context(draft, self._row_draft, self._draft, target) as reader,
             ):
-                of_draft = _of([*_context_buffers(lines, factors), *_hidden_rows(config, reader)], "draft model")
+                logits = (reader.n_logits - reader.n_seq_max) * model.vocab.n_tokens * _FLOAT_BYTES
+                more = [*_hidden_rows(config, reader), Buffer("output", "CPU", max(0, logits))]
+                of_draft = _of([*_context_buffers(lines, factors), *more], "draft model")
         elif self._draft and (draft := draft_config(smaller)):
             with Backend.get().lines() as lines, make_draft_context(draft, self._draft):
                 of_draft = _of(_context_buffers(lines, factors), "draft model")
@@ -207,8 +209,11 @@ def _of(buffers: list[Buffer], owner: Owner) -> list[Buffer]:
 
 
 def _hidden_rows(config: EngineConfig, head: HeadContext) -> Iterator[Buffer]:
-    """Rows of every token of a batch, of the model and of the head, and those that are kept for sequences."""
-    n_rows = config.n_batch + head.n_batch + config.n_parallel * most_rows(config.n_parallel, head.n_row)
+    """Rows of every token of a ubatch and a batch, of the model and of the head, and those that are kept for
+    sequences."""
+    n_rows = (
+        config.n_ubatch + config.n_batch + head.n_batch + config.n_parallel * most_rows(config.n_parallel, head.n_row)
+    )
     yield Buffer("hidden", "CPU", n_rows * head.n_row * _FLOAT_BYTES)
 
 

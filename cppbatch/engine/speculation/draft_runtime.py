@@ -43,12 +43,12 @@ def check_draft_model(draft: Model, target: Model) -> None:
     check_vocabulary(draft, target)
 
 
-def check_vocabulary(draft: Model, target: Model) -> None:
-    """Raises `ModelError` if the vocabularies of two models differ, with what differs first."""
+def check_vocabulary(draft: Model, target: Model, other: str = "a smaller model of the same family") -> None:
+    """Raises `ModelError` if the vocabularies of two models differ, with what differs first. `other`: the remedy."""
     if difference := target.vocab.difference(draft.vocab):
         raise ModelError(
-            f"the draft model {draft.path.name} has another vocabulary than {target.path.name}: {difference}. Take a "
-            "smaller model of the same family (-md)"
+            f"the draft model {draft.path.name} has another vocabulary than {target.path.name}: {difference}. Take "
+            f"{other} (-md)"
         )
 
 

@@ -90,7 +90,7 @@ def open_row_draft(
 ) -> RowProposer:
     """Makes the context of a loaded draft model, and lets `target`, the context of the model, give the rows that it
     reads. `config`: from `draft_config`. `threads`: the engine's. Raises `ModelError` or `LlamaError`."""
-    check_vocabulary(draft, target.model)
+    check_vocabulary(draft, target.model, "a draft model that was made for it")
     context = make_row_context(config, file, draft, target)
     target.give_hidden_rows(file.layers)
     longest = min(context.n_ctx_seq, draft.n_ctx_train)
