@@ -48,6 +48,7 @@ class FakeCells:
         self.fail_at = 0
         self.error: BaseException = RuntimeError("made to fail")
         self.closed = False
+        self.error_of_opening: Exception | None = None
         self._numbers = itertools.count()
 
     def use_threads(self, n: int) -> None:
@@ -87,6 +88,8 @@ class FakeCells:
 
     def open_again(self) -> None:
         assert self.closed
+        if self.error_of_opening:
+            raise self.error_of_opening
         self.closed = False
         self.clear()
 

@@ -258,7 +258,7 @@ def dflash(
     Markov head; or "dspark-bonus", whose newest token drafts none itself. `own`: embeddings and output matrix of its
     own. `echoes`: right by construction for `echo`, if the text is one token again and again.
     """
-    writer = _draft_writer(path, "dflash", layers, vocab)
+    writer = _draft_writer(path, "dflash", layers, vocab, n_embd=N_EMBD, n_layers=2)
     if mask is not None:
         writer.add_mask_token_id(mask)
     writer.add_uint32("dflash.block_size", block)
@@ -305,8 +305,8 @@ def _draft_writer(
     layers: Sequence[int],
     vocab: GgufVocab | None,
     *,
-    n_embd: int = N_EMBD,
-    n_layers: int = 2,
+    n_embd: int,
+    n_layers: int,
 ) -> Any:
     writer = gguf.GGUFWriter(path, architecture)
     writer.add_context_length(N_CTX_TRAIN)
