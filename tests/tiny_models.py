@@ -249,6 +249,7 @@ def dflash(
     layers: Sequence[int] = (1, 2, 3),
     mask: int | None = 3,
     block: int = BLOCK,
+    is_causal: bool = False,
     vocab: GgufVocab | None = None,
     seed: int = 3,
 ) -> Path:
@@ -262,6 +263,7 @@ def dflash(
     if mask is not None:
         writer.add_mask_token_id(mask)
     writer.add_uint32("dflash.block_size", block)
+    writer.add_bool("dflash.attention.causal", is_causal)
     weights = [norm("enc.output_norm", N_EMBD), norm("output_norm", N_EMBD)]
     for i in range(2):
         head_norms = [norm(f"blk.{i}.attn_{x}_norm", N_EMBD // N_HEAD) for x in "qk"]

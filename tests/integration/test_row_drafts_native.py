@@ -197,6 +197,22 @@ def test_drafts_of_a_batch_are_those_of_each_sequence_alone(
     alone.close()
 
 
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_the_tokens_of_a_block_see_each_other_unless_the_file_says_otherwise(
+    files: Files, tmp_path: Path, is_causal: bool
+) -> None:
+    """So the first drafted token depends on how many there are."""
+    draft = tiny_models.dflash(tmp_path / "draft.gguf", is_causal=is_causal)
+    found = []
+    for n in (1, 5):
+        alone = Alone(files.target("dflash"), draft, n)
+        assert alone.dflash
+        alone.draft([20, 30, 40, 50], n)
+        found.append(alone.dflash.draft([50], [3], [0])[1][0, 0])
+        alone.close()
+    assert (found[0] == pytest.approx(found[1], rel=1e-4)) == is_causal
+
+
 @pytest.mark.parametrize("layout", ["unified", "per-sequence"])
 @pytest.mark.parametrize("kind", DRAFTS)
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
