@@ -64,6 +64,7 @@ from cppbatch.llama import (
 from cppbatch.llama.library import PINNED_VERSION
 from cppbatch.llama.selfcheck import repacking_works
 from cppbatch.llama.vocab import Vocab
+from cppbatch.models.draft_files import NAMES
 
 log = logging.getLogger("cppbatch.engine")
 
@@ -213,7 +214,14 @@ def open_runtime(
         assert isinstance(runtime.context, Context)
         return _with_head(runtime, open_head(config, runtime.context, runtime.threads))
     draft_settings = draft_config(config)
-    if draft_settings is None or not _can_remove_drafts(model) or runtime.context.backend_sampling:
+    if draft_settings is None:
+        return runtime
+    if not _can_remove_drafts(model) or runtime.context.backend_sampling:
+        if config.spec in NAMES:
+            reason = (
+                "sampling on the GPU" if runtime.context.backend_sampling else "a model whose state cannot be set back"
+            )
+            raise ModelError(f"{named('spec')} is '{config.spec}', and there are no drafts with {reason}; leave it out")
         return runtime
     if runtime.info.pooling:
         raise ModelError(

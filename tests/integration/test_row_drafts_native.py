@@ -341,13 +341,16 @@ def test_a_file_that_would_abort_the_process_is_refused(
     refused(files.target("eagle3"), make(tmp_path / "draft.gguf"), reason)
 
 
-def test_another_kind_than_that_of_spec_is_refused(files: Files, tiny_llama: Path) -> None:
+def test_another_kind_than_that_of_spec_is_refused(files: Files, tiny_llama: Path, tiny_mamba: Path) -> None:
     target = files.target("eagle3")
     refused(
         target, files.draft("dflash"), "'eagle3', and dflash.gguf is a DFlash draft model; .* 'dflash'", spec="eagle3"
     )
     refused(target, files.draft("eagle3"), "'dflash', and eagle3.gguf is an EAGLE-3 draft model", spec="dflash")
     refused(target, tiny_llama, "'dflash', and tiny-llama.gguf is another kind of model; .* 'draft'", spec="dflash")
+    refused(
+        tiny_mamba, files.draft("eagle3"), "'eagle3', and there are no drafts with a model whose state", spec="eagle3"
+    )
     with pytest.raises(ConfigError, match=r"spec \(--spec\) is 'eagle3', which needs a draft model"):
         EngineConfig("x", spec="eagle3")
 

@@ -49,6 +49,8 @@ def any_model(monkeypatch: pytest.MonkeyPatch) -> None:
         (["--no-cache-prompt"], {"prefix_cache": False}),
         (["--spec-type", "none"], {"spec": "off"}),
         (["--spec-type", "ngram-mod"], {"spec": "suffix"}),
+        (["--spec-type", "draft-eagle3", "-md", __file__], {"spec": "eagle3", "draft_model": __file__}),
+        (["--spec-type", "draft-dspark", "-md", __file__], {"spec": "dflash", "draft_model": __file__}),
     ],
 )
 def test_a_flag_that_has_an_equal_sets_it(flags: list[str], expected: dict[str, Any]) -> None:
