@@ -61,7 +61,7 @@ def test_a_flag_that_has_an_equal_sets_it(flags: list[str], expected: dict[str, 
 )
 def test_the_kinds_of_draft_models_have_llama_servers_names(tmp_path: Path, name: str, spec: str) -> None:
     file = tmp_path / "draft.gguf"
-    file.write_bytes(b"GGUF")
+    file.write_bytes(b"GGUF" + b"\1" * 20)
     assert config_of("--spec-type", f"draft-{name}", "-md", str(file)).spec == spec
 
 
