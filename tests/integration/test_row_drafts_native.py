@@ -23,6 +23,7 @@ from cppbatch.engine.sequence import Seq
 from cppbatch.engine.speculation import draft_model, speculator
 from cppbatch.engine.speculation.proposer import Draft
 from cppbatch.engine.speculation.row_proposer import RowProposer
+from cppbatch.engine.speculation.row_runtime import choose_row_draft
 from cppbatch.engine.step_cost import StepCost
 from cppbatch.errors import ConfigError, LlamaError, ModelError, OutOfRange
 from cppbatch.llama import Backend, Batch, Context, DFlashContext, EagleContext, Model, library
@@ -353,6 +354,17 @@ def test_another_kind_than_that_of_spec_is_refused(files: Files, tiny_llama: Pat
     )
     with pytest.raises(ConfigError, match=r"spec \(--spec\) is 'eagle3', which needs a draft model"):
         EngineConfig("x", spec="eagle3")
+
+
+@pytest.mark.parametrize("settings", [{"draft_gpu_layers": 0}, {"rpc": ("127.0.0.1:1",)}], ids=["cpu", "rpc"])
+def test_matrices_of_the_model_on_other_devices_are_refused(
+    files: Files, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Backend, "offloads", lambda backend, n, rpc=(): n != 0)
+    with pytest.raises(ModelError, match="which are on other devices than its own layers"):
+        choose_row_draft(files.config("eagle3-shared", **settings))
+    assert choose_row_draft(files.config("eagle3", **settings))[0]
+    assert choose_row_draft(files.config("eagle3-shared"))[0]
 
 
 def test_where_the_library_lacks_a_function_there_is_one_line_in_the_log(
