@@ -26,7 +26,7 @@ from cppbatch.engine.speculation.row_proposer import RowProposer
 from cppbatch.engine.speculation.row_runtime import choose_row_draft
 from cppbatch.engine.step_cost import StepCost
 from cppbatch.errors import ConfigError, LlamaError, ModelError, OutOfRange
-from cppbatch.llama import Backend, Batch, Context, DFlashContext, EagleContext, Model, library
+from cppbatch.llama import Backend, Batch, Context, DFlashContext, EagleContext, HeadContext, Model, library
 from cppbatch.models.draft_files import TARGETS, read_draft_file
 from cppbatch.models.inspect import inspect_model
 from cppbatch.models.synthetic import LlamaShape, byte_vocab
@@ -251,16 +251,25 @@ def test_a_switch_of_the_layout_makes_the_context_of_the_draft_model_again(
 ) -> None:
     """A prompt that is longer than a stream. The draft model uses matrices of the model by way of its context."""
     prompts = [*PROMPTS[:3], "x" * 700]
-    answers = []
+    answers, made_again = [], []
+    open_again = HeadContext.open_again
+
+    def noted(context: HeadContext) -> None:
+        assert context._handle is None  # it was closed before the model's
+        open_again(context)
+        assert context._params.ctx_other == context._target.handle  # type: ignore[union-attr]
+        made_again.append(context)
+
+    monkeypatch.setattr(HeadContext, "open_again", noted)
     for spec in ("off", "draft"):
         settings = {**SETTINGS, "spec": spec, "kv_layout": "auto"}
         with BatchInferenceEngine(files.target(kind), draft_model=str(files.draft(kind)), **settings) as engine:
             first = engine.generate(prompts[:3], sampled(0.8, 30))
             answers.append([each.tokens for each in first + engine.generate(prompts, sampled(0.8, 30))])
             stats = engine.stats()
-            assert stats.layout_switches > 0
     assert answers[0] == answers[1]
     assert stats.drafted_tokens > 100
+    assert len(made_again) == stats.layout_switches > 0
 
 
 @pytest.mark.parametrize("kind", ["eagle3-echo", "dflash-echo"])
