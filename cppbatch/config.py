@@ -19,7 +19,9 @@ CacheType = Literal["f32", "f16", "bf16", "q8_0", "q4_0"]
 Sampling = Literal["auto", "host", "backend"]
 Repacking = Literal["auto", "on", "off"]
 Preference = Literal["throughput", "balanced", "latency"]
-Speculation = Literal["auto", "off", "suffix", "draft", "mtp"]
+Speculation = Literal["auto", "off", "suffix", "draft", "mtp", "eagle3", "dflash"]
+DRAFT_MODELS: tuple[Speculation, ...] = ("draft", "eagle3", "dflash")
+"""The sources of drafts that are a file of their own."""
 Pooling = Literal["none", "mean", "cls", "last", "rank"]
 """How a sequence becomes one vector: the mean of its tokens, its first or its last token, or a reranker's scores. none:
 it has a vector for each of its tokens."""
@@ -139,9 +141,9 @@ class EngineConfig(_Model, frozen=True, kw_only=True):
     only, with the per-sequence layout, flash attention and bf16 or quantised caches (docs/decisions/0030)."""
     spec: Speculation = "auto"
     """The source of drafts in speculative decoding. suffix: text that occurred before, in the request or in similar
-    ones; draft: the draft model; mtp: the draft head in the model's file; auto: suffix with the draft model if there is
-    one, else with the head if there is one, on a GPU only the draft model; off: no drafts (--spec,
-    docs/speculation.md)."""
+    ones; draft: the draft model, of any kind; eagle3, dflash: the draft model, which must be of this kind; mtp: the
+    draft head in the model's file; auto: suffix with the draft model if there is one, else with the head if there is
+    one, on a GPU only the draft model; off: no drafts (--spec, docs/speculation.md)."""
     draft_max: int = 16
     """Draft tokens of a sequence in a step at most (--draft-max)."""
     pooling: Pooling | None = None
@@ -149,7 +151,8 @@ class EngineConfig(_Model, frozen=True, kw_only=True):
     pool (--pooling). Such an engine computes every sequence whole, in one step: -ub, --kv-layout, --sampling and
     everything about cached or swapped sequences do not apply."""
     draft_model: str = ""
-    """A smaller GGUF model with the same vocabulary, which drafts tokens for speculative decoding; "": none (-md)."""
+    """A GGUF file that drafts tokens for speculative decoding: a smaller model with the same vocabulary, or an EAGLE-3
+    or DFlash draft model that was made for this one; "": none (-md)."""
     draft_gpu_layers: int = -1
     """Layers of the draft model kept on the GPU; -1: all, 0: none (--draft-gpu-layers)."""
     mmproj: str = ""
@@ -273,9 +276,10 @@ class EngineConfig(_Model, frozen=True, kw_only=True):
 
     def _check_speculation(self) -> None:
         self._check("draft_max", 1, MAX_DRAFT, f"from 1 to {MAX_DRAFT}")
-        if self.spec == "draft" and not self.draft_model:
+        if self.spec in DRAFT_MODELS and not self.draft_model:
             raise ConfigError(
-                f"{named('spec')} is 'draft', which needs a draft model: set {named('draft_model')}, or leave it out"
+                f"{named('spec')} is '{self.spec}', which needs a draft model: set {named('draft_model')}, or leave "
+                "it out"
             )
 
     def _check_lora(self) -> None:

@@ -22,8 +22,8 @@ from cppbatch.engine.media_input import MediaInput
 from cppbatch.engine.model_info import AdapterInfo, ModelInfo
 from cppbatch.engine.runtime import Layouts, Runtime
 from cppbatch.engine.sequence import Seq
-from cppbatch.engine.speculation.head_proposer import HeadProposer
 from cppbatch.engine.speculation.proposer import Draft, Proposer
+from cppbatch.engine.speculation.row_proposer import RowProposer
 from cppbatch.errors import CacheFull, LlamaError
 from cppbatch.llama import BackendSampling, Batch, EmbeddingBatch
 
@@ -572,7 +572,7 @@ def fake_engine(
     keeps: int = 0,
     switches: bool = False,
     proposers: Sequence[Proposer] = (),
-    head: Callable[[FakeContext], HeadProposer] | None = None,
+    head: Callable[[FakeContext], RowProposer] | None = None,
     media: MediaInput | None = None,
     path: str = "fake.gguf",
     **settings: Any,

@@ -136,13 +136,18 @@ def two_dimensional_hybrid(path: PathLike, *, has_head: bool = False) -> Path:
 
 def _mrope_writer(path: PathLike, architecture: str) -> Any:
     """With pairs of rotated numbers for time, row and column, and the tokens around a picture."""
-    vocab = byte_vocab()
-    marks = ["<|vision_start|>", "<|vision_end|>"]
-    pieces, kinds = vocab.pieces[: -len(marks)] + marks, vocab.types[: -len(marks)] + [gguf.TokenType.CONTROL] * 2
-    writer = _writer(path, architecture, replace(vocab, pieces=pieces, types=kinds))
+    writer = _writer(path, architecture, vision_vocab())
     _add_attention(writer, N_HEAD_KV)
     writer.add_rope_dimension_sections([2, 3, 3, 0])
     return writer
+
+
+def vision_vocab() -> GgufVocab:
+    """`byte_vocab` with the tokens around an image as its last ones."""
+    vocab = byte_vocab()
+    marks = ["<|vision_start|>", "<|vision_end|>"]
+    pieces, kinds = vocab.pieces[: -len(marks)] + marks, vocab.types[: -len(marks)] + [gguf.TokenType.CONTROL] * 2
+    return replace(vocab, pieces=pieces, types=kinds)
 
 
 def with_head(path: PathLike, *, head: str = "random", n_layers: int = 2, seed: int = 0) -> Path:
@@ -179,6 +184,183 @@ def _head(writer: Any, architecture: str, n_layers: int = 2) -> list[Weight]:
         matrix(f"{nextn}.eh_proj", N_EMBD, 2 * N_EMBD, 1.0),
         *(norm(f"{nextn}.{name}", N_EMBD) for name in ("enorm", "hnorm", "shared_head_norm")),
     ]
+
+
+def echo(path: PathLike, *, n_layers: int = 4) -> Path:
+    """A plain transformer whose layers change nothing and whose output matrix is that of the embeddings: the likeliest
+    next token is the last one."""
+    writer = _writer(path, "llama", n_layers=n_layers)
+    _add_attention(writer, N_HEAD_KV)
+    layers = [each for i in range(n_layers) for each in (*_plain_attention(f"blk.{i}"), *_feed_forward(f"blk.{i}"))]
+    table = _random(_embedding(), seed=1)
+    return _write_arrays(
+        path, writer, [*map(_without_effect, layers), norm("output_norm", N_EMBD)],
+        {"token_embd.weight": table, "output.weight": 4 * table},
+    )  # fmt: skip
+
+
+def eagle3(
+    path: PathLike,
+    *,
+    own: bool = True,
+    echoes: bool = False,
+    layers: Sequence[int] = (1, 2, 3),
+    n_target: int = N_EMBD,
+    d2t: Sequence[int] | None = None,
+    vocab: GgufVocab | None = None,
+    n_layers: int = 1,
+    seed: int = 3,
+) -> Path:
+    """EAGLE-3 for a model with vectors of `n_target` numbers: one layer, which reads the rows that enter `layers`.
+
+    `own`: vectors of its own length, embeddings of its own, and logits of the tokens `d2t` only (None: of every third
+    one); else all of these are the target's. `echoes`: right by construction for `echo`.
+    """
+    n_embd = N_EMBD // 2 if own and not echoes else n_target
+    writer = _draft_writer(path, "eagle3", layers, vocab, n_embd=n_embd, n_layers=n_layers)
+    writer.add_uint32("eagle3.target_hidden_size", n_target)
+    weights = [
+        norm("output_norm", n_embd),
+        norm("blk.0.attn_norm_2", n_embd),
+        *_draft_layer("blk.0", n_embd, 2 * n_embd),
+        *([] if echoes else [matrix("fc", n_embd, len(layers) * n_target)]),
+    ]
+    n_vocab, arrays = len((vocab or byte_vocab()).pieces), {}
+    if echoes:
+        weights, table = [*map(_without_effect, weights)], _random(_embedding(), seed=1)
+        arrays = {"token_embd.weight": table, "output.weight": 4 * table}
+        arrays["fc.weight"] = np.eye(n_embd, len(layers) * n_target, dtype=np.float32)  # the row of the first layer
+    elif own:
+        arrays["d2t"] = np.array(range(0, n_vocab, 3) if d2t is None else d2t, np.int64)
+        weights += [Weight("token_embd.weight", (n_vocab, n_embd), std=0.5)]
+        weights += [matrix("output", len(arrays["d2t"]), n_embd, 4.0)]
+    return _write_arrays(path, writer, weights, arrays, seed=seed)
+
+
+BLOCK = 6
+
+
+def dflash(
+    path: PathLike,
+    *,
+    kind: str = "dflash",
+    own: bool = True,
+    echoes: bool = False,
+    layers: Sequence[int] = (1, 2, 3),
+    mask: int | None = 3,
+    block: int = BLOCK,
+    is_causal: bool = False,
+    vocab: GgufVocab | None = None,
+    seed: int = 3,
+) -> Path:
+    """DFlash of two layers, which reads the rows that enter `layers` of a model with vectors of N_EMBD numbers.
+
+    `kind`: "dflash"; "swa", with a sliding window in its first layer; "dflash2", with a selector; "dspark", with a
+    Markov head; or "dspark-bonus", whose newest token drafts none itself. `own`: embeddings and output matrix of its
+    own. `echoes`: right by construction for `echo`, if the text is one token again and again.
+    """
+    writer = _draft_writer(path, "dflash", layers, vocab, n_embd=N_EMBD, n_layers=2)
+    if mask is not None:
+        writer.add_mask_token_id(mask)
+    writer.add_uint32("dflash.block_size", block)
+    writer.add_bool("dflash.attention.causal", is_causal)
+    weights = [norm("enc.output_norm", N_EMBD), norm("output_norm", N_EMBD)]
+    for i in range(2):
+        head_norms = [norm(f"blk.{i}.attn_{x}_norm", N_EMBD // N_HEAD) for x in "qk"]
+        weights += [*_draft_layer(f"blk.{i}", N_EMBD, N_EMBD), *head_norms]
+    n_vocab, arrays = len((vocab or byte_vocab()).pieces), {}
+    if kind.startswith("dspark"):
+        writer.add_bool("dflash.sample_from_anchor", kind == "dspark")
+        weights += [matrix("markov_w1", n_vocab, 8), matrix("markov_w2", n_vocab, 8, 4.0)]
+        weights += [matrix("conf_proj", 1, N_EMBD + 8)]
+    if kind == "swa":
+        writer.add_uint32("dflash.attention.sliding_window", 8)
+        writer.add_array("dflash.attention.sliding_window_pattern", [True, False])
+    if kind == "dflash2":
+        sizes = {"conv_kernel_size": 3, "conv_group_size": 16, "selector_rank": 8, "selector_top_k": 4}
+        for key, value in sizes.items():
+            writer.add_uint32(f"dflash.{key}", value)
+        weights += [matrix(f"selector_{name}", n_vocab, 8) for name in ("predecessor", "successor")]
+        weights += [matrix("selector_hidden", 8, N_EMBD)]
+        for part in [f"blk.{i}.{part}" for i in range(2) for part in ("attn", "ffn")]:
+            weights += [Weight(f"{part}_conv_base", (2, 3, N_EMBD), std=0.3)]
+            weights += [matrix(f"{part}_conv_proj", 2 * 3 * N_EMBD // 16, N_EMBD)]
+    if echoes:
+        table = _random(_embedding(), seed=1)
+        arrays = {"output.weight": 4 * table, "fc.weight": np.eye(N_EMBD, len(layers) * N_EMBD, dtype=np.float32)}
+        arrays["token_embd.weight"] = table * (np.arange(n_vocab) != mask)[:, None]
+        passed = np.zeros((N_EMBD, N_EMBD), np.float32)  # the first half of the rows: two heads have the same values
+        passed[range(N_KV), [i if i < N_KV // 2 else i + N_KV // 2 for i in range(N_KV)]] = 1
+        for i in range(2):
+            arrays[f"blk.{i}.attn_v.weight"] = np.eye(N_KV, N_EMBD, dtype=np.float32)
+            arrays[f"blk.{i}.attn_output.weight"] = passed
+        weights = [*map(_without_effect, weights)]
+    else:
+        weights += [matrix("fc", N_EMBD, len(layers) * N_EMBD)]
+        weights += [_embedding(), _output()] if own else []
+    return _write_arrays(path, writer, [each for each in weights if each.name not in arrays], arrays, seed=seed)
+
+
+def _draft_writer(
+    path: PathLike,
+    architecture: str,
+    layers: Sequence[int],
+    vocab: GgufVocab | None,
+    *,
+    n_embd: int,
+    n_layers: int,
+) -> Any:
+    writer = gguf.GGUFWriter(path, architecture)
+    writer.add_context_length(N_CTX_TRAIN)
+    writer.add_embedding_length(n_embd)
+    writer.add_block_count(n_layers)
+    writer.add_layer_norm_rms_eps(1e-5)
+    _add_attention(writer, N_HEAD_KV)
+    writer.add_key_length(N_EMBD // N_HEAD)
+    writer.add_value_length(N_EMBD // N_HEAD)
+    writer.add_array(f"{architecture}.target_layers", list(layers))
+    add_vocab(writer, vocab or byte_vocab())
+    return writer
+
+
+def _draft_layer(blk: str, n_embd: int, n_read: int) -> list[Weight]:
+    """A layer with vectors of `n_embd` numbers, whose attention reads `n_read`."""
+    return [
+        norm(f"{blk}.attn_norm", n_embd),
+        matrix(f"{blk}.attn_q", N_EMBD, n_read, 2.0),
+        matrix(f"{blk}.attn_k", N_KV, n_read, 2.0),
+        matrix(f"{blk}.attn_v", N_KV, n_read),
+        matrix(f"{blk}.attn_output", n_embd, N_EMBD, 2.0),
+        norm(f"{blk}.ffn_norm", n_embd),
+        matrix(f"{blk}.ffn_gate", N_FF, n_embd, 2.0),
+        matrix(f"{blk}.ffn_up", N_FF, n_embd),
+        matrix(f"{blk}.ffn_down", n_embd, N_FF),
+    ]
+
+
+def _without_effect(weight: Weight) -> Weight:
+    return weight._replace(std=0.0) if weight.name.endswith(("attn_output.weight", "ffn_down.weight")) else weight
+
+
+def _random(weight: Weight, *, seed: int) -> Any:
+    values = np.random.default_rng(seed).standard_normal(weight.shape, np.float32) * weight.std + weight.mean
+    values[list(weight.zero_rows)] = 0
+    return values.astype(np.float32)
+
+
+def _write_arrays(
+    path: PathLike, writer: Any, weights: Sequence[Weight], arrays: dict[str, Any], *, seed: int = 0
+) -> Path:
+    """As `write_gguf` in F32, with given arrays beside the random ones."""
+    for i, weight in enumerate(weights):
+        writer.add_tensor(weight.name, _random(weight, seed=seed * 1000 + i))
+    for name, array in arrays.items():
+        writer.add_tensor(name, np.ascontiguousarray(array))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return Path(path)
 
 
 def hybrid(path: PathLike) -> Path:

@@ -64,7 +64,7 @@ def _lengths(_context: click.Context, _option: click.Parameter, given: str | Non
 
 _LAYOUTS, _FLASH_ATTNS = ("unified", "per-sequence"), ("on", "off")
 _KINDS = ("greedy", "sampled", "defaults", "penalised", "chain", "json", "logprobs")
-_DRAFTS = ("auto", "suffix", "draft", "mtp")
+_DRAFTS = ("auto", "suffix", "draft", "mtp", "eagle3", "dflash")
 _SET_BY_THROUGHPUT = (
     "n_ctx",
     "n_parallel",

@@ -128,6 +128,7 @@ def _shares(_context: object, _option: object, given: str) -> tuple[float, ...]:
 _NO_RAM_LIMIT = 2**31 - 1  # MiB
 _SPEC_TYPES = {
     "none": "off", "draft-simple": "draft", "draft-mtp": "mtp",
+    "draft-eagle3": "eagle3", "draft-dflash": "dflash", "draft-dspark": "dflash",
     **dict.fromkeys(("ngram-simple", "ngram-map-k", "ngram-map-k4v", "ngram-mod", "ngram-cache"), "suffix"),
 }  # fmt: skip
 """llama-server's --spec-type."""
@@ -239,9 +240,9 @@ _SETTINGS = [
     option(
         "--spec", "--spec-type", "spec", env="SPEC", llama_env="LLAMA_ARG_SPEC_TYPE",
         type=_WithOtherWords(get_args(Speculation), _SPEC_TYPES), default=_DEFAULTS.spec,
-        help="Speculative decoding. suffix: drafts are text that occurred before; draft: a draft model makes them; "
-        "mtp: the draft head in the model's file; auto: suffix, and draft or mtp, on a GPU only draft; off: none. "
-        "Texts are the same.",
+        help="Speculative decoding. suffix: drafts are text that occurred before; draft: the draft model (-md) makes "
+        "them; eagle3, dflash: the same, if it is of this kind; mtp: the draft head in the model's file; auto: suffix, "
+        "and draft or mtp, on a GPU only draft; off: none. Texts are the same.",
     ),
     option(
         "--draft-max", "--spec-draft-n-max", "draft_max", env="DRAFT_MAX", llama_env="LLAMA_ARG_SPEC_DRAFT_N_MAX",
@@ -301,7 +302,8 @@ _SETTINGS = [
         "-md", "--draft-model", "--model-draft", "--spec-draft-model", "draft_model", env="DRAFT_MODEL",
         llama_env="LLAMA_ARG_SPEC_DRAFT_MODEL", metavar="FILE", default=_DEFAULTS.draft_model, show_default=False,
         callback=_file,
-        help="Smaller GGUF model with the same vocabulary, which drafts tokens for speculative decoding.",
+        help="GGUF file that drafts tokens for speculative decoding: a smaller model with the same vocabulary, or an "
+        "EAGLE-3 or DFlash draft model of this model.",
     ),
     option(
         "-ngld", "--draft-gpu-layers", "--spec-draft-ngl", "draft_gpu_layers", env="DRAFT_GPU_LAYERS",

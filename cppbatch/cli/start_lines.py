@@ -8,6 +8,7 @@ from cppbatch.bench.memory.memory_demand import HOST, format_gib, location, memo
 from cppbatch.bench.memory.memory_estimate import MemoryEstimate
 from cppbatch.cli.formats import format_bytes, format_count
 from cppbatch.config import EngineConfig, available_threads
+from cppbatch.models.draft_files import describe_draft
 from cppbatch.models.file_header import read_header
 from cppbatch.models.inspect import ModelFacts
 
@@ -24,6 +25,9 @@ def model_line(config: EngineConfig, facts: ModelFacts, estimate: MemoryEstimate
     if facts.draft_heads and estimate:
         is_used = any(buffer.owner == "draft head" for buffer in estimate.footprints[0].buffers)
         weights += f", with a draft head{'' if is_used else ' that is not used'} (--spec {config.spec})"
+    if config.draft_model and estimate and any(b.owner == "draft model" for b in estimate.footprints[0].buffers):
+        path = Path(config.draft_model)
+        weights += f", with {path.name} ({describe_draft(path) or 'draft model'}, --spec {config.spec})"
     return f"{name}: {weights}; {_where(config, estimate)}" if estimate else f"{name}: {weights}"
 
 

@@ -15,6 +15,7 @@ import numpy.typing as npt
 from msgspec.structs import replace as replace_fields
 
 from cppbatch.config import (
+    DRAFT_MODELS,
     EngineConfig,
     FlashAttention,
     KvLayout,
@@ -41,9 +42,10 @@ from cppbatch.engine.projector_check import check_projector
 from cppbatch.engine.slot_file import file_digest
 from cppbatch.engine.speculation.draft_runtime import draft_config, open_draft_model
 from cppbatch.engine.speculation.grammar_proposer import GrammarProposer
-from cppbatch.engine.speculation.head_proposer import HeadProposer
 from cppbatch.engine.speculation.head_runtime import open_head, uses_head
 from cppbatch.engine.speculation.proposer import Proposer
+from cppbatch.engine.speculation.row_proposer import RowProposer
+from cppbatch.engine.speculation.row_runtime import choose_row_draft, open_row_draft
 from cppbatch.engine.speculation.suffix_proposer import SuffixProposer
 from cppbatch.engine.vocabulary import Vocabulary
 from cppbatch.errors import LlamaError, ModelError
@@ -62,6 +64,7 @@ from cppbatch.llama import (
 from cppbatch.llama.library import PINNED_VERSION
 from cppbatch.llama.selfcheck import repacking_works
 from cppbatch.llama.vocab import Vocab
+from cppbatch.models.draft_files import NAMES
 
 log = logging.getLogger("cppbatch.engine")
 
@@ -121,8 +124,8 @@ class Runtime:
     """None: the layout is fixed."""
     proposers: Sequence[Proposer] = ()
     """Sources of drafts; none if there is no speculation."""
-    head: HeadProposer | None = None
-    """The one of them that is the draft head in the model's file, which must see what the model computes."""
+    head: RowProposer | None = None
+    """The one of them that drafts from hidden rows, which must see what the model computes."""
     media: MediaInput | None = None
     """Encodes pictures and sounds; None: prompts are text only."""
     state_settings: Mapping[str, str] = field(default_factory=dict)
@@ -211,32 +214,61 @@ def open_runtime(
         assert isinstance(runtime.context, Context)
         return _with_head(runtime, open_head(config, runtime.context, runtime.threads))
     draft_settings = draft_config(config)
-    if draft_settings is None or not _can_remove_drafts(model) or runtime.context.backend_sampling:
+    if draft_settings is None:
+        return runtime
+    if not _can_remove_drafts(model) or runtime.context.backend_sampling:
+        if config.spec in NAMES:
+            reason = (
+                "sampling on the GPU" if runtime.context.backend_sampling else "a model whose state cannot be set back"
+            )
+            raise ModelError(f"{named('spec')} is '{config.spec}', and there are no drafts with {reason}; leave it out")
         return runtime
     if runtime.info.pooling:
         raise ModelError(
             f"{named('draft_model')} is for models that generate text; {model.path} returns vectors. Leave it out"
         )
+    row_draft, is_left_out = choose_row_draft(config)
+    if is_left_out:
+        return runtime
     draft = load_model(draft_settings)
     try:
+        if row_draft:
+            assert isinstance(runtime.context, Context)
+            head = open_row_draft(draft_settings, row_draft, draft, runtime.context, runtime.threads)
+            return _with_row_draft(replace(runtime, close=partial(_close_both, draft.close, runtime.close)), head)
         proposer = open_draft_model(draft_settings, draft, model, runtime.threads)
     except BaseException:
         draft.close()
         raise
 
-    def close_both() -> None:
-        draft.close()
-        runtime.close()
-
-    return replace(runtime, proposers=(*runtime.proposers, proposer), close=close_both)
+    close = partial(_close_both, draft.close, runtime.close)
+    return replace(runtime, proposers=(*runtime.proposers, proposer), close=close)
 
 
-def _with_head(runtime: Runtime, head: HeadProposer) -> Runtime:
-    def close_both() -> None:
-        head.close_context()
-        runtime.close()
+def _close_both(first: Callable[[], None], second: Callable[[], None]) -> None:
+    first()
+    second()
 
-    return replace(runtime, proposers=(*runtime.proposers, head), head=head, close=close_both)
+
+def _with_head(runtime: Runtime, head: RowProposer) -> Runtime:
+    close = partial(_close_both, head.close_context, runtime.close)
+    return replace(runtime, proposers=(*runtime.proposers, head), head=head, close=close)
+
+
+def _with_row_draft(runtime: Runtime, head: RowProposer) -> Runtime:
+    """As `_with_head`; the context of the draft model refers to that of the model, which a switch makes again."""
+    layouts = runtime.layouts
+    if layouts:
+        change = layouts.change
+
+        def change_both(layout: KvLayout) -> Sharing:
+            head.close_context()
+            sharing = change(layout)
+            head.open_again()
+            return sharing
+
+        layouts = replace(layouts, change=change_both)
+    return _with_head(replace(runtime, layouts=layouts), head)
 
 
 def _with_media(config: EngineConfig, model: Model, runtime: Runtime) -> Runtime:
@@ -353,7 +385,7 @@ def _proposers(config: EngineConfig, model: Model) -> list[Proposer]:
     if not _can_remove_drafts(model):
         return []
     grammars = GrammarProposer(model.vocab)
-    return [grammars] if config.spec in ("draft", "mtp") else [grammars, SuffixProposer()]
+    return [grammars] if config.spec in ("mtp", *DRAFT_MODELS) else [grammars, SuffixProposer()]
 
 
 def _can_remove_drafts(model: Model) -> bool:

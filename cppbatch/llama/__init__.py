@@ -11,11 +11,12 @@ from cppbatch.llama.context import Context
 from cppbatch.llama.determinism import MIN_ROWS, least_rows_for_equal_bits
 from cppbatch.llama.embedding_batch import EmbeddingBatch
 from cppbatch.llama.head_context import HeadBatch, HeadContext
-from cppbatch.llama.library import why_no_heads
+from cppbatch.llama.library import why_no_heads, why_no_layer_rows
 from cppbatch.llama.llama_batch import Batch
 from cppbatch.llama.media_encoder import MediaChunk, MediaEncoder
 from cppbatch.llama.model import Model
 from cppbatch.llama.prefix_sharing import probe_prefix_sharing
+from cppbatch.llama.row_contexts import DFlashContext, EagleContext, RowBatch
 from cppbatch.llama.rpc import RpcConnections
 from cppbatch.llama.sampler_chain import DrySampler, SamplerChain
 from cppbatch.llama.sequence_state import SequenceState
@@ -27,14 +28,17 @@ __all__ = [
     "BackendSampling",
     "Batch",
     "Context",
+    "DFlashContext",
     "Device",
     "DrySampler",
+    "EagleContext",
     "EmbeddingBatch",
     "HeadBatch",
     "HeadContext",
     "MediaChunk",
     "MediaEncoder",
     "Model",
+    "RowBatch",
     "RpcConnections",
     "SamplerChain",
     "SequenceState",
@@ -44,4 +48,5 @@ __all__ = [
     "least_rows_for_equal_bits",
     "probe_prefix_sharing",
     "why_no_heads",
+    "why_no_layer_rows",
 ]

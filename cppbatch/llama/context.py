@@ -16,7 +16,7 @@ from cppbatch.llama.backend import Backend
 from cppbatch.llama.backend_sampling import MAX_CANDIDATES, BackendSampling
 from cppbatch.llama.batch_parts import ALL_ROWS, HIDDEN_WINDOWS, SEQUENCES_ALONE, Part, single_ubatches
 from cppbatch.llama.embedding_batch import EmbeddingBatch
-from cppbatch.llama.library import C, nextn
+from cppbatch.llama.library import C, layer_rows, nextn
 from cppbatch.llama.llama_batch import Batch
 from cppbatch.llama.lora import adapter_arguments
 from cppbatch.llama.model import Model
@@ -56,6 +56,7 @@ class Context:
         n_rollback: int = 0,
         swa_full: bool = False,
         is_head: bool = False,
+        target: Context | None = None,
     ) -> None:
         """Raises `OutOfRange` for bad sizes and `LlamaError` when llama.cpp cannot allocate the context.
 
@@ -65,7 +66,9 @@ class Context:
         `n_rollback`: how many of its last tokens `remove` can take from a sequence whose memory is not all cells. For a
         recurrent state each takes the memory of one more state, and `Model.most_snapshots` says how many there may be.
         `swa_full`: sliding windows keep all of their cells.
-        `is_head`: the context of the model's draft head (`HeadContext`). All of its memory is cells.
+        `is_head`: the context of the model's draft head, or of a draft model that reads hidden rows (`HeadContext`).
+        All of its memory is cells. `target`: the latter's: the context of the model that it drafts for, which must be
+        open as long as this one.
         """
         self._handle: Any = None
         self._is_recurrent = model.is_recurrent and not is_head
@@ -82,8 +85,9 @@ class Context:
             params.embeddings, params.pooling_type = True, _POOLING[pooling]
         self._n_threads = n_threads
         self._n_rollback = n_rollback
+        self._target = target
         if is_head:
-            params.ctx_type = C.LLAMA_CONTEXT_TYPE_MTP
+            params.ctx_type = C.LLAMA_CONTEXT_TYPE_DEFAULT if target else C.LLAMA_CONTEXT_TYPE_MTP
         elif most := model.most_snapshots:  # llama.cpp asserts that a ubatch is larger than what it keeps together
             params.n_rs_seq = max(0, min(n_rollback, most, n_ubatch - 2, n_batch - 2, n_ctx - 2))
         params.swa_full = swa_full
@@ -100,6 +104,8 @@ class Context:
         """Top-k on the device, once `enable_backend_sampling` has returned True."""
         self._part_hidden: npt.NDArray[np.float32] | None = None
         self.gives_hidden_rows = False
+        self._row_layers: tuple[int, ...] = ()
+        self._n_vector = model.n_embd_inp
         self._n_embd = model.n_scores if pooling == "rank" else model.n_embd if pooling else 0
         self._n_vocab: int = model.vocab.n_tokens
         self.reopen(n_ctx=n_ctx, kv_unified=kv_unified, flash_attn=flash_attn)
@@ -126,6 +132,7 @@ class Context:
         params.n_outputs_max = params.n_seq_max if params.n_seq_max > params.n_batch else 0
         params.n_threads = params.n_threads_batch = self._n_threads
         params.flash_attn_type, params.kv_unified = _FLASH_ATTENTION[flash_attn], kv_unified
+        params.ctx_other = self._target.handle if self._target else None
         made: list[Any] = []
         with Backend.get().errors() as lines:
             try:
@@ -151,10 +158,10 @@ class Context:
         self._n_positions = min(self.n_ctx_seq, model.n_ctx_train)
         self._flash_attn = flash_attn
         if self.gives_hidden_rows:
-            self.give_hidden_rows()
+            self.give_hidden_rows(self._row_layers)
         self._memory = C.llama_get_memory(self._handle)  # None for BERT; llama.cpp's functions accept it
         self._adapters: tuple[tuple[int, float], ...] = ()
-        self._n_outputs = 0
+        self._n_outputs = self._n_decoded = 0
         self._shifted: set[int] = set()  # sequences that were shifted after the last decode
         self._copy_sources: set[int] = set()  # sequences whose streams llama.cpp copies in the next decode
         self._copy_targets: set[int] = set()
@@ -255,12 +262,14 @@ class Context:
         self._rollback.decoded(batch, self.n_ubatch)
 
     def _decode(self, struct: Any) -> None:
+        self._n_decoded = 0
         code = C.llama_decode(self.handle, struct)
         if code == 1:
             raise CacheFull(f"no free KV cells for {struct.n_tokens} tokens among {self.n_ctx}")
         if code:
             raise DecodeFailed(code, _DECODE_ERRORS.get(code, "a fatal error in the computation"))
         C.llama_synchronize(self.handle)
+        self._n_decoded = struct.n_tokens
 
     def _parts(self, batch: Batch) -> list[Part]:
         """The parts of a batch that are decoded one after the other (`batch_parts`); mostly it is one."""
@@ -308,7 +317,7 @@ class Context:
         if not isinstance(batch, EmbeddingBatch):
             limits.append((batch.tokens[:n], self._n_vocab, "token id"))
         else:
-            given, wanted = batch.vectors.shape[1], self.model.n_embd_inp
+            given, wanted = batch.vectors.shape[1], self._n_vector
             if (given, batch.n_dimensions) != (wanted, self.model.n_dimensions):
                 form = f"{wanted} numbers with {self.model.n_dimensions} positions"
                 raise OutOfRange(
@@ -339,24 +348,36 @@ class Context:
             self._logits_key = (address, n_outputs)
         return self._logits
 
-    def give_hidden_rows(self) -> None:
-        """From the next decode on, `hidden_rows` has a row of each token, which the model's draft head reads.
+    def give_hidden_rows(self, layers: tuple[int, ...] = ()) -> None:
+        """From the next decode on, `hidden_rows` has a row of each token, which a draft head or draft model reads.
 
-        llama.cpp computes the last layer of all prompt tokens for them, and copies the rows to the host. Raises
-        `LlamaError` where llama.cpp's library lacks the functions (`why_no_heads`).
+        `layers`: the rows are those that enter these layers, one after the other, which the architecture must export
+        (`models.draft_files`): llama.cpp aborts the process otherwise. (): those that leave the last layer, which
+        llama.cpp computes of all prompt tokens then. The rows are copied to the host. Raises `LlamaError` where
+        llama.cpp's library lacks the functions (`why_no_heads`, `why_no_layer_rows`).
         """
-        self.gives_hidden_rows = True
-        nextn().llama_set_embeddings_nextn(self.handle, True, self._is_head)  # a head: of tokens with logits only
+        self.gives_hidden_rows, self._row_layers = True, layers
+        for layer in layers:
+            layer_rows().set_rows(self.handle, layer, True)
+        if not layers:
+            nextn().llama_set_embeddings_nextn(self.handle, True, self._is_head)  # a head: of tokens with logits only
 
     def hidden_rows(self, n: int) -> npt.NDArray[np.float32]:
-        """The hidden rows of the last decode, float32[n, n_embd], in batch order: of tokens; a head's: of outputs.
+        """The hidden rows of the last decode, float32[n, n_row], in batch order: of tokens; a head's: of outputs.
 
-        The array is a view of llama.cpp's buffer, valid until the next decode.
+        `n_row` is n_embd, or that of all layers together. The array may be a view of llama.cpp's buffer, valid until
+        the next decode.
         """
         if self._part_hidden is not None:
             return self._part_hidden[:n]
+        if not (self.gives_hidden_rows and 0 < n <= self._n_decoded):
+            raise OutOfRange(f"{n} hidden rows were asked for; the last decode gave {self._n_decoded} at most")
+        if self._row_layers:
+            rows = [layer_rows().get_rows(self.handle, layer) for layer in self._row_layers]
+            n_embd = C.llama_model_n_embd(self.model.handle)
+            return np.concatenate([np.ctypeslib.as_array(each, (n, n_embd)) for each in rows], axis=1)
         address = nextn().llama_get_embeddings_nextn(self.handle)
-        if not address or not self.gives_hidden_rows:
+        if not address:
             raise LlamaError("llama.cpp gives no hidden rows for this model")
         return np.ctypeslib.as_array(address, (n, self.model.n_embd))
 

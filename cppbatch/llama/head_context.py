@@ -54,27 +54,31 @@ class HeadContext(Context):
     The cells of a sequence may begin at any position: those of the head depend only on a token and the row before it.
     """
 
+    reads_first = True
+    """Whether it reads the first token of a text, with zeros as the row before it."""
+
     def __init__(
         self,
         model: Model,
         *,
         n_ctx: int,
         n_batch: int,
-        n_ubatch: int,
         n_seq_max: int,
         n_threads: int,
         flash_attn: FlashAttention,
         type_k: str,
         type_v: str,
+        target: Context | None = None,
     ) -> None:
-        """`model` has its head loaded. Raises as `Context`, and `OutOfRange` for a model without."""
-        if not model.has_head:
+        """`model` has its head loaded, or drafts for the model of `target`. A ubatch has `n_batch` tokens. Raises as
+        `Context`, and `OutOfRange` for a model without a head."""
+        if not (model.has_head or target):
             raise OutOfRange(f"the draft head of {model.path.name} is not loaded")
         super().__init__(
             model,
             n_ctx=n_ctx,
             n_batch=n_batch,
-            n_ubatch=n_ubatch,
+            n_ubatch=n_batch,
             n_seq_max=n_seq_max,
             n_threads=n_threads,
             flash_attn=flash_attn,
@@ -82,9 +86,31 @@ class HeadContext(Context):
             type_v=type_v,
             swa_full=True,
             is_head=True,
+            target=target,
         )
         self.give_hidden_rows()
+
+    def __enter__(self) -> HeadContext:
+        return self
+
+    def open_again(self) -> None:
+        """Makes the context again, empty, after it was closed. Raises as the constructor."""
+        self.reopen(n_ctx=self.n_ctx, kv_unified=True, flash_attn=self._flash_attn)
+
+    @property
+    def n_row(self) -> int:
+        """Numbers that it reads of a token."""
+        return self.model.n_embd
+
+    @property
+    def n_logits(self) -> int:
+        """Rows of logits for which llama.cpp reserves memory at most."""
+        return self.n_seq_max
 
     def new_batch(self) -> HeadBatch:
         """An empty batch of `n_batch` tokens."""
         return HeadBatch(self.n_batch, self.model.n_embd)
+
+    def encode(self, rows: HiddenRows) -> HiddenRows:
+        """What a batch has beside the tokens for these rows of the model, float32[n, n_row]: the rows themselves."""
+        return rows

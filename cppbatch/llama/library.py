@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
+import types
 from typing import Any
 
 from cppbatch.errors import LibraryError, LlamaError
@@ -27,7 +28,7 @@ _NEEDED = """
     llama_max_parallel_sequences llama_model_default_params llama_model_load_from_file llama_model_free
     llama_model_get_vocab llama_model_desc llama_model_size llama_model_n_params llama_model_n_layer llama_model_n_head
     llama_model_n_ctx_train llama_model_n_swa llama_model_n_embd_out llama_model_n_cls_out llama_model_cls_label
-    llama_model_n_embd_inp llama_model_n_layer_nextn llama_set_causal_attn llama_model_meta_count
+    llama_model_n_embd llama_model_n_embd_inp llama_model_n_layer_nextn llama_set_causal_attn llama_model_meta_count
     llama_model_meta_key_by_index llama_model_meta_val_str_by_index llama_model_chat_template
     llama_chat_builtin_templates llama_chat_apply_template
     llama_model_has_encoder llama_model_has_decoder llama_model_is_recurrent llama_model_is_hybrid
@@ -37,7 +38,7 @@ _NEEDED = """
     llama_vocab_get_add_sep llama_tokenize llama_token_to_piece
     llama_context_default_params llama_init_from_model llama_free llama_n_ctx llama_n_ctx_seq llama_n_batch
     llama_n_ubatch llama_n_rs_seq llama_get_memory llama_decode llama_set_n_threads llama_synchronize llama_get_logits
-    llama_get_embeddings llama_get_embeddings_seq
+    llama_encode llama_get_embeddings llama_get_embeddings_seq
     llama_memory_clear llama_memory_seq_rm llama_memory_seq_cp llama_memory_seq_pos_max llama_memory_seq_pos_min
     llama_memory_seq_add
     llama_memory_can_shift
@@ -125,6 +126,43 @@ def why_no_heads() -> str | None:
     """Why the draft head of a model's file cannot be used; None: it can."""
     try:
         nextn()
+    except LlamaError as error:
+        return str(error)
+    return None
+
+
+_LAYER_ROWS = {
+    "set_rows": ("_Z30llama_set_embeddings_layer_inpP13llama_contextjb", None, (ctypes.c_uint32, ctypes.c_bool)),
+    "get_rows": (
+        "_Z30llama_get_embeddings_layer_inpP13llama_contextj",
+        ctypes.POINTER(ctypes.c_float),
+        (ctypes.c_uint32,),
+    ),
+}
+"""Functions of llama.cpp's llama-ext.h that llama-cpp-python does not bind, under their C++ names: a symbol, its
+result, its arguments after the context."""
+
+
+@functools.cache
+def layer_rows() -> Any:
+    """The functions for the rows that enter the layers of a model: `set_rows(context, layer, value)`, and
+    `get_rows(context, layer)`, a pointer to floats. Raises `LlamaError` where the library does not export them."""
+    nextn()
+    functions = types.SimpleNamespace()
+    for name, (symbol, result, arguments) in _LAYER_ROWS.items():
+        try:
+            function = getattr(C._lib, symbol)
+        except AttributeError as error:
+            raise LlamaError(f"this build of llama.cpp does not export {symbol}") from error
+        function.restype, function.argtypes = result, (ctypes.c_void_p, *arguments)
+        setattr(functions, name, function)
+    return functions
+
+
+def why_no_layer_rows() -> str | None:
+    """Why no draft model can read the hidden rows of its target; None: it can."""
+    try:
+        layer_rows()
     except LlamaError as error:
         return str(error)
     return None

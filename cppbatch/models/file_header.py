@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import gguf
+import numpy as np
+import numpy.typing as npt
 from gguf.constants import GGML_QUANT_SIZES
 
 from cppbatch.errors import ModelError
@@ -57,15 +59,29 @@ def read_header(path: Path) -> FileHeader:
         raise ModelError(f"{path} is damaged or cut off ({error}). Download it again") from error
 
 
+def read_integers(path: Path, name: str) -> npt.NDArray[np.int64]:
+    """The numbers of a tensor of the type I64. Raises `ModelError` as `read_header`, and if the file has none."""
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        reader = _Reader(data)
+        tensors = reader.header().tensors
+        found = next((t for t in tensors if (t.name, t.kind) == (name, "I64")), None)
+        if found is None:
+            raise ModelError(f"{path} has no tensor {name} of the type I64")
+        start = reader.starts[name]
+        return np.frombuffer(data[start : start + 8 * found.n_elements], reader.order + "i8").astype(np.int64)
+
+
 class _Reader:
     """Reads values one after the other."""
 
     def __init__(self, data: mmap.mmap) -> None:
         self._data, self._at = data, 4
+        self.starts: dict[str, int] = {}
+        """Where each tensor begins in the file, once `header` was read."""
         little = (
             struct.unpack_from("<I", data, 4)[0] & 0xFFFF
         )  # the version; a file of the other byte order has it last
-        self._order = "<" if little else ">"
+        self.order = "<" if little else ">"
 
     def header(self) -> FileHeader:
         if (version := self._number("I")) not in (2, 3):
@@ -82,13 +98,15 @@ class _Reader:
         start = -(-self._at // alignment) * alignment
         if tensors and (end := start + max(end for _, end in tensors)) > len(self._data):
             raise ValueError(f"it has {len(self._data)} bytes, its weights end at {end}")
+        self.starts = {name: start + offset for name, offset in self.starts.items()}
         return FileHeader(metadata, [tensor for tensor, _ in tensors])
 
     def _tensor(self) -> tuple[TensorInfo, int]:
-        """A tensor, and where it ends in the part with the weights."""
+        """A tensor, and where it ends in the part with the weights; `starts` has where it begins there."""
         name = self._text()
         shape = tuple(self._number("Q") for _ in range(self._number("I")))
         number, offset = self._number("I"), self._number("Q")
+        self.starts[name] = offset
         if (kind := _TYPES.get(number)) is None:  # newer than the gguf package
             return TensorInfo(name, f"type {number}", shape), offset
         block, n_bytes = _SIZES[kind]
@@ -103,14 +121,14 @@ class _Reader:
         return self._number(self._format(kind))
 
     def _skip_texts(self, n: int) -> int:
-        length, data, at = struct.Struct(self._order + "Q").unpack_from, self._data, self._at
+        length, data, at = struct.Struct(self.order + "Q").unpack_from, self._data, self._at
         for _ in range(n):
             at += 8 + length(data, at)[0]
         self._at = at
         return n
 
     def _numbers(self, n: int, kind: str) -> tuple[Any, ...]:
-        values = struct.unpack_from(f"{self._order}{n}{kind}", self._data, self._at)
+        values = struct.unpack_from(f"{self.order}{n}{kind}", self._data, self._at)
         self._at += n * struct.calcsize("=" + kind)
         return values
 

@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 
 from cppbatch.errors import ModelError
+from cppbatch.models.draft_files import describe_draft
 from cppbatch.models.draft_heads import heads_in
 from cppbatch.models.file_header import read_header
 from cppbatch.models.find import check_file, model_parts
@@ -35,6 +36,8 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
     n_vocab: int | None
     draft_heads: int = 0
     """Layers that draft (MTP), with which speculative decoding may be possible."""
+    drafts_as: str | None = None
+    """The kind of draft model that the file is, if it is one that reads hidden rows (EAGLE-3, DFlash)."""
     tensor_types: dict[str, int]
     """Number of tensors by type, most frequent first."""
     main_type: str
@@ -69,6 +72,7 @@ def inspect_model(path: Path) -> ModelFacts:
         n_head_kv=value(f"{architecture}.attention.head_count_kv"),
         n_vocab=value("tokenizer.ggml.tokens"),
         draft_heads=heads_in(headers).n,
+        drafts_as=describe_draft(path),
         tensor_types=dict(types.most_common()),
         main_type=weights.most_common(1)[0][0],
         has_chat_template="tokenizer.chat_template" in metadata,

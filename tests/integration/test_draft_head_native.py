@@ -77,10 +77,10 @@ class Alone:
     def __init__(self, path: Path) -> None:
         self.model = Model(path, load_head=True)
         sizes: dict[str, Any] = {
-            "n_ctx": 512, "n_batch": 512, "n_ubatch": 512, "n_seq_max": 1, "n_threads": 1, "flash_attn": "off",
+            "n_ctx": 512, "n_batch": 512, "n_seq_max": 1, "n_threads": 1, "flash_attn": "off",
             "type_k": "f32", "type_v": "f32",
         }  # fmt: skip
-        self.target, self.head = Context(self.model, **sizes), HeadContext(self.model, **sizes)
+        self.target, self.head = Context(self.model, n_ubatch=512, **sizes), HeadContext(self.model, **sizes)
         self.target.give_hidden_rows()
 
     def draft(self, tokens: list[int], n: int) -> list[int]:
@@ -228,7 +228,7 @@ def test_a_head_that_is_not_used_is_not_loaded(models: dict[str, Path], spec: An
         Model(models["right"]) as model,
         pytest.raises(OutOfRange, match=r"the draft head of right\.gguf is not loaded"),
     ):
-        HeadContext(model, n_ctx=64, n_batch=8, n_ubatch=8, n_seq_max=1, n_threads=1, flash_attn="off", type_k="f16",
+        HeadContext(model, n_ctx=64, n_batch=8, n_seq_max=1, n_threads=1, flash_attn="off", type_k="f16",
                     type_v="f16")  # fmt: skip
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 from typing import Any
 
 import click
@@ -53,6 +54,15 @@ def any_model(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_a_flag_that_has_an_equal_sets_it(flags: list[str], expected: dict[str, Any]) -> None:
     assert config_of(*flags) == EngineConfig("m.gguf", **expected)
+
+
+@pytest.mark.parametrize(
+    ("name", "spec"), [("simple", "draft"), ("eagle3", "eagle3"), ("dflash", "dflash"), ("dspark", "dflash")]
+)
+def test_the_kinds_of_draft_models_have_llama_servers_names(tmp_path: Path, name: str, spec: str) -> None:
+    file = tmp_path / "draft.gguf"
+    file.write_bytes(b"GGUF" + b"\1" * 20)
+    assert config_of("--spec-type", f"draft-{name}", "-md", str(file)).spec == spec
 
 
 @pytest.mark.parametrize(

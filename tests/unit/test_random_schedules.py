@@ -20,7 +20,7 @@ from cppbatch.engine.lora_sets import AdapterSet, adapter_set
 from cppbatch.engine.model_info import AdapterInfo
 from cppbatch.engine.speculation import speculator
 from cppbatch.errors import DecodeFailed
-from tests.fake_heads import check_head, fake_head
+from tests.fake_heads import CONTEXTS, check_head, fake_head
 from tests.fakes import EOG, FakeProposer, context_of, fake_engine, greedy, reference, text_of
 
 N_CTX, N_PARALLEL, N_BATCH = 48, 3, 6
@@ -226,7 +226,7 @@ SIZES = st.fixed_dictionaries(
         "swap_space": HOST_MEMORY,
         "prefix_cache_ram": HOST_MEMORY,
         "may_pad": st.booleans(),
-        "drafts": st.sampled_from(("", "lookup", "head", "both")),
+        "drafts": st.sampled_from(("", "lookup", "mtp", "eagle3", "dflash", "both")),
         "keeps": st.sampled_from((0, 0, 3)),
     }
 )
@@ -258,7 +258,16 @@ def test_whenever_the_draft_head_is_asked_every_request_gets_the_text_it_gets_al
     """Whether its drafts pay or not: it is asked in every step without prompts."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(speculator, "_WORTH", 0.0)
-        run_and_check(**schedule, drafts="head")
+        run_and_check(**schedule, drafts="mtp")
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "dflash"])
+@settings(SCHEDULES, max_examples=400)
+@ANY_SCHEDULE
+def test_whenever_eagle3_or_dflash_is_asked_too(kind: str, **schedule: Any) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(speculator, "_WORTH", 0.0)
+        run_and_check(**schedule, drafts=kind)
 
 
 def run_and_check(
@@ -268,6 +277,7 @@ def run_and_check(
     drafts = drafts or sizes["drafts"]
     del sizes["drafts"]
     proposer = FakeProposer() if drafts in ("lookup", "both") else None
+    kind = "mtp" if drafts == "both" else drafts
     more = 2 if sizes.get("may_pad") else 1  # rows are padded from 3 to 4 and from 5 to 8, which needs spare seq_ids
     engine = fake_engine(
         n_ctx=n_ctx if unified or sizes.get("switches") else N_CTX * more,
@@ -277,7 +287,7 @@ def run_and_check(
         sharing=sharing,
         adapters=ADAPTERS,
         proposers=[proposer] if proposer else [],
-        head=(lambda context: fake_head(context, CLOCK)) if drafts in ("head", "both") else None,
+        head=(lambda context: fake_head(context, CLOCK, kind=kind)) if kind in CONTEXTS else None,
         **sizes,
     )
     run = Run(engine)

@@ -15,7 +15,8 @@ Kind = Literal[
 ]  # fmt: skip
 """cells: the KV cache. states: the state of recurrent layers. output: rows of logits or embeddings. projector: the
 weights of an mmproj file. encoding: the compute buffers of its encoders. vectors: the batch of their output. process:
-the interpreter, libraries and vocabulary. engine: the engine's copies of output rows. hidden: rows for a draft head."""
+the interpreter, libraries and vocabulary. engine: the engine's copies of output rows. hidden: rows for a draft head or
+model."""
 Owner = Literal["", "draft model", "draft head"]
 """What has a buffer beside the model itself."""
 

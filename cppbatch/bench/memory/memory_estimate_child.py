@@ -20,13 +20,20 @@ from cppbatch.bench.memory.sequence_memory import read_sequence_memory
 from cppbatch.bench.memory.weights import weight_buffers
 from cppbatch.config import EngineConfig
 from cppbatch.engine.runtime import load_model, make_context, may_draft, open_encoder, repacks, switches
-from cppbatch.engine.speculation.draft_runtime import check_draft_model, draft_config, make_draft_context
-from cppbatch.engine.speculation.head_proposer import most_rows
+from cppbatch.engine.speculation.draft_runtime import (
+    check_draft_model,
+    check_vocabulary,
+    draft_config,
+    make_draft_context,
+)
 from cppbatch.engine.speculation.head_runtime import make_head_context, uses_head
+from cppbatch.engine.speculation.row_proposer import most_rows
+from cppbatch.engine.speculation.row_runtime import choose_row_draft, make_row_context
 from cppbatch.engine.speculation.speculator import max_draft_rows
 from cppbatch.errors import CppBatchError
-from cppbatch.llama import Backend, Context, Model, RpcConnections
+from cppbatch.llama import Backend, Context, HeadContext, Model, RpcConnections
 from cppbatch.llama.gguf_header import list_tensors
+from cppbatch.models.draft_files import DraftFile
 from cppbatch.models.find import model_parts
 from cppbatch.rpc_endpoint import parse_endpoint
 
@@ -99,12 +106,15 @@ class _SimulatedModel:
     def __init__(self, config: EngineConfig, key: tuple[object, ...]) -> None:
         self.key = key
         self._draft: Model | None = None
+        self._row_draft: DraftFile | None = None
         self.model, weights = _load(config)
         draft_weights: list[Buffer] = []
         try:
             if draft := draft_config(config):
-                self._draft, draft_weights = _load(draft)
-                check_draft_model(self._draft, self.model)
+                self._row_draft, is_left_out = choose_row_draft(config)
+                if not is_left_out:
+                    self._draft, draft_weights = _load(draft)
+                    (check_vocabulary if self._row_draft else check_draft_model)(self._draft, self.model)
             projector = _projector(config, self.model) if config.mmproj else []
         except BaseException:
             self.close()
@@ -138,7 +148,16 @@ class _SimulatedModel:
             "output": config.n_parallel / n_parallel,
         }
         of_draft: list[Buffer] = []
-        if self._draft and (draft := draft_config(smaller)):
+        if self._row_draft and self._draft and (draft := draft_config(smaller)):
+            with (
+                make_context(smaller, model) as target,
+                Backend.get().lines() as lines,
+                make_row_context(draft, self._row_draft, self._draft, target) as reader,
+            ):
+                logits = (reader.n_logits - reader.n_seq_max) * model.vocab.n_tokens * _FLOAT_BYTES
+                more = [*_hidden_rows(config, reader), Buffer("output", "CPU", max(0, logits))]
+                of_draft = _of([*_context_buffers(lines, factors), *more], "draft model")
+        elif self._draft and (draft := draft_config(smaller)):
             with Backend.get().lines() as lines, make_draft_context(draft, self._draft):
                 of_draft = _of(_context_buffers(lines, factors), "draft model")
         if model.has_head:
@@ -189,11 +208,13 @@ def _of(buffers: list[Buffer], owner: Owner) -> list[Buffer]:
     return [replace(buffer, owner=owner) for buffer in buffers]
 
 
-def _hidden_rows(config: EngineConfig, head: Context) -> Iterator[Buffer]:
-    """Rows of every token of a batch, of the model and of the head, and those that are kept for sequences."""
-    n_embd = head.model.n_embd
-    n_rows = config.n_batch + head.n_batch + config.n_parallel * most_rows(config.n_parallel, n_embd)
-    yield Buffer("hidden", "CPU", n_rows * n_embd * _FLOAT_BYTES)
+def _hidden_rows(config: EngineConfig, head: HeadContext) -> Iterator[Buffer]:
+    """Rows of every token of a ubatch and a batch, of the model and of the head, and those that are kept for
+    sequences."""
+    n_rows = (
+        config.n_ubatch + config.n_batch + head.n_batch + config.n_parallel * most_rows(config.n_parallel, head.n_row)
+    )
+    yield Buffer("hidden", "CPU", n_rows * head.n_row * _FLOAT_BYTES)
 
 
 def _scaled(buffer: Buffer, factor: float) -> Buffer:

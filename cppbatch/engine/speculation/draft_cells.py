@@ -86,9 +86,10 @@ class DraftCells:
         self._memory = memory
         self._first_of = first_of
         self._keeps_guesses = keeps_guesses
-        self._reset()
+        self.forget()
 
-    def _reset(self) -> None:
+    def forget(self) -> None:
+        """The memory is empty: no sequence has cells."""
         self._cells = Cells()
         self.all = [DraftSequence(seq_id) for seq_id in range(self._memory.n_seq_max)]
         self._of: dict[Seq, DraftSequence] = {}
@@ -210,7 +211,7 @@ class DraftCells:
     def clear(self) -> None:
         """Empties the memory."""
         self._memory.clear()
-        self._reset()
+        self.forget()
 
     def _keep(self, draft: DraftSequence, n: int) -> None:
         """It has no sequence any more, and keeps its cells before token `n`."""

@@ -77,7 +77,7 @@ class _Acceptance:
         return (self._accepted + _PRIOR * prior) / (self._expected + _PRIOR)
 
 
-class _Guess(NamedTuple):
+class Guess(NamedTuple):
     """The likeliest tokens from some position of a sequence on: a draft, and the token at which it ended."""
 
     start: int
@@ -92,7 +92,7 @@ class _Followed:
 
     def __init__(self) -> None:
         self.acceptance = _Acceptance()
-        self.guess: _Guess | None = None
+        self.guess: Guess | None = None
 
 
 class DraftModelProposer:
@@ -179,7 +179,7 @@ class DraftModelProposer:
             self._returned_at = self._clock()
         return drafts
 
-    def _draft(self, sequence: Seq, guess: _Guess, most: int) -> Draft | None:
+    def _draft(self, sequence: Seq, guess: Guess, most: int) -> Draft | None:
         followed = self._followed[sequence]
         followed.guess = guess
         factor = followed.acceptance.factor(self._acceptance.factor())
@@ -189,7 +189,7 @@ class DraftModelProposer:
 
     # --- following the sequences ----------------------------------------------------------------------------------
 
-    def _guess(self, sequences: list[Seq], lengths: list[int]) -> list[_Guess | None]:
+    def _guess(self, sequences: list[Seq], lengths: list[int]) -> list[Guess | None]:
         """Guesses of these lengths at most; None for a sequence whose prompt is not read yet."""
         for sequence in sequences:
             self._learn(sequence)
@@ -221,9 +221,15 @@ class DraftModelProposer:
     def _fitting(self, length_of: dict[DraftSequence, int]) -> list[DraftSequence]:
         """Those for whose missing tokens and drafts there are cells: the last ones are left out."""
         fitting = list(length_of)
-        while fitting and not self.cells.ensure_free(sum(draft.n_missing + length_of[draft] - 1 for draft in fitting)):
+        while fitting and not self.cells.ensure_free(
+            sum(draft.n_missing + self._n_drafted_cells(length_of[draft]) for draft in fitting)
+        ):
             self.cells.stop_following(fitting.pop())
         return fitting
+
+    def _n_drafted_cells(self, length: int) -> int:
+        """Cells that a draft of this length takes after those of the known tokens."""
+        return length - 1
 
     def _read(self, unread: list[DraftSequence]) -> None:
         """Computes a piece of these prompts; those with the least left first. A prompt with the same prefix as one that
@@ -239,8 +245,7 @@ class DraftModelProposer:
                 pieces.append((draft, n))
                 n_left -= n
         self._batch.clear()
-        for draft, n in pieces:
-            self._add_known(draft, n, n_logits=0)
+        self._add_known(pieces, n_logits=0)
         began = self._clock()
         self._context.decode(self._batch)
         self.cost.observe_prompt(self._batch.n_tokens, self._clock() - began)
@@ -249,15 +254,15 @@ class DraftModelProposer:
 
     # --- drafting -------------------------------------------------------------------------------------------------
 
-    def _compute_guesses(self, length_of: dict[DraftSequence, int]) -> dict[DraftSequence, _Guess]:
+    def _compute_guesses(self, length_of: dict[DraftSequence, int]) -> dict[DraftSequence, Guess]:
         """The likeliest tokens of each, until one of them is not probable enough."""
-        guesses: dict[DraftSequence, _Guess] = {}
+        guesses: dict[DraftSequence, Guess] = {}
         factors: dict[DraftSequence, float] = {}
         likely = dict.fromkeys(length_of, 1.0)  # that all tokens of the guess are accepted
         prior = self._acceptance.factor()
         for draft in length_of:
             assert draft.sequence
-            guesses[draft] = _Guess(draft.sequence.n_tokens, [], [])
+            guesses[draft] = Guess(draft.sequence.n_tokens, [], [])
             factors[draft] = self._followed[draft.sequence].acceptance.factor(prior)
         growing = sorted(length_of, key=lambda draft: draft.seq_id)
         while growing:
@@ -281,14 +286,13 @@ class DraftModelProposer:
         return n_expected * self.token_s >= self.cost.rows_s((n_sequences,))
 
     def _compute_next(
-        self, growing: list[DraftSequence], guesses: dict[DraftSequence, _Guess]
+        self, growing: list[DraftSequence], guesses: dict[DraftSequence, Guess]
     ) -> tuple[list[int], list[float]]:
         """The likeliest next token of each with its probability, from one decode."""
         batch, began = self._batch, self._clock()
         batch.clear()
         if first := not guesses[growing[0]].tokens:
-            for draft in growing:
-                self._add_known(draft, draft.n_missing, n_logits=1)
+            self._add_known([(draft, draft.n_missing) for draft in growing], n_logits=1)
         else:
             self._add_guessed(growing, [guesses[draft].tokens[-1] for draft in growing])
         self._decode(growing)
@@ -309,10 +313,11 @@ class DraftModelProposer:
         """Decodes the batch, which has a row of logits for each of these."""
         self._context.decode(self._batch)
 
-    def _add_known(self, draft: DraftSequence, n: int, *, n_logits: int) -> None:
-        """Adds the next `n` tokens that its cells lack to the batch."""
-        run = draft.tokens[draft.n_known : draft.n_known + n]
-        self._batch.add_run(run, draft.n_known, draft.seq_id, n_logits=n_logits)
+    def _add_known(self, pieces: Sequence[tuple[DraftSequence, int]], *, n_logits: int) -> None:
+        """Adds the next `n` tokens that the cells of each lack to the batch."""
+        for draft, n in pieces:
+            run = draft.tokens[draft.n_known : draft.n_known + n]
+            self._batch.add_run(run, draft.n_known, draft.seq_id, n_logits=n_logits)
 
     def _add_guessed(self, growing: list[DraftSequence], tokens: list[int]) -> None:
         """Adds the last drafted token of each to the batch."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from cppbatch.config import EngineConfig, available_threads
+from cppbatch.config import DRAFT_MODELS, EngineConfig, available_threads
 from cppbatch.engine.compute_threads import ComputeThreads
 from cppbatch.engine.kv_layout import choose_flash_attn
 from cppbatch.engine.speculation.draft_model import DraftModel, DraftModelProposer
@@ -14,7 +14,7 @@ from cppbatch.llama import Backend, Context, Model, probe_prefix_sharing
 
 def draft_config(config: EngineConfig) -> EngineConfig | None:
     """The settings of the draft model of an engine; None if the engine has none, or if `spec` does not use it."""
-    if not config.draft_model or config.spec not in ("auto", "draft"):
+    if not config.draft_model or config.spec not in ("auto", *DRAFT_MODELS):
         return None
     return msgspec.structs.replace(
         config,
@@ -40,10 +40,15 @@ def check_draft_model(draft: Model, target: Model) -> None:
         )
     if not (draft.is_one_stack and draft.can_generate):
         raise ModelError(f"{draft.path} ({draft.description}) generates no text, so it cannot draft (-md)")
+    check_vocabulary(draft, target)
+
+
+def check_vocabulary(draft: Model, target: Model, other: str = "a smaller model of the same family") -> None:
+    """Raises `ModelError` if the vocabularies of two models differ, with what differs first. `other`: the remedy."""
     if difference := target.vocab.difference(draft.vocab):
         raise ModelError(
-            f"the draft model {draft.path.name} has another vocabulary than {target.path.name}: {difference}. Take a "
-            "smaller model of the same family (-md)"
+            f"the draft model {draft.path.name} has another vocabulary than {target.path.name}: {difference}. Take "
+            f"{other} (-md)"
         )
 
 

@@ -52,7 +52,6 @@ def make_head_context(config: EngineConfig, model: Model) -> HeadContext:
         model,
         n_ctx=config.n_ctx,
         n_batch=n_batch,
-        n_ubatch=n_batch,
         n_seq_max=config.n_parallel,
         n_threads=config.n_threads or available_threads(),
         flash_attn=choose_flash_attn(config, "unified", on_gpu=on_gpu, has_amx=backend.has_amx),

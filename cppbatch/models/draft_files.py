@@ -1,0 +1,184 @@
+"""Draft models that read hidden rows of the model they draft for (EAGLE-3, DFlash), recognised by the header of their
+file, and checked there: llama.cpp aborts the process where such a file does not fit to its target.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from cppbatch.errors import ModelError
+from cppbatch.models.file_header import TensorInfo, read_header, read_integers
+from cppbatch.models.find import model_parts
+
+RowKind = Literal["eagle3", "dflash"]
+
+NAMES: dict[RowKind, str] = {"eagle3": "EAGLE-3", "dflash": "DFlash"}
+
+TARGETS = frozenset(
+    {
+        "bailingmoe3", "deepseek4", "gpt-oss", "hunyuan-dense", "hunyuan_vl", "lfm2", "lfm2moe", "llama", "mimo2",
+        "minimax-01", "minimax-m2", "muse-glimmer", "nanbeige", "nemotron_h", "nemotron_h_moe", "qwen3", "qwen35",
+        "qwen35moe", "qwen3moe", "qwen3next",
+    }
+)  # fmt: skip
+"""Architectures whose graph exports the rows that enter each layer. Asked for those of another one, llama.cpp aborts
+the process."""
+_EXPORTS_LAST = frozenset({"deepseek4", "mimo2", "nemotron_h", "nemotron_h_moe"})
+"""Of these, also the rows that leave the last layer."""
+
+
+class DraftFile(NamedTuple):
+    """What the header of an EAGLE-3 or DFlash file says."""
+
+    kind: RowKind
+    layers: tuple[int, ...]
+    """The target's layers whose input it reads."""
+    n_row: int
+    """Numbers that it reads of a token: those of all these layers."""
+    shares: bool
+    """Whether it uses the target's token embeddings or output matrix."""
+    block: int = 0
+    """DFlash: tokens of a block, the newest one of the text and masks after it."""
+    first: int = 1
+    """DFlash: the row of a block that drafts its first token; DSpark's newest token drafts one itself."""
+    mask: int = 0
+    """DFlash: the token in place of those that are drafted."""
+    top_k: int = 0
+    """DFlash2: candidates of each token in the lattice of its selector; 0: there are logits."""
+    is_causal: bool = False
+    """DFlash: whether a token of a block sees only those before it."""
+
+
+class _File(NamedTuple):
+    path: Path
+    metadata: dict[str, Any]
+    tensors: dict[str, tuple[Path, TensorInfo]]
+
+    @property
+    def architecture(self) -> str:
+        return str(self.metadata.get("general.architecture", "unknown"))
+
+    def get(self, key: str) -> Any:
+        return self.metadata.get(f"{self.architecture}.{key}")
+
+
+def row_kind(path: Path) -> RowKind | None:
+    """Whether a file is a draft model that reads hidden rows; None: another kind. Raises `ModelError` if it is not
+    GGUF."""
+    architecture = read_header(path).metadata.get("general.architecture")
+    return next((kind for kind in NAMES if kind == architecture), None)
+
+
+def describe_draft(path: Path) -> str | None:
+    """For people: "EAGLE-3 draft model, reads layers 2, 18, 33". None: not such a file. Raises as `row_kind`."""
+    if (kind := row_kind(path)) is None:
+        return None
+    layers = _layers(_open(path))
+    return f"{NAMES[kind]} draft model, reads layers {', '.join(map(str, layers))}"
+
+
+def read_draft_file(path: Path, target: Path) -> DraftFile:
+    """Reads the header of an EAGLE-3 or DFlash file that is to draft for `target`.
+
+    Raises `ModelError` if one of the two cannot be read, or if llama.cpp would abort the process with the two.
+    """
+    draft, its_target = _open(path), _open(target)
+    for fault in _faults(draft, its_target):
+        raise ModelError(
+            f"{path.name} cannot draft for {target.name} (-md): {fault}. Take a draft model that was made for it, or "
+            "leave -md out"
+        )
+    layers, n_embd = _layers(draft), its_target.get("embedding_length")
+    kind = row_kind(path)
+    assert kind
+    file = DraftFile(
+        kind, layers, len(layers) * n_embd, not {"token_embd.weight", "output.weight"} <= set(draft.tensors)
+    )
+    if kind == "eagle3":
+        return file
+    is_dspark = "markov_w1.weight" in draft.tensors
+    return file._replace(
+        shares="token_embd.weight" not in draft.tensors,  # which are the output matrix too, if there is no other
+        block=draft.get("block_size") or _USUAL_BLOCK,
+        first=0 if is_dspark and draft.get("sample_from_anchor") is not False else 1,
+        mask=draft.metadata["tokenizer.ggml.mask_token_id"],
+        top_k=draft.get("selector_top_k") or 0 if "selector_hidden.weight" in draft.tensors else 0,
+        is_causal=bool(draft.get("attention.causal")),
+    )
+
+
+_USUAL_BLOCK = 16
+
+
+def _open(path: Path) -> _File:
+    parts = model_parts(path)
+    headers = [read_header(part) for part in parts]
+    tensors = {t.name: (part, t) for part, header in zip(parts, headers, strict=True) for t in header.tensors}
+    return _File(path, headers[0].metadata, tensors)
+
+
+def _layers(draft: _File) -> tuple[int, ...]:
+    layers = draft.get("target_layers")
+    return tuple(layers) if isinstance(layers, tuple) else ()
+
+
+def _faults(draft: _File, target: _File) -> Iterator[str]:
+    """What llama.cpp would abort the process for, the first one first."""
+    if target.architecture not in TARGETS:
+        yield f"llama.cpp does not give the hidden rows of the architecture {target.architecture}"
+    n_layers, n_embd = target.get("block_count"), target.get("embedding_length")
+    n_layers -= target.get("nextn_predict_layers") or 0
+    last = n_layers if target.architecture in _EXPORTS_LAST else n_layers - 1
+    layers = _layers(draft)
+    if not layers or not all(0 <= layer <= last for layer in layers):
+        yield f"it reads the layers {list(layers)}, and llama.cpp gives those from 0 to {last}"
+    own = draft.get("embedding_length")
+    given = draft.get("target_hidden_size") if draft.architecture == "eagle3" else own
+    if given != n_embd:
+        yield f"it reads rows of {given} numbers, and those of the model have {n_embd}"
+    yield from _wrong_sizes(draft)
+    yield from _wrong_tables(draft, n_embd)
+    if draft.architecture == "dflash":
+        yield from _wrong_blocks(draft)
+
+
+def _wrong_sizes(draft: _File) -> Iterator[str]:
+    if draft.architecture == "eagle3" and draft.get("block_count") != 1:
+        yield f"it has {draft.get('block_count')} layers, and llama.cpp computes one"
+    of_head = [draft.get(f"attention.{name}_length") for name in ("key", "value")]
+    if of_head[0] != of_head[1]:
+        yield f"its keys and values have other lengths ({of_head[0]} and {of_head[1]})"
+
+
+def _wrong_tables(draft: _File, n_embd: int) -> Iterator[str]:
+    """Tables by token: embeddings, output matrix, the tokens that a reduced output matrix knows (d2t)."""
+    n_vocab = draft.metadata.get("tokenizer.ggml.tokens") or 0
+    shapes = {name: tensor.shape for name, (_, tensor) in draft.tensors.items()}
+    embeddings = shapes.get("token_embd.weight")
+    if embeddings and embeddings[-1] != n_vocab:
+        yield f"it has embeddings of {embeddings[-1]} tokens, and a vocabulary of {n_vocab}"
+    own = draft.get("embedding_length")
+    if not (embeddings and "output.weight" in shapes) and own != n_embd:
+        yield f"it uses embeddings or the output matrix of the model, for {n_embd} numbers, and computes {own}"
+    if "d2t" not in draft.tensors:
+        return
+    part, table = draft.tensors["d2t"]
+    if "output.weight" not in shapes or table.kind != "I64":
+        yield "its table of tokens (d2t) is not of 64-bit integers, or has no output matrix beside it"
+        return
+    tokens = read_integers(part, "d2t")
+    if not (tokens.size and tokens.min() >= 0 and tokens.max() < n_vocab):
+        yield f"its table of tokens (d2t) has numbers that are not from 0 to {n_vocab - 1}"
+
+
+def _wrong_blocks(draft: _File) -> Iterator[str]:
+    if draft.get("hyper_connection.count"):
+        yield "it is a DSpark of DeepSeek 4, with hyper-connections, which is not supported"
+    usual = None if "markov_w1.weight" in draft.tensors else _USUAL_BLOCK
+    block, mask = draft.get("block_size") or usual, draft.metadata.get("tokenizer.ggml.mask_token_id")
+    if block is None or block < 2:
+        yield f"it has blocks of {block} tokens (dflash.block_size)"
+    if not (isinstance(mask, int) and 0 <= mask < (draft.metadata.get("tokenizer.ggml.tokens") or 0)):
+        yield f"its mask token is {mask} (tokenizer.ggml.mask_token_id)"
