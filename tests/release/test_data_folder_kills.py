@@ -161,7 +161,9 @@ def torn_copy(data: Path, copy: Path) -> None:
 
 def databases_first(data: Path, copy: Path) -> None:
     """The copy of docs/operations.md."""
-    for each in [p for p in data.rglob("*.sqlite3*") if not p.name.endswith("-shm")]:
+    # Not `rglob`, which raises where a folder has just been deleted.
+    paths = [Path(folder, name) for folder, _, names in os.walk(data) for name in names]
+    for each in [path for path in paths if ".sqlite3" in path.name and not path.name.endswith("-shm")]:
         target = copy / each.relative_to(data)
         target.parent.mkdir(parents=True, exist_ok=True)
         try:
