@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-import signal
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import TypeVar
 
 from cppbatch.errors import EngineClosed
+from cppbatch.interrupts import interrupts_deferred
 
 Result = TypeVar("Result")
 
@@ -51,7 +50,7 @@ class Turns:
         self.check_process()
         if self._thread == threading.get_ident():
             return work()
-        with _interrupts_deferred():
+        with interrupts_deferred():
             with self._changed:
                 number, self._n_taken = self._n_taken, self._n_taken + 1
                 while number != self._n_ended:
@@ -72,26 +71,3 @@ class Turns:
                 while self._n_taken > self._n_ended and not is_done():
                     self._changed.wait()
             self.run(lambda: is_done() or step())
-
-
-@contextmanager
-def _interrupts_deferred() -> Iterator[None]:
-    """Calls the handler of Ctrl-C at the end of the block, if it is pressed within. Only the main thread has one."""
-    in_main_thread = threading.current_thread() is threading.main_thread()
-    handler = signal.getsignal(signal.SIGINT) if in_main_thread else None
-    if not callable(handler):
-        yield
-        return
-    is_pressed = False
-
-    def note(*_: object) -> None:
-        nonlocal is_pressed
-        is_pressed = True
-
-    signal.signal(signal.SIGINT, note)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, handler)
-        if is_pressed:
-            handler(signal.SIGINT, None)

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 from cppbatch.config import Pooling, named
 from cppbatch.errors import LlamaError, ModelError
+from cppbatch.interrupts import interrupts_deferred
 from cppbatch.llama.backend import Backend
 from cppbatch.llama.gguf_header import check_metadata, has_tensor
 from cppbatch.llama.library import C, ggml
@@ -95,12 +96,17 @@ class Model:
             params.split_mode, params.main_gpu = C.LLAMA_SPLIT_MODE_NONE, device
         with Backend.get().errors():  # captured and dropped: loading logs them again
             check_metadata(self.path)
-        reporter = _Reporter(progress)
-        params.progress_callback = reporter.callback
         self._devices = ModelDevices(rpc, tensor_split)
         self._devices.set_in(params)
-        with Backend.get().errors() as lines:
-            self._handle = C.llama_model_load_from_file(os.fsencode(self.path), params)
+        try:
+            with interrupts_deferred() as interrupted, Backend.get().errors() as lines:
+                reporter = _Reporter(progress, interrupted)
+                params.progress_callback = reporter.callback
+                self._handle = C.llama_model_load_from_file(os.fsencode(self.path), params)
+        except KeyboardInterrupt:
+            self.close()
+            self._devices.close()
+            raise
         if not self._handle:
             self._handle = None
             self._devices.close()
@@ -308,11 +314,13 @@ class Model:
 class _Reporter:
     """Adapts a Python progress function to llama.cpp's callback.
 
-    An exception in the function (mostly Ctrl-C) cannot pass through C: it stops loading and is raised afterwards.
+    An exception in the function cannot pass through C: it stops loading and is raised afterwards. So does Ctrl-C
+    (`interrupted` returns True), which would be lost in the callback.
     """
 
-    def __init__(self, progress: Progress | None) -> None:
+    def __init__(self, progress: Progress | None, interrupted: Callable[[], bool]) -> None:
         self._progress = progress
+        self._interrupted = interrupted
         self.stopped = False
         self.error: BaseException | None = None
         self.callback = C.llama_progress_callback(self._report)
@@ -322,7 +330,7 @@ class _Reporter:
             self.stopped = self._progress is not None and self._progress(fraction) is False
         except BaseException as error:
             self.error = error
-        return not self.stopped and self.error is None
+        return not (self.stopped or self.error or self._interrupted())
 
 
 def _reason(lines: list[str]) -> str:

@@ -303,7 +303,9 @@ def test_a_default_model_without_a_place_names_the_variable(
 # --- Ctrl-C while the program starts ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("module", ["click", "numpy", "cppbatch.chat.chat_format", "cppbatch.cli.tune_command"])
+@pytest.mark.parametrize(
+    "module", ["typing", "click", "numpy", "cppbatch.chat.chat_format", "cppbatch.cli.tune_command"]
+)
 def test_ctrl_c_during_the_imports_ends_quietly(module: str) -> None:
     code = (  # Ctrl-C when this module is about to be imported
         "import os, signal, sys\n"

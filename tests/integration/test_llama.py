@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,30 @@ def test_loading_reports_rising_fractions_up_to_one(tiny_llama: Path) -> None:
 def test_loading_stops_when_progress_returns_false(tiny_llama: Path) -> None:
     with pytest.raises(ModelError, match=r"tiny-llama\.gguf was stopped"):
         Model(tiny_llama, progress=lambda fraction: fraction < 0.5)
+
+
+class _Interrupting(logging.Handler):
+    """Presses Ctrl-C once, at the first line of llama.cpp's log, which a callback from C writes."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        logging.getLogger("cppbatch.llama").removeHandler(self)
+        signal.raise_signal(signal.SIGINT)
+
+
+def test_ctrl_c_in_a_callback_of_llama_cpp_is_raised_and_not_lost(
+    tiny_llama: Path, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+) -> None:
+    log = logging.getLogger("cppbatch.llama")
+    with caplog.at_level(logging.DEBUG, log.name):
+        log.addHandler(_Interrupting())
+        with pytest.raises(KeyboardInterrupt):
+            Model(tiny_llama)
+        with Model(tiny_llama) as model:
+            log.addHandler(_Interrupting())
+            with pytest.raises(KeyboardInterrupt):
+                Context(model, n_ctx=64, n_threads=1)
+            Context(model, n_ctx=64, n_threads=1).close()
+    assert capfd.readouterr().err == ""
 
 
 def test_an_exception_in_progress_reaches_the_caller(tiny_llama: Path, capfd: pytest.CaptureFixture[str]) -> None:
