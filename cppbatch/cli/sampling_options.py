@@ -139,6 +139,8 @@ def sampling_options(command: Command) -> Command:
     def with_params(n_predict: int | None, **arguments: Any) -> Any:
         params = _given(arguments, (*_SAMPLING_NAMES, *_OUTPUT_NAMES))
         params |= {name: list(params[name]) for name in ("stop", "guided_choice") if name in params}
+        if n_predict is not None and n_predict != -1 and n_predict < 1:
+            raise click.BadParameter(f"is {n_predict}; it must be 1 or more, or -1 for no maximum", param_hint="-n")
         if n_predict not in (None, -1):
             params["max_tokens"] = n_predict
         return command(params=params, is_capped=n_predict is None, **arguments)

@@ -379,10 +379,39 @@ def test_inspect_in_a_pipe_has_no_padding(run: Run, tiny_llama: Path) -> None:
 
 def test_failed_lines_are_reported_with_the_reason_of_the_first(run: Run, tiny_llama: Path, tmp_path: Path) -> None:
     source = tmp_path / "in.jsonl"
-    source.write_text('"abc"\n{"prompt": "x", "temprature": 1}\n')
+    source.write_text('"abc"\n{"prompt": "x", "temprature": 1}\n{bad\n')  # the last one fails first
     _, _, err = run("batch", source, "-o", tmp_path / "out.jsonl", "-m", tiny_llama, "-n", "1", *SMALL, "--in-process")
-    assert "1 done, 1 failed" in err
+    assert "1 done, 2 failed" in err
     assert "\nfirst failure: line 2: temprature: is not known here; did you mean temperature?\n" in err
+
+
+@pytest.mark.parametrize("content", ["", "\n \n"])
+def test_a_file_without_prompts_is_said(run: Run, tiny_llama: Path, tmp_path: Path, content: str) -> None:
+    source = tmp_path / "in.txt"
+    source.write_text(content)
+    code, _, err = run("batch", source, "-o", tmp_path / "out.jsonl", "-m", tiny_llama, *SMALL, "--in-process")
+    assert code == 0
+    assert f"\n{source} has no lines to answer\n" in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("-n", "0"), "Invalid value for -n: is 0; it must be 1 or more, or -1 for no maximum"),
+        (("-j", '{"type": "strin"}'), "error: prompt 1: json_schema: Invalid type: strin"),
+        (("--mmproj", "none.gguf"), "--mmproj' (env var: 'CPPBATCH_MMPROJ', 'LLAMA_ARG_MMPROJ'): there is no file"),
+        (("-md", "none.gguf"), "there is no file none.gguf; give a GGUF file"),
+        (("--lora", "none.gguf"), "error: lora (--lora): there is no adapter file at none.gguf"),
+        (("--chat-template-file", "x.jinja"), "--chat-template: the file 'x.jinja' cannot be read (No such file or "),
+    ],
+    ids=lambda value: value[0] if isinstance(value, tuple) else "",
+)
+def test_a_wrong_value_is_refused_with_its_flag(
+    run: Run, tiny_llama: Path, arguments: tuple[str, ...], message: str
+) -> None:
+    code, _, err = run("generate", "-m", tiny_llama, *SMALL, "-p", "abc", "-n", "2", *arguments)
+    assert code == 2
+    assert message in err, err
 
 
 def test_an_old_python_is_named_before_it_reads_newer_syntax(tmp_path: Path) -> None:
