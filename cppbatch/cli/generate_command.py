@@ -216,4 +216,9 @@ def _say_why_texts_end(results: Sequence[Completion], *, is_capped: bool) -> Non
 
 
 def _lines(file: TextIO | None) -> list[str]:
-    return [line.rstrip("\r\n") for line in file if line.strip()] if file else []
+    try:
+        return [line.rstrip("\r\n") for line in file if line.strip()] if file else []
+    except UnicodeDecodeError as error:
+        raise click.UsageError(
+            f"-f {file.name if file else ''} is not UTF-8 text ({error}); save it as UTF-8"
+        ) from error

@@ -394,6 +394,14 @@ def test_a_file_without_prompts_is_said(run: Run, tiny_llama: Path, tmp_path: Pa
     assert f"\n{source} has no lines to answer\n" in err
 
 
+def test_a_file_of_prompts_that_is_not_utf_8_is_named(run: Run, tiny_llama: Path, tmp_path: Path) -> None:
+    (source := tmp_path / "in.txt").write_text("abc", "utf-16")
+    code, _, err = run("generate", "-m", tiny_llama, "-f", source)
+    assert code == 2
+    assert f"-f {source} is not UTF-8 text ('utf-8' codec" in err
+    assert err.endswith("; save it as UTF-8\n")
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
