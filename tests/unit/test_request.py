@@ -650,6 +650,10 @@ def test_update_request_refuses_what_does_not_fit_and_ends_a_full_text() -> None
         engine.update_request(name, [7] * 5)
     with pytest.raises(InvalidRequest, match=str(N_VOCAB)):
         engine.update_request(name, [N_VOCAB])
+    wrong: Any
+    for wrong in ("abc", 5):
+        with pytest.raises(InvalidRequest, match=f"tokens: is {wrong!r}; give a list of token ids"):
+            engine.update_request(name, wrong)
     assert engine.update_request(name, [7] * 4)
     events = drain(engine)
     assert (tokens_of(events, name), events[-1].finish_reason) == ([7] * 4, FinishReason.LENGTH)
