@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import csv
 import io
 import json
@@ -383,6 +384,21 @@ def test_failed_lines_are_reported_with_the_reason_of_the_first(run: Run, tiny_l
     _, _, err = run("batch", source, "-o", tmp_path / "out.jsonl", "-m", tiny_llama, "-n", "1", *SMALL, "--in-process")
     assert "1 done, 2 failed" in err
     assert "\nfirst failure: line 2: temprature: is not known here; did you mean temperature?\n" in err
+
+
+def test_the_installer_too_names_an_old_python_in_place_of_a_syntax_error() -> None:
+    script = Path(__file__).parents[2] / "scripts/install.py"
+    tree = ast.parse(script.read_text(), feature_version=(3, 6))
+    names = {each.name for node in tree.body if isinstance(node, ast.ImportFrom) for each in node.names}
+    assert "annotations" not in names  # Python 3.6 has no such feature, so it evaluates each annotation
+    given = [node.annotation for node in ast.walk(tree) if isinstance(node, (ast.arg, ast.AnnAssign))]
+    given += [node.returns for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
+    assert {type(each) for each in given if each} <= {ast.Name, ast.Constant}
+    old = f"import runpy, sys; sys.version_info = (3, 6, 15); runpy.run_path({str(script)!r}, run_name='__main__')"
+    ended = subprocess.run([sys.executable, "-c", old], capture_output=True, text=True, check=False)
+    assert ended.returncode == 1
+    assert "cppbatch needs Python 3.10 or newer" in ended.stderr
+    assert "Traceback" not in ended.stderr
 
 
 @pytest.mark.parametrize("content", ["", "\n \n"])
