@@ -17,6 +17,8 @@ from click.core import ParameterSource
 
 from cppbatch.cli.hub_options import hub_name, may_see
 from cppbatch.config import CacheType, EngineConfig, Pooling, Preference, Speculation
+from cppbatch.config import named as setting_name
+from cppbatch.errors import ConfigError
 
 if TYPE_CHECKING:
     from cppbatch.cluster.deployment import Deployment
@@ -89,7 +91,7 @@ def _file(_context: object, option: click.Parameter, given: str) -> str:
 
     path = Path(given).expanduser()
     if given and not os.path.exists(path):  # `check_file` names the list of models, which has no such files
-        raise click.BadParameter(f"there is no file {path}; give a GGUF file", param=option)
+        raise ConfigError(f"{setting_name(str(option.name))}: there is no file {path}; give a GGUF file")
     return str(check_file(path)) if given else ""
 
 

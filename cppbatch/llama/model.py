@@ -311,6 +311,9 @@ class Model:
         self.close()
 
 
+_DAMAGED = ("corrupted or incomplete", "failed to read", "exceeds remaining file size")  # in llama.cpp's reasons
+
+
 class _Reporter:
     """Adapts a Python progress function to llama.cpp's callback.
 
@@ -339,7 +342,9 @@ def _reason(lines: list[str]) -> str:
         return "llama.cpp gives no reason"
     first = lines[0].split(": ", 1)[-1] if lines[0].split(": ", 1)[0].isidentifier() else lines[0]
     reason = first.removeprefix("error loading model: ")
-    return f"{reason}. Download it again" if "corrupted or incomplete" in reason else reason
+    if "invalid magic" in reason:
+        return f"{reason}. Give a GGUF file"
+    return f"{reason}. Download it again" if any(each in reason for each in _DAMAGED) else reason
 
 
 def _read_string(function: Any, *args: Any) -> str:

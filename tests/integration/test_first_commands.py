@@ -421,10 +421,10 @@ def test_a_file_of_prompts_that_is_not_utf_8_is_named(run: Run, tiny_llama: Path
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("-n", "0"), "Invalid value for -n: is 0; it must be 1 or more, or -1 for no maximum"),
+        (("-n", "0"), "error: max_tokens (-n) is 0; it must be 1 or more, or -1 for no maximum"),
         (("-j", '{"type": "strin"}'), "error: prompt 1: json_schema: Invalid type: strin"),
-        (("--mmproj", "none.gguf"), "--mmproj' (env var: 'CPPBATCH_MMPROJ', 'LLAMA_ARG_MMPROJ'): there is no file"),
-        (("-md", "none.gguf"), "there is no file none.gguf; give a GGUF file"),
+        (("--mmproj", "none.gguf"), "error: mmproj (--mmproj): there is no file none.gguf; give a GGUF file"),
+        (("-md", "none.gguf"), "error: draft_model (-md): there is no file none.gguf; give a GGUF file"),
         (("--lora", "none.gguf"), "error: lora (--lora): there is no adapter file at none.gguf"),
         (("--chat-template-file", "x.jinja"), "--chat-template: the file 'x.jinja' cannot be read (No such file or "),
     ],

@@ -80,6 +80,20 @@ def test_a_broken_file_raises_an_error_with_its_path_and_llama_cpps_reason(write
     assert "gives no reason" not in str(caught.value)
 
 
+@pytest.mark.parametrize("n_bytes", [0, 2, 30, 1000, 20_000, 100_000])
+def test_a_file_that_is_cut_off_anywhere_is_to_be_downloaded_again(
+    tiny_llama: Path, tmp_path: Path, n_bytes: int
+) -> None:
+    (path := tmp_path / "cut.gguf").write_bytes(tiny_llama.read_bytes()[:n_bytes])
+    with pytest.raises(ModelError, match=r"\. Download it again$"):
+        Model(path)
+
+
+def test_another_kind_of_file_is_not_the_model(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"\. Give a GGUF file$"):
+        Model(tiny_models.not_gguf(tmp_path / "page.gguf"))
+
+
 def test_a_missing_file_and_a_folder_raise_an_error_with_their_path(tmp_path: Path) -> None:
     for path in (tmp_path / "missing.gguf", tmp_path):
         with pytest.raises(ModelError, match=str(path)):
