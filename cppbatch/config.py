@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal, TypedDict, get_args
 
@@ -214,8 +215,9 @@ class EngineConfig(_Model, frozen=True, kw_only=True):
             )
 
     def _check(self, name: str, low: float, high: float, wanted: str) -> None:
-        if not low <= getattr(self, name) <= high:
-            raise ConfigError(f"{named(name)} is {getattr(self, name)}; it must be {wanted}")
+        value = getattr(self, name)
+        if not isinstance(value, (int, float)) or not low <= value <= high:
+            raise ConfigError(f"{named(name)} is {value!r}; it must be {wanted}")
 
     def _check_choices(self) -> None:
         if self.deterministic and (self.kv_layout == "unified" or self.flash_attn == "off"):
@@ -249,6 +251,8 @@ class EngineConfig(_Model, frozen=True, kw_only=True):
     def _check_rpc(self) -> None:
         if isinstance(self.rpc, str):  # as --rpc has them
             msgspec.structs.force_setattr(self, "rpc", tuple(each.strip() for each in self.rpc.split(",")))
+        if not isinstance(self.rpc, Sequence):
+            raise ConfigError(f"{named('rpc')} is {self.rpc!r}; it must be a list of addresses, like ['HOST:PORT']")
         endpoints = [parse_endpoint(each) for each in self.rpc]
         if len(set(endpoints)) != len(endpoints):
             raise ConfigError(f"{named('rpc')} names a worker twice: {', '.join(self.rpc)}")

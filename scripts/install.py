@@ -2,10 +2,8 @@
 
 Usage: python3 scripts/install.py [--dev] [--browser] [--ray]      (on Windows: py scripts\\install.py)
 Environment: CPPBATCH_BACKEND=cuda|metal|vulkan|cpu, CPPBATCH_WHEELS, CMAKE_ARGS, CXX.
-Standard library only, and no syntax newer than Python 3.8, so that an old Python gets a clear message.
+Standard library only, and no syntax newer than Python 3.6, so that an old Python gets a clear message.
 """
-
-from __future__ import annotations
 
 import argparse
 import contextlib
@@ -79,13 +77,13 @@ def find_compiler() -> str:
     return next(filter(None, (output_of(*words, "--version") for words in candidates)), "")
 
 
-def find_nvcc() -> str | None:
+def find_nvcc() -> "str | None":
     homes = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda"]
     folders = [os.environ.get("PATH", ""), *(str(Path(home, "bin")) for home in homes if home)]
     return shutil.which("nvcc", path=os.pathsep.join(folders))
 
 
-def nvidia_gpus() -> list[str]:
+def nvidia_gpus() -> "list[str]":
     """Names of the GPUs that an NVIDIA driver serves. /proc first: nvidia-smi can take seconds."""
     driver = Path("/proc/driver/nvidia")
     if any(Path("/dev").glob("nvidia[0-9]*")):  # a container may see the host's /proc but have no GPU
@@ -96,7 +94,7 @@ def nvidia_gpus() -> list[str]:
     return re.findall(r"^GPU \d+: (.+?)(?: \(UUID.*)?$", output_of("nvidia-smi", "-L"), re.MULTILINE)
 
 
-def pick_backend() -> tuple[str, str]:
+def pick_backend() -> "tuple[str, str]":
     """The backend, and a remark for the user ("" when there is nothing to say)."""
     wanted = os.environ.get("CPPBATCH_BACKEND")
     if wanted and wanted not in BACKENDS:
@@ -173,7 +171,7 @@ def check_build_tools(build: Build) -> None:
         fail("Vulkan needs its headers and glslc. Debian/Ubuntu: sudo apt install libvulkan-dev glslc")
 
 
-def wait_showing_time(process: subprocess.Popen[Any]) -> int:
+def wait_showing_time(process: "subprocess.Popen[Any]") -> int:
     seconds, end = (2, "\r") if sys.stderr.isatty() else (30, "\n")
     began = time.monotonic()
     while True:
@@ -183,7 +181,7 @@ def wait_showing_time(process: subprocess.Popen[Any]) -> int:
         print(f"  still building, {elapsed}", end=end, file=sys.stderr, flush=True)
 
 
-def stop(process: subprocess.Popen[Any]) -> None:
+def stop(process: "subprocess.Popen[Any]") -> None:
     """Ends pip and the compilers below it. An interrupt first: pip then removes its temporary files."""
     if WINDOWS:
         process.terminate()
@@ -213,14 +211,15 @@ def compile_wheel(build: Build, folder: Path) -> int:
             raise
 
 
-def find_wheel(folder: Path) -> Path | None:
+def find_wheel(folder: Path) -> "Path | None":
     return next(folder.glob("llama_cpp_python-*.whl"), None)
 
 
 def built_wheel(build: Build) -> Path:
     """The wheel of this key, built if need be. A folder gets its final name only when it is complete."""
     folder = wheels_folder() / build.key
-    if wheel := find_wheel(folder):
+    wheel = find_wheel(folder)
+    if wheel:
         return wheel
     check_build_tools(build)
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -264,7 +263,7 @@ def make_venv() -> None:
     run(sys.executable, "-m", "venv", "--clear", str(VENV))
 
 
-def stamp_text(build: Build, extras: list[str]) -> str:
+def stamp_text(build: Build, extras: "list[str]") -> str:
     """What an install depends on. A .venv survives neither a move nor another Python, so they count too."""
     pyproject = hashlib.sha256((ROOT / "pyproject.toml").read_bytes()).hexdigest()
     python = os.path.realpath(PYTHON)
@@ -272,7 +271,7 @@ def stamp_text(build: Build, extras: list[str]) -> str:
     return f"folder {ROOT}\npython {python}\npyproject {pyproject}\nwheel {build.key}\nextras {names}\n"
 
 
-def install(extras: list[str]) -> None:
+def install(extras: "list[str]") -> None:
     """`extras`: those of pyproject.toml, beside those that the .venv has already."""
     backend, remark = pick_backend()
     build = plan_build(backend)

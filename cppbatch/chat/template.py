@@ -76,6 +76,11 @@ def _read_template(value: str, llama_cpp_names: Callable[[], Sequence[str]]) -> 
             return value
         names = ", ".join(sorted({*builtin_names(), *others}))
         reason = getattr(error, "strerror", None) or error
+        if "/" in value or Path(value).suffix:
+            raise ConfigError(
+                f"--chat-template: the file {value[:200]!r} cannot be read ({reason}); give a file with a template, or "
+                "the name of a template"
+            ) from error
         raise ConfigError(
             f"the chat template {value[:200]!r} does not exist: it must be one of {names}, or a template's text, or a "
             f"file that has one ({reason})"

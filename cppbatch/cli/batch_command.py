@@ -9,6 +9,7 @@ import time
 from collections import deque
 from datetime import timedelta
 from functools import partial, wraps
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
 _SAMPLE_S = 0.25  # between two updates of the bar
 _N_SAMPLES = 20  # for the speed in the bar
 _LINE_INTERVAL_S = 60.0
+_FAILURES_READ = 1000  # for the first line that failed: they are written as they fail
 
 _JOB_OPTIONS: list[Option] = [
     click.argument("input_file", metavar="INPUT", type=click.Path(path_type=Path)),
@@ -194,6 +196,8 @@ def batch(
             _say(f"{journal.n_completed} done, {journal.n_failed} failed; {progress.speed()}")
             if journal.n_failed and (reason := first_failure(job.errors)):
                 _say(f"first failure: {reason}")
+            if is_done and not journal.n_completed + journal.n_failed:
+                _say(f"{job.input_format.path} has no lines to answer")
             results = job.output if is_done else job.results
             _say(f"results: {results}" + (f"; errors: {job.errors}" if journal.n_failed else ""))
     if not is_done:
@@ -204,13 +208,13 @@ def batch(
 
 
 def first_failure(errors: Path) -> str:
-    """The message of the first line of a file of errors; "" if it has none."""
+    """The message of the first of the lines that failed, of those that failed early; "" if there is none."""
     try:
         with errors.open("rb") as file:
-            result = msgspec.json.decode(file.readline())
+            result = min(map(msgspec.json.decode, islice(file, _FAILURES_READ)), key=lambda each: each["line"])
         error = result["error"] or result["response"]["body"]["error"]
         return f"line {result['line']}: {error['message']}"
-    except (OSError, msgspec.DecodeError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError):
         return ""
 
 

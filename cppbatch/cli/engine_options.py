@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial, wraps
@@ -16,6 +17,8 @@ from click.core import ParameterSource
 
 from cppbatch.cli.hub_options import hub_name, may_see
 from cppbatch.config import CacheType, EngineConfig, Pooling, Preference, Speculation
+from cppbatch.config import named as setting_name
+from cppbatch.errors import ConfigError
 
 if TYPE_CHECKING:
     from cppbatch.cluster.deployment import Deployment
@@ -83,10 +86,13 @@ def _adapters(_context: object, _option: object, given: tuple[str, ...]) -> tupl
     return tuple(_adapter(each) for each in given)
 
 
-def _file(_context: object, _option: object, given: str) -> str:
+def _file(_context: object, option: click.Parameter, given: str) -> str:
     from cppbatch.models.find import check_file
 
-    return str(check_file(Path(given).expanduser())) if given else ""
+    path = Path(given).expanduser()
+    if given and not os.path.exists(path):  # `check_file` names the list of models, which has no such files
+        raise ConfigError(f"{setting_name(str(option.name))}: there is no file {path}; give a GGUF file")
+    return str(check_file(path)) if given else ""
 
 
 def _adapter(given: str) -> tuple[str, float]:

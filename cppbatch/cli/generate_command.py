@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Sequence
 from functools import partial
@@ -19,7 +20,9 @@ from cppbatch.config import EngineConfig
 from cppbatch.engine.chat_results import ChatEvent
 from cppbatch.engine.params import DEFAULT_MAX_TOKENS, UNLIMITED, sampling_params
 from cppbatch.engine.request import Completion, FinishReason, GenerationEvent, completion
-from cppbatch.errors import CppBatchError
+from cppbatch.errors import CppBatchError, InvalidRequest
+
+_ITEM = re.compile(r"^(?:prompts|conversations)\[(\d+)\]")
 
 
 def _is_terminal() -> bool:
@@ -108,6 +111,8 @@ def generate(
         except KeyboardInterrupt:
             printer.interrupt()
             raise
+        except InvalidRequest as error:  # "conversations[0]: ..." is not what -p and -f call it
+            raise CppBatchError(_ITEM.sub(lambda item: f"prompt {int(item[1]) + 1}", str(error))) from error
     _say_why_texts_end(results, is_capped=is_capped)
     failed = [result for result in results if result.finish_reason is FinishReason.ERROR]
     if failed:
@@ -211,4 +216,9 @@ def _say_why_texts_end(results: Sequence[Completion], *, is_capped: bool) -> Non
 
 
 def _lines(file: TextIO | None) -> list[str]:
-    return [line.rstrip("\r\n") for line in file if line.strip()] if file else []
+    try:
+        return [line.rstrip("\r\n") for line in file if line.strip()] if file else []
+    except UnicodeDecodeError as error:
+        raise click.UsageError(
+            f"-f {file.name if file else ''} is not UTF-8 text ({error}); save it as UTF-8"
+        ) from error

@@ -150,7 +150,7 @@ def requantize(
     check_target(plan, target, overwrite=overwrite)
     for (old, new), n in plan.counts.items():
         click.echo(f"{n} {'matrices' if n > 1 else 'matrix'} from {old} to {new}", err=True)
-    columns = (TextColumn("writing"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+    columns = (TextColumn("writing"), BarColumn(), DownloadColumn(), TextColumn("left:"), TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True) as progress:
         task = progress.add_task("writing", total=plan.n_bytes)
         write(plan, target, overwrite=overwrite, written=lambda n: progress.update(task, completed=n))

@@ -9,6 +9,7 @@ import click
 
 from cppbatch.cli.engine_options import Command, Option, option, with_options
 from cppbatch.engine.params import DEFAULT_MAX_TOKENS, SAMPLERS, SamplingParams
+from cppbatch.errors import ConfigError
 
 _RANDOM_SEED = 2**32 - 1  # llama.cpp's -1
 _DEFAULTS = SamplingParams()
@@ -139,6 +140,8 @@ def sampling_options(command: Command) -> Command:
     def with_params(n_predict: int | None, **arguments: Any) -> Any:
         params = _given(arguments, (*_SAMPLING_NAMES, *_OUTPUT_NAMES))
         params |= {name: list(params[name]) for name in ("stop", "guided_choice") if name in params}
+        if n_predict is not None and n_predict != -1 and n_predict < 1:
+            raise ConfigError(f"max_tokens (-n) is {n_predict}; it must be 1 or more, or -1 for no maximum")
         if n_predict not in (None, -1):
             params["max_tokens"] = n_predict
         return command(params=params, is_capped=n_predict is None, **arguments)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence, Sized
 from contextlib import contextmanager
 from pathlib import Path
 from time import perf_counter, thread_time
@@ -309,6 +309,8 @@ class BatchInferenceEngine:
         They are in the request's next event, and count as generated. Returns False if the request neither waits nor
         runs. Raises `InvalidRequest` for unknown ids, and for more tokens than its `max_tokens` and context leave.
         """
+        if isinstance(tokens, str) or not isinstance(tokens, Sized):
+            raise InvalidRequest("tokens", f"is {tokens!r:.80}; give a list of token ids")
         return self.turns.run(lambda: self._update(request_id, tokens))
 
     def _update(self, request_id: str, tokens: Sequence[int]) -> bool:

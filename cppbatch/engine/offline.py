@@ -117,6 +117,9 @@ def generate_grid(
 
 def forward_batch(engine: Engine, token_lists: Sequence[Sequence[int]], options: RequestOptions) -> Logits:
     """See `BatchInferenceEngine.forward_batch`."""
+    if not _is_list(token_lists) or not all(map(_is_list, token_lists)):
+        wanted = "give lists of token ids, like [engine.tokens(text)]"
+        raise InvalidRequest("token_lists", f"is {token_lists!r:.80}; {wanted}")
     logits = np.empty((len(token_lists), engine.info.n_vocab), np.float32)
 
     def keep(i: int, _tokens: npt.NDArray[np.int32], row: npt.NDArray[np.float32]) -> None:
@@ -131,6 +134,10 @@ def forward_batch(engine: Engine, token_lists: Sequence[Sequence[int]], options:
         if event.error:
             raise GenerationFailed(f"the logits were not computed: {event.error}")
     return logits
+
+
+def _is_list(value: object) -> bool:
+    return isinstance(value, Sized) and not isinstance(value, str)
 
 
 def stream(
@@ -184,6 +191,8 @@ def map_prompts(
         raise InvalidRequest("prompts", "is one string; give an iterable of them, like [prompt]")
     if is_conversation(prompts):
         raise InvalidRequest("prompts", "is one conversation; give an iterable of them, like [messages]")
+    if not isinstance(prompts, Iterable):
+        raise InvalidRequest("prompts", f"is {prompts!r:.80}; give an iterable of texts")
     if engine.info.pooling or "task" in options:
         raise InvalidRequest("task", "`map` is for models that generate text; for vectors use `embed`")
     if isinstance(params, Sequence):

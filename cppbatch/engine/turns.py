@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -11,6 +10,7 @@ from contextlib import contextmanager
 from typing import TypeVar
 
 from cppbatch.errors import EngineClosed
+from cppbatch.interrupts import interrupts_deferred
 
 Result = TypeVar("Result")
 
@@ -61,7 +61,7 @@ class Turns:
         if self._thread == threading.get_ident():
             return work()
         try:
-            with _interrupts_deferred(), self._marked():
+            with interrupts_deferred(), self._marked():
                 return self._take(work)
         finally:
             if self._later:  # since the end of the turn
@@ -116,26 +116,3 @@ class Turns:
                 while self._n_taken > self._n_ended and not is_done():
                     self._changed.wait()
             self.run(lambda: is_done() or step())
-
-
-@contextmanager
-def _interrupts_deferred() -> Iterator[None]:
-    """Calls the handler of Ctrl-C at the end of the block, if it is pressed within. Only the main thread has one."""
-    in_main_thread = threading.current_thread() is threading.main_thread()
-    handler = signal.getsignal(signal.SIGINT) if in_main_thread else None
-    if not callable(handler):
-        yield
-        return
-    is_pressed = False
-
-    def note(*_: object) -> None:
-        nonlocal is_pressed
-        is_pressed = True
-
-    signal.signal(signal.SIGINT, note)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, handler)
-        if is_pressed:
-            handler(signal.SIGINT, None)

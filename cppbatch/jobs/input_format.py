@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -63,6 +64,8 @@ def detect_input_format(
     Raises `ConfigError` for an unknown extension and for options that contradict each other.
     """
     path = Path(path)
+    if os.path.isdir(path):
+        raise ConfigError(f"{path}: is a folder; give a file")
     kind = _KINDS.get(path.suffix.lower())
     if kind is None:
         raise ConfigError(

@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from cppbatch.config import FlashAttention, Pooling, named
 from cppbatch.errors import CacheFull, DecodeFailed, LlamaError, OutOfRange
+from cppbatch.interrupts import interrupts_deferred
 from cppbatch.llama.backend import Backend
 from cppbatch.llama.backend_sampling import MAX_CANDIDATES, BackendSampling
 from cppbatch.llama.batch_parts import ALL_ROWS, HIDDEN_WINDOWS, SEQUENCES_ALONE, Part, single_ubatches
@@ -133,12 +134,8 @@ class Context:
         params.n_threads = params.n_threads_batch = self._n_threads
         params.flash_attn_type, params.kv_unified = _FLASH_ATTENTION[flash_attn], kv_unified
         params.ctx_other = self._target.handle if self._target else None
-        made: list[Any] = []
-        with Backend.get().errors() as lines:
-            try:
-                made.extend(map(C.llama_init_from_model, (model.handle,), (params,)))
-            finally:  # Ctrl-C is raised when the call returns: the context must not be lost then
-                self._handle = (made and made[0]) or None
+        with interrupts_deferred(), Backend.get().errors() as lines:  # in the callback of the log Ctrl-C would be lost
+            self._handle = C.llama_init_from_model(model.handle, params) or None
         if self._handle is None:
             step = "n_batch" if self.is_pooled else "n_ubatch"
             smaller = f"{named('n_ctx')}, {named(step)} or {named('n_parallel')}"

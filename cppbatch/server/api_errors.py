@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from difflib import get_close_matches
 from math import ceil
 from typing import Literal, NamedTuple
 
@@ -199,6 +200,7 @@ class AnthropicErrorResponse(msgspec.Struct, frozen=True, kw_only=True):
     error: AnthropicErrorDetail
 
 
+_LONGEST_GUESSED = 100  # characters of a path that is compared with those that exist
 _ANTHROPIC_PATH = "/v1/messages"
 _ANTHROPIC_VERSION = "anthropic-version"
 _ANTHROPIC_TYPES = {
@@ -270,6 +272,16 @@ def error_response(request: web.Request, error: ApiError) -> web.Response:
     return json_response(body, error.status)
 
 
+def _remedy(request: web.Request, error: Exception) -> str:
+    """What to send instead, to a path that has no route or none for this method."""
+    if isinstance(error, web.HTTPMethodNotAllowed):
+        return f"send {' or '.join(sorted(error.allowed_methods))}"
+    paths = {resource.canonical for resource in request.app.router.resources()}
+    if len(request.path) < _LONGEST_GUESSED and (near := get_close_matches(request.path, sorted(paths), 1, 0.7)):
+        return f"did you mean {near[0]}?"
+    return "/openapi.json lists the paths"
+
+
 @web.middleware
 async def error_middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Turns every exception of a handler into an error response."""
@@ -279,7 +291,7 @@ async def error_middleware(request: web.Request, handler: Handler) -> web.Stream
         raise
     except Exception as error:
         if request.match_info.http_exception is error:  # no route, or none for this method
-            error.text = f"there is no {request.method} {request.path} here"
+            error.text = f"there is no {request.method} {request.path} here; {_remedy(request, error)}"
         response = error_response(request, api_error(error))
         if response.status == 503:
             response.headers["Retry-After"] = "5"

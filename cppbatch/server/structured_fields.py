@@ -59,7 +59,8 @@ class ResponseFormat(msgspec.Struct):
         if schema is None:
             if self.type != "json_object":
                 place = "value" if self.type == "json" else "json_schema.schema" if self.json_schema else "json_schema"
-                raise InvalidRequest(f"response_format.{place}", f"is required when the type is {self.type}")
+                message = f"is required when the type is {self.type}; for any JSON object the type is json_object"
+                raise InvalidRequest(f"response_format.{place}", message)
             schema = {"type": "object"}
         return Constraint("response_format", "json_schema", schema)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import csv
 import io
 import json
@@ -303,7 +304,9 @@ def test_a_default_model_without_a_place_names_the_variable(
 # --- Ctrl-C while the program starts ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("module", ["click", "numpy", "cppbatch.chat.chat_format", "cppbatch.cli.tune_command"])
+@pytest.mark.parametrize(
+    "module", ["typing", "click", "numpy", "cppbatch.chat.chat_format", "cppbatch.cli.tune_command"]
+)
 def test_ctrl_c_during_the_imports_ends_quietly(module: str) -> None:
     code = (  # Ctrl-C when this module is about to be imported
         "import os, signal, sys\n"
@@ -377,10 +380,62 @@ def test_inspect_in_a_pipe_has_no_padding(run: Run, tiny_llama: Path) -> None:
 
 def test_failed_lines_are_reported_with_the_reason_of_the_first(run: Run, tiny_llama: Path, tmp_path: Path) -> None:
     source = tmp_path / "in.jsonl"
-    source.write_text('"abc"\n{"prompt": "x", "temprature": 1}\n')
+    source.write_text('"abc"\n{"prompt": "x", "temprature": 1}\n{bad\n')  # the last one fails first
     _, _, err = run("batch", source, "-o", tmp_path / "out.jsonl", "-m", tiny_llama, "-n", "1", *SMALL, "--in-process")
-    assert "1 done, 1 failed" in err
+    assert "1 done, 2 failed" in err
     assert "\nfirst failure: line 2: temprature: is not known here; did you mean temperature?\n" in err
+
+
+def test_the_installer_too_names_an_old_python_in_place_of_a_syntax_error() -> None:
+    script = Path(__file__).parents[2] / "scripts/install.py"
+    tree = ast.parse(script.read_text(), feature_version=(3, 6))
+    names = {each.name for node in tree.body if isinstance(node, ast.ImportFrom) for each in node.names}
+    assert "annotations" not in names  # Python 3.6 has no such feature, so it evaluates each annotation
+    given = [node.annotation for node in ast.walk(tree) if isinstance(node, (ast.arg, ast.AnnAssign))]
+    given += [node.returns for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
+    assert {type(each) for each in given if each} <= {ast.Name, ast.Constant}
+    old = f"import runpy, sys; sys.version_info = (3, 6, 15); runpy.run_path({str(script)!r}, run_name='__main__')"
+    ended = subprocess.run([sys.executable, "-c", old], capture_output=True, text=True, check=False)
+    assert ended.returncode == 1
+    assert "cppbatch needs Python 3.10 or newer" in ended.stderr
+    assert "Traceback" not in ended.stderr
+
+
+@pytest.mark.parametrize("content", ["", "\n \n"])
+def test_a_file_without_prompts_is_said(run: Run, tiny_llama: Path, tmp_path: Path, content: str) -> None:
+    source = tmp_path / "in.txt"
+    source.write_text(content)
+    code, _, err = run("batch", source, "-o", tmp_path / "out.jsonl", "-m", tiny_llama, *SMALL, "--in-process")
+    assert code == 0
+    assert f"\n{source} has no lines to answer\n" in err
+
+
+def test_a_file_of_prompts_that_is_not_utf_8_is_named(run: Run, tiny_llama: Path, tmp_path: Path) -> None:
+    (source := tmp_path / "in.txt").write_text("abc", "utf-16")
+    code, _, err = run("generate", "-m", tiny_llama, "-f", source)
+    assert code == 2
+    assert f"-f {source} is not UTF-8 text ('utf-8' codec" in err
+    assert err.endswith("; save it as UTF-8\n")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("-n", "0"), "error: max_tokens (-n) is 0; it must be 1 or more, or -1 for no maximum"),
+        (("-j", '{"type": "strin"}'), "error: prompt 1: json_schema: Invalid type: strin"),
+        (("--mmproj", "none.gguf"), "error: mmproj (--mmproj): there is no file none.gguf; give a GGUF file"),
+        (("-md", "none.gguf"), "error: draft_model (-md): there is no file none.gguf; give a GGUF file"),
+        (("--lora", "none.gguf"), "error: lora (--lora): there is no adapter file at none.gguf"),
+        (("--chat-template-file", "x.jinja"), "--chat-template: the file 'x.jinja' cannot be read (No such file or "),
+    ],
+    ids=lambda value: value[0] if isinstance(value, tuple) else "",
+)
+def test_a_wrong_value_is_refused_with_its_flag(
+    run: Run, tiny_llama: Path, arguments: tuple[str, ...], message: str
+) -> None:
+    code, _, err = run("generate", "-m", tiny_llama, *SMALL, "-p", "abc", "-n", "2", *arguments)
+    assert code == 2
+    assert message in err, err
 
 
 def test_an_old_python_is_named_before_it_reads_newer_syntax(tmp_path: Path) -> None:

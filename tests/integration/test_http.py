@@ -148,6 +148,20 @@ async def test_an_unknown_path_and_a_wrong_method_are_error_objects_too(http: Ht
         assert wrong.headers["Allow"]
 
 
+async def test_a_path_or_method_that_does_not_exist_is_refused_with_the_one_to_use(http: Http) -> None:
+    refused = {
+        ("POST", "/v1/chat/completion"): "did you mean /v1/chat/completions?",
+        ("POST", "/v1/v1/chat/completions"): "did you mean /v1/chat/completions?",
+        ("GET", "/v1/chat/completions"): "send POST",
+        ("DELETE", "/v1/models"): "send GET or HEAD",
+        ("GET", "/nowhere/at/all"): "/openapi.json lists the paths",
+        ("GET", f"/v1/chat/completions/{'x' * 5000}"): "/openapi.json lists the paths",
+    }
+    for (method, path), remedy in refused.items():
+        async with http.request(method, path, json={}) as answer:
+            assert (await answer.json())["error"]["message"] == f"there is no {method} {path} here; {remedy}"
+
+
 async def test_one_bad_prompt_among_many_fails_the_request_before_anything_is_sent(http: Http) -> None:
     status, answer = await post(http, "/v1/completions", {"prompt": ["good", "x" * 5000], "stream": True})
     assert (status, answer["error"]["param"]) == (400, "prompt")

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
+import re
 import subprocess
+import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -106,6 +110,24 @@ def test_an_unreadable_cache_is_replaced(cache: Path, content: str) -> None:
     assert json.loads(file.read_text())["ms"].keys() == {"F16"}
 
 
+def test_without_a_cache_that_can_be_written_times_are_kept_in_a_folder_of_the_users_own(
+    children: list[list[str]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(kernels, "user_cache_path", lambda name: tmp_path / "file")
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    first = kernel_times(["F16"])
+    assert kernel_times(["F16"]) == first
+    assert children == [["F16"]]
+    (own,) = tmp_path.glob("cppbatch-*")
+    assert own.stat().st_mode & 0o077 == 0
+    other = own.stat().st_uid + 1
+    monkeypatch.setattr(os, "getuid", lambda: other)
+    own.rename(tmp_path / f"cppbatch-{other}")  # of another user, who could write any times into it
+    kernel_times(["F16"])
+    assert children == [["F16"], ["F16"]]
+
+
 def test_without_llama_cpp_python_there_are_no_times(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert kernel_times(["F16"]) == {}
@@ -162,6 +184,12 @@ def test_inspect_gives_it_as_json(row_by_row: Path) -> None:
     }
     assert found["on_gpu"] is False
     assert "requantize" in found["advice"]
+
+
+def test_doctor_and_inspect_name_one_gain(run: Callable[..., tuple[int, str, str]], row_by_row: Path) -> None:
+    """That of the cached times. `pull` names none."""
+    named = [run(*command)[1] for command in (["models", "inspect", row_by_row], ["doctor"])]
+    assert [re.findall(r"about [\d.]+x faster", out) for out in named] == [["about 2.0x faster"]] * 2
 
 
 def test_doctor_advises_but_reports_no_problem(row_by_row: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,30 @@ def test_loading_stops_when_progress_returns_false(tiny_llama: Path) -> None:
         Model(tiny_llama, progress=lambda fraction: fraction < 0.5)
 
 
+class _Interrupting(logging.Handler):
+    """Presses Ctrl-C once, at the first line of llama.cpp's log, which a callback from C writes."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        logging.getLogger("cppbatch.llama").removeHandler(self)
+        signal.raise_signal(signal.SIGINT)
+
+
+def test_ctrl_c_in_a_callback_of_llama_cpp_is_raised_and_not_lost(
+    tiny_llama: Path, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+) -> None:
+    log = logging.getLogger("cppbatch.llama")
+    with caplog.at_level(logging.DEBUG, log.name):
+        log.addHandler(_Interrupting())
+        with pytest.raises(KeyboardInterrupt):
+            Model(tiny_llama)
+        with Model(tiny_llama) as model:
+            log.addHandler(_Interrupting())
+            with pytest.raises(KeyboardInterrupt):
+                Context(model, n_ctx=64, n_threads=1)
+            Context(model, n_ctx=64, n_threads=1).close()
+    assert capfd.readouterr().err == ""
+
+
 def test_an_exception_in_progress_reaches_the_caller(tiny_llama: Path, capfd: pytest.CaptureFixture[str]) -> None:
     def progress(fraction: float) -> bool:
         raise ZeroDivisionError("a bug in progress")
@@ -53,6 +78,20 @@ def test_a_broken_file_raises_an_error_with_its_path_and_llama_cpps_reason(write
         Model(path)
     assert str(caught.value).startswith(f"{path} cannot be loaded: ")
     assert "gives no reason" not in str(caught.value)
+
+
+@pytest.mark.parametrize("n_bytes", [0, 2, 30, 1000, 20_000, 100_000])
+def test_a_file_that_is_cut_off_anywhere_is_to_be_downloaded_again(
+    tiny_llama: Path, tmp_path: Path, n_bytes: int
+) -> None:
+    (path := tmp_path / "cut.gguf").write_bytes(tiny_llama.read_bytes()[:n_bytes])
+    with pytest.raises(ModelError, match=r"\. Download it again$"):
+        Model(path)
+
+
+def test_another_kind_of_file_is_not_the_model(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"\. Give a GGUF file$"):
+        Model(tiny_models.not_gguf(tmp_path / "page.gguf"))
 
 
 def test_a_missing_file_and_a_folder_raise_an_error_with_their_path(tmp_path: Path) -> None:

@@ -77,6 +77,18 @@ def test_each_program_runs_and_prints(program: str, servers: Servers) -> None:
     assert run([sys.executable, "-c", program], servers).strip()
 
 
+def test_the_default_model_answers_the_examples_of_the_readme_right(servers: Servers) -> None:
+    """It is small: sums, for example, it gets wrong."""
+    right = {
+        "engine.chat(": ["capital of France is Paris", "red, blue", "Tokyo", "cold"],
+        "LocalEngine": ["Paris", "Tokyo", "Madrid", "Berlin", "Athens"],
+    }
+    for name, answers in right.items():
+        (program,) = [each for each in re.findall(r"```python\n(.*?)```", README, re.DOTALL) if name in each]
+        printed = run([sys.executable, "-c", program], servers)
+        assert [each for each in answers if each not in printed] == [], printed
+
+
 @pytest.mark.parametrize("commands", COMMANDS)
 def test_each_command_runs_and_prints(commands: str, servers: Servers) -> None:
     ours = re.sub(r"\.venv/bin/(cppbatch|python)", lambda name: PLACES[name[1]], commands)

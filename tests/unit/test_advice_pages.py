@@ -96,3 +96,25 @@ def test_what_a_gpu_needs_is_on_one_page_with_what_the_programs_say() -> None:
     assert {"README.md", "deployment.md", "operations.md", "troubleshooting.md", "choosing.md"} <= {
         each.name for each in others if "gpu.md" in each.read_text()
     }
+
+
+def test_choosing_has_a_decision_tree_a_comparison_with_pagedattention_and_the_bound_of_its_formula() -> None:
+    page = (DOCS / "choosing.md").read_text()
+    assert "```mermaid\nflowchart" in page
+    assert "### The KV cache beside PagedAttention" in page
+    assert "tokens/s <= B x bandwidth / (weights + B x tokens of a sequence x bytes of a cell)" in page
+    facts: dict[str, tuple[float, float]] = {}  # of a model: GB of weights, GB of the cells of 1,024 tokens
+    rows = 0
+    for cells in tables("choosing.md"):
+        if len(cells) != 5 or " GiB" not in cells[0] or not (model := re.match(r"(\S+ in \S+)", cells[1])):
+            continue
+        if given := re.search(r"\(([\d.]+) GB(?:, (\d+) KB a cell)?\)", cells[1]):
+            cell = float(given[2] or 128) * 1024  # an 8B in F16 has the cells of one in Q4_0
+            facts[model[1]] = float(given[1]), 1024 * cell / 1e9
+        weights, sequence = facts[model[1]]
+        bound, at = re.fullmatch(r"([\d,]+) at (\d+)", cells[4].strip()).groups()  # type: ignore[union-attr]
+        for n, written in ((1, cells[3]), (int(at), bound)):
+            expected = n * float(cells[2].replace(",", "")) / (weights + n * sequence)
+            assert float(written.replace(",", "")) == pytest.approx(expected, rel=0.06), (cells, n)
+        rows += 1
+    assert rows == 5

@@ -351,6 +351,11 @@ def test_text_in_parquet_that_is_none_is_refused_alone(tmp_path: Path) -> None:
     assert codes(read(tmp_path / "in.parquet")) == ["line-1", "invalid_text", "line-3"]
 
 
+def test_a_folder_is_no_input(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r": is a folder; give a file$"):
+        detect_input_format(tmp_path)
+
+
 def test_columns_of_the_wrong_kind_are_errors(tmp_path: Path) -> None:
     pq.write_table(pa.table({"prompt": [1], "x": ["a"]}), tmp_path / "number.parquet")
     with pytest.raises(ConfigError, match="is not text but int64"):

@@ -46,6 +46,8 @@ def test_replicas_without_ray_are_refused() -> None:
 
 def test_without_ray_installed_the_message_has_the_command_that_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(name: str) -> str:
+        if name == "cppbatch":  # its own version is read too, by whichever test comes first
+            return "0.1.0"
         raise PackageNotFoundError(name)
 
     monkeypatch.setattr("cppbatch.ray.ray_cluster.importlib.metadata.version", missing)

@@ -23,7 +23,7 @@ from cppbatch import (
     generate_batch,
 )
 from cppbatch.engine.params import GRAMMARS, SAMPLERS, shown
-from cppbatch.errors import EngineClosed
+from cppbatch.errors import ConfigError, EngineClosed
 from tests.fakes import EOG, N_VOCAB, context_of, drain, fake_engine, greedy, reference, tokens_of
 
 ENDLESS = greedy(9, ignore_eos=True)
@@ -597,6 +597,22 @@ def test_other_arguments_of_generate_are_refused_with_what_to_write(arguments: A
         fake_engine().generate(*arguments)
 
 
+def test_other_arguments_of_map_and_forward_batch_are_refused_with_what_to_write() -> None:
+    given: Any = 5
+    with pytest.raises(InvalidRequest, match="prompts: is 5; give an iterable of texts"):
+        fake_engine().map(given)
+    for given in (5, [5], ["abc"], "abc"):
+        with pytest.raises(InvalidRequest, match=r"token_lists: is .*; give lists of token ids, like \[engine\.tokens"):
+            fake_engine().forward_batch(given)
+
+
+@pytest.mark.parametrize("name", ["n_ctx", "n_parallel", "n_threads", "swap_space", "target_step_ms", "draft_max"])
+def test_a_setting_that_is_not_a_number_is_refused_with_its_flag(name: str) -> None:
+    wrong: Any = {name: "12"}
+    with pytest.raises(ConfigError, match=rf"^{name} \(-.*\) is '12'; it must be "):
+        EngineConfig("x", **wrong)
+
+
 def test_generate_batch_takes_the_positional_form() -> None:
     engine = fake_engine()
     given = generate_batch(engine, [[5, 6]], 4, 0.7, 0.9, 42)[0]
@@ -606,6 +622,8 @@ def test_generate_batch_takes_the_positional_form() -> None:
 
 def test_one_rpc_worker_may_be_given_without_a_list() -> None:
     assert EngineConfig("x", rpc="127.0.0.1:5").rpc == ("127.0.0.1:5",)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"rpc \(--rpc\) is 5; it must be a list of addresses, like \['HOST:PORT'\]"):
+        EngineConfig("x", rpc=5)  # type: ignore[arg-type]
 
 
 def test_update_request_appends_given_tokens_and_the_text_continues_behind_them() -> None:
@@ -632,6 +650,10 @@ def test_update_request_refuses_what_does_not_fit_and_ends_a_full_text() -> None
         engine.update_request(name, [7] * 5)
     with pytest.raises(InvalidRequest, match=str(N_VOCAB)):
         engine.update_request(name, [N_VOCAB])
+    wrong: Any
+    for wrong in ("abc", 5):
+        with pytest.raises(InvalidRequest, match=f"tokens: is {wrong!r}; give a list of token ids"):
+            engine.update_request(name, wrong)
     assert engine.update_request(name, [7] * 4)
     events = drain(engine)
     assert (tokens_of(events, name), events[-1].finish_reason) == ([7] * 4, FinishReason.LENGTH)

@@ -116,6 +116,11 @@ def test_what_cannot_be_done_is_refused_with_its_field(kind: type[SamplingFields
     assert refused.value.field == field
 
 
+def test_json_without_a_schema_names_the_type_for_any_object() -> None:
+    with pytest.raises(InvalidRequest, match=r"for any JSON object the type is json_object$"):
+        params(ChatCompletionRequest, {"response_format": {"type": "json"}})
+
+
 @pytest.mark.parametrize("form", ["guided_json", "guided_regex", "vLLM's choice"])
 def test_responses_take_them_too_but_not_with_a_format_of_their_own(form: str) -> None:
     fields, expected = FORMS[form]

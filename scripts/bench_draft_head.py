@@ -1,0 +1,192 @@
+#!/usr/bin/env python3
+"""What a draft head in the model's file (MTP) gains at a known acceptance, beside llama-server's draft-mtp.
+
+The model has random weights whose layers change nothing: the next token is a function of the last one, and the text
+goes round through all tokens. The head computes the same function, but for the share of tokens that it is to miss. So
+speed and acceptance are those of a real model of this size, and the text is known.
+
+    .venv/bin/python scripts/bench_draft_head.py PEERS/llama-server [--acceptance 60,80,100] [-B 1,4,16] [--turns 3]
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import random
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import aiohttp
+import gguf
+import numpy as np
+from gguf.quants import quantize
+
+from cppbatch.bench.child_process import running_server
+from cppbatch.bench.markdown import markdown_table
+from cppbatch.config import available_threads
+from cppbatch.models.synthetic import Weight, add_vocab, byte_vocab, matrix, norm, write_gguf
+
+FIRST = 8  # the first token of the round; those before it mean something to the tokenizer
+N_VOCAB = 512
+HEAD_SIZE = 64
+
+
+@dataclass(frozen=True)
+class Size:
+    """Sizes of a model; the defaults are those of Llama 3.2 1B, but for the vocabulary."""
+
+    layers: int = 16
+    width: int = 2048
+    ff: int = 8192
+
+
+def write_model(path: Path, size: Size, acceptance: float) -> Path:
+    """Writes a Hunyuan 3 model (hy_v3) with dense layers and a head, in Q8_0. `acceptance`: from 0 to 1."""
+    n, n_kv = size.width, size.width // 4
+    writer = gguf.GGUFWriter(path, "hy_v3")
+    writer.add_context_length(8192)
+    writer.add_embedding_length(n)
+    writer.add_block_count(size.layers + 1)
+    writer.add_nextn_predict_layers(1)
+    writer.add_feed_forward_length(size.ff)
+    writer.add_expert_feed_forward_length(size.ff)
+    writer.add_head_count(n // HEAD_SIZE)
+    writer.add_head_count_kv(n_kv // HEAD_SIZE)
+    writer.add_key_length(HEAD_SIZE)
+    writer.add_value_length(HEAD_SIZE)
+    writer.add_rope_dimension_count(HEAD_SIZE)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_vocab_size(N_VOCAB)
+    add_vocab(writer, byte_vocab(N_VOCAB))
+    weights: list[Weight] = [matrix("token_embd", N_VOCAB, n), norm("output_norm", n), matrix("output", N_VOCAB, n)]
+    for i in range(size.layers + 1):
+        blk = f"blk.{i}"
+        weights += [norm(f"{blk}.{name}_norm", n) for name in ("attn", "ffn")]
+        weights += [norm(f"{blk}.attn_{x}_norm", HEAD_SIZE) for x in "qk"]
+        weights += [matrix(f"{blk}.attn_q", n, n), matrix(f"{blk}.attn_k", n_kv, n), matrix(f"{blk}.attn_v", n_kv, n)]
+        weights += [Weight(f"{blk}.attn_output.weight", (n, n)), Weight(f"{blk}.ffn_down.weight", (n, size.ff))]
+        weights += [matrix(f"{blk}.ffn_{x}", size.ff, n) for x in ("gate", "up")]
+    nextn = f"blk.{size.layers}.nextn"
+    weights += [norm(f"{nextn}.{name}", n) for name in ("enorm", "hnorm", "shared_head_norm")]
+    weights.append(matrix(f"{nextn}.eh_proj", n, 2 * n))
+    written = write_gguf(path, writer, weights, quant="Q8_0")
+    embeddings, output, head = _tables(n, acceptance)
+    arrays = {"token_embd.weight": embeddings, "output.weight": output, f"{nextn}.eh_proj.weight": head}
+    for tensor in gguf.GGUFReader(written, "r+").tensors:
+        if (array := arrays.get(tensor.name)) is not None:
+            tensor.data[:] = quantize(array.astype(np.float32), gguf.GGMLQuantizationType.Q8_0)
+    return written
+
+
+def _tables(n: int, acceptance: float) -> tuple[Any, Any, Any]:
+    """Orthogonal embeddings, an output matrix whose row of the next token is the embedding of each token, and the
+    matrix of the head, which turns the embedding of a token that it misses into another one."""
+    rng = np.random.default_rng(0)
+    directions = np.linalg.qr(rng.standard_normal((n, N_VOCAB)))[0].T  # float64[N_VOCAB, n], orthonormal
+    order = np.arange(FIRST, N_VOCAB)
+    output = np.zeros((N_VOCAB, n))
+    output[np.roll(order, -1)] = 20 * directions[order]
+    missed = rng.permutation(order)[: round((1 - acceptance) * len(order))]
+    others = np.roll(missed, 1) if len(missed) > 1 else missed
+    head = np.eye(n) + (directions[others] - directions[missed]).T @ directions[missed]
+    return directions * n**0.5, output, np.concatenate([head, np.zeros((n, n))], axis=1)
+
+
+async def answer(session: aiohttp.ClientSession, url: str, start: int, n_new: int) -> dict[str, Any]:
+    """The answer to a prompt of 32 tokens of the round. Raises `AssertionError` for another text than the model's."""
+    round_ = [*range(FIRST, N_VOCAB)] * 3
+    prompt = round_[start : start + 32]
+    body = {
+        "prompt": prompt, "n_predict": n_new, "temperature": 0, "ignore_eos": True, "cache_prompt": False,
+        "return_tokens": True,
+    }  # fmt: skip
+    async with session.post(f"{url}/completion", json=body) as response:
+        response.raise_for_status()
+        found: dict[str, Any] = await response.json()
+    expected = round_[start + 32 :][:n_new]
+    assert found["tokens"] == expected, f"{found['tokens'][:8]} instead of {expected[:8]}"
+    return found
+
+
+async def tokens_per_second(url: str, at_once: int, n_requests: int, n_new: int, seed: int) -> float:
+    """Of `n_requests` answers, `at_once` of them at a time."""
+    starts = random.Random(f"{seed} {at_once}").sample(range(N_VOCAB - FIRST), n_requests)
+    timeout, headers = aiohttp.ClientTimeout(total=1800), {"Connection": "close"}
+    turn = asyncio.Semaphore(at_once)
+
+    async def one(start: int) -> None:
+        async with turn:
+            await answer(session, url, start, n_new)
+
+    async with aiohttp.ClientSession(timeout=timeout, headers=headers) as session:
+        began = time.perf_counter()
+        await asyncio.gather(*map(one, starts))
+        return n_requests * n_new / (time.perf_counter() - began)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("llama_server", type=Path)
+    parser.add_argument("--acceptance", default="60,80,100", help="percent of the tokens")
+    parser.add_argument("-B", dest="at_once", default="1,4,16")
+    parser.add_argument("--layers", type=int, default=Size.layers)
+    parser.add_argument("--width", type=int, default=Size.width)
+    parser.add_argument("--new-tokens", type=int, default=64)
+    parser.add_argument("--turns", type=int, default=3)
+    args = parser.parse_args()
+    size = Size(args.layers, args.width, 4 * args.width)
+    threads = str(available_threads())
+    for acceptance in map(int, args.acceptance.split(",")):
+        with tempfile.TemporaryDirectory() as folder:
+            model = write_model(Path(folder, "head.gguf"), size, acceptance / 100)
+            print(f"\nacceptance {acceptance}%, {model.stat().st_size / 1e6:,.0f} MB\n", flush=True)
+            rows = [measure(args, model, int(n), threads) for n in args.at_once.split(",")]
+            titles = [
+                "B",
+                "cppbatch off",
+                "mtp",
+                "mtp / off",
+                "llama-server off",
+                "draft-mtp",
+                "mtp / off",
+                "ours / its best",
+            ]
+            print(markdown_table(titles, rows), flush=True)
+
+
+def measure(args: argparse.Namespace, model: Path, at_once: int, threads: str) -> tuple[str, ...]:
+    """A row of the table: medians of the turns, in each of which all four servers run one after the other."""
+    sizes = ["-m", str(model), "-np", str(at_once), "-c", str(512 * at_once), "-t", threads]
+    ours = [sys.executable, "-m", "cppbatch", "serve", *sizes, "--spec"]
+    theirs = [str(args.llama_server), *sizes, "--no-ui", "--cache-ram", "0", "--spec-type"]
+    commands = [[*ours, "off"], [*ours, "auto"], [*theirs, "none"], [*theirs, "draft-mtp"]]
+    speeds: list[list[float]] = [[] for _ in commands]
+    n_requests = max(6, 2 * at_once)
+    with contextlib.ExitStack() as stack:
+        urls = [stack.enter_context(running_server(command)).url for command in commands]
+        for url in urls:
+            asyncio.run(tokens_per_second(url, at_once, n_requests, args.new_tokens, -1))  # learns what drafts gain
+        for turn in range(args.turns):
+            for i in (range(4), range(3, -1, -1))[turn % 2]:
+                speeds[i].append(asyncio.run(tokens_per_second(urls[i], at_once, n_requests, args.new_tokens, turn)))
+    off, mtp, their_off, their_mtp = speeds
+    best = their_mtp if median(their_mtp) > median(their_off) else their_off
+    return (
+        str(at_once), f"{median(off):.1f}", f"{median(mtp):.1f}", ratio(mtp, off), f"{median(their_off):.1f}",
+        f"{median(their_mtp):.1f}", ratio(their_mtp, their_off), ratio(mtp, best),
+    )  # fmt: skip
+
+
+def ratio(one: list[float], other: list[float]) -> str:
+    """The median of the turns' ratios."""
+    return f"{median(a / b for a, b in zip(one, other, strict=True)):.2f}"
+
+
+if __name__ == "__main__":
+    main()
