@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -93,9 +94,15 @@ def test_words_are_a_template_with_a_warning_as_in_llama_server(caplog: pytest.L
     assert template_of(words).render([{"role": "user", "content": "Hi"}]) == words
 
 
-@pytest.mark.parametrize("value", ["nosuch", "x" * 5000, "a\0b", ".", "", "my template.jinja", "a folder/template"])
+@pytest.mark.parametrize("value", ["nosuch", "x" * 5000, "a\0b", ".", ""])
 def test_what_is_no_template_is_refused_with_the_names(value: str) -> None:
     with pytest.raises(ConfigError, match=r"chatml, gemma, .*zephyr"):
+        find_template(value)
+
+
+@pytest.mark.parametrize("value", ["my template.jinja", "a folder/template"])
+def test_what_looks_like_a_file_is_refused_with_the_reason(value: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(f"the file {value!r} cannot be read (No such file or directory)")):
         find_template(value)
 
 
