@@ -256,7 +256,7 @@ class EngineProcess(EngineClient):
                 try:
                     worker.send(request.message())
                 except UnicodeEncodeError as error:
-                    self._fail(request, InvalidRequest("prompt", f"has half of a surrogate pair: {error}"))
+                    self._fail(request, InvalidRequest("prompt", f"contains an unpaired surrogate: {error}"))
                 except Exception as error:  # fails this request; the others are still sent
                     log.exception("a request cannot be sent to the worker")
                     message = f"the request cannot be sent to the engine ({type(error).__name__}: {error})"

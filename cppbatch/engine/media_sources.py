@@ -155,13 +155,13 @@ def _from_base64(field: str, text: str) -> bytes:
     for start in range(0, len(body), _PIECE):
         piece = rest + body[start : start + _PIECE].encode("ascii", "replace").translate(None, _WHITESPACE)
         if wrong := piece.translate(None, _ALPHABET):
-            message = f"is no base64: it has {wrong[:1].decode()!r}; give a data URL such as data:image/png;base64,..."
+            message = f"is not valid base64: it has {wrong[:1].decode()!r}; give a data URL such as data:image/png;base64,..."
             raise InvalidRequest(field, message)
         whole = len(piece) // 4 * 4
         decoded += binascii.a2b_base64(piece[:whole])
         rest = piece[whole:]
     if len(rest) == 1:
-        raise InvalidRequest(field, "is no base64: its end is missing")
+        raise InvalidRequest(field, "is not valid base64: the data is truncated")
     decoded += binascii.a2b_base64(rest + b"=" * (-len(rest) % 4))
     return bytes(decoded)
 

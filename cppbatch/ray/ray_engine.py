@@ -142,7 +142,7 @@ class RayEngine(EngineClient):
         try:
             message = encode(question)
         except UnicodeEncodeError as error:
-            raise InvalidRequest("prompt", f"has half of a surrogate pair: {error}") from error
+            raise InvalidRequest("prompt", f"contains an unpaired surrogate: {error}") from error
         for n_lost in range(1, _MAX_LOST + 1):
             try:
                 answer = decode_answer(await self._replicas.ask(message))
@@ -207,7 +207,7 @@ class RayEngine(EngineClient):
         try:
             message = encode(Submission(self._front, self._epoch, sent, request.resume_state()))
         except UnicodeEncodeError as error:
-            request.outputs.fail(InvalidRequest("prompt", f"has half of a surrogate pair: {error}"))
+            request.outputs.fail(InvalidRequest("prompt", f"contains an unpaired surrogate: {error}"))
             return
         self._requests[request.sent_as] = request
         self._start_task(self._read(SentStream(request), message))

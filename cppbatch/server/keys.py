@@ -79,7 +79,7 @@ def key_middleware(keys: Keys) -> Middleware:
                 request[KEY] = rules
         if KEY in request or request.path in OPEN_PATHS or is_page(request.path):
             return await handler(request)
-        message = "this server wants its API key: Authorization: Bearer KEY"
+        message = "missing or invalid API key; send `Authorization: Bearer KEY`"
         return error_response(request, ApiError(401, message, "authentication_error", code="invalid_api_key"))
 
     return check_key

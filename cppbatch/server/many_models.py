@@ -136,7 +136,7 @@ class ManyModels(ServedModels):
             known = ", ".join(repr(each) for each in self._visible(rules)) or "none"
             if name is None:
                 raise InvalidRequest("model", f"is missing; this server has {known}")
-            raise ModelNotFound(f"there is no {name!r} here; this server has {known}")
+            raise ModelNotFound(f"{name!r} not found; available: {known}")
         return found
 
     def _visible(self, rules: KeyRules | None) -> Iterator[str]:

@@ -124,7 +124,7 @@ class Serving:
         """Raises `ModelNotFound` unless `name` is one of `model_names`."""
         if name not in self.model_names:
             known = ", ".join(map(repr, (self.info.name, *self.settings.aliases)))
-            raise ModelNotFound(f"there is no {name!r} here; this server has {known} (--alias adds names)")
+            raise ModelNotFound(f"{name!r} not found; available: {known} (--alias adds names)")
 
     def check_key(self, rules: KeyRules, model: str | None = None) -> None:
         """Raises `Forbidden` unless the key may use the loaded model, and `model`, if given, is one of its names."""

@@ -390,7 +390,7 @@ async def test_a_chat_may_have_the_best_of_many_too(http: Http) -> None:
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        ({"best_of": 2, "stream": True}, "cannot be streamed"),
+        ({"best_of": 2, "stream": True}, "cannot be combined with `stream`"),
         ({"best_of": 1, "n": 2}, "is 1, less than n, which is 2"),
         ({"best_of": 0}, "is 0; it must be from 1 to 128"),
         ({"best_of": 129}, "is 129; this server allows 128 (--max-n)"),

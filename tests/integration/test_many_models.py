@@ -284,7 +284,7 @@ async def test_a_key_sees_and_uses_only_its_models(folder: Path) -> None:
         assert (await post(http, "/models/load", {"model": "one"}, **key("some")))[0] == 403
         assert (await post(http, "/models/unload", {"model": "one"}, **key("some")))[0] == 403
         status, answer = await post(http, "/v1/completions", {**body, "model": "new"}, **key("some"))
-        assert (status, answer["error"]["message"]) == (404, "model: there is no 'new' here; this server has 'two'")
+        assert (status, answer["error"]["message"]) == (404, "model: 'new' not found; available: 'two'")
         for name, seen in (("all", ["one", "two", "vectors"]), ("some", ["two"]), ("none", [])):
             assert [model["id"] for model in (await get(http, "/v1/models", **key(name)))[1]["data"]] == seen
         assert (await get(http, "/v1/models/one", **key("some")))[0] == 404
