@@ -72,11 +72,12 @@ def _works(context: Context, kind: Sharing) -> bool:
 
 
 def _continue(context: Context, tokens: npt.NDArray[np.int32], position: int, seq_id: int) -> npt.NDArray[np.float32]:
-    """Decodes these tokens one by one; the logits of the last one, float32[n_vocab]."""
-    batch = Batch(1)
-    for i, token in enumerate(tokens, position):
+    """Decodes these tokens, together as far as the batch allows; the logits of the last one, float32[n_vocab]."""
+    batch, n = Batch(context.n_batch), len(tokens)
+    for start in range(0, n, context.n_batch):
+        piece = tokens[start : start + context.n_batch]
         batch.clear()
-        batch.add_rows([int(token)], [i], [seq_id])
+        batch.add_run(piece, position + start, seq_id, n_logits=int(start + len(piece) == n))
         context.decode(batch)
     row: npt.NDArray[np.float32] = context.logits(1)[0].copy()
     return row
