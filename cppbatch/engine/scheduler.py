@@ -280,9 +280,8 @@ class Scheduler:
             if any(sequence.next_run for sequence, _ in prefill):
                 plan.media = [(sequence, n) for sequence, n in prefill if sequence.next_run]
                 prefill = [(sequence, n) for sequence, n in prefill if not sequence.next_run]
-            if rows and self._speculator and not (plan.media or (prefill and self._min_rows > 1)):
-                pieces = [*((s, 1) for s in beside), *prefill]
-                rows, n_padding = self._add_drafts(plan, rows, pieces, cost, self._speculator)
+            if rows and self._speculator and not has_prefill:
+                rows, n_padding = self._add_drafts(plan, rows, beside, cost, self._speculator)
             if not plan.n_drafted and self._min_rows > 1:
                 plan.row_groups = groups
             if rows or has_prefill:
@@ -292,25 +291,20 @@ class Scheduler:
                 break
 
     def _add_drafts(
-        self, plan: StepPlan, rows: list[Chunk], prompts: list[Chunk], cost: StepCost, speculator: Speculator
+        self, plan: StepPlan, rows: list[Chunk], beside: list[Seq], cost: StepCost, speculator: Speculator
     ) -> tuple[list[Chunk], int]:
         """The rows with the draft tokens that make tokens faster, and the draft tokens of each padding row.
 
-        `prompts`: the pieces of prompts in the step. They cost the same with drafts and without, so the choice does not
-        depend on them; but drafts begin no ubatch of their own. Drafts take only cells that are free: nothing is
-        evicted or preempted for them.
+        Drafts take only cells that are free: nothing is evicted or preempted for them.
         """
         kv, sequences = self._kv, sorted((sequence for sequence, _ in rows), key=attrgetter("seq_id"))
         n_rows = (len(rows) + len(plan.padding)) * self._min_rows  # at most, with the padding that these need
-        n_all = n_rows + sum(n for _, n in prompts)
-        most = self._max_draft_rows - n_rows - len(prompts)
-        if prompts:
-            most = min(most, self._step_tokens - n_all if kv.has_streams else -n_all % self._ubatch_tokens)
-        most = min(most, kv.n_free - n_all) if kv.unified else most
+        most = self._max_draft_rows - n_rows
+        most = min(most, kv.n_free - n_rows) if kv.unified else most
         if most <= 0:
             return rows, 0
         span = sequences[-1].seq_id + 1 - sequences[0].seq_id
-        is_one_group = len(plan.row_groups) == 1 and not prompts and (kv.unified or span <= n_rows)
+        is_one_group = len(plan.row_groups) == 1 and not beside and (kv.unified or span <= n_rows)
         each = [min(kv.n_ctx_seq, s.n_ctx) - s.n_tokens for s in sequences]
         limits = DraftLimits(most, each, kv.has_streams, is_one_group)
         drafted = speculator.plan(sequences, plan.row_groups, cost, limits)

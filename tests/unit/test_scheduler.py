@@ -15,18 +15,7 @@ from cppbatch.engine.kv_pool import KVPool
 from cppbatch.engine.scheduler import Scheduler, StepPlan
 from cppbatch.engine.sequence import Seq, SeqStatus
 from cppbatch.errors import CacheFull, DecodeFailed, LlamaError
-from tests.fakes import (
-    FakeContext,
-    FakeProposer,
-    context_of,
-    drain,
-    fake_engine,
-    greedy,
-    know,
-    reference,
-    run_steps,
-    tokens_of,
-)
+from tests.fakes import FakeContext, context_of, drain, fake_engine, greedy, reference, run_steps, tokens_of
 
 UNIFIED = pytest.mark.parametrize("unified", [True, False], ids=["unified", "per-sequence"])
 
@@ -332,26 +321,6 @@ def test_prompt_tokens_and_decoding_rows_are_counted_apart() -> None:
     drain(engine)
     stats = engine.stats()
     assert (stats.steps, stats.prompt_tokens, stats.decode_rows, stats.generated_tokens) == (4, 9, 2, 3)
-
-
-@UNIFIED
-def test_the_prompts_of_others_do_not_stop_drafts_which_take_what_these_leave_of_a_step(unified: bool) -> None:
-    engine = fake_engine(
-        n_ctx=2048, n_batch=32, n_ubatch=32, n_parallel=4, unified=unified, proposers=[FakeProposer(wrong_each=10**9)]
-    )
-    know(engine, {1: 0.010, 256: 0.011})  # drafts cost next to nothing
-    sizes: list[tuple[int, int, int]] = []
-    engine.on_plan = lambda plan: sizes.append((plan.n_decode, plan.n_tokens - plan.n_decode, plan.n_drafted))
-    prompts, events = ["ab" * 10 + letter for letter in "abcd"], []
-    for i, prompt in enumerate(prompts):
-        engine.add_request(prompt, greedy(40, ignore_eos=True), request_id=str(i))
-        events += run_steps(engine, 2)
-    events += drain(engine)
-    mixed = [size for size in sizes if all(size)]
-    assert mixed
-    assert max(map(sum, mixed)) <= 32
-    for i, prompt in enumerate(prompts):
-        assert tokens_of(events, str(i)) == reference(prompt, greedy(40, ignore_eos=True))[0]
 
 
 # --- leaving --------------------------------------------------------------------------------------------------------
