@@ -155,7 +155,8 @@ def _from_base64(field: str, text: str) -> bytes:
     for start in range(0, len(body), _PIECE):
         piece = rest + body[start : start + _PIECE].encode("ascii", "replace").translate(None, _WHITESPACE)
         if wrong := piece.translate(None, _ALPHABET):
-            message = f"is not valid base64: it has {wrong[:1].decode()!r}; give a data URL such as data:image/png;base64,..."
+            example = "data:image/png;base64,..."
+            message = f"is not valid base64: it has {wrong[:1].decode()!r}; give a data URL such as {example}"
             raise InvalidRequest(field, message)
         whole = len(piece) // 4 * 4
         decoded += binascii.a2b_base64(piece[:whole])

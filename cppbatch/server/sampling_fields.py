@@ -117,7 +117,9 @@ class SamplingFields(StructuredFields, kw_only=True):
         n = self.n_choices
         candidates = n_candidates(n, None if self.best_of is None else _count("best_of", self.best_of))
         if candidates > n and self.stream:
-            raise InvalidRequest("best_of", "cannot be combined with `stream`: the best candidates are only known at the end")
+            raise InvalidRequest(
+                "best_of", "cannot be combined with `stream`: the best candidates are only known at the end"
+            )
         return candidates
 
     def params(self, **defaults: Any) -> SamplingParams:
