@@ -87,6 +87,6 @@ export function Jobs({active, server}) {
       <${JobItem} key=${each.id} job=${each} rate=${rates.current[each.id]} />`)}</ul>`}
     ${hasMore && html`<div><${Button} onClick=${() => setLimit(limit + PAGE)}>Show older jobs<//></div>`}
     ${hasMore === false && !jobs.length && html`<p class="muted">No job yet. A job answers every line of a file, beside
-      all other requests: it waits while they do, goes on after a restart, and keeps its results here.</p>`}
+      all other requests: it waits while they do, continues after a restart, and keeps its results here.</p>`}
   </div>`;
 }
