@@ -98,7 +98,7 @@ class Turns:
         if self._thread == threading.get_ident():
             raise RuntimeError(
                 "the engine is computing a step on this thread: a logits processor, a stopping criterion or another "
-                "function that it calls cannot generate with the same engine"
+                "function that it calls cannot generate with the same engine, or close its model"
             )
 
     @contextmanager

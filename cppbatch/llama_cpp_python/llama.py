@@ -318,7 +318,9 @@ class Llama(_ORIGINAL):  # type: ignore[misc]  # mypy does not follow imports of
         return next(number for number, name in POOLING.items() if name == pooling)
 
     def close(self) -> None:
-        """Frees the engine and the model. Later calls raise `EngineClosed`."""
+        """Frees the engine and the model. Later calls raise `EngineClosed`. Raises `RuntimeError` within a step."""
+        for engine in self._engines.values():
+            engine.turns.check_outside()
         self._is_closed = True
         super().close()
 

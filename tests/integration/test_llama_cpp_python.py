@@ -309,8 +309,9 @@ def test_what_a_processor_raises_is_raised_to_its_caller_alone(opened: Open, tin
         return llm("Hello", max_tokens=1)
 
     llm = opened(tiny_llama)
-    with pytest.raises(RuntimeError, match="cannot generate with the same engine"):
-        llm("Hello", logits_processor=llama_cpp.LogitsProcessorList([calls_itself]))
+    for forbidden in (calls_itself, lambda input_ids, scores: llm.close()):
+        with pytest.raises(RuntimeError, match="cannot generate with the same engine, or close its model"):
+            llm("Hello", logits_processor=llama_cpp.LogitsProcessorList([forbidden]))
     with pytest.raises(KeyError, match="mine"):
         llm("Hello", logits_processor=llama_cpp.LogitsProcessorList([broken]))
     assert llm("Hello", max_tokens=2)["usage"]["completion_tokens"] == 2
