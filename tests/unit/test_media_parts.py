@@ -97,7 +97,7 @@ REFUSED = {
         "must be like data:image/png;base64",
     ),
     "no base64": ({"type": "image_url", "image_url": as_url(RED)[:-9] + "*" + "A" * 8}, AT, "'*'"),
-    "base64 without its end": ({"type": "image_url", "image_url": "data:;base64,AAAAA"}, AT, "end"),
+    "base64 without its end": ({"type": "image_url", "image_url": "data:;base64,AAAAA"}, AT, "truncated"),
     "a text as picture": (
         {"type": "image_url", "image_url": as_url(b"<svg></svg>", "image/png")},
         AT,
