@@ -111,10 +111,12 @@ def _read(path: Path) -> Measured:
 
 
 def _places(path: Path) -> Iterator[Path]:
-    """The file in the user's cache, then one for a user whose cache cannot be written: a command that times again has
+    """The file in the user's cache, and one for a user whose cache cannot be written: a command that times again has
     other advice than the one before. Its folder is left out if another user has made it."""
     yield path
-    if hasattr(os, "getuid"):
+    above = next(folder for folder in path.parents if os.path.lexists(folder))
+    is_writable = above.is_dir() and os.access(above, os.W_OK)
+    if not is_writable and hasattr(os, "getuid"):
         folder = Path(tempfile.gettempdir()) / f"cppbatch-{os.getuid()}"
         if not os.path.lexists(folder) or folder.lstat().st_uid == os.getuid():
             yield folder / path.name

