@@ -86,7 +86,7 @@ class Turns:
     def soon(self, work: Callable[[], object]) -> None:
         """As `run`; within a turn of the same thread, or its wait for one, `work` is called at the end of the turn.
 
-        For what garbage collection may call in the middle of a step: closing an iterator that nobody holds any more.
+        For what garbage collection may call in the middle of a step: closing an iterator without references.
         """
         if self._inside.value:
             self._later.append(work)

@@ -29,7 +29,7 @@ class Kept:
     def __init__(
         self, llama: object, events: Generator[GenerationEvent, None, None], callbacks: Callbacks | None, n_prompt: int
     ) -> None:
-        """`llama`: its object, which closes its engine when nobody holds it any more."""
+        """`llama`: its object, which closes its engine when it has no references left."""
         self._llama = llama
         self._events, self._callbacks, self.n_prompt = events, callbacks, n_prompt
         self.n_tokens = 0

@@ -73,7 +73,7 @@ def run_workload(engine: BatchInferenceEngine, requests: list[TimedRequest]) -> 
     after = engine.stats()
     rows, steps = after.decode_rows - before.decode_rows, after.decode_steps - before.decode_steps
     computed = rows + after.prompt_tokens - before.prompt_tokens
-    needed = sum(len(request.prompt) + request.n_new - 1 for request in requests)  # nobody computes the last token
+    needed = sum(len(request.prompt) + request.n_new - 1 for request in requests)  # the last token is not computed
     return WorkloadRun(
         seconds=seconds,
         tokens=tokens,
