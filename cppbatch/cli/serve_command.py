@@ -28,7 +28,7 @@ from cppbatch.errors import ConfigError, ModelError
 
 if TYPE_CHECKING:
     from cppbatch.cluster.deployment import Deployment, EngineStarter
-    from cppbatch.server.listener import Address
+    from cppbatch.server.address import Address
     from cppbatch.server.served_models import ServedModels
     from cppbatch.server.settings import ServerSettings
 

@@ -22,11 +22,16 @@ from tests.native_engines import OpenEngine
 GREEDY = SamplingParams(temperature=0, max_tokens=16)
 HEAVY = {"gguf", "yaml", "llguidance", "aiohttp", "rich", "prometheus_client"}
 NATIVE = {"numpy", "llama_cpp", "jinja2"}
+SERVE = """
+import cppbatch.cli.serve_command, cppbatch.cli.plan_start, cppbatch.cluster.deployment
+import cppbatch.server.address, cppbatch.server.limits, cppbatch.server.own_names, cppbatch.server.settings
+"""
+"""What `cppbatch serve` imports before its worker starts."""
 IMPORTS: dict[str, set[str]] = {
     "import cppbatch": HEAVY | NATIVE | {"asyncio", "click", "msgspec", "psutil", "typing", "zmq"},
     "from cppbatch import Llama": HEAVY | {"asyncio", "click", "zmq"},
     "import cppbatch.cluster.worker_main": HEAVY | {"asyncio", "click"},
-    "import cppbatch.cli.serve_command, cppbatch.cli.plan_start": HEAVY | NATIVE | {"zmq"},
+    SERVE: HEAVY | NATIVE | {"zmq"},
 }
 
 
