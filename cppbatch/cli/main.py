@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 
 import click
 
+from cppbatch.cli.quiet_imports import QuietImports
 from cppbatch.errors import CppBatchError
 
 _MODULES = {
@@ -21,7 +22,8 @@ class _Commands(Mapping[str, click.Command]):
     """The commands, each imported when it is looked up: all of them take as long to import as a small model to load."""
 
     def __getitem__(self, name: str) -> click.Command:
-        module = importlib.import_module(f"cppbatch.cli.{_MODULES[name]}")
+        with QuietImports():
+            module = importlib.import_module(f"cppbatch.cli.{_MODULES[name]}")
         command: click.Command = getattr(module, name.replace("-", "_"))
         return command
 

@@ -20,6 +20,7 @@ from cppbatch.cli.engine_options import (
 from cppbatch.cli.llama_server_flags import LlamaServerCommand, unneeded_flags
 from cppbatch.cli.loading_bar import loading_bar
 from cppbatch.cli.model_sources import ModelSources, many_models, model_source_options
+from cppbatch.cli.quiet_imports import QuietImports
 from cppbatch.cli.ray_options import RayTarget, ray_options
 from cppbatch.cli.server_options import server_options
 from cppbatch.cluster import worker_process
@@ -66,10 +67,13 @@ def serve(
     async def run_one(config: EngineConfig, starter: EngineStarter, *, start_early: bool) -> None:
         say(f"loading {config.model_path} ...")
         if start_early:
-            await worker_process.start_early()
-        from cppbatch.server.served_models import OneModel
+            await worker_process.start_early()  # it imports beside this process, which has as much to import
+        with QuietImports():
+            engine = starter.start(config)
+            await asyncio.sleep(0)  # the worker gets its settings, and loads the model during the imports that follow
+            from cppbatch.server.served_models import OneModel
 
-        await run(lambda: OneModel.of(starter.start(config), settings), lambda: find_advice(config))
+        await run(lambda: OneModel.of(engine, settings), lambda: find_advice(config))
 
     if sources:
         if ray:
