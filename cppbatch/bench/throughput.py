@@ -86,7 +86,7 @@ REQUEST_KINDS = {
 }
 """Kinds of requests with different sampling costs. "chain" uses llama.cpp's own samplers."""
 
-_TARGET_STEP_MS = 60_000  # so long that prompts are never split for the sake of decoding sequences
+_TARGET_ITL_MS = 60_000  # so long that prompts are never split for the sake of decoding sequences
 _WARM_UP = 8  # tokens
 
 _COLUMNS = [
@@ -167,7 +167,7 @@ def measure_throughput(
         config,
         n_ctx=max(sizes.batch_sizes) * (sizes.prompt_tokens + sizes.new_tokens),
         n_parallel=max(sizes.batch_sizes),
-        target_step_ms=_TARGET_STEP_MS,
+        target_itl_ms=_TARGET_ITL_MS,
         prefix_cache=False,  # the bare loop needs an empty context
         spec="off",  # the bare loop has no drafts
     )

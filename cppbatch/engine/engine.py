@@ -128,7 +128,7 @@ class BatchInferenceEngine:
             media=self._runtime.media,
         )
         policy = policy or (PoolingScheduler if self.info.pooling else Scheduler)
-        target = config.target_step_ms / 1000 if config.target_step_ms else None
+        target = config.target_itl_ms / 1000 if config.target_itl_ms else None
         self._speculator = self._make_speculator()
         self._scheduler = policy(
             self.kv,
