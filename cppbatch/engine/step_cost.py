@@ -27,7 +27,7 @@ _GUESSED_TOKEN_S = 0.001
 _NEW_TOKEN_S = 0.3
 _FORGET_LEVEL = 0.0002  # how fast the best level rises towards the present one, a step: halfway in some minutes
 _FORGET_TOKEN_S = 0.002  # the same for prompt tokens
-_BARE_EVERY = 32  # steps; then `bare` is made again, after every one of the first `2 * _BARE_EVERY`
+_BARE_EVERY = 64  # steps; then `bare` is made again, after every one of the first `2 * _BARE_EVERY`
 
 Groups = Sequence[int]
 """Numbers of decode rows that llama.cpp computes together. One number, except where sequences have streams of their

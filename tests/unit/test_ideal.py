@@ -28,7 +28,9 @@ N_ROWS = 16
 class Simulation:
     """An engine that computes a load, and what that takes. `losses`: it does at random what costs time."""
 
-    def __init__(self, costs: BareCosts, requests: list[RequestSize], clients: int | None, losses: random.Random | None):
+    def __init__(
+        self, costs: BareCosts, requests: list[RequestSize], clients: int | None, losses: random.Random | None
+    ):
         self.costs, self.losses, self.now = costs, losses, 0.0
         self.clients = clients
         self.queue = requests.copy() if clients else sorted(requests, key=lambda request: request.arrives)
@@ -104,7 +106,9 @@ def test_the_tail_of_one_long_output_is_no_loss() -> None:
 
 
 @pytest.mark.parametrize("costs", [AFFINE, TILED], ids=["affine", "tiled"])
-@pytest.mark.parametrize(("clients", "samples", "apart_s"), [(8, 1, 0), (16, 1, 0), (4, 4, 0), (None, 1, 0), (None, 4, 0.3)])
+@pytest.mark.parametrize(
+    ("clients", "samples", "apart_s"), [(8, 1, 0), (16, 1, 0), (4, 4, 0), (None, 1, 0), (None, 4, 0.3)]
+)
 def test_no_engine_is_faster_than_the_ideal_time(
     costs: BareCosts, clients: int | None, samples: int, apart_s: float
 ) -> None:
@@ -248,7 +252,9 @@ def test_an_engine_that_wastes_nothing_knows_that_it_does(machine: Machine) -> N
     assert machine.engine.stats().recent_steps.of_ideal is not None
 
 
-@pytest.mark.parametrize(("reason", "owner", "name"), [("sampling", "_sampler", "sample"), ("engine", "_scheduler", "plan")])
+@pytest.mark.parametrize(
+    ("reason", "owner", "name"), [("sampling", "_sampler", "sample"), ("engine", "_scheduler", "plan")]
+)
 def test_an_engine_finds_what_its_own_phases_take(machine: Machine, reason: str, owner: str, name: str) -> None:
     clean = machine.lost(lambda: machine.run(16))
     machine.slow_down(getattr(machine.engine, owner), name, 0.002)
