@@ -13,6 +13,7 @@ from cppbatch.bench.plot import new_figure
 from cppbatch.bench.report import Column, Report
 from cppbatch.engine.ideal import LOST, BareCosts, StepWork, TimeSplit
 from cppbatch.engine.step_budget import StepBudget
+from cppbatch.engine.trace import TRACKS
 from cppbatch.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -38,6 +39,7 @@ _COLUMNS = [
     Column("meaning", "meaning"),
 ]
 _PHASES = ("schedule", "fill", "decode", "sample", "advance")
+_TRACKS = (TRACKS["device"], TRACKS["steps"])
 _INTERVALS = 60  # of the plot
 
 
@@ -46,6 +48,7 @@ class _Event(msgspec.Struct, frozen=True):
     ph: str = ""
     ts: float = 0.0
     dur: float = 0.0
+    tid: int = 0
     args: dict[str, Any] = {}
 
 
@@ -85,7 +88,7 @@ def _steps(path: Path) -> Iterator[TracedStep]:
             if not line.endswith(b"\n") or line.startswith(b"{}]"):  # cut off; the end
                 break
             event = decoder.decode(line.rstrip().removesuffix(b","))
-            if event.ph != "X" or event.name not in _PHASES:
+            if event.ph != "X" or event.tid not in _TRACKS or event.name not in _PHASES:
                 continue
             if event.name == "schedule":
                 phases, began = {}, event.ts / 1e6

@@ -1,7 +1,7 @@
 """What work could cost at best, and where the rest of the time went. Pure: no clock, no model.
 
-`ideal_seconds`: of whole requests, from bare costs that were measured (`cppbatch.bench.bare_costs`). `TimeSplit`: of each
-step of an engine, from the best costs that it has learned (`StepCost.bare`).
+`ideal_seconds`: of whole requests, from bare costs that were measured (`cppbatch.bench.bare_costs`). `TimeSplit`: of
+each step of an engine, from the best costs that it has learned (`StepCost.bare`).
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ LOST = (
     "slower",
     "waiting",
 )
-"""Where time goes that is not ideal. padding: padding rows. drafts: rows of draft tokens that were rejected (accepted ones
-are work done). few_rows: steps with fewer rows than unfinished sequences. small_pieces: prompt tokens that cost more than
-those of the best size of a piece. computed_again: tokens of preempted sequences whose keys and values were lost.
-sampling, engine: the phases sample; schedule, fill, advance. serving: between two steps while there was work. slower: the
-rest of `llama_decode`: other programs, longer contexts. waiting: nothing to do."""
+"""Where time goes that is not ideal. padding: padding rows. drafts: rows of draft tokens that were rejected (accepted
+ones are work done). few_rows: steps with fewer rows than unfinished sequences. small_pieces: prompt tokens that cost
+more than those of the best size of a piece. computed_again: tokens of preempted sequences whose keys and values were
+lost. sampling, engine: the phases sample; schedule, fill, advance. serving: between two steps while there was work.
+slower: the rest of `llama_decode`: other programs, longer contexts. waiting: nothing to do."""
 
 
 class BareCosts(msgspec.Struct, frozen=True, kw_only=True):
@@ -94,8 +94,8 @@ class BareCosts(msgspec.Struct, frozen=True, kw_only=True):
     def rows_s(self, n_rows: int, n_steps: float, most: int) -> float:
         """Seconds of `n_rows` decode rows in at least `n_steps` steps of 1 to `most` rows, at best.
 
-        Steps of different sizes are mixed as they cost least, so it is `T * S(n_rows / T)`: S is the lower convex hull of
-        the known step times, and T the larger of `n_steps` and the number of steps of the size whose rows cost least.
+        Steps of different sizes are mixed as they cost least, so it is `T * S(n_rows / T)`: S is the lower convex hull
+        of the known step times, and T the larger of `n_steps` and of the steps of the size whose rows cost least.
         """
         if n_rows <= 0:
             return 0.0
@@ -135,14 +135,14 @@ def ideal_seconds(
         work = prompt tokens * c + rows * S(k) / k          k: the number of rows, up to `most_rows`, that is best
 
     each with what its cells cost more. As prompts and rows are computed by the same device, both are added
-    (docs/decisions/0002: mixing costs the sum). No load can always have k rows: a sequence has one row in a step, so that
-    there are at least as many steps as the longest output has rows. With L such steps for R rows, the rows cost at least
-    L * S(R / L) (`BareCosts.rows_s`). Nothing is computed before it arrives: the result is the largest, over all
+    (docs/decisions/0002: mixing costs the sum). No load can always have k rows: a sequence has one row in a step, so
+    there are at least as many steps as the longest output has rows. With L such steps for R rows, the rows cost at
+    least L * S(R / L) (`BareCosts.rows_s`). Nothing is computed before it arrives: the result is the largest, over all
     times t of an arrival, of t plus the cost of the requests that arrive at t or later.
 
     `clients`: in order, this many of the requests are in flight, and each that ends lets the next one arrive (their
-    `arrives` are not used). With at most `most_rows` sequences in flight the number of steps is then that of the schedule
-    in which all of them have a row in each step: none has fewer.
+    `arrives` are not used). With at most `most_rows` sequences in flight the number of steps is then that of the
+    schedule in which all of them have a row in each step: none has fewer.
     """
     if not requests:
         return 0.0
@@ -150,13 +150,12 @@ def ideal_seconds(
     most_rows = min(most_rows, in_flight * max(request.samples for request in requests))
     if clients is not None:
         return _cost(requests, costs, most_rows, _closed_loop_steps(requests, most_rows, clients))
-    best, prompts_s, cells_s, n_rows, longest, n = 0.0, 0.0, 0.0, 0, 0, 0
+    best, prompts_s, cells_s, n_rows, longest = 0.0, 0.0, 0.0, 0, 0
     for request in sorted(requests, key=lambda request: -request.arrives):
         prompts_s += _prompt_s(request, costs)
         cells_s += _cells_s(request, costs)
         n_rows += _rows(request)
         longest = max(longest, request.output_tokens - 1)
-        n += 1
         decode_s = costs.rows_s(n_rows, max(longest, n_rows / most_rows), most_rows)
         best = max(best, request.arrives + prompts_s + cells_s + decode_s)
     return best
@@ -217,9 +216,9 @@ class StepWork(NamedTuple):
 class TimeSplit:
     """The time of steps, split into what their work costs at best (`ideal`) and where the rest went (`lost`, `LOST`).
 
-    All parts are at least 0, and their sum is the time. A step's rows cost S(n) at best, which is divided by rows: padding
-    rows and rejected drafts are lost, and of the others what each costs more than it does in the best number of rows up
-    to the unfinished sequences. So a load of few sequences loses nothing to `few_rows`.
+    All parts are at least 0, and their sum is the time. A step's rows cost S(n) at best, which is divided by rows:
+    padding rows and rejected drafts are lost, and of the others what each costs more than it does in the best number of
+    rows up to the unfinished sequences. So a load of few sequences loses nothing to `few_rows`.
     """
 
     def __init__(self) -> None:

@@ -43,8 +43,8 @@ class StepCost:
 
     The time of prompt tokens is a running mean for each size of a prompt piece: 4-7 tokens, 8-15, 16-31 ...
 
-    `bare` has the costs at best, of `llama_decode` alone: the best level and times of prompt tokens fall at once and rise
-    slowly.
+    `bare` has the costs at best, of `llama_decode` alone: the best level and times of prompt tokens fall at once and
+    rise slowly.
     """
 
     def __init__(self) -> None:

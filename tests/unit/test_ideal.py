@@ -1,4 +1,4 @@
-"""The ideal time of a load is a lower bound that an engine without losses reaches, and every loss is found in its place."""
+"""The ideal time is a lower bound that an engine without losses reaches, and every loss is found in its place."""
 
 from __future__ import annotations
 

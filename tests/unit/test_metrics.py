@@ -9,7 +9,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from cppbatch.engine.histogram import ROWS, SECONDS, Bins, merged
-from cppbatch.engine.ideal import LOST, BareCosts, StepWork
+from cppbatch.engine.ideal import BareCosts, StepWork
 from cppbatch.engine.metrics import EngineStats, Metrics, RecentSteps, add_up
 from cppbatch.engine.request import FinishReason, GenerationEvent, RequestUsage
 from cppbatch.engine.rolling_window import Window, percentile
