@@ -24,8 +24,8 @@ def measure_bare_costs(runtime: Runtime, most_rows: int) -> BareCosts:
     """Measures pieces of prompts of 16, 64, 256 and 512 tokens, and steps of 1, 4, 8, 16 ... `most_rows` rows, on short
     sequences and on four long ones, from which the cost of a cell follows.
 
-    About 3,500 prompt tokens; fewer where the context is small, or a piece would take seconds. The context
-    must be empty, and is empty again afterwards. Raises `LlamaError`.
+    About 4,500 prompt tokens; fewer where the context is small, or a piece would take seconds. The context
+    must be empty, have room for two tokens of each sequence, and is empty again afterwards. Raises `LlamaError`.
     """
     return _Measurement(runtime, most_rows).run()
 
@@ -48,46 +48,50 @@ class _Measurement:
         self._tokens = random_prompt(np.random.default_rng(0), max(_PIECES), runtime.info.n_vocab)
         self._ends = [0] * most_rows  # of each sequence
         self._most_rows = most_rows
+        context = runtime.context
+        self._room = (
+            context.n_ctx // most_rows if context.kv_unified else context.n_ctx_seq
+        )  # of each, with all of them
+        self._short = min(_SHORT, self._room // 2, context.n_batch)
         self._piece_s: dict[int, float] = {}
 
     def run(self) -> BareCosts:
-        context, most = self._context, self._most_rows
-        for seq_id in range(most):
-            self._compute_piece(seq_id, _SHORT)
-        counts = sorted({n for n in (1, 4, *range(8, most, 8), most) if n <= most})
-        self._compute_rows(most)  # warm-up
-        rows_s = {n: self._compute_rows(n) for n in counts}
-        self._empty()
-        n_long, row_cell_s, token_cell_s = min(_N_LONG, most), 0.0, 0.0
-        if piece := next((n for n in _LONG if self._has_room(n_long, 2 * n + _SHORT) and self._seconds(n) <= _MAX_LONG_PIECE_S), 0):
+        most = self._most_rows
+        rows_s = {}
+        for n in sorted({1, *(n for n in (4, *range(8, most, 8)) if n < most), most}):
+            for seq_id in range(n):
+                self._compute_piece(seq_id, self._short)
+            rows_s[n] = self._compute_rows(n, min(_ROUNDS, self._room - self._short))
+            self._empty()
+        n_long, row_cell_s, token_cell_s = max(n for n in rows_s if n <= _N_LONG), 0.0, 0.0
+        if piece := next((n for n in _LONG if self._is_possible(n, 2 * n + _ROUNDS, n_long, _MAX_LONG_PIECE_S)), 0):
             times = [[self._compute_piece(seq_id, piece) for _ in range(2)] for seq_id in range(n_long)]
             first_s, second_s = (min(each) for each in zip(*times, strict=True))
             token_cell_s = max(0.0, second_s - first_s) / piece**2
-            long_s = self._compute_rows(n_long)
-            short_s = rows_s.get(n_long, long_s)
-            row_cell_s = max(0.0, long_s - short_s) / n_long / max(1, 2 * piece - _SHORT)
-            self._piece_s[piece] = first_s
+            long_s = self._compute_rows(n_long, _ROUNDS)
+            row_cell_s = max(0.0, long_s - rows_s[n_long]) / n_long / (2 * piece)
             self._empty()
-        for n in _PIECES[1:]:
-            if self._has_room(1, n) and n <= context.n_ubatch and self._seconds(n) <= _MAX_PIECE_S:
+        for n in _PIECES:
+            if self._is_possible(n, n, 1, _MAX_PIECE_S):
                 for _ in range(2):
                     self._compute_piece(0, n)
                     self._empty()
         return BareCosts.of(
-            ((n, max(0.5 * s, s - n * row_cell_s * _SHORT)) for n, s in rows_s.items()),
-            ((n, max(0.5 * s / n, s / n - token_cell_s * n / 2)) for n, s in self._piece_s.items()),
+            ((n, max(0.5 * s, s - n * row_cell_s * self._short)) for n, s in rows_s.items()),
+            ((n, max(0.5 * s, s - n * token_cell_s * n / 2) / n) for n, s in self._piece_s.items()),
             row_cell_s=row_cell_s,
             token_cell_s=token_cell_s,
         )
 
-    def _has_room(self, n_sequences: int, n_tokens: int) -> bool:
+    def _is_possible(self, piece: int, length: int, n_sequences: int, most_s: float) -> bool:
+        """Whether a piece is computed at once, in time, and these sequences have the cells for this length."""
         context = self._context
-        n_cells = context.n_ctx if context.kv_unified else n_sequences * context.n_ctx_seq
-        return n_tokens <= context.n_ctx_seq and n_sequences * n_tokens <= n_cells
+        has_cells = length <= context.n_ctx_seq and (not context.kv_unified or n_sequences * length <= context.n_ctx)
+        return has_cells and piece <= min(context.n_ubatch, context.n_batch) and self._seconds(piece) <= most_s
 
     def _seconds(self, n: int) -> float:
         """That a piece takes at most, as far as is known."""
-        return n * self._piece_s[_SHORT] / _SHORT
+        return n * self._piece_s[self._short] / self._short
 
     def _compute_piece(self, seq_id: int, n: int) -> float:
         """Appends `n` tokens to a sequence. Returns the seconds; the least of new sequences are kept."""
@@ -99,12 +103,10 @@ class _Measurement:
         self._ends[seq_id] += n
         return seconds
 
-    def _compute_rows(self, n: int) -> float:
+    def _compute_rows(self, n: int, n_steps: int) -> float:
         """Appends tokens to the first `n` sequences. Returns the seconds of the fastest step."""
         rows, token, times = list(range(n)), int(self._tokens[0]), []
-        for _ in range(_ROUNDS):
-            if not all(self._ends[seq_id] < self._context.n_ctx_seq for seq_id in rows):
-                break
+        for _ in range(n_steps):
             self._batch.clear()
             self._batch.add_rows([token] * n, self._ends[:n], rows)
             times.append(self._decode())
