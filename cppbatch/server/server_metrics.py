@@ -250,7 +250,7 @@ _COUNTERS = {
     "ideal_seconds": "What the computed work costs at best, as learned from the steps",
     "context_shifts": "Times that a text went on in a full context, without the tokens that were dropped from it",
 }
-_BY_REASON = "Time that is not among ideal_seconds, by where it went (cppbatch bench explain --help)"
+_BY_REASON = "Time that is not among ideal_seconds, by where it went (docs/benchmarks.md)"
 _HISTOGRAMS = {
     "batch_size": ("batch_sizes", "Decoding sequences in a step, of the steps that had any"),
     "step_seconds": ("step_times", "Time of a step"),
