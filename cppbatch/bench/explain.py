@@ -113,6 +113,7 @@ def explain(path: Path) -> Report:
     steps = read_steps(path)
     costs = bare_costs_of(steps)
     first, last = steps[0].began, steps[-1].ended
+    width = (last - first) / _INTERVALS
     total, before, ended = TimeSplit(), dict.fromkeys(_MEANING, 0.0), first
     over_time = {part: [0.0] * _INTERVALS for part in _MEANING}
     for step in steps:
@@ -121,11 +122,12 @@ def explain(path: Path) -> Report:
         total.add_pause(pause_s - waiting_s, waiting_s)
         engine_s = step.ended - step.began - step.phases["decode"] - step.phases.get("sample", 0.0)
         total.add_step(step.work, costs, step.phases["decode"], step.phases.get("sample", 0.0), engine_s)
+        covered = _intervals((ended - first) / width, (step.ended - first) / width)
         ended = step.ended
         now = {"ideal": total.ideal, **total.lost}
-        interval = min(_INTERVALS - 1, int(_INTERVALS * (step.began - first) / (last - first)))
         for part, seconds in now.items():
-            over_time[part][interval] += seconds - before[part]
+            for interval, share in covered:
+                over_time[part][interval] += share * (seconds - before[part])
         before = now
     took, of_ideal = last - first, total.of_ideal or 0.0
     work = [step.work for step in steps]
@@ -159,6 +161,14 @@ def explain(path: Path) -> Report:
             _costs_line(costs),
         ],
     )
+
+
+def _intervals(start: float, end: float) -> list[tuple[int, float]]:
+    """The intervals that this time is in, in multiples of their width, each with its share of the time."""
+    indices = range(int(start), min(_INTERVALS, int(end) + 1))
+    overlaps = [(i, min(end, i + 1) - max(start, i)) for i in indices]
+    total = sum(overlap for _, overlap in overlaps)
+    return [(i, overlap / total) for i, overlap in overlaps] if total > 0 else [(min(indices, default=0), 1.0)]
 
 
 def _costs_line(costs: BareCosts) -> str:
