@@ -25,6 +25,7 @@ from operator import attrgetter
 from typing import TypeVar
 
 from cppbatch.config import Preference
+from cppbatch.engine.ideal import BareCosts, StepWork
 from cppbatch.engine.kv_pool import KVPool
 from cppbatch.engine.lora_scheduling import LoraRoundRobin
 from cppbatch.engine.lora_sets import AdapterSet
@@ -396,11 +397,25 @@ class Scheduler:
         first = next((s for s in self.running if not s.is_background and not s.n_generated), None)
         return [s for s in self.running if first is None or not s.is_background or s.rank < first.rank]
 
-    def computed(self, plan: StepPlan, seconds: float) -> None:
-        """Learns from the duration of a step, but not if it switched adapters: llama.cpp plans its graph again then."""
+    def computed(self, plan: StepPlan, seconds: float, decode_s: float | None = None) -> None:
+        """Learns from the duration of a step, and its time in `llama_decode` (None: all of it); but not if it switched
+        adapters: llama.cpp plans its graph again then."""
         if not plan.is_switch:
             n_prefill = plan.n_tokens - plan.n_decode - plan.n_beside
-            self._lora.computed(plan.adapters, plan.row_groups, n_prefill, seconds)
+            self._lora.computed(plan.adapters, plan.row_groups, n_prefill, seconds, decode_s)
+
+    def work(self, plan: StepPlan) -> StepWork:
+        """What a step computes, for `TimeSplit`; before its sequences are told that it was computed."""
+        n_rows = plan.n_decode + plan.n_beside
+        n_prompt, again = plan.n_tokens - n_rows, 0
+        if n_prompt:
+            again = sum(s.n_again(n) for s, n in plan.chunks if s.n_lost)
+        n_unfinished = min(self.n_parallel, len(self.running) + len(self.waiting))
+        return StepWork(n_rows, plan.row_groups, plan.n_drafted, 0, n_prompt, min(again, n_prompt), n_unfinished)
+
+    def bare_costs(self) -> BareCosts:
+        """What steps cost at best, with the adapters of the last step."""
+        return self._lora.last_cost.bare()
 
     def _prefill(
         self, prefilling: list[Seq], adapters: AdapterSet, groups: Groups, n_decode: int, decoding: list[Seq]

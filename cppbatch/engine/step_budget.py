@@ -139,14 +139,16 @@ class StepBudget:
         if self._sizes:
             self._sizes.arrived(n)
 
-    def observe(self, groups: Groups, n_prefill: int, seconds: float) -> None:
-        """Learns from the duration of a step. `groups`: its decode rows, padding included."""
+    def observe(self, groups: Groups, n_prefill: int, seconds: float, decode_s: float | None = None) -> None:
+        """Learns from the duration of a step. `groups`: its decode rows, padding included. `decode_s`: the time in
+        `llama_decode`; None: all of it."""
+        decode_s = seconds if decode_s is None else decode_s
         cost = self.cost
         if groups and self._sizes:
             self._sizes.step()
         if n_prefill == 0:
             weight = _NEW_QUIET_READING if self._since_refresh else _NEW_QUIET
-            cost.observe_rows(groups, seconds)
+            cost.observe_rows(groups, seconds, decode_s)
             level = seconds / cost.relative(groups)
             self._quiet_level += (weight if self._quiet_level else 1.0) * (level - self._quiet_level)
             self._since_refresh = 0
@@ -155,4 +157,6 @@ class StepBudget:
         if n_prefill >= _MIN_CHUNK or not cost.knows_prompts:  # fewer say little about the time of one
             rows_s = cost.rows_s(groups) if groups and cost.knows_rows else 0.0
             # A noisy clock must not make it 0: at least 5% of the step is the prompt tokens' time.
-            cost.observe_prompt(n_prefill, max(seconds - rows_s, 0.05 * seconds))
+            prompt_s = max(seconds - rows_s, 0.05 * seconds)
+            is_certain = rows_s <= 0.5 * decode_s
+            cost.observe_prompt(n_prefill, prompt_s, decode_s=decode_s - rows_s if is_certain else None)
