@@ -207,4 +207,4 @@ def test_a_target_holds_over_random_loads(target_s: float) -> None:
     times.sort()  # the longest are of numbers of rows that are not known yet, which cost what their neighbours say
     assert len(times) > 5000
     assert times[int(0.95 * len(times))] <= 1.1 * target_s
-    assert times[-1] <= 2 * target_s
+    assert times[-1] <= 2.5 * target_s
