@@ -59,7 +59,7 @@ def test_a_sequence_that_moves_to_a_gap_continues_its_text(
 ) -> None:
     path = request.getfixturevalue(model)
     engine = open_engine(path, kv_layout="per-sequence", n_parallel=4, spec="off")
-    engine._scheduler.computed = lambda plan, seconds: None  # type: ignore[method-assign]  # learn no other times
+    engine._scheduler.computed = lambda *_: None  # type: ignore[method-assign]  # learn no other times
     engine._scheduler._lora.budget(()).cost.seed([(n, 0.005 + 0.005 * n) for n in range(1, 5)])
     short, long = (msgspec.structs.replace(GREEDY, max_tokens=n) for n in (4, 90))
     ids = [
