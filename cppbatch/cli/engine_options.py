@@ -325,8 +325,9 @@ _SETTINGS = [
         help="LoRA adapter, with scale 1 by default; may be given several times. Requests can override the scales.",
     ),
     option(
-        "--target-step-ms", env="TARGET_STEP_MS", type=float, default=_DEFAULTS.target_step_ms,
-        help="Target duration of a step while sequences generate, in ms; 0: as --prefer says.",
+        "--target-itl-ms", env="TARGET_ITL_MS", type=float, default=_DEFAULTS.target_itl_ms,
+        help="Target for the time between two tokens of a sequence while prompts are computed, in ms; "
+        "0: as --prefer says.",
     ),
     option(
         "--prefer", env="PREFER", type=click.Choice(get_args(Preference)), default=_DEFAULTS.prefer,

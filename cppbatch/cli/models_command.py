@@ -121,9 +121,9 @@ def requantize(
 ) -> None:  # fmt: skip
     """Writes a model again with types of weights that batch well on this CPU.
 
-    A type whose kernel computes a batch row by row becomes Q8_0, or BF16 in a small model on a CPU with instructions
-    for it, nearly without loss; matrices of other types are copied. Then speed, memory and text quality of both files
-    are measured. MODEL stays as it is.
+    A type whose kernel computes a batch row by row becomes Q8_0, nearly without loss; in a small model, also a type
+    that is slower than BF16 or another larger one. Matrices of other types are copied. Then speed, memory and text
+    quality of both files are measured. MODEL stays as it is.
     """
     from cppbatch.bench.quality.compare_files import compare_files
     from cppbatch.models.kernels import has_gpu, kernel_times

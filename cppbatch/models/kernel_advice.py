@@ -17,7 +17,6 @@ from cppbatch.models.inspect import inspect_model
 from cppbatch.models.kernels import KernelTimes, has_gpu, kernel_times
 from cppbatch.models.requantize import Matrix, plan_auto, read_matrices
 
-_ROWS = 16
 _MIN_GAIN = 1.1  # less is not worth a larger file
 _FEW = 4  # the fewest rows that are timed beside one
 _NEARLY_EXACT = ("Q8_0", "BF16", "F16")  # that `requantize` writes of any model
@@ -52,7 +51,7 @@ class KernelReport(msgspec.Struct, frozen=True):
 
 
 def kernel_report(path: Path, *, n_gpu_layers: int = -1) -> KernelReport:
-    """The kernels of the model's types on this machine. Types that were never timed here are timed now, in about 1 s.
+    """The kernels of the model's types on this machine. Types that were never timed here are timed now, in about 5 s.
 
     `n_gpu_layers`: of the engine. There is no advice for what `requantize` refuses, such as a split model, whose types
     are those of all its parts. Raises `ModelError` if the file cannot be read.
@@ -101,22 +100,25 @@ def batch_advice(
     """
     if not changes:
         return None
-    gain = _batch_ms(matrices, {}, times) / _batch_ms(matrices, changes, times)
+    gain = _load_ms(matrices, {}, times) / _load_ms(matrices, changes, times)
     if gain < _MIN_GAIN:
         return None
     total = sum(matrix.is_multiplied for matrix in matrices)
-    kinds = " and ".join(dict.fromkeys(old for old, _ in changes.values()))
+    old, new = (list(dict.fromkeys(kinds)) for kinds in zip(*changes.values(), strict=True))
     which = f"all {total} matrices are" if total == len(changes) > 1 else f"{len(changes)} of {total} matrices are"
+    is_batched = any(times[kind].is_batched for kind in old)
+    slower = f"which this CPU computes slower than {' and '.join(new)}"
+    why = slower if is_batched else "which this CPU computes row by row"
     return (
-        f"{which} {kinds}, which this CPU computes row by row; `cppbatch models requantize {shlex.quote(str(path))}` "
-        f"makes matrix products of {_ROWS} rows about {gain:.1f}x faster"
+        f"{which} {' and '.join(old)}, {why}; `cppbatch models requantize "
+        f"{shlex.quote(str(path))}` makes matrix products of 16 sequences and their prompts about {gain:.1f}x faster"
     )
 
 
-def _batch_ms(
+def _load_ms(
     matrices: Sequence[Matrix], changes: Mapping[str, tuple[str, str]], times: Mapping[str, KernelTimes]
 ) -> float:
-    """The milliseconds that 16 rows take in all matrices.
+    """`KernelTimes.batch_ms` of all matrices.
 
     An embedding that is only looked up takes none. Experts count as computed row by row: few rows of a batch share
     one. So does a type without times, which counts as slow as the slowest: the gain is not overstated.
@@ -125,7 +127,7 @@ def _batch_ms(
     ms = 0.0
     for matrix in matrices:
         kind = changes[matrix.name][1] if matrix.name in changes else matrix.kind
-        one_by_one = _ROWS * (times[kind].ms[1] if kind in times else slowest)
-        of_batch = times[kind].ms[_ROWS] if kind in times and matrix.is_multiplied else one_by_one
-        ms += matrix.n_elements * matrix.used * of_batch
+        one_by_one = 2 * (times[kind].ms[1] if kind in times else slowest)  # a prompt token and a generated one
+        of_load = times[kind].batch_ms if kind in times and matrix.is_multiplied else one_by_one
+        ms += matrix.n_elements * matrix.used * of_load
     return ms

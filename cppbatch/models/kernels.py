@@ -26,6 +26,7 @@ ROWS = (1, 4, 16, 256)
 _BATCH = 16
 _BATCHED_GAIN = 1.3  # types without a batched kernel measure 1.0 to 1.1, those with one 1.6 to 7 (docs/decisions/0028)
 _TIMEOUT_S = 60
+_CLOCK = "cpu-time"  # of the times in a file: those of older releases were wall time, longer on a busy machine
 _UNTIMED = {
     *("IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ1_S", "IQ1_M"),  # ggml makes tables for seconds before it can convert to them
     *("Q8_1", "Q8_K", "I8", "I16", "I32", "I64", "F64"),  # no weights: ggml would abort
@@ -39,6 +40,31 @@ class KernelTimes(msgspec.Struct, frozen=True):
     """{rows: milliseconds of one thread for a million weights}, for each number of rows in `ROWS`."""
     plain_ms: dict[int, float] | None = None
     """The same with weights as they are in the file; None: llama.cpp does not repack this type for this CPU."""
+
+    def rows_ms(self, rows: int, *, plain: bool = False) -> float:
+        """The milliseconds of a batch of `rows`, interpolated between the numbers of rows that are timed.
+
+        `plain`: with weights that are not repacked.
+        """
+        ms = (plain and self.plain_ms) or self.ms
+        if rows in ms:
+            return ms[rows]
+        import numpy as np  # takes longer than the rest of this
+
+        return float(np.interp(rows, ROWS, [ms[n] for n in ROWS]))
+
+    def load_ms(self, n_parallel: int, *, plain: bool = False) -> float:
+        """The milliseconds of a prompt token and a generated one, in a load with as many of either.
+
+        The generated token is one row of a batch of `n_parallel` (all sequences run), the prompt token one of 256.
+        """
+        return sum(self.rows_ms(rows, plain=plain) / rows for rows in (n_parallel, max(ROWS)))
+
+    @property
+    def batch_ms(self) -> float:
+        """`load_ms` of 16 sequences, repacked or not: the engine keeps weights in the faster way. Types of weights are
+        compared by this."""
+        return min(self.load_ms(_BATCH), self.load_ms(_BATCH, plain=True))
 
     @property
     def batch_gain(self) -> float:
@@ -62,7 +88,7 @@ class Measured(msgspec.Struct, frozen=True):
 
 
 def kernel_times(types: Iterable[str]) -> dict[str, KernelTimes]:
-    """The times of these types (ggml's names: "Q4_K"), measured unless they are cached: about 0.2 s for each,
+    """The times of these types (ggml's names: "Q4_K"), measured unless they are cached: about a second for each,
     twice that where llama.cpp repacks it.
 
     Types that cannot be measured are left out; all of them, if llama-cpp-python is missing or crashes.
@@ -85,7 +111,7 @@ def has_gpu() -> bool:
 
 def _cache_path() -> Path | None:
     folder = library_folder()
-    return folder and finding_path("kernels", build_key(folder))
+    return folder and finding_path("kernels", f"{build_key(folder)}-{_CLOCK}")
 
 
 def _read(path: Path) -> Measured:

@@ -15,7 +15,7 @@ from cppbatch.models.find import check_file, copy_path, is_copy, models_folder, 
 from cppbatch.models.hub import hub_model, pull_model, pull_projector
 from cppbatch.models.kernels import has_gpu, kernel_times
 from cppbatch.models.part_folders import part_folder, remove_stale
-from cppbatch.models.requantize import EXACT, plan_type, requantize, target_type
+from cppbatch.models.requantize import EXACT, bits, is_small_model, plan_type, requantize, suited_types
 
 _CHUNK = 1 << 20
 
@@ -107,27 +107,26 @@ def pull_default() -> Path:
 
 
 def _default_path() -> Path:
-    """The file of the default model that suits this machine, which may not exist yet."""
+    """The file of the default model that suits this machine: one that exists, else the one to write."""
     source = models_folder() / DEFAULT.file_name
-    suited = _suited_type()
-    if suited == DEFAULT.weights:
-        return source
-    batched = [kind for kind, each in kernel_times(EXACT).items() if each.is_batched]
-    copies = [copy_path(source, [kind]) for kind in (suited, *batched)]  # other times have led others to another one
-    return next((copy for copy in copies if os.path.isfile(copy)), copies[0])
+    files = [source if kind == DEFAULT.weights else copy_path(source, [kind]) for kind in _suited_types()]
+    return next((path for path in files if os.path.isfile(path)), files[0])
 
 
-def _suited_type() -> str:
-    """The type of weights that the default model should have on this machine."""
+def _suited_types() -> list[str]:
+    """The types of weights that the default model may have on this machine, the one to write first."""
     times = kernel_times([DEFAULT.weights, *EXACT])
-    return DEFAULT.weights if has_gpu() else target_type(DEFAULT.weights, times, is_small=True)
+    if has_gpu():
+        return [DEFAULT.weights]
+    is_small = is_small_model(DEFAULT.n_bytes * 8 / bits(DEFAULT.weights))
+    return suited_types(DEFAULT.weights, times, is_small=is_small)
 
 
 def _requantize_default(source: Path, copy: Path) -> Path:
     """Writes the copy and returns it; the source if that fails. One line on stderr says what happens and why."""
-    suited = _suited_type()
+    suited = _suited_types()[0]
     _say(
-        f"writing {copy.name}: this CPU computes {DEFAULT.weights} row by row, and {suited} in batches, nearly without "
+        f"writing {copy.name}: this CPU computes batches in {suited} faster than in {DEFAULT.weights}, nearly without "
         f"loss; {source.name} stays, for other CPUs and for comparisons"
     )
     try:

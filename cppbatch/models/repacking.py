@@ -12,12 +12,11 @@ from pathlib import Path
 
 from cppbatch.models.file_header import read_header
 from cppbatch.models.find import model_parts
-from cppbatch.models.kernels import ROWS, KernelTimes, kernel_times
+from cppbatch.models.kernels import KernelTimes, kernel_times
 
 _FEW = 4
 """Up to this number of sequences, weights are repacked: the speed of each sequence counts."""
 _CLEARLY = 1.05
-_PREFILL = max(ROWS)
 _FLOATS = ("F32", "F16", "BF16")
 _LOOKUP = "token_embd.weight"
 
@@ -26,7 +25,7 @@ def why_not_repacked(path: Path, n_parallel: int) -> str | None:
     """One sentence if this CPU computes `n_parallel` sequences clearly faster with weights that are not repacked.
 
     Compares the time of the matrix products of a load with as many prompt tokens as generated ones, if all sequences
-    run. Types that were never timed here are timed now, in about a second. Raises `ModelError` if the file cannot be
+    run. Types that were never timed here are timed now, in seconds. Raises `ModelError` if the file cannot be
     read.
     """
     if n_parallel <= _FEW:
@@ -35,11 +34,11 @@ def why_not_repacked(path: Path, n_parallel: int) -> str | None:
     times = kernel_times(weights)
     if not any(each.plain_ms for each in times.values()):
         return None
-    gain = _ms(weights, times, n_parallel) / _ms(weights, times, n_parallel, plain=True)
+    gain = _load_ms(weights, times, n_parallel) / _load_ms(weights, times, n_parallel, plain=True)
     if gain < _CLEARLY:
         return None
     kinds = " and ".join(kind for kind in weights if kind in times and times[kind].plain_ms)
-    one = _ms_of_rows(weights, times, 1, plain=True) / _ms_of_rows(weights, times, 1)
+    one = _one_row_ms(weights, times, plain=True) / _one_row_ms(weights, times)
     alone = f"; with `--repack on`, one sequence alone is about {one:.1f}x faster" if one >= _CLEARLY else ""
     return (
         f"weights are not repacked: matrix products of {n_parallel} sequences and their prompts are about {gain:.1f}x "
@@ -61,21 +60,12 @@ def _quantised_weights(path: Path) -> dict[str, int]:
     return dict(weights.most_common())
 
 
-def _ms(weights: Mapping[str, int], times: Mapping[str, KernelTimes], n_parallel: int, *, plain: bool = False) -> float:
-    """Milliseconds, in any unit of weights, for a prompt token and a generated one."""
-    decode = _ms_of_rows(weights, times, n_parallel, plain=plain) / n_parallel
-    return decode + _ms_of_rows(weights, times, _PREFILL, plain=plain) / _PREFILL
-
-
-def _ms_of_rows(
-    weights: Mapping[str, int], times: Mapping[str, KernelTimes], rows: int, *, plain: bool = False
+def _load_ms(
+    weights: Mapping[str, int], times: Mapping[str, KernelTimes], n_parallel: int, *, plain: bool = False
 ) -> float:
-    """Milliseconds of a batch of `rows`, interpolated between the numbers of rows that are timed."""
-    import numpy as np  # takes longer than the rest of this
+    """`KernelTimes.load_ms` of all weights. A type that is not timed takes the same time in both ways."""
+    return sum(n * times[kind].load_ms(n_parallel, plain=plain) for kind, n in weights.items() if kind in times)
 
-    total = 0.0
-    for kind, n in weights.items():
-        if each := times.get(kind):  # a type that is not timed takes the same time in both ways
-            ms = (plain and each.plain_ms) or each.ms
-            total += n * float(np.interp(rows, ROWS, [ms[n_rows] for n_rows in ROWS]))
-    return total
+
+def _one_row_ms(weights: Mapping[str, int], times: Mapping[str, KernelTimes], *, plain: bool = False) -> float:
+    return sum(n * times[kind].rows_ms(1, plain=plain) for kind, n in weights.items() if kind in times)

@@ -1,7 +1,7 @@
 """Other types of weights for a model: which ones batch well on this CPU, and writing the file.
 
 A type whose kernel computes a batch row by row makes 16 sequences as slow as 16 times one. Q8_0 has a batched kernel on
-nearly every CPU and represents all smaller types nearly without loss.
+nearly every CPU and represents all smaller types nearly without loss; BF16 is faster on CPUs with instructions for it.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ TYPES = (
 EXACT = ("Q8_0", "BF16", "F16", "F32")
 """Types that lose next to nothing of types of as many bits or fewer; smallest first."""
 _SMALL = ("Q4_K", "IQ4_NL", "Q4_0")  # 4 bits with batched kernels on most CPUs; best quality first
-_FASTER = 0.9  # of a time: less would be noise
-_MUCH_FASTER = 0.75  # of the smallest fitting type's time at 16 rows: worth more memory
+_FASTER = 0.9  # of a type's time: less would not be worth another file
+_SAME = 0.95  # of a time: less would be noise, and the smaller file is chosen
 _SMALL_BYTES = 512 << 20  # of all matrices with 16 bits: a single row of more is bound by reading them from memory
-_ROWS = 16
+_SMALL_PART = 8  # of the machine's memory
 FLOATS = ("F32", "F16", "BF16")
 """The types that are not quantised."""
 _LOOKUPS = ("token_embd.weight", "per_layer_token_embd.weight")
@@ -95,27 +95,44 @@ class Matrix(NamedTuple):
 
 
 def target_type(source_type: str, times: Times, lossy: bool = False, *, is_small: bool = False) -> str:
-    """The type that a matrix of `source_type` should have on a CPU with these kernels, mostly its own.
+    """The type that a matrix of `source_type` should have on a CPU with these kernels: the first of `suited_types`.
 
-    A type with a batched kernel stays. Another one becomes the smallest nearly lossless type with a batched kernel that
-    is clearly faster at 16 rows; it never has fewer bits. `is_small`: in a small model, a larger type that is much
-    faster at 16 rows is preferred (BF16 on CPUs with instructions for it). `lossy`: the fastest quantised type at 16
-    rows, and of types that are about as fast the best. Types that are not in `times` are not chosen.
+    `lossy`: the fastest quantised type, and of types that are about as fast the best. `is_small`: `is_small_model`.
     """
-    batched = {kind: each.ms[_ROWS] for kind, each in times.items() if each.is_batched}
-    if lossy:
-        quantised = batched.keys() - set(FLOATS)
-        known = [kind for kind in dict.fromkeys((source_type, "Q8_0", *_SMALL)) if kind in quantised]
-        fastest = min((batched[kind] for kind in known), default=0.0)
-        return next((kind for kind in known if batched[kind] * _FASTER <= fastest), source_type)
-    if source_type in batched or source_type not in times:
-        return source_type
-    limit = times[source_type].ms[_ROWS] * _FASTER
-    fit = [kind for kind in EXACT if bits(kind) >= bits(source_type) and batched.get(kind, limit + 1) <= limit]
-    if not fit:
-        return source_type
-    best = min(fit, key=batched.__getitem__)
-    return best if is_small and batched[best] <= _MUCH_FASTER * batched[fit[0]] else fit[0]
+    if not lossy:
+        return suited_types(source_type, times, is_small=is_small)[0]
+    known = [kind for kind in dict.fromkeys((source_type, "Q8_0", *_SMALL)) if kind in times.keys() - set(FLOATS)]
+    fastest = min((times[kind].batch_ms for kind in known), default=0.0)
+    return next((kind for kind in known if times[kind].batch_ms * _FASTER <= fastest), source_type)
+
+
+def suited_types(source_type: str, times: Times, *, is_small: bool) -> list[str]:
+    """The types of weights that this CPU computes batches of fastest, of those that lose next to nothing.
+
+    Types are compared by `KernelTimes.batch_ms`. The source's own type is the first one unless another is 10% faster.
+    The others are nearly lossless ones of as many bits or more, within 5% of the fastest, smallest first: two
+    measurements of the same kernels differ by less, so they lead to the same file. A matrix of any type of the list
+    has nothing to gain by the same rule.
+
+    In a model that is not small a type with a batched kernel stays, and none becomes floats of more bits: a single row
+    waits for the weights to be read from memory, which the timed matrices, in the CPU's cache, do not show. Types that
+    are not in `times` are not chosen.
+    """
+    if source_type not in times or (times[source_type].is_batched and not is_small):
+        return [source_type]
+    exact = [kind for kind in EXACT if kind in times and kind != source_type and bits(kind) >= bits(source_type)]
+    if not is_small:
+        exact = [kind for kind in exact if kind not in FLOATS or bits(kind) == bits(source_type)]
+    ms = {kind: times[kind].batch_ms for kind in (source_type, *exact)}
+    fastest = min(ms.values())
+    own = [source_type] if ms[source_type] * _FASTER <= fastest else []
+    return own + [kind for kind in exact if ms[kind] * _SAME <= fastest]
+
+
+def is_small_model(n_weights: float) -> bool:
+    """Whether a model with this number of weights in its matrices may get types of 16 bits and more."""
+    memory: int = psutil.virtual_memory().total
+    return 2 * n_weights <= min(_SMALL_BYTES, memory / _SMALL_PART)
 
 
 def bits(kind: str) -> float:
@@ -132,7 +149,7 @@ def plan_auto(path: Path, times_of: Callable[[set[str]], Times], *, lossy: bool 
     matrices = read_matrices(path)
     multiplied = [matrix for matrix in matrices if matrix.is_multiplied]
     times = times_of({matrix.kind for matrix in multiplied} | {*EXACT, *(_SMALL if lossy else ())})
-    is_small = 2 * sum(matrix.n_elements for matrix in matrices) <= _SMALL_BYTES
+    is_small = is_small_model(sum(matrix.n_elements for matrix in matrices))
     targets = {}
     for matrix in multiplied:
         fitting = {kind: each for kind, each in times.items() if matrix.n_columns % _block(kind)[0] == 0}

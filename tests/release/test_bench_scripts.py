@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.fake_peers import write_aiperf, write_llama_server
+from tests.fake_peers import write_aiperf, write_llama_server, write_program
 
 ROOT = Path(__file__).parents[2]
 
@@ -186,3 +186,58 @@ def test_streams_are_measured_alone_beside_pictures_and_beside_texts(default_mod
         assert 0 < p50 <= p95 <= longest
     assert number(figures["with pictures"][3]) >= 1
     assert re.search(r"TTFT of a picture on the idle engine: \d+ ms", printed)
+
+
+# --- beside OpenVINO GenAI and mistral.rs ---
+
+FAKE_OPENVINO = """
+from types import SimpleNamespace
+class SchedulerConfig: pass
+class GenerationConfig: pass
+GenerationStatus = SimpleNamespace(RUNNING=0, FINISHED=1)
+class Handle:
+    def __init__(self, n): self.left, self.unread = n, 0
+    def can_read(self): return self.unread > 0
+    def read(self):
+        self.unread -= 1
+        return {0: SimpleNamespace(generated_ids=[7])}
+    def get_status(self): return GenerationStatus.RUNNING if self.left else GenerationStatus.FINISHED
+class ContinuousBatchingPipeline:
+    def __init__(self, *settings): self.handles = []
+    def add_request(self, i, ids, config):
+        self.handles.append(Handle(config.max_new_tokens))
+        return self.handles[-1]
+    def step(self):
+        for handle in self.handles:
+            if handle.left: handle.left, handle.unread = handle.left - 1, 1
+"""
+RUN_SCRIPT = """
+import runpy, sys
+sys.path.insert(0, {folder!r})
+del sys.argv[0]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+FAKE_MISTRALRS = """
+from types import SimpleNamespace
+class ChatCompletionRequest(SimpleNamespace): pass
+Which = SimpleNamespace(GGUF=SimpleNamespace)
+class Runner:
+    def __init__(self, **settings): pass
+    def send_chat_completion_request(self, request):
+        for i in range(request.max_tokens):
+            yield SimpleNamespace(usage=SimpleNamespace(completion_tokens=i + 1))
+"""
+
+
+def test_the_engine_is_measured_beside_packages_of_other_environments(default_model: Path, tmp_path: Path) -> None:
+    for name, text in (("openvino_genai", FAKE_OPENVINO), ("openvino", "Tensor = list"), ("mistralrs", FAKE_MISTRALRS)):
+        (tmp_path / f"{name}.py").write_text(text)
+    python = write_program(tmp_path / "python", RUN_SCRIPT.format(folder=str(tmp_path)))
+    few = ["-m", default_model, "--requests", 2, "--at-once", 2, "--turns", 1]
+    printed = script("bench_python_peers.py", *few, "--openvino", python, "--mistralrs", python)
+    figures = rows(printed)
+    assert list(figures)[-3:] == ["cppbatch", "OpenVINO GenAI", "mistral.rs"]
+    for name in list(figures)[-3:]:
+        speed, _per_cpu, ttft_p50, ttft_p95, *_between = map(number, figures[name])
+        assert speed > 0
+        assert ttft_p50 <= ttft_p95

