@@ -15,6 +15,7 @@ import sys
 import tempfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 from gguf import GGMLQuantizationType
@@ -23,6 +24,8 @@ from platformdirs import user_cache_path
 from cppbatch.build_key import build_key
 
 log = logging.getLogger("cppbatch.kernels")
+
+T = TypeVar("T")
 
 ROWS = (1, 4, 16, 256)
 """The batch sizes that are timed."""
@@ -89,8 +92,13 @@ def has_gpu() -> bool:
 
 
 def _cache_path() -> Path | None:
+    return cache_path("")
+
+
+def cache_path(suffix: str) -> Path | None:
+    """The file for what was measured with this build of llama.cpp on this CPU; None: it is not installed."""
     folder = _library_folder()
-    return folder and user_cache_path("cppbatch") / "kernels" / f"{build_key(folder)}.json"
+    return folder and user_cache_path("cppbatch") / "kernels" / f"{build_key(folder)}{suffix}.json"
 
 
 def _library_folder() -> Path | None:
@@ -102,12 +110,30 @@ def _library_folder() -> Path | None:
 
 
 def _read(path: Path) -> Measured:
+    return read_cached(path, Measured) or Measured({}, {}, has_gpu=False)
+
+
+def read_cached(path: Path, kind: type[T]) -> T | None:
+    """What `write_cached` has written for this path; None: nothing, or it cannot be read."""
     for place in _places(path):
         try:
-            return msgspec.json.decode(place.read_bytes(), type=Measured)
-        except (OSError, msgspec.DecodeError, RecursionError):  # not cached, or not readable
+            return msgspec.json.decode(place.read_bytes(), type=kind)
+        except (OSError, msgspec.DecodeError, RecursionError):
             continue
-    return Measured({}, {}, has_gpu=False)
+    return None
+
+
+def write_cached(path: Path, value: object) -> None:
+    """Writes the value as JSON, where this user can; a line in the log if that is nowhere."""
+    for place in _places(path):
+        try:
+            place.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            part = place.with_suffix(f".{os.getpid()}.part")
+            part.write_bytes(msgspec.json.encode(value))
+            part.replace(place)
+            break
+        except OSError as error:
+            log.info("what was measured cannot be cached: %s", error)
 
 
 def _places(path: Path) -> Iterator[Path]:
@@ -137,13 +163,5 @@ def _measure(types: list[str], path: Path) -> Measured | None:
         return None
     known = _read(path)
     merged = Measured({**known.ms, **measured.ms}, {**known.plain_ms, **measured.plain_ms}, measured.has_gpu)
-    for place in _places(path):
-        try:
-            place.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            part = place.with_suffix(f".{os.getpid()}.part")
-            part.write_bytes(msgspec.json.encode(merged))
-            part.replace(place)
-            break
-        except OSError as error:
-            log.info("the times of kernels cannot be cached: %s", error)
+    write_cached(path, merged)
     return merged
