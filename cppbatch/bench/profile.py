@@ -68,10 +68,14 @@ def profiles_folder() -> Path:
 def profile_path(config: EngineConfig) -> Path:
     """Returns the file for this model on this machine. A model is identified by its file's size and first MiB."""
     model, machine = Path(config.model_path), this_machine(with_llama=False)
-    with model.open("rb") as file:
-        header = hashlib.sha256(file.read(_HEADER_BYTES)).hexdigest()
-    key = repr((model.stat().st_size, header, machine.cpu, machine.cores, *conditions(config).values()))
+    key = repr((*file_identity(model), machine.cpu, machine.cores, *conditions(config).values()))
     return profiles_folder() / f"{model.stem}-{hashlib.sha256(key.encode()).hexdigest()[:12]}.toml"
+
+
+def file_identity(model: Path) -> tuple[int, str]:
+    """What tells a model's file from others without reading all of it: its size, and a digest of its first MiB."""
+    with model.open("rb") as file:
+        return model.stat().st_size, hashlib.sha256(file.read(_HEADER_BYTES)).hexdigest()
 
 
 def conditions(config: EngineConfig) -> dict[str, str]:

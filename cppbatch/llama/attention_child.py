@@ -65,7 +65,12 @@ def measure(task: AttentionTask) -> AttentionTimes:
     lib = declare()
     with open_device(lib, "CPU", 1) as device, ExitStack() as stack:
         bench = stack.enter_context(_bench(lib, device, task))
-        cases = [_Case(attention, is_prefill, n) for n in _LENGTHS for is_prefill in (False, True) for attention in _kinds(task.shape)]
+        cases = [
+            _Case(attention, is_prefill, n)
+            for n in _LENGTHS
+            for is_prefill in (False, True)
+            for attention in _kinds(task.shape)
+        ]
         graphs = [graph for case in cases if (graph := bench.build(case, stack))]
         best = _fastest(lib, device, graphs)
     decode: dict[str, Seconds] = {}
@@ -130,7 +135,7 @@ class _Bench:
         layer_bytes = self._cell_bytes(attention) * n_heads * n_kv * n_streams
         if n_kv * n_streams > _MAX_CELLS or layer_bytes > _ARENA:
             return None
-        n_layers = min(_MAX_LAYERS, _ARENA // layer_bytes)
+        n_layers = 1 if case.is_prefill else min(_MAX_LAYERS, _ARENA // layer_bytes)
         context = stack.enter_context(descriptions(lib, 20 * n_layers + 10))
         is_flash, rows = attention.flash_attn == "on", n_tokens * n_streams
         tokens = self._tokens(case, n_tokens, n_streams, n_kv)
@@ -172,7 +177,9 @@ class _Bench:
         lib = self._lib
         n = 1 if in_elements else int(lib.ggml_nelements(new) // lib.ggml_nelements(where))
         to = lib.ggml_reshape_2d(context, cells, n, lib.ggml_nelements(cells) // n)
-        return int(lib.ggml_set_rows(context, to, lib.ggml_reshape_2d(context, new, n, lib.ggml_nelements(where)), where))
+        return int(
+            lib.ggml_set_rows(context, to, lib.ggml_reshape_2d(context, new, n, lib.ggml_nelements(where)), where)
+        )
 
     def _tokens(self, case: _Case, n_tokens: int, n_streams: int, n_kv: int) -> npt.NDArray[np.int64]:
         """The cells of the tokens that are computed: int64[n_streams * n_tokens]."""

@@ -20,7 +20,6 @@ _MIN_RUNS, _MAX_RUNS, _MAX_SECONDS = 2, 20, 1.0
 _NODES = 4  # products in a graph, so that starting it does not count
 
 
-
 class DeviceSpeed(NamedTuple):
     """What a device reaches in its best of several runs."""
 

@@ -43,7 +43,12 @@ class Attention(NamedTuple):
     @property
     def name(self) -> str:
         """Its name in tables: "on f16 q8_0"."""
-        return f"{self.flash_attn} {self.k} {self.v}"
+        return f"{self.flash_attn} {self.types}"
+
+    @property
+    def types(self) -> str:
+        """The types of keys and values: "f16 q8_0"."""
+        return f"{self.k} {self.v}"
 
 
 class Shape(msgspec.Struct, frozen=True):

@@ -54,13 +54,33 @@ def _quantised_weights(path: Path) -> dict[str, int]:
 
     Experts are left out: few rows of a batch share one.
     """
+    return {kind: n for kind, n in _weights(path).items() if kind not in _FLOATS}
+
+
+def _weights(path: Path) -> dict[str, int]:
+    """As `_quantised_weights`, with floats."""
     tensors = [tensor for part in model_parts(path) for tensor in read_header(part).tensors]
     is_looked_up = any(tensor.name == "output.weight" for tensor in tensors)
     weights: Counter[str] = Counter()
     for tensor in tensors:
-        if len(tensor.shape) == 2 and tensor.kind not in _FLOATS and not (is_looked_up and tensor.name == _LOOKUP):
+        if len(tensor.shape) == 2 and not (is_looked_up and tensor.name == _LOOKUP):
             weights[tensor.kind] += tensor.n_elements
     return dict(weights.most_common())
+
+
+def weights_s(path: Path, n_parallel: int) -> tuple[float, float] | None:
+    """Seconds of one thread for all weights: for a row in a batch of `n_parallel`, and for a token of a prompt.
+
+    None if a type cannot be timed, and with experts, which are not timed. Types that were never timed here are timed
+    now. Raises `ModelError` if the file cannot be read.
+    """
+    weights = _weights(path)
+    times = kernel_times(weights)
+    has_experts = any(len(t.shape) == 3 for part in model_parts(path) for t in read_header(part).tensors)
+    if has_experts or weights.keys() - times.keys():
+        return None
+    decode = _ms_of_rows(weights, times, n_parallel) / n_parallel
+    return decode / 1e9, _ms_of_rows(weights, times, _PREFILL) / _PREFILL / 1e9  # ms are for a million weights
 
 
 def _ms(weights: Mapping[str, int], times: Mapping[str, KernelTimes], n_parallel: int, *, plain: bool = False) -> float:

@@ -1,0 +1,111 @@
+"""Which flash attention and cache types compute a load fastest, by their measured times (docs/decisions/0048)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
+
+from cppbatch.config import EngineConfig
+from cppbatch.models.attention_times import Attention, AttentionTimes
+
+CLEAR_GAIN = 1.05
+"""Steps that are at least so many times as fast are worth a change: predicted steps are up to 6% off."""
+CLEAR_ATTENTION_GAIN = 1.1
+"""The same of attention alone, where the weights' part of a step is not known."""
+MAX_KL = 0.001
+"""Nats from the f16 cache: types with less change texts no more than another order of additions does."""
+
+_MOST_CELLS = 1024  # of a sequence, unless it is known: a prompt and its answer, mostly
+
+
+class Load(NamedTuple):
+    """What an engine computes for each generated token."""
+
+    n_parallel: int
+    n_cells: float
+    """Of a sequence that decodes, on average."""
+    prompt_tokens: float = 1.0
+    """For each generated token."""
+
+
+class WeightTimes(NamedTuple):
+    """Seconds of one thread for the matrix products of all weights."""
+
+    decode_s: float
+    """For each row, of a row of every sequence."""
+    prefill_s: float
+    """For each token of a prompt."""
+
+
+class Faster(NamedTuple):
+    """A way of computing attention that is clearly faster than the present one."""
+
+    attention: Attention
+    gain: float
+    """How many times as fast steps are, or attention if the weights are not timed."""
+
+
+class AttentionChoice(NamedTuple):
+    """What a table of times means for a load."""
+
+    best: Faster | None
+    """The fastest of those whose quality is known; None: the present one stays."""
+    proposal: Faster | None
+    """One that is clearly faster still, whose KL was never measured for this model."""
+
+
+def usual_load(config: EngineConfig) -> Load:
+    """The load where nothing but the sizes is known: sequences are half full, at most half of 1,024 cells."""
+    return Load(config.n_parallel, min(config.n_ctx // config.n_parallel, _MOST_CELLS) / 2)
+
+
+def choose_attention(
+    times: AttentionTimes,
+    n_layer: int,
+    load: Load,
+    weights: WeightTimes | None,
+    now: Attention,
+    allowed: Iterable[Attention],
+    kl: Mapping[str, float],
+) -> AttentionChoice:
+    """The fastest of `allowed` for the load. `kl`: {"k v": nats from the f16 cache}, of the types that were measured.
+
+    Types that were measured to be worse than `MAX_KL` are neither chosen nor proposed.
+    """
+    if now.name not in times.decode or now.name not in times.prefill:
+        return AttentionChoice(None, None)
+    seconds = {
+        each: _seconds(times, n_layer, load, weights, each)
+        for each in (now, *allowed)
+        if each.name in times.decode and each.name in times.prefill
+    }
+    is_known = {each: each.types == now.types or _kl(each, kl) is not None for each in seconds}
+    is_good = {each: each.types == now.types or (_kl(each, kl) or 0.0) < MAX_KL for each in seconds}
+    least = CLEAR_GAIN if weights else CLEAR_ATTENTION_GAIN
+    best = _faster(seconds, now, [each for each in seconds if is_known[each] and is_good[each]], least)
+    unknown = [each for each in seconds if not is_known[each]]
+    return AttentionChoice(best, _faster(seconds, now, unknown, least * (best.gain if best else 1.0)))
+
+
+def _faster(
+    seconds: Mapping[Attention, float], now: Attention, candidates: list[Attention], least: float
+) -> Faster | None:
+    """The fastest candidate, if it is at least so many times as fast as `now`."""
+    best = min(candidates, key=lambda each: seconds[each], default=now)
+    gain = seconds[now] / seconds[best]
+    return Faster(best, gain) if best != now and gain >= least else None
+
+
+def _kl(attention: Attention, kl: Mapping[str, float]) -> float | None:
+    return 0.0 if attention.types == "f16 f16" else kl.get(attention.types)
+
+
+def _seconds(
+    times: AttentionTimes, n_layer: int, load: Load, weights: WeightTimes | None, attention: Attention
+) -> float:
+    """Of one thread, for a generated token and its part of the prompts, whose tokens see half as many cells."""
+    decode = n_layer * times.decode_s(attention, load.n_cells)
+    prefill = n_layer * times.prefill_s(attention, load.n_cells / 2)
+    if weights:
+        decode, prefill = decode + weights.decode_s, prefill + weights.prefill_s
+    return decode + load.prompt_tokens * prefill
