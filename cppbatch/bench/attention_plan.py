@@ -9,11 +9,12 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
-from cppbatch.bench.quality.cache_types import TYPES, compare_cache_types, known_kl
+from cppbatch.bench.quality.cache_types import TYPES, Types, compare_cache_types, known_kl
 from cppbatch.config import EngineConfig
 from cppbatch.engine.attention_choice import (
     MAX_KL,
     AttentionChoice,
+    Costs,
     Faster,
     WeightTimes,
     choose_attention,
@@ -31,7 +32,7 @@ ATTENTION = ("flash_attn", "stream_flash_attn", "cache_type_k", "cache_type_v")
 
 _MIN_VALUES = 4096  # of all layers' queries: with fewer, attention takes microseconds of a step
 _SMALL_BYTES = 2 << 30  # of a file whose quality is measured in passing
-_F16 = ("f16", "f16")
+_F16: Types = ("f16", "f16")
 
 
 class AttentionPlan(NamedTuple):
@@ -74,15 +75,8 @@ def plan_attention(config: EngineConfig, given: Collection[str]) -> AttentionPla
 
     present = choose_flash_attn(config, layout, on_gpu=False, has_amx=times.has_amx)  # llama.cpp's auto is on
     now = Attention("off" if present == "off" else "on", config.cache_type_k, config.cache_type_v)
-    choice = choose_attention(
-        times,
-        shape.n_layer,
-        usual_load(config),
-        WeightTimes(*of_weights) if of_weights else None,
-        now,
-        _allowed(config, given, now),
-        known_kl(model),
-    )
+    costs = Costs(times, shape.n_layer, WeightTimes(*of_weights) if of_weights else None)
+    choice = choose_attention(costs, usual_load(config), now, _allowed(config, given, now), known_kl(model))
     return _plan(config, now, choice, "steps" if of_weights else "attention")
 
 
@@ -114,20 +108,21 @@ def _allowed(config: EngineConfig, given: Collection[str], now: Attention) -> It
 
 
 def _plan(config: EngineConfig, now: Attention, choice: AttentionChoice, what: str) -> AttentionPlan:
-    cells = f"{usual_load(config).n_cells:,.0f} tokens in each of {config.n_parallel}"
+    n = config.n_parallel
+    cells = f"{usual_load(config).n_cells:,.0f} tokens in {f'each of {n} sequences' if n > 1 else 'the sequence'}"
     proposal = None
     if choice.proposal:
         file = shlex.quote(config.model_path)
         proposal = (
             f"{_named(choice.proposal.attention)} would make {what} about {choice.proposal.gain:.2f}x as fast with "
-            f"{cells} sequences; `cppbatch models cache-types {file}` measures whether texts stay the same, and later "
+            f"{cells}; `cppbatch models cache-types {file}` measures whether texts stay the same, and later "
             "starts use it then"
         )
     unmeasured = choice.proposal and choice.proposal.attention
     if choice.best is None:
         return AttentionPlan(config, None, proposal, unmeasured)
     best, gain = choice.best
-    line = f"{_named(best)}: {what} about {gain:.2f}x as fast as with {_named(now)}, with {cells} sequences"
+    line = f"{_named(best)}: {what} about {gain:.2f}x as fast as with {_named(now)}, with {cells}"
     return AttentionPlan(_with(config, choice.best), line, proposal, unmeasured)
 
 

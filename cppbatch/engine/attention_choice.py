@@ -8,10 +8,9 @@ from typing import NamedTuple
 from cppbatch.config import EngineConfig
 from cppbatch.models.attention_times import Attention, AttentionTimes
 
-CLEAR_GAIN = 1.05
-"""Steps that are at least so many times as fast are worth a change: predicted steps are up to 6% off."""
-CLEAR_ATTENTION_GAIN = 1.1
-"""The same of attention alone, where the weights' part of a step is not known."""
+CLEAR_GAIN = 1.1
+"""A change is worth it if predicted steps are at least so many times as fast: predictions were up to 8% off. Without
+times of the weights, attention alone is compared."""
 MAX_KL = 0.001
 """Nats from the f16 cache: types with less change texts no more than another order of additions does."""
 
@@ -37,6 +36,15 @@ class WeightTimes(NamedTuple):
     """For each token of a prompt."""
 
 
+class Costs(NamedTuple):
+    """The times of a model on a CPU."""
+
+    attention: AttentionTimes
+    n_layer: int
+    weights: WeightTimes | None
+    """None: not timed."""
+
+
 class Faster(NamedTuple):
     """A way of computing attention that is clearly faster than the present one."""
 
@@ -60,31 +68,25 @@ def usual_load(config: EngineConfig) -> Load:
 
 
 def choose_attention(
-    times: AttentionTimes,
-    n_layer: int,
-    load: Load,
-    weights: WeightTimes | None,
-    now: Attention,
-    allowed: Iterable[Attention],
-    kl: Mapping[str, float],
+    costs: Costs, load: Load, now: Attention, allowed: Iterable[Attention], kl: Mapping[str, float]
 ) -> AttentionChoice:
     """The fastest of `allowed` for the load. `kl`: {"k v": nats from the f16 cache}, of the types that were measured.
 
     Types that were measured to be worse than `MAX_KL` are neither chosen nor proposed.
     """
+    times = costs.attention
     if now.name not in times.decode or now.name not in times.prefill:
         return AttentionChoice(None, None)
     seconds = {
-        each: _seconds(times, n_layer, load, weights, each)
+        each: _seconds(costs, load, each)
         for each in (now, *allowed)
         if each.name in times.decode and each.name in times.prefill
     }
     is_known = {each: each.types == now.types or _kl(each, kl) is not None for each in seconds}
     is_good = {each: each.types == now.types or (_kl(each, kl) or 0.0) < MAX_KL for each in seconds}
-    least = CLEAR_GAIN if weights else CLEAR_ATTENTION_GAIN
-    best = _faster(seconds, now, [each for each in seconds if is_known[each] and is_good[each]], least)
+    best = _faster(seconds, now, [each for each in seconds if is_known[each] and is_good[each]], CLEAR_GAIN)
     unknown = [each for each in seconds if not is_known[each]]
-    return AttentionChoice(best, _faster(seconds, now, unknown, least * (best.gain if best else 1.0)))
+    return AttentionChoice(best, _faster(seconds, now, unknown, CLEAR_GAIN * (best.gain if best else 1.0)))
 
 
 def _faster(
@@ -100,12 +102,10 @@ def _kl(attention: Attention, kl: Mapping[str, float]) -> float | None:
     return 0.0 if attention.types == "f16 f16" else kl.get(attention.types)
 
 
-def _seconds(
-    times: AttentionTimes, n_layer: int, load: Load, weights: WeightTimes | None, attention: Attention
-) -> float:
+def _seconds(costs: Costs, load: Load, attention: Attention) -> float:
     """Of one thread, for a generated token and its part of the prompts, whose tokens see half as many cells."""
-    decode = n_layer * times.decode_s(attention, load.n_cells)
-    prefill = n_layer * times.prefill_s(attention, load.n_cells / 2)
-    if weights:
-        decode, prefill = decode + weights.decode_s, prefill + weights.prefill_s
+    decode = costs.n_layer * costs.attention.decode_s(attention, load.n_cells)
+    prefill = costs.n_layer * costs.attention.prefill_s(attention, load.n_cells / 2)
+    if costs.weights:
+        decode, prefill = decode + costs.weights.decode_s, prefill + costs.weights.prefill_s
     return decode + load.prompt_tokens * prefill

@@ -3,7 +3,9 @@ llama-graph.cpp), with the cells of one layer, by ggml alone. It may crash.
 
 Cells hold zeros: the time does not depend on their values, but for those that the mask hides, which flash attention
 leaves out. Each layer of a graph has cells of its own, and so have consecutive graphs: in a model, too, the cells of a
-layer are not in the CPU's cache, since the weights and the other layers are read in between. Graphs take turns, and the fastest run of each counts: other programs only make one slower.
+layer are not in the CPU's cache, since the weights and the other layers are read in between. Graphs take turns, and the
+fastest run of each counts: other programs only make one slower. One thread computes, whose own time is taken: two would
+wait for each other whenever one of them is interrupted.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from time import perf_counter, thread_time
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -37,6 +39,9 @@ _BLOCK = 32  # values of q8_0
 _MIN_ROUNDS, _MAX_ROUNDS, _MAX_SECONDS = 3, 40, 0.8
 
 
+_Values = npt.NDArray[Any]
+
+
 class _Case(NamedTuple):
     """Attention of one layer: what is computed at once."""
 
@@ -44,6 +49,22 @@ class _Case(NamedTuple):
     is_prefill: bool
     n_cells: int
     """Of each sequence."""
+
+
+class _Sizes(NamedTuple):
+    """How much of a layer is computed at once."""
+
+    n_tokens: int
+    """Of each stream."""
+    n_streams: int
+    n_kv: int
+    """Cells of each stream."""
+    n_heads: int
+    """Heads of keys."""
+
+    @property
+    def rows(self) -> int:
+        return self.n_tokens * self.n_streams
 
 
 class _Graph(NamedTuple):
@@ -130,37 +151,30 @@ class _Bench:
     def build(self, case: _Case, stack: ExitStack) -> _Graph | None:
         """The graph of a case; None: it takes too long, or the CPU cannot compute it. `stack` frees it."""
         lib, shape, attention = self._lib, self._shape, case.attention
-        n_tokens, n_streams, n_kv = self._sizes(case)
-        n_heads = 1 if case.is_prefill or self._task.kv_layout == "unified" else shape.n_head_kv  # of keys
-        layer_bytes = self._cell_bytes(attention) * n_heads * n_kv * n_streams
-        if n_kv * n_streams > _MAX_CELLS or layer_bytes > _ARENA:
+        sizes = self._sizes(case)
+        rows, n_heads = sizes.rows, sizes.n_heads
+        layer_bytes = self._cell_bytes(attention) * n_heads * sizes.n_kv * sizes.n_streams
+        if sizes.n_kv * sizes.n_streams > _MAX_CELLS or layer_bytes > _ARENA:
             return None
         n_layers = 1 if case.is_prefill else min(_MAX_LAYERS, _ARENA // layer_bytes)
         context = stack.enter_context(descriptions(lib, 20 * n_layers + 10))
-        is_flash, rows = attention.flash_attn == "on", n_tokens * n_streams
-        tokens = self._tokens(case, n_tokens, n_streams, n_kv)
-        mask_type = np.float16 if is_flash else np.float32
-        inputs = {
-            self._tensor(context, "F16" if is_flash else "F32", n_kv, n_tokens, 1, n_streams): self._mask(
-                case, n_tokens, n_streams, n_kv
-            ).astype(mask_type),
-            self._tensor(context, "I64", rows): tokens,
-        }
-        mask, at = inputs
-        at_v = at
+        is_flash = attention.flash_attn == "on"
+        tokens, mask_values = self._tokens(case, sizes), self._mask(case, sizes)
+        mask = self._tensor(context, "F16" if is_flash else "F32", sizes.n_kv, sizes.n_tokens, 1, sizes.n_streams)
+        at_k = at_v = self._tensor(context, "I64", rows)
+        inputs: dict[int, _Values] = {mask: mask_values.astype(np.float16 if is_flash else np.float32), at_k: tokens}
         if not is_flash:
-            inputs[at_v := self._tensor(context, "I64", rows * n_heads * shape.head_v)] = _elements(
-                tokens, n_heads * shape.head_v, n_kv
-            )
-        q = self._tensor(context, "F32", shape.head_k, n_heads * shape.n_head // shape.n_head_kv, n_tokens, n_streams)
+            at_v = self._tensor(context, "I64", rows * n_heads * shape.head_v)
+            inputs[at_v] = _elements(tokens, n_heads * shape.head_v, sizes.n_kv)
+        group = shape.n_head // shape.n_head_kv
+        q = self._tensor(context, "F32", shape.head_k, n_heads * group, sizes.n_tokens, sizes.n_streams)
         new_k, new_v = (self._tensor(context, "F32", n_heads * size, rows) for size in (shape.head_k, shape.head_v))
         graph = lib.ggml_new_graph(context)
         for _ in range(n_layers):
-            k, v = self._cells(context, attention, n_heads, n_kv, n_streams, self._take(layer_bytes))
-            for cells, new, where in ((k, new_k, at), (v, new_v, at_v)):
-                stored = self._store(context, cells, new, where, in_elements=cells == v and not is_flash)
-                lib.ggml_build_forward_expand(graph, stored)
-            out = self._attend(context, q, k, v, mask, is_flash=is_flash)
+            k, v = self._cells(context, attention, sizes, self._take(layer_bytes))
+            lib.ggml_build_forward_expand(graph, self._store(context, k, new_k, at_k))
+            lib.ggml_build_forward_expand(graph, self._store(context, v, new_v, at_v))
+            out = self._attend(context, (q, k, v), mask, is_flash=is_flash)
             if out is None:
                 return None
             lib.ggml_build_forward_expand(graph, out)
@@ -172,31 +186,30 @@ class _Bench:
             lib.ggml_backend_tensor_set(tensor, values.ctypes.data, 0, values.nbytes)
         return _Graph(case, graph, shape.n_head_kv / n_heads / rows / n_layers)
 
-    def _store(self, context: int, cells: int, new: int, where: int, *, in_elements: bool) -> int:
-        """Writes the new keys or values into their cells; transposed values element by element."""
+    def _store(self, context: int, cells: int, new: int, where: int) -> int:
+        """Writes new keys or values to where they belong: each cell, or each element of transposed values."""
         lib = self._lib
-        n = 1 if in_elements else int(lib.ggml_nelements(new) // lib.ggml_nelements(where))
+        n_places = lib.ggml_nelements(where)
+        n = lib.ggml_nelements(new) // n_places
         to = lib.ggml_reshape_2d(context, cells, n, lib.ggml_nelements(cells) // n)
-        return int(
-            lib.ggml_set_rows(context, to, lib.ggml_reshape_2d(context, new, n, lib.ggml_nelements(where)), where)
-        )
+        return int(lib.ggml_set_rows(context, to, lib.ggml_reshape_2d(context, new, n, n_places), where))
 
-    def _tokens(self, case: _Case, n_tokens: int, n_streams: int, n_kv: int) -> npt.NDArray[np.int64]:
-        """The cells of the tokens that are computed: int64[n_streams * n_tokens]."""
+    def _tokens(self, case: _Case, sizes: _Sizes) -> npt.NDArray[np.int64]:
+        """The cells of the tokens that are computed: int64[rows]."""
         if case.is_prefill:
-            return np.arange(case.n_cells - n_tokens, case.n_cells, dtype=np.int64)
-        step = case.n_cells if n_streams == 1 else n_kv
-        return np.arange(n_tokens * n_streams, dtype=np.int64) * step + case.n_cells - 1
+            return np.arange(case.n_cells - sizes.n_tokens, case.n_cells, dtype=np.int64)
+        return np.arange(sizes.rows, dtype=np.int64) * case.n_cells + case.n_cells - 1
 
-    def _sizes(self, case: _Case) -> tuple[int, int, int]:
-        """Tokens of each stream, streams, and cells of each stream."""
+    def _sizes(self, case: _Case) -> _Sizes:
+        """One head of keys where that is enough work to be timed."""
         n_parallel, cells = self._task.n_parallel, case.n_cells
         if self._task.kv_layout == "unified":
-            return (PIECE if case.is_prefill else n_parallel), 1, cells * n_parallel
-        return (PIECE, 1, cells) if case.is_prefill else (1, n_parallel, cells)
+            return _Sizes(PIECE if case.is_prefill else n_parallel, 1, cells * n_parallel, 1)
+        return _Sizes(PIECE, 1, cells, 1) if case.is_prefill else _Sizes(1, n_parallel, cells, self._shape.n_head_kv)
 
-    def _mask(self, case: _Case, n_tokens: int, n_streams: int, n_kv: int) -> npt.NDArray[np.float64]:
+    def _mask(self, case: _Case, sizes: _Sizes) -> npt.NDArray[np.float64]:
         """0 where a token sees a cell, -inf elsewhere: float64[n_streams, 1, n_tokens, n_kv]."""
+        n_tokens, n_streams, n_kv, _ = sizes
         cells, token = np.arange(n_kv), np.arange(n_tokens)[:, None]
         if case.is_prefill:  # the last tokens of a sequence
             is_seen = cells <= case.n_cells - n_tokens + token
@@ -207,28 +220,28 @@ class _Bench:
         one = np.where(is_seen, 0.0, -np.inf)
         return np.ascontiguousarray(np.broadcast_to(one, (n_streams, 1, n_tokens, n_kv)))
 
-    def _attend(self, context: int, q: int, k: int, v: int, mask: int, *, is_flash: bool) -> int | None:
+    def _attend(self, context: int, qkv: tuple[int, int, int], mask: int, *, is_flash: bool) -> int | None:
         """The output of a layer's attention; None: the CPU cannot compute it."""
         lib, scale = self._lib, 1 / math.sqrt(self._shape.head_k)
-        q, k = (lib.ggml_permute(context, each, 0, 2, 1, 3) for each in (q, k))
+        q, k = (lib.ggml_permute(context, each, 0, 2, 1, 3) for each in qkv[:2])
+        v = qkv[2]
         if is_flash:
             v = lib.ggml_permute(context, v, 0, 2, 1, 3)
             out = lib.ggml_flash_attn_ext(context, q, k, v, mask, scale, 0.0, 0.0)
             lib.ggml_prec_set_acc(out, _PREC_F32)
-            return out if lib.ggml_backend_dev_supports_op(self._handle, out) else None
+            return int(out) if lib.ggml_backend_dev_supports_op(self._handle, out) else None
         kq = lib.ggml_mul_mat(context, k, q)
         lib.ggml_prec_set_acc(kq, _PREC_F32)
         weights = lib.ggml_soft_max_ext(context, kq, mask, scale, 0.0)
         kqv = lib.ggml_mul_mat(context, v, weights)
         if not all(lib.ggml_backend_dev_supports_op(self._handle, each) for each in (kq, weights, kqv)):
             return None
-        return lib.ggml_cont(context, lib.ggml_permute(context, kqv, 0, 2, 1, 3))
+        return int(lib.ggml_cont(context, lib.ggml_permute(context, kqv, 0, 2, 1, 3)))
 
-    def _cells(
-        self, context: int, attention: Attention, n_heads: int, n_kv: int, n_streams: int, offset: int
-    ) -> tuple[int, int]:
-        """Keys and values of some heads of a layer, as they are in memory: values transposed without flash attention."""
+    def _cells(self, context: int, attention: Attention, sizes: _Sizes, offset: int) -> tuple[int, int]:
+        """Keys and values of a layer as they are in memory: values are transposed without flash attention."""
         lib, shape = self._lib, self._shape
+        _, n_streams, n_kv, n_heads = sizes
         k = self._tensor(context, attention.k, shape.head_k, n_heads, n_kv, n_streams)
         if attention.flash_attn == "on":
             v = self._tensor(context, attention.v, shape.head_v, n_heads, n_kv, n_streams)

@@ -112,10 +112,10 @@ def attention_shape(path: Path) -> Shape | None:
     if any(metadata.get(f"{architecture}.{name}") for name in _OTHER_ATTENTION):
         return None
     names = ("block_count", "attention.head_count", "embedding_length")
-    n_layer, n_head, n_embd = (metadata.get(f"{architecture}.{name}") for name in names)
+    n_layer, n_head, n_embd = (metadata.get(f"{architecture}.{name}", 0) for name in names)
     n_head_kv = metadata.get(f"{architecture}.attention.head_count_kv", n_head)
     if not all(isinstance(n, int) and n > 0 for n in (n_layer, n_head, n_embd, n_head_kv)):
-        return None  # arrays: layers differ
+        return None  # missing, or arrays: layers differ
     sizes = [metadata.get(f"{architecture}.attention.{name}_length", n_embd // n_head) for name in ("key", "value")]
     return Shape(n_layer, n_head, n_head_kv, *sizes)
 

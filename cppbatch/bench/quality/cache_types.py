@@ -17,8 +17,9 @@ from cppbatch.bench.machine import this_machine
 from cppbatch.bench.profile import file_identity
 from cppbatch.bench.quality.text_quality import CONTEXT, compare_text, english_text
 from cppbatch.bench.report import Column, Report
-from cppbatch.config import CacheType, EngineConfig
+from cppbatch.config import CacheType, EngineConfig, available_threads
 from cppbatch.engine.attention_choice import MAX_KL
+from cppbatch.engine.compute_threads import ComputeThreads, usable_cpus
 from cppbatch.engine.runtime import load_model, make_context
 from cppbatch.errors import ModelError
 from cppbatch.models.kernels import read_cached, write_cached
@@ -73,6 +74,7 @@ def compare_cache_types(
         model_path=str(model), n_ctx=CONTEXT, n_parallel=1, flash_attn="on", kv_layout="unified", spec="off"
     )
     progress("text quality")
+    threads = ComputeThreads(available_threads(), len(usable_cpus()))
     with load_model(config) as loaded, ExitStack() as stack:
         if not loaded.can_generate:
             raise ModelError(
@@ -82,6 +84,7 @@ def compare_cache_types(
         for k, v in (_SOURCE, *types):
             context = make_context(replace(config, cache_type_k=k, cache_type_v=v), loaded)
             stack.callback(context.close)
+            context.use_threads(threads.now())
             contexts.append(context)
         vocab = loaded.vocab
         tokens = vocab.tokenize(english_text(), add_special=False)
@@ -104,8 +107,8 @@ def compare_cache_types(
         columns=_COLUMNS,
         rows=rows,
         notes=[
-            f"text: {len(tokens):,} tokens of English in contexts of at most {CONTEXT}; the second half of each context "
-            f"is scored ({found[0].n_scored:,} tokens)",
+            f"text: {len(tokens):,} tokens of English in contexts of at most {CONTEXT}; the second half of each "
+            f"context is scored ({found[0].n_scored:,} tokens)",
             "KL: KL divergence from the f16 cache, nats. Types below the bound may be chosen by `-ctk` and `-ctv` auto",
         ],
     )
