@@ -128,12 +128,13 @@ class EngineConfig(_Model, frozen=True, kw_only=True):
     """Requests that may wait; more are refused (--max-queue)."""
     swap_space: int = 1024
     """Host memory, in MiB, for preempted sequences; beyond it they are computed again (--swap-space)."""
-    target_step_ms: float = 0
-    """How long a step may take while a sequence decodes, in ms: prompts are computed in pieces of that size. 0: as
-    `prefer` says (--target-step-ms)."""
+    target_itl_ms: float = 0
+    """The longest time between two tokens of a sequence, in ms: a step takes no longer, so prompts are computed in
+    pieces that fit. 0: as `prefer` says (--target-itl-ms)."""
     prefer: Preference = "balanced"
-    """How long a step may take while a sequence decodes, unless `target_step_ms` says it: latency: 2.5 times a step
-    without prompts; balanced: 8 times; throughput: prompts are computed first (--prefer)."""
+    """How long a step may take while a sequence decodes, unless `target_itl_ms` says it: latency: 2.5 times a step
+    without prompts; balanced: 10 times, and less where the prompts of the load allow it; throughput: prompts are
+    computed first (--prefer)."""
     max_wait_ms: float = 0
     """How long an idle server collects requests before it computes the first of them, in ms, unless n_parallel wait
     (--max-wait-ms). While any request runs, others join it at once. 0: it does not wait."""
@@ -205,7 +206,7 @@ class EngineConfig(_Model, frozen=True, kw_only=True):
                 f"{named('prefix_cache_disk')} needs host memory for what is read, and {named('prefix_cache_ram')} is 0"
             )
         self._check("n_keep", -1, _INT32_MAX, "-1 (the prompt), 0 or more")
-        self._check("target_step_ms", 0, _MAX_STEP_MS, f"0 (automatic) to {_MAX_STEP_MS}")
+        self._check("target_itl_ms", 0, _MAX_STEP_MS, f"0 (automatic) to {_MAX_STEP_MS}")
         self._check("max_wait_ms", 0, _MAX_WAIT_MS, f"0 (no waiting) to {_MAX_WAIT_MS}")
         self._check_choices()
         self._check_rpc()
@@ -337,7 +338,7 @@ class EngineSettings(TypedDict, total=False):
     prefix_cache_disk: str
     max_queue: int
     swap_space: int
-    target_step_ms: float
+    target_itl_ms: float
     prefer: Preference
     max_wait_ms: float
     sampling: Sampling

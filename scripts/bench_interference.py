@@ -4,7 +4,7 @@
 When a stream ends, a new one with the same prompt starts. So the context length stays the same on average, and only the
 long prompt makes a difference.
 
-.venv/bin/python scripts/bench_interference.py [-m model.gguf] [--kv-layout unified] [--target-step-ms 0]
+.venv/bin/python scripts/bench_interference.py [-m model.gguf] [--kv-layout unified] [--target-itl-ms 0]
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ def main() -> None:
     parser.add_argument("-m", "--model")
     parser.add_argument("--kv-layout", choices=["unified", "per-sequence"], default="unified")
     parser.add_argument("-fa", "--flash-attn", choices=["auto", "on", "off"], default="auto")
-    parser.add_argument("--target-step-ms", type=float, default=0)
+    parser.add_argument("--target-itl-ms", type=float, default=0)
     args = parser.parse_args()
     model = choose_model(args.model)
     n_ctx = 16384 if args.kv_layout == "unified" else (STREAMS + 1) * 8192
-    settings = {"kv_layout": args.kv_layout, "flash_attn": args.flash_attn, "target_step_ms": args.target_step_ms}
+    settings = {"kv_layout": args.kv_layout, "flash_attn": args.flash_attn, "target_itl_ms": args.target_itl_ms}
     with BatchInferenceEngine(model, n_ctx=n_ctx, n_parallel=STREAMS + 1, **settings) as engine:
         engine.generate([[20] * 512], SamplingParams(max_tokens=1))  # warm-up
         start_streams(engine)

@@ -1,7 +1,11 @@
 #!/usr/bin/env python3
-"""Seconds from the start of `cppbatch serve` to the first token of an answer: the median of several starts.
+"""Seconds from the start of `cppbatch serve` to the first token of an answer, its parts, and llama-server beside it.
 
-.venv/bin/python scripts/bench_start.py [--repeats 5] [-- -m model.gguf]
+.venv/bin/python scripts/bench_start.py -m model.gguf [--repeats 7] [--llama-server PATH] [-- more flags of serve]
+
+Both servers start in turns, with the same number of sequences and KV cells. The first start of each is not counted: it
+brings the files into the file cache, and finds out what is cached about the model. The parts are measured in processes
+of their own, one part after the other; in a server those of the worker run beside those of the server process.
 """
 
 from __future__ import annotations
@@ -13,6 +17,8 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from pathlib import Path
 from statistics import median
 
 TIMEOUT_S = 120
@@ -26,11 +32,11 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def first_token(arguments: list[str]) -> float:
+def first_token(command: list[str]) -> float:
     """Returns the seconds of one start. The client repeats its request until the server answers."""
     port = free_port()
-    command = [sys.executable, "-m", "cppbatch", "serve", "--port", str(port), *arguments]
     began = time.perf_counter()
+    command = [*command, "--port", str(port)]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as server:
         try:
             while time.perf_counter() - began < TIMEOUT_S and server.poll() is None:
@@ -55,15 +61,125 @@ def answers(port: int) -> bool:
         connection.close()
 
 
+class Parts:
+    """Seconds of each part, in order."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self._began = time.perf_counter()
+
+    def end(self, name: str) -> None:
+        """The part that has just ended."""
+        now = time.perf_counter()
+        self.seconds[name], self._began = now - self._began, now
+
+
+def parts_of_server(model: Path) -> dict[str, float]:
+    """Run in a process of its own: what `cppbatch serve` does itself."""
+    parts = Parts()
+    import cppbatch.cli.plan_start as planning
+    import cppbatch.cli.serve_command
+    from cppbatch.config import EngineConfig
+
+    parts.end("imports until the worker starts")
+    config = EngineConfig(model_path=str(model))
+    planning.plan_start(config, [], lambda one: [one], use_profile=True, memory_check=True, say=lambda line: None)
+    parts.end("GGUF header, profile and memory check")
+    import cppbatch.server.run_server
+    import cppbatch.server.served_models  # noqa: F401
+
+    parts.end("imports beside the worker")
+    return parts.seconds
+
+
+def parts_of_worker(model: Path) -> dict[str, float]:
+    """Run in a process of its own: what a worker does."""
+    parts = Parts()
+    import cppbatch.cluster.worker_main  # noqa: F401
+
+    parts.end("imports")
+    from cppbatch import SamplingParams
+    from cppbatch.config import EngineConfig
+    from cppbatch.engine.engine import BatchInferenceEngine
+    from cppbatch.engine.runtime import load_model, make_context, open_runtime, repacks
+    from cppbatch.engine.speculation.head_runtime import uses_head
+    from cppbatch.llama import Backend, find_prefix_sharing
+
+    Backend.get()
+    parts.end("llama.cpp's library")
+    config = EngineConfig(model_path=str(model))
+    repacks(config)
+    parts.end("self-check and kernel times, cached")
+    uses_head(config)
+    parts.end("GGUF header")
+    loaded = load_model(config)
+    parts.end("model")
+    assert loaded.vocab
+    parts.end("vocabulary")
+    context = make_context(config, loaded)
+    parts.end("context")
+    find_prefix_sharing(context, config)
+    parts.end("probe of prefix sharing, cached")
+    context.close()
+    runtime = open_runtime(config, loaded)
+    parts.end("")  # the context again, now the engine's
+    del parts.seconds[""]
+    engine = BatchInferenceEngine(config, runtime=runtime)
+    engine.generate(["Hello"], SamplingParams(max_tokens=1))
+    parts.end("first token")
+    return parts.seconds
+
+
+CHILDREN: dict[str, Callable[[Path], dict[str, float]]] = {"server": parts_of_server, "worker": parts_of_worker}
+
+
+def print_parts(model: Path, repeats: int) -> None:
+    """The median of each part."""
+    for process in CHILDREN:
+        command = [sys.executable, __file__, "--child", process, "-m", str(model)]
+        found: list[dict[str, float]] = []
+        for _ in range(1 + repeats):
+            ended = subprocess.run(command, capture_output=True, text=True, check=True)
+            found.append(json.loads(ended.stdout.splitlines()[-1]))
+        print(f"{process} process:")
+        for part in found[0]:
+            print(f"  {median(each[part] for each in found[1:]):6.3f} s  {part}")
+
+
 def main() -> None:
-    """Prints each start and the median."""
+    """Prints each start, the medians, and the parts."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("-m", "--model", type=Path, help="GGUF file; without it the default model")
+    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--llama-server", type=Path, help="the program of llama.cpp to start in turns with ours")
+    parser.add_argument("--child", choices=CHILDREN, help=argparse.SUPPRESS)
     parser.add_argument("rest", nargs="*", help="more arguments for `cppbatch serve`, after --")
     options = parser.parse_args()
-    first_token(options.rest)  # brings the files into the file cache
-    starts = [first_token(options.rest) for _ in range(options.repeats)]
-    print("start to first token:", "  ".join(f"{start:.2f}" for start in starts), f"  median {median(starts):.2f} s")
+    if options.child:
+        print(json.dumps(CHILDREN[options.child](options.model)))
+        return
+    from cppbatch.config import EngineConfig, available_threads
+    from cppbatch.models.pull import choose_model
+
+    model = choose_model(options.model and str(options.model))
+    config = EngineConfig(model_path=str(model))
+    commands = {"cppbatch": [sys.executable, "-m", "cppbatch", "serve", "-m", str(model), *options.rest]}
+    if options.llama_server:
+        sizes = ["-c", str(config.n_ctx), "-np", str(config.n_parallel), "-t", str(available_threads())]
+        commands["llama-server"] = [str(options.llama_server), "-m", str(model), *sizes]
+    starts: dict[str, list[float]] = {name: [] for name in commands}
+    for turn in range(1 + options.repeats):
+        for name in commands if turn % 2 else reversed(commands):
+            seconds = first_token(commands[name])
+            if turn:
+                starts[name].append(seconds)
+    for name, of_each in starts.items():
+        each = "  ".join(f"{seconds:.2f}" for seconds in of_each)
+        print(f"{name}: start to first token {median(of_each):.2f} s (least {min(of_each):.2f}; {each})")
+    if options.llama_server:
+        ratios = [ours / theirs for ours, theirs in zip(*starts.values(), strict=True)]
+        print(f"of llama-server's time: {median(ratios):.2f} ({'  '.join(f'{ratio:.2f}' for ratio in ratios)})")
+    print_parts(model, options.repeats)
 
 
 if __name__ == "__main__":

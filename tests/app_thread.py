@@ -11,7 +11,8 @@ from aiohttp import web
 
 from cppbatch import LocalEngine
 from cppbatch.engine.metrics import EngineStats
-from cppbatch.server.listener import Address, listen
+from cppbatch.server.address import Address
+from cppbatch.server.listener import listen
 
 
 class AppThread:

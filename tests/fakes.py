@@ -708,4 +708,4 @@ def know(engine: BatchInferenceEngine, times: Mapping[int, float]) -> None:
     """Lets the scheduler know these times, seconds by numbers of rows, and learn no others."""
     scheduler = engine._scheduler
     scheduler._lora.budget(()).cost.seed(times.items())
-    scheduler.computed = lambda plan, seconds: None  # type: ignore[method-assign]
+    scheduler.computed = lambda plan, seconds, decode_s=None: None  # type: ignore[method-assign]

@@ -13,7 +13,8 @@ from typing import Any
 from aiohttp import web
 
 from cppbatch import GenerationEvent, GenerationRequest, LocalEngine
-from cppbatch.server.listener import Address, Listener, listen
+from cppbatch.server.address import Address
+from cppbatch.server.listener import Listener, listen
 
 Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 

@@ -9,7 +9,6 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
-from cppbatch.bench.quality.cache_types import TYPES, Types, compare_cache_types, known_kl
 from cppbatch.config import EngineConfig
 from cppbatch.engine.attention_choice import (
     MAX_KL,
@@ -23,6 +22,7 @@ from cppbatch.engine.attention_choice import (
 from cppbatch.engine.kv_layout import choose_flash_attn, choose_layout, switches_layout
 from cppbatch.errors import ModelError
 from cppbatch.models.attention_times import Attention, AttentionTask, attention_shape, attention_times
+from cppbatch.models.cache_quality import TYPES, Types, known_kl
 from cppbatch.models.inspect import inspect_model
 from cppbatch.models.kernels import has_gpu, kernel_times
 from cppbatch.models.repacking import weights_s
@@ -88,6 +88,8 @@ def measure_proposal(
     Returns a sentence with the result; None: nothing is proposed, or the model is large. Raises the exceptions of
     loading a model.
     """
+    from cppbatch.bench.quality.cache_types import compare_cache_types  # it loads llama.cpp
+
     unmeasured = plan_attention(config, given).unmeasured
     if unmeasured is None or Path(config.model_path).stat().st_size > _SMALL_BYTES:
         return None

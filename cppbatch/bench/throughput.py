@@ -23,6 +23,7 @@ from cppbatch.bench.report import Column, Report, Spread
 from cppbatch.bench.resource_usage import ResourceUsage
 from cppbatch.config import EngineConfig
 from cppbatch.engine.engine import BatchInferenceEngine
+from cppbatch.engine.ideal import BareCosts, RequestSize, ideal_seconds
 from cppbatch.engine.metrics import PHASES
 from cppbatch.engine.model_info import ModelInfo
 from cppbatch.engine.params import SamplingParams
@@ -86,7 +87,7 @@ REQUEST_KINDS = {
 }
 """Kinds of requests with different sampling costs. "chain" uses llama.cpp's own samplers."""
 
-_TARGET_STEP_MS = 60_000  # so long that prompts are never split for the sake of decoding sequences
+_TARGET_ITL_MS = 60_000  # so long that prompts are never split for the sake of decoding sequences
 _WARM_UP = 8  # tokens
 
 _COLUMNS = [
@@ -98,6 +99,7 @@ _COLUMNS = [
     Column("prefill_of_bare", "% of bare"),
     Column("decode", "decode tok/s"),
     Column("decode_of_bare", "% of bare"),
+    Column("of_ideal", "of ideal", 3),
     Column("step_ms", "step ms", 2),
     Column("sample_percent", "sample %", 2),
     Column("overhead_percent", "not decode %", 2),
@@ -167,7 +169,7 @@ def measure_throughput(
         config,
         n_ctx=max(sizes.batch_sizes) * (sizes.prompt_tokens + sizes.new_tokens),
         n_parallel=max(sizes.batch_sizes),
-        target_step_ms=_TARGET_STEP_MS,
+        target_itl_ms=_TARGET_ITL_MS,
         prefix_cache=False,  # the bare loop needs an empty context
         spec="off",  # the bare loop has no drafts
     )
@@ -212,7 +214,15 @@ def _rows(engine: BatchInferenceEngine, runtime: Runtime, sizes: Sizes, meter: E
                 bare = bare_loop(runtime.context, batch, prompts, sizes.new_tokens)
                 used = joules if meter.works else None
                 runs.append(PairedRun(speeds, bare, phases, usage.seconds, used, usage.gpu_percent))
-            yield {"batch_size": n, "kind": name, **_figures(runs, n * sizes.new_tokens)}
+            yield {"batch_size": n, "kind": name, **_figures(runs, n * sizes.new_tokens), **_of_ideal(runs, n, sizes)}
+
+
+def _of_ideal(runs: list[PairedRun], n: int, sizes: Sizes) -> dict[str, Spread]:
+    """The ideal time of the requests by that of the engine: with costs of the bare loop beside it."""
+    requests = [RequestSize(sizes.prompt_tokens, sizes.new_tokens)] * n
+    costs = [BareCosts.of([(n, n / run.bare.decode)], [(n, 1 / run.bare.prefill)]) for run in runs]
+    needed = [ideal_seconds(requests, each, n) for each in costs]
+    return {"of_ideal": Spread.of(ideal_s / run.seconds for ideal_s, run in zip(needed, runs, strict=True))}
 
 
 def engine_loop(
@@ -345,6 +355,7 @@ def _report(
         rows=rows,
         notes=[
             "bare: llama_decode alone with the same batch, in turns with the engine; the ratio is the turns' median.",
+            "of ideal: the time of the same prompt tokens and rows in the bare loop, by that of the engine's run.",
             "not decode: the share of a step that is spent outside llama_decode.",
             *notes,
         ],

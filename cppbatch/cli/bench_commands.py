@@ -6,6 +6,7 @@ import contextlib
 import secrets
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -21,6 +22,7 @@ from cppbatch.errors import ConfigError
 
 if TYPE_CHECKING:
     from cppbatch.bench.load.compare_servers import Progress
+    from cppbatch.bench.load.load_results import LoadIdeal
     from cppbatch.bench.load.target import Target
     from cppbatch.bench.load.workload import LoadSettings
     from cppbatch.bench.report import Report
@@ -75,7 +77,7 @@ _SET_BY_THROUGHPUT = (
     "prefix_cache_disk",
     "max_queue",
     "swap_space",
-    "target_step_ms",
+    "target_itl_ms",
     "spec",
     "pooling",
     "max_wait_ms",
@@ -181,7 +183,7 @@ _SET_BY_ROOFLINE = (
     "prefix_cache_disk",
     "max_queue",
     "swap_space",
-    "target_step_ms",
+    "target_itl_ms",
     "prefer",
     "spec",
     "draft_max",
@@ -292,8 +294,27 @@ def strategies(
     return report, plot_strategies
 
 
+# --- bench explain ----------------------------------------------------------------------------------------------------
+
+
+@bench.command("explain")
+@click.argument("trace", type=click.Path(path_type=Path, exists=True, dir_okay=False), metavar="TRACE.json")
+@report_options
+def explain_trace(trace: Path) -> tuple[Report, Draw]:
+    """Shows where the time of a trace went (--trace of serve and generate), and how much of it was ideal.
+
+    Ideal is what the work costs at best: each prompt token as in the best size of a piece, each new token as in the
+    best number of rows up to the unfinished sequences, as learned from the steps of the trace. GET /metrics
+    (ideal_seconds, lost_seconds) has the same parts, from what the engine has learned until then.
+    """
+    from cppbatch.bench.explain import explain, plot_explanation
+
+    return explain(trace), plot_explanation
+
+
 # --- bench serve ------------------------------------------------------------------------------------------------------
 
+_MAX_ROWS = 32  # of a step, for `of ideal`
 _SIZES = {  # of each workload, in tokens: prompt, output
     "mixed": (Lengths(32, 512), Lengths(16, 128)),
     "fixed": (Lengths(128, 128), Lengths(64, 64)),
@@ -348,6 +369,11 @@ _SIZES = {  # of each workload, in tokens: prompt, output
 )  # fmt: skip
 @click.option("--model", help="The model's name on the server.  [default: the first of /v1/models]")
 @click.option(
+    "-m", "--model-file", metavar="MODEL",
+    help="Measure with this file here what the answered requests cost at best: `of ideal`. It takes some seconds "
+    "before the load, with the engine's default settings, on the machine of the servers.",
+)  # fmt: skip
+@click.option(
     "--api-key", envvar=["CPPBATCH_BENCH_API_KEY", "CPPBATCH_API_KEY"], show_envvar=True, help="Sent as a bearer token."
 )
 @option("--warmup", type=int, default=4, help="Requests before the measurement.")
@@ -359,7 +385,7 @@ _SIZES = {  # of each workload, in tokens: prompt, output
 @click.option("--latency-bound-ms", type=float, help="Count the requests whose first text came in time (goodput).")
 @option("--timeout", type=float, default=300, help="Seconds that a request may take.")
 @report_options
-def serve(urls: tuple[str, ...], label: str | None, **settings: Any) -> tuple[Report, Draw]:
+def serve(urls: tuple[str, ...], label: str | None, model_file: str | None, **settings: Any) -> tuple[Report, Draw]:
     """Sends requests to OpenAI-compatible servers and measures how fast they answer.
 
     \b
@@ -370,9 +396,21 @@ def serve(urls: tuple[str, ...], label: str | None, **settings: Any) -> tuple[Re
     from cppbatch.bench.load.load_plot import plot_load
 
     targets, load = _targets(urls, label), _load(**settings)
+    ideal = _load_ideal(model_file, load) if model_file else None
     with _progress(load) as progress:
-        report = compare_servers(targets, load, progress)
+        report = compare_servers(targets, load, progress, ideal)
     return report, plot_load
+
+
+def _load_ideal(model_file: str, load: LoadSettings) -> LoadIdeal:
+    from cppbatch.bench.bare_costs import bare_costs_of_model
+    from cppbatch.bench.load.load_results import LoadIdeal
+    from cppbatch.models.pull import choose_model
+
+    clients = None if load.rate else load.concurrency
+    samples = load.workload.samples if load.workload.samples_by == "n" else 1
+    most_rows = min(_MAX_ROWS, (clients or _MAX_ROWS) * samples)
+    return LoadIdeal(bare_costs_of_model(str(choose_model(model_file)), most_rows), most_rows, clients)
 
 
 def _targets(urls: tuple[str, ...], label: str | None) -> list[Target]:

@@ -16,7 +16,7 @@ import msgspec
 from click.core import ParameterSource
 
 from cppbatch.cli.hub_options import hub_name, may_see
-from cppbatch.config import CacheType, EngineConfig, Pooling, Preference, Speculation
+from cppbatch.config import CacheType, EngineConfig, Pooling, Preference, Speculation, disk_folder
 from cppbatch.config import named as setting_name
 from cppbatch.errors import ConfigError
 
@@ -111,10 +111,9 @@ def _cache_ram(_context: object, _option: object, given: int) -> int:
 
 def _disk_folder(_context: object, _option: object, given: str) -> str:
     """Refuses a folder that cannot be written at the start, also if a model is loaded later."""
-    from cppbatch.config import disk_folder
-    from cppbatch.engine.prefix_disk.prefix_folder import PrefixFolder
-
     if folder := disk_folder(given):
+        from cppbatch.engine.prefix_disk.prefix_folder import PrefixFolder  # imports numpy
+
         PrefixFolder(*folder)
     return given
 
@@ -326,8 +325,9 @@ _SETTINGS = [
         help="LoRA adapter, with scale 1 by default; may be given several times. Requests can override the scales.",
     ),
     option(
-        "--target-step-ms", env="TARGET_STEP_MS", type=float, default=_DEFAULTS.target_step_ms,
-        help="Target duration of a step while sequences generate, in ms; 0: as --prefer says.",
+        "--target-itl-ms", env="TARGET_ITL_MS", type=float, default=_DEFAULTS.target_itl_ms,
+        help="Target for the time between two tokens of a sequence while prompts are computed, in ms; "
+        "0: as --prefer says.",
     ),
     option(
         "--prefer", env="PREFER", type=click.Choice(get_args(Preference)), default=_DEFAULTS.prefer,
@@ -466,7 +466,7 @@ _LOG_SETTINGS = ("log_format", "log_level", "access_log")
 def _set_up_logs(verbose: bool, settings: dict[str, Any]) -> None:
     """`settings`: the server's `_LOG_SETTINGS`; empty for other commands."""
     if settings:
-        from cppbatch.server.logs import set_up
+        from cppbatch.server.log_setup import set_up
 
         set_up(settings["log_format"], verbose=verbose, level=settings["log_level"], access=settings["access_log"])
         return

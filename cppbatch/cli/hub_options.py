@@ -24,8 +24,11 @@ def hub_name(repository: str | None, file: str | None) -> str | None:
 
 def may_see(name: str, settings: Mapping[str, Any]) -> bool:
     """Whether a model gets the projector that is beside it on the hub, with these settings of the engine."""
-    from cppbatch.llama.media_encoder import has_mtmd
     from cppbatch.models.hub import hub_model
 
     is_text_only = settings.get("pooling") or settings.get("deterministic")
-    return bool(hub_model(name)) and not (settings["mmproj"] or is_text_only) and has_mtmd()
+    if not hub_model(name) or settings["mmproj"] or is_text_only:
+        return False
+    from cppbatch.llama.media_encoder import has_mtmd  # loads llama.cpp's library
+
+    return has_mtmd()

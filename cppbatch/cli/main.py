@@ -2,42 +2,45 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
+from collections.abc import Iterator, Mapping
 
 import click
 
-import cppbatch
-from cppbatch.cli.batch_command import batch
-from cppbatch.cli.bench_commands import bench
-from cppbatch.cli.chat_command import chat
-from cppbatch.cli.doctor_command import doctor
-from cppbatch.cli.generate_command import generate
-from cppbatch.cli.memory_command import memory
-from cppbatch.cli.models_command import models
-from cppbatch.cli.ray_command import ray
-from cppbatch.cli.rpc_worker_command import rpc_worker
-from cppbatch.cli.serve_command import serve
-from cppbatch.cli.tune_command import tune
+from cppbatch.cli.quiet_imports import QuietImports
 from cppbatch.errors import CppBatchError
+
+_MODULES = {
+    "serve": "serve_command", "generate": "generate_command", "chat": "chat_command", "batch": "batch_command",
+    "models": "models_command", "memory": "memory_command", "tune": "tune_command", "bench": "bench_commands",
+    "doctor": "doctor_command", "rpc-worker": "rpc_worker_command", "ray": "ray_command",
+}  # fmt: skip
+
+
+class _Commands(Mapping[str, click.Command]):
+    """The commands, each imported when it is looked up: all of them take as long to import as a small model to load."""
+
+    def __getitem__(self, name: str) -> click.Command:
+        with QuietImports():
+            module = importlib.import_module(f"cppbatch.cli.{_MODULES[name]}")
+        command: click.Command = getattr(module, name.replace("-", "_"))
+        return command
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(_MODULES)
+
+    def __len__(self) -> int:
+        return len(_MODULES)
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
-@click.version_option(cppbatch.__version__)
+@click.version_option(package_name="cppbatch")
 def cli() -> None:
     """Runs GGUF models in batches on this machine."""
 
 
-cli.add_command(serve)
-cli.add_command(generate)
-cli.add_command(chat)
-cli.add_command(batch)
-cli.add_command(models)
-cli.add_command(memory)
-cli.add_command(tune)
-cli.add_command(bench)
-cli.add_command(doctor)
-cli.add_command(rpc_worker)
-cli.add_command(ray)
+cli.commands = _Commands()  # type: ignore[assignment]  # nothing is added to it
 
 
 def main() -> None:

@@ -21,7 +21,7 @@ GROUPS: Mapping[str, str] = {
     "Batch and memory": "n_parallel n_ctx n_batch n_ubatch prefix_cache prefix_cache_ram prefix_cache_disk "
     "ctx_checkpoints checkpoint_min_step swa_full swap_space cache_type_k cache_type_v context_shift n_keep "
     "memory_check",
-    "Speed": "n_threads n_gpu_layers use_profile kv_layout flash_attn repack sampling prefer target_step_ms "
+    "Speed": "n_threads n_gpu_layers use_profile kv_layout flash_attn repack sampling prefer target_itl_ms "
     "max_wait_ms deterministic",
     "Speculative decoding": "spec draft_max draft_model draft_gpu_layers",
     "Several models": "models_dir models_config llama_cpp_python_config models_max models_memory models_autoload "

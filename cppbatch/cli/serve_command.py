@@ -20,14 +20,16 @@ from cppbatch.cli.engine_options import (
 from cppbatch.cli.llama_server_flags import LlamaServerCommand, unneeded_flags
 from cppbatch.cli.loading_bar import loading_bar
 from cppbatch.cli.model_sources import ModelSources, many_models, model_source_options
+from cppbatch.cli.quiet_imports import QuietImports
 from cppbatch.cli.ray_options import RayTarget, ray_options
 from cppbatch.cli.server_options import server_options
+from cppbatch.cluster import worker_process
 from cppbatch.config import EngineConfig
 from cppbatch.errors import ConfigError, ModelError
 
 if TYPE_CHECKING:
     from cppbatch.cluster.deployment import Deployment, EngineStarter
-    from cppbatch.server.listener import Address
+    from cppbatch.server.address import Address
     from cppbatch.server.served_models import ServedModels
     from cppbatch.server.settings import ServerSettings
 
@@ -56,30 +58,37 @@ def serve(
 
     llama-server's flags mean the same; those that need nothing here are accepted (docs/llama-server.md).
     """
-    from cppbatch.server.run_server import run_server as run
-    from cppbatch.server.served_models import OneModel
 
-    def run_models(start: Callable[[], ServedModels], find_advice: Callable[[], str | None]) -> None:
-        asyncio.run(run(start, settings, address, say=say, find_advice=find_advice, show_loading=loading_bar))
+    async def run(start: Callable[[], ServedModels], find_advice: Callable[[], str | None]) -> None:
+        from cppbatch.server.run_server import run_server
 
-    def run_until_stopped(config: EngineConfig, starter: EngineStarter) -> None:
+        await run_server(start, settings, address, say=say, find_advice=find_advice, show_loading=loading_bar)
+
+    async def run_one(config: EngineConfig, starter: EngineStarter, *, start_early: bool) -> None:
         say(f"loading {config.model_path} ...")
-        run_models(lambda: OneModel.of(starter.start(config), settings), lambda: find_advice(config))
+        if start_early:
+            await worker_process.start_early()  # it imports beside this process, which has as much to import
+        with QuietImports():
+            engine = starter.start(config)
+            await asyncio.sleep(0)  # the worker gets its settings, and loads the model during the imports that follow
+            from cppbatch.server.served_models import OneModel
+
+        await run(lambda: OneModel.of(engine, settings), lambda: find_advice(config))
 
     if sources:
         if ray:
             raise ConfigError("--ray runs one model on a cluster; leave it out, or name one model with -m")
-        run_models(many_models(sources, config, given_settings(), deployment, settings), lambda: None)
+        asyncio.run(run(many_models(sources, config, given_settings(), deployment, settings), lambda: None))
         return
     if ray is None:
-        run_until_stopped(config, deployment)
+        asyncio.run(run_one(config, deployment, start_early=not deployment.in_process))
         return
     if config.rpc:
         raise ConfigError("--rpc is for one engine of this machine, and --ray runs engines on a cluster; leave one out")
     from cppbatch.ray.ray_deployment import deployed
 
     with deployed(ray.address, config, ray.options, step_timeout=deployment.step_timeout, say=say) as replicas:
-        run_until_stopped(replicas.config, replicas)
+        asyncio.run(run_one(replicas.config, replicas, start_early=False))
 
 
 def find_advice(config: EngineConfig) -> str | None:

@@ -269,17 +269,21 @@ def server_options(command: Command) -> Command:
         ssl_keyfile: str | None,
         **arguments: Any,
     ) -> Any:
-        from cppbatch.server.cross_site import names_of
-        from cppbatch.server.key_file import read_keys
-        from cppbatch.server.keys import Keys
+        from cppbatch.server.address import Address, tls_context
+        from cppbatch.server.api_keys import ApiKey, Keys
         from cppbatch.server.limits import Limits
-        from cppbatch.server.listener import Address, tls_context
+        from cppbatch.server.own_names import names_of
         from cppbatch.server.settings import ServerSettings
 
+        keys: list[str | ApiKey] = list(api_keys)
+        if api_key_file:
+            from cppbatch.server.key_file import read_keys
+
+            keys += read_keys(api_key_file)
         hosts: tuple[str, ...] = arguments.pop("hosts")
         limits = Limits(**{name: arguments.pop(name) for name in Limits.__struct_fields__})
         settings = ServerSettings(
-            keys=Keys([*api_keys, *(read_keys(api_key_file) if api_key_file else [])]),
+            keys=Keys(keys),
             limits=limits,
             cors_origins=arguments.pop("cors_origins") or None,
             allowed_hosts=arguments.pop("allowed_hosts"),

@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
-from cppbatch.cluster.autoscaled_group import AutoscaledGroup
-from cppbatch.cluster.engine_client import EngineClient
-from cppbatch.cluster.engine_group import EngineGroup
-from cppbatch.cluster.engine_process import EngineProcess
 from cppbatch.cluster.scaling_rule import ScalingRule
 from cppbatch.config import EngineConfig, available_threads
 from cppbatch.errors import ConfigError
 
 if TYPE_CHECKING:
+    from cppbatch.cluster.autoscaled_group import AutoscaledGroup
+    from cppbatch.cluster.engine_client import EngineClient
+    from cppbatch.cluster.engine_group import EngineGroup
+    from cppbatch.cluster.engine_process import EngineProcess
     from cppbatch.cluster.local_engine import LocalEngine
 
 MAX_WORKERS = 64
@@ -92,6 +92,8 @@ class Deployment(msgspec.Struct, frozen=True, kw_only=True):
         self._check_rpc(config)
         if self.is_autoscaled:
             return self._start_autoscaled(config)
+        from cppbatch.cluster.engine_group import EngineGroup
+
         engines = [self._start_worker(each, i) for i, each in enumerate(self.configs(config))]
         return engines[0] if len(engines) == 1 else EngineGroup(engines)
 
@@ -101,6 +103,8 @@ class Deployment(msgspec.Struct, frozen=True, kw_only=True):
         return self.max_workers is not None and self.max_workers > self.workers
 
     def _start_autoscaled(self, config: EngineConfig) -> AutoscaledGroup:
+        from cppbatch.cluster.autoscaled_group import AutoscaledGroup
+
         def config_of(number: int) -> EngineConfig:
             return msgspec.structs.replace(config, device=self._device(config, number))
 
@@ -118,6 +122,8 @@ class Deployment(msgspec.Struct, frozen=True, kw_only=True):
         return AutoscaledGroup(lambda i: self._start_worker(config_of(i), i), rule, shortage=shortage)
 
     def _start_worker(self, config: EngineConfig, number: int) -> EngineProcess:
+        from cppbatch.cluster.engine_process import EngineProcess  # imports as long as a worker: `start_early`
+
         return EngineProcess(
             config, name=str(number), step_timeout=self.step_timeout, sleep_idle_seconds=self.sleep_idle_seconds
         )

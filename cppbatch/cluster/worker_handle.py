@@ -7,7 +7,6 @@ import contextlib
 import logging
 import shutil
 import signal
-import sys
 import tempfile
 from asyncio.subprocess import Process
 from collections.abc import Coroutine
@@ -28,6 +27,7 @@ from cppbatch.cluster.worker_link import (
     WorkerSetup,
     can_use_files,
 )
+from cppbatch.cluster.worker_process import worker_process
 from cppbatch.config import EngineConfig
 
 Result = TypeVar("Result")
@@ -83,9 +83,7 @@ class WorkerHandle:
         )
         try:
             status = SharedStatus(folder / "status")
-            process = await asyncio.create_subprocess_exec(
-                sys.executable, "-m", "cppbatch.cluster.worker_main", stdin=asyncio.subprocess.PIPE
-            )
+            process = await worker_process()
         except BaseException:
             link.close()
             shutil.rmtree(folder, ignore_errors=True)

@@ -9,11 +9,10 @@ from __future__ import annotations
 import threading
 import time
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import msgspec
 import zmq
-import zmq.asyncio
 
 from cppbatch.config import EngineConfig
 from cppbatch.engine.live_state import LiveEngine
@@ -22,6 +21,9 @@ from cppbatch.engine.model_info import ModelInfo
 from cppbatch.engine.request import GenerationEvent, GenerationRequest, MediaPrompt, ResumeState, TokenPiece
 from cppbatch.engine.slots import SlotReport
 from cppbatch.errors import ContextOverflow
+
+if TYPE_CHECKING:
+    import zmq.asyncio
 
 _MAX_FOLDER_PATH = 100  # characters; a socket's path may have about 107
 _FLUSH_TIMEOUT_MS = 5000
@@ -251,6 +253,8 @@ class ServerLink:
     """The server's end, used on its event loop."""
 
     def __init__(self, folder: Path, *, use_files: bool) -> None:
+        import zmq.asyncio  # a worker has no use for it
+
         self.keys: Keys | None = None
         if not use_files:
             server_public, server_secret = (key.decode() for key in zmq.curve_keypair())

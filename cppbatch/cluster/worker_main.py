@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import importlib
 import logging
@@ -313,6 +314,8 @@ def main() -> None:
     for name in ("SIGINT", "SIGTERM", "SIGHUP"):  # Ctrl-C signals the worker too, but the server decides when it ends
         if hasattr(signal, name):  # Windows has no SIGHUP
             signal.signal(getattr(signal, name), signal.SIG_IGN)
+    with contextlib.suppress(CppBatchError):  # raised again below
+        Backend.get()  # loads the library while the server prepares the setup
     line = sys.stdin.buffer.readline()
     if not line.endswith(b"\n"):  # the server has ended
         return

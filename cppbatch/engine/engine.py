@@ -128,7 +128,7 @@ class BatchInferenceEngine:
             media=self._runtime.media,
         )
         policy = policy or (PoolingScheduler if self.info.pooling else Scheduler)
-        target = config.target_step_ms / 1000 if config.target_step_ms else None
+        target = config.target_itl_ms / 1000 if config.target_itl_ms else None
         self._speculator = self._make_speculator()
         self._scheduler = policy(
             self.kv,
@@ -268,6 +268,8 @@ class BatchInferenceEngine:
             raise EngineClosed("the engine is closed")
         if sequence.id in self._sequences:
             raise InvalidRequest("id", f"{sequence.id!r} is the id of a request that is still running")
+        if not self._scheduler.has_work:
+            self.metrics.ends_idleness(sequence.arrived_at)
         self._sequences[sequence.id] = sequence
         self._scheduler.add(sequence)
 
@@ -385,10 +387,11 @@ class BatchInferenceEngine:
                 self.metrics.lap("fill")
                 began = perf_counter()
                 is_computed = self._decode(plan)
+                decode_s = perf_counter() - began
                 self.kv.remove_padding(plan.padding)
                 if is_computed:
                     sampled = self._sample(plan)
-                    self._scheduler.computed(plan, perf_counter() - began)
+                    self._scheduler.computed(plan, perf_counter() - began, decode_s)
                     self._advance(plan, sampled)
         if self._disk:
             if not plan.pieces:
@@ -543,7 +546,8 @@ class BatchInferenceEngine:
 
     def _advance(self, plan: StepPlan, sampled: list[SamplerOutput]) -> None:
         """Updates the accounting, appends the new tokens, and ends finished sequences."""
-        outputs = plan.outputs()
+        outputs, work = plan.outputs(), self._scheduler.work(plan)
+        n_accepted_before = self.metrics.accepted_tokens
         if plan.n_drafted:
             reasons = self._verify_drafts(plan, outputs, sampled)
         else:
@@ -562,7 +566,9 @@ class BatchInferenceEngine:
         if plan.n_tokens > plan.n_decode:
             self._report_prefill(plan)
         self.metrics.forced_tokens = self.outputs.n_forced_tokens
-        self.metrics.end_step()
+        if plan.n_drafted:
+            work = work._replace(accepted=self.metrics.accepted_tokens - n_accepted_before)
+        self.metrics.end_step(work, self._scheduler.bare_costs())
         if self._trace:
             self._follow(self._trace)
 

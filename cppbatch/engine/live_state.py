@@ -126,6 +126,8 @@ class LiveEngine(msgspec.Struct, frozen=True, kw_only=True):
     n_parallel: int
     """The most sequences that run at once."""
     counters: LiveCounters
+    of_ideal: float | None
+    """Of the time with work in the last minute, the part that its work costs at best: 0 to 1. None: there was none."""
     rows: list[LiveSequence]
     """The running sequences in order of rank, then the swapped ones among the first 100 of the queue."""
     waiting: int
@@ -156,6 +158,7 @@ def live_engine(scheduler: Scheduler, kv: KVPool, metrics: Metrics) -> LiveEngin
             recomputes=kv.n_recomputes,
             step_seconds=dict(metrics.seconds),
         ),
+        of_ideal=None if (of_ideal := metrics.of_ideal()) is None else round(of_ideal, 3),
         rows=[*(_shown(sequence, now) for sequence in scheduler.running), *swapped],
         waiting=len(scheduler.waiting) - len(swapped),
         queue=queue,

@@ -73,7 +73,9 @@ class LoraRoundRobin:
         """The step times of the set that computed last."""
         return self._last_budget.cost
 
-    def computed(self, adapters: AdapterSet, groups: Groups, n_prefill: int, seconds: float) -> None:
-        """Learns from the duration of a step, which must not be the first one after a switch."""
+    def computed(
+        self, adapters: AdapterSet, groups: Groups, n_prefill: int, seconds: float, decode_s: float | None = None
+    ) -> None:
+        """Learns from the duration of a step (`StepBudget.observe`), which must not be the first one after a switch."""
         self._last_budget = self.budget(adapters)
-        self._last_budget.observe(groups, n_prefill, seconds)
+        self._last_budget.observe(groups, n_prefill, seconds, decode_s)

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import logging
-import os
 import sys
 from pathlib import Path
 
-from platformdirs import user_cache_path
-
-from cppbatch.build_key import build_key
 from cppbatch.engine.slot_file import file_digest
 from cppbatch.errors import ModelError
+from cppbatch.findings import build_key, finding_path, read_finding, write_finding
 from cppbatch.llama.library import library_path
 from cppbatch.llama.selfcheck import run_child
 
 log = logging.getLogger("cppbatch.engine")
+
+_FINE = "fine"
 
 
 def check_projector(path: str, model_path: str) -> None:
@@ -26,16 +25,12 @@ def check_projector(path: str, model_path: str) -> None:
     if not Path(path).is_file():
         return
     key = f"{build_key(Path(library_path()).parent)}-{file_digest(path)[:16]}"
-    fine = user_cache_path("cppbatch") / "projectors" / key
-    if os.path.exists(fine):
+    verdict = finding_path("projectors", key)
+    if read_finding(verdict, str) == _FINE:
         return
     failure = run_child(child_command(path, model_path))
     if failure is None:
-        try:
-            fine.parent.mkdir(parents=True, exist_ok=True)
-            fine.touch()
-        except OSError as error:
-            log.info("that %s works cannot be remembered: %s", path, error)
+        write_finding(verdict, _FINE)
     elif failure.crashed:
         raise ModelError(
             f"{path} cannot be used: llama.cpp crashes with it ({failure.text}), as with one that lacks tensors. "

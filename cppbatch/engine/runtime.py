@@ -58,6 +58,7 @@ from cppbatch.llama import (
     EmbeddingBatch,
     MediaEncoder,
     Model,
+    find_prefix_sharing,
     least_rows_for_equal_bits,
     probe_prefix_sharing,
 )
@@ -321,7 +322,7 @@ def _open_runtime(
         return Runtime(context, model.vocab, _info(model, context, config, pooling), "none", close, threads=threads)
     on_gpu = _on_gpu(config)
     min_rows = _min_rows(context, on_gpu=on_gpu) if config.deterministic else 1
-    sharing = probe_prefix_sharing(context) if config.prefix_cache else "none"
+    sharing = _sharing(config, context)
     wants_drafts = may_draft(config)
     if config.sampling == "backend" or (config.sampling == "auto" and on_gpu and not wants_drafts):
         is_enabled = context.enable_backend_sampling()
@@ -373,6 +374,13 @@ def may_draft(config: EngineConfig) -> bool:
     return config.spec != "off" and (config.spec != "auto" or bool(config.draft_model) or not _on_gpu(config))
 
 
+def _sharing(config: EngineConfig, context: Context) -> Sharing:
+    """How sequences share prefixes. Over RPC it is always probed: which devices compute there is not known here."""
+    if not config.prefix_cache:
+        return "none"
+    return probe_prefix_sharing(context) if config.rpc else find_prefix_sharing(context, config)
+
+
 def _samples_one_row(context: Context) -> bool:
     """Whether the device samples: one row of each sequence, so that no draft can be verified."""
     if context.backend_sampling:
@@ -415,7 +423,7 @@ class _LayoutChanger:
         context = self._context
         context.reopen(**_layout_settings(self._config, context.model, layout))
         if layout not in self._sharing:
-            self._sharing[layout] = probe_prefix_sharing(context) if self._config.prefix_cache else "none"
+            self._sharing[layout] = _sharing(self._config, context)
         if self._samples_on_device:
             context.enable_backend_sampling()
         return self._sharing[layout]

@@ -178,6 +178,7 @@ class Seq:
         "n_drafted",
         "n_exact",
         "n_keep",
+        "n_lost",
         "n_output",
         "n_prompt",
         "n_shifts",
@@ -236,6 +237,7 @@ class Seq:
         # Index in the text behind the last token that is in `output`, or was in an earlier output.
         self.n_output = self.n_prompt
         self.n_computed = 0
+        self.n_lost = 0  # its first tokens that were computed, and whose keys and values were lost since
         self.n_exact = _ALL  # computed tokens from this one on do not have the keys and values of a prompt of `tokens`
         self.n_cached = 0  # prompt tokens taken from the prefix cache
         self.n_drafted = 0  # draft tokens that were computed
@@ -481,7 +483,7 @@ class Seq:
         self.stops = []
         # At once: an interrupted step must not leave one without the others.
         self.tokens, self.dropped, self.n_tokens, self.n_shifts = tokens, dropped, self.n_tokens - n, self.n_shifts + 1
-        self.draft = []
+        self.draft, self.n_lost = [], 0
         return n
 
     def preempted(self) -> None:
@@ -490,6 +492,7 @@ class Seq:
 
     def will_recompute(self) -> None:
         """Its keys and values are lost (not saved, or not restored): all of its tokens are computed again."""
+        self.n_lost = max(self.n_lost, min(self.n_computed, self.n_tokens))
         self.n_computed, self.n_exact = 0, _ALL
         self._set_status(SeqStatus.WAITING if self.seq_id < 0 else SeqStatus.PREFILL)
 
@@ -499,10 +502,15 @@ class Seq:
         self.cells = self.saved = None
         self.moving = False
         self.draft = []
+        self.n_lost = max(self.n_lost, self.n_computed)
         self.n_computed, self.n_exact = 0, _ALL
         self._set_status(SeqStatus.WAITING)
         if self.constraint:
             self.constraint.rebuild(self.text_tokens(self.n_prompt).tolist())
+
+    def n_again(self, n: int) -> int:
+        """How many of its next `n` tokens to compute had been computed before."""
+        return max(0, min(n, self.n_lost - self.n_computed))
 
     def finished(self) -> None:
         """The sequence has ended, for whatever reason."""

@@ -10,6 +10,8 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
+from cppbatch.engine.ideal import BareCosts
+
 TILES = (4, 16)
 """Rows that llama.cpp's CPU kernels compute at once (ggml-cpu `repack.cpp`, `llamafile/sgemm.cpp`)."""
 
@@ -23,6 +25,10 @@ _TRY_EVERY = 64  # steps with a number of rows; then one step with the next othe
 _FLAT = 1.3  # where rows cost less than this times what a quarter of them cost, padding cannot gain
 _GUESSED_TOKEN_S = 0.001
 _NEW_TOKEN_S = 0.3
+_EFFICIENT = 1.1
+_FORGET_LEVEL = 0.0002  # how fast the best level rises towards the present one, a step: halfway in some minutes
+_FORGET_TOKEN_S = 0.002  # the same for prompt tokens
+_BARE_EVERY = 64  # steps; then `bare` is made again, after every one of the first `2 * _BARE_EVERY`
 
 Groups = Sequence[int]
 """Numbers of decode rows that llama.cpp computes together. One number, except where sequences have streams of their
@@ -37,6 +43,9 @@ class StepCost:
     of rows that were seen at different moments can be compared.
 
     The time of prompt tokens is a running mean for each size of a prompt piece: 4-7 tokens, 8-15, 16-31 ...
+
+    `bare` has the costs at best, of `llama_decode` alone: the best level and times of prompt tokens fall at once and
+    rise slowly.
     """
 
     def __init__(self) -> None:
@@ -44,8 +53,11 @@ class StepCost:
         self._counts: list[int] = []  # the first number of rows, and those that were seen often enough, rising
         self._seen: Counter[int] = Counter()
         self._steps: Counter[int] = Counter()  # steps with so many rows to compute, padded or not
-        self._level = 1.0
+        self._level = self._decode_level = self._best_level = 1.0
         self._token_s: dict[int, float] = {}
+        self._best_token_s: dict[int, float] = {}
+        self._bare: BareCosts | None = None
+        self._n_bare = 0
 
     # --- rows ---------------------------------------------------------------------------------------------------------
 
@@ -88,8 +100,10 @@ class StepCost:
         part = (n - low) / (high - low)
         return self._shape[low] + part * (self._shape[high] - self._shape[low])
 
-    def observe_rows(self, groups: Groups, seconds: float) -> None:
-        """Learns from a step without prompt tokens. `groups`: its rows, padding included."""
+    def observe_rows(self, groups: Groups, seconds: float, decode_s: float | None = None) -> None:
+        """Learns from a step without prompt tokens. `groups`: its rows, padding included. `decode_s`: the time in
+        `llama_decode`; None: all of it."""
+        decode_s = seconds if decode_s is None else decode_s
         if unknown := {n for n in groups if n not in self._shape}:
             if self._shape:
                 seconds = min(seconds, _MAX_RATIO * self.rows_s(groups))
@@ -99,8 +113,12 @@ class StepCost:
         if new := {n for n in groups if self._seen[n] < _MIN_SEEN}:
             self._observe_new(new, groups, seconds)
             return
-        error = min(seconds / self.rows_s(groups) - 1, _MAX_ERROR)
+        relative = self.relative(groups)
+        error = min(seconds / (self._level * relative) - 1, _MAX_ERROR)
         self._level *= 1 + _NEW_LEVEL * error
+        self._decode_level *= 1 + _NEW_LEVEL * min(decode_s / (self._decode_level * relative) - 1, _MAX_ERROR)
+        best = self._best_level + _FORGET_LEVEL * (self._decode_level - self._best_level)
+        self._best_level = min(self._decode_level, best)
         if len(groups) == 1:
             n = groups[0]
             self._seen[n] += 1
@@ -170,11 +188,34 @@ class StepCost:
             return _GUESSED_TOKEN_S
         return self._token_s[min(self._token_s, key=lambda size: abs(size - n.bit_length()))]
 
-    def observe_prompt(self, n: int, seconds: float) -> None:
-        """Learns from a step to which a piece of `n` prompt tokens added `seconds`."""
+    def efficient_piece(self) -> int:
+        """The smallest known size of a prompt piece of which a token costs at most 1.1 times what it costs at best."""
+        if not self._token_s:
+            return 1
+        most_s = _EFFICIENT * min(self._token_s.values())
+        return 1 << (min(size for size, seconds in self._token_s.items() if seconds <= most_s) - 1)
+
+    def observe_prompt(self, n: int, seconds: float, *, decode_s: float | None = None) -> None:
+        """Learns from a step to which a piece of `n` prompt tokens added `seconds`. `decode_s`: what it added to
+        `llama_decode`, where that is certain enough to be learned as the best."""
         size = n.bit_length()
         old = self._token_s.get(size)
-        self._token_s[size] = seconds / n if old is None else old + _NEW_TOKEN_S * (seconds / n - old)
+        now = self._token_s[size] = seconds / n if old is None else old + _NEW_TOKEN_S * (seconds / n - old)
+        if decode_s is not None:
+            best, now = self._best_token_s.get(size, decode_s / n), min(now, decode_s / n)
+            self._best_token_s[size] = min(now, best + _FORGET_TOKEN_S * (now - best))
+
+    def bare(self) -> BareCosts:
+        """What `llama_decode` costs at best, as far as is known. Call it once a step."""
+        self._n_bare += 1
+        if self._bare is None or self._n_bare < 2 * _BARE_EVERY or self._n_bare % _BARE_EVERY == 0:
+            least = min(self._best_token_s.values(), default=0.0)
+            tokens = {size: self._best_token_s.get(size, max(least, now)) for size, now in self._token_s.items()}
+            self._bare = BareCosts.of(
+                ((n, self._best_level * self._relative(n)) for n in self._counts),
+                ((1 << (size - 1), seconds) for size, seconds in tokens.items()),
+            )
+        return self._bare
 
     def prompt_tokens_in(self, seconds: float) -> int:
         """How many prompt tokens fit into this time, as one piece; a guess before any is known."""

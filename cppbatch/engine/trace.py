@@ -41,7 +41,7 @@ class Trace:
             self._name(track, name)
         log.warning("tracing every step to %s", self._file.name)
 
-    def phase(self, name: str, start: float, end: float, about: dict[str, int] | None = None) -> None:
+    def phase(self, name: str, start: float, end: float, about: dict[str, Any] | None = None) -> None:
         """Writes a phase of a step. Times are those of `perf_counter`."""
         track = "device" if name == "decode" else "texts" if name in ("text", "emit") else "steps"
         self._span(TRACKS[track], name, start, end, about)

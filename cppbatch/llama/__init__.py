@@ -15,7 +15,7 @@ from cppbatch.llama.library import why_no_heads, why_no_layer_rows
 from cppbatch.llama.llama_batch import Batch
 from cppbatch.llama.media_encoder import MediaChunk, MediaEncoder
 from cppbatch.llama.model import Model
-from cppbatch.llama.prefix_sharing import probe_prefix_sharing
+from cppbatch.llama.prefix_sharing import find_prefix_sharing, probe_prefix_sharing
 from cppbatch.llama.row_contexts import DFlashContext, EagleContext, RowBatch
 from cppbatch.llama.rpc import RpcConnections
 from cppbatch.llama.sampler_chain import DrySampler, SamplerChain
@@ -45,6 +45,7 @@ __all__ = [
     "Vocab",
     "apply_builtin_template",
     "builtin_template_names",
+    "find_prefix_sharing",
     "least_rows_for_equal_bits",
     "probe_prefix_sharing",
     "why_no_heads",

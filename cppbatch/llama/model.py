@@ -138,7 +138,7 @@ class Model:
     @cached_property
     def vocab(self) -> Vocab:
         """The vocabulary. Raises `ModelError` when the file contains no tokenizer."""
-        return Vocab(C.llama_model_get_vocab(self.handle), self.path.name)
+        return Vocab(C.llama_model_get_vocab(self.handle), self.path)
 
     @cached_property
     def metadata(self) -> dict[str, str]:

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
 from cppbatch.config import Sharing
 from cppbatch.errors import LlamaError
+from cppbatch.findings import finding_key, finding_path, read_finding, write_finding
+from cppbatch.llama.backend import Backend
 from cppbatch.llama.context import Context
+from cppbatch.llama.library import library_path
 from cppbatch.llama.llama_batch import Batch
+from cppbatch.models.find import model_parts
 
 log = logging.getLogger("cppbatch.llama")
 
@@ -18,23 +23,44 @@ _N_PROBE, _N_SHARED = 8, 5  # tokens of the probe, and how many of them are shar
 _MAX_DIFFERENCE = 0.1  # of the range of the logits: rounding changes them far less, a wrong prefix far more
 
 
+def expected_sharing(context: Context) -> Sharing:
+    """The kind of sharing of this kind of memory. Of models with a sliding window, and of hybrid ones, prefixes are
+    shared up to checkpoints; of recurrent ones whole sequences."""
+    if context.n_ctx_seq <= _N_PROBE:
+        return "none"
+    if context.model.is_recurrent or context.model.n_swa > 0:
+        return "checkpoints" if context.model.has_cells else "whole"
+    return "cells" if context.kv_unified else "copy"
+
+
 def probe_prefix_sharing(context: Context) -> Sharing:
     """The kind of sharing that an empty context supports; the context is empty again afterwards.
 
-    Of models with a sliding window, and of hybrid ones, prefixes are shared up to checkpoints; of recurrent ones whole
-    sequences. The expected kind is verified with a few tokens, so an unknown kind of memory results in "whole" or
-    "none", never in wrong text.
+    The expected kind is verified with a few tokens, so an unknown kind of memory results in "whole" or "none", never in
+    wrong text.
     """
-    if context.n_ctx_seq <= _N_PROBE:
-        return "none"
-    kinds: list[Sharing] = ["cells" if context.kv_unified else "copy", "whole"]
-    if context.model.is_recurrent or context.model.n_swa > 0:
-        kinds = ["checkpoints", "whole"] if context.model.has_cells else ["whole"]
-    for kind in kinds:
+    kinds = dict.fromkeys((expected_sharing(context), "whole"))
+    for kind in kinds if "none" not in kinds else ():
         if _works(context, kind):
             return kind
         log.warning("this model's memory cannot share prefixes (kind %r): the probe computed other logits", kind)
     return "none"
+
+
+def find_prefix_sharing(context: Context, *settings: object) -> Sharing:
+    """As `probe_prefix_sharing`. That the expected kind works is cached for a model's files, this library, its devices,
+    and these settings, which `repr` tells apart. Another kind is found out each time, with its warning."""
+    devices = [(each.name, each.description) for each in Backend.get().devices()]
+    shape = context.kv_unified, context.n_ctx_seq, context.n_seq_max, context.n_batch
+    files = model_parts(context.model.path)
+    path = finding_path("sharing", finding_key(Path(library_path()).parent, files, devices, shape, *settings))
+    expected = expected_sharing(context)
+    if read_finding(path, str) == expected:
+        return expected
+    found = probe_prefix_sharing(context)
+    if found == expected:
+        write_finding(path, found)
+    return found
 
 
 def _works(context: Context, kind: Sharing) -> bool:

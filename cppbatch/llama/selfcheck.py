@@ -8,19 +8,16 @@ library build and CPU.
 from __future__ import annotations
 
 import functools
-import json
 import logging
 import signal
 import subprocess
 import sys
 import tempfile
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
-from platformdirs import user_cache_path
-
-from cppbatch.build_key import build_key
 from cppbatch.errors import LibraryError
+from cppbatch.findings import build_key, finding_path, read_finding, write_finding
 from cppbatch.llama.library import REINSTALL, library_path
 
 log = logging.getLogger("cppbatch.llama")
@@ -65,19 +62,12 @@ def repacking_works() -> bool:
 @functools.cache
 def check() -> Verdict:
     """The verdict for the installed library on this CPU, cached on disk."""
-    key = build_key(Path(library_path()).parent)
-    path = user_cache_path("cppbatch") / "selfcheck" / f"{key}.json"
-    try:
-        return Verdict(**json.loads(path.read_text()))
-    except (OSError, ValueError, TypeError, RecursionError):  # not cached, or not readable as a verdict
-        verdict = _run_check()
-    if not verdict.is_certain:
-        return verdict
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(asdict(verdict)))
-    except OSError as error:
-        log.info("the self-check's verdict cannot be cached: %s", error)
+    path = finding_path("selfcheck", build_key(Path(library_path()).parent))
+    if cached := read_finding(path, Verdict):
+        return cached
+    verdict = _run_check()
+    if verdict.is_certain:
+        write_finding(path, verdict)
     return verdict
 
 

@@ -6,28 +6,56 @@ import ctypes
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
-from llguidance import LLTokenizer
 
 from cppbatch.errors import LlamaError, ModelError, OutOfRange, RequestCancelled
-from cppbatch.llama.library import C
+from cppbatch.findings import finding_key, finding_path, read_finding, write_finding
+from cppbatch.llama.library import C, library_path
 from cppbatch.llama.sampler_chain import DrySampler
 from cppbatch.llama.text_splitting import SpecialTokenSplitter, split_long_runs
+from cppbatch.models.find import model_parts
+
+if TYPE_CHECKING:
+    from llguidance import LLTokenizer
 
 _MAX_DRY_SAMPLERS = 16
+_MANY_TOKENS = 8192  # reading what fewer tokens are takes less time than finding out whether that is cached
 _VOCAB_TYPE_NONE, _VOCAB_TYPE_SPM, _VOCAB_TYPE_BPE, _VOCAB_TYPE_WPM, _VOCAB_TYPE_UGM = 0, 1, 2, 3, 4
 _INT32_MAX = 2**31 - 1
 _MAX_WORD_BYTES = 2048  # text of one token where white space is dropped and an unknown word is one token
 _SPECIAL = b"\xff"  # llguidance's prefix for special tokens
 
 
+class _SpecialToken(msgspec.Struct, frozen=True, array_like=True):
+    """A token that is control, user-defined or unknown."""
+
+    id: int
+    text: bytes
+    attribute: int
+    """llama.cpp's `llama_token_attr`."""
+
+
+class _Tokens(msgspec.Struct, frozen=True):
+    """What is read from all tokens of a vocabulary: three calls into llama.cpp for each, about a microsecond."""
+
+    longest: int
+    """Bytes."""
+    special: list[_SpecialToken]
+    eog: frozenset[int]
+
+
 class Vocab:
     """The vocabulary of a loaded model. Thread-safe; valid until the model is closed."""
 
-    def __init__(self, handle: Any, model_name: str) -> None:
+    def __init__(self, handle: Any, path: Path) -> None:
+        """`handle`: llama.cpp's pointer, of the model that was loaded from `path`. What takes long to read of a large
+        vocabulary is cached for this file. Raises `ModelError` without a tokenizer, or with one that would crash."""
+        model_name = path.name
         if C.llama_vocab_type(handle) == _VOCAB_TYPE_NONE:  # llama_tokenize would abort the process
             raise ModelError(f"{model_name} has no tokenizer in it, so it cannot read or write text")
         if C.llama_vocab_type(handle) == _VOCAB_TYPE_SPM and not _has_all_bytes(handle):
@@ -46,16 +74,14 @@ class Vocab:
         """Ids of the fill-in-the-middle tokens before the name of a repository and of a file; -1 if there is none."""
         self.adds_bos: bool = C.llama_vocab_get_add_bos(handle)
         self._pair_separator, self._pair_end = _pair_special_tokens(handle)
-        is_eog, text_of = C.llama_vocab_is_eog, C.llama_vocab_get_text
-        texts = [text_of(handle, token) for token in range(self.n_tokens)]
+        tokens = _read_tokens(handle, self.n_tokens, path)
         drops_spaces = C.llama_vocab_type(handle) in (_VOCAB_TYPE_WPM, _VOCAB_TYPE_UGM)
-        self.longest_piece: int = max(_MAX_WORD_BYTES if drops_spaces else 1, *map(len, texts))
+        self.longest_piece: int = max(_MAX_WORD_BYTES if drops_spaces else 1, tokens.longest)
         """The most bytes of text that one token represents."""
-        attributes = [C.llama_vocab_get_attr(handle, token) for token in range(self.n_tokens)]
-        self._special_splitter, self._plain_splitter = _splitters(texts, attributes)
-        self.eog = frozenset(token for token in range(self.n_tokens) if is_eog(handle, token))
+        self._special_splitter, self._plain_splitter = _splitters(tokens.special)
+        self.eog = tokens.eog
         """Ids of all tokens that end a generation."""
-        self.markers = _markers(attributes, texts)
+        self.markers = _markers(self.n_tokens, tokens.special)
         """Which tokens only a chat template writes, bool[n_tokens]: control tokens, and `<...>` added by hand."""
         self.suppressed = _suppressed(handle)
         """Ids that must never be sampled, according to the model file."""
@@ -167,6 +193,8 @@ class Vocab:
 
     def _make_grammar_tokenizer(self) -> LLTokenizer:
         """Takes a third of a second for 49,152 tokens. It calls `llama_tokenize` itself, so the model must be open."""
+        from llguidance import LLTokenizer  # takes long, and only grammars need it
+
         return LLTokenizer.from_llamacpp(  # type: ignore[attr-defined, no-any-return]
             tokens=[self._grammar_bytes(token) for token in range(self.n_tokens)],
             vocab_ptr=self.handle,
@@ -225,23 +253,48 @@ class Vocab:
         self._handle = self._grammar_tokenizer = None
 
 
-def _markers(attributes: list[int], texts: list[bytes]) -> npt.NDArray[np.bool_]:
-    kinds = np.array(attributes, np.int32)
-    found: npt.NDArray[np.bool_] = kinds & C.LLAMA_TOKEN_ATTR_CONTROL != 0
-    for token in np.flatnonzero(kinds & C.LLAMA_TOKEN_ATTR_USER_DEFINED).tolist():
-        found[token] = texts[token].startswith(b"<") and texts[token].endswith(b">")
+def _read_tokens(handle: Any, n_tokens: int, path: Path) -> _Tokens:
+    """What is read from all tokens; of a large vocabulary cached for this file and library."""
+    if n_tokens < _MANY_TOKENS:
+        return _ask_tokens(handle, n_tokens)
+    cached = finding_path("vocabularies", finding_key(Path(library_path()).parent, model_parts(path)[:1], n_tokens))
+    found = read_finding(cached, _Tokens)
+    if found is None:
+        found = _ask_tokens(handle, n_tokens)
+        write_finding(cached, found)
     return found
 
 
-def _splitters(texts: list[bytes], attributes: list[int]) -> tuple[SpecialTokenSplitter, SpecialTokenSplitter]:
+def _ask_tokens(handle: Any, n_tokens: int) -> _Tokens:
+    text_of, attribute_of, is_eog = C.llama_vocab_get_text, C.llama_vocab_get_attr, C.llama_vocab_is_eog
+    kinds = C.LLAMA_TOKEN_ATTR_CONTROL | C.LLAMA_TOKEN_ATTR_UNKNOWN | C.LLAMA_TOKEN_ATTR_USER_DEFINED
+    attributes = [attribute_of(handle, token) for token in range(n_tokens)]
+    return _Tokens(
+        longest=max(len(text_of(handle, token)) for token in range(n_tokens)),
+        special=[_SpecialToken(i, text_of(handle, i), each) for i, each in enumerate(attributes) if each & kinds],
+        eog=frozenset(token for token in range(n_tokens) if is_eog(handle, token)),
+    )
+
+
+def _markers(n_tokens: int, special: list[_SpecialToken]) -> npt.NDArray[np.bool_]:
+    found = np.zeros(n_tokens, np.bool_)
+    for token in special:
+        if token.attribute & C.LLAMA_TOKEN_ATTR_USER_DEFINED:
+            found[token.id] = token.text.startswith(b"<") and token.text.endswith(b">")
+        else:
+            found[token.id] = token.attribute & C.LLAMA_TOKEN_ATTR_CONTROL
+    return found
+
+
+def _splitters(tokens: list[_SpecialToken]) -> tuple[SpecialTokenSplitter, SpecialTokenSplitter]:
     """Splitters for tokenising with `parse_special`, and without it (then only user-defined tokens are special)."""
     special, defined = C.LLAMA_TOKEN_ATTR_CONTROL | C.LLAMA_TOKEN_ATTR_UNKNOWN, C.LLAMA_TOKEN_ATTR_USER_DEFINED
 
     def of_kind(kind: int) -> SpecialTokenSplitter:
         known = [
-            (text.decode(), attribute)
-            for text, attribute in zip(texts, attributes, strict=True)
-            if attribute & kind and text.decode(errors="ignore").encode() == text
+            (token.text.decode(), token.attribute)
+            for token in tokens
+            if token.attribute & kind and token.text.decode(errors="ignore").encode() == token.text
         ]
         cuts = (text for text, attribute in known if not attribute & C.LLAMA_TOKEN_ATTR_LSTRIP)
         return SpecialTokenSplitter((text for text, _ in known), cuts)

@@ -14,9 +14,9 @@ import msgspec
 import numpy as np
 
 from cppbatch.config import CacheType, KvLayout
+from cppbatch.findings import build_key, finding_path, library_folder, read_finding, write_finding
 from cppbatch.models.file_header import read_header
 from cppbatch.models.find import model_parts
-from cppbatch.models.kernels import cache_path, read_cached, write_cached
 
 log = logging.getLogger("cppbatch.kernels")
 
@@ -123,10 +123,11 @@ def attention_shape(path: Path) -> Shape | None:
 def attention_times(task: AttentionTask) -> AttentionTimes | None:
     """The times, measured unless they are cached: about a second. None if they cannot be measured."""
     key = hashlib.sha256(msgspec.json.encode(task)).hexdigest()[:12]
-    path = cache_path(f"-attention-{key}")
-    if path is None:
+    folder = library_folder()
+    if folder is None:
         return None
-    if known := read_cached(path, AttentionTimes):
+    path = finding_path("attention", f"{build_key(folder)}-{key}")
+    if known := read_finding(path, AttentionTimes):
         return known
     try:
         done = subprocess.run(
@@ -136,7 +137,7 @@ def attention_times(task: AttentionTask) -> AttentionTimes | None:
     except (OSError, subprocess.SubprocessError, msgspec.DecodeError) as error:
         log.info("attention cannot be timed: %s", error)
         return None
-    write_cached(path, times)
+    write_finding(path, times)
     return times
 
 

@@ -1,29 +1,56 @@
 """The header of a GGUF file: its metadata, and the name, type and shape of every tensor.
 
 The gguf package makes an array of every token, which takes seconds for a large vocabulary; this takes milliseconds.
+Nor is it imported for its table of types: that takes as long as reading the headers of ten models.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 import mmap
 import struct
 from pathlib import Path
-from typing import Any, NamedTuple
-
-import gguf
-import numpy as np
-import numpy.typing as npt
-from gguf.constants import GGML_QUANT_SIZES
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from cppbatch.errors import ModelError
+from cppbatch.findings import file_stamp
 from cppbatch.models.find import check_file
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
 
 _NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}  # gguf types
 _STRING, _ARRAY = 8, 9
-_TYPES = {int(kind): kind.name for kind in gguf.GGMLQuantizationType}
-_SIZES = {kind.name: size for kind, size in GGML_QUANT_SIZES.items()}
 _ALIGNMENT = 32
+_MOST_READ = 16  # headers that are kept
+
+
+class WeightType(NamedTuple):
+    """A type of weights, as ggml stores them (`ggml_type`)."""
+
+    number: int
+    """In files."""
+    block: int
+    """Weights that are stored together."""
+    n_bytes: int
+    """Of a block."""
+
+
+WEIGHT_TYPES = {name: WeightType(*each) for name, each in {
+    "F32": (0, 1, 4), "F16": (1, 1, 2), "Q4_0": (2, 32, 18), "Q4_1": (3, 32, 20), "Q5_0": (6, 32, 22),
+    "Q5_1": (7, 32, 24), "Q8_0": (8, 32, 34), "Q8_1": (9, 32, 40), "Q2_K": (10, 256, 84), "Q3_K": (11, 256, 110),
+    "Q4_K": (12, 256, 144), "Q5_K": (13, 256, 176), "Q6_K": (14, 256, 210), "Q8_K": (15, 256, 292),
+    "IQ2_XXS": (16, 256, 66), "IQ2_XS": (17, 256, 74), "IQ3_XXS": (18, 256, 98), "IQ1_S": (19, 256, 50),
+    "IQ4_NL": (20, 32, 18), "IQ3_S": (21, 256, 110), "IQ2_S": (22, 256, 82), "IQ4_XS": (23, 256, 136),
+    "I8": (24, 1, 1), "I16": (25, 1, 2), "I32": (26, 1, 4), "I64": (27, 1, 8), "F64": (28, 1, 8),
+    "IQ1_M": (29, 256, 56), "BF16": (30, 1, 2), "TQ1_0": (34, 256, 54), "TQ2_0": (35, 256, 66), "MXFP4": (39, 32, 17),
+    "NVFP4": (40, 64, 36), "Q1_0": (41, 128, 18),
+}.items()}  # fmt: skip
+"""By ggml's names: those of `gguf.GGMLQuantizationType`, with the sizes of `gguf.GGML_QUANT_SIZES`."""
+
+_NAMES = {each.number: name for name, each in WEIGHT_TYPES.items()}
 
 
 class TensorInfo(NamedTuple):
@@ -50,8 +77,16 @@ class FileHeader(NamedTuple):
 
 
 def read_header(path: Path) -> FileHeader:
-    """Reads the header. Raises `ModelError` if the file is not GGUF, damaged, or cut off."""
+    """Reads the header, of an unchanged file once. Raises `ModelError` if the file is not GGUF, damaged, or cut off.
+
+    The result is shared: it must not be changed.
+    """
     check_file(path)
+    return _read(path, file_stamp(path))
+
+
+@functools.lru_cache(_MOST_READ)
+def _read(path: Path, _stamp: tuple[int, ...]) -> FileHeader:
     try:
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
             return _Reader(data).header()
@@ -61,6 +96,8 @@ def read_header(path: Path) -> FileHeader:
 
 def read_integers(path: Path, name: str) -> npt.NDArray[np.int64]:
     """The numbers of a tensor of the type I64. Raises `ModelError` as `read_header`, and if the file has none."""
+    import numpy as np  # takes longer than reading a header, which needs none
+
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
         reader = _Reader(data)
         tensors = reader.header().tensors
@@ -107,10 +144,10 @@ class _Reader:
         shape = tuple(self._number("Q") for _ in range(self._number("I")))
         number, offset = self._number("I"), self._number("Q")
         self.starts[name] = offset
-        if (kind := _TYPES.get(number)) is None:  # newer than the gguf package
+        if (kind := _NAMES.get(number)) is None:  # newer than `WEIGHT_TYPES`
             return TensorInfo(name, f"type {number}", shape), offset
-        block, n_bytes = _SIZES[kind]
-        return TensorInfo(name, kind, shape), offset + math.prod(shape) // block * n_bytes
+        of_kind = WEIGHT_TYPES[kind]
+        return TensorInfo(name, kind, shape), offset + math.prod(shape) // of_kind.block * of_kind.n_bytes
 
     def _value(self, kind: int) -> Any:
         if kind == _STRING:

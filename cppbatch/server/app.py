@@ -21,7 +21,6 @@ from cppbatch.server.generate import cancel_item, generate_batch, generate_endpo
 from cppbatch.server.generate.cancel_item import RUNNING_BATCHES, RunningBatches
 from cppbatch.server.key_usage import KEY_USAGE, KeyUsage, add_rate_headers
 from cppbatch.server.keys import key_middleware
-from cppbatch.server.limits import Slots
 from cppbatch.server.live_endpoint import add_live
 from cppbatch.server.llama_server import (
     llama_completion,
@@ -36,6 +35,7 @@ from cppbatch.server.llama_server import (
 from cppbatch.server.logs import access_middleware, add_request_id
 from cppbatch.server.openai import chat_completions, completions, models_endpoint
 from cppbatch.server.pooling import embeddings_endpoint, rerank_endpoint
+from cppbatch.server.request_slots import Slots
 from cppbatch.server.responses import create_response
 from cppbatch.server.served_models import MODELS, OneModel, ServedModels
 from cppbatch.server.server_metrics import GPUS, METRICS, ServerMetrics, metrics_middleware, sample_gpus

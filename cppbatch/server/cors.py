@@ -8,13 +8,7 @@ from urllib.parse import urlsplit
 from aiohttp import hdrs, web
 from aiohttp.typedefs import Handler
 
-from cppbatch.errors import ConfigError
-
-ANY, LOCAL, NONE = "*", "localhost", "none"
-"""Special values beside origins: all pages, pages that this machine serves on any port, no pages. `app://*` stands for
-all origins of this scheme."""
-FILES = "file://"
-"""The origin of files in some programs that show pages; in others and in browsers it is null."""
+from cppbatch.server.origins import ANY, LOCAL
 
 _LOCAL_HOSTS = ("localhost", "127.0.0.1", "::1")
 _METHODS = "GET, POST, DELETE, OPTIONS"
@@ -25,16 +19,6 @@ _RATE_HEADERS = [
 _EXPOSED_HEADERS = ", ".join(["X-Request-Id", "X-Ignored-Fields", "Retry-After", "retry-after-ms", *_RATE_HEADERS])
 """What pages may read beside the safelisted headers."""
 _MAX_AGE = "600"  # seconds for which browsers may cache a preflight response
-
-
-def check_origin(origin: str) -> str:
-    """Raises `ConfigError` for a string that browsers never send as an origin."""
-    parts = urlsplit(origin)
-    is_origin = origin == FILES or (parts.scheme and parts.netloc and origin == f"{parts.scheme}://{parts.netloc}")
-    if origin not in (ANY, LOCAL, NONE) and not is_origin:
-        message = f"it must be like https://example.org, with no path, or {LOCAL}, {ANY} or {NONE}"
-        raise ConfigError(f"--cors-origin is {origin!r}; {message}")
-    return origin
 
 
 class CrossOrigin:

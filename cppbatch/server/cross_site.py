@@ -10,9 +10,7 @@ others.
 from __future__ import annotations
 
 import re
-import socket
-import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from aiohttp import hdrs, web
@@ -21,7 +19,8 @@ from aiohttp.typedefs import Handler, Middleware
 from cppbatch.server.admission import STREAMED_BODIES
 from cppbatch.server.api_errors import ApiError, error_response
 from cppbatch.server.cors import CrossOrigin
-from cppbatch.server.media_domains import HOST_NAME, HostNames, address_of
+from cppbatch.server.media_domains import HostNames, address_of
+from cppbatch.server.own_names import is_local
 from cppbatch.server.web_page import is_page
 
 _HEADERS = _HOST, _ORIGIN, _TYPE, _SITE, _MODE = "Host", "Origin", "Content-Type", "Sec-Fetch-Site", "Sec-Fetch-Mode"
@@ -29,9 +28,6 @@ _AUTHORITY = re.compile(r"(\[[^\[\]]*\]|[^\[\]:@/\s,%]*)(?::\d*)?")
 """A host, an IPv6 address in brackets, and a port."""
 _ABSOLUTE = re.compile(r"[a-z][a-z0-9+.-]*://([^/?#]*)", re.IGNORECASE)
 _READING = (hdrs.METH_GET, hdrs.METH_HEAD)
-_LOOKUP_SECONDS = 1.0
-_FROM_CONTAINERS = ("host.docker.internal", "host.containers.internal")
-"""This machine in its containers, by Docker and Podman. No site of the internet has a name below .internal."""
 
 
 class RequestHead(NamedTuple):
@@ -139,26 +135,6 @@ def cross_site_middleware(rules: CrossSite) -> Middleware:
         return await handler(request)
 
     return check_site
-
-
-def names_of(addresses: Iterable[str]) -> tuple[str, ...]:
-    """The names of a server that listens on these addresses: those among them, that of this machine in its containers,
-    and its others if other machines can reach it."""
-    names = [*_FROM_CONTAINERS, *(address for address in addresses if not address_of(address))]
-    if not all(is_local(address) for address in addresses):
-        host = socket.gethostname()
-        first = host.partition(".")[0]
-        names += [host, first, f"{first}.local"]
-        looking = threading.Thread(target=lambda: names.append(socket.getfqdn(host)), daemon=True)
-        looking.start()
-        looking.join(_LOOKUP_SECONDS)  # it takes longer where no name server answers
-    return tuple(sorted({name for name in map(str.lower, names) if HOST_NAME.fullmatch(name)}))
-
-
-def is_local(name: str) -> bool:
-    """Whether a name or address means the machine that uses it."""
-    address = address_of(name)
-    return address.is_loopback if address else name == "localhost" or name.endswith(".localhost")
 
 
 def _is_local_host(host: str | None) -> bool:

@@ -11,7 +11,7 @@ import msgspec
 
 from cppbatch.engine.request import OPTION_RANGES
 from cppbatch.errors import ConfigError
-from cppbatch.server.keys import ApiKey, api_key
+from cppbatch.server.api_keys import ApiKey, api_key
 from cppbatch.typed_json import decode_toml
 
 _LOWEST, _HIGHEST = OPTION_RANGES["priority"]

@@ -6,7 +6,6 @@ from collections.abc import Collection, Sequence
 
 import msgspec
 
-from cppbatch.engine.lora_sets import adapter_set
 from cppbatch.engine.model_info import AdapterInfo
 from cppbatch.engine.params import replaced
 from cppbatch.engine.request import BACKGROUND, GenerationRequest
@@ -76,6 +75,8 @@ class KeyRules(msgspec.Struct, frozen=True, kw_only=True):
 
     def _check_adapters(self, request: GenerationRequest, adapters: Sequence[AdapterInfo]) -> None:
         assert self.adapters is not None
+        from cppbatch.engine.lora_sets import adapter_set  # imports numpy, and keys are read before a model is chosen
+
         names = [adapters[number].name for number, _ in adapter_set(request.lora, adapters)]
         if wrong := [name for name in names if name not in self.adapters]:
             raise Forbidden(

@@ -13,8 +13,8 @@ from aiohttp import web
 from cppbatch.server.api_errors import RateLimited, is_anthropic
 from cppbatch.server.key_rules import KeyRules
 from cppbatch.server.keys import KEY
-from cppbatch.server.limits import Slots
 from cppbatch.server.request_rates import RateState, RequestRates
+from cppbatch.server.request_slots import Slots
 
 _PAUSE_S = 0.05  # until a line of a batch looks for a slot of its key again
 

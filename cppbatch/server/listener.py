@@ -7,12 +7,11 @@ import contextlib
 import errno
 import ipaddress
 import socket
-import ssl
 
-import msgspec
 from aiohttp import web
 
 from cppbatch.errors import ConfigError
+from cppbatch.server.address import Address
 from cppbatch.server.connections import HEAD_SECONDS, Connection, Connections
 
 _KEEPALIVE_SECONDS = 75  # between requests; longer than the usual proxy keeps its own
@@ -20,15 +19,6 @@ _LINGER_SECONDS = 2  # reading goes on after an early refusal, so that the clien
 _MAX_HEADER = 8190  # bytes of one header; a request may have 128
 _SHUTDOWN_SECONDS = 2  # for the last responses to be sent
 _BACKLOG = 128  # asyncio accepts this many at once, and they must not use up the file descriptors
-
-
-class Address(msgspec.Struct, frozen=True, kw_only=True):
-    """The addresses to listen on."""
-
-    hosts: tuple[str, ...] = ("127.0.0.1",)
-    port: int = 8080
-    """0: any free port."""
-    tls: ssl.SSLContext | None = None
 
 
 class Listener:
@@ -119,29 +109,3 @@ async def listen(
         servers.append(server)
         port = server.sockets[0].getsockname()[1]  # with --port 0 the first one is chosen
     return Listener(runner, servers, asyncio.create_task(connections.watch()), address.tls is not None)
-
-
-def tls_context(certfile: str | None, keyfile: str | None) -> ssl.SSLContext | None:
-    """The TLS context for a certificate, whose key may be in the same file; None without one. Raises `ConfigError`."""
-    if not certfile:
-        if keyfile:
-            raise ConfigError("--ssl-keyfile is of no use without --ssl-certfile, the certificate that it belongs to")
-        return None
-    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-    try:
-        context.load_cert_chain(
-            certfile, keyfile, password=""
-        )  # otherwise OpenSSL asks for the password at the terminal
-    except (OSError, ValueError) as error:  # ssl.SSLError is an OSError
-        files = f"{certfile} and {keyfile}" if keyfile else certfile
-        raise ConfigError(f"cannot use the TLS certificate in {files} ({_reason(error)})") from error
-    return context
-
-
-def _reason(error: Exception) -> str:
-    """A readable reason; most of OpenSSL's errors have none."""
-    if isinstance(error, ssl.SSLError):
-        reasons = {"KEY_VALUES_MISMATCH": "the key does not belong to the certificate"}
-        without_password = "they must be a certificate and its key without a password, as PEM"
-        return reasons.get(error.reason or "", without_password)
-    return (error.strerror if isinstance(error, OSError) else None) or str(error)

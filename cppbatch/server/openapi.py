@@ -18,6 +18,7 @@ from cppbatch.server.batches import batches_endpoint
 from cppbatch.server.endpoint import REFS, TEXT, Endpoint, json_content, schema_ref
 from cppbatch.server.files import files_endpoint
 from cppbatch.server.generate import cancel_item, generate_batch, generate_endpoint
+from cppbatch.server.limits import MAX_CHOICES
 from cppbatch.server.llama_server import (
     llama_completion,
     llama_embeddings,
@@ -31,7 +32,7 @@ from cppbatch.server.llama_server import (
 from cppbatch.server.openai import chat_completions, completions, models_endpoint
 from cppbatch.server.pooling import embeddings_endpoint, rerank_endpoint
 from cppbatch.server.responses import create_response
-from cppbatch.server.sampling_fields import MAX_CHOICES, SamplingFields
+from cppbatch.server.sampling_fields import SamplingFields
 
 Json = dict[str, Any]
 

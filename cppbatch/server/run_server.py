@@ -11,11 +11,12 @@ from functools import partial
 
 from aiohttp import web
 
+from cppbatch.server.address import Address
 from cppbatch.server.admission import IN_FLIGHT
 from cppbatch.server.app import create_app
 from cppbatch.server.batches.batch_handler import URLS
 from cppbatch.server.connections import max_connections
-from cppbatch.server.listener import Address, Listener, listen
+from cppbatch.server.listener import Listener, listen
 from cppbatch.server.served_models import ServedModels
 from cppbatch.server.settings import ServerSettings
 from cppbatch.server.show_loading import ShowLoading, hide_loading

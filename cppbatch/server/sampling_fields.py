@@ -11,9 +11,9 @@ from cppbatch.engine.best_of import n_candidates
 from cppbatch.engine.params import GRAMMARS, INT32_MAX, SamplingParams
 from cppbatch.engine.request import GenerationRequest, UsageEvents
 from cppbatch.errors import InvalidRequest
+from cppbatch.server.limits import MAX_CHOICES
 from cppbatch.server.structured_fields import CONSTRAINTS, StructuredFields
 
-MAX_CHOICES = 128
 _SERVICE_TIERS = ("auto", "default", "flex", "scale", "priority", "fast", "standard_only")
 
 

@@ -247,8 +247,10 @@ _COUNTERS = {
     "media_encoded": "Pictures and sounds that were encoded",
     "media_found": "Pictures and sounds that were found encoded",
     "media_seconds": "Time in the encoder of pictures and sounds, beside the steps",
+    "ideal_seconds": "What the computed work costs at best, as learned from the steps",
     "context_shifts": "Times that a text went on in a full context, without the tokens that were dropped from it",
 }
+_BY_REASON = "Time that is not among ideal_seconds, by where it went (docs/benchmarks.md)"
 _HISTOGRAMS = {
     "batch_size": ("batch_sizes", "Decoding sequences in a step, of the steps that had any"),
     "step_seconds": ("step_times", "Time of a step"),
@@ -273,6 +275,7 @@ class WorkerMetrics(Collector):
             yield self._gauge(name, text, ((key, getattr(stats, name)) for key, stats in responding))
         for name, text in _COUNTERS.items():
             yield self._counter(name, text, ((key, getattr(stats, name)) for key, stats in responding))
+        yield self._lost(responding)
         yield self._cells(responding)
         yield self._layout(responding)
         for name, (field, text) in _HISTOGRAMS.items():
@@ -296,6 +299,13 @@ class WorkerMetrics(Collector):
         family = CounterMetricFamily(f"cppbatch_worker_{name}", text, labels=self._labels)
         for key, value in values:
             family.add_metric(key, value)
+        return family
+
+    def _lost(self, responding: list[tuple[Key, EngineStats]]) -> CounterMetricFamily:
+        family = CounterMetricFamily("cppbatch_worker_lost_seconds", _BY_REASON, labels=[*self._labels, "reason"])
+        for key, stats in responding:
+            for reason, seconds in stats.lost_seconds.items():
+                family.add_metric([*key, reason], seconds)
         return family
 
     def _cells(self, responding: list[tuple[Key, EngineStats]]) -> GaugeMetricFamily:

@@ -9,10 +9,10 @@ import msgspec
 
 from cppbatch.engine.params import SamplingParams
 from cppbatch.errors import ConfigError, InvalidRequest
-from cppbatch.server.cors import ANY, LOCAL, check_origin
-from cppbatch.server.keys import Keys
+from cppbatch.server.api_keys import Keys
 from cppbatch.server.limits import Limits
 from cppbatch.server.media_domains import HostNames, MediaDomains
+from cppbatch.server.origins import ANY, LOCAL, check_origin
 
 _MAX_DRAIN = 86400
 

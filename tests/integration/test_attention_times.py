@@ -5,21 +5,19 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import msgspec
 import pytest
 from click.testing import CliRunner
 from msgspec.structs import replace
 
+from cppbatch import findings
 from cppbatch.bench import attention_plan
 from cppbatch.bench.attention_plan import measure_proposal, plan_attention
 from cppbatch.bench.quality import cache_types
-from cppbatch.bench.quality.cache_types import CacheQuality, known_kl
 from cppbatch.cli.models_command import models
 from cppbatch.config import EngineConfig
 from cppbatch.engine.engine import BatchInferenceEngine
 from cppbatch.engine.params import SamplingParams
 from cppbatch.models import attention_times as module
-from cppbatch.models import kernels
 from cppbatch.models.attention_times import (
     Attention,
     AttentionTask,
@@ -28,6 +26,7 @@ from cppbatch.models.attention_times import (
     attention_shape,
     attention_times,
 )
+from cppbatch.models.cache_quality import keep_kl, known_kl
 from cppbatch.models.synthetic import LlamaShape, write_llama
 
 SMALL = Shape(n_layer=2, n_head=4, n_head_kv=2, head_k=32, head_v=32)
@@ -36,8 +35,7 @@ SMALL = Shape(n_layer=2, n_head=4, n_head_kv=2, head_k=32, head_v=32)
 @pytest.fixture(autouse=True)
 def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """An empty folder for what is measured."""
-    for each in (kernels, cache_types):
-        monkeypatch.setattr(each, "user_cache_path", lambda name: tmp_path / "cache")
+    monkeypatch.setattr(findings, "user_cache_path", lambda name: tmp_path / "cache")
     monkeypatch.setattr(cache_types, "english_text", lambda: "The north wind and the sun. " * 40)
     return tmp_path / "cache"
 
@@ -99,10 +97,8 @@ def use_times(monkeypatch: pytest.MonkeyPatch, fast: Attention, has_amx: bool = 
     monkeypatch.setattr(attention_plan, "attention_times", lambda task: times)
 
 
-def know_kl(config: EngineConfig, **kl: float) -> None:
-    path = cache_types._path(Path(config.model_path))
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(msgspec.json.encode(CacheQuality({name.replace("__", " "): value for name, value in kl.items()})))
+def know_kl(config: EngineConfig, types: str, kl: float) -> None:
+    keep_kl(Path(config.model_path), {types: kl})
 
 
 def test_flash_attention_changes_in_streams_only(config: EngineConfig, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,17 +119,17 @@ def test_cells_get_the_faster_type_once_its_divergence_is_known(
     assert before.config == config
     assert before.proposal
     assert "`cppbatch models cache-types " in before.proposal
-    know_kl(config, q8_0__q8_0=0.0002)
+    know_kl(config, "q8_0 q8_0", 0.0002)
     after = plan_attention(config, ())
     assert after.config == replace(config, cache_type_k="q8_0", cache_type_v="q8_0", stream_flash_attn="on")
     assert after.proposal is None
-    know_kl(config, q8_0__q8_0=0.002)
+    know_kl(config, "q8_0 q8_0", 0.002)
     assert plan_attention(config, ()) == (config, None, None, None)
 
 
 def test_what_is_given_stays(config: EngineConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     use_times(monkeypatch, Attention("on", "q8_0", "q8_0"))
-    know_kl(config, q8_0__q8_0=0.0)
+    know_kl(config, "q8_0 q8_0", 0.0)
     assert plan_attention(config, {"cache_type_k"}).config == config
     for given in (replace(config, cache_type_v="bf16"), replace(config, flash_attn="off")):
         assert plan_attention(given, ()).config == given

@@ -20,10 +20,11 @@ from cppbatch import LocalEngine
 from cppbatch.errors import ConfigError
 from cppbatch.jobs.batch_records import File
 from cppbatch.server import listener as listener_module
+from cppbatch.server.address import Address, tls_context
 from cppbatch.server.app import create_app
 from cppbatch.server.batches.batch_handler import URLS
 from cppbatch.server.connections import max_connections
-from cppbatch.server.listener import Listener, tls_context
+from cppbatch.server.listener import Listener
 from cppbatch.server.storage import open_storage
 from tests.listening import HeldEngine, Streams, connect, ended, head, listening, post, until
 
@@ -312,6 +313,4 @@ def test_bad_certificates_are_errors_that_say_why(tmp_path: Path) -> None:
 
 async def test_an_address_of_another_machine_is_not_blamed_on_the_port() -> None:
     with pytest.raises(ConfigError, match="Give --host an address of this machine"):
-        await listener_module.listen(
-            web.Application(), listener_module.Address(hosts=("192.0.2.1",)), max_open=1, idle_timeout=1
-        )
+        await listener_module.listen(web.Application(), Address(hosts=("192.0.2.1",)), max_open=1, idle_timeout=1)

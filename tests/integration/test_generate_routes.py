@@ -13,8 +13,8 @@ from aiohttp import ClientResponse
 from aiohttp.test_utils import TestClient, TestServer
 
 from cppbatch import LocalEngine
+from cppbatch.server.api_keys import Keys, api_key
 from cppbatch.server.app import create_app
-from cppbatch.server.keys import Keys, api_key
 from cppbatch.server.limits import Limits
 from cppbatch.server.settings import ServerSettings
 

@@ -19,6 +19,7 @@ import pytest
 from click.testing import CliRunner
 from gguf.quants import dequantize
 
+from cppbatch import findings
 from cppbatch.cli.doctor_command import doctor
 from cppbatch.cli.models_command import models
 from cppbatch.cli.serve_command import find_advice
@@ -33,7 +34,7 @@ from tests.server_process import ServerProcess
 @pytest.fixture(autouse=True)
 def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """An empty folder for times."""
-    monkeypatch.setattr(kernels, "user_cache_path", lambda name: tmp_path / "cache")
+    monkeypatch.setattr(findings, "user_cache_path", lambda name: tmp_path / "cache")
     return tmp_path / "cache" / "kernels"
 
 
@@ -114,7 +115,7 @@ def test_without_a_cache_that_can_be_written_times_are_kept_in_a_folder_of_the_u
     children: list[list[str]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     (tmp_path / "file").touch()
-    monkeypatch.setattr(kernels, "user_cache_path", lambda name: tmp_path / "file")
+    monkeypatch.setattr(findings, "user_cache_path", lambda name: tmp_path / "file")
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     first = kernel_times(["F16"])
     assert kernel_times(["F16"]) == first
@@ -147,7 +148,7 @@ def test_ggmls_conversion_gives_the_weights_back(kind: str) -> None:
 @pytest.fixture
 def row_by_row(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """A model of Q4_1 and cached times of a CPU that computes Q4_1 row by row."""
-    monkeypatch.setattr(kernels, "user_cache_path", platformdirs.user_cache_path)
+    monkeypatch.setattr(findings, "user_cache_path", platformdirs.user_cache_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))  # for child processes too
     kernel_times(["F16"])
     [file] = (tmp_path / "cache" / "cppbatch" / "kernels").iterdir()

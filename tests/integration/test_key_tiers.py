@@ -15,10 +15,10 @@ from aiohttp.test_utils import TestClient, TestServer
 
 from cppbatch import GenerationEvent, GenerationRequest, LocalEngine
 from cppbatch.models.synthetic import write_lora
+from cppbatch.server.api_keys import Keys
 from cppbatch.server.app import create_app
 from cppbatch.server.batches.batch_handler import URLS
 from cppbatch.server.key_file import read_keys
-from cppbatch.server.keys import Keys
 from cppbatch.server.limits import Limits
 from cppbatch.server.settings import ServerSettings
 from cppbatch.server.storage import open_storage

@@ -18,10 +18,10 @@ import pytest
 from cppbatch import LocalEngine
 from cppbatch.cluster.engine_client import WorkerLive
 from cppbatch.server import live_feed
+from cppbatch.server.api_keys import Keys
 from cppbatch.server.app import create_app
 from cppbatch.server.batches.batch_handler import URLS
 from cppbatch.server.key_file import read_keys
-from cppbatch.server.keys import Keys
 from cppbatch.server.listener import Listener
 from cppbatch.server.live import LiveSnapshot
 from cppbatch.server.settings import ServerSettings

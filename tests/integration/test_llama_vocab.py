@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -70,7 +71,7 @@ def test_ids_out_of_range_are_refused(vocab: Vocab, token: Any) -> None:
 def test_a_model_without_a_tokenizer_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(C, "llama_vocab_type", lambda handle: 0)
     with pytest.raises(ModelError, match="model-x has no tokenizer"):
-        Vocab(object(), "model-x")
+        Vocab(object(), Path("model-x"))
 
 
 def test_a_cancelled_text_is_not_tokenised_to_its_end(vocab: Vocab) -> None:

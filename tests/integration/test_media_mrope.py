@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from cppbatch import BatchInferenceEngine, InvalidRequest, Media, MediaPrompt
+from cppbatch import BatchInferenceEngine, InvalidRequest, Media, MediaPrompt, findings
 from cppbatch.engine import media_files, projector_check
 from cppbatch.engine.prefix_disk.disk_cost import DiskCost
 from cppbatch.errors import ModelError, OutOfRange
@@ -325,7 +325,7 @@ def test_a_projector_that_lacks_any_tensor_is_refused_by_its_name(kind: str, fil
 def test_a_projector_that_crashes_llama_cpp_is_refused(
     without: str, tiny_llama: Path, tmp_path: Path, open_engine: OpenEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(projector_check, "user_cache_path", lambda name: tmp_path / "cache")
+    monkeypatch.setattr(findings, "user_cache_path", lambda name: tmp_path / "cache")
     path = tiny_projectors.vision(tmp_path / "damaged.gguf", without=without)
     with pytest.raises(ModelError, match=r"damaged\.gguf cannot be used: llama\.cpp crashes with it \(killed by SIG"):
         open_engine(tiny_llama, mmproj=str(path))
@@ -334,7 +334,7 @@ def test_a_projector_that_crashes_llama_cpp_is_refused(
 def test_a_projector_is_tried_once(
     files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, open_kind: Callable[..., BatchInferenceEngine]
 ) -> None:
-    monkeypatch.setattr(projector_check, "user_cache_path", lambda name: tmp_path / "cache")
+    monkeypatch.setattr(findings, "user_cache_path", lambda name: tmp_path / "cache")
     tried: list[str] = []
     child_command = projector_check.child_command
 

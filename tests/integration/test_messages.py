@@ -28,7 +28,7 @@ from cppbatch.chat.tools import ToolChoice
 from cppbatch.errors import InvalidRequest
 from cppbatch.server.anthropic.message_conversion import conversation
 from cppbatch.server.anthropic.message_types import MessagesRequest
-from cppbatch.server.keys import Keys
+from cppbatch.server.api_keys import Keys
 from cppbatch.server.limits import Limits
 from cppbatch.server.settings import ServerSettings
 from tests.narrow import expect, some

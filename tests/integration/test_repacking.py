@@ -11,7 +11,7 @@ import pytest
 from click.testing import CliRunner
 from msgspec.structs import replace
 
-from cppbatch import BatchInferenceEngine, EngineConfig
+from cppbatch import BatchInferenceEngine, EngineConfig, findings
 from cppbatch.bench.memory import memory_estimate_child
 from cppbatch.bench.memory.buffers import read_buffers
 from cppbatch.cli.doctor_command import doctor
@@ -35,7 +35,7 @@ def q4_k(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def faster_plain(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Cached times of a CPU that computes batches of Q4_K faster if they are not repacked."""
-    monkeypatch.setattr(kernels, "user_cache_path", lambda name: tmp_path / "cache")
+    monkeypatch.setattr(findings, "user_cache_path", lambda name: tmp_path / "cache")
     path = kernels._cache_path()
     assert path is not None
     path.parent.mkdir(parents=True)
@@ -82,7 +82,7 @@ def test_auto_follows_the_times_and_the_number_of_sequences(q4_k: Path, faster_p
 
 
 def test_without_times_weights_are_repacked(q4_k: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(kernels, "user_cache_path", lambda name: tmp_path / "cache")
+    monkeypatch.setattr(findings, "user_cache_path", lambda name: tmp_path / "cache")
     monkeypatch.setattr(kernels, "child_command", lambda types: ["false"])
     with load_model(config(q4_k)) as model:
         assert model.repack

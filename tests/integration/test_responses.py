@@ -23,7 +23,7 @@ from openai.types.responses import (
 from cppbatch.chat.deltas import TextDelta
 from cppbatch.chat.tools import ToolChoice
 from cppbatch.errors import InvalidRequest
-from cppbatch.server.keys import Keys
+from cppbatch.server.api_keys import Keys
 from cppbatch.server.limits import Limits
 from cppbatch.server.responses.input_conversion import conversation
 from cppbatch.server.responses.responses_types import ResponsesRequest

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from cppbatch import build_key
+from cppbatch import findings
 from cppbatch.cli.doctor_command import doctor
 from cppbatch.errors import LibraryError
 from cppbatch.llama import selfcheck
@@ -33,7 +33,7 @@ pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="deaths by signa
 @pytest.fixture(autouse=True)
 def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
     """An empty folder for verdicts, and none known to this process."""
-    monkeypatch.setattr(selfcheck, "user_cache_path", lambda name: tmp_path / "cache")
+    monkeypatch.setattr(findings, "user_cache_path", lambda name: tmp_path / "cache")
     selfcheck.check.cache_clear()
     yield tmp_path / "cache" / "selfcheck"
     selfcheck.check.cache_clear()
@@ -135,7 +135,7 @@ def test_another_cpu_gets_a_verdict_of_its_own(
     started = children(FINE, FINE)
     selfcheck.check()
     selfcheck.check.cache_clear()
-    monkeypatch.setattr(build_key, "_cpu", lambda: "another CPU")
+    monkeypatch.setattr(findings, "_cpu", lambda: "another CPU")
     selfcheck.check()
     assert started == [True, True]
 
@@ -172,7 +172,7 @@ def test_a_cache_that_cannot_be_written_does_not_matter(
     children: Callable[[str, str], list[bool]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     (tmp_path / "file").touch()
-    monkeypatch.setattr(selfcheck, "user_cache_path", lambda name: tmp_path / "file")
+    monkeypatch.setattr(findings, "user_cache_path", lambda name: tmp_path / "file")
     children(FINE, FINE)
     assert selfcheck.repacking_works()
 

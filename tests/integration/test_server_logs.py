@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 from aiohttp.test_utils import TestClient, TestServer
 
-from cppbatch.server import api_errors, logs
+from cppbatch.server import api_errors, log_setup
 from cppbatch.server.app import create_app
-from cppbatch.server.logs import set_up
+from cppbatch.server.log_setup import set_up
 from tests.listening import HeldEngine, connect, head, listening, post, until
 
 Http = TestClient[Any, Any]
@@ -60,7 +60,7 @@ def log(capsys: pytest.CaptureFixture[str]) -> Iterator[Log]:
     yield Log(capsys)
     root.handlers[:] = handlers
     root.setLevel(level)
-    logs.access_log.disabled = False
+    log_setup.access_log.disabled = False
 
 
 async def test_every_answer_names_its_request(http: Http) -> None:

@@ -22,10 +22,11 @@ from aiohttp import web
 
 from cppbatch.server import connections
 from cppbatch.server import listener as listener_module
+from cppbatch.server.address import tls_context
 from cppbatch.server.app import create_app
 from cppbatch.server.batches.batch_handler import URLS
 from cppbatch.server.connections import Connection, Connections
-from cppbatch.server.listener import Listener, tls_context
+from cppbatch.server.listener import Listener
 from cppbatch.server.storage import open_storage
 from tests.integration.test_connections import certificate
 from tests.listening import HeldEngine, connect, ended, head, listening

@@ -7,11 +7,16 @@ import io
 import itertools
 import json
 from pathlib import Path
+from time import sleep
 from typing import Any
 
 import pytest
+from click.testing import CliRunner, Result
 
 from cppbatch import BatchInferenceEngine, SamplingParams
+from cppbatch.bench.explain import explain, plot_explanation, read_steps
+from cppbatch.cli.main import cli
+from cppbatch.engine.ideal import LOST
 from cppbatch.engine.trace import TRACKS, Trace
 from cppbatch.errors import ConfigError
 
@@ -112,3 +117,66 @@ def test_a_full_disk_ends_the_trace_and_nothing_else(
 def test_a_file_that_cannot_be_written_is_refused(tiny_llama: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="--trace"):
         BatchInferenceEngine(tiny_llama, trace=str(tmp_path / "none" / "t.json"), **SETTINGS)
+
+
+# --- `cppbatch bench explain` -----------------------------------------------------------------------------------------
+
+
+def test_a_trace_explains_where_the_time_went(tiny_llama: Path, tmp_path: Path) -> None:
+    with BatchInferenceEngine(tiny_llama, trace=str(tmp_path / "t.json"), **SETTINGS) as engine:
+        engine.generate([[5] * 20, [6] * 30, [7] * 10] * 5, GREEDY)
+        sleep(0.5)
+        engine.generate([[8] * 40] * 3, GREEDY)
+        stats = engine.stats()
+    report = invoke(["bench", "explain", str(tmp_path / "t.json"), "--json", str(tmp_path / "r.json")], tmp_path)
+    assert report.exit_code == 0, report.output
+    found = json.loads((tmp_path / "r.json").read_text())
+    seconds = {row["part"]: row["seconds"] for row in found["rows"]}
+    assert list(seconds) == ["ideal", *LOST]
+    assert sum(seconds.values()) == pytest.approx(found["settings"]["seconds"], rel=1e-4)
+    assert found["settings"]["steps"] == stats.steps
+    assert found["settings"]["decode_rows"] == stats.decode_rows
+    assert seconds["waiting"] == pytest.approx(0.5, abs=0.1)
+    assert 0 < found["settings"]["of_ideal"] < 1
+    assert all(sum(row["over_time"]) == pytest.approx(row["seconds"], abs=1e-6) for row in found["rows"])
+
+
+def test_what_is_lost_in_a_trace_is_what_the_engine_has_counted(tiny_llama: Path, tmp_path: Path) -> None:
+    """Apart from the costs at best, which the engine had still to learn."""
+    settings = {**SETTINGS, "n_ctx": 256, "kv_layout": "unified", "swap_space": 0, "prefix_cache": False}
+    with BatchInferenceEngine(tiny_llama, trace=str(tmp_path / "t.json"), **settings) as engine:
+        engine.generate([[5] * 20, [6] * 20], SamplingParams(temperature=0, max_tokens=150, ignore_eos=True))
+        stats = engine.stats()
+    assert stats.recomputes
+    lost = {row["part"]: row["seconds"] for row in explain(tmp_path / "t.json").rows}
+    for reason in ("sampling", "engine"):
+        assert lost[reason] == pytest.approx(stats.lost_seconds[reason], rel=0.05)
+    assert lost["computed_again"] > 0
+    assert stats.lost_seconds["computed_again"] > 0
+
+
+def test_a_trace_that_was_cut_off_is_explained_as_far_as_it_goes(tiny_llama: Path, tmp_path: Path) -> None:
+    with BatchInferenceEngine(tiny_llama, trace=str(tmp_path / "t.json"), **SETTINGS) as engine:
+        engine.generate([[5] * 20], GREEDY)
+        n_steps = engine.stats().steps
+    data = (tmp_path / "t.json").read_bytes()
+    (tmp_path / "t.json").write_bytes(data[: len(data) * 2 // 3])
+    assert 0 < len(read_steps(tmp_path / "t.json")) < n_steps
+
+
+@pytest.mark.parametrize("content", [b"", b"{}", b"[\n", b"[\n{\n", b"[\n\xff,\n"])
+def test_a_file_that_is_no_trace_is_refused(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "t.json").write_bytes(content)
+    with pytest.raises(ConfigError, match="--trace"):
+        read_steps(tmp_path / "t.json")
+
+
+def test_an_explanation_is_drawn(tiny_llama: Path, tmp_path: Path) -> None:
+    with BatchInferenceEngine(tiny_llama, trace=str(tmp_path / "t.json"), **SETTINGS) as engine:
+        engine.generate([[5] * 20], GREEDY)
+    figure = plot_explanation(explain(tmp_path / "t.json"))
+    assert [axes.get_xlabel() for axes in figure.axes] == ["% of the time", "seconds since the first step"]
+
+
+def invoke(arguments: list[str], home: Path) -> Result:
+    return CliRunner().invoke(cli, arguments, env={"CPPBATCH_CONFIG": str(home)})

@@ -18,10 +18,11 @@ from aiohttp.typedefs import Handler
 
 from cppbatch.cluster.engine_client import Health
 from cppbatch.errors import ConfigError
+from cppbatch.server.api_keys import Keys
 from cppbatch.server.app import create_app
 from cppbatch.server.cors import CrossOrigin
-from cppbatch.server.cross_site import CrossSite, RequestHead, names_of
-from cppbatch.server.keys import Keys
+from cppbatch.server.cross_site import CrossSite, RequestHead
+from cppbatch.server.own_names import names_of
 from cppbatch.server.settings import ServerSettings
 
 EVIL = "https://evil.example"

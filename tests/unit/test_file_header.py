@@ -9,9 +9,11 @@ from typing import Any
 import gguf
 import numpy as np
 import pytest
+from gguf.constants import GGML_QUANT_SIZES
 
 from cppbatch.errors import ModelError
-from cppbatch.models.file_header import TensorInfo, read_header
+from cppbatch.models.file_header import WEIGHT_TYPES, TensorInfo, read_header
+from cppbatch.models.synthetic import LlamaShape, write_llama
 from tests import tiny_models
 
 MODELS = {
@@ -94,3 +96,17 @@ def test_an_alignment_of_zero_is_refused(tmp_path: Path) -> None:
     writer.close()
     with pytest.raises(ModelError, match="damaged"):
         read_header(path)
+
+
+def test_the_table_of_types_is_that_of_the_gguf_package() -> None:
+    kinds = {kind.name: (int(kind), *GGML_QUANT_SIZES[kind]) for kind in gguf.GGMLQuantizationType}
+    assert {name: tuple(each) for name, each in WEIGHT_TYPES.items()} == kinds
+
+
+def test_an_unchanged_file_is_read_once_and_a_changed_one_again(tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    write_llama(path, LlamaShape(n_layer=1))
+    first = read_header(path)
+    assert read_header(path) is first
+    write_llama(path, LlamaShape(n_layer=2))
+    assert len(read_header(path).tensors) > len(first.tensors)

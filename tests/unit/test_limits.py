@@ -8,7 +8,8 @@ import pytest
 
 from cppbatch.errors import ConfigError
 from cppbatch.server.api_errors import TooManyRequests
-from cppbatch.server.limits import Limits, Slots
+from cppbatch.server.limits import Limits
+from cppbatch.server.request_slots import Slots
 
 # --- the fields of a request ------------------------------------------------------------------------------------------
 

@@ -13,11 +13,12 @@ import pytest
 from cppbatch.bench.load.arrivals import open_loop, poisson_arrivals
 from cppbatch.bench.load.completion_stream import CompletionStream, RequestFailure
 from cppbatch.bench.load.load_client import RequestOutcome, TargetServer
-from cppbatch.bench.load.load_results import ServerRun, server_row
+from cppbatch.bench.load.load_results import LoadIdeal, ServerRun, server_row
 from cppbatch.bench.load.workload import LoadRequest, Workload
 from cppbatch.bench.prompts import Lengths
 from cppbatch.bench.report import format_cell
 from cppbatch.bench.text_workloads import TEXT_WORKLOADS
+from cppbatch.engine.ideal import BareCosts
 from cppbatch.errors import ConfigError
 
 MIXED = Workload(kind="mixed", n_requests=24, prompt_tokens=Lengths(8, 128), output_tokens=Lengths(4, 32))
@@ -175,6 +176,27 @@ def test_rates_percentiles_and_goodput_are_right() -> None:
             expected if isinstance(expected, (str, dict)) else pytest.approx(expected)
         )
     assert figures["requests_per_second"].low == pytest.approx(5.05)
+
+
+def test_of_ideal_counts_what_was_answered_without_cached_prompts() -> None:
+    costs = BareCosts.of([(1, 0.010), (2, 0.016)], [(64, 0.001)])
+    answered = [
+        made_up(1, due=5.0, prompt_tokens=500, cached_tokens=100),
+        made_up(1, due=5.0, prompt_tokens=100, cached_tokens=0, samples=1),
+        RequestOutcome(failure=RequestFailure("HTTP 500", "full")),
+    ]
+    figures = server_row([a_run(answered, seconds=2)], None, LoadIdeal(costs, most_rows=16, clients=2))
+    needed = (400 + 100) * 0.001 + 2 * 0.016  # of 3 tokens each, the first comes from the prompt
+    assert figures["of_ideal"].median == pytest.approx(needed / 2)
+    late = [made_up(1, due=5.0, prompt_tokens=100), made_up(1, due=6.0, prompt_tokens=100)]
+    figures = server_row([a_run(late, seconds=2)], None, LoadIdeal(costs, most_rows=16, clients=None))
+    assert figures["of_ideal"].median == pytest.approx((1 + 0.1 + 2 * 0.010) / 2)
+
+
+def test_of_ideal_is_not_known_without_usage_or_costs() -> None:
+    costs = BareCosts.of([(1, 0.010)], [(64, 0.001)])
+    assert server_row([a_run([made_up(1)])], None, LoadIdeal(costs, 16, 2))["of_ideal"] is None
+    assert server_row([a_run([made_up(1, prompt_tokens=7)])], None)["of_ideal"] is None
 
 
 def test_what_was_not_measured_is_none() -> None:

@@ -9,6 +9,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from cppbatch.engine.histogram import ROWS, SECONDS, Bins, merged
+from cppbatch.engine.ideal import BareCosts, StepWork
 from cppbatch.engine.metrics import EngineStats, Metrics, RecentSteps, add_up
 from cppbatch.engine.request import FinishReason, GenerationEvent, RequestUsage
 from cppbatch.engine.rolling_window import Window, percentile
@@ -102,6 +103,9 @@ def test_stats_have_percentiles_of_the_time_that_requests_waited() -> None:
     assert found == pytest.approx([waits[9], waits[18], waits[19]], abs=0.5)
 
 
+COSTS = BareCosts.of([(1, 1e-9), (16, 2e-9)], [(16, 1e-9)])
+
+
 def stats_of(*batches: int) -> EngineStats:
     """Of an engine that has done such decode steps, of 10 tokens each."""
     metrics = Metrics()
@@ -111,7 +115,7 @@ def stats_of(*batches: int) -> EngineStats:
         metrics.count_step(decode_rows=rows, prompt_tokens=3)
         metrics.lap("sample")
         metrics.generated_tokens += 10
-        metrics.end_step()
+        metrics.end_step(StepWork(rows, (rows,), 0, 0, 3, 0, rows), COSTS)
     with_pool = fake_engine()
     return metrics.stats(with_pool.kv, running=1, waiting=2)
 

@@ -577,7 +577,7 @@ def test_a_prefix_that_cannot_be_brought_back_is_computed() -> None:
 
 
 def test_cells_that_a_running_request_shares_are_not_taken_from_it() -> None:
-    engine = engine_of("cells", n_ctx=128, n_batch=128, target_step_ms=60_000)
+    engine = engine_of("cells", n_ctx=128, n_batch=128, target_itl_ms=60_000)
     ask(engine, [1] * 32)
     running = engine.add_request([1] * 20 + [2], endless(5))
     events = engine.step()

@@ -606,7 +606,7 @@ def test_other_arguments_of_map_and_forward_batch_are_refused_with_what_to_write
             fake_engine().forward_batch(given)
 
 
-@pytest.mark.parametrize("name", ["n_ctx", "n_parallel", "n_threads", "swap_space", "target_step_ms", "draft_max"])
+@pytest.mark.parametrize("name", ["n_ctx", "n_parallel", "n_threads", "swap_space", "target_itl_ms", "draft_max"])
 def test_a_setting_that_is_not_a_number_is_refused_with_its_flag(name: str) -> None:
     wrong: Any = {name: "12"}
     with pytest.raises(ConfigError, match=rf"^{name} \(-.*\) is '12'; it must be "):

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from cppbatch.server.limits import Limits, Slots
+from cppbatch.server.limits import Limits
 from cppbatch.server.request_rates import RequestRates
+from cppbatch.server.request_slots import Slots
 
 
 class Clock:

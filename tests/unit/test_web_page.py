@@ -17,8 +17,8 @@ from yarl import URL
 
 import cppbatch.server
 from cppbatch.cluster.engine_client import Health
+from cppbatch.server.api_keys import Keys
 from cppbatch.server.app import create_app
-from cppbatch.server.keys import Keys
 from cppbatch.server.settings import ServerSettings
 from cppbatch.server.web_page import page_files
 

@@ -52,13 +52,13 @@ class RecordingScheduler(Scheduler):
         super().__init__(*args, **settings)
         self.steps: list[Step] = []
 
-    def computed(self, plan: StepPlan, seconds: float) -> None:
+    def computed(self, plan: StepPlan, seconds: float, decode_s: float | None = None) -> None:
         """See `Scheduler.computed`."""
         row_cells = sum(s.n_computed for s, _ in plan.chunks if s.status is SeqStatus.DECODE)
         prompts = [(s, n) for s, n in plan.chunks if s.status is SeqStatus.PREFILL]
         first = prompts[0][0].n_computed if prompts else 0
         self.steps.append(Step(tuple(plan.row_groups), row_cells, sum(n for _, n in prompts), first, seconds))
-        super().computed(plan, seconds)
+        super().computed(plan, seconds, decode_s)
 
 
 def open_engine(

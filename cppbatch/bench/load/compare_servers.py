@@ -9,7 +9,7 @@ from time import perf_counter, process_time
 from cppbatch.bench.load.arrivals import closed_loop, open_loop, poisson_arrivals
 from cppbatch.bench.load.load_client import LoadClient
 from cppbatch.bench.load.load_report import LoadReport, make_load_report
-from cppbatch.bench.load.load_results import ServerRun
+from cppbatch.bench.load.load_results import LoadIdeal, ServerRun
 from cppbatch.bench.load.target import Target, probe_server
 from cppbatch.bench.load.workload import LoadRequest, LoadSettings, warm_up
 
@@ -17,8 +17,10 @@ Progress = Callable[[str, int, int, int], None]
 """Gets a server's label, the repeat (-1: the warm-up), how many of its requests have ended, and how many there are."""
 
 
-def compare_servers(targets: Sequence[Target], load: LoadSettings, progress: Progress) -> LoadReport:
-    """Measures these servers in turn, repeat by repeat, with new prompts in each repeat.
+def compare_servers(
+    targets: Sequence[Target], load: LoadSettings, progress: Progress, ideal: LoadIdeal | None = None
+) -> LoadReport:
+    """Measures these servers in turn, repeat by repeat, with new prompts in each repeat. `ideal`: for `of ideal`.
 
     Raises `UnusableServer` before any load. Ctrl-C ends the measurement; the report then contains what was measured.
     """
@@ -28,7 +30,7 @@ def compare_servers(targets: Sequence[Target], load: LoadSettings, progress: Pro
     except KeyboardInterrupt:
         if not any(run.outcomes for run in runs):
             raise
-    return make_load_report(runs, load, len(targets))
+    return make_load_report(runs, load, len(targets), ideal)
 
 
 async def _measure(targets: Sequence[Target], load: LoadSettings, runs: list[ServerRun], progress: Progress) -> None:

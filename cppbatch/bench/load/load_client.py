@@ -62,6 +62,10 @@ class RequestOutcome(msgspec.Struct, kw_only=True):
     """The result of a request. Times are in seconds."""
 
     failure: RequestFailure | None = None
+    due: float = 0
+    """When it was sent or due, on the clock of `perf_counter`."""
+    samples: int = 1
+    """Completions of it (`n`)."""
     time_to_first_token: float = 0
     """From when the request was sent or due to the first text."""
     gaps: list[float] = []
@@ -108,7 +112,7 @@ class LoadClient:
 
     async def send(self, request: LoadRequest, due: float) -> RequestOutcome:
         """Sends one streaming request. Times count from `due`, on the clock of `perf_counter`."""
-        outcome, stream = RequestOutcome(), CompletionStream()
+        outcome, stream = RequestOutcome(due=due, samples=request.n), CompletionStream()
         try:
             async with await self._post(self._server.body(request), outcome) as response:
                 await _check(response)

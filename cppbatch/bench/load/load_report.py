@@ -10,7 +10,7 @@ import msgspec
 from rich.table import Table
 from rich.text import Text
 
-from cppbatch.bench.load.load_results import ServerRun, server_row, table_columns
+from cppbatch.bench.load.load_results import LoadIdeal, ServerRun, server_row, table_columns
 from cppbatch.bench.load.workload import LoadSettings
 from cppbatch.bench.machine import this_machine
 from cppbatch.bench.report import Report, Spread, format_cell
@@ -43,15 +43,17 @@ class LoadReport(Report, frozen=True, kw_only=True):
         return page
 
 
-def make_load_report(runs: Sequence[ServerRun], load: LoadSettings, n_servers: int) -> LoadReport:
+def make_load_report(
+    runs: Sequence[ServerRun], load: LoadSettings, n_servers: int, ideal: LoadIdeal | None = None
+) -> LoadReport:
     """Builds the report of runs, in at least one of which a request has ended."""
-    sentences = _legend(load)
+    sentences = [*_legend(load), _about_ideal(ideal)]
     servers = {run.server.label: run.server for run in runs}
     sentences.append("Models: " + ", ".join(f"{label}: {server.model}" for label, server in servers.items()))
     rows = []
     for label in servers:
         if reported := _reported_runs([run for run in runs if run.server.label == label]):
-            rows.append(server_row(reported, load.latency_bound_ms))
+            rows.append(server_row(reported, load.latency_bound_ms, ideal))
             sentences += server_notes(reported)
     n_finished, n_wanted = sum(run.is_complete for run in runs), load.repeats * n_servers
     if n_finished < n_wanted:
@@ -86,6 +88,18 @@ def _legend(load: LoadSettings) -> list[str]:
     if load.repeats > 1:
         sentences.append(f"Medians of {load.repeats} repeats, ± half of their range.")
     return sentences
+
+
+def _about_ideal(ideal: LoadIdeal | None) -> str:
+    if ideal is None:
+        return (
+            "-m MODEL adds the row `of ideal`: what the answered requests cost at best, measured here before the load."
+        )
+    token_ms, row_ms = 1000 * ideal.costs.token_s, 1000 * ideal.costs.row_s(ideal.most_rows)
+    return (
+        "of ideal: what the answered requests cost at best, by the time they took. Measured before the load: a prompt "
+        f"token {token_ms:.3g} ms, a row {row_ms:.3g} ms (in steps of up to {ideal.most_rows})."
+    )
 
 
 def _ratio(value: Any, first: Any) -> str:

@@ -12,6 +12,7 @@ from yarl import URL
 
 from cppbatch.bench.load.load_client import RequestOutcome, TargetServer
 from cppbatch.bench.report import Column, Spread
+from cppbatch.engine.ideal import BareCosts, RequestSize, ideal_seconds
 
 PERCENTILES = (50, 95, 99)
 
@@ -29,6 +30,28 @@ _LATENCIES = (
     _Latency("inter_token_ms", "inter-token, ms", 1000, digits=1),
     _Latency("end_to_end_s", "end-to-end, s", 1, digits=2),
 )
+
+
+class LoadIdeal(NamedTuple):
+    """How the ideal time of a load is computed."""
+
+    costs: BareCosts
+    most_rows: int
+    clients: int | None
+    """Of a closed loop."""
+
+    def of(self, run: ServerRun) -> float | None:
+        """The ideal time of what was answered, by the run's; None: the server does not tell the prompts' tokens."""
+        done = sorted((outcome for outcome in run.outcomes if not outcome.failure), key=lambda outcome: outcome.due)
+        sizes = []
+        for outcome in done:
+            if outcome.prompt_tokens is None:
+                return None
+            cached = outcome.cached_tokens or 0
+            n_output = max(1, round(outcome.output_tokens / outcome.samples))
+            arrives = outcome.due - done[0].due
+            sizes.append(RequestSize(outcome.prompt_tokens - cached, n_output, cached, outcome.samples, arrives))
+        return ideal_seconds(sizes, self.costs, self.most_rows, self.clients) / run.seconds if sizes else None
 
 
 class ServerRun(msgspec.Struct, kw_only=True):
@@ -56,6 +79,7 @@ def table_columns(rows: Sequence[dict[str, Any]]) -> list[Column]:
         Column("requests_per_second", "requests/s", digits=2),
     ]
     optional = [
+        Column("of_ideal", "of ideal", digits=2),
         Column("goodput_per_second", "goodput, requests/s", digits=2),
         Column("cached_percent", "prompts from cache, %"),
     ]
@@ -67,11 +91,11 @@ def table_columns(rows: Sequence[dict[str, Any]]) -> list[Column]:
     return shown
 
 
-def server_row(runs: Sequence[ServerRun], bound_ms: float | None) -> dict[str, Any]:
+def server_row(runs: Sequence[ServerRun], bound_ms: float | None, ideal: LoadIdeal | None = None) -> dict[str, Any]:
     """Returns all figures of one server, from at least one run."""
     server, outcomes = runs[0].server, [outcome for run in runs for outcome in run.outcomes]
     failures = [outcome.failure for outcome in outcomes if outcome.failure]
-    measured = [_figures(run, bound_ms) for run in runs]
+    measured = [{**_figures(run, bound_ms), "of_ideal": ideal.of(run) if ideal else None} for run in runs]
     return {
         "server": server.label,
         "url": str(URL(server.url).with_user(None)),

@@ -3,14 +3,25 @@
 from __future__ import annotations
 
 import subprocess
+from pathlib import Path
 
 import msgspec
 
 from cppbatch.bench.child_process import run_module
 from cppbatch.bench.memory.buffers import Buffer
 from cppbatch.bench.memory.sequence_memory import SequenceMemory
-from cppbatch.config import EngineConfig
+from cppbatch.config import EngineConfig, available_threads
 from cppbatch.errors import EstimateFailed
+from cppbatch.findings import (
+    build_key,
+    computes_on_cpu_only,
+    finding_key,
+    finding_path,
+    library_folder,
+    read_finding,
+    write_finding,
+)
+from cppbatch.models.find import model_parts
 
 _TIMEOUT_S = 60  # the default model takes 0.3 s; reading the header of a large file from a slow disk takes longer
 
@@ -55,21 +66,48 @@ class MemoryEstimate(msgspec.Struct, frozen=True):
 def estimate_memory(configs: list[EngineConfig]) -> MemoryEstimate:
     """Estimates the memory of each of these engines on its own. Allocates almost nothing; takes 0.3 s or more.
 
-    Raises `EstimateFailed` if the child process fails.
+    Footprints on the CPU are cached, with a key of all that they depend on. With a GPU or RPC workers llama.cpp is
+    asked each time, and says what is free there. Raises `EstimateFailed` if the child process fails.
     """
     unique = list(dict.fromkeys(configs))
+    paths = {config: path for config in unique if (path := _cached_at(config))}
+    known = {config: each for config, path in paths.items() if (each := read_finding(path, Footprint))}
+    if len(known) == len(unique):
+        return MemoryEstimate([known[config] for config in configs], [])
+    answer = _ask(unique)
+    by_config = dict(zip(unique, answer.footprints, strict=True))
+    for config, path in paths.items():
+        if by_config[config].error is None and not answer.devices:
+            write_finding(path, by_config[config])
+    return MemoryEstimate([by_config[config] for config in configs], answer.devices)
+
+
+def _cached_at(config: EngineConfig) -> Path | None:
+    """The file for the footprint of an engine; None if what it needs depends on more than files and settings."""
+    folder = library_folder()
+    if folder is None or config.rpc or not folder.is_dir() or not computes_on_cpu_only(folder):
+        return None
+    models = [each for each in (config.model_path, config.draft_model, config.mmproj) if each]
+    parts = [part for each in models for part in model_parts(Path(each))]
+    verdicts = [
+        finding_path(kind, build_key(folder)) for kind in ("kernels", "selfcheck")
+    ]  # which weights are repacked
+    files = [*parts, *(Path(path) for path, _ in config.lora), *verdicts]
+    return finding_path("memory", finding_key(folder, files, msgspec.json.encode(config), available_threads()))
+
+
+def _ask(configs: list[EngineConfig]) -> MemoryEstimate:
+    """What the child process answers."""
     try:
-        done = run_module("cppbatch.bench.memory.memory_estimate_child", msgspec.json.encode(unique), _TIMEOUT_S)
+        done = run_module("cppbatch.bench.memory.memory_estimate_child", msgspec.json.encode(configs), _TIMEOUT_S)
     except subprocess.TimeoutExpired:
         raise EstimateFailed(f"llama.cpp has not said in {_TIMEOUT_S} s what it would allocate") from None
     except OSError as error:
         raise EstimateFailed(f"a process to ask llama.cpp in cannot be started: {error}") from error
     try:
-        answer = msgspec.json.decode(done.stdout.rpartition(b"\n")[2], type=MemoryEstimate)
+        return msgspec.json.decode(done.stdout.rpartition(b"\n")[2], type=MemoryEstimate)
     except msgspec.DecodeError:
         last = done.stderr.decode(errors="replace").strip().splitlines()[-1:] or ["it says nothing"]
         raise EstimateFailed(
             f"the process that asks llama.cpp what it would allocate ended with code {done.returncode}: {last[0]}"
         ) from None
-    by_config = dict(zip(unique, answer.footprints, strict=True))
-    return MemoryEstimate([by_config[config] for config in configs], answer.devices)

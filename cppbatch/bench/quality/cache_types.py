@@ -1,38 +1,24 @@
-"""What the types of the KV cache change: text quality of one model, and what was measured of it before."""
+"""What the types of the KV cache change: text quality of one model, beside f16."""
 
 from __future__ import annotations
 
-import hashlib
-import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-import msgspec
 from msgspec.structs import replace
-from platformdirs import user_cache_path
 
 from cppbatch.bench.machine import this_machine
-from cppbatch.bench.profile import file_identity
 from cppbatch.bench.quality.text_quality import CONTEXT, compare_text, english_text
 from cppbatch.bench.report import Column, Report
-from cppbatch.config import CacheType, EngineConfig, available_threads
+from cppbatch.config import EngineConfig, available_threads
 from cppbatch.engine.attention_choice import MAX_KL
 from cppbatch.engine.compute_threads import ComputeThreads, usable_cpus
 from cppbatch.engine.runtime import load_model, make_context
 from cppbatch.errors import ModelError
-from cppbatch.models.kernels import read_cached, write_cached
+from cppbatch.models.cache_quality import TYPES, Types, keep_kl
 
-log = logging.getLogger("cppbatch.tune")
-
-Types = tuple[CacheType, CacheType]
-"""Those of keys and of values."""
-TYPES: tuple[Types, ...] = (
-    ("f16", "bf16"), ("bf16", "f16"), ("bf16", "bf16"), ("f16", "q8_0"), ("q8_0", "f16"), ("q8_0", "bf16"),
-    ("bf16", "q8_0"), ("q8_0", "q8_0"),
-)  # fmt: skip
-"""Those that may be chosen without being given."""
 _SOURCE: Types = ("f16", "f16")
 _COLUMNS = [
     Column("keys", "keys"),
@@ -42,24 +28,6 @@ _COLUMNS = [
     Column("same_top_percent", "same top %"),
     Column("is_close", f"KL below {MAX_KL}"),
 ]
-
-
-class CacheQuality(msgspec.Struct, frozen=True):
-    """What was measured of a model's file."""
-
-    kl: dict[str, float]
-    """{types of keys and values ("q8_0 bf16"): KL divergence from the f16 cache, in nats}."""
-
-
-def known_kl(model: Path) -> Mapping[str, float]:
-    """The KL divergences that were measured of this file; empty if none were."""
-    known = read_cached(_path(model), CacheQuality)
-    return known.kl if known else {}
-
-
-def _path(model: Path) -> Path:
-    key = hashlib.sha256(repr(file_identity(model)).encode()).hexdigest()[:12]
-    return user_cache_path("cppbatch") / "cache-types" / f"{model.stem}-{key}.json"
 
 
 def compare_cache_types(
@@ -90,7 +58,7 @@ def compare_cache_types(
         tokens = vocab.tokenize(english_text(), add_special=False)
         found = compare_text(contexts[0], contexts[1:], tokens, vocab.bos if vocab.adds_bos else None)
     kl = {f"{k} {v}": quality.kl_divergence for (k, v), quality in zip(types, found, strict=True)}
-    write_cached(_path(model), CacheQuality({**known_kl(model), **kl}))
+    keep_kl(model, kl)
     rows: list[dict[str, Any]] = [{"keys": "f16", "values": "f16", "perplexity": found[0].source_perplexity}]
     for (k, v), quality in zip(types, found, strict=True):
         figures = {"perplexity": quality.perplexity, "kl_divergence": quality.kl_divergence}

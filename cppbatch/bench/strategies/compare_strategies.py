@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from cppbatch.bench.bare_costs import measure_bare_costs
 from cppbatch.bench.machine import this_machine
 from cppbatch.bench.prompts import check_can_run
 from cppbatch.bench.report import Column, Report, Spread
@@ -21,6 +22,7 @@ from cppbatch.bench.strategies.static_scheduler import StaticScheduler, round_up
 from cppbatch.bench.strategies.strategy_runner import WorkloadRun, run_workload
 from cppbatch.config import EngineConfig
 from cppbatch.engine.engine import BatchInferenceEngine
+from cppbatch.engine.ideal import RequestSize, ideal_seconds
 from cppbatch.engine.model_info import ModelInfo
 from cppbatch.engine.runtime import Runtime, load_runtime
 from cppbatch.engine.scheduler import Scheduler
@@ -33,6 +35,7 @@ _COLUMNS = [
     Column("strategy", "strategy"),
     Column("tokens_per_second", "tok/s"),
     Column("speedup", "x sequential", 2),
+    Column("of_ideal", "of ideal", 2),
     Column("latency_p50", "latency p50 s", 2),
     Column("latency_p95", "p95", 2),
     Column("first_token_p50", "TTFT p50 s", 2),
@@ -100,9 +103,13 @@ def compare_strategies(
     rows: list[dict[str, Any]] = []
     for n in sizes:
         here = msgspec.structs.replace(work, n_requests=n * compared.requests_per_sequence or work.n_requests)
-        info, runs_by_strategy = _measure(msgspec.structs.replace(config, n_parallel=n), compared, here, progress)
+        info, runs_by_strategy, ideal_s = _measure(
+            msgspec.structs.replace(config, n_parallel=n), compared, here, progress
+        )
         sequential = runs_by_strategy.get("sequential")
-        rows += [{"batch_size": n, **_row(name, runs, sequential)} for name, runs in runs_by_strategy.items()]
+        for name, runs in runs_by_strategy.items():
+            of_ideal = Spread.of(ideal_s / run.seconds for run in runs)
+            rows.append({"batch_size": n, **_row(name, runs, sequential), "of_ideal": of_ideal})
     each = f"{compared.requests_per_sequence} for each sequence" if compared.requests_per_sequence else work.n_requests
     return Report(
         kind="strategies",
@@ -123,14 +130,16 @@ def compare_strategies(
         rows=rows,
         notes=[
             "wait: from arrival until a request is admitted. padding: computed tokens that no request needed.",
+            "of ideal: what these requests need at best, with up to B rows a step and costs that were measured before "
+            "the first run, by the time they took.",
         ],
     )
 
 
 def _measure(
     config: EngineConfig, compared: StrategyComparison, work: OfflineWorkload, progress: Callable[[str], object]
-) -> tuple[ModelInfo, dict[str, list[WorkloadRun]]]:
-    """The runs of each strategy with `config.n_parallel` sequences."""
+) -> tuple[ModelInfo, dict[str, list[WorkloadRun]], float]:
+    """The runs of each strategy with `config.n_parallel` sequences, and the ideal seconds of the requests."""
     longest = round_up(work.prompt_tokens.high, compared.bucket) + work.new_tokens.high
     config = msgspec.structs.replace(
         config,
@@ -142,7 +151,10 @@ def _measure(
     runtime = load_runtime(config)
     try:
         check_can_run(runtime.info, work.prompt_tokens.high, work.new_tokens.high)
-        return runtime.info, run_all(config, runtime, compared, work.requests(runtime.info.n_vocab), progress)
+        requests = work.requests(runtime.info.n_vocab)
+        sizes = [RequestSize(len(request.prompt), request.n_new, arrives=request.at) for request in requests]
+        ideal_s = ideal_seconds(sizes, measure_bare_costs(runtime, config.n_parallel), config.n_parallel)
+        return runtime.info, run_all(config, runtime, compared, requests, progress), ideal_s
     finally:
         runtime.close()
 

@@ -8,20 +8,21 @@ import re
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
-from llguidance import LLExecutor, LLMatcher
 
 from cppbatch.chat.lark_grammar import LazyGrammar
 from cppbatch.closed_objects import closed_objects
 from cppbatch.config import available_threads
 from cppbatch.engine.params import SamplingParams
 from cppbatch.engine.sampling.grammar_check import CheckFailed, GrammarChecker
-from cppbatch.engine.sampling.grammar_child import LIMITS
 from cppbatch.errors import InvalidRequest
 from cppbatch.json_schema_check import has_finite_instance
+
+if TYPE_CHECKING:
+    from llguidance import LLExecutor, LLMatcher
 
 log = logging.getLogger(__name__)
 
@@ -99,6 +100,10 @@ class GrammarCompiler:
             raise InvalidRequest(field, str(error)) from error
         except ValueError as error:
             return _short_reason(str(error))
+        from llguidance import LLMatcher  # takes long, and most engines meet no grammar
+
+        from cppbatch.engine.sampling.grammar_child import LIMITS
+
         matcher = LLMatcher(self._make_tokenizer(), definition, log_level=0, limits=LIMITS)
         matcher.compute_bitmask()  # the first mask takes the longest: computed here, not in the step loop
         return _short_reason(matcher.get_error()) if matcher.is_error() else matcher
@@ -229,6 +234,8 @@ class GrammarMasks:
         if n > len(self._bits):
             self._bits = np.zeros((n, self._words), np.int32)
         if self._executor is None:
+            from llguidance import LLExecutor
+
             self._executor = LLExecutor(min(_THREADS, available_threads()))
         matchers = [(constraint.matcher, i) for i, (constraint, _) in enumerate(constrained)]
         self._executor.unsafe_compute_mask_ptr(matchers, self._bits.ctypes.data, self._words * 4, n)

@@ -101,6 +101,8 @@ function whileVisible(start) {
   };
 }
 
+const mean = (values) => values.reduce((total, each) => total + each, 0) / values.length;
+
 function Figures({workers, batches, last}) {
   const engines = workers.flatMap(({engine}) => engine ?? []);
   const sum = (of) => engines.reduce((total, engine) => total + of(engine), 0);
@@ -108,6 +110,7 @@ function Figures({workers, batches, last}) {
     ['running', `${sum(({rows}) => rows.length)} of ${sum(({n_parallel}) => n_parallel)}`],
     ['waiting', count(sum(({waiting}) => waiting))],
     ['generated', rate(last.generated)],
+    ['of ideal', percent(mean(engines.flatMap(({of_ideal}) => of_ideal ?? [])))],
     ['KV cells used', percent(sum(({cells}) => cells.used) / sum(({cells}) => cells.total))],
     ...batches.map(({completed, total}) => ['lines of a job', `${count(completed)} of ${count(total)}`]),
   ].map(([name, value]) => html`<div><dt>${name}</dt><dd>${value}</dd></div>`)}</dl>`;

@@ -1,0 +1,85 @@
+"""Sets up the server's log, as text or JSON: one line per request; every line names the request it belongs to."""
+
+from __future__ import annotations
+
+import contextvars
+import datetime
+import json
+import logging
+import sys
+from typing import Any, Literal
+
+LogFormat = Literal["text", "json"]
+LogLevel = Literal["debug", "info", "warning", "error"]
+
+access_log = logging.getLogger("cppbatch.access")
+
+current_id: contextvars.ContextVar[str | None] = contextvars.ContextVar("request_id", default=None)
+"""The id of the request that is being answered."""
+
+
+def set_up(log_format: LogFormat, *, verbose: bool = False, level: LogLevel | None = None, access: bool = True) -> None:
+    """Logs requests, the progress of batches, workers and replicas that come and go, and warnings to stderr; with
+    `verbose`, everything.
+
+    `level`: of all lines, instead. `access`: whether requests are logged.
+    """
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(JsonFormatter() if log_format == "json" else TextFormatter())
+    handler.addFilter(_with_request_id)
+    general = "debug" if verbose else level or "warning"
+    logging.basicConfig(handlers=[handler], level=general.upper(), force=True)
+    shown = ("cppbatch.jobs", "cppbatch.flags", "cppbatch.scaling", "cppbatch.models", "cppbatch.ray")
+    for logger in (access_log, *map(logging.getLogger, shown)):
+        logger.setLevel("INFO" if level is None and not verbose else logging.NOTSET)
+    access_log.disabled = not access
+    logging.getLogger("aiohttp.server").addFilter(_shorten_http_errors)
+
+
+class TextFormatter(logging.Formatter):
+    """`2026-03-01 12:03:41.512 WARNING cppbatch.server: message [request id]`."""
+
+    default_msec_format = "%s.%03d"
+
+    def __init__(self) -> None:
+        super().__init__("%(asctime)s %(levelname)s %(name)s: %(message)s%(about)s")
+
+    def format(self, record: logging.LogRecord) -> str:
+        request_id = getattr(record, "request_id", None)
+        record.about = f" [{request_id}]" if request_id else ""
+        return super().format(record)
+
+
+class JsonFormatter(logging.Formatter):
+    """One JSON object per line."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        at = datetime.datetime.fromtimestamp(record.created, datetime.timezone.utc)
+        line: dict[str, Any] = {
+            "time": at.isoformat(timespec="milliseconds"),
+            "level": record.levelname,
+            "logger": record.name,
+            "message": record.getMessage(),
+            "request_id": getattr(record, "request_id", None),
+            **getattr(record, "fields", {}),
+        }
+        if record.exc_info:
+            line["traceback"] = self.formatException(record.exc_info)
+        return json.dumps(line, default=str)  # in ASCII, so no text can contain a line break
+
+
+def _with_request_id(record: logging.LogRecord) -> bool:
+    record.request_id = current_id.get()
+    return True
+
+
+def _shorten_http_errors(record: logging.LogRecord) -> bool:
+    """Reduces aiohttp's tracebacks about malformed HTTP, which is the client's error, to a one-line warning."""
+    from aiohttp.http_exceptions import HttpProcessingError  # imported by whatever logs this
+
+    if record.exc_info and isinstance(error := record.exc_info[1], HttpProcessingError):
+        record.levelno, record.levelname = logging.WARNING, "WARNING"
+        record.msg = "refused a request that is no HTTP (%s)"
+        record.args = (type(error).__name__,)  # not its message, which quotes bytes that may be part of a key
+        record.exc_info = None
+    return True
