@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from cppbatch.config import EngineConfig
 from cppbatch.engine.attention_choice import (
-    MAX_KL,
+    MAX_EXCESS_KL,
     AttentionChoice,
     Costs,
     Faster,
@@ -22,7 +22,7 @@ from cppbatch.engine.attention_choice import (
 from cppbatch.engine.kv_layout import choose_flash_attn, choose_layout, switches_layout
 from cppbatch.errors import ModelError
 from cppbatch.models.attention_times import Attention, AttentionTask, attention_shape, attention_times
-from cppbatch.models.cache_quality import TYPES, Types, known_kl
+from cppbatch.models.cache_quality import TYPES, Types, known_excess
 from cppbatch.models.inspect import inspect_model
 from cppbatch.models.kernels import has_gpu, kernel_times
 from cppbatch.models.repacking import weights_s
@@ -76,7 +76,7 @@ def plan_attention(config: EngineConfig, given: Collection[str]) -> AttentionPla
     present = choose_flash_attn(config, layout, on_gpu=False, has_amx=times.has_amx)  # llama.cpp's auto is on
     now = Attention("off" if present == "off" else "on", config.cache_type_k, config.cache_type_v)
     costs = Costs(times, shape.n_layer, WeightTimes(*of_weights) if of_weights else None)
-    choice = choose_attention(costs, usual_load(config), now, _allowed(config, given, now), known_kl(model))
+    choice = choose_attention(costs, usual_load(config), now, _allowed(config, given, now), known_excess(model))
     return _plan(config, now, choice, "steps" if of_weights else "attention")
 
 
@@ -93,17 +93,22 @@ def measure_proposal(
     unmeasured = plan_attention(config, given).unmeasured
     if unmeasured is None or Path(config.model_path).stat().st_size > _SMALL_BYTES:
         return None
-    kl = compare_cache_types(Path(config.model_path), [(unmeasured.k, unmeasured.v)], progress).rows[1]["kl_divergence"]
-    verdict = "starts use it from now on" if kl < MAX_KL else f"not below {MAX_KL}, so it is used only if it is given"
-    return f"-ctk {unmeasured.k} -ctv {unmeasured.v} is faster, and its KL divergence from f16 is {kl:.5f}: {verdict}"
+    row = compare_cache_types(Path(config.model_path), [(unmeasured.k, unmeasured.v)], progress).rows[-1]
+    is_close = row["excess"] < MAX_EXCESS_KL
+    verdict = "starts use it from now on" if is_close else f"not below {MAX_EXCESS_KL}, so it is used only if given"
+    return (
+        f"-ctk {unmeasured.k} -ctv {unmeasured.v} is faster, and its KL divergence from f16 is {row['excess']:.5f} more "
+        f"than that of another order of additions: {verdict}"
+    )
 
 
 def _allowed(config: EngineConfig, given: Collection[str], now: Attention) -> Iterator[Attention]:
     """What may be chosen: nothing that is given, and quantised values with flash attention only."""
     is_fixed = config.flash_attn != "auto" or "flash_attn" in given
     types_are_given = (now.k, now.v) != _F16 or not {"cache_type_k", "cache_type_v"}.isdisjoint(given)
-    for k, v in [(now.k, now.v)] if types_are_given else [_F16, *TYPES]:
-        if v != "q8_0" and not (is_fixed and now.flash_attn == "on"):
+    here: Types = now.k, now.v
+    for k, v in [here] if types_are_given else [_F16, *TYPES]:
+        if v not in ("q8_0", "q4_0") and not (is_fixed and now.flash_attn == "on"):
             yield Attention("off", k, v)
         if not (is_fixed and now.flash_attn == "off"):
             yield Attention("on", k, v)
@@ -111,7 +116,7 @@ def _allowed(config: EngineConfig, given: Collection[str], now: Attention) -> It
 
 def _plan(config: EngineConfig, now: Attention, choice: AttentionChoice, what: str) -> AttentionPlan:
     n = config.n_parallel
-    cells = f"{usual_load(config).n_cells:,.0f} tokens in {f'each of {n} sequences' if n > 1 else 'the sequence'}"
+    cells = f"{usual_load(config).n_cells:,.0f} tokens in " + (f"each of {n} sequences" if n > 1 else "a sequence")
     proposal = None
     if choice.proposal:
         file = shlex.quote(config.model_path)

@@ -169,8 +169,8 @@ def requantize(
 def cache_types(*, model: Path, as_json: bool) -> None:
     """Measures what bf16 and q8_0 in the KV cache change in a model's texts, beside f16.
 
-    Later starts with this model may choose types whose KL divergence is below 0.001 nats, where they are clearly faster
-    on this CPU and -ctk and -ctv are not given.
+    Later starts with this model may choose types whose KL divergence is less than 0.001 nats above that of another
+    order of additions, where they are clearly faster on this CPU and -ctk and -ctv are not given.
     """
     from cppbatch.bench.quality.cache_types import compare_cache_types
 

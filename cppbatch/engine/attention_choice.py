@@ -11,8 +11,9 @@ from cppbatch.models.attention_times import Attention, AttentionTimes
 CLEAR_GAIN = 1.1
 """A change is worth it if predicted steps are at least so many times as fast: predictions were up to 8% off. Without
 times of the weights, attention alone is compared."""
-MAX_KL = 0.001
-"""Nats from the f16 cache: types with less change texts no more than another order of additions does."""
+MAX_EXCESS_KL = 0.001
+"""Nats of KL divergence from the f16 cache, beyond what another order of additions causes, from which on a type is not
+chosen by itself."""
 
 _MOST_CELLS = 1024  # of a sequence, unless it is known: a prompt and its answer, mostly
 
@@ -59,7 +60,7 @@ class AttentionChoice(NamedTuple):
     best: Faster | None
     """The fastest of those whose quality is known; None: the present one stays."""
     proposal: Faster | None
-    """One that is clearly faster still, whose KL was never measured for this model."""
+    """One that is clearly faster still, whose quality was never measured for this model."""
 
 
 def usual_load(config: EngineConfig) -> Load:
@@ -68,11 +69,11 @@ def usual_load(config: EngineConfig) -> Load:
 
 
 def choose_attention(
-    costs: Costs, load: Load, now: Attention, allowed: Iterable[Attention], kl: Mapping[str, float]
+    costs: Costs, load: Load, now: Attention, allowed: Iterable[Attention], excess: Mapping[str, float]
 ) -> AttentionChoice:
-    """The fastest of `allowed` for the load. `kl`: {"k v": nats from the f16 cache}, of the types that were measured.
+    """The fastest of `allowed` for the load. `excess`: {"k v": nats}, of the types that were measured.
 
-    Types that were measured to be worse than `MAX_KL` are neither chosen nor proposed.
+    Types that were measured to be worse than `MAX_EXCESS_KL` are neither chosen nor proposed.
     """
     times = costs.attention
     if now.name not in times.decode or now.name not in times.prefill:
@@ -82,8 +83,8 @@ def choose_attention(
         for each in (now, *allowed)
         if each.name in times.decode and each.name in times.prefill
     }
-    is_known = {each: each.types == now.types or _kl(each, kl) is not None for each in seconds}
-    is_good = {each: each.types == now.types or (_kl(each, kl) or 0.0) < MAX_KL for each in seconds}
+    is_known = {each: each.types == now.types or _excess_of(each, excess) is not None for each in seconds}
+    is_good = {each: each.types == now.types or (_excess_of(each, excess) or 0.0) < MAX_EXCESS_KL for each in seconds}
     best = _faster(seconds, now, [each for each in seconds if is_known[each] and is_good[each]], CLEAR_GAIN)
     unknown = [each for each in seconds if not is_known[each]]
     return AttentionChoice(best, _faster(seconds, now, unknown, CLEAR_GAIN * (best.gain if best else 1.0)))
@@ -98,8 +99,8 @@ def _faster(
     return Faster(best, gain) if best != now and gain >= least else None
 
 
-def _kl(attention: Attention, kl: Mapping[str, float]) -> float | None:
-    return 0.0 if attention.types == "f16 f16" else kl.get(attention.types)
+def _excess_of(attention: Attention, excess: Mapping[str, float]) -> float | None:
+    return 0.0 if attention.types == "f16 f16" else excess.get(attention.types)
 
 
 def _seconds(costs: Costs, load: Load, attention: Attention) -> float:

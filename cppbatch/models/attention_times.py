@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 import msgspec
-import numpy as np
 
 from cppbatch.config import CacheType, KvLayout
 from cppbatch.findings import build_key, finding_path, library_folder, read_finding, write_finding
 from cppbatch.models.file_header import read_header
 from cppbatch.models.find import model_parts
+from cppbatch.models.kernels import interpolate
 
 log = logging.getLogger("cppbatch.kernels")
 
@@ -95,11 +95,9 @@ def _read(attention: Attention, n_cells: float) -> float:
 
 
 def _at(seconds: Mapping[int, float], n_cells: float) -> float:
-    cells = sorted(seconds)
-    if n_cells <= cells[-1] or len(cells) == 1:
-        return float(np.interp(n_cells, cells, [seconds[n] for n in cells])) * max(1.0, n_cells / cells[-1])
-    a, b = cells[-2:]
-    return seconds[b] + max(0.0, seconds[b] - seconds[a]) / (b - a) * (n_cells - b)
+    a, b = [0, *sorted(seconds)][-2:]
+    beyond = max(0.0, n_cells - b) * max(0.0, seconds[b] - seconds.get(a, 0.0)) / (b - a)
+    return interpolate(n_cells, seconds) + beyond
 
 
 def attention_shape(path: Path) -> Shape | None:

@@ -24,19 +24,21 @@ TYPES: tuple[Types, ...] = (
 class CacheQuality(msgspec.Struct, frozen=True):
     """What was measured of a model's file."""
 
-    kl: dict[str, float]
-    """{types of keys and values ("q8_0 bf16"): KL divergence from the f16 cache, in nats}."""
+    excess: dict[str, float]
+    """{types of keys and values ("q8_0 bf16"): KL divergence from the f16 cache, in nats, less that of the f16 cache
+    without flash attention, which adds in another order}."""
 
 
-def known_kl(model: Path) -> Mapping[str, float]:
-    """The KL divergences that were measured of this file; empty if none were."""
+def known_excess(model: Path) -> Mapping[str, float]:
+    """The KL divergences that were measured of this file, beyond those of another order of additions; empty if none
+    were."""
     known = read_finding(_path(model), CacheQuality)
-    return known.kl if known else {}
+    return known.excess if known else {}
 
 
-def keep_kl(model: Path, kl: Mapping[str, float]) -> None:
+def keep_excess(model: Path, excess: Mapping[str, float]) -> None:
     """Keeps what was measured, beside what was before."""
-    write_finding(_path(model), CacheQuality({**known_kl(model), **kl}))
+    write_finding(_path(model), CacheQuality({**known_excess(model), **excess}))
 
 
 def _path(model: Path) -> Path:

@@ -7,10 +7,11 @@ CPU.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import msgspec
@@ -109,3 +110,12 @@ def _measure(types: list[str], path: Path) -> Measured | None:
     merged = Measured({**known.ms, **measured.ms}, {**known.plain_ms, **measured.plain_ms}, measured.has_gpu)
     write_finding(path, merged)
     return merged
+
+
+def interpolate(at: float, points: Mapping[int, float]) -> float:
+    """The value at a place between known points, linear between two of them; the first or last one's outside."""
+    places = sorted(points)
+    if at <= places[0] or len(places) == 1:
+        return points[places[0]]
+    low, high = next(((a, b) for a, b in itertools.pairwise(places) if at <= b), (places[-2], places[-1]))
+    return points[low] + (points[high] - points[low]) * min(1.0, (at - low) / (high - low))

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from cppbatch.models.file_header import read_header
 from cppbatch.models.find import model_parts
-from cppbatch.models.kernels import ROWS, KernelTimes, kernel_times
+from cppbatch.models.kernels import ROWS, KernelTimes, interpolate, kernel_times
 
 _FEW = 4
 """Up to this number of sequences, weights are repacked: the speed of each sequence counts."""
@@ -91,11 +91,10 @@ def _ms_of_rows(
     weights: Mapping[str, int], times: Mapping[str, KernelTimes], rows: int, *, plain: bool = False
 ) -> float:
     """Milliseconds of a batch of `rows`, interpolated between the numbers of rows that are timed."""
-    import numpy as np  # takes longer than the rest of this
 
     total = 0.0
     for kind, n in weights.items():
         if each := times.get(kind):  # a type that is not timed takes the same time in both ways
             ms = (plain and each.plain_ms) or each.ms
-            total += n * float(np.interp(rows, ROWS, [ms[n_rows] for n_rows in ROWS]))
+            total += n * interpolate(rows, ms)
     return total

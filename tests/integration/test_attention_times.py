@@ -26,7 +26,7 @@ from cppbatch.models.attention_times import (
     attention_shape,
     attention_times,
 )
-from cppbatch.models.cache_quality import keep_kl, known_kl
+from cppbatch.models.cache_quality import keep_excess, known_excess
 from cppbatch.models.synthetic import LlamaShape, write_llama
 
 SMALL = Shape(n_layer=2, n_head=4, n_head_kv=2, head_k=32, head_v=32)
@@ -97,8 +97,8 @@ def use_times(monkeypatch: pytest.MonkeyPatch, fast: Attention, has_amx: bool = 
     monkeypatch.setattr(attention_plan, "attention_times", lambda task: times)
 
 
-def know_kl(config: EngineConfig, types: str, kl: float) -> None:
-    keep_kl(Path(config.model_path), {types: kl})
+def know_quality(config: EngineConfig, types: str, excess: float) -> None:
+    keep_excess(Path(config.model_path), {types: excess})
 
 
 def test_flash_attention_changes_in_streams_only(config: EngineConfig, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,17 +119,17 @@ def test_cells_get_the_faster_type_once_its_divergence_is_known(
     assert before.config == config
     assert before.proposal
     assert "`cppbatch models cache-types " in before.proposal
-    know_kl(config, "q8_0 q8_0", 0.0002)
+    know_quality(config, "q8_0 q8_0", 0.0002)
     after = plan_attention(config, ())
     assert after.config == replace(config, cache_type_k="q8_0", cache_type_v="q8_0", stream_flash_attn="on")
     assert after.proposal is None
-    know_kl(config, "q8_0 q8_0", 0.002)
+    know_quality(config, "q8_0 q8_0", 0.002)
     assert plan_attention(config, ()) == (config, None, None, None)
 
 
 def test_what_is_given_stays(config: EngineConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     use_times(monkeypatch, Attention("on", "q8_0", "q8_0"))
-    know_kl(config, "q8_0 q8_0", 0.0)
+    know_quality(config, "q8_0 q8_0", 0.0)
     assert plan_attention(config, {"cache_type_k"}).config == config
     for given in (replace(config, cache_type_v="bf16"), replace(config, flash_attn="off")):
         assert plan_attention(given, ()).config == given
@@ -164,12 +164,14 @@ def test_an_engine_computes_with_what_was_chosen_in_both_layouts(config: EngineC
 def test_the_divergence_of_cache_types_is_measured_and_kept(config: EngineConfig) -> None:
     result = CliRunner().invoke(models, ["cache-types", config.model_path, "--json"])
     assert result.exit_code == 0, result.output
-    first, *others = json.loads(result.stdout)["rows"]
-    assert first["keys"] == first["values"] == "f16"
-    assert {f"{row['keys']} {row['values']}": row["kl_divergence"] for row in others} == known_kl(
-        Path(config.model_path)
-    )
-    assert all(row["kl_divergence"] > 0 for row in others)
+    source, order, *others = json.loads(result.stdout)["rows"]
+    assert [(row["flash_attn"], row["keys"], row["values"]) for row in (source, order)] == [
+        ("on", "f16", "f16"),
+        ("off", "f16", "f16"),
+    ]
+    assert {f"{row['keys']} {row['values']}": row["excess"] for row in others} == known_excess(Path(config.model_path))
+    assert all(row["kl_divergence"] == pytest.approx(row["excess"] + order["kl_divergence"]) for row in others)
+    assert all(row["kl_divergence"] > 0 for row in (order, *others))
 
 
 def test_tune_measures_what_would_be_faster(config: EngineConfig, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -177,7 +179,7 @@ def test_tune_measures_what_would_be_faster(config: EngineConfig, monkeypatch: p
     sentence = measure_proposal(config, ())
     assert sentence
     assert sentence.startswith("-ctk bf16 -ctv bf16 is faster, and its KL divergence from f16 is ")
-    assert known_kl(Path(config.model_path)).keys() == {"bf16 bf16"}
+    assert known_excess(Path(config.model_path)).keys() == {"bf16 bf16"}
     assert measure_proposal(config, ()) is None
 
 

@@ -7,7 +7,7 @@ import pytest
 from cppbatch.config import EngineConfig
 from cppbatch.engine.attention_choice import (
     CLEAR_GAIN,
-    MAX_KL,
+    MAX_EXCESS_KL,
     AttentionChoice,
     Costs,
     Load,
@@ -21,7 +21,7 @@ F16_ON, F16_OFF = Attention("on", "f16", "f16"), Attention("off", "f16", "f16")
 BF16_ON, Q8_ON = Attention("on", "bf16", "bf16"), Attention("on", "q8_0", "q8_0")
 ALL = (F16_ON, F16_OFF, BF16_ON, Q8_ON)
 LOAD = Load(16, 1000)
-CLOSE = MAX_KL / 2
+CLOSE = MAX_EXCESS_KL / 2
 
 
 def table(rows: dict[Attention, tuple[float, float]]) -> AttentionTimes:
@@ -34,10 +34,10 @@ def choose(
     *,
     load: Load = LOAD,
     weights: WeightTimes | None = None,
-    kl: dict[str, float] | None = None,
+    excess: dict[str, float] | None = None,
     now: Attention = F16_ON,
 ) -> AttentionChoice:
-    return choose_attention(Costs(table(rows), 1, weights), load, now, ALL, kl or {})
+    return choose_attention(Costs(table(rows), 1, weights), load, now, ALL, excess or {})
 
 
 def test_the_fastest_attention_with_the_same_cells_is_chosen_without_a_measurement() -> None:
@@ -55,19 +55,19 @@ def test_a_type_is_chosen_once_its_divergence_is_known_and_proposed_before() -> 
     assert best is None
     assert proposal
     assert proposal.attention == Q8_ON
-    best, proposal = choose(rows, kl={"q8_0 q8_0": CLOSE})
+    best, proposal = choose(rows, excess={"q8_0 q8_0": CLOSE})
     assert best
     assert best.attention == Q8_ON
     assert proposal is None
 
 
 def test_a_type_that_changes_texts_is_neither_chosen_nor_proposed() -> None:
-    assert choose({F16_ON: (2, 1), Q8_ON: (1, 1)}, kl={"q8_0 q8_0": MAX_KL}) == (None, None)
+    assert choose({F16_ON: (2, 1), Q8_ON: (1, 1)}, excess={"q8_0 q8_0": MAX_EXCESS_KL}) == (None, None)
 
 
 def test_a_proposal_is_clearly_faster_than_what_is_chosen() -> None:
     rows = {F16_ON: (2.0, 0.0), BF16_ON: (1.0, 0.0), Q8_ON: (0.95, 0.0)}
-    best, proposal = choose(rows, kl={"bf16 bf16": CLOSE})
+    best, proposal = choose(rows, excess={"bf16 bf16": CLOSE})
     assert best
     assert (best.attention, proposal) == (BF16_ON, None)
 
@@ -111,6 +111,10 @@ def test_times_beyond_the_longest_context_grow_with_its_cells() -> None:
     assert found.decode_s(F16_ON, 512) == 2.0
     assert found.decode_s(F16_ON, 1280) == 4.0
     assert found.decode_s(F16_ON, 8192) == 22.0
+
+
+def test_one_time_is_in_proportion_to_longer_contexts() -> None:
+    assert AttentionTimes(decode={F16_ON.name: {128: 1.0}}, prefill={}).decode_s(F16_ON, 512) == 4.0
 
 
 def test_without_flash_attention_the_cells_up_to_a_multiple_of_256_are_read_too() -> None:
