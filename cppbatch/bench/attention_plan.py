@@ -97,8 +97,8 @@ def measure_proposal(
     is_close = row["excess"] < MAX_EXCESS_KL
     verdict = "starts use it from now on" if is_close else f"not below {MAX_EXCESS_KL}, so it is used only if given"
     return (
-        f"-ctk {unmeasured.k} -ctv {unmeasured.v} is faster, and its KL divergence from f16 is {row['excess']:.5f} more "
-        f"than that of another order of additions: {verdict}"
+        f"-ctk {unmeasured.k} -ctv {unmeasured.v} is faster, and its KL divergence from f16 is {row['excess']:.5f} "
+        f"more than that of another order of additions: {verdict}"
     )
 
 
@@ -129,7 +129,7 @@ def _plan(config: EngineConfig, now: Attention, choice: AttentionChoice, what: s
     if choice.best is None:
         return AttentionPlan(config, None, proposal, unmeasured)
     best, gain = choice.best
-    line = f"{_named(best)}: {what} about {gain:.2f}x as fast as with {_named(now)}, with {cells}"
+    line = f"{_named(best)}: {what} about {gain:.2f}x as fast as with {_named(now)}, with {cells}; these flags set it"
     return AttentionPlan(_with(config, choice.best), line, proposal, unmeasured)
 
 
