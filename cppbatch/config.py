@@ -98,6 +98,9 @@ class EngineConfig(_Model, frozen=True, kw_only=True):
     flash_attn: FlashAttention = "auto"
     """auto: the faster one for the layout and the device (docs/decisions/0006), and off with an f32 cache, which flash
     attention casts to f16 (-fa)."""
+    stream_flash_attn: FlashAttention = "auto"
+    """What `flash_attn` auto means in the per-sequence layout on a CPU, by measured times (docs/decisions/0048). auto:
+    not measured."""
     kv_layout: KvLayout = "auto"
     """unified: any sequence may take any of the n_ctx cells; per-sequence: each has n_ctx / n_parallel cells; auto: on
     a CPU per-sequence, and unified while a request needs more or a long prefix is shared (docs/decisions/0006)."""
@@ -228,6 +231,7 @@ class EngineConfig(_Model, frozen=True, kw_only=True):
             )
         choices = {
             "flash_attn": FlashAttention,
+            "stream_flash_attn": FlashAttention,
             "kv_layout": KvLayout,
             "prefer": Preference,
             "repack": Repacking,
@@ -322,6 +326,7 @@ class EngineSettings(TypedDict, total=False):
     n_threads: int
     repack: Repacking
     flash_attn: FlashAttention
+    stream_flash_attn: FlashAttention
     kv_layout: KvLayout
     cache_type_k: CacheType
     cache_type_v: CacheType

@@ -16,12 +16,12 @@ from platformdirs import user_config_path
 from cppbatch.bench.machine import this_machine
 from cppbatch.config import EngineConfig, FlashAttention, KvLayout
 from cppbatch.errors import ConfigError
+from cppbatch.models.find import file_identity
 from cppbatch.typed_json import decode_toml
 
 log = logging.getLogger("cppbatch.tune")
 
 VERSION = 1
-_HEADER_BYTES = 1 << 20
 _CONDITIONS = ("n_gpu_layers", "device", "cache_type_k", "cache_type_v")
 _SPLIT = ("rpc", "tensor_split")  # conditions where they are given
 _FLAGS = {
@@ -68,9 +68,7 @@ def profiles_folder() -> Path:
 def profile_path(config: EngineConfig) -> Path:
     """Returns the file for this model on this machine. A model is identified by its file's size and first MiB."""
     model, machine = Path(config.model_path), this_machine(with_llama=False)
-    with model.open("rb") as file:
-        header = hashlib.sha256(file.read(_HEADER_BYTES)).hexdigest()
-    key = repr((model.stat().st_size, header, machine.cpu, machine.cores, *conditions(config).values()))
+    key = repr((*file_identity(model), machine.cpu, machine.cores, *conditions(config).values()))
     return profiles_folder() / f"{model.stem}-{hashlib.sha256(key.encode()).hexdigest()[:12]}.toml"
 
 

@@ -133,6 +133,7 @@ def _model() -> Iterator[Finding]:
         yield Finding("model", str(check_file(chosen)))
         yield _kernels(chosen)
         yield from _repacking(chosen)
+        yield from _attention(chosen)
     except CppBatchError as error:
         yield Finding("model", str(chosen), str(error))
 
@@ -150,3 +151,13 @@ def _repacking(model: Path) -> Iterator[Finding]:
 
     if not has_gpu() and (why := why_not_repacked(model, EngineConfig(str(model)).n_parallel)):
         yield Finding("repacking", why)
+
+
+def _attention(model: Path) -> Iterator[Finding]:
+    from cppbatch.bench.attention_plan import plan_attention
+
+    plan = plan_attention(EngineConfig(str(model)), ())
+    if plan.line or not plan.proposal:
+        yield Finding("attention", plan.line or "as llama.cpp chooses it, with cells in f16: nothing is clearly faster")
+    if plan.proposal:
+        yield Finding("attention", plan.proposal, is_note=True)

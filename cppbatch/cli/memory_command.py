@@ -83,6 +83,7 @@ def memory(
     Without -np or -c it shows the sizes that `serve`, `generate` and `batch` would choose without a profile. --plot
     shows it over the context size and over the parallel sequences. The exit code is 1 if the memory does not suffice.
     """
+    from cppbatch.bench.attention_plan import plan_attention
     from cppbatch.bench.memory.choose_sizes import SIZES, candidates_for
     from cppbatch.bench.memory.memory_check import first_ample
     from cppbatch.bench.memory.memory_report import memory_report, plot_memory, with_measured
@@ -102,7 +103,8 @@ def memory(
         if "n_ctx" in given:
             raise ConfigError("--seq-len and -c exclude each other: -c is -np times --seq-len")
         config = msgspec.structs.replace(config, n_ctx=seq_len * config.n_parallel)
-    elif len(candidates := candidates_for(config, given)) > 1:
+    config = plan_attention(config, given).config
+    if not seq_len and len(candidates := candidates_for(config, given)) > 1:
         config = first_ample(candidates).config
     report = memory_report(config, margin=margin / 100)
     if load:

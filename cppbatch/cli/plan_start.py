@@ -6,6 +6,9 @@ import os
 from collections.abc import Callable, Collection
 from pathlib import Path
 
+from msgspec.structs import replace
+
+from cppbatch.bench.attention_plan import ATTENTION, plan_attention
 from cppbatch.bench.memory.choose_sizes import SIZES, candidates_for
 from cppbatch.bench.memory.memory_check import Engines, Planned, check_planned, first_ample
 from cppbatch.bench.memory.memory_demand import free_host_memory
@@ -39,13 +42,21 @@ def plan_start(
         config, decided = used.config, decided | used.decided
         if used.line:
             say(used.line)
-    planned = Planned(config, None)
+    candidates = candidates_for(config, decided) if memory_check else [config]
+    attention = plan_attention(candidates[0], decided)
+    planned = Planned(attention.config, None)
     if memory_check:
-        planned = first_ample(candidates_for(config, decided), engines)
+        planned = first_ample([_with_attention(each, attention.config) for each in candidates], engines)
         check_planned(planned, engines)
     if says_start:
         _say_what_runs(planned, is_chosen=not decided >= SIZES, misses_profile=use_profile, say=say)
+        for line in filter(None, (attention.line, attention.proposal)):
+            say(f"attention: {line}")
     return planned.config
+
+
+def _with_attention(config: EngineConfig, planned: EngineConfig) -> EngineConfig:
+    return replace(config, **{name: getattr(planned, name) for name in ATTENTION})
 
 
 def _say_what_runs(planned: Planned, *, is_chosen: bool, misses_profile: bool, say: Callable[[str], object]) -> None:

@@ -48,6 +48,7 @@ def tune(
     It tunes -np, KV layout, flash attention, -ub and threads; settings given by flags are kept. Each sequence gets
     -c / -np cells. `serve`, `generate` and `batch` use the resulting profile.
     """
+    from cppbatch.bench.attention_plan import measure_proposal
     from cppbatch.bench.profile import save_profile
     from cppbatch.bench.tune.tuner import Tuner, check_limits
     from cppbatch.bench.tune.tuning_report import plot_tuning, tuning_report
@@ -66,7 +67,10 @@ def tune(
             seconds=60 * max_minutes,
             progress=status.update,
         ).run()
+        measured = measure_proposal(tuning.config, given_settings(), status.update)
     report = tuning_report(tuning)
+    if measured:
+        report.notes.append(measured)
     if dry_run:
         return report, plot_tuning
     path = save_profile(config, tuning.settings(), tuning.figures(), tuning.step_ms())

@@ -59,14 +59,16 @@ def flash_attn_settings(config: EngineConfig) -> list[FlashAttention]:
 
 
 def choose_flash_attn(config: EngineConfig, layout: KvLayout, *, on_gpu: bool, has_amx: bool) -> FlashAttention:
-    """The flash attention setting for llama.cpp. Where both suit the cache, llama.cpp's own `auto` is right but for
-    one case: in the per-sequence layout, a CPU with AMX multiplies matrices faster than the flash attention kernel
-    runs. (In the unified layout that kernel is faster: it skips the cells of other sequences.)
+    """The flash attention setting for llama.cpp. Where both suit the cache, llama.cpp's own `auto` is right in the
+    unified layout, where flash attention skips the cells of other sequences, and on a GPU. In the per-sequence layout
+    of a CPU it is what was measured, and unmeasured off with AMX, which multiplies matrices faster.
     """
     settings = flash_attn_settings(config)
     if len(settings) == 1:
         return settings[0]
-    return "off" if layout == "per-sequence" and has_amx and not on_gpu else "auto"
+    if layout == "unified" or on_gpu:
+        return "auto"
+    return "off" if has_amx and config.stream_flash_attn == "auto" else config.stream_flash_attn
 
 
 def choose_cache_type(config: EngineConfig, given: CacheType) -> CacheType:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 from time import perf_counter
 from typing import NamedTuple
 
@@ -13,16 +11,13 @@ from gguf import GGMLQuantizationType
 
 from cppbatch.errors import LlamaError
 from cppbatch.llama.backend import Backend
-from cppbatch.llama.library import ggml
+from cppbatch.llama.ggml_graph import declare, descriptions, open_device
 
 _READ_SHAPE = 8192, 16384  # in F32 512 MiB: more than any cache
 _PRODUCT_SHAPE, _PRODUCT_ROWS = (4096, 4096), 512
 _F32_BYTES = 4
 _MIN_RUNS, _MAX_RUNS, _MAX_SECONDS = 2, 20, 1.0
-_N_ARGUMENTS = 64
 _NODES = 4  # products in a graph, so that starting it does not count
-
-_Void, _Size, _Int64 = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int64
 
 
 class DeviceSpeed(NamedTuple):
@@ -32,12 +27,6 @@ class DeviceSpeed(NamedTuple):
     """Reading a matrix that is larger than every cache, for a product with one vector."""
     flops: float
     """Operations/s in a product of a matrix with 512 rows: a multiplication and an addition count as two."""
-
-
-class _InitParams(ctypes.Structure):
-    """ggml's `ggml_init_params`."""
-
-    _fields_ = (("mem_size", _Size), ("mem_buffer", _Void), ("no_alloc", ctypes.c_bool))
 
 
 def measure_device(device: str, weight_type: str, *, n_threads: int) -> DeviceSpeed:
@@ -54,8 +43,8 @@ def measure_device(device: str, weight_type: str, *, n_threads: int) -> DeviceSp
 
 def _seconds(device: str, weight_type: str, shape: tuple[int, int], n_rows: int, n_threads: int) -> float:
     """The seconds of the product of a matrix with `n_rows` vectors."""
-    lib = _declared(ggml())
-    with _opened(lib, device, n_threads) as backend, _tensors(lib) as context:
+    lib = declare()
+    with open_device(lib, device, n_threads) as backend, descriptions(lib) as context:
         matrix = lib.ggml_new_tensor_2d(context, GGMLQuantizationType[weight_type].value, *shape)
         vectors = lib.ggml_new_tensor_2d(context, GGMLQuantizationType.F32.value, shape[0], n_rows)
         graph = lib.ggml_new_graph(context)
@@ -80,55 +69,3 @@ def _runs(lib: ctypes.CDLL, backend: int, graph: int) -> list[float]:
             raise LlamaError("the device cannot compute a product of matrices")
         seconds.append(perf_counter() - began)
     return seconds
-
-
-@contextmanager
-def _opened(lib: ctypes.CDLL, device: str, n_threads: int) -> Iterator[int]:
-    """A ggml backend, which computes on this device."""
-    handles = [lib.ggml_backend_dev_get(i) for i in range(lib.ggml_backend_dev_count())]
-    named = {lib.ggml_backend_dev_name(handle).decode(): handle for handle in handles}
-    if device not in named:
-        raise LlamaError(f"there is no device {device!r}; llama.cpp sees {', '.join(named)}")
-    backend = lib.ggml_backend_dev_init(named[device], None)
-    registry = lib.ggml_backend_dev_backend_reg(named[device])
-    if address := lib.ggml_backend_reg_get_proc_address(registry, b"ggml_backend_set_n_threads"):
-        ctypes.CFUNCTYPE(None, _Void, ctypes.c_int)(address)(backend, n_threads)
-    try:
-        yield backend
-    finally:
-        lib.ggml_backend_free(backend)
-
-
-@contextmanager
-def _tensors(lib: ctypes.CDLL) -> Iterator[int]:
-    """A ggml context, which holds the descriptions of tensors and of a graph."""
-    size = lib.ggml_graph_overhead() + _N_ARGUMENTS * lib.ggml_tensor_overhead()
-    context = lib.ggml_init(_InitParams(mem_size=size, mem_buffer=None, no_alloc=True))
-    try:
-        yield context
-    finally:
-        lib.ggml_free(context)
-
-
-def _declared(lib: ctypes.CDLL) -> ctypes.CDLL:
-    for name, restype, *arguments in (
-        ("ggml_backend_dev_init", _Void, _Void, ctypes.c_char_p),
-        ("ggml_backend_dev_backend_reg", _Void, _Void),
-        ("ggml_backend_reg_get_proc_address", _Void, _Void, ctypes.c_char_p),
-        ("ggml_backend_free", None, _Void),
-        ("ggml_graph_overhead", _Size),
-        ("ggml_tensor_overhead", _Size),
-        ("ggml_init", _Void, _InitParams),
-        ("ggml_free", None, _Void),
-        ("ggml_new_tensor_2d", _Void, _Void, ctypes.c_int, _Int64, _Int64),
-        ("ggml_new_graph", _Void, _Void),
-        ("ggml_mul_mat", _Void, _Void, _Void, _Void),
-        ("ggml_build_forward_expand", None, _Void, _Void),
-        ("ggml_backend_alloc_ctx_tensors", _Void, _Void, _Void),
-        ("ggml_backend_buffer_clear", None, _Void, ctypes.c_uint8),
-        ("ggml_backend_buffer_free", None, _Void),
-        ("ggml_backend_graph_compute", ctypes.c_int, _Void, _Void),
-    ):
-        function = getattr(lib, str(name))
-        function.argtypes, function.restype = arguments, restype
-    return lib

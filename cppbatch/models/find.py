@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 import struct
@@ -12,6 +13,7 @@ from platformdirs import user_data_path
 
 from cppbatch.errors import ModelError
 
+_IDENTITY_BYTES = 1 << 20
 _HEADER = struct.Struct("<4sIQQ")  # magic, version, number of tensors, number of metadata entries
 _FIRST_PART = re.compile(r"(.*)-00001-of-(\d{5})\.gguf$")
 _WEIGHT_TYPE = re.compile(r"[.-](I?Q\d\w*|TQ\d\w*|MXFP4\w*|NVFP4|BF16|F16|F32)$", re.IGNORECASE)
@@ -122,3 +124,9 @@ def check_file(path: Path) -> Path:
     if _HEADER.unpack(header)[2] == 0:
         raise ModelError(f"{path} holds a vocabulary only, no weights. Use the model's own GGUF file")
     return path
+
+
+def file_identity(model: Path) -> tuple[int, str]:
+    """What tells a model's file from others without reading all of it: its size, and a digest of its first MiB."""
+    with model.open("rb") as file:
+        return model.stat().st_size, hashlib.sha256(file.read(_IDENTITY_BYTES)).hexdigest()

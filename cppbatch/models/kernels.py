@@ -7,10 +7,11 @@ CPU.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import msgspec
@@ -49,9 +50,8 @@ class KernelTimes(msgspec.Struct, frozen=True):
         ms = (plain and self.plain_ms) or self.ms
         if rows in ms:
             return ms[rows]
-        import numpy as np  # takes longer than the rest of this
 
-        return float(np.interp(rows, ROWS, [ms[n] for n in ROWS]))
+        return interpolate(rows, ms)
 
     def load_ms(self, n_parallel: int, *, plain: bool = False) -> float:
         """The milliseconds of a prompt token and a generated one, in a load with as many of either.
@@ -135,3 +135,12 @@ def _measure(types: list[str], path: Path) -> Measured | None:
     merged = Measured({**known.ms, **measured.ms}, {**known.plain_ms, **measured.plain_ms}, measured.has_gpu)
     write_finding(path, merged)
     return merged
+
+
+def interpolate(at: float, points: Mapping[int, float]) -> float:
+    """The value at a place between known points, linear between two of them; the first or last one's outside."""
+    places = sorted(points)
+    if at <= places[0] or len(places) == 1:
+        return points[places[0]]
+    low, high = next(((a, b) for a, b in itertools.pairwise(places) if at <= b), (places[-2], places[-1]))
+    return points[low] + (points[high] - points[low]) * min(1.0, (at - low) / (high - low))

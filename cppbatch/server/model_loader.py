@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from cppbatch.bench.attention_plan import plan_attention
 from cppbatch.bench.memory.choose_sizes import candidates_for
 from cppbatch.bench.memory.memory_check import memory_shortage
 from cppbatch.bench.memory.models_beside import LoadedSizes, first_beside
@@ -71,6 +72,7 @@ class MemoryPlanLoader:
         if self._use_profiles:
             used = use_profile(config, spec.given)
             config, decided = used.config, decided | used.decided
+        config = plan_attention(config, decided).config
         if not self._memory_check:
             return LoadPlan(spec, LoadedSizes(config, None))
         candidates = candidates_for(config, decided)

@@ -237,7 +237,7 @@ def test_a_model_that_returns_vectors_is_requantised_and_has_no_speed_of_text(
 def test_a_model_compared_with_itself_has_no_divergence(make_context: Callable[..., Context]) -> None:
     tokens = np.arange(5, 5 + 40, dtype=np.int32)
     first, second = make_context(n_ctx=CONTEXT), make_context(n_ctx=CONTEXT)
-    same = compare_text(first, second, tokens)
+    (same,) = compare_text(first, [second], tokens)
     assert same.n_scored == 19
     assert same.perplexity == same.source_perplexity > 1
     assert (same.kl_divergence, same.same_top) == (0.0, 1.0)
@@ -250,7 +250,7 @@ def test_the_figures_are_those_of_their_definitions(
     tokens = np.random.default_rng(0).integers(5, 200, 2 * CONTEXT - 100, dtype=np.int32)
     with Model(quantize(tiny_llama, tmp_path / "q4.gguf", "Q4_0")) as other:
         first, second = make_context(n_ctx=CONTEXT), make_context(other, n_ctx=CONTEXT)
-        found = compare_text(first, second, tokens, bos=1)
+        (found,) = compare_text(first, [second], tokens, bos=1)
         p, q, following = [], [], []
         for part in np.array_split(tokens, 2):
             context = np.concatenate([np.array([1], np.int32), part])

@@ -61,6 +61,15 @@ def test_flash_attention_is_off_only_in_streams_on_a_cpu_with_amx() -> None:
     assert off == [("per-sequence", False, True)]
 
 
+@pytest.mark.parametrize("measured", ["on", "off"])
+def test_measured_flash_attention_is_for_streams_of_a_cpu_only(measured: str) -> None:
+    its = config(stream_flash_attn=measured)
+    for has_amx in (False, True):
+        assert choose_flash_attn(its, "per-sequence", on_gpu=False, has_amx=has_amx) == measured
+        assert choose_flash_attn(its, "per-sequence", on_gpu=True, has_amx=has_amx) == "auto"
+        assert choose_flash_attn(its, "unified", on_gpu=False, has_amx=has_amx) == "auto"
+
+
 @pytest.mark.parametrize("types", [("f32", "f32"), ("f16", "f32"), ("f32", "f16"), ("q8_0", "f32")])
 def test_an_f32_cache_is_computed_without_flash_attention_which_would_cast_it_to_f16(types: tuple[str, str]) -> None:
     its = config(cache_type_k=types[0], cache_type_v=types[1])

@@ -109,7 +109,7 @@ def _quality(first: Model, second: Model, configs: list[EngineConfig], rows: lis
         make_context(replace(config, n_ctx=CONTEXT, n_parallel=1), model)
         for config, model in zip(configs, (first, second), strict=True)
     ]
-    quality = compare_text(contexts[0], contexts[1], tokens, vocab.bos if vocab.adds_bos else None)
+    (quality,) = compare_text(contexts[0], contexts[1:], tokens, vocab.bos if vocab.adds_bos else None)
     for context in contexts:
         context.close()
     rows[0]["perplexity"] = quality.source_perplexity

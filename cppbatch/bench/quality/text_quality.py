@@ -7,7 +7,7 @@ scored, so that every scored token has a few hundred before it.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from importlib.resources import files
 from typing import NamedTuple, Protocol
 
@@ -49,28 +49,36 @@ def english_text() -> str:
     return files("cppbatch.bench.quality").joinpath("english.txt").read_text("utf-8")
 
 
-def compare_text(source: Scored, other: Scored, tokens: npt.NDArray[np.int32], bos: int | None = None) -> TextQuality:
-    """Scores the tokens, int32[n], with both models. `bos`: the token before each context, None for no token.
+def compare_text(
+    source: Scored, others: Sequence[Scored], tokens: npt.NDArray[np.int32], bos: int | None = None
+) -> list[TextQuality]:
+    """Scores the tokens, int32[n], with the source and each other model. `bos`: the token before each context, None for
+    no token.
 
     The contexts are empty afterwards. They must hold `CONTEXT` tokens and take batches of 64. Raises ValueError for
     fewer than 4 tokens, and the exceptions of the contexts.
     """
     if len(tokens) < 4:
         raise ValueError(f"{len(tokens)} tokens are too few to score")
-    n_source = n_other = kl = 0.0
-    n = same = 0
+    n, n_source = 0, 0.0
+    n_other, kl, same = (np.zeros(len(others)) for _ in range(3))
     before = [] if bos is None else [bos]
     for part in np.array_split(tokens, math.ceil(len(tokens) / (CONTEXT - len(before)))):
         context = np.concatenate([np.asarray(before, np.int32), part])
-        pairs = zip(_log_probs(source, context), _log_probs(other, context), strict=True)
-        for (following, log_p), (_, log_q) in pairs:
+        pieces = zip(*(_log_probs(each, context) for each in (source, *others)), strict=True)
+        for (following, log_p), *of_others in pieces:
             each = np.arange(len(following))
             n += len(following)
             n_source -= float(log_p[each, following].sum(dtype=np.float64))
-            n_other -= float(log_q[each, following].sum(dtype=np.float64))
-            kl += float((np.exp(log_p) * (log_p - log_q)).sum(dtype=np.float64))
-            same += int((log_p.argmax(axis=1) == log_q.argmax(axis=1)).sum())
-    return TextQuality(n, math.exp(n_source / n), math.exp(n_other / n), kl / n, same / n)
+            for i, (_, log_q) in enumerate(of_others):
+                n_other[i] -= float(log_q[each, following].sum(dtype=np.float64))
+                kl[i] += float((np.exp(log_p) * (log_p - log_q)).sum(dtype=np.float64))
+                same[i] += int((log_p.argmax(axis=1) == log_q.argmax(axis=1)).sum())
+    perplexity = math.exp(n_source / n)
+    return [
+        TextQuality(n, perplexity, math.exp(of_other / n), float(k / n), float(s / n))
+        for of_other, k, s in zip(n_other, kl, same, strict=True)
+    ]
 
 
 def _log_probs(

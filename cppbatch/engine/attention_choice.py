@@ -1,0 +1,112 @@
+"""Which flash attention and cache types compute a load fastest, by their measured times (docs/decisions/0048)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
+
+from cppbatch.config import EngineConfig
+from cppbatch.models.attention_times import Attention, AttentionTimes
+
+CLEAR_GAIN = 1.1
+"""A change is worth it if predicted steps are at least so many times as fast: predictions were up to 8% off. Without
+times of the weights, attention alone is compared."""
+MAX_EXCESS_KL = 0.001
+"""Nats of KL divergence from the f16 cache, beyond what another order of additions causes, from which on a type is not
+chosen by itself."""
+
+_MOST_CELLS = 1024  # of a sequence, unless it is known: a prompt and its answer, mostly
+
+
+class Load(NamedTuple):
+    """What an engine computes for each generated token."""
+
+    n_parallel: int
+    n_cells: float
+    """Of a sequence that decodes, on average."""
+    prompt_tokens: float = 1.0
+    """For each generated token."""
+
+
+class WeightTimes(NamedTuple):
+    """Seconds of one thread for the matrix products of all weights."""
+
+    decode_s: float
+    """For each row, of a row of every sequence."""
+    prefill_s: float
+    """For each token of a prompt."""
+
+
+class Costs(NamedTuple):
+    """The times of a model on a CPU."""
+
+    attention: AttentionTimes
+    n_layer: int
+    weights: WeightTimes | None
+    """None: not timed."""
+
+
+class Faster(NamedTuple):
+    """A way of computing attention that is clearly faster than the present one."""
+
+    attention: Attention
+    gain: float
+    """How many times as fast steps are, or attention if the weights are not timed."""
+
+
+class AttentionChoice(NamedTuple):
+    """What a table of times means for a load."""
+
+    best: Faster | None
+    """The fastest of those whose quality is known; None: the present one stays."""
+    proposal: Faster | None
+    """One that is clearly faster still, whose quality was never measured for this model."""
+
+
+def usual_load(config: EngineConfig) -> Load:
+    """The load where nothing but the sizes is known: sequences are half full, at most half of 1,024 cells."""
+    return Load(config.n_parallel, min(config.n_ctx // config.n_parallel, _MOST_CELLS) / 2)
+
+
+def choose_attention(
+    costs: Costs, load: Load, now: Attention, allowed: Iterable[Attention], excess: Mapping[str, float]
+) -> AttentionChoice:
+    """The fastest of `allowed` for the load. `excess`: {"k v": nats}, of the types that were measured.
+
+    Types that were measured to be worse than `MAX_EXCESS_KL` are neither chosen nor proposed.
+    """
+    times = costs.attention
+    if now.name not in times.decode or now.name not in times.prefill:
+        return AttentionChoice(None, None)
+    seconds = {
+        each: _seconds(costs, load, each)
+        for each in (now, *allowed)
+        if each.name in times.decode and each.name in times.prefill
+    }
+    is_known = {each: each.types == now.types or _excess_of(each, excess) is not None for each in seconds}
+    is_good = {each: each.types == now.types or (_excess_of(each, excess) or 0.0) < MAX_EXCESS_KL for each in seconds}
+    best = _faster(seconds, now, [each for each in seconds if is_known[each] and is_good[each]], CLEAR_GAIN)
+    unknown = [each for each in seconds if not is_known[each]]
+    return AttentionChoice(best, _faster(seconds, now, unknown, CLEAR_GAIN * (best.gain if best else 1.0)))
+
+
+def _faster(
+    seconds: Mapping[Attention, float], now: Attention, candidates: list[Attention], least: float
+) -> Faster | None:
+    """The fastest candidate, if it is at least so many times as fast as `now`."""
+    best = min(candidates, key=lambda each: seconds[each], default=now)
+    gain = seconds[now] / seconds[best]
+    return Faster(best, gain) if best != now and gain >= least else None
+
+
+def _excess_of(attention: Attention, excess: Mapping[str, float]) -> float | None:
+    return 0.0 if attention.types == "f16 f16" else excess.get(attention.types)
+
+
+def _seconds(costs: Costs, load: Load, attention: Attention) -> float:
+    """Of one thread, for a generated token and its part of the prompts, whose tokens see half as many cells."""
+    decode = costs.n_layer * costs.attention.decode_s(attention, load.n_cells)
+    prefill = costs.n_layer * costs.attention.prefill_s(attention, load.n_cells / 2)
+    if costs.weights:
+        decode, prefill = decode + costs.weights.decode_s, prefill + costs.weights.prefill_s
+    return decode + load.prompt_tokens * prefill
