@@ -47,11 +47,7 @@ class KernelTimes(msgspec.Struct, frozen=True):
 
         `plain`: with weights that are not repacked.
         """
-        ms = (plain and self.plain_ms) or self.ms
-        if rows in ms:
-            return ms[rows]
-
-        return interpolate(rows, ms)
+        return interpolate(rows, (plain and self.plain_ms) or self.ms)
 
     def load_ms(self, n_parallel: int, *, plain: bool = False) -> float:
         """The milliseconds of a prompt token and a generated one, in a load with as many of either.
