@@ -17,6 +17,7 @@ from cppbatch.engine.attention_choice import (
     Faster,
     WeightTimes,
     choose_attention,
+    suits_unified,
     usual_load,
 )
 from cppbatch.engine.kv_layout import choose_flash_attn, choose_layout, switches_layout
@@ -76,7 +77,10 @@ def plan_attention(config: EngineConfig, given: Collection[str]) -> AttentionPla
     present = choose_flash_attn(config, layout, on_gpu=False, has_amx=times.has_amx)  # llama.cpp's auto is on
     now = Attention("off" if present == "off" else "on", config.cache_type_k, config.cache_type_v)
     costs = Costs(times, shape.n_layer, WeightTimes(*of_weights) if of_weights else None)
-    choice = choose_attention(costs, usual_load(config), now, _allowed(config, given, now), known_excess(model))
+    load, allowed = usual_load(config), _allowed(config, given, now)
+    if switches_layout(config, has_kv_cells=True):
+        allowed = (each for each in allowed if each.types == now.types or suits_unified(costs, load, each))
+    choice = choose_attention(costs, load, now, allowed, known_excess(model))
     return _plan(config, now, choice, "steps" if of_weights else "attention")
 
 

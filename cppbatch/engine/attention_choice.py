@@ -90,6 +90,16 @@ def choose_attention(
     return AttentionChoice(best, _faster(seconds, now, unknown, CLEAR_GAIN * (best.gain if best else 1.0)))
 
 
+def suits_unified(costs: Costs, load: Load, attention: Attention) -> bool:
+    """Whether these types of keys and values compute the load with flash attention about as fast as f16: an engine that
+    switches to the unified layout has flash attention there, with the same types."""
+    candidate, f16 = Attention("on", attention.k, attention.v), Attention("on", "f16", "f16")
+    times = costs.attention
+    if any(each.name not in table for each in (candidate, f16) for table in (times.decode, times.prefill)):
+        return False
+    return _seconds(costs, load, candidate) <= CLEAR_GAIN * _seconds(costs, load, f16)
+
+
 def _faster(
     seconds: Mapping[Attention, float], now: Attention, candidates: list[Attention], least: float
 ) -> Faster | None:

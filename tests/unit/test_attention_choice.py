@@ -13,6 +13,7 @@ from cppbatch.engine.attention_choice import (
     Load,
     WeightTimes,
     choose_attention,
+    suits_unified,
     usual_load,
 )
 from cppbatch.models.attention_times import Attention, AttentionTimes
@@ -47,6 +48,13 @@ def test_the_fastest_attention_with_the_same_cells_is_chosen_without_a_measureme
     # A prompt token sees half of the cells, and without flash attention 128 more are read.
     assert best.gain == pytest.approx((2 + 0.5) / (1.128 + 0.628))
     assert proposal is None
+
+
+def test_an_engine_that_switches_layouts_takes_only_types_that_flash_attention_computes_as_fast() -> None:
+    costs = Costs(table({F16_ON: (2, 1), BF16_ON: (2.5, 4), Q8_ON: (1, 2)}), 1, None)
+    assert suits_unified(costs, LOAD, Q8_ON)
+    assert not suits_unified(costs, LOAD, BF16_ON)
+    assert not suits_unified(costs, LOAD, Attention("off", "q8_0", "bf16")), "not timed"
 
 
 def test_a_type_is_chosen_once_its_divergence_is_known_and_proposed_before() -> None:
