@@ -133,8 +133,7 @@ class EngineConfig(_Model, frozen=True, kw_only=True):
     pieces that fit. 0: as `prefer` says (--target-itl-ms)."""
     prefer: Preference = "balanced"
     """How long a step may take while a sequence decodes, unless `target_itl_ms` says it: latency: 2.5 times a step
-    without prompts; balanced: 10 times, and less where the prompts of the load allow it; throughput: prompts are
-    computed first (--prefer)."""
+    without prompts; balanced: 8 times; throughput: prompts are computed first (--prefer)."""
     max_wait_ms: float = 0
     """How long an idle server collects requests before it computes the first of them, in ms, unless n_parallel wait
     (--max-wait-ms). While any request runs, others join it at once. 0: it does not wait."""

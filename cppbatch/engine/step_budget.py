@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
-from collections import deque
-
 from cppbatch.config import Preference
 from cppbatch.engine.step_cost import Groups, StepCost, whole_tiles
 
 _MIN_CHUNK = 4  # tokens: a prompt always goes on
 _MIN_TARGET_S = 0.025  # shorter steps cost throughput, and clients do not notice them
-_SLOWDOWN: dict[Preference, float] = {"latency": 1.5, "balanced": 9.0, "throughput": 1e9}
+_SLOWDOWN: dict[Preference, float] = {"latency": 1.5, "balanced": 7.0, "throughput": 1e9}
 """Time that prompts may add to a step, in multiples of a step without prefill. Promised for `latency`: it adds at most
 twice that time to 95 of 100 steps."""
 _REFRESH_EVERY = 16  # steps with prefill; then one without measures what decoding alone takes now
@@ -19,54 +16,6 @@ _BACKGROUND_S = 0.2  # time of background prompts in a step: a request that arri
 _BACKGROUND_PART = 16  # background pieces have at least ubatch / 16 tokens: smaller ones would cost throughput
 _NEW_QUIET = 0.3  # weight of a new measurement in the level of steps without prefill
 _NEW_QUIET_READING = 0.02  # the same while prompts are being computed
-_WINDOW = 1024  # steps with decode rows: prompts that arrived in these count
-_LONG_PART = 0.05  # of the steps may be longer than others: the p95 of the time between tokens is that of the others
-_MOST_PART = 0.4  # of the steps may have a prompt piece, so that the median time between tokens is that of the others
-_MIN_PROMPTS = 6  # in the window, before their sizes count
-
-
-class PromptSizes:
-    """Prompt pieces that leave the p95 of the time between tokens where whole prompts would have it.
-
-    Where each prompt is computed whole, as in llama-server, one step for each prompt is long. The p95 is the time of
-    the prompt that 5% of the steps exceed. Pieces of that size have the same p95, and shorter longest gaps. Example:
-    1,000 steps, 80 prompts of 20 to 900 tokens, 50 of which have more than 140: pieces of 140 tokens. If fewer than 5%
-    of the steps have a prompt, pieces are as small as leaves the steps with a piece at 5%.
-    """
-
-    def __init__(self) -> None:
-        self._recent: deque[tuple[int, int]] = deque()  # number of the step, tokens
-        self._sorted: list[int] = []
-        self._total = 0
-        self._n_steps = 0
-
-    def step(self) -> None:
-        """Counts a step with decode rows."""
-        self._n_steps += 1
-        if self._recent and self._recent[0][0] < self._n_steps - _WINDOW:
-            _, n = self._recent.popleft()
-            del self._sorted[bisect_left(self._sorted, n)]
-            self._total -= n
-
-    def arrived(self, n: int) -> None:
-        """Counts a prompt of `n` uncached tokens that starts beside decode rows."""
-        self._recent.append((self._n_steps, n))
-        insort(self._sorted, n)
-        self._total += n
-
-    def piece(self) -> int | None:
-        """Tokens; None: too few prompts are known."""
-        if len(self._sorted) < _MIN_PROMPTS:
-            return None
-        n_long = int(_LONG_PART * (self._n_steps - self._recent[0][0]))
-        n_more = n_long - len(self._sorted)
-        return self._sorted[-1 - n_long] if n_more < 0 else self._total // max(1, n_more)
-
-    def least(self) -> int:
-        """Tokens of a piece from which on most steps have no prompt."""
-        if len(self._sorted) < _MIN_PROMPTS:
-            return 0
-        return int(self._total / (_MOST_PART * max(1, self._n_steps - self._recent[0][0])))
 
 
 class StepBudget:
@@ -76,10 +25,9 @@ class StepBudget:
     of both, never more (docs/decisions/0002). `StepCost` learns both from the steps. Example: 8 rows take 50 ms, a
     prompt token 1 ms; a step may take 125 ms, so it gets 64 prompt tokens, a whole number of tiles.
 
-    `target_s`: seconds a step may take. None: 10 times a step without prefill (`prefer` "balanced"; 2.5 times for
+    `target_s`: seconds a step may take. None: 8 times a step without prefill (`prefer` "balanced"; 2.5 times for
     "latency", no limit for "throughput"), at least 25 ms; longer when several prompts are computed, so that few
-    decoding sequences do not delay many first tokens. For "balanced" shorter where `PromptSizes` says so, but with no
-    pieces so small that a token costs more than 1.1 times what it costs at best.
+    decoding sequences do not delay many first tokens.
     """
 
     def __init__(
@@ -98,7 +46,6 @@ class StepBudget:
         self._max_alone = min(max_tokens, max_alone or max_tokens)
         self._target_s = target_s
         self._slowdown = _SLOWDOWN[prefer]
-        self._sizes = PromptSizes() if prefer == "balanced" and not target_s else None
         self._quiet_level = 0.0
         """As the level of `cost`, but it hardly changes while prompts are being computed. The cells of the prompts slow
         decoding down, and slower decoding must not be a reason to slow it down further. 0: not known yet."""
@@ -127,25 +74,13 @@ class StepBudget:
         target_s = self._target_s or max(_MIN_TARGET_S, (1 + self._slowdown * weight) * quiet_s)
         rows_s = cost.rows_s(groups) if groups else 0.0
         wanted = cost.prompt_tokens_in(max(0.0, target_s - rows_s))
-        if self._sizes and (usual := self._sizes.piece()):
-            least = max(cost.efficient_piece(), cost.prompt_tokens_in(_SLOWDOWN["latency"] * quiet_s))
-            if usual >= least:
-                wanted = min(wanted, int(usual * weight))
-            wanted = max(wanted, self._sizes.least())
         return min(most, max(_MIN_CHUNK, whole_tiles(wanted)))
-
-    def arrived(self, n: int) -> None:
-        """A prompt of `n` uncached tokens starts beside decode rows."""
-        if self._sizes:
-            self._sizes.arrived(n)
 
     def observe(self, groups: Groups, n_prefill: int, seconds: float, decode_s: float | None = None) -> None:
         """Learns from the duration of a step. `groups`: its decode rows, padding included. `decode_s`: the time in
         `llama_decode`; None: all of it."""
         decode_s = seconds if decode_s is None else decode_s
         cost = self.cost
-        if groups and self._sizes:
-            self._sizes.step()
         if n_prefill == 0:
             weight = _NEW_QUIET_READING if self._since_refresh else _NEW_QUIET
             cost.observe_rows(groups, seconds, decode_s)

@@ -25,7 +25,6 @@ _TRY_EVERY = 64  # steps with a number of rows; then one step with the next othe
 _FLAT = 1.3  # where rows cost less than this times what a quarter of them cost, padding cannot gain
 _GUESSED_TOKEN_S = 0.001
 _NEW_TOKEN_S = 0.3
-_EFFICIENT = 1.1
 _FORGET_LEVEL = 0.0002  # how fast the best level rises towards the present one, a step: halfway in some minutes
 _FORGET_TOKEN_S = 0.002  # the same for prompt tokens
 _BARE_EVERY = 64  # steps; then `bare` is made again, after every one of the first `2 * _BARE_EVERY`
@@ -187,13 +186,6 @@ class StepCost:
         if not self._token_s:
             return _GUESSED_TOKEN_S
         return self._token_s[min(self._token_s, key=lambda size: abs(size - n.bit_length()))]
-
-    def efficient_piece(self) -> int:
-        """The smallest known size of a prompt piece of which a token costs at most 1.1 times what it costs at best."""
-        if not self._token_s:
-            return 1
-        most_s = _EFFICIENT * min(self._token_s.values())
-        return 1 << (min(size for size, seconds in self._token_s.items() if seconds <= most_s) - 1)
 
     def observe_prompt(self, n: int, seconds: float, *, decode_s: float | None = None) -> None:
         """Learns from a step to which a piece of `n` prompt tokens added `seconds`. `decode_s`: what it added to

@@ -70,7 +70,7 @@ def test_beside_other_streams_it_is_read_in_pieces_for_their_sake_only() -> None
     while not urgent.n_generated:
         plan = policy.step(by_tokens)
         assert set(computed(plan)) <= {stream, urgent}
-        assert plan.n_tokens <= 1 + 8, "10 times a step of one row, in whole tiles"
+        assert plan.n_tokens <= 1 + 4, "2.5 times a step of one row, but always so many"
 
 
 def test_no_other_priority_stands_still() -> None:

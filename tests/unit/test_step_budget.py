@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from random import Random
 
 import pytest
 
-from cppbatch.engine.step_budget import PromptSizes, StepBudget
+from cppbatch.engine.step_budget import StepBudget
 
 
 def run(budget: StepBudget, *, decode_s: float, token_s: float, steps: int = 30) -> list[float]:
@@ -131,61 +130,6 @@ def test_background_prompts_go_on_however_slow_the_machine_is() -> None:
     budget = StepBudget(16)
     budget.observe((), 1, 10.0)
     assert budget.prefill_tokens((), 1, background=True) == 4
-
-
-# --- balanced: pieces by the prompts of the load --------------------------------------------------------------------
-
-
-def sizes_of(n_steps: int, prompts: Sequence[int]) -> PromptSizes:
-    """After so many steps with decode rows, in which these prompts arrived evenly."""
-    sizes = PromptSizes()
-    every = n_steps // len(prompts)
-    for i in range(n_steps):
-        if i % every == 0 and i // every < len(prompts):
-            sizes.arrived(prompts[i // every])
-        sizes.step()
-    return sizes
-
-
-def test_pieces_are_as_long_as_the_prompt_that_one_step_in_twenty_exceeds() -> None:
-    prompts = [*range(20, 100), *[900] * 20]  # in 1,000 steps: 50 are longer than 69 tokens
-    assert sizes_of(1000, prompts).piece() == 69
-
-
-def test_where_prompts_are_rare_one_step_in_twenty_has_a_piece() -> None:
-    assert sizes_of(1000, [600] * 10).piece() == 600 * 10 // (50 - 10)
-
-
-def test_pieces_are_so_large_that_most_steps_have_none() -> None:
-    assert sizes_of(100, [400] * 50).least() == pytest.approx(400 * 50 / 40, rel=0.05)
-
-
-def test_before_some_prompts_are_known_the_sizes_say_nothing() -> None:
-    assert (sizes_of(100, [400] * 5).piece(), sizes_of(100, [400] * 5).least()) == (None, 0)
-
-
-def test_prompts_of_long_ago_do_not_count() -> None:
-    sizes = sizes_of(500, [900] * 100)
-    for i in range(2000):
-        if i % 10 == 0:
-            sizes.arrived(50)
-        sizes.step()
-    assert sizes.piece() == 50
-
-
-def test_balanced_pieces_follow_the_prompts_but_are_never_inefficiently_small() -> None:
-    def piece(prompts: list[int]) -> int:
-        budget = StepBudget(2048)
-        for n, token_s in ((16, 1.5e-3), (64, 1.05e-3), (256, 1e-3)):
-            budget.observe((), n, n * token_s)
-        for i in range(1000):
-            if i % 10 == 0:
-                budget.arrived(prompts[i // 10])
-            budget.observe((8,), 0, 0.05)
-        return budget.prefill_tokens((8,), 1)
-
-    assert piece([*[100] * 60, *[900] * 40]) == 96  # whole tiles
-    assert 400 < piece([*[20] * 60, *[900] * 40]) <= 450, "with pieces of 20 each token would cost 1.5 times as much"
 
 
 @pytest.mark.parametrize("target_s", [0.08, 0.15, 0.4])
