@@ -90,7 +90,7 @@ def kernel_times(types: Iterable[str]) -> dict[str, KernelTimes]:
     Types that cannot be measured are left out; all of them, if llama-cpp-python is missing or crashes.
     """
     wanted = [kind for kind in dict.fromkeys(types) if kind in WEIGHT_TYPES.keys() - _UNTIMED]
-    path = _cache_path()
+    path = times_path()
     if path is None:
         return {}
     known = _read(path)
@@ -101,11 +101,12 @@ def kernel_times(types: Iterable[str]) -> dict[str, KernelTimes]:
 
 def has_gpu() -> bool:
     """Whether llama.cpp saw a GPU (on a Mac: Metal) when `kernel_times` measured; False if it never has."""
-    path = _cache_path()
+    path = times_path()
     return path is not None and _read(path).has_gpu
 
 
-def _cache_path() -> Path | None:
+def times_path() -> Path | None:
+    """The file of the times; None: llama.cpp's library is not found."""
     folder = library_folder()
     return folder and finding_path("kernels", f"{build_key(folder)}-{_CLOCK}")
 

@@ -91,6 +91,18 @@ def test_llama_cpp_is_asked_once_about_the_memory_of_an_engine(
     assert len(asked) == 1
 
 
+def test_a_footprint_is_of_these_kernel_times_which_decide_whether_weights_are_repacked(
+    asked: list[list[EngineConfig]], tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    times = tmp_path / "times.json"
+    monkeypatch.setattr(memory_estimate, "times_path", lambda: times)
+    config = EngineConfig(model_path=str(tiny_llama), n_ctx=768)
+    memory_estimate.estimate_memory([config])
+    times.write_text("{}")
+    memory_estimate.estimate_memory([config])
+    assert len(asked) == 2
+
+
 def test_a_footprint_is_of_these_settings_this_file_and_this_library(
     asked: list[list[EngineConfig]], tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -22,6 +22,7 @@ from cppbatch.findings import (
     write_finding,
 )
 from cppbatch.models.find import model_parts
+from cppbatch.models.kernels import times_path
 
 _TIMEOUT_S = 60  # the default model takes 0.3 s; reading the header of a large file from a slow disk takes longer
 
@@ -89,10 +90,8 @@ def _cached_at(config: EngineConfig) -> Path | None:
         return None
     models = [each for each in (config.model_path, config.draft_model, config.mmproj) if each]
     parts = [part for each in models for part in model_parts(Path(each))]
-    verdicts = [
-        finding_path(kind, build_key(folder)) for kind in ("kernels", "selfcheck")
-    ]  # which weights are repacked
-    files = [*parts, *(Path(path) for path, _ in config.lora), *verdicts]
+    repacking = [times for times in (times_path(), finding_path("selfcheck", build_key(folder))) if times]
+    files = [*parts, *(Path(path) for path, _ in config.lora), *repacking]  # the last decide which weights are repacked
     return finding_path("memory", finding_key(folder, files, msgspec.json.encode(config), available_threads()))
 
 
