@@ -36,7 +36,7 @@ def q4_k(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def faster_plain(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Cached times of a CPU that computes batches of Q4_K faster if they are not repacked."""
     monkeypatch.setattr(findings, "user_cache_path", lambda name: tmp_path / "cache")
-    path = kernels._cache_path()
+    path = kernels.times_path()
     assert path is not None
     path.parent.mkdir(parents=True)
     path.write_bytes(msgspec.json.encode(Measured({"Q4_K": REPACKED}, {"Q4_K": PLAIN}, has_gpu=False)))
