@@ -26,7 +26,7 @@ from cppbatch import (
     InvalidRequest,
     SamplingParams,
 )
-from cppbatch.engine.sampling import grammar_check, structured_output
+from cppbatch.engine.sampling import grammar_check, grammar_child, structured_output
 from cppbatch.engine.sequence import Seq
 from cppbatch.models.synthetic import IM_START
 from tests.fakes import drain, greedy
@@ -325,7 +325,7 @@ def test_a_hard_grammar_stalls_nobody_and_ends_or_is_refused(engine: BatchInfere
 def limited(engine: BatchInferenceEngine, monkeypatch: pytest.MonkeyPatch, regex: str) -> SamplingParams:
     """A request with a grammar that soon needs more than it may."""
     few = LLParserLimits(max_lexer_states=1000, verbose_errors=False)
-    monkeypatch.setattr(structured_output, "LIMITS", few)
+    monkeypatch.setattr(grammar_child, "LIMITS", few)
     params = SamplingParams(seed=3, max_tokens=200, temperature=2, top_k=0, guided_regex=regex)
     engine.prepare(GenerationRequest(id="prepared", prompt=PROMPT, params=params))
     return params
