@@ -91,7 +91,7 @@ def test_ctrl_c_at_50_random_moments_of_all_kinds_of_calls_loses_nothing(
             call(engine, rng.choice([*CONTINUE, *ANSWER]), rng.choice(QUESTIONS), seen)
 
     for _ in range(50):
-        ctrl_c = threading.Timer(rng.uniform(0.001, 0.1), os.kill, (os.getpid(), signal.SIGINT))
+        ctrl_c = threading.Timer(rng.uniform(0.001, 0.3), os.kill, (os.getpid(), signal.SIGINT))
         with pytest.raises(KeyboardInterrupt):  # noqa: PT012  also while the timer starts
             ctrl_c.start()
             until_interrupted()
