@@ -129,8 +129,8 @@ class EngineConfig(_Model, frozen=True, kw_only=True):
     swap_space: int = 1024
     """Host memory, in MiB, for preempted sequences; beyond it they are computed again (--swap-space)."""
     target_itl_ms: float = 0
-    """The longest time between two tokens of a sequence, in ms: a step takes no longer, so prompts are computed in
-    pieces that fit. 0: as `prefer` says (--target-itl-ms)."""
+    """Target for the time between two tokens of a sequence, in ms: prompts are computed in pieces that should fit
+    into a step of this time. 0: as `prefer` says (--target-itl-ms)."""
     prefer: Preference = "balanced"
     """How long a step may take while a sequence decodes, unless `target_itl_ms` says it: latency: 2.5 times a step
     without prompts; balanced: 8 times; throughput: prompts are computed first (--prefer)."""

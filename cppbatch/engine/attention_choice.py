@@ -9,7 +9,7 @@ from cppbatch.config import EngineConfig
 from cppbatch.models.attention_times import Attention, AttentionTimes
 
 CLEAR_GAIN = 1.1
-"""A change is worth it if predicted steps are at least so many times as fast: predictions were up to 8% off. Without
+"""A change is worth it if predicted steps are at least this many times as fast: predictions were up to 8% off. Without
 times of the weights, attention alone is compared."""
 MAX_EXCESS_KL = 0.001
 """Nats of KL divergence from the f16 cache, beyond what another order of additions causes, from which on a type is not
@@ -103,7 +103,7 @@ def suits_unified(costs: Costs, load: Load, attention: Attention) -> bool:
 def _faster(
     seconds: Mapping[Attention, float], now: Attention, candidates: list[Attention], least: float
 ) -> Faster | None:
-    """The fastest candidate, if it is at least so many times as fast as `now`."""
+    """The fastest candidate, if it is at least `least` times as fast as `now`."""
     best = min(candidates, key=lambda each: seconds[each], default=now)
     gain = seconds[now] / seconds[best]
     return Faster(best, gain) if best != now and gain >= least else None

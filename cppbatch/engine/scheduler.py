@@ -346,8 +346,22 @@ class Scheduler:
         """
         spare = [*self._kv.spare_ids(), *self._kv.cached_ids()]
         by_id = {sequence.seq_id: sequence for sequence in prompts}
-        free = {*by_id, *spare[: self._step_tokens - len(rows) - len(prompts)]}
-        joined = _joined(sorted(sequence.seq_id for sequence, _ in rows), free, cost)
+        free = by_id.keys() | spare[: self._step_tokens - len(rows) - len(prompts)]
+        groups = _groups(sorted(sequence.seq_id for sequence, _ in rows))
+        joined = groups[:1]
+        for start, stop in groups[1:]:
+            last_start, last_stop = joined[-1]
+            gap = range(last_stop, start)
+            if free.issuperset(gap) and cost.is_worth_joining(last_stop - last_start, len(gap), stop - start):
+                joined[-1] = (last_start, stop)
+            else:
+                joined.append((start, stop))
+        if len(joined) == 1:
+            start, stop = joined[0]
+            end = stop
+            while end in free:
+                end += 1
+            joined[0] = (start, start + cost.rows_to_compute(stop - start, end - start))
         plan.row_groups = tuple(stop - start for start, stop in joined)
         ids = {sequence.seq_id for sequence, _ in rows}
         more = [seq_id for start, stop in joined for seq_id in range(start, stop) if seq_id not in ids]
@@ -554,27 +568,6 @@ def _groups(seq_ids: list[int]) -> list[tuple[int, int]]:
     starts = [n for n, before in zip(seq_ids, [-2, *seq_ids], strict=False) if n != before + 1]
     stops = [n + 1 for n, after in zip(seq_ids, [*seq_ids[1:], -1], strict=True) if after != n + 1]
     return list(zip(starts, stops, strict=True))
-
-
-def _joined(seq_ids: list[int], free: set[int], cost: StepCost) -> list[tuple[int, int]]:
-    """The groups of rows that a step computes, as (first, last + 1): gaps of free seq_ids are filled where that is
-    faster, and the last tile."""
-    groups = _groups(seq_ids)
-    joined = groups[:1]
-    for start, stop in groups[1:]:
-        last_start, last_stop = joined[-1]
-        gap = range(last_stop, start)
-        if free.issuperset(gap) and cost.is_worth_joining(last_stop - last_start, len(gap), stop - start):
-            joined[-1] = (last_start, stop)
-        else:
-            joined.append((start, stop))
-    if len(joined) == 1:
-        start, stop = joined[0]
-        end = stop
-        while end in free:
-            end += 1
-        joined[0] = (start, start + cost.rows_to_compute(stop - start, end - start))
-    return joined
 
 
 Entry = TypeVar("Entry", bound=BatchEntry)

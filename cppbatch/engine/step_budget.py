@@ -69,9 +69,9 @@ class StepBudget:
             return 0  # measure what this number of rows takes without prefill
         if not self._quiet_level:
             return most
-        weight = max(1.0, _PROMPT_WEIGHT * (n_prefill - 1) / n_decoding)
+        slowdown = 1 + self._slowdown * max(1, _PROMPT_WEIGHT * (n_prefill - 1) / n_decoding)
         quiet_s = self._quiet_level * cost.relative((*groups, n_others) if n_others else groups)
-        target_s = self._target_s or max(_MIN_TARGET_S, (1 + self._slowdown * weight) * quiet_s)
+        target_s = self._target_s or max(_MIN_TARGET_S, slowdown * quiet_s)
         rows_s = cost.rows_s(groups) if groups else 0.0
         wanted = cost.prompt_tokens_in(max(0.0, target_s - rows_s))
         return min(most, max(_MIN_CHUNK, whole_tiles(wanted)))
