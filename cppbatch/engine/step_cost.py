@@ -87,17 +87,20 @@ class StepCost:
 
     def _between(self, n: int) -> float:
         """On the line through the next known numbers of rows. More rows than any known number cost as much more as
-        prompt tokens."""
+        prompt tokens; whole tiles at most so much more than any smaller number, of which some are no whole tiles."""
         counts = self._counts
         at = bisect_left(counts, n)
         if at == 0:
             return self._shape[counts[0]]
+        is_tile = self.knows_prompts and n % TILES[0] == 0
+        smaller = counts[:at] if is_tile else counts[at - 1 : at]
+        with_more = min(self._shape[known] + (n - known) * self.token_s(n - known) / self._level for known in smaller)
         if at == len(counts):
-            n_more = n - counts[-1]
-            return self._shape[counts[-1]] + n_more * self.token_s(n_more) / self._level
+            return with_more
         low, high = counts[at - 1], counts[at]
         part = (n - low) / (high - low)
-        return self._shape[low] + part * (self._shape[high] - self._shape[low])
+        on_line = self._shape[low] + part * (self._shape[high] - self._shape[low])
+        return min(on_line, with_more) if is_tile else on_line
 
     def observe_rows(self, groups: Groups, seconds: float, decode_s: float | None = None) -> None:
         """Learns from a step without prompt tokens. `groups`: its rows, padding included. `decode_s`: the time in

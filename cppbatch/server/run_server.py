@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import logging
 import os
+import threading
 from collections.abc import Callable
 from functools import partial
 
@@ -58,7 +60,7 @@ async def run_server(
     if storage.error:
         log.warning("this server stores no files: %s. Or start it with another --data-dir", storage.error)
     async with listener:
-        advice = asyncio.ensure_future(asyncio.to_thread(find_advice))
+        advice = _on_daemon_thread(find_advice)
         try:
             await _wait_until_loaded(models, stop, show_loading)
             gc.freeze()  # the objects that exist now stay for good, so garbage collection need not visit them
@@ -92,6 +94,23 @@ async def _wait_until_loaded(models: ServedModels, stop: asyncio.Event, show_loa
         os._exit(IMMEDIATE_EXIT_CODE)  # a normal exit would wait for the loading thread, which is deep in llama.cpp
     stopping.cancel()
     loading.result()
+
+
+def _on_daemon_thread(find_advice: Callable[[], str | None]) -> asyncio.Future[str | None]:
+    """Its result. The end of the process does not wait for it, as it would for `asyncio.to_thread`."""
+    loop = asyncio.get_running_loop()
+    advice: asyncio.Future[str | None] = loop.create_future()
+
+    def run() -> None:
+        try:
+            found = partial(advice.set_result, find_advice())
+        except Exception as error:
+            found = partial(advice.set_exception, error)
+        with contextlib.suppress(RuntimeError):  # the server has ended
+            loop.call_soon_threadsafe(found)
+
+    threading.Thread(target=run, name="cppbatch-advice", daemon=True).start()
+    return advice
 
 
 def _say_advice(say: Say, advice: asyncio.Future[str | None]) -> None:

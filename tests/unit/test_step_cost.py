@@ -135,3 +135,12 @@ def test_how_many_prompt_tokens_fit_depends_on_what_a_piece_of_that_size_costs(m
 
 def test_pieces_are_whole_tiles() -> None:
     assert [whole_tiles(n) for n in (1, 3, 4, 7, 15, 16, 31, 100)] == [1, 3, 4, 4, 12, 16, 16, 96]
+
+
+def test_whole_tiles_cost_no_more_than_the_prompt_tokens_that_they_have_more_than_any_smaller_number() -> None:
+    """5 rows are a tile and a row of its own, which says nothing about two tiles."""
+    cost = StepCost()
+    cost.seed([(1, 0.014), (4, 0.033), (5, 0.056), (64, 1.0)])
+    cost.observe_prompt(7, 7 * 0.004)
+    assert cost.rows_s([8]) == pytest.approx(0.014 + 7 * 0.004)
+    assert cost.rows_s([7]) > 0.056

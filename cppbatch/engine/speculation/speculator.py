@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from math import ceil
 from typing import NamedTuple, cast
 
 import numpy as np
@@ -42,6 +41,7 @@ _REMEMBERED = 0.998  # of the same, for each step: texts change, and wrong draft
 _PRIOR = 8.0  # accepted tokens that are expected right before anything is known
 _NEW = 0.2  # weight of a new draft in what is usual of a sequence's drafts of the draft model
 _NEW_OF_ALL = 0.02  # the same for all sequences together: a few bad drafts must not be the last ones
+_GUESSED = 2  # first drafts that weigh as much as the guess before them
 _NEW_LOOK = 0.1  # weight of a new time in that of looking for drafts
 _NEW_VERIFIED = 0.1  # weight of a new time in that of an accepted token
 
@@ -79,14 +79,15 @@ class DraftLimits:
 class Usual(NamedTuple):
     """A usual draft of the draft model."""
 
-    length: float
     acceptance: float
     """The probability that a token is accepted if those before it are."""
     made: float
     """The share of the calls that give a draft: an unsure draft model stops after its first token."""
+    goes_on: float
+    """The share of the tokens of drafts after which there is another one, if it may be longer."""
 
 
-_FIRST_GUESS = Usual(6.0, 0.7, 0.8)  # before anything is known
+_FIRST_GUESS = Usual(acceptance=0.7, made=0.8, goes_on=0.9)  # before anything is known
 _NO_DRAFT: Probabilities = np.zeros(0)
 
 
@@ -119,7 +120,7 @@ class Speculator:
         self._drafts_tried, self._model_tried = _Tries(0.0), _Tries(_FIRST_TRIES)
         self._expected = self._accepted = 0.0  # tokens of the latest drafts: the estimates may be too high
         self._usual: dict[Seq, Usual] = {}  # drafts of the draft model
-        self._usual_of_all = _FIRST_GUESS
+        self._usual_of_all, self._n_usual = _FIRST_GUESS, _GUESSED
         self._since_plain = 0  # steps with drafts since one without
         self._accepted_s = 0.0  # time that an accepted token takes beside its row: its sampling
 
@@ -229,11 +230,14 @@ class Speculator:
             if not self._model_tried.may_take(seconds / n_asked):
                 return
         model.token_s = 1 / step.rate_without
-        made = model.propose(step.rows, [min(n + 1, limit) if n else 0 for n, limit in zip(asked, most, strict=True)])
-        for sequence, draft, n in zip(step.rows, made, asked, strict=True):
+        longest = [min(n + 1, limit) if n else 0 for n, limit in zip(asked, most, strict=True)]
+        made = model.propose(step.rows, longest)
+        for sequence, draft, n in zip(step.rows, made, longest, strict=True):
             if n and (draft or not model.read_seconds(sequence)):
-                self._usual[sequence] = _mean(self._usual.get(sequence, self._usual_of_all), draft, _NEW)
-                self._usual_of_all = _mean(self._usual_of_all, draft, _NEW_OF_ALL)
+                self._n_usual += 1
+                usual_of_all = _mean(self._usual_of_all, draft, n, max(_NEW_OF_ALL, 1 / self._n_usual))
+                self._usual[sequence] = _mean(self._usual.get(sequence, usual_of_all), draft, n, _NEW)
+                self._usual_of_all = usual_of_all
         _take_better(drafts, made)
 
     def finished(self, sequence: Seq) -> None:
@@ -409,17 +413,22 @@ def _accepted(draft: Draft | None) -> Probabilities:
 
 def _of_usual(usual: Usual, most: int) -> Probabilities:
     """The same of a usual draft of at most so many tokens."""
-    return np.full(min(ceil(usual.length), most), min(usual.acceptance, _ALMOST_CERTAIN)).cumprod()
+    probabilities = np.full(most, min(usual.acceptance, _ALMOST_CERTAIN))
+    probabilities[1:] *= usual.goes_on
+    return probabilities.cumprod()
 
 
-def _mean(old: Usual, draft: Draft | None, new: float) -> Usual:
-    """Running means. `new`: the weight of this draft. A length is rounded up: drafts may become longer again."""
+def _mean(old: Usual, draft: Draft | None, longest: int, new: float) -> Usual:
+    """Running means. `longest`: tokens that the draft could have. `new`: its weight."""
     if draft is None:
         return old._replace(made=(1 - new) * old.made)
+    n = len(draft.tokens)
+    n_tried = n - 1 + (n < longest)
+    went_on = (n - 1) / n_tried if n_tried else old.goes_on
     return Usual(
-        old.length + new * (len(draft.tokens) - old.length),
         old.acceptance + new * (float(draft.probabilities.mean()) - old.acceptance),
         old.made + new * (1 - old.made),
+        old.goes_on + new * (went_on - old.goes_on),
     )
 
 
