@@ -51,12 +51,12 @@ def test_the_flags_in_messages_are_those_of_the_commands() -> None:
             assert flag in flags
 
 
-def test_shells_complete_commands_and_flags_as_the_readme_says() -> None:
+def test_shells_complete_commands_and_flags_as_the_quickstart_says() -> None:
     completion = BashComplete(cli, {}, "cppbatch", "_CPPBATCH_COMPLETE")
     assert [each.value for each in completion.get_completions([], "bat")] == ["batch"]
     assert "--template" in [each.value for each in completion.get_completions(["batch"], "--tem")]
-    readme = (Path(__file__).parents[2] / "README.md").read_text()
-    assert 'eval "$(_CPPBATCH_COMPLETE=bash_source cppbatch)"' in readme
+    quickstart = (Path(__file__).parents[2] / "docs/quickstart.md").read_text()
+    assert 'eval "$(_CPPBATCH_COMPLETE=bash_source cppbatch)"' in quickstart
 
 
 def test_one_environment_name_gives_the_key_to_every_command() -> None:
