@@ -31,6 +31,7 @@ BIN = VENV / ("Scripts" if WINDOWS else "bin")
 PYTHON = BIN / ("python.exe" if WINDOWS else "python")
 STAMP = VENV / "cppbatch-install.txt"
 BACKENDS = ("cuda", "metal", "vulkan", "cpu")
+GROUPS = ("dev", "browser")  # dependency groups of pyproject.toml; other names are extras
 COMPILER_HELP = {
     "Linux": "Debian/Ubuntu: sudo apt install build-essential; Fedora: sudo dnf install gcc-c++; "
     "Arch: sudo pacman -S base-devel",
@@ -263,22 +264,22 @@ def make_venv() -> None:
     run(sys.executable, "-m", "venv", "--clear", str(VENV))
 
 
-def stamp_text(build: Build, extras: "list[str]") -> str:
+def stamp_text(build: Build, names: "list[str]") -> str:
     """What an install depends on. A .venv survives neither a move nor another Python, so they count too."""
     pyproject = hashlib.sha256((ROOT / "pyproject.toml").read_bytes()).hexdigest()
     python = os.path.realpath(PYTHON)
-    names = " ".join(extras) or "none"
-    return f"folder {ROOT}\npython {python}\npyproject {pyproject}\nwheel {build.key}\nextras {names}\n"
+    listed = " ".join(names) or "none"
+    return f"folder {ROOT}\npython {python}\npyproject {pyproject}\nwheel {build.key}\nextras {listed}\n"
 
 
-def install(extras: "list[str]") -> None:
-    """`extras`: those of pyproject.toml, beside those that the .venv has already."""
+def install(names: "list[str]") -> None:
+    """`names`: extras and dependency groups of pyproject.toml, beside those that the .venv has already."""
     backend, remark = pick_backend()
     build = plan_build(backend)
     have = STAMP.read_text("utf-8") if STAMP.exists() else ""
     installed = re.search(r"^extras (.*)$", have, re.MULTILINE)
-    extras = sorted({*extras, *(installed[1].split() if installed else [])} - {"none"})
-    if have == stamp_text(build, extras) and PYTHON.exists() and any(BIN.glob("cppbatch*")):
+    names = sorted({*names, *(installed[1].split() if installed else [])} - {"none"})
+    if have == stamp_text(build, names) and PYTHON.exists() and any(BIN.glob("cppbatch*")):
         return
     if remark:
         say(remark)
@@ -291,8 +292,12 @@ def install(extras: "list[str]") -> None:
     pip_install = [str(PYTHON), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
     if f"\nwheel {build.key}\n" not in have:
         run(*pip_install, "--force-reinstall", "--no-deps", str(wheel))
-    run(*pip_install, "-e", f"{ROOT}[{','.join(['llama', *extras])}]")
-    STAMP.write_text(stamp_text(build, extras), "utf-8")
+    groups = [name for name in names if name in GROUPS]
+    if groups:
+        run(*pip_install, "pip>=25.1")  # the first with --group
+    extras = ",".join(["llama", *(name for name in names if name not in GROUPS)])
+    run(*pip_install, "-e", f"{ROOT}[{extras}]", *(f"--group={ROOT / 'pyproject.toml'}:{name}" for name in groups))
+    STAMP.write_text(stamp_text(build, names), "utf-8")
     say(f"Ready: {(BIN / 'cppbatch').relative_to(ROOT)} serve")
 
 
