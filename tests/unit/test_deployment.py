@@ -85,6 +85,36 @@ def test_the_workflow_tests_the_python_versions_of_the_package() -> None:
     assert tested[0] == oldest[1]
 
 
+def test_the_workflow_runs_the_unit_tests_on_the_systems_of_the_package() -> None:
+    matrix = WORKFLOW["jobs"]["unit"]["strategy"]["matrix"]
+    runners = {*matrix["os"], *(each["os"] for each in matrix["include"])}
+    names = {"Linux": "ubuntu", "MacOS": "macos", "Windows": "windows"}
+    systems = re.findall(r'"Operating System :: (?:.* :: )?(\w+)"', PYPROJECT)
+    assert {runner.partition("-")[0] for runner in runners} == {names[system] for system in systems}
+
+
+def test_the_installer_knows_the_dependency_groups_and_ci_has_a_version_of_each_tool() -> None:
+    block = PYPROJECT[PYPROJECT.index("[dependency-groups]") : PYPROJECT.index("[project.urls]")]
+    groups = re.findall(r"^(\w+) = \[", block, re.MULTILINE)
+    installer = re.search(r"^GROUPS = \((.*?)\)", (ROOT / "scripts" / "install.py").read_text(), re.MULTILINE)
+    assert installer
+    assert re.findall(r'"(\w+)"', installer[1]) == groups
+    tools = set(re.findall(r'"([a-z-]+)>=', block))
+    pinned = set(re.findall(r"^([\w-]+)==[\w.]+", (ROOT / ".github" / "constraints.txt").read_text(), re.MULTILINE))
+    assert tools - pinned == set()
+    for name in ("unit", "full"):
+        assert WORKFLOW["jobs"][name]["env"]["PIP_CONSTRAINT"].endswith(".github/constraints.txt")
+
+
+def test_forms_for_issues_ask_for_what_doctor_says() -> None:
+    forms = {path.stem: yaml.safe_load(path.read_text()) for path in (ROOT / ".github/ISSUE_TEMPLATE").glob("*.yml")}
+    assert set(forms) == {"bug_report", "feature_request", "config"}
+    (doctor,) = [field for field in forms["bug_report"]["body"] if field.get("id") == "doctor"]
+    assert doctor["validations"]["required"]
+    updated = yaml.safe_load((ROOT / ".github/dependabot.yml").read_text())["updates"]
+    assert [each["package-ecosystem"] for each in updated] == ["pip", "github-actions", "docker"]
+
+
 def test_the_workflow_and_ci_run_the_test_command() -> None:
     commands = {step.get("run") for job in WORKFLOW["jobs"].values() for step in job["steps"]}
     assert {"./scripts/test unit", "./scripts/test"} <= commands
