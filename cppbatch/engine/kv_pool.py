@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush
 from time import perf_counter
 from typing import Any, Protocol
 
@@ -325,6 +325,25 @@ class KVPool:
         self._free_cells_and_id(sequence)
         sequence.preempted()
 
+    def can_move(self, sequence: Seq) -> bool:
+        """Whether a running sequence may move to another seq_id."""
+        return not self.has_states and not sequence.moving
+
+    def move_to(self, seq_id: int, sequence: Seq) -> None:
+        """Moves a running sequence to this seq_id, which holds nothing, or only a cached prefix."""
+        self.vacate([seq_id])
+        self._free_ids.remove(seq_id)
+        heapify(self._free_ids)
+        old = sequence.seq_id
+        del self.running[old]
+        self.running[seq_id], sequence.seq_id = sequence, seq_id
+        self._free_id(old)
+        self._move(sequence, partial(self._move_stream, old, sequence))
+
+    def move_s(self, sequence: Seq) -> float:
+        """About the seconds of `move_to`: to save the sequence's state and restore it. 0 before any was saved."""
+        return self._save_cost.round_trip_s(sequence.n_computed)
+
     def move_all_out(self) -> None:
         """Empties the memory, so that it can be made again. Cached prefixes go to host memory, as far as it holds them.
 
@@ -413,6 +432,20 @@ class KVPool:
             sequence.moving = False
         self._moving.clear()
         self._copied.clear()
+
+    def _move_stream(self, seq_id: int, sequence: Seq) -> None:
+        """Moves what a sequence has in `seq_id` to its present seq_id."""
+        try:
+            if self._on_gpu:
+                self._memory.copy(seq_id, sequence.seq_id)
+            else:
+                began = self._clock()
+                state = self._memory.save_sequence(seq_id)
+                self._save_cost.observe(sequence.n_computed, self._clock() - began)
+                self._memory.restore_sequence(sequence.seq_id, state)
+        except OUT_OF_MEMORY as error:
+            self._recompute(sequence, error)
+        self._memory.remove(seq_id)
 
     def _swap_out(self, seq_id: int, sequence: Seq, *, save: bool) -> None:
         free_bytes = self._swap_bytes - self.swapped_bytes

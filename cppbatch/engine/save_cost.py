@@ -33,6 +33,10 @@ class SaveCost:
         self._declined = (self._declined + 1) % _TRY_EVERY
         return self._declined == 0
 
+    def round_trip_s(self, n: int) -> float:
+        """Seconds to save a state of `n` tokens and to restore it; 0 before any was saved."""
+        return (1 + _RESTORE) * n * self._save_s
+
     def tokens_for(self, share: float) -> int:
         """The number of tokens that take so long to compute that a save of one "token" is this share of the time.
 

@@ -9,6 +9,7 @@
 | which prompt is computed first | `Scheduler._prefill` |
 | when background work pauses | `Scheduler._may_compute` |
 | which padding rows make a step faster | `Scheduler._pad`, `_join_rows` |
+| which sequence moves, so that decode rows are neighbours | `Scheduler._close_gaps` |
 | which padding rows keep ubatches from being too small | `padding_rows.with_min_rows` |
 """
 
@@ -39,6 +40,8 @@ _MAX_HEADROOM = 32  # cells kept free for the growth of each running sequence wh
 _MAX_STALE_DEADLINES = 1000
 _LONG_PIECE = 128  # tokens: ggml's flash attention is faster from 64 tokens of a sequence on
 _NEAR = 1024  # cells: decode rows that are computed with the first token of a prompt pass over its cells
+_GAP_STEPS = 4  # steps that a gap between decode rows lasts before it is closed
+_GAP_AHEAD = 64  # steps for which a closed gap is expected to count, at most
 _MIN_PIECE = 4  # prompt tokens: rounding down to whole tiles leaves no fewer
 _MAX_SCORED = 64  # prompt tokens a step, when each of them gets a row of logits (192 KiB with a vocabulary of 49,152)
 _AGING_S = 10.0  # seconds of waiting that weigh as much as one level of priority
@@ -177,6 +180,7 @@ class Scheduler:
         self._just_preempted: set[Seq] = set()  # in this step, which does not admit them again
         self._n_added = 0
         self._serves_first_prompt = False
+        self._n_gap_steps = 0  # that the rows have had a gap for
         self._timed: dict[int, Seq] = {}  # sequences with a timeout, by their number (`rank[1]`)
         self._deadlines: list[tuple[float, int]] = []  # a heap of (time, number of the sequence)
 
@@ -270,6 +274,9 @@ class Scheduler:
             plan.row_groups, n_padding = (len(rows),) if rows else (), 0
             may_pad = bool(self._may_pad and rows)
             cost = self._lora.budget(adapters).cost
+            if may_pad and not self._kv.unified:
+                self._close_gaps(rows, cost)
+                rows = [row for row in rows if not row[0].moving]
             # Not in the recurrent models of a unified layout: there these tokens take cells that others may need.
             with_rows = [s for s in prompts_now if not s.next_run] if self._min_rows == 1 else []
             beside = self._join_rows(plan, rows, with_rows, cost) if may_pad and not self._kv.unified else []
@@ -337,6 +344,34 @@ class Scheduler:
         n = cost.rows_to_compute(n_rows, n_rows + max(0, n_more))
         plan.padding, plan.row_groups = [PaddingRow(seq_id) for seq_id in spare[: n - n_rows]], (n,)
 
+    def _close_gaps(self, rows: list[Chunk], cost: StepCost) -> None:
+        """Moves the last rows' sequences into gaps between the rows, if that makes the next steps faster by more than
+        the moves take. Only when gaps have lasted for some steps: mostly a new sequence fills one soon. A sequence that
+        moves computes nothing in this step."""
+        by_id = {sequence.seq_id: sequence for sequence, _ in rows}
+        if self.waiting or len(self.running) > len(rows) or max(by_id) - min(by_id) + 1 == len(by_id):
+            self._n_gap_steps = 0
+            return
+        self._n_gap_steps += 1
+        if self._n_gap_steps < _GAP_STEPS or not cost.knows_rows:
+            return
+        free = {*self._kv.spare_ids(), *self._kv.cached_ids()}
+        while len(by_id) > 1:
+            first, last = min(by_id), max(by_id)
+            gap = next((seq_id for seq_id in range(first, last) if seq_id not in by_id), None)
+            sequence = by_id.pop(last)
+            if gap is None or gap not in free or not self._kv.can_move(sequence):
+                return
+            before, after = (
+                cost.rows_s([stop - start for start, stop in _joined(sorted(seq_ids), free | {last}, cost)])
+                for seq_ids in ([*by_id, last], [*by_id, gap])
+            )
+            if min(sequence.n_left, _GAP_AHEAD) * (before - after) < before + self._kv.move_s(sequence):
+                return
+            self._kv.move_to(gap, sequence)
+            by_id[gap] = sequence
+            free = free - {gap} | {last}
+
     def _join_rows(self, plan: StepPlan, rows: list[Chunk], prompts: list[Seq], cost: StepCost) -> list[Seq]:
         """Where sequences have streams: fills the gaps between rows, and the last tile, if that makes the step faster.
 
@@ -346,22 +381,8 @@ class Scheduler:
         """
         spare = [*self._kv.spare_ids(), *self._kv.cached_ids()]
         by_id = {sequence.seq_id: sequence for sequence in prompts}
-        free = by_id.keys() | spare[: self._step_tokens - len(rows) - len(prompts)]
-        groups = _groups(sorted(sequence.seq_id for sequence, _ in rows))
-        joined = groups[:1]
-        for start, stop in groups[1:]:
-            last_start, last_stop = joined[-1]
-            gap = range(last_stop, start)
-            if free.issuperset(gap) and cost.is_worth_joining(last_stop - last_start, len(gap), stop - start):
-                joined[-1] = (last_start, stop)
-            else:
-                joined.append((start, stop))
-        if len(joined) == 1:
-            start, stop = joined[0]
-            end = stop
-            while end in free:
-                end += 1
-            joined[0] = (start, start + cost.rows_to_compute(stop - start, end - start))
+        free = {*by_id, *spare[: self._step_tokens - len(rows) - len(prompts)]}
+        joined = _joined(sorted(sequence.seq_id for sequence, _ in rows), free, cost)
         plan.row_groups = tuple(stop - start for start, stop in joined)
         ids = {sequence.seq_id for sequence, _ in rows}
         more = [seq_id for start, stop in joined for seq_id in range(start, stop) if seq_id not in ids]
@@ -568,6 +589,27 @@ def _groups(seq_ids: list[int]) -> list[tuple[int, int]]:
     starts = [n for n, before in zip(seq_ids, [-2, *seq_ids], strict=False) if n != before + 1]
     stops = [n + 1 for n, after in zip(seq_ids, [*seq_ids[1:], -1], strict=True) if after != n + 1]
     return list(zip(starts, stops, strict=True))
+
+
+def _joined(seq_ids: list[int], free: set[int], cost: StepCost) -> list[tuple[int, int]]:
+    """The groups of rows that a step computes, as (first, last + 1): gaps of free seq_ids are filled where that is
+    faster, and the last tile."""
+    groups = _groups(seq_ids)
+    joined = groups[:1]
+    for start, stop in groups[1:]:
+        last_start, last_stop = joined[-1]
+        gap = range(last_stop, start)
+        if free.issuperset(gap) and cost.is_worth_joining(last_stop - last_start, len(gap), stop - start):
+            joined[-1] = (last_start, stop)
+        else:
+            joined.append((start, stop))
+    if len(joined) == 1:
+        start, stop = joined[0]
+        end = stop
+        while end in free:
+            end += 1
+        joined[0] = (start, start + cost.rows_to_compute(stop - start, end - start))
+    return joined
 
 
 Entry = TypeVar("Entry", bound=BatchEntry)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from cppbatch import BatchInferenceEngine, Completion, FinishReason, SamplingParams
@@ -50,6 +51,30 @@ def drain(engine: BatchInferenceEngine) -> dict[str, list[int]]:
         for event in engine.step():
             tokens.setdefault(event.request_id, []).extend(event.tokens)
     raise AssertionError("the engine does not come to an end")
+
+
+@pytest.mark.parametrize("model", ["tiny_llama", "tiny_swa"])
+def test_a_sequence_that_moves_to_a_gap_continues_its_text(
+    open_engine: OpenEngine, model: str, request: pytest.FixtureRequest
+) -> None:
+    path = request.getfixturevalue(model)
+    engine = open_engine(path, kv_layout="per-sequence", n_parallel=4, spec="off")
+    engine._scheduler.computed = lambda *_: None  # type: ignore[method-assign]  # learn no other times
+    engine._scheduler._lora.budget(()).cost.seed([(n, 0.005 + 0.005 * n) for n in range(1, 5)])
+    short, long = (msgspec.structs.replace(GREEDY, max_tokens=n) for n in (4, 90))
+    ids = [
+        engine.add_request(prompt, params) for prompt, params in zip(PROMPTS, [long, short, long, long], strict=False)
+    ]
+    texts: dict[str, list[int]] = {}
+    held = set()
+    while engine.has_work:
+        for event in engine.step():
+            texts.setdefault(event.request_id, []).extend(event.tokens)
+        held.add(tuple(sorted(engine.kv.running)))
+    assert (0, 1, 2) in held, "the sequence of seq_id 3 has moved to seq_id 1"
+    for i in (0, 2, 3):
+        alone = open_engine(path, kv_layout="per-sequence", spec="off")
+        assert tokens_of(alone.generate([PROMPTS[i]], long)) == [texts[ids[i]]]
 
 
 # --- the same text, whatever else runs -----------------------------------------------------------------------------

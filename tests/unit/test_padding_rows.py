@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from cppbatch import Completion
+from cppbatch import BatchInferenceEngine, Completion
+from cppbatch.config import Sharing
 from cppbatch.engine.padding_rows import BatchEntry, PaddingRow, with_min_rows
 from tests.fakes import context_of, drain, fake_engine, greedy, know, ubatches
 
@@ -53,6 +54,35 @@ def test_gaps_stay_where_filling_them_costs_more() -> None:
     lengths = (40, 4, 4, 40)
     engine.generate([[i, 1] for i in range(4)], [greedy(n, ignore_eos=True) for n in lengths])
     assert list(context_of(engine).steps[20]) == [0, 3]
+
+
+STEEP = {n: 0.005 + 0.005 * n for n in range(1, 9)}
+"""Seconds by rows: two groups cost 5 ms more than one, and a padding row costs as much."""
+
+
+@pytest.mark.parametrize("sharing", ["none", "copy"])
+def test_a_gap_that_lasts_is_closed_and_texts_are_those_of_each_alone(sharing: Sharing) -> None:
+    def engine() -> BatchInferenceEngine:
+        engine = fake_engine(n_ctx=800, n_batch=80, n_parallel=8, unified=False, sharing=sharing, may_pad=True)
+        know(engine, STEEP)
+        return engine
+
+    lengths = (60, 4, 60, 60, 4, 60)
+    prompts, params = [[i + 1] * 20 for i in range(6)], [greedy(n, ignore_eos=True) for n in lengths]
+    together = engine()
+    texts = [result.tokens for result in together.generate(prompts, params)]
+    assert list(context_of(together).steps[30]) == [0, 1, 2, 3]
+    together.kv.check()
+    assert texts == [engine().generate([p], g)[0].tokens for p, g in zip(prompts, params, strict=True)]
+
+
+def test_a_gap_stays_while_a_request_waits_for_it_or_where_little_is_left_to_gain() -> None:
+    engine = fake_engine(n_ctx=800, n_batch=40, n_parallel=4, unified=False, may_pad=True)
+    know(engine, STEEP)
+    for i, n in enumerate((40, 4, 40, 7)):
+        engine.add_request([i + 1, 1], greedy(n, ignore_eos=True))
+    drain(engine)
+    assert [list(step) for step in context_of(engine).steps[4:7]] == [[0, 2, 3]] * 3, "seq_id 3 soon ends"
 
 
 def test_padding_takes_no_cells_that_sequences_need() -> None:
