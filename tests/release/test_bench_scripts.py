@@ -104,6 +104,16 @@ def test_every_layer_is_measured_beside_the_bare_loop(tiny_llama: Path) -> None:
     assert figures["HTTP"][5].endswith("%")
 
 
+def test_two_settings_are_compared_step_by_step(tiny_llama: Path) -> None:
+    few = ["-B", 2, "--requests", 3, "--longest", 30, "--rounds", 1]
+    figures = rows(
+        script("bench_steps_in_turns.py", "-m", tiny_llama, *few, f"one={ROOT}", f'two={ROOT}:{{"n_batch": 64}}')
+    )
+    speeds = [number(figures[name][0]) for name in ("one", "two")]
+    ratio = float(figures["two"][0].split("(")[1].split(",")[0])
+    assert ratio == pytest.approx(speeds[1] / speeds[0], abs=0.02)
+
+
 def test_open_pages_are_measured_in_turns_and_snapshots_are_timed(tiny_llama: Path) -> None:
     printed = script("bench_live.py", "-m", tiny_llama, "--pages", 2, "--turns", 1, "--seconds", 1)
     figures = rows(printed)

@@ -1,0 +1,180 @@
+#!/usr/bin/env python3
+"""Compares two source trees, or engine settings, on a mixed load: their engines take single steps in turns.
+
+A shared machine is twice as fast in one minute as in the next, so runs one after the other say little. Here each
+variant is a process with an engine of its own, only one of them steps at a time, and each has a clock that runs only
+during its own steps. The ratio of two variants changes by about a hundredth from round to round.
+
+    .venv/bin/python scripts/bench_steps_in_turns.py -m model.gguf before=../old-tree now=.
+    .venv/bin/python scripts/bench_steps_in_turns.py -m model.gguf f16=. q8_0='.:{"cache_type_k": "q8_0"}'
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+from cppbatch.bench.markdown import markdown_table
+
+MIN_PROMPT, MIN_NEW, MAX_NEW = 20, 16, 128  # tokens
+WORKER = "worker"
+
+
+class Worker:
+    """An engine that steps on request. At most `at_once` requests run; the next one is added when one has ended."""
+
+    def __init__(self, model: str, at_once: int, settings: dict[str, Any]) -> None:
+        from cppbatch import BatchInferenceEngine, EngineConfig
+
+        sizes = {"n_parallel": at_once, "n_ctx": 1024 * at_once, "spec": "off"}
+        self._engine = BatchInferenceEngine(EngineConfig(model, **{**sizes, **settings}))
+        self._at_once = at_once
+        self._n_vocab = self._engine.info.n_vocab
+
+    def begin(self, seed: int, n_requests: int, longest: int) -> None:
+        """Begins a round of requests with random prompts, the same for all workers."""
+        chance = random.Random(seed)
+        self._waiting = [
+            (
+                [
+                    chance.randrange(self._n_vocab // 2, self._n_vocab)
+                    for _ in range(int(math.exp(chance.uniform(math.log(MIN_PROMPT), math.log(longest)))))
+                ],
+                chance.randint(MIN_NEW, MAX_NEW),
+            )
+            for _ in range(n_requests)
+        ]
+        self._now_s = 0.0
+        self._started: dict[str, float] = {}
+        self._latest: dict[str, float] = {}
+        self._gaps: list[float] = []
+        self._ttft: list[float] = []
+        self._n_tokens = 0
+        for _ in range(self._at_once):
+            self._add()
+
+    def _add(self) -> None:
+        from cppbatch import SamplingParams
+
+        if self._waiting:
+            prompt, n_new = self._waiting.pop()
+            params = SamplingParams(max_tokens=n_new, temperature=0.8, seed=len(self._waiting), ignore_eos=True)
+            self._started[self._engine.add_request(prompt, params)] = self._now_s
+
+    def step(self) -> bool:
+        """Computes one batch. Returns whether there is more to compute."""
+        began = perf_counter()
+        events = self._engine.step()
+        self._now_s += perf_counter() - began
+        for event in events:
+            self._n_tokens += len(event.tokens)
+            if event.tokens and event.request_id in self._latest:
+                self._gaps.append(self._now_s - self._latest[event.request_id])
+            elif event.tokens:
+                self._ttft.append(self._now_s - self._started[event.request_id])
+            self._latest[event.request_id] = self._now_s
+            if event.finish_reason:
+                self._add()
+        return self._engine.has_work
+
+    def report(self) -> dict[str, float]:
+        """Tokens/s, and milliseconds."""
+        gaps, ttft = sorted(self._gaps), sorted(self._ttft)
+        found = {"tokens/s": self._n_tokens / self._now_s}
+        found |= {f"between tokens, p{p}": 1000 * gaps[len(gaps) * p // 100] for p in (50, 95, 99)}
+        return found | {"longest": 1000 * gaps[-1], "first token, p95": 1000 * ttft[len(ttft) * 95 // 100]}
+
+
+def work(model: str, at_once: int, settings: dict[str, Any]) -> None:
+    """The process of a variant: answers each line of the standard input with a line of JSON."""
+    worker = Worker(model, at_once, settings)
+    print(json.dumps(None), flush=True)
+    for line in sys.stdin:
+        name, *args = json.loads(line)
+        print(json.dumps(getattr(worker, name)(*args)), flush=True)
+
+
+class Variant:
+    """The process of a tree with its settings."""
+
+    def __init__(self, model: Path, at_once: int, tree: str, settings: str) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, __file__, WORKER, "-m", model.resolve(), "-B", str(at_once), settings],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+            env={**os.environ, "PYTHONPATH": str(Path(tree).resolve())},
+        )  # fmt: skip
+        self._answer()
+
+    def ask(self, name: str, *args: int) -> Any:
+        assert self._process.stdin
+        self._process.stdin.write(json.dumps([name, *args]) + "\n")
+        self._process.stdin.flush()
+        return self._answer()
+
+    def _answer(self) -> Any:
+        assert self._process.stdout
+        line = self._process.stdout.readline()
+        if not line:
+            raise SystemExit(f"a variant has ended with code {self._process.wait()}; its message is above")
+        return json.loads(line)
+
+    def close(self) -> None:
+        assert self._process.stdin
+        self._process.stdin.close()
+        self._process.wait()
+
+
+def run_round(variants: Sequence[Variant], seed: int, n_requests: int, longest: int) -> list[dict[str, float]]:
+    """The report of each variant for one round."""
+    for variant in variants:
+        variant.ask("begin", seed, n_requests, longest)
+    left, order = list(variants), random.Random(seed)
+    while left:
+        order.shuffle(left)  # the first step after another engine's finds the caches cold
+        left = [variant for variant in left if variant.ask("step")]
+    return [variant.ask("report") for variant in variants]
+
+
+def cell(rounds: Sequence[Sequence[dict[str, float]]], i: int, title: str) -> str:
+    """The median of a variant, with that of its ratios to the first variant, and their range."""
+    ratios = sorted(reports[i][title] / reports[0][title] for reports in rounds)
+    ratio = f" ({median(ratios):.2f}, {ratios[0]:.2f} to {ratios[-1]:.2f})" if i else ""
+    return f"{median(reports[i][title] for reports in rounds):,.0f}{ratio}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("variants", nargs="+", metavar="NAME=TREE[:JSON]", help="JSON: fields of EngineConfig")
+    parser.add_argument("-m", "--model", type=Path, required=True)
+    parser.add_argument("-B", dest="at_once", type=int, default=16)
+    parser.add_argument("--requests", type=int, default=32, help="of a round")
+    parser.add_argument("--longest", type=int, default=500, help="prompt tokens")
+    parser.add_argument("--rounds", type=int, default=5)
+    if sys.argv[1:2] == [WORKER]:
+        args = parser.parse_args(sys.argv[2:])
+        return work(str(args.model), args.at_once, json.loads(args.variants[0]))
+    args = parser.parse_args()
+    named = [each.partition("=") for each in args.variants]
+    parts = {name: value.partition(":") for name, _, value in named}
+    variants = [Variant(args.model, args.at_once, tree, settings or "{}") for tree, _, settings in parts.values()]
+    rounds = [run_round(variants, seed, args.requests, args.longest) for seed in range(args.rounds + 1)][1:]
+    for variant in variants:
+        variant.close()
+    titles = list(rounds[0][0])
+    rows = [(name, *(cell(rounds, i, title) for title in titles)) for i, name in enumerate(parts)]
+    print(markdown_table(["", *titles], rows))
+    return None
+
+
+if __name__ == "__main__":
+    main()
