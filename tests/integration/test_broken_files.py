@@ -111,7 +111,7 @@ def test_generate_without_a_prompt_says_how_to_give_one(
 ) -> None:
     code, _, err = run("generate", "-m", tiny_llama, "-np", "1")
     assert code == 2
-    assert "give -p TEXT" in err
+    assert "use -p TEXT" in err
 
 
 # --- models inspect, models list -------------------------------------------------------------------------------------

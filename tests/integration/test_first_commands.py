@@ -52,7 +52,8 @@ def test_without_n_a_text_has_the_default_maximum_and_that_is_said(
     _, out, err = run(*generate)
     assert len(msgspec.json.decode(out)["tokens"]) == 64
     assert err == (
-        "1 of 1 texts were cut off after 4,096 tokens or at the end of the context: -n sets another limit, -n -1 none\n"
+        "1 of 1 texts were cut off after 4,096 tokens or when the context was full: change the limit with -n N, or "
+        "remove it with -n -1\n"
     )
     _, out, err = run(*generate, "-n", "-1")
     assert len(msgspec.json.decode(out)["tokens"]) > 64
@@ -94,7 +95,7 @@ def test_a_plain_prompt_is_a_chat_with_a_chat_template_unless_raw(
     for i, begun in ((0, "chat"), (1, "completions")):
         again = run("batch", tmp_path / "in.txt", "-o", tmp_path / f"{i}.jsonl", "-m", chat_model, *SMALL, "-n", "1")
         assert again[0] == 0, again[2]
-        assert f"the job was begun with --endpoint {begun} and continues with it" in again[2]
+        assert f"the job was started with --endpoint {begun} and continues with it" in again[2]
     assert run("generate", "-m", chat_model, "-p", "x", "--raw", "--system", "S")[0] == 2
     refused = run("batch", tmp_path / "in.txt", "-o", tmp_path / "x.jsonl", "-m", chat_model, "--raw", "--system", "S")
     assert refused[0] == 2
@@ -104,7 +105,7 @@ def test_a_plain_prompt_is_a_chat_with_a_chat_template_unless_raw(
 def test_an_empty_text_is_explained(run: Run, tiny_llama: Path) -> None:
     code, out, err = run("generate", "-m", tiny_llama, *SMALL, "-p", "abc", "--grammar", 'root ::= ""')
     assert (code, out) == (0, "--- 1: abc\n\n")
-    assert err == "1: no text, because the model's first token ends it\n"
+    assert err == "1: no text: the model ended it with its first token\n"
 
 
 def test_after_ctrl_c_the_text_so_far_is_printed(tiny_llama: Path) -> None:
@@ -163,11 +164,13 @@ def test_a_wrong_column_leaves_no_job_behind(run: Run, tiny_llama: Path, tmp_pat
     code, out, err = run(*batch)
     assert (code, out) == (2, "")
     assert err.endswith(f"error: {source}: has no column 'prompt'; there are 'text', 'id' (--column)\n")
-    assert "2 sequences at once, 1,024 KV cells (-np 2 -c 1024): 512 tokens each, and up to 1,024 for one" in err
+    assert (
+        "2 sequences at a time, 1,024 KV cells (-np 2 -c 1024): 512 tokens each, up to 1,024 for a single one"
+    ) in err
     assert list(tmp_path.iterdir()) == [source]
     code, _, err = run(*batch, "--column", "text")
     assert code == 0, err
-    assert "plain prompts get at most 4096 tokens; -n sets another limit, -n -1 none" in err
+    assert "plain prompts get at most 4096 tokens; change the limit with -n N" in err
     assert "plain prompts are continued as they are: the model has no chat template" in err
     assert msgspec.json.decode(output.read_bytes())["usage"]["completion_tokens"] <= 1024
 
@@ -406,7 +409,7 @@ def test_a_file_without_prompts_is_said(run: Run, tiny_llama: Path, tmp_path: Pa
     source.write_text(content)
     code, _, err = run("batch", source, "-o", tmp_path / "out.jsonl", "-m", tiny_llama, *SMALL, "--in-process")
     assert code == 0
-    assert f"\n{source} has no lines to answer\n" in err
+    assert f"\n{source} contains no lines to answer\n" in err
 
 
 def test_a_file_of_prompts_that_is_not_utf_8_is_named(run: Run, tiny_llama: Path, tmp_path: Path) -> None:

@@ -116,7 +116,7 @@ def test_a_conversation_in_a_terminal(terminal: Terminal, tmp_path: Path) -> Non
     assert "Paris" in answered["content"]
 
     terminal.type("\x03")
-    terminal.wait_for("Ctrl-C again, or Ctrl-D, ends the program(.*\n)*.*> ")
+    terminal.wait_for("press Ctrl-C again, or Ctrl-D, to quit(.*\n)*.*> ")
     terminal.type("\x03")
     assert terminal.process.wait(30) == 0
     history = tmp_path / "cppbatch" / "chat_history"

@@ -499,7 +499,7 @@ def test_workers_are_a_number_or_a_range(given: str, counts: tuple[int, int | No
 def test_what_is_no_number_of_workers_is_refused_with_an_example(given: str) -> None:
     command = click.command()(deployment_options(lambda deployment: None))
     result = CliRunner().invoke(command, ["--workers", given])
-    assert f"{given!r} is neither a number like 2 nor a range like 1..4" in result.output
+    assert f"{given!r} is neither a number, such as 2, nor a range, such as 1..4" in result.output
 
 
 def test_a_range_of_one_number_is_that_number() -> None:

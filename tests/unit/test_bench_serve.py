@@ -220,7 +220,7 @@ def test_addresses_are_read_as_people_write_them() -> None:
         ("--url http://127.0.0.1:9 --api-key sécret", "--api-key has characters"),
         ("--url http://127.0.0.1:9 --rate 0", "--rate is 0"),
         ("--url http://127.0.0.1:9 --repeats 0", "--repeats is 0"),
-        ("--url http://127.0.0.1:9 --workload quote --prompt-tokens 9", "--prompt-tokens does not go with"),
+        ("--url http://127.0.0.1:9 --workload quote --prompt-tokens 9", "--prompt-tokens does not apply to"),
     ],
 )
 def test_flags_that_make_no_sense_are_refused(arguments: str, message: str) -> None:

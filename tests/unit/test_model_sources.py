@@ -151,7 +151,7 @@ no-kv-unified = true
         ("[models.b]\nnp = 0", "it must be from 1"),
         ("[models.b]\npinned = 'maybe'", "pinned is 'maybe'; it must be true or false"),
         ("[models.b]\nin-process = true", "in-process is for a server with one model"),
-        ("[models.new]\nnp = 1", "'new' is not in --models-dir; name its file"),
+        ("[models.new]\nnp = 1", "'new' not found in --models-dir; set its file"),
         ("default = 'new'", "default is 'new'; it must be one of"),
         ("[models.b]\nalias = ['x']\n[models.c]\nalias = ['x']", "'x' stands for 'b' and for 'c'"),
         ("[model.b]\nnp = 1", "unknown field `model`"),
@@ -168,8 +168,8 @@ def test_settings_that_are_for_one_model_are_refused(folder: Path) -> None:
     with pytest.raises(ConfigError, match="--alias is for a server with one model"):
         catalog(folder, server={"aliases": ("x",)})
     for sources, message in (
-        (ModelSources(folder=folder, any_model=True), "--any-model needs a default model"),
-        (ModelSources(folder=folder, memory_mib=1, memory_check=False), "--models-memory needs the estimates"),
+        (ModelSources(folder=folder, any_model=True), "--any-model requires a default model"),
+        (ModelSources(folder=folder, memory_mib=1, memory_check=False), "--models-memory requires memory estimates"),
     ):
         with pytest.raises(ConfigError, match=message):
             many_models(sources, BASE, set(), Deployment(), ServerSettings())

@@ -375,7 +375,7 @@ def test_on_a_gpu_there_is_nothing_to_do_and_no_kernel_is_timed(q4_k_m: Path, mo
     monkeypatch.setattr(kernels, "has_gpu", lambda: True)
     result = CliRunner().invoke(models, ["requantize", str(q4_k_m)])
     assert (result.exit_code, result.output.count("\n")) == (0, 1)
-    assert "nothing to do: the GPU computes the model" in result.output
+    assert "nothing to do: the model runs on the GPU" in result.output
     assert list(q4_k_m.parent.iterdir()) == [q4_k_m]
 
 
