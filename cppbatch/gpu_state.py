@@ -49,14 +49,14 @@ class Gpus:
         try:
             import pynvml as nvml
         except ImportError:
-            log.info("no figures of GPUs: nvidia-ml-py is not installed (pip install 'cppbatch[gpu]')")
+            log.info("no GPU metrics: nvidia-ml-py is not installed (pip install 'cppbatch[gpu]')")
             return None
         try:
             nvml.nvmlInit()
             handles = [nvml.nvmlDeviceGetHandleByIndex(i) for i in range(nvml.nvmlDeviceGetCount())]
             return cls(nvml, handles) if handles else None
         except nvml.NVMLError as error:
-            log.info("no figures of GPUs: %s", error)
+            log.info("no GPU metrics: %s", error)
             return None
 
     def read(self) -> list[GpuState]:

@@ -26,7 +26,7 @@ BROKEN: dict[str, tuple[Callable[[Path], Path], str]] = {
     "empty": (tiny_models.empty, "Download it again"),
     "truncated": (tiny_models.truncated, "Download it again"),
     "not-gguf": (tiny_models.not_gguf, "Download a .gguf version"),
-    "vocab-only": (tiny_models.vocab_only, "Use the model's own GGUF file"),
+    "vocab-only": (tiny_models.vocab_only, "Use the GGUF file of the model itself"),
     "diffusion": (tiny_models.diffusion, "Use another kind"),
     "encoder-decoder": (tiny_models.encoder_decoder, "Use another kind"),
     "pooled-somehow": (lambda path: tiny_models.encoder_only(path, pooling=None), "set pooling (--pooling)"),

@@ -166,7 +166,7 @@ def test_models_that_write_no_text_have_no_draft_model_and_are_none(tiny_llama: 
         load_runtime(config(tiny_encoder, tiny_llama))
     with pytest.raises(ModelError, match="generates no text"):
         load_runtime(config(tiny_llama, tiny_encoder))
-    with pytest.raises(ConfigError, match="needs a draft model"):
+    with pytest.raises(ConfigError, match="requires a draft model"):
         EngineConfig(model_path="x", spec="draft")
 
 

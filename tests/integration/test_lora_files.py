@@ -165,13 +165,13 @@ def test_a_default_scale_out_of_range_is_refused(scale: float) -> None:
 
 
 def test_two_adapters_of_one_name_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"one/a.gguf and two/a.gguf are both called 'a'; rename"):
+    with pytest.raises(ConfigError, match=r"one/a.gguf and two/a.gguf have the same name 'a'; rename"):
         EngineConfig(model_path="", lora=(("one/a.gguf", 1), ("two/a.gguf", 1)))
 
 
 @pytest.mark.parametrize("lora", [("a.gguf",), ((1, 2, 3),), 3, (("a.gguf", "much"),)])
 def test_adapters_are_pairs_of_a_file_and_a_scale(lora: Any) -> None:
-    with pytest.raises(ConfigError, match="pairs of a file and a scale"):
+    with pytest.raises(ConfigError, match="(file, scale) pairs"):
         EngineConfig(model_path="", lora=lora)
 
 

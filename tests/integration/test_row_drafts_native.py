@@ -361,7 +361,7 @@ def test_another_kind_than_that_of_spec_is_refused(files: Files, tiny_llama: Pat
     refused(
         tiny_mamba, files.draft("eagle3"), "'eagle3', and there are no drafts with a model whose state", spec="eagle3"
     )
-    with pytest.raises(ConfigError, match=r"spec \(--spec\) is 'eagle3', which needs a draft model"):
+    with pytest.raises(ConfigError, match=r"spec \(--spec\) is 'eagle3', which requires a draft model"):
         EngineConfig("x", spec="eagle3")
 
 

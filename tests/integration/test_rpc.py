@@ -165,7 +165,7 @@ def test_a_worker_that_serves_another_engine_is_busy_and_free_afterwards(
     endpoint = parse_endpoint(split["rpc"][0])
     with (
         BatchInferenceEngine(tiny_llama, **SETTINGS, **split),
-        pytest.raises(RpcUnreachable, match="another one uses it"),
+        pytest.raises(RpcUnreachable, match="in use by another engine"),
     ):
         check_worker(endpoint, 0.2)
     check_worker(endpoint)
@@ -266,7 +266,9 @@ async def test_while_a_worker_is_away_requests_wait_and_the_state_names_it(
     with RpcWorker() as third:
         async with EngineProcess(tiny_llama, **SETTINGS, rpc=(workers[0].endpoint, third.endpoint)) as engine:
             third.stop()
-            await until(lambda: f"no RPC worker answers at {third.endpoint}" in (engine.health().error or ""), 20)
+            await until(
+                lambda: f"cannot connect to an RPC worker at {third.endpoint}" in (engine.health().error or ""), 20
+            )
             waiting = asyncio.ensure_future(one_text(engine, 1, 5, lambda: None))
             await asyncio.sleep(0.3)
             assert engine.health().status == "restarting"
@@ -286,7 +288,7 @@ def test_a_worker_that_was_used_once_and_is_gone_harms_nothing(tiny_llama: Path)
     with RpcWorker() as worker:
         texts(tiny_llama, ["a"], rpc=(worker.endpoint,))
     assert not any(worker.endpoint in device.description for device in Backend.get().devices())
-    with pytest.raises(RpcUnreachable, match=f"no RPC worker answers at {worker.endpoint}"):
+    with pytest.raises(RpcUnreachable, match=f"cannot connect to an RPC worker at {worker.endpoint}"):
         texts(tiny_llama, ["a"], rpc=(worker.endpoint,))
     assert texts(tiny_llama, ["a"])
 

@@ -94,10 +94,10 @@ def test_some_models_also_give_the_rows_after_the_last_layer(tmp_path: Path, tar
         ("eagle3", {}, {"embedding_length": 4}, "for 8 numbers, and computes 4"),
         ("dflash", OWN, {"embedding_length": 4}, "reads rows of 4 numbers, and those of the model have 8"),
         ("eagle3", {**OWN, "token_embd.weight": (9, 8)}, {}, "embeddings of 9 tokens, and a vocabulary of 10"),
-        ("eagle3", {"d2t": np.arange(3)}, {}, "no output matrix beside it"),
-        ("eagle3", {**OWN, "d2t": np.arange(3, dtype=np.int32)}, {}, "not of 64-bit integers"),
+        ("eagle3", {"d2t": np.arange(3)}, {}, "the output matrix is missing"),
+        ("eagle3", {**OWN, "d2t": np.arange(3, dtype=np.int32)}, {}, "does not contain 64-bit integers"),
         ("eagle3", {**OWN, "d2t": np.arange(8, 11)}, {}, "not from 0 to 9"),
-        ("dflash", OWN, {"hyper_connection__count": 4}, "DSpark of DeepSeek 4"),
+        ("dflash", OWN, {"hyper_connection__count": 4}, "DSpark model for DeepSeek 4"),
         ("dflash", {"markov_w1.weight": (N_VOCAB, 2)}, {"block_size": None}, "blocks of None tokens"),
     ],
 )

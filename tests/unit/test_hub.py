@@ -150,11 +150,11 @@ def test_a_copy_with_other_weights_is_not_taken_for_the_file_of_the_hub(hub: Fak
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("owner/Tiny-GGUF:IQ2_M", r"owner/Tiny-GGUF has no IQ2_M\. It has Q4_0, Q4_K_M, Q8_0, UD-Q4_K_XL$"),
-        ("owner/Tiny-GGUF:no.gguf", r"has no no\.gguf\. It has Tiny-Q4_0\.gguf, "),
-        ("owner/safetensors", "has no GGUF files. Mostly a repository with -GGUF in its name has them"),
-        ("owner/nothing", r"there is no file owner/nothing, and no owner/nothing on http://127.* set HF_TOKEN"),
-        ("owner/gated-GGUF", r"asks for consent: accept its terms on http.*/owner/gated-GGUF, and set HF_TOKEN"),
+        ("owner/Tiny-GGUF:IQ2_M", r"IQ2_M not found in owner/Tiny-GGUF; available: Q4_0, Q4_K_M, Q8_0, UD-Q4_K_XL$"),
+        ("owner/Tiny-GGUF:no.gguf", r"no\.gguf not found in .*; available: Tiny-Q4_0\.gguf, "),
+        ("owner/safetensors", "has no GGUF files"),
+        ("owner/nothing", r"owner/nothing is neither an existing file nor, on http://127.* set HF_TOKEN"),
+        ("owner/gated-GGUF", r"requires you to accept its terms: open http.*/owner/gated-GGUF, then set HF_TOKEN"),
         ("owner/broken-GGUF", "is not a GGUF file"),
     ],
 )
@@ -166,7 +166,7 @@ def test_what_cannot_be_fetched_says_why(hub: FakeHub, folder: Path, name: str, 
 def test_without_a_network_the_address_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")  # the discard port: nobody listens
     began = time.monotonic()
-    with pytest.raises(ModelError, match=r"could not be fetched from http://127\.0\.0\.1:9: .*Check the network"):
+    with pytest.raises(ModelError, match=r"could not be downloaded from http://127\.0\.0\.1:9: .*Check the network"):
         choose_model("owner/Tiny-GGUF")
     assert time.monotonic() - began < 5, "the client has retried"
 
