@@ -52,7 +52,7 @@ class Health(msgspec.Struct, frozen=True, kw_only=True):
     def refusal(self) -> str:
         """The answer to a request while it takes none."""
         reason = f": {self.error}" if self.error else ""
-        return f"the engine takes no requests: it is {self.status}{reason}"
+        return f"the engine does not accept requests: it is {self.status}{reason}"
 
 
 class WorkerState(msgspec.Struct, frozen=True, kw_only=True):
@@ -242,7 +242,7 @@ class EngineClient(ABC):
 
 def id_in_use(request_id: str) -> InvalidRequest:
     """The error for a request whose id an unfinished request has."""
-    return InvalidRequest("id", f"{request_id!r} is the id of a request that is still running")
+    return InvalidRequest("id", f"{request_id!r} is already the id of a running request; choose another")
 
 
 def running_loop(name: str) -> asyncio.AbstractEventLoop:
@@ -251,6 +251,6 @@ def running_loop(name: str) -> asyncio.AbstractEventLoop:
         return asyncio.get_running_loop()
     except RuntimeError:
         raise ConfigError(
-            f"{name} needs a running event loop: make it in a coroutine, with `async with {name}(...)`. Without "
-            "asyncio use BatchInferenceEngine"
+            f"{name} needs a running event loop: create it in a coroutine with `async with {name}(...)`. Without "
+            "asyncio, use BatchInferenceEngine"
         ) from None

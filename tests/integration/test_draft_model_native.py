@@ -150,7 +150,7 @@ def test_a_model_that_cannot_forget_wrong_drafts_is_refused(
         (tiny_models.truncated, "cannot be loaded"),
         (tiny_models.empty, "cannot be loaded"),
         (tiny_models.not_gguf, "cannot be loaded"),
-        (lambda path: path, "no model file"),
+        (lambda path: path, "model file not found"),
     ],
     ids=["truncated", "empty", "web-page", "missing"],
 )

@@ -99,7 +99,7 @@ def test_a_plain_prompt_is_a_chat_with_a_chat_template_unless_raw(
     assert run("generate", "-m", chat_model, "-p", "x", "--raw", "--system", "S")[0] == 2
     refused = run("batch", tmp_path / "in.txt", "-o", tmp_path / "x.jsonl", "-m", chat_model, "--raw", "--system", "S")
     assert refused[0] == 2
-    assert "--system needs --endpoint chat" in refused[2]
+    assert "--system requires --endpoint chat" in refused[2]
 
 
 def test_an_empty_text_is_explained(run: Run, tiny_llama: Path) -> None:
@@ -207,7 +207,7 @@ def test_results_are_not_written_as_json_lines_into_another_format(run: Run, tin
     source.write_text("abc\n")
     code, _, err = run("batch", source, "-o", tmp_path / "t.xlsx", "-m", tiny_llama)
     assert code == 2
-    assert f"JSON lines, CSV or Parquet: name it {tmp_path / 't.jsonl'} or .csv" in err
+    assert f"JSON Lines, CSV or Parquet: use {tmp_path / 't.jsonl'}" in err
     code, _, err = run("batch", source, "-o", tmp_path / "t.txt", "-m", tiny_llama)
     assert (code, "t.jsonl" in err) == (2, True)
     assert list(tmp_path.iterdir()) == [source]
@@ -427,7 +427,7 @@ def test_a_file_of_prompts_that_is_not_utf_8_is_named(run: Run, tiny_llama: Path
         (("-j", '{"type": "strin"}'), "error: prompt 1: json_schema: Invalid type: strin"),
         (("--mmproj", "none.gguf"), "error: mmproj (--mmproj): there is no file none.gguf; give a GGUF file"),
         (("-md", "none.gguf"), "error: draft_model (-md): there is no file none.gguf; give a GGUF file"),
-        (("--lora", "none.gguf"), "error: lora (--lora): there is no adapter file at none.gguf"),
+        (("--lora", "none.gguf"), "error: lora (--lora): adapter file not found at none.gguf"),
         (("--chat-template-file", "x.jinja"), "--chat-template: the file 'x.jinja' cannot be read (No such file or "),
     ],
     ids=lambda value: value[0] if isinstance(value, tuple) else "",

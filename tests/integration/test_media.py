@@ -162,8 +162,8 @@ def test_samples_that_cannot_be_encoded_never_reach_c(files: Path, samples: npt.
 @pytest.mark.parametrize(
     ("projector", "message"),
     [
-        ("missing", "there is no projector file at .*missing.gguf"),
-        ("text", "is no projector: its architecture is llama, and that of an mmproj file is clip"),
+        ("missing", "projector file not found .*missing.gguf"),
+        ("text", "is not a projector: its architecture is llama, but an mmproj file has clip"),
         ("wide", r"mismatch between text model \(n_embd = 64\) and mmproj \(n_embd = 128\)$"),
         ("torn", "cannot be"),
         ("noise", "cannot be read as a GGUF file"),

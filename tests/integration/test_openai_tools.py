@@ -202,7 +202,7 @@ def test_only_allowed_tools_are_called(server: ChatServer, client: Any) -> None:
 @pytest.mark.parametrize(
     ("allowed", "said"),
     [
-        ({"mode": "auto", "tools": [{"type": "function", "function": {"name": "no"}}]}, "none of the tools"),
+        ({"mode": "auto", "tools": [{"type": "function", "function": {"name": "no"}}]}, "not one of the tools"),
         ({"mode": "auto", "tools": []}, "allows no tool"),
         ({"mode": "never", "tools": []}, "must be auto or required"),
         ({"mode": "auto", "tools": [{"type": "mcp"}]}, "must name a function or a custom tool"),

@@ -413,14 +413,14 @@ def estimate_here(config: EngineConfig) -> list[Any]:
 def test_bad_rows_and_drafts_do_not_reach_llama_cpp(files: Files) -> None:
     alone = Alone(files.target("eagle3"), files.draft("eagle3"), 3)
     assert alone.eagle
-    with pytest.raises(OutOfRange, match="hidden rows were asked for"):
+    with pytest.raises(OutOfRange, match="hidden rows were requested"):
         alone.target.hidden_rows(1)  # before any decode: llama.cpp would abort
     with pytest.raises(OutOfRange, match="192 numbers"):
         alone.eagle.encode(np.zeros((3, 64), np.float32))
     many = np.random.default_rng(0).standard_normal((1200, 192)).astype(np.float32)  # more than n_ubatch
     assert np.allclose(alone.eagle.encode(many)[700:], alone.eagle.encode(many[700:]), atol=1e-5)
     alone.close()
-    with pytest.raises(OutOfRange, match="drafts of 6 tokens were asked for, of blocks of 6"):
+    with pytest.raises(OutOfRange, match="drafts of 6 tokens were requested, but blocks have 6"):
         Alone(files.target("dflash"), files.draft("dflash"), 6)
 
 

@@ -172,7 +172,7 @@ def test_a_server_says_which_workers_come_and_go(tmp_path: Path) -> None:
     expected = [
         r"workers: 1, up to 2 while requests wait",
         r"waiting requests: \d+, the oldest for [\d.]+ s; worker 1 starts \(2 of at most 2\)",
-        r"worker 1 is ready after [\d.]+ s, and gets \d+ of the waiting requests",
+        r"worker 1 is ready after [\d.]+ s, and takes \d+ of the waiting requests",
         r"fewer workers have been enough for 1 s: worker 1 drains and ends after its last request \(\d+ unfinished\)",
         r"worker 1 has ended; running: 1",
     ]

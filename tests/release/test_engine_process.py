@@ -391,7 +391,7 @@ async def test_workers_that_keep_dying_fail_their_requests_and_a_later_one_bring
         await until(lambda: engine.health().status == "restarting")
         (events,) = await together(engine, [request("a")])
         assert events[-1].finish_reason is FinishReason.ERROR
-        assert "could not be loaded again" in (events[-1].error or "")
+        assert "could not be reloaded" in (events[-1].error or "")
         assert engine.health().status == "failed"
         with pytest.raises(EngineClosed, match="failed"):
             await run(engine, request("b"))

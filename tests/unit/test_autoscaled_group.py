@@ -239,7 +239,7 @@ async def test_no_worker_is_started_that_does_not_fit_and_one_line_says_so(
     with caplog.at_level(logging.INFO):
         await fleet.wait(25)
     (line,) = caplog.messages
-    assert line == f"worker 1 cannot run, though requests wait: {fleet.shortage}. Next attempt in 30 s"
+    assert line == f"cannot start worker 1 for waiting requests: {fleet.shortage}. Next attempt in 30 s"
     assert (len(FakeWorker.started), fleet.group.scaling().held_back) == (1, fleet.shortage)
     with caplog.at_level(logging.INFO):
         await fleet.wait(300)
@@ -257,7 +257,7 @@ async def test_a_worker_that_cannot_load_leaves_the_others_as_they_are(
     await fleet.submit(8)
     await fleet.wait(10)
     assert (fleet.counts, fleet.group.health().status) == ((1, 0, 0), "ok")
-    assert "worker 1 cannot run, though requests wait: out of memory. Next attempt in 30 s" in caplog.text
+    assert "cannot start worker 1 for waiting requests: out of memory. Next attempt in 30 s" in caplog.text
     await fleet.finish()
     assert all(stream.reasons == [FinishReason.LENGTH] for stream in fleet.streams)
 
@@ -437,11 +437,11 @@ def test_whatever_happens_each_request_ends_once_with_its_own_events() -> None:
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"max_workers": 0}, r"--workers is 1\.\.0; the second number must be from 1 to 64"),
-        ({"workers": 3, "max_workers": 2}, r"--workers is 3\.\.2; the second number must be from 3 to 64"),
+        ({"max_workers": 0}, r"--workers is 1\.\.0; the maximum must be from 1 to 64"),
+        ({"workers": 3, "max_workers": 2}, r"--workers is 3\.\.2; the maximum must be from 3 to 64"),
         ({"max_workers": 65}, r"must be from 1 to 64"),
         ({"max_workers": 2, "devices": (0, 1, 2)}, r"fewer than the 3 devices of --devices"),
-        ({"max_workers": 2, "in_process": True}, "--in-process has one engine"),
+        ({"max_workers": 2, "in_process": True}, "--in-process runs a single engine"),
         ({"max_workers": 2, "downscale_delay": 0}, "--downscale-delay is 0; it must be more than 0"),
     ],
 )

@@ -170,8 +170,8 @@ def test_the_prompt_ends_with_the_unfinished_message() -> None:
 @pytest.mark.parametrize(
     ("source", "messages", "complaint"),
     [
-        (PLAIN, [], "needs a last message"),
-        (EITHER, [user([])], "needs a last message"),
+        (PLAIN, [], "requires a last message"),
+        (EITHER, [user([])], "requires a last message"),
         ("{{ messages[0].content }}", [SUM, FOUR], "leaves out"),
         ("{% for m in messages %}{{ m.content[:5] }}{% endfor %}", [SUM, FOUR], "leaves out"),
         ("{% for m in messages %}{{ m.content | replace('four', '4') }}{% endfor %}", [SUM, FOUR], "leaves out"),

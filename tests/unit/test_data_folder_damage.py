@@ -289,7 +289,7 @@ REFUSED: dict[str, tuple[Damage, str]] = {
     "database: without tables, in WAL mode": (other_database("PRAGMA journal_mode = WAL"), "has no tables"),
     "database: new": (
         both(removed("jobs.sqlite3", "jobs.sqlite3-wal"), lambda f, _: BatchStore(database(f)).close()),
-        "has never had a row",
+        "never contained any data",
     ),
     "database: cut in half": (cut("jobs.sqlite3", 0.5), "is corrupt"),
     "database: cut to its first page": (lambda f, _: os.truncate(database(f), PAGE), "is corrupt"),

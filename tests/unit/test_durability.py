@@ -90,7 +90,7 @@ def test_a_checkpoint_that_fails_loses_nothing_and_is_said(
     monkeypatch.setattr(store._db, "_db", Failing())
     with caplog.at_level(logging.WARNING):
         store.add_file(FILE)
-    assert "no checkpoint, the next commit tries again: disk I/O error" in caplog.text
+    assert "checkpoint failed, retrying after the next commit: disk I/O error" in caplog.text
     monkeypatch.undo()
     shutil.copytree(tmp_path, tmp_path / "killed")
     again = BatchStore(tmp_path / "killed" / "jobs.sqlite3")
@@ -182,7 +182,7 @@ async def test_an_upload_is_compared_by_its_hash_and_one_of_0_1_0_by_its_size(tm
         for name in ("new", "old"):
             await data.check_upload(name, thread)
             data.content(name).write_bytes(b"abd")
-        with pytest.raises(InputChanged, match="has other contents"):
+        with pytest.raises(InputChanged, match="differs from the uploaded content"):
             await data.check_upload("new", thread)
         await data.check_upload("old", thread)
         data.content("old").write_bytes(b"ab")

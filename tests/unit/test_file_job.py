@@ -91,7 +91,7 @@ def test_a_job_that_an_earlier_version_began_continues_with_the_defaults_of_then
     job = as_begun(with_defaults(a_job(tmp_path), "max_tokens", "compact_json"), say=said.append)
     assert (job.plain_max_tokens, job.defaults) == (None, {})
     assert said == [
-        "the job was begun with compact_json unset and max_tokens unset, the default of an earlier version, and "
+        "the job was started with compact_json unset and max_tokens unset, the default of an earlier version, and "
         "continues with it"
     ]
     opened(job).close()

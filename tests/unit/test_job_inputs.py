@@ -372,7 +372,7 @@ def test_a_broken_parquet_file_is_an_error(tmp_path: Path) -> None:
     whole = (tmp_path / "in.parquet").read_bytes()
     for data in (b"", b"PAR1 no PAR1", whole[:-20], whole[:4] + b"\xff" * 40 + whole[44:]):
         (tmp_path / "in.parquet").write_bytes(data)
-        with pytest.raises(ConfigError, match="is not a readable Parquet file"):
+        with pytest.raises(ConfigError, match="cannot be read as Parquet"):
             read(tmp_path / "in.parquet")
 
 
@@ -400,8 +400,8 @@ def test_a_file_that_is_not_there_or_is_a_folder_is_an_error_when_it_is_read(tmp
     [
         ("in.gz", {}, r"'\.gz' is none of \.jsonl, "),
         ("in", {}, "none of"),
-        ("in.jsonl", {"column": "prompt"}, "--column 'prompt'.*only CSV"),
-        ("in.txt", {"system": "Be brief."}, "needs --endpoint chat.*completions"),
+        ("in.jsonl", {"column": "prompt"}, "--column 'prompt'.*for CSV"),
+        ("in.txt", {"system": "Be brief."}, "requires --endpoint chat.*completions"),
     ],
 )
 def test_what_does_not_fit_a_file_is_an_error_at_once(name: str, options: dict[str, Any], said: str) -> None:
@@ -477,9 +477,9 @@ def test_a_row_without_a_value_is_an_error_of_that_row_only(reading: Any) -> Non
     ("template", "problem"),
     [
         ("Classify:", "names no column"),
-        ("{}", "{} names no column"),
-        ("{text!r}", "followed by a format"),
-        ('{"label": 1} {text}', "followed by a format"),
+        ("{}", "{} does not name a column"),
+        ("{text!r}", "has a format specification"),
+        ('{"label": 1} {text}', "has a format specification"),
         ("{text", "expected '}'"),
         ("text}", "Single '}'"),
     ],
@@ -493,9 +493,9 @@ def test_columns_that_a_template_names_must_exist(tmp_path: Path) -> None:
     (tmp_path / "in.csv").write_text("id,review\n1,a\n")
     with pytest.raises(ConfigError, match=r"has no column 'text'; there are 'id', 'review' \(--template\)"):
         read(tmp_path / "in.csv", template="{text}")
-    with pytest.raises(ConfigError, match=r"has no column 'key'; .* \(--id-column\)"):
+    with pytest.raises(ConfigError, match=r"column 'key' not found; .* \(--id-column\)"):
         read(tmp_path / "in.csv", column="review", id_column="key")
     with pytest.raises(ConfigError, match="give one of them"):
         detect_input_format("in.csv", column="review", template="{review}")
-    with pytest.raises(ConfigError, match=r"\{prompt\} stands for a line"):
+    with pytest.raises(ConfigError, match=r"use \{prompt\} for the line"):
         detect_input_format("in.txt", template="{text}")

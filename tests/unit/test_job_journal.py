@@ -303,7 +303,7 @@ def test_an_output_that_was_shortened_is_not_written_to(tmp_path: Path) -> None:
     journal.record([result(item(1))])
     journal.close()
     (tmp_path / "out.jsonl").write_bytes(b"")
-    with pytest.raises(StorageError, match=r"has 0 bytes, but .* were written"):
+    with pytest.raises(StorageError, match=r"has 0 bytes instead of the .* written"):
         opened(tmp_path)
     assert (tmp_path / "out.jsonl").read_bytes() == b""
 
@@ -339,7 +339,7 @@ def test_a_full_database_says_so_and_keeps_what_it_has(tmp_path: Path) -> None:
     ledger.register([item(1)])
     ((pages,),) = ledger._db.execute("PRAGMA page_count")
     ledger._db.execute(f"PRAGMA max_page_count = {pages}")
-    with pytest.raises(StorageError, match="cannot grow, the disk is full"):
+    with pytest.raises(StorageError, match="cannot grow because the disk is full"):
         ledger.register([item(i) for i in range(2, 5000)])
     ledger.close()
     ledger = Ledger(tmp_path / "job")

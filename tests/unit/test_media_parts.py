@@ -205,7 +205,7 @@ def test_templates_of_every_kind_keep_the_place_of_a_picture(source: str) -> Non
 
 def test_a_template_that_leaves_out_a_picture_is_an_error_that_counts_it() -> None:
     last_only = "{{ messages[-1].content }}"
-    with pytest.raises(InvalidRequest, match="leaves out number 1") as refused:
+    with pytest.raises(InvalidRequest, match="omits number 1") as refused:
         prepare([user(IMAGE), user(BLUE_IMAGE)], last_only)
     assert refused.value.field == "messages"
 

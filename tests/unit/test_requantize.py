@@ -343,7 +343,7 @@ def test_the_output_must_be_another_file_that_does_not_exist_yet(q4_k_m: Path, t
     with pytest.raises(ModelError, match=r"there\.gguf exists; .*--overwrite"):
         check_target(plan, there, overwrite=False)
     check_target(plan, there, overwrite=True)
-    with pytest.raises(ModelError, match="folder .*not found"):
+    with pytest.raises(ModelError, match=r"folder .*not found"):
         check_target(plan, tmp_path / "none" / "out.gguf", overwrite=False)
 
 

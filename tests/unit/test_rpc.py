@@ -101,7 +101,7 @@ def test_flags_and_variables_are_those_of_llama_cpp(
 
 def test_a_worker_serves_one_engine() -> None:
     for deployment in (Deployment(workers=2), Deployment(max_workers=2), Deployment(devices=(0,))):
-        with pytest.raises(ConfigError, match="an RPC worker serves one at a time"):
+        with pytest.raises(ConfigError, match="an RPC worker serves one engine at a time"):
             deployment.configs(EngineConfig("m.gguf", rpc=(A,)))
 
 

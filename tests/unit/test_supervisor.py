@@ -60,7 +60,7 @@ async def test_the_fifth_death_in_the_first_steps_names_the_model_and_starts_no_
         await die_in_a_row(fake_workers, [WorkerDied(ABORT, set()) for _ in range(5)])
         error = (await reading).error or ""
         assert f"the model {engine.info.name} ({engine.info.description}) cannot be computed here" in error
-        assert f"none computed a token, the last one: {ABORT}" in error
+        assert f"before computing a token; the last one: {ABORT}" in error
         health = engine.health()
         assert (health.status, health.takes_requests) == ("failed", False)
         assert health.error
