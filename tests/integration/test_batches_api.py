@@ -616,7 +616,7 @@ def test_a_batch_goes_on_when_the_engine_is_back(start: Start, monkeypatch: pyte
     monkeypatch.setattr(active_batch, "FIRST_RETRY_S", 0.1)
 
     async def gone(*_: object) -> None:
-        raise EngineClosed("the engine takes no requests: it is failed")
+        raise EngineClosed("the engine does not accept requests: it is failed")
 
     client = client_of(start())
     with monkeypatch.context() as patch:

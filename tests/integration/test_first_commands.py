@@ -163,7 +163,7 @@ def test_a_wrong_column_leaves_no_job_behind(run: Run, tiny_llama: Path, tmp_pat
     batch = ["batch", source, "-o", output, "-m", tiny_llama, *SMALL, "--in-process"]
     code, out, err = run(*batch)
     assert (code, out) == (2, "")
-    assert err.endswith(f"error: {source}: has no column 'prompt'; there are 'text', 'id' (--column)\n")
+    assert err.endswith(f"error: {source}: column 'prompt' not found; available: 'text', 'id' (--column)\n")
     assert (
         "2 sequences at a time, 1,024 KV cells (-np 2 -c 1024): 512 tokens each, up to 1,024 for a single one"
     ) in err
@@ -199,7 +199,7 @@ def test_settings_may_change_until_there_are_results(run: Run, tiny_llama: Path,
     assert code == 0, err
     code, _, err = run(*batch, "-m", tiny_llama, "-n", "5")
     assert code == 2
-    assert "was started with max_tokens 4, and now max_tokens is 5" in err
+    assert "was started with max_tokens 4, but max_tokens is now 5" in err
 
 
 def test_results_are_not_written_as_json_lines_into_another_format(run: Run, tiny_llama: Path, tmp_path: Path) -> None:
@@ -334,7 +334,9 @@ def test_offline_mode_of_the_hub_is_named_as_the_reason() -> None:
         env={**os.environ, "HF_HUB_OFFLINE": "1"}, capture_output=True, text=True, timeout=60, check=False,
     )  # fmt: skip
     assert ended.returncode == 2
-    message = "owner/Tiny-GGUF is not here, and HF_HUB_OFFLINE is set: unset it, or give a GGUF file with -m"
+    message = (
+        "owner/Tiny-GGUF has not been downloaded, and HF_HUB_OFFLINE is set: unset it, or give a GGUF file with -m"
+    )
     assert ended.stderr.splitlines()[-1] == f"error: {message}"
 
 
@@ -423,7 +425,7 @@ def test_a_file_of_prompts_that_is_not_utf_8_is_named(run: Run, tiny_llama: Path
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("-n", "0"), "error: max_tokens (-n) is 0; it must be 1 or more, or -1 for no maximum"),
+        (("-n", "0"), "error: max_tokens (-n) is 0; it must be at least 1, or -1 for no maximum"),
         (("-j", '{"type": "strin"}'), "error: prompt 1: json_schema: Invalid type: strin"),
         (("--mmproj", "none.gguf"), "error: mmproj (--mmproj): there is no file none.gguf; give a GGUF file"),
         (("-md", "none.gguf"), "error: draft_model (-md): there is no file none.gguf; give a GGUF file"),

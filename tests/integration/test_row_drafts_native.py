@@ -332,13 +332,13 @@ def test_another_vocabulary_is_refused(files: Files, tmp_path: Path) -> None:
     [
         (
             lambda path: tiny_models.eagle3(path, n_target=32),
-            "reads rows of 32 numbers, and those of the model have 64",
+            "expects rows of 32 numbers, but the rows of the model have 64",
         ),
         (lambda path: tiny_models.eagle3(path, layers=(1, 2, 4)), r"reads the layers \[1, 2, 4\], .* from 0 to 3"),
         (lambda path: tiny_models.eagle3(path, layers=(-1, 2, 3)), r"reads the layers \[-1, 2, 3\]"),
-        (lambda path: tiny_models.eagle3(path, n_layers=2), "has 2 layers, and llama.cpp computes one"),
-        (lambda path: tiny_models.eagle3(path, d2t=(3, 9, 512)), r"numbers that are not from 0 to 511"),
-        (lambda path: tiny_models.eagle3(path, d2t=(-3, 9, 11)), r"numbers that are not from 0 to 511"),
+        (lambda path: tiny_models.eagle3(path, n_layers=2), "has 2 layers, but llama.cpp supports only one"),
+        (lambda path: tiny_models.eagle3(path, d2t=(3, 9, 512)), r"values outside 0 to 511"),
+        (lambda path: tiny_models.eagle3(path, d2t=(-3, 9, 11)), r"values outside 0 to 511"),
         (lambda path: tiny_models.dflash(path, layers=(1, 4)), r"reads the layers \[1, 4\]"),
         (lambda path: tiny_models.dflash(path, mask=None), "its mask token is None"),
         (lambda path: tiny_models.dflash(path, mask=512), "its mask token is 512"),

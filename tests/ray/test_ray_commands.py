@@ -99,7 +99,7 @@ def test_a_cluster_of_its_own_from_start_to_down(tiny_llama: Path, folder: Path)
         assert server.wait() == 0
         _, left = psutil.wait_procs(processes, timeout=20)
         assert left == []
-        assert command("ray", "status").stdout == "no `cppbatch serve --ray` running on this machine\n"
+        assert command("ray", "status").stdout == "this user has no `cppbatch serve --ray` running on this machine\n"
         noise = re.compile(r"raylet|gcs_|core_worker|ray\.serve| serve \d+ -- ")
         assert [line for line in server.lines + server.errors if noise.search(line)] == []  # it is in a file
 
@@ -135,7 +135,7 @@ def test_a_killed_front_takes_its_cluster_with_it(tiny_llama: Path) -> None:
             for agent in agents:  # they end too, when they notice, after a minute
                 with contextlib.suppress(psutil.NoSuchProcess):
                     agent.kill()
-        assert command("ray", "status").stdout == "no `cppbatch serve --ray` running on this machine\n"
+        assert command("ray", "status").stdout == "this user has no `cppbatch serve --ray` running on this machine\n"
 
 
 def test_replicas_follow_the_load_and_drain(tiny_llama: Path) -> None:
@@ -242,7 +242,7 @@ def test_a_joined_cluster_goes_on(tiny_llama: Path, ray_head: tuple[str, str]) -
         down = command("ray", "down")
         assert (down.returncode, down.stderr) == (0, "")
         assert f"the replicas have ended; the Ray cluster at {address} goes on\n" in down.stdout
-        assert command("ray", "status").stdout == "no `cppbatch serve --ray` running on this machine\n"
+        assert command("ray", "status").stdout == "this user has no `cppbatch serve --ray` running on this machine\n"
 
 
 def test_the_example_file_is_served_by_serve_deploy(

@@ -171,9 +171,9 @@ def test_a_server_says_which_workers_come_and_go(tmp_path: Path) -> None:
     lines = [line.partition("cppbatch.scaling: ")[2] for line in log.splitlines() if "cppbatch.scaling" in line]
     expected = [
         r"workers: 1, up to 2 while requests wait",
-        r"waiting requests: \d+, the oldest for [\d.]+ s; worker 1 starts \(2 of at most 2\)",
-        r"worker 1 is ready after [\d.]+ s, and takes \d+ of the waiting requests",
-        r"fewer workers have been enough for 1 s: worker 1 drains and ends after its last request \(\d+ unfinished\)",
+        r"waiting requests: \d+, the oldest for [\d.]+ s; starting worker 1 \(2 of at most 2\)",
+        r"worker 1 is ready after [\d.]+ s and takes \d+ of the waiting requests",
+        r"low load for 1 s: draining worker 1, which ends after its last request \(\d+ unfinished\)",
         r"worker 1 has ended; running: 1",
     ]
     assert [re.fullmatch(pattern, line) is not None for pattern, line in zip(expected, lines, strict=True)] == [

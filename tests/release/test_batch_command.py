@@ -275,7 +275,7 @@ def test_other_settings_do_not_mix_into_one_output(tiny_llama: Path, tmp_path: P
     assert batch(tiny_llama, source, out, "--temp", "0").returncode == 0
     ended = batch(tiny_llama, source, out, "--temp", "0.5")
     assert ended.returncode == 2
-    assert "was started with temperature 0.0, and now temperature is 0.5" in ended.stderr
+    assert "was started with temperature 0.0, but temperature is now 0.5" in ended.stderr
 
 
 def test_an_output_that_was_removed_is_begun_anew(tiny_llama: Path, tmp_path: Path) -> None:

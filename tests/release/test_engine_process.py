@@ -357,7 +357,7 @@ async def test_a_death_while_loading_is_an_error_and_not_retried(tiny_llama: Pat
 async def test_a_model_that_no_worker_can_compute_is_named_with_llama_cpps_assertion(tiny_llama: Path) -> None:
     async with opened(tiny_llama, "aborts_in_every_step") as engine:
         first, second = [(await together(engine, [request(text)]))[0][-1].error or "" for text in ("a", "b")]
-        assert "3 times in a row while it worked on this request" in first
+        assert "3 times in a row while processing this request" in first
         assert f"the model {engine.info.name} (llama " in second
         assert "5 workers died" in second
         assert "killed by SIGABRT: ggml.c:1797: GGML_ASSERT(view) failed" in second

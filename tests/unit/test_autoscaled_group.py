@@ -339,7 +339,7 @@ async def test_on_a_cpu_each_worker_needs_a_core(
     await fleet.group.loaded()
     await settle()
     assert fleet.group.scaling().max_workers == 2
-    assert "at most 2 workers run, not 5: each needs a core of its own" in caplog.text
+    assert "limiting workers to 2 instead of 5: each needs its own core" in caplog.text
     await fleet.group.close()
     told = Fleet(monkeypatch, most=5, n_threads=1)
     await told.group.loaded()
@@ -440,7 +440,7 @@ def test_whatever_happens_each_request_ends_once_with_its_own_events() -> None:
         ({"max_workers": 0}, r"--workers is 1\.\.0; the maximum must be from 1 to 64"),
         ({"workers": 3, "max_workers": 2}, r"--workers is 3\.\.2; the maximum must be from 3 to 64"),
         ({"max_workers": 65}, r"must be from 1 to 64"),
-        ({"max_workers": 2, "devices": (0, 1, 2)}, r"fewer than the 3 devices of --devices"),
+        ({"max_workers": 2, "devices": (0, 1, 2)}, r"fewer than the 3 devices in --devices"),
         ({"max_workers": 2, "in_process": True}, "--in-process runs a single engine"),
         ({"max_workers": 2, "downscale_delay": 0}, "--downscale-delay is 0; it must be more than 0"),
     ],

@@ -46,9 +46,9 @@ def test_the_report_says_from_which_batch_on_a_file_gains_and_which_type_gains_e
         "a batch gains here from B = 3 on (times the tokens/s of one sequence: 1.01 at B = 2, 1.30 at B = 3)."
     )
     assert earlier.startswith(
-        "BF16 weights gain earlier: 4 rows of a matrix take 1.5 times the time of one, and 4.0 times"
+        "BF16 weights batch better: 4 rows of a matrix take 1.5 times as long as one, compared with 4.0 times for"
     )
-    assert earlier.endswith(f"one row takes 1.5 times as long (`cppbatch models requantize {path} --type BF16`).")
+    assert earlier.endswith(f"a single row takes 1.5 times as long (`cppbatch models requantize {path} --type BF16`).")
     assert gain_notes({2: 1.0, 4: 2.0}, str(path)) == []
     assert "no batch gains 1.2 times here" in gain_notes({1: 10.0, 2: 10.0}, str(path))[0]
     monkeypatch.setattr(kernel_advice, "has_gpu", lambda: True)

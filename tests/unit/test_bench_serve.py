@@ -213,9 +213,9 @@ def test_addresses_are_read_as_people_write_them() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("--url http://127.0.0.1:9 --rate 2 --concurrency 2", "exclude each other"),
-        ("--url a=http://127.0.0.1:9 --url a=http://127.0.0.1:8", "the name a"),
-        ("--url a=http://127.0.0.1:9 --url b=http://127.0.0.1:9/", "the address http://127.0.0.1:9"),
+        ("--url http://127.0.0.1:9 --rate 2 --concurrency 2", "cannot be combined"),
+        ("--url a=http://127.0.0.1:9 --url a=http://127.0.0.1:8", "the same name a"),
+        ("--url a=http://127.0.0.1:9 --url b=http://127.0.0.1:9/", "the same address http://127.0.0.1:9"),
         ("--url http://127.0.0.1:9 --url http://127.0.0.1:8 --label x", "--label x"),
         ("--url http://127.0.0.1:9 --api-key sécret", "--api-key has characters"),
         ("--url http://127.0.0.1:9 --rate 0", "--rate is 0"),

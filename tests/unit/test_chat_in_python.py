@@ -173,7 +173,10 @@ def test_another_template_may_be_given(engine: BatchInferenceEngine) -> None:
         (lambda engine: engine.chat("a", system=5), r"^system: is 5"),
         (lambda engine: engine.chat("a", tools=[{"function": {}}]), r"^tools\[0\].function"),
         (lambda engine: engine.chat("a", tool_choice="always"), r"^tool_choice: is 'always'"),
-        (lambda engine: engine.chat("a", tool_choice="required"), r"^tool_choice: requires a call, but there are no"),
+        (
+            lambda engine: engine.chat("a", tool_choice="required"),
+            r"^tool_choice: requires a tool call, but there are no",
+        ),
         (lambda engine: engine.chat("a", reasoning_effort="much"), r"^reasoning_effort: is 'much'"),
         (lambda engine: engine.chat("a", chat_template_kwargs={"messages": []}), r"^chat_template_kwargs.messages"),
         (lambda engine: engine.chat("a" * 2000), r"^messages: has \d+ tokens"),

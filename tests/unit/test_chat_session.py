@@ -323,7 +323,7 @@ def test_pictures_and_sounds_go_before_the_next_message(tmp_path: Path) -> None:
         Media("image", RED), Media("audio", TONE),
     ]  # fmt: skip
     assert second == [*first, {"role": "assistant", "content": "A red one."}, {"role": "user", "content": "Sure?"}]
-    assert shown.failed == ["nothing.png cannot be read: No such file or directory", "/image needs a file"]
+    assert shown.failed == ["nothing.png cannot be read: No such file or directory", "/image requires a file"]
     saved = (tmp_path / "talk.md").read_text()
     assert "*(image)*\n\n*(audio)*\n\nWhat?" in saved
     assert "base64" not in saved

@@ -111,7 +111,7 @@ def allows(lark: str, text: str) -> bool:
         ("start: <|end|>", "<|end|>"),
         ("start: @other", "@other"),
         ("start: /a(?=b)/", "not supported in a grammar"),
-        ("start: /(/", "cannot be read"),
+        ("start: /(/", "not a valid regular expression"),
         ("start: X\n%import common.CPP_COMMENT", "CPP_COMMENT"),
         ('start: "\\q"', "escapes"),
     ],

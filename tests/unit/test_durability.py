@@ -186,7 +186,7 @@ async def test_an_upload_is_compared_by_its_hash_and_one_of_0_1_0_by_its_size(tm
             await data.check_upload("new", thread)
         await data.check_upload("old", thread)
         data.content("old").write_bytes(b"ab")
-        with pytest.raises(InputChanged, match="has 2 bytes instead of the 3"):
+        with pytest.raises(InputChanged, match="has 2 bytes instead of the uploaded 3"):
             await data.check_upload("old", thread)
         with pytest.raises(ConfigError, match="is not in the database"):
             await data.check_upload("other", thread)
@@ -235,7 +235,7 @@ def test_results_that_an_earlier_ledger_does_not_know_are_kept(
     journal = opened(tmp_path)
     assert journal.register(lines) == lines[1:]
     assert ids_of(kept_lines(tmp_path / "out.jsonl")) == ["id-2", "id-3"]
-    assert "its last 2 lines were not committed and are answered again; they are kept in" in caplog.text
+    assert "its last 2 lines were not committed and will be answered again; they were saved to" in caplog.text
     journal.close()
 
 

@@ -101,7 +101,7 @@ def test_a_job_that_an_earlier_version_began_continues_with_the_defaults_of_then
 def test_a_setting_that_is_given_must_be_that_of_the_beginning(tmp_path: Path) -> None:
     begun(tmp_path)
     job = as_begun(with_defaults(a_job(tmp_path), "compact_json"), say=lambda _: None)
-    with pytest.raises(ConfigError, match="was started with max_tokens unset, and now max_tokens is 512"):
+    with pytest.raises(ConfigError, match="was started with max_tokens unset, but max_tokens is now 512"):
         opened(job)
 
 

@@ -109,7 +109,7 @@ def test_a_missing_model_is_fetched_once(hub: FakeHub, folder: Path, capsys: pyt
     out, err = capsys.readouterr()
     assert out == ""
     assert f"looking for owner/Tiny-GGUF:Q4_0 on {hub.url}\n" in err
-    assert "fetching Tiny-Q4_0.gguf of owner/Tiny-GGUF (0.00 GB) into " in err
+    assert "downloading Tiny-Q4_0.gguf from owner/Tiny-GGUF (0.00 GB) into " in err
     hub.requests.clear()
     assert choose_model("owner/Tiny-GGUF:Q4_0") == choose_model("owner/Tiny-GGUF") == path
     assert choose_model("Tiny-Q4_0") == choose_model("tiny") == path  # its short name, also without the type
@@ -197,7 +197,7 @@ def test_a_short_name_that_may_be_several_models_is_refused_with_their_names(fol
         tiny_models.llama(folder / name)
     assert named_model(folder, "tiny-q4_0") == folder / "a/x/Tiny-Q4_0.gguf"
     assert named_model(folder, "Tiny-Q8_0") == folder / "Tiny-Q8_0.gguf"
-    with pytest.raises(ModelError, match=r"tiny may be any of Tiny-Q8_0-BF16, Tiny-Q4_0\. Give one of these"):
+    with pytest.raises(ModelError, match=r"tiny is ambiguous: Tiny-Q8_0-BF16, Tiny-Q4_0\. Give one of these"):
         named_model(folder, "tiny")
     (folder / "a/x/Tiny-Q4_0.gguf").unlink()
     assert named_model(folder, "tiny") == folder / "Tiny-Q8_0-BF16.gguf"  # a copy counts as its source

@@ -224,7 +224,7 @@ def test_a_second_line_with_the_same_id_is_refused_with_the_first_ones_number(tm
     assert journal.register(later) == later[1:]
     errors = lines_of(tmp_path / "errors.jsonl")
     assert [(error["line"], error["error"]["code"]) for error in errors] == [(3, "duplicate_id"), (4, "duplicate_id")]
-    assert "line 1 has the custom_id 'a' too" in errors[0]["error"]["message"]
+    assert "line 1 has the same custom_id 'a'" in errors[0]["error"]["message"]
     assert journal.register(items) == items[:2]  # and once is enough
     assert len(lines_of(tmp_path / "errors.jsonl")) == 2
 

@@ -117,7 +117,7 @@ def test_the_server_is_where_the_file_says_unless_flags_say_otherwise(tmp_path: 
         ({"chat_format": "snoozy"}, "chat_format is 'snoozy'"),
         ({"type_k": 6}, "type_k is 6"),
         ({"draft_model": "other"}, "draft_model is 'other'"),
-        ({"n_ctxx": 5}, "there is no setting n_ctxx"),
+        ({"n_ctxx": 5}, "unknown setting n_ctxx"),
     ],
 )
 def test_what_has_no_counterpart_is_refused(tmp_path: Path, settings: dict[str, Any], message: str) -> None:

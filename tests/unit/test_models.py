@@ -240,7 +240,7 @@ def test_where_no_copy_can_be_written_the_source_is_used_and_the_reason_is_said(
     packaged(CONTENT)
     monkeypatch.setattr(pull, "requantize", failing)
     assert pull.pull_default() == folder / "tiny.gguf"
-    assert "tiny.gguf is used as it is: the disk is full" in capsys.readouterr().err
+    assert "using tiny.gguf unchanged: the disk is full" in capsys.readouterr().err
 
 
 # --- choosing --------------------------------------------------------------------------------------------------------

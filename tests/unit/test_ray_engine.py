@@ -237,7 +237,7 @@ async def test_a_replica_whose_engine_has_failed_passes_its_requests_on() -> Non
     cluster = FakeReplicas(2)
     async with opened(cluster) as engine:
         failed, other = cluster.replicas
-        failed.engine.failed = "the engine takes no requests: it is failed"
+        failed.engine.failed = "the engine does not accept requests: it is failed"
         cluster.choose = iter([failed, other]).__next__
         reader = Reader(engine, request("a"))
         await settle()

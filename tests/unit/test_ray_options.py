@@ -123,7 +123,7 @@ def test_a_killed_front_with_a_cluster_of_its_own_leaves_nothing(record: FrontRe
 @pytest.mark.parametrize("command", ["status", "down"])
 def test_without_a_server_the_command_says_so(record: FrontRecord, command: str) -> None:
     result = CliRunner().invoke(cli, ["ray", command])
-    assert (result.exit_code, result.output) == (0, "no `cppbatch serve --ray` running on this machine\n")
+    assert (result.exit_code, result.output) == (0, "this user has no `cppbatch serve --ray` running on this machine\n")
 
 
 # --- the args of a Serve config file ----------------------------------------------------------------------------------

@@ -61,12 +61,12 @@ def test_ports_out_of_range_are_refused(port: str) -> None:
     ("settings", "message"),
     [
         ({"rpc": (A, A)}, "twice"),
-        ({"rpc": tuple(f"h:{i}" for i in range(1, 17))}, "names 16 workers; llama.cpp can use 15"),
+        ({"rpc": tuple(f"h:{i}" for i in range(1, 17))}, "lists 16 workers; llama.cpp supports at most 15"),
         ({"rpc": (A,), "device": 0}, "--devices"),
         ({"rpc": (A,), "deterministic": True}, "other machines"),
         ({"tensor_split": (0.0, 0.0)}, r"-ts\) is 0,0"),
-        ({"tensor_split": (1.0, -1.0)}, "0 or more"),
-        ({"tensor_split": (float("nan"),)}, "0 or more"),
+        ({"tensor_split": (1.0, -1.0)}, "at least 0"),
+        ({"tensor_split": (float("nan"),)}, "at least 0"),
         ({"tensor_split": (1.0,) * 17}, "17 shares"),
     ],
 )
@@ -163,7 +163,7 @@ def test_a_worker_of_another_version_is_refused_in_one_line(version: tuple[int, 
         check_worker(endpoint)
     line = str(refused.value)
     assert f"{endpoint} speaks version {'.'.join(map(str, version))}" in line
-    assert f"needs {PROTOCOL}: install the same cppbatch version on both" in line
+    assert f"requires {PROTOCOL}: install the same cppbatch version on both" in line
     assert "\n" not in line
 
 
@@ -318,7 +318,7 @@ async def test_the_end_of_a_worker_is_noticed_at_once() -> None:
     await until(lambda: connections)
     working = asyncio.ensure_future(watch.while_there(asyncio.sleep(30)))
     connections[0].close()
-    with pytest.raises(RpcWorkerLost, match=f"the RPC worker at {endpoint} is gone"):
+    with pytest.raises(RpcWorkerLost, match=f"lost the RPC worker at {endpoint}"):
         await asyncio.wait_for(working, 5)
     assert str(endpoint) in str(await watch.lost(1))
     await watch.close()

@@ -138,7 +138,7 @@ async def test_a_file_that_became_another_model_is_refused_until_it_is_back(
         request = GenerationRequest(id="1", prompt="a", params=SamplingParams(max_tokens=1))
         (event,) = [event async for event in engine.submit(request)]
         assert event.error is not None
-        assert "model.gguf is another model now (llama 7B" in event.error
+        assert "model.gguf is now a different model (llama 7B" in event.error
         assert engine.health().status == "failed"
         with pytest.raises(EngineClosed, match="it is failed"):
             await engine.check(request)
