@@ -17,7 +17,7 @@ _SERVER_INTERVAL_S = 1.0
 
 
 class GpuState(msgspec.Struct, frozen=True, kw_only=True):
-    """A GPU, at one time. None: the driver has no such figure for this GPU (a part of a GPU, MIG, has few)."""
+    """A GPU, at one time. None: the driver does not report this value for this GPU (few are available with MIG)."""
 
     index: int
     """NVML's number, as in nvidia-smi. llama.cpp counts only the GPUs that CUDA_VISIBLE_DEVICES names."""

@@ -23,7 +23,7 @@ READABLE = "text, image_url, input_image, input_audio and audio_url"
 
 
 class MediaUrl(msgspec.Struct):
-    """Where a picture or a sound is."""
+    """The location of an image or audio clip."""
 
     url: str
     """A data URL with base64, or, if the server allows it, an http, https or file URL."""
@@ -43,7 +43,7 @@ class InputAudio(msgspec.Struct):
 
 
 class MediaSource(msgspec.Struct, frozen=True):
-    """A picture or a sound as a client names it: not decoded, not loaded, not checked."""
+    """An image or audio clip as specified by the client: not decoded, not loaded, not checked."""
 
     kind: MediaKind
     field: str
@@ -60,7 +60,7 @@ _MEDIA = "media"  # the type of a part whose "media" is a MediaSource, or what w
 
 
 class MediaFields(msgspec.Struct, kw_only=True):
-    """The fields of a part that is a picture or a sound."""
+    """The fields of an image or audio part."""
 
     image_url: str | MediaUrl | None = None
     """Of image_url and input_image."""

@@ -17,7 +17,7 @@ _ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 
 
 class ContentPart(MediaFields, kw_only=True):
-    """A part of a message: a text, a picture or a sound."""
+    """A part of a message: text, an image or audio."""
 
     type: str
     """text, refusal, image_url, input_image, input_audio or audio_url."""
@@ -49,7 +49,7 @@ class RequestCustomCall(msgspec.Struct):
 
 
 class RequestToolCall(msgspec.Struct):
-    """A tool call that the assistant has made."""
+    """A tool call made by the assistant."""
 
     function: RequestFunctionCall | None = None
     custom: RequestCustomCall | None = None

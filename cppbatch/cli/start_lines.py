@@ -33,7 +33,7 @@ def model_line(config: EngineConfig, facts: ModelFacts, estimate: MemoryEstimate
 
 def _kinds_of_media(projector: Path) -> list[str]:
     """What a projector encodes, from its metadata."""
-    names = {"vision": "pictures", "audio": "sound"}
+    names = {"vision": "images", "audio": "audio"}
     metadata = read_header(projector).metadata
     return [name for kind, name in names.items() if metadata.get(f"clip.has_{kind}_encoder")] or ["a projector"]
 

@@ -100,7 +100,7 @@ async def page_file(request: web.Request) -> web.Response:
     """A file of the page."""
     file = page_files().get(request.match_info["path"])
     if file is None:
-        raise web.HTTPNotFound(text=f"the page has no file {request.match_info['path']!r:.200}")
+        raise web.HTTPNotFound(text=f"the web page has no file {request.match_info['path']!r:.200}")
     return _response(request, file)
 
 

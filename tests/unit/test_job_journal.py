@@ -330,7 +330,7 @@ def test_a_ledger_of_a_newer_version_is_left_alone(tmp_path: Path) -> None:
     with sqlite3.connect(tmp_path / "job") as db:
         db.execute("PRAGMA user_version = 99")
     db.close()
-    with pytest.raises(StorageError, match="written by a newer cppbatch \\(version 99"):
+    with pytest.raises(StorageError, match="written by a newer cppbatch \\(format version 99"):
         Ledger(tmp_path / "job")
 
 

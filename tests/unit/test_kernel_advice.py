@@ -61,8 +61,8 @@ def test_the_sentence_counts_the_matrices_and_names_the_remedy() -> None:
     matrices = [matrix("a", "Q4_1"), matrix("b", "Q4_1"), matrix("c", "Q8_0")]
     assert advice(matrices, a="Q8_0", b="Q8_0") == (
         "2 of 3 matrices are Q4_1, which this CPU computes row by row; "
-        "`cppbatch models requantize 'models/some model.gguf'` makes matrix products of 16 sequences, and of their prompts, "
-        "about 2.0x faster"
+        "`cppbatch models requantize 'models/some model.gguf'` makes matrix products of 16 sequences, and of their "
+        "prompts, about 2.0x faster"
     )
 
 

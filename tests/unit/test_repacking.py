@@ -120,7 +120,7 @@ def test_models_of_floats_need_no_timing(asked: list[list[str]], tmp_path: Path)
 
 def test_the_sentence_names_the_types_the_gain_and_what_one_sequence_loses(asked: object, tmp_path: Path) -> None:
     assert why_not_repacked(model(tmp_path, "Q4_K", "Q6_K"), 16) == (
-        "weights are not repacked: matrix products of 16 sequences, and of their prompts, are about 1.2x faster with Q4_K "
+        "weights are not repacked: matrix products of 16 sequences and their prompts are about 1.2x faster with Q4_K "
         "as in the file; with `--repack on`, one sequence alone is about 1.1x faster"
     )
 
