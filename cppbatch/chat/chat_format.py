@@ -48,7 +48,7 @@ class PreparedChat:
 
 
 class ChatForms(msgspec.Struct, frozen=True, kw_only=True):
-    """How a model writes what is not text, for people: `/props`, `cppbatch models inspect`."""
+    """How a model writes tool calls and reasoning, in readable form: `/props`, `cppbatch models inspect`."""
 
     tool_calls: str
     """A call of the function NAME."""

@@ -56,7 +56,7 @@ class Health(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WorkerState(msgspec.Struct, frozen=True, kw_only=True):
-    """The state of one engine behind a client."""
+    """The state of one engine of a client."""
 
     name: str
     """`local`, or the number of the worker process."""
@@ -77,7 +77,7 @@ class WorkerState(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WorkerLive(msgspec.Struct, frozen=True, kw_only=True):
-    """What a worker, or a replica, does now."""
+    """The current activity of a worker or replica."""
 
     name: str
     """`local`, the number of the worker, or the name of the replica."""
@@ -98,7 +98,7 @@ class WorkerLive(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ScalingState(msgspec.Struct, frozen=True, kw_only=True):
-    """How many workers there are, where their number follows the load."""
+    """The number of workers, with autoscaling."""
 
     min_workers: int
     max_workers: int

@@ -41,7 +41,7 @@ class ModelLease(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ModelEntry(msgspec.Struct, frozen=True, kw_only=True):
-    """A model for lists, loaded or not."""
+    """A model, loaded or not."""
 
     name: str
     """Its name in responses."""

@@ -67,7 +67,7 @@ class RerankRequest(PoolingFields, kw_only=True):
             raise InvalidRequest(self.named, f"is {'required' if documents is None else 'empty; give at least one'}")
         if self.texts is not None and self.documents is not None:
             raise InvalidRequest(
-                "texts", "cannot be combined with `documents`, of which it is TEI's name; give only one of them"
+                "texts", "is TEI's name for `documents`; give only one of them"
             )
         check_count(self.named, len(documents))
         if self.top_n is not None and self.top_n < 1:
