@@ -120,7 +120,7 @@ def test_a_request_that_the_server_refuses_as_a_whole_is_shown_once(
     errors.allow("status of 400")
     fill(page, "x", "0..1 x 4")
     run(page)
-    expect(page.get_by_role("alert")).to_contain_text("this server takes 3 (--max-prompts-per-batch)")
+    expect(page.get_by_role("alert")).to_contain_text("the limit of this server is 3 (--max-prompts-per-batch)")
 
 
 # --- the results ------------------------------------------------------------------------------------------------------

@@ -157,5 +157,5 @@ def test_sound_is_heard(hearing_server: Serving) -> None:
     assert answer.usage
     assert answer.usage.prompt_tokens_details
     assert answer.usage.prompt_tokens_details.audio_tokens == 6
-    with pytest.raises(openai.BadRequestError, match="takes text and a sound"):
+    with pytest.raises(openai.BadRequestError, match="accepts only audio and text"):
         client.chat.completions.create(messages=asks(picture()), **GREEDY)

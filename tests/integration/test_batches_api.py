@@ -474,7 +474,7 @@ def test_a_batch_waits_for_its_model(start: Start, tmp_path: Path, caplog: pytes
     seen = client.batches.retrieve(batch.id)
     assert (seen.status, seen.model) == ("in_progress", "tiny-llama")
     assert counts(seen).total == 100
-    assert any("waits for its model 'tiny-llama'" in record.getMessage() for record in caplog.records)
+    assert any("is waiting for its model 'tiny-llama'" in record.getMessage() for record in caplog.records)
     client.batches.cancel(batch.id)
     wait_for(client, batch.id, "cancelled")
 

@@ -98,7 +98,7 @@ def test_another_model_of_the_folder_answers_after_model(
     code, out, err = run("chat", "-m", tiny_llama, *SMALL, *SHORT)
     first, _, third = out.splitlines()
     assert first + "\n" == third + "\n" == expected(tiny_swa, "Hello")
-    assert "from now on tiny-swa answers" in err
+    assert "now using tiny-swa" in err
     assert "/no/such.gguf" in err
     assert code == 2
 
@@ -133,7 +133,7 @@ def test_keys_and_failures_of_servers_are_said() -> None:
                     list(backend.answer(*ask))
             text = "".join(part.text for part in backend.answer(*ask))
             assert text == "word word word "
-            with pytest.raises(CppBatchError, match="has no model 'x'; it has fake"):
+            with pytest.raises(CppBatchError, match="model 'x' not found"):
                 backend.use("x")
         finally:
             backend.close()

@@ -162,9 +162,9 @@ def test_a_broken_or_missing_file_is_refused(
 
 
 def test_models_that_write_no_text_have_no_draft_model_and_are_none(tiny_llama: Path, tiny_encoder: Path) -> None:
-    with pytest.raises(ModelError, match=r"draft_model \(-md\) is for models that generate text"):
+    with pytest.raises(ModelError, match=r"draft_model \(-md\) requires a model that generates text"):
         load_runtime(config(tiny_encoder, tiny_llama))
-    with pytest.raises(ModelError, match="generates no text"):
+    with pytest.raises(ModelError, match="does not generate text"):
         load_runtime(config(tiny_llama, tiny_encoder))
     with pytest.raises(ConfigError, match="requires a draft model"):
         EngineConfig(model_path="x", spec="draft")

@@ -130,7 +130,7 @@ def test_layers_for_a_gpu_are_refused_aloud_where_the_build_has_none(
     tiny_llama: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING), BatchInferenceEngine(tiny_llama, n_ctx=256, n_gpu_layers=99):
-        warned = "n_gpu_layers (-ngl) is 99, and this build of llama.cpp computes on the CPU only" in caplog.text
+        warned = "n_gpu_layers (-ngl) is 99, but this build of llama.cpp is CPU-only" in caplog.text
     assert warned is not Backend.get().supports_gpu
 
 
@@ -234,7 +234,7 @@ def test_a_table_joins_the_columns_of_the_input_with_the_answers(
         ("a", "good", "5"), ("b", "bad", "1"), ("a", "twice", "3"),
     ]  # fmt: skip
     assert {row["answer"] for row in rows[:2]} <= {"yes", "no"}
-    assert "line 2 has the custom_id 'a' too" in rows[2]["error"]
+    assert "line 2 has the same custom_id 'a'" in rows[2]["error"]
     output.unlink()
     run(*batch)
     assert output.exists(), "the same command writes it again, without a model"
@@ -387,7 +387,7 @@ def test_failed_lines_are_reported_with_the_reason_of_the_first(run: Run, tiny_l
     source.write_text('"abc"\n{"prompt": "x", "temprature": 1}\n{bad\n')  # the last one fails first
     _, _, err = run("batch", source, "-o", tmp_path / "out.jsonl", "-m", tiny_llama, "-n", "1", *SMALL, "--in-process")
     assert "1 done, 2 failed" in err
-    assert "\nfirst failure: line 2: temprature: is not known here; did you mean temperature?\n" in err
+    assert "\nfirst failure: line 2: temprature: is an unknown field; did you mean temperature?\n" in err
 
 
 def test_the_installer_too_names_an_old_python_in_place_of_a_syntax_error() -> None:

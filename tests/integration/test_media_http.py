@@ -235,7 +235,7 @@ async def test_sound_is_heard(hearing: Http) -> None:
     ] > SOUND_TOKENS
     status, answer = await post(hearing, "/v1/chat/completions", {"messages": asks(picture())})
     assert (status, answer["error"]["param"]) == (400, "messages[0].content[0].image_url.url")
-    assert "takes text and a sound" in answer["error"]["message"]
+    assert "accepts only audio and text" in answer["error"]["message"]
 
 
 async def test_a_server_says_what_its_model_takes(seeing: Http, hearing: Http) -> None:
@@ -493,4 +493,4 @@ def test_a_batch_file_with_16_pictures(
     assert code == 1, err
     assert "16 done, 1 failed" in err
     assert {json.loads(line)["custom_id"] for line in out.read_text().splitlines()} == {str(i) for i in range(16)}
-    assert "no such file in the folder of --media-path" in (tmp_path / "out.errors.jsonl").read_text()
+    assert "file not found in the --media-path folder" in (tmp_path / "out.errors.jsonl").read_text()

@@ -75,7 +75,7 @@ def test_windows_and_states_are_shown_with_the_checkpoints_that_fit(tiny_swa: Pa
     ("arguments", "message"),
     [
         (["memory", "--seq-len", "512", "-c", "4096"], "--seq-len and -c cannot be combined"),
-        (["memory", "--batch-size", "64", "--seq-len", "512"], "for 64 sequences give -np 64"),
+        (["memory", "--batch-size", "64", "--seq-len", "512"], "for 64 parallel sequences give -np 64"),
         (["memory", "--overhead", "-np", "4"], "leave out -np"),
         (["memory", "--shape", "7B"], "--shape and -m cannot be combined"),
         (["tune", "--batch-sizes", "1,4", "-np", "2"], "--batch-sizes and -np cannot be combined"),

@@ -74,7 +74,7 @@ def test_a_working_build_needs_one_child_and_no_warning(
     [
         (SIGSEGV, "killed by SIGSEGV", True),
         (SIGILL, "killed by SIGILL", True),
-        (MESSAGE, "exit code 1: the logits are not finite numbers", False),
+        (MESSAGE, "exit code 1: the logits are not finite", False),
         (SILENT, "exit code 3: no output", False),
     ],
 )

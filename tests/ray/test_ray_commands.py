@@ -159,8 +159,8 @@ def test_replicas_follow_the_load_and_drain(tiny_llama: Path) -> None:
 
         counts = [future.result(90) for future in [clients.submit(load) for _ in range(12)]]
         assert min(counts) > 0
-        assert said("the load asks for 2 replicas, after 1")
-        wait_for(lambda: said("the load asks for 1 replica, after 2"), 60)
+        assert said("scaling to 2 replicas from 1")
+        wait_for(lambda: said("scaling to 1 replica from 2"), 60)
         wait_for(lambda: said("replica .* has ended"), 30)
         assert not said("has died")
         assert completion(server.url)["choices"]

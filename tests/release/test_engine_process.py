@@ -419,7 +419,7 @@ async def test_closing_while_loading_ends_the_worker(tiny_llama: Path) -> None:
     await asyncio.sleep(0.1)
     await asyncio.wait_for(engine.close(), 30)
     assert engine.health().status == "closed"
-    with pytest.raises(EngineClosed, match="closed while it loaded"):
+    with pytest.raises(EngineClosed, match="closed while loading"):
         await asyncio.wait_for(engine.loaded(), 30)
 
 
@@ -443,7 +443,7 @@ async def test_a_full_queue_refuses_and_says_when_to_come_back(tiny_llama: Path)
     async with opened(tiny_llama, n_parallel=1, max_queue=2) as engine:
         running = [asyncio.ensure_future(run(engine, request(i, max_tokens=300))) for i in range(3)]
         await asyncio.sleep(0)
-        with pytest.raises(QueueFull, match="2 requests wait") as refused:
+        with pytest.raises(QueueFull, match="the queue is full: 2 requests") as refused:
             await run(engine, request("one too many"))
         assert 1 <= refused.value.retry_after <= 60
         for events in await asyncio.gather(*running):

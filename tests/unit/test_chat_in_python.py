@@ -168,7 +168,7 @@ def test_another_template_may_be_given(engine: BatchInferenceEngine) -> None:
         (lambda engine: engine.chat([{"role": "user"}]), r"^messages\[0\].content: is required"),
         (lambda engine: engine.chat([{"content": "x"}]), "role"),
         (lambda engine: engine.chat(["a", [{"role": "user"}]]), r"^conversations\[1\]: messages\[0\].content"),
-        (lambda engine: engine.chat(["a", 5]), r"^conversations\[1\]: is 5; a conversation is a text or a list"),
+        (lambda engine: engine.chat(["a", 5]), r"^conversations\[1\]: is 5; a conversation is a string or a list"),
         (lambda engine: engine.chat(5), r"^conversations: is 5"),
         (lambda engine: engine.chat("a", system=5), r"^system: is 5"),
         (lambda engine: engine.chat("a", tools=[{"function": {}}]), r"^tools\[0\].function"),

@@ -231,8 +231,8 @@ def test_a_switch_is_logged_once_with_its_reason(caplog: pytest.LogCaptureFixtur
     with caplog.at_level(logging.INFO, logger="cppbatch.engine"):
         engine.generate([[1] * 60], greedy(3, **ENDLESS))
     [line] = [record.getMessage() for record in caplog.records if "KV layout" in record.getMessage()]
-    assert line.startswith("KV layout: unified, after ")
-    assert "has 60 tokens, a stream 40 cells" in line
+    assert line.startswith("KV layout: switched to unified in ")
+    assert "has 60 tokens, but a stream has 40 cells" in line
 
 
 def test_the_present_layout_is_in_the_stats_and_the_limits_in_the_info() -> None:

@@ -84,9 +84,9 @@ def header_of_png(width: int, height: int) -> bytes:
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        (header_of_png(8000, 8000), "8000 x 8000 pixels; 50,000,000 are possible"),
+        (header_of_png(8000, 8000), "8000 x 8000 pixels; the limit is 50,000,000 pixels"),
         (header_of_png(100_000, 100_000), "exceeds limit"),  # Pillow's own, which it checks first
-        (header_of_png(10_000, 20), "no side may be more than 100 times the other"),
+        (header_of_png(10_000, 20), "the aspect ratio must not exceed 100:1"),
         (header_of_png(50, 50), "cannot be decoded"),
         (b"", "is no PNG, JPEG, WEBP, GIF, BMP file"),
         (b"<svg xmlns='http://www.w3.org/2000/svg'/>", "is no PNG"),
@@ -224,11 +224,11 @@ def test_a_header_that_lies_about_the_length_gains_nothing(monkeypatch: pytest.M
     [
         (b"", "cannot be decoded"),
         (picture(), "cannot be decoded"),
-        (wav(np.zeros((10, 1024), np.float32)), "1024 channels with 16000 samples a second"),
-        (wav(tone(0.1), rate=800_000), "800000 samples a second"),
-        (wav(tone(0.001)), "must have 0.01 at least"),
+        (wav(np.zeros((10, 1024), np.float32)), "1024 channels and 16000 samples per second"),
+        (wav(tone(0.1), rate=800_000), "800000 samples per second"),
+        (wav(tone(0.001)), "the minimum is 0.01"),
         (written(tone(), "AIFF"), "in the format AIFF; it must be WAV, MP3 or FLAC"),
-        (written(np.full(400, np.nan, np.float32), "WAV", subtype="FLOAT"), "samples are not finite numbers"),
+        (written(np.full(400, np.nan, np.float32), "WAV", subtype="FLOAT"), "samples that are not finite numbers"),
     ],
     ids=["empty", "picture", "channels", "rate", "short", "aiff", "nan"],
 )

@@ -246,7 +246,7 @@ def test_a_text_with_pictures_ends_when_the_context_is_full() -> None:
 @pytest.mark.parametrize(
     ("prompt", "params", "message"),
     [
-        (MediaPrompt(["a", small_picture(1, 4)]), {}, "prompt: ends with a picture or a sound; only text after it"),
+        (MediaPrompt(["a", small_picture(1, 4)]), {}, "prompt: ends with an image or a sound; only text after it"),
         (MediaPrompt(["a", Media("audio", b""), "b"]), {}, "prompt: has sound, and fake takes pictures beside text"),
         (MediaPrompt(["a", Media("image", b"x"), "b"]), {}, "prompt: has a picture that is no PNG"),
         (MediaPrompt(["a", small_picture(1, 90, 9), "b"]), {}, "prompt: has 8[0-9]{2} tokens"),

@@ -84,17 +84,17 @@ REFUSED = {
     "another host": (
         {"type": "image_url", "image_url": {"url": "https://example.org/cat.png"}},
         "messages[0].content[0].image_url.url",
-        "only data is taken here",
+        "must be a data URL",
     ),
     "a file of the machine": (
         {"type": "image_url", "image_url": "FILE:///etc/passwd"},
         AT,
-        "only data",
+        "must be a data URL",
     ),
     "a data URL without base64": (
         {"type": "image_url", "image_url": "data:image/svg+xml,<svg/>"},
         AT,
-        "must be like data:image/png;base64",
+        "must have the form data:image/png;base64",
     ),
     "no base64": ({"type": "image_url", "image_url": as_url(RED)[:-9] + "*" + "A" * 8}, AT, "'*'"),
     "base64 without its end": ({"type": "image_url", "image_url": "data:;base64,AAAAA"}, AT, "truncated"),

@@ -154,7 +154,7 @@ def test_embed_names_the_text_at_fault_before_anything_runs() -> None:
     engine = fake_engine(n_batch=20, pooling="mean")
     with pytest.raises(InvalidRequest, match=r"texts\[1\]: prompt: is empty"):
         engine.embed([[1], []])
-    with pytest.raises(InvalidRequest, match="dimensions: is 4; this model's vectors have 3"):
+    with pytest.raises(InvalidRequest, match="dimensions: is 4; it must be from 1 to 3"):
         engine.embed([[1]], dimensions=4)
     assert engine.stats().steps == 0
 
@@ -171,7 +171,7 @@ def test_what_a_model_does_not_do_is_refused_and_said() -> None:
         InvalidRequest, match=r"task: fake runs as an embedding model \(pooling \(--pooling\) is 'cls'\) and returns"
     ):
         fake_engine(pooling="cls").add_request([1])
-    with pytest.raises(InvalidRequest, match="task: fake runs as a reranker and returns no text"):
+    with pytest.raises(InvalidRequest, match="task: fake runs as a reranker and does not generate text"):
         fake_engine(pooling="rank").add_request([1])
     with pytest.raises(InvalidRequest, match="prompt: is a pair of texts, which is for rerankers"):
         fake_engine(pooling="mean").add_request(Pair("a", "b"), task="embed")

@@ -215,7 +215,7 @@ async def test_a_request_fails_after_five_lost_replicas_in_a_row() -> None:
         await settle()
         assert reader.finish_reason is FinishReason.ERROR
         assert reader.events[-1].error == (
-            "5 replicas in a row were lost while they worked on this request, the last one: killed"
+            "lost 5 replicas in a row while processing this request; the last one: killed"
         )
 
 
@@ -327,7 +327,7 @@ async def test_an_id_is_in_use_until_its_iterator_ends() -> None:
     async with opened(FakeReplicas(1)) as engine:
         Reader(engine, request("a"))
         await settle()
-        with pytest.raises(InvalidRequest, match="'a' is the id of a request that is still running"):
+        with pytest.raises(InvalidRequest, match="'a' is already the id of a running request"):
             await anext(engine.submit(request("a")))
 
 

@@ -60,7 +60,7 @@ def test_without_ray_installed_the_message_has_the_command_that_installs_it(monk
 def test_an_old_ray_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("cppbatch.ray.ray_cluster.importlib.metadata.version", lambda _: "2.9.3")
     monkeypatch.setattr("cppbatch.ray.ray_cluster.importlib.util.find_spec", lambda _: object())
-    with pytest.raises(ConfigError, match=r"2\.60 or newer, and this is 2\.9\.3"):
+    with pytest.raises(ConfigError, match=r"2\.60 or newer, but 2\.9\.3 is installed"):
         ray_cluster.check_installed()
 
 

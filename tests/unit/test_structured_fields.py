@@ -117,7 +117,7 @@ def test_what_cannot_be_done_is_refused_with_its_field(kind: type[SamplingFields
 
 
 def test_json_without_a_schema_names_the_type_for_any_object() -> None:
-    with pytest.raises(InvalidRequest, match=r"for any JSON object the type is json_object$"):
+    with pytest.raises(InvalidRequest, match=r"to allow any JSON object, use type json_object$"):
         params(ChatCompletionRequest, {"response_format": {"type": "json"}})
 
 
