@@ -370,7 +370,7 @@ def test_a_part_of_a_file_can_be_read(client: OpenAI, server: AppThread) -> None
         assert part_of(server, file.id, part) == expected, part
     status, _, body = part_of(server, file.id, "bytes=10-")
     assert status == 416
-    assert "beyond the end of the file, which has 10 bytes" in json.loads(body)["error"]["message"]
+    assert "starts beyond the end of the file, which has 10 bytes" in json.loads(body)["error"]["message"]
 
 
 def test_results_are_read_while_a_batch_runs(client: OpenAI, server: AppThread) -> None:
@@ -570,7 +570,7 @@ def test_a_damaged_input_is_found_before_its_lines_are_counted(start: Start, tmp
         assert batch.errors
         assert batch.errors.data
         assert [error.code for error in batch.errors.data] == ["input_file_changed"]
-        with pytest.raises(openai.NotFoundError, match="are damaged"):
+        with pytest.raises(openai.NotFoundError, match="is damaged"):
             client.files.content(file.id)
 
 

@@ -95,7 +95,7 @@ async def test_a_body_that_trickles_is_given_up(
             writer.write(b"-")
             await asyncio.sleep(0.05)
         assert await closing == b""
-    assert any("less than 500 bytes/s" in record.getMessage() for record in caplog.records)
+    assert any("at less than 500 bytes/s" in record.getMessage() for record in caplog.records)
 
 
 async def test_an_upload_that_stalls_is_given_up_and_leaves_nothing(engine: HeldEngine, tmp_path: Path) -> None:
@@ -205,7 +205,7 @@ async def test_a_download_that_nobody_reads_is_cut_off(
     async with listening(create_app(engine, storage=storage), idle_timeout=0.4) as listener:
         _, writer = await connect(listener, limit=4096)
         writer.write(head("GET", "/v1/files/file-a/content"))
-        await until(lambda: "read nothing of its answer" in caplog.text)
+        await until(lambda: "did not read its response" in caplog.text)
         writer.close()
 
 

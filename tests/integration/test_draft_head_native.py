@@ -251,7 +251,7 @@ def test_where_the_library_lacks_the_functions_there_is_one_line_in_the_log(
 
 def test_an_unsupported_architecture_is_named(models: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("cppbatch.models.draft_heads.USABLE_HEADS", frozenset())
-    with pytest.raises(ModelError, match=r"\(hy_v3\) whose heads are not supported"):
+    with pytest.raises(ModelError, match=r"unsupported architecture \(hy_v3\)"):
         head_runtime.uses_head(EngineConfig(str(models["right"]), spec="mtp"))
     assert not head_runtime.uses_head(EngineConfig(str(models["right"])))
 

@@ -153,13 +153,13 @@ def test_a_hundred_texts_are_all_answered_in_their_order(tiny_encoder: Path) -> 
 def test_a_text_that_is_too_long_is_refused_and_the_others_are_embedded(tmp_path: Path) -> None:
     model = tiny_models.encoder_only(tmp_path / "short.gguf", n_ctx_train=64)
     with opened(model) as engine:
-        with pytest.raises(InvalidRequest, match="prompt: has 65 tokens, and this model takes 64"):
+        with pytest.raises(InvalidRequest, match="prompt: has 65 tokens, but the limit of this model is 64"):
             engine.add_request(list(range(5, 70)), task="embed")
         assert engine.embed([list(range(5, 69)), "abc"]).shape == (2, tiny_models.N_EMBD)
     with (
         opened(model, n_batch=32) as engine,
         pytest.raises(
-            InvalidRequest, match=r"texts\[1\]: prompt: has 33 tokens.*whole, holds 32 \(raise n_batch \(-b\)"
+            InvalidRequest, match=r"texts\[1\]: prompt: has 33 tokens.*whole, holds only 32 \(raise n_batch \(-b\)"
         ),
     ):
         engine.embed(["abc", list(range(5, 38))])

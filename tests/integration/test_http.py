@@ -159,7 +159,7 @@ async def test_a_path_or_method_that_does_not_exist_is_refused_with_the_one_to_u
     }
     for (method, path), remedy in refused.items():
         async with http.request(method, path, json={}) as answer:
-            assert (await answer.json())["error"]["message"] == f"there is no {method} {path} here; {remedy}"
+            assert (await answer.json())["error"]["message"] == f"{method} {path} not found; {remedy}"
 
 
 async def test_one_bad_prompt_among_many_fails_the_request_before_anything_is_sent(http: Http) -> None:

@@ -99,7 +99,7 @@ def test_a_request_that_does_not_say_gets_the_adapters_as_they_were_started(
 @pytest.mark.parametrize(
     ("lora", "reason"),
     [
-        ({"z": 1}, r"adapter 'z' not found; there are 'x' \(0\), 'y' \(1\)"),
+        ({"z": 1}, r"adapter 'z' not found; available: 'x' \(0\), 'y' \(1\)"),
         ({"X": 1}, "adapter 'X' not found"),
         ({2: 1}, "adapter 2 not found"),
         ({-1: 1}, "key -1"),

@@ -317,7 +317,7 @@ def test_a_projector_that_lacks_any_tensor_is_refused_by_its_name(kind: str, fil
         for tensor in whole.tensors:
             options = {"n_deepstack": n_deepstack, "without": tensor.name}
             path = tiny_projectors.qwen_vision(tmp_path / "damaged.gguf", kind, **options)
-            with pytest.raises(ModelError, match=rf"a projector of type .* needs {tensor.name}\. Download it again"):
+            with pytest.raises(ModelError, match=rf"a projector of type .* requires {tensor.name}\. Download it again"):
                 MediaEncoder(model, path, n_threads=1)
 
 
@@ -327,7 +327,7 @@ def test_a_projector_that_crashes_llama_cpp_is_refused(
 ) -> None:
     monkeypatch.setattr(findings, "user_cache_path", lambda name: tmp_path / "cache")
     path = tiny_projectors.vision(tmp_path / "damaged.gguf", without=without)
-    with pytest.raises(ModelError, match=r"damaged\.gguf cannot be used: llama\.cpp crashes with it \(killed by SIG"):
+    with pytest.raises(ModelError, match=r"damaged\.gguf cannot be used: llama\.cpp crashes when loading it \(killed by SIG"):
         open_engine(tiny_llama, mmproj=str(path))
 
 

@@ -138,7 +138,7 @@ async def test_workers_share_the_folder_and_a_worker_that_ends_writes_before(tin
 
 async def test_a_folder_that_cannot_be_written_is_refused_at_the_start(tiny_llama: Path, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(ConfigError, match="cannot be written"):
+    with pytest.raises(ConfigError, match="is not writable"):
         async with EngineProcess(tiny_llama, **ENGINE, prefix_cache_disk=str(tmp_path / "file")):
             pass
 

@@ -334,7 +334,7 @@ def test_another_vocabulary_is_refused(files: Files, tmp_path: Path) -> None:
             lambda path: tiny_models.eagle3(path, n_target=32),
             "expects rows of 32 numbers, but the rows of the model have 64",
         ),
-        (lambda path: tiny_models.eagle3(path, layers=(1, 2, 4)), r"reads layers \[1, 2, 4\], .* from 0 to 3"),
+        (lambda path: tiny_models.eagle3(path, layers=(1, 2, 4)), r"reads layers \[1, 2, 4\], .* layers 0 to 3"),
         (lambda path: tiny_models.eagle3(path, layers=(-1, 2, 3)), r"reads layers \[-1, 2, 3\]"),
         (lambda path: tiny_models.eagle3(path, n_layers=2), "has 2 layers, but llama.cpp supports only one"),
         (lambda path: tiny_models.eagle3(path, d2t=(3, 9, 512)), r"values outside 0 to 511"),

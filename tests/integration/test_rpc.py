@@ -175,7 +175,7 @@ def test_a_build_without_rpc_says_so_in_one_line(
     split: dict[str, Any], tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("cppbatch.llama.rpc.has_rpc", lambda: False)
-    with pytest.raises(LibraryError, match=r"--rpc needs llama\.cpp's RPC backend.*-DGGML_RPC=ON") as refused:
+    with pytest.raises(LibraryError, match=r"--rpc requires llama\.cpp's RPC backend.*-DGGML_RPC=ON") as refused:
         texts(tiny_llama, **split)
     assert "\n" not in str(refused.value)
 

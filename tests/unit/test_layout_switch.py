@@ -60,7 +60,7 @@ def test_a_text_that_fills_its_stream_to_the_last_cell_stays_there() -> None:
 
 def test_more_than_all_cells_is_refused_at_once() -> None:
     engine = auto_engine()
-    with pytest.raises(InvalidRequest, match=f"this context holds {N_CTX} \\(raise n_ctx \\(-c\\) for more\\)"):
+    with pytest.raises(InvalidRequest, match=f"this context holds only {N_CTX} \\(raise n_ctx \\(-c\\) for more\\)"):
         engine.add_request([1] * N_CTX)
     with pytest.raises(InvalidRequest, match="max_tokens"):
         engine.add_request([1] * 100, greedy(30))
@@ -70,7 +70,7 @@ def test_a_fixed_layout_keeps_its_limit() -> None:
     engine = fake_engine(unified=False, n_ctx=N_CTX, n_parallel=N_PARALLEL, sharing="copy")
     with pytest.raises(
         InvalidRequest,
-        match=f"this context holds {STREAM} \\(raise n_ctx \\(-c\\) or lower n_parallel \\(-np\\) for more\\)",
+        match=f"this context holds only {STREAM} \\(raise n_ctx \\(-c\\) or lower n_parallel \\(-np\\) for more\\)",
     ):
         engine.add_request([1] * STREAM)
 

@@ -88,10 +88,10 @@ def header_of_png(width: int, height: int) -> bytes:
         (header_of_png(100_000, 100_000), "exceeds limit"),  # Pillow's own, which it checks first
         (header_of_png(10_000, 20), "the aspect ratio must not exceed 100:1"),
         (header_of_png(50, 50), "cannot be decoded"),
-        (b"", "is no PNG, JPEG, WEBP, GIF, BMP file"),
-        (b"<svg xmlns='http://www.w3.org/2000/svg'/>", "is no PNG"),
-        (wav(tone()), "is no PNG"),
-        (encoded(Image.new("RGB", (4, 4)), "TIFF"), "is no PNG"),
+        (b"", "is not a PNG, JPEG, WEBP, GIF, BMP file"),
+        (b"<svg xmlns='http://www.w3.org/2000/svg'/>", "is not a PNG"),
+        (wav(tone()), "is not a PNG"),
+        (encoded(Image.new("RGB", (4, 4)), "TIFF"), "is not a PNG"),
     ],
     ids=["large", "bomb", "ribbon", "cut", "empty", "svg", "sound", "tiff"],
 )

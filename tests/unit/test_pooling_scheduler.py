@@ -74,13 +74,13 @@ def test_a_long_prompt_is_not_starved_by_short_ones() -> None:
 def test_a_prompt_of_a_whole_step_runs_and_one_token_more_is_refused_with_what_to_do() -> None:
     engine = fake_engine(n_batch=20, pooling="mean")
     name = add(engine, prompt(20))
-    with pytest.raises(InvalidRequest, match=r"prompt: has 21 tokens.*holds 20 \(raise n_batch \(-b\)"):
+    with pytest.raises(InvalidRequest, match=r"prompt: has 21 tokens.*holds only 20 \(raise n_batch \(-b\)"):
         add(engine, prompt(21))
     assert [event.request_id for event in drain(engine)] == [name]
 
 
 def test_a_prompt_longer_than_the_model_knows_is_refused_with_its_limit() -> None:
-    with pytest.raises(InvalidRequest, match="has 11 tokens, and this model takes 10"):
+    with pytest.raises(InvalidRequest, match="has 11 tokens, but the limit of this model is 10"):
         add(fake_engine(n_batch=20, n_ctx_train=10, pooling="mean"), prompt(11))
 
 
