@@ -216,7 +216,7 @@ def test_a_file_without_a_head_drafts_without_one_and_is_refused_with_mtp(tiny_l
     with BatchInferenceEngine(tiny_llama, **SETTINGS) as engine:
         assert engine._runtime.head is None
         assert not engine._context.gives_hidden_rows  # type: ignore[attr-defined]
-    with pytest.raises(ModelError, match=r"spec \(--spec\) is 'mtp', and tiny-llama.gguf has no draft head"):
+    with pytest.raises(ModelError, match=r"spec \(--spec\) is 'mtp', but tiny-llama.gguf has no draft head"):
         BatchInferenceEngine(tiny_llama, **SETTINGS, spec="mtp")
 
 

@@ -427,7 +427,10 @@ def test_a_file_of_prompts_that_is_not_utf_8_is_named(run: Run, tiny_llama: Path
     [
         (("-n", "0"), "error: max_tokens (-n) is 0; it must be at least 1, or -1 for no maximum"),
         (("-j", '{"type": "strin"}'), "error: prompt 1: json_schema: Invalid type: strin"),
-        (("--mmproj", "none.gguf"), "error: mmproj (--mmproj): file not found: none.gguf; give the path of a GGUF file"),
+        (
+            ("--mmproj", "none.gguf"),
+            "error: mmproj (--mmproj): file not found: none.gguf; give the path of a GGUF file",
+        ),
         (("-md", "none.gguf"), "error: draft_model (-md): file not found: none.gguf; give the path of a GGUF file"),
         (("--lora", "none.gguf"), "error: lora (--lora): adapter file not found at none.gguf"),
         (("--chat-template-file", "x.jinja"), "--chat-template: the file 'x.jinja' cannot be read (No such file or "),

@@ -327,7 +327,9 @@ def test_a_projector_that_crashes_llama_cpp_is_refused(
 ) -> None:
     monkeypatch.setattr(findings, "user_cache_path", lambda name: tmp_path / "cache")
     path = tiny_projectors.vision(tmp_path / "damaged.gguf", without=without)
-    with pytest.raises(ModelError, match=r"damaged\.gguf cannot be used: llama\.cpp crashes when loading it \(killed by SIG"):
+    with pytest.raises(
+        ModelError, match=r"damaged\.gguf cannot be used: llama\.cpp crashes when loading it \(killed by SIG"
+    ):
         open_engine(tiny_llama, mmproj=str(path))
 
 

@@ -180,7 +180,7 @@ def test_another_template_may_be_given(engine: BatchInferenceEngine) -> None:
         (lambda engine: engine.chat("a", reasoning_effort="much"), r"^reasoning_effort: is 'much'"),
         (lambda engine: engine.chat("a", chat_template_kwargs={"messages": []}), r"^chat_template_kwargs.messages"),
         (lambda engine: engine.chat("a" * 2000), r"^messages: has \d+ tokens"),
-        (lambda engine: engine.generate(HELLO), r"^prompts: is one conversation; give a list of them"),
+        (lambda engine: engine.generate(HELLO), r"^prompts: is a single conversation; give a list of conversations"),
         (lambda engine: next(engine.map(HELLO)), r"^prompts: is one conversation; give an iterable of them"),
     ],
 )

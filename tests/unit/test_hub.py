@@ -152,7 +152,7 @@ def test_a_copy_with_other_weights_is_not_taken_for_the_file_of_the_hub(hub: Fak
     [
         ("owner/Tiny-GGUF:IQ2_M", r"IQ2_M not found in owner/Tiny-GGUF; available: Q4_0, Q4_K_M, Q8_0, UD-Q4_K_XL$"),
         ("owner/Tiny-GGUF:no.gguf", r"no\.gguf not found in .*; available: Tiny-Q4_0\.gguf, "),
-        ("owner/safetensors", "has not a GGUF files"),
+        ("owner/safetensors", "has no GGUF files"),
         ("owner/nothing", r"owner/nothing is neither an existing file nor, on http://127.* set HF_TOKEN"),
         ("owner/gated-GGUF", r"requires you to accept its terms: open http.*/owner/gated-GGUF, then set HF_TOKEN"),
         ("owner/broken-GGUF", "is not a GGUF file"),

@@ -247,7 +247,11 @@ def test_a_text_with_pictures_ends_when_the_context_is_full() -> None:
     ("prompt", "params", "message"),
     [
         (MediaPrompt(["a", small_picture(1, 4)]), {}, "prompt: ends with an image or a sound; only text after it"),
-        (MediaPrompt(["a", Media("audio", b""), "b"]), {}, "prompt: contains audio, but fake accepts only text and images"),
+        (
+            MediaPrompt(["a", Media("audio", b""), "b"]),
+            {},
+            "prompt: contains audio, but fake accepts only text and images",
+        ),
         (MediaPrompt(["a", Media("image", b"x"), "b"]), {}, "prompt: contains an image that is not a PNG"),
         (MediaPrompt(["a", small_picture(1, 90, 9), "b"]), {}, "prompt: has 8[0-9]{2} tokens"),
         (MediaPrompt([]), {}, "prompt: is empty"),

@@ -158,7 +158,9 @@ def test_samplers_are_names(value: object) -> None:
 
 
 def test_an_unknown_sampler_is_refused_with_its_place_and_all_there_are() -> None:
-    with pytest.raises(InvalidRequest, match=r"^samplers\[1\]: is 'top_q'; it must be one of penalties, dry, .*, temperature$"):
+    with pytest.raises(
+        InvalidRequest, match=r"^samplers\[1\]: is 'top_q'; it must be one of penalties, dry, .*, temperature$"
+    ):
         SamplingParams(samplers=("top_k", "top_q"))
 
 

@@ -66,9 +66,7 @@ class RerankRequest(PoolingFields, kw_only=True):
         if not documents:
             raise InvalidRequest(self.named, f"is {'required' if documents is None else 'empty; give at least one'}")
         if self.texts is not None and self.documents is not None:
-            raise InvalidRequest(
-                "texts", "is TEI's name for `documents`; give only one of them"
-            )
+            raise InvalidRequest("texts", "is TEI's name for `documents`; give only one of them")
         check_count(self.named, len(documents))
         if self.top_n is not None and self.top_n < 1:
             raise InvalidRequest("top_n", f"is {self.top_n}; it must be at least 1")
