@@ -154,7 +154,7 @@ def _blocks(file: Any, sample_rate: int) -> Iterator[npt.NDArray[np.float32]]:
     if not 0 < rate <= _MAX_SAMPLE_RATE or not 0 < channels <= _MAX_CHANNELS:
         raise _refused(f"contains audio with {channels} channels and {rate} samples per second")
     most = min(MAX_SOUND_S * rate, MAX_SAMPLES // channels)
-    limit = f"the limit is {most / rate:,.0f} with {rate:,} samples per second and {channels} channels"
+    limit = f"the limit is {most / rate:,.0f} seconds with {rate:,} samples per second and {channels} channels"
     if most < frames < 2**62:
         raise _refused(f"contains audio of {frames / rate:,.0f} seconds; {limit}")
     n, end = 0, thread_time() + MAX_DECODE_S

@@ -60,8 +60,8 @@ def refuse_unreadable(source: MediaSource, info: ModelInfo) -> None:
     if source.kind in info.modalities:
         return
     if info.modalities:
-        takes = " and ".join(_NAMES[kind].removeprefix("an ") for kind in info.modalities)
-        raise InvalidRequest(source.field, f"is {_NAMES[source.kind]}, but {info.name} accepts only {takes} and text")
+        takes = " and ".join([*info.modalities, "text"])
+        raise InvalidRequest(source.field, f"is {_NAMES[source.kind]}, but {info.name} accepts only {takes} input")
     message = f"is {_NAMES[source.kind]}, but {info.name} is loaded without a projector: start it with --mmproj FILE"
     raise InvalidRequest(source.field, message)
 

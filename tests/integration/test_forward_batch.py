@@ -103,7 +103,7 @@ def test_generate_batch_takes_plain_keywords_and_a_loaded_engine(
 
 
 def test_generate_batch_refuses_what_contradicts_itself(engine: BatchInferenceEngine) -> None:
-    with pytest.raises(InvalidRequest, match="params: is given, and max_tokens too"):
+    with pytest.raises(InvalidRequest, match="params: cannot be combined with max_tokens"):
         generate_batch(engine, ["a"], SamplingParams(), max_tokens=5)
     with pytest.raises(ConfigError, match="n_ctx: the engine is already loaded"):
         generate_batch(engine, ["a"], n_ctx=5)

@@ -386,7 +386,7 @@ def test_a_lora_adapter_computes_pictures_too(
 def test_what_is_refused_leaves_the_engine_at_work(open_media: Callable[..., BatchInferenceEngine]) -> None:
     engine = open_media()
     for bad in (b"", b"\x89PNG\r\n\x1a\n", picture(1)[:100]):
-        with pytest.raises(InvalidRequest, match="prompt: has a picture"):
+        with pytest.raises(InvalidRequest, match="prompt: contains an image"):
             engine.generate([MediaPrompt([Media("image", bad), "x"])], SamplingParams(max_tokens=1))
     assert engine.generate([MediaPrompt([image(1), "x"])], greedy(2))[0].tokens
 

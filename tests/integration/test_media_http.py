@@ -235,7 +235,7 @@ async def test_sound_is_heard(hearing: Http) -> None:
     ] > SOUND_TOKENS
     status, answer = await post(hearing, "/v1/chat/completions", {"messages": asks(picture())})
     assert (status, answer["error"]["param"]) == (400, "messages[0].content[0].image_url.url")
-    assert "accepts only audio and text" in answer["error"]["message"]
+    assert "accepts only audio and text input" in answer["error"]["message"]
 
 
 async def test_a_server_says_what_its_model_takes(seeing: Http, hearing: Http) -> None:
@@ -285,7 +285,7 @@ async def test_what_cannot_be_heard_is_refused_without_an_address_of_memory(hear
     body = {"messages": asks(sound(data)), "max_tokens": 1}
     status, answer = await post(hearing, "/v1/chat/completions", body)
     assert (status, answer["error"]["param"]) == (400, "messages")
-    assert answer["error"]["message"].startswith("messages: has a sound that cannot be decoded: ")
+    assert answer["error"]["message"].startswith("messages: contains audio that cannot be decoded: ")
     assert " object at 0x" not in answer["error"]["message"]
 
 

@@ -173,7 +173,7 @@ async def look_at(http: BaseTestServer, **given: Any) -> TargetServer:
 
 
 UNUSABLE: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
-    "no such model": ({}, {"model": "gpt-9"}, "model gpt-9 not found"),
+    "no such model": ({}, {"model": "gpt-9"}, "has no model gpt-9; it has fake"),
     "no key": ({"api_key": "s3cret"}, {}, "asks for an API key .* --api-key"),
     "another key": ({"api_key": "s3cret"}, {"api_key": "guess"}, "refuses this API key"),
     "no such endpoint": ({}, {"endpoint": "chat"}, "has no /v1/chat/completions; try --endpoint completions"),

@@ -80,7 +80,7 @@ def test_some_models_also_give_the_rows_after_the_last_layer(tmp_path: Path, tar
     assert read(tmp_path, "dflash", target_layers=[1, 6], target=target).layers == (1, 6)
     with pytest.raises(ModelError, match="layers 0 to 5"):
         read(tmp_path, "dflash", target_layers=[1, 6])
-    with pytest.raises(ModelError, match="from 0 to 4"):  # the last layer is a draft head
+    with pytest.raises(ModelError, match="layers 0 to 4"):  # the last layer is a draft head
         read(tmp_path, "dflash", target_layers=[1, 5], nextn=1)
 
 

@@ -246,7 +246,7 @@ def test_a_text_with_pictures_ends_when_the_context_is_full() -> None:
 @pytest.mark.parametrize(
     ("prompt", "params", "message"),
     [
-        (MediaPrompt(["a", small_picture(1, 4)]), {}, "prompt: ends with an image or a sound; only text after it"),
+        (MediaPrompt(["a", small_picture(1, 4)]), {}, "prompt: ends with an image or audio; add text after it"),
         (
             MediaPrompt(["a", Media("audio", b""), "b"]),
             {},
@@ -255,7 +255,7 @@ def test_a_text_with_pictures_ends_when_the_context_is_full() -> None:
         (MediaPrompt(["a", Media("image", b"x"), "b"]), {}, "prompt: contains an image that is not a PNG"),
         (MediaPrompt(["a", small_picture(1, 90, 9), "b"]), {}, "prompt: has 8[0-9]{2} tokens"),
         (MediaPrompt([]), {}, "prompt: is empty"),
-        (PROMPT, {"echo": True, "logprobs": 1}, "echo: asks for log-probabilities of a prompt with pictures"),
+        (PROMPT, {"echo": True, "logprobs": 1}, "echo: requests log-probabilities of a prompt with images"),
     ],
     ids=["no text behind it", "sound", "broken", "too long", "empty", "scored"],
 )

@@ -101,13 +101,13 @@ REFUSED = {
     "a text as picture": (
         {"type": "image_url", "image_url": as_url(b"<svg></svg>", "image/png")},
         AT,
-        "none of PNG, JPEG, GIF, BMP, WebP",
+        "are not PNG, JPEG, GIF, BMP, WebP",
     ),
     "a sound as picture": ({"type": "image_url", "image_url": as_url(TONE)}, AT, "WAV"),
     "a picture as sound": (
         {"type": "input_audio", "input_audio": {"data": as_base64(RED), "format": "mp3"}},
         "messages[0].content[0].input_audio.data",
-        "is a picture (PNG)",
+        "is an image (PNG)",
     ),
 }  # fmt: skip
 
@@ -347,7 +347,7 @@ def test_python_takes_files_and_bytes(tmp_path: Path) -> None:
 def test_python_says_which_file_is_missing(tmp_path: Path) -> None:
     with pytest.raises(InvalidRequest, match=r"messages\[0\].content\[0\].path: .*No such file"):
         request_of([user({"type": "image", "path": tmp_path / "none.png"})])
-    with pytest.raises(InvalidRequest, match=r"messages\[0\].content\[0\]: needs a path, or the bytes"):
+    with pytest.raises(InvalidRequest, match=r"messages\[0\].content\[0\]: requires a path, or the bytes"):
         request_of([user({"type": "image"})])
 
 

@@ -168,12 +168,12 @@ def test_what_a_model_does_not_do_is_refused_and_said() -> None:
     with pytest.raises(InvalidRequest, match=r"task: fake generates text.*--pooling mean"):
         add(fake_engine(), [1])
     with pytest.raises(
-        InvalidRequest, match=r"task: fake runs as an embedding model \(pooling \(--pooling\) is 'cls'\) and returns"
+        InvalidRequest, match=r"task: fake runs as an embedding model \(pooling \(--pooling\) is 'cls'\) and does not"
     ):
         fake_engine(pooling="cls").add_request([1])
     with pytest.raises(InvalidRequest, match="task: fake runs as a reranker and does not generate text"):
         fake_engine(pooling="rank").add_request([1])
-    with pytest.raises(InvalidRequest, match="prompt: is a pair of texts, which is for rerankers"):
+    with pytest.raises(InvalidRequest, match="prompt: is a pair of texts, which requires a reranker"):
         fake_engine(pooling="mean").add_request(Pair("a", "b"), task="embed")
     with pytest.raises(InvalidRequest, match=r"prompt: is .*it must be a string or a list of token ids"):
         fake_engine().add_request(Pair("a", "b"))

@@ -44,8 +44,8 @@ def test_another_type_is_refused(value: object) -> None:
     ("value", "message"),
     [
         ([1, N_VOCAB], rf"^prediction\[1\]: is {N_VOCAB}; token ids are 0 to"),
-        ([1] * (N_CTX + 1), rf"^prediction: has {N_CTX + 1} tokens, and this context holds {N_CTX}"),
-        ("a" * (N_CTX + 1), rf"^prediction: has {N_CTX + 1} tokens, and this context holds {N_CTX}"),
+        ([1] * (N_CTX + 1), rf"^prediction: has {N_CTX + 1} tokens, but this context holds only {N_CTX}"),
+        ("a" * (N_CTX + 1), rf"^prediction: has {N_CTX + 1} tokens, but this context holds only {N_CTX}"),
         ("a" * (1 << 17), r"^prediction: is 131,072 bytes long, which is more than"),
     ],
 )

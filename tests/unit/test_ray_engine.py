@@ -441,7 +441,7 @@ async def test_a_cluster_that_does_not_answer_is_the_reason_that_health_gives() 
     async with opened(cluster) as engine:
         cluster.status_error = ConnectionError("no route to host")
         await _until(lambda: engine.health().status == "restarting")
-        assert engine.health().error == "the Ray cluster does not answer (ConnectionError: no route to host)"
+        assert engine.health().error == "the Ray cluster does not respond (ConnectionError: no route to host)"
         cluster.status_error = None
         await _until(lambda: engine.health().status == "ok")
 
@@ -472,7 +472,7 @@ async def test_workers_of_all_replicas_are_listed() -> None:
     async with opened(cluster) as engine:
         await start(engine, 3)
         assert [worker.in_flight for worker in await engine.workers()] == [1, 1, 1]
-        with pytest.raises(EngineClosed, match="no replica answers"):  # these workers have no stats
+        with pytest.raises(EngineClosed, match="no replica responds"):  # these workers have no stats
             await engine.stats()
 
 

@@ -131,8 +131,8 @@ async def test_a_host_that_is_not_listed_is_not_asked() -> None:
 
 async def test_a_listed_name_with_a_private_address_needs_the_address_too() -> None:
     async with serving(picture) as port:
-        assert "address is private" in await refusal(f"http://localhost:{port}/", "localhost")
-        assert "address is private" in await refusal(f"http://localhost:{port}/", "*")
+        assert "private address" in await refusal(f"http://localhost:{port}/", "localhost")
+        assert "private address" in await refusal(f"http://localhost:{port}/", "*")
         assert await fetched(f"http://localhost:{port}/", "localhost", "127.0.0.0/8") == RED
 
 
@@ -252,7 +252,7 @@ async def test_an_address_that_occurs_twice_is_fetched_once() -> None:
         settings = ServerSettings(allowed_media_domains=("127.0.0.1",))
         urls = [f"http://127.0.0.1:{port}/a"] * 3
         assert await load(settings, message(*urls)) == [Media("image", RED)] * 3
-        with pytest.raises(InvalidRequest, match="is a sound"):  # the bytes decide, whatever the header says
+        with pytest.raises(InvalidRequest, match="is audio"):  # the bytes decide, whatever the header says
             await load(settings, message(f"http://127.0.0.1:{port}/b"))
     assert sorted(asked) == ["/a", "/b"]
 
@@ -269,7 +269,7 @@ async def test_a_model_without_a_projector_refuses_before_anything_is_fetched_or
         for url in (f"http://127.0.0.1:{port}/a", "data:;base64,*"):
             with pytest.raises(InvalidRequest, match="is loaded without a projector: start it with --mmproj FILE"):
                 await load(settings, message(url), info())
-        with pytest.raises(InvalidRequest, match=r"is a sound; .* accepts only image and text"):
+        with pytest.raises(InvalidRequest, match=r"is audio, .* accepts only image and text input"):
             await load(settings, message("data:;base64,*", kind="audio"), info("image"))
     assert asked == []
 

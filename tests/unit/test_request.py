@@ -165,7 +165,7 @@ def test_an_unknown_sampler_is_refused_with_its_place_and_all_there_are() -> Non
 
 
 def test_a_sampler_is_named_once() -> None:
-    with pytest.raises(InvalidRequest, match=r"^samplers\[2\]: is 'top_k' for the second time$"):
+    with pytest.raises(InvalidRequest, match=r"^samplers\[2\]: is 'top_k', which is already in the list$"):
         SamplingParams(samplers=("top_k", "top_p", "top_k"))
 
 
@@ -187,7 +187,7 @@ def test_penalties_left_out_of_the_samplers_are_none() -> None:
 
 
 def test_two_ways_to_draw_are_refused() -> None:
-    with pytest.raises(InvalidRequest, match=r"^adaptive_target: cannot be used together with mirostat"):
+    with pytest.raises(InvalidRequest, match=r"^adaptive_target: cannot be combined with mirostat"):
         SamplingParams(mirostat=1, adaptive_target=0.5)
     assert SamplingParams(mirostat=1, adaptive_target=-0.5).mirostat == 1
 
@@ -229,7 +229,7 @@ def test_ids_of_tokens_are_int32(field: str, token: int) -> None:
     assert len(str(caught.value)) < 120
     with pytest.raises(InvalidRequest, match=r"prompt\[0\]: is .*; token ids are 0 to 2147483647"):
         GenerationRequest(id="a", prompt=[token])
-    with pytest.raises(InvalidRequest, match=r"logit_bias: has the token id .*; token ids are 0 to 2147483647"):
+    with pytest.raises(InvalidRequest, match=r"logit_bias: contains the token id .*; token ids are 0 to 2147483647"):
         SamplingParams(logit_bias={token: 1.0})
 
 
@@ -304,7 +304,7 @@ def test_every_kind_of_grammar_is_known() -> None:
 @pytest.mark.parametrize("pair", list(itertools.combinations(GIVEN, 2)), ids="+".join)
 def test_two_kinds_of_grammar_are_refused(pair: tuple[str, str]) -> None:
     first, second = pair
-    message = f"{second}: cannot be used together with {first}: give only one grammar"
+    message = f"{second}: cannot be combined with {first}: give only one grammar"
     with pytest.raises(InvalidRequest, match="^" + re.escape(message) + "$"):
         SamplingParams(**{field: GIVEN[field] for field in pair})
 
@@ -322,7 +322,7 @@ def test_choices_are_strings(value: object) -> None:
 
 @pytest.mark.parametrize("value", [[], (), "", ["a", ""]])
 def test_choices_are_some_and_none_is_empty(value: object) -> None:
-    assert refusal("guided_choice", value) == "guided_choice: must have at least one string, and no empty strings"
+    assert refusal("guided_choice", value) == "guided_choice: must contain at least one string, and no empty strings"
 
 
 def test_one_choice_may_be_given_without_a_list() -> None:
@@ -361,7 +361,7 @@ def circular() -> dict[str, object]:
 )
 def test_a_schema_that_is_no_json_is_refused(value: object) -> None:
     assert refusal("json_schema", value).startswith(
-        "json_schema: is b'{}'; a schema" if isinstance(value, bytes) else "json_schema: is not JSON: "
+        "json_schema: is b'{}'; a schema" if isinstance(value, bytes) else "json_schema: is not valid JSON: "
     )
 
 
@@ -401,22 +401,26 @@ REFUSED: list[tuple[Any, SamplingParams, str]] = [
     ([-1], greedy(1), "prompt[0]: is -1; token ids are"),
     ([1, 2.0], greedy(1), "prompt[1]: is 2.0; token ids are"),
     (["a"], greedy(1), "prompt[0]: is 'a'; token ids are"),
-    ([1] * LIMIT, greedy(), f"prompt: has {LIMIT} tokens, and this context holds {LIMIT}"),
-    ([1] * (LIMIT + 9), greedy(), f"prompt: has {LIMIT + 9} tokens, and this context holds {LIMIT}"),
-    ([1] * 10, greedy(55), f"max_tokens: is 55: with a prompt of 10 tokens that is 65, and this context holds {LIMIT}"),
+    ([1] * LIMIT, greedy(), f"prompt: has {LIMIT} tokens, but this context holds only {LIMIT}"),
+    ([1] * (LIMIT + 9), greedy(), f"prompt: has {LIMIT + 9} tokens, but this context holds only {LIMIT}"),
+    (
+        [1] * 10,
+        greedy(55),
+        f"max_tokens: is 55: with a prompt of 10 tokens, that is 65 in total, but this context holds only {LIMIT}",
+    ),
     ([1], greedy(1, stop_token_ids=(3, N_VOCAB)), f"stop_token_ids[1]: is {N_VOCAB}; token ids are"),
     ([1], greedy(1, suppress_tokens=(3, N_VOCAB)), f"suppress_tokens[1]: is {N_VOCAB}; token ids are"),
     (
         [1],
         greedy(1, logit_bias={N_VOCAB: 1.0}),
-        f"logit_bias: has the token id {N_VOCAB}; token ids are 0 to {N_VOCAB - 1}",
+        f"logit_bias: contains the token id {N_VOCAB}; token ids are 0 to {N_VOCAB - 1}",
     ),
-    ([1], greedy(1, logit_bias={f"{N_VOCAB}": 1.0}), f"logit_bias: has the token id {N_VOCAB}; they are"),
+    ([1], greedy(1, logit_bias={f"{N_VOCAB}": 1.0}), f"logit_bias: contains the token id {N_VOCAB}; token ids are"),
     ([1], greedy(1, guided_regex="("), "guided_regex: "),
     ([1], greedy(1, grammar="nonsense"), "grammar: "),
     ([1], greedy(1, json_schema={"type": 5}), "json_schema: type must be a string or array of strings"),
     ([1], greedy(1, json_schema={"$ref": "#"}), "json_schema: no finite JSON satisfies this schema"),
-    ([1] * LIMIT, greedy(0, echo=True), f"prompt: has {LIMIT} tokens, and this context holds {LIMIT}"),
+    ([1] * LIMIT, greedy(0, echo=True), f"prompt: has {LIMIT} tokens, but this context holds only {LIMIT}"),
     (5, greedy(1), "prompt: "),
     (None, greedy(1), "prompt: "),
 ]
@@ -445,7 +449,7 @@ def test_generate_names_the_prompt_at_fault_before_anything_runs(
 
 
 def test_a_bare_string_of_prompts_is_refused() -> None:
-    with pytest.raises(InvalidRequest, match=r"prompts: is one string; .*\[prompt\]"):
+    with pytest.raises(InvalidRequest, match=r"prompts: is a single string; .*\[prompt\]"):
         fake_engine().generate("abc")
 
 

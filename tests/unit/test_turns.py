@@ -243,7 +243,7 @@ def test_a_fork_is_refused_at_once_with_what_to_do(monkeypatch: pytest.MonkeyPat
         engine.stats,
     ]
     for call in calls:
-        with pytest.raises(EngineClosed, match=r"process 7, but this is its fork.*load the engine after the fork"):
+        with pytest.raises(EngineClosed, match=r"this is its fork, process 7.*load the engine after the fork"):
             call()
     engine.close()
     assert not context_of(engine).closed  # it belongs to the process that loaded it
