@@ -108,7 +108,7 @@ _SET_BY_THROUGHPUT = (
 )  # fmt: skip
 @option("--prompt-tokens", type=int, default=128, help="Length of each prompt.")
 @click.option(
-    "--new-tokens", type=int, help="Length of each output.  [default: 64; with --spec at most what the workload says]"
+    "--new-tokens", type=int, help="Length of each output.  [default: 64; with --spec limited by the workload]"
 )  # fmt: skip
 @option("--repeats", type=int, default=3, help="Runs of each measurement, after a warm-up.")
 @click.option(

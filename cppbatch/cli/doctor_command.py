@@ -83,9 +83,9 @@ def _other_programs() -> Finding:
     names = ", ".join(f"{each.name} (process {each.pid}) {each.cores:.1f}" for each in others.busiest)
     return Finding(
         "cores",
-        f"other programs use {others.cores:.1f} of {len(usable_cpus())}{': ' if names else ''}{names}. Until they "
-        "end, steps use fewer threads, and `tune` and `bench` report too low figures: stop them, or wait for them to "
-        "finish",
+        f"other programs use {others.cores:.1f} of {len(usable_cpus())}{': ' if names else ''}{names}. Until they end, "
+        "steps use fewer threads, and `tune` and `bench` report figures that are too low: stop them, or wait for them "
+        "to finish",
         is_note=True,
     )
 

@@ -104,7 +104,7 @@ def _fetch(model: HubModel, wanted: Callable[[dict[str, int]], list[str]], say: 
         n_bytes = sum(sizes[file] for file in files)
         folder.mkdir(parents=True, exist_ok=True)
         if (free := shutil.disk_usage(folder).free) < n_bytes:
-            raise ModelError(f"{model} has {n_bytes / 1e9:.2f} GB, and {folder} has {free / 1e9:.2f} GB free")
+            raise ModelError(f"{model} has {n_bytes / 1e9:.2f} GB, but {folder} has only {free / 1e9:.2f} GB free")
         say(f"downloading {files[0]} from {model.repository} ({n_bytes / 1e9:.2f} GB) into {folder}/")
         for file in files:
             hub.hf_hub_download(model.repository, file, local_dir=folder, endpoint=_endpoint())

@@ -274,7 +274,9 @@ def check_target(plan: Requantization, target: Path, *, overwrite: bool) -> None
             f"{target} already exists; choose another file with --output, or use --overwrite to replace it"
         )
     if (free := shutil.disk_usage(folder).free) < needed:
-        raise ModelError(f"{target.name} takes {needed / 1e6:,.0f} MB, and {free / 1e6:,.0f} MB are free in {folder}/")
+        raise ModelError(
+            f"{target.name} takes {needed / 1e6:,.0f} MB, but only {free / 1e6:,.0f} MB are free in {folder}/"
+        )
     if (memory := psutil.virtual_memory().total) < needed:
         raise ModelError(
             f"{target.name} would take {needed / 1e9:.1f} GB, more than this machine's memory ({memory / 1e9:.1f} GB)"

@@ -139,7 +139,7 @@ def test_keys_and_failures_of_servers_are_said() -> None:
             backend.close()
     with pytest.raises(CppBatchError, match="cannot connect to"):
         ServerBackend(url, model=None, api_key=None)
-    with pytest.raises(CppBatchError, match="no address"):
+    with pytest.raises(CppBatchError, match="is not a URL"):
         ServerBackend("http://", model=None, api_key=None)
 
 

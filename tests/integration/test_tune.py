@@ -46,4 +46,4 @@ def test_a_profile_of_a_real_model_is_written_and_used(
     used = CliRunner().invoke(cli, ["generate", "-m", str(tiny_llama), "-p", "ab", "-n", "2"])
     assert used.exit_code == 0, used.output
     assert f"using the profile {profile} of 2" in used.stderr
-    assert "-np 4 -c 1024 --kv-layout unified -fa off -ub 64 -t 1; --no-profile leaves it out" in used.stderr
+    assert "-np 4 -c 1024 --kv-layout unified -fa off -ub 64 -t 1; use --no-profile to ignore it" in used.stderr

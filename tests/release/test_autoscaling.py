@@ -133,7 +133,7 @@ async def test_a_worker_that_memory_forbids_is_not_started(
     await burst
     assert (group.scaling().scale_ups, len(await group.workers())) == (0, 1)
     (line,) = [line for line in caplog.messages if "cannot run" in line]
-    assert "MiB of the host's memory, and 5.0 MiB are free there. Next attempt in 30 s" in line
+    assert "MiB of the host's memory, but only 5.0 MiB are free. Next attempt in 30 s" in line
 
 
 def test_a_server_says_which_workers_come_and_go(tmp_path: Path) -> None:

@@ -234,7 +234,7 @@ async def test_a_draining_worker_that_is_killed_goes_on_in_another_process(fleet
 async def test_no_worker_is_started_that_does_not_fit_and_one_line_says_so(
     fleet: Fleet, caplog: pytest.LogCaptureFixture
 ) -> None:
-    fleet.shortage = "it needs 3.00 GiB of the host's memory, and 1.00 GiB are free there"
+    fleet.shortage = "it needs 3.00 GiB of the host's memory, but only 1.00 GiB are free"
     await fleet.submit(12)
     with caplog.at_level(logging.INFO):
         await fleet.wait(25)

@@ -176,7 +176,7 @@ def test_a_full_disk_is_noticed_before_the_download(
 ) -> None:
     usage = shutil.disk_usage("/")._replace(free=10)
     monkeypatch.setattr(shutil, "disk_usage", lambda _folder: usage)
-    with pytest.raises(ModelError, match=r"has 0\.00 GB, and .* has 0\.00 GB free"):
+    with pytest.raises(ModelError, match=r"has 0\.00 GB, but .* has only 0\.00 GB free"):
         choose_model("owner/Tiny-GGUF")
 
 

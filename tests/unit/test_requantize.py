@@ -352,7 +352,7 @@ def test_too_little_room_on_the_disk_is_found_before_anything_is_written(
 ) -> None:
     plan = plan_auto(q4_k_m, times_of)
     monkeypatch.setattr(shutil, "disk_usage", lambda _folder: SimpleNamespace(free=100_000))
-    with pytest.raises(ModelError, match=r"takes 1 MB, and 0 MB are free"):
+    with pytest.raises(ModelError, match=r"takes 1 MB, but only 0 MB are free"):
         check_target(plan, plan.output, overwrite=False)
 
 

@@ -182,7 +182,7 @@ class CountTokensRequest(SingleChoiceFields, kw_only=True):
     def schema(self) -> Json | bool | None:
         """The JSON schema of the answer, None for free text. Raises `InvalidRequest`."""
         if self.response_format:
-            raise InvalidRequest("response_format", "belongs to another API; here it is output_config.format")
+            raise InvalidRequest("response_format", "belongs to another API; use output_config.format")
         form = (self.output_config and self.output_config.format) or self.output_format
         return one_schema("output_config.format", form.schema if form else None, self)
 

@@ -259,7 +259,7 @@ class ResponsesRequest(SingleChoiceFields, kw_only=True):
     def schema(self) -> Json | bool | None:
         """As in `SamplingFields`, of `text.format`."""
         if self.response_format:
-            raise InvalidRequest("response_format", "belongs to another API; here it is text.format")
+            raise InvalidRequest("response_format", "belongs to another API; use text.format")
         if self.text and self.text.verbosity not in (None, "medium"):
             raise InvalidRequest(
                 "text.verbosity", f"is {self.text.verbosity!r}; only medium is supported: put it in a message"
