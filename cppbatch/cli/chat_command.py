@@ -129,7 +129,7 @@ def chat(
                 if not session.handle(line):
                     break
             if session.n_failed:
-                raise CppBatchError(f"{session.n_failed} messages failed")
+                raise CppBatchError(f"{session.n_failed} of the messages failed")
             return
 
         from rich.console import Console

@@ -88,7 +88,7 @@ def test_a_full_context_is_said_and_the_conversation_goes_on(
     assert "/clear" in err
     assert out == expected(tiny_llama, "Hello")
     assert code == 2
-    assert err.endswith("error: 1 messages failed\n")
+    assert err.endswith("error: 1 of the messages failed\n")
 
 
 def test_another_model_of_the_folder_answers_after_model(

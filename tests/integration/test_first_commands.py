@@ -432,7 +432,7 @@ def test_a_file_of_prompts_that_is_not_utf_8_is_named(run: Run, tiny_llama: Path
             "error: mmproj (--mmproj): file not found: none.gguf; give the path of a GGUF file",
         ),
         (("-md", "none.gguf"), "error: draft_model (-md): file not found: none.gguf; give the path of a GGUF file"),
-        (("--lora", "none.gguf"), "error: lora (--lora): adapter file not found at none.gguf"),
+        (("--lora", "none.gguf"), "error: lora (--lora): adapter file not found: none.gguf"),
         (("--chat-template-file", "x.jinja"), "--chat-template: the file 'x.jinja' cannot be read (No such file or "),
     ],
     ids=lambda value: value[0] if isinstance(value, tuple) else "",

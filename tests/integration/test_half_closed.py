@@ -1,4 +1,4 @@
-"""A client that closes only its sending side gets its answers; one that is gone keeps no state running.
+"""A client that closes only its sending side gets its answers; one that is gone keeps nothing running.
 
 TCP tells the server the same of both: that nothing more will come.
 """

@@ -206,8 +206,8 @@ def test_generate_uses_the_adapters_that_it_is_given(tiny_llama: Path, tmp_path:
 @pytest.mark.parametrize(
     ("given", "reason"),
     [
-        ("none.gguf", "adapter file not found at none.gguf"),
-        ("none.gguf=much", "adapter file not found at none.gguf=much"),
+        ("none.gguf", "adapter file not found: none.gguf"),
+        ("none.gguf=much", "adapter file not found: none.gguf=much"),
         ("none.gguf=nan", "lora (--lora): none.gguf has the scale nan"),
         ("none.gguf=1e9", "lora (--lora): none.gguf has the scale 1000000000.0"),
     ],

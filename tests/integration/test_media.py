@@ -162,7 +162,7 @@ def test_samples_that_cannot_be_encoded_never_reach_c(files: Path, samples: npt.
 @pytest.mark.parametrize(
     ("projector", "message"),
     [
-        ("missing", "projector file not found .*missing.gguf"),
+        ("missing", "projector file not found: .*missing.gguf"),
         ("text", "is not a projector: its architecture is llama, but an mmproj file has clip"),
         ("wide", r"mismatch between text model \(n_embd = 64\) and mmproj \(n_embd = 128\)$"),
         ("torn", "cannot be"),
