@@ -72,7 +72,7 @@ class EngineConfig(_Model, frozen=True, kw_only=True):
     """
 
     n_ctx: int = 16384
-    """Total KV cells, shared by all sequences (-c)."""
+    """Total KV cells for all sequences (-c)."""
     n_parallel: int = 16
     """Maximum number of sequences that run at the same time (-np)."""
     n_batch: int = 2048

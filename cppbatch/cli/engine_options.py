@@ -65,7 +65,7 @@ class _Layers(click.types.IntParamType):
 
 
 def split_lists(_context: object, _option: object, given: tuple[str, ...]) -> tuple[str, ...]:
-    """The values of an option that may be given several times, or as a list with commas."""
+    """The values of an option that may be repeated, or as a list with commas."""
     values = tuple(item.strip() for each in given for item in each.split(",") if item.strip())
     if given and not values:
         raise click.BadParameter("is empty")
@@ -166,7 +166,7 @@ _SETTINGS = [
     option(
         "-c", "--ctx-size", "n_ctx", env="CTX_SIZE", llama_env="LLAMA_ARG_CTX_SIZE", type=int, default=_DEFAULTS.n_ctx,
         show_default=_SIZES_DEFAULT.format(_DEFAULTS.n_ctx),
-        help="Total KV cells, shared by all sequences; 0: the model's context length.",
+        help="Total KV cells for all sequences; 0: the model's context length.",
     ),
     option(
         "-np", "--parallel", "n_parallel", env="PARALLEL", llama_env="LLAMA_ARG_N_PARALLEL", type=int,
@@ -324,7 +324,7 @@ _SETTINGS = [
     ),
     option(
         "--lora", env="LORA", metavar="FILE[=SCALE]", multiple=True, callback=_adapters,
-        help="LoRA adapter, with scale 1 by default; may be given several times. Requests can override the scales.",
+        help="LoRA adapter, with scale 1 by default; may be repeated. Requests can override the scales.",
     ),
     option(
         "--target-itl-ms", env="TARGET_ITL_MS", type=float, default=_DEFAULTS.target_itl_ms,
@@ -364,7 +364,7 @@ class _ModelName(click.ParamType):  # type: ignore[type-arg]
 
 
 def _several(named: Option) -> Option:
-    """The option as one that may be given several times."""
+    """The option as one that may be repeated."""
 
     def add(command: Command) -> Command:
         added = named(command)
