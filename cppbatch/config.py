@@ -43,7 +43,7 @@ _DISK_GB, _GB = 16, 10**9  # of cached prefixes on disk, unless given
 _MAX_DEVICES = 16  # llama_max_devices
 _MAX_RPC_WORKERS = 15  # ggml's GGML_SCHED_MAX_BACKENDS is 16, and the CPU is one: more would abort the process
 MAX_DRAFT = 64
-"""Draft tokens of a sequence in a step at most."""
+"""Maximum draft tokens per sequence and step."""
 MAX_SEQ_IDS = 256  # llama.cpp's LLAMA_MAX_SEQ
 MOST_LORA_SCALE = 1000.0
 """The largest scale of a LoRA adapter, positive or negative: far beyond use, but no float32 overflows."""
@@ -72,26 +72,26 @@ class EngineConfig(_Model, frozen=True, kw_only=True):
     """
 
     n_ctx: int = 16384
-    """KV cells of all sequences together (-c)."""
+    """Total KV cells for all sequences (-c)."""
     n_parallel: int = 16
-    """Sequences that run at the same time (-np)."""
+    """Maximum number of sequences that run at the same time (-np)."""
     n_batch: int = 2048
-    """Tokens of one step at most (-b)."""
+    """Maximum tokens per step (-b)."""
     n_ubatch: int = 512
-    """Tokens that llama.cpp computes at once within a step (-ub)."""
+    """Maximum tokens that llama.cpp computes at once within a step (-ub)."""
     n_gpu_layers: int = -1
     """Layers kept on the GPU; -1: all, 0: none (-ngl)."""
     device: int | None = None
     """The only GPU to use, by llama.cpp's number; None: all GPUs (--devices)."""
     rpc: tuple[str, ...] = ()
-    """RPC workers, HOST:PORT of each, over whose devices the model is split, before this machine's GPUs (--rpc,
+    """RPC workers as HOST:PORT. The model is split over their devices first, then over this machine's GPUs (--rpc,
     docs/rpc.md)."""
     tensor_split: tuple[float, ...] = ()
-    """The share of the layers of each device: those of `rpc` in this order, then this machine's GPUs. (): in proportion
-    to their free memory (--tensor-split)."""
+    """Share of the layers for each device: the devices of `rpc` in order, then this machine's GPUs. (): proportional to
+    free memory (--tensor-split)."""
     n_threads: int = 0
-    """Compute threads at most; 0: one for each physical core that this process may use (-t). On a CPU steps use one
-    fewer for each core that other programs keep busy (docs/decisions/0032)."""
+    """Maximum compute threads; 0: one per physical core available to this process (-t). On a CPU, steps use one fewer
+    for each core that other programs keep busy (docs/decisions/0032)."""
     repack: Repacking = "auto"
     """Let llama.cpp repack weights for this CPU (AMX, AVX-512 ...), unless its build crashes with it. auto: on, except
     where timed kernels are clearly faster without it for `n_parallel` sequences (--repack, docs/decisions/0028)."""
@@ -112,44 +112,44 @@ class EngineConfig(_Model, frozen=True, kw_only=True):
     prefix_cache: bool = True
     """Share prefixes between requests that begin with the same tokens (--prefix-cache/--no-prefix-cache)."""
     prefix_cache_ram: int = 1024
-    """Host memory, in MiB, for cached prefixes that had to leave their cells (--prefix-cache-ram)."""
+    """Host memory, in MiB, for cached prefixes evicted from KV cells (--prefix-cache-ram)."""
     ctx_checkpoints: int = 32
-    """Checkpoints that one prompt gets at most, in models with sliding windows or recurrent states: places up to which
-    other requests can take it (-ctxcp). They are in host memory, within `prefix_cache_ram`. 0: none."""
+    """Maximum checkpoints per prompt, for models with sliding windows or recurrent states: positions up to which other
+    requests can reuse the prompt (-ctxcp). Stored in host memory, within `prefix_cache_ram`. 0: none."""
     checkpoint_min_step: int = 0
-    """Tokens between two checkpoints at least; 0: few, but more where making one takes long (-cms)."""
+    """Minimum tokens between two checkpoints; 0: automatic, more if a checkpoint is expensive (-cms)."""
     swa_full: bool = False
     """Keep all cells of sliding windows, so that any prefix can be shared without a checkpoint (--swa-full). They take
     as much memory as those of full attention."""
     prefix_cache_disk: str = ""
-    """A folder for cached prefixes that are there after a restart, as `DIR` or `DIR,GB`: GB that its files may take, 16
-    unless given. All engines of the machine may share it. "": none (--prefix-cache-disk, docs/decisions/0043)."""
+    """A folder for cached prefixes that persist across restarts, as `DIR` or `DIR,GB`, where GB limits the size of its
+    files (default 16). All engines on the machine may share it. "": none (--prefix-cache-disk, docs/decisions/0043)."""
     max_queue: int = 4096
-    """Requests that may wait; more are refused (--max-queue)."""
+    """Maximum waiting requests; further requests are refused (--max-queue)."""
     swap_space: int = 1024
-    """Host memory, in MiB, for preempted sequences; beyond it they are computed again (--swap-space)."""
+    """Host memory, in MiB, for preempted sequences; sequences that do not fit are recomputed (--swap-space)."""
     target_itl_ms: float = 0
-    """Target for the time between two tokens of a sequence, in ms: prompts are computed in pieces that should fit
-    into a step of this time. 0: as `prefer` says (--target-itl-ms)."""
+    """Target inter-token latency in ms: prompts are computed in pieces sized for steps of this length. 0: set by
+    `prefer` (--target-itl-ms)."""
     prefer: Preference = "balanced"
     """How long a step may take while a sequence decodes, unless `target_itl_ms` says it: latency: 2.5 times a step
     without prompts; balanced: 8 times; throughput: prompts are computed first (--prefer)."""
     max_wait_ms: float = 0
-    """How long an idle server collects requests before it computes the first of them, in ms, unless n_parallel wait
-    (--max-wait-ms). While any request runs, others join it at once. 0: it does not wait."""
+    """How long an idle server waits for more requests before starting the first one, in ms, unless n_parallel requests
+    are waiting (--max-wait-ms). While a request runs, others join immediately. 0: no waiting."""
     sampling: Sampling = "auto"
-    """backend: the device finds the likeliest tokens, and rows of logits are copied only for requests that need them;
-    host: the CPU does; auto: backend with a GPU that can, else host (--sampling)."""
+    """Where the most likely tokens are selected. backend: on the device, so rows of logits are copied only for requests
+    that need them; host: on the CPU; auto: backend if the GPU supports it, otherwise host (--sampling)."""
     deterministic: bool = False
     """The logits of a sequence are the same bit for bit, whatever else is in the batch (--deterministic). On a CPU
     only, with the per-sequence layout, flash attention and bf16 or quantised caches (docs/decisions/0030)."""
     spec: Speculation = "auto"
-    """The source of drafts in speculative decoding. suffix: text that occurred before, in the request or in similar
-    ones; draft: the draft model, of any kind; eagle3, dflash: the draft model, which must be of this kind; mtp: the
-    draft head in the model's file; auto: suffix with the draft model if there is one, else with the head if there is
-    one, on a GPU only the draft model; off: no drafts (--spec, docs/speculation.md)."""
+    """Source of drafts for speculative decoding. suffix: earlier text of the request or of similar requests; draft: the
+    draft model, of any kind; eagle3, dflash: the draft model, which must be of this kind; mtp: the draft head in the
+    model's file; auto: suffix with the draft model if there is one, else with the head if there is one, on a GPU only
+    the draft model; off: no drafts (--spec, docs/speculation.md)."""
     draft_max: int = 16
-    """Draft tokens of a sequence in a step at most (--draft-max)."""
+    """Maximum draft tokens per sequence and step (--draft-max)."""
     pooling: Pooling | None = None
     """Return vectors instead of text, pooled this way. None: as the model's file says; models that generate text do not
     pool (--pooling). Such an engine computes every sequence whole, in one step: -ub, --kv-layout, --sampling and
@@ -160,8 +160,8 @@ class EngineConfig(_Model, frozen=True, kw_only=True):
     draft_gpu_layers: int = -1
     """Layers of the draft model kept on the GPU; -1: all, 0: none (--draft-gpu-layers)."""
     mmproj: str = ""
-    """A GGUF file with the encoder of pictures or sound and its projector into this model, llama.cpp's mmproj; "": text
-    only (--mmproj, docs/media.md)."""
+    """A GGUF file with the image or audio encoder and its projector for this model, llama.cpp's mmproj; "": text only
+    (--mmproj, docs/media.md)."""
     lora: tuple[tuple[str, float], ...] = ()
     """LoRA adapters: GGUF files with the scale for requests without `lora` (--lora FILE=SCALE). Requests name an
     adapter by its file name without the suffix."""
@@ -169,26 +169,26 @@ class EngineConfig(_Model, frozen=True, kw_only=True):
     """Decode rows with the milliseconds that a step of them takes here, as `cppbatch tune` has measured them (from the
     profile). The engine learns the others, and changes, from its steps."""
     context_shift: bool = False
-    """A text goes on when its context is full: half of the tokens behind the first `n_keep` are dropped from the
-    context (--context-shift). The model no longer sees them, and the text is not exact from then on."""
+    """When the context is full, drop half of the tokens after the first `n_keep` and continue (--context-shift). The
+    model no longer sees the dropped tokens, so the output is approximate from then on."""
     n_keep: int = 0
-    """Tokens at the beginning, a BOS not counted, that a context shift does not drop; -1: the prompt (--keep)."""
+    """Initial tokens to keep in a context shift, not counting BOS; -1: the prompt (--keep)."""
     trace: str = ""
     """A file for a trace of every step in Chrome's format, about 2 KB a step (--trace). "": no trace."""
 
     def __post_init__(self) -> None:
         for name in ("n_ctx", "n_parallel", "n_batch", "n_ubatch", "max_queue"):
             self._check(name, 1, _INT32_MAX, f"from 1 to {_INT32_MAX}")
-        self._check("n_parallel", 1, MAX_SEQ_IDS, f"at most {MAX_SEQ_IDS}, llama.cpp's number of sequence ids")
+        self._check("n_parallel", 1, MAX_SEQ_IDS, f"at most {MAX_SEQ_IDS}, the number of sequence ids in llama.cpp")
         if self.n_batch < self.n_parallel:
             raise ConfigError(
-                f"{named('n_batch')} is {self.n_batch}, less than {named('n_parallel')}, which is {self.n_parallel}: a "
-                "step must hold one token of every running sequence; raise the first or lower the second"
+                f"{named('n_batch')} is {self.n_batch}, less than {named('n_parallel')}, which is {self.n_parallel}; a "
+                "step needs one token for each running sequence: raise the former or lower the latter"
             )
         if self.n_ctx < self.n_parallel:
             raise ConfigError(
                 f"{named('n_ctx')} is {self.n_ctx}, less than {named('n_parallel')}, which is {self.n_parallel}: raise "
-                "the first or lower the second"
+                "the former or lower the latter"
             )
         self._check("n_threads", 0, _MAX_THREADS, f"0 (automatic) or up to {_MAX_THREADS}")
         for name in ("n_gpu_layers", "draft_gpu_layers"):
@@ -202,7 +202,7 @@ class EngineConfig(_Model, frozen=True, kw_only=True):
         disk_folder(self.prefix_cache_disk)
         if self.prefix_cache_disk and self.prefix_cache and not self.prefix_cache_ram:
             raise ConfigError(
-                f"{named('prefix_cache_disk')} needs host memory for what is read, and {named('prefix_cache_ram')} is 0"
+                f"{named('prefix_cache_disk')} needs host memory, but {named('prefix_cache_ram')} is 0: set it above 0"
             )
         self._check("n_keep", -1, _INT32_MAX, "-1 (the prompt), 0 or more")
         self._check("target_itl_ms", 0, _MAX_STEP_MS, f"0 (automatic) to {_MAX_STEP_MS}")
@@ -213,7 +213,7 @@ class EngineConfig(_Model, frozen=True, kw_only=True):
         self._check_lora()
         if self.mmproj and self.pooling:
             raise ConfigError(
-                f"{named('mmproj')} is for models that generate text, and {named('pooling')} is {self.pooling!r}; "
+                f"{named('mmproj')} requires a model that generates text, but {named('pooling')} is {self.pooling!r}; "
                 "leave one of them out"
             )
 
@@ -225,7 +225,7 @@ class EngineConfig(_Model, frozen=True, kw_only=True):
     def _check_choices(self) -> None:
         if self.deterministic and (self.kv_layout == "unified" or self.flash_attn == "off"):
             raise ConfigError(
-                f"{named('deterministic')} needs the per-sequence layout and flash attention: leave out "
+                f"{named('deterministic')} requires the per-sequence layout and flash attention: leave out "
                 f"{named('kv_layout')} and {named('flash_attn')}"
             )
         choices = {
@@ -243,8 +243,8 @@ class EngineConfig(_Model, frozen=True, kw_only=True):
             choices["pooling"] = Pooling
         if self.flash_attn == "off" and self.cache_type_v in ("q8_0", "q4_0"):
             raise ConfigError(
-                f"{named('cache_type_v')} is {self.cache_type_v!r}, and quantised values need flash attention: leave "
-                f"out {named('flash_attn')}, or take f16"
+                f"{named('cache_type_v')} is {self.cache_type_v!r}, and quantised values require flash attention: "
+                f"leave out {named('flash_attn')}, or use f16"
             )
         for name, kind in choices.items():
             if getattr(self, name) not in get_args(kind):
@@ -259,35 +259,39 @@ class EngineConfig(_Model, frozen=True, kw_only=True):
             raise ConfigError(f"{named('rpc')} is {self.rpc!r}; it must be a list of addresses, like ['HOST:PORT']")
         endpoints = [parse_endpoint(each) for each in self.rpc]
         if len(set(endpoints)) != len(endpoints):
-            raise ConfigError(f"{named('rpc')} names a worker twice: {', '.join(self.rpc)}")
+            raise ConfigError(f"{named('rpc')} lists a worker twice: {', '.join(self.rpc)}")
         if len(endpoints) > _MAX_RPC_WORKERS:
-            raise ConfigError(f"{named('rpc')} names {len(endpoints)} workers; llama.cpp can use {_MAX_RPC_WORKERS}")
+            raise ConfigError(
+                f"{named('rpc')} lists {len(endpoints)} workers; llama.cpp supports at most {_MAX_RPC_WORKERS}"
+            )
         if self.rpc and self.device is not None:
             raise ConfigError(
-                f"{named('device')} is for an engine on one GPU of this machine; with {named('rpc')} leave it out, and "
-                f"give shares to the devices with {named('tensor_split')}"
+                f"{named('device')} selects a single local GPU and cannot be combined with {named('rpc')}: leave it "
+                f"out, and set the share of each device with {named('tensor_split')}"
             )
         if self.rpc and self.deterministic:
             raise ConfigError(
-                f"{named('deterministic')} is about the kernels of this machine's CPU, and {named('rpc')} computes on "
-                "other machines; leave one of them out"
+                f"{named('deterministic')} works on this machine's CPU only, but {named('rpc')} computes on other "
+                "machines; leave one of them out"
             )
         if len(self.tensor_split) > _MAX_DEVICES:
             raise ConfigError(
-                f"{named('tensor_split')} has {len(self.tensor_split)} shares; {_MAX_DEVICES} are possible"
+                f"{named('tensor_split')} has {len(self.tensor_split)} shares; the limit is {_MAX_DEVICES}"
             )
         if any(not (math.isfinite(share) and share >= 0) for share in self.tensor_split) or (
             self.tensor_split and not any(self.tensor_split)
         ):
             shares = ",".join(f"{share:g}" for share in self.tensor_split)
-            raise ConfigError(f"{named('tensor_split')} is {shares}; shares must be 0 or more, and not all of them 0")
+            raise ConfigError(
+                f"{named('tensor_split')} is {shares}; shares must be at least 0, and at least one must be above 0"
+            )
 
     def _check_speculation(self) -> None:
         self._check("draft_max", 1, MAX_DRAFT, f"from 1 to {MAX_DRAFT}")
         if self.spec in DRAFT_MODELS and not self.draft_model:
             raise ConfigError(
-                f"{named('spec')} is '{self.spec}', which needs a draft model: set {named('draft_model')}, or leave "
-                "it out"
+                f"{named('spec')} is '{self.spec}', which requires a draft model: set {named('draft_model')}, or leave "
+                "out this setting"
             )
 
     def _check_lora(self) -> None:
@@ -295,18 +299,18 @@ class EngineConfig(_Model, frozen=True, kw_only=True):
             lora = tuple((str(path), float(scale)) for path, scale in self.lora)
         except (TypeError, ValueError):
             raise ConfigError(
-                f"{named('lora')} is {self.lora!r:.200}; it must be pairs of a file and a scale"
+                f"{named('lora')} is {self.lora!r:.200}; it must be a list of (file, scale) pairs"
             ) from None
         msgspec.structs.force_setattr(self, "lora", lora)
         names: dict[str, str] = {}
         for path, scale in lora:
             if not math.isfinite(scale) or abs(scale) > MOST_LORA_SCALE:
                 message = f"it must be from {-MOST_LORA_SCALE:g} to {MOST_LORA_SCALE:g}"
-                raise ConfigError(f"{named('lora')}: {path} has the scale {scale}; {message}")
+                raise ConfigError(f"{named('lora')}: the scale of {path} is {scale}; {message}")
             name = adapter_name(path)
             if name in names:
                 raise ConfigError(
-                    f"{named('lora')}: {names[name]} and {path} are both called {name!r}; rename one of the files"
+                    f"{named('lora')}: {names[name]} and {path} have the same name {name!r}; rename one of the files"
                 )
             names[name] = path
 

@@ -70,13 +70,13 @@ class StorageError(CppBatchError):
     The message names files; `public` is the message for clients of a server.
     """
 
-    public = "the server's data folder cannot be used; the server's log says why"
+    public = "the server's data folder cannot be used; see the server log for the reason"
 
 
 class DiskFull(StorageError):
     """The disk is full. Nothing that was written is lost."""
 
-    public = "the server's disk is full: free some space there and try again; nothing that was written is lost"
+    public = "the server's disk is full: free some space and try again; no data was lost"
 
 
 class LedgerLost(StorageError):
@@ -140,7 +140,7 @@ class QueueFull(CppBatchError):
 
     def __init__(self, limit: int, retry_after: float) -> None:
         super().__init__(
-            f"{limit} requests wait already, which is the limit (max_queue, --max-queue); try again in "
+            f"the queue is full: {limit} requests are waiting, the limit (max_queue, --max-queue); try again in "
             f"{retry_after:.0f} s"
         )
         self.retry_after = retry_after

@@ -17,7 +17,7 @@ _SERVER_INTERVAL_S = 1.0
 
 
 class GpuState(msgspec.Struct, frozen=True, kw_only=True):
-    """A GPU, at one time. None: the driver has no such figure for this GPU (a part of a GPU, MIG, has few)."""
+    """A GPU, at one time. None: the driver does not report this value for this GPU (few are available with MIG)."""
 
     index: int
     """NVML's number, as in nvidia-smi. llama.cpp counts only the GPUs that CUDA_VISIBLE_DEVICES names."""
@@ -49,14 +49,14 @@ class Gpus:
         try:
             import pynvml as nvml
         except ImportError:
-            log.info("no figures of GPUs: nvidia-ml-py is not installed (pip install 'cppbatch[gpu]')")
+            log.info("no GPU metrics: nvidia-ml-py is not installed (pip install 'cppbatch[gpu]')")
             return None
         try:
             nvml.nvmlInit()
             handles = [nvml.nvmlDeviceGetHandleByIndex(i) for i in range(nvml.nvmlDeviceGetCount())]
             return cls(nvml, handles) if handles else None
         except nvml.NVMLError as error:
-            log.info("no figures of GPUs: %s", error)
+            log.info("no GPU metrics: %s", error)
             return None
 
     def read(self) -> list[GpuState]:

@@ -89,11 +89,11 @@ def excess(text: bytes) -> str | None:
         return None
     shape = json_shape(text)
     if shape.depth > MOST_NESTED:
-        return f"has lists and objects nested more than {MOST_NESTED} deep"
+        return f"is nested too deeply; the limit is {MOST_NESTED} levels"
     if shape.containers > _MAX_CONTAINERS:
         return f"has {shape.containers:,} lists and objects; the limit is {_MAX_CONTAINERS:,}"
     if shape.members > _MAX_MEMBERS:
-        return f"has {shape.members:,} members of objects; the limit is {_MAX_MEMBERS:,}"
+        return f"has {shape.members:,} object members; the limit is {_MAX_MEMBERS:,}"
     if shape.values > _MAX_VALUES:
         return f"has {shape.values:,} values; the limit is {_MAX_VALUES:,}"
     return None

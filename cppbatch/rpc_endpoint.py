@@ -48,7 +48,7 @@ def parse_endpoint(text: str) -> Endpoint:
     """The address in `HOST:PORT`. Raises `ConfigError`."""
     host, colon, port = text.rpartition(":")
     if not colon or not _HOST.fullmatch(host):
-        raise ConfigError(f"--rpc: {text!r} is not HOST:PORT, with a name or an IPv4 address as the host")
+        raise ConfigError(f"--rpc: {text!r} is not HOST:PORT, where HOST is a name or an IPv4 address")
     if not (port.isascii() and port.isdigit() and 1 <= int(port) <= 65535):
         raise ConfigError(f"--rpc: the port in {text!r} must be a number from 1 to 65535")
     return Endpoint(host, int(port))
@@ -72,21 +72,26 @@ def check_worker(endpoint: Endpoint, seconds: float = ANSWER_S) -> None:
         version = _ask_version(endpoint, seconds)
     except TimeoutError:
         raise RpcUnreachable(
-            f"the RPC worker at {endpoint} does not answer within {seconds:g} s. It serves one engine at a time: "
-            "perhaps another one uses it"
+            f"the RPC worker at {endpoint} did not answer within {seconds:g} s. A worker serves one engine at a time; "
+            "it may be in use by another engine"
         ) from None
     except EOFError:  # an SSH tunnel does so where nothing listens at its other end
         raise RpcUnreachable(
-            f"what listens at {endpoint} ends the connection: a tunnel without an RPC worker at its other end, or "
-            "a worker of another version"
+            f"the connection to {endpoint} was closed by the other side: it may be a tunnel without an RPC worker at "
+            "its end, or a worker of another version"
         ) from None
     except OSError as error:
-        why = f"no RPC worker answers at {endpoint} ({error.strerror or error})"
+        why = f"cannot connect to an RPC worker at {endpoint} ({error.strerror or error})"
         raise RpcUnreachable(f"{why}: start `cppbatch rpc-worker` there") from error
     if version != PROTOCOL:
-        found = f"speaks version {version} of llama.cpp's RPC" if version else "is no RPC worker, or of another version"
+        found = (
+            f"speaks version {version} of llama.cpp's RPC"
+            if version
+            else ("is not an RPC worker, or is one of another version")
+        )
         raise ConfigError(
-            f"what listens at {endpoint} {found}; this cppbatch needs {PROTOCOL}: install the same cppbatch on both"
+            f"the program at {endpoint} {found}; this cppbatch requires {PROTOCOL}: install the same cppbatch version "
+            "on both machines"
         )
 
 
@@ -126,7 +131,7 @@ def _ask_version(endpoint: Endpoint, seconds: float) -> str:
     try:
         connection = socket.create_connection(endpoint, seconds)
     except TimeoutError:
-        raise ConnectionError(f"no answer in {seconds:g} s") from None
+        raise ConnectionError(f"no answer within {seconds:g} s") from None
     with connection:
         connection.sendall(_REQUEST)
         (size,) = struct.unpack("<Q", _read(connection, 8))

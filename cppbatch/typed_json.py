@@ -31,7 +31,7 @@ def decode_toml(text: str | bytes, kind: type[Kind]) -> Kind:
     try:
         return msgspec.toml.decode(text, type=kind)
     except RecursionError:
-        raise msgspec.DecodeError("its tables or lists are nested too deep") from None
+        raise msgspec.DecodeError("its tables or lists are nested too deeply") from None
 
 
 def invalid_field(error: msgspec.ValidationError) -> InvalidRequest:

@@ -23,14 +23,14 @@ SEPARATOR = 5
 
 @dataclass
 class FakeChunk:
-    """Text, or a row of pixels; a picture with positions of several dimensions is all of its pixels in one row."""
+    """Text, or a row of pixels; a picture with multi-dimensional positions is all of its pixels in one row."""
 
     kind: Modality | None
     tokens: npt.NDArray[np.int32]
     row: npt.NDArray[np.uint8]
     is_whole: bool
     n_columns: int = 0
-    """Of a picture with positions of several dimensions."""
+    """Of a picture with multi-dimensional positions."""
 
     @property
     def n_tokens(self) -> int:

@@ -99,10 +99,10 @@ def measure_proposal(
         return None
     row = compare_cache_types(Path(config.model_path), [(unmeasured.k, unmeasured.v)], progress).rows[-1]
     is_close = row["excess"] < MAX_EXCESS_KL
-    verdict = "starts use it from now on" if is_close else f"not below {MAX_EXCESS_KL}, so it is used only if given"
+    verdict = "later starts use it" if is_close else f"not below {MAX_EXCESS_KL}, so it is used only if given"
     return (
         f"-ctk {unmeasured.k} -ctv {unmeasured.v} is faster, and its KL divergence from f16 is {row['excess']:.5f} "
-        f"more than that of another order of additions: {verdict}"
+        f"higher than that of a different order of additions: {verdict}"
     )
 
 
@@ -126,14 +126,16 @@ def _plan(config: EngineConfig, now: Attention, choice: AttentionChoice, what: s
         file = shlex.quote(config.model_path)
         proposal = (
             f"{_named(choice.proposal.attention)} would make {what} about {choice.proposal.gain:.2f}x as fast with "
-            f"{cells}; `cppbatch models cache-types {file}` measures whether texts stay the same, and later "
-            "starts use it then"
+            f"{cells}; `cppbatch models cache-types {file}` measures the effect on the output; if it is small enough, "
+            "later starts use it"
         )
     unmeasured = choice.proposal and choice.proposal.attention
     if choice.best is None:
         return AttentionPlan(config, None, proposal, unmeasured)
     best, gain = choice.best
-    line = f"{_named(best)}: {what} about {gain:.2f}x as fast as with {_named(now)}, with {cells}; these flags set it"
+    line = (
+        f"{_named(best)}: {what} about {gain:.2f}x as fast as with {_named(now)}, with {cells}; set it with these flags"
+    )
     return AttentionPlan(_with(config, choice.best), line, proposal, unmeasured)
 
 

@@ -19,7 +19,11 @@ def gain_notes(speeds: Mapping[int, float], model_path: str, *, n_gpu_layers: in
         return []
     factors = ", ".join(f"{speeds[n] / alone:.2f} at B = {n}" for n in sizes[1:])
     first = gains_from(speeds)
-    begins = f"a batch gains here from B = {first} on" if first else f"no batch gains {LEAST_GAIN} times here"
+    begins = (
+        f"batching is faster here from B = {first} on"
+        if first
+        else (f"no batch size reaches a gain of {LEAST_GAIN} here")
+    )
     notes = [f"{begins} (times the tokens/s of one sequence: {factors})."]
     try:
         earlier = earlier_gain(Path(model_path), n_gpu_layers=n_gpu_layers)

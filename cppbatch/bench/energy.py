@@ -51,7 +51,10 @@ class EnergyMeter:
     def source(self) -> str:
         """Names the sources, or says why there is none, as a sentence."""
         if not self._sources:
-            return f"Energy is not known: {'; '.join(self._missing)}. --watts takes the machine's power instead."
+            return (
+                f"Energy is unknown: {'; '.join(self._missing)}. Use --watts to give the power draw of the "
+                "machine instead."
+            )
         missing = f"; {'; '.join(self._missing)}" if self._missing else ""
         return f"Energy: {' and '.join(self._sources)}{missing}."
 

@@ -68,11 +68,11 @@ def read_steps(path: Path) -> list[TracedStep]:
     try:
         steps = list(_steps(path))
     except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {error.strerror}. Name a file of --trace") from error
+        raise ConfigError(f"{path} cannot be read: {error.strerror}. Give a file written by --trace") from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} is not a trace of cppbatch: {error}. Name a file of --trace") from error
+        raise ConfigError(f"{path} is not a cppbatch trace: {error}. Give a file written by --trace") from error
     if not steps:
-        raise ConfigError(f"{path} has no step with its figures. Name a file of --trace of this version's engine")
+        raise ConfigError(f"{path} contains no steps with figures. Give a file written by --trace with this version")
     return steps
 
 
@@ -157,7 +157,7 @@ def explain(path: Path) -> Report:
         columns=_COLUMNS,
         rows=rows,
         notes=[
-            "(The machine is the one that read the trace.)",
+            "(The machine shown is the one that read the trace.)",
             _costs_line(costs),
         ],
     )

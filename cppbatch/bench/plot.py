@@ -18,10 +18,10 @@ def check_plotting(path: Path) -> None:
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
     except ImportError:
-        raise ConfigError('--plot needs matplotlib: pip install "cppbatch[plot]"') from None
+        raise ConfigError('--plot requires matplotlib: pip install "cppbatch[plot]"') from None
     kinds = FigureCanvasAgg.get_supported_filetypes()
     if path.suffix.lstrip(".") not in kinds:
-        raise ConfigError(f"--plot {path}: its ending must be one of {', '.join(sorted(kinds))}")
+        raise ConfigError(f"--plot {path}: the extension must be one of {', '.join(sorted(kinds))}")
 
 
 def new_figure(report: Report, n_plots: int = 1) -> tuple[Figure, list[Any]]:
@@ -46,4 +46,4 @@ def save_figure(figure: Figure, path: Path) -> None:
     try:
         figure.savefig(path)
     except OSError as error:
-        raise ConfigError(f"--plot {path} cannot be written: {error.strerror}. Name another file") from error
+        raise ConfigError(f"--plot {path} cannot be written: {error.strerror}. Choose another file") from error

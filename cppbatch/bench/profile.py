@@ -101,7 +101,7 @@ def save_profile(
         part.write_bytes(msgspec.toml.encode(profile))
         part.replace(path)
     except OSError as error:
-        raise ConfigError(f"the profile cannot be written to {path}: {error.strerror}. Set CPPBATCH_CONFIG") from error
+        raise ConfigError(f"cannot write the profile to {path}: {error.strerror}. Set CPPBATCH_CONFIG") from error
     return path
 
 
@@ -126,7 +126,7 @@ def use_profile(config: EngineConfig, given: Collection[str]) -> Used:
     try:
         profile = decode_toml(path.read_bytes(), Profile)
         if profile.version != VERSION:
-            raise ConfigError(f"it is of version {profile.version}, and this cppbatch reads {VERSION}")
+            raise ConfigError(f"it has version {profile.version}, but this cppbatch requires {VERSION}")
         decided = frozenset(TunedSettings.__struct_fields__) - _kept(given)
         found = msgspec.structs.asdict(profile.settings)
         changes = {name: found[name] for name in found if name in decided and found[name] != getattr(config, name)}
@@ -139,7 +139,7 @@ def use_profile(config: EngineConfig, given: Collection[str]) -> Used:
         return Used(config)
     if not changes:
         return Used(changed, None, decided)
-    line = f"using the profile {path} of {profile.made.date()}: {as_flags(changes)}; --no-profile leaves it out"
+    line = f"using the profile {path} of {profile.made.date()}: {as_flags(changes)}; use --no-profile to ignore it"
     return Used(changed, line, decided)
 
 

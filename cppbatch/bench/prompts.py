@@ -26,7 +26,7 @@ class Lengths(NamedTuple):
     def check(self, flag: str) -> None:
         """Raises `ConfigError`, which names the flag, for an invalid range."""
         if not 1 <= self.low <= self.high:
-            raise ConfigError(f"{flag} is {self.low}-{self.high}; it must rise, from 1 on")
+            raise ConfigError(f"{flag} is {self.low}-{self.high}; it must be an ascending range of at least 1")
 
     def spread(self, n: int) -> list[int]:
         """Returns `n` lengths in equal ratios from `low` to `high`. Their total does not depend on a seed."""
@@ -45,11 +45,14 @@ def random_prompt(draw: np.random.Generator, n_tokens: int, n_vocab: int) -> npt
 def check_can_run(info: ModelInfo, n_prompt: int, n_new: int) -> None:
     """Raises `ConfigError` for an embedding model, and for requests longer than the model allows."""
     if info.pooling:
-        raise ConfigError(f"{info.name} gives vectors; this measures models that generate text. Name another one (-m)")
+        raise ConfigError(
+            f"{info.name} is an embedding model; this command measures models that generate "
+            "text. Choose another one (-m)"
+        )
     if n_prompt + n_new > info.max_sequence:
         raise ConfigError(
-            f"{n_prompt} prompt tokens and {n_new} new ones are {n_prompt + n_new}; {info.name} takes "
-            f"{info.max_sequence}. Lower --prompt-tokens or --new-tokens"
+            f"{n_prompt} prompt tokens and {n_new} new tokens are {n_prompt + n_new} in total; the limit of "
+            f"{info.name} is {info.max_sequence}. Lower --prompt-tokens or --new-tokens"
         )
 
 

@@ -81,7 +81,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
         try:
             path.write_text(self.as_json())
         except OSError as error:
-            raise ConfigError(f"--json {path} cannot be written: {error.strerror}. Name another file") from error
+            raise ConfigError(f"--json {path} cannot be written: {error.strerror}. Choose another file") from error
 
 
 def format_cell(value: Any, digits: int) -> str:

@@ -164,7 +164,7 @@ def measure_throughput(
     `ConfigError` and the engine's exceptions.
     """
     if "off" in sizes.flash_attns and config.cache_type_v in ("q8_0", "q4_0"):
-        raise ConfigError(f"-ctv {config.cache_type_v} needs flash attention: give --flash-attns on")
+        raise ConfigError(f"-ctv {config.cache_type_v} requires flash attention: use --flash-attns on")
     config = msgspec.structs.replace(
         config,
         n_ctx=max(sizes.batch_sizes) * (sizes.prompt_tokens + sizes.new_tokens),
@@ -310,7 +310,7 @@ def _add_memory(rows: list[dict[str, Any]], config: EngineConfig, sizes: Sizes) 
     try:
         footprints = iter(estimate_memory(wanted).footprints)
     except EstimateFailed as error:
-        return [f"The memory is not known: {error}."]
+        return [f"The memory use is unknown: {error}."]
     for row in rows:
         here, one = (sum(b.n_bytes for b in next(footprints).buffers) for _ in range(2))
         row["memory_mib"] = here / 2**20 or None

@@ -48,7 +48,7 @@ class PreparedChat:
 
 
 class ChatForms(msgspec.Struct, frozen=True, kw_only=True):
-    """How a model writes what is not text, for people: `/props`, `cppbatch models inspect`."""
+    """How a model writes tool calls and reasoning, in readable form: `/props`, `cppbatch models inspect`."""
 
     tool_calls: str
     """A call of the function NAME."""
@@ -59,7 +59,7 @@ class ChatForms(msgspec.Struct, frozen=True, kw_only=True):
 
     def __str__(self) -> str:
         told = "" if self.tools_described_by == "template" else ", and a message describes the tools to the model"
-        return f"tool calls are {self.tool_calls!r}{told}; thoughts are {self.thoughts or 'not known'}"
+        return f"tool calls are {self.tool_calls!r}{told}; reasoning is {self.thoughts or 'unknown'}"
 
 
 class ChatFormat:

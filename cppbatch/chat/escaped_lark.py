@@ -96,9 +96,9 @@ def _rewritten(found: re.Match[str]) -> str:
         return _escaped_regex(f"(?{flags}:{regex})" if flags else regex)
     if found["common"] is not None:
         if found["name"] not in _COMMON:
-            raise UnsupportedGrammar(f"imports common.{found['name']}, which is not known; define it")
+            raise UnsupportedGrammar(f"imports common.{found['name']}, which is unknown; define it")
         return f"{found['alias'] or found['name']}: {_escaped_regex(_COMMON[found['name']][1:-1])}"
-    raise UnsupportedGrammar(f"has {item!r:.80}, which is not supported ({kind})")
+    raise UnsupportedGrammar(f"contains {item!r:.80}, which is not supported ({kind})")
 
 
 def _text(string: str) -> str:
@@ -106,7 +106,9 @@ def _text(string: str) -> str:
     try:
         return str(json.loads(string))
     except ValueError:
-        raise UnsupportedGrammar(f"has the string {string:.80}, whose escapes are not those of JSON") from None
+        raise UnsupportedGrammar(
+            f"contains the string {string:.80}, which has escapes that are not valid in JSON"
+        ) from None
 
 
 def _escaped(text: str) -> str:
@@ -120,11 +122,11 @@ def _escaped_regex(regex: str) -> str:
             warnings.simplefilter("error")
             parsed = sre_parser.parse(regex)
     except (re.error, Warning, OverflowError, RecursionError) as error:
-        raise UnsupportedGrammar(f"has /{regex:.80}/, which cannot be read: {error}") from None
+        raise UnsupportedGrammar(f"contains /{regex:.80}/, which is not a valid regular expression: {error}") from None
     try:
         written = _sequence(parsed, parsed.state.flags)
     except RecursionError:
-        raise UnsupportedGrammar(f"has /{regex:.80}/, which is nested too deeply") from None
+        raise UnsupportedGrammar(f"contains /{regex:.80}/, which is nested too deeply") from None
     return "/" + written.replace("/", r"\/") + "/"
 
 
@@ -147,7 +149,7 @@ def _node(op: Any, argument: Any, flags: int) -> str:
         least, most, parsed = argument
         upper, lazy = "" if most is sre.MAXREPEAT else most, "?" if op is sre.MIN_REPEAT else ""
         return f"(?:{_sequence(parsed, flags)}){{{least},{upper}}}{lazy}"
-    raise UnsupportedGrammar(f"has a regular expression with {op}, which has no meaning in a grammar")
+    raise UnsupportedGrammar(f"contains a regular expression with {op}, which is not supported in a grammar")
 
 
 def _characters(op: Any, argument: Any, flags: int) -> str:
@@ -174,7 +176,7 @@ def _member(op: Any, argument: Any) -> str:
         return f"{_class_character(argument[0])}-{_class_character(argument[1])}"
     if op is sre.CATEGORY and argument in _CATEGORIES:
         return _CATEGORIES[argument]
-    raise UnsupportedGrammar(f"has a class of characters with {op}, which is not supported")
+    raise UnsupportedGrammar(f"contains a character class with {op}, which is not supported")
 
 
 def _class_character(code: int) -> str:

@@ -23,12 +23,12 @@ READABLE = "text, image_url, input_image, input_audio and audio_url"
 
 
 class MediaUrl(msgspec.Struct):
-    """Where a picture or a sound is."""
+    """The location of an image or audio clip."""
 
     url: str
-    """A data URL with base64; or, where the server allows it, an address with http, https or file."""
+    """A data URL with base64, or, if the server allows it, an http, https or file URL."""
     detail: str | None = None
-    """Not used: the model decides how large it sees a picture."""
+    """Ignored: the model determines the image size."""
 
 
 class InputAudio(msgspec.Struct):
@@ -37,13 +37,13 @@ class InputAudio(msgspec.Struct):
     data: str | None = None
     """Base64."""
     format: str | None = None
-    """Not used: the bytes say whether it is WAV, MP3 or FLAC."""
+    """Ignored: the format (WAV, MP3 or FLAC) is detected from the data."""
     url: str | None = None
-    """Instead of `data`: as in `MediaUrl`."""
+    """Instead of `data`: a URL, as in `MediaUrl`."""
 
 
 class MediaSource(msgspec.Struct, frozen=True):
-    """A picture or a sound as a client names it: not decoded, not loaded, not checked."""
+    """An image or audio clip as specified by the client: not decoded, not loaded, not checked."""
 
     kind: MediaKind
     field: str
@@ -60,7 +60,7 @@ _MEDIA = "media"  # the type of a part whose "media" is a MediaSource, or what w
 
 
 class MediaFields(msgspec.Struct, kw_only=True):
-    """The fields of a part that is a picture or a sound."""
+    """The fields of an image or audio part."""
 
     image_url: str | MediaUrl | None = None
     """Of image_url and input_image."""
@@ -137,8 +137,8 @@ class MarkedMedia:
         if missing := set(range(len(self._media))).difference(numbers):
             raise InvalidRequest(
                 "messages",
-                f"have {len(self._media)} pictures or sounds, and this model's chat template leaves out number "
-                f"{min(missing) + 1}: send it in a message of the user",
+                f"contain {len(self._media)} images or audio clips, but this model's chat template omits number "
+                f"{min(missing) + 1}: send it in a user message",
             )
         parts: list[Any] = [*pieces]
         parts[1::2] = [self._media[number] for number in numbers]

@@ -17,7 +17,7 @@ _ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 
 
 class ContentPart(MediaFields, kw_only=True):
-    """A part of a message: a text, a picture or a sound."""
+    """A part of a message: text, an image or audio."""
 
     type: str
     """text, refusal, image_url, input_image, input_audio or audio_url."""
@@ -29,7 +29,7 @@ class ContentPart(MediaFields, kw_only=True):
         if source := self.source(self.type, field):
             return source.part()
         if self.type not in ("text", "refusal") or (self.text is None and self.refusal is None):
-            raise InvalidRequest(field, f"is of type {self.type!r:.80}; what can be read is {READABLE}")
+            raise InvalidRequest(field, f"is of type {self.type!r:.80}; supported types are {READABLE}")
         return {"type": "text", "text": self.text or self.refusal or ""}
 
 
@@ -38,7 +38,7 @@ class RequestFunctionCall(msgspec.Struct):
 
     name: str
     arguments: str | Json = "{}"
-    """A JSON object, or its text."""
+    """A JSON object, or a string that contains one."""
 
 
 class RequestCustomCall(msgspec.Struct):
@@ -49,7 +49,7 @@ class RequestCustomCall(msgspec.Struct):
 
 
 class RequestToolCall(msgspec.Struct):
-    """A tool call that the assistant has made."""
+    """A tool call made by the assistant."""
 
     function: RequestFunctionCall | None = None
     custom: RequestCustomCall | None = None
@@ -82,7 +82,7 @@ class ChatMessage(msgspec.Struct, omit_defaults=True):
     """The assistant's reasoning before its answer."""
     tool_calls: list[RequestToolCall] | None = None
     function_call: RequestFunctionCall | None = None
-    """The call in OpenAI's form until 2023."""
+    """The call in OpenAI's format before tools (until 2023)."""
     tool_call_id: str | None = None
     refusal: str | None = None
 
@@ -234,5 +234,5 @@ def checked_variables(variables: Json) -> Json:
     """`chat_template_kwargs` with the reasoning effort. Raises `InvalidRequest` for a variable that has a field of its
     own."""
     if reserved := [name for name in _RESERVED_VARIABLES if name in variables]:
-        raise InvalidRequest(f"chat_template_kwargs.{reserved[0]}", "has a field of its own in the request")
+        raise InvalidRequest(f"chat_template_kwargs.{reserved[0]}", "is set by its own field in the request")
     return variables

@@ -17,7 +17,7 @@ def effort_variables(field: str, effort: str | None) -> dict[str, Any]:
     if effort is None:
         return {}
     if effort not in _EFFORTS:
-        other = "chat_template_kwargs can give the template any other value"
+        other = "to pass the template any other value, use chat_template_kwargs"
         raise InvalidRequest(field, f"is {effort!r}; it must be one of {', '.join(_EFFORTS)} ({other})")
     disabled = {"enable_thinking": False} if effort == "none" else {}  # for templates that know no efforts
     return {"reasoning_effort": effort, **disabled}

@@ -30,7 +30,7 @@ def compile_template(source: str) -> jinja2.Template:
     try:
         return _ENVIRONMENT.from_string(source)
     except Exception as error:  # Python may refuse to compile what Jinja accepts
-        raise ConfigError(f"the chat template is broken: {error}") from error
+        raise ConfigError(f"the chat template failed: {error}") from error
 
 
 def render_template(template: jinja2.Template, variables: dict[str, Any], *, seconds: float = MAX_SECONDS) -> str:
@@ -43,9 +43,9 @@ def render_template(template: jinja2.Template, variables: dict[str, Any], *, sec
     for piece in template.generate(variables):
         text.write(piece)
         if text.tell() > MAX_CHARACTERS:
-            raise jinja2.TemplateError(f"stopped: it writes more than {MAX_CHARACTERS} characters")
+            raise jinja2.TemplateError(f"stopped: its output exceeds {MAX_CHARACTERS} characters")
         if time.monotonic() > deadline:
-            raise jinja2.TemplateError(f"stopped: it writes for more than {seconds:g} seconds")
+            raise jinja2.TemplateError(f"stopped: rendering takes longer than {seconds:g} seconds")
     return text.getvalue()
 
 

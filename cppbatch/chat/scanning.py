@@ -117,7 +117,7 @@ def parse_json(text: str) -> Any:
 
 
 def _refuse_constant(word: str) -> None:
-    raise ValueError(f"{word} is not JSON")
+    raise ValueError(f"{word} is not valid JSON")
 
 
 def dump_json(value: Any) -> str:

@@ -72,18 +72,18 @@ def _read_template(value: str, llama_cpp_names: Callable[[], Sequence[str]]) -> 
         if value in others:
             return f"{{{{ {_NAMED}({value!r}, messages, add_generation_prompt) }}}}"
         if " " in value and "/" not in value and not Path(value).suffix:
-            log.warning("--chat-template has no {{ }}, so every prompt of a chat is %r", value[:200])
+            log.warning("--chat-template contains no {{ }}, so every chat prompt is %r", value[:200])
             return value
         names = ", ".join(sorted({*builtin_names(), *others}))
         reason = getattr(error, "strerror", None) or error
         if "/" in value or Path(value).suffix:
             raise ConfigError(
-                f"--chat-template: the file {value[:200]!r} cannot be read ({reason}); give a file with a template, or "
-                "the name of a template"
+                f"--chat-template: the file {value[:200]!r} cannot be read ({reason}); give a template file or a "
+                "template name"
             ) from error
         raise ConfigError(
-            f"the chat template {value[:200]!r} does not exist: it must be one of {names}, or a template's text, or a "
-            f"file that has one ({reason})"
+            f"chat template {value[:200]!r} not found: it must be one of {names}, a template file, or the source of a "
+            f"template ({reason})"
         ) from error
 
 
@@ -174,7 +174,8 @@ class ChatTemplate:
         elif add_generation_prompt and continue_final_message:
             raise InvalidRequest(
                 _CONTINUE,
-                "and add_generation_prompt exclude each other: one goes on with the last message, one begins another",
+                "and add_generation_prompt cannot be combined: the former continues the last message, the latter "
+                "starts a new one",
             )
         if not self.capabilities.system:
             messages = _merge_system(messages)
@@ -358,7 +359,7 @@ def _mark_end(messages: list[ChatMessage]) -> str:
         return content
     texts = [i for i, part in enumerate(content or []) if "text" in part]
     if not content or not texts:
-        raise InvalidRequest(_CONTINUE, "needs a last message that has text to go on with")
+        raise InvalidRequest(_CONTINUE, "requires a last message with text to continue")
     last = texts[-1]
     text: str = content[last]["text"]
     messages[-1]["content"] = [*content[:last], {**content[last], "text": text + _END_MARK}, *content[last + 1 :]]
@@ -369,8 +370,6 @@ def _cut_at_mark(text: str, rendered: str) -> str:
     """Returns the prompt up to the mark. Raises `InvalidRequest` if the template dropped or changed the message."""
     at = rendered.rfind(_END_MARK.strip())
     if at < 0 or text.strip() not in rendered:
-        raise InvalidRequest(
-            _CONTINUE, "cannot be served: this model's chat template leaves out a part of the last message"
-        )
+        raise InvalidRequest(_CONTINUE, "is not supported: this model's chat template omits a part of the last message")
     before = rendered[:at]
     return before if rendered.startswith(_END_MARK, at) else before.rstrip()  # the template trims messages

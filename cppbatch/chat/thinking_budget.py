@@ -44,6 +44,6 @@ def given_budget(**fields: int | None) -> int | None:
     """The first of these fields of a request that is given, None if none is. Raises `InvalidRequest`."""
     field, wanted = next(((name, value) for name, value in fields.items() if value is not None), ("", None))
     if wanted is not None and (type(wanted) is not int or not UNLIMITED <= wanted <= _MOST):
-        message = f"it must be the most tokens of reasoning, 0 to {_MOST}, or {UNLIMITED} for no limit"
+        message = f"it must be the maximum number of reasoning tokens, 0 to {_MOST}, or {UNLIMITED} for no limit"
         raise InvalidRequest(field, f"is {wanted!r:.80}; {message}")
     return wanted

@@ -38,7 +38,7 @@ def tool_choice_of(given: str, *, parallel: bool) -> ToolChoice:
         if given == mode:
             return ToolChoice(mode=mode, parallel=parallel)
     modes = ", ".join(TOOL_CHOICE_MODES)
-    raise InvalidRequest("tool_choice", f"is {given!r:.80}; it must be {modes} or a tool by its name")
+    raise InvalidRequest("tool_choice", f"is {given!r:.80}; it must be {modes}, or an object that names a tool")
 
 
 def allowed_choice(field: str, mode: str, names: list[str], *, parallel: bool) -> ToolChoice:
@@ -62,20 +62,22 @@ def callable_tools(tools: list[Json], choice: ToolChoice) -> list[Json]:
             message = f"is {name!r:.80}; it must be 1 to 64 letters, digits, underscores or hyphens"
             raise InvalidRequest(f"tools[{i}].function.name", message)
         if name in earlier:
-            raise InvalidRequest(f"tools[{i}].function.name", f"is {name!r}, as an earlier one is")
+            raise InvalidRequest(
+                f"tools[{i}].function.name", f"is {name!r}, the name of an earlier tool; names must be unique"
+            )
         earlier.add(name)
     if choice.mode == "none":
         return []
     if choice.mode == "required" and not tools:
-        raise InvalidRequest("tool_choice", "requires a call, but there are no tools")
+        raise InvalidRequest("tool_choice", "requires a tool call, but there are no tools")
     wanted = choice.allowed if choice.name is None else (choice.name,)
     if wanted is None:
         return tools
     if not wanted:
-        raise InvalidRequest("tool_choice", "allows no tool; name at least one, or choose none")
+        raise InvalidRequest("tool_choice", "allows no tools; name at least one, or use none")
     for name in wanted:
         if name not in names:
-            raise InvalidRequest("tool_choice", f"names {name!r}, which is none of the tools ({', '.join(names)})")
+            raise InvalidRequest("tool_choice", f"names {name!r}, which is not one of the tools ({', '.join(names)})")
     return [tool for tool in tools if tool["function"]["name"] in wanted]
 
 
@@ -93,7 +95,7 @@ def argument_schemas(tools: list[Json]) -> dict[str, Any]:
             raise InvalidRequest(field, f"is {given!r:.80}; it must be the JSON schema of an object")
         schema: Json = {"type": "object"} | given
         if schema["type"] != "object":
-            raise InvalidRequest(field, f"has the type {schema['type']!r:.80}; arguments are always an object")
+            raise InvalidRequest(field, f"is of type {schema['type']!r:.80}; arguments must be an object")
         if not isinstance(schema.get("properties", {}), dict):
             raise InvalidRequest(f"{field}.properties", f"is {schema['properties']!r:.80}; it must be an object")
         if "properties" in schema and not _ALLOWS_OTHER_ARGUMENTS & schema.keys():
@@ -107,7 +109,7 @@ def check_satisfiable(field: str, schema: Json | bool) -> None:
     """Raises `InvalidRequest` for a schema that no finite JSON satisfies, or that is nested too deeply."""
     try:
         if not has_finite_instance(schema):
-            raise InvalidRequest(field, "no finite JSON satisfies the schema: it requires itself within itself")
+            raise InvalidRequest(field, "no finite JSON satisfies the schema: it is infinitely recursive")
         json.dumps(schema)
     except RecursionError:
         raise InvalidRequest(field, "is nested too deeply") from None

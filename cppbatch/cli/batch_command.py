@@ -46,41 +46,42 @@ _JOB_OPTIONS: list[Option] = [
     click.argument("input_file", metavar="INPUT", type=click.Path(path_type=Path)),
     click.option(
         "-o", "--output", required=True, metavar="OUT", type=click.Path(path_type=Path),
-        help="File for the results: JSON lines, or a .csv, .tsv or .parquet file with the columns of the input and the "
-        "answers. OUT.job beside it keeps the progress.",
+        help="File for the results: JSON Lines, or a .csv, .tsv or .parquet file with the input columns plus the "
+        "answers. Progress is stored next to it in OUT.job.",
     ),
     click.option(
         "--errors", metavar="FILE", type=click.Path(path_type=Path), default=None,
-        help="File for lines that are refused or fail. Without it: OUT.errors.jsonl.",
+        help="File for lines that are rejected or fail. Default: OUT.errors.jsonl.",
     ),
     click.option(
-        "--column", default=None, help="Column of a CSV or Parquet file with the prompts. Without it: prompt."
+        "--column", default=None, help="Column of a CSV or Parquet file that contains the prompts. Default: prompt."
     ),
     click.option(
         "--template", metavar="TEXT", default=None,
-        help='Prompt made of the columns of each row, like "Classify: {text}". In text files {prompt} is the line.',
+        help='Template that builds a prompt from the columns of each row, such as "Classify: {text}". In text files, '
+        '{prompt} is the line.',
     ),
     click.option(
         "--id-column", metavar="NAME", default=None,
-        help="Column that names the results (custom_id). Without it: custom_id or id, if there is one.",
+        help="Column that identifies the results (custom_id). Default: custom_id or id, if present.",
     ),
     click.option(
         "--endpoint", type=click.Choice(["completions", "chat", "embeddings"]), default=None,
-        help="For lines that are only prompts: continue them, answer them as messages of a chat, or embed them.  "
-        "[default: chat, if the model has a chat template]",
+        help="What to do with lines that are plain prompts: continue them, answer them as chat messages, or embed "
+        "them.  [default: chat, if the model has a chat template]",
     ),
-    click.option("--raw", is_flag=True, help="Continue plain prompts as they are: --endpoint completions."),
+    click.option("--raw", is_flag=True, help="Continue plain prompts as they are; same as --endpoint completions."),
     click.option("--system", metavar="TEXT", default=None, help="System message for every plain prompt."),
     sampling_options,
     click.option(
-        "--ordered", is_flag=True, help="Write results in the order of the input, not in the order they finish."
+        "--ordered", is_flag=True, help="Write results in input order instead of completion order."
     ),
     click.option(
         "--longest-first", is_flag=True,
-        help="Start with long prompts and long outputs, so that the job does not end with them.",
+        help="Start with the longest prompts and outputs, so that the job does not end with a few slow ones.",
     ),
     click.option("--retry-failed", is_flag=True, help="Run failed lines again."),
-    click.option("--overwrite", is_flag=True, help="Start again from the beginning and discard the results so far."),
+    click.option("--overwrite", is_flag=True, help="Discard the results so far and start over."),
     chat_template_option,
     *MEDIA_OPTIONS,
 ]  # fmt: skip
@@ -107,7 +108,9 @@ def job_options(command: Command) -> Command:
         endpoint: Endpoint | None = arguments.pop("endpoint")
         system, raw = arguments.pop("system"), arguments.pop("raw")
         if raw and endpoint not in (None, "completions"):
-            raise click.UsageError(f"--raw is --endpoint completions, and --endpoint is {endpoint}: give one of them")
+            raise click.UsageError(
+                f"--raw means --endpoint completions and conflicts with --endpoint {endpoint}: give only one of them"
+            )
         endpoint = "completions" if raw else "chat" if system is not None and endpoint is None else endpoint
         assumed = {"max_tokens"} if is_capped else set()
         if "compact_json" not in params:
@@ -155,11 +158,11 @@ def batch(
     allowed_media_domains: tuple[str, ...],
     media_path: Path | None,
 ) -> None:
-    """Runs every line of a file. The same command resumes an interrupted job.
+    """Run every line of a file. The same command resumes an interrupted job.
 
-    INPUT is in OpenAI's batch format (JSON lines), or contains only prompts: JSON lines like {"prompt": "..."}, .txt
-    with one prompt per line, .csv, .parquet. After Ctrl-C, a crash or a power loss, run the same command again: it
-    answers every line exactly once. The exit code is 1 if lines failed.
+    INPUT is in OpenAI's batch format (JSON Lines), or contains plain prompts: JSON Lines such as {"prompt": "..."},
+    .txt with one prompt per line, .csv, .parquet. After Ctrl-C, a crash or a power loss, run the same command again:
+    every line is answered exactly once. The exit code is 1 if any lines failed.
     """
     from cppbatch.jobs.file_job import as_begun, begun_with, open_job
     from cppbatch.jobs.input_reader import InputReader
@@ -170,7 +173,7 @@ def batch(
 
     if not is_endpoint_given:
         if begun := None if overwrite else begun_with(job).get("endpoint"):  # also where the model is gone since
-            _say(f"the job was begun with --endpoint {begun} and continues with it")
+            _say(f"the job was started with --endpoint {begun} and continues with it")
         endpoint = begun or ("chat" if are_chats(config, job.chat_template, None) else "completions")
         job = msgspec.structs.replace(job, input_format=msgspec.structs.replace(job.input_format, endpoint=endpoint))
     settings = ServerSettings(
@@ -181,7 +184,10 @@ def batch(
         job = job if overwrite else as_begun(job, say=_say)
         journal = open_job(job, config.model_path, overwrite=overwrite, retry_failed=retry_failed, say=_say)
         if job.plain_max_tokens:
-            _say(f"plain prompts get at most {job.plain_max_tokens} tokens; -n sets another limit, -n -1 none")
+            _say(
+                f"plain prompts get at most {job.plain_max_tokens} tokens; change the limit with -n N, or "
+                "remove it with -n -1"
+            )
         offline = OfflineJob(job, journal, reader)
         progress, is_done = BatchProgress(offline), False
         try:
@@ -197,7 +203,7 @@ def batch(
             if journal.n_failed and (reason := first_failure(job.errors)):
                 _say(f"first failure: {reason}")
             if is_done and not journal.n_completed + journal.n_failed:
-                _say(f"{job.input_format.path} has no lines to answer")
+                _say(f"{job.input_format.path} contains no lines to answer")
             results = job.output if is_done else job.results
             _say(f"results: {results}" + (f"; errors: {job.errors}" if journal.n_failed else ""))
     if not is_done:

@@ -33,7 +33,7 @@ option = partial(click.option, show_default=True)
 
 @click.group()
 def bench() -> None:
-    """Measures this machine: speed, scheduling strategies, servers."""
+    """Benchmark this machine: speed, scheduling strategies, servers."""
 
 
 # --- callbacks of options ---------------------------------------------------------------------------------------------
@@ -46,7 +46,9 @@ def _names_of(known: Sequence[str]) -> Callable[[click.Context, click.Parameter,
         parts = [part.strip() for part in given.split(",")]
         for part in parts:
             if part not in known:
-                raise click.BadParameter(f"{part!r}: write some of {', '.join(known)}, separated by commas")
+                raise click.BadParameter(
+                    f"{part!r} is not valid; give one or more of {', '.join(known)}, separated by commas"
+                )
         return tuple(dict.fromkeys(parts))
 
     return names
@@ -58,7 +60,7 @@ def _lengths(_context: click.Context, _option: click.Parameter, given: str | Non
         return None
     parts = given.split("-")
     if len(parts) > 2 or not all(part.isdecimal() for part in parts):
-        raise click.BadParameter(f"{given!r}: write a number, or a range like 16-256")
+        raise click.BadParameter(f"{given!r} is not valid; give a number, or a range such as 16-256")
     return Lengths(int(parts[0]), int(parts[-1]))
 
 
@@ -91,14 +93,14 @@ _SET_BY_THROUGHPUT = (
 @bench.command()
 @click.option(
     "-B", "--batch-sizes", callback=numbers, metavar="N,N...",
-    help="Sequences that run at the same time.  [default: 1,4,8,16; with --spec 1,2,4,8,16]",
+    help="Numbers of sequences that run at the same time.  [default: 1,4,8,16; with --spec 1,2,4,8,16]",
 )  # fmt: skip
 @option(
     "--layouts", callback=_names_of(_LAYOUTS), default=",".join(_LAYOUTS), metavar="NAME,NAME...", help="KV layouts."
 )  # fmt: skip
 @option(
     "--flash-attns", callback=_names_of(_FLASH_ATTNS), default=",".join(_FLASH_ATTNS), metavar="on,off",
-    help="With and without flash attention.",
+    help="Measure with and without flash attention.",
 )  # fmt: skip
 @option(
     "--kinds", callback=_names_of(_KINDS), default="greedy", metavar="NAME,NAME...",
@@ -106,19 +108,21 @@ _SET_BY_THROUGHPUT = (
 )  # fmt: skip
 @option("--prompt-tokens", type=int, default=128, help="Length of each prompt.")
 @click.option(
-    "--new-tokens", type=int, help="Length of each output.  [default: 64; with --spec at most what the workload says]"
+    "--new-tokens", type=int, help="Length of each output.  [default: 64; with --spec limited by the workload]"
 )  # fmt: skip
 @option("--repeats", type=int, default=3, help="Runs of each measurement, after a warm-up.")
-@click.option("--watts", type=float, help="Power of the machine while it computes, where no counter can be read.")
-@click.option("--power-price", type=float, help="Price of a kWh, for tokens per unit of money.")
+@click.option(
+    "--watts", type=float, help="Power draw of the machine under load, in case no energy counter is available."
+)
+@click.option("--power-price", type=float, help="Price of a kWh, to report tokens per unit of currency.")
 @click.option(
     "--spec", "speculation", type=click.Choice(_DRAFTS), is_flag=False, flag_value="auto",
-    help="Measure the speedup by speculative decoding instead, with drafts from this source (auto, if none is named). "
-    "Layout and flash attention are then automatic.",
+    help="Measure the speedup from speculative decoding instead, with drafts from this source (default: auto). Layout "
+    "and flash attention are then automatic.",
 )  # fmt: skip
 @option(
     "--workloads", callback=_names_of(tuple(TEXT_WORKLOADS)), default=",".join(TEXT_WORKLOADS), metavar="NAME,NAME...",
-    help="With --spec: what the model writes.",
+    help="With --spec: the kind of text that the model generates.",
 )  # fmt: skip
 @report_options
 @partial(engine_options, without=_SET_BY_THROUGHPUT)
@@ -134,9 +138,9 @@ def throughput(
     power_price: float | None,
     **sizes: Any,
 ) -> tuple[Report, Draw]:
-    """Measures prefill and decode speed, memory and energy, and where the time of a step goes.
+    """Measure prefill and decode speed, memory and energy, and where the time of a step goes.
 
-    The tokens/s of a bare loop over llama_decode are shown for comparison. With --spec: the same requests with and
+    Also shows the tokens/s of a bare llama_decode loop for comparison. With --spec: compares the same requests with and
     without drafts.
     """
     show = partial(click.echo, err=True)
@@ -200,16 +204,16 @@ _SET_BY_ROOFLINE = (
 @bench.command()
 @option(
     "-B", "--batch-sizes", callback=numbers, default="1,2,4,8,16,32,64", metavar="N,N...",
-    help="Sequences that decode at the same time.",
+    help="Numbers of sequences that decode at the same time.",
 )  # fmt: skip
-@option("--prompt-tokens", type=int, default=64, help="Tokens of each sequence before its steps are measured.")
+@option("--prompt-tokens", type=int, default=64, help="Tokens in each sequence before measuring starts.")
 @option("--repeats", type=int, default=3, help="Runs of each measurement, after a warm-up.")
 @report_options
 @partial(engine_options, without=_SET_BY_ROOFLINE)
 def roofline(*, config: EngineConfig, **sizes: Any) -> tuple[Report, Draw]:
-    """Shows whether decode steps are bound by memory or by compute, by batch size.
+    """Show for each batch size whether decode steps are bound by memory or by compute.
 
-    It measures how fast the device reads memory and multiplies matrices, and compares each step with that.
+    Measures the memory bandwidth and matrix throughput of the device, and compares each step with them.
     """
     from cppbatch.bench.roofline.roofline import RooflineSizes, measure_roofline
     from cppbatch.bench.roofline.roofline_plot import plot_roofline
@@ -246,11 +250,11 @@ _SET_BY_STRATEGIES = (
 )  # fmt: skip
 @click.option(
     "-B", "--batch-sizes", callback=numbers, default=None, metavar="N,N...",
-    help="Numbers of sequences at once to compare; without it that of -np.",
+    help="Numbers of parallel sequences to compare; default: the value of -np.",
 )  # fmt: skip
 @click.option(
     "--requests", "n_requests", type=int, default=None,
-    help="Requests for each strategy.  [default: 48; with -B two for each sequence]",
+    help="Requests for each strategy.  [default: 48; with -B two per sequence]",
 )  # fmt: skip
 @option("--prompt-tokens", callback=_lengths, default="16-256", metavar="N|LOW-HIGH", help="Length of each prompt.")
 @option("--new-tokens", callback=_lengths, default="16-256", metavar="N|LOW-HIGH", help="Length of each output.")
@@ -260,13 +264,13 @@ _SET_BY_STRATEGIES = (
     "window_ms",
     type=float,
     default=50.0,
-    help="How long static batches, and continuous-window, collect requests.",
+    help="How long static batches and continuous-window collect requests.",
 )
 @option(
     "--bucket", type=int, default=64, help="static-padded, static-buckets: prompts are padded to a multiple of this."
 )
 @option("--seed", type=int, default=0, help="Seed of lengths, tokens and arrival times.")
-@option("--repeats", type=int, default=3, help="Runs of each strategy.")
+@option("--repeats", type=int, default=3, help="Number of runs per strategy.")
 @report_options
 @partial(engine_options, without=_SET_BY_STRATEGIES)
 def strategies(
@@ -280,7 +284,7 @@ def strategies(
     repeats: int,
     **work: Any,
 ) -> tuple[Report, Draw]:
-    """Compares ways to schedule the same requests: one by one, interleaved, in batches, and continuously."""
+    """Compare scheduling strategies on the same requests: one by one, interleaved, in batches, and continuously."""
     from cppbatch.bench.strategies.compare_strategies import StrategyComparison, compare_strategies
     from cppbatch.bench.strategies.offline_workload import OfflineWorkload
     from cppbatch.bench.strategies.strategies_plot import plot_strategies
@@ -301,10 +305,10 @@ def strategies(
 @click.argument("trace", type=click.Path(path_type=Path, exists=True, dir_okay=False), metavar="TRACE.json")
 @report_options
 def explain_trace(trace: Path) -> tuple[Report, Draw]:
-    """Shows where the time of a trace went (--trace of serve and generate), and how much of it was ideal.
+    """Show where the time in a trace went (--trace of serve and generate), and how much of it was ideal.
 
-    Ideal is what the work costs at best: each prompt token as in the best size of a piece, each new token as in the
-    best number of rows up to the unfinished sequences, as learned from the steps of the trace. GET /metrics
+    Ideal is the lowest possible cost of the work, learned from the steps of the trace: each prompt token at the best
+    piece size, each new token at the best number of rows up to the number of unfinished sequences. GET /metrics
     (ideal_seconds, lost_seconds) has the same parts, from what the engine has learned until then.
     """
     from cppbatch.bench.explain import explain, plot_explanation
@@ -327,66 +331,71 @@ _SIZES = {  # of each workload, in tokens: prompt, output
 @bench.command("serve")
 @click.option(
     "--url", "urls", multiple=True, required=True, metavar="[NAME=]URL",
-    help="A server, such as http://127.0.0.1:8080. Several servers are measured in turn and compared with the first.",
+    help="Server URL, such as http://127.0.0.1:8080. Several servers are measured in turn and compared with the first.",
 )  # fmt: skip
-@click.option("--label", help="The server's name in the table, like NAME= in --url.")
+@click.option("--label", help="The server's name in the table, same as NAME= in --url.")
 @option(
     "--workload", type=click.Choice(list(_SIZES)), default="mixed",
-    help="mixed: prompts and outputs of many lengths; fixed: all of one length; shared-prefix: prompts that begin "
-    "alike; fan-out: many samples of each prompt. For speculative decoding, and with texts that the model ends itself: "
+    help="mixed: prompts and outputs of many lengths; fixed: all of one length; shared-prefix: prompts with a common "
+    "prefix; fan-out: many samples of each prompt. Texts for speculative decoding, which the model ends itself: "
     f"{'; '.join(f'{name}: {text.about}' for name, text in TEXT_WORKLOADS.items())}.",
 )  # fmt: skip
 @option(
     "--requests", "n_requests", type=int, default=48,
-    help="Requests in each repeat; with fan-out, samples in each repeat.",
+    help="Requests per repeat; with fan-out, samples per repeat.",
 )  # fmt: skip
 @click.option(
     "--concurrency", type=int,
-    help="Clients that each wait for an answer before they send the next request.  [default: 16]",
+    help="Number of clients; each waits for its answer before sending the next request.  [default: 16]",
 )  # fmt: skip
 @click.option(
     "--rate", type=float, metavar="PER_SECOND",
-    help="Instead of --concurrency: send requests at random times, without waiting for answers.",
+    help="Instead of --concurrency: send requests at this average rate at random times, without waiting for answers.",
 )  # fmt: skip
 @click.option(
     "--prompt-tokens", callback=_lengths, metavar="N|LOW-HIGH",
-    help="Approximate length of each prompt; with shared-prefix, without the prefix. Not for texts.  "
+    help="Approximate length of each prompt; for shared-prefix, excluding the prefix. Not for text workloads.  "
     "[default: the workload's]",
 )  # fmt: skip
 @click.option(
     "--output-tokens", callback=_lengths, metavar="N|LOW-HIGH",
-    help="Length of each output; of texts, at most.  [default: the workload's]",
+    help="Length of each output; for text workloads, the maximum.  [default: the workload's]",
 )  # fmt: skip
 @option("--prefix-tokens", type=int, default=580, help="With shared-prefix: length of the common prefix.")
 @option("--samples", type=int, default=16, help="With fan-out: samples of each prompt.")
 @option(
     "--samples-by", type=click.Choice(["requests", "n"]), default="requests",
-    help="With fan-out: send a request for each sample, or one request for all samples, with n.",
+    help="With fan-out: send one request per sample, or one request with n for all samples.",
 )  # fmt: skip
 @click.option(
     "--endpoint", type=click.Choice(["completions", "chat"]),
-    help="/v1/completions or /v1/chat/completions.  [default: completions; for texts chat]",
+    help="/v1/completions or /v1/chat/completions.  [default: completions; for text workloads chat]",
 )  # fmt: skip
 @click.option("--model", help="The model's name on the server.  [default: the first of /v1/models]")
 @click.option(
     "-m", "--model-file", metavar="MODEL",
-    help="Measure with this file here what the answered requests cost at best: `of ideal`. It takes some seconds "
-    "before the load, with the engine's default settings, on the machine of the servers.",
+    help="Use this GGUF file to report how close the servers come to the lowest possible cost (`of ideal`). Takes a "
+    "few seconds before the load; run it on the same machine as the servers. Uses the engine's default settings.",
 )  # fmt: skip
 @click.option(
-    "--api-key", envvar=["CPPBATCH_BENCH_API_KEY", "CPPBATCH_API_KEY"], show_envvar=True, help="Sent as a bearer token."
+    "--api-key",
+    envvar=["CPPBATCH_BENCH_API_KEY", "CPPBATCH_API_KEY"],
+    show_envvar=True,
+    help="API key, sent as a bearer token.",
 )
-@option("--warmup", type=int, default=4, help="Requests before the measurement.")
-@option("--repeats", type=int, default=3, help="Measurements, each with new prompts.")
+@option("--warmup", type=int, default=4, help="Warm-up requests before the measurement.")
+@option("--repeats", type=int, default=3, help="Number of measurements, each with new prompts.")
 @click.option(
     "--seed", type=int,
-    help="Seed of prompts and times, to repeat a measurement after a server's restart.  [default: random]",
+    help="Seed for prompts and arrival times, to repeat a measurement after restarting a server.  [default: random]",
 )  # fmt: skip
-@click.option("--latency-bound-ms", type=float, help="Count the requests whose first text came in time (goodput).")
-@option("--timeout", type=float, default=300, help="Seconds that a request may take.")
+@click.option(
+    "--latency-bound-ms", type=float, help="Count the requests whose first text arrives within this time (goodput)."
+)
+@option("--timeout", type=float, default=300, help="Maximum seconds per request.")
 @report_options
 def serve(urls: tuple[str, ...], label: str | None, model_file: str | None, **settings: Any) -> tuple[Report, Draw]:
-    """Sends requests to OpenAI-compatible servers and measures how fast they answer.
+    """Send requests to OpenAI-compatible servers and measure how fast they answer.
 
     \b
     cppbatch bench serve --url http://127.0.0.1:8080
@@ -417,11 +426,11 @@ def _targets(urls: tuple[str, ...], label: str | None) -> list[Target]:
     from cppbatch.bench.load.target import Target
 
     if label and len(urls) > 1:
-        raise ConfigError(f"--label {label}: with several servers, name each: --url NAME=URL")
+        raise ConfigError(f"--label {label} applies to a single server; to name several, use --url NAME=URL")
     targets = [Target.read(f"{label}={url}" if label else url) for url in urls]
     for what, values in (("name", [each.label for each in targets]), ("address", [each.url for each in targets])):
         if twice := next((value for value in values if values.count(value) > 1), None):
-            raise ConfigError(f"--url: two servers have the {what} {twice}; each server needs its own")
+            raise ConfigError(f"--url: two servers have the same {what} {twice}; give each server its own")
     return targets
 
 
@@ -443,10 +452,10 @@ def _load(
     from cppbatch.bench.load.workload import LoadSettings, Workload
 
     if rate is not None and concurrency is not None:
-        raise ConfigError("--rate and --concurrency exclude each other: with --rate, clients do not wait for answers")
+        raise ConfigError("--rate and --concurrency cannot be combined: with --rate, clients do not wait for answers")
     is_text = workload in TEXT_WORKLOADS
     if is_text and prompt_tokens:
-        raise ConfigError(f"--prompt-tokens does not go with --workload {workload}, whose texts have their own length")
+        raise ConfigError(f"--prompt-tokens does not apply to --workload {workload}: its texts have fixed lengths")
     prompt, output = _SIZES[workload]
     return LoadSettings(
         workload=Workload(

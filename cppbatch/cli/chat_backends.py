@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 Json = dict[str, Any]
 T = TypeVar("T")
 
-FULL = "the context is full: /clear begins a new conversation"
+FULL = "the context is full: /clear starts a new conversation"
 """What to do about it, in every message about a full context."""
 _CONNECT_S = 10
 _ANSWER_S = 600  # without a byte
@@ -120,7 +120,10 @@ class EngineBackend:
         except InvalidRequest as error:
             if not (over := error.overflow):
                 raise
-            message = f"{FULL}, and -c N gives more room. It has {over.n_ctx:,} tokens, this conversation"
+            message = (
+                f"{FULL}; or enlarge the context with -c N. The context holds {over.n_ctx:,} tokens, and this "
+                "conversation has"
+            )
             raise CppBatchError(f"{message} {over.n_prompt_tokens:,}") from error
 
     def close(self) -> None:
@@ -144,7 +147,7 @@ class ServerBackend:
         try:
             listed = self._listed()
             if not (model or listed):
-                raise CppBatchError(f"{self._url} has no models")
+                raise CppBatchError(f"{self._url} serves no models")
             self._model = model or next((each["id"] for each in listed if _is_loaded(each)), listed[0]["id"])
         except BaseException:
             self.close()
@@ -162,7 +165,7 @@ class ServerBackend:
     def use(self, name: str) -> None:
         """See `ChatBackend`."""
         if name not in (names := self.models()):
-            raise CppBatchError(f"{self._url} has no model {name!r}; it has {', '.join(names)}")
+            raise CppBatchError(f"model {name!r} not found at {self._url}; available: {', '.join(names)}")
         self._model = name
 
     def answer(self, messages: Sequence[Json], params: Json) -> Generator[AnswerPart, None, None]:
@@ -210,7 +213,9 @@ class ServerBackend:
             try:
                 return list(msgspec.json.decode(await response.read())["data"])
             except (msgspec.DecodeError, KeyError, TypeError) as error:
-                raise CppBatchError(f"{self._url}/v1/models is not the list of an OpenAI-compatible server") from error
+                raise CppBatchError(
+                    f"{self._url}/v1/models did not return a model list; is it an OpenAI-compatible server?"
+                ) from error
 
     async def _put_parts(self, body: Json, events: queue.SimpleQueue[AnswerPart | BaseException | None]) -> None:
         """Puts the parts of an answer, at the end None or the error."""
@@ -235,13 +240,13 @@ class ServerBackend:
                     raise _refusal(response.status, await response.read())
                 yield response
         except aiohttp.InvalidURL as error:
-            raise CppBatchError(f"{self._url!r} is no address; give one such as http://127.0.0.1:8080") from error
+            raise CppBatchError(f"{self._url!r} is not a URL; give one such as http://127.0.0.1:8080") from error
         except aiohttp.ClientConnectorError as error:
-            raise CppBatchError(f"no server answers at {self._url}: {error.strerror or error}") from error
+            raise CppBatchError(f"cannot connect to {self._url}: {error.strerror or error}") from error
         except asyncio.TimeoutError as error:
             raise CppBatchError(f"{self._url} did not answer in time") from error
         except (aiohttp.ClientError, OSError, ValueError) as error:
-            raise CppBatchError(f"the connection to {self._url} broke: {error}") from error
+            raise CppBatchError(f"lost the connection to {self._url}: {error}") from error
 
 
 def _next(events: queue.SimpleQueue[T]) -> T:
@@ -271,7 +276,7 @@ async def _parts(response: aiohttp.ClientResponse) -> AsyncIterator[AnswerPart]:
                 yield AnswerPart(text=text, reasoning=reasoning, n_tokens=1)
             finish_reason = choice.get("finish_reason") or finish_reason
     if not finish_reason:
-        raise CppBatchError("the server ended the answer before it was complete; /retry asks again")
+        raise CppBatchError("the server ended the answer before it was complete; use /retry to try again")
     yield AnswerPart(end=AnswerEnd(finish_reason=finish_reason, n_tokens=n_tokens))
 
 

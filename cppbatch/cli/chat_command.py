@@ -40,27 +40,27 @@ _OF_THE_ENGINE = {*EngineConfig.__struct_fields__, "chat_template", "use_profile
 @option(
     "-m", "--model", "-hf", "--hf-repo", "model", env="MODEL",
     llama_env="LLAMA_ARG_MODEL LLAMA_ARG_HF_REPO", metavar="FILE|NAME", default=None,
-    help="GGUF file, a name of `cppbatch models list`, or OWNER/REPO:TYPE on the Hugging Face hub; with --url one of "
-    "the server's models.",
+    help="GGUF file, a name from `cppbatch models list`, or OWNER/REPO:TYPE on the Hugging Face hub; with --url, one "
+    "of the server's models.",
 )  # fmt: skip
-@click.option("--url", metavar="URL", default=None, help="Ask this server instead, such as http://127.0.0.1:8080.")
+@click.option("--url", metavar="URL", default=None, help="Chat with a server instead, such as http://127.0.0.1:8080.")
 @option(
     "--api-key", "api_key", env="CHAT_API_KEY", llama_env="CPPBATCH_API_KEY", metavar="KEY", default=None,
-    help="Key for that server.",
+    help="API key for that server.",
 )  # fmt: skip
 @click.option("-np", "--parallel", type=int, expose_value=False, hidden=True)  # a conversation has one answer at a time
 @click.option("--system", metavar="TEXT", default=None, help="System message of the chat.")
 @click.option(
     "--thinking-budget", "thinking_budget", type=click.IntRange(-1), default=None,
-    help="Tokens of reasoning at most; then the answer begins. -1: no limit.",
+    help="Maximum reasoning tokens before the answer starts. -1: no limit.",
 )  # fmt: skip
 @click.option(
     "--save", "save_to", type=click.Path(dir_okay=False, path_type=Path), default=None, metavar="FILE",
-    help="Write the conversation here after each answer: Markdown (.md), or JSON.",
+    help="Save the conversation to this file after each answer: Markdown (.md), or JSON.",
 )  # fmt: skip
 @click.option(
     "--continue", "continue_from", type=click.Path(dir_okay=False, path_type=Path), default=None, metavar="FILE",
-    help="Go on with a conversation that was saved as JSON.",
+    help="Continue a conversation that was saved as JSON.",
 )  # fmt: skip
 @sampling_options
 @chat_template_option
@@ -84,10 +84,10 @@ def chat(
     memory_check: bool,
     verbose: bool,
 ) -> None:
-    """A conversation in the terminal, with a model in this process or with a server (--url).
+    """Chat in the terminal, with a model in this process or with a server (--url).
 
-    Enter sends a message, Alt-Enter or Ctrl-J begins a new line. Ctrl-C stops an answer, Ctrl-D ends the program, /help
-    lists the commands. Without a terminal each line of the input is a message, and the output is the answers.
+    Enter sends a message, Alt-Enter or Ctrl-J starts a new line. Ctrl-C stops an answer, Ctrl-D quits, /help lists the
+    commands. If the input is not a terminal, each input line is a message, and only the answers are written.
     """
     from cppbatch.cli.chat_session import COMMANDS, ChatSession, read_messages
     from cppbatch.cli.chat_terminal import (
@@ -129,13 +129,13 @@ def chat(
                 if not session.handle(line):
                     break
             if session.n_failed:
-                raise CppBatchError(f"{session.n_failed} of the messages did not work")
+                raise CppBatchError(f"{session.n_failed} of the messages failed")
             return
 
         from rich.console import Console
 
         view = TerminalView(Console(highlight=False, theme=ANSWER_STYLES))
-        view.say(f"{backend.model} answers. /help lists the commands, Alt-Enter begins a new line, Ctrl-D ends.")
+        view.say(f"chatting with {backend.model}. /help lists the commands, Alt-Enter starts a new line, Ctrl-D quits.")
         session = ChatSession(backend, view, system=system, params=params, longest=longest, save_to=save_to)
         session.take_up(messages)
         if messages:
@@ -156,7 +156,9 @@ def _refuse_engine_options() -> None:
     context = click.get_current_context()
     for each in context.command.params:
         if each.name in _OF_THE_ENGINE and context.get_parameter_source(each.name) is ParameterSource.COMMANDLINE:
-            raise click.UsageError(f"{each.opts[0]} is for a model in this process; the server of --url has its own")
+            raise click.UsageError(
+                f"{each.opts[0]} applies to a model in this process; it cannot be combined with --url"
+            )
 
 
 def _planned(

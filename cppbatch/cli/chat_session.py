@@ -21,14 +21,14 @@ Json = dict[str, Any]
 
 COMMANDS: Mapping[str, str] = {
     "/system": "[TEXT|off]  show, set or remove the system message",
-    "/image": "FILE  put a picture before the next message",
-    "/audio": "FILE  put a sound before the next message",
-    "/retry": "answer the last message again",
-    "/clear": "begin a new conversation; the system message stays",
-    "/save": "FILE  write the conversation as Markdown (.md) or JSON (any other ending)",
-    "/model": "[NAME]  show the models, or go on with another one",
-    "/help": "show this",
-    "/quit": "end the program, as Ctrl-D does",
+    "/image": "FILE  attach an image to the next message",
+    "/audio": "FILE  attach audio to the next message",
+    "/retry": "regenerate the last answer",
+    "/clear": "start a new conversation; the system message is kept",
+    "/save": "FILE  save the conversation as Markdown (.md) or JSON (any other extension)",
+    "/model": "[NAME]  list the models, or switch to another one",
+    "/help": "show this help",
+    "/quit": "quit (also Ctrl-D)",
 }
 
 
@@ -151,7 +151,7 @@ class ChatSession:
             is_limit = limit is not None and (answer.end.n_tokens is None or answer.end.n_tokens >= limit)
             self._view.say(f"cut off after {limit:,} tokens (-n)" if is_limit else f"cut off, because {FULL}")
         elif not answer.text and not answer.reasoning:
-            self._view.say("the model's first token ended the answer; /retry asks again")
+            self._view.say("the model ended the answer with its first token; use /retry to try again")
 
     # --- commands -----------------------------------------------------------------------------------------------------
 
@@ -159,7 +159,9 @@ class ChatSession:
         name, _, argument = line.strip().partition(" ")
         name, argument = {"/exit": "/quit", "/?": "/help"}.get(name, name), argument.strip()
         if name not in COMMANDS:
-            raise CppBatchError(f"{name} is no command; /help lists them, and // begins a message with a slash")
+            raise CppBatchError(
+                f"unknown command {name}; see /help for a list, or start a message with // for a literal slash"
+            )
         if name == "/quit":
             return False
         commands: Mapping[str, Callable[[str], None]] = {
@@ -173,7 +175,7 @@ class ChatSession:
     def _set_system(self, text: str) -> None:
         if text:
             self._system = None if text == "off" else text
-        self._view.say(f"system message: {self._system}" if self._system else "there is no system message")
+        self._view.say(f"system message: {self._system}" if self._system else "no system message is set")
 
     def _attach_image(self, name: str) -> None:
         self._attach("image", name)
@@ -183,13 +185,13 @@ class ChatSession:
 
     def _attach(self, kind: MediaKind, name: str) -> None:
         if not name:
-            raise CppBatchError(f"/{kind} needs a file")
+            raise CppBatchError(f"/{kind} requires a file")
         try:
             data = Path(name).expanduser().read_bytes()
         except OSError as error:
             raise CppBatchError(f"{name} cannot be read: {error.strerror}") from error
         self._attached.append(file_part(kind, data))
-        self._view.say(f"{name} goes before the next message")
+        self._view.say(f"{name} is attached to the next message")
 
     def _retry(self, _: str) -> None:
         before, unanswered = self._turns, self._unanswered
@@ -197,7 +199,7 @@ class ChatSession:
         if message is None:
             last = next((i for i in reversed(range(len(before))) if before[i].get("role") == "user"), None)
             if last is None:
-                raise CppBatchError("there is no message to answer again")
+                raise CppBatchError("there is no answer to regenerate")
             message, self._turns = before[last], before[:last]
         try:  # the same seed would give the same answer
             self._answer(message, {name: value for name, value in self._params.items() if name != "seed"})
@@ -207,11 +209,11 @@ class ChatSession:
 
     def _clear(self, _: str) -> None:
         self._turns, self._unanswered, self._attached = [], None, []
-        self._view.say("a new conversation")
+        self._view.say("started a new conversation")
 
     def _save(self, name: str) -> None:
         if not name:
-            raise CppBatchError("/save needs a file: /save talk.md, or /save talk.json")
+            raise CppBatchError("/save requires a file: /save talk.md, or /save talk.json")
         path = Path(name).expanduser()
         write_messages(path, self.messages)
         self._view.say(f"saved {len(self._turns)} messages to {path}")
@@ -219,10 +221,10 @@ class ChatSession:
     def _choose_model(self, name: str) -> None:
         if name:
             self._backend.use(name)
-            self._view.say(f"from now on {self._backend.model} answers")
+            self._view.say(f"now using {self._backend.model}")
             return
         lines = [f"{'*' if each == self._backend.model else ' '} {each}" for each in self._backend.models()]
-        self._view.say("\n".join([f"{self._backend.model} answers; /model NAME goes on with another one", *lines]))
+        self._view.say("\n".join([f"using {self._backend.model}; switch with /model NAME", *lines]))
 
     def _help(self, _: str) -> None:
         self._view.say("\n".join(f"{name:<8} {what}" for name, what in COMMANDS.items()))
@@ -259,7 +261,7 @@ class _Answer:
         if self._first is not None:
             if n > 1 and self._last > self._first:
                 parts.append(f"{(n - 1) / (self._last - self._first):,.1f} tokens/s")
-            parts.append(f"first after {self._first - self._began:.2f} s")
+            parts.append(f"TTFT {self._first - self._began:.2f} s")
         return " · ".join([*parts, "stopped"] if stopped else parts)
 
 
@@ -288,7 +290,7 @@ def _shown(message: Json) -> str:
     content = message.get("content")
     if not isinstance(content, list):
         return str(content)
-    names = {"image_url": "*(a picture)*", "input_audio": "*(a sound)*"}
+    names = {"image_url": "*(image)*", "input_audio": "*(audio)*"}
     return "\n\n".join(part.get("text") or names.get(part["type"], f"*({part['type']})*") for part in content)
 
 
@@ -300,10 +302,12 @@ def read_messages(path: Path) -> list[Json]:
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ConfigError(f"{path} is not JSON ({error}); give a file that --save or /save FILE.json wrote") from error
+        raise ConfigError(
+            f"{path} is not valid JSON ({error}); give a file written by --save or /save FILE.json"
+        ) from error
     messages: Any = content.get("messages") if isinstance(content, dict) else content
     try:
         conversation_of(convert(messages, list[ChatMessage], "messages"))
     except CppBatchError as error:
-        raise ConfigError(f"{path} is no conversation: {error}") from error
+        raise ConfigError(f"{path} is not a saved conversation: {error}") from error
     return list(messages)

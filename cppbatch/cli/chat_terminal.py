@@ -183,7 +183,7 @@ class TerminalInput:
             history.touch(mode=0o600)
             kept = FileHistory(str(history))
         except OSError as error:
-            say(f"the history is not kept, because {history} cannot be written: {error.strerror}")
+            say(f"the input history is not saved: cannot write {history}: {error.strerror}")
         self._session: PromptSession[str] = PromptSession(
             [("bold ansigreen", "> ")],
             multiline=True,
@@ -207,7 +207,7 @@ class TerminalInput:
                     return
                 is_second = not self._session.default_buffer.text
                 if is_second:
-                    self._say("Ctrl-C again, or Ctrl-D, ends the program")
+                    self._say("press Ctrl-C again, or Ctrl-D, to quit")
                 continue
             is_second = False
             yield line

@@ -37,7 +37,7 @@ class Finding(NamedTuple):
 
 @click.command()
 def doctor() -> None:
-    """Shows versions, devices, the self-check and the model, and how to fix each problem."""
+    """Show versions, devices, the self-check and the model, and how to fix each problem."""
     console = Console(soft_wrap=True)
     problems = 0
     for name, found, remedy, is_note in _findings():
@@ -52,7 +52,7 @@ def doctor() -> None:
 
 def _findings() -> Iterator[Finding]:
     yield Finding("cppbatch", f"{cppbatch.__version__}, Python {sys.version.split()[0]}")
-    yield Finding("threads", f"{available_threads()} compute threads (one per core that this process may use)")
+    yield Finding("threads", f"{available_threads()} compute threads (one per core available to this process)")
     yield _other_programs()
     from cppbatch.llama import Backend
     from cppbatch.llama.library import PINNED_VERSION
@@ -79,12 +79,13 @@ def _other_programs() -> Finding:
 
     others = watch_other_programs(_WATCH_S)
     if others.cores < _BUSY:
-        return Finding("cores", "other programs leave them alone")
+        return Finding("cores", "not used by other programs")
     names = ", ".join(f"{each.name} (process {each.pid}) {each.cores:.1f}" for each in others.busiest)
     return Finding(
         "cores",
-        f"other programs use {others.cores:.1f} of {len(usable_cpus())}{': ' if names else ''}{names}. Steps use fewer "
-        "threads meanwhile, and figures of `tune` and `bench` come out too low: end them, or wait for them",
+        f"other programs use {others.cores:.1f} of {len(usable_cpus())}{': ' if names else ''}{names}. Until they end, "
+        "steps use fewer threads, and `tune` and `bench` report figures that are too low: stop them, or wait for them "
+        "to finish",
         is_note=True,
     )
 
@@ -94,15 +95,17 @@ def _rpc(backend: Backend) -> Finding:
 
     if backend.supports_rpc:
         return Finding("RPC", f"version {PROTOCOL}: --rpc and `cppbatch rpc-worker` work")
-    return Finding("RPC", "not in this build; scripts/install.py builds it in", is_note=True)
+    return Finding("RPC", "not included in this build; scripts/install.py builds with it", is_note=True)
 
 
 def _media() -> Finding:
     from cppbatch.llama.media_encoder import has_mtmd
 
     if has_mtmd():
-        return Finding("media", "--mmproj works: pictures and sound")
-    return Finding("media", "text only: this build has no mtmd; scripts/install.py builds it in", is_note=True)
+        return Finding("media", "--mmproj works: images and audio")
+    return Finding(
+        "media", "text only: this build does not include mtmd; scripts/install.py builds with it", is_note=True
+    )
 
 
 def _self_check() -> Finding:
@@ -127,7 +130,9 @@ def _model() -> Iterator[Finding]:
         return
     chosen = present_model()
     if chosen is None:
-        yield Finding("model", f"{len(found)} in {folder}/; choose one with -m, or the default model is downloaded")
+        yield Finding(
+            "model", f"{len(found)} in {folder}/; choose one with -m, otherwise the default model is downloaded"
+        )
         return
     try:
         yield Finding("model", str(check_file(chosen)))
@@ -158,6 +163,8 @@ def _attention(model: Path) -> Iterator[Finding]:
 
     plan = plan_attention(EngineConfig(str(model)), ())
     if plan.line or not plan.proposal:
-        yield Finding("attention", plan.line or "as llama.cpp chooses it, with cells in f16: nothing is clearly faster")
+        yield Finding(
+            "attention", plan.line or "llama.cpp's choice, with cells in f16: no alternative is clearly faster"
+        )
     if plan.proposal:
         yield Finding("attention", plan.proposal, is_note=True)

@@ -65,7 +65,7 @@ class _Layers(click.types.IntParamType):
 
 
 def split_lists(_context: object, _option: object, given: tuple[str, ...]) -> tuple[str, ...]:
-    """The values of an option that may be given several times, or as a list with commas."""
+    """The values of an option that may be repeated, or as a list with commas."""
     values = tuple(item.strip() for each in given for item in each.split(",") if item.strip())
     if given and not values:
         raise click.BadParameter("is empty")
@@ -91,7 +91,7 @@ def _file(_context: object, option: click.Parameter, given: str) -> str:
 
     path = Path(given).expanduser()
     if given and not os.path.exists(path):  # `check_file` names the list of models, which has no such files
-        raise ConfigError(f"{setting_name(str(option.name))}: there is no file {path}; give a GGUF file")
+        raise ConfigError(f"{setting_name(str(option.name))}: file not found: {path}; give the path of a GGUF file")
     return str(check_file(path)) if given else ""
 
 
@@ -127,7 +127,7 @@ def _shares(_context: object, _option: object, given: str) -> tuple[float, ...]:
     try:
         return tuple(float(share) for share in given.replace("/", ",").split(",")) if given else ()
     except ValueError:
-        raise click.BadParameter(f"{given!r} is not a list of numbers like 3,1") from None
+        raise click.BadParameter(f"{given!r} is not a comma-separated list of numbers, such as 3,1") from None
 
 
 _NO_RAM_LIMIT = 2**31 - 1  # MiB
@@ -141,37 +141,37 @@ _SPEC_TYPES = {
 _MODEL = [
     option(
         "-m", "--model", env="MODEL", llama_env="LLAMA_ARG_MODEL", metavar="FILE|NAME",
-        help="GGUF file, a name of `cppbatch models list`, or OWNER/REPO:TYPE on the Hugging Face hub, which is "
-        "fetched. Without it: the only one in the models folder, else the default model, which is downloaded.",
+        help="GGUF file, a name from `cppbatch models list`, or OWNER/REPO:TYPE to download from the Hugging Face hub. "
+        "Default: the only model in the models folder, otherwise the default model, which is downloaded.",
     ),
     option(
         "-hf", "-hfr", "--hf-repo", "hf_repo", env="HF_REPO", llama_env="LLAMA_ARG_HF_REPO",
         metavar="OWNER/REPO[:TYPE]", default=None,
-        help="Model on the Hugging Face hub, as for -m. TYPE: Q4_K_M, if there is such a file.",
+        help="Model on the Hugging Face hub, as for -m. Default TYPE: Q4_K_M, if available.",
     ),
     option(
         "-hff", "--hf-file", "hf_file", env="HF_FILE", llama_env="LLAMA_ARG_HF_FILE", metavar="FILE.gguf",
-        default=None, help="A file of that repository, instead of TYPE.",
+        default=None, help="A specific file in that repository, instead of TYPE.",
     ),
     option(
         "--mmproj-auto/--no-mmproj", " /--no-mmproj-auto", "mmproj_auto", env="MMPROJ_AUTO",
         llama_env="LLAMA_ARG_MMPROJ_AUTO", default=True,
-        help="Load the projector that is beside a model of the hub, as with --mmproj; it is fetched with the model.",
+        help="Download and load the projector in the repository of a hub model, as with --mmproj.",
     ),
 ]  # fmt: skip
 
-_SIZES_DEFAULT = "{}, or what the memory allows"
+_SIZES_DEFAULT = "{}, or what fits into memory"
 
 _SETTINGS = [
     option(
         "-c", "--ctx-size", "n_ctx", env="CTX_SIZE", llama_env="LLAMA_ARG_CTX_SIZE", type=int, default=_DEFAULTS.n_ctx,
         show_default=_SIZES_DEFAULT.format(_DEFAULTS.n_ctx),
-        help="KV cells in total, for all sequences; 0: the model's context length.",
+        help="Total KV cells for all sequences; 0: the model's context length.",
     ),
     option(
         "-np", "--parallel", "n_parallel", env="PARALLEL", llama_env="LLAMA_ARG_N_PARALLEL", type=int,
         default=_DEFAULTS.n_parallel, show_default=_SIZES_DEFAULT.format(_DEFAULTS.n_parallel),
-        help="Sequences that run at the same time.",
+        help="Maximum number of sequences that run at the same time.",
     ),
     option(
         "-b", "--batch-size", "n_batch", env="BATCH_SIZE", llama_env="LLAMA_ARG_BATCH", type=int,
@@ -181,7 +181,7 @@ _SETTINGS = [
     option(
         "-ub", "--ubatch-size", "n_ubatch", env="UBATCH_SIZE", llama_env="LLAMA_ARG_UBATCH", type=int,
         default=_DEFAULTS.n_ubatch,
-        help="Tokens that llama.cpp computes at once within a step.",
+        help="Maximum tokens that llama.cpp computes at once within a step.",
     ),
     option(
         "-ngl", "--gpu-layers", "--n-gpu-layers", "n_gpu_layers", env="GPU_LAYERS", llama_env="LLAMA_ARG_N_GPU_LAYERS",
@@ -191,23 +191,24 @@ _SETTINGS = [
     option(
         "--rpc", env="RPC", llama_env="LLAMA_ARG_RPC", metavar="HOST:PORT,...", default="", show_default=False,
         callback=_workers_of_rpc,
-        help="RPC workers (`cppbatch rpc-worker` on other machines), over whose devices the model is split, before the "
-        "GPUs of this machine. Only on networks where every machine may be trusted: docs/rpc.md.",
+        help="RPC workers (`cppbatch rpc-worker` on other machines). The model is split over their devices first, then "
+        "over this machine's GPUs. Use only on networks where you trust every machine: docs/rpc.md.",
     ),
     option(
         "-ts", "--tensor-split", env="TENSOR_SPLIT", llama_env="LLAMA_ARG_TENSOR_SPLIT", metavar="N0,N1,...",
         default="", show_default=False, callback=_shares,
-        help="The share of the layers of each device: those of --rpc in this order, then this machine's GPUs. "
-        "Without it: in proportion to their free memory.",
+        help="Share of the layers for each device: the --rpc devices in order, then this machine's GPUs. Default: "
+        "proportional to free memory.",
     ),
     option(
         "-t", "--threads", "n_threads", env="THREADS", llama_env="LLAMA_ARG_THREADS", type=int,
         default=_DEFAULTS.n_threads,
-        help="Compute threads at most; 0: one per core. Steps use fewer while other programs keep cores busy.",
+        help="Maximum compute threads; 0: one per core. Steps use fewer while other programs keep cores busy.",
     ),
     option(
         "--repack", env="REPACK", llama_env="LLAMA_ARG_REPACK", type=Switch(), default=_DEFAULTS.repack,
-        help="Repack weights for this CPU. auto: on, unless timing shows that --parallel sequences are faster without.",
+        help="Repack weights for this CPU. auto: on, unless timing shows that --parallel sequences run faster without "
+        "it.",
     ),
     option(
         "-fa", "--flash-attn", "flash_attn", env="FLASH_ATTN", llama_env="LLAMA_ARG_FLASH_ATTN", type=Switch(),
@@ -220,8 +221,8 @@ _SETTINGS = [
             {"true": "unified", "1": "unified", "false": "per-sequence", "0": "per-sequence"},
         ),
         default=_DEFAULTS.kv_layout,
-        help="unified: all sequences share the KV cells; per-sequence: each has its own ctx-size / parallel cells; "
-        "auto: switches while it runs, on a CPU.",
+        help="unified: all sequences share the KV cells; per-sequence: each sequence has its own ctx-size / parallel "
+        "cells; auto: switch at runtime (CPU only).",
     ),
     option(
         "-ctk", "--cache-type-k", "cache_type_k", env="CACHE_TYPE_K", llama_env="LLAMA_ARG_CACHE_TYPE_K",
@@ -236,18 +237,19 @@ _SETTINGS = [
     ),
     option(
         "--sampling", env="SAMPLING", type=click.Choice(["auto", "host", "backend"]), default=_DEFAULTS.sampling,
-        help="backend: the GPU selects the likeliest tokens; host: the CPU does; auto: backend if there is a GPU.",
+        help="Where the most likely tokens are selected. backend: on the GPU; host: on the CPU; auto: backend if there "
+        "is a GPU.",
     ),
     option(
         "--deterministic", env="DETERMINISTIC", is_flag=True, default=_DEFAULTS.deterministic,
-        help="Compute the same logits bit for bit, whatever else is in the batch. CPU only; prompts are slower.",
+        help="Compute bit-identical logits regardless of what else is in the batch. CPU only; slows down prefill.",
     ),
     option(
         "--spec", "--spec-type", "spec", env="SPEC", llama_env="LLAMA_ARG_SPEC_TYPE",
         type=_WithOtherWords(get_args(Speculation), _SPEC_TYPES), default=_DEFAULTS.spec,
-        help="Speculative decoding. suffix: drafts are text that occurred before; draft: the draft model (-md) makes "
-        "them; eagle3, dflash: the same, if it is of this kind; mtp: the draft head in the model's file; auto: suffix, "
-        "and draft or mtp, on a GPU only draft; off: none. Texts are the same.",
+        help="Source of drafts for speculative decoding. suffix: earlier text; draft: the draft model (-md); eagle3, "
+        "dflash: a draft model of this kind; mtp: the draft head in the model's file; auto: suffix plus draft or mtp, "
+        "on a GPU only draft; off: none. Does not change the output.",
     ),
     option(
         "--draft-max", "--spec-draft-n-max", "draft_max", env="DRAFT_MAX", llama_env="LLAMA_ARG_SPEC_DRAFT_N_MAX",
@@ -258,42 +260,42 @@ _SETTINGS = [
     option(
         "--context-shift/--no-context-shift", env="CONTEXT_SHIFT", llama_env="LLAMA_ARG_CONTEXT_SHIFT",
         default=_DEFAULTS.context_shift,
-        help="A text goes on when its context is full: half of it is dropped, and the text is not exact any more.",
+        help="When the context is full, drop its oldest half and continue (approximate).",
     ),
     option(
         "--keep", "n_keep", env="KEEP", type=int, default=_DEFAULTS.n_keep,
-        help="Tokens at the beginning that a context shift does not drop; -1: the whole prompt.",
+        help="Initial tokens to keep in a context shift; -1: the whole prompt.",
     ),
     option(
         "--prefix-cache/--no-prefix-cache", "--cache-prompt/--no-cache-prompt", "prefix_cache",
         env="PREFIX_CACHE", llama_env="LLAMA_ARG_CACHE_PROMPT",
         default=_DEFAULTS.prefix_cache,
-        help="Compute the common prefix of requests only once.",
+        help="Share the KV cells of common prompt prefixes between requests.",
     ),
     option(
         "--prefix-cache-ram", "-cram", "--cache-ram", "prefix_cache_ram", env="PREFIX_CACHE_RAM",
         llama_env="LLAMA_ARG_CACHE_RAM", type=int, default=_DEFAULTS.prefix_cache_ram, callback=_cache_ram,
-        help="MiB of host memory for cached prefixes that are evicted from their KV cells.",
+        help="MiB of host memory for cached prefixes evicted from KV cells.",
     ),
     option(
         "--ctx-checkpoints", "-ctxcp", "--swa-checkpoints", "ctx_checkpoints", env="CTX_CHECKPOINTS",
         llama_env="LLAMA_ARG_CTX_CHECKPOINTS", type=int, default=_DEFAULTS.ctx_checkpoints,
-        help="Maximum checkpoints of one prompt, in models with sliding windows or recurrent states.",
+        help="Maximum checkpoints per prompt, for models with sliding windows or recurrent states.",
     ),
     option(
         "--checkpoint-min-step", "-cms", "checkpoint_min_step", env="CHECKPOINT_MIN_STEP",
         llama_env="LLAMA_ARG_CHECKPOINT_MIN_SPACING_NT", type=int, default=_DEFAULTS.checkpoint_min_step,
-        help="Minimum tokens between two checkpoints; 0: by what a checkpoint costs.",
+        help="Minimum tokens between two checkpoints; 0: automatic, based on the cost of a checkpoint.",
     ),
     option(
         "--swa-full", "swa_full", env="SWA_FULL", llama_env="LLAMA_ARG_SWA_FULL", is_flag=True,
         default=_DEFAULTS.swa_full,
-        help="Keep all cells of sliding windows: takes more memory, shares any prefix without checkpoints.",
+        help="Keep all cells of sliding windows: uses more memory, but any prefix can be shared without checkpoints.",
     ),
     option(
         "--prefix-cache-disk", env="PREFIX_CACHE_DISK", metavar="DIR[,GB]", default=_DEFAULTS.prefix_cache_disk,
         show_default=False, callback=_disk_folder,
-        help="Folder for cached prefixes that are there after a restart; its files take 16 GB at most, or so many.",
+        help="Folder for cached prefixes that persist across restarts, limited to 16 GB or the given number of GB.",
     ),
     option(
         "--max-queue", env="MAX_QUEUE", type=int, default=_DEFAULTS.max_queue,
@@ -301,13 +303,13 @@ _SETTINGS = [
     ),
     option(
         "--swap-space", env="SWAP_SPACE", type=int, default=_DEFAULTS.swap_space,
-        help="MiB of host memory for sequences that lose their KV cells; 0: compute them again.",
+        help="MiB of host memory for preempted sequences; 0: recompute them instead.",
     ),
     option(
         "-md", "--draft-model", "--model-draft", "--spec-draft-model", "draft_model", env="DRAFT_MODEL",
         llama_env="LLAMA_ARG_SPEC_DRAFT_MODEL", metavar="FILE", default=_DEFAULTS.draft_model, show_default=False,
         callback=_file,
-        help="GGUF file that drafts tokens for speculative decoding: a smaller model with the same vocabulary, or an "
+        help="Draft model for speculative decoding, a GGUF file: a smaller model with the same vocabulary, or an "
         "EAGLE-3 or DFlash draft model of this model.",
     ),
     option(
@@ -318,35 +320,35 @@ _SETTINGS = [
     option(
         "-mm", "--mmproj", env="MMPROJ", llama_env="LLAMA_ARG_MMPROJ", metavar="FILE", default=_DEFAULTS.mmproj,
         show_default=False, callback=_file,
-        help="GGUF file with the encoder of pictures or sound for this model (llama.cpp's mmproj).",
+        help="GGUF file with the image or audio encoder for this model (llama.cpp's mmproj).",
     ),
     option(
         "--lora", env="LORA", metavar="FILE[=SCALE]", multiple=True, callback=_adapters,
-        help="LoRA adapter, with scale 1 by default; may be given several times. Requests can override the scales.",
+        help="LoRA adapter, with scale 1 by default; may be repeated. Requests can override the scales.",
     ),
     option(
         "--target-itl-ms", env="TARGET_ITL_MS", type=float, default=_DEFAULTS.target_itl_ms,
-        help="Target for the time between two tokens of a sequence while prompts are computed, in ms; "
-        "0: as --prefer says.",
+        help="Target inter-token latency while prompts are being computed, in ms; 0: set by --prefer.",
     ),
     option(
         "--prefer", env="PREFER", type=click.Choice(get_args(Preference)), default=_DEFAULTS.prefer,
-        help="throughput: prompts are computed first; latency: they are computed in small pieces, so that running "
-        "sequences keep getting their tokens; balanced: in between.",
+        help="throughput: compute prompts first; latency: compute prompts in small pieces, so running sequences keep "
+        "generating; balanced: a compromise.",
     ),
     option(
         "--max-wait-ms", env="MAX_WAIT_MS", type=float, default=_DEFAULTS.max_wait_ms,
-        help="How long an idle server collects requests before it computes the first one. For clients that send "
-        "requests together; 0: it does not wait.",
+        help="How long an idle server waits for more requests before starting the first one. Useful if clients send "
+        "requests in bursts; 0: no waiting.",
     ),
     option(
         "--trace", env="TRACE", metavar="FILE.json", default=_DEFAULTS.trace, show_default=False,
-        help="Write a trace of every step to this file, for ui.perfetto.dev. For debugging: the file grows fast.",
+        help="Write a trace of every step to this file (open it in ui.perfetto.dev). For debugging: the file grows "
+        "quickly.",
     ),
     option(
         "--pooling", env="POOLING", llama_env="LLAMA_ARG_POOLING", type=click.Choice(get_args(Pooling)),
         default=_DEFAULTS.pooling,
-        help="Return embeddings, pooled like this, instead of text. Automatic for embedding models and rerankers.",
+        help="Return embeddings with this pooling instead of text. Automatic for embedding models and rerankers.",
     ),
 ]  # fmt: skip
 
@@ -362,7 +364,7 @@ class _ModelName(click.ParamType):  # type: ignore[type-arg]
 
 
 def _several(named: Option) -> Option:
-    """The option as one that may be given several times."""
+    """The option as one that may be repeated."""
 
     def add(command: Command) -> Command:
         added = named(command)
@@ -493,35 +495,34 @@ class CountRange(click.ParamType):  # type: ignore[type-arg]
             return int(found[1]), int(found[2])
         if re.fullmatch(r"-?\d+", str(value)):
             return int(value), None
-        return self.fail(f"{value!r} is neither a number like 2 nor a range like 1..4", param, ctx)
+        return self.fail(f"{value!r} is neither a number, such as 2, nor a range, such as 1..4", param, ctx)
 
 
 _DEPLOYMENT = [
     option(
         "--workers", env="WORKERS", type=CountRange(), default="1", metavar="N or MIN..MAX",
-        help="Worker processes, each with its own copy of the model and its own KV cache. 1..4: one at the start, more "
-        "while requests wait and the memory suffices, and fewer again later.",
+        help="Worker processes, each with its own copy of the model and its own KV cache. 1..4: start with one, add "
+        "more while requests wait and memory allows, and remove idle ones.",
     ),
     option(
         "--downscale-delay", env="DOWNSCALE_DELAY", type=float, default=60,
-        help="With --workers or --replicas MIN..MAX: seconds for which fewer must have been enough before one ends.",
+        help="With --workers or --replicas MIN..MAX: seconds of low load before one is stopped.",
     ),
     option(
         "--devices", env="DEVICES", metavar="0,1,...", default=None,
-        help="GPUs by llama.cpp's numbers, one worker for each. Without it, one worker uses all GPUs.",
+        help="GPU indices as numbered by llama.cpp, one worker per GPU. Default: one worker uses all GPUs.",
     ),
     option(
         "--step-timeout", env="STEP_TIMEOUT", type=float, default=300,
-        help="Seconds without a finished step after which a worker counts as hung and is replaced.",
+        help="Seconds without a finished step after which a worker is considered hung and is replaced.",
     ),
     option(
         "--sleep-idle-seconds", "--ttl", "sleep_idle_seconds", env="SLEEP_IDLE_SECONDS", type=float, default=-1,
-        help="Seconds without a request after which a model leaves memory: its workers end; the next request loads it "
-        "and waits for it. -1: never.",
+        help="Seconds without a request after which a model is unloaded; the next request loads it again. -1: never.",
     ),
     option(
         "--in-process", env="IN_PROCESS", is_flag=True,
-        help="For debugging: run the engine in the server's process. A crash ends both.",
+        help="For debugging: run the engine in the server process. A crash of the engine then also ends the server.",
     ),
 ]  # fmt: skip
 
@@ -560,7 +561,7 @@ def _device_numbers(devices: str | None) -> tuple[int, ...]:
     try:
         return tuple(int(device) for device in devices.split(",")) if devices else ()
     except ValueError:
-        message = f"{devices!r} is not a list of numbers like 0,1"
+        message = f"{devices!r} is not a comma-separated list of numbers, such as 0,1"
         raise click.BadParameter(message, param_hint="--devices") from None
 
 
@@ -569,7 +570,7 @@ def _device_numbers(devices: str | None) -> tuple[int, ...]:
 _PROFILE_AND_MEMORY = [
     option(
         "--profile/--no-profile", "use_profile", env="PROFILE", default=True,
-        help="For settings that are not given, use those that `cppbatch tune` found.",
+        help="Use the settings found by `cppbatch tune` unless overridden by flags.",
     ),
     option(
         "--memory-check/--no-memory-check", "memory_check", env="MEMORY_CHECK", default=True,

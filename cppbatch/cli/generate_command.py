@@ -30,26 +30,26 @@ def _is_terminal() -> bool:
 
 
 @click.command(cls=GroupedCommand)
-@click.option("-p", "--prompt", "prompts", multiple=True, metavar="TEXT", help="A prompt; may be given several times.")
+@click.option("-p", "--prompt", "prompts", multiple=True, metavar="TEXT", help="A prompt; may be repeated.")
 @click.option(
     "-f",
     "--file",
     type=click.File(encoding="utf-8-sig"),
-    help="File with one prompt per line; - reads the standard input.",
+    help="File with one prompt per line; - reads standard input.",
 )
 @click.option(
     "--chat/--raw", "as_chat", default=None,
-    help="Answer each prompt as a message of the user, or continue it as it is.  [default: --chat, if the model has a "
-    "chat template]",
+    help="Treat each prompt as a user message, or continue it as is.  [default: --chat, if the model has a chat "
+    "template]",
 )  # fmt: skip
 @click.option("--system", metavar="TEXT", default=None, help="System message of each chat.")
 @click.option(
     "--image", "images", type=click.Path(exists=True, dir_okay=False), multiple=True, metavar="FILE",
-    help="Picture before each prompt of a chat, with --mmproj; may be given several times.",
+    help="Image to put before each chat prompt, with --mmproj; may be repeated.",
 )  # fmt: skip
 @click.option(
     "--audio", "sounds", type=click.Path(exists=True, dir_okay=False), multiple=True, metavar="FILE",
-    help="Sound before each prompt of a chat, with --mmproj; may be given several times.",
+    help="Audio to put before each chat prompt, with --mmproj; may be repeated.",
 )  # fmt: skip
 @sampling_options
 @chat_template_option
@@ -70,17 +70,17 @@ def generate(
     params: dict[str, Any],
     is_capped: bool,
 ) -> None:
-    """Answers prompts, all in one batch, and prints the texts as they are generated.
+    """Answer prompts in one batch, and print the texts as they are generated.
 
-    With a chat template each prompt is a message of the user; --raw continues it as it is.
-    After Ctrl-C, what was generated so far is printed.
+    If the model has a chat template, each prompt is a user message; --raw continues it as is. Ctrl-C prints what was
+    generated so far.
     """
     all_prompts = [*prompts, *_lines(file)]
     if not all_prompts:
-        raise click.UsageError("no prompt: give -p TEXT (may be repeated), or -f FILE with one prompt per line")
+        raise click.UsageError("no prompt given; use -p TEXT (may be repeated), or -f FILE with one prompt per line")
     if system is not None or images or sounds:
         if as_chat is False:
-            raise click.UsageError("--system, --image and --audio are for chats: leave out --raw")
+            raise click.UsageError("--system, --image and --audio apply to chats only: leave out --raw")
         as_chat = True
     wanted = sampling_params(({} if is_capped else {"max_tokens": UNLIMITED}) | params)
     as_chat = are_chats(config, chat_template, as_chat, says=_is_terminal())
@@ -207,12 +207,15 @@ def _result(events: Sequence[GenerationEvent | ChatEvent]) -> Completion:
 def _say_why_texts_end(results: Sequence[Completion], *, is_capped: bool) -> None:
     n_cut = sum(result.finish_reason is FinishReason.LENGTH for result in results)
     if is_capped and n_cut:
-        limit = f"{DEFAULT_MAX_TOKENS:,} tokens or at the end of the context"
-        line = f"{n_cut} of {len(results)} texts were cut off after {limit}: -n sets another limit, -n -1 none"
+        limit = f"{DEFAULT_MAX_TOKENS:,} tokens or when the context was full"
+        line = (
+            f"{n_cut} of {len(results)} texts were cut off after {limit}: change the limit with -n N, or remove it "
+            "with -n -1"
+        )
         click.echo(line, err=True)
     for i, result in enumerate(results):
         if not result.tokens and result.finish_reason is FinishReason.STOP:
-            click.echo(f"{i + 1}: no text, because the model's first token ends it", err=True)
+            click.echo(f"{i + 1}: no text: the model ended it with its first token", err=True)
 
 
 def _lines(file: TextIO | None) -> list[str]:

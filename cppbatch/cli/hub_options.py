@@ -11,7 +11,7 @@ import click
 def hub_name(repository: str | None, file: str | None) -> str | None:
     """The name of a model that -hf and -hff mean; None: they are not given."""
     if file and not repository:
-        raise click.UsageError(f"-hff {file} needs -hf OWNER/REPO")
+        raise click.UsageError(f"-hff {file} requires -hf OWNER/REPO")
     if not repository:
         return None
     from cppbatch.models.hub import hub_model

@@ -70,7 +70,7 @@ def read_llama_cpp_python_config(path: Path) -> LlamaCppPythonConfig:
         raise ConfigError(f"{where} is nested too deeply") from None
     models = content.get("models") if isinstance(content, dict) else None
     if not isinstance(models, list) or not models or not all(isinstance(each, dict) for each in models):
-        raise ConfigError(f"{where}: models must be a list of settings, one for each model")
+        raise ConfigError(f"{where}: models must be a list with the settings of each model")
     values = {name: _converted(content.get(name), kind, f"{where}: {name}") for name, kind in _SERVER.items()}
     server: Json = {"hosts": (values["host"] or "localhost",), "port": values["port"] or _PORT, "any_model": True}
     server |= {name: values[name] for name in ("ssl_keyfile", "ssl_certfile") if values[name]}
@@ -97,7 +97,7 @@ def _decode(path: Path) -> Any:
     try:
         import yaml
     except ImportError as error:
-        raise ConfigError("a YAML file needs: pip install pyyaml; JSON needs nothing") from error
+        raise ConfigError("reading YAML requires pyyaml: run `pip install pyyaml`, or use JSON") from error
     try:
         return yaml.safe_load(text)
     except yaml.YAMLError as error:
@@ -120,21 +120,23 @@ def _flags(settings: Json, where: str) -> Json:
     for name in ("type_k", "type_v"):
         if (kind := settings.get(name)) is not None:
             if kind not in _CACHE_TYPES:
-                raise ConfigError(f"{where}: {name} is {kind}; there are {', '.join(map(str, _CACHE_TYPES))}")
+                raise ConfigError(f"{where}: {name} is {kind}; it must be one of {', '.join(map(str, _CACHE_TYPES))}")
             flags[f"cache-type-{name[-1]}"] = _CACHE_TYPES[kind]
     if draft := settings.get("draft_model"):
         if draft != "prompt-lookup-decoding":
-            raise ConfigError(f"{where}: draft_model is {draft!r}; there is prompt-lookup-decoding")
+            raise ConfigError(f"{where}: draft_model is {draft!r}; the only supported value is prompt-lookup-decoding")
         flags |= {"spec": "suffix", "draft-max": settings.get("draft_model_num_pred_tokens") or 10}
     chat_format = settings.get("chat_format")
     if chat_format in _TEMPLATES:
         flags["chat-template"] = _TEMPLATES[chat_format]
     elif chat_format is not None and chat_format not in _OF_PICTURES:
         known = ", ".join(_TEMPLATES)
-        raise ConfigError(f"{where}: chat_format is {chat_format!r}; leave it out for the model's own, or take {known}")
+        raise ConfigError(
+            f"{where}: chat_format is {chat_format!r}; leave it out to use the model's own, or use {known}"
+        )
     for name, unset in _UNSET.items():
         if settings.get(name, unset) != unset:
-            raise ConfigError(f"{where}: {name} has no counterpart here; leave it out (docs/migration.md)")
+            raise ConfigError(f"{where}: {name} is not supported; leave it out (docs/migration.md)")
     handled = {"model", "model_alias", "n_ctx", "n_gpu_layers", "type_k", "type_v", "draft_model", "chat_format"}
     handled |= {"draft_model_num_pred_tokens", "hf_model_repo_id", *_FLAGS, *_UNSET}
     _check_names(settings, handled, where)
@@ -181,7 +183,7 @@ def _converted(value: Any, kind: Any, where: str) -> Any:
 def _check_names(settings: Json, handled: set[str], where: str) -> None:
     """Logs names without effect, and raises `ConfigError` for names that llama-cpp-python does not have."""
     if unknown := sorted(settings.keys() - handled - _WITHOUT_EFFECT):
-        raise ConfigError(f"{where}: there is no setting {', '.join(unknown)}")
+        raise ConfigError(f"{where}: unknown setting {', '.join(unknown)}")
     if ignored := sorted(settings.keys() & _WITHOUT_EFFECT):
         log.info("%s: no effect: %s (docs/migration.md)", where, ", ".join(ignored))
 

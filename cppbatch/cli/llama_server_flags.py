@@ -45,39 +45,47 @@ _LINES = "--log-format chooses between text and JSON"
 UNNEEDED = (
     UnneededFlag("-cb --cont-batching -nocb --no-cont-batching", "batching is always continuous"),
     UnneededFlag("--jinja --no-jinja", _TEMPLATE),
-    UnneededFlag("--embedding --embeddings --rerank --reranking", "the model's kind says what it returns; --pooling"),
+    UnneededFlag(
+        "--embedding --embeddings --rerank --reranking", "the model type determines the output; see --pooling"
+    ),
     UnneededFlag("--warmup --no-warmup", _STARTED),
-    UnneededFlag("--mmap --no-mmap --mlock", "the model's file is mapped into memory, and not locked there"),
-    UnneededFlag("-lm --load-mode", "the model's file is mapped into memory, and not locked there", "MODE"),
+    UnneededFlag("--mmap --no-mmap --mlock", "the model file is mapped into memory, but not locked"),
+    UnneededFlag("-lm --load-mode", "the model file is mapped into memory, but not locked", "MODE"),
     UnneededFlag("-fit --fit", "--memory-check refuses settings that do not fit", "on|off"),
     UnneededFlag("-fitt --fit-target", "--memory-check refuses settings that do not fit", "MIB,..."),
     UnneededFlag("-fitc --fit-ctx", "--memory-check refuses settings that do not fit", "N"),
-    UnneededFlag("-bs --backend-sampling", "--sampling auto, the default, has a GPU select tokens where it can"),
-    UnneededFlag("--offline", "a model that is here is not fetched again; HF_HUB_OFFLINE=1 forbids the hub"),
-    UnneededFlag("--cache-idle-slots --no-cache-idle-slots", "any request uses any cached prefix"),
-    UnneededFlag("--cache-reuse", "the prefix cache shares prefixes; other parts are computed again", "N"),
-    UnneededFlag("-sps --slot-prompt-similarity", "any request uses any cached prefix", "SIMILARITY"),
+    UnneededFlag(
+        "-bs --backend-sampling", "--sampling auto, the default, already selects tokens on the GPU where possible"
+    ),
+    UnneededFlag("--offline", "a local model is not downloaded again; HF_HUB_OFFLINE=1 disables the hub"),
+    UnneededFlag("--cache-idle-slots --no-cache-idle-slots", "any request can use any cached prefix"),
+    UnneededFlag("--cache-reuse", "the prefix cache shares prefixes only; other parts are recomputed", "N"),
+    UnneededFlag("-sps --slot-prompt-similarity", "any request can use any cached prefix", "SIMILARITY"),
     UnneededFlag("-dt --defrag-thold", "KV cells are never fragmented", "N"),
-    UnneededFlag("-tb --threads-batch", "--threads is for prefill and decode", "N"),
-    UnneededFlag("-td --threads-draft --spec-draft-threads", "--threads is for the draft model too", "N"),
-    UnneededFlag("-tbd --threads-batch-draft --spec-draft-threads-batch", "--threads is for the draft model too", "N"),
+    UnneededFlag("-tb --threads-batch", "--threads applies to both prefill and decode", "N"),
+    UnneededFlag("-td --threads-draft --spec-draft-threads", "--threads also applies to the draft model", "N"),
+    UnneededFlag(
+        "-tbd --threads-batch-draft --spec-draft-threads-batch", "--threads also applies to the draft model", "N"
+    ),
     UnneededFlag("--threads-http", "one thread answers all connections", "N"),
-    UnneededFlag("--prio", "the system sets the priority of threads: nice, or a systemd unit", "N"),
-    UnneededFlag("--prio-batch", "the system sets the priority of threads: nice, or a systemd unit", "N"),
-    UnneededFlag("--poll", "OMP_WAIT_POLICY says how compute threads wait", "N"),
-    UnneededFlag("--poll-batch", "OMP_WAIT_POLICY says how compute threads wait", "N"),
+    UnneededFlag("--prio", "set the priority with nice or a systemd unit", "N"),
+    UnneededFlag("--prio-batch", "set the priority with nice or a systemd unit", "N"),
+    UnneededFlag("--poll", "OMP_WAIT_POLICY controls how compute threads wait", "N"),
+    UnneededFlag("--poll-batch", "OMP_WAIT_POLICY controls how compute threads wait", "N"),
     UnneededFlag("-to --timeout", "--request-timeout limits a request, --idle-timeout a client that stops", "SECONDS"),
     UnneededFlag("--perf --no-perf", "/metrics and timings are always measured"),
     UnneededFlag("-lv --verbosity --log-verbosity", "--verbose shows llama.cpp's log", "N"),
     UnneededFlag("--log-colors", _LINES, "on|off|auto"),
     UnneededFlag("--log-prefix --no-log-prefix --log-timestamps --no-log-timestamps", _LINES),
-    UnneededFlag("--spec-draft-n-min", "the number of drafts follows their acceptance and the cost of a step", "N"),
-    UnneededFlag("--spec-draft-p-min --draft-p-min", "drafts follow their acceptance and the cost of a step", "P"),
-    UnneededFlag("--spec-draft-p-split --draft-p-split", "drafts follow their acceptance and the cost of a step", "P"),
+    UnneededFlag("--spec-draft-n-min", "the number of drafts adapts to their acceptance and the cost of a step", "N"),
+    UnneededFlag("--spec-draft-p-min --draft-p-min", "drafts adapt to their acceptance and the cost of a step", "P"),
+    UnneededFlag(
+        "--spec-draft-p-split --draft-p-split", "drafts adapt to their acceptance and the cost of a step", "P"
+    ),
     UnneededFlag(
         "--reasoning-format", "reasoning is returned as reasoning_content", "auto or deepseek", ("auto", "deepseek")
     ),
-    UnneededFlag("--prefill-assistant", "a last message of the assistant is continued; continue_final_message"),
+    UnneededFlag("--prefill-assistant", "a final assistant message is continued; see continue_final_message"),
 )
 """Flags that change no answer here."""
 

@@ -37,7 +37,7 @@ class _Commands(Mapping[str, click.Command]):
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
 @click.version_option(package_name="cppbatch")
 def cli() -> None:
-    """Runs GGUF models in batches on this machine."""
+    """Run GGUF models in batches on this machine."""
 
 
 cli.commands = _Commands()  # type: ignore[assignment]  # nothing is added to it

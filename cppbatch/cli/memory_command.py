@@ -37,7 +37,7 @@ def _shape_options(command: Command) -> Command:
         with TemporaryDirectory() as folder:
             if shape:
                 if model:
-                    raise click.UsageError("--shape and -m exclude each other: --shape is in place of a file")
+                    raise click.UsageError("--shape and -m cannot be combined: --shape replaces a model file")
                 vocab = byte_vocab(LLAMA2_VOCAB if shape in OLDER_SHAPES else LLAMA3_VOCAB)
                 file, sizes = Path(folder) / f"{shape}.{weights}.gguf", {**SHAPES, **OLDER_SHAPES}[shape]
                 model = str(write_llama(file, sizes, quant=weights, vocab=vocab, is_hollow=True))
@@ -48,11 +48,12 @@ def _shape_options(command: Command) -> Command:
     options = [
         click.option(
             "--shape", type=click.Choice(["1B", "7B", "8B", "13B", "70B"]), default=None,
-            help="A Llama of this size in place of a file: 7B and 13B as Llama 2, the others as Llama 3.",
+            help="Estimate for a Llama model of this size instead of a file: 7B and 13B as Llama 2, the others as "
+            "Llama 3.",
         ),
         click.option(
             "--type", "weights", type=click.Choice(["Q4_0", "Q8_0", "F16"]), default="Q4_0", show_default=True,
-            help="The type of its weights.",
+            help="Weight type for --shape.",
         ),
     ]  # fmt: skip
     return with_options(with_shape, options)
@@ -64,24 +65,24 @@ def _shape_options(command: Command) -> Command:
 @report_options
 @click.option(
     "--seq-len", type=click.IntRange(1), metavar="TOKENS",
-    help="Tokens of each sequence, prompt and answer, in place of -c: -np times as many cells.",
+    help="Tokens per sequence (prompt plus answer), instead of -c; sets -c to -np times this.",
 )  # fmt: skip
 @click.option(
     "--margin", type=click.FloatRange(0, 99), default=0, show_default=True, metavar="PERCENT",
-    help="The part of the free memory that must stay free.",
+    help="Fraction of the free memory to keep free.",
 )  # fmt: skip
 @click.option(
     "--overhead", is_flag=True,
-    help="Show how much more several sequences take than one, in percent, by their number and length.",
+    help="Show the extra memory for several sequences over one, in percent, by number and length.",
 )  # fmt: skip
-@click.option("--load", is_flag=True, help="Then load the model, and show its actual memory use too.")
+@click.option("--load", is_flag=True, help="Also load the model and show its actual memory use.")
 def memory(
     config: EngineConfig, *, seq_len: int | None, margin: float, overhead: bool, load: bool
 ) -> tuple[Report, Draw]:
-    """Estimates the memory that an engine needs, without loading the model.
+    """Estimate the memory that an engine needs, without loading the model.
 
-    Without -np or -c it shows the sizes that `serve`, `generate` and `batch` would choose without a profile. --plot
-    shows it over the context size and over the parallel sequences. The exit code is 1 if the memory does not suffice.
+    Without -np or -c, shows the sizes that `serve`, `generate` and `batch` would choose without a profile. --plot draws
+    the estimate over context size and number of sequences. The exit code is 1 if memory is insufficient.
     """
     from cppbatch.bench.attention_plan import plan_attention
     from cppbatch.bench.memory.choose_sizes import SIZES, candidates_for
@@ -93,15 +94,16 @@ def memory(
         from cppbatch.bench.memory.memory_overhead import memory_overhead, plot_overhead
 
         if seq_len or load or not given.isdisjoint(SIZES):
-            raise ConfigError("--overhead shows many sizes: leave out -np, -c, --seq-len and --load")
+            raise ConfigError("--overhead covers many sizes: leave out -np, -c, --seq-len and --load")
         return memory_overhead(config), plot_overhead
     if seq_len:
         if "n_batch" in given and "n_parallel" not in given:
             raise ConfigError(
-                f"--batch-size (-b) is the tokens of a step; for {config.n_batch} sequences give -np {config.n_batch}"
+                f"--batch-size (-b) sets the tokens per step; for {config.n_batch} parallel sequences give -np "
+                f"{config.n_batch}"
             )
         if "n_ctx" in given:
-            raise ConfigError("--seq-len and -c exclude each other: -c is -np times --seq-len")
+            raise ConfigError("--seq-len and -c cannot be combined: -c is -np times --seq-len")
         config = msgspec.structs.replace(config, n_ctx=seq_len * config.n_parallel)
     config = plan_attention(config, given).config
     if not seq_len and len(candidates := candidates_for(config, given)) > 1:

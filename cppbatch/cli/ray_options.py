@@ -22,22 +22,22 @@ _LOCAL = "local"  # `ray_cluster.LOCAL`, whose package imports more than --help 
 _OPTIONS = [
     option(
         "--ray", "ray_address", env="RAY", is_flag=False, flag_value=_LOCAL, default=None, metavar="[ADDRESS]",
-        help="Run the engines as replicas on a Ray cluster. Without an address: the cluster of `ray start` on this "
-        "machine, or a new one; auto: the same, but never a new one; HOST:PORT: the one whose head node is there "
+        help="Run the engines as replicas on a Ray cluster. No address: join the cluster that `ray start` started on "
+        "this machine, or start a new one; auto: join, but never start one; HOST:PORT: the address of the head node "
         "(docs/ray.md).",
     ),
     option(
         "--replicas", env="REPLICAS", type=CountRange(), default="1", metavar="N or MIN..MAX",
-        help="With --ray: engines in the cluster, each with its own copy of the model and its own KV cache. 1..8: as "
-        "many as the load needs.",
+        help="With --ray: number of engines in the cluster, each with its own copy of the model and its own KV cache. "
+        "1..8: scale with the load.",
     ),
 ]  # fmt: skip
 
 _NOT_WITH_RAY: Mapping[str, tuple[str, str]] = {
     "workers": ("--workers", "--replicas sets the number of engines in the cluster"),
-    "in_process": ("--in-process", "the engines run in the processes of the cluster"),
+    "in_process": ("--in-process", "the engines run in cluster processes"),
     "devices": ("--devices", "Ray assigns a GPU to each replica"),
-    "sleep_idle_seconds": ("--sleep-idle-seconds", "--replicas 1..N stops idle replicas down to the minimum"),
+    "sleep_idle_seconds": ("--sleep-idle-seconds", "--replicas 1..N stops idle replicas"),
 }
 
 
@@ -58,7 +58,9 @@ def ray_options(command: Command) -> Command:
     ) -> Any:
         if ray_address is None:
             if _is_given("replicas"):
-                raise ConfigError("--replicas is for --ray; without --ray, --workers sets the number of engines")
+                raise ConfigError(
+                    "--replicas requires --ray; without --ray, use --workers to set the number of engines"
+                )
             return command(ray=None, deployment=deployment, **arguments)
         for name, (flag, instead) in _NOT_WITH_RAY.items():
             if _is_given(name):

@@ -25,11 +25,11 @@ Draw = Callable[["Report"], "Figure"]
 _OPTIONS = [
     click.option(
         "--json", "json_file", type=click.Path(path_type=Path), metavar="[FILE]",
-        is_flag=False, flag_value=Path("-"), help="Write all results to this file; without FILE print them as JSON.",
+        is_flag=False, flag_value=Path("-"), help="Write all results to this file as JSON; without FILE, print them.",
     ),
     click.option(
         "--plot", "plot_file", type=click.Path(path_type=Path), metavar="FILE.png",
-        help="Plot them into this file (needs cppbatch[plot]).",
+        help="Plot the results into this file (requires cppbatch[plot]).",
     ),
 ]  # fmt: skip
 
@@ -42,7 +42,7 @@ def report_options(command: Command) -> Command:
     def with_report(json_file: Path | None, plot_file: Path | None, **arguments: Any) -> Report:
         for path in filter(None, (json_file, plot_file)):
             if not path.absolute().parent.is_dir():  # checked now: the measurement may take hours
-                raise ConfigError(f"{path}: there is no folder {path.absolute().parent}")
+                raise ConfigError(f"{path}: folder not found: {path.absolute().parent}")
         if plot_file:
             from cppbatch.bench.plot import check_plotting
 
@@ -75,5 +75,7 @@ def numbers(_context: click.Context, _option: click.Parameter, given: str | None
         return None
     parts = [part.strip() for part in given.split(",")]
     if not all(part.isdecimal() and int(part) > 0 for part in parts):
-        raise click.BadParameter(f"{given!r}: write numbers from 1, separated by commas, like 1,4,16")
+        raise click.BadParameter(
+            f"{given!r} is not valid; give numbers of at least 1, separated by commas, such as 1,4,16"
+        )
     return tuple(dict.fromkeys(map(int, parts)))

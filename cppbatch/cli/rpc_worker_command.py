@@ -22,16 +22,17 @@ _CONSENT = "--i-trust-every-machine-that-can-connect"
     "--host",
     env="RPC_HOST",
     default="127.0.0.1",
-    help="IPv4 address to listen at. 127.0.0.1: only programs of this machine, and SSH tunnels to it, can connect.",
+    help="IPv4 address to listen on. 127.0.0.1: only programs on this machine and SSH tunnels to it can connect.",
 )
-@option("--port", env="RPC_PORT", type=click.IntRange(0, 65535), default=DEFAULT_PORT, help="0: a free one.")
+@option("--port", env="RPC_PORT", type=click.IntRange(0, 65535), default=DEFAULT_PORT, help="Port; 0: any free port.")
 @option(
     "--devices",
     env="RPC_DEVICES",
     metavar="NAME,...",
     multiple=True,
     callback=split_lists,
-    help="Devices to serve, by llama.cpp's names (`cppbatch doctor`). Without it: all GPUs, or else the CPU.",
+    help="Devices to serve, by llama.cpp's names (see `cppbatch doctor`). Default: all GPUs, or the CPU if there are "
+    "none.",
 )
 @option(
     "-t",
@@ -40,29 +41,30 @@ _CONSENT = "--i-trust-every-machine-that-can-connect"
     env="RPC_THREADS",
     type=click.IntRange(0, 512),
     default=0,
-    help="Compute threads of the CPU; 0: one per core.",
+    help="CPU compute threads; 0: one per core.",
 )
 @option(
     "--cache",
     env="RPC_CACHE",
     metavar="DIR",
     default=None,
-    help="Keep tensors of more than 10 MiB in this folder, so that the next start does not send them again.",
+    help="Cache tensors larger than 10 MiB in this folder, so they are not sent again at the next start.",
 )
 @click.option(
     _CONSENT,
     "consent",
     is_flag=True,
-    help="Needed for a --host other than loopback: any program that connects can crash this worker, and may run code "
-    "as this user.",
+    help="Required if --host is not a loopback address: any program that connects can crash this worker and may run "
+    "code as this user.",
 )
-@click.option("-v", "--verbose", is_flag=True, help="Show connections.")
+@click.option("-v", "--verbose", is_flag=True, help="Log connections.")
 def rpc_worker(
     *, host: str, port: int, devices: tuple[str, ...], n_threads: int, cache: str | None, consent: bool, verbose: bool
 ) -> None:
-    """Serves this machine's devices to an engine on another one (`cppbatch serve --rpc`), by llama.cpp's RPC.
+    """Serve this machine's devices to an engine on another machine (`cppbatch serve --rpc`) over llama.cpp's RPC.
 
-    It has no authentication and no encryption, and is not safe against bad input: docs/rpc.md has safe ways.
+    The protocol has no authentication and no encryption, and is not safe against malicious input. See docs/rpc.md for
+    safe setups.
     """
     from cppbatch.cluster.rpc_server_process import RpcServerSetup, free_port, run_rpc_server
 
@@ -75,7 +77,7 @@ def rpc_worker(
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise ConfigError(f"--cache {folder} cannot be used ({error.strerror}); name another folder") from error
+            raise ConfigError(f"--cache {folder} cannot be used ({error.strerror}); choose another folder") from error
         cache = str(folder)
     setup = RpcServerSetup(
         host=host,
@@ -97,12 +99,12 @@ def _checked_host(host: str, *, consent: bool) -> str:
         address = ipaddress.IPv4Address("127.0.0.1" if host == "localhost" else host)
     except ValueError:
         raise ConfigError(
-            f"--host is {host!r}; llama.cpp's RPC server listens at an IPv4 address like 192.168.1.5"
+            f"--host is {host!r}; llama.cpp's RPC server requires an IPv4 address such as 192.168.1.5"
         ) from None
     if not (address.is_loopback or consent):
         raise ConfigError(
-            f"--host {host} lets other machines connect. llama.cpp's RPC asks for no password, encrypts nothing and is "
-            "not safe against bad input: any program that connects may run code as you. Use an SSH tunnel or WireGuard "
-            f"(docs/rpc.md), or say {_CONSENT}"
+            f"--host {host} lets other machines connect. llama.cpp's RPC has no authentication and no encryption, and "
+            "is not safe against malicious input: any program that connects may run code as you. Use an SSH tunnel or "
+            f"WireGuard (docs/rpc.md), or confirm with {_CONSENT}"
         )
     return str(address)

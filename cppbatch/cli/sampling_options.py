@@ -43,27 +43,29 @@ _SAMPLING = [
     ),
     _sampling(
         "--top-k", "top_k", llama_env="LLAMA_ARG_TOP_K",
-        help="Sample from this many of the likeliest tokens; 0: all.",
+        help="Sample from this many most likely tokens; 0: all.",
     ),
     _sampling(
         "--top-p", "top_p", llama_env="LLAMA_ARG_TOP_P",
-        help="Sample from the likeliest tokens up to this probability.",
+        help="Sample from the most likely tokens up to this cumulative probability.",
     ),
     _sampling(
         "--min-p", "min_p", llama_env="LLAMA_ARG_MIN_P",
-        help="Drop tokens less than this times as likely as the likeliest token.",
+        help="Drop tokens whose probability is less than this fraction of the most likely token's.",
     ),
     _sampling("--typical", "--typical-p", "typical_p", help="Locally typical sampling; 1: off."),
-    _sampling("--top-nsigma", "--top-n-sigma", "top_n_sigma", help="Drop logits n deviations below the top; -1: off."),
+    _sampling("--top-nsigma", "--top-n-sigma", "top_n_sigma", help="Drop tokens more than n standard deviations below "
+    "the maximum logit; -1: off."),
     _sampling("--xtc-probability", "xtc_probability", help="Probability of XTC; 0: off."),
-    _sampling("--xtc-threshold", "xtc_threshold", help="XTC excludes tokens above this probability, all but one."),
-    _sampling("--dynatemp-range", "dynatemp_range", help="Dynamic temperature: at most this far from --temp; 0: off."),
+    _sampling("--xtc-threshold", "xtc_threshold", help="XTC excludes all but the least likely of the tokens above this "
+    "probability."),
+    _sampling("--dynatemp-range", "dynatemp_range", help="Range of the dynamic temperature around --temp; 0: off."),
     _sampling("--dynatemp-exp", "dynatemp_exponent", help="Exponent of the dynamic temperature."),
     _sampling(
         "--repeat-penalty", "repetition_penalty", llama_env="LLAMA_ARG_REPEAT_PENALTY",
-        help="Penalty for recent tokens; 1: off.",
+        help="Repetition penalty for recent tokens; 1: off.",
     ),
-    _sampling("--repeat-last-n", "penalty_last_n", help="How many tokens are recent; -1: all, 0: no penalties."),
+    _sampling("--repeat-last-n", "penalty_last_n", help="Recent tokens to penalise; -1: all, 0: no penalties."),
     _sampling(
         "--presence-penalty", "presence_penalty", llama_env="LLAMA_ARG_PRESENCE_PENALTY",
         help="Subtracted from the logit of each recent token.",
@@ -74,23 +76,25 @@ _SAMPLING = [
     ),
     _sampling("--dry-multiplier", "dry_multiplier", help="Strength of DRY, a penalty for repetitions; 0: off."),
     _sampling("--dry-base", "dry_base", help="Base of DRY's penalty, which grows with the repetition."),
-    _sampling("--dry-allowed-length", "dry_allowed_length", help="Tokens of a repetition that DRY allows."),
-    _sampling("--dry-penalty-last-n", "dry_penalty_last_n", help="Tokens that DRY searches; -1: all."),
+    _sampling("--dry-allowed-length", "dry_allowed_length", help="Length of a repetition, in tokens, that DRY does not "
+    "penalise."),
+    _sampling("--dry-penalty-last-n", "dry_penalty_last_n", help="Number of tokens that DRY searches for repetitions; "
+    "-1: all."),
     _sampling(
         "--dry-sequence-breaker", "dry_sequence_breakers", multiple=True, metavar="TEXT", show_default=False,
         callback=lambda _context, _option, given: [text for text in given if text != "none"] if given else None,
-        help="Text that ends a repetition for DRY; may be given several times; none: there is no such text.",
+        help="Text that a repetition does not extend across for DRY; may be repeated; none: no such text.",
     ),
     _sampling("--adaptive-target", "adaptive_target", help="Adaptive-p: prefer tokens of this probability; -1: off."),
-    _sampling("--adaptive-decay", "adaptive_decay", help="How slowly adaptive-p adapts, 0 to 0.99."),
-    _sampling("--mirostat", "mirostat", help="Mirostat 1 or 2; 0: off."),
+    _sampling("--adaptive-decay", "adaptive_decay", help="Decay of adaptive-p, 0 to 0.99; higher adapts more slowly."),
+    _sampling("--mirostat", "mirostat", help="Mirostat version, 1 or 2; 0: off."),
     _sampling("--mirostat-lr", "mirostat_eta", help="Mirostat's learning rate."),
-    _sampling("--mirostat-ent", "mirostat_tau", help="Mirostat's target of surprise, in bits."),
+    _sampling("--mirostat-ent", "mirostat_tau", help="Mirostat's target surprise, in bits."),
     _sampling(
         "--samplers", "samplers", metavar="NAMES", callback=_sampler_names, show_default=";".join(SAMPLERS),
         help="Samplers to apply, in this order, separated by semicolons.",
     ),
-    _sampling("--ignore-eos", "ignore_eos", is_flag=True, show_default=False, help="The model cannot end a text."),
+    _sampling("--ignore-eos", "ignore_eos", is_flag=True, show_default=False, help="Never sample an end token."),
     _sampling(
         "-s", "--seed", "seed", type=int, callback=_seed, show_default="random",
         help="Seed; the same seed gives the same text; -1: random.",
@@ -105,18 +109,19 @@ _SAMPLING_NAMES = (
 )  # fmt: skip
 _OUTPUT = [
     click.option(
-        "-j", "--json-schema", metavar="JSON", default=None, help="Write JSON of this schema; {} for any JSON."
+        "-j", "--json-schema", metavar="JSON", default=None, help="Constrain the output to JSON with this schema; {} "
+        "for any JSON."
     ),
     click.option(
         "--compact-json/--no-compact-json", default=None,
-        help="Whether JSON of a schema is without white space between its tokens.  [default: only in batch]",
+        help="Write JSON of a schema without whitespace between its tokens.  [default: only in batch]",
     ),
     click.option(
         "--choice", "guided_choice", multiple=True, metavar="TEXT",
-        help="Write one of these texts; given once for each of them.",
+        help="Constrain the output to one of these texts; repeat for each text.",
     ),
-    click.option("--grammar", metavar="TEXT", default=None, help="Write text of this GBNF or Lark grammar."),
-    click.option("--stop", multiple=True, metavar="TEXT", help="Stop at this text; may be given several times."),
+    click.option("--grammar", metavar="TEXT", default=None, help="Constrain the output to this GBNF or Lark grammar."),
+    click.option("--stop", multiple=True, metavar="TEXT", help="Stop at this text; may be repeated."),
 ]  # fmt: skip
 _OUTPUT_NAMES = ("json_schema", "compact_json", "guided_choice", "grammar", "stop")
 
@@ -141,13 +146,13 @@ def sampling_options(command: Command) -> Command:
         params = _given(arguments, (*_SAMPLING_NAMES, *_OUTPUT_NAMES))
         params |= {name: list(params[name]) for name in ("stop", "guided_choice") if name in params}
         if n_predict is not None and n_predict != -1 and n_predict < 1:
-            raise ConfigError(f"max_tokens (-n) is {n_predict}; it must be 1 or more, or -1 for no maximum")
+            raise ConfigError(f"max_tokens (-n) is {n_predict}; it must be at least 1, or -1 for no maximum")
         if n_predict not in (None, -1):
             params["max_tokens"] = n_predict
         return command(params=params, is_capped=n_predict is None, **arguments)
 
     n_predict = _n_predict(
-        f"Maximum tokens per prompt; -1: as many as the context holds.  [default: {DEFAULT_MAX_TOKENS}]"
+        f"Maximum tokens per prompt; -1: until the context is full.  [default: {DEFAULT_MAX_TOKENS}]"
     )
     return with_options(with_params, [n_predict, *_SAMPLING, *_OUTPUT])
 
@@ -166,8 +171,8 @@ def sampling_default_options(command: Command) -> Command:
         return command(sampling_defaults=sampling, **arguments)
 
     n_predict = _n_predict(
-        "Tokens of a completion whose request sets no maximum; -1: as many as the context holds. Without it: 16 for "
-        "/v1/completions, otherwise -1. The following options too are defaults, for requests without the field."
+        "Default maximum tokens of a completion; -1: until the context is full. If not given: 16 for /v1/completions, "
+        "otherwise -1. This and the following options are defaults for requests that do not set the field."
     )
     return with_options(with_defaults, [n_predict, *_SAMPLING])
 

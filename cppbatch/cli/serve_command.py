@@ -54,9 +54,10 @@ def serve(
     settings: ServerSettings,
     address: Address,
 ) -> None:
-    """Serves a model, or several, over HTTP with an OpenAI-compatible API.
+    """Serve one or more models over HTTP with an OpenAI-compatible API.
 
-    llama-server's flags mean the same; those that need nothing here are accepted (docs/llama-server.md).
+    Accepts llama-server's flags; flags with nothing to configure here are ignored with a log line
+    (docs/llama-server.md).
     """
 
     async def run(start: Callable[[], ServedModels], find_advice: Callable[[], str | None]) -> None:
@@ -77,14 +78,17 @@ def serve(
 
     if sources:
         if ray:
-            raise ConfigError("--ray runs one model on a cluster; leave it out, or name one model with -m")
+            raise ConfigError("--ray runs a single model on a cluster; leave it out, or give one model with -m")
         asyncio.run(run(many_models(sources, config, given_settings(), deployment, settings), lambda: None))
         return
     if ray is None:
         asyncio.run(run_one(config, deployment, start_early=not deployment.in_process))
         return
     if config.rpc:
-        raise ConfigError("--rpc is for one engine of this machine, and --ray runs engines on a cluster; leave one out")
+        raise ConfigError(
+            "--rpc and --ray cannot be combined: --rpc is for one engine on this machine, --ray "
+            "runs engines on a cluster"
+        )
     from cppbatch.ray.ray_deployment import deployed
 
     with deployed(ray.address, config, ray.options, step_timeout=deployment.step_timeout, say=say) as replicas:

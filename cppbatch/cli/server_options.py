@@ -52,7 +52,7 @@ chat_template_option = option(
     "--chat-template", "--chat-template-file", "chat_template", env="CHAT_TEMPLATE",
     llama_env="LLAMA_ARG_CHAT_TEMPLATE LLAMA_ARG_CHAT_TEMPLATE_FILE", metavar="NAME|FILE|TEXT", default=None,
     callback=_find_template,
-    help="Chat template to use instead of the model's own: one of llama.cpp's names such as chatml, a file, or Jinja "
+    help="Chat template to use instead of the model's own: a llama.cpp template name such as chatml, a file, or Jinja "
     "source.",
 )  # fmt: skip
 
@@ -70,20 +70,20 @@ def are_chats(config: EngineConfig, chat_template: str | None, given: bool | Non
 
 
 _CHATS = "plain prompts are answered by the model's chat template; --raw continues them as they are"
-_TEXTS = "plain prompts are continued as they are: the model has no chat template (--chat-template names one)"
+_TEXTS = "plain prompts are continued as they are: the model has no chat template (set one with --chat-template)"
 
 
 MEDIA_OPTIONS = [
     option(
         "--allowed-media-domains", env="ALLOWED_MEDIA_DOMAINS", multiple=True, metavar="HOST,...",
         callback=split_lists, show_default="none",
-        help="Hosts that pictures and sounds are fetched from: example.org, *.example.org, * for all public ones; an "
-        "address or a network such as 10.0.0.0/8 for private ones.",
+        help="Hosts from which images and audio may be fetched: example.org, *.example.org, * for all public hosts; "
+        "for private hosts, an address or a network such as 10.0.0.0/8.",
     ),
     option(
         "--media-path", "--allowed-local-media-path", "media_path", env="MEDIA_PATH", metavar="DIR",
         type=click.Path(path_type=Path, exists=True, file_okay=False, resolve_path=True), default=None,
-        help="Folder of pictures and sounds that requests may name as file:// addresses. Without it: none.",
+        help="Folder of images and audio files that requests may reference as file:// URLs. Default: none.",
     ),
 ]  # fmt: skip
 """For every command that answers requests of others."""
@@ -100,28 +100,27 @@ _MODEL_OPTIONS = [
     option(
         "-a", "--alias", "aliases", env="ALIAS", llama_env="LLAMA_ARG_ALIAS", multiple=True,
         metavar="NAMES", callback=split_lists,
-        help="Names of the model, separated by commas. Responses show the alphabetically first one instead of the "
-        "file's name; may be given several times.",
+        help="Model names, separated by commas. Responses show the alphabetically first one instead of the file name; "
+        "may be repeated.",
     ),
     option(
         "--tags", env="TAGS", llama_env="LLAMA_ARG_TAGS", multiple=True, metavar="TAGS", callback=split_lists,
-        help="Words about the model for /v1/models, separated by commas; may be given several times.",
+        help="Tags to show for the model in /v1/models, separated by commas; may be repeated.",
     ),
     chat_template_option,
     option(
         "--chat-template-kwargs", "template_variables", env="CHAT_TEMPLATE_KWARGS",
         llama_env="LLAMA_ARG_CHAT_TEMPLATE_KWARGS", metavar="JSON", default=None, callback=_variables,
-        help="Variables of the chat template, as a JSON object, for requests whose chat_template_kwargs lack them.",
+        help="Default chat template variables, as a JSON object; chat_template_kwargs in a request take precedence.",
     ),
     option(
         "-rea", "--reasoning", env="REASONING", llama_env="LLAMA_ARG_REASONING", type=Switch(), default="auto",
-        help="enable_thinking of the chat template, for requests that do not set it. auto: true, unless "
-        "--chat-template-kwargs say otherwise.",
+        help="Default of the chat template variable enable_thinking. auto: true, unless set by --chat-template-kwargs.",
     ),
     option(
         "--reasoning-budget", "thinking_tokens", env="REASONING_BUDGET", llama_env="LLAMA_ARG_THINK_BUDGET",
         type=click.IntRange(-1), default=-1, callback=_limit,
-        help="Tokens of reasoning at most, for chats without thinking_budget; then the answer begins. -1: no limit.",
+        help="Maximum reasoning tokens before the answer starts, for chats without thinking_budget. -1: no limit.",
     ),
     sampling_default_options,
 ]  # fmt: skip
@@ -131,7 +130,7 @@ _OPTIONS = [
     option(
         "--host", "hosts", env="HOST", llama_env="LLAMA_ARG_HOST", multiple=True, metavar="ADDRESS,...",
         default=("127.0.0.1",), callback=split_lists,
-        help="Address to listen on; may be given several times, or as a list with commas.",
+        help="Address to listen on; may be repeated, or given as a comma-separated list.",
     ),
     option(
         "--port", env="PORT", llama_env="LLAMA_ARG_PORT", type=click.IntRange(0, 65535), default=8080,
@@ -140,12 +139,13 @@ _OPTIONS = [
     option(
         "--api-key", "api_keys", env="API_KEY", llama_env="LLAMA_API_KEY", multiple=True, metavar="KEY,...",
         callback=_keys,
-        help="Key that clients must send, as a bearer token or in x-api-key; may be given several times, or as a list "
-        "with commas.",
+        help="API key that clients must send, as a bearer token or in x-api-key; may be repeated, or given as a "
+        "comma-separated list.",
     ),
     option(
         "--api-key-file", env="API_KEY_FILE", llama_env="LLAMA_ARG_API_KEY_FILE", metavar="FILE",
-        help="File with such keys, one per line; or *.toml with the priority, rate, models and adapters of each key.",
+        help="File with API keys, one per line; or a *.toml file with the priority, rate, models and adapters of each "
+        "key.",
     ),
     option(
         "--ssl-certfile", "--ssl-cert-file", "ssl_certfile", env="SSL_CERTFILE", llama_env="LLAMA_ARG_SSL_CERT_FILE",
@@ -158,39 +158,40 @@ _OPTIONS = [
     option(
         "--cors-origin", "--cors-origins", "cors_origins", env="CORS_ORIGIN", llama_env="LLAMA_ARG_CORS_ORIGINS",
         multiple=True, metavar="ORIGIN,...", callback=split_lists, show_default="* with --api-key, else localhost",
-        help="Origins whose browser pages may use the server: https://example.org, localhost for any port of this "
-        "machine, * for all, none; may be given several times.",
+        help="Origins whose web pages may use the server: https://example.org, localhost for any port of this machine, "
+        "* for all, none; may be repeated.",
     ),
     option(
         "--allowed-hosts", env="ALLOWED_HOSTS", multiple=True, metavar="HOST,...", callback=split_lists,
         show_default="any with --api-key, else none",
-        help="Names under which clients reach the server, such as that of a reverse proxy: example.org, "
-        "*.example.org, * for all. IP addresses, localhost and over --host 0.0.0.0 this machine's name need none.",
+        help="Host names that clients may use to reach the server, such as the name of a reverse proxy: example.org, "
+        "*.example.org, * for all. IP addresses and localhost are always allowed, and with --host 0.0.0.0 also this "
+        "machine's name.",
     ),
     option("--max-body-mb", env="MAX_BODY_MB", type=int, default=16, help="Maximum MiB of a request body."),
     option("--max-file-mb", env="MAX_FILE_MB", type=int, default=1024, help="Maximum MiB of an uploaded file."),
     option(
         "--data-dir", env="DATA_DIR", type=click.Path(path_type=Path), metavar="DIR", default=None,
-        help="Folder for files and batches. Without it: the user's data folder.",
+        help="Folder for files and batches. Default: the user's data folder.",
     ),
     *MEDIA_OPTIONS,
-    option("--max-media", env="MAX_MEDIA", type=int, default=16, help="Maximum pictures and sounds of a request."),
+    option("--max-media", env="MAX_MEDIA", type=int, default=16, help="Maximum images and audio files per request."),
     option(
         "--max-media-mb", env="MAX_MEDIA_MB", type=int, default=64,
-        help="Maximum MiB of a request's pictures and sounds; each completion counts.",
+        help="Maximum MiB of images and audio per request; counted once for each completion.",
     ),
     option("--max-n", env="MAX_N", type=int, default=128, help="Maximum completions per prompt."),
     option(
         "--max-prompts-per-batch", env="MAX_PROMPTS_PER_BATCH", type=int, default=256,
-        help="Maximum prompts, or settings of one prompt, in one request.",
+        help="Maximum prompts, or variants of one prompt, per request.",
     ),
     option(
         "--max-tokens", env="MAX_TOKENS", type=int, default=None,
-        help="Maximum tokens per completion, also for requests that set no maximum.",
+        help="Maximum tokens per completion; also the default for requests that set no maximum.",
     ),
     option(
         "--request-timeout", env="REQUEST_TIMEOUT", type=float, default=None,
-        help="Seconds that a request may take; then it ends with the text so far.",
+        help="Maximum seconds per request; a request that takes longer ends with the text so far.",
     ),
     option(
         "--max-concurrent", env="MAX_CONCURRENT", type=int, default=0,
@@ -198,15 +199,15 @@ _OPTIONS = [
     ),
     option(
         "--max-concurrent-per-key", env="MAX_CONCURRENT_PER_KEY", type=int, default=0,
-        help="The same for each API key, or without keys for each client address; 0: no limit.",
+        help="Maximum requests in progress per API key, or per client address if there are no keys; 0: no limit.",
     ),
     option(
         "--idle-timeout", env="IDLE_TIMEOUT", type=float, default=60,
-        help="Seconds after which a client that stops sending its body, or reading its response, is disconnected.",
+        help="Seconds after which a client that stops sending its request or reading its response is disconnected.",
     ),
     option(
         "--drain-timeout", env="DRAIN_TIMEOUT", type=float, default=30,
-        help="Seconds that running requests have to finish after Ctrl-C or SIGTERM.",
+        help="Seconds for running requests to finish after Ctrl-C or SIGTERM.",
     ),
     option(
         "--metrics/--no-metrics", env="METRICS", llama_env="LLAMA_ARG_ENDPOINT_METRICS", default=True,
@@ -221,27 +222,27 @@ _OPTIONS = [
     option(
         "--slot-save-path", env="SLOT_SAVE_PATH", metavar="DIR",
         type=click.Path(path_type=Path, exists=True, file_okay=False, writable=True, resolve_path=True), default=None,
-        help="Folder in which POST /slots/{id} saves the cached prefixes of slots. Without it: no such requests.",
+        help="Folder in which POST /slots/{id} saves the cached prefixes of slots. Default: saving is disabled.",
     ),
     option(
         "--strict-model", env="STRICT_MODEL", is_flag=True,
-        help="Refuse requests that name a model other than the loaded one and its aliases. Without it: the loaded "
-        "model answers to any name.",
+        help="Refuse requests for models other than the loaded one and its aliases. By default, the loaded model "
+        "answers to any name.",
     ),
     option(
         "--props", env="PROPS", llama_env="LLAMA_ARG_ENDPOINT_PROPS", is_flag=True,
-        help="Answer POST /props, for clients of llama-server that send it; there is no property that it changes.",
+        help="Accept POST /props for compatibility with llama-server clients; it changes nothing.",
     ),
     option(
-        "--log-format", env="LOG_FORMAT", type=click.Choice(["text", "json"]), default="text", help="Format of the log."
+        "--log-format", env="LOG_FORMAT", type=click.Choice(["text", "json"]), default="text", help="Log format."
     ),
     option(
         "--log-level", env="LOG_LEVEL", type=click.Choice(["debug", "info", "warning", "error"]), default=None,
-        help="The least level of lines in the log. Without it: warning, and info for requests, batches and workers.",
+        help="Minimum log level. Default: warning, and info for requests, batches and workers.",
     ),
     option(
         "--access-log/--no-access-log", env="ACCESS_LOG", default=True,
-        help="Log each request; those of /health, /ready and the web page only at the level debug.",
+        help="Log each request; requests for /health, /ready and the web page only at level debug.",
     ),
 ]  # fmt: skip
 

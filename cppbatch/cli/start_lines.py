@@ -33,7 +33,7 @@ def model_line(config: EngineConfig, facts: ModelFacts, estimate: MemoryEstimate
 
 def _kinds_of_media(projector: Path) -> list[str]:
     """What a projector encodes, from its metadata."""
-    names = {"vision": "pictures", "audio": "sound"}
+    names = {"vision": "images", "audio": "audio"}
     metadata = read_header(projector).metadata
     return [name for kind, name in names.items() if metadata.get(f"clip.has_{kind}_encoder")] or ["a projector"]
 
@@ -45,13 +45,13 @@ def sizes_line(config: EngineConfig, estimate: MemoryEstimate | None, host_free:
     """
     n = f"{config.n_parallel} sequences" if config.n_parallel > 1 else "1 sequence"
     of_workers = f" in each of {len(estimate.footprints)} engines" if estimate and len(estimate.footprints) > 1 else ""
-    source = ", chosen for this memory" if chosen and estimate else ""
-    line = f"{n} at once{of_workers}, {config.n_ctx:,} KV cells (-np {config.n_parallel} -c {config.n_ctx}{source})"
+    source = ", chosen to fit into memory" if chosen and estimate else ""
+    line = f"{n} at a time{of_workers}, {config.n_ctx:,} KV cells (-np {config.n_parallel} -c {config.n_ctx}{source})"
     if estimate is None:
         return line
     footprint = estimate.footprints[0]
     each, most = config.n_ctx // config.n_parallel, min(footprint.sequence_cells, footprint.n_ctx_train)
-    tokens = f"{each:,} tokens each, and up to {most:,} for one" if most > each else f"up to {most:,} tokens each"
+    tokens = f"{each:,} tokens each, up to {most:,} for a single one" if most > each else f"up to {most:,} tokens each"
     parts = [
         f"{format_gib(demand.firm + demand.mapped)} of {format_gib(demand.free)} free memory"
         + ("" if demand.where == HOST else f" of {demand.where}")

@@ -29,9 +29,9 @@ if TYPE_CHECKING:
 @click.option("--max-parallel", type=click.IntRange(1, 256), default=64, show_default=True, help="Largest -np to try.")
 @click.option(
     "-B", "--batch-sizes", callback=numbers, metavar="N,N...",
-    help="The values of -np to compare.  [default: 1, 2, 4 ... as long as more are faster]",
+    help="Values of -np to compare.  [default: 1, 2, 4 ... until throughput stops improving]",
 )  # fmt: skip
-@click.option("--target-latency-ms", type=float, default=None, help="Longest time between two tokens of a sequence.")
+@click.option("--target-latency-ms", type=float, default=None, help="Maximum time between two tokens of a sequence.")
 @click.option("--max-minutes", type=float, default=5, show_default=True, help="Maximum time for measuring.")
 @click.option("--dry-run", is_flag=True, help="Show the best settings without writing a profile.")
 def tune(
@@ -43,10 +43,10 @@ def tune(
     max_minutes: float,
     dry_run: bool,
 ) -> tuple[Report, Draw]:
-    """Finds the best settings for this model on this machine.
+    """Find the best settings for this model on this machine.
 
-    It tunes -np, KV layout, flash attention, -ub and threads; settings given by flags are kept. Each sequence gets
-    -c / -np cells. `serve`, `generate` and `batch` use the resulting profile.
+    Tunes -np, KV layout, flash attention, -ub and threads; settings given as flags are kept. Each sequence gets -c /
+    -np cells. `serve`, `generate` and `batch` use the resulting profile.
     """
     from cppbatch.bench.attention_plan import measure_proposal
     from cppbatch.bench.profile import save_profile
@@ -55,7 +55,7 @@ def tune(
 
     check_limits(target_latency_ms, max_minutes)
     if batch_sizes and "n_parallel" in given_settings():
-        raise ConfigError("--batch-sizes and -np exclude each other: -np is what is compared")
+        raise ConfigError("--batch-sizes and -np cannot be combined: --batch-sizes lists the values of -np to compare")
     console = Console(stderr=True)
     with console.status("tuning") as status:
         tuning = Tuner(
@@ -74,5 +74,5 @@ def tune(
     if dry_run:
         return report, plot_tuning
     path = save_profile(config, tuning.settings(), tuning.figures(), tuning.step_ms())
-    click.echo(f"written: {path}; serve, generate and batch use it from now on", err=True)
+    click.echo(f"wrote {path}; serve, generate and batch now use it", err=True)
     return report, plot_tuning

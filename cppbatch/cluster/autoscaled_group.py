@@ -161,13 +161,13 @@ class AutoscaledGroup(EngineGroup):
             return  # `loaded` raises the error
         self._limit_to_cores()
         self._divide_cores()
-        log.info("workers: %d, up to %d while requests wait", len(self._engines), self._rule.max_workers)
+        log.info("workers: %d, at most %d under load", len(self._engines), self._rule.max_workers)
         while True:
             await asyncio.sleep(self._interval)
             try:
                 await self._adapt()
             except Exception:  # a bug: the present workers go on
-                log.exception("the number of workers cannot follow the load")
+                log.exception("autoscaling of workers failed")
 
     async def _adapt(self) -> None:
         await self._end_drained()
@@ -207,7 +207,7 @@ class AutoscaledGroup(EngineGroup):
             self._hold_back(number, why)
             return
         log.info(
-            "waiting requests: %d, the oldest for %.1f s; worker %d starts (%d of at most %d)",
+            "waiting requests: %d, the oldest for %.1f s; starting worker %d (%d of at most %d)",
             *(load.waiting, load.longest_wait, number, len(self._engines) + 1, self._rule.max_workers),
         )
         began = monotonic()
@@ -224,7 +224,7 @@ class AutoscaledGroup(EngineGroup):
             self._scale_ups += 1
             n_moved = self._share_waiting_requests()
             seconds = monotonic() - began
-            log.info("worker %d is ready after %.1f s, and gets %d of the waiting requests", number, seconds, n_moved)
+            log.info("worker %d is ready after %.1f s and takes %d of the waiting requests", number, seconds, n_moved)
 
     def _add(self, engine: EngineProcess) -> None:
         self._engines.append(engine)
@@ -236,7 +236,7 @@ class AutoscaledGroup(EngineGroup):
     def _hold_back(self, number: int, why: str) -> None:
         pause = self._rule.not_started(monotonic())
         level = logging.DEBUG if self._held_back else logging.WARNING  # one line for a queue
-        message = "worker %d cannot run, though requests wait: %s. Next attempt in %.0f s"
+        message = "cannot start worker %d for waiting requests: %s. Next attempt in %.0f s"
         log.log(level, message, number, why, pause)
         self._held_back = why
 
@@ -245,7 +245,7 @@ class AutoscaledGroup(EngineGroup):
         self._draining.append(engine)
         self._scale_downs += 1
         log.info(
-            "fewer workers have been enough for %g s: worker %s drains and ends after its last request (%d unfinished)",
+            "low load for %g s: draining worker %s, which ends after its last request (%d unfinished)",
             *(self._rule.downscale_delay, engine.name, engine.in_flight),
         )
 
@@ -254,14 +254,14 @@ class AutoscaledGroup(EngineGroup):
         self._add(engine)
         self._scale_ups += 1
         n_moved = self._share_waiting_requests()
-        log.info("requests wait: worker %s drains no more, and gets %d of them", engine.name, n_moved)
+        log.info("requests are waiting: worker %s stops draining and takes %d of them", engine.name, n_moved)
 
     async def _end_drained(self) -> None:
         for engine in [each for each in self._draining if each.in_flight == 0]:
             self._draining.remove(engine)
             self._router.forget(engine)
             await self._close(engine)
-            log.info("worker %s has ended; running: %d", engine.name, len(self._engines))
+            log.info("worker %s ended; running: %d", engine.name, len(self._engines))
             self._divide_cores()
 
     async def _close(self, engine: EngineProcess) -> None:
@@ -283,8 +283,8 @@ class AutoscaledGroup(EngineGroup):
         if self._shares_cores and n_cores < self._rule.max_workers:
             most = max(n_cores, self._rule.min_workers)
             log.warning(
-                "at most %d workers run, not %d: each needs a core of its own. A number of threads (-t, n_threads) "
-                "lifts this limit",
+                "limiting workers to %d instead of %d: each needs its own core. Set the number of threads (-t, "
+                "n_threads) to lift this limit",
                 *(most, self._rule.max_workers),
             )
             self._rule.max_workers = most

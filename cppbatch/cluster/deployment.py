@@ -57,7 +57,7 @@ class Deployment(msgspec.Struct, frozen=True, kw_only=True):
             raise ConfigError(f"--workers is {self.workers}; it must be from 1 to {MAX_WORKERS}")
         self._check_scaling()
         if any(device < 0 for device in self.devices):
-            raise ConfigError(f"--devices has {min(self.devices)}; devices are numbered from 0")
+            raise ConfigError(f"--devices contains {min(self.devices)}; device numbers start at 0")
         if self.step_timeout < _MIN_STEP_TIMEOUT_S:
             raise ConfigError(f"--step-timeout is {self.step_timeout:g} s; it must be at least {_MIN_STEP_TIMEOUT_S:g}")
         if self.sleep_idle_seconds != -1 and not 0 < self.sleep_idle_seconds < math.inf:
@@ -65,9 +65,9 @@ class Deployment(msgspec.Struct, frozen=True, kw_only=True):
                 f"--sleep-idle-seconds is {self.sleep_idle_seconds:g}; it must be more than 0, or -1 for never"
             )
         if self.in_process and self.sleep_idle_seconds != -1:
-            raise ConfigError("--in-process has no worker that could end; leave out --sleep-idle-seconds")
+            raise ConfigError("--in-process has no worker to stop; leave out --sleep-idle-seconds")
         if self.in_process and (self.workers > 1 or self.max_workers is not None or self.devices):
-            raise ConfigError("--in-process has one engine; leave out --workers and --devices")
+            raise ConfigError("--in-process runs a single engine; leave out --workers and --devices")
 
     def _check_scaling(self) -> None:
         if not 0 < self.downscale_delay < math.inf:
@@ -76,11 +76,11 @@ class Deployment(msgspec.Struct, frozen=True, kw_only=True):
             return
         given = f"--workers is {self.workers}..{self.max_workers}"
         if not self.workers <= self.max_workers <= MAX_WORKERS:
-            raise ConfigError(f"{given}; the second number must be from {self.workers} to {MAX_WORKERS}")
+            raise ConfigError(f"{given}; the maximum must be from {self.workers} to {MAX_WORKERS}")
         if self.max_workers < len(self.devices):
             raise ConfigError(
-                f"{given}, fewer than the {len(self.devices)} devices of --devices: each needs a worker. Raise the "
-                "second number, or name fewer devices"
+                f"{given}, fewer than the {len(self.devices)} devices in --devices, each of which needs a worker: "
+                "raise the maximum, or list fewer devices"
             )
 
     def start(self, config: EngineConfig) -> EngineProcess | EngineGroup | LocalEngine:
@@ -142,8 +142,8 @@ class Deployment(msgspec.Struct, frozen=True, kw_only=True):
     def _check_rpc(self, config: EngineConfig) -> None:
         if config.rpc and (self.workers > 1 or self.is_autoscaled or self.devices):
             raise ConfigError(
-                "--rpc is for one engine on all devices: an RPC worker serves one at a time. Leave out --workers and "
-                "--devices; --tensor-split says how much each device gets"
+                "--rpc runs a single engine on all devices, because an RPC worker serves one engine at a time: leave "
+                "out --workers and --devices, and set the share of each device with --tensor-split"
             )
 
     def _device(self, config: EngineConfig, number: int) -> int | None:

@@ -52,11 +52,11 @@ class Health(msgspec.Struct, frozen=True, kw_only=True):
     def refusal(self) -> str:
         """The answer to a request while it takes none."""
         reason = f": {self.error}" if self.error else ""
-        return f"the engine takes no requests: it is {self.status}{reason}"
+        return f"the engine does not accept requests: it is {self.status}{reason}"
 
 
 class WorkerState(msgspec.Struct, frozen=True, kw_only=True):
-    """The state of one engine behind a client."""
+    """The state of one engine of a client."""
 
     name: str
     """`local`, or the number of the worker process."""
@@ -77,7 +77,7 @@ class WorkerState(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WorkerLive(msgspec.Struct, frozen=True, kw_only=True):
-    """What a worker, or a replica, does now."""
+    """The current activity of a worker or replica."""
 
     name: str
     """`local`, the number of the worker, or the name of the replica."""
@@ -98,7 +98,7 @@ class WorkerLive(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ScalingState(msgspec.Struct, frozen=True, kw_only=True):
-    """How many workers there are, where their number follows the load."""
+    """The number of workers, with autoscaling."""
 
     min_workers: int
     max_workers: int
@@ -242,7 +242,7 @@ class EngineClient(ABC):
 
 def id_in_use(request_id: str) -> InvalidRequest:
     """The error for a request whose id an unfinished request has."""
-    return InvalidRequest("id", f"{request_id!r} is the id of a request that is still running")
+    return InvalidRequest("id", f"{request_id!r} is already the id of a running request; choose another")
 
 
 def running_loop(name: str) -> asyncio.AbstractEventLoop:
@@ -251,6 +251,6 @@ def running_loop(name: str) -> asyncio.AbstractEventLoop:
         return asyncio.get_running_loop()
     except RuntimeError:
         raise ConfigError(
-            f"{name} needs a running event loop: make it in a coroutine, with `async with {name}(...)`. Without "
-            "asyncio use BatchInferenceEngine"
+            f"{name} needs a running event loop: create it in a coroutine with `async with {name}(...)`. Without "
+            "asyncio, use BatchInferenceEngine"
         ) from None

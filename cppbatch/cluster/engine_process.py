@@ -209,7 +209,7 @@ class EngineProcess(EngineClient):
         if not (health := self.health()).takes_requests:
             raise EngineClosed(health.refusal)
         if request.params.logits_processor is not None:
-            message = "is a function of this process, and the engine is another one; use LocalEngine"
+            message = "is a Python function, which cannot be sent to the engine process; use LocalEngine"
             raise InvalidRequest("logits_processor", message)
         started = self._in_flight.add(request, question, resume)
         self._supervisor.wake()
@@ -258,7 +258,7 @@ class EngineProcess(EngineClient):
                 except UnicodeEncodeError as error:
                     self._fail(request, InvalidRequest("prompt", f"contains an unpaired surrogate: {error}"))
                 except Exception as error:  # fails this request; the others are still sent
-                    log.exception("a request cannot be sent to the worker")
+                    log.exception("failed to send a request to the worker")
                     message = f"the request cannot be sent to the engine ({type(error).__name__}: {error})"
                     self._fail(request, GenerationFailed(message))
 
@@ -300,7 +300,7 @@ class EngineProcess(EngineClient):
                 if self._loaded.done():
                     log.error("%s", error)
             elif self._loaded.done():  # a bug: fail all requests, so that none waits forever
-                log.exception("the supervision of the worker failed")
+                log.exception("supervision of the worker failed")
             self._supervisor.health = Health(status="failed", error=str(error))
             self._end_all(FinishReason.ERROR, f"{type(error).__name__}: {error}")
             if not self._loaded.done():
@@ -359,7 +359,7 @@ class EngineProcess(EngineClient):
         """
         for request in self._in_flight.worker_died(active):
             self._supervisor.found_culprit()
-            reason = f"the engine died {MAX_CRASHES} times in a row while it worked on this request"
+            reason = f"the engine crashed {MAX_CRASHES} times in a row while processing this request"
             self._end(request, FinishReason.ERROR, reason)
         for request in self._in_flight:
             if request.cancelled:
@@ -384,7 +384,7 @@ class EngineProcess(EngineClient):
         """The worker's counters and state, as last reported. Raises `EngineClosed` before the first report."""
         stats = None if self._closed else await self._fetch_stats()
         if stats is None:
-            raise EngineClosed(f"the engine does not answer: it is {self.health().status}")
+            raise EngineClosed(f"the engine does not respond: it is {self.health().status}")
         return stats
 
     async def workers(self) -> list[WorkerState]:
@@ -445,4 +445,4 @@ class EngineProcess(EngineClient):
             await self._task
         self._end_all(FinishReason.CANCELLED)
         if not self._loaded.done():
-            self._loaded.set_exception(EngineClosed("the engine was closed while it loaded the model"))
+            self._loaded.set_exception(EngineClosed("the engine was closed while loading the model"))

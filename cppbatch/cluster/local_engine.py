@@ -251,7 +251,7 @@ class LocalEngine(EngineClient):
             [GenerationEvent(request_id=number, finish_reason=reason, error=error) for number in self._by_number]
         )
         for answer in list(self._waiters):
-            _reject(answer, EngineClosed(f"the engine does not answer: it is {self._health.status}"))
+            _reject(answer, EngineClosed(f"the engine does not respond: it is {self._health.status}"))
 
     # --- on the engine's thread ---------------------------------------------------------------------------------
 
@@ -282,7 +282,7 @@ class LocalEngine(EngineClient):
             try:
                 self._step_loop.wait_for_command(engine)
             except Exception:  # the failure may have left its state inconsistent
-                log.exception("the failed engine could not run a command")
+                log.exception("the failed engine could not execute a command")
 
     def _on_progress(self, fraction: float) -> bool:
         self._health = Health(status="loading", progress=fraction)

@@ -170,7 +170,7 @@ class ModelPool(Generic[Plan, Engine]):
         """Removes a model; if it is loaded, it is drained first. Requests that wait for it fail."""
         model = self.models.pop(name)
         self._queue.pop(name, None)
-        self._fail_waiters(model, ModelNotLoaded(f"the model {name!r} is not here any more"))
+        self._fail_waiters(model, ModelNotLoaded(f"model {name!r} is no longer available"))
         if model.engine:
             self._leave(model, reason)
 
@@ -185,7 +185,7 @@ class ModelPool(Generic[Plan, Engine]):
             assert model.engine
             return self._grant(model, model.engine)
         if not load and not model.is_wanted and model.state != "loading":
-            raise ModelNotLoaded(f"the model {name!r} is not loaded: send it to POST /models/load first")
+            raise ModelNotLoaded(f"model {name!r} is not loaded: load it with POST /models/load first")
         if model.engine is None and self._clock() < model._retry_at:
             raise self._load_failure(model)
         if model.waiting >= model.max_waiting:
@@ -278,7 +278,7 @@ class ModelPool(Generic[Plan, Engine]):
 
     def _load_failure(self, model: PooledModel[Plan, Engine]) -> ModelLoadFailed:
         left = max(0.0, model._retry_at - self._clock())
-        return ModelLoadFailed(f"the model {model.name!r} could not be loaded: {model.error}", retry_after=left)
+        return ModelLoadFailed(f"model {model.name!r} could not be loaded: {model.error}", retry_after=left)
 
     # --- leaving ------------------------------------------------------------------------------------------------
 
@@ -306,11 +306,11 @@ class ModelPool(Generic[Plan, Engine]):
         try:
             await model.engine.close()
         except Exception:  # a bug: its memory may not be free, and the next plan measures that
-            log.exception("the engine of %s was not closed", model.name)
+            log.exception("failed to close the engine of %s", model.name)
         self._forget_engine(model)
         model.unloads[reason] += 1
         self._n_left += 1
-        log.info("%s is unloaded (%s)", model.name, reason)
+        log.info("unloaded %s (%s)", model.name, reason)
         self._changed.set()
 
     def _forget_engine(self, model: PooledModel[Plan, Engine]) -> None:
@@ -333,7 +333,7 @@ class ModelPool(Generic[Plan, Engine]):
             except (CppBatchError, OSError) as error:
                 self._failed(model, str(error))
             except Exception as error:  # a bug: fails these requests, and the pool goes on
-                log.exception("%s was not loaded", name)
+                log.exception("failed to load %s", name)
                 self._failed(model, f"{type(error).__name__}: {error}")
 
     async def _change(self, seconds: float | None = None) -> None:
@@ -354,7 +354,7 @@ class ModelPool(Generic[Plan, Engine]):
             except LoadInterrupted as error:
                 if attempt == _MAX_ATTEMPTS:
                     raise
-                log.warning("%s: %s; it is loaded again", model.name, error)
+                log.warning("%s: %s; reloading it", model.name, error)
 
     async def _make_room(self, model: PooledModel[Plan, Engine]) -> tuple[Plan] | None:
         """The plan with which the model fits, once enough others have left. None: it is not wanted any more.
@@ -366,7 +366,7 @@ class ModelPool(Generic[Plan, Engine]):
         while model.is_wanted:
             others = [each.plan for each in self._in_memory if each.plan is not None]
             if self.max_loaded and len(self._in_memory) >= self.max_loaded:
-                self._choose_victim(DoesNotFit(f"{len(others)} models are loaded, the limit (--models-max)"))
+                self._choose_victim(DoesNotFit(f"{len(others)} models are loaded, which is the limit (--models-max)"))
             elif planned_at != self._n_left:
                 planned_at = self._n_left
                 pinned = [each.plan for each in self._in_memory if each.plan is not None and each.pinned]
@@ -424,7 +424,7 @@ class ModelPool(Generic[Plan, Engine]):
         model.loads += 1
         model.load_seconds = self._clock() - began
         model.error, model._failures_in_a_row = None, 0
-        log.info("%s is loaded, in %.1f s", model.name, model.load_seconds)
+        log.info("loaded %s in %.1f s", model.name, model.load_seconds)
         self._grant_waiters(model)
         self._close_drained(model)  # it was unloaded, or removed, meanwhile
 
@@ -434,7 +434,7 @@ class ModelPool(Generic[Plan, Engine]):
         pause = min(_MAX_PAUSE_S, _FIRST_PAUSE_S * 2**model._failures_in_a_row)
         model._failures_in_a_row += 1
         model._retry_at = self._clock() + pause
-        log.error("%s could not be loaded: %s. The next request after %g s tries it again", model.name, reason, pause)
+        log.error("%s could not be loaded: %s. The next request after %g s retries", model.name, reason, pause)
         self._queue.pop(model.name, None)
         self._spare_others()
         self._fail_waiters(model, self._load_failure(model))

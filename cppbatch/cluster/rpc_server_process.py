@@ -59,7 +59,7 @@ def free_port(host: str, port: int) -> int:
             probe.bind((host, port))
         except OSError as error:
             raise ConfigError(
-                f"nothing can listen at {host}:{port} ({error.strerror}); choose another --port or --host"
+                f"cannot listen on {host}:{port} ({error.strerror}); choose another --port or --host"
             ) from error
         return int(probe.getsockname()[1])
 
@@ -77,7 +77,7 @@ def run_rpc_server(setup: RpcServerSetup, say: Callable[[str], object]) -> None:
         try:
             server.wait_ready()
             if is_first:
-                say(f"serving {server.devices} at {setup.host}:{setup.port}")
+                say(f"serving {server.devices} on {setup.host}:{setup.port}")
                 is_first = False
             code = server.process.wait()
         except _NotStarted as error:
@@ -126,12 +126,12 @@ class _Server:
         end = time.monotonic() + _START_S
         while time.monotonic() < end:
             if (code := self.process.poll()) is not None:
-                raise _NotStarted(f"the RPC server does not start ({_how(code)}); the lines above say why")
+                raise _NotStarted(f"the RPC server did not start ({_how(code)}); see the log lines above")
             if self.devices:
                 with contextlib.suppress(OSError), socket.create_connection((self._setup.host, self._setup.port), 1):
                     return
             time.sleep(_POLL_S)
-        raise _NotStarted(f"the RPC server does not start within {_START_S:.0f} s")
+        raise _NotStarted(f"the RPC server did not start within {_START_S:.0f} s")
 
     def end(self) -> None:
         self.process.kill()

@@ -78,7 +78,7 @@ async def _until_lost(endpoint: Endpoint) -> str:
     try:
         reader, writer = await asyncio.wait_for(asyncio.open_connection(*endpoint), ANSWER_S)
     except asyncio.TimeoutError:  # the queue of waiting connections is full
-        log.warning("the RPC worker at %s cannot be watched: others wait for it", endpoint)
+        log.warning("cannot monitor the RPC worker at %s: other clients are waiting for it", endpoint)
         await asyncio.Event().wait()
         raise AssertionError from None
     except OSError as error:
@@ -87,7 +87,7 @@ async def _until_lost(endpoint: Endpoint) -> str:
         connection: socket.socket = writer.get_extra_info("socket")
         end_when_silent(connection)
         await reader.read(1)  # it never sends anything
-        return f"the RPC worker at {endpoint} is gone (it ended the connection)"
+        return f"lost the RPC worker at {endpoint} (it closed the connection)"
     except OSError as error:
         return _gone(endpoint, error)
     finally:
@@ -97,4 +97,4 @@ async def _until_lost(endpoint: Endpoint) -> str:
 
 
 def _gone(endpoint: Endpoint, error: OSError) -> str:
-    return f"the RPC worker at {endpoint} is gone ({error.strerror or error})"
+    return f"lost the RPC worker at {endpoint} ({error.strerror or error})"

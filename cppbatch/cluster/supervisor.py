@@ -120,11 +120,11 @@ class Supervisor:
                 why, active, external = str(death), death.active, death.external
                 if self._switch_cpu_path(why):
                     path = "without" if self._config.repack == "off" else "with"
-                    why = f"{why}; the next one tries it {path} the fast CPU path"
+                    why = f"{why}; retrying {path} the fast CPU path"
                 elif self.info is None:
                     message = f"the process that was loading {self._config.model_path} died: {why}"
                     kind = LoadInterrupted if external else ModelError
-                    raise kind(f"{message}. The lines above show what llama.cpp logged") from death
+                    raise kind(f"{message}. See llama.cpp's log above") from death
                 self._count_at_start(death)
             except RpcUnreachable as error:  # it was there a moment ago
                 if self.info is None:
@@ -133,12 +133,12 @@ class Supervisor:
             except (CppBatchError, OSError) as error:
                 if self.info is None:
                     raise
-                why = f"the model could not be loaded again: {error}"
+                why = f"the model could not be reloaded: {error}"
             except Exception as error:  # a bug in this process: the next worker gets the same requests
                 if self.info is None:
                     raise
-                log.exception("the supervision of the worker failed")
-                why = f"its supervision failed: {type(error).__name__}: {error}"
+                log.exception("supervision of the worker failed")
+                why = f"supervision of the worker failed: {type(error).__name__}: {error}"
             await self._report_and_pause(why, active, external=external)
 
     async def _run_worker(self) -> None:
@@ -152,8 +152,8 @@ class Supervisor:
             loaded = await self._while_alive(worker, watch, self._load(worker, watch), _LOAD_TIMEOUT_S)
             if self.info is not None and not self.info.is_same_model(loaded.info):
                 raise ModelError(
-                    f"{self._config.model_path} is another model now ({loaded.info.description}, was "
-                    f"{self.info.description}): restart the server to serve it, or put the file back"
+                    f"{self._config.model_path} is now a different model ({loaded.info.description} instead of "
+                    f"{self.info.description}): restart the server to serve it, or restore the file"
                 )
             self.info = loaded.info
             self.worker = worker
@@ -248,14 +248,14 @@ class Supervisor:
         self.worker = None
         self.health = Health(status="sleeping")
         self._failures = self._external_kills = 0
-        log.info("no request for %g s: the worker ends, and the next request starts it", self._sleep_idle_seconds)
+        log.info("no request for %g s: stopping the worker; the next request starts it again", self._sleep_idle_seconds)
 
     async def _stop(self, worker: WorkerHandle) -> None:
         """Lets a worker without requests close its engine, which may have something to write."""
         listening = asyncio.ensure_future(self._listen(worker))
         try:
             if not await worker.stop():
-                log.warning("the idle worker did not close its engine; it is killed")
+                log.warning("the idle worker did not close its engine; killing it")
         finally:
             listening.cancel()
 
@@ -290,8 +290,8 @@ class Supervisor:
         assert self.info
         raise ModelError(
             f"the model {self.info.name} ({self.info.description}) cannot be computed here: {self._failures_at_start} "
-            f"workers died in loading it or in their first steps, and none computed a token, the last one: {death}. "
-            "Start the server with another model, or with -np 1, -fa off or another device"
+            f"workers died while loading it or in their first steps, before computing a token; the last one: {death}. "
+            "Restart the server with another model, or with -np 1, -fa off or another device"
         ) from death
 
     async def _report_and_pause(self, why: str, active: set[int], *, external: bool) -> None:
@@ -310,8 +310,8 @@ class Supervisor:
         give_up = self._failures >= _MAX_FAILURES
         if self.info is not None:
             self.health = Health(status="failed" if give_up else "restarting", error=why)
-        log.error("the worker died (%s), number %d in a row; starting another one", why, n_in_a_row)
-        reason = f"{n_in_a_row} workers died in a row, the last one: {why}"
+        log.error("the worker died (%s), %d in a row; starting another one", why, n_in_a_row)
+        reason = f"{n_in_a_row} workers died in a row; the last one: {why}"
         self._listener.on_worker_died(active, reason if give_up else None)
         await asyncio.sleep(min(_MAX_PAUSE_S, _FIRST_PAUSE_S * 2.0 ** min(n_in_a_row, 16)))
 

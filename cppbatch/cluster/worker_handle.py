@@ -141,7 +141,7 @@ class WorkerHandle:
         except ValueError:
             name = f"signal {-code}"
         if name == "SIGKILL" and (self._oom_kills_at_start is None or _oom_kills() != self._oom_kills_at_start):
-            return WorkerDied("killed by SIGKILL, as the kernel does when memory runs out", self._status.active())
+            return WorkerDied("killed by SIGKILL, probably because memory ran out", self._status.active())
         how, external = f"killed by {name}{self._last_words()}", name in _EXTERNAL_SIGNALS
         return WorkerDied(how, self._status.active(), external=external, computing=not self._status.preparing())
 
@@ -168,10 +168,10 @@ class WorkerHandle:
             n_checks = {key: n_checks.get(key, 0) + 1 for key in self._status.progress()}
             for (number, _), n in n_checks.items():
                 if n * timeout / _N_CHECKS > max_preparation and not self._is_stopped():
-                    return WorkerDied(f"it prepared a request for more than {max_preparation:.0f} s", {number})
+                    return WorkerDied(f"preparing a request took longer than {max_preparation:.0f} s", {number})
         if self._is_stopped():
             return WorkerDied(f"it was stopped (SIGSTOP) for {timeout:.0f} s", set(), external=True)
-        return WorkerDied(f"it had no heartbeat for {timeout:.0f} s", self._status.active())
+        return WorkerDied(f"no heartbeat for {timeout:.0f} s", self._status.active())
 
     def _is_stopped(self) -> bool:
         with contextlib.suppress(psutil.Error):

@@ -101,7 +101,7 @@ class Worker:
             while True:
                 self._handle(self._link.receive())
         except Exception:
-            _crash(self._link, "a message could not be handled")
+            _crash(self._link, "failed to handle a message")
 
     def _handle(self, message: ToWorker) -> None:
         if isinstance(message, (Submit, Check, Tokenize, SlotAction, Update)):
@@ -146,7 +146,7 @@ class Worker:
         except RequestCancelled:
             self._step_loop.post(lambda engine: self._answer(number, _cancelled_event(number)))
         except Exception:
-            _crash(self._link, "preparing a request failed")
+            _crash(self._link, "failed to prepare a request")
         else:
             self._step_loop.post(command)
         finally:
@@ -205,7 +205,7 @@ class Worker:
                 refused = _refused(number, error)
                 self._step_loop.post(lambda engine: self._answer(number, refused))
             except Exception:
-                _crash(self._link, "saving a slot failed")
+                _crash(self._link, "failed to save a slot")
             else:
                 self._step_loop.post(lambda engine: self._answer(number, SlotDone(number, report)))
 

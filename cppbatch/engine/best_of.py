@@ -12,7 +12,7 @@ def n_candidates(n: int, best_of: int | None) -> int:
     if n < 1:
         raise InvalidRequest("n", f"is {n}; it must be at least 1")
     if best_of is not None and best_of < n:
-        raise InvalidRequest("best_of", f"is {best_of}, less than n, which is {n}")
+        raise InvalidRequest("best_of", f"is {best_of}; it must be at least n, which is {n}")
     return best_of or n
 
 

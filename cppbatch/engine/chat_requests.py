@@ -29,10 +29,10 @@ from cppbatch.typed_json import convert
 
 Json = dict[str, Any]
 Message = Mapping[str, object]
-"""OpenAI's object: `{"role": "user", "content": "Hello"}`. A content may have parts that are pictures and sounds, such
-as `{"type": "image", "path": "cat.png"}` (docs/media.md)."""
+"""OpenAI's object: `{"role": "user", "content": "Hello"}`. Content may include image and audio parts, such as `{"type":
+"image", "path": "cat.png"}` (docs/media.md)."""
 Conversation = str | Sequence[Message]
-"""Messages; a text is one message of the user."""
+"""A list of messages; a string is a single user message."""
 
 PromptOrMessages = Prompt | Sequence[Message]
 """A prompt, or messages that the model's chat template makes one of."""
@@ -58,7 +58,7 @@ class ChatOptions(RequestOptions, total=False):
     """False: at most one call per message."""
     reasoning_effort: str | None
     thinking_budget: int | None
-    """Tokens of reasoning at most; then its closing marker is generated, and the answer follows. -1: no limit."""
+    """Maximum reasoning tokens before the closing marker is inserted and the answer follows. -1: no limit."""
     chat_template_kwargs: Mapping[str, object]
     """Variables for the chat template, such as `enable_thinking`."""
     continue_final_message: bool | None
@@ -87,7 +87,7 @@ class ChatRequests:
         self._options: Json = {name: value for name, value in options.items() if name not in _CHAT_OPTIONS}
         self._system = given.get("system")
         if not isinstance(self._system, str | None):
-            raise InvalidRequest("system", f"is {self._system!r:.80}; it must be a text")
+            raise InvalidRequest("system", f"is {self._system!r:.80}; it must be a string")
         tools = convert(list(given.get("tools") or ()), list[Tool], "tools")
         self._tools = [tool.as_dict(f"tools[{i}]") for i, tool in enumerate(tools)]
         wanted: Any = convert(given.get("tool_choice") or "auto", str | ToolChoiceObject, "tool_choice")  # type: ignore[arg-type]
@@ -124,7 +124,9 @@ class ChatRequests:
         if self._system is None:
             return messages
         if messages and isinstance(messages[0], Mapping) and messages[0].get("role") in ("system", "developer"):
-            raise InvalidRequest("system", "is given, and the conversation begins with a system message; give one")
+            raise InvalidRequest(
+                "system", "cannot be combined with a system message at the start of the conversation; give only one"
+            )
         return [{"role": "system", "content": self._system}, *messages]
 
 
@@ -148,10 +150,12 @@ def several_conversations(given: Conversation | Sequence[Conversation]) -> tuple
     if isinstance(given, str) or is_conversation(given):
         return [given], True  # type: ignore[list-item]  # checked
     if not isinstance(given, Sequence):
-        raise InvalidRequest("conversations", f"is {given!r:.80}; it must be a text, messages, or a list of these")
+        raise InvalidRequest(
+            "conversations", f"is {given!r:.80}; it must be a string, a list of messages, or a list of these"
+        )
     for i, each in enumerate(given):
         if not isinstance(each, str) and not is_conversation(each):
-            message = f"is {each!r:.80}; a conversation is a text or a list of messages"
+            message = f"is {each!r:.80}; a conversation is a string or a list of messages"
             raise InvalidRequest(f"conversations[{i}]", message)
     return list(given), False  # type: ignore[arg-type]  # checked
 

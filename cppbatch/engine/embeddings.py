@@ -18,7 +18,9 @@ def vector_of(embedding: bytes) -> Vector:
 def check_dimensions(dimensions: int | None, n_embd: int) -> None:
     """Raises `InvalidRequest` unless `dimensions` is None (whole vectors) or from 1 to `n_embd`."""
     if dimensions is not None and not 1 <= dimensions <= n_embd:
-        raise InvalidRequest("dimensions", f"is {dimensions}; this model's vectors have {n_embd}, give 1 to {n_embd}")
+        raise InvalidRequest(
+            "dimensions", (f"is {dimensions}; it must be from 1 to {n_embd}, the size of this model's vectors")
+        )
 
 
 def normalised(vectors: Vector, dimensions: int | None = None) -> Vector:

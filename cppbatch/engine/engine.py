@@ -267,7 +267,7 @@ class BatchInferenceEngine:
         if self._closed:
             raise EngineClosed("the engine is closed")
         if sequence.id in self._sequences:
-            raise InvalidRequest("id", f"{sequence.id!r} is the id of a request that is still running")
+            raise InvalidRequest("id", f"{sequence.id!r} is already the id of a running request; choose another")
         if not self._scheduler.has_work:
             self.metrics.ends_idleness(sequence.arrived_at)
         self._sequences[sequence.id] = sequence
@@ -320,10 +320,10 @@ class BatchInferenceEngine:
         if sequence is None:
             return False
         if sequence.request.task != "generate":
-            raise InvalidRequest("id", f"{request_id!r} is a request for a vector; only texts can be continued")
+            raise InvalidRequest("id", f"{request_id!r} is an embedding request; only text can be continued")
         given = [piece.id for piece in self._inputs.tokens(list(tokens), add_special=False, parse_special=False)]
         if len(given) > sequence.n_room:
-            raise InvalidRequest("tokens", f"has {len(given)} ids, and the text has room for {sequence.n_room} more")
+            raise InvalidRequest("tokens", f"has {len(given)} ids, but there is room for only {sequence.n_room} more")
         with self._restart_if_interrupted():
             if reason := self.outputs.extend(sequence, given):
                 self._finish(sequence, reason)
@@ -428,7 +428,7 @@ class BatchInferenceEngine:
         now = perf_counter()
         policy.switched(switch.layout, now, now - began)
         self.metrics.layout_switches += 1
-        log.info("KV layout: %s, after %.0f ms; %s", switch.layout, 1000 * (now - began), switch.reason)
+        log.info("KV layout: switched to %s in %.0f ms; %s", switch.layout, 1000 * (now - began), switch.reason)
 
     def _make_context(self, layout: KvLayout) -> None:
         assert self._runtime.layouts
@@ -481,7 +481,7 @@ class BatchInferenceEngine:
         except LlamaError as error:
             if not self.survives_failures:
                 raise
-            log.error("a step of %d tokens failed: %s", plan.n_tokens, error)
+            log.error("step of %d tokens failed: %s", plan.n_tokens, error)
             for sequence, _ in plan.pieces:
                 sequence.error = str(error)
                 self._finish(sequence, FinishReason.ERROR)
@@ -536,7 +536,7 @@ class BatchInferenceEngine:
         try:
             self.kv.check()
         except AssertionError as error:
-            log.error("the KV accounting was wrong (%s) and is rebuilt. It was:\n%s", error, self.kv.dump())
+            log.error("the KV accounting is inconsistent (%s); rebuilding it. State:\n%s", error, self.kv.dump())
             self.kv.rebuild()
 
     def _sample(self, plan: StepPlan) -> list[SamplerOutput]:
@@ -915,11 +915,13 @@ def generate_batch(  # noqa: PLR0917  # the positional form of the usual scripts
     if isinstance(params, int) and max_tokens is None:
         given, params = {**given, "max_tokens": params}, None
     if given and params is not None:
-        raise InvalidRequest("params", f"is given, and {', '.join(given)} too; set them in `params`")
+        raise InvalidRequest("params", f"cannot be combined with {', '.join(given)}; set them in `params`")
     params = SamplingParams(**given) if given else params  # type: ignore[arg-type]  # checked by SamplingParams
     if isinstance(model, BatchInferenceEngine):
         if settings:
-            raise ConfigError(f"{', '.join(settings)}: the engine is loaded; give these settings where it is made")
+            raise ConfigError(
+                f"{', '.join(settings)}: the engine is already loaded; pass these settings when creating it"
+            )
         return model.generate(prompts, params, progress=progress)
     with BatchInferenceEngine(model, **settings) as engine:
         return engine.generate(prompts, params, progress=progress)

@@ -25,7 +25,7 @@ from cppbatch.errors import ContextOverflow, InvalidRequest
 
 _MIN_BYTES = 1 << 16  # a text of this length is tokenised, however short the context is
 _LEAST_SHIFTED = 4  # tokens of a full context that may be dropped at least
-_MODALITIES: dict[Modality, str] = {"image": "pictures", "audio": "sound"}
+_MODALITIES: dict[Modality, str] = {"image": "images", "audio": "audio"}
 _PLACEHOLDER_ID = -1
 """Of a picture's or a sound's token that was counted only."""
 _PLACEHOLDER = re.compile(r"\{(query|document)\}")
@@ -111,7 +111,9 @@ class InputProcessor:
         if shifts:
             return wanted
         if wanted > room and not request.fit:
-            message = f"is {wanted}: with a prompt of {n} tokens that is {n + wanted}, and {self._limit_text()}"
+            message = (
+                f"is {wanted}: with a prompt of {n} tokens, that is {n + wanted} in total, but {self._limit_text()}"
+            )
             raise InvalidRequest("max_tokens", message)
         return min(wanted, room)
 
@@ -170,9 +172,11 @@ class InputProcessor:
                 if info.pooling == "rank"
                 else f"an embedding model ({named('pooling')} is {info.pooling!r})"
             )
-            raise InvalidRequest("task", f"{info.name} runs as {kind} and returns no text; use one that generates text")
+            raise InvalidRequest(
+                "task", f"{info.name} runs as {kind} and does not generate text; use a model that does"
+            )
         if request.task == "embed" and not info.pooling:
-            message = "generates text; for embeddings use an embedding model, or set pooling='mean' (--pooling mean)"
+            message = "generates text; for embeddings, use an embedding model, or set pooling='mean' (--pooling mean)"
             raise InvalidRequest("task", f"{info.name} {message}")
 
     def _too_long(self, field: str, what: str, n: int, *, is_least: bool = False, purpose: str = "") -> InvalidRequest:
@@ -187,14 +191,14 @@ class InputProcessor:
                 is_pooled=bool(self._info.pooling),
                 is_least=is_least,
             )
-        return InvalidRequest(field, f"{what}, and {self._limit_text()}{purpose}", overflow)
+        return InvalidRequest(field, f"{what}, but {self._limit_text()}{purpose}", overflow)
 
     def _limit_text(self) -> str:
         limit = self._info.max_sequence
         if limit == self._info.n_ctx_train:
-            return f"this model takes {limit}"
+            return f"the limit of this model is {limit}"
         holder = "a step, in which it must be computed whole," if self._info.pooling else "this context"
-        return f"{holder} holds {limit} ({self._advice()} for more)"
+        return f"{holder} holds only {limit} ({self._advice()} for more)"
 
     def _advice(self) -> str:
         """How requests may be longer; "" if the model takes no longer ones."""
@@ -273,7 +277,9 @@ class InputProcessor:
                     runs.append(MediaRun(n_tokens(), *run))
                 tokens.append(piece.tokens)
         if runs and runs[-1].stop == n_tokens():
-            message = "ends with a picture or a sound; only text after it can be continued, so add some, like a newline"
+            message = (
+                "ends with an image or audio; add text after it, such as a newline, because only text can be continued"
+            )
             raise InvalidRequest("prompt", message)
         if not n_tokens() or not (prompt.media or prompt.n_characters):
             raise InvalidRequest("prompt", "is empty; give at least one token")
@@ -283,7 +289,7 @@ class InputProcessor:
         """Raises `InvalidRequest` for a prompt that is refused before any of it is decoded."""
         self._check_modalities(prompt)
         if prompt.media and request.params.scores_prompt:
-            message = "asks for log-probabilities of a prompt with pictures or sound, which have none"
+            message = "requests log-probabilities of a prompt with images or audio, which is not supported"
             raise InvalidRequest("echo", message)
 
     def _check_modalities(self, prompt: MediaPrompt) -> None:
@@ -291,8 +297,12 @@ class InputProcessor:
         for medium in prompt.media:
             if medium.kind not in self._info.modalities:
                 known = " and ".join(_MODALITIES[kind] for kind in self._info.modalities)
-                takes = f"takes {known} beside text" if known else f"takes text only (pictures need {named('mmproj')})"
-                raise InvalidRequest("prompt", f"has {_MODALITIES[medium.kind]}, and {self._info.name} {takes}")
+                takes = (
+                    f"accepts only text and {known}"
+                    if known
+                    else (f"accepts text only (images require {named('mmproj')})")
+                )
+                raise InvalidRequest("prompt", f"contains {_MODALITIES[medium.kind]}, but {self._info.name} {takes}")
 
     def _tokenized(self, text: str, cancelled: IsCancelled) -> npt.NDArray[np.int32]:
         """The tokens of the last long text are kept: `n` choices of one prompt are prepared one after the other."""
@@ -314,14 +324,14 @@ class InputProcessor:
         n_bytes = sum(len(text) if text.isascii() else len(text.encode(errors="replace")) for text in texts)
         most = max(_MIN_BYTES, limit * self._vocab.longest_piece)
         if n_bytes > most:
-            what = f"is {n_bytes:,} bytes long, which are more than {limit} tokens"
+            what = f"is {n_bytes:,} bytes long, which is more than {limit} tokens"
             raise self._too_long(field, what, -(-n_bytes // self._vocab.longest_piece), is_least=True)
 
     def _pair(self, pair: Pair) -> npt.NDArray[np.int32]:
         if self._info.pooling is None:
             raise InvalidRequest("prompt", f"is {pair!r}; it must be a string or a list of token ids")
         if self._info.pooling != "rank":
-            message = f"is a pair of texts, which is for rerankers; {self._info.name} embeds one text at a time"
+            message = f"is a pair of texts, which requires a reranker; {self._info.name} embeds one text at a time"
             raise InvalidRequest("prompt", message)
         if template := self._info.rerank_template:
             text = _PLACEHOLDER.sub(lambda found: str(getattr(pair, found[1])), template)

@@ -464,7 +464,7 @@ class KVPool:
         try:
             self._memory.restore_sequence(sequence.seq_id, sequence.saved)
             if match and match.source.n_computed < match.n:
-                raise LlamaError("the sequence whose prefix it shares was not restored")
+                raise LlamaError("the sequence whose prefix it shares could not be restored")
             if match:
                 self._memory.share_prefix(source_id, sequence.seq_id, sequence.span(match.n))
         except OUT_OF_MEMORY as error:
@@ -517,7 +517,7 @@ class KVPool:
         try:
             saved = self._memory.save_sequence(seq_id) if is_whole else self._memory.save_part(seq_id)
         except OUT_OF_MEMORY as error:
-            log.warning("a checkpoint of seq_id %d cannot be saved: %s", seq_id, error)
+            log.warning("cannot save a checkpoint of seq_id %d: %s", seq_id, error)
             return
         self._part_cost.observe(1, self._clock() - began)
         if is_whole:
@@ -556,7 +556,7 @@ class KVPool:
             self._recompute(sequence, error)
 
     def _recompute(self, sequence: Seq, error: Exception) -> None:
-        log.warning("%s is computed again from its first token: %s", sequence.id, error)
+        log.warning("recomputing %s from its first token: %s", sequence.id, error)
         self._memory.remove(sequence.seq_id)
         self._cells.free(sequence.cells)
         sequence.cells = None
@@ -578,7 +578,7 @@ class KVPool:
             self._save_cost.observe(n, self._clock() - began)
             return saved
         except OUT_OF_MEMORY as error:
-            log.warning("the state of seq_id %d cannot be saved: %s", seq_id, error)
+            log.warning("cannot save the state of seq_id %d: %s", seq_id, error)
             return None
 
     # --- after a step -------------------------------------------------------------------------------------------

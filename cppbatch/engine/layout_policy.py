@@ -58,7 +58,7 @@ class LayoutPolicy:
         if layout == "per-sequence":
             too_long = blocked or next((s for s in running if s.n_tokens > self._stream_cells), None)
             if too_long:
-                reason = f"{too_long.id} has {too_long.n_tokens} tokens, a stream {self._stream_cells} cells"
+                reason = f"{too_long.id} has {too_long.n_tokens} tokens, but a stream has {self._stream_cells} cells"
                 return LayoutSwitch("unified", reason)
         if now - self._looked_at < _LOOK_EVERY_S:
             return None
@@ -75,7 +75,7 @@ class LayoutPolicy:
         is_long = now - self._long_at < self._wait_s or not self._have_room(waiting)
         if is_long or self._shared > _SHARES_LITTLE:
             return None
-        return LayoutSwitch("per-sequence", "no sequence has been long for a while, and little is shared")
+        return LayoutSwitch("per-sequence", "no long sequences for a while, and little is shared")
 
     def switched(self, layout: KvLayout, now: float, seconds: float) -> None:
         """The engine has switched, which took so long."""

@@ -15,7 +15,7 @@ from cppbatch.engine.scheduler import Scheduler
 from cppbatch.engine.sequence import Seq, SeqStatus
 
 MAX_QUEUE = 100
-"""Waiting sequences that are shown."""
+"""Maximum number of waiting sequences that are shown."""
 
 ShownState = Literal["prefill", "decode", "swapped", "waiting"]
 _STATES: dict[SeqStatus, ShownState] = {
@@ -27,29 +27,29 @@ _STATES: dict[SeqStatus, ShownState] = {
 
 
 class LiveSequence(msgspec.Struct, frozen=True, kw_only=True):
-    """A running or waiting sequence. It has no text, and no name that a client chose."""
+    """A running or waiting sequence. It contains no text and no names chosen by clients."""
 
     number: int
-    """Counts the sequences of this worker process: another sequence has another number."""
+    """Sequence number, unique within this worker process."""
     state: ShownState
-    """swapped: preempted, its keys and values are in host memory. waiting: it has no cells."""
+    """swapped: preempted, keys and values are in host memory. waiting: has no cells."""
     seq_id: int | None
-    """None: it does not run."""
+    """None: not running."""
     priority: int | None
-    """None: the server requires API keys, which may have priorities of their own."""
+    """None: the server requires API keys, which may have their own priorities."""
     rank: float | None
-    """The order of the queue: `priority - age / 10`, so the difference between two sequences never changes. None as
+    """Position in the queue: `priority - age / 10`, so the difference between two sequences never changes. None: as for
     `priority`."""
     age: float
-    """Seconds since it arrived. In the queue: its waiting time."""
+    """Seconds since arrival; for a queued sequence, its waiting time."""
     prompt_tokens: int
     cached_tokens: int
     """Prompt tokens taken from the prefix cache."""
     computed_tokens: int
-    """Tokens of prompt and text in KV cells. In prefill: the progress, up to `prompt_tokens + generated_tokens`."""
+    """Prompt and generated tokens in KV cells; in prefill, the progress up to `prompt_tokens + generated_tokens`."""
     generated_tokens: int
     max_tokens: int
-    """The most that it may generate."""
+    """Maximum tokens to generate."""
     drafted_tokens: int
     """Draft tokens that were verified."""
     accepted_tokens: int
@@ -60,14 +60,14 @@ class LiveSegment(msgspec.Struct, frozen=True, kw_only=True):
     segment of 200 tokens with 16 sequences, and 16 segments with one each."""
 
     start: int
-    """The position of its first token. The cells of a sequence are its segments in order of `start`, from 0 on."""
+    """Position of the first token. The cells of a sequence are its segments in order of `start`, from 0."""
     tokens: int
     sequences: list[int]
-    """The seq_ids of the running sequences that hold it, rising."""
+    """The seq_ids of the running sequences that hold it, in ascending order."""
     prefixes: int
-    """How many cached prefixes hold it."""
+    """Number of cached prefixes that hold it."""
     cached: bool
-    """Only cached prefixes hold it: its cells are freed when others need them."""
+    """Held only by cached prefixes: its cells are freed when needed."""
 
 
 class LiveCells(msgspec.Struct, frozen=True, kw_only=True):
@@ -75,31 +75,33 @@ class LiveCells(msgspec.Struct, frozen=True, kw_only=True):
     `cached`."""
 
     layout: KvLayout
-    """unified: all sequences share all cells. per-sequence: each seq_id has `per_sequence` cells of its own, and no
-    segment has two holders."""
+    """unified: all sequences share all cells. per-sequence: each seq_id has its own `per_sequence` cells, and each
+    segment has one holder."""
     total: int
     per_sequence: int
-    """The most that one sequence can have."""
+    """Maximum cells of one sequence."""
     used: int
-    """Held by running sequences; shared ones count once."""
+    """Held by running sequences; shared cells count once."""
     cached: int
     """Held by cached prefixes only."""
     free: int
     segments: list[LiveSegment]
-    """The segments of each sequence in order of `start`; those that it shares with an earlier one are there."""
+    """The segments of each sequence in order of `start`; shared segments are listed with the first sequence that holds
+    them."""
     host_prefixes: int
     """Cached prefixes in host memory."""
     window: int
-    """Tokens of the sliding window, whose cells are not counted here; 0: there is none."""
+    """Tokens of the sliding window, whose cells are not counted here; 0: none."""
     states: bool
-    """Whether a sequence has recurrent states, whose size does not depend on its tokens."""
+    """Whether sequences have recurrent states, whose size does not depend on the number of tokens."""
     checkpoints: int
     """Checkpoints of windows and recurrent states in host memory."""
     checkpoint_bytes: int
-    """What a sequence has of windows and states, and a checkpoint keeps: the size of the last one, 0 before it."""
+    """Bytes of windows and states per sequence, as stored in a checkpoint: the size of the last checkpoint; 0 if there
+    was none."""
     host_bytes: int
     swapped_bytes: int
-    """Host memory of swapped sequences."""
+    """Host memory used by swapped sequences."""
 
 
 class LiveCounters(msgspec.Struct, frozen=True, kw_only=True):
@@ -122,18 +124,18 @@ class LiveEngine(msgspec.Struct, frozen=True, kw_only=True):
     """An engine between two steps."""
 
     clock: float
-    """Seconds, from an unknown start: for differences."""
+    """Seconds since an arbitrary start; use only differences."""
     n_parallel: int
-    """The most sequences that run at once."""
+    """Maximum sequences that run at the same time."""
     counters: LiveCounters
     of_ideal: float | None
-    """Of the time with work in the last minute, the part that its work costs at best: 0 to 1. None: there was none."""
+    """Lowest possible cost of the work of the last minute, as a fraction of the busy time: 0 to 1. None: no work."""
     rows: list[LiveSequence]
-    """The running sequences in order of rank, then the swapped ones among the first 100 of the queue."""
+    """The running sequences by rank, followed by swapped ones among the first 100 of the queue."""
     waiting: int
-    """The length of the queue, without the swapped sequences in `rows`."""
+    """Length of the queue, excluding the swapped sequences in `rows`."""
     queue: list[LiveSequence]
-    """The first ones of the queue, at most 100, in order of rank."""
+    """The first sequences of the queue by rank, at most 100."""
     cells: LiveCells
 
 

@@ -28,9 +28,11 @@ def adapter_set(wanted: Mapping[str | int, float] | None, known: Sequence[Adapte
             number = numbers.get(key) if isinstance(key, str) else key
             if number is None or not 0 <= number < len(known):
                 names = ", ".join(f"{adapter.name!r} ({i})" for i, adapter in enumerate(known))
-                raise InvalidRequest("lora", f"there is no adapter {shown(key)}; there are {names or 'none'}")
+                raise InvalidRequest("lora", f"adapter {shown(key)} not found; available: {names or 'none'}")
             if number in scales:
-                raise InvalidRequest("lora", f"has the adapter {known[number].name!r} twice, by name and by number")
+                raise InvalidRequest(
+                    "lora", f"contains the adapter {known[number].name!r} twice, by name and by number"
+                )
             scales[number] = scale
     rounded = {i: float(np.float32(scale)) for i, scale in sorted(scales.items())}
     return tuple((i, scale) for i, scale in rounded.items() if scale)

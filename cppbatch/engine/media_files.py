@@ -58,9 +58,9 @@ def decode_image(data: bytes) -> npt.NDArray[np.uint8]:
     except InvalidRequest:
         raise
     except UnidentifiedImageError:
-        raise _refused(f"has a picture that is no {', '.join(_PICTURES)} file") from None
+        raise _refused(f"contains an image that is not a {', '.join(_PICTURES)} file") from None
     except Exception as error:  # a damaged file raises nearly anything
-        raise _refused(f"has a picture that cannot be decoded: {_said(error)}") from error
+        raise _refused(f"contains an image that cannot be decoded: {_said(error)}") from error
 
 
 class _TimedFile(io.BytesIO):
@@ -72,16 +72,16 @@ class _TimedFile(io.BytesIO):
 
     def read(self, size: int | None = -1, /) -> bytes:
         if thread_time() > self._end:
-            raise _refused(f"has a picture that takes more than {MAX_DECODE_S:g} seconds to decode")
+            raise _refused(f"contains an image that takes more than {MAX_DECODE_S:g} seconds to decode")
         return super().read(size)
 
 
 def _check_size(width: int, height: int) -> None:
     if width * height > MAX_PIXELS:
-        raise _refused(f"has a picture of {width} x {height} pixels; {MAX_PIXELS:,} are possible")
+        raise _refused(f"contains an image of {width} x {height} pixels; the limit is {MAX_PIXELS:,} pixels")
     if not width or not height or max(width, height) > MAX_ASPECT * min(width, height):
         raise _refused(
-            f"has a picture of {width} x {height} pixels; no side may be more than {MAX_ASPECT} times the other"
+            f"contains an image of {width} x {height} pixels; the aspect ratio must not exceed {MAX_ASPECT}:1"
         )
 
 
@@ -150,31 +150,31 @@ def _blocks(file: Any, sample_rate: int) -> Iterator[npt.NDArray[np.float32]]:
     """The means of the channels, float32[n] each: blocks that are small before and after they are resampled."""
     rate, channels, frames = file.samplerate, file.channels, file.frames
     if file.format not in _SOUNDS:
-        raise _refused(f"has a sound in the format {file.format}; it must be WAV, MP3 or FLAC")
+        raise _refused(f"contains audio in the format {file.format}; it must be WAV, MP3 or FLAC")
     if not 0 < rate <= _MAX_SAMPLE_RATE or not 0 < channels <= _MAX_CHANNELS:
-        raise _refused(f"has a sound of {channels} channels with {rate} samples a second")
+        raise _refused(f"contains audio with {channels} channels and {rate} samples per second")
     most = min(MAX_SOUND_S * rate, MAX_SAMPLES // channels)
-    limit = f"{most / rate:,.0f} are possible with {rate:,} samples a second and {channels} channels"
+    limit = f"the limit is {most / rate:,.0f} seconds with {rate:,} samples per second and {channels} channels"
     if most < frames < 2**62:
-        raise _refused(f"has a sound of {frames / rate:,.0f} seconds; {limit}")
+        raise _refused(f"contains audio of {frames / rate:,.0f} seconds; {limit}")
     n, end = 0, thread_time() + MAX_DECODE_S
     size = max(1, min(_BLOCK_SAMPLES // channels, _BLOCK_SAMPLES * rate // sample_rate))
     while len(block := file.read(size, dtype="float32", always_2d=True)):
         n += len(block)
         if n > most:  # the header did not say so
-            raise _refused(f"has a sound that is longer than its header says; {limit}")
+            raise _refused(f"contains audio that is longer than its header states; {limit}")
         if thread_time() > end:
-            raise _refused(f"has a sound that takes more than {MAX_DECODE_S:g} seconds to decode")
+            raise _refused(f"contains audio that takes more than {MAX_DECODE_S:g} seconds to decode")
         mixed = block.mean(axis=1)
         if not np.isfinite(mixed).all():
-            raise _refused("has audio whose samples are not finite numbers")
+            raise _refused("contains audio with samples that are not finite numbers")
         yield mixed
     if n < _LEAST_SOUND_S * rate:
-        raise _refused(f"has a sound of {n / rate:g} seconds; it must have {_LEAST_SOUND_S:g} at least")
+        raise _refused(f"contains audio of {n / rate:g} seconds; the minimum is {_LEAST_SOUND_S:g}")
 
 
 def _undecodable_sound(reason: str) -> InvalidRequest:
-    return _refused(f"has a sound that cannot be decoded: {reason.rstrip('.')} (it must be WAV, MP3 or FLAC)")
+    return _refused(f"contains audio that cannot be decoded: {reason.rstrip('.')} (it must be WAV, MP3 or FLAC)")
 
 
 def _refused(message: str) -> InvalidRequest:

@@ -151,7 +151,7 @@ class MediaInput:
         """Waits while the sequences hold too many vectors. Raises `RequestCancelled`."""
         while self.has_bound and self._held_bytes() > HELD_BYTES:
             if cancelled():
-                raise RequestCancelled("cancelled while it waited for memory")
+                raise RequestCancelled("cancelled while waiting for memory")
             sleep(_LOOK_S)
 
     def _held_bytes(self) -> int:
@@ -170,22 +170,18 @@ class MediaInput:
                     return encoder.split_image(decode_image(medium.data))
                 return encoder.split_audio(decode_audio(medium.data, encoder.sample_rate))
             except LlamaError as error:
-                raise InvalidRequest(
-                    "prompt", f"has a medium of kind {medium.kind} that cannot be used: {error}"
-                ) from error
+                raise InvalidRequest("prompt", f"contains {medium.kind} data that cannot be used: {error}") from error
 
     def _piece(self, name: str, number: int, chunk: Chunk, cancelled: IsCancelled) -> MediaPiece:
         if chunk.kind is None:
             return MediaPiece(chunk.tokens, None, is_whole=False, n_positions=chunk.n_tokens)
         if cancelled():
-            raise RequestCancelled("cancelled while it was encoded")
+            raise RequestCancelled("cancelled during encoding")
         try:
             with self._compute():
                 vectors = self.encoder.encode(chunk)
         except LlamaError as error:
-            raise InvalidRequest(
-                "prompt", f"has a medium of kind {chunk.kind} that cannot be encoded: {error}"
-            ) from error
+            raise InvalidRequest("prompt", f"contains {chunk.kind} data that cannot be encoded: {error}") from error
         seed, positions = b"%b %b %d" % (self._projector, name.encode(), number), chunk.positions
         if positions is not None:
             seed += b" " + positions.tobytes()
@@ -214,7 +210,7 @@ class MediaInput:
 def _held(lock: threading.Lock, cancelled: IsCancelled) -> Iterator[None]:
     while not lock.acquire(timeout=_LOOK_S):
         if cancelled():
-            raise RequestCancelled("cancelled while it waited for another picture or sound")
+            raise RequestCancelled("cancelled while waiting for another image or audio clip")
     try:
         yield
     finally:

@@ -17,7 +17,7 @@ from cppbatch.errors import InvalidRequest
 
 Json = dict[str, Any]
 
-_NAMES: dict[MediaKind, str] = {"image": "a picture", "audio": "a sound"}
+_NAMES: dict[MediaKind, str] = {"image": "an image", "audio": "audio"}
 _ALPHABET = b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/"
 _WHITESPACE = b" \t\r\n"
 _PIECE = 1 << 20
@@ -56,33 +56,33 @@ def is_remote(source: MediaSource) -> bool:
 
 
 def refuse_unreadable(source: MediaSource, info: ModelInfo) -> None:
-    """Raises `InvalidRequest` for a picture or a sound that the model cannot take, before anything is decoded."""
+    """Raises `InvalidRequest` for an image or audio that the model cannot take, before anything is decoded."""
     if source.kind in info.modalities:
         return
     if info.modalities:
-        takes = " and ".join(_NAMES[kind] for kind in info.modalities)
-        raise InvalidRequest(source.field, f"is {_NAMES[source.kind]}; {info.name} takes text and {takes}")
-    message = f"is {_NAMES[source.kind]}, and {info.name} runs without a projector: start it with --mmproj FILE"
+        takes = " and ".join([*info.modalities, "text"])
+        raise InvalidRequest(source.field, f"is {_NAMES[source.kind]}, but {info.name} accepts only {takes} input")
+    message = f"is {_NAMES[source.kind]}, but {info.name} is loaded without a projector: start it with --mmproj FILE"
     raise InvalidRequest(source.field, message)
 
 
 def decoded(source: MediaSource) -> Media:
     """The bytes of a data URL, or of base64 alone. Raises `InvalidRequest`."""
     if is_remote(source):
-        message = f"is {source.url!r:.80}; only data is taken here: data:image/png;base64,..., or the path of a file"
+        message = f"is {source.url!r:.80}; it must be a data URL such as data:image/png;base64,..., or a file path"
         raise InvalidRequest(source.field, message)
     text = source.url
     if text[:5].lower() == "data:":
         head, comma, text = text.partition(",")
         if not comma or not head.lower().endswith(";base64"):
-            message = f"is {head!r:.60}; a data URL must be like data:image/png;base64,..."
+            message = f"is {head!r:.60}; a data URL must have the form data:image/png;base64,..."
             raise InvalidRequest(source.field, message)
     return checked(source, _from_base64(source.field, text))
 
 
 def source_of_data(field: str, text: str) -> MediaSource:
-    """A source for base64 that does not say whether it is a picture or a sound: the first bytes do. One in no format
-    that can be read counts as a picture; `decoded` refuses it."""
+    """A source for base64 that does not say whether it is an image or audio: the first bytes do. One in no format that
+    can be read counts as an image; `decoded` refuses it."""
     head = text[: 1 << 16]
     if head[:5].lower() == "data:":
         head = head.partition(",")[2]
@@ -93,14 +93,16 @@ def source_of_data(field: str, text: str) -> MediaSource:
 
 
 def checked(source: MediaSource, data: bytes) -> Media:
-    """The bytes as a picture or a sound. Raises `InvalidRequest` if they are not in one of its formats: what a header
-    or the name of a file says does not count."""
+    """The bytes as an image or audio. Raises `InvalidRequest` if they are not in one of its formats: what a header or
+    the name of a file says does not count."""
     found = _format_of(data)
     if found is None:
         wanted = ", ".join(form.name for form in _all_formats() if form.kind == source.kind)
-        raise InvalidRequest(source.field, f"is no {source.kind} file: its {len(data):,} bytes are none of {wanted}")
+        raise InvalidRequest(
+            source.field, f"is not a valid {source.kind} file: its {len(data):,} bytes are not {wanted}"
+        )
     if found.kind != source.kind:
-        message = f"is {_NAMES[found.kind]} ({found.name}); here it must be {_NAMES[source.kind]}"
+        message = f"is {_NAMES[found.kind]} ({found.name}); it must be {_NAMES[source.kind]}"
         raise InvalidRequest(source.field, message)
     return Media(source.kind, data)
 
@@ -143,7 +145,7 @@ def _file_part(field: str, part: object) -> object:
         except OSError as error:
             raise InvalidRequest(f"{field}.path", f"is {str(path)!r:.200}: {error.strerror}") from error
     if not isinstance(data, bytes):
-        raise InvalidRequest(field, "needs a path, or the bytes of a file as data")
+        raise InvalidRequest(field, "requires a path, or the bytes of a file as data")
     return file_part(part["type"], data)
 
 
@@ -156,7 +158,7 @@ def _from_base64(field: str, text: str) -> bytes:
         piece = rest + body[start : start + _PIECE].encode("ascii", "replace").translate(None, _WHITESPACE)
         if wrong := piece.translate(None, _ALPHABET):
             example = "data:image/png;base64,..."
-            message = f"is not valid base64: it has {wrong[:1].decode()!r}; give a data URL such as {example}"
+            message = f"is not valid base64: it contains {wrong[:1].decode()!r}; give a data URL such as {example}"
             raise InvalidRequest(field, message)
         whole = len(piece) // 4 * 4
         decoded += binascii.a2b_base64(piece[:whole])

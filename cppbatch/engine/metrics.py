@@ -43,7 +43,7 @@ class RecentSteps(msgspec.Struct, frozen=True, kw_only=True):
     wait_ms_p95: float | None = None
     wait_ms_p99: float | None = None
     of_ideal: float | None = None
-    """`ideal_seconds` by the time with work, 0 to 1: how near the best that this device can do."""
+    """`ideal_seconds` divided by the busy time, 0 to 1: how close to the best that this device can do."""
 
 
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
@@ -74,15 +74,15 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     kv_layout: str
     """The present layout, unified or per-sequence; of several engines, all that they have."""
     layout_switches: int
-    """How often the layout was switched (`--kv-layout auto`)."""
+    """Number of layout switches (`--kv-layout auto`)."""
     context_shifts: int
-    """How often a sequence had a full context, and tokens were dropped from it (--context-shift)."""
+    """Number of context shifts (--context-shift)."""
     media_encoded: int = 0
-    """Pictures and sounds that were encoded."""
+    """Encoded images and audio clips."""
     media_found: int = 0
-    """Pictures and sounds that were found encoded."""
+    """Images and audio clips whose encoding was cached."""
     media_seconds: float = 0.0
-    """Time in their encoder, beside the steps."""
+    """Time in the image and audio encoder, in parallel to the steps."""
     kv_cells: int
     kv_cells_used: int
     """Cells of running sequences; shared ones count once."""

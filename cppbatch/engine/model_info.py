@@ -44,7 +44,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     kv_layout: str
     """unified, per-sequence, or auto: the engine switches between these two, and `EngineStats` has the present one."""
     sampling: str
-    """Where the likeliest tokens are found: "host" (the CPU) or "backend" (the device)."""
+    """Where the most likely tokens are selected: "host" (the CPU) or "backend" (the device)."""
     on_gpu: bool = False
     """Whether layers compute on a GPU."""
     not_repacked: str | None = None
@@ -70,7 +70,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     """Names of a reranker's scores, if its file has them; mostly it has none."""
     adapters: tuple[AdapterInfo, ...] = ()
     modalities: tuple[Literal["image", "audio"], ...] = ()
-    """What prompts may contain beside text; empty without a projector (`EngineConfig.mmproj`)."""
+    """What prompts may contain besides text; empty without a projector (`EngineConfig.mmproj`)."""
 
     def is_same_model(self, other: ModelInfo) -> bool:
         """Whether texts and tokens mean the same to both: architecture, vocabulary and chat template are equal."""

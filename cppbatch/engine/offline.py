@@ -160,7 +160,7 @@ def embed(
     info = engine.info
     check_dimensions(dimensions, info.n_embd)
     if info.pooling == "none":
-        message = "is none: a text has no vector of its own then. `add_request` gives those of its tokens"
+        message = "is none, so a text has no single vector. Use `add_request` to get the vectors of its tokens"
         raise InvalidRequest("pooling", message)
     params = params_for_each("texts", texts, None)
     embed_options: _EmbedOptions = {**options, "task": "embed"}
@@ -188,13 +188,15 @@ def map_prompts(
 ) -> Generator[Mapped, None, None]:
     """See `BatchInferenceEngine.map`."""
     if isinstance(prompts, str):
-        raise InvalidRequest("prompts", "is one string; give an iterable of them, like [prompt]")
+        raise InvalidRequest("prompts", "is a single string; give an iterable of strings, such as [prompt]")
     if is_conversation(prompts):
-        raise InvalidRequest("prompts", "is one conversation; give an iterable of them, like [messages]")
+        raise InvalidRequest(
+            "prompts", "is a single conversation; give an iterable of conversations, such as [messages]"
+        )
     if not isinstance(prompts, Iterable):
-        raise InvalidRequest("prompts", f"is {prompts!r:.80}; give an iterable of texts")
+        raise InvalidRequest("prompts", f"is {prompts!r:.80}; give an iterable of strings")
     if engine.info.pooling or "task" in options:
-        raise InvalidRequest("task", "`map` is for models that generate text; for vectors use `embed`")
+        raise InvalidRequest("task", "`map` requires a model that generates text; for vectors, use `embed`")
     if isinstance(params, Sequence):
         raise InvalidRequest("params", f"is {params!r:.200}; give one SamplingParams, or pairs with the prompts")
     params = sampling_params(params)
@@ -211,17 +213,19 @@ def params_for_each(
     if not isinstance(params, Sequence) or isinstance(params, str):
         return [sampling_params(params)] * len(prompts)
     if len(params) != len(prompts):
-        raise InvalidRequest("params", f"has {len(params)} entries for {len(prompts)} {field}; give one or as many")
+        raise InvalidRequest(
+            "params", f"has {len(params)} entries for {len(prompts)} {field}; give one entry, or one for each"
+        )
     return [sampling_params(each) for each in params]
 
 
 def _several(field: str, prompts: Sequence[Value]) -> Sequence[Value]:
     if isinstance(prompts, str):
-        raise InvalidRequest(field, "is one string; give a list of them, like [prompt]")
+        raise InvalidRequest(field, "is a single string; give a list of strings, such as [prompt]")
     if is_conversation(prompts):
-        raise InvalidRequest(field, "is one conversation; give a list of them, like [messages]")
+        raise InvalidRequest(field, "is a single conversation; give a list of conversations, such as [messages]")
     if not isinstance(prompts, Sized):
-        raise InvalidRequest(field, f"is {prompts!r:.80}; give a list of texts")
+        raise InvalidRequest(field, f"is {prompts!r:.80}; give a list of strings")
     return prompts
 
 

@@ -97,28 +97,29 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     max_tokens: int | None = None
-    """Tokens to generate at most; None: 4,096, or as many as the context holds if these are fewer; -1: as many as the
-    context holds. 0 only with `echo`."""
+    """Maximum tokens to generate; None: 4,096, or fewer if the context is smaller; -1: until the context is full. 0
+    only with `echo`."""
     min_tokens: int = 0
-    """No end token and no stop token is sampled before this many tokens. Not with a grammar."""
+    """Minimum tokens to generate before an end or stop token may be sampled. Not with a grammar."""
     seed: int | None = None
-    """The same seed gives the same text, whatever else is in the batch, up to llama.cpp's rounding (docs/sampling.md).
-    None, or -1 as in llama.cpp: a random seed, which the result reports."""
+    """The same seed gives the same text regardless of what else is in the batch, up to llama.cpp's rounding
+    (docs/sampling.md). None, or -1 as in llama.cpp: a random seed, which the result reports."""
 
     temperature: float = 0.8
-    """0, or any value below 0.001: greedy, the likeliest token every time."""
+    """0, or any value below 0.001: greedy, always the most likely token."""
     dynatemp_range: float = 0.0
-    """Dynamic temperature: temperature - range where the model is sure, up to temperature + range where it is not."""
+    """Dynamic temperature: from temperature - range if the model is certain, to temperature + range if it is
+    uncertain."""
     dynatemp_exponent: float = 1.0
     """Maps the entropy, as a share of its maximum, to that range: entropy ** exponent."""
     top_k: int = 40
-    """Sample among the k likeliest tokens; 0: all."""
+    """Sample from the k most likely tokens; 0: all."""
     top_p: float = 0.95
-    """Sample among the likeliest tokens whose probabilities sum to this; 1: all."""
+    """Sample from the most likely tokens whose probabilities add up to this; 1: all."""
     min_p: float = 0.05
-    """Drop tokens whose probability is below this share of the likeliest token's; 0: none."""
+    """Drop tokens whose probability is below this fraction of the most likely token's; 0: none."""
     typical_p: float = 1.0
-    """Sample among the tokens of the most typical information content whose probabilities sum to this; 1: all
+    """Sample from the tokens with the most typical information content whose probabilities add up to this; 1: all
     (arXiv:2202.00666)."""
     top_n_sigma: float = -1.0
     """Drop tokens more than n standard deviations below the largest logit; 0 or less: none (arXiv:2411.07641)."""
@@ -126,7 +127,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """Probability of excluding all tokens above `xtc_threshold` but the least likely of them; 0: never."""
     xtc_threshold: float = 0.1
     mirostat: int = 0
-    """1 or 2: keep the surprise of the text at `mirostat_tau`, instead of all other samplers but temperature
+    """1 or 2: keep the surprise of the text at `mirostat_tau`; replaces all other samplers except temperature
     (arXiv:2007.14966). 1 becomes greedy for a tau above about 10."""
     mirostat_tau: float = 5.0
     mirostat_eta: float = 0.1
@@ -143,11 +144,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     frequency_penalty: float = 0.0
     """Subtracted from the logit of a recent token for each of its occurrences; -2 to 2."""
     penalty_last_n: int = 64
-    """How many tokens, prompt included, are recent for these three penalties; -1: all."""
+    """Number of recent tokens, prompt included, that these three penalties consider; -1: all."""
     penalize_prompt: bool = True
     """Python only: whether tokens of the prompt are recent for penalties and DRY too. (llama-cpp-python's are not.)"""
     dry_multiplier: float = 0.0
-    """DRY: the logit of a token that would extend a repetition is lowered by multiplier * base ** (length - allowed
+    """DRY: lowers the logit of a token that would extend a repetition by multiplier * base ** (length - allowed
     length); 0: off."""
     dry_base: float = 1.75
     dry_allowed_length: int = 2
@@ -156,7 +157,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     dry_sequence_breakers: Sequence[str] = ("\n", ":", '"', "*")
     """DRY's repetitions do not extend across these strings. Only their first 40 characters count."""
     samplers: Sequence[str] = SAMPLERS
-    """Which of `SAMPLERS` are applied, and in which order."""
+    """The samplers to apply, in this order, from `SAMPLERS`."""
 
     logit_bias: dict[int | str, float] = {}
     """Added to logits before anything else, -100 to 100. Keys are token ids, or texts: the bias of a text is added to
@@ -164,7 +165,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     suppress_tokens: Sequence[int] = ()
     """Token ids that are never generated."""
     ignore_eos: bool = False
-    """The model cannot end the text. Not with a grammar, which decides itself when the text ends."""
+    """Never sample an end token. Not with a grammar, which determines the end of the text."""
     logits_processor: Any = None
     """Python only: `f(tokens, logits)` is called before anything else, with the tokens so far, int32[n], and a row of
     logits, float32[n_vocab], which it changes in place or replaces by its result. If the object has a method
@@ -172,43 +173,44 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     list of int32[n] and a list of rows."""
 
     speculate: bool = True
-    """Draft tokens and verify several in a step, where that pays (`EngineConfig.spec`). False: no drafts for this
-    request. The text is the same either way."""
+    """Use speculative decoding when it is faster (`EngineConfig.spec`). False: no drafts for this request. Does not
+    change the text."""
 
     stop: Sequence[str] = ()
-    """Strings that end the text and are not part of it. A single string is allowed."""
+    """Strings that end the text and are not included in it. May be a single string."""
     stop_token_ids: Sequence[int] = ()
-    """Token ids that end the text besides the model's own."""
+    """Token ids that end the text, in addition to the model's own."""
     include_stop: bool = False
-    """The text includes the stop string."""
+    """Include the stop string in the text."""
     skip_special_tokens: bool = True
-    """The text does not include control tokens (`<|im_start|>` ...)."""
+    """Omit control tokens (`<|im_start|>` ...) from the text."""
     visible_tokens: Sequence[str] = ()
-    """Control tokens, as text, that the text includes despite `skip_special_tokens`. A string that is not a single
-    token has no effect."""
+    """Control tokens, as text, to include in the text despite `skip_special_tokens`. Strings that are not a single
+    token have no effect."""
     echo: bool = False
-    """The text begins with the prompt, and the log-probabilities, if any, with those of the prompt."""
+    """Start the text with the prompt, and the log-probabilities, if any, with those of the prompt."""
     logprobs: int | None = None
-    """Return log-probabilities of the sampled tokens, including the end token that ended the text, and of this many (0
-    to 20) likeliest tokens at each position: those of the model itself, before temperature, penalties and filters."""
+    """Return log-probabilities of the sampled tokens, including a final end token, and of this many (0 to 20) most
+    likely tokens at each position, as computed by the model before temperature, penalties and filters."""
     post_sampling_probs: bool = False
-    """These log-probabilities are instead those from which the token was drawn, after all samplers: only tokens that
-    the filters leave are listed, and a greedy token has 0.0. Those of an echoed prompt stay the model's own."""
+    """Return the log-probabilities after all samplers instead: only tokens that pass the filters are listed, and a
+    greedy token has 0.0. The log-probabilities of an echoed prompt remain the model's own."""
 
     json_schema: str | dict[str, Any] | bool | None = None
-    """The text is JSON of this schema, which is an object or its JSON text."""
+    """Constrain the text to JSON with this schema, given as an object or as JSON text."""
     compact_json: bool = False
-    """JSON of a schema has no white space between its tokens, which saves tokens; strings keep theirs."""
+    """Write JSON of a schema without whitespace between its tokens, which saves tokens. Whitespace in strings is
+    kept."""
     guided_regex: str | None = None
-    """The whole text matches this regular expression (syntax of Rust's regex crate)."""
+    """Constrain the whole text to this regular expression (syntax of Rust's regex crate)."""
     guided_choice: Sequence[str] | None = None
-    """The text is one of these."""
+    """Constrain the text to one of these."""
     grammar: str | None = None
-    """The text follows this grammar: llama.cpp's GBNF (with a `root` rule) or llguidance's Lark (with `start`)."""
+    """Constrain the text to this grammar: llama.cpp's GBNF (with a `root` rule) or llguidance's Lark (with `start`)."""
     reasoning_budget: ThinkingBudget | None = None
-    """A limit for the reasoning. `chat` and the server's chat APIs make it of `thinking_budget`."""
+    """A limit on the reasoning tokens. `chat` and the server's chat APIs make it of `thinking_budget`."""
     lazy_grammar: LazyGrammar | None = None
-    """Tool calls that the model writes of its own accord. Beside another grammar it has no effect."""
+    """Tool calls that the model may write on its own. Has no effect together with another grammar."""
 
     def __post_init__(self) -> None:
         for name, (low, high) in RANGES.items():
@@ -283,7 +285,7 @@ def sampling_params(given: Params) -> SamplingParams:
         if name not in known:
             similar = difflib.get_close_matches(str(name), known, n=1)
             meant = f"; did you mean {similar[0]}?" if similar else ""
-            raise InvalidRequest("params", f"has {name!r}, which is not a field of SamplingParams{meant}")
+            raise InvalidRequest("params", f"contains {name!r}, which is not a field of SamplingParams{meant}")
     return SamplingParams(**given or {})
 
 
@@ -330,13 +332,16 @@ def _check_lengths(params: SamplingParams) -> None:
     if params.max_tokens is not None and params.max_tokens != UNLIMITED:
         number(params, "max_tokens", 0 if params.echo else 1, INT32_MAX, integer=True)
         if params.min_tokens > params.max_tokens:
-            raise InvalidRequest("min_tokens", f"is {params.min_tokens}, more than max_tokens {params.max_tokens}")
+            raise InvalidRequest(
+                "min_tokens",
+                f"is {params.min_tokens}; it must not be more than max_tokens, which is {params.max_tokens}",
+            )
     if "" in params.stop:
-        raise InvalidRequest("stop", "has an empty string, which every text contains")
+        raise InvalidRequest("stop", "contains an empty string, which would match every text")
     longest, n_characters = max(map(len, params.stop), default=0), sum(map(len, params.stop))
     if longest > _MAX_STOP or n_characters > _MAX_STOP_TOTAL:  # all their beginnings are kept in memory
         limits = f"the limits are {_MAX_STOP_TOTAL:,} and {_MAX_STOP}"
-        message = f"has {n_characters:,} characters, {longest:,} in one string; {limits}"
+        message = f"has {n_characters:,} characters, up to {longest:,} in one string; {limits}"
         raise InvalidRequest("stop", message)
 
 
@@ -346,17 +351,19 @@ def _check_counts(params: SamplingParams) -> None:
         if (n := len(getattr(params, name))) > limit:
             raise InvalidRequest(name, f"has {n:,} entries; the limit is {limit:,}")
     if max(map(len, params.visible_tokens), default=0) > _MAX_TEXT:
-        raise InvalidRequest("visible_tokens", f"has a string of more than {_MAX_TEXT} characters, which is no token")
+        raise InvalidRequest(
+            "visible_tokens", f"contains a string of more than {_MAX_TEXT} characters, which cannot be a token"
+        )
 
 
 def _check_samplers(params: SamplingParams) -> None:
     for i, name in enumerate(params.samplers):
         if name not in SAMPLERS:
-            raise InvalidRequest(f"samplers[{i}]", f"is {name!r}; there are {', '.join(SAMPLERS)}")
+            raise InvalidRequest(f"samplers[{i}]", f"is {name!r}; it must be one of {', '.join(SAMPLERS)}")
         if name in params.samplers[:i]:
-            raise InvalidRequest(f"samplers[{i}]", f"is {name!r} for the second time")
+            raise InvalidRequest(f"samplers[{i}]", f"is {name!r}, which is already in the list")
     if params.mirostat and params.adaptive_target >= 0:
-        raise InvalidRequest("adaptive_target", "cannot be used together with mirostat: each replaces the sampling")
+        raise InvalidRequest("adaptive_target", "cannot be combined with mirostat: both replace the sampling")
     n_breakers = len(params.dry_sequence_breakers)
     if n_breakers > _MAX_BREAKERS:
         raise InvalidRequest("dry_sequence_breakers", f"has {n_breakers} strings; the limit is {_MAX_BREAKERS}")
@@ -366,10 +373,10 @@ def _check_samplers(params: SamplingParams) -> None:
 
 def _check_bias(params: SamplingParams) -> None:
     if not isinstance(params.logit_bias, Mapping):
-        message = f"is {shown(params.logit_bias)}; it must be an object of token ids (or strings) and biases"
+        message = f"is {shown(params.logit_bias)}; it must be an object that maps token ids (or strings) to biases"
         raise InvalidRequest("logit_bias", message)
     if len(params.logit_bias) > MOST_BIASES:
-        more = f"suppress_tokens takes {_MAX_SUPPRESSED:,}"
+        more = f"suppress_tokens allows {_MAX_SUPPRESSED:,}"
         message = f"has {len(params.logit_bias):,} entries; the limit is {MOST_BIASES:,} ({more})"
         raise InvalidRequest("logit_bias", message)
     texts = [key for key in params.logit_bias if isinstance(key, str) and not key.isdecimal()]
@@ -381,7 +388,7 @@ def _check_bias(params: SamplingParams) -> None:
         if not isinstance(key, (int, str)) or isinstance(key, bool) or key == "":
             raise InvalidRequest("logit_bias", f"has the key {key!r}; keys are token ids or strings")
         if isinstance(key, int) and not 0 <= key <= INT32_MAX:
-            raise InvalidRequest("logit_bias", f"has the token id {shown(key)}; they are 0 to {INT32_MAX}")
+            raise InvalidRequest("logit_bias", f"contains the token id {shown(key)}; token ids are 0 to {INT32_MAX}")
         if isinstance(bias, bool) or not isinstance(bias, (int, float)) or not -100 <= bias <= 100:
             raise InvalidRequest("logit_bias", f"is {shown(bias)} for {shown(key)}; it must be from -100 to 100")
 
@@ -389,14 +396,14 @@ def _check_bias(params: SamplingParams) -> None:
 def _check_grammars(params: SamplingParams) -> None:
     given = [name for name in GRAMMARS if getattr(params, name) is not None]
     if len(given) > 1:
-        raise InvalidRequest(given[1], f"cannot be used together with {given[0]}: give only one grammar")
+        raise InvalidRequest(given[1], f"cannot be combined with {given[0]}: give only one grammar")
     for name in ("guided_regex", "grammar"):
         if getattr(params, name) is not None:
             instance(params, name, str, "a string")
     if params.guided_choice is not None:
         _set_tuple(params, "guided_choice", str, "a list of strings")
         if not params.guided_choice or "" in params.guided_choice:
-            raise InvalidRequest("guided_choice", "must have at least one string, and no empty string")
+            raise InvalidRequest("guided_choice", "must contain at least one string, and no empty strings")
     if params.json_schema is not None:
         text = _schema_text(params.json_schema)
         text = _compact_text(text) if params.compact_json else text
@@ -423,7 +430,7 @@ def _schema_text(schema: object) -> str:
     except (TypeError, ValueError) as error:
         if isinstance(error, InvalidRequest):
             raise
-        raise InvalidRequest("json_schema", f"is not JSON: {error}") from error
+        raise InvalidRequest("json_schema", f"is not valid JSON: {error}") from error
 
 
 @functools.lru_cache(maxsize=64)
@@ -439,7 +446,7 @@ def _compact_text(text: str) -> str:
 
 def _written_schema(schema: object) -> str:
     if not isinstance(schema, (dict, bool)):
-        raise InvalidRequest("json_schema", f"is {schema!r:.80}; a schema is an object, true or false")
+        raise InvalidRequest("json_schema", f"is {schema!r:.80}; a schema must be an object, true or false")
     return json.dumps(schema, allow_nan=False, ensure_ascii=False)
 
 

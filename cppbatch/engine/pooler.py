@@ -46,5 +46,5 @@ class Pooler:
 
 def _output(vector: npt.NDArray[np.float32]) -> SamplerOutput:
     if not np.isfinite(vector).all():
-        return SamplerOutput(error="the model's vector has numbers that are infinite or NaN")
+        return SamplerOutput(error="the model's vector contains infinite or NaN values")
     return SamplerOutput(embedding=vector.astype("<f4", copy=False).tobytes())

@@ -101,13 +101,13 @@ class DiskCounts:
     """Counters of the prefixes on disk, since the start of the engine."""
 
     hits: int = 0
-    """Sequences for which a prefix was read."""
+    """Sequences for which a prefix was read from disk."""
     hit_tokens: int = 0
-    """Prompt tokens that these could take."""
+    """Prompt tokens that these sequences could reuse."""
     read_bytes: int = 0
     written_bytes: int = 0
     damaged: int = 0
-    """Files that were damaged, or of another content than their name says; they are deleted."""
+    """Files that were damaged or did not match their name; they are deleted."""
     entries: int = 0
     """Prefixes on disk now that this engine can take."""
 

@@ -33,11 +33,11 @@ def check_projector(path: str, model_path: str) -> None:
         write_finding(verdict, _FINE)
     elif failure.crashed:
         raise ModelError(
-            f"{path} cannot be used: llama.cpp crashes with it ({failure.text}), as with one that lacks tensors. "
-            "Download it again, or take another projector of this model"
+            f"{path} cannot be used: llama.cpp crashes when loading it ({failure.text}), for example because of "
+            "missing tensors. Download it again, or use another projector for this model"
         )
     else:
-        log.info("%s was not tried: %s", path, failure.text)
+        log.info("could not check %s: %s", path, failure.text)
 
 
 def child_command(path: str, model_path: str) -> list[str]:

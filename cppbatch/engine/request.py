@@ -54,20 +54,22 @@ Modality = Literal["image", "audio"]
 
 
 class Media(msgspec.Struct, frozen=True, dict=True):
-    """A picture or a sound in a prompt.
+    """An image or audio clip in a prompt.
 
     Media("image", Path("cat.jpg").read_bytes())
     """
 
     kind: Modality
     data: bytes
-    """The file as it was sent: a picture as PNG, JPEG, WebP, GIF or BMP; a sound as WAV, MP3 or FLAC."""
+    """The contents of the file: PNG, JPEG, WebP, GIF or BMP for an image; WAV, MP3 or FLAC for audio."""
 
     def __post_init__(self) -> None:
         if self.kind not in get_args(Modality):
-            raise InvalidRequest("prompt", f"has a medium of kind {shown(self.kind)}; it must be image or audio")
+            raise InvalidRequest("prompt", f"has media of kind {shown(self.kind)}; it must be image or audio")
         if not isinstance(self.data, bytes):
-            raise InvalidRequest("prompt", f"has {shown(self.data)} as {self.kind}; give the bytes of a file")
+            raise InvalidRequest(
+                "prompt", f"has {shown(self.data)} as {self.kind} data; it must be the bytes of a file"
+            )
 
     @cached_property
     def digest(self) -> str:
@@ -76,7 +78,7 @@ class Media(msgspec.Struct, frozen=True, dict=True):
 
 
 class MediaPrompt(msgspec.Struct, frozen=True, tag=True):
-    """A text with pictures and sounds between its parts, for a model with a projector (`EngineConfig.mmproj`).
+    """Text with images and audio between its parts, for a model with a projector (`EngineConfig.mmproj`).
 
         MediaPrompt(["What is this? ", Media("image", data), "\n"])
 
@@ -88,7 +90,9 @@ class MediaPrompt(msgspec.Struct, frozen=True, tag=True):
 
     def __post_init__(self) -> None:
         if not isinstance(self.parts, list) or not all(isinstance(part, str | Media) for part in self.parts):
-            raise InvalidRequest("prompt", f"is {shown(self.parts)}; its parts must be a list of strings and `Media`")
+            raise InvalidRequest(
+                "prompt", f"is {shown(self.parts)}; its parts must be a list of strings and `Media` objects"
+            )
 
     @property
     def media(self) -> list[Media]:
@@ -102,7 +106,7 @@ class MediaPrompt(msgspec.Struct, frozen=True, tag=True):
 
 
 Prompt = str | list[int] | Pair | MediaPrompt
-"""A text; token ids, which are used unchanged; a pair of texts for a reranker; or a text with pictures and sounds."""
+"""A text; token ids, which are used unchanged; a pair of texts for a reranker; or text with images and audio."""
 
 _MAX_NAME = 1024  # characters
 _MAX_ADAPTERS = 1024
@@ -199,7 +203,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     def _check_lora(lora: object) -> None:
         """Checks types and ranges. The engine checks whether these adapters exist."""
         if not isinstance(lora, Mapping):
-            raise InvalidRequest("lora", f"is {shown(lora)}; it must be an object of adapters and scales")
+            raise InvalidRequest("lora", f"is {shown(lora)}; it must be an object that maps adapters to scales")
         if len(lora) > _MAX_ADAPTERS or any(isinstance(key, str) and len(key) > _MAX_NAME for key in lora):
             raise InvalidRequest(
                 "lora", f"has more than {_MAX_ADAPTERS} adapters, or a name of more than {_MAX_NAME} characters"
@@ -207,7 +211,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
         for key, scale in lora.items():
             if isinstance(key, bool) or not (isinstance(key, str) or (isinstance(key, int) and 0 <= key <= INT32_MAX)):
                 raise InvalidRequest(
-                    "lora", f"has the key {shown(key)}; keys are an adapter's name, or its number from 0"
+                    "lora", f"has the key {shown(key)}; a key must be the name of an adapter, or its number from 0"
                 )
             if isinstance(scale, bool) or not isinstance(scale, (int, float)) or not abs(scale) <= MOST_LORA_SCALE:
                 message = f"it must be from {-MOST_LORA_SCALE:g} to {MOST_LORA_SCALE:g}"
@@ -247,9 +251,9 @@ class RequestUsage(msgspec.Struct, frozen=True, kw_only=True):
 
     prompt_tokens: int
     n_media_tokens: int = 0
-    """Prompt tokens that are pictures or sound."""
+    """Image and audio tokens of the prompt."""
     n_audio_tokens: int = 0
-    """Those of them that are sound."""
+    """Audio tokens of the prompt."""
     cached_tokens: int = 0
     """Prompt tokens that were taken from the prefix cache."""
     prefilled_tokens: int = 0
@@ -261,7 +265,7 @@ class RequestUsage(msgspec.Struct, frozen=True, kw_only=True):
     accepted_tokens: int = 0
     """Draft tokens that were accepted: part of the completion tokens."""
     context_shifts: int = 0
-    """How often the context was full and tokens were dropped from it; from then on the text is not exact."""
+    """Number of context shifts; after a shift the output is approximate."""
     queue_seconds: float
     """From arrival to admission."""
     first_token_seconds: float
@@ -292,7 +296,7 @@ class TokenLogprob(msgspec.Struct, frozen=True, kw_only=True):
     logprob: float | None
     """None for the first token of a prompt, which the model does not predict."""
     top: list[tuple[int, bytes, float]] = []
-    """The likeliest tokens at this position, likeliest first: id, bytes, log-probability."""
+    """The most likely tokens at this position, most likely first: id, bytes, log-probability."""
     text_offset: int = 0
     """Characters of the text before this token, an echoed prompt included."""
 

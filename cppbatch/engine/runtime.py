@@ -160,8 +160,8 @@ def load_model(
     """
     if config.n_gpu_layers > 0 and not _on_gpu(config):
         log.warning(
-            "%s is %d, and this build of llama.cpp computes on the CPU only: all layers are on the CPU. "
-            "docs/gpu.md says how to build it for a GPU",
+            "%s is %d, but this build of llama.cpp is CPU-only: all layers run on the CPU. See docs/gpu.md for how to "
+            "build it for a GPU",
             named("n_gpu_layers"),
             config.n_gpu_layers,
         )
@@ -220,13 +220,18 @@ def open_runtime(
     if not _can_remove_drafts(model) or runtime.context.backend_sampling:
         if config.spec in NAMES:
             reason = (
-                "sampling on the GPU" if runtime.context.backend_sampling else "a model whose state cannot be set back"
+                "sampling on the GPU"
+                if runtime.context.backend_sampling
+                else "a model whose state cannot be rolled back"
             )
-            raise ModelError(f"{named('spec')} is '{config.spec}', and there are no drafts with {reason}; leave it out")
+            raise ModelError(
+                f"{named('spec')} is '{config.spec}', but drafts are not possible with {reason}; leave it out"
+            )
         return runtime
     if runtime.info.pooling:
         raise ModelError(
-            f"{named('draft_model')} is for models that generate text; {model.path} returns vectors. Leave it out"
+            f"{named('draft_model')} requires a model that generates text, but {model.path} returns vectors. Leave it "
+            "out"
         )
     row_draft, is_left_out = choose_row_draft(config)
     if is_left_out:
@@ -276,19 +281,20 @@ def _with_media(config: EngineConfig, model: Model, runtime: Runtime) -> Runtime
     """The runtime with the encoder of pictures and sounds. Raises `ModelError` for what cannot be computed with it."""
     if runtime.info.pooling:
         raise ModelError(
-            f"{named('mmproj')} is for models that generate text; {model.path.name} returns vectors. Leave it out"
+            f"{named('mmproj')} requires a model that generates text, but {model.path.name} returns vectors. Leave it "
+            "out"
         )
     if config.deterministic:
         raise ModelError(
-            f"{named('deterministic')} gives the same bits for text only: the vectors of a picture are computed in "
-            f"pieces of other sizes; leave out {named('mmproj')}, or this setting"
+            f"{named('deterministic')} works for text only, because image vectors are computed in pieces of varying "
+            f"size; leave out {named('mmproj')}, or this setting"
         )
     n_threads = max(1, (config.n_threads or available_threads()) // 2)
     encoder = open_encoder(config, model, n_threads)
     n_ubatch = runtime.context.n_ubatch
     if encoder.images_are_whole and (n := encoder.image_tokens()) > n_ubatch:
         raise ModelError(
-            f"a picture has {n} tokens, which this model computes at once, and {named('n_ubatch')} is {n_ubatch}; "
+            f"an image has {n} tokens, which this model must compute at once, but {named('n_ubatch')} is {n_ubatch}; "
             f"set it to {n}"
         )
     lent = nullcontext if runtime.threads is None else partial(runtime.threads.lent, n_threads)
@@ -328,7 +334,7 @@ def _open_runtime(
         is_enabled = context.enable_backend_sampling()
         if not is_enabled and config.sampling == "backend":
             raise LlamaError(
-                f"{named('sampling')} is 'backend', and llama.cpp cannot sample on this device; use 'host'"
+                f"{named('sampling')} is 'backend', but llama.cpp cannot sample on this device; use 'host'"
             )
     share = CACHED_SHARE if on_gpu else _CACHED_SHARE_ON_CPU
     info = _info(model, context, config, min_rows=min_rows)
@@ -384,7 +390,7 @@ def _sharing(config: EngineConfig, context: Context) -> Sharing:
 def _samples_one_row(context: Context) -> bool:
     """Whether the device samples: one row of each sequence, so that no draft can be verified."""
     if context.backend_sampling:
-        log.info("no drafts: the GPU samples one token of each sequence; %s host allows them", named("sampling"))
+        log.info("no drafts: the GPU samples one token per sequence; use %s host to enable drafts", named("sampling"))
     return context.backend_sampling is not None
 
 
@@ -400,7 +406,7 @@ def _can_remove_drafts(model: Model) -> bool:
     """Whether the last tokens of a sequence can be removed: those of wrong drafts."""
     if not model.is_recurrent or model.most_snapshots:
         return True
-    log.info("no drafts: the recurrent state of %s cannot be set back", model.path.name)
+    log.info("no drafts: the recurrent state of %s cannot be rolled back", model.path.name)
     return False
 
 
@@ -448,7 +454,7 @@ def make_context(config: EngineConfig, model: Model) -> Context:
     """Makes the context of an engine, and loads the adapters into the model. Raises `ModelError` or `LlamaError`."""
     if pooling := _pooling(config, model):
         if config.lora:
-            raise ModelError(f"{named('lora')} is for models that generate text; {model.path} returns vectors")
+            raise ModelError(f"{named('lora')} requires a model that generates text, but {model.path} returns vectors")
         return _pooled_context(config, model, pooling)
     for path, _ in config.lora[len(model.adapters) :]:
         model.add_adapter(path)
@@ -485,13 +491,13 @@ def _min_rows(context: Context, *, on_gpu: bool) -> int:
         )
     if context.model.is_recurrent:
         raise ModelError(
-            f"{named('deterministic')}: {name} has a recurrent state, whose sums depend on the batch; leave it out"
+            f"{named('deterministic')}: {name} has a recurrent state, whose results depend on the batch; leave it out"
         )
     found = least_rows_for_equal_bits(context)
     if found is None:
         raise ModelError(
-            f"{named('deterministic')}: the logits of {name} depend on the number of rows in a batch, as those of Q4_K "
-            "and Q2_K do. Most types work: `cppbatch models requantize FILE --type Q8_0 --lossy` makes such a file"
+            f"{named('deterministic')}: the logits of {name} depend on the number of rows in a batch, as with Q4_K and "
+            "Q2_K. Use a file with another type: `cppbatch models requantize FILE --type Q8_0 --lossy`"
         )
     return found
 
@@ -513,20 +519,21 @@ def _pooling(config: EngineConfig, model: Model) -> Pooling | None:
     """How the engine pools; None: it generates text. Raises `ModelError` for models that can do neither."""
     name = f"{model.path} ({model.description})"
     if not model.is_one_stack:
-        raise ModelError(f"{name} is an encoder-decoder or a diffusion model, which cannot run here. Use another kind")
+        raise ModelError(f"{name} is an encoder-decoder or diffusion model, which is not supported. Use another model")
     pooling = config.pooling or model.pooling
     if pooling is None and not model.can_generate:
         raise ModelError(
-            f"{name} embeds text, and its file does not say how its vectors are pooled. Its makers do: set "
-            f"{named('pooling')} to mean, cls or last, or to none for a vector of each token"
+            f"{name} is an embedding model, but its file does not specify the pooling. Check the model card and set "
+            f"{named('pooling')} to mean, cls or last, or to none for one vector per token"
         )
     if pooling and not model.can_embed:
         raise ModelError(
-            f"{name} can only generate text: llama.cpp returns no vectors of it; leave out {named('pooling')}"
+            f"{name} can only generate text: llama.cpp returns no vectors for it; leave out {named('pooling')}"
         )
     if pooling == "rank" and not model.can_rank:
         raise ModelError(
-            f"{name} has no classification head, so it is no reranker. Use another {named('pooling')}, or model"
+            f"{name} has no classification head, so it is not a reranker. Use another {named('pooling')}, or another "
+            "model"
         )
     return pooling
 

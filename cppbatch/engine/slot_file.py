@@ -107,9 +107,7 @@ def read_slot_file(path: Path) -> tuple[Tokens, npt.NDArray[np.uint8], Footer, i
     except OSError as error:
         raise InvalidRequest("filename", f"{path.name!r} cannot be read: {error.strerror}") from error
     except ValueError:
-        raise InvalidRequest(
-            "filename", f"{path.name!r} is no whole file of a slot of this program; save the slot again"
-        ) from None
+        raise InvalidRequest("filename", f"{path.name!r} is not a complete slot file; save the slot again") from None
 
 
 def parse_slot_file(data: npt.NDArray[np.uint8]) -> tuple[Tokens, npt.NDArray[np.uint8], Footer, int]:
@@ -118,7 +116,7 @@ def parse_slot_file(data: npt.NDArray[np.uint8]) -> tuple[Tokens, npt.NDArray[np
     tokens, state_at = _tokens(data)
     state = data[state_at : data.size - 8 - n_note]
     if _checksum(tokens, state, footer) != footer.checksum:
-        raise ValueError("the checksum is of another content")
+        raise ValueError("the checksum does not match")
     return tokens, state, footer, data.size
 
 
@@ -150,7 +148,7 @@ def read_slot_head(path: Path) -> tuple[Tokens, Footer, int]:
 def _footer(end: bytes, before_end: Callable[[int], bytes]) -> tuple[Footer, int]:
     """The footer and the bytes of its JSON. `end`: the last 8 bytes of the file; `before_end`: so many before these."""
     if len(end) != 8 or end[4:] != _FOOTER_MAGIC:
-        raise ValueError("there is no footer")
+        raise ValueError("the footer is missing")
     n_note = int(np.frombuffer(end[:4], np.uint32)[0])
     try:
         return msgspec.json.decode(before_end(n_note), type=Footer), n_note
@@ -161,7 +159,7 @@ def _footer(end: bytes, before_end: Callable[[int], bytes]) -> tuple[Footer, int
 def _tokens(data: npt.NDArray[np.uint8]) -> tuple[Tokens, int]:
     """The tokens at the beginning of a file, and where the state begins."""
     if data[:8].tobytes() != _MAGIC + np.uint32(_VERSION).tobytes():
-        raise ValueError("this is no file of a sequence")
+        raise ValueError("it is not a sequence file")
     n_words = _words(data, 8, 1)[0]
     words = _words(data, 12, n_words)
     packed = n_words >= 3 and words[0] == _PACKED

@@ -51,9 +51,9 @@ class Slots:
         try:
             found = self._kv.state_of_slot(slot)
         except OUT_OF_MEMORY as error:
-            raise InvalidRequest("id_slot", f"{slot}: its state cannot be saved: {error}") from error
+            raise InvalidRequest("id_slot", f"{slot}: cannot save its state: {error}") from error
         if found is None:
-            how = f"send a request with id_slot {slot}, and with 20 tokens or more"
+            how = f"send a request with id_slot {slot} and at least 20 tokens first"
             raise InvalidRequest("id_slot", f"slot {slot} has no cached prefix: {how}")
         cached, state = found
         cache_salt, adapters = cached.salt
@@ -81,11 +81,11 @@ class Slots:
         tokens, data, footer, n_bytes = read_slot_file(path)
         key = self._key
         if footer.digest != key.digest:
-            message = f"{path.name!r} is of another model, {footer.model!r}; this server has {key.model!r}"
+            message = f"{path.name!r} was saved for model {footer.model!r}; this server runs {key.model!r}"
             raise InvalidRequest("filename", message)
         if footer.cache_types != key.cache_types:
             theirs, ours = ("/".join(types) for types in (footer.cache_types, key.cache_types))
-            message = f"{path.name!r} has keys and values of types {theirs}; this server's are {ours} (-ctk, -ctv)"
+            message = f"{path.name!r} has KV cache types {theirs}; this server uses {ours} (-ctk, -ctv)"
             raise InvalidRequest("filename", message)
         adapters = key.adapter_set(footer.adapters)
         if adapters is None:
@@ -97,7 +97,7 @@ class Slots:
         """Makes it a cached prefix in host memory, of this slot. Raises `InvalidRequest` if it does not fit there."""
         salt = prefix.cache_salt, prefix.adapters
         if not self._kv.restore_slot(slot, prefix.tokens, salt, prefix.state):
-            message = f"has a state of {prefix.state.n_bytes:,} bytes, more than --prefix-cache-ram holds"
+            message = f"has a state of {prefix.state.n_bytes:,} bytes, which does not fit into --prefix-cache-ram"
             raise InvalidRequest("filename", message)
         return SlotReport(n_tokens=len(prefix.tokens), n_bytes=prefix.n_bytes)
 

@@ -98,7 +98,7 @@ class Trace:
             try:
                 self._file.write(line)
             except OSError as error:
-                log.error("the trace %s is cut off: %s", self._file.name, error.strerror)
+                log.error("the trace %s is incomplete: %s", self._file.name, error.strerror)
                 with contextlib.suppress(OSError):  # closing writes what is buffered
                     self._file.close()
 
@@ -113,6 +113,6 @@ def _new_file(path: Path) -> BinaryIO:
             continue
         except OSError as error:
             raise ConfigError(
-                f"{named('trace')}: {name} cannot be written: {error.strerror}. Name another file"
+                f"{named('trace')}: {name} cannot be written: {error.strerror}. Choose another file"
             ) from error
     raise AssertionError

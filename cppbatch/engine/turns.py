@@ -47,9 +47,9 @@ class Turns:
         """Raises `EngineClosed` in a forked process: llama.cpp's compute threads do not exist there."""
         if self.in_fork:
             raise EngineClosed(
-                f"the engine was loaded by process {self._process}, and this is process {os.getpid()}, a fork of it, "
-                "where llama.cpp's compute threads do not exist: load the engine after the fork, or run "
-                "`cppbatch serve` and send requests from all processes"
+                f"the engine was loaded in process {self._process}, but this is its fork, process {os.getpid()}, which "
+                "lacks llama.cpp's compute threads: load the engine after the fork, or run `cppbatch serve` and send "
+                "requests to it"
             )
 
     def run(self, work: Callable[[], Result]) -> Result:
@@ -97,8 +97,8 @@ class Turns:
         """Raises `RuntimeError` within a turn of this thread: it would wait for its own end."""
         if self._thread == threading.get_ident():
             raise RuntimeError(
-                "the engine is computing a step on this thread: a logits processor, a stopping criterion or another "
-                "function that it calls cannot generate with the same engine, or close its model"
+                "the engine is computing a step on this thread: a logits processor, stopping criterion or other "
+                "callback cannot use or close the same engine"
             )
 
     @contextmanager

@@ -49,7 +49,7 @@ FIRST_RETRY_S = 30.0
 _MAX_RETRY_S = 600.0
 _CLOCK_CHECK_S = 60.0  # the clock jumps when a machine wakes from sleep
 _MAX_RUNNING_BATCHES = 8  # each has a thread and open files
-_EXPIRED = "This request could not be answered before the completion window ended."
+_EXPIRED = "This request could not be executed before the completion window expired."
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ class ActiveBatch:
         try:
             journal = self._open_journal()
         except StorageError as error:  # `run` says it too, as long as it lasts
-            log.error("%s: its results so far cannot be read: %s", self.record.batch.id, error)
+            log.error("%s: cannot read its results so far: %s", self.record.batch.id, error)
             return
         journal.close()
         self._forget(journal)
@@ -188,11 +188,11 @@ class ActiveBatch:
             self._thread = _new_thread()
             if not resources.serves(self.record.batch.model):
                 names = (self.record.batch.id, self.record.batch.model)
-                log.warning("%s waits for its model %r, which this server does not have", *names)
+                log.warning("%s is waiting for its model %r, which this server does not serve", *names)
                 await _wait_forever()
             await self._with_retry(partial(self._run_requests, resources))
         except ConfigError as error:
-            log.error("%s has failed: its input file %s", self.record.batch.id, error)
+            log.error("%s failed: its input file %s", self.record.batch.id, error)
             self._add_input_error(error)
             return "failed"
         return "completed"
@@ -223,7 +223,7 @@ class ActiveBatch:
                 raise
             except Exception as error:
                 unexpected = None if isinstance(error, StorageError | EngineClosed) else error
-                log.error("%s pauses, next try in %g s: %s", self.record.batch.id, pause, error, exc_info=unexpected)
+                log.error("%s is paused; retrying in %g s: %s", self.record.batch.id, pause, error, exc_info=unexpected)
             await asyncio.sleep(pause)
             pause = min(2 * pause, _MAX_RETRY_S)
 
@@ -282,7 +282,7 @@ class ActiveBatch:
             log.error("%s starts over: %s", self.record.batch.id, error)
             results = map(self._data.content, (self.record.output_file_id, self.record.error_file_id))
             left = [self._folder] if self._folder.exists() and any(self._folder.iterdir()) else []
-            self._data.set_aside([*left, *results], f"are what is left of the results of {self.record.batch.id}")
+            self._data.set_aside([*left, *results], f"are leftover results of {self.record.batch.id}")
             self._journal = self._try_to_open_journal(is_begun=False)
         return self._journal
 
@@ -295,7 +295,7 @@ class ActiveBatch:
         ledger = Ledger(path)
         try:
             if is_begun and not ledger.is_begun:
-                raise LedgerLost(f"{path} has been replaced by a new one")
+                raise LedgerLost(f"{path} was replaced by a new file")
             return Journal(ledger, *self._result_paths())
         except BaseException:
             ledger.close()
@@ -333,7 +333,7 @@ class ActiveBatch:
             try:
                 await self._check_input()
             except ConfigError as error:
-                log.error("%s has failed: its input file %s", self.record.batch.id, error)
+                log.error("%s failed: its input file %s", self.record.batch.id, error)
                 self._add_input_error(error)
                 final_status = "failed"
         if final_status == "expired" or self._folder.exists():
@@ -353,7 +353,9 @@ class ActiveBatch:
                 until_stopped = takewhile(lambda _: not stop.is_set(), self._chunks())
                 reject_unanswered(until_stopped, journal, "batch_expired", _EXPIRED)
             except ConfigError as error:
-                log.error("%s: the error file lacks the unanswered requests: %s", self.record.batch.id, error)
+                log.error(
+                    "%s: could not write the unanswered requests to the error file: %s", self.record.batch.id, error
+                )
 
     async def _finalize(self) -> None:
         final_status = self.record.final_status

@@ -140,7 +140,7 @@ class BatchManager:
         """Resumes the open batches, and from now on runs new ones."""
         self._resources = resources
         for active in list(self._active.values()):
-            log.info("%s is resumed", active.batch.id)
+            log.info("%s resumes", active.batch.id)
             self._start_task(self._run(active, resources))
         self._start_task(self._delete_expired_files())
 
@@ -163,7 +163,7 @@ class BatchManager:
             try:
                 await self.data.delete_expired(int(time.time()))
             except StorageError as error:
-                log.error("expired files cannot be deleted: %s", error)
+                log.error("could not delete expired files: %s", error)
             await asyncio.sleep(_EXPIRY_CHECK_S)
 
     async def stop(self) -> None:

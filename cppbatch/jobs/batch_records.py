@@ -173,7 +173,7 @@ def completion_window_seconds(window: str) -> int:
     if not 0 < seconds <= _MAX_WINDOW_S:
         raise InvalidRequest(
             "completion_window",
-            f"is {window[:40]!r}; it must be a whole number with s, m, h or d, for example 24h, up to 366d",
+            f"is {window[:40]!r}; it must be an integer followed by s, m, h or d, for example 24h, up to 366d",
         )
     return seconds
 

@@ -141,7 +141,7 @@ class BatchStore:
         found = f"SELECT record FROM files WHERE id = ? AND {_VISIBLE}"
         if rows := self._db.execute(found, (file_id, viewer, viewer)):
             return msgspec.json.decode(rows[0][0], type=File)
-        raise NotFound("id", f"there is no file {file_id[:80]!r}")
+        raise NotFound("id", f"file {file_id[:80]!r} not found")
 
     def files(self, page: Page, purpose: str | None = None, viewer: str | None = None) -> tuple[list[File], bool]:
         """A page of files, optionally of one purpose, and whether there are more."""
@@ -153,7 +153,7 @@ class BatchStore:
         with self._db.transaction():
             self.file(file_id, viewer)
             if rows := self._db.execute("SELECT id FROM batches WHERE is_open AND input_file_id = ?", (file_id,)):
-                raise Conflict("id", f"{file_id} is the input of {rows[0][0]}, which has not ended: cancel it first")
+                raise Conflict("id", f"{file_id} is the input of {rows[0][0]}, which is still running: cancel it first")
             self._delete([(file_id,)])
 
     def _delete(self, ids: Sequence[tuple[str]]) -> None:
@@ -186,7 +186,7 @@ class BatchStore:
             found = f"SELECT purpose FROM files WHERE id = ? AND {_VISIBLE}"
             rows = self._db.execute(found, (batch.input_file_id, viewer, viewer))
             if not rows:
-                raise InvalidRequest("input_file_id", f"there is no file {batch.input_file_id[:80]!r}")
+                raise InvalidRequest("input_file_id", f"file {batch.input_file_id[:80]!r} not found")
             if rows[0][0] != "batch":
                 raise InvalidRequest(
                     "input_file_id",
@@ -202,7 +202,7 @@ class BatchStore:
         found = f"SELECT record FROM batches WHERE id = ? AND {_VISIBLE}"
         if rows := self._db.execute(found, (batch_id, viewer, viewer)):
             return msgspec.json.decode(rows[0][0], type=BatchRecord).batch
-        raise NotFound("id", f"there is no batch {batch_id[:80]!r}")
+        raise NotFound("id", f"batch {batch_id[:80]!r} not found")
 
     def batches(self, page: Page, viewer: str | None = None) -> tuple[list[Batch], bool]:
         """A page of batches, and whether there are more."""
@@ -236,7 +236,7 @@ class BatchStore:
             found = f"SELECT number FROM {table} WHERE id = ? AND {_VISIBLE}"
             rows = self._db.execute(found, (page.after, viewer, viewer))
             if not rows:
-                raise InvalidRequest("after", f"the list has no element {page.after[:80]!r}")
+                raise InvalidRequest("after", f"{page.after[:80]!r} is not in the list")
             where, values = f"{where} AND number {beyond} ?", [*values, rows[0][0]]
         listed = self._db.execute(
             f"SELECT record FROM {table} WHERE {where} ORDER BY number {order} LIMIT ?", [*values, page.limit + 1]

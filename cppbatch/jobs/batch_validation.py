@@ -45,7 +45,7 @@ def _wrong_endpoint(request: JobRequest, endpoint: str) -> RejectedLine:
     return RejectedLine(
         line=request.line,
         code="mismatched_endpoint",
-        message=f"url: is {request.url}, but the endpoint of this batch is {endpoint}",
+        message=f"url: is {request.url}; it must be the endpoint of the batch, {endpoint}",
         custom_id=request.custom_id,
         content_hash=request.content_hash,
     )

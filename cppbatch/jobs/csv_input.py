@@ -73,10 +73,10 @@ class CsvInput:
             if records.is_blank:
                 continue
             if len(row) < len(columns):
-                yield records.reject(f"has {len(row)} of the {len(columns)} fields that the first line names")
+                yield records.reject(f"has {len(row)} fields; the first line names {len(columns)} columns")
             elif any(row[len(columns) :]):
-                more = f"has {len(row)} fields, more than the {len(columns)} that the first line names"
-                yield records.reject(f"{more}: a text that contains {rows.dialect.delimiter!r} must be quoted")
+                more = f"has {len(row)} fields, more than the {len(columns)} columns named in the first line"
+                yield records.reject(f"{more}: quote values that contain {rows.dialect.delimiter!r}")
             else:
                 yield records.line, row[: len(columns)]
 
@@ -163,8 +163,8 @@ class _RecordReader:
             del self._record[1:]
         is_too_long = isinstance(error, _RecordTooLong)
         if is_too_long and not others:
-            return self.reject(f"is longer than {MAX_LINE_BYTES} bytes, the maximum length of a line", "line_too_long")
+            return self.reject(f"is longer than {MAX_LINE_BYTES} bytes, the maximum line length", "line_too_long")
         is_open = is_too_long or "end of data" in str(error)
-        problem = "a quote that begins here is not closed" if is_open else f"cannot be read as CSV: {error}"
+        problem = "a quote that starts here is not closed" if is_open else f"cannot be read as CSV: {error}"
         last = self._record[-1][0]
-        return self.reject(problem if last == self.line else f"{problem}; the lines up to {last} are skipped")
+        return self.reject(problem if last == self.line else f"{problem}; skipping the lines up to {last}")

@@ -68,8 +68,8 @@ class DataFolder:
         """Settles what a killed process left behind, and moves aside what is unknown."""
         if known.sizes and not any(self._is_there(file_id) for file_id in known.sizes):
             raise StorageError(
-                f"{self._files} has none of the {len(known.sizes)} files that {_DATABASE} lists: restore it from a "
-                "backup (is its disk mounted?), or use another folder"
+                f"{self._files} contains none of the {len(known.sizes)} files listed in {_DATABASE}: check that its "
+                "disk is mounted, restore it from a backup, or use another folder"
             )
         for subfolder in (self._incoming, self._files, self._batches):
             subfolder.mkdir(mode=_PRIVATE, exist_ok=True)
@@ -157,10 +157,10 @@ class DataFolder:
                 kept.append(f"{path} ({error.strerror})")
         if moved:
             fsync_folder(self.folder)
-            text = "%d files or folders that %s were moved to %s, nothing was deleted: %s"
+            text = "moved %d files or folders that %s to %s; nothing was deleted: %s"
             log.warning(text, len(moved), why, target, _first(moved))
         if kept:
-            log.warning("%d files or folders that %s stay where they are: %s", len(kept), why, _first(kept))
+            log.warning("left %d files or folders that %s in place: %s", len(kept), why, _first(kept))
 
     async def query(self, method: Callable[Concatenate[BatchStore, P], T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Calls a method of the `BatchStore` on its thread, for example `query(BatchStore.file, file_id)`."""
@@ -255,7 +255,7 @@ def open_data_folder(folder: Path) -> DataFolder:
     folder = folder.expanduser()
     with _storage_errors(folder):
         if folder.exists() and not folder.is_dir():
-            raise StorageError(f"{folder} is a file; the server's data needs a folder")
+            raise StorageError(f"{folder} is a file; give a folder for the server's data")
         folder.mkdir(parents=True, exist_ok=True)
         fsync_folder(folder.parent)
         contents = _contents(folder)
@@ -266,7 +266,7 @@ def open_data_folder(folder: Path) -> DataFolder:
     try:
         # An upload in `incoming` may be the very first one.
         if not store.was_used and (settled := [name for name in contents if name != _SUBFOLDERS[0]]):
-            raise _database_lost(folder, settled, f"{_DATABASE} has never had a row")
+            raise _database_lost(folder, settled, f"{_DATABASE} never contained any data")
         return DataFolder(folder, store)
     except BaseException:
         store.close()
@@ -282,8 +282,8 @@ def _contents(folder: Path) -> list[str]:
 def _database_lost(folder: Path, contents: Sequence[str], state: str) -> StorageError:
     names = " and ".join(map(repr, contents))
     return StorageError(
-        f"{folder} contains {names} but {state}: it is not a data folder, or its database is lost. "
-        f"Restore {_DATABASE} from a backup, use an empty folder, or move {names} away"
+        f"{folder} contains {names} but {state}: it is not a data folder, or its database was lost. Restore "
+        f"{_DATABASE} from a backup, use an empty folder, or move {names} away"
     )
 
 
@@ -302,7 +302,7 @@ def _check_upload(content: Path, size: int, sha256: str | None) -> None:
         with content.open("rb") as file:
             found = os.fstat(file.fileno()).st_size
             if found != size:
-                raise InputChanged(f"has {found} bytes instead of the {size} that were uploaded")
+                raise InputChanged(f"has {found} bytes instead of the uploaded {size}")
             # hashlib.file_digest: from Python 3.11
             digest = hashlib.sha256()
             while sha256 and (data := file.read(_READ_BYTES)):
@@ -310,7 +310,7 @@ def _check_upload(content: Path, size: int, sha256: str | None) -> None:
     except OSError as error:
         raise unreadable_file(content, error) from error
     if sha256 and digest.hexdigest() != sha256:
-        raise InputChanged("has other contents than those that were uploaded")
+        raise InputChanged("differs from the uploaded content")
 
 
 def _first(names: Sequence[str]) -> str:

@@ -38,7 +38,7 @@ class Kind(NamedTuple):
 
 _IN_USE = "is in use by another cppbatch: stop that process, or use another folder or output"
 _REASONS = {
-    "full": "cannot grow, the disk is full: free some space and start again; nothing that was written is lost",
+    "full": "cannot grow because the disk is full: free some space and restart; no data was lost",
     "readonly": "is read-only: make it and its folder writable",
     "read-only": "is read-only: make it and its folder writable",
     "unable to open": "cannot be opened: its folder must exist and be writable",
@@ -73,7 +73,7 @@ class Database:
                 version = self._checked_version(self._db)  # before anything is written to another program's file
                 if must_exist and not version:
                     raise StorageError(
-                        f"{path} has no tables, but its data is here: restore it from a backup, or use another folder"
+                        f"{path} has no tables, but its data exists: restore it from a backup, or use another folder"
                     )
                 self._check_integrity(self._db)
                 self._db.execute("PRAGMA journal_mode = WAL")
@@ -112,8 +112,8 @@ class Database:
             raise StorageError(f"{self.path} {_REASONS['not a database']} (its tables: {', '.join(sorted(tables))})")
         if version > len(migrations):
             raise StorageError(
-                f"{self.path} was written by a newer cppbatch (version {version}; this one knows {len(migrations)}): "
-                "update this one, or move the file away"
+                f"{self.path} was written by a newer cppbatch (format version {version}; this one supports "
+                f"{len(migrations)}): update cppbatch, or move the file away"
             )
         if missing := expected - tables:
             raise StorageError(f"{self.path} {_REASONS['malformed']} (no table {', '.join(sorted(missing))})")
@@ -154,7 +154,7 @@ class Database:
             # TRUNCATE: if a WAL stays and loses its end, SQLite reads its older pages, not the newer ones of the file.
             self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
         except sqlite3.Error as error:
-            log.warning("%s: no checkpoint, the next commit tries again: %s", self.path, error)
+            log.warning("%s: checkpoint failed, retrying after the next commit: %s", self.path, error)
         else:
             self._next_checkpoint = time.monotonic() + self._kind.checkpoint_s
 

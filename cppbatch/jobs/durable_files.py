@@ -34,8 +34,8 @@ class DurableFile:
         if found < size:
             self._file.close()
             raise StorageError(
-                f"{path} has {found} bytes, but {size} were written to it: another program changed it. "
-                "Restore the file, or start over with another output"
+                f"{path} has {found} bytes instead of the {size} written to it: another program changed it. Restore "
+                "the file, or start over with another output"
             )
 
     def _keep_lines(self) -> None:
@@ -50,7 +50,7 @@ class DurableFile:
             copy.flush()
             os.fsync(copy.fileno())
         if n_lines:
-            text = "%s: its last %d lines were not committed and are answered again; they are kept in %s"
+            text = "%s: its last %d lines were not committed and will be answered again; they were saved to %s"
             log.warning(text, self.path, n_lines, kept)
         elif not kept.stat().st_size:
             kept.unlink()
@@ -101,7 +101,7 @@ def storage_error(path: Path, error: OSError) -> StorageError:
     """The `StorageError` for an `OSError` at this path, with advice."""
     kind = StorageError
     if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-        kind, advice = DiskFull, "free some space and start again; nothing that was written is lost"
+        kind, advice = DiskFull, "free some space and restart; no data was lost"
     elif error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
         advice = "make it and its folder writable"
     elif error.errno in (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST):

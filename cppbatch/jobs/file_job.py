@@ -59,7 +59,8 @@ class FileJob(msgspec.Struct, frozen=True, kw_only=True):
         if self.output.suffix.lower() in _OTHER_FORMATS:
             better = self.output.with_suffix(".jsonl")
             raise ConfigError(
-                f"-o is {self.output}; results are written as JSON lines, CSV or Parquet: name it {better} or .csv"
+                f"-o is {self.output}; results are written as JSON Lines, CSV or Parquet: use {better}, or "
+                "the extension .csv"
             )
         if self.output.suffix.lower() in (".parquet", ".pq"):
             import_pyarrow()  # raises before anything runs
@@ -111,7 +112,7 @@ def open_job(
         _check_input(job)
         _remove(job, job.output, job.results, job.errors)
     elif job.ledger.exists() and not job.results.exists():
-        say(f"{job.results} is missing: the job starts over")
+        say(f"{job.results} is missing: starting over")
         _remove(job, *_previous_error_files(job))
     if not job.ledger.exists():
         _reject_existing_files(job)
@@ -148,7 +149,7 @@ def as_begun(job: FileJob, *, say: Callable[[str], None]) -> FileJob:
     if not other:
         return job
     shown = " and ".join(f"{name} {_json_or_unset(value)}" for name, value in sorted(other.items()))
-    say(f"the job was begun with {shown}, the default of an earlier version, and continues with it")
+    say(f"the job was started with {shown}, the default of an earlier version, and continues with it")
     kept = {name: other.get(name, value) for name, value in job.defaults.items()}
     return msgspec.structs.replace(
         job,
@@ -197,8 +198,8 @@ def _reject_existing_files(job: FileJob) -> None:
     for path in dict.fromkeys((job.output, job.results, job.errors)):
         if path.exists() and (not path.is_file() or path.stat().st_size):
             raise ConfigError(
-                f"{path} already exists, and there is no job to resume ({job.ledger.name} is missing): "
-                "choose another -o, or use --overwrite"
+                f"{path} already exists, but there is no job to resume ({job.ledger.name} is missing): choose another "
+                "-o, or use --overwrite"
             )
 
 
@@ -211,8 +212,8 @@ def _check_settings(job: FileJob, model: str, ledger: Ledger) -> None:
         if previous.get(name) != settings.get(name):
             same = f"-m {Path(model).with_name(previous['model'])}" if name == "model" else "the same settings"
             raise ConfigError(
-                f"{job.output} was started with {name} {_json_or_unset(previous.get(name))}, and now {name} is "
-                f"{_json_or_unset(settings.get(name))}: use {same} to resume, another -o, or --overwrite"
+                f"{job.output} was started with {name} {_json_or_unset(previous.get(name))}, but {name} is now "
+                f"{_json_or_unset(settings.get(name))}: use {same} to resume, choose another -o, or use --overwrite"
             )
 
 

@@ -42,7 +42,7 @@ class InputFormat(msgspec.Struct, frozen=True, kw_only=True):
     id_column: str | None = None
     """The column with the custom IDs; None: custom_id or id, if there is one."""
     only_prompts: bool = False
-    """Requests in OpenAI's form are rejected: their results are no row of a table."""
+    """Requests in OpenAI's format are rejected: their results are no row of a table."""
     endpoint: Endpoint = "completions"
     """The endpoint that plain prompts are sent to."""
     system: str | None = None
@@ -69,22 +69,22 @@ def detect_input_format(
     kind = _KINDS.get(path.suffix.lower())
     if kind is None:
         raise ConfigError(
-            f"{path}: the input's format follows from its extension; {path.suffix!r} is none of {', '.join(_KINDS)}"
+            f"{path}: unknown input format {path.suffix!r}; the extension must be one of {', '.join(_KINDS)}"
         )
     if template is not None:
         fields = PromptTemplate(template).fields
         if column is not None:
-            raise ConfigError("--column and --template both say what the prompts are: give one of them")
+            raise ConfigError("--column and --template cannot be combined; give only one of them")
         if kind == "txt" and fields != ("prompt",):
-            raise ConfigError(f"{path}: has no columns; in --template {{prompt}} stands for a line of it")
+            raise ConfigError(f"{path}: has no columns; in --template, use {{prompt}} for the line")
     elif kind in _TABLES:
         column = "prompt" if column is None else column
     elif column is not None:
-        raise ConfigError(f"{path}: has no columns, so --column {column!r} does not apply; only CSV and Parquet have")
+        raise ConfigError(f"{path}: has no columns, so --column {column!r} does not apply; it is for CSV and Parquet")
     if id_column is not None and kind == "txt":
         raise ConfigError(f"{path}: has no columns, so --id-column {id_column!r} does not apply")
     if system is not None and endpoint != "chat":
-        raise ConfigError(f"--system needs --endpoint chat; the endpoint here is {endpoint}")
+        raise ConfigError(f"--system requires --endpoint chat; the endpoint is {endpoint}")
     return InputFormat(
         path=path,
         kind=kind,
@@ -119,7 +119,7 @@ def table_columns(input_format: InputFormat, names: Sequence[str]) -> TableColum
         if column not in names:
             known = ", ".join(repr(name[: 2 * _MAX_COLUMNS_SHOWN]) for name in names[:_MAX_COLUMNS_SHOWN])
             more = f" and {len(names) - _MAX_COLUMNS_SHOWN} more" if len(names) > _MAX_COLUMNS_SHOWN else ""
-            raise ConfigError(f"{path}: has no column {column!r}; there are {known}{more} ({flag})")
+            raise ConfigError(f"{path}: column {column!r} not found; available: {known}{more} ({flag})")
     others = (name for name in ("custom_id", "id") if name in names and (template is not None or name not in prompt))
     custom_id = id_column or next(others, None)
     for used in (*prompt, *filter(None, [custom_id])):

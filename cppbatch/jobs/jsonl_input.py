@@ -49,7 +49,7 @@ class LineInput:
         for number, raw in self._lines:
             line = raw.rstrip(b"\r\n")
             if len(line) > MAX_LINE_BYTES:
-                message = f"is longer than {MAX_LINE_BYTES} bytes, the maximum length of a line"
+                message = f"is longer than {MAX_LINE_BYTES} bytes, the maximum line length"
                 yield RejectedLine(line=number, code="line_too_long", message=message, content_hash=hash64(line))
             elif line and not line.isspace():
                 yield parse(number, line, builder)
@@ -75,7 +75,7 @@ def parse_json_line(number: int, line: bytes, builder: RequestBuilder) -> JobReq
         record = _decoded(line)
         is_plain = builder.has_template or ("body" not in record and "url" not in record)
         if builder.only_prompts and not is_plain:
-            message = "is a request in OpenAI's form, whose result is no row of a table: name the output .jsonl"
+            message = "is a request in OpenAI's formatat, whose result cannot be a table row: use a .jsonl output"
             raise LineError("invalid_line", message)
         if is_plain:
             custom_id = _plain_custom_id(record, number, builder.id_column)
@@ -113,24 +113,24 @@ def _decode_failure(line: bytes, error: Exception) -> str:
         return describe_non_text(line)
     if "\0" in text:
         return describe_non_text(line)
-    return f"is not JSON: {error}: {short_repr(text)}"
+    return f"is not valid JSON: {error}: {short_repr(text)}"
 
 
 def _custom_id(record: Json) -> str:
     if "custom_id" not in record:
-        raise LineError("missing_custom_id", "custom_id: is missing; it identifies the result")
+        raise LineError("missing_custom_id", "custom_id: is required; it identifies the result")
     return check_custom_id("custom_id", record["custom_id"])
 
 
 def _request(record: Json, builder: RequestBuilder) -> tuple[str, Json]:
     method = record.get("method", "POST")
     if not isinstance(method, str) or method.upper() != "POST":
-        raise LineError("invalid_method", f"method: {short_repr(method)} must be POST")
+        raise LineError("invalid_method", f"method: is {short_repr(method)}; it must be POST")
     if "url" not in record:
-        raise LineError("invalid_url", "url: is missing")
+        raise LineError("invalid_url", "url: is required")
     url = builder.check_url(record["url"])
     if "body" not in record:
-        raise LineError("missing_body", "body: is missing; it is the request body for the endpoint")
+        raise LineError("missing_body", "body: is required; it is the request body for the endpoint")
     body = record["body"]
     if not isinstance(body, dict):
         raise LineError("invalid_body", f"body: {short_repr(body)} is not an object")
@@ -140,7 +140,7 @@ def _request(record: Json, builder: RequestBuilder) -> tuple[str, Json]:
 def _plain_custom_id(record: Json, number: int, id_column: str | None) -> str:
     """Plain lines may have an integer ID, as rows of data sets do."""
     if id_column is not None and record.get(id_column) is None:
-        raise LineError("missing_custom_id", f"{id_column}: is missing; it identifies the result (--id-column)")
+        raise LineError("missing_custom_id", f"{id_column}: is required; it identifies the result (--id-column)")
     for field in ("custom_id", "id") if id_column is None else (id_column,):
         value = record.get(field)
         if value is not None:

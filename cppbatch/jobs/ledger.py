@@ -113,8 +113,8 @@ class Ledger:
             content_hash, state = known.get(entry.line, (entry.content_hash, LineState.OPEN))
             if state == LineState.COMPLETED and content_hash != entry.content_hash:
                 raise StorageError(
-                    f"line {entry.line} of the input has changed since its result was written: "
-                    "write the results of the new input to another file"
+                    f"line {entry.line} of the input has changed since its result was written: choose another output "
+                    "file for the new input"
                 )
             if state != LineState.OPEN:
                 continue
@@ -136,7 +136,7 @@ class Ledger:
         return RejectedLine(
             line=request.line,
             code="duplicate_id",
-            message=f"line {line} has the custom_id {request.custom_id!r} too; each line needs a unique one",
+            message=f"line {line} has the same custom_id {request.custom_id!r}; each custom_id must be unique",
             custom_id=request.custom_id,
             content_hash=request.content_hash,
         )

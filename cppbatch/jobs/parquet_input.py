@@ -95,7 +95,7 @@ class ParquetInput:
         for column, content in contents.items():
             kind = schema.field(column).type
             if not _is_text(types, kind) and not (content == "custom IDs" and types.is_integer(kind)):
-                raise ConfigError(f"{self._format.path}: column {column!r} for {content} is not text but {kind}")
+                raise ConfigError(f"{self._format.path}: column {column!r} for {content} must be text, but is {kind}")
         return wanted
 
     def _batch_rows(self) -> int:
@@ -111,7 +111,7 @@ class ParquetInput:
     def _invalid_file(self, error: object) -> ConfigError:
         where = f" after {self._rows_read} rows" if self._rows_read else ""
         reason = " ".join(str(error).split())
-        return ConfigError(f"{self._format.path}: is not a readable Parquet file{where}: {reason}")
+        return ConfigError(f"{self._format.path}: cannot be read as Parquet{where}: {reason}")
 
 
 def import_pyarrow() -> tuple[Any, Any]:
@@ -120,7 +120,7 @@ def import_pyarrow() -> tuple[Any, Any]:
         import pyarrow
         import pyarrow.parquet
     except ImportError:
-        raise ConfigError("Parquet files need pyarrow: pip install 'cppbatch[parquet]'") from None
+        raise ConfigError("Parquet files require pyarrow: pip install 'cppbatch[parquet]'") from None
     return pyarrow, pyarrow.parquet
 
 

@@ -24,13 +24,13 @@ class PromptTemplate:
             raise _invalid(source, str(error)) from None
         for _, name, spec, conversion in self._parts:
             if name == "":
-                raise _invalid(source, "{} names no column")
+                raise _invalid(source, "{} does not name a column")
             if spec or conversion:
-                raise _invalid(source, f"{{{name}}} is followed by a format")
+                raise _invalid(source, f"{{{name}}} has a format specification, which is not supported")
         self.fields = tuple(dict.fromkeys(name for _, name, _, _ in self._parts if name is not None))
         """The columns that it names, in their order."""
         if not self.fields:
-            raise _invalid(source, "it names no column")
+            raise _invalid(source, "it does not name a column")
 
     def render(self, values: Mapping[str, object]) -> str:
         """The prompt of a row. Raises `MissingField`."""
@@ -41,7 +41,7 @@ class PromptTemplate:
     def _text(self, name: str, values: Mapping[str, object]) -> str:
         if (value := values.get(name)) is None:
             have = ", ".join(repr(column)[:40] for column in list(values)[:8])
-            problem = "is null" if name in values else f"does not exist; there are {have}"
+            problem = "is null" if name in values else f"does not exist; available: {have}"
             raise MissingField(f"{name!r} {problem}")
         return field_text(value)
 
@@ -60,6 +60,6 @@ def field_text(value: object) -> str:
 
 def _invalid(source: str, problem: str) -> ConfigError:
     return ConfigError(
-        f"--template is {source!r:.200}: {problem}. Write the name of a column in braces, like {{text}}, and double "
-        "all other braces"
+        f"--template is {source!r:.200}: {problem}. Write column names in braces, like {{text}}, and double all other "
+        "braces"
     )

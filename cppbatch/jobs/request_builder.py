@@ -42,7 +42,7 @@ class RequestBuilder:
 
     @property
     def only_prompts(self) -> bool:
-        """Whether requests in OpenAI's form are rejected."""
+        """Whether requests in OpenAI's format are rejected."""
         return self._format.only_prompts
 
     @property
@@ -77,8 +77,7 @@ class RequestBuilder:
             return url
         raise LineError(
             "invalid_url",
-            f"url: {short_repr(url)} is not an endpoint of batch jobs; "
-            f"it must be one of {', '.join(sorted(self._urls))}",
+            f"url: {short_repr(url)} is not supported in batch jobs; it must be one of {', '.join(sorted(self._urls))}",
         )
 
     def url_and_body(self, prompt: str, extra_fields: Json) -> tuple[str, Json]:

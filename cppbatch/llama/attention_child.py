@@ -121,7 +121,7 @@ def _fastest(lib: ctypes.CDLL, device: int, graphs: list[_Graph]) -> dict[_Case,
         for case, handle, scale in graphs:
             began = thread_time()
             if lib.ggml_backend_graph_compute(device, handle):
-                raise LlamaError("the CPU cannot compute attention")
+                raise LlamaError("the CPU backend cannot compute attention")
             best[case] = min(best[case], (thread_time() - began) * scale)
     return best
 
@@ -131,7 +131,7 @@ def _bench(lib: ctypes.CDLL, device: int, task: AttentionTask) -> Iterator[_Benc
     with Backend.get().errors():
         arena = lib.ggml_backend_alloc_buffer(device, _ARENA)
     if not arena:
-        raise LlamaError(f"no memory free to time attention in: {_ARENA} bytes")
+        raise LlamaError(f"not enough memory to time attention: {_ARENA} bytes needed")
     lib.ggml_backend_buffer_clear(arena, 0)
     try:
         yield _Bench(lib, device, arena, task)

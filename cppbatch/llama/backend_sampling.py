@@ -70,7 +70,7 @@ class BackendSampling:
         # A negative index counts outputs from the end, wherever they are in the batch.
         for row in rows:
             if C.llama_get_sampled_candidates_count_ith(handle, row - n_outputs) != self.n_candidates:
-                raise LlamaError("llama.cpp has found no candidates on the device")
+                raise LlamaError("llama.cpp found no candidates on the device")
         ids = self._rows(C.llama_get_sampled_candidates_ith(handle, first), rows, np.int32)
         logits = self._rows(C.llama_get_sampled_logits_ith(handle, first), rows, np.float32)
         return ids.astype(np.int64), logits

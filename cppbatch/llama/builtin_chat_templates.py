@@ -28,14 +28,14 @@ def apply_builtin_template(name: str, messages: Sequence[tuple[str, str]], add_g
     pairs = [(role.encode(errors="replace"), text.encode(errors="replace")) for role, text in messages]
     for i, pair in enumerate(pairs):
         if any(b"\0" in part for part in pair):
-            raise InvalidRequest(f"messages[{i}]", "has a null character, which this chat template cannot write")
+            raise InvalidRequest(f"messages[{i}]", "contains a null character, which this chat template cannot render")
     chat = (C.llama_chat_message * len(pairs))(*pairs)
     size = 0
     while True:  # the first call returns how many bytes the prompt has
         buffer = ctypes.create_string_buffer(size)
         needed = C.llama_chat_apply_template(name.encode(), chat, len(pairs), add_generation_prompt, buffer, size)
         if needed < 0:
-            raise LlamaError(f"llama.cpp has no chat template {name!r}")
+            raise LlamaError(f"unknown llama.cpp chat template {name!r}")
         if needed <= size:
             return buffer.raw[:needed].decode(errors="replace")
         size = needed

@@ -114,7 +114,7 @@ class Context:
         if self._memory is None and pooling is None:
             self.close()
             raise LlamaError(
-                f"{model.description} has no memory to write text with; it can only embed ({named('pooling')})"
+                f"{model.description} has no KV cache, so it cannot generate text, only embeddings ({named('pooling')})"
             )
 
     def reopen(self, *, n_ctx: int, kv_unified: bool, flash_attn: FlashAttention = "auto") -> None:
@@ -140,8 +140,8 @@ class Context:
             step = "n_batch" if self.is_pooled else "n_ubatch"
             smaller = f"{named('n_ctx')}, {named(step)} or {named('n_parallel')}"
             raise LlamaError(
-                f"a context of {n_ctx} cells for {self.n_seq_max} sequences cannot be made: "
-                f"{lines[-1] if lines else 'llama.cpp gives no reason'}. Less memory: lower {smaller}"
+                f"cannot create a context of {n_ctx} cells for {self.n_seq_max} sequences: "
+                f"{lines[-1] if lines else 'llama.cpp gave no reason'}. To use less memory, lower {smaller}"
             )
         self.kv_unified = kv_unified
         self.n_ctx: int = C.llama_n_ctx(self._handle)
@@ -211,7 +211,7 @@ class Context:
         known = self.model.adapters
         for i, _ in adapters:
             if not 0 <= i < len(known):
-                raise OutOfRange(f"adapter {i} was asked for; the model has {len(known)}")
+                raise OutOfRange(f"adapter {i} was requested; the model has {len(known)}")
         handles, scales = [known[i] for i, _ in adapters], [scale for _, scale in adapters]
         C.llama_set_adapters_lora(self.handle, *adapter_arguments(handles, scales))
         self._adapters = adapters
@@ -231,7 +231,9 @@ class Context:
             self.decode(batch)
             return
         if batch.n_tokens > self.n_ubatch:
-            raise OutOfRange(f"{batch.n_tokens} vectors see each other; a ubatch has {self.n_ubatch}")
+            raise OutOfRange(
+                f"{batch.n_tokens} vectors attend to each other and must be in one ubatch, which holds {self.n_ubatch}"
+            )
         C.llama_set_causal_attn(self.handle, False)
         try:
             self.decode(batch)
@@ -264,7 +266,7 @@ class Context:
         if code == 1:
             raise CacheFull(f"no free KV cells for {struct.n_tokens} tokens among {self.n_ctx}")
         if code:
-            raise DecodeFailed(code, _DECODE_ERRORS.get(code, "a fatal error in the computation"))
+            raise DecodeFailed(code, _DECODE_ERRORS.get(code, "fatal error during computation"))
         C.llama_synchronize(self.handle)
         self._n_decoded = struct.n_tokens
 
@@ -309,7 +311,7 @@ class Context:
         if self.model.no_alloc:
             raise OutOfRange(f"{self.model.path.name} was loaded with no_alloc: there are no weights to compute with")
         if not 1 <= n <= self.n_batch:
-            raise OutOfRange(f"a batch has {n} tokens; it must have 1 to {self.n_batch}")
+            raise OutOfRange(f"the batch has {n} tokens; it must have 1 to {self.n_batch}")
         limits = [(batch.seq_ids[:n], self.n_seq_max, "seq_id")]
         if not isinstance(batch, EmbeddingBatch):
             limits.append((batch.tokens[:n], self._n_vocab, "token id"))
@@ -318,7 +320,7 @@ class Context:
             if (given, batch.n_dimensions) != (wanted, self.model.n_dimensions):
                 form = f"{wanted} numbers with {self.model.n_dimensions} positions"
                 raise OutOfRange(
-                    f"vectors of {given} numbers with {batch.n_dimensions} positions; the model takes {form}"
+                    f"vectors of {given} numbers with {batch.n_dimensions} positions; the model requires {form}"
                 )
         for array, limit, name in (*limits, (batch.positions[: n * batch.n_dimensions], self._n_positions, "position")):
             low, high = int(array.min()), int(array.max())
@@ -333,12 +335,12 @@ class Context:
         """
         handle = self.handle
         if not 0 < n_outputs <= self._n_outputs:
-            raise OutOfRange(f"{n_outputs} rows of logits were asked for; the last decode gave {self._n_outputs}")
+            raise OutOfRange(f"{n_outputs} rows of logits were requested; the last decode produced {self._n_outputs}")
         if self._part_logits is not None:
             return self._part_logits[:n_outputs]
         address = ctypes.cast(C.llama_get_logits(handle), ctypes.c_void_p).value
         if not address:
-            raise LlamaError("llama.cpp gives no logits for this model")
+            raise LlamaError("llama.cpp returns no logits for this model")
         if self._logits_key != (address, n_outputs):
             buffer = (ctypes.c_float * (n_outputs * self._n_vocab)).from_address(address)
             self._logits = np.ctypeslib.as_array(buffer).reshape(n_outputs, self._n_vocab)
@@ -368,21 +370,21 @@ class Context:
         if self._part_hidden is not None:
             return self._part_hidden[:n]
         if not (self.gives_hidden_rows and 0 < n <= self._n_decoded):
-            raise OutOfRange(f"{n} hidden rows were asked for; the last decode gave {self._n_decoded} at most")
+            raise OutOfRange(f"{n} hidden rows were requested; the last decode produced at most {self._n_decoded}")
         if self._row_layers:
             rows = [layer_rows().get_rows(self.handle, layer) for layer in self._row_layers]
             n_embd = C.llama_model_n_embd(self.model.handle)
             return np.concatenate([np.ctypeslib.as_array(each, (n, n_embd)) for each in rows], axis=1)
         address = nextn().llama_get_embeddings_nextn(self.handle)
         if not address:
-            raise LlamaError("llama.cpp gives no hidden rows for this model")
+            raise LlamaError("llama.cpp returns no hidden rows for this model")
         return np.ctypeslib.as_array(address, (n, self.model.n_embd))
 
     def embedding(self, seq_id: int) -> npt.NDArray[np.float32]:
         """A copy of the vector of a sequence of the last decode, float32[n_embd] (a reranker: float32[n_scores])."""
         vector = C.llama_get_embeddings_seq(self.handle, self._native(seq_id))
         if not vector or not self._n_embd:
-            raise LlamaError(f"the last decode gave no vector for sequence {seq_id}")
+            raise LlamaError(f"the last decode produced no vector for sequence {seq_id}")
         row: npt.NDArray[np.float32] = np.ctypeslib.as_array(vector, (self._n_embd,)).copy()
         return row
 
@@ -393,7 +395,7 @@ class Context:
         """
         address = C.llama_get_embeddings(self.handle)
         if not address or not self._n_embd or not 0 < n_outputs <= self._n_outputs:
-            raise LlamaError(f"the last decode gave no vectors for {n_outputs} tokens")
+            raise LlamaError(f"the last decode did not produce vectors for {n_outputs} tokens")
         return np.ctypeslib.as_array(address, (n_outputs, self._n_embd))
 
     def enable_backend_sampling(self, n: int | None = None) -> bool:
@@ -479,7 +481,7 @@ class Context:
         """
         native = self._native(source), self._native(target)
         if (self._is_recurrent or not self.kv_unified) and (start > 0 or stop >= 0):
-            raise OutOfRange(f"positions {start} to {stop} were asked for; here only whole sequences can be copied")
+            raise OutOfRange(f"positions {start} to {stop} were requested; this layout can only copy whole sequences")
         if self._rollback.is_pending(source):
             self.restore_sequence(target, self.save_sequence(source))
             return
@@ -496,9 +498,11 @@ class Context:
         """
         native = self._native(source), self._native(target)
         if self._is_recurrent or self._n_swa or not self.kv_unified:
-            raise OutOfRange("sequences share cells only in the unified layout of models whose memory is all cells")
+            raise OutOfRange(
+                "sequences can share cells only in the unified layout, and only if all memory of the model is KV cells"
+            )
         if not 0 < n <= 1 + min(self.last_position(source), self.last_position(target)):
-            raise OutOfRange(f"{n} positions were asked for; one of the sequences has fewer")
+            raise OutOfRange(f"{n} positions were requested; one of the sequences has fewer")
         C.llama_memory_seq_rm(self._open_memory(), native[1], 0, n)
         C.llama_memory_seq_cp(self._open_memory(), *native, 0, n)
 
@@ -557,7 +561,7 @@ class Context:
         which it does in the next decode. The sequence is empty then.
         """
         if state.model_key != self._model_key:
-            raise OutOfRange(f"this state is of {state.model_key}; this context is of {self._model_key}")
+            raise OutOfRange(f"the state belongs to {state.model_key}; the context belongs to {self._model_key}")
         self.remove(seq_id)
         if state.n_tokens == 0:
             return
@@ -584,16 +588,16 @@ class Context:
         """
         native = self._native(seq_id)
         if part.model_key != self._model_key:
-            raise OutOfRange(f"this part is of {part.model_key}; this context is of {self._model_key}")
+            raise OutOfRange(f"the part belongs to {part.model_key}; the context belongs to {self._model_key}")
         n = part.n_tokens
         restored = self._set_state(seq_id, part, _PART)
         if not (restored and C.llama_memory_seq_rm(self._open_memory(), native, n, -1)):
             self.remove(seq_id)
-            raise LlamaError(f"sequence {seq_id} cannot be set back to its first {n} tokens")
+            raise LlamaError(f"sequence {seq_id} cannot be truncated to its first {n} tokens")
         if self.last_position(seq_id) != n - 1:
             n_had = self.last_position(seq_id) + 1
             self.remove(seq_id)
-            raise OutOfRange(f"sequence {seq_id} has {n_had} tokens, and was to be set back to {n}")
+            raise OutOfRange(f"sequence {seq_id} has {n_had} tokens and cannot be truncated to {n}")
 
     def first_cut(self, seq_id: int) -> int:
         """The fewest positions to which `cut` can truncate a sequence now: their window still has all of its cells.
@@ -610,7 +614,7 @@ class Context:
         """Truncates a sequence to its first `n` positions. Raises `LlamaError` below `first_cut`; it is empty then."""
         if n < self.first_cut(seq_id):
             self.remove(seq_id)
-            raise LlamaError(f"the window of sequence {seq_id} has not all cells before position {n} any more")
+            raise LlamaError(f"the window of sequence {seq_id} no longer has all cells before position {n}")
         self._rollback.moved()
         C.llama_memory_seq_rm(self._open_memory(), self._native(seq_id), n, -1)
 
@@ -618,7 +622,7 @@ class Context:
         """Makes an empty sequence hold the first `n` positions of `source`: the same cells in the unified layout, else
         a copy. Raises `LlamaError` below the `first_cut` of `source`. Unified: returns the part."""
         if n < self.first_cut(source):
-            raise LlamaError(f"the window of sequence {source} has not all cells before position {n} any more")
+            raise LlamaError(f"the window of sequence {source} no longer has all cells before position {n}")
         if not self.kv_unified:
             self.copy(source, target)
             self.cut(target, n)
@@ -634,7 +638,7 @@ class Context:
         What cannot be shared comes from `part`. For the unified layout; raises as `restore_part` does.
         """
         if not self.shares_cells:
-            raise OutOfRange("sequences share cells only in the unified layout, and not those of this architecture")
+            raise OutOfRange("sequences can share cells only in the unified layout, and not with this architecture")
         native = self._native(source), self._native(target)
         C.llama_memory_seq_cp(self._open_memory(), *native, 0, part.n_tokens)
         self.restore_part(target, part)
@@ -642,7 +646,7 @@ class Context:
     def _set_state(self, seq_id: int, state: SequenceState, flags: int) -> bool:
         if seq_id in self._copy_sources | self._copy_targets:
             self.remove(seq_id)
-            raise LlamaError(f"the cells of sequence {seq_id} are copied in the next decode, not before")
+            raise LlamaError(f"the cells of sequence {seq_id} are only copied in the next decode")
         data = state.for_context(self._n_streams, self._flash_attn)
         self._rollback.moved()
         n = C.llama_state_seq_set_data_ext(self.handle, _bytes_pointer(data), data.size, self._native(seq_id), flags)

@@ -53,7 +53,10 @@ def _seconds(device: str, weight_type: str, shape: tuple[int, int], n_rows: int,
         with Backend.get().errors():
             buffer = lib.ggml_backend_alloc_ctx_tensors(context, backend)
         if not buffer:
-            raise LlamaError(f"{device} has no memory free to be measured in: {math.prod(shape) * _F32_BYTES} bytes")
+            raise LlamaError(
+                f"{device} does not have enough free memory for the measurement: "
+                f"{math.prod(shape) * _F32_BYTES} bytes needed"
+            )
         try:
             lib.ggml_backend_buffer_clear(buffer, 0)
             return min(_runs(lib, backend, graph)) / _NODES
@@ -66,6 +69,6 @@ def _runs(lib: ctypes.CDLL, backend: int, graph: int) -> list[float]:
     while len(seconds) < _MIN_RUNS or (len(seconds) < _MAX_RUNS and sum(seconds) < _MAX_SECONDS):
         began = perf_counter()
         if lib.ggml_backend_graph_compute(backend, graph):  # waits for the end
-            raise LlamaError("the device cannot compute a product of matrices")
+            raise LlamaError("the device cannot compute matrix products")
         seconds.append(perf_counter() - began)
     return seconds

@@ -24,7 +24,7 @@ def open_device(lib: ctypes.CDLL, device: str, n_threads: int) -> Iterator[int]:
     handles = [lib.ggml_backend_dev_get(i) for i in range(lib.ggml_backend_dev_count())]
     named = {lib.ggml_backend_dev_name(handle).decode(): handle for handle in handles}
     if device not in named:
-        raise LlamaError(f"there is no device {device!r}; llama.cpp sees {', '.join(named)}")
+        raise LlamaError(f"device {device!r} not found; available: {', '.join(named)}")
     backend = lib.ggml_backend_dev_init(named[device], None)
     registry = lib.ggml_backend_dev_backend_reg(named[device])
     if address := lib.ggml_backend_reg_get_proc_address(registry, b"ggml_backend_set_n_threads"):

@@ -49,16 +49,16 @@ def check_metadata(path: Path) -> None:
     for key, value in numbers.items():
         _, _, name = key.partition(".")
         if name == "block_count" and not 1 <= value <= _MAX_LAYERS:
-            wanted = f"there must be from 1 to {_MAX_LAYERS} layers"
+            wanted = f"it must be from 1 to {_MAX_LAYERS} layers"
         elif name == "context_length" and not 1 <= value <= _MAX_CONTEXT:
             wanted = f"it must be from 1 to {_MAX_CONTEXT} tokens"
         elif name.endswith("_epsilon") and not 0 <= value < math.inf:
-            wanted = "it must be a number from 0"
+            wanted = "it must be 0 or more"
         elif name.endswith("rope.freq_base") and not 0 < value < math.inf:
-            wanted = "it must be a number above 0"
+            wanted = "it must be above 0"
         else:
             continue
-        raise ModelError(f"{path} is broken: {key} is {value}; {wanted}. Download it again")
+        raise ModelError(f"{path} is damaged: {key} is {value}; {wanted}. Download it again")
 
 
 def architecture_of(path: Path) -> str | None:

@@ -73,16 +73,18 @@ def _load() -> Any:
         RuntimeError,
         AttributeError,
     ) as error:  # the shared library is missing, of another platform, or too old
-        raise LibraryError(f"llama.cpp's library does not load ({error}). Rebuild it with:\n  {REINSTALL}") from error
+        raise LibraryError(
+            f"llama.cpp's library could not be loaded ({error}). Rebuild it with:\n  {REINSTALL}"
+        ) from error
     if llama_cpp.__version__ != PINNED_VERSION:
         raise LibraryError(
-            f"llama-cpp-python {llama_cpp.__version__} is installed, and this cppbatch needs {PINNED_VERSION}: "
-            f"llama.cpp's functions change between patch releases. Install it with:\n  {REINSTALL}"
+            f"llama-cpp-python {llama_cpp.__version__} is installed, but this cppbatch requires {PINNED_VERSION}: "
+            f"llama.cpp's API changes between patch releases. Install it with:\n  {REINSTALL}"
         )
     missing = [name for name in _NEEDED if not hasattr(bindings, name)]
     if missing:
         raise LibraryError(
-            f"this llama-cpp-python {PINNED_VERSION} lacks {', '.join(missing)}: its library is of another "
+            f"this llama-cpp-python {PINNED_VERSION} lacks {', '.join(missing)}: its library is from a different "
             f"version. Rebuild it with:\n  {REINSTALL}"
         )
     return bindings
@@ -116,7 +118,7 @@ def nextn() -> Any:
     try:
         from llama_cpp import llama_cpp_ext
     except (ImportError, AttributeError) as error:  # it looks each function up in the library when it is imported
-        raise LlamaError(f"this llama-cpp-python lacks functions of draft heads ({error})") from error
+        raise LlamaError(f"this llama-cpp-python lacks the functions for draft heads ({error})") from error
     if missing := [name for name in _NEEDED_BY_HEADS if not hasattr(llama_cpp_ext, name)]:
         raise LlamaError(f"this llama-cpp-python lacks {', '.join(missing)}")
     return llama_cpp_ext

@@ -107,7 +107,7 @@ class Batch:
     def add_run(self, tokens: Int32Array, position: int, seq_id: int, *, n_logits: int) -> None:
         """Appends consecutive tokens of one sequence, int32[n], at `position`, with logits for the last `n_logits`."""
         if len(tokens) == 0:
-            raise OutOfRange(f"no tokens were given for sequence {seq_id}")
+            raise OutOfRange(f"no tokens given for sequence {seq_id}")
         start, stop = self._extend(len(tokens))
         self.tokens[start:stop] = tokens
         self.positions[start:stop] = np.arange(position, position + stop - start, dtype=np.int32)
@@ -120,7 +120,7 @@ class Batch:
     def _extend(self, n: int) -> tuple[int, int]:
         start, stop = self.n_tokens, self.n_tokens + n
         if stop > self.capacity:
-            raise OutOfRange(f"{stop} tokens do not fit into a batch of {self.capacity}")
+            raise OutOfRange(f"{stop} tokens exceed the batch capacity of {self.capacity}")
         self.n_tokens = stop
         return start, stop
 

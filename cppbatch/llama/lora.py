@@ -25,18 +25,17 @@ def load_adapter(path: Path, model_handle: Any, model_path: Path, n_experts: int
     model, and for aLoRA adapters.
     """
     if not path.is_file():
-        raise ModelError(f"{named('lora')}: there is no adapter file at {path}")
+        raise ModelError(f"{named('lora')}: adapter file not found: {path}")
     check_adapter(path, model_path, n_experts)
     with Backend.get().errors() as lines:
         handle = C.llama_adapter_lora_init(model_handle, os.fsencode(path))
     if not handle:
-        reason = lines[-1].split("failed to apply lora adapter: ")[-1] if lines else "llama.cpp gives no reason"
-        raise ModelError(f"{path} cannot be used as an adapter of {model_path.name}: {reason}")
+        reason = lines[-1].split("failed to apply lora adapter: ")[-1] if lines else "llama.cpp gave no reason"
+        raise ModelError(f"{path} cannot be used as an adapter for {model_path.name}: {reason}")
     if C.llama_adapter_get_alora_n_invocation_tokens(handle):
         C.llama_adapter_lora_free(handle)
         raise ModelError(
-            f"{path} is an aLoRA adapter, which changes a text from its invocation tokens on; only adapters that "
-            "change all of it are served here"
+            f"{path} is an aLoRA adapter, which applies only after its invocation tokens; this is not supported"
         )
     return handle
 
@@ -54,17 +53,21 @@ def check_adapter(path: Path, model_path: Path, n_experts: int) -> None:
         if not name.endswith((".lora_a", ".lora_b")):
             continue
         if tensor.tensor_type.name in _UNSUPPORTED_TYPES:
-            raise ModelError(f"{path}: {name} is of type {tensor.tensor_type.name}; it must be of floats or quantised")
+            raise ModelError(
+                f"{path}: {name} is of type {tensor.tensor_type.name}; it must be a float or quantised type"
+            )
         n_experts_here = shape.pop() if "_exps." in name and len(shape) == 3 else 0
         if len(shape) != 2 or min(shape) < 1 or n_experts_here not in (0, n_experts):
-            raise ModelError(f"{path}: {name} has the shape {shape}, which fits no matrix of this model")
+            raise ModelError(f"{path}: {name} has the shape {shape}, which does not fit any matrix of this model")
     if (a := shapes.get(f"{_EMBEDDING}.lora_a")) and (b := shapes.get(f"{_EMBEDDING}.lora_b")):
         if a[0] != b[0]:
-            raise ModelError(f"{path}: the ranks of {_EMBEDDING}.lora_a and lora_b are {a[0]} and {b[0]}; one is wrong")
+            raise ModelError(
+                f"{path}: the ranks of {_EMBEDDING}.lora_a and lora_b are {a[0]} and {b[0]}; they must be equal"
+            )
         if not any(tensor.name == "output.weight" for tensor in _read(model_path).tensors):
             raise ModelError(
-                f"{path} changes {_EMBEDDING}, which this model uses for its output too, and llama.cpp cannot compute "
-                "that. Train an adapter without it"
+                f"{path} changes {_EMBEDDING}, which this model also uses as its output matrix; llama.cpp does not "
+                "support this. Train an adapter without it"
             )
 
 
@@ -74,7 +77,9 @@ def _read(path: Path) -> Any:
     try:
         return gguf.GGUFReader(path)
     except (ValueError, IndexError, KeyError, OSError) as error:  # GGUFReader's errors for truncated or damaged files
-        raise ModelError(f"{path} is no GGUF file, or damaged, or cut off. Download or convert it again") from error
+        raise ModelError(
+            f"{path} is not a GGUF file, or is damaged or truncated. Download or convert it again"
+        ) from error
 
 
 def _check_metadata(path: Path, reader: Any) -> None:

@@ -27,10 +27,10 @@ FloatArray = npt.NDArray[np.float32]
 
 _KINDS: dict[int, Modality] = {1: "image", 2: "audio"}  # mtmd_input_chunk_type; 0 is text
 _LEAST_SAMPLES = 2  # mtmd asserts that a sound is longer than one
-_TEXT_ONLY = f"leave out {named('mmproj')}; with a model of the hub add --no-mmproj"
+_TEXT_ONLY = f"leave out {named('mmproj')}; for a model from the hub, add --no-mmproj"
 _UNSUPPORTED = {
-    "deepseek4v": "pictures of DeepSeek-V4 depend on the tokens before them, which a shared prefix cannot know",
-    "hunyuanvl": "positions of HunyuanVL's pictures depend on the number of pictures before them",
+    "deepseek4v": "DeepSeek-V4 image tokens depend on the preceding tokens, so prefixes cannot be shared",
+    "hunyuanvl": "HunyuanVL image positions depend on the number of preceding images",
 }
 """Projector types with which tokens of a picture depend on more than the picture."""
 
@@ -44,8 +44,8 @@ def _mtmd() -> Any:
     except (ImportError, OSError, RuntimeError, AttributeError) as error:
         command = REINSTALL.replace('CMAKE_ARGS="', 'CMAKE_ARGS="-DLLAVA_BUILD=ON -DMTMD_VIDEO=OFF ')
         raise LibraryError(
-            f"this llama-cpp-python {PINNED_VERSION} was built without mtmd, which {named('mmproj')} needs ({error}). "
-            f"Build it with:\n  {command}"
+            f"this llama-cpp-python {PINNED_VERSION} was built without mtmd, which {named('mmproj')} requires "
+            f"({error}). Build it with:\n  {command}"
         ) from error
     mtmd_cpp.mtmd_helper_log_set(Backend.get().log_callback, ctypes.c_void_p(0))
     return mtmd_cpp
@@ -147,7 +147,7 @@ class MediaEncoder:
         """The chunks of a picture, uint8[height, width, 3] in RGB. Raises `LlamaError` if mtmd cannot prepare it."""
         height, width, n_channels = pixels.shape
         if "image" not in self.modalities or n_channels != 3 or not (height and width):
-            raise LlamaError(f"a picture of {width} x {height} with {n_channels} channels cannot be encoded")
+            raise LlamaError(f"an image of {width} x {height} pixels with {n_channels} channels cannot be encoded")
         pixels = np.ascontiguousarray(pixels)
         data = pixels.ctypes.data_as(ctypes.POINTER(ctypes.c_uint8))
         return self._split(self._mtmd.mtmd_bitmap_init(width, height, data))
@@ -160,7 +160,7 @@ class MediaEncoder:
     def split_audio(self, samples: FloatArray) -> list[MediaChunk]:
         """The chunks of a sound, float32[n] at `sample_rate`, one channel. Raises `LlamaError` as `split_image`."""
         if "audio" not in self.modalities or len(samples) < _LEAST_SAMPLES or not np.isfinite(samples).all():
-            raise LlamaError(f"a sound of {len(samples)} samples cannot be encoded")
+            raise LlamaError(f"audio of {len(samples)} samples cannot be encoded")
         samples = np.ascontiguousarray(samples, np.float32)
         data = samples.ctypes.data_as(ctypes.POINTER(ctypes.c_float))
         return self._split(self._mtmd.mtmd_bitmap_init_from_audio(len(samples), data))
@@ -188,7 +188,8 @@ class MediaEncoder:
                 tokens = np.ctypeslib.as_array(array, (n.value,)).astype(np.int32)
                 if tokens.min() < 0 or tokens.max() >= self._n_vocab:
                     raise LlamaError(
-                        "the text model lacks the tokens that stand around it: this is another's projector"
+                        "the text model lacks the tokens that delimit images or audio; the projector belongs to a "
+                        "different model"
                     )
                 yield MediaChunk(parts, handle, None, tokens)
                 continue
@@ -202,7 +203,7 @@ class MediaEncoder:
         Raises `LlamaError` if that fails or gives numbers that are not finite.
         """
         if chunk.kind is None:
-            raise LlamaError("text is not encoded")
+            raise LlamaError("text cannot be encoded")
         with Backend.get().errors() as lines:
             code = self._mtmd.mtmd_encode_chunk(self.handle, chunk.handle)
         if code:
@@ -210,7 +211,7 @@ class MediaEncoder:
         output = self._mtmd.mtmd_get_output_embd(self.handle)
         vectors: FloatArray = np.ctypeslib.as_array(output, (chunk.n_tokens, self.n_embd)).copy()
         if not np.isfinite(vectors).all():
-            raise LlamaError("the encoder gives numbers that are not finite")
+            raise LlamaError("the encoder returned non-finite values")
         return vectors
 
     def close(self) -> None:
@@ -237,22 +238,22 @@ def _relative_positions(handle: int, kind: Modality, n: int) -> Int32Array:
 def _check_file(path: Path) -> None:
     """Raises `ModelError` for a file that is certainly no projector that can be used."""
     if not path.is_file():
-        raise ModelError(f"{named('mmproj')}: there is no projector file at {path}")
+        raise ModelError(f"{named('mmproj')}: projector file not found: {path}")
     architecture = architecture_of(path)
     if architecture != "clip":
         raise ModelError(
-            f"{path} is no projector: its architecture is {architecture or 'not named'}, and that of an mmproj file is "
-            f"clip ({named('mmproj')})"
+            f"{path} is not a projector: its architecture is {architecture or 'missing'}, but an mmproj file has clip "
+            f"({named('mmproj')})"
         )
     for key in ("clip.projector_type", "clip.vision.projector_type"):
         projector = text_of(path, key) or ""
         if reason := _UNSUPPORTED.get(projector):
-            raise ModelError(f"{path} cannot be used: {reason}. For text only: {_TEXT_ONLY}")
+            raise ModelError(f"{path} cannot be used: {reason}. To use text only: {_TEXT_ONLY}")
         check_tensors(path, projector)
 
 
 def _reason(lines: list[str]) -> str:
     """The last error line, which mtmd logs after those of the functions that it called."""
     if not lines:
-        return "llama.cpp gives no reason"
+        return "llama.cpp gave no reason"
     return lines[-1].removeprefix("mtmd_init_from_file: ").removeprefix("error: ").partition("\n")[0]

@@ -38,7 +38,7 @@ def _check_device(device: int) -> None:
     gpus = [gpu.name for gpu in Backend.get().devices() if "GPU" in gpu.kind]
     if device >= len(gpus):
         raise ModelError(
-            f"there is no GPU {device}: llama.cpp sees {', '.join(gpus) or 'none'} here ({named('device')})"
+            f"GPU {device} not found ({named('device')}); available in llama.cpp: {', '.join(gpus) or 'none'}"
         )
 
 
@@ -81,7 +81,7 @@ class Model:
         """llama.cpp's pointers to the LoRA adapters; `Context.use_adapters` takes indices into this list."""
         self._contexts: weakref.WeakSet[_Closeable] = weakref.WeakSet()
         if not self.path.is_file():
-            raise ModelError(f"there is no model file at {self.path}")
+            raise ModelError(f"model file not found: {self.path}")
         params = C.llama_model_default_params()
         params.n_gpu_layers = n_gpu_layers
         params.use_extra_bufts = repack
@@ -339,7 +339,7 @@ class _Reporter:
 def _reason(lines: list[str]) -> str:
     """The first of llama.cpp's error lines, without the name of the C++ function: the others follow from it."""
     if not lines:
-        return "llama.cpp gives no reason"
+        return "llama.cpp gave no reason"
     first = lines[0].split(": ", 1)[-1] if lines[0].split(": ", 1)[0].isidentifier() else lines[0]
     reason = first.removeprefix("error loading model: ")
     if "invalid magic" in reason:

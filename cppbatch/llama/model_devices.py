@@ -28,9 +28,9 @@ class ModelDevices:
             return
         if len(tensor_split) != len(handles):
             self.close()
-            names = ", ".join(map(_name, handles)) or "there is no GPU, and no RPC worker"
+            names = ", ".join(map(_name, handles)) or "there is no GPU and no RPC worker"
             given = f"{named('tensor_split')} has {len(tensor_split)} shares"
-            raise ModelError(f"{given}, and there must be one for each device: {names}")
+            raise ModelError(f"{given}; it must have one for each device: {names}")
         self._split = (ctypes.c_float * C.llama_max_devices())(*tensor_split)
 
     def set_in(self, params: Any) -> None:

@@ -43,7 +43,7 @@ def probe_prefix_sharing(context: Context) -> Sharing:
     for kind in kinds if "none" not in kinds else ():
         if _works(context, kind):
             return kind
-        log.warning("this model's memory cannot share prefixes (kind %r): the probe computed other logits", kind)
+        log.warning("this model's memory cannot share prefixes (kind %r): the probe computed different logits", kind)
     return "none"
 
 

@@ -38,9 +38,11 @@ def check_tensors(path: Path, projector: str) -> None:
     there = {tensor.name for tensor in list_tensors(path)}
     missing = [name for name in _needed(path, projector, there) if name not in there]
     if missing:
-        more = f" and {len(missing) - _MAX_NAMED} others" if len(missing) > _MAX_NAMED else ""
+        more = f" and {len(missing) - _MAX_NAMED} more" if len(missing) > _MAX_NAMED else ""
         names = ", ".join(missing[:_MAX_NAMED])
-        raise ModelError(f"{path} is damaged: a projector of type {projector} needs {names}{more}. Download it again")
+        raise ModelError(
+            f"{path} is damaged: a projector of type {projector} requires {names}{more}. Download it again"
+        )
 
 
 def _needed(path: Path, projector: str, there: set[str]) -> Iterator[str]:

@@ -29,7 +29,7 @@ def quantize(source: Path, target: Path, default: str, overrides: Mapping[str, s
     """
     overrides = overrides or {}
     if overrides and default in FLOATS:
-        raise ValueError(f"llama.cpp takes overrides only beside a quantised default type, not {default}")
+        raise ValueError(f"llama.cpp supports overrides only with a quantised default type, not {default}")
     listed = (C.llama_model_tensor_override * (len(overrides) + 1))()  # the last one is empty: the end of the list
     for entry, (name, kind) in zip(listed, overrides.items(), strict=False):
         entry.pattern, entry.type = f"^{re.escape(name)}$".encode(), GGMLQuantizationType[kind].value
@@ -53,4 +53,4 @@ def _file_type(kind: str) -> int:
     for name in (f"MOSTLY_{kind}", f"MOSTLY_{kind}_M", f"ALL_{kind}", f"MOSTLY_{kind}_MOE"):
         if name in LlamaFileType.__members__:
             return int(LlamaFileType[name])
-    raise ValueError(f"llama.cpp has no files of type {kind}")
+    raise ValueError(f"llama.cpp has no file type {kind}")

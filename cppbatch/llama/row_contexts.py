@@ -55,7 +55,7 @@ class EagleContext(HeadContext):
         Raises `OutOfRange` for rows of another length, and `DecodeFailed`.
         """
         if rows.ndim != 2 or rows.shape[1] != self.n_row:
-            raise OutOfRange(f"rows of the shape {rows.shape} were given; they have {self.n_row} numbers")
+            raise OutOfRange(f"got rows of shape {rows.shape}; each row must have {self.n_row} numbers")
         rows = np.ascontiguousarray(rows, np.float32)
         size = min(self.n_logits, self.n_ubatch)
         pieces = [rows[i : i + size] for i in range(0, len(rows), size)]
@@ -74,7 +74,7 @@ class EagleContext(HeadContext):
         C.llama_synchronize(self.handle)
         address = nextn().llama_get_embeddings_nextn(self.handle)
         if not address:
-            raise DecodeFailed(0, "the encoder of the draft model gives no rows")
+            raise DecodeFailed(0, "the encoder of the draft model returned no rows")
         encoded: FloatArray = np.ctypeslib.as_array(address, (len(rows), self.model.n_embd)).copy()
         return encoded
 
@@ -108,7 +108,7 @@ class DFlashContext(HeadContext):
         self.block = n_drafted + file.first
         """Tokens of a block: the newest one, and masks."""
         if not 1 <= n_drafted <= file.block - file.first or self.block > sizes["n_batch"]:
-            raise OutOfRange(f"drafts of {n_drafted} tokens were asked for, of blocks of {file.block}")
+            raise OutOfRange(f"drafts of {n_drafted} tokens were requested, but blocks have {file.block}")
         super().__init__(model, target=target, **sizes)
         self._n_vector = file.n_row
         self._block_batch = Batch(self.n_batch)

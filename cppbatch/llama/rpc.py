@@ -99,7 +99,7 @@ class RpcConnections:
 def without_rpc(what: str) -> str:
     """The message of an error: this build has no RPC."""
     return (
-        f"{what} needs llama.cpp's RPC backend, which this build has not: run scripts/install.py, or build "
+        f"{what} requires llama.cpp's RPC backend, which this build does not include: run scripts/install.py, or build "
         "llama-cpp-python with -DGGML_RPC=ON in CMAKE_ARGS"
     )
 
@@ -125,7 +125,7 @@ def chosen_devices(names: Sequence[str]) -> list[str]:
         raise LibraryError(without_rpc("an RPC worker"))
     known = _local_devices(_library())
     if missing := [name for name in names if name not in known]:
-        raise LlamaError(f"--devices: there is no device {missing[0]!r}; this machine has {', '.join(known)}")
+        raise LlamaError(f"--devices: device {missing[0]!r} not found; available: {', '.join(known)}")
     if names:
         return list(names)
     types = {name: _library().ggml_backend_dev_type(device) for name, device in known.items()}
@@ -145,7 +145,7 @@ def serve_devices(endpoint: Endpoint, names: Sequence[str], *, n_threads: int, c
         threading.Thread(target=_watch_clients, args=(endpoint.port,), daemon=True).start()
     start = _START_SERVER(_function(library, b"ggml_backend_rpc_start_server"))
     start(str(endpoint).encode(), cache.encode() if cache else None, n_threads, len(names), devices)
-    raise LlamaError(f"llama.cpp's RPC server cannot listen at {endpoint}; the lines above may say why")
+    raise LlamaError(f"llama.cpp's RPC server cannot listen on {endpoint}; see the log lines above")
 
 
 def _local_devices(library: ctypes.CDLL) -> dict[str, int]:

@@ -169,7 +169,7 @@ class SamplerChain:
         """
         samplers = self._open()
         if logits.shape != (self._n_vocab,):
-            raise OutOfRange(f"a row of logits has the shape {logits.shape}; it must be ({self._n_vocab},)")
+            raise OutOfRange(f"a row of logits has shape {logits.shape}; it must be ({self._n_vocab},)")
         if not np.isfinite(logits.max()):
             raise LlamaError(f"no token can be sampled: the largest logit of this row is {logits.max()}")
         possible = np.flatnonzero(logits > -np.inf)
@@ -189,10 +189,12 @@ class SamplerChain:
             else:
                 _apply(sampler, array, seed)
         if not 0 <= array.selected < array.size:
-            raise LlamaError("no token can be sampled: the chain has left none")
+            raise LlamaError("no token can be sampled: the samplers left no candidates")
         selected = array.data[array.selected]
         if not math.isfinite(selected.logit):
-            raise LlamaError(f"no token can be sampled: the samplers have made this row's logits {selected.logit}")
+            raise LlamaError(
+                f"no token can be sampled: the samplers turned the logits of this row into {selected.logit}"
+            )
         return selected.id, _remaining(candidates, array)
 
     def _open(self) -> list[Any]:

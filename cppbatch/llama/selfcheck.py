@@ -48,8 +48,8 @@ def repacking_works() -> bool:
         return True
     if verdict.plain_path_works or not verdict.is_certain:
         log.warning(
-            "this build of llama-cpp-python fails its self-check on this CPU (%s), so its fast CPU path is off and "
-            "prompts are read several times slower. Rebuild it with:\n  %s",
+            "this build of llama-cpp-python fails its self-check on this CPU (%s), so its fast CPU path is disabled "
+            "and prefill is several times slower. Rebuild it with:\n  %s",
             verdict.detail,
             REINSTALL,
         )
@@ -103,14 +103,14 @@ def run_child(command: list[str]) -> Failure | None:
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
     except OSError as error:
-        return Failure(f"it cannot be started: {error}", crashed=False)
+        return Failure(f"it could not be started: {error}", crashed=False)
     except subprocess.TimeoutExpired:
-        return Failure(f"it hangs for {_TIMEOUT_S} s", crashed=False)
+        return Failure(f"no result within {_TIMEOUT_S} s", crashed=False)
     if done.returncode == 0:
         return None
     if -done.returncode in _CRASHES:
         return Failure(f"killed by {signal.Signals(-done.returncode).name}", crashed=True)
     if done.returncode >= _WINDOWS_EXCEPTION:
-        return Failure(f"ended by exception {done.returncode:#x}", crashed=True)
+        return Failure(f"terminated by exception {done.returncode:#x}", crashed=True)
     last = done.stderr.strip().splitlines()[-1:] or ["no output"]
     return Failure(f"exit code {done.returncode}: {last[0]}", crashed=False)

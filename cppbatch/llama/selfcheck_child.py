@@ -21,7 +21,7 @@ def main() -> None:
                 batch.add_run(tokens, position, 0, n_logits=1)
                 context.decode(batch)
                 if not np.isfinite(context.logits(1)).all():
-                    raise SystemExit(f"{path}: the logits are not finite numbers")
+                    raise SystemExit(f"{path}: the logits are not finite")
 
 
 if __name__ == "__main__":

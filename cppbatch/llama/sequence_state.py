@@ -131,7 +131,7 @@ class SequenceState:
         return int(data[at : at + _WORD].view(np.uint32)[0])
 
     def _unknown_form(self) -> OutOfRange:
-        return OutOfRange(f"the state of {self.n_tokens} tokens has a form that no other layout can read")
+        return OutOfRange(f"the state of {self.n_tokens} tokens is in a format that other layouts cannot read")
 
 
 def _words(*numbers: int) -> Bytes:

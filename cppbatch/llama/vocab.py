@@ -57,9 +57,9 @@ class Vocab:
         vocabulary is cached for this file. Raises `ModelError` without a tokenizer, or with one that would crash."""
         model_name = path.name
         if C.llama_vocab_type(handle) == _VOCAB_TYPE_NONE:  # llama_tokenize would abort the process
-            raise ModelError(f"{model_name} has no tokenizer in it, so it cannot read or write text")
+            raise ModelError(f"{model_name} contains no tokenizer, so it cannot process text")
         if C.llama_vocab_type(handle) == _VOCAB_TYPE_SPM and not _has_all_bytes(handle):
-            raise ModelError(f"{model_name} has no tokens for single bytes, so an unknown character would crash it")
+            raise ModelError(f"{model_name} has no byte tokens, so llama.cpp would crash on an unknown character")
         self._handle: Any = handle
         self._splits_by_regex = C.llama_vocab_type(handle) == _VOCAB_TYPE_BPE
         self.n_tokens: int = C.llama_vocab_n_tokens(handle)
@@ -113,7 +113,7 @@ class Vocab:
             found = []
             for piece in pieces:
                 if cancelled():
-                    raise RequestCancelled("cancelled while its text was tokenised")
+                    raise RequestCancelled("cancelled during tokenisation")
                 found.append(self._tokenize(piece, False, parse_special))
             tokens = np.concatenate(found)
             if add_special:
@@ -155,7 +155,7 @@ class Vocab:
         piece = self._pieces.get((token, special))
         if piece is None:
             if not 0 <= token < self.n_tokens:
-                raise OutOfRange(f"token id {token} is not in this vocabulary of {self.n_tokens}")
+                raise OutOfRange(f"token id {token} is not in the vocabulary, which has {self.n_tokens} tokens")
             piece = self._pieces[token, special] = self._piece(token, special=special)
         return piece
 

@@ -46,8 +46,8 @@ def engine_settings(given: Json) -> Json:
     """
     if given.get("kv_overrides"):
         raise ConfigError(
-            "kv_overrides: the engine reads the file's own metadata; change that with gguf-set-metadata of the package "
-            "gguf, or use llama_cpp.Llama"
+            "kv_overrides: not supported: the engine reads the metadata in the file; change it with gguf-set-metadata "
+            "from the gguf package, or use llama_cpp.Llama"
         )
     settings: Json = {
         "n_gpu_layers": given.get("n_gpu_layers", 0),
@@ -64,7 +64,7 @@ def engine_settings(given: Json) -> Json:
         if (kind := given.get(name)) is not None:
             if kind not in _CACHE_TYPES:
                 known = ", ".join(f"{number} ({name})" for number, name in _CACHE_TYPES.items())
-                raise ConfigError(f"{name} is {kind}; there are {known}")
+                raise ConfigError(f"{name} is {kind}; it must be one of {known}")
             settings[setting] = _CACHE_TYPES[kind]
     if given.get("swa_full"):
         settings["swa_full"] = True
@@ -83,7 +83,7 @@ def _draft_settings(draft_model: object) -> Json:
     if draft_model is None:
         return {}
     if not isinstance(draft_model, llama_cpp.llama_speculative.LlamaPromptLookupDecoding):
-        log.warning("draft_model: %r is not called; drafts come from text that occurred before", draft_model)
+        log.warning("draft_model: %r is not used; drafts come from earlier text", draft_model)
         return {"spec": "suffix"}
     return {"spec": "suffix", "draft_max": draft_model.num_pred_tokens}
 
@@ -95,7 +95,7 @@ def _extra_settings(extra: Json) -> Json:
         extra["rpc"] = servers
     known = {name: value for name, value in extra.items() if name in _DEFAULTS}
     if ignored := sorted(extra.keys() - known - {"kv_cells"}):
-        log.info("arguments without effect: %s", ", ".join(ignored))
+        log.info("arguments that have no effect: %s", ", ".join(ignored))
     return known
 
 

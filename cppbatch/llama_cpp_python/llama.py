@@ -159,7 +159,7 @@ class Llama(_ORIGINAL):  # type: ignore[misc]  # mypy does not follow imports of
             if embeds in self._engines:
                 return self._engines[embeds]
             if self._values["vocab_only"]:
-                raise RuntimeError("only the vocabulary is loaded: leave out vocab_only to generate text or vectors")
+                raise RuntimeError("only the vocabulary is loaded: leave out vocab_only to generate text or embeddings")
             config = self._config
             if embeds:
                 pooling = POOLING.get(self._values["pooling_type"], self._engine_model.pooling or "none")
@@ -434,7 +434,7 @@ class Llama(_ORIGINAL):  # type: ignore[misc]  # mypy does not follow imports of
 
 
 def _closed() -> EngineClosed:
-    return EngineClosed("this Llama is closed: make another one")
+    return EngineClosed("this Llama object is closed: create a new one")
 
 
 _OPEN: weakref.WeakSet[Llama] = weakref.WeakSet()

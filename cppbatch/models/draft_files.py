@@ -87,8 +87,8 @@ def read_draft_file(path: Path, target: Path) -> DraftFile:
     draft, its_target = _open(path), _open(target)
     for fault in _faults(draft, its_target):
         raise ModelError(
-            f"{path.name} cannot draft for {target.name} (-md): {fault}. Take a draft model that was made for it, or "
-            "leave -md out"
+            f"{path.name} cannot be used as a draft model for {target.name} (-md): {fault}. Use a draft model made for "
+            "it, or leave out -md"
         )
     layers, n_embd = _layers(draft), its_target.get("embedding_length")
     kind = row_kind(path)
@@ -127,17 +127,17 @@ def _layers(draft: _File) -> tuple[int, ...]:
 def _faults(draft: _File, target: _File) -> Iterator[str]:
     """What llama.cpp would abort the process for, the first one first."""
     if target.architecture not in TARGETS:
-        yield f"llama.cpp does not give the hidden rows of the architecture {target.architecture}"
+        yield f"llama.cpp does not export hidden rows for the architecture {target.architecture}"
     n_layers, n_embd = target.get("block_count"), target.get("embedding_length")
     n_layers -= target.get("nextn_predict_layers") or 0
     last = n_layers if target.architecture in _EXPORTS_LAST else n_layers - 1
     layers = _layers(draft)
     if not layers or not all(0 <= layer <= last for layer in layers):
-        yield f"it reads the layers {list(layers)}, and llama.cpp gives those from 0 to {last}"
+        yield f"it reads layers {list(layers)}, but llama.cpp exports only layers 0 to {last}"
     own = draft.get("embedding_length")
     given = draft.get("target_hidden_size") if draft.architecture == "eagle3" else own
     if given != n_embd:
-        yield f"it reads rows of {given} numbers, and those of the model have {n_embd}"
+        yield f"it expects rows of {given} numbers, but the rows of the model have {n_embd}"
     yield from _wrong_sizes(draft)
     yield from _wrong_tables(draft, n_embd)
     if draft.architecture == "dflash":
@@ -146,10 +146,10 @@ def _faults(draft: _File, target: _File) -> Iterator[str]:
 
 def _wrong_sizes(draft: _File) -> Iterator[str]:
     if draft.architecture == "eagle3" and draft.get("block_count") != 1:
-        yield f"it has {draft.get('block_count')} layers, and llama.cpp computes one"
+        yield f"it has {draft.get('block_count')} layers, but llama.cpp supports only one"
     of_head = [draft.get(f"attention.{name}_length") for name in ("key", "value")]
     if of_head[0] != of_head[1]:
-        yield f"its keys and values have other lengths ({of_head[0]} and {of_head[1]})"
+        yield f"its keys and values have different lengths ({of_head[0]} and {of_head[1]})"
 
 
 def _wrong_tables(draft: _File, n_embd: int) -> Iterator[str]:
@@ -158,24 +158,27 @@ def _wrong_tables(draft: _File, n_embd: int) -> Iterator[str]:
     shapes = {name: tensor.shape for name, (_, tensor) in draft.tensors.items()}
     embeddings = shapes.get("token_embd.weight")
     if embeddings and embeddings[-1] != n_vocab:
-        yield f"it has embeddings of {embeddings[-1]} tokens, and a vocabulary of {n_vocab}"
+        yield f"it has embeddings for {embeddings[-1]} tokens, but a vocabulary of {n_vocab}"
     own = draft.get("embedding_length")
     if not (embeddings and "output.weight" in shapes) and own != n_embd:
-        yield f"it uses embeddings or the output matrix of the model, for {n_embd} numbers, and computes {own}"
+        yield (
+            f"it shares embeddings or the output matrix with the model, which have {n_embd} dimensions, but "
+            f"it has {own}"
+        )
     if "d2t" not in draft.tensors:
         return
     part, table = draft.tensors["d2t"]
     if "output.weight" not in shapes or table.kind != "I64":
-        yield "its table of tokens (d2t) is not of 64-bit integers, or has no output matrix beside it"
+        yield "its token table (d2t) does not contain 64-bit integers, or the output matrix is missing"
         return
     tokens = read_integers(part, "d2t")
     if not (tokens.size and tokens.min() >= 0 and tokens.max() < n_vocab):
-        yield f"its table of tokens (d2t) has numbers that are not from 0 to {n_vocab - 1}"
+        yield f"its token table (d2t) contains values outside 0 to {n_vocab - 1}"
 
 
 def _wrong_blocks(draft: _File) -> Iterator[str]:
     if draft.get("hyper_connection.count"):
-        yield "it is a DSpark of DeepSeek 4, with hyper-connections, which is not supported"
+        yield "it is a DSpark model for DeepSeek 4 with hyper-connections, which is not supported"
     usual = None if "markov_w1.weight" in draft.tensors else _USUAL_BLOCK
     block, mask = draft.get("block_size") or usual, draft.metadata.get("tokenizer.ggml.mask_token_id")
     if block is None or block < 2:

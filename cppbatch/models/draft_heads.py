@@ -28,8 +28,8 @@ class DraftHeads(NamedTuple):
         if not self.n:
             return f"{name} has no draft head"
         if self.architecture not in USABLE_HEADS:
-            return f"the head of {name} is of an architecture ({self.architecture}) whose heads are not supported"
-        return self.fault and f"the head of {name} has {self.fault}"
+            return f"the draft head of {name} has an unsupported architecture ({self.architecture})"
+        return self.fault and f"the draft head of {name} has {self.fault}"
 
 
 def draft_heads(path: Path) -> DraftHeads:
@@ -47,7 +47,7 @@ def heads_in(headers: list[FileHeader]) -> DraftHeads:
     names = {tensor.name for header in headers for tensor in header.tensors}
     layer, fault = f"blk.{n_layers - n}", None
     if architecture == "glm4moe" and any(metadata.get(f"{architecture}.rope.dimension_sections") or ()):
-        fault = "positions of several dimensions, which llama.cpp does not compute in it"
+        fault = "multi-dimensional positions, which llama.cpp does not support in a draft head"
     if architecture == "mimo2" and f"{layer}.attn_qkv.weight" not in names:
-        fault = "queries, keys and values in matrices of their own, which llama.cpp does not compute in it"
+        fault = "separate query, key and value matrices, which llama.cpp does not support in a draft head"
     return DraftHeads(n if f"{layer}.nextn.eh_proj.weight" in names else 0, architecture, fault)

@@ -91,7 +91,7 @@ def _read(path: Path, _stamp: tuple[int, ...]) -> FileHeader:
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
             return _Reader(data).header()
     except (ValueError, ArithmeticError, OSError, struct.error) as error:
-        raise ModelError(f"{path} is damaged or cut off ({error}). Download it again") from error
+        raise ModelError(f"{path} is damaged or truncated ({error}). Download it again") from error
 
 
 def read_integers(path: Path, name: str) -> npt.NDArray[np.int64]:
@@ -103,7 +103,7 @@ def read_integers(path: Path, name: str) -> npt.NDArray[np.int64]:
         tensors = reader.header().tensors
         found = next((t for t in tensors if (t.name, t.kind) == (name, "I64")), None)
         if found is None:
-            raise ModelError(f"{path} has no tensor {name} of the type I64")
+            raise ModelError(f"{path} has no tensor {name} of type I64")
         start = reader.starts[name]
         return np.frombuffer(data[start : start + 8 * found.n_elements], reader.order + "i8").astype(np.int64)
 
@@ -122,7 +122,7 @@ class _Reader:
 
     def header(self) -> FileHeader:
         if (version := self._number("I")) not in (2, 3):
-            raise ValueError(f"version {version} is not known")
+            raise ValueError(f"unknown version {version}")
         n_tensors, n_keys = self._number("Q"), self._number("Q")
         metadata: dict[str, Any] = {}
         for _ in range(n_keys):

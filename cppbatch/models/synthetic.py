@@ -98,14 +98,14 @@ def copied_vocab(path: Path, size: int | None = None) -> GgufVocab:
     fields = {name: value for name, value in reader.fields.items() if name.startswith("tokenizer.")}
     kind = fields.pop("tokenizer.ggml.model", None)
     if kind is None or "tokenizer.ggml.tokens" not in fields:
-        raise ModelError(f"{path} has no vocabulary. Take it from a model that generates text")
+        raise ModelError(f"{path} has no vocabulary. Use a model that generates text")
     if kind.contents() not in COPIED_KINDS:
         wanted = " or ".join(COPIED_KINDS.values())
-        raise ModelError(f"{path} has a vocabulary of the kind {kind.contents()!r}. Take one of {wanted}")
+        raise ModelError(f"{path} has a vocabulary of type {kind.contents()!r}. Use one of {wanted}")
     pieces = fields.pop("tokenizer.ggml.tokens").contents()
     n_more = (max(len(pieces), LLAMA3_VOCAB) if size is None else size) - len(pieces)
     if n_more < 0:
-        raise ValueError(f"a vocabulary of {size} tokens: {path} has {len(pieces)}, and none can be left out")
+        raise ValueError(f"a vocabulary of {size} tokens: {path} has {len(pieces)}, and none of them can be left out")
     scores, types = (fields.pop(f"tokenizer.ggml.{name}", None) for name in ("scores", "token_type"))
     return GgufVocab(
         pieces=pieces + [f"<|unused_{i}|>" for i in range(n_more)],

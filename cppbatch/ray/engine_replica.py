@@ -52,10 +52,10 @@ class EngineReplica(ReplicaEngine):
             try:
                 expired = await asyncio.to_thread(watch.expired, self.fronts)
             except Exception as error:
-                log.warning("the leases of fronts are not known: %s: %s", type(error).__name__, error)
+                log.warning("failed to get the leases of fronts: %s: %s", type(error).__name__, error)
                 continue
             for front in expired:
-                log.warning("the front %s has not renewed its lease; its requests end", front)
+                log.warning("the front %s has not renewed its lease; cancelling its requests", front)
                 self.drop_front(front)
 
 

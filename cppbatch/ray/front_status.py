@@ -86,13 +86,13 @@ async def _requests(application: str) -> dict[str, int]:
 def end(record: FrontRecord, *, say: Callable[[str], None]) -> bool:
     """Ends a front, which stops its replicas; or the replicas of a killed one. Returns whether all have ended."""
     if record.is_alive:
-        say(f"ending cppbatch serve, pid {record.pid}: its running requests finish first ...")
+        say(f"stopping cppbatch serve, pid {record.pid}, after its running requests ...")
         os.kill(record.pid, signal.SIGTERM)
         until = time.monotonic() + _END_SECONDS
         while record.is_alive and time.monotonic() < until:
             time.sleep(0.1)
         if record.is_alive:
-            say(f"it did not end within {_END_SECONDS:g} s; `kill -9 {record.pid}` and `cppbatch ray down` again do")
+            say(f"it did not stop within {_END_SECONDS:g} s; run `kill -9 {record.pid}` and `cppbatch ray down` again")
             return False
         record = next((left for left in records() if left.pid == record.pid), record)
     if not record.cluster.is_own and record in records():
@@ -100,10 +100,10 @@ def end(record: FrontRecord, *, say: Callable[[str], None]) -> bool:
             with ray_cluster.connect(record.cluster.address, known=record.cluster):
                 delete_left_behind(record.cluster.address)
         except ConfigError as error:
-            say(f"{error}. Its replicas have ended if the cluster has; the server is forgotten")
+            say(f"{error}. If the cluster has ended, so have its replicas; removed the server from the list")
             forget(record)
             return True
     cluster = "and its Ray cluster have" if record.cluster.is_own else "have"
-    goes_on = "" if record.cluster.is_own else f"; the Ray cluster at {record.cluster.address} goes on"
+    goes_on = "" if record.cluster.is_own else f"; the Ray cluster at {record.cluster.address} keeps running"
     say(f"the replicas {cluster} ended{goes_on}")
     return True

@@ -47,7 +47,7 @@ class LiveReplicas:
             states = [state for data in await self._replicas.live() for state in decode_live(data)]
             self._states = sorted(states, key=lambda state: state.name)
         except Exception as error:  # `RayEngine` reports that the cluster does not answer
-            log.debug("the replicas do not say what they do: %s", error)
+            log.debug("could not get the state of the replicas: %s", error)
             self._states = []
         finally:
             self._received_at = monotonic()

@@ -71,11 +71,13 @@ def check_installed() -> None:
     try:
         version = importlib.metadata.version("ray")
     except importlib.metadata.PackageNotFoundError:
-        raise ConfigError(f"--ray needs Ray: {_INSTALL}") from None
+        raise ConfigError(f"--ray requires Ray: {_INSTALL}") from None
     if not importlib.util.find_spec("fastapi"):
-        raise ConfigError(f"--ray needs Ray with its part Ray Serve: {_INSTALL}")
+        raise ConfigError(f"--ray requires Ray with Ray Serve: {_INSTALL}")
     if tuple(int(part) for part in re.findall(r"\d+", version)[:2]) < _OLDEST:
-        raise ConfigError(f"--ray needs Ray {'.'.join(map(str, _OLDEST))} or newer, and this is {version}: {_INSTALL}")
+        raise ConfigError(
+            f"--ray requires Ray {'.'.join(map(str, _OLDEST))} or newer, but {version} is installed: {_INSTALL}"
+        )
 
 
 @contextlib.contextmanager
@@ -127,7 +129,7 @@ def _prepare(address: str) -> Path:
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     if "://" in address:
         raise ConfigError(
-            f"--ray {address}: the address is a host and a port without a protocol, like 10.0.0.5:6379, and this "
+            f"--ray {address}: the address must be HOST:PORT without a protocol, such as 10.0.0.5:6379, and this "
             "machine must be a node of that cluster (`ray start --address=HOST:PORT`)"
         )
     folder = Path(platformdirs.user_log_dir("cppbatch"))
@@ -152,16 +154,16 @@ def _find(address: str) -> str:
         return ""
     if address == _AUTO:
         raise ConfigError(
-            f"{name}: no Ray cluster runs on this machine. Start one with `ray start --head`, or use --ray without an "
-            "address, which starts one"
+            f"{name}: no Ray cluster is running on this machine. Start one with `ray start --head`, or use --ray "
+            "without an address to start one automatically"
         )
     host, _, port = address.rpartition(":")
     if not host or not port.isdigit():
-        raise ConfigError(f"{name} is not an address like 10.0.0.5:6379; without an address, --ray starts a cluster")
+        raise ConfigError(f"{name} is not an address such as 10.0.0.5:6379; without an address, --ray starts a cluster")
     if why := _refuses(_as_ray_resolves(address)):
         raise ConfigError(
-            f"{name}: no Ray cluster answers there ({why}). `ray start --head` starts one on that machine and prints "
-            "its address; without an address, --ray starts one on this machine"
+            f"{name}: cannot connect to a Ray cluster ({why}). Start one on that machine with `ray start --head`, "
+            "which prints its address, or use --ray without an address to start one on this machine"
         )
     return address
 
@@ -244,16 +246,16 @@ def _connection_error(address: str, error: Exception, log_file: Path) -> str:
         return f"Ray could not be started on this machine: {text[:500]}. {more}"
     if "token" in text.lower() or "auth" in type(error).__name__.lower():
         return (
-            f"the Ray cluster at {address} expects a token: set RAY_AUTH_MODE=token here, with the ~/.ray/auth_token "
+            f"the Ray cluster at {address} requires a token: set RAY_AUTH_MODE=token here, with the ~/.ray/auth_token "
             "of its head node in the same place on this machine"
         )
     if "ersion mismatch" in text:
-        return f"the Ray cluster at {address} has other versions than this process: {text[:500]}"
+        return f"the Ray cluster at {address} uses different versions from this process: {text[:500]}"
     if "No node info found" in text:
         return (
-            f"this machine is no node of the Ray cluster at {address}: run `ray start --address={address}` here first "
-            f"(with --num-cpus=0, if no replica shall run here). {more}"
+            f"this machine is not a node of the Ray cluster at {address}: run `ray start --address={address}` here "
+            f"first (with --num-cpus=0 to run no replicas here). {more}"
         )
     if "Failed to connect" in text:
-        return f"what answers at {address} is no Ray cluster, or one that does not accept this machine. {more}"
+        return f"the program at {address} is not a Ray cluster, or is one that does not accept this machine. {more}"
     return f"the Ray cluster at {address} cannot be joined: {text[:500]}. {more}"

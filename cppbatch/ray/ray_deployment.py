@@ -73,7 +73,7 @@ def deployed(
                 raise ConfigError(problem)
             log.warning(problem)
         for left in delete_left_behind(cluster.address):
-            say(f"stopped the replicas that a killed `cppbatch serve` (pid {left.pid}) had left in the cluster")
+            say(f"stopped the replicas left in the cluster by a killed `cppbatch serve` (pid {left.pid})")
         with _application(cluster, config, options, step_timeout) as application:
             from cppbatch.ray.serve_replicas import DEPLOYMENT
 
@@ -89,15 +89,15 @@ def _about(cluster: RayCluster, nodes: list[ray_cluster.Node]) -> Iterator[str]:
         yield f"Ray cluster: started on this machine, {cluster.address}; it ends with this command (Ctrl-C)"
     else:
         yield (
-            f"Ray cluster: joined {cluster.address}, {machines}; it goes on after this command (Ctrl-C), which "
-            "ends only its own replicas"
+            f"Ray cluster: joined {cluster.address}, {machines}; it keeps running after this command (Ctrl-C), which "
+            "stops only its own replicas"
         )
     yield f"Ray's logs: {cluster.session_logs} (replicas), {cluster.log_file} (this process)"
 
 
 def _count(options: ReplicaOptions) -> str:
     if options.is_autoscaled:
-        return f"{options.min_replicas} to {options.max_replicas} replicas of the model, as many as the load needs"
+        return f"{options.min_replicas} to {options.max_replicas} replicas of the model, depending on load"
     return "1 replica of the model" if options.max_replicas == 1 else f"{options.max_replicas} replicas of the model"
 
 

@@ -130,7 +130,7 @@ class RayEngine(EngineClient):
     async def slot_action(self, action: SlotActionName, slot: int, path: str = "") -> SlotReport:
         """As in `EngineClient`. Raises `InvalidRequest` if there are several replicas: each has slots of its own."""
         if self._status.n_wanted > 1:
-            message = f"is of one of {self._status.n_wanted} replicas; slots can be saved with one replica only"
+            message = f"belongs to one of {self._status.n_wanted} replicas; saving slots requires a single replica"
             raise InvalidRequest("id_slot", message)
         answer = await self._ask(SlotAction(0, action, slot, path))
         assert isinstance(answer, SlotDone)
@@ -153,7 +153,7 @@ class RayEngine(EngineClient):
             if isinstance(answer, Refused):
                 raise InvalidRequest(answer.field, answer.message, answer.overflow)
             return answer
-        raise GenerationFailed(f"{_MAX_LOST} replicas in a row were lost, the last one: {why}")
+        raise GenerationFailed(f"lost {_MAX_LOST} replicas in a row; the last one: {why}")
 
     async def submit(self, request: GenerationRequest) -> AsyncGenerator[GenerationEvent, None]:
         """Runs a request, yielding its events; see `EngineClient.submit`."""
@@ -189,7 +189,7 @@ class RayEngine(EngineClient):
     @staticmethod
     def _refuse_functions(request: GenerationRequest) -> None:
         if request.params.logits_processor is not None:
-            message = "is a function of this process, and the engine is another one; use LocalEngine"
+            message = "is a Python function, which cannot be sent to the replicas; use LocalEngine"
             raise InvalidRequest("logits_processor", message)
 
     def _seconds_per_request(self) -> float:
@@ -224,7 +224,7 @@ class RayEngine(EngineClient):
             elif stream.sent_as in self._requests:
                 self._send_again(stream.request, str(error))
         except Exception as error:  # a bug: no reader waits forever
-            log.exception("a request could not be run on the cluster")
+            log.exception("failed to run a request on the cluster")
             if stream.sent_as in self._requests:
                 self._end(stream.request, FinishReason.ERROR, f"{type(error).__name__}: {error}")
         finally:
@@ -305,7 +305,7 @@ class RayEngine(EngineClient):
         self._epoch += 1
         lost = list(group.requests.values())
         if lost:
-            log.warning("a replica was lost (%s); its requests continue in other replicas: %d", why, len(lost))
+            log.warning("lost a replica (%s); requests that continue in other replicas: %d", why, len(lost))
         for request in lost:
             self._send_again(request, why)
         for task in group.streams.values():
@@ -318,7 +318,7 @@ class RayEngine(EngineClient):
         if request.cancelled:
             self._put_last_event(request, FinishReason.CANCELLED)
         elif request.n_crashes >= _MAX_LOST:
-            error = f"{_MAX_LOST} replicas in a row were lost while they worked on this request, the last one: {why}"
+            error = f"lost {_MAX_LOST} replicas in a row while processing this request; the last one: {why}"
             self._put_last_event(request, FinishReason.ERROR, error)
         else:
             self._send(request)
@@ -348,7 +348,7 @@ class RayEngine(EngineClient):
         try:
             reached = await self._replicas.cancel([sent_as for sent_as, _ in cancelled])
         except Exception:
-            log.exception("requests could not be cancelled; their streams are closed")
+            log.exception("failed to cancel requests; closing their streams")
             reached = set()
         for sent_as, group in cancelled:
             if group.replica not in reached and sent_as in group.streams:
@@ -368,7 +368,7 @@ class RayEngine(EngineClient):
             try:
                 await self._update_status()
             except Exception as error:
-                why = f"the Ray cluster does not answer ({type(error).__name__}: {error})"
+                why = f"the Ray cluster does not respond ({type(error).__name__}: {error})"
                 if self._status.message != why:
                     log.warning("%s", why)
                 self._status = msgspec.structs.replace(self._status, status="starting", message=why)
@@ -383,7 +383,7 @@ class RayEngine(EngineClient):
             try:
                 await self._replicas.renew_lease(self._front)
             except Exception as error:  # `_watch` reports that the cluster does not answer
-                log.debug("the lease was not renewed: %s", error)
+                log.debug("failed to renew the lease: %s", error)
             await asyncio.sleep(_LEASE_PERIOD_S)
 
     async def _update_status(self) -> None:
@@ -405,7 +405,7 @@ class RayEngine(EngineClient):
                 self._send(request)
 
     def _fail(self, status: ReplicaSetStatus) -> None:
-        error = status.message or "no replica runs"
+        error = status.message or "no replica is running"
         if not self._loaded.done():
             kind = getattr(errors, status.error_kind or "", CppBatchError)
             self._loaded.set_exception(kind(error))
@@ -420,7 +420,7 @@ class RayEngine(EngineClient):
         """The sum over all replicas that answer. Raises `EngineClosed` if none does."""
         each = [worker.stats for worker in await self.workers() if worker.stats]
         if not each:
-            raise EngineClosed(f"no replica answers: the engine is {self.health().status}")
+            raise EngineClosed(f"no replica responds: the engine is {self.health().status}")
         return add_up(each)
 
     async def workers(self) -> list[WorkerState]:
@@ -439,7 +439,7 @@ class RayEngine(EngineClient):
         for request in list(self._requests.values()):
             self._end(request, FinishReason.CANCELLED)
         if not self._loaded.done():
-            self._loaded.set_exception(EngineClosed("the engine was closed while it loaded the model"))
+            self._loaded.set_exception(EngineClosed("the engine was closed while loading the model"))
         tasks = [*self._background, *self._tasks]
         for task in tasks:
             task.cancel()  # closes the streams, which ends the requests in the replicas

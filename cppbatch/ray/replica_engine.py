@@ -77,7 +77,7 @@ class ReplicaEngine:
         except (EngineClosed, QueueFull) as error:
             group.put(NotRun(request.id, str(error)))
         except Exception as error:
-            log.exception("a request could not be run")
+            log.exception("failed to run a request")
             group.put(NotRun(request.id, f"{type(error).__name__}: {error}"))
 
     async def cancel(self, request_ids: list[str]) -> str:

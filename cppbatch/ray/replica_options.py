@@ -35,8 +35,8 @@ class ReplicaOptions(msgspec.Struct, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         if not 1 <= self.min_replicas <= self.max_replicas <= MAX_REPLICAS:
             raise ConfigError(
-                f"--replicas is {self.min_replicas}..{self.max_replicas}; it must be from 1 to {MAX_REPLICAS}, the "
-                "smaller number first"
+                f"--replicas is {self.min_replicas}..{self.max_replicas}; it must be from 1 to {MAX_REPLICAS}, with "
+                "the smaller number first"
             )
         if not 0 <= self.downscale_delay < math.inf:
             raise ConfigError(f"--downscale-delay is {self.downscale_delay:g} s; it must be 0 or more")
@@ -121,8 +121,8 @@ def with_gpus(options: ReplicaOptions, nodes: Sequence[Node], *, grows: bool) ->
         return options
     if options.max_replicas > n_gpus and not grows:
         raise ConfigError(
-            f"--replicas {options}: each replica takes a GPU, and this machine has {n_gpus}; ask for at most {n_gpus}, "
-            "or leave the GPUs out with -ngl 0"
+            f"--replicas {options}: each replica needs a GPU, but this machine has {n_gpus}; use at most {n_gpus} "
+            "replicas, or disable the GPUs with -ngl 0"
         )
     return msgspec.structs.replace(options, num_gpus=1)
 
@@ -134,6 +134,6 @@ def why_unplaceable(options: ReplicaOptions, nodes: Sequence[Node]) -> str | Non
     needs = f"{options.num_cpus:g} CPUs" + (f" and {options.num_gpus:g} GPU" if options.num_gpus else "")
     have = ", ".join(f"{node.address}: {node.cpus:g} CPUs, {node.gpus:g} GPUs" for node in nodes)
     return (
-        f"a replica needs {needs} on one machine, and no machine of the Ray cluster has that ({have}). Lower -t, or "
-        "add a larger machine with `ray start --address=...`: the replicas start as soon as it has joined"
+        f"a replica needs {needs} on one machine, but no machine of the Ray cluster has that ({have}). Lower -t, or "
+        "add a larger machine with `ray start --address=...`; the replicas start as soon as it joins"
     )

@@ -18,7 +18,7 @@ class ReplicaSetStatus(msgspec.Struct, frozen=True, kw_only=True):
     """The state of all replicas."""
 
     status: Literal["starting", "running", "failed"]
-    """starting: no replica runs yet, or none any more. failed: none will."""
+    """starting: no replica is running yet, or none any more. failed: none will."""
     n_running: int = 0
     n_wanted: int = 0
     progress: float = 0.0

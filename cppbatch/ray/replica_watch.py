@@ -41,14 +41,14 @@ class ReplicaChanges:
         needs and what is free."""
         before, self._seen = self._seen, seen
         if self._target and target != self._target:
-            yield f"the load asks for {target} replica{'s' * (target != 1)}, after {self._target}"
+            yield f"scaling to {target} replica{'s' * (target != 1)} from {self._target}"
         self._target = target
         for name, replica in seen.items():
             old = before.get(name)
             if replica.state == "running" and (old is None or old.state != "running"):
                 yield f"replica {name} runs on {replica.machine} (pid {replica.pid})"
             if replica.state == "stopping" and (old is None or old.state != "stopping"):
-                yield f"replica {name} gets no new requests, finishes those that it has, and ends"
+                yield f"replica {name} is draining: it finishes its requests and ends"
         for name, old in before.items():
             if name not in seen:
                 yield f"replica {name} has {'died' if old.state == 'running' else 'ended'}"
@@ -60,7 +60,7 @@ class ReplicaChanges:
         for name, since in self._unplaced_since.items():
             if now - since >= _PLACEMENT_S:
                 self._unplaced_since[name] = float("inf")  # said once
-                yield f"replica {name} waits for a place: {resources}"
+                yield f"replica {name} is waiting for resources: {resources}"
 
 
 @contextlib.contextmanager
@@ -90,7 +90,7 @@ def _watch(application: str, deployment: str, stopped: threading.Event) -> None:
             for line in changes.lines(time.monotonic(), details.target_num_replicas, seen, _resources(details)):
                 log.info(line)
         except Exception as error:  # the cluster may be ending; `RayEngine` says what that means for requests
-            log.debug("the replicas could not be watched: %s", error)
+            log.debug("could not monitor the replicas: %s", error)
 
 
 _STATES: dict[str, Literal["running", "stopping"]] = {"RUNNING": "running", "STOPPING": "stopping"}

@@ -54,7 +54,7 @@ class SentGroup:
         """Yields this message and those that waited for it; nothing if it must wait for another one. Raises
         `ReplicaLost` for a number that was used before: the replica has begun the group again."""
         if message.number < self._n_received:
-            raise ReplicaLost("it does not know the requests any more")
+            raise ReplicaLost("it no longer knows the requests")
         self._early[message.number] = message
         while not self.is_lost and (following := self._early.pop(self._n_received, None)):
             self._n_received += 1

@@ -88,7 +88,9 @@ def engine_config(model_path: str, engine: dict[str, Any]) -> EngineConfig:
     """Raises `ConfigError` for unknown names, wrong types and values out of range."""
     if unknown := sorted(engine.keys() - set(EngineConfig.__struct_fields__) | engine.keys() & {"model_path"}):
         known = ", ".join(name for name in EngineConfig.__struct_fields__ if name != "model_path")
-        raise ConfigError(f"the args of cppbatch.ray:app: engine has no setting {unknown[0]!r}; there are {known}")
+        raise ConfigError(
+            f"the args of cppbatch.ray:app: unknown engine setting {unknown[0]!r}; it must be one of {known}"
+        )
     try:
         return msgspec.convert({"model_path": model_path, **engine}, EngineConfig)
     except msgspec.ValidationError as error:

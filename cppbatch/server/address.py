@@ -22,7 +22,7 @@ def tls_context(certfile: str | None, keyfile: str | None) -> ssl.SSLContext | N
     """The TLS context for a certificate, whose key may be in the same file; None without one. Raises `ConfigError`."""
     if not certfile:
         if keyfile:
-            raise ConfigError("--ssl-keyfile is of no use without --ssl-certfile, the certificate that it belongs to")
+            raise ConfigError("--ssl-keyfile requires --ssl-certfile, the matching certificate")
         return None
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     try:
@@ -38,7 +38,7 @@ def tls_context(certfile: str | None, keyfile: str | None) -> ssl.SSLContext | N
 def _reason(error: Exception) -> str:
     """A readable reason; most of OpenSSL's errors have none."""
     if isinstance(error, ssl.SSLError):
-        reasons = {"KEY_VALUES_MISMATCH": "the key does not belong to the certificate"}
-        without_password = "they must be a certificate and its key without a password, as PEM"
+        reasons = {"KEY_VALUES_MISMATCH": "the key does not match the certificate"}
+        without_password = "they must be a certificate and its key in PEM format, without a password"
         return reasons.get(error.reason or "", without_password)
     return (error.strerror if isinstance(error, OSError) else None) or str(error)

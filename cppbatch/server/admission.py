@@ -30,7 +30,7 @@ class InFlight:
     def __init__(self) -> None:
         self.n = 0
         self.draining = False
-        """The server is shutting down and takes no new requests."""
+        """The server is shutting down and does not accept new requests."""
         self._none_left = asyncio.Event()
 
     @contextlib.contextmanager
@@ -95,7 +95,7 @@ async def admission_middleware(request: web.Request, handler: Handler) -> web.St
         request[HELD] = held
         if request.method not in _WITHOUT_BODY:
             if (encoding := request.headers.get(hdrs.CONTENT_ENCODING, "identity").lower()) != "identity":
-                raise InvalidRequest("Content-Encoding", f"is {encoding!r:.40}; send the body as it is")
+                raise InvalidRequest("Content-Encoding", f"is {encoding!r:.40}; send the body uncompressed")
             if (request.method, request.path) not in STREAMED_BODIES:
                 with reading(request):
                     await _read_body(request, request.app[MODELS].settings.limits.max_body_mb)
@@ -111,7 +111,7 @@ async def admission_middleware(request: web.Request, handler: Handler) -> web.St
 async def _read_body(request: web.Request, max_mb: int) -> None:
     """Reads the body, which aiohttp keeps. A body whose Content-Length is too large is refused unread."""
     max_bytes = max_mb << 20
-    message = f"the request's body is larger than {max_mb} MiB, the most that this server takes (--max-body-mb)"
+    message = f"the request body exceeds {max_mb} MiB, the limit of this server (--max-body-mb)"
     if request.content_length is not None and request.content_length > max_bytes:
         raise web.HTTPRequestEntityTooLarge(max_bytes, request.content_length, text=message)
     try:

@@ -27,7 +27,7 @@ def first_lines(
     page = "the web page; " if has_page else ""
     ready = f"{' and '.join(urls)}  ({page}OpenAI-compatible API under {urls[0]}/v1; Ctrl-C drains and stops)"
     return [
-        f"{info.name} ({info.description}): {sequences} at once over {_cells(info)}",
+        f"{info.name} ({info.description}): {sequences} at a time over {_cells(info)}",
         *([reason] if reason else []),
         *([info.not_repacked] if info.not_repacked else []),
         f"ready at {ready}",
@@ -40,20 +40,20 @@ def changed_cells(info: ModelInfo, config: EngineConfig) -> str | None:
     if info.n_ctx == config.n_ctx:
         return None
     if info.pooling and info.n_ctx < config.n_ctx:
-        why = f"a text is computed in one step, of {info.n_ctx} tokens at most; -b {config.n_batch} is their limit"
+        why = f"each text is computed in a single step of at most {info.n_ctx} tokens, limited by -b {config.n_batch}"
     elif info.kv_layout == "per-sequence":
         each = info.n_ctx // config.n_parallel
         why = f"llama.cpp rounds the cells of each of {config.n_parallel} sequences up to {each}, a multiple of 256"
     else:
         why = "llama.cpp rounds it up to a multiple of 256"
-    return f"-c {config.n_ctx} became {info.n_ctx}: {why}"
+    return f"-c {config.n_ctx} was changed to {info.n_ctx}: {why}"
 
 
 def _cells(info: ModelInfo) -> str:
     if info.pooling:
         kind = "a reranker" if info.pooling == "rank" else f"vectors, pooling {info.pooling}"
-        return f"{info.n_ctx} tokens a step, {kind}"
-    layout = "per-sequence or unified as the load needs" if info.kv_layout == "auto" else info.kv_layout
+        return f"{info.n_ctx} tokens per step, {kind}"
+    layout = "per-sequence or unified, depending on load" if info.kv_layout == "auto" else info.kv_layout
     return f"{info.n_ctx} KV cells, {layout}"
 
 

@@ -40,7 +40,7 @@ class ApiError(NamedTuple):
     """As in OpenAI's API: invalid_request_error, authentication_error, permission_error, rate_limit_error or
     server_error."""
     param: str | None = None
-    """The request's field at fault."""
+    """The request field that caused the error."""
     code: str | None = None
     overflow: ContextOverflow | None = None
     """Set if the prompt is longer than the context. Each API has a message of its own for it."""
@@ -81,7 +81,10 @@ class ThreadUnsupported(InvalidRequest):
     """Anthropic's server would keep the conversation. Its client then goes on without, and sends all of it."""
 
     def __init__(self) -> None:
-        super().__init__("thread", "cannot be kept: this server stores nothing; send the whole conversation without it")
+        super().__init__(
+            "thread",
+            "is not supported: this server does not store conversations; send the whole conversation without it",
+        )
 
 
 _EXPECTED: dict[type[CppBatchError], tuple[int, str, str]] = {
@@ -133,7 +136,7 @@ def api_error(error: BaseException) -> ApiError:
         kind = "invalid_request_error" if error.status < 500 else "server_error"
         return ApiError(error.status, error.text or error.reason, kind, code=_HTTP_CODES.get(error.status))
     log.error("a request failed", exc_info=error)
-    return ApiError(500, f"internal error ({type(error).__name__}); the server's log has the details", "server_error")
+    return ApiError(500, f"internal error ({type(error).__name__}); see the server log for details", "server_error")
 
 
 def _overflow_message(field: str, overflow: ContextOverflow) -> str:
@@ -151,7 +154,7 @@ def _overflow_message(field: str, overflow: ContextOverflow) -> str:
 
 
 class ErrorDetail(msgspec.Struct, frozen=True, kw_only=True):
-    """What is wrong with a request, in OpenAI's format."""
+    """An error in OpenAI's format."""
 
     message: str
     type: str
@@ -159,28 +162,28 @@ class ErrorDetail(msgspec.Struct, frozen=True, kw_only=True):
     llama-server, not_supported_error for a feature that is off, and exceed_context_size_error for a prompt that is
     longer than the context: its code is OpenAI's, context_length_exceeded."""
     param: str | None
-    """The request's field at fault."""
+    """The request field that caused the error."""
     code: str | None
     n_prompt_tokens: int | UnsetType = UNSET
-    """For a prompt that is longer than the context: its tokens; fewer, if it is too long to be tokenised."""
+    """If the prompt exceeds the context: its number of tokens, or a lower bound if it is too long to tokenise."""
     n_ctx: int | UnsetType = UNSET
-    """For a prompt that is longer than the context: the tokens that prompt and completion may have together."""
+    """If the prompt exceeds the context: the maximum tokens of prompt and completion together."""
 
 
 class ErrorResponse(msgspec.Struct, frozen=True, kw_only=True):
-    """The body of every response that is not a success, in OpenAI's format."""
+    """The body of every error response, in OpenAI's format."""
 
     error: ErrorDetail
 
 
 class AnthropicErrorCode(msgspec.Struct, frozen=True, kw_only=True):
-    """`error.details`: what Anthropic's client recognises."""
+    """`error.details`: an error code that Anthropic's client recognises."""
 
     error_code: str
 
 
 class AnthropicErrorDetail(msgspec.Struct, frozen=True, kw_only=True):
-    """What is wrong with a request, in Anthropic's format. The message names the field at fault."""
+    """An error in Anthropic's format. The message names the field that caused it."""
 
     type: str
     """Follows the HTTP status."""
@@ -194,7 +197,7 @@ class AnthropicErrorDetail(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AnthropicErrorResponse(msgspec.Struct, frozen=True, kw_only=True):
-    """The body of every response that is not a success, in Anthropic's format."""
+    """The body of every error response, in Anthropic's format."""
 
     type: Literal["error"] = "error"
     error: AnthropicErrorDetail
@@ -275,11 +278,11 @@ def error_response(request: web.Request, error: ApiError) -> web.Response:
 def _remedy(request: web.Request, error: Exception) -> str:
     """What to send instead, to a path that has no route or none for this method."""
     if isinstance(error, web.HTTPMethodNotAllowed):
-        return f"send {' or '.join(sorted(error.allowed_methods))}"
+        return f"use {' or '.join(sorted(error.allowed_methods))}"
     paths = {resource.canonical for resource in request.app.router.resources()}
     if len(request.path) < _LONGEST_GUESSED and (near := get_close_matches(request.path, sorted(paths), 1, 0.7)):
         return f"did you mean {near[0]}?"
-    return "/openapi.json lists the paths"
+    return "see /openapi.json for the available paths"
 
 
 @web.middleware
@@ -291,7 +294,7 @@ async def error_middleware(request: web.Request, handler: Handler) -> web.Stream
         raise
     except Exception as error:
         if request.match_info.http_exception is error:  # no route, or none for this method
-            error.text = f"there is no {request.method} {request.path} here; {_remedy(request, error)}"
+            error.text = f"{request.method} {request.path} not found; {_remedy(request, error)}"
         response = error_response(request, api_error(error))
         if response.status == 503:
             response.headers["Retry-After"] = "5"

@@ -28,9 +28,7 @@ def api_key(key: str, what: str = "the API key", *, name: str | None = None, **r
     key.
     """
     if not _USABLE.fullmatch(key):
-        raise ConfigError(
-            f"{what} is empty, or has spaces or characters other than visible ASCII: write another one, without them"
-        )
+        raise ConfigError(f"{what} is empty, or contains characters other than visible ASCII: choose another one")
     digest = _digest(key)
     label = name or digest.hex()[:_LABEL_LENGTH]
     return ApiKey(digest, KeyRules(id=name or digest.hex()[:_ID_LENGTH], name=label, **rules))
@@ -47,8 +45,8 @@ class Keys:
             key = api_key(given, f"API key {i}") if isinstance(given, str) else given
             if self._rules.setdefault(key.digest, key.rules) != key.rules:
                 raise ConfigError(
-                    f"the API key {key.rules.name} is given twice, with different rules (--api-key, --api-key-file): "
-                    "remove one of the two"
+                    f"the API key {key.rules.name} is given twice with different rules (--api-key, --api-key-file): "
+                    "remove one of them"
                 )
 
     def __bool__(self) -> bool:

@@ -55,7 +55,10 @@ class Connections:
         self._open.add(connection)
         self._unanswered[connection] = None
         if len(self._open) > self._max_open:
-            self.drop(next(iter(self._unanswered)), f"there are {self._max_open} connections, the most at once")
+            self.drop(
+                next(iter(self._unanswered)),
+                f"too many connections: {self._max_open} are open, the limit; try again later",
+            )
 
     def remove(self, connection: Connection) -> None:
         """Removes a closed connection."""
@@ -90,7 +93,7 @@ class Connections:
 
     def drop(self, connection: Connection, reason: str) -> None:
         """Closes a connection."""
-        log.info("cut off %s: %s", connection.remote, reason)
+        log.info("disconnected %s: %s", connection.remote, reason)
         self.remove(connection)
         connection.abort()
 
@@ -175,15 +178,15 @@ class Connection(asyncio.BufferedProtocol):
         if not self._n_begun and now - self._opened_at > self._connections.head_timeout:
             return f"no request within {self._connections.head_timeout:g} s"
         if self._reading and now - self._received_at > limit:
-            return f"nothing of its request's body for {limit:g} s"
+            return f"no data of its request body for {limit:g} s"
         if self._reading and now - self._reading_since > limit + self._n_read / _MIN_BODY_RATE:
-            return f"its request's body comes at less than {_MIN_BODY_RATE} bytes/s"
+            return f"its request body arrives at less than {_MIN_BODY_RATE} bytes/s"
         if self._unsent is not None and self._transport:
             unsent = self._transport.get_write_buffer_size()
             if unsent < self._unsent:
                 self._unsent, self._sent_at = unsent, now
             if now - self._sent_at > limit:
-                return f"it read nothing of its answer for {limit:g} s"
+                return f"it did not read its response for {limit:g} s"
         return None
 
     def abort(self) -> None:
@@ -235,7 +238,7 @@ class Connection(asyncio.BufferedProtocol):
     def _refuse(self) -> None:
         """Reading the body raises an exception."""
         assert self._chunked
-        reason = "it consists of very small chunks; send larger ones, or the body with its Content-Length"
+        reason = "it consists of very small chunks; send larger chunks, or use Content-Length"
         self._chunked.set_exception(web.RequestPayloadError(reason))
         self._chunked.feed_eof()
         self._loop.call_later(_REFUSAL_SECONDS, self.abort)

@@ -81,8 +81,8 @@ class CrossSite:
             name = found[1].lower().rstrip(".") if found else ""
             if not (is_local(name) or address_of(name) or self._hosts.lists(name)):
                 message = (
-                    f"is {given!r:.100}, which is not a name of this server: start it with --allowed-hosts "
-                    f"{name[:80] or 'NAME'}, or name it by its IP address"
+                    f"is {given!r:.100}, which is not a known name of this server: start the server with "
+                    f"--allowed-hosts {name[:80] or 'NAME'}, or use its IP address"
                 )
                 return _refused(_HOST, message, "host_not_allowed")
         return None
@@ -92,13 +92,15 @@ class CrossSite:
         if site == "same-origin" or self._origins.allows_all or self._may_send(head, origin, site):
             return None
         if origin is None:
-            message = f"is {site!r:.40}: pages of other sites may not use this server, unless --cors-origin names them"
+            message = f"is {site!r:.40}: pages from other sites cannot use this server unless --cors-origin allows them"
             return _refused(_SITE, message, "origin_not_allowed")
-        remedy = f"start the server with --cors-origin {origin[:80]} to allow them"
+        remedy = f"start the server with --cors-origin {origin[:80]} to allow it"
         if origin == "null":  # any page can send it, out of a sandboxed frame
-            remedy = "files and sandboxed frames need --cors-origin '*', which is meant for servers with an --api-key"
+            remedy = (
+                "local files and sandboxed frames require --cors-origin '*', which should be combined with --api-key"
+            )
         return _refused(
-            _ORIGIN, f"is {origin!r:.80}, whose pages may not use this server: {remedy}", "origin_not_allowed"
+            _ORIGIN, f"is {origin!r:.80}, which is not allowed to use this server: {remedy}", "origin_not_allowed"
         )
 
     def _may_send(self, head: RequestHead, origin: str | None, site: str | None) -> bool:

@@ -12,7 +12,7 @@ REFS = "#/components/schemas/{name}"
 TEXT: Json = {"type": "string"}
 _SERVER_SENT_EVENT: Json = {
     "type": "object",
-    "description": "With `stream`: a server-sent event. Its data is JSON; the last data of OpenAI's streams is [DONE]",
+    "description": "With `stream`: a server-sent event with JSON data; OpenAI streams end with [DONE]",
     "properties": {"data": TEXT},
     "required": ["data"],
 }

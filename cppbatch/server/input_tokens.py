@@ -28,7 +28,7 @@ class InputTokens(msgspec.Struct, frozen=True, kw_only=True):
 
 @routes.post("/v1/chat/completions/input_tokens")
 async def chat_input_tokens(request: web.Request) -> web.Response:
-    """Counts the prompt tokens of a chat completion."""
+    """Count the prompt tokens of a chat completion."""
     body = await read_json(request, ChatCompletionRequest)
     serving = await serving_of(request, body)
     serving.check_model(body.model)
@@ -38,7 +38,7 @@ async def chat_input_tokens(request: web.Request) -> web.Response:
 
 @routes.post("/v1/responses/input_tokens")
 async def response_input_tokens(request: web.Request) -> web.Response:
-    """Counts the prompt tokens of a response."""
+    """Count the prompt tokens of a response."""
     body = await read_json(request, ResponsesRequest)
     serving = await serving_of(request, body)
     serving.check_model(body.model)
@@ -48,9 +48,9 @@ async def response_input_tokens(request: web.Request) -> web.Response:
 
 ENDPOINTS = {
     ("post", "/v1/chat/completions/input_tokens"): generation_endpoint(
-        "Counts the prompt tokens of a chat completion", ChatCompletionRequest, InputTokens, streams=False
+        "Count the prompt tokens of a chat completion", ChatCompletionRequest, InputTokens, streams=False
     ),
     ("post", "/v1/responses/input_tokens"): generation_endpoint(
-        "Counts the prompt tokens of a response", ResponsesRequest, InputTokens, streams=False
+        "Count the prompt tokens of a response", ResponsesRequest, InputTokens, streams=False
     ),
 }

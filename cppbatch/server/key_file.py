@@ -47,11 +47,11 @@ def read_keys(path: str) -> list[ApiKey]:
     try:
         text = Path(path).read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not a text file in UTF-8"
+        reason = error.strerror if isinstance(error, OSError) else "it is not a UTF-8 text file"
         raise ConfigError(f"cannot read the API keys in {path} ({reason})") from error
     keys = _TomlFile(path, text).keys() if path.lower().endswith(".toml") else list(_plain_keys(path, text))
     if not keys:
-        raise ConfigError(f"there is no API key in {path}; add one, or leave --api-key-file out")
+        raise ConfigError(f"{path} contains no API key; add one, or leave out --api-key-file")
     return keys
 
 
@@ -59,7 +59,7 @@ def _plain_keys(path: str, text: str) -> Iterator[ApiKey]:
     for number, line in enumerate(text.splitlines(), 1):
         key = line.strip()
         if key.startswith(("[[", "[tiers")):
-            raise ConfigError(f"{path}, line {number}: this is TOML; rename the file so that its name ends with .toml")
+            raise ConfigError(f"{path}, line {number}: this is TOML; rename the file to end in .toml")
         if key and not key.startswith("#"):
             yield api_key(key, f"{path}, line {number}: the API key")
 
@@ -78,7 +78,7 @@ class _TomlFile:
         """Raises `ConfigError`."""
         for name in self._tables.keys() - {"keys", "tiers"}:
             raise ConfigError(
-                f"{self._at(None, name)}there is no setting `{name}` here; tables are [[keys]] and [tiers.NAME]"
+                f"{self._at(None, name)}unknown setting `{name}`; the tables are [[keys]] and [tiers.NAME]"
             )
         tiers, entries = self._tables.get("tiers", {}), self._tables.get("keys", [])
         if not isinstance(tiers, dict) or not isinstance(entries, list):
@@ -90,7 +90,9 @@ class _TomlFile:
         entry = self._table(table, KeyEntry, where)
         if entry.tier is not None and entry.tier not in tiers:
             known = ", ".join(tiers) or "none"
-            message = f"there is no tier {entry.tier!r}, only {known}: add [tiers.{entry.tier}], or name another one"
+            message = (
+                f"tier {entry.tier!r} not found; available: {known}. Add [tiers.{entry.tier}], or use another tier"
+            )
             raise ConfigError(self._at(where, "tier") + message)
         tier = KeyTier() if entry.tier is None else tiers[entry.tier]
         own = {name: getattr(entry, name) for name in KeyTier.__struct_fields__}
@@ -105,7 +107,7 @@ class _TomlFile:
             for field, value in (("key", key.digest), ("name", key.rules.name)):
                 if value in seen:
                     at = self._at(f"keys[{i}]", field)
-                    raise ConfigError(f"{at}an earlier entry has the same {field}; change it, or remove one of the two")
+                    raise ConfigError(f"{at}an earlier entry has the same {field}; change it, or remove one of them")
                 seen.add(value)
         return keys
 
@@ -117,9 +119,9 @@ class _TomlFile:
             unknown = re.search(r"unknown field `(.*)`", message)
             field = unknown[1] if unknown else path.strip("`.").partition("[")[0]
             if unknown:
-                message = f"there is no setting `{field}`; there are {', '.join(kind.__struct_fields__)}"
+                message = f"unknown setting `{field}`; it must be one of {', '.join(kind.__struct_fields__)}"
             elif "matching regex" in message:
-                message = "must have 1 to 64 letters, digits, or . _ @ -"
+                message = "must consist of 1 to 64 letters, digits, or . _ @ -"
             message = message.replace(" | null", "")  # a setting may be absent, but TOML has no null
             raise ConfigError(f"{self._at(where, field)}{message[:1].lower()}{message[1:]}") from error
 

@@ -42,7 +42,7 @@ class KeyRules(msgspec.Struct, frozen=True, kw_only=True):
             return
         if not self.may_use(names) or (asked is not None and asked not in names):
             wanted = "this server's model" if asked is None else repr(asked)
-            raise Forbidden("model", f"{wanted} is not for this key; it may use {_listed(self.models)}")
+            raise Forbidden("model", f"{wanted} is not allowed with this API key; allowed: {_listed(self.models)}")
 
     def may_use(self, names: Collection[str]) -> bool:
         """Whether the key may use the model with these names."""
@@ -69,7 +69,7 @@ class KeyRules(msgspec.Struct, frozen=True, kw_only=True):
             return asked
         if asked < 0:
             raise InvalidRequest(
-                "priority", f"is {asked}; requests of this key count from the key's own, so it must be 0 or more"
+                "priority", f"is {asked}; it is added to the priority of the API key, so it must be 0 or more"
             )
         return min(self.priority + asked, BACKGROUND)
 
@@ -81,14 +81,16 @@ class KeyRules(msgspec.Struct, frozen=True, kw_only=True):
         if wrong := [name for name in names if name not in self.adapters]:
             raise Forbidden(
                 "lora",
-                f"{_listed(wrong)} is not for this key; it may use {_listed(self.adapters)}: name these in `lora`, or "
-                "send {} for the model without adapters",
+                f"{_listed(wrong)} is not allowed with this API key; allowed: {_listed(self.adapters)}. Use these in "
+                "`lora`, or send {} to use the model without adapters",
             )
 
     def check_sets_adapters(self) -> None:
         """Raises `Forbidden` if the key may not change the adapters of everybody's requests."""
         if self.adapters is not None:
-            raise Forbidden("lora-adapters", "this key may not set the scales of all requests; send `lora` with each")
+            raise Forbidden(
+                "lora-adapters", "this API key may not set the scales for all requests; send `lora` with each request"
+            )
 
 
 def _listed(names: Sequence[str]) -> str:

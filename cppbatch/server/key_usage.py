@@ -36,8 +36,8 @@ class KeyUsage:
                 taken, request[_RATE] = self._rates.take(rules.id, rules.requests_per_minute)
                 if not taken:
                     raise RateLimited(
-                        f"this key may send {rules.requests_per_minute} requests per minute; try again in "
-                        f"{ceil(request[_RATE].wait)} s",
+                        f"rate limit reached: this API key is limited to {rules.requests_per_minute} requests per "
+                        f"minute; try again in {ceil(request[_RATE].wait)} s",
                         request[_RATE].wait,
                     )
             yield

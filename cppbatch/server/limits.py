@@ -85,7 +85,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
 
     def _refuse_more(self, field: str, asked: int | None, limit: int | None, flag: str) -> None:
         if asked is not None and limit is not None and asked > limit:
-            raise InvalidRequest(field, f"is {asked}; this server allows {limit} ({flag})")
+            raise InvalidRequest(field, f"is {asked}; the limit of this server is {limit} ({flag})")
 
     def default_tokens(self, wanted: int) -> int:
         """`max_tokens` of a request that asks for none itself, if its API's default is this one, or `UNLIMITED`."""

@@ -100,11 +100,11 @@ async def listen(
                 listening.close()
             await runner.cleanup()
             reason = error.strerror if isinstance(error, OSError) else str(error)
-            remedy = "Choose another --port, or end the program that uses this one"
+            remedy = "Choose another --port, or stop the program that uses this one"
             if isinstance(error, socket.gaierror) or getattr(error, "errno", None) == errno.EADDRNOTAVAIL:
-                remedy = "Give --host an address of this machine, such as 127.0.0.1, or 0.0.0.0 for all of them"
+                remedy = "Set --host to an address of this machine, such as 127.0.0.1, or to 0.0.0.0 for all addresses"
             elif isinstance(error, PermissionError):
-                remedy = "Choose a --port of 1024 or more"
+                remedy = "Choose a --port of at least 1024"
             raise ConfigError(f"cannot listen on {host}:{port} ({reason}). {remedy}") from error
         servers.append(server)
         port = server.sockets[0].getsockname()[1]  # with --port 0 the first one is chosen

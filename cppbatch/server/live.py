@@ -20,7 +20,7 @@ class RecentTimes(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LiveInterval(msgspec.Struct, frozen=True, kw_only=True):
-    """What a worker did between its last two states."""
+    """Activity of a worker between its last two states."""
 
     seconds: float
     steps: int

@@ -34,7 +34,7 @@ class LiveQuery(msgspec.Struct, kw_only=True):
     """The query string."""
 
     events: Annotated[int, msgspec.Meta(ge=1)] | None = None
-    """The stream ends after so many events; None: it goes on."""
+    """End the stream after this many events; None: no limit."""
 
 
 class _Made:
@@ -177,7 +177,7 @@ _EVENT = {
 
 ENDPOINTS = {
     ("get", "/live"): Endpoint(
-        "What the server does now, 5 times a second: sequences, queue, KV cells, workers",
+        "Live state of the server, 5 times per second: sequences, queue, KV cells, workers",
         {"text/event-stream": _EVENT},
         (400, *QUERY_ERRORS),
         types=(LiveSnapshot,),

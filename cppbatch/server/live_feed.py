@@ -70,7 +70,7 @@ class LiveFeed(Generic[Snapshot]):
             try:
                 self._latest, is_new = await self._make()
             except Exception:  # a bug: the readers keep what they have, and the next snapshot may be right
-                log.exception("no snapshot for /live could be made")
+                log.exception("failed to create a snapshot for /live")
             else:
                 if is_new:
                     self._wake()

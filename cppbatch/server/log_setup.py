@@ -79,7 +79,7 @@ def _shorten_http_errors(record: logging.LogRecord) -> bool:
 
     if record.exc_info and isinstance(error := record.exc_info[1], HttpProcessingError):
         record.levelno, record.levelname = logging.WARNING, "WARNING"
-        record.msg = "refused a request that is no HTTP (%s)"
+        record.msg = "refused a request that is not valid HTTP (%s)"
         record.args = (type(error).__name__,)  # not its message, which quotes bytes that may be part of a key
         record.exc_info = None
     return True

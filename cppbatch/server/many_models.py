@@ -135,7 +135,7 @@ class ManyModels(ServedModels):
         if found is None:
             known = ", ".join(repr(each) for each in self._visible(rules)) or "none"
             if name is None:
-                raise InvalidRequest("model", f"is missing; this server has {known}")
+                raise InvalidRequest("model", f"is required; available: {known}")
             raise ModelNotFound(f"{name!r} not found; available: {known}")
         return found
 
@@ -148,7 +148,9 @@ class ManyModels(ServedModels):
         """As in `ServedModels`."""
         if not any(True for _ in self._visible(rules)):
             names = ", ".join(map(repr, rules.models or ()))
-            raise Forbidden("model", f"no model of this server is for this key; it may use {names or 'none'}")
+            raise Forbidden(
+                "model", f"no model of this server is available with this API key; allowed: {names or 'none'}"
+            )
 
     # --- requests -----------------------------------------------------------------------------------------------
 
@@ -168,8 +170,8 @@ class ManyModels(ServedModels):
             lease = await (waiting if was_loaded else asyncio.wait_for(waiting, timeout))
         except asyncio.TimeoutError:
             raise LoadTimeout(
-                f"the model {model!r} was not loaded within the {timeout:g} s of the request's timeout; try again, or "
-                "give it more time"
+                f"model {model!r} was not loaded within the request's timeout of {timeout:g} s; try again, or increase "
+                "the timeout"
             ) from None
         waited = 0.0 if was_loaded else self._clock() - began
         return ModelLease(serving=self._serving(model, lease.engine), release=lease.release, waited=waited)
@@ -220,7 +222,7 @@ class ManyModels(ServedModels):
         """As in `ServedModels`."""
         found = self._find(name)
         if found is None or found not in self._visible(rules):
-            raise ModelNotFound(f"there is no {name!r} here")
+            raise ModelNotFound(f"model {name!r} not found")
         return await self._entry(found)
 
     async def _entry(self, name: str) -> ModelEntry:
@@ -320,8 +322,8 @@ class ManyModels(ServedModels):
         page = "the web page; " if self.settings.webui else ""
         key = ' -H "Authorization: Bearer $CPPBATCH_API_KEY"' if self.settings.keys else ""
         return [
-            f"{len(self._specs)} models, each loaded when it is asked for{default}: {names}",
-            *([f"loading at once: {', '.join(at_once)}"] if at_once else []),
+            f"{len(self._specs)} models, loaded on demand{default}: {names}",
+            *([f"loading at startup: {', '.join(at_once)}"] if at_once else []),
             f"ready at {' and '.join(urls)}  ({page}OpenAI-compatible API under {urls[0]}/v1; Ctrl-C drains and stops)",
             f"try:  curl {urls[0]}/v1/models{key}",
         ]

@@ -26,7 +26,7 @@ class HostNames:
         for name in self._names:
             if name != ANY and not HOST_NAME.fullmatch(name):
                 message = f"it must be a host such as example.org or *.example.org{others}"
-                raise ConfigError(f"{flag} has {name!r:.80}; {message}")
+                raise ConfigError(f"{flag} contains {name!r:.80}; {message}")
 
     def __bool__(self) -> bool:
         return bool(self._names)

@@ -54,7 +54,7 @@ class MediaLoader:
             left -= len(self._media(source).data)
             if left < 0:
                 limit = f"{self._limits.max_media_mb} MiB (--max-media-mb)"
-                raise InvalidRequest(source.field, f"makes the request's pictures and sounds larger than {limit}")
+                raise InvalidRequest(source.field, f"makes the request's images and audio larger than {limit}")
         return with_media(messages, [self._media(source) for source in sources])
 
     def _sources(self, messages: list[Json]) -> list[MediaSource]:
@@ -63,7 +63,7 @@ class MediaLoader:
         for source in sources:
             refuse_unreadable(source, self._info)
         if len(sources) > (most := self._limits.max_media):
-            message = f"is one of {len(sources)} pictures and sounds; a request may have {most} (--max-media)"
+            message = f"is one of {len(sources)} images and audio files; the limit per request is {most} (--max-media)"
             raise InvalidRequest(sources[most].field, message)
         return sources
 
@@ -97,9 +97,12 @@ def _is_file(source: MediaSource) -> bool:
 def read_local(source: MediaSource, folder: Path | None, budget: ByteBudget) -> bytes:
     """The bytes of a file:// address in the folder of --media-path. Raises `InvalidRequest`."""
     if folder is None:
-        message = "is a file of the server: start it with --media-path DIR, or send the file itself as a data URL"
+        message = (
+            "is a file on the server, which is not allowed: start the server with --media-path DIR, or send the "
+            "file as a data URL"
+        )
         raise InvalidRequest(source.field, message)
-    none = InvalidRequest(source.field, f"is {source.url!r:.200}: there is no such file in the folder of --media-path")
+    none = InvalidRequest(source.field, f"is {source.url!r:.200}: file not found in the --media-path folder")
     try:
         path = (folder / unquote(source.url[5:].removeprefix("//"))).resolve()  # an absolute path replaces the folder
         if not path.is_relative_to(folder) or not path.is_file():
@@ -116,7 +119,7 @@ def refuse_large(prompts: Sequence[Prompt], n: int, limits: Limits) -> None:
     """Raises `InvalidRequest` if the media of `n` completions of each of these prompts are larger than those of one
     request may be: each completion is sent to the engine with its own."""
     if n * sum(map(media_bytes, prompts)) > limits.max_media_bytes:
-        message = f"makes {n * len(prompts)} completions, whose pictures and sounds are together larger than"
+        message = f"makes {n * len(prompts)} completions, whose images and audio together exceed"
         raise InvalidRequest("n" if n > 1 else "prompts", f"{message} {limits.max_media_mb} MiB (--max-media-mb)")
 
 

@@ -62,11 +62,11 @@ def _mixed_prompt(prompt: object, field: str) -> MixedPrompt:
 
 def _marked_prompt(text: object, data: object, field: str) -> MarkedPrompt:
     if not isinstance(text, str):
-        raise InvalidRequest(f"{field}.prompt_string", "must be a string when there is multimodal_data")
+        raise InvalidRequest(f"{field}.prompt_string", "must be a string if multimodal_data is given")
     if not isinstance(data, list) or not all(isinstance(each, str) and each for each in data):
-        raise InvalidRequest(f"{field}.multimodal_data", "must be a list of strings: files as base64")
+        raise InvalidRequest(f"{field}.multimodal_data", "must be a list of strings: base64-encoded files")
     if (n := text.count(MEDIA_MARKER)) != len(data):
-        message = f"has {n} media markers for {len(data)} pictures and sounds; GET /props tells the media_marker"
+        message = f"has {n} media markers for {len(data)} items of multimodal_data; GET /props returns the media_marker"
         raise InvalidRequest(f"{field}.prompt_string", message)
     return MarkedPrompt(text, data)
 

@@ -85,7 +85,7 @@ class MemoryPlanLoader:
                 budget=self._budget,
             )
         except EstimateFailed as error:
-            log.warning("whether %s fits into memory was not checked: %s", spec.name, error)
+            log.warning("could not check whether %s fits into memory: %s", spec.name, error)
             sizes = LoadedSizes(candidates[0], None)
         return LoadPlan(spec, sizes)
 

@@ -27,23 +27,21 @@ class ModelMetrics(Collector):
             states.add_metric([state], sum(model.state == state for model in self._models.values()))
         yield states
         for name, text in {
-            "loaded": "1: the model is loaded; 0: it is not, or is being drained",
-            "requests": "Requests that use the model; while there are any, it stays loaded",
-            "waiting": "Requests that wait for the model to be loaded",
-            "load_seconds": "How long the last load took",
+            "loaded": "1 if the model is loaded; 0 if it is not loaded or is draining",
+            "requests": "Requests that use the model and keep it loaded",
+            "waiting": "Requests waiting for the model to load",
+            "load_seconds": "Duration of the last load",
         }.items():
             gauge = GaugeMetricFamily(f"cppbatch_model_{name}", text, labels=["model"])
             for model in self._models.values():
                 gauge.add_metric([model.name], _GAUGES[name](model))
             yield gauge
-        loads = CounterMetricFamily("cppbatch_model_loads", "How often the model was loaded", labels=["model"])
-        failures = CounterMetricFamily(
-            "cppbatch_model_load_failures", "How often the model could not be loaded", labels=["model"]
-        )
+        loads = CounterMetricFamily("cppbatch_model_loads", "Number of loads", labels=["model"])
+        failures = CounterMetricFamily("cppbatch_model_load_failures", "Number of failed loads", labels=["model"])
         unloads = CounterMetricFamily(
             "cppbatch_model_unloads",
-            "How often the model was unloaded. evicted: for another one; idle: --ttl; asked: POST /models/unload; "
-            "changed: its file or its settings",
+            "Number of unloads. evicted: to load another model; idle: --ttl; asked: POST /models/unload; changed: its "
+            "file or settings changed",
             labels=["model", "reason"],
         )
         for model in self._models.values():

@@ -37,21 +37,21 @@ from cppbatch.server.sampling_fields import SamplingFields
 Json = dict[str, Any]
 
 _STATUS = {
-    400: "The request is malformed, or asks for something impossible; `param` names the field",
-    401: "The server requires an API key, and the request has no valid one",
-    403: "The rules of the API key do not allow the model, or an adapter; or the server is not reached under a name of "
-    "its own, or by a page that it does not allow",
-    404: "There is no object of this name",
+    400: "The request is malformed or cannot be fulfilled; `param` names the field",
+    401: "Missing or invalid API key",
+    403: "The API key does not allow the model or an adapter, or the Host or Origin header is not allowed",
+    404: "Not found",
     409: "The request conflicts with the current state",
     413: "The body is larger than the server allows",
-    415: "A browser sent a body that is not JSON",
-    416: "The header Range begins beyond the end of the file",
-    429: "The queue is full, too many requests are being answered, or the rate of the API key is reached; Retry-After "
-    "says when to try again",
-    500: "The engine could not finish the request",
-    501: "The server was started without this route",
-    503: "The model is still loading, the server is shutting down, the engine has failed, or no files are stored",
-    507: "The disk is full, or cannot be written",
+    415: "The request comes from a browser, but its body is not JSON",
+    416: "The Range header starts beyond the end of the file",
+    429: "The queue is full, too many requests are in progress, or the rate limit of the API key is reached; see "
+    "Retry-After",
+    500: "The engine failed to complete the request",
+    501: "This route is disabled",
+    503: "The model is still loading, the server is shutting down, the engine has failed, or file storage is "
+    "unavailable",
+    507: "The disk is full or not writable",
 }
 
 routes = web.RouteTableDef()
@@ -105,7 +105,7 @@ def document() -> bytes:
             "info": {
                 "title": "cppbatch",
                 "version": __version__,
-                "description": "OpenAI's and Anthropic's APIs over a GGUF model",
+                "description": "OpenAI-compatible and Anthropic-compatible APIs for GGUF models",
             },
             "paths": paths,
             "components": {

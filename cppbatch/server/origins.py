@@ -18,6 +18,6 @@ def check_origin(origin: str) -> str:
     parts = urlsplit(origin)
     is_origin = origin == FILES or (parts.scheme and parts.netloc and origin == f"{parts.scheme}://{parts.netloc}")
     if origin not in (ANY, LOCAL, NONE) and not is_origin:
-        message = f"it must be like https://example.org, with no path, or {LOCAL}, {ANY} or {NONE}"
+        message = f"it must have the form https://example.org without a path, or be {LOCAL}, {ANY} or {NONE}"
         raise ConfigError(f"--cors-origin is {origin!r}; {message}")
     return origin

@@ -37,13 +37,13 @@ class PeerProbe:
 
     def _probe(self) -> None:
         if self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):  # a reset
-            return self._is_gone("its client is gone")
+            return self._is_gone("its client has disconnected")
         request = self._answered()
         if request and not request.writer.output_size:
             if request.version >= HttpVersion11:
                 self._transport.write(_CONTINUE)
             elif self._loop.time() - self._began > _OLD_HTTP_SECONDS:
-                return self._is_gone("its client of HTTP/1.0 has closed its sending side, and may be gone")
+                return self._is_gone("its HTTP/1.0 client closed its sending side and may have disconnected")
         self._pause = min(2 * self._pause, _LONGEST_PAUSE)
         self._next = self._loop.call_later(self._pause, self._probe)
         return None

@@ -27,7 +27,7 @@ class ByteBudget:
         """Counts `n` bytes of a medium. Raises `InvalidRequest` if they are more than what is left."""
         if n > self._left:
             limit = f"{self._n_bytes:,} bytes (--max-media-mb)"
-            raise InvalidRequest(field, f"makes the pictures and sounds of the request larger than {limit}")
+            raise InvalidRequest(field, f"makes the request's images and audio larger than {limit}")
         self._left -= n
 
 
@@ -42,9 +42,9 @@ async def fetch(field: str, address: str, domains: MediaDomains, budget: ByteBud
     except InvalidRequest:
         raise
     except asyncio.TimeoutError:
-        raise InvalidRequest(field, f"cannot be fetched within {seconds:g} s") from None
+        raise InvalidRequest(field, f"could not be fetched within {seconds:g} s") from None
     except (aiohttp.ClientError, OSError, ValueError) as error:
-        raise InvalidRequest(field, f"cannot be fetched: {error!s:.200}") from error
+        raise InvalidRequest(field, f"could not be fetched: {error!s:.200}") from error
 
 
 async def _fetch(field: str, address: str, domains: MediaDomains, budget: ByteBudget) -> bytes:
@@ -62,24 +62,24 @@ async def _fetch(field: str, address: str, domains: MediaDomains, budget: ByteBu
                     url = url.join(URL(location))
                     continue
                 if response.status != 200:
-                    raise InvalidRequest(field, f"cannot be fetched: {url.host} answers with status {response.status}")
+                    raise InvalidRequest(field, f"could not be fetched: {url.host} returned status {response.status}")
                 data = bytearray()
                 async for chunk in response.content.iter_chunked(_CHUNK):
                     budget.take(field, len(chunk))
                     data += chunk
                 return bytes(data)
-    raise InvalidRequest(field, f"cannot be fetched: it is redirected more than {_MOST_REDIRECTS} times")
+    raise InvalidRequest(field, f"could not be fetched: more than {_MOST_REDIRECTS} redirects")
 
 
 def _check(field: str, url: URL, domains: MediaDomains) -> None:
     """Raises `InvalidRequest` for an address that may not be fetched."""
     if url.scheme not in ("http", "https") or not url.host:
-        raise InvalidRequest(field, f"is {str(url)!r:.80}; what can be fetched is http and https")
+        raise InvalidRequest(field, f"is {str(url)!r:.80}; only http and https URLs can be fetched")
     if url.user is not None or url.password is not None:
-        raise InvalidRequest(field, "has a user name or a password, which is not sent to other servers")
+        raise InvalidRequest(field, "contains a user name or password, which is not sent to other servers; remove it")
     if not domains.lists_host(url.host):
-        message = f"is on {url.host!r:.80}, which is not listed: start the server with --allowed-media-domains"
-        raise InvalidRequest(field, f"{message} {url.host:.80}, or send the file itself as a data URL")
+        message = f"is on {url.host!r:.80}, which is not allowed: start the server with --allowed-media-domains"
+        raise InvalidRequest(field, f"{message} {url.host:.80}, or send the file as a data URL")
 
 
 class _CheckedResolver(AbstractResolver):
@@ -96,7 +96,7 @@ class _CheckedResolver(AbstractResolver):
         found = await self._resolver.resolve(host, port, family)
         allowed = [each for each in found if self._domains.may_connect(each["host"])]
         if not allowed:
-            message = f"is on {host!r:.80}, whose address is private: --allowed-media-domains must list that too"
+            message = f"is on {host!r:.80}, which has a private address: add that address to --allowed-media-domains"
             raise InvalidRequest(self._field, message)
         return allowed
 

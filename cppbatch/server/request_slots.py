@@ -28,12 +28,14 @@ class Slots:
         most = self._limits.max_concurrent
         most_of_one = self._limits.max_concurrent_per_key if most_of_key is None else most_of_key
         if most and self._all >= most:
-            raise TooManyRequests(f"{most} requests are being answered, the most at once (--max-concurrent); try later")
+            raise TooManyRequests(
+                f"too many requests: {most} are in progress, the limit (--max-concurrent); try again later"
+            )
         if most_of_one and self._of[client] >= most_of_one:
             limit = "--max-concurrent-per-key" if most_of_key is None else "max_concurrent of your key"
             raise TooManyRequests(
-                f"{most_of_one} of your requests are being answered, the most at once ({limit}); "
-                "wait for one of them to end"
+                f"too many requests: {most_of_one} of your requests are in progress, the limit ({limit}); wait for one "
+                "of them to finish"
             )
         self._all += 1
         self._of[client] += 1

@@ -127,9 +127,9 @@ def raise_failure(event: GenerationEvent) -> None:
     """Raises for the last event of a failed completion: `InvalidRequest` if the request is at fault, otherwise
     `GenerationFailed` or `EngineClosed`."""
     if event.error_field:
-        raise InvalidRequest(event.error_field, event.error or "the text cannot go on", event.overflow)
+        raise InvalidRequest(event.error_field, event.error or "the text cannot be continued", event.overflow)
     if event.finish_reason is FinishReason.ERROR:
-        raise GenerationFailed(event.error or "the generation failed")
+        raise GenerationFailed(event.error or "generation failed")
     if event.finish_reason is FinishReason.CANCELLED:  # not by the client, which would have closed the connection
         raise EngineClosed("the server is shutting down")
 

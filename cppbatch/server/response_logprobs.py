@@ -13,7 +13,7 @@ from cppbatch.engine.request import TokenLogprob
 
 
 class ChatTopLogprob(msgspec.Struct, frozen=True, kw_only=True):
-    """One of the likeliest tokens at a position."""
+    """One of the most likely tokens at a position."""
 
     token: str
     logprob: float | None
@@ -103,7 +103,7 @@ def _escaped(piece: bytes) -> str:
 
 
 class TopLogprob(msgspec.Struct, frozen=True, kw_only=True):
-    """One of the likeliest tokens at a position, with its id."""
+    """One of the most likely tokens at a position, with its id."""
 
     id: int
     token: str
@@ -140,7 +140,7 @@ def logprob_entries(entries: list[TokenLogprob]) -> list[LogprobEntry]:
 
 
 class TopProb(msgspec.Struct, frozen=True, kw_only=True):
-    """One of the likeliest tokens that the samplers left, with its id."""
+    """One of the most likely tokens after sampling filters, with its id."""
 
     id: int
     token: str

@@ -58,7 +58,7 @@ async def run_server(
         await models.close()
         raise
     if storage.error:
-        log.warning("this server stores no files: %s. Or start it with another --data-dir", storage.error)
+        log.warning("this server does not store files: %s. Alternatively, use another --data-dir", storage.error)
     async with listener:
         advice = _on_daemon_thread(find_advice)
         try:
@@ -79,7 +79,7 @@ async def _listen(app: web.Application, settings: ServerSettings, address: Addre
     listener = await listen(app, address, max_open=max_connections(), idle_timeout=idle_timeout)
     if not (listener.is_private or settings.keys):
         log.warning(
-            "%s is open to everyone who can reach it: set an --api-key, or listen on 127.0.0.1",
+            "%s accepts requests from anyone who can reach it: set an --api-key, or listen on 127.0.0.1",
             " and ".join(listener.urls),
         )
     return listener
@@ -122,6 +122,6 @@ async def _drain(app: web.Application, seconds: float, say: Say) -> None:
     """Takes no new requests and waits for the running ones, at most for `seconds`."""
     in_flight = app[IN_FLIGHT]
     if in_flight.n:
-        say(f"finishing {in_flight.n} request(s), for {seconds:g} s at most; Ctrl-C again stops at once")
+        say(f"finishing {in_flight.n} request(s), for at most {seconds:g} s; press Ctrl-C again to stop immediately")
     if left := await in_flight.drain(seconds):
-        say(f"cut off {left} request(s) that did not end within {seconds:g} s (--drain-timeout)")
+        say(f"aborted {left} request(s) that did not finish within {seconds:g} s (--drain-timeout)")

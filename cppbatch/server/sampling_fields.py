@@ -135,7 +135,7 @@ class SamplingFields(StructuredFields, kw_only=True):
         if (constraint := self.constraint()) and StructuredFields.schema(self) is None:
             given[constraint.kind] = constraint.value
             if not defaults.keys().isdisjoint(GRAMMARS):
-                message = "cannot be used together with another format of the answer, or a tool call that is required"
+                message = "cannot be combined with another output format or a required tool call"
                 raise InvalidRequest(constraint.field, message)
         given["compact_json"] = self.is_compact or None
         if self.top_k == -1:
@@ -192,7 +192,7 @@ class SingleChoiceFields(TimingFields, kw_only=True):
         """As in `SamplingFields`."""
         for field in ("n", "best_of"):
             if (given := getattr(self, field)) not in (None, 1):
-                raise InvalidRequest(field, f"is {given}; this API has one answer to a request")
+                raise InvalidRequest(field, f"is {given}; this API returns a single answer per request")
         return 1
 
 
@@ -205,7 +205,7 @@ def scales_by_number(lora: list[LoraScale]) -> dict[int, float]:
     scales: dict[int, float] = {}
     for i, entry in enumerate(lora):
         if entry.id in scales:
-            raise InvalidRequest(f"lora[{i}].id", f"is {entry.id} for the second time")
+            raise InvalidRequest(f"lora[{i}].id", f"is {entry.id}, which is already in the list")
         scales[entry.id] = entry.scale
     return scales
 

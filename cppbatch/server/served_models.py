@@ -41,7 +41,7 @@ class ModelLease(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ModelEntry(msgspec.Struct, frozen=True, kw_only=True):
-    """A model for lists, loaded or not."""
+    """A model, loaded or not."""
 
     name: str
     """Its name in responses."""
@@ -267,7 +267,7 @@ class OneModel(ServedModels):
         """As in `ServedModels`. Other names are not found, although requests may give them."""
         self.serving.find_model(name)
         if not self._is_visible(rules):
-            raise ModelNotFound(f"there is no {name!r} for this key")
+            raise ModelNotFound(f"{name!r} is not available with this API key")
         return await self._entry()
 
     def _is_visible(self, rules: KeyRules | None) -> bool:
@@ -328,7 +328,7 @@ class OneModel(ServedModels):
         """Refused: the server would have no model."""
         self.serving.find_model(name)
         self._check_name(name, rules)
-        message = "is the only model of this server; with --models-dir, or several -m, models are unloaded"
+        message = "is the only model of this server and cannot be unloaded; use --models-dir or several -m"
         raise Conflict("model", message)
 
     def _check_name(self, name: str, rules: KeyRules | None) -> None:

@@ -42,43 +42,51 @@ class ServerMetrics:
         self.by_model = by_model
         self.http_requests = Counter(
             "cppbatch_http_requests",
-            "HTTP requests by status of the response. disconnected: the client closed the connection before its end",
+            "HTTP requests by response status. disconnected: the client closed the connection early",
             ["endpoint", "status"],
             registry=registry,
         )
         self.in_flight = Gauge(
             "cppbatch_requests_in_flight",
-            "Generation requests that are being answered, including those in the queue",
+            "Generation requests in progress, including queued requests",
             by_endpoint,
             registry=registry,
         )
         self.completions = Counter(
             "cppbatch_completions",
-            "Completions that ended; a request with n has several. cancelled: the client closed the connection",
+            "Finished completions; a request with n counts n times. cancelled: the client closed the connection",
             [*by_endpoint, "finish_reason"],
             registry=registry,
         )
         self.prompt_tokens = Counter(
-            "cppbatch_prompt_tokens", "Prompt tokens of completions that ended", by_endpoint, registry=registry
+            "cppbatch_prompt_tokens", "Prompt tokens of finished completions", by_endpoint, registry=registry
         )
         self.cached_prompt_tokens = Counter(
             "cppbatch_cached_prompt_tokens",
-            "Those of the prompt tokens that came from the prefix cache",
+            "Prompt tokens of finished completions taken from the prefix cache",
             by_endpoint,
             registry=registry,
         )
         self.generated_tokens = Counter(
-            "cppbatch_generated_tokens", "Generated tokens, counted as they come", by_endpoint, registry=registry
+            "cppbatch_generated_tokens",
+            "Generated tokens, counted as they are produced",
+            by_endpoint,
+            registry=registry,
         )
-        self.open_batches = Gauge("cppbatch_batches_open", "Batch jobs that have not ended", registry=registry)
+        self.open_batches = Gauge("cppbatch_batches_open", "Unfinished batch jobs", registry=registry)
         self.batch_lines = Gauge(
-            "cppbatch_batch_lines", "Lines of open batch jobs: all, completed, failed", ["state"], registry=registry
+            "cppbatch_batch_lines",
+            "Lines of unfinished batch jobs: all, completed, failed",
+            ["state"],
+            registry=registry,
         )
-        self.first_token = self._histogram("time_to_first_token", "From the request to its first token", _WAIT_BUCKETS)
-        self.gap = self._histogram("inter_token", "From one token to the next", _GAP_BUCKETS)
-        self.queue = self._histogram("queue_time", "From arrival in the engine to the first step", _WAIT_BUCKETS)
+        self.first_token = self._histogram(
+            "time_to_first_token", "Time from the request to its first token", _WAIT_BUCKETS
+        )
+        self.gap = self._histogram("inter_token", "Time between consecutive tokens", _GAP_BUCKETS)
+        self.queue = self._histogram("queue_time", "Time from arrival in the engine to the first step", _WAIT_BUCKETS)
         self.completion_time = self._histogram(
-            "completion_time", "From the request to the end of the text", _COMPLETION_BUCKETS
+            "completion_time", "Time from the request to the end of the text", _COMPLETION_BUCKETS
         )
         self.recent = RecentCompletions()
         self.live: LiveTimes | None = None
@@ -217,45 +225,45 @@ Key = list[str]
 """The labels of a worker: its name, and that of its model where a server has several."""
 
 _GAUGES = {
-    "running": "Requests that are being computed",
-    "waiting": "Requests in the engine's queue",
-    "swapped_bytes": "Host memory of swapped-out sequences",
-    "prefix_cache_bytes": "Host memory of cached prefixes and checkpoints",
-    "prefixes_on_disk": "Cached prefixes on disk that the worker can take (--prefix-cache-disk)",
-    "seq_ids_free": "Sequence ids that neither a running sequence nor a cached prefix has",
+    "running": "Running requests",
+    "waiting": "Waiting requests in the engine's queue",
+    "swapped_bytes": "Host memory used by swapped-out sequences",
+    "prefix_cache_bytes": "Host memory used by cached prefixes and checkpoints",
+    "prefixes_on_disk": "Cached prefixes on disk usable by the worker (--prefix-cache-disk)",
+    "seq_ids_free": "Free sequence ids",
 }
 _COUNTERS = {
     "steps": "Computed steps",
     "decode_steps": "Steps with at least one decoding sequence",
     "prompt_tokens": "Prompt tokens computed",
     "generated_tokens": "Tokens generated",
-    "forced_tokens": "Of those, tokens that a grammar determined without a decode for each",
+    "forced_tokens": "Generated tokens forced by a grammar, without a decode for each",
     "draft_steps": "Steps that verified drafts (speculative decoding)",
-    "drafted_tokens": "Draft tokens that were verified",
-    "accepted_tokens": "Of those, draft tokens that were accepted",
-    "prefix_queries": "Requests that looked up their prompt in the prefix cache",
-    "prefix_hits": "Requests that found a prefix there",
-    "prefix_hit_tokens": "Prompt tokens that came from the prefix cache",
-    "prefix_disk_hits": "Requests for which a prefix was read from disk",
-    "prefix_disk_hit_tokens": "Prompt tokens that these could take from there",
+    "drafted_tokens": "Verified draft tokens",
+    "accepted_tokens": "Accepted draft tokens",
+    "prefix_queries": "Prefix cache lookups",
+    "prefix_hits": "Prefix cache hits",
+    "prefix_hit_tokens": "Prompt tokens taken from the prefix cache",
+    "prefix_disk_hits": "Prefix cache hits on disk",
+    "prefix_disk_hit_tokens": "Prompt tokens taken from prefixes on disk",
     "prefix_disk_read_bytes": "Bytes of cached prefixes read from disk",
     "prefix_disk_written_bytes": "Bytes of cached prefixes written to disk",
-    "prefix_disk_damaged": "Damaged files of cached prefixes, which were deleted",
-    "swaps": "Sequences that were swapped out to host memory",
-    "recomputes": "Sequences that were preempted and computed again",
+    "prefix_disk_damaged": "Damaged cached prefix files that were deleted",
+    "swaps": "Sequences swapped out to host memory",
+    "recomputes": "Preempted sequences that were recomputed",
     "layout_switches": "Switches between the unified and the per-sequence KV layout",
-    "media_encoded": "Pictures and sounds that were encoded",
-    "media_found": "Pictures and sounds that were found encoded",
-    "media_seconds": "Time in the encoder of pictures and sounds, beside the steps",
-    "ideal_seconds": "What the computed work costs at best, as learned from the steps",
-    "context_shifts": "Times that a text went on in a full context, without the tokens that were dropped from it",
+    "media_encoded": "Encoded images and audio clips",
+    "media_found": "Images and audio clips found in the encoder cache",
+    "media_seconds": "Time spent encoding images and audio, in parallel to the steps",
+    "ideal_seconds": "Lowest possible time for the computed work, learned from the steps",
+    "context_shifts": "Number of context shifts",
 }
-_BY_REASON = "Time that is not among ideal_seconds, by where it went (docs/benchmarks.md)"
+_BY_REASON = "Time lost compared with ideal_seconds, by cause (docs/benchmarks.md)"
 _HISTOGRAMS = {
-    "batch_size": ("batch_sizes", "Decoding sequences in a step, of the steps that had any"),
-    "step_seconds": ("step_times", "Time of a step"),
-    "decode_seconds": ("decode_times", "Time of its llama_decode"),
-    "sample_seconds": ("sample_times", "Time of its sampling"),
+    "batch_size": ("batch_sizes", "Decoding sequences per step, for steps with at least one"),
+    "step_seconds": ("step_times", "Duration of a step"),
+    "decode_seconds": ("decode_times", "Duration of llama_decode in a step"),
+    "sample_seconds": ("sample_times", "Duration of sampling in a step"),
 }
 
 
@@ -283,11 +291,11 @@ class WorkerMetrics(Collector):
 
     def _states(self) -> Iterator[Metric]:
         up = ((key, float(worker.health.status == "ok")) for key, worker in self._workers)
-        yield self._gauge("up", "1: the worker computes; 0: it loads, sleeps, restarts, or has failed", up)
+        yield self._gauge("up", "1 if the worker is running; 0 if it is loading, sleeping, restarting or failed", up)
         in_flight = ((key, worker.in_flight) for key, worker in self._workers)
-        yield self._gauge("in_flight", "Requests that the worker was given and that have not ended", in_flight)
+        yield self._gauge("in_flight", "Unfinished requests assigned to the worker", in_flight)
         restarts = ((key, worker.restarts) for key, worker in self._workers)
-        yield self._counter("restarts", "How often the worker died and was started again", restarts)
+        yield self._counter("restarts", "Number of worker restarts after a crash", restarts)
 
     def _gauge(self, name: str, text: str, values: Iterable[tuple[Key, float]]) -> GaugeMetricFamily:
         family = GaugeMetricFamily(f"cppbatch_worker_{name}", text, labels=self._labels)
@@ -311,7 +319,7 @@ class WorkerMetrics(Collector):
     def _cells(self, responding: list[tuple[Key, EngineStats]]) -> GaugeMetricFamily:
         family = GaugeMetricFamily(
             "cppbatch_worker_kv_cells",
-            "KV cells by state. used: of running sequences; cached: of prefixes that are kept for later requests",
+            "KV cells by state. used: held by running sequences; cached: held by cached prefixes",
             labels=[*self._labels, "state"],
         )
         for key, stats in responding:
@@ -321,7 +329,7 @@ class WorkerMetrics(Collector):
         return family
 
     def _layout(self, responding: list[tuple[Key, EngineStats]]) -> GaugeMetricFamily:
-        text = "1: the present layout of the KV cache"
+        text = "1 for the current KV cache layout"
         family = GaugeMetricFamily("cppbatch_worker_kv_layout", text, labels=[*self._labels, "layout"])
         for key, stats in responding:
             family.add_metric([*key, stats.kv_layout], 1)
@@ -347,7 +355,7 @@ class ScalingMetrics(Collector):
             return
         workers = GaugeMetricFamily(
             "cppbatch_workers",
-            "Workers by state. draining: it gets no new requests, and ends when its last one has ended",
+            "Workers by state. draining: accepts no new requests and ends after its last one",
             labels=["state"],
         )
         for state in ("running", "starting", "draining"):
@@ -355,7 +363,7 @@ class ScalingMetrics(Collector):
         yield workers
         events = CounterMetricFamily(
             "cppbatch_scale_events",
-            "Workers that were started because requests waited (up), and drained because fewer were enough (down)",
+            "Workers started because requests were waiting (up) or drained because of low load (down)",
             labels=["direction"],
         )
         events.add_metric(["up"], scaling.scale_ups)
@@ -366,11 +374,11 @@ class ScalingMetrics(Collector):
 # --- GPUs -----------------------------------------------------------------------------------------------------------
 
 _GPU_METRICS = {
-    "utilization": (GaugeMetricFamily, "Share of the last sample period in which a kernel ran: 0 to 1"),
-    "memory_used_bytes": (GaugeMetricFamily, "Memory used by all processes"),
-    "memory_total_bytes": (GaugeMetricFamily, "Memory of the GPU"),
-    "power_watts": (GaugeMetricFamily, "Power that the GPU draws"),
-    "energy_joules": (CounterMetricFamily, "Energy that it used since the driver was loaded"),
+    "utilization": (GaugeMetricFamily, "Fraction of the last sample period during which a kernel was running: 0 to 1"),
+    "memory_used_bytes": (GaugeMetricFamily, "GPU memory used by all processes"),
+    "memory_total_bytes": (GaugeMetricFamily, "Total GPU memory"),
+    "power_watts": (GaugeMetricFamily, "GPU power draw"),
+    "energy_joules": (CounterMetricFamily, "GPU energy consumption since the driver was loaded"),
 }
 
 

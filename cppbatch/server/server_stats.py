@@ -35,7 +35,7 @@ class LastMinute(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class BatchStats(msgspec.Struct, frozen=True, kw_only=True):
-    """The batches that have not ended, and the lines of the started ones."""
+    """Unfinished batches, and the lines of those that have started."""
 
     open: int
     lines: int
@@ -44,8 +44,8 @@ class BatchStats(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ServerStats(msgspec.Struct, frozen=True, kw_only=True):
-    """The part of `GET /stats` beside the sums over all engines (`EngineStats`), which are absent while no engine
-    responds."""
+    """The part of `GET /stats` in addition to the sums over all engines (`EngineStats`), which are absent while no
+    engine responds."""
 
     last_minute: LastMinute
     workers: list[WorkerState]

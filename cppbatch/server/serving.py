@@ -136,7 +136,9 @@ class Serving:
         name. `None` stands for the model. Raises `InvalidRequest` for another one of several models."""
         if self._is_meant:
             if name is not None and not self._is_meant(name):
-                raise InvalidRequest("model", f"is {name!r}, and {self.name!r} answers this request; send two requests")
+                raise InvalidRequest(
+                    "model", f"is {name!r}, but this request is answered by {self.name!r}; send separate requests"
+                )
         elif self.settings.strict_model and name is not None:
             self.find_model(name)
 
@@ -148,7 +150,7 @@ class Serving:
         most = self.info.max_sequence
         if len(messages) > most:
             overflow = ContextOverflow(n_prompt_tokens=len(messages), n_ctx=most, is_least=True)
-            message = f"has {len(messages):,} messages; the context holds {most:,} tokens"
+            message = f"has {len(messages):,} messages; the context holds only {most:,} tokens"
             raise InvalidRequest(field, message, overflow)
         if tools and len(tools) > _MAX_TOOLS:
             raise InvalidRequest("tools", f"has {len(tools):,} tools; the limit is {_MAX_TOOLS:,}")
@@ -213,7 +215,7 @@ class Serving:
         if options["tools"] and not self._has_told_form:
             self._has_told_form = True
             if self.chat_forms and self.chat_forms.tools_described_by == "message":
-                log.warning("the chat template of %s renders no tools: %s", self.name, self.chat_forms)
+                log.warning("the chat template of %s does not render tools: %s", self.name, self.chat_forms)
         variables = self.settings.template_variables | variables
         limit = self.settings.thinking_tokens if thinking_tokens is None else thinking_tokens
         return chat.prepare(media.loaded(messages), variables=variables, thinking_tokens=limit, **options)
@@ -250,7 +252,7 @@ class Serving:
         """
         n = body.n_candidates
         if len(prompts) * n > _MAX_SEQUENCES:
-            message = f"asks for {len(prompts)} prompts x {n} completions; one request may have {_MAX_SEQUENCES}"
+            message = f"requests {len(prompts)} prompts x {n} completions; the limit per request is {_MAX_SEQUENCES}"
             raise InvalidRequest("prompt", message)
         refuse_large(prompts, n, self.limits)
         options = {"lora": self.lora, **body.options(), "timeout": self.limits.timeout(body.timeout), "fit": True}

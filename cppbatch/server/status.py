@@ -95,7 +95,7 @@ async def metrics(request: web.Request) -> web.Response:
     """All metrics in Prometheus' text format, also under llama-server's names. Raises `SwitchedOff`."""
     models, metrics, batches = request.app[MODELS], request.app[METRICS], request.app[STORAGE].stats()
     if not models.settings.metrics:
-        raise SwitchedOff("/metrics is switched off: start the server without --no-metrics")
+        raise SwitchedOff("/metrics is disabled: start the server without --no-metrics")
     if batches:
         metrics.set_batches(batches)
     workers = await models.workers()
@@ -109,22 +109,25 @@ _STATS = {"anyOf": [{"allOf": [schema_ref(EngineStats), schema_ref(ServerStats)]
 
 ENDPOINTS = {
     ("get", "/health"): Endpoint(
-        "200 when requests are served, 503 with the state when not; needs no API key",
+        "200 if the server is ready for requests, otherwise 503 with its state; no API key required",
         json_content(schema_ref(HealthResponse)),
         (503,),
         unavailable=HealthResponse,
     ),
     ("get", "/v1/health"): Endpoint(
-        "As /health", json_content(schema_ref(HealthResponse)), (503,), unavailable=HealthResponse
+        "Same as /health", json_content(schema_ref(HealthResponse)), (503,), unavailable=HealthResponse
     ),
     ("get", "/ready"): Endpoint(
-        "200 when a new request is served, 503 when not; needs no API key",
+        "200 if new requests are accepted, otherwise 503; no API key required",
         json_content(schema_ref(ReadyResponse)),
         (503,),
         unavailable=ReadyResponse,
     ),
     ("get", "/stats"): Endpoint(
-        "Counters, the last minute, and each worker", json_content(_STATS), (401, 503), types=(EngineStats, ServerStats)
+        "Counters, statistics of the last minute, and the state of each worker",
+        json_content(_STATS),
+        (401, 503),
+        types=(EngineStats, ServerStats),
     ),
-    ("get", "/metrics"): Endpoint("The same for Prometheus", {"text/plain": TEXT}, (401, 501)),
+    ("get", "/metrics"): Endpoint("Metrics in Prometheus format", {"text/plain": TEXT}, (401, 501)),
 }

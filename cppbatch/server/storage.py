@@ -47,7 +47,7 @@ class Storage:
     @property
     def missing(self) -> str:
         """Why there are no batches, in words for clients."""
-        return f"this server keeps no files: {self.error.public if self.error else 'start it with --data-dir'}"
+        return f"this server does not store files: {self.error.public if self.error else 'start it with --data-dir'}"
 
     async def opened(self) -> BatchManager | None:
         """Waits while the disk is full. Returns the batches, or None if there are none for another reason."""
@@ -61,7 +61,7 @@ class Storage:
                 self.error = error
             else:
                 self.error = None
-                log.warning("there is room in %s again: files and batches are kept", self._folder)
+                log.warning("%s has free space again: files and batches are stored", self._folder)
         return self.batches
 
     def stats(self) -> BatchStats | None:

@@ -50,7 +50,7 @@ class ResponseFormat(msgspec.Struct):
             return None
         if self.type == "regex":
             if not isinstance(self.value, str):
-                raise InvalidRequest("response_format.value", "is required when the type is regex: a string")
+                raise InvalidRequest("response_format.value", "is required for type regex: a string")
             return Constraint("response_format", "guided_regex", self.value)
         if self.type not in ("json_object", "json_schema", "json"):
             message = f"is {self.type!r}; it must be text, json_object or json_schema"
@@ -59,7 +59,7 @@ class ResponseFormat(msgspec.Struct):
         if schema is None:
             if self.type != "json_object":
                 place = "value" if self.type == "json" else "json_schema.schema" if self.json_schema else "json_schema"
-                message = f"is required when the type is {self.type}; for any JSON object the type is json_object"
+                message = f"is required for type {self.type}; to allow any JSON object, use type json_object"
                 raise InvalidRequest(f"response_format.{place}", message)
             schema = {"type": "object"}
         return Constraint("response_format", "json_schema", schema)
@@ -83,9 +83,9 @@ class StructuredOutputs(msgspec.Struct, forbid_unknown_fields=True):
     """GBNF (with a `root` rule), or Lark (with `start`)."""
     json_object: bool | None = None
     structural_tag: Any = None
-    """Is not supported."""
+    """Not supported."""
     whitespace_pattern: str | None = None
-    """Is not supported."""
+    """Not supported."""
     disable_any_whitespace: bool | None = None
     """vLLM's name of `compact_json`."""
     disable_additional_properties: bool | None = None
@@ -109,7 +109,7 @@ class StructuredOutputs(msgspec.Struct, forbid_unknown_fields=True):
         if self.json_object:
             found.append(Constraint("structured_outputs.json_object", "json_schema", {"type": "object"}))
         if not found:
-            raise InvalidRequest("structured_outputs", f"has no constraint; give one of {', '.join(_KINDS)}")
+            raise InvalidRequest("structured_outputs", f"contains no constraint; give one of {', '.join(_KINDS)}")
         return found
 
 
@@ -150,7 +150,7 @@ class StructuredFields(msgspec.Struct, kw_only=True):
         ]
         if len(found) > 1:
             first, second = (each.field for each in found[:2])
-            raise InvalidRequest(second, f"cannot be used together with {first}: give one constraint only")
+            raise InvalidRequest(second, f"cannot be combined with {first}: give only one constraint")
         return found[0] if found else None
 
     def schema(self) -> Schema | None:
@@ -191,7 +191,7 @@ def one_schema(field: str, schema: Schema | None, body: StructuredFields) -> Sch
     """The schema of an API's own field, or of `body`. Raises `InvalidRequest` if both are given."""
     other = StructuredFields.schema(body)
     if schema is not None and (constraint := body.constraint()):
-        raise InvalidRequest(constraint.field, f"cannot be used together with {field}: give one constraint only")
+        raise InvalidRequest(constraint.field, f"cannot be combined with {field}: give only one constraint")
     return other if schema is None else body.compacted(schema)
 
 
@@ -204,7 +204,7 @@ def decoded_schema(field: str, schema: Schema | str) -> Schema:
     try:
         decoded = json.loads(schema)
     except ValueError as error:
-        raise InvalidRequest(field, f"is not JSON: {error}") from error
+        raise InvalidRequest(field, f"is not valid JSON: {error}") from error
     if not isinstance(decoded, (dict, bool)):
-        raise InvalidRequest(field, f"is {schema!r:.80}; a schema is an object, true or false")
+        raise InvalidRequest(field, f"is {schema!r:.80}; a schema must be an object, true or false")
     return decoded

@@ -30,7 +30,7 @@ class Timings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PromptProgress(msgspec.Struct, frozen=True, kw_only=True):
-    """How much of a prompt is processed."""
+    """Progress of the prompt."""
 
     total: int
     """Tokens of the prompt."""

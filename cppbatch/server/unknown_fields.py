@@ -43,16 +43,16 @@ class _Refused(NamedTuple):
 
 _STATE = dict.fromkeys(
     ("previous_response_id", "conversation", "conversation_id", "thread_id", "parent_message_id", "thread"),
-    "send the whole conversation each time; the prefix cache makes that cheap",
+    "send the whole conversation each time; the prefix cache makes this cheap",
 ) | {
     "store": "leave it out, or send false",
     "background": "wait for the answer, or stream it",
     "container": "run code on the client, as a tool",
     "context_management": "shorten the conversation on the client",
     "compaction": "shorten the conversation on the client",
-    "cached_content": "send the text itself; the prefix cache makes that cheap",
-    "cache_id": "send the text itself; the prefix cache makes that cheap",
-    "session_params": "send the whole text each time; the prefix cache makes that cheap",
+    "cached_content": "send the text itself; the prefix cache makes this cheap",
+    "cache_id": "send the text itself; the prefix cache makes this cheap",
+    "session_params": "send the whole text each time; the prefix cache makes this cheap",
     "context": "send the whole text as the prompt",
 }
 """Names under which other APIs keep state between requests, and what to do instead."""
@@ -62,79 +62,81 @@ _LENGTHS = frozenset({"max_tokens", "max_completion_tokens", "max_output_tokens"
 
 _TEXT_FIELDS = {
     # where other APIs have the fields of this one
-    "extra_body": _Refused("put its fields into the body itself; OpenAI's client does that with extra_body"),
-    "options": _Refused("put its fields into the body itself"),
-    "parameters": _Refused("put its fields into the body itself"),
-    "sampling_params": _Refused("put its fields into the body itself"),
-    "generation_config": _Refused("put its fields into the body itself"),
-    "gen_kwargs": _Refused("put its fields into the body itself"),
-    "inputs": _Refused("give prompt, or messages"),
-    "system": _Refused("give a message of the role system"),
-    "system_prompt": _Refused("give a message of the role system"),
-    "history": _Refused("give all messages"),
-    "chat_history": _Refused("give all messages"),
-    "documents": _Refused("write them into a message"),
+    "extra_body": _Refused("put its fields directly into the body; OpenAI's client does this with extra_body"),
+    "options": _Refused("put its fields directly into the body"),
+    "parameters": _Refused("put its fields directly into the body"),
+    "sampling_params": _Refused("put its fields directly into the body"),
+    "generation_config": _Refused("put its fields directly into the body"),
+    "gen_kwargs": _Refused("put its fields directly into the body"),
+    "inputs": _Refused("use prompt or messages"),
+    "system": _Refused("use a message with role system"),
+    "system_prompt": _Refused("use a message with role system"),
+    "history": _Refused("send all messages"),
+    "chat_history": _Refused("send all messages"),
+    "documents": _Refused("put them in a message"),
     "template": _Refused("start the server with --chat-template"),
     "chat_template": _Refused("start the server with --chat-template"),
-    "format": _Refused("give response_format"),
-    "enable_thinking": _Refused('give chat_template_kwargs: {"enable_thinking": ...}', is_given_empty=True),
-    "think": _Refused('give chat_template_kwargs: {"enable_thinking": ...}', is_given_empty=True),
-    "thinking": _Refused('give chat_template_kwargs: {"enable_thinking": ...}', is_given_empty=True),
-    "reasoning": _Refused("give reasoning_effort"),
-    "thinking_budget": _Refused("it is a field of the chat endpoints; max_tokens limits the whole text", (-1,)),
-    "thinking_budget_tokens": _Refused("give thinking_budget, a field of the chat endpoints", (-1,)),
-    "reasoning_budget_tokens": _Refused("give thinking_budget, a field of the chat endpoints", (-1,)),
-    "thinking_token_budget": _Refused("give thinking_budget, a field of the chat endpoints", (-1,)),
-    "lora_path": _Refused("give lora with names of the server's adapters"),
-    "lora_request": _Refused("give lora with names of the server's adapters"),
-    "adapter_id": _Refused("give lora with names of the server's adapters"),
-    "function_call": _Refused("give tools and tool_choice", ("auto", "none")),
+    "format": _Refused("use response_format"),
+    "enable_thinking": _Refused('use chat_template_kwargs: {"enable_thinking": ...}', is_given_empty=True),
+    "think": _Refused('use chat_template_kwargs: {"enable_thinking": ...}', is_given_empty=True),
+    "thinking": _Refused('use chat_template_kwargs: {"enable_thinking": ...}', is_given_empty=True),
+    "reasoning": _Refused("use reasoning_effort"),
+    "thinking_budget": _Refused("it is supported only by the chat endpoints; max_tokens limits the whole text", (-1,)),
+    "thinking_budget_tokens": _Refused("use thinking_budget, a field of the chat endpoints", (-1,)),
+    "reasoning_budget_tokens": _Refused("use thinking_budget, a field of the chat endpoints", (-1,)),
+    "thinking_token_budget": _Refused("use thinking_budget, a field of the chat endpoints", (-1,)),
+    "lora_path": _Refused("use lora with the names of the server's adapters"),
+    "lora_request": _Refused("use lora with the names of the server's adapters"),
+    "adapter_id": _Refused("use lora with the names of the server's adapters"),
+    "function_call": _Refused("use tools and tool_choice", ("auto", "none")),
     # lengths
     **dict.fromkeys(
         ("n_predict", "num_predict", "max_length", "max_new_tokens", "max_output_tokens", "max_completion_tokens"),
-        _Refused("give max_tokens", (-1,), same=_LENGTHS),
+        _Refused("use max_tokens", (-1,), same=_LENGTHS),
     ),
     "truncate": _Refused("shorten the prompt on the client"),
     "truncate_prompt_tokens": _Refused("shorten the prompt on the client"),
     "transforms": _Refused("shorten the conversation on the client"),
     # sampling
-    "do_sample": _Refused("give temperature 0 for greedy text", (True,), is_given_empty=True),
-    "num_beams": _Refused("give best_of", (1,)),
+    "do_sample": _Refused("use temperature 0 for greedy decoding", (True,), is_given_empty=True),
+    "num_beams": _Refused("use best_of", (1,)),
     "num_return_sequences": _Refused("give n", (1,)),
-    "use_beam_search": _Refused("give best_of"),
-    "length_penalty": _Refused("it is of beam search, which this server does not do", (1, 0)),
-    "early_stopping": _Refused("it is of beam search, which this server does not do"),
-    "no_repeat_ngram_size": _Refused("give dry_multiplier or repetition_penalty", (0,)),
-    "repetition_detection": _Refused("give dry_multiplier or repetition_penalty"),
-    "top_a": _Refused("give min_p", (0,)),
-    "tfs_z": _Refused("give min_p", (1,)),
-    "guidance_scale": _Refused("this server does not do classifier-free guidance", (1,)),
-    "negative_prompt": _Refused("this server does not do classifier-free guidance"),
-    "watermark": _Refused("this server does not do it"),
-    "watermarking": _Refused("this server does not do it"),
-    "bad_words": _Refused("give suppress_tokens (token ids), or logit_bias with texts"),
-    "bad_words_ids": _Refused("give suppress_tokens"),
-    "banned_tokens": _Refused("give suppress_tokens"),
-    "banned_strings": _Refused("give suppress_tokens (token ids), or logit_bias with texts"),
-    "allowed_token_ids": _Refused("give guided_choice or guided_regex"),
-    "logits_processors": _Refused("they are functions, which only the Python interface takes"),
-    "no_stop_trim": _Refused("give include_stop"),
-    "include_stop_str_in_output": _Refused("give include_stop"),
-    "vllm_xargs": _Refused("this server has no such extensions"),
+    "use_beam_search": _Refused("use best_of"),
+    "length_penalty": _Refused("it belongs to beam search, which is not supported", (1, 0)),
+    "early_stopping": _Refused("it belongs to beam search, which is not supported"),
+    "no_repeat_ngram_size": _Refused("use dry_multiplier or repetition_penalty", (0,)),
+    "repetition_detection": _Refused("use dry_multiplier or repetition_penalty"),
+    "top_a": _Refused("use min_p", (0,)),
+    "tfs_z": _Refused("use min_p", (1,)),
+    "guidance_scale": _Refused("classifier-free guidance is not supported", (1,)),
+    "negative_prompt": _Refused("classifier-free guidance is not supported"),
+    "watermark": _Refused("leave it out"),
+    "watermarking": _Refused("leave it out"),
+    "bad_words": _Refused("use suppress_tokens (token ids), or logit_bias with strings"),
+    "bad_words_ids": _Refused("use suppress_tokens"),
+    "banned_tokens": _Refused("use suppress_tokens"),
+    "banned_strings": _Refused("use suppress_tokens (token ids), or logit_bias with strings"),
+    "allowed_token_ids": _Refused("use guided_choice or guided_regex"),
+    "logits_processors": _Refused("they are functions, which are supported only by the Python API"),
+    "no_stop_trim": _Refused("use include_stop"),
+    "include_stop_str_in_output": _Refused("use include_stop"),
+    "vllm_xargs": _Refused("such extensions are not supported"),
     # what only other servers can do
-    "echo": _Refused("it is a field of /v1/completions"),
-    "suffix": _Refused("it is a field of /v1/completions"),
-    "images": _Refused("give messages with parts of type image_url"),
-    "image_data": _Refused("give messages with parts of type image_url"),
-    "prompt_embeds": _Refused("give text or token ids"),
-    "modalities": _Refused("the answer is text", (["text"],)),
-    "audio": _Refused("the answer is text", is_given_empty=True),
-    "web_search_options": _Refused("this server does not search; give a function that does", is_given_empty=True),
-    "enable_search": _Refused("this server does not search; give a function that does"),
-    "plugins": _Refused("give functions, as tools"),
-    "mcp_servers": _Refused("give their tools as functions, and call them on the client"),
+    "echo": _Refused("it is supported only by /v1/completions"),
+    "suffix": _Refused("it is supported only by /v1/completions"),
+    "images": _Refused("use messages with parts of type image_url"),
+    "image_data": _Refused("use messages with parts of type image_url"),
+    "prompt_embeds": _Refused("use text or token ids"),
+    "modalities": _Refused("the output is always text", (["text"],)),
+    "audio": _Refused("the output is always text", is_given_empty=True),
+    "web_search_options": _Refused(
+        "this server cannot search the web; provide a function that does", is_given_empty=True
+    ),
+    "enable_search": _Refused("this server cannot search the web; provide a function that does"),
+    "plugins": _Refused("provide functions as tools"),
+    "mcp_servers": _Refused("provide their tools as functions, and call them on the client"),
     "moderation": _Refused("check the text on the client", is_given_empty=True),
-    "verbosity": _Refused("write it into a message", ("medium",)),
+    "verbosity": _Refused("put it in a message", ("medium",)),
 }
 """Names of other APIs for what would change the answer."""
 
@@ -195,18 +197,18 @@ def _reason(name: str, value: object, known: frozenset[str], fields: Mapping[str
     if is_empty or name in _HARMLESS:
         return None
     if similar := _similar(_squeezed(name), known):
-        return None if similar in fields else f"is not known here; did you mean {similar}?"
+        return None if similar in fields else f"is an unknown field; did you mean {similar}?"
     if _TEXT_WORDS.search(_squeezed(name)):
-        return "is not known here, and would change the answer; docs/api.md lists the fields"
+        return "is an unknown field that might change the output; see docs/api.md for the supported fields"
     return None
 
 
 def _listed(name: str, known: frozenset[str]) -> _Refused | None:
     """The entry of a field that other APIs have."""
     if name in _STATE:
-        return _Refused(f"cannot be used: this server keeps nothing between requests; {_STATE[name]}")
+        return _Refused(f"is not supported: this server keeps no state between requests; {_STATE[name]}")
     if name == "add_special_tokens":  # messages have their own, so there its default is false
-        reason = "is not supported; give a prompt of token ids to /v1/completions"
+        reason = "is not supported; use /v1/completions with a prompt of token ids"
         return _Refused(reason, ("messages" not in known or "prompt" in known,), is_given_empty=True)
     refused = _TEXT_FIELDS.get(name)
     return refused._replace(reason=f"is not supported; {refused.reason}") if refused else None

@@ -100,7 +100,7 @@ async def page_file(request: web.Request) -> web.Response:
     """A file of the page."""
     file = page_files().get(request.match_info["path"])
     if file is None:
-        raise web.HTTPNotFound(text=f"the page has no file {request.match_info['path']!r:.200}")
+        raise web.HTTPNotFound(text=f"the web page has no file {request.match_info['path']!r:.200}")
     return _response(request, file)
 
 
@@ -117,8 +117,8 @@ def _response(request: web.Request, file: PageFile) -> web.Response:
 
 
 ENDPOINTS = {
-    ("get", INDEX): Endpoint("The web page; needs no API key", {"text/html": TEXT}),
+    ("get", INDEX): Endpoint("The web page; no API key required", {"text/html": TEXT}),
     ("get", f"{PREFIX}{{path}}"): Endpoint(
-        "A file of the web page; needs no API key", dict.fromkeys(_MEDIA_TYPES.values(), TEXT), (404,)
+        "A file of the web page; no API key required", dict.fromkeys(_MEDIA_TYPES.values(), TEXT), (404,)
     ),
 }

@@ -61,7 +61,7 @@ def takes(page: Page, **modalities: bool) -> None:
 
 
 def attach(page: Page) -> Locator:
-    return page.get_by_role("button", name="Attach pictures or sound")
+    return page.get_by_role("button", name="Attach images or audio")
 
 
 def choose(page: Page, *files: Any) -> None:
@@ -97,7 +97,7 @@ def test_pictures_and_sound_are_attached_shown_sent_and_kept(chat: Page) -> None
     expect(messages(chat, "user").get_by_role("img", name="red.png")).to_be_visible()
     assert messages(chat, "user").locator("audio").evaluate("(one) => one.readyState >= 0 && !one.error")
     with chat.expect_request(CHAT) as sent:
-        messages(chat, "assistant").get_by_role("button", name="Answer again").click()
+        messages(chat, "assistant").get_by_role("button", name="Regenerate answer").click()
     assert sent.value.post_data_json["messages"][0]["content"] == content
 
 
@@ -129,7 +129,7 @@ def test_a_picture_is_pasted_or_dropped(chat: Page, kind: str) -> None:
     expect(chat.locator(".composer").get_by_role("img", name="shot.png")).to_be_visible()
     chat.evaluate(GIVE, ["notes.pdf", "application/pdf", "AAAA", kind])
     expect(chat.locator(".toasts")).to_have_text(
-        "notes.pdf is not attached: it is no picture, and no sound in WAV, MP3 or FLAC."
+        "notes.pdf was not attached: it is neither an image nor a WAV, MP3 or FLAC file."
     )
 
 
@@ -146,7 +146,9 @@ def test_a_picture_that_the_server_cannot_read_is_made_one_that_it_can(chat: Pag
     answer_with(chat, "Red.")
     drawing = b'<svg xmlns="http://www.w3.org/2000/svg" width="20" height="10"><rect width="20" height="10"/></svg>'
     choose(chat, file("drawing.svg", "image/svg+xml", drawing), file("broken.png", "image/png", b"no picture"))
-    expect(chat.locator(".toasts")).to_contain_text("broken.png is not attached: the browser cannot read this picture.")
+    expect(chat.locator(".toasts")).to_contain_text(
+        "broken.png was not attached: the browser cannot decode this image."
+    )
     for each in attached(chat).all():
         assert (each.get_by_role("img").get_attribute("src") or "").startswith("data:image/png;base64,")
 
@@ -160,7 +162,7 @@ def test_a_model_of_text_alone_has_no_button_and_says_so_to_a_picture(
     wait_ready(page)
     expect(attach(page)).to_have_count(0)
     page.evaluate(GIVE, ["shot.png", "image/png", base64.b64encode(png()).decode(), "paste"])
-    expect(page.locator(".toasts")).to_have_text("shot.png is not attached: this model takes no pictures.")
+    expect(page.locator(".toasts")).to_have_text("shot.png was not attached: this model does not accept images.")
 
 
 def test_conversations_with_media_are_exported_and_imported(chat: Page) -> None:
@@ -181,8 +183,8 @@ def test_conversations_with_media_are_exported_and_imported(chat: Page) -> None:
     first["media"][0]["url"] = "https://example.org/a.png"
     changed = {"format": "cppbatch-chat", "conversations": [conversation]}
     for name, content, toast in (
-        ("remote.json", {"messages": [beacon]}, "remote.json cannot be imported: Only text"),
-        ("changed.json", changed, "changed.json cannot be imported: A conversation in the file is damaged"),
+        ("remote.json", {"messages": [beacon]}, "remote.json could not be imported: Only text"),
+        ("changed.json", changed, "changed.json could not be imported: A conversation in the file is damaged"),
         ("own.json", json.loads(path.read_text()), "1 conversation imported"),
         ("openai.json", {"messages": [asked]}, "1 conversation imported"),
     ):
@@ -235,4 +237,4 @@ def test_a_model_with_a_projector_answers_a_picture(
     expect(page.get_by_role("row").last).to_contain_text("takes text, image")
     open_tab(page, f"{server.url}/")
     choose(page, file("broken.gif", "image/gif", b"GIF89a"))
-    expect(page.locator(".toasts")).to_contain_text("broken.gif is not attached")
+    expect(page.locator(".toasts")).to_contain_text("broken.gif was not attached")

@@ -35,7 +35,7 @@ def chat(page: Page, url: str) -> Page:
 
 def settings(page: Page, **values: str) -> None:
     """Fills fields of the conversation's settings, by their labels."""
-    page.get_by_role("button", name="Settings of this conversation").click()
+    page.get_by_role("button", name="Conversation settings").click()
     dialog = page.get_by_role("dialog")
     expect(dialog).to_be_visible()
     for summary in dialog.locator("summary").all():
@@ -125,8 +125,8 @@ def test_an_answer_shows_its_tokens_speed_and_time_to_the_first_token(chat: Page
     settings(chat, Maximum_tokens="12")
     ask(chat, "Tell a long story about a lighthouse.")
     figures = messages(chat, "assistant").locator(".stats").inner_text()
-    assert re.match(r"12 tokens · [\d,.]+ tokens/s · first after [\d.]+ m?s · prompt \d+", figures), figures
-    expect(messages(chat, "assistant")).to_contain_text("Cut at the maximum of tokens.")
+    assert re.match(r"12 tokens · [\d,.]+ tokens/s · TTFT [\d.]+ m?s · prompt \d+", figures), figures
+    expect(messages(chat, "assistant")).to_contain_text("Reached the maximum number of tokens.")
 
 
 def test_enter_sends_and_shift_enter_begins_a_line(chat: Page) -> None:
@@ -179,7 +179,7 @@ def test_an_edited_message_is_answered_again_and_its_earlier_version_can_be_show
     settings(chat, Maximum_tokens="8")
     first = ask(chat, "Name a fruit.")
     messages(chat, "user").get_by_role("button", name="Edit").click()
-    editor = chat.get_by_role("textbox", name="Text of the message")
+    editor = chat.get_by_role("textbox", name="Message text")
     expect(editor).to_be_focused()
     editor.fill("Name a town.")
     chat.locator(".editor").get_by_role("button", name="Send").click()
@@ -187,7 +187,7 @@ def test_an_edited_message_is_answered_again_and_its_earlier_version_can_be_show
     answered(chat)
     expect(messages(chat)).to_have_count(2)
     expect(messages(chat, "user").locator(".versions")).to_have_text("2/2")
-    chat.get_by_role("button", name="Version before").click()
+    chat.get_by_role("button", name="Previous version").click()
     expect(messages(chat, "user")).to_contain_text("Name a fruit.")
     assert answered(chat) == first
 
@@ -195,16 +195,16 @@ def test_an_edited_message_is_answered_again_and_its_earlier_version_can_be_show
 def test_an_answer_can_be_made_again_edited_and_deleted(chat: Page) -> None:
     settings(chat, Maximum_tokens="8")
     first = ask(chat, "Name a fruit.")
-    chat.get_by_role("button", name="Answer again").click()
+    chat.get_by_role("button", name="Regenerate answer").click()
     expect(messages(chat, "assistant").locator(".versions")).to_have_text("2/2", timeout=ANSWERED)
     messages(chat, "assistant").get_by_role("button", name="Edit").click()
-    chat.get_by_role("textbox", name="Text of the message").fill("A quince.")
-    chat.get_by_role("button", name="Keep as a new version").click()
+    chat.get_by_role("textbox", name="Message text").fill("A quince.")
+    chat.get_by_role("button", name="Save as new version").click()
     assert answered(chat) == "A quince."
     expect(messages(chat, "assistant").locator(".versions")).to_have_text("3/3")
     messages(chat, "assistant").get_by_role("button", name="Delete").click()
     expect(messages(chat, "assistant").locator(".versions")).to_have_text("2/2")
-    chat.get_by_role("button", name="Version before").click()
+    chat.get_by_role("button", name="Previous version").click()
     assert answered(chat) == first
     chat.get_by_role("button", name="Undo").click()
     expect(messages(chat, "assistant").locator(".versions")).to_have_text("3/3")
@@ -233,17 +233,17 @@ def test_system_prompt_and_settings_are_sent_and_new_conversations_begin_with_th
 
 
 def test_settings_say_what_they_mean_what_the_server_has_and_what_is_wrong(chat: Page) -> None:
-    chat.get_by_role("button", name="Settings of this conversation").click()
+    chat.get_by_role("button", name="Conversation settings").click()
     dialog = chat.get_by_role("dialog")
     expect(dialog.get_by_label("Temperature")).to_have_attribute("placeholder", "0.8")
-    expect(dialog).to_contain_text("Higher values take less likely ones more often.")
+    expect(dialog).to_contain_text("Higher values pick less likely tokens more often.")
     dialog.get_by_label("Top-p").fill("1.5")
-    expect(dialog.get_by_role("alert")).to_have_text("It must be from 0 to 1; it is not used.")
-    dialog.get_by_role("button", name="Use the server’s settings").click()
+    expect(dialog.get_by_role("alert")).to_have_text("It must be from 0 to 1; the value is ignored.")
+    dialog.get_by_role("button", name="Reset to server settings").click()
     expect(dialog.get_by_role("alert")).to_have_count(0)
     dialog.get_by_text("More settings").click()
     dialog.get_by_label("JSON schema").fill("{")
-    expect(dialog.get_by_role("alert")).to_contain_text("This is not JSON")
+    expect(dialog.get_by_role("alert")).to_contain_text("This is not valid JSON")
     assert axe_violations(chat) == []
 
 
@@ -573,7 +573,7 @@ def test_conversations_are_exported_and_imported(chat: Page, new_context: Callab
     for damaged in ('{"a": 1}', "no JSON", '{"format": "cppbatch-chat", "conversations": [{"messages": {"a": {}}}]}'):
         upload = {"name": "c.json", "mimeType": "", "buffer": damaged.encode()}
         other.get_by_label("File to import").set_input_files(upload)
-        expect(other.locator(".toast.error").last).to_contain_text("c.json cannot be imported")
+        expect(other.locator(".toast.error").last).to_contain_text("c.json could not be imported")
     expect(other.locator(".conversation")).to_have_count(2)
 
 
@@ -616,7 +616,7 @@ def test_the_view_follows_an_answer_unless_the_reader_has_scrolled_up(chat: Page
     before = answer.text_content() or ""  # not its inner text: what is out of view is not laid out
     until(lambda: len(answer.text_content() or "") > len(before) + 4)
     assert box.evaluate("(one) => one.scrollTop") == 0
-    chat.get_by_role("button", name="To the end").click()
+    chat.get_by_role("button", name="Scroll to end").click()
     until(lambda: box.evaluate(FROM_END) < 60)
 
 
@@ -633,8 +633,8 @@ def refusal(status: int, message: str, **fields: Any) -> Callable[[Route], None]
 @pytest.mark.parametrize(
     ("status", "message", "shown"),
     [
-        (429, "the queue is full", "The server has too many requests just now: the queue is full. Try again"),
-        (503, "the model is still loading (40%)", "takes no requests just now: the model is still loading (40%). Try"),
+        (429, "the queue is full", "The server is busy: the queue is full. Try again"),
+        (503, "the model is still loading (40%)", "is not accepting requests: the model is still loading (40%). Try"),
         (403, "no adapter", "The API key does not allow this: no adapter."),
         (500, "internal error", "The answer failed: internal error."),
     ],
@@ -681,7 +681,7 @@ def test_a_conversation_that_is_too_long_for_the_context_says_so(
     wait_ready(page)
     send(page, "many words " * 300)
     expect(page.get_by_role("alert")).to_contain_text("The conversation does not fit into the model’s context")
-    expect(page.get_by_role("alert")).to_contain_text("begin a new conversation")
+    expect(page.get_by_role("alert")).to_contain_text("start a new conversation")
 
 
 def test_a_server_that_goes_away_leaves_the_text_so_far(
@@ -695,7 +695,7 @@ def test_a_server_that_goes_away_leaves_the_text_so_far(
     words = re.compile("[a-z]{3}")  # "1." alone is a list without text
     expect(messages(page, "assistant").locator(".markdown")).to_contain_text(words, timeout=ANSWERED)
     server.process.kill()
-    expect(page.get_by_role("alert")).to_contain_text("The connection to the server was lost")
+    expect(page.get_by_role("alert")).to_contain_text("Lost the connection to the server")
     assert messages(page, "assistant").locator(".markdown").text_content()
     expect(page.get_by_role("button", name="Continue")).to_be_visible()
 
@@ -733,8 +733,8 @@ def test_a_setting_out_of_range_is_said_and_not_sent(chat: Page) -> None:
         ask(chat, "Hi")
     assert "temperature" not in asked.value.post_data_json
     assert asked.value.post_data_json["max_tokens"] == 7
-    chat.get_by_role("button", name="Settings of this conversation").click()
-    expect(chat.get_by_text("It must be from 0 to 100; it is not used.")).to_be_visible()
+    chat.get_by_role("button", name="Conversation settings").click()
+    expect(chat.get_by_text("It must be from 0 to 100; the value is ignored.")).to_be_visible()
 
 
 def test_words_in_tables_are_not_broken(chat: Page) -> None:

@@ -42,7 +42,7 @@ def slow_requests(n: int, max_tokens: int = 300) -> bytes:
 
 
 def choose(page: Page, name: str, data: bytes) -> None:
-    page.get_by_label("Drop files of prompts").set_input_files([{"name": name, "mimeType": "", "buffer": data}])
+    page.get_by_label("Drop prompt files").set_input_files([{"name": name, "mimeType": "", "buffer": data}])
 
 
 def drop(page: Page, files: dict[str, str]) -> None:
@@ -133,7 +133,7 @@ def test_tables_are_read_with_quotes_and_line_ends_and_wrong_records_are_named(p
     assert sorted(wrong) == [6, 7, 8, 9, 11]
     assert wrong[6] == "has 1 fields, but the first line names 2"
     assert "has 3 fields, but the first line names 2" in wrong[7]
-    assert "text behind a closing quote" in wrong[8]
+    assert "text after a closing quote" in wrong[8]
     assert "quote" in wrong[9]
     assert wrong[11] == "has a quote that is not closed"
     assert evaluated(page, "records", RECORDS, "a;b\n1;2", "csv")[1]["row"] == {"a": "1", "b": "2"}
@@ -149,7 +149,7 @@ def test_lines_of_json_are_requests_or_rows(page: Page, url: str) -> None:
     assert wrong.pop(2) == {"line": 6, "text": request, "request": json.loads(request)}
     assert [each["line"] for each in wrong] == [4, 5, 7, 8]
     for each, says in zip(
-        wrong, ("neither an object", "is not JSON", "without [ ] around", "not UTF-8 text"), strict=True
+        wrong, ("neither an object", "is not valid JSON", "without [ ] around", "not UTF-8 text"), strict=True
     ):
         assert says in each["error"]
 
@@ -188,7 +188,7 @@ def test_rows_become_requests_and_wrong_ones_say_what_to_do(page: Page, url: str
     }
     assert (made["custom_id"], made["row"]) == ("7", {"text": "hi", "id": 7})
     expected = (
-        "of line 2",
+        "as line 2",
         "has no text; it has x",
         "has no text; it has nothing",
         "as in the first line",
@@ -203,7 +203,7 @@ def test_rows_become_requests_and_wrong_ones_say_what_to_do(page: Page, url: str
     own = [{"line": 2, "row": {"id": "b", "messages": messages}}, {"line": 3, "row": {"text": "d"}}]
     chat, without = evaluated(page, "requests", MAKE, SETTINGS, own)
     assert (chat["custom_id"], chat["body"]) == ("b", {"messages": messages})
-    assert "give a list of them, or a template" in without
+    assert "give a list, or use a template" in without
     embeddings = SETTINGS | {"endpoint": "/v1/embeddings", "sampling": {"max_tokens": 8}, "template": "{text}"}
     assert evaluated(page, "requests", MAKE, embeddings, own[1:])[0]["body"] == {"input": "d"}
 
@@ -304,7 +304,7 @@ def test_200_lines_are_uploaded_watched_and_downloaded_while_a_worker_is_killed(
     choose(page, "words.csv", rows(200))
     expect(page.get_by_label("Template")).to_have_value("{word}")
     page.get_by_label("Template").fill("A {word} is")
-    page.get_by_label("Column that names the results").select_option("key")
+    page.get_by_label("Column that identifies the results").select_option("key")
     limit_tokens(page, 12)
     page.get_by_text("The first requests").click()
     expect(page.get_by_label("Request of line 2")).to_have_value(re.compile("A stone, number 0 is"))
@@ -315,7 +315,7 @@ def test_200_lines_are_uploaded_watched_and_downloaded_while_a_worker_is_killed(
     }
     page.get_by_label("Request of line 2").fill(json.dumps(edited))
     page.get_by_label("Request of line 2").blur()
-    expect(page.get_by_text("200 lines ready, 0 wrong")).to_be_visible()
+    expect(page.get_by_text("200 lines ready, 0 invalid")).to_be_visible()
     start(page, 200)
     expect(page.get_by_role("region", name="Results")).to_be_visible()
     os.kill(worker_of(server).pid, signal.SIGKILL)
@@ -346,9 +346,9 @@ def test_200_lines_are_uploaded_watched_and_downloaded_while_a_worker_is_killed(
 def test_lines_that_are_wrong_are_told_and_left_out(page: Page, url: str, server: ServerProcess) -> None:
     open_tab(page, url, "jobs")
     choose(page, "few.csv", b'id,text\n1,"What, now?"\n2,a,b\n3,"is"it"\n\n1,again\n5,Hello\n')
-    expect(page.get_by_text("2 lines ready, 3 wrong")).to_be_visible()
-    wrong = page.get_by_role("region", name="Wrong lines")
-    for line, what in ((3, "has 3 fields"), (4, "behind a closing quote"), (6, 'has the custom_id "1" of line 2')):
+    expect(page.get_by_text("2 lines ready, 3 invalid")).to_be_visible()
+    wrong = page.get_by_role("region", name="Invalid lines")
+    for line, what in ((3, "has 3 fields"), (4, "after a closing quote"), (6, 'has the same custom_id as line 2, "1"')):
         expect(wrong.get_by_role("row", name=re.compile(rf"^{line} .*{what}"))).to_be_visible()
     limit_tokens(page, 4)
     page.get_by_role("button", name="Start 2 lines").click()
@@ -364,7 +364,7 @@ def test_requests_in_openais_form_go_up_as_they_are_and_failures_give_their_reas
     bad = good.replace(b"r-0", b"r-1").replace(b'"temperature": 0', b'"temperature": -3')
     open_tab(page, url, "jobs")
     choose(page, "requests.jsonl", good + b"\r\n" + bad)
-    expect(page.get_by_text("they are sent as they are")).to_be_visible()
+    expect(page.get_by_text("are sent unchanged")).to_be_visible()
     page.get_by_role("button", name="Start 2 lines").click()
     wait_status(page, "completed")
     failures = page.get_by_role("region", name="Failures by reason")
@@ -375,14 +375,14 @@ def test_requests_in_openais_form_go_up_as_they_are_and_failures_give_their_reas
     page.get_by_role("button", name="Delete files").click()
     page.get_by_role("dialog").get_by_role("button", name="Delete").click()
     page.get_by_role("link", name="requests.jsonl").first.click()
-    expect(page.get_by_text("The files of this job are deleted")).to_be_visible()
+    expect(page.get_by_text("The files of this job have been deleted")).to_be_visible()
 
 
 def test_a_job_is_cancelled_and_keeps_what_is_finished(page: Page, url: str, server: ServerProcess) -> None:
     batch_id = start_slow_job(page, url, 400)
     page.get_by_role("button", name="Cancel job").click()
     dialog = page.get_by_role("dialog")
-    expect(dialog).to_contain_text("stay. The other lines are not answered")
+    expect(dialog).to_contain_text("are kept. The other lines will not be answered")
     dialog.get_by_role("button", name="Cancel job").click()
     wait_status(page, "cancelled")
     n_completed = json.loads(get(server, f"/v1/batches/{batch_id}"))["request_counts"]["completed"]
@@ -404,9 +404,9 @@ def test_a_job_is_watched_after_a_reload_and_a_restart_of_the_server(
     page.go_back()
     server.interrupt()
     server.wait()
-    expect(page.get_by_text("The server cannot be reached")).to_be_visible()
+    expect(page.get_by_text("Cannot reach the server")).to_be_visible()
     fresh_server("-m", default_model, "--data-dir", tmp_path / "data", "--port", server.url.rpartition(":")[2])
-    expect(page.get_by_text("The server cannot be reached")).to_have_count(0)
+    expect(page.get_by_text("Cannot reach the server")).to_have_count(0)
     wait_status(page, "completed", 120)
     expect(page.get_by_text("60 of 60 lines")).to_be_visible()
 
@@ -470,14 +470,14 @@ def test_a_job_is_started_by_keyboard_alone(page: Page, url: str) -> None:
                 return
         raise AssertionError(f"the Tab key does not reach {name!r}, but {reached}")
 
-    tab_to("Drop files of prompts")
+    tab_to("Drop prompt files")
     tab_to("Paste text instead")
     page.keyboard.press("Enter")
     tab_to("Text")
     page.keyboard.type("Name a colour.\nName a fruit.\n")
-    tab_to("Check this text")
+    tab_to("Check text")
     page.keyboard.press("Enter")
-    expect(page.get_by_text("2 lines ready, 0 wrong")).to_be_visible()
+    expect(page.get_by_text("2 lines ready, 0 invalid")).to_be_visible()
     tab_to("Sampling settings")
     page.keyboard.press("Enter")
     tab_to("Maximum tokens")
@@ -508,7 +508,7 @@ def test_errors_are_said_in_a_sentence(
     page.get_by_role("button", name="Back").click()
     choose(page, "a.csv", b"a,b\n1,2\n")
     page.get_by_label("Template").fill("{a")
-    expect(page.get_by_role("alert")).to_contain_text("A { stands alone")
+    expect(page.get_by_role("alert")).to_contain_text("Unmatched {")
 
 
 def test_a_server_without_storage_says_so(
@@ -519,7 +519,7 @@ def test_a_server_without_storage_says_so(
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
     with ServerProcess("-m", default_model) as without:
         open_tab(page, f"{without.wait_ready().url}/", "jobs")
-        expect(page.get_by_text("this server keeps no files")).to_be_visible()
+        expect(page.get_by_text("this server does not store files")).to_be_visible()
 
 
 def test_long_words_fit_a_phone_and_axe_finds_nothing(page: Page, url: str) -> None:
@@ -532,10 +532,10 @@ def test_long_words_fit_a_phone_and_axe_finds_nothing(page: Page, url: str) -> N
         assert not overflow(page)
         assert not axe_violations(page)
     choose(page, f"{word[:180]}.csv", f"id,{word}\n1,{word}\n2\n3,{word}\n".encode())
-    expect(page.get_by_text("2 lines ready, 1 wrong")).to_be_visible()
+    expect(page.get_by_text("2 lines ready, 1 invalid")).to_be_visible()
     page.get_by_text("The first requests").click()
     limit_tokens(page, 3)
-    expect(page.get_by_text("2 lines ready, 1 wrong")).to_be_visible()
+    expect(page.get_by_text("2 lines ready, 1 invalid")).to_be_visible()
     assert not overflow(page)
     assert not axe_violations(page)
     page.get_by_role("button", name="Start 2 lines").click()

@@ -196,7 +196,7 @@ def test_a_server_that_is_gone_and_comes_back(
     tab = open_tab(page, f"{server.url}/", "live")
     expect(tab.get_by_role("heading", name="KV cells")).to_be_visible()
     server.stop()
-    expect(tab.get_by_role("alert")).to_contain_text("The server is gone.")
+    expect(tab.get_by_role("alert")).to_contain_text("Lost the server.")
     fresh_server("-m", tiny_llama, "--port", server.url.rsplit(":", 1)[1])
     expect(tab.get_by_role("alert")).to_have_count(0)
 
@@ -328,7 +328,7 @@ def test_a_silent_stream_is_given_up_and_opened_again(page: Page, url: str) -> N
         await follow({open, silence: () => 0.4, onEvent, onState, pauses: [0]}, all.signal);
         return seen;
     }"""
-    silent = "It has sent nothing for 0.4 seconds. 0"
+    silent = "No data for 0.4 seconds. 0"
     assert in_page(page, url, "follow.js", function) == ["event 1", "still there", silent, "event 2"]
 
 
@@ -342,7 +342,7 @@ def test_a_server_that_falls_silent_in_the_middle_of_a_batch_is_noticed(
     pid = batch_server.process.pid
     os.kill(pid, signal.SIGSTOP)
     try:
-        expect(tab.get_by_role("alert")).to_contain_text("It has sent nothing for 5 seconds.")
+        expect(tab.get_by_role("alert")).to_contain_text("No data for 5 seconds.")
     finally:
         os.kill(pid, signal.SIGCONT)
     expect(tab.get_by_role("alert")).to_have_count(0)

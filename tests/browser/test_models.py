@@ -57,7 +57,7 @@ def test_a_new_file_is_found(several: ServerProcess, page: Page, tmp_path: Path)
     page.goto(f"{several.url}/#models")
     expect(row(page, "tiny-one")).to_be_visible()
     tiny_models.llama(tmp_path / "models" / "tiny-new.gguf", seed=1)
-    page.get_by_role("button", name="Look at the folder again").click()
+    page.get_by_role("button", name="Rescan folder").click()
     expect(row(page, "tiny-new")).to_contain_text("unloaded")
 
 
@@ -86,7 +86,7 @@ def test_settings_show_the_defaults_of_the_model_that_is_chosen_in_the_header(
     page.get_by_role("link", name="Chat").click()
     for name, temperature in (("tiny-two", "1.25"), ("tiny-one", "0.25")):
         page.get_by_role("combobox", name="Model").select_option(name)
-        page.get_by_role("button", name="Settings of this conversation").click()
+        page.get_by_role("button", name="Conversation settings").click()
         expect(page.get_by_label("Temperature")).to_have_attribute("placeholder", temperature)
         page.keyboard.press("Escape")
 

@@ -34,14 +34,14 @@ def key_dialog(page: Page) -> Locator:
 
 def give_key(page: Page, key: str) -> None:
     key_dialog(page).get_by_label("Key", exact=True).fill(key)
-    key_dialog(page).get_by_role("button", name="Use this key").click()
+    key_dialog(page).get_by_role("button", name="Use key").click()
 
 
 def test_without_a_key_the_page_asks_once_and_says_when_it_is_wrong(page: Page, keyed_url: str) -> None:
     page.goto(keyed_url)
     expect(key_dialog(page)).to_have_count(1)
     give_key(page, "sk-wrong-key")
-    expect(key_dialog(page).get_by_role("alert")).to_have_text("The server refuses this key.")
+    expect(key_dialog(page).get_by_role("alert")).to_have_text("The server rejected this key.")
     assert page.evaluate("Object.values(localStorage).join()").find("sk-wrong-key") < 0, "a refused key is not kept"
     give_key(page, KEY)
     expect(key_dialog(page)).to_have_count(0)
@@ -80,7 +80,7 @@ def test_a_key_can_be_forgotten(page: Page, keyed_url: str) -> None:
     give_key(page, KEY)
     wait_ready(page)
     page.get_by_role("button", name="API key").click()
-    key_dialog(page).get_by_role("button", name="Forget the key").click()
+    key_dialog(page).get_by_role("button", name="Forget key").click()
     assert KEY not in page.evaluate("JSON.stringify([{...localStorage}, {...sessionStorage}])")
     page.reload()
     expect(key_dialog(page)).to_be_visible()
@@ -90,7 +90,7 @@ def test_a_key_that_is_no_longer_valid_is_asked_for_again(page: Page, keyed_url:
     page.goto(keyed_url)
     page.evaluate("localStorage.setItem('cppbatch.key', 'sk-of-last-year')")
     page.reload()
-    expect(key_dialog(page)).to_contain_text("refuses the key that this browser has kept")
+    expect(key_dialog(page)).to_contain_text("rejected the API key saved in this browser")
     give_key(page, KEY)
     wait_ready(page)
 

@@ -76,7 +76,7 @@ def test_a_table_fills_a_template_and_each_row_is_asked(tab: Page) -> None:
     tab.get_by_text("Table of variables").click()
     tab.get_by_label("Rows").fill("country\tcontinent\nFrance\tEurope\nPeru\tSouth America\n")
     fill(tab, "The capital of {country} ({{{continent}}}) is", "0", Maximum_tokens=4)
-    tab.get_by_label("Send the prompt as").select_option("text")
+    tab.get_by_label("Send prompt as").select_option("text")
     tab.get_by_label("Samples of each").fill("2")
     with tab.expect_request("**/generate/batch") as sent:
         cells = run(tab)
@@ -120,7 +120,7 @@ def test_a_request_that_the_server_refuses_as_a_whole_is_shown_once(
     errors.allow("status of 400")
     fill(page, "x", "0..1 x 4")
     run(page)
-    expect(page.get_by_role("alert")).to_contain_text("this server takes 3 (--max-prompts-per-batch)")
+    expect(page.get_by_role("alert")).to_contain_text("the limit of this server is 3 (--max-prompts-per-batch)")
 
 
 # --- the results ------------------------------------------------------------------------------------------------------
@@ -147,8 +147,8 @@ def test_cells_are_sorted_and_the_likeliest_one_is_marked_as_that(tab: Page, cel
     values = [float(re.findall(r"log-probability (-[\d.]+)", each)[0]) for each in footers]
     assert values == sorted(values, reverse=True)
     assert sorted(mean) == given
-    expect(cells.get_by_text("likeliest", exact=True)).to_have_count(1)
-    expect(cells.nth(0).get_by_text("likeliest", exact=True)).to_be_visible()
+    expect(cells.get_by_text("most likely", exact=True)).to_have_count(1)
+    expect(cells.nth(0).get_by_text("most likely", exact=True)).to_be_visible()
     assert sorted(order("total")) == given
     order("length")
     counts = [int(re.findall(r"(\d+) tokens?,", each)[0]) for each in cells.locator("footer").all_text_contents()]
@@ -167,7 +167,7 @@ def test_the_differences_from_a_chosen_cell_are_marked_in_all_others(tab: Page, 
         assert text.evaluate(without % "INS").strip() == plain[0].strip()
         assert text.locator("ins").count() == 0 or plain[i] != plain[0]
     assert cells.locator("ins").count() > 0
-    tab.get_by_role("button", name="End the comparison").click()
+    tab.get_by_role("button", name="Stop comparing").click()
     assert texts(cells) == plain
 
 
@@ -230,7 +230,7 @@ def test_a_run_as_curl_and_as_python_asks_for_all_cells(tab: Page, tmp_path: Pat
 
 @pytest.mark.parametrize("kind", ["chat", "text"])
 def test_a_batch_file_is_taken_as_it_is_and_every_line_is_answered(tab: Page, server: ServerProcess, kind: str) -> None:
-    tab.get_by_label("Send the prompt as").select_option(kind)
+    tab.get_by_label("Send prompt as").select_option(kind)
     fill(tab, "Blue is", "0, 0.5, 1", Maximum_tokens=3)
     tab.get_by_role("button", name="Export").click()
     export(tab, "batch")
@@ -279,10 +279,10 @@ def test_wrong_input_is_said_beside_its_field_and_nothing_is_sent(tab: Page) -> 
         expect(alert).to_have_count(1)
         return alert.inner_text()
 
-    assert problem("", "0") == "Write a prompt"
+    assert problem("", "0") == "Enter a prompt"
     assert problem("x", "hot").startswith("hot is not a number")
     tab.get_by_label("Samples of each").fill("20")
-    assert problem("x", "0..1 x 4").startswith("4 temperature x 20 samples = 80 cells: there are 64 cells at most")
+    assert problem("x", "0..1 x 4").startswith("4 temperature x 20 samples = 80 cells: the limit is 64 cells")
     tab.get_by_text("Table of variables").click()
     tab.get_by_label("Rows").fill("a,b\n1")
     assert problem("x", "0") == "Line 2 has 1 fields, but the first line names 2"
@@ -304,7 +304,7 @@ def test_the_form_is_kept_and_works_by_keyboard(tab: Page) -> None:
     cells.nth(0).focus()
     tab.keyboard.press("ArrowRight")
     expect(cells.nth(1)).to_be_focused()
-    for name in ("Tokens", "Compare", "Export", "Copy the text"):
+    for name in ("Tokens", "Compare", "Export", "Copy text"):
         tab.keyboard.press("Tab")
         expect(tab.locator(".cell").nth(1).get_by_role("button", name=name)).to_be_focused()
     tab.keyboard.press("Enter")

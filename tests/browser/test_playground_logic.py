@@ -68,9 +68,9 @@ def test_a_table_is_read_as_spreadsheets_and_csv_write_it(call: Call, source: st
 
 BAD_TABLES = {
     "too few fields": ("a,b\n1,2\n3", "Line 3 has 1 fields, but the first line names 2"),
-    "too many fields": ("a,b\n1,2,3", "Line 2 has 3 fields, but the first line names 2: quote texts"),
+    "too many fields": ("a,b\n1,2,3", "Line 2 has 3 fields, but the first line names 2: quote values"),
     "an open quote": ('a\n"1\n2', "Line 2 has a quote that is not closed"),
-    "text behind a quote": ('a\n"1" 2', "Line 2 has text behind a closing quote"),
+    "text behind a quote": ('a\n"1" 2', "Line 2 has text after a closing quote"),
 }
 
 
@@ -89,12 +89,12 @@ VALUES = {
     "-1..1 x 3": [-1, 0, 1],
     "1..0 x 3, 5": [1, 0.5, 0, 5],
     " ": [],
-    "hot": "ERROR hot is not a number: write values like 0, 0.7 or 0..1.5 x 4",
-    "0..1.5": "ERROR Say how many values: 0..1.5 x 4",
-    "1, 0..1": "ERROR 1 is there twice",
-    "4..1": "ERROR 4..1 has -2 values: take 1 to 64",
-    "0..1 x 1.5": "ERROR 0..1 x 1.5 has 1.5 values: take 1 to 64",
-    "1..99": "ERROR 1..99 has 99 values: take 1 to 64",
+    "hot": "ERROR hot is not a number; use values like 0, 0.7 or 0..1.5 x 4",
+    "0..1.5": "ERROR Give the number of values: 0..1.5 x 4",
+    "1, 0..1": "ERROR 1 occurs twice",
+    "4..1": "ERROR 4..1 has -2 values; use 1 to 64",
+    "0..1 x 1.5": "ERROR 0..1 x 1.5 has 1.5 values; use 1 to 64",
+    "1..99": "ERROR 1..99 has 99 values; use 1 to 64",
 }
 
 
@@ -131,17 +131,17 @@ def test_prompts_settings_and_samples_are_multiplied_and_labelled(call: Call) ->
 
 
 BAD_FORMS: dict[str, dict[str, Any]] = {
-    "Write a prompt": {"prompt": " "},
-    "{m} is not a column of the table, which has n, o": {"prompt": "{m}", "table": "n,o\n1,2"},
-    "Name a column where its value belongs: {n}. Or empty the table": {"table": "n\n1"},
-    "The table has no rows below the names of its columns": {"prompt": "{n}", "table": "n"},
-    "temperature varies twice": {"vary": [{"name": "temperature", "values": v} for v in ("1", "2")]},
-    "Write a whole number, 1 or more": {"samples": "0"},
-    "33 temperature x 2 samples = 66 cells: there are 64 cells at most. Take fewer values, rows or samples": {
+    "Enter a prompt": {"prompt": " "},
+    "{m} is not a column of the table; available: n, o": {"prompt": "{m}", "table": "n,o\n1,2"},
+    "Insert a column, such as {n}, or clear the table": {"table": "n\n1"},
+    "The table has no rows below the column names": {"prompt": "{n}", "table": "n"},
+    "temperature is varied twice": {"vary": [{"name": "temperature", "values": v} for v in ("1", "2")]},
+    "Enter a whole number of at least 1": {"samples": "0"},
+    "33 temperature x 2 samples = 66 cells: the limit is 64 cells. Use fewer values, rows or samples": {
         "vary": [{"name": "temperature", "values": "0..1 x 33"}],
         "samples": 2,
     },
-    "65 prompts: there are 64 cells at most. Take fewer values, rows or samples": {
+    "65 prompts: the limit is 64 cells. Use fewer values, rows or samples": {
         "prompt": "{n}",
         "vary": [],
         "table": "n\n" + "1\n" * 65,
@@ -236,5 +236,5 @@ def test_cells_have_states_orders_and_a_best_one_and_one_frame_shows_many_events
         "failed  ",
     ]  # fmt: skip
     assert found["orders"] == [[0, 1, 2, 3, 4], [1, 2, 0, 3, 4], [1, 2, 0, 3, 4], [0, 1, 2, 3, 4]]
-    assert (found["best"], found["error"]) == (1, "The server has ended the stream early.")
+    assert (found["best"], found["error"]) == (1, "The server ended the stream early.")
     assert (sorted(found["drawn"]), found["frames"]) == ([0, 1, 2, 3, 4], 1)

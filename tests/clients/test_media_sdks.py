@@ -88,7 +88,7 @@ def test_what_cannot_be_seen_is_the_clients_own_exception(client: openai.OpenAI,
     remote: Any = {"type": "image_url", "image_url": {"url": "https://example.org/cat.png"}}
     with pytest.raises(openai.BadRequestError, match="--allowed-media-domains"):
         client.chat.completions.create(messages=asks(remote), **GREEDY)
-    with pytest.raises(openai.BadRequestError, match="messages: has a picture"):
+    with pytest.raises(openai.BadRequestError, match="messages: contains an image"):
         client.chat.completions.create(messages=asks(picture(RED[:40])), **GREEDY)
     by_url: Any = {"type": "image", "source": {"type": "url", "url": "https://example.org/cat.png"}}
     with pytest.raises(anthropic.BadRequestError, match="--allowed-media-domains"):
@@ -157,5 +157,5 @@ def test_sound_is_heard(hearing_server: Serving) -> None:
     assert answer.usage
     assert answer.usage.prompt_tokens_details
     assert answer.usage.prompt_tokens_details.audio_tokens == 6
-    with pytest.raises(openai.BadRequestError, match="takes text and a sound"):
+    with pytest.raises(openai.BadRequestError, match="accepts only audio and text input"):
         client.chat.completions.create(messages=asks(picture()), **GREEDY)

@@ -185,4 +185,4 @@ def test_tune_measures_what_would_be_faster(config: EngineConfig, monkeypatch: p
 
 def test_a_model_that_returns_vectors_has_no_types_to_compare(tiny_encoder: Path) -> None:
     result = CliRunner().invoke(models, ["cache-types", str(tiny_encoder)])
-    assert "returns vectors" in str(result.exception)
+    assert "is an embedding model" in str(result.exception)

@@ -370,7 +370,7 @@ def test_a_part_of_a_file_can_be_read(client: OpenAI, server: AppThread) -> None
         assert part_of(server, file.id, part) == expected, part
     status, _, body = part_of(server, file.id, "bytes=10-")
     assert status == 416
-    assert "beyond the end of the file, which has 10 bytes" in json.loads(body)["error"]["message"]
+    assert "starts beyond the end of the file, which has 10 bytes" in json.loads(body)["error"]["message"]
 
 
 def test_results_are_read_while_a_batch_runs(client: OpenAI, server: AppThread) -> None:
@@ -474,7 +474,7 @@ def test_a_batch_waits_for_its_model(start: Start, tmp_path: Path, caplog: pytes
     seen = client.batches.retrieve(batch.id)
     assert (seen.status, seen.model) == ("in_progress", "tiny-llama")
     assert counts(seen).total == 100
-    assert any("waits for its model 'tiny-llama'" in record.getMessage() for record in caplog.records)
+    assert any("is waiting for its model 'tiny-llama'" in record.getMessage() for record in caplog.records)
     client.batches.cancel(batch.id)
     wait_for(client, batch.id, "cancelled")
 
@@ -570,7 +570,7 @@ def test_a_damaged_input_is_found_before_its_lines_are_counted(start: Start, tmp
         assert batch.errors
         assert batch.errors.data
         assert [error.code for error in batch.errors.data] == ["input_file_changed"]
-        with pytest.raises(openai.NotFoundError, match="are damaged"):
+        with pytest.raises(openai.NotFoundError, match="is damaged"):
             client.files.content(file.id)
 
 
@@ -616,7 +616,7 @@ def test_a_batch_goes_on_when_the_engine_is_back(start: Start, monkeypatch: pyte
     monkeypatch.setattr(active_batch, "FIRST_RETRY_S", 0.1)
 
     async def gone(*_: object) -> None:
-        raise EngineClosed("the engine takes no requests: it is failed")
+        raise EngineClosed("the engine does not accept requests: it is failed")
 
     client = client_of(start())
     with monkeypatch.context() as patch:

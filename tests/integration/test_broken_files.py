@@ -26,9 +26,9 @@ BROKEN: dict[str, tuple[Callable[[Path], Path], str]] = {
     "empty": (tiny_models.empty, "Download it again"),
     "truncated": (tiny_models.truncated, "Download it again"),
     "not-gguf": (tiny_models.not_gguf, "Download a .gguf version"),
-    "vocab-only": (tiny_models.vocab_only, "Use the model's own GGUF file"),
-    "diffusion": (tiny_models.diffusion, "Use another kind"),
-    "encoder-decoder": (tiny_models.encoder_decoder, "Use another kind"),
+    "vocab-only": (tiny_models.vocab_only, "Use the GGUF file of the model itself"),
+    "diffusion": (tiny_models.diffusion, "Use another model"),
+    "encoder-decoder": (tiny_models.encoder_decoder, "Use another model"),
     "pooled-somehow": (lambda path: tiny_models.encoder_only(path, pooling=None), "set pooling (--pooling)"),
     "no-layers": (lambda path: tiny_models.patched(path, "block_count", 0), "from 1 to 512 layers"),
     "many-layers": (lambda path: tiny_models.patched(path, "block_count", 2**31 - 1), "from 1 to 512 layers"),
@@ -101,7 +101,7 @@ def test_generate_with_vectors_in_place_of_text_says_what_the_model_is(
     run: Callable[..., tuple[int, str, str]], tiny_llama: Path
 ) -> None:
     code, _, err = run("generate", "-m", tiny_llama, "-np", "1", "-t", "1", "--pooling", "mean", "-p", "x")
-    assert "runs as an embedding model (pooling (--pooling) is 'mean') and returns no text" in assert_one_line(
+    assert "runs as an embedding model (pooling (--pooling) is 'mean') and does not generate text" in assert_one_line(
         code, err
     )
 
@@ -111,7 +111,7 @@ def test_generate_without_a_prompt_says_how_to_give_one(
 ) -> None:
     code, _, err = run("generate", "-m", tiny_llama, "-np", "1")
     assert code == 2
-    assert "give -p TEXT" in err
+    assert "use -p TEXT" in err
 
 
 # --- models inspect, models list -------------------------------------------------------------------------------------

@@ -61,10 +61,10 @@ def test_doctor_names_the_programs_that_keep_cores_busy(monkeypatch: pytest.Monk
     [line] = [line for line in shown.splitlines() if line.split()[1:2] == ["cores"]]
     assert line.startswith(" !")
     assert any(f"(process {pid})" in line for pid in pids)
-    assert "end them" in line
+    assert "stop them" in line
 
 
 def test_doctor_says_nothing_of_cores_that_are_free(monkeypatch: pytest.MonkeyPatch) -> None:
     quiet = other_programs.OtherPrograms(0.1, [])
     monkeypatch.setattr(other_programs, "watch_other_programs", lambda seconds: quiet)
-    assert "ok cores        other programs leave them alone" in CliRunner().invoke(doctor_command.doctor).output
+    assert "ok cores        not used by other programs" in CliRunner().invoke(doctor_command.doctor).output

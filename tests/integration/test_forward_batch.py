@@ -77,7 +77,7 @@ def test_a_grid_is_every_prompt_with_every_setting(engine: BatchInferenceEngine)
     assert engine.generate_grid(prompts, []) == [[], [], []]
     with pytest.raises(InvalidRequest, match=r"prompts\[1\]"):
         engine.generate_grid(["abc", ""], settings)
-    with pytest.raises(InvalidRequest, match="is one string"):
+    with pytest.raises(InvalidRequest, match="is a single string"):
         engine.generate_grid("abc", settings)
 
 
@@ -103,9 +103,9 @@ def test_generate_batch_takes_plain_keywords_and_a_loaded_engine(
 
 
 def test_generate_batch_refuses_what_contradicts_itself(engine: BatchInferenceEngine) -> None:
-    with pytest.raises(InvalidRequest, match="params: is given, and max_tokens too"):
+    with pytest.raises(InvalidRequest, match="params: cannot be combined with max_tokens"):
         generate_batch(engine, ["a"], SamplingParams(), max_tokens=5)
-    with pytest.raises(ConfigError, match="n_ctx: the engine is loaded"):
+    with pytest.raises(ConfigError, match="n_ctx: the engine is already loaded"):
         generate_batch(engine, ["a"], n_ctx=5)
     with pytest.raises(InvalidRequest, match="temperature"):
         generate_batch(engine, ["a"], temperature=-1)

@@ -195,10 +195,10 @@ BAD: dict[str, tuple[Fields, str, str]] = {
         "json_schema",
         "nested too deeply",
     ),
-    "text that is no JSON": ({"json_schema": "{'type': 'object'}"}, "json_schema", "is not JSON"),
-    "JSON that is no schema": ({"json_schema": "[1, 2]"}, "json_schema", "a schema is an object, true or false"),
-    "a schema that is no JSON": ({"json_schema": {"enum": {1, 2}}}, "json_schema", "is not JSON"),
-    "not a number": ({"json_schema": {"const": float("nan")}}, "json_schema", "is not JSON"),
+    "text that is no JSON": ({"json_schema": "{'type': 'object'}"}, "json_schema", "is not valid JSON"),
+    "JSON that is no schema": ({"json_schema": "[1, 2]"}, "json_schema", "a schema must be an object, true or false"),
+    "a schema that is no JSON": ({"json_schema": {"enum": {1, 2}}}, "json_schema", "is not valid JSON"),
+    "not a number": ({"json_schema": {"const": float("nan")}}, "json_schema", "is not valid JSON"),
     "no finite instance": (
         {"json_schema": {"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]}},
         "json_schema",
@@ -216,7 +216,7 @@ BAD: dict[str, tuple[Fields, str, str]] = {
     "a bad pattern": ({"json_schema": {"type": "string", "pattern": "a(b"}}, "json_schema", "unclosed group"),
     "half a character": ({"json_schema": r'{"const": "\ud800"}'}, "json_schema", "."),
     "no choice": ({"guided_choice": []}, "guided_choice", "at least one string"),
-    "an empty choice": ({"guided_choice": ["a", ""]}, "guided_choice", "no empty string"),
+    "an empty choice": ({"guided_choice": ["a", ""]}, "guided_choice", "no empty strings"),
     "a choice of numbers": ({"guided_choice": [1, 2]}, "guided_choice", "list of strings"),
     "two grammars": ({"guided_regex": "a", "grammar": 'root ::= "a"'}, "grammar", "together with guided_regex"),
 }

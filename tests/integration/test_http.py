@@ -154,12 +154,12 @@ async def test_a_path_or_method_that_does_not_exist_is_refused_with_the_one_to_u
         ("POST", "/v1/v1/chat/completions"): "did you mean /v1/chat/completions?",
         ("GET", "/v1/chat/completions"): "send POST",
         ("DELETE", "/v1/models"): "send GET or HEAD",
-        ("GET", "/nowhere/at/all"): "/openapi.json lists the paths",
-        ("GET", f"/v1/chat/completions/{'x' * 5000}"): "/openapi.json lists the paths",
+        ("GET", "/nowhere/at/all"): "see /openapi.json for the available paths",
+        ("GET", f"/v1/chat/completions/{'x' * 5000}"): "see /openapi.json for the available paths",
     }
     for (method, path), remedy in refused.items():
         async with http.request(method, path, json={}) as answer:
-            assert (await answer.json())["error"]["message"] == f"there is no {method} {path} here; {remedy}"
+            assert (await answer.json())["error"]["message"] == f"{method} {path} not found; {remedy}"
 
 
 async def test_one_bad_prompt_among_many_fails_the_request_before_anything_is_sent(http: Http) -> None:

@@ -391,9 +391,9 @@ async def test_a_chat_may_have_the_best_of_many_too(http: Http) -> None:
     ("more", "message"),
     [
         ({"best_of": 2, "stream": True}, "cannot be combined with `stream`"),
-        ({"best_of": 1, "n": 2}, "is 1, less than n, which is 2"),
+        ({"best_of": 1, "n": 2}, "is 1; it must be at least n, which is 2"),
         ({"best_of": 0}, "is 0; it must be from 1 to 128"),
-        ({"best_of": 129}, "is 129; this server allows 128 (--max-n)"),
+        ({"best_of": 129}, "is 129; the limit of this server is 128 (--max-n)"),
         ({"best_of": "2"}, "expected `int | null`"),
     ],
 )
@@ -502,7 +502,7 @@ BAD_GRAMMARS: dict[str, tuple[Json, str, str]] = {
     "format without a type": ({"response_format": {}}, "response_format", "`type`"),
     "format of another type": ({"response_format": "json"}, "response_format", "expected `object | null`"),
     "no choices": ({"guided_choice": []}, "guided_choice", "at least one"),
-    "an empty choice": ({"guided_choice": ["a", ""]}, "guided_choice", "no empty string"),
+    "an empty choice": ({"guided_choice": ["a", ""]}, "guided_choice", "no empty strings"),
     "choices of numbers": ({"guided_choice": [1]}, "guided_choice[0]", "expected `str`"),
     "two grammars": ({"grammar": "root ::= [a]", "guided_regex": "a"}, "grammar", "together with guided_regex"),
     "two schemas": (
@@ -555,8 +555,8 @@ async def test_a_bias_of_minus_100_forbids(http: Http) -> None:
 @pytest.mark.parametrize(
     ("bias", "message"),
     [
-        ({"512": 1}, "has the token id 512; they are 0 to 511"),
-        ({"9" * 5000: 1}, "has the token id 99"),
+        ({"512": 1}, "contains the token id 512; token ids are 0 to 511"),
+        ({"9" * 5000: 1}, "contains the token id 99"),
         ({"a": 101}, "is 101.0 for 'a'; it must be from -100 to 100"),
         ({"": 1}, "has the key ''"),
     ],

@@ -171,7 +171,7 @@ def row_by_row(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 def test_inspect_says_which_types_are_computed_row_by_row(row_by_row: Path) -> None:
     result = CliRunner().invoke(models, ["inspect", str(row_by_row)])
     assert "Q4_1 row by row. all 15 matrices are Q4_1" in result.output
-    gain = "makes matrix products of 16 sequences and their prompts about 2.0x faster"
+    gain = "makes matrix products of 16 sequences, and of their prompts, about 2.0x faster"
     assert f"`cppbatch models requantize {row_by_row}` {gain}" in result.output
 
 

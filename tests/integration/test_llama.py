@@ -77,7 +77,7 @@ def test_a_broken_file_raises_an_error_with_its_path_and_llama_cpps_reason(write
     with pytest.raises(ModelError) as caught:
         Model(path)
     assert str(caught.value).startswith(f"{path} cannot be loaded: ")
-    assert "gives no reason" not in str(caught.value)
+    assert "gave no reason" not in str(caught.value)
 
 
 @pytest.mark.parametrize("n_bytes", [0, 2, 30, 1000, 20_000, 100_000])

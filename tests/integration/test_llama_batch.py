@@ -70,7 +70,7 @@ def test_whole_array_writes_are_seen_by_llama_cpp(batch: Batch) -> None:
 def test_a_full_batch_refuses_more_and_stays_as_it_is(batch: Batch) -> None:
     batch.add_run(run(15), 0, 0, n_logits=1)
     before = as_llama_cpp_reads_it(batch)
-    with pytest.raises(OutOfRange, match="17 tokens do not fit into a batch of 16"):
+    with pytest.raises(OutOfRange, match="17 tokens exceed the batch capacity of 16"):
         batch.add_run(run(2), 0, 1, n_logits=1)
     with pytest.raises(OutOfRange, match="17 tokens"):
         batch.add_rows([1, 2], [0, 0], [1, 2])

@@ -128,7 +128,7 @@ def test_more_rows_of_logits_than_were_computed_are_refused(context: Context, n_
 
 
 def test_logits_before_the_first_decode_are_refused(context: Context) -> None:
-    with pytest.raises(OutOfRange, match="the last decode gave 0"):
+    with pytest.raises(OutOfRange, match="the last decode produced 0"):
         context.logits(1)
 
 

@@ -238,7 +238,7 @@ def test_a_closed_object_says_so(tiny_llama: Path) -> None:
     llm = Llama(str(tiny_llama), n_threads=1, verbose=False)
     llm.close()
     for call in (lambda: llm("Hello"), lambda: llm([1, 2]), lambda: llm.tokenize(b"Hello"), lambda: llm.engine):
-        with pytest.raises(EngineClosed, match="this Llama is closed"):
+        with pytest.raises(EngineClosed, match="this Llama object is closed"):
             call()
     llm.close()
 
@@ -310,7 +310,7 @@ def test_what_a_processor_raises_is_raised_to_its_caller_alone(opened: Open, tin
 
     llm = opened(tiny_llama)
     for forbidden in (calls_itself, lambda input_ids, scores: llm.close()):
-        with pytest.raises(RuntimeError, match="cannot generate with the same engine, or close its model"):
+        with pytest.raises(RuntimeError, match="cannot use or close the same engine"):
             llm("Hello", logits_processor=llama_cpp.LogitsProcessorList([forbidden]))
     with pytest.raises(KeyError, match="mine"):
         llm("Hello", logits_processor=llama_cpp.LogitsProcessorList([broken]))

@@ -197,7 +197,7 @@ def test_a_state_of_an_unknown_form_is_refused(unified_context: Context, word: i
     state = context.save_sequence(2)
     state.data.view(np.uint32)[word] = 31
     reopen(context, Kind(kv_unified=True, flash_attn="off"))
-    with pytest.raises(OutOfRange, match="no other layout"):
+    with pytest.raises(OutOfRange, match="other layouts cannot read"):
         context.restore_sequence(0, state)
     assert context.last_position(0) == -1
 
@@ -228,7 +228,7 @@ def test_a_context_that_cannot_be_made_again_is_closed_and_may_be_tried_once_mor
 ) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(C, "llama_init_from_model", lambda model, params: None)
-        with pytest.raises(LlamaError, match="cannot be made"):
+        with pytest.raises(LlamaError, match="cannot create a context"):
             reopen(unified_context, KINDS[0])
     with pytest.raises(LlamaError, match="closed"):
         unified_context.last_position(0)

@@ -499,7 +499,7 @@ async def test_infill_keeps_what_is_nearest_to_the_cursor(infill: Http) -> None:
 async def test_infill_without_such_a_model_or_its_fields_is_a_400(http: Http, infill: Http) -> None:
     good: dict[str, Any] = {"input_prefix": "a", "input_suffix": "b"}
     status, answer = await post(http, "/infill", good)
-    assert (status, "was not trained to fill in" in answer["error"]["message"]) == (400, True)
+    assert (status, "was not trained for fill-in-the-middle" in answer["error"]["message"]) == (400, True)
     for bad in ({"input_prefix": "a"}, {"input_suffix": "a"}, {**good, "prompt": ["a"]}):
         assert (await post(infill, "/infill", bad))[0] == 400
     for extra in ({}, {"filename": "ok"}, {"filename": 1, "text": "a"}, {"text": 5}):

@@ -70,7 +70,7 @@ def test_ids_out_of_range_are_refused(vocab: Vocab, token: Any) -> None:
 
 def test_a_model_without_a_tokenizer_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(C, "llama_vocab_type", lambda handle: 0)
-    with pytest.raises(ModelError, match="model-x has no tokenizer"):
+    with pytest.raises(ModelError, match="model-x contains no tokenizer"):
         Vocab(object(), Path("model-x"))
 
 

@@ -112,10 +112,10 @@ def test_an_embedding_can_have_an_adapter_where_the_output_has_weights_of_its_ow
 # --- what does not --------------------------------------------------------------------------------------------------
 
 BAD: dict[str, tuple[Callable[[Path], object], str]] = {
-    "missing": (lambda path: None, "there is no adapter file"),
-    "a folder": (lambda path: path.mkdir(), "there is no adapter file"),
-    "empty": (tiny_models.empty, "no GGUF file"),
-    "a web page": (tiny_models.not_gguf, "no GGUF file"),
+    "missing": (lambda path: None, "adapter file not found"),
+    "a folder": (lambda path: path.mkdir(), "adapter file not found"),
+    "empty": (tiny_models.empty, "not a GGUF file"),
+    "a web page": (tiny_models.not_gguf, "not a GGUF file"),
     "a model": (tiny_models.llama, "expect general.type to be 'adapter'"),
     "cut off": (lambda path: path.write_bytes(write_lora(path).read_bytes()[:9000]), "Download or convert it again"),
     "of another architecture": (lambda path: write_lora(path, arch="qwen2"), "arch mismatch"),
@@ -130,7 +130,7 @@ BAD: dict[str, tuple[Callable[[Path], object], str]] = {
     "a number as type": (lambda path: lora(path, pair(), {"general.type": 3}), "type is of type UINT32"),
     "an integer as alpha": (lambda path: lora(path, pair(), {"adapter.lora.alpha": 4}), "alpha is of type UINT32"),
     "alpha not finite": (lambda path: lora(path, pair(), {"adapter.lora.alpha": math.nan}), "alpha is nan"),
-    "three dimensions": (lambda path: lora(path, pair(a=(2, 4, 64), b=(2, 64, 4))), "fits no matrix"),
+    "three dimensions": (lambda path: lora(path, pair(a=(2, 4, 64), b=(2, 64, 4))), "does not fit any matrix"),
     "embedding of two ranks": (
         lambda path: lora(path, pair("token_embd.weight", (512, 4), (64, 8))), "ranks of token_embd.weight",
     ),
@@ -154,7 +154,7 @@ def test_an_embedding_that_is_the_output_too_can_have_none(tmp_path: Path, monke
     )
     model = write_llama(tmp_path / "tied.gguf")
     path = lora(tmp_path / "a.gguf", EMBEDDING)
-    with pytest.raises(ModelError, match="uses for its output too"):
+    with pytest.raises(ModelError, match="also uses as its output matrix"):
         BatchInferenceEngine(model, n_ctx=256, n_threads=1, lora=((str(path), 1.0),))
 
 
@@ -165,13 +165,13 @@ def test_a_default_scale_out_of_range_is_refused(scale: float) -> None:
 
 
 def test_two_adapters_of_one_name_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"one/a.gguf and two/a.gguf are both called 'a'; rename"):
+    with pytest.raises(ConfigError, match=r"one/a.gguf and two/a.gguf have the same name 'a'; rename"):
         EngineConfig(model_path="", lora=(("one/a.gguf", 1), ("two/a.gguf", 1)))
 
 
 @pytest.mark.parametrize("lora", [("a.gguf",), ((1, 2, 3),), 3, (("a.gguf", "much"),)])
 def test_adapters_are_pairs_of_a_file_and_a_scale(lora: Any) -> None:
-    with pytest.raises(ConfigError, match="pairs of a file and a scale"):
+    with pytest.raises(ConfigError, match=r"\(file, scale\) pairs"):
         EngineConfig(model_path="", lora=lora)
 
 
@@ -206,8 +206,8 @@ def test_generate_uses_the_adapters_that_it_is_given(tiny_llama: Path, tmp_path:
 @pytest.mark.parametrize(
     ("given", "reason"),
     [
-        ("none.gguf", "there is no adapter file at none.gguf"),
-        ("none.gguf=much", "there is no adapter file at none.gguf=much"),
+        ("none.gguf", "adapter file not found: none.gguf"),
+        ("none.gguf=much", "adapter file not found: none.gguf=much"),
         ("none.gguf=nan", "lora (--lora): none.gguf has the scale nan"),
         ("none.gguf=1e9", "lora (--lora): none.gguf has the scale 1000000000.0"),
     ],

@@ -99,9 +99,9 @@ def test_a_request_that_does_not_say_gets_the_adapters_as_they_were_started(
 @pytest.mark.parametrize(
     ("lora", "reason"),
     [
-        ({"z": 1}, r"no adapter 'z'; there are 'x' \(0\), 'y' \(1\)"),
-        ({"X": 1}, "no adapter 'X'"),
-        ({2: 1}, "no adapter 2"),
+        ({"z": 1}, r"adapter 'z' not found; available: 'x' \(0\), 'y' \(1\)"),
+        ({"X": 1}, "adapter 'X' not found"),
+        ({2: 1}, "adapter 2 not found"),
         ({-1: 1}, "key -1"),
         ({2**64: 1}, "key 18446744073709551616"),
         ({True: 1}, "key True"),
@@ -113,8 +113,8 @@ def test_a_request_that_does_not_say_gets_the_adapters_as_they_were_started(
         ({"x": "1"}, "is '1' for 'x'"),
         ({"x": True}, "is True for 'x'"),
         ({"x": None}, "is None for 'x'"),
-        (["x"], "must be an object of adapters and scales"),
-        ("x", "must be an object of adapters and scales"),
+        (["x"], "must be an object that maps adapters to scales"),
+        ("x", "must be an object that maps adapters to scales"),
     ],
 )
 def test_adapters_that_cannot_be_are_refused(tiny_llama: Path, adapters: Files, lora: Any, reason: str) -> None:
@@ -127,7 +127,7 @@ def test_adapters_that_cannot_be_are_refused(tiny_llama: Path, adapters: Files, 
 
 def test_an_engine_without_adapters_says_so(tiny_llama: Path) -> None:
     with BatchInferenceEngine(tiny_llama, n_ctx=256, n_threads=1) as engine:
-        with pytest.raises(InvalidRequest, match=r"no adapter 'x'; there are none"):
+        with pytest.raises(InvalidRequest, match=r"adapter 'x' not found; available: none"):
             engine.add_request("a", lora={"x": 1})
         assert engine.generate(["a"], GREEDY, lora={})[0].text
 

@@ -162,8 +162,8 @@ def test_samples_that_cannot_be_encoded_never_reach_c(files: Path, samples: npt.
 @pytest.mark.parametrize(
     ("projector", "message"),
     [
-        ("missing", "there is no projector file at .*missing.gguf"),
-        ("text", "is no projector: its architecture is llama, and that of an mmproj file is clip"),
+        ("missing", "projector file not found: .*missing.gguf"),
+        ("text", "is not a projector: its architecture is llama, but an mmproj file has clip"),
         ("wide", r"mismatch between text model \(n_embd = 64\) and mmproj \(n_embd = 128\)$"),
         ("torn", "cannot be"),
         ("noise", "cannot be read as a GGUF file"),
@@ -184,13 +184,13 @@ def test_a_projector_is_no_model(files: Path) -> None:
 
 
 def test_a_ubatch_that_is_too_small_for_a_picture_is_refused(open_media: Callable[..., BatchInferenceEngine]) -> None:
-    with pytest.raises(ModelError, match=r"a picture has 16 tokens.* n_ubatch \(-ub\) is 8; set it to 16"):
+    with pytest.raises(ModelError, match=r"an image has 16 tokens.* n_ubatch \(-ub\) is 8; set it to 16"):
         open_media("non_causal_vision", n_ubatch=8)
     open_media("vision", n_ubatch=8)
 
 
 def test_deterministic_logits_with_pictures_are_refused(open_media: Callable[..., BatchInferenceEngine]) -> None:
-    with pytest.raises(ModelError, match="gives the same bits for text only"):
+    with pytest.raises(ModelError, match="works for text only"):
         open_media(deterministic=True, flash_attn="auto")
 
 
@@ -386,7 +386,7 @@ def test_a_lora_adapter_computes_pictures_too(
 def test_what_is_refused_leaves_the_engine_at_work(open_media: Callable[..., BatchInferenceEngine]) -> None:
     engine = open_media()
     for bad in (b"", b"\x89PNG\r\n\x1a\n", picture(1)[:100]):
-        with pytest.raises(InvalidRequest, match="prompt: has a picture"):
+        with pytest.raises(InvalidRequest, match="prompt: contains an image"):
             engine.generate([MediaPrompt([Media("image", bad), "x"])], SamplingParams(max_tokens=1))
     assert engine.generate([MediaPrompt([image(1), "x"])], greedy(2))[0].tokens
 

@@ -272,7 +272,7 @@ def test_pictures_of_any_size_are_computed_or_refused(
     engine = open_kind(kind)
     for size in ((1, 1), (2, 1), (1, 100), (100, 1), (200, 3), (200, 150), (31, 33)):
         assert engine.generate([MediaPrompt([Media("image", picture(1, size=size)), "x"])], greedy(2))[0].tokens
-    with pytest.raises(InvalidRequest, match="no side may be more than 100 times the other"):
+    with pytest.raises(InvalidRequest, match="the aspect ratio must not exceed 100:1"):
         engine.generate([MediaPrompt([Media("image", picture(1, size=(300, 1))), "x"])], greedy(2))
     with pytest.raises(InvalidRequest, match=r"prompt: has \d+ tokens"):  # before it is encoded
         engine.generate([MediaPrompt([Media("image", picture(1, size=(1000, 750))), "x"])], greedy(2))
@@ -317,7 +317,7 @@ def test_a_projector_that_lacks_any_tensor_is_refused_by_its_name(kind: str, fil
         for tensor in whole.tensors:
             options = {"n_deepstack": n_deepstack, "without": tensor.name}
             path = tiny_projectors.qwen_vision(tmp_path / "damaged.gguf", kind, **options)
-            with pytest.raises(ModelError, match=rf"a projector of type .* needs {tensor.name}\. Download it again"):
+            with pytest.raises(ModelError, match=rf"a projector of type .* requires {tensor.name}\. Download it again"):
                 MediaEncoder(model, path, n_threads=1)
 
 
@@ -327,7 +327,9 @@ def test_a_projector_that_crashes_llama_cpp_is_refused(
 ) -> None:
     monkeypatch.setattr(findings, "user_cache_path", lambda name: tmp_path / "cache")
     path = tiny_projectors.vision(tmp_path / "damaged.gguf", without=without)
-    with pytest.raises(ModelError, match=r"damaged\.gguf cannot be used: llama\.cpp crashes with it \(killed by SIG"):
+    with pytest.raises(
+        ModelError, match=r"damaged\.gguf cannot be used: llama\.cpp crashes when loading it \(killed by SIG"
+    ):
         open_engine(tiny_llama, mmproj=str(path))
 
 

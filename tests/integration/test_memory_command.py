@@ -74,11 +74,11 @@ def test_windows_and_states_are_shown_with_the_checkpoints_that_fit(tiny_swa: Pa
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["memory", "--seq-len", "512", "-c", "4096"], "--seq-len and -c exclude each other"),
-        (["memory", "--batch-size", "64", "--seq-len", "512"], "for 64 sequences give -np 64"),
-        (["memory", "--overhead", "-np", "4"], "--overhead shows many sizes: leave out -np"),
-        (["memory", "--shape", "7B"], "--shape and -m exclude each other"),
-        (["tune", "--batch-sizes", "1,4", "-np", "2"], "--batch-sizes and -np exclude each other"),
+        (["memory", "--seq-len", "512", "-c", "4096"], "--seq-len and -c cannot be combined"),
+        (["memory", "--batch-size", "64", "--seq-len", "512"], "for 64 parallel sequences give -np 64"),
+        (["memory", "--overhead", "-np", "4"], "leave out -np"),
+        (["memory", "--shape", "7B"], "--shape and -m cannot be combined"),
+        (["tune", "--batch-sizes", "1,4", "-np", "2"], "--batch-sizes and -np cannot be combined"),
     ],
 )
 def test_flags_that_say_the_same_twice_are_refused(arguments: list[str], message: str, tiny_llama: Path) -> None:

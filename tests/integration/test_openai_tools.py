@@ -202,8 +202,8 @@ def test_only_allowed_tools_are_called(server: ChatServer, client: Any) -> None:
 @pytest.mark.parametrize(
     ("allowed", "said"),
     [
-        ({"mode": "auto", "tools": [{"type": "function", "function": {"name": "no"}}]}, "none of the tools"),
-        ({"mode": "auto", "tools": []}, "allows no tool"),
+        ({"mode": "auto", "tools": [{"type": "function", "function": {"name": "no"}}]}, "not one of the tools"),
+        ({"mode": "auto", "tools": []}, "allows no tools"),
         ({"mode": "never", "tools": []}, "must be auto or required"),
         ({"mode": "auto", "tools": [{"type": "mcp"}]}, "must name a function or a custom tool"),
     ],
@@ -281,5 +281,5 @@ def test_the_log_says_once_that_the_template_renders_no_tools(
     models.serving._has_told_form = False
     for tools in ([], CHAT_TOOLS[:1], CHAT_TOOLS[:1]):
         chat(client, **({"tools": tools} if tools else {}), max_tokens=2)
-    (line,) = (record.getMessage() for record in caplog.records if "renders no tools" in record.getMessage())
+    (line,) = (record.getMessage() for record in caplog.records if "does not render tools" in record.getMessage())
     assert "a message describes the tools" in line

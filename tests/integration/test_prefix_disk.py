@@ -114,7 +114,7 @@ def test_a_full_disk_fails_no_request(
         assert len(engine.generate([PROMPT[::-1]], GREEDY)[0].tokens) == 8
     monkeypatch.undo()
     assert os.listdir(tmp_path / "d") == [".prefixes.lock"]
-    assert len([each for each in caplog.records if "not written to disk" in each.getMessage()]) == 1
+    assert len([each for each in caplog.records if "cannot write cached prefixes to disk" in each.getMessage()]) == 1
 
 
 async def test_workers_share_the_folder_and_a_worker_that_ends_writes_before(tiny_llama: Path, tmp_path: Path) -> None:
@@ -138,7 +138,7 @@ async def test_workers_share_the_folder_and_a_worker_that_ends_writes_before(tin
 
 async def test_a_folder_that_cannot_be_written_is_refused_at_the_start(tiny_llama: Path, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(ConfigError, match="cannot be written"):
+    with pytest.raises(ConfigError, match="is not writable"):
         async with EngineProcess(tiny_llama, **ENGINE, prefix_cache_disk=str(tmp_path / "file")):
             pass
 

@@ -28,7 +28,7 @@ def test_a_profile_gives_what_the_user_has_not(config: EngineConfig) -> None:
     used, line, _ = use_profile(config, given=())
     assert {name: getattr(used, name) for name in TunedSettings.__struct_fields__} == msgspec.structs.asdict(TUNED)
     assert line
-    assert "-np 8 -c 8192 --kv-layout per-sequence -fa off -ub 256 -t 2; --no-profile leaves it out" in line
+    assert "-np 8 -c 8192 --kv-layout per-sequence -fa off -ub 256 -t 2; use --no-profile to ignore it" in line
     mine = replace(config, n_ubatch=64)
     assert use_profile(mine, given={"n_ubatch"})[0].n_ubatch == 64
 
@@ -59,7 +59,7 @@ def test_another_file_of_that_name_has_another_profile(config: EngineConfig, tmp
 @pytest.mark.parametrize(
     ("old", "new", "reason"),
     [
-        ("version = 1", "version = 2", "it is of version 2"),
+        ("version = 1", "version = 2", "it has version 2"),
         ("n_parallel = 8", "n_parallel = 0", "-np"),
         ("n_parallel = 8", "n_parallel = 4096", "at most 256"),
         ("n_ubatch = 256", "n_ubatch = 'many'", "Expected `int`"),

@@ -206,4 +206,4 @@ def test_where_drafts_cannot_be_removed_the_log_says_so(tiny_mamba: Path, caplog
     with BatchInferenceEngine(tiny_mamba, **SETTINGS) as engine:
         assert not engine._runtime.proposers
     lines = [record.message for record in caplog.records if "no drafts" in record.message]
-    assert lines == [f"no drafts: the recurrent state of {tiny_mamba.name} cannot be set back"]
+    assert lines == [f"no drafts: the recurrent state of {tiny_mamba.name} cannot be rolled back"]

@@ -153,9 +153,9 @@ def test_a_draft_model_drafts_on_this_machine(split: dict[str, Any], tiny_llama:
 
 
 def test_every_device_has_a_share(split: dict[str, Any], tiny_llama: Path) -> None:
-    with pytest.raises(ModelError, match=r"3 shares, and there must be one for each device: RPC\d+ \(127\.0\.0\.1:"):
+    with pytest.raises(ModelError, match=r"3 shares; it must have one for each device: RPC\d+ \(127\.0\.0\.1:"):
         texts(tiny_llama, rpc=split["rpc"], tensor_split=(1.0, 1.0, 1.0))
-    with pytest.raises(ModelError, match="there is no GPU, and no RPC worker"):
+    with pytest.raises(ModelError, match="there is no GPU and no RPC worker"):
         texts(tiny_llama, tensor_split=(1.0,), device=None)
 
 
@@ -165,7 +165,7 @@ def test_a_worker_that_serves_another_engine_is_busy_and_free_afterwards(
     endpoint = parse_endpoint(split["rpc"][0])
     with (
         BatchInferenceEngine(tiny_llama, **SETTINGS, **split),
-        pytest.raises(RpcUnreachable, match="another one uses it"),
+        pytest.raises(RpcUnreachable, match="in use by another engine"),
     ):
         check_worker(endpoint, 0.2)
     check_worker(endpoint)
@@ -175,14 +175,14 @@ def test_a_build_without_rpc_says_so_in_one_line(
     split: dict[str, Any], tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("cppbatch.llama.rpc.has_rpc", lambda: False)
-    with pytest.raises(LibraryError, match=r"--rpc needs llama\.cpp's RPC backend.*-DGGML_RPC=ON") as refused:
+    with pytest.raises(LibraryError, match=r"--rpc requires llama\.cpp's RPC backend.*-DGGML_RPC=ON") as refused:
         texts(tiny_llama, **split)
     assert "\n" not in str(refused.value)
 
 
 def test_a_device_that_a_machine_has_not_is_refused() -> None:
     with (
-        pytest.raises(AssertionError, match="there is no device 'CUDA7'; this machine has CPU"),
+        pytest.raises(AssertionError, match="device 'CUDA7' not found; available: CPU"),
         RpcWorker("--devices", "CUDA7"),
     ):
         pass
@@ -247,7 +247,7 @@ async def test_a_worker_that_is_killed_in_mid_stream_costs_no_text(
         (state,) = await engine.workers()
     assert found == expected
     assert state.restarts == 1
-    assert any(error and f"the RPC worker at {split['rpc'][1]} is gone" in error for error in errors), errors
+    assert any(error and f"lost the RPC worker at {split['rpc'][1]}" in error for error in errors), errors
 
 
 async def test_a_worker_that_dies_while_nothing_runs_is_noticed_too(
@@ -266,7 +266,9 @@ async def test_while_a_worker_is_away_requests_wait_and_the_state_names_it(
     with RpcWorker() as third:
         async with EngineProcess(tiny_llama, **SETTINGS, rpc=(workers[0].endpoint, third.endpoint)) as engine:
             third.stop()
-            await until(lambda: f"no RPC worker answers at {third.endpoint}" in (engine.health().error or ""), 20)
+            await until(
+                lambda: f"cannot connect to an RPC worker at {third.endpoint}" in (engine.health().error or ""), 20
+            )
             waiting = asyncio.ensure_future(one_text(engine, 1, 5, lambda: None))
             await asyncio.sleep(0.3)
             assert engine.health().status == "restarting"
@@ -286,7 +288,7 @@ def test_a_worker_that_was_used_once_and_is_gone_harms_nothing(tiny_llama: Path)
     with RpcWorker() as worker:
         texts(tiny_llama, ["a"], rpc=(worker.endpoint,))
     assert not any(worker.endpoint in device.description for device in Backend.get().devices())
-    with pytest.raises(RpcUnreachable, match=f"no RPC worker answers at {worker.endpoint}"):
+    with pytest.raises(RpcUnreachable, match=f"cannot connect to an RPC worker at {worker.endpoint}"):
         texts(tiny_llama, ["a"], rpc=(worker.endpoint,))
     assert texts(tiny_llama, ["a"])
 

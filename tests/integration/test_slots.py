@@ -125,13 +125,13 @@ async def test_files_that_do_not_fit_are_refused_in_one_sentence(
         for file in ("torn.bin", "empty.bin", *(f"changed-{at}.bin" for at in changed)):
             status, answer = await act(http, 0, "restore", file)
             assert (status, answer["error"]["param"]) == (400, "filename"), file
-            assert "no whole file of a slot" in answer["error"]["message"]
+            assert "not a complete slot file" in answer["error"]["message"]
         for file, why in (("lora.bin", "adapter that is not loaded"), ("none.bin", "cannot be read")):
             status, answer = await act(http, 0, "restore", file)
             assert status == 400
             assert why in answer["error"]["message"]
     for model, sizes, why in (
-        (tiny_mamba, {}, "is of another model, 'tiny-llama'; this server has"),
+        (tiny_mamba, {}, "was saved for model 'tiny-llama'; this server runs"),
         (tiny_llama, {"cache_type_k": "f32"}, "-ctk"),
         (tiny_llama, {"prefix_cache_ram": 0}, "--prefix-cache-ram"),
     ):

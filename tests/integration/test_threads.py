@@ -104,6 +104,6 @@ def test_a_forked_child_raises_at_once_and_the_parent_goes_on(tiny_llama: Path) 
     )
     assert done.returncode == 0, done.stderr
     refused, goes_on = done.stdout.splitlines()
-    assert refused.startswith("EngineClosed the engine was loaded by process ")
+    assert refused.startswith("EngineClosed the engine was loaded in process ")
     assert "load the engine after the fork" in refused
     assert goes_on == "2"

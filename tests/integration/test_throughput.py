@@ -96,7 +96,7 @@ def test_without_b_1_and_without_counters_the_report_says_what_is_not_known(
     report = measure_throughput(EngineConfig(model_path=str(tiny_llama), n_threads=1), sizes)
     (row,) = report.rows
     assert (row["speedup"], row["tokens_per_kwh"], row["tokens_per_unit"]) == (None, None, None)
-    assert any(note.startswith("Energy is not known: ") for note in report.notes)
+    assert any(note.startswith("Energy is unknown: ") for note in report.notes)
     assert "x sequential: not known without B = 1 (-B 1,...)." in report.notes
     assert not {"tokens_per_kwh", "tokens_per_unit", "gpu_percent"} & {column.key for column in report.columns}
 
@@ -150,20 +150,20 @@ def test_the_speedup_by_drafts_has_a_row_for_each_workload_and_batch_size(tiny_l
     ("arguments", "message"),
     [
         (["throughput", "--spec", "off"], "'off' is not one of 'auto', 'suffix', 'draft'"),
-        (["throughput", "--spec", "--workloads", "poem"], "some of quote, json, code, job, free"),
+        (["throughput", "--spec", "--workloads", "poem"], "one or more of quote, json, code, job, free"),
         (["throughput", "--spec", "--new-tokens", "1"], "--new-tokens is 1; it must be at least 2"),
-        (["throughput", "-B", "0,4"], "numbers from 1"),
-        (["throughput", "-B", "four"], "numbers from 1"),
-        (["throughput", "--layouts", "paged"], "some of unified, per-sequence"),
-        (["throughput", "--kinds", "greedy,free"], "some of greedy, sampled"),
+        (["throughput", "-B", "0,4"], "numbers of at least 1"),
+        (["throughput", "-B", "four"], "numbers of at least 1"),
+        (["throughput", "--layouts", "paged"], "one or more of unified, per-sequence"),
+        (["throughput", "--kinds", "greedy,free"], "one or more of greedy, sampled"),
         (["throughput", "-c", "512"], "No such option"),
         (["throughput", "--new-tokens", "1"], "--new-tokens is 1; it must be at least 2"),
         (["throughput", "--repeats", "0"], "--repeats is 0"),
         (["throughput", "--prompt-tokens", "5000"], "Lower --prompt-tokens"),
-        (["throughput", "-ctv", "q8_0"], "give --flash-attns on"),
+        (["throughput", "-ctv", "q8_0"], "use --flash-attns on"),
         (["throughput", "-B", "300"], "number of sequence ids"),
-        (["strategies", "--strategies", "static"], "some of sequential, concurrent"),
-        (["strategies", "--new-tokens", "8-x"], "a number, or a range like"),
+        (["strategies", "--strategies", "static"], "one or more of sequential, concurrent"),
+        (["strategies", "--new-tokens", "8-x"], "a number, or a range such as"),
         (["strategies", "--new-tokens", "9-8"], "--new-tokens is 9-8"),
         (["strategies", "--prompt-tokens", "16-5000"], "Lower --prompt-tokens"),
         (["strategies", "--bucket", "0"], "--bucket is 0"),

@@ -111,7 +111,7 @@ def test_a_full_disk_ends_the_trace_and_nothing_else(
         engine._trace._file.close()
         engine._trace._file = io.BufferedWriter(Full(), 64)
         assert len(engine.generate(["Hello"], GREEDY)[0].tokens) == 6
-    assert "is cut off: No space left on device" in caplog.text
+    assert "is incomplete: No space left on device" in caplog.text
 
 
 def test_a_file_that_cannot_be_written_is_refused(tiny_llama: Path, tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from cppbatch.config import EngineConfig
 
 def test_a_process_that_cannot_load_the_model_says_why(tmp_path: Path) -> None:
     config = EngineConfig(model_path=str(tmp_path / "none.gguf"))
-    assert "there is no model file" in (measure_in_child(MeasurementTask(config=config, seconds=0.1), 60).error or "")
+    assert "model file not found" in (measure_in_child(MeasurementTask(config=config, seconds=0.1), 60).error or "")
 
 
 def test_speed_is_of_the_tokens_that_came_not_of_the_sequences_that_there_might_be(tiny_llama: Path) -> None:
@@ -46,4 +46,4 @@ def test_a_profile_of_a_real_model_is_written_and_used(
     used = CliRunner().invoke(cli, ["generate", "-m", str(tiny_llama), "-p", "ab", "-n", "2"])
     assert used.exit_code == 0, used.output
     assert f"using the profile {profile} of 2" in used.stderr
-    assert "-np 4 -c 1024 --kv-layout unified -fa off -ub 64 -t 1; --no-profile leaves it out" in used.stderr
+    assert "-np 4 -c 1024 --kv-layout unified -fa off -ub 64 -t 1; use --no-profile to ignore it" in used.stderr

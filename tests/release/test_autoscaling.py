@@ -133,7 +133,7 @@ async def test_a_worker_that_memory_forbids_is_not_started(
     await burst
     assert (group.scaling().scale_ups, len(await group.workers())) == (0, 1)
     (line,) = [line for line in caplog.messages if "cannot run" in line]
-    assert "MiB of the host's memory, and 5.0 MiB are free there. Next attempt in 30 s" in line
+    assert "MiB of the host's memory, but only 5.0 MiB are free. Next attempt in 30 s" in line
 
 
 def test_a_server_says_which_workers_come_and_go(tmp_path: Path) -> None:
@@ -160,7 +160,7 @@ def test_a_server_says_which_workers_come_and_go(tmp_path: Path) -> None:
         assert all(answer.result() for answer in answers)
         wait_for(lambda: server.get("/health")["scaling"]["running"] == 1)
         wait_for(lambda: [worker["name"] for worker in server.get("/stats")["workers"]] == ["0"])
-        server.wait_line("worker 1 has ended")  # it closes its engine first
+        server.wait_line("worker 1 ended")  # it closes its engine first
         with urllib.request.urlopen(server.url + "/metrics", timeout=30) as answer:
             page = answer.read().decode()
         server.process.terminate()
@@ -170,11 +170,11 @@ def test_a_server_says_which_workers_come_and_go(tmp_path: Path) -> None:
     assert 'cppbatch_scale_events_total{direction="down"} 1.0' in page
     lines = [line.partition("cppbatch.scaling: ")[2] for line in log.splitlines() if "cppbatch.scaling" in line]
     expected = [
-        r"workers: 1, up to 2 while requests wait",
-        r"waiting requests: \d+, the oldest for [\d.]+ s; worker 1 starts \(2 of at most 2\)",
-        r"worker 1 is ready after [\d.]+ s, and gets \d+ of the waiting requests",
-        r"fewer workers have been enough for 1 s: worker 1 drains and ends after its last request \(\d+ unfinished\)",
-        r"worker 1 has ended; running: 1",
+        r"workers: 1, at most 2 under load",
+        r"waiting requests: \d+, the oldest for [\d.]+ s; starting worker 1 \(2 of at most 2\)",
+        r"worker 1 is ready after [\d.]+ s and takes \d+ of the waiting requests",
+        r"low load for 1 s: draining worker 1, which ends after its last request \(\d+ unfinished\)",
+        r"worker 1 ended; running: 1",
     ]
     assert [re.fullmatch(pattern, line) is not None for pattern, line in zip(expected, lines, strict=True)] == [
         True

@@ -197,7 +197,7 @@ def test_what_is_wrong_with_a_line_is_told_with_its_number_and_the_others_finish
         2: "invalid_json", 3: "duplicate_id", 4: "invalid_url", 5: "context_length_exceeded", 6: "missing_custom_id",
         12: "invalid_json",
     }  # fmt: skip
-    assert "line 1 has the custom_id" in told[3]["message"]
+    assert "line 1 has the same custom_id" in told[3]["message"]
     assert "/v1/nowhere" in told[4]["message"]
     assert "prompt" in told[5]["message"]
     assert "temperature: is 1000000.0" in told[7]["message"]
@@ -275,7 +275,7 @@ def test_other_settings_do_not_mix_into_one_output(tiny_llama: Path, tmp_path: P
     assert batch(tiny_llama, source, out, "--temp", "0").returncode == 0
     ended = batch(tiny_llama, source, out, "--temp", "0.5")
     assert ended.returncode == 2
-    assert "was started with temperature 0.0, and now temperature is 0.5" in ended.stderr
+    assert "was started with temperature 0.0, but temperature is now 0.5" in ended.stderr
 
 
 def test_an_output_that_was_removed_is_begun_anew(tiny_llama: Path, tmp_path: Path) -> None:

@@ -32,7 +32,7 @@ def test_the_command_fails_in_one_line() -> None:
     out, err = (process := bench("--url", "http://127.0.0.1:9")).communicate(timeout=30)
     assert (process.returncode, out) == (2, "")
     assert (
-        err == "error: http://127.0.0.1:9 cannot be reached (Connection refused): start the server, or correct --url\n"
+        err == "error: cannot connect to http://127.0.0.1:9 (Connection refused): start the server, or correct --url\n"
     )
 
 

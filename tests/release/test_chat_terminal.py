@@ -27,7 +27,7 @@ import struct
 import termios
 
 _ESCAPES = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07]*\x07|[()][A-Z0-9]|[=>78])")
-_SUMMARY = r"(\d+) tokens ·(?: [\d.]+ tokens/s ·)? first after [\d.]+ s"
+_SUMMARY = r"(\d+) tokens ·(?: [\d.]+ tokens/s ·)? TTFT [\d.]+ s"
 
 _WITH_CTRL_C = (
     "import fcntl, os, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); os.execv(sys.argv[1], sys.argv[1:])"
@@ -116,7 +116,7 @@ def test_a_conversation_in_a_terminal(terminal: Terminal, tmp_path: Path) -> Non
     assert "Paris" in answered["content"]
 
     terminal.type("\x03")
-    terminal.wait_for("Ctrl-C again, or Ctrl-D, ends the program(.*\n)*.*> ")
+    terminal.wait_for("press Ctrl-C again, or Ctrl-D, to quit(.*\n)*.*> ")
     terminal.type("\x03")
     assert terminal.process.wait(30) == 0
     history = tmp_path / "cppbatch" / "chat_history"

@@ -22,7 +22,7 @@ from tests.server_process import ServerProcess
 
 LONGEST_S = 1.5  # that a server lives, once it is ready
 N_LINES = 40
-SAID = ("not committed", "nothing was deleted", "are damaged", "starts over", "cannot be read")
+SAID = ("not committed", "nothing was deleted", "are damaged", "starts over", "starting over", "cannot be read")
 ENDED = ("completed", "failed", "expired", "cancelled")
 
 

@@ -73,9 +73,9 @@ async def test_a_hundred_texts_each_get_their_vector(engine: Engine, expected: l
 
 async def test_what_cannot_run_is_refused_alone(engine: Engine, expected: list[bytes]) -> None:
     bad = [
-        (wanted("long", [5] * 1025), "has 1025 tokens.*holds 1024"),
+        (wanted("long", [5] * 1025), "has 1025 tokens.*holds only 1024"),
         (wanted("pair", Pair("a", "b")), "is a pair of texts"),
-        (GenerationRequest(id="text", prompt="write"), "returns no text"),
+        (GenerationRequest(id="text", prompt="write"), "does not generate text"),
     ]
     good = asyncio.ensure_future(together(engine, [wanted(i, text) for i, text in enumerate(TEXTS[:20])]))
     for its, why in bad:

@@ -120,7 +120,7 @@ def test_requests_that_outlast_the_drain_timeout_are_told_and_counted(default_mo
         with ask(server, {**ENDLESS, "stream": True}) as answer:
             answer.readline()
             server.process.send_signal(signal.SIGTERM)
-            server.wait_line("finishing 1 request(s), for 0.3 s at most")
+            server.wait_line("finishing 1 request(s), for at most 0.3 s")
             with urllib.request.urlopen(f"{server.url}/health") as health:  # it still listens
                 assert health.status == 200
             with pytest.raises(urllib.error.HTTPError) as refused:
@@ -130,7 +130,7 @@ def test_requests_that_outlast_the_drain_timeout_are_told_and_counted(default_mo
         assert "the server is shutting down" in rest
         assert rest.endswith("data: [DONE]\n\n")
         assert server.wait() == 0
-        server.wait_line("cut off 1 request(s) that did not end within 0.3 s")
+        server.wait_line("aborted 1 request(s) that did not finish within 0.3 s")
 
 
 def test_a_second_signal_while_it_drains_ends_it_at_once(default_model: Path) -> None:
@@ -139,7 +139,7 @@ def test_a_second_signal_while_it_drains_ends_it_at_once(default_model: Path) ->
         with ask(server, {**ENDLESS, "stream": True}) as answer:
             answer.readline()
             server.process.send_signal(signal.SIGTERM)
-            server.wait_line("finishing 1 request(s), for 30 s at most; Ctrl-C again stops at once")
+            server.wait_line("finishing 1 request(s), for at most 30 s; press Ctrl-C again to stop immediately")
             server.interrupt()
             assert server.wait(5) == 130
 

@@ -399,7 +399,7 @@ async def test_a_full_queue_refuses_and_those_before_it_end_well(tiny_llama: Pat
         running = await started(engine, request("running", max_tokens=900))
         waiting = asyncio.create_task(events_of(engine, request("waiting")))
         await asyncio.sleep(0.05)
-        with pytest.raises(QueueFull, match="1 requests wait"):
+        with pytest.raises(QueueFull, match="the queue is full: 1 requests"):
             await soon(events_of(engine, request("refused")))
         assert (await soon(running))[-1].finish_reason is FinishReason.LENGTH
         assert (await soon(waiting))[-1].finish_reason is FinishReason.LENGTH

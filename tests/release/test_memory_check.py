@@ -19,7 +19,7 @@ def test_generate_is_refused_and_can_insist(tiny_llama: Path, monkeypatch: pytes
     arguments = ["generate", "-m", str(tiny_llama), *sizes, "-p", "ab", "-n", "2", "--no-profile"]
     refused = CliRunner().invoke(cli, arguments)
     assert isinstance(refused.exception, ConfigError)
-    assert "1.0 MiB are free there. Take a smaller model" in str(refused.exception)
+    assert "1.0 MiB are free. Use a smaller model" in str(refused.exception)
     assert CliRunner().invoke(cli, [*arguments, "--no-memory-check"]).exit_code == 0
 
 
@@ -28,5 +28,5 @@ def test_serve_ends_before_it_loads_what_can_never_fit(default_model: Path) -> N
         assert server.wait() == 2
     message = "".join(server.errors)
     assert "error: -c 2147483647 -np 4 needs 4" in message  # some 46 TiB
-    assert "It would fit with -c " in message or "Take a smaller model" in message  # as this machine has room
+    assert "It would fit with -c " in message or "Use a smaller model" in message  # as this machine has room
     assert not [line for line in server.lines if "loading" in line]

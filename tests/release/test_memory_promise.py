@@ -128,5 +128,5 @@ def test_a_simulated_model_has_nothing_to_compute_with(tiny_llama: Path) -> None
 
 def test_a_process_that_dies_says_how(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", "/bin/false")
-    with pytest.raises(EstimateFailed, match="ended with code 1: it says nothing"):
+    with pytest.raises(EstimateFailed, match="ended with code 1: no reason given"):
         estimate_memory([EngineConfig(model_path=str(tiny_llama))])

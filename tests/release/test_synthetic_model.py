@@ -124,7 +124,7 @@ def test_the_size_is_known_before_anything_is_written(tmp_path: Path, tiny_llama
         (["--ff", "100"], "blk.0.ffn_down.weight has rows of 100: must be a multiple of 32 for Q4_0"),
         (["--vocab-size", "100"], "a vocabulary of 100 tokens"),
         (["--ff", "3200000000"], "GB free"),
-        (["--vocab-from", "nowhere.gguf"], "there is no file nowhere.gguf"),
+        (["--vocab-from", "nowhere.gguf"], "file not found: nowhere.gguf"),
         (["--type", "Q3_K"], "invalid choice: 'Q3_K'"),
     ],
 )
@@ -146,7 +146,7 @@ def test_a_file_that_is_there_is_never_written_over(tiny_llama: Path) -> None:
 
 
 def test_vocabularies_that_cannot_be_copied_are_refused(tmp_path: Path, tiny_encoder: Path) -> None:
-    with pytest.raises(ModelError, match="of the kind 'bert'"):
+    with pytest.raises(ModelError, match="of type 'bert'"):
         copied_vocab(tiny_encoder)
     without = tmp_path / "without.gguf"
     with pytest.raises(ModelError, match="has no vocabulary"):

@@ -26,7 +26,7 @@ def announced(
     return first_lines(info, config, urls, has_template=has_template, has_keys=keys, has_page=has_page)
 
 
-@pytest.mark.parametrize(("n", "text"), [(1, "1 sequence at once"), (2, "2 sequences at once")])
+@pytest.mark.parametrize(("n", "text"), [(1, "1 sequence at a time"), (2, "2 sequences at a time")])
 def test_the_first_line_counts_sequences(n: int, text: str) -> None:
     assert f": {text} over 256 KV cells" in announced(n=n)[0]
 
@@ -68,16 +68,18 @@ def test_every_address_is_shown() -> None:
     ("settings", "fields", "line"),
     [
         ({"n_ctx": 256}, {}, None),
-        ({"n_ctx": 1000}, {"n_ctx": 1024}, "-c 1000 became 1024: llama.cpp rounds it up to a multiple of 256"),
+        ({"n_ctx": 1000}, {"n_ctx": 1024}, "-c 1000 was changed to 1024: llama.cpp rounds it up to a multiple of 256"),
         (
             {"n_ctx": 1000, "n_parallel": 4},
             {"n_ctx": 1024, "kv_layout": "per-sequence"},
-            "-c 1000 became 1024: llama.cpp rounds the cells of each of 4 sequences up to 256, a multiple of 256",
+            "-c 1000 was changed to 1024: llama.cpp rounds the cells of each of 4 sequences up to 256, a multiple "
+            "of 256",
         ),
         (
             {"n_ctx": 16384},
             {"n_ctx": 2048, "pooling": "mean"},
-            "-c 16384 became 2048: a text is computed in one step, of 2048 tokens at most; -b 2048 is their limit",
+            "-c 16384 was changed to 2048: each text is computed in a single step of at most 2048 tokens, limited by "
+            "-b 2048",
         ),
     ],
 )

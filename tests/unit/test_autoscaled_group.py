@@ -234,12 +234,12 @@ async def test_a_draining_worker_that_is_killed_goes_on_in_another_process(fleet
 async def test_no_worker_is_started_that_does_not_fit_and_one_line_says_so(
     fleet: Fleet, caplog: pytest.LogCaptureFixture
 ) -> None:
-    fleet.shortage = "it needs 3.00 GiB of the host's memory, and 1.00 GiB are free there"
+    fleet.shortage = "it needs 3.00 GiB of the host's memory, but only 1.00 GiB are free"
     await fleet.submit(12)
     with caplog.at_level(logging.INFO):
         await fleet.wait(25)
     (line,) = caplog.messages
-    assert line == f"worker 1 cannot run, though requests wait: {fleet.shortage}. Next attempt in 30 s"
+    assert line == f"cannot start worker 1 for waiting requests: {fleet.shortage}. Next attempt in 30 s"
     assert (len(FakeWorker.started), fleet.group.scaling().held_back) == (1, fleet.shortage)
     with caplog.at_level(logging.INFO):
         await fleet.wait(300)
@@ -257,7 +257,7 @@ async def test_a_worker_that_cannot_load_leaves_the_others_as_they_are(
     await fleet.submit(8)
     await fleet.wait(10)
     assert (fleet.counts, fleet.group.health().status) == ((1, 0, 0), "ok")
-    assert "worker 1 cannot run, though requests wait: out of memory. Next attempt in 30 s" in caplog.text
+    assert "cannot start worker 1 for waiting requests: out of memory. Next attempt in 30 s" in caplog.text
     await fleet.finish()
     assert all(stream.reasons == [FinishReason.LENGTH] for stream in fleet.streams)
 
@@ -339,7 +339,7 @@ async def test_on_a_cpu_each_worker_needs_a_core(
     await fleet.group.loaded()
     await settle()
     assert fleet.group.scaling().max_workers == 2
-    assert "at most 2 workers run, not 5: each needs a core of its own" in caplog.text
+    assert "limiting workers to 2 instead of 5: each needs its own core" in caplog.text
     await fleet.group.close()
     told = Fleet(monkeypatch, most=5, n_threads=1)
     await told.group.loaded()
@@ -437,11 +437,11 @@ def test_whatever_happens_each_request_ends_once_with_its_own_events() -> None:
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"max_workers": 0}, r"--workers is 1\.\.0; the second number must be from 1 to 64"),
-        ({"workers": 3, "max_workers": 2}, r"--workers is 3\.\.2; the second number must be from 3 to 64"),
+        ({"max_workers": 0}, r"--workers is 1\.\.0; the maximum must be from 1 to 64"),
+        ({"workers": 3, "max_workers": 2}, r"--workers is 3\.\.2; the maximum must be from 3 to 64"),
         ({"max_workers": 65}, r"must be from 1 to 64"),
-        ({"max_workers": 2, "devices": (0, 1, 2)}, r"fewer than the 3 devices of --devices"),
-        ({"max_workers": 2, "in_process": True}, "--in-process has one engine"),
+        ({"max_workers": 2, "devices": (0, 1, 2)}, r"fewer than the 3 devices in --devices"),
+        ({"max_workers": 2, "in_process": True}, "--in-process runs a single engine"),
         ({"max_workers": 2, "downscale_delay": 0}, "--downscale-delay is 0; it must be more than 0"),
     ],
 )
@@ -499,7 +499,7 @@ def test_workers_are_a_number_or_a_range(given: str, counts: tuple[int, int | No
 def test_what_is_no_number_of_workers_is_refused_with_an_example(given: str) -> None:
     command = click.command()(deployment_options(lambda deployment: None))
     result = CliRunner().invoke(command, ["--workers", given])
-    assert f"{given!r} is neither a number like 2 nor a range like 1..4" in result.output
+    assert f"{given!r} is neither a number, such as 2, nor a range, such as 1..4" in result.output
 
 
 def test_a_range_of_one_number_is_that_number() -> None:

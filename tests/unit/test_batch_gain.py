@@ -43,14 +43,14 @@ def test_the_report_says_from_which_batch_on_a_file_gains_and_which_type_gains_e
     path = tiny_models.llama(tmp_path / "a.gguf")
     gains, earlier = gain_notes({1: 107.0, 2: 108.0, 3: 139.0}, str(path))
     assert gains == (
-        "a batch gains here from B = 3 on (times the tokens/s of one sequence: 1.01 at B = 2, 1.30 at B = 3)."
+        "batching is faster here from B = 3 on (times the tokens/s of one sequence: 1.01 at B = 2, 1.30 at B = 3)."
     )
     assert earlier.startswith(
-        "BF16 weights gain earlier: 4 rows of a matrix take 1.5 times the time of one, and 4.0 times"
+        "BF16 weights batch better: 4 rows of a matrix take 1.5 times as long as one, compared with 4.0 times for"
     )
-    assert earlier.endswith(f"one row takes 1.5 times as long (`cppbatch models requantize {path} --type BF16`).")
+    assert earlier.endswith(f"a single row takes 1.5 times as long (`cppbatch models requantize {path} --type BF16`).")
     assert gain_notes({2: 1.0, 4: 2.0}, str(path)) == []
-    assert "no batch gains 1.2 times here" in gain_notes({1: 10.0, 2: 10.0}, str(path))[0]
+    assert "no batch size reaches a gain of 1.2 here" in gain_notes({1: 10.0, 2: 10.0}, str(path))[0]
     monkeypatch.setattr(kernel_advice, "has_gpu", lambda: True)
     assert len(gain_notes({1: 1.0, 2: 2.0}, str(path))) == 1
     assert len(gain_notes({1: 1.0, 2: 2.0}, str(path), n_gpu_layers=0)) == 2

@@ -232,7 +232,7 @@ def bad(parameters: Any, name: str = "f") -> list[Any]:
         ({"tools": bad({}, name="")}, "tools[0].function.name", "''"),
         ({"tools": bad({}, name='"x')}, "tools[0].function.name", "letters"),
         ({"tools": bad({}, name="x" * 65)}, "tools[0].function.name", "64"),
-        ({"tools": [PING, PING]}, "tools[1].function.name", "as an earlier one"),
+        ({"tools": [PING, PING]}, "tools[1].function.name", "names must be unique"),
         ({"tools": [], "mode": "required"}, "tool_choice", "no tools"),
         ({"name": "other", "mode": "required"}, "tool_choice", "'other'"),
         ({"tools": bad([1])}, "tools[0].function.parameters", "schema of an object"),

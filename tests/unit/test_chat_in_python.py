@@ -69,7 +69,7 @@ def test_a_system_message_is_put_before_each_conversation(engine: BatchInference
     form = scripted(engine)
     engine.chat("hello", SHORT, system="Be brief.")
     assert form.asked["messages"] == [{"role": "system", "content": "Be brief."}, *HELLO]
-    with pytest.raises(InvalidRequest, match="system: is given, and the conversation begins with a system message"):
+    with pytest.raises(InvalidRequest, match="system: cannot be combined with a system message"):
         engine.chat([{"role": "system", "content": "x"}, *HELLO], SHORT, system="Be brief.")
 
 
@@ -168,17 +168,23 @@ def test_another_template_may_be_given(engine: BatchInferenceEngine) -> None:
         (lambda engine: engine.chat([{"role": "user"}]), r"^messages\[0\].content: is required"),
         (lambda engine: engine.chat([{"content": "x"}]), "role"),
         (lambda engine: engine.chat(["a", [{"role": "user"}]]), r"^conversations\[1\]: messages\[0\].content"),
-        (lambda engine: engine.chat(["a", 5]), r"^conversations\[1\]: is 5; a conversation is a text or a list"),
+        (lambda engine: engine.chat(["a", 5]), r"^conversations\[1\]: is 5; a conversation is a string or a list"),
         (lambda engine: engine.chat(5), r"^conversations: is 5"),
         (lambda engine: engine.chat("a", system=5), r"^system: is 5"),
         (lambda engine: engine.chat("a", tools=[{"function": {}}]), r"^tools\[0\].function"),
         (lambda engine: engine.chat("a", tool_choice="always"), r"^tool_choice: is 'always'"),
-        (lambda engine: engine.chat("a", tool_choice="required"), r"^tool_choice: requires a call, but there are no"),
+        (
+            lambda engine: engine.chat("a", tool_choice="required"),
+            r"^tool_choice: requires a tool call, but there are no",
+        ),
         (lambda engine: engine.chat("a", reasoning_effort="much"), r"^reasoning_effort: is 'much'"),
         (lambda engine: engine.chat("a", chat_template_kwargs={"messages": []}), r"^chat_template_kwargs.messages"),
         (lambda engine: engine.chat("a" * 2000), r"^messages: has \d+ tokens"),
-        (lambda engine: engine.generate(HELLO), r"^prompts: is one conversation; give a list of them"),
-        (lambda engine: next(engine.map(HELLO)), r"^prompts: is one conversation; give an iterable of them"),
+        (lambda engine: engine.generate(HELLO), r"^prompts: is a single conversation; give a list of conversations"),
+        (
+            lambda engine: next(engine.map(HELLO)),
+            r"^prompts: is a single conversation; give an iterable of conversations",
+        ),
     ],
 )
 def test_what_is_wrong_is_named_before_anything_runs(

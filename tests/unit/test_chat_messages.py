@@ -170,11 +170,11 @@ def test_the_prompt_ends_with_the_unfinished_message() -> None:
 @pytest.mark.parametrize(
     ("source", "messages", "complaint"),
     [
-        (PLAIN, [], "needs a last message"),
-        (EITHER, [user([])], "needs a last message"),
-        ("{{ messages[0].content }}", [SUM, FOUR], "leaves out"),
-        ("{% for m in messages %}{{ m.content[:5] }}{% endfor %}", [SUM, FOUR], "leaves out"),
-        ("{% for m in messages %}{{ m.content | replace('four', '4') }}{% endfor %}", [SUM, FOUR], "leaves out"),
+        (PLAIN, [], "requires a last message"),
+        (EITHER, [user([])], "requires a last message"),
+        ("{{ messages[0].content }}", [SUM, FOUR], "omits a part"),
+        ("{% for m in messages %}{{ m.content[:5] }}{% endfor %}", [SUM, FOUR], "omits a part"),
+        ("{% for m in messages %}{{ m.content | replace('four', '4') }}{% endfor %}", [SUM, FOUR], "omits a part"),
     ],
 )
 def test_a_message_that_cannot_go_on_is_refused(source: str, messages: list[Any], complaint: str) -> None:
@@ -189,5 +189,5 @@ def test_an_empty_message_is_one_to_go_on_with() -> None:
 
 
 def test_going_on_and_a_new_turn_exclude_each_other() -> None:
-    with pytest.raises(InvalidRequest, match="exclude each other"):
+    with pytest.raises(InvalidRequest, match="cannot be combined"):
         template_of(None).render([SUM, FOUR], continue_final_message=True, add_generation_prompt=True)

@@ -123,7 +123,7 @@ def test_each_message_is_asked_with_the_conversation_so_far(start: Start) -> Non
 def test_the_summary_has_tokens_speed_and_time_to_first_token(start: Start) -> None:
     session, _, shown = start(words("a", "b", "c"))
     session.handle("x")
-    assert shown.summaries == ["3 tokens · 1.0 tokens/s · first after 1.00 s"]
+    assert shown.summaries == ["3 tokens · 1.0 tokens/s · TTFT 1.00 s"]
 
 
 def test_reasoning_is_shown_and_kept_but_not_sent_again(start: Start) -> None:
@@ -205,7 +205,7 @@ def test_a_retry_without_an_answer_leaves_the_conversation_as_it_was(start: Star
 def test_retry_needs_a_message(start: Start) -> None:
     session, _, shown = start()
     session.handle("/retry")
-    assert shown.failed == ["there is no message to answer again"]
+    assert shown.failed == ["there is no answer to regenerate"]
 
 
 def test_the_system_message_is_shown_set_and_removed(start: Start) -> None:
@@ -215,8 +215,8 @@ def test_the_system_message_is_shown_set_and_removed(start: Start) -> None:
     assert backend.asked[0][0] == {"role": "system", "content": "Be brief."}
     assert backend.asked[1][0] == user("x")
     assert shown.said == [
-        "there is no system message", "system message: Be brief.", "system message: Be brief.",
-        "there is no system message",
+        "no system message is set", "system message: Be brief.", "system message: Be brief.",
+        "no system message is set",
     ]  # fmt: skip
 
 
@@ -242,7 +242,9 @@ def test_help_names_each_command_and_unknown_ones_are_refused(start: Start) -> N
     session.handle("/help")
     assert [line.split()[0] for line in shown.said[0].splitlines()] == list(COMMANDS)
     session.handle("/halp")
-    assert shown.failed == ["/halp is no command; /help lists them, and // begins a message with a slash"]
+    assert shown.failed == [
+        "unknown command /halp; see /help for a list, or start a message with // for a literal slash"
+    ]
     session.handle("//etc is a folder")
     assert backend.asked == [[user("/etc is a folder")]]
     assert not session.handle("/quit")
@@ -284,17 +286,17 @@ def test_a_file_that_cannot_be_written_is_named(start: Start, tmp_path: Path) ->
     session.handle("/save")
     assert shown.failed == [
         f"{tmp_path / 'none' / 'talk.md'} cannot be written: No such file or directory",
-        "/save needs a file: /save talk.md, or /save talk.json",
+        "/save requires a file: /save talk.md, or /save talk.json",
     ]
 
 
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        ("no", "is not JSON"),
-        ("[" * 5000 + "]" * 5000, "is not JSON"),
-        ("{}", "is no conversation"),
-        ('[{"role": "me", "content": "x"}]', "is no conversation"),
+        ("no", "is not valid JSON"),
+        ("[" * 5000 + "]" * 5000, "is not valid JSON"),
+        ("{}", "is not a saved conversation"),
+        ('[{"role": "me", "content": "x"}]', "is not a saved conversation"),
     ],
 )
 def test_a_file_that_is_no_conversation_is_refused(tmp_path: Path, content: str, said: str) -> None:
@@ -321,7 +323,7 @@ def test_pictures_and_sounds_go_before_the_next_message(tmp_path: Path) -> None:
         Media("image", RED), Media("audio", TONE),
     ]  # fmt: skip
     assert second == [*first, {"role": "assistant", "content": "A red one."}, {"role": "user", "content": "Sure?"}]
-    assert shown.failed == ["nothing.png cannot be read: No such file or directory", "/image needs a file"]
+    assert shown.failed == ["nothing.png cannot be read: No such file or directory", "/image requires a file"]
     saved = (tmp_path / "talk.md").read_text()
-    assert "*(a picture)*\n\n*(a sound)*\n\nWhat?" in saved
+    assert "*(image)*\n\n*(audio)*\n\nWhat?" in saved
     assert "base64" not in saved

@@ -262,9 +262,9 @@ LEDGER, OUTPUT = "batches/batch_a/ledger.sqlite3", "batches/batch_a/output.jsonl
 LEDGER_WAL = LEDGER + "-wal"
 NOT_OURS = "is not a database of cppbatch"
 ASIDE = "nothing was deleted"
-NONE_OF = "has none of the 6 files"
+NONE_OF = "contains none of the 6 files"
 OVER = "batch_a starts over"
-UNREADABLE = "batch_a: its results so far cannot be read"
+UNREADABLE = "batch_a: cannot read its results so far"
 REFUSED: dict[str, tuple[Damage, str]] = {
     "database: 0 bytes": (written("jobs.sqlite3", b""), "an empty jobs.sqlite3"),
     "database: gone": (removed("jobs.sqlite3"), "but no jobs.sqlite3"),
@@ -289,7 +289,7 @@ REFUSED: dict[str, tuple[Damage, str]] = {
     "database: without tables, in WAL mode": (other_database("PRAGMA journal_mode = WAL"), "has no tables"),
     "database: new": (
         both(removed("jobs.sqlite3", "jobs.sqlite3-wal"), lambda f, _: BatchStore(database(f)).close()),
-        "has never had a row",
+        "never contained any data",
     ),
     "database: cut in half": (cut("jobs.sqlite3", 0.5), "is corrupt"),
     "database: cut to its first page": (lambda f, _: os.truncate(database(f), PAGE), "is corrupt"),

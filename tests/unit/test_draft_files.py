@@ -78,38 +78,40 @@ def test_the_kinds_of_dflash_are_recognised_by_their_tensors(tmp_path: Path) -> 
 @pytest.mark.parametrize("target", ["deepseek4", "mimo2", "nemotron_h", "nemotron_h_moe"])
 def test_some_models_also_give_the_rows_after_the_last_layer(tmp_path: Path, target: str) -> None:
     assert read(tmp_path, "dflash", target_layers=[1, 6], target=target).layers == (1, 6)
-    with pytest.raises(ModelError, match="from 0 to 5"):
+    with pytest.raises(ModelError, match="layers 0 to 5"):
         read(tmp_path, "dflash", target_layers=[1, 6])
-    with pytest.raises(ModelError, match="from 0 to 4"):  # the last layer is a draft head
+    with pytest.raises(ModelError, match="layers 0 to 4"):  # the last layer is a draft head
         read(tmp_path, "dflash", target_layers=[1, 5], nextn=1)
 
 
 @pytest.mark.parametrize(
     ("architecture", "tensors", "keys", "reason"),
     [
-        ("eagle3", OWN, {"target": "gemma4"}, "does not give the hidden rows of the architecture gemma4"),
+        ("eagle3", OWN, {"target": "gemma4"}, "does not export hidden rows for the architecture gemma4"),
         ("eagle3", OWN, {"target": "qwen4exp"}, "architecture qwen4exp"),  # its rows have other lengths
-        ("eagle3", OWN, {"target_layers": None}, r"reads the layers \[\]"),
-        ("eagle3", OWN, {"attention__value_length": 2}, r"other lengths \(4 and 2\)"),
-        ("eagle3", {}, {"embedding_length": 4}, "for 8 numbers, and computes 4"),
-        ("dflash", OWN, {"embedding_length": 4}, "reads rows of 4 numbers, and those of the model have 8"),
-        ("eagle3", {**OWN, "token_embd.weight": (9, 8)}, {}, "embeddings of 9 tokens, and a vocabulary of 10"),
-        ("eagle3", {"d2t": np.arange(3)}, {}, "no output matrix beside it"),
-        ("eagle3", {**OWN, "d2t": np.arange(3, dtype=np.int32)}, {}, "not of 64-bit integers"),
-        ("eagle3", {**OWN, "d2t": np.arange(8, 11)}, {}, "not from 0 to 9"),
-        ("dflash", OWN, {"hyper_connection__count": 4}, "DSpark of DeepSeek 4"),
+        ("eagle3", OWN, {"target_layers": None}, r"reads layers \[\]"),
+        ("eagle3", OWN, {"attention__value_length": 2}, r"different lengths \(4 and 2\)"),
+        ("eagle3", {}, {"embedding_length": 4}, "which have 8 dimensions, but it has 4"),
+        ("dflash", OWN, {"embedding_length": 4}, "expects rows of 4 numbers, but the rows of the model have 8"),
+        ("eagle3", {**OWN, "token_embd.weight": (9, 8)}, {}, "embeddings for 9 tokens, but a vocabulary of 10"),
+        ("eagle3", {"d2t": np.arange(3)}, {}, "the output matrix is missing"),
+        ("eagle3", {**OWN, "d2t": np.arange(3, dtype=np.int32)}, {}, "does not contain 64-bit integers"),
+        ("eagle3", {**OWN, "d2t": np.arange(8, 11)}, {}, "outside 0 to 9"),
+        ("dflash", OWN, {"hyper_connection__count": 4}, "DSpark model for DeepSeek 4"),
         ("dflash", {"markov_w1.weight": (N_VOCAB, 2)}, {"block_size": None}, "blocks of None tokens"),
     ],
 )
 def test_what_would_abort_the_process_is_refused(
     tmp_path: Path, architecture: str, tensors: Any, keys: dict[str, Any], reason: str
 ) -> None:
-    with pytest.raises(ModelError, match=rf"draft\.gguf cannot draft for target\.gguf \(-md\): .*{reason}"):
+    with pytest.raises(
+        ModelError, match=rf"draft\.gguf cannot be used as a draft model for target\.gguf \(-md\): .*{reason}"
+    ):
         read(tmp_path, architecture, tensors, **keys)
 
 
 def test_integers_of_a_tensor_are_read(tmp_path: Path) -> None:
     path = write(tmp_path / "a.gguf", "eagle3", EAGLE, {"d2t": np.array([5, 1 << 40, -2]), **OWN})
     assert read_integers(path, "d2t").tolist() == [5, 1 << 40, -2]
-    with pytest.raises(ModelError, match=r"no tensor output\.weight of the type I64"):
+    with pytest.raises(ModelError, match=r"no tensor output\.weight of type I64"):
         read_integers(path, "output.weight")

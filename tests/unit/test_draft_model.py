@@ -379,7 +379,7 @@ def test_a_draft_model_that_cannot_compute_drafts_no_more(drafting: Drafting, ca
     drafting.context.fail_at[1] = DecodeFailed(-2, "out of memory")
     with caplog.at_level(logging.ERROR):
         assert drafting.proposer.propose([drafting.sequence()], [4]) == [None]
-    assert "drafts no more" in caplog.text
+    assert "stopped drafting" in caplog.text
     assert drafting.proposer.propose([drafting.sequence()], [4]) == [None]
     assert len(drafting.context.steps) == 1
 

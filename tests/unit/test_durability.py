@@ -90,7 +90,7 @@ def test_a_checkpoint_that_fails_loses_nothing_and_is_said(
     monkeypatch.setattr(store._db, "_db", Failing())
     with caplog.at_level(logging.WARNING):
         store.add_file(FILE)
-    assert "no checkpoint, the next commit tries again: disk I/O error" in caplog.text
+    assert "checkpoint failed, retrying after the next commit: disk I/O error" in caplog.text
     monkeypatch.undo()
     shutil.copytree(tmp_path, tmp_path / "killed")
     again = BatchStore(tmp_path / "killed" / "jobs.sqlite3")
@@ -182,11 +182,11 @@ async def test_an_upload_is_compared_by_its_hash_and_one_of_0_1_0_by_its_size(tm
         for name in ("new", "old"):
             await data.check_upload(name, thread)
             data.content(name).write_bytes(b"abd")
-        with pytest.raises(InputChanged, match="has other contents"):
+        with pytest.raises(InputChanged, match="differs from the uploaded content"):
             await data.check_upload("new", thread)
         await data.check_upload("old", thread)
         data.content("old").write_bytes(b"ab")
-        with pytest.raises(InputChanged, match="has 2 bytes instead of the 3"):
+        with pytest.raises(InputChanged, match="has 2 bytes instead of the uploaded 3"):
             await data.check_upload("old", thread)
         with pytest.raises(ConfigError, match="is not in the database"):
             await data.check_upload("other", thread)
@@ -235,7 +235,7 @@ def test_results_that_an_earlier_ledger_does_not_know_are_kept(
     journal = opened(tmp_path)
     assert journal.register(lines) == lines[1:]
     assert ids_of(kept_lines(tmp_path / "out.jsonl")) == ["id-2", "id-3"]
-    assert "its last 2 lines were not committed and are answered again; they are kept in" in caplog.text
+    assert "its last 2 lines were not committed and will be answered again; they were saved to" in caplog.text
     journal.close()
 
 

@@ -67,8 +67,8 @@ def test_without_any_source_it_says_so_and_names_the_flag(tmp_path: Path, monkey
     meter = energy_meter(EnergySettings(), on_gpu=True, powercap=tmp_path)
     assert not meter.works
     assert meter.source == (
-        f"Energy is not known: the GPU cannot be read by NVML; the CPU has no RAPL counters in {tmp_path}. "
-        "--watts takes the machine's power instead."
+        f"Energy is unknown: the GPU cannot be read by NVML; the CPU has no RAPL counters in {tmp_path}. "
+        "Use --watts to give the power draw of the machine instead."
     )
 
 

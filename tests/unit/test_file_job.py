@@ -91,7 +91,7 @@ def test_a_job_that_an_earlier_version_began_continues_with_the_defaults_of_then
     job = as_begun(with_defaults(a_job(tmp_path), "max_tokens", "compact_json"), say=said.append)
     assert (job.plain_max_tokens, job.defaults) == (None, {})
     assert said == [
-        "the job was begun with compact_json unset and max_tokens unset, the default of an earlier version, and "
+        "the job was started with compact_json unset and max_tokens unset, the default of an earlier version, and "
         "continues with it"
     ]
     opened(job).close()
@@ -101,7 +101,7 @@ def test_a_job_that_an_earlier_version_began_continues_with_the_defaults_of_then
 def test_a_setting_that_is_given_must_be_that_of_the_beginning(tmp_path: Path) -> None:
     begun(tmp_path)
     job = as_begun(with_defaults(a_job(tmp_path), "compact_json"), say=lambda _: None)
-    with pytest.raises(ConfigError, match="was started with max_tokens unset, and now max_tokens is 512"):
+    with pytest.raises(ConfigError, match="was started with max_tokens unset, but max_tokens is now 512"):
         opened(job)
 
 

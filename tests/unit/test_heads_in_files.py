@@ -32,11 +32,11 @@ def test_a_head_is_a_layer_whose_tensors_are_in_the_file() -> None:
     ("architecture", "names", "more", "reason"),
     [
         ("qwen35", (), {}, None),
-        ("step35", (), {}, r"(step35) whose heads are not supported"),
+        ("step35", (), {}, r"unsupported architecture (step35)"),
         ("glm4moe", (), {}, None),
         ("glm4moe", (), {"rope.dimension_sections": (0, 0, 0, 0)}, None),
-        ("glm4moe", (), {"rope.dimension_sections": (8, 12, 12, 0)}, "positions of several dimensions"),
-        ("mimo2", (), {}, "matrices of their own"),
+        ("glm4moe", (), {"rope.dimension_sections": (8, 12, 12, 0)}, "multi-dimensional positions"),
+        ("mimo2", (), {}, "separate query, key and value matrices"),
         ("mimo2", ("blk.2.attn_qkv.weight",), {}, None),
     ],
 )

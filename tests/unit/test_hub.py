@@ -109,7 +109,7 @@ def test_a_missing_model_is_fetched_once(hub: FakeHub, folder: Path, capsys: pyt
     out, err = capsys.readouterr()
     assert out == ""
     assert f"looking for owner/Tiny-GGUF:Q4_0 on {hub.url}\n" in err
-    assert "fetching Tiny-Q4_0.gguf of owner/Tiny-GGUF (0.00 GB) into " in err
+    assert "downloading Tiny-Q4_0.gguf from owner/Tiny-GGUF (0.00 GB) into " in err
     hub.requests.clear()
     assert choose_model("owner/Tiny-GGUF:Q4_0") == choose_model("owner/Tiny-GGUF") == path
     assert choose_model("Tiny-Q4_0") == choose_model("tiny") == path  # its short name, also without the type
@@ -150,11 +150,11 @@ def test_a_copy_with_other_weights_is_not_taken_for_the_file_of_the_hub(hub: Fak
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("owner/Tiny-GGUF:IQ2_M", r"owner/Tiny-GGUF has no IQ2_M\. It has Q4_0, Q4_K_M, Q8_0, UD-Q4_K_XL$"),
-        ("owner/Tiny-GGUF:no.gguf", r"has no no\.gguf\. It has Tiny-Q4_0\.gguf, "),
-        ("owner/safetensors", "has no GGUF files. Mostly a repository with -GGUF in its name has them"),
-        ("owner/nothing", r"there is no file owner/nothing, and no owner/nothing on http://127.* set HF_TOKEN"),
-        ("owner/gated-GGUF", r"asks for consent: accept its terms on http.*/owner/gated-GGUF, and set HF_TOKEN"),
+        ("owner/Tiny-GGUF:IQ2_M", r"IQ2_M not found in owner/Tiny-GGUF; available: Q4_0, Q4_K_M, Q8_0, UD-Q4_K_XL$"),
+        ("owner/Tiny-GGUF:no.gguf", r"no\.gguf not found in .*; available: Tiny-Q4_0\.gguf, "),
+        ("owner/safetensors", "has no GGUF files"),
+        ("owner/nothing", r"owner/nothing is neither an existing file nor, on http://127.* set HF_TOKEN"),
+        ("owner/gated-GGUF", r"requires you to accept its terms: open http.*/owner/gated-GGUF, then set HF_TOKEN"),
         ("owner/broken-GGUF", "is not a GGUF file"),
     ],
 )
@@ -166,7 +166,7 @@ def test_what_cannot_be_fetched_says_why(hub: FakeHub, folder: Path, name: str, 
 def test_without_a_network_the_address_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")  # the discard port: nobody listens
     began = time.monotonic()
-    with pytest.raises(ModelError, match=r"could not be fetched from http://127\.0\.0\.1:9: .*Check the network"):
+    with pytest.raises(ModelError, match=r"could not be downloaded from http://127\.0\.0\.1:9: .*Check the network"):
         choose_model("owner/Tiny-GGUF")
     assert time.monotonic() - began < 5, "the client has retried"
 
@@ -176,7 +176,7 @@ def test_a_full_disk_is_noticed_before_the_download(
 ) -> None:
     usage = shutil.disk_usage("/")._replace(free=10)
     monkeypatch.setattr(shutil, "disk_usage", lambda _folder: usage)
-    with pytest.raises(ModelError, match=r"has 0\.00 GB, and .* has 0\.00 GB free"):
+    with pytest.raises(ModelError, match=r"has 0\.00 GB, but .* has only 0\.00 GB free"):
         choose_model("owner/Tiny-GGUF")
 
 
@@ -197,7 +197,7 @@ def test_a_short_name_that_may_be_several_models_is_refused_with_their_names(fol
         tiny_models.llama(folder / name)
     assert named_model(folder, "tiny-q4_0") == folder / "a/x/Tiny-Q4_0.gguf"
     assert named_model(folder, "Tiny-Q8_0") == folder / "Tiny-Q8_0.gguf"
-    with pytest.raises(ModelError, match=r"tiny may be any of Tiny-Q8_0-BF16, Tiny-Q4_0\. Give one of these"):
+    with pytest.raises(ModelError, match=r"tiny is ambiguous: Tiny-Q8_0-BF16, Tiny-Q4_0\. Give one of these"):
         named_model(folder, "tiny")
     (folder / "a/x/Tiny-Q4_0.gguf").unlink()
     assert named_model(folder, "tiny") == folder / "Tiny-Q8_0-BF16.gguf"  # a copy counts as its source

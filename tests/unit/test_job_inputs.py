@@ -80,7 +80,7 @@ def test_a_line_in_openais_form_is_taken_as_it_is(reading: Any) -> None:
         (
             {"url": "/chat/completions"},
             "invalid_url",
-            "'/chat/completions' is not an endpoint of batch jobs; it must be one of /v1",
+            "'/chat/completions' is not supported in batch jobs; it must be one of /v1",
         ),
         ({"url": "https://host/v1/completions"}, "invalid_url", "'https://host/v1/completions'"),
         ({"url": ["/v1/completions"]}, "invalid_url", "['/v1/completions']"),
@@ -195,7 +195,7 @@ def test_bad_lines_are_refused_alone(reading: Any) -> None:
     assert codes(found) == [
         name for n in range(len(bad)) for name in (f"line-{2 * n + 1}", "invalid_json")
     ]  # fmt: skip
-    assert "not JSON" in found[1].message
+    assert "not valid JSON" in found[1].message
     assert "byte" in found[7].message
     assert all("not UTF-8 text" in found[n].message for n in (3, 5))
     assert all(len(each.message) < 150 for each in found if isinstance(each, RejectedLine))
@@ -259,7 +259,7 @@ def test_the_delimiter_is_found(reading: Any, name: str, text: str) -> None:
 
 def test_another_column_can_be_chosen(reading: Any) -> None:
     assert prompts(reading("in.csv", "prompt,id\na,b\n", column="id")) == ["b"]
-    with pytest.raises(ConfigError, match=r"no column 'text'; there are 'prompt', 'id'"):
+    with pytest.raises(ConfigError, match=r"column 'text' not found; available: 'prompt', 'id'"):
         reading("in.csv", "prompt,id\na,b\n", column="text")
     with pytest.raises(ConfigError, match="2 columns named 'prompt'"):
         reading("in.csv", "prompt,prompt\na,b\n")
@@ -304,7 +304,7 @@ def test_lines_behind_an_open_quote_are_read_though_it_is_megabytes_to_the_end(r
 def test_a_csv_file_made_to_be_read_again_and_again_comes_to_an_end(reading: Any) -> None:
     found = reading("in.csv", "prompt,x\n" + 'a","\n' * 300_000)  # each line opens a quote, wherever reading begins
     assert set(codes(found)) == {"invalid_record"}
-    assert "the lines up to 300001 are skipped" in found[-1].message
+    assert "skipping the lines up to 300001" in found[-1].message
 
 
 @in_same_folder
@@ -358,12 +358,12 @@ def test_a_folder_is_no_input(tmp_path: Path) -> None:
 
 def test_columns_of_the_wrong_kind_are_errors(tmp_path: Path) -> None:
     pq.write_table(pa.table({"prompt": [1], "x": ["a"]}), tmp_path / "number.parquet")
-    with pytest.raises(ConfigError, match="is not text but int64"):
+    with pytest.raises(ConfigError, match="must be text, but is int64"):
         read(tmp_path / "number.parquet")
-    with pytest.raises(ConfigError, match=r"no column 'y'; there are 'prompt', 'x'"):
+    with pytest.raises(ConfigError, match=r"column 'y' not found; available: 'prompt', 'x'"):
         read(tmp_path / "number.parquet", column="y")
     pq.write_table(pa.table({"prompt": ["a"], "id": [1.5]}), tmp_path / "name.parquet")
-    with pytest.raises(ConfigError, match="column 'id' for custom IDs is not text but double"):
+    with pytest.raises(ConfigError, match="column 'id' for custom IDs must be text, but is double"):
         read(tmp_path / "name.parquet")
 
 
@@ -372,7 +372,7 @@ def test_a_broken_parquet_file_is_an_error(tmp_path: Path) -> None:
     whole = (tmp_path / "in.parquet").read_bytes()
     for data in (b"", b"PAR1 no PAR1", whole[:-20], whole[:4] + b"\xff" * 40 + whole[44:]):
         (tmp_path / "in.parquet").write_bytes(data)
-        with pytest.raises(ConfigError, match="is not a readable Parquet file"):
+        with pytest.raises(ConfigError, match="cannot be read as Parquet"):
             read(tmp_path / "in.parquet")
 
 
@@ -398,10 +398,10 @@ def test_a_file_that_is_not_there_or_is_a_folder_is_an_error_when_it_is_read(tmp
 @pytest.mark.parametrize(
     ("name", "options", "said"),
     [
-        ("in.gz", {}, r"'\.gz' is none of \.jsonl, "),
-        ("in", {}, "none of"),
-        ("in.jsonl", {"column": "prompt"}, "--column 'prompt'.*only CSV"),
-        ("in.txt", {"system": "Be brief."}, "needs --endpoint chat.*completions"),
+        ("in.gz", {}, r"format '\.gz'; .* one of \.jsonl, "),
+        ("in", {}, "must be one of"),
+        ("in.jsonl", {"column": "prompt"}, "--column 'prompt'.*for CSV"),
+        ("in.txt", {"system": "Be brief."}, "requires --endpoint chat.*completions"),
     ],
 )
 def test_what_does_not_fit_a_file_is_an_error_at_once(name: str, options: dict[str, Any], said: str) -> None:
@@ -468,7 +468,7 @@ def test_a_row_without_a_value_is_an_error_of_that_row_only(reading: Any) -> Non
     lines = '{"text": "a"}\n{"txt": "b"}\n{"text": null}\n"c"\n{"text": "d"}\n'
     found = reading("in.jsonl", lines, template="x {text}")
     assert codes(found) == ["line-1", "missing_field", "missing_field", "missing_field", "line-5"]
-    assert found[1].message == "'text' does not exist; there are 'txt'"
+    assert found[1].message == "'text' does not exist; available: 'txt'"
     assert found[2].message == "'text' is null"
     assert codes(reading("in.jsonl", '{"text": "a"}\n', template="{text}", id_column="key")) == ["missing_custom_id"]
 
@@ -476,10 +476,10 @@ def test_a_row_without_a_value_is_an_error_of_that_row_only(reading: Any) -> Non
 @pytest.mark.parametrize(
     ("template", "problem"),
     [
-        ("Classify:", "names no column"),
-        ("{}", "{} names no column"),
-        ("{text!r}", "followed by a format"),
-        ('{"label": 1} {text}', "followed by a format"),
+        ("Classify:", "does not name a column"),
+        ("{}", "{} does not name a column"),
+        ("{text!r}", "has a format specification"),
+        ('{"label": 1} {text}', "has a format specification"),
         ("{text", "expected '}'"),
         ("text}", "Single '}'"),
     ],
@@ -491,11 +491,11 @@ def test_a_template_that_is_none_is_an_error_at_once(template: str, problem: str
 
 def test_columns_that_a_template_names_must_exist(tmp_path: Path) -> None:
     (tmp_path / "in.csv").write_text("id,review\n1,a\n")
-    with pytest.raises(ConfigError, match=r"has no column 'text'; there are 'id', 'review' \(--template\)"):
+    with pytest.raises(ConfigError, match=r"column 'text' not found; available: 'id', 'review' \(--template\)"):
         read(tmp_path / "in.csv", template="{text}")
-    with pytest.raises(ConfigError, match=r"has no column 'key'; .* \(--id-column\)"):
+    with pytest.raises(ConfigError, match=r"column 'key' not found; .* \(--id-column\)"):
         read(tmp_path / "in.csv", column="review", id_column="key")
-    with pytest.raises(ConfigError, match="give one of them"):
+    with pytest.raises(ConfigError, match="give only one of them"):
         detect_input_format("in.csv", column="review", template="{review}")
-    with pytest.raises(ConfigError, match=r"\{prompt\} stands for a line"):
+    with pytest.raises(ConfigError, match=r"use \{prompt\} for the line"):
         detect_input_format("in.txt", template="{text}")

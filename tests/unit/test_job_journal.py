@@ -224,7 +224,7 @@ def test_a_second_line_with_the_same_id_is_refused_with_the_first_ones_number(tm
     assert journal.register(later) == later[1:]
     errors = lines_of(tmp_path / "errors.jsonl")
     assert [(error["line"], error["error"]["code"]) for error in errors] == [(3, "duplicate_id"), (4, "duplicate_id")]
-    assert "line 1 has the custom_id 'a' too" in errors[0]["error"]["message"]
+    assert "line 1 has the same custom_id 'a'" in errors[0]["error"]["message"]
     assert journal.register(items) == items[:2]  # and once is enough
     assert len(lines_of(tmp_path / "errors.jsonl")) == 2
 
@@ -303,7 +303,7 @@ def test_an_output_that_was_shortened_is_not_written_to(tmp_path: Path) -> None:
     journal.record([result(item(1))])
     journal.close()
     (tmp_path / "out.jsonl").write_bytes(b"")
-    with pytest.raises(StorageError, match=r"has 0 bytes, but .* were written"):
+    with pytest.raises(StorageError, match=r"has 0 bytes instead of the .* written"):
         opened(tmp_path)
     assert (tmp_path / "out.jsonl").read_bytes() == b""
 
@@ -330,7 +330,7 @@ def test_a_ledger_of_a_newer_version_is_left_alone(tmp_path: Path) -> None:
     with sqlite3.connect(tmp_path / "job") as db:
         db.execute("PRAGMA user_version = 99")
     db.close()
-    with pytest.raises(StorageError, match="written by a newer cppbatch \\(version 99"):
+    with pytest.raises(StorageError, match="written by a newer cppbatch \\(format version 99"):
         Ledger(tmp_path / "job")
 
 
@@ -339,7 +339,7 @@ def test_a_full_database_says_so_and_keeps_what_it_has(tmp_path: Path) -> None:
     ledger.register([item(1)])
     ((pages,),) = ledger._db.execute("PRAGMA page_count")
     ledger._db.execute(f"PRAGMA max_page_count = {pages}")
-    with pytest.raises(StorageError, match="cannot grow, the disk is full"):
+    with pytest.raises(StorageError, match="cannot grow because the disk is full"):
         ledger.register([item(i) for i in range(2, 5000)])
     ledger.close()
     ledger = Ledger(tmp_path / "job")

@@ -61,8 +61,8 @@ def test_the_sentence_counts_the_matrices_and_names_the_remedy() -> None:
     matrices = [matrix("a", "Q4_1"), matrix("b", "Q4_1"), matrix("c", "Q8_0")]
     assert advice(matrices, a="Q8_0", b="Q8_0") == (
         "2 of 3 matrices are Q4_1, which this CPU computes row by row; "
-        "`cppbatch models requantize 'models/some model.gguf'` makes matrix products of 16 sequences and their prompts "
-        "about 2.0x faster"
+        "`cppbatch models requantize 'models/some model.gguf'` makes matrix products of 16 sequences, and of their "
+        "prompts, about 2.0x faster"
     )
 
 
@@ -144,7 +144,7 @@ def test_a_small_model_of_a_batched_type_is_advised_where_another_is_faster_stil
 def test_a_model_of_the_fastest_type_is_not(tmp_path: Path, timed: None) -> None:
     report = kernel_report(tiny_models.llama(tmp_path / "tiny.gguf", quant="F16"))
     assert report.advice is None
-    assert str(report) == "F16 batched. Nothing to gain by other types"
+    assert str(report) == "F16 batched. Other types would not be faster"
 
 
 def test_on_a_gpu_there_is_nothing_to_do(q4_1: Path, timed: None, gpu: None) -> None:

@@ -60,17 +60,22 @@ def test_a_key_has_the_rules_of_its_tier_and_its_own(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("old", "new", "line", "says"),
     [
-        ('tier = "free"', 'tier = "fre"', 14, r"keys\[0\]\.tier: there is no tier 'fre', only free, paid"),
+        ('tier = "free"', 'tier = "fre"', 14, r"keys\[0\]\.tier: tier 'fre' not found; available: free, paid"),
         ("priority = 20", "priority = 200", 3, r"tiers\.free\.priority: expected `int` <= 100"),
         ("priority = -10", 'priority = "high"', 9, r"tiers\.paid\.priority: expected `int`, got `str`"),
         ("max_concurrent = 4", "max_concurrent = 0", 15, r"keys\[0\]\.max_concurrent: expected `int` >= 1"),
-        ("max_concurrent = 4", "max_requests = 4", 15, r"no setting `max_requests`; there are .*requests_per_minute"),
-        ('group = "team-a"', 'group = "team a"', 16, r"keys\[0\]\.group: must have 1 to 64 letters"),
+        (
+            "max_concurrent = 4",
+            "max_requests = 4",
+            15,
+            r"unknown setting `max_requests`; it must be one of .*requests_per_minute",
+        ),
+        ('group = "team-a"', 'group = "team a"', 16, r"keys\[0\]\.group: must consist of 1 to 64 letters"),
         ('key = "s3cret-of-bob"', 'key = "s3cret-of-alice"', 20, r"keys\[1\]\.key: .* the same key; change it"),
         ('name = "bob"', 'name = "alice"', 21, r"keys\[1\]\.name: .* the same name; change it"),
-        ('key = "s3cret-of-bob"', 'key = "s3cret of bob"', 20, r"keys\[1\]\.key: the API key .*write another"),
+        ('key = "s3cret-of-bob"', 'key = "s3cret of bob"', 20, r"keys\[1\]\.key: the API key .*choose another"),
         ('key = "s3cret-of-bob"\n', "", 19, r"keys\[1\].*missing required field `key`"),
-        ("[tiers.free]", "colour = 3\n[tiers.free]", 2, "no setting `colour` here"),
+        ("[tiers.free]", "colour = 3\n[tiers.free]", 2, "unknown setting `colour`"),
         ("priority = 20", "priority = ", 3, "not valid TOML.*line 3"),
     ],
 )

@@ -33,7 +33,7 @@ def test_priorities_count_from_the_keys_own(of_key: int | None, asked: int, beco
 
 
 def test_a_better_priority_than_the_keys_is_refused() -> None:
-    with pytest.raises(InvalidRequest, match="priority: is -1; requests of this key"):
+    with pytest.raises(InvalidRequest, match="priority: is -1; it is added to the priority of the API key"):
         allowed(rules(priority=-10), priority=-1)
 
 
@@ -70,7 +70,7 @@ def test_adapters_that_are_not_for_the_key_are_refused(
     if is_allowed:
         assert allowed(rules(adapters=of_key), lora=lora).lora == lora
     else:
-        with pytest.raises(Forbidden, match="is not for this key") as refused:
+        with pytest.raises(Forbidden, match="is not allowed with this API key") as refused:
             allowed(rules(adapters=of_key), lora=lora)
         assert refused.value.field == "lora"
 
@@ -81,7 +81,7 @@ def test_a_model_is_for_the_key_under_any_of_its_names() -> None:
     for asked in (None, *names):
         rules(models=("small", "other")).check_model(names, asked)
     for of_key, asked in ((("other",), None), (("other",), "small"), (("small",), "other"), ((), None)):
-        with pytest.raises(Forbidden, match="is not for this key"):
+        with pytest.raises(Forbidden, match="is not allowed with this API key"):
             rules(models=of_key).check_model(names, asked)
 
 

@@ -41,7 +41,7 @@ def test_a_key_that_no_header_can_hold_is_refused_unrepeated(key: str) -> None:
 def test_a_wrong_line_of_a_file_is_named_and_its_key_is_not(tmp_path: Path) -> None:
     path = tmp_path / "keys.txt"
     path.write_text("# ours\nfirst-s3cret\ntwo w0rds\n")
-    with pytest.raises(ConfigError, match=r"keys\.txt, line 3: the API key .* write another one") as refused:
+    with pytest.raises(ConfigError, match=r"keys\.txt, line 3: the API key .* choose another one") as refused:
         read_keys(str(path))
     assert "w0rds" not in str(refused.value)
 

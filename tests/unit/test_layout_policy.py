@@ -73,7 +73,7 @@ def test_a_sequence_that_fills_its_stream_stays_and_one_that_outgrows_it_is_give
     engine = Engine()
     assert engine.step(distinct(15, 100) + distinct(1, STREAM)) == "per-sequence"
     assert engine.step(distinct(15, 100) + distinct(1, STREAM + 1)) == "unified"
-    assert engine.switches[0][1].reason == "its-id has 2049 tokens, a stream 2048 cells"
+    assert engine.switches[0][1].reason == "its-id has 2049 tokens, but a stream has 2048 cells"
 
 
 def test_a_request_without_a_place_is_given_one_at_once_however_short_ago_the_last_switch_was() -> None:

@@ -60,7 +60,7 @@ def test_a_text_that_fills_its_stream_to_the_last_cell_stays_there() -> None:
 
 def test_more_than_all_cells_is_refused_at_once() -> None:
     engine = auto_engine()
-    with pytest.raises(InvalidRequest, match=f"this context holds {N_CTX} \\(raise n_ctx \\(-c\\) for more\\)"):
+    with pytest.raises(InvalidRequest, match=f"this context holds only {N_CTX} \\(raise n_ctx \\(-c\\) for more\\)"):
         engine.add_request([1] * N_CTX)
     with pytest.raises(InvalidRequest, match="max_tokens"):
         engine.add_request([1] * 100, greedy(30))
@@ -70,7 +70,7 @@ def test_a_fixed_layout_keeps_its_limit() -> None:
     engine = fake_engine(unified=False, n_ctx=N_CTX, n_parallel=N_PARALLEL, sharing="copy")
     with pytest.raises(
         InvalidRequest,
-        match=f"this context holds {STREAM} \\(raise n_ctx \\(-c\\) or lower n_parallel \\(-np\\) for more\\)",
+        match=f"this context holds only {STREAM} \\(raise n_ctx \\(-c\\) or lower n_parallel \\(-np\\) for more\\)",
     ):
         engine.add_request([1] * STREAM)
 
@@ -231,8 +231,8 @@ def test_a_switch_is_logged_once_with_its_reason(caplog: pytest.LogCaptureFixtur
     with caplog.at_level(logging.INFO, logger="cppbatch.engine"):
         engine.generate([[1] * 60], greedy(3, **ENDLESS))
     [line] = [record.getMessage() for record in caplog.records if "KV layout" in record.getMessage()]
-    assert line.startswith("KV layout: unified, after ")
-    assert "has 60 tokens, a stream 40 cells" in line
+    assert line.startswith("KV layout: switched to unified in ")
+    assert "has 60 tokens, but a stream has 40 cells" in line
 
 
 def test_the_present_layout_is_in_the_stats_and_the_limits_in_the_info() -> None:

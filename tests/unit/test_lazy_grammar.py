@@ -137,7 +137,7 @@ def test_a_schema_that_cannot_be_enforced_is_not_and_the_log_says_why(caplog: py
     try:
         with caplog.at_level(logging.INFO):
             assert compiler.constraint(SamplingParams(lazy_grammar=lazy)) is None
-        assert "tool calls are not made to match their schemas: " in caplog.text
+        assert "tool calls will not be constrained to their schemas: " in caplog.text
         assert compiler.is_compiled(SamplingParams(lazy_grammar=lazy))
         given = SamplingParams(lazy_grammar=lazy, guided_choice=["a"])
         constraint = compiler.constraint(given)

@@ -246,12 +246,16 @@ def test_a_text_with_pictures_ends_when_the_context_is_full() -> None:
 @pytest.mark.parametrize(
     ("prompt", "params", "message"),
     [
-        (MediaPrompt(["a", small_picture(1, 4)]), {}, "prompt: ends with a picture or a sound; only text after it"),
-        (MediaPrompt(["a", Media("audio", b""), "b"]), {}, "prompt: has sound, and fake takes pictures beside text"),
-        (MediaPrompt(["a", Media("image", b"x"), "b"]), {}, "prompt: has a picture that is no PNG"),
+        (MediaPrompt(["a", small_picture(1, 4)]), {}, "prompt: ends with an image or audio; add text after it"),
+        (
+            MediaPrompt(["a", Media("audio", b""), "b"]),
+            {},
+            "prompt: contains audio, but fake accepts only text and images",
+        ),
+        (MediaPrompt(["a", Media("image", b"x"), "b"]), {}, "prompt: contains an image that is not a PNG"),
         (MediaPrompt(["a", small_picture(1, 90, 9), "b"]), {}, "prompt: has 8[0-9]{2} tokens"),
         (MediaPrompt([]), {}, "prompt: is empty"),
-        (PROMPT, {"echo": True, "logprobs": 1}, "echo: asks for log-probabilities of a prompt with pictures"),
+        (PROMPT, {"echo": True, "logprobs": 1}, "echo: requests log-probabilities of a prompt with images"),
     ],
     ids=["no text behind it", "sound", "broken", "too long", "empty", "scored"],
 )
@@ -262,7 +266,7 @@ def test_what_cannot_be_computed_is_refused(prompt: MediaPrompt, params: dict[st
 
 
 def test_an_engine_without_a_projector_refuses_pictures() -> None:
-    with pytest.raises(InvalidRequest, match=r"has pictures, and fake takes text only \(pictures need mmproj"):
+    with pytest.raises(InvalidRequest, match=r"contains images, but fake accepts text only \(images require mmproj"):
         fake_engine(**SIZES_OF_ENGINE).add_request(PROMPT, greedy(4))
 
 

@@ -133,9 +133,7 @@ def test_a_picture_that_the_encoder_refuses_is_an_invalid_request(monkeypatch: p
         raise LlamaError("out of memory")
 
     monkeypatch.setattr(FakeEncoder, "encode", fail)
-    with pytest.raises(
-        InvalidRequest, match="prompt: has a medium of kind image that cannot be encoded: out of memory"
-    ):
+    with pytest.raises(InvalidRequest, match="prompt: contains image data that cannot be encoded: out of memory"):
         encode(fake_media(), small_picture(1, 4))
 
 

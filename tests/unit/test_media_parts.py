@@ -77,37 +77,37 @@ def test_a_part_is_the_file_that_it_has(part: Json, expected: Media) -> None:
 AT = "messages[0].content[0].image_url"
 
 REFUSED = {
-    "a video": ({"type": "video_url", "video_url": {"url": "x"}}, "messages[0].content[0]", "what can be read is text"),
+    "a video": ({"type": "video_url", "video_url": {"url": "x"}}, "messages[0].content[0]", "supported types are text"),
     "a file": ({"type": "file", "file": {}}, "messages[0].content[0]", "'file'"),
     "no image": ({"type": "image_url"}, AT, "required"),
     "no sound": ({"type": "input_audio"}, "messages[0].content[0].input_audio.url", "required"),
     "another host": (
         {"type": "image_url", "image_url": {"url": "https://example.org/cat.png"}},
         "messages[0].content[0].image_url.url",
-        "only data is taken here",
+        "must be a data URL",
     ),
     "a file of the machine": (
         {"type": "image_url", "image_url": "FILE:///etc/passwd"},
         AT,
-        "only data",
+        "must be a data URL",
     ),
     "a data URL without base64": (
         {"type": "image_url", "image_url": "data:image/svg+xml,<svg/>"},
         AT,
-        "must be like data:image/png;base64",
+        "must have the form data:image/png;base64",
     ),
     "no base64": ({"type": "image_url", "image_url": as_url(RED)[:-9] + "*" + "A" * 8}, AT, "'*'"),
     "base64 without its end": ({"type": "image_url", "image_url": "data:;base64,AAAAA"}, AT, "truncated"),
     "a text as picture": (
         {"type": "image_url", "image_url": as_url(b"<svg></svg>", "image/png")},
         AT,
-        "none of PNG, JPEG, GIF, BMP, WebP",
+        "are not PNG, JPEG, GIF, BMP, WebP",
     ),
     "a sound as picture": ({"type": "image_url", "image_url": as_url(TONE)}, AT, "WAV"),
     "a picture as sound": (
         {"type": "input_audio", "input_audio": {"data": as_base64(RED), "format": "mp3"}},
         "messages[0].content[0].input_audio.data",
-        "is a picture (PNG)",
+        "is an image (PNG)",
     ),
 }  # fmt: skip
 
@@ -205,7 +205,7 @@ def test_templates_of_every_kind_keep_the_place_of_a_picture(source: str) -> Non
 
 def test_a_template_that_leaves_out_a_picture_is_an_error_that_counts_it() -> None:
     last_only = "{{ messages[-1].content }}"
-    with pytest.raises(InvalidRequest, match="leaves out number 1") as refused:
+    with pytest.raises(InvalidRequest, match="omits number 1") as refused:
         prepare([user(IMAGE), user(BLUE_IMAGE)], last_only)
     assert refused.value.field == "messages"
 
@@ -347,7 +347,7 @@ def test_python_takes_files_and_bytes(tmp_path: Path) -> None:
 def test_python_says_which_file_is_missing(tmp_path: Path) -> None:
     with pytest.raises(InvalidRequest, match=r"messages\[0\].content\[0\].path: .*No such file"):
         request_of([user({"type": "image", "path": tmp_path / "none.png"})])
-    with pytest.raises(InvalidRequest, match=r"messages\[0\].content\[0\]: needs a path, or the bytes"):
+    with pytest.raises(InvalidRequest, match=r"messages\[0\].content\[0\]: requires a path, or the bytes"):
         request_of([user({"type": "image"})])
 
 

@@ -51,15 +51,13 @@ def test_a_refusal_has_the_numbers_and_what_would_fit(with_memory: pytest.Monkey
     with pytest.raises(ConfigError) as refused:
         check_memory(replace(CONFIG, n_gpu_layers=0))
     message = str(refused.value)
-    assert "needs 16.00 GiB of the host's memory (cells 16.00 GiB), and 9.00 GiB are free there" in message
+    assert "needs 16.00 GiB of the host's memory (cells 16.00 GiB), but only 9.00 GiB are free" in message
     assert "fit with -c 8192, or with -np 8 -c 8192, or with -ctk q8_0 -ctv q8_0." in message
     assert "--no-memory-check (CPPBATCH_MEMORY_CHECK=0)" in message
 
 
 def test_a_gpu_that_is_too_small_is_named_and_fewer_layers_on_it_are_offered(with_memory: pytest.MonkeyPatch) -> None:
-    with pytest.raises(
-        ConfigError, match=r"of CUDA0 .* 8\.00 GiB are free there\. It would fit with -c 8192"
-    ) as refused:
+    with pytest.raises(ConfigError, match=r"of CUDA0 .* 8\.00 GiB are free\. It would fit with -c 8192") as refused:
         check_memory(replace(CONFIG))
     assert "-ngl" not in str(refused.value)  # on the host there is not enough either
     with_memory.setattr(memory_check, "free_host_memory", lambda: 64 * GIB)
@@ -77,8 +75,8 @@ def test_several_workers_need_it_several_times_but_share_the_file(with_memory: p
 def test_one_more_engine_is_compared_with_what_is_free_now(with_memory: pytest.MonkeyPatch) -> None:
     on_host = replace(CONFIG, n_gpu_layers=0)
     assert memory_shortage(replace(on_host, n_ctx=4096)) is None
-    assert memory_shortage(on_host) == "it needs 16.00 GiB of the host's memory, and 9.00 GiB are free there"
-    assert memory_shortage(replace(CONFIG, n_ctx=9216)) == "it needs 9.00 GiB of CUDA0, and 8.00 GiB are free there"
+    assert memory_shortage(on_host) == "it needs 16.00 GiB of the host's memory, but only 9.00 GiB are free"
+    assert memory_shortage(replace(CONFIG, n_ctx=9216)) == "it needs 9.00 GiB of CUDA0, but only 8.00 GiB are free"
 
 
 def test_weights_that_would_be_read_again_and_again_are_a_warning(

@@ -24,7 +24,7 @@ from cppbatch.errors import ConfigError
 def test_an_asyncio_engine_outside_an_event_loop_says_where_it_belongs(
     engine: type[LocalEngine] | type[EngineProcess],
 ) -> None:
-    with pytest.raises(ConfigError, match=rf"needs a running event loop: .*async with {engine.__name__}.*asyncio use"):
+    with pytest.raises(ConfigError, match=rf"needs a running event loop: .*async with {engine.__name__}.*asyncio, use"):
         engine("model.gguf")
 
 
@@ -36,7 +36,7 @@ def test_a_message_about_a_setting_has_its_name_and_its_flag() -> None:
 
 
 def test_quantised_values_without_flash_attention_are_refused_with_the_flag_to_leave_out() -> None:
-    with pytest.raises(ConfigError, match=r"cache_type_v \(-ctv\) is 'q8_0', .* leave out flash_attn \(-fa\), or take"):
+    with pytest.raises(ConfigError, match=r"cache_type_v \(-ctv\) is 'q8_0', .* leave out flash_attn \(-fa\), or use"):
         EngineConfig("model.gguf", cache_type_v="q8_0", flash_attn="off")
 
 

@@ -145,15 +145,15 @@ no-kv-unified = true
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("[models.b]\nctxsize = 1", "model 'b': there is no setting 'ctxsize' of a model; is it ctx-size?"),
-        ("[models.b]\nhost = 'x'", "there is no setting 'host' of a model"),
+        ("[models.b]\nctxsize = 1", "model 'b': unknown model setting 'ctxsize'; did you mean ctx-size?"),
+        ("[models.b]\nhost = 'x'", "unknown model setting 'host'"),
         ("[models.b]\nnp = 'many'", "'many' is not a valid int"),
         ("[models.b]\nnp = 0", "it must be from 1"),
         ("[models.b]\npinned = 'maybe'", "pinned is 'maybe'; it must be true or false"),
-        ("[models.b]\nin-process = true", "in-process is for a server with one model"),
-        ("[models.new]\nnp = 1", "'new' is not in --models-dir; name its file"),
+        ("[models.b]\nin-process = true", "in-process applies to a server with a single model"),
+        ("[models.new]\nnp = 1", "'new' not found in --models-dir; set its file"),
         ("default = 'new'", "default is 'new'; it must be one of"),
-        ("[models.b]\nalias = ['x']\n[models.c]\nalias = ['x']", "'x' stands for 'b' and for 'c'"),
+        ("[models.b]\nalias = ['x']\n[models.c]\nalias = ['x']", "alias 'x' is used for both 'b' and 'c'"),
         ("[model.b]\nnp = 1", "unknown field `model`"),
         ("[models.b", "--models-config"),
     ],
@@ -165,11 +165,11 @@ def test_a_wrong_setting_is_named(folder: Path, text: str, message: str) -> None
 
 
 def test_settings_that_are_for_one_model_are_refused(folder: Path) -> None:
-    with pytest.raises(ConfigError, match="--alias is for a server with one model"):
+    with pytest.raises(ConfigError, match="--alias applies to a server with a single model"):
         catalog(folder, server={"aliases": ("x",)})
     for sources, message in (
-        (ModelSources(folder=folder, any_model=True), "--any-model needs a default model"),
-        (ModelSources(folder=folder, memory_mib=1, memory_check=False), "--models-memory needs the estimates"),
+        (ModelSources(folder=folder, any_model=True), "--any-model requires a default model"),
+        (ModelSources(folder=folder, memory_mib=1, memory_check=False), "--models-memory requires memory estimates"),
     ):
         with pytest.raises(ConfigError, match=message):
             many_models(sources, BASE, set(), Deployment(), ServerSettings())

@@ -77,7 +77,7 @@ def test_a_file_with_another_checksum_is_refused_and_nothing_is_left(
     folder: Path, packaged: Callable[..., list[str]]
 ) -> None:
     packaged(CONTENT[:-1] + b"x")
-    with pytest.raises(ModelError, match=r"tiny\.gguf is not the file that was expected.*Try again"):
+    with pytest.raises(ModelError, match=r"tiny\.gguf has an unexpected SHA-256.*Try again"):
         pull.pull_default()
     assert list(folder.iterdir()) == []
 
@@ -240,7 +240,7 @@ def test_where_no_copy_can_be_written_the_source_is_used_and_the_reason_is_said(
     packaged(CONTENT)
     monkeypatch.setattr(pull, "requantize", failing)
     assert pull.pull_default() == folder / "tiny.gguf"
-    assert "tiny.gguf is used as it is: the disk is full" in capsys.readouterr().err
+    assert "using tiny.gguf unchanged: the disk is full" in capsys.readouterr().err
 
 
 # --- choosing --------------------------------------------------------------------------------------------------------

@@ -186,7 +186,7 @@ def test_a_text_that_is_no_whole_number_is_no_token_id(text: str) -> None:
 
 @pytest.mark.parametrize("key", [N_VOCAB, -1, str(N_VOCAB), "99999999999999999999"])
 def test_a_bias_for_a_token_that_does_not_exist_is_refused(key: int | str) -> None:
-    with fake_engine() as engine, pytest.raises(InvalidRequest, match=rf"logit_bias.* {key}; they are 0 to"):
+    with fake_engine() as engine, pytest.raises(InvalidRequest, match=rf"logit_bias.* {key}; token ids are 0 to"):
         engine.generate(["abc"], greedy(1, logit_bias={key: 1.0}))
 
 

@@ -74,13 +74,13 @@ def test_a_long_prompt_is_not_starved_by_short_ones() -> None:
 def test_a_prompt_of_a_whole_step_runs_and_one_token_more_is_refused_with_what_to_do() -> None:
     engine = fake_engine(n_batch=20, pooling="mean")
     name = add(engine, prompt(20))
-    with pytest.raises(InvalidRequest, match=r"prompt: has 21 tokens.*holds 20 \(raise n_batch \(-b\)"):
+    with pytest.raises(InvalidRequest, match=r"prompt: has 21 tokens.*holds only 20 \(raise n_batch \(-b\)"):
         add(engine, prompt(21))
     assert [event.request_id for event in drain(engine)] == [name]
 
 
 def test_a_prompt_longer_than_the_model_knows_is_refused_with_its_limit() -> None:
-    with pytest.raises(InvalidRequest, match="has 11 tokens, and this model takes 10"):
+    with pytest.raises(InvalidRequest, match="has 11 tokens, but the limit of this model is 10"):
         add(fake_engine(n_batch=20, n_ctx_train=10, pooling="mean"), prompt(11))
 
 
@@ -154,7 +154,7 @@ def test_embed_names_the_text_at_fault_before_anything_runs() -> None:
     engine = fake_engine(n_batch=20, pooling="mean")
     with pytest.raises(InvalidRequest, match=r"texts\[1\]: prompt: is empty"):
         engine.embed([[1], []])
-    with pytest.raises(InvalidRequest, match="dimensions: is 4; this model's vectors have 3"):
+    with pytest.raises(InvalidRequest, match="dimensions: is 4; it must be from 1 to 3"):
         engine.embed([[1]], dimensions=4)
     assert engine.stats().steps == 0
 
@@ -168,12 +168,12 @@ def test_what_a_model_does_not_do_is_refused_and_said() -> None:
     with pytest.raises(InvalidRequest, match=r"task: fake generates text.*--pooling mean"):
         add(fake_engine(), [1])
     with pytest.raises(
-        InvalidRequest, match=r"task: fake runs as an embedding model \(pooling \(--pooling\) is 'cls'\) and returns"
+        InvalidRequest, match=r"task: fake runs as an embedding model \(pooling \(--pooling\) is 'cls'\) and does not"
     ):
         fake_engine(pooling="cls").add_request([1])
-    with pytest.raises(InvalidRequest, match="task: fake runs as a reranker and returns no text"):
+    with pytest.raises(InvalidRequest, match="task: fake runs as a reranker and does not generate text"):
         fake_engine(pooling="rank").add_request([1])
-    with pytest.raises(InvalidRequest, match="prompt: is a pair of texts, which is for rerankers"):
+    with pytest.raises(InvalidRequest, match="prompt: is a pair of texts, which requires a reranker"):
         fake_engine(pooling="mean").add_request(Pair("a", "b"), task="embed")
     with pytest.raises(InvalidRequest, match=r"prompt: is .*it must be a string or a list of token ids"):
         fake_engine().add_request(Pair("a", "b"))

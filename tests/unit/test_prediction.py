@@ -44,9 +44,9 @@ def test_another_type_is_refused(value: object) -> None:
     ("value", "message"),
     [
         ([1, N_VOCAB], rf"^prediction\[1\]: is {N_VOCAB}; token ids are 0 to"),
-        ([1] * (N_CTX + 1), rf"^prediction: has {N_CTX + 1} tokens, and this context holds {N_CTX}"),
-        ("a" * (N_CTX + 1), rf"^prediction: has {N_CTX + 1} tokens, and this context holds {N_CTX}"),
-        ("a" * (1 << 17), r"^prediction: is 131,072 bytes long, which are more than"),
+        ([1] * (N_CTX + 1), rf"^prediction: has {N_CTX + 1} tokens, but this context holds only {N_CTX}"),
+        ("a" * (N_CTX + 1), rf"^prediction: has {N_CTX + 1} tokens, but this context holds only {N_CTX}"),
+        ("a" * (1 << 17), r"^prediction: is 131,072 bytes long, which is more than"),
     ],
 )
 def test_unknown_ids_and_more_tokens_than_the_context_are_refused(

@@ -195,7 +195,7 @@ def test_a_full_queue_refuses_at_once_and_says_when_to_come_back() -> None:
     engine = fake_engine(n_parallel=1, max_queue=2)
     for _ in range(2):
         engine.add_request([1], endless(2))
-    with pytest.raises(QueueFull, match=r"2 requests wait.*--max-queue.*try again in \d+ s") as refused:
+    with pytest.raises(QueueFull, match=r"the queue is full: 2 requests.*--max-queue.*try again in \d+ s") as refused:
         engine.add_request([1], endless(2))
     assert 1 <= refused.value.retry_after <= 60
     engine.step()

@@ -198,9 +198,9 @@ def test_it_may_go_by_the_tokens_so_far() -> None:
 
 MISTAKES: dict[str, tuple[Any, str]] = {
     "it raises": (raise_it, "logits_processor raised KeyError: 'no such thing'"),
-    "a short row": (lambda _, row: row[:5], "it returned an array of the shape (5,); a row has (64,)"),
-    "a scalar": (lambda _, __: 1.0, "it returned an array of the shape (); a row has (64,)"),
-    "two rows": (lambda _, row: np.stack([row, row]), "it returned an array of the shape (2, 64)"),
+    "a short row": (lambda _, row: row[:5], "it returned an array of shape (5,); a row has shape (64,)"),
+    "a scalar": (lambda _, __: 1.0, "it returned an array of shape (); a row has shape (64,)"),
+    "two rows": (lambda _, row: np.stack([row, row]), "it returned an array of shape (2, 64)"),
     "text": (lambda _, __: "abc", "logits_processor raised ValueError"),
     "NaN": (fill_with_nan, "no token can be sampled: the largest logit of this row is nan"),
     "one NaN": (one_nan, "no token can be sampled: the largest logit of this row is nan"),
@@ -209,7 +209,7 @@ MISTAKES: dict[str, tuple[Any, str]] = {
     "rows: one too few": (Together(lambda _, row: row, lambda rows: rows[1:]), "process_rows returned"),
     "rows: one too many": (Together(lambda _, row: row, lambda rows: [*rows, None]), "process_rows returned"),
     "rows: no list": (Together(lambda _, row: row, lambda _: 5), "logits_processor raised TypeError"),
-    "rows: short ones": (Together(lambda _, row: row[:5]), "it returned an array of the shape (5,)"),
+    "rows: short ones": (Together(lambda _, row: row[:5]), "it returned an array of shape (5,)"),
     "rows: NaN": (Together(fill_with_nan), "no token can be sampled: the largest logit of this row is nan"),
 }
 

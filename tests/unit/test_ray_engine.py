@@ -215,7 +215,7 @@ async def test_a_request_fails_after_five_lost_replicas_in_a_row() -> None:
         await settle()
         assert reader.finish_reason is FinishReason.ERROR
         assert reader.events[-1].error == (
-            "5 replicas in a row were lost while they worked on this request, the last one: killed"
+            "lost 5 replicas in a row while processing this request; the last one: killed"
         )
 
 
@@ -237,7 +237,7 @@ async def test_a_replica_whose_engine_has_failed_passes_its_requests_on() -> Non
     cluster = FakeReplicas(2)
     async with opened(cluster) as engine:
         failed, other = cluster.replicas
-        failed.engine.failed = "the engine takes no requests: it is failed"
+        failed.engine.failed = "the engine does not accept requests: it is failed"
         cluster.choose = iter([failed, other]).__next__
         reader = Reader(engine, request("a"))
         await settle()
@@ -327,7 +327,7 @@ async def test_an_id_is_in_use_until_its_iterator_ends() -> None:
     async with opened(FakeReplicas(1)) as engine:
         Reader(engine, request("a"))
         await settle()
-        with pytest.raises(InvalidRequest, match="'a' is the id of a request that is still running"):
+        with pytest.raises(InvalidRequest, match="'a' is already the id of a running request"):
             await anext(engine.submit(request("a")))
 
 
@@ -441,7 +441,7 @@ async def test_a_cluster_that_does_not_answer_is_the_reason_that_health_gives() 
     async with opened(cluster) as engine:
         cluster.status_error = ConnectionError("no route to host")
         await _until(lambda: engine.health().status == "restarting")
-        assert engine.health().error == "the Ray cluster does not answer (ConnectionError: no route to host)"
+        assert engine.health().error == "the Ray cluster does not respond (ConnectionError: no route to host)"
         cluster.status_error = None
         await _until(lambda: engine.health().status == "ok")
 
@@ -472,7 +472,7 @@ async def test_workers_of_all_replicas_are_listed() -> None:
     async with opened(cluster) as engine:
         await start(engine, 3)
         assert [worker.in_flight for worker in await engine.workers()] == [1, 1, 1]
-        with pytest.raises(EngineClosed, match="no replica answers"):  # these workers have no stats
+        with pytest.raises(EngineClosed, match="no replica responds"):  # these workers have no stats
             await engine.stats()
 
 

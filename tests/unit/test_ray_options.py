@@ -60,7 +60,7 @@ def test_without_ray_installed_the_message_has_the_command_that_installs_it(monk
 def test_an_old_ray_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("cppbatch.ray.ray_cluster.importlib.metadata.version", lambda _: "2.9.3")
     monkeypatch.setattr("cppbatch.ray.ray_cluster.importlib.util.find_spec", lambda _: object())
-    with pytest.raises(ConfigError, match=r"2\.60 or newer, and this is 2\.9\.3"):
+    with pytest.raises(ConfigError, match=r"2\.60 or newer, but 2\.9\.3 is installed"):
         ray_cluster.check_installed()
 
 
@@ -123,7 +123,7 @@ def test_a_killed_front_with_a_cluster_of_its_own_leaves_nothing(record: FrontRe
 @pytest.mark.parametrize("command", ["status", "down"])
 def test_without_a_server_the_command_says_so(record: FrontRecord, command: str) -> None:
     result = CliRunner().invoke(cli, ["ray", command])
-    assert (result.exit_code, result.output) == (0, "no `cppbatch serve --ray` of this user runs on this machine\n")
+    assert (result.exit_code, result.output) == (0, "this user has no `cppbatch serve --ray` running on this machine\n")
 
 
 # --- the args of a Serve config file ----------------------------------------------------------------------------------

@@ -15,10 +15,10 @@ def test_each_change_is_said_once() -> None:
     assert list(changes.lines(0, 1, {"a": STARTING}, NEEDS)) == []
     assert list(changes.lines(1, 1, {"a": RUNNING}, NEEDS)) == ["replica a runs on 10.0.0.5 (pid 7)"]
     assert list(changes.lines(2, 1, {"a": RUNNING}, NEEDS)) == []
-    assert list(changes.lines(3, 2, {"a": RUNNING, "b": STARTING}, NEEDS)) == ["the load asks for 2 replicas, after 1"]
+    assert list(changes.lines(3, 2, {"a": RUNNING, "b": STARTING}, NEEDS)) == ["scaling to 2 replicas from 1"]
     assert list(changes.lines(4, 1, {"a": RUNNING, "b": STOPPING}, NEEDS)) == [
-        "the load asks for 1 replica, after 2",
-        "replica b gets no new requests, finishes those that it has, and ends",
+        "scaling to 1 replica from 2",
+        "replica b is draining: it finishes its requests and ends",
     ]
     assert list(changes.lines(5, 1, {"a": RUNNING}, NEEDS)) == ["replica b has ended"]
 
@@ -32,7 +32,7 @@ def test_a_replica_that_vanishes_while_it_runs_has_died() -> None:
 def test_a_replica_that_no_machine_has_room_for_is_said_once_with_what_it_needs() -> None:
     changes = ReplicaChanges()
     said = [line for second in range(30) for line in changes.lines(second, 1, {"a": STARTING}, NEEDS)]
-    assert said == [f"replica a waits for a place: {NEEDS}"]
+    assert said == [f"replica a is waiting for resources: {NEEDS}"]
     loading = SeenReplica("starting", 8, "10.0.0.5")  # it has a place, and loads the model
     changes = ReplicaChanges()
     assert [line for second in range(30) for line in changes.lines(second, 1, {"a": loading}, NEEDS)] == []

@@ -315,7 +315,7 @@ def test_a_type_of_fewer_bits_needs_lossy_and_the_error_names_both(q4_k_m: Path)
 
 def test_a_model_that_has_the_type_already_is_refused(tmp_path: Path) -> None:
     path = gguf_file(tmp_path / "m.gguf", {"a.weight": ("Q8_0", (64, 64))}, gguf.LlamaFileType.MOSTLY_Q8_0)
-    with pytest.raises(ModelError, match=r"all matrices of m\.gguf are Q8_0 already"):
+    with pytest.raises(ModelError, match=r"all matrices of m\.gguf are already Q8_0"):
         plan_type(path, "Q8_0")
 
 
@@ -330,7 +330,7 @@ def test_an_adapter_and_a_part_of_a_model_are_refused(tmp_path: Path) -> None:
 def test_what_is_no_model_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="is not a GGUF file"):
         plan_auto(tiny_models.not_gguf(tmp_path / "page.gguf"), times_of)
-    with pytest.raises(ModelError, match="there is no file"):
+    with pytest.raises(ModelError, match="file not found"):
         plan_auto(tmp_path / "none.gguf", times_of)
 
 
@@ -340,10 +340,10 @@ def test_the_output_must_be_another_file_that_does_not_exist_yet(q4_k_m: Path, t
         check_target(plan, q4_k_m, overwrite=True)
     there = tmp_path / "there.gguf"
     there.touch()
-    with pytest.raises(ModelError, match=r"there\.gguf exists; .*--overwrite"):
+    with pytest.raises(ModelError, match=r"there\.gguf already exists; .*--overwrite"):
         check_target(plan, there, overwrite=False)
     check_target(plan, there, overwrite=True)
-    with pytest.raises(ModelError, match="there is no folder"):
+    with pytest.raises(ModelError, match=r"folder .*not found"):
         check_target(plan, tmp_path / "none" / "out.gguf", overwrite=False)
 
 
@@ -352,7 +352,7 @@ def test_too_little_room_on_the_disk_is_found_before_anything_is_written(
 ) -> None:
     plan = plan_auto(q4_k_m, times_of)
     monkeypatch.setattr(shutil, "disk_usage", lambda _folder: SimpleNamespace(free=100_000))
-    with pytest.raises(ModelError, match=r"takes 1 MB, and 0 MB are free"):
+    with pytest.raises(ModelError, match=r"takes 1 MB, but only 0 MB are free"):
         check_target(plan, plan.output, overwrite=False)
 
 
@@ -375,7 +375,7 @@ def test_on_a_gpu_there_is_nothing_to_do_and_no_kernel_is_timed(q4_k_m: Path, mo
     monkeypatch.setattr(kernels, "has_gpu", lambda: True)
     result = CliRunner().invoke(models, ["requantize", str(q4_k_m)])
     assert (result.exit_code, result.output.count("\n")) == (0, 1)
-    assert "nothing to do: the GPU computes the model" in result.output
+    assert "nothing to do: the model runs on the GPU" in result.output
     assert list(q4_k_m.parent.iterdir()) == [q4_k_m]
 
 
@@ -389,4 +389,4 @@ def test_on_a_gpu_too_a_file_that_is_no_model_is_refused(tmp_path: Path, monkeyp
 def test_an_unknown_type_is_refused_with_those_that_exist(q4_k_m: Path) -> None:
     result = CliRunner().invoke(models, ["requantize", str(q4_k_m), "--type", "q9"])
     assert result.exit_code == 2
-    assert "'Q9' is none of auto, F32, BF16, F16, Q8_0" in result.output
+    assert "'Q9' is not a known type; it must be one of auto, F32, BF16, F16, Q8_0" in result.output

@@ -148,7 +148,7 @@ def test_token_ids_are_whole_numbers(field: str, value: object) -> None:
 
 
 def test_min_tokens_above_max_tokens_is_refused_with_both() -> None:
-    with pytest.raises(InvalidRequest, match=r"min_tokens: is 6, more than max_tokens 5"):
+    with pytest.raises(InvalidRequest, match=r"min_tokens: is 6; it must not be more than max_tokens, which is 5"):
         SamplingParams(min_tokens=6, max_tokens=5)
 
 
@@ -158,12 +158,14 @@ def test_samplers_are_names(value: object) -> None:
 
 
 def test_an_unknown_sampler_is_refused_with_its_place_and_all_there_are() -> None:
-    with pytest.raises(InvalidRequest, match=r"^samplers\[1\]: is 'top_q'; there are penalties, dry, .*, temperature$"):
+    with pytest.raises(
+        InvalidRequest, match=r"^samplers\[1\]: is 'top_q'; it must be one of penalties, dry, .*, temperature$"
+    ):
         SamplingParams(samplers=("top_k", "top_q"))
 
 
 def test_a_sampler_is_named_once() -> None:
-    with pytest.raises(InvalidRequest, match=r"^samplers\[2\]: is 'top_k' for the second time$"):
+    with pytest.raises(InvalidRequest, match=r"^samplers\[2\]: is 'top_k', which is already in the list$"):
         SamplingParams(samplers=("top_k", "top_p", "top_k"))
 
 
@@ -185,7 +187,7 @@ def test_penalties_left_out_of_the_samplers_are_none() -> None:
 
 
 def test_two_ways_to_draw_are_refused() -> None:
-    with pytest.raises(InvalidRequest, match=r"^adaptive_target: cannot be used together with mirostat"):
+    with pytest.raises(InvalidRequest, match=r"^adaptive_target: cannot be combined with mirostat"):
         SamplingParams(mirostat=1, adaptive_target=0.5)
     assert SamplingParams(mirostat=1, adaptive_target=-0.5).mirostat == 1
 
@@ -202,7 +204,7 @@ def test_of_a_breaker_40_letters_count_and_of_an_empty_one_nothing() -> None:
 
 @pytest.mark.parametrize("value", [None, 5, "1", [(1, 2.0)], [1, 2]])
 def test_biases_are_an_object(value: object) -> None:
-    message = f"logit_bias: is {value!r}; it must be an object of token ids (or strings) and biases"
+    message = f"logit_bias: is {value!r}; it must be an object that maps token ids (or strings) to biases"
     assert refusal("logit_bias", value) == message
 
 
@@ -227,7 +229,7 @@ def test_ids_of_tokens_are_int32(field: str, token: int) -> None:
     assert len(str(caught.value)) < 120
     with pytest.raises(InvalidRequest, match=r"prompt\[0\]: is .*; token ids are 0 to 2147483647"):
         GenerationRequest(id="a", prompt=[token])
-    with pytest.raises(InvalidRequest, match=r"logit_bias: has the token id .*; they are 0 to 2147483647"):
+    with pytest.raises(InvalidRequest, match=r"logit_bias: contains the token id .*; token ids are 0 to 2147483647"):
         SamplingParams(logit_bias={token: 1.0})
 
 
@@ -263,7 +265,7 @@ def test_no_tokens_may_be_wanted_only_where_the_prompt_is_echoed() -> None:
     assert refusal("max_tokens", 0) == f"max_tokens: is 0; it must be from 1 to {2**31 - 1}"
     with pytest.raises(InvalidRequest, match=f"^max_tokens: is -2; it must be from 0 to {2**31 - 1}$"):
         SamplingParams(max_tokens=-2, echo=True)
-    with pytest.raises(InvalidRequest, match="min_tokens: is 1, more than max_tokens 0"):
+    with pytest.raises(InvalidRequest, match="min_tokens: is 1; it must not be more than max_tokens, which is 0"):
         SamplingParams(max_tokens=0, min_tokens=1, echo=True)
 
 
@@ -302,7 +304,7 @@ def test_every_kind_of_grammar_is_known() -> None:
 @pytest.mark.parametrize("pair", list(itertools.combinations(GIVEN, 2)), ids="+".join)
 def test_two_kinds_of_grammar_are_refused(pair: tuple[str, str]) -> None:
     first, second = pair
-    message = f"{second}: cannot be used together with {first}: give only one grammar"
+    message = f"{second}: cannot be combined with {first}: give only one grammar"
     with pytest.raises(InvalidRequest, match="^" + re.escape(message) + "$"):
         SamplingParams(**{field: GIVEN[field] for field in pair})
 
@@ -320,7 +322,7 @@ def test_choices_are_strings(value: object) -> None:
 
 @pytest.mark.parametrize("value", [[], (), "", ["a", ""]])
 def test_choices_are_some_and_none_is_empty(value: object) -> None:
-    assert refusal("guided_choice", value) == "guided_choice: must have at least one string, and no empty string"
+    assert refusal("guided_choice", value) == "guided_choice: must contain at least one string, and no empty strings"
 
 
 def test_one_choice_may_be_given_without_a_list() -> None:
@@ -343,7 +345,7 @@ def test_a_schema_keeps_the_order_of_its_keys() -> None:
 @pytest.mark.parametrize("value", [5, 1.5, [], [{}], "5", "[]", '"a"', "null"])
 def test_a_schema_of_another_type_is_refused(value: object) -> None:
     parsed = json.loads(value) if isinstance(value, str) else value
-    assert refusal("json_schema", value) == f"json_schema: is {parsed!r}; a schema is an object, true or false"
+    assert refusal("json_schema", value) == f"json_schema: is {parsed!r}; a schema must be an object, true or false"
 
 
 def circular() -> dict[str, object]:
@@ -359,7 +361,7 @@ def circular() -> dict[str, object]:
 )
 def test_a_schema_that_is_no_json_is_refused(value: object) -> None:
     assert refusal("json_schema", value).startswith(
-        "json_schema: is b'{}'; a schema" if isinstance(value, bytes) else "json_schema: is not JSON: "
+        "json_schema: is b'{}'; a schema" if isinstance(value, bytes) else "json_schema: is not valid JSON: "
     )
 
 
@@ -399,18 +401,26 @@ REFUSED: list[tuple[Any, SamplingParams, str]] = [
     ([-1], greedy(1), "prompt[0]: is -1; token ids are"),
     ([1, 2.0], greedy(1), "prompt[1]: is 2.0; token ids are"),
     (["a"], greedy(1), "prompt[0]: is 'a'; token ids are"),
-    ([1] * LIMIT, greedy(), f"prompt: has {LIMIT} tokens, and this context holds {LIMIT}"),
-    ([1] * (LIMIT + 9), greedy(), f"prompt: has {LIMIT + 9} tokens, and this context holds {LIMIT}"),
-    ([1] * 10, greedy(55), f"max_tokens: is 55: with a prompt of 10 tokens that is 65, and this context holds {LIMIT}"),
+    ([1] * LIMIT, greedy(), f"prompt: has {LIMIT} tokens, but this context holds only {LIMIT}"),
+    ([1] * (LIMIT + 9), greedy(), f"prompt: has {LIMIT + 9} tokens, but this context holds only {LIMIT}"),
+    (
+        [1] * 10,
+        greedy(55),
+        f"max_tokens: is 55: with a prompt of 10 tokens, that is 65 in total, but this context holds only {LIMIT}",
+    ),
     ([1], greedy(1, stop_token_ids=(3, N_VOCAB)), f"stop_token_ids[1]: is {N_VOCAB}; token ids are"),
     ([1], greedy(1, suppress_tokens=(3, N_VOCAB)), f"suppress_tokens[1]: is {N_VOCAB}; token ids are"),
-    ([1], greedy(1, logit_bias={N_VOCAB: 1.0}), f"logit_bias: has the token id {N_VOCAB}; they are 0 to {N_VOCAB - 1}"),
-    ([1], greedy(1, logit_bias={f"{N_VOCAB}": 1.0}), f"logit_bias: has the token id {N_VOCAB}; they are"),
+    (
+        [1],
+        greedy(1, logit_bias={N_VOCAB: 1.0}),
+        f"logit_bias: contains the token id {N_VOCAB}; token ids are 0 to {N_VOCAB - 1}",
+    ),
+    ([1], greedy(1, logit_bias={f"{N_VOCAB}": 1.0}), f"logit_bias: contains the token id {N_VOCAB}; token ids are"),
     ([1], greedy(1, guided_regex="("), "guided_regex: "),
     ([1], greedy(1, grammar="nonsense"), "grammar: "),
     ([1], greedy(1, json_schema={"type": 5}), "json_schema: type must be a string or array of strings"),
     ([1], greedy(1, json_schema={"$ref": "#"}), "json_schema: no finite JSON satisfies this schema"),
-    ([1] * LIMIT, greedy(0, echo=True), f"prompt: has {LIMIT} tokens, and this context holds {LIMIT}"),
+    ([1] * LIMIT, greedy(0, echo=True), f"prompt: has {LIMIT} tokens, but this context holds only {LIMIT}"),
     (5, greedy(1), "prompt: "),
     (None, greedy(1), "prompt: "),
 ]
@@ -439,7 +449,7 @@ def test_generate_names_the_prompt_at_fault_before_anything_runs(
 
 
 def test_a_bare_string_of_prompts_is_refused() -> None:
-    with pytest.raises(InvalidRequest, match=r"prompts: is one string; .*\[prompt\]"):
+    with pytest.raises(InvalidRequest, match=r"prompts: is a single string; .*\[prompt\]"):
         fake_engine().generate("abc")
 
 
@@ -454,7 +464,7 @@ def test_as_many_params_as_prompts_or_one() -> None:
 def test_an_id_can_be_used_again_only_after_its_request_has_ended() -> None:
     engine = fake_engine()
     engine.add_request([1], greedy(1), request_id="mine")
-    with pytest.raises(InvalidRequest, match="id: 'mine' is the id of a request that is still running"):
+    with pytest.raises(InvalidRequest, match="id: 'mine' is already the id of a running request"):
         engine.add_request([2], greedy(1), request_id="mine")
     engine.step()
     assert engine.add_request([2], greedy(1), request_id="mine") == "mine"
@@ -586,7 +596,7 @@ def test_params_may_be_a_number_of_tokens() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((5,), "prompts: is 5; give a list of texts"),
+        ((5,), "prompts: is 5; give a list of strings"),
         ((["x"], {"max_token": 4}), "'max_token', which is not a field of SamplingParams; did you mean max_tokens?"),
         ((["x"], 1.5), "params: is 1.5; give SamplingParams, a dict of its fields, or a number of tokens"),
         ((["x"], "abc"), "params: is 'abc'; give SamplingParams"),
@@ -599,7 +609,7 @@ def test_other_arguments_of_generate_are_refused_with_what_to_write(arguments: A
 
 def test_other_arguments_of_map_and_forward_batch_are_refused_with_what_to_write() -> None:
     given: Any = 5
-    with pytest.raises(InvalidRequest, match="prompts: is 5; give an iterable of texts"):
+    with pytest.raises(InvalidRequest, match="prompts: is 5; give an iterable of strings"):
         fake_engine().map(given)
     for given in (5, [5], ["abc"], "abc"):
         with pytest.raises(InvalidRequest, match=r"token_lists: is .*; give lists of token ids, like \[engine\.tokens"):
@@ -646,7 +656,7 @@ def test_update_request_appends_given_tokens_and_the_text_continues_behind_them(
 def test_update_request_refuses_what_does_not_fit_and_ends_a_full_text() -> None:
     engine = fake_engine()
     name = engine.add_request([5, 6], greedy(4, ignore_eos=True))
-    with pytest.raises(InvalidRequest, match="tokens: has 5 ids, and the text has room for 4 more"):
+    with pytest.raises(InvalidRequest, match="tokens: has 5 ids, but there is room for only 4 more"):
         engine.update_request(name, [7] * 5)
     with pytest.raises(InvalidRequest, match=str(N_VOCAB)):
         engine.update_request(name, [N_VOCAB])

@@ -63,7 +63,7 @@ def test_a_row_that_failed_is_there_with_its_error(tmp_path: Path) -> None:
     rows = read_csv(table(tmp_path, "in.jsonl", output="out.tsv", fails="c"), "\t")
     assert [(row["text"], row["txt"], row["n"], row["answer"], row["error"]) for row in rows] == [
         ("a", "", "", "A", ""),
-        ("", "b", "", "", "'text' does not exist; there are 'txt'"),
+        ("", "b", "", "", "'text' does not exist; available: 'txt'"),
         ("c", "", "[1]", "", "too long"),
     ]
 

@@ -89,11 +89,11 @@ def test_any_changed_or_missing_byte_is_found(tmp_path: Path) -> None:
     data = path.read_bytes()
     for at in range(len(data)):
         path.write_bytes(data[:at] + bytes([data[at] ^ 0x10]) + data[at + 1 :])
-        with pytest.raises(InvalidRequest, match="no whole file"):
+        with pytest.raises(InvalidRequest, match="not a complete slot file"):
             read_slot_file(path)
     for n in range(len(data)):
         path.write_bytes(data[:n])
-        with pytest.raises(InvalidRequest, match="no whole file"):
+        with pytest.raises(InvalidRequest, match="not a complete slot file"):
             read_slot_file(path)
 
 

@@ -67,7 +67,7 @@ def test_a_prediction_is_a_text_or_parts_of_text() -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"type": "content", "content": [{"type": "image_url"}]}, "only text can be read"),
+        ({"type": "content", "content": [{"type": "image_url"}]}, "only text is supported"),
         ({"type": "text", "content": "a"}, "type"),
         ({"type": "content"}, "content"),
         ("a text", "prediction"),

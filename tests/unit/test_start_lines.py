@@ -45,7 +45,7 @@ def test_the_model_its_weights_and_the_device() -> None:
     assert model_line(CONFIG, FACTS, None) == line
 
 
-@pytest.mark.parametrize(("write", "kinds"), [(tiny_projectors.vision, "pictures"), (tiny_projectors.audio, "sound")])
+@pytest.mark.parametrize(("write", "kinds"), [(tiny_projectors.vision, "images"), (tiny_projectors.audio, "audio")])
 def test_a_projector_is_named_by_what_it_encodes(tmp_path: Path, write: Callable[[Path], Path], kinds: str) -> None:
     config = replace(CONFIG, mmproj=str(write(tmp_path / "mmproj.gguf")))
     assert model_line(config, FACTS, None) == f"Some-8B.Q4_K_M: 8.0B weights, mostly Q4_K, 4.92 GB, with {kinds}"
@@ -64,12 +64,12 @@ def test_layers_that_are_not_on_the_gpu_are_counted() -> None:
 
 def test_sequences_tokens_and_memory() -> None:
     assert sizes_line(CONFIG, estimate(), 20 * GIB, chosen=True) == (
-        "16 sequences at once, 16,384 KV cells (-np 16 -c 16384, chosen for this memory): 1,024 tokens each, and up to "
-        "8,192 for one; takes 8.00 GiB of 20.00 GiB free memory"
+        "16 sequences at a time, 16,384 KV cells (-np 16 -c 16384, chosen to fit into memory): 1,024 tokens each, up "
+        "to 8,192 for a single one; takes 8.00 GiB of 20.00 GiB free memory"
     )
     line = sizes_line(replace(CONFIG, n_parallel=1), estimate("CUDA0"), 20 * GIB, chosen=False)
     assert line == (
-        "1 sequence at once, 16,384 KV cells (-np 1 -c 16384): up to 8,192 tokens each; takes 1.00 GiB of 20.00 GiB "
+        "1 sequence at a time, 16,384 KV cells (-np 1 -c 16384): up to 8,192 tokens each; takes 1.00 GiB of 20.00 GiB "
         "free memory and 7.00 GiB of 79.00 GiB free memory of CUDA0"
     )
     assert " in each of 2 engines, " in sizes_line(CONFIG, estimate(n=2), 20 * GIB, chosen=False)
@@ -102,8 +102,8 @@ def test_two_lines_and_the_way_to_a_profile(config: EngineConfig) -> None:
     used, (model, sizes, hint) = planned(config, set())
     assert (used.n_parallel, used.n_ctx) == (16, 16384)
     assert model.startswith("tiny-llama: ")
-    assert "chosen for this memory" in sizes
-    assert "no profile for this model: `cppbatch tune`" in hint
+    assert "chosen to fit into memory" in sizes
+    assert "no profile for this model: run `cppbatch tune`" in hint
 
 
 def test_an_engine_that_returns_vectors_has_neither_sizes_nor_a_profile(config: EngineConfig) -> None:

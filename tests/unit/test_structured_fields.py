@@ -117,7 +117,7 @@ def test_what_cannot_be_done_is_refused_with_its_field(kind: type[SamplingFields
 
 
 def test_json_without_a_schema_names_the_type_for_any_object() -> None:
-    with pytest.raises(InvalidRequest, match=r"for any JSON object the type is json_object$"):
+    with pytest.raises(InvalidRequest, match=r"to allow any JSON object, use type json_object$"):
         params(ChatCompletionRequest, {"response_format": {"type": "json"}})
 
 
@@ -125,13 +125,13 @@ def test_json_without_a_schema_names_the_type_for_any_object() -> None:
 def test_responses_take_them_too_but_not_with_a_format_of_their_own(form: str) -> None:
     fields, expected = FORMS[form]
     assert params(ResponsesRequest, fields).grammar_field in expected
-    with pytest.raises(InvalidRequest, match="together"):
+    with pytest.raises(InvalidRequest, match="cannot be combined"):
         params(ResponsesRequest, {**fields, "text": {"format": {"type": "json_object"}}})
 
 
 def test_with_a_tool_call_that_is_required_no_constraint_is_dropped() -> None:
     body = convert({"messages": [], "guided_regex": "a+"}, ChatCompletionRequest)
-    with pytest.raises(InvalidRequest, match=r"guided_regex: cannot be used together .* tool call"):
+    with pytest.raises(InvalidRequest, match=r"guided_regex: cannot be combined .* tool call"):
         body.params(grammar=GBNF)
 
 

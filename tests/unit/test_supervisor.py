@@ -60,7 +60,7 @@ async def test_the_fifth_death_in_the_first_steps_names_the_model_and_starts_no_
         await die_in_a_row(fake_workers, [WorkerDied(ABORT, set()) for _ in range(5)])
         error = (await reading).error or ""
         assert f"the model {engine.info.name} ({engine.info.description}) cannot be computed here" in error
-        assert f"none computed a token, the last one: {ABORT}" in error
+        assert f"before computing a token; the last one: {ABORT}" in error
         health = engine.health()
         assert (health.status, health.takes_requests) == ("failed", False)
         assert health.error
@@ -138,7 +138,7 @@ async def test_a_file_that_became_another_model_is_refused_until_it_is_back(
         request = GenerationRequest(id="1", prompt="a", params=SamplingParams(max_tokens=1))
         (event,) = [event async for event in engine.submit(request)]
         assert event.error is not None
-        assert "model.gguf is another model now (llama 7B" in event.error
+        assert "model.gguf is now a different model (llama 7B" in event.error
         assert engine.health().status == "failed"
         with pytest.raises(EngineClosed, match="it is failed"):
             await engine.check(request)

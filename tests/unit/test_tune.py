@@ -316,7 +316,7 @@ def test_when_the_time_is_over_what_is_known_is_used(monkeypatch: pytest.MonkeyP
 
 @pytest.mark.usefixtures("memory_for")
 def test_a_model_that_does_not_run_is_an_error_with_the_reason() -> None:
-    with pytest.raises(ModelError, match="not even -np 1 -c 16384 runs: it is cursed"):
+    with pytest.raises(ModelError, match="even -np 1 -c 16384 does not run: it is cursed"):
         tuned(measure=lambda task, timeout: Measurement(error="it is cursed"))
 
 

@@ -143,9 +143,9 @@ def test_a_stream_that_is_closed_within_a_step_is_cancelled_after_it() -> None:
 def test_a_function_that_a_step_calls_cannot_generate() -> None:
     engine = fake_engine(n_ctx=256)
     stream = engine.stream([7], LONG)
-    with pytest.raises(RuntimeError, match="cannot generate with the same engine"):
+    with pytest.raises(RuntimeError, match="cannot use or close the same engine"):
         engine.turns.run(lambda: engine.generate([[1]], SHORT))
-    with pytest.raises(RuntimeError, match="cannot generate with the same engine"):
+    with pytest.raises(RuntimeError, match="cannot use or close the same engine"):
         engine.turns.run(lambda: next(stream))
     assert engine.generate([[1]], SHORT)[0].tokens == reference([1], SHORT)[0]
     assert nothing_is_left(engine)
@@ -245,7 +245,7 @@ def test_a_fork_is_refused_at_once_with_what_to_do(monkeypatch: pytest.MonkeyPat
         engine.stats,
     ]
     for call in calls:
-        with pytest.raises(EngineClosed, match=r"process 7, a fork of it.*load the engine after the fork"):
+        with pytest.raises(EngineClosed, match=r"this is its fork, process 7.*load the engine after the fork"):
             call()
     engine.close()
     assert not context_of(engine).closed  # it belongs to the process that loaded it

@@ -67,7 +67,7 @@ def test_state_that_is_not_kept_is_refused_or_a_field_that_the_type_checks_itsel
     if name in known_fields(kind):
         assert kind in (ResponsesRequest, MessagesRequest)
     else:
-        assert "keeps nothing" in refusal(kind, **{name: STATE[name]}).message
+        assert "keeps no state" in refusal(kind, **{name: STATE[name]}).message
 
 
 @each_kind
@@ -93,7 +93,7 @@ def test_values_that_ask_for_nothing_are_taken(kind: type, name: str) -> None:
 )  # fmt: skip
 def test_a_misspelt_field_is_refused_with_the_one_that_is_meant(written: str, meant: str) -> None:
     error = refusal(ChatCompletionRequest, **{written: 1})
-    assert (error.field, error.message) == (written, f"is not known here; did you mean {meant}?")
+    assert (error.field, error.message) == (written, f"is an unknown field; did you mean {meant}?")
 
 
 def test_clients_of_several_servers_may_send_every_name_of_a_field() -> None:

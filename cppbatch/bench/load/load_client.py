@@ -124,7 +124,7 @@ class LoadClient:
             outcome.failure = failure
         except asyncio.TimeoutError:
             outcome.failure = RequestFailure(
-                "timeout", f"no whole answer within {self._fresh.timeout.total:g} s (--timeout)"
+                "timeout", f"no complete answer within {self._fresh.timeout.total:g} s (--timeout)"
             )
         except aiohttp.ClientConnectorError as error:
             outcome.failure = RequestFailure("no connection", str(error))

@@ -39,7 +39,7 @@ class Target(msgspec.Struct, frozen=True):
         except ValueError as error:
             raise ConfigError(f"--url {given}: {error}") from error
         if url.scheme not in ("http", "https") or not url.host:
-            raise ConfigError(f"--url {given} is no address of a server; write it like http://127.0.0.1:8080")
+            raise ConfigError(f"--url {given} is not a server URL; use the form http://127.0.0.1:8080")
         return cls(label or url.authority.rpartition("@")[2], address.rstrip("/").removesuffix("/v1"))
 
 
@@ -78,21 +78,21 @@ async def _models(target: Target, api_key: str | None) -> list[str]:
         raise UnusableServer(f"{name} did not answer within {_PROBE_SECONDS} s: is this the right address?") from None
     except aiohttp.ClientConnectorError as error:
         reason = os.strerror(error.errno) if error.errno and error.errno > 0 else error
-        raise UnusableServer(f"{name} cannot be reached ({reason}): start the server, or correct --url") from error
+        raise UnusableServer(f"cannot connect to {name} ({reason}): start the server, or correct --url") from error
     except aiohttp.ClientError as error:
-        raise UnusableServer(f"{name} does not answer as a web server does ({error}): correct --url") from error
+        raise UnusableServer(f"{name} did not send a valid HTTP response ({error}): correct --url") from error
     if status in (401, 403):
         raise UnusableServer(f"{name} {_key_problem(api_key, status)}")
     if status == 503:
-        raise UnusableServer(f"{name} is not ready yet (503: {error_text(body)}); try again when it is")
+        raise UnusableServer(f"{name} is not ready yet (503: {error_text(body)}); try again later")
     names = _names(body) if status == 200 else None
     if names is None:
         raise UnusableServer(
-            f"{name} is no OpenAI-compatible server: GET /v1/models gave status {status}, not a list of models; "
-            "correct --url"
+            f"{name} is not an OpenAI-compatible server: GET /v1/models returned status {status} instead of a model "
+            "list; correct --url"
         )
     if not names:
-        raise UnusableServer(f"{name} has no model; load one into it first")
+        raise UnusableServer(f"{name} has no model loaded; load one first")
     return names
 
 
@@ -109,11 +109,11 @@ def _explain(server: TargetServer, names: list[str], failure: RequestFailure) ->
     if failure.status in (401, 403):
         return f"{name} {_key_problem(server.api_key, failure.status)}"
     if failure.status in (400, 404) and server.model not in names:
-        return f"{name} has no model {server.model}; it has {', '.join(names)} (--model)"
+        return f"{name}: model {server.model} not found; available: {', '.join(names)} (--model)"
     if failure.status in (404, 405):
         other = "chat" if server.endpoint == "completions" else "completions"
         return f"{name} has no {server.path().removeprefix(server.url)}; try --endpoint {other}"
-    return f"{name} does not answer a request of two tokens ({failure.kind}: {failure})"
+    return f"{name} failed to answer a test request of two tokens ({failure.kind}: {failure})"
 
 
 def _server_name(label: str, url: str) -> str:
@@ -122,5 +122,5 @@ def _server_name(label: str, url: str) -> str:
 
 def _key_problem(api_key: str | None, status: int) -> str:
     if api_key:
-        return f"refuses this API key (status {status}); check --api-key"
-    return f"asks for an API key (status {status}); give it with --api-key or CPPBATCH_BENCH_API_KEY"
+        return f"rejected this API key (status {status}); check --api-key"
+    return f"requires an API key (status {status}); set it with --api-key or CPPBATCH_BENCH_API_KEY"

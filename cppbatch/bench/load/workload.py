@@ -53,7 +53,7 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
         at_least_one = {"--requests": self.n_requests, "--samples": self.samples}
         for flag, value in at_least_one.items():
             if value < 1:
-                raise ConfigError(f"{flag} is {value}; it must be 1 or more")
+                raise ConfigError(f"{flag} is {value}; it must be at least 1")
 
     def __str__(self) -> str:
         if text := TEXT_WORKLOADS.get(self.kind):
@@ -146,9 +146,9 @@ class LoadSettings(msgspec.Struct, frozen=True, kw_only=True):
         counts = [("--concurrency", self.concurrency, 1), ("--repeats", self.repeats, 1), ("--warmup", self.warmup, 0)]
         for flag, value, least in counts:
             if value < least:
-                raise ConfigError(f"{flag} is {value}; it must be {least} or more")
+                raise ConfigError(f"{flag} is {value}; it must be at least {least}")
         if self.api_key and not (self.api_key.isascii() and self.api_key.isprintable()):
-            raise ConfigError("--api-key has characters that no header can have, such as the end of a line")
+            raise ConfigError("--api-key contains characters that are not allowed in a header, such as a line break")
         above_zero = {"--rate": self.rate, "--timeout": self.timeout, "--latency-bound-ms": self.latency_bound_ms}
         for flag, number in above_zero.items():
             if number is not None and not 0 < number < float("inf"):

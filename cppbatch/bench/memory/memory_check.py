@@ -22,7 +22,7 @@ Engines = Callable[[EngineConfig], list[EngineConfig]]
 
 _MIN_CELLS = 512
 _HALVINGS = 12
-_OVERRIDE = "If this is wrong, --no-memory-check (CPPBATCH_MEMORY_CHECK=0) leaves out this check"
+_OVERRIDE = "If this is wrong, disable this check with --no-memory-check (CPPBATCH_MEMORY_CHECK=0)"
 
 
 class Planned(NamedTuple):
@@ -111,7 +111,7 @@ def memory_shortage(config: EngineConfig) -> str | None:
         return None
     worst = max(short, key=lambda each: each.firm - each.free)
     place = "the host's memory" if worst.where == HOST else worst.where
-    return f"it needs {format_gib(worst.firm)} of {place}, and {format_gib(worst.free)} are free there"
+    return f"it needs {format_gib(worst.firm)} of {place}, but only {format_gib(worst.free)} are free"
 
 
 def _refusal(config: EngineConfig, short: list[Demand], estimate: MemoryEstimate, engines: Engines) -> str:
@@ -120,11 +120,11 @@ def _refusal(config: EngineConfig, short: list[Demand], estimate: MemoryEstimate
     workers = f" by {len(estimate.footprints)} workers" if len(estimate.footprints) > 1 else ""
     parts = _largest_parts(estimate.footprints[0], worst.where, estimate)
     message = (
-        f"-c {config.n_ctx} -np {config.n_parallel} needs {format_gib(worst.firm)} of {place}{workers} "
-        f"({parts}), and {format_gib(worst.free)} are free there"
+        f"-c {config.n_ctx} -np {config.n_parallel} needs {format_gib(worst.firm)} of {place}{workers} ({parts}), but "
+        f"only {format_gib(worst.free)} are free"
     )
     fitting = _fitting_flags(config, worst.where, estimate, engines)
-    advice = f"It would fit with {', or with '.join(fitting)}" if fitting else "Take a smaller model or quantisation"
+    advice = f"It would fit with {', or with '.join(fitting)}" if fitting else "Use a smaller model or quantisation"
     return f"{message}. {advice}. {_OVERRIDE}"
 
 

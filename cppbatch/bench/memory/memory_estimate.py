@@ -100,13 +100,13 @@ def _ask(configs: list[EngineConfig]) -> MemoryEstimate:
     try:
         done = run_module("cppbatch.bench.memory.memory_estimate_child", msgspec.json.encode(configs), _TIMEOUT_S)
     except subprocess.TimeoutExpired:
-        raise EstimateFailed(f"llama.cpp has not said in {_TIMEOUT_S} s what it would allocate") from None
+        raise EstimateFailed(f"llama.cpp did not report its memory needs within {_TIMEOUT_S} s") from None
     except OSError as error:
-        raise EstimateFailed(f"a process to ask llama.cpp in cannot be started: {error}") from error
+        raise EstimateFailed(f"could not start a process to query llama.cpp: {error}") from error
     try:
         return msgspec.json.decode(done.stdout.rpartition(b"\n")[2], type=MemoryEstimate)
     except msgspec.DecodeError:
-        last = done.stderr.decode(errors="replace").strip().splitlines()[-1:] or ["it says nothing"]
+        last = done.stderr.decode(errors="replace").strip().splitlines()[-1:] or ["no reason given"]
         raise EstimateFailed(
-            f"the process that asks llama.cpp what it would allocate ended with code {done.returncode}: {last[0]}"
+            f"the process that queries llama.cpp's memory needs ended with code {done.returncode}: {last[0]}"
         ) from None

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 _MIB = 2**20
 _NAMES = {
     "weights": "weights", "adapters": "LoRA adapters", "cells": "KV cells", "states": "recurrent states",
-    "compute": "compute buffers", "projector": "projector (mmproj)", "encoding": "encoding of pictures and sound",
+    "compute": "compute buffers", "projector": "projector (mmproj)", "encoding": "encoding of images and audio",
     "vectors": "their vectors in a step",
     "output": "rows of logits", "engine": "their copies", "drafts": "logits of drafts",
     "hidden": "hidden rows",
@@ -91,7 +91,7 @@ def with_measured(report: Report, taken: MeasuredMemory) -> Report:
     rows = [_with_measured(row, measured.get((row["what"], row["where"]))) for row in report.rows]
     firm = sum(round(row["predicted_mib"] * _MIB) for row in report.rows if row["kind"] != "process")
     grown = f"{format_gib(taken.process)} of {format_gib(firm)}"
-    notes = [f"this process grew by {grown}: what no token has needed yet is not there"]
+    notes = [f"this process grew by {grown}; memory that no token has needed yet is not included"]
     notes += [f"{name} has {format_gib(n)} less free" for name, n in taken.devices.items()]
     columns = [*report.columns, Column("measured_mib", "measured", 1), Column("difference", "difference %", 1)]
     return replace(report, columns=columns, rows=rows, notes=[*report.notes, *notes])
@@ -199,7 +199,7 @@ def _mib(n_bytes: float) -> str:
 
 
 def _limits(config: EngineConfig) -> str:
-    vectors = f", and {CACHE_BYTES >> 20} for vectors of pictures and sound" if config.mmproj else ""
+    vectors = f", and {CACHE_BYTES >> 20} for image and audio vectors" if config.mmproj else ""
     return (
         f"when cells run out or the layout changes, up to {config.swap_space} MiB of host memory more for sequences "
         f"(--swap-space) and {config.prefix_cache_ram} for prefixes (--prefix-cache-ram){vectors}"

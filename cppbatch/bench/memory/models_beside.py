@@ -68,14 +68,14 @@ def first_beside(
     smallest = sizes[-1]
     free_at_most = free + sum(other.firm_on_host for other in others if other not in pinned) - _mapped(pinned)
     if budget is not None and smallest.needs + _sum(others) > budget:
-        limit = f"the models may take {format_gib(budget)} together (--models-memory)"
+        limit = f"the limit for all models is {format_gib(budget)} (--models-memory)"
         never = smallest.needs + _sum(pinned) > budget
-        raise DoesNotFit(f"it needs {format_gib(smallest.needs)}, and {limit}", never=never)
+        raise DoesNotFit(f"it needs {format_gib(smallest.needs)}, but {limit}", never=never)
     if len(others) == len(pinned) and _fits(smallest, free, margin=0.0, mapped_too=False):
         return smallest  # its weights will be read from the file again and again: slow, but nothing can be done here
     never = not _fits(smallest, free_at_most, margin=0.0, mapped_too=False, devices_too=not others)
     message = f"it needs {format_gib(smallest.needs)} with -np {smallest.config.n_parallel} -c {smallest.config.n_ctx}"
-    advice = "take a smaller model or quantisation, or lower -c and -np"
+    advice = "use a smaller model or quantisation, or lower -c and -np"
     raise DoesNotFit(f"{message}, more than {'there is' if never else 'is free'}: {advice}", never=never)
 
 

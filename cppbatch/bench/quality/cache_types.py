@@ -47,7 +47,7 @@ def compare_cache_types(
     threads = ComputeThreads(available_threads(), len(usable_cpus()))
     with load_model(config) as loaded, ExitStack() as stack:
         if not loaded.can_generate:
-            raise ModelError(f"{model.name} returns vectors: no text depends on the types of its cache")
+            raise ModelError(f"{model.name} is an embedding model: cache types do not apply")
         contexts = []
         for flash_attn, (k, v) in ways:
             way = replace(config, flash_attn=flash_attn, cache_type_k=k, cache_type_v=v)

@@ -59,7 +59,7 @@ def compare_text(
     fewer than 4 tokens, and the exceptions of the contexts.
     """
     if len(tokens) < 4:
-        raise ValueError(f"{len(tokens)} tokens are too few to score")
+        raise ValueError(f"{len(tokens)} tokens are not enough for a score")
     n, n_source = 0, 0.0
     n_other, kl, same = (np.zeros(len(others)) for _ in range(3))
     before = [] if bos is None else [bos]

@@ -136,7 +136,7 @@ def _border(work: StepWork, speed: DeviceSpeed, n_past: int) -> str:
     if first is None:
         return f"Up to B = {_MOST} a step is bound by memory."
     if first == 1:
-        return "Every step is bound by compute: more sequences at once gain only what larger products gain."
+        return "Every step is bound by compute: more parallel sequences gain only as much as larger matrix products do."
     return f"Below B = {first} a step is bound by memory, and more sequences cost little; from there on by compute."
 
 
@@ -146,8 +146,8 @@ def _step_work(config: EngineConfig) -> StepWork:
         raise ModelError(footprint.error)
     if 0 < config.n_gpu_layers < footprint.n_layers:
         raise ConfigError(
-            f"-ngl {config.n_gpu_layers} divides the {footprint.n_layers} layers between GPU and CPU, and a roofline "
-            "is of one device: give -ngl -1 or -ngl 0"
+            f"-ngl {config.n_gpu_layers} splits the {footprint.n_layers} layers between GPU and CPU, but a roofline "
+            "covers a single device: use -ngl -1 or -ngl 0"
         )
     cells, states = (sum(b.n_bytes for b in footprint.buffers if b.kind == kind) for kind in ("cells", "states"))
     per_token, per_sequence = cells / config.n_ctx, states / config.n_parallel

@@ -104,7 +104,9 @@ def _attention_flops(value: Callable[[str], Any]) -> float:
 
 def _n_bytes(tensor: TensorInfo) -> float:
     if tensor.kind not in GGMLQuantizationType.__members__:
-        raise ModelError(f"{tensor.name} is of {tensor.kind}, which the gguf package does not know; update it")
+        raise ModelError(
+            f"{tensor.name} is of type {tensor.kind}, which the installed gguf package does not support; update it"
+        )
     block, size = GGML_QUANT_SIZES[GGMLQuantizationType[tensor.kind]]
     return tensor.n_elements / float(block) * float(size)
 

@@ -37,7 +37,7 @@ class OfflineWorkload(msgspec.Struct, frozen=True, kw_only=True):
         self.prompt_tokens.check("--prompt-tokens")
         self.new_tokens.check("--new-tokens")
         if not 0 <= self.rate < float("inf"):
-            raise ConfigError(f"--rate is {self.rate}; it must be 0 (all at once) or requests a second")
+            raise ConfigError(f"--rate is {self.rate}; it must be 0 (all at once) or a number of requests per second")
         if self.seed < 0:
             raise ConfigError(f"--seed is {self.seed}; it must be 0 or more")
 

@@ -45,9 +45,9 @@ def measure_in_child(task: MeasurementTask, timeout: float) -> Measurement:
     except subprocess.TimeoutExpired:
         return Measurement(error=f"not done within {timeout:.0f} s")
     except OSError as error:
-        return Measurement(error=f"no process can be started: {error}")
+        return Measurement(error=f"could not start a process: {error}")
     try:
         return msgspec.json.decode(done.stdout.rpartition(b"\n")[2], type=Measurement)
     except msgspec.DecodeError:
-        last = done.stderr.decode(errors="replace").strip().splitlines()[-1:] or ["without a word"]
+        last = done.stderr.decode(errors="replace").strip().splitlines()[-1:] or ["without output"]
         return Measurement(error=f"ended with code {done.returncode}: {last[0]}")

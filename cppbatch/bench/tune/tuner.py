@@ -22,7 +22,7 @@ from cppbatch.errors import ConfigError, EstimateFailed, ModelError
 
 _SECONDS = 1.0  # of decoding in each measurement
 _MIN_TIMEOUT_S, _MAX_TIMEOUT_S = 10.0, 240.0
-_TIME_OVER = "the time was over (--max-minutes) before all was measured"
+_TIME_OVER = "the time limit (--max-minutes) was reached before all measurements were done"
 _PARALLEL = 16  # at which threads, layouts and flash attention are compared, if memory allows
 _BUSY = 0.3  # cores that other programs use, from which on the report says so
 _MAX_REPEATS = 3  # of what should have been as fast as a point that was measured before
@@ -159,7 +159,7 @@ class Tuner:
         found = largest_fitting(loads, sizes[0], most)
         if found is None:
             least = self._with_parallel(sizes[0])
-            raise ModelError(f"not even -np {least.n_parallel} -c {least.n_ctx} runs: {errors[sizes[0]]}")
+            raise ModelError(f"even -np {least.n_parallel} -c {least.n_ctx} does not run: {errors[sizes[0]]}")
         if found < sizes[-1]:
             self._notes.append(f"memory has room for -np {found} -c {self._with_parallel(found).n_ctx} at most")
         return found
@@ -310,7 +310,7 @@ class Tuner:
         if now >= self._end:
             if _TIME_OVER not in self._notes:
                 self._notes.append(_TIME_OVER)
-            self._last_error = "there was no time left; raise --max-minutes"
+            self._last_error = "no time left; increase --max-minutes"
             return Measurement(error=self._last_error)
         self._progress(f"{what}: {setting} ({now - self._start:.0f} of at most {self._end - self._start:.0f} s)")
         task = MeasurementTask(config=config, seconds=seconds, prompt_tokens=prompt_tokens)

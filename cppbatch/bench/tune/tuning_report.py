@@ -51,7 +51,7 @@ def tuning_report(tuning: TuningResult) -> Report:
         rows=[_row(point, tuning) for point in tuning.points],
         notes=[
             f"chosen: {as_flags(chosen)}",
-            f"{speed.tokens_per_s:.1f} tokens/s together, {speed.inter_token_ms:.1f} ms between two of one sequence",
+            f"{speed.tokens_per_s:.1f} tokens/s in total, {speed.inter_token_ms:.1f} ms between tokens of a sequence",
             *gain_notes(
                 {each.n_parallel: each.tokens_per_s for each in tuning.curve},
                 tuning.config.model_path,

@@ -143,7 +143,7 @@ def _parse_arguments(text: str, at: int) -> tuple[dict[str, Any], int]:
             arguments[key[1]], at = _parse_value(text, key.end())
         at = _skip_comma(text, at)
         if at == len(text):
-            raise ValueError("the call does not end")
+            raise ValueError("the call is incomplete")
     return arguments, at + 1
 
 

@@ -143,16 +143,16 @@ class DiskPrefixes:
         try:
             tokens, state, footer = self._folder.read(read.prefix.name)
             if not self._index.is_ours(footer, read.salt) or not np.array_equal(tokens, read.prefix.tokens):
-                raise ValueError("it is of another prefix")
+                raise ValueError("it belongs to a different prefix")
             read.data = tokens, state, footer
         except (OSError, MemoryError) as error:  # deleted by another process, or not readable
-            log.debug("%s is not read: %s", read.prefix.name, error)
+            log.debug("not reading %s: %s", read.prefix.name, error)
         except ValueError as error:
-            log.warning("%s is deleted: it is damaged (%s)", self._folder.folder / read.prefix.name, error)
+            log.warning("deleted %s: it is damaged (%s)", self._folder.folder / read.prefix.name, error)
             self._folder.remove(read.prefix.name)
             self._counts.damaged += 1
         except Exception:
-            log.exception("reading a cached prefix failed")
+            log.exception("failed to read a cached prefix")
         read.seconds = perf_counter() - began
         self._read_now.append(read)
         self._arrived.set()
@@ -180,7 +180,7 @@ class DiskPrefixes:
         try:
             self._kv.add_cached(tokens, salt, self._kv.read_state(data, footer.form))
         except (TypeError, CppBatchError) as error:  # another version of this program wrote it
-            log.warning("a cached prefix on disk cannot be used: %s", error)
+            log.warning("cannot use a cached prefix on disk: %s", error)
             return False
         return True
 
@@ -299,7 +299,7 @@ class DiskPrefixes:
         except OSError as error:
             self._pause(f"{self._folder.folder}: {error.strerror or error}")
         except Exception as error:
-            log.exception("writing a cached prefix failed")
+            log.exception("failed to write a cached prefix")
             self._pause(str(error))
         else:
             self._has_failed = False
@@ -318,7 +318,7 @@ class DiskPrefixes:
         """One line for a row of failures."""
         self._paused_until = self._clock() + _PAUSE_S
         if not self._has_failed:
-            log.warning("cached prefixes are not written to disk now; tried again every %.0f s: %s", _PAUSE_S, why)
+            log.warning("cannot write cached prefixes to disk; retrying every %.0f s: %s", _PAUSE_S, why)
         self._has_failed = True
 
     def _charge(self, seconds: float) -> None:

@@ -52,7 +52,7 @@ class PrefixFolder:
         self.folder = folder
         self.max_bytes = max_bytes
         if sys.platform == "win32":
-            raise ConfigError(f"{named('prefix_cache_disk')} needs the file locks of POSIX, which Windows lacks")
+            raise ConfigError(f"{named('prefix_cache_disk')} requires POSIX file locks, which Windows does not support")
         try:
             with self._locked():
                 self._remove_leftovers()
@@ -61,7 +61,7 @@ class PrefixFolder:
                 os.unlink(path)
         except OSError as error:
             raise ConfigError(
-                f"{named('prefix_cache_disk')}: {folder} cannot be written ({error.strerror}); give a folder that can"
+                f"{named('prefix_cache_disk')}: {folder} is not writable ({error.strerror}); choose another folder"
             ) from error
 
     # --- what is there ------------------------------------------------------------------------------------------
@@ -154,7 +154,7 @@ class PrefixFolder:
         free = disk.free - min(_MAX_KEPT_FREE, int(_KEPT_FREE * disk.total))
         excess = max(n_used + n_bytes - self.max_bytes, n_bytes - free)
         if excess > sum(size for _, _, size in files):
-            raise OSError(errno.ENOSPC, "too little is free, of the disk or of the bound, beside what others write now")
+            raise OSError(errno.ENOSPC, "not enough free space on the disk, or within the size limit")
         for _, name, size in sorted(files):
             if excess <= 0:
                 break
@@ -192,7 +192,7 @@ def file_name(key: str, tokens: Tokens, footer: Footer) -> str:
 
 def _check_name(name: str, tokens: Tokens, footer: Footer) -> None:
     if file_name(name.split("-")[1], tokens, footer) != name:
-        raise ValueError("its name is of another prefix")
+        raise ValueError("its name belongs to a different prefix")
 
 
 def _is_part(name: str) -> bool:

@@ -38,7 +38,9 @@ class GrammarChecker:
         with self._lock:
             line = self._ask(field, text) or self._ask(field, text)
         if not line:
-            raise CheckFailed("could not be checked: the process that compiles it died; it may need too much memory")
+            raise CheckFailed(
+                "could not be checked: the process that compiles it died, possibly because it needs too much memory"
+            )
         answer = json.loads(line)
         if "error" in answer:
             raise ValueError(answer["error"])
@@ -71,7 +73,7 @@ class GrammarChecker:
         if not line:
             self._end()
         if not line and monotonic() - began >= _TIMEOUT_S:
-            raise ValueError(f"is too complex: it takes more than {_TIMEOUT_S:.0f} seconds to read")
+            raise ValueError(f"is too complex: compiling it takes more than {_TIMEOUT_S:.0f} seconds")
         return line
 
     def _end(self) -> None:

@@ -49,7 +49,7 @@ def _run_processor(processor: Any, sequences: list[Seq], logits: Logits, numbers
         results = processor.process_rows(tokens, rows)
         results = [None] * len(numbers) if results is None else list(results)
         if len(results) != len(numbers):
-            raise ValueError(f"process_rows returned {len(results)} rows for {len(numbers)}")
+            raise ValueError(f"process_rows returned {len(results)} rows instead of {len(numbers)}")
     else:
         results = [processor(tokens[0], rows[0])]
     # All results are copied before any row is written: a result may be a view of another row.
@@ -58,7 +58,7 @@ def _run_processor(processor: Any, sequences: list[Seq], logits: Logits, numbers
         if new is None:
             continue
         if new.shape != row.shape:
-            raise ValueError(f"it returned an array of the shape {new.shape}; a row has {row.shape}")
+            raise ValueError(f"it returned an array of shape {new.shape}; a row has shape {row.shape}")
         row[:] = new
 
 

@@ -136,7 +136,7 @@ def _biases(params: SamplingParams, vocab: Vocabulary) -> dict[int, float]:
             tokens = [vocab.n_tokens]
         for token in tokens:
             if not 0 <= token < vocab.n_tokens:
-                message = f"has the token id {str(key)[:20]}; they are 0 to {vocab.n_tokens - 1}"
+                message = f"contains the token id {str(key)[:20]}; token ids are 0 to {vocab.n_tokens - 1}"
                 raise InvalidRequest("logit_bias", message)
             biases[token] = biases.get(token, 0.0) + bias
     return biases

@@ -57,7 +57,7 @@ class GrammarCompiler:
         except InvalidRequest as error:
             if lazy is None:
                 raise
-            log.info("tool calls are not made to match their schemas: %s", error.message)
+            log.info("tool calls will not be constrained to their schemas: %s", error.message)
             return None
         # With logprobs or a logits_processor each token needs logits of its own, so no token is forced.
         allow_forced = params.logprobs is None and params.logits_processor is None
@@ -91,7 +91,7 @@ class GrammarCompiler:
             if field == "json_schema":
                 schema = json.loads(text)
                 if not has_finite_instance(schema):
-                    return "no finite JSON satisfies this schema: it requires itself within itself"
+                    return "no finite JSON satisfies this schema: it is infinitely recursive"
                 text = json.dumps(closed_objects(schema), ensure_ascii=False)
             definition = self._checker.definition(field, text)
         except RecursionError:
@@ -127,7 +127,7 @@ def _short_reason(error: str) -> str:
     reason = re.split(r"<state>|<non-verbose/>", error)[0].strip()
     if reason.startswith("NoExtension"):
         return "no text can match this"
-    return (reason if len(reason) <= 500 else reason[:500] + " ...") or "llguidance gives no reason"
+    return (reason if len(reason) <= 500 else reason[:500] + " ...") or "llguidance gave no reason"
 
 
 class Constraint:

@@ -170,7 +170,7 @@ class DraftModelProposer:
                     drafts[i] = self._draft(sequences[i], guess, lengths[i]) if guess else None
         except LlamaError as error:
             self._failed = True
-            log.error("%s does not compute, and drafts no more: %s", self.kind, error)
+            log.error("stopped drafting with %s, which cannot compute: %s", self.kind, error)
             return [None] * len(sequences)
         except BaseException:  # Ctrl-C: what the cells hold is not known
             self.cells.clear()

@@ -35,11 +35,13 @@ def check_draft_model(draft: Model, target: Model) -> None:
     if draft.is_recurrent or draft.n_swa:
         memory = "a recurrent state" if draft.is_recurrent else "a sliding window"
         raise ModelError(
-            f"{draft.path} ({draft.description}) has {memory}, from which wrong drafts cannot be removed. As a draft "
-            "model (-md), take one with full attention in all layers"
+            f"{draft.path} ({draft.description}) has {memory}, from which rejected drafts cannot be removed. Use a "
+            "draft model (-md) with full attention in all layers"
         )
     if not (draft.is_one_stack and draft.can_generate):
-        raise ModelError(f"{draft.path} ({draft.description}) generates no text, so it cannot draft (-md)")
+        raise ModelError(
+            f"{draft.path} ({draft.description}) does not generate text, so it cannot be used as a draft model (-md)"
+        )
     check_vocabulary(draft, target)
 
 
@@ -47,7 +49,7 @@ def check_vocabulary(draft: Model, target: Model, other: str = "a smaller model 
     """Raises `ModelError` if the vocabularies of two models differ, with what differs first. `other`: the remedy."""
     if difference := target.vocab.difference(draft.vocab):
         raise ModelError(
-            f"the draft model {draft.path.name} has another vocabulary than {target.path.name}: {difference}. Take "
+            f"the draft model {draft.path.name} has a different vocabulary from {target.path.name}: {difference}. Use "
             f"{other} (-md)"
         )
 
@@ -79,7 +81,7 @@ def open_draft_model(
     context = make_draft_context(config, draft)
     if (sharing := probe_prefix_sharing(context)) != "cells":
         raise ModelError(
-            f"{draft.path.name} cannot draft (-md): sequences cannot share and remove the cells of its memory "
+            f"{draft.path.name} cannot be used as a draft model (-md): its sequences cannot share and remove KV cells "
             f"(found: {sharing})"
         )
     longest = min(context.n_ctx_seq, draft.n_ctx_train)

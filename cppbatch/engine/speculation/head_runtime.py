@@ -29,7 +29,7 @@ def uses_head(config: EngineConfig) -> bool:
         return False
     reason = _why_not(Path(config.model_path))
     if reason and config.spec == "mtp":
-        raise ModelError(f"{named('spec')} is 'mtp', and {reason}; leave it out")
+        raise ModelError(f"{named('spec')} is 'mtp', but {reason}; leave it out")
     if reason and "has no draft head" not in reason:
         log.info("the draft head is not used: %s", reason)
     return reason is None

@@ -139,7 +139,7 @@ class RowProposer(DraftModelProposer, ABC):
             self._row_context.open_again()
         except LlamaError as error:
             self._failed = True
-            log.error("%s has no context any more, and drafts no more: %s", self.kind, error)
+            log.error("stopped drafting with %s, which lost its context: %s", self.kind, error)
 
     # --- drafting -----------------------------------------------------------------------------------------------------
 

@@ -40,14 +40,14 @@ def choose_row_draft(config: EngineConfig) -> tuple[DraftFile | None, bool]:
             f"an {NAMES[kind]} draft model" if kind == "eagle3" else f"a {NAMES[kind]} draft model" if kind else None
         )
         raise ModelError(
-            f"{named('spec')} is '{spec}', and {path.name} is {found or 'another kind of model'}; set it to "
-            f"'{kind or 'draft'}', or take another file ({named('draft_model')})"
+            f"{named('spec')} is '{spec}', but {path.name} is {found or 'another kind of model'}; set it to "
+            f"'{kind or 'draft'}', or use another file ({named('draft_model')})"
         )
     if kind is None:
         return None, False
     if reason := why_no_layer_rows():
         if spec in NAMES:
-            raise ModelError(f"{named('spec')} is '{spec}', and {reason}; leave it out")
+            raise ModelError(f"{named('spec')} is '{spec}', but {reason}; leave it out")
         log.info("%s is not used: %s", path.name, reason)
         return None, True
     file = read_draft_file(path, Path(config.model_path))
@@ -55,8 +55,8 @@ def choose_row_draft(config: EngineConfig) -> tuple[DraftFile | None, bool]:
     on_gpu = backend.offloads(config.n_gpu_layers, config.rpc)
     if file.shares and on_gpu and (config.rpc or not backend.offloads(config.draft_gpu_layers)):
         raise ModelError(
-            f"{path.name} uses embeddings or the output matrix of the model, which are on other devices than its own "
-            f"layers; leave {named('rpc')} out, and set {named('draft_gpu_layers')} to -1"
+            f"{path.name} shares embeddings or the output matrix with the model, which are on different devices; leave "
+            f"{named('rpc')} out, and set {named('draft_gpu_layers')} to -1"
         )
     return file, False
 
@@ -90,7 +90,7 @@ def open_row_draft(
 ) -> RowProposer:
     """Makes the context of a loaded draft model, and lets `target`, the context of the model, give the rows that it
     reads. `config`: from `draft_config`. `threads`: the engine's. Raises `ModelError` or `LlamaError`."""
-    check_vocabulary(draft, target.model, "a draft model that was made for it")
+    check_vocabulary(draft, target.model, "a draft model made for it")
     context = make_row_context(config, file, draft, target)
     target.give_hidden_rows(file.layers)
     longest = min(context.n_ctx_seq, draft.n_ctx_train)

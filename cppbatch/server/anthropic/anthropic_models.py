@@ -68,7 +68,11 @@ def anthropic_model_list(entries: Sequence[ModelEntry], started: int, query: Ant
 
     def position(field: str, cursor: str) -> int:
         if cursor not in names:
-            raise InvalidRequest(field, f"is {cursor!r}; the models here are {', '.join(map(repr, names)) or 'none'}")
+            raise InvalidRequest(
+                field,
+                f"is {cursor!r}, which is not a model of this server; available: "
+                f"{', '.join(map(repr, names)) or 'none'}",
+            )
         return names.index(cursor)
 
     first = position("after_id", query.after_id) + 1 if query.after_id else 0

@@ -62,7 +62,7 @@ def _blocks(field: str, content: str | list[RequestBlock], known: dict[str, tupl
         return [_Named(field, RequestBlock(type="text", text=content))]
     for i, block in enumerate(content):
         if block.type not in known:
-            message = f"is of type {block.type!r}; what can be read here is {', '.join(known)}"
+            message = f"is of type {block.type!r}; supported types are {', '.join(known)}"
             raise InvalidRequest(f"{field}[{i}]", message)
         for name in known[block.type]:
             if getattr(block, name) is None:

@@ -23,7 +23,7 @@ Json = dict[str, Any]
 
 
 class ImageSource(msgspec.Struct):
-    """Where a picture is."""
+    """The location of an image."""
 
     type: str
     """base64 or url."""
@@ -81,7 +81,7 @@ class MessagesTool(msgspec.Struct):
 
 
 class MessagesToolChoice(msgspec.Struct):
-    """Whether tools are called."""
+    """Which tools may or must be called."""
 
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None
@@ -115,7 +115,7 @@ class OutputConfig(msgspec.Struct):
 
 
 class ContextEdit(msgspec.Struct):
-    """An edit that Anthropic's server would make to the conversation."""
+    """An edit of the conversation, as defined by Anthropic's API."""
 
     type: str
     keep: str | Json | None = None
@@ -132,8 +132,8 @@ _MODES: dict[str, ToolChoiceMode] = {"auto": "auto", "any": "required", "tool": 
 
 
 class CountTokensRequest(SingleChoiceFields, kw_only=True):
-    """The body of `POST /v1/messages/count_tokens`: the fields that make the prompt. A body for `/v1/messages` is valid
-    too."""
+    """The body of `POST /v1/messages/count_tokens`: the fields that form the prompt. A body for `/v1/messages` is also
+    valid."""
 
     _ALIASES: ClassVar[dict[str, str]] = {**SamplingFields._ALIASES, "stop": "stop_sequences"}
 
@@ -173,7 +173,7 @@ class CountTokensRequest(SingleChoiceFields, kw_only=True):
         """`tool_choice`. Raises `InvalidRequest`."""
         wanted = self.tool_choice or MessagesToolChoice(type="auto")
         if wanted.type == "tool" and wanted.name is None:
-            raise InvalidRequest("tool_choice.name", "is required when the type is tool")
+            raise InvalidRequest("tool_choice.name", "is required for type tool")
         name = wanted.name if wanted.type == "tool" else None
         return ToolChoice(
             mode=_MODES[wanted.type], name=name, parallel=name is None and not wanted.disable_parallel_tool_use
@@ -182,7 +182,7 @@ class CountTokensRequest(SingleChoiceFields, kw_only=True):
     def schema(self) -> Json | bool | None:
         """The JSON schema of the answer, None for free text. Raises `InvalidRequest`."""
         if self.response_format:
-            raise InvalidRequest("response_format", "belongs to another API; here it is output_config.format")
+            raise InvalidRequest("response_format", "belongs to another API; use output_config.format")
         form = (self.output_config and self.output_config.format) or self.output_format
         return one_schema("output_config.format", form.schema if form else None, self)
 
@@ -213,7 +213,7 @@ class MessagesRequest(CountTokensRequest, kw_only=True):
 
 def _function(field: str, tool: MessagesTool) -> Json:
     if tool.type not in (None, "custom"):
-        message = f"is {tool.type!r}; this server has no tools of its own: give functions, with an input_schema"
+        message = f"is {tool.type!r}; this server has no built-in tools: provide functions with an input_schema"
         raise InvalidRequest(f"{field}.type", message)
     if tool.input_schema is None:
         raise InvalidRequest(f"{field}.input_schema", "is required")

@@ -72,12 +72,12 @@ async def count_tokens(request: web.Request) -> web.Response:
 
 ENDPOINTS = {
     ("post", "/v1/messages"): generation_endpoint(
-        "Generates the assistant's next message of a conversation, in Anthropic's API",
+        "Generate the next assistant message, in Anthropic's API",
         MessagesRequest,
         MessagesResponse,
     )._replace(error=AnthropicErrorResponse, unavailable=AnthropicErrorResponse),
     ("post", "/v1/messages/count_tokens"): generation_endpoint(
-        "Counts the prompt tokens of a conversation, in Anthropic's API",
+        "Count the prompt tokens of a conversation, in Anthropic's API",
         CountTokensRequest,
         CountTokensResponse,
         streams=False,
@@ -89,7 +89,7 @@ async def prepare_message(body: MessagesRequest, serving: Serving) -> PreparedRe
     """The engine request and the builder for a message. Raises `InvalidRequest`."""
     serving.check(body)
     if body.max_tokens < 1:
-        raise InvalidRequest("max_tokens", f"is {body.max_tokens}; it must be 1 or more")
+        raise InvalidRequest("max_tokens", f"is {body.max_tokens}; it must be at least 1")
     chat = await _prepare_chat(body, serving)
     params = serving.params(body, chat.params)
     builder = MessagesBuilder(body, serving.name, chat)

@@ -53,7 +53,7 @@ async def _start(app: web.Application) -> None:
         await models.ready()
         request_slots = asyncio.Semaphore(await models.target_concurrency())
     except CppBatchError as error:
-        log.info("batches do not run: %s", error)  # the server reports the failure to load
+        log.info("batches cannot run: %s", error)  # the server reports the failure to load
         return
     usage = app[KEY_USAGE]
 

@@ -96,7 +96,7 @@ class BatchRequestHandler:
         if kind is CompletionRequest and request.is_plain:  # OpenAI's 16 tokens make no sense for a plain prompt
             prepare = partial(prepare_completion, default_max_tokens=UNLIMITED)
         if fields.get("stream"):
-            raise InvalidRequest("stream", "is true; responses to batch requests cannot be streamed")
+            raise InvalidRequest("stream", "is true, but responses in a batch cannot be streamed; leave it out")
         body = convert(fields, kind)
         refuse_unknown(request.body, kind)  # without the defaults: a field like one of them is a mistake too
         lease = await self._models.lease(body.model, self._rules, load=True)

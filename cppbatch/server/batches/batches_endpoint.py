@@ -101,17 +101,15 @@ _WRITE_ERRORS = (401, 403, 413, 429, 503, 507)
 
 ENDPOINTS = {
     ("post", "/v1/batches"): Endpoint(
-        "Runs every request of a file",
+        "Create a batch, which runs every request in a file",
         json_content(schema_ref(Batch)),
         (400, *_WRITE_ERRORS),
         CreateBatchRequest,
         types=(Batch,),
     ),
-    ("get", "/v1/batches"): query_endpoint(
-        "Lists the batches, the newest first", BatchList, (400, 401, 503), query=BatchQuery
-    ),
-    ("get", "/v1/batches/{id}"): query_endpoint("Returns a batch with its current counts", Batch, (401, 404, 503)),
+    ("get", "/v1/batches"): query_endpoint("List batches, newest first", BatchList, (400, 401, 503), query=BatchQuery),
+    ("get", "/v1/batches/{id}"): query_endpoint("Get a batch with its current counts", Batch, (401, 404, 503)),
     ("post", "/v1/batches/{id}/cancel"): query_endpoint(
-        "Cancels a batch; its results so far are kept. 409 if it has ended", Batch, (404, 409, *_WRITE_ERRORS)
+        "Cancel a batch; results so far are kept. 409 if it has already ended", Batch, (404, 409, *_WRITE_ERRORS)
     ),
 }

@@ -75,7 +75,7 @@ async def receive_upload(request: web.Request, path: Path, max_mb: int) -> Uploa
     Raises `InvalidRequest` naming the field, `StorageError`, and aiohttp's exceptions for bodies that are too large.
     """
     if request.content_type != "multipart/form-data":
-        raise InvalidRequest("body", f"is {request.content_type}; a file comes as multipart/form-data")
+        raise InvalidRequest("body", f"is {request.content_type}; send the file as multipart/form-data")
     if request.content_length is not None and request.content_length > (max_mb << 20) + _MAX_OTHER_BYTES:
         raise _too_large(max_mb, request.content_length)
     form = _FormReceiver(path, max_mb)
@@ -131,7 +131,7 @@ class _FormReceiver:
         self._name, self._value = _cleaned_name(part.name or ""), bytearray()
         if self._name == "file":
             if self._filename is not None:
-                raise InvalidRequest("file", "is there twice; send one file at a time")
+                raise InvalidRequest("file", "occurs twice; send one file per request")
             self._filename = _cleaned_name(part.filename or "file")
             self._file = await asyncio.to_thread(_open_for_writing, self._path)
 
@@ -200,7 +200,7 @@ def _cleaned_name(name: str) -> str:
 
 
 def _too_large(max_mb: int, n_bytes: int) -> web.HTTPRequestEntityTooLarge:
-    text = f"the file is larger than {max_mb} MiB, the limit of this server (--max-file-mb)"
+    text = f"the file exceeds {max_mb} MiB, the limit of this server (--max-file-mb)"
     return web.HTTPRequestEntityTooLarge(max_mb << 20, n_bytes, text=text)
 
 

@@ -68,7 +68,7 @@ class FileDeleted(msgspec.Struct, frozen=True, kw_only=True):
 
 @routes.post("/v1/files")
 async def upload_file(request: web.Request) -> web.Response:
-    """Stores a file, durably before it responds. An incomplete upload leaves nothing behind."""
+    """Upload a file, durably before it responds. An incomplete upload leaves nothing behind."""
     data = batches_of(request).data
     file_id = new_file_id()
     path = data.incoming(file_id)
@@ -103,7 +103,7 @@ async def list_files(request: web.Request) -> web.Response:
 
 @routes.get("/v1/files/{id}")
 async def get_file(request: web.Request) -> web.Response:
-    """Returns a file object."""
+    """Get a file object."""
     file, _ = await batches_of(request).file(request.match_info["id"], viewer_of(request))
     return json_response(file)
 
@@ -158,7 +158,9 @@ def _requested_part(request: web.Request, n_bytes: int) -> range | None:
         return None
     part = range(n_bytes)[wanted]
     if not part:
-        text = f"Range: {request.headers[hdrs.RANGE][:80]!r} is beyond the end of the file, which has {n_bytes} bytes"
+        text = (
+            f"Range: {request.headers[hdrs.RANGE][:80]!r} starts beyond the end of the file, which has {n_bytes} bytes"
+        )
         raise web.HTTPRequestRangeNotSatisfiable(text=text)
     return part
 
@@ -172,29 +174,29 @@ def _open_content(paths: Sequence[Path], start: int, n_bytes: int) -> BinaryIO:
             continue
         if (found := content.seek(0, os.SEEK_END)) < n_bytes:
             content.close()
-            text = f"the contents of {paths[-1].name} are damaged: {found} of {n_bytes} bytes are left"
+            text = f"{paths[-1].name} is damaged: only {found} of {n_bytes} bytes are left"
             raise NotFound("id", text)
         content.seek(start)
         return content
-    raise NotFound("id", f"the contents of {paths[-1].name} are missing from the server's data folder")
+    raise NotFound("id", f"{paths[-1].name} is missing from the server's data folder")
 
 
 ENDPOINTS = {
     ("post", "/v1/files"): Endpoint(
-        "Stores a file",
+        "Upload a file",
         json_content(schema_ref(File)),
         (400, 401, 403, 413, 429, 503, 507),
         types=(File,),
         form=UPLOAD_FORM,
     ),
-    ("get", "/v1/files"): query_endpoint("Lists the files", FileList, (400, 401, 503), query=FileQuery),
-    ("get", "/v1/files/{id}"): query_endpoint("Returns a file object", File, (401, 404, 503)),
+    ("get", "/v1/files"): query_endpoint("List files", FileList, (400, 401, 503), query=FileQuery),
+    ("get", "/v1/files/{id}"): query_endpoint("Get a file object", File, (401, 404, 503)),
     ("get", "/v1/files/{id}/content"): Endpoint(
-        "Returns the contents of a file; with the header Range a part of them, with status 206",
+        "Get the contents of a file; with a Range header, part of it (status 206)",
         {"application/octet-stream": BINARY, "application/jsonl": BINARY},
         (401, 404, 416, 503),
     ),
     ("delete", "/v1/files/{id}"): query_endpoint(
-        "Deletes a file, unless a batch reads it", FileDeleted, (401, 403, 404, 409, 429, 503, 507)
+        "Delete a file, unless a batch is reading it", FileDeleted, (401, 403, 404, 409, 429, 503, 507)
     ),
 }

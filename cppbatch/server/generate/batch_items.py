@@ -56,10 +56,12 @@ class BatchItem:
                 if own is not json:
                     raise InvalidRequest(path, f"is {json!r:.80}; it must be an object of sampling fields")
                 for name in own.keys() & _PROMPTS:
-                    raise InvalidRequest(name, "is given already; here are sampling fields")
+                    raise InvalidRequest(
+                        name, "cannot be set here, because it is already given; only sampling fields are allowed"
+                    )
             for name in _BATCH_ONLY:
                 if own.get(name):
-                    raise InvalidRequest(name, "is for a whole batch, not for one of its items")
+                    raise InvalidRequest(name, "applies to the whole batch and cannot be set for an item")
             merged = merge_fields(merged, own)
         body = convert(merged, GenerateRequest)
         for _, json in self._parts:
@@ -89,7 +91,10 @@ def batch_items(body: GenerateBatchRequest, limits: Limits) -> list[BatchItem]:
     Raises `InvalidRequest` if there are none, or too many.
     """
     if sum(each is not None for each in (body.prompts, body.prompt, body.messages)) != 1:
-        message = "is required, or one `prompt` or `messages` with several `params`; give one of the three"
+        message = (
+            "is required, unless one `prompt` or `messages` is given with several `params`; give exactly one of "
+            "the three"
+        )
         raise InvalidRequest("prompts", message)
     lists = {name: json for name, json in (("prompts", body.prompts), ("params", body.settings)) if json is not None}
     for name in lists or ("params",):
@@ -99,7 +104,9 @@ def batch_items(body: GenerateBatchRequest, limits: Limits) -> list[BatchItem]:
     if n_items > most:
         counts = " x ".join(str(len(each)) for each in lists.values())
         of = counts if len(lists) == 1 else f"{counts} = {n_items}"
-        raise InvalidRequest([*lists][-1], f"makes {of} items; this server takes {most} (--max-prompts-per-batch)")
+        raise InvalidRequest(
+            [*lists][-1], f"makes {of} items; the limit of this server is {most} (--max-prompts-per-batch)"
+        )
     shared = {
         name: value
         for name, value in msgspec.to_builtins(body).items()

@@ -55,7 +55,9 @@ class RunningBatches:
             return
         key = owner, request_id
         if key in self._batches:
-            raise InvalidRequest("request_id", f"{request_id!r:.140} is the id of a batch that is still running")
+            raise InvalidRequest(
+                "request_id", f"{request_id!r:.140} is already the id of a running batch; choose another"
+            )
         self._batches[key] = batch
         try:
             yield
@@ -66,7 +68,7 @@ class RunningBatches:
         """The running batch with this id. Raises `NotFound`."""
         if batch := self._batches.get((owner, request_id)):
             return batch
-        raise NotFound("request_id", f"{request_id!r:.140} is not the id of a batch that is running")
+        raise NotFound("request_id", f"{request_id!r:.140} is not the id of a running batch")
 
 
 RUNNING_BATCHES = web.AppKey("running_batches", RunningBatches)
@@ -90,17 +92,17 @@ class CancelItemResponse(msgspec.Struct, frozen=True, kw_only=True):
 
 @routes.post(PATH)
 async def cancel_item(request: web.Request) -> web.Response:
-    """Ends one item of a running batch; the others continue."""
+    """Cancel one item of a running batch; the others continue."""
     body = await read_json(request, CancelItemRequest)
     batch = request.app[RUNNING_BATCHES].get(viewer_of(request), body.request_id)
     if body.index >= batch.n_items:
-        raise InvalidRequest("index", f"is {body.index}; the batch has {batch.n_items} items, from 0")
+        raise InvalidRequest("index", f"is {body.index}; the batch has {batch.n_items} items, numbered from 0")
     await batch.cancel(body.index)
     return json_response(CancelItemResponse(request_id=body.request_id, index=body.index))
 
 
 ENDPOINTS = {
     ("post", PATH): generation_endpoint(
-        "Ends one item of a running batch; the others continue", CancelItemRequest, CancelItemResponse, streams=False
+        "Cancel one item of a running batch; the others continue", CancelItemRequest, CancelItemResponse, streams=False
     ),
 }

@@ -40,7 +40,7 @@ routes = web.RouteTableDef()
 
 class BatchResult(GenerateChunk, frozen=True, kw_only=True):
     """The result of an item: either the fields of a `GenerateResponse`, or an error. In a stream, each event with an
-    index has new text of its item, or the item's error."""
+    index has new text for its item, or its error."""
 
     index: int
     """Of the item, from 0. Of `prompts` with `params`: that of the prompt times the number of `params`, plus that of
@@ -98,7 +98,7 @@ async def generate_batch(request: web.Request) -> web.StreamResponse:
 
 ENDPOINTS = {
     ("post", "/generate/batch"): generation_endpoint(
-        "Completes many prompts, each in one or many ways; the failure of one does not affect the others",
+        "Complete many prompts, each with one or more parameter sets; a failed item does not affect the others",
         GenerateBatchRequest,
         GenerateBatchResponse,
     ),

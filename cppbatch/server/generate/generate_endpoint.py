@@ -51,7 +51,7 @@ class GenerateFields(SamplingFields, kw_only=True):
         """Raises `InvalidRequest` if several completions of a prompt are requested: each result has one."""
         for name in ("n", "best_of"):
             if getattr(self, name) not in (None, 1):
-                message = "must be 1 here: for several texts of one prompt give /generate/batch several `params`"
+                message = "must be 1; for several texts from one prompt, use /generate/batch with several `params`"
                 raise InvalidRequest(name, message)
 
 
@@ -117,14 +117,14 @@ class GenerateChunk(msgspec.Struct, frozen=True, kw_only=True):
 
 @routes.post("/generate")
 async def generate(request: web.Request) -> web.StreamResponse:
-    """Completes a prompt."""
+    """Complete a prompt."""
     body = await read_json(request, GenerateRequest)
     serving = await serving_of(request, body)
     conversations = await chat_tools(serving, [body])
     return await respond(request, await asyncio.to_thread(prepare_generate, body, serving, conversations))
 
 
-ENDPOINTS = {("post", "/generate"): generation_endpoint("Completes a prompt", GenerateRequest, GenerateResponse)}
+ENDPOINTS = {("post", "/generate"): generation_endpoint("Complete a prompt", GenerateRequest, GenerateResponse)}
 
 
 class ChatTools(NamedTuple):
@@ -164,7 +164,7 @@ def prepare_generate(body: GenerateRequest, serving: Serving, chat: ChatTools | 
 def engine_request(body: GenerateRequest, serving: Serving, name: str, chat: ChatTools | None) -> GenerationRequest:
     """The engine request for a prompt, or for `messages`, which `chat` renders. Raises `InvalidRequest`."""
     if (body.prompt is None) == (body.messages is None):
-        raise InvalidRequest("prompt", "is required, or messages; not both")
+        raise InvalidRequest("prompt", "is required, unless messages is given; they cannot be combined")
     prompt: Prompt | None = body.prompt
     required = None
     if body.messages is not None:

@@ -41,7 +41,7 @@ class LlamaCompletionRequest(LlamaFields, kw_only=True):
 @routes.post("/completion")
 @routes.post("/completions")
 async def llama_completion(request: web.Request) -> web.StreamResponse:
-    """Completes one or more prompts."""
+    """Complete one or more prompts."""
     body = await read_json(request, LlamaCompletionRequest)
     return await respond_to_completion(request, body, await _prepare_completion(body, await serving_of(request, body)))
 
@@ -82,7 +82,7 @@ async def _prepare_completion(body: LlamaCompletionRequest, serving: Serving) ->
     prompts, most = prompts_of(body.prompt), serving.limits.max_prompts_per_batch
     if len(prompts) > most:
         raise InvalidRequest(
-            "prompt", f"has {len(prompts)} prompts; this server takes {most} (--max-prompts-per-batch)"
+            "prompt", f"has {len(prompts)} prompts; the limit of this server is {most} (--max-prompts-per-batch)"
         )
     fields = [f"prompt[{i}]" for i in range(len(prompts))] if len(prompts) > 1 else ["prompt"]
     read = [await _llama_prompt(serving, prompt, field) for prompt, field in zip(prompts, fields, strict=True)]
@@ -219,6 +219,6 @@ def llama_endpoint(summary: str, body: type[LlamaFields]) -> Endpoint:
 
 
 ENDPOINTS = {
-    ("post", "/completion"): llama_endpoint("Completes one or more prompts", LlamaCompletionRequest),
-    ("post", "/completions"): llama_endpoint("As /completion", LlamaCompletionRequest),
+    ("post", "/completion"): llama_endpoint("Complete one or more prompts", LlamaCompletionRequest),
+    ("post", "/completions"): llama_endpoint("Same as /completion", LlamaCompletionRequest),
 }

@@ -54,7 +54,9 @@ async def _prepare(body: LlamaEmbeddingRequest, serving: Serving) -> PreparedReq
     if body.embd_normalize not in (None, _AS_COMPUTED, _LENGTH_1):
         raise InvalidRequest("embd_normalize", f"is {body.embd_normalize}; it must be 2 (length 1) or -1 (as computed)")
     if body.encoding_format == "base64":
-        raise InvalidRequest("encoding_format", "is base64, which /v1/embeddings has; use that path or leave it out")
+        raise InvalidRequest(
+            "encoding_format", "is base64, which is only supported by /v1/embeddings; use that path, or leave it out"
+        )
     if body.content is not None:
         body = msgspec.structs.replace(body, input=body.content)
     return await prepare_vectors(body, serving, LlamaEmbeddingBuilder(body, serving))
@@ -81,6 +83,6 @@ class LlamaEmbeddingBuilder(PoolingBuilder):
 
 
 _ENDPOINT = generation_endpoint(
-    "Computes a vector for each input, in llama-server's form", LlamaEmbeddingRequest, LlamaEmbedding, streams=False
+    "Compute embeddings, in llama-server's format", LlamaEmbeddingRequest, LlamaEmbedding, streams=False
 )._replace(content=json_content({"type": "array", "items": schema_ref(LlamaEmbedding)}))
 ENDPOINTS = {("post", path): _ENDPOINT for path in ("/embeddings", "/embedding")}

@@ -100,7 +100,7 @@ def _check_supported(body: LlamaFields) -> None:
             "characters each",
         )
     if body.best_of is not None:
-        raise InvalidRequest("best_of", "is supported by /v1/completions, not here; n_cmpl gives several completions")
+        raise InvalidRequest("best_of", "is only supported by /v1/completions; use n_cmpl for several completions")
 
 
 def _without_empty(stop: str | list[str] | None) -> list[str] | None:
@@ -165,4 +165,4 @@ async def _biases(body: LlamaFields, serving: Serving) -> Json:
 def _bias_pair(i: int, entry: object) -> tuple[int | str, object]:
     if isinstance(entry, list) and len(entry) == 2 and isinstance(entry[0], (int, str)) and entry[0] is not True:
         return entry[0], entry[1]
-    raise InvalidRequest(f"logit_bias[{i}]", f"is {entry!r:.80}; it must be [a token id or a text, a bias or false]")
+    raise InvalidRequest(f"logit_bias[{i}]", f"is {entry!r:.80}; it must be [token id or text, bias or false]")

@@ -25,7 +25,7 @@ _REPOSITORY = "project"  # the repository's name in the prompt; llama-server's A
 
 
 class ExtraText(msgspec.Struct):
-    """A text for context, for example another file of the project."""
+    """Text for context, for example another file of the project."""
 
     text: str
     filename: str = "tmp"
@@ -45,14 +45,14 @@ class InfillRequest(LlamaFields, kw_only=True):
 
 @routes.post("/infill")
 async def infill(request: web.Request) -> web.StreamResponse:
-    """Completes the text between a prefix and a suffix."""
+    """Complete the text between a prefix and a suffix."""
     body = await read_json(request, InfillRequest)
     serving = await serving_of(request, body)
     prepared = await prepare_llama_completion(body, serving, [LlamaPrompt(await _infill_prompt(serving, body))])
     return await respond_to_completion(request, body, prepared)
 
 
-ENDPOINTS = {("post", "/infill"): llama_endpoint("Completes the text between a prefix and a suffix", InfillRequest)}
+ENDPOINTS = {("post", "/infill"): llama_endpoint("Complete the text between a prefix and a suffix", InfillRequest)}
 
 
 async def _infill_prompt(serving: Serving, body: InfillRequest) -> list[TokenPiece]:
@@ -63,7 +63,9 @@ async def _infill_prompt(serving: Serving, body: InfillRequest) -> list[TokenPie
     """
     fill_in = serving.info.fill_in
     if fill_in is None:
-        raise InvalidRequest("input_prefix", f"cannot be used: {serving.info.name} was not trained to fill in")
+        raise InvalidRequest(
+            "input_prefix", f"is not supported: {serving.info.name} was not trained for fill-in-the-middle"
+        )
 
     async def read(text: str, field: str) -> list[TokenPiece]:
         return await tokenize(serving, text, field, add_special=False, parse_special=False)
@@ -72,7 +74,7 @@ async def _infill_prompt(serving: Serving, body: InfillRequest) -> list[TokenPie
         return await serving.client.tokenize(text, add_special=False)
 
     if len(body.input_extra or []) > MAX_TEXTS:
-        raise InvalidRequest("input_extra", f"has more than {MAX_TEXTS} texts; join them")
+        raise InvalidRequest("input_extra", f"has more than {MAX_TEXTS} texts; merge some of them")
     prompt = await read(body.prompt, "prompt")
     prefix = await read(body.input_prefix, "input_prefix")
     suffix = await read(body.input_suffix, "input_suffix")

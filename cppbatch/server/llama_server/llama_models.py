@@ -42,9 +42,9 @@ _ERRORS = (400, 401, 403, 404, 413, 429, 503)
 
 ENDPOINTS = {
     ("post", "/models/load"): query_endpoint(
-        "Has a model loaded; GET /models shows when it is", Success, _ERRORS
+        "Start loading a model; GET /models shows its state", Success, _ERRORS
     )._replace(body=ModelRequest),
     ("post", "/models/unload"): query_endpoint(
-        "Has a model unloaded once its last request has ended; 409 for the only model", Success, (*_ERRORS, 409)
+        "Unload a model after its last request; 409 for the only model", Success, (*_ERRORS, 409)
     )._replace(body=ModelRequest),
 }

@@ -31,8 +31,9 @@ _DOCUMENTED = {
 routes = [web.get("/models", models_endpoint.models), *(web.post(path, to) for path, (_, to) in _POST.items())]
 
 ENDPOINTS = {
-    ("get", "/models"): models_endpoint.ENDPOINTS["get", "/v1/models"]._replace(summary="As /v1/models"),
+    ("get", "/models"): models_endpoint.ENDPOINTS["get", "/v1/models"]._replace(summary="Same as /v1/models"),
     **{
-        ("post", path): _DOCUMENTED["post", known]._replace(summary=f"As {known}") for path, (known, _) in _POST.items()
+        ("post", path): _DOCUMENTED["post", known]._replace(summary=f"Same as {known}")
+        for path, (known, _) in _POST.items()
     },
 }

@@ -88,7 +88,7 @@ async def slot_action(request: web.Request) -> web.Response:
     """Saves, restores or erases the cached prefix of a slot. Raises `SwitchedOff` and `InvalidRequest`."""
     folder = request.app[MODELS].settings.slot_save_path
     if folder is None:
-        raise SwitchedOff("slots are not saved, restored or erased here: start the server with --slot-save-path DIR")
+        raise SwitchedOff("saving, restoring and erasing slots is disabled: start the server with --slot-save-path DIR")
     action = convert(dict(request.query), SlotQuery, from_text=True).action
     serving = await serving_of(request)
     slot = await _slot(request, serving)
@@ -97,7 +97,9 @@ async def slot_action(request: web.Request) -> web.Response:
         return json_response(SlotErased(id_slot=slot, n_erased=report.n_tokens))
     name = parse(await request.read(), SlotFileRequest).filename
     if not _FILE_NAME.fullmatch(name):
-        message = f"is {name!r:.80}; it must be 1 to 64 characters without / \\ : and without a dot at the beginning"
+        message = (
+            f"is {name!r:.80}; it must be 1 to 64 characters, must not contain / \\ : and must not start with a dot"
+        )
         raise InvalidRequest("filename", message)
     began = perf_counter()
     report = await serving.client.slot_action(action, slot, str(folder / name))
@@ -113,7 +115,7 @@ async def _slot(request: web.Request, serving: Serving) -> int:
     given, client = request.match_info["id"], serving.client
     n_slots = client.config.n_parallel * len(await client.workers())
     if not re.fullmatch("[0-9]{1,9}", given) or int(given) >= n_slots:
-        raise InvalidRequest("id_slot", f"is {given!r:.40}; this server has slots 0 to {n_slots - 1}")
+        raise InvalidRequest("id_slot", f"is {given!r:.40}; it must be from 0 to {n_slots - 1}")
     return int(given)
 
 
@@ -121,7 +123,7 @@ _ANSWERS = (SlotSaved, SlotRestored, SlotErased)
 
 ENDPOINTS = {
     ("post", "/slots/{id}"): Endpoint(
-        "Saves the cached prefix of a slot to a file, restores it, or erases it; 501 without --slot-save-path",
+        "Save the cached prefix of a slot to a file, restore it, or erase it; 501 without --slot-save-path",
         json_content({"anyOf": [schema_ref(kind) for kind in _ANSWERS]}),
         (400, 401, 413, 429, 500, 501, 503),
         types=_ANSWERS,

@@ -42,7 +42,7 @@ class DefaultSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Modalities(msgspec.Struct, frozen=True, kw_only=True):
-    """Inputs besides text."""
+    """Supported inputs besides text."""
 
     vision: bool = False
     video: bool = False
@@ -168,7 +168,7 @@ async def props(request: web.Request) -> web.Response:
 async def change_props(request: web.Request) -> web.Response:
     """Changes nothing, as in llama-server; needs --props. Raises `InvalidRequest` for a property."""
     if not request.app[MODELS].settings.props:
-        raise SwitchedOff("POST /props is switched off: start the server with --props")
+        raise SwitchedOff("POST /props is disabled: start the server with --props")
     await read_json(request, PropsChange)
     return json_response(Success())
 
@@ -181,12 +181,12 @@ def _default_settings(serving: Serving) -> GenerationSettings:
 
 @routes.get("/slots")
 async def slots(request: web.Request) -> web.Response:
-    """Returns a slot for each sequence that can run at once; with `fail_on_no_slot` 503 if all are busy.
+    """Get one slot for each sequence that can run at the same time; with `fail_on_no_slot` 503 if all are busy.
 
     Requests have no slots of their own: the first slots of each worker are reported as busy. Raises `SwitchedOff`.
     """
     if not request.app[MODELS].settings.slots:
-        raise SwitchedOff("/slots is switched off: start the server without --no-slots")
+        raise SwitchedOff("/slots is disabled: start the server without --no-slots")
     serving = await serving_of(request)
     n, n_ctx = serving.client.config.n_parallel, serving.info.max_sequence
     found: list[Slot] = []
@@ -200,7 +200,7 @@ async def slots(request: web.Request) -> web.Response:
 
 @routes.get("/lora-adapters")
 async def lora_adapters(request: web.Request) -> web.Response:
-    """Returns the adapters that a request's `lora` can name, with their present scales."""
+    """List the adapters that `lora` in a request can reference, with their present scales."""
     serving = await serving_of(request)
     adapters = serving.info.adapters
     scales = dict(adapter_set(serving.lora, adapters))
@@ -235,16 +235,16 @@ def _list_endpoint(summary: str, kind: type, *errors: int) -> Endpoint:
 
 ENDPOINTS = {
     ("get", "/props"): query_endpoint(
-        "Returns the properties of the model, and the default settings; of several models, ?model= names one", Props
+        "Get the properties and default settings of the model; with several models, select one with ?model=", Props
     )._replace(
         content=json_content({"anyOf": [schema_ref(Props), schema_ref(RouterProps)]}), types=(Props, RouterProps)
     ),
-    ("get", "/slots"): _list_endpoint("Returns a slot for each sequence that can run at once", Slot, 501),
+    ("get", "/slots"): _list_endpoint("Get one slot for each sequence that can run at the same time", Slot, 501),
     ("post", "/props"): query_endpoint(
-        "Changes nothing, as in llama-server; 501 without --props", Success, (400, 401, 403, 413, 429, 501, 503)
+        "Has no effect, as in llama-server; 501 without --props", Success, (400, 401, 403, 413, 429, 501, 503)
     )._replace(body=PropsChange),
     ("post", "/lora-adapters"): query_endpoint(
-        "Sets the scales of adapters for requests without `lora`", Success, (400, 401, 403, 413, 429, 503)
+        "Set the adapter scales for requests without `lora`", Success, (400, 401, 403, 413, 429, 503)
     )._replace(body=LoraScale, takes_list=True),
-    ("get", "/lora-adapters"): _list_endpoint("Returns the adapters that a request's `lora` can name", LoraAdapter),
+    ("get", "/lora-adapters"): _list_endpoint("List the adapters that `lora` in a request can reference", LoraAdapter),
 }

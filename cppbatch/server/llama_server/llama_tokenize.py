@@ -57,9 +57,9 @@ class TokenizeRequest(msgspec.Struct):
         """Raises `InvalidRequest` unless there is exactly one of the three."""
         given = [name for name in ("content", "prompt", "messages") if getattr(self, name) is not None]
         if not given:
-            raise InvalidRequest("content", "is required: a text; or prompt, or messages")
+            raise InvalidRequest("content", "is required, unless prompt or messages is given")
         if len(given) > 1:
-            raise InvalidRequest(given[1], f"cannot be used together with {given[0]}")
+            raise InvalidRequest(given[1], f"cannot be combined with {given[0]}")
 
 
 class TokenAndPiece(msgspec.Struct, frozen=True, kw_only=True):
@@ -120,7 +120,7 @@ class ApplyTemplateResponse(msgspec.Struct, frozen=True, kw_only=True):
 
 @routes.post("/tokenize")
 async def tokenize_text(request: web.Request) -> web.Response:
-    """Returns the tokens of a text."""
+    """Tokenise a text."""
     body = await read_json(request, TokenizeRequest)
     serving = await serving_of(request, body)
     body.check()
@@ -180,7 +180,7 @@ def _text_or_bytes(piece: bytes) -> str | list[int]:
 
 @routes.post("/detokenize")
 async def detokenize_tokens(request: web.Request) -> web.Response:
-    """Returns the text of tokens."""
+    """Convert tokens to text."""
     body = await read_json(request, DetokenizeRequest)
     ids: list[str | int] = list(body.tokens)
     tokens = await tokenize(await serving_of(request, body), ids, "tokens")
@@ -205,7 +205,7 @@ async def tokenizer_info(request: web.Request) -> web.Response:
 
 @routes.post("/apply-template")
 async def apply_template(request: web.Request) -> web.Response:
-    """Returns the prompt of a conversation."""
+    """Apply the chat template to a conversation."""
     body = await read_json(request, ChatCompletionRequest)
     serving = await serving_of(request, body)
     chat = await prepare_chat(body, serving)
@@ -216,14 +216,12 @@ async def apply_template(request: web.Request) -> web.Response:
 
 
 ENDPOINTS = {
-    ("post", "/tokenize"): generation_endpoint(
-        "Returns the tokens of a text", TokenizeRequest, TokenizeResponse, streams=False
-    ),
+    ("post", "/tokenize"): generation_endpoint("Tokenise a text", TokenizeRequest, TokenizeResponse, streams=False),
     ("post", "/detokenize"): generation_endpoint(
-        "Returns the text of tokens", DetokenizeRequest, DetokenizeResponse, streams=False
+        "Convert tokens to text", DetokenizeRequest, DetokenizeResponse, streams=False
     ),
-    ("get", "/tokenizer_info"): query_endpoint("Describes the tokenizer", TokenizerInfo),
+    ("get", "/tokenizer_info"): query_endpoint("Get a description of the tokenizer", TokenizerInfo),
     ("post", "/apply-template"): generation_endpoint(
-        "Returns the prompt of a conversation", ChatCompletionRequest, ApplyTemplateResponse, streams=False
+        "Apply the chat template to a conversation", ChatCompletionRequest, ApplyTemplateResponse, streams=False
     ),
 }

@@ -46,14 +46,14 @@ routes = web.RouteTableDef()
 
 @routes.post("/v1/chat/completions")
 async def chat_completions(request: web.Request) -> web.StreamResponse:
-    """Generates the assistant's next message of a conversation."""
+    """Generate the next assistant message."""
     body = await read_json(request, ChatCompletionRequest)
     return await respond(request, await prepare_chat_completion(body, await serving_of(request, body)))
 
 
 ENDPOINTS = {
     ("post", "/v1/chat/completions"): generation_endpoint(
-        "Generates the assistant's next message of a conversation", ChatCompletionRequest, ChatCompletionResponse
+        "Generate the next assistant message", ChatCompletionRequest, ChatCompletionResponse
     ),
 }
 

@@ -36,7 +36,7 @@ Json = dict[str, Any]
 
 
 class Prediction(msgspec.Struct):
-    """`prediction`: text that most of the answer is known to contain, such as a file to change."""
+    """`prediction`: text that makes up most of the expected answer, such as a file to edit."""
 
     content: str | list[ContentPart]
     type: Literal["content"] = "content"
@@ -47,7 +47,7 @@ class Prediction(msgspec.Struct):
             return self.content
         for i, part in enumerate(self.content):
             if part.type != "text" or part.text is None:
-                raise InvalidRequest(f"prediction.content[{i}]", f"is of type {part.type!r}; only text can be read")
+                raise InvalidRequest(f"prediction.content[{i}]", f"is of type {part.type!r}; only text is supported")
         return "".join(part.text or "" for part in self.content)
 
 
@@ -96,7 +96,7 @@ class ChatCompletionRequest(VerboseFields, kw_only=True):
     def params(self, **defaults: Any) -> SamplingParams:
         """As in `SamplingFields`."""
         if self.top_logprobs is not None and not self.wants_logprobs:
-            raise InvalidRequest("top_logprobs", "is only of use when logprobs is true")
+            raise InvalidRequest("top_logprobs", "requires logprobs to be true")
         wanted = {"logprobs": 0} if self.wants_logprobs else {}
         return super().params(**defaults, **wanted)
 
@@ -111,7 +111,7 @@ class ChatCompletionRequest(VerboseFields, kw_only=True):
     def functions(self) -> list[Json]:
         """The tools as chat templates expect them. Raises `InvalidRequest`."""
         if self.legacy_functions and self.tools:
-            raise InvalidRequest("functions", "cannot be used together with tools; give the functions as tools")
+            raise InvalidRequest("functions", "cannot be combined with tools; pass the functions as tools")
         if self.legacy_functions:
             return [{"type": "function", "function": msgspec.to_builtins(each)} for each in self.legacy_functions]
         return [tool.as_dict(f"tools[{i}]") for i, tool in enumerate(self.tools or [])]
@@ -119,7 +119,7 @@ class ChatCompletionRequest(VerboseFields, kw_only=True):
     def choice(self) -> ToolChoice:
         """`tool_choice` and `parallel_tool_calls`. Raises `InvalidRequest`."""
         if self.function_call is not None and not self.legacy_functions:
-            raise InvalidRequest("function_call", "needs functions; with tools give tool_choice")
+            raise InvalidRequest("function_call", "requires functions; with tools, use tool_choice")
         if self.legacy_functions:
             return self._legacy_choice()
         return choice_of(self.tool_choice or "auto", parallel=self.parallel_tool_calls is not False)
@@ -130,7 +130,7 @@ class ChatCompletionRequest(VerboseFields, kw_only=True):
         if self.function_call == "none":
             return ToolChoice(mode="none")
         if self.function_call not in (None, "auto"):
-            message = f"is {self.function_call!r:.80}; it must be none, auto or a function by its name"
+            message = f"is {self.function_call!r:.80}; it must be none, auto, or an object that names a function"
             raise InvalidRequest("function_call", message)
         return ToolChoice(parallel=False)
 
@@ -138,7 +138,7 @@ class ChatCompletionRequest(VerboseFields, kw_only=True):
     def continues_message(self) -> bool | None:
         """Whether the last message is continued; None: if it is the assistant's. Raises `InvalidRequest`."""
         if self.add_generation_prompt and self.continue_final_message:
-            message = "cannot be true together with add_generation_prompt: the last message either ends or goes on"
+            message = "cannot be combined with add_generation_prompt: the last message is either complete or continued"
             raise InvalidRequest("continue_final_message", message)
         if self.add_generation_prompt is None:
             return self.continue_final_message

@@ -48,7 +48,7 @@ class CompletionTokensDetails(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Usage(msgspec.Struct, frozen=True, kw_only=True):
-    """Tokens of the whole request. A prompt counts once, whatever the number of its choices."""
+    """Token counts of the request. A prompt is counted once, regardless of the number of choices."""
 
     prompt_tokens: int
     completion_tokens: int

@@ -50,7 +50,7 @@ class CompletionRequest(VerboseFields, kw_only=True):
             return [[item for item in self.prompt if isinstance(item, int)]]
         prompts = [item for item in self.prompt if not isinstance(item, int)]
         if not prompts or len(prompts) < len(self.prompt):
-            raise InvalidRequest("prompt", "must be a string, token ids, or a list of those, and not empty")
+            raise InvalidRequest("prompt", "must be a string, token ids, or a list of these, and must not be empty")
         return prompts
 
 
@@ -116,14 +116,14 @@ class CompletionChunk(msgspec.Struct, frozen=True, kw_only=True):
 
 @routes.post("/v1/completions")
 async def completions(request: web.Request) -> web.StreamResponse:
-    """Completes one or more prompts."""
+    """Complete one or more prompts."""
     body = await read_json(request, CompletionRequest)
     return await respond(request, await prepare_completion(body, await serving_of(request, body)))
 
 
 ENDPOINTS = {
     ("post", "/v1/completions"): generation_endpoint(
-        "Completes one or more prompts", CompletionRequest, CompletionResponse
+        "Complete one or more prompts", CompletionRequest, CompletionResponse
     ),
 }
 
@@ -149,9 +149,9 @@ def _fill_in_prompt(serving: Serving, prefix: Prompt, suffix: str) -> str:
     """The prompt for the text between a prefix and a suffix, in the model's own form."""
     tokens = serving.info.fill_in
     if tokens is None:
-        raise InvalidRequest("suffix", f"cannot be used: {serving.info.name} was not trained to fill in")
+        raise InvalidRequest("suffix", f"is not supported: {serving.info.name} was not trained for fill-in-the-middle")
     if not isinstance(prefix, str):
-        raise InvalidRequest("suffix", "needs a prompt that is text, not token ids")
+        raise InvalidRequest("suffix", "requires a text prompt, not token ids")
     return f"{tokens.prefix}{prefix}{tokens.suffix}{suffix}{tokens.middle}"
 
 

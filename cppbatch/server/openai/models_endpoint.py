@@ -36,7 +36,7 @@ class ModelWorker(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ModelMeta(msgspec.Struct, frozen=True, kw_only=True):
-    """Facts about the model that OpenAI's object does not have."""
+    """Model metadata beyond OpenAI's model object."""
 
     description: str
     n_ctx: int | UnsetType = UNSET
@@ -58,7 +58,7 @@ class ModelMeta(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Architecture(msgspec.Struct, frozen=True, kw_only=True):
-    """What goes in and out, as llama-server's router says it."""
+    """Input and output modalities, as reported by llama-server's router."""
 
     input_modalities: list[str]
     """text, image, audio."""
@@ -66,7 +66,7 @@ class Architecture(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ModelStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """Whether a model is loaded, as llama-server's router says it."""
+    """Load state of a model, as reported by llama-server's router."""
 
     value: ModelStatusName
     progress: float | UnsetType = UNSET
@@ -146,7 +146,7 @@ async def models(request: web.Request) -> web.Response:
 
 @routes.get("/v1/models/{id:.+}")
 async def model(request: web.Request) -> web.Response:
-    """A model by one of its names. Of a single model, others are not found, although requests may name them."""
+    """Get a model by any of its names. Of a single model, others are not found, although requests may name them."""
     served = request.app[MODELS]
     entry = await served.entry(request.match_info["id"], request.get(KEY))
     if is_anthropic(request):
@@ -162,10 +162,10 @@ def _endpoint(summary: str, response: type, for_anthropic: type, error: int) -> 
 
 
 ENDPOINTS = {
-    ("get", "/v1/models"): _endpoint("The models, loaded or not", ModelList, AnthropicModelList, 400)._replace(
+    ("get", "/v1/models"): _endpoint("List all models, loaded or not", ModelList, AnthropicModelList, 400)._replace(
         query=AnthropicModelQuery
     ),
-    ("get", "/v1/models/{id}"): _endpoint("A model by one of its names", Model, AnthropicModel, 404),
+    ("get", "/v1/models/{id}"): _endpoint("Get a model by any of its names", Model, AnthropicModel, 404),
 }
 
 

@@ -86,7 +86,7 @@ export async function* events(path, options = {}) {
   try {
     for (;;) {
       const {done, value} = await reader.read().catch((error) => {
-        throw isAbort(error) ? error : new ApiError(0, 'The connection to the server was lost.');
+        throw isAbort(error) ? error : new ApiError(0, 'Lost the connection to the server.');
       });
       if (done) return;
       options.onAlive?.();
@@ -129,7 +129,7 @@ async function send(path, {method, body, signal, headers}, apiKey) {
     });
   } catch (error) {
     if (isAbort(error)) throw error;
-    throw new ApiError(0, 'The server cannot be reached.');
+    throw new ApiError(0, 'Cannot reach the server.');
   }
 }
 

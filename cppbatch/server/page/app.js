@@ -15,7 +15,7 @@ import {Chat} from './chat/chat.js';
 import {percent} from './format.js';
 
 const TABS = {chat: 'Chat', playground: 'Playground', live: 'Live', jobs: 'Jobs', models: 'Models'};
-const THEMES = {auto: 'as the system', light: 'light', dark: 'dark'};
+const THEMES = {auto: 'system', light: 'light', dark: 'dark'};
 const UNKNOWN = {status: 'connecting', progress: 0};
 
 const tabInHash = () => {
@@ -27,11 +27,11 @@ const HEALTH = {
   connecting: ['', 'connecting'],
   ok: ['ok', 'ready'],
   loading: ['warning', 'loading the model'],
-  sleeping: ['ok', 'asleep, wakes at a request'],
-  restarting: ['warning', 'a worker restarts'],
+  sleeping: ['ok', 'sleeping, wakes on request'],
+  restarting: ['warning', 'a worker is restarting'],
   failed: ['error', 'the engine has failed'],
-  closed: ['error', 'the server shuts down'],
-  unreachable: ['error', 'server not reachable'],
+  closed: ['error', 'the server is shutting down'],
+  unreachable: ['error', 'server unreachable'],
 };
 
 /** Polls /health: every 5 seconds, every second while it is not ok, never while the page is hidden. */
@@ -89,12 +89,12 @@ function ThemeButton() {
 /** Asks for the key. A key that the server refuses is not kept. */
 function KeyDialog({onEnd}) {
   const [value, setValue] = useState('');
-  const [error, setError] = useState(key() ? 'The server refuses the key that this browser has kept.' : '');
+  const [error, setError] = useState(key() ? 'The server rejected the API key saved in this browser.' : '');
   const submit = async (event) => {
     event.preventDefault();
     const answer = await fetch('v1/models', {headers: {Authorization: `Bearer ${value.trim()}`}}).catch(() => null);
-    if (answer?.status === 401) return setError('The server refuses this key.');
-    if (!answer) return setError('The server cannot be reached.');
+    if (answer?.status === 401) return setError('The server rejected this key.');
+    if (!answer) return setError('Cannot reach the server.');
     setKey(value.trim());
     return onEnd(true);
   };
@@ -104,12 +104,12 @@ function KeyDialog({onEnd}) {
   };
   return html`<${Dialog} open title="API key" onClose=${() => onEnd(false)}>
     <form onSubmit=${submit}>
-      <p>This server wants an API key. It is kept in this browser, and sent in a header with each call.</p>
+      <p>This server requires an API key. It is saved in this browser and sent with each request.</p>
       <${Field} label="Key" error=${error}><input type="password" required autocomplete="off" spellcheck=${false}
         pattern="[!-~ ]+" autofocus value=${value} onInput=${(event) => setValue(event.target.value)} /><//>
       <div class="row end">
-        ${key() && html`<${Button} onClick=${forget}>Forget the key<//>`}
-        <${Button} kind="primary" type="submit">Use this key<//></div>
+        ${key() && html`<${Button} onClick=${forget}>Forget key<//>`}
+        <${Button} kind="primary" type="submit">Use key<//></div>
     </form><//>`;
 }
 

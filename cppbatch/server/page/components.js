@@ -282,7 +282,7 @@ export function lazy(load) {
     useEffect(() => (error ? reloadWhenBack() : undefined), [error]);
     if (Loaded) return html`<${Loaded} ...${props} />`;
     return error && html`<${EmptyState} title="This part of the page could not be loaded" icon="alert">
-      ${error.message}. Load the page again; if that does not help, the server is older or newer than this page.<//>`;
+      ${error.message}. Reload the page. If that does not help, the server and the page have different versions.<//>`;
   }
   Lazy.load = () => {
     loading ??= load().then((component) => { Loaded = component; }).finally(() => { loading = null; });
@@ -296,7 +296,7 @@ export const stylesheet = (base, path) => new Promise((resolve, reject) => {
   const {href} = new URL(path, base);
   if ([...document.styleSheets].some((sheet) => sheet.href === href)) return resolve();
   const link = Object.assign(document.createElement('link'), {rel: 'stylesheet', href});
-  Object.assign(link, {onload: resolve, onerror: () => reject(new Error(`${path} cannot be loaded`))});
+  Object.assign(link, {onload: resolve, onerror: () => reject(new Error(`${path} could not be loaded`))});
   return document.head.append(link);
 });
 

@@ -17,34 +17,36 @@ export const DEFAULT_MAX_TOKENS = 4096;
 /** @type {Setting[]} */
 export const SAMPLING = [
   {name: 'temperature', label: 'Temperature', kind: 'number', min: 0, max: 100, step: 0.1,
-    help: '0 always takes the likeliest token. Higher values take less likely ones more often.'},
+    help: '0 always picks the most likely token. Higher values pick less likely tokens more often.'},
   {name: 'max_tokens', label: 'Maximum tokens', kind: 'integer', min: 1, max: 2147483647, step: 1,
-    help: 'The answer is cut after this many tokens. Empty: in a chat 4,096 or the server’s limit, elsewhere as far as the context.'},
+    help: 'The answer is cut off after this many tokens. Empty: 4,096 or the server’s limit in a chat, otherwise until the '
+      + 'context is full.'},
   {name: 'seed', label: 'Seed', kind: 'integer', min: 0, max: Number.MAX_SAFE_INTEGER, step: 1,
-    help: 'The same seed with the same prompt gives the same text. Empty: a new seed for each answer.'},
+    help: 'The same seed with the same prompt gives the same text. Empty: a random seed for each answer.'},
   {name: 'top_k', label: 'Top-k', kind: 'integer', min: 0, max: 2147483647, step: 1,
-    help: 'Only the k likeliest tokens can be taken. 0: all.'},
+    help: 'Sample only from the k most likely tokens. 0: all.'},
   {name: 'top_p', label: 'Top-p', kind: 'number', min: 0, max: 1, step: 0.01,
-    help: 'Only the likeliest tokens that together reach this probability can be taken. 1: all.'},
+    help: 'Sample only from the most likely tokens up to this total probability. 1: all.'},
   {name: 'min_p', label: 'Min-p', kind: 'number', min: 0, max: 1, step: 0.01,
-    help: 'Tokens below this share of the likeliest token’s probability are left out. 0: none.'},
-  {name: 'stop', label: 'Stop texts', kind: 'lines', help: 'The answer ends before any of these texts, one a line.'},
+    help: 'Exclude tokens below this fraction of the most likely token’s probability. 0: none.'},
+  {name: 'stop', label: 'Stop strings', kind: 'lines',
+    help: 'The answer ends before any of these strings, one per line.'},
   {name: 'repetition_penalty', label: 'Repetition penalty', kind: 'number', min: 0.01, max: 100, step: 0.05, more: true,
-    help: 'Above 1, tokens that are in the last text become less likely. 1: off.'},
+    help: 'Values above 1 make recently used tokens less likely. 1: off.'},
   {name: 'presence_penalty', label: 'Presence penalty', kind: 'number', min: -2, max: 2, step: 0.1, more: true,
-    help: 'Taken once from the logit of each token that is in the text. 0: off.'},
+    help: 'Subtracted once from the logit of each token that has occurred. 0: off.'},
   {name: 'frequency_penalty', label: 'Frequency penalty', kind: 'number', min: -2, max: 2, step: 0.1, more: true,
-    help: 'Taken from a token’s logit each time that it is in the text. 0: off.'},
+    help: 'Subtracted from a token’s logit for each occurrence. 0: off.'},
   {name: 'dry_multiplier', label: 'DRY multiplier', kind: 'number', min: 0, max: 1000, step: 0.1, more: true,
-    help: 'Makes it less likely that a sequence of tokens is repeated, the longer it is. 0: off; 0.8 is usual.'},
+    help: 'Penalises repeated sequences of tokens, longer ones more. 0: off; a typical value is 0.8.'},
   {name: 'xtc_probability', label: 'XTC probability', kind: 'number', min: 0, max: 1, step: 0.05, more: true,
-    help: 'How often the likeliest tokens are left out, where several are likely. 0: never.'},
+    help: 'How often the most likely tokens are excluded when several are likely. 0: never.'},
   {name: 'typical_p', label: 'Typical-p', kind: 'number', min: 0, max: 1, step: 0.01, more: true,
-    help: 'Only tokens about as surprising as expected can be taken. 1: all.'},
+    help: 'Sample only from tokens about as surprising as expected. 1: all.'},
   {name: 'top_n_sigma', label: 'Top-nσ', kind: 'number', min: -1, max: 1000, step: 0.1, more: true,
-    help: 'Only tokens within n standard deviations of the highest logit can be taken. −1: all.'},
+    help: 'Sample only from tokens within n standard deviations of the highest logit. −1: all.'},
   {name: 'json_schema', label: 'JSON schema', kind: 'json', more: true,
-    help: 'The answer is JSON of this schema, such as {"type": "object"}.'},
+    help: 'Constrain the answer to JSON with this schema, such as {"type": "object"}.'},
 ];
 
 const PROPS_NAMES = {repetition_penalty: 'repeat_penalty'};
@@ -73,12 +75,12 @@ export function requestFields(values) {
 
 function problem({kind, min, max}, value) {
   if (!isSet(value) || kind === 'lines') return '';
-  if (kind !== 'json') return value < min || value > max ? `It must be from ${min} to ${max}; it is not used.` : '';
+  if (kind !== 'json') return value < min || value > max ? `It must be from ${min} to ${max}; the value is ignored.` : '';
   try {
     JSON.parse(value);
     return '';
   } catch (error) {
-    return `This is not JSON: ${error.message}`;
+    return `This is not valid JSON: ${error.message}`;
   }
 }
 
@@ -109,6 +111,6 @@ export function SamplingForm({values, onChange, defaults = {}, names}) {
     ${more.length > 0 && html`<details open=${more.some(({name}) => isSet(values[name]))}>
       <summary>More settings</summary>${fields(more)}</details>`}
     <div class="row"><${Button} onClick=${() => onChange({})} disabled=${!Object.values(values).some(isSet)}
-      >Use the server’s settings<//></div>
+      >Reset to server settings<//></div>
   </div>`;
 }

@@ -59,7 +59,7 @@ def _joined(item: Any, field: str) -> Any:
         raise InvalidRequest(f"{field}.content", "must be a list of parts such as {'type': 'text', 'text': ...}")
     for i, part in enumerate(parts):
         if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-            raise InvalidRequest(f"{field}.content[{i}]", "is no part of type text; only text can be read")
+            raise InvalidRequest(f"{field}.content[{i}]", "is not a part of type text; only text is supported")
     return "".join(part["text"] for part in parts)
 
 
@@ -83,14 +83,14 @@ class EmbeddingResponse(msgspec.Struct, frozen=True, kw_only=True):
 
 @routes.post("/v1/embeddings")
 async def embeddings(request: web.Request) -> web.StreamResponse:
-    """Computes a vector for each input."""
+    """Compute an embedding for each input."""
     body = await read_json(request, EmbeddingRequest)
     return await respond(request, await prepare_embeddings(body, await serving_of(request, body)))
 
 
 ENDPOINTS = {
     ("post", "/v1/embeddings"): generation_endpoint(
-        "Computes a vector for each input", EmbeddingRequest, EmbeddingResponse, streams=False
+        "Compute an embedding for each input", EmbeddingRequest, EmbeddingResponse, streams=False
     ),
 }
 
@@ -98,7 +98,7 @@ ENDPOINTS = {
 async def prepare_embeddings(body: EmbeddingRequest, serving: Serving) -> PreparedRequest:
     """The engine requests and the builder. Batch jobs use it too. Raises `InvalidRequest`."""
     if serving.info.pooling == "none":
-        message = "has pooling none, a vector for each token, which this API cannot return; use /embeddings"
+        message = "has pooling none (one vector per token), which this API cannot return; use /embeddings"
         raise InvalidRequest("model", f"{serving.info.name} {message}")
     return await prepare_vectors(body, serving, EmbeddingBuilder(body, serving.name))
 

@@ -45,7 +45,7 @@ class PoolingBuilder(ResponseBuilder):
 
     def stream_events(self, index: int, event: GenerationEvent) -> list[ServerSentEvent]:
         """As in `ResponseBuilder`."""
-        raise NotImplementedError("vectors are not streamed")
+        raise NotImplementedError("embeddings cannot be streamed")
 
     def vectors(self) -> Vector:
         """float32[n_inputs, n_embd], in the order of the inputs. Raises as `rows`."""
@@ -58,11 +58,11 @@ class PoolingBuilder(ResponseBuilder):
         """
         late = [event.usage for event in self.last_events.values() if event.finish_reason is FinishReason.TIMEOUT]
         if late:
-            passed = f"passed before {len(late)} of {len(self.last_events)} vectors were computed"
+            passed = f"expired before {len(late)} of {len(self.last_events)} vectors were computed"
             longest = max(usage.total_seconds for usage in late if usage)
             for name, seconds in self._timeouts.items():
                 if seconds is not None and seconds <= longest:
-                    raise InvalidRequest(name, f"of {seconds:g} s {passed}; give more time, or fewer inputs")
+                    raise InvalidRequest(name, f"of {seconds:g} s {passed}; increase it, or send fewer inputs")
             raise GenerationFailed(f"the server's --request-timeout {passed}")
         return [vector_of(self.last_events[i].embedding or b"") for i in range(len(self.last_events))]
 
@@ -75,7 +75,7 @@ class PoolingBuilder(ResponseBuilder):
 def check_count(field: str, n: int) -> None:
     """Raises `InvalidRequest` for more inputs than a request may have."""
     if n > _MAX_INPUTS:
-        raise InvalidRequest(field, f"has {n} entries; one request may have {_MAX_INPUTS}")
+        raise InvalidRequest(field, f"has {n} entries; the limit per request is {_MAX_INPUTS}")
 
 
 def pooling_requests(

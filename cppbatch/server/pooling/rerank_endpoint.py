@@ -66,7 +66,7 @@ class RerankRequest(PoolingFields, kw_only=True):
         if not documents:
             raise InvalidRequest(self.named, f"is {'required' if documents is None else 'empty; give at least one'}")
         if self.texts is not None and self.documents is not None:
-            raise InvalidRequest("texts", "is TEI's name of `documents`; give one of them")
+            raise InvalidRequest("texts", "is TEI's name for `documents`; give only one of them")
         check_count(self.named, len(documents))
         if self.top_n is not None and self.top_n < 1:
             raise InvalidRequest("top_n", f"is {self.top_n}; it must be at least 1")
@@ -116,13 +116,13 @@ class TextScore(msgspec.Struct, frozen=True, kw_only=True):
 
 @routes.post("/v1/rerank")
 async def rerank(request: web.Request) -> web.StreamResponse:
-    """Ranks documents by their relevance to a query."""
+    """Rank documents by their relevance to a query."""
     body = await read_json(request, RerankRequest)
     return await respond(request, await prepare_rerank(body, await serving_of(request, body)))
 
 
 _ENDPOINT = generation_endpoint(
-    "Ranks documents by their relevance to a query", RerankRequest, RerankResponse, streams=False
+    "Rank documents by their relevance to a query", RerankRequest, RerankResponse, streams=False
 )
 _SCORES = {"type": "array", "description": "With `texts`", "items": schema_ref(TextScore)}
 ENDPOINTS = {
@@ -136,7 +136,9 @@ async def prepare_rerank(body: RerankRequest, serving: Serving) -> PreparedReque
     """The engine requests and the builder. Batch jobs use it too. Raises `InvalidRequest`."""
     info = serving.info
     if info.pooling != "rank":
-        raise InvalidRequest("model", f"{info.name} is no reranker; start the server with one to rank documents")
+        raise InvalidRequest(
+            "model", f"{info.name} is not a reranker; start the server with a reranker to rank documents"
+        )
     body.check()
     pairs = [Pair(body.query, text) for text in body.documents_as_text()]
     builder = RerankBuilder(body, serving.name)

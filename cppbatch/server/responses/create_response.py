@@ -69,7 +69,7 @@ async def responses(request: web.Request) -> web.StreamResponse:
 
 ENDPOINTS = {
     ("post", "/v1/responses"): generation_endpoint(
-        "Generates the assistant's next message of a conversation, as a response", ResponsesRequest, ResponsesResponse
+        "Generate the next assistant message, in the Responses API", ResponsesRequest, ResponsesResponse
     ),
 }
 

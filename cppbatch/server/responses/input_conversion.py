@@ -28,7 +28,7 @@ def conversation(body: ResponsesRequest) -> list[Json]:
     if isinstance(body.input, str):
         return [*messages, {"role": "user", "content": body.input}]
     if not body.input:
-        raise InvalidRequest("input", "is empty; give a text or at least one item")
+        raise InvalidRequest("input", "is empty; give text or at least one item")
     for i, item in enumerate(body.input):
         _check(f"input[{i}]", item)
         _add(messages, f"input[{i}]", item)
@@ -42,9 +42,9 @@ def conversation(body: ResponsesRequest) -> list[Json]:
 
 def _check(field: str, item: InputItem) -> None:
     if item.type not in _REQUIRED:
-        message = f"is of type {item.type!r}; what can be read is {', '.join(_REQUIRED)}"
+        message = f"is of type {item.type!r}; supported types are {', '.join(_REQUIRED)}"
         if item.type == "item_reference":
-            message = "refers to an item, but this server stores nothing; send the item itself"
+            message = "references a stored item, but this server stores nothing; send the item itself"
         raise InvalidRequest(field, message)
     for name in _REQUIRED[item.type]:
         if getattr(item, name) is None:
@@ -104,8 +104,6 @@ def _text(field: str, content: str | list[InputPart] | None, first: int = 0) -> 
         return content or ""
     for i, part in enumerate(content, first):
         if part.type not in _TEXT_PARTS or (part.text is None and part.refusal is None):
-            message = (
-                f"is of type {part.type!r:.80}; what can be read here is {', '.join((*_TEXT_PARTS, *_MEDIA_PARTS))}"
-            )
+            message = f"is of type {part.type!r:.80}; supported types are {', '.join((*_TEXT_PARTS, *_MEDIA_PARTS))}"
             raise InvalidRequest(f"{field}[{i}]", message)
     return "\n".join(part.text or part.refusal or "" for part in content)

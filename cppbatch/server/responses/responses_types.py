@@ -24,7 +24,7 @@ Json = dict[str, Any]
 
 
 class InputPart(MediaFields, kw_only=True):
-    """A part of an item: a text, a picture or a sound."""
+    """A part of an item: text, an image or audio."""
 
     type: str
     """input_text, output_text, input_image, input_audio ..."""
@@ -63,7 +63,7 @@ class CustomToolFormat(msgspec.Struct, omit_defaults=True):
 
 
 class ResponsesTool(msgspec.Struct):
-    """A function that the assistant may call, or a custom tool, which takes a text."""
+    """A function that the assistant may call, or a custom tool, which takes text."""
 
     type: str
     name: str = ""
@@ -80,7 +80,7 @@ class ResponsesTool(msgspec.Struct):
         if self.type == "custom" and self.name:
             return {"type": "custom", "custom": self._custom(field)}
         if self.type not in ("function", "custom"):
-            message = f"is {self.type!r}; this server has no tools of its own: give functions of yours (type function)"
+            message = f"is {self.type!r}; this server has no built-in tools: provide functions (type function)"
             raise InvalidRequest(f"{field}.type", message)
         if not self.name:
             raise InvalidRequest(f"{field}.name", "is required")
@@ -139,7 +139,7 @@ class TextFormat(msgspec.Struct):
         if self.type != "json_schema":
             raise InvalidRequest("text.format.type", f"is {self.type!r}; it must be text, json_object or json_schema")
         if self.schema is None:
-            raise InvalidRequest("text.format.schema", "is required when the type is json_schema")
+            raise InvalidRequest("text.format.schema", "is required for type json_schema")
         return self.schema
 
 
@@ -223,7 +223,7 @@ class ResponsesRequest(SingleChoiceFields, kw_only=True):
         """Raises `InvalidRequest` for fields that need stored responses."""
         for field, instead in _STATEFUL_FIELDS.items():
             if getattr(self, field):
-                raise InvalidRequest(field, f"cannot be used: this server stores nothing; {instead}")
+                raise InvalidRequest(field, f"is not supported: this server stores nothing; {instead}")
 
     def params(self, **defaults: Any) -> SamplingParams:
         """As in `SamplingFields`."""
@@ -259,10 +259,10 @@ class ResponsesRequest(SingleChoiceFields, kw_only=True):
     def schema(self) -> Json | bool | None:
         """As in `SamplingFields`, of `text.format`."""
         if self.response_format:
-            raise InvalidRequest("response_format", "belongs to another API; here it is text.format")
+            raise InvalidRequest("response_format", "belongs to another API; use text.format")
         if self.text and self.text.verbosity not in (None, "medium"):
             raise InvalidRequest(
-                "text.verbosity", f"is {self.text.verbosity!r}; only medium is supported: write it into a message"
+                "text.verbosity", f"is {self.text.verbosity!r}; only medium is supported: put it in a message"
             )
         return one_schema("text.format", self.format.wanted(), self)
 
@@ -463,7 +463,7 @@ class ResponsesResponse(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StreamTopLogprob(msgspec.Struct, frozen=True, kw_only=True):
-    """One of the likeliest tokens at a position; in events without its bytes."""
+    """One of the most likely tokens at a position; in events without its bytes."""
 
     token: str
     logprob: float | None

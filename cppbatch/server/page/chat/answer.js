@@ -75,15 +75,15 @@ function withDeltas(calls, deltas) {
 export function adviceOf(error, health) {
   const said = error.message.replace(/\.$/, '');
   const soon = 'Try again in a moment.';
-  if (error.status === 0 && health?.status === 'unreachable') return `${said}. Start it again, then try again.`;
-  if (error.status === 0) return `${said}. What has arrived is kept.`;
+  if (error.status === 0 && health?.status === 'unreachable') return `${said}. Restart it, then try again.`;
+  if (error.status === 0) return `${said}. The partial answer is kept.`;
   if (error.code === 'context_length_exceeded') {
     return `The conversation does not fit into the model’s context: ${said}. `
-      + 'Or delete messages, or begin a new conversation.';
+      + 'Or delete messages, or start a new conversation.';
   }
-  if (error.status === 401) return 'The server wants an API key: give it with the button at the top, then try again.';
+  if (error.status === 401) return 'The server requires an API key: enter it with the button at the top, then try again.';
   if (error.status === 403) return `The API key does not allow this: ${said}.`;
-  if (error.status === 429) return `The server has too many requests just now: ${said}. ${soon}`;
-  if (error.status === 503) return `The server takes no requests just now: ${said}. ${soon}`;
-  return error.param ? `The server refuses ${error.param}: ${said}.` : `The answer failed: ${said}.`;
+  if (error.status === 429) return `The server is busy: ${said}. ${soon}`;
+  if (error.status === 503) return `The server is not accepting requests: ${said}. ${soon}`;
+  return error.param ? `The server rejected ${error.param}: ${said}.` : `The answer failed: ${said}.`;
 }

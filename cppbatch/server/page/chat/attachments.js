@@ -10,18 +10,18 @@ const LARGEST = 16 * 2 ** 20; // bytes of sound, which is not made smaller
 const PICTURES = ['image/png', 'image/jpeg', 'image/webp', 'image/gif', 'image/bmp']; // which the server reads
 const SOUNDS = {'audio/wav': 'wav', 'audio/x-wav': 'wav', 'audio/wave': 'wav', 'audio/mpeg': 'mp3', 'audio/mp3': 'mp3',
   'audio/flac': 'flac', 'audio/x-flac': 'flac'};
-const NAMES = {image: 'pictures', audio: 'sound'};
+const NAMES = {image: 'images', audio: 'audio'};
 const FLAG = {image: 'vision', audio: 'audio'};
 
 /** Throws Error with what is wrong with the file, or with the model. */
 export async function readMedia(file, modalities) {
   const kind = file.type.startsWith('image/') ? 'image' : 'audio';
   if (kind === 'audio' && !(file.type in SOUNDS)) {
-    throw new Error('it is no picture, and no sound in WAV, MP3 or FLAC');
+    throw new Error('it is neither an image nor a WAV, MP3 or FLAC file');
   }
-  if (!modalities?.[FLAG[kind]]) throw new Error(`this model takes no ${NAMES[kind]}`);
+  if (!modalities?.[FLAG[kind]]) throw new Error(`this model does not accept ${NAMES[kind]}`);
   if (kind === 'audio' && file.size > LARGEST) {
-    throw new Error(`it has ${bytes(file.size)}, and sound may have ${bytes(LARGEST)}`);
+    throw new Error(`it has ${bytes(file.size)}; the limit for audio is ${bytes(LARGEST)}`);
   }
   const content = kind === 'image' ? await scaled(file) : file;
   return {kind, name: file.name || NAMES[kind], url: await dataUrl(content)};
@@ -30,7 +30,7 @@ export async function readMedia(file, modalities) {
 /** The picture; a large one scaled down, and one of a type that the server does not read, as PNG. */
 async function scaled(file) {
   const picture = await createImageBitmap(file).catch(() => {
-    throw new Error('the browser cannot read this picture');
+    throw new Error('the browser cannot decode this image');
   });
   const factor = Math.min(1, LONGEST_SIDE / Math.max(picture.width, picture.height));
   if (factor === 1 && PICTURES.includes(file.type)) return file;

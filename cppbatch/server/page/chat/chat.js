@@ -25,7 +25,7 @@ const ACTIONS = {
   remove(message) {
     const before = state.current;
     state.update(remove(before, message));
-    toast('Deleted, with what followed it.', 'info', {label: 'Undo', act: () => state.update(before)});
+    toast('Deleted this message and those after it.', 'info', {label: 'Undo', act: () => state.update(before)});
   },
 };
 
@@ -53,7 +53,7 @@ function Rename({conversation, onEnd}) {
     state.update({...conversation, title: title.trim()});
     onEnd();
   };
-  return html`<${Dialog} open title="Rename the conversation" onClose=${onEnd}><form onSubmit=${submit}>
+  return html`<${Dialog} open title="Rename conversation" onClose=${onEnd}><form onSubmit=${submit}>
     <${Field} label="Title">
       <input required autofocus value=${title} onInput=${({target}) => setTitle(target.value)} /><//>
     <div class="row end"><${Button} onClick=${onEnd}>Cancel<//>
@@ -85,7 +85,7 @@ export function Chat({server, active}) {
         <${Button} kind="quiet" icon="menu" label="Show conversations" class="only-narrow"
           aria-expanded=${isListOpen} onClick=${() => setListOpen(!isListOpen)} />
         <h2>${conversation.title || 'New conversation'}</h2>
-        <${Button} kind="quiet" icon="settings" label="Settings of this conversation"
+        <${Button} kind="quiet" icon="settings" label="Conversation settings"
           onClick=${() => setDialog('settings')} />
         <${Menu} label="This conversation" items=${[
           {label: 'Rename …', icon: 'edit', disabled: isEmpty, onSelect: () => setDialog('rename')},

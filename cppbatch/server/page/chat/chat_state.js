@@ -64,7 +64,7 @@ class ChatState {
       this.select(this.#find(idInHash()) ? idInHash() : sessionStorage.getItem(CURRENT));
     }).catch((error) => {
       this.#isKept = false;
-      toast(`Conversations are not kept: the browser gives no storage (${error.message}).`, 'error');
+      toast(`Conversations are not saved: browser storage is unavailable (${error.message}).`, 'error');
     });
   }
 
@@ -119,7 +119,7 @@ class ChatState {
       const kept = await store.save(ours, this.#kept.get(id));
       OTHERS.postMessage({id});
       if (this.#find(id)) this.#take(id, ours, kept);
-    }).catch((error) => toast(`The conversation could not be kept: ${error.message}`, 'error'));
+    }).catch((error) => toast(`The conversation could not be saved: ${error.message}`, 'error'));
   }
 
   /** Takes over what is kept of a conversation; null: it is erased. base: what it was before. */

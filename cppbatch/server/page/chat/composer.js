@@ -28,7 +28,7 @@ export function Composer({conversationId, isRunning, active, modalities, onSend,
         const medium = await readMedia(file, modalities);
         setMedia((now) => [...now, medium]);
       } catch (error) {
-        toast(`${file.name || 'The file'} is not attached: ${error.message}.`, 'error');
+        toast(`${file.name || 'The file'} was not attached: ${error.message}.`, 'error');
       }
     }
     input.current?.focus();
@@ -62,11 +62,11 @@ export function Composer({conversationId, isRunning, active, modalities, onSend,
   return html`<form class=${`composer ${over ? 'over' : ''}`} onSubmit=${send}
     onDragOver=${onDrag} onDragLeave=${onDrag} onDrop=${onDrag}>
     ${media.length > 0 && html`<${Media} media=${media} onRemove=${(i) => setMedia(media.toSpliced(i, 1))} />`}
-    ${accept && html`<${Button} icon="attach" label="Attach pictures or sound" onClick=${() => chooser.current.click()} />
+    ${accept && html`<${Button} icon="attach" label="Attach images or audio" onClick=${() => chooser.current.click()} />
       <input ref=${chooser} type="file" hidden multiple accept=${accept} aria-label="Files to attach"
         onChange=${onChoose} />`}
     <textarea ref=${input} rows="1" aria-label="Message" placeholder="Write a message" value=${text}
-      aria-description=${isTouch ? undefined : 'Enter sends, Shift and Enter begin a new line'}
+      aria-description=${isTouch ? undefined : 'Enter sends the message, Shift+Enter starts a new line'}
       onInput=${({target}) => setText(target.value)} onKeyDown=${onKeyDown} onPaste=${onPaste} />
     ${isRunning
       ? html`<${Button} kind="primary" icon="stop" label="Stop" onClick=${onStop} />`

@@ -127,9 +127,9 @@ function contentOf(content) {
   const media = [];
   for (const {type, text, image_url: image, input_audio: audio} of content ?? []) {
     if (type === 'text') texts.push(text);
-    else if (image?.url?.startsWith('data:image/')) media.push({kind: 'image', name: 'picture', url: image.url});
-    else if (audio) media.push({kind: 'audio', name: 'sound', url: `data:audio/${audio.format};base64,${audio.data}`});
-    else throw new Error('Only text, and pictures and sound that are in the file, can be imported.');
+    else if (image?.url?.startsWith('data:image/')) media.push({kind: 'image', name: 'image', url: image.url});
+    else if (audio) media.push({kind: 'audio', name: 'audio', url: `data:audio/${audio.format};base64,${audio.data}`});
+    else throw new Error('Only text, and images and audio embedded in the file, can be imported.');
   }
   return {content: texts.join('\n'), media};
 }
@@ -162,7 +162,7 @@ export function fromJson(text) {
   const read = JSON.parse(text);
   if (Array.isArray(read?.messages)) return [fromMessages(read.messages)];
   if (read?.format !== FORMAT || !Array.isArray(read.conversations)) {
-    throw new Error('The file has neither exported conversations nor a list of messages.');
+    throw new Error('The file contains neither exported conversations nor a list of messages.');
   }
   return read.conversations.map((one) => {
     const whole = {...newConversation(), ...one};

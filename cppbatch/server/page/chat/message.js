@@ -57,17 +57,17 @@ function Stats({stats}) {
   const parts = [
     stats.tokens !== undefined && plural(stats.tokens, 'token'),
     stats.rate && rate(stats.rate),
-    stats.ttft && `first after ${seconds(stats.ttft)}`,
+    stats.ttft && `TTFT ${seconds(stats.ttft)}`,
     stats.prompt !== undefined && `prompt ${count(stats.prompt)}`,
     stats.cached && `${count(stats.cached)} cached`,
   ].filter(Boolean);
-  return html`<span class="stats number" title="Tokens of the answer, their speed, the time to the first token (TTFT),
-    the tokens of the prompt, and those of them that were in the prefix cache">${parts.join(' · ')}</span>`;
+  return html`<span class="stats number" title="Tokens in the answer, tokens per second, time to first token (TTFT),
+    prompt tokens, and prompt tokens taken from the prefix cache">${parts.join(' · ')}</span>`;
 }
 
 function Waiting({progress}) {
   const read = progress && progress.processed < progress.total
-    ? `Reading the prompt: ${percent(progress.processed / progress.total)} of ${plural(progress.total, 'token')}`
+    ? `Processing the prompt: ${percent(progress.processed / progress.total)} of ${plural(progress.total, 'token')}`
     : 'Waiting for the first token';
   return html`<p class="muted waiting">${read} …</p>`;
 }
@@ -81,7 +81,7 @@ function Ending({message, isLast, actions, health}) {
     return html`<${Notice} kind="error">${adviceOf(message.error, health)}
       <div class="row">${again}${goOn}</div><//>`;
   }
-  const cut = {length: 'Cut at the maximum of tokens.', stopped: 'Stopped.', null: 'Interrupted.'}[message.finish];
+  const cut = {length: 'Reached the maximum number of tokens.', stopped: 'Stopped.', null: 'Interrupted.'}[message.finish];
   return cut && isLast ? html`<div class="row muted small">${cut}${goOn || again}</div>` : null;
 }
 
@@ -94,10 +94,10 @@ function Editor({message, onSave, onCancel}) {
     if (event.key === 'Enter' && (event.ctrlKey || event.metaKey)) onSave(text);
   };
   return html`<div class="stack editor">
-    <textarea ref=${input} aria-label="Text of the message" value=${text} onKeyDown=${onKeyDown}
+    <textarea ref=${input} aria-label="Message text" value=${text} onKeyDown=${onKeyDown}
       onInput=${({target}) => setText(target.value)} />
     <div class="row"><${Button} kind="primary" disabled=${!text.trim() && !message.media} onClick=${() => onSave(text)}>
-      ${message.role === 'user' ? 'Send' : 'Keep as a new version'}<//>
+      ${message.role === 'user' ? 'Send' : 'Save as new version'}<//>
       <${Button} onClick=${onCancel}>Cancel<//></div>
   </div>`;
 }
@@ -105,10 +105,10 @@ function Editor({message, onSave, onCancel}) {
 function Versions({at, of, message, actions}) {
   if (of < 2) return null;
   return html`<span class="row versions" role="group" aria-label="Versions of this message">
-    <${Button} kind="quiet" icon="left" label="Version before" disabled=${at === 0}
+    <${Button} kind="quiet" icon="left" label="Previous version" disabled=${at === 0}
       onClick=${() => actions.choose(message, -1)} />
     <span class="number">${at + 1}/${of}</span>
-    <${Button} kind="quiet" icon="right" label="Version after" disabled=${at === of - 1}
+    <${Button} kind="quiet" icon="right" label="Next version" disabled=${at === of - 1}
       onClick=${() => actions.choose(message, 1)} /></span>`;
 }
 
@@ -138,10 +138,10 @@ export function Message({message, at, of, isLast, isRunning, isBusy, actions, he
     ${isRunning && message.stats && html`<div class="message-tools"><${Stats} stats=${message.stats} /></div>`}
     ${!isRunning && !isEdited && html`<div class="message-tools">
       <${Versions} at=${at} of=${of} message=${message} actions=${actions} />
-      <${CopyButton} text=${content} label="Copy the text" />
+      <${CopyButton} text=${content} label="Copy text" />
       ${role !== 'tool' && html`<${Button} kind="quiet" icon="edit" label="Edit" disabled=${isBusy}
         onClick=${() => setEdited(true)} />`}
-      ${isAnswer && html`<${Button} kind="quiet" icon="refresh" label="Answer again" disabled=${isBusy}
+      ${isAnswer && html`<${Button} kind="quiet" icon="refresh" label="Regenerate answer" disabled=${isBusy}
         onClick=${() => actions.regenerate(message)} />`}
       <${Button} kind="quiet" icon="trash" label="Delete" disabled=${isBusy}
         onClick=${() => actions.remove(message)} />

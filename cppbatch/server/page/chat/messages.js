@@ -66,7 +66,7 @@ export function Messages({conversation, actions, health, running}) {
           at=${versions.indexOf(message)} of=${versions.length} isLast=${message === last}
           isRunning=${message.id === running} isBusy=${Boolean(running)} health=${message.error ? health : null} />`;
       })}</div>
-      ${!isAtEnd && html`<${Button} icon="down" class="to-end" label="To the end" onClick=${toEnd} />`}
+      ${!isAtEnd && html`<${Button} icon="down" class="to-end" label="Scroll to end" onClick=${toEnd} />`}
     </div>
     ${last.role === 'assistant' && html`<${Spoken} message=${last} isRunning=${last.id === running} />`}`;
 }

@@ -20,7 +20,7 @@ async function importFiles(state, input) {
       state.import(conversations);
       toast(`${plural(conversations.length, 'conversation')} imported.`);
     } catch (error) {
-      toast(`${file.name} cannot be imported: ${error.message}`, 'error');
+      toast(`${file.name} could not be imported: ${error.message}`, 'error');
     }
   }
   input.value = '';
@@ -28,8 +28,8 @@ async function importFiles(state, input) {
 
 async function eraseAll(state) {
   const yes = await confirmAction({title: 'Delete all conversations?', action: 'Delete all',
-    message: `${plural(state.conversations.length, 'conversation')} will be gone from this browser. They are stored `
-      + 'nowhere else.'});
+    message: `${plural(state.conversations.length, 'conversation')} will be deleted from this browser. They are not `
+      + 'stored anywhere else.'});
   if (yes) state.eraseAll();
 }
 
@@ -55,13 +55,13 @@ export function Sidebar({state, isOpen, onSelect}) {
       <input ref=${file} type="file" hidden multiple accept=".json,application/json" aria-label="File to import"
         onChange=${({target}) => importFiles(state, target)} />
     </div>
-    ${none && html`<p class="muted small">Conversations are kept in this browser, and nowhere else.</p>`}
+    ${none && html`<p class="muted small">Conversations are stored only in this browser.</p>`}
     <div class="conversation-list">${sorted.map((conversation) => html`${heading(conversation)}
       <button type="button" key=${conversation.id} class="conversation" title=${conversation.title}
         aria-current=${conversation.id === state.current.id ? 'true' : undefined}
         onClick=${() => { state.select(conversation.id); onSelect(); }}>
         <span>${conversation.title || 'Untitled'}</span>
-        ${state.running.has(conversation.id) && html`<span class="pulse" title="is being answered"></span>`}
+        ${state.running.has(conversation.id) && html`<span class="pulse" title="generating an answer"></span>`}
       </button>`)}</div>
   </aside>`;
 }

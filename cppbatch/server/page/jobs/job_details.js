@@ -83,7 +83,7 @@ function Failures({results, errors}) {
 function Results({results, rows}) {
   const [shown, setShown] = useState(SHOWN);
   const names = Object.keys(rows.get(results.at(-1)?.id) ?? {}).slice(0, 3);
-  return results.length > 0 && html`<h2>Results, the newest first</h2>
+  return results.length > 0 && html`<h2>Results, newest first</h2>
     <${Table} caption="Results" rows=${results.slice(-shown).reverse()} rowKey=${(row) => row.id} columns=${[
     {label: 'Line', render: (row) => text(row.id)},
     ...names.map((name) => ({label: name.slice(0, 40), render: (row) => text(rows.get(row.id)?.[name])})),
@@ -99,7 +99,7 @@ function Facts({job: {created_at, model, endpoint, usage, metadata, status}, rat
     model,
     endpoint,
     speed: status === 'in_progress' && rate?.value > 0 && perSecond(rate.value, 'lines/s'),
-    'prompt tokens': `${count(usage.input_tokens)}, ${count(usage.input_tokens_details.cached_tokens)} of them cached`,
+    'prompt tokens': `${count(usage.input_tokens)}, ${count(usage.input_tokens_details.cached_tokens)} cached`,
     'answer tokens': count(usage.output_tokens),
     ...metadata,
   };
@@ -119,15 +119,15 @@ export function JobDetails({job, rate, server, onChange}) {
   const save = (name, make) =>
     run(async () => download(`${nameOf(job).replace(/\.[^.]*$/, '')}-${name}`, await make()));
   const cancel = run(async () => {
-    const message = `The results of ${plural(job.request_counts.completed, 'finished line')} stay. `
-      + 'The other lines are not answered.';
+    const message = `The results of ${plural(job.request_counts.completed, 'finished line')} are kept. `
+      + 'The other lines will not be answered.';
     const question = {title: 'Cancel this job?', message, action: 'Cancel job', keep: 'Keep it running'};
     if (!await confirmAction(question)) return;
     await request(`/v1/batches/${job.id}/cancel`, {method: 'POST'});
     onChange();
   });
   const remove = run(async () => {
-    const message = 'The input, the results and the failures of this job are deleted from the server.';
+    const message = 'The input, results and failures of this job will be deleted from the server.';
     if (!await confirmAction({title: 'Delete the files?', message})) return;
     for (const id of [job.input_file_id, job.output_file_id, job.error_file_id].filter(Boolean)) {
       await request(`/v1/files/${id}`, {method: 'DELETE'}).catch((error) => { if (error.status !== 404) throw error; });
@@ -149,10 +149,10 @@ export function JobDetails({job, rate, server, onChange}) {
     <${JobProgress} job=${job} rate=${rate} />
     <div class="hidden-text" role="status">${stateOf(job)}</div>
     ${stays && server.info.models?.length === 1 && server.name !== job.model && html`<${Notice} kind="warning">This job
-      waits for the model ${job.model}. The server runs ${server.name}.<//>`}
-    ${stays && server.health.status === 'restarting' && html`<${Notice} kind="warning">A worker restarts. The job goes
-      on by itself, and no line is lost.<//>`}
-    ${problem && html`<${Notice} kind="warning">${problem.status === 404 ? 'The files of this job are deleted.'
+      is waiting for the model ${job.model}. The server runs ${server.name}.<//>`}
+    ${stays && server.health.status === 'restarting' && html`<${Notice} kind="warning">A worker is restarting. The job
+      continues automatically, and no line is lost.<//>`}
+    ${problem && html`<${Notice} kind="warning">${problem.status === 404 ? 'The files of this job have been deleted.'
       : problem.message}<//>`}
     <${Facts} job=${job} rate=${rate} />
     <${Failures} results=${failures.results} errors=${job.errors?.data ?? []} />

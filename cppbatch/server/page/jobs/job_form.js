@@ -8,10 +8,10 @@ import {CHAT, COMPLETIONS, EMBEDDINGS, checkFile, defaultTemplate, peek, promptO
 
 const WINDOW = '30d';
 const MAX_METADATA = 512;
-const KINDS = {jsonl: 'JSON lines', csv: 'CSV', tsv: 'TSV (tabs)', text: 'Text, a prompt on each line'};
+const KINDS = {jsonl: 'JSON Lines', csv: 'CSV', tsv: 'TSV (tabs)', text: 'Text, one prompt per line'};
 const ENDPOINTS = {[CHAT]: 'Chat', [COMPLETIONS]: 'Completion', [EMBEDDINGS]: 'Embedding'};
 const SETTINGS = {endpoint: CHAT, template: '', system: '', id_column: '', sampling: {max_tokens: DEFAULT_MAX_TOKENS}};
-const WRONG_COLUMNS = [{key: 'line', label: 'Line'}, {key: 'error', label: 'What is wrong'}];
+const WRONG_COLUMNS = [{key: 'line', label: 'Line'}, {key: 'error', label: 'Error'}];
 
 const names = (files) => files.map(({name}) => name).join(', ');
 
@@ -43,15 +43,15 @@ function Chooser({onFiles}) {
     if (event.type === 'drop') onFiles([...event.dataTransfer.files]);
   };
   return html`<div class=${`drop stack ${over ? 'over' : ''}`} onDragOver=${drag} onDragLeave=${drag} onDrop=${drag}>
-    <${Field} label="Drop files of prompts here, or choose them" help="JSON lines (OpenAI's batch format, or objects
-      with a prompt, text or messages), CSV or TSV with a header line, or text with a prompt on each line">
+    <${Field} label="Drop prompt files here, or choose them" help="JSON Lines (OpenAI's batch format, or objects
+      with a prompt, text or messages), CSV or TSV with a header line, or text with one prompt per line">
       <input type="file" multiple accept=".jsonl,.ndjson,.json,.csv,.tsv,.txt"
         onChange=${(event) => onFiles([...event.target.files])} /><//>
     <details><summary>Paste text instead</summary><div class="stack">
       <${Field} label="Text"><textarea spellcheck=${false} value=${pasted}
         onInput=${(event) => setPasted(event.target.value)}></textarea><//>
       <div><${Button} disabled=${!pasted.trim()}
-        onClick=${() => onFiles([new File([pasted], 'pasted')])}>Check this text<//></div></div></details></div>`;
+        onClick=${() => onFiles([new File([pasted], 'pasted')])}>Check text<//></div></div></details></div>`;
 }
 
 function Settings({settings, columns, kind, server, onChange}) {
@@ -63,8 +63,8 @@ function Settings({settings, columns, kind, server, onChange}) {
   return html`<div class="fields">
     <${Field} label="Task"><select ...${bound('endpoint')}>${Object.entries(ENDPOINTS).map(([url, label]) =>
       html`<option value=${url}>${label}</option>`)}</select><//>
-    ${kind !== 'text' && html`<${Field} label="Column that names the results"><select ...${bound('id_column')}>
-      <option value="">custom_id, id or the line</option>
+    ${kind !== 'text' && html`<${Field} label="Column that identifies the results"><select ...${bound('id_column')}>
+      <option value="">custom_id, id or the line number</option>
       ${columns.map((name) => html`<option value=${name}>${name}</option>`)}</select><//>`}
     <div class="whole"><${Field} label="Template" help=${`Columns: ${names}. Write {{ and }} for braces.`}>
       <textarea rows="2" ...${bound('template')}></textarea><//></div>
@@ -79,14 +79,14 @@ function Settings({settings, columns, kind, server, onChange}) {
 /** What is sent of the first line, whole: whether the right column was taken is seen here. */
 function FirstPrompt({text}) {
   try {
-    return html`<div role="group" aria-label="First prompt"><p class="muted small">The first prompt, as the model gets it:</p>
+    return html`<div role="group" aria-label="First prompt"><p class="muted small">The first prompt, as sent to the model:</p>
       <p class="first-prompt" tabindex="0">${promptOf(JSON.parse(text))}</p></div>`;
   } catch {
     return null; // an edited request that is not JSON
   }
 }
 
-const Preview = ({previews, onEdit}) => html`<details><summary>The first requests, to read and edit</summary>
+const Preview = ({previews, onEdit}) => html`<details><summary>Preview and edit the first requests</summary>
   <div class="stack">${previews.map(({line, text, error}) => html`<${Field} key=${line} error=${error}
     label=${`Request of line ${line}`}><textarea rows="10" class="mono" spellcheck=${false} value=${text}
     onChange=${(event) => onEdit(line, event.target.value)}></textarea><//>`)}</div></details>`;
@@ -147,19 +147,19 @@ export function JobForm({server, onStarted}) {
     setFailure('');
     try {
       const batch = await startJob(source.name, found.isRequests ? {} : settings, check);
-      if (waiting.length) toast(`${source.name} is started.`);
+      if (waiting.length) toast(`Started ${source.name}.`);
       take(waiting);
       onStarted(batch, waiting.length > 0);
     } catch (error) {
       setFailure(error.status ? error.message
-        : 'The upload broke off. If the server still runs, the file may be larger than its --max-file-mb.');
+        : 'The upload was interrupted. If the server is still running, the file may exceed its --max-file-mb.');
     }
     setStarting(false);
   };
 
   if (!source) return html`<${Chooser} onFiles=${take} />`;
   const {good = 0, bad = 0, wrong = [], previews = [], problem, isRunning} = check;
-  const counts = `${plural(good, 'line')} ready, ${count(bad)} wrong${bad ? ' and left out' : ''}`;
+  const counts = `${plural(good, 'line')} ready, ${count(bad)} invalid${bad ? ' and skipped' : ''}`;
   const isReady = found && !isRunning && !problem;
   return html`<section class="card stack" aria-label="New job">
     <div class="row"><h2 class="grow name">${source.name}</h2>
@@ -167,14 +167,14 @@ export function JobForm({server, onStarted}) {
     <${Field} label="Format"><select value=${source.kind}
       onChange=${(event) => open({...source, kind: event.target.value})}>
       ${Object.entries(KINDS).map(([kind, label]) => html`<option value=${kind}>${label}</option>`)}</select><//>
-    ${found?.isRequests && html`<p>Requests in OpenAI's batch format: they are sent as they are.</p>`}
+    ${found?.isRequests && html`<p>Requests in OpenAI's batch format are sent unchanged.</p>`}
     ${found && !found.isRequests && html`<${Settings} settings=${settings} columns=${found.columns} kind=${source.kind}
       server=${server} onChange=${setSettings} />`}
     ${problem && html`<${Notice} kind="error">${problem}<//>`}
-    ${isRunning && html`<div><p>Checking: ${counts}</p><${Progress} label="Check of the file" /></div>`}
+    ${isRunning && html`<div><p>Checking: ${counts}</p><${Progress} label="File check progress" /></div>`}
     ${isReady && html`<p role="status" class="row"><${Icon} name=${bad || !good ? 'alert' : 'check'} />
       <span class="grow">${counts}</span></p>`}
-    ${wrong.length > 0 && html`<${Table} caption="Wrong lines" rows=${wrong} columns=${WRONG_COLUMNS} />`}
+    ${wrong.length > 0 && html`<${Table} caption="Invalid lines" rows=${wrong} columns=${WRONG_COLUMNS} />`}
     ${bad > wrong.length && html`<p>and ${plural(bad - wrong.length, 'more line')}</p>`}
     ${previews.length > 0 && html`<${FirstPrompt} text=${previews[0].text} />`}
     ${previews.length > 0 && html`<${Preview} previews=${previews}

@@ -86,7 +86,7 @@ export function Jobs({active, server}) {
     ${jobs.length > 0 && html`<h2>Jobs</h2><ul class="stack">${jobs.map((each) => html`
       <${JobItem} key=${each.id} job=${each} rate=${rates.current[each.id]} />`)}</ul>`}
     ${hasMore && html`<div><${Button} onClick=${() => setLimit(limit + PAGE)}>Show older jobs<//></div>`}
-    ${hasMore === false && !jobs.length && html`<p class="muted">No job yet. A job answers every line of a file, beside
-      all other requests: it waits while they do, continues after a restart, and keeps its results here.</p>`}
+    ${hasMore === false && !jobs.length && html`<p class="muted">No jobs yet. A job answers every line of a file in the
+      background: it yields to other requests, continues after a restart, and keeps its results here.</p>`}
   </div>`;
 }

@@ -35,7 +35,7 @@ function valuesOf(text, separator) {
     const at = value.lastIndex;
     const match = value.exec(text);
     if (!match && /^"[^"]*(?:""[^"]*)*$/.test(text.slice(at))) return null;
-    if (!match) throw new Error('has text behind a closing quote: double the quotes in a text');
+    if (!match) throw new Error('has text after a closing quote: double the quotes within a value');
     values.push(match[1]?.replaceAll('""', '"') ?? match[2] ?? '');
     if (!match[3]) return values;
   }
@@ -80,7 +80,7 @@ export class TableReader {
     const n = this.columns?.length;
     if (n === undefined) return {columns: (this.columns = values.map((name) => name.trim()))};
     if (values.length < n || values.slice(n).some(Boolean)) {
-      const advice = values.length > n ? `: quote texts that contain ${this.separator}` : '';
+      const advice = values.length > n ? `: quote values that contain ${this.separator}` : '';
       return {line, error: `has ${values.length} fields, but the first line names ${n}${advice}`};
     }
     return {line, row: Object.fromEntries(this.columns.map((name, i) => [name, values[i]]))};
@@ -93,11 +93,11 @@ function jsonRecord(line, text) {
     value = JSON.parse(text);
   } catch (error) {
     const advice = text.trim() === '[' ? '. Write an object on each line, without [ ] around them' : '';
-    return {line, error: `is not JSON: ${error.message}${advice}`};
+    return {line, error: `is not valid JSON: ${error.message}${advice}`};
   }
   if (typeof value === 'string') return {line, row: {prompt: value}};
   if (!value || typeof value !== 'object' || Array.isArray(value)) {
-    return {line, error: `${text.slice(0, 40)} is neither an object nor a text`};
+    return {line, error: `${text.slice(0, 40)} is neither an object nor a string`};
   }
   return 'url' in value || 'body' in value ? {line, text, request: value} : {line, row: value};
 }

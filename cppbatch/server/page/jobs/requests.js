@@ -57,7 +57,7 @@ export class RequestMaker {
   constructor(settings) {
     this.settings = settings;
     this.template = new PromptTemplate(settings.template);
-    if (settings.template && !this.template.fields.length) throw new Error('The template names no column.');
+    if (settings.template && !this.template.fields.length) throw new Error('The template does not name a column.');
     this.fields = settings.endpoint === EMBEDDINGS ? {} : requestFields(settings.sampling);
   }
 
@@ -66,7 +66,10 @@ export class RequestMaker {
     const made = edited === undefined ? request ?? this.fromRow(line, row) : JSON.parse(edited);
     this.check(made);
     const other = this.lines.get(made.custom_id);
-    if (other) throw new Error(`has the custom_id ${shown(made.custom_id)} of line ${other}: each line needs its own`);
+    if (other) {
+      const id = shown(made.custom_id);
+      throw new Error(`has the same custom_id as line ${other}, ${id}: each custom_id must be unique`);
+    }
     this.url ??= made.url;
     this.lines.set(made.custom_id, line);
     return text && edited === undefined ? text : JSON.stringify(made);
@@ -78,16 +81,16 @@ export class RequestMaker {
     if (typeof id !== 'string' || !id || id.length > MAX_ID) refuse('custom_id', id, `1 to ${MAX_ID} characters`);
     if (method !== 'POST') refuse('method', method, 'POST');
     if (!Object.hasOwn(REQUIRED, url)) refuse('url', url, `one of ${Object.keys(REQUIRED).join(', ')}`);
-    if (this.url && url !== this.url) refuse('url', url, `${this.url} as in the first line`);
+    if (this.url && url !== this.url) refuse('url', url, `${this.url}, as in the first line`);
     const missing = REQUIRED[url].find((name) => !body?.[name]?.length);
-    if (missing) throw new Error(`body has no ${missing}, which ${url} needs`);
-    if (body.stream) refuse('stream', true, 'left out, since results of a job do not stream');
+    if (missing) throw new Error(`body has no ${missing}, which ${url} requires`);
+    if (body.stream) refuse('stream', true, 'left out, because job results cannot be streamed');
   }
 
   fromRow(line, row) {
     const {id_column: wanted, template, endpoint} = this.settings;
     const id = row[wanted || ['custom_id', 'id'].find((name) => row[name] != null)] ?? '';
-    if (wanted && id === '') throw new Error(`has no ${wanted}, which names the result`);
+    if (wanted && id === '') throw new Error(`has no ${wanted}, which identifies the result`);
     const body = template ? this.fromPrompt(this.render(row)) : this.fromMessages(row);
     const custom_id = id === '' ? `line-${line}` : Number.isInteger(id) ? String(id) : id;
     return {custom_id, method: 'POST', url: template ? endpoint : CHAT, body, row};
@@ -110,7 +113,7 @@ export class RequestMaker {
   }
 
   fromMessages({messages}) {
-    if (!Array.isArray(messages)) throw new Error(`messages is ${shown(messages)}: give a list of them, or a template`);
+    if (!Array.isArray(messages)) throw new Error(`messages is ${shown(messages)}: give a list, or use a template`);
     const {system} = this.settings;
     const first = system && messages[0]?.role !== 'system' ? [{role: 'system', content: system}] : [];
     return {messages: [...first, ...messages], ...this.fields};

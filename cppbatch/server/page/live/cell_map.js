@@ -24,7 +24,7 @@ export function CellMap({cells, ...props}) {
       html`<span>${part ? count(end * part) : 'token 0'}</span>`)}</div>
     <ul class="cells" aria-label="Segments of KV cells" style=${{height: `${shown * height}px`}}>${blocks.map((block) =>
       block.row < shown && html`<${Block} key=${keyOf(block)} ...${block} box=${boxOf(block)} ...${props} />`)}</ul>
-    ${rows > shown && html`<p class="hint">and ${plural(rows - shown, 'row')} more of cached prefixes</p>`}`;
+    ${rows > shown && html`<p class="hint">and ${plural(rows - shown, 'row')} more with cached prefixes</p>`}`;
 }
 
 /** The same for a segment while it grows. */

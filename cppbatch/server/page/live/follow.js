@@ -10,7 +10,7 @@ const PAUSES = [0.5, 1, 2, 4, 8]; // seconds before the next try, by tries that 
  */
 export async function follow({open, silence, onEvent, onState, pauses = PAUSES}, signal) {
   for (let failures = 1; !signal.aborted; failures += 1) {
-    let message = 'It has ended the stream.';
+    let message = 'The server ended the stream.';
     let silent = 0; // seconds after which it was given up
     let timer;
     const inner = new AbortController();
@@ -33,7 +33,7 @@ export async function follow({open, silence, onEvent, onState, pauses = PAUSES},
       }
     } catch (error) {
       if (signal.aborted) return;
-      message = silent ? `It has sent nothing for ${silent} seconds.` : error.message;
+      message = silent ? `No data for ${silent} seconds.` : error.message;
       if (error.status >= 400 && ![429, 503].includes(error.status)) return onState({message});
     } finally {
       clearTimeout(timer);

@@ -19,7 +19,7 @@ const CHARTS = [
   {title: 'Generated tokens', colour: 0, format: rate, series: [['generated', 'generated']]},
   {title: 'Prompt tokens', colour: 1, format: rate, series: [['computed', 'prompt']]},
   {title: 'Batch size', colour: 2, format: fixed, series: [['sequences in decode', 'batch']]},
-  {title: 'Time of a step', colour: 0, format: seconds, areas: true, series: PHASES.map((name) => [name, name])},
+  {title: 'Step time', colour: 0, format: seconds, areas: true, series: PHASES.map((name) => [name, name])},
   {title: 'Time to first token', colour: 3, format: seconds, series: [['median', 'ttft'], ['p95', 'ttft95']]},
   {title: 'Time between tokens', colour: 5, format: seconds, series: [['median', 'itl'], ['p95', 'itl95']]},
   {title: 'Draft tokens', colour: 7, format: percent, series: [['accepted', 'acceptance']]},
@@ -60,8 +60,8 @@ export function Live({server, active}) {
   }), [active]);
 
   const {message, pause} = connection;
-  const problem = message && html`<${Notice} kind="error">${pause ? html`<b>The server is gone.</b> ${message}
-    Next try in ${seconds(pause)}. What is below was seen last.` : `GET /live: ${message}`}<//>`;
+  const problem = message && html`<${Notice} kind="error">${pause ? html`<b>Lost the server.</b> ${message}
+    Retrying in ${seconds(pause)}. Showing the last known state.` : `GET /live: ${message}`}<//>`;
   if (!view) return html`<div class="live-page">${problem}</div>`;
   const {snapshot: {workers, batches}, samples, idle} = view;
   return html`<div class=${`live-page ${problem && 'gone'}`}>

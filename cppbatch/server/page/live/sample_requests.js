@@ -28,7 +28,7 @@ export function NothingRuns({keyed, name: model}) {
   const command = `curl ${new URL('v1/completions', location.href)} ${key}-H 'Content-Type: application/json' `
     + `-d '{"model": "${model}", "prompt": "The sea is", "max_tokens": 200}'`;
   return html`<${EmptyState} title="Nothing is running" actions=${html`<${SampleButton} model=${model} />`}>
-    <p>Every running request is a row here. Send 16 at once and see them computed together, or one from a terminal:</p>
+    <p>Each running request is a row here. Send 16 requests to see them computed together, or one from a terminal:</p>
     <div class="curl"><code>${command}</code><${CopyButton} text=${command} label="Copy the command" /></div>
   <//>`;
 }

@@ -5,7 +5,7 @@ import {CellMap} from './cell_map.js';
 import {colourOf, placeRows} from './live_layout.js';
 
 const STATES = {prefill: '▷', decode: '●', swapped: '◫'};
-const COLUMNS = ['Sequence', 'State', 'Tokens of at most', 'Tokens/s', 'Acceptance', 'seq_id'];
+const COLUMNS = ['Sequence', 'State', 'Tokens of maximum', 'Tokens/s', 'Acceptance', 'seq_id'];
 const SHOWN = 10; // of the queue
 const NEWS = 60; // seconds for which a restart is told
 
@@ -13,11 +13,11 @@ const NEWS = 60; // seconds for which a restart is told
 export function WorkerLine({worker, restarted}) {
   const {name, pid, device, health: {status, error}, in_flight, restarts, draining, age} = worker;
   const kind = {ok: 'ok', sleeping: 'ok', failed: 'error', closed: 'error'}[status] ?? 'warning';
-  const news = status === 'restarting' ? ' is restarted: its requests continue'
+  const news = status === 'restarting' ? ' is restarting: its requests continue'
     : restarted < NEWS && ` restarted ${Math.round(restarted)} s ago: its requests continue`;
   const facts = [pid && `pid ${pid}`, device !== null && `GPU ${device}`, plural(in_flight, 'unfinished request'),
-    restarts > 0 && plural(restarts, 'restart'), draining && 'drains: it gets no new requests',
-    in_flight > 0 && age > 1.5 && `in a step since ${seconds(age)}`, error];
+    restarts > 0 && plural(restarts, 'restart'), draining && 'draining: no new requests',
+    in_flight > 0 && age > 1.5 && `in a step for ${seconds(age)}`, error];
   return html`<li><${Badge} kind=${kind}>${status}<//> <b>worker ${name}${news}</b>
     <span class="muted"> ${facts.filter(Boolean).join(' · ')}</span></li>`;
 }
@@ -41,9 +41,9 @@ export function WorkerView({engine: {rows, queue, waiting, cells, n_parallel}, s
     </section>
     <section aria-label=${`KV cells${of}`}>
       <h2>KV cells${of} <span>${count(used)} used, ${count(cached)} cached, ${count(free)} free</span></h2>
-      <p class="hint">A cell holds the keys and values of one token. A row is a sequence, from its first token on. ${
-        layout === 'unified' ? 'A block over several rows is a shared prefix: stored once. Select it for its holders.'
-          : 'The layout is per-sequence: each one has cells of its own, and a common prefix is copied.'}</p>
+      <p class="hint">A cell holds the keys and values of one token. Each row is a sequence, from its first token on. ${
+        layout === 'unified' ? 'A block across several rows is a shared prefix, stored once. Select it to see its holders.'
+          : 'The layout is per-sequence: each sequence has its own cells, and a common prefix is copied.'}</p>
       ${(cells.window > 0 || cells.states) && html`<p class="hint">${describeMemory(cells)}</p>`}
       <${CellMap} cells=${cells} picked=${new Set(picked.map(({seq_id}) => seq_id))}
         name=${(id) => `#${numberOf.get(id)}`} place=${(id) => places.current.indexOf(numberOf.get(id))}
@@ -68,8 +68,8 @@ function Sequences({places, rows, speeds, picked, onPick}) {
       : html`<${Row} key=${number} row=${byNumber.get(number)} colour=${colourOf(place)} speed=${speeds.get(number)}
           picked=${picked.has(number)} onPick=${onPick} />`))}</tbody>
   </table></div>
-  <p class="hint"><b>▷ prefill</b>: its prompt is computed. <b>● decode</b>: each step gives it the next token.
-    <b> ◫ swapped</b>: others needed its cells; it continues later.</p>`;
+  <p class="hint"><b>▷ prefill</b>: the prompt is being computed. <b>● decode</b>: each step generates the next token.
+    <b> ◫ swapped</b>: its cells were needed elsewhere; it resumes later.</p>`;
 }
 
 function Row({row, colour, speed, picked, onPick}) {
@@ -94,5 +94,5 @@ const Queue = ({queue, waiting}) => (waiting ? html`
   <ol>${queue.slice(0, SHOWN).map(({number, age, prompt_tokens: prompt, priority, rank}) => html`<li key=${number}>
     <b>#${number}</b> waits ${seconds(age)}, ${plural(prompt, 'prompt token')}${priority ? `, priority ${priority}` : ''
     }${rank === null ? '' : `, rank ${fixed(rank, 2)}`}</li>`)}</ol>
-  <p class="hint">${waiting > SHOWN && `and ${count(waiting - SHOWN)} more. `}The lowest rank is
-    next: the priority, less a tenth of the seconds waited.</p>` : html`<p class="hint">Nobody waits.</p>`);
+  <p class="hint">${waiting > SHOWN && `and ${count(waiting - SHOWN)} more. `}The lowest rank runs
+    next: priority minus a tenth of the seconds waited.</p>` : html`<p class="hint">No requests are waiting.</p>`);

@@ -11,8 +11,8 @@ const POLL_MS = 2000;
 const CHANGING = ['loading', 'unloading'];
 const KINDS = {loaded: 'ok', loading: 'warning', unloading: 'warning', sleeping: 'ok', failed: 'error'};
 const HELP = {
-  unloading: 'gets no new requests, and leaves after its last one',
-  sleeping: 'no request for a while: the next one wakes it',
+  unloading: 'accepts no new requests; unloads after its last one',
+  sleeping: 'idle; the next request wakes it',
 };
 
 const isFailed = (model) => Boolean(model.status.failed);
@@ -51,7 +51,7 @@ function Memory({model}) {
   if (model.needs !== undefined) return bytes(model.needs);
   if (isHere(model) || model.fit === undefined) return '';
   if (model.fit === 'yes') return 'fits';
-  return model.fit === '?' ? 'not known' : model.fit.replace('with smaller -np -c', 'fits with fewer sequences');
+  return model.fit === '?' ? 'unknown' : model.fit.replace('with smaller -np -c', 'fits with fewer sequences');
 }
 
 function useModels(active) {
@@ -104,17 +104,17 @@ export function Models({active, server}) {
   ];
   return html`<div class="page models stack">
     ${error && html`<${Notice} kind="error">${error.message}<//>`}
-    ${isRouter ? html`<div class="row"><p class="intro grow">A request loads its model when it is not loaded; the least recently used one
-        that is idle leaves for it. ${free !== null && html`${bytes(free)} of memory are free.`}</p>
-        <${Button} onClick=${reload}>Look at the folder again<//></div>`
+    ${isRouter ? html`<div class="row"><p class="intro grow">A model is loaded on its first request; if there is no
+        room, the least recently used idle model is unloaded. ${free !== null && html`${bytes(free)} of memory is free.`}</p>
+        <${Button} onClick=${reload}>Rescan folder<//></div>`
       : html`<${Notice}>This server has one model. To serve several, start it with a folder of GGUF files: ${' '}
         <code>cppbatch serve --models-dir DIR</code><//>`}
     ${server.info.props?.chat_forms && html`<p class="small muted">Tool calls: <code>${
       server.info.props.chat_forms.tool_calls}</code>${server.info.props.chat_forms.tools_described_by === 'message'
-      && ' (the chat template renders no tools, so a message describes them)'}${server.info.props.chat_forms.thoughts
+      && ' (the chat template does not render tools, so a message describes them)'}${server.info.props.chat_forms.thoughts
       && html`. Thoughts: <code>${server.info.props.chat_forms.thoughts}</code>`}</p>`}
-    ${models.length === 0 ? html`<${EmptyState} title="No models">Put GGUF files into the folder of --models-dir, and
-        look at it again.<//>`
+    ${models.length === 0 ? html`<${EmptyState} title="No models">Put GGUF files into the --models-dir folder, then
+        rescan it.<//>`
       : html`<${Table} caption="Models of this server" columns=${columns} rows=${models} rowKey=${(model) => model.id} />`}
   </div>`;
 }

@@ -35,7 +35,7 @@ export function CellGrid({run, onTokens, onExport}) {
     list.current.querySelector(`[data-index="${next.index}"]`).focus();
   };
   return html`<div class="results-bar row"><${RunStatus} run=${run} />
-      ${base && html`<${Button} icon="close" onClick=${() => setBase(null)}>End the comparison<//>`}
+      ${base && html`<${Button} icon="close" onClick=${() => setBase(null)}>Stop comparing<//>`}
       <${Field} label="Order"><select value=${order} onChange=${(event) => setOrder(event.target.value)}>
         ${Object.entries(ORDERS).map(([name, label]) => html`<option value=${name}>${label}</option>`)}</select><//></div>
     <ol class="cells" ref=${list} onKeyDown=${onKeyDown}>${cells.map((cell) => html`<${CellView} key=${cell.index}
@@ -49,7 +49,7 @@ function RunStatus({run}) {
   const ended = `${run.nEnded} of ${plural(n, 'cell')} ended`;
   return html`<div class="run-status stack grow">
     <div><strong>${ended}</strong> <span class="muted number">${plural(run.nTokens, 'token')}, ${rate(run.rate)}</span></div>
-    <${Progress} value=${run.nEnded} max=${n} label="Cells that have ended" />
+    <${Progress} value=${run.nEnded} max=${n} label="Finished cells" />
     <div class="hidden-text" role="status">${run.running ? `${plural(n, 'cell')} running` : ended}</div></div>`;
 }
 
@@ -59,7 +59,7 @@ function CellView({run, cell, base, isBest, isCurrent, onFocus, onCompare, onTok
   const quiet = {kind: 'quiet', tabindex: isCurrent ? 0 : -1}; // the arrow keys go to the other cells, the Tab key leaves
   const stop = () => run.stopCell(index).catch((error) => toast(error.message, 'error'));
   return html`<li class=${`cell ${state}`} onfocusin=${() => onFocus(index)}>
-    <header><h3 title=${name}>${name}</h3>${isBest && html`<${Badge} kind="accent">likeliest<//>`}
+    <header><h3 title=${name}>${name}</h3>${isBest && html`<${Badge} kind="accent">most likely<//>`}
       <${Badge} kind=${BADGES[state]}>${state}<//></header>
     <div class="cell-text" role="group" aria-label=${`Text of ${name}`} tabindex=${quiet.tabindex} data-index=${index}>
       <${CellText} cell=${cell} base=${base} ended=${ended} /></div>
@@ -70,7 +70,7 @@ function CellView({run, cell, base, isBest, isCurrent, onFocus, onCompare, onTok
         <${Button} ...${quiet} aria-pressed=${cell === base}
           onClick=${() => onCompare(cell === base ? null : cell)}>Compare<//>
         <${Button} ...${quiet} onClick=${() => onExport(cell)}>Export<//>
-        <${CopyButton} tabindex=${quiet.tabindex} label="Copy the text" text=${() => cell.text} />`
+        <${CopyButton} tabindex=${quiet.tabindex} label="Copy text" text=${() => cell.text} />`
         : html`<${Button} ...${quiet} icon="stop" onClick=${stop}>Stop<//>`}</div></footer></li>`;
 }
 

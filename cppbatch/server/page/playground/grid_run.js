@@ -85,7 +85,7 @@ export class GridRun {
         const cell = this.cells[event.index]; // none for the totals
         if (cell) this.#change(cell.index, ...(cell.read(event, performance.now()).ended ? ['state'] : []));
       }
-      if (this.nEnded < this.cells.length) this.error = 'The server has ended the stream early.';
+      if (this.nEnded < this.cells.length) this.error = 'The server ended the stream early.';
     } catch (error) {
       if (!this.#abort.signal.aborted) this.error = error.message;
     }

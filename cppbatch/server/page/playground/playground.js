@@ -65,8 +65,8 @@ export function Playground({server}) {
       ${run
         ? html`<${CellGrid} key=${run.startedAt} run=${run} onTokens=${setTokensOf} onExport=${exportCell} />`
         : html`<${EmptyState} title="Many answers to one prompt">
-            Write a prompt, say what varies, and run it. All answers are computed in one batch, which reads what
-            their prompts have in common once, and appear side by side.<//>`}
+            Enter a prompt, choose what to vary, and run it. All answers are computed in one batch, which computes
+            their common prefix only once, and appear side by side.<//>`}
     </div>
     ${tokensOf && html`<${TokenDialog} cell=${tokensOf} onClose=${() => setTokensOf(null)} />`}
     ${exporting && html`<${ExportDialog} ...${exporting} server=${server} onClose=${() => setExporting(null)} />`}

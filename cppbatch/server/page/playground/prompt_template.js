@@ -8,7 +8,7 @@ export class PromptTemplate {
     for (const [found, name] of source.matchAll(/\{\{|\}\}|\{([^{}!:]+)\}|[{}]|[^{}]+/g)) {
       const last = this.parts.at(-1);
       if (found === '{' || found === '}') {
-        throw new Error(`A ${found} stands alone. Write the name of a column in braces, like {text}, and double all ` +
+        throw new Error(`Unmatched ${found}. Write column names in braces, like {text}, and double all ` +
           'other braces');
       }
       if (name === undefined) {

@@ -17,16 +17,16 @@ export function RunForm({form, onChange, error, actions, server}) {
   const general = at('product') || at('settings');
 
   return html`<form class="run-form stack" onSubmit=${(event) => event.preventDefault()}>
-    <${Field} label="Send the prompt as"><select ...${text('kind')}>
+    <${Field} label="Send prompt as"><select ...${text('kind')}>
       <option value="chat">a chat message</option><option value="text">plain text to continue</option></select><//>
     ${form.kind === 'chat' && html`<${Field} label="System prompt" error=${at('system')}>
       <textarea rows="2" class="short" ...${text('system')} /><//>`}
     <${Field} label="Prompt" error=${at('prompt')}
-      help=${form.table.trim() && 'A column in braces, like {city}, stands for its value. Double all other braces.'}>
+      help=${form.table.trim() && '{city} is replaced by the value of column city. Double all other braces.'}>
       <textarea rows="5" ...${text('prompt')} /><//>
     <details open=${Boolean(form.table)}><summary>Table of variables</summary>
       <${Field} label="Rows" error=${at('table')}
-        help="Paste cells of a spreadsheet, or CSV. The first line names the columns; each row is a prompt.">
+        help="Paste spreadsheet cells or CSV. The first line contains the column names; each further row is a prompt.">
         <textarea rows="4" class="mono" wrap="off" spellcheck=${false} ...${text('table')} /><//></details>
     <fieldset><legend>Vary</legend>
       ${vary.map(({name, values}, i) => html`<div class="varied" key=${i}>

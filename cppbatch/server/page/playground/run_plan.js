@@ -27,15 +27,15 @@ function within(field, work) {
 
 /** The body of the request (see export_code.js), and the labels of its cells. Throws `FormError`. */
 export function planRun(form) {
-  if (!form.prompt.trim()) throw new FormError('prompt', 'Write a prompt');
+  if (!form.prompt.trim()) throw new FormError('prompt', 'Enter a prompt');
   const texts = {prompt: form.prompt, ...(form.kind === 'chat' && form.system.trim() && {system: form.system})};
   const rows = form.table.trim() ? fillTemplates(texts, within('table', () => parseTable(form.table))) : [{texts}];
   const varied = form.vary.map(({name, values}, i) => {
-    if (form.vary.findIndex((each) => each.name === name) < i) throw new FormError(`vary${i}`, `${name} varies twice`);
+    if (form.vary.findIndex((each) => each.name === name) < i) throw new FormError(`vary${i}`, `${name} is varied twice`);
     return [name, within(`vary${i}`, () => parseValues(values))];
   }).filter(([, values]) => values.length);
   const samples = Number(form.samples);
-  if (!(Number.isInteger(samples) && samples > 0)) throw new FormError('samples', 'Write a whole number, 1 or more');
+  if (!(Number.isInteger(samples) && samples > 0)) throw new FormError('samples', 'Enter a whole number of at least 1');
   const counts = [[rows.length, 'prompts'], ...varied.map(([name, each]) => [each.length, name]), [samples, 'samples']];
   within('product', () => checkProduct(counts));
   const shared = within('settings', () => requestFields(form.settings));
@@ -73,13 +73,13 @@ function fillTemplates(texts, {columns, rows}) {
     const template = within(field, () => new PromptTemplate(source));
     const missing = template.fields.find((name) => !columns.includes(name));
     if (missing === undefined) return [field, template];
-    throw new FormError(field, `{${missing}} is not a column of the table, which has ${columns.join(', ')}`);
+    throw new FormError(field, `{${missing}} is not a column of the table; available: ${columns.join(', ')}`);
   });
   const used = [...new Set(templates.flatMap(([, {fields}]) => fields))];
   if (!used.length) {
-    throw new FormError('prompt', `Name a column where its value belongs: {${columns[0]}}. Or empty the table`);
+    throw new FormError('prompt', `Insert a column, such as {${columns[0]}}, or clear the table`);
   }
-  if (!rows.length) throw new FormError('table', 'The table has no rows below the names of its columns');
+  if (!rows.length) throw new FormError('table', 'The table has no rows below the column names');
   return rows.map((row) => {
     const name = used.map((field) => row[field]).join(', ').replace(/\s+/g, ' ');
     return {

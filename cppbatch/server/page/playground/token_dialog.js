@@ -21,7 +21,7 @@ export function TokenDialog({cell, onClose}) {
   return html`<${Dialog} open wide title=${`Tokens: ${cell.name}`} onClose=${onClose}>
     <div class="row small">${LEVELS.map((least, i) => html`<span class=${`token level${i}`}>
       ${i ? `${percent(least)} to ${percent(LEVELS[i - 1])}` : `${percent(least)} or more`}</span>`)}</div>
-    <div class="tokens" role="group" aria-label="Tokens; the arrow keys go to the next one" ref=${list} onKeyDown=${onKeyDown}>
+    <div class="tokens" role="group" aria-label="Tokens; use the arrow keys to move" ref=${list} onKeyDown=${onKeyDown}>
       ${tokens.map((token, i) => html`<button type="button" key=${i} class=${`token level${levelOf(token)}`}
         tabindex=${i === chosen ? 0 : -1} aria-current=${i === chosen || undefined} onFocus=${() => setChosen(i)}
         onPointerEnter=${() => setChosen(i)} title=${share(token)} aria-label=${`${visible(token.text)}, ${share(token)}`}

@@ -6,7 +6,7 @@ export const MAX_CELLS = 64;
 export function parseValues(source) {
   const values = source.split(',').map((part) => part.trim()).filter(Boolean).flatMap(parsePart);
   const twice = values.find((value, i) => values.indexOf(value) !== i);
-  if (twice !== undefined) throw new Error(`${twice} is there twice`);
+  if (twice !== undefined) throw new Error(`${twice} occurs twice`);
   return values;
 }
 
@@ -14,16 +14,16 @@ function parsePart(part) {
   const [, from, to, count] = /^(.+?)\s*\.\.\s*(.+?)(?:\s*[x×*]\s*(\S+))?$/.exec(part) ?? [];
   if (from === undefined) return [toNumber(part)];
   const [low, high] = [toNumber(from), toNumber(to)];
-  if (!count && !(Number.isInteger(low) && Number.isInteger(high))) throw new Error(`Say how many values: ${part} x 4`);
+  if (!count && !(Number.isInteger(low) && Number.isInteger(high))) throw new Error(`Give the number of values: ${part} x 4`);
   const n = count ? toNumber(count) : high - low + 1;
-  if (!(Number.isInteger(n) && n > 0 && n <= MAX_CELLS)) throw new Error(`${part} has ${n} values: take 1 to ${MAX_CELLS}`);
+  if (!(Number.isInteger(n) && n > 0 && n <= MAX_CELLS)) throw new Error(`${part} has ${n} values; use 1 to ${MAX_CELLS}`);
   const step = (high - low) / Math.max(1, n - 1);
   return Array.from({length: n}, (_, i) => Number((low + i * step).toFixed(4)));
 }
 
 function toNumber(text) {
   const number = Number(text);
-  if (!Number.isFinite(number)) throw new Error(`${text} is not a number: write values like 0, 0.7 or 0..1.5 x 4`);
+  if (!Number.isFinite(number)) throw new Error(`${text} is not a number; use values like 0, 0.7 or 0..1.5 x 4`);
   return number;
 }
 
@@ -45,5 +45,5 @@ export function checkProduct(counts) {
   const product = factors.reduce((all, [count]) => all * count, 1);
   if (product <= MAX_CELLS) return;
   const text = factors.map((each) => each.join(' ')).join(' x ') + (factors.length > 1 ? ` = ${product} cells` : '');
-  throw new Error(`${text}: there are ${MAX_CELLS} cells at most. Take fewer values, rows or samples`);
+  throw new Error(`${text}: the limit is ${MAX_CELLS} cells. Use fewer values, rows or samples`);
 }
