@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
-from cppbatch.config import EngineConfig
+from cppbatch.config import EngineConfig, KvLayout
 from cppbatch.engine.attention_choice import (
     MAX_EXCESS_KL,
     AttentionChoice,
@@ -22,7 +22,7 @@ from cppbatch.engine.attention_choice import (
 )
 from cppbatch.engine.kv_layout import choose_flash_attn, choose_layout, switches_layout
 from cppbatch.errors import ModelError
-from cppbatch.models.attention_times import Attention, AttentionTask, attention_shape, attention_times
+from cppbatch.models.attention_times import Attention, AttentionTask, Shape, attention_shape, attention_times
 from cppbatch.models.cache_quality import TYPES, Types, known_excess
 from cppbatch.models.inspect import inspect_model
 from cppbatch.models.kernels import has_gpu, kernel_times
@@ -32,6 +32,7 @@ ATTENTION = ("flash_attn", "stream_flash_attn", "cache_type_k", "cache_type_v")
 """The settings that `plan_attention` may change."""
 
 _MIN_VALUES = 4096  # of all layers' queries: with fewer, attention takes microseconds of a step
+_MAX_MEMORY = 4096  # cells of a stream, for the times of attention
 _SMALL_BYTES = 2 << 30  # of a file whose quality is measured in passing
 _F16: Types = ("f16", "f16")
 
@@ -66,8 +67,7 @@ def plan_attention(config: EngineConfig, given: Collection[str]) -> AttentionPla
         if config.n_gpu_layers != 0 and has_gpu():
             return AttentionPlan(config)
         layout = choose_layout(config, n_ctx_train=facts.n_ctx_train or 0, has_kv_cells=True)
-        n_timed = config.n_parallel if layout == "unified" else min(2, config.n_parallel)
-        times = attention_times(AttentionTask(shape, layout, n_timed))
+        times = attention_times(_task(config, shape, layout))
         of_weights = weights_s(model, config.n_parallel)
     except ModelError:  # loading says what is wrong with the file
         return AttentionPlan(config)
@@ -82,6 +82,15 @@ def plan_attention(config: EngineConfig, given: Collection[str]) -> AttentionPla
         allowed = (each for each in allowed if each.types == now.types or suits_unified(costs, load, each))
     choice = choose_attention(costs, load, now, allowed, known_excess(model))
     return _plan(config, now, choice, "steps" if of_weights else "attention")
+
+
+def _task(config: EngineConfig, shape: Shape, layout: KvLayout) -> AttentionTask:
+    if layout == "unified":
+        n_timed, n_cells = config.n_parallel, config.n_ctx
+    else:
+        n_timed, n_cells = min(2, config.n_parallel), config.n_ctx // config.n_parallel
+    # Powers of two, so that similar sizes have the same times; longer rows take no longer to read.
+    return AttentionTask(shape, layout, n_timed, min(1 << (n_cells - 1).bit_length(), _MAX_MEMORY))
 
 
 def measure_proposal(

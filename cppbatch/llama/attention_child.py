@@ -2,10 +2,12 @@
 llama-graph.cpp), with the cells of one layer, by ggml alone. It may crash.
 
 Cells hold zeros: the time does not depend on their values, but for those that the mask hides, which flash attention
-leaves out. Each layer of a graph has cells of its own, and so have consecutive graphs: in a model, too, the cells of a
-layer are not in the CPU's cache, since the weights and the other layers are read in between. Graphs take turns, and the
-fastest run of each counts: other programs only make one slower. One thread computes, whose own time is taken: two would
-wait for each other whenever one of them is interrupted.
+leaves out. A stream has all cells of its memory, of which the first are read: without flash attention each value of a
+head is a row of them all, and short parts of long rows take longer to read. Each layer of a graph has cells of its own,
+and so have consecutive graphs: in a model, too, the cells of a layer are not in the CPU's cache, since the weights and
+the other layers are read in between. A prompt's weights of attention are more than the cache next to a core. Graphs
+take turns, and the fastest run of each counts: other programs only make one slower. One thread computes, whose own time
+is taken: two would wait for each other whenever one of them is interrupted.
 """
 
 from __future__ import annotations
@@ -34,6 +36,7 @@ _LENGTHS = (128, 512, 2048)
 _MAX_CELLS = 8192  # of a layer: longer contexts are left out, as their time grows with their cells
 _MAX_LAYERS = 4
 _ARENA = 96 << 20  # bytes for cells: more than most caches
+_MATRIX = 2 << 20  # bytes of a prompt's weights of attention, for which as many heads are computed as are needed
 _PREC_F32 = 10
 _BLOCK = 32  # values of q8_0
 _MIN_ROUNDS, _MAX_ROUNDS, _MAX_SECONDS = 3, 40, 0.8
@@ -58,7 +61,9 @@ class _Sizes(NamedTuple):
     """Of each stream."""
     n_streams: int
     n_kv: int
-    """Cells of each stream."""
+    """Cells of each stream that are read."""
+    n_memory: int
+    """All its cells."""
     n_heads: int
     """Heads of keys."""
 
@@ -153,11 +158,11 @@ class _Bench:
         lib, shape, attention = self._lib, self._shape, case.attention
         sizes = self._sizes(case)
         rows, n_heads = sizes.rows, sizes.n_heads
-        layer_bytes = self._cell_bytes(attention) * n_heads * sizes.n_kv * sizes.n_streams
+        layer_bytes = self._cell_bytes(attention) * n_heads * sizes.n_memory * sizes.n_streams
         if sizes.n_kv * sizes.n_streams > _MAX_CELLS or layer_bytes > _ARENA:
             return None
         n_layers = 1 if case.is_prefill else min(_MAX_LAYERS, _ARENA // layer_bytes)
-        context = stack.enter_context(descriptions(lib, 20 * n_layers + 10))
+        context = stack.enter_context(descriptions(lib, 24 * n_layers + 10))
         is_flash = attention.flash_attn == "on"
         tokens, mask_values = self._tokens(case, sizes), self._mask(case, sizes)
         mask = self._tensor(context, "F16" if is_flash else "F32", sizes.n_kv, sizes.n_tokens, 1, sizes.n_streams)
@@ -165,7 +170,7 @@ class _Bench:
         inputs: dict[int, _Values] = {mask: mask_values.astype(np.float16 if is_flash else np.float32), at_k: tokens}
         if not is_flash:
             at_v = self._tensor(context, "I64", rows * n_heads * shape.head_v)
-            inputs[at_v] = _elements(tokens, n_heads * shape.head_v, sizes.n_kv)
+            inputs[at_v] = _elements(tokens, n_heads * shape.head_v, sizes.n_memory)
         group = shape.n_head // shape.n_head_kv
         q = self._tensor(context, "F32", shape.head_k, n_heads * group, sizes.n_tokens, sizes.n_streams)
         new_k, new_v = (self._tensor(context, "F32", n_heads * size, rows) for size in (shape.head_k, shape.head_v))
@@ -174,6 +179,7 @@ class _Bench:
             k, v = self._cells(context, attention, sizes, self._take(layer_bytes))
             lib.ggml_build_forward_expand(graph, self._store(context, k, new_k, at_k))
             lib.ggml_build_forward_expand(graph, self._store(context, v, new_v, at_v))
+            k, v = self._read(context, k, v, attention, sizes)
             out = self._attend(context, (q, k, v), mask, is_flash=is_flash)
             if out is None:
                 return None
@@ -185,6 +191,23 @@ class _Bench:
         for tensor, values in inputs.items():
             lib.ggml_backend_tensor_set(tensor, values.ctypes.data, 0, values.nbytes)
         return _Graph(case, graph, shape.n_head_kv / n_heads / rows / n_layers)
+
+    def _read(self, context: int, k: int, v: int, attention: Attention, sizes: _Sizes) -> tuple[int, int]:
+        """Views of the cells that are read."""
+        _, n_streams, n_kv, n_memory, n_heads = sizes
+        head_k, head_v = self._shape.head_k, self._shape.head_v
+        keys = self._view(context, k, attention.k, (head_k, n_heads, n_memory), (head_k, n_heads, n_kv, n_streams))
+        if attention.flash_attn == "on":
+            memory, shape = (head_v, n_heads, n_memory), (head_v, n_heads, n_kv, n_streams)
+        else:
+            memory, shape = (n_memory, head_v, n_heads), (n_kv, head_v, n_heads, n_streams)
+        return keys, self._view(context, v, attention.v, memory, shape)
+
+    def _view(self, context: int, cells: int, kind: str, memory: tuple[int, ...], shape: tuple[int, ...]) -> int:
+        """A view of this shape of cells whose shape is `memory` in each stream."""
+        row = int(self._lib.ggml_row_size(_number(kind), memory[0]))
+        strides = row, row * memory[1], row * memory[1] * memory[2]
+        return int(self._lib.ggml_view_4d(context, cells, *shape, *strides, 0))
 
     def _store(self, context: int, cells: int, new: int, where: int) -> int:
         """Writes new keys or values to where they belong: each cell, or each element of transposed values."""
@@ -198,18 +221,25 @@ class _Bench:
         """The cells of the tokens that are computed: int64[rows]."""
         if case.is_prefill:
             return np.arange(case.n_cells - sizes.n_tokens, case.n_cells, dtype=np.int64)
-        return np.arange(sizes.rows, dtype=np.int64) * case.n_cells + case.n_cells - 1
+        of_each = case.n_cells if self._task.kv_layout == "unified" else sizes.n_memory
+        return np.arange(sizes.rows, dtype=np.int64) * of_each + case.n_cells - 1
 
     def _sizes(self, case: _Case) -> _Sizes:
-        """One head of keys where that is enough work to be timed."""
-        n_parallel, cells = self._task.n_parallel, case.n_cells
-        if self._task.kv_layout == "unified":
-            return _Sizes(PIECE if case.is_prefill else n_parallel, 1, cells * n_parallel, 1)
-        return _Sizes(PIECE, 1, cells, 1) if case.is_prefill else _Sizes(1, n_parallel, cells, self._shape.n_head_kv)
+        """As few heads of keys as are enough work to be timed."""
+        n_parallel, cells, n_heads = self._task.n_parallel, case.n_cells, self._shape.n_head_kv
+        is_unified = self._task.kv_layout == "unified"
+        n_kv = cells * n_parallel if is_unified else cells
+        n_memory = max(n_kv, self._task.n_memory)
+        if case.is_prefill:
+            head_bytes = 4 * PIECE * n_kv * self._shape.n_head // n_heads
+            return _Sizes(PIECE, 1, n_kv, n_memory, min(n_heads, -(-_MATRIX // head_bytes)))
+        return (
+            _Sizes(n_parallel, 1, n_kv, n_memory, 1) if is_unified else _Sizes(1, n_parallel, n_kv, n_memory, n_heads)
+        )
 
     def _mask(self, case: _Case, sizes: _Sizes) -> npt.NDArray[np.float64]:
         """0 where a token sees a cell, -inf elsewhere: float64[n_streams, 1, n_tokens, n_kv]."""
-        n_tokens, n_streams, n_kv, _ = sizes
+        n_tokens, n_streams, n_kv, _, _ = sizes
         cells, token = np.arange(n_kv), np.arange(n_tokens)[:, None]
         if case.is_prefill:  # the last tokens of a sequence
             is_seen = cells <= case.n_cells - n_tokens + token
@@ -241,7 +271,7 @@ class _Bench:
     def _cells(self, context: int, attention: Attention, sizes: _Sizes, offset: int) -> tuple[int, int]:
         """Keys and values of a layer as they are in memory: values are transposed without flash attention."""
         lib, shape = self._lib, self._shape
-        _, n_streams, n_kv, n_heads = sizes
+        _, n_streams, _, n_kv, n_heads = sizes
         k = self._tensor(context, attention.k, shape.head_k, n_heads, n_kv, n_streams)
         if attention.flash_attn == "on":
             v = self._tensor(context, attention.v, shape.head_v, n_heads, n_kv, n_streams)

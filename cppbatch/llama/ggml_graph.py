@@ -82,6 +82,7 @@ def declare() -> ctypes.CDLL:
         ("ggml_row_size", _Size, ctypes.c_int, _Int64),
         ("ggml_new_tensor_4d", _Void, _Void, ctypes.c_int, _Int64, _Int64, _Int64, _Int64),
         ("ggml_permute", _Void, _Void, _Void, *[ctypes.c_int] * 4),
+        ("ggml_view_4d", _Void, _Void, _Void, *[_Int64] * 4, *[_Size] * 4),
         ("ggml_cont", _Void, _Void, _Void),
         ("ggml_reshape_2d", _Void, _Void, _Void, _Int64, _Int64),
         ("ggml_set_rows", _Void, _Void, _Void, _Void, _Void),

@@ -70,6 +70,8 @@ class AttentionTask(msgspec.Struct, frozen=True):
     """unified, or per-sequence."""
     n_parallel: int
     """Sequences. In the per-sequence layout at most 2: each takes the same time, and one alone has other kernels."""
+    n_memory: int
+    """Cells of the memory of each stream; of all sequences in the unified layout."""
 
 
 class AttentionTimes(msgspec.Struct, frozen=True):

@@ -45,7 +45,7 @@ def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize(("layout", "n_parallel"), [("per-sequence", 2), ("unified", 1), ("unified", 3)])
 def test_every_kind_that_llama_cpp_can_compute_is_timed(layout: str, n_parallel: int) -> None:
-    times = attention_times(AttentionTask(SMALL, layout, n_parallel))  # type: ignore[arg-type]
+    times = attention_times(AttentionTask(SMALL, layout, n_parallel, 512))  # type: ignore[arg-type]
     assert times
     kinds = {"f16", "bf16", "q8_0"}
     expected = {f"on {k} {v}" for k in kinds for v in kinds} | {f"off {k} {v}" for k in kinds for v in kinds - {"q8_0"}}
@@ -56,14 +56,14 @@ def test_every_kind_that_llama_cpp_can_compute_is_timed(layout: str, n_parallel:
 
 
 def test_heads_that_do_not_fill_a_block_have_no_quantised_cells() -> None:
-    times = attention_times(AttentionTask(replace(SMALL, head_k=48), "per-sequence", 2))
+    times = attention_times(AttentionTask(replace(SMALL, head_k=48), "per-sequence", 2, 512))
     assert times
     assert "on q8_0 f16" not in times.decode
     assert "on f16 q8_0" in times.decode
 
 
 def test_the_second_time_they_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    task = AttentionTask(SMALL, "per-sequence", 2)
+    task = AttentionTask(SMALL, "per-sequence", 2, 512)
     first = attention_times(task)
     monkeypatch.setattr(module, "child_command", lambda: ["false"])
     assert attention_times(task) == first
