@@ -174,7 +174,7 @@ def test_an_exception_of_the_iterable_comes_through_and_cancels_what_runs() -> N
 
 def test_what_no_prompt_could_run_with_is_refused_at_once() -> None:
     engine = fake_engine()
-    with pytest.raises(InvalidRequest, match=r"prompts.*one string"):
+    with pytest.raises(InvalidRequest, match=r"prompts.*a single string"):
         engine.map("once")
     with pytest.raises(InvalidRequest, match="priority"):
         engine.map([], priority=1000)
