@@ -87,7 +87,7 @@ def test_a_file_comes_back_as_it_was(client: OpenAI) -> None:
     assert client.files.content(file.id).content == data
     assert client.files.delete(file.id).deleted
     for ask in (client.files.retrieve, client.files.content, client.files.delete):
-        with pytest.raises(openai.NotFoundError, match="no file"):
+        with pytest.raises(openai.NotFoundError, match="not found"):
             ask(file.id)
 
 

@@ -186,7 +186,7 @@ def test_a_profile_that_is_used_is_named(
     batch = ["batch", tmp_path / "in.txt", "-o", tmp_path / "out.jsonl", "-m", tiny_llama, "-n", "2", "--in-process"]
     code, _, err = run(*batch)
     assert code == 0
-    assert re.search(rf"using the profile {re.escape(str(path))} of .*: -np 3 -c 512 -t 1; --no-profile", err)
+    assert re.search(rf"using the profile {re.escape(str(path))} of .*: -np 3 -c 512 -t 1; use --no-profile", err)
 
 
 def test_settings_may_change_until_there_are_results(run: Run, tiny_llama: Path, tmp_path: Path) -> None:

@@ -218,7 +218,7 @@ BAD: dict[str, tuple[Fields, str, str]] = {
     "no choice": ({"guided_choice": []}, "guided_choice", "at least one string"),
     "an empty choice": ({"guided_choice": ["a", ""]}, "guided_choice", "no empty strings"),
     "a choice of numbers": ({"guided_choice": [1, 2]}, "guided_choice", "list of strings"),
-    "two grammars": ({"guided_regex": "a", "grammar": 'root ::= "a"'}, "grammar", "together with guided_regex"),
+    "two grammars": ({"guided_regex": "a", "grammar": 'root ::= "a"'}, "grammar", "combined with guided_regex"),
 }
 
 

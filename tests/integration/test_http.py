@@ -152,8 +152,8 @@ async def test_a_path_or_method_that_does_not_exist_is_refused_with_the_one_to_u
     refused = {
         ("POST", "/v1/chat/completion"): "did you mean /v1/chat/completions?",
         ("POST", "/v1/v1/chat/completions"): "did you mean /v1/chat/completions?",
-        ("GET", "/v1/chat/completions"): "send POST",
-        ("DELETE", "/v1/models"): "send GET or HEAD",
+        ("GET", "/v1/chat/completions"): "use POST",
+        ("DELETE", "/v1/models"): "use GET or HEAD",
         ("GET", "/nowhere/at/all"): "see /openapi.json for the available paths",
         ("GET", f"/v1/chat/completions/{'x' * 5000}"): "see /openapi.json for the available paths",
     }

@@ -504,11 +504,11 @@ BAD_GRAMMARS: dict[str, tuple[Json, str, str]] = {
     "no choices": ({"guided_choice": []}, "guided_choice", "at least one"),
     "an empty choice": ({"guided_choice": ["a", ""]}, "guided_choice", "no empty strings"),
     "choices of numbers": ({"guided_choice": [1]}, "guided_choice[0]", "expected `str`"),
-    "two grammars": ({"grammar": "root ::= [a]", "guided_regex": "a"}, "grammar", "together with guided_regex"),
+    "two grammars": ({"grammar": "root ::= [a]", "guided_regex": "a"}, "grammar", "combined with guided_regex"),
     "two schemas": (
         {"response_format": {"type": "json_object"}, "json_schema": {}},
         "json_schema",
-        "together with response_format",
+        "combined with response_format",
     ),
     "too long": ({"guided_regex": "a" * 200_000}, "guided_regex", "has 200,000 characters; the limit is 131,072"),
 }

@@ -54,7 +54,7 @@ except StorageError as error:
     print(error)
 """
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60).stdout
-    assert "out.jsonl cannot be written (File too large): free some space and start again" in said
+    assert "out.jsonl cannot be written (File too large): free some space and restart" in said
     assert len(ids_of(tmp_path / "out.jsonl")) == 100
     journal = opened(tmp_path)
     items = [item(i) for i in range(1, 1001)]

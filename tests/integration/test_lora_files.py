@@ -160,7 +160,7 @@ def test_an_embedding_that_is_the_output_too_can_have_none(tmp_path: Path, monke
 
 @pytest.mark.parametrize("scale", [float("nan"), float("inf"), -1001, 1001])
 def test_a_default_scale_out_of_range_is_refused(scale: float) -> None:
-    with pytest.raises(ConfigError, match=r"lora \(--lora\): a.gguf has the scale .* from -1000 to 1000"):
+    with pytest.raises(ConfigError, match=r"lora \(--lora\): the scale of a.gguf is .* from -1000 to 1000"):
         EngineConfig(model_path="", lora=(("a.gguf", scale),))
 
 
@@ -208,8 +208,8 @@ def test_generate_uses_the_adapters_that_it_is_given(tiny_llama: Path, tmp_path:
     [
         ("none.gguf", "adapter file not found: none.gguf"),
         ("none.gguf=much", "adapter file not found: none.gguf=much"),
-        ("none.gguf=nan", "lora (--lora): none.gguf has the scale nan"),
-        ("none.gguf=1e9", "lora (--lora): none.gguf has the scale 1000000000.0"),
+        ("none.gguf=nan", "lora (--lora): the scale of none.gguf is nan"),
+        ("none.gguf=1e9", "lora (--lora): the scale of none.gguf is 1000000000.0"),
     ],
 )
 def test_a_lora_that_cannot_be_is_one_line(given: str, reason: str, tiny_llama: Path) -> None:

@@ -207,7 +207,7 @@ def test_the_command_writes_the_file_and_compares_both(tiny_llama: Path, tmp_pat
         models, ["requantize", str(tiny_llama), "--type", "q8_0", "--lossy", "-o", str(out), "--json"]
     )
     assert result.exit_code == 0, result.output
-    assert f"written: {out}" in result.stderr
+    assert f"wrote {out}" in result.stderr
     before, after = json.loads(result.stdout)["rows"]
     assert (before["name"], after["name"]) == (tiny_llama.name, "out.gguf")
     assert after["size_mb"] == out.stat().st_size / 1e6 < before["size_mb"]

@@ -354,9 +354,9 @@ def test_a_file_that_would_abort_the_process_is_refused(
 def test_another_kind_than_that_of_spec_is_refused(files: Files, tiny_llama: Path, tiny_mamba: Path) -> None:
     target = files.target("eagle3")
     refused(
-        target, files.draft("dflash"), "'eagle3', and dflash.gguf is a DFlash draft model; .* 'dflash'", spec="eagle3"
+        target, files.draft("dflash"), "'eagle3', but dflash.gguf is a DFlash draft model; .* 'dflash'", spec="eagle3"
     )
-    refused(target, files.draft("eagle3"), "'dflash', and eagle3.gguf is an EAGLE-3 draft model", spec="dflash")
+    refused(target, files.draft("eagle3"), "'dflash', but eagle3.gguf is an EAGLE-3 draft model", spec="dflash")
     refused(target, tiny_llama, "'dflash', and tiny-llama.gguf is another kind of model; .* 'draft'", spec="dflash")
     refused(
         tiny_mamba,
@@ -393,7 +393,7 @@ def test_where_the_library_lacks_a_function_there_is_one_line_in_the_log(
             assert engine._runtime.head is None
             assert engine.generate(PROMPTS[:1], greedy(4))[0].tokens
         refused(
-            files.target("eagle3"), files.draft("eagle3"), "'eagle3', and .* does not export _Z7renamed", spec="eagle3"
+            files.target("eagle3"), files.draft("eagle3"), "'eagle3', but .* does not export _Z7renamed", spec="eagle3"
         )
         assert not any(buffer.owner for buffer in estimate_here(config))
     finally:

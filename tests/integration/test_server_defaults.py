@@ -149,7 +149,7 @@ def test_a_template_is_applied_as_llama_cpp_writes_it() -> None:
     assert apply_builtin_template("vicuna", TURNS, True) == "S\n\nUSER: Grüße\nASSISTANT: A</s>\nUSER: B\nASSISTANT:"
     with pytest.raises(LlamaError, match=r"unknown llama\.cpp chat template .nosuch'"):
         apply_builtin_template("nosuch", TURNS, True)
-    with pytest.raises(InvalidRequest, match=r"messages\[0\]: has a null character"):
+    with pytest.raises(InvalidRequest, match=r"messages\[0\]: contains a null character"):
         apply_builtin_template("vicuna", [("user", "a\0b")], True)
 
 

@@ -118,7 +118,7 @@ async def test_a_body_that_consists_of_framing_is_refused(
         came = await ended(reader)  # though the client has not closed anything
         assert came.startswith(b"HTTP/1.1 400 ")
         assert b"\r\nConnection: close\r\n" in came
-        assert b"very small chunks; send larger ones, or the body with its Content-Length" in came
+        assert b"very small chunks; send larger chunks, or use Content-Length" in came
         assert not list((tmp_path / "incoming").iterdir())
         assert "refused the body of 127.0.0.1" in caplog.text
         assert "Traceback" not in caplog.text
