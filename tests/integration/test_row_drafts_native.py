@@ -357,7 +357,7 @@ def test_another_kind_than_that_of_spec_is_refused(files: Files, tiny_llama: Pat
         target, files.draft("dflash"), "'eagle3', but dflash.gguf is a DFlash draft model; .* 'dflash'", spec="eagle3"
     )
     refused(target, files.draft("eagle3"), "'dflash', but eagle3.gguf is an EAGLE-3 draft model", spec="dflash")
-    refused(target, tiny_llama, "'dflash', and tiny-llama.gguf is another kind of model; .* 'draft'", spec="dflash")
+    refused(target, tiny_llama, "'dflash', but tiny-llama.gguf is another kind of model; .* 'draft'", spec="dflash")
     refused(
         tiny_mamba,
         files.draft("eagle3"),
