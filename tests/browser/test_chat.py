@@ -216,7 +216,7 @@ def test_an_answer_can_be_made_again_edited_and_deleted(chat: Page) -> None:
 def test_system_prompt_and_settings_are_sent_and_new_conversations_begin_with_them(chat: Page) -> None:
     answer_with(chat, "Ahoy.")
     settings(
-        chat, System_prompt="You are a pirate.", Temperature="0.25", Stop_texts="END\nSTOP", JSON_schema='{"a": 1}'
+        chat, System_prompt="You are a pirate.", Temperature="0.25", Stop_strings="END\nSTOP", JSON_schema='{"a": 1}'
     )
     for new in (False, True):
         if new:

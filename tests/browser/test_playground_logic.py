@@ -47,7 +47,7 @@ def test_a_template_means_what_it_means_in_a_batch_job(call: Call, source: str) 
     try:
         assert found == PromptTemplate(source).render(ROW)
     except ConfigError:
-        assert found.startswith("ERROR A ")
+        assert found.startswith("ERROR Unmatched ")
 
 
 TABLES = {

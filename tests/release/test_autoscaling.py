@@ -132,7 +132,7 @@ async def test_a_worker_that_memory_forbids_is_not_started(
     end.set()
     await burst
     assert (group.scaling().scale_ups, len(await group.workers())) == (0, 1)
-    (line,) = [line for line in caplog.messages if "cannot run" in line]
+    (line,) = [line for line in caplog.messages if "cannot start worker" in line]
     assert "MiB of the host's memory, but only 5.0 MiB are free. Next attempt in 30 s" in line
 
 

@@ -284,7 +284,7 @@ def test_an_output_that_was_removed_is_begun_anew(tiny_llama: Path, tmp_path: Pa
     out.unlink()
     ended = batch(tiny_llama, source, out)
     assert ended.returncode == 0
-    assert "starts over" in ended.stderr
+    assert "starting over" in ended.stderr
     assert len(ids_of(out)) == 2
 
 

@@ -91,7 +91,7 @@ def terminal(request: pytest.FixtureRequest, default_model: Path, tmp_path: Path
 
 
 def test_a_conversation_in_a_terminal(terminal: Terminal, tmp_path: Path) -> None:
-    terminal.wait_for(r"answers\. /help(.*\n)*> ")
+    terminal.wait_for(r"chatting with .*(.*\n)*> ")
     terminal.type("Write a very long story about the sea.\r")
     terminal.wait_for("story about the sea")
     terminal.wait_for(r"\w+ \w+ \w+ \w+")  # the answer streams

@@ -255,7 +255,7 @@ async def test_two_hundred_random_cancels_leave_no_cell_and_no_seq_id_behind(eng
 
 async def test_an_id_in_use_is_refused_without_hurting_its_holder(engine: EngineClient) -> None:
     task = await started(engine, request(max_tokens=400))
-    with pytest.raises(InvalidRequest, match="still running"):
+    with pytest.raises(InvalidRequest, match="is already the id of a running request"):
         await soon(events_of(engine, request()))
     assert_ends_once(await soon(task), FinishReason.LENGTH)
 
