@@ -611,7 +611,7 @@ def test_the_view_follows_an_answer_unless_the_reader_has_scrolled_up(chat: Page
     until(lambda: box.evaluate("(one) => one.scrollTop") > 60)
     answer = messages(chat, "assistant").last.locator(".markdown")
     expect(answer).not_to_be_empty(timeout=ANSWERED)
-    assert box.evaluate(FROM_END) < 60
+    until(lambda: box.evaluate(FROM_END) < 60)
     box.evaluate("(one) => { one.scrollTop = 0 }")
     before = answer.text_content() or ""  # not its inner text: what is out of view is not laid out
     until(lambda: len(answer.text_content() or "") > len(before) + 4)
