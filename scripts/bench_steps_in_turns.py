@@ -3,7 +3,7 @@
 
 A shared machine is twice as fast in one minute as in the next, so runs one after the other say little. Here each
 variant is a process with an engine of its own, only one of them steps at a time, and each has a clock that runs only
-during its own steps. The ratio of two variants changes by about a hundredth from round to round.
+during its own steps. The ratio of two variants changes by some percent from round to round.
 
     .venv/bin/python scripts/bench_steps_in_turns.py -m model.gguf before=../old-tree now=.
     .venv/bin/python scripts/bench_steps_in_turns.py -m model.gguf f16=. q8_0='.:{"cache_type_k": "q8_0"}'
