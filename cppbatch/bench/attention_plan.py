@@ -89,7 +89,7 @@ def _task(config: EngineConfig, shape: Shape, layout: KvLayout) -> AttentionTask
         n_timed, n_cells = config.n_parallel, config.n_ctx
     else:
         n_timed, n_cells = min(2, config.n_parallel), config.n_ctx // config.n_parallel
-    # Powers of two, so that similar sizes have the same times; longer rows take no longer to read.
+    # Powers of two, so that similar sizes share their times.
     return AttentionTask(shape, layout, n_timed, min(1 << (n_cells - 1).bit_length(), _MAX_MEMORY))
 
 

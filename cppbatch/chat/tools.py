@@ -69,7 +69,7 @@ def callable_tools(tools: list[Json], choice: ToolChoice) -> list[Json]:
     if choice.mode == "none":
         return []
     if choice.mode == "required" and not tools:
-        raise InvalidRequest("tool_choice", "requires a tool call, but there are no tools")
+        raise InvalidRequest("tool_choice", "requires a tool call, but tools is empty")
     wanted = choice.allowed if choice.name is None else (choice.name,)
     if wanted is None:
         return tools

@@ -199,7 +199,7 @@ class ChatSession:
         if message is None:
             last = next((i for i in reversed(range(len(before))) if before[i].get("role") == "user"), None)
             if last is None:
-                raise CppBatchError("there is no answer to regenerate")
+                raise CppBatchError("no answer to regenerate; send a message first")
             message, self._turns = before[last], before[:last]
         try:  # the same seed would give the same answer
             self._answer(message, {name: value for name, value in self._params.items() if name != "seed"})

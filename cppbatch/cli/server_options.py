@@ -199,7 +199,7 @@ _OPTIONS = [
     ),
     option(
         "--max-concurrent-per-key", env="MAX_CONCURRENT_PER_KEY", type=int, default=0,
-        help="Maximum requests in progress per API key, or per client address if there are no keys; 0: no limit.",
+        help="Maximum requests in progress per API key, or per client address without keys; 0: unlimited.",
     ),
     option(
         "--idle-timeout", env="IDLE_TIMEOUT", type=float, default=60,

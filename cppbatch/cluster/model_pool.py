@@ -170,7 +170,7 @@ class ModelPool(Generic[Plan, Engine]):
         """Removes a model; if it is loaded, it is drained first. Requests that wait for it fail."""
         model = self.models.pop(name)
         self._queue.pop(name, None)
-        self._fail_waiters(model, ModelNotLoaded(f"model {name!r} is no longer available"))
+        self._fail_waiters(model, ModelNotLoaded(f"model {name!r} was removed"))
         if model.engine:
             self._leave(model, reason)
 

@@ -19,7 +19,7 @@ def check_dimensions(dimensions: int | None, n_embd: int) -> None:
     """Raises `InvalidRequest` unless `dimensions` is None (whole vectors) or from 1 to `n_embd`."""
     if dimensions is not None and not 1 <= dimensions <= n_embd:
         raise InvalidRequest(
-            "dimensions", (f"is {dimensions}; it must be from 1 to {n_embd}, the size of this model's vectors")
+            "dimensions", f"is {dimensions}; it must be from 1 to {n_embd}, the size of this model's vectors"
         )
 
 

@@ -300,7 +300,7 @@ class InputProcessor:
                 takes = (
                     f"accepts only text and {known}"
                     if known
-                    else (f"accepts text only (images require {named('mmproj')})")
+                    else f"accepts text only (images require {named('mmproj')})"
                 )
                 raise InvalidRequest("prompt", f"contains {_MODALITIES[medium.kind]}, but {self._info.name} {takes}")
 

@@ -173,8 +173,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     list of int32[n] and a list of rows."""
 
     speculate: bool = True
-    """Use speculative decoding when it is faster (`EngineConfig.spec`). False: no drafts for this request. Does not
-    change the text."""
+    """Use speculative decoding when it is faster (`EngineConfig.spec`). False: no drafts for this request. Changes
+    the text only by rounding (docs/speculation.md)."""
 
     stop: Sequence[str] = ()
     """Strings that end the text and are not included in it. May be a single string."""

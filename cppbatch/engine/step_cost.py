@@ -87,7 +87,7 @@ class StepCost:
 
     def _between(self, n: int) -> float:
         """On the line through the next known numbers of rows. More rows than any known number cost as much more as
-        prompt tokens; whole tiles at most so much more than any smaller number, of which some are no whole tiles."""
+        prompt tokens; whole tiles at most that much more than any smaller number of rows, whole tiles or not."""
         counts = self._counts
         at = bisect_left(counts, n)
         if at == 0:

@@ -198,7 +198,7 @@ def _reject_existing_files(job: FileJob) -> None:
     for path in dict.fromkeys((job.output, job.results, job.errors)):
         if path.exists() and (not path.is_file() or path.stat().st_size):
             raise ConfigError(
-                f"{path} already exists, but there is no job to resume ({job.ledger.name} is missing): choose another "
+                f"{path} already exists, but its job cannot be resumed ({job.ledger.name} is missing): choose another "
                 "-o, or use --overwrite"
             )
 

@@ -42,7 +42,7 @@ class InputFormat(msgspec.Struct, frozen=True, kw_only=True):
     id_column: str | None = None
     """The column with the custom IDs; None: custom_id or id, if there is one."""
     only_prompts: bool = False
-    """Requests in OpenAI's format are rejected: their results are no row of a table."""
+    """Requests in OpenAI's format are rejected: their results are not rows of a table."""
     endpoint: Endpoint = "completions"
     """The endpoint that plain prompts are sent to."""
     system: str | None = None

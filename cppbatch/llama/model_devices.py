@@ -28,7 +28,7 @@ class ModelDevices:
             return
         if len(tensor_split) != len(handles):
             self.close()
-            names = ", ".join(map(_name, handles)) or "there is no GPU and no RPC worker"
+            names = ", ".join(map(_name, handles)) or "none (no GPU or RPC worker found)"
             given = f"{named('tensor_split')} has {len(tensor_split)} shares"
             raise ModelError(f"{given}; it must have one for each device: {names}")
         self._split = (ctypes.c_float * C.llama_max_devices())(*tensor_split)

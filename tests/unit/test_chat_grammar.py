@@ -233,7 +233,7 @@ def bad(parameters: Any, name: str = "f") -> list[Any]:
         ({"tools": bad({}, name='"x')}, "tools[0].function.name", "letters"),
         ({"tools": bad({}, name="x" * 65)}, "tools[0].function.name", "64"),
         ({"tools": [PING, PING]}, "tools[1].function.name", "names must be unique"),
-        ({"tools": [], "mode": "required"}, "tool_choice", "no tools"),
+        ({"tools": [], "mode": "required"}, "tool_choice", "tools is empty"),
         ({"name": "other", "mode": "required"}, "tool_choice", "'other'"),
         ({"tools": bad([1])}, "tools[0].function.parameters", "schema of an object"),
         ({"tools": bad(nested(100_000))}, "tools[0].function.parameters", "nested too deeply"),

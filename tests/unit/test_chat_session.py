@@ -205,7 +205,7 @@ def test_a_retry_without_an_answer_leaves_the_conversation_as_it_was(start: Star
 def test_retry_needs_a_message(start: Start) -> None:
     session, _, shown = start()
     session.handle("/retry")
-    assert shown.failed == ["there is no answer to regenerate"]
+    assert shown.failed == ["no answer to regenerate; send a message first"]
 
 
 def test_the_system_message_is_shown_set_and_removed(start: Start) -> None:
