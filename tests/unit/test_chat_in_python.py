@@ -175,7 +175,7 @@ def test_another_template_may_be_given(engine: BatchInferenceEngine) -> None:
         (lambda engine: engine.chat("a", tool_choice="always"), r"^tool_choice: is 'always'"),
         (
             lambda engine: engine.chat("a", tool_choice="required"),
-            r"^tool_choice: requires a tool call, but there are no",
+            r"^tool_choice: requires a tool call, but tools is empty",
         ),
         (lambda engine: engine.chat("a", reasoning_effort="much"), r"^reasoning_effort: is 'much'"),
         (lambda engine: engine.chat("a", chat_template_kwargs={"messages": []}), r"^chat_template_kwargs.messages"),
