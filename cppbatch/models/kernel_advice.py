@@ -105,7 +105,7 @@ def batch_advice(
     if gain < _MIN_GAIN:
         return None
     total = sum(matrix.is_multiplied for matrix in matrices)
-    old, new = (list(dict.fromkeys(kinds)) for kinds in zip(*changes.values(), strict=True))
+    old, new = ([kind for kind, _ in Counter(kinds).most_common()] for kinds in zip(*changes.values(), strict=True))
     which = f"all {total} matrices are" if total == len(changes) > 1 else f"{len(changes)} of {total} matrices are"
     is_batched = any(times[kind].is_batched for kind in old)
     slower = f"which this CPU computes slower than {' and '.join(new)}"

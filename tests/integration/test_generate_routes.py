@@ -323,7 +323,7 @@ async def test_a_batch_larger_than_the_queue_finishes_and_leaves_room_for_others
         assert [result["text"] for result in first["results"]] == [result["text"] for result in second["results"]]
         assert first["failed"] == second["failed"] == 0
         waits = [result["timings"]["queue_seconds"] for result in first["results"]]
-        assert waits[-1] > first["total_time_seconds"] / 2  # the time before the engine took it counts
+        assert waits[-1] > waits[0] + first["total_time_seconds"] / 4  # the time before the engine took it counts
         assert await is_idle(engine)
 
 
