@@ -237,6 +237,66 @@ def eagle3(
     return _write_arrays(path, writer, weights, arrays, seed=seed)
 
 
+def gemma4(path: PathLike, *, echoes: bool = False, n_layers: int = 4) -> Path:
+    """Gemma 4: the first of each two layers sees only the last WINDOW tokens. `echoes`: as `echo`."""
+    writer = _gemma4_writer(path, "gemma4", n_layers, N_EMBD)
+    weights = [norm("output_norm", N_EMBD)]
+    for i in range(n_layers):
+        weights += _attention(f"blk.{i}") + _feed_forward(f"blk.{i}")
+        weights += [norm(f"blk.{i}.{name}", N_EMBD) for name in ("post_attention_norm", "post_ffw_norm")]
+    table = _random(_embedding(), seed=1)
+    arrays = {"token_embd.weight": table, "rope_freqs.weight": np.ones(N_EMBD // N_HEAD // 2, np.float32)}
+    if echoes:
+        weights, arrays["output.weight"] = [*map(_without_effect, weights)], 4 * table
+    else:
+        weights.append(_output())
+    return _write_arrays(path, writer, weights, arrays)
+
+
+def gemma4_assistant(
+    path: PathLike, *, echoes: bool = False, n_target: int = N_EMBD, n_head_kv: int = N_HEAD_KV, seed: int = 3
+) -> Path:
+    """The assistant of `gemma4`: two layers of vectors half as long, or of `echoes`, twice as long."""
+    n_embd, n_layers = 2 * N_EMBD if echoes else N_EMBD // 2, 2
+    writer = _gemma4_writer(path, "gemma4-assistant", n_layers, n_embd, n_head_kv)
+    writer.add_embedding_length_out(n_target)
+    writer.add_nextn_predict_layers(n_layers)
+    weights = [norm("output_norm", n_embd), matrix("nextn.post_projection", n_target, n_embd)]
+    arrays = {"rope_freqs.weight": np.ones(N_EMBD // N_HEAD // 2, np.float32)}
+    for i in range(n_layers):
+        blk = f"blk.{i}"
+        layer = _draft_layer(blk, n_embd, n_embd)
+        weights += [each for each in layer if each.name not in (f"{blk}.attn_k.weight", f"{blk}.attn_v.weight")]
+        weights += [norm(f"{blk}.{name}", n_embd) for name in ("post_attention_norm", "post_ffw_norm")]
+        weights += [Weight(f"{blk}.attn_q_norm.weight", (N_EMBD // N_HEAD,), mean=1.5)]
+        arrays[f"{blk}.layer_output_scale.weight"] = np.ones(1, np.float32)
+    if echoes:
+        weights = [*map(_without_effect, weights)]
+        arrays["nextn.pre_projection.weight"] = np.eye(n_embd, 2 * n_target, dtype=np.float32)
+        arrays["token_embd.weight"] = np.pad(_random(_embedding(), seed=1), [(0, 0), (0, N_EMBD)])
+    else:
+        weights += [matrix("nextn.pre_projection", n_embd, 2 * n_target)]
+        weights += [matrix("token_embd", len(byte_vocab().pieces), n_embd, 4.0)]
+    return _write_arrays(path, writer, weights, arrays, seed=seed)
+
+
+def _gemma4_writer(path: PathLike, architecture: str, n_layers: int, n_embd: int, n_head_kv: int = N_HEAD_KV) -> Any:
+    writer = gguf.GGUFWriter(path, architecture)
+    writer.add_context_length(N_CTX_TRAIN)
+    writer.add_embedding_length(n_embd)
+    writer.add_block_count(n_layers)
+    writer.add_layer_norm_rms_eps(1e-5)
+    add_vocab(writer, byte_vocab())
+    _add_attention(writer, n_head_kv)
+    for kind in ("", "_swa"):
+        for part in ("key", "value"):
+            writer.add_uint32(f"{architecture}.attention.{part}_length{kind}", N_EMBD // N_HEAD)
+    writer.add_uint32(f"{architecture}.embedding_length_per_layer_input", 0)
+    writer.add_sliding_window(WINDOW)
+    writer.add_sliding_window_pattern([i % 2 == 0 for i in range(n_layers)])
+    return writer
+
+
 BLOCK = 6
 
 

@@ -45,7 +45,7 @@ from cppbatch.engine.speculation.grammar_proposer import GrammarProposer
 from cppbatch.engine.speculation.head_runtime import open_head, uses_head
 from cppbatch.engine.speculation.proposer import Proposer
 from cppbatch.engine.speculation.row_proposer import RowProposer
-from cppbatch.engine.speculation.row_runtime import choose_row_draft, open_row_draft
+from cppbatch.engine.speculation.row_runtime import SPECS, choose_row_draft, open_row_draft
 from cppbatch.engine.speculation.suffix_proposer import SuffixProposer
 from cppbatch.engine.vocabulary import Vocabulary
 from cppbatch.errors import LlamaError, ModelError
@@ -65,7 +65,6 @@ from cppbatch.llama import (
 from cppbatch.llama.library import PINNED_VERSION
 from cppbatch.llama.selfcheck import repacking_works
 from cppbatch.llama.vocab import Vocab
-from cppbatch.models.draft_files import NAMES
 
 log = logging.getLogger("cppbatch.engine")
 
@@ -218,7 +217,7 @@ def open_runtime(
     if draft_settings is None:
         return runtime
     if not _can_remove_drafts(model) or runtime.context.backend_sampling:
-        if config.spec in NAMES:
+        if config.spec in SPECS:
             reason = (
                 "sampling on the GPU"
                 if runtime.context.backend_sampling

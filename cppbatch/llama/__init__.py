@@ -16,7 +16,7 @@ from cppbatch.llama.llama_batch import Batch
 from cppbatch.llama.media_encoder import MediaChunk, MediaEncoder
 from cppbatch.llama.model import Model
 from cppbatch.llama.prefix_sharing import find_prefix_sharing, probe_prefix_sharing
-from cppbatch.llama.row_contexts import DFlashContext, EagleContext, RowBatch
+from cppbatch.llama.row_contexts import AssistantContext, DFlashContext, EagleContext, RowBatch
 from cppbatch.llama.rpc import RpcConnections
 from cppbatch.llama.sampler_chain import DrySampler, SamplerChain
 from cppbatch.llama.sequence_state import SequenceState
@@ -24,6 +24,7 @@ from cppbatch.llama.vocab import Vocab
 
 __all__ = [
     "MIN_ROWS",
+    "AssistantContext",
     "Backend",
     "BackendSampling",
     "Batch",

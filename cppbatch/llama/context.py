@@ -153,7 +153,8 @@ class Context:
         """seq_ids that can hold cells: above `n_seq_max` in the unified layout, unless the model has other memory."""
         # Some models have a table of n_ctx_train positions.
         self._n_positions = min(self.n_ctx_seq, model.n_ctx_train)
-        self._flash_attn = flash_attn
+        self.flash_attn: FlashAttention = flash_attn
+        """As it was asked for."""
         if self.gives_hidden_rows:
             self.give_hidden_rows(self._row_layers)
         self._memory = C.llama_get_memory(self._handle)  # None for BERT; llama.cpp's functions accept it
@@ -548,7 +549,7 @@ class Context:
             n_window = C.llama_state_seq_get_size_ext(self.handle, native, _PART) - HEADER_BYTES
         stream = 0 if self.kv_unified else native
         return SequenceState(
-            data[:written], n_tokens, self._model_key, self._n_streams, stream, n_window, self._flash_attn,
+            data[:written], n_tokens, self._model_key, self._n_streams, stream, n_window, self.flash_attn,
             PLANAR_CELL_BYTES if self.model.n_dimensions > 1 else CELL_BYTES,
         )  # fmt: skip
 
@@ -647,7 +648,7 @@ class Context:
         if seq_id in self._copy_sources | self._copy_targets:
             self.remove(seq_id)
             raise LlamaError(f"the cells of sequence {seq_id} are only copied in the next decode")
-        data = state.for_context(self._n_streams, self._flash_attn)
+        data = state.for_context(self._n_streams, self.flash_attn)
         self._rollback.moved()
         n = C.llama_state_seq_set_data_ext(self.handle, _bytes_pointer(data), data.size, self._native(seq_id), flags)
         return bool(n == data.size)

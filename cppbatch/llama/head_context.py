@@ -95,7 +95,7 @@ class HeadContext(Context):
 
     def open_again(self) -> None:
         """Makes the context again, empty, after it was closed. Raises as the constructor."""
-        self.reopen(n_ctx=self.n_ctx, kv_unified=True, flash_attn=self._flash_attn)
+        self.reopen(n_ctx=self.n_ctx, kv_unified=True, flash_attn=self.flash_attn)
 
     @property
     def n_row(self) -> int:

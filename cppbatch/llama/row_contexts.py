@@ -1,4 +1,4 @@
-"""The contexts of draft models that read hidden rows of the model they draft for: EAGLE-3 and DFlash.
+"""The contexts of draft models that read hidden rows of the model they draft for: EAGLE-3, DFlash, Gemma 4's assistant.
 
 Such a model may lack embeddings and an output matrix, and use those of its target, whose context must be open then.
 `Context.give_hidden_rows` makes the target output the rows. llama.cpp's own use of them is `common/speculative.cpp`.
@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from cppbatch.config import FlashAttention
 from cppbatch.errors import DecodeFailed, OutOfRange
 from cppbatch.llama.context import Context
 from cppbatch.llama.embedding_batch import EmbeddingBatch, FloatArray
@@ -77,6 +78,24 @@ class EagleContext(HeadContext):
             raise DecodeFailed(0, "the encoder of the draft model returned no rows")
         encoded: FloatArray = np.ctypeslib.as_array(address, (len(rows), self.model.n_embd)).copy()
         return encoded
+
+
+class AssistantContext(HeadContext):
+    """The context of Gemma 4's assistant. It has no cells: its queries read those of the last layers of its target,
+    with the target's seq_ids and layout. All tokens of a draft have the position after the target's last cell."""
+
+    def __init__(self, model: Model, target: Context, *, n_threads: int, type_k: str, type_v: str) -> None:
+        """`target`: its context, open as long as this one. Raises as `HeadContext`."""
+        self._of_cells = target
+        super().__init__(
+            model, n_ctx=target.n_ctx, n_batch=target.n_seq_max, n_seq_max=target.n_seq_max, n_threads=n_threads,
+            flash_attn="auto", type_k=type_k, type_v=type_v, target=target,
+        )  # fmt: skip
+
+    def reopen(self, *, n_ctx: int, kv_unified: bool, flash_attn: FlashAttention = "auto") -> None:
+        """As `Context.reopen`, with the present sizes of its target, and its flash attention, which lays out cells."""
+        target = self._of_cells
+        super().reopen(n_ctx=target.n_ctx, kv_unified=target.kv_unified, flash_attn=target.flash_attn)
 
 
 class RowBatch(EmbeddingBatch):

@@ -1,5 +1,5 @@
-"""Draft models that read hidden rows of the model they draft for (EAGLE-3, DFlash), recognised by the header of their
-file, and checked there: llama.cpp aborts the process where such a file does not fit to its target.
+"""Draft models that read hidden rows of the model they draft for (EAGLE-3, DFlash, Gemma 4's assistant), recognised by
+the header of their file, and checked there: llama.cpp aborts the process where such a file does not fit to its target.
 """
 
 from __future__ import annotations
@@ -12,9 +12,11 @@ from cppbatch.errors import ModelError
 from cppbatch.models.file_header import TensorInfo, read_header, read_integers
 from cppbatch.models.find import model_parts
 
-RowKind = Literal["eagle3", "dflash"]
+RowKind = Literal["eagle3", "dflash", "gemma4-assistant"]
 
-NAMES: dict[RowKind, str] = {"eagle3": "EAGLE-3", "dflash": "DFlash"}
+NAMES: dict[RowKind, str] = {"eagle3": "EAGLE-3", "dflash": "DFlash", "gemma4-assistant": "Gemma 4 assistant"}
+
+ASSISTANT: RowKind = "gemma4-assistant"
 
 TARGETS = frozenset(
     {
@@ -34,7 +36,7 @@ class DraftFile(NamedTuple):
 
     kind: RowKind
     layers: tuple[int, ...]
-    """The target's layers whose input it reads."""
+    """The target's layers whose input it reads; (): it reads the rows that leave the last layer."""
     n_row: int
     """Numbers that it reads of a token: those of all these layers."""
     shares: bool
@@ -75,24 +77,28 @@ def describe_draft(path: Path) -> str | None:
     """For people: "EAGLE-3 draft model, reads layers 2, 18, 33". None: not such a file. Raises as `row_kind`."""
     if (kind := row_kind(path)) is None:
         return None
-    layers = _layers(_open(path))
-    return f"{NAMES[kind]} draft model, reads layers {', '.join(map(str, layers))}"
+    reads = "the KV cells of its model"
+    if kind != ASSISTANT:
+        reads = f"layers {', '.join(map(str, _layers(_open(path))))}"
+    return f"{NAMES[kind]} draft model, reads {reads}"
 
 
 def read_draft_file(path: Path, target: Path) -> DraftFile:
-    """Reads the header of an EAGLE-3 or DFlash file that is to draft for `target`.
+    """Reads the header of such a file that is to draft for `target`.
 
     Raises `ModelError` if one of the two cannot be read, or if llama.cpp would abort the process with the two.
     """
     draft, its_target = _open(path), _open(target)
-    for fault in _faults(draft, its_target):
+    kind = row_kind(path)
+    assert kind
+    for fault in (_assistant_faults if kind == ASSISTANT else _faults)(draft, its_target):
         raise ModelError(
             f"{path.name} cannot be used as a draft model for {target.name} (-md): {fault}. Use a draft model made for "
             "it, or leave out -md"
         )
     layers, n_embd = _layers(draft), its_target.get("embedding_length")
-    kind = row_kind(path)
-    assert kind
+    if kind == ASSISTANT:
+        return DraftFile(kind, (), n_embd, shares=True)
     file = DraftFile(
         kind, layers, len(layers) * n_embd, not {"token_embd.weight", "output.weight"} <= set(draft.tensors)
     )
@@ -122,6 +128,39 @@ def _open(path: Path) -> _File:
 def _layers(draft: _File) -> tuple[int, ...]:
     layers = draft.get("target_layers")
     return tuple(layers) if isinstance(layers, tuple) else ()
+
+
+def _assistant_faults(draft: _File, target: _File) -> Iterator[str]:
+    """As `_faults`. Its layers with a window read the cells of the target's last layer but one, the others those of the
+    last one."""
+    if target.architecture != "gemma4":
+        yield f"it reads the KV cells of a gemma4 model, but {target.path.name} is {target.architecture}"
+        return
+    given, n_embd = draft.get("embedding_length_out"), target.get("embedding_length")
+    if given != n_embd:
+        yield f"it expects rows of {given} numbers, but the rows of the model have {n_embd}"
+    n_own, n_layers = draft.get("block_count"), target.get("block_count")
+    if (n_draft := draft.get("nextn_predict_layers")) != n_own:
+        yield f"{n_draft} of its {n_own} layers are draft layers; all must be"
+    if [_has_window(target, i) for i in (n_layers - 2, n_layers - 1)] != [True, False]:
+        yield "the last two layers of the model are not one with a sliding window and one without"
+    for i in range(n_own):
+        own, read = (_cell_shape(*each) for each in ((draft, i), (target, n_layers - 1 - _has_window(draft, i))))
+        if own != read:
+            sizes = [f"{n_heads} KV heads of {n_numbers} numbers" for n_heads, n_numbers in (own, read)]
+            yield f"its layer {i} reads cells of {sizes[0]}, but those of the model have {sizes[1]}"
+
+
+def _has_window(file: _File, layer: int) -> bool:
+    pattern = file.get("attention.sliding_window_pattern")
+    return bool(pattern[layer]) if isinstance(pattern, tuple) and layer < len(pattern) else False
+
+
+def _cell_shape(file: _File, layer: int) -> tuple[int, int]:
+    """(KV heads, numbers of a head) of a layer."""
+    heads = file.get("attention.head_count_kv") or file.get("attention.head_count")
+    kind = "_swa" if _has_window(file, layer) else ""
+    return heads[layer] if isinstance(heads, tuple) else heads, file.get(f"attention.key_length{kind}")
 
 
 def _faults(draft: _File, target: _File) -> Iterator[str]:

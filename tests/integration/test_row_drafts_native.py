@@ -1,5 +1,5 @@
-"""EAGLE-3 and DFlash draft models over real llama.cpp contexts: their drafts are what they compute alone, the text
-stays the model's own, and files that would abort the process are refused."""
+"""EAGLE-3, DFlash and Gemma 4 assistant draft models over real llama.cpp contexts: their drafts are what they compute
+alone, the text stays the model's own, and files that would abort the process are refused."""
 
 from __future__ import annotations
 
@@ -26,7 +26,17 @@ from cppbatch.engine.speculation.row_proposer import RowProposer
 from cppbatch.engine.speculation.row_runtime import choose_row_draft
 from cppbatch.engine.step_cost import StepCost
 from cppbatch.errors import ConfigError, LlamaError, ModelError, OutOfRange
-from cppbatch.llama import Backend, Batch, Context, DFlashContext, EagleContext, HeadContext, Model, library
+from cppbatch.llama import (
+    AssistantContext,
+    Backend,
+    Batch,
+    Context,
+    DFlashContext,
+    EagleContext,
+    HeadContext,
+    Model,
+    library,
+)
 from cppbatch.models.draft_files import TARGETS, read_draft_file
 from cppbatch.models.inspect import inspect_model
 from cppbatch.models.synthetic import LlamaShape, byte_vocab
@@ -43,6 +53,8 @@ TARGET_FILES: dict[str, Callable[[Path], Path]] = {
     "llama": lambda path: tiny_models.llama(path, shape=LlamaShape(n_layer=4)),
     "qwen35": tiny_models.two_dimensional_hybrid,
     "echo": tiny_models.echo,
+    "gemma4": tiny_models.gemma4,
+    "gemma4-echo": lambda path: tiny_models.gemma4(path, echoes=True),
 }
 DRAFTS: dict[str, tuple[str, Callable[[Path], Path]]] = {
     "eagle3": ("llama", tiny_models.eagle3),
@@ -57,6 +69,8 @@ DRAFTS: dict[str, tuple[str, Callable[[Path], Path]]] = {
     "dflash2": ("llama", lambda path: tiny_models.dflash(path, kind="dflash2")),
     "dspark": ("llama", lambda path: tiny_models.dflash(path, kind="dspark", own=False)),
     "dspark-bonus": ("llama", lambda path: tiny_models.dflash(path, kind="dspark-bonus")),
+    "assistant": ("gemma4", tiny_models.gemma4_assistant),
+    "assistant-echo": ("gemma4-echo", lambda path: tiny_models.gemma4_assistant(path, echoes=True)),
     "eagle3-echo": ("echo", lambda path: tiny_models.eagle3(path, echoes=True)),
     "dflash-echo": ("echo", lambda path: tiny_models.dflash(path, echoes=True)),
 }
@@ -125,14 +139,18 @@ class Alone:
         }  # fmt: skip
         self.target = Context(self.models[0], n_ubatch=512, **sizes)
         self.target.give_hidden_rows(self.file.layers)
-        self.eagle = self.dflash = None
-        if self.file.kind == "eagle3":
+        self.eagle = self.dflash = self.assistant = None
+        if self.file.kind == "gemma4-assistant":
+            self.assistant = AssistantContext(self.models[1], self.target, n_threads=1, type_k="f32", type_v="f32")
+        elif self.file.kind == "eagle3":
             self.eagle = EagleContext(self.models[1], self.file, self.target, **sizes)
         else:
             self.dflash = DFlashContext(self.models[1], self.file, self.target, n_drafted=n_drafted, **sizes)
 
     def draft(self, tokens: list[int], n: int) -> list[int]:
         known = np.array(tokens, np.int32)
+        if self.assistant:
+            return self._draft_assistant(known, n)
         batch = Batch(512)
         batch.add_run(known, 0, 0, n_logits=1)
         self.target.remove(0)
@@ -155,6 +173,23 @@ class Alone:
             self.eagle.decode(batch)
             drafted.append(int(self.eagle.logits(1)[0].argmax()))
         return drafted
+
+    def _draft_assistant(self, known: Any, n: int) -> list[int]:
+        """The cells of the target hold all tokens but the last one, at whose position all are drafted."""
+        assert self.assistant
+        before = Batch(512)
+        before.add_run(known[:-1], 0, 0, n_logits=1)
+        self.target.remove(0)
+        self.target.decode(before)
+        hidden, drafted = self.target.hidden_rows(len(known) - 1)[-1:].copy(), [int(known[-1])]
+        batch = self.assistant.new_batch()
+        while len(drafted) <= n:
+            batch.clear()
+            batch.add_hidden_rows(drafted[-1:], hidden, [len(known) - 1], [0])
+            self.assistant.decode(batch)
+            drafted.append(int(self.assistant.logits(1)[0].argmax()))
+            hidden = self.assistant.hidden_rows(1).copy()
+        return drafted[1:]
 
     def _draft_block(self, known: Any, rows: Any) -> list[int]:
         assert self.dflash
@@ -190,10 +225,10 @@ def test_drafts_of_a_batch_are_those_of_each_sequence_alone(
     monkeypatch.setattr(RowProposer, "propose", noted)
     settings = {**SETTINGS, "kv_layout": layout, "draft_max": 3, "prefix_cache": False, "spec": "draft"}
     with BatchInferenceEngine(files.target(kind), draft_model=str(files.draft(kind)), **settings) as engine:
-        engine.generate(PROMPTS, sampled(0.7, 12))
+        engine.generate(PROMPTS, sampled(0.7, 30))  # beside other work, reading the prompts takes steps
     assert len(made) > 40
     alone = Alone(files.target(kind), files.draft(kind), 3)
-    for tokens, drafted in made[::5]:
+    for tokens, drafted in made[:: len(made) // 12]:
         assert drafted == alone.draft(tokens, len(drafted))
     alone.close()
 
@@ -229,7 +264,7 @@ def test_the_text_is_that_of_the_model_alone(
 
 
 @pytest.mark.parametrize("swap_space", [0, 64])
-@pytest.mark.parametrize("kind", ["eagle3-shared", "eagle3-hybrid", "dflash", "dspark"])
+@pytest.mark.parametrize("kind", ["eagle3-shared", "eagle3-hybrid", "dflash", "dspark", "assistant"])
 def test_sequences_that_lose_their_cells_keep_their_texts(
     files: Files, kind: str, swap_space: int, eager: None, open_engine: OpenEngine
 ) -> None:
@@ -245,7 +280,7 @@ def test_sequences_that_lose_their_cells_keep_their_texts(
     assert stats.drafted_tokens > 0
 
 
-@pytest.mark.parametrize("kind", ["eagle3-shared", "dflash-shared", "eagle3-echo"])
+@pytest.mark.parametrize("kind", ["eagle3-shared", "dflash-shared", "eagle3-echo", "assistant-echo"])
 def test_a_switch_of_the_layout_makes_the_context_of_the_draft_model_again(
     files: Files, kind: str, eager: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -272,13 +307,13 @@ def test_a_switch_of_the_layout_makes_the_context_of_the_draft_model_again(
     assert len(made_again) == stats.layout_switches > 0
 
 
-@pytest.mark.parametrize("kind", ["eagle3-echo", "dflash-echo"])
+@pytest.mark.parametrize("kind", ["eagle3-echo", "dflash-echo", "assistant-echo"])
 @pytest.mark.parametrize("n_parallel", [1, 4, 16])
 def test_a_draft_model_that_is_right_by_construction_is_always_right(
     files: Files, kind: str, n_parallel: int, eager: None
 ) -> None:
     settings = {**SETTINGS, "n_parallel": n_parallel, "n_ctx": 256 * n_parallel, "n_batch": 512, "n_ubatch": 512}
-    spec: Any = kind.removesuffix("-echo")
+    spec: Any = kind.removesuffix("-echo").replace("assistant", "mtp")
     with BatchInferenceEngine(
         files.target(kind), draft_model=str(files.draft(kind)), **settings, spec=spec, draft_max=5
     ) as engine:
@@ -291,7 +326,7 @@ def test_a_draft_model_that_is_right_by_construction_is_always_right(
 def test_samples_and_chats_share_prefixes(files: Files, eager: None) -> None:
     prompt = "one prompt that all of them begin with " * 3
     samples = [SamplingParams(temperature=0.9, seed=i, max_tokens=20, ignore_eos=True) for i in range(6)]
-    for kind in ("eagle3", "dflash"):
+    for kind in ("eagle3", "dflash", "assistant"):
         answers: list[list[list[int]]] = []
         for spec in ("off", "draft"):
             settings = {**SETTINGS, "n_batch": 256, "spec": spec}
@@ -316,6 +351,20 @@ def test_a_target_that_gives_no_rows_is_refused(files: Files, tmp_path: Path) ->
     reason = r"cannot be used as a draft model for swa\.gguf \(-md\): .* does not export .* architecture gemma3"
     refused(swa, draft, reason)
     assert "gemma3" not in TARGETS
+
+
+def test_an_assistant_that_does_not_fit_is_refused(files: Files, tmp_path: Path) -> None:
+    """llama.cpp reads cells of other sizes as if they fitted."""
+    assistant = files.draft("assistant")
+    reason = "reads the KV cells of a gemma4 model, but target-llama.gguf is llama"
+    refused(files.target("eagle3"), assistant, reason)
+    wide = tiny_models.gemma4_assistant(tmp_path / "wide.gguf", n_target=96)
+    refused(files.target("assistant"), wide, "expects rows of 96 numbers, but the rows of the model have 64")
+    odd = tiny_models.gemma4(tmp_path / "odd.gguf", n_layers=3)
+    refused(odd, assistant, "last two layers of the model are not one with a sliding window and one without")
+    heads = tiny_models.gemma4_assistant(tmp_path / "heads.gguf", n_head_kv=4)
+    reason = "its layer 0 reads cells of 4 KV heads of 16 numbers, but those of the model have 2 KV heads of 16 numbers"
+    refused(files.target("assistant"), heads, reason)
 
 
 def test_another_vocabulary_is_refused(files: Files, tmp_path: Path) -> None:
@@ -358,6 +407,10 @@ def test_another_kind_than_that_of_spec_is_refused(files: Files, tiny_llama: Pat
     )
     refused(target, files.draft("eagle3"), "'dflash', but eagle3.gguf is an EAGLE-3 draft model", spec="dflash")
     refused(target, tiny_llama, "'dflash', but tiny-llama.gguf is another kind of model; .* 'draft'", spec="dflash")
+    refused(target, files.draft("eagle3"), "'mtp', but eagle3.gguf is an EAGLE-3 draft model; .* 'eagle3'", spec="mtp")
+    assistant = files.draft("assistant")
+    reason = "'eagle3', but assistant.gguf is a Gemma 4 assistant draft model; .* 'mtp'"
+    refused(files.target("assistant"), assistant, reason, spec="eagle3")
     refused(
         tiny_mamba,
         files.draft("eagle3"),
@@ -434,17 +487,20 @@ def test_the_first_lines_and_the_metadata_name_the_draft_model(files: Files) -> 
     facts = inspect_model(files.draft("eagle3"))
     assert facts.drafts_as == "EAGLE-3 draft model, reads layers 1, 2, 3"
     assert inspect_model(files.target("eagle3")).drafts_as is None
+    assistant = "Gemma 4 assistant draft model, reads the KV cells of its model"
+    assert inspect_model(files.draft("assistant")).drafts_as == assistant
     config = files.config("dflash", spec="dflash")
     line = model_line(config, inspect_model(files.target("dflash")), estimate_memory([config]))
     assert "with dflash.gguf (DFlash draft model, reads layers 1, 2, 3, --spec dflash);" in line
 
 
-@pytest.mark.parametrize("kind", ["eagle3", "eagle3-shared", "dflash-swa"])
+@pytest.mark.parametrize("kind", ["eagle3", "eagle3-shared", "dflash-swa", "assistant"])
 def test_the_memory_of_the_draft_model_is_measured_as_predicted(files: Files, kind: str) -> None:
     config = files.config(kind, kv_layout="unified")
     (footprint,) = estimate_memory([config]).footprints
     predicted = {(b.owner, b.kind): b.n_bytes for b in footprint.buffers if b.kind in ("cells", "compute")}
-    assert {b.kind for b in footprint.buffers if b.owner} >= {"weights", "cells", "compute", "hidden"}
+    own = {"weights", "compute", "hidden"} | ({"cells"} if kind != "assistant" else set())
+    assert {b.kind for b in footprint.buffers if b.owner} >= own
     with Backend.get().lines() as lines:
         load_runtime(config).close()
     measured = {(b.owner, b.kind): b.n_bytes for b in read_engine_buffers(lines)}
@@ -452,4 +508,5 @@ def test_the_memory_of_the_draft_model_is_measured_as_predicted(files: Files, ki
     for key, n_bytes in predicted.items():
         assert measured[key] == pytest.approx(n_bytes, rel=0.05), key
     rows = {row["what"] for row in memory_report(config).rows}
-    assert {"draft model: KV cells", "draft model: compute buffers", "draft model: hidden rows"} <= rows
+    assert {"draft model: compute buffers", "draft model: hidden rows"} <= rows
+    assert ("draft model: KV cells" in rows) == ("cells" in own)

@@ -233,6 +233,51 @@ class DraftCells:
         draft.n_known, draft.start = n, draft.start if n else 0
 
 
+class TargetCells:
+    """In place of `DraftCells`, for a draft model without cells of its own: it reads those of the model, which hold all
+    tokens of a sequence but the last one."""
+
+    def __init__(self) -> None:
+        self._of: dict[Seq, DraftSequence] = {}
+
+    def forget(self) -> None:
+        """Nothing is kept."""
+        self._of = {}
+
+    clear = forget
+
+    def get(self, sequence: Seq) -> DraftSequence | None:
+        """As `DraftCells.get`."""
+        return self._of.get(sequence)
+
+    def follow(self, sequences: Iterable[Seq]) -> list[DraftSequence]:
+        """The draft sequences of these, with the seq_ids of the model, whose last token is missing."""
+        self._of = {sequence: DraftSequence(sequence.seq_id) for sequence in sequences}
+        for sequence, draft in self._of.items():
+            draft.sequence, draft.tokens, draft.n_known = sequence, sequence.tokens, sequence.n_tokens - 1
+        return list(self._of.values())
+
+    def ensure_free(self, n: int) -> bool:
+        """None are needed."""
+        return True
+
+    def computed(self, draft: DraftSequence, n: int) -> None:
+        """Computing the last token fills no cell: all tokens of a draft have the position after the last cell."""
+
+    def guessed(self, draft: DraftSequence, token: int) -> None:
+        """As `computed`."""
+
+    def finished(self, sequence: Seq) -> None:
+        """The sequence has ended."""
+        self._of.pop(sequence, None)
+
+    def share_more(self, draft: DraftSequence) -> None:
+        """There is nothing to share."""
+
+    def stop_following(self, draft: DraftSequence) -> None:
+        """There is nothing to give to others."""
+
+
 def _have_prefix(one: DraftSequence, other: DraftSequence, n: int) -> bool:
     """Whether the first `n` tokens of two sequences are equal, and their cells can be shared."""
     if not (one.may_share and other.may_share and one.salt == other.salt):

@@ -19,7 +19,7 @@ import numpy.typing as npt
 from cppbatch.engine.compute_threads import ComputeThreads
 from cppbatch.engine.radix_tree import n_common
 from cppbatch.engine.sequence import Seq
-from cppbatch.engine.speculation.draft_cells import DraftCells, DraftMemory, DraftSequence
+from cppbatch.engine.speculation.draft_cells import DraftCells, DraftMemory, DraftSequence, TargetCells
 from cppbatch.engine.speculation.proposer import Draft
 from cppbatch.engine.step_cost import StepCost
 from cppbatch.errors import LlamaError
@@ -122,7 +122,7 @@ class DraftModelProposer:
         self._eog = eog
         self._threads = threads
         self._clock = clock
-        self.cells = self._new_cells()
+        self.cells: DraftCells | TargetCells = self._new_cells()
         self.cost = StepCost()
         """What a decode of the draft context takes."""
         self._batch = self._new_batch()
@@ -134,7 +134,7 @@ class DraftModelProposer:
         self.token_s = 0.0
         """As `ModelProposer.token_s`."""
 
-    def _new_cells(self) -> DraftCells:
+    def _new_cells(self) -> DraftCells | TargetCells:
         return DraftCells(self._context)
 
     def _new_batch(self) -> Batch:

@@ -14,7 +14,7 @@ from cppbatch.llama import Backend, Context, Model, probe_prefix_sharing
 
 def draft_config(config: EngineConfig) -> EngineConfig | None:
     """The settings of the draft model of an engine; None if the engine has none, or if `spec` does not use it."""
-    if not config.draft_model or config.spec not in ("auto", *DRAFT_MODELS):
+    if not config.draft_model or config.spec not in ("auto", "mtp", *DRAFT_MODELS):
         return None
     return msgspec.structs.replace(
         config,

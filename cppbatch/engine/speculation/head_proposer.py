@@ -14,9 +14,11 @@ import numpy as np
 
 from cppbatch.engine.compute_threads import ComputeThreads
 from cppbatch.engine.sequence import Seq
-from cppbatch.engine.speculation.draft_cells import DraftSequence
+from cppbatch.engine.speculation.draft_cells import DraftSequence, TargetCells
+from cppbatch.engine.speculation.draft_model import Guess
 from cppbatch.engine.speculation.hidden_rows import Rows
 from cppbatch.engine.speculation.row_proposer import RowProposer, RowRuntime
+from cppbatch.errors import CacheFull
 from cppbatch.llama import HeadBatch
 
 
@@ -86,3 +88,20 @@ class HeadProposer(RowProposer):
     def _decode(self, growing: list[DraftSequence]) -> None:
         super()._decode(growing)
         self._places = {draft: i for i, draft in enumerate(growing)}
+
+
+class AssistantProposer(HeadProposer):
+    """A `Proposer` that drafts with Gemma 4's assistant, which reads the model's own cells, and so no prompts."""
+
+    def _new_cells(self) -> TargetCells:
+        return TargetCells()
+
+    def read_seconds(self, sequence: Seq) -> float:
+        """As `ModelProposer.read_seconds`."""
+        return 0.0
+
+    def _guess(self, sequences: list[Seq], lengths: list[int]) -> list[Guess | None]:
+        try:
+            return super()._guess(sequences, lengths)
+        except CacheFull:  # llama.cpp looks for free cells of the model for tokens that fill none
+            return [None] * len(sequences)

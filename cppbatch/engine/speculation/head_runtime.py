@@ -21,10 +21,12 @@ _MOST_BATCH = 512  # tokens: a prompt is read in pieces that delay no step for l
 def uses_head(config: EngineConfig) -> bool:
     """Whether an engine loads the draft head in the model's file.
 
-    With `spec` auto: on a CPU, without a draft model, if the file has a head that can be used. Raises `ModelError` with
-    `spec` mtp if it has none.
+    Not beside a draft model. With `spec` auto: on a CPU, if the file has a head that can be used. Raises `ModelError`
+    with `spec` mtp if it has none.
     """
-    is_auto = config.spec == "auto" and not config.draft_model and not config.pooling
+    if config.draft_model:
+        return False
+    is_auto = config.spec == "auto" and not config.pooling
     if not (config.spec == "mtp" or (is_auto and not Backend.get().offloads(config.n_gpu_layers, config.rpc))):
         return False
     reason = _why_not(Path(config.model_path))

@@ -1,5 +1,5 @@
 """What the proposers have in common that draft from hidden rows of the model: a draft head in its file (MTP), and draft
-models that were made for it (EAGLE-3, DFlash).
+models that were made for it (EAGLE-3, DFlash, Gemma 4's assistant).
 
 What the model computes is kept on the host (`HiddenRows`), and read when drafts are asked for: so a proposer that is
 not worth its time costs next to nothing.
@@ -16,7 +16,7 @@ from typing import Protocol
 from cppbatch.engine.compute_threads import ComputeThreads
 from cppbatch.engine.padding_rows import BatchEntry
 from cppbatch.engine.sequence import Seq
-from cppbatch.engine.speculation.draft_cells import DraftCells, DraftSequence
+from cppbatch.engine.speculation.draft_cells import DraftCells, DraftSequence, TargetCells
 from cppbatch.engine.speculation.draft_model import JOINED, DraftContext, DraftModel, DraftModelProposer
 from cppbatch.engine.speculation.hidden_rows import HiddenRows, Rows
 from cppbatch.errors import LlamaError
@@ -76,7 +76,7 @@ class RowProposer(DraftModelProposer, ABC):
         # A token without logits is computed by a decode of its own: some heads yield wrong hidden rows beside it.
         self._most_joined = 1
 
-    def _new_cells(self) -> DraftCells:
+    def _new_cells(self) -> DraftCells | TargetCells:
         # Drafted tokens were computed from other rows than those of the model.
         return DraftCells(self._context, first_of=self._first_of, keeps_guesses=False)
 

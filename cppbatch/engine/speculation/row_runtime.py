@@ -1,29 +1,42 @@
-"""Opens a draft model that reads hidden rows of the model it drafts for (EAGLE-3, DFlash): its checks, its context."""
+"""Opens a draft model that reads hidden rows of the model it drafts for (EAGLE-3, DFlash, Gemma 4's assistant): its
+checks, its context.
+"""
 
 from __future__ import annotations
 
 import logging
 from pathlib import Path
 
-from cppbatch.config import EngineConfig, available_threads, named
+from cppbatch.config import EngineConfig, Speculation, available_threads, named
 from cppbatch.engine.compute_threads import ComputeThreads
 from cppbatch.engine.kv_layout import choose_flash_attn
 from cppbatch.engine.speculation.dflash_proposer import DFlashProposer
 from cppbatch.engine.speculation.draft_runtime import check_vocabulary
-from cppbatch.engine.speculation.head_proposer import HeadProposer
+from cppbatch.engine.speculation.head_proposer import AssistantProposer, HeadProposer
 from cppbatch.engine.speculation.row_proposer import RowProposer
 from cppbatch.errors import ModelError
-from cppbatch.llama import Backend, Context, DFlashContext, EagleContext, Model, why_no_layer_rows
-from cppbatch.models.draft_files import NAMES, DraftFile, read_draft_file, row_kind
+from cppbatch.llama import (
+    AssistantContext,
+    Backend,
+    Context,
+    DFlashContext,
+    EagleContext,
+    Model,
+    why_no_heads,
+    why_no_layer_rows,
+)
+from cppbatch.models.draft_files import ASSISTANT, NAMES, DraftFile, RowKind, read_draft_file, row_kind
 
 log = logging.getLogger("cppbatch.engine")
 
+SPECS: dict[Speculation, RowKind] = {"eagle3": "eagle3", "dflash": "dflash", "mtp": ASSISTANT}
+"""The kind of draft model that a setting of `spec` demands."""
 _MOST_READ = 128  # tokens in a decode: llama.cpp computes logits of each, also of those that want none
 _MOST_BLOCKS = 512  # tokens of all blocks in a decode, each with logits
 
 
 def choose_row_draft(config: EngineConfig) -> tuple[DraftFile | None, bool]:
-    """The header of the draft model of an engine, if that is EAGLE-3 or DFlash; None: it is of another kind.
+    """The header of the draft model of an engine, if that reads hidden rows; None: it is of another kind.
 
     The second value: whether it is left out, because llama.cpp's library lacks the functions; the log says so. Raises
     `ModelError` if `spec` asks for another kind, or for one that cannot be used, and as `read_draft_file`.
@@ -32,21 +45,20 @@ def choose_row_draft(config: EngineConfig) -> tuple[DraftFile | None, bool]:
     try:
         kind = row_kind(path)
     except ModelError:
-        if spec in NAMES:
+        if spec in SPECS:
             raise
         return None, False  # loading says what is wrong with the file
-    if spec in NAMES and spec != kind:
-        found = (
-            f"an {NAMES[kind]} draft model" if kind == "eagle3" else f"a {NAMES[kind]} draft model" if kind else None
-        )
+    if spec in SPECS and SPECS[spec] != kind:
+        found = f"{'an' if kind == 'eagle3' else 'a'} {NAMES[kind]} draft model" if kind else "another kind of model"
+        fitting = next((name for name, of_kind in SPECS.items() if of_kind == kind), "draft")
         raise ModelError(
-            f"{named('spec')} is '{spec}', but {path.name} is {found or 'another kind of model'}; set it to "
-            f"'{kind or 'draft'}', or use another file ({named('draft_model')})"
+            f"{named('spec')} is '{spec}', but {path.name} is {found}; set it to '{fitting}', or use another file "
+            f"({named('draft_model')})"
         )
     if kind is None:
         return None, False
-    if reason := why_no_layer_rows():
-        if spec in NAMES:
+    if reason := why_no_heads() if kind == ASSISTANT else why_no_layer_rows():
+        if spec in SPECS:
             raise ModelError(f"{named('spec')} is '{spec}', but {reason}; leave it out")
         log.info("%s is not used: %s", path.name, reason)
         return None, True
@@ -63,10 +75,13 @@ def choose_row_draft(config: EngineConfig) -> tuple[DraftFile | None, bool]:
 
 def make_row_context(
     config: EngineConfig, file: DraftFile, draft: Model, target: Context
-) -> EagleContext | DFlashContext:
-    """The context of an EAGLE-3 or DFlash draft model, with as many cells as the engine has. `config`: from
+) -> EagleContext | DFlashContext | AssistantContext:
+    """The context of a draft model that reads hidden rows, with as many cells as the engine has. `config`: from
     `draft_config`. `target`: the context of the model. Raises `LlamaError`."""
     backend = Backend.get()
+    if file.kind == ASSISTANT:
+        types = {"type_k": config.cache_type_k, "type_v": config.cache_type_v}
+        return AssistantContext(draft, target, n_threads=config.n_threads or available_threads(), **types)
     on_gpu = backend.offloads(config.n_gpu_layers)
     n_batch = max(config.n_parallel, min(config.n_ubatch, _MOST_READ))
     n_drafted = max(1, min(config.draft_max, file.block - file.first))
@@ -98,4 +113,5 @@ def open_row_draft(
     eog = target.model.vocab.eog
     if isinstance(context, DFlashContext):
         return DFlashProposer(context, target.hidden_rows, longest, eog, threads=threads)
-    return HeadProposer(context, target.hidden_rows, longest, eog, kind="the draft model", threads=threads)
+    proposer = AssistantProposer if isinstance(context, AssistantContext) else HeadProposer
+    return proposer(context, target.hidden_rows, longest, eog, kind="the draft model", threads=threads)
