@@ -1,4 +1,4 @@
-"""A draft head, an EAGLE-3 and a DFlash draft model of the fake model: they know the text only by the hidden rows, and
+"""Draft heads, an EAGLE-3 and a DFlash draft model of the fake model: they know the text only by the hidden rows, and
 refuse wrong ones."""
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ import numpy as np
 import numpy.typing as npt
 
 from cppbatch.engine.speculation.dflash_proposer import DFlashProposer
-from cppbatch.engine.speculation.head_proposer import HeadProposer
+from cppbatch.engine.speculation.draft_cells import DraftCells
+from cppbatch.engine.speculation.head_proposer import ChainProposer, HeadProposer
 from cppbatch.engine.speculation.row_proposer import RowProposer
 from cppbatch.llama import Batch, HeadBatch, RowBatch
 from tests.fakes import EOG, LOGITS, N_MOODS, N_VOCAB, FakeContext
@@ -219,27 +220,44 @@ class FakeDFlashContext(FakeCells):
         return held[position - 1].crc
 
 
-CONTEXTS: dict[str, type[FakeCells]] = {"mtp": FakeHeadContext, "eagle3": FakeEagleContext, "dflash": FakeDFlashContext}
+CONTEXTS: dict[str, type[FakeCells]] = {
+    "mtp": FakeHeadContext,
+    "chain": FakeHeadContext,
+    "eagle3": FakeEagleContext,
+    "dflash": FakeDFlashContext,
+}
 
 
 def fake_head(
     context: FakeContext, clock: Callable[[], float], *, wrong_each: int = 4, kind: str = "mtp"
 ) -> RowProposer:
     """The head or draft model of a fake model, with as many cells as its context."""
-    n_batch = max(context.n_batch, context.n_seq_max, FakeDFlashContext.block)
-    head = CONTEXTS[kind](n_ctx=context.n_ctx, n_batch=n_batch, n_seq_max=context.n_seq_max, wrong_each=wrong_each)
+    n_batch = max(context.n_batch, 3 * context.n_seq_max, FakeDFlashContext.block)
+    sizes = {"n_ctx": context.n_ctx, "n_batch": n_batch, "n_seq_max": context.n_seq_max, "wrong_each": wrong_each}
+    head = CONTEXTS[kind](**sizes)
     context.gives_hidden_rows = True
     if isinstance(head, FakeDFlashContext):
         return DFlashProposer(head, context.hidden_rows, context.n_ctx, EOG, clock=clock)
     assert isinstance(head, FakeHeadContext)
+    if kind == "chain":
+        heads = [head, FakeHeadContext(**sizes), FakeHeadContext(**sizes)]
+        return ChainProposer(heads, context.hidden_rows, context.n_ctx, EOG, clock=clock)
     return HeadProposer(head, context.hidden_rows, context.n_ctx, EOG, clock=clock)
 
 
 def check_head(proposer: RowProposer) -> None:
     """The accounting of its cells is what its context holds, all of them of the text that the sequence has."""
+    for each in proposer.heads if isinstance(proposer, ChainProposer) else [proposer]:
+        _check_cells(each)
+    assert len(proposer._rows) <= 2 * proposer._context.n_seq_max, "hidden rows of preempted sequences are kept"
+
+
+def _check_cells(proposer: RowProposer) -> None:
     context = proposer._row_context
     assert isinstance(context, FakeCells)
-    for draft in proposer.cells.all:
+    cells = proposer.cells
+    assert isinstance(cells, DraftCells)
+    for draft in cells.all:
         held = context.cells[draft.seq_id]
         assert sorted(held) == list(range(draft.start, draft.position)) if held else draft.n_cells == 0
         assert not any(held[position].is_guess for position in range(draft.start, draft.n_known) if held)
@@ -248,5 +266,4 @@ def check_head(proposer: RowProposer) -> None:
                 assert held[position].crc == zlib.crc32(bytes(draft.tokens[: position + 1].tolist()))
             else:
                 assert held[position].token == draft.tokens[position]
-    assert proposer.cells.n_free == context.n_ctx - context.n_used
-    assert len(proposer._rows) <= 2 * context.n_seq_max, "hidden rows of preempted sequences are kept"
+    assert cells.n_free == context.n_ctx - context.n_used

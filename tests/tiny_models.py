@@ -150,8 +150,8 @@ def vision_vocab() -> GgufVocab:
     return replace(vocab, pieces=pieces, types=kinds)
 
 
-def with_head(path: PathLike, *, head: str = "random", n_layers: int = 2, seed: int = 0) -> Path:
-    """Hunyuan 3 (hy_v3), with dense layers, and a draft head in one more layer.
+def with_head(path: PathLike, *, head: str = "random", n_layers: int = 2, n_heads: int = 1, seed: int = 0) -> Path:
+    """Hunyuan 3 (hy_v3), with dense layers, and draft heads in `n_heads` more layers.
 
     `head`: "random"; or "right" or "wrong" by construction: the layers change nothing, so the next token is a function
     of the last one, and the head computes the same function, or yields the least likely token of it.
@@ -159,8 +159,8 @@ def with_head(path: PathLike, *, head: str = "random", n_layers: int = 2, seed: 
     writer = _writer(path, "hy_v3", n_layers=n_layers)
     _add_attention(writer, N_HEAD_KV)
     writer.add_expert_feed_forward_length(N_FF)
-    weights = [_embedding(), *_head(writer, "hy_v3", n_layers), norm("output_norm", N_EMBD), _output()]
-    for i in range(n_layers + 1):
+    weights = [_embedding(), *_head(writer, "hy_v3", n_layers, n_heads), norm("output_norm", N_EMBD), _output()]
+    for i in range(n_layers + n_heads):
         weights += [*_attention(f"blk.{i}"), *_feed_forward(f"blk.{i}")]
     if head != "random":
         last = ("attn_output.weight", "ffn_down.weight")
@@ -168,22 +168,22 @@ def with_head(path: PathLike, *, head: str = "random", n_layers: int = 2, seed: 
     written = write_gguf(path, writer, weights, seed=seed)
     if head != "random":
         reader = gguf.GGUFReader(written, "r+")
-        (projection,) = (tensor for tensor in reader.tensors if tensor.name.endswith("eh_proj.weight"))
         token_only = np.concatenate([np.eye(N_EMBD), np.zeros((N_EMBD, N_EMBD))], axis=1)
-        projection.data[:] = token_only if head == "right" else -token_only
+        for projection in (tensor for tensor in reader.tensors if tensor.name.endswith("eh_proj.weight")):
+            projection.data[:] = token_only if head == "right" else -token_only
     return written
 
 
-def _head(writer: Any, architecture: str, n_layers: int = 2) -> list[Weight]:
-    """What a draft head has beside the matrices of a layer. Writes the number of layers again, the head included."""
+def _head(writer: Any, architecture: str, n_layers: int = 2, n_heads: int = 1) -> list[Weight]:
+    """What draft heads have beside the matrices of a layer. Writes the number of layers again, heads included."""
     writer.kv_data[0].pop(f"{architecture}.block_count")
-    writer.add_block_count(n_layers + 1)
-    writer.add_nextn_predict_layers(1)
-    nextn = f"blk.{n_layers}.nextn"
-    return [
-        matrix(f"{nextn}.eh_proj", N_EMBD, 2 * N_EMBD, 1.0),
-        *(norm(f"{nextn}.{name}", N_EMBD) for name in ("enorm", "hnorm", "shared_head_norm")),
-    ]
+    writer.add_block_count(n_layers + n_heads)
+    writer.add_nextn_predict_layers(n_heads)
+    weights = []
+    for nextn in [f"blk.{i}.nextn" for i in range(n_layers, n_layers + n_heads)]:
+        weights += [matrix(f"{nextn}.eh_proj", N_EMBD, 2 * N_EMBD, 1.0)]
+        weights += [norm(f"{nextn}.{name}", N_EMBD) for name in ("enorm", "hnorm", "shared_head_norm")]
+    return weights
 
 
 def echo(path: PathLike, *, n_layers: int = 4) -> Path:
@@ -262,7 +262,7 @@ def gemma4_assistant(
     writer.add_embedding_length_out(n_target)
     writer.add_nextn_predict_layers(n_layers)
     weights = [norm("output_norm", n_embd), matrix("nextn.post_projection", n_target, n_embd)]
-    arrays = {"rope_freqs.weight": np.ones(N_EMBD // N_HEAD // 2, np.float32)}
+    arrays: dict[str, Any] = {"rope_freqs.weight": np.ones(N_EMBD // N_HEAD // 2, np.float32)}
     for i in range(n_layers):
         blk = f"blk.{i}"
         layer = _draft_layer(blk, n_embd, n_embd)

@@ -16,6 +16,7 @@ import numpy.typing as npt
 from cppbatch.config import FlashAttention
 from cppbatch.errors import OutOfRange
 from cppbatch.llama.context import Context
+from cppbatch.llama.library import nextn
 from cppbatch.llama.llama_batch import Batch, Int32Array
 from cppbatch.llama.model import Model
 
@@ -69,11 +70,13 @@ class HeadContext(Context):
         type_k: str,
         type_v: str,
         target: Context | None = None,
+        head: int = 0,
     ) -> None:
-        """`model` has its head loaded, or drafts for the model of `target`. A ubatch has `n_batch` tokens. Raises as
-        `Context`, and `OutOfRange` for a model without a head."""
-        if not (model.has_head or target):
-            raise OutOfRange(f"the draft head of {model.path.name} is not loaded")
+        """`model` has its heads loaded, of which this is number `head`, or drafts for the model of `target`. A ubatch
+        has `n_batch` tokens. Raises as `Context`, and `OutOfRange` for a model without this head."""
+        self._head = head
+        if not (target or (model.has_head and 0 <= head < model.n_draft_heads)):
+            raise OutOfRange(f"draft head {head} of {model.path.name} is not loaded")
         super().__init__(
             model,
             n_ctx=n_ctx,
@@ -92,6 +95,12 @@ class HeadContext(Context):
 
     def __enter__(self) -> HeadContext:
         return self
+
+    def give_hidden_rows(self, layers: tuple[int, ...] = ()) -> None:
+        """As `Context.give_hidden_rows`. Sets which head it computes."""
+        super().give_hidden_rows(layers)
+        if self._head:
+            nextn().llama_set_nextn_layer_offset(self.handle, self._head)
 
     def open_again(self) -> None:
         """Makes the context again, empty, after it was closed. Raises as the constructor."""

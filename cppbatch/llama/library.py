@@ -108,7 +108,11 @@ C: Any = _Bindings()
 """The ctypes bindings, `llama_cpp.llama_cpp`. The first access raises `LibraryError` if they cannot be used."""
 
 
-_NEEDED_BY_HEADS = ("llama_set_embeddings_nextn", "llama_get_embeddings_nextn")
+_NEEDED_BY_HEADS = (
+    "llama_set_embeddings_nextn",
+    "llama_get_embeddings_nextn",
+    "llama_set_nextn_layer_offset",
+)
 
 
 @functools.cache

@@ -267,6 +267,11 @@ class Model:
         return self._architecture_metadata("rope.scaling.original_context_length") is not None
 
     @property
+    def n_draft_heads(self) -> int:
+        """Draft heads in the file."""
+        return int(C.llama_model_n_layer_nextn(self.handle))
+
+    @property
     def n_embd(self) -> int:
         """Length of an embedding vector."""
         return int(C.llama_model_n_embd_out(self.handle))

@@ -45,9 +45,9 @@ def heads_in(headers: list[FileHeader]) -> DraftHeads:
     if not (isinstance(n, int) and isinstance(n_layers, int) and 0 < n < n_layers):
         return DraftHeads(0, architecture)
     names = {tensor.name for header in headers for tensor in header.tensors}
-    layer, fault = f"blk.{n_layers - n}", None
+    layers, fault = [f"blk.{i}" for i in range(n_layers - n, n_layers)], None
     if architecture == "glm4moe" and any(metadata.get(f"{architecture}.rope.dimension_sections") or ()):
         fault = "multi-dimensional positions, which llama.cpp does not support in a draft head"
-    if architecture == "mimo2" and f"{layer}.attn_qkv.weight" not in names:
+    if architecture == "mimo2" and not all(f"{layer}.attn_qkv.weight" in names for layer in layers):
         fault = "separate query, key and value matrices, which llama.cpp does not support in a draft head"
-    return DraftHeads(n if f"{layer}.nextn.eh_proj.weight" in names else 0, architecture, fault)
+    return DraftHeads(n if f"{layers[0]}.nextn.eh_proj.weight" in names else 0, architecture, fault)

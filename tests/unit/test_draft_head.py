@@ -14,6 +14,7 @@ from cppbatch import BatchInferenceEngine, GenerationRequest
 from cppbatch.engine.model_info import AdapterInfo
 from cppbatch.engine.request import ResumeState
 from cppbatch.engine.speculation import speculator
+from cppbatch.engine.speculation.draft_cells import DraftCells
 from cppbatch.engine.speculation.hidden_rows import HiddenRows
 from cppbatch.engine.speculation.row_proposer import RowProposer, most_rows
 from cppbatch.errors import DecodeFailed, LlamaError
@@ -44,6 +45,12 @@ def head_of(its: BatchInferenceEngine) -> tuple[RowProposer, FakeCells]:
     assert proposer
     assert isinstance(proposer._row_context, FakeCells)
     return proposer, proposer._row_context
+
+
+def cells_of(its: BatchInferenceEngine) -> DraftCells:
+    cells = head_of(its)[0].cells
+    assert isinstance(cells, DraftCells)
+    return cells
 
 
 @pytest.fixture
@@ -148,7 +155,7 @@ def test_behind_a_cached_prefix_the_head_begins_where_rows_are_known(eager: None
     (result,) = its.generate([[*STEM * 3, 20]], greedy(20, ignore_eos=True))
     assert result.usage.cached_tokens == len(STEM * 3)
     assert result.usage.accepted_tokens > 0
-    starts = [draft.start for draft in head_of(its)[0].cells.all if draft.n_cells]
+    starts = [draft.start for draft in cells_of(its).all if draft.n_cells]
     assert starts == [len(STEM * 3) + 1]
 
 
@@ -220,7 +227,7 @@ def test_after_a_switch_of_the_layout_the_cells_are_empty_and_rows_are_kept(
     if fails:
         context.error_of_opening = LlamaError("no memory")
     proposer.open_again()
-    assert proposer.cells.n_free == context.n_ctx
+    assert cells_of(its).n_free == context.n_ctx
     events += drain(its)
     for i in range(3):
         assert tokens_of(events, str(i)) == reference([i, *STEM], params)[0]
@@ -239,7 +246,7 @@ def test_a_head_that_cannot_compute_drafts_no_more(eager: None, caplog: pytest.L
     assert context.n_decoded == 6
 
 
-@pytest.mark.parametrize(("kind", "least"), [("mtp", 2000), ("eagle3", 2000), ("dflash", 2000)])
+@pytest.mark.parametrize(("kind", "least"), [("mtp", 2000), ("chain", 1500), ("eagle3", 2000), ("dflash", 2000)])
 def test_in_random_schedules_the_head_gets_the_rows_of_its_text(eager: None, kind: str, least: int) -> None:
     """Cells too few for all sequences, swapped or computed again, prefixes shared, cancelled requests, both layouts.
     The fakes refuse every row that is not of the text before."""

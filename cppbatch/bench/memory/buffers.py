@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
 from typing import Literal
 
 import msgspec
@@ -69,13 +70,14 @@ def read_buffers(lines: Iterable[str]) -> list[Buffer]:
 
 
 def read_engine_buffers(lines: Sequence[str]) -> list[Buffer]:
-    """As `read_buffers`, of an engine that may have a draft model, which is loaded after its model and context, or a
-    draft head, whose context is made then."""
+    """As `read_buffers`, of an engine that may have a draft model, which is loaded after its model and context, or
+    draft heads, each with a context that is made then."""
     loads, contexts = ([i for i, line in enumerate(lines) if form.search(line)] for form in (_LOADING, _CONTEXT))
     owner: Owner = "draft model" if len(loads) > 1 else "draft head"
-    draft_at = next((more[1] for more in (loads, contexts) if len(more) > 1), len(lines))
-    of_draft = (msgspec.structs.replace(each, owner=owner) for each in read_buffers(lines[draft_at:]))
-    return [*read_buffers(lines[:draft_at]), *of_draft]
+    of_drafts = loads[1:2] if len(loads) > 1 else contexts[1:]
+    own, *drafts = [lines[a:b] for a, b in pairwise([0, *of_drafts, len(lines)])]
+    of_draft = (msgspec.structs.replace(each, owner=owner) for part in drafts for each in read_buffers(part))
+    return [*read_buffers(own), *of_draft]
 
 
 def _bytes(mib: str) -> int:

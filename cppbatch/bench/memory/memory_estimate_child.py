@@ -161,8 +161,10 @@ class _SimulatedModel:
             with Backend.get().lines() as lines, make_draft_context(draft, self._draft):
                 of_draft = _of(_context_buffers(lines, factors), "draft model")
         if model.has_head:
-            with Backend.get().lines() as lines, make_head_context(smaller, model) as head:
-                of_draft = _of([*_context_buffers(lines, factors), *_hidden_rows(config, head)], "draft head")
+            for i in range(model.n_draft_heads):
+                with Backend.get().lines() as lines, make_head_context(smaller, model, i) as head:
+                    rows = [] if i else _hidden_rows(config, head)
+                    of_draft += _of([*_context_buffers(lines, factors), *rows], "draft head")
         with Backend.get().lines() as lines, make_context(smaller, model) as context:
             buffers = [*_context_buffers(lines, factors), *_output_rows(config, model, context)]
             return Footprint(

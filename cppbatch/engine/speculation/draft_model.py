@@ -173,11 +173,14 @@ class DraftModelProposer:
             log.error("stopped drafting with %s, which cannot compute: %s", self.kind, error)
             return [None] * len(sequences)
         except BaseException:  # Ctrl-C: what the cells hold is not known
-            self.cells.clear()
+            self._clear_cells()
             raise
         finally:
             self._returned_at = self._clock()
         return drafts
+
+    def _clear_cells(self) -> None:
+        self.cells.clear()
 
     def _draft(self, sequence: Seq, guess: Guess, most: int) -> Draft | None:
         followed = self._followed[sequence]
@@ -193,6 +196,13 @@ class DraftModelProposer:
         """Guesses of these lengths at most; None for a sequence whose prompt is not read yet."""
         for sequence in sequences:
             self._learn(sequence)
+        ready = self._get_ready(sequences, lengths)
+        guesses = self._compute_guesses(ready) if ready else {}
+        of_sequence = {draft.sequence: guess for draft, guess in guesses.items()}
+        return [of_sequence.get(sequence) for sequence in sequences]
+
+    def _get_ready(self, sequences: list[Seq], lengths: list[int]) -> dict[DraftSequence, int]:
+        """Those whose prompt is read, with the length of their drafts at most; reads a piece of the others' prompts."""
         if self._threads:
             self._context.use_threads(self._threads.now())
         drafts = self.cells.follow(sequences)
@@ -202,9 +212,7 @@ class DraftModelProposer:
         length_of = dict(zip(drafts, lengths, strict=True))
         fitting = self._fitting(length_of)
         self._read([draft for draft in fitting if draft.n_missing > self._most_joined])
-        ready = {draft: length_of[draft] for draft in fitting if draft.n_missing <= self._most_joined}
-        guesses = self._compute_guesses(ready) if ready else {}
-        return [guesses.get(draft) for draft in drafts]
+        return {draft: length_of[draft] for draft in fitting if draft.n_missing <= self._most_joined}
 
     def _learn(self, sequence: Seq) -> None:
         """Compares the last guess with the tokens that came."""

@@ -1,4 +1,4 @@
-"""Opens the draft head in a model's file: whether it is used, its context."""
+"""Opens the draft heads in a model's file: whether they are used, their contexts."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from cppbatch.config import EngineConfig, available_threads, named
 from cppbatch.engine.compute_threads import ComputeThreads
 from cppbatch.engine.kv_layout import choose_flash_attn
-from cppbatch.engine.speculation.head_proposer import HeadProposer
+from cppbatch.engine.speculation.head_proposer import ChainProposer, HeadProposer
 from cppbatch.errors import ModelError
 from cppbatch.llama import Backend, Context, HeadContext, Model, why_no_heads
 from cppbatch.models.draft_heads import draft_heads
@@ -45,11 +45,11 @@ def _why_not(path: Path) -> str | None:
     return heads.why_not_usable(path.name) or why_no_heads()
 
 
-def make_head_context(config: EngineConfig, model: Model) -> HeadContext:
-    """The context of the draft head, with as many cells as the engine has."""
+def make_head_context(config: EngineConfig, model: Model, head: int = 0) -> HeadContext:
+    """The context of a draft head of the file, with as many cells as the engine has."""
     backend = Backend.get()
     on_gpu = backend.offloads(config.n_gpu_layers, config.rpc)
-    n_batch = max(config.n_parallel, min(config.n_ubatch, _MOST_BATCH))
+    n_batch = max(config.n_parallel * model.n_draft_heads, min(config.n_ubatch, _MOST_BATCH))
     return HeadContext(
         model,
         n_ctx=config.n_ctx,
@@ -59,14 +59,17 @@ def make_head_context(config: EngineConfig, model: Model) -> HeadContext:
         flash_attn=choose_flash_attn(config, "unified", on_gpu=on_gpu, has_amx=backend.has_amx),
         type_k=config.cache_type_k,
         type_v=config.cache_type_v,
+        head=head,
     )
 
 
 def open_head(config: EngineConfig, context: Context, threads: ComputeThreads | None) -> HeadProposer:
-    """Makes the context of the head of a loaded model, and lets `context` give hidden rows. Closing the model frees it.
-    `threads`: the engine's. Raises `LlamaError`."""
+    """Makes the contexts of the heads of a loaded model, and lets `context` give hidden rows. Closing the model frees
+    them. `threads`: the engine's. Raises `LlamaError`."""
     model = context.model
-    head = make_head_context(config, model)
+    heads = [make_head_context(config, model, i) for i in range(model.n_draft_heads)]
     context.give_hidden_rows()
-    longest = min(head.n_ctx_seq, model.n_ctx_train)
-    return HeadProposer(head, context.hidden_rows, longest, model.vocab.eog, threads=threads)
+    longest = min(heads[0].n_ctx_seq, model.n_ctx_train)
+    if len(heads) > 1:
+        return ChainProposer(heads, context.hidden_rows, longest, model.vocab.eog, threads=threads)
+    return HeadProposer(heads[0], context.hidden_rows, longest, model.vocab.eog, threads=threads)

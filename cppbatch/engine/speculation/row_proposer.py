@@ -87,7 +87,8 @@ class RowProposer(DraftModelProposer, ABC):
         if self._failed:
             return
         if len(self._rows) > self._context.n_seq_max:  # those of preempted sequences count beyond the memory plan
-            self._rows = {sequence: known for sequence, known in self._rows.items() if sequence.seq_id >= 0}
+            for sequence in [each for each in self._rows if each.seq_id < 0]:
+                del self._rows[sequence]
         rows = self._hidden_rows(sum(n for _, n in entries))
         at = 0
         for entry, n in entries:
