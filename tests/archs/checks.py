@@ -16,14 +16,16 @@ from typing import Any
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 
 from cppbatch import BatchInferenceEngine, EngineConfig, FinishReason, SamplingParams
 from cppbatch.bench.memory.buffers import Buffer, read_buffers
 from cppbatch.bench.memory.memory_estimate import estimate_memory
 from cppbatch.config import KvLayout
-from cppbatch.engine.runtime import load_model, open_runtime
+from cppbatch.engine.runtime import load_model, make_context, open_runtime
 from cppbatch.errors import CppBatchError
-from cppbatch.llama import Backend, Model
+from cppbatch.llama import Backend, Batch, Model
+from cppbatch.models.draft_files import TARGETS
 from tests.archs.rollback_schedules import run_schedule
 from tests.fakes import know
 from tests.replay import Replay
@@ -254,6 +256,28 @@ def check_rollback(subject: Subject) -> Finding:
     return Finding("yes" if outcome.difference < _DIFFERENCE else "differs", detail)
 
 
+def check_layer_rows(subject: Subject) -> Finding:
+    """The rows of a batch that EAGLE-3 and DFlash read are those of each sequence alone, where there are any."""
+    model, prompts = subject.model, subject.prompts[:3]
+    if model.architecture not in TARGETS:
+        return Finding("yes", "not exported")
+    last = model.n_layers - 1
+    with make_context(subject.config, model) as context:
+        context.give_hidden_rows((0, last // 2, last))
+
+        def rows_of(seq_ids: Sequence[int]) -> npt.NDArray[np.float32]:
+            context.clear()
+            batch = Batch(context.n_batch)
+            for seq_id in seq_ids:
+                batch.add_run(np.array(prompts[seq_id], np.int32), 0, seq_id, n_logits=1)
+            context.decode(batch)
+            return context.hidden_rows(batch.n_tokens).copy()
+
+        together, alone = rows_of(range(len(prompts))), np.concatenate([rows_of([i]) for i in range(len(prompts))])
+    difference = float(np.abs(together - alone).max() / np.abs(alone).max())
+    return Finding("yes" if difference < _DIFFERENCE else "differs", f"difference {difference:.1e}")
+
+
 def check_full_cache(subject: Subject) -> Finding:
     """More work than there are cells: every request ends, and with the same text."""
     small = 512 if subject.config.kv_layout == "unified" else subject.config.n_ctx
@@ -350,6 +374,7 @@ CHECKS: dict[str, Callable[[Subject], Finding]] = {
     "drafts": check_drafts,
     "suffix": check_suffix_drafts,
     "rollback": check_rollback,
+    "rows": check_layer_rows,
     "full": check_full_cache,
     "shift": check_shift,
     "slots": check_slots,

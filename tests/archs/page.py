@@ -18,7 +18,7 @@ _COLUMNS = {
     "prefix": ("prefix",),
     "turns": ("turns",),
     "samples": ("samples",),
-    "drafts": ("drafts", "suffix", "rollback"),
+    "drafts": ("drafts", "suffix", "rollback", "rows"),
     "shift": ("shift",),
     "files": ("slots",),
     "estimate": ("memory",),
