@@ -14,6 +14,7 @@ import argparse
 import asyncio
 import contextlib
 import random
+import signal
 import sys
 import tempfile
 import time
@@ -140,13 +141,17 @@ def main() -> None:
     parser.add_argument("--new-tokens", type=int, default=64)
     parser.add_argument("--turns", type=int, default=3)
     args = parser.parse_args()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends the servers as Ctrl-C does
     size = Size(args.layers, args.width, 4 * args.width)
     threads = str(available_threads())
     for acceptance in map(int, args.acceptance.split(",")):
         with tempfile.TemporaryDirectory() as folder:
             model = write_model(Path(folder, "head.gguf"), size, acceptance / 100)
             print(f"\nacceptance {acceptance}%, {model.stat().st_size / 1e6:,.0f} MB\n", flush=True)
-            rows = [measure(args, model, int(n), threads) for n in args.at_once.split(",")]
+            rows = []
+            for n in args.at_once.split(","):
+                rows.append(measure(args, model, int(n), threads))
+                print(*rows[-1], flush=True)
             titles = [
                 "B",
                 "cppbatch off",
@@ -167,7 +172,7 @@ def measure(args: argparse.Namespace, model: Path, at_once: int, threads: str) -
     theirs = [str(args.llama_server), *sizes, "--no-ui", "--cache-ram", "0", "--spec-type"]
     commands = [[*ours, "off"], [*ours, "auto"], [*theirs, "none"], [*theirs, "draft-mtp"]]
     speeds: list[list[float]] = [[] for _ in commands]
-    n_requests = max(6, 2 * at_once)
+    n_requests = 2 * at_once
     with contextlib.ExitStack() as stack:
         urls = [stack.enter_context(running_server(command)).url for command in commands]
         for url in urls:
