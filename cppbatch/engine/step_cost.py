@@ -70,6 +70,10 @@ class StepCost:
         sizes = {known.bit_length() for known in self._shape}
         return all(n.bit_length() in sizes for n in groups)
 
+    def has_seen(self, groups: Groups) -> bool:
+        """Whether exactly these numbers of rows have been measured often enough."""
+        return all(self._seen[n] >= _MIN_SEEN for n in groups)
+
     def rows_s(self, groups: Groups) -> float:
         """Seconds of a step of these rows without prompt tokens; call it when `knows_rows`."""
         return self._level * self.relative(groups)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import NamedTuple, cast
 
@@ -23,8 +24,8 @@ _TRIED = 0.8  # ... but those that make tokens this many times as fast are tried
 _TRY_SHARE = 0.01  # of the time for such tries
 _LOOK_SHARE = 0.005  # of the time for drafts that are looked for in vain, after this number of steps in a row:
 _VAIN = 16
-_FIRST_TRIES = 4.0  # steps whose time the first drafts of a draft model may take: nothing is known of them yet
-_SLOWDOWN = 2.5  # times the step without drafts: tokens of other sequences come as much later
+_FIRST_TRIES = 4.0  # steps whose time the first tries of unknown numbers of rows, and of a draft model, may take
+_SLOWDOWN = 2.5  # times the time of a token without drafts, for the sequence with the least expected tokens
 _SHORT_S = 0.05  # a step that is shorter may have drafts in any case
 _ALMOST_CERTAIN = 0.99  # no draft counts as more probable: so longer ones are worth less and less
 
@@ -118,6 +119,7 @@ class Speculator:
         self._model = cast("ModelProposer | None", next((p for p in proposers if p.costs_compute), None))
         self._draft_max = draft_max
         self._drafts_tried, self._model_tried = _Tries(0.0), _Tries(_FIRST_TRIES)
+        self._left_for_unknown = _FIRST_TRIES
         self._expected = self._accepted = 0.0  # tokens of the latest drafts: the estimates may be too high
         self._usual: dict[Seq, Usual] = {}  # drafts of the draft model
         self._usual_of_all, self._n_usual = _FIRST_GUESS, _GUESSED
@@ -170,7 +172,10 @@ class Speculator:
         is_worth = rate >= _WORTH * step.rate_without
         if not is_worth:
             seconds = (len(rows) + plan.expected) / rate - step.seconds
-            if rate < _TRIED * step.rate_without or not self._drafts_tried.may_take(seconds):
+            n_steps = 0.0 if cost.has_seen(plan.groups) else seconds / step.seconds
+            if rate >= _TRIED * step.rate_without and 0 < n_steps <= self._left_for_unknown:
+                self._left_for_unknown -= n_steps
+            elif rate < _TRIED * step.rate_without or not self._drafts_tried.may_take(seconds):
                 self._since_plain = 0
                 return None, False
         self._since_plain += 1
@@ -329,7 +334,7 @@ class _Step:
         self.seconds = cost.rows_s(groups)
         """Without drafts."""
         self.max_seconds = max(_SHORT_S, _SLOWDOWN * self.seconds)
-        """With drafts."""
+        """With drafts, for each token that every sequence may expect."""
         self.rate_without = len(rows) / self.seconds
         """Tokens/s without drafts."""
 
@@ -353,12 +358,17 @@ class _Step:
         if n_most <= 0:
             return None, 0.0
         order = np.argsort(-expected, axis=None, kind="stable")[:n_most]
-        total = np.cumsum(expected.ravel()[order])
+        chosen = expected.ravel()[order]
+        total, rows = np.cumsum(chosen), order // expected.shape[1]
+
+        def least(n: int) -> float:
+            return float(np.bincount(rows[:n], chosen[:n], n_rows).min())
+
         counts = {n for tile in TILES for n in range(tile - n_rows % tile, n_most + 1, tile)} | {n_most}
-        rate, n = max((self._rate(float(total[n - 1]), (n_rows + n,)), n) for n in counts)
+        rate, n = max((self._rate(float(total[n - 1]), (n_rows + n,), partial(least, n)), n) for n in counts)
         if not rate:
             return None, 0.0
-        lengths = np.bincount(order[:n] // expected.shape[1], minlength=n_rows)
+        lengths = np.bincount(rows[:n], minlength=n_rows)
         return DraftPlan(lengths.tolist(), (n_rows + n,), float(total[n - 1])), rate
 
     def _best_in_streams(self, expected: Probabilities) -> Choice:
@@ -378,7 +388,7 @@ class _Step:
             gain = gains[:, n - 1]
             if n <= least and n * n_computed <= n_most:
                 equal = tuple(size * (1 + n) for size in self.groups)
-                rate = self._rate(total := float(gain.sum()), equal)
+                rate = self._rate(total := float(gain.sum()), equal, gain.min)
                 if rate > best_rate:
                     best, best_rate = DraftPlan([n] * n_rows, equal, total, n_padding=n), rate
             if self._equal_only:
@@ -390,7 +400,7 @@ class _Step:
                 chosen = np.sort(order[:m]).tolist()
                 runs = _neighbours([self.rows[i].seq_id for i in chosen])
                 ragged = (*self.groups, *(size * n for size in runs))
-                rate = self._rate(total := float(totals[m - 1]), ragged)
+                rate = self._rate(total := float(totals[m - 1]), ragged, float)
                 if rate > best_rate:
                     lengths = [0] * n_rows
                     for i in chosen:
@@ -398,10 +408,11 @@ class _Step:
                     best, best_rate = DraftPlan(lengths, ragged, total), rate
         return best, best_rate
 
-    def _rate(self, accepted: float, groups: Groups) -> float:
-        """Tokens/s of a step in which so many draft tokens are accepted; 0 if it would take too long."""
+    def _rate(self, accepted: float, groups: Groups, least: Callable[[], float]) -> float:
+        """Tokens/s of a step in which so many draft tokens are accepted, `least()` of them for the sequence with the
+        fewest; 0 if that would wait too long for its next token."""
         seconds = self.cost.rows_s(groups)
-        if seconds > self.max_seconds:
+        if seconds > self.max_seconds and seconds > self.max_seconds * (1 + least()):
             return 0.0
         return (len(self.rows) + accepted) / (seconds + self._accepted_s * accepted)
 
