@@ -65,6 +65,8 @@ def _findings() -> Iterator[Finding]:
     yield Finding("llama.cpp", f"{backend.version} in llama-cpp-python {PINNED_VERSION}")
     yield Finding("library", backend.library_path)
     yield Finding("build", ", ".join(flag.removesuffix(" = 1") for flag in backend.build_flags))
+    if backend.cpu_variant:
+        yield Finding("variant", f"{backend.cpu_variant}: of the CPU kernels in this wheel, the fastest that run here")
     for device in backend.devices():
         memory = f"{device.memory_free / 2**30:.1f} of {device.memory_total / 2**30:.1f} GiB free"
         yield Finding("device", f"{device.name}: {device.description} ({device.kind}, {memory})")
