@@ -1,4 +1,4 @@
-"""Portable wheels of llama-cpp-python: their flags, their repair, how the installer chooses one, and the release."""
+"""Portable wheels of llama-cpp-python: flags, repair, how the installer chooses one, loading, and the release."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import csv
 import hashlib
 import importlib
 import io
+import os
 import re
 import sys
 import urllib.request
@@ -18,6 +19,10 @@ from typing import Any
 
 import pytest
 import yaml
+
+from cppbatch.errors import LibraryError
+from cppbatch.llama import library
+from cppbatch.llama.backend import _VARIANT
 
 ROOT = Path(__file__).parents[2]
 GCC = "g++ (GCC) 12.2.0\nCopyright (C) 2022 Free Software Foundation, Inc."
@@ -325,6 +330,61 @@ def test_the_installer_knows_the_names_that_the_repair_gives(install: Any, build
         assert install.backend_of_wheel(name, VERSION) == backend
     numbers = {backend: int(tag[0]) for backend, tag in build_wheel.BUILD_TAGS.items()}
     assert min(numbers["cpu"], numbers["metal"]) > max(numbers["cuda"], numbers["vulkan"]), "pip prefers the higher"
+
+
+# --- loading ----------------------------------------------------------------------------------------------------------
+
+
+class FakeGgml:
+    """ggml's library, with these backends: those that it has from the start, or those that it loads."""
+
+    _name = "/site/llama_cpp/lib/libggml.so"
+
+    def __init__(self, built_in: list[bytes], loaded: list[bytes]) -> None:
+        self.backends, self._loaded = built_in, loaded
+        self.folders: list[bytes] = []
+
+    def ggml_backend_reg_count(self) -> int:
+        return len(self.backends)
+
+    def ggml_backend_reg_by_name(self, name: bytes) -> int | None:
+        return 1 if name in self.backends else None
+
+    def ggml_backend_load_all_from_path(self, folder: bytes) -> None:
+        self.folders.append(folder)
+        self.backends = self._loaded
+
+
+@pytest.mark.parametrize(
+    ("built_in", "folders"), [([b"CPU"], []), ([], [os.fsencode(Path("/site/llama_cpp/lib"))])], ids=["native", "wheel"]
+)
+def test_a_portable_build_loads_its_backends_from_its_folder(
+    monkeypatch: pytest.MonkeyPatch, built_in: list[bytes], folders: list[bytes]
+) -> None:
+    ggml = FakeGgml(built_in, [b"RPC", b"CPU"])
+    monkeypatch.setattr(library, "ggml", lambda: ggml)
+    library.load_backends()
+    assert ggml.folders == folders
+
+
+def test_without_a_kernel_for_the_cpu_the_message_says_what_may_be_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(library, "ggml", lambda: FakeGgml([], [b"RPC"]))
+    with pytest.raises(LibraryError, match=r"cannot be loaded from .*lib\. .*libgomp1"):
+        library.load_backends()
+
+
+@pytest.mark.parametrize(
+    ("line", "variant"),
+    [
+        ("load_backend: loaded CPU backend from /a/llama_cpp/lib/libggml-cpu-sapphirerapids.so", "sapphirerapids"),
+        ("load_backend: loaded CPU backend from /a/libggml-cpu-armv8.2_1.so", "armv8.2_1"),
+        (r"load_backend: loaded CPU backend from C:\a\ggml-cpu-haswell.dll", "haswell"),
+        ("load_backend: loaded RPC backend from /a/libggml-rpc.so", None),
+    ],
+)
+def test_the_variant_of_the_cpu_is_in_llama_cpps_log(line: str, variant: str | None) -> None:
+    found = _VARIANT.search(line)
+    assert (found and found[1]) == variant
 
 
 # --- the release ------------------------------------------------------------------------------------------------------
