@@ -331,22 +331,27 @@ def taken_wheel(place: str, version: str, backends: "list[str]") -> str:
     )
 
 
-def plan_wheel() -> "tuple[str, Callable[[], str]]":
-    """The key of the wheel of llama-cpp-python to install, and the function that gets it: its path or address."""
+def plan_wheel(installed: str) -> "tuple[str, Callable[[], str] | None]":
+    """The key of the wheel of llama-cpp-python that .venv needs, and what gets its path or address.
+
+    `installed`: the key of the one in .venv. One that was taken stays there when CPPBATCH_WHEELS is not set again.
+    """
     backend, remark = pick_backend()
-    place = os.environ.get("CPPBATCH_WHEELS")
-    if not place:
-        build = plan_build(backend)
-        return build.key, functools.partial(built_wheel, build, remark)
     version, backends = pinned_version(), [backend]
     if not os.environ.get("CPPBATCH_BACKEND"):  # the wheel for the CPU runs beside every GPU
         backends = list(dict.fromkeys([*(["cuda"] if nvidia_gpus() else []), backend, "cpu"]))
+    taken = f"{version} for {' or '.join(backends)} from "
+    place = os.environ.get("CPPBATCH_WHEELS")
+    if not place and installed.startswith(taken):
+        return installed, None
+    if not place:
+        build = plan_build(backend)
+        return build.key, functools.partial(built_wheel, build, remark)
     # The files of a folder are part of the key. A page is not read at each start: its wheels have names of their own.
     files = listed_wheels(place).values() if "://" not in place else ()
     stamps = [(each, os.stat(each).st_size, os.stat(each).st_mtime_ns) for each in sorted(files)]
     digest = hashlib.sha256(repr(stamps).encode()).hexdigest()[:12]
-    key = f"{version} for {' or '.join(backends)} from {place} {digest}"
-    return key, functools.partial(taken_wheel, place, version, backends)
+    return f"{taken}{place} {digest}", functools.partial(taken_wheel, place, version, backends)
 
 
 def venv_works() -> bool:
@@ -376,20 +381,21 @@ def stamp_text(key: str, names: "list[str]") -> str:
 
 def install(names: "list[str]") -> None:
     """`names`: extras and dependency groups of pyproject.toml, beside those that the .venv has already."""
-    key, get_wheel = plan_wheel()
     have = STAMP.read_text("utf-8") if STAMP.exists() else ""
-    installed = re.search(r"^extras (.*)$", have, re.MULTILINE)
-    names = sorted({*names, *(installed[1].split() if installed else [])} - {"none"})
+    installed = dict(re.findall(r"^(wheel|extras) (.*)$", have, re.MULTILINE))
+    names = sorted({*names, *installed.get("extras", "").split()} - {"none"})
+    key, get_wheel = plan_wheel(installed.get("wheel", ""))
     if have == stamp_text(key, names) and PYTHON.exists() and any(BIN.glob("cppbatch*")):
         return
     if not venv_works() or (have and f"folder {ROOT}\n" not in have):
         make_venv()
         have = ""
-    wheel = get_wheel()
+        key, get_wheel = plan_wheel("")
+    wheel = get_wheel() if get_wheel and f"\nwheel {key}\n" not in have else None
     STAMP.unlink(missing_ok=True)  # a run that breaks off must not look finished
     say("Installing cppbatch and its dependencies")
     pip_install = [str(PYTHON), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-    if f"\nwheel {key}\n" not in have:
+    if wheel:
         run(*pip_install, "--force-reinstall", "--no-deps", wheel)
     groups = [name for name in names if name in GROUPS]
     if groups:

@@ -150,7 +150,7 @@ def test_one_line_says_which_wheel_is_taken(
 ) -> None:
     place = folder_with(tmp_path / "wheels", ALL)
     monkeypatch.setenv("CPPBATCH_WHEELS", str(place))
-    key, get_wheel = install.plan_wheel()
+    key, get_wheel = install.plan_wheel("")
     assert key.startswith(f"{install.pinned_version()} for cpu from {place} ")
     assert get_wheel() == str(place / CPU)
     assert capsys.readouterr().err == f"Taking {CPU} from {place}\n"
@@ -173,15 +173,15 @@ def test_without_a_fitting_wheel_the_message_says_what_was_looked_for(
 def test_the_backend_is_in_the_name(install: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CPPBATCH_WHEELS", str(folder_with(tmp_path / "all", ALL)))
     monkeypatch.setattr(install, "nvidia_gpus", lambda: ["NVIDIA H100"])
-    assert install.plan_wheel()[1]().endswith(CUDA)
+    assert install.plan_wheel("")[1]().endswith(CUDA)
     monkeypatch.setenv("CPPBATCH_BACKEND", "cpu")
-    assert install.plan_wheel()[1]().endswith(CPU)
+    assert install.plan_wheel("")[1]().endswith(CPU)
     monkeypatch.setenv("CPPBATCH_BACKEND", "vulkan")
     with pytest.raises(SystemExit):
-        install.plan_wheel()[1]()
+        install.plan_wheel("")[1]()
     monkeypatch.delenv("CPPBATCH_BACKEND")
     monkeypatch.setenv("CPPBATCH_WHEELS", str(folder_with(tmp_path / "no_cuda", [CPU])))
-    assert install.plan_wheel()[1]().endswith(CPU), "a GPU needs no wheel of its own to run beside"
+    assert install.plan_wheel("")[1]().endswith(CPU), "a GPU needs no wheel of its own to run beside"
 
 
 def test_one_file_and_a_wheel_that_pip_has_built_are_taken_too(install: Any, tmp_path: Path) -> None:
@@ -193,10 +193,27 @@ def test_one_file_and_a_wheel_that_pip_has_built_are_taken_too(install: Any, tmp
 def test_a_new_file_in_the_folder_is_a_new_key(install: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     place = folder_with(tmp_path / "wheels", [CPU])
     monkeypatch.setenv("CPPBATCH_WHEELS", str(place))
-    before = install.plan_wheel()[0]
-    assert install.plan_wheel()[0] == before
+    before = install.plan_wheel("")[0]
+    assert install.plan_wheel("")[0] == before
     (place / CPU).write_bytes(b"another build")
-    assert install.plan_wheel()[0] != before
+    assert install.plan_wheel("")[0] != before
+
+
+def test_a_wheel_that_was_taken_stays_until_something_else_is_asked_for(
+    install: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a second `./scripts/serve` without CPPBATCH_WHEELS would compile for minutes."""
+    monkeypatch.setattr(install, "find_compiler", lambda: GCC)
+    monkeypatch.setenv("CPPBATCH_WHEELS", str(folder_with(tmp_path / "wheels", [CPU])))
+    taken = install.plan_wheel("")[0]
+    monkeypatch.delenv("CPPBATCH_WHEELS")
+    assert install.plan_wheel(taken) == (taken, None)
+    built = install.plan_wheel("")[0]
+    assert built.startswith(f"{install.pinned_version()}-cpu-")
+    assert install.plan_wheel(built)[0] == built
+    assert install.plan_wheel(taken.replace(install.pinned_version(), "0.3.1"))[0] == built
+    monkeypatch.setenv("CPPBATCH_BACKEND", "vulkan")
+    assert install.plan_wheel(taken)[0].startswith(f"{install.pinned_version()}-vulkan-")
 
 
 @pytest.mark.parametrize("place", ["/no/such/folder", "http://example.org/wheels"])
@@ -222,7 +239,7 @@ def test_a_page_of_links_is_read_when_a_wheel_is_needed(install: Any, monkeypatc
 
     monkeypatch.setattr(urllib.request, "urlopen", urlopen)
     monkeypatch.setenv("CPPBATCH_WHEELS", page)
-    key, get_wheel = install.plan_wheel()
+    key, get_wheel = install.plan_wheel("")
     assert (page in key, asked) == (True, [])
     assert get_wheel() == f"https://example.org/download/v1.0.0/{CPU}#sha256=abc"
     assert asked == [page]
