@@ -29,6 +29,9 @@ COPIES = ("bin/", "lib/", "include/")
 MODULE = re.compile(r"(lib)?ggml-[\w.-]+\.(so|dll)")
 VERSION = re.compile(r"(?<=\.so)\.\d[\d.]*$")
 GLIBC = re.compile(rb"GLIBC_2\.(\d+)\0")
+GLIBCXX = re.compile(rb"GLIBCXX_3\.4\.(\d+)\0")
+GLIBC_BESIDE = {30: 35, 31: 37, 32: 37, 33: 39}
+"""The glibc of the first systems with a new libstdc++: GLIBCXX_3.4.30 came with glibc 2.35."""
 BUILD_TAGS = {"cpu": "2cpu", "metal": "2metal", "cuda": "1cuda", "vulkan": "1vulkan"}
 """Of the file's name. pip takes the higher number, so a page with all wheels gives it the one that needs no GPU."""
 
@@ -54,6 +57,12 @@ def new_places(names: Iterable[str]) -> dict[str, str]:
         elif not name.startswith(COPIES):
             places[name] = name
     return places
+
+
+def needed_glibc(library: bytes) -> int:
+    """The minor version of the oldest glibc 2.x of a system on which this library loads; 0 if it needs none."""
+    beside = (GLIBC_BESIDE.get(int(each), 0) for each in GLIBCXX.findall(library))
+    return max([0, *map(int, GLIBC.findall(library)), *beside])
 
 
 def repair(source: Path, folder: Path, build_tag: str, relink: Relink) -> Path:
@@ -84,7 +93,7 @@ def repair(source: Path, folder: Path, build_tag: str, relink: Relink) -> Path:
                 data = wheel.read(name)
                 if place.endswith(".so"):
                     data = relink(Path(place).name, data, unversioned)
-                    newest = max([newest, *map(int, GLIBC.findall(data))])
+                    newest = max(newest, needed_glibc(data))
                 write(place, data)
         if newest:  # what the libraries need, so that an older system refuses the wheel
             platform = platform.replace("linux", f"manylinux_2_{newest}", 1)

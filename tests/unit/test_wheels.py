@@ -332,6 +332,12 @@ def test_the_metadata_of_a_repaired_wheel_are_those_of_its_files(build_wheel: An
             assert (digest, int(size)) == (f"sha256={sha256}", len(data))
 
 
+def test_the_version_of_glibc_is_also_that_of_systems_with_the_needed_libstdcxx(build_wheel: Any) -> None:
+    assert build_wheel.needed_glibc(b"\0GLIBC_2.34\0GLIBCXX_3.4.29\0GLIBC_2.2.5\0") == 34
+    assert build_wheel.needed_glibc(b"\0GLIBC_2.34\0GLIBCXX_3.4.30\0") == 35
+    assert build_wheel.needed_glibc(b"a library of musl") == 0
+
+
 def test_libraries_of_windows_move_and_stay_as_they_are(build_wheel: Any) -> None:
     names = ["bin/ggml-cpu-haswell.dll", "bin/ggml.dll", "bin/llama.dll", "llama_cpp/lib/ggml.dll", "lib/ggml.lib"]
     assert build_wheel.new_places(names) == {
