@@ -12,6 +12,7 @@ import pytest
 from cppbatch import InvalidRequest, Media
 from cppbatch.cli.main import main
 from cppbatch.engine import media_files
+from cppbatch.engine.request import Modality
 from cppbatch.errors import ConfigError
 from cppbatch.extras import _PACKAGES, require
 from tests.fake_encoder import fake_media
@@ -53,7 +54,7 @@ def test_the_sentence_names_the_package_and_the_extra(no_extras: None, module: s
     ("kind", "data", "package"), [("image", picture(1), "pillow"), ("audio", wav(tone(0.1)), "soundfile")]
 )
 def test_media_without_its_decoder_is_an_invalid_request(
-    no_extras: None, kind: media_files.Modality, data: bytes, package: str
+    no_extras: None, kind: Modality, data: bytes, package: str
 ) -> None:
     with pytest.raises(InvalidRequest) as refused:
         fake_media().encoded(Media(kind, data), lambda n: None, lambda: False)
