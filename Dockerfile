@@ -1,5 +1,8 @@
-# The server for CPUs. llama.cpp is compiled for the CPU that builds the image: docs/deployment.md.
+# The server for CPUs. llama.cpp is compiled for the CPU that builds the image, unless a folder with a portable wheel is
+# given (docker build --build-context wheels=dist): docs/deployment.md.
 ARG BASE=debian:bookworm-slim
+
+FROM scratch AS wheels
 
 FROM ${BASE} AS build
 RUN apt-get update \
@@ -7,11 +10,13 @@ RUN apt-get update \
     && rm -rf /var/lib/apt/lists/*
 WORKDIR /opt/cppbatch
 ARG CMAKE_ARGS=""
-ENV CPPBATCH_BACKEND=cpu CPPBATCH_WHEELS=/tmp/wheels PIP_NO_CACHE_DIR=1
+ENV CPPBATCH_BACKEND=cpu XDG_CACHE_HOME=/tmp/cache PIP_NO_CACHE_DIR=1
 # Only what the installation reads, so that changes of the source do not compile llama.cpp again.
 COPY pyproject.toml README.md LICENSE ./
 COPY scripts/install.py scripts/
-RUN mkdir cppbatch && touch cppbatch/__init__.py && python3 scripts/install.py && rm -rf /tmp/wheels
+RUN --mount=from=wheels,target=/wheels \
+    if ls /wheels/*.whl > /dev/null 2>&1; then export CPPBATCH_WHEELS=/wheels; fi \
+    && mkdir cppbatch && touch cppbatch/__init__.py && python3 scripts/install.py && rm -rf /tmp/cache
 COPY cppbatch cppbatch
 RUN .venv/bin/python -m compileall -q cppbatch
 

@@ -1,13 +1,16 @@
-"""Makes .venv ready: builds llama-cpp-python once for this machine, then installs cppbatch (editable).
+"""Makes .venv ready: takes or builds a wheel of llama-cpp-python, then installs cppbatch (editable).
 
 Usage: python3 scripts/install.py [--dev] [--browser] [--ray]      (on Windows: py scripts\\install.py)
-Environment: CPPBATCH_BACKEND=cuda|metal|vulkan|cpu, CPPBATCH_WHEELS, CMAKE_ARGS, CXX.
+Environment: CPPBATCH_WHEELS, a folder or an https address with a wheel of llama-cpp-python; without it one is built,
+once for this machine. CPPBATCH_BACKEND=cuda|metal|vulkan|cpu, CMAKE_ARGS, CXX.
 Standard library only, and no syntax newer than Python 3.6, so that an old Python gets a clear message.
 """
 
 import argparse
 import contextlib
+import functools
 import hashlib
+import html
 import importlib.util
 import os
 import platform
@@ -19,6 +22,9 @@ import subprocess
 import sys
 import tempfile
 import time
+import urllib.parse
+import urllib.request
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
@@ -32,6 +38,10 @@ PYTHON = BIN / ("python.exe" if WINDOWS else "python")
 STAMP = VENV / "cppbatch-install.txt"
 BACKENDS = ("cuda", "metal", "vulkan", "cpu")
 GROUPS = ("dev", "browser")  # dependency groups of pyproject.toml; other names are extras
+EXTRAS = ("chat", "hub", "llama", "media")  # installed always
+WHEEL = re.compile(r"llama_cpp_python-([^-]+)-(?:\d+([a-z]*)-)?(\w+)-none-([\w.]+)\.whl")
+PLATFORM = re.compile(r"(linux|manylinux|macosx|win)_(?:(\d+)_(\d+)_)?(\w+)")
+SYSTEMS = {"linux": "Linux", "manylinux": "Linux", "macosx": "Darwin", "win": "Windows"}
 COMPILER_HELP = {
     "Linux": "Debian/Ubuntu: sudo apt install build-essential; Fedora: sudo dnf install gcc-c++; "
     "Arch: sudo pacman -S base-devel",
@@ -111,8 +121,13 @@ def pick_backend() -> "tuple[str, str]":
     return "cpu", "There is an NVIDIA GPU but no CUDA toolkit (nvcc), so this builds for the CPU."
 
 
-def cmake_flags(backend: str, compiler: str) -> str:
+def cmake_flags(backend: str, compiler: str, portable: bool) -> str:
+    """All flags of all builds. `portable`: for other machines too; else for the CPU that builds."""
     flags = ["-DLLAVA_BUILD=ON", "-DMTMD_VIDEO=OFF", "-DGGML_RPC=ON"]
+    if portable:
+        flags.append("-DGGML_NATIVE=OFF")
+        if SYSTEM != "Darwin":  # a library for each kind of CPU, of which the program loads the best
+            flags += ["-DGGML_BACKEND_DL=ON", "-DGGML_CPU_ALL_VARIANTS=ON"]
     if backend != "cpu":
         flags.append(f"-DGGML_{backend.upper()}=on")
     elif SYSTEM == "Darwin":
@@ -134,11 +149,15 @@ def describe_cpu() -> str:
     return "\n".join(re.findall(r"^(?:model name|flags|Features|CPU .*)\s*:.*$", first, re.MULTILINE))
 
 
-def plan_build(backend: str) -> Build:
+def pinned_version() -> str:
     pinned = re.search(r'"llama-cpp-python==([^"\s;]+)', (ROOT / "pyproject.toml").read_text("utf-8"))
-    version = pinned[1] if pinned else fail("pyproject.toml does not pin llama-cpp-python==<version>.")
+    return pinned[1] if pinned else fail("pyproject.toml does not pin llama-cpp-python==<version>.")
+
+
+def plan_build(backend: str, portable: bool = False) -> Build:
+    version = pinned_version()
     compiler = find_compiler()
-    cmake_args = cmake_flags(backend, compiler)
+    cmake_args = cmake_flags(backend, compiler, portable)
     lines = [
         f"llama-cpp-python {version} for {backend} on {SYSTEM} {platform.machine()}",
         f"CMAKE_ARGS: {cmake_args}",
@@ -157,7 +176,7 @@ def wheels_folder() -> Path:
     """Outside the checkout, so that a machine builds once. pip's own wheel cache will not do: it does not
     know CMAKE_ARGS and would hand back a wheel that was built with other flags."""
     default = {"Darwin": "~/Library/Caches", "Windows": os.environ.get("LOCALAPPDATA")}.get(SYSTEM)
-    cache = os.environ.get("CPPBATCH_WHEELS") or os.environ.get("XDG_CACHE_HOME") or default or "~/.cache"
+    cache = os.environ.get("XDG_CACHE_HOME") or default or "~/.cache"
     return Path(cache).expanduser().resolve() / "cppbatch" / "wheels"
 
 
@@ -194,13 +213,13 @@ def stop(process: "subprocess.Popen[Any]") -> None:
         os.killpg(process.pid, signal.SIGKILL)
 
 
-def compile_wheel(build: Build, folder: Path) -> int:
+def compile_wheel(build: Build, folder: Path, python: str) -> int:
     """Runs the build with its output in folder/build.log, in a process group of its own for stop()."""
     env = {**os.environ, "CMAKE_ARGS": build.cmake_args}
     if build.backend == "cuda":
         env.setdefault("CUDACXX", find_nvcc() or "nvcc")  # CMake itself looks on the PATH only
     flags = ["-v", "--no-cache-dir", "--no-deps", "--no-binary", "llama-cpp-python", "-w", str(folder)]
-    command = [str(PYTHON), "-m", "pip", "wheel", *flags, f"llama-cpp-python=={build.version}"]
+    command = [python, "-m", "pip", "wheel", *flags, f"llama-cpp-python=={build.version}"]
     with open(folder / "build.log", "wb") as log:
         process = subprocess.Popen(
             command, env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
@@ -216,12 +235,20 @@ def find_wheel(folder: Path) -> "Path | None":
     return next(folder.glob("llama_cpp_python-*.whl"), None)
 
 
-def built_wheel(build: Build) -> Path:
+def fail_with_log(log: Path, hint: str) -> NoReturn:
+    say("\n".join(log.read_text(errors="replace").splitlines()[-30:]))
+    say(f"Building llama-cpp-python failed; above is the end of {log}")
+    fail("Look there for the first error, often a missing package or an option in CMAKE_ARGS." + hint)
+
+
+def built_wheel(build: Build, remark: str) -> str:
     """The wheel of this key, built if need be. A folder gets its final name only when it is complete."""
+    if remark:
+        say(remark)
     folder = wheels_folder() / build.key
     wheel = find_wheel(folder)
     if wheel:
-        return wheel
+        return str(wheel)
     check_build_tools(build)
     folder.parent.mkdir(parents=True, exist_ok=True)
     work = Path(tempfile.mkdtemp(prefix=f"{build.key}.building-", dir=folder.parent))
@@ -232,11 +259,8 @@ def built_wheel(build: Build) -> Path:
         hint = f" {COMPILER_HELP[SYSTEM]}."
     say(f"Building llama-cpp-python {build.version} for {build.backend}: {minutes}, once on this machine.")
     try:
-        if compile_wheel(build, work) != 0:
-            log = (work / "build.log").replace(folder.with_name(f"{build.key}.failed.log"))
-            say("\n".join(log.read_text(errors="replace").splitlines()[-30:]))
-            say(f"Building llama-cpp-python failed; above is the end of {log}")
-            fail("Look there for the first error, often a missing package or an option in CMAKE_ARGS." + hint)
+        if compile_wheel(build, work, str(PYTHON)) != 0:
+            fail_with_log((work / "build.log").replace(folder.with_name(f"{build.key}.failed.log")), hint)
         (work / "KEY.txt").write_bytes(build.covers.encode())
         if not find_wheel(folder):
             shutil.rmtree(folder, ignore_errors=True)
@@ -244,7 +268,90 @@ def built_wheel(build: Build) -> Path:
                 work.rename(folder)
     finally:
         shutil.rmtree(work, ignore_errors=True)
-    return find_wheel(folder) or fail(f"The build left no wheel in {folder}.")
+    return str(find_wheel(folder) or fail(f"The build left no wheel in {folder}."))
+
+
+def listed_wheels(place: str) -> "dict[str, str]":
+    """The wheels of a folder, or of a page of links: {file name: path or address}. A place may be one wheel, too."""
+    if "://" not in place:
+        path = Path(place).expanduser()
+        if not path.exists():
+            fail(f"CPPBATCH_WHEELS={place} does not exist; it must be a folder, or an https address.")
+        return {each.name: str(each) for each in ([path] if path.is_file() else path.glob("*.whl"))}
+    if not place.startswith("https://"):
+        fail(f"CPPBATCH_WHEELS={place} is not secure; an address must begin with https://.")
+    links = [place]
+    if not urllib.parse.urlsplit(place).path.endswith(".whl"):
+        try:
+            with urllib.request.urlopen(place, timeout=30) as page:
+                text = page.read().decode(errors="replace")
+        except OSError as error:
+            fail(f"CPPBATCH_WHEELS={place} cannot be read: {error}")
+        found = re.findall(r"""href\s*=\s*["']([^"']+)""", text)
+        links = [urllib.parse.urljoin(place, html.unescape(each)) for each in found]
+    names = {link: Path(urllib.parse.unquote(urllib.parse.urlsplit(link).path)).name for link in links}
+    return {name: link for link, name in names.items() if name.endswith(".whl") and link.startswith("https://")}
+
+
+def runs_here(tag: str) -> bool:
+    """Whether libraries for this platform run on this machine: linux_x86_64, manylinux_2_28_aarch64, win_amd64."""
+    found = PLATFORM.fullmatch(tag)
+    if not found or SYSTEMS[found[1]] != SYSTEM or found[4] not in (platform.machine().lower(), "universal2"):
+        return False
+    if not found[2]:
+        return True
+    release = platform.mac_ver()[0] if SYSTEM == "Darwin" else platform.libc_ver()[1]
+    return (int(found[2]), int(found[3])) <= tuple(int(part) for part in re.findall(r"\d+", release)[:2])
+
+
+def backend_of_wheel(name: str, version: str) -> str:
+    """The backend of a wheel for this version and machine; "" for another file. scripts/build_wheel.py writes it into
+    the name, and without it a wheel is the usual one of the platform."""
+    found = WHEEL.fullmatch(name)
+    if not found or found[1] != version or not found[3].startswith("py3"):
+        return ""
+    if not any(runs_here(tag) for tag in found[4].split(".")):
+        return ""
+    return found[2] or ("metal" if SYSTEM == "Darwin" and platform.machine() == "arm64" else "cpu")
+
+
+def taken_wheel(place: str, version: str, backends: "list[str]") -> str:
+    """The wheel of CPPBATCH_WHEELS for the first of these backends that has one."""
+    wheels = listed_wheels(place)
+    for backend in backends:
+        fitting = [name for name in wheels if backend_of_wheel(name, version) == backend]
+        if fitting:
+            say(f"Taking {max(fitting)} from {place}")
+            return wheels[max(fitting)]
+    libc = " ".join(platform.libc_ver()) if SYSTEM == "Linux" else platform.mac_ver()[0]
+    machine = " ".join(filter(None, (SYSTEM, platform.machine(), libc)))
+    return fail(
+        f"CPPBATCH_WHEELS={place} has no wheel of llama-cpp-python {version} for {' or '.join(backends)} on {machine}. "
+        f"It has: {', '.join(sorted(wheels)) or 'no wheels'}. Unset CPPBATCH_WHEELS to build one for this machine."
+    )
+
+
+def plan_wheel(installed: str) -> "tuple[str, Callable[[], str] | None]":
+    """The key of the wheel of llama-cpp-python that .venv needs, and what gets its path or address.
+
+    `installed`: the key of the one in .venv. One that was taken stays there when CPPBATCH_WHEELS is not set again.
+    """
+    backend, remark = pick_backend()
+    version, backends = pinned_version(), [backend]
+    if not os.environ.get("CPPBATCH_BACKEND"):  # the wheel for the CPU runs beside every GPU
+        backends = list(dict.fromkeys([*(["cuda"] if nvidia_gpus() else []), backend, "cpu"]))
+    taken = f"{version} for {' or '.join(backends)} from "
+    place = os.environ.get("CPPBATCH_WHEELS")
+    if not place and installed.startswith(taken):
+        return installed, None
+    if not place:
+        build = plan_build(backend)
+        return build.key, functools.partial(built_wheel, build, remark)
+    # The files of a folder are part of the key. A page is not read at each start: its wheels have names of their own.
+    files = listed_wheels(place).values() if "://" not in place else ()
+    stamps = [(each, os.stat(each).st_size, os.stat(each).st_mtime_ns) for each in sorted(files)]
+    digest = hashlib.sha256(repr(stamps).encode()).hexdigest()[:12]
+    return f"{taken}{place} {digest}", functools.partial(taken_wheel, place, version, backends)
 
 
 def venv_works() -> bool:
@@ -264,40 +371,38 @@ def make_venv() -> None:
     run(sys.executable, "-m", "venv", "--clear", str(VENV))
 
 
-def stamp_text(build: Build, names: "list[str]") -> str:
+def stamp_text(key: str, names: "list[str]") -> str:
     """What an install depends on. A .venv survives neither a move nor another Python, so they count too."""
     pyproject = hashlib.sha256((ROOT / "pyproject.toml").read_bytes()).hexdigest()
     python = os.path.realpath(PYTHON)
     listed = " ".join(names) or "none"
-    return f"folder {ROOT}\npython {python}\npyproject {pyproject}\nwheel {build.key}\nextras {listed}\n"
+    return f"folder {ROOT}\npython {python}\npyproject {pyproject}\nwheel {key}\nextras {listed}\n"
 
 
 def install(names: "list[str]") -> None:
     """`names`: extras and dependency groups of pyproject.toml, beside those that the .venv has already."""
-    backend, remark = pick_backend()
-    build = plan_build(backend)
     have = STAMP.read_text("utf-8") if STAMP.exists() else ""
-    installed = re.search(r"^extras (.*)$", have, re.MULTILINE)
-    names = sorted({*names, *(installed[1].split() if installed else [])} - {"none"})
-    if have == stamp_text(build, names) and PYTHON.exists() and any(BIN.glob("cppbatch*")):
+    installed = dict(re.findall(r"^(wheel|extras) (.*)$", have, re.MULTILINE))
+    names = sorted({*names, *installed.get("extras", "").split()} - {"none"})
+    key, get_wheel = plan_wheel(installed.get("wheel", ""))
+    if have == stamp_text(key, names) and PYTHON.exists() and any(BIN.glob("cppbatch*")):
         return
-    if remark:
-        say(remark)
     if not venv_works() or (have and f"folder {ROOT}\n" not in have):
         make_venv()
         have = ""
-    wheel = built_wheel(build)
+        key, get_wheel = plan_wheel("")
+    wheel = get_wheel() if get_wheel and f"\nwheel {key}\n" not in have else None
     STAMP.unlink(missing_ok=True)  # a run that breaks off must not look finished
     say("Installing cppbatch and its dependencies")
     pip_install = [str(PYTHON), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-    if f"\nwheel {build.key}\n" not in have:
-        run(*pip_install, "--force-reinstall", "--no-deps", str(wheel))
+    if wheel:
+        run(*pip_install, "--force-reinstall", "--no-deps", wheel)
     groups = [name for name in names if name in GROUPS]
     if groups:
         run(*pip_install, "pip>=25.1")  # the first with --group
-    extras = ",".join(["llama", *(name for name in names if name not in GROUPS)])
+    extras = ",".join([*EXTRAS, *(name for name in names if name not in GROUPS)])
     run(*pip_install, "-e", f"{ROOT}[{extras}]", *(f"--group={ROOT / 'pyproject.toml'}:{name}" for name in groups))
-    STAMP.write_text(stamp_text(build, names), "utf-8")
+    STAMP.write_text(stamp_text(key, names), "utf-8")
     say(f"Ready: {(BIN / 'cppbatch').relative_to(ROOT)} serve")
 
 

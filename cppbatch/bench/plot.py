@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cppbatch.errors import ConfigError
+from cppbatch.extras import require
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -15,10 +16,9 @@ if TYPE_CHECKING:
 
 def check_plotting(path: Path) -> None:
     """Raises `ConfigError` if matplotlib is not installed or cannot write this file type."""
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-    except ImportError:
-        raise ConfigError('--plot requires matplotlib: pip install "cppbatch[plot]"') from None
+    require("matplotlib", "--plot")
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
     kinds = FigureCanvasAgg.get_supported_filetypes()
     if path.suffix.lstrip(".") not in kinds:
         raise ConfigError(f"--plot {path}: the extension must be one of {', '.join(sorted(kinds))}")

@@ -27,6 +27,7 @@ from cppbatch.cli.server_options import chat_template_option
 from cppbatch.config import EngineConfig
 from cppbatch.engine.params import DEFAULT_MAX_TOKENS, SamplingParams
 from cppbatch.errors import CppBatchError
+from cppbatch.extras import require
 
 if TYPE_CHECKING:
     from cppbatch.engine.engine import BatchInferenceEngine
@@ -103,6 +104,8 @@ def chat(
     logging.basicConfig(
         level=logging.DEBUG if verbose else logging.WARNING, format="%(levelname)s %(name)s: %(message)s"
     )
+    if is_terminal():
+        require("prompt_toolkit", "`cppbatch chat` in a terminal")
     SamplingParams(**params)  # raises for wrong values before a model is loaded
     messages = read_messages(continue_from) if continue_from else []
     longest = DEFAULT_MAX_TOKENS if is_capped else None

@@ -14,7 +14,7 @@ from rich.markup import escape
 import cppbatch
 from cppbatch.config import EngineConfig, available_threads
 from cppbatch.engine.compute_threads import usable_cpus
-from cppbatch.errors import CppBatchError
+from cppbatch.errors import ConfigError, CppBatchError
 
 if TYPE_CHECKING:
     from cppbatch.llama import Backend
@@ -65,6 +65,8 @@ def _findings() -> Iterator[Finding]:
     yield Finding("llama.cpp", f"{backend.version} in llama-cpp-python {PINNED_VERSION}")
     yield Finding("library", backend.library_path)
     yield Finding("build", ", ".join(flag.removesuffix(" = 1") for flag in backend.build_flags))
+    if backend.cpu_variant:
+        yield Finding("variant", f"{backend.cpu_variant}: of the CPU kernels in this wheel, the fastest that run here")
     for device in backend.devices():
         memory = f"{device.memory_free / 2**30:.1f} of {device.memory_total / 2**30:.1f} GiB free"
         yield Finding("device", f"{device.name}: {device.description} ({device.kind}, {memory})")
@@ -99,13 +101,18 @@ def _rpc(backend: Backend) -> Finding:
 
 
 def _media() -> Finding:
+    from cppbatch.engine.media_files import check_decoders
     from cppbatch.llama.media_encoder import has_mtmd
 
-    if has_mtmd():
-        return Finding("media", "--mmproj works: images and audio")
-    return Finding(
-        "media", "text only: this build does not include mtmd; scripts/install.py builds with it", is_note=True
-    )
+    if not has_mtmd():
+        return Finding(
+            "media", "text only: this build does not include mtmd; scripts/install.py builds with it", is_note=True
+        )
+    try:
+        check_decoders("image", "audio")
+    except ConfigError as error:
+        return Finding("media", f"incomplete: {error}", is_note=True)
+    return Finding("media", "--mmproj works: images and audio")
 
 
 def _self_check() -> Finding:

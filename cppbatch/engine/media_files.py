@@ -1,6 +1,7 @@
 """Decodes the files of pictures and sounds, which come from strangers: within bounds of memory and time.
 
 A picture or a sound takes hardly more memory than its pixels or samples, because both are converted in small blocks.
+The decoders are the extra `media`.
 """
 
 from __future__ import annotations
@@ -14,7 +15,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from cppbatch.errors import InvalidRequest
+from cppbatch.engine.request import Modality
+from cppbatch.errors import ConfigError, InvalidRequest
+from cppbatch.extras import require
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -37,14 +40,30 @@ _SOUNDS = ("WAV", "WAVEX", "RF64", "MP3", "MPEG", "FLAC", "OGG")
 _STRIP_PIXELS = 1 << 18  # converted to RGB at once
 _BLOCK_SAMPLES = 1 << 18  # of all channels, decoded and resampled at once
 _READ_BYTES = 4096  # that Pillow decodes between two looks at the clock
+_DECODERS: dict[Modality, tuple[str, ...]] = {"image": ("PIL",), "audio": ("soundfile", "soxr")}
+
+
+def check_decoders(*kinds: Modality) -> None:
+    """Raises `ConfigError` if a package that decodes files of these kinds is missing."""
+    for kind in kinds:
+        for module in _DECODERS[kind]:
+            require(module, f"{kind} input")
+
+
+def _require_decoders(kind: Modality) -> None:
+    try:
+        check_decoders(kind)
+    except ConfigError as error:
+        raise _refused(f"contains {kind} data, but {error}") from error
 
 
 def decode_image(data: bytes) -> npt.NDArray[np.uint8]:
     """The pixels of a picture, uint8[height, width, 3] in RGB, upright; of several frames the first.
 
     Transparent pixels are on white. Raises `InvalidRequest` for what is no picture of a known format, is broken, or has
-    too many pixels.
+    too many pixels, and without Pillow.
     """
+    _require_decoders("image")
     from PIL import Image, UnidentifiedImageError
 
     try:
@@ -117,8 +136,9 @@ def _on_white(image: Image) -> Image:
 def decode_audio(data: bytes, sample_rate: int) -> npt.NDArray[np.float32]:
     """The samples of a sound, float32[n] at `sample_rate`: the mean of its channels.
 
-    Raises `InvalidRequest` for what is no sound of a known format, is broken, or is too long.
+    Raises `InvalidRequest` for what is no sound of a known format, is broken, or is too long, and without its decoders.
     """
+    _require_decoders("audio")
     import soundfile
 
     try:

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from cppbatch.errors import ConfigError
+from cppbatch.extras import require
 from cppbatch.jobs.input_format import InputFormat, TableColumns, table_columns
 from cppbatch.jobs.job_request import JobRequest, RejectedLine, hash64
 from cppbatch.jobs.line_reader import MAX_LINE_BYTES, unreadable_file
@@ -116,11 +117,10 @@ class ParquetInput:
 
 def import_pyarrow() -> tuple[Any, Any]:
     """pyarrow and pyarrow.parquet. Raises `ConfigError` if it is not installed."""
-    try:
-        import pyarrow
-        import pyarrow.parquet
-    except ImportError:
-        raise ConfigError("Parquet files require pyarrow: pip install 'cppbatch[parquet]'") from None
+    require("pyarrow", "a Parquet file")
+    import pyarrow
+    import pyarrow.parquet
+
     return pyarrow, pyarrow.parquet
 
 

@@ -7,13 +7,14 @@ import contextlib
 import ctypes
 import functools
 import logging
+import re
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from cppbatch.llama.library import C, ggml, library_path
+from cppbatch.llama.library import C, ggml, library_path, load_backends
 from cppbatch.llama.rpc import has_rpc, is_reachable, is_remote
 
 log = logging.getLogger("cppbatch.llama")
@@ -21,6 +22,7 @@ log = logging.getLogger("cppbatch.llama")
 # One level lower than llama.cpp's: it logs a page of "info" for every model, and its "warning" is mostly advice.
 _LEVELS = {1: logging.DEBUG, 2: logging.DEBUG, 3: logging.INFO, 4: logging.ERROR}
 _CONTINUATION = 5
+_VARIANT = re.compile(r"loaded CPU backend from .*ggml-cpu-([\w.]+)\.\w+$")
 _DEVICE_TYPES = {0: "CPU", 1: "GPU", 2: "integrated GPU", 3: "accelerator"}
 
 
@@ -80,9 +82,18 @@ class Backend:
     def __init__(self) -> None:
         self._router = _LogRouter()
         C.llama_log_set(self._router.callback, ctypes.c_void_p(0))
-        # A line logged during interpreter shutdown would call freed Python objects.
-        atexit.register(C.llama_log_set, C.llama_log_callback(0), ctypes.c_void_p(0))
+        # A line logged during interpreter shutdown would call freed Python objects. Until then this keeps the router,
+        # also if what follows raises.
+        atexit.register(self._end_log)
+        with self.lines() as lines:
+            load_backends()
+        found = next(filter(None, map(_VARIANT.search, lines)), None)
+        self.cpu_variant = found[1] if found else None
+        """The kernels that a portable build has chosen for this CPU ("haswell", "zen4"); None in other builds."""
         C.llama_backend_init()
+
+    def _end_log(self) -> None:
+        C.llama_log_set(C.llama_log_callback(0), ctypes.c_void_p(0))
 
     @staticmethod
     def get() -> Backend:

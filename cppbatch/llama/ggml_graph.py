@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from cppbatch.errors import LlamaError
+from cppbatch.llama.backend import Backend
 from cppbatch.llama.library import ggml
 
 _Void, _Size, _Int64 = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int64
@@ -21,6 +22,7 @@ class _InitParams(ctypes.Structure):
 @contextmanager
 def open_device(lib: ctypes.CDLL, device: str, n_threads: int) -> Iterator[int]:
     """A ggml backend, which computes on this device."""
+    Backend.get()  # loads the devices of a portable build
     handles = [lib.ggml_backend_dev_get(i) for i in range(lib.ggml_backend_dev_count())]
     named = {lib.ggml_backend_dev_name(handle).decode(): handle for handle in handles}
     if device not in named:

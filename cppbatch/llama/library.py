@@ -11,6 +11,7 @@ import ctypes
 import functools
 import os
 import types
+from pathlib import Path
 from typing import Any
 
 from cppbatch.errors import LibraryError, LlamaError
@@ -189,6 +190,11 @@ def ggml() -> ctypes.CDLL:
 
     lib: ctypes.CDLL = libggml
     size_p = ctypes.POINTER(ctypes.c_size_t)
+    lib.ggml_backend_load_all_from_path.argtypes = [ctypes.c_char_p]
+    lib.ggml_backend_load_all_from_path.restype = None
+    lib.ggml_backend_reg_count.restype = ctypes.c_size_t
+    lib.ggml_backend_reg_by_name.argtypes = [ctypes.c_char_p]
+    lib.ggml_backend_reg_by_name.restype = ctypes.c_void_p
     lib.ggml_backend_dev_count.restype = ctypes.c_size_t
     lib.ggml_backend_dev_get.argtypes = [ctypes.c_size_t]
     lib.ggml_backend_dev_get.restype = ctypes.c_void_p
@@ -204,3 +210,21 @@ def ggml() -> ctypes.CDLL:
         function = getattr(lib, f"ggml_backend_dev_{name}")
         function.argtypes, function.restype = [ctypes.c_void_p], restype
     return lib
+
+
+def load_backends() -> None:
+    """Loads the backends of a portable build (scripts/build_wheel.py), where each is a library of its own: for the CPU
+    the fastest variant that it can run. In other builds they are part of the library.
+
+    Raises `LibraryError` if no variant for the CPU can be loaded.
+    """
+    lib = ggml()
+    if lib.ggml_backend_reg_count():
+        return
+    folder = Path(lib._name).parent
+    lib.ggml_backend_load_all_from_path(os.fsencode(folder))
+    if not lib.ggml_backend_reg_by_name(b"CPU"):
+        raise LibraryError(
+            f"llama.cpp's CPU backend cannot be loaded from {folder}. Install the OpenMP library (Debian/Ubuntu: "
+            f"sudo apt install libgomp1), or rebuild llama-cpp-python with:\n  {REINSTALL}"
+        )

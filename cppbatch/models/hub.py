@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from cppbatch.errors import ModelError
+from cppbatch.extras import require
 from cppbatch.models.find import LATER_PART, check_file, is_copy, model_parts, models_folder
 
 _NAME = re.compile(r"([\w.-]+)/([\w.-]+)(?::([\w./-]+))?")
@@ -62,7 +63,7 @@ def pull_model(model: HubModel, say: Say = lambda line: None) -> Path:
     """The path of the model's file, which is fetched if it is not there. `say` gets a line before that.
 
     The hub's client shows the progress, continues after an interruption, and reads $HF_TOKEN, $HF_ENDPOINT and
-    $HF_HUB_OFFLINE. Raises `ModelError`.
+    $HF_HUB_OFFLINE. Raises `ModelError`, and `ConfigError` without the client (the extra `hub`).
     """
     return present_file(model) or check_file(_fetch(model, lambda sizes: _wanted(model, sizes), say)[0])
 
@@ -70,7 +71,7 @@ def pull_model(model: HubModel, say: Say = lambda line: None) -> Path:
 def pull_projector(model: HubModel, say: Say = lambda line: None) -> Path | None:
     """The path of the projector that belongs to a model, None if there is none. It is fetched if the model is not here.
 
-    To be called before `pull_model`: so a model that is here has its projector. Raises `ModelError`.
+    To be called before `pull_model`: so a model that is here has its projector. Raises as `pull_model`.
     """
     if present := present_file(model):
         folder = models_folder() / model.repository
@@ -88,12 +89,9 @@ def pull_projector(model: HubModel, say: Say = lambda line: None) -> Path | None
 
 def _fetch(model: HubModel, wanted: Callable[[dict[str, int]], list[str]], say: Say) -> list[Path]:
     """Fetches the files of a model that `wanted` names out of its repository's, which it gets with their bytes."""
-    try:
-        import huggingface_hub as hub
-    except ImportError as error:
-        raise ModelError(
-            f"downloading {model} from the hub requires huggingface-hub: pip install huggingface-hub"
-        ) from error
+    require("huggingface_hub", f"downloading {model} from the hub")
+    import huggingface_hub as hub
+
     folder = models_folder() / model.repository
     say(f"looking for {model} on {_endpoint() or _HUB}")
     try:

@@ -8,6 +8,7 @@ import json
 import logging
 import os
 import struct
+import sys
 import zlib
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -84,6 +85,16 @@ async def answered(http: Http, path: str, body: Json) -> Any:
     status, answer = await post(http, path, body)
     assert status == 200, answer
     return answer
+
+
+async def test_without_its_decoder_an_image_is_refused_and_text_is_answered(
+    seeing: Http, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "PIL", None)
+    status, answer = await post(seeing, "/v1/chat/completions", {"messages": asks(picture()), **GREEDY})
+    assert status == 400
+    assert 'image input requires pillow: pip install "cppbatch[media]"' in answer["error"]["message"]
+    await answered(seeing, "/v1/chat/completions", {"messages": asks(), **GREEDY})
 
 
 # --- every API --------------------------------------------------------------------------------------------------------

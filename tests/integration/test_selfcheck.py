@@ -15,7 +15,7 @@ from click.testing import CliRunner
 from cppbatch import findings
 from cppbatch.cli.doctor_command import doctor
 from cppbatch.errors import LibraryError
-from cppbatch.llama import selfcheck
+from cppbatch.llama import Backend, selfcheck
 from cppbatch.llama.library import REINSTALL
 from cppbatch.llama.selfcheck import Verdict
 from tests import tiny_models
@@ -215,6 +215,17 @@ def test_doctor_says_how_to_get_a_model(children: Callable[[str, str], list[bool
     result = CliRunner().invoke(doctor)
     assert result.exit_code == 1
     assert "cppbatch models pull" in result.output
+
+
+def test_doctor_names_the_kernels_of_a_portable_build_and_a_missing_decoder(
+    children: Callable[[str, str], list[bool]], models: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    children(FINE, FINE)
+    monkeypatch.setattr(Backend.get(), "cpu_variant", "zen4")
+    monkeypatch.setitem(sys.modules, "soxr", None)
+    result = CliRunner().invoke(doctor)
+    assert "variant      zen4: of the CPU kernels in this wheel, the fastest that run here\n" in result.output
+    assert 'audio input requires soxr: pip install "cppbatch[media]"' in result.output
 
 
 def test_doctor_says_what_is_wrong_with_the_model(children: Callable[[str, str], list[bool]], models: Path) -> None:

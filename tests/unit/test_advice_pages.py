@@ -82,7 +82,7 @@ def test_what_a_gpu_needs_is_on_one_page_with_what_the_programs_say() -> None:
     """Other pages link to it. The variables, flags and places are those of the installer and of the commands."""
     page, root = (DOCS / "gpu.md").read_text(), DOCS.parent
     installer = (root / "scripts/install.py").read_text()
-    for name in ("CPPBATCH_BACKEND", "CPPBATCH_WHEELS", "CUDA_HOME", "CUDA_PATH", "/usr/local/cuda", "nvcc", "glslc"):
+    for name in ("CPPBATCH_BACKEND", "CUDA_HOME", "CUDA_PATH", "/usr/local/cuda", "nvcc", "glslc"):
         assert name in page, name
         assert name in installer, name
     known = {option for command in commands() for parameter in command.params for option in parameter.opts}
@@ -91,7 +91,7 @@ def test_what_a_gpu_needs_is_on_one_page_with_what_the_programs_say() -> None:
     doctor = Path(cppbatch.__file__).with_name("cli").joinpath("doctor_command.py").read_text()
     assert all(f'Finding("{line}"' in doctor and f"`{line}`" in page for line in ("device", "build"))
     others = [root / "README.md", *(each for each in DOCS.glob("*.md") if each.name != "gpu.md")]
-    once = ("PrivateDevices", "nvidia-ml-py", "CPPBATCH_WHEELS", "CUDA_VISIBLE_DEVICES")
+    once = ("PrivateDevices", "nvidia-ml-py", "CUDA_VISIBLE_DEVICES")
     assert not [(each.name, fact) for each in others for fact in once if fact in each.read_text()]
     assert {"README.md", "deployment.md", "operations.md", "troubleshooting.md", "choosing.md"} <= {
         each.name for each in others if "gpu.md" in each.read_text()

@@ -15,7 +15,7 @@ from click.testing import CliRunner
 from cppbatch.cli.engine_options import engine_options
 from cppbatch.cli.models_command import models
 from cppbatch.config import EngineConfig
-from cppbatch.errors import ModelError
+from cppbatch.errors import ConfigError, ModelError
 from cppbatch.models import pull
 from cppbatch.models.find import models_in, named_model
 from cppbatch.models.hub import HubModel, choose_file, choose_projector, hub_model, pull_model
@@ -184,7 +184,7 @@ def test_without_the_client_the_command_that_installs_it_is_named(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
-    with pytest.raises(ModelError, match="pip install huggingface-hub"):
+    with pytest.raises(ConfigError, match=r'requires huggingface-hub: pip install "cppbatch\[hub\]"'):
         choose_model("owner/Tiny-GGUF")
 
 

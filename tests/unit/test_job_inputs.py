@@ -378,7 +378,7 @@ def test_a_broken_parquet_file_is_an_error(tmp_path: Path) -> None:
 
 def test_without_pyarrow_it_is_said_how_to_get_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pyarrow", None)
-    with pytest.raises(ConfigError, match=r"pip install 'cppbatch\[parquet\]'"):
+    with pytest.raises(ConfigError, match=r'requires pyarrow: pip install "cppbatch\[parquet\]"'):
         read(tmp_path / "in.parquet")
 
 

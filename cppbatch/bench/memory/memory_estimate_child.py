@@ -55,6 +55,7 @@ def main() -> None:
 def _connect(configs: list[EngineConfig]) -> RpcConnections:
     """Connections to the RPC workers of all engines; none if that fails, which loading says then."""
     endpoints = dict.fromkeys(parse_endpoint(each) for config in configs for each in config.rpc)
+    Backend.get()  # loads the RPC backend of a portable build
     try:
         return RpcConnections(list(endpoints))
     except CppBatchError:
