@@ -73,13 +73,18 @@ class Setting(NamedTuple):
     metavar: str = ""
     range: Range | None = None
     range_words: str = ""
-    """The range in a message, if it is not "from `low` to `high`"."""
+    """The range in messages and docs, if it is not "from `low` to `high`"."""
 
     @property
     def env(self) -> str:
         """The environment variable without CPPBATCH_."""
         long = next(flag for flag in self.flags.split() if flag.startswith("--"))
         return long.partition("/")[0][2:].replace("-", "_").upper()
+
+    @property
+    def range_text(self) -> str:
+        """The range in words, "" without one."""
+        return self.range_words or (f"from {self.range.low} to {self.range.high}" if self.range else "")
 
 
 def named(setting: str) -> str:
@@ -315,7 +320,11 @@ class EngineConfig(_Model, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         for name, setting in SETTINGS.items():
-            _check_range(name, setting, getattr(self, name))
+            value = getattr(self, name)
+            if setting.range and not (
+                isinstance(value, (int, float)) and setting.range.low <= value <= setting.range.high
+            ):
+                raise ConfigError(f"{named(name)} is {value!r}; it must be {setting.range_text}")
         for name, words in CHOICES.items():
             if (value := getattr(self, name)) not in words and (name, value) != ("pooling", None):
                 raise ConfigError(f"{named(name)} is {value!r}; it must be one of {', '.join(words)}")
@@ -438,15 +447,6 @@ def _words(kind: Any) -> tuple[str, ...]:
 
 CHOICES: dict[str, tuple[str, ...]] = {name: words for name, kind in KINDS.items() if (words := _words(kind))}
 """The values of the settings that are one of a few words."""
-
-
-def _check_range(name: str, setting: Setting, value: object) -> None:
-    if setting.range is None:
-        return
-    low, high = setting.range
-    if not isinstance(value, (int, float)) or not low <= value <= high:
-        wanted = setting.range_words or f"from {low} to {high}"
-        raise ConfigError(f"{named(name)} is {value!r}; it must be {wanted}")
 
 
 class EngineSettings(TypedDict, total=False):

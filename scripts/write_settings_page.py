@@ -8,38 +8,34 @@ from __future__ import annotations
 from itertools import groupby
 from pathlib import Path
 
-from cppbatch.config import CHOICES, OPTIONS, SETTINGS, EngineConfig, flag_of
+from cppbatch.config import CHOICES, OPTIONS, SETTINGS, EngineConfig
 
 PAGE = Path(__file__).parents[1] / "docs" / "settings.md"
 _START = """# Engine settings
 
-The fields of `EngineConfig`, which are keyword arguments of `BatchInferenceEngine`, `LocalEngine`, `EngineProcess` and `generate_batch`, and flags of `cppbatch serve`, `batch`, `generate`, `chat` and others.
-`cppbatch serve --help-all` shows all flags.
-This page is written by `scripts/write_settings_page.py`.
+The fields of `EngineConfig`: keyword arguments of `BatchInferenceEngine`, `LocalEngine`, `EngineProcess` and
+`generate_batch`, and options of `cppbatch serve`, `generate`, `chat`, `batch` and the commands that measure.
+`cppbatch serve --help-all` shows all options of the server.
+`scripts/write_settings_page.py` writes this page from `cppbatch/config.py`.
 """
+_HEAD = "| in Python | flags | variables | default | values | meaning |\n|---|---|---|---|---|---|"
 
 
 def page() -> str:
     """The text of the page."""
     defaults, lines = EngineConfig(""), [_START]
     for group, names in groupby(SETTINGS, lambda name: SETTINGS[name].group):
-        lines += [f"## {group}\n", "| in Python | flags | variables | default | values | |", "|---|---|---|---|---|---|"]
+        lines += [f"## {group}\n", _HEAD]
         for name in names:
             setting = SETTINGS[name]
             flags = ", ".join(f"`{flag}`" for flag in setting.flags.split())
             ours = [f"CPPBATCH_{setting.env}"] if name in OPTIONS else []
             variables = ", ".join(f"`{each}`" for each in (*ours, *setting.llama_env.split()))
-            values = ", ".join(CHOICES.get(name, ())) or (_range(name) if setting.range else setting.metavar)
-            cells = (f"`{name}`", flags, variables, f"`{getattr(defaults, name)!r}`", values, setting.help)
-            lines.append(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |")
+            values = ", ".join(CHOICES.get(name, ())) or setting.range_text or setting.metavar
+            default = f"`{getattr(defaults, name)!r}`"
+            lines.append(f"| `{name}` | {flags} | {variables} | {default} | {values} | {setting.help} |")
         lines.append("")
     return "\n".join(lines)
-
-
-def _range(name: str) -> str:
-    setting = SETTINGS[name]
-    low, high = setting.range or (0, 0)
-    return setting.range_words or f"from {low} to {high}"
 
 
 if __name__ == "__main__":
