@@ -38,7 +38,7 @@ def test_the_help_shows_each_option_once_under_a_heading(name: str) -> None:
     others = text[text.index("\nOther options:\n") :]
     assert "--help" in others
     n_others = 2 if name == "serve" else 1
-    assert others.count("\n  -") == n_others, f"put the new option into a group of cppbatch/cli/option_groups.py: {others}"
+    assert others.count("\n  -") == n_others, f"put it into a group of cppbatch/cli/option_groups.py: {others}"
 
 
 def test_no_group_names_an_option_twice_or_one_that_is_gone() -> None:
