@@ -8,13 +8,7 @@ from typing import Any
 import click
 
 from cppbatch.config import OPTIONS, SETTINGS
-
-_SAMPLING = (
-    "n_predict temperature top_k top_p min_p typical_p top_n_sigma xtc_probability xtc_threshold dynatemp_range "
-    "dynatemp_exponent repetition_penalty penalty_last_n presence_penalty frequency_penalty dry_multiplier dry_base "
-    "dry_allowed_length dry_penalty_last_n dry_sequence_breakers adaptive_target adaptive_decay mirostat mirostat_eta "
-    "mirostat_tau samplers ignore_eos seed json_schema guided_choice grammar compact_json stop"
-)
+from cppbatch.engine.params import PARAMS
 
 _GROUPS = {  # *: the engine's settings under this heading
     "Input and output": "prompts file images sounds as_chat as_json output errors column id_column template endpoint "
@@ -34,7 +28,7 @@ _GROUPS = {  # *: the engine's settings under this heading
     "max_n max_prompts_per_batch max_body_mb max_file_mb max_media max_media_mb",
     "Names, files and endpoints": "aliases tags strict_model data_dir slot_save_path allowed_media_domains media_path "
     "metrics slots props webui",
-    "Sampling": _SAMPLING,
+    "Sampling": f"n_predict {' '.join(PARAMS)} json_schema guided_choice grammar compact_json stop",
     "Log and debugging": "log_level access_log log_format verbose *",
 }
 
