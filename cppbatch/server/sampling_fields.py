@@ -31,13 +31,14 @@ class LoraScale(msgspec.Struct):
     scale: float
 
 
-_IN_FEW_APIS = ("logprobs", "echo", "compact_json", "penalize_prompt")
+_NOT_SHARED = ("logprobs", "echo", "compact_json", "penalize_prompt")
+"""Numbers and switches that some APIs do not have, or in another form."""
 if TYPE_CHECKING:
     _Numbers = StructuredFields
 else:
     _Numbers = msgspec.defstruct(
         "_Numbers",
-        [(name, KINDS[name] | None, None) for name in (*RANGES, *SWITCHES) if name not in _IN_FEW_APIS],
+        [(name, KINDS[name] | None, None) for name in (*RANGES, *SWITCHES) if name not in _NOT_SHARED],
         bases=(StructuredFields,),
         module=__name__,
         kw_only=True,
