@@ -41,7 +41,7 @@ class Choice(click.Choice[str]):
 
     def __init__(self, choices: Sequence[str], words: Mapping[str, str] = {}) -> None:
         super().__init__(choices)
-        self._words = {each.replace("_", "-"): each for each in choices} | words
+        self._words = {**{each.replace("_", "-"): each for each in choices}, **words}
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
         """As in click."""
