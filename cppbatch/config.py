@@ -1,12 +1,14 @@
-"""The settings of an engine: one struct, validated once, here."""
+"""The settings of an engine: one struct, declared and validated once, here.
 
-from __future__ import annotations
+The options of the commands, `--help`, error messages and docs/settings.md follow from the declarations.
+"""
 
 import math
 import os
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
-from typing import Literal, TypedDict, get_args
+from typing import Annotated, Any, Literal, NamedTuple, TypedDict, get_args, get_origin, get_type_hints
 
 import msgspec
 import psutil
@@ -40,6 +42,7 @@ _MAX_THREADS = 512  # ggml's GGML_MAX_N_THREADS: more would abort the process
 _MAX_STEP_MS = 60_000
 _MAX_WAIT_MS = 10_000
 _DISK_GB, _GB = 16, 10**9  # of cached prefixes on disk, unless given
+_LAYERS = "-1 (all layers), 0 (none) or more"
 _MAX_DEVICES = 16  # llama_max_devices
 _MAX_RPC_WORKERS = 15  # ggml's GGML_SCHED_MAX_BACKENDS is 16, and the CPU is one: more would abort the process
 MAX_DRAFT = 64
@@ -49,16 +52,55 @@ MOST_LORA_SCALE = 1000.0
 """The largest scale of a LoRA adapter, positive or negative: far beyond use, but no float32 overflows."""
 
 
-_FLAGS = {
-    "n_ctx": "-c", "n_parallel": "-np", "n_batch": "-b", "n_ubatch": "-ub", "n_gpu_layers": "-ngl", "n_threads": "-t",
-    "flash_attn": "-fa", "cache_type_k": "-ctk", "cache_type_v": "-ctv", "device": "--devices", "draft_model": "-md",
-    "n_keep": "--keep", "tensor_split": "-ts", "ctx_checkpoints": "-ctxcp", "checkpoint_min_step": "-cms",
-}  # fmt: skip
+class Range(NamedTuple):
+    """The smallest and the largest value of a number."""
+
+    low: float
+    high: float = _INT32_MAX
+
+
+class Setting(NamedTuple):
+    """What commands, messages and docs say of a field of `EngineConfig`, beside its type and its default."""
+
+    group: str
+    """Its heading in `--help`."""
+    flags: str
+    """Separated by spaces; the first one is in messages, and CPPBATCH_ with the first long one is the environment
+    variable. "": there is none."""
+    help: str
+    llama_env: str = ""
+    """llama.cpp's environment variable."""
+    metavar: str = ""
+    range: Range | None = None
+    range_words: str = ""
+    """The range in messages and docs, if it is not "from `low` to `high`"."""
+
+    @property
+    def env(self) -> str:
+        """The environment variable without CPPBATCH_."""
+        long = next(flag for flag in self.flags.split() if flag.startswith("--"))
+        return long.partition("/")[0][2:].replace("-", "_").upper()
+
+    @property
+    def range_text(self) -> str:
+        """The range in words, "" without one."""
+        return self.range_words or (f"from {self.range.low} to {self.range.high}" if self.range else "")
 
 
 def named(setting: str) -> str:
     """A setting in an error message, by its name in Python and its flag: "n_ctx (-c)", "max_queue (--max-queue)"."""
-    return f"{setting} ({_FLAGS.get(setting, '--' + setting.replace('_', '-'))})"
+    flag = flag_of(setting)
+    return f"{setting} ({flag})" if flag else setting
+
+
+def flag_of(setting: str) -> str:
+    """The flag of a setting in messages, "" if it has none."""
+    return SETTINGS[setting].flags.partition(" ")[0].partition("/")[0]
+
+
+_memory, _speed = partial(Setting, "Batch and memory"), partial(Setting, "Speed")
+_drafts, _devices = partial(Setting, "Speculative decoding"), partial(Setting, "Workers and devices")
+_model = partial(Setting, "Model")
 
 
 class _Model(msgspec.Struct, frozen=True):
@@ -66,120 +108,226 @@ class _Model(msgspec.Struct, frozen=True):
 
 
 class EngineConfig(_Model, frozen=True, kw_only=True):
-    """A model file and the settings of one engine, named as llama.cpp's flags.
+    """A model file and the settings of one engine, named as llama.cpp's flags (docs/settings.md).
 
     Raises `ConfigError` for values that are out of range or contradict each other.
     """
 
-    n_ctx: int = 16384
-    """Total KV cells for all sequences (-c)."""
-    n_parallel: int = 16
-    """Maximum number of sequences that run at the same time (-np)."""
-    n_batch: int = 2048
-    """Maximum tokens per step (-b)."""
-    n_ubatch: int = 512
-    """Maximum tokens that llama.cpp computes at once within a step (-ub)."""
-    n_gpu_layers: int = -1
-    """Layers kept on the GPU; -1: all, 0: none (-ngl)."""
-    device: int | None = None
-    """The only GPU to use, by llama.cpp's number; None: all GPUs (--devices)."""
-    rpc: tuple[str, ...] = ()
-    """RPC workers as HOST:PORT. The model is split over their devices first, then over this machine's GPUs (--rpc,
-    docs/rpc.md)."""
-    tensor_split: tuple[float, ...] = ()
-    """Share of the layers for each device: the devices of `rpc` in order, then this machine's GPUs. (): proportional to
-    free memory (--tensor-split)."""
-    n_threads: int = 0
-    """Maximum compute threads; 0: one per physical core available to this process (-t). On a CPU, steps use one fewer
-    for each core that other programs keep busy (docs/decisions/0032)."""
-    repack: Repacking = "auto"
-    """Let llama.cpp repack weights for this CPU (AMX, AVX-512 ...), unless its build crashes with it. auto: on, except
-    where timed kernels are clearly faster without it for `n_parallel` sequences (--repack, docs/decisions/0028)."""
-    flash_attn: FlashAttention = "auto"
+    # fmt: off
+    n_parallel: Annotated[int, _memory(
+        "-np --parallel", "Maximum number of sequences that run at the same time.", "LLAMA_ARG_N_PARALLEL",
+        range=Range(1, MAX_SEQ_IDS), range_words=f"from 1 to {MAX_SEQ_IDS}, the number of sequence ids in llama.cpp",
+    )] = 16
+    n_ctx: Annotated[int, _memory(
+        "-c --ctx-size", "Total KV cells for all sequences; 0: the model's context length.", "LLAMA_ARG_CTX_SIZE",
+        range=Range(1),
+    )] = 16384
+    """0 is for the command line only."""
+    n_batch: Annotated[int, _memory(
+        "-b --batch-size", "Maximum tokens per step.", "LLAMA_ARG_BATCH", range=Range(1),
+    )] = 2048
+    n_ubatch: Annotated[int, _memory(
+        "-ub --ubatch-size", "Maximum tokens that llama.cpp computes at once within a step.", "LLAMA_ARG_UBATCH",
+        range=Range(1),
+    )] = 512
+    prefix_cache: Annotated[bool, _memory(
+        "--prefix-cache/--no-prefix-cache --cache-prompt/--no-cache-prompt",
+        "Share the KV cells of common prompt prefixes between requests.", "LLAMA_ARG_CACHE_PROMPT",
+    )] = True
+    prefix_cache_ram: Annotated[int, _memory(
+        "--prefix-cache-ram -cram --cache-ram", "MiB of host memory for cached prefixes evicted from KV cells.",
+        "LLAMA_ARG_CACHE_RAM", range=Range(0), range_words="0 (none) or more MiB",
+    )] = 1024
+    prefix_cache_disk: Annotated[str, _memory(
+        "--prefix-cache-disk",
+        "Folder for cached prefixes that persist across restarts, limited to 16 GB or the given number of GB.",
+        metavar="DIR[,GB]",
+    )] = ""
+    """All engines on the machine may share it (docs/decisions/0043)."""
+    ctx_checkpoints: Annotated[int, _memory(
+        "-ctxcp --ctx-checkpoints --swa-checkpoints",
+        "Maximum checkpoints per prompt, for models with sliding windows or recurrent states.",
+        "LLAMA_ARG_CTX_CHECKPOINTS", range=Range(0), range_words="0 (none) or more",
+    )] = 32
+    """Positions up to which other requests can reuse the prompt. Stored in host memory, within `prefix_cache_ram`."""
+    checkpoint_min_step: Annotated[int, _memory(
+        "-cms --checkpoint-min-step",
+        "Minimum tokens between two checkpoints; 0: automatic, based on the cost of a checkpoint.",
+        "LLAMA_ARG_CHECKPOINT_MIN_SPACING_NT", range=Range(0), range_words="0 (automatic) or more",
+    )] = 0
+    swa_full: Annotated[bool, _memory(
+        "--swa-full",
+        "Keep all cells of sliding windows: uses more memory, but any prefix can be shared without checkpoints.",
+        "LLAMA_ARG_SWA_FULL",
+    )] = False
+    swap_space: Annotated[int, _memory(
+        "--swap-space", "MiB of host memory for preempted sequences; 0: recompute them instead.",
+        range=Range(0), range_words="0 (none) or more MiB",
+    )] = 1024
+    cache_type_k: Annotated[CacheType, _memory(
+        "-ctk --cache-type-k", "Data type of keys in the KV cache.", "LLAMA_ARG_CACHE_TYPE_K",
+    )] = "f16"
+    """Rounding in f16 can flip near-tied tokens between batches; f32 with f32 weights practically never does."""
+    cache_type_v: Annotated[CacheType, _memory(
+        "-ctv --cache-type-v", "Data type of values in the KV cache; quantised types need flash attention.",
+        "LLAMA_ARG_CACHE_TYPE_V",
+    )] = "f16"
+    context_shift: Annotated[bool, _memory(
+        "--context-shift/--no-context-shift",
+        "When the context is full, drop its oldest half and continue (approximate).", "LLAMA_ARG_CONTEXT_SHIFT",
+    )] = False
+    """The model no longer sees the dropped tokens, so the output is approximate from then on."""
+    n_keep: Annotated[int, _memory(
+        "--keep", "Initial tokens to keep in a context shift; -1: the whole prompt.",
+        range=Range(-1), range_words="-1 (the prompt), 0 or more",
+    )] = 0
+    """Not counting BOS."""
+
+    n_threads: Annotated[int, _speed(
+        "-t --threads",
+        "Maximum compute threads; 0: one per core. Steps use fewer while other programs keep cores busy.",
+        "LLAMA_ARG_THREADS", range=Range(0, _MAX_THREADS), range_words=f"0 (automatic) or up to {_MAX_THREADS}",
+    )] = 0
+    """0: one per physical core available to this process (docs/decisions/0032)."""
+    n_gpu_layers: Annotated[int, _speed(
+        "-ngl --gpu-layers --n-gpu-layers", "Layers on the GPU; -1: all, 0: none.", "LLAMA_ARG_N_GPU_LAYERS",
+        range=Range(-1), range_words=_LAYERS,
+    )] = -1
+    kv_layout: Annotated[KvLayout, _speed(
+        "--kv-layout",
+        "unified: all sequences share the KV cells; per-sequence: each sequence has its own ctx-size / parallel cells; "
+        "auto: switch at runtime (CPU only).",
+        "LLAMA_ARG_KV_UNIFIED",
+    )] = "auto"
+    """auto: on a CPU per-sequence, and unified while a request needs more or a long prefix is shared
+    (docs/decisions/0006)."""
+    flash_attn: Annotated[FlashAttention, _speed(
+        "-fa --flash-attn", "Flash attention.", "LLAMA_ARG_FLASH_ATTN",
+    )] = "auto"
     """auto: the faster one for the layout and the device (docs/decisions/0006), and off with an f32 cache, which flash
-    attention casts to f16 (-fa)."""
-    stream_flash_attn: FlashAttention = "auto"
-    """What `flash_attn` auto means in the per-sequence layout on a CPU, by measured times (docs/decisions/0048). auto:
-    not measured."""
-    kv_layout: KvLayout = "auto"
-    """unified: any sequence may take any of the n_ctx cells; per-sequence: each has n_ctx / n_parallel cells; auto: on
-    a CPU per-sequence, and unified while a request needs more or a long prefix is shared (docs/decisions/0006)."""
-    cache_type_k: CacheType = "f16"
-    """The type of keys in the cache (-ctk). Rounding in f16 can flip near-tied tokens between batches; f32 with f32
-    weights practically never does."""
-    cache_type_v: CacheType = "f16"
-    """The type of values in the cache (-ctv). Quantised types need flash attention."""
-    prefix_cache: bool = True
-    """Share prefixes between requests that begin with the same tokens (--prefix-cache/--no-prefix-cache)."""
-    prefix_cache_ram: int = 1024
-    """Host memory, in MiB, for cached prefixes evicted from KV cells (--prefix-cache-ram)."""
-    ctx_checkpoints: int = 32
-    """Maximum checkpoints per prompt, for models with sliding windows or recurrent states: positions up to which other
-    requests can reuse the prompt (-ctxcp). Stored in host memory, within `prefix_cache_ram`. 0: none."""
-    checkpoint_min_step: int = 0
-    """Minimum tokens between two checkpoints; 0: automatic, more if a checkpoint is expensive (-cms)."""
-    swa_full: bool = False
-    """Keep all cells of sliding windows, so that any prefix can be shared without a checkpoint (--swa-full). They take
-    as much memory as those of full attention."""
-    prefix_cache_disk: str = ""
-    """A folder for cached prefixes that persist across restarts, as `DIR` or `DIR,GB`, where GB limits the size of its
-    files (default 16). All engines on the machine may share it. "": none (--prefix-cache-disk, docs/decisions/0043)."""
-    max_queue: int = 4096
-    """Maximum waiting requests; further requests are refused (--max-queue)."""
-    swap_space: int = 1024
-    """Host memory, in MiB, for preempted sequences; sequences that do not fit are recomputed (--swap-space)."""
-    target_itl_ms: float = 0
-    """Target inter-token latency in ms: prompts are computed in pieces sized for steps of this length. 0: set by
-    `prefer` (--target-itl-ms)."""
-    prefer: Preference = "balanced"
-    """How long a step may take while a sequence decodes, unless `target_itl_ms` says it: latency: 2.5 times a step
-    without prompts; balanced: 8 times; throughput: prompts are computed first (--prefer)."""
-    max_wait_ms: float = 0
-    """How long an idle server waits for more requests before starting the first one, in ms, unless n_parallel requests
-    are waiting (--max-wait-ms). While a request runs, others join immediately. 0: no waiting."""
-    sampling: Sampling = "auto"
-    """Where the most likely tokens are selected. backend: on the device, so rows of logits are copied only for requests
-    that need them; host: on the CPU; auto: backend if the GPU supports it, otherwise host (--sampling)."""
-    deterministic: bool = False
-    """The logits of a sequence are the same bit for bit, whatever else is in the batch (--deterministic). On a CPU
-    only, with the per-sequence layout, flash attention and bf16 or quantised caches (docs/decisions/0030)."""
-    spec: Speculation = "auto"
-    """Source of drafts for speculative decoding. suffix: earlier text of the request or of similar requests; draft: the
-    draft model, of any kind; eagle3, dflash: the draft model, which must be of this kind; mtp: the draft head in the
-    model's file; auto: suffix with the draft model if there is one, else with the head if there is one, on a GPU only
-    the draft model; off: no drafts (--spec, docs/speculation.md)."""
-    draft_max: int = 16
-    """Maximum draft tokens per sequence and step (--draft-max)."""
-    pooling: Pooling | None = None
-    """Return vectors instead of text, pooled this way. None: as the model's file says; models that generate text do not
-    pool (--pooling). Such an engine computes every sequence whole, in one step: -ub, --kv-layout, --sampling and
-    everything about cached or swapped sequences do not apply."""
-    draft_model: str = ""
-    """A GGUF file that drafts tokens for speculative decoding: a smaller model with the same vocabulary, or an EAGLE-3
-    or DFlash draft model that was made for this one; "": none (-md)."""
-    draft_gpu_layers: int = -1
-    """Layers of the draft model kept on the GPU; -1: all, 0: none (--draft-gpu-layers)."""
-    mmproj: str = ""
-    """A GGUF file with the image or audio encoder and its projector for this model, llama.cpp's mmproj; "": text only
-    (--mmproj, docs/media.md)."""
-    lora: tuple[tuple[str, float], ...] = ()
-    """LoRA adapters: GGUF files with the scale for requests without `lora` (--lora FILE=SCALE). Requests name an
-    adapter by its file name without the suffix."""
-    step_ms: tuple[tuple[int, float], ...] = ()
-    """Decode rows with the milliseconds that a step of them takes here, as `cppbatch tune` has measured them (from the
-    profile). The engine learns the others, and changes, from its steps."""
-    context_shift: bool = False
-    """When the context is full, drop half of the tokens after the first `n_keep` and continue (--context-shift). The
-    model no longer sees the dropped tokens, so the output is approximate from then on."""
-    n_keep: int = 0
-    """Initial tokens to keep in a context shift, not counting BOS; -1: the prompt (--keep)."""
-    trace: str = ""
-    """A file for a trace of every step in Chrome's format, about 2 KB a step (--trace). "": no trace."""
+    attention casts to f16."""
+    stream_flash_attn: Annotated[FlashAttention, _speed(
+        "", "What flash_attn auto means in the per-sequence layout on a CPU, by measured times; auto: not measured.",
+    )] = "auto"
+    """As measured for this machine (docs/decisions/0048)."""
+    repack: Annotated[Repacking, _speed(
+        "--repack",
+        "Repack weights for this CPU. auto: on, unless timing shows that --parallel sequences run faster without it.",
+        "LLAMA_ARG_REPACK",
+    )] = "auto"
+    """For AMX, AVX-512 ...; auto: also off if llama.cpp's build crashes with it (docs/decisions/0028)."""
+    sampling: Annotated[Sampling, _speed(
+        "--sampling",
+        "Where the most likely tokens are selected. backend: on the GPU; host: on the CPU; auto: backend if there is a "
+        "GPU.",
+    )] = "auto"
+    """backend: rows of logits are copied only for requests that need them."""
+    prefer: Annotated[Preference, _speed(
+        "--prefer",
+        "throughput: compute prompts first; latency: compute prompts in small pieces, so running sequences keep "
+        "generating; balanced: a compromise.",
+    )] = "balanced"
+    """How long a step may take while a sequence decodes, unless `target_itl_ms` says it. latency: 2.5 times a step
+    without prompts; balanced: 8 times."""
+    target_itl_ms: Annotated[float, _speed(
+        "--target-itl-ms",
+        "Target inter-token latency while prompts are being computed, in ms; 0: set by --prefer.",
+        range=Range(0, _MAX_STEP_MS), range_words=f"0 (automatic) to {_MAX_STEP_MS}",
+    )] = 0
+    max_wait_ms: Annotated[float, _speed(
+        "--max-wait-ms",
+        "How long an idle server waits for more requests before starting the first one. Useful if clients send "
+        "requests in bursts; 0: no waiting.",
+        range=Range(0, _MAX_WAIT_MS), range_words=f"0 (no waiting) to {_MAX_WAIT_MS}",
+    )] = 0
+    """Unless `n_parallel` requests are waiting. While a request runs, others join immediately."""
+    deterministic: Annotated[bool, _speed(
+        "--deterministic",
+        "Compute bit-identical logits regardless of what else is in the batch. CPU only; slows down prefill.",
+    )] = False
+    """With the per-sequence layout, flash attention and bf16 or quantised caches (docs/decisions/0030)."""
+    step_ms: Annotated[tuple[tuple[int, float], ...], _speed(
+        "", "Decode rows with the ms that a step of them takes here, from the profile of cppbatch tune.",
+    )] = ()
+    """The engine learns the others, and changes, from its steps."""
+
+    spec: Annotated[Speculation, _drafts(
+        "--spec --spec-type",
+        "Source of drafts for speculative decoding. suffix: earlier text; draft: the draft model (-md); eagle3, "
+        "dflash: a draft model of this kind; mtp: the draft head in the model's file; auto: suffix plus draft or mtp, "
+        "on a GPU only draft; off: none. Does not change the output.",
+        "LLAMA_ARG_SPEC_TYPE",
+    )] = "auto"
+    draft_max: Annotated[int, _drafts(
+        "--draft-max --spec-draft-n-max", "Maximum draft tokens per sequence and step.",
+        "LLAMA_ARG_SPEC_DRAFT_N_MAX", range=Range(1, MAX_DRAFT),
+    )] = 16
+    draft_model: Annotated[str, _drafts(
+        "-md --draft-model --model-draft --spec-draft-model",
+        "Draft model for speculative decoding, a GGUF file: a smaller model with the same vocabulary, or an EAGLE-3 or "
+        "DFlash draft model of this model.",
+        "LLAMA_ARG_SPEC_DRAFT_MODEL", metavar="FILE",
+    )] = ""
+    draft_gpu_layers: Annotated[int, _drafts(
+        "--draft-gpu-layers -ngld --spec-draft-ngl", "Layers of the draft model on the GPU; -1: all, 0: none.",
+        "LLAMA_ARG_N_GPU_LAYERS_DRAFT", range=Range(-1), range_words=_LAYERS,
+    )] = -1
+
+    device: Annotated[int | None, _devices(
+        "--devices", "The only GPU to use, by llama.cpp's number. On the command line, one worker for each GPU.",
+    )] = None
+    """None: all GPUs."""
+    rpc: Annotated[tuple[str, ...], _devices(
+        "--rpc",
+        "RPC workers (`cppbatch rpc-worker` on other machines). The model is split over their devices first, then over "
+        "this machine's GPUs. Use only on networks where you trust every machine: docs/rpc.md.",
+        "LLAMA_ARG_RPC", metavar="HOST:PORT,...",
+    )] = ()
+    tensor_split: Annotated[tuple[float, ...], _devices(
+        "-ts --tensor-split",
+        "Share of the layers for each device: the --rpc devices in order, then this machine's GPUs. Default: "
+        "proportional to free memory.",
+        "LLAMA_ARG_TENSOR_SPLIT", metavar="N0,N1,...",
+    )] = ()
+
+    mmproj: Annotated[str, _model(
+        "--mmproj -mm", "GGUF file with the image or audio encoder for this model (llama.cpp's mmproj).",
+        "LLAMA_ARG_MMPROJ", metavar="FILE",
+    )] = ""
+    lora: Annotated[tuple[tuple[str, float], ...], _model(
+        "--lora", "LoRA adapter, with scale 1 by default; may be repeated. Requests can override the scales.",
+        metavar="FILE[=SCALE]",
+    )] = ()
+    """Requests name an adapter by its file name without the suffix."""
+    pooling: Annotated[Pooling | None, _model(
+        "--pooling",
+        "Return embeddings with this pooling instead of text. Automatic for embedding models and rerankers.",
+        "LLAMA_ARG_POOLING",
+    )] = None
+    """None: as the model's file says; models that generate text do not pool. An engine that pools computes every
+    sequence whole, in one step: -ub, --kv-layout, --sampling and everything about cached or swapped sequences do not
+    apply."""
+
+    max_queue: Annotated[int, Setting(
+        "Limits", "--max-queue", "Maximum waiting requests; further requests are refused with 429.", range=Range(1),
+    )] = 4096
+    trace: Annotated[str, Setting(
+        "Log and debugging", "--trace",
+        "Write a trace of every step to this file (open it in ui.perfetto.dev). For debugging: the file grows quickly.",
+        metavar="FILE.json",
+    )] = ""
+    # fmt: on
 
     def __post_init__(self) -> None:
-        for name in ("n_ctx", "n_parallel", "n_batch", "n_ubatch", "max_queue"):
-            self._check(name, 1, _INT32_MAX, f"from 1 to {_INT32_MAX}")
-        self._check("n_parallel", 1, MAX_SEQ_IDS, f"at most {MAX_SEQ_IDS}, the number of sequence ids in llama.cpp")
+        for name, setting in SETTINGS.items():
+            value = getattr(self, name)
+            if setting.range and not (
+                isinstance(value, (int, float)) and setting.range.low <= value <= setting.range.high
+            ):
+                raise ConfigError(f"{named(name)} is {value!r}; it must be {setting.range_text}")
+        for name, words in CHOICES.items():
+            if (value := getattr(self, name)) not in words and (name, value) != ("pooling", None):
+                raise ConfigError(f"{named(name)} is {value!r}; it must be one of {', '.join(words)}")
         if self.n_batch < self.n_parallel:
             raise ConfigError(
                 f"{named('n_batch')} is {self.n_batch}, less than {named('n_parallel')}, which is {self.n_parallel}; a "
@@ -190,24 +338,14 @@ class EngineConfig(_Model, frozen=True, kw_only=True):
                 f"{named('n_ctx')} is {self.n_ctx}, less than {named('n_parallel')}, which is {self.n_parallel}: raise "
                 "the former or lower the latter"
             )
-        self._check("n_threads", 0, _MAX_THREADS, f"0 (automatic) or up to {_MAX_THREADS}")
-        for name in ("n_gpu_layers", "draft_gpu_layers"):
-            self._check(name, -1, _INT32_MAX, "-1 (all layers), 0 (none) or more")
         if self.device is not None and not 0 <= self.device <= _INT32_MAX:
             raise ConfigError(f"{named('device')} is {self.device}; devices are numbered from 0")
-        for name in ("swap_space", "prefix_cache_ram"):
-            self._check(name, 0, _INT32_MAX, "0 (none) or more MiB")
-        self._check("ctx_checkpoints", 0, _INT32_MAX, "0 (none) or more")
-        self._check("checkpoint_min_step", 0, _INT32_MAX, "0 (automatic) or more")
         disk_folder(self.prefix_cache_disk)
         if self.prefix_cache_disk and self.prefix_cache and not self.prefix_cache_ram:
             raise ConfigError(
                 f"{named('prefix_cache_disk')} needs host memory, but {named('prefix_cache_ram')} is 0: set it above 0"
             )
-        self._check("n_keep", -1, _INT32_MAX, "-1 (the prompt), 0 or more")
-        self._check("target_itl_ms", 0, _MAX_STEP_MS, f"0 (automatic) to {_MAX_STEP_MS}")
-        self._check("max_wait_ms", 0, _MAX_WAIT_MS, f"0 (no waiting) to {_MAX_WAIT_MS}")
-        self._check_choices()
+        self._check_kernels()
         self._check_rpc()
         self._check_speculation()
         self._check_lora()
@@ -217,40 +355,17 @@ class EngineConfig(_Model, frozen=True, kw_only=True):
                 "leave one of them out"
             )
 
-    def _check(self, name: str, low: float, high: float, wanted: str) -> None:
-        value = getattr(self, name)
-        if not isinstance(value, (int, float)) or not low <= value <= high:
-            raise ConfigError(f"{named(name)} is {value!r}; it must be {wanted}")
-
-    def _check_choices(self) -> None:
+    def _check_kernels(self) -> None:
         if self.deterministic and (self.kv_layout == "unified" or self.flash_attn == "off"):
             raise ConfigError(
                 f"{named('deterministic')} requires the per-sequence layout and flash attention: leave out "
                 f"{named('kv_layout')} and {named('flash_attn')}"
             )
-        choices = {
-            "flash_attn": FlashAttention,
-            "stream_flash_attn": FlashAttention,
-            "kv_layout": KvLayout,
-            "prefer": Preference,
-            "repack": Repacking,
-            "sampling": Sampling,
-            "spec": Speculation,
-            "cache_type_k": CacheType,
-            "cache_type_v": CacheType,
-        }
-        if self.pooling is not None:
-            choices["pooling"] = Pooling
         if self.flash_attn == "off" and self.cache_type_v in ("q8_0", "q4_0"):
             raise ConfigError(
                 f"{named('cache_type_v')} is {self.cache_type_v!r}, and quantised values require flash attention: "
                 f"leave out {named('flash_attn')}, or use f16"
             )
-        for name, kind in choices.items():
-            if getattr(self, name) not in get_args(kind):
-                raise ConfigError(
-                    f"{named(name)} is {getattr(self, name)!r}; it must be one of {', '.join(get_args(kind))}"
-                )
 
     def _check_rpc(self) -> None:
         if isinstance(self.rpc, str):  # as --rpc has them
@@ -287,7 +402,6 @@ class EngineConfig(_Model, frozen=True, kw_only=True):
             )
 
     def _check_speculation(self) -> None:
-        self._check("draft_max", 1, MAX_DRAFT, f"from 1 to {MAX_DRAFT}")
         if self.spec in DRAFT_MODELS and not self.draft_model:
             raise ConfigError(
                 f"{named('spec')} is '{self.spec}', which requires a draft model: set {named('draft_model')}, or leave "
@@ -315,8 +429,28 @@ class EngineConfig(_Model, frozen=True, kw_only=True):
             names[name] = path
 
 
+_DECLARED = {
+    name: hint for name, hint in get_type_hints(EngineConfig, include_extras=True).items() if name != "model_path"
+}
+SETTINGS: dict[str, Setting] = {name: hint.__metadata__[0] for name, hint in _DECLARED.items()}
+"""The declarations of all fields of `EngineConfig` but `model_path`."""
+OPTIONS = tuple(name for name, setting in SETTINGS.items() if setting.flags and name != "device")
+"""The settings that have an option. --devices is one of the deployment, and sets the `device` of each worker."""
+KINDS: dict[str, Any] = {name: hint.__origin__ for name, hint in _DECLARED.items()}
+"""Their types."""
+
+
+def _words(kind: Any) -> tuple[str, ...]:
+    """The values of a `Literal`, also of one that may be None."""
+    return next((get_args(each) for each in (kind, *get_args(kind)) if get_origin(each) is Literal), ())
+
+
+CHOICES: dict[str, tuple[str, ...]] = {name: words for name, kind in KINDS.items() if (words := _words(kind))}
+"""The values of the settings that are one of a few words."""
+
+
 class EngineSettings(TypedDict, total=False):
-    """Fields of `EngineConfig`, all but `model_path`, as keyword arguments."""
+    """Fields of `EngineConfig`, all but `model_path`, as keyword arguments. Type checkers need them literally."""
 
     n_ctx: int
     n_parallel: int

@@ -14,7 +14,7 @@ import msgspec
 from platformdirs import user_config_path
 
 from cppbatch.bench.machine import this_machine
-from cppbatch.config import EngineConfig, FlashAttention, KvLayout
+from cppbatch.config import EngineConfig, FlashAttention, KvLayout, flag_of
 from cppbatch.errors import ConfigError
 from cppbatch.models.find import file_identity
 from cppbatch.typed_json import decode_toml
@@ -24,14 +24,10 @@ log = logging.getLogger("cppbatch.tune")
 VERSION = 1
 _CONDITIONS = ("n_gpu_layers", "device", "cache_type_k", "cache_type_v")
 _SPLIT = ("rpc", "tensor_split")  # conditions where they are given
-_FLAGS = {
-    "n_parallel": "-np", "n_ctx": "-c", "kv_layout": "--kv-layout", "flash_attn": "-fa", "n_ubatch": "-ub",
-    "n_threads": "-t",
-}  # fmt: skip
 
 
 class TunedSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The settings of an `EngineConfig` that tuning chooses."""
+    """The settings of an `EngineConfig` that tuning chooses, with the same types."""
 
     n_parallel: int
     n_ctx: int
@@ -145,7 +141,7 @@ def use_profile(config: EngineConfig, given: Collection[str]) -> Used:
 
 def as_flags(settings: Mapping[str, object]) -> str:
     """Returns settings as command-line flags."""
-    return " ".join(f"{_FLAGS[name]} {value}" for name, value in settings.items())
+    return " ".join(f"{flag_of(name)} {value}" for name, value in settings.items())
 
 
 def _kept(given: Collection[str]) -> frozenset[str]:

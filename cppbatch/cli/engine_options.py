@@ -9,14 +9,14 @@ import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial, wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any
 
 import click
 import msgspec
 from click.core import ParameterSource
 
 from cppbatch.cli.hub_options import hub_name, may_see
-from cppbatch.config import CacheType, EngineConfig, Pooling, Preference, Speculation, disk_folder
+from cppbatch.config import CHOICES, KINDS, OPTIONS, SETTINGS, EngineConfig, disk_folder
 from cppbatch.config import named as setting_name
 from cppbatch.errors import ConfigError
 
@@ -36,24 +36,30 @@ def option(*names: str, env: str, llama_env: str = "", **settings: Any) -> Optio
     return click.option(*names, envvar=variables, show_envvar=True, **{"show_default": True, **settings})
 
 
-class _WithOtherWords(click.Choice[str]):
-    """A choice that takes llama.cpp's words for its values too."""
+class Choice(click.Choice[str]):
+    """A choice that takes llama.cpp's words for its values too, and _ or - between the parts of a word."""
 
-    def __init__(self, choices: Sequence[str], words: Mapping[str, str]) -> None:
+    def __init__(self, choices: Sequence[str], words: Mapping[str, str] = {}) -> None:
         super().__init__(choices)
-        self._words = words
+        self._words = {**{each.replace("_", "-"): each for each in choices}, **words}
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
         """As in click."""
-        return super().convert(self._words.get(value, value), param, ctx)
+        return super().convert(self._words.get(value.replace("_", "-"), value), param, ctx)
+
+    def normalize_choice(self, choice: object, ctx: click.Context | None) -> str:
+        """As it is: `cppbatch serve` writes flags with -, but a type such as q8_0 with _."""
+        return str(choice)
 
 
-class Switch(_WithOtherWords):
+class Switch(Choice):
     """A choice of auto, on and off."""
+
+    WORDS = ("auto", "on", "off")
 
     def __init__(self) -> None:
         words = {"enabled": "on", "true": "on", "1": "on", "disabled": "off", "false": "off", "0": "off", "-1": "auto"}
-        super().__init__(("auto", "on", "off"), words)
+        super().__init__(self.WORDS, words)
 
 
 class _Layers(click.types.IntParamType):
@@ -161,196 +167,45 @@ _MODEL = [
 ]  # fmt: skip
 
 _SIZES_DEFAULT = "{}, or what fits into memory"
+_CONVERSIONS: dict[str, dict[str, Any]] = {
+    "n_ctx": {"show_default": _SIZES_DEFAULT.format(_DEFAULTS.n_ctx)},
+    "n_parallel": {"show_default": _SIZES_DEFAULT.format(_DEFAULTS.n_parallel)},
+    "n_gpu_layers": {"type": _Layers()},
+    "draft_gpu_layers": {"type": _Layers()},
+    "kv_layout": {
+        "type": Choice(
+            CHOICES["kv_layout"], {"true": "unified", "1": "unified", "false": "per-sequence", "0": "per-sequence"}
+        )
+    },
+    "spec": {"type": Choice(CHOICES["spec"], _SPEC_TYPES)},
+    "rpc": {"default": "", "callback": _workers_of_rpc},
+    "tensor_split": {"default": "", "callback": _shares},
+    "lora": {"multiple": True, "callback": _adapters},
+    "mmproj": {"callback": _file},
+    "draft_model": {"callback": _file},
+    "prefix_cache_ram": {"callback": _cache_ram},
+    "prefix_cache_disk": {"callback": _disk_folder},
+}
+"""What the command line takes otherwise than `EngineConfig`."""
 
-_SETTINGS = [
-    option(
-        "-c", "--ctx-size", "n_ctx", env="CTX_SIZE", llama_env="LLAMA_ARG_CTX_SIZE", type=int, default=_DEFAULTS.n_ctx,
-        show_default=_SIZES_DEFAULT.format(_DEFAULTS.n_ctx),
-        help="Total KV cells for all sequences; 0: the model's context length.",
-    ),
-    option(
-        "-np", "--parallel", "n_parallel", env="PARALLEL", llama_env="LLAMA_ARG_N_PARALLEL", type=int,
-        default=_DEFAULTS.n_parallel, show_default=_SIZES_DEFAULT.format(_DEFAULTS.n_parallel),
-        help="Maximum number of sequences that run at the same time.",
-    ),
-    option(
-        "-b", "--batch-size", "n_batch", env="BATCH_SIZE", llama_env="LLAMA_ARG_BATCH", type=int,
-        default=_DEFAULTS.n_batch,
-        help="Maximum tokens per step.",
-    ),
-    option(
-        "-ub", "--ubatch-size", "n_ubatch", env="UBATCH_SIZE", llama_env="LLAMA_ARG_UBATCH", type=int,
-        default=_DEFAULTS.n_ubatch,
-        help="Maximum tokens that llama.cpp computes at once within a step.",
-    ),
-    option(
-        "-ngl", "--gpu-layers", "--n-gpu-layers", "n_gpu_layers", env="GPU_LAYERS", llama_env="LLAMA_ARG_N_GPU_LAYERS",
-        type=_Layers(), default=_DEFAULTS.n_gpu_layers,
-        help="Layers on the GPU; -1: all, 0: none.",
-    ),
-    option(
-        "--rpc", env="RPC", llama_env="LLAMA_ARG_RPC", metavar="HOST:PORT,...", default="", show_default=False,
-        callback=_workers_of_rpc,
-        help="RPC workers (`cppbatch rpc-worker` on other machines). The model is split over their devices first, then "
-        "over this machine's GPUs. Use only on networks where you trust every machine: docs/rpc.md.",
-    ),
-    option(
-        "-ts", "--tensor-split", env="TENSOR_SPLIT", llama_env="LLAMA_ARG_TENSOR_SPLIT", metavar="N0,N1,...",
-        default="", show_default=False, callback=_shares,
-        help="Share of the layers for each device: the --rpc devices in order, then this machine's GPUs. Default: "
-        "proportional to free memory.",
-    ),
-    option(
-        "-t", "--threads", "n_threads", env="THREADS", llama_env="LLAMA_ARG_THREADS", type=int,
-        default=_DEFAULTS.n_threads,
-        help="Maximum compute threads; 0: one per core. Steps use fewer while other programs keep cores busy.",
-    ),
-    option(
-        "--repack", env="REPACK", llama_env="LLAMA_ARG_REPACK", type=Switch(), default=_DEFAULTS.repack,
-        help="Repack weights for this CPU. auto: on, unless timing shows that --parallel sequences run faster without "
-        "it.",
-    ),
-    option(
-        "-fa", "--flash-attn", "flash_attn", env="FLASH_ATTN", llama_env="LLAMA_ARG_FLASH_ATTN", type=Switch(),
-        default=_DEFAULTS.flash_attn, help="Flash attention.",
-    ),
-    option(
-        "--kv-layout", env="KV_LAYOUT", llama_env="LLAMA_ARG_KV_UNIFIED",
-        type=_WithOtherWords(
-            ("auto", "unified", "per-sequence"),
-            {"true": "unified", "1": "unified", "false": "per-sequence", "0": "per-sequence"},
-        ),
-        default=_DEFAULTS.kv_layout,
-        help="unified: all sequences share the KV cells; per-sequence: each sequence has its own ctx-size / parallel "
-        "cells; auto: switch at runtime (CPU only).",
-    ),
-    option(
-        "-ctk", "--cache-type-k", "cache_type_k", env="CACHE_TYPE_K", llama_env="LLAMA_ARG_CACHE_TYPE_K",
-        type=click.Choice(get_args(CacheType)),
-        default=_DEFAULTS.cache_type_k, help="Data type of keys in the KV cache.",
-    ),
-    option(
-        "-ctv", "--cache-type-v", "cache_type_v", env="CACHE_TYPE_V", llama_env="LLAMA_ARG_CACHE_TYPE_V",
-        type=click.Choice(get_args(CacheType)),
-        default=_DEFAULTS.cache_type_v,
-        help="Data type of values in the KV cache; quantised types need flash attention.",
-    ),
-    option(
-        "--sampling", env="SAMPLING", type=click.Choice(["auto", "host", "backend"]), default=_DEFAULTS.sampling,
-        help="Where the most likely tokens are selected. backend: on the GPU; host: on the CPU; auto: backend if there "
-        "is a GPU.",
-    ),
-    option(
-        "--deterministic", env="DETERMINISTIC", is_flag=True, default=_DEFAULTS.deterministic,
-        help="Compute bit-identical logits regardless of what else is in the batch. CPU only; slows down prefill.",
-    ),
-    option(
-        "--spec", "--spec-type", "spec", env="SPEC", llama_env="LLAMA_ARG_SPEC_TYPE",
-        type=_WithOtherWords(get_args(Speculation), _SPEC_TYPES), default=_DEFAULTS.spec,
-        help="Source of drafts for speculative decoding. suffix: earlier text; draft: the draft model (-md); eagle3, "
-        "dflash: a draft model of this kind; mtp: the draft head in the model's file; auto: suffix plus draft or mtp, "
-        "on a GPU only draft; off: none. Does not change the output.",
-    ),
-    option(
-        "--draft-max", "--spec-draft-n-max", "draft_max", env="DRAFT_MAX", llama_env="LLAMA_ARG_SPEC_DRAFT_N_MAX",
-        type=int,
-        default=_DEFAULTS.draft_max,
-        help="Maximum draft tokens per sequence and step.",
-    ),
-    option(
-        "--context-shift/--no-context-shift", env="CONTEXT_SHIFT", llama_env="LLAMA_ARG_CONTEXT_SHIFT",
-        default=_DEFAULTS.context_shift,
-        help="When the context is full, drop its oldest half and continue (approximate).",
-    ),
-    option(
-        "--keep", "n_keep", env="KEEP", type=int, default=_DEFAULTS.n_keep,
-        help="Initial tokens to keep in a context shift; -1: the whole prompt.",
-    ),
-    option(
-        "--prefix-cache/--no-prefix-cache", "--cache-prompt/--no-cache-prompt", "prefix_cache",
-        env="PREFIX_CACHE", llama_env="LLAMA_ARG_CACHE_PROMPT",
-        default=_DEFAULTS.prefix_cache,
-        help="Share the KV cells of common prompt prefixes between requests.",
-    ),
-    option(
-        "--prefix-cache-ram", "-cram", "--cache-ram", "prefix_cache_ram", env="PREFIX_CACHE_RAM",
-        llama_env="LLAMA_ARG_CACHE_RAM", type=int, default=_DEFAULTS.prefix_cache_ram, callback=_cache_ram,
-        help="MiB of host memory for cached prefixes evicted from KV cells.",
-    ),
-    option(
-        "--ctx-checkpoints", "-ctxcp", "--swa-checkpoints", "ctx_checkpoints", env="CTX_CHECKPOINTS",
-        llama_env="LLAMA_ARG_CTX_CHECKPOINTS", type=int, default=_DEFAULTS.ctx_checkpoints,
-        help="Maximum checkpoints per prompt, for models with sliding windows or recurrent states.",
-    ),
-    option(
-        "--checkpoint-min-step", "-cms", "checkpoint_min_step", env="CHECKPOINT_MIN_STEP",
-        llama_env="LLAMA_ARG_CHECKPOINT_MIN_SPACING_NT", type=int, default=_DEFAULTS.checkpoint_min_step,
-        help="Minimum tokens between two checkpoints; 0: automatic, based on the cost of a checkpoint.",
-    ),
-    option(
-        "--swa-full", "swa_full", env="SWA_FULL", llama_env="LLAMA_ARG_SWA_FULL", is_flag=True,
-        default=_DEFAULTS.swa_full,
-        help="Keep all cells of sliding windows: uses more memory, but any prefix can be shared without checkpoints.",
-    ),
-    option(
-        "--prefix-cache-disk", env="PREFIX_CACHE_DISK", metavar="DIR[,GB]", default=_DEFAULTS.prefix_cache_disk,
-        show_default=False, callback=_disk_folder,
-        help="Folder for cached prefixes that persist across restarts, limited to 16 GB or the given number of GB.",
-    ),
-    option(
-        "--max-queue", env="MAX_QUEUE", type=int, default=_DEFAULTS.max_queue,
-        help="Maximum waiting requests; further requests are refused with 429.",
-    ),
-    option(
-        "--swap-space", env="SWAP_SPACE", type=int, default=_DEFAULTS.swap_space,
-        help="MiB of host memory for preempted sequences; 0: recompute them instead.",
-    ),
-    option(
-        "-md", "--draft-model", "--model-draft", "--spec-draft-model", "draft_model", env="DRAFT_MODEL",
-        llama_env="LLAMA_ARG_SPEC_DRAFT_MODEL", metavar="FILE", default=_DEFAULTS.draft_model, show_default=False,
-        callback=_file,
-        help="Draft model for speculative decoding, a GGUF file: a smaller model with the same vocabulary, or an "
-        "EAGLE-3 or DFlash draft model of this model.",
-    ),
-    option(
-        "-ngld", "--draft-gpu-layers", "--spec-draft-ngl", "draft_gpu_layers", env="DRAFT_GPU_LAYERS",
-        llama_env="LLAMA_ARG_N_GPU_LAYERS_DRAFT", type=_Layers(), default=_DEFAULTS.draft_gpu_layers,
-        help="Layers of the draft model on the GPU; -1: all, 0: none.",
-    ),
-    option(
-        "-mm", "--mmproj", env="MMPROJ", llama_env="LLAMA_ARG_MMPROJ", metavar="FILE", default=_DEFAULTS.mmproj,
-        show_default=False, callback=_file,
-        help="GGUF file with the image or audio encoder for this model (llama.cpp's mmproj).",
-    ),
-    option(
-        "--lora", env="LORA", metavar="FILE[=SCALE]", multiple=True, callback=_adapters,
-        help="LoRA adapter, with scale 1 by default; may be repeated. Requests can override the scales.",
-    ),
-    option(
-        "--target-itl-ms", env="TARGET_ITL_MS", type=float, default=_DEFAULTS.target_itl_ms,
-        help="Target inter-token latency while prompts are being computed, in ms; 0: set by --prefer.",
-    ),
-    option(
-        "--prefer", env="PREFER", type=click.Choice(get_args(Preference)), default=_DEFAULTS.prefer,
-        help="throughput: compute prompts first; latency: compute prompts in small pieces, so running sequences keep "
-        "generating; balanced: a compromise.",
-    ),
-    option(
-        "--max-wait-ms", env="MAX_WAIT_MS", type=float, default=_DEFAULTS.max_wait_ms,
-        help="How long an idle server waits for more requests before starting the first one. Useful if clients send "
-        "requests in bursts; 0: no waiting.",
-    ),
-    option(
-        "--trace", env="TRACE", metavar="FILE.json", default=_DEFAULTS.trace, show_default=False,
-        help="Write a trace of every step to this file (open it in ui.perfetto.dev). For debugging: the file grows "
-        "quickly.",
-    ),
-    option(
-        "--pooling", env="POOLING", llama_env="LLAMA_ARG_POOLING", type=click.Choice(get_args(Pooling)),
-        default=_DEFAULTS.pooling,
-        help="Return embeddings with this pooling instead of text. Automatic for embedding models and rerankers.",
-    ),
-]  # fmt: skip
+
+def _setting(name: str) -> Option:
+    """The option of a setting, as `cppbatch.config` declares it."""
+    setting, kind, default = SETTINGS[name], KINDS[name], getattr(_DEFAULTS, name)
+    how: dict[str, Any] = {"default": default, "show_default": default not in ("", ())}
+    if name in CHOICES:
+        how["type"] = Switch() if CHOICES[name] == Switch.WORDS else Choice(CHOICES[name])
+    elif kind is bool:
+        how["is_flag"] = True
+    elif kind in (int, float):
+        how["type"] = kind
+    return option(
+        *setting.flags.split(), name, env=setting.env, llama_env=setting.llama_env, metavar=setting.metavar or None,
+        help=setting.help, **how | _CONVERSIONS.get(name, {}),
+    )  # fmt: skip
+
+
+_SETTINGS = [_setting(name) for name in OPTIONS]
 
 
 class _ModelName(click.ParamType):  # type: ignore[type-arg]

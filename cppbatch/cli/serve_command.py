@@ -34,8 +34,18 @@ if TYPE_CHECKING:
     from cppbatch.server.settings import ServerSettings
 
 
+COMMON = (
+    "model hf_repo mmproj lora chat_template reasoning n_parallel n_ctx prefix_cache_disk cache_type_k cache_type_v "
+    "n_threads n_gpu_layers use_profile flash_attn prefer spec draft_model models_dir models_config workers devices "
+    "sleep_idle_seconds hosts port api_keys api_key_file cors_origins allowed_hosts max_tokens request_timeout aliases "
+    "n_predict temperature log_level"
+)
+"""The options that --help shows; --help-all shows all."""
+
+
 @click.command(
     cls=LlamaServerCommand,
+    common=COMMON,
     context_settings={"token_normalize_func": lambda name: name.replace("_", "-")},  # as llama-server does
 )
 @server_options  # first, so that their errors come before a model is downloaded

@@ -1,6 +1,7 @@
-"""How one completion is generated: `SamplingParams`, validated once, here."""
+"""How one completion is generated: `SamplingParams`, declared and validated once, here.
 
-from __future__ import annotations
+Fields of requests, the OpenAPI document, llama-server's settings and options of the commands follow from it.
+"""
 
 import copy
 import difflib
@@ -10,13 +11,14 @@ import operator
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
 from numbers import Integral
-from typing import Any, TypeVar
+from typing import Annotated, Any, NamedTuple, TypeVar, get_type_hints
 
 import msgspec
 
 from cppbatch.chat.lark_grammar import LazyGrammar
 from cppbatch.chat.thinking_budget import ThinkingBudget
 from cppbatch.closed_objects import compact_schema
+from cppbatch.config import Range
 from cppbatch.errors import InvalidRequest
 
 Checked = TypeVar("Checked", bound=msgspec.Struct)
@@ -46,48 +48,17 @@ replace it."""
 GRAMMARS = ("json_schema", "guided_regex", "guided_choice", "grammar")
 """Fields of `SamplingParams` for structured output; at most one may be given."""
 
-RANGES: dict[str, tuple[float, float]] = {
-    "temperature": (0, 100),
-    "dynatemp_range": (0, 100),
-    "dynatemp_exponent": (0.01, 100),
-    "top_p": (0, 1),
-    "min_p": (0, 1),
-    "typical_p": (0, 1),
-    "top_n_sigma": (-1, 1000),
-    "xtc_probability": (0, 1),
-    "xtc_threshold": (0, 1),
-    "mirostat_tau": (0, 1000),
-    "mirostat_eta": (0, 10),
-    "adaptive_target": (-1, 1),
-    "adaptive_decay": (0, 0.99),
-    "repetition_penalty": (0.01, 100),
-    "presence_penalty": (-2, 2),
-    "frequency_penalty": (-2, 2),
-    "dry_multiplier": (0, 1000),
-    "dry_base": (0, 1000),
-}
-INTEGER_RANGES = {
-    "top_k": (0, INT32_MAX),
-    "mirostat": (0, 2),
-    "penalty_last_n": (-1, INT32_MAX),
-    "dry_allowed_length": (0, INT32_MAX),
-    "dry_penalty_last_n": (-1, INT32_MAX),
-    "min_tokens": (0, INT32_MAX),
-}
-_SWITCHES = (
-    "ignore_eos", "speculate", "include_stop", "skip_special_tokens", "echo", "post_sampling_probs", "compact_json",
-    "penalize_prompt",
-)  # fmt: skip
-OPTIONAL_INTEGER_RANGES = {
-    "seed": (-(2**63), 2**64 - 1),
-    "logprobs": (0, MOST_LOGPROBS),
-}
-
-
 DEFAULT_MAX_TOKENS = 4096
 """Tokens of a text without a maximum: enough for reasoning, and a model that repeats itself comes to an end."""
 UNLIMITED = -1
 """As `max_tokens`: as many as the context holds."""
+
+
+class Param(NamedTuple):
+    """What commands and docs say of a field of `SamplingParams` that is an option, beside its type and its default."""
+
+    help: str
+    range: Range | None = None
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
@@ -99,73 +70,101 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     max_tokens: int | None = None
     """Maximum tokens to generate; None: 4,096, or fewer if the context is smaller; -1: until the context is full. 0
     only with `echo`."""
-    min_tokens: int = 0
+    min_tokens: Annotated[int, Range(0)] = 0
     """Minimum tokens to generate before an end or stop token may be sampled. Not with a grammar."""
-    seed: int | None = None
-    """The same seed gives the same text regardless of what else is in the batch, up to llama.cpp's rounding
-    (docs/sampling.md). None, or -1 as in llama.cpp: a random seed, which the result reports."""
 
-    temperature: float = 0.8
-    """0, or any value below 0.001: greedy, always the most likely token."""
-    dynatemp_range: float = 0.0
-    """Dynamic temperature: from temperature - range if the model is certain, to temperature + range if it is
-    uncertain."""
-    dynatemp_exponent: float = 1.0
-    """Maps the entropy, as a share of its maximum, to that range: entropy ** exponent."""
-    top_k: int = 40
-    """Sample from the k most likely tokens; 0: all."""
-    top_p: float = 0.95
-    """Sample from the most likely tokens whose probabilities add up to this; 1: all."""
-    min_p: float = 0.05
-    """Drop tokens whose probability is below this fraction of the most likely token's; 0: none."""
-    typical_p: float = 1.0
-    """Sample from the tokens with the most typical information content whose probabilities add up to this; 1: all
+    # fmt: off
+    temperature: Annotated[float, Param("Temperature; 0: greedy.", Range(0, 100))] = 0.8
+    """Any value below 0.001 is greedy too: always the most likely token."""
+    top_k: Annotated[int, Param("Sample from this many most likely tokens; 0: all.", Range(0))] = 40
+    top_p: Annotated[float, Param(
+        "Sample from the most likely tokens up to this cumulative probability.", Range(0, 1),
+    )] = 0.95
+    """1: all."""
+    min_p: Annotated[float, Param(
+        "Drop tokens whose probability is less than this fraction of the most likely token's.", Range(0, 1),
+    )] = 0.05
+    """0: none."""
+    typical_p: Annotated[float, Param("Locally typical sampling; 1: off.", Range(0, 1))] = 1.0
+    """Sample from the tokens with the most typical information content whose probabilities add up to this
     (arXiv:2202.00666)."""
-    top_n_sigma: float = -1.0
-    """Drop tokens more than n standard deviations below the largest logit; 0 or less: none (arXiv:2411.07641)."""
-    xtc_probability: float = 0.0
-    """Probability of excluding all tokens above `xtc_threshold` but the least likely of them; 0: never."""
-    xtc_threshold: float = 0.1
-    mirostat: int = 0
-    """1 or 2: keep the surprise of the text at `mirostat_tau`; replaces all other samplers except temperature
-    (arXiv:2007.14966). 1 becomes greedy for a tau above about 10."""
-    mirostat_tau: float = 5.0
-    mirostat_eta: float = 0.1
-    """Mirostat's learning rate."""
-    adaptive_target: float = -1.0
-    """Adaptive-p: prefer tokens of about this probability; below 0: off."""
-    adaptive_decay: float = 0.9
-    """Adaptive-p averages over about 1 / (1 - decay) tokens."""
+    top_n_sigma: Annotated[float, Param(
+        "Drop tokens more than n standard deviations below the maximum logit; -1: off.", Range(-1, 1000),
+    )] = -1.0
+    """0 is off too (arXiv:2411.07641)."""
+    xtc_probability: Annotated[float, Param("Probability of XTC; 0: off.", Range(0, 1))] = 0.0
+    xtc_threshold: Annotated[float, Param(
+        "XTC excludes all but the least likely of the tokens above this probability.", Range(0, 1),
+    )] = 0.1
+    dynatemp_range: Annotated[float, Param(
+        "Range of the dynamic temperature around --temp; 0: off.", Range(0, 100),
+    )] = 0.0
+    """From temperature - range if the model is certain, to temperature + range if it is uncertain."""
+    dynatemp_exponent: Annotated[float, Param("Exponent of the dynamic temperature.", Range(0.01, 100))] = 1.0
+    """Maps the entropy, as a share of its maximum, to that range: entropy ** exponent."""
 
-    repetition_penalty: float = 1.0
-    """Divides positive logits of recent tokens, and multiplies negative ones; 1: off."""
-    presence_penalty: float = 0.0
-    """Subtracted once from the logit of every recent token; -2 to 2 as in OpenAI's API."""
-    frequency_penalty: float = 0.0
-    """Subtracted from the logit of a recent token for each of its occurrences; -2 to 2."""
-    penalty_last_n: int = 64
-    """Number of recent tokens, prompt included, that these three penalties consider; -1: all."""
+    repetition_penalty: Annotated[float, Param(
+        "Repetition penalty for recent tokens; 1: off.", Range(0.01, 100),
+    )] = 1.0
+    """Divides positive logits of recent tokens, and multiplies negative ones."""
+    penalty_last_n: Annotated[int, Param("Recent tokens to penalise; -1: all, 0: no penalties.", Range(-1))] = 64
+    """Prompt included."""
     penalize_prompt: bool = True
     """Python only: whether tokens of the prompt are recent for penalties and DRY too. (llama-cpp-python's are not.)"""
-    dry_multiplier: float = 0.0
-    """DRY: lowers the logit of a token that would extend a repetition by multiplier * base ** (length - allowed
-    length); 0: off."""
-    dry_base: float = 1.75
-    dry_allowed_length: int = 2
-    dry_penalty_last_n: int = 64
-    """DRY searches this many tokens for repetitions; -1: all."""
-    dry_sequence_breakers: Sequence[str] = ("\n", ":", '"', "*")
-    """DRY's repetitions do not extend across these strings. Only their first 40 characters count."""
-    samplers: Sequence[str] = SAMPLERS
-    """The samplers to apply, in this order, from `SAMPLERS`."""
+    presence_penalty: Annotated[float, Param("Subtracted from the logit of each recent token.", Range(-2, 2))] = 0.0
+    frequency_penalty: Annotated[float, Param(
+        "Subtracted for each occurrence of a recent token.", Range(-2, 2),
+    )] = 0.0
+    dry_multiplier: Annotated[float, Param(
+        "Strength of DRY, a penalty for repetitions; 0: off.", Range(0, 1000),
+    )] = 0.0
+    """Lowers the logit of a token that would extend a repetition by multiplier * base ** (length - allowed length)."""
+    dry_base: Annotated[float, Param(
+        "Base of DRY's penalty, which grows with the repetition.", Range(0, 1000),
+    )] = 1.75
+    dry_allowed_length: Annotated[int, Param(
+        "Length of a repetition, in tokens, that DRY does not penalise.", Range(0),
+    )] = 2
+    dry_penalty_last_n: Annotated[int, Param(
+        "Number of tokens that DRY searches for repetitions; -1: all.", Range(-1),
+    )] = 64
+    dry_sequence_breakers: Annotated[Sequence[str], Param(
+        "Text that a repetition does not extend across for DRY; may be repeated; none: no such text.",
+    )] = ("\n", ":", '"', "*")
+    """Only their first 40 characters count."""
+
+    adaptive_target: Annotated[float, Param(
+        "Adaptive-p: prefer tokens of this probability; -1: off.", Range(-1, 1),
+    )] = -1.0
+    """Any value below 0 is off."""
+    adaptive_decay: Annotated[float, Param(
+        "Decay of adaptive-p, 0 to 0.99; higher adapts more slowly.", Range(0, 0.99),
+    )] = 0.9
+    """Adaptive-p averages over about 1 / (1 - decay) tokens."""
+    mirostat: Annotated[int, Param("Mirostat version, 1 or 2; 0: off.", Range(0, 2))] = 0
+    """Keeps the surprise of the text at `mirostat_tau`; replaces all other samplers except temperature
+    (arXiv:2007.14966). 1 becomes greedy for a tau above about 10."""
+    mirostat_eta: Annotated[float, Param("Mirostat's learning rate.", Range(0, 10))] = 0.1
+    mirostat_tau: Annotated[float, Param("Mirostat's target surprise, in bits.", Range(0, 1000))] = 5.0
+
+    samplers: Annotated[Sequence[str], Param(
+        "Samplers to apply, in this order, separated by semicolons.",
+    )] = SAMPLERS
+    """From `SAMPLERS`."""
+    ignore_eos: Annotated[bool, Param("Never sample an end token.")] = False
+    """Not with a grammar, which determines the end of the text."""
+    seed: Annotated[int | None, Param(
+        "Seed; the same seed gives the same text; -1: random.", Range(-(2**63), 2**64 - 1),
+    )] = None
+    """Regardless of what else is in the batch, up to llama.cpp's rounding (docs/sampling.md). None: a random seed. The
+    result reports the seed."""
+    # fmt: on
 
     logit_bias: dict[int | str, float] = {}
     """Added to logits before anything else, -100 to 100. Keys are token ids, or texts: the bias of a text is added to
     each of its tokens, once for each occurrence."""
     suppress_tokens: Sequence[int] = ()
     """Token ids that are never generated."""
-    ignore_eos: bool = False
-    """Never sample an end token. Not with a grammar, which determines the end of the text."""
     logits_processor: Any = None
     """Python only: `f(tokens, logits)` is called before anything else, with the tokens so far, int32[n], and a row of
     logits, float32[n_vocab], which it changes in place or replaces by its result. If the object has a method
@@ -189,7 +188,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     token have no effect."""
     echo: bool = False
     """Start the text with the prompt, and the log-probabilities, if any, with those of the prompt."""
-    logprobs: int | None = None
+    logprobs: Annotated[int | None, Range(0, MOST_LOGPROBS)] = None
     """Return log-probabilities of the sampled tokens, including a final end token, and of this many (0 to 20) most
     likely tokens at each position, as computed by the model before temperature, penalties and filters."""
     post_sampling_probs: bool = False
@@ -213,14 +212,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """Tool calls that the model may write on its own. Has no effect together with another grammar."""
 
     def __post_init__(self) -> None:
-        for name, (low, high) in RANGES.items():
-            number(self, name, low, high)
-        for name, bounds in INTEGER_RANGES.items():
-            number(self, name, *bounds, integer=True)
-        for name, bounds in OPTIONAL_INTEGER_RANGES.items():
-            if getattr(self, name) is not None:
-                number(self, name, *bounds, integer=True)
-        for name in _SWITCHES:
+        for name, low, high, is_integer, is_optional in _NUMBERS:
+            if not is_optional or getattr(self, name) is not None:
+                number(self, name, low, high, integer=is_integer)
+        for name in SWITCHES:
             instance(self, name, bool, "true or false")
         _set_tuple(self, "stop", str, "a string or a list of strings")
         _set_tuple(self, "visible_tokens", str, "a list of strings")
@@ -266,6 +261,22 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         """Whether to return log-probabilities of the prompt: then all of it must be computed."""
         return self.echo and self.logprobs is not None
 
+
+_DECLARED: dict[str, Any] = {
+    name: hint.__metadata__[0]
+    for name, hint in get_type_hints(SamplingParams, include_extras=True).items()
+    if hasattr(hint, "__metadata__")
+}
+KINDS: dict[str, Any] = get_type_hints(SamplingParams)
+"""The types of all fields."""
+PARAMS: dict[str, Param] = {name: each for name, each in _DECLARED.items() if isinstance(each, Param)}
+"""The fields that are options of the commands, and defaults of the server."""
+RANGES: dict[str, Range] = {
+    name: each for name, one in _DECLARED.items() if (each := one.range if isinstance(one, Param) else one)
+}
+"""The ranges of the numbers. That of `max_tokens` depends on `echo`."""
+SWITCHES = tuple(name for name, kind in KINDS.items() if kind is bool)
+_NUMBERS = tuple((name, *RANGES[name], KINDS[name] is not float, KINDS[name] not in (int, float)) for name in RANGES)
 
 Params = SamplingParams | Mapping[str, Any] | int | None
 """What stands for `SamplingParams` in Python: its fields, or only `max_tokens`."""

@@ -9,7 +9,7 @@ from typing import Any, cast
 import llama_cpp
 
 from cppbatch.config import CacheType, EngineConfig, Pooling
-from cppbatch.engine.params import SamplingParams
+from cppbatch.engine.params import RANGES, SamplingParams
 from cppbatch.errors import ConfigError
 
 log = logging.getLogger("cppbatch.llama_cpp_python")
@@ -34,7 +34,9 @@ _CONTEXT_PARAMS = (
     "rope_scaling_type", "attention_type", "rope_freq_base", "rope_freq_scale", "yarn_ext_factor", "yarn_attn_factor",
     "yarn_beta_fast", "yarn_beta_slow", "yarn_orig_ctx", "offload_kqv", "op_offload",
 )  # fmt: skip
-_MOST_BIAS, _MOST_PENALTY = 100.0, 2.0
+_LIMITED = ("top_p", "min_p", "typical_p", "frequency_penalty", "presence_penalty")
+"""Parameters with the same name here, which may be out of range there."""
+_MOST_BIAS = 100.0
 _DEFAULTS = {name: EngineConfig.__struct_defaults__[i] for i, name in enumerate(EngineConfig.__struct_fields__[1:])}
 
 
@@ -112,18 +114,15 @@ def sampling_params(given: Mapping[str, Any], *, seed: int, last_n: int) -> Samp
     temperature. A negative temperature means neither filters nor temperature there, and mirostat no temperature.
     """
     temperature, mirostat = given["temperature"], given["mirostat_mode"] if given["temperature"] > 0 else 0
-    fields: Json = {"samplers": ("penalties",)} if temperature < 0 else {}
+    fields: Json = {name: _within(given[name], *RANGES[name]) for name in _LIMITED}
+    if temperature < 0:
+        fields["samplers"] = ("penalties",)
     stop, most = given.get("stop") or [], given.get("max_tokens")
     return SamplingParams(
         max_tokens=most if most is not None and most > 0 else None,
         temperature=1.0 if mirostat else max(0.0, temperature),
         top_k=max(0, given["top_k"]),
-        top_p=_within(given["top_p"], 0.0, 1.0),
-        min_p=_within(given["min_p"], 0.0, 1.0),
-        typical_p=_within(given["typical_p"], 0.0, 1.0),
         repetition_penalty=given["repeat_penalty"],
-        frequency_penalty=_within(given["frequency_penalty"], -_MOST_PENALTY, _MOST_PENALTY),
-        presence_penalty=_within(given["presence_penalty"], -_MOST_PENALTY, _MOST_PENALTY),
         penalty_last_n=last_n,
         penalize_prompt=False,
         mirostat=mirostat,

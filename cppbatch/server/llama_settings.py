@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import msgspec
 
-from cppbatch.engine.params import UNLIMITED, SamplingParams
+from cppbatch.engine.params import KINDS, PARAMS, UNLIMITED, SamplingParams
 
 RANDOM_SEED = 2**32 - 1
 """llama-server's value for a random seed."""
@@ -23,37 +24,21 @@ class TokenBias(msgspec.Struct, frozen=True, kw_only=True):
     """None: the token is never chosen."""
 
 
-class _SharedSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """The settings that `SamplingParams` has under the same names."""
-
-    temperature: float
-    dynatemp_range: float
-    dynatemp_exponent: float
-    top_k: int
-    top_p: float
-    min_p: float
-    top_n_sigma: float
-    xtc_probability: float
-    xtc_threshold: float
-    typical_p: float
-    presence_penalty: float
-    frequency_penalty: float
-    dry_multiplier: float
-    dry_base: float
-    dry_allowed_length: int
-    dry_penalty_last_n: int
-    dry_sequence_breakers: tuple[str, ...]
-    mirostat: int
-    mirostat_tau: float
-    mirostat_eta: float
-    adaptive_target: float
-    adaptive_decay: float
-    ignore_eos: bool
-    stop: tuple[str, ...]
-    post_sampling_probs: bool
+_SAME = tuple(
+    name
+    for name in (*PARAMS, "stop", "post_sampling_probs")
+    if name not in ("repetition_penalty", "penalty_last_n", "samplers", "seed")
+)
+"""The settings that `SamplingParams` has under the same names."""
+if TYPE_CHECKING:
+    _SameSettings = msgspec.Struct
+else:
+    _SameSettings = msgspec.defstruct(
+        "_SameSettings", [(name, KINDS[name]) for name in _SAME], module=__name__, frozen=True, kw_only=True
+    )
 
 
-class GenerationSettings(_SharedSettings, frozen=True, kw_only=True):
+class GenerationSettings(_SameSettings, frozen=True, kw_only=True):
     """How a completion is generated."""
 
     seed: int
@@ -92,7 +77,7 @@ def generation_settings(
         biases += [TokenBias(token=token, bias=None) for token in end_tokens]
     n_predict = UNLIMITED if params.max_tokens is None else params.max_tokens
     return GenerationSettings(
-        **{name: getattr(params, name) for name in _SharedSettings.__struct_fields__},
+        **{name: getattr(params, name) for name in _SAME},
         seed=RANDOM_SEED if seed is None else seed,
         repeat_penalty=params.repetition_penalty,
         repeat_last_n=params.penalty_last_n,

@@ -10,7 +10,7 @@ import msgspec
 from aiohttp import web
 
 from cppbatch import __version__
-from cppbatch.engine.params import INT32_MAX, INTEGER_RANGES, OPTIONAL_INTEGER_RANGES, RANGES, UNLIMITED
+from cppbatch.engine.params import INT32_MAX, RANGES, UNLIMITED
 from cppbatch.engine.request import OPTION_RANGES
 from cppbatch.server import input_tokens, live_endpoint, status, web_page
 from cppbatch.server.anthropic import messages
@@ -169,7 +169,7 @@ def _require_defaults(schema: Json) -> None:
 
 def _ranges(body: type[SamplingFields]) -> dict[str, tuple[float, float]]:
     """The range of each numeric field, by the client's name of the field."""
-    known: dict[str, tuple[float, float]] = {**RANGES, **INTEGER_RANGES, **OPTIONAL_INTEGER_RANGES, **OPTION_RANGES}
+    known: dict[str, tuple[float, float]] = {**RANGES, **OPTION_RANGES}
     ranges = {name: bounds for name, bounds in known.items() if name in body.__struct_fields__}
     aliases = {alias: known[ours] for ours, alias in body._ALIASES.items() if ours in known}
     lengths = ("max_tokens", "max_completion_tokens", "max_output_tokens")

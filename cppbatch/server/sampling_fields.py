@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Set
-from typing import Annotated, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import msgspec
 
 from cppbatch.engine.best_of import n_candidates
-from cppbatch.engine.params import GRAMMARS, INT32_MAX, SamplingParams
+from cppbatch.engine.params import GRAMMARS, INT32_MAX, KINDS, RANGES, SWITCHES, SamplingParams
 from cppbatch.engine.request import GenerationRequest, UsageEvents
 from cppbatch.errors import InvalidRequest
 from cppbatch.server.limits import MAX_CHOICES
@@ -31,7 +31,22 @@ class LoraScale(msgspec.Struct):
     scale: float
 
 
-class SamplingFields(StructuredFields, kw_only=True):
+_NOT_SHARED = ("logprobs", "echo", "compact_json", "penalize_prompt")
+"""Numbers and switches that some APIs do not have, or in another form."""
+if TYPE_CHECKING:
+    _Numbers = StructuredFields
+else:
+    _Numbers = msgspec.defstruct(
+        "_Numbers",
+        [(name, KINDS[name] | None, None) for name in (*RANGES, *SWITCHES) if name not in _NOT_SHARED],
+        bases=(StructuredFields,),
+        module=__name__,
+        kw_only=True,
+    )
+    """The numbers and switches of `SamplingParams`. Type checkers know those that `SamplingFields` names."""
+
+
+class SamplingFields(_Numbers, kw_only=True):
     """The names and meanings are those of `SamplingParams`. None: not given."""
 
     _ALIASES: ClassVar[dict[str, str]] = {
@@ -47,52 +62,22 @@ class SamplingFields(StructuredFields, kw_only=True):
     stream_options: StreamOptions | None = None
 
     max_tokens: int | None = None
-    min_tokens: int | None = None
     seed: int | None = None
-    temperature: float | None = None
-    dynatemp_range: float | None = None
-    dynatemp_exponent: float | None = None
     top_k: int | None = None
     """-1 means 0 (all), as in vLLM."""
-    top_p: float | None = None
-    min_p: float | None = None
-    typical_p: float | None = None
-    top_n_sigma: float | None = None
-    xtc_probability: float | None = None
-    xtc_threshold: float | None = None
-    mirostat: int | None = None
-    mirostat_tau: float | None = None
-    mirostat_eta: float | None = None
-    adaptive_target: float | None = None
-    adaptive_decay: float | None = None
-    repetition_penalty: float | None = None
     repeat_penalty: float | None = None
     """llama.cpp's name for `repetition_penalty`."""
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    penalty_last_n: int | None = None
     repeat_last_n: int | None = None
     """llama.cpp's name for `penalty_last_n`."""
-    dry_multiplier: float | None = None
-    dry_base: float | None = None
-    dry_allowed_length: int | None = None
-    dry_penalty_last_n: int | None = None
     dry_sequence_breakers: list[str] | None = None
     samplers: list[str] | None = None
     logit_bias: dict[str, float] | None = None
     suppress_tokens: list[int] | None = None
-    ignore_eos: bool | None = None
-    speculate: bool | None = None
     speculative_n_max: int | None = msgspec.field(default=None, name="speculative.n_max")
     """llama-server's limit of draft tokens. 0 means `speculate` false; otherwise the engine decides what pays."""
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
-    include_stop: bool | None = None
-    skip_special_tokens: bool | None = None
     visible_tokens: list[str] | None = None
-    post_sampling_probs: bool | None = None
-    """Log-probabilities after all samplers instead of the model's own; `/completion` and `/infill` show them as `prob`
-    and `top_probs`."""
 
     service_tier: str | None = None
     """One of OpenAI's or Anthropic's values. It has no effect: this server has one tier."""

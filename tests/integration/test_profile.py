@@ -61,7 +61,7 @@ def test_another_file_of_that_name_has_another_profile(config: EngineConfig, tmp
     [
         ("version = 1", "version = 2", "it has version 2"),
         ("n_parallel = 8", "n_parallel = 0", "-np"),
-        ("n_parallel = 8", "n_parallel = 4096", "at most 256"),
+        ("n_parallel = 8", "n_parallel = 4096", "from 1 to 256"),
         ("n_ubatch = 256", "n_ubatch = 'many'", "Expected `int`"),
         ('flash_attn = "off"', 'flash_attn = "maybe"', "Invalid enum value"),
         ("n_threads = 2", "n_threads = 2\nn_toes = 10", "n_toes"),

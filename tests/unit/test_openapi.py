@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 from aiohttp import hdrs
 
-from cppbatch.engine.params import RANGES, SamplingParams
+from cppbatch.engine.params import KINDS, RANGES, SamplingParams
 from cppbatch.errors import InvalidRequest
-from cppbatch.server.app import create_app
+from cppbatch.server import app
 from cppbatch.server.openai.chat_types import ChatCompletionRequest
 from cppbatch.server.openai.completions import CompletionRequest
 from cppbatch.server.openapi import document
@@ -27,16 +29,16 @@ def schema_of(kind: type) -> Json:
 
 
 def test_every_route_is_in_the_document_and_the_other_way_round() -> None:
-    app = create_app(object())  # type: ignore[arg-type]
+    whole = app.create_app(object())  # type: ignore[arg-type]
     routes = {
         (route.method.lower(), route.resource.canonical)
-        for route in app.router.routes()
+        for route in whole.router.routes()
         if route.resource and route.method not in (hdrs.METH_HEAD, hdrs.METH_OPTIONS)
     }
     assert routes == {(method, path) for path, methods in DOCUMENT["paths"].items() for method in methods}
 
 
-@pytest.mark.parametrize("name", RANGES)
+@pytest.mark.parametrize("name", [name for name in RANGES if KINDS[name] is float])
 @pytest.mark.parametrize("kind", [CompletionRequest, ChatCompletionRequest])
 def test_the_document_has_the_ranges_that_are_checked(name: str, kind: type) -> None:
     (number,) = (each for each in schema_of(kind)[name]["anyOf"] if each["type"] != "null")
@@ -44,6 +46,14 @@ def test_the_document_has_the_ranges_that_are_checked(name: str, kind: type) -> 
         assert getattr(SamplingParams(**{name: bound}), name) == bound
         with pytest.raises(InvalidRequest, match=name):
             SamplingParams(**{name: bound + outside})
+
+
+def test_the_form_of_the_web_page_has_the_ranges_that_are_checked() -> None:
+    form = (Path(app.__file__).parent / "page" / "sampling_form.js").read_text()
+    found = re.findall(r"{name: '(\w+)', .*kind: '(?:number|integer)', min: (\S+), max: (\S+),", form)
+    numbers = {name: (float(low), float(high)) for name, low, high in found if name not in ("seed", "max_tokens")}
+    assert len(numbers) > 10
+    assert numbers == {name: RANGES[name] for name in numbers}
 
 
 def test_names_that_others_use_have_the_ranges_too() -> None:

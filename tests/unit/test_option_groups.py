@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import runpy
+from pathlib import Path
+
 import click
 import pytest
 from click.testing import CliRunner
 
 from cppbatch.cli.main import cli
 from cppbatch.cli.option_groups import GROUPS, GroupedCommand
+from cppbatch.cli.serve_command import COMMON
 
 COMMANDS = ("serve", "generate", "chat", "batch")
 
@@ -18,9 +22,14 @@ def options(name: str) -> list[click.Option]:
     return [each for each in command.params if isinstance(each, click.Option) and not each.hidden]
 
 
+def help_of(name: str, flag: str = "") -> str:
+    flag = flag or ("--help-all" if name == "serve" else "--help")
+    return CliRunner().invoke(cli, [name, flag], terminal_width=110).output
+
+
 @pytest.mark.parametrize("name", COMMANDS)
 def test_the_help_shows_each_option_once_under_a_heading(name: str) -> None:
-    text = CliRunner().invoke(cli, [name, "--help"], terminal_width=110).output
+    text = help_of(name)
     headings = [heading for heading in (*GROUPS, "Other options") if f"\n{heading}:\n" in text]
     assert len(headings) >= 7
     assert text.index("\nModel:\n") < text.index("\nBatch and memory:\n") < text.index("\nSampling:\n")
@@ -28,10 +37,35 @@ def test_the_help_shows_each_option_once_under_a_heading(name: str) -> None:
         assert any(f"\n  {name}" in text for name in option.opts), option.opts
     others = text[text.index("\nOther options:\n") :]
     assert "--help" in others
-    assert others.count("\n  -") == 1, f"put the new option into a group of cppbatch/cli/option_groups.py: {others}"
+    n_others = 2 if name == "serve" else 1
+    assert others.count("\n  -") == n_others, f"put it into a group of cppbatch/cli/option_groups.py: {others}"
 
 
 def test_no_group_names_an_option_twice_or_one_that_is_gone() -> None:
     names = [name for group in GROUPS.values() for name in group.split()]
     assert sorted(names) == sorted(set(names))
     assert set(names) <= {option.name for name in COMMANDS for option in options(name)}
+
+
+def test_the_help_of_serve_shows_the_common_options_and_help_all_the_others_too() -> None:
+    short, whole = help_of("serve", "--help"), help_of("serve")
+    assert short.count("\n  -") == len(COMMON.split()) + 2  # --help and --help-all
+    assert set(COMMON.split()) <= {option.name for option in options("serve")}
+    assert len(COMMON.split()) < 40
+    assert "--help-all" in short
+    for flag in ("--max-queue", "--ubatch-size", "--top-p", "--slots"):
+        assert f"{flag} " in whole
+        assert f"{flag} " not in short
+
+
+def test_a_type_with_an_underscore_is_shown_as_it_is_and_may_be_written_with_a_dash() -> None:
+    assert "[f32|f16|bf16|q8_0|q4_0]" in help_of("serve")
+    for given in ("q8_0", "q8-0"):
+        result = CliRunner().invoke(cli, ["serve", "-ctk", given, "-m", "nosuch.gguf"])
+        assert "file not found" in str(result.exception)
+    assert "'q4_0'" in CliRunner().invoke(cli, ["serve", "-ctk", "q9"]).output
+
+
+def test_the_page_of_settings_is_what_its_script_writes() -> None:
+    script = runpy.run_path(str(Path(__file__).parents[2] / "scripts" / "write_settings_page.py"))
+    assert script["PAGE"].read_text() == script["page"](), "run scripts/write_settings_page.py"

@@ -13,6 +13,7 @@ from mypy import api
 
 import cppbatch
 from cppbatch import BatchInferenceEngine, EngineConfig, EngineProcess, GenerationRequest, LocalEngine, generate_batch
+from cppbatch.bench.profile import TunedSettings
 from cppbatch.config import EngineSettings
 from cppbatch.engine.request import RequestOptions
 
@@ -67,6 +68,10 @@ def fields(struct: type[msgspec.Struct], *without: str) -> dict[str, Any]:
 def test_engine_settings_are_the_fields_of_the_config() -> None:
     assert get_type_hints(EngineSettings) == fields(EngineConfig, "model_path")
     assert not EngineSettings.__required_keys__
+
+
+def test_the_settings_of_a_profile_have_the_types_of_the_config() -> None:
+    assert get_type_hints(TunedSettings).items() <= get_type_hints(EngineConfig).items()
 
 
 def test_request_options_are_the_fields_of_the_request() -> None:

@@ -6,7 +6,7 @@ from typing import Any, ClassVar, TypeVar
 
 import msgspec
 
-from cppbatch.engine.params import INTEGER_RANGES, MOST_BIASES, RANGES, SAMPLERS, shown
+from cppbatch.engine.params import MOST_BIASES, RANGES, SAMPLERS, shown
 from cppbatch.errors import InvalidRequest
 from cppbatch.server.llama_settings import LLAMA_NAMES, RANDOM_SEED
 from cppbatch.server.mixed_prompts import tokenize
@@ -108,10 +108,9 @@ def _without_empty(stop: str | list[str] | None) -> list[str] | None:
 
 
 def _clamped(body: LlamaFields) -> Json:
-    ranges: dict[str, tuple[float, float]] = {**RANGES, **INTEGER_RANGES}
     given = {name: getattr(body, name) for name in _CLAMPED}
     return {
-        name: type(value)(max(ranges[name][0], min(ranges[name][1], value)))
+        name: type(value)(max(RANGES[name].low, min(RANGES[name].high, value)))
         for name, value in given.items()
         if value is not None
     }
