@@ -254,8 +254,8 @@ class EngineConfig(_Model, frozen=True, kw_only=True):
     spec: Annotated[Speculation, _drafts(
         "--spec --spec-type",
         "Source of drafts for speculative decoding. suffix: earlier text; draft: the draft model (-md); eagle3, "
-        "dflash: a draft model of this kind; mtp: the draft head in the model's file; auto: suffix plus draft or mtp, "
-        "on a GPU only draft; off: none. Does not change the output.",
+        "dflash: a draft model of this kind; mtp: the draft head in the model's file, or Gemma 4's assistant (-md); "
+        "auto: suffix plus draft or mtp, on a GPU only draft; off: none. Does not change the output.",
         "LLAMA_ARG_SPEC_TYPE",
     )] = "auto"
     draft_max: Annotated[int, _drafts(
@@ -264,8 +264,8 @@ class EngineConfig(_Model, frozen=True, kw_only=True):
     )] = 16
     draft_model: Annotated[str, _drafts(
         "-md --draft-model --model-draft --spec-draft-model",
-        "Draft model for speculative decoding, a GGUF file: a smaller model with the same vocabulary, or an EAGLE-3 or "
-        "DFlash draft model of this model.",
+        "Draft model for speculative decoding, a GGUF file: a smaller model with the same vocabulary, or an EAGLE-3, "
+        "DFlash or Gemma 4 assistant draft model of this model.",
         "LLAMA_ARG_SPEC_DRAFT_MODEL", metavar="FILE",
     )] = ""
     draft_gpu_layers: Annotated[int, _drafts(
