@@ -14,9 +14,8 @@ from aiohttp import web
 from cppbatch.engine.request import FinishReason, GenerationEvent, GenerationRequest
 from cppbatch.errors import EngineClosed, GenerationFailed, InvalidRequest
 from cppbatch.server.api_errors import api_error, json_response, openai_error
-from cppbatch.server.keys import KEY
-from cppbatch.server.model_choice import SERVING, WAITED
 from cppbatch.server.run_requests import Event, run_requests
+from cppbatch.server.served_models import ModelLease
 from cppbatch.server.server_metrics import METRICS, endpoint_of
 
 Json = dict[str, Any]
@@ -166,26 +165,22 @@ class PreparedRequest:
             raise error.renamed(f"{names.get(name, name)}{bracket}{rest}") from error
 
 
-def as_key_allows(request: web.Request, requests: list[GenerationRequest]) -> list[GenerationRequest]:
-    """The engine requests under the rules of the HTTP request's key. Raises `InvalidRequest`, as
-    `KeyRules.engine_requests`."""
-    rules = request.get(KEY)
-    return rules.engine_requests(requests, request[SERVING].info.adapters) if rules else requests
-
-
 async def respond(
-    request: web.Request, prepared: PreparedRequest, events: AsyncGenerator[Event, None] | None = None
+    request: web.Request,
+    lease: ModelLease,
+    prepared: PreparedRequest,
+    events: AsyncGenerator[Event, None] | None = None,
 ) -> web.StreamResponse:
     """Runs the engine requests and sends the response, whole or as server-sent events.
 
     `events`: the events of the engine requests, from an endpoint that calls `run_requests` with options of its own, and
-    with the requests that the key allows (`as_key_allows`).
+    with the requests that the key allows (`ModelLease.allowed`).
     """
+    serving = lease.serving
     if events is None:
-        requests = as_key_allows(request, prepared.requests)
-        waited = request.get(WAITED, 0.0)
-        events = run_requests(request[SERVING].client, requests, check_first=prepared.stream, waited=waited)
-    events = request.app[METRICS].observe(events, endpoint_of(request), len(prepared.requests), request[SERVING].name)
+        requests = lease.allowed(prepared.requests)
+        events = run_requests(serving.client, requests, check_first=prepared.stream, waited=lease.waited)
+    events = request.app[METRICS].observe(events, endpoint_of(request), len(prepared.requests), serving.name)
     if not prepared.stream:
         return json_response(await prepared.gather(events))
     with prepared.client_field_names():

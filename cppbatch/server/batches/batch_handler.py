@@ -99,20 +99,12 @@ class BatchRequestHandler:
             raise InvalidRequest("stream", "is true, but responses in a batch cannot be streamed; leave it out")
         body = convert(fields, kind)
         refuse_unknown(request.body, kind)  # without the defaults: a field like one of them is a mistake too
-        lease = await self._models.lease(body.model, self._rules, load=True)
-        try:
+        with await self._models.lease(body.model, self._rules, load=True) as lease:
             prepared = await prepare(body, lease.serving)
-            return prepared, await self._run(prepared, lease.serving)
-        finally:
-            lease.release()
-
-    async def _run(self, prepared: PreparedRequest, serving: Serving) -> object:
-        requests = prepared.requests
-        if self._priority is not None:
-            requests = [replaced(request, priority=self._priority) for request in requests]
-        if self._rules:
-            requests = self._rules.engine_requests(requests, serving.info.adapters)
-        events = run_requests(serving.client, requests, wait_when_full=True)
-        if self._observe:
-            events = self._observe(events, len(requests), serving.name)
-        return await prepared.gather(events)
+            requests = prepared.requests
+            if self._priority is not None:
+                requests = [replaced(request, priority=self._priority) for request in requests]
+            events = run_requests(lease.serving.client, lease.allowed(requests), wait_when_full=True)
+            if self._observe:
+                events = self._observe(events, len(requests), lease.serving.name)
+            return prepared, await prepared.gather(events)

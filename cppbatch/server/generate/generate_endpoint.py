@@ -11,7 +11,7 @@ import msgspec
 from aiohttp import web
 from msgspec import UNSET, UnsetType
 
-from cppbatch.chat.chat_format import ChatFormat
+from cppbatch.chat.chat_format import ChatFormat, ChatTurn
 from cppbatch.chat.message_types import ChatMessage, checked_variables, conversation_of
 from cppbatch.chat.thinking_budget import given_budget
 from cppbatch.chat.tools import ToolChoice
@@ -21,7 +21,7 @@ from cppbatch.engine.request import FinishReason, GenerationEvent, GenerationReq
 from cppbatch.errors import InvalidRequest
 from cppbatch.server.endpoint import generation_endpoint
 from cppbatch.server.media_loading import MediaLoader
-from cppbatch.server.model_choice import serving_of
+from cppbatch.server.model_choice import lease_model
 from cppbatch.server.parse import read_json
 from cppbatch.server.response import DONE, PreparedRequest, ResponseBuilder, ServerSentEvent, respond
 from cppbatch.server.response_logprobs import LogprobEntry, logprob_entries
@@ -119,9 +119,10 @@ class GenerateChunk(msgspec.Struct, frozen=True, kw_only=True):
 async def generate(request: web.Request) -> web.StreamResponse:
     """Complete a prompt."""
     body = await read_json(request, GenerateRequest)
-    serving = await serving_of(request, body)
-    conversations = await chat_tools(serving, [body])
-    return await respond(request, await asyncio.to_thread(prepare_generate, body, serving, conversations))
+    with await lease_model(request, body) as lease:
+        conversations = await chat_tools(lease.serving, [body])
+        prepared = await asyncio.to_thread(prepare_generate, body, lease.serving, conversations)
+        return await respond(request, lease, prepared)
 
 
 ENDPOINTS = {("post", "/generate"): generation_endpoint("Complete a prompt", GenerateRequest, GenerateResponse)}
@@ -161,6 +162,17 @@ def prepare_generate(body: GenerateRequest, serving: Serving, chat: ChatTools | 
     return PreparedRequest([request], GenerateBuilder(), stream=bool(body.stream), field_names=names)
 
 
+def generate_turn(body: GenerateFields) -> ChatTurn:
+    """The conversation of a request with `messages`. Raises `InvalidRequest`."""
+    return ChatTurn(
+        conversation_of(body.messages or []),
+        choice=ToolChoice(mode="none"),
+        schema=body.schema(),
+        variables=checked_variables(body.chat_template_kwargs or {}),
+        thinking_tokens=given_budget(thinking_budget=body.thinking_budget),
+    )
+
+
 def engine_request(body: GenerateRequest, serving: Serving, name: str, chat: ChatTools | None) -> GenerationRequest:
     """The engine request for a prompt, or for `messages`, which `chat` renders. Raises `InvalidRequest`."""
     if (body.prompt is None) == (body.messages is None):
@@ -169,17 +181,8 @@ def engine_request(body: GenerateRequest, serving: Serving, name: str, chat: Cha
     required = None
     if body.messages is not None:
         assert chat
-        serving.check_size("messages", body.messages, None)
-        prepared = serving.rendered(
-            chat.format,
-            conversation_of(body.messages),
-            chat.media,
-            tools=[],
-            choice=ToolChoice(mode="none"),
-            schema=body.schema(),
-            variables=checked_variables(body.chat_template_kwargs or {}),
-            thinking_tokens=given_budget(thinking_budget=body.thinking_budget),
-        )
+        serving.check_size(body)
+        prepared = serving.render_with(chat.format, chat.media, generate_turn(body))
         prompt, required = prompt_of_chat(prepared), prepared.params
     assert prompt is not None
     (request,) = serving.engine_requests(body, name, [prompt], checked_params(body, serving, required))
@@ -192,9 +195,6 @@ def checked_params(body: GenerateFields, serving: Serving, required: Json | None
     `required`: the parameters that a conversation requires; None: there is none."""
     body.check_single_completion()
     serving.check(body)
-    if required is None:
-        schema = body.schema()
-        required = {} if schema is None else {"json_schema": schema}
     return serving.params(body, required)
 
 

@@ -7,6 +7,7 @@ from typing import Any, ClassVar, Literal
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from cppbatch.chat.chat_format import ChatTurn
 from cppbatch.chat.message_types import (
     ChatMessage,
     ContentPart,
@@ -104,20 +105,32 @@ class ChatCompletionRequest(VerboseFields, kw_only=True):
         """As in `SamplingFields`."""
         return super().options() | ({"prediction": self.prediction.text()} if self.prediction else {})
 
-    def conversation(self) -> list[Json]:
-        """The messages as chat templates expect them. Raises `InvalidRequest`."""
-        return conversation_of(self.messages)
+    def turn(self) -> ChatTurn:
+        """The conversation. Raises `InvalidRequest`."""
+        effort = effort_variables("reasoning_effort", self.reasoning_effort)
+        return ChatTurn(
+            conversation_of(self.messages),
+            tools=self._functions(),
+            choice=self._choice(),
+            schema=self.schema(),
+            variables=checked_variables(effort | (self.chat_template_kwargs or {})),
+            thinking_tokens=given_budget(
+                thinking_budget=self.thinking_budget,
+                reasoning_budget_tokens=self.reasoning_budget_tokens,
+                thinking_budget_tokens=self.thinking_budget_tokens,
+            ),
+            continue_final_message=self._continues_message(),
+            field_names={"response_format": self.constraint_field("response_format")},
+        )
 
-    def functions(self) -> list[Json]:
-        """The tools as chat templates expect them. Raises `InvalidRequest`."""
+    def _functions(self) -> list[Json]:
         if self.legacy_functions and self.tools:
             raise InvalidRequest("functions", "cannot be combined with tools; pass the functions as tools")
         if self.legacy_functions:
             return [{"type": "function", "function": msgspec.to_builtins(each)} for each in self.legacy_functions]
         return [tool.as_dict(f"tools[{i}]") for i, tool in enumerate(self.tools or [])]
 
-    def choice(self) -> ToolChoice:
-        """`tool_choice` and `parallel_tool_calls`. Raises `InvalidRequest`."""
+    def _choice(self) -> ToolChoice:
         if self.function_call is not None and not self.legacy_functions:
             raise InvalidRequest("function_call", "requires functions; with tools, use tool_choice")
         if self.legacy_functions:
@@ -134,28 +147,13 @@ class ChatCompletionRequest(VerboseFields, kw_only=True):
             raise InvalidRequest("function_call", message)
         return ToolChoice(parallel=False)
 
-    @property
-    def continues_message(self) -> bool | None:
-        """Whether the last message is continued; None: if it is the assistant's. Raises `InvalidRequest`."""
+    def _continues_message(self) -> bool | None:
         if self.add_generation_prompt and self.continue_final_message:
             message = "cannot be combined with add_generation_prompt: the last message is either complete or continued"
             raise InvalidRequest("continue_final_message", message)
         if self.add_generation_prompt is None:
             return self.continue_final_message
         return not self.add_generation_prompt
-
-    def template_variables(self) -> Json:
-        """The variables of the chat template beside messages and tools. Raises `InvalidRequest`."""
-        effort = effort_variables("reasoning_effort", self.reasoning_effort)
-        return checked_variables(effort | (self.chat_template_kwargs or {}))
-
-    def thinking_tokens(self) -> int | None:
-        """The limit of the reasoning, None if the request has none. Raises `InvalidRequest`."""
-        return given_budget(
-            thinking_budget=self.thinking_budget,
-            reasoning_budget_tokens=self.reasoning_budget_tokens,
-            thinking_budget_tokens=self.thinking_budget_tokens,
-        )
 
 
 # --- the response ---------------------------------------------------------------------------------------------------

@@ -8,8 +8,6 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from cppbatch.chat.media_parts import MediaFields
-from cppbatch.chat.reasoning_effort import effort_variables
-from cppbatch.chat.thinking_budget import given_budget
 from cppbatch.chat.tools import ToolChoice, allowed_choice, tool_choice_of
 from cppbatch.engine.params import SamplingParams
 from cppbatch.errors import InvalidRequest
@@ -265,14 +263,6 @@ class ResponsesRequest(SingleChoiceFields, kw_only=True):
                 "text.verbosity", f"is {self.text.verbosity!r}; only medium is supported: put it in a message"
             )
         return one_schema("text.format", self.format.wanted(), self)
-
-    def template_variables(self) -> Json:
-        """The variables of the chat template beside messages and tools."""
-        return effort_variables("reasoning.effort", self.reasoning.effort if self.reasoning else None)
-
-    def thinking_tokens(self) -> int | None:
-        """The limit of the reasoning, None if the request has none. Raises `InvalidRequest`."""
-        return given_budget(thinking_budget=self.thinking_budget)
 
 
 # --- the response ---------------------------------------------------------------------------------------------------
