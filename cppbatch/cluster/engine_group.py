@@ -9,11 +9,10 @@ from collections.abc import AsyncGenerator, Sequence
 from cppbatch.cluster.engine_client import EngineClient, Health, WorkerLive, WorkerState, id_in_use
 from cppbatch.cluster.engine_process import EngineProcess
 from cppbatch.cluster.prefix_router import PrefixRouter, prompt_prefixes
-from cppbatch.cluster.worker_link import SlotActionName
 from cppbatch.engine.metrics import EngineStats, add_up
 from cppbatch.engine.model_info import ModelInfo
 from cppbatch.engine.request import GenerationEvent, GenerationRequest, MediaPrompt, TokenPiece
-from cppbatch.engine.slots import SlotReport
+from cppbatch.engine.slots import SlotActionName, SlotReport
 
 
 class EngineGroup(EngineClient):

@@ -32,7 +32,6 @@ from cppbatch.cluster.worker_link import (
     Question,
     Refused,
     SlotAction,
-    SlotActionName,
     SlotDone,
     Stats,
     Tokenize,
@@ -52,7 +51,7 @@ from cppbatch.engine.request import (
     ResumeState,
     TokenPiece,
 )
-from cppbatch.engine.slots import SlotReport
+from cppbatch.engine.slots import SlotActionName, SlotReport
 from cppbatch.errors import CppBatchError, EngineClosed, GenerationFailed, InvalidRequest, QueueFull
 
 if TYPE_CHECKING:

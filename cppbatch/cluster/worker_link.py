@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import msgspec
 import zmq
@@ -19,7 +19,7 @@ from cppbatch.engine.live_state import LiveEngine
 from cppbatch.engine.metrics import EngineStats
 from cppbatch.engine.model_info import ModelInfo
 from cppbatch.engine.request import GenerationEvent, GenerationRequest, MediaPrompt, ResumeState, TokenPiece
-from cppbatch.engine.slots import SlotReport
+from cppbatch.engine.slots import SlotActionName, SlotReport
 from cppbatch.errors import ContextOverflow
 
 if TYPE_CHECKING:
@@ -29,8 +29,6 @@ _MAX_FOLDER_PATH = 100  # characters; a socket's path may have about 107
 _FLUSH_TIMEOUT_MS = 5000
 _FLUSH_S = 0.2
 _LOOPBACK = "tcp://127.0.0.1:*"
-
-SlotActionName = Literal["save", "restore", "erase"]
 
 Keys = tuple[str, str, str, str]
 """CURVE keys: the server's public and secret key, then the worker's."""

@@ -22,7 +22,6 @@ from cppbatch.cluster.worker_link import (
     Question,
     Refused,
     SlotAction,
-    SlotActionName,
     SlotDone,
     Tokenize,
     Tokenized,
@@ -32,7 +31,7 @@ from cppbatch.engine.metrics import EngineStats, add_up
 from cppbatch.engine.model_info import ModelInfo
 from cppbatch.engine.params import replaced
 from cppbatch.engine.request import FinishReason, GenerationEvent, GenerationRequest, MediaPrompt, TokenPiece
-from cppbatch.engine.slots import SlotReport
+from cppbatch.engine.slots import SlotActionName, SlotReport
 from cppbatch.errors import CppBatchError, EngineClosed, GenerationFailed, InvalidRequest, QueueFull
 from cppbatch.ray.live_replicas import LiveReplicas
 from cppbatch.ray.ray_messages import (

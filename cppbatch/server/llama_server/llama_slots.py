@@ -9,7 +9,7 @@ from time import perf_counter
 import msgspec
 from aiohttp import web
 
-from cppbatch.cluster.worker_link import SlotActionName
+from cppbatch.engine.slots import SlotActionName
 from cppbatch.errors import InvalidRequest
 from cppbatch.server.api_errors import SwitchedOff, json_response
 from cppbatch.server.endpoint import Endpoint, json_content, schema_ref
