@@ -16,7 +16,6 @@ from cppbatch.engine.slot_file import Footer, read_slot_file, write_slot_file
 from cppbatch.engine.state_key import StateKey
 from cppbatch.errors import InvalidRequest
 
-
 SlotActionName = Literal["save", "restore", "erase"]
 
 
