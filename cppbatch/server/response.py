@@ -14,7 +14,7 @@ from aiohttp import web
 from cppbatch.engine.request import FinishReason, GenerationEvent, GenerationRequest
 from cppbatch.errors import EngineClosed, GenerationFailed, InvalidRequest
 from cppbatch.server.api_errors import api_error, json_response, openai_error
-from cppbatch.server.run_requests import Event, run_requests
+from cppbatch.server.run_requests import Event, OnEvent, run_requests
 from cppbatch.server.served_models import ModelLease
 from cppbatch.server.server_metrics import METRICS, endpoint_of
 
@@ -143,13 +143,14 @@ class PreparedRequest:
     field_names: dict[str, str] = field(default_factory=dict)
     """The client's names for fields of the engine requests, for error messages."""
 
-    async def gather(self, events: AsyncGenerator[Event, None]) -> object:
-        """The body of the response that is not streamed, once every completion has ended. Raises what
-        `ResponseBuilder.record` raises, with the client's field names."""
+    async def gather(self, events: AsyncGenerator[Event, None], observe: OnEvent) -> object:
+        """The body of the response that is not streamed, once every completion has ended. `observe` is called with each
+        event. Raises what `ResponseBuilder.record` raises, with the client's field names."""
         completions: list[list[GenerationEvent]] = [[] for _ in self.requests]
         with self.client_field_names():
             async with contextlib.aclosing(events):
                 async for index, event in events:
+                    observe(index, event)
                     self.builder.record(index, event)
                     completions[index].append(event)
             return self.builder.build(completions)
@@ -180,20 +181,21 @@ async def respond(
     if events is None:
         requests = lease.allowed(prepared.requests)
         events = run_requests(serving.client, requests, check_first=prepared.stream, waited=lease.waited)
-    events = request.app[METRICS].observe(events, endpoint_of(request), len(prepared.requests), serving.name)
-    if not prepared.stream:
-        return json_response(await prepared.gather(events))
-    with prepared.client_field_names():
-        return await _send_stream(request, events, prepared.builder)
+    with request.app[METRICS].observe(endpoint_of(request), len(prepared.requests), serving.name) as observe:
+        if not prepared.stream:
+            return json_response(await prepared.gather(events, observe))
+        with prepared.client_field_names():
+            return await _send_stream(request, events, prepared.builder, observe)
 
 
 async def _send_stream(
-    request: web.Request, events: AsyncGenerator[Event, None], builder: ResponseBuilder
+    request: web.Request, events: AsyncGenerator[Event, None], builder: ResponseBuilder, observe: OnEvent
 ) -> web.StreamResponse:
     """Sends each event as it comes. An error before the first event becomes an HTTP status, a later one an event."""
     async with contextlib.aclosing(events):
         first = await anext(events, None)  # None: there are no requests
         if first:
+            observe(*first)
             builder.record(*first)  # raises if the completion has already failed
         response = web.StreamResponse(headers=STREAM_HEADERS)
         await response.prepare(request)
@@ -201,6 +203,7 @@ async def _send_stream(
             start = builder.stream_start()
             await _send(request, response, [*start, *(builder.stream_events(*first) if first else [])])
             async for index, event in events:
+                observe(index, event)
                 builder.record(index, event)
                 await _send(request, response, builder.stream_events(index, event))
             last = builder.stream_end()
