@@ -270,9 +270,8 @@ class RayEngine(EngineClient):
                     self._remove(request)
                     self._finish_times.append(perf_counter())
                 request.put(event)
-        for invalid in message.not_valid:
-            if request := self._request_in(group, invalid.request_id):
-                refused = invalid.refused
+        for refused in message.not_valid:
+            if request := self._request_in(group, refused.id):
                 self._remove(request)
                 request.outputs.fail(InvalidRequest(refused.field, refused.message, refused.overflow))
         for not_run in message.not_run:

@@ -14,7 +14,6 @@ from cppbatch.errors import CppBatchError, EngineClosed, InvalidRequest, QueueFu
 from cppbatch.ray.ray_messages import (
     Answer,
     NotRun,
-    NotValid,
     ReplicaReport,
     Submission,
     decode_question,
@@ -73,7 +72,7 @@ class ReplicaEngine:
                 while not outputs.finished:
                     group.put(await outputs.get())
         except InvalidRequest as error:
-            group.put(NotValid(request.id, Refused(request.id, error.field, error.message, error.overflow)))
+            group.put(Refused(request.id, error.field, error.message, error.overflow))
         except (EngineClosed, QueueFull) as error:
             group.put(NotRun(request.id, str(error)))
         except Exception as error:
