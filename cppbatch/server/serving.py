@@ -54,7 +54,6 @@ class PreparedTurn(NamedTuple):
     """Of the response. The ids of the requests begin with it."""
     requests: list[GenerationRequest]
     chat: PreparedChat
-    params: SamplingParams
     field_names: dict[str, str]
     """The client's names for fields of the requests."""
 
@@ -173,11 +172,9 @@ class Serving:
 
         `id_prefix`: of the response's id, for example `chatcmpl-`. Raises `InvalidRequest`.
         """
-        chat = await self.render(turn)
-        params = self.params(body, chat.params)
-        response_id = new_id(id_prefix)
-        requests = self.engine_requests(body, response_id, [prompt_of_chat(chat)], params)
-        return PreparedTurn(response_id, requests, chat, params, body.field_names | chat.renames)
+        chat, response_id = await self.render(turn), new_id(id_prefix)
+        requests = self.engine_requests(body, response_id, [prompt_of_chat(chat)], chat.params)
+        return PreparedTurn(response_id, requests, chat, body.field_names | chat.renames)
 
     async def render(self, turn: ChatTurn) -> PreparedChat:
         """The prompt of a turn, made on another thread: rendering a long conversation takes time, and so does decoding
@@ -221,29 +218,32 @@ class Serving:
         defaults = {"max_tokens": max_tokens, **self.settings.sampling_defaults}
         return defaults | {"max_tokens": self.limits.default_tokens(defaults["max_tokens"])}
 
-    def params(
-        self, body: SamplingFields, required: Json | None = None, *, max_tokens: int = UNLIMITED, **own: Any
-    ) -> SamplingParams:
+    def params(self, body: SamplingFields, required: Json | None = None, max_tokens: int = UNLIMITED) -> SamplingParams:
         """A request's sampling parameters: its own fields, else those that its chat or its response format require,
         else the server's defaults. Raises `InvalidRequest`.
 
-        `required`: `PreparedChat.params`; None: the prompt is not a chat. `max_tokens`: as for `default_params`. `own`:
-        what the endpoint requires beside.
+        `required`: `PreparedChat.params`; None: the prompt is not a chat. `max_tokens`: as for `default_params`.
         """
         if required is None:
             schema = body.schema()
             required = {} if schema is None else {"json_schema": schema}
-        params = body.params(**self.default_params(max_tokens) | required | own)
+        params = body.params(**self.default_params(max_tokens) | required)
         is_unlimited = params.max_tokens == UNLIMITED
         return replaced(params, max_tokens=self.limits.default_tokens(UNLIMITED)) if is_unlimited else params
 
     def engine_requests(
-        self, body: SamplingFields, name: str, prompts: Sequence[Prompt], params: SamplingParams
+        self,
+        body: SamplingFields,
+        name: str,
+        prompts: Sequence[Prompt],
+        required: Json | None = None,
+        max_tokens: int = UNLIMITED,
     ) -> list[GenerationRequest]:
         """An engine request for each completion of each prompt, prompt by prompt. Their ids begin with `name`.
 
-        Raises `InvalidRequest` when there are too many.
+        `required`, `max_tokens`: as for `params`. Raises `InvalidRequest`, also when there are too many.
         """
+        params = self.params(body, required, max_tokens)
         n = body.n_candidates
         if len(prompts) * n > _MAX_SEQUENCES:
             message = f"requests {len(prompts)} prompts x {n} completions; the limit per request is {_MAX_SEQUENCES}"

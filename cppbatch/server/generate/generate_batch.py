@@ -21,7 +21,7 @@ from cppbatch.server.generate.generate_endpoint import (
     GenerateChunk,
     GenerateRequest,
     chat_tools,
-    checked_params,
+    check_fields,
     engine_request,
     has_content,
     text_result,
@@ -114,7 +114,8 @@ class ReadItems(NamedTuple):
 def read_items(body: GenerateBatchRequest, serving: Serving) -> ReadItems:
     """Checks each item by itself. Raises `InvalidRequest` for errors that concern all items."""
     items = batch_items(body, serving.limits)
-    checked_params(body, serving)
+    check_fields(body, serving)
+    serving.params(body)
     bodies: list[GenerateRequest | InvalidRequest] = []
     for item in items:
         try:

@@ -16,7 +16,6 @@ from cppbatch.chat.message_types import ChatMessage, checked_variables, conversa
 from cppbatch.chat.thinking_budget import given_budget
 from cppbatch.chat.tools import ToolChoice
 from cppbatch.engine.media_sources import prompt_of_chat
-from cppbatch.engine.params import SamplingParams
 from cppbatch.engine.request import FinishReason, GenerationEvent, GenerationRequest
 from cppbatch.errors import InvalidRequest
 from cppbatch.server.endpoint import generation_endpoint
@@ -177,6 +176,7 @@ def engine_request(body: GenerateRequest, serving: Serving, name: str, chat: Cha
     """The engine request for a prompt, or for `messages`, which `chat` renders. Raises `InvalidRequest`."""
     if (body.prompt is None) == (body.messages is None):
         raise InvalidRequest("prompt", "is required, unless messages is given; they cannot be combined")
+    check_fields(body, serving)
     prompt: Prompt | None = body.prompt
     required = None
     if body.messages is not None:
@@ -185,17 +185,14 @@ def engine_request(body: GenerateRequest, serving: Serving, name: str, chat: Cha
         prepared = serving.render_with(chat.format, chat.media, generate_turn(body))
         prompt, required = prompt_of_chat(prepared), prepared.params
     assert prompt is not None
-    (request,) = serving.engine_requests(body, name, [prompt], checked_params(body, serving, required))
+    (request,) = serving.engine_requests(body, name, [prompt], required)
     return request
 
 
-def checked_params(body: GenerateFields, serving: Serving, required: Json | None = None) -> SamplingParams:
-    """Checks all fields but the prompt and returns the sampling parameters. Raises `InvalidRequest`.
-
-    `required`: the parameters that a conversation requires; None: there is none."""
+def check_fields(body: GenerateFields, serving: Serving) -> None:
+    """Checks all fields but the prompt and the sampling parameters. Raises `InvalidRequest`."""
     body.check_single_completion()
     serving.check(body)
-    return serving.params(body, required)
 
 
 class GenerateBuilder(ResponseBuilder):

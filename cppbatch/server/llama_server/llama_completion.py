@@ -119,10 +119,8 @@ async def prepare_llama_completion(
     try:
         body = await to_sampling_fields(body, serving)
         serving.limits.check(body)
-        own = {"echo": True} if body.n_predict == 0 else {}  # max_tokens=0 is only valid with echo
-        params = serving.params(body, **own)
         for_engine = [prompt.for_engine() for prompt in prompts]
-        requests = serving.engine_requests(body, new_id("llama-"), for_engine, params)
+        requests = serving.engine_requests(body, new_id("llama-"), for_engine)
     except InvalidRequest as error:
         raise error.renamed(field_names.get(error.field, error.field)) from error
     builder = LlamaCompletionBuilder(body, requests, [prompt.tokens for prompt in prompts], serving)

@@ -134,12 +134,11 @@ async def prepare_completion(
 ) -> PreparedRequest:
     """The engine requests and the builder for a completion. Batch jobs use it too. Raises `InvalidRequest`."""
     serving.check(body)
-    params = serving.params(body, max_tokens=default_max_tokens)
     prompts: Sequence[Prompt] = body.prompts()
     if body.suffix:
         prompts = [_fill_in_prompt(serving, prompt, body.suffix) for prompt in prompts]
     response_id = new_id("cmpl-")
-    requests = serving.engine_requests(body, response_id, prompts, params)
+    requests = serving.engine_requests(body, response_id, prompts, max_tokens=default_max_tokens)
     builder = CompletionBuilder(body, serving, response_id)
     builder.verbose = await verbose_results(body, requests, serving)
     return PreparedRequest(requests, builder, stream=bool(body.stream), field_names=body.field_names)

@@ -77,7 +77,7 @@ class ResponsesBuilder(ResponseBuilder):
 
     def __init__(self, body: ResponsesRequest, model: str, turn: PreparedTurn) -> None:
         super().__init__()
-        self._started = _started(turn.id, body, model, turn.params)
+        self._started = _started(turn.id, body, model, turn.requests[0].params)
         self._output = AssistantOutput(turn.chat)
         self._blocks = ContentBlocks()
         self._items = OutputItems(wants_logprobs=body.wants_logprobs)
