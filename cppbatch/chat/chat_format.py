@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from cppbatch.chat.custom_tools import CustomCallParser, as_functions, callable_custom_tools, has_grammar
+from cppbatch.chat.custom_tools import CustomCallParser, has_grammar
 from cppbatch.chat.lark_grammar import LarkGrammar, LazyGrammar
 from cppbatch.chat.media_parts import MarkedMedia
 from cppbatch.chat.output_parser import OutputParser, ToolSchemas
@@ -17,7 +17,7 @@ from cppbatch.chat.template import ChatTemplate, content_text, join_parts
 from cppbatch.chat.thinking_budget import UNLIMITED, ThinkingBudget, effort_tokens
 from cppbatch.chat.tool_formats.detect import detect_tool_format
 from cppbatch.chat.tool_formats.generic import describe_tools_in_text
-from cppbatch.chat.tools import ToolChoice, argument_schemas, callable_tools, check_satisfiable
+from cppbatch.chat.tools import ToolChoice, callable_tools, check_satisfiable
 from cppbatch.errors import InvalidRequest
 
 Json = dict[str, Any]
@@ -132,10 +132,8 @@ class ChatFormat:
             raise error.renamed(turn.client_name(error.field)) from error
 
     def _prepared(self, turn: ChatTurn) -> PreparedChat:
-        tools, choice, variables = turn.tools, turn.choice, turn.variables
-        callable_ = callable_tools(as_functions(tools), choice)
-        custom = callable_custom_tools(tools, callable_)
-        schemas = argument_schemas(callable_)
+        choice, variables = turn.choice, turn.variables
+        functions, schemas, custom = callable_tools(turn.tools, choice)
         marked = MarkedMedia(turn.messages)
         messages = marked.messages
         last, continue_final_message = messages[-1], turn.continue_final_message
@@ -144,19 +142,19 @@ class ChatFormat:
         if continue_final_message and isinstance(last.get("content"), list):
             last = {**last, "content": join_parts(last["content"], "\n\n")}  # as in llama-server
             messages = [*messages[:-1], last]
-        prompt = self._render(messages, callable_, variables, continue_final_message=continue_final_message)
+        prompt = self._render(messages, functions, variables, continue_final_message=continue_final_message)
         parts = marked.parts(prompt)
         state = ReasoningState.of_prompt(
             prompt, self.reasoning_tags, content_text(last) if continue_final_message else None
         )
         params: Json = {}
-        if visible := self.markers if callable_ or self.tool_format.parses_reasoning else self._tag_markers:
+        if visible := self.markers if functions or self.tool_format.parses_reasoning else self._tag_markers:
             params["visible_tokens"] = visible
         thinking_tokens = turn.thinking_tokens
         if thinking_tokens is None and "reasoning_effort" not in self.template.source:
             thinking_tokens = effort_tokens(variables)
         if thinking_tokens is not None and thinking_tokens != UNLIMITED:
-            budget = self._thinking_budget(thinking_tokens, prompt, state, has_tools=bool(callable_))
+            budget = self._thinking_budget(thinking_tokens, prompt, state, has_tools=bool(functions))
             params["reasoning_budget"] = budget
         renames = {"prompt": turn.client_name("messages")}
         if choice.mode == "required":
@@ -165,7 +163,7 @@ class ChatFormat:
         elif turn.schema is not None:
             params |= self._answer_params(turn.schema, schemas, state, several=choice.parallel)
             renames |= dict.fromkeys(("grammar", "json_schema"), turn.client_name("response_format"))
-        elif any(map(has_grammar, custom.values())) or self._is_strict(callable_):
+        elif any(map(has_grammar, custom.values())) or self._is_strict(functions):
             params["grammar"] = self._text_or_calls_grammar(schemas, state, several=choice.parallel)
             renames["grammar"] = "tools"
         elif schemas:

@@ -261,7 +261,7 @@ def test_no_text_of_a_client_can_be_a_marker() -> None:
 
 def anthropic(messages: list[Json], **fields: Any) -> list[Json]:
     return local_media(
-        message_conversion.conversation(msgspec.convert({"messages": messages, **fields}, CountTokensRequest))
+        message_conversion.message_turn(msgspec.convert({"messages": messages, **fields}, CountTokensRequest)).messages
     )
 
 
@@ -302,7 +302,7 @@ def test_anthropics_images_are_refused_by_their_name(source: Json, field: str) -
 
 
 def responses(items: list[Json]) -> list[Json]:
-    return local_media(input_conversion.conversation(msgspec.convert({"input": items}, ResponsesRequest)))
+    return local_media(input_conversion.response_turn(msgspec.convert({"input": items}, ResponsesRequest)).messages)
 
 
 def test_responses_have_pictures_and_sounds() -> None:

@@ -140,4 +140,4 @@ def test_an_error_of_the_grammar_has_the_clients_name() -> None:
     with pytest.raises(InvalidRequest) as refused:
         body.params()
     assert refused.value.field == "guided_grammar"
-    assert body.constraint_names == {"grammar": "guided_grammar"}
+    assert body.field_names == {"grammar": "guided_grammar"}
