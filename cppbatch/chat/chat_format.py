@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -46,6 +47,14 @@ class ChatTurn:
     """Extend the last message instead of starting a new one; None: if the last message is the assistant's."""
     field_names: dict[str, str] = field(default_factory=dict)
     """{part of a field name in OpenAI's chat completions: the client's name for it}, for errors."""
+
+    @contextlib.contextmanager
+    def client_names(self) -> Iterator[None]:
+        """A context whose errors have the client's names of fields."""
+        try:
+            yield
+        except InvalidRequest as error:
+            raise error.renamed(self.client_name(error.field)) from error
 
     def client_name(self, name: str) -> str:
         """The client's name of a field of OpenAI's chat completions."""
@@ -124,14 +133,8 @@ class ChatFormat:
         return self.reasoning_tags.markers if self.reasoning_tags else ()
 
     def prepare(self, turn: ChatTurn) -> PreparedChat:
-        """Prepares the generation of the assistant's next message. Raises `InvalidRequest` with the client's name of
-        the field."""
-        try:
-            return self._prepared(turn)
-        except InvalidRequest as error:
-            raise error.renamed(turn.client_name(error.field)) from error
-
-    def _prepared(self, turn: ChatTurn) -> PreparedChat:
+        """Prepares the generation of the assistant's next message. Raises `InvalidRequest`, whose field has OpenAI's
+        name (`ChatTurn.client_names`)."""
         choice, variables = turn.choice, turn.variables
         functions, schemas, custom = callable_tools(turn.tools, choice)
         marked = MarkedMedia(turn.messages)

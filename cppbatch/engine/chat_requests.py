@@ -111,7 +111,8 @@ class ChatRequests:
             messages=local_media(conversation_of(messages)),
             schema=None if params.json_schema is None else json.loads(str(params.json_schema)),
         )
-        chat = self._format.prepare(turn)
+        with turn.client_names():
+            chat = self._format.prepare(turn)
         prompt_params = _params_of_chat(params, chat)
         return ChatRequest(
             GenerationRequest(id=request_id, prompt=prompt_of_chat(chat), params=prompt_params, **self._options), chat

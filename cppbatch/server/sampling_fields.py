@@ -136,6 +136,10 @@ class SamplingFields(StructuredFields, kw_only=True):
             if not defaults.keys().isdisjoint(GRAMMARS):
                 message = "cannot be combined with another output format or a required tool call"
                 raise InvalidRequest(constraint.field, message)
+        if getattr(self, "wants_logprobs", None):  # a field of its own in the APIs of conversations
+            defaults["logprobs"] = 0
+        elif getattr(self, "top_logprobs", None) is not None:
+            raise InvalidRequest("top_logprobs", "requires logprobs to be true")
         given["compact_json"] = self.is_compact or None
         if self.top_k == -1:
             given["top_k"] = 0

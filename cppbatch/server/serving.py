@@ -201,7 +201,8 @@ class Serving:
             variables=self.settings.template_variables | turn.variables,
             thinking_tokens=limit,
         )
-        return chat.prepare(turn)
+        with turn.client_names():
+            return chat.prepare(turn)
 
     async def chat_tokens(self, chat: PreparedChat) -> list[TokenPiece]:
         """The tokens of a chat's prompt. Raises `InvalidRequest`."""

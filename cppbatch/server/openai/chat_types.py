@@ -23,7 +23,6 @@ from cppbatch.chat.reasoning_effort import effort_variables
 from cppbatch.chat.thinking_budget import given_budget
 from cppbatch.chat.tools import ToolChoice
 from cppbatch.engine.assistant_output import FinishReasonName
-from cppbatch.engine.params import SamplingParams
 from cppbatch.errors import InvalidRequest
 from cppbatch.server.llama_result import LlamaResponse
 from cppbatch.server.openai.choices import Usage, VerboseFields
@@ -94,13 +93,6 @@ class ChatCompletionRequest(VerboseFields, kw_only=True):
     user: str | None = None
     """Not used."""
 
-    def params(self, **defaults: Any) -> SamplingParams:
-        """As in `SamplingFields`."""
-        if self.top_logprobs is not None and not self.wants_logprobs:
-            raise InvalidRequest("top_logprobs", "requires logprobs to be true")
-        wanted = {"logprobs": 0} if self.wants_logprobs else {}
-        return super().params(**defaults, **wanted)
-
     def options(self) -> Json:
         """As in `SamplingFields`."""
         return super().options() | ({"prediction": self.prediction.text()} if self.prediction else {})
@@ -108,9 +100,12 @@ class ChatCompletionRequest(VerboseFields, kw_only=True):
     def turn(self) -> ChatTurn:
         """The conversation. Raises `InvalidRequest`."""
         effort = effort_variables("reasoning_effort", self.reasoning_effort)
+        if self.legacy_functions and self.tools:
+            raise InvalidRequest("functions", "cannot be combined with tools; pass the functions as tools")
+        tools = [Tool(function=each) for each in self.legacy_functions or ()] or self.tools or []
         return ChatTurn(
             conversation_of(self.messages),
-            tools=self._functions(),
+            tools=[tool.as_dict(f"tools[{i}]") for i, tool in enumerate(tools)],
             choice=self._choice(),
             schema=self.schema(),
             variables=checked_variables(effort | (self.chat_template_kwargs or {})),
@@ -122,13 +117,6 @@ class ChatCompletionRequest(VerboseFields, kw_only=True):
             continue_final_message=self._continues_message(),
             field_names={"response_format": self.constraint_field("response_format")},
         )
-
-    def _functions(self) -> list[Json]:
-        if self.legacy_functions and self.tools:
-            raise InvalidRequest("functions", "cannot be combined with tools; pass the functions as tools")
-        if self.legacy_functions:
-            return [{"type": "function", "function": msgspec.to_builtins(each)} for each in self.legacy_functions]
-        return [tool.as_dict(f"tools[{i}]") for i, tool in enumerate(self.tools or [])]
 
     def _choice(self) -> ToolChoice:
         if self.function_call is not None and not self.legacy_functions:

@@ -9,7 +9,6 @@ from msgspec import UNSET, UnsetType
 
 from cppbatch.chat.media_parts import MediaFields
 from cppbatch.chat.tools import ToolChoice, allowed_choice, tool_choice_of
-from cppbatch.engine.params import SamplingParams
 from cppbatch.errors import InvalidRequest
 from cppbatch.server.response_logprobs import ChatTokenLogprob
 from cppbatch.server.sampling_fields import SamplingFields, SingleChoiceFields
@@ -222,11 +221,6 @@ class ResponsesRequest(SingleChoiceFields, kw_only=True):
         for field, instead in _STATEFUL_FIELDS.items():
             if getattr(self, field):
                 raise InvalidRequest(field, f"is not supported: this server stores nothing; {instead}")
-
-    def params(self, **defaults: Any) -> SamplingParams:
-        """As in `SamplingFields`."""
-        wanted = {"logprobs": 0} if self.wants_logprobs else {}
-        return super().params(**defaults, **wanted)
 
     def functions(self) -> list[Json]:
         """The tools as chat templates expect them. Raises `InvalidRequest` for tools that OpenAI would run."""
