@@ -47,6 +47,14 @@ def new_id(prefix: str) -> str:
     return f"{prefix}{uuid.uuid4().hex}"
 
 
+class ChatTools(NamedTuple):
+    """What makes prompts of conversations."""
+
+    format: ChatFormat
+    media: MediaLoader
+    """Has fetched what they refer to."""
+
+
 class PreparedTurn(NamedTuple):
     """A turn of a conversation in the engine's terms."""
 
@@ -172,24 +180,33 @@ class Serving:
 
         `id_prefix`: of the response's id, for example `chatcmpl-`. Raises `InvalidRequest`.
         """
-        chat, response_id = await self.render(turn), new_id(id_prefix)
+        tools = await self.chat_tools([turn.messages])
+        return await asyncio.to_thread(self.prepare_with, tools, turn, body, new_id(id_prefix))
+
+    def prepare_with(self, tools: ChatTools, turn: ChatTurn, body: SamplingFields, response_id: str) -> PreparedTurn:
+        """As `prepare`, on this thread: rendering a long conversation takes time, and so does decoding images and
+        audio."""
+        chat = self.render_with(tools, turn)
         requests = self.engine_requests(body, response_id, [prompt_of_chat(chat)], chat.params)
         return PreparedTurn(response_id, requests, chat, body.field_names | chat.renames)
 
     async def render(self, turn: ChatTurn) -> PreparedChat:
-        """The prompt of a turn, made on another thread: rendering a long conversation takes time, and so does decoding
-        images and audio. Raises `InvalidRequest`."""
-        media = self.media_loader()
-        await media.fetch([turn.messages])
-        return await asyncio.to_thread(self.render_with, await self.chat_format(), media, turn)
+        """The prompt of a turn. Raises `InvalidRequest`."""
+        return await asyncio.to_thread(self.render_with, await self.chat_tools([turn.messages]), turn)
+
+    async def chat_tools(self, conversations: Sequence[list[Json]]) -> ChatTools:
+        """What makes prompts of these. Raises `InvalidRequest` for a broken template."""
+        tools = ChatTools(await self.chat_format(), self.media_loader())
+        await tools.media.fetch(conversations)
+        return tools
 
     def media_loader(self) -> MediaLoader:
         """Loads the pictures and sounds of a request."""
         return MediaLoader(self.settings, self.info)
 
-    def render_with(self, chat: ChatFormat, media: MediaLoader, turn: ChatTurn) -> PreparedChat:
+    def render_with(self, tools: ChatTools, turn: ChatTurn) -> PreparedChat:
         """`ChatFormat.prepare`, with the server's variables for the template (--chat-template-kwargs) and its limit of
-        the reasoning (--reasoning-budget). `media`: has fetched what the messages refer to."""
+        the reasoning (--reasoning-budget)."""
         if turn.tools and not self._has_told_form:
             self._has_told_form = True
             if self.chat_forms and self.chat_forms.tools_described_by == "message":
@@ -197,12 +214,12 @@ class Serving:
         limit = self.settings.thinking_tokens if turn.thinking_tokens is None else turn.thinking_tokens
         turn = replace(
             turn,
-            messages=media.loaded(turn.messages),
+            messages=tools.media.loaded(turn.messages),
             variables=self.settings.template_variables | turn.variables,
             thinking_tokens=limit,
         )
         with turn.client_names():
-            return chat.prepare(turn)
+            return tools.format.prepare(turn)
 
     async def chat_tokens(self, chat: PreparedChat) -> list[TokenPiece]:
         """The tokens of a chat's prompt. Raises `InvalidRequest`."""

@@ -17,7 +17,6 @@ from cppbatch.server.endpoint import generation_endpoint
 from cppbatch.server.generate.batch_items import BatchItem, GenerateBatchRequest, batch_items
 from cppbatch.server.generate.cancel_item import RUNNING_BATCHES, RunningBatch
 from cppbatch.server.generate.generate_endpoint import (
-    ChatTools,
     GenerateChunk,
     GenerateRequest,
     chat_tools,
@@ -33,7 +32,7 @@ from cppbatch.server.parse import read_json
 from cppbatch.server.response import DONE, PreparedRequest, ResponseBuilder, ServerSentEvent, respond
 from cppbatch.server.run_requests import run_requests
 from cppbatch.server.served_models import ModelLease
-from cppbatch.server.serving import Serving, new_id
+from cppbatch.server.serving import ChatTools, Serving, new_id
 
 routes = web.RouteTableDef()
 

@@ -5,27 +5,25 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 from aiohttp import web
 from msgspec import UNSET, UnsetType
 
-from cppbatch.chat.chat_format import ChatFormat, ChatTurn
+from cppbatch.chat.chat_format import ChatTurn
 from cppbatch.chat.message_types import ChatMessage, checked_variables, conversation_of
 from cppbatch.chat.thinking_budget import given_budget
 from cppbatch.chat.tools import ToolChoice
-from cppbatch.engine.media_sources import prompt_of_chat
 from cppbatch.engine.request import FinishReason, GenerationEvent, GenerationRequest
 from cppbatch.errors import InvalidRequest
 from cppbatch.server.endpoint import generation_endpoint
-from cppbatch.server.media_loading import MediaLoader
 from cppbatch.server.model_choice import lease_model
 from cppbatch.server.parse import read_json
 from cppbatch.server.response import DONE, PreparedRequest, ResponseBuilder, ServerSentEvent, respond
 from cppbatch.server.response_logprobs import LogprobEntry, logprob_entries
 from cppbatch.server.sampling_fields import SamplingFields
-from cppbatch.server.serving import Prompt, Serving, new_id
+from cppbatch.server.serving import ChatTools, Serving, new_id
 
 Json = dict[str, Any]
 
@@ -127,22 +125,10 @@ async def generate(request: web.Request) -> web.StreamResponse:
 ENDPOINTS = {("post", "/generate"): generation_endpoint("Complete a prompt", GenerateRequest, GenerateResponse)}
 
 
-class ChatTools(NamedTuple):
-    """What makes prompts of conversations."""
-
-    format: ChatFormat
-    media: MediaLoader
-
-
 async def chat_tools(serving: Serving, bodies: Iterable[GenerateFields]) -> ChatTools | None:
-    """What makes prompts of the `messages` of these requests, with the pictures and sounds fetched that they refer to;
-    None: they have no messages. Raises `InvalidRequest` for a broken template."""
+    """What makes prompts of the `messages` of these requests; None: they have none. Raises as `Serving.chat_tools`."""
     given = [body.messages for body in bodies if body.messages is not None]
-    if not given:
-        return None
-    tools = ChatTools(await serving.chat_format(), serving.media_loader())
-    await tools.media.fetch(await asyncio.to_thread(_readable, given))
-    return tools
+    return await serving.chat_tools(await asyncio.to_thread(_readable, given)) if given else None
 
 
 def _readable(given: list[list[ChatMessage]]) -> list[list[Json]]:
@@ -177,15 +163,12 @@ def engine_request(body: GenerateRequest, serving: Serving, name: str, chat: Cha
     if (body.prompt is None) == (body.messages is None):
         raise InvalidRequest("prompt", "is required, unless messages is given; they cannot be combined")
     check_fields(body, serving)
-    prompt: Prompt | None = body.prompt
-    required = None
-    if body.messages is not None:
+    if body.prompt is not None:
+        (request,) = serving.engine_requests(body, name, [body.prompt])
+    else:
         assert chat
         serving.check_size(body)
-        prepared = serving.render_with(chat.format, chat.media, generate_turn(body))
-        prompt, required = prompt_of_chat(prepared), prepared.params
-    assert prompt is not None
-    (request,) = serving.engine_requests(body, name, [prompt], required)
+        (request,) = serving.prepare_with(chat, generate_turn(body), body, name).requests
     return request
 
 
