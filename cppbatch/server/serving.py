@@ -177,6 +177,7 @@ class Serving:
 
     async def prepare(self, turn: ChatTurn, body: SamplingFields, id_prefix: str) -> PreparedTurn:
         """The engine requests of a turn, with the sampling fields of its body (which `check` and `check_size` accept).
+        They are made on another thread: rendering a long conversation takes time, as does decoding images and audio.
 
         `id_prefix`: of the response's id, for example `chatcmpl-`. Raises `InvalidRequest`.
         """
@@ -184,8 +185,7 @@ class Serving:
         return await asyncio.to_thread(self.prepare_with, tools, turn, body, new_id(id_prefix))
 
     def prepare_with(self, tools: ChatTools, turn: ChatTurn, body: SamplingFields, response_id: str) -> PreparedTurn:
-        """As `prepare`, on this thread: rendering a long conversation takes time, and so does decoding images and
-        audio."""
+        """As `prepare`, on this thread."""
         chat = self.render_with(tools, turn)
         requests = self.engine_requests(body, response_id, [prompt_of_chat(chat)], chat.params)
         return PreparedTurn(response_id, requests, chat, body.field_names | chat.renames)
