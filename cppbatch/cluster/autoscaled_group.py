@@ -115,7 +115,7 @@ class AutoscaledGroup(EngineGroup):
         """Runs a request, yielding its events; see `EngineClient.submit`. Before its first event it may move to another
         worker."""
         resume: ResumeState | None = None
-        with self._holding(request):
+        with self._hold_id(request):
             while True:
                 try:
                     with self._choose(request).open(request, resume) as outputs:
@@ -131,8 +131,8 @@ class AutoscaledGroup(EngineGroup):
                         return
 
     @contextlib.contextmanager
-    def _holding(self, request: GenerationRequest) -> Iterator[None]:
-        with super()._holding(request):
+    def _hold_id(self, request: GenerationRequest) -> Iterator[None]:
+        with super()._hold_id(request):
             self._without_output[request.id] = request
             self._arrived_at[request.id] = monotonic()
             try:

@@ -75,12 +75,12 @@ class EngineGroup(EngineClient):
 
     async def submit(self, request: GenerationRequest) -> AsyncGenerator[GenerationEvent, None]:
         """Runs a request, yielding its events; see `EngineClient.submit`."""
-        with self._holding(request), self._choose(request).open(request) as outputs:
+        with self._hold_id(request), self._choose(request).open(request) as outputs:
             while not outputs.finished:
                 yield await outputs.get()
 
     @contextlib.contextmanager
-    def _holding(self, request: GenerationRequest) -> Iterator[None]:
+    def _hold_id(self, request: GenerationRequest) -> Iterator[None]:
         """While a request runs. Raises `InvalidRequest` if another one has its id."""
         if request.id in self._ids:
             raise id_in_use(request.id)

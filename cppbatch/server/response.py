@@ -175,11 +175,11 @@ async def respond(
     """Runs the engine requests and sends the response, whole or as server-sent events.
 
     `events`: the events of the engine requests, from an endpoint that calls `run_requests` with options of its own, and
-    with the requests that the key allows (`ModelLease.allowed`).
+    with the requests that the key allows (`ModelLease.apply_key_rules`).
     """
     serving = lease.serving
     if events is None:
-        requests = lease.allowed(prepared.requests)
+        requests = lease.apply_key_rules(prepared.requests)
         events = run_requests(serving.client, requests, check_first=prepared.stream, waited=lease.waited)
     with request.app[METRICS].observe(endpoint_of(request), len(prepared.requests), serving.name) as observe:
         if not prepared.stream:

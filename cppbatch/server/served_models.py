@@ -42,7 +42,7 @@ class ModelLease(msgspec.Struct, frozen=True, kw_only=True):
     waited: float = 0.0
     """Seconds for which the request has waited for the model to be loaded."""
 
-    def allowed(self, requests: list[GenerationRequest]) -> list[GenerationRequest]:
+    def apply_key_rules(self, requests: list[GenerationRequest]) -> list[GenerationRequest]:
         """The requests as the key may send them. Raises `InvalidRequest`, as `KeyRules.engine_requests`."""
         return self.rules.engine_requests(requests, self.serving.info.adapters) if self.rules else requests
 

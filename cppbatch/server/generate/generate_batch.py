@@ -140,7 +140,7 @@ def prepare_batch(
             request = engine_request(fields, serving, f"{name}-{i}", chat)
             if lease.rules:
                 serving.check_key(lease.rules, fields.model)
-            (requests[i],) = lease.allowed([request])
+            (requests[i],) = lease.apply_key_rules([request])
         except InvalidRequest as error:
             errors[i] = error
     refuse_large([request.prompt for request in requests.values()], 1, serving.limits)

@@ -53,7 +53,7 @@ async def respond_to_completion(
     seconds = (body.t_max_predict_ms or 0) / 1000
     if seconds <= 0:
         return await respond(request, lease, prepared)
-    requests = lease.allowed(prepared.requests)
+    requests = lease.apply_key_rules(prepared.requests)
     return await respond(
         request, lease, prepared, _run_with_time_limit(lease.serving.client, requests, seconds, lease.waited)
     )
