@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from functools import cache
 from typing import Any
 
-from cppbatch.chat.chat_format import ChatFormat, PreparedChat
+from cppbatch.chat.chat_format import ChatFormat, ChatTurn, PreparedChat
 from cppbatch.chat.deltas import AssistantMessage, Delta, ToolCall
 from cppbatch.chat.template import CHATML, ChatTemplate
 from cppbatch.chat.tools import ToolChoice
@@ -135,9 +135,8 @@ def turn(family: str, *, tools: list[Json] = TOOLS, mode: Any = "auto", **more: 
     variables: Json = {key: more.pop(key) for key in ("opened", "quick") if key in more}
     messages = more.pop("messages", QUESTION)
     choice = ToolChoice(mode=mode, name=more.pop("name", None), parallel=more.pop("parallel", True))
-    return chat_format(family, more.pop("token_ids", None)).prepare(
-        messages, tools=tools, choice=choice, variables=variables, **more
-    )
+    form = chat_format(family, more.pop("token_ids", None))
+    return form.prepare(ChatTurn(messages, tools=tools, choice=choice, variables=variables, **more))
 
 
 def pieces(its: PreparedChat, parts: Iterable[str]) -> list[Delta]:

@@ -7,7 +7,7 @@ import asyncio
 import contextlib
 import itertools
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Iterator
 from typing import Any
 
 from cppbatch.cluster.engine_client import Health, WorkerLive, WorkerState
@@ -44,7 +44,8 @@ class FakeEngine:
             sampling="host", n_ctx_train=0, max_sequence=0, bos="", eos="", chat_template=None,
         )  # fmt: skip
 
-    async def submit(self, request: GenerationRequest, *, resume: ResumeState) -> AsyncGenerator[GenerationEvent, None]:
+    @contextlib.contextmanager
+    def open(self, request: GenerationRequest, resume: ResumeState) -> Iterator[OutputCollector]:
         if self.failed:
             raise EngineClosed(self.failed)
         if request.prompt == "invalid":
@@ -52,8 +53,7 @@ class FakeEngine:
         outputs = OutputCollector(request.id)
         self.running[request.id] = request, len(resume.tokens), outputs
         try:
-            while not outputs.finished:
-                yield await outputs.get()
+            yield outputs
         finally:
             if self.running.pop(request.id, None):
                 self.cancelled.append(request.id)

@@ -45,8 +45,8 @@ class FakeWorker:
 
     def __init__(self, config: EngineConfig) -> None:
         self.config = config
-        self.sequences: dict[int, Submit] = {}
-        self.n_tokens: dict[int, int] = {}
+        self.sequences: dict[str, Submit] = {}
+        self.n_tokens: dict[str, int] = {}
         self.died = self.stopped = self.ended = False
         self.is_listened_to = False
         """Whether it is ready for requests."""
@@ -72,13 +72,13 @@ class FakeWorker:
 
     def send(self, message: ToWorker) -> None:
         if isinstance(message, Submit):
-            self.sequences[message.number] = message
-            self.n_tokens[message.number] = len(message.resume.tokens)
-        elif isinstance(message, Cancel) and message.number in self.sequences:
-            del self.sequences[message.number]
-            self._emit(message.number, finish_reason=FinishReason.CANCELLED)
+            self.sequences[message.id] = message
+            self.n_tokens[message.id] = len(message.resume.tokens)
+        elif isinstance(message, Cancel) and message.id in self.sequences:
+            del self.sequences[message.id]
+            self._emit(message.id, finish_reason=FinishReason.CANCELLED)
         elif isinstance(message, Check):
-            self._messages.put_nowait(Checked(message.number))
+            self._messages.put_nowait(Checked(message.id))
         elif isinstance(message, LimitThreads):
             self.threads = message.n
         elif isinstance(message, GetStats):
@@ -104,17 +104,17 @@ class FakeWorker:
     def step(self) -> None:
         """Every running request gets its next token."""
         by_rank = sorted(self.sequences.values(), key=lambda each: each.request.priority)
-        for number in [each.number for each in by_rank[: self.config.n_parallel]]:
-            request, i = self.sequences[number].request, self.n_tokens[number]
-            self.n_tokens[number] += 1
-            is_last = self.n_tokens[number] == request.params.max_tokens
+        for request_id in [each.id for each in by_rank[: self.config.n_parallel]]:
+            request, i = self.sequences[request_id].request, self.n_tokens[request_id]
+            self.n_tokens[request_id] += 1
+            is_last = self.n_tokens[request_id] == request.params.max_tokens
             if is_last:
-                del self.sequences[number]
+                del self.sequences[request_id]
             finish_reason = FinishReason.LENGTH if is_last else None
-            self._emit(number, text=f"{request.prompt}:{i} ", tokens=[i], finish_reason=finish_reason)
+            self._emit(request_id, text=f"{request.prompt}:{i} ", tokens=[i], finish_reason=finish_reason)
 
-    def _emit(self, number: int, **fields: Any) -> None:
-        self._messages.put_nowait(Events([GenerationEvent(request_id=str(number), **fields)]))
+    def _emit(self, request_id: str, **fields: Any) -> None:
+        self._messages.put_nowait(Events([GenerationEvent(request_id=request_id, **fields)]))
 
     def die(self, how: WorkerDied | None = None) -> None:
         """As after `kill -9`, or as `how` says."""

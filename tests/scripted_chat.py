@@ -15,7 +15,7 @@ import pytest
 from aiohttp import web
 
 from cppbatch import LocalEngine
-from cppbatch.chat.chat_format import PreparedChat
+from cppbatch.chat.chat_format import ChatTurn, PreparedChat
 from cppbatch.chat.deltas import ArgumentsDelta, Delta, ReasoningDelta, TextDelta, ToolCallStart
 from cppbatch.errors import LlamaError
 from cppbatch.llama import Batch
@@ -62,10 +62,13 @@ class ScriptedFormat:
         self._script, self._params = script, params
         self.asked: Json = {}
 
-    def prepare(self, messages: list[Json], **asked: Any) -> PreparedChat:
-        self.asked = {"messages": messages, **asked}
+    def prepare(self, turn: ChatTurn) -> PreparedChat:
+        self.asked = dict(vars(turn))
         return PreparedChat(
-            prompt=str(messages), output_parser=lambda: ScriptedReader(self._script), params=self._params
+            prompt=str(turn.messages),
+            output_parser=lambda: ScriptedReader(self._script),
+            params=self._params,
+            renames={"prompt": turn.client_name("messages")},
         )
 
 

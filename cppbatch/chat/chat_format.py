@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import msgspec
 
-from cppbatch.chat.custom_tools import CustomCallParser, as_functions, callable_custom_tools, has_grammar
+from cppbatch.chat.custom_tools import CustomCallParser, has_grammar
 from cppbatch.chat.lark_grammar import LarkGrammar, LazyGrammar
 from cppbatch.chat.media_parts import MarkedMedia
 from cppbatch.chat.output_parser import OutputParser, ToolSchemas
@@ -17,11 +18,49 @@ from cppbatch.chat.template import ChatTemplate, content_text, join_parts
 from cppbatch.chat.thinking_budget import UNLIMITED, ThinkingBudget, effort_tokens
 from cppbatch.chat.tool_formats.detect import detect_tool_format
 from cppbatch.chat.tool_formats.generic import describe_tools_in_text
-from cppbatch.chat.tools import ToolChoice, argument_schemas, callable_tools, check_satisfiable
+from cppbatch.chat.tools import ToolChoice, callable_tools, check_satisfiable
+from cppbatch.errors import InvalidRequest
 
 Json = dict[str, Any]
 
 _NEW_LINES = r"/\n{1,2}/"
+
+
+@dataclass(frozen=True)
+class ChatTurn:
+    """What a request says of the assistant's next message. The API families and the Python interface each make it of
+    their own fields, in one function."""
+
+    messages: list[Json]
+    """OpenAI's objects; images and audio are parts as of `media_parts`."""
+    tools: list[Json] = field(default_factory=list)
+    """OpenAI's objects."""
+    choice: ToolChoice = field(default_factory=ToolChoice)
+    schema: Json | bool | None = None
+    """The text must be JSON that matches it, unless tools are called; an answer that must be a call has no text."""
+    variables: Json = field(default_factory=dict)
+    """Passed to the template."""
+    thinking_tokens: int | None = None
+    """Maximum tokens of reasoning, -1: no limit; None: none but that of the `reasoning_effort` among the variables, if
+    the template does not know it."""
+    continue_final_message: bool | None = None
+    """Extend the last message instead of starting a new one; None: if the last message is the assistant's."""
+    field_names: dict[str, str] = field(default_factory=dict)
+    """{part of a field name in OpenAI's chat completions: the client's name for it}, for errors."""
+
+    @contextlib.contextmanager
+    def client_names(self) -> Iterator[None]:
+        """A context whose errors have the client's names of fields."""
+        try:
+            yield
+        except InvalidRequest as error:
+            raise error.renamed(self.client_name(error.field)) from error
+
+    def client_name(self, name: str) -> str:
+        """The client's name of a field of OpenAI's chat completions."""
+        for ours, theirs in self.field_names.items():
+            name = name.replace(ours, theirs)
+        return name
 
 
 @dataclass(frozen=True)
@@ -37,14 +76,7 @@ class PreparedChat:
     params: Json = field(default_factory=dict)
     """Fields for `SamplingParams`: perhaps a grammar, and the control tokens that must appear in the text."""
     renames: dict[str, str] = field(default_factory=dict)
-    """Fields of `params` to the names of OpenAI's chat completions for them, for error messages."""
-
-    def renamed(self, format_field: str | None) -> dict[str, str]:
-        """`renames` for a client whose `response_format` has another name; None: it has none."""
-        return {
-            ours: (format_field or theirs) if theirs == "response_format" else theirs
-            for ours, theirs in self.renames.items()
-        }
+    """{a field of `params`, or the prompt: the client's name for what it was made of}, for error messages."""
 
 
 class ChatForms(msgspec.Struct, frozen=True, kw_only=True):
@@ -100,60 +132,43 @@ class ChatFormat:
     def _tag_markers(self) -> tuple[str, ...]:
         return self.reasoning_tags.markers if self.reasoning_tags else ()
 
-    def prepare(
-        self,
-        messages: list[Json],
-        *,
-        tools: list[Json],
-        choice: ToolChoice,
-        schema: Json | bool | None = None,
-        variables: Json | None = None,
-        continue_final_message: bool | None = None,
-        thinking_tokens: int | None = None,
-    ) -> PreparedChat:
-        """Prepares the generation of the assistant's next message.
-
-        `messages`, `tools`: OpenAI's objects; pictures and sounds are parts as of `media_parts`. `schema`: the text
-        must be JSON that matches it, unless tools are called; an answer that must be a call has no text. `variables`:
-        passed to the template.
-        `continue_final_message`: extend the last message instead of starting a new one; None: if the last message is
-        the assistant's. `thinking_tokens`: tokens of reasoning at most, -1: no limit; None: none but that of the
-        `reasoning_effort` among the variables, if the template does not know it. Raises `InvalidRequest`.
-        """
-        callable_ = callable_tools(as_functions(tools), choice)
-        custom = callable_custom_tools(tools, callable_)
-        schemas = argument_schemas(callable_)
-        marked = MarkedMedia(messages)
+    def prepare(self, turn: ChatTurn) -> PreparedChat:
+        """Prepares the generation of the assistant's next message. Raises `InvalidRequest`, whose field has OpenAI's
+        name (`ChatTurn.client_names`)."""
+        choice, variables = turn.choice, turn.variables
+        functions, schemas, custom = callable_tools(turn.tools, choice)
+        marked = MarkedMedia(turn.messages)
         messages = marked.messages
-        last = messages[-1]
+        last, continue_final_message = messages[-1], turn.continue_final_message
         if continue_final_message is None:
             continue_final_message = last["role"] == "assistant" and not last.get("tool_calls")
         if continue_final_message and isinstance(last.get("content"), list):
             last = {**last, "content": join_parts(last["content"], "\n\n")}  # as in llama-server
             messages = [*messages[:-1], last]
-        prompt = self._render(messages, callable_, variables or {}, continue_final_message=continue_final_message)
+        prompt = self._render(messages, functions, variables, continue_final_message=continue_final_message)
         parts = marked.parts(prompt)
         state = ReasoningState.of_prompt(
             prompt, self.reasoning_tags, content_text(last) if continue_final_message else None
         )
         params: Json = {}
-        if visible := self.markers if callable_ or self.tool_format.parses_reasoning else self._tag_markers:
+        if visible := self.markers if functions or self.tool_format.parses_reasoning else self._tag_markers:
             params["visible_tokens"] = visible
+        thinking_tokens = turn.thinking_tokens
         if thinking_tokens is None and "reasoning_effort" not in self.template.source:
-            thinking_tokens = effort_tokens(variables or {})
+            thinking_tokens = effort_tokens(variables)
         if thinking_tokens is not None and thinking_tokens != UNLIMITED:
-            budget = self._thinking_budget(thinking_tokens, prompt, state, has_tools=bool(callable_))
+            budget = self._thinking_budget(thinking_tokens, prompt, state, has_tools=bool(functions))
             params["reasoning_budget"] = budget
-        renames = {}
+        renames = {"prompt": turn.client_name("messages")}
         if choice.mode == "required":
             params["grammar"] = self._calls_grammar(schemas, state, several=choice.parallel)
-            renames = {"grammar": "tools"}
-        elif schema is not None:
-            params |= self._answer_params(schema, schemas, state, several=choice.parallel)
-            renames = dict.fromkeys(("grammar", "json_schema"), "response_format")
-        elif any(map(has_grammar, custom.values())) or self._is_strict(callable_):
+            renames["grammar"] = "tools"
+        elif turn.schema is not None:
+            params |= self._answer_params(turn.schema, schemas, state, several=choice.parallel)
+            renames |= dict.fromkeys(("grammar", "json_schema"), turn.client_name("response_format"))
+        elif any(map(has_grammar, custom.values())) or self._is_strict(functions):
             params["grammar"] = self._text_or_calls_grammar(schemas, state, several=choice.parallel)
-            renames = {"grammar": "tools"}
+            renames["grammar"] = "tools"
         elif schemas:
             params["lazy_grammar"] = self._lazy_grammar(schemas, state, several=choice.parallel)
 

@@ -19,18 +19,6 @@ _MAX_PREFIX = 64  # characters; longer ones are no prefix
 _STRING_PART = re.compile(r'(?:[^"\\]|\\(?:[^u]|u(?!d[89ab])[0-9a-f]{4}|ud[89ab][0-9a-f]{2}\\u[0-9a-f]{4}))*', re.I)
 
 
-def as_functions(tools: list[Json]) -> list[Json]:
-    """The tools with a function in place of each custom tool. Raises `InvalidRequest` for an invalid format."""
-    return [_function(i, tool["custom"]) if tool["type"] == "custom" else tool for i, tool in enumerate(tools)]
-
-
-def callable_custom_tools(tools: list[Json], functions: list[Json]) -> dict[str, Json]:
-    """The custom tools among the functions that may be called, by name."""
-    names = {tool["function"]["name"] for tool in functions}
-    custom = [tool["custom"] for tool in tools if tool["type"] == "custom"]
-    return {each["name"]: each for each in custom if each["name"] in names}
-
-
 def has_grammar(custom: Json) -> bool:
     """Whether the custom tool has a grammar."""
     return bool(_format(custom)["type"] == "grammar")
@@ -40,7 +28,8 @@ def _format(custom: Json) -> Json:
     return custom.get("format") or {"type": "text"}
 
 
-def _function(i: int, custom: Json) -> Json:
+def as_function(i: int, custom: Json) -> Json:
+    """The function for a custom tool, which is tool `i` of the request. Raises `InvalidRequest` for its format."""
     schema: Json = {"type": "string"}
     given, field = _format(custom), f"tools[{i}].custom.format"
     if given["type"] == "grammar":

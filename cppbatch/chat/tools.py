@@ -1,13 +1,14 @@
-"""Validating the tools of a request: their names, their parameters, and which of them may or must be called."""
+"""The tools of a request, checked: their names, their parameters, and which of them may or must be called."""
 
 from __future__ import annotations
 
 import json
 import re
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 
+from cppbatch.chat.custom_tools import as_function
 from cppbatch.errors import InvalidRequest
 from cppbatch.json_schema_check import has_finite_instance
 
@@ -49,60 +50,72 @@ def allowed_choice(field: str, mode: str, names: list[str], *, parallel: bool) -
     return msgspec.structs.replace(choice, allowed=tuple(names))
 
 
-def callable_tools(tools: list[Json], choice: ToolChoice) -> list[Json]:
-    """Returns the tools that may be called (OpenAI's objects, `{"type": "function", "function": {...}}`).
+class CallableTools(NamedTuple):
+    """The tools that may be called."""
 
-    Raises `InvalidRequest` for an invalid, repeated or unknown name, and when a call is required but there are no
-    tools.
+    functions: list[Json]
+    """OpenAI's objects; a custom tool is a function with one argument."""
+    schemas: dict[str, Any]
+    """The JSON schema of each function's arguments, by name."""
+    custom: dict[str, Json]
+    """Those that are custom tools, by name."""
+
+
+def callable_tools(tools: list[Json], choice: ToolChoice) -> CallableTools:
+    """Those of a request's tools (OpenAI's objects) that may be called.
+
+    Raises `InvalidRequest` for an invalid, repeated or unknown name, for parameters or a format that no call can
+    satisfy, and when a call is required but there are no tools.
     """
-    names = [tool["function"]["name"] for tool in tools]
-    earlier: set[str] = set()
-    for i, name in enumerate(names):
+    functions: dict[str, Json] = {}
+    for i, tool in enumerate(tools):
+        function = as_function(i, tool["custom"]) if tool["type"] == "custom" else tool
+        name = function["function"]["name"]
         if not isinstance(name, str) or not _NAME.fullmatch(name):
             message = f"is {name!r:.80}; it must be 1 to 64 letters, digits, underscores or hyphens"
             raise InvalidRequest(f"tools[{i}].function.name", message)
-        if name in earlier:
+        if name in functions:
             raise InvalidRequest(
                 f"tools[{i}].function.name", f"is {name!r}, the name of an earlier tool; names must be unique"
             )
-        earlier.add(name)
+        functions[name] = function
     if choice.mode == "none":
-        return []
+        return CallableTools([], {}, {})
     if choice.mode == "required" and not tools:
         raise InvalidRequest("tool_choice", "requires a tool call, but tools is empty")
     wanted = choice.allowed if choice.name is None else (choice.name,)
-    if wanted is None:
-        return tools
-    if not wanted:
+    if wanted == ():
         raise InvalidRequest("tool_choice", "allows no tools; name at least one, or use none")
-    for name in wanted:
-        if name not in names:
-            raise InvalidRequest("tool_choice", f"names {name!r}, which is not one of the tools ({', '.join(names)})")
-    return [tool for tool in tools if tool["function"]["name"] in wanted]
+    for name in wanted or ():
+        if name not in functions:
+            raise InvalidRequest(
+                "tool_choice", f"names {name!r}, which is not one of the tools ({', '.join(functions)})"
+            )
+    called = {name: i for i, name in enumerate(functions) if wanted is None or name in wanted}
+    return CallableTools(
+        functions=[functions[name] for name in called],
+        schemas={
+            name: _argument_schema(f"tools[{i}].function.parameters", functions[name]) for name, i in called.items()
+        },
+        custom={name: tools[i]["custom"] for name, i in called.items() if tools[i]["type"] == "custom"},
+    )
 
 
-def argument_schemas(tools: list[Json]) -> dict[str, Any]:
-    """Returns the JSON schema of each function's arguments, by name.
-
-    A schema describes an object. It allows only the properties it names, unless it says that there are others.
-    Raises `InvalidRequest` for a schema that no arguments can satisfy.
-    """
-    schemas: dict[str, Any] = {}
-    for i, tool in enumerate(tools):
-        given = tool["function"].get("parameters") or {"properties": {}}
-        field = f"tools[{i}].function.parameters"
-        if not isinstance(given, dict):
-            raise InvalidRequest(field, f"is {given!r:.80}; it must be the JSON schema of an object")
-        schema: Json = {"type": "object"} | given
-        if schema["type"] != "object":
-            raise InvalidRequest(field, f"is of type {schema['type']!r:.80}; arguments must be an object")
-        if not isinstance(schema.get("properties", {}), dict):
-            raise InvalidRequest(f"{field}.properties", f"is {schema['properties']!r:.80}; it must be an object")
-        if "properties" in schema and not _ALLOWS_OTHER_ARGUMENTS & schema.keys():
-            schema["additionalProperties"] = False
-        check_satisfiable(field, schema)
-        schemas[tool["function"]["name"]] = schema
-    return schemas
+def _argument_schema(field: str, tool: Json) -> Json:
+    """The JSON schema of a function's arguments: of an object, which has only the properties that it names, unless it
+    says that there are others."""
+    given = tool["function"].get("parameters") or {"properties": {}}
+    if not isinstance(given, dict):
+        raise InvalidRequest(field, f"is {given!r:.80}; it must be the JSON schema of an object")
+    schema: Json = {"type": "object"} | given
+    if schema["type"] != "object":
+        raise InvalidRequest(field, f"is of type {schema['type']!r:.80}; arguments must be an object")
+    if not isinstance(schema.get("properties", {}), dict):
+        raise InvalidRequest(f"{field}.properties", f"is {schema['properties']!r:.80}; it must be an object")
+    if "properties" in schema and not _ALLOWS_OTHER_ARGUMENTS & schema.keys():
+        schema["additionalProperties"] = False
+    check_satisfiable(field, schema)
+    return schema
 
 
 def check_satisfiable(field: str, schema: Json | bool) -> None:

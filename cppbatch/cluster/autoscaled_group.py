@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import math
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
 from time import monotonic
 
 import msgspec
@@ -111,15 +111,16 @@ class AutoscaledGroup(EngineGroup):
 
     # --- requests ---------------------------------------------------------------------------------------------------
 
-    async def _run(self, request: GenerationRequest) -> AsyncGenerator[GenerationEvent, None]:
-        self._without_output[request.id] = request
-        self._arrived_at[request.id] = monotonic()
+    async def submit(self, request: GenerationRequest) -> AsyncGenerator[GenerationEvent, None]:
+        """Runs a request, yielding its events; see `EngineClient.submit`. Before its first event it may move to another
+        worker."""
         resume: ResumeState | None = None
-        try:
+        with self._hold_id(request):
             while True:
                 try:
-                    async with contextlib.aclosing(self._choose(request).submit(request, resume=resume)) as events:
-                        async for event in events:
+                    with self._choose(request).open(request, resume) as outputs:
+                        while not outputs.finished:
+                            event = await outputs.get()
                             self._without_output.pop(request.id, None)
                             yield event
                     return
@@ -128,10 +129,18 @@ class AutoscaledGroup(EngineGroup):
                     if self._moving.pop(request.id):
                         yield GenerationEvent(request_id=request.id, finish_reason=FinishReason.CANCELLED)
                         return
-        finally:
-            self._without_output.pop(request.id, None)
-            self._moving.pop(request.id, None)
-            del self._arrived_at[request.id]
+
+    @contextlib.contextmanager
+    def _hold_id(self, request: GenerationRequest) -> Iterator[None]:
+        with super()._hold_id(request):
+            self._without_output[request.id] = request
+            self._arrived_at[request.id] = monotonic()
+            try:
+                yield
+            finally:
+                self._without_output.pop(request.id, None)
+                self._moving.pop(request.id, None)
+                del self._arrived_at[request.id]
 
     def _share_waiting_requests(self) -> int:
         """Takes the last waiting requests from workers that have more than their share; they are given out again.

@@ -14,7 +14,6 @@ from msgspec import UNSET, UnsetType
 from cppbatch.chat.chat_format import ChatFormat
 from cppbatch.cluster import async_chat
 from cppbatch.cluster.async_chat import AsyncChatStream
-from cppbatch.cluster.worker_link import SlotActionName
 from cppbatch.config import EngineConfig
 from cppbatch.engine.chat_requests import ChatOptions, Conversation, chat_template_of
 from cppbatch.engine.chat_results import ChatCompletion
@@ -23,7 +22,7 @@ from cppbatch.engine.metrics import EngineStats
 from cppbatch.engine.model_info import ModelInfo
 from cppbatch.engine.params import Params
 from cppbatch.engine.request import GenerationEvent, GenerationRequest, MediaPrompt, TokenPiece
-from cppbatch.engine.slots import SlotReport
+from cppbatch.engine.slots import SlotActionName, SlotReport
 from cppbatch.errors import ConfigError, InvalidRequest
 
 if TYPE_CHECKING:

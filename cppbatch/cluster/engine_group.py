@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Sequence
 
 from cppbatch.cluster.engine_client import EngineClient, Health, WorkerLive, WorkerState, id_in_use
 from cppbatch.cluster.engine_process import EngineProcess
 from cppbatch.cluster.prefix_router import PrefixRouter, prompt_prefixes
-from cppbatch.cluster.worker_link import SlotActionName
 from cppbatch.engine.metrics import EngineStats, add_up
 from cppbatch.engine.model_info import ModelInfo
 from cppbatch.engine.request import GenerationEvent, GenerationRequest, MediaPrompt, TokenPiece
-from cppbatch.engine.slots import SlotReport
+from cppbatch.engine.slots import SlotActionName, SlotReport
 
 
 class EngineGroup(EngineClient):
@@ -76,18 +75,20 @@ class EngineGroup(EngineClient):
 
     async def submit(self, request: GenerationRequest) -> AsyncGenerator[GenerationEvent, None]:
         """Runs a request, yielding its events; see `EngineClient.submit`."""
+        with self._hold_id(request), self._choose(request).open(request) as outputs:
+            while not outputs.finished:
+                yield await outputs.get()
+
+    @contextlib.contextmanager
+    def _hold_id(self, request: GenerationRequest) -> Iterator[None]:
+        """While a request runs. Raises `InvalidRequest` if another one has its id."""
         if request.id in self._ids:
             raise id_in_use(request.id)
         self._ids.add(request.id)
         try:
-            async with contextlib.aclosing(self._run(request)) as events:
-                async for event in events:
-                    yield event
+            yield
         finally:
             self._ids.discard(request.id)
-
-    def _run(self, request: GenerationRequest) -> AsyncGenerator[GenerationEvent, None]:
-        return self._choose(request).submit(request)
 
     def _choose(self, request: GenerationRequest) -> EngineProcess:
         if request.id_slot >= 0:

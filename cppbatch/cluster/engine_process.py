@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 from collections import deque
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from time import perf_counter
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from cppbatch.cluster.engine_client import EngineClient, Health, WorkerLive, WorkerState, id_in_use, running_loop
-from cppbatch.cluster.in_flight import MAX_CRASHES, InFlightRequest, InFlightRequests
+from cppbatch.cluster.in_flight import MAX_CRASHES, InFlightRequest, InFlightRequests, OutputCollector
 from cppbatch.cluster.latest_live import LatestLive
 from cppbatch.cluster.supervisor import Supervisor
 from cppbatch.cluster.worker_link import (
@@ -32,7 +32,6 @@ from cppbatch.cluster.worker_link import (
     Question,
     Refused,
     SlotAction,
-    SlotActionName,
     SlotDone,
     Stats,
     Tokenize,
@@ -52,7 +51,7 @@ from cppbatch.engine.request import (
     ResumeState,
     TokenPiece,
 )
-from cppbatch.engine.slots import SlotReport
+from cppbatch.engine.slots import SlotActionName, SlotReport
 from cppbatch.errors import CppBatchError, EngineClosed, GenerationFailed, InvalidRequest, QueueFull
 
 if TYPE_CHECKING:
@@ -142,13 +141,13 @@ class EngineProcess(EngineClient):
 
     async def check(self, request: GenerationRequest) -> None:
         """As in `EngineClient`."""
-        await self._ask_worker(request, Check(0, request))
+        await self._ask_worker(request, Check(request))
 
     async def tokenize(
         self, text: str | list[int] | MediaPrompt, *, add_special: bool = True, parse_special: bool = True
     ) -> list[TokenPiece]:
         """As in `EngineClient`."""
-        question = Tokenize(0, text, add_special, parse_special)
+        question = Tokenize("", text, add_special, parse_special)
         answer = await self._ask_worker(GenerationRequest(id="", prompt=text), question)
         if not isinstance(answer, Tokenized):
             return []
@@ -157,7 +156,7 @@ class EngineProcess(EngineClient):
 
     async def slot_action(self, action: SlotActionName, slot: int, path: str = "") -> SlotReport:
         """As in `EngineClient`."""
-        answer = await self._ask_worker(GenerationRequest(id="", prompt=""), SlotAction(0, action, slot, path))
+        answer = await self._ask_worker(GenerationRequest(id="", prompt=""), SlotAction("", action, slot, path))
         assert isinstance(answer, SlotDone)
         return answer.report
 
@@ -166,7 +165,7 @@ class EngineProcess(EngineClient):
         request = self._by_id.get(request_id)
         if request is None or not self._in_flight.is_sent(request):
             return False
-        question = Update(0, request.number, list(token_ids("tokens", tokens)))
+        question = Update("", request.id, list(token_ids("tokens", tokens)))
         answer = await self._ask_worker(GenerationRequest(id="", prompt=""), question)
         assert isinstance(answer, Updated)
         return answer.found
@@ -184,12 +183,18 @@ class EngineProcess(EngineClient):
         finally:
             self._release(asked)
 
-    async def submit(
-        self, request: GenerationRequest, *, resume: ResumeState | None = None
-    ) -> AsyncGenerator[GenerationEvent, None]:
-        """Runs a request, yielding its events; see `EngineClient.submit`.
+    async def submit(self, request: GenerationRequest) -> AsyncGenerator[GenerationEvent, None]:
+        """Runs a request, yielding its events; see `EngineClient.submit`."""
+        with self.open(request) as outputs:
+            while not outputs.finished:
+                yield await outputs.get()
 
-        `resume`: its progress in another engine, which has died; the events continue behind these tokens.
+    @contextlib.contextmanager
+    def open(self, request: GenerationRequest, resume: ResumeState | None = None) -> Iterator[OutputCollector]:
+        """Runs a request, of which the context is the reader: at its end a request that has not ended is cancelled.
+
+        `resume`: its progress in another engine, which has died; the events continue after these tokens. Raises as the
+        first step of `submit`, and `OutputCollector.get` as the later ones, and `Withdrawn`.
         """
         if request.id in self._by_id:
             raise id_in_use(request.id)
@@ -197,8 +202,7 @@ class EngineProcess(EngineClient):
             raise QueueFull(self.config.max_queue, self._seconds_per_request())
         submitted = self._by_id[request.id] = self._start(request, resume=resume)
         try:
-            while not submitted.outputs.finished:
-                yield await submitted.outputs.get()
+            yield submitted.outputs
         finally:
             del self._by_id[request.id]
             self._release(submitted)
@@ -233,7 +237,7 @@ class EngineProcess(EngineClient):
     def withdraw(self, request_id: str) -> bool:
         """Takes a request back, if it has no output yet and no crash is blamed on it. Returns whether it did.
 
-        The iterator of `submit` then raises `Withdrawn`.
+        Its `OutputCollector.get` then raises `Withdrawn`.
         """
         request = self._by_id.get(request_id)
         if request is None or request not in self._in_flight or request.cancelled or not request.is_untouched:
@@ -247,7 +251,7 @@ class EngineProcess(EngineClient):
         worker = self._supervisor.worker
         if worker is None or not self._in_flight.is_sent(request):
             return False
-        worker.send(Cancel(request.number))
+        worker.send(Cancel(request.id))
         return True
 
     def _send_requests(self) -> None:
@@ -327,17 +331,17 @@ class EngineProcess(EngineClient):
         elif isinstance(message, Live):
             self._live.received(message.engine)
         elif isinstance(message, Refused):
-            if request := self._in_flight.get(message.number):
+            if request := self._in_flight.get(message.id):
                 self._fail(request, InvalidRequest(message.field, message.message, message.overflow))
         elif isinstance(message, (Checked, Tokenized, SlotDone, Updated)) and (
-            request := self._in_flight.get(message.number)
+            request := self._in_flight.get(message.id)
         ):
             request.answer = message
             self._end(request, FinishReason.STOP)
 
     def _handle_event(self, event: GenerationEvent) -> None:
-        request = self._in_flight.get(int(event.request_id))
-        if request is None:  # the reader has left, or the request was sent again under another number
+        request = self._in_flight.get(event.request_id)
+        if request is None:  # the reader has left, or the request was sent again under another id
             return
         if event.is_report:  # no token: a crash would repeat it
             request.put(event)
@@ -372,7 +376,7 @@ class EngineProcess(EngineClient):
     def _end(self, request: InFlightRequest, reason: FinishReason, error: str | None = None) -> None:
         """Makes the last event, in place of the worker."""
         self._in_flight.remove(request)
-        request.outputs.put(GenerationEvent(request_id=str(request.number), finish_reason=reason, error=error))
+        request.outputs.put(GenerationEvent(request_id=request.id, finish_reason=reason, error=error))
 
     def _end_all(self, reason: FinishReason, error: str | None = None) -> None:
         for request in self._in_flight:

@@ -11,7 +11,7 @@ from time import monotonic, perf_counter
 
 import msgspec
 
-from cppbatch.cluster.worker_link import Answer, Question, Submit, Update
+from cppbatch.cluster.worker_link import Answer, Check, Question, Submit, Update
 from cppbatch.engine.params import actual_seed, replaced
 from cppbatch.engine.request import GenerationEvent, GenerationRequest, RequestUsage, ResumeState, TokenLogprob
 
@@ -23,8 +23,8 @@ class OutputCollector:
     """Merges the unread events of a request into one, so that a slow reader costs memory for text, not for events.
     Events without tokens, which report the progress of a prefill, are few and come one by one.
 
-    The engine numbers requests by itself; the collector puts the client's `request_id` into the events. Used on the
-    event loop only.
+    Events come with the id that the engine knows (`InFlightRequest.id`); the collector, their only reader, sets the
+    client's. Used on the event loop only.
     """
 
     def __init__(self, request_id: str) -> None:
@@ -43,6 +43,7 @@ class OutputCollector:
 
     def put(self, event: GenerationEvent) -> None:
         """Adds an event. The event with a finish reason is the last."""
+        msgspec.structs.force_setattr(event, "request_id", self._request_id)
         if event.is_report:
             self._reports.append(event)
             self._ready.set()
@@ -76,7 +77,7 @@ class OutputCollector:
             report = self._reports.popleft()
             if not self._reports and self._last is None:
                 self._ready.clear()
-            return msgspec.structs.replace(report, request_id=self._request_id)
+            return report
         assert self._last is not None
         event, self._last = self._last, None
         self._ready.clear()
@@ -84,7 +85,6 @@ class OutputCollector:
         if self._text:
             event = msgspec.structs.replace(
                 event,
-                request_id=self._request_id,
                 text="".join(self._text),
                 tokens=self._tokens,
                 token_texts=self._token_texts,
@@ -93,8 +93,6 @@ class OutputCollector:
             )
             self._text, self._tokens, self._token_texts, self._logprobs = [], [], [], []
             self._usage = None
-        elif event.request_id != self._request_id:
-            event = msgspec.structs.replace(event, request_id=self._request_id)
         return event
 
 
@@ -103,7 +101,7 @@ class InFlightRequest:
 
     def __init__(
         self,
-        number: int,
+        request_id: str,
         request: GenerationRequest,
         question: Question | Update | None = None,
         resume: ResumeState | None = None,
@@ -111,9 +109,8 @@ class InFlightRequest:
         """`question` is sent instead of running the request; the worker's reply to it becomes `answer`. `resume`: the
         progress of the request in another engine."""
         params = replaced(request.params, seed=actual_seed(request.params.seed))  # the same seed in every worker
-        self.number = number
-        """Identifies the request in the messages to and from the worker."""
-        self.request = replaced(request, params=params)
+        self.request = replaced(request, id=request_id, params=params)
+        """As the engine gets it."""
         self._question = question
         self.answer: Answer | None = None
         self.outputs = OutputCollector(request.id)
@@ -126,15 +123,27 @@ class InFlightRequest:
         self._first_token_at = self._arrived_at + resume.first_token_seconds if resume else 0.0
 
     @property
+    def id(self) -> str:
+        """Identifies the request in all messages to and from the engine. The client's id does not: it may be used again
+        while the last events of an earlier request are on their way."""
+        return self.request.id
+
+    def send_as(self, request_id: str) -> None:
+        """Gives it another id: events that still come for the present one are not its any more."""
+        self.request = replaced(self.request, id=request_id)
+
+    @property
     def has_tokens(self) -> bool:
         """Whether an event with a token has come."""
         return bool(self._tokens)
 
     def message(self) -> Submit | Question | Update:
         """The message that starts the request in a worker, or continues it after the tokens so far."""
+        if isinstance(self._question, Check):
+            return Check(self.request)
         if self._question:
-            return msgspec.structs.replace(self._question, number=self.number)
-        return Submit(self.number, replaced(self.request, id=str(self.number)), self.resume_state())
+            return msgspec.structs.replace(self._question, id=self.id)
+        return Submit(self.request, self.resume_state())
 
     def resume_state(self) -> ResumeState:
         """The progress so far."""
@@ -169,10 +178,10 @@ class InFlightRequests:
     """
 
     def __init__(self) -> None:
-        self._numbers = itertools.count()
-        self._requests: dict[int, InFlightRequest] = {}
-        self._held: dict[int, InFlightRequest] = {}  # not sent to the current worker
-        self._suspects: dict[int, InFlightRequest] = {}
+        self._ids = map(str, itertools.count())
+        self._requests: dict[str, InFlightRequest] = {}
+        self._held: dict[str, InFlightRequest] = {}  # not sent to the current worker
+        self._suspects: dict[str, InFlightRequest] = {}
         self._empty_since = monotonic()
 
     def __len__(self) -> int:
@@ -183,27 +192,27 @@ class InFlightRequests:
         return iter(list(self._requests.values()))
 
     def __contains__(self, request: InFlightRequest) -> bool:
-        return request.number in self._requests
+        return request.id in self._requests
 
     @property
     def idle_seconds(self) -> float:
         """How long there has been no request; 0.0 while there is any."""
         return 0.0 if self._requests else monotonic() - self._empty_since
 
-    def get(self, number: int) -> InFlightRequest | None:
-        """The request of this number; None if it has ended, or was given another number (`requeue`)."""
-        return self._requests.get(number)
+    def get(self, request_id: str) -> InFlightRequest | None:
+        """The request of this id; None if it has ended, or was given another id (`requeue`)."""
+        return self._requests.get(request_id)
 
     def add(
         self, request: GenerationRequest, question: Question | Update | None = None, resume: ResumeState | None = None
     ) -> InFlightRequest:
         """Adds a new request, or one that another engine began; not sent yet."""
-        added = InFlightRequest(next(self._numbers), request, question, resume)
+        added = InFlightRequest(next(self._ids), request, question, resume)
         self._hold(added)
         return added
 
     def _hold(self, request: InFlightRequest) -> None:
-        self._requests[request.number] = self._held[request.number] = request
+        self._requests[request.id] = self._held[request.id] = request
 
     def take_sendable(self) -> list[InFlightRequest]:
         """The requests to send to the worker now; they count as sent."""
@@ -214,38 +223,39 @@ class InFlightRequests:
         else:  # one suspect runs
             chosen = []
         for request in chosen:
-            del self._held[request.number]
+            del self._held[request.id]
         return chosen
 
     def is_sent(self, request: InFlightRequest) -> bool:
         """Whether the request was sent to the current worker."""
-        return request.number not in self._held
+        return request.id not in self._held
 
     def token_received(self, request: InFlightRequest) -> bool:
         """The request is no suspect any more. Returns whether it was one and other suspects wait: then `requeue` it."""
         request.n_crashes = 0
-        was_suspect = self._suspects.pop(request.number, None) is not None
+        was_suspect = self._suspects.pop(request.id, None) is not None
         return was_suspect and bool(self._suspects)
 
     def requeue(self, request: InFlightRequest) -> None:
-        """Holds a sent request again, under a new number: what the worker still sends for the old one is ignored."""
+        """Holds a sent request again, under a new id: what the worker still sends for the old one is ignored."""
         self.remove(request)
-        request.number = next(self._numbers)
+        request.send_as(next(self._ids))
         self._hold(request)
 
     def remove(self, request: InFlightRequest) -> None:
         """Removes a request that has ended."""
         for table in (self._requests, self._held, self._suspects):
-            table.pop(request.number, None)
+            table.pop(request.id, None)
         self._empty_since = monotonic()
 
     def worker_died(self, active: Collection[int]) -> list[InFlightRequest]:
-        """Counts a crash of the requests that were `active` in the worker. Removes and returns those that must fail.
+        """Counts a crash of the requests whose ids were `active` in the worker. Removes and returns those that must
+        fail.
 
         All other requests are held for the next worker.
         """
         for number in active:
-            if request := self._requests.get(number):
+            if request := self._requests.get(str(number)):
                 request.n_crashes += 1
         failed = [request for request in self if request.n_crashes >= MAX_CRASHES]
         for request in failed:

@@ -20,7 +20,6 @@ from cppbatch.cluster.engine_client import EngineClient, Health, WorkerLive, Wor
 from cppbatch.cluster.engine_threads import InputThreads, StepLoop
 from cppbatch.cluster.in_flight import OutputCollector
 from cppbatch.cluster.latest_live import LatestLive
-from cppbatch.cluster.worker_link import SlotActionName
 from cppbatch.config import EngineConfig, EngineSettings, engine_config
 from cppbatch.engine.engine import BatchInferenceEngine
 from cppbatch.engine.metrics import EngineStats
@@ -29,7 +28,7 @@ from cppbatch.engine.params import replaced
 from cppbatch.engine.request import FinishReason, GenerationEvent, GenerationRequest, MediaPrompt, TokenPiece
 from cppbatch.engine.runtime import Runtime
 from cppbatch.engine.sequence import Seq
-from cppbatch.engine.slots import SlotReport
+from cppbatch.engine.slots import SlotActionName, SlotReport
 from cppbatch.errors import EngineClosed, InvalidRequest, QueueFull
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import msgspec
 import zmq
@@ -19,7 +19,7 @@ from cppbatch.engine.live_state import LiveEngine
 from cppbatch.engine.metrics import EngineStats
 from cppbatch.engine.model_info import ModelInfo
 from cppbatch.engine.request import GenerationEvent, GenerationRequest, MediaPrompt, ResumeState, TokenPiece
-from cppbatch.engine.slots import SlotReport
+from cppbatch.engine.slots import SlotActionName, SlotReport
 from cppbatch.errors import ContextOverflow
 
 if TYPE_CHECKING:
@@ -29,8 +29,6 @@ _MAX_FOLDER_PATH = 100  # characters; a socket's path may have about 107
 _FLUSH_TIMEOUT_MS = 5000
 _FLUSH_S = 0.2
 _LOOPBACK = "tcp://127.0.0.1:*"
-
-SlotActionName = Literal["save", "restore", "erase"]
 
 Keys = tuple[str, str, str, str]
 """CURVE keys: the server's public and secret key, then the worker's."""
@@ -59,24 +57,33 @@ class WorkerSetup(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Submit(msgspec.Struct, frozen=True, tag=True):
-    """Run this request, or continue it where an earlier worker stopped."""
+    """Run this request, or continue it where an earlier worker stopped. All messages about it, and its events, have its
+    id: a number in decimal digits that the server makes (`InFlightRequest.id`)."""
 
-    number: int
     request: GenerationRequest
     resume: ResumeState
+
+    @property
+    def id(self) -> str:
+        """Of the request."""
+        return self.request.id
 
 
 class Check(msgspec.Struct, frozen=True, tag=True):
     """Check whether this request could run; the answer is `Checked` or `Refused`."""
 
-    number: int
     request: GenerationRequest
+
+    @property
+    def id(self) -> str:
+        """Of the request."""
+        return self.request.id
 
 
 class Tokenize(msgspec.Struct, frozen=True, tag=True):
     """Tokenise a prompt, or look up token ids; the answer is `Tokenized` or `Refused`."""
 
-    number: int
+    id: str
     text: str | list[int] | MediaPrompt
     add_special: bool
     parse_special: bool
@@ -85,7 +92,7 @@ class Tokenize(msgspec.Struct, frozen=True, tag=True):
 class SlotAction(msgspec.Struct, frozen=True, tag=True):
     """Save a slot's prefix to a file, restore it from there, or erase it; the answer is `SlotDone` or `Refused`."""
 
-    number: int
+    id: str
     action: SlotActionName
     slot: int
     path: str
@@ -95,16 +102,15 @@ class SlotAction(msgspec.Struct, frozen=True, tag=True):
 class Update(msgspec.Struct, frozen=True, tag=True):
     """Append tokens to the text of a request; the answer is `Updated` or `Refused`."""
 
-    number: int
-    request: int
-    """Its number."""
+    id: str
+    request_id: str
     tokens: list[int]
 
 
 class Cancel(msgspec.Struct, frozen=True, tag=True):
     """Cancel a request or a question."""
 
-    number: int
+    id: str
 
 
 class GetStats(msgspec.Struct, frozen=True, tag=True):
@@ -158,7 +164,7 @@ class LoadFailed(msgspec.Struct, frozen=True, tag=True):
 
 
 class Events(msgspec.Struct, frozen=True, tag=True):
-    """The events of one step; `request_id` is the request's number."""
+    """The events of one step."""
 
     events: list[GenerationEvent]
 
@@ -166,7 +172,7 @@ class Events(msgspec.Struct, frozen=True, tag=True):
 class Refused(msgspec.Struct, frozen=True, tag=True):
     """The request is invalid: the fields of `InvalidRequest`."""
 
-    number: int
+    id: str
     field: str
     message: str
     overflow: ContextOverflow | None = None
@@ -175,13 +181,13 @@ class Refused(msgspec.Struct, frozen=True, tag=True):
 class Checked(msgspec.Struct, frozen=True, tag=True):
     """The request is valid."""
 
-    number: int
+    id: str
 
 
 class Tokenized(msgspec.Struct, frozen=True, tag=True):
     """The tokens of a text, in order."""
 
-    number: int
+    id: str
     ids: list[int]
     pieces: list[TokenPiece]
     """Each distinct token once."""
@@ -190,14 +196,14 @@ class Tokenized(msgspec.Struct, frozen=True, tag=True):
 class SlotDone(msgspec.Struct, frozen=True, tag=True):
     """A slot was saved, restored or erased."""
 
-    number: int
+    id: str
     report: SlotReport
 
 
 class Updated(msgspec.Struct, frozen=True, tag=True):
     """Whether the tokens were appended; False: the request neither waits nor runs."""
 
-    number: int
+    id: str
     found: bool
 
 

@@ -75,8 +75,8 @@ class Worker:
         self._step_loop = StepLoop(lambda events: link.send(Events(events)), heartbeat=status.heartbeat)
         self._input_threads = InputThreads()
         self._thread_numbers = _ThreadNumbers()
-        self._preparing: set[int] = set()
-        self._cancelled: set[int] = set()  # requests that were cancelled while they were being prepared
+        self._preparing: set[str] = set()
+        self._cancelled: set[str] = set()  # requests that were cancelled while they were being prepared
         self._last_computed: list[int] = []
         engine.on_plan = self._record_computed_requests
         engine.survives_failures = False
@@ -105,7 +105,7 @@ class Worker:
 
     def _handle(self, message: ToWorker) -> None:
         if isinstance(message, (Submit, Check, Tokenize, SlotAction, Update)):
-            self._preparing.add(message.number)
+            self._preparing.add(message.id)
             if isinstance(message, Update):
                 self._step_loop.post(partial(self._answer_update, message))
                 return
@@ -117,10 +117,10 @@ class Worker:
                 threads = self._input_threads.for_request(self._engine, message.request)
             threads.submit(self._prepare, message)
         elif isinstance(message, Cancel):
-            number = message.number
-            if number in self._preparing:
-                self._cancelled.add(number)
-            self._step_loop.post(lambda engine: self._cancel(engine, number))
+            cancelled = message.id
+            if cancelled in self._preparing:
+                self._cancelled.add(cancelled)
+            self._step_loop.post(lambda engine: self._cancel(engine, cancelled))
         elif isinstance(message, GetStats):
             self._step_loop.post(lambda engine: self._link.send(Stats(engine.stats())))
         elif isinstance(message, GetLive):
@@ -135,16 +135,16 @@ class Worker:
 
     def _prepare(self, message: Submit | Question) -> None:
         """Names the request in the shared status while it is prepared: some texts and grammars crash the process."""
-        number = message.number
+        request_id = message.id
         thread = self._thread_numbers.current()
-        self._status.set_preparing(thread, number)
+        self._status.set_preparing(thread, int(request_id))
         try:
             command = self._prepared(message, thread)
         except InvalidRequest as error:
-            refused = _refused(number, error)
-            self._step_loop.post(lambda engine: self._answer(number, refused))
+            refused = _refused(request_id, error)
+            self._step_loop.post(lambda engine: self._answer(request_id, refused))
         except RequestCancelled:
-            self._step_loop.post(lambda engine: self._answer(number, _cancelled_event(number)))
+            self._step_loop.post(lambda engine: self._answer(request_id, _cancelled_event(request_id)))
         except Exception:
             _crash(self._link, "failed to prepare a request")
         else:
@@ -157,11 +157,11 @@ class Worker:
 
         Raises `InvalidRequest` and `RequestCancelled`.
         """
-        number, engine = message.number, self._engine
+        request_id, engine = message.id, self._engine
 
         def cancelled() -> bool:
             self._status.progressed(thread)
-            return number in self._cancelled
+            return request_id in self._cancelled
 
         if cancelled():
             raise RequestCancelled("cancelled before it was prepared")
@@ -170,31 +170,31 @@ class Worker:
             return self._slot_command(message)
         if isinstance(message, Submit):
             sequence = engine.prepare(message.request, message.resume, cancelled=cancelled)
-            return lambda engine: self._add(engine, number, sequence)
+            return lambda engine: self._add(engine, request_id, sequence)
         if isinstance(message, Check):
             engine.prepare(message.request, cancelled=cancelled)
-            answer = Checked(number)
+            answer = Checked(request_id)
         else:
             special = {"add_special": message.add_special, "parse_special": message.parse_special}
             tokens = engine.tokens(message.text, **special, cancelled=cancelled)
             pieces = list({token.id: token for token in tokens}.values())
-            answer = Tokenized(number, [token.id for token in tokens], pieces)
-        return lambda engine: self._answer(number, answer)
+            answer = Tokenized(request_id, [token.id for token in tokens], pieces)
+        return lambda engine: self._answer(request_id, answer)
 
     def _slot_command(self, message: SlotAction) -> Callable[[BatchInferenceEngine], None]:
         """Reads the file of a slot that is to be restored. Raises `InvalidRequest`."""
-        number, path, slots = message.number, Path(message.path), self._engine.slots
+        request_id, path, slots = message.id, Path(message.path), self._engine.slots
         if message.action == "restore":
             prefix = slots.read(path)
-            return lambda engine: self._answer_slot(number, lambda: slots.put(message.slot, prefix))
+            return lambda engine: self._answer_slot(request_id, lambda: slots.put(message.slot, prefix))
         if message.action == "erase":
-            return lambda engine: self._answer_slot(number, lambda: slots.erase(message.slot))
+            return lambda engine: self._answer_slot(request_id, lambda: slots.erase(message.slot))
 
         def take(engine: BatchInferenceEngine) -> None:
             try:
                 prefix = slots.take(message.slot)
             except InvalidRequest as error:
-                self._answer(number, _refused(number, error))
+                self._answer(request_id, _refused(request_id, error))
             else:
                 self._input_threads.for_files().submit(write, prefix)
 
@@ -202,57 +202,57 @@ class Worker:
             try:
                 report = slots.write(path, prefix)
             except InvalidRequest as error:
-                refused = _refused(number, error)
-                self._step_loop.post(lambda engine: self._answer(number, refused))
+                refused = _refused(request_id, error)
+                self._step_loop.post(lambda engine: self._answer(request_id, refused))
             except Exception:
                 _crash(self._link, "failed to save a slot")
             else:
-                self._step_loop.post(lambda engine: self._answer(number, SlotDone(number, report)))
+                self._step_loop.post(lambda engine: self._answer(request_id, SlotDone(request_id, report)))
 
         return take
 
     # --- between two steps ------------------------------------------------------------------------------------------
 
-    def _answer_slot(self, number: int, change: Callable[[], SlotReport]) -> None:
+    def _answer_slot(self, request_id: str, change: Callable[[], SlotReport]) -> None:
         try:
-            answer: FromWorker = SlotDone(number, change())
+            answer: FromWorker = SlotDone(request_id, change())
         except InvalidRequest as error:
-            answer = _refused(number, error)
-        self._answer(number, answer)
+            answer = _refused(request_id, error)
+        self._answer(request_id, answer)
 
     def _answer_update(self, message: Update, engine: BatchInferenceEngine) -> None:
         try:
-            found = engine.update_request(str(message.request), message.tokens)
-            answer: FromWorker = Updated(message.number, found)
+            found = engine.update_request(message.request_id, message.tokens)
+            answer: FromWorker = Updated(message.id, found)
         except InvalidRequest as error:
-            answer = _refused(message.number, error)
-        self._answer(message.number, answer)
+            answer = _refused(message.id, error)
+        self._answer(message.id, answer)
 
-    def _add(self, engine: BatchInferenceEngine, number: int, sequence: Seq) -> None:
-        self._preparing.discard(number)
-        if number in self._cancelled:
-            self._answer(number, _cancelled_event(number))
+    def _add(self, engine: BatchInferenceEngine, request_id: str, sequence: Seq) -> None:
+        self._preparing.discard(request_id)
+        if request_id in self._cancelled:
+            self._answer(request_id, _cancelled_event(request_id))
         else:
             engine.add(sequence)
 
-    def _answer(self, number: int, message: FromWorker) -> None:
-        self._preparing.discard(number)
-        self._cancelled.discard(number)
+    def _answer(self, request_id: str, message: FromWorker) -> None:
+        self._preparing.discard(request_id)
+        self._cancelled.discard(request_id)
         self._link.send(message)
 
-    def _cancel(self, engine: BatchInferenceEngine, number: int) -> None:
-        engine.cancel(str(number))
-        if number not in self._preparing:  # the request is in the engine now, or has ended
-            self._cancelled.discard(number)
+    def _cancel(self, engine: BatchInferenceEngine, request_id: str) -> None:
+        engine.cancel(request_id)
+        if request_id not in self._preparing:  # the request is in the engine now, or has ended
+            self._cancelled.discard(request_id)
 
 
-def _refused(number: int, error: InvalidRequest) -> Refused:
-    return Refused(number, error.field, error.message, error.overflow)
+def _refused(request_id: str, error: InvalidRequest) -> Refused:
+    return Refused(request_id, error.field, error.message, error.overflow)
 
 
-def _cancelled_event(number: int) -> Events:
+def _cancelled_event(request_id: str) -> Events:
     """The last event of a request that was cancelled before it was added to the engine."""
-    return Events([GenerationEvent(request_id=str(number), finish_reason=FinishReason.CANCELLED)])
+    return Events([GenerationEvent(request_id=request_id, finish_reason=FinishReason.CANCELLED)])
 
 
 class _ThreadNumbers:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import msgspec
 
-from cppbatch.chat.chat_format import ChatFormat, PreparedChat
+from cppbatch.chat.chat_format import ChatFormat, ChatTurn, PreparedChat
 from cppbatch.chat.message_types import (
     ChatMessage,
     Tool,
@@ -74,8 +75,7 @@ class ChatRequest(NamedTuple):
 
     def renamed(self, error: InvalidRequest) -> InvalidRequest:
         """The engine's error with the field of the conversation in place of that of the prompt."""
-        names = {"prompt": "messages", **self.chat.renamed("json_schema")}
-        return error.renamed(names.get(error.field, error.field))
+        return error.renamed(self.chat.renames.get(error.field, error.field))
 
 
 class ChatRequests:
@@ -89,28 +89,30 @@ class ChatRequests:
         if not isinstance(self._system, str | None):
             raise InvalidRequest("system", f"is {self._system!r:.80}; it must be a string")
         tools = convert(list(given.get("tools") or ()), list[Tool], "tools")
-        self._tools = [tool.as_dict(f"tools[{i}]") for i, tool in enumerate(tools)]
         wanted: Any = convert(given.get("tool_choice") or "auto", str | ToolChoiceObject, "tool_choice")  # type: ignore[arg-type]
-        self._choice = choice_of(wanted, parallel=given.get("parallel_tool_calls", True))
         effort = effort_variables("reasoning_effort", given.get("reasoning_effort"))
-        self._variables = checked_variables(effort | dict(given.get("chat_template_kwargs") or {}))
-        self._thinking_tokens = given_budget(thinking_budget=given.get("thinking_budget"))
-        self._continues = given.get("continue_final_message")
+        self._turn = ChatTurn(
+            [],
+            tools=[tool.as_dict(f"tools[{i}]") for i, tool in enumerate(tools)],
+            choice=choice_of(wanted, parallel=given.get("parallel_tool_calls", True)),
+            variables=checked_variables(effort | dict(given.get("chat_template_kwargs") or {})),
+            thinking_tokens=given_budget(thinking_budget=given.get("thinking_budget")),
+            continue_final_message=given.get("continue_final_message"),
+            field_names={"response_format": "json_schema"},
+        )
 
     def request(self, request_id: str, conversation: Conversation, params: Params) -> ChatRequest:
         """The request of a conversation. A JSON schema of `params` is that of the answer: the model may reason before
         it, or call tools instead. Raises `InvalidRequest`."""
         params = sampling_params(params)
         messages = convert(with_files(self._messages(conversation)), list[ChatMessage], "messages")
-        chat = self._format.prepare(
-            local_media(conversation_of(messages)),
-            tools=self._tools,
-            choice=self._choice,
+        turn = replace(
+            self._turn,
+            messages=local_media(conversation_of(messages)),
             schema=None if params.json_schema is None else json.loads(str(params.json_schema)),
-            variables=self._variables,
-            continue_final_message=self._continues,
-            thinking_tokens=self._thinking_tokens,
         )
+        with turn.client_names():
+            chat = self._format.prepare(turn)
         prompt_params = _params_of_chat(params, chat)
         return ChatRequest(
             GenerationRequest(id=request_id, prompt=prompt_of_chat(chat), params=prompt_params, **self._options), chat
@@ -137,7 +139,7 @@ def _params_of_chat(params: SamplingParams, chat: PreparedChat) -> SamplingParam
     try:
         return msgspec.structs.replace(params, **required)
     except InvalidRequest as error:
-        raise error.renamed(chat.renamed("json_schema").get(error.field, error.field)) from error
+        raise error.renamed(chat.renames.get(error.field, error.field)) from error
 
 
 def is_conversation(prompt: object) -> bool:

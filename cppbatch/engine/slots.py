@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 
@@ -14,6 +15,8 @@ from cppbatch.engine.sequence import SavedState
 from cppbatch.engine.slot_file import Footer, read_slot_file, write_slot_file
 from cppbatch.engine.state_key import StateKey
 from cppbatch.errors import InvalidRequest
+
+SlotActionName = Literal["save", "restore", "erase"]
 
 
 class SlotReport(msgspec.Struct, frozen=True, kw_only=True):

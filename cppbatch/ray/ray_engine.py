@@ -22,7 +22,6 @@ from cppbatch.cluster.worker_link import (
     Question,
     Refused,
     SlotAction,
-    SlotActionName,
     SlotDone,
     Tokenize,
     Tokenized,
@@ -30,9 +29,8 @@ from cppbatch.cluster.worker_link import (
 from cppbatch.config import EngineConfig
 from cppbatch.engine.metrics import EngineStats, add_up
 from cppbatch.engine.model_info import ModelInfo
-from cppbatch.engine.params import replaced
 from cppbatch.engine.request import FinishReason, GenerationEvent, GenerationRequest, MediaPrompt, TokenPiece
-from cppbatch.engine.slots import SlotReport
+from cppbatch.engine.slots import SlotActionName, SlotReport
 from cppbatch.errors import CppBatchError, EngineClosed, GenerationFailed, InvalidRequest, QueueFull
 from cppbatch.ray.live_replicas import LiveReplicas
 from cppbatch.ray.ray_messages import (
@@ -72,7 +70,7 @@ class RayEngine(EngineClient):
         self._front = uuid.uuid4().hex[:8]
         self._epoch = 0  # a lost stream group has a hole: requests after that go into other groups
         self._n_sent = 0
-        self._requests: dict[str, SentRequest] = {}  # unfinished, by `sent_as`
+        self._requests: dict[str, SentRequest] = {}  # unfinished, by their ids in the replicas
         self._by_id: dict[str, SentRequest] = {}  # by the client's id; while the iterator of `submit` is open
         self._groups = SentGroups()
         self._live = LiveReplicas(replicas)
@@ -116,13 +114,13 @@ class RayEngine(EngineClient):
     async def check(self, request: GenerationRequest) -> None:
         """As in `EngineClient`."""
         self._refuse_functions(request)
-        await self._ask(Check(0, request))
+        await self._ask(Check(request))
 
     async def tokenize(
         self, text: str | list[int] | MediaPrompt, *, add_special: bool = True, parse_special: bool = True
     ) -> list[TokenPiece]:
         """As in `EngineClient`."""
-        answer = await self._ask(Tokenize(0, text, add_special, parse_special))
+        answer = await self._ask(Tokenize("", text, add_special, parse_special))
         assert isinstance(answer, Tokenized)
         pieces = {token.id: token for token in answer.pieces}
         return [pieces[token] for token in answer.ids]
@@ -132,7 +130,7 @@ class RayEngine(EngineClient):
         if self._status.n_wanted > 1:
             message = f"belongs to one of {self._status.n_wanted} replicas; saving slots requires a single replica"
             raise InvalidRequest("id_slot", message)
-        answer = await self._ask(SlotAction(0, action, slot, path))
+        answer = await self._ask(SlotAction("", action, slot, path))
         assert isinstance(answer, SlotDone)
         return answer.report
 
@@ -170,7 +168,7 @@ class RayEngine(EngineClient):
                 yield await submitted.outputs.get()
         finally:
             del self._by_id[request.id]
-            if submitted.sent_as in self._requests:
+            if submitted.id in self._requests:
                 self._abandon(submitted)
 
     async def cancel(self, request_id: str) -> None:
@@ -178,8 +176,8 @@ class RayEngine(EngineClient):
         if request := self._by_id.get(request_id):
             request.cancelled = True
             if request.group:
-                self._send_cancel(request.sent_as, request.group)  # the replica sends the last event
-            elif request.sent_as in self._requests:
+                self._send_cancel(request.id, request.group)  # the replica sends the last event
+            elif request.id in self._requests:
                 self._end(request, FinishReason.CANCELLED)
 
     def _require_ready(self) -> None:
@@ -202,14 +200,13 @@ class RayEngine(EngineClient):
     def _send(self, request: SentRequest) -> None:
         """Sends the request to a replica, to be continued behind its tokens so far."""
         self._n_sent += 1
-        request.sent_as = f"{self._front}-{self._n_sent}"
-        sent = replaced(request.request, id=request.sent_as)
+        request.send_as(f"{self._front}-{self._n_sent}")
         try:
-            message = encode(Submission(self._front, self._epoch, sent, request.resume_state()))
+            message = encode(Submission(self._front, self._epoch, request.request, request.resume_state()))
         except UnicodeEncodeError as error:
             request.outputs.fail(InvalidRequest("prompt", f"contains an unpaired surrogate: {error}"))
             return
-        self._requests[request.sent_as] = request
+        self._requests[request.id] = request
         self._start_task(self._read(SentStream(request), message))
 
     async def _read(self, stream: SentStream, message: bytes) -> None:
@@ -273,9 +270,8 @@ class RayEngine(EngineClient):
                     self._remove(request)
                     self._finish_times.append(perf_counter())
                 request.put(event)
-        for invalid in message.not_valid:
-            if request := self._request_in(group, invalid.request_id):
-                refused = invalid.refused
+        for refused in message.not_valid:
+            if request := self._request_in(group, refused.id):
                 self._remove(request)
                 request.outputs.fail(InvalidRequest(refused.field, refused.message, refused.overflow))
         for not_run in message.not_run:
@@ -284,9 +280,9 @@ class RayEngine(EngineClient):
 
     def _remove(self, request: SentRequest) -> None:
         """Removes a request that has ended, or is sent again: events for it that still come are dropped."""
-        del self._requests[request.sent_as]
+        del self._requests[request.id]
         if request.group:
-            del request.group.requests[request.sent_as]
+            del request.group.requests[request.id]
             request.group = None
 
     def _abandon(self, request: SentRequest) -> None:
@@ -294,7 +290,7 @@ class RayEngine(EngineClient):
         group = request.group
         self._remove(request)
         if group:
-            self._send_cancel(request.sent_as, group)
+            self._send_cancel(request.id, group)
 
     def _lose_group(self, group: SentGroup, why: str) -> None:
         """A stream of the group broke. Continues its requests elsewhere, in groups without a hole, and closes its other
@@ -330,7 +326,7 @@ class RayEngine(EngineClient):
 
     @staticmethod
     def _put_last_event(request: SentRequest, reason: FinishReason, error: str | None = None) -> None:
-        request.outputs.put(GenerationEvent(request_id=request.sent_as, finish_reason=reason, error=error))
+        request.outputs.put(GenerationEvent(request_id=request.id, finish_reason=reason, error=error))
 
     def _send_cancel(self, sent_as: str, group: SentGroup) -> None:
         self._to_cancel.append((sent_as, group))

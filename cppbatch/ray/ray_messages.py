@@ -39,20 +39,13 @@ class NotRun(msgspec.Struct, frozen=True):
     why: str
 
 
-class NotValid(msgspec.Struct, frozen=True):
-    """A request was refused as invalid."""
-
-    request_id: str
-    refused: Refused
-
-
 class GroupEvents(msgspec.Struct, frozen=True, tag=True):
     """The events of all requests of a stream group since its last message: those of one step."""
 
     number: int
     """Counts the messages of the group from 0."""
     events: list[GenerationEvent]
-    not_valid: list[NotValid] = []
+    not_valid: list[Refused] = []
     not_run: list[NotRun] = []
 
 

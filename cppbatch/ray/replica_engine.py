@@ -14,7 +14,6 @@ from cppbatch.errors import CppBatchError, EngineClosed, InvalidRequest, QueueFu
 from cppbatch.ray.ray_messages import (
     Answer,
     NotRun,
-    NotValid,
     ReplicaReport,
     Submission,
     decode_question,
@@ -69,11 +68,11 @@ class ReplicaEngine:
     async def _run(self, submission: Submission, group: StreamGroup) -> None:
         request = submission.request
         try:
-            async with contextlib.aclosing(self._engine.submit(request, resume=submission.resume)) as events:
-                async for event in events:
-                    group.put(event)
+            with self._engine.open(request, submission.resume) as outputs:
+                while not outputs.finished:
+                    group.put(await outputs.get())
         except InvalidRequest as error:
-            group.put(NotValid(request.id, Refused(0, error.field, error.message, error.overflow)))
+            group.put(Refused(request.id, error.field, error.message, error.overflow))
         except (EngineClosed, QueueFull) as error:
             group.put(NotRun(request.id, str(error)))
         except Exception as error:
@@ -93,17 +92,19 @@ class ReplicaEngine:
         try:
             if isinstance(question, Check):
                 await self._engine.check(question.request)
-                answer = Checked(0)
+                answer = Checked(question.id)
             elif isinstance(question, Tokenize):
                 pieces = await self._engine.tokenize(
                     question.text, add_special=question.add_special, parse_special=question.parse_special
                 )
                 distinct = list({piece.id: piece for piece in pieces}.values())
-                answer = Tokenized(0, [piece.id for piece in pieces], distinct)
+                answer = Tokenized(question.id, [piece.id for piece in pieces], distinct)
             else:
-                answer = SlotDone(0, await self._engine.slot_action(question.action, question.slot, question.path))
+                answer = SlotDone(
+                    question.id, await self._engine.slot_action(question.action, question.slot, question.path)
+                )
         except InvalidRequest as error:
-            answer = Refused(0, error.field, error.message, error.overflow)
+            answer = Refused(question.id, error.field, error.message, error.overflow)
         return encode(answer)
 
     async def report(self) -> bytes:

@@ -16,12 +16,10 @@ _MAX_GROUPS = 4096  # more than a cluster has replicas at once
 
 
 class SentRequest(InFlightRequest):
-    """An unfinished request of a front."""
+    """An unfinished request of a front. It has another `id` each time it is sent."""
 
     def __init__(self, request: GenerationRequest) -> None:
-        super().__init__(0, request)
-        self.sent_as = ""
-        """Its id in the replica; another one each time it is sent."""
+        super().__init__("", request)
         self.group: SentGroup | None = None
         """The group that carries its events; None until a replica runs it."""
 
@@ -31,7 +29,7 @@ class SentStream:
 
     def __init__(self, request: SentRequest) -> None:
         self.request = request
-        self.sent_as = request.sent_as
+        self.sent_as = request.id
         self.group: SentGroup | None = None
         """None until the replica has opened the stream."""
 

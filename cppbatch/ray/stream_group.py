@@ -6,9 +6,10 @@ import asyncio
 from collections.abc import AsyncGenerator, Callable, Coroutine
 from typing import Any
 
+from cppbatch.cluster.worker_link import Refused
 from cppbatch.engine.request import GenerationEvent
 from cppbatch.errors import EngineClosed
-from cppbatch.ray.ray_messages import GroupEvents, NotRun, NotValid, StreamOpened, encode
+from cppbatch.ray.ray_messages import GroupEvents, NotRun, StreamOpened, encode
 
 
 class _Stream:
@@ -29,7 +30,7 @@ class StreamGroup:
         self._n_sent = 0
         self._closed_because: str | None = None
         self._events: list[GenerationEvent] = []
-        self._not_valid: list[NotValid] = []
+        self._not_valid: list[Refused] = []
         self._not_run: list[NotRun] = []
 
     @property
@@ -37,11 +38,11 @@ class StreamGroup:
         """Whether no stream is open."""
         return not self._streams
 
-    def put(self, item: GenerationEvent | NotValid | NotRun) -> None:
+    def put(self, item: GenerationEvent | Refused | NotRun) -> None:
         """Adds something to the next message."""
         if isinstance(item, GenerationEvent):
             self._events.append(item)
-        elif isinstance(item, NotValid):
+        elif isinstance(item, Refused):
             self._not_valid.append(item)
         else:
             self._not_run.append(item)

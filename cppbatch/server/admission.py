@@ -14,7 +14,6 @@ from cppbatch.server.api_errors import ApiError, error_response
 from cppbatch.server.connections import connection_of, reading
 from cppbatch.server.key_usage import KEY_USAGE
 from cppbatch.server.keys import KEY
-from cppbatch.server.model_choice import HELD
 from cppbatch.server.served_models import MODELS
 from cppbatch.server.web_page import is_page
 
@@ -92,7 +91,6 @@ async def admission_middleware(request: web.Request, handler: Handler) -> web.St
     """
     connection = connection_of(request)
     with contextlib.ExitStack() as held:
-        request[HELD] = held
         if request.method not in _WITHOUT_BODY:
             if (encoding := request.headers.get(hdrs.CONTENT_ENCODING, "identity").lower()) != "identity":
                 raise InvalidRequest("Content-Encoding", f"is {encoding!r:.40}; send the body uncompressed")

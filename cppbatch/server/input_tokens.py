@@ -9,11 +9,10 @@ from aiohttp import web
 
 from cppbatch.server.api_errors import json_response
 from cppbatch.server.endpoint import generation_endpoint
-from cppbatch.server.model_choice import serving_of
-from cppbatch.server.openai.chat_completions import prepare_chat
+from cppbatch.server.model_choice import lease_model
 from cppbatch.server.openai.chat_types import ChatCompletionRequest
 from cppbatch.server.parse import read_json
-from cppbatch.server.responses.create_response import prepare_response_chat
+from cppbatch.server.responses.input_conversion import response_turn
 from cppbatch.server.responses.responses_types import ResponsesRequest
 
 routes = web.RouteTableDef()
@@ -30,9 +29,11 @@ class InputTokens(msgspec.Struct, frozen=True, kw_only=True):
 async def chat_input_tokens(request: web.Request) -> web.Response:
     """Count the prompt tokens of a chat completion."""
     body = await read_json(request, ChatCompletionRequest)
-    serving = await serving_of(request, body)
-    serving.check_model(body.model)
-    tokens = await serving.chat_tokens(await prepare_chat(body, serving), "messages")
+    with await lease_model(request, body) as lease:
+        serving = lease.serving
+        serving.check_model(body.model)
+        serving.check_size(body)
+        tokens = await serving.chat_tokens(await serving.render(body.turn()))
     return json_response(InputTokens(input_tokens=len(tokens)))
 
 
@@ -40,9 +41,11 @@ async def chat_input_tokens(request: web.Request) -> web.Response:
 async def response_input_tokens(request: web.Request) -> web.Response:
     """Count the prompt tokens of a response."""
     body = await read_json(request, ResponsesRequest)
-    serving = await serving_of(request, body)
-    serving.check_model(body.model)
-    tokens = await serving.chat_tokens(await prepare_response_chat(body, serving), "input")
+    with await lease_model(request, body) as lease:
+        serving = lease.serving
+        serving.check_model(body.model)
+        serving.check_size(body)
+        tokens = await serving.chat_tokens(await serving.render(response_turn(body)))
     return json_response(InputTokens(input_tokens=len(tokens)))
 
 

@@ -174,7 +174,7 @@ class ManyModels(ServedModels):
                 "the timeout"
             ) from None
         waited = 0.0 if was_loaded else self._clock() - began
-        return ModelLease(serving=self._serving(model, lease.engine), release=lease.release, waited=waited)
+        return ModelLease(serving=self._serving(model, lease.engine), release=lease.release, rules=rules, waited=waited)
 
     def _serving(self, name: str, engine: EngineClient) -> Serving:
         serving = self._servings.get(name)

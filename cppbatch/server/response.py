@@ -14,9 +14,8 @@ from aiohttp import web
 from cppbatch.engine.request import FinishReason, GenerationEvent, GenerationRequest
 from cppbatch.errors import EngineClosed, GenerationFailed, InvalidRequest
 from cppbatch.server.api_errors import api_error, json_response, openai_error
-from cppbatch.server.keys import KEY
-from cppbatch.server.model_choice import SERVING, WAITED
-from cppbatch.server.run_requests import Event, run_requests
+from cppbatch.server.run_requests import Event, OnEvent, run_requests
+from cppbatch.server.served_models import ModelLease
 from cppbatch.server.server_metrics import METRICS, endpoint_of
 
 Json = dict[str, Any]
@@ -144,13 +143,14 @@ class PreparedRequest:
     field_names: dict[str, str] = field(default_factory=dict)
     """The client's names for fields of the engine requests, for error messages."""
 
-    async def gather(self, events: AsyncGenerator[Event, None]) -> object:
-        """The body of the response that is not streamed, once every completion has ended. Raises what
-        `ResponseBuilder.record` raises, with the client's field names."""
+    async def gather(self, events: AsyncGenerator[Event, None], observe: OnEvent) -> object:
+        """The body of the response that is not streamed, once every completion has ended. `observe` is called with each
+        event. Raises what `ResponseBuilder.record` raises, with the client's field names."""
         completions: list[list[GenerationEvent]] = [[] for _ in self.requests]
         with self.client_field_names():
             async with contextlib.aclosing(events):
                 async for index, event in events:
+                    observe(index, event)
                     self.builder.record(index, event)
                     completions[index].append(event)
             return self.builder.build(completions)
@@ -166,39 +166,36 @@ class PreparedRequest:
             raise error.renamed(f"{names.get(name, name)}{bracket}{rest}") from error
 
 
-def as_key_allows(request: web.Request, requests: list[GenerationRequest]) -> list[GenerationRequest]:
-    """The engine requests under the rules of the HTTP request's key. Raises `InvalidRequest`, as
-    `KeyRules.engine_requests`."""
-    rules = request.get(KEY)
-    return rules.engine_requests(requests, request[SERVING].info.adapters) if rules else requests
-
-
 async def respond(
-    request: web.Request, prepared: PreparedRequest, events: AsyncGenerator[Event, None] | None = None
+    request: web.Request,
+    lease: ModelLease,
+    prepared: PreparedRequest,
+    events: AsyncGenerator[Event, None] | None = None,
 ) -> web.StreamResponse:
     """Runs the engine requests and sends the response, whole or as server-sent events.
 
     `events`: the events of the engine requests, from an endpoint that calls `run_requests` with options of its own, and
-    with the requests that the key allows (`as_key_allows`).
+    with the requests that the key allows (`ModelLease.apply_key_rules`).
     """
+    serving = lease.serving
     if events is None:
-        requests = as_key_allows(request, prepared.requests)
-        waited = request.get(WAITED, 0.0)
-        events = run_requests(request[SERVING].client, requests, check_first=prepared.stream, waited=waited)
-    events = request.app[METRICS].observe(events, endpoint_of(request), len(prepared.requests), request[SERVING].name)
-    if not prepared.stream:
-        return json_response(await prepared.gather(events))
-    with prepared.client_field_names():
-        return await _send_stream(request, events, prepared.builder)
+        requests = lease.apply_key_rules(prepared.requests)
+        events = run_requests(serving.client, requests, check_first=prepared.stream, waited=lease.waited)
+    with request.app[METRICS].observe(endpoint_of(request), len(prepared.requests), serving.name) as observe:
+        if not prepared.stream:
+            return json_response(await prepared.gather(events, observe))
+        with prepared.client_field_names():
+            return await _send_stream(request, events, prepared.builder, observe)
 
 
 async def _send_stream(
-    request: web.Request, events: AsyncGenerator[Event, None], builder: ResponseBuilder
+    request: web.Request, events: AsyncGenerator[Event, None], builder: ResponseBuilder, observe: OnEvent
 ) -> web.StreamResponse:
     """Sends each event as it comes. An error before the first event becomes an HTTP status, a later one an event."""
     async with contextlib.aclosing(events):
         first = await anext(events, None)  # None: there are no requests
         if first:
+            observe(*first)
             builder.record(*first)  # raises if the completion has already failed
         response = web.StreamResponse(headers=STREAM_HEADERS)
         await response.prepare(request)
@@ -206,6 +203,7 @@ async def _send_stream(
             start = builder.stream_start()
             await _send(request, response, [*start, *(builder.stream_events(*first) if first else [])])
             async for index, event in events:
+                observe(index, event)
                 builder.record(index, event)
                 await _send(request, response, builder.stream_events(index, event))
             last = builder.stream_end()

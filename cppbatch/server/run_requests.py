@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Container
+from collections.abc import AsyncGenerator, Callable, Container
 from time import perf_counter
 
 import msgspec
@@ -17,6 +17,9 @@ from cppbatch.server.api_errors import api_error
 
 Event = tuple[int, GenerationEvent]
 """The index of a request, and one of its events."""
+
+OnEvent = Callable[[int, GenerationEvent], object]
+"""Called with the index of a request, and one of its events."""
 
 _EVENTS_AHEAD = 2  # events buffered for each running request, while the reader is slow
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.02, 0.5  # seconds before a full queue is tried again
@@ -53,26 +56,40 @@ async def run_requests(
     if at_once > client.config.n_parallel:  # `target_concurrency` asks the workers, which takes time
         at_once = min(at_once, await target_concurrency(client))
 
-    def submit(index: int) -> AsyncGenerator[GenerationEvent, None]:
-        if wait_when_full or (len(requests) > at_once and index > 0):
-            return _submit_with_retry(client, requests[index], began, cancelled)
-        return _submit_after(client, requests[index], waited) if waited else client.submit(requests[index])
-
-    if len(requests) == 1 and not errors_as_events:
-        async with contextlib.aclosing(submit(0)) as stream:
+    if len(requests) == 1 and not errors_as_events and not wait_when_full:  # the common case needs no task
+        async with contextlib.aclosing(client.submit(_with_less_time(requests[0], waited))) as stream:
             async for event in stream:
-                yield 0, event
+                yield 0, _with_wait(event, waited)
         return
 
     events: asyncio.Queue[Event | Exception] = asyncio.Queue(_EVENTS_AHEAD * at_once)
     indices = iter(range(len(requests)))
 
+    async def run_one(index: int) -> None:
+        """Puts the events of a request into `events`. If it may wait, a full queue of the engine is tried again."""
+        request, pause = requests[index], _FIRST_PAUSE
+        may_wait = wait_when_full or (len(requests) > at_once and index > 0)
+        timeouts = [seconds for seconds in (request.timeout, request.queue_timeout) if seconds is not None]
+        while request.id not in cancelled:
+            so_far = perf_counter() - began if may_wait else waited
+            has_started = False
+            try:
+                async with contextlib.aclosing(client.submit(_with_less_time(request, so_far))) as stream:
+                    async for event in stream:
+                        has_started = True
+                        await events.put((index, _with_wait(event, so_far)))
+                return
+            except QueueFull:
+                if has_started or not may_wait or so_far >= min(timeouts, default=float("inf")):
+                    raise
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE)
+        await events.put((index, GenerationEvent(request_id=request.id, finish_reason=FinishReason.CANCELLED)))
+
     async def run_one_after_another() -> None:
         for index in indices:
             try:
-                async with contextlib.aclosing(submit(index)) as stream:
-                    async for event in stream:
-                        await events.put((index, event))
+                await run_one(index)
             except Exception as error:
                 if not errors_as_events:
                     await events.put(error)
@@ -110,44 +127,10 @@ async def _check(client: EngineClient, requests: list[GenerationRequest], *, onl
                 await client.check(request)
 
 
-async def _submit_with_retry(
-    client: EngineClient, request: GenerationRequest, began: float, cancelled: Container[str]
-) -> AsyncGenerator[GenerationEvent, None]:
-    """`client.submit`, repeated while the queue is full and the request's timeouts allow, unless it is cancelled.
-
-    The times in its events, and its timeouts, count from `began` (`perf_counter`).
-    """
-    timeouts = [seconds for seconds in (request.timeout, request.queue_timeout) if seconds is not None]
-    longest_wait = min(timeouts, default=float("inf"))
-    pause = _FIRST_PAUSE
-    while request.id not in cancelled:
-        waited = perf_counter() - began
-        has_started = False
-        try:
-            async with contextlib.aclosing(_submit_after(client, request, waited)) as stream:
-                async for event in stream:
-                    has_started = True
-                    yield event
-                return
-        except QueueFull:
-            if has_started or waited >= longest_wait:
-                raise
-        await asyncio.sleep(pause)
-        pause = min(2 * pause, _LONGEST_PAUSE)
-    yield GenerationEvent(request_id=request.id, finish_reason=FinishReason.CANCELLED)
-
-
-async def _submit_after(
-    client: EngineClient, request: GenerationRequest, waited: float
-) -> AsyncGenerator[GenerationEvent, None]:
-    """`client.submit` of a request that has waited for so many seconds before."""
-    async with contextlib.aclosing(client.submit(_with_less_time(request, waited))) as stream:
-        async for event in stream:
-            yield _with_wait(event, waited)
-
-
 def _with_less_time(request: GenerationRequest, waited: float) -> GenerationRequest:
     """The request with its timeouts reduced by the seconds that it has waited."""
+    if not waited:
+        return request
     left = {
         name: max(0.0, seconds - waited)
         for name in ("timeout", "queue_timeout")
@@ -158,7 +141,7 @@ def _with_less_time(request: GenerationRequest, waited: float) -> GenerationRequ
 
 def _with_wait(event: GenerationEvent, waited: float) -> GenerationEvent:
     """The event with the seconds of waiting added to the times in its usage."""
-    if event.usage is None:
+    if event.usage is None or not waited:
         return event
     usage = msgspec.structs.replace(
         event.usage,

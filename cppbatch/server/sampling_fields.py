@@ -114,14 +114,17 @@ class SamplingFields(_Numbers, kw_only=True):
         of the endpoint, such as a response format, and conflicts with the client's own grammar.
         """
         given = {name: getattr(self, name, None) for name in SamplingParams.__struct_fields__}
-        aliases = {ours: alias for ours, alias in self._ALIASES.items() if getattr(self, alias) is not None}
-        given |= {ours: getattr(self, alias) for ours, alias in aliases.items()} | dict.fromkeys(GRAMMARS)
-        aliases |= self.constraint_names
+        given |= {ours: getattr(self, alias) for ours, alias in self._given_aliases.items()} | dict.fromkeys(GRAMMARS)
+        field_names = self.field_names
         if (constraint := self.constraint()) and StructuredFields.schema(self) is None:
             given[constraint.kind] = constraint.value
             if not defaults.keys().isdisjoint(GRAMMARS):
                 message = "cannot be combined with another output format or a required tool call"
                 raise InvalidRequest(constraint.field, message)
+        if getattr(self, "wants_logprobs", None):  # a field of its own in the APIs of conversations
+            defaults["logprobs"] = 0
+        elif getattr(self, "top_logprobs", None) is not None:
+            raise InvalidRequest("top_logprobs", "requires logprobs to be true")
         given["compact_json"] = self.is_compact or None
         if self.top_k == -1:
             given["top_k"] = 0
@@ -130,13 +133,17 @@ class SamplingFields(_Numbers, kw_only=True):
         try:
             return SamplingParams(**defaults | {name: value for name, value in given.items() if value is not None})
         except InvalidRequest as error:
-            raise error.renamed(aliases.get(error.field, error.field)) from error
+            raise error.renamed(field_names.get(error.field, error.field)) from error
 
     @property
-    def constraint_names(self) -> dict[str, str]:
-        """{the field of `SamplingParams` that constrains the text: the client's name for it}."""
+    def _given_aliases(self) -> dict[str, str]:
+        return {ours: alias for ours, alias in self._ALIASES.items() if getattr(self, alias) is not None}
+
+    @property
+    def field_names(self) -> dict[str, str]:
+        """{a field of `SamplingParams`: the client's name for it}, where they differ. Raises `InvalidRequest`."""
         constraint = self.constraint()
-        return {constraint.kind: constraint.field} if constraint else {}
+        return self._given_aliases | ({constraint.kind: constraint.field} if constraint else {})
 
     def check_service_tier(self) -> None:
         """Raises `InvalidRequest` for a service tier that no API has."""

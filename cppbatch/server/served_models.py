@@ -17,6 +17,7 @@ from cppbatch.bench.memory.models_fit import models_fit
 from cppbatch.cluster.engine_client import EngineClient, Health, ScalingState, WorkerLive, WorkerState
 from cppbatch.engine.metrics import EngineStats
 from cppbatch.engine.model_info import ModelInfo
+from cppbatch.engine.request import GenerationRequest
 from cppbatch.errors import Conflict
 from cppbatch.models.inspect import ModelFacts
 from cppbatch.server.announcement import first_lines
@@ -32,12 +33,24 @@ no request. failed: its workers die again and again, or the last attempt to load
 
 
 class ModelLease(msgspec.Struct, frozen=True, kw_only=True):
-    """The right of one request to use a model: it stays loaded until `release`."""
+    """The right of one request to use a model, which stays loaded until the `with` block ends."""
 
     serving: Serving
     release: Callable[[], None]
+    rules: KeyRules | None = None
+    """Those of the request's key."""
     waited: float = 0.0
     """Seconds for which the request has waited for the model to be loaded."""
+
+    def apply_key_rules(self, requests: list[GenerationRequest]) -> list[GenerationRequest]:
+        """The requests as the key may send them. Raises `InvalidRequest`, as `KeyRules.engine_requests`."""
+        return self.rules.engine_requests(requests, self.serving.info.adapters) if self.rules else requests
+
+    def __enter__(self) -> ModelLease:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.release()
 
 
 class ModelEntry(msgspec.Struct, frozen=True, kw_only=True):
@@ -227,7 +240,6 @@ class OneModel(ServedModels):
     def __init__(self, serving: Serving) -> None:
         super().__init__(serving.settings)
         self.serving = serving
-        self._lease = ModelLease(serving=serving, release=_keep)
 
     @classmethod
     def of(cls, client: EngineClient, settings: ServerSettings) -> OneModel:
@@ -245,7 +257,7 @@ class OneModel(ServedModels):
         """As in `ServedModels`; never waits."""
         if rules:
             self.serving.check_key(rules, name)
-        return self._lease
+        return ModelLease(serving=self.serving, release=_keep, rules=rules)
 
     def check_key(self, rules: KeyRules) -> None:
         """As in `ServedModels`."""

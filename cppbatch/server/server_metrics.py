@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 from collections import Counter as Counts
-from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from itertools import accumulate
 from time import perf_counter
 
@@ -21,7 +20,7 @@ from cppbatch.engine.metrics import EngineStats
 from cppbatch.engine.request import GenerationEvent, RequestUsage
 from cppbatch.gpu_state import GpuSampler, GpuState
 from cppbatch.server.live_times import LiveTimes
-from cppbatch.server.run_requests import Event
+from cppbatch.server.run_requests import OnEvent
 from cppbatch.server.server_stats import BatchStats, CompletionSums, RecentCompletions
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -125,22 +124,21 @@ class ServerMetrics:
         self.sums.add(usage)
         self._recent_sums.add(usage)
 
-    async def observe(
-        self, events: AsyncGenerator[Event, None], endpoint: str, n: int, model: str = ""
-    ) -> AsyncGenerator[Event, None]:
-        """Yields the events of a request's `n` completions by this model unchanged, and counts them."""
+    @contextlib.contextmanager
+    def observe(self, endpoint: str, n: int, model: str = "") -> Iterator[OnEvent]:
+        """A context in which a request's `n` completions by this model run. It yields what counts their events."""
         labels = (endpoint, model) if self.by_model else (endpoint,)
         observer = _RequestObserver(self, labels)
         self.in_flight.labels(*labels).inc()
+        is_accepted = True
         try:
-            async with contextlib.aclosing(events):
-                async for index, event in events:
-                    observer.record(index, event)
-                    yield index, event
-        except (GeneratorExit, asyncio.CancelledError):  # the client closed the connection
-            self.completions.labels(*labels, "cancelled").inc(n - observer.n_ended)
+            yield observer.record
+        except Exception:
+            is_accepted = observer.has_begun  # otherwise it was refused
             raise
         finally:
+            if is_accepted and (n_left := n - observer.n_ended):
+                self.completions.labels(*labels, "cancelled").inc(n_left)
             self.in_flight.labels(*labels).dec()
 
 
@@ -149,6 +147,7 @@ class _RequestObserver:
 
     def __init__(self, metrics: ServerMetrics, labels: tuple[str, ...]) -> None:
         self.n_ended = 0
+        self.has_begun = False
         self._metrics, self._labels = metrics, labels
         self._began = perf_counter()
         self._last_token_at: dict[int, float] = {}  # by completion
@@ -158,6 +157,7 @@ class _RequestObserver:
 
     def record(self, index: int, event: GenerationEvent) -> None:
         """Counts an event that has come now."""
+        self.has_begun = True
         now, live = perf_counter(), self._metrics.live
         if n := len(event.tokens):
             self._tokens.inc(n)

@@ -7,15 +7,15 @@ import logging
 import time
 import uuid
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cached_property
 from hashlib import sha256
 from importlib.metadata import version
-from typing import Any
+from typing import Any, NamedTuple
 
 from cppbatch import __version__
-from cppbatch.chat.chat_format import ChatFormat, ChatForms, PreparedChat
+from cppbatch.chat.chat_format import ChatFormat, ChatForms, ChatTurn, PreparedChat
 from cppbatch.chat.template import ChatTemplate
-from cppbatch.chat.tools import ToolChoice
 from cppbatch.cluster.async_chat import chat_format_of_client
 from cppbatch.cluster.engine_client import EngineClient
 from cppbatch.engine.best_of import expand
@@ -45,6 +45,25 @@ _MAX_SEQUENCES = 1024
 def new_id(prefix: str) -> str:
     """A new id of a response, for example `cmpl-…`."""
     return f"{prefix}{uuid.uuid4().hex}"
+
+
+class ChatTools(NamedTuple):
+    """What makes prompts of conversations."""
+
+    format: ChatFormat
+    media: MediaLoader
+    """Has fetched what they refer to."""
+
+
+class PreparedTurn(NamedTuple):
+    """A turn of a conversation in the engine's terms."""
+
+    id: str
+    """Of the response. The ids of the requests begin with it."""
+    requests: list[GenerationRequest]
+    chat: PreparedChat
+    field_names: dict[str, str]
+    """The client's names for fields of the requests."""
 
 
 class Serving:
@@ -142,90 +161,72 @@ class Serving:
         elif self.settings.strict_model and name is not None:
             self.find_model(name)
 
-    def check_size(self, field: str, messages: Sequence[object], tools: Sequence[object] | None) -> None:
-        """Raises `InvalidRequest` for more messages than the context has tokens, and for too many tools.
-
-        `field`: the client's name for the messages.
-        """
+    def check_size(self, body: object) -> None:
+        """Raises `InvalidRequest` for more messages than the context has tokens, and for too many tools: making a
+        `ChatTurn` of them would take long."""
         most = self.info.max_sequence
-        if len(messages) > most:
-            overflow = ContextOverflow(n_prompt_tokens=len(messages), n_ctx=most, is_least=True)
-            message = f"has {len(messages):,} messages; the context holds only {most:,} tokens"
-            raise InvalidRequest(field, message, overflow)
+        for field in ("messages", "input"):
+            messages = getattr(body, field, None)
+            if isinstance(messages, list) and len(messages) > most:
+                overflow = ContextOverflow(n_prompt_tokens=len(messages), n_ctx=most, is_least=True)
+                message = f"has {len(messages):,} messages; the context holds only {most:,} tokens"
+                raise InvalidRequest(field, message, overflow)
+        tools = getattr(body, "tools", None)
         if tools and len(tools) > _MAX_TOOLS:
             raise InvalidRequest("tools", f"has {len(tools):,} tools; the limit is {_MAX_TOOLS:,}")
 
-    async def prepare_chat(
-        self,
-        messages: list[Json],
-        *,
-        tools: list[Json],
-        choice: ToolChoice,
-        schema: Json | bool | None,
-        variables: Json,
-        thinking_tokens: int | None,
-        continue_final_message: bool | None = None,
-        field_names: dict[str, str] | None = None,
-    ) -> PreparedChat:
-        """`ChatFormat.prepare` on another thread, because rendering a long conversation takes time, and so does
-        decoding pictures and sounds.
+    async def prepare(self, turn: ChatTurn, body: SamplingFields, id_prefix: str) -> PreparedTurn:
+        """The engine requests of a turn, with the sampling fields of its body (which `check` and `check_size` accept).
+        They are made on another thread: rendering a long conversation takes time, as does decoding images and audio.
 
-        `field_names`: {part of a field name in OpenAI's chat completions: the client's name for it}, for errors. None:
-        the client uses chat completions. Raises `InvalidRequest`.
+        `id_prefix`: of the response's id, for example `chatcmpl-`. Raises `InvalidRequest`.
         """
-        media = self.media_loader()
-        try:
-            await media.fetch([messages])
-            return await asyncio.to_thread(
-                self.rendered,
-                await self.chat_format(),
-                messages,
-                media,
-                tools=tools,
-                choice=choice,
-                schema=schema,
-                variables=variables,
-                thinking_tokens=thinking_tokens,
-                continue_final_message=continue_final_message,
-            )
-        except InvalidRequest as error:
-            if not field_names:
-                raise
-            field = error.field
-            for ours, theirs in field_names.items():
-                field = field.replace(ours, theirs)
-            raise error.renamed(field) from error
+        tools = await self.chat_tools([turn.messages])
+        return await asyncio.to_thread(self.prepare_with, tools, turn, body, new_id(id_prefix))
+
+    def prepare_with(self, tools: ChatTools, turn: ChatTurn, body: SamplingFields, response_id: str) -> PreparedTurn:
+        """As `prepare`, on this thread."""
+        chat = self.render_with(tools, turn)
+        requests = self.engine_requests(body, response_id, [prompt_of_chat(chat)], chat.params)
+        return PreparedTurn(response_id, requests, chat, body.field_names | chat.renames)
+
+    async def render(self, turn: ChatTurn) -> PreparedChat:
+        """The prompt of a turn. Raises `InvalidRequest`."""
+        return await asyncio.to_thread(self.render_with, await self.chat_tools([turn.messages]), turn)
+
+    async def chat_tools(self, conversations: Sequence[list[Json]]) -> ChatTools:
+        """What makes prompts of these. Raises `InvalidRequest` for a broken template."""
+        tools = ChatTools(await self.chat_format(), self.media_loader())
+        await tools.media.fetch(conversations)
+        return tools
 
     def media_loader(self) -> MediaLoader:
         """Loads the pictures and sounds of a request."""
         return MediaLoader(self.settings, self.info)
 
-    def rendered(
-        self,
-        chat: ChatFormat,
-        messages: list[Json],
-        media: MediaLoader,
-        *,
-        variables: Json,
-        thinking_tokens: int | None,
-        **options: Any,
-    ) -> PreparedChat:
+    def render_with(self, tools: ChatTools, turn: ChatTurn) -> PreparedChat:
         """`ChatFormat.prepare`, with the server's variables for the template (--chat-template-kwargs) and its limit of
-        the reasoning (--reasoning-budget). `media`: has fetched what the messages refer to."""
-        if options["tools"] and not self._has_told_form:
+        the reasoning (--reasoning-budget)."""
+        if turn.tools and not self._has_told_form:
             self._has_told_form = True
             if self.chat_forms and self.chat_forms.tools_described_by == "message":
                 log.warning("the chat template of %s does not render tools: %s", self.name, self.chat_forms)
-        variables = self.settings.template_variables | variables
-        limit = self.settings.thinking_tokens if thinking_tokens is None else thinking_tokens
-        return chat.prepare(media.loaded(messages), variables=variables, thinking_tokens=limit, **options)
+        limit = self.settings.thinking_tokens if turn.thinking_tokens is None else turn.thinking_tokens
+        turn = replace(
+            turn,
+            messages=tools.media.loaded(turn.messages),
+            variables=self.settings.template_variables | turn.variables,
+            thinking_tokens=limit,
+        )
+        with turn.client_names():
+            return tools.format.prepare(turn)
 
-    async def chat_tokens(self, chat: PreparedChat, field: str) -> list[TokenPiece]:
-        """The tokens of a chat's prompt. `field`: the client's name for it, for errors. Raises `InvalidRequest`."""
+    async def chat_tokens(self, chat: PreparedChat) -> list[TokenPiece]:
+        """The tokens of a chat's prompt. Raises `InvalidRequest`."""
         try:
             return await self.client.tokenize(prompt_of_chat(chat))
         except InvalidRequest as error:
-            raise error.renamed(field if error.field == "prompt" else error.field) from error
+            raise error.renamed(chat.renames.get(error.field, error.field)) from error
 
     def default_params(self, max_tokens: int = UNLIMITED) -> Json:
         """The fields of `SamplingParams` for requests that do not set them.
@@ -235,21 +236,32 @@ class Serving:
         defaults = {"max_tokens": max_tokens, **self.settings.sampling_defaults}
         return defaults | {"max_tokens": self.limits.default_tokens(defaults["max_tokens"])}
 
-    def params(self, body: SamplingFields, required: Json, *, max_tokens: int = UNLIMITED) -> SamplingParams:
+    def params(self, body: SamplingFields, required: Json | None = None, max_tokens: int = UNLIMITED) -> SamplingParams:
         """A request's sampling parameters: its own fields, else those that its chat or its response format require,
-        else the server's defaults. `max_tokens`: as for `default_params`. Raises `InvalidRequest`.
+        else the server's defaults. Raises `InvalidRequest`.
+
+        `required`: `PreparedChat.params`; None: the prompt is not a chat. `max_tokens`: as for `default_params`.
         """
+        if required is None:
+            schema = body.schema()
+            required = {} if schema is None else {"json_schema": schema}
         params = body.params(**self.default_params(max_tokens) | required)
         is_unlimited = params.max_tokens == UNLIMITED
         return replaced(params, max_tokens=self.limits.default_tokens(UNLIMITED)) if is_unlimited else params
 
     def engine_requests(
-        self, body: SamplingFields, name: str, prompts: Sequence[Prompt], params: SamplingParams
+        self,
+        body: SamplingFields,
+        name: str,
+        prompts: Sequence[Prompt],
+        required: Json | None = None,
+        max_tokens: int = UNLIMITED,
     ) -> list[GenerationRequest]:
         """An engine request for each completion of each prompt, prompt by prompt. Their ids begin with `name`.
 
-        Raises `InvalidRequest` when there are too many.
+        `required`, `max_tokens`: as for `params`. Raises `InvalidRequest`, also when there are too many.
         """
+        params = self.params(body, required, max_tokens)
         n = body.n_candidates
         if len(prompts) * n > _MAX_SEQUENCES:
             message = f"requests {len(prompts)} prompts x {n} completions; the limit per request is {_MAX_SEQUENCES}"

@@ -153,6 +153,11 @@ class StructuredFields(msgspec.Struct, kw_only=True):
             raise InvalidRequest(second, f"cannot be combined with {first}: give only one constraint")
         return found[0] if found else None
 
+    def constraint_field(self, default: str) -> str:
+        """The client's name of the field that constrains the text; `default` for free text. Raises `InvalidRequest`."""
+        constraint = self.constraint()
+        return constraint.field if constraint else default
+
     def schema(self) -> Schema | None:
         """The JSON schema of the answer, None for other constraints and for free text. Raises `InvalidRequest`."""
         wanted = self.constraint()

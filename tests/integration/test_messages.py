@@ -26,7 +26,7 @@ from anthropic.types.shared import ErrorResponse
 from cppbatch.chat.deltas import ArgumentsDelta, TextDelta, ToolCallStart
 from cppbatch.chat.tools import ToolChoice
 from cppbatch.errors import InvalidRequest
-from cppbatch.server.anthropic.message_conversion import conversation
+from cppbatch.server.anthropic.message_conversion import message_turn
 from cppbatch.server.anthropic.message_types import MessagesRequest
 from cppbatch.server.api_keys import Keys
 from cppbatch.server.limits import Limits
@@ -210,7 +210,7 @@ def test_tokens_are_counted_as_the_message_would_have_them(client: anthropic.Ant
 
 
 def read(messages: list[Json], **fields: Any) -> list[Json]:
-    return conversation(msgspec.convert({**HELLO, "messages": messages, **fields}, MessagesRequest))
+    return message_turn(msgspec.convert({**HELLO, "messages": messages, **fields}, MessagesRequest)).messages
 
 
 def test_a_conversation_with_tools_and_thoughts_becomes_openais() -> None:

@@ -25,7 +25,7 @@ from cppbatch.chat.tools import ToolChoice
 from cppbatch.errors import InvalidRequest
 from cppbatch.server.api_keys import Keys
 from cppbatch.server.limits import Limits
-from cppbatch.server.responses.input_conversion import conversation
+from cppbatch.server.responses.input_conversion import response_turn
 from cppbatch.server.responses.responses_types import ResponsesRequest
 from cppbatch.server.settings import ServerSettings
 from tests.narrow import expect, some
@@ -225,7 +225,7 @@ def test_log_probabilities_are_in_the_events_too(server: ChatServer) -> None:
 
 
 def read(items: str | list[Json], **fields: Any) -> list[Json]:
-    return conversation(msgspec.convert({"input": items, **fields}, ResponsesRequest))
+    return response_turn(msgspec.convert({"input": items, **fields}, ResponsesRequest)).messages
 
 
 def test_a_text_is_the_users_message() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from cppbatch import BatchInferenceEngine, FinishReason, SamplingParams
-from cppbatch.chat.chat_format import ChatFormat
+from cppbatch.chat.chat_format import ChatFormat, ChatTurn
 from cppbatch.chat.template import ChatTemplate
 from cppbatch.chat.tools import ToolChoice
 from tests.chat_families import message, tool
@@ -41,7 +41,9 @@ def test_all_of_the_required_calls_name_a_tool_and_match_its_schema(engine: Batc
     form = ChatFormat(ChatTemplate(engine.info.chat_template, bos=engine.info.bos, eos=engine.info.eos))
     assert form.tool_format.name == "generic"
     choice = ToolChoice(mode="required", parallel=False)
-    turns = [form.prepare([{"role": "user", "content": wish}], tools=KINDS, choice=choice) for wish in WISHES] * n_seeds
+    turns = [
+        form.prepare(ChatTurn([{"role": "user", "content": wish}], tools=KINDS, choice=choice)) for wish in WISHES
+    ] * n_seeds
     drawn: dict[str, Any] = {"temperature": 1, "top_k": 0, "top_p": 1, "min_p": 0, "max_tokens": 200}
     params = [SamplingParams(seed=seed, **drawn, **its.params) for seed, its in enumerate(turns)]
     results = engine.generate([its.prompt for its in turns], params)

@@ -124,7 +124,10 @@ async def test_a_request_continues_where_another_engine_stopped(tiny_llama: Path
     tokens = [token for event in whole for token in event.tokens]
     so_far = ResumeState(tokens=tokens[:25], age=3.0, first_token_seconds=0.5)
     async with opened(tiny_llama) as second:
-        rest = [event async for event in second.submit(its, resume=so_far)]
+        rest = []
+        with second.open(its, so_far) as outputs:
+            while not outputs.finished:
+                rest.append(await outputs.get())
     assert [token for event in rest for token in event.tokens] == tokens[25:]
     assert "".join(event.text for event in whole).endswith("".join(event.text for event in rest))
     usage = rest[-1].usage

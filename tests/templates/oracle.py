@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from cppbatch.chat.chat_format import ChatFormat
+from cppbatch.chat.chat_format import ChatFormat, ChatTurn
 from cppbatch.chat.template import ChatTemplate
 from cppbatch.chat.tools import ToolChoice
 from cppbatch.errors import InvalidRequest
@@ -122,7 +122,7 @@ def compare_prompts(oracle: Path, files: Sequence[Path]) -> Iterator[tuple[str, 
         faults = []
         for i, ((messages, tools), answer) in enumerate(zip(talks, ask(oracle, lines), strict=True)):
             try:
-                prompt = form.prepare(messages, tools=tools, choice=ToolChoice()).prompt
+                prompt = form.prepare(ChatTurn(messages, tools=tools, choice=ToolChoice())).prompt
             except InvalidRequest as error:
                 prompt = f"refused: {error}"
             theirs = answer.get("prompt", "")

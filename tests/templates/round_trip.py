@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from cppbatch.chat.chat_format import ChatFormat, PreparedChat
+from cppbatch.chat.chat_format import ChatFormat, ChatTurn, PreparedChat
 from cppbatch.chat.deltas import AssistantMessage
 from cppbatch.chat.template import ChatTemplate
 from cppbatch.chat.tools import ToolChoice
@@ -74,7 +74,7 @@ def completion(form: ChatFormat, said: Said, tools: Sequence[Json] = TOOLS) -> t
     """
     template = form.template
     try:
-        asked = form.prepare([QUESTION], tools=list(tools), choice=ToolChoice())
+        asked = form.prepare(ChatTurn([QUESTION], tools=list(tools), choice=ToolChoice()))
         whole = template.render([QUESTION, said.message], tools=list(tools), add_generation_prompt=False)
         answered = [QUESTION, {"role": "assistant", "content": TEXT}]
         plain = template.render(answered, tools=list(tools), add_generation_prompt=False)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper, grammar_from
 
-from cppbatch.chat.chat_format import ChatFormat, PreparedChat
+from cppbatch.chat.chat_format import ChatFormat, ChatTurn, PreparedChat
 from cppbatch.chat.template import ChatTemplate
 from cppbatch.chat.tools import ToolChoice
 from cppbatch.errors import InvalidRequest
@@ -307,7 +307,7 @@ def test_a_template_without_a_system_message_tells_them_to_the_user() -> None:
         "{{ m.role }}: {{ m.content }}\n{% endfor %}"
     )
     form = ChatFormat(ChatTemplate(source, bos="", eos=""))
-    prompt = form.prepare(TALK, tools=TOOLS, choice=ToolChoice()).prompt
+    prompt = form.prepare(ChatTurn(TALK, tools=TOOLS, choice=ToolChoice())).prompt
     assert prompt.startswith("user: You can call functions.")
     assert "\n\nAnd in Rome?\n" in prompt
-    assert form.prepare(QUESTION, tools=TOOLS, choice=ToolChoice(mode="none")).prompt == "user: What now?\n"
+    assert form.prepare(ChatTurn(QUESTION, tools=TOOLS, choice=ToolChoice(mode="none"))).prompt == "user: What now?\n"

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -17,6 +18,19 @@ from cppbatch.engine.request import Prompt
 from cppbatch.errors import ConfigError, InvalidRequest
 
 LONG = "All of them begin with these words, which are worth reading only once. " * 40  # 2,800 letters
+
+
+class Outputs:
+    """One event, when the worker is let go."""
+
+    def __init__(self, request_id: str, go: asyncio.Event) -> None:
+        self._request_id, self._go = request_id, go
+        self.finished = False
+
+    async def get(self) -> GenerationEvent:
+        await self._go.wait()
+        self.finished = True
+        return GenerationEvent(request_id=self._request_id, finish_reason=FinishReason.STOP)
 
 
 class Worker:
@@ -33,12 +47,12 @@ class Worker:
     def health(self) -> Health:
         return Health(status=self.status, progress=0.5, error=None if self.status == "ok" else "trouble")
 
-    async def submit(self, request: GenerationRequest) -> AsyncGenerator[GenerationEvent, None]:
+    @contextlib.contextmanager
+    def open(self, request: GenerationRequest) -> Iterator[Outputs]:
         self.prompts.append(request.prompt)
         self.in_flight += 1
-        await self.go.wait()
+        yield Outputs(request.id, self.go)
         self.in_flight -= 1
-        yield GenerationEvent(request_id=request.id, finish_reason=FinishReason.STOP)
 
 
 class Fleet:

@@ -21,7 +21,7 @@ async def in_flight() -> InFlightRequests:
 
 
 def numbers(requests: list[InFlightRequest]) -> list[int]:
-    return [request.number for request in requests]
+    return [int(request.id) for request in requests]
 
 
 async def test_a_request_is_sent_once(in_flight: InFlightRequests) -> None:
@@ -43,23 +43,23 @@ async def test_after_two_crashes_in_a_row_each_suspect_runs_alone_until_its_next
     for _ in range(2):
         in_flight.worker_died({1, 2})
     (first,) = in_flight.take_sendable()
-    assert first.number == 1
+    assert first.id == "1"
     assert in_flight.take_sendable() == []
     assert in_flight.token_received(first)  # another suspect waits
     in_flight.requeue(first)
-    assert first.number == 5
+    assert first.id == "5"
     (second,) = in_flight.take_sendable()
-    assert second.number == 2
+    assert second.id == "2"
     assert not in_flight.token_received(second)  # no other suspect: it stays in the worker
     assert numbers(in_flight.take_sendable()) == [0, 3, 4, 5]
 
 
-async def test_events_for_the_old_number_of_a_requeued_request_have_no_reader(in_flight: InFlightRequests) -> None:
-    request = in_flight.get(1)
+async def test_events_for_the_old_id_of_a_requeued_request_have_no_reader(in_flight: InFlightRequests) -> None:
+    request = in_flight.get("1")
     assert request
     in_flight.requeue(request)
-    assert in_flight.get(1) is None
-    assert in_flight.get(request.number) is request
+    assert in_flight.get("1") is None
+    assert in_flight.get(request.id) is request
     assert request in in_flight
     assert len(in_flight) == 5
 
@@ -78,7 +78,7 @@ async def test_a_third_crash_convicts_the_suspect_that_ran_alone(in_flight: InFl
     assert numbers(in_flight.take_sendable()) == [1]
     assert numbers(in_flight.worker_died({1})) == [1]
     assert numbers(in_flight.take_sendable()) == [2]
-    assert sorted(request.number for request in in_flight) == [0, 2, 3, 4]
+    assert sorted(int(request.id) for request in in_flight) == [0, 2, 3, 4]
 
 
 async def test_a_token_between_two_crashes_resets_the_count(in_flight: InFlightRequests) -> None:
@@ -106,7 +106,7 @@ async def test_exactly_the_requests_that_crash_workers_fail(seed: int) -> None:
         running = queue[:4]
         request = chance.choice(running)
         if deadly_at.get(request) == n_tokens[request]:
-            failed += in_flight.worker_died({other.number for other in running})
+            failed += in_flight.worker_died({int(other.id) for other in running})
             queue = []
             continue
         n_tokens[request] += 1
@@ -126,5 +126,5 @@ def test_a_request_is_untouched_until_its_first_event_or_a_crash() -> None:
     fresh, reported, crashed = (requests.add(GenerationRequest(id=name, prompt=name)) for name in "abc")
     requests.take_sendable()
     reported.put(GenerationEvent(request_id="b", text="x", tokens=[1]))
-    requests.worker_died({crashed.number})
+    requests.worker_died({int(crashed.id)})
     assert [each.is_untouched for each in (fresh, reported, crashed)] == [True, False, False]

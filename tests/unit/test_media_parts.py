@@ -13,11 +13,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cppbatch.chat.chat_format import ChatFormat, PreparedChat
+from cppbatch.chat.chat_format import ChatFormat, ChatTurn, PreparedChat
 from cppbatch.chat.media_parts import MarkedMedia, MediaSource, media_of, with_media
 from cppbatch.chat.message_types import ChatMessage, conversation_of
 from cppbatch.chat.template import CHATML
-from cppbatch.chat.tools import ToolChoice
 from cppbatch.engine.chat_requests import ChatRequests
 from cppbatch.engine.media_sources import decoded, file_part, local_media, source_of_data
 from cppbatch.engine.request import Media, MediaPrompt
@@ -51,7 +50,7 @@ def read(messages: list[Json]) -> list[Json]:
 
 def prepare(messages: list[Json], source: str | None = None, **options: Any) -> PreparedChat:
     chat = ChatFormat(template_of(source))
-    return chat.prepare(local_media(read(messages)), **{"tools": [], "choice": ToolChoice(), **options})
+    return chat.prepare(ChatTurn(local_media(read(messages)), **options))
 
 
 # --- parts ------------------------------------------------------------------------------------------------------------
@@ -262,7 +261,7 @@ def test_no_text_of_a_client_can_be_a_marker() -> None:
 
 def anthropic(messages: list[Json], **fields: Any) -> list[Json]:
     return local_media(
-        message_conversion.conversation(msgspec.convert({"messages": messages, **fields}, CountTokensRequest))
+        message_conversion.message_turn(msgspec.convert({"messages": messages, **fields}, CountTokensRequest)).messages
     )
 
 
@@ -303,7 +302,7 @@ def test_anthropics_images_are_refused_by_their_name(source: Json, field: str) -
 
 
 def responses(items: list[Json]) -> list[Json]:
-    return local_media(input_conversion.conversation(msgspec.convert({"input": items}, ResponsesRequest)))
+    return local_media(input_conversion.response_turn(msgspec.convert({"input": items}, ResponsesRequest)).messages)
 
 
 def test_responses_have_pictures_and_sounds() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import Iterator
 
 import msgspec
 import pytest
@@ -177,11 +177,11 @@ def test_the_last_minute_has_the_completions_that_ended_in_it() -> None:
 # --- over HTTP --------------------------------------------------------------------------------------------------------
 
 
-async def test_merged_events_count_a_gap_for_each_token(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_merged_events_count_a_gap_for_each_token(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock()
     monkeypatch.setattr("cppbatch.server.server_metrics.perf_counter", clock)
 
-    async def events() -> AsyncGenerator[tuple[int, GenerationEvent], None]:
+    def events() -> Iterator[tuple[int, GenerationEvent]]:
         for index, seconds, n_tokens in ((0, 2.0, 1), (1, 1.0, 3), (0, 0.5, 5), (1, 0.0, 0), (0, 0.02, 1)):
             clock.now += seconds
             yield index, GenerationEvent(request_id="x", tokens=[7] * n_tokens)
@@ -191,7 +191,9 @@ async def test_merged_events_count_a_gap_for_each_token(monkeypatch: pytest.Monk
         yield 1, GenerationEvent(request_id="x", finish_reason=reason, usage=usage(4.0))
 
     metrics = ServerMetrics()
-    assert len([event async for event in metrics.observe(events(), "here", 2)]) == 7
+    with metrics.observe("here", 2) as observe:
+        for index, event in events():
+            observe(index, event)
     seen = {
         (sample.name, sample.labels.get("le")): sample.value
         for family in text_string_to_metric_families(metrics.page([]).decode())

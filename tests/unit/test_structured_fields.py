@@ -8,14 +8,20 @@ from typing import Any
 import msgspec
 import pytest
 
+from cppbatch.chat.chat_format import ChatTurn
+from cppbatch.chat.tools import ToolChoice, callable_tools
 from cppbatch.engine.params import GRAMMARS, SamplingParams
 from cppbatch.errors import InvalidRequest
+from cppbatch.server.anthropic.message_conversion import message_turn
+from cppbatch.server.anthropic.message_types import CountTokensRequest
 from cppbatch.server.generate.generate_endpoint import GenerateRequest
 from cppbatch.server.openai.chat_types import ChatCompletionRequest
 from cppbatch.server.openai.completions import CompletionRequest
+from cppbatch.server.responses.input_conversion import response_turn
 from cppbatch.server.responses.responses_types import ResponsesRequest
 from cppbatch.server.sampling_fields import SamplingFields
 from cppbatch.typed_json import convert
+from tests.chat_families import PING, chat_format
 
 Json = dict[str, Any]
 
@@ -140,4 +146,49 @@ def test_an_error_of_the_grammar_has_the_clients_name() -> None:
     with pytest.raises(InvalidRequest) as refused:
         body.params()
     assert refused.value.field == "guided_grammar"
-    assert body.constraint_names == {"grammar": "guided_grammar"}
+    assert body.field_names == {"grammar": "guided_grammar"}
+
+
+NEVER: Json = {"$defs": {"a": {"type": "array", "items": {"$ref": "#/$defs/a"}, "minItems": 1}}, "$ref": "#/$defs/a"}
+"""No finite JSON matches it."""
+TALK: Json = {"messages": [{"role": "user", "content": "Hi."}]}
+
+FAMILIES: dict[str, tuple[ChatTurn, str]] = {
+    "chat completions": (
+        convert(
+            TALK | {"response_format": {"type": "json_schema", "json_schema": {"schema": NEVER}}}, ChatCompletionRequest
+        ).turn(),
+        "response_format",
+    ),
+    "vLLM's field there": (convert(TALK | {"guided_json": NEVER}, ChatCompletionRequest).turn(), "guided_json"),
+    "messages": (
+        message_turn(
+            convert(TALK | {"output_config": {"format": {"type": "json_schema", "schema": NEVER}}}, CountTokensRequest)
+        ),
+        "output_config.format",
+    ),
+    "vLLM's field in messages": (
+        message_turn(convert(TALK | {"guided_json": NEVER}, CountTokensRequest)),
+        "guided_json",
+    ),
+    "responses": (
+        response_turn(
+            convert({"input": "Hi.", "text": {"format": {"type": "json_schema", "schema": NEVER}}}, ResponsesRequest)
+        ),
+        "text.format",
+    ),
+}
+
+
+@pytest.mark.parametrize(("turn", "field"), FAMILIES.values(), ids=FAMILIES)
+def test_a_schema_that_nothing_matches_is_refused_under_the_clients_name(turn: ChatTurn, field: str) -> None:
+    with pytest.raises(InvalidRequest) as refused, turn.client_names():
+        chat_format("hermes").prepare(turn)
+    assert refused.value.field == field
+
+
+def test_a_tool_is_refused_under_its_index_in_the_request() -> None:
+    bad = {"type": "function", "function": {"name": "b", "parameters": {"type": "string"}}}
+    with pytest.raises(InvalidRequest) as refused:
+        callable_tools([PING, bad], ToolChoice(allowed=("b",)))
+    assert refused.value.field == "tools[1].function.parameters"

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from cppbatch.chat.chat_format import ChatFormat
+from cppbatch.chat.chat_format import ChatFormat, ChatTurn
 from cppbatch.chat.template import ChatTemplate
 from cppbatch.chat.tools import ToolChoice
 from tests.chat_families import QUESTION, TEMPLATES, TOOLS, calls_of, message
@@ -95,7 +95,9 @@ def form_of(source: str) -> ChatFormat:
 
 def read(name: str, written: str) -> Any:
     """The message that a model of one of these templates writes after the prompt, with the tools at hand."""
-    its = ChatFormat(ChatTemplate(WRITTEN[name], bos="", eos="")).prepare(QUESTION, tools=TOOLS, choice=ToolChoice())
+    its = ChatFormat(ChatTemplate(WRITTEN[name], bos="", eos="")).prepare(
+        ChatTurn(QUESTION, tools=TOOLS, choice=ToolChoice())
+    )
     return message(its, [written])
 
 
@@ -118,7 +120,7 @@ def test_a_template_without_calls_is_told_a_form_and_one_without_tools_is_told_i
     assert (none.forms.tools_described_by, none.tool_format.name) == ("message", "generic")
     own = form_of(talk(each(f"<call>{JSON}</call>")).replace("{{ tools | tojson if tools }}", ""))
     assert own.forms.tools_described_by == "message"
-    asked = own.prepare([{"role": "user", "content": "Hi."}], tools=TOOLS, choice=_auto())
+    asked = own.prepare(ChatTurn([{"role": "user", "content": "Hi."}], tools=TOOLS, choice=_auto()))
     assert '<call>{"name": "the function\'s name"' in asked.prompt
     assert message(asked, ['<call>{"name": "ping", "arguments": {}}</call>']).calls[0].name == "ping"
 
@@ -133,13 +135,13 @@ def test_forms_are_shown_with_placeholders() -> None:
 def test_a_strict_function_is_enforced_when_it_is_called_of_free_will() -> None:
     form, asked = form_of(WRITTEN["JSON between tags"]), [{"role": "user", "content": "Hi."}]
     strict = [{**tool, "function": {**tool["function"], "strict": True}} for tool in TOOLS]
-    assert "grammar" in form.prepare(asked, tools=strict, choice=_auto()).params
-    assert "grammar" not in form.prepare(asked, tools=TOOLS, choice=_auto()).params
+    assert "grammar" in form.prepare(ChatTurn(asked, tools=strict, choice=_auto())).params
+    assert "grammar" not in form.prepare(ChatTurn(asked, tools=TOOLS, choice=_auto())).params
 
 
 def test_a_thought_between_two_calls_is_a_thought() -> None:
     form = form_of(WRITTEN["JSON between tags"])
-    asked = form.prepare([{"role": "user", "content": "Hi."}], tools=TOOLS, choice=_auto())
+    asked = form.prepare(ChatTurn([{"role": "user", "content": "Hi."}], tools=TOOLS, choice=_auto()))
     call = '<call>{"name": "ping", "arguments": {}}</call>'
     written = f"<think>One.</think>{call}\n<think>Two.</think>\n{call}"
     for parts in ([written], list(written)):

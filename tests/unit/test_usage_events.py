@@ -120,7 +120,7 @@ async def test_reports_come_one_by_one_and_before_tokens() -> None:
 
 async def test_a_report_is_no_token() -> None:
     """Otherwise a request that always crashes its worker while its prompt is computed would never be blamed."""
-    request = InFlightRequest(0, GenerationRequest(id="a", prompt="x"))
+    request = InFlightRequest("0", GenerationRequest(id="a", prompt="x"))
     report = GenerationEvent(request_id="0", usage=usage_at(16))
     assert report.is_report
     request.put(report)

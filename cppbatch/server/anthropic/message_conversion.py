@@ -1,4 +1,4 @@
-"""From Anthropic's messages, which are made of content blocks, to OpenAI's messages, which chat templates expect."""
+"""From Anthropic's body to a `ChatTurn`: messages of content blocks become OpenAI's, which chat templates expect."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ from typing import NamedTuple
 
 import msgspec
 
+from cppbatch.chat.chat_format import ChatTurn
 from cppbatch.chat.media_parts import MediaSource
+from cppbatch.chat.reasoning_effort import effort_variables
+from cppbatch.chat.thinking_budget import given_budget
 from cppbatch.errors import InvalidRequest
 from cppbatch.server.anthropic.message_types import CountTokensRequest, Json, RequestBlock, RequestMessage
 
@@ -26,7 +29,27 @@ _BLOCKS = {
 """By role: the supported types of blocks, and the required fields of each."""
 
 
-def conversation(body: CountTokensRequest) -> list[Json]:
+_FIELD_NAMES = {"function.parameters": "input_schema", "function.": ""}
+"""Parts of field names in chat completions, and in this API."""
+
+
+def message_turn(body: CountTokensRequest) -> ChatTurn:
+    """The conversation. Raises `InvalidRequest`."""
+    body.check_stateless()
+    thinking = body.thinking
+    effort = effort_variables("output_config.effort", body.output_config.effort if body.output_config else None)
+    return ChatTurn(
+        _messages(body),
+        tools=body.functions(),
+        choice=body.choice(),
+        schema=body.schema(),
+        variables=effort | ({"enable_thinking": thinking.type != "disabled"} if thinking else {}),
+        thinking_tokens=given_budget(**{"thinking.budget_tokens": thinking.budget_tokens if thinking else None}),
+        field_names={**_FIELD_NAMES, "response_format": body.constraint_field("output_config.format")},
+    )
+
+
+def _messages(body: CountTokensRequest) -> list[Json]:
     """The messages as chat templates expect them, the system message first.
 
     Consecutive messages of one role are joined, as in Anthropic's API. Raises `InvalidRequest` for documents and other

@@ -7,8 +7,6 @@ from typing import Any, ClassVar, Literal
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from cppbatch.chat.reasoning_effort import effort_variables
-from cppbatch.chat.thinking_budget import given_budget
 from cppbatch.chat.tools import ToolChoice, ToolChoiceMode
 from cppbatch.engine.request import UsageEvents
 from cppbatch.errors import InvalidRequest
@@ -185,18 +183,6 @@ class CountTokensRequest(SingleChoiceFields, kw_only=True):
             raise InvalidRequest("response_format", "belongs to another API; use output_config.format")
         form = (self.output_config and self.output_config.format) or self.output_format
         return one_schema("output_config.format", form.schema if form else None, self)
-
-    def template_variables(self) -> Json:
-        """The variables of the chat template beside messages and tools."""
-        effort = self.output_config.effort if self.output_config else None
-        variables = effort_variables("output_config.effort", effort)
-        return variables | ({"enable_thinking": self.thinking.type != "disabled"} if self.thinking else {})
-
-    def thinking_tokens(self) -> int | None:
-        """The limit of the reasoning, None if the request has none. Raises `InvalidRequest`."""
-        if self.thinking is None or self.thinking.budget_tokens is None:
-            return None
-        return given_budget(**{"thinking.budget_tokens": self.thinking.budget_tokens})
 
 
 class MessagesRequest(CountTokensRequest, kw_only=True):

@@ -6,12 +6,10 @@ import msgspec
 from aiohttp import web
 from msgspec import UNSET, UnsetType
 
-from cppbatch.chat.chat_format import PreparedChat
 from cppbatch.engine.assistant_output import AssistantOutput
-from cppbatch.engine.media_sources import prompt_of_chat
 from cppbatch.engine.request import GenerationEvent, RequestUsage
 from cppbatch.errors import InvalidRequest
-from cppbatch.server.anthropic.message_conversion import conversation
+from cppbatch.server.anthropic.message_conversion import message_turn
 from cppbatch.server.anthropic.message_types import (
     BlockJsonDelta,
     BlockTextDelta,
@@ -40,15 +38,11 @@ from cppbatch.server.anthropic.message_types import (
 from cppbatch.server.api_errors import AnthropicErrorResponse, anthropic_error, api_error, json_response
 from cppbatch.server.content_blocks import BlockChange, ContentBlock, ContentBlocks
 from cppbatch.server.endpoint import generation_endpoint
-from cppbatch.server.model_choice import serving_of
+from cppbatch.server.model_choice import lease_model
 from cppbatch.server.parse import read_json
 from cppbatch.server.response import Json, PreparedRequest, ResponseBuilder, ServerSentEvent, respond
-from cppbatch.server.serving import Serving, new_id
+from cppbatch.server.serving import PreparedTurn, Serving
 from cppbatch.server.timings import StreamTimings, Timings, timings
-
-_FORMAT = "output_config.format"
-_CHAT_FIELD_NAMES = {"function.parameters": "input_schema", "function.": "", "response_format": _FORMAT}
-_FIELD_NAMES = {"prompt": "messages", "stop": "stop_sequences"}
 
 routes = web.RouteTableDef()
 
@@ -57,17 +51,20 @@ routes = web.RouteTableDef()
 async def messages(request: web.Request) -> web.StreamResponse:
     """Generates the assistant's next message of a conversation."""
     body = await read_json(request, MessagesRequest)
-    return await respond(request, await prepare_message(body, await serving_of(request, body)))
+    with await lease_model(request, body) as lease:
+        return await respond(request, lease, await prepare_message(body, lease.serving))
 
 
 @routes.post("/v1/messages/count_tokens")
 async def count_tokens(request: web.Request) -> web.Response:
     """Counts the prompt tokens that the same `/v1/messages` would have."""
     body = await read_json(request, CountTokensRequest)
-    serving = await serving_of(request, body)
-    serving.check_model(body.model)
-    chat = await _prepare_chat(body, serving)
-    return json_response(CountTokensResponse(input_tokens=len(await serving.chat_tokens(chat, "messages"))))
+    with await lease_model(request, body) as lease:
+        serving = lease.serving
+        serving.check_model(body.model)
+        serving.check_size(body)
+        tokens = await serving.chat_tokens(await serving.render(message_turn(body)))
+    return json_response(CountTokensResponse(input_tokens=len(tokens)))
 
 
 ENDPOINTS = {
@@ -90,38 +87,21 @@ async def prepare_message(body: MessagesRequest, serving: Serving) -> PreparedRe
     serving.check(body)
     if body.max_tokens < 1:
         raise InvalidRequest("max_tokens", f"is {body.max_tokens}; it must be at least 1")
-    chat = await _prepare_chat(body, serving)
-    params = serving.params(body, chat.params)
-    builder = MessagesBuilder(body, serving.name, chat)
-    requests = serving.engine_requests(body, builder.id, [prompt_of_chat(chat)], params)
-    field = body.constraint_names.get("json_schema", _FORMAT)
-    names = {"json_schema": field} | body.constraint_names | chat.renamed(field)
-    return PreparedRequest(requests, builder, stream=bool(body.stream), field_names=_FIELD_NAMES | names)
-
-
-async def _prepare_chat(body: CountTokensRequest, serving: Serving) -> PreparedChat:
-    body.check_stateless()
-    serving.check_size("messages", body.messages, body.tools)
-    return await serving.prepare_chat(
-        conversation(body),
-        tools=body.functions(),
-        choice=body.choice(),
-        schema=body.schema(),
-        variables=body.template_variables(),
-        thinking_tokens=body.thinking_tokens(),
-        field_names=_CHAT_FIELD_NAMES,
-    )
+    serving.check_size(body)
+    turn = await serving.prepare(message_turn(body), body, "msg_")
+    builder = MessagesBuilder(body, serving.name, turn)
+    return PreparedRequest(turn.requests, builder, stream=bool(body.stream), field_names=turn.field_names)
 
 
 class MessagesBuilder(ResponseBuilder):
     """Builds the response of `/v1/messages`."""
 
-    def __init__(self, body: MessagesRequest, model: str, chat: PreparedChat) -> None:
+    def __init__(self, body: MessagesRequest, model: str, turn: PreparedTurn) -> None:
         super().__init__()
-        self.id = new_id("msg_")
+        self.id = turn.id
         self._model = model
         self._max_tokens = body.max_tokens
-        self._output = AssistantOutput(chat)
+        self._output = AssistantOutput(turn.chat)
         self._blocks = ContentBlocks()
         self._at_start: RequestUsage | None = None
         self._stream_timings = StreamTimings(body)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncIterator
+from functools import partial
 
 import msgspec
 from aiohttp import web
@@ -18,7 +19,6 @@ from cppbatch.jobs.job_runner import RequestSlots
 from cppbatch.server.batches.batch_handler import BatchRequestHandler
 from cppbatch.server.key_rules import KeyRules
 from cppbatch.server.key_usage import KEY_USAGE, KeyLineSlots
-from cppbatch.server.run_requests import Event
 from cppbatch.server.served_models import MODELS
 from cppbatch.server.server_metrics import METRICS
 from cppbatch.server.storage import STORAGE
@@ -41,13 +41,10 @@ async def run_batches(app: web.Application) -> AsyncIterator[None]:
 
 async def _start(app: web.Application) -> None:
     """Starts the batches once the storage is open and the model is loaded."""
-    models, metrics = app[MODELS], app[METRICS]
+    models, observe = app[MODELS], partial(app[METRICS].observe, _ENDPOINT)
     batches = await app[STORAGE].opened()
     if batches is None:
         return
-
-    def observe(events: AsyncGenerator[Event, None], n: int, model: str) -> AsyncGenerator[Event, None]:
-        return metrics.observe(events, _ENDPOINT, n, model)
 
     try:
         await models.ready()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -19,7 +20,7 @@ from cppbatch.server.pooling.rerank_endpoint import RerankRequest, prepare_reran
 from cppbatch.server.response import PreparedRequest
 from cppbatch.server.responses.create_response import prepare_response
 from cppbatch.server.responses.responses_types import ResponsesRequest
-from cppbatch.server.run_requests import Event, run_requests
+from cppbatch.server.run_requests import OnEvent, run_requests
 from cppbatch.server.sampling_fields import SamplingFields, merge_fields
 from cppbatch.server.served_models import ServedModels
 from cppbatch.server.serving import Serving, new_id
@@ -37,7 +38,12 @@ _ENDPOINTS: dict[str, tuple[type[Any], Callable[[Any, Serving], Awaitable[Prepar
 URLS = tuple(_ENDPOINTS)
 """The endpoints that batches support."""
 
-ObserveEvents = Callable[[AsyncGenerator[Event, None], int, str], AsyncGenerator[Event, None]]
+ObserveEvents = Callable[[int, str], AbstractContextManager[OnEvent]]
+"""From the number of a request's completions and the model to a context that yields what is called with each event."""
+
+
+def _observe_nothing(_n: int, _model: str) -> AbstractContextManager[OnEvent]:
+    return nullcontext(lambda index, event: None)
 
 
 class BatchRequestHandler:
@@ -54,11 +60,11 @@ class BatchRequestHandler:
         plain_max_tokens: int | None = None,
         rules: KeyRules | None = None,
         priority: int | None = None,
-        observe: ObserveEvents | None = None,
+        observe: ObserveEvents = _observe_nothing,
     ) -> None:
         """`defaults`: body fields of requests that do not set them. `plain_max_tokens`: as in `FileJob`. `rules`: those
-        of the key that the requests belong to. `priority`: overrides the requests' own. `observe`: called with the
-        events of a request, the number of its completions and the model; yields the events unchanged."""
+        of the key that the requests belong to. `priority`: overrides the requests' own. `observe`: for the events
+        of each request."""
         self._models = models
         self._defaults = defaults or {}
         self._plain_max_tokens = plain_max_tokens
@@ -99,20 +105,11 @@ class BatchRequestHandler:
             raise InvalidRequest("stream", "is true, but responses in a batch cannot be streamed; leave it out")
         body = convert(fields, kind)
         refuse_unknown(request.body, kind)  # without the defaults: a field like one of them is a mistake too
-        lease = await self._models.lease(body.model, self._rules, load=True)
-        try:
+        with await self._models.lease(body.model, self._rules, load=True) as lease:
             prepared = await prepare(body, lease.serving)
-            return prepared, await self._run(prepared, lease.serving)
-        finally:
-            lease.release()
-
-    async def _run(self, prepared: PreparedRequest, serving: Serving) -> object:
-        requests = prepared.requests
-        if self._priority is not None:
-            requests = [replaced(request, priority=self._priority) for request in requests]
-        if self._rules:
-            requests = self._rules.engine_requests(requests, serving.info.adapters)
-        events = run_requests(serving.client, requests, wait_when_full=True)
-        if self._observe:
-            events = self._observe(events, len(requests), serving.name)
-        return await prepared.gather(events)
+            requests = prepared.requests
+            if self._priority is not None:
+                requests = [replaced(request, priority=self._priority) for request in requests]
+            events = run_requests(lease.serving.client, lease.apply_key_rules(requests), wait_when_full=True)
+            with self._observe(len(requests), lease.serving.name) as observe:
+                return prepared, await prepared.gather(events, observe)

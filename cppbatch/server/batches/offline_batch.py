@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from itertools import chain, takewhile
 from typing import Any
 
 from cppbatch.cluster.deployment import Deployment
 from cppbatch.cluster.engine_client import EngineClient
 from cppbatch.config import EngineConfig
+from cppbatch.engine.request import GenerationEvent
 from cppbatch.errors import EngineClosed
 from cppbatch.jobs.file_job import FileJob
 from cppbatch.jobs.input_reader import InputReader
@@ -19,7 +20,7 @@ from cppbatch.jobs.job_runner import JobRunner
 from cppbatch.jobs.journal import Journal
 from cppbatch.jobs.request_order import chunks
 from cppbatch.server.batches.batch_handler import BatchRequestHandler
-from cppbatch.server.run_requests import Event, target_concurrency
+from cppbatch.server.run_requests import OnEvent, target_concurrency
 from cppbatch.server.served_models import OneModel
 from cppbatch.server.settings import ServerSettings
 from cppbatch.server.show_loading import ShowLoading, hide_loading
@@ -71,14 +72,12 @@ class OfflineJob:
                 self.n_running = 0
             await asyncio.sleep(_STATS_INTERVAL_S)
 
-    async def count_tokens(
-        self, events: AsyncGenerator[Event, None], _n_requests: int, _model: str
-    ) -> AsyncGenerator[Event, None]:
-        """Yields the events unchanged and counts their tokens."""
-        async with contextlib.aclosing(events):
-            async for index, event in events:
-                self.n_tokens += len(event.tokens)
-                yield index, event
+    def observe(self, _n_requests: int, _model: str) -> contextlib.AbstractContextManager[OnEvent]:
+        """An `ObserveEvents` that counts tokens."""
+        return contextlib.nullcontext(self._count_tokens)
+
+    def _count_tokens(self, _index: int, event: GenerationEvent) -> None:
+        self.n_tokens += len(event.tokens)
 
 
 async def run_offline(
@@ -117,7 +116,7 @@ async def run_offline(
             OneModel.of(engine, settings),
             defaults=job.defaults,
             plain_max_tokens=job.plain_max_tokens,
-            observe=offline.count_tokens,
+            observe=offline.observe,
         )
         runner = JobRunner(
             chain([first], input_chunks), offline.journal, handler, request_slots, longest_first=job.longest_first

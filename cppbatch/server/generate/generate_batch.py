@@ -17,23 +17,22 @@ from cppbatch.server.endpoint import generation_endpoint
 from cppbatch.server.generate.batch_items import BatchItem, GenerateBatchRequest, batch_items
 from cppbatch.server.generate.cancel_item import RUNNING_BATCHES, RunningBatch
 from cppbatch.server.generate.generate_endpoint import (
-    ChatTools,
     GenerateChunk,
     GenerateRequest,
     chat_tools,
-    checked_params,
+    check_fields,
     engine_request,
     has_content,
     text_result,
 )
-from cppbatch.server.key_rules import KeyRules
-from cppbatch.server.keys import KEY, viewer_of
+from cppbatch.server.keys import viewer_of
 from cppbatch.server.media_loading import refuse_large
-from cppbatch.server.model_choice import WAITED, serving_of
+from cppbatch.server.model_choice import lease_model
 from cppbatch.server.parse import read_json
 from cppbatch.server.response import DONE, PreparedRequest, ResponseBuilder, ServerSentEvent, respond
 from cppbatch.server.run_requests import run_requests
-from cppbatch.server.serving import Serving, new_id
+from cppbatch.server.served_models import ModelLease
+from cppbatch.server.serving import ChatTools, Serving, new_id
 
 routes = web.RouteTableDef()
 
@@ -78,22 +77,21 @@ class GenerateBatchResponse(BatchTotals, frozen=True, kw_only=True):
 async def generate_batch(request: web.Request) -> web.StreamResponse:
     """Completes many prompts, each in one or many ways. The failure of one does not affect the others."""
     body = await read_json(request, GenerateBatchRequest)
-    serving = await serving_of(request, body)
-    rules = request.get(KEY)
-    # on threads: 256 items with large fields take seconds
-    items = await asyncio.to_thread(read_items, body, serving)
-    chat = await chat_tools(serving, [each for each in items.bodies if isinstance(each, GenerateRequest)])
-    prepared, batch = await asyncio.to_thread(prepare_batch, items, serving, rules, chat, stream=bool(body.stream))
-    with request.app[RUNNING_BATCHES].one(viewer_of(request), body.request_id, batch):
-        events = run_requests(
-            serving.client,
-            prepared.requests,
-            wait_when_full=True,
-            errors_as_events=True,
-            cancelled=batch.cancelled,
-            waited=request.get(WAITED, 0.0),
-        )
-        return await respond(request, prepared, events)
+    with await lease_model(request, body) as lease:
+        # on threads: 256 items with large fields take seconds
+        items = await asyncio.to_thread(read_items, body, lease.serving)
+        chat = await chat_tools(lease.serving, [each for each in items.bodies if isinstance(each, GenerateRequest)])
+        prepared, batch = await asyncio.to_thread(prepare_batch, items, lease, chat, stream=bool(body.stream))
+        with request.app[RUNNING_BATCHES].one(viewer_of(request), body.request_id, batch):
+            events = run_requests(
+                lease.serving.client,
+                prepared.requests,
+                wait_when_full=True,
+                errors_as_events=True,
+                cancelled=batch.cancelled,
+                waited=lease.waited,
+            )
+            return await respond(request, lease, prepared, events)
 
 
 ENDPOINTS = {
@@ -115,7 +113,8 @@ class ReadItems(NamedTuple):
 def read_items(body: GenerateBatchRequest, serving: Serving) -> ReadItems:
     """Checks each item by itself. Raises `InvalidRequest` for errors that concern all items."""
     items = batch_items(body, serving.limits)
-    checked_params(body, serving)
+    check_fields(body, serving)
+    serving.params(body)
     bodies: list[GenerateRequest | InvalidRequest] = []
     for item in items:
         try:
@@ -126,13 +125,12 @@ def read_items(body: GenerateBatchRequest, serving: Serving) -> ReadItems:
 
 
 def prepare_batch(
-    read: ReadItems, serving: Serving, rules: KeyRules | None, chat: ChatTools | None, *, stream: bool
+    read: ReadItems, lease: ModelLease, chat: ChatTools | None, *, stream: bool
 ) -> tuple[PreparedRequest, RunningBatch]:
     """Engine requests for the valid items, and a builder that holds the errors of the others.
 
-    `rules`: those of the request's key. `chat`: for `messages`. Raises `InvalidRequest` for errors that concern all
-    items."""
-    name, items = new_id("batch-"), read.items
+    `chat`: for `messages`. Raises `InvalidRequest` for errors that concern all items."""
+    name, items, serving = new_id("batch-"), read.items, lease.serving
     requests: dict[int, GenerationRequest] = {}
     errors: dict[int, InvalidRequest] = {}
     for i, fields in enumerate(read.bodies):
@@ -140,10 +138,9 @@ def prepare_batch(
             if isinstance(fields, InvalidRequest):
                 raise fields
             request = engine_request(fields, serving, f"{name}-{i}", chat)
-            if rules:
-                serving.check_key(rules, fields.model)
-                (request,) = rules.engine_requests([request], serving.info.adapters)
-            requests[i] = request
+            if lease.rules:
+                serving.check_key(lease.rules, fields.model)
+            (requests[i],) = lease.apply_key_rules([request])
         except InvalidRequest as error:
             errors[i] = error
     refuse_large([request.prompt for request in requests.values()], 1, serving.limits)

@@ -5,28 +5,25 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 from aiohttp import web
 from msgspec import UNSET, UnsetType
 
-from cppbatch.chat.chat_format import ChatFormat
+from cppbatch.chat.chat_format import ChatTurn
 from cppbatch.chat.message_types import ChatMessage, checked_variables, conversation_of
 from cppbatch.chat.thinking_budget import given_budget
 from cppbatch.chat.tools import ToolChoice
-from cppbatch.engine.media_sources import prompt_of_chat
-from cppbatch.engine.params import SamplingParams
 from cppbatch.engine.request import FinishReason, GenerationEvent, GenerationRequest
 from cppbatch.errors import InvalidRequest
 from cppbatch.server.endpoint import generation_endpoint
-from cppbatch.server.media_loading import MediaLoader
-from cppbatch.server.model_choice import serving_of
+from cppbatch.server.model_choice import lease_model
 from cppbatch.server.parse import read_json
 from cppbatch.server.response import DONE, PreparedRequest, ResponseBuilder, ServerSentEvent, respond
 from cppbatch.server.response_logprobs import LogprobEntry, logprob_entries
 from cppbatch.server.sampling_fields import SamplingFields
-from cppbatch.server.serving import Prompt, Serving, new_id
+from cppbatch.server.serving import ChatTools, Serving, new_id
 
 Json = dict[str, Any]
 
@@ -119,30 +116,19 @@ class GenerateChunk(msgspec.Struct, frozen=True, kw_only=True):
 async def generate(request: web.Request) -> web.StreamResponse:
     """Complete a prompt."""
     body = await read_json(request, GenerateRequest)
-    serving = await serving_of(request, body)
-    conversations = await chat_tools(serving, [body])
-    return await respond(request, await asyncio.to_thread(prepare_generate, body, serving, conversations))
+    with await lease_model(request, body) as lease:
+        conversations = await chat_tools(lease.serving, [body])
+        prepared = await asyncio.to_thread(prepare_generate, body, lease.serving, conversations)
+        return await respond(request, lease, prepared)
 
 
 ENDPOINTS = {("post", "/generate"): generation_endpoint("Complete a prompt", GenerateRequest, GenerateResponse)}
 
 
-class ChatTools(NamedTuple):
-    """What makes prompts of conversations."""
-
-    format: ChatFormat
-    media: MediaLoader
-
-
 async def chat_tools(serving: Serving, bodies: Iterable[GenerateFields]) -> ChatTools | None:
-    """What makes prompts of the `messages` of these requests, with the pictures and sounds fetched that they refer to;
-    None: they have no messages. Raises `InvalidRequest` for a broken template."""
+    """What makes prompts of the `messages` of these requests; None: they have none. Raises as `Serving.chat_tools`."""
     given = [body.messages for body in bodies if body.messages is not None]
-    if not given:
-        return None
-    tools = ChatTools(await serving.chat_format(), serving.media_loader())
-    await tools.media.fetch(await asyncio.to_thread(_readable, given))
-    return tools
+    return await serving.chat_tools(await asyncio.to_thread(_readable, given)) if given else None
 
 
 def _readable(given: list[list[ChatMessage]]) -> list[list[Json]]:
@@ -161,41 +147,35 @@ def prepare_generate(body: GenerateRequest, serving: Serving, chat: ChatTools | 
     return PreparedRequest([request], GenerateBuilder(), stream=bool(body.stream), field_names=names)
 
 
+def generate_turn(body: GenerateFields) -> ChatTurn:
+    """The conversation of a request with `messages`. Raises `InvalidRequest`."""
+    return ChatTurn(
+        conversation_of(body.messages or []),
+        choice=ToolChoice(mode="none"),
+        schema=body.schema(),
+        variables=checked_variables(body.chat_template_kwargs or {}),
+        thinking_tokens=given_budget(thinking_budget=body.thinking_budget),
+    )
+
+
 def engine_request(body: GenerateRequest, serving: Serving, name: str, chat: ChatTools | None) -> GenerationRequest:
     """The engine request for a prompt, or for `messages`, which `chat` renders. Raises `InvalidRequest`."""
     if (body.prompt is None) == (body.messages is None):
         raise InvalidRequest("prompt", "is required, unless messages is given; they cannot be combined")
-    prompt: Prompt | None = body.prompt
-    required = None
-    if body.messages is not None:
+    check_fields(body, serving)
+    if body.prompt is not None:
+        (request,) = serving.engine_requests(body, name, [body.prompt])
+    else:
         assert chat
-        serving.check_size("messages", body.messages, None)
-        prepared = serving.rendered(
-            chat.format,
-            conversation_of(body.messages),
-            chat.media,
-            tools=[],
-            choice=ToolChoice(mode="none"),
-            schema=body.schema(),
-            variables=checked_variables(body.chat_template_kwargs or {}),
-            thinking_tokens=given_budget(thinking_budget=body.thinking_budget),
-        )
-        prompt, required = prompt_of_chat(prepared), prepared.params
-    assert prompt is not None
-    (request,) = serving.engine_requests(body, name, [prompt], checked_params(body, serving, required))
+        serving.check_size(body)
+        (request,) = serving.prepare_with(chat, generate_turn(body), body, name).requests
     return request
 
 
-def checked_params(body: GenerateFields, serving: Serving, required: Json | None = None) -> SamplingParams:
-    """Checks all fields but the prompt and returns the sampling parameters. Raises `InvalidRequest`.
-
-    `required`: the parameters that a conversation requires; None: there is none."""
+def check_fields(body: GenerateFields, serving: Serving) -> None:
+    """Checks all fields but the prompt and the sampling parameters. Raises `InvalidRequest`."""
     body.check_single_completion()
     serving.check(body)
-    if required is None:
-        schema = body.schema()
-        required = {} if schema is None else {"json_schema": schema}
-    return serving.params(body, required)
 
 
 class GenerateBuilder(ResponseBuilder):

@@ -18,16 +18,15 @@ from cppbatch.server.endpoint import Endpoint, generation_endpoint, json_content
 from cppbatch.server.llama_result import LlamaResponse, LlamaResults
 from cppbatch.server.llama_server.llama_fields import LlamaFields, to_sampling_fields
 from cppbatch.server.mixed_prompts import MarkedPrompt, MixedPrompt, engine_prompt, prompts_of, tokenize
-from cppbatch.server.model_choice import SERVING, WAITED, serving_of
+from cppbatch.server.model_choice import lease_model
 from cppbatch.server.parse import read_json
-from cppbatch.server.response import Json, PreparedRequest, ResponseBuilder, ServerSentEvent, as_key_allows, respond
+from cppbatch.server.response import Json, PreparedRequest, ResponseBuilder, ServerSentEvent, respond
 from cppbatch.server.run_requests import Event, run_requests
+from cppbatch.server.served_models import ModelLease
 from cppbatch.server.serving import Prompt, Serving, new_id
 from cppbatch.server.timings import StreamTimings
 
 routes = web.RouteTableDef()
-
-_ALIASES = {"max_tokens": "n_predict", "logprobs": "n_probs", "n": "n_cmpl"}
 
 
 class LlamaCompletionRequest(LlamaFields, kw_only=True):
@@ -43,19 +42,21 @@ class LlamaCompletionRequest(LlamaFields, kw_only=True):
 async def llama_completion(request: web.Request) -> web.StreamResponse:
     """Complete one or more prompts."""
     body = await read_json(request, LlamaCompletionRequest)
-    return await respond_to_completion(request, body, await _prepare_completion(body, await serving_of(request, body)))
+    with await lease_model(request, body) as lease:
+        return await respond_to_completion(request, lease, body, await _prepare_completion(body, lease.serving))
 
 
 async def respond_to_completion(
-    request: web.Request, body: LlamaFields, prepared: PreparedRequest
+    request: web.Request, lease: ModelLease, body: LlamaFields, prepared: PreparedRequest
 ) -> web.StreamResponse:
     """Runs the engine requests, with the body's time limit, and sends the response."""
     seconds = (body.t_max_predict_ms or 0) / 1000
     if seconds <= 0:
-        return await respond(request, prepared)
-    requests, waited = as_key_allows(request, prepared.requests), request.get(WAITED, 0.0)
-    events = _run_with_time_limit(request[SERVING].client, requests, seconds, waited)
-    return await respond(request, prepared, events)
+        return await respond(request, lease, prepared)
+    requests = lease.apply_key_rules(prepared.requests)
+    return await respond(
+        request, lease, prepared, _run_with_time_limit(lease.serving.client, requests, seconds, lease.waited)
+    )
 
 
 async def _run_with_time_limit(
@@ -114,25 +115,16 @@ async def prepare_llama_completion(
 ) -> PreparedRequest:
     """The engine requests and the builder for these prompts. Raises `InvalidRequest`."""
     serving.check_model(body.model)
-    field_names = {ours: theirs for ours, theirs in _ALIASES.items() if getattr(body, theirs) is not None}
-    field_names |= body.constraint_names
+    field_names = body.field_names | ({} if body.n_cmpl is None else {"n": "n_cmpl"})
     try:
         body = await to_sampling_fields(body, serving)
         serving.limits.check(body)
-        params = serving.params(body, _form(body))
         for_engine = [prompt.for_engine() for prompt in prompts]
-        requests = serving.engine_requests(body, new_id("llama-"), for_engine, params)
+        requests = serving.engine_requests(body, new_id("llama-"), for_engine)
     except InvalidRequest as error:
         raise error.renamed(field_names.get(error.field, error.field)) from error
     builder = LlamaCompletionBuilder(body, requests, [prompt.tokens for prompt in prompts], serving)
     return PreparedRequest(requests, builder, stream=bool(body.stream), field_names=field_names)
-
-
-def _form(body: LlamaFields) -> Json:
-    """The sampling parameters that follow from `response_format` and `n_predict`."""
-    schema = body.schema()
-    form: Json = {} if schema is None else {"json_schema": schema}
-    return form | ({"echo": True} if body.n_predict == 0 else {})  # max_tokens=0 is only valid with echo
 
 
 class LlamaCompletionBuilder(ResponseBuilder):

@@ -11,7 +11,7 @@ from cppbatch.engine.embeddings import normalised
 from cppbatch.engine.request import GenerationEvent
 from cppbatch.errors import InvalidRequest
 from cppbatch.server.endpoint import generation_endpoint, json_content, schema_ref
-from cppbatch.server.model_choice import serving_of
+from cppbatch.server.model_choice import lease_model
 from cppbatch.server.parse import read_json
 from cppbatch.server.pooling.embeddings_endpoint import EmbeddingRequest, prepare_vectors
 from cppbatch.server.pooling.pooling_response import PoolingBuilder
@@ -46,7 +46,8 @@ class LlamaEmbedding(msgspec.Struct, frozen=True, kw_only=True):
 async def llama_embeddings(request: web.Request) -> web.StreamResponse:
     """Computes a vector for each input."""
     body = await read_json(request, LlamaEmbeddingRequest)
-    return await respond(request, await _prepare(body, await serving_of(request, body)))
+    with await lease_model(request, body) as lease:
+        return await respond(request, lease, await _prepare(body, lease.serving))
 
 
 async def _prepare(body: LlamaEmbeddingRequest, serving: Serving) -> PreparedRequest:

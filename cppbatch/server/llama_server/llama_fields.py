@@ -67,6 +67,11 @@ class LlamaFields(TimingFields, kw_only=True):
     logit_bias: dict[str, Any] | list[Any] | None = None  # type: ignore[assignment]
     """An object, or pairs of a token id or a text and a bias. The bias false suppresses the tokens."""
 
+    @property
+    def echo(self) -> bool | None:
+        """As in `SamplingParams`, where `max_tokens` 0 requires it. The builder does not show the prompt."""
+        return True if self.n_predict == 0 else None
+
 
 Fields = TypeVar("Fields", bound=LlamaFields)
 

@@ -15,7 +15,7 @@ from cppbatch.server.llama_server.llama_completion import (
 )
 from cppbatch.server.llama_server.llama_fields import LlamaFields
 from cppbatch.server.mixed_prompts import MAX_TEXTS, tokenize
-from cppbatch.server.model_choice import serving_of
+from cppbatch.server.model_choice import lease_model
 from cppbatch.server.parse import read_json
 from cppbatch.server.serving import Serving
 
@@ -47,9 +47,10 @@ class InfillRequest(LlamaFields, kw_only=True):
 async def infill(request: web.Request) -> web.StreamResponse:
     """Complete the text between a prefix and a suffix."""
     body = await read_json(request, InfillRequest)
-    serving = await serving_of(request, body)
-    prepared = await prepare_llama_completion(body, serving, [LlamaPrompt(await _infill_prompt(serving, body))])
-    return await respond_to_completion(request, body, prepared)
+    with await lease_model(request, body) as lease:
+        prompt = LlamaPrompt(await _infill_prompt(lease.serving, body))
+        prepared = await prepare_llama_completion(body, lease.serving, [prompt])
+        return await respond_to_completion(request, lease, body, prepared)
 
 
 ENDPOINTS = {("post", "/infill"): llama_endpoint("Complete the text between a prefix and a suffix", InfillRequest)}

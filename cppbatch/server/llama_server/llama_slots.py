@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from time import perf_counter
 
 import msgspec
 from aiohttp import web
 
-from cppbatch.cluster.worker_link import SlotActionName
+from cppbatch.engine.slots import SlotActionName
 from cppbatch.errors import InvalidRequest
 from cppbatch.server.api_errors import SwitchedOff, json_response
 from cppbatch.server.endpoint import Endpoint, json_content, schema_ref
-from cppbatch.server.model_choice import serving_of
+from cppbatch.server.model_choice import lease_model
 from cppbatch.server.parse import parse
 from cppbatch.server.served_models import MODELS
 from cppbatch.server.serving import Serving
@@ -90,7 +91,11 @@ async def slot_action(request: web.Request) -> web.Response:
     if folder is None:
         raise SwitchedOff("saving, restoring and erasing slots is disabled: start the server with --slot-save-path DIR")
     action = convert(dict(request.query), SlotQuery, from_text=True).action
-    serving = await serving_of(request)
+    with await lease_model(request) as lease:
+        return await _act(request, lease.serving, folder, action)
+
+
+async def _act(request: web.Request, serving: Serving, folder: Path, action: SlotActionName) -> web.Response:
     slot = await _slot(request, serving)
     if action == "erase":
         report = await serving.client.slot_action(action, slot)

@@ -24,7 +24,7 @@ from cppbatch.server.endpoint import (
 from cppbatch.server.keys import KEY
 from cppbatch.server.llama_settings import GenerationSettings, generation_settings
 from cppbatch.server.mixed_prompts import MEDIA_MARKER
-from cppbatch.server.model_choice import serving_of
+from cppbatch.server.model_choice import lease_model
 from cppbatch.server.parse import parse, read_json
 from cppbatch.server.sampling_fields import LoraScale, scales_by_number
 from cppbatch.server.served_models import MODELS
@@ -140,28 +140,29 @@ async def props(request: web.Request) -> web.Response:
                 endpoint_metrics=models.settings.metrics,
             )
         )
-    serving = await serving_of(request)
-    info = serving.info
-    return json_response(
-        Props(
-            default_generation_settings=DefaultSettings(params=_default_settings(serving), n_ctx=info.max_sequence),
-            total_slots=serving.client.config.n_parallel * len(await serving.client.workers()),
-            model_alias=serving.name,
-            model_path=info.path,
-            modalities=Modalities(vision="image" in info.modalities, audio="audio" in info.modalities),
-            media_marker=MEDIA_MARKER,
-            chat_template=serving.template or CHATML,
-            has_chat_template=serving.template is not None,
-            chat_forms=serving.chat_forms,
-            bos_token=info.bos,
-            eos_token=info.eos,
-            build_info=f"cppbatch {__version__}",
-            endpoint_slots=serving.settings.slots,
-            endpoint_props=serving.settings.props,
-            endpoint_metrics=serving.settings.metrics,
-            is_sleeping=serving.client.health().status == "sleeping",
+    with await lease_model(request) as lease:
+        serving = lease.serving
+        info = serving.info
+        return json_response(
+            Props(
+                default_generation_settings=DefaultSettings(params=_default_settings(serving), n_ctx=info.max_sequence),
+                total_slots=serving.client.config.n_parallel * len(await serving.client.workers()),
+                model_alias=serving.name,
+                model_path=info.path,
+                modalities=Modalities(vision="image" in info.modalities, audio="audio" in info.modalities),
+                media_marker=MEDIA_MARKER,
+                chat_template=serving.template or CHATML,
+                has_chat_template=serving.template is not None,
+                chat_forms=serving.chat_forms,
+                bos_token=info.bos,
+                eos_token=info.eos,
+                build_info=f"cppbatch {__version__}",
+                endpoint_slots=serving.settings.slots,
+                endpoint_props=serving.settings.props,
+                endpoint_metrics=serving.settings.metrics,
+                is_sleeping=serving.client.health().status == "sleeping",
+            )
         )
-    )
 
 
 @routes.post("/props")
@@ -187,28 +188,30 @@ async def slots(request: web.Request) -> web.Response:
     """
     if not request.app[MODELS].settings.slots:
         raise SwitchedOff("/slots is disabled: start the server without --no-slots")
-    serving = await serving_of(request)
-    n, n_ctx = serving.client.config.n_parallel, serving.info.max_sequence
-    found: list[Slot] = []
-    for worker in await serving.client.workers():
-        running = worker.stats.running if worker.stats else worker.in_flight
-        found += [Slot(id=len(found) + i, n_ctx=n_ctx, is_processing=i < running) for i in range(n)]
-    if request.query.get("fail_on_no_slot") and all(slot.is_processing for slot in found):
-        raise web.HTTPServiceUnavailable(text="no slot available")
-    return json_response(found)
+    with await lease_model(request) as lease:
+        serving = lease.serving
+        n, n_ctx = serving.client.config.n_parallel, serving.info.max_sequence
+        found: list[Slot] = []
+        for worker in await serving.client.workers():
+            running = worker.stats.running if worker.stats else worker.in_flight
+            found += [Slot(id=len(found) + i, n_ctx=n_ctx, is_processing=i < running) for i in range(n)]
+        if request.query.get("fail_on_no_slot") and all(slot.is_processing for slot in found):
+            raise web.HTTPServiceUnavailable(text="no slot available")
+        return json_response(found)
 
 
 @routes.get("/lora-adapters")
 async def lora_adapters(request: web.Request) -> web.Response:
     """List the adapters that `lora` in a request can reference, with their present scales."""
-    serving = await serving_of(request)
-    adapters = serving.info.adapters
-    scales = dict(adapter_set(serving.lora, adapters))
-    found = [
-        LoraAdapter(id=i, name=adapter.name, path=adapter.path, scale=scales.get(i, 0.0))
-        for i, adapter in enumerate(adapters)
-    ]
-    return json_response(found)
+    with await lease_model(request) as lease:
+        serving = lease.serving
+        adapters = serving.info.adapters
+        scales = dict(adapter_set(serving.lora, adapters))
+        found = [
+            LoraAdapter(id=i, name=adapter.name, path=adapter.path, scale=scales.get(i, 0.0))
+            for i, adapter in enumerate(adapters)
+        ]
+        return json_response(found)
 
 
 @routes.post("/lora-adapters")
@@ -217,15 +220,16 @@ async def set_lora_adapters(request: web.Request) -> web.Response:
 
     Raises `InvalidRequest`, and `Forbidden` for a key that may not use all adapters.
     """
-    serving = await serving_of(request)
-    if rules := request.get(KEY):
-        rules.check_sets_adapters()
-    entries = parse(await request.read(), list[LoraScale])
-    lora: dict[str | int, float] = dict(scales_by_number(entries).items())
-    GenerationRequest(id="", prompt="", lora=lora)  # checks the scales
-    adapter_set(lora, serving.info.adapters)  # checks that the adapters exist
-    serving.lora = lora
-    return json_response(Success())
+    with await lease_model(request) as lease:
+        serving = lease.serving
+        if rules := request.get(KEY):
+            rules.check_sets_adapters()
+        entries = parse(await request.read(), list[LoraScale])
+        lora: dict[str | int, float] = dict(scales_by_number(entries).items())
+        GenerationRequest(id="", prompt="", lora=lora)  # checks the scales
+        adapter_set(lora, serving.info.adapters)  # checks that the adapters exist
+        serving.lora = lora
+        return json_response(Success())
 
 
 def _list_endpoint(summary: str, kind: type, *errors: int) -> Endpoint:

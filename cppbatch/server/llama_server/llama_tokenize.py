@@ -19,8 +19,7 @@ from cppbatch.errors import InvalidRequest
 from cppbatch.server.api_errors import json_response
 from cppbatch.server.endpoint import generation_endpoint, query_endpoint
 from cppbatch.server.mixed_prompts import MEDIA_MARKER, tokenize
-from cppbatch.server.model_choice import serving_of
-from cppbatch.server.openai.chat_completions import prepare_chat
+from cppbatch.server.model_choice import lease_model
 from cppbatch.server.openai.chat_types import ChatCompletionRequest
 from cppbatch.server.parse import read_json
 from cppbatch.server.serving import Serving
@@ -122,25 +121,26 @@ class ApplyTemplateResponse(msgspec.Struct, frozen=True, kw_only=True):
 async def tokenize_text(request: web.Request) -> web.Response:
     """Tokenise a text."""
     body = await read_json(request, TokenizeRequest)
-    serving = await serving_of(request, body)
-    body.check()
-    if body.content is not None:
-        tokens = await tokenize(
-            serving, body.content, "content", add_special=body.add_special, parse_special=body.parse_special
+    with await lease_model(request, body) as lease:
+        serving = lease.serving
+        body.check()
+        if body.content is not None:
+            tokens = await tokenize(
+                serving, body.content, "content", add_special=body.add_special, parse_special=body.parse_special
+            )
+            shown = await asyncio.to_thread(_shown, tokens, with_pieces=body.with_pieces)
+            return json_response(TokenizeResponse(tokens=shown))
+        tokens = await _vllm_tokens(body, serving)
+        return json_response(
+            TokenizeResponse(
+                tokens=[token.id for token in tokens],
+                count=len(tokens),
+                max_model_len=serving.info.max_sequence,
+                token_strs=[token.piece.decode("utf-8", "replace") for token in tokens]
+                if body.return_token_strs
+                else UNSET,
+            )
         )
-        shown = await asyncio.to_thread(_shown, tokens, with_pieces=body.with_pieces)
-        return json_response(TokenizeResponse(tokens=shown))
-    tokens = await _vllm_tokens(body, serving)
-    return json_response(
-        TokenizeResponse(
-            tokens=[token.id for token in tokens],
-            count=len(tokens),
-            max_model_len=serving.info.max_sequence,
-            token_strs=[token.piece.decode("utf-8", "replace") for token in tokens]
-            if body.return_token_strs
-            else UNSET,
-        )
-    )
 
 
 async def _vllm_tokens(body: TokenizeRequest, serving: Serving) -> list[TokenPiece]:
@@ -153,10 +153,9 @@ async def _vllm_tokens(body: TokenizeRequest, serving: Serving) -> list[TokenPie
         add_generation_prompt=body.add_generation_prompt,
         chat_template_kwargs=body.chat_template_kwargs,
     )
-    chat = await prepare_chat(request, serving)
-    if chat.parts is None:
-        return await tokenize(serving, chat.prompt, "messages")
-    return await serving.chat_tokens(chat, "messages")
+    serving.check_size(request)
+    chat = await serving.render(request.turn())
+    return await tokenize(serving, chat.prompt, "messages") if chat.parts is None else await serving.chat_tokens(chat)
 
 
 def _shown(tokens: list[TokenPiece], *, with_pieces: bool) -> list[Any]:
@@ -183,7 +182,8 @@ async def detokenize_tokens(request: web.Request) -> web.Response:
     """Convert tokens to text."""
     body = await read_json(request, DetokenizeRequest)
     ids: list[str | int] = list(body.tokens)
-    tokens = await tokenize(await serving_of(request, body), ids, "tokens")
+    with await lease_model(request, body) as lease:
+        tokens = await tokenize(lease.serving, ids, "tokens")
     text = detokenize(tokens)
     return json_response(DetokenizeResponse(content=text, prompt=text))
 
@@ -191,28 +191,31 @@ async def detokenize_tokens(request: web.Request) -> web.Response:
 @routes.get("/tokenizer_info")
 async def tokenizer_info(request: web.Request) -> web.Response:
     """Returns what a client without a tokenizer needs to know."""
-    serving = await serving_of(request)
-    return json_response(
-        TokenizerInfo(
-            bos_token=serving.info.bos or None,
-            eos_token=serving.info.eos or None,
-            add_bos_token=bool(await serving.client.tokenize("", add_special=True)),
-            model_max_length=serving.info.max_sequence,
-            chat_template=serving.template or CHATML,
+    with await lease_model(request) as lease:
+        serving = lease.serving
+        return json_response(
+            TokenizerInfo(
+                bos_token=serving.info.bos or None,
+                eos_token=serving.info.eos or None,
+                add_bos_token=bool(await serving.client.tokenize("", add_special=True)),
+                model_max_length=serving.info.max_sequence,
+                chat_template=serving.template or CHATML,
+            )
         )
-    )
 
 
 @routes.post("/apply-template")
 async def apply_template(request: web.Request) -> web.Response:
     """Apply the chat template to a conversation."""
     body = await read_json(request, ChatCompletionRequest)
-    serving = await serving_of(request, body)
-    chat = await prepare_chat(body, serving)
-    parts = [chat.prompt] if chat.parts is None else chat.parts
-    return json_response(
-        ApplyTemplateResponse(prompt="".join(part if isinstance(part, str) else MEDIA_MARKER for part in parts))
-    )
+    with await lease_model(request, body) as lease:
+        serving = lease.serving
+        serving.check_size(body)
+        chat = await serving.render(body.turn())
+        parts = [chat.prompt] if chat.parts is None else chat.parts
+        return json_response(
+            ApplyTemplateResponse(prompt="".join(part if isinstance(part, str) else MEDIA_MARKER for part in parts))
+        )
 
 
 ENDPOINTS = {

@@ -7,13 +7,11 @@ from typing import TYPE_CHECKING
 from aiohttp import web
 from msgspec import UNSET
 
-from cppbatch.chat.chat_format import PreparedChat
 from cppbatch.chat.deltas import Delta, ReasoningDelta, TextDelta, ToolCall, ToolCallStart
 from cppbatch.engine.assistant_output import AssistantOutput
-from cppbatch.engine.media_sources import prompt_of_chat
 from cppbatch.engine.request import GenerationEvent, TokenLogprob
 from cppbatch.server.endpoint import generation_endpoint
-from cppbatch.server.model_choice import serving_of
+from cppbatch.server.model_choice import lease_model
 from cppbatch.server.openai.chat_types import (
     CalledCustomTool,
     CalledFunction,
@@ -35,7 +33,7 @@ from cppbatch.server.openai.choices import ChoicesBuilder, Extras, logprobs_of, 
 from cppbatch.server.parse import read_json
 from cppbatch.server.response import PreparedRequest, ServerSentEvent, respond
 from cppbatch.server.response_logprobs import ChatLogprobs, chat_token_logprobs
-from cppbatch.server.serving import Serving
+from cppbatch.server.serving import PreparedTurn, Serving
 from cppbatch.server.timings import has_output
 
 if TYPE_CHECKING:
@@ -48,7 +46,8 @@ routes = web.RouteTableDef()
 async def chat_completions(request: web.Request) -> web.StreamResponse:
     """Generate the next assistant message."""
     body = await read_json(request, ChatCompletionRequest)
-    return await respond(request, await prepare_chat_completion(body, await serving_of(request, body)))
+    with await lease_model(request, body) as lease:
+        return await respond(request, lease, await prepare_chat_completion(body, lease.serving))
 
 
 ENDPOINTS = {
@@ -61,38 +60,20 @@ ENDPOINTS = {
 async def prepare_chat_completion(body: ChatCompletionRequest, serving: Serving) -> PreparedRequest:
     """The engine requests and the builder for a chat completion. Batch jobs use it too. Raises `InvalidRequest`."""
     serving.check(body)
-    chat = await prepare_chat(body, serving)
-    params = serving.params(body, chat.params)
-    builder = ChatCompletionBuilder(body, serving, chat)
-    requests = serving.engine_requests(body, builder.id, [prompt_of_chat(chat)], params)
-    builder.verbose = await verbose_results(body, requests, serving)
-    names = {"prompt": "messages"} | body.constraint_names | chat.renamed(body.constraint_names.get("json_schema"))
-    return PreparedRequest(requests, builder, stream=bool(body.stream), field_names=names)
-
-
-async def prepare_chat(body: ChatCompletionRequest, serving: Serving) -> PreparedChat:
-    """The conversation as a prompt, with the parser of the answer. Raises `InvalidRequest`."""
-    serving.check_size("messages", body.messages, body.tools)
-    constraint = body.constraint()
-    return await serving.prepare_chat(
-        body.conversation(),
-        tools=body.functions(),
-        choice=body.choice(),
-        schema=body.schema(),
-        variables=body.template_variables(),
-        continue_final_message=body.continues_message,
-        thinking_tokens=body.thinking_tokens(),
-        field_names={"response_format": constraint.field} if constraint else None,
-    )
+    serving.check_size(body)
+    turn = await serving.prepare(body.turn(), body, "chatcmpl-")
+    builder = ChatCompletionBuilder(body, serving, turn)
+    builder.verbose = await verbose_results(body, turn.requests, serving)
+    return PreparedRequest(turn.requests, builder, stream=bool(body.stream), field_names=turn.field_names)
 
 
 class ChatCompletionBuilder(ChoicesBuilder):
     """Builds the response of a chat completion."""
 
-    def __init__(self, body: ChatCompletionRequest, serving: Serving, chat: PreparedChat) -> None:
-        super().__init__(body, serving, id_prefix="chatcmpl-")
+    def __init__(self, body: ChatCompletionRequest, serving: Serving, turn: PreparedTurn) -> None:
+        super().__init__(body, serving, turn.id)
         self._wants_logprobs = bool(body.wants_logprobs)
-        self._chat = chat
+        self._chat = turn.chat
         self._is_legacy = bool(body.legacy_functions)
         self._outputs: dict[int, AssistantOutput] = {}  # by the index of the completion
         self._writers: dict[int, _DeltaWriter] = {}

@@ -7,6 +7,7 @@ from typing import Any, ClassVar, Literal
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from cppbatch.chat.chat_format import ChatTurn
 from cppbatch.chat.message_types import (
     ChatMessage,
     ContentPart,
@@ -22,7 +23,6 @@ from cppbatch.chat.reasoning_effort import effort_variables
 from cppbatch.chat.thinking_budget import given_budget
 from cppbatch.chat.tools import ToolChoice
 from cppbatch.engine.assistant_output import FinishReasonName
-from cppbatch.engine.params import SamplingParams
 from cppbatch.errors import InvalidRequest
 from cppbatch.server.llama_result import LlamaResponse
 from cppbatch.server.openai.choices import Usage, VerboseFields
@@ -93,31 +93,32 @@ class ChatCompletionRequest(VerboseFields, kw_only=True):
     user: str | None = None
     """Not used."""
 
-    def params(self, **defaults: Any) -> SamplingParams:
-        """As in `SamplingFields`."""
-        if self.top_logprobs is not None and not self.wants_logprobs:
-            raise InvalidRequest("top_logprobs", "requires logprobs to be true")
-        wanted = {"logprobs": 0} if self.wants_logprobs else {}
-        return super().params(**defaults, **wanted)
-
     def options(self) -> Json:
         """As in `SamplingFields`."""
         return super().options() | ({"prediction": self.prediction.text()} if self.prediction else {})
 
-    def conversation(self) -> list[Json]:
-        """The messages as chat templates expect them. Raises `InvalidRequest`."""
-        return conversation_of(self.messages)
-
-    def functions(self) -> list[Json]:
-        """The tools as chat templates expect them. Raises `InvalidRequest`."""
+    def turn(self) -> ChatTurn:
+        """The conversation. Raises `InvalidRequest`."""
+        effort = effort_variables("reasoning_effort", self.reasoning_effort)
         if self.legacy_functions and self.tools:
             raise InvalidRequest("functions", "cannot be combined with tools; pass the functions as tools")
-        if self.legacy_functions:
-            return [{"type": "function", "function": msgspec.to_builtins(each)} for each in self.legacy_functions]
-        return [tool.as_dict(f"tools[{i}]") for i, tool in enumerate(self.tools or [])]
+        tools = [Tool(function=each) for each in self.legacy_functions or ()] or self.tools or []
+        return ChatTurn(
+            conversation_of(self.messages),
+            tools=[tool.as_dict(f"tools[{i}]") for i, tool in enumerate(tools)],
+            choice=self._choice(),
+            schema=self.schema(),
+            variables=checked_variables(effort | (self.chat_template_kwargs or {})),
+            thinking_tokens=given_budget(
+                thinking_budget=self.thinking_budget,
+                reasoning_budget_tokens=self.reasoning_budget_tokens,
+                thinking_budget_tokens=self.thinking_budget_tokens,
+            ),
+            continue_final_message=self._continues_message(),
+            field_names={"response_format": self.constraint_field("response_format")},
+        )
 
-    def choice(self) -> ToolChoice:
-        """`tool_choice` and `parallel_tool_calls`. Raises `InvalidRequest`."""
+    def _choice(self) -> ToolChoice:
         if self.function_call is not None and not self.legacy_functions:
             raise InvalidRequest("function_call", "requires functions; with tools, use tool_choice")
         if self.legacy_functions:
@@ -134,28 +135,13 @@ class ChatCompletionRequest(VerboseFields, kw_only=True):
             raise InvalidRequest("function_call", message)
         return ToolChoice(parallel=False)
 
-    @property
-    def continues_message(self) -> bool | None:
-        """Whether the last message is continued; None: if it is the assistant's. Raises `InvalidRequest`."""
+    def _continues_message(self) -> bool | None:
         if self.add_generation_prompt and self.continue_final_message:
             message = "cannot be combined with add_generation_prompt: the last message is either complete or continued"
             raise InvalidRequest("continue_final_message", message)
         if self.add_generation_prompt is None:
             return self.continue_final_message
         return not self.add_generation_prompt
-
-    def template_variables(self) -> Json:
-        """The variables of the chat template beside messages and tools. Raises `InvalidRequest`."""
-        effort = effort_variables("reasoning_effort", self.reasoning_effort)
-        return checked_variables(effort | (self.chat_template_kwargs or {}))
-
-    def thinking_tokens(self) -> int | None:
-        """The limit of the reasoning, None if the request has none. Raises `InvalidRequest`."""
-        return given_budget(
-            thinking_budget=self.thinking_budget,
-            reasoning_budget_tokens=self.reasoning_budget_tokens,
-            thinking_budget_tokens=self.thinking_budget_tokens,
-        )
 
 
 # --- the response ---------------------------------------------------------------------------------------------------

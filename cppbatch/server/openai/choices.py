@@ -15,7 +15,7 @@ from cppbatch.engine.request import GenerationEvent, GenerationRequest, Pair, To
 from cppbatch.server.llama_result import LlamaChunk, LlamaResponse, LlamaResults
 from cppbatch.server.response import DONE, Json, ResponseBuilder, ServerSentEvent, shown_media
 from cppbatch.server.sampling_fields import TimingFields
-from cppbatch.server.serving import Serving, new_id
+from cppbatch.server.serving import Serving
 from cppbatch.server.timings import PromptProgress, StreamTimings, Timings, timings
 
 if TYPE_CHECKING:
@@ -87,11 +87,10 @@ async def verbose_results(
 class ChoicesBuilder(ResponseBuilder):
     """Shows the `n_choices` completions of each prompt with the highest mean log-probability, of `n_candidates`."""
 
-    def __init__(self, body: TimingFields, serving: Serving, *, id_prefix: str) -> None:
+    def __init__(self, body: TimingFields, serving: Serving, response_id: str) -> None:
         super().__init__(n_candidates=body.n_candidates)
-        self.id = new_id(id_prefix)
         self.head: Json = {
-            "id": self.id,
+            "id": response_id,
             "created": int(time.time()),
             "model": serving.name,
             "system_fingerprint": serving.fingerprint,

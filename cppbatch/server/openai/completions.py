@@ -13,12 +13,12 @@ from cppbatch.engine.request import FinishReason, GenerationEvent, TokenLogprob
 from cppbatch.errors import InvalidRequest
 from cppbatch.server.endpoint import generation_endpoint
 from cppbatch.server.llama_result import LlamaChunk, LlamaResponse
-from cppbatch.server.model_choice import serving_of
+from cppbatch.server.model_choice import lease_model
 from cppbatch.server.openai.choices import ChoicesBuilder, Extras, Usage, VerboseFields, logprobs_of, verbose_results
 from cppbatch.server.parse import read_json
 from cppbatch.server.response import PreparedRequest, ServerSentEvent, respond
 from cppbatch.server.response_logprobs import CompletionLogprobs, completion_logprobs
-from cppbatch.server.serving import Prompt, Serving
+from cppbatch.server.serving import Prompt, Serving, new_id
 from cppbatch.server.timings import PromptProgress, Timings
 
 if TYPE_CHECKING:
@@ -118,7 +118,8 @@ class CompletionChunk(msgspec.Struct, frozen=True, kw_only=True):
 async def completions(request: web.Request) -> web.StreamResponse:
     """Complete one or more prompts."""
     body = await read_json(request, CompletionRequest)
-    return await respond(request, await prepare_completion(body, await serving_of(request, body)))
+    with await lease_model(request, body) as lease:
+        return await respond(request, lease, await prepare_completion(body, lease.serving))
 
 
 ENDPOINTS = {
@@ -133,16 +134,14 @@ async def prepare_completion(
 ) -> PreparedRequest:
     """The engine requests and the builder for a completion. Batch jobs use it too. Raises `InvalidRequest`."""
     serving.check(body)
-    schema = body.schema()
-    form = {} if schema is None else {"json_schema": schema}
-    params = serving.params(body, form, max_tokens=default_max_tokens)
     prompts: Sequence[Prompt] = body.prompts()
-    builder = CompletionBuilder(body, serving)
     if body.suffix:
         prompts = [_fill_in_prompt(serving, prompt, body.suffix) for prompt in prompts]
-    requests = serving.engine_requests(body, builder.id, prompts, params)
+    response_id = new_id("cmpl-")
+    requests = serving.engine_requests(body, response_id, prompts, max_tokens=default_max_tokens)
+    builder = CompletionBuilder(body, serving, response_id)
     builder.verbose = await verbose_results(body, requests, serving)
-    return PreparedRequest(requests, builder, stream=bool(body.stream), field_names=body.constraint_names)
+    return PreparedRequest(requests, builder, stream=bool(body.stream), field_names=body.field_names)
 
 
 def _fill_in_prompt(serving: Serving, prefix: Prompt, suffix: str) -> str:
@@ -158,8 +157,8 @@ def _fill_in_prompt(serving: Serving, prefix: Prompt, suffix: str) -> str:
 class CompletionBuilder(ChoicesBuilder):
     """Builds the response of a completion."""
 
-    def __init__(self, body: CompletionRequest, serving: Serving) -> None:
-        super().__init__(body, serving, id_prefix="cmpl-")
+    def __init__(self, body: CompletionRequest, serving: Serving, response_id: str) -> None:
+        super().__init__(body, serving, response_id)
         self._wants_logprobs = body.logprobs is not None
 
     def build(self, completions: list[list[GenerationEvent]]) -> CompletionResponse:

@@ -13,7 +13,7 @@ from cppbatch.engine.request import GenerationEvent
 from cppbatch.errors import InvalidRequest
 from cppbatch.server.endpoint import generation_endpoint
 from cppbatch.server.mixed_prompts import engine_prompt, prompts_of
-from cppbatch.server.model_choice import serving_of
+from cppbatch.server.model_choice import lease_model
 from cppbatch.server.parse import read_json
 from cppbatch.server.pooling.pooling_response import (
     PoolingBuilder,
@@ -85,7 +85,8 @@ class EmbeddingResponse(msgspec.Struct, frozen=True, kw_only=True):
 async def embeddings(request: web.Request) -> web.StreamResponse:
     """Compute an embedding for each input."""
     body = await read_json(request, EmbeddingRequest)
-    return await respond(request, await prepare_embeddings(body, await serving_of(request, body)))
+    with await lease_model(request, body) as lease:
+        return await respond(request, lease, await prepare_embeddings(body, lease.serving))
 
 
 ENDPOINTS = {

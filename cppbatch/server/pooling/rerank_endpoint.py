@@ -14,7 +14,7 @@ from cppbatch.engine.embeddings import Vector
 from cppbatch.engine.request import GenerationEvent, Pair
 from cppbatch.errors import InvalidRequest
 from cppbatch.server.endpoint import generation_endpoint, json_content, schema_ref
-from cppbatch.server.model_choice import serving_of
+from cppbatch.server.model_choice import lease_model
 from cppbatch.server.parse import read_json
 from cppbatch.server.pooling.pooling_response import (
     PoolingBuilder,
@@ -118,7 +118,8 @@ class TextScore(msgspec.Struct, frozen=True, kw_only=True):
 async def rerank(request: web.Request) -> web.StreamResponse:
     """Rank documents by their relevance to a query."""
     body = await read_json(request, RerankRequest)
-    return await respond(request, await prepare_rerank(body, await serving_of(request, body)))
+    with await lease_model(request, body) as lease:
+        return await respond(request, lease, await prepare_rerank(body, lease.serving))
 
 
 _ENDPOINT = generation_endpoint(

@@ -8,18 +8,16 @@ import msgspec
 from aiohttp import web
 from msgspec import UNSET, UnsetType
 
-from cppbatch.chat.chat_format import PreparedChat
 from cppbatch.engine.assistant_output import AssistantOutput
-from cppbatch.engine.media_sources import prompt_of_chat
 from cppbatch.engine.params import SamplingParams
 from cppbatch.engine.request import GenerationEvent
 from cppbatch.server.api_errors import api_error
 from cppbatch.server.content_blocks import ContentBlocks
 from cppbatch.server.endpoint import generation_endpoint
-from cppbatch.server.model_choice import serving_of
+from cppbatch.server.model_choice import lease_model
 from cppbatch.server.parse import read_json
 from cppbatch.server.response import PreparedRequest, ResponseBuilder, ServerSentEvent, respond, shown_media
-from cppbatch.server.responses.input_conversion import conversation
+from cppbatch.server.responses.input_conversion import response_turn
 from cppbatch.server.responses.output_items import OutputItems
 from cppbatch.server.responses.responses_types import (
     CustomToolFormat,
@@ -44,18 +42,8 @@ from cppbatch.server.responses.responses_types import (
     ResponsesUsage,
     TextFormat,
 )
-from cppbatch.server.serving import Serving, new_id
+from cppbatch.server.serving import PreparedTurn, Serving
 from cppbatch.server.timings import StreamTimings, Timings, timings
-
-_FORMAT = "text.format"
-_CHAT_FIELD_NAMES = {
-    "custom.format.grammar": "format",
-    "custom.": "",
-    "function.": "",
-    "messages": "input",
-    "response_format": _FORMAT,
-}
-_FIELD_NAMES = {"prompt": "input", "max_tokens": "max_output_tokens"}
 
 routes = web.RouteTableDef()
 
@@ -64,7 +52,8 @@ routes = web.RouteTableDef()
 async def responses(request: web.Request) -> web.StreamResponse:
     """Generates the assistant's next message of a conversation."""
     body = await read_json(request, ResponsesRequest)
-    return await respond(request, await prepare_response(body, await serving_of(request, body)))
+    with await lease_model(request, body) as lease:
+        return await respond(request, lease, await prepare_response(body, lease.serving))
 
 
 ENDPOINTS = {
@@ -77,38 +66,19 @@ ENDPOINTS = {
 async def prepare_response(body: ResponsesRequest, serving: Serving) -> PreparedRequest:
     """The engine request and the builder for a response. Batch jobs use it too. Raises `InvalidRequest`."""
     serving.check(body)
-    chat = await prepare_response_chat(body, serving)
-    params = serving.params(body, chat.params)
-    builder = ResponsesBuilder(body, serving.name, chat, params)
-    requests = serving.engine_requests(body, builder.id, [prompt_of_chat(chat)], params)
-    field = body.constraint_names.get("json_schema", _FORMAT)
-    names = {"json_schema": field} | body.constraint_names | chat.renamed(field)
-    return PreparedRequest(requests, builder, stream=bool(body.stream), field_names=_FIELD_NAMES | names)
-
-
-async def prepare_response_chat(body: ResponsesRequest, serving: Serving) -> PreparedChat:
-    """The conversation as a prompt, with the parser of the answer. Raises `InvalidRequest`."""
-    body.check_stateless()
-    serving.check_size("input", body.input if isinstance(body.input, list) else [], body.tools)
-    return await serving.prepare_chat(
-        conversation(body),
-        tools=body.functions(),
-        choice=body.choice(),
-        schema=body.schema(),
-        variables=body.template_variables(),
-        thinking_tokens=body.thinking_tokens(),
-        field_names=_CHAT_FIELD_NAMES,
-    )
+    serving.check_size(body)
+    turn = await serving.prepare(response_turn(body), body, "resp_")
+    builder = ResponsesBuilder(body, serving.name, turn)
+    return PreparedRequest(turn.requests, builder, stream=bool(body.stream), field_names=turn.field_names)
 
 
 class ResponsesBuilder(ResponseBuilder):
     """Builds the response of `/v1/responses`."""
 
-    def __init__(self, body: ResponsesRequest, model: str, chat: PreparedChat, params: SamplingParams) -> None:
+    def __init__(self, body: ResponsesRequest, model: str, turn: PreparedTurn) -> None:
         super().__init__()
-        self.id = new_id("resp_")
-        self._started = _started(self.id, body, model, params)
-        self._output = AssistantOutput(chat)
+        self._started = _started(turn.id, body, model, turn.requests[0].params)
+        self._output = AssistantOutput(turn.chat)
         self._blocks = ContentBlocks()
         self._items = OutputItems(wants_logprobs=body.wants_logprobs)
         self._n_events = 0

@@ -1,8 +1,11 @@
-"""From the items of a response's input to messages, which chat templates expect."""
+"""From the body of a response to a `ChatTurn`: its items become messages, which chat templates expect."""
 
 from __future__ import annotations
 
+from cppbatch.chat.chat_format import ChatTurn
 from cppbatch.chat.escaped_lark import INPUT
+from cppbatch.chat.reasoning_effort import effort_variables
+from cppbatch.chat.thinking_budget import given_budget
 from cppbatch.errors import InvalidRequest
 from cppbatch.server.responses.responses_types import InputItem, InputPart, Json, ResponsesRequest
 
@@ -20,7 +23,25 @@ _TEXT_PARTS = ("input_text", "output_text", "text", "refusal", "reasoning_text",
 _MEDIA_PARTS = ("input_image", "input_audio")
 
 
-def conversation(body: ResponsesRequest) -> list[Json]:
+_FIELD_NAMES = {"custom.format.grammar": "format", "custom.": "", "function.": "", "messages": "input"}
+"""Parts of field names in chat completions, and in this API."""
+
+
+def response_turn(body: ResponsesRequest) -> ChatTurn:
+    """The conversation. Raises `InvalidRequest`."""
+    body.check_stateless()
+    return ChatTurn(
+        _messages(body),
+        tools=body.functions(),
+        choice=body.choice(),
+        schema=body.schema(),
+        variables=effort_variables("reasoning.effort", body.reasoning.effort if body.reasoning else None),
+        thinking_tokens=given_budget(thinking_budget=body.thinking_budget),
+        field_names={**_FIELD_NAMES, "response_format": body.constraint_field("text.format")},
+    )
+
+
+def _messages(body: ResponsesRequest) -> list[Json]:
     """The messages as chat templates expect them, `instructions` first. Raises `InvalidRequest`."""
     messages: list[Json] = []
     if body.instructions:
@@ -80,7 +101,7 @@ def _assistant(messages: list[Json]) -> Json:
 
 
 def _append(message: Json, name: str, text: str) -> None:
-    """Collects texts in a list. `conversation` joins them at the end, because there may be thousands."""
+    """Collects texts in a list. `_messages` joins them at the end, because there may be thousands."""
     if message.get(name) is None:
         message[name] = []
     message[name].append(text)

@@ -8,10 +8,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from cppbatch.chat.media_parts import MediaFields
-from cppbatch.chat.reasoning_effort import effort_variables
-from cppbatch.chat.thinking_budget import given_budget
 from cppbatch.chat.tools import ToolChoice, allowed_choice, tool_choice_of
-from cppbatch.engine.params import SamplingParams
 from cppbatch.errors import InvalidRequest
 from cppbatch.server.response_logprobs import ChatTokenLogprob
 from cppbatch.server.sampling_fields import SamplingFields, SingleChoiceFields
@@ -225,11 +222,6 @@ class ResponsesRequest(SingleChoiceFields, kw_only=True):
             if getattr(self, field):
                 raise InvalidRequest(field, f"is not supported: this server stores nothing; {instead}")
 
-    def params(self, **defaults: Any) -> SamplingParams:
-        """As in `SamplingFields`."""
-        wanted = {"logprobs": 0} if self.wants_logprobs else {}
-        return super().params(**defaults, **wanted)
-
     def functions(self) -> list[Json]:
         """The tools as chat templates expect them. Raises `InvalidRequest` for tools that OpenAI would run."""
         return [tool.as_tool(f"tools[{i}]") for i, tool in enumerate(self.tools or [])]
@@ -265,14 +257,6 @@ class ResponsesRequest(SingleChoiceFields, kw_only=True):
                 "text.verbosity", f"is {self.text.verbosity!r}; only medium is supported: put it in a message"
             )
         return one_schema("text.format", self.format.wanted(), self)
-
-    def template_variables(self) -> Json:
-        """The variables of the chat template beside messages and tools."""
-        return effort_variables("reasoning.effort", self.reasoning.effort if self.reasoning else None)
-
-    def thinking_tokens(self) -> int | None:
-        """The limit of the reasoning, None if the request has none. Raises `InvalidRequest`."""
-        return given_budget(thinking_budget=self.thinking_budget)
 
 
 # --- the response ---------------------------------------------------------------------------------------------------
