@@ -54,7 +54,6 @@ from cppbatch.config import EngineConfig
 from cppbatch.engine.core import EngineCore
 from cppbatch.engine.request import FinishReason, GenerationEvent
 from cppbatch.engine.runtime import Runtime
-from cppbatch.engine.scheduler import StepPlan
 from cppbatch.engine.sequence import Seq
 from cppbatch.engine.slots import SlotPrefix, SlotReport
 from cppbatch.errors import CppBatchError, InvalidRequest, RequestCancelled
@@ -245,21 +244,6 @@ def _cancelled_event(number: int) -> Events:
     return Events([GenerationEvent(request_id=str(number), finish_reason=FinishReason.CANCELLED)])
 
 
-class _ComputedRequests:
-    """Writes the requests that compute tokens in a step to the shared status: only these can crash the step."""
-
-    def __init__(self, status: SharedStatus) -> None:
-        self._status = status
-        self._last: list[int] = []
-
-    def record(self, plan: StepPlan) -> None:
-        """The `on_plan` of the engine."""
-        computed = [int(sequence.id) for sequence, _ in plan.pieces]
-        if computed != self._last:
-            self._status.set_computing(computed)
-            self._last = computed
-
-
 class _ThreadNumbers:
     """Numbers the input threads from 0, for their entries in the shared status."""
 
@@ -342,7 +326,7 @@ def main() -> None:
             setup.config,
             progress=on_progress,
             runtime=_runtime(setup, on_progress),
-            on_plan=_ComputedRequests(status).record,
+            on_plan=lambda plan: status.set_computing([int(sequence.id) for sequence, _ in plan.pieces]),
             on_admitted=step_loop.output_thread.put,
             survives_failures=False,
             prepares_beside_steps=True,

@@ -75,7 +75,7 @@ class EngineCore:
         context, info = runtime.context, runtime.info
         self._batch = Batch(context.n_batch)
         self._media_batch: EmbeddingBatch | None = None  # made for the first picture
-        budgets = StepBudgets(
+        budgets = self._budgets = StepBudgets(
             context.n_batch,
             config.target_itl_ms / 1000 if config.target_itl_ms else None,
             context.n_ubatch,
@@ -112,7 +112,8 @@ class EngineCore:
             waits_for_room=prepares_beside_steps,
         )
         self._speculator = _speculator(config, runtime)
-        self.scheduler = (policy or (PoolingScheduler if info.pooling else Scheduler))(
+        new_scheduler = policy or (PoolingScheduler if info.pooling else Scheduler)
+        self.scheduler = new_scheduler(
             self.kv,
             budgets=budgets,
             step_tokens=context.n_batch,
@@ -432,7 +433,7 @@ class EngineCore:
         self.metrics.forced_tokens = self.outputs.n_forced_tokens
         if plan.n_drafted:
             work = work._replace(accepted=self.metrics.accepted_tokens - n_accepted_before)
-        self.metrics.end_step(work, self.scheduler.bare_costs())
+        self.metrics.end_step(work, self._budgets.bare_costs())
         if self._trace:
             self._follow(self._trace)
 

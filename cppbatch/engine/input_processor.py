@@ -134,12 +134,7 @@ class InputProcessor:
         parse_special: bool = True,
         cancelled: IsCancelled = never_cancelled,
     ) -> list[TokenPiece]:
-        """The tokens of a prompt, or the pieces of token ids.
-
-        `add_special`: begin with BOS if the model wants it. `parse_special`: the text may contain control tokens. Both
-        are so in a `MediaPrompt`; the tokens of its pictures and sounds have no bytes. `cancelled`: as in `prepare`.
-        Raises `InvalidRequest` for unknown ids; `RequestCancelled`.
-        """
+        """See `BatchInferenceEngine.tokens`. `cancelled`: as in `prepare`; it makes this raise `RequestCancelled`."""
         if isinstance(text, MediaPrompt):
             return self._pieces_with_media(text, cancelled)
         if isinstance(text, str):

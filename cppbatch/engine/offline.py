@@ -77,11 +77,11 @@ def generate(
     """Continues all prompts, batched together. Returns the completions in the order of the prompts.
 
     `prompts`: texts, token ids, or lists of messages, whose completions are `ChatCompletion`s, as from `chat`.
-    `params`: one for all prompts, or a list with one for each. `n`: completions of each prompt, which follow each
-    other in the result; `best_of`: generate this many of each prompt, and return the `n` with the highest mean
-    log-probability. `progress`: show the speed on stderr. `on_event`: called with the index of a completion and
-    each of its events when it is made (completion i is that of prompt i, unless `n` or `best_of` is given).
-    `options`: fields of `GenerationRequest` (priority, timeout, cache_salt ...) for all prompts.
+    `params`: one for all prompts, or a list with one for each. `n`: completions of each prompt, which follow each other
+    in the result; `best_of`: generate this many of each prompt, and return the `n` with the highest mean
+    log-probability. `progress`: show the speed on stderr. `on_event`: called with the index of a completion and each of
+    its events when it is made (completion i is that of prompt i, unless `n` or `best_of` is given). `options`: fields
+    of `GenerationRequest` (priority, timeout, cache_salt ...) for all prompts.
 
     Raises `InvalidRequest` naming the prompt at fault, before any of them runs. Ctrl-C cancels all of them.
     """
@@ -118,9 +118,9 @@ def forward_batch(
 ) -> Logits:
     """The logits of the next token after each list of token ids: float32[len(token_lists), n_vocab].
 
-    The lists may have different lengths. Of an idle engine, n_parallel lists with n_ubatch tokens together are
-    computed in one pass, and more than that in several. The logits are the model's own, before biases, penalties
-    and filters. `options`: as in `generate`, but every token is computed, unless `cache_prompt=True` is given.
+    The lists may have different lengths. Of an idle engine, n_parallel lists with n_ubatch tokens together are computed
+    in one pass, and more than that in several. The logits are the model's own, before biases, penalties and filters.
+    `options`: as in `generate`, but every token is computed, unless `cache_prompt=True` is given.
 
     Raises `InvalidRequest` naming the list at fault before any of them runs: an empty one, unknown token ids, or as
     many tokens as the context has; `GenerationFailed`.
@@ -154,8 +154,8 @@ def stream(
     """Continues one prompt and yields its events as they are made. Other requests advance in the same steps.
 
     `prompt`: a text, token ids, or messages; `chat_stream` also tells reasoning and tool calls from the answer.
-    `options`: fields of `GenerationRequest`. Closing the iterator cancels the request. Raises `InvalidRequest`, and
-    at the first event `QueueFull`.
+    `options`: fields of `GenerationRequest`. Closing the iterator cancels the request. Raises `InvalidRequest`, and at
+    the first event `QueueFull`.
     """
     return run(engine, [_prepare(engine, prompt, params, options).sequence], limited=True)
 
@@ -171,11 +171,11 @@ def embed(
 ) -> Vector:
     """The vectors of all texts in their order, float32[n, dimensions]; of a reranker, the scores of each `Pair`.
 
-    `normalise`: vectors of length 1 (scores stay as they are). `dimensions`: keep the first numbers of each vector;
-    see `cppbatch.engine.embeddings.normalised`. `progress`, `options`: as in `generate`.
+    `normalise`: vectors of length 1 (scores stay as they are). `dimensions`: keep the first numbers of each vector; see
+    `cppbatch.engine.embeddings.normalised`. `progress`, `options`: as in `generate`.
 
-    Raises `InvalidRequest` naming the text at fault, before any of them runs; `GenerationFailed` when a text gets
-    no vector.
+    Raises `InvalidRequest` naming the text at fault, before any of them runs; `GenerationFailed` when a text gets no
+    vector.
     """
     info = engine.info
     check_dimensions(dimensions, info.n_embd)
@@ -208,18 +208,18 @@ def map_prompts(
 ) -> Generator[Mapped, None, None]:
     """Continues prompts of an iterable, which may be endless, and yields each result as soon as it is complete.
 
-    `prompts`: prompts as in `generate`, or pairs of a prompt and its own `SamplingParams`. They are taken from it
-    only as fast as the engine computes: at most 2 * n_parallel of them are in the engine. `ordered`: results in the
-    order of the prompts; at most 8 * n_parallel prompts are then taken but not returned, so one slow prompt can
-    hold up the others. `progress`: show the speed on stderr, and the time left if `prompts` has a length.
-    `options`: fields of `GenerationRequest` (priority, timeout, cache_salt ...) for all prompts.
+    `prompts`: prompts as in `generate`, or pairs of a prompt and its own `SamplingParams`. They are taken from it only
+    as fast as the engine computes: at most 2 * n_parallel of them are in the engine. `ordered`: results in the order of
+    the prompts; at most 8 * n_parallel prompts are then taken but not returned, so one slow prompt can hold up the
+    others. `progress`: show the speed on stderr, and the time left if `prompts` has a length. `options`: fields of
+    `GenerationRequest` (priority, timeout, cache_salt ...) for all prompts.
 
     This is a generator: the engine steps while the next result is waited for, and may be used between two results.
-    Other requests advance in the same steps; their events are kept for their own callers. Closing the generator, or
-    an exception of the iterable, cancels the prompts that run.
+    Other requests advance in the same steps; their events are kept for their own callers. Closing the generator, or an
+    exception of the iterable, cancels the prompts that run.
 
-    A prompt that cannot run becomes a result with an error, and the others go on. Raises `InvalidRequest` at once
-    for what no prompt could run with; `EngineClosed`.
+    A prompt that cannot run becomes a result with an error, and the others go on. Raises `InvalidRequest` at once for
+    what no prompt could run with; `EngineClosed`.
     """
     if isinstance(prompts, str):
         raise InvalidRequest("prompts", "is a single string; give an iterable of strings, such as [prompt]")

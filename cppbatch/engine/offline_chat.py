@@ -55,20 +55,20 @@ def chat(
 ) -> ChatCompletion | list[ChatCompletion]:
     """Generates the assistant's next message of a conversation, or of each of several, batched together.
 
-    A conversation is a list of OpenAI's messages, or a text, which is one message of the user. One conversation
-    gives one result, a list of them a list in the same order:
+    A conversation is a list of OpenAI's messages, or a text, which is one message of the user. One conversation gives
+    one result, a list of them a list in the same order:
 
         engine.chat("Why is the sky blue?").text
         engine.chat([{"role": "user", "content": "Hello"}], system="Answer in French.").message
         engine.chat([f"Translate: {text}" for text in texts], SamplingParams(max_tokens=50))
 
-    The prompt is the model's own chat template, and the text is parsed as on the server: reasoning, answer, tool
-    calls. `params`: one for all, or a list with one for each; its `json_schema` is that of the answer, before which
-    the model may reason or call tools. `progress`, `on_event`: as in `generate`, with a `ChatEvent`. `options`:
-    `system`, `tools`, `tool_choice` and the others of `ChatOptions`, and fields of `GenerationRequest`.
+    The prompt is the model's own chat template, and the text is parsed as on the server: reasoning, answer, tool calls.
+    `params`: one for all, or a list with one for each; its `json_schema` is that of the answer, before which the model
+    may reason or call tools. `progress`, `on_event`: as in `generate`, with a `ChatEvent`. `options`: `system`,
+    `tools`, `tool_choice` and the others of `ChatOptions`, and fields of `GenerationRequest`.
 
-    Raises `InvalidRequest` naming the field or the conversation at fault, before any of them runs; `ConfigError`
-    for an unknown `chat_template`. Ctrl-C cancels all of them.
+    Raises `InvalidRequest` naming the field or the conversation at fault, before any of them runs; `ConfigError` for an
+    unknown `chat_template`. Ctrl-C cancels all of them.
     """
     several, is_one = several_conversations(conversations)
     each_params = params_for_each("conversations", several, params)
@@ -97,9 +97,9 @@ def chat_stream(
 ) -> ChatStream:
     """Generates the assistant's next message and yields its `ChatEvent`s as they are made.
 
-    `with engine.chat_stream(messages) as stream:` cancels the message when the block is left, as `stream.close()`
-    does. `stream.message` is the message so far. Arguments: as in `chat`, for one conversation. Raises
-    `InvalidRequest`, `ConfigError`, and at the first event `QueueFull`.
+    `with engine.chat_stream(messages) as stream:` cancels the message when the block is left, as `stream.close()` does.
+    `stream.message` is the message so far. Arguments: as in `chat`, for one conversation. Raises `InvalidRequest`,
+    `ConfigError`, and at the first event `QueueFull`.
     """
     requests = ChatRequests(engine.chat_format(options.get("chat_template")), options)
     prepared = prepared_chat(engine, requests.request(engine.new_request_id(), conversation, params))

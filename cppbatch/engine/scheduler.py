@@ -23,7 +23,7 @@ from heapq import heapify, heappop, heappush
 from operator import attrgetter
 from typing import TypeVar
 
-from cppbatch.engine.ideal import BareCosts, StepWork
+from cppbatch.engine.ideal import StepWork
 from cppbatch.engine.kv_pool import KVPool
 from cppbatch.engine.lora_scheduling import LoraRoundRobin
 from cppbatch.engine.lora_sets import AdapterSet
@@ -399,10 +399,6 @@ class Scheduler:
             again = sum(s.n_again(n) for s, n in plan.chunks if s.n_lost)
         n_unfinished = min(self.n_parallel, len(self.running) + len(self.waiting))
         return StepWork(n_rows, plan.row_groups, plan.n_drafted, 0, n_prompt, min(again, n_prompt), n_unfinished)
-
-    def bare_costs(self) -> BareCosts:
-        """What steps cost at best, with the adapters of the last step."""
-        return self._budgets.last_cost.bare()
 
     def _prefill(
         self, prefilling: list[Seq], adapters: AdapterSet, groups: Groups, n_decode: int, decoding: list[Seq]

@@ -7,6 +7,7 @@ from copy import deepcopy
 from functools import partial
 
 from cppbatch.config import Preference
+from cppbatch.engine.ideal import BareCosts
 from cppbatch.engine.lora_sets import AdapterSet
 from cppbatch.engine.step_cost import Groups, StepCost, whole_tiles
 
@@ -135,10 +136,9 @@ class StepBudgets:
                 del self._budgets[next(iter(self._budgets))]
         return budget
 
-    @property
-    def last_cost(self) -> StepCost:
-        """The step times of the set that computed last."""
-        return self._last.cost
+    def bare_costs(self) -> BareCosts:
+        """What steps cost at best, with the adapters of the last step."""
+        return self._last.cost.bare()
 
     def prompt_token_s(self) -> float:
         """Seconds to compute a token of a long prompt; 0 before any is measured."""
