@@ -284,10 +284,8 @@ def disk_engine(model: Path, folder: Path, **settings: Any) -> BatchInferenceEng
 
 def write_while_idle(engine: Engine) -> None:
     """Until nothing is left to write."""
-    end = time.monotonic() + 5
-    while engine.core.kv.cache.disk and (
-        engine.core.kv.cache.disk._candidates or not engine.core.kv.cache.disk._is_free()
-    ):
+    disk, end = engine.core.kv.cache.disk, time.monotonic() + 5
+    while disk and (disk._candidates or not disk._is_free()):
         time.sleep(min(0.02, engine.core.idle()))
         assert time.monotonic() < end
 
