@@ -128,6 +128,6 @@ def test_a_slot_of_a_model_with_states_has_its_checkpoints() -> None:
     text = [9] * 60
     engines = [fake_engine(n_ctx=256, n_batch=64, sharing="checkpoints") for _ in range(2)]
     engines[0].generate([text], greedy(2, ignore_eos=True), id_slot=1)
-    engines[1].slots.put(1, engines[0].slots.take(1))
+    engines[1].core.slots.put(1, engines[0].core.slots.take(1))
     (answer,) = engines[1].generate([[*text[:-2], 5, 6]], greedy(2, ignore_eos=True))
     assert answer.usage.cached_tokens == len(text) - 4
