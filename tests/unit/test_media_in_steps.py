@@ -12,10 +12,12 @@ import numpy.typing as npt
 import pytest
 
 from cppbatch import BatchInferenceEngine, FinishReason, GenerationRequest, InvalidRequest, Media, MediaPrompt
-from cppbatch.engine import kv_pool
+from cppbatch.engine import kv_pool, media_input
+from cppbatch.engine.core import EngineCore
 from cppbatch.engine.request import ResumeState
 from cppbatch.engine.sampling.logit_processing import recent_tokens
 from cppbatch.engine.slot_file import Footer, read_slot_file, write_slot_file
+from cppbatch.errors import RequestCancelled
 from tests.fake_encoder import SEPARATOR, FakeEncoder, as_read, fake_media, small_picture
 from tests.fakes import FakeProposer, FakeVocab, context_of, drain, fake_engine, greedy, reference, tokens_of
 
@@ -65,6 +67,16 @@ def test_a_second_request_takes_the_picture_from_the_prefix_cache_and_the_encode
     assert (n_encoded(engine), len(context_of(engine).vector_steps)) == (calls, steps)
     other = engine.generate([MediaPrompt([prompt.parts[0], small_picture(2, 12), "ij"])], greedy(4))[0]
     assert other.usage.cached_tokens == 16
+
+
+def test_only_where_another_thread_steps_a_request_waits_for_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(media_input, "HELD_BYTES", -1)
+    engine = media_engine()
+    request = GenerationRequest(id="1", prompt=PROMPT)
+    assert engine.prepare(request).n_prompt == 18
+    core = EngineCore(engine.config, runtime=engine.core.runtime, prepares_beside_steps=True)
+    with pytest.raises(RequestCancelled):
+        core.prepare(request, cancelled=lambda: True)
 
 
 @pytest.mark.parametrize("unified", [False, True])
