@@ -122,7 +122,8 @@ def time_snapshots(args: argparse.Namespace) -> None:
         with BatchInferenceEngine(choose_model(args.model), **settings) as engine:
             for i in range(n + 8):
                 engine.add_request(f"{shared} {i}", SamplingParams(max_tokens=64, ignore_eos=True))
-            while not all(sequence.n_generated for sequence in engine.running) or len(engine.running) < n:
+            running = engine.core.scheduler.running
+            while not all(sequence.n_generated for sequence in running) or len(running) < n:
                 engine.step()
             live = engine.live()
             sent = msgspec.msgpack.encode(live)

@@ -79,7 +79,7 @@ def run(engine: BatchInferenceEngine, prompts: list[list[int]], params: list[Sam
         engine.add_request(prompt, its)
     while engine.has_work:
         engine.step()
-        peak = max(peak, engine.kv.n_used + engine.kv.n_cached)
+        peak = max(peak, engine.core.kv.n_used + engine.core.kv.n_cached)
     return perf_counter() - began, peak
 
 

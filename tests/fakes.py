@@ -17,6 +17,7 @@ from llguidance import LLTokenizer, TokenizerWrapper
 
 from cppbatch import BatchInferenceEngine, FinishReason, GenerationEvent, SamplingParams
 from cppbatch.config import KvLayout, Sharing
+from cppbatch.engine.core import EngineCore
 from cppbatch.engine.lora_sets import AdapterSet
 from cppbatch.engine.media_input import MediaInput
 from cppbatch.engine.model_info import AdapterInfo, ModelInfo
@@ -635,7 +636,7 @@ def fake_engine(
 
 
 def context_of(engine: BatchInferenceEngine) -> FakeContext:
-    context = engine._context
+    context = engine.core.runtime.context
     assert isinstance(context, FakeContext)
     return context
 
@@ -704,8 +705,8 @@ def spell(text: str) -> list[int]:
     return [PIECES.index(letter.encode()) for letter in text]
 
 
-def know(engine: BatchInferenceEngine, times: Mapping[int, float]) -> None:
+def know(engine: BatchInferenceEngine | EngineCore, times: Mapping[int, float]) -> None:
     """Lets the scheduler know these times, seconds by numbers of rows, and learn no others."""
-    scheduler = engine._scheduler
-    scheduler._lora.budget(()).cost.seed(times.items())
+    scheduler = (engine if isinstance(engine, EngineCore) else engine.core).scheduler
+    scheduler._budgets.of(()).cost.seed(times.items())
     scheduler.computed = lambda plan, seconds, decode_s=None: None  # type: ignore[method-assign]

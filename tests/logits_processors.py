@@ -32,7 +32,11 @@ def tokens_of(completions: list[Completion]) -> list[list[int]]:
 
 def assert_all_is_free(engine: BatchInferenceEngine) -> None:
     assert not engine.has_work
-    assert (engine.kv.n_used, engine.kv.n_free_ids, context_of(engine).n_used) == (0, engine.kv.n_seq_ids, 0)
+    assert (engine.core.kv.n_used, engine.core.kv.n_free_ids, context_of(engine).n_used) == (
+        0,
+        engine.core.kv.n_seq_ids,
+        0,
+    )
 
 
 def raise_it(_: Tokens, __: Row) -> None:

@@ -18,10 +18,10 @@ PROMPTS = ["a", "Hello", "the cat " * 3, "é" * 20, "what will they say when ", 
 
 def assert_everything_is_free(engine: BatchInferenceEngine) -> None:
     """Nothing runs: only cached prefixes hold cells, and once these are cleared nothing does."""
-    engine.kv.check()
-    assert engine.kv.n_used == 0
+    engine.core.kv.check()
+    assert engine.core.kv.n_used == 0
     engine.clear_prefix_cache()
-    engine.kv.check()
-    seq_ids = range(engine.kv.n_seq_ids)
-    assert (engine.kv.n_cached, engine.kv.swapped_bytes, engine.kv.n_free_ids) == (0, 0, len(seq_ids))
-    assert [engine._context.last_position(i) for i in seq_ids] == [-1] * len(seq_ids)
+    engine.core.kv.check()
+    seq_ids = range(engine.core.kv.n_seq_ids)
+    assert (engine.core.kv.n_cached, engine.core.kv.swapped_bytes, engine.core.kv.n_free_ids) == (0, 0, len(seq_ids))
+    assert [engine.core.runtime.context.last_position(i) for i in seq_ids] == [-1] * len(seq_ids)

@@ -91,7 +91,7 @@ class ChatServer(AppThread):
     def fail_in_midstream(self, monkeypatch: pytest.MonkeyPatch) -> threading.Event:
         """Lets the next request's decodes fail: after a few steps, and when the event is set."""
         assert self.engine._engine
-        context, steps, go_on = self.engine._engine._context, itertools.count(), threading.Event()
+        context, steps, go_on = self.engine._engine.runtime.context, itertools.count(), threading.Event()
         decode = context.decode
 
         def fail_later(batch: Batch) -> None:

@@ -181,9 +181,8 @@ def measure_throughput(
             for flash_attn in sizes.flash_attns:
                 variant = msgspec.structs.replace(config, kv_layout=layout, flash_attn=flash_attn)
                 runtime = open_runtime(variant, model)
-                with BatchInferenceEngine(variant, runtime=runtime) as engine:
+                with BatchInferenceEngine(variant, runtime=runtime, survives_failures=False) as engine:
                     check_can_run(engine.info, sizes.prompt_tokens, sizes.new_tokens)
-                    engine.survives_failures = False
                     for row in _rows(engine, runtime, sizes, meter):
                         rows.append({"kv_layout": layout, "flash_attn": flash_attn, **row})
                         progress(f"{len(rows)} of {sizes.n_cases}: {_line(rows[-1])}")
@@ -234,7 +233,7 @@ def engine_loop(
         engine.add_request(prompt.tolist(), params)
     began = perf_counter()
     engine.step()
-    while any(sequence.n_computed < sequence.n_prompt for sequence in engine.running):
+    while any(sequence.n_computed < sequence.n_prompt for sequence in engine.core.scheduler.running):
         engine.step()
     read, before = perf_counter(), engine.stats()
     start = perf_counter()

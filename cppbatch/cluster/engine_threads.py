@@ -4,31 +4,33 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from time import perf_counter
 
-from cppbatch.engine.engine import BatchInferenceEngine
+from cppbatch.engine.core import EngineCore
 from cppbatch.engine.request import GenerationEvent, GenerationRequest, MediaPrompt, is_long
 from cppbatch.engine.sequence import StepOutput
 
 _IDLE_S = 1.0  # between two heartbeats of an idle engine
 _MAX_PENDING_STEPS = 4  # steps whose events are not sent yet; then the next step waits
 
-Command = Callable[[BatchInferenceEngine], object]
+Command = Callable[[EngineCore], object]
 
 
 class StepLoop:
     """Steps an engine on the thread that calls `run`. Other threads post commands, which run between two steps.
 
     `on_events` gets the events of each step, on the output thread: text is made and sent while the next step computes.
-    `heartbeat` is called before each step, and every second while the engine is idle.
+    `heartbeat` is called before each step, and every second while the engine is idle. The engine is created with
+    `prepares_beside_steps`, and with `output_thread.put` as its `on_admitted`.
     """
 
     def __init__(
         self, on_events: Callable[[list[GenerationEvent]], None], heartbeat: Callable[[], object] = lambda: None
     ) -> None:
-        self._on_events = on_events
+        self.output_thread = OutputThread(on_events, self._raise_in_run)
         self._heartbeat = heartbeat
         self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self.stopping = False
@@ -42,14 +44,12 @@ class StepLoop:
         self.stopping = True
         self.post(lambda engine: None)  # wakes the loop
 
-    def run(self, engine: BatchInferenceEngine) -> None:
+    def run(self, engine: EngineCore) -> None:
         """Steps until `stop`, then runs the remaining commands. When it returns, all events have been sent.
 
         Raises what a step, a command or `on_events` raised.
         """
-        engine.prepare_beside_steps()
-        with OutputThread(engine, self._on_events, self._raise_in_run) as output_thread:
-            engine.on_admitted = lambda: output_thread.put(engine.outputs.take_outputs())
+        with self.output_thread.run_for(engine):
             while not self.stopping:
                 self._heartbeat()
                 if not engine.has_work:
@@ -59,13 +59,13 @@ class StepLoop:
                 self._run_commands(engine)
                 if engine.has_work:
                     if not engine.collecting_s():
-                        engine.compute()
-                    output_thread.put(engine.outputs.take_outputs())
+                        engine.step()
+                    self.output_thread.put(engine.outputs.take_outputs())
             self._run_commands(engine)
-            output_thread.put(engine.outputs.take_outputs())
+            self.output_thread.put(engine.outputs.take_outputs())
         self._run_commands(engine)  # raises what the output thread raised at the end
 
-    def wait_for_command(self, engine: BatchInferenceEngine, seconds: float = _IDLE_S) -> None:
+    def wait_for_command(self, engine: EngineCore, seconds: float = _IDLE_S) -> None:
         """Waits up to this long for a command and runs it."""
         try:
             command = self._commands.get(timeout=min(seconds, _IDLE_S))
@@ -74,61 +74,60 @@ class StepLoop:
         command(engine)
 
     def _raise_in_run(self, error: BaseException) -> None:
-        def fail(engine: BatchInferenceEngine) -> None:
+        def fail(engine: EngineCore) -> None:
             raise error
 
         self.post(fail)
 
-    def _run_commands(self, engine: BatchInferenceEngine) -> None:
+    def _run_commands(self, engine: EngineCore) -> None:
         while not self._commands.empty():
             self._commands.get()(engine)
 
 
 class OutputThread:
-    """A thread that turns the outputs of steps into events and sends them, in order. A context manager.
+    """A thread that turns the outputs of steps into events and sends them, in order.
 
     `on_error` gets an exception of this thread; later outputs are dropped.
     """
 
     def __init__(
-        self,
-        engine: BatchInferenceEngine,
-        on_events: Callable[[list[GenerationEvent]], None],
-        on_error: Callable[[BaseException], None],
+        self, on_events: Callable[[list[GenerationEvent]], None], on_error: Callable[[BaseException], None]
     ) -> None:
-        self._engine, self._on_events, self._on_error = engine, on_events, on_error
+        self._on_events, self._on_error = on_events, on_error
         self._steps: queue.Queue[list[StepOutput] | None] = queue.Queue(_MAX_PENDING_STEPS)
-        self._thread = threading.Thread(target=self._run, name="cppbatch-output", daemon=True)
 
     def put(self, outputs: list[StepOutput]) -> None:
         """Queues the outputs of a step; waits while this thread is 4 steps behind."""
         if outputs:
             self._steps.put(outputs)
 
-    def _run(self) -> None:
+    @contextmanager
+    def run_for(self, engine: EngineCore) -> Iterator[None]:
+        """Runs the thread for this engine. At the end it has sent all events."""
+        thread = threading.Thread(target=self._run, args=(engine,), name="cppbatch-output", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            self._steps.put(None)
+            thread.join()
+
+    def _run(self, engine: EngineCore) -> None:
         failed = False
         while outputs := self._steps.get():
             try:
                 if not failed:
-                    self._send(outputs)
+                    self._send(engine, outputs)
             except BaseException as error:
                 failed = True  # the queue is still emptied, so that `put` never waits forever
                 self._on_error(error)
 
-    def _send(self, outputs: list[StepOutput]) -> None:
+    def _send(self, engine: EngineCore, outputs: list[StepOutput]) -> None:
         began = perf_counter()
-        events = [self._engine.outputs.event(output) for output in outputs]
+        events = [engine.outputs.event(output) for output in outputs]
         made = perf_counter()
         self._on_events(events)
-        self._engine.metrics.count_output(began, made, perf_counter())
-
-    def __enter__(self) -> OutputThread:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self._steps.put(None)
-        self._thread.join()
+        engine.metrics.count_output(began, made, perf_counter())
 
 
 class InputThreads:
@@ -150,9 +149,9 @@ class InputThreads:
         """The thread that reads and writes files of slots."""
         return self._files
 
-    def for_request(self, engine: BatchInferenceEngine, request: GenerationRequest) -> ThreadPoolExecutor:
+    def for_request(self, engine: EngineCore, request: GenerationRequest) -> ThreadPoolExecutor:
         """The threads that prepare this request."""
-        if engine.is_quick(request):
+        if engine.inputs.is_quick(request):
             return self._quick
         if isinstance(request.prompt, MediaPrompt):
             return self._media

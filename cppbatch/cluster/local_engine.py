@@ -21,7 +21,7 @@ from cppbatch.cluster.engine_threads import InputThreads, StepLoop
 from cppbatch.cluster.in_flight import OutputCollector
 from cppbatch.cluster.latest_live import LatestLive
 from cppbatch.config import EngineConfig, EngineSettings, engine_config
-from cppbatch.engine.engine import BatchInferenceEngine
+from cppbatch.engine.core import EngineCore
 from cppbatch.engine.metrics import EngineStats
 from cppbatch.engine.model_info import ModelInfo
 from cppbatch.engine.params import replaced
@@ -59,7 +59,7 @@ class LocalEngine(EngineClient):
         self._loop = running_loop("LocalEngine")
         self._loaded: asyncio.Future[None] = self._loop.create_future()
         self._loaded.add_done_callback(lambda future: future.exception())  # else asyncio warns if no caller awaits it
-        self._engine: BatchInferenceEngine | None = None
+        self._engine: EngineCore | None = None
         self._health = Health(status="loading")
         self._closing = False  # accepts no more requests, and stops loading
         self._step_loop = StepLoop(lambda events: self._call_on_loop(self._deliver, events))
@@ -85,7 +85,7 @@ class LocalEngine(EngineClient):
     @property
     def info(self) -> ModelInfo:
         """The loaded model. Raises `EngineClosed` before it is loaded."""
-        return self._ready().info
+        return self._ready().runtime.info
 
     def health(self) -> Health:
         """The state of the engine now."""
@@ -99,7 +99,7 @@ class LocalEngine(EngineClient):
         self, text: str | list[int] | MediaPrompt, *, add_special: bool = True, parse_special: bool = True
     ) -> list[TokenPiece]:
         """As in `EngineClient`."""
-        tokens = partial(self._ready().tokens, text, add_special=add_special, parse_special=parse_special)
+        tokens = partial(self._ready().inputs.tokens, text, add_special=add_special, parse_special=parse_special)
         return await self._run_on(self._input_threads.for_text(text), tokens)
 
     async def update_request(self, request_id: str, tokens: Sequence[int]) -> bool:
@@ -107,7 +107,7 @@ class LocalEngine(EngineClient):
         engine, request = self._ready(), self._by_id.get(request_id)
         if request is None:
             return False
-        return await self._between_steps(lambda: engine.update_request(request.number, tokens))
+        return await self._between_steps(lambda: engine.update(request.number, tokens))
 
     async def slot_action(self, action: SlotActionName, slot: int, path: str = "") -> SlotReport:
         """As in `EngineClient`."""
@@ -132,7 +132,7 @@ class LocalEngine(EngineClient):
         self._waiters.add(answer)
         answer.add_done_callback(self._waiters.discard)
 
-        def run(engine: BatchInferenceEngine) -> None:
+        def run(engine: EngineCore) -> None:
             try:
                 result = change()
             except InvalidRequest as error:
@@ -229,10 +229,10 @@ class LocalEngine(EngineClient):
         self._step_loop.stop()
         self._thread.join()
 
-    def _ready(self) -> BatchInferenceEngine:
+    def _ready(self) -> EngineCore:
         if self._engine is None or self._health.status != "ok" or self._closing:
             raise EngineClosed(self._health.refusal)
-        self._engine.turns.check_process()
+        self._engine.process.check()
         return self._engine
 
     def _deliver(self, events: list[GenerationEvent]) -> None:
@@ -256,7 +256,13 @@ class LocalEngine(EngineClient):
 
     def _run(self) -> None:
         try:
-            engine = BatchInferenceEngine(self.config, progress=self._on_progress, runtime=self._runtime)
+            engine = EngineCore(
+                self.config,
+                progress=self._on_progress,
+                runtime=self._runtime,
+                on_admitted=self._step_loop.output_thread.put,
+                prepares_beside_steps=True,
+            )
         except Exception as error:
             self._health = Health(status="failed", error=str(error))
             self._call_on_loop(_reject, self._loaded, error)
@@ -276,7 +282,7 @@ class LocalEngine(EngineClient):
             self._call_on_loop(self._end_all, FinishReason.CANCELLED, None)
             engine.close()
 
-    def _run_commands_until_stopped(self, engine: BatchInferenceEngine) -> None:
+    def _run_commands_until_stopped(self, engine: EngineCore) -> None:
         while not self._step_loop.stopping:
             try:
                 self._step_loop.wait_for_command(engine)
@@ -287,7 +293,7 @@ class LocalEngine(EngineClient):
         self._health = Health(status="loading", progress=fraction)
         return not self._closing
 
-    def _add(self, engine: BatchInferenceEngine, sequence: Seq) -> None:
+    def _add(self, engine: EngineCore, sequence: Seq) -> None:
         if self._health.status == "ok":
             try:
                 engine.add(sequence)

@@ -33,6 +33,7 @@ class SharedStatus:
             path.write_bytes(empty.tobytes())
         with path.open("r+b") as file:
             self._numbers = np.frombuffer(mmap.mmap(file.fileno(), _N_NUMBERS * 8), np.int64)
+        self._computing: list[int] = []
 
     # --- written by the worker --------------------------------------------------------------------------------------
 
@@ -49,9 +50,11 @@ class SharedStatus:
         self._numbers[_PROGRESS + thread] += 1
 
     def set_computing(self, numbers: list[int]) -> None:
-        """The next step computes these requests."""
-        self._numbers[_COMPUTING : _COMPUTING + len(numbers)] = numbers
-        self._numbers[_N_COMPUTING] = len(numbers)
+        """The next step computes these requests: only these can crash it."""
+        if numbers != self._computing:
+            self._numbers[_COMPUTING : _COMPUTING + len(numbers)] = numbers
+            self._numbers[_N_COMPUTING] = len(numbers)
+            self._computing = numbers
 
     # --- read by the server's process -------------------------------------------------------------------------------
 

@@ -51,10 +51,9 @@ from cppbatch.cluster.worker_link import (
     WorkerSetup,
 )
 from cppbatch.config import EngineConfig
-from cppbatch.engine.engine import BatchInferenceEngine
+from cppbatch.engine.core import EngineCore
 from cppbatch.engine.request import FinishReason, GenerationEvent
 from cppbatch.engine.runtime import Runtime
-from cppbatch.engine.scheduler import StepPlan
 from cppbatch.engine.sequence import Seq
 from cppbatch.engine.slots import SlotPrefix, SlotReport
 from cppbatch.errors import CppBatchError, InvalidRequest, RequestCancelled
@@ -68,31 +67,21 @@ OnProgress = Callable[[float], bool]
 class Worker:
     """Handles the server's messages. The main thread steps; other threads receive, prepare requests and send events."""
 
-    def __init__(self, engine: BatchInferenceEngine, link: WorkerLink, status: SharedStatus) -> None:
+    def __init__(self, engine: EngineCore, step_loop: StepLoop, link: WorkerLink, status: SharedStatus) -> None:
         self._engine = engine
+        self._step_loop = step_loop
         self._link = link
         self._status = status
-        self._step_loop = StepLoop(lambda events: link.send(Events(events)), heartbeat=status.heartbeat)
         self._input_threads = InputThreads()
         self._thread_numbers = _ThreadNumbers()
         self._preparing: set[str] = set()
         self._cancelled: set[str] = set()  # requests that were cancelled while they were being prepared
-        self._last_computed: list[int] = []
-        engine.on_plan = self._record_computed_requests
-        engine.survives_failures = False
 
     def run(self) -> None:
         """Runs until the server sends `Stop`, or kills this process."""
         threading.Thread(target=self._receive, name="cppbatch-receiver", daemon=True).start()
         self._step_loop.run(self._engine)
         self._engine.close()
-
-    def _record_computed_requests(self, plan: StepPlan) -> None:
-        """Writes the requests that compute tokens in a step to the shared status: only these can crash the step."""
-        computed = [int(sequence.id) for sequence, _ in plan.pieces]
-        if computed != self._last_computed:
-            self._status.set_computing(computed)
-            self._last_computed = computed
 
     # --- on the receiver's thread -----------------------------------------------------------------------------------
 
@@ -152,7 +141,7 @@ class Worker:
         finally:
             self._status.set_preparing(thread, -1)
 
-    def _prepared(self, message: Submit | Question, thread: int) -> Callable[[BatchInferenceEngine], None]:
+    def _prepared(self, message: Submit | Question, thread: int) -> Callable[[EngineCore], None]:
         """Prepares a request and returns the command that adds or answers it between two steps.
 
         Raises `InvalidRequest` and `RequestCancelled`.
@@ -176,12 +165,12 @@ class Worker:
             answer = Checked(request_id)
         else:
             special = {"add_special": message.add_special, "parse_special": message.parse_special}
-            tokens = engine.tokens(message.text, **special, cancelled=cancelled)
+            tokens = engine.inputs.tokens(message.text, **special, cancelled=cancelled)
             pieces = list({token.id: token for token in tokens}.values())
             answer = Tokenized(request_id, [token.id for token in tokens], pieces)
         return lambda engine: self._answer(request_id, answer)
 
-    def _slot_command(self, message: SlotAction) -> Callable[[BatchInferenceEngine], None]:
+    def _slot_command(self, message: SlotAction) -> Callable[[EngineCore], None]:
         """Reads the file of a slot that is to be restored. Raises `InvalidRequest`."""
         request_id, path, slots = message.id, Path(message.path), self._engine.slots
         if message.action == "restore":
@@ -190,7 +179,7 @@ class Worker:
         if message.action == "erase":
             return lambda engine: self._answer_slot(request_id, lambda: slots.erase(message.slot))
 
-        def take(engine: BatchInferenceEngine) -> None:
+        def take(engine: EngineCore) -> None:
             try:
                 prefix = slots.take(message.slot)
             except InvalidRequest as error:
@@ -220,15 +209,15 @@ class Worker:
             answer = _refused(request_id, error)
         self._answer(request_id, answer)
 
-    def _answer_update(self, message: Update, engine: BatchInferenceEngine) -> None:
+    def _answer_update(self, message: Update, engine: EngineCore) -> None:
         try:
-            found = engine.update_request(message.request_id, message.tokens)
+            found = engine.update(message.request_id, message.tokens)
             answer: FromWorker = Updated(message.id, found)
         except InvalidRequest as error:
             answer = _refused(message.id, error)
         self._answer(message.id, answer)
 
-    def _add(self, engine: BatchInferenceEngine, request_id: str, sequence: Seq) -> None:
+    def _add(self, engine: EngineCore, request_id: str, sequence: Seq) -> None:
         self._preparing.discard(request_id)
         if request_id in self._cancelled:
             self._answer(request_id, _cancelled_event(request_id))
@@ -240,7 +229,7 @@ class Worker:
         self._cancelled.discard(request_id)
         self._link.send(message)
 
-    def _cancel(self, engine: BatchInferenceEngine, request_id: str) -> None:
+    def _cancel(self, engine: EngineCore, request_id: str) -> None:
         engine.cancel(request_id)
         if request_id not in self._preparing:  # the request is in the engine now, or has ended
             self._cancelled.discard(request_id)
@@ -330,17 +319,26 @@ def main() -> None:
         link.send(Loading(fraction))
         return True
 
+    step_loop = StepLoop(lambda events: link.send(Events(events)), heartbeat=status.heartbeat)
     try:
         Backend.get().on_abort((Path(setup.folder) / LAST_WORDS).write_text)
-        engine = BatchInferenceEngine(setup.config, progress=on_progress, runtime=_runtime(setup, on_progress))
+        engine = EngineCore(
+            setup.config,
+            progress=on_progress,
+            runtime=_runtime(setup, on_progress),
+            on_plan=lambda plan: status.set_computing([int(sequence.id) for sequence, _ in plan.pieces]),
+            on_admitted=step_loop.output_thread.put,
+            survives_failures=False,
+            prepares_beside_steps=True,
+        )
     except CppBatchError as error:
         link.send(LoadFailed(type(error).__name__, str(error)))
         link.flush()
         return
     gc.freeze()  # objects alive now stay alive: garbage collection during a step skips them
-    link.send(Loaded(engine.info, engine.stats()))
+    link.send(Loaded(engine.runtime.info, engine.stats()))
     try:
-        Worker(engine, link, status).run()
+        Worker(engine, step_loop, link, status).run()
     except Exception:
         _crash(link, "the engine failed")
     os._exit(0)  # no other thread has anything to finish

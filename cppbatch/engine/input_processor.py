@@ -42,10 +42,13 @@ class InputProcessor:
         context_shift: bool = False,
         n_keep: int = 0,
         media: MediaInput | None = None,
+        waits_for_room: bool = False,
     ) -> None:
-        """`context_shift`, `n_keep`: as in `EngineConfig`. `media`: encodes pictures and sounds; None: text only."""
+        """`context_shift`, `n_keep`: as in `EngineConfig`. `media`: encodes pictures and sounds; None: text only.
+        `waits_for_room`: `prepare` may wait until sequences have ended (`MediaInput.wait_for_room`)."""
         self._vocab = vocab
         self._media = media
+        self._waits_for_room = waits_for_room
         self._info = info
         self._context_shift, self._n_keep = context_shift, n_keep
         self._grammars = GrammarCompiler(vocab.for_grammars)
@@ -127,11 +130,11 @@ class InputProcessor:
         self,
         text: str | list[int] | MediaPrompt,
         *,
-        add_special: bool,
-        parse_special: bool,
+        add_special: bool = True,
+        parse_special: bool = True,
         cancelled: IsCancelled = never_cancelled,
     ) -> list[TokenPiece]:
-        """See `BatchInferenceEngine.tokens`."""
+        """See `BatchInferenceEngine.tokens`. `cancelled`: as in `prepare`; it makes this raise `RequestCancelled`."""
         if isinstance(text, MediaPrompt):
             return self._pieces_with_media(text, cancelled)
         if isinstance(text, str):
@@ -156,7 +159,7 @@ class InputProcessor:
         return pieces
 
     def is_quick(self, request: GenerationRequest) -> bool:
-        """See `BatchInferenceEngine.is_quick`."""
+        """Whether `prepare` takes only milliseconds: a short text, and no grammar that must be compiled."""
         texts = request.prompt, request.prediction or ""
         return not any(map(is_long, texts)) and self._grammars.is_compiled(request.params)
 
@@ -245,7 +248,7 @@ class InputProcessor:
         Each of its texts is tokenised by itself, as llama.cpp does it.
         """
         self._check_media(request, prompt)
-        if self._media and prompt.media:
+        if self._media and self._waits_for_room and prompt.media:
             self._media.wait_for_room(cancelled)
         tokens: list[npt.NDArray[np.int32]] = []
         runs: list[MediaRun] = []

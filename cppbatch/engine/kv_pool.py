@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from heapq import heapify, heappop, heappush
 from time import perf_counter
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -22,6 +22,9 @@ from cppbatch.engine.radix_tree import Tokens
 from cppbatch.engine.save_cost import SaveCost
 from cppbatch.engine.sequence import SavedState, Seq
 from cppbatch.errors import LlamaError
+
+if TYPE_CHECKING:
+    from cppbatch.engine.prefix_disk.disk_prefixes import DiskPrefixes
 
 log = logging.getLogger("cppbatch.engine")
 
@@ -87,8 +90,8 @@ class KVPool:
     prefixes may hold; attention passes over these cells too, which slows every row down (docs/decisions/0005).
     `shifts_cells`: a context shift may move the positions of cells; otherwise it computes them again.
     `on_gpu`: prefixes are copied from stream to stream on the device, not through host memory. `places`: where prompts
-    get checkpoints, if the memory can be truncated nowhere else; None: no checkpoints. `token_s`: as in `SaveCost`.
-    `clock`: seconds, to time saves.
+    get checkpoints, if the memory can be truncated nowhere else; None: no checkpoints. `open_disk`: opens the prefixes
+    on disk of a pool; None: there are none. `token_s`: as in `SaveCost`. `clock`: seconds, to time saves.
     """
 
     def __init__(
@@ -102,6 +105,7 @@ class KVPool:
         shifts_cells: bool = False,
         on_gpu: bool = False,
         places: CheckpointPlaces | None = None,
+        open_disk: Callable[[KVPool], DiskPrefixes] | None = None,
         token_s: Callable[[], float] = lambda: 0.0,
         clock: Callable[[], float] = perf_counter,
     ) -> None:
@@ -118,7 +122,8 @@ class KVPool:
         """Host memory of the sequences that are swapped out now, in bytes."""
         self.n_swaps = self.n_recomputes = 0
         """Preempted sequences so far: saved to host memory, and not saved but computed again."""
-        self.cache = PrefixCache(sharing, host_bytes=cache_bytes, first_cut=memory.first_cut)
+        disk = open_disk(self) if open_disk else None
+        self.cache = PrefixCache(sharing, host_bytes=cache_bytes, first_cut=memory.first_cut, disk=disk)
         self._all_free()
 
     def _all_free(self) -> None:

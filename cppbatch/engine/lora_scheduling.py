@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from copy import deepcopy
 
 from cppbatch.engine.lora_sets import AdapterSet
 from cppbatch.engine.sequence import Seq
-from cppbatch.engine.step_budget import StepBudget
-from cppbatch.engine.step_cost import Groups, StepCost
 
 _TURN = 4  # steps: a switch makes llama.cpp plan its graph again, but other sets should not wait long
-_MAX_BUDGETS = 64  # adapter sets whose step times are remembered
 
 
 class LoraRoundRobin:
@@ -22,12 +18,10 @@ class LoraRoundRobin:
     bounds for how long. A set that runs alone always has the turn.
     """
 
-    def __init__(self, budget: StepBudget) -> None:
+    def __init__(self) -> None:
         self._round: list[AdapterSet] = []  # the set that has the turn, the next one ...
         self._now: AdapterSet = ()
         self._steps = 0  # of the present turn
-        self._last_budget = budget
-        self._budgets: dict[AdapterSet, StepBudget] = {}
 
     def order(self, running: Iterable[Seq]) -> list[AdapterSet]:
         """The sets of these sequences, in the order in which they may compute.
@@ -58,24 +52,3 @@ class LoraRoundRobin:
             self._round.append(self._round.pop(0))
             self._steps = 0
         return is_switch
-
-    def budget(self, adapters: AdapterSet) -> StepBudget:
-        """The step times of a set; a new set starts with those of the set that computed last."""
-        budget = self._budgets.get(adapters)
-        if budget is None or not budget.cost.knows_rows:
-            budget = self._budgets[adapters] = deepcopy(self._last_budget)
-            if len(self._budgets) > _MAX_BUDGETS:
-                del self._budgets[next(iter(self._budgets))]
-        return budget
-
-    @property
-    def last_cost(self) -> StepCost:
-        """The step times of the set that computed last."""
-        return self._last_budget.cost
-
-    def computed(
-        self, adapters: AdapterSet, groups: Groups, n_prefill: int, seconds: float, decode_s: float | None = None
-    ) -> None:
-        """Learns from the duration of a step (`StepBudget.observe`), which must not be the first one after a switch."""
-        self._last_budget = self.budget(adapters)
-        self._last_budget.observe(groups, n_prefill, seconds, decode_s)

@@ -110,8 +110,6 @@ class MediaInput:
         self._kept: OrderedDict[str, EncodedMedium] = OrderedDict()  # the least recently used first
         self._alive: weakref.WeakValueDictionary[str, EncodedMedium] = weakref.WeakValueDictionary()
         self._kept_bytes = 0
-        self.has_bound = False
-        """Whether `wait_for_room` waits: only where another thread steps meanwhile, so that sequences end."""
         self.n_encoded = 0
         """Pictures and sounds that were encoded."""
         self.n_found = 0
@@ -148,8 +146,11 @@ class MediaInput:
         return made
 
     def wait_for_room(self, cancelled: IsCancelled) -> None:
-        """Waits while the sequences hold too many vectors. Raises `RequestCancelled`."""
-        while self.has_bound and self._held_bytes() > HELD_BYTES:
+        """Waits while the sequences hold too many vectors, until another thread has stepped and sequences have ended.
+
+        Raises `RequestCancelled`.
+        """
+        while self._held_bytes() > HELD_BYTES:
             if cancelled():
                 raise RequestCancelled("cancelled while waiting for memory")
             sleep(_LOOK_S)

@@ -12,6 +12,7 @@ from cppbatch.engine.histogram import ROWS, SECONDS, Bins, Histogram, merged
 from cppbatch.engine.ideal import BareCosts, StepWork, TimeSplit
 from cppbatch.engine.kv_pool import KVPool
 from cppbatch.engine.media_input import MediaInput
+from cppbatch.engine.prefix_cache import DiskCounts
 from cppbatch.engine.request import FinishReason
 from cppbatch.engine.rolling_window import SPAN, Window, percentile
 from cppbatch.engine.trace import Trace
@@ -247,7 +248,7 @@ class Metrics:
 
     def stats(self, kv: KVPool, *, running: int, waiting: int, media: MediaInput | None = None) -> EngineStats:
         """The counters, with the present state of the pool and the queues."""
-        disk = kv.cache.disk_counts
+        disk = kv.cache.disk.counts if kv.cache.disk else DiskCounts()
         return EngineStats(
             steps=self.steps,
             decode_steps=self.decode_steps,

@@ -1,6 +1,6 @@
-"""Offline inference: the code behind `generate`, `stream`, `map` and `embed` of `BatchInferenceEngine`.
+"""Offline inference: `generate`, `stream`, `map`, `embed` and others of `BatchInferenceEngine`.
 
-Each of these functions queues sequences, steps until they have ended, and gathers their events. Other requests of the
+Each of these methods queues sequences, steps until they have ended, and gathers their events. Other requests of the
 engine advance in the same steps, those of other threads too; their events are kept for their own callers.
 """
 
@@ -11,13 +11,12 @@ from collections.abc import Callable, Generator, Iterable, Sequence, Sized
 from contextlib import closing
 from functools import partial
 from itertools import islice
-from typing import Any, NamedTuple, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
 
-from cppbatch.chat.chat_format import ChatFormat, PreparedChat
-from cppbatch.config import EngineConfig
+from cppbatch.chat.chat_format import PreparedChat
 from cppbatch.engine.best_of import expand, likeliest, n_candidates
 from cppbatch.engine.chat_requests import (
     ChatOptions,
@@ -29,8 +28,6 @@ from cppbatch.engine.chat_requests import (
 )
 from cppbatch.engine.chat_results import chat_completion
 from cppbatch.engine.embeddings import Vector, check_dimensions, normalised, vector_of
-from cppbatch.engine.model_info import ModelInfo
-from cppbatch.engine.output_processor import OutputProcessor
 from cppbatch.engine.params import Params, SamplingParams, sampling_params
 from cppbatch.engine.progress_line import ProgressLine
 from cppbatch.engine.request import (
@@ -46,8 +43,12 @@ from cppbatch.engine.request import (
     completion,
 )
 from cppbatch.engine.sequence import Seq
-from cppbatch.engine.turns import Turns
 from cppbatch.errors import GenerationFailed, InvalidRequest
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from cppbatch.engine.engine import BatchInferenceEngine
 
 _QUEUED_AHEAD = 2  # `map`: requests in the engine, in multiples of n_parallel, so that a finished one has a successor
 _HELD_BACK = 8  # `map` with `ordered`: prompts taken but not returned, in multiples of n_parallel
@@ -58,39 +59,32 @@ Logits = npt.NDArray[np.float32]
 OnEvent = Callable[[int, GenerationEvent], object]
 
 
-class Engine(Protocol):
-    """The part of `BatchInferenceEngine` that offline inference needs."""
-
-    config: EngineConfig
-    outputs: OutputProcessor
-    turns: Turns
-
-    @property
-    def info(self) -> ModelInfo: ...
-    def new_request_id(self) -> str: ...
-    def prepare(self, request: GenerationRequest) -> Seq: ...
-    def add(self, sequence: Seq, *, limited: bool = True) -> None: ...
-    def cancel(self, request_id: str) -> bool: ...
-    def compute(self) -> None: ...
-    def chat_format(self, template: str | None = None) -> ChatFormat: ...
-
-
 class _EmbedOptions(RequestOptions):
     task: Task
 
 
 def generate(
-    engine: Engine,
+    engine: BatchInferenceEngine,
     prompts: Sequence[PromptOrMessages],
-    params: Params | Sequence[SamplingParams],
+    params: Params | Sequence[SamplingParams] = None,
     *,
-    n: int,
-    best_of: int | None,
-    progress: bool,
-    on_event: OnEvent | None,
-    options: RequestOptions,
+    n: int = 1,
+    best_of: int | None = None,
+    progress: bool = False,
+    on_event: OnEvent | None = None,
+    **options: Unpack[RequestOptions],
 ) -> list[Completion]:
-    """See `BatchInferenceEngine.generate`."""
+    """Continues all prompts, batched together. Returns the completions in the order of the prompts.
+
+    `prompts`: texts, token ids, or lists of messages, whose completions are `ChatCompletion`s, as from `chat`.
+    `params`: one for all prompts, or a list with one for each. `n`: completions of each prompt, which follow each other
+    in the result; `best_of`: generate this many of each prompt, and return the `n` with the highest mean
+    log-probability. `progress`: show the speed on stderr. `on_event`: called with the index of a completion and each of
+    its events when it is made (completion i is that of prompt i, unless `n` or `best_of` is given). `options`: fields
+    of `GenerationRequest` (priority, timeout, cache_salt ...) for all prompts.
+
+    Raises `InvalidRequest` naming the prompt at fault, before any of them runs. Ctrl-C cancels all of them.
+    """
     of = n_candidates(n, best_of)
     wanted = expand(params_for_each("prompts", prompts, params), of, ranked=of > n)
     every = [prompt for prompt in prompts for _ in range(of)]
@@ -100,14 +94,18 @@ def generate(
 
 
 def generate_grid(
-    engine: Engine,
+    engine: BatchInferenceEngine,
     prompts: Sequence[PromptOrMessages],
     settings: Sequence[SamplingParams],
     *,
-    progress: bool,
-    options: RequestOptions,
+    progress: bool = False,
+    **options: Unpack[RequestOptions],
 ) -> list[list[Completion]]:
-    """See `BatchInferenceEngine.generate_grid`."""
+    """Continues every prompt with each of the settings, batched together: `result[prompt][setting]`.
+
+    A prompt is computed once for all its settings, if it has at least 25 tokens. `progress`, `options`, and what it
+    raises: as in `generate`.
+    """
     every = [prompt for prompt in _several("prompts", prompts) for _ in settings]
     params = [*settings] * len(prompts)
     prepared = _prepare_all(engine, every, params, options, field="prompts", of=len(settings))
@@ -115,8 +113,18 @@ def generate_grid(
     return [list(islice(results, len(settings))) for _ in prompts]
 
 
-def forward_batch(engine: Engine, token_lists: Sequence[Sequence[int]], options: RequestOptions) -> Logits:
-    """See `BatchInferenceEngine.forward_batch`."""
+def forward_batch(
+    engine: BatchInferenceEngine, token_lists: Sequence[Sequence[int]], **options: Unpack[RequestOptions]
+) -> Logits:
+    """The logits of the next token after each list of token ids: float32[len(token_lists), n_vocab].
+
+    The lists may have different lengths. Of an idle engine, n_parallel lists with n_ubatch tokens together are computed
+    in one pass, and more than that in several. The logits are the model's own, before biases, penalties and filters.
+    `options`: as in `generate`, but every token is computed, unless `cache_prompt=True` is given.
+
+    Raises `InvalidRequest` naming the list at fault before any of them runs: an empty one, unknown token ids, or as
+    many tokens as the context has; `GenerationFailed`.
+    """
     if not _is_list(token_lists) or not all(map(_is_list, token_lists)):
         wanted = "give lists of token ids, like [engine.tokens(text)]"
         raise InvalidRequest("token_lists", f"is {token_lists!r:.80}; {wanted}")
@@ -141,22 +149,34 @@ def _is_list(value: object) -> bool:
 
 
 def stream(
-    engine: Engine, prompt: PromptOrMessages, params: Params, options: RequestOptions
+    engine: BatchInferenceEngine, prompt: PromptOrMessages, params: Params = None, **options: Unpack[RequestOptions]
 ) -> Generator[GenerationEvent, None, None]:
-    """See `BatchInferenceEngine.stream`."""
+    """Continues one prompt and yields its events as they are made. Other requests advance in the same steps.
+
+    `prompt`: a text, token ids, or messages; `chat_stream` also tells reasoning and tool calls from the answer.
+    `options`: fields of `GenerationRequest`. Closing the iterator cancels the request. Raises `InvalidRequest`, and at
+    the first event `QueueFull`.
+    """
     return run(engine, [_prepare(engine, prompt, params, options).sequence], limited=True)
 
 
 def embed(
-    engine: Engine,
+    engine: BatchInferenceEngine,
     texts: Sequence[Prompt],
     *,
-    normalise: bool,
-    dimensions: int | None,
-    progress: bool,
-    options: RequestOptions,
+    normalise: bool = True,
+    dimensions: int | None = None,
+    progress: bool = False,
+    **options: Unpack[RequestOptions],
 ) -> Vector:
-    """See `BatchInferenceEngine.embed`."""
+    """The vectors of all texts in their order, float32[n, dimensions]; of a reranker, the scores of each `Pair`.
+
+    `normalise`: vectors of length 1 (scores stay as they are). `dimensions`: keep the first numbers of each vector; see
+    `cppbatch.engine.embeddings.normalised`. `progress`, `options`: as in `generate`.
+
+    Raises `InvalidRequest` naming the text at fault, before any of them runs; `GenerationFailed` when a text gets no
+    vector.
+    """
     info = engine.info
     check_dimensions(dimensions, info.n_embd)
     if info.pooling == "none":
@@ -178,15 +198,29 @@ def embed(
 
 
 def map_prompts(
-    engine: Engine,
+    engine: BatchInferenceEngine,
     prompts: Iterable[PromptOrMessages | tuple[PromptOrMessages, SamplingParams]],
-    params: Params,
+    params: Params = None,
     *,
-    ordered: bool,
-    progress: bool,
-    options: RequestOptions,
+    ordered: bool = False,
+    progress: bool = False,
+    **options: Unpack[RequestOptions],
 ) -> Generator[Mapped, None, None]:
-    """See `BatchInferenceEngine.map`."""
+    """Continues prompts of an iterable, which may be endless, and yields each result as soon as it is complete.
+
+    `prompts`: prompts as in `generate`, or pairs of a prompt and its own `SamplingParams`. They are taken from it only
+    as fast as the engine computes: at most 2 * n_parallel of them are in the engine. `ordered`: results in the order of
+    the prompts; at most 8 * n_parallel prompts are then taken but not returned, so one slow prompt can hold up the
+    others. `progress`: show the speed on stderr, and the time left if `prompts` has a length. `options`: fields of
+    `GenerationRequest` (priority, timeout, cache_salt ...) for all prompts.
+
+    This is a generator: the engine steps while the next result is waited for, and may be used between two results.
+    Other requests advance in the same steps; their events are kept for their own callers. Closing the generator, or an
+    exception of the iterable, cancels the prompts that run.
+
+    A prompt that cannot run becomes a result with an error, and the others go on. Raises `InvalidRequest` at once for
+    what no prompt could run with; `EngineClosed`.
+    """
     if isinstance(prompts, str):
         raise InvalidRequest("prompts", "is a single string; give an iterable of strings, such as [prompt]")
     if is_conversation(prompts):
@@ -241,7 +275,9 @@ class Prepared(NamedTuple):
         return chat_completion(events, self.chat) if self.chat else completion(events)
 
 
-def _prepare(engine: Engine, prompt: PromptOrMessages, params: Params, options: RequestOptions) -> Prepared:
+def _prepare(
+    engine: BatchInferenceEngine, prompt: PromptOrMessages, params: Params, options: RequestOptions
+) -> Prepared:
     request_id = engine.new_request_id()
     if is_conversation(prompt):
         chats = ChatRequests(engine.chat_format(), cast(ChatOptions, options))
@@ -251,7 +287,7 @@ def _prepare(engine: Engine, prompt: PromptOrMessages, params: Params, options: 
     return Prepared(engine.prepare(request))
 
 
-def prepared_chat(engine: Engine, made: ChatRequest) -> Prepared:
+def prepared_chat(engine: BatchInferenceEngine, made: ChatRequest) -> Prepared:
     """The request of a conversation as a sequence. Raises `InvalidRequest`."""
     try:
         return Prepared(engine.prepare(made.request), made.chat)
@@ -260,7 +296,7 @@ def prepared_chat(engine: Engine, made: ChatRequest) -> Prepared:
 
 
 def _prepare_all(
-    engine: Engine,
+    engine: BatchInferenceEngine,
     prompts: Sequence[PromptOrMessages],
     params: list[SamplingParams],
     options: RequestOptions,
@@ -282,7 +318,7 @@ def _prepare_all(
 
 
 def complete(
-    engine: Engine,
+    engine: BatchInferenceEngine,
     prepared: Sequence[Prepared],
     verb: str,
     *,
@@ -295,7 +331,9 @@ def complete(
     return [each.result(events[each.sequence.id]) for each in prepared]
 
 
-def run(engine: Engine, sequences: Sequence[Seq], *, limited: bool = False) -> Generator[GenerationEvent, None, None]:
+def run(
+    engine: BatchInferenceEngine, sequences: Sequence[Seq], *, limited: bool = False
+) -> Generator[GenerationEvent, None, None]:
     """Queues sequences when the iteration starts, and yields their events until they have ended."""
     requests = _Requests(engine)
     try:
@@ -309,30 +347,30 @@ def run(engine: Engine, sequences: Sequence[Seq], *, limited: bool = False) -> G
 class _Requests:
     """The requests of one call. Whichever thread steps the engine, their events arrive here."""
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+    def __init__(self, engine: BatchInferenceEngine) -> None:
+        self._core, self._turns = engine.core, engine.turns
         self._inbox: deque[GenerationEvent] = deque()
         self.running: set[str] = set()
         """Ids of the requests whose last event is not yet returned."""
 
     def add(self, sequences: Sequence[Seq], *, limited: bool = False) -> None:
-        """Queues sequences between two steps. `limited`: as in `BatchInferenceEngine.add`, for a single one.
+        """Queues sequences between two steps. `limited`: as in `EngineCore.add`, for a single one.
 
         Raises `RuntimeError` within a step.
         """
-        self._engine.turns.check_outside()
+        self._turns.check_outside()
 
         def add() -> None:
             for sequence in sequences:
-                self._engine.add(sequence, limited=limited)
-                self._engine.outputs.reserve(sequence.id, self._inbox)
+                self._core.add(sequence, limited=limited)
+                self._core.outputs.reserve(sequence.id, self._inbox)
                 self.running.add(sequence.id)
 
-        self._engine.turns.run(add)
+        self._turns.run(add)
 
     def next_event(self) -> GenerationEvent:
         """The next event of any of the requests. Steps the engine, or waits while another thread does."""
-        self._engine.turns.until(lambda: bool(self._inbox), self._step)
+        self._turns.until(lambda: bool(self._inbox), self._step)
         event = self._inbox.popleft()
         if event.finish_reason:
             self.running.discard(event.request_id)
@@ -346,16 +384,16 @@ class _Requests:
     def close(self) -> None:
         """Cancels the requests that have not ended."""
         if self.running:
-            self._engine.turns.soon(self._cancel)
+            self._turns.soon(self._cancel)
 
     def _step(self) -> None:
-        self._engine.compute()
-        self._engine.outputs.keep()
+        self._core.step()
+        self._core.outputs.keep()
 
     def _cancel(self) -> None:
         for request_id in self.running:
-            self._engine.cancel(request_id)
-        self._engine.outputs.drop(self.running)
+            self._core.cancel(request_id)
+        self._core.outputs.drop(self.running)
         self.running = set()
 
 
@@ -395,7 +433,7 @@ class _Mapper:
 
     def __init__(
         self,
-        engine: Engine,
+        engine: BatchInferenceEngine,
         prompts: Iterable[PromptOrMessages | tuple[PromptOrMessages, SamplingParams]],
         params: Params,
         *,

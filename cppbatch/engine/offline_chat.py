@@ -1,29 +1,75 @@
-"""The code behind `chat` and `chat_stream` of `BatchInferenceEngine`."""
+"""`chat` and `chat_stream` of `BatchInferenceEngine`."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, overload
 
 from cppbatch.engine.chat_requests import ChatOptions, ChatRequests, Conversation, several_conversations
 from cppbatch.engine.chat_results import ChatCompletion, ChatEvent, ChatReader, ChatStream
-from cppbatch.engine.offline import Engine, Prepared, complete, params_for_each, prepared_chat, run
+from cppbatch.engine.offline import Prepared, complete, params_for_each, prepared_chat, run
 from cppbatch.engine.params import Params, SamplingParams
 from cppbatch.engine.request import GenerationEvent
 from cppbatch.errors import InvalidRequest
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from cppbatch.engine.engine import BatchInferenceEngine
+
 OnChatEvent = Callable[[int, ChatEvent], object]
 
 
-def chat(
-    engine: Engine,
-    conversations: Conversation | Sequence[Conversation],
-    params: Params | Sequence[SamplingParams],
+@overload
+def chat(  # type: ignore[overload-overlap]  # a text is a sequence of texts, and means one conversation
+    engine: BatchInferenceEngine,
+    conversations: Conversation,
+    params: Params = None,
     *,
-    progress: bool,
-    on_event: OnChatEvent | None,
-    options: ChatOptions,
+    progress: bool = False,
+    on_event: Callable[[int, ChatEvent], object] | None = None,
+    **options: Unpack[ChatOptions],
+) -> ChatCompletion: ...
+
+
+@overload
+def chat(
+    engine: BatchInferenceEngine,
+    conversations: Sequence[Conversation],
+    params: Params | Sequence[SamplingParams] = None,
+    *,
+    progress: bool = False,
+    on_event: Callable[[int, ChatEvent], object] | None = None,
+    **options: Unpack[ChatOptions],
+) -> list[ChatCompletion]: ...
+
+
+def chat(
+    engine: BatchInferenceEngine,
+    conversations: Conversation | Sequence[Conversation],
+    params: Params | Sequence[SamplingParams] = None,
+    *,
+    progress: bool = False,
+    on_event: OnChatEvent | None = None,
+    **options: Unpack[ChatOptions],
 ) -> ChatCompletion | list[ChatCompletion]:
-    """See `BatchInferenceEngine.chat`."""
+    """Generates the assistant's next message of a conversation, or of each of several, batched together.
+
+    A conversation is a list of OpenAI's messages, or a text, which is one message of the user. One conversation gives
+    one result, a list of them a list in the same order:
+
+        engine.chat("Why is the sky blue?").text
+        engine.chat([{"role": "user", "content": "Hello"}], system="Answer in French.").message
+        engine.chat([f"Translate: {text}" for text in texts], SamplingParams(max_tokens=50))
+
+    The prompt is the model's own chat template, and the text is parsed as on the server: reasoning, answer, tool calls.
+    `params`: one for all, or a list with one for each; its `json_schema` is that of the answer, before which the model
+    may reason or call tools. `progress`, `on_event`: as in `generate`, with a `ChatEvent`. `options`: `system`,
+    `tools`, `tool_choice` and the others of `ChatOptions`, and fields of `GenerationRequest`.
+
+    Raises `InvalidRequest` naming the field or the conversation at fault, before any of them runs; `ConfigError` for an
+    unknown `chat_template`. Ctrl-C cancels all of them.
+    """
     several, is_one = several_conversations(conversations)
     each_params = params_for_each("conversations", several, params)
     requests = ChatRequests(engine.chat_format(options.get("chat_template")), options)
@@ -46,8 +92,15 @@ def chat(
     return answers[0] if is_one else answers
 
 
-def chat_stream(engine: Engine, conversation: Conversation, params: Params, options: ChatOptions) -> ChatStream:
-    """See `BatchInferenceEngine.chat_stream`."""
+def chat_stream(
+    engine: BatchInferenceEngine, conversation: Conversation, params: Params = None, **options: Unpack[ChatOptions]
+) -> ChatStream:
+    """Generates the assistant's next message and yields its `ChatEvent`s as they are made.
+
+    `with engine.chat_stream(messages) as stream:` cancels the message when the block is left, as `stream.close()` does.
+    `stream.message` is the message so far. Arguments: as in `chat`, for one conversation. Raises `InvalidRequest`,
+    `ConfigError`, and at the first event `QueueFull`.
+    """
     requests = ChatRequests(engine.chat_format(options.get("chat_template")), options)
     prepared = prepared_chat(engine, requests.request(engine.new_request_id(), conversation, params))
     assert prepared.chat

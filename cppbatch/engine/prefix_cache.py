@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from cppbatch.config import Sharing
 from cppbatch.engine.cells import Span
 from cppbatch.engine.lora_sets import AdapterSet
 from cppbatch.engine.radix_tree import RadixTree, Tokens
 from cppbatch.engine.sequence import SavedState, Seq, SeqStatus
+
+if TYPE_CHECKING:
+    from cppbatch.engine.prefix_disk.disk_prefixes import DiskPrefixes
 
 _WORTH_WAITING = 24  # tokens: wait for a prefix that is being computed if it saves this many more than the best now
 _COST_OF_TAKING, _COST_OF_COPYING = 4, 16  # the time to share, or to copy, a prefix: tokens computed in that time
@@ -83,19 +86,6 @@ class Match:
     """The source is the prefix of the slot that the request asks for (`id_slot`): it may be truncated."""
 
 
-class DiskTier(Protocol):
-    """Cached prefixes on disk, the tier below host memory. Its methods run on the engine's thread and never wait."""
-
-    def is_coming(self, sequence: Seq, n: int) -> bool:
-        """Whether a prefix of more than `n` tokens is being read for a waiting sequence, so that it waits on."""
-
-    def kept(self, cached: CachedPrefix) -> None:
-        """A finished sequence has left this prefix in the cache."""
-
-    def dropped(self, cached: CachedPrefix) -> None:
-        """This prefix loses its place in host memory (`saved`) after this call."""
-
-
 @dataclass(slots=True)
 class DiskCounts:
     """Counters of the prefixes on disk, since the start of the engine."""
@@ -121,10 +111,17 @@ class PrefixCache:
     """
 
     def __init__(
-        self, sharing: Sharing, *, host_bytes: int, first_cut: Callable[[int], int] = lambda seq_id: 1 << 31
+        self,
+        sharing: Sharing,
+        *,
+        host_bytes: int,
+        first_cut: Callable[[int], int] = lambda seq_id: 1 << 31,
+        disk: DiskPrefixes | None = None,
     ) -> None:
-        """`first_cut`: the fewest tokens to which a seq_id can be truncated now, where sharing is "checkpoints"."""
+        """`first_cut`: the fewest tokens to which a seq_id can be truncated now, where sharing is "checkpoints".
+        `disk`: the tier below host memory."""
         self.sharing = sharing
+        self.disk = disk
         self._first_cut = first_cut
         self.host_bytes = host_bytes
         self.used_host_bytes = 0
@@ -137,8 +134,6 @@ class PrefixCache:
         self.checkpoints: dict[Checkpoint, None] = {}
         self.slots: dict[int, tuple[Tokens, Salt]] = {}
         """The computed tokens and the salt of the last request of each slot (`id_slot`)."""
-        self.disk: DiskTier | None = None
-        self.disk_counts = DiskCounts()
 
     @property
     def takes_any(self) -> bool:

@@ -19,13 +19,11 @@ import itertools
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from heapq import heapify, heappop, heappush
 from operator import attrgetter
 from typing import TypeVar
 
-from cppbatch.config import Preference
-from cppbatch.engine.ideal import BareCosts, StepWork
+from cppbatch.engine.ideal import StepWork
 from cppbatch.engine.kv_pool import KVPool
 from cppbatch.engine.lora_scheduling import LoraRoundRobin
 from cppbatch.engine.lora_sets import AdapterSet
@@ -33,7 +31,7 @@ from cppbatch.engine.padding_rows import BatchEntry, PaddingRow, padded_size, to
 from cppbatch.engine.prefix_cache import Match
 from cppbatch.engine.sequence import Seq, SeqStatus
 from cppbatch.engine.speculation.speculator import DraftLimits, Speculator
-from cppbatch.engine.step_budget import StepBudget
+from cppbatch.engine.step_budget import StepBudgets
 from cppbatch.engine.step_cost import Groups, StepCost, whole_tiles
 
 _MAX_HEADROOM = 32  # cells kept free for the growth of each running sequence when another one is admitted
@@ -138,34 +136,30 @@ class Scheduler:
         self,
         kv: KVPool,
         *,
+        budgets: StepBudgets,
         step_tokens: int,
         n_parallel: int,
         ubatch_tokens: int | None = None,
-        target_step_s: float | None = None,
-        prefer: Preference = "balanced",
         may_pad: bool = False,
         on_gpu: bool = False,
         min_rows: int = 1,
-        rows_s: Sequence[tuple[int, float]] = (),
         speculator: Speculator | None = None,
         max_draft_rows: int = 256,
     ) -> None:
-        """`step_tokens`: tokens of a step at most. `ubatch_tokens`: tokens that llama.cpp computes at once. More prompt
-        tokens in a step gain nothing, and delay the first token of the prompts that end in it. `target_step_s`,
-        `prefer`: see `StepBudget`. `may_pad`: padding rows may be added to steps. `on_gpu`: see `in_batch_order`.
-        `min_rows`: tokens, and rows of logits if it has any, that a ubatch computes at least. `rows_s`: decode rows
-        with the seconds of a step of them, measured before. `speculator`: chooses drafts; None: there are none.
-        `max_draft_rows`: of a step with drafts, all of which have logits.
+        """`budgets`: what steps cost; the scheduler teaches it. `step_tokens`: tokens of a step at most.
+        `ubatch_tokens`: tokens that llama.cpp computes at once. More prompt tokens in a step gain nothing, and delay
+        the first token of the prompts that end in it. `may_pad`: padding rows may be added to steps. `on_gpu`: see
+        `in_batch_order`. `min_rows`: tokens, and rows of logits if it has any, that a ubatch computes at least.
+        `speculator`: chooses drafts; None: there are none. `max_draft_rows`: of a step with drafts, all of which have
+        logits.
         """
         self._kv = kv
         self._speculator = speculator
         self._max_draft_rows = min(step_tokens, ubatch_tokens or step_tokens, max_draft_rows)
         self.n_parallel = n_parallel
         self._step_tokens = step_tokens
-        self._new_budget = partial(StepBudget, step_tokens, target_step_s, ubatch_tokens, prefer=prefer)
-        budget = self._new_budget()
-        budget.cost.seed(rows_s)
-        self._lora = LoraRoundRobin(budget)
+        self._budgets = budgets
+        self._lora = LoraRoundRobin()
         self._lora_by_layout = {kv.unified: self._lora}
         self._may_pad = may_pad or min_rows > 1
         self._on_gpu = on_gpu
@@ -183,12 +177,6 @@ class Scheduler:
         self._n_gap_steps = 0  # that the rows have had a gap for
         self._timed: dict[int, Seq] = {}  # sequences with a timeout, by their number (`rank[1]`)
         self._deadlines: list[tuple[float, int]] = []  # a heap of (time, number of the sequence)
-
-    @property
-    def prompt_token_s(self) -> float:
-        """Seconds to compute a token of a long prompt; 0 before any is measured."""
-        cost = self._lora.last_cost
-        return cost.token_s(self._ubatch_tokens) if cost.knows_prompts else 0.0
 
     @property
     def has_work(self) -> bool:
@@ -227,9 +215,8 @@ class Scheduler:
 
     def layout_changed(self) -> None:
         """The KV pool has another layout now. Step times are learned for each layout."""
-        if self._kv.unified not in self._lora_by_layout:
-            self._lora_by_layout[self._kv.unified] = LoraRoundRobin(self._new_budget())
-        self._lora = self._lora_by_layout[self._kv.unified]
+        self._budgets.use_layout(unified=self._kv.unified)
+        self._lora = self._lora_by_layout.setdefault(self._kv.unified, LoraRoundRobin())
 
     def expired(self, now: float) -> list[Seq]:
         """Sequences whose `timeout` has passed, and those never admitted whose `queue_timeout` has passed."""
@@ -273,7 +260,7 @@ class Scheduler:
                 continue
             plan.row_groups, n_padding = (len(rows),) if rows else (), 0
             may_pad = bool(self._may_pad and rows)
-            cost = self._lora.budget(adapters).cost
+            cost = self._budgets.of(adapters).cost
             if may_pad and not self._kv.unified:
                 self._close_gaps(rows, cost)
                 rows = [row for row in rows if not row[0].moving]
@@ -402,7 +389,7 @@ class Scheduler:
         adapters: llama.cpp plans its graph again then."""
         if not plan.is_switch:
             n_prefill = plan.n_tokens - plan.n_decode - plan.n_beside
-            self._lora.computed(plan.adapters, plan.row_groups, n_prefill, seconds, decode_s)
+            self._budgets.observe(plan.adapters, plan.row_groups, n_prefill, seconds, decode_s)
 
     def work(self, plan: StepPlan) -> StepWork:
         """What a step computes, for `TimeSplit`; before its sequences are told that it was computed."""
@@ -412,10 +399,6 @@ class Scheduler:
             again = sum(s.n_again(n) for s, n in plan.chunks if s.n_lost)
         n_unfinished = min(self.n_parallel, len(self.running) + len(self.waiting))
         return StepWork(n_rows, plan.row_groups, plan.n_drafted, 0, n_prompt, min(again, n_prompt), n_unfinished)
-
-    def bare_costs(self) -> BareCosts:
-        """What steps cost at best, with the adapters of the last step."""
-        return self._lora.last_cost.bare()
 
     def _prefill(
         self, prefilling: list[Seq], adapters: AdapterSet, groups: Groups, n_decode: int, decoding: list[Seq]
@@ -433,7 +416,7 @@ class Scheduler:
         n_urgent = sum(not s.is_background for s in prefilling)
         # Many background prompts weigh no more than one, so that they delay no other request's tokens.
         n_prompts = n_urgent or (len(prefilling) if all(s.is_background for s in decoding) else 1)
-        step_budget = self._lora.budget(adapters)
+        step_budget = self._budgets.of(adapters)
         budget = step_budget.prefill_tokens(groups, n_prompts, n_decoding - n_decode, background=not n_urgent)
         n_pending = sum(s.n_pending for s in prefilling)
         if budget < n_pending and not self._kv.has_streams:  # rows and prompts are computed together: whole tiles

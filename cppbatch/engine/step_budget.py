@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from copy import deepcopy
+from functools import partial
+
 from cppbatch.config import Preference
+from cppbatch.engine.ideal import BareCosts
+from cppbatch.engine.lora_sets import AdapterSet
 from cppbatch.engine.step_cost import Groups, StepCost, whole_tiles
 
 _MIN_CHUNK = 4  # tokens: a prompt always goes on
@@ -16,6 +22,7 @@ _BACKGROUND_S = 0.2  # time of background prompts in a step: a request that arri
 _BACKGROUND_PART = 16  # background pieces have at least ubatch / 16 tokens: smaller ones would cost throughput
 _NEW_QUIET = 0.3  # weight of a new measurement in the level of steps without prefill
 _NEW_QUIET_READING = 0.02  # the same while prompts are being computed
+_MAX_BUDGETS = 64  # adapter sets whose step times are remembered
 
 
 class StepBudget:
@@ -95,3 +102,58 @@ class StepBudget:
             prompt_s = max(seconds - rows_s, 0.05 * seconds)
             is_certain = rows_s <= 0.5 * decode_s
             cost.observe_prompt(n_prefill, prompt_s, decode_s=decode_s - rows_s if is_certain else None)
+
+
+class StepBudgets:
+    """The step budgets of an engine: one for each LoRA adapter set, in each KV layout."""
+
+    def __init__(
+        self,
+        max_tokens: int,
+        target_s: float | None = None,
+        max_alone: int | None = None,
+        *,
+        prefer: Preference = "balanced",
+        rows_s: Iterable[tuple[int, float]] = (),
+        unified: bool = True,
+    ) -> None:
+        """`max_tokens` to `prefer`: as in `StepBudget`. `rows_s`: numbers of decode rows with the seconds of a step of
+        them, measured before. `unified`: the layout at the start."""
+        self._new_budget = partial(StepBudget, max_tokens, target_s, max_alone, prefer=prefer)
+        self._prompt_piece = max_alone or max_tokens
+        self._unified = unified
+        self._last = self._new_budget()
+        self._last.cost.seed(rows_s)
+        self._budgets: dict[AdapterSet, StepBudget] = {}
+        self._by_layout: dict[bool, tuple[StepBudget, dict[AdapterSet, StepBudget]]] = {}
+
+    def of(self, adapters: AdapterSet) -> StepBudget:
+        """The budget of a set; a new set starts with that of the set that computed last."""
+        budget = self._budgets.get(adapters)
+        if budget is None or not budget.cost.knows_rows:
+            budget = self._budgets[adapters] = deepcopy(self._last)
+            if len(self._budgets) > _MAX_BUDGETS:
+                del self._budgets[next(iter(self._budgets))]
+        return budget
+
+    def bare_costs(self) -> BareCosts:
+        """What steps cost at best, with the adapters of the last step."""
+        return self._last.cost.bare()
+
+    def prompt_token_s(self) -> float:
+        """Seconds to compute a token of a long prompt; 0 before any is measured."""
+        cost = self._last.cost
+        return cost.token_s(self._prompt_piece) if cost.knows_prompts else 0.0
+
+    def observe(
+        self, adapters: AdapterSet, groups: Groups, n_prefill: int, seconds: float, decode_s: float | None = None
+    ) -> None:
+        """As `StepBudget.observe`, of a step with these adapters, which must not be the first one after a switch."""
+        self._last = self.of(adapters)
+        self._last.observe(groups, n_prefill, seconds, decode_s)
+
+    def use_layout(self, *, unified: bool) -> None:
+        """Step times are learned for each layout."""
+        self._by_layout[self._unified] = self._last, self._budgets
+        self._unified = unified
+        self._last, self._budgets = self._by_layout.get(unified) or (self._new_budget(), {})

@@ -21,43 +21,50 @@ class _Inside(threading.local):
     value = False
 
 
+class OwnProcess:
+    """The process that loaded an engine."""
+
+    def __init__(self) -> None:
+        self._pid = os.getpid()
+
+    @property
+    def is_fork(self) -> bool:
+        """Whether this process is a fork of it."""
+        return os.getpid() != self._pid
+
+    def check(self) -> None:
+        """Raises `EngineClosed` in a forked process: llama.cpp's compute threads do not exist there."""
+        if self.is_fork:
+            raise EngineClosed(
+                f"the engine was loaded in process {self._pid}, but this is its fork, process {os.getpid()}, which "
+                "lacks llama.cpp's compute threads: load the engine after the fork, or run `cppbatch serve` and send "
+                "requests to it"
+            )
+
+
 class Turns:
     """The order in which threads use an engine: first come, first served, one at a time.
 
     A turn is a step, or work between two steps (add, cancel ...). So a thread that adds a request waits for at most the
     step that runs. During a turn no lock is held. Ctrl-C in a turn takes effect at its end, so it interrupts no step.
 
-    An engine that has a thread of its own (`LocalEngine`, a worker) calls `compute` there and needs no turns for it.
+    An `EngineCore` that has a thread of its own (`LocalEngine`, a worker) needs no turns.
     """
 
-    def __init__(self) -> None:
-        self._process = os.getpid()
+    def __init__(self, process: OwnProcess) -> None:
+        self._process = process
         self._changed = threading.Condition(threading.Lock())  # notified at the end of each turn
         self._n_taken = self._n_ended = 0  # turns
         self._thread: int | None = None  # whose turn it is
         self._inside = _Inside()
         self._later: deque[Callable[[], object]] = deque()  # for the end of a turn
 
-    @property
-    def in_fork(self) -> bool:
-        """Whether this process is a fork of the process that loaded the engine."""
-        return os.getpid() != self._process
-
-    def check_process(self) -> None:
-        """Raises `EngineClosed` in a forked process: llama.cpp's compute threads do not exist there."""
-        if self.in_fork:
-            raise EngineClosed(
-                f"the engine was loaded in process {self._process}, but this is its fork, process {os.getpid()}, which "
-                "lacks llama.cpp's compute threads: load the engine after the fork, or run `cppbatch serve` and send "
-                "requests to it"
-            )
-
     def run(self, work: Callable[[], Result]) -> Result:
         """Waits for a turn and calls `work`. A call within a turn of the same thread belongs to that turn.
 
         Raises `EngineClosed` in a forked process.
         """
-        self.check_process()
+        self._process.check()
         if self._thread == threading.get_ident():
             return work()
         try:

@@ -86,8 +86,7 @@ class Subject:
         runtime = open_runtime(config, self.model)
         if proposers and runtime.proposers:
             runtime = dataclasses.replace(runtime, proposers=proposers)
-        with BatchInferenceEngine(config, runtime=runtime) as engine:
-            engine.survives_failures = False
+        with BatchInferenceEngine(config, runtime=runtime, survives_failures=False) as engine:
             yield engine
 
     @cached_property
@@ -151,8 +150,8 @@ def check_swap(subject: Subject) -> Finding:
                 texts[event.request_id] += event.tokens
             steps += 1
             if steps % 5 == 0:
-                engine._scheduler.preempt_all()
-                engine.kv.apply()
+                engine.core.scheduler.preempt_all()
+                engine.core.kv.apply()
         stats = engine.stats()
     if not stats.swaps:
         return Finding("differs", "nothing was swapped")
@@ -218,7 +217,7 @@ def check_samples(subject: Subject) -> Finding:
 def check_drafts(subject: Subject) -> Finding:
     """Texts with drafts, of which some tokens are wrong, are those without."""
     with subject.engine(spec="auto", proposers=[Replay()]) as engine:
-        if not engine._runtime.proposers:
+        if not engine.core.runtime.proposers:
             return Finding("none", "the state cannot be set back")
         know(engine, {1: 0.010, 256: 0.011})  # drafts cost next to nothing
         for _ in range(2):
@@ -235,7 +234,7 @@ def check_drafts(subject: Subject) -> Finding:
 def check_suffix_drafts(subject: Subject) -> Finding:
     """The same with drafts of text that occurred before, for prompts that repeat themselves, with cached prefixes."""
     with subject.engine(spec="auto", prefix_cache=True) as engine:
-        if not engine._runtime.proposers:
+        if not engine.core.runtime.proposers:
             return Finding("none", "the state cannot be set back")
         know(engine, {1: 0.010, 256: 0.011})
         prompts = [subject.tokens(9) * 4 for _ in range(N_SEQUENCES)]
@@ -284,7 +283,7 @@ def check_full_cache(subject: Subject) -> Finding:
     prompts = [*subject.prompts] * 3
     with subject.engine(n_ctx=small, prefix_cache=True) as engine:
         results = engine.generate(prompts, _GREEDY)
-        engine.kv.check()
+        engine.core.kv.check()
     ended = sum(each.finish_reason == FinishReason.LENGTH for each in results)
     if ended < len(prompts):
         return Finding("lost", f"{ended} of {len(prompts)} requests ended")
@@ -295,7 +294,7 @@ def check_shift(subject: Subject) -> Finding:
     """A text that is longer than its context continues without its oldest tokens."""
     with subject.engine(n_ctx=256, n_parallel=1, context_shift=True) as engine:
         result = engine.generate([subject.tokens(100)], SamplingParams(temperature=0, max_tokens=300, ignore_eos=True))
-        shifts, moves = engine.stats().context_shifts, engine._context.can_shift
+        shifts, moves = engine.stats().context_shifts, engine.core.runtime.context.can_shift
     n = len(result[0].tokens)
     if n < 300 or not shifts:
         return Finding("none", f"ended after {n} of 300 tokens, {shifts} shifts")
@@ -310,21 +309,21 @@ def check_slots(subject: Subject) -> Finding:
         file = Path(folder) / "slot.bin"
         disk: dict[str, Any] = {"prefix_cache": True, "prefix_cache_disk": f"{folder}/disk"}
         with subject.engine(**disk) as engine:
-            assert engine._disk
-            engine._disk._min_tokens = 20  # these models know 256 tokens, fewer than a file has
+            assert engine.core.kv.cache.disk
+            engine.core.kv.cache.disk._min_tokens = 20  # these models know 256 tokens, fewer than a file has
             engine.generate([prompt], _GREEDY, id_slot=0)
             answer = said(engine, prompt)
-            engine.slots.write(file, engine.slots.take(0))
+            engine.core.slots.write(file, engine.core.slots.take(0))
         longer = [*prompt, *answer, *more]
         with subject.engine() as engine:
             expected = said(engine, longer)
         slots_only: dict[str, Any] = {"prefix_cache": True}
         for settings in (slots_only, disk):
             with subject.engine(**settings) as engine:
-                if engine._disk:
-                    engine._disk._min_tokens = 20
+                if engine.core.kv.cache.disk:
+                    engine.core.kv.cache.disk._min_tokens = 20
                 if settings is not disk:
-                    engine.slots.put(0, engine.slots.read(file))
+                    engine.core.slots.put(0, engine.core.slots.read(file))
                 result = engine.generate([longer], _GREEDY)[0]
             taken.append(result.usage.cached_tokens)
             finding = subject.compare([longer], [expected], [list(result.tokens)])

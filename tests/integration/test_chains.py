@@ -486,7 +486,7 @@ def test_a_step_that_is_interrupted_does_not_change_the_text(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(engine._context, "decode", interrupted)
+        patch.setattr(engine.core.runtime.context, "decode", interrupted)
         with pytest.raises(KeyboardInterrupt):
             engine.step()
     while engine.has_work:

@@ -121,7 +121,7 @@ def test_a_text_goes_on_in_shifted_cells_as_if_they_were_computed_again(
     engine = open_engine(one_layer, **settings)
     shifted = [completion.tokens for completion in texts(engine)]
     again = open_engine(one_layer, **settings, spec="off", prefix_cache=False)
-    again.kv._shifts_cells = False
+    again.core.kv._shifts_cells = False
     assert shifted == [completion.tokens for completion in texts(again)]
     assert engine.stats().context_shifts == again.stats().context_shifts > 4
 

@@ -114,7 +114,7 @@ def test_a_gpu_samples_unless_drafts_are_asked_for(
     monkeypatch.setattr("cppbatch.engine.runtime._on_gpu", lambda config: True)
     with BatchInferenceEngine(tiny_llama, n_ctx=2048, n_parallel=4, n_threads=1, **settings) as engine:
         assert engine.info.sampling == sampling
-        assert bool(engine._runtime.proposers) == drafts
+        assert bool(engine.core.runtime.proposers) == drafts
         assert len(engine.generate(["Hello there " * 3] * 4, SamplingParams(max_tokens=12))) == 4
 
 
@@ -131,7 +131,7 @@ def test_on_a_gpu_equal_prompts_in_streams_are_computed_once_and_copied_there(
             sampling="host", cache_type_k="f32", cache_type_v="f32",
         ) as engine:  # fmt: skip
             if on_gpu:
-                monkeypatch.setattr(engine._runtime.context, "save_sequence", lambda seq_id: pytest.fail("saved"))
+                monkeypatch.setattr(engine.core.runtime.context, "save_sequence", lambda seq_id: pytest.fail("saved"))
             return engine.generate(prompts, params)
 
     ours, theirs = results(True), results(False)

@@ -13,7 +13,7 @@ from aiohttp.test_utils import TestClient, TestServer
 from prometheus_client.parser import text_string_to_metric_families
 
 from cppbatch import BatchInferenceEngine, EngineConfig, LocalEngine
-from cppbatch.engine import engine as engine_module
+from cppbatch.engine import core as core_module
 from cppbatch.engine.runtime import Runtime, load_runtime
 from cppbatch.jobs.job_request import JobRequest, Json
 from cppbatch.jobs.journal import response_line
@@ -37,7 +37,7 @@ def replayed(monkeypatch: pytest.MonkeyPatch) -> None:
     def load(config: EngineConfig, progress: Callable[[float], bool] | None = None) -> Runtime:
         return dataclasses.replace(load_runtime(config, progress), proposers=[Replay()])
 
-    monkeypatch.setattr(engine_module, "load_runtime", load)
+    monkeypatch.setattr(core_module, "load_runtime", load)
 
 
 @pytest.fixture

@@ -242,8 +242,8 @@ def test_a_head_that_is_right_by_construction_is_always_right(
 
 def test_a_file_without_a_head_drafts_without_one_and_is_refused_with_mtp(tiny_llama: Path) -> None:
     with BatchInferenceEngine(tiny_llama, **SETTINGS) as engine:
-        assert engine._runtime.head is None
-        assert not engine._context.gives_hidden_rows  # type: ignore[attr-defined]
+        assert engine.core.runtime.head is None
+        assert not engine.core.runtime.context.gives_hidden_rows  # type: ignore[attr-defined]
     with pytest.raises(ModelError, match=r"spec \(--spec\) is 'mtp', but tiny-llama.gguf has no draft head"):
         BatchInferenceEngine(tiny_llama, **SETTINGS, spec="mtp")
 
@@ -251,7 +251,7 @@ def test_a_file_without_a_head_drafts_without_one_and_is_refused_with_mtp(tiny_l
 @pytest.mark.parametrize("spec", ["off", "suffix"])
 def test_a_head_that_is_not_used_is_not_loaded(models: dict[str, Path], spec: Any) -> None:
     with BatchInferenceEngine(models["right"], **SETTINGS, spec=spec) as engine:
-        assert engine._runtime.head is None
+        assert engine.core.runtime.head is None
     with (
         Model(models["right"]) as model,
         pytest.raises(OutOfRange, match=r"draft head 0 of right\.gguf is not loaded"),
@@ -269,7 +269,7 @@ def test_where_the_library_lacks_the_functions_there_is_one_line_in_the_log(
         with pytest.raises(LlamaError, match="lacks llama_renamed"):
             library.nextn()
         with caplog.at_level(logging.INFO), BatchInferenceEngine(models["right"], **SETTINGS) as engine:
-            assert engine._runtime.head is None
+            assert engine.core.runtime.head is None
             assert engine.generate(PROMPTS[:1], greedy(4))[0].tokens
     finally:
         library.nextn.cache_clear()

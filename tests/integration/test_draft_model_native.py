@@ -38,7 +38,7 @@ def other_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def draft_of(engine: BatchInferenceEngine) -> DraftModelProposer:
-    (proposer,) = (each for each in engine._runtime.proposers if isinstance(each, DraftModelProposer))
+    (proposer,) = (each for each in engine.core.runtime.proposers if isinstance(each, DraftModelProposer))
     return proposer
 
 

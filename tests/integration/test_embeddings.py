@@ -31,8 +31,8 @@ Rows = np.ndarray[Any, np.dtype[np.float32]]
 def opened(model: Path, **settings: Any) -> Iterator[BatchInferenceEngine]:
     with BatchInferenceEngine(model, **{"n_ctx": 2048, **EXACT, **settings}) as engine:
         yield engine
-        engine.kv.check()
-        assert engine.kv.n_used == 0
+        engine.core.kv.check()
+        assert engine.core.kv.n_used == 0
 
 
 def alone(model: Path, pooling: str, prompts: list[list[int]], n: int) -> Rows:

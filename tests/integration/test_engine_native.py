@@ -59,8 +59,8 @@ def test_a_sequence_that_moves_to_a_gap_continues_its_text(
 ) -> None:
     path = request.getfixturevalue(model)
     engine = open_engine(path, kv_layout="per-sequence", n_parallel=4, spec="off")
-    engine._scheduler.computed = lambda *_: None  # type: ignore[method-assign]  # learn no other times
-    engine._scheduler._lora.budget(()).cost.seed([(n, 0.005 + 0.005 * n) for n in range(1, 5)])
+    engine.core.scheduler.computed = lambda *_: None  # type: ignore[method-assign]  # learn no other times
+    engine.core.scheduler._budgets.of(()).cost.seed([(n, 0.005 + 0.005 * n) for n in range(1, 5)])
     short, long = (msgspec.structs.replace(GREEDY, max_tokens=n) for n in (4, 90))
     ids = [
         engine.add_request(prompt, params) for prompt, params in zip(PROMPTS, [long, short, long, long], strict=False)
@@ -70,7 +70,7 @@ def test_a_sequence_that_moves_to_a_gap_continues_its_text(
     while engine.has_work:
         for event in engine.step():
             texts.setdefault(event.request_id, []).extend(event.tokens)
-        held.add(tuple(sorted(engine.kv.running)))
+        held.add(tuple(sorted(engine.core.kv.running)))
     assert (0, 1, 2) in held, "the sequence of seq_id 3 has moved to seq_id 1"
     for i in (0, 2, 3):
         alone = open_engine(path, kv_layout="per-sequence", spec="off")
@@ -111,7 +111,7 @@ def test_requests_join_and_leave_at_any_step_without_changing_the_others(
             for event in engine.step():
                 tokens.setdefault(event.request_id, []).extend(event.tokens)
         assert engine.cancel(f"leaves-{i}")
-        engine.kv.check()
+        engine.core.kv.check()
     for request_id, rest in drain(engine).items():
         tokens.setdefault(request_id, []).extend(rest)
     assert [tokens[str(i)] for i in range(len(PROMPTS))] == expected
@@ -204,7 +204,11 @@ def test_closing_an_engine_ends_what_runs(tiny_llama: Path) -> None:
     engine.step()
     engine.close()
     engine.close()
-    assert (engine.kv.n_used, engine.kv.n_cached, engine.kv.n_free_ids) == (0, 0, engine.kv.n_seq_ids)
+    assert (engine.core.kv.n_used, engine.core.kv.n_cached, engine.core.kv.n_free_ids) == (
+        0,
+        0,
+        engine.core.kv.n_seq_ids,
+    )
 
 
 # --- sampling on the real chain --------------------------------------------------------------------------------------

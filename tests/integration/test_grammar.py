@@ -407,7 +407,7 @@ def test_the_empty_text_may_be_all_that_matches(engine: BatchInferenceEngine) ->
 
 
 def specials(engine: BatchInferenceEngine) -> list[int]:
-    vocab = engine._vocab
+    vocab = engine.core.runtime.vocab
     return [token for token in range(vocab.n_tokens) if vocab.piece(token, special=True) and not vocab.piece(token)]
 
 
@@ -465,7 +465,7 @@ def test_sequences_of_one_compiled_grammar_do_not_move_each_other(engine: BatchI
     assert second
     for constraint in (first, second):
         assert not constraint.is_done
-        for token in engine._vocab.tokenize("ac", add_special=False).tolist():
+        for token in engine.core.runtime.vocab.tokenize("ac", add_special=False).tolist():
             constraint.accept(token)
         assert constraint.is_done
 

@@ -14,7 +14,7 @@ from aiohttp.test_utils import TestClient, TestServer
 
 from cppbatch import BatchInferenceEngine, LocalEngine, SamplingParams
 from cppbatch.chat.template import ChatTemplate
-from cppbatch.engine import engine as engine_module
+from cppbatch.engine import core as core_module
 from cppbatch.engine.runtime import load_runtime
 from cppbatch.errors import LlamaError
 from cppbatch.server.app import create_app
@@ -193,7 +193,7 @@ async def test_a_step_that_fails_is_a_500_and_the_server_goes_on(
 
     with monkeypatch.context() as broken:
         assert engine._engine
-        broken.setattr(engine._engine._context, "decode", fail)
+        broken.setattr(engine._engine.runtime.context, "decode", fail)
         status, answer = await post(http, "/v1/chat/completions", HELLO)
     assert (status, answer["error"]["message"]) == (500, "the device is on fire")
     assert (await post(http, "/v1/chat/completions", HELLO))[0] == 200
@@ -210,7 +210,7 @@ async def test_while_the_model_loads_health_says_how_far_it_is(
         assert go_on.wait(30)
         return load(config, progress)
 
-    monkeypatch.setattr(engine_module, "load_runtime", slow_load)
+    monkeypatch.setattr(core_module, "load_runtime", slow_load)
     engine = LocalEngine(tiny_llama, n_ctx=256, n_threads=1)
     async with TestClient(TestServer(create_app(engine))) as http:
         await asyncio.to_thread(reached.wait, 30)

@@ -23,10 +23,10 @@ EXACT: dict[str, Any] = {"flash_attn": "off", "cache_type_k": "f32", "cache_type
 
 
 def switch(engine: BatchInferenceEngine) -> None:
-    assert engine._layout_policy
-    other: KvLayout = "per-sequence" if engine.kv.unified else "unified"
-    engine._switch_layout(engine._layout_policy, LayoutSwitch(other, "the test says so"))
-    engine.kv.check()
+    assert engine.core._layout_policy
+    other: KvLayout = "per-sequence" if engine.core.kv.unified else "unified"
+    engine.core._switch_layout(engine.core._layout_policy, LayoutSwitch(other, "the test says so"))
+    engine.core.kv.check()
 
 
 def texts(engine: BatchInferenceEngine, prompts: list[str], params: SamplingParams, *, every: int = 0) -> list[str]:
@@ -77,7 +77,7 @@ def test_candidates_of_the_device_are_used_again_after_a_switch(open_engine: Ope
     expected = texts(open_engine(tiny_llama, kv_layout="per-sequence"), PROMPTS, GREEDY)
     engine = open_engine(tiny_llama, sampling="backend")
     assert texts(engine, PROMPTS, GREEDY, every=4) == expected
-    assert engine._runtime.context.backend_sampling
+    assert engine.core.runtime.context.backend_sampling
 
 
 def test_without_a_prefix_cache_nothing_is_shared_in_either_layout(open_engine: OpenEngine, tiny_llama: Path) -> None:
@@ -196,15 +196,15 @@ def test_engines_of_models_that_have_only_kv_cells_switch(
 ) -> None:
     engine = open_engine(request.getfixturevalue(model), **settings)
     assert engine.info.kv_layout == layout
-    assert (engine._layout_policy is not None) == (layout == "auto")
+    assert (engine.core._layout_policy is not None) == (layout == "auto")
 
 
 @pytest.mark.parametrize("n_ctx", [1024, 1025, 1500, 2047])
 def test_the_unified_layout_has_the_cells_that_were_told(open_engine: OpenEngine, tiny_llama: Path, n_ctx: int) -> None:
     engine = open_engine(tiny_llama, n_ctx=n_ctx)
-    assert engine.kv.n_ctx_seq == n_ctx // 4 // 256 * 256
+    assert engine.core.kv.n_ctx_seq == n_ctx // 4 // 256 * 256
     switch(engine)
-    assert engine.kv.n_ctx == engine.kv.n_ctx_seq == engine.info.n_ctx
+    assert engine.core.kv.n_ctx == engine.core.kv.n_ctx_seq == engine.info.n_ctx
 
 
 def test_closing_an_engine_after_a_switch_leaves_a_shared_model_open(tiny_llama: Path) -> None:

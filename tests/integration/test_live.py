@@ -202,19 +202,28 @@ async def test_an_idle_engine_is_asked_once_and_its_readers_get_one_event(engine
         await end([reader.task for reader in readers])
 
 
-async def test_during_a_long_step_the_last_state_is_sent_with_its_age(engine: CountedEngine) -> None:
+async def test_during_a_long_step_the_last_state_is_sent_with_its_age(
+    engine: CountedEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async with serving(engine) as (listener, session):
         reader = Reader(session, listener.url)
         tasks = [start(session, listener.url, SHARED)]
         await reader.until(lambda snapshot: n_decoding(snapshot) == 1)
         assert engine._engine
-        engine._engine.on_plan = lambda plan: time.sleep(1.0)
+        context = engine._engine.runtime.context
+        decode = context.decode
+
+        def slow_decode(batch: Any) -> None:
+            time.sleep(1.0)
+            decode(batch)
+
+        monkeypatch.setattr(context, "decode", slow_decode)
         old = await reader.until(lambda snapshot: (snapshot.workers[0].age or 0) > 0.6)
         assert n_decoding(old) == 1
         n = len(reader.raw)
         await asyncio.sleep(1.0)
         assert len(reader.raw) >= n + 3
-        engine._engine.on_plan = lambda plan: None
+        monkeypatch.undo()
         await end([*tasks, reader.task])
 
 

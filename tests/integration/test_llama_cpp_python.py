@@ -229,7 +229,7 @@ def test_an_object_that_nobody_holds_is_closed_at_once(tiny_llama: Path) -> None
         llm("Hello", max_tokens=2)
         engine = llm.engine
         del llm
-        assert engine._closed
+        assert engine.core.is_closed
     finally:
         gc.enable()
 

@@ -46,7 +46,7 @@ def read_alone(path: Path, tokens: list[int], n_prompt: int, *, run: int = 256) 
 
 
 def tokens_of(engine: BatchInferenceEngine, prompt: str | list[int]) -> list[int]:
-    return list(prompt) if isinstance(prompt, list) else engine._vocab.tokenize(prompt).tolist()
+    return list(prompt) if isinstance(prompt, list) else engine.core.runtime.vocab.tokenize(prompt).tolist()
 
 
 def assert_exact_alone(path: Path, prompt: str | list[int], params: SamplingParams) -> Completion:
@@ -72,9 +72,11 @@ def test_of_greedy_tokens_they_are_the_log_softmax_of_the_model(tiny_llama: Path
     if n_top:
         assert [entry.top[0][0] for entry in result.logprobs] == result.tokens
     with BatchInferenceEngine(tiny_llama, n_parallel=1, **SETTINGS) as engine:
-        pieces = [[engine._vocab.piece(token) for token, _, _ in entry.top] for entry in result.logprobs]
+        pieces = [[engine.core.runtime.vocab.piece(token) for token, _, _ in entry.top] for entry in result.logprobs]
         assert [[piece for _, piece, _ in entry.top] for entry in result.logprobs] == pieces
-        assert [entry.piece for entry in result.logprobs] == [engine._vocab.piece(token) for token in result.tokens]
+        assert [entry.piece for entry in result.logprobs] == [
+            engine.core.runtime.vocab.piece(token) for token in result.tokens
+        ]
 
 
 CHANGED: dict[str, dict[str, Any]] = {

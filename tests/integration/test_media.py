@@ -316,7 +316,7 @@ def test_a_second_request_shares_the_picture_and_does_not_encode_it(
     open_media: Callable[..., BatchInferenceEngine], layout: str
 ) -> None:
     engine = open_media(kv_layout=layout)
-    media = engine._runtime.media
+    media = engine.core.runtime.media
     assert media
     prompt: list[str | Media] = [WORDS[0] * 2, image(1), WORDS[1] * 2]
     alone = engine.generate([MediaPrompt([*prompt, "x"])], greedy(12), cache_prompt=False)[0]

@@ -121,7 +121,7 @@ def test_a_picture_in_a_conversation_is_encoded_and_computed_once(
     kind: str, layout: str, open_kind: Callable[..., BatchInferenceEngine]
 ) -> None:
     engine = open_kind(kind, kv_layout=layout)
-    media = engine._runtime.media
+    media = engine.core.runtime.media
     assert media
     prompt: list[str | Media] = ["What is it? ", image(1), " and then " * 2, image(2), " the end"]
     for _ in range(3):
@@ -171,13 +171,13 @@ def test_a_sequence_that_is_swapped_out_within_a_picture_goes_on_with_it(
     n_within = 0
     while engine.has_work:
         engine.step()
-        sequences = [engine._sequences[each] for each in ids if each in engine._sequences]
+        sequences = [engine.core.sequences[each] for each in ids if each in engine.core.sequences]
         within = [each for each in sequences if each.next_run and each.next_run.start < each.n_computed]
         if within and n_within < 6:
             n_within += len(within)
-            engine._scheduler.preempt_all()
-            engine.kv.apply()
-            engine.kv.check()
+            engine.core.scheduler.preempt_all()
+            engine.core.kv.apply()
+            engine.core.kv.check()
     assert n_within >= 3
     assert engine.stats().swaps > n_within
     rows = [keeper.row for keeper in keepers if keeper.row is not None]
@@ -220,12 +220,12 @@ def test_a_prefix_with_a_picture_is_on_disk_and_in_slots_after_a_restart(
     with engine(prefix_cache_disk=str(tmp_path / "disk")) as before:
         expected = before.generate([followed], greedy(8), cache_prompt=False)[0].tokens
         n = before.generate([prompt], greedy(1), id_slot=0)[0].usage.prompt_tokens
-        before.slots.write(tmp_path / "slot", before.slots.take(0))
+        before.core.slots.write(tmp_path / "slot", before.core.slots.take(0))
     with engine(prefix_cache_disk=str(tmp_path / "disk")) as after:
         result = after.generate([followed], greedy(8))[0]
         assert (result.usage.cached_tokens, result.tokens) == (n, expected)
     with engine() as after:
-        after.slots.put(0, after.slots.read(tmp_path / "slot"))
+        after.core.slots.put(0, after.core.slots.read(tmp_path / "slot"))
         result = after.generate([followed], greedy(8), id_slot=0)[0]
         assert (result.usage.cached_tokens, result.tokens) == (n, expected)
 
@@ -238,8 +238,7 @@ def test_a_lost_worker_is_no_more_than_a_prompt_that_is_computed_again(
     engine.clear_prefix_cache()
     request_id = engine.add_request(PROMPTS[3], greedy(8, ignore_eos=True))
     events = [event for _ in range(4) for event in engine.step()]
-    with pytest.raises(KeyboardInterrupt), engine._restart_if_interrupted():
-        raise KeyboardInterrupt
+    engine.core.restart()
     while engine.has_work:
         events += engine.step()
     assert [token for event in events if event.request_id == request_id for token in event.tokens] == expected

@@ -127,7 +127,7 @@ def test_among_llama_cpps_own_rows_nothing_spreads_either(engine: BatchInference
 def test_every_way_of_sampling_draws_from_what_it_leaves(
     engine: BatchInferenceEngine, kind: dict[str, Any], together: bool
 ) -> None:
-    token = int(engine._vocab.tokenize("n", add_special=False)[0])
+    token = int(engine.core.runtime.vocab.tokenize("n", add_special=False)[0])
     processor = Together(only(token)) if together else only(token)
     params = [SamplingParams(seed=i, max_tokens=5, logits_processor=processor, **kind) for i in range(len(TEXTS))]
     assert [result.text for result in engine.generate(TEXTS, params)] == ["nnnnn"] * len(TEXTS)
@@ -150,7 +150,7 @@ def test_penalties_and_biases_come_after_it(engine: BatchInferenceEngine) -> Non
 
 
 def test_no_processor_brings_back_what_is_forbidden(engine: BatchInferenceEngine) -> None:
-    eos = min(engine._vocab.eog)
+    eos = min(engine.core.runtime.vocab.eog)
 
     def end(_: Tokens, row: Row) -> None:
         row[eos] = 1000
@@ -166,7 +166,7 @@ def test_no_processor_brings_back_what_is_forbidden(engine: BatchInferenceEngine
 
 
 def test_a_grammar_holds_whatever_it_prefers(engine: BatchInferenceEngine) -> None:
-    letter, digit = (int(engine._vocab.tokenize(text, add_special=False)[0]) for text in "z7")
+    letter, digit = (int(engine.core.runtime.vocab.tokenize(text, add_special=False)[0]) for text in "z7")
 
     def prefer(_: Tokens, row: Row) -> None:
         row[letter], row[digit] = 1000, 900

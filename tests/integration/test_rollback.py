@@ -204,6 +204,6 @@ def test_preempted_sequences_go_on_with_the_same_text(name: str, request: pytest
 def test_where_drafts_cannot_be_removed_the_log_says_so(tiny_mamba: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "cppbatch.engine")
     with BatchInferenceEngine(tiny_mamba, **SETTINGS) as engine:
-        assert not engine._runtime.proposers
+        assert not engine.core.runtime.proposers
     lines = [record.message for record in caplog.records if "no drafts" in record.message]
     assert lines == [f"no drafts: the recurrent state of {tiny_mamba.name} cannot be rolled back"]

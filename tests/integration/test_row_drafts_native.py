@@ -443,7 +443,7 @@ def test_where_the_library_lacks_a_function_there_is_one_line_in_the_log(
         with pytest.raises(LlamaError, match="does not export _Z7renamed"):
             library.layer_rows()
         with caplog.at_level(logging.INFO), load(config) as engine:
-            assert engine._runtime.head is None
+            assert engine.core.runtime.head is None
             assert engine.generate(PROMPTS[:1], greedy(4))[0].tokens
         refused(
             files.target("eagle3"), files.draft("eagle3"), "'eagle3', but .* does not export _Z7renamed", spec="eagle3"

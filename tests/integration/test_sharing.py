@@ -81,7 +81,7 @@ def test_with_one_sequence_at_a_time_and_very_few_cells_all_is_well(kind: tuple[
     with BatchInferenceEngine(path, n_ctx=256, n_parallel=1, n_threads=1, kv_layout=layout, flash_attn="off") as engine:
         first = tokens_of(engine, [STORY])
         assert tokens_of(engine, [STORY]) == first
-        engine.kv.check()
+        engine.core.kv.check()
 
 
 def test_prompts_that_begin_alike_get_the_texts_they_get_without_a_cache(open_kind: OpenEngine) -> None:
@@ -90,7 +90,7 @@ def test_prompts_that_begin_alike_get_the_texts_they_get_without_a_cache(open_ki
     engine = open_kind()
     for _ in range(2):
         assert tokens_of(engine, prompts) == expected
-        engine.kv.check()
+        engine.core.kv.check()
     assert engine.stats().prefix_hits > 0
 
 
@@ -127,7 +127,7 @@ def test_what_had_to_leave_its_cells_comes_back_from_host_memory(
         expected = tokens_of(plain, conversations)
         assert tokens_of(engine, conversations) == expected
         conversations = [c + t[:-1] + [310] for c, t in zip(conversations, expected, strict=True)]
-        engine.kv.check()
+        engine.core.kv.check()
     stats = engine.stats()
     assert (stats.prefix_cache_bytes > 0) == (ram > 0)
     if ram:

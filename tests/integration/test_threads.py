@@ -74,8 +74,8 @@ def test_ctrl_c_at_50_random_moments_beside_other_threads(engine: BatchInference
         assert all(future.result(timeout=30) for future in running)
     assert not engine.has_work
     engine.clear_prefix_cache()
-    engine.kv.check()
-    assert engine.kv.n_used == 0
+    engine.core.kv.check()
+    assert engine.core.kv.n_used == 0
     assert {prompt: engine.generate([prompt], PARAMS)[0].text for prompt in PROMPTS} == alone
 
 

@@ -182,7 +182,7 @@ def test_a_message_starts_with_its_number_of_prompt_tokens(server: ChatServer) -
 
 def test_a_message_starts_before_its_prompt_is_computed(server: ChatServer, monkeypatch: pytest.MonkeyPatch) -> None:
     assert server.engine._engine
-    context, go_on = server.engine._engine._context, threading.Event()
+    context, go_on = server.engine._engine.runtime.context, threading.Event()
     decode = context.decode
 
     def wait_and_decode(batch: Any) -> None:

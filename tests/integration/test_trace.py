@@ -107,9 +107,9 @@ def test_a_full_disk_ends_the_trace_and_nothing_else(
     tiny_llama: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with BatchInferenceEngine(tiny_llama, trace=str(tmp_path / "t.json"), **SETTINGS) as engine:
-        assert engine._trace
-        engine._trace._file.close()
-        engine._trace._file = io.BufferedWriter(Full(), 64)
+        assert engine.core._trace
+        engine.core._trace._file.close()
+        engine.core._trace._file = io.BufferedWriter(Full(), 64)
         assert len(engine.generate(["Hello"], GREEDY)[0].tokens) == 6
     assert "is incomplete: No space left on device" in caplog.text
 

@@ -14,11 +14,12 @@ from typing import Any, TypeVar
 
 import pytest
 
-from cppbatch import BatchInferenceEngine, FinishReason, GenerationEvent, GenerationRequest, LocalEngine, SamplingParams
+from cppbatch import FinishReason, GenerationEvent, GenerationRequest, LocalEngine, SamplingParams
 from cppbatch.cluster import local_engine
 from cppbatch.cluster.engine_client import EngineClient
 from cppbatch.cluster.engine_process import EngineProcess
 from cppbatch.config import EngineConfig
+from cppbatch.engine.core import EngineCore
 from cppbatch.engine.request import RequestUsage
 from cppbatch.errors import EngineClosed, InvalidRequest, ModelError, QueueFull
 from tests import tiny_models
@@ -113,12 +114,12 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     """Loading stops half-way until this event is set."""
     gate = threading.Event()
 
-    def load(config: EngineConfig, *, progress: Callable[[float], bool], runtime: Any) -> BatchInferenceEngine:
+    def load(config: EngineConfig, *, progress: Callable[[float], bool], **hooks: Any) -> EngineCore:
         assert progress(0.5)
         assert gate.wait(20)
-        return BatchInferenceEngine(config, progress=progress, runtime=runtime)
+        return EngineCore(config, progress=progress, **hooks)
 
-    monkeypatch.setattr(local_engine, "BatchInferenceEngine", load)
+    monkeypatch.setattr(local_engine, "EngineCore", load)
     yield gate
     gate.set()
 
@@ -333,16 +334,16 @@ async def test_a_failing_step_ends_every_stream_with_an_error_and_the_engine_say
     tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     steps = iter(range(5))
-    compute = BatchInferenceEngine.compute
+    step = EngineCore.step
 
-    def failing(self: BatchInferenceEngine) -> Any:
+    def failing(self: EngineCore) -> None:
         if next(steps, None) is None:
             raise RuntimeError("boom")
-        return compute(self)
+        step(self)
 
     engine = LocalEngine(tiny_llama, **SETTINGS)
     await soon(engine.loaded())
-    monkeypatch.setattr(BatchInferenceEngine, "compute", failing)
+    monkeypatch.setattr(EngineCore, "step", failing)
     streams = await soon(asyncio.gather(*(events_of(engine, request(str(i))) for i in range(12))))
     for events in streams:
         assert_ends_once(events, FinishReason.ERROR)
@@ -358,11 +359,11 @@ async def test_a_failing_step_ends_every_stream_with_an_error_and_the_engine_say
 async def test_statistics_that_the_engine_cannot_compute_are_refused(
     tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def failing(self: BatchInferenceEngine) -> None:
+    def failing(self: EngineCore) -> None:
         raise RuntimeError("boom")
 
     async with LocalEngine(tiny_llama, **SETTINGS) as engine:
-        monkeypatch.setattr(BatchInferenceEngine, "stats", failing)
+        monkeypatch.setattr(EngineCore, "stats", failing)
         with pytest.raises(EngineClosed, match="failed"):
             await soon(engine.stats())
 

@@ -29,7 +29,7 @@ def run(
     while engine.has_work:
         for event in engine.step():
             tokens[event.request_id] += event.tokens
-        peak = max(peak, engine.kv.n_used + engine.kv.n_cached)
+        peak = max(peak, engine.core.kv.n_used + engine.core.kv.n_cached)
     return perf_counter() - began, peak, [tokens[name] for name in names]
 
 

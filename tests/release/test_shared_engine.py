@@ -99,5 +99,5 @@ def test_ctrl_c_at_50_random_moments_of_all_kinds_of_calls_loses_nothing(
     assert seen == {key: alone[key] for key in seen}
     assert not engine.has_work
     engine.clear_prefix_cache()
-    engine.kv.check()
-    assert engine.kv.n_used == 0
+    engine.core.kv.check()
+    assert engine.core.kv.n_used == 0

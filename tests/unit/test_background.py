@@ -118,7 +118,7 @@ def test_rows_that_stand_still_are_no_rows_of_the_steps_that_are_learnt_from() -
     policy.add(NONE, 64)
     for _ in range(4):
         policy.step(cost)
-    times = policy.scheduler._lora.budget(NONE)
+    times = policy.scheduler._budgets.of(NONE)
     assert times.cost.token_s(64) == pytest.approx(0.01)
     assert times.cost.rows_s((3,)) == pytest.approx(0.3)
 
@@ -156,7 +156,7 @@ def test_one_that_comes_when_background_work_has_all_places_and_cells_is_admitte
     engine = fake_engine(n_ctx=256, n_batch=128, n_parallel=16)
     names = [engine.add_request([i, 1, 2], params, priority=BACKGROUND) for i in range(16)]
     events = []
-    while engine.kv.n_free > 20:
+    while engine.core.kv.n_free > 20:
         events += engine.step()
     assert engine.stats().running == 16
     engine.add_request([7] * 100, greedy(3, ignore_eos=True), request_id="urgent")

@@ -35,7 +35,7 @@ def ask(engine: BatchInferenceEngine, *prompts: list[int], n: int = 4, **options
     """Runs these requests at the same time: how many tokens each took. Their texts are those without a cache."""
     names = [engine.add_request(prompt, greedy(n, ignore_eos=True), **options) for prompt in prompts]
     events = drain(engine)
-    engine.kv.check()
+    engine.core.kv.check()
     for name, prompt in zip(names, prompts, strict=True):
         assert tokens_of(events, name) == reference(prompt, greedy(n, ignore_eos=True))[0]
     usages = {event.request_id: event.usage for event in events if event.usage}
@@ -158,7 +158,7 @@ def test_sequences_share_the_cells_up_to_a_checkpoint() -> None:
         engine.add_request(SYSTEM + message(20 + i, 10) + HEADER, greedy(40, ignore_eos=True))
     for _ in range(12):
         engine.step()
-    assert engine.kv.n_used < len(SYSTEM) + 3 * 60
+    assert engine.core.kv.n_used < len(SYSTEM) + 3 * 60
     drain(engine)
 
 
@@ -187,7 +187,7 @@ def test_without_checkpoints_or_host_memory_nothing_is_kept_and_texts_are_right(
     engine = engine_of(kind, **{setting: 0})
     for i in range(3):
         ask(engine, SYSTEM + message(20 + i, 30) + HEADER)
-    assert not engine.kv.cache.checkpoints
+    assert not engine.core.kv.cache.checkpoints
 
 
 @ANY_MEMORY

@@ -69,7 +69,7 @@ def shifting_engine(n_ctx: int = N_CTX, **others: Any) -> BatchInferenceEngine:
 def text(engine: BatchInferenceEngine, prompt: list[int], params: SamplingParams, **options: Any) -> list[int]:
     name = engine.add_request(prompt, params, **options)
     events = drain(engine)
-    engine.kv.check()
+    engine.core.kv.check()
     return tokens_of(events, name)
 
 
@@ -189,7 +189,7 @@ def test_only_the_kept_tokens_of_a_shifted_text_become_a_prefix(n_keep: int) -> 
     engine = shifting_engine(n_ctx=2 * N_CTX, n_ctx_train=N_CTX, sharing="cells")
     prompt = [1, 2, 3, 4, 5, 6, 7]
     tokens = text(engine, prompt, endless(30), n_keep=n_keep)
-    assert engine.kv.n_cached == n_keep
+    assert engine.core.kv.n_cached == n_keep
     again = (prompt + tokens)[: N_CTX - 2]
     engine.add_request(again, endless(1))
     usage = drain(engine)[-1].usage
@@ -202,7 +202,7 @@ def test_a_running_shifted_text_shares_only_its_kept_tokens() -> None:
     engine.add_request([1, 2, 3, 4, 5, 6], endless(), n_keep=4)
     while not engine.stats().context_shifts:
         engine.step()
-    (sequence,) = engine.running
+    (sequence,) = engine.core.scheduler.running
     again = sequence.tokens[: sequence.n_tokens].tolist()
     name = engine.add_request(again, endless(1))
     usage = next(event.usage for event in drain(engine) if event.request_id == name and event.usage)
@@ -301,16 +301,18 @@ def test_in_any_schedule_every_text_is_the_one_it_would_be_alone(
                 continue
             events += engine.step()
         elif action == "switch":
-            if policy := engine._layout_policy:
-                engine._switch_layout(policy, LayoutSwitch("per-sequence" if engine.kv.unified else "unified", "test"))
+            if policy := engine.core._layout_policy:
+                engine.core._switch_layout(
+                    policy, LayoutSwitch("per-sequence" if engine.core.kv.unified else "unified", "test")
+                )
         elif isinstance(action, int):
             engine.cancel(f"request-{action}")
         else:
             prompt, n, n_keep, n_discard, cache = action
             options: dict[str, Any] = {"n_keep": n_keep, "n_discard": n_discard, "cache_prompt": cache}
             asked[engine.add_request(prompt, endless(n), **options)] = action
-        engine.kv.check()
-        assert context_of(engine).n_used == engine.kv.n_used + engine.kv.n_cached
+        engine.core.kv.check()
+        assert context_of(engine).n_used == engine.core.kv.n_used + engine.core.kv.n_cached
     assert not engine.has_work
     assert sum(event.finish_reason is not None for event in events) == len(asked)
     for name, (prompt, n, n_keep, n_discard, _) in asked.items():

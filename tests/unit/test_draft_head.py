@@ -41,7 +41,7 @@ def engine(*, wrong_each: int = 4, flat: bool = True, kind: str = "mtp", **setti
 
 
 def head_of(its: BatchInferenceEngine) -> tuple[RowProposer, FakeCells]:
-    proposer = its._runtime.head
+    proposer = its.core.runtime.head
     assert proposer
     assert isinstance(proposer._row_context, FakeCells)
     return proposer, proposer._row_context

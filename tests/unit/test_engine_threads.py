@@ -38,7 +38,7 @@ def test_events_are_sent_in_order_by_another_thread_than_the_one_that_steps() ->
 
     engine = fake_engine()
     names = [engine.add_request([i, i + 1], PARAMS) for i in range(5)]
-    stepping = run(StepLoop(send), engine, done)
+    stepping = run(StepLoop(send), engine.core, done)
     assert len(threads) == 1
     assert stepping.ident not in threads
     for i, name in enumerate(names):
@@ -62,12 +62,12 @@ def served(max_wait_ms: float, n: int, gap_s: float) -> tuple[list[int], float]:
 
     def add() -> None:
         for i in range(n):
-            loop.post(lambda engine, i=i: engine.add_request([i + 1, i + 2], PARAMS))  # type: ignore[misc]
+            loop.post(lambda _, i=i: engine.add_request([i + 1, i + 2], PARAMS))  # type: ignore[misc]
             time.sleep(gap_s)
 
     adding = threading.Thread(target=add)
     adding.start()
-    run(loop, engine, done)
+    run(loop, engine.core, done)
     adding.join()
     return [len(step) for step in context_of(engine).steps], time.perf_counter() - began
 
@@ -95,7 +95,7 @@ def test_a_request_that_is_cancelled_in_the_window_ends_at_once() -> None:
     name = engine.add_request([1, 2], PARAMS)
     loop.post(lambda engine: engine.cancel(name))
     began = time.perf_counter()
-    run(loop, engine, done)
+    run(loop, engine.core, done)
     assert time.perf_counter() - began < 2
 
 
@@ -106,7 +106,7 @@ def test_an_error_of_the_callback_ends_the_loop() -> None:
     engine = fake_engine()
     engine.add_request([1, 2], PARAMS)
     with pytest.raises(RuntimeError, match="boom"):
-        StepLoop(broken).run(engine)
+        StepLoop(broken).run(engine.core)
 
 
 def test_an_error_of_the_callback_after_the_last_step_is_raised_too() -> None:
@@ -118,7 +118,7 @@ def test_an_error_of_the_callback_after_the_last_step_is_raised_too() -> None:
     loop, engine = StepLoop(broken), fake_engine()
     engine.add_request([1, 2], SamplingParams(temperature=0, max_tokens=1))
     with pytest.raises(RuntimeError, match="boom"):
-        loop.run(engine)
+        loop.run(engine.core)
 
 
 def test_a_slow_callback_delays_steps_instead_of_filling_memory() -> None:
@@ -135,6 +135,6 @@ def test_a_slow_callback_delays_steps_instead_of_filling_memory() -> None:
     threading.Timer(0.3, gate.set).start()
     steps_at_first: list[int] = []
     threading.Timer(0.2, lambda: steps_at_first.append(engine.stats().steps)).start()
-    run(StepLoop(slow), engine, done)
+    run(StepLoop(slow), engine.core, done)
     assert steps_at_first[0] < 10
     assert sum(len(event.tokens) for event in told) == 30

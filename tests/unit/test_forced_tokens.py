@@ -149,17 +149,19 @@ def test_preempted_constrained_texts_are_those_of_ample_cells(
 
 
 def interrupt_sampling(engine: BatchInferenceEngine, patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(engine, "_sample", interrupt)
+    patch.setattr(engine.core._sampler, "sample", interrupt)
 
 
 def interrupt_advancing(engine: BatchInferenceEngine, patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(engine.outputs, "accept", interrupt)
+    patch.setattr(engine.core.outputs, "accept", interrupt)
 
 
 def interrupt_between_tokens(engine: BatchInferenceEngine, patch: pytest.MonkeyPatch) -> None:
-    piece, counter = engine._vocab.piece, iter(range(100))
+    piece, counter = engine.core.runtime.vocab.piece, iter(range(100))
     patch.setattr(
-        engine._vocab, "piece", lambda *args, **its: interrupt() if next(counter) == 5 else piece(*args, **its)
+        engine.core.runtime.vocab,
+        "piece",
+        lambda *args, **its: interrupt() if next(counter) == 5 else piece(*args, **its),
     )
 
 

@@ -185,14 +185,13 @@ class Machine:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, **settings: Any) -> None:
         self.now = 1000.0
-        for module in ("engine", "metrics", "input_processor"):
+        for module in ("core", "metrics", "input_processor"):
             monkeypatch.setattr(f"cppbatch.engine.{module}.perf_counter", lambda: self.now)
         sizes: dict[str, Any] = {"n_ctx": 4096, "n_batch": 512, "n_ubatch": 512, "n_parallel": 16, "max_queue": 1000}
-        self.engine: BatchInferenceEngine = fake_engine(**sizes | settings)
+        self.engine: BatchInferenceEngine = fake_engine(on_plan=self._take, **sizes | settings)
         self.slowness = 1.0
         self._delay(context_of(self.engine), "decode", self._decode_s)
         self._plan: Any = None
-        self.engine.on_plan = self._take
 
     def _take(self, plan: Any) -> None:
         self._plan = plan
@@ -253,11 +252,11 @@ def test_an_engine_that_wastes_nothing_knows_that_it_does(machine: Machine) -> N
 
 
 @pytest.mark.parametrize(
-    ("reason", "owner", "name"), [("sampling", "_sampler", "sample"), ("engine", "_scheduler", "plan")]
+    ("reason", "owner", "name"), [("sampling", "_sampler", "sample"), ("engine", "scheduler", "plan")]
 )
 def test_an_engine_finds_what_its_own_phases_take(machine: Machine, reason: str, owner: str, name: str) -> None:
     clean = machine.lost(lambda: machine.run(16))
-    machine.slow_down(getattr(machine.engine, owner), name, 0.002)
+    machine.slow_down(getattr(machine.engine.core, owner), name, 0.002)
     n_before, began = machine.engine.stats().steps, machine.now
     parts = machine.lost(lambda: machine.run(16))
     injected = 0.002 * (machine.engine.stats().steps - n_before) / (machine.now - began)
@@ -285,7 +284,7 @@ def test_steps_that_take_longer_than_before_are_slower(machine: Machine) -> None
 
 def test_a_load_of_one_request_loses_nothing_to_few_rows_and_one_that_waits_does(machine: Machine) -> None:
     assert machine.lost(lambda: machine.run(1))["few_rows"] < 0.01
-    machine.engine._scheduler._choose = lambda plan: _one_row(machine.engine._scheduler, plan)  # type: ignore[method-assign]
+    machine.engine.core.scheduler._choose = lambda plan: _one_row(machine.engine.core.scheduler, plan)  # type: ignore[method-assign]
     parts = machine.lost(lambda: machine.run(16, prompt_tokens=1))
     assert parts["few_rows"] > 0.5
 

@@ -28,26 +28,26 @@ def test_cells_outside_the_accounting_are_logged_with_a_dump_and_freed(
         engine.generate([[2] * 10], greedy(3))
     assert "seq_id 3 has 2 positions in llama.cpp, 0 in the accounting" in caplog.text
     assert "cells used, free seq_ids" in caplog.text
-    assert (leak.n_used, engine.kv.n_used, engine.kv.n_cached) == (0, 0, 0)
-    engine.kv.check()
+    assert (leak.n_used, engine.core.kv.n_used, engine.core.kv.n_cached) == (0, 0, 0)
+    engine.core.kv.check()
     assert engine.generate([[3] * 10], greedy(3))[0].tokens == reference([3] * 10, greedy(3))[0]
 
 
 def test_a_seq_id_that_is_lost_is_found() -> None:
     engine = fake_engine(sharing="cells")
-    engine.kv._free_ids.pop()
+    engine.core.kv._free_ids.pop()
     with pytest.raises(AssertionError, match="a seq_id is lost"):
-        engine.kv.check()
-    engine.kv.rebuild()
-    engine.kv.check()
+        engine.core.kv.check()
+    engine.core.kv.rebuild()
+    engine.core.kv.check()
 
 
 def test_a_miscount_of_cells_is_found() -> None:
     engine = fake_engine(sharing="cells")
     engine.generate([[1] * 10], greedy(3))
-    engine.kv._cells.n_used += 1
+    engine.core.kv._cells.n_used += 1
     with pytest.raises(AssertionError, match="cells are used"):
-        engine.kv.check()
+        engine.core.kv.check()
 
 
 @KINDS
@@ -56,9 +56,8 @@ def test_starting_over_under_running_requests_computes_them_again(unified: bool,
     params = greedy(10, ignore_eos=True)
     names = [engine.add_request([i] * 3, params) for i in range(6)]
     events = run_steps(engine, 4)
-    with pytest.raises(KeyboardInterrupt), engine._restart_if_interrupted():
-        raise KeyboardInterrupt
-    engine.kv.check()
+    engine.core.restart()
+    engine.core.kv.check()
     events += drain(engine)
     for i, name in enumerate(names):
         tokens = tokens_of(events, name)
@@ -83,7 +82,7 @@ def test_ctrl_c_while_memory_is_moved_leaves_every_text_right(
         with pytest.raises(KeyboardInterrupt):
             engine.step()
     events += drain(engine)
-    engine.kv.check()
+    engine.core.kv.check()
     for name, prompt in prompts.items():
         tokens = tokens_of(events, name)
         assert tokens == reference(prompt, params)[0]

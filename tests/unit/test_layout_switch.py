@@ -26,8 +26,8 @@ def auto_engine(**settings: Any) -> BatchInferenceEngine:
 
 
 def switch(engine: BatchInferenceEngine, layout: KvLayout) -> None:
-    assert engine._layout_policy
-    engine._switch_layout(engine._layout_policy, LayoutSwitch(layout, "the test says so"))
+    assert engine.core._layout_policy
+    engine.core._switch_layout(engine.core._layout_policy, LayoutSwitch(layout, "the test says so"))
 
 
 # --- what streams cannot hold --------------------------------------------------------------------------------------
@@ -101,7 +101,7 @@ def test_running_sequences_go_on_where_they_were(swap_space: int) -> None:
     for layout in ("unified", "per-sequence", "unified"):
         switch(engine, layout)
         events += run_steps(engine, 3)
-        engine.kv.check()
+        engine.core.kv.check()
     events += drain(engine)
     for name, prompt in prompts.items():
         assert tokens_of(events, name) == reference(prompt, params)[0]
@@ -119,13 +119,13 @@ def test_a_prefix_that_sequences_share_is_held_once_afterwards() -> None:
     for i in range(3):
         engine.add_request([1] * 24 + [i] * 3, greedy(10, **ENDLESS))
     run_steps(engine, 4)
-    assert engine.kv.n_used == sum(s.n_computed for s in engine.running)
+    assert engine.core.kv.n_used == sum(s.n_computed for s in engine.core.scheduler.running)
     switch(engine, "unified")
     run_steps(engine, 1)
-    assert len(engine.running) == 3
-    assert engine.kv.n_used == sum(s.n_computed for s in engine.running) - 2 * 24
-    engine.kv.check()
-    assert context_of(engine).n_used == engine.kv.n_used
+    assert len(engine.core.scheduler.running) == 3
+    assert engine.core.kv.n_used == sum(s.n_computed for s in engine.core.scheduler.running) - 2 * 24
+    engine.core.kv.check()
+    assert context_of(engine).n_used == engine.core.kv.n_used
 
 
 def test_where_the_first_holder_of_a_prefix_cannot_be_restored_the_others_are_computed_too(
@@ -146,8 +146,8 @@ def test_where_the_first_holder_of_a_prefix_cannot_be_restored_the_others_are_co
     with monkeypatch.context() as patch:
         patch.setattr(context, "restore_sequence", first_fails)
         events += run_steps(engine, 1)
-    engine.kv.check()
-    assert context.n_used == engine.kv.n_used
+    engine.core.kv.check()
+    assert context.n_used == engine.core.kv.n_used
     events += drain(engine)
     for name, prompt in prompts.items():
         assert tokens_of(events, name) == reference(prompt, params)[0]
@@ -160,7 +160,7 @@ def test_cached_prefixes_are_kept_in_host_memory(ram: int, hit: bool, monkeypatc
     engine.generate([[1] * 30], greedy(3, **ENDLESS))
     for layout in ("unified", "per-sequence"):
         switch(engine, layout)
-        engine.kv.check()
+        engine.core.kv.check()
         before = engine.stats().prefix_hits
         prompt = [1] * 30 + [2] * 3
         [result] = engine.generate([prompt], greedy(4, **ENDLESS))

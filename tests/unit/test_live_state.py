@@ -36,11 +36,11 @@ Holders = tuple[frozenset[int], int]
 def held_cells(engine: BatchInferenceEngine) -> Counter[Holders]:
     """How many cells of the context each set of holders has, by the numbers of the cells themselves."""
     owned = context_of(engine).owned
-    prefixes = [prefix.seq_id for prefix in engine.kv.cache.in_cells]
+    prefixes = [prefix.seq_id for prefix in engine.core.kv.cache.in_cells]
     numbers = set().union(*owned)
     return Counter(
         (
-            frozenset(seq_id for seq_id in engine.kv.running if number in owned[seq_id]),
+            frozenset(seq_id for seq_id in engine.core.kv.running if number in owned[seq_id]),
             sum(number in owned[seq_id] for seq_id in prefixes),
         )
         for number in numbers
@@ -63,15 +63,15 @@ class LiveRun(Run):
         live, engine = self.engine.live(), self.engine
         check_cells(live.cells)
         assert shown_cells(live.cells) == held_cells(engine)
-        assert (live.cells.used, live.cells.cached) == (engine.kv.n_used, engine.kv.n_cached)
-        at = dict.fromkeys(engine.kv.running, 0)
+        assert (live.cells.used, live.cells.cached) == (engine.core.kv.n_used, engine.core.kv.n_cached)
+        at = dict.fromkeys(engine.core.kv.running, 0)
         for segment in live.cells.segments:
             for seq_id in segment.sequences:
                 assert segment.start == at[seq_id]
                 at[seq_id] += segment.tokens
         assert at == {row.seq_id: row.computed_tokens for row in live.rows if row.seq_id is not None}
         waiting = [*live.queue, *(row for row in live.rows if row.state == "swapped")]
-        assert sorted(each.number for each in waiting) == sorted(each.rank[1] for each in engine._scheduler.waiting)
+        assert sorted(each.number for each in waiting) == sorted(each.rank[1] for each in engine.core.scheduler.waiting)
         assert live.waiting == len(live.queue)
 
 
@@ -133,7 +133,7 @@ def test_a_swapped_sequence_is_a_row_without_a_seq_id() -> None:
     engine = fake_engine(n_ctx=40, n_batch=32, n_parallel=2)
     for _ in range(2):
         engine.add_request([1] * 12, greedy(20, ignore_eos=True))
-    while not any(each.status is SeqStatus.SWAPPED for each in engine._scheduler.waiting):
+    while not any(each.status is SeqStatus.SWAPPED for each in engine.core.scheduler.waiting):
         engine.step()
     live = engine.live()
     assert [(row.state, row.seq_id is None) for row in live.rows] == [("decode", False), ("swapped", True)]

@@ -204,7 +204,7 @@ def test_scoring_goes_on_where_a_preemption_stopped_it(swap_space: int) -> None:
     prompt, params = [5, 6, 7] * 10, greedy(3, ignore_eos=True, logprobs=2, echo=True)
     engine.add_request(prompt, params, request_id="low", priority=1)
     events = engine.step() + engine.step()
-    assert 0 < len(engine._sequences["low"].prompt_logprobs) < len(prompt)
+    assert 0 < len(engine.core.sequences["low"].prompt_logprobs) < len(prompt)
     engine.add_request([1], greedy(2, ignore_eos=True), request_id="high")
     events += drain(engine)
     assert [event.request_id for event in events if event.finish_reason] == ["high", "low"]

@@ -15,7 +15,7 @@ from cppbatch.engine.lora_sets import AdapterSet
 from cppbatch.engine.model_info import AdapterInfo
 from cppbatch.engine.scheduler import StepPlan
 from cppbatch.engine.sequence import SeqStatus
-from cppbatch.engine.step_budget import StepBudget
+from cppbatch.engine.step_budget import StepBudgets
 from tests.fakes import context_of, drain, fake_engine, greedy, reference
 from tests.lora_policies import NONE, SCHEDULES, Policy, X, Y, Z, sequence
 
@@ -84,7 +84,7 @@ def test_sets_that_keep_coming_do_not_keep_one_from_its_turn() -> None:
 
 
 def test_a_set_that_can_compute_nothing_makes_way() -> None:
-    turns = LoraRoundRobin(StepBudget(8))
+    turns = LoraRoundRobin()
     both = [sequence(X), sequence(Y)]
     assert turns.order(both) == [X, Y]
     turns.take(Y)
@@ -129,28 +129,28 @@ def test_step_times_are_learnt_for_each_set_and_without_the_switch() -> None:
         return (0.5 if plan.adapters else 0.1) + 10 * plan.is_switch
 
     policy = Policy()
-    turns = policy.scheduler._lora
+    budgets = policy.scheduler._budgets
     policy.add(NONE, n_prompt=4)
     policy.add(X, n_prompt=4)
     for _ in range(30 * _TURN):
         policy.step(cost)
-    assert [turns.budget(its).cost.rows_s((1,)) for its in (NONE, X)] == pytest.approx([0.1, 0.5], rel=0.01)
+    assert [budgets.of(its).cost.rows_s((1,)) for its in (NONE, X)] == pytest.approx([0.1, 0.5], rel=0.01)
 
 
 def test_a_set_that_has_only_read_prompts_goes_by_what_the_last_step_has_taught() -> None:
-    turns = LoraRoundRobin(StepBudget(2048, prefer="latency"))
-    turns.computed(X, (), 100, 1.0)
-    assert turns.budget(X).prefill_tokens((), 1, n_others=8) == 2048
-    turns.computed(NONE, (), 100, 1.0)
-    turns.computed(NONE, (8,), 0, 0.1)
-    assert turns.budget(X).prefill_tokens((), 1, n_others=8) == 16  # whole tiles of 25: 2.5 * 0.1 s at 0.01 s each
+    budgets = StepBudgets(2048, prefer="latency")
+    budgets.observe(X, (), 100, 1.0)
+    assert budgets.of(X).prefill_tokens((), 1, n_others=8) == 2048
+    budgets.observe(NONE, (), 100, 1.0)
+    budgets.observe(NONE, (8,), 0, 0.1)
+    assert budgets.of(X).prefill_tokens((), 1, n_others=8) == 16  # whole tiles of 25: 2.5 * 0.1 s at 0.01 s each
 
 
 def test_the_times_of_few_sets_are_kept() -> None:
-    turns = LoraRoundRobin(StepBudget(2048, prefer="latency"))
+    budgets = StepBudgets(2048, prefer="latency")
     for i in range(1000):
-        turns.computed(((0, i + 1.0),), (1,), 0, 0.1)
-    assert len(turns._budgets) <= 64
+        budgets.observe(((0, i + 1.0),), (1,), 0, 0.1)
+    assert len(budgets._budgets) <= 64
 
 
 # --- nobody starves -------------------------------------------------------------------------------------------------

@@ -12,10 +12,12 @@ import numpy.typing as npt
 import pytest
 
 from cppbatch import BatchInferenceEngine, FinishReason, GenerationRequest, InvalidRequest, Media, MediaPrompt
-from cppbatch.engine import kv_pool
+from cppbatch.engine import kv_pool, media_input
+from cppbatch.engine.core import EngineCore
 from cppbatch.engine.request import ResumeState
 from cppbatch.engine.sampling.logit_processing import recent_tokens
 from cppbatch.engine.slot_file import Footer, read_slot_file, write_slot_file
+from cppbatch.errors import RequestCancelled
 from tests.fake_encoder import SEPARATOR, FakeEncoder, as_read, fake_media, small_picture
 from tests.fakes import FakeProposer, FakeVocab, context_of, drain, fake_engine, greedy, reference, tokens_of
 
@@ -28,7 +30,7 @@ def media_engine(*, is_whole: bool = False, **settings: Any) -> BatchInferenceEn
 
 
 def n_encoded(engine: BatchInferenceEngine) -> int:
-    media = engine._runtime.media
+    media = engine.core.runtime.media
     assert media
     assert isinstance(media.encoder, FakeEncoder)
     return media.encoder.n_calls
@@ -67,6 +69,16 @@ def test_a_second_request_takes_the_picture_from_the_prefix_cache_and_the_encode
     assert other.usage.cached_tokens == 16
 
 
+def test_only_where_another_thread_steps_a_request_waits_for_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(media_input, "HELD_BYTES", -1)
+    engine = media_engine()
+    request = GenerationRequest(id="1", prompt=PROMPT)
+    assert engine.prepare(request).n_prompt == 18
+    core = EngineCore(engine.config, runtime=engine.core.runtime, prepares_beside_steps=True)
+    with pytest.raises(RequestCancelled):
+        core.prepare(request, cancelled=lambda: True)
+
+
 @pytest.mark.parametrize("unified", [False, True])
 @pytest.mark.parametrize("has_dimensions", [False, True])
 def test_a_prefix_never_ends_within_a_picture(has_dimensions: bool, unified: bool) -> None:
@@ -75,12 +87,12 @@ def test_a_prefix_never_ends_within_a_picture(has_dimensions: bool, unified: boo
     prompt = MediaPrompt(["abcdefgh" * 3, small_picture(2, 2, 3), "fg", small_picture(1, 20, 1), "ij"])
     start = 24 + (6 if has_dimensions else 6 + 2) + 2  # of the second picture; between rows are separators else
     request_id = engine.add_request(prompt, greedy(4))
-    while (sequence := engine._sequences[request_id]).n_computed <= start:
+    while (sequence := engine.core.sequences[request_id]).n_computed <= start:
         engine.step()
     assert start < sequence.n_computed < start + 20
     engine.cancel(request_id)
-    engine.kv.check()
-    assert (context_of(engine).n_used, engine.kv.n_cached) == (start, start)
+    engine.core.kv.check()
+    assert (context_of(engine).n_used, engine.core.kv.n_cached) == (start, start)
     again = engine.generate([prompt], greedy(4))[0]
     assert again.usage.cached_tokens == start
     assert again.tokens == reference(as_read(prompt, has_dimensions=has_dimensions), greedy(4))[0]
@@ -96,7 +108,7 @@ def test_a_checkpoint_is_never_within_a_picture(has_dimensions: bool, monkeypatc
         result = engine.generate([prompt], greedy(4, ignore_eos=True))[0]
         assert result.tokens == reference(as_read(prompt), greedy(4, ignore_eos=True))[0]
         assert result.usage.cached_tokens == n_cached
-        engine.kv.check()
+        engine.core.kv.check()
 
 
 @pytest.mark.parametrize(
@@ -111,10 +123,10 @@ def test_a_sequence_that_comes_back_shares_whole_pictures(n_before: int, n_posit
     prompt = MediaPrompt(["abcdefgh" * 3, small_picture(1, 4, 5), "ij"])  # 24 tokens, 20 at 5 positions, 2
     engine.add_request(prompt, params, request_id="1")
     events = []
-    while engine._sequences["1"].n_computed < n_before:
+    while engine.core.sequences["1"].n_computed < n_before:
         events += engine.step()
-    engine._scheduler.preempt_all()
-    engine.kv.apply()
+    engine.core.scheduler.preempt_all()
+    engine.core.kv.apply()
     engine.add_request(prompt, greedy(3, ignore_eos=True), request_id="2", priority=-1)
     shared, share = [], context.share_prefix
 
@@ -125,8 +137,8 @@ def test_a_sequence_that_comes_back_shares_whole_pictures(n_before: int, n_posit
     context.share_prefix = record  # type: ignore[method-assign]
     while engine.has_work:
         events += engine.step()
-        engine.kv.check()
-        assert context.n_used == engine.kv.n_used + engine.kv.n_cached
+        engine.core.kv.check()
+        assert context.n_used == engine.core.kv.n_used + engine.core.kv.n_cached
     expected = reference(as_read(prompt, has_dimensions=True), params)[0]
     assert (tokens_of(events, "1"), tokens_of(events, "2")) == (expected, expected[:3])
     assert shared == [n_positions]
@@ -144,8 +156,7 @@ def test_an_interrupted_engine_computes_pictures_again() -> None:
     engine = media_engine()
     engine.add_request(PROMPT, greedy(6, ignore_eos=True), request_id="1")
     events = [event for _ in range(4) for event in engine.step()]
-    with pytest.raises(KeyboardInterrupt), engine._restart_if_interrupted():
-        raise KeyboardInterrupt
+    engine.core.restart()
     events += drain(engine)
     assert tokens_of(events, "1") == reference(as_read(PROMPT), greedy(6, ignore_eos=True))[0]
 
@@ -173,7 +184,7 @@ def test_requests_travel_to_workers_and_replicas_with_their_bytes() -> None:
 def started(engine: BatchInferenceEngine, prompt: MediaPrompt = PROMPT, **params: Any) -> Any:
     """The sequence of a request, after its first token."""
     request_id = engine.add_request(prompt, greedy(20, ignore_eos=True, **params))
-    while not (sequence := engine._sequences[request_id]).n_generated:
+    while not (sequence := engine.core.sequences[request_id]).n_generated:
         engine.step()
     return sequence
 

@@ -143,8 +143,6 @@ def test_beside_a_step_loop_a_request_waits_while_sequences_hold_too_many_vector
     media = fake_media(cache_bytes=0)
     held = [encode(media, small_picture(number, 4)) for number in range(3)]
     monkeypatch.setattr(media_input, "HELD_BYTES", 2 * held[0].n_bytes)
-    media.wait_for_room(never_cancelled)  # where nobody steps, waiting would never end
-    media.has_bound = True
     with ThreadPoolExecutor(1) as threads:
         waiting = threads.submit(media.wait_for_room, never_cancelled)
         with pytest.raises(concurrent.futures.TimeoutError):

@@ -117,7 +117,7 @@ def stats_of(*batches: int) -> EngineStats:
         metrics.generated_tokens += 10
         metrics.end_step(StepWork(rows, (rows,), 0, 0, 3, 0, rows), COSTS)
     with_pool = fake_engine()
-    return metrics.stats(with_pool.kv, running=1, waiting=2)
+    return metrics.stats(with_pool.core.kv, running=1, waiting=2)
 
 
 def test_stats_of_engines_add_up() -> None:

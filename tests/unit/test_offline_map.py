@@ -41,7 +41,7 @@ def check(result: Mapped, params: SamplingParams) -> None:
 
 def nothing_is_left(engine: BatchInferenceEngine) -> bool:
     engine.clear_prefix_cache()
-    return not engine.has_work and not engine.outputs._kept and context_of(engine).n_used == 0
+    return not engine.has_work and not engine.core.outputs._kept and context_of(engine).n_used == 0
 
 
 # --- results --------------------------------------------------------------------------------------------------------
@@ -87,7 +87,7 @@ def test_it_takes_what_runs_and_as_many_to_follow_and_no_more_from_an_endless_it
     for i in range(1, 200):
         check(next(results), SHORT)
         assert source.n_taken <= i + 2 * 4
-        assert len(engine._sequences) <= 2 * 4
+        assert len(engine.core.sequences) <= 2 * 4
     results.close()
     assert nothing_is_left(engine)
 

@@ -72,7 +72,7 @@ def test_a_gap_that_lasts_is_closed_and_texts_are_those_of_each_alone(sharing: S
     together = engine()
     texts = [result.tokens for result in together.generate(prompts, params)]
     assert list(context_of(together).steps[30]) == [0, 1, 2, 3]
-    together.kv.check()
+    together.core.kv.check()
     assert texts == [engine().generate([p], g)[0].tokens for p, g in zip(prompts, params, strict=True)]
 
 
@@ -101,7 +101,7 @@ def test_prompts_are_computed_in_whole_tiles_beside_the_rows() -> None:
         engine.step()
     engine.add_request([7] * 150, greedy(1))
     sizes = []
-    while any(s.n_computed < s.n_prompt for s in engine.running) or engine.stats().waiting:
+    while any(s.n_computed < s.n_prompt for s in engine.core.scheduler.running) or engine.stats().waiting:
         engine.step()
         sizes.append(sum(context_of(engine).steps[-1].values()))
     pieces = [size for size in sizes[:-1] if size > 8]

@@ -45,8 +45,8 @@ def test_each_request_gets_its_own_vector_in_one_event_and_nothing_is_left(seed:
             for event in engine.step():
                 assert event.request_id not in told
                 told[event.request_id] = event
-            engine.kv.check()
-            assert engine.kv.n_used == 0
+            engine.core.kv.check()
+            assert engine.core.kv.n_used == 0
     told |= {event.request_id: event for event in drain(engine)}
     assert told.keys() == wanted.keys()
     assert all(right(event, wanted[name]) for name, event in told.items())
@@ -106,7 +106,7 @@ def test_a_step_that_fails_ends_its_own_sequences_and_no_others(error: Exception
     events = {event.request_id: event for event in drain(engine)}
     assert [events[name].finish_reason for name in names[:2]] == [FinishReason.ERROR] * 2
     assert all(right(events[name], its) for name, its in zip(names[2:], tokens[2:], strict=True))
-    engine.kv.check()
+    engine.core.kv.check()
 
 
 def test_an_interrupted_step_is_computed_again(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ N_CTX = 40
 
 @pytest.fixture
 def processor() -> InputProcessor:
-    return fake_engine(n_ctx=N_CTX, n_batch=40, n_parallel=1, unified=True)._inputs
+    return fake_engine(n_ctx=N_CTX, n_batch=40, n_parallel=1, unified=True).core.inputs
 
 
 def request(prediction: object) -> GenerationRequest:

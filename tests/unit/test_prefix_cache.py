@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from cppbatch import BatchInferenceEngine, FinishReason, SamplingParams
-from cppbatch.engine import engine as engine_module
+from cppbatch.engine import core as core_module
 from cppbatch.engine import kv_pool
 from cppbatch.engine.prefix_cache import _COST_OF_COPYING, _COST_OF_TAKING, _WORTH_WAITING, CachedPrefix, PrefixCache
 from cppbatch.errors import CacheFull, DecodeFailed, LlamaError
@@ -53,7 +53,7 @@ def ask(engine: BatchInferenceEngine, prompt: list[int], n: int = 1, **options: 
     before = n_computed(engine)
     name = engine.add_request(prompt, endless(n), **options)
     events = drain(engine)
-    engine.kv.check()
+    engine.core.kv.check()
     assert tokens_of(events, name) == answer_to(prompt, n)
     usage = events[-1].usage
     assert usage
@@ -181,7 +181,7 @@ def test_a_running_request_shares_its_prompt_and_keeps_it(kind: str) -> None:
     assert {event.request_id: event.usage.cached_tokens for event in events if event.usage} == {first: 0, second: 35}
     assert tokens_of(events, first) == answer_to([1] * 40, 30)
     assert tokens_of(events, second) == answer_to([1] * 35 + [2] * 3, 9)
-    engine.kv.check()
+    engine.core.kv.check()
 
 
 BEGIN_ALIKE = pytest.mark.parametrize(
@@ -333,7 +333,7 @@ def test_what_a_cancelled_request_has_computed_is_of_use(kind: str, steps: int, 
     for _ in range(steps):
         engine.step()
     engine.cancel(cancelled)
-    assert engine.kv.n_used == 0
+    assert engine.core.kv.n_used == 0
     drain(engine)
     assert ask(engine, [1] * 40 + answer_to([1] * 40, 9)) == n_cached
 
@@ -345,7 +345,7 @@ def test_what_a_timed_out_request_has_computed_is_of_use(kind: str, monkeypatch:
     for _ in range(4):
         engine.step()
     with monkeypatch.context() as later:
-        later.setattr(engine_module, "perf_counter", lambda: 1e12)
+        later.setattr(core_module, "perf_counter", lambda: 1e12)
         assert engine.step()[-1].finish_reason is FinishReason.TIMEOUT
     assert ask(engine, [1] * 40) == 32
 
@@ -368,7 +368,7 @@ def test_a_failed_request_leaves_others_what_they_have_taken_from_it(kind: str) 
     engine.add_request([1] * 50 + [2] * 50, endless(9))
     other = engine.add_request([1] * 50 + [3] * 9, endless(9))
     events = drain(engine)
-    engine.kv.check()
+    engine.core.kv.check()
     assert engine.stats().finished == {"error": 1, "length": 1}
     assert events[-1].usage
     assert events[-1].usage.cached_tokens == 50
@@ -435,7 +435,7 @@ def test_where_only_all_can_be_taken_a_copy_leaves_it_for_others_and_the_last_se
         assert 5 in context_of(engine).steps[1].values()
         assert engine.stats().prefixes_in_cells == stay
         drain(engine)
-        engine.kv.check()
+        engine.core.kv.check()
 
 
 @ANY_PREFIX
@@ -581,7 +581,7 @@ def test_cells_that_a_running_request_shares_are_not_taken_from_it() -> None:
     ask(engine, [1] * 32)
     running = engine.add_request([1] * 20 + [2], endless(5))
     events = engine.step()
-    assert (engine.kv.n_used, engine.kv.n_cached) == (21, 12)
+    assert (engine.core.kv.n_used, engine.core.kv.n_cached) == (21, 12)
     big = engine.add_request([3] * 97, endless(1), cache_prompt=False)
     events += engine.step()
     assert (engine.stats().prefixes_in_cells, engine.stats().prefixes_in_host) == (0, 1)
@@ -622,7 +622,7 @@ def test_after_clearing_the_cache_every_cell_and_seq_id_is_free(kind: str) -> No
     before = engine.stats()
     assert min(before.prefixes_in_cells, before.prefixes_in_host, before.kv_cells_cached) > 0
     engine.clear_prefix_cache()
-    engine.kv.check()
+    engine.core.kv.check()
     stats = engine.stats()
     assert (stats.prefixes_in_cells, stats.prefixes_in_host, stats.prefix_cache_bytes) == (0, 0, 0)
     assert (stats.kv_cells_cached, stats.seq_ids_free, context_of(engine).n_used) == (0, stats.seq_ids, 0)
@@ -637,9 +637,9 @@ def test_clearing_the_cache_takes_nothing_from_those_that_run(kind: str) -> None
     running = engine.add_request([1] * 45, endless(9))
     events = run_steps(engine, 2)
     engine.clear_prefix_cache()
-    engine.kv.check()
-    assert engine.kv.n_used >= 45
-    assert engine.kv.n_cached == 0
+    engine.core.kv.check()
+    assert engine.core.kv.n_used >= 45
+    assert engine.core.kv.n_cached == 0
     events += drain(engine)
     assert tokens_of(events, running) == answer_to([1] * 45, 9)
 

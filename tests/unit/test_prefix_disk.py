@@ -228,7 +228,7 @@ def test_a_salt_is_not_readable_in_the_file(model: Path, tmp_path: Path) -> None
     with fake_engine(path=str(model), **CELLS) as engine:
         engine.add_request(LONG, greedy(1), id_slot=0)
         drain(engine)
-        state = engine.slots.take(0).state
+        state = engine.core.slots.take(0).state
     footer = index.footer(("a secret", ()), state)
     folder.write(index.name(tokens_from(0), footer), tokens_from(0), state.data, footer)
     (path,) = folder.folder.glob("prefix-*")
@@ -284,9 +284,9 @@ def disk_engine(model: Path, folder: Path, **settings: Any) -> BatchInferenceEng
 
 def write_while_idle(engine: Engine) -> None:
     """Until nothing is left to write."""
-    end = time.monotonic() + 5
-    while engine._disk and (engine._disk._candidates or not engine._disk._is_free()):
-        time.sleep(min(0.02, engine.idle()))
+    disk, end = engine.core.kv.cache.disk, time.monotonic() + 5
+    while disk and (disk._candidates or not disk._is_free()):
+        time.sleep(min(0.02, engine.core.idle()))
         assert time.monotonic() < end
 
 
@@ -448,10 +448,10 @@ def test_a_full_disk_is_one_line_and_no_failed_request(
         for i in range(4):
             ask(engine, [i + 1] * 50)
             time.sleep(0.11)
-            engine.idle()
-            assert engine._disk
-            engine._disk._wait_for_writer(5)
-            engine._disk._paused_until = 0
+            engine.core.idle()
+            assert engine.core.kv.cache.disk
+            engine.core.kv.cache.disk._wait_for_writer(5)
+            engine.core.kv.cache.disk._paused_until = 0
         monkeypatch.undo()
     lines = [record.message for record in caplog.records if "cannot write cached prefixes to disk" in record.message]
     assert len(lines) == 1
@@ -463,12 +463,12 @@ def test_a_cancelled_request_leaves_its_read_to_others(model: Path, tmp_path: Pa
         ask(engine, LONG)
     with disk_engine(model, tmp_path / "d") as engine:
         name = engine.add_request(LONG, greedy(4))
-        engine._scheduler.plan()  # begins the read
+        engine.core.scheduler.plan()  # begins the read
         engine.cancel(name)
         drain(engine)
         end = time.monotonic() + 5
-        while engine._disk and engine._disk._reads:
-            engine.idle()
+        while engine.core.kv.cache.disk and engine.core.kv.cache.disk._reads:
+            engine.core.idle()
             assert time.monotonic() < end
         assert ask(engine, LONG) > 50
 
@@ -476,7 +476,7 @@ def test_a_cancelled_request_leaves_its_read_to_others(model: Path, tmp_path: Pa
 def test_writing_beside_requests_takes_its_share_of_the_time_only(model: Path, tmp_path: Path) -> None:
     now = 0.0
     with disk_engine(model, tmp_path / "d") as engine:
-        disk = engine._disk
+        disk = engine.core.kv.cache.disk
         assert disk
         disk._clock = lambda: now
         disk._counted_at = now
@@ -496,12 +496,12 @@ def test_a_prefix_that_leaves_host_memory_is_written_before(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with disk_engine(model, tmp_path / "d", n_ctx=64, n_parallel=1, prefix_cache_ram=1) as engine:
-        disk = engine._disk
+        disk = engine.core.kv.cache.disk
         assert disk
         for i in (1, 2):
             ask(engine, [i] * 40)
         assert files(tmp_path / "d") == 0
-        assert len(engine.kv.cache.in_host) == 1
+        assert len(engine.core.kv.cache.in_host) == 1
         monkeypatch.setattr(disk, "after_step", lambda: None)
         disk._left_s = 0.1
         ask(engine, [3] * 40)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from cppbatch import BatchInferenceEngine, FinishReason, GenerationEvent, InvalidRequest, SamplingParams
-from cppbatch.engine import engine as engine_module
+from cppbatch.engine import core as core_module
 from cppbatch.engine import input_processor
 from cppbatch.errors import QueueFull
 from tests.fakes import context_of, drain, fake_engine, greedy, reference, run_steps, tokens_of
@@ -30,7 +30,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr(engine_module, "perf_counter", clock)
+    monkeypatch.setattr(core_module, "perf_counter", clock)
     monkeypatch.setattr(input_processor, "perf_counter", clock)
     return clock
 
@@ -175,7 +175,7 @@ def test_what_has_ended_in_time_leaves_nothing_behind(clock: Clock) -> None:
     for i in range(5):
         engine.add_request([i], endless(2), timeout=1000, queue_timeout=1000)
     drain(engine)
-    assert not engine._scheduler._timed
+    assert not engine.core.scheduler._timed
     clock.now += 2000
     engine.add_request([1], endless(1))
     assert set(ends(drain(engine)).values()) == {FinishReason.LENGTH}

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from cppbatch import BatchInferenceEngine, FinishReason, GenerationEvent, SamplingParams
 from cppbatch.config import KvLayout, Sharing
 from cppbatch.engine import checkpoints, input_processor, kv_pool, prefix_cache, scheduler
-from cppbatch.engine import engine as engine_module
+from cppbatch.engine import core as core_module
 from cppbatch.engine.layout_policy import LayoutSwitch
 from cppbatch.engine.lora_sets import AdapterSet, adapter_set
 from cppbatch.engine.model_info import AdapterInfo
@@ -47,7 +47,7 @@ CLOCK = Clock()
 def small_scale() -> Iterator[None]:
     """A clock of our own, and thresholds that fit caches of 48 cells."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engine_module, "perf_counter", CLOCK)
+        patch.setattr(core_module, "perf_counter", CLOCK)
         patch.setattr(input_processor, "perf_counter", CLOCK)
         patch.setattr(prefix_cache, "_WORTH_WAITING", 3)
         patch.setattr(prefix_cache, "_COST_OF_TAKING", 1)
@@ -171,10 +171,10 @@ class Run:
             case ClearCache():
                 self.engine.clear_prefix_cache()
             case SwitchLayout():
-                policy = self.engine._layout_policy
+                policy = self.engine.core._layout_policy
                 assert policy
-                other: KvLayout = "per-sequence" if self.engine.kv.unified else "unified"
-                self.engine._switch_layout(policy, LayoutSwitch(other, "by chance"))
+                other: KvLayout = "per-sequence" if self.engine.core.kv.unified else "unified"
+                self.engine.core._switch_layout(policy, LayoutSwitch(other, "by chance"))
         self.check_accounting()
 
     def drain(self) -> None:
@@ -185,10 +185,10 @@ class Run:
         raise AssertionError("the engine never comes to rest")
 
     def check_accounting(self) -> None:
-        self.engine.kv.check()
-        if head := self.engine._runtime.head:
+        self.engine.core.kv.check()
+        if head := self.engine.core.runtime.head:
             check_head(head)
-        assert context_of(self.engine).n_used == self.engine.kv.n_used + self.engine.kv.n_cached
+        assert context_of(self.engine).n_used == self.engine.core.kv.n_used + self.engine.core.kv.n_cached
 
     def check_all_is_free(self) -> None:
         stats = self.engine.stats()
@@ -299,7 +299,7 @@ def run_and_check(
     run.check_every_answer()
     run.check_all_is_free()
     assert not (proposer and proposer.known)
-    if head := engine._runtime.head:
+    if head := engine.core.runtime.head:
         assert not head._rows
         assert not head._followed
 

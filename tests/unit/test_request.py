@@ -524,7 +524,7 @@ def test_an_interrupted_generate_cancels_what_is_left(monkeypatch: pytest.Monkey
     monkeypatch.setattr(context_of(engine), "decode", interrupt)
     with pytest.raises(KeyboardInterrupt):
         engine.generate([[1], [2]], ENDLESS)
-    assert (engine.has_work, engine.kv.n_free_ids) == (False, 4)
+    assert (engine.has_work, engine.core.kv.n_free_ids) == (False, 4)
 
 
 @pytest.mark.parametrize("n_read", [0, 1, 3])
@@ -534,7 +534,7 @@ def test_closing_a_stream_cancels_its_request(n_read: int) -> None:
     for _ in range(n_read):
         next(stream)
     stream.close()
-    assert (engine.has_work, context_of(engine).n_used, engine.kv.n_free_ids) == (False, 0, 4)
+    assert (engine.has_work, context_of(engine).n_used, engine.core.kv.n_free_ids) == (False, 0, 4)
 
 
 def test_two_streams_read_in_turns_both_get_all_their_events() -> None:
@@ -650,7 +650,7 @@ def test_update_request_appends_given_tokens_and_the_text_continues_behind_them(
     expected += reference([5, 6, *expected], greedy(12 - len(expected), ignore_eos=True))[0]
     assert tokens_of(events, name) == expected
     assert tokens_of(events, other) == reference([9, 9, 3], greedy(12))[0]
-    engine.kv.check()
+    engine.core.kv.check()
 
 
 def test_update_request_refuses_what_does_not_fit_and_ends_a_full_text() -> None:

@@ -14,6 +14,7 @@ from cppbatch import (
 from cppbatch.engine.kv_pool import KVPool
 from cppbatch.engine.scheduler import Scheduler, StepPlan
 from cppbatch.engine.sequence import Seq, SeqStatus
+from cppbatch.engine.step_budget import StepBudgets
 from cppbatch.errors import CacheFull, DecodeFailed, LlamaError
 from tests.fakes import FakeContext, context_of, drain, fake_engine, greedy, reference, run_steps, tokens_of
 
@@ -28,7 +29,8 @@ class Policy:
             n_ctx=n_ctx, n_batch=step_tokens, n_seq_max=n_seq_ids, kv_unified=unified, sharing="none"
         )
         self.kv = KVPool(self.memory, "none", swap_bytes=1 << 30, cache_bytes=0)
-        self.scheduler = Scheduler(self.kv, step_tokens=step_tokens, n_parallel=n_seq_ids)
+        budgets = StepBudgets(step_tokens)
+        self.scheduler = Scheduler(self.kv, budgets=budgets, step_tokens=step_tokens, n_parallel=n_seq_ids)
 
     def add(self, name: str, n_prompt: int, max_new: int, now: float = 0.0) -> Seq:
         prompt = np.zeros(n_prompt, np.int32)
@@ -331,7 +333,7 @@ def test_the_finished_are_gone_in_that_very_step_and_the_next_one_enters_in_the_
     engine.add_request([1, 2, 3], greedy(1), request_id="first")
     engine.add_request([4, 5], greedy(1), request_id="second")
     assert [event.request_id for event in engine.step() if event.finish_reason] == ["first"]
-    assert (engine.kv.n_used, engine.kv.n_free_ids, context_of(engine).n_used) == (0, 1, 0)
+    assert (engine.core.kv.n_used, engine.core.kv.n_free_ids, context_of(engine).n_used) == (0, 1, 0)
     assert [event.request_id for event in engine.step() if event.finish_reason] == ["second"]
     assert context_of(engine).steps == [{0: 3}, {0: 2}]
 
@@ -341,9 +343,9 @@ def test_a_cancelled_request_gives_everything_back_at_once(steps: int, state: st
     engine = fake_engine(n_batch=8)
     cancelled = engine.add_request([1] * 12, endless(9))
     events = run_steps(engine, steps)
-    assert (engine.kv.n_used, len(events)) == {"waiting": (0, 0), "prefilling": (8, 0), "decoding": (13, 2)}[state]
+    assert (engine.core.kv.n_used, len(events)) == {"waiting": (0, 0), "prefilling": (8, 0), "decoding": (13, 2)}[state]
     assert engine.cancel(cancelled)
-    assert (engine.kv.n_used, context_of(engine).n_used, engine.kv.n_free_ids) == (0, 0, 4)
+    assert (engine.core.kv.n_used, context_of(engine).n_used, engine.core.kv.n_free_ids) == (0, 0, 4)
     assert [event.finish_reason for event in drain(engine)] == [FinishReason.CANCELLED]
 
 
@@ -379,7 +381,7 @@ def test_a_failed_step_ends_only_those_in_its_batch(error: LlamaError) -> None:
     tokens = [token for event in drain(engine) for token in event.tokens]
     assert tokens == reference([6, 7], endless(4))[0]
     assert engine.stats().finished == {"error": 1, "length": 1}
-    assert beside not in engine._sequences
+    assert beside not in engine.core.sequences
 
 
 def test_after_a_failed_step_new_requests_run_as_ever() -> None:
@@ -414,12 +416,12 @@ def test_ctrl_c_in_a_step_leaves_the_others_and_their_texts_whole(moment: str, m
 
     with monkeypatch.context() as broken:
         if moment == "after decode":
-            broken.setattr(engine, "_sample", interrupt)
+            broken.setattr(engine.core._sampler, "sample", interrupt)
         else:
-            broken.setattr(engine.outputs, "accept", interrupt)
+            broken.setattr(engine.core.outputs, "accept", interrupt)
         with pytest.raises(KeyboardInterrupt):
             engine.step()
-    assert context_of(engine).n_used == engine.kv.n_used
+    assert context_of(engine).n_used == engine.core.kv.n_used
     events += drain(engine)
     for i, name in enumerate(names):
         tokens = tokens_of(events, name)

@@ -38,36 +38,36 @@ def ask(engine: BatchInferenceEngine, prompt: list[int], id_slot: int = -1) -> i
 def test_a_slot_has_the_tokens_of_its_last_request_as_long_as_they_are_cached() -> None:
     with fake_engine(**CELLS) as engine:
         ask(engine, [1] * 30, id_slot=3)
-        assert engine.slots.take(3).tokens.tolist() == [1] * 30
+        assert engine.core.slots.take(3).tokens.tolist() == [1] * 30
         ask(engine, [2] * 40, id_slot=3)
-        assert engine.slots.take(3).tokens.tolist() == [2] * 40
+        assert engine.core.slots.take(3).tokens.tolist() == [2] * 40
         with pytest.raises(InvalidRequest, match="slot 2 has no cached prefix"):
-            engine.slots.take(2)
+            engine.core.slots.take(2)
         engine.clear_prefix_cache()
         with pytest.raises(InvalidRequest, match="slot 3 has no cached prefix"):
-            engine.slots.take(3)
+            engine.core.slots.take(3)
 
 
 def test_an_erased_slot_leaves_no_prefix_and_no_memory() -> None:
     with fake_engine(**CELLS) as engine:
         ask(engine, [1] * 30, id_slot=0)
         ask(engine, [2] * 30)
-        assert engine.slots.erase(0).n_tokens == 30
+        assert engine.core.slots.erase(0).n_tokens == 30
         assert (ask(engine, [1] * 30), ask(engine, [2] * 30)) == (0, 29)
         engine.clear_prefix_cache()
-        assert engine.kv.n_free == engine.kv.n_ctx
+        assert engine.core.kv.n_free == engine.core.kv.n_ctx
 
 
 def test_a_prefix_that_is_put_back_is_taken_and_bounded() -> None:
     with fake_engine(**CELLS) as engine:
         ask(engine, [1] * 30, id_slot=0)
-        prefix = engine.slots.take(0)
+        prefix = engine.core.slots.take(0)
     with fake_engine(**CELLS, prefix_cache_ram=1) as engine:
-        engine.slots.put(1, prefix)
+        engine.core.slots.put(1, prefix)
         assert engine.stats().prefix_cache_bytes == prefix.state.n_bytes
         assert ask(engine, [1] * 30) == 29
     with fake_engine(**CELLS, prefix_cache_ram=0) as engine, pytest.raises(InvalidRequest, match="--prefix-cache-ram"):
-        engine.slots.put(1, prefix)
+        engine.core.slots.put(1, prefix)
 
 
 def test_a_file_is_read_as_it_was_written_and_the_older_form_too(tmp_path: Path) -> None:
@@ -128,6 +128,6 @@ def test_a_slot_of_a_model_with_states_has_its_checkpoints() -> None:
     text = [9] * 60
     engines = [fake_engine(n_ctx=256, n_batch=64, sharing="checkpoints") for _ in range(2)]
     engines[0].generate([text], greedy(2, ignore_eos=True), id_slot=1)
-    engines[1].slots.put(1, engines[0].slots.take(1))
+    engines[1].core.slots.put(1, engines[0].core.slots.take(1))
     (answer,) = engines[1].generate([[*text[:-2], 5, 6]], greedy(2, ignore_eos=True))
     assert answer.usage.cached_tokens == len(text) - 4

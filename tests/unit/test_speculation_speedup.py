@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from typing import Any
 
 import pytest
 
@@ -39,16 +40,15 @@ def test_answers_can_be_copied_from_the_prompt() -> None:
 # --- a run ---
 
 
-def drafting_engine() -> BatchInferenceEngine:
-    engine = fake_engine(n_ctx=1600, n_batch=256, n_parallel=8, proposers=[FakeProposer()])
+def drafting_engine(**settings: Any) -> BatchInferenceEngine:
+    engine = fake_engine(n_ctx=1600, n_batch=256, n_parallel=8, proposers=[FakeProposer()], **settings)
     know(engine, {1: 0.010, 256: 0.011})  # drafts cost next to nothing
     return engine
 
 
 def test_a_run_has_so_many_requests_at_once_and_their_answers_in_order() -> None:
-    engine = drafting_engine()
     at_once: Counter[int] = Counter()
-    engine.on_plan = lambda plan: at_once.update([len({sequence.id for sequence, _ in plan.chunks})])
+    engine = drafting_engine(on_plan=lambda plan: at_once.update([len({sequence.id for sequence, _ in plan.chunks})]))
     prompts = ["ab" * (1 + i) for i in range(7)]
     run = run_prompts(engine, prompts, greedy(9, ignore_eos=True), 3, salt="a")
     assert max(at_once) == 3

@@ -59,7 +59,7 @@ def add(engine: BatchInferenceEngine, name: str, n_prompt: int, n_new: int) -> s
 
 
 def running(engine: BatchInferenceEngine) -> set[str]:
-    return {sequence.id for sequence in engine.running}
+    return {sequence.id for sequence in engine.core.scheduler.running}
 
 
 def n_computed(engine: BatchInferenceEngine) -> int:
@@ -76,8 +76,8 @@ def test_every_strategy_gives_each_request_the_text_it_has_alone(name: str, unif
     expected = [reference(job.prompt, greedy(job.n_new, ignore_eos=True))[0] for job in jobs()]
     for _ in range(2):  # the second time with what the first has left behind
         assert run_workload(engine, jobs()).tokens == expected
-        engine.kv.check()
-        assert engine.kv.n_used == 0
+        engine.core.kv.check()
+        assert engine.core.kv.n_used == 0
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
@@ -102,8 +102,8 @@ def test_a_cancelled_request_leaves_no_trace(name: str, unified: bool) -> None:
     events += drain(engine)
     ended = Counter(event.finish_reason.value for event in events if event.finish_reason)
     assert ended == {"length": 4, "cancelled": 2}
-    engine.kv.check()
-    assert engine.kv.n_used == 0
+    engine.core.kv.check()
+    assert engine.core.kv.n_used == 0
 
 
 # --- sequential and concurrent --------------------------------------------------------------------------------------
@@ -116,7 +116,7 @@ def test_sequential_never_has_two_sequences_at_once() -> None:
     ended = []
     while engine.has_work:
         ended += [event.request_id for event in engine.step() if event.finish_reason]
-        assert len(engine.running) <= 1
+        assert len(engine.core.scheduler.running) <= 1
     assert all(len(step) == 1 for step in context_of(engine).steps)
     assert ended == [str(i) for i in range(len(PROMPTS))]
 
@@ -159,7 +159,7 @@ def test_nobody_joins_a_batch_and_its_places_stay_taken_until_all_of_it_has_ende
     engine = engine_with(partial(StaticScheduler, max_wait_s=0.0, bucket=bucket))
     for name, n_new in {"a": 2, "b": 4, "c": 9}.items():
         add(engine, name, 3, n_new)
-    while not engine.running:
+    while not engine.core.scheduler.running:
         engine.step()
     for name in "def":
         add(engine, name, 3, 2)
@@ -168,7 +168,7 @@ def test_nobody_joins_a_batch_and_its_places_stay_taken_until_all_of_it_has_ende
         assert running(engine) <= {"a", "b", "c"}
         ended += [event.request_id for event in engine.step() if event.finish_reason]
     assert ended == ["a", "b", "c"]
-    while not engine.running:
+    while not engine.core.scheduler.running:
         engine.step()
     assert running(engine) == {"d", "e", "f"}
 
@@ -179,7 +179,7 @@ def test_a_batch_starts_when_it_is_full() -> None:
     for name in "ab":
         add(engine, name, 3, 2)
         engine.step()
-        assert not engine.running
+        assert not engine.core.scheduler.running
     for name in "cd":
         add(engine, name, 3, 2)
     engine.step()
@@ -199,15 +199,15 @@ def test_a_batch_of_a_length_bucket_has_prompts_of_that_bucket_only() -> None:
     assert drain_batch(engine) == {"b", "d", "f"}
     add(engine, "g", 3, 2)
     assert engine.step() == []
-    assert not engine.running, "it is not full"
-    clock.now = engine._scheduler.waiting[0].arrived_at + 5
+    assert not engine.core.scheduler.running, "it is not full"
+    clock.now = engine.core.scheduler.waiting[0].arrived_at + 5
     assert drain_batch(engine) == {"g"}
 
 
 def drain_batch(engine: BatchInferenceEngine) -> set[str]:
     """The names of the next batch's requests; it runs to its end."""
     ended: set[str] = set()
-    while not engine.running:
+    while not engine.core.scheduler.running:
         ended |= {event.request_id for event in engine.step() if event.finish_reason}
     names = running(engine)
     while not names <= ended:
@@ -219,12 +219,12 @@ def test_a_batch_starts_when_its_first_request_has_waited_long_enough() -> None:
     clock = Clock()
     engine = engine_with(partial(StaticScheduler, max_wait_s=5.0, clock=clock))
     add(engine, "a", 3, 3)
-    arrived = engine._scheduler.waiting[0].arrived_at
+    arrived = engine.core.scheduler.waiting[0].arrived_at
     clock.now = arrived + 4.9
     assert engine.step() == []
     add(engine, "b", 3, 3)
     assert engine.step() == []
-    assert not engine.running
+    assert not engine.core.scheduler.running
     clock.now = arrived + 5.0
     engine.step()
     assert running(engine) == {"a", "b"}

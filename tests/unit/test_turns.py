@@ -42,8 +42,8 @@ def slow(engine: BatchInferenceEngine, seconds: float = 0.001) -> BatchInference
 
 def nothing_is_left(engine: BatchInferenceEngine) -> bool:
     engine.clear_prefix_cache()
-    engine.kv.check()
-    return not engine.has_work and not engine.outputs._inboxes and context_of(engine).n_used == 0
+    engine.core.kv.check()
+    return not engine.has_work and not engine.core.outputs._inboxes and context_of(engine).n_used == 0
 
 
 def test_threads_get_the_texts_they_get_alone(threads: ThreadPoolExecutor) -> None:
@@ -177,7 +177,6 @@ def test_closing_ends_the_calls_of_other_threads(threads: ThreadPoolExecutor) ->
 
 
 def test_an_exception_in_a_step_reaches_one_thread_and_the_others_go_on(threads: ThreadPoolExecutor) -> None:
-    engine = slow(fake_engine(n_ctx=1024))
     n_failures = 0
 
     def fail_once(plan: object) -> None:
@@ -186,7 +185,7 @@ def test_an_exception_in_a_step_reaches_one_thread_and_the_others_go_on(threads:
             n_failures += 1
             raise RuntimeError("a bug")
 
-    engine.on_plan = fail_once
+    engine = slow(fake_engine(n_ctx=1024, on_plan=fail_once))
     params = greedy(30, ignore_eos=True)
     calls = [threads.submit(engine.generate, [[i]], params) for i in range(4)]
     failed = [call.exception(timeout=10) for call in calls]

@@ -11,6 +11,7 @@ from cppbatch import FinishReason, GenerationEvent, InvalidRequest
 from cppbatch.cluster.engine_threads import StepLoop
 from cppbatch.cluster.in_flight import InFlightRequest, OutputCollector
 from cppbatch.cluster.worker_link import Submit
+from cppbatch.engine.core import EngineCore
 from cppbatch.engine.engine import BatchInferenceEngine
 from cppbatch.engine.request import GenerationRequest, RequestUsage
 from tests.fakes import drain, fake_engine, greedy
@@ -73,15 +74,14 @@ def test_an_admission_is_reported_before_the_prompt_is_computed() -> None:
     computing, reported = threading.Event(), threading.Event()
     events: list[GenerationEvent] = []
     used = engine()
-    decode = used._context.decode
+    decode = used.core.runtime.context.decode
 
     def slow_decode(batch: Any) -> None:
         computing.set()
         assert reported.wait(10), "nothing is reported while the prompt is computed"
         decode(batch)
 
-    used._context.decode = slow_decode  # type: ignore[method-assign]
-    used.add_request(PROMPT, greedy(1), usage_events="prefill")
+    used.core.runtime.context.decode = slow_decode  # type: ignore[method-assign]
 
     def send(new: list[GenerationEvent]) -> None:
         events.extend(new)
@@ -91,7 +91,9 @@ def test_an_admission_is_reported_before_the_prompt_is_computed() -> None:
             loop.stop()
 
     loop = StepLoop(send)
-    loop.run(used)
+    core = EngineCore(used.config, runtime=used.core.runtime, on_admitted=loop.output_thread.put)
+    core.add(core.prepare(GenerationRequest(id="a", prompt=PROMPT, params=greedy(1), usage_events="prefill")))
+    loop.run(core)
     assert prefilled(events)[0] == 0
     assert events[-1].finish_reason is FinishReason.LENGTH
 

@@ -95,7 +95,7 @@ def measure_step_times(engine: BatchInferenceEngine, *, name: str, source: str, 
         name=name, source=source, rows_ms=_rising(rows_ms), prompt_ms=_rising(prompt_ms),
         row_cell_us=max(0.0, row_cell_us), prompt_cell_us=max(0.0, float(prompt_cell_us)),
         step_ms=measure_overhead(engine), save_us=save_us, copy_us=copy_us, cell_bytes=cell_bytes(engine),
-        start_s=start_s, on_gpu=False, n_parallel=config.n_parallel, stream_cells=engine.kv.n_ctx_seq,
+        start_s=start_s, on_gpu=False, n_parallel=config.n_parallel, stream_cells=engine.core.kv.n_ctx_seq,
         n_batch=config.n_batch, n_ubatch=config.n_ubatch,
     )  # fmt: skip
 
@@ -122,15 +122,15 @@ def prefill(engine: BatchInferenceEngine, n: int) -> list[Step]:
 
 def measure_moves(engine: BatchInferenceEngine) -> tuple[float, float]:
     """Microseconds a token to save a state to host memory, and to restore it in another stream."""
-    n, context = 512, engine._context
+    n, context = 512, engine.core.runtime.context
     engine.generate([np.random.default_rng().integers(100, 30000, n).tolist()], _params(1))
-    (cached, *_) = engine.kv.cache.in_cells
+    (cached, *_) = engine.core.kv.cache.in_cells
     times: dict[str, list[float]] = defaultdict(list)
     for _ in range(5):
         began = perf_counter()
         state: Any = context.save_sequence(cached.seq_id)
         times["save"].append(perf_counter() - began)
-        free = engine.kv.spare_ids()[0]
+        free = engine.core.kv.spare_ids()[0]
         began = perf_counter()
         context.restore_sequence(free, state)
         times["restore"].append(perf_counter() - began)
@@ -159,8 +159,8 @@ def measure_overhead(engine: BatchInferenceEngine) -> float:
 def cell_bytes(engine: BatchInferenceEngine) -> int:
     """Bytes of the keys and values of one token, from the size of a saved state."""
     engine.generate([list(range(100, 356))], _params(1))
-    (cached, *_) = engine.kv.cache.in_cells
-    state: Any = engine._context.save_sequence(cached.seq_id)
+    (cached, *_) = engine.core.kv.cache.in_cells
+    state: Any = engine.core.runtime.context.save_sequence(cached.seq_id)
     engine.clear_prefix_cache()
     return int(state.n_bytes) // cached.n_computed
 
@@ -275,7 +275,7 @@ class _Queue:
 
 
 def _recording(engine: BatchInferenceEngine) -> RecordingScheduler:
-    scheduler = engine._scheduler
+    scheduler = engine.core.scheduler
     assert isinstance(scheduler, RecordingScheduler)
     return scheduler
 

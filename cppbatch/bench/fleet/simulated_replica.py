@@ -13,6 +13,7 @@ from cppbatch.bench.fleet.step_times import StepTimes
 from cppbatch.engine.kv_pool import KVPool
 from cppbatch.engine.scheduler import Scheduler, StepPlan
 from cppbatch.engine.sequence import Seq
+from cppbatch.engine.step_budget import StepBudgets
 
 _RESTORE = 0.6  # the time to restore a state, as a part of that to save it (engine/save_cost.py)
 
@@ -115,17 +116,19 @@ class SimulatedReplica:
     def __init__(self, times: StepTimes, *, cache_bytes: int) -> None:
         self.times = times
         self.memory = SimulatedMemory(times)
+        budgets = StepBudgets(times.n_batch, max_alone=times.n_ubatch, unified=self.memory.kv_unified)
         self.kv = KVPool(
             self.memory,
             "copy",
             swap_bytes=cache_bytes,
             cache_bytes=cache_bytes,
             on_gpu=times.on_gpu,
-            token_s=lambda: self.scheduler.prompt_token_s,
+            token_s=budgets.prompt_token_s,
             clock=lambda: self.memory.spent_s,
         )
         self.scheduler = Scheduler(
             self.kv,
+            budgets=budgets,
             step_tokens=times.n_batch,
             n_parallel=times.n_parallel,
             ubatch_tokens=times.n_ubatch,

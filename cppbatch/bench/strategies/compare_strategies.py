@@ -173,9 +173,10 @@ def run_all(
         engines = {}
         for name in compared.names:
             window = compared.max_wait_ms if name == "continuous-window" else 0
-            engine = BatchInferenceEngine(config, max_wait_ms=window, runtime=shared, policy=schedulers[name])
+            engine = BatchInferenceEngine(
+                config, max_wait_ms=window, runtime=shared, policy=schedulers[name], survives_failures=False
+            )
             engines[name] = stack.enter_context(engine)
-            engine.survives_failures = False
         warm_up = [
             replace(request, at=0.0, n_new=min(request.n_new, _WARM_UP)) for request in requests[: config.n_parallel]
         ]

@@ -57,7 +57,7 @@ def run_workload(engine: BatchInferenceEngine, requests: list[TimedRequest]) -> 
                 late[i] = now - request.at
                 params = SamplingParams(temperature=0, max_tokens=request.n_new, ignore_eos=True)
                 engine.add_request(request.prompt, params, request_id=str(i))
-            events = engine.step() if engine.has_work and not engine.collecting_s() else []
+            events = engine.step() if engine.has_work and not engine.core.collecting_s() else []
             for event in events:
                 i = int(event.request_id)
                 tokens[i] += event.tokens
@@ -67,7 +67,7 @@ def run_workload(engine: BatchInferenceEngine, requests: list[TimedRequest]) -> 
                     wait[i] = late[i] + event.usage.queue_seconds
                     first_token[i] = late[i] + event.usage.first_token_seconds
                     latency[i] = late[i] + event.usage.total_seconds
-            if not events and not engine.running:
+            if not events and not engine.core.scheduler.running:
                 sleep(_POLL_S)
         seconds = perf_counter() - began
     after = engine.stats()

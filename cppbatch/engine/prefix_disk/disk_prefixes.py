@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cppbatch.engine.kv_pool import KVPool
-from cppbatch.engine.prefix_cache import CachedPrefix, Salt
+from cppbatch.engine.prefix_cache import CachedPrefix, DiskCounts, Salt
 from cppbatch.engine.prefix_disk.disk_cost import DiskCost
 from cppbatch.engine.prefix_disk.prefix_folder import PrefixFolder
 from cppbatch.engine.prefix_disk.prefix_index import DiskPrefix, PrefixIndex
@@ -62,7 +62,10 @@ _NO_READ: DiskRead = _NoRead()
 
 
 class DiskPrefixes:
-    """The `DiskTier` of an engine. All methods are for the engine's thread, except `refresh`."""
+    """The prefixes on disk of an engine, the tier below host memory.
+
+    All methods are for the engine's thread, except `refresh`.
+    """
 
     def __init__(
         self,
@@ -74,15 +77,15 @@ class DiskPrefixes:
         min_tokens: int = _MIN_TOKENS,
         clock: Callable[[], float] = perf_counter,
     ) -> None:
-        """`token_s`: as in `DiskCost`. `min_tokens`: prefixes that save fewer are neither written nor read."""
+        """`kv`: makes this in its constructor. `token_s`: as in `DiskCost`. `min_tokens`: prefixes that save fewer are
+        neither written nor read."""
         self._kv = kv
         self._folder = folder
         self._clock = clock
         self._cost = DiskCost(token_s)
         self._min_tokens = min_tokens
-        self._counts = kv.cache.disk_counts
         self._index = PrefixIndex(folder, key)
-        self._counts.entries = len(self._index)
+        self.counts = DiskCounts(entries=len(self._index))
         # In the order in which they came.
         self._candidates: dict[CachedPrefix, None] = {}
         # Most of these is on disk already: the rest is written at the end.
@@ -106,11 +109,14 @@ class DiskPrefixes:
 
     def refresh(self) -> None:
         """Looks for files of other processes. For a thread that prepares a request; mostly one question to the disk."""
-        self._counts.damaged += self._index.refresh()
-        self._counts.entries = len(self._index)
+        self.counts.damaged += self._index.refresh()
+        self.counts.entries = len(self._index)
 
     def is_coming(self, sequence: Seq, n: int) -> bool:
-        """As in `DiskTier`. Starts the read when a sequence is looked at for the first time."""
+        """Whether a prefix of more than `n` tokens is being read for a waiting sequence, so that it waits on.
+
+        Starts the read when a sequence is looked at for the first time.
+        """
         if sequence.disk_read is None:
             sequence.disk_read = self._start_read(sequence, n)
         return not sequence.disk_read.done
@@ -150,7 +156,7 @@ class DiskPrefixes:
         except ValueError as error:
             log.warning("deleted %s: it is damaged (%s)", self._folder.folder / read.prefix.name, error)
             self._folder.remove(read.prefix.name)
-            self._counts.damaged += 1
+            self.counts.damaged += 1
         except Exception:
             log.exception("failed to read a cached prefix")
         read.seconds = perf_counter() - began
@@ -168,12 +174,12 @@ class DiskPrefixes:
             read.done = True
             if read.data and self._add(*read.data, read.salt):
                 self._cost.observe_read(n_bytes, read.seconds)
-                self._counts.hits += len(read.gains)
-                self._counts.hit_tokens += sum(read.gains)
-                self._counts.read_bytes += n_bytes
+                self.counts.hits += len(read.gains)
+                self.counts.hit_tokens += sum(read.gains)
+                self.counts.read_bytes += n_bytes
             else:
                 self._index.discard(name)
-            self._counts.entries = len(self._index)
+            self.counts.entries = len(self._index)
             read.data = None
 
     def _add(self, tokens: Tokens, data: npt.NDArray[np.uint8], footer: Footer, salt: Salt) -> bool:
@@ -192,7 +198,7 @@ class DiskPrefixes:
     # --- writing ------------------------------------------------------------------------------------------------
 
     def kept(self, cached: CachedPrefix) -> None:
-        """As in `DiskTier`."""
+        """A finished sequence has left this prefix in the cache."""
         n, n_new = len(cached.tokens), self._n_new(cached)
         if n_new < self._min_tokens or not self._cost.is_worth(n_new, self._n_bytes(n)):
             return
@@ -206,7 +212,7 @@ class DiskPrefixes:
                 del candidates[next(iter(candidates))]
 
     def dropped(self, cached: CachedPrefix) -> None:
-        """As in `DiskTier`: the last chance to write it."""
+        """This prefix loses its place in host memory (`saved`) after this call: the last chance to write it."""
         is_candidate = cached in self._candidates or cached in self._rests
         self._candidates.pop(cached, None)
         self._rests.pop(cached, None)
@@ -306,11 +312,11 @@ class DiskPrefixes:
             if n_bytes:
                 self._index.add(name, tokens, salt, n_bytes, footer)
                 self._cost.observe_write(n_bytes, perf_counter() - began)
-                self._counts.written_bytes += n_bytes
+                self.counts.written_bytes += n_bytes
                 for covered in self._index.covered_by(name) if removes else ():
                     self._index.discard(covered)
                     self._folder.remove(covered)
-                self._counts.entries = len(self._index)
+                self.counts.entries = len(self._index)
         if is_beside:
             self._charge(perf_counter() - began)  # not only the CPU's: the disk and the kernel take from steps too
 

@@ -1,0 +1,568 @@
+"""The step loop of an engine."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence, Sized
+from time import perf_counter, thread_time
+
+from cppbatch.config import EngineConfig, KvLayout, disk_folder
+from cppbatch.engine.checkpoints import CheckpointPlaces
+from cppbatch.engine.input_processor import InputProcessor
+from cppbatch.engine.kv_pool import KVPool
+from cppbatch.engine.layout_policy import LayoutPolicy, LayoutSwitch
+from cppbatch.engine.live_state import LiveEngine, live_engine
+from cppbatch.engine.metrics import EngineStats, Metrics
+from cppbatch.engine.output_processor import OutputProcessor
+from cppbatch.engine.pooler import Pooler
+from cppbatch.engine.prefix_disk.disk_prefixes import DiskPrefixes
+from cppbatch.engine.prefix_disk.prefix_folder import PrefixFolder
+from cppbatch.engine.request import FinishReason, GenerationRequest, ResumeState
+from cppbatch.engine.runtime import Runtime, load_runtime
+from cppbatch.engine.sampling import Sampler, SamplerOutput
+from cppbatch.engine.scheduler import Chunk, PoolingScheduler, Scheduler, StepPlan
+from cppbatch.engine.sequence import Seq, StepOutput
+from cppbatch.engine.slots import Slots
+from cppbatch.engine.speculation.speculator import Speculator, max_draft_rows
+from cppbatch.engine.state_key import StateKey
+from cppbatch.engine.step_budget import StepBudgets
+from cppbatch.engine.trace import Trace
+from cppbatch.engine.turns import OwnProcess
+from cppbatch.engine.vocabulary import IsCancelled, never_cancelled
+from cppbatch.errors import EngineClosed, InvalidRequest, LlamaError, QueueFull
+from cppbatch.llama import Batch, EmbeddingBatch
+
+log = logging.getLogger("cppbatch.engine")
+
+_IDLE_S = 1.0
+_DISK_WAIT_S = 0.02  # for a prefix that is read, when no sequence can compute anything: commands wait meanwhile
+_LAST_WRITES_S = 5.0  # how long writing cached prefixes may delay the end of an engine
+
+
+class EngineCore:
+    """One model, one context, one batch that sequences join and leave at any step.
+
+    A step: `Scheduler.plan` > `KVPool.apply` > `Batch.refill` > `llama_decode` > `Sampler.sample` >
+    `OutputProcessor.accept`. One thread at a time uses it; only `prepare` and `inputs` are for any thread, until the
+    engine is closed. After a step another thread may make events of the `outputs`.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        *,
+        progress: Callable[[float], bool] | None = None,
+        runtime: Runtime | None = None,
+        policy: Callable[..., Scheduler] | None = None,
+        on_plan: Callable[[StepPlan], object] | None = None,
+        on_admitted: Callable[[list[StepOutput]], object] | None = None,
+        survives_failures: bool = True,
+        prepares_beside_steps: bool = False,
+    ) -> None:
+        """Loads a model. `progress`, `runtime`, `policy`: as in `BatchInferenceEngine`.
+
+        `on_plan`: called in every step with its plan, before llama.cpp is called. `on_admitted`: takes the outputs
+        before llama.cpp is called, when they report the admission of a request (`usage_events`).
+        `survives_failures`: when a batch fails, True ends its sequences with an error, and the others continue; False
+        makes `step` raise. `prepares_beside_steps`: `prepare` may wait until sequences have ended, because another
+        thread steps meanwhile. Raises `ModelError`, `ConfigError`, `LibraryError`, `LlamaError`.
+        """
+        self.config = config
+        self.process = OwnProcess()
+        self._on_plan, self._on_admitted, self._survives_failures = on_plan, on_admitted, survives_failures
+        self._trace = Trace(config.trace) if config.trace else None
+        self.runtime = runtime = runtime or load_runtime(config, progress)
+        context, info = runtime.context, runtime.info
+        self._batch = Batch(context.n_batch)
+        self._media_batch: EmbeddingBatch | None = None  # made for the first picture
+        budgets = self._budgets = StepBudgets(
+            context.n_batch,
+            config.target_itl_ms / 1000 if config.target_itl_ms else None,
+            context.n_ubatch,
+            prefer=config.prefer,
+            rows_s=[(rows, ms / 1000) for rows, ms in config.step_ms],
+            unified=context.kv_unified,
+        )
+        key = StateKey(info, config, runtime.state_settings)
+        self.kv = KVPool(
+            context,
+            runtime.sharing,
+            swap_bytes=config.swap_space << 20,
+            cache_bytes=config.prefix_cache_ram << 20,
+            cached_share=runtime.cached_share,
+            # Cells that were moved are not exact: whether one moves them depends on the other sequences.
+            shifts_cells=config.context_shift and context.can_shift and not config.deterministic,
+            on_gpu=runtime.on_gpu,
+            places=_checkpoint_places(config, runtime),
+            open_disk=_disk_opener(config, runtime, key, budgets),
+            token_s=budgets.prompt_token_s,
+        )
+        self._disk = self.kv.cache.disk
+        self.slots = Slots(self.kv, key)
+        """Saves the cached prefixes of slots to files, and restores them."""
+        layouts = runtime.layouts
+        self._layout_policy = LayoutPolicy(layouts.stream_cells, layouts.n_cached) if layouts else None
+        self._layout_before: KvLayout | None = None  # during a switch: the context may be closed
+        self.inputs = InputProcessor(
+            runtime.vocab,
+            info,
+            context_shift=config.context_shift,
+            n_keep=config.n_keep,
+            media=runtime.media,
+            waits_for_room=prepares_beside_steps,
+        )
+        self._speculator = _speculator(config, runtime)
+        new_scheduler = policy or (PoolingScheduler if info.pooling else Scheduler)
+        self.scheduler = new_scheduler(
+            self.kv,
+            budgets=budgets,
+            step_tokens=context.n_batch,
+            ubatch_tokens=context.n_ubatch,
+            n_parallel=config.n_parallel,
+            may_pad=runtime.may_pad,
+            on_gpu=runtime.on_gpu,
+            min_rows=runtime.min_rows,
+            speculator=self._speculator,
+            max_draft_rows=max_draft_rows(info.n_vocab),
+        )
+        self._sampler = (
+            Pooler(context, each_token=info.pooling == "none") if info.pooling else Sampler(runtime.vocab, context)
+        )
+        self.metrics = Metrics(self._trace)
+        self.outputs = OutputProcessor(runtime.vocab, self.metrics)
+        self.sequences: dict[str, Seq] = {}
+        """The requests that wait or run, by id."""
+        self.is_closed = False
+
+    # --- requests -----------------------------------------------------------------------------------------------
+
+    def prepare(
+        self,
+        request: GenerationRequest,
+        resume: ResumeState | None = None,
+        *,
+        cancelled: IsCancelled = never_cancelled,
+    ) -> Seq:
+        """Tokenises and validates a request.
+
+        `resume`: the tokens that the request got from an engine that crashed. With the same seed the request
+        continues with the same text, except that mirostat and adaptive-p start to learn again. `cancelled`: called now
+        and then while a long text is tokenised; if it returns True, `RequestCancelled` is raised.
+
+        Raises `InvalidRequest` for a request that can never run (an empty prompt, unknown token ids, too many tokens,
+        a wrong grammar); `RequestCancelled`; `EngineClosed`.
+        """
+        if self.is_closed:
+            raise EngineClosed("the engine is closed")
+        sequence = self.inputs.prepare(request, cancelled)
+        if resume:
+            sequence.resume(resume, perf_counter())
+            self.outputs.resume(sequence)
+        if self._disk:
+            self._disk.refresh()
+        return sequence
+
+    def add(self, sequence: Seq, *, limited: bool = True) -> None:
+        """Queues a prepared sequence. `limited`: raise `QueueFull` if `max_queue` sequences wait already.
+
+        Raises `InvalidRequest` when its id is in use, `QueueFull`, `EngineClosed`.
+        """
+        limit = self.config.max_queue
+        if limited and len(self.scheduler.waiting) >= limit:
+            raise QueueFull(limit, self.metrics.seconds_per_request())
+        if self.is_closed:
+            raise EngineClosed("the engine is closed")
+        if sequence.id in self.sequences:
+            raise InvalidRequest("id", f"{sequence.id!r} is already the id of a running request; choose another")
+        if not self.scheduler.has_work:
+            self.metrics.ends_idleness(sequence.arrived_at)
+        self.sequences[sequence.id] = sequence
+        self.scheduler.add(sequence)
+
+    def cancel(self, request_id: str) -> bool:
+        """Ends a request and frees its cells. Returns False if the request neither waits nor runs."""
+        sequence = self.sequences.get(request_id)
+        if sequence is None:
+            return False
+        try:
+            self._finish(sequence, FinishReason.CANCELLED)
+        except BaseException:
+            self.restart()
+            raise
+        return True
+
+    def update(self, request_id: str, tokens: Sequence[int]) -> bool:
+        """See `BatchInferenceEngine.update_request`."""
+        if isinstance(tokens, str) or not isinstance(tokens, Sized):
+            raise InvalidRequest("tokens", f"is {tokens!r:.80}; give a list of token ids")
+        sequence = self.sequences.get(request_id)
+        if sequence is None:
+            return False
+        if sequence.request.task != "generate":
+            raise InvalidRequest("id", f"{request_id!r} is an embedding request; only text can be continued")
+        given = [piece.id for piece in self.inputs.tokens(list(tokens))]
+        if len(given) > sequence.n_room:
+            raise InvalidRequest("tokens", f"has {len(given)} ids, but there is room for only {sequence.n_room} more")
+        try:
+            if reason := self.outputs.extend(sequence, given):
+                self._finish(sequence, reason)
+        except BaseException:
+            self.restart()
+            raise
+        return True
+
+    def limit_threads(self, n: int) -> None:
+        """Steps use at most `n` compute threads from now on. No effect on a GPU, or where `n_threads` is given."""
+        if self.runtime.threads and not self.config.n_threads:
+            self.runtime.threads.limit(n)
+
+    # --- the step loop ------------------------------------------------------------------------------------------
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a step would compute anything or return events."""
+        return self.scheduler.has_work or self.outputs.has_events
+
+    def collecting_s(self) -> float:
+        """Seconds for which a step loop should wait for more requests (`max_wait_ms`) before it computes the next step.
+
+        0 while any sequence runs, when n_parallel of them wait, and when the first has waited long enough.
+        """
+        most, scheduler = self.config.max_wait_ms / 1000, self.scheduler
+        if not most or scheduler.running or not 0 < len(scheduler.waiting) < self.config.n_parallel:
+            return 0.0
+        first = min(sequence.arrived_at for sequence in scheduler.waiting)
+        return max(0.0, first + most - perf_counter())
+
+    def step(self) -> None:
+        """Computes one batch. The results wait in `outputs`. If this raises, all sequences wait (`restart`)."""
+        scheduler, kv, metrics, disk = self.scheduler, self.kv, self.metrics, self._disk
+        metrics.begin_step()
+        if disk:
+            disk.collect()
+        try:
+            if policy := self._layout_policy:
+                switch = policy.wanted(
+                    perf_counter(), kv.layout, scheduler.running, scheduler.waiting, scheduler.blocked
+                )
+                if switch:
+                    self._switch_layout(policy, switch)
+            plan = self._plan()
+            if self._on_plan:
+                self._on_plan(plan)
+            kv.apply()
+            if plan.pieces:
+                self._fill(plan)
+                metrics.lap("fill")
+                began = perf_counter()
+                is_computed = self._decode(plan)
+                decode_s = perf_counter() - began
+                kv.remove_padding(plan.padding)
+                if is_computed:
+                    n_rows = self._batch.n_outputs
+                    sampled = self._sampler.sample(plan, n_rows) if n_rows else []
+                    metrics.lap("sample")
+                    scheduler.computed(plan, perf_counter() - began, decode_s)
+                    self._advance(plan, sampled)
+        except BaseException:
+            self.restart()
+            raise
+        if disk:
+            if not plan.pieces:
+                disk.wait(_DISK_WAIT_S)
+            disk.after_step()
+        if not scheduler.has_work:
+            self._check_kv()
+            if self._trace:
+                self._trace.flush()
+
+    def restart(self) -> None:
+        """Empties the KV cache after an exception (Ctrl-C, for example). All sequences wait, and are computed again.
+
+        The accounting of an interrupted step may be incomplete, so it is rebuilt from nothing. Known tokens and events
+        stay as they are, so no text changes.
+        """
+        if self._layout_before:
+            self._make_context(self._layout_before)
+        self.kv.rebuild()
+        for request_id in self.outputs.ended():
+            self.sequences.pop(request_id, None)  # its last event is queued already
+        for sequence in self.sequences.values():
+            sequence.restarted()
+            if sequence.is_full:
+                self._forget_drafts(sequence)
+                sequence.shift()
+        self.scheduler.restart(self.sequences.values())
+        for sequence in [s for s in self.sequences.values() if s.max_new and s.n_left <= 0]:
+            self._finish(sequence, FinishReason.LENGTH)
+
+    def idle(self) -> float:
+        """Does what can wait until there is no work, in between two steps: writes a cached prefix to disk.
+
+        Returns the seconds after which to call it again at the latest, if there is no work until then.
+        """
+        return self._disk.idle() if self._disk else _IDLE_S
+
+    def _fill(self, plan: StepPlan) -> None:
+        """Writes the batch of the step's tokens. Pictures are written when their turn comes (`_decode_media`)."""
+        if plan.chunks:
+            self._batch.refill(plan.batch, n_rows=plan.n_rows)
+            self._sampler.prepare(plan)
+        else:
+            self._batch.clear()
+
+    def _switch_layout(self, policy: LayoutPolicy, switch: LayoutSwitch) -> None:
+        """Makes the context again in the other layout. Sequences that ran resume in the step that follows, with their
+        states as far as `swap_space` holds them."""
+        began = perf_counter()
+        self.scheduler.preempt_all()
+        self.kv.move_all_out()
+        self._layout_before = self.kv.layout
+        self._make_context(switch.layout)
+        now = perf_counter()
+        policy.switched(switch.layout, now, now - began)
+        self.metrics.layout_switches += 1
+        log.info("KV layout: switched to %s in %.0f ms; %s", switch.layout, 1000 * (now - began), switch.reason)
+
+    def _make_context(self, layout: KvLayout) -> None:
+        assert self.runtime.layouts
+        sharing = self.runtime.layouts.change(layout)
+        self.kv.memory_made_again(sharing)
+        self.scheduler.layout_changed()
+        self._layout_before = None
+
+    def _plan(self) -> StepPlan:
+        for sequence in self.scheduler.expired(perf_counter()):
+            self._finish(sequence, FinishReason.TIMEOUT)
+        plan = self.scheduler.plan()
+        if plan.admitted:
+            self._record_admissions(plan.admitted)
+        self.metrics.lap("schedule")
+        if self._trace:
+            self._follow(self._trace)
+        return plan
+
+    def _record_admissions(self, admitted: list[Seq]) -> None:
+        now, has_reports = perf_counter(), False
+        for sequence in admitted:
+            if sequence.admitted_at:  # it was preempted
+                continue
+            sequence.admitted_at = now
+            self.metrics.count_wait(now - sequence.arrived_at)
+            if sequence.request.usage_events != "end":
+                self.outputs.report(sequence, now)
+                has_reports = True
+        if has_reports and self._on_admitted:
+            self._on_admitted(self.outputs.take_outputs())
+
+    def _follow(self, trace: Trace) -> None:
+        scheduler, now = self.scheduler, perf_counter()
+        trace.follow(scheduler.running, now)
+        trace.count(now, running=len(scheduler.running), waiting=len(scheduler.waiting), cells=self.kv.n_used)
+
+    def _decode(self, plan: StepPlan) -> bool:
+        """Calls `llama_decode`. If that fails, ends the sequences of the batch with an error and returns False."""
+        runtime, context = self.runtime, self.runtime.context
+        try:
+            if runtime.threads:
+                context.use_threads(runtime.threads.now())
+            context.use_adapters(plan.adapters)
+            if plan.media:
+                self._decode_media(plan.media)
+            if plan.chunks:
+                context.decode(self._batch)
+                if runtime.head:
+                    runtime.head.computed(plan.batch)
+        except LlamaError as error:
+            if not self._survives_failures:
+                raise
+            log.error("step of %d tokens failed: %s", plan.n_tokens, error)
+            for sequence, _ in plan.pieces:
+                sequence.error = str(error)
+                self._finish(sequence, FinishReason.ERROR)
+            return False
+        finally:
+            self.metrics.lap("decode", rows=plan.n_decode, prompt_tokens=plan.n_tokens - plan.n_decode)
+        self.metrics.count_step(decode_rows=plan.n_decode, prompt_tokens=plan.n_tokens - plan.n_decode)
+        return True
+
+    def _decode_media(self, media: list[Chunk]) -> None:
+        """Computes pictures and sounds: those with a causal mask in one batch, each other one by itself, since all of
+        it must be in one ubatch."""
+        batch = self._media_batch
+        if batch is None:
+            first = media[0][0]
+            n_embd, n_dimensions = first.media_vectors(1).shape[1], len(first.media_positions(1))
+            batch = self._media_batch = EmbeddingBatch(self.runtime.context.n_batch, n_embd, n_dimensions)
+        runs = {sequence: sequence.next_run for sequence, _ in media}
+        causal = [(sequence, n) for sequence, n in media if not (run := runs[sequence]) or not run.is_whole]
+        whole = [[(sequence, n)] for sequence, n in media if (run := runs[sequence]) and run.is_whole]
+        for pieces in [causal, *whole] if causal else whole:
+            batch.refill_vectors(pieces)
+            self.runtime.context.decode_vectors(batch, causal=pieces is causal)
+
+    def _check_kv(self) -> None:
+        """Checks the accounting of the KV cache while nothing runs, and rebuilds it if it is wrong."""
+        try:
+            self.kv.check()
+        except AssertionError as error:
+            log.error("the KV accounting is inconsistent (%s); rebuilding it. State:\n%s", error, self.kv.dump())
+            self.kv.rebuild()
+
+    def _advance(self, plan: StepPlan, sampled: list[SamplerOutput]) -> None:
+        """Updates the accounting, appends the new tokens, and ends finished sequences."""
+        outputs, work = plan.outputs(), self.scheduler.work(plan)
+        n_accepted_before = self.metrics.accepted_tokens
+        if plan.n_drafted:
+            reasons = self._verify_drafts(plan, outputs, sampled)
+        else:
+            for sequence, n in plan.pieces:
+                self.kv.computed(sequence, n)
+            reasons = [self._accept(sequence, output) for sequence, output in zip(outputs, sampled, strict=True)]
+        for sequence, reason in zip(outputs, reasons, strict=True):
+            if reason:
+                self._finish(sequence, reason)
+                continue
+            self.outputs.emit(sequence)
+            if sequence.is_full:
+                self._forget_drafts(sequence)
+                self.kv.shift(sequence)
+                self.metrics.context_shifts += 1
+        if plan.n_tokens > plan.n_decode:
+            self._report_prefill(plan)
+        self.metrics.forced_tokens = self.outputs.n_forced_tokens
+        if plan.n_drafted:
+            work = work._replace(accepted=self.metrics.accepted_tokens - n_accepted_before)
+        self.metrics.end_step(work, self._budgets.bare_costs())
+        if self._trace:
+            self._follow(self._trace)
+
+    def _report_prefill(self, plan: StepPlan) -> None:
+        now = perf_counter()
+        for sequence, _ in plan.pieces:
+            if sequence.request.usage_events != "end" and sequence.in_first_prefill:
+                self.outputs.report(sequence, now)
+
+    def _accept(self, sequence: Seq, output: SamplerOutput) -> FinishReason | None:
+        """Appends a sampled token, and those that a grammar forces."""
+        sequence.first_token_at = sequence.first_token_at or perf_counter()
+        n_before = sequence.n_tokens
+        reason = self.outputs.accept(sequence, output)
+        self.metrics.generated_tokens += sequence.n_tokens - n_before + sequence.has_end_token
+        return reason
+
+    def _verify_drafts(
+        self, plan: StepPlan, outputs: list[Seq], sampled: list[SamplerOutput]
+    ) -> list[FinishReason | None]:
+        """Appends the sampled tokens. Where one is the next token of the draft, its row of logits is sampled too.
+
+        So each token is sampled from the same logits, with the same random numbers, as without a draft. Returns the
+        finish reasons of `outputs`.
+        """
+        rows, n_outputs = plan.rows(), self._batch.n_outputs
+        metrics, in_cache = self.metrics, {}
+        metrics.draft_steps += 1
+        n_accepted_before = metrics.accepted_tokens
+        for sequence, n in plan.chunks:
+            in_cache[sequence] = sequence.n_computed + n
+            sequence.n_drafted += len(sequence.draft)
+            metrics.drafted_tokens += len(sequence.draft)
+            self.kv.computed(sequence, min(n, sequence.n_pending))
+        reasons: dict[Seq, FinishReason | None] = {}
+        going_on, began = outputs, 0.0
+        while going_on:
+            following: list[Seq] = []
+            next_rows: list[int] = []
+            for sequence, row, output in zip(going_on, rows, sampled, strict=True):
+                reasons[sequence] = self._accept(sequence, output)
+                if n := sequence.verify_draft():
+                    sequence.n_accepted += n
+                    metrics.accepted_tokens += n
+                    self.kv.computed(sequence, n)
+                    if not (reasons[sequence] or sequence.n_pending):
+                        following.append(sequence)
+                        next_rows.append(row + n)
+            going_on, rows = following, next_rows
+            if going_on:
+                assert isinstance(self._sampler, Sampler)
+                began = began or perf_counter()
+                sampled = self._sampler.sample_rows(going_on, rows, n_outputs)
+        seconds = perf_counter() - began if began else 0.0
+        for sequence, n in in_cache.items():
+            if n > sequence.n_computed:
+                self.kv.drop_draft(sequence)
+        assert self._speculator
+        self._speculator.verified(metrics.accepted_tokens - n_accepted_before, seconds)
+        return [reasons[sequence] for sequence in outputs]
+
+    def _finish(self, sequence: Seq, reason: FinishReason) -> None:
+        """Ends a sequence: frees its cells and seq_id, and queues its last event."""
+        self.scheduler.remove(sequence)
+        self._forget_drafts(sequence)
+        self.kv.release(sequence, keep=reason is not FinishReason.ERROR and not self.is_closed)
+        self.outputs.finish(sequence, reason, perf_counter())
+        # Only now: a sequence that is interrupted before its last event is queued must run again.
+        sequence.finished()
+        if sequence.sampler:
+            sequence.sampler.close()
+        del self.sequences[sequence.id]
+        self.metrics.finished[reason] += 1
+
+    def _forget_drafts(self, sequence: Seq) -> None:
+        if self._speculator:
+            self._speculator.finished(sequence)
+
+    # --- state and end ------------------------------------------------------------------------------------------
+
+    def stats(self) -> EngineStats:
+        """Counters since the start, and the state now."""
+        running, waiting = len(self.scheduler.running), len(self.scheduler.waiting)
+        return self.metrics.stats(self.kv, running=running, waiting=waiting, media=self.runtime.media)
+
+    def live(self) -> LiveEngine:
+        """What the engine does now: its sequences, its queue, who holds which KV cells."""
+        return live_engine(self.scheduler, self.kv, self.metrics)
+
+    def close(self) -> None:
+        """Cancels all requests and frees the model. Closing again does nothing."""
+        if self.is_closed:
+            return
+        self.is_closed = True
+        for request_id in list(self.sequences):
+            self.cancel(request_id)
+        if self._disk:
+            self._disk.write_rest(_LAST_WRITES_S)
+            self._disk.close()
+        self.outputs.keep()  # threads that wait for events get the last ones
+        self.kv.clear_cache()
+        self.inputs.close()
+        self._sampler.close()
+        if self._speculator:
+            self._speculator.close()
+        self.runtime.close()
+        if self._trace:
+            self._trace.close()
+
+
+def _checkpoint_places(config: EngineConfig, runtime: Runtime) -> CheckpointPlaces | None:
+    most, min_step = config.ctx_checkpoints, config.checkpoint_min_step
+    return CheckpointPlaces(runtime.vocab.markers, most=most, min_step=min_step) if most else None
+
+
+def _speculator(config: EngineConfig, runtime: Runtime) -> Speculator | None:
+    if not runtime.proposers:
+        return None
+    n_rollback = runtime.n_rollback
+    most = min(config.draft_max, n_rollback or config.draft_max)
+    return Speculator(runtime.proposers, most, equal_only=n_rollback > 0, clock=thread_time)
+
+
+def _disk_opener(
+    config: EngineConfig, runtime: Runtime, key: StateKey, budgets: StepBudgets
+) -> Callable[[KVPool], DiskPrefixes] | None:
+    """Raises `ConfigError` if the folder cannot be written."""
+    where = disk_folder(config.prefix_cache_disk)
+    if where is None or runtime.info.pooling or runtime.sharing == "none":
+        return None
+    folder = PrefixFolder(*where)
+    return lambda kv: DiskPrefixes(kv, folder, key, budgets.prompt_token_s)
