@@ -6,7 +6,7 @@ import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator
 from functools import cached_property
-from typing import TYPE_CHECKING, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Literal, TypeVar
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -25,6 +25,7 @@ from cppbatch.engine.params import Params
 from cppbatch.engine.request import GenerationEvent, GenerationRequest, MediaPrompt, TokenPiece
 from cppbatch.engine.slots import SlotReport
 from cppbatch.errors import ConfigError, InvalidRequest
+from cppbatch.statistic import counter, gauge
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -60,20 +61,29 @@ class WorkerState(msgspec.Struct, frozen=True, kw_only=True):
 
     name: str
     """`local`, or the number of the worker process."""
-    health: Health
-    in_flight: int
-    """Unfinished requests."""
+    health: Annotated[
+        Health,
+        gauge(
+            "1 if the worker is running; 0 if it is loading, sleeping, restarting or failed", name="up", shown="is_up"
+        ),
+    ]
+    in_flight: Annotated[int, gauge("Unfinished requests assigned to the worker")]
     pid: int | None = None
     """None while no process runs."""
     device: int | None = None
     """The GPU it was assigned, if any."""
-    restarts: int = 0
+    restarts: Annotated[int, counter("Number of worker restarts after a crash")] = 0
     draining: bool = False
     """It gets no new requests, and ends when its last request has ended (autoscaling)."""
     stats: EngineStats | None = None
     """None while it does not answer."""
     model: str | UnsetType = UNSET
     """The name of its model, of a server with several."""
+
+    @property
+    def is_up(self) -> bool:
+        """Whether it runs."""
+        return self.health.status == "ok"
 
 
 class WorkerLive(msgspec.Struct, frozen=True, kw_only=True):
@@ -102,17 +112,40 @@ class ScalingState(msgspec.Struct, frozen=True, kw_only=True):
 
     min_workers: int
     max_workers: int
-    running: int
+    running: Annotated[
+        int,
+        gauge(
+            "Workers by state. draining: accepts no new requests and ends after its last one",
+            name="workers",
+            label="state",
+            shown="by_state",
+        ),
+    ]
     """Workers that take requests."""
     starting: int
     draining: int
-    """Workers that get no new requests and still compute earlier ones."""
-    scale_ups: int
-    """Workers that were started because requests waited."""
+    scale_ups: Annotated[
+        int,
+        counter(
+            "Workers started because requests were waiting (up) or drained because of low load (down)",
+            name="scale_events",
+            label="direction",
+            shown="events",
+        ),
+    ]
     scale_downs: int
-    """Workers that were drained because fewer were enough."""
     held_back: str | None = None
     """Why the last worker that the load asks for was not started."""
+
+    @property
+    def by_state(self) -> dict[str, int]:
+        """As `GET /metrics` shows the workers."""
+        return {"running": self.running, "starting": self.starting, "draining": self.draining}
+
+    @property
+    def events(self) -> dict[str, int]:
+        """As `GET /metrics` shows them."""
+        return {"up": self.scale_ups, "down": self.scale_downs}
 
 
 class EngineClient(ABC):

@@ -28,7 +28,7 @@ from cppbatch.engine.input_processor import InputProcessor
 from cppbatch.engine.kv_pool import KVPool
 from cppbatch.engine.layout_policy import LayoutPolicy, LayoutSwitch
 from cppbatch.engine.live_state import LiveEngine, live_engine
-from cppbatch.engine.metrics import EngineStats, Metrics
+from cppbatch.engine.metrics import EngineParts, EngineStats, Metrics
 from cppbatch.engine.model_info import ModelInfo
 from cppbatch.engine.output_processor import OutputProcessor
 from cppbatch.engine.params import Params, SamplingParams, sampling_params
@@ -641,7 +641,7 @@ class BatchInferenceEngine:
         if sequence.sampler:
             sequence.sampler.close()
         del self._sequences[sequence.id]
-        self.metrics.finished[reason] += 1
+        self.metrics.finished[reason.value] += 1
 
     def _forget_drafts(self, sequence: Seq) -> None:
         if self._speculator:
@@ -839,19 +839,15 @@ class BatchInferenceEngine:
 
     def stats(self) -> EngineStats:
         """Counters since the start, and the state now."""
-        scheduler = self._scheduler
-        return self.turns.run(
-            lambda: self.metrics.stats(
-                self.kv,
-                running=len(scheduler.running),
-                waiting=len(scheduler.waiting),
-                media=self._runtime.media,
-            )
-        )
+        return self.turns.run(self._parts.stats)
+
+    @property
+    def _parts(self) -> EngineParts:
+        return EngineParts(self.metrics, self.kv, self._scheduler, self._runtime.media)
 
     def live(self) -> LiveEngine:
         """What the engine does now: its sequences, its queue, who holds which KV cells."""
-        return self.turns.run(lambda: live_engine(self._scheduler, self.kv, self.metrics))
+        return self.turns.run(lambda: live_engine(self._parts))
 
     def clear_prefix_cache(self) -> None:
         """Removes all cached prefixes. Their cells and host memory are free when this returns."""

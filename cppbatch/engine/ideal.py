@@ -241,37 +241,37 @@ class TimeSplit:
 
     def add_step(self, work: StepWork, costs: BareCosts, decode_s: float, sample_s: float, engine_s: float) -> None:
         """Adds a step: the seconds in `llama_decode`, in sampling, and in the engine's other phases."""
+        n_rows, groups, drafted, accepted, n_prompt, n_again, unfinished = work
         lost = self.lost
         lost["sampling"] += sample_s
         lost["engine"] += engine_s
-        if costs is not self._costs or work.unfinished != self._unfinished:
-            self._costs, self._unfinished, self._groups = costs, work.unfinished, ()
-            self._row_s, self._token_s = costs.row_s(max(1, work.unfinished)), costs.token_s
+        if costs is not self._costs or unfinished != self._unfinished:
+            self._costs, self._unfinished, self._groups = costs, unfinished, ()
+            self._row_s, self._token_s = costs.row_s(max(1, unfinished)), costs.token_s
         ideal = padding = drafts = few_rows = small_pieces = again = 0.0
-        if work.groups and costs.rows:
-            groups = work.groups
+        if groups and costs.rows:
             computed = groups[0] if len(groups) == 1 else sum(groups)
             if groups != self._groups:
                 self._groups, self._groups_row_s = groups, sum(map(costs.step_s, groups)) / computed
-            row_s = self._groups_row_s
-            done = work.rows + work.accepted
-            drafts = row_s * (work.drafted - work.accepted)
-            padding = row_s * max(0, computed - work.rows - work.drafted)
+            row_s, done = self._groups_row_s, n_rows + accepted
+            drafts = row_s * (drafted - accepted)
+            padding = row_s * max(0, computed - n_rows - drafted)
             ideal = done * min(row_s, self._row_s)
             few_rows = done * row_s - ideal
-        if work.prompt_tokens and costs.tokens:
-            ideal += (work.prompt_tokens - work.again) * self._token_s
-            again = work.again * self._token_s
-            small_pieces = work.prompt_tokens * (costs.token_s_of(work.prompt_tokens) - self._token_s)
+        if n_prompt and costs.tokens:
+            ideal += (n_prompt - n_again) * self._token_s
+            again = n_again * self._token_s
+            small_pieces = n_prompt * (costs.token_s_of(n_prompt) - self._token_s)
         expected_s = ideal + padding + drafts + few_rows + small_pieces + again
         part = min(1.0, decode_s / expected_s) if expected_s else 0.0  # of a faster step less is lost
         self.ideal += part * ideal
-        lost["padding"] += part * padding
-        lost["drafts"] += part * drafts
         lost["few_rows"] += part * few_rows
-        lost["small_pieces"] += part * small_pieces
-        lost["computed_again"] += part * again
         lost["slower"] += decode_s - part * expected_s
+        if expected_s > ideal + few_rows:
+            lost["padding"] += part * padding
+            lost["drafts"] += part * drafts
+            lost["small_pieces"] += part * small_pieces
+            lost["computed_again"] += part * again
 
     def add_pause(self, serving_s: float, waiting_s: float) -> None:
         """Adds the time before a step: with work, and without."""

@@ -99,7 +99,7 @@ async def metrics(request: web.Request) -> web.Response:
     if batches:
         metrics.set_batches(batches)
     workers = await models.workers()
-    page = metrics.page(workers, request.app[GPUS].latest, models.scaling(), models.collectors())
+    page = metrics.page(workers, request.app[GPUS].latest, models.scaling(), models.metrics())
     theirs = llama_metrics(metrics.sums, metrics.take_recent_sums(), workers)
     headers = {"Content-Type": CONTENT_TYPE, "Process-Start-Time-Unix": str(models.started)}
     return web.Response(body=page + theirs, headers=headers)

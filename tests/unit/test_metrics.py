@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator
+from types import SimpleNamespace
+from typing import Any
 
 import msgspec
 import pytest
@@ -10,7 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from cppbatch.engine.histogram import ROWS, SECONDS, Bins, merged
 from cppbatch.engine.ideal import BareCosts, StepWork
-from cppbatch.engine.metrics import EngineStats, Metrics, RecentSteps, add_up
+from cppbatch.engine.metrics import EngineParts, EngineStats, Metrics, RecentSteps, add_up
 from cppbatch.engine.request import FinishReason, GenerationEvent, RequestUsage
 from cppbatch.engine.rolling_window import Window, percentile
 from cppbatch.server.server_metrics import ServerMetrics
@@ -116,8 +118,8 @@ def stats_of(*batches: int) -> EngineStats:
         metrics.lap("sample")
         metrics.generated_tokens += 10
         metrics.end_step(StepWork(rows, (rows,), 0, 0, 3, 0, rows), COSTS)
-    with_pool = fake_engine()
-    return metrics.stats(with_pool.kv, running=1, waiting=2)
+    scheduler: Any = SimpleNamespace(running=[1], waiting=[1, 2])
+    return EngineParts(metrics, fake_engine().kv, scheduler, media=None).stats()
 
 
 def test_stats_of_engines_add_up() -> None:
