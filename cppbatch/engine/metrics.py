@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Iterable, Sized
-from operator import attrgetter
 from time import perf_counter
 from typing import Annotated, Any, NamedTuple, get_type_hints
 
@@ -299,13 +298,20 @@ class EngineParts(NamedTuple):
     media: MediaInput | None
 
     def read(self, fields: Iterable[str]) -> dict[str, Any]:
-        """The present values of these fields of `EngineStats`, without those of a part that is None."""
-        values = {}
-        for field in fields:
-            part, _, path = (_STATISTICS[field].source or f"metrics.{field}").partition(".")
-            if (owner := getattr(self, part)) is not None:
-                values[field] = _copy(attrgetter(path)(owner), _TYPES[field])
-        return values
+        """The present values of these fields of `EngineStats`; 0 if one of the parts on the way is None."""
+        return {field: self._read(_STATISTICS[field].source or f"metrics.{field}", _TYPES[field]) for field in fields}
+
+    def _read(self, source: str, kind: type) -> Any:
+        value: Any = self
+        for name in source.split("."):
+            value = getattr(value, name)
+            if value is None:
+                return kind()
+        if kind is Histogram:
+            return value.histogram()
+        if kind is int and isinstance(value, Sized):
+            return len(value)
+        return dict(value) if isinstance(value, dict) else value
 
     def stats(self) -> EngineStats:
         """All of them."""
@@ -313,15 +319,6 @@ class EngineParts(NamedTuple):
 
 
 _STATISTICS, _TYPES = statistics_of(EngineStats), get_type_hints(EngineStats)
-
-
-def _copy(value: Any, kind: type) -> Any:
-    """A value of an engine as `EngineStats` has it."""
-    if kind is Histogram:
-        return value.histogram()
-    if kind is int and isinstance(value, Sized):
-        return len(value)
-    return dict(value) if isinstance(value, dict) else value
 
 
 def _about(work: StepWork, waiting_s: float) -> dict[str, Any]:
