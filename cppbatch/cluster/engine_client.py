@@ -12,11 +12,12 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from cppbatch.chat.chat_format import ChatFormat
+from cppbatch.chat.template import ChatTemplate
 from cppbatch.cluster import async_chat
 from cppbatch.cluster.async_chat import AsyncChatStream
 from cppbatch.cluster.worker_link import SlotActionName
 from cppbatch.config import EngineConfig
-from cppbatch.engine.chat_requests import ChatOptions, Conversation, chat_template_of
+from cppbatch.engine.chat_requests import ChatFormats, ChatOptions, Conversation
 from cppbatch.engine.chat_results import ChatCompletion
 from cppbatch.engine.live_state import LiveEngine
 from cppbatch.engine.metrics import EngineStats
@@ -84,6 +85,20 @@ class WorkerState(msgspec.Struct, frozen=True, kw_only=True):
     def is_up(self) -> bool:
         """Whether it runs."""
         return self.health.status == "ok"
+
+    def live(self, engine: LiveEngine | None, age: float | None) -> WorkerLive:
+        """The same worker for `GET /live`."""
+        return WorkerLive(
+            name=self.name,
+            pid=self.pid,
+            device=self.device,
+            health=self.health,
+            in_flight=self.in_flight,
+            restarts=self.restarts,
+            draining=self.draining,
+            age=age,
+            engine=engine,
+        )
 
 
 class WorkerLive(msgspec.Struct, frozen=True, kw_only=True):
@@ -223,20 +238,21 @@ class EngineClient(ABC):
         """
         return async_chat.chat_stream(self, conversation, params, options)
 
-    async def chat_format(self, template: str | None = None) -> ChatFormat:
+    async def chat_format(self, template: str | ChatTemplate | None = None) -> ChatFormat:
         """The format of the model's chats: its template, tool calls and reasoning, or those of another template.
 
         Raises as `chat` does.
         """
-        if template not in self._chat_formats:
-            source = chat_template_of(self.info, template)
-            self._chat_formats[template] = await async_chat.chat_format_of_client(self, source)
-        return self._chat_formats[template]
+        chat = self.chat_formats.get(template)
+        if chat.token_ids is None:
+            tokens = {marker: await self.tokenize(marker, add_special=False) for marker in chat.markers}
+            self.chat_formats.add_tokens(chat, tokens)
+        return chat
 
     @cached_property
-    def _chat_formats(self) -> dict[str | None, ChatFormat]:
-        """By template; None: the model's own."""
-        return {}
+    def chat_formats(self) -> ChatFormats:
+        """The formats of the model's chats. Those that `chat_format` has not returned yet lack token ids."""
+        return ChatFormats(self.info)
 
     @abstractmethod
     async def cancel(self, request_id: str) -> None:

@@ -20,7 +20,7 @@ import numpy.typing as npt
 from cppbatch.chat.chat_format import ChatFormat
 from cppbatch.config import EngineConfig, EngineSettings, KvLayout, disk_folder, engine_config
 from cppbatch.engine import offline, offline_chat
-from cppbatch.engine.chat_requests import ChatOptions, Conversation, PromptOrMessages, chat_template_of
+from cppbatch.engine.chat_requests import ChatFormats, ChatOptions, Conversation, PromptOrMessages
 from cppbatch.engine.chat_results import ChatCompletion, ChatEvent, ChatStream
 from cppbatch.engine.checkpoints import CheckpointPlaces
 from cppbatch.engine.embeddings import Vector
@@ -159,7 +159,7 @@ class BatchInferenceEngine:
         """Saves the cached prefixes of slots to files, and restores them."""
         self._disk = self._open_disk(key)
         self._sequences: dict[str, Seq] = {}
-        self._chat_formats: dict[str | None, ChatFormat] = {}  # by template; None: the model's own
+        self._chat_formats = ChatFormats(self.info, apply_builtin_template)
         self._numbers = itertools.count(1)
         self._closed = False
         self.survives_failures = True
@@ -741,12 +741,11 @@ class BatchInferenceEngine:
 
         Raises `ConfigError` if there is no such template, `InvalidRequest` if the model's own is broken.
         """
-        if template not in self._chat_formats:
-            source = chat_template_of(self.info, template, apply_named=apply_builtin_template)
-            tokens = {marker: self.tokens(marker, add_special=False) for marker in ChatFormat(source).markers}
-            ids = {marker: pieces[0].id for marker, pieces in tokens.items() if len(pieces) == 1}
-            self._chat_formats[template] = ChatFormat(source, ids)
-        return self._chat_formats[template]
+        chat = self._chat_formats.get(template)
+        if chat.token_ids is None:
+            tokens = {marker: self.tokens(marker, add_special=False) for marker in chat.markers}
+            self._chat_formats.add_tokens(chat, tokens)
+        return chat
 
     def generate_grid(
         self,
