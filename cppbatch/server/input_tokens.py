@@ -8,7 +8,7 @@ import msgspec
 from aiohttp import web
 
 from cppbatch.server.api_errors import json_response
-from cppbatch.server.endpoint import generation_endpoint
+from cppbatch.server.endpoint import Routes
 from cppbatch.server.model_choice import serving_of
 from cppbatch.server.openai.chat_completions import prepare_chat
 from cppbatch.server.openai.chat_types import ChatCompletionRequest
@@ -16,7 +16,7 @@ from cppbatch.server.parse import read_json
 from cppbatch.server.responses.create_response import prepare_response_chat
 from cppbatch.server.responses.responses_types import ResponsesRequest
 
-routes = web.RouteTableDef()
+routes = Routes()
 
 
 class InputTokens(msgspec.Struct, frozen=True, kw_only=True):
@@ -26,7 +26,7 @@ class InputTokens(msgspec.Struct, frozen=True, kw_only=True):
     input_tokens: int
 
 
-@routes.post("/v1/chat/completions/input_tokens")
+@routes.post("/v1/chat/completions/input_tokens", InputTokens, ChatCompletionRequest)
 async def chat_input_tokens(request: web.Request) -> web.Response:
     """Count the prompt tokens of a chat completion."""
     body = await read_json(request, ChatCompletionRequest)
@@ -36,7 +36,7 @@ async def chat_input_tokens(request: web.Request) -> web.Response:
     return json_response(InputTokens(input_tokens=len(tokens)))
 
 
-@routes.post("/v1/responses/input_tokens")
+@routes.post("/v1/responses/input_tokens", InputTokens, ResponsesRequest)
 async def response_input_tokens(request: web.Request) -> web.Response:
     """Count the prompt tokens of a response."""
     body = await read_json(request, ResponsesRequest)
@@ -44,13 +44,3 @@ async def response_input_tokens(request: web.Request) -> web.Response:
     serving.check_model(body.model)
     tokens = await serving.chat_tokens(await prepare_response_chat(body, serving), "input")
     return json_response(InputTokens(input_tokens=len(tokens)))
-
-
-ENDPOINTS = {
-    ("post", "/v1/chat/completions/input_tokens"): generation_endpoint(
-        "Count the prompt tokens of a chat completion", ChatCompletionRequest, InputTokens, streams=False
-    ),
-    ("post", "/v1/responses/input_tokens"): generation_endpoint(
-        "Count the prompt tokens of a response", ResponsesRequest, InputTokens, streams=False
-    ),
-}

@@ -19,7 +19,7 @@ from cppbatch.engine.media_sources import prompt_of_chat
 from cppbatch.engine.params import SamplingParams
 from cppbatch.engine.request import FinishReason, GenerationEvent, GenerationRequest
 from cppbatch.errors import InvalidRequest
-from cppbatch.server.endpoint import generation_endpoint
+from cppbatch.server.endpoint import Routes
 from cppbatch.server.media_loading import MediaLoader
 from cppbatch.server.model_choice import serving_of
 from cppbatch.server.parse import read_json
@@ -30,7 +30,7 @@ from cppbatch.server.serving import Prompt, Serving, new_id
 
 Json = dict[str, Any]
 
-routes = web.RouteTableDef()
+routes = Routes()
 
 
 class GenerateFields(SamplingFields, kw_only=True):
@@ -115,16 +115,13 @@ class GenerateChunk(msgspec.Struct, frozen=True, kw_only=True):
     timings: GenerateTimings | UnsetType = UNSET
 
 
-@routes.post("/generate")
+@routes.post("/generate", GenerateResponse, GenerateRequest, streams=True)
 async def generate(request: web.Request) -> web.StreamResponse:
     """Complete a prompt."""
     body = await read_json(request, GenerateRequest)
     serving = await serving_of(request, body)
     conversations = await chat_tools(serving, [body])
     return await respond(request, await asyncio.to_thread(prepare_generate, body, serving, conversations))
-
-
-ENDPOINTS = {("post", "/generate"): generation_endpoint("Complete a prompt", GenerateRequest, GenerateResponse)}
 
 
 class ChatTools(NamedTuple):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from aiohttp import web
 from msgspec import UNSET
 
 from cppbatch.chat.chat_format import PreparedChat
@@ -12,8 +11,8 @@ from cppbatch.chat.deltas import Delta, ReasoningDelta, TextDelta, ToolCall, Too
 from cppbatch.engine.assistant_output import AssistantOutput
 from cppbatch.engine.media_sources import prompt_of_chat
 from cppbatch.engine.request import GenerationEvent, TokenLogprob
-from cppbatch.server.endpoint import generation_endpoint
-from cppbatch.server.model_choice import serving_of
+from cppbatch.server.endpoint import Routes
+from cppbatch.server.generation import generation
 from cppbatch.server.openai.chat_types import (
     CalledCustomTool,
     CalledFunction,
@@ -32,8 +31,7 @@ from cppbatch.server.openai.chat_types import (
     ToolCallDelta,
 )
 from cppbatch.server.openai.choices import ChoicesBuilder, Extras, logprobs_of, verbose_results
-from cppbatch.server.parse import read_json
-from cppbatch.server.response import PreparedRequest, ServerSentEvent, respond
+from cppbatch.server.response import PreparedRequest, ServerSentEvent
 from cppbatch.server.response_logprobs import ChatLogprobs, chat_token_logprobs
 from cppbatch.server.serving import Serving
 from cppbatch.server.timings import has_output
@@ -41,25 +39,15 @@ from cppbatch.server.timings import has_output
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-routes = web.RouteTableDef()
+routes = Routes()
 
 
-@routes.post("/v1/chat/completions")
-async def chat_completions(request: web.Request) -> web.StreamResponse:
-    """Generate the next assistant message."""
-    body = await read_json(request, ChatCompletionRequest)
-    return await respond(request, await prepare_chat_completion(body, await serving_of(request, body)))
-
-
-ENDPOINTS = {
-    ("post", "/v1/chat/completions"): generation_endpoint(
-        "Generate the next assistant message", ChatCompletionRequest, ChatCompletionResponse
-    ),
-}
-
-
+@generation(routes, "/v1/chat/completions", ChatCompletionRequest, ChatCompletionResponse, in_batches=True)
 async def prepare_chat_completion(body: ChatCompletionRequest, serving: Serving) -> PreparedRequest:
-    """The engine requests and the builder for a chat completion. Batch jobs use it too. Raises `InvalidRequest`."""
+    """Generate the next assistant message.
+
+    Raises `InvalidRequest`.
+    """
     serving.check(body)
     chat = await prepare_chat(body, serving)
     params = serving.params(body, chat.params)

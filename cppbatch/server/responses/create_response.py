@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 
 import msgspec
-from aiohttp import web
 from msgspec import UNSET, UnsetType
 
 from cppbatch.chat.chat_format import PreparedChat
@@ -15,10 +14,9 @@ from cppbatch.engine.params import SamplingParams
 from cppbatch.engine.request import GenerationEvent
 from cppbatch.server.api_errors import api_error
 from cppbatch.server.content_blocks import ContentBlocks
-from cppbatch.server.endpoint import generation_endpoint
-from cppbatch.server.model_choice import serving_of
-from cppbatch.server.parse import read_json
-from cppbatch.server.response import PreparedRequest, ResponseBuilder, ServerSentEvent, respond, shown_media
+from cppbatch.server.endpoint import Routes
+from cppbatch.server.generation import generation
+from cppbatch.server.response import PreparedRequest, ResponseBuilder, ServerSentEvent, shown_media
 from cppbatch.server.responses.input_conversion import conversation
 from cppbatch.server.responses.output_items import OutputItems
 from cppbatch.server.responses.responses_types import (
@@ -57,25 +55,15 @@ _CHAT_FIELD_NAMES = {
 }
 _FIELD_NAMES = {"prompt": "input", "max_tokens": "max_output_tokens"}
 
-routes = web.RouteTableDef()
+routes = Routes()
 
 
-@routes.post("/v1/responses")
-async def responses(request: web.Request) -> web.StreamResponse:
-    """Generates the assistant's next message of a conversation."""
-    body = await read_json(request, ResponsesRequest)
-    return await respond(request, await prepare_response(body, await serving_of(request, body)))
-
-
-ENDPOINTS = {
-    ("post", "/v1/responses"): generation_endpoint(
-        "Generate the next assistant message, in the Responses API", ResponsesRequest, ResponsesResponse
-    ),
-}
-
-
+@generation(routes, "/v1/responses", ResponsesRequest, ResponsesResponse, in_batches=True)
 async def prepare_response(body: ResponsesRequest, serving: Serving) -> PreparedRequest:
-    """The engine request and the builder for a response. Batch jobs use it too. Raises `InvalidRequest`."""
+    """Generate the next assistant message, in the Responses API.
+
+    Raises `InvalidRequest`.
+    """
     serving.check(body)
     chat = await prepare_response_chat(body, serving)
     params = serving.params(body, chat.params)
