@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, get_args, get_origin
 
@@ -76,17 +76,11 @@ class Route(NamedTuple):
         return re.sub(r"{(\w+):[^}]*}", r"{\1}", self.path)
 
 
-class Routes:
+class Routes(list[Route]):
     """The routes of a module: `@routes.post("/tokenize", TokenizeResponse, TokenizeRequest)`.
 
     The first paragraph of a handler's docstring is its summary in the OpenAPI document. `more`: what `_add` takes.
     """
-
-    def __init__(self) -> None:
-        self._routes: list[Route] = []
-
-    def __iter__(self) -> Iterator[Route]:
-        return iter(self._routes)
 
     def get(self, path: str, answer: Answer, errors: tuple[int, ...] = QUERY_ERRORS, **more: Any) -> Declare:
         """Declares the handler of a GET, which by default only reports something."""
@@ -109,9 +103,7 @@ class Routes:
 
     def add_to(self, app: web.Application) -> None:
         """Adds them to an application."""
-        app.add_routes(
-            web.route(route.method.upper(), route.path, route.handler, **route.options) for route in self._routes
-        )
+        app.add_routes(web.route(route.method.upper(), route.path, route.handler, **route.options) for route in self)
 
     def _add(
         self,
@@ -129,11 +121,11 @@ class Routes:
         such as the `types` that schemas refer to."""
         (paragraph, *_) = (handler.__doc__ or "").split("\n\n")
         summary = " ".join(paragraph.split()).removesuffix(".")
-        content, types = content_of(answer)
+        content, types = _content(answer)
         if streams:
             content = {**content, "text/event-stream": _SERVER_SENT_EVENT}
-        endpoint = Endpoint(**{"summary": summary, "content": content, "types": types, **fields})
-        self._routes.append(Route(method, path, handler, endpoint, options or {}))
+        described: Json = {"summary": summary, "content": content, "types": types, **fields}
+        self.append(Route(method, path, handler, Endpoint(**described), options or {}))
         if also:
             self.alias(also, self, path)
         return handler
@@ -142,7 +134,7 @@ class Routes:
         """Adds another path of an endpoint among these routes."""
         (route,) = (route for route in routes if route.path == known)
         endpoint = route.endpoint._replace(summary=f"Same as {known}", prepare=None)
-        self._routes.append(route._replace(path=path, endpoint=endpoint))
+        self.append(route._replace(path=path, endpoint=endpoint))
 
 
 def schema_ref(kind: type) -> Json:
@@ -155,7 +147,7 @@ def json_content(schema: Json) -> dict[str, Json]:
     return {"application/json": schema}
 
 
-def content_of(answer: Answer) -> tuple[dict[str, Json], tuple[type, ...]]:
+def _content(answer: Answer) -> tuple[dict[str, Json], tuple[type, ...]]:
     """The content of an answer, and the types that it refers to."""
     if isinstance(answer, dict):
         return answer, ()

@@ -227,7 +227,7 @@ def endpoint_of(request: web.Request) -> str:
 
 # --- families of metrics ----------------------------------------------------------------------------------------------
 
-_FAMILIES: dict[StatisticKind, type[Metric]] = {
+_FAMILIES: dict[StatisticKind, Any] = {
     "counter": CounterMetricFamily,
     "gauge": GaugeMetricFamily,
     "histogram": HistogramMetricFamily,
@@ -239,7 +239,7 @@ Samples = Iterable[tuple[Sequence[str], Any]]
 def family(kind: StatisticKind, name: str, text: str, labels: Sequence[str], samples: Samples) -> Metric:
     """A family of metrics, each with a value of its own. A dict has a metric for each entry, with its key as the last
     label; a text is the last label of a 1; None is left out."""
-    made: Any = _FAMILIES[kind](f"cppbatch_{name}", text, labels=labels)
+    made = _FAMILIES[kind](f"cppbatch_{name}", text, labels=labels)
     for key, value in samples:
         if isinstance(value, EngineHistogram):
             bounds = [*map(str, value.bounds), "+Inf"]
