@@ -215,7 +215,7 @@ class Metrics:
     def end_step(self, work: StepWork, costs: BareCosts) -> None:
         """Adds the last phase of a computed step, and the step as a whole. `costs`: what steps cost at best."""
         laps, pause_s = self._laps, self._began - self._ended
-        waiting_s = min(pause_s, max(0.0, self._idle_until - self._ended))
+        waiting_s = min(pause_s, self._idle_until - self._ended) if self._idle_until > self._ended else 0.0
         if self._trace:
             self.lap("advance", **_about(work, waiting_s))
         else:

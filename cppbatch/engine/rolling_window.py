@@ -23,7 +23,10 @@ class Window(Generic[Row]):
 
     def add(self, row: Row) -> None:
         """Adds a row with the present time."""
-        self._rows.append((self._clock(), row))
+        now, rows = self._clock(), self._rows
+        rows.append((now, row))
+        if rows[0][0] < now - SPAN:  # one for one: the others are forgotten when the rows are read
+            rows.popleft()
 
     def rows(self) -> list[Row]:
         """The rows of the last minute, oldest first."""
