@@ -418,7 +418,7 @@ class EngineProcess(EngineClient):
         if worker := self._supervisor.worker:
             engine, age = await self._live.get(partial(worker.send, GetLive()), self.idle_seconds)
         state = self._state()  # the worker may have ended meanwhile
-        return [state.live(engine, age) if state.pid else state.live(None, None)]
+        return [state.live(None, None) if state.pid is None else state.live(engine, age)]
 
     def _wake_stats_waiters(self) -> None:
         for waiter in self._stats_waiters:

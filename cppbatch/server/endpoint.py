@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Awaitable, Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, get_args, get_origin
+from typing import TYPE_CHECKING, Any, NamedTuple, get_args
 
 from aiohttp import web
 
@@ -153,7 +153,7 @@ def _content(answer: Answer) -> tuple[dict[str, Json], tuple[type, ...]]:
         return answer, ()
     if isinstance(answer, tuple):
         return json_content({"anyOf": [schema_ref(kind) for kind in answer]}), answer
-    if get_origin(answer) is list:
-        (kind,) = get_args(answer)
+    if args := get_args(answer):
+        (kind,) = args
         return json_content({"type": "array", "items": schema_ref(kind)}), (kind,)
     return json_content(schema_ref(answer)), (answer,)

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator
-from typing import Any
+from typing import Any, get_args
 
 from prometheus_client.core import Metric
 
-from cppbatch.cluster.model_pool import PooledModel, UnloadReason
+from cppbatch.cluster.model_pool import ModelState, PooledModel, UnloadReason
 from cppbatch.server.server_metrics import family
 from cppbatch.statistic import StatisticKind
 
-_STATES = ("unloaded", "loading", "loaded", "unloading")
-_REASONS: tuple[UnloadReason, ...] = ("evicted", "idle", "asked", "changed")
+_STATES: tuple[ModelState, ...] = get_args(ModelState)
+_REASONS: tuple[UnloadReason, ...] = get_args(UnloadReason)
 
 
 def model_families(models: Collection[PooledModel[Any, Any]]) -> Iterator[Metric]:

@@ -8,7 +8,7 @@ from collections import Counter as Counts
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator, Sequence
 from itertools import accumulate, chain
 from time import perf_counter
-from typing import Any
+from typing import Any, cast
 
 from aiohttp import web
 from aiohttp.typedefs import Handler
@@ -227,11 +227,7 @@ def endpoint_of(request: web.Request) -> str:
 
 # --- families of metrics ----------------------------------------------------------------------------------------------
 
-_FAMILIES: dict[StatisticKind, Any] = {
-    "counter": CounterMetricFamily,
-    "gauge": GaugeMetricFamily,
-    "histogram": HistogramMetricFamily,
-}
+_FAMILIES = {"counter": CounterMetricFamily, "gauge": GaugeMetricFamily, "histogram": HistogramMetricFamily}
 Samples = Iterable[tuple[Sequence[str], Any]]
 """The values of the labels, and that of the metric."""
 
@@ -239,7 +235,7 @@ Samples = Iterable[tuple[Sequence[str], Any]]
 def family(kind: StatisticKind, name: str, text: str, labels: Sequence[str], samples: Samples) -> Metric:
     """A family of metrics, each with a value of its own. A dict has a metric for each entry, with its key as the last
     label; a text is the last label of a 1; None is left out."""
-    made = _FAMILIES[kind](f"cppbatch_{name}", text, labels=labels)
+    made: Any = _FAMILIES[kind](f"cppbatch_{name}", text, labels=labels)
     for key, value in samples:
         if isinstance(value, EngineHistogram):
             bounds = [*map(str, value.bounds), "+Inf"]
@@ -249,7 +245,7 @@ def family(kind: StatisticKind, name: str, text: str, labels: Sequence[str], sam
                 made.add_metric([*key, label], n)
         elif value is not None:
             made.add_metric(key, value)
-    return made
+    return cast(Metric, made)
 
 
 def families(
