@@ -20,7 +20,7 @@ import numpy.typing as npt
 from cppbatch.chat.chat_format import ChatFormat
 from cppbatch.config import EngineConfig, EngineSettings, KvLayout, disk_folder, engine_config
 from cppbatch.engine import offline, offline_chat
-from cppbatch.engine.chat_requests import ChatOptions, Conversation, PromptOrMessages, chat_template_of
+from cppbatch.engine.chat_requests import ChatFormats, ChatOptions, Conversation, PromptOrMessages
 from cppbatch.engine.chat_results import ChatCompletion, ChatEvent, ChatStream
 from cppbatch.engine.checkpoints import CheckpointPlaces
 from cppbatch.engine.embeddings import Vector
@@ -28,7 +28,7 @@ from cppbatch.engine.input_processor import InputProcessor
 from cppbatch.engine.kv_pool import KVPool
 from cppbatch.engine.layout_policy import LayoutPolicy, LayoutSwitch
 from cppbatch.engine.live_state import LiveEngine, live_engine
-from cppbatch.engine.metrics import EngineStats, Metrics
+from cppbatch.engine.metrics import EngineParts, EngineStats, Metrics
 from cppbatch.engine.model_info import ModelInfo
 from cppbatch.engine.output_processor import OutputProcessor
 from cppbatch.engine.params import Params, SamplingParams, sampling_params
@@ -159,7 +159,7 @@ class BatchInferenceEngine:
         """Saves the cached prefixes of slots to files, and restores them."""
         self._disk = self._open_disk(key)
         self._sequences: dict[str, Seq] = {}
-        self._chat_formats: dict[str | None, ChatFormat] = {}  # by template; None: the model's own
+        self._chat_formats = ChatFormats(self.info, apply_builtin_template)
         self._numbers = itertools.count(1)
         self._closed = False
         self.survives_failures = True
@@ -641,7 +641,7 @@ class BatchInferenceEngine:
         if sequence.sampler:
             sequence.sampler.close()
         del self._sequences[sequence.id]
-        self.metrics.finished[reason] += 1
+        self.metrics.finished[reason.value] += 1
 
     def _forget_drafts(self, sequence: Seq) -> None:
         if self._speculator:
@@ -741,12 +741,11 @@ class BatchInferenceEngine:
 
         Raises `ConfigError` if there is no such template, `InvalidRequest` if the model's own is broken.
         """
-        if template not in self._chat_formats:
-            source = chat_template_of(self.info, template, apply_named=apply_builtin_template)
-            tokens = {marker: self.tokens(marker, add_special=False) for marker in ChatFormat(source).markers}
-            ids = {marker: pieces[0].id for marker, pieces in tokens.items() if len(pieces) == 1}
-            self._chat_formats[template] = ChatFormat(source, ids)
-        return self._chat_formats[template]
+        chat = self._chat_formats.get(template)
+        if chat.token_ids is None:
+            tokens = {marker: self.tokens(marker, add_special=False) for marker in chat.markers}
+            self._chat_formats.add_tokens(chat, tokens)
+        return chat
 
     def generate_grid(
         self,
@@ -839,19 +838,15 @@ class BatchInferenceEngine:
 
     def stats(self) -> EngineStats:
         """Counters since the start, and the state now."""
-        scheduler = self._scheduler
-        return self.turns.run(
-            lambda: self.metrics.stats(
-                self.kv,
-                running=len(scheduler.running),
-                waiting=len(scheduler.waiting),
-                media=self._runtime.media,
-            )
-        )
+        return self.turns.run(self._parts.stats)
+
+    @property
+    def _parts(self) -> EngineParts:
+        return EngineParts(self.metrics, self.kv, self._scheduler, self._runtime.media)
 
     def live(self) -> LiveEngine:
         """What the engine does now: its sequences, its queue, who holds which KV cells."""
-        return self.turns.run(lambda: live_engine(self._scheduler, self.kv, self.metrics))
+        return self.turns.run(lambda: live_engine(self._parts))
 
     def clear_prefix_cache(self) -> None:
         """Removes all cached prefixes. Their cells and host memory are free when this returns."""
