@@ -5,9 +5,11 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import msgspec
+
+from cppbatch.statistic import counter, gauge
 
 log = logging.getLogger("cppbatch.gpu")
 
@@ -23,14 +25,14 @@ class GpuState(msgspec.Struct, frozen=True, kw_only=True):
     """NVML's number, as in nvidia-smi. llama.cpp counts only the GPUs that CUDA_VISIBLE_DEVICES names."""
     name: str
     uuid: str
-    utilization: float | None
-    """Share of the last sample period, at most a second, in which a kernel ran: 0 to 1."""
-    memory_used_bytes: int | None
-    """Of all processes."""
-    memory_total_bytes: int | None
-    power_watts: float | None
-    energy_joules: float | None
-    """Since the driver was loaded."""
+    utilization: Annotated[
+        float | None, gauge("Fraction of the last sample period during which a kernel was running: 0 to 1")
+    ]
+    """The period is at most a second."""
+    memory_used_bytes: Annotated[int | None, gauge("GPU memory used by all processes")]
+    memory_total_bytes: Annotated[int | None, gauge("Total GPU memory")]
+    power_watts: Annotated[float | None, gauge("GPU power draw")]
+    energy_joules: Annotated[float | None, counter("GPU energy consumption since the driver was loaded")]
 
 
 class Gpus:

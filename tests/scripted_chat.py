@@ -60,6 +60,7 @@ class ScriptedFormat:
 
     def __init__(self, script: list[Delta], **params: Any) -> None:
         self._script, self._params = script, params
+        self.token_ids: Json = {}
         self.asked: Json = {}
 
     def prepare(self, turn: ChatTurn) -> PreparedChat:
@@ -86,7 +87,11 @@ class ChatServer(AppThread):
         """From now on the model holds conversations like this; None: as it does itself."""
         models = self.app[MODELS]
         assert isinstance(models, OneModel)
-        models.serving._chat = form  # type: ignore[assignment]
+        serving: Any = models.serving
+        made = serving.client.chat_formats.made
+        made.pop(serving._own_template, None)
+        if form:
+            made[serving._own_template] = form
 
     def fail_in_midstream(self, monkeypatch: pytest.MonkeyPatch) -> threading.Event:
         """Lets the next request's decodes fail: after a few steps, and when the event is set."""

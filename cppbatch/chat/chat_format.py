@@ -95,15 +95,13 @@ class ChatForms(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ChatFormat:
-    """A model's chat template and the formats of its tool calls and its reasoning.
-
-    `token_ids`: token ids of the `markers` that are a single token each.
-    """
+    """A model's chat template and the formats of its tool calls and its reasoning."""
 
     def __init__(self, template: ChatTemplate, token_ids: dict[str, int] | None = None) -> None:
         self.template = template
         self.tool_format = detect_tool_format(template)
-        self.token_ids = token_ids or {}
+        self.token_ids = token_ids
+        """The token ids of the `markers` that are a single token each; None: not known yet."""
         self.reasoning_tags = None if self.tool_format.parses_reasoning else self._find_tags()
 
     @property
@@ -225,12 +223,12 @@ class ChatFormat:
 
     def _calls_grammar(self, tools: ToolSchemas, state: ReasoningState, *, several: bool) -> str:
         """A grammar for one tool call, or with `several` up to `MAX_TOOL_CALLS`, perhaps after reasoning."""
-        lark = LarkGrammar(self.token_ids)
+        lark = LarkGrammar(self.token_ids or {})
         return lark.source(self._after_reasoning(lark, self._calls(lark, tools, several=several), state))
 
     def _text_or_calls_grammar(self, tools: ToolSchemas, state: ReasoningState, *, several: bool) -> str:
         """A grammar for tool calls, or for text that the parser reads as none."""
-        lark = LarkGrammar(self.token_ids)
+        lark = LarkGrammar(self.token_ids or {})
         text = self.tool_format.text_grammar(lark)
         calls = lark.rule(self._calls(lark, tools, several=several))
         either = lark.one_of([calls, text, f"{text} {calls}"])
@@ -239,7 +237,7 @@ class ChatFormat:
     def _lazy_grammar(self, tools: ToolSchemas, state: ReasoningState, *, several: bool) -> LazyGrammar | None:
         """A grammar for tool calls from their marker on. None where the markers of calls or of reasoning are not single
         tokens, and where calls may begin without them."""
-        formats, ids = self.tool_format, self.token_ids
+        formats, ids = self.tool_format, self.token_ids or {}
         start = ids.get(next(iter(formats.start_markers), ""))
         thought = [ids[tag] for tag in self._tag_markers if tag in ids]
         if start is None or formats.start_prefixes or formats.parses_reasoning:
@@ -260,7 +258,7 @@ class ChatFormat:
         if not may_reason and not tools:
             return {"json_schema": schema}
         check_satisfiable("response_format", schema)
-        lark = LarkGrammar(self.token_ids)
+        lark = LarkGrammar(self.token_ids or {})
         answer = self.tool_format.answer_grammar(lark, lark.json(schema))
         if tools:
             answer = lark.one_of([self._calls(lark, tools, several=several), answer])

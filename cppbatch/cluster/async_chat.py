@@ -9,9 +9,8 @@ from contextlib import aclosing
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from cppbatch.chat.chat_format import ChatFormat, PreparedChat
+from cppbatch.chat.chat_format import PreparedChat
 from cppbatch.chat.deltas import openai_message
-from cppbatch.chat.template import ChatTemplate
 from cppbatch.engine.chat_requests import ChatOptions, ChatRequests, Conversation, Json
 from cppbatch.engine.chat_results import ChatCompletion, ChatEvent, ChatReader
 from cppbatch.engine.params import Params
@@ -20,13 +19,6 @@ from cppbatch.errors import InvalidRequest
 
 if TYPE_CHECKING:
     from cppbatch.cluster.engine_client import EngineClient
-
-
-async def chat_format_of_client(client: EngineClient, template: ChatTemplate) -> ChatFormat:
-    """The format of a model's chats, with the token ids of its markers."""
-    markers = ChatFormat(template).markers
-    tokens = [(marker, await client.tokenize(marker, add_special=False)) for marker in markers]
-    return ChatFormat(template, {marker: ids[0].id for marker, ids in tokens if len(ids) == 1})
 
 
 class AsyncChatStream:

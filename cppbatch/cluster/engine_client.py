@@ -6,16 +6,17 @@ import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator
 from functools import cached_property
-from typing import TYPE_CHECKING, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Literal, TypeVar
 
 import msgspec
 from msgspec import UNSET, UnsetType
 
 from cppbatch.chat.chat_format import ChatFormat
+from cppbatch.chat.template import ChatTemplate
 from cppbatch.cluster import async_chat
 from cppbatch.cluster.async_chat import AsyncChatStream
 from cppbatch.config import EngineConfig
-from cppbatch.engine.chat_requests import ChatOptions, Conversation, chat_template_of
+from cppbatch.engine.chat_requests import ChatFormats, ChatOptions, Conversation
 from cppbatch.engine.chat_results import ChatCompletion
 from cppbatch.engine.live_state import LiveEngine
 from cppbatch.engine.metrics import EngineStats
@@ -24,6 +25,7 @@ from cppbatch.engine.params import Params
 from cppbatch.engine.request import GenerationEvent, GenerationRequest, MediaPrompt, TokenPiece
 from cppbatch.engine.slots import SlotActionName, SlotReport
 from cppbatch.errors import ConfigError, InvalidRequest
+from cppbatch.statistic import counter, gauge
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -59,20 +61,43 @@ class WorkerState(msgspec.Struct, frozen=True, kw_only=True):
 
     name: str
     """`local`, or the number of the worker process."""
-    health: Health
-    in_flight: int
-    """Unfinished requests."""
+    health: Annotated[
+        Health,
+        gauge(
+            "1 if the worker is running; 0 if it is loading, sleeping, restarting or failed", name="up", shown="is_up"
+        ),
+    ]
+    in_flight: Annotated[int, gauge("Unfinished requests assigned to the worker")]
     pid: int | None = None
     """None while no process runs."""
     device: int | None = None
     """The GPU it was assigned, if any."""
-    restarts: int = 0
+    restarts: Annotated[int, counter("Number of worker restarts after a crash")] = 0
     draining: bool = False
     """It gets no new requests, and ends when its last request has ended (autoscaling)."""
     stats: EngineStats | None = None
     """None while it does not answer."""
     model: str | UnsetType = UNSET
     """The name of its model, of a server with several."""
+
+    @property
+    def is_up(self) -> bool:
+        """Whether it runs."""
+        return self.health.status == "ok"
+
+    def live(self, engine: LiveEngine | None, age: float | None) -> WorkerLive:
+        """The same worker for `GET /live`."""
+        return WorkerLive(
+            name=self.name,
+            pid=self.pid,
+            device=self.device,
+            health=self.health,
+            in_flight=self.in_flight,
+            restarts=self.restarts,
+            draining=self.draining,
+            age=age,
+            engine=engine,
+        )
 
 
 class WorkerLive(msgspec.Struct, frozen=True, kw_only=True):
@@ -101,17 +126,40 @@ class ScalingState(msgspec.Struct, frozen=True, kw_only=True):
 
     min_workers: int
     max_workers: int
-    running: int
+    running: Annotated[
+        int,
+        gauge(
+            "Workers by state. draining: accepts no new requests and ends after its last one",
+            name="workers",
+            label="state",
+            shown="by_state",
+        ),
+    ]
     """Workers that take requests."""
     starting: int
     draining: int
-    """Workers that get no new requests and still compute earlier ones."""
-    scale_ups: int
-    """Workers that were started because requests waited."""
+    scale_ups: Annotated[
+        int,
+        counter(
+            "Workers started because requests were waiting (up) or drained because of low load (down)",
+            name="scale_events",
+            label="direction",
+            shown="events",
+        ),
+    ]
     scale_downs: int
-    """Workers that were drained because fewer were enough."""
     held_back: str | None = None
     """Why the last worker that the load asks for was not started."""
+
+    @property
+    def by_state(self) -> dict[str, int]:
+        """As `GET /metrics` shows the workers."""
+        return {"running": self.running, "starting": self.starting, "draining": self.draining}
+
+    @property
+    def events(self) -> dict[str, int]:
+        """As `GET /metrics` shows them."""
+        return {"up": self.scale_ups, "down": self.scale_downs}
 
 
 class EngineClient(ABC):
@@ -189,20 +237,21 @@ class EngineClient(ABC):
         """
         return async_chat.chat_stream(self, conversation, params, options)
 
-    async def chat_format(self, template: str | None = None) -> ChatFormat:
+    async def chat_format(self, template: str | ChatTemplate | None = None) -> ChatFormat:
         """The format of the model's chats: its template, tool calls and reasoning, or those of another template.
 
         Raises as `chat` does.
         """
-        if template not in self._chat_formats:
-            source = chat_template_of(self.info, template)
-            self._chat_formats[template] = await async_chat.chat_format_of_client(self, source)
-        return self._chat_formats[template]
+        chat = self.chat_formats.get(template)
+        if chat.token_ids is None:
+            tokens = {marker: await self.tokenize(marker, add_special=False) for marker in chat.markers}
+            self.chat_formats.add_tokens(chat, tokens)
+        return chat
 
     @cached_property
-    def _chat_formats(self) -> dict[str | None, ChatFormat]:
-        """By template; None: the model's own."""
-        return {}
+    def chat_formats(self) -> ChatFormats:
+        """The formats of the model's chats. Those that `chat_format` has not returned yet lack token ids."""
+        return ChatFormats(self.info)
 
     @abstractmethod
     async def cancel(self, request_id: str) -> None:

@@ -393,9 +393,11 @@ class EngineProcess(EngineClient):
 
     async def workers(self) -> list[WorkerState]:
         """The state of this one worker."""
-        stats = await self._fetch_stats()
+        return [self._state(await self._fetch_stats())]
+
+    def _state(self, stats: EngineStats | None = None) -> WorkerState:
         worker = self._supervisor.worker
-        state = WorkerState(
+        return WorkerState(
             name=self.name,
             pid=worker.pid if worker else None,
             device=self.config.device,
@@ -404,7 +406,6 @@ class EngineProcess(EngineClient):
             restarts=self._supervisor.restarts,
             stats=stats,
         )
-        return [state]
 
     async def _fetch_stats(self) -> EngineStats | None:
         """Asks the worker. Returns its previous report if it is in a long step or is not running."""
@@ -420,20 +421,8 @@ class EngineProcess(EngineClient):
         engine = age = None
         if worker := self._supervisor.worker:
             engine, age = await self._live.get(partial(worker.send, GetLive()), self.idle_seconds)
-            worker = self._supervisor.worker  # it may have ended meanwhile
-        return [
-            WorkerLive(
-                name=self.name,
-                pid=worker.pid if worker else None,
-                device=self.config.device,
-                health=self.health(),
-                in_flight=self.in_flight,
-                restarts=self._supervisor.restarts,
-                draining=False,
-                age=age if worker else None,
-                engine=engine if worker else None,
-            )
-        ]
+        state = self._state()  # the worker may have ended meanwhile
+        return [state.live(None, None) if state.pid is None else state.live(engine, age)]
 
     def _wake_stats_waiters(self) -> None:
         for waiter in self._stats_waiters:

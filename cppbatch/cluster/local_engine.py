@@ -191,28 +191,29 @@ class LocalEngine(EngineClient):
 
     async def workers(self) -> list[WorkerState]:
         """The state of this one engine."""
-        stats = await self.stats() if self._health.status == "ok" and not self._closing else None
-        state = WorkerState(name="local", pid=os.getpid(), health=self._health, in_flight=len(self._by_id), stats=stats)
-        return [state]
+        return [self._state(await self.stats() if self._answers else None)]
 
-    async def live(self) -> list[WorkerLive]:
-        """What this one engine does now."""
-        engine = age = None
-        if self._health.status == "ok" and not self._closing:
-            idle_seconds = 0.0 if self._by_id else monotonic() - self._empty_since
-            engine, age = await self._live.get(self._ask_live, idle_seconds)
-        state = WorkerLive(
+    def _state(self, stats: EngineStats | None = None) -> WorkerState:
+        return WorkerState(
             name="local",
             pid=os.getpid(),
             device=self.config.device,
             health=self._health,
             in_flight=len(self._by_id),
-            restarts=0,
-            draining=False,
-            age=age,
-            engine=engine,
+            stats=stats,
         )
-        return [state]
+
+    @property
+    def _answers(self) -> bool:
+        return self._health.status == "ok" and not self._closing
+
+    async def live(self) -> list[WorkerLive]:
+        """What this one engine does now."""
+        engine = age = None
+        if self._answers:
+            idle_seconds = 0.0 if self._by_id else monotonic() - self._empty_since
+            engine, age = await self._live.get(self._ask_live, idle_seconds)
+        return [self._state().live(engine, age)]
 
     def _ask_live(self) -> None:
         self._step_loop.post(lambda engine: self._call_on_loop(self._live.received, engine.live()))

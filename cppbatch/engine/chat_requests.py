@@ -24,7 +24,7 @@ from cppbatch.chat.thinking_budget import given_budget
 from cppbatch.engine.media_sources import local_media, prompt_of_chat, with_files
 from cppbatch.engine.model_info import ModelInfo
 from cppbatch.engine.params import Params, SamplingParams, sampling_params
-from cppbatch.engine.request import GenerationRequest, Prompt, RequestOptions
+from cppbatch.engine.request import GenerationRequest, Prompt, RequestOptions, TokenPiece
 from cppbatch.errors import InvalidRequest
 from cppbatch.typed_json import convert
 
@@ -162,16 +162,30 @@ def several_conversations(given: Conversation | Sequence[Conversation]) -> tuple
     return list(given), False  # type: ignore[arg-type]  # checked
 
 
-def chat_template_of(
-    info: ModelInfo,
-    template: str | None,
-    *,
-    apply_named: ApplyNamed | None = None,
-) -> ChatTemplate:
-    """`template` (as `find_template` takes it), else the model's own, else ChatML.
+class ChatFormats:
+    """The formats of a model's chats: of its own template, and of others. Each is made once."""
 
-    `apply_named`: as in `ChatTemplate`. Raises `ConfigError` if there is no such template, `InvalidRequest` if the
-    model's own is broken.
-    """
-    source = info.chat_template if template is None else find_template(template)
-    return ChatTemplate(source, bos=info.bos, eos=info.eos, apply_named=apply_named)
+    def __init__(self, info: ModelInfo, apply_named: ApplyNamed | None = None) -> None:
+        """`apply_named`: as in `ChatTemplate`."""
+        self._info, self._apply_named = info, apply_named
+        self.made: dict[str | ChatTemplate | None, ChatFormat] = {}
+        """By template; None: the model's own."""
+
+    def get(self, template: str | ChatTemplate | None = None) -> ChatFormat:
+        """The format of a template (a string: as `find_template` takes it), else of the model's own, else of ChatML.
+
+        A new one lacks the token ids of its markers (`add_tokens`). Raises `ConfigError` if there is no such template,
+        `InvalidRequest` if the model's own is broken.
+        """
+        if template not in self.made:
+            found, info = template, self._info
+            if not isinstance(found, ChatTemplate):
+                source = info.chat_template if found is None else find_template(found)
+                found = ChatTemplate(source, bos=info.bos, eos=info.eos, apply_named=self._apply_named)
+            self.made[template] = ChatFormat(found)
+        return self.made[template]
+
+    @staticmethod
+    def add_tokens(chat: ChatFormat, tokens: Mapping[str, Sequence[TokenPiece]]) -> None:
+        """Adds the tokens of each of the format's markers."""
+        chat.token_ids = {marker: pieces[0].id for marker, pieces in tokens.items() if len(pieces) == 1}

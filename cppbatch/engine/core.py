@@ -12,7 +12,7 @@ from cppbatch.engine.input_processor import InputProcessor
 from cppbatch.engine.kv_pool import KVPool
 from cppbatch.engine.layout_policy import LayoutPolicy, LayoutSwitch
 from cppbatch.engine.live_state import LiveEngine, live_engine
-from cppbatch.engine.metrics import EngineStats, Metrics
+from cppbatch.engine.metrics import EngineParts, EngineStats, Metrics
 from cppbatch.engine.output_processor import OutputProcessor
 from cppbatch.engine.pooler import Pooler
 from cppbatch.engine.prefix_disk.disk_prefixes import DiskPrefixes
@@ -506,7 +506,7 @@ class EngineCore:
         if sequence.sampler:
             sequence.sampler.close()
         del self.sequences[sequence.id]
-        self.metrics.finished[reason] += 1
+        self.metrics.finished[reason.value] += 1
 
     def _forget_drafts(self, sequence: Seq) -> None:
         if self._speculator:
@@ -516,12 +516,15 @@ class EngineCore:
 
     def stats(self) -> EngineStats:
         """Counters since the start, and the state now."""
-        running, waiting = len(self.scheduler.running), len(self.scheduler.waiting)
-        return self.metrics.stats(self.kv, running=running, waiting=waiting, media=self.runtime.media)
+        return self._parts.stats()
 
     def live(self) -> LiveEngine:
         """What the engine does now: its sequences, its queue, who holds which KV cells."""
-        return live_engine(self.scheduler, self.kv, self.metrics)
+        return live_engine(self._parts)
+
+    @property
+    def _parts(self) -> EngineParts:
+        return EngineParts(self.metrics, self.kv, self.scheduler, self.runtime.media)
 
     def close(self) -> None:
         """Cancels all requests and frees the model. Closing again does nothing."""

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from cppbatch.chat.chat_format import ChatFormat
 from cppbatch.config import EngineConfig, EngineSettings, engine_config
 from cppbatch.engine import offline, offline_chat
-from cppbatch.engine.chat_requests import chat_template_of
+from cppbatch.engine.chat_requests import ChatFormats
 from cppbatch.engine.core import EngineCore
 from cppbatch.engine.live_state import LiveEngine
 from cppbatch.engine.metrics import EngineStats
@@ -77,7 +77,7 @@ class BatchInferenceEngine:
         )
         """The step loop. What changes it takes a turn."""
         self.turns = Turns(self.core.process)
-        self._chat_formats: dict[str | None, ChatFormat] = {}  # by template; None: the model's own
+        self._chat_formats = ChatFormats(self.info, apply_builtin_template)
         self._numbers = itertools.count(1)
 
     # --- requests -----------------------------------------------------------------------------------------------
@@ -173,12 +173,11 @@ class BatchInferenceEngine:
 
         Raises `ConfigError` if there is no such template, `InvalidRequest` if the model's own is broken.
         """
-        if template not in self._chat_formats:
-            source = chat_template_of(self.info, template, apply_named=apply_builtin_template)
-            tokens = {marker: self.tokens(marker, add_special=False) for marker in ChatFormat(source).markers}
-            ids = {marker: pieces[0].id for marker, pieces in tokens.items() if len(pieces) == 1}
-            self._chat_formats[template] = ChatFormat(source, ids)
-        return self._chat_formats[template]
+        chat = self._chat_formats.get(template)
+        if chat.token_ids is None:
+            tokens = {marker: self.tokens(marker, add_special=False) for marker in chat.markers}
+            self._chat_formats.add_tokens(chat, tokens)
+        return chat
 
     # --- state and end ------------------------------------------------------------------------------------------
 

@@ -224,10 +224,13 @@ class TimeSplit:
     def __init__(self) -> None:
         self.ideal = 0.0
         self.lost = dict.fromkeys(LOST, 0.0)
+        # Of the last step: most steps are like the one before.
         self._costs: BareCosts | None = None
+        self._work: StepWork | None = None
         self._unfinished = -1
         self._groups: Sequence[int] = ()
-        self._row_s = self._token_s = self._groups_row_s = 0.0
+        self._row_s = self._token_s = self._groups_row_s = self._ideal_s = self._expected_s = 0.0
+        self._parts: list[tuple[str, float]] = []
 
     @property
     def busy(self) -> float:
@@ -244,34 +247,43 @@ class TimeSplit:
         lost = self.lost
         lost["sampling"] += sample_s
         lost["engine"] += engine_s
-        if costs is not self._costs or work.unfinished != self._unfinished:
-            self._costs, self._unfinished, self._groups = costs, work.unfinished, ()
-            self._row_s, self._token_s = costs.row_s(max(1, work.unfinished)), costs.token_s
-        ideal = padding = drafts = few_rows = small_pieces = again = 0.0
-        if work.groups and costs.rows:
-            groups = work.groups
+        if costs is not self._costs or work != self._work:
+            self._expect(work, costs)
+        expected_s = self._expected_s
+        part = min(1.0, decode_s / expected_s) if expected_s else 0.0  # of a faster step less is lost
+        self.ideal += part * self._ideal_s
+        for name, seconds in self._parts:
+            lost[name] += part * seconds
+        lost["slower"] += decode_s - part * expected_s
+
+    def _expect(self, work: StepWork, costs: BareCosts) -> None:
+        """What `llama_decode` should take for this work, and what of that is lost to what."""
+        n_rows, groups, drafted, accepted, n_prompt, again, unfinished = work
+        if costs is not self._costs or unfinished != self._unfinished:
+            self._unfinished, self._groups = unfinished, ()
+            self._row_s, self._token_s = costs.row_s(max(1, unfinished)), costs.token_s
+        self._costs, self._work = costs, work
+        ideal = 0.0
+        parts: list[tuple[str, float]] = []
+        if groups and costs.rows:
             computed = groups[0] if len(groups) == 1 else sum(groups)
             if groups != self._groups:
                 self._groups, self._groups_row_s = groups, sum(map(costs.step_s, groups)) / computed
-            row_s = self._groups_row_s
-            done = work.rows + work.accepted
-            drafts = row_s * (work.drafted - work.accepted)
-            padding = row_s * max(0, computed - work.rows - work.drafted)
+            row_s, done = self._groups_row_s, n_rows + accepted
             ideal = done * min(row_s, self._row_s)
-            few_rows = done * row_s - ideal
-        if work.prompt_tokens and costs.tokens:
-            ideal += (work.prompt_tokens - work.again) * self._token_s
-            again = work.again * self._token_s
-            small_pieces = work.prompt_tokens * (costs.token_s_of(work.prompt_tokens) - self._token_s)
-        expected_s = ideal + padding + drafts + few_rows + small_pieces + again
-        part = min(1.0, decode_s / expected_s) if expected_s else 0.0  # of a faster step less is lost
-        self.ideal += part * ideal
-        lost["padding"] += part * padding
-        lost["drafts"] += part * drafts
-        lost["few_rows"] += part * few_rows
-        lost["small_pieces"] += part * small_pieces
-        lost["computed_again"] += part * again
-        lost["slower"] += decode_s - part * expected_s
+            parts.append(("few_rows", done * row_s - ideal))
+            if drafted > accepted:
+                parts.append(("drafts", row_s * (drafted - accepted)))
+            if computed > n_rows + drafted:
+                parts.append(("padding", row_s * (computed - n_rows - drafted)))
+        if n_prompt and costs.tokens:
+            ideal += (n_prompt - again) * self._token_s
+            parts.append(("small_pieces", n_prompt * (costs.token_s_of(n_prompt) - self._token_s)))
+            if again:
+                parts.append(("computed_again", again * self._token_s))
+        self._ideal_s, self._parts, self._expected_s = ideal, parts, ideal
+        for _, seconds in parts:
+            self._expected_s += seconds
 
     def add_pause(self, serving_s: float, waiting_s: float) -> None:
         """Adds the time before a step: with work, and without."""

@@ -10,8 +10,7 @@ import msgspec
 from cppbatch.config import KvLayout
 from cppbatch.engine.cells import Span, spans_of
 from cppbatch.engine.kv_pool import KVPool
-from cppbatch.engine.metrics import Metrics
-from cppbatch.engine.scheduler import Scheduler
+from cppbatch.engine.metrics import EngineParts
 from cppbatch.engine.sequence import Seq, SeqStatus
 
 MAX_QUEUE = 100
@@ -139,32 +138,21 @@ class LiveEngine(msgspec.Struct, frozen=True, kw_only=True):
     cells: LiveCells
 
 
-def live_engine(scheduler: Scheduler, kv: KVPool, metrics: Metrics) -> LiveEngine:
+def live_engine(parts: EngineParts) -> LiveEngine:
     """The state between two steps. Takes time for each running sequence, segment, and shown sequence of the queue."""
-    now = perf_counter()
+    now, scheduler = perf_counter(), parts.scheduler
     first = scheduler.waiting[:MAX_QUEUE]
     queue = [_shown(sequence, now) for sequence in first if sequence.status is not SeqStatus.SWAPPED]
     swapped = [_shown(sequence, now) for sequence in first if sequence.status is SeqStatus.SWAPPED]
     return LiveEngine(
         clock=now,
         n_parallel=scheduler.n_parallel,
-        counters=LiveCounters(
-            steps=metrics.steps,
-            decode_steps=metrics.decode_steps,
-            decode_rows=metrics.decode_rows,
-            prompt_tokens=metrics.prompt_tokens,
-            generated_tokens=metrics.generated_tokens,
-            drafted_tokens=metrics.drafted_tokens,
-            accepted_tokens=metrics.accepted_tokens,
-            swaps=kv.n_swaps,
-            recomputes=kv.n_recomputes,
-            step_seconds=dict(metrics.seconds),
-        ),
-        of_ideal=None if (of_ideal := metrics.of_ideal()) is None else round(of_ideal, 3),
+        counters=LiveCounters(**parts.read(LiveCounters.__struct_fields__)),
+        of_ideal=None if (of_ideal := parts.metrics.of_ideal()) is None else round(of_ideal, 3),
         rows=[*(_shown(sequence, now) for sequence in scheduler.running), *swapped],
         waiting=len(scheduler.waiting) - len(swapped),
         queue=queue,
-        cells=live_cells(kv),
+        cells=live_cells(parts.kv),
     )
 
 
@@ -208,13 +196,12 @@ def live_cells(kv: KVPool) -> LiveCells:
         )
         for span, sequences in holders.items()
     ]
-    cached = sum(segment.tokens for segment in segments if segment.cached)
     return LiveCells(
         layout=kv.layout,
         total=kv.n_cells,
         per_sequence=kv.n_ctx_seq,
-        used=kv.n_cells - kv.n_free - cached,
-        cached=cached,
+        used=kv.n_used,
+        cached=kv.n_cached,
         free=kv.n_free,
         segments=segments,
         host_prefixes=len(kv.cache.in_host),

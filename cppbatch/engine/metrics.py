@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter, deque
+from collections.abc import Iterable, Sized
 from time import perf_counter
-from typing import Any
+from typing import Annotated, Any, NamedTuple, get_type_hints
 
 import msgspec
 
@@ -12,10 +13,10 @@ from cppbatch.engine.histogram import ROWS, SECONDS, Bins, Histogram, merged
 from cppbatch.engine.ideal import BareCosts, StepWork, TimeSplit
 from cppbatch.engine.kv_pool import KVPool
 from cppbatch.engine.media_input import MediaInput
-from cppbatch.engine.prefix_cache import DiskCounts
-from cppbatch.engine.request import FinishReason
 from cppbatch.engine.rolling_window import SPAN, Window, percentile
+from cppbatch.engine.scheduler import Scheduler
 from cppbatch.engine.trace import Trace
+from cppbatch.statistic import counter, gauge, histogram, statistics_of, value
 
 _OUTPUT_PHASES = ("text", "emit")
 PHASES = ("schedule", "fill", "decode", "sample", "advance", *_OUTPUT_PHASES)
@@ -50,96 +51,112 @@ class RecentSteps(msgspec.Struct, frozen=True, kw_only=True):
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     """Counters since the start, and the state now."""
 
-    steps: int
-    decode_steps: int
-    """Steps in which at least one sequence was decoding."""
-    decode_rows: int
+    steps: Annotated[int, counter("Computed steps")]
+    decode_steps: Annotated[int, counter("Steps with at least one decoding sequence")]
+    decode_rows: Annotated[int, value("metrics.decode_rows")]
     """Decoding sequences, summed over those steps."""
-    mean_decode_batch: float
-    """decode_rows / decode_steps."""
-    prompt_tokens: int
-    """Prompt tokens computed."""
-    generated_tokens: int
-    forced_tokens: int
-    """Those of them that a grammar forced, without a decode for each."""
-    draft_steps: int
-    """Steps that verified drafts."""
-    drafted_tokens: int
-    """Draft tokens that were verified."""
-    accepted_tokens: int
-    """Those of them that were accepted; they are among the generated tokens."""
-    finished: dict[str, int]
+    mean_decode_batch: Annotated[float, value("metrics.mean_decode_batch")]
+    prompt_tokens: Annotated[int, counter("Prompt tokens computed")]
+    generated_tokens: Annotated[int, counter("Tokens generated")]
+    forced_tokens: Annotated[int, counter("Generated tokens forced by a grammar, without a decode for each")]
+    draft_steps: Annotated[int, counter("Steps that verified drafts (speculative decoding)")]
+    drafted_tokens: Annotated[int, counter("Verified draft tokens")]
+    accepted_tokens: Annotated[int, counter("Accepted draft tokens")]
+    """They are among the generated tokens."""
+    finished: Annotated[dict[str, int], value("metrics.finished")]
     """Finished requests by finish reason."""
-    running: int
-    waiting: int
-    kv_layout: str
-    """The present layout, unified or per-sequence; of several engines, all that they have."""
-    layout_switches: int
-    """Number of layout switches (`--kv-layout auto`)."""
-    context_shifts: int
-    """Number of context shifts (--context-shift)."""
-    media_encoded: int = 0
-    """Encoded images and audio clips."""
-    media_found: int = 0
-    """Images and audio clips whose encoding was cached."""
-    media_seconds: float = 0.0
-    """Time in the image and audio encoder, in parallel to the steps."""
-    kv_cells: int
-    kv_cells_used: int
-    """Cells of running sequences; shared ones count once."""
-    kv_cells_cached: int
-    """Cells of cached prefixes, which are freed when cells are needed."""
-    prefixes_in_cells: int
+    running: Annotated[int, gauge("Running requests", "scheduler.running")]
+    waiting: Annotated[int, gauge("Waiting requests in the engine's queue", "scheduler.waiting")]
+    kv_layout: Annotated[str, gauge("1 for the current KV cache layout", "kv.layout", label="layout")]
+    """unified or per-sequence; of several engines, all that they have."""
+    layout_switches: Annotated[int, counter("Switches between the unified and the per-sequence KV layout")]
+    context_shifts: Annotated[int, counter("Number of context shifts")]
+    media_encoded: Annotated[int, counter("Encoded images and audio clips", "media.n_encoded")] = 0
+    media_found: Annotated[int, counter("Images and audio clips found in the encoder cache", "media.n_found")] = 0
+    media_seconds: Annotated[
+        float, counter("Time spent encoding images and audio, in parallel to the steps", "media.seconds")
+    ] = 0.0
+    kv_cells: Annotated[
+        int,
+        gauge(
+            "KV cells by state. used: held by running sequences; cached: held by cached prefixes",
+            "kv.n_ctx",
+            label="state",
+            shown="kv_cells_by_state",
+        ),
+    ]
+    kv_cells_used: Annotated[int, value("kv.n_used")]
+    """Shared ones count once."""
+    kv_cells_cached: Annotated[int, value("kv.n_cached")]
+    """They are freed when cells are needed."""
+    prefixes_in_cells: Annotated[int, value("kv.cache.in_cells")]
     """Cached prefixes in cells; each holds a seq_id."""
-    prefixes_in_host: int
+    prefixes_in_host: Annotated[int, value("kv.cache.in_host")]
     """Cached prefixes that had to leave their cells for host memory."""
-    checkpoints: int
+    checkpoints: Annotated[int, value("kv.cache.checkpoints")]
     """Checkpoints of windows and recurrent states in host memory (docs/decisions/0044)."""
-    prefix_queries: int
-    """Requests that looked for a prefix in the prefix cache."""
-    prefix_hits: int
-    prefix_hit_tokens: int
-    """Prompt tokens taken from the prefix cache instead of being computed."""
-    prefix_cache_bytes: int
-    """Host memory of cached prefixes and checkpoints."""
-    prefixes_on_disk: int
-    """Cached prefixes on disk that this engine can take; engines may share them."""
-    prefix_disk_hits: int
-    """Requests for which a prefix was read from disk."""
-    prefix_disk_hit_tokens: int
-    """Prompt tokens that these could take from there."""
-    prefix_disk_read_bytes: int
-    prefix_disk_written_bytes: int
-    prefix_disk_damaged: int
-    """Damaged files of prefixes, which were deleted; the prompts were computed."""
-    swaps: int
-    """Preempted sequences that were saved to host memory."""
-    recomputes: int
-    """Sequences that must be computed again: preempted and not saved, or not restored."""
-    swapped_bytes: int
-    """Host memory of the sequences that are swapped out now."""
-    seq_ids: int
-    seq_ids_free: int
-    """seq_ids that neither a running sequence nor a cached prefix holds."""
-    step_seconds: dict[str, float]
+    prefix_queries: Annotated[int, counter("Prefix cache lookups", "kv.cache.queries")]
+    prefix_hits: Annotated[int, counter("Prefix cache hits", "kv.cache.hits")]
+    prefix_hit_tokens: Annotated[int, counter("Prompt tokens taken from the prefix cache", "kv.cache.hit_tokens")]
+    prefix_cache_bytes: Annotated[
+        int, gauge("Host memory used by cached prefixes and checkpoints", "kv.cache.used_host_bytes")
+    ]
+    prefixes_on_disk: Annotated[
+        int,
+        gauge("Cached prefixes on disk usable by the worker (--prefix-cache-disk)", "kv.cache.disk.counts.entries"),
+    ]
+    """Engines may share them."""
+    prefix_disk_hits: Annotated[int, counter("Prefix cache hits on disk", "kv.cache.disk.counts.hits")]
+    prefix_disk_hit_tokens: Annotated[
+        int, counter("Prompt tokens taken from prefixes on disk", "kv.cache.disk.counts.hit_tokens")
+    ]
+    prefix_disk_read_bytes: Annotated[
+        int, counter("Bytes of cached prefixes read from disk", "kv.cache.disk.counts.read_bytes")
+    ]
+    prefix_disk_written_bytes: Annotated[
+        int, counter("Bytes of cached prefixes written to disk", "kv.cache.disk.counts.written_bytes")
+    ]
+    prefix_disk_damaged: Annotated[
+        int, counter("Damaged cached prefix files that were deleted", "kv.cache.disk.counts.damaged")
+    ]
+    swaps: Annotated[int, counter("Sequences swapped out to host memory", "kv.n_swaps")]
+    recomputes: Annotated[int, counter("Preempted sequences that were recomputed", "kv.n_recomputes")]
+    """They were not saved, or could not be restored."""
+    swapped_bytes: Annotated[int, gauge("Host memory used by swapped-out sequences", "kv.swapped_bytes")]
+    seq_ids: Annotated[int, value("kv.n_seq_ids")]
+    seq_ids_free: Annotated[int, gauge("Free sequence ids", "kv.n_free_ids")]
+    """Neither a running sequence nor a cached prefix holds them."""
+    step_seconds: Annotated[dict[str, float], value("metrics.seconds")]
     """Time of all steps, split into `PHASES`."""
-    ideal_seconds: float
-    """What the computed work costs at best, as learned from the steps (`cppbatch.engine.ideal`)."""
-    lost_seconds: dict[str, float]
-    """Where the rest of the time went, by `LOST`. Together with `ideal_seconds`: the time up to the last step."""
-    batch_sizes: Histogram
-    """Decode rows of each step that had any."""
-    step_times: Histogram
-    """Seconds of each step that computed something."""
-    decode_times: Histogram
-    """Seconds of `llama_decode` in each of these steps."""
-    sample_times: Histogram
-    """Seconds of sampling in each step that had decode rows."""
-    recent_steps: RecentSteps
+    ideal_seconds: Annotated[
+        float, counter("Lowest possible time for the computed work, learned from the steps", "metrics.split.ideal")
+    ]
+    lost_seconds: Annotated[
+        dict[str, float],
+        counter(
+            "Time lost compared with ideal_seconds, by cause (docs/benchmarks.md)", "metrics.split.lost", label="reason"
+        ),
+    ]
+    """By `LOST`. Together with `ideal_seconds`: the time up to the last step."""
+    batch_sizes: Annotated[
+        Histogram, histogram("Decoding sequences per step, for steps with at least one", name="batch_size")
+    ]
+    step_times: Annotated[Histogram, histogram("Duration of a step", name="step_seconds")]
+    """Of each step that computed something."""
+    decode_times: Annotated[Histogram, histogram("Duration of llama_decode in a step", name="decode_seconds")]
+    sample_times: Annotated[Histogram, histogram("Duration of sampling in a step", name="sample_seconds")]
+    """Of each step that had decode rows."""
+    recent_steps: Annotated[RecentSteps, value("metrics.recent_steps")]
+
+    @property
+    def kv_cells_by_state(self) -> dict[str, int]:
+        """As `GET /metrics` shows them."""
+        used, cached = self.kv_cells_used, self.kv_cells_cached
+        return {"used": used, "cached": cached, "free": self.kv_cells - used - cached}
 
 
 class Metrics:
-    """Counts steps, tokens and time. Cheap: about 6 microseconds a step."""
+    """Counts steps, tokens and time, in a few microseconds a step."""
 
     def __init__(self, trace: Trace | None = None) -> None:
         self._trace = trace
@@ -147,7 +164,7 @@ class Metrics:
         self.prompt_tokens = self.generated_tokens = self.forced_tokens = 0
         self.draft_steps = self.drafted_tokens = self.accepted_tokens = 0
         self.layout_switches = self.context_shifts = 0
-        self.finished: Counter[FinishReason] = Counter()
+        self.finished: Counter[str] = Counter()
         self.seconds = dict.fromkeys(PHASES, 0.0)
         self.batch_sizes = Bins(ROWS)
         self.step_times, self.decode_times, self.sample_times = Bins(SECONDS), Bins(SECONDS), Bins(SECONDS)
@@ -198,24 +215,24 @@ class Metrics:
     def end_step(self, work: StepWork, costs: BareCosts) -> None:
         """Adds the last phase of a computed step, and the step as a whole. `costs`: what steps cost at best."""
         laps, pause_s = self._laps, self._began - self._ended
-        waiting_s = min(pause_s, max(0.0, self._idle_until - self._ended))
+        waiting_s = min(pause_s, self._idle_until - self._ended) if self._idle_until > self._ended else 0.0
         if self._trace:
             self.lap("advance", **_about(work, waiting_s))
         else:
             self.lap("advance")
-        self._ended = self._mark
+        now = self._ended = self._mark
+        decode_s, sample_s, took = laps["decode"], laps["sample"], now - self._began
         engine_s = laps["schedule"] + laps["fill"] + laps["advance"]
         self.split.add_pause(pause_s - waiting_s, waiting_s)
-        self.split.add_step(work, costs, laps["decode"], laps["sample"], engine_s)
-        if not self._recent_split or self._mark - self._recent_split[-1][0] >= 1:
+        self.split.add_step(work, costs, decode_s, sample_s, engine_s)
+        if not self._recent_split or now - self._recent_split[-1][0] >= 1:
             self._remember_split()
-        took, tokens = self._mark - self._began, self.generated_tokens - self._tokens_before
-        self._tokens_before = self.generated_tokens
+        tokens, self._tokens_before = self.generated_tokens - self._tokens_before, self.generated_tokens
         self.step_times.add(took)
-        self.decode_times.add(self._laps["decode"])
+        self.decode_times.add(decode_s)
         if self._rows:
             self.batch_sizes.add(self._rows)
-            self.sample_times.add(self._laps["sample"])
+            self.sample_times.add(sample_s)
         self._recent.add((self._rows, took, tokens))
         if self._trace and self.drafted_tokens:
             drafted, accepted = self.drafted_tokens - self._drafted_before, self.accepted_tokens - self._accepted_before
@@ -246,61 +263,14 @@ class Metrics:
             if self._trace and end > start:
                 self._trace.phase(phase, start, end)
 
-    def stats(self, kv: KVPool, *, running: int, waiting: int, media: MediaInput | None = None) -> EngineStats:
-        """The counters, with the present state of the pool and the queues."""
-        disk = kv.cache.disk.counts if kv.cache.disk else DiskCounts()
-        return EngineStats(
-            steps=self.steps,
-            decode_steps=self.decode_steps,
-            decode_rows=self.decode_rows,
-            mean_decode_batch=self.decode_rows / self.decode_steps if self.decode_steps else 0.0,
-            prompt_tokens=self.prompt_tokens,
-            generated_tokens=self.generated_tokens,
-            forced_tokens=self.forced_tokens,
-            draft_steps=self.draft_steps,
-            drafted_tokens=self.drafted_tokens,
-            accepted_tokens=self.accepted_tokens,
-            finished={reason.value: n for reason, n in self.finished.items()},
-            running=running,
-            waiting=waiting,
-            kv_layout=kv.layout,
-            layout_switches=self.layout_switches,
-            context_shifts=self.context_shifts,
-            media_encoded=media.n_encoded if media else 0,
-            media_found=media.n_found if media else 0,
-            media_seconds=media.seconds if media else 0.0,
-            kv_cells=kv.n_ctx,
-            kv_cells_used=kv.n_used,
-            kv_cells_cached=kv.n_cached,
-            prefixes_in_cells=len(kv.cache.in_cells),
-            prefixes_in_host=len(kv.cache.in_host),
-            checkpoints=len(kv.cache.checkpoints),
-            prefix_queries=kv.cache.queries,
-            prefix_hits=kv.cache.hits,
-            prefix_hit_tokens=kv.cache.hit_tokens,
-            prefix_cache_bytes=kv.cache.used_host_bytes,
-            prefixes_on_disk=disk.entries,
-            prefix_disk_hits=disk.hits,
-            prefix_disk_hit_tokens=disk.hit_tokens,
-            prefix_disk_read_bytes=disk.read_bytes,
-            prefix_disk_written_bytes=disk.written_bytes,
-            prefix_disk_damaged=disk.damaged,
-            swaps=kv.n_swaps,
-            recomputes=kv.n_recomputes,
-            swapped_bytes=kv.swapped_bytes,
-            seq_ids=kv.n_seq_ids,
-            seq_ids_free=kv.n_free_ids,
-            step_seconds=dict(self.seconds),
-            ideal_seconds=self.split.ideal,
-            lost_seconds=dict(self.split.lost),
-            batch_sizes=self.batch_sizes.histogram(),
-            step_times=self.step_times.histogram(),
-            decode_times=self.decode_times.histogram(),
-            sample_times=self.sample_times.histogram(),
-            recent_steps=self._recent_steps(),
-        )
+    @property
+    def mean_decode_batch(self) -> float:
+        """Decoding sequences of a step that had any."""
+        return _mean(self.decode_rows, self.decode_steps)
 
-    def _recent_steps(self) -> RecentSteps:
+    @property
+    def recent_steps(self) -> RecentSteps:
+        """The steps of the last minute."""
         steps, seconds = self._recent.rows(), self._recent.seconds
         sizes = [rows for rows, _, _ in steps if rows]
         times, waits = [took * 1000 for _, took, _ in steps], self._waits.rows()
@@ -319,6 +289,38 @@ class Metrics:
         )
 
 
+class EngineParts(NamedTuple):
+    """The parts of an engine that have its statistics."""
+
+    metrics: Metrics
+    kv: KVPool
+    scheduler: Scheduler
+    media: MediaInput | None
+
+    def read(self, fields: Iterable[str]) -> dict[str, Any]:
+        """The present values of these fields of `EngineStats`; 0 if one of the parts on the way is None."""
+        return {field: self._read(_STATISTICS[field].source or f"metrics.{field}", _TYPES[field]) for field in fields}
+
+    def _read(self, source: str, kind: type) -> Any:
+        value: Any = self
+        for name in source.split("."):
+            value = getattr(value, name)
+            if value is None:
+                return kind()
+        if kind is Histogram:
+            return value.histogram()
+        if kind is int and isinstance(value, Sized):
+            return len(value)
+        return dict(value) if isinstance(value, dict) else value
+
+    def stats(self) -> EngineStats:
+        """All of them."""
+        return EngineStats(**self.read(_STATISTICS))
+
+
+_STATISTICS, _TYPES = statistics_of(EngineStats), get_type_hints(EngineStats)
+
+
 def _about(work: StepWork, waiting_s: float) -> dict[str, Any]:
     """A step in a trace: `StepWork`, and the microseconds before it without work."""
     return {**work._asdict(), "groups": list(work.groups), "waited": round(1e6 * waiting_s)}
@@ -332,9 +334,13 @@ def add_up(stats: list[EngineStats]) -> EngineStats:
     if len(stats) == 1:
         return stats[0]
     total = {name: _sum([getattr(each, name) for each in stats]) for name in EngineStats.__struct_fields__}
-    total["mean_decode_batch"] = total["decode_rows"] / total["decode_steps"] if total["decode_steps"] else 0.0
+    total["mean_decode_batch"] = _mean(total["decode_rows"], total["decode_steps"])
     total["prefixes_on_disk"] = max(each.prefixes_on_disk for each in stats)  # mostly the same ones
     return EngineStats(**total)
+
+
+def _mean(total: int, n: int) -> float:
+    return total / n if n else 0.0
 
 
 def _sum(values: list[Any]) -> Any:

@@ -14,7 +14,7 @@ Row = TypeVar("Row")
 
 
 class Window(Generic[Row]):
-    """Rows of figures. A row is dropped after a minute, or earlier when there are more than `max_rows`."""
+    """Rows of figures of the last minute, or of a shorter time if there are more than `max_rows`."""
 
     def __init__(self, max_rows: int, clock: Callable[[], float] = perf_counter) -> None:
         self._rows: deque[tuple[float, Row]] = deque(maxlen=max_rows)
@@ -23,14 +23,17 @@ class Window(Generic[Row]):
 
     def add(self, row: Row) -> None:
         """Adds a row with the present time."""
-        now = self._clock()
-        self._rows.append((now, row))
-        self._forget(now)
+        now, rows = self._clock(), self._rows
+        rows.append((now, row))
+        if rows[0][0] < now - SPAN:  # one for one: the others are forgotten when the rows are read
+            rows.popleft()
 
     def rows(self) -> list[Row]:
         """The rows of the last minute, oldest first."""
-        self._forget(self._clock())
-        return [row for _, row in self._rows]
+        rows, since = self._rows, self._clock() - SPAN
+        while rows and rows[0][0] < since:
+            rows.popleft()
+        return [row for _, row in rows]
 
     @property
     def seconds(self) -> float:
@@ -38,11 +41,6 @@ class Window(Generic[Row]):
         now = self._clock()
         full = len(self._rows) == self._rows.maxlen
         return min(SPAN, now - (self._rows[0][0] if full else self._began))
-
-    def _forget(self, now: float) -> None:
-        rows = self._rows
-        while rows and rows[0][0] < now - SPAN:
-            rows.popleft()
 
 
 def percentile(values: list[float], share: float) -> float | None:

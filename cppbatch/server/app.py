@@ -7,69 +7,26 @@ from aiohttp.typedefs import Middleware
 
 from cppbatch.cluster.engine_client import EngineClient
 from cppbatch.gpu_state import GpuSampler
-from cppbatch.server import input_tokens, live_endpoint, openapi, status, web_page
+from cppbatch.server import web_page
 from cppbatch.server.admission import IN_FLIGHT, InFlight, admission_middleware, availability_middleware
-from cppbatch.server.anthropic import messages
 from cppbatch.server.api_errors import error_middleware
-from cppbatch.server.batches import batches_endpoint
 from cppbatch.server.batches.batch_background import run_batches
 from cppbatch.server.connections import connection_middleware
 from cppbatch.server.cors import CrossOrigin, preflight_middleware
 from cppbatch.server.cross_site import CrossSite, cross_site_middleware
-from cppbatch.server.files import files_endpoint
-from cppbatch.server.generate import cancel_item, generate_batch, generate_endpoint
 from cppbatch.server.generate.cancel_item import RUNNING_BATCHES, RunningBatches
 from cppbatch.server.key_usage import KEY_USAGE, KeyUsage, add_rate_headers
 from cppbatch.server.keys import key_middleware
 from cppbatch.server.live_endpoint import add_live
-from cppbatch.server.llama_server import (
-    llama_completion,
-    llama_embeddings,
-    llama_infill,
-    llama_models,
-    llama_paths,
-    llama_slots,
-    llama_status,
-    llama_tokenize,
-)
 from cppbatch.server.logs import access_middleware, add_request_id
-from cppbatch.server.openai import chat_completions, completions, models_endpoint
-from cppbatch.server.pooling import embeddings_endpoint, rerank_endpoint
+from cppbatch.server.openapi import ROUTES
 from cppbatch.server.request_slots import Slots
-from cppbatch.server.responses import create_response
 from cppbatch.server.served_models import MODELS, OneModel, ServedModels
 from cppbatch.server.server_metrics import GPUS, METRICS, ServerMetrics, metrics_middleware, sample_gpus
 from cppbatch.server.settings import ServerSettings
 from cppbatch.server.storage import STORAGE, Storage
 from cppbatch.server.unknown_fields import add_ignored_fields
 from cppbatch.server.vertex_predict import predict
-
-_ROUTES = (
-    status.routes,
-    live_endpoint.routes,
-    openapi.routes,
-    models_endpoint.routes,
-    completions.routes,
-    chat_completions.routes,
-    create_response.routes,
-    input_tokens.routes,
-    messages.routes,
-    embeddings_endpoint.routes,
-    rerank_endpoint.routes,
-    generate_endpoint.routes,
-    generate_batch.routes,
-    cancel_item.routes,
-    llama_completion.routes,
-    llama_infill.routes,
-    llama_tokenize.routes,
-    llama_embeddings.routes,
-    llama_status.routes,
-    llama_slots.routes,
-    llama_models.routes,
-    llama_paths.routes,
-    files_endpoint.routes,
-    batches_endpoint.routes,
-)
 
 
 def create_app(
@@ -94,10 +51,9 @@ def create_app(
     app[KEY_USAGE] = KeyUsage(Slots(settings.limits))
     app[STORAGE] = storage or Storage()
     add_live(app)
-    for routes in _ROUTES:
-        app.add_routes(routes)
-    if settings.webui:
-        app.add_routes(web_page.routes)
+    for routes in ROUTES:
+        if routes is not web_page.routes or settings.webui:
+            routes.add_to(app)
     if settings.predict_path:
         app.router.add_post(settings.predict_path, predict)
     app.cleanup_ctx.append(run_batches)

@@ -8,14 +8,14 @@ import msgspec
 from aiohttp import web
 
 from cppbatch.server.api_errors import json_response
-from cppbatch.server.endpoint import generation_endpoint
+from cppbatch.server.endpoint import Routes
 from cppbatch.server.model_choice import lease_model
 from cppbatch.server.openai.chat_types import ChatCompletionRequest
 from cppbatch.server.parse import read_json
 from cppbatch.server.responses.input_conversion import response_turn
 from cppbatch.server.responses.responses_types import ResponsesRequest
 
-routes = web.RouteTableDef()
+routes = Routes()
 
 
 class InputTokens(msgspec.Struct, frozen=True, kw_only=True):
@@ -25,7 +25,7 @@ class InputTokens(msgspec.Struct, frozen=True, kw_only=True):
     input_tokens: int
 
 
-@routes.post("/v1/chat/completions/input_tokens")
+@routes.post("/v1/chat/completions/input_tokens", InputTokens, ChatCompletionRequest)
 async def chat_input_tokens(request: web.Request) -> web.Response:
     """Count the prompt tokens of a chat completion."""
     body = await read_json(request, ChatCompletionRequest)
@@ -37,7 +37,7 @@ async def chat_input_tokens(request: web.Request) -> web.Response:
     return json_response(InputTokens(input_tokens=len(tokens)))
 
 
-@routes.post("/v1/responses/input_tokens")
+@routes.post("/v1/responses/input_tokens", InputTokens, ResponsesRequest)
 async def response_input_tokens(request: web.Request) -> web.Response:
     """Count the prompt tokens of a response."""
     body = await read_json(request, ResponsesRequest)
@@ -47,13 +47,3 @@ async def response_input_tokens(request: web.Request) -> web.Response:
         serving.check_size(body)
         tokens = await serving.chat_tokens(await serving.render(response_turn(body)))
     return json_response(InputTokens(input_tokens=len(tokens)))
-
-
-ENDPOINTS = {
-    ("post", "/v1/chat/completions/input_tokens"): generation_endpoint(
-        "Count the prompt tokens of a chat completion", ChatCompletionRequest, InputTokens, streams=False
-    ),
-    ("post", "/v1/responses/input_tokens"): generation_endpoint(
-        "Count the prompt tokens of a response", ResponsesRequest, InputTokens, streams=False
-    ),
-}

@@ -13,7 +13,7 @@ from cppbatch.engine.live_state import LiveSequence
 from cppbatch.jobs.batch_records import Batch
 from cppbatch.server.admission import IN_FLIGHT
 from cppbatch.server.connections import connection_of
-from cppbatch.server.endpoint import QUERY_ERRORS, TEXT, Endpoint
+from cppbatch.server.endpoint import QUERY_ERRORS, TEXT, Routes
 from cppbatch.server.keys import viewer_of
 from cppbatch.server.live import LiveBatch, LiveSnapshot, LiveWorker
 from cppbatch.server.live_feed import LiveFeed
@@ -25,7 +25,7 @@ from cppbatch.server.server_metrics import METRICS
 from cppbatch.server.storage import STORAGE
 from cppbatch.typed_json import convert
 
-routes = web.RouteTableDef()
+routes = Routes()
 
 _KEEP_ALIVE = b": nothing has changed\n\n"
 
@@ -145,11 +145,27 @@ async def _end_streams(app: web.Application) -> None:
     app[LIVE].close()
 
 
-@routes.get("/live", allow_head=False)
-async def live(request: web.Request) -> web.StreamResponse:
-    """Sends a snapshot 5 times a second while anything runs, and otherwise when something changes.
+_EVENT = {
+    "type": "object",
+    "description": "A server-sent event. Its data is a LiveSnapshot in JSON",
+    "properties": {"data": TEXT},
+    "required": ["data"],
+}
 
-    When there are too many connections, these may be closed in favour of new ones.
+
+@routes.get(
+    "/live",
+    {"text/event-stream": _EVENT},
+    (400, *QUERY_ERRORS),
+    types=(LiveSnapshot,),
+    query=LiveQuery,
+    options={"allow_head": False},
+)
+async def live(request: web.Request) -> web.StreamResponse:
+    """Live state of the server, 5 times per second: sequences, queue, KV cells, workers.
+
+    While nothing runs, only when something changes. When there are too many connections, these may be closed in favour
+    of new ones.
     """
     query, viewer, feed = convert(dict(request.query), LiveQuery, from_text=True), viewer_of(request), request.app[LIVE]
     if connection := connection_of(request):
@@ -166,21 +182,3 @@ async def live(request: web.Request) -> web.StreamResponse:
             if n_sent == query.events:
                 break
     return response
-
-
-_EVENT = {
-    "type": "object",
-    "description": "A server-sent event. Its data is a LiveSnapshot in JSON",
-    "properties": {"data": TEXT},
-    "required": ["data"],
-}
-
-ENDPOINTS = {
-    ("get", "/live"): Endpoint(
-        "Live state of the server, 5 times per second: sequences, queue, KV cells, workers",
-        {"text/event-stream": _EVENT},
-        (400, *QUERY_ERRORS),
-        types=(LiveSnapshot,),
-        query=LiveQuery,
-    ),
-}

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
 import msgspec
-from prometheus_client.registry import Collector
+from prometheus_client.core import Metric
 
 from cppbatch.cluster.engine_client import EngineClient, Health, WorkerLive, WorkerState
 from cppbatch.cluster.model_pool import ModelPool, PooledModel
@@ -19,7 +19,7 @@ from cppbatch.models.inspect import ModelFacts, inspect_model
 from cppbatch.server.api_errors import LoadTimeout, ModelNotFound
 from cppbatch.server.key_rules import KeyRules
 from cppbatch.server.model_loader import LoadPlan, MemoryPlanLoader, ModelSpec
-from cppbatch.server.model_metrics import ModelMetrics
+from cppbatch.server.model_metrics import model_families
 from cppbatch.server.served_models import ModelCounts, ModelEntry, ModelLease, RouterSettings, ServedModels, status_of
 from cppbatch.server.serving import Serving
 from cppbatch.server.settings import ServerSettings
@@ -265,9 +265,9 @@ class ManyModels(ServedModels):
         """As in `ServedModels`."""
         return RouterSettings(max_loaded=self.pool.max_loaded, autoload=self._autoload, default=self._default)
 
-    def collectors(self) -> list[Collector]:
+    def metrics(self) -> Iterable[Metric]:
         """As in `ServedModels`."""
-        return [ModelMetrics(self.pool.models)]
+        return model_families(self.pool.models.values())
 
     async def workers(self) -> list[WorkerState]:
         """As in `ServedModels`. Each has the name of its model."""

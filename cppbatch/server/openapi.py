@@ -15,7 +15,7 @@ from cppbatch.engine.request import OPTION_RANGES
 from cppbatch.server import input_tokens, live_endpoint, status, web_page
 from cppbatch.server.anthropic import messages
 from cppbatch.server.batches import batches_endpoint
-from cppbatch.server.endpoint import REFS, TEXT, Endpoint, json_content, schema_ref
+from cppbatch.server.endpoint import REFS, TEXT, Endpoint, Routes, json_content, schema_ref
 from cppbatch.server.files import files_endpoint
 from cppbatch.server.generate import cancel_item, generate_batch, generate_endpoint
 from cppbatch.server.limits import MAX_CHOICES
@@ -54,50 +54,51 @@ _STATUS = {
     507: "The disk is full or not writable",
 }
 
-routes = web.RouteTableDef()
+routes = Routes()
 
 
-@routes.get("/openapi.json")
+@routes.get("/openapi.json", json_content({"type": "object"}))
 async def openapi(_request: web.Request) -> web.Response:
-    """The OpenAPI document."""
+    """This document."""
     return web.Response(body=document(), content_type="application/json")
 
 
-ENDPOINTS = {
-    **web_page.ENDPOINTS,
-    **status.ENDPOINTS,
-    **live_endpoint.ENDPOINTS,
-    ("get", "/openapi.json"): Endpoint("This document", json_content({"type": "object"}), (401, 503)),
-    **models_endpoint.ENDPOINTS,
-    **completions.ENDPOINTS,
-    **chat_completions.ENDPOINTS,
-    **create_response.ENDPOINTS,
-    **input_tokens.ENDPOINTS,
-    **messages.ENDPOINTS,
-    **embeddings_endpoint.ENDPOINTS,
-    **rerank_endpoint.ENDPOINTS,
-    **generate_endpoint.ENDPOINTS,
-    **generate_batch.ENDPOINTS,
-    **cancel_item.ENDPOINTS,
-    **files_endpoint.ENDPOINTS,
-    **batches_endpoint.ENDPOINTS,
-    **llama_completion.ENDPOINTS,
-    **llama_infill.ENDPOINTS,
-    **llama_tokenize.ENDPOINTS,
-    **llama_embeddings.ENDPOINTS,
-    **llama_status.ENDPOINTS,
-    **llama_slots.ENDPOINTS,
-    **llama_models.ENDPOINTS,
-    **llama_paths.ENDPOINTS,
-}
-"""All routes by method and path. tests/integration/test_openapi.py compares them with the application's routes."""
+ROUTES = (
+    web_page.routes,
+    status.routes,
+    live_endpoint.routes,
+    routes,
+    models_endpoint.routes,
+    completions.routes,
+    chat_completions.routes,
+    create_response.routes,
+    input_tokens.routes,
+    messages.routes,
+    embeddings_endpoint.routes,
+    rerank_endpoint.routes,
+    generate_endpoint.routes,
+    generate_batch.routes,
+    cancel_item.routes,
+    files_endpoint.routes,
+    batches_endpoint.routes,
+    llama_completion.routes,
+    llama_infill.routes,
+    llama_tokenize.routes,
+    llama_embeddings.routes,
+    llama_status.routes,
+    llama_slots.routes,
+    llama_models.routes,
+    llama_paths.routes,
+)
+"""The routes of all modules, in the order of the document."""
+_ENDPOINTS = {(route.method, route.shown_path): route.endpoint for routes in ROUTES for route in routes}
 
 
 @lru_cache(maxsize=1)
 def document() -> bytes:
     """The document, as JSON."""
     paths: dict[str, Json] = {}
-    for (method, path), endpoint in ENDPOINTS.items():
+    for (method, path), endpoint in _ENDPOINTS.items():
         paths.setdefault(path, {})[method] = _operation(path, endpoint)
     return msgspec.json.encode(
         {
@@ -146,8 +147,8 @@ def _content(schemas: dict[str, Json]) -> Json:
 
 def _schemas() -> Json:
     """The schemas of all types, with the ranges that `SamplingParams` and `GenerationRequest` check."""
-    bodies = [endpoint.body for endpoint in ENDPOINTS.values() if endpoint.body]
-    responses = [kind for each in ENDPOINTS.values() for kind in (*each.types, each.unavailable, each.error)]
+    bodies = [endpoint.body for endpoint in _ENDPOINTS.values() if endpoint.body]
+    responses = [kind for each in _ENDPOINTS.values() for kind in (*each.types, each.unavailable, each.error)]
     _, schemas = msgspec.json.schema_components([*bodies, *responses], ref_template=REFS)
     _, request_schemas = msgspec.json.schema_components(bodies, ref_template=REFS)
     for name in schemas.keys() - request_schemas.keys():

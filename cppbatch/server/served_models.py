@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Literal
 
 import msgspec
 from aiohttp import web
-from prometheus_client.registry import Collector
+from prometheus_client.core import Metric
 
 from cppbatch.bench.memory.models_fit import models_fit
 from cppbatch.cluster.engine_client import EngineClient, Health, ScalingState, WorkerLive, WorkerState
@@ -225,9 +225,9 @@ class ServedModels(ABC):
         """How several models are loaded; None for a server with one model."""
         return None
 
-    def collectors(self) -> list[Collector]:
+    def metrics(self) -> Iterable[Metric]:
         """Metrics about the models, besides those of their requests and workers."""
-        return []
+        return ()
 
     def counts(self) -> ModelCounts | None:
         """The models by state; None for a server with one model."""

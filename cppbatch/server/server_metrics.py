@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 from collections import Counter as Counts
 from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
-from itertools import accumulate
+from itertools import accumulate, chain
 from time import perf_counter
+from typing import Any, cast
 
 from aiohttp import web
 from aiohttp.typedefs import Handler
@@ -22,6 +23,7 @@ from cppbatch.gpu_state import GpuSampler, GpuState
 from cppbatch.server.live_times import LiveTimes
 from cppbatch.server.run_requests import OnEvent
 from cppbatch.server.server_stats import BatchStats, CompletionSums, RecentCompletions
+from cppbatch.statistic import StatisticKind, statistics_of
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -112,12 +114,16 @@ class ServerMetrics:
         workers: list[WorkerState],
         gpus: Sequence[GpuState] = (),
         scaling: ScalingState | None = None,
-        others: Iterable[Collector] = (),
+        others: Iterable[Metric] = (),
     ) -> bytes:
         """All metrics in Prometheus' text format, with the present state of the workers and GPUs, and `others`."""
-        of_workers = WorkerMetrics(workers, by_model=self.by_model)
-        collectors = (self._registry, of_workers, ScalingMetrics(scaling), GpuMetrics(gpus), *others)
-        return b"".join(map(generate_latest, collectors))
+        present = chain(
+            worker_families(workers, by_model=self.by_model),
+            families(ScalingState, "", [], [((), scaling)]) if scaling else (),
+            gpu_families(gpus),
+            others,
+        )
+        return generate_latest(self._registry) + generate_latest(_Page(present))
 
     def add_to_sums(self, usage: RequestUsage) -> None:
         """Adds a completion that has ended."""
@@ -219,181 +225,62 @@ def endpoint_of(request: web.Request) -> str:
     return resource.canonical if resource else "other"
 
 
-# --- workers --------------------------------------------------------------------------------------------------------
+# --- families of metrics ----------------------------------------------------------------------------------------------
 
-Key = list[str]
-"""The labels of a worker: its name, and that of its model where a server has several."""
-
-_GAUGES = {
-    "running": "Running requests",
-    "waiting": "Waiting requests in the engine's queue",
-    "swapped_bytes": "Host memory used by swapped-out sequences",
-    "prefix_cache_bytes": "Host memory used by cached prefixes and checkpoints",
-    "prefixes_on_disk": "Cached prefixes on disk usable by the worker (--prefix-cache-disk)",
-    "seq_ids_free": "Free sequence ids",
-}
-_COUNTERS = {
-    "steps": "Computed steps",
-    "decode_steps": "Steps with at least one decoding sequence",
-    "prompt_tokens": "Prompt tokens computed",
-    "generated_tokens": "Tokens generated",
-    "forced_tokens": "Generated tokens forced by a grammar, without a decode for each",
-    "draft_steps": "Steps that verified drafts (speculative decoding)",
-    "drafted_tokens": "Verified draft tokens",
-    "accepted_tokens": "Accepted draft tokens",
-    "prefix_queries": "Prefix cache lookups",
-    "prefix_hits": "Prefix cache hits",
-    "prefix_hit_tokens": "Prompt tokens taken from the prefix cache",
-    "prefix_disk_hits": "Prefix cache hits on disk",
-    "prefix_disk_hit_tokens": "Prompt tokens taken from prefixes on disk",
-    "prefix_disk_read_bytes": "Bytes of cached prefixes read from disk",
-    "prefix_disk_written_bytes": "Bytes of cached prefixes written to disk",
-    "prefix_disk_damaged": "Damaged cached prefix files that were deleted",
-    "swaps": "Sequences swapped out to host memory",
-    "recomputes": "Preempted sequences that were recomputed",
-    "layout_switches": "Switches between the unified and the per-sequence KV layout",
-    "media_encoded": "Encoded images and audio clips",
-    "media_found": "Images and audio clips found in the encoder cache",
-    "media_seconds": "Time spent encoding images and audio, in parallel to the steps",
-    "ideal_seconds": "Lowest possible time for the computed work, learned from the steps",
-    "context_shifts": "Number of context shifts",
-}
-_BY_REASON = "Time lost compared with ideal_seconds, by cause (docs/benchmarks.md)"
-_HISTOGRAMS = {
-    "batch_size": ("batch_sizes", "Decoding sequences per step, for steps with at least one"),
-    "step_seconds": ("step_times", "Duration of a step"),
-    "decode_seconds": ("decode_times", "Duration of llama_decode in a step"),
-    "sample_seconds": ("sample_times", "Duration of sampling in a step"),
-}
+_FAMILIES = {"counter": CounterMetricFamily, "gauge": GaugeMetricFamily, "histogram": HistogramMetricFamily}
+Samples = Iterable[tuple[Sequence[str], Any]]
+"""The values of the labels, and that of the metric."""
 
 
-class WorkerMetrics(Collector):
-    """The present state of the workers. A worker that does not respond has only the metrics of `_states`."""
-
-    def __init__(self, workers: list[WorkerState], *, by_model: bool = False) -> None:
-        """`by_model`: they have the label `model` too."""
-        self._labels = ["worker", "model"] if by_model else ["worker"]
-        self._workers = [([each.name, each.model or ""] if by_model else [each.name], each) for each in workers]
-
-    def collect(self) -> Iterator[Metric]:
-        """All metrics of all workers."""
-        responding = [(key, worker.stats) for key, worker in self._workers if worker.stats]
-        yield from self._states()
-        for name, text in _GAUGES.items():
-            yield self._gauge(name, text, ((key, getattr(stats, name)) for key, stats in responding))
-        for name, text in _COUNTERS.items():
-            yield self._counter(name, text, ((key, getattr(stats, name)) for key, stats in responding))
-        yield self._lost(responding)
-        yield self._cells(responding)
-        yield self._layout(responding)
-        for name, (field, text) in _HISTOGRAMS.items():
-            yield self._histogram(name, text, ((key, getattr(stats, field)) for key, stats in responding))
-
-    def _states(self) -> Iterator[Metric]:
-        up = ((key, float(worker.health.status == "ok")) for key, worker in self._workers)
-        yield self._gauge("up", "1 if the worker is running; 0 if it is loading, sleeping, restarting or failed", up)
-        in_flight = ((key, worker.in_flight) for key, worker in self._workers)
-        yield self._gauge("in_flight", "Unfinished requests assigned to the worker", in_flight)
-        restarts = ((key, worker.restarts) for key, worker in self._workers)
-        yield self._counter("restarts", "Number of worker restarts after a crash", restarts)
-
-    def _gauge(self, name: str, text: str, values: Iterable[tuple[Key, float]]) -> GaugeMetricFamily:
-        family = GaugeMetricFamily(f"cppbatch_worker_{name}", text, labels=self._labels)
-        for key, value in values:
-            family.add_metric(key, value)
-        return family
-
-    def _counter(self, name: str, text: str, values: Iterable[tuple[Key, float]]) -> CounterMetricFamily:
-        family = CounterMetricFamily(f"cppbatch_worker_{name}", text, labels=self._labels)
-        for key, value in values:
-            family.add_metric(key, value)
-        return family
-
-    def _lost(self, responding: list[tuple[Key, EngineStats]]) -> CounterMetricFamily:
-        family = CounterMetricFamily("cppbatch_worker_lost_seconds", _BY_REASON, labels=[*self._labels, "reason"])
-        for key, stats in responding:
-            for reason, seconds in stats.lost_seconds.items():
-                family.add_metric([*key, reason], seconds)
-        return family
-
-    def _cells(self, responding: list[tuple[Key, EngineStats]]) -> GaugeMetricFamily:
-        family = GaugeMetricFamily(
-            "cppbatch_worker_kv_cells",
-            "KV cells by state. used: held by running sequences; cached: held by cached prefixes",
-            labels=[*self._labels, "state"],
-        )
-        for key, stats in responding:
-            free = stats.kv_cells - stats.kv_cells_used - stats.kv_cells_cached
-            for state, value in (("used", stats.kv_cells_used), ("cached", stats.kv_cells_cached), ("free", free)):
-                family.add_metric([*key, state], value)
-        return family
-
-    def _layout(self, responding: list[tuple[Key, EngineStats]]) -> GaugeMetricFamily:
-        text = "1 for the current KV cache layout"
-        family = GaugeMetricFamily("cppbatch_worker_kv_layout", text, labels=[*self._labels, "layout"])
-        for key, stats in responding:
-            family.add_metric([*key, stats.kv_layout], 1)
-        return family
-
-    def _histogram(self, name: str, text: str, values: Iterable[tuple[Key, EngineHistogram]]) -> HistogramMetricFamily:
-        family = HistogramMetricFamily(f"cppbatch_worker_{name}", text, labels=self._labels)
-        for key, histogram in values:
-            bounds = [*map(str, histogram.bounds), "+Inf"]
-            family.add_metric(key, list(zip(bounds, accumulate(histogram.counts), strict=True)), histogram.sum)
-        return family
+def family(kind: StatisticKind, name: str, text: str, labels: Sequence[str], samples: Samples) -> Metric:
+    """A family of metrics, each with a value of its own. A dict has a metric for each entry, with its key as the last
+    label; a text is the last label of a 1; None is left out."""
+    made: Any = _FAMILIES[kind](f"cppbatch_{name}", text, labels=labels)
+    for key, value in samples:
+        if isinstance(value, EngineHistogram):
+            bounds = [*map(str, value.bounds), "+Inf"]
+            made.add_metric(key, list(zip(bounds, accumulate(value.counts), strict=True)), value.sum)
+        elif isinstance(value, dict | str):
+            for label, n in value.items() if isinstance(value, dict) else [(value, 1)]:
+                made.add_metric([*key, label], n)
+        elif value is not None:
+            made.add_metric(key, value)
+    return cast(Metric, made)
 
 
-class ScalingMetrics(Collector):
-    """How many workers there are; nothing where their number is fixed."""
-
-    def __init__(self, scaling: ScalingState | None) -> None:
-        self._scaling = scaling
-
-    def collect(self) -> Iterator[Metric]:
-        """The present number of workers in each state, and how often it has changed."""
-        if (scaling := self._scaling) is None:
-            return
-        workers = GaugeMetricFamily(
-            "cppbatch_workers",
-            "Workers by state. draining: accepts no new requests and ends after its last one",
-            labels=["state"],
-        )
-        for state in ("running", "starting", "draining"):
-            workers.add_metric([state], getattr(scaling, state))
-        yield workers
-        events = CounterMetricFamily(
-            "cppbatch_scale_events",
-            "Workers started because requests were waiting (up) or drained because of low load (down)",
-            labels=["direction"],
-        )
-        events.add_metric(["up"], scaling.scale_ups)
-        events.add_metric(["down"], scaling.scale_downs)
-        yield events
+def families(
+    kind: type, prefix: str, labels: Sequence[str], items: Iterable[tuple[Sequence[str], Any]]
+) -> Iterator[Metric]:
+    """A family for each statistic of a class. `items`: objects of it, with the values of their labels."""
+    items = list(items)
+    for field, statistic in statistics_of(kind).items():
+        if statistic.kind:
+            own = [statistic.label] if statistic.label else []
+            samples = [(key, getattr(item, statistic.shown or field)) for key, item in items]
+            yield family(statistic.kind, prefix + (statistic.name or field), statistic.help, [*labels, *own], samples)
 
 
-# --- GPUs -----------------------------------------------------------------------------------------------------------
-
-_GPU_METRICS = {
-    "utilization": (GaugeMetricFamily, "Fraction of the last sample period during which a kernel was running: 0 to 1"),
-    "memory_used_bytes": (GaugeMetricFamily, "GPU memory used by all processes"),
-    "memory_total_bytes": (GaugeMetricFamily, "Total GPU memory"),
-    "power_watts": (GaugeMetricFamily, "GPU power draw"),
-    "energy_joules": (CounterMetricFamily, "GPU energy consumption since the driver was loaded"),
-}
+def worker_families(workers: Sequence[WorkerState], *, by_model: bool = False) -> Iterator[Metric]:
+    """The present state of the workers; of one that does not respond without its `stats`. `by_model`: with the label
+    `model`."""
+    labels = ["worker", "model"] if by_model else ["worker"]
+    items = [([each.name, each.model or ""] if by_model else [each.name], each) for each in workers]
+    yield from families(WorkerState, "worker_", labels, items)
+    yield from families(EngineStats, "worker_", labels, [(key, each.stats) for key, each in items if each.stats])
 
 
-class GpuMetrics(Collector):
+def gpu_families(gpus: Sequence[GpuState]) -> Iterator[Metric]:
     """The present state of the GPUs. What the driver does not know of a GPU is absent."""
+    items = [([str(gpu.index), gpu.name], gpu) for gpu in gpus]
+    return (each for each in families(GpuState, "gpu_", ["gpu", "name"], items) if each.samples)
 
-    def __init__(self, gpus: Sequence[GpuState]) -> None:
-        self._gpus = gpus
+
+class _Page(Collector):
+    """Families that were made for one page."""
+
+    def __init__(self, families: Iterator[Metric]) -> None:
+        self._families = families
 
     def collect(self) -> Iterator[Metric]:
-        """All metrics of all GPUs; none without a GPU."""
-        for name, (kind, text) in _GPU_METRICS.items():
-            family = kind(f"cppbatch_gpu_{name}", text, labels=["gpu", "name"])
-            known = [(gpu, value) for gpu in self._gpus if (value := getattr(gpu, name)) is not None]
-            for gpu, value in known:
-                family.add_metric([str(gpu.index), gpu.name], value)
-            if known:
-                yield family
+        """All of them, once."""
+        return self._families

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from time import perf_counter
+from typing import Annotated
 
 import msgspec
 
@@ -11,6 +12,7 @@ from cppbatch.cluster.engine_client import ScalingState, WorkerState
 from cppbatch.engine.request import RequestUsage
 from cppbatch.engine.rolling_window import Window, percentile
 from cppbatch.gpu_state import GpuState
+from cppbatch.statistic import counter
 
 _MAX_COMPLETIONS = 16_384  # of the last minute that are remembered
 
@@ -57,16 +59,23 @@ class ServerStats(msgspec.Struct, frozen=True, kw_only=True):
     """NVIDIA's GPUs, of at most a second ago. Empty: no GPU, no driver, or no nvidia-ml-py (`cppbatch[gpu]`)."""
 
 
-class CompletionSums:
-    """Sums over completions that have ended."""
+class CompletionSums(msgspec.Struct, kw_only=True):
+    """Sums over completions that have ended, with their names among llama-server's metrics."""
 
-    def __init__(self) -> None:
-        self.prompt_tokens = self.cached_tokens = self.generated_tokens = 0
-        """Computed prompt tokens; those from the prefix cache; generated tokens."""
-        self.prompt_seconds = self.generation_seconds = 0.0
-        """From the first step to the first token; from there to the end."""
-        self.longest = 0
-        """The most tokens of a prompt and its completion."""
+    prompt_tokens: Annotated[int, counter("Prompt tokens computed", name="prompt_tokens_total")] = 0
+    cached_tokens: Annotated[
+        int, counter("Prompt tokens taken from the prefix cache", name="prompt_tokens_cached_total")
+    ] = 0
+    generated_tokens: Annotated[int, counter("Generated tokens", name="tokens_predicted_total")] = 0
+    prompt_seconds: Annotated[
+        float, counter("Time until the first token, summed over requests", name="prompt_seconds_total")
+    ] = 0.0
+    """From the first step."""
+    generation_seconds: Annotated[
+        float,
+        counter("Time from the first token to the last, summed over requests", name="tokens_predicted_seconds_total"),
+    ] = 0.0
+    longest: Annotated[int, counter("Maximum tokens of a prompt and its completion", name="n_tokens_max")] = 0
 
     def add(self, usage: RequestUsage) -> None:
         """Adds a completion that has ended."""

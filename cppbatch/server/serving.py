@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 from cppbatch import __version__
 from cppbatch.chat.chat_format import ChatFormat, ChatForms, ChatTurn, PreparedChat
 from cppbatch.chat.template import ChatTemplate
-from cppbatch.cluster.async_chat import chat_format_of_client
 from cppbatch.cluster.engine_client import EngineClient
 from cppbatch.engine.best_of import expand
 from cppbatch.engine.media_sources import prompt_of_chat
@@ -86,8 +85,7 @@ class Serving:
         self.lora: dict[str | int, float] | None = None
         """The scales of LoRA adapters for requests without `lora`, as `POST /lora-adapters` set them. None: those of
         --lora."""
-        self._chat: ChatFormat | None = None
-        self._has_told_form = False
+        self._has_logged_forms = self._has_told_form = False
 
     @property
     def limits(self) -> Limits:
@@ -277,20 +275,23 @@ class Serving:
         return requests
 
     async def chat_format(self) -> ChatFormat:
-        """The model's chat format, created with the first chat. Raises `InvalidRequest` for a broken template."""
-        if self._chat is None:
-            self._chat = await chat_format_of_client(self.client, self._read_template())
+        """The model's chat format. Raises `InvalidRequest` for a broken template."""
+        chat = await self.client.chat_format(self._own_template)
+        if not self._has_logged_forms:
+            self._has_logged_forms = True
             log.info("chats of %s: %s", self.name, self.chat_forms)
-        return self._chat
+        return chat
 
     @cached_property
     def chat_forms(self) -> ChatForms | None:
         """How the model writes calls and thoughts; None for a broken template. Asks no worker."""
         try:
-            return ChatFormat(self._read_template()).forms
+            return self.client.chat_formats.get(self._own_template).forms
         except InvalidRequest:
             return None
 
-    def _read_template(self) -> ChatTemplate:
-        """Raises `InvalidRequest` for a broken one."""
-        return ChatTemplate(self.template, bos=self.info.bos, eos=self.info.eos, apply_named=apply_builtin_template)
+    @cached_property
+    def _own_template(self) -> ChatTemplate | None:
+        """That of --chat-template."""
+        given, info = self.settings.chat_template, self.info
+        return ChatTemplate(given, bos=info.bos, eos=info.eos, apply_named=apply_builtin_template) if given else None

@@ -11,14 +11,14 @@ from cppbatch.engine.metrics import EngineStats
 from cppbatch.errors import EngineClosed
 from cppbatch.server.admission import IN_FLIGHT
 from cppbatch.server.api_errors import SwitchedOff, json_response
-from cppbatch.server.endpoint import TEXT, Endpoint, json_content, schema_ref
+from cppbatch.server.endpoint import TEXT, Routes, json_content, schema_ref
 from cppbatch.server.llama_server.llama_metrics import llama_metrics
 from cppbatch.server.served_models import MODELS, ModelCounts
 from cppbatch.server.server_metrics import CONTENT_TYPE, GPUS, METRICS
 from cppbatch.server.server_stats import ServerStats
 from cppbatch.server.storage import STORAGE
 
-routes = web.RouteTableDef()
+routes = Routes()
 
 
 class HealthResponse(msgspec.Struct, frozen=True, kw_only=True):
@@ -44,11 +44,13 @@ class ReadyResponse(msgspec.Struct, frozen=True, kw_only=True):
     """draining, or as in /health."""
 
 
-@routes.get("/health")
-@routes.get("/v1/health")
+@routes.get("/health", HealthResponse, (503,), also="/v1/health", unavailable=HealthResponse)
 async def health(request: web.Request) -> web.Response:
-    """503 while the model loads (with its progress) and after the engine has failed or closed; otherwise 200, also
-    while the server drains."""
+    """200 if the server is ready for requests, otherwise 503 with its state; no API key required.
+
+    503 while the model loads (with its progress) and after the engine has failed or closed; 200 also while the server
+    drains.
+    """
     models = request.app[MODELS]
     state = models.health()
     response = HealthResponse(
@@ -61,9 +63,9 @@ async def health(request: web.Request) -> web.Response:
     return json_response(response, 200 if state.takes_requests else 503)
 
 
-@routes.get("/ready")
+@routes.get("/ready", ReadyResponse, (503,), unavailable=ReadyResponse)
 async def ready(request: web.Request) -> web.Response:
-    """200 when a new request is served, otherwise 503 with the state."""
+    """200 if new requests are accepted, otherwise 503; no API key required."""
     state = request.app[MODELS].health()
     draining = request.app[IN_FLIGHT].draining
     is_ready = state.takes_requests and not draining
@@ -71,9 +73,12 @@ async def ready(request: web.Request) -> web.Response:
     return json_response(ReadyResponse(ready=is_ready, status=status), 200 if is_ready else 503)
 
 
-@routes.get("/stats")
+_STATS = {"anyOf": [{"allOf": [schema_ref(EngineStats), schema_ref(ServerStats)]}, schema_ref(ServerStats)]}
+
+
+@routes.get("/stats", json_content(_STATS), types=(EngineStats, ServerStats))
 async def stats(request: web.Request) -> web.Response:
-    """The sums over all engines, the last minute, and each engine by itself."""
+    """Counters, statistics of the last minute, and the state of each worker."""
     models = request.app[MODELS]
     try:
         totals = await models.stats()
@@ -90,44 +95,19 @@ async def stats(request: web.Request) -> web.Response:
     return json_response({**(msgspec.structs.asdict(totals) if totals else {}), **msgspec.structs.asdict(server)})
 
 
-@routes.get("/metrics")
+@routes.get("/metrics", {"text/plain": TEXT}, (401, 501))
 async def metrics(request: web.Request) -> web.Response:
-    """All metrics in Prometheus' text format, also under llama-server's names. Raises `SwitchedOff`."""
+    """Metrics in Prometheus format.
+
+    Also under llama-server's names. Raises `SwitchedOff`.
+    """
     models, metrics, batches = request.app[MODELS], request.app[METRICS], request.app[STORAGE].stats()
     if not models.settings.metrics:
         raise SwitchedOff("/metrics is disabled: start the server without --no-metrics")
     if batches:
         metrics.set_batches(batches)
     workers = await models.workers()
-    page = metrics.page(workers, request.app[GPUS].latest, models.scaling(), models.collectors())
+    page = metrics.page(workers, request.app[GPUS].latest, models.scaling(), models.metrics())
     theirs = llama_metrics(metrics.sums, metrics.take_recent_sums(), workers)
     headers = {"Content-Type": CONTENT_TYPE, "Process-Start-Time-Unix": str(models.started)}
     return web.Response(body=page + theirs, headers=headers)
-
-
-_STATS = {"anyOf": [{"allOf": [schema_ref(EngineStats), schema_ref(ServerStats)]}, schema_ref(ServerStats)]}
-
-ENDPOINTS = {
-    ("get", "/health"): Endpoint(
-        "200 if the server is ready for requests, otherwise 503 with its state; no API key required",
-        json_content(schema_ref(HealthResponse)),
-        (503,),
-        unavailable=HealthResponse,
-    ),
-    ("get", "/v1/health"): Endpoint(
-        "Same as /health", json_content(schema_ref(HealthResponse)), (503,), unavailable=HealthResponse
-    ),
-    ("get", "/ready"): Endpoint(
-        "200 if new requests are accepted, otherwise 503; no API key required",
-        json_content(schema_ref(ReadyResponse)),
-        (503,),
-        unavailable=ReadyResponse,
-    ),
-    ("get", "/stats"): Endpoint(
-        "Counters, statistics of the last minute, and the state of each worker",
-        json_content(_STATS),
-        (401, 503),
-        types=(EngineStats, ServerStats),
-    ),
-    ("get", "/metrics"): Endpoint("Metrics in Prometheus format", {"text/plain": TEXT}, (401, 501)),
-}

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from aiohttp import ETag, hdrs, web
 
-from cppbatch.server.endpoint import TEXT, Endpoint
+from cppbatch.server.endpoint import TEXT, Routes
 
 INDEX, PREFIX = "/", "/page/"
 
@@ -54,7 +54,7 @@ _HEADERS = {
     "X-Content-Type-Options": "nosniff",
 }
 
-routes = web.RouteTableDef()
+routes = Routes()
 
 
 class PageFile(NamedTuple):
@@ -89,15 +89,15 @@ def page_files() -> dict[str, PageFile]:
     return found
 
 
-@routes.get(INDEX)
+@routes.get(INDEX, {"text/html": TEXT}, ())
 async def index(request: web.Request) -> web.Response:
-    """The page."""
+    """The web page; no API key required."""
     return _response(request, page_files()["index.html"])
 
 
-@routes.get(f"{PREFIX}{{path:.+}}")
+@routes.get(f"{PREFIX}{{path:.+}}", dict.fromkeys(_MEDIA_TYPES.values(), TEXT), (404,))
 async def page_file(request: web.Request) -> web.Response:
-    """A file of the page."""
+    """A file of the web page; no API key required."""
     file = page_files().get(request.match_info["path"])
     if file is None:
         raise web.HTTPNotFound(text=f"the web page has no file {request.match_info['path']!r:.200}")
@@ -114,11 +114,3 @@ def _response(request: web.Request, file: PageFile) -> web.Response:
         response = web.Response(body=file.content, content_type=file.media_type, charset="utf-8", headers=_HEADERS)
     response.etag = ETag(file.etag, is_weak=True)
     return response
-
-
-ENDPOINTS = {
-    ("get", INDEX): Endpoint("The web page; no API key required", {"text/html": TEXT}),
-    ("get", f"{PREFIX}{{path}}"): Endpoint(
-        "A file of the web page; no API key required", dict.fromkeys(_MEDIA_TYPES.values(), TEXT), (404,)
-    ),
-}

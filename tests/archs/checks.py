@@ -270,7 +270,7 @@ def check_layer_rows(subject: Subject) -> Finding:
             for seq_id in seq_ids:
                 batch.add_run(np.array(prompts[seq_id], np.int32), 0, seq_id, n_logits=1)
             context.decode(batch)
-            return context.hidden_rows(batch.n_tokens).copy()
+            return np.array(context.hidden_rows(batch.n_tokens))
 
         together, alone = rows_of(range(len(prompts))), np.concatenate([rows_of([i]) for i in range(len(prompts))])
     difference = float(np.abs(together - alone).max() / np.abs(alone).max())

@@ -18,6 +18,7 @@ from cppbatch.engine import core as core_module
 from cppbatch.engine.runtime import load_runtime
 from cppbatch.errors import LlamaError
 from cppbatch.server.app import create_app
+from cppbatch.server.served_models import OneModel
 from cppbatch.server.settings import ServerSettings
 
 Http = TestClient[Any, Any]
@@ -252,6 +253,12 @@ async def test_the_chat_template_of_the_settings_takes_the_place_of_the_models(e
     assert status == 400
     assert answer["error"]["param"] == "messages"
     assert answer["error"]["message"].endswith("mine")
+
+
+async def test_the_models_chat_format_is_one_for_the_server_and_its_engine(engine: LocalEngine) -> None:
+    serving = OneModel.of(engine, ServerSettings()).serving
+    assert await serving.chat_format() is await engine.chat_format()
+    assert serving.chat_forms == (await engine.chat_format()).forms
 
 
 # --- queues, timeouts, the prefix cache -------------------------------------------------------------------------------

@@ -30,7 +30,7 @@ Case: TypeAlias = "schemathesis.Case[Any]"
 
 Json = dict[str, Any]
 
-SAME_HANDLERS = ["/completions", "/embedding", "/v1/health", *(path for _, path in llama_paths.ENDPOINTS)]
+SAME_HANDLERS = ["/completions", "/embedding", "/v1/health", *(route.path for route in llama_paths.routes)]
 """Routes with the handlers of others that are tried out."""
 
 ENDLESS = ["/live"]

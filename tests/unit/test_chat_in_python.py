@@ -29,7 +29,7 @@ def engine() -> BatchInferenceEngine:
 def scripted(engine: BatchInferenceEngine, script: list[Any] = SCRIPT, **params: Any) -> ScriptedFormat:
     """From now on the engine's chats go like this."""
     form = ScriptedFormat(script, **params)
-    engine._chat_formats[None] = form  # type: ignore[assignment]
+    engine._chat_formats.made[None] = form  # type: ignore[assignment]
     return form
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any, get_type_hints
 
 import msgspec
 import pytest
@@ -10,11 +12,13 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from cppbatch.engine.histogram import ROWS, SECONDS, Bins, merged
 from cppbatch.engine.ideal import BareCosts, StepWork
-from cppbatch.engine.metrics import EngineStats, Metrics, RecentSteps, add_up
+from cppbatch.engine.live_state import LiveCounters
+from cppbatch.engine.metrics import EngineParts, EngineStats, Metrics, RecentSteps, add_up
 from cppbatch.engine.request import FinishReason, GenerationEvent, RequestUsage
 from cppbatch.engine.rolling_window import Window, percentile
 from cppbatch.server.server_metrics import ServerMetrics
 from cppbatch.server.server_stats import RecentCompletions
+from cppbatch.statistic import statistics_of
 from tests.fakes import drain, fake_engine, greedy
 
 
@@ -116,8 +120,8 @@ def stats_of(*batches: int) -> EngineStats:
         metrics.lap("sample")
         metrics.generated_tokens += 10
         metrics.end_step(StepWork(rows, (rows,), 0, 0, 3, 0, rows), COSTS)
-    with_pool = fake_engine()
-    return metrics.stats(with_pool.core.kv, running=1, waiting=2)
+    scheduler: Any = SimpleNamespace(running=[1], waiting=[1, 2])
+    return EngineParts(metrics, fake_engine().core.kv, scheduler, media=None).stats()
 
 
 def test_stats_of_engines_add_up() -> None:
@@ -137,6 +141,12 @@ def test_stats_of_engines_add_up() -> None:
     assert total.recent_steps.step_ms_p95 is None
     assert add_up([one]) == one
     assert add_up([idle, idle]).mean_decode_batch == 0
+
+
+def test_every_field_of_the_stats_is_declared_and_live_counters_are_some_of_them() -> None:
+    assert [*statistics_of(EngineStats)] == [*EngineStats.__struct_fields__]
+    stats, live = get_type_hints(EngineStats), get_type_hints(LiveCounters)
+    assert live == {field: stats[field] for field in live}
 
 
 def test_finish_reasons_that_only_one_engine_has_are_in_the_sum() -> None:

@@ -38,6 +38,11 @@ def test_every_route_is_in_the_document_and_the_other_way_round() -> None:
     assert routes == {(method, path) for path, methods in DOCUMENT["paths"].items() for method in methods}
 
 
+def test_every_route_has_a_summary_without_a_full_stop() -> None:
+    summaries = [each["summary"] for methods in DOCUMENT["paths"].values() for each in methods.values()]
+    assert [each for each in summaries if not each or each.endswith(".") or "Raises" in each] == []
+
+
 @pytest.mark.parametrize("name", [name for name in RANGES if KINDS[name] is float])
 @pytest.mark.parametrize("kind", [CompletionRequest, ChatCompletionRequest])
 def test_the_document_has_the_ranges_that_are_checked(name: str, kind: type) -> None:

@@ -237,8 +237,16 @@ class TargetCells:
     """In place of `DraftCells`, for a draft model without cells of its own: it reads those of the model, which hold all
     tokens of a sequence but the last one."""
 
+    n_free = 0
+    """Cells of its own."""
+
     def __init__(self) -> None:
         self._of: dict[Seq, DraftSequence] = {}
+
+    @property
+    def all(self) -> list[DraftSequence]:
+        """As `DraftCells.all`."""
+        return list(self._of.values())
 
     def forget(self) -> None:
         """Nothing is kept."""

@@ -37,27 +37,25 @@ from cppbatch.server.anthropic.message_types import (
 )
 from cppbatch.server.api_errors import AnthropicErrorResponse, anthropic_error, api_error, json_response
 from cppbatch.server.content_blocks import BlockChange, ContentBlock, ContentBlocks
-from cppbatch.server.endpoint import generation_endpoint
+from cppbatch.server.endpoint import Routes
+from cppbatch.server.generation import generation
 from cppbatch.server.model_choice import lease_model
 from cppbatch.server.parse import read_json
-from cppbatch.server.response import Json, PreparedRequest, ResponseBuilder, ServerSentEvent, respond
+from cppbatch.server.response import Json, PreparedRequest, ResponseBuilder, ServerSentEvent
 from cppbatch.server.serving import PreparedTurn, Serving
 from cppbatch.server.timings import StreamTimings, Timings, timings
 
-routes = web.RouteTableDef()
+routes = Routes()
+
+_ERRORS: Json = {"error": AnthropicErrorResponse, "unavailable": AnthropicErrorResponse}
 
 
-@routes.post("/v1/messages")
-async def messages(request: web.Request) -> web.StreamResponse:
-    """Generates the assistant's next message of a conversation."""
-    body = await read_json(request, MessagesRequest)
-    with await lease_model(request, body) as lease:
-        return await respond(request, lease, await prepare_message(body, lease.serving))
-
-
-@routes.post("/v1/messages/count_tokens")
+@routes.post("/v1/messages/count_tokens", CountTokensResponse, CountTokensRequest, **_ERRORS)
 async def count_tokens(request: web.Request) -> web.Response:
-    """Counts the prompt tokens that the same `/v1/messages` would have."""
+    """Count the prompt tokens of a conversation, in Anthropic's API.
+
+    Those that the same `/v1/messages` would have.
+    """
     body = await read_json(request, CountTokensRequest)
     with await lease_model(request, body) as lease:
         serving = lease.serving
@@ -67,23 +65,12 @@ async def count_tokens(request: web.Request) -> web.Response:
     return json_response(CountTokensResponse(input_tokens=len(tokens)))
 
 
-ENDPOINTS = {
-    ("post", "/v1/messages"): generation_endpoint(
-        "Generate the next assistant message, in Anthropic's API",
-        MessagesRequest,
-        MessagesResponse,
-    )._replace(error=AnthropicErrorResponse, unavailable=AnthropicErrorResponse),
-    ("post", "/v1/messages/count_tokens"): generation_endpoint(
-        "Count the prompt tokens of a conversation, in Anthropic's API",
-        CountTokensRequest,
-        CountTokensResponse,
-        streams=False,
-    )._replace(error=AnthropicErrorResponse, unavailable=AnthropicErrorResponse),
-}
-
-
+@generation(routes, "/v1/messages", MessagesRequest, MessagesResponse, **_ERRORS)
 async def prepare_message(body: MessagesRequest, serving: Serving) -> PreparedRequest:
-    """The engine request and the builder for a message. Raises `InvalidRequest`."""
+    """Generate the next assistant message, in Anthropic's API.
+
+    Raises `InvalidRequest`.
+    """
     serving.check(body)
     if body.max_tokens < 1:
         raise InvalidRequest("max_tokens", f"is {body.max_tokens}; it must be at least 1")

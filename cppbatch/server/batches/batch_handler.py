@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
@@ -12,27 +12,23 @@ from cppbatch.errors import EngineClosed, InvalidRequest
 from cppbatch.jobs.job_request import JobRequest, JobResponse
 from cppbatch.server.api_errors import api_error, error_body
 from cppbatch.server.key_rules import KeyRules
-from cppbatch.server.openai.chat_completions import prepare_chat_completion
-from cppbatch.server.openai.chat_types import ChatCompletionRequest
+from cppbatch.server.openai import chat_completions, completions
 from cppbatch.server.openai.completions import CompletionRequest, prepare_completion
-from cppbatch.server.pooling.embeddings_endpoint import EmbeddingRequest, prepare_embeddings
-from cppbatch.server.pooling.rerank_endpoint import RerankRequest, prepare_rerank
+from cppbatch.server.pooling import embeddings_endpoint, rerank_endpoint
 from cppbatch.server.response import PreparedRequest
-from cppbatch.server.responses.create_response import prepare_response
-from cppbatch.server.responses.responses_types import ResponsesRequest
+from cppbatch.server.responses import create_response
 from cppbatch.server.run_requests import OnEvent, run_requests
 from cppbatch.server.sampling_fields import SamplingFields, merge_fields
 from cppbatch.server.served_models import ServedModels
-from cppbatch.server.serving import Serving, new_id
+from cppbatch.server.serving import new_id
 from cppbatch.server.unknown_fields import refuse_unknown
 from cppbatch.typed_json import convert
 
-_ENDPOINTS: dict[str, tuple[type[Any], Callable[[Any, Serving], Awaitable[PreparedRequest]]]] = {
-    "/v1/chat/completions": (ChatCompletionRequest, prepare_chat_completion),
-    "/v1/completions": (CompletionRequest, prepare_completion),
-    "/v1/responses": (ResponsesRequest, prepare_response),
-    "/v1/embeddings": (EmbeddingRequest, prepare_embeddings),
-    "/v1/rerank": (RerankRequest, prepare_rerank),
+_ENDPOINTS = {
+    route.path: (route.endpoint.body, prepare)
+    for module in (chat_completions, completions, create_response, embeddings_endpoint, rerank_endpoint)
+    for route in module.routes
+    if route.endpoint.body and (prepare := route.endpoint.prepare)
 }
 
 URLS = tuple(_ENDPOINTS)

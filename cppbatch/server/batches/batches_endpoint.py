@@ -10,7 +10,7 @@ from aiohttp import web
 from cppbatch.jobs.batch_records import Batch
 from cppbatch.jobs.batch_store import Page
 from cppbatch.server.api_errors import json_response
-from cppbatch.server.endpoint import Endpoint, json_content, query_endpoint, schema_ref
+from cppbatch.server.endpoint import Routes
 from cppbatch.server.files.file_upload import ExpiresAfter
 from cppbatch.server.keys import KEY, viewer_of
 from cppbatch.server.parse import read_json
@@ -18,7 +18,9 @@ from cppbatch.server.served_models import MODELS
 from cppbatch.server.storage import batches_of
 from cppbatch.typed_json import convert
 
-routes = web.RouteTableDef()
+routes = Routes()
+
+_WRITE_ERRORS = (401, 403, 413, 429, 503, 507)
 
 
 class CreateBatchRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -59,9 +61,12 @@ class BatchList(msgspec.Struct, frozen=True, kw_only=True):
     has_more: bool
 
 
-@routes.post("/v1/batches")
+@routes.post("/v1/batches", Batch, CreateBatchRequest, (400, *_WRITE_ERRORS))
 async def create_batch(request: web.Request) -> web.Response:
-    """Creates a batch. Once this responds, the batch survives a restart."""
+    """Create a batch, which runs every request in a file.
+
+    Once this responds, the batch survives a restart.
+    """
     body = await read_json(request, CreateBatchRequest)
     batch = await batches_of(request).create(
         endpoint=body.endpoint,
@@ -76,40 +81,22 @@ async def create_batch(request: web.Request) -> web.Response:
     return json_response(batch)
 
 
-@routes.get("/v1/batches")
+@routes.get("/v1/batches", BatchList, (400, 401, 503), query=BatchQuery)
 async def list_batches(request: web.Request) -> web.Response:
-    """Lists a page of batches."""
+    """List batches, newest first."""
     query = convert(dict(request.query), BatchQuery, from_text=True)
     batches, has_more = await batches_of(request).page(query.page, viewer_of(request))
     first, last = (batches[0].id, batches[-1].id) if batches else (None, None)
     return json_response(BatchList(data=batches, first_id=first, last_id=last, has_more=has_more))
 
 
-@routes.get("/v1/batches/{id}")
+@routes.get("/v1/batches/{id}", Batch, (401, 404, 503))
 async def get_batch(request: web.Request) -> web.Response:
-    """Returns a batch."""
+    """Get a batch with its current counts."""
     return json_response(await batches_of(request).get(request.match_info["id"], viewer_of(request)))
 
 
-@routes.post("/v1/batches/{id}/cancel")
+@routes.post("/v1/batches/{id}/cancel", Batch, None, (404, 409, *_WRITE_ERRORS))
 async def cancel_batch(request: web.Request) -> web.Response:
-    """Cancels a batch."""
+    """Cancel a batch; results so far are kept. 409 if it has already ended."""
     return json_response(await batches_of(request).cancel(request.match_info["id"], viewer_of(request)))
-
-
-_WRITE_ERRORS = (401, 403, 413, 429, 503, 507)
-
-ENDPOINTS = {
-    ("post", "/v1/batches"): Endpoint(
-        "Create a batch, which runs every request in a file",
-        json_content(schema_ref(Batch)),
-        (400, *_WRITE_ERRORS),
-        CreateBatchRequest,
-        types=(Batch,),
-    ),
-    ("get", "/v1/batches"): query_endpoint("List batches, newest first", BatchList, (400, 401, 503), query=BatchQuery),
-    ("get", "/v1/batches/{id}"): query_endpoint("Get a batch with its current counts", Batch, (401, 404, 503)),
-    ("post", "/v1/batches/{id}/cancel"): query_endpoint(
-        "Cancel a batch; results so far are kept. 409 if it has already ended", Batch, (404, 409, *_WRITE_ERRORS)
-    ),
-}

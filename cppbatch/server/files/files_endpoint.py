@@ -19,14 +19,14 @@ from cppbatch.jobs.batch_records import File
 from cppbatch.jobs.batch_store import BatchStore, Page
 from cppbatch.server.api_errors import json_response
 from cppbatch.server.connections import reading
-from cppbatch.server.endpoint import Endpoint, json_content, query_endpoint, schema_ref
+from cppbatch.server.endpoint import Routes
 from cppbatch.server.files.file_upload import BINARY, UPLOAD_FORM, receive_upload
 from cppbatch.server.keys import viewer_of
 from cppbatch.server.served_models import MODELS
 from cppbatch.server.storage import batches_of
 from cppbatch.typed_json import convert
 
-routes = web.RouteTableDef()
+routes = Routes()
 
 _CHUNK_BYTES = 1 << 18
 
@@ -66,9 +66,12 @@ class FileDeleted(msgspec.Struct, frozen=True, kw_only=True):
     deleted: bool = True
 
 
-@routes.post("/v1/files")
+@routes.post("/v1/files", File, None, (400, 401, 403, 413, 429, 503, 507), form=UPLOAD_FORM)
 async def upload_file(request: web.Request) -> web.Response:
-    """Upload a file, durably before it responds. An incomplete upload leaves nothing behind."""
+    """Upload a file.
+
+    It is durable before this responds. An incomplete upload leaves nothing behind.
+    """
     data = batches_of(request).data
     file_id = new_file_id()
     path = data.incoming(file_id)
@@ -90,9 +93,9 @@ async def upload_file(request: web.Request) -> web.Response:
     return json_response(file)
 
 
-@routes.get("/v1/files")
+@routes.get("/v1/files", FileList, (400, 401, 503), query=FileQuery)
 async def list_files(request: web.Request) -> web.Response:
-    """Lists a page of files."""
+    """List files."""
     query = convert(dict(request.query), FileQuery, from_text=True)
     files, has_more = await batches_of(request).data.query(
         BatchStore.files, query.page, query.purpose or None, viewer_of(request)
@@ -101,24 +104,28 @@ async def list_files(request: web.Request) -> web.Response:
     return json_response(FileList(data=files, first_id=first, last_id=last, has_more=has_more))
 
 
-@routes.get("/v1/files/{id}")
+@routes.get("/v1/files/{id}", File, (401, 404, 503))
 async def get_file(request: web.Request) -> web.Response:
     """Get a file object."""
     file, _ = await batches_of(request).file(request.match_info["id"], viewer_of(request))
     return json_response(file)
 
 
-@routes.delete("/v1/files/{id}")
+@routes.delete("/v1/files/{id}", FileDeleted, (401, 403, 404, 409, 429, 503, 507))
 async def delete_file(request: web.Request) -> web.Response:
-    """Deletes a file."""
+    """Delete a file, unless a batch is reading it."""
     file_id = request.match_info["id"]
     await batches_of(request).data.delete_file(file_id, viewer_of(request))
     return json_response(FileDeleted(id=file_id))
 
 
-@routes.get("/v1/files/{id}/content")
+@routes.get(
+    "/v1/files/{id}/content",
+    {"application/octet-stream": BINARY, "application/jsonl": BINARY},
+    (401, 404, 416, 503),
+)
 async def get_file_content(request: web.Request) -> web.StreamResponse:
-    """Returns the contents of a file, with the header `Range` a part of them.
+    """Get the contents of a file; with a Range header, part of it (status 206).
 
     Does not use aiohttp's `FileResponse`: there the kernel sends the file, so a client that does not read would not
     be noticed.
@@ -179,24 +186,3 @@ def _open_content(paths: Sequence[Path], start: int, n_bytes: int) -> BinaryIO:
         content.seek(start)
         return content
     raise NotFound("id", f"{paths[-1].name} is missing from the server's data folder")
-
-
-ENDPOINTS = {
-    ("post", "/v1/files"): Endpoint(
-        "Upload a file",
-        json_content(schema_ref(File)),
-        (400, 401, 403, 413, 429, 503, 507),
-        types=(File,),
-        form=UPLOAD_FORM,
-    ),
-    ("get", "/v1/files"): query_endpoint("List files", FileList, (400, 401, 503), query=FileQuery),
-    ("get", "/v1/files/{id}"): query_endpoint("Get a file object", File, (401, 404, 503)),
-    ("get", "/v1/files/{id}/content"): Endpoint(
-        "Get the contents of a file; with a Range header, part of it (status 206)",
-        {"application/octet-stream": BINARY, "application/jsonl": BINARY},
-        (401, 404, 416, 503),
-    ),
-    ("delete", "/v1/files/{id}"): query_endpoint(
-        "Delete a file, unless a batch is reading it", FileDeleted, (401, 403, 404, 409, 429, 503, 507)
-    ),
-}

@@ -11,13 +11,11 @@ from aiohttp import web
 
 from cppbatch.errors import InvalidRequest, NotFound
 from cppbatch.server.api_errors import json_response
-from cppbatch.server.endpoint import generation_endpoint
+from cppbatch.server.endpoint import Routes
 from cppbatch.server.keys import viewer_of
 from cppbatch.server.parse import read_json
 
-routes = web.RouteTableDef()
-
-PATH = "/generate/batch/cancel"
+routes = Routes()
 
 
 class RunningBatch:
@@ -90,7 +88,7 @@ class CancelItemResponse(msgspec.Struct, frozen=True, kw_only=True):
     index: int
 
 
-@routes.post(PATH)
+@routes.post("/generate/batch/cancel", CancelItemResponse, CancelItemRequest)
 async def cancel_item(request: web.Request) -> web.Response:
     """Cancel one item of a running batch; the others continue."""
     body = await read_json(request, CancelItemRequest)
@@ -99,10 +97,3 @@ async def cancel_item(request: web.Request) -> web.Response:
         raise InvalidRequest("index", f"is {body.index}; the batch has {batch.n_items} items, numbered from 0")
     await batch.cancel(body.index)
     return json_response(CancelItemResponse(request_id=body.request_id, index=body.index))
-
-
-ENDPOINTS = {
-    ("post", PATH): generation_endpoint(
-        "Cancel one item of a running batch; the others continue", CancelItemRequest, CancelItemResponse, streams=False
-    ),
-}

@@ -13,7 +13,7 @@ from msgspec import UNSET, UnsetType
 from cppbatch.engine.request import FinishReason, GenerationEvent, GenerationRequest
 from cppbatch.errors import InvalidRequest
 from cppbatch.server.api_errors import ErrorDetail, api_error, openai_error
-from cppbatch.server.endpoint import generation_endpoint
+from cppbatch.server.endpoint import Routes
 from cppbatch.server.generate.batch_items import BatchItem, GenerateBatchRequest, batch_items
 from cppbatch.server.generate.cancel_item import RUNNING_BATCHES, RunningBatch
 from cppbatch.server.generate.generate_endpoint import (
@@ -34,7 +34,7 @@ from cppbatch.server.run_requests import run_requests
 from cppbatch.server.served_models import ModelLease
 from cppbatch.server.serving import ChatTools, Serving, new_id
 
-routes = web.RouteTableDef()
+routes = Routes()
 
 
 class BatchResult(GenerateChunk, frozen=True, kw_only=True):
@@ -73,9 +73,9 @@ class GenerateBatchResponse(BatchTotals, frozen=True, kw_only=True):
     """In the order of the items."""
 
 
-@routes.post("/generate/batch")
+@routes.post("/generate/batch", GenerateBatchResponse, GenerateBatchRequest, streams=True)
 async def generate_batch(request: web.Request) -> web.StreamResponse:
-    """Completes many prompts, each in one or many ways. The failure of one does not affect the others."""
+    """Complete many prompts, each with one or more parameter sets; a failed item does not affect the others."""
     body = await read_json(request, GenerateBatchRequest)
     with await lease_model(request, body) as lease:
         # on threads: 256 items with large fields take seconds
@@ -92,15 +92,6 @@ async def generate_batch(request: web.Request) -> web.StreamResponse:
                 waited=lease.waited,
             )
             return await respond(request, lease, prepared, events)
-
-
-ENDPOINTS = {
-    ("post", "/generate/batch"): generation_endpoint(
-        "Complete many prompts, each with one or more parameter sets; a failed item does not affect the others",
-        GenerateBatchRequest,
-        GenerateBatchResponse,
-    ),
-}
 
 
 class ReadItems(NamedTuple):

@@ -17,7 +17,7 @@ from cppbatch.chat.thinking_budget import given_budget
 from cppbatch.chat.tools import ToolChoice
 from cppbatch.engine.request import FinishReason, GenerationEvent, GenerationRequest
 from cppbatch.errors import InvalidRequest
-from cppbatch.server.endpoint import generation_endpoint
+from cppbatch.server.endpoint import Routes
 from cppbatch.server.model_choice import lease_model
 from cppbatch.server.parse import read_json
 from cppbatch.server.response import DONE, PreparedRequest, ResponseBuilder, ServerSentEvent, respond
@@ -27,7 +27,7 @@ from cppbatch.server.serving import ChatTools, Serving, new_id
 
 Json = dict[str, Any]
 
-routes = web.RouteTableDef()
+routes = Routes()
 
 
 class GenerateFields(SamplingFields, kw_only=True):
@@ -112,7 +112,7 @@ class GenerateChunk(msgspec.Struct, frozen=True, kw_only=True):
     timings: GenerateTimings | UnsetType = UNSET
 
 
-@routes.post("/generate")
+@routes.post("/generate", GenerateResponse, GenerateRequest, streams=True)
 async def generate(request: web.Request) -> web.StreamResponse:
     """Complete a prompt."""
     body = await read_json(request, GenerateRequest)
@@ -120,9 +120,6 @@ async def generate(request: web.Request) -> web.StreamResponse:
         conversations = await chat_tools(lease.serving, [body])
         prepared = await asyncio.to_thread(prepare_generate, body, lease.serving, conversations)
         return await respond(request, lease, prepared)
-
-
-ENDPOINTS = {("post", "/generate"): generation_endpoint("Complete a prompt", GenerateRequest, GenerateResponse)}
 
 
 async def chat_tools(serving: Serving, bodies: Iterable[GenerateFields]) -> ChatTools | None:

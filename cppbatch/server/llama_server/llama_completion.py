@@ -14,7 +14,7 @@ from msgspec import UNSET
 from cppbatch.cluster.engine_client import EngineClient
 from cppbatch.engine.request import FinishReason, GenerationEvent, GenerationRequest, MediaPrompt, TokenPiece
 from cppbatch.errors import InvalidRequest
-from cppbatch.server.endpoint import Endpoint, generation_endpoint, json_content, schema_ref
+from cppbatch.server.endpoint import Routes, json_content, schema_ref
 from cppbatch.server.llama_result import LlamaResponse, LlamaResults
 from cppbatch.server.llama_server.llama_fields import LlamaFields, to_sampling_fields
 from cppbatch.server.mixed_prompts import MarkedPrompt, MixedPrompt, engine_prompt, prompts_of, tokenize
@@ -26,7 +26,7 @@ from cppbatch.server.served_models import ModelLease
 from cppbatch.server.serving import Prompt, Serving, new_id
 from cppbatch.server.timings import StreamTimings
 
-routes = web.RouteTableDef()
+routes = Routes()
 
 
 class LlamaCompletionRequest(LlamaFields, kw_only=True):
@@ -37,8 +37,20 @@ class LlamaCompletionRequest(LlamaFields, kw_only=True):
     `multimodal_data` it has pictures and sounds as base64, and the `media_marker` of `GET /props` in their places."""
 
 
-@routes.post("/completion")
-@routes.post("/completions")
+_ONE = [
+    schema_ref(LlamaResponse),
+    {"type": "object", "description": "With `response_fields`: only these fields"},
+]
+_SEVERAL = {"type": "array", "description": "Of several completions", "items": {"anyOf": _ONE}}
+COMPLETION: Json = {
+    "answer": json_content({"anyOf": [*_ONE, _SEVERAL]}),
+    "types": (LlamaResponse,),
+    "streams": True,
+}
+"""The answer of `/completion`, for `Routes.post`."""
+
+
+@routes.post("/completion", body=LlamaCompletionRequest, also="/completions", **COMPLETION)
 async def llama_completion(request: web.Request) -> web.StreamResponse:
     """Complete one or more prompts."""
     body = await read_json(request, LlamaCompletionRequest)
@@ -199,18 +211,3 @@ def _select(paths: list[str], response: LlamaResponse) -> Json:
         if value is not UNSET:
             selected[path] = value
     return selected
-
-
-def llama_endpoint(summary: str, body: type[LlamaFields]) -> Endpoint:
-    """The description of an endpoint with the responses of `/completion`."""
-    selected = {"type": "object", "description": "With `response_fields`: only these fields"}
-    one = {"anyOf": [schema_ref(LlamaResponse), selected]}
-    several = {"type": "array", "description": "Of several completions", "items": one}
-    endpoint = generation_endpoint(summary, body, LlamaResponse)
-    return endpoint._replace(content=endpoint.content | json_content({"anyOf": [*one["anyOf"], several]}))
-
-
-ENDPOINTS = {
-    ("post", "/completion"): llama_endpoint("Complete one or more prompts", LlamaCompletionRequest),
-    ("post", "/completions"): llama_endpoint("Same as /completion", LlamaCompletionRequest),
-}

@@ -5,22 +5,20 @@ from __future__ import annotations
 from typing import Any
 
 import msgspec
-from aiohttp import web
 
 from cppbatch.engine.embeddings import normalised
 from cppbatch.engine.request import GenerationEvent
 from cppbatch.errors import InvalidRequest
-from cppbatch.server.endpoint import generation_endpoint, json_content, schema_ref
-from cppbatch.server.model_choice import lease_model
-from cppbatch.server.parse import read_json
+from cppbatch.server.endpoint import Routes
+from cppbatch.server.generation import generation
 from cppbatch.server.pooling.embeddings_endpoint import EmbeddingRequest, prepare_vectors
 from cppbatch.server.pooling.pooling_response import PoolingBuilder
-from cppbatch.server.response import PreparedRequest, respond
+from cppbatch.server.response import PreparedRequest
 from cppbatch.server.serving import Json, Serving
 
 _LENGTH_1, _AS_COMPUTED = 2, -1
 
-routes = web.RouteTableDef()
+routes = Routes()
 
 
 class LlamaEmbeddingRequest(EmbeddingRequest, kw_only=True):
@@ -41,17 +39,13 @@ class LlamaEmbedding(msgspec.Struct, frozen=True, kw_only=True):
     """One vector, of all tokens; with pooling none, one of each token."""
 
 
-@routes.post("/embeddings")
-@routes.post("/embedding")
-async def llama_embeddings(request: web.Request) -> web.StreamResponse:
-    """Computes a vector for each input."""
-    body = await read_json(request, LlamaEmbeddingRequest)
-    with await lease_model(request, body) as lease:
-        return await respond(request, lease, await _prepare(body, lease.serving))
+@generation(routes, "/embeddings", LlamaEmbeddingRequest, list[LlamaEmbedding], streams=False)
+@generation(routes, "/embedding", LlamaEmbeddingRequest, list[LlamaEmbedding], streams=False)
+async def prepare_llama_embeddings(body: LlamaEmbeddingRequest, serving: Serving) -> PreparedRequest:
+    """Compute embeddings, in llama-server's format.
 
-
-async def _prepare(body: LlamaEmbeddingRequest, serving: Serving) -> PreparedRequest:
-    """Raises `InvalidRequest`."""
+    Raises `InvalidRequest`.
+    """
     if body.embd_normalize not in (None, _AS_COMPUTED, _LENGTH_1):
         raise InvalidRequest("embd_normalize", f"is {body.embd_normalize}; it must be 2 (length 1) or -1 (as computed)")
     if body.encoding_format == "base64":
@@ -81,9 +75,3 @@ class LlamaEmbeddingBuilder(PoolingBuilder):
             LlamaEmbedding(index=i, embedding=(vectors[:, :n] if as_computed else normalised(vectors, n)).tolist())
             for i, vectors in enumerate(each)
         ]
-
-
-_ENDPOINT = generation_endpoint(
-    "Compute embeddings, in llama-server's format", LlamaEmbeddingRequest, LlamaEmbedding, streams=False
-)._replace(content=json_content({"type": "array", "items": schema_ref(LlamaEmbedding)}))
-ENDPOINTS = {("post", path): _ENDPOINT for path in ("/embeddings", "/embedding")}

@@ -7,9 +7,10 @@ from aiohttp import web
 
 from cppbatch.engine.request import TokenPiece
 from cppbatch.errors import InvalidRequest
+from cppbatch.server.endpoint import Routes
 from cppbatch.server.llama_server.llama_completion import (
+    COMPLETION,
     LlamaPrompt,
-    llama_endpoint,
     prepare_llama_completion,
     respond_to_completion,
 )
@@ -19,7 +20,7 @@ from cppbatch.server.model_choice import lease_model
 from cppbatch.server.parse import read_json
 from cppbatch.server.serving import Serving
 
-routes = web.RouteTableDef()
+routes = Routes()
 
 _REPOSITORY = "project"  # the repository's name in the prompt; llama-server's API has no field for it
 
@@ -43,7 +44,7 @@ class InfillRequest(LlamaFields, kw_only=True):
     input_extra: list[ExtraText] | None = None
 
 
-@routes.post("/infill")
+@routes.post("/infill", body=InfillRequest, **COMPLETION)
 async def infill(request: web.Request) -> web.StreamResponse:
     """Complete the text between a prefix and a suffix."""
     body = await read_json(request, InfillRequest)
@@ -51,9 +52,6 @@ async def infill(request: web.Request) -> web.StreamResponse:
         prompt = LlamaPrompt(await _infill_prompt(lease.serving, body))
         prepared = await prepare_llama_completion(body, lease.serving, [prompt])
         return await respond_to_completion(request, lease, body, prepared)
-
-
-ENDPOINTS = {("post", "/infill"): llama_endpoint("Complete the text between a prefix and a suffix", InfillRequest)}
 
 
 async def _infill_prompt(serving: Serving, body: InfillRequest) -> list[TokenPiece]:

@@ -5,51 +5,44 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from cppbatch.cluster.engine_client import WorkerState
+from cppbatch.engine.metrics import EngineStats, add_up
 from cppbatch.server.server_stats import CompletionSums
+from cppbatch.statistic import statistics_of
 
-_GAUGE, _COUNTER = "gauge", "counter"
+_OF_ENGINES = {
+    "n_decode_total": ("steps", "Calls of llama_decode"),
+    "spec_decode_num_draft_tokens_total": ("drafted_tokens", ""),
+    "spec_decode_num_accepted_tokens_total": ("accepted_tokens", ""),
+    "spec_decode_num_drafts_total": ("draft_steps", "Steps that verified drafts"),
+    "requests_processing": ("running", ""),
+    "requests_deferred": ("waiting", "Waiting requests"),
+    "n_busy_slots_per_decode": ("mean_decode_batch", "Average number of decoding sequences per step"),
+}
+"""By llama-server's name: the field of `EngineStats`, and the help; empty: that of the field."""
 
 
 def llama_metrics(sums: CompletionSums, recent: CompletionSums, workers: Sequence[WorkerState]) -> bytes:
     """The metrics in Prometheus' text format. `sums`: since the start. `recent`: since these metrics were last
     asked for, as in llama-server."""
     stats = [worker.stats for worker in workers if worker.stats]
-    decode_steps = sum(each.decode_steps for each in stats)
-    busy = sum(each.decode_rows for each in stats) / decode_steps if decode_steps else 0.0
-    metrics: list[tuple[str, str, float, str]] = [
-        ("prompt_tokens_total", _COUNTER, sums.prompt_tokens, "Prompt tokens computed"),
-        ("prompt_tokens_cached_total", _COUNTER, sums.cached_tokens, "Prompt tokens taken from the prefix cache"),
-        ("prompt_seconds_total", _COUNTER, sums.prompt_seconds, "Time until the first token, summed over requests"),
-        ("tokens_predicted_total", _COUNTER, sums.generated_tokens, "Generated tokens"),
-        (
-            "tokens_predicted_seconds_total", _COUNTER, sums.generation_seconds,
-            "Time from the first token to the last, summed over requests",
+    total, of_engine = add_up(stats) if stats else None, statistics_of(EngineStats)
+    metrics = [
+        *(
+            (each.name, each.kind, getattr(sums, field), each.help)
+            for field, each in statistics_of(CompletionSums).items()
         ),
-        ("n_decode_total", _COUNTER, sum(each.steps for each in stats), "Calls of llama_decode"),
-        ("n_tokens_max", _COUNTER, sums.longest, "Maximum tokens of a prompt and its completion"),
-        (
-            "spec_decode_num_draft_tokens_total", _COUNTER, sum(each.drafted_tokens for each in stats),
-            "Verified draft tokens",
+        *(
+            (name, of_engine[field].kind or "gauge", getattr(total, field, 0), text or of_engine[field].help)
+            for name, (field, text) in _OF_ENGINES.items()
         ),
         (
-            "spec_decode_num_accepted_tokens_total", _COUNTER, sum(each.accepted_tokens for each in stats),
-            "Accepted draft tokens",
-        ),
-        (
-            "spec_decode_num_drafts_total", _COUNTER, sum(each.draft_steps for each in stats),
-            "Steps that verified drafts",
-        ),
-        (
-            "prompt_tokens_seconds", _GAUGE, _rate(recent.prompt_tokens, recent.prompt_seconds),
+            "prompt_tokens_seconds", "gauge", _rate(recent.prompt_tokens, recent.prompt_seconds),
             "Prompt tokens per second and request, over the completions since the last scrape",
         ),
         (
-            "predicted_tokens_seconds", _GAUGE, _rate(recent.generated_tokens, recent.generation_seconds),
+            "predicted_tokens_seconds", "gauge", _rate(recent.generated_tokens, recent.generation_seconds),
             "Generated tokens per second and request, over the completions since the last scrape",
         ),
-        ("requests_processing", _GAUGE, sum(each.running for each in stats), "Running requests"),
-        ("requests_deferred", _GAUGE, sum(each.waiting for each in stats), "Waiting requests"),
-        ("n_busy_slots_per_decode", _GAUGE, busy, "Average number of decoding sequences per step"),
     ]  # fmt: skip
     return "".join(
         f"# HELP llamacpp:{name} {text}\n# TYPE llamacpp:{name} {kind}\nllamacpp:{name} {value:.10g}\n"

@@ -6,13 +6,15 @@ import msgspec
 from aiohttp import web
 
 from cppbatch.server.api_errors import json_response
-from cppbatch.server.endpoint import query_endpoint
+from cppbatch.server.endpoint import Routes
 from cppbatch.server.keys import KEY
 from cppbatch.server.llama_server.llama_status import Success
 from cppbatch.server.parse import read_json
 from cppbatch.server.served_models import MODELS
 
-routes = web.RouteTableDef()
+routes = Routes()
+
+_ERRORS = (400, 401, 403, 404, 413, 429, 503)
 
 
 class ModelRequest(msgspec.Struct, kw_only=True):
@@ -22,29 +24,20 @@ class ModelRequest(msgspec.Struct, kw_only=True):
     """One of its names."""
 
 
-@routes.post("/models/load")
+@routes.post("/models/load", Success, ModelRequest, _ERRORS)
 async def load_model(request: web.Request) -> web.Response:
-    """Has a model loaded, and answers at once; `GET /models` shows the progress."""
+    """Start loading a model; GET /models shows its state."""
     body = await read_json(request, ModelRequest)
     await request.app[MODELS].load(body.model, request.get(KEY))
     return json_response(Success())
 
 
-@routes.post("/models/unload")
+@routes.post("/models/unload", Success, ModelRequest, (*_ERRORS, 409))
 async def unload_model(request: web.Request) -> web.Response:
-    """Has a model unloaded once its last request has ended, and answers at once."""
+    """Unload a model after its last request; 409 for the only model.
+
+    Answers at once.
+    """
     body = await read_json(request, ModelRequest)
     await request.app[MODELS].unload(body.model, request.get(KEY))
     return json_response(Success())
-
-
-_ERRORS = (400, 401, 403, 404, 413, 429, 503)
-
-ENDPOINTS = {
-    ("post", "/models/load"): query_endpoint(
-        "Start loading a model; GET /models shows its state", Success, _ERRORS
-    )._replace(body=ModelRequest),
-    ("post", "/models/unload"): query_endpoint(
-        "Unload a model after its last request; 409 for the only model", Success, (*_ERRORS, 409)
-    )._replace(body=ModelRequest),
-}

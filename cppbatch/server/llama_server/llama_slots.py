@@ -12,14 +12,14 @@ from aiohttp import web
 from cppbatch.engine.slots import SlotActionName
 from cppbatch.errors import InvalidRequest
 from cppbatch.server.api_errors import SwitchedOff, json_response
-from cppbatch.server.endpoint import Endpoint, json_content, schema_ref
+from cppbatch.server.endpoint import Routes
 from cppbatch.server.model_choice import lease_model
 from cppbatch.server.parse import parse
 from cppbatch.server.served_models import MODELS
 from cppbatch.server.serving import Serving
 from cppbatch.typed_json import convert
 
-routes = web.RouteTableDef()
+routes = Routes()
 
 _FILE_NAME = re.compile(r"(?!\.)[^/\\:\x00-\x1f\x7f]{1,64}")
 """Within the folder, whatever the system makes of it, and no temporary file."""
@@ -84,9 +84,18 @@ class SlotErased(msgspec.Struct, frozen=True, kw_only=True):
     """Tokens."""
 
 
-@routes.post("/slots/{id}")
+@routes.post(
+    "/slots/{id}",
+    (SlotSaved, SlotRestored, SlotErased),
+    SlotFileRequest,
+    (400, 401, 413, 429, 500, 501, 503),
+    query=SlotQuery,
+)
 async def slot_action(request: web.Request) -> web.Response:
-    """Saves, restores or erases the cached prefix of a slot. Raises `SwitchedOff` and `InvalidRequest`."""
+    """Save the cached prefix of a slot to a file, restore it, or erase it; 501 without --slot-save-path.
+
+    Raises `SwitchedOff` and `InvalidRequest`.
+    """
     folder = request.app[MODELS].settings.slot_save_path
     if folder is None:
         raise SwitchedOff("saving, restoring and erasing slots is disabled: start the server with --slot-save-path DIR")
@@ -122,17 +131,3 @@ async def _slot(request: web.Request, serving: Serving) -> int:
     if not re.fullmatch("[0-9]{1,9}", given) or int(given) >= n_slots:
         raise InvalidRequest("id_slot", f"is {given!r:.40}; it must be from 0 to {n_slots - 1}")
     return int(given)
-
-
-_ANSWERS = (SlotSaved, SlotRestored, SlotErased)
-
-ENDPOINTS = {
-    ("post", "/slots/{id}"): Endpoint(
-        "Save the cached prefix of a slot to a file, restore it, or erase it; 501 without --slot-save-path",
-        json_content({"anyOf": [schema_ref(kind) for kind in _ANSWERS]}),
-        (400, 401, 413, 429, 500, 501, 503),
-        types=_ANSWERS,
-        query=SlotQuery,
-        body=SlotFileRequest,
-    ),
-}

@@ -14,13 +14,7 @@ from cppbatch.engine.lora_sets import adapter_set
 from cppbatch.engine.params import SamplingParams
 from cppbatch.engine.request import GenerationRequest
 from cppbatch.server.api_errors import SwitchedOff, json_response
-from cppbatch.server.endpoint import (
-    QUERY_ERRORS,
-    Endpoint,
-    json_content,
-    query_endpoint,
-    schema_ref,
-)
+from cppbatch.server.endpoint import QUERY_ERRORS, Routes
 from cppbatch.server.keys import KEY
 from cppbatch.server.llama_settings import GenerationSettings, generation_settings
 from cppbatch.server.mixed_prompts import MEDIA_MARKER
@@ -30,7 +24,7 @@ from cppbatch.server.sampling_fields import LoraScale, scales_by_number
 from cppbatch.server.served_models import MODELS
 from cppbatch.server.serving import Serving
 
-routes = web.RouteTableDef()
+routes = Routes()
 
 
 class DefaultSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -123,10 +117,12 @@ class PropsChange(msgspec.Struct, forbid_unknown_fields=True):
     """The body of `POST /props`. As in llama-server, no property can be changed."""
 
 
-@routes.get("/props")
+@routes.get("/props", (Props, RouterProps))
 async def props(request: web.Request) -> web.Response:
-    """Returns the properties of the model and the default settings. Of several models, `?model=` names one, which is
-    loaded for it."""
+    """Get the properties and default settings of the model; with several models, select one with ?model=.
+
+    That one is loaded for it.
+    """
     models = request.app[MODELS]
     if models.router and "model" not in request.query:
         return json_response(
@@ -165,9 +161,12 @@ async def props(request: web.Request) -> web.Response:
         )
 
 
-@routes.post("/props")
+@routes.post("/props", Success, PropsChange, (400, 401, 403, 413, 429, 501, 503))
 async def change_props(request: web.Request) -> web.Response:
-    """Changes nothing, as in llama-server; needs --props. Raises `InvalidRequest` for a property."""
+    """Has no effect, as in llama-server; 501 without --props.
+
+    Raises `InvalidRequest` for a property.
+    """
     if not request.app[MODELS].settings.props:
         raise SwitchedOff("POST /props is disabled: start the server with --props")
     await read_json(request, PropsChange)
@@ -180,11 +179,12 @@ def _default_settings(serving: Serving) -> GenerationSettings:
     return generation_settings(params, n_keep=serving.client.config.n_keep, seed=params.seed, end_tokens=end_tokens)
 
 
-@routes.get("/slots")
+@routes.get("/slots", list[Slot], (*QUERY_ERRORS, 501))
 async def slots(request: web.Request) -> web.Response:
-    """Get one slot for each sequence that can run at the same time; with `fail_on_no_slot` 503 if all are busy.
+    """Get one slot for each sequence that can run at the same time.
 
-    Requests have no slots of their own: the first slots of each worker are reported as busy. Raises `SwitchedOff`.
+    With `fail_on_no_slot` 503 if all are busy. Requests have no slots of their own: the first slots of each worker are
+    reported as busy. Raises `SwitchedOff`.
     """
     if not request.app[MODELS].settings.slots:
         raise SwitchedOff("/slots is disabled: start the server without --no-slots")
@@ -200,9 +200,9 @@ async def slots(request: web.Request) -> web.Response:
         return json_response(found)
 
 
-@routes.get("/lora-adapters")
+@routes.get("/lora-adapters", list[LoraAdapter])
 async def lora_adapters(request: web.Request) -> web.Response:
-    """List the adapters that `lora` in a request can reference, with their present scales."""
+    """List the adapters that `lora` in a request can reference."""
     with await lease_model(request) as lease:
         serving = lease.serving
         adapters = serving.info.adapters
@@ -214,11 +214,12 @@ async def lora_adapters(request: web.Request) -> web.Response:
         return json_response(found)
 
 
-@routes.post("/lora-adapters")
+@routes.post("/lora-adapters", Success, LoraScale, (400, 401, 403, 413, 429, 503), takes_list=True)
 async def set_lora_adapters(request: web.Request) -> web.Response:
-    """Sets the scales of the adapters for later requests without `lora`; adapters that are not named are off.
+    """Set the adapter scales for requests without `lora`.
 
-    Raises `InvalidRequest`, and `Forbidden` for a key that may not use all adapters.
+    Those that come later. Adapters that are not named are off. Raises `InvalidRequest`, and `Forbidden` for a key that
+    may not use all adapters.
     """
     with await lease_model(request) as lease:
         serving = lease.serving
@@ -230,25 +231,3 @@ async def set_lora_adapters(request: web.Request) -> web.Response:
         adapter_set(lora, serving.info.adapters)  # checks that the adapters exist
         serving.lora = lora
         return json_response(Success())
-
-
-def _list_endpoint(summary: str, kind: type, *errors: int) -> Endpoint:
-    content = json_content({"type": "array", "items": schema_ref(kind)})
-    return Endpoint(summary, content, (*QUERY_ERRORS, *errors), types=(kind,))
-
-
-ENDPOINTS = {
-    ("get", "/props"): query_endpoint(
-        "Get the properties and default settings of the model; with several models, select one with ?model=", Props
-    )._replace(
-        content=json_content({"anyOf": [schema_ref(Props), schema_ref(RouterProps)]}), types=(Props, RouterProps)
-    ),
-    ("get", "/slots"): _list_endpoint("Get one slot for each sequence that can run at the same time", Slot, 501),
-    ("post", "/props"): query_endpoint(
-        "Has no effect, as in llama-server; 501 without --props", Success, (400, 401, 403, 413, 429, 501, 503)
-    )._replace(body=PropsChange),
-    ("post", "/lora-adapters"): query_endpoint(
-        "Set the adapter scales for requests without `lora`", Success, (400, 401, 403, 413, 429, 503)
-    )._replace(body=LoraScale, takes_list=True),
-    ("get", "/lora-adapters"): _list_endpoint("List the adapters that `lora` in a request can reference", LoraAdapter),
-}

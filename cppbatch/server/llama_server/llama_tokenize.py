@@ -17,14 +17,14 @@ from cppbatch.chat.template import CHATML
 from cppbatch.engine.request import TokenPiece, detokenize
 from cppbatch.errors import InvalidRequest
 from cppbatch.server.api_errors import json_response
-from cppbatch.server.endpoint import generation_endpoint, query_endpoint
+from cppbatch.server.endpoint import Routes
 from cppbatch.server.mixed_prompts import MEDIA_MARKER, tokenize
 from cppbatch.server.model_choice import lease_model
 from cppbatch.server.openai.chat_types import ChatCompletionRequest
 from cppbatch.server.parse import read_json
 from cppbatch.server.serving import Serving
 
-routes = web.RouteTableDef()
+routes = Routes()
 
 
 class TokenizeRequest(msgspec.Struct):
@@ -117,7 +117,7 @@ class ApplyTemplateResponse(msgspec.Struct, frozen=True, kw_only=True):
     """In place of pictures and sounds it has the `media_marker` of `GET /props`, as `/completion` takes it."""
 
 
-@routes.post("/tokenize")
+@routes.post("/tokenize", TokenizeResponse, TokenizeRequest)
 async def tokenize_text(request: web.Request) -> web.Response:
     """Tokenise a text."""
     body = await read_json(request, TokenizeRequest)
@@ -177,7 +177,7 @@ def _text_or_bytes(piece: bytes) -> str | list[int]:
         return list(piece)
 
 
-@routes.post("/detokenize")
+@routes.post("/detokenize", DetokenizeResponse, DetokenizeRequest)
 async def detokenize_tokens(request: web.Request) -> web.Response:
     """Convert tokens to text."""
     body = await read_json(request, DetokenizeRequest)
@@ -188,9 +188,9 @@ async def detokenize_tokens(request: web.Request) -> web.Response:
     return json_response(DetokenizeResponse(content=text, prompt=text))
 
 
-@routes.get("/tokenizer_info")
+@routes.get("/tokenizer_info", TokenizerInfo)
 async def tokenizer_info(request: web.Request) -> web.Response:
-    """Returns what a client without a tokenizer needs to know."""
+    """Get a description of the tokenizer."""
     with await lease_model(request) as lease:
         serving = lease.serving
         return json_response(
@@ -204,7 +204,7 @@ async def tokenizer_info(request: web.Request) -> web.Response:
         )
 
 
-@routes.post("/apply-template")
+@routes.post("/apply-template", ApplyTemplateResponse, ChatCompletionRequest)
 async def apply_template(request: web.Request) -> web.Response:
     """Apply the chat template to a conversation."""
     body = await read_json(request, ChatCompletionRequest)
@@ -216,15 +216,3 @@ async def apply_template(request: web.Request) -> web.Response:
         return json_response(
             ApplyTemplateResponse(prompt="".join(part if isinstance(part, str) else MEDIA_MARKER for part in parts))
         )
-
-
-ENDPOINTS = {
-    ("post", "/tokenize"): generation_endpoint("Tokenise a text", TokenizeRequest, TokenizeResponse, streams=False),
-    ("post", "/detokenize"): generation_endpoint(
-        "Convert tokens to text", DetokenizeRequest, DetokenizeResponse, streams=False
-    ),
-    ("get", "/tokenizer_info"): query_endpoint("Get a description of the tokenizer", TokenizerInfo),
-    ("post", "/apply-template"): generation_endpoint(
-        "Apply the chat template to a conversation", ChatCompletionRequest, ApplyTemplateResponse, streams=False
-    ),
-}

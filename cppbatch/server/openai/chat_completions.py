@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from aiohttp import web
 from msgspec import UNSET
 
 from cppbatch.chat.deltas import Delta, ReasoningDelta, TextDelta, ToolCall, ToolCallStart
 from cppbatch.engine.assistant_output import AssistantOutput
 from cppbatch.engine.request import GenerationEvent, TokenLogprob
-from cppbatch.server.endpoint import generation_endpoint
-from cppbatch.server.model_choice import lease_model
+from cppbatch.server.endpoint import Routes
+from cppbatch.server.generation import generation
 from cppbatch.server.openai.chat_types import (
     CalledCustomTool,
     CalledFunction,
@@ -30,8 +29,7 @@ from cppbatch.server.openai.chat_types import (
     ToolCallDelta,
 )
 from cppbatch.server.openai.choices import ChoicesBuilder, Extras, logprobs_of, verbose_results
-from cppbatch.server.parse import read_json
-from cppbatch.server.response import PreparedRequest, ServerSentEvent, respond
+from cppbatch.server.response import PreparedRequest, ServerSentEvent
 from cppbatch.server.response_logprobs import ChatLogprobs, chat_token_logprobs
 from cppbatch.server.serving import PreparedTurn, Serving
 from cppbatch.server.timings import has_output
@@ -39,26 +37,15 @@ from cppbatch.server.timings import has_output
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-routes = web.RouteTableDef()
+routes = Routes()
 
 
-@routes.post("/v1/chat/completions")
-async def chat_completions(request: web.Request) -> web.StreamResponse:
-    """Generate the next assistant message."""
-    body = await read_json(request, ChatCompletionRequest)
-    with await lease_model(request, body) as lease:
-        return await respond(request, lease, await prepare_chat_completion(body, lease.serving))
-
-
-ENDPOINTS = {
-    ("post", "/v1/chat/completions"): generation_endpoint(
-        "Generate the next assistant message", ChatCompletionRequest, ChatCompletionResponse
-    ),
-}
-
-
+@generation(routes, "/v1/chat/completions", ChatCompletionRequest, ChatCompletionResponse, in_batches=True)
 async def prepare_chat_completion(body: ChatCompletionRequest, serving: Serving) -> PreparedRequest:
-    """The engine requests and the builder for a chat completion. Batch jobs use it too. Raises `InvalidRequest`."""
+    """Generate the next assistant message.
+
+    Raises `InvalidRequest`.
+    """
     serving.check(body)
     serving.check_size(body)
     turn = await serving.prepare(body.turn(), body, "chatcmpl-")

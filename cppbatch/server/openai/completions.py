@@ -6,17 +6,15 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal
 
 import msgspec
-from aiohttp import web
 from msgspec import UNSET, UnsetType
 
 from cppbatch.engine.request import FinishReason, GenerationEvent, TokenLogprob
 from cppbatch.errors import InvalidRequest
-from cppbatch.server.endpoint import generation_endpoint
+from cppbatch.server.endpoint import Routes
+from cppbatch.server.generation import generation
 from cppbatch.server.llama_result import LlamaChunk, LlamaResponse
-from cppbatch.server.model_choice import lease_model
 from cppbatch.server.openai.choices import ChoicesBuilder, Extras, Usage, VerboseFields, logprobs_of, verbose_results
-from cppbatch.server.parse import read_json
-from cppbatch.server.response import PreparedRequest, ServerSentEvent, respond
+from cppbatch.server.response import PreparedRequest, ServerSentEvent
 from cppbatch.server.response_logprobs import CompletionLogprobs, completion_logprobs
 from cppbatch.server.serving import Prompt, Serving, new_id
 from cppbatch.server.timings import PromptProgress, Timings
@@ -27,7 +25,7 @@ if TYPE_CHECKING:
 _DEFAULT_MAX_TOKENS = 16
 """OpenAI's default of `max_tokens` for completions; chat completions have none."""
 
-routes = web.RouteTableDef()
+routes = Routes()
 
 
 class CompletionRequest(VerboseFields, kw_only=True):
@@ -114,25 +112,14 @@ class CompletionChunk(msgspec.Struct, frozen=True, kw_only=True):
     """With `verbose`."""
 
 
-@routes.post("/v1/completions")
-async def completions(request: web.Request) -> web.StreamResponse:
-    """Complete one or more prompts."""
-    body = await read_json(request, CompletionRequest)
-    with await lease_model(request, body) as lease:
-        return await respond(request, lease, await prepare_completion(body, lease.serving))
-
-
-ENDPOINTS = {
-    ("post", "/v1/completions"): generation_endpoint(
-        "Complete one or more prompts", CompletionRequest, CompletionResponse
-    ),
-}
-
-
+@generation(routes, "/v1/completions", CompletionRequest, CompletionResponse, in_batches=True)
 async def prepare_completion(
     body: CompletionRequest, serving: Serving, default_max_tokens: int = _DEFAULT_MAX_TOKENS
 ) -> PreparedRequest:
-    """The engine requests and the builder for a completion. Batch jobs use it too. Raises `InvalidRequest`."""
+    """Complete one or more prompts.
+
+    `default_max_tokens`: for requests that set none. Raises `InvalidRequest`.
+    """
     serving.check(body)
     prompts: Sequence[Prompt] = body.prompts()
     if body.suffix:

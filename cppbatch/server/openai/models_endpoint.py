@@ -18,12 +18,12 @@ from cppbatch.server.anthropic.anthropic_models import (
     anthropic_model_list,
 )
 from cppbatch.server.api_errors import is_anthropic, json_response
-from cppbatch.server.endpoint import Endpoint, json_content, query_endpoint, schema_ref
+from cppbatch.server.endpoint import Routes
 from cppbatch.server.keys import KEY
 from cppbatch.server.served_models import MODELS, ModelEntry, ModelStatusName
 from cppbatch.typed_json import convert
 
-routes = web.RouteTableDef()
+routes = Routes()
 
 
 class ModelWorker(msgspec.Struct, frozen=True, kw_only=True):
@@ -126,9 +126,12 @@ class ModelList(msgspec.Struct, frozen=True, kw_only=True):
     """Free bytes of the host, with `fit`."""
 
 
-@routes.get("/v1/models")
+@routes.get("/v1/models", (ModelList, AnthropicModelList), (400, 401, 503), query=AnthropicModelQuery)
 async def models(request: web.Request) -> web.Response:
-    """The models that are for the key, loaded or not; for Anthropic's clients in their form."""
+    """List all models, loaded or not.
+
+    Those that are for the key; in Anthropic's form for requests with the header `anthropic-version`.
+    """
     served = request.app[MODELS]
     if is_anthropic(request):
         page = convert(dict(request.query), AnthropicModelQuery, from_text=True)
@@ -144,29 +147,17 @@ async def models(request: web.Request) -> web.Response:
     return json_response(ModelList(data=data, free_memory=free_host_memory()))
 
 
-@routes.get("/v1/models/{id:.+}")
+@routes.get("/v1/models/{id:.+}", (Model, AnthropicModel), (401, 404, 503))
 async def model(request: web.Request) -> web.Response:
-    """Get a model by any of its names. Of a single model, others are not found, although requests may name them."""
+    """Get a model by any of its names.
+
+    Of a single model, others are not found, although requests may name them.
+    """
     served = request.app[MODELS]
     entry = await served.entry(request.match_info["id"], request.get(KEY))
     if is_anthropic(request):
         return json_response(anthropic_model(entry, served.started))
     return json_response(_model(entry, served.started))
-
-
-def _endpoint(summary: str, response: type, for_anthropic: type, error: int) -> Endpoint:
-    """A route whose response for requests with the header `anthropic-version` is Anthropic's."""
-    content = json_content({"anyOf": [schema_ref(response), schema_ref(for_anthropic)]})
-    endpoint = query_endpoint(summary, response, (error, 401, 503))
-    return endpoint._replace(content=content, types=(response, for_anthropic))
-
-
-ENDPOINTS = {
-    ("get", "/v1/models"): _endpoint("List all models, loaded or not", ModelList, AnthropicModelList, 400)._replace(
-        query=AnthropicModelQuery
-    ),
-    ("get", "/v1/models/{id}"): _endpoint("Get a model by any of its names", Model, AnthropicModel, 404),
-}
 
 
 def _model(entry: ModelEntry, started: int, fit: str | None = None) -> Model:

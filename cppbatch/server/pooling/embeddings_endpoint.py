@@ -6,15 +6,13 @@ from base64 import b64encode
 from typing import Any, Literal
 
 import msgspec
-from aiohttp import web
 
 from cppbatch.engine.embeddings import Vector, check_dimensions, normalised
 from cppbatch.engine.request import GenerationEvent
 from cppbatch.errors import InvalidRequest
-from cppbatch.server.endpoint import generation_endpoint
+from cppbatch.server.endpoint import Routes
+from cppbatch.server.generation import generation
 from cppbatch.server.mixed_prompts import engine_prompt, prompts_of
-from cppbatch.server.model_choice import lease_model
-from cppbatch.server.parse import read_json
 from cppbatch.server.pooling.pooling_response import (
     PoolingBuilder,
     PoolingFields,
@@ -22,10 +20,10 @@ from cppbatch.server.pooling.pooling_response import (
     check_count,
     pooling_requests,
 )
-from cppbatch.server.response import PreparedRequest, respond
+from cppbatch.server.response import PreparedRequest
 from cppbatch.server.serving import Json, Prompt, Serving
 
-routes = web.RouteTableDef()
+routes = Routes()
 
 
 class EmbeddingRequest(PoolingFields, kw_only=True):
@@ -81,23 +79,12 @@ class EmbeddingResponse(msgspec.Struct, frozen=True, kw_only=True):
     usage: PoolingUsage
 
 
-@routes.post("/v1/embeddings")
-async def embeddings(request: web.Request) -> web.StreamResponse:
-    """Compute an embedding for each input."""
-    body = await read_json(request, EmbeddingRequest)
-    with await lease_model(request, body) as lease:
-        return await respond(request, lease, await prepare_embeddings(body, lease.serving))
-
-
-ENDPOINTS = {
-    ("post", "/v1/embeddings"): generation_endpoint(
-        "Compute an embedding for each input", EmbeddingRequest, EmbeddingResponse, streams=False
-    ),
-}
-
-
+@generation(routes, "/v1/embeddings", EmbeddingRequest, EmbeddingResponse, streams=False, in_batches=True)
 async def prepare_embeddings(body: EmbeddingRequest, serving: Serving) -> PreparedRequest:
-    """The engine requests and the builder. Batch jobs use it too. Raises `InvalidRequest`."""
+    """Compute an embedding for each input.
+
+    Raises `InvalidRequest`.
+    """
     if serving.info.pooling == "none":
         message = "has pooling none (one vector per token), which this API cannot return; use /embeddings"
         raise InvalidRequest("model", f"{serving.info.name} {message}")

@@ -7,15 +7,13 @@ from typing import Literal
 import msgspec
 import numpy as np
 import numpy.typing as npt
-from aiohttp import web
 from msgspec import UNSET, UnsetType
 
 from cppbatch.engine.embeddings import Vector
 from cppbatch.engine.request import GenerationEvent, Pair
 from cppbatch.errors import InvalidRequest
-from cppbatch.server.endpoint import generation_endpoint, json_content, schema_ref
-from cppbatch.server.model_choice import lease_model
-from cppbatch.server.parse import read_json
+from cppbatch.server.endpoint import Routes, json_content, schema_ref
+from cppbatch.server.generation import generation
 from cppbatch.server.pooling.pooling_response import (
     PoolingBuilder,
     PoolingFields,
@@ -23,10 +21,10 @@ from cppbatch.server.pooling.pooling_response import (
     check_count,
     pooling_requests,
 )
-from cppbatch.server.response import PreparedRequest, respond
+from cppbatch.server.response import PreparedRequest
 from cppbatch.server.serving import Serving
 
-routes = web.RouteTableDef()
+routes = Routes()
 
 
 class Document(msgspec.Struct):
@@ -114,27 +112,23 @@ class TextScore(msgspec.Struct, frozen=True, kw_only=True):
     """With `return_text`."""
 
 
-@routes.post("/v1/rerank")
-async def rerank(request: web.Request) -> web.StreamResponse:
-    """Rank documents by their relevance to a query."""
-    body = await read_json(request, RerankRequest)
-    with await lease_model(request, body) as lease:
-        return await respond(request, lease, await prepare_rerank(body, lease.serving))
-
-
-_ENDPOINT = generation_endpoint(
-    "Rank documents by their relevance to a query", RerankRequest, RerankResponse, streams=False
-)
 _SCORES = {"type": "array", "description": "With `texts`", "items": schema_ref(TextScore)}
-ENDPOINTS = {
-    ("post", "/v1/rerank"): _ENDPOINT._replace(
-        content=json_content({"anyOf": [schema_ref(RerankResponse), _SCORES]}), types=(RerankResponse, TextScore)
-    ),
-}
 
 
+@generation(
+    routes,
+    "/v1/rerank",
+    RerankRequest,
+    json_content({"anyOf": [schema_ref(RerankResponse), _SCORES]}),
+    types=(RerankResponse, TextScore),
+    streams=False,
+    in_batches=True,
+)
 async def prepare_rerank(body: RerankRequest, serving: Serving) -> PreparedRequest:
-    """The engine requests and the builder. Batch jobs use it too. Raises `InvalidRequest`."""
+    """Rank documents by their relevance to a query.
+
+    Raises `InvalidRequest`.
+    """
     info = serving.info
     if info.pooling != "rank":
         raise InvalidRequest(

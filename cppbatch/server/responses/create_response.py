@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 
 import msgspec
-from aiohttp import web
 from msgspec import UNSET, UnsetType
 
 from cppbatch.engine.assistant_output import AssistantOutput
@@ -13,10 +12,9 @@ from cppbatch.engine.params import SamplingParams
 from cppbatch.engine.request import GenerationEvent
 from cppbatch.server.api_errors import api_error
 from cppbatch.server.content_blocks import ContentBlocks
-from cppbatch.server.endpoint import generation_endpoint
-from cppbatch.server.model_choice import lease_model
-from cppbatch.server.parse import read_json
-from cppbatch.server.response import PreparedRequest, ResponseBuilder, ServerSentEvent, respond, shown_media
+from cppbatch.server.endpoint import Routes
+from cppbatch.server.generation import generation
+from cppbatch.server.response import PreparedRequest, ResponseBuilder, ServerSentEvent, shown_media
 from cppbatch.server.responses.input_conversion import response_turn
 from cppbatch.server.responses.output_items import OutputItems
 from cppbatch.server.responses.responses_types import (
@@ -45,26 +43,15 @@ from cppbatch.server.responses.responses_types import (
 from cppbatch.server.serving import PreparedTurn, Serving
 from cppbatch.server.timings import StreamTimings, Timings, timings
 
-routes = web.RouteTableDef()
+routes = Routes()
 
 
-@routes.post("/v1/responses")
-async def responses(request: web.Request) -> web.StreamResponse:
-    """Generates the assistant's next message of a conversation."""
-    body = await read_json(request, ResponsesRequest)
-    with await lease_model(request, body) as lease:
-        return await respond(request, lease, await prepare_response(body, lease.serving))
-
-
-ENDPOINTS = {
-    ("post", "/v1/responses"): generation_endpoint(
-        "Generate the next assistant message, in the Responses API", ResponsesRequest, ResponsesResponse
-    ),
-}
-
-
+@generation(routes, "/v1/responses", ResponsesRequest, ResponsesResponse, in_batches=True)
 async def prepare_response(body: ResponsesRequest, serving: Serving) -> PreparedRequest:
-    """The engine request and the builder for a response. Batch jobs use it too. Raises `InvalidRequest`."""
+    """Generate the next assistant message, in the Responses API.
+
+    Raises `InvalidRequest`.
+    """
     serving.check(body)
     serving.check_size(body)
     turn = await serving.prepare(response_turn(body), body, "resp_")
