@@ -19,7 +19,7 @@ def main() -> None:
     parser.add_argument("--question", default="Describe this image in one sentence.")
     parser.add_argument("--model", help="GGUF file of a vision model (the default model is not one)")
     parser.add_argument("--mmproj", required=True, help="GGUF file of its projector")
-    parser.add_argument("--max-tokens", type=int, default=60, help="longest description")
+    parser.add_argument("--max-tokens", type=int, default=60, help="maximum tokens of a description")
     args = parser.parse_args()
 
     files = sorted(file for file in args.folder.iterdir() if file.suffix.lower() in ENDINGS)
