@@ -17,7 +17,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", help="GGUF file (the default model)")
     parser.add_argument("--max-tokens", type=int, default=40, help="new tokens for each prompt")
-    parser.add_argument("--prompts", type=int, default=16, help="how many prompts (1 to 16)")
+    parser.add_argument("--prompts", type=int, default=16, help="number of prompts (1 to 16)")
     args = parser.parse_args()
 
     prompts = [f"Here is what everybody should know about {topic}:" for topic in TOPICS[: args.prompts]]

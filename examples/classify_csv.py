@@ -1,4 +1,4 @@
-"""Adds a label to every row of a CSV file. A JSON schema lets the model answer with one of the labels only.
+"""Adds a label to every row of a CSV file. A JSON schema limits the answer to one of the labels.
 
 .venv/bin/python examples/classify_csv.py examples/data/reviews.csv --column review
 """

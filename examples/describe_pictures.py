@@ -1,4 +1,4 @@
-"""Describes every picture of a folder, all in one batch. The model and its projector are two GGUF files.
+"""Describes every image in a folder, all in one batch. The model and its projector are two GGUF files.
 
 .venv/bin/python examples/describe_pictures.py docs/images --model model.gguf --mmproj mmproj.gguf
 """
@@ -16,10 +16,10 @@ ENDINGS = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp")
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--question", default="Describe this picture in one sentence.")
-    parser.add_argument("--model", help="GGUF file of a model that was trained to see (the default model was not)")
+    parser.add_argument("--question", default="Describe this image in one sentence.")
+    parser.add_argument("--model", help="GGUF file of a vision model (the default model is not one)")
     parser.add_argument("--mmproj", required=True, help="GGUF file of its projector")
-    parser.add_argument("--max-tokens", type=int, default=60, help="longest description")
+    parser.add_argument("--max-tokens", type=int, default=60, help="maximum tokens of a description")
     args = parser.parse_args()
 
     files = sorted(file for file in args.folder.iterdir() if file.suffix.lower() in ENDINGS)

@@ -2,7 +2,7 @@
 
 .venv/bin/python examples/embedding_search.py "Where do ships go at night?" --file examples/data/questions.txt
 
-The default model is not made for embeddings: give an embedding model (GGUF) for good results.
+The default model is not made for embeddings; use an embedding model (GGUF) for good results.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("query", nargs="?", default="How do boats find the harbour?")
     parser.add_argument("--file", default="examples/data/questions.txt", type=Path, help="one text per line")
-    parser.add_argument("--top", type=int, default=3, help="how many lines to show")
+    parser.add_argument("--top", type=int, default=3, help="number of lines to show")
     parser.add_argument("--model", help="GGUF file (the default model)")
-    parser.add_argument("--pooling", choices=["mean", "cls", "last"], help="default: as the model's file says")
+    parser.add_argument("--pooling", choices=["mean", "cls", "last"], help="default: from the model's file")
     args = parser.parse_args()
 
     lines = [line for line in args.file.read_text(encoding="utf-8").splitlines() if line.strip()]

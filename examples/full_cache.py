@@ -14,8 +14,8 @@ from cppbatch import BatchInferenceEngine, SamplingParams, pull_default
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", help="GGUF file (the default model)")
-    parser.add_argument("--requests", type=int, default=200, help="how many requests")
-    parser.add_argument("--cells", type=int, default=512, help="KV cells, a multiple of 256: one for each token")
+    parser.add_argument("--requests", type=int, default=200, help="number of requests")
+    parser.add_argument("--cells", type=int, default=512, help="KV cells, one for each token; a multiple of 256")
     args = parser.parse_args()
 
     with BatchInferenceEngine(args.model or pull_default(), n_ctx=args.cells, kv_layout="unified") as engine:

@@ -1,4 +1,4 @@
-"""A long prompt is computed in chunks, beside short prompts that finish meanwhile.
+"""A long prompt is computed in chunks, while short prompts run and finish.
 
 .venv/bin/python examples/mixed_lengths.py
 """
@@ -17,7 +17,7 @@ def main() -> None:
     parser.add_argument("--model", help="GGUF file (the default model)")
     parser.add_argument("--max-tokens", type=int, default=12, help="new tokens for each prompt")
     parser.add_argument("--sentences", type=int, nargs="+", default=[0, 1, 2, 8, 60], help="length of each prompt")
-    parser.add_argument("--batch-size", type=int, default=256, help="tokens that one step computes at most")
+    parser.add_argument("--batch-size", type=int, default=256, help="maximum tokens per step")
     args = parser.parse_args()
 
     prompts = [SENTENCE * n + "Tonight the sea" for n in args.sentences]

@@ -18,10 +18,10 @@ of the document and the most important fact in it. Use the words of the document
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", nargs="?", default="examples/data/notes", type=Path)
-    parser.add_argument("--pattern", default="*.txt", help="which files")
-    parser.add_argument("--characters", type=int, default=4000, help="how much of each file to read")
+    parser.add_argument("--pattern", default="*.txt", help="glob pattern of the files")
+    parser.add_argument("--characters", type=int, default=4000, help="maximum characters to read from each file")
     parser.add_argument("--model", help="GGUF file (the default model)")
-    parser.add_argument("--max-tokens", type=int, default=60, help="longest summary")
+    parser.add_argument("--max-tokens", type=int, default=60, help="maximum tokens of a summary")
     args = parser.parse_args()
 
     files = sorted(args.folder.glob(args.pattern))

@@ -1,4 +1,4 @@
-"""A conversation in the terminal. Ctrl-C cuts an answer short, an empty line ends the conversation."""
+"""A conversation in the terminal. Ctrl-C stops an answer; an empty line ends the conversation."""
 
 import contextlib
 
