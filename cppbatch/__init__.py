@@ -13,10 +13,10 @@ TYPE_CHECKING = False  # as type checkers know it: importing `typing` takes 10 m
 if TYPE_CHECKING:
     from typing import Any
 
-    from cppbatch.cluster.engine_process import EngineProcess
-    from cppbatch.cluster.local_engine import LocalEngine
+    from cppbatch.cluster.engines.local import LocalEngine
+    from cppbatch.cluster.engines.process import EngineProcess
     from cppbatch.config import EngineConfig
-    from cppbatch.engine.chat_results import ChatCompletion, ChatEvent, ChatStream
+    from cppbatch.engine.chats import ChatCompletion, ChatEvent, ChatStream
     from cppbatch.engine.engine import BatchInferenceEngine, generate_batch
     from cppbatch.engine.params import SamplingParams
     from cppbatch.engine.request import (
@@ -39,14 +39,14 @@ if TYPE_CHECKING:
 
 # Imported when first used: `cppbatch --help` and a server process, whose workers load the model, need no llama.cpp.
 _MODULES = {
-    "EngineProcess": "cppbatch.cluster.engine_process",
-    "LocalEngine": "cppbatch.cluster.local_engine",
+    "EngineProcess": "cppbatch.cluster.engines.process",
+    "LocalEngine": "cppbatch.cluster.engines.local",
     "EngineConfig": "cppbatch.config",
     "BatchInferenceEngine": "cppbatch.engine.engine",
     "generate_batch": "cppbatch.engine.engine",
-    "ChatCompletion": "cppbatch.engine.chat_results",
-    "ChatEvent": "cppbatch.engine.chat_results",
-    "ChatStream": "cppbatch.engine.chat_results",
+    "ChatCompletion": "cppbatch.engine.chats",
+    "ChatEvent": "cppbatch.engine.chats",
+    "ChatStream": "cppbatch.engine.chats",
     "Completion": "cppbatch.engine.request",
     "FinishReason": "cppbatch.engine.request",
     "GenerationEvent": "cppbatch.engine.request",

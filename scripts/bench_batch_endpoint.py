@@ -20,7 +20,7 @@ from statistics import median
 from time import perf_counter
 from typing import Any
 
-from cppbatch.bench.child_process import running_server
+from cppbatch.sizing.child_process import running_server
 
 N_PROMPTS = 64
 TOPICS = ["the sea", "a fox", "two brothers", "winter", "an old clock", "the moon", "a baker", "the first train"]

@@ -25,10 +25,10 @@ from statistics import median
 import aiohttp
 import gguf
 
-from cppbatch.bench.child_process import running_server
-from cppbatch.bench.markdown import markdown_table
+from cppbatch.bench.report import markdown_table
 from cppbatch.config import available_threads
 from cppbatch.models.synthetic import Weight, add_vocab, byte_vocab, matrix, norm, write_gguf
+from cppbatch.sizing.child_process import running_server
 
 WORDS = [" the", " that", " this", " they", " and", " are", " was", " for", " you", " not", " with", " have", " from"]
 CHATML = (

@@ -28,10 +28,10 @@ import gguf
 import numpy as np
 from gguf.quants import quantize
 
-from cppbatch.bench.child_process import running_server
-from cppbatch.bench.markdown import markdown_table
+from cppbatch.bench.report import markdown_table
 from cppbatch.config import available_threads
 from cppbatch.models.synthetic import Weight, add_vocab, byte_vocab, matrix, norm, write_gguf
+from cppbatch.sizing.child_process import running_server
 
 FIRST = 8  # the first token of the round; those before it mean something to the tokenizer
 N_VOCAB = 512

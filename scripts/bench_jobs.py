@@ -29,14 +29,13 @@ from cppbatch.config import EngineConfig
 from cppbatch.engine.engine import BatchInferenceEngine
 from cppbatch.engine.params import SamplingParams
 from cppbatch.jobs.file_job import FileJob, open_job
-from cppbatch.jobs.input_format import detect_input_format
-from cppbatch.jobs.input_reader import InputReader
-from cppbatch.jobs.journal import Journal
-from cppbatch.jobs.ledger import Ledger
-from cppbatch.jobs.request_order import chunks
+from cppbatch.jobs.input.format import detect_input_format
+from cppbatch.jobs.input.reader import InputReader
+from cppbatch.jobs.job_runner import chunks
+from cppbatch.jobs.journal import Journal, Ledger
 from cppbatch.models.pull import choose_model
-from cppbatch.server.batches.batch_handler import URLS
-from cppbatch.server.batches.offline_batch import OfflineJob, run_offline
+from cppbatch.server.api.batches.handler import URLS
+from cppbatch.server.api.batches.offline import OfflineJob, run_offline
 from cppbatch.server.settings import ServerSettings
 
 N_TOKENS = 32

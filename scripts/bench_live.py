@@ -25,11 +25,11 @@ import msgspec
 import psutil
 
 from cppbatch import BatchInferenceEngine, SamplingParams
-from cppbatch.bench.child_process import running_server
-from cppbatch.bench.markdown import markdown_table
 from cppbatch.bench.prompts import random_text
-from cppbatch.engine.live_state import LiveEngine
+from cppbatch.bench.report import markdown_table
+from cppbatch.engine.observe.live_state import LiveEngine
 from cppbatch.models.pull import choose_model
+from cppbatch.sizing.child_process import running_server
 
 N_PARALLEL, N_PROMPT, N_NEW = 16, 48, (64, 192)
 SETTLE_S, WARM_UP_S = 0.5, 4.0

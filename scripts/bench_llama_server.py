@@ -27,12 +27,12 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from cppbatch.bench.child_process import ChildProcess, run_with_timeout, running_server
-from cppbatch.bench.markdown import markdown_table, read_report
-from cppbatch.bench.text_workloads import TEXT_WORKLOADS
+from cppbatch.bench.prompts import TEXT_WORKLOADS
+from cppbatch.bench.report import markdown_table, read_report
 from cppbatch.config import available_threads
 from cppbatch.errors import CppBatchError, UnusableServer
 from cppbatch.models.pull import choose_model
+from cppbatch.sizing.child_process import ChildProcess, run_with_timeout, running_server
 
 CPPBATCH = [sys.executable, "-m", "cppbatch"]
 OURS, THEIRS = "cppbatch", "llama-server"

@@ -32,10 +32,10 @@ import psutil
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from cppbatch.bench.child_process import RunningServer, run_with_timeout, running_server
-from cppbatch.bench.markdown import markdown_table, read_report
+from cppbatch.bench.report import markdown_table, read_report
 from cppbatch.errors import UnusableServer
 from cppbatch.models.pull import choose_model
+from cppbatch.sizing.child_process import RunningServer, run_with_timeout, running_server
 from tests.browser.chromium import find_chromium
 
 CPPBATCH = [sys.executable, "-m", "cppbatch"]

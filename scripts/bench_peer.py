@@ -16,7 +16,7 @@ import tempfile
 from pathlib import Path
 from statistics import median
 
-from cppbatch.bench.markdown import read_report
+from cppbatch.bench.report import read_report
 from cppbatch.config import available_threads
 from cppbatch.models.pull import choose_model
 

@@ -27,9 +27,9 @@ from random import Random
 from statistics import median
 from typing import Any, NamedTuple
 
-from cppbatch.bench.child_process import running_server
-from cppbatch.bench.markdown import markdown_table
+from cppbatch.bench.report import markdown_table
 from cppbatch.models.pull import choose_model
+from cppbatch.sizing.child_process import running_server
 
 N_NEW, N_CLIENTS, TIMEOUT_S = 32, 8, 120
 WRITTEN_S = 30.0

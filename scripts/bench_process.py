@@ -28,19 +28,19 @@ import numpy as np
 import psutil
 
 from cppbatch import BatchInferenceEngine, GenerationRequest, LocalEngine, SamplingParams
-from cppbatch.bench.child_process import running_server
-from cppbatch.bench.load.load_client import LoadClient
-from cppbatch.bench.load.target import Target, probe_server
+from cppbatch.bench.load.client import LoadClient
+from cppbatch.bench.load.compare_servers import Target, probe_server
 from cppbatch.bench.load.workload import LoadRequest
-from cppbatch.bench.markdown import markdown_table
 from cppbatch.bench.prompts import random_prompt, random_text
+from cppbatch.bench.report import markdown_table
 from cppbatch.bench.throughput import bare_loop
-from cppbatch.cluster.engine_client import EngineClient
-from cppbatch.cluster.engine_process import EngineProcess
+from cppbatch.cluster.engines.client import EngineClient
+from cppbatch.cluster.engines.process import EngineProcess
 from cppbatch.config import EngineConfig
 from cppbatch.engine.runtime import load_runtime
 from cppbatch.llama import Batch, Context
 from cppbatch.models.pull import choose_model
+from cppbatch.sizing.child_process import running_server
 
 PROMPT_TOKENS, WARM_UP, LIMIT_S = 32, 8, 300
 BARE, ENGINE = "bare loop", "engine"

@@ -182,7 +182,7 @@ def main() -> None:
     if sys.argv[1:2] == ["--child"]:
         child(sys.argv[2])
         return
-    from cppbatch.bench.markdown import markdown_table
+    from cppbatch.bench.report import markdown_table
 
     args = _arguments()
     pythons = {OURS: sys.executable, "OpenVINO GenAI": args.openvino, "mistral.rs": args.mistralrs}

@@ -21,11 +21,12 @@ from statistics import median
 from time import perf_counter
 from typing import Any
 
+from fleet.conversations import Conversation, Load, LogNormal, conversations
+
 from cppbatch import EngineConfig, GenerationRequest, SamplingParams
-from cppbatch.bench.fleet.conversations import Conversation, Load, LogNormal, conversations
 from cppbatch.models.pull import choose_model
-from cppbatch.ray import ray_cluster
-from cppbatch.ray.ray_engine import RayEngine
+from cppbatch.ray import cluster
+from cppbatch.ray.engine import RayEngine
 
 ROUTERS = ("prefix", "power-of-two")
 APPLICATION = "cppbatch-routing"
@@ -47,7 +48,7 @@ def main() -> None:
         model_path=str(choose_model(args.model)), n_parallel=8, n_ctx=8 * 2048, kv_layout="per-sequence",
         n_threads=1, spec="off", max_queue=4096,
     )  # fmt: skip
-    with ray_cluster.connect(ray_cluster.LOCAL, num_cpus=max(os.cpu_count() or 1, 2 * args.replicas)):
+    with cluster.connect(cluster.LOCAL, num_cpus=max(os.cpu_count() or 1, 2 * args.replicas)):
         results = asyncio.run(bench(config, args))
     print_table(results, args)
     if args.json:
@@ -77,8 +78,8 @@ def deploy(config: EngineConfig, router: str, n_replicas: int) -> RayEngine:
     from ray import serve
     from ray.serve.config import RequestRouterConfig
 
-    from cppbatch.ray.replica_deployment import engine_application
-    from cppbatch.ray.serve_replicas import ServeReplicas
+    from cppbatch.ray.replica.deployment import engine_application
+    from cppbatch.ray.replica.serve_replicas import ServeReplicas
 
     options: dict[str, Any] = {"num_replicas": n_replicas, "ray_actor_options": {"num_cpus": 1}}
     if router != "prefix":  # which is the application's own

@@ -25,7 +25,7 @@ import psutil
 
 TIMEOUT_S = 120
 MIB = 2**20
-WORKERS = "cppbatch.cluster.worker_main"
+WORKERS = "cppbatch.cluster.worker.main"
 
 
 class Server:

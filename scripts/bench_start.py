@@ -85,8 +85,7 @@ def parts_of_server(model: Path) -> dict[str, float]:
     config = EngineConfig(model_path=str(model))
     planning.plan_start(config, [], lambda one: [one], use_profile=True, memory_check=True, say=lambda line: None)
     parts.end("GGUF header, profile and memory check")
-    import cppbatch.server.run_server
-    import cppbatch.server.served_models  # noqa: F401
+    import cppbatch.server.models.served  # noqa: F401
 
     parts.end("imports beside the worker")
     return parts.seconds
@@ -95,14 +94,14 @@ def parts_of_server(model: Path) -> dict[str, float]:
 def parts_of_worker(model: Path) -> dict[str, float]:
     """Run in a process of its own: what a worker does."""
     parts = Parts()
-    import cppbatch.cluster.worker_main  # noqa: F401
+    import cppbatch.cluster.worker.main  # noqa: F401
 
     parts.end("imports")
     from cppbatch import SamplingParams
     from cppbatch.config import EngineConfig
     from cppbatch.engine.engine import BatchInferenceEngine
     from cppbatch.engine.runtime import load_model, make_context, open_runtime, repacks
-    from cppbatch.engine.speculation.head_runtime import uses_head
+    from cppbatch.engine.speculation.runtimes import uses_head
     from cppbatch.llama import Backend, find_prefix_sharing
 
     Backend.get()

@@ -24,7 +24,7 @@ from statistics import median
 from time import perf_counter
 from typing import Any
 
-from cppbatch.bench.markdown import markdown_table
+from cppbatch.bench.report import markdown_table
 
 MIN_PROMPT, MIN_NEW, MAX_NEW = 20, 16, 128  # tokens
 WORKER = "worker"

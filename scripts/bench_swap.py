@@ -17,13 +17,13 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 
-from cppbatch.bench.machine import this_machine
 from cppbatch.bench.report import Column, Report, Spread
 from cppbatch.config import EngineConfig, KvLayout
 from cppbatch.engine.runtime import load_runtime
 from cppbatch.errors import CppBatchError
 from cppbatch.llama import Batch, Context
 from cppbatch.models.pull import choose_model
+from cppbatch.sizing.machine import this_machine
 
 COLUMNS = [
     Column("kv_layout", "KV layout"),

@@ -17,8 +17,8 @@ import msgspec
 import numpy as np
 
 from cppbatch import BatchInferenceEngine
-from cppbatch.bench.markdown import markdown_table
 from cppbatch.bench.prompts import random_prompt
+from cppbatch.bench.report import markdown_table
 from cppbatch.bench.throughput import REQUEST_KINDS, engine_loop
 from cppbatch.config import EngineConfig
 from cppbatch.models.pull import choose_model

@@ -28,13 +28,12 @@ from pathlib import Path
 
 import msgspec
 
-from cppbatch.bench.child_process import ChildProcess, CommandResult, free_port, run_with_timeout
-from cppbatch.bench.machine import Machine
-from cppbatch.bench.markdown import markdown, markdown_table, read_report
-from cppbatch.bench.report import Column, Report
+from cppbatch.bench.report import Column, Report, markdown, markdown_table, read_report
 from cppbatch.models.find import models_folder
 from cppbatch.models.pull import DEFAULT
 from cppbatch.models.synthetic import SHAPES
+from cppbatch.sizing.child_process import ChildProcess, CommandResult, free_port, run_with_timeout
+from cppbatch.sizing.machine import Machine
 
 Command = Sequence[object]
 """The words of a command; each is converted by `str`."""
@@ -46,7 +45,7 @@ MIN_SECONDS = 3  # with less time left, a part is not started
 OUTPUT_LINES = 30  # shown of a failed part
 
 PRINT_MACHINE = (
-    "import msgspec; from cppbatch.bench.machine import this_machine; "
+    "import msgspec; from cppbatch.sizing.machine import this_machine; "
     "print(msgspec.json.encode(this_machine()).decode())"
 )
 

@@ -25,12 +25,12 @@ from statistics import median
 import numpy as np
 
 from cppbatch import BatchInferenceEngine, GenerationRequest, SamplingParams
-from cppbatch.bench.text_workloads import TEXT_WORKLOADS
+from cppbatch.bench.prompts import TEXT_WORKLOADS
 from cppbatch.chat.template import ChatTemplate
 from cppbatch.engine.sequence import Seq
 from cppbatch.engine.speculation.speculator import DraftLimits, Speculator
 from cppbatch.engine.speculation.suffix_proposer import SuffixProposer
-from cppbatch.engine.step_cost import StepCost
+from cppbatch.engine.steps import StepCost
 
 STEP_MS = {1: 10.4, 4: 13.6, 8: 17.8, 16: 26.0, 32: 43.0, 64: 76.0, 128: 143.0, 256: 280.0}
 """Of so many rows: BF16, two AVX-512 cores, per-sequence layout, flash attention (0033; 256 is extrapolated)."""

@@ -18,13 +18,12 @@ from typing import Any
 
 import msgspec
 import numpy as np
-
-from cppbatch.bench.fleet.conversations import Load
-from cppbatch.bench.fleet.fleet_report import FleetResult, fleet_result
-from cppbatch.bench.fleet.fleet_simulation import FleetRun, FleetSimulation
-from cppbatch.bench.fleet.routing import ROUTINGS
-from cppbatch.bench.fleet.serve_autoscaling import Autoscaling
-from cppbatch.bench.fleet.step_times import StepTimes, load_step_times
+from fleet.conversations import Load
+from fleet.report import FleetResult, fleet_result
+from fleet.routing import ROUTINGS
+from fleet.serve_autoscaling import Autoscaling
+from fleet.simulation import FleetRun, FleetSimulation
+from fleet.step_times import StepTimes, load_step_times
 
 CPU_TIMES = Path(__file__).parent / "step_times" / "epyc-1-core-smollm2.json"
 
@@ -189,7 +188,8 @@ def plot_sizes(run: FleetRun, load: Load, scaling: Autoscaling | None, path: Pat
 
 def measure_times(args: argparse.Namespace) -> None:
     """Measures a model, and writes its step times."""
-    from cppbatch.bench.fleet.measure_replica import measure_step_times, open_engine
+    from fleet.measure_replica import measure_step_times, open_engine
+
     from cppbatch.models.pull import choose_model
 
     sizes = {"n_parallel": args.parallel, "stream_cells": args.stream_cells, "n_threads": args.threads}
@@ -202,7 +202,7 @@ def measure_times(args: argparse.Namespace) -> None:
 
 def compare(args: argparse.Namespace) -> None:
     """Measures the step times, computes a load in real time, and simulates it with these times."""
-    from cppbatch.bench.fleet.measure_replica import (
+    from fleet.measure_replica import (
         mean_times,
         measure_step_times,
         open_engine,
@@ -210,6 +210,7 @@ def compare(args: argparse.Namespace) -> None:
         step_ratios,
         take_steps,
     )
+
     from cppbatch.models.pull import choose_model
 
     model = str(choose_model(args.model))

@@ -10,9 +10,9 @@ from typing import Any
 from aiohttp import web
 
 from cppbatch import LocalEngine
-from cppbatch.engine.metrics import EngineStats
-from cppbatch.server.address import Address
-from cppbatch.server.listener import listen
+from cppbatch.engine.observe.metrics import EngineStats
+from cppbatch.server.run_server import listen
+from cppbatch.server.settings import Address
 
 
 class AppThread:

@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 from openai import OpenAI
 from openai.types import Batch
 
+from cppbatch.server.api.batches.handler import URLS
 from cppbatch.server.app import create_app
-from cppbatch.server.batches.batch_handler import URLS
-from cppbatch.server.limits import Limits
+from cppbatch.server.http.limits import Limits
 from cppbatch.server.settings import ServerSettings
 from cppbatch.server.storage import open_storage
 from tests.app_thread import AppThread

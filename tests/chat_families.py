@@ -8,7 +8,7 @@ from functools import cache
 from typing import Any
 
 from cppbatch.chat.chat_format import ChatFormat, ChatTurn, PreparedChat
-from cppbatch.chat.deltas import AssistantMessage, Delta, ToolCall
+from cppbatch.chat.output_parser import AssistantMessage, Delta, ToolCall
 from cppbatch.chat.template import CHATML, ChatTemplate
 from cppbatch.chat.tools import ToolChoice
 

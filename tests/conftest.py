@@ -14,7 +14,7 @@ from filelock import FileLock
 
 from cppbatch.chat.template import ChatTemplate
 from cppbatch.llama import Context, Model
-from cppbatch.llama.quantize import quantize
+from cppbatch.llama.quantize_child import quantize
 from cppbatch.models.find import models_folder
 from cppbatch.models.pull import DEFAULT, pull_default
 from tests import tiny_models

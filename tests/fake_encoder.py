@@ -12,7 +12,7 @@ import numpy.typing as npt
 from PIL import Image
 
 from cppbatch import Media, MediaPrompt
-from cppbatch.engine.media_input import MediaInput
+from cppbatch.engine.media.input import MediaInput
 from cppbatch.engine.request import Modality
 from tests.fakes import N_VOCAB, FakeVocab
 from tests.media_files import encoded
@@ -105,7 +105,7 @@ def small_picture(number: int, width: int, height: int = 1) -> Media:
 
 def as_read(prompt: MediaPrompt, *, has_dimensions: bool = False) -> list[int]:
     """What the cells of the fake context hold of a prompt: the argument of `reference`."""
-    from cppbatch.engine.media_files import decode_image
+    from cppbatch.engine.media.files import decode_image
 
     read: list[int] = []
     for part in prompt.parts:

@@ -10,16 +10,16 @@ from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Iterator
 from typing import Any
 
-from cppbatch.cluster.engine_client import Health, WorkerLive, WorkerState
-from cppbatch.cluster.in_flight import OutputCollector
-from cppbatch.cluster.prefix_router import Prefix
+from cppbatch.cluster.engines.client import Health, WorkerLive, WorkerState
+from cppbatch.cluster.engines.in_flight import OutputCollector
+from cppbatch.cluster.rules import Prefix
 from cppbatch.config import EngineConfig
 from cppbatch.engine.model_info import ModelInfo
 from cppbatch.engine.request import FinishReason, GenerationEvent, GenerationRequest, ResumeState, TokenPiece
 from cppbatch.errors import EngineClosed, InvalidRequest
-from cppbatch.ray.ray_engine import RayEngine
-from cppbatch.ray.replica_engine import ReplicaEngine
-from cppbatch.ray.replica_set import ReplicaLost, ReplicaSetStatus
+from cppbatch.ray.engine import RayEngine
+from cppbatch.ray.replica.engine import ReplicaEngine
+from cppbatch.ray.replica.set import ReplicaLost, ReplicaSetStatus
 
 
 def text_of(request: GenerationRequest) -> str:

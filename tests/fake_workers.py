@@ -9,9 +9,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from cppbatch.cluster import supervisor
-from cppbatch.cluster.worker_handle import WorkerDied
-from cppbatch.cluster.worker_link import (
+from cppbatch.cluster.engines import supervisor
+from cppbatch.cluster.link import (
     Cancel,
     Check,
     Checked,
@@ -27,6 +26,7 @@ from cppbatch.cluster.worker_link import (
     Submit,
     ToWorker,
 )
+from cppbatch.cluster.worker.handle import WorkerDied
 from cppbatch.config import EngineConfig
 from cppbatch.engine.request import FinishReason, GenerationEvent
 from tests.fakes import fake_engine, greedy

@@ -19,12 +19,12 @@ from cppbatch import BatchInferenceEngine, FinishReason, GenerationEvent, Sampli
 from cppbatch.config import KvLayout, Sharing
 from cppbatch.engine.core import EngineCore
 from cppbatch.engine.lora_sets import AdapterSet
-from cppbatch.engine.media_input import MediaInput
+from cppbatch.engine.media.input import MediaInput
 from cppbatch.engine.model_info import AdapterInfo, ModelInfo
 from cppbatch.engine.runtime import Layouts, Runtime
 from cppbatch.engine.sequence import Seq
 from cppbatch.engine.speculation.proposer import Draft, Proposer
-from cppbatch.engine.speculation.row_proposer import RowProposer
+from cppbatch.engine.speculation.row_proposers import RowProposer
 from cppbatch.errors import CacheFull, LlamaError
 from cppbatch.llama import BackendSampling, Batch, EmbeddingBatch
 

@@ -9,11 +9,11 @@ import numpy as np
 from hypothesis import HealthCheck, settings
 
 from cppbatch import GenerationRequest
-from cppbatch.engine.kv_pool import KVPool
+from cppbatch.engine.kv.pool import KVPool
 from cppbatch.engine.lora_sets import AdapterSet
 from cppbatch.engine.scheduler import Scheduler, StepPlan
 from cppbatch.engine.sequence import Seq
-from cppbatch.engine.step_budget import StepBudgets
+from cppbatch.engine.steps import StepBudgets
 from tests.fakes import FakeContext
 
 NONE: AdapterSet = ()

@@ -16,11 +16,11 @@ from aiohttp import web
 
 from cppbatch import LocalEngine
 from cppbatch.chat.chat_format import ChatTurn, PreparedChat
-from cppbatch.chat.deltas import ArgumentsDelta, Delta, ReasoningDelta, TextDelta, ToolCallStart
+from cppbatch.chat.output_parser import ArgumentsDelta, Delta, ReasoningDelta, TextDelta, ToolCallStart
 from cppbatch.errors import LlamaError
 from cppbatch.llama import Batch
 from cppbatch.server.app import create_app
-from cppbatch.server.served_models import MODELS, OneModel
+from cppbatch.server.models.served import MODELS, OneModel
 from cppbatch.server.settings import ServerSettings
 from tests.app_thread import AppThread
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import strategies as st
 
-from cppbatch.llama import text_splitting
+from cppbatch.llama import vocab as text_splitting
 from cppbatch.llama.vocab import Vocab
 
 _SNIPPETS = ["<|im_start|>", "<|im_end|>", "<|im", "_start|>", "<|endoftext|>", "<s>", "</s>", "user", "\n", " ", "é"]

@@ -1,18 +1,22 @@
-"""The result of a benchmark: rows of figures and the machine they were measured on, as a table and as JSON."""
+"""Reports of benchmarks: rows of figures and the machine they were measured on, as a table, JSON, Markdown, plots."""
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from rich.table import Table
 from rich.text import Text
 
-from cppbatch.bench.machine import Machine
 from cppbatch.errors import ConfigError
+from cppbatch.extras import require
+from cppbatch.sizing.machine import Machine
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 
 class Spread(msgspec.Struct, frozen=True):
@@ -91,3 +95,85 @@ def format_cell(value: Any, digits: int) -> str:
     if isinstance(value, Spread):
         return value.text(digits)
     return f"{value:,.{digits}f}" if isinstance(value, float) else str(value)
+
+
+# --- markdown --------------------------------------------------------------------------------------------------------
+# Reports as Markdown.
+
+
+def read_report(path: Path) -> Report:
+    """Reads a file that `Report.write_json` wrote. Raises OSError, or `msgspec.DecodeError` for another file."""
+    report = msgspec.json.decode(path.read_bytes(), type=Report)
+    return msgspec.structs.replace(report, rows=[_spreads(row) for row in report.rows])
+
+
+def _spreads(value: Any) -> Any:
+    """Restores the `Spread`s in a decoded value: the objects with exactly their three fields."""
+    if not isinstance(value, dict):
+        return value
+    if value.keys() == set(Spread.__struct_fields__):
+        return Spread(**value)
+    return {key: _spreads(each) for key, each in value.items()}
+
+
+def markdown(report: Report) -> str:
+    """Returns a report's table and notes. Servers, which have many figures, become columns."""
+    head = [column.title for column in report.columns]
+    body = [[format_cell(row.get(column.key), column.digits) for column in report.columns] for row in report.rows]
+    if report.kind == "serve":
+        body = [list(line) for line in zip(head, *body, strict=True)]
+        head = ["", *(row["server"] for row in report.rows)]
+    notes = "\n".join(f"- {note}" for note in report.notes)
+    return "\n\n".join(filter(None, [f"{_in_one_line(report.title)}:", markdown_table(head, body), notes]))
+
+
+def markdown_table(head: Iterable[str], body: Iterable[Iterable[str]]) -> str:
+    """Returns a table; the first column is aligned left, the others right."""
+    titles = list(head)
+    lines = [titles, ["---", *["---:"] * (len(titles) - 1)], *body]
+    return "\n".join(
+        "| " + " | ".join(_in_one_line(each).replace("|", "\\|") for each in line) + " |" for line in lines
+    )
+
+
+def _in_one_line(text: str) -> str:
+    return " ".join(text.split())
+
+
+# --- plot ------------------------------------------------------------------------------------------------------------
+# What all plots of reports have in common: checks, an empty figure with a title, and saving (matplotlib).
+
+
+def check_plotting(path: Path) -> None:
+    """Raises `ConfigError` if matplotlib is not installed or cannot write this file type."""
+    require("matplotlib", "--plot")
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+    kinds = FigureCanvasAgg.get_supported_filetypes()
+    if path.suffix.lstrip(".") not in kinds:
+        raise ConfigError(f"--plot {path}: the extension must be one of {', '.join(sorted(kinds))}")
+
+
+def new_figure(report: Report, n_plots: int = 1) -> tuple[Figure, list[Any]]:
+    """Returns a figure with the report's title, and `n_plots` axes side by side. No display is needed."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(1 + 5.5 * n_plots, 4.5), dpi=120, layout="constrained")
+    figure.suptitle(f"{report.title}\n{report.machine.line()}", fontsize=10)
+    axes = figure.subplots(1, n_plots, squeeze=False)[0]
+    for each in axes:
+        each.grid(visible=True, alpha=0.3)
+    return figure, list(axes)
+
+
+def from_zero(axes: Any) -> None:
+    """Lets the y axis of drawn lines begin at 0, with room above the highest point."""
+    axes.set_ylim(0, 1.1 * axes.dataLim.y1 or 1)
+
+
+def save_figure(figure: Figure, path: Path) -> None:
+    """Raises `ConfigError` if the file cannot be written."""
+    try:
+        figure.savefig(path)
+    except OSError as error:
+        raise ConfigError(f"--plot {path} cannot be written: {error.strerror}. Choose another file") from error

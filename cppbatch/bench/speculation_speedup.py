@@ -9,14 +9,12 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from time import perf_counter
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
-from cppbatch.bench.machine import this_machine
-from cppbatch.bench.prompts import check_can_run
-from cppbatch.bench.report import Column, Report, Spread
-from cppbatch.bench.text_workloads import TEXT_WORKLOADS, TextWorkload
+from cppbatch.bench.prompts import TEXT_WORKLOADS, TextWorkload, check_can_run
+from cppbatch.bench.report import Column, Report, Spread, from_zero, new_figure
 from cppbatch.config import EngineConfig
 from cppbatch.engine.engine import BatchInferenceEngine
 from cppbatch.engine.model_info import ModelInfo
@@ -24,6 +22,11 @@ from cppbatch.engine.params import SamplingParams
 from cppbatch.engine.request import FinishReason, RequestUsage
 from cppbatch.engine.runtime import load_model, open_runtime
 from cppbatch.errors import ConfigError, GenerationFailed
+from cppbatch.sizing.machine import this_machine
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
 
 ToPrompt = Callable[[ModelInfo, str], str]
 """Makes a prompt of a user message, as the model's chat template wants it."""
@@ -236,3 +239,29 @@ def _report(config: EngineConfig, sizes: SpeedupSizes, info: ModelInfo, rows: li
             "drafted: draft tokens for 100 generated ones; accepted: the share of the draft tokens.",
         ],
     )
+
+
+# --- speculation plot ------------------------------------------------------------------------------------------------
+# The plot of `cppbatch bench throughput --spec`: speedup and acceptance by batch size.
+
+
+def plot_speedup(report: Report) -> Figure:
+    """Plots a line for each workload."""
+    figure, (speedup, acceptance) = new_figure(report, 2)
+    for name in dict.fromkeys(row["workload"] for row in report.rows):
+        rows = sorted((row for row in report.rows if row["workload"] == name), key=lambda row: row["batch_size"])
+        sizes = [row["batch_size"] for row in rows]
+        speedup.plot(sizes, [row["speedup"].median for row in rows], "o-", label=name)
+        acceptance.plot(sizes, [row["acceptance_percent"] or 0.0 for row in rows], "o-", label=name)
+    speedup.axhline(1, color="grey", linewidth=0.8)
+    speedup.set_title("tokens/s with drafts / without")
+    acceptance.set_title("accepted draft tokens, %")
+    for axes in (speedup, acceptance):
+        _finish(axes)
+    return figure
+
+
+def _finish(axes: Any) -> None:
+    axes.set_xlabel("sequences at once")
+    from_zero(axes)
+    axes.legend(fontsize=7)

@@ -9,16 +9,20 @@ from typing import Any, Literal
 
 import msgspec
 
-from cppbatch.chat.custom_tools import CustomCallParser, has_grammar
 from cppbatch.chat.lark_grammar import LarkGrammar, LazyGrammar
-from cppbatch.chat.media_parts import MarkedMedia
+from cppbatch.chat.messages import MarkedMedia
 from cppbatch.chat.output_parser import OutputParser, ToolSchemas
-from cppbatch.chat.reasoning import ReasoningState, ReasoningTags
+from cppbatch.chat.reasoning import UNLIMITED, ReasoningState, ReasoningTags, ThinkingBudget, effort_tokens
 from cppbatch.chat.template import ChatTemplate, content_text, join_parts
-from cppbatch.chat.thinking_budget import UNLIMITED, ThinkingBudget, effort_tokens
-from cppbatch.chat.tool_formats.detect import detect_tool_format
-from cppbatch.chat.tool_formats.generic import describe_tools_in_text
-from cppbatch.chat.tools import ToolChoice, callable_tools, check_satisfiable
+from cppbatch.chat.template_form import NAME, CallForm
+from cppbatch.chat.tool_formats.gemma4 import Gemma4Format
+from cppbatch.chat.tool_formats.generic import GenericFormat, describe_tools_in_text
+from cppbatch.chat.tool_formats.harmony import HarmonyFormat
+from cppbatch.chat.tool_formats.json_calls import Llama3Format
+from cppbatch.chat.tool_formats.learned import LearnedFormat
+from cppbatch.chat.tool_formats.pythonic import OF_TEMPLATES, PythonicFormat
+from cppbatch.chat.tool_formats.tool_format import ToolCallFormat
+from cppbatch.chat.tools import CustomCallParser, ToolChoice, callable_tools, check_satisfiable, has_grammar
 from cppbatch.errors import InvalidRequest
 
 Json = dict[str, Any]
@@ -32,7 +36,7 @@ class ChatTurn:
     their own fields, in one function."""
 
     messages: list[Json]
-    """OpenAI's objects; images and audio are parts as of `media_parts`."""
+    """OpenAI's objects; images and audio are parts as of `messages`."""
     tools: list[Json] = field(default_factory=list)
     """OpenAI's objects."""
     choice: ToolChoice = field(default_factory=ToolChoice)
@@ -274,3 +278,34 @@ class ChatFormat:
         if state is ReasoningState.POSSIBLE:
             reasoning = f"({lark.literal(self.reasoning_tags.start)} {reasoning})?"
         return f"{reasoning} {expression}"
+
+
+# --- detect ----------------------------------------------------------------------------------------------------------
+# The tool-call format of a chat template: learned, or one of those that no description says.
+
+
+_TOLD = {
+    "<|tool_call|> followed by a JSON list": CallForm(
+        begin="<|tool_call|>[", open="", head=f'{{"name": "{NAME}", "arguments": ', tail="}", close="", separator=", ",
+        end="]", is_json=True,
+    ),
+}  # fmt: skip
+"""The words with which templates tell the model its form, where they render no calls: Granite 3."""
+
+
+def detect_tool_format(template: ChatTemplate) -> ToolCallFormat:
+    """Returns the format of the calls that the template renders, `GenericFormat` if it renders none."""
+    source, has_tools = template.source, template.capabilities.tools
+    if all(marker in source for marker in ("<|channel|>", "<|message|>", "<|start|>")):
+        return HarmonyFormat()
+    if has_tools and "<|tool_call>call:" in source:
+        return Gemma4Format()
+    if has_tools and any(mark in source for mark in OF_TEMPLATES):
+        return PythonicFormat()
+    form = template.form.calls or next((form for words, form in _TOLD.items() if words in source), None)
+    learned = LearnedFormat(form) if form else None
+    if learned and learned.start_markers:
+        return learned
+    if form and has_tools:
+        return Llama3Format("parameters" if "parameters" in form.head else "arguments")
+    return GenericFormat()

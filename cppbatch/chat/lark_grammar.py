@@ -4,12 +4,21 @@ from __future__ import annotations
 
 import json
 import re
+import sys
+import warnings
 from typing import Any
 
 import msgspec
 
-from cppbatch.chat.escaped_lark import escaped_lark, input_grammar
-from cppbatch.closed_objects import GUIDANCE, closed_objects
+from cppbatch.json_schema import GUIDANCE, closed_objects
+
+if sys.version_info >= (3, 11):
+    from re import _constants as sre
+    from re import _parser as sre_parser
+else:
+    import sre_constants as sre
+    import sre_parse as sre_parser
+
 
 MAX_TOOL_CALLS = 8
 """In one message, where a tool call is required: a weak model could write calls forever."""
@@ -106,3 +115,188 @@ class LarkGrammar:
     def source(self, start: str) -> str:
         """The grammar's text. `start`: the expression that the whole text must match."""
         return "\n".join([f"start: {start}", *self._rules])
+
+
+# --- escaped lark ----------------------------------------------------------------------------------------------------
+# A Lark grammar of a text, rewritten for the text as the content of a JSON string.
+
+
+INPUT = "input"
+"""The argument of a custom tool: its text."""
+LARK = "x-lark"
+"""The keyword of a string's JSON schema for the Lark grammar of its text."""
+
+_SPECIAL = [*map(chr, range(32)), '"', "\\", "\x7f"]
+"""Characters that JSON strings contain escaped, and DEL, which llguidance allows in no string."""
+_SAFE = r'[^"\\\x00-\x1f\x7f]'
+
+_ITEM = re.compile(
+    r"""
+    (?P<comment> (?://|\#)[^\n]* )
+  | (?P<range> "(?:[^"\\\n]|\\.)+" \s*\.\.\s* "(?:[^"\\\n]|\\.)+" )
+  | (?P<string> "(?:[^"\\\n]|\\.)*" i? )
+  | (?P<regex> /(?:[^/\\\n]|\\.)+/ [imsux]* )
+  | (?P<common> %import\s+common\.(?P<name>\w+) (?:\s*->\s*(?P<alias>\w+))? )
+  | (?P<refused> %(?!ignore\b)\w+ | @\w+ | <[^>\n]*> )
+    """,
+    re.VERBOSE,
+)
+_COMMON = {
+    "DIGIT": "/[0-9]/",
+    "HEXDIGIT": "/[a-fA-F0-9]/",
+    "INT": "/[0-9]+/",
+    "SIGNED_INT": "/[+-]?[0-9]+/",
+    "DECIMAL": r"/[0-9]+\.[0-9]*|\.[0-9]+/",
+    "FLOAT": r"/[0-9]+[eE][+-]?[0-9]+|([0-9]+\.[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?/",
+    "SIGNED_FLOAT": r"/[+-]?([0-9]+[eE][+-]?[0-9]+|([0-9]+\.[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?)/",
+    "NUMBER": r"/[0-9]+(\.[0-9]*)?([eE][+-]?[0-9]+)?|\.[0-9]+([eE][+-]?[0-9]+)?/",
+    "SIGNED_NUMBER": r"/[+-]?([0-9]+(\.[0-9]*)?([eE][+-]?[0-9]+)?|\.[0-9]+([eE][+-]?[0-9]+)?)/",
+    "ESCAPED_STRING": r'/"([^"\\\n]|\\.)*"/',
+    "LCASE_LETTER": "/[a-z]/",
+    "UCASE_LETTER": "/[A-Z]/",
+    "LETTER": "/[A-Za-z]/",
+    "WORD": "/[A-Za-z]+/",
+    "CNAME": "/[_A-Za-z][_A-Za-z0-9]*/",
+    "WS_INLINE": r"/[ \t]+/",
+    "WS": r"/[ \t\f\r\n]+/",
+    "CR": r"/\r/",
+    "LF": r"/\n/",
+    "NEWLINE": r"/(\r?\n)+/",
+}
+"""Terminals of Lark's library `common`."""
+
+
+def input_grammar(schema: dict[str, Any]) -> str | None:
+    """The Lark grammar of the text, if this is the schema of a custom tool's arguments that has one."""
+    properties = schema.get("properties")
+    described = properties.get(INPUT) if isinstance(properties, dict) else None
+    source = described.get(LARK) if isinstance(described, dict) else None
+    return source if isinstance(source, str) else None
+
+
+class UnsupportedGrammar(ValueError):
+    """The grammar has something that cannot be rewritten; the message says what."""
+
+
+def escaped_lark(source: str) -> str:
+    """The grammar whose texts are those of `source`, each as the content of a JSON string. Raises `UnsupportedGrammar`.
+
+    Only strings and regular expressions change, because all else consists of them.
+    """
+    return _ITEM.sub(_rewritten, source)
+
+
+def _rewritten(found: re.Match[str]) -> str:
+    item, kind = found[0], found.lastgroup
+    if found["comment"] is not None:
+        return ""
+    if found["range"] is not None:
+        first, last = re.findall(r'"(?:[^"\\\n]|\\.)+"', item)
+        return _escaped_regex(f"[{re.escape(_text(first))}-{re.escape(_text(last))}]")
+    if found["string"] is not None:
+        text = _text(item.removesuffix("i"))
+        return _escaped_regex(f"(?i:{re.escape(text)})") if item.endswith("i") else json.dumps(_escaped(text))
+    if found["regex"] is not None:
+        end = item.rindex("/")
+        flags, regex = item[end + 1 :], item[1:end].replace("\\/", "/")
+        return _escaped_regex(f"(?{flags}:{regex})" if flags else regex)
+    if found["common"] is not None:
+        if found["name"] not in _COMMON:
+            raise UnsupportedGrammar(f"imports common.{found['name']}, which is unknown; define it")
+        return f"{found['alias'] or found['name']}: {_escaped_regex(_COMMON[found['name']][1:-1])}"
+    raise UnsupportedGrammar(f"contains {item!r:.80}, which is not supported ({kind})")
+
+
+def _text(string: str) -> str:
+    """The value of a string of the grammar, with its quotes."""
+    try:
+        return str(json.loads(string))
+    except ValueError:
+        raise UnsupportedGrammar(
+            f"contains the string {string:.80}, which has escapes that are not valid in JSON"
+        ) from None
+
+
+def _escaped(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)[1:-1]
+
+
+def _escaped_regex(regex: str) -> str:
+    """The terminal for the escaped texts of a regular expression."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            parsed = sre_parser.parse(regex)
+    except (re.error, Warning, OverflowError, RecursionError) as error:
+        raise UnsupportedGrammar(f"contains /{regex:.80}/, which is not a valid regular expression: {error}") from None
+    try:
+        written = _sequence(parsed, parsed.state.flags)
+    except RecursionError:
+        raise UnsupportedGrammar(f"contains /{regex:.80}/, which is nested too deeply") from None
+    return "/" + written.replace("/", r"\/") + "/"
+
+
+def _sequence(parsed: Any, flags: int) -> str:
+    return "".join(_node(op, argument, flags) for op, argument in parsed)
+
+
+def _node(op: Any, argument: Any, flags: int) -> str:
+    """One node of Python's syntax tree of a regular expression, rewritten."""
+    if op is sre.LITERAL and not flags & re.IGNORECASE:
+        return re.escape(_escaped(chr(argument)))
+    if op in (sre.LITERAL, sre.NOT_LITERAL, sre.IN, sre.ANY):
+        return _characters(op, argument, flags)
+    if op is sre.BRANCH:
+        return f"(?:{'|'.join(_sequence(each, flags) for each in argument[1])})"
+    if op is sre.SUBPATTERN:
+        _, added, removed, parsed = argument
+        return f"(?:{_sequence(parsed, (flags | added) & ~removed)})"
+    if op in (sre.MAX_REPEAT, sre.MIN_REPEAT):
+        least, most, parsed = argument
+        upper, lazy = "" if most is sre.MAXREPEAT else most, "?" if op is sre.MIN_REPEAT else ""
+        return f"(?:{_sequence(parsed, flags)}){{{least},{upper}}}{lazy}"
+    raise UnsupportedGrammar(f"contains a regular expression with {op}, which is not supported in a grammar")
+
+
+def _characters(op: Any, argument: Any, flags: int) -> str:
+    """A set of characters: those that stand for themselves as a class, the others as their escapes."""
+    if op is sre.ANY:
+        source = r"[\s\S]" if flags & re.DOTALL else r"[^\n]"
+    elif op is sre.IN:
+        source = f"[{''.join(_member(*each) for each in argument)}]"
+    else:
+        source = f"[{'^' if op is sre.NOT_LITERAL else ''}{_class_character(argument)}]"
+    matcher = re.compile(source, flags & re.IGNORECASE)
+    escapes = [re.escape(_escaped(character)) for character in _SPECIAL[:-1] if matcher.fullmatch(character)]
+    ignore_case = "(?i)" if flags & re.IGNORECASE else ""
+    return f"(?:{'|'.join([f'{ignore_case}[{source}&&{_SAFE}]', *escapes])})"
+
+
+def _member(op: Any, argument: Any) -> str:
+    """A member of a class, written as Python and Rust read it."""
+    if op is sre.NEGATE:
+        return "^"
+    if op is sre.LITERAL:
+        return _class_character(argument)
+    if op is sre.RANGE:
+        return f"{_class_character(argument[0])}-{_class_character(argument[1])}"
+    if op is sre.CATEGORY and argument in _CATEGORIES:
+        return _CATEGORIES[argument]
+    raise UnsupportedGrammar(f"contains a character class with {op}, which is not supported")
+
+
+def _class_character(code: int) -> str:
+    character = chr(code)
+    if character.isalnum() or code > 127:
+        return character
+    return rf"\x{code:02x}"
+
+
+_CATEGORIES = {
+    sre.CATEGORY_DIGIT: r"\d",
+    sre.CATEGORY_NOT_DIGIT: r"\D",
+    sre.CATEGORY_SPACE: r"\s",
+    sre.CATEGORY_NOT_SPACE: r"\S",
+    sre.CATEGORY_WORD: r"\w",
+    sre.CATEGORY_NOT_WORD: r"\W",
+}

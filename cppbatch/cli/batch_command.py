@@ -24,8 +24,8 @@ from cppbatch.cli.engine_options import (
     profile_and_memory_options,
     with_options,
 )
-from cppbatch.cli.loading_bar import loading_bar
 from cppbatch.cli.option_groups import GroupedCommand
+from cppbatch.cli.output import loading_bar
 from cppbatch.cli.sampling_options import sampling_options
 from cppbatch.cli.server_options import MEDIA_OPTIONS, are_chats, chat_template_option
 from cppbatch.config import EngineConfig
@@ -34,8 +34,8 @@ from cppbatch.engine.params import DEFAULT_MAX_TOKENS, SamplingParams
 if TYPE_CHECKING:
     from cppbatch.cluster.deployment import Deployment
     from cppbatch.jobs.file_job import FileJob
-    from cppbatch.jobs.input_format import Endpoint
-    from cppbatch.server.batches.offline_batch import OfflineJob
+    from cppbatch.jobs.input.format import Endpoint
+    from cppbatch.server.api.batches.offline import OfflineJob
 
 _SAMPLE_S = 0.25  # between two updates of the bar
 _N_SAMPLES = 20  # for the speed in the bar
@@ -103,7 +103,7 @@ def job_options(command: Command) -> Command:
         **arguments: Any,
     ) -> Any:
         from cppbatch.jobs.file_job import FileJob, is_table
-        from cppbatch.jobs.input_format import detect_input_format
+        from cppbatch.jobs.input.format import detect_input_format
 
         endpoint: Endpoint | None = arguments.pop("endpoint")
         system, raw = arguments.pop("system"), arguments.pop("raw")
@@ -165,10 +165,10 @@ def batch(
     every line is answered exactly once. The exit code is 1 if any lines failed.
     """
     from cppbatch.jobs.file_job import as_begun, begun_with, open_job
-    from cppbatch.jobs.input_reader import InputReader
+    from cppbatch.jobs.input.reader import InputReader
     from cppbatch.jobs.result_table import write_table
-    from cppbatch.server.batches.batch_handler import URLS
-    from cppbatch.server.batches.offline_batch import OfflineJob, run_offline
+    from cppbatch.server.api.batches.handler import URLS
+    from cppbatch.server.api.batches.offline import OfflineJob, run_offline
     from cppbatch.server.settings import ServerSettings
 
     if not is_endpoint_given:

@@ -12,18 +12,16 @@ from typing import TYPE_CHECKING, Any
 import click
 import msgspec
 
-from cppbatch.bench.prompts import Lengths
+from cppbatch.bench.prompts import TEXT_WORKLOADS, Lengths
 from cppbatch.bench.strategies import STRATEGIES
-from cppbatch.bench.text_workloads import TEXT_WORKLOADS
 from cppbatch.cli.engine_options import engine_options
 from cppbatch.cli.report_options import Draw, numbers, report_options
 from cppbatch.config import EngineConfig, Speculation
 from cppbatch.errors import ConfigError
 
 if TYPE_CHECKING:
-    from cppbatch.bench.load.compare_servers import Progress
-    from cppbatch.bench.load.load_results import LoadIdeal
-    from cppbatch.bench.load.target import Target
+    from cppbatch.bench.load.compare_servers import Progress, Target
+    from cppbatch.bench.load.results import LoadIdeal
     from cppbatch.bench.load.workload import LoadSettings
     from cppbatch.bench.report import Report
     from cppbatch.engine.model_info import ModelInfo
@@ -145,17 +143,15 @@ def throughput(
     """
     show = partial(click.echo, err=True)
     if speculation:
-        from cppbatch.bench.speculation_plot import plot_speedup
-        from cppbatch.bench.speculation_speedup import SpeedupSizes, measure_speedup
+        from cppbatch.bench.speculation_speedup import SpeedupSizes, measure_speedup, plot_speedup
 
         wanted = SpeedupSizes(
             batch_sizes=batch_sizes or (1, 2, 4, 8, 16), workloads=workloads, new_tokens=new_tokens, repeats=repeats
         )
         config = msgspec.structs.replace(config, spec=speculation)
         return measure_speedup(config, wanted, _chat_prompt, show), plot_speedup
-    from cppbatch.bench.energy import EnergySettings
-    from cppbatch.bench.throughput import Sizes, measure_throughput
-    from cppbatch.bench.throughput_plot import plot_throughput
+    from cppbatch.bench.resource_usage import EnergySettings
+    from cppbatch.bench.throughput import Sizes, measure_throughput, plot_throughput
 
     given = Sizes(
         batch_sizes=batch_sizes or (1, 4, 8, 16),
@@ -215,8 +211,7 @@ def roofline(*, config: EngineConfig, **sizes: Any) -> tuple[Report, Draw]:
 
     Measures the memory bandwidth and matrix throughput of the device, and compares each step with them.
     """
-    from cppbatch.bench.roofline.roofline import RooflineSizes, measure_roofline
-    from cppbatch.bench.roofline.roofline_plot import plot_roofline
+    from cppbatch.bench.roofline import RooflineSizes, measure_roofline, plot_roofline
 
     return measure_roofline(config, RooflineSizes(**sizes), partial(click.echo, err=True)), plot_roofline
 
@@ -285,9 +280,12 @@ def strategies(
     **work: Any,
 ) -> tuple[Report, Draw]:
     """Compare scheduling strategies on the same requests: one by one, interleaved, in batches, and continuously."""
-    from cppbatch.bench.strategies.compare_strategies import StrategyComparison, compare_strategies
-    from cppbatch.bench.strategies.offline_workload import OfflineWorkload
-    from cppbatch.bench.strategies.strategies_plot import plot_strategies
+    from cppbatch.bench.strategies.compare_strategies import (
+        OfflineWorkload,
+        StrategyComparison,
+        compare_strategies,
+        plot_strategies,
+    )
 
     compared = StrategyComparison(
         names=names, batch_sizes=batch_sizes or (), max_wait_ms=window_ms, bucket=bucket, repeats=repeats,
@@ -402,7 +400,7 @@ def serve(urls: tuple[str, ...], label: str | None, model_file: str | None, **se
     cppbatch bench serve --url ours=http://127.0.0.1:8080 --url other=http://127.0.0.1:8090 --plot both.png
     """
     from cppbatch.bench.load.compare_servers import compare_servers
-    from cppbatch.bench.load.load_plot import plot_load
+    from cppbatch.bench.load.results import plot_load
 
     targets, load = _targets(urls, label), _load(**settings)
     ideal = _load_ideal(model_file, load) if model_file else None
@@ -412,8 +410,8 @@ def serve(urls: tuple[str, ...], label: str | None, model_file: str | None, **se
 
 
 def _load_ideal(model_file: str, load: LoadSettings) -> LoadIdeal:
-    from cppbatch.bench.bare_costs import bare_costs_of_model
-    from cppbatch.bench.load.load_results import LoadIdeal
+    from cppbatch.bench.explain import bare_costs_of_model
+    from cppbatch.bench.load.results import LoadIdeal
     from cppbatch.models.pull import choose_model
 
     clients = None if load.rate else load.concurrency
@@ -423,7 +421,7 @@ def _load_ideal(model_file: str, load: LoadSettings) -> LoadIdeal:
 
 
 def _targets(urls: tuple[str, ...], label: str | None) -> list[Target]:
-    from cppbatch.bench.load.target import Target
+    from cppbatch.bench.load.compare_servers import Target
 
     if label and len(urls) > 1:
         raise ConfigError(f"--label {label} applies to a single server; to name several, use --url NAME=URL")

@@ -12,7 +12,7 @@ import click
 import platformdirs
 from click.core import ParameterSource
 
-from cppbatch.cli.chat_backends import ChatBackend, EngineBackend, ServerBackend
+from cppbatch.cli.chat.backends import ChatBackend, EngineBackend, ServerBackend
 from cppbatch.cli.engine_options import (
     config_of,
     engine_settings_options,
@@ -20,8 +20,8 @@ from cppbatch.cli.engine_options import (
     option,
     profile_and_memory_flags,
 )
-from cppbatch.cli.loading_bar import loading_bar
 from cppbatch.cli.option_groups import GroupedCommand
+from cppbatch.cli.output import loading_bar
 from cppbatch.cli.sampling_options import sampling_options
 from cppbatch.cli.server_options import chat_template_option
 from cppbatch.config import EngineConfig
@@ -90,8 +90,8 @@ def chat(
     Enter sends a message, Alt-Enter or Ctrl-J starts a new line. Ctrl-C stops an answer, Ctrl-D quits, /help lists the
     commands. If the input is not a terminal, each input line is a message, and only the answers are written.
     """
-    from cppbatch.cli.chat_session import COMMANDS, ChatSession, read_messages
-    from cppbatch.cli.chat_terminal import (
+    from cppbatch.cli.chat.session import COMMANDS, ChatSession, read_messages
+    from cppbatch.cli.chat.terminal import (
         ANSWER_STYLES,
         PlainView,
         TerminalInput,

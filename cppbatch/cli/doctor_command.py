@@ -77,7 +77,7 @@ def _findings() -> Iterator[Finding]:
 
 
 def _other_programs() -> Finding:
-    from cppbatch.bench.other_programs import watch_other_programs
+    from cppbatch.bench.resource_usage import watch_other_programs
 
     others = watch_other_programs(_WATCH_S)
     if others.cores < _BUSY:
@@ -101,7 +101,7 @@ def _rpc(backend: Backend) -> Finding:
 
 
 def _media() -> Finding:
-    from cppbatch.engine.media_files import check_decoders
+    from cppbatch.engine.media.files import check_decoders
     from cppbatch.llama.media_encoder import has_mtmd
 
     if not has_mtmd():
@@ -158,15 +158,14 @@ def _kernels(model: Path) -> Finding:
 
 
 def _repacking(model: Path) -> Iterator[Finding]:
-    from cppbatch.models.kernels import has_gpu
-    from cppbatch.models.repacking import why_not_repacked
+    from cppbatch.models.kernels import has_gpu, why_not_repacked
 
     if not has_gpu() and (why := why_not_repacked(model, EngineConfig(str(model)).n_parallel)):
         yield Finding("repacking", why)
 
 
 def _attention(model: Path) -> Iterator[Finding]:
-    from cppbatch.bench.attention_plan import plan_attention
+    from cppbatch.sizing.attention import plan_attention
 
     plan = plan_attention(EngineConfig(str(model)), ())
     if plan.line or not plan.proposal:

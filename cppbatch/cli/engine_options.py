@@ -118,7 +118,7 @@ def _cache_ram(_context: object, _option: object, given: int) -> int:
 def _disk_folder(_context: object, _option: object, given: str) -> str:
     """Refuses a folder that cannot be written at the start, also if a model is loaded later."""
     if folder := disk_folder(given):
-        from cppbatch.engine.prefix_disk.prefix_folder import PrefixFolder  # imports numpy
+        from cppbatch.engine.disk.folder import PrefixFolder  # imports numpy
 
         PrefixFolder(*folder)
     return given
@@ -323,7 +323,7 @@ _LOG_SETTINGS = ("log_format", "log_level", "access_log")
 def _set_up_logs(verbose: bool, settings: dict[str, Any]) -> None:
     """`settings`: the server's `_LOG_SETTINGS`; empty for other commands."""
     if settings:
-        from cppbatch.server.log_setup import set_up
+        from cppbatch.server.observe.log_setup import set_up
 
         set_up(settings["log_format"], verbose=verbose, level=settings["log_level"], access=settings["access_log"])
         return
@@ -484,6 +484,6 @@ def _wait_for_rpc_workers(config: EngineConfig) -> None:
 
 
 def _with_memory_check(deployment: Deployment) -> Deployment:
-    from cppbatch.bench.memory.memory_check import memory_shortage
+    from cppbatch.sizing.sizes import memory_shortage
 
     return msgspec.structs.replace(deployment, memory_shortage=memory_shortage)

@@ -84,14 +84,13 @@ def memory(
     Without -np or -c, shows the sizes that `serve`, `generate` and `batch` would choose without a profile. --plot draws
     the estimate over context size and number of sequences. The exit code is 1 if memory is insufficient.
     """
-    from cppbatch.bench.attention_plan import plan_attention
-    from cppbatch.bench.memory.choose_sizes import SIZES, candidates_for
-    from cppbatch.bench.memory.memory_check import first_ample
-    from cppbatch.bench.memory.memory_report import memory_report, plot_memory, with_measured
+    from cppbatch.bench.memory_report import memory_report, plot_memory, with_measured
+    from cppbatch.sizing.attention import plan_attention
+    from cppbatch.sizing.sizes import SIZES, candidates_for, first_ample
 
     given = given_settings()
     if overhead:
-        from cppbatch.bench.memory.memory_overhead import memory_overhead, plot_overhead
+        from cppbatch.bench.memory_report import memory_overhead, plot_overhead
 
         if seq_len or load or not given.isdisjoint(SIZES):
             raise ConfigError("--overhead covers many sizes: leave out -np, -c, --seq-len and --load")
@@ -110,7 +109,7 @@ def memory(
         config = first_ample(candidates).config
     report = memory_report(config, margin=margin / 100)
     if load:
-        from cppbatch.bench.memory.measure_memory import measure_memory
+        from cppbatch.bench.memory_report import measure_memory
 
         report = with_measured(report, measure_memory(config))
     return report, plot_memory

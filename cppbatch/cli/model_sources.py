@@ -21,8 +21,8 @@ from cppbatch.models.pull import choose_model
 if TYPE_CHECKING:
     from cppbatch.cli.model_settings import ModelFile, ModelSettings
     from cppbatch.cluster.deployment import Deployment
-    from cppbatch.server.many_models import CatalogContent, ManyModels
-    from cppbatch.server.model_loader import ModelSpec
+    from cppbatch.server.models.loader import ModelSpec
+    from cppbatch.server.models.many import CatalogContent, ManyModels
     from cppbatch.server.settings import ServerSettings
 
 log = logging.getLogger("cppbatch.flags")
@@ -122,7 +122,7 @@ def model_source_options(command: Command) -> Command:
 
 
 class Catalog:
-    """A `cppbatch.server.many_models.ModelCatalog`: the models of the sources, with their settings."""
+    """A `cppbatch.server.models.many.ModelCatalog`: the models of the sources, with their settings."""
 
     def __init__(
         self,
@@ -143,7 +143,7 @@ class Catalog:
     def read(self) -> CatalogContent:
         """The models now. Raises `ConfigError` and `ModelError`."""
         from cppbatch.cli.model_settings import ModelFile, checked, read_settings
-        from cppbatch.server.many_models import CatalogContent
+        from cppbatch.server.models.many import CatalogContent
 
         file = self._sources.settings_file
         if file and self._sources.is_llama_cpp_python:
@@ -202,7 +202,7 @@ class Catalog:
         return next((path for place in places if (path := place / str(given)).is_file()), Path(str(given)))
 
     def _spec(self, name: str, path: Path, own: ModelSettings) -> ModelSpec:
-        from cppbatch.server.model_loader import ModelSpec
+        from cppbatch.server.models.loader import ModelSpec
 
         deployment = msgspec.structs.replace(self._deployment, **own.deployment)
         where = f"--models-config, model {name!r}"
@@ -263,8 +263,8 @@ def many_models(
     sources: ModelSources, config: EngineConfig, given: set[str], deployment: Deployment, settings: ServerSettings
 ) -> Callable[[], ManyModels]:
     """What makes the models of a server, in its event loop. Raises `ConfigError`."""
-    from cppbatch.server.many_models import ManyModels
-    from cppbatch.server.model_loader import MemoryPlanLoader
+    from cppbatch.server.models.loader import MemoryPlanLoader
+    from cppbatch.server.models.many import ManyModels
 
     if settings.strict_model and sources.any_model:
         raise ConfigError("--any-model and --strict-model cannot be combined; leave one out")

@@ -12,7 +12,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from cppbatch.cli.formats import format_bytes
+from cppbatch.cli.output import format_bytes
 
 
 @click.group()
@@ -26,10 +26,10 @@ def list_models() -> None:
 
     The last column shows whether a model fits into free memory with the sizes that `serve` would choose.
     """
-    from cppbatch.bench.memory.models_fit import models_fit
     from cppbatch.errors import ModelError
     from cppbatch.models.find import models_folder, models_in, short_name
     from cppbatch.models.inspect import inspect_model
+    from cppbatch.sizing.sizes import models_fit
 
     folder = models_folder()
     found = models_in(folder)
@@ -125,7 +125,7 @@ def requantize(
     that are slower than BF16 or another larger type. Matrices of other types are copied. Then measures speed, memory
     and text quality of both files. MODEL is not modified.
     """
-    from cppbatch.bench.quality.compare_files import compare_files
+    from cppbatch.bench.quality import compare_files
     from cppbatch.models.kernels import has_gpu, kernel_times
     from cppbatch.models.requantize import TYPES, check_target, plan_auto, plan_type, read_matrices
     from cppbatch.models.requantize import requantize as write
@@ -174,7 +174,7 @@ def cache_types(*, model: Path, as_json: bool) -> None:
     Later starts with this model may choose a type if it is clearly faster on this CPU, -ctk and -ctv are not given, and
     its KL divergence exceeds that of a different order of additions by less than 0.001 nats.
     """
-    from cppbatch.bench.quality.cache_types import compare_cache_types
+    from cppbatch.bench.quality import compare_cache_types
 
     with Console(stderr=True).status("measuring text quality"):
         report = compare_cache_types(model)

@@ -8,16 +8,17 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from cppbatch.bench.attention_plan import ATTENTION, plan_attention
-from cppbatch.bench.memory.choose_sizes import SIZES, candidates_for
-from cppbatch.bench.memory.memory_check import Engines, Planned, check_planned, first_ample
-from cppbatch.bench.memory.memory_demand import free_host_memory
-from cppbatch.bench.profile import profile_path
-from cppbatch.bench.profile import use_profile as with_profile
-from cppbatch.cli.start_lines import model_line, sizes_line
-from cppbatch.config import EngineConfig
+from cppbatch.cli.output import format_bytes, format_count
+from cppbatch.config import EngineConfig, available_threads
 from cppbatch.errors import ModelError
-from cppbatch.models.inspect import inspect_model
+from cppbatch.models.file_header import read_header
+from cppbatch.models.inspect import ModelFacts, describe_draft, inspect_model
+from cppbatch.sizing.attention import ATTENTION, plan_attention
+from cppbatch.sizing.demand import HOST, format_gib, free_host_memory, location, memory_demands
+from cppbatch.sizing.estimate import MemoryEstimate
+from cppbatch.sizing.profile import profile_path
+from cppbatch.sizing.profile import use_profile as with_profile
+from cppbatch.sizing.sizes import SIZES, Engines, Planned, candidates_for, check_planned, first_ample
 
 
 def plan_start(
@@ -71,3 +72,71 @@ def _say_what_runs(planned: Planned, *, is_chosen: bool, misses_profile: bool, s
     say(sizes_line(planned.config, planned.estimate, free_host_memory(), chosen=is_chosen))
     if misses_profile and not os.path.isfile(profile_path(planned.config)):
         say("no profile for this model: run `cppbatch tune` to find the fastest settings (up to 5 minutes)")
+
+
+# --- start lines -----------------------------------------------------------------------------------------------------
+# The lines that `serve`, `generate` and `batch` print before they load a model: what runs where, in which memory.
+
+
+def model_line(config: EngineConfig, facts: ModelFacts, estimate: MemoryEstimate | None) -> str:
+    """The model with the number and type of its weights, and what computes it.
+
+    `estimate`: of the engines, one for each worker; None: not known, so neither are the devices.
+    """
+    name = Path(config.model_path).stem
+    weights = f"{format_count(facts.n_params)} weights, mostly {facts.main_type}, {format_bytes(facts.size_bytes)}"
+    if config.mmproj:
+        weights += f", with {' and '.join(_kinds_of_media(Path(config.mmproj)))}"
+    if facts.draft_heads and estimate:
+        is_used = any(buffer.owner == "draft head" for buffer in estimate.footprints[0].buffers)
+        weights += f", with a draft head{'' if is_used else ' that is not used'} (--spec {config.spec})"
+    if config.draft_model and estimate and any(b.owner == "draft model" for b in estimate.footprints[0].buffers):
+        path = Path(config.draft_model)
+        weights += f", with {path.name} ({describe_draft(path) or 'draft model'}, --spec {config.spec})"
+    return f"{name}: {weights}; {_where(config, estimate)}" if estimate else f"{name}: {weights}"
+
+
+def _kinds_of_media(projector: Path) -> list[str]:
+    """What a projector encodes, from its metadata."""
+    names = {"vision": "images", "audio": "audio"}
+    metadata = read_header(projector).metadata
+    return [name for kind, name in names.items() if metadata.get(f"clip.has_{kind}_encoder")] or ["a projector"]
+
+
+def sizes_line(config: EngineConfig, estimate: MemoryEstimate | None, host_free: int, *, chosen: bool) -> str:
+    """How many sequences run at once, the tokens that each may have, and the memory that this takes.
+
+    `host_free`: bytes. `chosen`: whether -np or -c was not given.
+    """
+    n = f"{config.n_parallel} sequences" if config.n_parallel > 1 else "1 sequence"
+    of_workers = f" in each of {len(estimate.footprints)} engines" if estimate and len(estimate.footprints) > 1 else ""
+    source = ", chosen to fit into memory" if chosen and estimate else ""
+    line = f"{n} at a time{of_workers}, {config.n_ctx:,} KV cells (-np {config.n_parallel} -c {config.n_ctx}{source})"
+    if estimate is None:
+        return line
+    footprint = estimate.footprints[0]
+    each, most = config.n_ctx // config.n_parallel, min(footprint.sequence_cells, footprint.n_ctx_train)
+    tokens = f"{each:,} tokens each, up to {most:,} for a single one" if most > each else f"up to {most:,} tokens each"
+    parts = [
+        f"{format_gib(demand.firm + demand.mapped)} of {format_gib(demand.free)} free memory"
+        + ("" if demand.where == HOST else f" of {demand.where}")
+        for demand in memory_demands(estimate, host_free)
+        if demand.free
+    ]
+    return f"{line}: {tokens}; takes {' and '.join(parts)}"
+
+
+def _where(config: EngineConfig, estimate: MemoryEstimate) -> str:
+    n_engines = len(estimate.footprints)
+    threads = config.n_threads or max(1, available_threads() // n_engines)  # they divide the cores
+    each = " each" if n_engines > 1 else ""
+    on_cpu = f"on the CPU with {threads} thread{'s' if threads > 1 else ''}{each}"
+    places = {location(b, estimate.devices) for f in estimate.footprints for b in f.buffers if b.kind == "weights"}
+    used = [device for device in estimate.devices if device.name in places]
+    if not used:
+        return on_cpu
+    n_layers = estimate.footprints[0].n_layers
+    devices = " and ".join(f"{d.name} ({d.description})" if d.description else d.name for d in used)
+    if config.n_gpu_layers < 0 or config.n_gpu_layers >= n_layers:
+        return f"all {n_layers} layers on {devices}"
+    return f"{config.n_gpu_layers} of {n_layers} layers on {devices}, the others {on_cpu}"

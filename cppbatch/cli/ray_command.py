@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 if TYPE_CHECKING:
-    from cppbatch.ray.front_records import FrontRecord
+    from cppbatch.ray.cluster import FrontRecord
 
 
 @click.group()
@@ -56,8 +56,7 @@ def down() -> None:
 
 
 def _records() -> list[FrontRecord]:
-    from cppbatch.ray.front_records import records
-    from cppbatch.ray.ray_cluster import check_installed
+    from cppbatch.ray.cluster import check_installed, records
 
     found = records()
     if found:

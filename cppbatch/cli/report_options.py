@@ -44,7 +44,7 @@ def report_options(command: Command) -> Command:
             if not path.absolute().parent.is_dir():  # checked now: the measurement may take hours
                 raise ConfigError(f"{path}: folder not found: {path.absolute().parent}")
         if plot_file:
-            from cppbatch.bench.plot import check_plotting
+            from cppbatch.bench.report import check_plotting
 
             check_plotting(plot_file)
         report: Report
@@ -61,7 +61,7 @@ def report_options(command: Command) -> Command:
         if json_file:
             report.write_json(json_file)
         if plot_file:
-            from cppbatch.bench.plot import save_figure
+            from cppbatch.bench.report import save_figure
 
             save_figure(draw(report), plot_file)
         return report

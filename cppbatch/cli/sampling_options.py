@@ -19,7 +19,7 @@ _DEFAULTS = SamplingParams()
 def _sampler_names(_context: object, _option: object, given: str | None) -> list[str] | None:
     if given is None:
         return None
-    from cppbatch.server.llama_server.llama_fields import sampler_names
+    from cppbatch.server.api.llama_server.fields import sampler_names
 
     return sampler_names([name for name in given.split(";") if name])
 

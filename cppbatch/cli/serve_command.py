@@ -4,34 +4,117 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Mapping
+from functools import partial, wraps
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
+import msgspec
+from click.core import ParameterSource
 
 from cppbatch.cli.engine_options import (
+    Command,
+    CountRange,
     deployment_options,
     engine_options,
     given_settings,
+    option,
     profile_and_memory_options,
+    with_options,
 )
 from cppbatch.cli.llama_server_flags import LlamaServerCommand, unneeded_flags
-from cppbatch.cli.loading_bar import loading_bar
 from cppbatch.cli.model_sources import ModelSources, many_models, model_source_options
+from cppbatch.cli.output import loading_bar
 from cppbatch.cli.quiet_imports import QuietImports
-from cppbatch.cli.ray_options import RayTarget, ray_options
 from cppbatch.cli.server_options import server_options
-from cppbatch.cluster import worker_process
+from cppbatch.cluster.worker import process
 from cppbatch.config import EngineConfig
 from cppbatch.errors import ConfigError, ModelError
 
 if TYPE_CHECKING:
     from cppbatch.cluster.deployment import Deployment, EngineStarter
-    from cppbatch.server.address import Address
-    from cppbatch.server.served_models import ServedModels
-    from cppbatch.server.settings import ServerSettings
+    from cppbatch.ray.replica.options import ReplicaOptions
+    from cppbatch.server.models.served import ServedModels
+    from cppbatch.server.settings import Address, ServerSettings
+
+
+# --- ray options -----------------------------------------------------------------------------------------------------
+# Options of `cppbatch serve` for a Ray cluster.
+
+
+_LOCAL = "local"  # `ray_cluster.LOCAL`, whose package imports more than --help needs
+
+_OPTIONS = [
+    option(
+        "--ray", "ray_address", env="RAY", is_flag=False, flag_value=_LOCAL, default=None, metavar="[ADDRESS]",
+        help="Run the engines as replicas on a Ray cluster. No address: join the cluster that `ray start` started on "
+        "this machine, or start a new one; auto: join, but never start one; HOST:PORT: the address of the head node "
+        "(docs/ray.md).",
+    ),
+    option(
+        "--replicas", env="REPLICAS", type=CountRange(), default="1", metavar="N or MIN..MAX",
+        help="With --ray: number of engines in the cluster, each with its own copy of the model and its own KV cache. "
+        "1..8: scale with the load.",
+    ),
+]  # fmt: skip
+
+_NOT_WITH_RAY: Mapping[str, tuple[str, str]] = {
+    "workers": ("--workers", "--replicas sets the number of engines in the cluster"),
+    "in_process": ("--in-process", "the engines run in cluster processes"),
+    "devices": ("--devices", "Ray assigns a GPU to each replica"),
+    "sleep_idle_seconds": ("--sleep-idle-seconds", "--replicas 1..N stops idle replicas"),
+}
+
+
+class RayTarget(msgspec.Struct, frozen=True, kw_only=True):
+    """Where the engines run with --ray."""
+
+    address: str
+    options: ReplicaOptions
+
+
+def ray_options(command: Command) -> Command:
+    """Adds --ray and --replicas below `deployment_options`. The command gets `ray`, a `RayTarget` or None, and a
+    `deployment` that describes the engines of this machine."""
+
+    @wraps(command)
+    def with_ray(
+        ray_address: str | None, replicas: tuple[int, int | None], deployment: Deployment, **arguments: Any
+    ) -> Any:
+        if ray_address is None:
+            if _is_given("replicas"):
+                raise ConfigError(
+                    "--replicas requires --ray; without --ray, use --workers to set the number of engines"
+                )
+            return command(ray=None, deployment=deployment, **arguments)
+        for name, (flag, instead) in _NOT_WITH_RAY.items():
+            if _is_given(name):
+                raise ConfigError(f"{flag} does not apply with --ray: {instead}; leave out {flag}")
+
+        from cppbatch.cluster.deployment import MAX_WORKERS, Deployment
+        from cppbatch.ray.cluster import check_installed, starts_own
+        from cppbatch.ray.replica.options import ReplicaOptions
+
+        check_installed()
+        least, most = replicas[0], replicas[1] or replicas[0]
+        options = ReplicaOptions(min_replicas=least, max_replicas=most, downscale_delay=deployment.downscale_delay)
+        if starts_own(ray_address):
+            here = Deployment(workers=min(most, MAX_WORKERS), step_timeout=deployment.step_timeout)
+        else:  # how much memory the machines of the cluster have is not known here
+            here = Deployment(step_timeout=deployment.step_timeout)
+            arguments["memory_check"] = False
+        return command(ray=RayTarget(address=ray_address, options=options), deployment=here, **arguments)
+
+    return with_options(with_ray, _OPTIONS)
+
+
+def _is_given(name: str) -> bool:
+    source = click.get_current_context().get_parameter_source(name)
+    return source in (ParameterSource.COMMANDLINE, ParameterSource.ENVIRONMENT)
+
+
+# --- serve command ---------------------------------------------------------------------------------------------------
 
 
 COMMON = (
@@ -78,11 +161,11 @@ def serve(
     async def run_one(config: EngineConfig, starter: EngineStarter, *, start_early: bool) -> None:
         say(f"loading {config.model_path} ...")
         if start_early:
-            await worker_process.start_early()  # it imports beside this process, which has as much to import
+            await process.start_early()  # it imports beside this process, which has as much to import
         with QuietImports():
             engine = starter.start(config)
             await asyncio.sleep(0)  # the worker gets its settings, and loads the model during the imports that follow
-            from cppbatch.server.served_models import OneModel
+            from cppbatch.server.models.served import OneModel
 
         await run(lambda: OneModel.of(engine, settings), lambda: find_advice(config))
 
@@ -99,7 +182,7 @@ def serve(
             "--rpc and --ray cannot be combined: --rpc is for one engine on this machine, --ray "
             "runs engines on a cluster"
         )
-    from cppbatch.ray.ray_deployment import deployed
+    from cppbatch.ray.deployment import deployed
 
     with deployed(ray.address, config, ray.options, step_timeout=deployment.step_timeout, say=say) as replicas:
         asyncio.run(run_one(replicas.config, replicas, start_early=False))

@@ -270,15 +270,14 @@ def server_options(command: Command) -> Command:
         ssl_keyfile: str | None,
         **arguments: Any,
     ) -> Any:
-        from cppbatch.server.address import Address, tls_context
-        from cppbatch.server.api_keys import ApiKey, Keys
-        from cppbatch.server.limits import Limits
-        from cppbatch.server.own_names import names_of
-        from cppbatch.server.settings import ServerSettings
+        from cppbatch.server.auth.rules import ApiKey, Keys
+        from cppbatch.server.http.hosts import names_of
+        from cppbatch.server.http.limits import Limits
+        from cppbatch.server.settings import Address, ServerSettings, tls_context
 
         keys: list[str | ApiKey] = list(api_keys)
         if api_key_file:
-            from cppbatch.server.key_file import read_keys
+            from cppbatch.server.auth.key_file import read_keys
 
             keys += read_keys(api_key_file)
         hosts: tuple[str, ...] = arguments.pop("hosts")

@@ -48,10 +48,10 @@ def tune(
     Tunes -np, KV layout, flash attention, -ub and threads; settings given as flags are kept. Each sequence gets -c /
     -np cells. `serve`, `generate` and `batch` use the resulting profile.
     """
-    from cppbatch.bench.attention_plan import measure_proposal
-    from cppbatch.bench.profile import save_profile
+    from cppbatch.bench.quality import measure_proposal
     from cppbatch.bench.tune.tuner import Tuner, check_limits
     from cppbatch.bench.tune.tuning_report import plot_tuning, tuning_report
+    from cppbatch.sizing.profile import save_profile
 
     check_limits(target_latency_ms, max_minutes)
     if batch_sizes and "n_parallel" in given_settings():

@@ -9,16 +9,16 @@ from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
-from cppbatch.cluster.scaling_rule import ScalingRule
+from cppbatch.cluster.rules import ScalingRule
 from cppbatch.config import EngineConfig, available_threads
 from cppbatch.errors import ConfigError
 
 if TYPE_CHECKING:
-    from cppbatch.cluster.autoscaled_group import AutoscaledGroup
-    from cppbatch.cluster.engine_client import EngineClient
-    from cppbatch.cluster.engine_group import EngineGroup
-    from cppbatch.cluster.engine_process import EngineProcess
-    from cppbatch.cluster.local_engine import LocalEngine
+    from cppbatch.cluster.engines.autoscaled import AutoscaledGroup
+    from cppbatch.cluster.engines.client import EngineClient
+    from cppbatch.cluster.engines.group import EngineGroup
+    from cppbatch.cluster.engines.local import LocalEngine
+    from cppbatch.cluster.engines.process import EngineProcess
 
 MAX_WORKERS = 64
 """Of one server."""
@@ -44,7 +44,7 @@ class Deployment(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds for which fewer workers must have been enough before one is drained."""
     memory_shortage: Callable[[EngineConfig], str | None] | None = None
     """Why an engine does not fit into the free memory now, None if it does: asked on a thread before another worker is
-    started. `cppbatch.bench.memory.memory_check.memory_shortage` computes it; None: every worker is started."""
+    started. `cppbatch.sizing.sizes.memory_shortage` computes it; None: every worker is started."""
     devices: tuple[int, ...] = ()
     """llama.cpp's numbers of GPUs, at least one worker for each; more workers are assigned to them in turn."""
     step_timeout: float = 300.0
@@ -86,13 +86,13 @@ class Deployment(msgspec.Struct, frozen=True, kw_only=True):
     def start(self, config: EngineConfig) -> EngineProcess | EngineGroup | LocalEngine:
         """Starts the engines, which load the model. Must run inside an event loop. Raises `ConfigError`."""
         if self.in_process:
-            from cppbatch.cluster.local_engine import LocalEngine  # loads llama.cpp into this process
+            from cppbatch.cluster.engines.local import LocalEngine  # loads llama.cpp into this process
 
             return LocalEngine(config)
         self._check_rpc(config)
         if self.is_autoscaled:
             return self._start_autoscaled(config)
-        from cppbatch.cluster.engine_group import EngineGroup
+        from cppbatch.cluster.engines.group import EngineGroup
 
         engines = [self._start_worker(each, i) for i, each in enumerate(self.configs(config))]
         return engines[0] if len(engines) == 1 else EngineGroup(engines)
@@ -103,7 +103,7 @@ class Deployment(msgspec.Struct, frozen=True, kw_only=True):
         return self.max_workers is not None and self.max_workers > self.workers
 
     def _start_autoscaled(self, config: EngineConfig) -> AutoscaledGroup:
-        from cppbatch.cluster.autoscaled_group import AutoscaledGroup
+        from cppbatch.cluster.engines.autoscaled import AutoscaledGroup
 
         def config_of(number: int) -> EngineConfig:
             return msgspec.structs.replace(config, device=self._device(config, number))
@@ -122,7 +122,7 @@ class Deployment(msgspec.Struct, frozen=True, kw_only=True):
         return AutoscaledGroup(lambda i: self._start_worker(config_of(i), i), rule, shortage=shortage)
 
     def _start_worker(self, config: EngineConfig, number: int) -> EngineProcess:
-        from cppbatch.cluster.engine_process import EngineProcess  # imports as long as a worker: `start_early`
+        from cppbatch.cluster.engines.process import EngineProcess  # imports as long as a worker: `start_early`
 
         return EngineProcess(
             config, name=str(number), step_timeout=self.step_timeout, sleep_idle_seconds=self.sleep_idle_seconds

@@ -7,26 +7,25 @@ from collections.abc import Callable, Sequence, Sized
 from time import perf_counter, thread_time
 
 from cppbatch.config import EngineConfig, KvLayout, disk_folder
-from cppbatch.engine.checkpoints import CheckpointPlaces
+from cppbatch.engine.disk.folder import PrefixFolder
+from cppbatch.engine.disk.prefixes import DiskPrefixes
+from cppbatch.engine.disk.slots import Slots, StateKey
 from cppbatch.engine.input_processor import InputProcessor
-from cppbatch.engine.kv_pool import KVPool
-from cppbatch.engine.layout_policy import LayoutPolicy, LayoutSwitch
-from cppbatch.engine.live_state import LiveEngine, live_engine
-from cppbatch.engine.metrics import EngineParts, EngineStats, Metrics
+from cppbatch.engine.kv.checkpoints import CheckpointPlaces
+from cppbatch.engine.kv.layout_policy import LayoutPolicy, LayoutSwitch
+from cppbatch.engine.kv.pool import KVPool
+from cppbatch.engine.observe.live_state import LiveEngine, live_engine
+from cppbatch.engine.observe.metrics import EngineParts, EngineStats, Metrics
+from cppbatch.engine.observe.trace import Trace
 from cppbatch.engine.output_processor import OutputProcessor
-from cppbatch.engine.pooler import Pooler
-from cppbatch.engine.prefix_disk.disk_prefixes import DiskPrefixes
-from cppbatch.engine.prefix_disk.prefix_folder import PrefixFolder
 from cppbatch.engine.request import FinishReason, GenerationRequest, ResumeState
 from cppbatch.engine.runtime import Runtime, load_runtime
 from cppbatch.engine.sampling import Sampler, SamplerOutput
+from cppbatch.engine.sampling.sampler import Pooler
 from cppbatch.engine.scheduler import Chunk, PoolingScheduler, Scheduler, StepPlan
 from cppbatch.engine.sequence import Seq, StepOutput
-from cppbatch.engine.slots import Slots
 from cppbatch.engine.speculation.speculator import Speculator, max_draft_rows
-from cppbatch.engine.state_key import StateKey
-from cppbatch.engine.step_budget import StepBudgets
-from cppbatch.engine.trace import Trace
+from cppbatch.engine.steps import StepBudgets
 from cppbatch.engine.turns import OwnProcess
 from cppbatch.engine.vocabulary import IsCancelled, never_cancelled
 from cppbatch.errors import EngineClosed, InvalidRequest, LlamaError, QueueFull

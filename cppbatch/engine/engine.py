@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING
 from cppbatch.chat.chat_format import ChatFormat
 from cppbatch.config import EngineConfig, EngineSettings, engine_config
 from cppbatch.engine import offline, offline_chat
-from cppbatch.engine.chat_requests import ChatFormats
+from cppbatch.engine.chats import ChatFormats
 from cppbatch.engine.core import EngineCore
-from cppbatch.engine.live_state import LiveEngine
-from cppbatch.engine.metrics import EngineStats
 from cppbatch.engine.model_info import ModelInfo
+from cppbatch.engine.observe.live_state import LiveEngine
+from cppbatch.engine.observe.metrics import EngineStats
 from cppbatch.engine.params import Params, SamplingParams, sampling_params
 from cppbatch.engine.request import (
     Completion,

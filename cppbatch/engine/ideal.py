@@ -1,6 +1,6 @@
 """What work could cost at best, and where the rest of the time went. Pure: no clock, no model.
 
-`ideal_seconds`: of whole requests, from bare costs that were measured (`cppbatch.bench.bare_costs`). `TimeSplit`: of
+`ideal_seconds`: of whole requests, from bare costs that were measured (`cppbatch.bench.explain`). `TimeSplit`: of
 each step of an engine, from the best costs that it has learned (`StepCost.bare`).
 """
 

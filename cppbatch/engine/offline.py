@@ -1,8 +1,4 @@
-"""Offline inference: `generate`, `stream`, `map`, `embed` and others of `BatchInferenceEngine`.
-
-Each of these methods queues sequences, steps until they have ended, and gathers their events. Other requests of the
-engine advance in the same steps, those of other threads too; their events are kept for their own callers.
-"""
+"""['engine.offline', 'engine.progress_line']"""
 
 from __future__ import annotations
 
@@ -11,25 +7,24 @@ from collections.abc import Callable, Generator, Iterable, Sequence, Sized
 from contextlib import closing
 from functools import partial
 from itertools import islice
+from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
 
 from cppbatch.chat.chat_format import PreparedChat
-from cppbatch.engine.best_of import expand, likeliest, n_candidates
-from cppbatch.engine.chat_requests import (
+from cppbatch.engine.chats import (
     ChatOptions,
     ChatRequest,
     ChatRequests,
     Conversation,
     PromptOrMessages,
+    chat_completion,
     is_conversation,
 )
-from cppbatch.engine.chat_results import chat_completion
 from cppbatch.engine.embeddings import Vector, check_dimensions, normalised, vector_of
 from cppbatch.engine.params import Params, SamplingParams, sampling_params
-from cppbatch.engine.progress_line import ProgressLine
 from cppbatch.engine.request import (
     Completion,
     FinishReason,
@@ -41,6 +36,9 @@ from cppbatch.engine.request import (
     RequestUsage,
     Task,
     completion,
+    expand,
+    likeliest,
+    n_candidates,
 )
 from cppbatch.engine.sequence import Seq
 from cppbatch.errors import GenerationFailed, InvalidRequest
@@ -49,6 +47,14 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from cppbatch.engine.engine import BatchInferenceEngine
+
+
+# --- offline ---------------------------------------------------------------------------------------------------------
+# Offline inference: `generate`, `stream`, `map`, `embed` and others of `BatchInferenceEngine`.
+#
+# Each of these methods queues sequences, steps until they have ended, and gathers their events. Other requests of the
+# engine advance in the same steps, those of other threads too; their events are kept for their own callers.
+
 
 _QUEUED_AHEAD = 2  # `map`: requests in the engine, in multiples of n_parallel, so that a finished one has a successor
 _HELD_BACK = 8  # `map` with `ordered`: prompts taken but not returned, in multiples of n_parallel
@@ -534,3 +540,57 @@ def _refused(error: InvalidRequest) -> Completion:
         prompt_tokens=0, completion_tokens=0, queue_seconds=0.0, first_token_seconds=0.0, total_seconds=0.0
     )
     return Completion(text="", tokens=[], finish_reason=FinishReason.ERROR, usage=usage, seed=0, error=str(error))
+
+
+# --- progress line ---------------------------------------------------------------------------------------------------
+# The line on stderr that shows how far `generate`, `chat`, `embed` and `map` are.
+
+
+class ProgressLine:
+    """Finished prompts, tokens, speed, and the time that is left. A context manager. `total`: None if not known."""
+
+    def __init__(self, verb: str, total: int | None, *, enabled: bool) -> None:
+        from rich.console import Console  # not in workers, which start faster without it
+        from rich.progress import (
+            BarColumn,
+            MofNCompleteColumn,
+            Progress,
+            TextColumn,
+            TimeElapsedColumn,
+            TimeRemainingColumn,
+        )
+
+        self._progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[tokens]} tokens, {task.fields[speed]:.1f} tok/s"),
+            TimeElapsedColumn(),
+            TextColumn("left:"),
+            TimeRemainingColumn(),
+            console=Console(stderr=True),
+            disable=not enabled,
+        )
+        self._task = self._progress.add_task(verb, total=total, start=False, tokens=0, speed=0.0)
+        self._n_tokens = 0
+
+    def __enter__(self) -> ProgressLine:
+        self._progress.start()
+        self._progress.start_task(self._task)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._progress.stop()
+
+    def add(self, event: GenerationEvent) -> None:
+        """Counts an event."""
+        self._n_tokens += event.usage.prompt_tokens if event.embedding and event.usage else len(event.tokens)
+        speed = self._n_tokens / (self._progress.tasks[0].elapsed or 1e9)
+        has_ended = event.finish_reason is not None
+        self._progress.update(self._task, advance=has_ended, tokens=self._n_tokens, speed=speed)
+
+    def refused(self) -> None:
+        """Counts a prompt that is refused."""
+        self._progress.update(self._task, advance=1)

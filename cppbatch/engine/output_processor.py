@@ -9,7 +9,7 @@ from time import perf_counter
 
 import msgspec
 
-from cppbatch.engine.metrics import Metrics
+from cppbatch.engine.observe.metrics import Metrics
 from cppbatch.engine.request import FinishReason, GenerationEvent, MediaPrompt, TokenLogprob
 from cppbatch.engine.sampling import SamplerOutput
 from cppbatch.engine.sequence import Seq, StepOutput

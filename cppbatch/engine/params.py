@@ -16,10 +16,10 @@ from typing import Annotated, Any, NamedTuple, TypeVar, get_type_hints
 import msgspec
 
 from cppbatch.chat.lark_grammar import LazyGrammar
-from cppbatch.chat.thinking_budget import ThinkingBudget
-from cppbatch.closed_objects import compact_schema
+from cppbatch.chat.reasoning import ThinkingBudget
 from cppbatch.config import Range
 from cppbatch.errors import InvalidRequest
+from cppbatch.json_schema import compact_schema
 
 Checked = TypeVar("Checked", bound=msgspec.Struct)
 

@@ -26,7 +26,8 @@ from cppbatch.config import (
     named,
 )
 from cppbatch.engine.compute_threads import ComputeThreads, usable_cpus
-from cppbatch.engine.kv_layout import (
+from cppbatch.engine.disk.slots import file_digest
+from cppbatch.engine.kv.layout import (
     choose_cache_type,
     choose_flash_attn,
     choose_layout,
@@ -34,18 +35,22 @@ from cppbatch.engine.kv_layout import (
     switches_layout,
     unified_cells,
 )
-from cppbatch.engine.kv_pool import CACHED_SHARE, Memory
+from cppbatch.engine.kv.pool import CACHED_SHARE, Memory
 from cppbatch.engine.lora_sets import AdapterSet
-from cppbatch.engine.media_input import MediaInput
+from cppbatch.engine.media.input import MediaInput
+from cppbatch.engine.media.projector_check import check_projector
 from cppbatch.engine.model_info import AdapterInfo, FillIn, ModelInfo
-from cppbatch.engine.projector_check import check_projector
-from cppbatch.engine.slot_file import file_digest
-from cppbatch.engine.speculation.draft_runtime import draft_config, open_draft_model
-from cppbatch.engine.speculation.grammar_proposer import GrammarProposer
-from cppbatch.engine.speculation.head_runtime import open_head, uses_head
-from cppbatch.engine.speculation.proposer import Proposer
-from cppbatch.engine.speculation.row_proposer import RowProposer
-from cppbatch.engine.speculation.row_runtime import SPECS, choose_row_draft, open_row_draft
+from cppbatch.engine.speculation.proposer import GrammarProposer, Proposer
+from cppbatch.engine.speculation.row_proposers import RowProposer
+from cppbatch.engine.speculation.runtimes import (
+    SPECS,
+    choose_row_draft,
+    draft_config,
+    open_draft_model,
+    open_head,
+    open_row_draft,
+    uses_head,
+)
 from cppbatch.engine.speculation.suffix_proposer import SuffixProposer
 from cppbatch.engine.vocabulary import Vocabulary
 from cppbatch.errors import LlamaError, ModelError
@@ -186,7 +191,7 @@ def _why_not_repacked(config: EngineConfig) -> str | None:
     """With `repack` auto, one sentence if the weights are faster as they are in the file."""
     if config.repack != "auto" or _on_gpu(config):
         return None
-    from cppbatch.models.repacking import why_not_repacked  # it imports gguf, which takes long
+    from cppbatch.models.kernels import why_not_repacked  # it imports gguf, which takes long
 
     try:
         return why_not_repacked(Path(config.model_path), config.n_parallel)

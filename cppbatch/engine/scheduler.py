@@ -24,15 +24,13 @@ from operator import attrgetter
 from typing import TypeVar
 
 from cppbatch.engine.ideal import StepWork
-from cppbatch.engine.kv_pool import KVPool
-from cppbatch.engine.lora_scheduling import LoraRoundRobin
+from cppbatch.engine.kv.padding_rows import BatchEntry, PaddingRow, padded_size, tokens_before_padding, with_min_rows
+from cppbatch.engine.kv.pool import KVPool
+from cppbatch.engine.kv.prefix_cache import Match
 from cppbatch.engine.lora_sets import AdapterSet
-from cppbatch.engine.padding_rows import BatchEntry, PaddingRow, padded_size, tokens_before_padding, with_min_rows
-from cppbatch.engine.prefix_cache import Match
 from cppbatch.engine.sequence import Seq, SeqStatus
 from cppbatch.engine.speculation.speculator import DraftLimits, Speculator
-from cppbatch.engine.step_budget import StepBudgets
-from cppbatch.engine.step_cost import Groups, StepCost, whole_tiles
+from cppbatch.engine.steps import Groups, LoraRoundRobin, StepBudgets, StepCost, whole_tiles
 
 _MAX_HEADROOM = 32  # cells kept free for the growth of each running sequence when another one is admitted
 _MAX_STALE_DEADLINES = 1000

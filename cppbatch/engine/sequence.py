@@ -12,7 +12,6 @@ import numpy.typing as npt
 
 from cppbatch.config import MAX_DRAFT
 from cppbatch.engine.cells import Span
-from cppbatch.engine.detokenizer import Detokenizer
 from cppbatch.engine.lora_sets import AdapterSet
 from cppbatch.engine.request import (
     BACKGROUND,
@@ -24,9 +23,10 @@ from cppbatch.engine.request import (
     ResumeState,
     TokenLogprob,
 )
+from cppbatch.engine.vocabulary import Detokenizer
 
 if TYPE_CHECKING:
-    from cppbatch.engine.reasoning_follower import ReasoningFollower
+    from cppbatch.engine.input_processor import ReasoningFollower
     from cppbatch.engine.sampling.sampling_plan import SamplingPlan
     from cppbatch.engine.sampling.structured_output import Constraint
 

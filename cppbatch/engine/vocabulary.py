@@ -1,8 +1,10 @@
-"""The part of a vocabulary that the engine uses."""
+"""The part of a vocabulary that the engine uses, and the detokenizer: from the bytes of tokens to text."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import codecs
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -62,3 +64,90 @@ class Vocabulary(Protocol):
     def for_grammars(self) -> Any:
         """An `LLTokenizer` for llguidance. Slow: called once for each engine."""
         ...
+
+
+# --- detokenizer -----------------------------------------------------------------------------------------------------
+# From the bytes of tokens to text that is certain: whole characters, and nothing that may become a stop string.
+
+
+class Detokenizer:
+    """Assembles the text of one completion.
+
+    `push` returns text that is certain. It holds back incomplete UTF-8 characters, and text that could be the beginning
+    of a stop string. Example with the stop string "END": after "the E" it returns "the " and holds back "E"; after "N"
+    it returns ""; after "G" it returns "ENG". With "D" instead of "G" it returns "", and `stopped` is True.
+
+    After a stop string all further text is dropped. The time per character grows with the number of different lengths
+    of the stop strings, hardly with their number.
+    """
+
+    def __init__(self, stop: Sequence[str] = (), *, include_stop: bool = False) -> None:
+        self._stop = frozenset(stop)
+        self._lengths = sorted({len(string) for string in stop}, reverse=True)
+        self._sorted = sorted(stop)
+        self._include_stop = include_stop
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._held = ""
+        self.stop: str | None = None
+        """The stop string that was found."""
+        self.n_characters = 0
+        """Complete characters so far: returned, held back or dropped."""
+        self.completed = ""
+        """The characters that the last `push` or `flush` completed: returned, held back or dropped."""
+
+    @property
+    def stopped(self) -> bool:
+        """Whether a stop string was found."""
+        return self.stop is not None
+
+    def push(self, piece: bytes) -> str:
+        """Adds the bytes of a token. Returns the text that is certain now."""
+        self.completed = self._decoder.decode(piece)
+        return "" if self.stopped else self._release(self.completed)
+
+    def flush(self) -> str:
+        """The text that was held back, at the end of a completion; "" after a stop string."""
+        self.completed = self._decoder.decode(b"", final=True)
+        if self.stopped:
+            return ""
+        text = self._release(self.completed)
+        held, self._held = self._held, ""
+        return text + held
+
+    def _release(self, new: str) -> str:
+        self.n_characters += len(new)
+        if not self._stop or not new:
+            return new
+        text = self._held + new
+        if found := self._first_stop(text, len(self._held)):
+            end, self.stop = found
+            self._held = ""
+            return text[:end] if self._include_stop else text[: end - len(self.stop)]
+        start = self._possible_start(text)
+        self._held = text[start:]
+        return text[:start]
+
+    def _first_stop(self, text: str, n_old: int) -> tuple[int, str] | None:
+        """The first stop string in `text` and the index where it ends.
+
+        The first is the stop string whose last character comes first in the text; of two that end at the same
+        character, the longer one. None ends within the first `n_old` characters, which were searched before.
+        """
+        for end in range(n_old + 1, len(text) + 1):
+            for length in self._lengths:
+                if length <= end and (string := text[end - length : end]) in self._stop:
+                    return end, string
+        return None
+
+    def _possible_start(self, text: str) -> int:
+        """Where the longest end of `text` that begins a stop string starts; `len(text)` if no end begins one."""
+        longest = self._lengths[0] - 1
+        for start in range(max(0, len(text) - longest), len(text)):
+            if self._is_beginning(text[start:]):
+                return start
+        return len(text)
+
+    def _is_beginning(self, text: str) -> bool:
+        """Whether a stop string begins with `text`. In the sorted list these follow the place of `text`."""
+        i = bisect_left(self._sorted, text)
+        return i < len(self._sorted) and self._sorted[i].startswith(text)

@@ -1,4 +1,4 @@
-"""Files that survive a power loss: append-only files, and files that appear complete or not at all."""
+"""Files and SQLite databases that survive a power loss."""
 
 from __future__ import annotations
 
@@ -6,10 +6,14 @@ import contextlib
 import errno
 import logging
 import os
-from collections.abc import Iterator
+import shutil
+import sqlite3
+import time
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Any, NamedTuple
 
-from cppbatch.errors import DiskFull, StorageError
+from cppbatch.errors import DiskFull, InUse, StorageError
 
 log = logging.getLogger("cppbatch.jobs")
 
@@ -141,3 +145,197 @@ def move(durable: Path, path: Path) -> None:
     with _storage_errors(path):
         durable.replace(path)
         fsync_folder(path.parent)
+
+
+# --- database --------------------------------------------------------------------------------------------------------
+# SQLite databases that survive a power loss and are used by one process at a time.
+
+
+_MIN_FREE_BYTES = 1 << 16  # SQLite needs some free disk space for every change
+_LOCK_TIMEOUT_S = 2.0  # enough for a process that is shutting down
+
+Migration = Sequence[str]
+"""The SQL statements that upgrade a database by one version."""
+
+
+class Kind(NamedTuple):
+    """What a database is for, and how it is kept."""
+
+    application_id: int
+    """In the file's header. Databases of 0.1.0 have none (0); they are recognised by their tables."""
+    migrations: Sequence[Migration]
+    check: str
+    """What is checked when it is opened: integrity_check, or quick_check, which leaves out the indices and is about
+    ten times as fast."""
+    checkpoint_s: float
+    """Seconds between two checkpoints, as long as there are commits; 0: after each commit."""
+
+
+_IN_USE = "is in use by another cppbatch: stop that process, or use another folder or output"
+_REASONS = {
+    "full": "cannot grow because the disk is full: free some space and restart; no data was lost",
+    "readonly": "is read-only: make it and its folder writable",
+    "read-only": "is read-only: make it and its folder writable",
+    "unable to open": "cannot be opened: its folder must exist and be writable",
+    "malformed": "is corrupt: restore it from a backup, or move it away to start over",
+    "not a database": "is not a database of cppbatch: move it away to start over, or restore it from a backup",
+}
+"""Explanations by a part of SQLite's message."""
+
+
+class Database:
+    """One SQLite file: WAL mode, each commit fsynced, locked exclusively while it is open.
+
+    A checkpoint moves the WAL's pages to the file and empties the WAL. SQLite makes none by itself, so the file is
+    always a complete state, and whatever part of the WAL is lost, what is left is a state that was committed.
+
+    Not thread-safe: one thread at a time. All methods raise `StorageError`.
+    """
+
+    def __init__(self, path: Path, kind: Kind, *, must_exist: bool = False) -> None:
+        """Opens or creates the file, and upgrades it to the newest version.
+
+        `must_exist`: raises `StorageError` if the database is new or has no tables.
+        """
+        self.path, self._kind = path, kind
+        self._next_checkpoint = time.monotonic() + kind.checkpoint_s
+        with self._storage_errors():
+            self._check_with_wal()
+            self._db = sqlite3.connect(path, timeout=_LOCK_TIMEOUT_S, isolation_level=None, check_same_thread=False)
+        try:
+            with self._storage_errors():
+                self._db.execute("PRAGMA locking_mode = EXCLUSIVE")  # keeps other processes out
+                version = self._checked_version(self._db)  # before anything is written to another program's file
+                if must_exist and not version:
+                    raise StorageError(
+                        f"{path} has no tables, but its data exists: restore it from a backup, or use another folder"
+                    )
+                self._check_integrity(self._db)
+                self._db.execute("PRAGMA journal_mode = WAL")
+                self._db.execute("PRAGMA synchronous = FULL")
+                self._db.execute("PRAGMA wal_autocheckpoint = 0")
+            self._migrate(version)
+            if version == 0:
+                fsync_folder(path.parent)
+        except BaseException:
+            self._db.close()
+            raise
+
+    def _check_with_wal(self) -> None:
+        """Checks a database with a WAL, and only reads it: a connection that may write copies the WAL into the file
+        when it is closed, also a WAL that is damaged or of another database."""
+        wal, shm = (self.path.with_name(self.path.name + suffix) for suffix in ("-wal", "-shm"))
+        if not self.path.exists() or not wal.exists() or not wal.stat().st_size:
+            return
+        has_shm = shm.exists()
+        uri = f"{self.path.absolute().as_uri()}?mode=ro"
+        try:
+            with contextlib.closing(sqlite3.connect(uri, timeout=_LOCK_TIMEOUT_S, uri=True)) as db:
+                self._checked_version(db)
+                self._check_integrity(db)
+        finally:
+            if not has_shm:
+                shm.unlink(missing_ok=True)
+
+    def _checked_version(self, db: sqlite3.Connection) -> int:
+        """The version of the database; 0 if it is new. Raises `StorageError` if it is not one of this kind."""
+        application_id, migrations = self._kind.application_id, self._kind.migrations
+        ((found_id,),) = db.execute("PRAGMA application_id")
+        ((version,),) = db.execute("PRAGMA user_version")
+        tables, expected = _tables(db), _tables_of(migrations[:version])
+        if found_id != application_id and (found_id or not expected <= tables or (tables and not version)):
+            raise StorageError(f"{self.path} {_REASONS['not a database']} (its tables: {', '.join(sorted(tables))})")
+        if version > len(migrations):
+            raise StorageError(
+                f"{self.path} was written by a newer cppbatch (format version {version}; this one supports "
+                f"{len(migrations)}): update cppbatch, or move the file away"
+            )
+        if missing := expected - tables:
+            raise StorageError(f"{self.path} {_REASONS['malformed']} (no table {', '.join(sorted(missing))})")
+        return int(version)
+
+    def _check_integrity(self, db: sqlite3.Connection) -> None:
+        ((verdict,),) = db.execute(f"PRAGMA {self._kind.check}(1)")
+        if verdict != "ok":
+            raise StorageError(f"{self.path} {_REASONS['malformed']} ({verdict})")
+
+    def _migrate(self, version: int) -> None:
+        migrations = self._kind.migrations
+        with self.transaction():  # acquires the lock even if there is nothing to upgrade
+            for statements in migrations[version:]:
+                for statement in statements:
+                    self._db.execute(statement)
+            self._db.execute(f"PRAGMA user_version = {len(migrations)}")
+            self._db.execute(f"PRAGMA application_id = {self._kind.application_id}")
+
+    @contextlib.contextmanager
+    def transaction(self) -> Iterator[None]:
+        """Commits on exit, durably; rolls back on an exception."""
+        with self._storage_errors():
+            self._db.execute("BEGIN IMMEDIATE")
+            try:
+                yield
+                self._db.execute("COMMIT")
+            except BaseException:
+                with contextlib.suppress(sqlite3.Error):  # on a full disk SQLite has rolled back already
+                    self._db.execute("ROLLBACK")
+                raise
+        if time.monotonic() >= self._next_checkpoint:
+            self._checkpoint()
+
+    def _checkpoint(self) -> None:
+        """Empties the WAL. If that fails, what was committed stays in the WAL, durably, until the next one."""
+        try:
+            # TRUNCATE: if a WAL stays and loses its end, SQLite reads its older pages, not the newer ones of the file.
+            self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
+        except sqlite3.Error as error:
+            log.warning("%s: checkpoint failed, retrying after the next commit: %s", self.path, error)
+        else:
+            self._next_checkpoint = time.monotonic() + self._kind.checkpoint_s
+
+    def execute(self, statement: str, values: Sequence[Any] = ()) -> list[tuple[Any, ...]]:
+        """Executes one statement and returns its rows."""
+        with self._storage_errors():
+            return self._db.execute(statement, values).fetchall()
+
+    def execute_many(self, statement: str, rows: Iterable[Sequence[Any]]) -> int:
+        """Executes one statement for each row of values. Returns how many rows it changed."""
+        with self._storage_errors():
+            return max(0, self._db.executemany(statement, rows).rowcount)  # -1: no rows were given
+
+    def close(self) -> None:
+        """Closes the database, so that another process can open it. SQLite makes a checkpoint and deletes the WAL."""
+        self._db.close()
+
+    @contextlib.contextmanager
+    def _storage_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except sqlite3.Error as error:
+            text = str(error)
+            if "locked" in text:
+                raise InUse(f"{self.path} {_IN_USE}") from error
+            reason = next((reason for word, reason in _REASONS.items() if word in text), "failed")
+            kind = DiskFull if "full" in text or self._is_disk_full(text) else StorageError
+            raise kind(f"{self.path} {reason} (SQLite: {text})") from error
+
+    def _is_disk_full(self, text: str) -> bool:
+        """SQLite reports an I/O error instead of a full disk if one of its own files, such as the WAL, cannot grow."""
+        try:
+            return "disk I/O error" in text and shutil.disk_usage(self.path.parent).free < _MIN_FREE_BYTES
+        except OSError:
+            return False
+
+
+def _tables(db: sqlite3.Connection) -> set[str]:
+    rows = db.execute("SELECT name FROM sqlite_master WHERE type = 'table' AND name NOT LIKE 'sqlite_%'")
+    return {name for (name,) in rows}
+
+
+def _tables_of(migrations: Sequence[Migration]) -> set[str]:
+    """The tables of a database that these migrations made."""
+    with contextlib.closing(sqlite3.connect(":memory:")) as db:
+        for statements in migrations:
+            for statement in statements:
+                db.execute(statement)
+        return _tables(db)

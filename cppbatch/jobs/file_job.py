@@ -10,12 +10,10 @@ import msgspec
 
 from cppbatch.errors import ConfigError, InUse, StorageError
 from cppbatch.jobs.durable_files import kept_lines, storage_error
-from cppbatch.jobs.input_format import InputFormat
+from cppbatch.jobs.input.format import InputFormat, unreadable_file
+from cppbatch.jobs.input.tables import import_pyarrow
 from cppbatch.jobs.job_request import Json
-from cppbatch.jobs.journal import Journal
-from cppbatch.jobs.ledger import Ledger
-from cppbatch.jobs.line_reader import unreadable_file
-from cppbatch.jobs.parquet_input import import_pyarrow
+from cppbatch.jobs.journal import Journal, Ledger
 
 _SETTINGS_NOTE = "settings"
 _TABLES = (".csv", ".tsv", ".parquet", ".pq")

@@ -15,14 +15,10 @@ from typing import Any, Protocol
 import msgspec
 import numpy as np
 
-from cppbatch.jobs.csv_input import CsvInput
 from cppbatch.jobs.durable_files import move_into_place, storage_error
-from cppbatch.jobs.input_format import InputFormat
+from cppbatch.jobs.input.format import InputFormat, LineReader, RequestBuilder, field_text
+from cppbatch.jobs.input.tables import CsvInput, ParquetInput, import_pyarrow
 from cppbatch.jobs.job_request import Json, RejectedLine
-from cppbatch.jobs.line_reader import LineReader
-from cppbatch.jobs.parquet_input import ParquetInput, import_pyarrow
-from cppbatch.jobs.prompt_template import field_text
-from cppbatch.jobs.request_builder import RequestBuilder
 
 _ROWS_AT_ONCE = 1024
 _TEXT_COLUMNS = ("answer", "reasoning_content", "tool_calls", "logprobs", "finish_reason")

@@ -14,15 +14,20 @@ from cppbatch.config import FlashAttention, Pooling, named
 from cppbatch.errors import CacheFull, DecodeFailed, LlamaError, OutOfRange
 from cppbatch.interrupts import interrupts_deferred
 from cppbatch.llama.backend import Backend
-from cppbatch.llama.backend_sampling import MAX_CANDIDATES, BackendSampling
-from cppbatch.llama.batch_parts import ALL_ROWS, HIDDEN_WINDOWS, SEQUENCES_ALONE, Part, single_ubatches
-from cppbatch.llama.embedding_batch import EmbeddingBatch
 from cppbatch.llama.library import C, layer_rows, nextn
-from cppbatch.llama.llama_batch import Batch
+from cppbatch.llama.llama_batch import (
+    ALL_ROWS,
+    HIDDEN_WINDOWS,
+    SEQUENCES_ALONE,
+    Batch,
+    EmbeddingBatch,
+    Part,
+    single_ubatches,
+)
 from cppbatch.llama.lora import adapter_arguments
 from cppbatch.llama.model import Model
-from cppbatch.llama.rollback import Rollback
-from cppbatch.llama.sequence_state import CELL_BYTES, HEADER_BYTES, PLANAR_CELL_BYTES, SequenceState
+from cppbatch.llama.sampler_chain import MAX_CANDIDATES, BackendSampling
+from cppbatch.llama.sequence_state import CELL_BYTES, HEADER_BYTES, PLANAR_CELL_BYTES, Rollback, SequenceState
 
 _FLASH_ATTENTION = {"auto": -1, "off": 0, "on": 1}
 _POOLING: dict[Pooling, int] = {"none": 0, "mean": 1, "cls": 2, "last": 3, "rank": 4}  # llama_pooling_type
@@ -272,7 +277,7 @@ class Context:
         self._n_decoded = struct.n_tokens
 
     def _parts(self, batch: Batch) -> list[Part]:
-        """The parts of a batch that are decoded one after the other (`batch_parts`); mostly it is one."""
+        """The parts of a batch that are decoded one after the other (`llama_batch`); mostly it is one."""
         model = self.model
         alone = model.architecture in SEQUENCES_ALONE
         whole = self.is_pooled or self.backend_sampling or isinstance(batch, EmbeddingBatch) or self._is_head

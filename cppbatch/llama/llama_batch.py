@@ -1,9 +1,10 @@
-"""The `llama_batch` of a decode, as numpy arrays."""
+"""The `llama_batch` of a decode, as numpy arrays: of tokens, of vectors, and of parts of a batch."""
 
 from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any, Protocol
 
 import numpy as np
@@ -137,3 +138,108 @@ class Batch:
         struct = self._make_struct(start)
         struct.n_tokens = stop - start
         return struct
+
+
+# --- batch parts -----------------------------------------------------------------------------------------------------
+# How a batch is computed where llama.cpp's results are wrong for the whole batch in one `llama_decode`.
+#
+# Each rule has a test with a tiny model (tests/integration/test_batch_parts.py), and goes away with the mistake:
+#
+# - Sliding windows: llama.cpp finds cells for all ubatches of a batch before it computes the first one. What a later
+#   one makes it drop from a window is missing then already (`llama_kv_cache::prepare` restores overwritten cells, but
+#   not those that `apply_ubatch` purges), though tokens of an earlier one see it. So each ubatch is a decode of its
+#   own.
+# - PLaMo 2: with several sequences in a ubatch its graph writes their states to wrong places, or aborts (the offset
+#   `kv_head * n_seqs` in `build_plamo2_mamba_layer`). So each sequence is a decode of its own.
+# - CogVLM: its graph computes logits of all tokens (no `build_inp_out_ids`), and llama.cpp copies the first ones. So
+#   logits of all tokens are asked for.
+
+
+HIDDEN_WINDOWS = frozenset({"deepseek4"})
+"""Architectures with a window of which `llama_model_n_swa` says 0, since tokens in it cannot be removed."""
+SEQUENCES_ALONE = frozenset({"plamo2"})
+"""Architectures whose ubatches have one sequence."""
+ALL_ROWS = frozenset({"cogvlm"})
+"""Architectures that compute logits of all tokens, whichever want them."""
+
+Part = tuple[int, int]
+"""The entries of a batch from the first number to the second one."""
+
+
+def single_ubatches(batch: Batch, n_ubatch: int, *, equal_runs: bool, alone: bool = False) -> list[Part]:
+    """Parts of which llama.cpp computes each as one ubatch.
+
+    `equal_runs`: a ubatch has equally many tokens of each sequence. `alone`: and of one sequence only.
+    """
+    n = batch.n_tokens
+    if not equal_runs:
+        return [(i, min(i + n_ubatch, n)) for i in range(0, n, n_ubatch)]
+    bounds = np.flatnonzero(np.diff(batch.seq_ids[:n], prepend=-1, append=-1)).tolist()
+    parts: list[Part] = []
+    length = 0  # of the runs of the last part
+    for start, stop in pairwise(bounds):
+        if parts and not alone and stop - start == length and stop - parts[-1][0] <= n_ubatch:
+            parts[-1] = parts[-1][0], stop
+        else:
+            parts += [(i, min(i + n_ubatch, stop)) for i in range(start, stop, n_ubatch)]
+            length = stop - parts[-1][0]
+    return parts
+
+
+# --- embedding batch -------------------------------------------------------------------------------------------------
+# The `llama_batch` of a decode of pictures and sound: vectors in place of tokens.
+
+
+FloatArray = npt.NDArray[np.float32]
+
+
+class PendingVectors(Protocol):
+    """A sequence with vectors to compute (`cppbatch.engine.sequence.Seq`)."""
+
+    seq_id: int
+
+    def media_vectors(self, n: int) -> FloatArray:
+        """The next `n` pending vectors, float32[n, n_embd]."""
+        ...
+
+    def media_positions(self, n: int) -> Int32Array:
+        """Their positions, int32[n_dimensions, n]."""
+        ...
+
+
+class EmbeddingBatch(Batch):
+    """Up to `capacity` vectors for one `llama_decode`. None of them wants logits.
+
+    llama.cpp reads `vectors`, float32[capacity, n_embd], in place of token ids; see `Batch` for the others. `positions`
+    has those of all vectors in the first dimension, then those in the second, and so on.
+    """
+
+    def __init__(self, capacity: int, n_embd: int, n_dimensions: int = 1) -> None:
+        """`n_dimensions`: of the positions (`Model.n_dimensions`)."""
+        super().__init__(capacity)
+        self.n_dimensions = n_dimensions
+        self.positions = np.zeros(n_dimensions * capacity, np.int32)
+        self.vectors: FloatArray = np.empty((capacity, n_embd), np.float32)
+
+    def _make_struct(self, start: int = 0) -> Any:
+        struct = super()._make_struct(start)
+        struct.token = None
+        struct.embd = self.vectors[start:].ctypes.data_as(ctypes.POINTER(ctypes.c_float))
+        return struct
+
+    def refill_vectors(self, entries: Sequence[tuple[PendingVectors, int]]) -> None:
+        """Clears the batch and writes the next `n` pending vectors of each sequence into it."""
+        self.clear()
+        self._extend(sum(n for _, n in entries))
+        positions, stop = self.positions_by_dimension, 0
+        for sequence, n in entries:
+            start, stop = stop, stop + n
+            self.vectors[start:stop] = sequence.media_vectors(n)
+            positions[:, start:stop] = sequence.media_positions(n)
+            self.seq_ids[start:stop] = sequence.seq_id
+            self.wants_logits[start:stop] = 0
+
+    @property
+    def positions_by_dimension(self) -> Int32Array:
+        """A view of the valid positions, int32[n_dimensions, n_tokens]."""
+        return self.positions[: self.n_dimensions * self.n_tokens].reshape(self.n_dimensions, self.n_tokens)

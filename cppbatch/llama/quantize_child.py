@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import ctypes
+import os
+import re
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
+from gguf import GGMLQuantizationType, LlamaFileType
 
-from cppbatch.errors import CppBatchError
-from cppbatch.llama.quantize import quantize
-from cppbatch.models.requantize import Job
+from cppbatch.config import available_threads
+from cppbatch.errors import CppBatchError, ModelError
+from cppbatch.llama.backend import Backend
+from cppbatch.llama.gguf_header import check_metadata
+from cppbatch.llama.library import C
+from cppbatch.models.requantize import FLOATS, Job
 
 
 def main() -> None:
@@ -19,6 +27,48 @@ def main() -> None:
         quantize(Path(job.source), Path(job.target), job.default, job.overrides)
     except CppBatchError as error:
         sys.exit(str(error))
+
+
+# --- quantize --------------------------------------------------------------------------------------------------------
+# Writing a model file again with other types of weights, by llama.cpp's quantiser.
+
+
+def quantize(source: Path, target: Path, default: str, overrides: Mapping[str, str] | None = None) -> Path:
+    """Writes the model `source` to `target`, with all matrices of type `default`, and returns `target`.
+
+    `default`: a type of ggml or a file type of llama.cpp ("Q8_0", "Q4_K_S"). `overrides`: {tensor: its type}, for
+    tensors that get another one. A tensor that has its type already is copied byte for byte, like vectors and the small
+    matrices that llama.cpp never quantises. A matrix whose rows are no multiple of a type's block gets llama.cpp's
+    replacement for that type. The call cannot be interrupted, and a broken file may abort the process. Raises
+    `ModelError` with llama.cpp's reason, ValueError for an unknown type.
+    """
+    overrides = overrides or {}
+    if overrides and default in FLOATS:
+        raise ValueError(f"llama.cpp supports overrides only with a quantised default type, not {default}")
+    listed = (C.llama_model_tensor_override * (len(overrides) + 1))()  # the last one is empty: the end of the list
+    for entry, (name, kind) in zip(listed, overrides.items(), strict=False):
+        entry.pattern, entry.type = f"^{re.escape(name)}$".encode(), GGMLQuantizationType[kind].value
+    no_imatrix = (C.llama_model_imatrix_data * 1)()  # a null pointer would refuse to copy tensors of 1 to 3 bits
+    params = C.llama_model_quantize_default_params()
+    params.ftype = _file_type(default)
+    params.nthread = available_threads()
+    params.allow_requantize = params.pure = True
+    params.tt_overrides = ctypes.cast(listed, type(params.tt_overrides))
+    params.imatrix = ctypes.cast(no_imatrix, type(params.imatrix))
+    check_metadata(source)
+    with Backend.get().errors() as lines:
+        code = C.llama_model_quantize(os.fsencode(source), os.fsencode(target), ctypes.byref(params))
+    if code != 0:
+        raise ModelError(f"{source} cannot be written as {default}: {lines[-1] if lines else f'code {code}'}")
+    return target
+
+
+def _file_type(kind: str) -> int:
+    """The `general.file_type` of a model whose matrices are of this type. Raises ValueError for an unknown type."""
+    for name in (f"MOSTLY_{kind}", f"MOSTLY_{kind}_M", f"ALL_{kind}", f"MOSTLY_{kind}_MOE"):
+        if name in LlamaFileType.__members__:
+            return int(LlamaFileType[name])
+    raise ValueError(f"llama.cpp has no file type {kind}")
 
 
 if __name__ == "__main__":

@@ -36,8 +36,7 @@ from cppbatch.llama_cpp_python.arguments import (
     engine_settings,
     sampling_params,
 )
-from cppbatch.llama_cpp_python.chats import TemplateHandler
-from cppbatch.llama_cpp_python.completions import Completion, Kept
+from cppbatch.llama_cpp_python.completions import Completion, Kept, TemplateHandler
 from cppbatch.models.hub import HubModel, pull_model
 
 if TYPE_CHECKING:

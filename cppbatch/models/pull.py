@@ -14,8 +14,16 @@ from cppbatch.errors import ModelError
 from cppbatch.models.find import check_file, copy_path, is_copy, models_folder, models_in, named_model
 from cppbatch.models.hub import hub_model, pull_model, pull_projector
 from cppbatch.models.kernels import has_gpu, kernel_times
-from cppbatch.models.part_folders import part_folder, remove_stale
-from cppbatch.models.requantize import EXACT, bits, is_small_model, plan_type, requantize, suited_types
+from cppbatch.models.requantize import (
+    EXACT,
+    bits,
+    is_small_model,
+    part_folder,
+    plan_type,
+    remove_stale,
+    requantize,
+    suited_types,
+)
 
 _CHUNK = 1 << 20
 

@@ -11,10 +11,10 @@ from collections.abc import Callable
 import msgspec
 
 from cppbatch.errors import ConfigError
-from cppbatch.ray import ray_cluster
-from cppbatch.ray.front_records import FrontRecord, forget, records
-from cppbatch.ray.ray_deployment import delete_left_behind
-from cppbatch.ray.serve_details import deployment_details
+from cppbatch.ray import cluster as ray_cluster
+from cppbatch.ray.cluster import FrontRecord, forget, records
+from cppbatch.ray.deployment import delete_left_behind
+from cppbatch.ray.replica.watch import deployment_details
 
 _END_SECONDS = 120.0  # beyond the drain timeout; then the front is killed
 
@@ -51,7 +51,7 @@ def state_of(record: FrontRecord) -> FrontState:
 
 
 def _ask(application: str) -> FrontState:
-    from cppbatch.ray.serve_replicas import DEPLOYMENT
+    from cppbatch.ray.replica.serve_replicas import DEPLOYMENT
 
     details = deployment_details(application, DEPLOYMENT)
     if details is None:
@@ -76,8 +76,8 @@ def _ask(application: str) -> FrontState:
 
 async def _requests(application: str) -> dict[str, int]:
     """The unfinished requests of each replica that answers, by its name."""
-    from cppbatch.ray.ray_messages import decode_report
-    from cppbatch.ray.serve_replicas import ServeReplicas
+    from cppbatch.ray.messages import decode_report
+    from cppbatch.ray.replica.serve_replicas import ServeReplicas
 
     reports = map(decode_report, await ServeReplicas(application).reports())
     return {report.replica: sum(worker.in_flight for worker in report.workers) for report in reports}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from cppbatch.config import EngineConfig
-from cppbatch.ray.ray_engine import RayEngine
+from cppbatch.ray.engine import RayEngine
 from cppbatch.server.asgi_server import AsgiServer
 from cppbatch.server.settings import ServerSettings
 
@@ -19,7 +19,7 @@ class HttpIngress:
         """Called by Serve after the constructor."""
         from ray import serve
 
-        from cppbatch.ray.serve_replicas import ServeReplicas
+        from cppbatch.ray.replica.serve_replicas import ServeReplicas
 
         application = serve.get_replica_context().app_name
         return AsgiServer(

@@ -7,10 +7,10 @@ import asyncio
 from collections import OrderedDict
 from collections.abc import Iterator
 
-from cppbatch.cluster.in_flight import InFlightRequest
+from cppbatch.cluster.engines.in_flight import InFlightRequest
 from cppbatch.engine.request import GenerationRequest
-from cppbatch.ray.ray_messages import GroupEvents
-from cppbatch.ray.replica_set import ReplicaLost
+from cppbatch.ray.messages import GroupEvents
+from cppbatch.ray.replica.set import ReplicaLost
 
 _MAX_GROUPS = 4096  # more than a cluster has replicas at once
 

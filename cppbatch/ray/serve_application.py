@@ -10,11 +10,11 @@ import msgspec
 from cppbatch.config import EngineConfig
 from cppbatch.errors import ConfigError
 from cppbatch.models.pull import choose_model
-from cppbatch.ray.ray_cluster import alive_nodes
-from cppbatch.ray.replica_options import ReplicaOptions, computes_on_gpu, for_nodes, with_gpus
-from cppbatch.server.api_keys import Keys
-from cppbatch.server.key_file import read_keys
-from cppbatch.server.limits import Limits
+from cppbatch.ray.cluster import alive_nodes
+from cppbatch.ray.replica.options import ReplicaOptions, computes_on_gpu, for_nodes, with_gpus
+from cppbatch.server.auth.key_file import read_keys
+from cppbatch.server.auth.rules import Keys
+from cppbatch.server.http.limits import Limits
 from cppbatch.server.settings import ServerSettings
 
 INGRESS = "http"
@@ -102,7 +102,7 @@ def build(arguments: dict[str, Any]) -> Any:
     from ray import serve
 
     from cppbatch.ray.http_ingress import HttpIngress
-    from cppbatch.ray.replica_deployment import engine_application
+    from cppbatch.ray.replica.deployment import engine_application
 
     given = read_arguments(arguments)
     settings = given.server.settings()

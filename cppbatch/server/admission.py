@@ -10,11 +10,10 @@ from aiohttp import hdrs, web
 from aiohttp.typedefs import Handler
 
 from cppbatch.errors import EngineClosed, InvalidRequest
-from cppbatch.server.api_errors import ApiError, error_response
-from cppbatch.server.connections import connection_of, reading
-from cppbatch.server.key_usage import KEY_USAGE
-from cppbatch.server.keys import KEY
-from cppbatch.server.served_models import MODELS
+from cppbatch.server.auth.keys import KEY, KEY_USAGE
+from cppbatch.server.http.api_errors import ApiError, error_response
+from cppbatch.server.http.connections import connection_of, reading
+from cppbatch.server.models.served import MODELS
 from cppbatch.server.web_page import is_page
 
 _ALWAYS_SERVED = frozenset({"/health", "/v1/health", "/ready", "/metrics"})

@@ -17,9 +17,9 @@ import aiohttp
 from aiohttp import web
 from yarl import URL
 
-from cppbatch.cluster.engine_client import EngineClient
+from cppbatch.cluster.engines.client import EngineClient
+from cppbatch.server.api.batches.handler import URLS
 from cppbatch.server.app import create_app
-from cppbatch.server.batches.batch_handler import URLS
 from cppbatch.server.settings import ServerSettings
 from cppbatch.server.storage import open_storage
 

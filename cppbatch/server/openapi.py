@@ -12,27 +12,21 @@ from aiohttp import web
 from cppbatch import __version__
 from cppbatch.engine.params import INT32_MAX, RANGES, UNLIMITED
 from cppbatch.engine.request import OPTION_RANGES
-from cppbatch.server import input_tokens, live_endpoint, status, web_page
-from cppbatch.server.anthropic import messages
-from cppbatch.server.batches import batches_endpoint
-from cppbatch.server.endpoint import REFS, TEXT, Endpoint, Routes, json_content, schema_ref
-from cppbatch.server.files import files_endpoint
-from cppbatch.server.generate import cancel_item, generate_batch, generate_endpoint
-from cppbatch.server.limits import MAX_CHOICES
-from cppbatch.server.llama_server import (
-    llama_completion,
-    llama_embeddings,
-    llama_infill,
-    llama_models,
-    llama_paths,
-    llama_slots,
-    llama_status,
-    llama_tokenize,
-)
-from cppbatch.server.openai import chat_completions, completions, models_endpoint
-from cppbatch.server.pooling import embeddings_endpoint, rerank_endpoint
-from cppbatch.server.responses import create_response
-from cppbatch.server.sampling_fields import SamplingFields
+from cppbatch.server import web_page
+from cppbatch.server.api import input_tokens, live_endpoint, pooling, status
+from cppbatch.server.api.anthropic import messages
+from cppbatch.server.api.batches import endpoints as batch_endpoints
+from cppbatch.server.api.generate import generate_batch, generate_endpoint
+from cppbatch.server.api.llama_server import completion as llama_completion
+from cppbatch.server.api.llama_server import embeddings as llama_embeddings
+from cppbatch.server.api.llama_server import paths as llama_paths
+from cppbatch.server.api.llama_server import status as llama_status
+from cppbatch.server.api.llama_server import tokenize as llama_tokenize
+from cppbatch.server.api.openai import chat_completions, completions, models_endpoint
+from cppbatch.server.api.responses import create_response
+from cppbatch.server.fields.sampling import SamplingFields
+from cppbatch.server.http.endpoint import REFS, TEXT, Endpoint, Routes, json_content, schema_ref
+from cppbatch.server.http.limits import MAX_CHOICES
 
 Json = dict[str, Any]
 
@@ -74,20 +68,14 @@ ROUTES = (
     create_response.routes,
     input_tokens.routes,
     messages.routes,
-    embeddings_endpoint.routes,
-    rerank_endpoint.routes,
+    pooling.routes,
     generate_endpoint.routes,
     generate_batch.routes,
-    cancel_item.routes,
-    files_endpoint.routes,
-    batches_endpoint.routes,
+    batch_endpoints.routes,
     llama_completion.routes,
-    llama_infill.routes,
     llama_tokenize.routes,
     llama_embeddings.routes,
     llama_status.routes,
-    llama_slots.routes,
-    llama_models.routes,
     llama_paths.routes,
 )
 """The routes of all modules, in the order of the document."""

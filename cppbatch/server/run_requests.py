@@ -9,11 +9,11 @@ from time import perf_counter
 
 import msgspec
 
-from cppbatch.cluster.engine_client import EngineClient
+from cppbatch.cluster.engines.client import EngineClient
 from cppbatch.engine.params import replaced
 from cppbatch.engine.request import FinishReason, GenerationEvent, GenerationRequest, is_long
 from cppbatch.errors import EngineClosed, InvalidRequest, QueueFull
-from cppbatch.server.api_errors import api_error
+from cppbatch.server.http.api_errors import api_error
 
 Event = tuple[int, GenerationEvent]
 """The index of a request, and one of its events."""

@@ -1,7 +1,8 @@
-"""The server's settings; those of the engine are in `cppbatch.config`."""
+"""The server's settings, and the addresses where it listens; the engine's settings are in `cppbatch.config`."""
 
 from __future__ import annotations
 
+import ssl
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +10,9 @@ import msgspec
 
 from cppbatch.engine.params import SamplingParams
 from cppbatch.errors import ConfigError, InvalidRequest
-from cppbatch.server.api_keys import Keys
-from cppbatch.server.limits import Limits
-from cppbatch.server.media_domains import HostNames, MediaDomains
-from cppbatch.server.origins import ANY, LOCAL, check_origin
+from cppbatch.server.auth.rules import Keys
+from cppbatch.server.http.hosts import ANY_ORIGIN, LOCAL, HostNames, MediaDomains, check_origin
+from cppbatch.server.http.limits import Limits
 
 _MAX_DRAIN = 86400
 
@@ -97,4 +97,43 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
         """`cors_origins`, or their default: all if a key is required, otherwise only pages of this machine."""
         if self.cors_origins is not None:
             return self.cors_origins
-        return (ANY if self.keys else LOCAL,)
+        return (ANY_ORIGIN if self.keys else LOCAL,)
+
+
+# --- address ---------------------------------------------------------------------------------------------------------
+# Where a server listens: addresses and TLS.
+
+
+class Address(msgspec.Struct, frozen=True, kw_only=True):
+    """The addresses to listen on."""
+
+    hosts: tuple[str, ...] = ("127.0.0.1",)
+    port: int = 8080
+    """0: any free port."""
+    tls: ssl.SSLContext | None = None
+
+
+def tls_context(certfile: str | None, keyfile: str | None) -> ssl.SSLContext | None:
+    """The TLS context for a certificate, whose key may be in the same file; None without one. Raises `ConfigError`."""
+    if not certfile:
+        if keyfile:
+            raise ConfigError("--ssl-keyfile requires --ssl-certfile, the matching certificate")
+        return None
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    try:
+        context.load_cert_chain(
+            certfile, keyfile, password=""
+        )  # otherwise OpenSSL asks for the password at the terminal
+    except (OSError, ValueError) as error:  # ssl.SSLError is an OSError
+        files = f"{certfile} and {keyfile}" if keyfile else certfile
+        raise ConfigError(f"cannot use the TLS certificate in {files} ({_reason(error)})") from error
+    return context
+
+
+def _reason(error: Exception) -> str:
+    """A readable reason; most of OpenSSL's errors have none."""
+    if isinstance(error, ssl.SSLError):
+        reasons = {"KEY_VALUES_MISMATCH": "the key does not match the certificate"}
+        without_password = "they must be a certificate and its key in PEM format, without a password"
+        return reasons.get(error.reason or "", without_password)
+    return (error.strerror if isinstance(error, OSError) else None) or str(error)

@@ -11,11 +11,11 @@ from aiohttp import web
 from platformdirs import user_data_path
 
 from cppbatch.errors import DiskFull, StorageError
-from cppbatch.jobs.batch_manager import BatchManager
-from cppbatch.jobs.batch_records import BatchRecord
-from cppbatch.jobs.data_folder import open_data_folder
-from cppbatch.server.api_errors import NoStorage
-from cppbatch.server.server_stats import BatchStats
+from cppbatch.jobs.batches.data_folder import open_data_folder
+from cppbatch.jobs.batches.manager import BatchManager
+from cppbatch.jobs.batches.store import BatchRecord
+from cppbatch.server.http.api_errors import NoStorage
+from cppbatch.server.observe.stats import BatchStats
 
 log = logging.getLogger("cppbatch.server")
 

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from aiohttp import ETag, hdrs, web
 
-from cppbatch.server.endpoint import TEXT, Routes
+from cppbatch.server.http.endpoint import TEXT, Routes
 
 INDEX, PREFIX = "/", "/page/"
 

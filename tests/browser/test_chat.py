@@ -166,7 +166,7 @@ def test_a_worker_that_is_killed_is_not_seen_in_the_stream(
     send(page, "Write a story about a mill.")
     expect(messages(page, "assistant").locator(".markdown")).not_to_be_empty(timeout=ANSWERED)
     children = psutil.Process(server.process.pid).children(recursive=True)
-    next(child for child in children if "cppbatch.cluster.worker_main" in child.cmdline()).send_signal(signal.SIGKILL)
+    next(child for child in children if "cppbatch.cluster.worker.main" in child.cmdline()).send_signal(signal.SIGKILL)
     assert answered(page)
     expect(messages(page, "assistant").locator(".stats")).to_contain_text("60 tokens")
     expect(page.locator(".notice")).to_have_count(0)

@@ -98,7 +98,7 @@ def get(server: ServerProcess, path: str) -> bytes:
 
 def worker_of(server: ServerProcess) -> psutil.Process:
     children = psutil.Process(server.process.pid).children(recursive=True)
-    (worker,) = [child for child in children if "cppbatch.cluster.worker_main" in child.cmdline()]
+    (worker,) = [child for child in children if "cppbatch.cluster.worker.main" in child.cmdline()]
     return worker
 
 

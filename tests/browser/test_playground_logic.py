@@ -10,7 +10,7 @@ import pytest
 from playwright.sync_api import Page
 
 from cppbatch.errors import ConfigError
-from cppbatch.jobs.prompt_template import PromptTemplate
+from cppbatch.jobs.input.format import PromptTemplate
 from tests.browser.conftest import PageErrors
 
 Call = Callable[..., Any]

@@ -15,7 +15,7 @@ import psutil
 import pytest
 from playwright.sync_api import Page, expect
 
-from cppbatch.bench.child_process import free_port
+from cppbatch.sizing.child_process import free_port
 from tests.browser.conftest import PageErrors
 from tests.browser.page_checks import TABS, open_tab, wait_ready
 from tests.server_process import ServerProcess
@@ -32,7 +32,7 @@ def worker_of(server: ServerProcess) -> psutil.Process | None:
     """The process of its engine, None before it has started."""
     for child in psutil.Process(server.process.pid).children(recursive=True):
         with contextlib.suppress(psutil.Error):
-            if "cppbatch.cluster.worker_main" in child.cmdline():
+            if "cppbatch.cluster.worker.main" in child.cmdline():
                 return child
     return None
 

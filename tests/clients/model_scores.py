@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from cppbatch.llama import Batch, Context, Model
-from cppbatch.llama.quantize import quantize
+from cppbatch.llama.quantize_child import quantize
 
 
 def main() -> None:

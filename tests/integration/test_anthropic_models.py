@@ -11,7 +11,7 @@ import anthropic
 import pytest
 from anthropic.types import ModelInfo
 
-from cppbatch.server.limits import Limits
+from cppbatch.server.http.limits import Limits
 from cppbatch.server.settings import ServerSettings
 from tests.scripted_chat import ChatServer, strictly
 

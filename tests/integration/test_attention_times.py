@@ -10,9 +10,8 @@ from click.testing import CliRunner
 from msgspec.structs import replace
 
 from cppbatch import findings
-from cppbatch.bench import attention_plan
-from cppbatch.bench.attention_plan import measure_proposal, plan_attention
-from cppbatch.bench.quality import cache_types
+from cppbatch.bench import quality
+from cppbatch.bench.quality import measure_proposal
 from cppbatch.cli.models_command import models
 from cppbatch.config import EngineConfig
 from cppbatch.engine.engine import BatchInferenceEngine
@@ -26,8 +25,9 @@ from cppbatch.models.attention_times import (
     attention_shape,
     attention_times,
 )
-from cppbatch.models.cache_quality import keep_excess, known_excess
 from cppbatch.models.synthetic import LlamaShape, write_llama
+from cppbatch.sizing import attention
+from cppbatch.sizing.attention import keep_excess, known_excess, plan_attention
 
 SMALL = Shape(n_layer=2, n_head=4, n_head_kv=2, head_k=32, head_v=32)
 
@@ -36,7 +36,7 @@ SMALL = Shape(n_layer=2, n_head=4, n_head_kv=2, head_k=32, head_v=32)
 def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """An empty folder for what is measured."""
     monkeypatch.setattr(findings, "user_cache_path", lambda name: tmp_path / "cache")
-    monkeypatch.setattr(cache_types, "english_text", lambda: "The north wind and the sun. " * 40)
+    monkeypatch.setattr(quality, "english_text", lambda: "The north wind and the sun. " * 40)
     return tmp_path / "cache"
 
 
@@ -83,9 +83,9 @@ def test_only_plain_attention_has_a_shape(tiny_llama: Path, tiny_swa: Path, tiny
 def config(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> EngineConfig:
     """A model whose attention is timed, on a CPU, with weights that take no time."""
     shape = LlamaShape(n_layer=16, n_embd=256, n_head=4, n_head_kv=4, n_ff=256)
-    monkeypatch.setattr(attention_plan, "has_gpu", lambda: False)
-    monkeypatch.setattr(attention_plan, "kernel_times", lambda types: {})
-    monkeypatch.setattr(attention_plan, "weights_s", lambda path, n: (0.0, 0.0))
+    monkeypatch.setattr(attention, "has_gpu", lambda: False)
+    monkeypatch.setattr(attention, "kernel_times", lambda types: {})
+    monkeypatch.setattr(attention, "weights_s", lambda path, n: (0.0, 0.0))
     return EngineConfig(str(write_llama(tmp_path / "model.gguf", shape)), n_ctx=2048, n_parallel=2, n_threads=1)
 
 
@@ -94,7 +94,7 @@ def use_times(monkeypatch: pytest.MonkeyPatch, fast: Attention, has_amx: bool = 
     names = [f"{fa} {k} {v}" for fa in ("on", "off") for k in ("f16", "bf16", "q8_0") for v in ("f16", "bf16", "q8_0")]
     rows = {name: {128: 0.5 if name == fast.name else 1.0, 512: 2.0 if name == fast.name else 4.0} for name in names}
     times = AttentionTimes(rows, rows, has_amx)
-    monkeypatch.setattr(attention_plan, "attention_times", lambda task: times)
+    monkeypatch.setattr(attention, "attention_times", lambda task: times)
 
 
 def know_quality(config: EngineConfig, types: str, excess: float) -> None:
@@ -141,7 +141,7 @@ def test_llama_cpp_decides_on_a_gpu_and_deterministic_keeps_its_cache(
     use_times(monkeypatch, Attention("off", "f16", "f16"))
     for other in (replace(config, deterministic=True), replace(config, draft_model="draft.gguf")):
         assert plan_attention(other, ()).config == other
-    monkeypatch.setattr(attention_plan, "has_gpu", lambda: True)
+    monkeypatch.setattr(attention, "has_gpu", lambda: True)
     assert plan_attention(config, ()) == (config, None, None, None)
     assert plan_attention(replace(config, n_gpu_layers=0), ()).line
 

@@ -21,13 +21,13 @@ import pytest
 from openai import OpenAI
 
 from cppbatch.errors import EngineClosed
-from cppbatch.jobs import active_batch, durable_files
-from cppbatch.jobs.batch_manager import BatchManager
-from cppbatch.jobs.data_folder import DataFolder, open_data_folder
-from cppbatch.jobs.database import Database, Kind
-from cppbatch.jobs.durable_files import DurableFile
+from cppbatch.jobs import durable_files
+from cppbatch.jobs.batches import active_batch
+from cppbatch.jobs.batches.data_folder import DataFolder, open_data_folder
+from cppbatch.jobs.batches.manager import BatchManager
+from cppbatch.jobs.durable_files import Database, DurableFile, Kind
 from cppbatch.server import storage
-from cppbatch.server.batches.batch_handler import URLS, BatchRequestHandler
+from cppbatch.server.api.batches.handler import URLS, BatchRequestHandler
 from cppbatch.server.storage import STORAGE
 from tests import tiny_models
 from tests.app_thread import AppThread

@@ -13,7 +13,7 @@ import pytest
 from click.testing import CliRunner
 
 from cppbatch import EngineConfig
-from cppbatch.bench import other_programs
+from cppbatch.bench import resource_usage
 from cppbatch.cli import doctor_command
 from cppbatch.engine.compute_threads import usable_cpus
 from cppbatch.engine.runtime import Runtime, load_runtime
@@ -53,7 +53,7 @@ def test_beside_busy_cores_an_engine_uses_one_thread_also_with_a_number_of_its_o
 def test_doctor_names_the_programs_that_keep_cores_busy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor_command, "_WATCH_S", 1.0)
     with busy(len(usable_cpus())) as pids:
-        others = other_programs.watch_other_programs(1.0)
+        others = resource_usage.watch_other_programs(1.0)
         shown = CliRunner().invoke(doctor_command.doctor).output
     assert others.cores > 0.5 * len(pids)
     named = {each.pid for each in others.busiest}
@@ -65,6 +65,6 @@ def test_doctor_names_the_programs_that_keep_cores_busy(monkeypatch: pytest.Monk
 
 
 def test_doctor_says_nothing_of_cores_that_are_free(monkeypatch: pytest.MonkeyPatch) -> None:
-    quiet = other_programs.OtherPrograms(0.1, [])
-    monkeypatch.setattr(other_programs, "watch_other_programs", lambda seconds: quiet)
+    quiet = resource_usage.OtherPrograms(0.1, [])
+    monkeypatch.setattr(resource_usage, "watch_other_programs", lambda seconds: quiet)
     assert "ok cores        not used by other programs" in CliRunner().invoke(doctor_command.doctor).output

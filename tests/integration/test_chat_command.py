@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from cppbatch import BatchInferenceEngine, SamplingParams
-from cppbatch.cli.chat_backends import FULL, AnswerPart, ServerBackend
+from cppbatch.cli.chat.backends import FULL, AnswerPart, ServerBackend
 from cppbatch.errors import CppBatchError
 from tests.chat_families import TEMPLATES
 from tests.fake_openai import FakeOpenAI, on_a_thread

@@ -13,10 +13,10 @@ from cppbatch import EngineProcess, LocalEngine
 from cppbatch.engine.request import GenerationRequest
 from cppbatch.errors import InvalidRequest
 from cppbatch.jobs.job_request import JobRequest
-from cppbatch.server.api_errors import ErrorResponse
+from cppbatch.server.api.batches.handler import BatchRequestHandler
 from cppbatch.server.app import create_app
-from cppbatch.server.batches.batch_handler import BatchRequestHandler
-from cppbatch.server.served_models import OneModel
+from cppbatch.server.http.api_errors import ErrorResponse
+from cppbatch.server.models.served import OneModel
 from cppbatch.server.settings import ServerSettings
 
 Http = TestClient[Any, Any]

@@ -12,7 +12,7 @@ from cppbatch import BatchInferenceEngine, GenerationEvent, GenerationRequest, S
 from cppbatch.engine import runtime
 from cppbatch.engine.request import ResumeState
 from cppbatch.errors import ConfigError, ModelError
-from cppbatch.llama.quantize import quantize
+from cppbatch.llama.quantize_child import quantize
 from cppbatch.models.synthetic import QUANTS, LlamaShape, write_llama
 
 SHAPE = LlamaShape(n_layer=2, n_embd=256, n_head=4, n_head_kv=2, n_ff=512)

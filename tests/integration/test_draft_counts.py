@@ -17,9 +17,9 @@ from cppbatch.engine import core as core_module
 from cppbatch.engine.runtime import Runtime, load_runtime
 from cppbatch.jobs.job_request import JobRequest, Json
 from cppbatch.jobs.journal import response_line
+from cppbatch.server.api.batches.handler import BatchRequestHandler
 from cppbatch.server.app import create_app
-from cppbatch.server.batches.batch_handler import BatchRequestHandler
-from cppbatch.server.served_models import OneModel
+from cppbatch.server.models.served import OneModel
 from cppbatch.server.settings import ServerSettings
 from tests.fakes import greedy, know
 from tests.replay import Replay

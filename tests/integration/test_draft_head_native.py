@@ -13,20 +13,20 @@ import numpy as np
 import pytest
 
 from cppbatch import BatchInferenceEngine, SamplingParams
-from cppbatch.bench.memory.buffers import Buffer, read_engine_buffers
-from cppbatch.bench.memory.memory_estimate import estimate_memory
-from cppbatch.bench.memory.memory_report import memory_report
-from cppbatch.cli.start_lines import model_line
+from cppbatch.bench.memory_report import memory_report
+from cppbatch.cli.plan_start import model_line
 from cppbatch.config import EngineConfig
 from cppbatch.engine.runtime import load_runtime
 from cppbatch.engine.sequence import Seq
-from cppbatch.engine.speculation import draft_model, head_runtime, speculator
-from cppbatch.engine.speculation.head_proposer import HeadProposer
+from cppbatch.engine.speculation import draft_model, runtimes, speculator
 from cppbatch.engine.speculation.proposer import Draft
-from cppbatch.engine.step_cost import StepCost
+from cppbatch.engine.speculation.row_proposers import HeadProposer
+from cppbatch.engine.steps import StepCost
 from cppbatch.errors import LlamaError, ModelError, OutOfRange
 from cppbatch.llama import Backend, Batch, Context, HeadContext, Model, library
 from cppbatch.models.inspect import inspect_model
+from cppbatch.sizing.buffers import Buffer, read_engine_buffers
+from cppbatch.sizing.estimate import estimate_memory
 from tests import tiny_models
 from tests.fakes import greedy
 from tests.native_engines import OpenEngine
@@ -278,10 +278,10 @@ def test_where_the_library_lacks_the_functions_there_is_one_line_in_the_log(
 
 
 def test_an_unsupported_architecture_is_named(models: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cppbatch.models.draft_heads.USABLE_HEADS", frozenset())
+    monkeypatch.setattr("cppbatch.models.inspect.USABLE_HEADS", frozenset())
     with pytest.raises(ModelError, match=r"unsupported architecture \(hy_v3\)"):
-        head_runtime.uses_head(EngineConfig(str(models["right"]), spec="mtp"))
-    assert not head_runtime.uses_head(EngineConfig(str(models["right"])))
+        runtimes.uses_head(EngineConfig(str(models["right"]), spec="mtp"))
+    assert not runtimes.uses_head(EngineConfig(str(models["right"])))
 
 
 # --- memory -------------------------------------------------------------------------------------------------------

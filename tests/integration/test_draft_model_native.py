@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from cppbatch import BatchInferenceEngine, GenerationRequest, SamplingParams
-from cppbatch.bench.memory.memory_report import memory_report
+from cppbatch.bench.memory_report import memory_report
 from cppbatch.config import EngineConfig
 from cppbatch.engine.runtime import load_runtime
 from cppbatch.engine.sequence import Seq

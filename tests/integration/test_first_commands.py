@@ -20,9 +20,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from cppbatch import BatchInferenceEngine, EngineConfig, SamplingParams
-from cppbatch.bench.profile import TunedSettings, save_profile
 from cppbatch.llama import Backend
 from cppbatch.models.file_header import read_header
+from cppbatch.sizing.profile import TunedSettings, save_profile
 from tests import tiny_models
 
 SMALL = ["-c", "1024", "-np", "2", "-t", "1", "--temp", "0"]

@@ -13,9 +13,9 @@ from aiohttp import ClientResponse
 from aiohttp.test_utils import TestClient, TestServer
 
 from cppbatch import LocalEngine
-from cppbatch.server.api_keys import Keys, api_key
 from cppbatch.server.app import create_app
-from cppbatch.server.limits import Limits
+from cppbatch.server.auth.rules import Keys, api_key
+from cppbatch.server.http.limits import Limits
 from cppbatch.server.settings import ServerSettings
 
 Http = TestClient[Any, Any]

@@ -26,7 +26,7 @@ from cppbatch import (
     InvalidRequest,
     SamplingParams,
 )
-from cppbatch.engine.sampling import grammar_check, grammar_child, structured_output
+from cppbatch.engine.sampling import grammar_child, structured_output
 from cppbatch.engine.sequence import Seq
 from cppbatch.models.synthetic import IM_START
 from tests.fakes import drain, greedy
@@ -351,7 +351,7 @@ def test_what_one_request_needs_of_a_grammars_limits_is_not_missing_for_the_next
 def test_a_grammar_that_would_take_hours_to_read_is_given_up(
     engine: BatchInferenceEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(grammar_check, "_TIMEOUT_S", 1.0)
+    monkeypatch.setattr(structured_output, "_TIMEOUT_S", 1.0)
     with pytest.raises(InvalidRequest, match=r"^json_schema: is too complex"):
         prepare(engine, json_schema={"type": "integer", "multipleOf": 99_999_989})
     assert one(engine, greedy(9, guided_regex="after that [0-9]")).text.startswith("after that ")

@@ -18,7 +18,7 @@ from cppbatch.engine import core as core_module
 from cppbatch.engine.runtime import load_runtime
 from cppbatch.errors import LlamaError
 from cppbatch.server.app import create_app
-from cppbatch.server.served_models import OneModel
+from cppbatch.server.models.served import OneModel
 from cppbatch.server.settings import ServerSettings
 
 Http = TestClient[Any, Any]

@@ -17,8 +17,8 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from cppbatch import BatchInferenceEngine, LocalEngine, SamplingParams
 from cppbatch.engine.params import GRAMMARS
+from cppbatch.server.api.openai.completions import CompletionRequest
 from cppbatch.server.app import create_app
-from cppbatch.server.openai.completions import CompletionRequest
 from tests.unit.test_http_sampling import MESSAGES, OTHERS
 
 Http = TestClient[Any, Any]

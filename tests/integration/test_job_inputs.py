@@ -15,8 +15,8 @@ MOST_MEMORY = """
 import sys, threading, time
 import psutil
 import pyarrow.parquet
-from cppbatch.jobs.input_format import detect_input_format
-from cppbatch.jobs.input_reader import InputReader
+from cppbatch.jobs.input.format import detect_input_format
+from cppbatch.jobs.input.reader import InputReader
 
 taken, is_done = [], threading.Event()
 def watch():

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from cppbatch.errors import InUse
-from cppbatch.jobs.ledger import Ledger
+from cppbatch.jobs.journal import Ledger
 from tests.job_results import ids_of, item, opened, result
 
 
@@ -18,7 +18,7 @@ def test_a_ledger_in_use_is_refused(tmp_path: Path) -> None:
     code = f"""
 import time
 from pathlib import Path
-from cppbatch.jobs.ledger import Ledger
+from cppbatch.jobs.journal import Ledger
 ledger = Ledger(Path({str(tmp_path / "job")!r}))
 print("open", flush=True)
 time.sleep(60)

@@ -24,7 +24,7 @@ from cppbatch.cli.doctor_command import doctor
 from cppbatch.cli.models_command import models
 from cppbatch.cli.serve_command import find_advice
 from cppbatch.config import EngineConfig
-from cppbatch.llama.encode import encode
+from cppbatch.llama.kernels_child import encode
 from cppbatch.models import kernels
 from cppbatch.models.kernels import ROWS, kernel_times
 from tests import tiny_models

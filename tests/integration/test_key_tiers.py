@@ -15,11 +15,11 @@ from aiohttp.test_utils import TestClient, TestServer
 
 from cppbatch import GenerationEvent, GenerationRequest, LocalEngine
 from cppbatch.models.synthetic import write_lora
-from cppbatch.server.api_keys import Keys
+from cppbatch.server.api.batches.handler import URLS
 from cppbatch.server.app import create_app
-from cppbatch.server.batches.batch_handler import URLS
-from cppbatch.server.key_file import read_keys
-from cppbatch.server.limits import Limits
+from cppbatch.server.auth.key_file import read_keys
+from cppbatch.server.auth.rules import Keys
+from cppbatch.server.http.limits import Limits
 from cppbatch.server.settings import ServerSettings
 from cppbatch.server.storage import open_storage
 from tests.listening import HeldEngine, until

@@ -12,8 +12,8 @@ import pytest
 from aiohttp.test_utils import TestClient, TestServer
 
 from cppbatch import LocalEngine
-from cppbatch.server.api_keys import Keys
 from cppbatch.server.app import create_app
+from cppbatch.server.auth.rules import Keys
 from cppbatch.server.settings import ServerSettings
 from tests.unit.test_keys import SECRETS
 

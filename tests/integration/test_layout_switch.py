@@ -10,8 +10,8 @@ import pytest
 
 from cppbatch import BatchInferenceEngine, FinishReason, SamplingParams
 from cppbatch.config import EngineConfig, KvLayout
-from cppbatch.engine import layout_policy
-from cppbatch.engine.layout_policy import LayoutSwitch
+from cppbatch.engine.kv import layout_policy
+from cppbatch.engine.kv.layout_policy import LayoutSwitch
 from cppbatch.engine.runtime import load_model, open_runtime
 from cppbatch.errors import InvalidRequest
 from tests import lora_texts

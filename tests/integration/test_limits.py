@@ -15,9 +15,9 @@ import pytest
 from aiohttp.test_utils import TestClient, TestServer
 
 from cppbatch import LocalEngine
-from cppbatch.server.api_keys import Keys
 from cppbatch.server.app import create_app
-from cppbatch.server.limits import Limits
+from cppbatch.server.auth.rules import Keys
+from cppbatch.server.http.limits import Limits
 from cppbatch.server.settings import ServerSettings
 from tests.listening import HeldEngine, connect, ended, head, listening, post, until
 

@@ -16,14 +16,14 @@ import msgspec
 import pytest
 
 from cppbatch import LocalEngine
-from cppbatch.cluster.engine_client import WorkerLive
-from cppbatch.server import live_feed
-from cppbatch.server.api_keys import Keys
+from cppbatch.cluster.engines.client import WorkerLive
+from cppbatch.server.api import live_endpoint
+from cppbatch.server.api.batches.handler import URLS
 from cppbatch.server.app import create_app
-from cppbatch.server.batches.batch_handler import URLS
-from cppbatch.server.key_file import read_keys
-from cppbatch.server.listener import Listener
-from cppbatch.server.live import LiveSnapshot
+from cppbatch.server.auth.key_file import read_keys
+from cppbatch.server.auth.rules import Keys
+from cppbatch.server.observe.live import LiveSnapshot
+from cppbatch.server.run_server import Listener
 from cppbatch.server.settings import ServerSettings
 from cppbatch.server.storage import open_storage
 from tests.listening import connect, head, listening, until
@@ -179,7 +179,7 @@ async def test_readers_share_snapshots_and_without_a_reader_nothing_is_computed(
         readers = [Reader(session, listener.url) for _ in range(20)]
         for reader in readers:
             await reader.has(10)
-        most = (monotonic() - began) / live_feed.INTERVAL_S + 2
+        most = (monotonic() - began) / live_endpoint.INTERVAL_S + 2
         assert 10 <= engine.n_states <= engine.n_live <= most
         assert len(set.intersection(*(set(reader.raw) for reader in readers))) >= 5, "not the same events"
         await end([reader.task for reader in readers])

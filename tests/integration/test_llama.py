@@ -14,7 +14,7 @@ import pytest
 
 from cppbatch.errors import DecodeFailed, LibraryError, LlamaError, ModelError
 from cppbatch.llama import Backend, Batch, Context, Model, library
-from cppbatch.llama.quantize import quantize
+from cppbatch.llama.quantize_child import quantize
 from tests import tiny_models
 
 

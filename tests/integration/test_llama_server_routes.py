@@ -15,8 +15,8 @@ from aiohttp.test_utils import TestClient, TestServer
 
 from cppbatch import EngineConfig, LocalEngine
 from cppbatch.models.synthetic import GgufVocab, byte_vocab, write_lora
+from cppbatch.server.answer.mixed_prompts import MEDIA_MARKER
 from cppbatch.server.app import create_app
-from cppbatch.server.mixed_prompts import MEDIA_MARKER
 from cppbatch.server.settings import ServerSettings
 from tests import tiny_models
 
@@ -557,7 +557,7 @@ async def test_routes_that_others_have_are_there_by_llama_servers_names(http: Ht
 
 
 async def test_health_needs_no_key_by_either_name(engine: LocalEngine) -> None:
-    from cppbatch.server.api_keys import Keys
+    from cppbatch.server.auth.rules import Keys
 
     async with TestClient(TestServer(create_app(engine, ServerSettings(keys=Keys(["k3y"]))))) as http:
         assert [(await get(http, path))[0] for path in ("/health", "/v1/health", "/props")] == [200, 200, 401]

@@ -9,7 +9,7 @@ import pytest
 from aiohttp.test_utils import TestClient, TestServer
 
 from cppbatch import BatchInferenceEngine, InvalidRequest
-from cppbatch.cluster.local_engine import LocalEngine
+from cppbatch.cluster.engines.local import LocalEngine
 from cppbatch.config import KvLayout
 from cppbatch.server.app import create_app
 from tests.lora_texts import (

@@ -16,12 +16,12 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from cppbatch.config import EngineConfig
 from cppbatch.models.find import models_below, short_name
-from cppbatch.server.api_keys import Keys, api_key
+from cppbatch.server.api.batches.handler import URLS
 from cppbatch.server.app import create_app
-from cppbatch.server.batches.batch_handler import URLS
-from cppbatch.server.many_models import CatalogContent, ManyModels
-from cppbatch.server.model_loader import MemoryPlanLoader, ModelSpec
-from cppbatch.server.served_models import MODELS
+from cppbatch.server.auth.rules import Keys, api_key
+from cppbatch.server.models.loader import MemoryPlanLoader, ModelSpec
+from cppbatch.server.models.many import CatalogContent, ManyModels
+from cppbatch.server.models.served import MODELS
 from cppbatch.server.settings import ServerSettings
 from cppbatch.server.storage import open_storage
 from tests import tiny_models

@@ -14,8 +14,8 @@ import numpy.typing as npt
 import pytest
 
 from cppbatch import BatchInferenceEngine, InvalidRequest, Media, MediaPrompt, SamplingParams
-from cppbatch.engine.media_files import decode_image
-from cppbatch.engine.prefix_disk.disk_cost import DiskCost
+from cppbatch.engine.kv.save_cost import DiskCost
+from cppbatch.engine.media.files import decode_image
 from cppbatch.errors import LibraryError, LlamaError, ModelError
 from cppbatch.llama import Context, MediaEncoder, Model
 from cppbatch.llama import media_encoder as media_encoder_module
@@ -392,8 +392,8 @@ def test_what_is_refused_leaves_the_engine_at_work(open_media: Callable[..., Bat
 
 
 def test_the_memory_plan_counts_the_projector(files: Path) -> None:
-    from cppbatch.bench.memory.memory_estimate import estimate_memory
     from cppbatch.config import EngineConfig
+    from cppbatch.sizing.estimate import estimate_memory
 
     config = EngineConfig(str(files / "text.gguf"), n_ctx=512, n_parallel=4, mmproj=str(files / "vision.gguf"))
     (footprint,) = estimate_memory([config]).footprints

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 
 from cppbatch import BatchInferenceEngine, LocalEngine, SamplingParams
 from cppbatch.server.app import create_app
-from cppbatch.server.limits import Limits
+from cppbatch.server.http.limits import Limits
 from cppbatch.server.settings import ServerSettings
 from tests import tiny_projectors
 from tests.app_thread import AppThread

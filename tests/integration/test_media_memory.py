@@ -27,8 +27,8 @@ import ctypes, json, sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 import PIL.Image, soundfile, soxr
-from cppbatch.engine.media_files import decode_audio, decode_image
-from cppbatch.engine.media_input import MediaInput
+from cppbatch.engine.media.files import decode_audio, decode_image
+from cppbatch.engine.media.input import MediaInput
 from cppbatch.engine.request import Media
 from cppbatch.errors import InvalidRequest
 

@@ -12,8 +12,9 @@ import numpy.typing as npt
 import pytest
 
 from cppbatch import BatchInferenceEngine, InvalidRequest, Media, MediaPrompt, findings
-from cppbatch.engine import media_files, projector_check
-from cppbatch.engine.prefix_disk.disk_cost import DiskCost
+from cppbatch.engine.kv.save_cost import DiskCost
+from cppbatch.engine.media import files as media_files
+from cppbatch.engine.media import projector_check
 from cppbatch.errors import ModelError, OutOfRange
 from cppbatch.llama import Context, EmbeddingBatch, MediaEncoder, Model
 from tests import tiny_models, tiny_projectors

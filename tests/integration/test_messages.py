@@ -23,13 +23,13 @@ from anthropic.types import (
 )
 from anthropic.types.shared import ErrorResponse
 
-from cppbatch.chat.deltas import ArgumentsDelta, TextDelta, ToolCallStart
+from cppbatch.chat.output_parser import ArgumentsDelta, TextDelta, ToolCallStart
 from cppbatch.chat.tools import ToolChoice
 from cppbatch.errors import InvalidRequest
-from cppbatch.server.anthropic.message_conversion import message_turn
-from cppbatch.server.anthropic.message_types import MessagesRequest
-from cppbatch.server.api_keys import Keys
-from cppbatch.server.limits import Limits
+from cppbatch.server.api.anthropic.messages import message_turn
+from cppbatch.server.api.anthropic.types import MessagesRequest
+from cppbatch.server.auth.rules import Keys
+from cppbatch.server.http.limits import Limits
 from cppbatch.server.settings import ServerSettings
 from tests.narrow import expect, some
 from tests.scripted_chat import ENDS, SCRIPT, ChatServer, ScriptedFormat, strictly

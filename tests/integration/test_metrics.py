@@ -14,8 +14,8 @@ from aiohttp.test_utils import TestClient, TestServer
 from prometheus_client.parser import text_string_to_metric_families
 
 from cppbatch import LocalEngine
-from cppbatch.cluster.engine_client import Health, ScalingState, WorkerState
-from cppbatch.engine.metrics import EngineStats
+from cppbatch.cluster.engines.client import Health, ScalingState, WorkerState
+from cppbatch.engine.observe.metrics import EngineStats
 from cppbatch.errors import EngineClosed
 from cppbatch.server.app import create_app
 

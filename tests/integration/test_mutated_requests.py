@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 import pytest
 
 from cppbatch.server.app import create_app
-from cppbatch.server.limits import Limits
+from cppbatch.server.http.limits import Limits
 from cppbatch.server.settings import ServerSettings
 from tests.app_thread import AppThread
 from tests.mutations import Mutant, mutant

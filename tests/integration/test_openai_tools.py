@@ -12,8 +12,8 @@ import openai
 import pytest
 from openai.types.responses import Response, ResponseStreamEvent
 
-from cppbatch.chat.deltas import ArgumentsDelta, Delta, ToolCallStart
-from cppbatch.server.served_models import MODELS, OneModel
+from cppbatch.chat.output_parser import ArgumentsDelta, Delta, ToolCallStart
+from cppbatch.server.models.served import MODELS, OneModel
 from tests.scripted_chat import ENDS, ChatServer, ScriptedFormat, strictly
 
 Json = dict[str, Any]

@@ -16,10 +16,10 @@ from schemathesis.specs.openapi.checks import (
     status_code_conformance,
 )
 
+from cppbatch.server.api.batches.handler import URLS
+from cppbatch.server.api.llama_server import paths as llama_paths
 from cppbatch.server.app import create_app
-from cppbatch.server.batches.batch_handler import URLS
-from cppbatch.server.limits import Limits
-from cppbatch.server.llama_server import llama_paths
+from cppbatch.server.http.limits import Limits
 from cppbatch.server.settings import ServerSettings
 from cppbatch.server.storage import open_storage
 from tests.app_thread import AppThread

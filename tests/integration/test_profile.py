@@ -9,8 +9,8 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
-from cppbatch.bench.profile import TunedSettings, Used, profile_path, save_profile, use_profile
 from cppbatch.config import EngineConfig
+from cppbatch.sizing.profile import TunedSettings, Used, profile_path, save_profile, use_profile
 
 TUNED = TunedSettings(n_parallel=8, n_ctx=8192, kv_layout="per-sequence", flash_attn="off", n_ubatch=256, n_threads=2)
 

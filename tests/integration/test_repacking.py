@@ -12,15 +12,15 @@ from click.testing import CliRunner
 from msgspec.structs import replace
 
 from cppbatch import BatchInferenceEngine, EngineConfig, findings
-from cppbatch.bench.memory import memory_estimate_child
-from cppbatch.bench.memory.buffers import read_buffers
 from cppbatch.cli.doctor_command import doctor
 from cppbatch.engine.runtime import load_model
 from cppbatch.llama import Backend, Batch, Context, Model
-from cppbatch.llama.encode import encode
+from cppbatch.llama.kernels_child import encode
 from cppbatch.models import kernels
 from cppbatch.models.kernels import Measured
 from cppbatch.models.synthetic import LlamaShape, write_llama
+from cppbatch.sizing import estimate_child
+from cppbatch.sizing.buffers import read_buffers
 
 SHAPE = LlamaShape(n_layer=2, n_embd=256, n_head=4, n_head_kv=2, n_ff=512)  # rows of whole blocks of K types
 REPACKED = {1: 17.0, 4: 39.0, 16: 125.0, 256: 1920.0}
@@ -91,7 +91,7 @@ def test_without_times_weights_are_repacked(q4_k: Path, monkeypatch: pytest.Monk
 def test_memory_is_predicted_for_the_weights_that_are_loaded(q4_k: Path, faster_plain: None) -> None:
     configs = [config(q4_k), config(q4_k, 4), config(q4_k, repack="on"), config(q4_k, repack="off")]
     weights = []
-    for each, footprint in zip(configs, memory_estimate_child.footprints(configs), strict=True):
+    for each, footprint in zip(configs, estimate_child.footprints(configs), strict=True):
         with Backend.get().lines() as lines, load_model(each):
             loaded = {b.buffer_type: b.n_bytes for b in read_buffers(lines) if b.kind == "weights"}
         predicted = {b.buffer_type: b.n_bytes for b in footprint.buffers if b.kind == "weights"}

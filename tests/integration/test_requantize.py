@@ -18,17 +18,16 @@ import numpy.typing as npt
 import pytest
 from click.testing import CliRunner
 
-from cppbatch.bench.quality.text_quality import CONTEXT, compare_text, english_text
+from cppbatch.bench.quality import CONTEXT, compare_text, english_text
 from cppbatch.cli.models_command import models
 from cppbatch.engine.engine import BatchInferenceEngine
 from cppbatch.engine.params import SamplingParams
 from cppbatch.errors import ModelError
 from cppbatch.llama import Batch, Context, Model
-from cppbatch.llama.quantize import quantize
+from cppbatch.llama.quantize_child import quantize
 from cppbatch.models.inspect import read_gguf
 from cppbatch.models.kernels import KernelTimes
-from cppbatch.models.part_folders import part_folder
-from cppbatch.models.requantize import Requantization, plan_auto, plan_type, requantize
+from cppbatch.models.requantize import Requantization, part_folder, plan_auto, plan_type, requantize
 from cppbatch.models.synthetic import LlamaShape, write_llama
 
 SHAPE = LlamaShape(n_layer=2, n_embd=256, n_head=4, n_head_kv=4, n_ff=512)  # rows of whole blocks of K types
@@ -66,7 +65,7 @@ def test_the_next_run_removes_what_a_killed_one_left_but_nothing_that_is_being_w
 ) -> None:
     killed = """if True:
         import os, pathlib, sys
-        from cppbatch.models.part_folders import part_folder
+        from cppbatch.models.requantize import part_folder
         with part_folder(pathlib.Path(sys.argv[1])) as folder:
             (folder / "half.gguf").write_text("half a model")
             os.kill(os.getpid(), 9)

@@ -20,13 +20,13 @@ from openai.types.responses import (
     ResponseStreamEvent,
 )
 
-from cppbatch.chat.deltas import TextDelta
+from cppbatch.chat.output_parser import TextDelta
 from cppbatch.chat.tools import ToolChoice
 from cppbatch.errors import InvalidRequest
-from cppbatch.server.api_keys import Keys
-from cppbatch.server.limits import Limits
-from cppbatch.server.responses.input_conversion import response_turn
-from cppbatch.server.responses.responses_types import ResponsesRequest
+from cppbatch.server.api.responses.create_response import response_turn
+from cppbatch.server.api.responses.types import ResponsesRequest
+from cppbatch.server.auth.rules import Keys
+from cppbatch.server.http.limits import Limits
 from cppbatch.server.settings import ServerSettings
 from tests.narrow import expect, some
 from tests.scripted_chat import ENDS, SCRIPT, ChatServer, ScriptedFormat, strictly

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from cppbatch import BatchInferenceEngine, FinishReason, GenerationEvent, GenerationRequest, SamplingParams
-from cppbatch.chat.thinking_budget import ThinkingBudget
+from cppbatch.chat.reasoning import ThinkingBudget
 from cppbatch.config import KvLayout
 from cppbatch.engine.request import ResumeState
 

@@ -13,18 +13,16 @@ import numpy as np
 import pytest
 
 from cppbatch import BatchInferenceEngine, SamplingParams
-from cppbatch.bench.memory.buffers import read_engine_buffers
-from cppbatch.bench.memory.memory_estimate import estimate_memory
-from cppbatch.bench.memory.memory_report import memory_report
-from cppbatch.cli.start_lines import model_line
+from cppbatch.bench.memory_report import memory_report
+from cppbatch.cli.plan_start import model_line
 from cppbatch.config import EngineConfig
 from cppbatch.engine.runtime import load_runtime
 from cppbatch.engine.sequence import Seq
 from cppbatch.engine.speculation import draft_model, speculator
 from cppbatch.engine.speculation.proposer import Draft
-from cppbatch.engine.speculation.row_proposer import RowProposer
-from cppbatch.engine.speculation.row_runtime import choose_row_draft
-from cppbatch.engine.step_cost import StepCost
+from cppbatch.engine.speculation.row_proposers import RowProposer
+from cppbatch.engine.speculation.runtimes import choose_row_draft
+from cppbatch.engine.steps import StepCost
 from cppbatch.errors import ConfigError, LlamaError, ModelError, OutOfRange
 from cppbatch.llama import (
     AssistantContext,
@@ -37,9 +35,10 @@ from cppbatch.llama import (
     Model,
     library,
 )
-from cppbatch.models.draft_files import TARGETS, read_draft_file
-from cppbatch.models.inspect import inspect_model
+from cppbatch.models.inspect import TARGETS, inspect_model, read_draft_file
 from cppbatch.models.synthetic import LlamaShape, byte_vocab
+from cppbatch.sizing.buffers import read_engine_buffers
+from cppbatch.sizing.estimate import estimate_memory
 from tests import tiny_models
 from tests.fakes import greedy
 from tests.native_engines import OpenEngine
@@ -461,7 +460,7 @@ def load(config: EngineConfig) -> BatchInferenceEngine:
 
 def estimate_here(config: EngineConfig) -> list[Any]:
     """As the child process of `estimate_memory`, in this one."""
-    from cppbatch.bench.memory.memory_estimate_child import footprints
+    from cppbatch.sizing.estimate_child import footprints
 
     return list(next(iter(footprints([config]))).buffers)
 

@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from cppbatch import BatchInferenceEngine, SamplingParams
-from cppbatch.cluster.engine_process import EngineProcess
+from cppbatch.cluster.engines.process import EngineProcess
 from cppbatch.config import EngineConfig
 from cppbatch.engine.request import GenerationRequest
 from cppbatch.engine.runtime import load_runtime

@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 from aiohttp.test_utils import TestClient, TestServer
 
-from cppbatch.server import api_errors, log_setup
 from cppbatch.server.app import create_app
-from cppbatch.server.log_setup import set_up
+from cppbatch.server.http import api_errors
+from cppbatch.server.observe import log_setup
+from cppbatch.server.observe.log_setup import set_up
 from tests.listening import HeldEngine, connect, head, listening, post, until
 
 Http = TestClient[Any, Any]

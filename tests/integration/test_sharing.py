@@ -11,7 +11,7 @@ import pytest
 
 from cppbatch import BatchInferenceEngine, SamplingParams
 from cppbatch.config import KvLayout, Sharing
-from cppbatch.engine import save_cost
+from cppbatch.engine.kv import save_cost
 from cppbatch.llama import Batch, Context, Model, probe_prefix_sharing
 from tests.native_engines import OpenEngine
 

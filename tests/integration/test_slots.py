@@ -12,8 +12,8 @@ import pytest
 from aiohttp.test_utils import TestClient, TestServer
 
 from cppbatch import LocalEngine
-from cppbatch.cluster.engine_client import EngineClient
-from cppbatch.cluster.engine_process import EngineProcess
+from cppbatch.cluster.engines.client import EngineClient
+from cppbatch.cluster.engines.process import EngineProcess
 from cppbatch.models.synthetic import write_lora
 from cppbatch.server.app import create_app
 from cppbatch.server.settings import ServerSettings

@@ -13,10 +13,10 @@ import pytest
 from msgspec.structs import replace
 
 from cppbatch import EngineConfig, SamplingParams, findings
-from cppbatch.bench.memory import memory_estimate
-from cppbatch.cluster import worker_process
+from cppbatch.cluster.worker import process
 from cppbatch.config import Sharing
-from cppbatch.llama import Context, Model, find_prefix_sharing, prefix_sharing, vocab
+from cppbatch.llama import Context, Model, find_prefix_sharing, probes, vocab
+from cppbatch.sizing import estimate
 from tests.native_engines import OpenEngine
 
 GREEDY = SamplingParams(temperature=0, max_tokens=16)
@@ -24,13 +24,13 @@ HEAVY = {"gguf", "yaml", "llguidance", "aiohttp", "rich", "prometheus_client"}
 NATIVE = {"numpy", "llama_cpp", "jinja2"}
 SERVE = """
 import cppbatch.cli.serve_command, cppbatch.cli.plan_start, cppbatch.cluster.deployment
-import cppbatch.server.address, cppbatch.server.limits, cppbatch.server.own_names, cppbatch.server.settings
+import cppbatch.server.settings, cppbatch.server.http.limits, cppbatch.server.http.hosts, cppbatch.server.settings
 """
 """What `cppbatch serve` imports before its worker starts."""
 IMPORTS: dict[str, set[str]] = {
     "import cppbatch": HEAVY | NATIVE | {"asyncio", "click", "msgspec", "psutil", "typing", "zmq"},
     "from cppbatch import Llama": HEAVY | {"asyncio", "click", "zmq"},
-    "import cppbatch.cluster.worker_main": HEAVY | {"asyncio", "click"},
+    "import cppbatch.cluster.worker.main": HEAVY | {"asyncio", "click"},
     SERVE: HEAVY | NATIVE | {"zmq"},
 }
 
@@ -54,11 +54,11 @@ def test_a_process_imports_no_large_module_that_it_has_no_use_for(program: str) 
 
 
 async def test_a_worker_that_was_started_early_is_the_first_that_is_used() -> None:
-    await worker_process.start_early()
-    early = worker_process._started[0]
+    await process.start_early()
+    early = process._started[0]
     try:
-        assert await worker_process.worker_process() is early
-        assert not worker_process._started
+        assert await process.worker_process() is early
+        assert not process._started
     finally:
         assert early.stdin
         early.stdin.close()  # as when its server ends before it has a model for it
@@ -72,13 +72,13 @@ async def test_a_worker_that_was_started_early_is_the_first_that_is_used() -> No
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[list[EngineConfig]]:
     """The settings that each child process was asked about."""
     questions: list[list[EngineConfig]] = []
-    ask = memory_estimate._ask
+    ask = estimate._ask
 
-    def record(configs: list[EngineConfig]) -> memory_estimate.MemoryEstimate:
+    def record(configs: list[EngineConfig]) -> estimate.MemoryEstimate:
         questions.append(configs)
         return ask(configs)
 
-    monkeypatch.setattr(memory_estimate, "_ask", record)
+    monkeypatch.setattr(estimate, "_ask", record)
     return questions
 
 
@@ -86,8 +86,8 @@ def test_llama_cpp_is_asked_once_about_the_memory_of_an_engine(
     asked: list[list[EngineConfig]], tiny_llama: Path
 ) -> None:
     config = EngineConfig(model_path=str(tiny_llama), n_ctx=512)
-    first = memory_estimate.estimate_memory([config])
-    assert memory_estimate.estimate_memory([config]) == first
+    first = estimate.estimate_memory([config])
+    assert estimate.estimate_memory([config]) == first
     assert len(asked) == 1
 
 
@@ -95,11 +95,11 @@ def test_a_footprint_is_of_these_kernel_times_which_decide_whether_weights_are_r
     asked: list[list[EngineConfig]], tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     times = tmp_path / "times.json"
-    monkeypatch.setattr(memory_estimate, "times_path", lambda: times)
+    monkeypatch.setattr(estimate, "times_path", lambda: times)
     config = EngineConfig(model_path=str(tiny_llama), n_ctx=768)
-    memory_estimate.estimate_memory([config])
+    estimate.estimate_memory([config])
     times.write_text("{}")
-    memory_estimate.estimate_memory([config])
+    estimate.estimate_memory([config])
     assert len(asked) == 2
 
 
@@ -109,19 +109,19 @@ def test_a_footprint_is_of_these_settings_this_file_and_this_library(
     model = tmp_path / "model.gguf"
     model.write_bytes(tiny_llama.read_bytes())
     config = EngineConfig(model_path=str(model), n_ctx=512)
-    memory_estimate.estimate_memory([config])
-    memory_estimate.estimate_memory([replace(config, n_ctx=1024)])
+    estimate.estimate_memory([config])
+    estimate.estimate_memory([replace(config, n_ctx=1024)])
     assert len(asked) == 2
     before = model.stat()
     model.write_bytes(tiny_llama.read_bytes())
     os.utime(model, ns=(before.st_atime_ns, before.st_mtime_ns))  # as an archive or rsync does
-    memory_estimate.estimate_memory([config])
+    estimate.estimate_memory([config])
     assert len(asked) == 3
     monkeypatch.setenv("GGML_SOMETHING", "1")
-    memory_estimate.estimate_memory([config])
+    estimate.estimate_memory([config])
     assert len(asked) == 4
     monkeypatch.setattr(findings, "_cpu", lambda: "another CPU")
-    memory_estimate.estimate_memory([config])
+    estimate.estimate_memory([config])
     assert len(asked) == 5
 
 
@@ -131,11 +131,11 @@ def test_an_estimate_that_failed_and_one_for_a_gpu_are_asked_for_again(
     damaged = tmp_path / "damaged.gguf"
     damaged.write_bytes(tiny_llama.read_bytes()[:-1000])
     for _ in range(2):
-        assert memory_estimate.estimate_memory([EngineConfig(model_path=str(damaged))]).footprints[0].error
+        assert estimate.estimate_memory([EngineConfig(model_path=str(damaged))]).footprints[0].error
     assert len(asked) == 2
-    monkeypatch.setattr(memory_estimate, "computes_on_cpu_only", lambda folder: False)
+    monkeypatch.setattr(estimate, "computes_on_cpu_only", lambda folder: False)
     for _ in range(2):
-        memory_estimate.estimate_memory([EngineConfig(model_path=str(tiny_llama), n_ctx=512)])
+        estimate.estimate_memory([EngineConfig(model_path=str(tiny_llama), n_ctx=512)])
     assert len(asked) == 4
 
 
@@ -160,13 +160,13 @@ def test_a_build_for_gpus_is_known_by_its_libraries(files: list[str], is_cpu_onl
 
 def test_sharing_that_works_is_probed_once_for_each_setting(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     probed: list[bool] = []
-    probe = prefix_sharing.probe_prefix_sharing
+    probe = probes.probe_prefix_sharing
 
     def record(context: Context) -> Sharing:
         probed.append(context.kv_unified)
         return probe(context)
 
-    monkeypatch.setattr(prefix_sharing, "probe_prefix_sharing", record)
+    monkeypatch.setattr(probes, "probe_prefix_sharing", record)
     with Model(tiny_llama) as model:
         for unified, expected in ((True, "cells"), (True, "cells"), (False, "copy"), (False, "copy")):
             context = Context(model, n_ctx=1024, n_seq_max=4, n_threads=1, kv_unified=unified)
@@ -177,7 +177,7 @@ def test_sharing_that_works_is_probed_once_for_each_setting(tiny_llama: Path, mo
 
 def test_sharing_that_does_not_work_is_probed_each_time(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     answers: list[Sharing] = ["whole", "none", "cells"]
-    monkeypatch.setattr(prefix_sharing, "probe_prefix_sharing", lambda context: answers.pop(0))
+    monkeypatch.setattr(probes, "probe_prefix_sharing", lambda context: answers.pop(0))
     with Model(tiny_llama) as model:
         context = Context(model, n_ctx=1024, n_seq_max=4, n_threads=1, kv_unified=True)
         assert [find_prefix_sharing(context) for _ in range(4)] == ["whole", "none", "cells", "cells"]

@@ -12,9 +12,12 @@ import pytest
 from cppbatch import BatchInferenceEngine
 from cppbatch.bench.prompts import Lengths
 from cppbatch.bench.strategies import STRATEGIES
-from cppbatch.bench.strategies.compare_strategies import StrategyComparison, compare_strategies
-from cppbatch.bench.strategies.offline_workload import OfflineWorkload
-from cppbatch.bench.strategies.strategy_runner import run_workload
+from cppbatch.bench.strategies.compare_strategies import (
+    OfflineWorkload,
+    StrategyComparison,
+    compare_strategies,
+    run_workload,
+)
 from cppbatch.config import EngineConfig
 from tests.unit.test_strategies import KNOWN
 

@@ -17,7 +17,7 @@ from cppbatch import BatchInferenceEngine, SamplingParams
 from cppbatch.bench.explain import explain, plot_explanation, read_steps
 from cppbatch.cli.main import cli
 from cppbatch.engine.ideal import LOST
-from cppbatch.engine.trace import TRACKS, Trace
+from cppbatch.engine.observe.trace import TRACKS, Trace
 from cppbatch.errors import ConfigError
 
 SETTINGS: dict[str, Any] = {"n_ctx": 512, "n_parallel": 2, "n_threads": 1}

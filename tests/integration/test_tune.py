@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from cppbatch.bench.profile import profiles_folder
 from cppbatch.bench.tune import tuner
 from cppbatch.bench.tune.measurement import MeasurementTask, measure_in_child
 from cppbatch.cli.main import cli
 from cppbatch.config import EngineConfig
+from cppbatch.sizing.profile import profiles_folder
 
 
 def test_a_process_that_cannot_load_the_model_says_why(tmp_path: Path) -> None:

@@ -11,8 +11,8 @@ import cppbatch.ray  # noqa: F401  # before Ray: its settings
 import ray  # isort: skip
 
 from cppbatch import EngineConfig, GenerationRequest, SamplingParams
-from cppbatch.ray.ray_engine import RayEngine
-from cppbatch.ray.serve_replicas import ServeReplicas
+from cppbatch.ray.engine import RayEngine
+from cppbatch.ray.replica.serve_replicas import ServeReplicas
 
 
 async def main(address: str, model: str) -> None:

@@ -20,11 +20,11 @@ from ray import serve
 from ray.cluster_utils import Cluster
 
 from cppbatch import EngineConfig, FinishReason, GenerationEvent, GenerationRequest, LocalEngine, SamplingParams
-from cppbatch.cluster.engine_client import EngineClient, Health
+from cppbatch.cluster.engines.client import EngineClient, Health
 from cppbatch.errors import InvalidRequest, ModelError, QueueFull
-from cppbatch.ray.ray_engine import RayEngine
-from cppbatch.ray.replica_deployment import engine_application
-from cppbatch.ray.serve_replicas import ServeReplicas
+from cppbatch.ray.engine import RayEngine
+from cppbatch.ray.replica.deployment import engine_application
+from cppbatch.ray.replica.serve_replicas import ServeReplicas
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(150)]
 

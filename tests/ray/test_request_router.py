@@ -14,8 +14,8 @@ from ray.serve._private.common import DeploymentHandleSource, DeploymentID, Repl
 from ray.serve.request_router import PendingRequest
 
 from cppbatch import GenerationRequest
-from cppbatch.cluster.prefix_router import prompt_prefixes
-from cppbatch.ray.request_router import PrefixRequestRouter
+from cppbatch.cluster.rules import prompt_prefixes
+from cppbatch.ray.replica.deployment import PrefixRequestRouter
 
 WORDS = "All of them begin with these words, which are worth reading only once. " * 40
 DEPLOYMENT = DeploymentID("engine", "cppbatch")

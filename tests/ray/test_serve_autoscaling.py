@@ -10,10 +10,9 @@ import pytest
 
 pytest.importorskip("ray")
 
+from fleet.serve_autoscaling import Autoscaling, ServeAutoscaler
 from ray.serve import autoscaling_policy
 from ray.serve.config import AutoscalingConfig, AutoscalingContext
-
-from cppbatch.bench.fleet.serve_autoscaling import Autoscaling, ServeAutoscaler
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -17,11 +17,11 @@ from threading import Event
 import pytest
 
 from cppbatch import EngineConfig, GenerationRequest, SamplingParams
-from cppbatch.bench.memory import memory_check
-from cppbatch.bench.memory.memory_check import memory_shortage
-from cppbatch.cluster import scaling_rule
-from cppbatch.cluster.autoscaled_group import AutoscaledGroup
+from cppbatch.cluster import rules
 from cppbatch.cluster.deployment import Deployment
+from cppbatch.cluster.engines.autoscaled import AutoscaledGroup
+from cppbatch.sizing import sizes
+from cppbatch.sizing.sizes import memory_shortage
 from tests import tiny_models
 from tests.server_process import ServerProcess
 
@@ -31,8 +31,8 @@ SOON = 60.0
 @pytest.fixture(autouse=True)
 def short_times(monkeypatch: pytest.MonkeyPatch) -> None:
     """A burst of tiny models is over in seconds."""
-    monkeypatch.setattr(scaling_rule, "_QUEUE_DELAY_S", 0.2)
-    monkeypatch.setattr(scaling_rule, "_MAX_WAIT_S", 0.5)
+    monkeypatch.setattr(rules, "_QUEUE_DELAY_S", 0.2)
+    monkeypatch.setattr(rules, "_MAX_WAIT_S", 0.5)
 
 
 @pytest.fixture
@@ -125,7 +125,7 @@ async def test_a_draining_worker_that_is_killed_finishes_its_streams(group: Auto
 async def test_a_worker_that_memory_forbids_is_not_started(
     group: AutoscaledGroup, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(memory_check, "free_host_memory", lambda: 5 << 20)
+    monkeypatch.setattr(sizes, "free_host_memory", lambda: 5 << 20)
     end = asyncio.Event()
     burst = asyncio.create_task(clients(group, 40, end))
     await until(lambda: group.scaling().held_back is not None)

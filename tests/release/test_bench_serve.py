@@ -73,7 +73,7 @@ def test_our_own_server_gives_all_tokens_and_no_repeat_finds_its_prompts_cached(
 
 
 def test_the_client_does_not_load_llama_cpp() -> None:
-    modules = "cppbatch.bench.load.compare_servers, cppbatch.bench.load.load_plot"
+    modules = "cppbatch.bench.load.compare_servers, cppbatch.bench.load.results"
     code = f"import sys, {modules}; print('llama_cpp' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"
 

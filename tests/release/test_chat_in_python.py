@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from cppbatch import BatchInferenceEngine, InvalidRequest, LocalEngine, SamplingParams
-from cppbatch.engine.chat_results import ChatCompletion
+from cppbatch.engine.chats import ChatCompletion
 from tests.scripted_chat import ChatServer
 
 SETTINGS: dict[str, Any] = {"n_ctx": 2048, "n_parallel": 4, "n_threads": 1, "spec": "off"}

@@ -8,7 +8,7 @@ from pathlib import Path
 import openai
 import pytest
 
-from cppbatch.jobs.batch_store import BatchStore
+from cppbatch.jobs.batches.store import BatchStore
 from tests.batch_files import client_of, start_server
 from tests.server_process import ServerProcess
 

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from cppbatch import BatchInferenceEngine, FinishReason, GenerationEvent, GenerationRequest, LocalEngine
-from cppbatch.cluster import supervisor
-from cppbatch.cluster.engine_process import EngineProcess
+from cppbatch.cluster.engines import supervisor
+from cppbatch.cluster.engines.process import EngineProcess
 from cppbatch.engine.embeddings import vector_of
 from cppbatch.engine.request import Pair, Prompt
 from cppbatch.errors import InvalidRequest

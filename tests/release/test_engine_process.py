@@ -22,11 +22,13 @@ import zmq
 from aiohttp.test_utils import TestClient, TestServer
 
 from cppbatch import FinishReason, GenerationEvent, GenerationRequest, SamplingParams
-from cppbatch.cluster import supervisor, worker_handle, worker_link
-from cppbatch.cluster.engine_client import Health
-from cppbatch.cluster.engine_process import EngineProcess
-from cppbatch.cluster.in_flight import InFlightRequest
-from cppbatch.cluster.worker_link import LoadFailed
+from cppbatch.cluster import link
+from cppbatch.cluster.engines import supervisor
+from cppbatch.cluster.engines.client import Health
+from cppbatch.cluster.engines.in_flight import InFlightRequest
+from cppbatch.cluster.engines.process import EngineProcess
+from cppbatch.cluster.link import LoadFailed
+from cppbatch.cluster.worker import handle
 from cppbatch.config import EngineConfig
 from cppbatch.engine.request import ResumeState
 from cppbatch.errors import EngineClosed, GenerationFailed, InvalidRequest, LibraryError, ModelError, QueueFull
@@ -51,7 +53,7 @@ def nothing_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iter
     folder = tempfile.mkdtemp(prefix="t")  # a short path, for the sockets
     monkeypatch.setattr(tempfile, "tempdir", folder)
     yield
-    assert not [child for child in psutil.Process().children() if "cppbatch.cluster.worker_main" in child.cmdline()]
+    assert not [child for child in psutil.Process().children() if "cppbatch.cluster.worker.main" in child.cmdline()]
     os.rmdir(folder)
 
 
@@ -264,7 +266,7 @@ async def test_a_text_that_crashes_the_tokeniser_fails_alone(tiny_llama: Path) -
 
 
 async def test_a_prompt_whose_preparation_hangs_fails_alone(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker_handle, "_MAX_PREPARATION_S", 0.5)
+    monkeypatch.setattr(handle, "_MAX_PREPARATION_S", 0.5)
     async with opened(tiny_llama, "hangs_on_texts", step_timeout=1) as engine:
         texts = [*(request(i, max_tokens=200) for i in range(6)), request("bad", "this is poison")]
         *others, poisonous = await together(engine, texts)
@@ -334,12 +336,12 @@ async def test_an_out_of_memory_kill_blames_the_request(
 ) -> None:
     """The kernel counts such kills; where it has no counter, every SIGKILL may be one."""
     counters = tmp_path / "vmstat"
-    monkeypatch.setattr(worker_handle, "_KERNEL_COUNTERS", counters)
+    monkeypatch.setattr(handle, "_KERNEL_COUNTERS", counters)
     async with opened(tiny_llama, "kills_itself") as engine:
         (events,) = await together(engine, [request("bad", [5, 6, POISON, 7])])
         assert "3 times in a row" in (events[-1].error or "")
     counters.write_text("nr_free_pages 5\noom_kill 7\n")
-    assert worker_handle._oom_kills() == 7
+    assert handle._oom_kills() == 7
 
 
 # --- loading ----------------------------------------------------------------------------------------------------------
@@ -461,7 +463,7 @@ async def test_without_sockets_in_files_the_link_is_loopback_and_encrypted(
 ) -> None:
     async with opened(tiny_llama) as engine:
         undisturbed = [told(events) for events in await together(engine, sixteen())]
-    monkeypatch.setattr("cppbatch.cluster.worker_handle.can_use_files", lambda folder: False)
+    monkeypatch.setattr("cppbatch.cluster.worker.handle.can_use_files", lambda folder: False)
     async with opened(tiny_llama) as engine:
         worker = engine._supervisor.worker
         assert worker
@@ -489,15 +491,15 @@ async def test_a_worker_that_breaks_the_protocol_is_replaced(tiny_llama: Path) -
 
 
 def test_short_paths_are_for_files_and_long_ones_are_not() -> None:
-    assert worker_link.can_use_files(Path("/tmp/x"))
-    assert not worker_link.can_use_files(Path("/" + "x" * 200))
+    assert link.can_use_files(Path("/tmp/x"))
+    assert not link.can_use_files(Path("/" + "x" * 200))
 
 
 # --- the server's process ---------------------------------------------------------------------------------------------
 
 PARENT = """
 import asyncio, sys
-from cppbatch.cluster.engine_process import EngineProcess
+from cppbatch.cluster.engines.process import EngineProcess
 
 async def main():
     async with EngineProcess(sys.argv[1], n_ctx=256, n_parallel=2, n_threads=1) as engine:
@@ -539,13 +541,13 @@ def test_interrupting_the_whole_group_leaves_the_worker_to_the_servers_process(t
 def test_a_worker_whose_server_has_ended_says_nothing(tiny_llama: Path, tmp_path: Path, n_bytes: int | None) -> None:
     """Its folder is removed while it starts. Ctrl-C while the model loads showed a traceback of the worker."""
     (tmp_path / "link").mkdir()
-    setup = worker_link.WorkerSetup(
+    setup = link.WorkerSetup(
         config=EngineConfig(model_path=str(tiny_llama), n_ctx=256, n_parallel=2, n_threads=1),
         folder=str(tmp_path / "link"),
         endpoint=f"ipc://{tmp_path}/link/socket",
         log_level=30,
     )
-    command = [sys.executable, "-m", "cppbatch.cluster.worker_main"]
+    command = [sys.executable, "-m", "cppbatch.cluster.worker.main"]
     line = msgspec.json.encode(setup) + b"\n"
     done = subprocess.run(command, input=line[:n_bytes], capture_output=True, timeout=60, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (0, b"", b"")

@@ -9,8 +9,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from cppbatch.bench.child_process import ChildProcess, free_port, run_with_timeout
-from cppbatch.bench.machine import this_machine
+from cppbatch.sizing.child_process import ChildProcess, free_port, run_with_timeout
+from cppbatch.sizing.machine import this_machine
 from tests.fake_peers import write_llama_server, write_program
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "gpu_report.py"

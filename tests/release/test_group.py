@@ -11,7 +11,7 @@ import pytest
 
 from cppbatch import GenerationRequest, SamplingParams
 from cppbatch.cluster.deployment import Deployment
-from cppbatch.cluster.engine_group import EngineGroup
+from cppbatch.cluster.engines.group import EngineGroup
 from cppbatch.config import EngineConfig
 from cppbatch.errors import ModelError
 

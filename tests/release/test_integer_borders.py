@@ -17,16 +17,15 @@ import msgspec
 import pytest
 from aiohttp.test_utils import TestClient, TestServer
 
-from cppbatch.cluster.engine_process import EngineProcess
-from cppbatch.jobs.input_format import InputFormat
+from cppbatch.cluster.engines.process import EngineProcess
+from cppbatch.jobs.input.format import InputFormat, RequestBuilder
+from cppbatch.jobs.input.reader import parse_json_line
 from cppbatch.jobs.job_request import JobRequest
-from cppbatch.jobs.jsonl_input import parse_json_line
-from cppbatch.jobs.request_builder import RequestBuilder
+from cppbatch.server.api.batches.handler import URLS, BatchRequestHandler
 from cppbatch.server.app import create_app
-from cppbatch.server.batches.batch_handler import URLS, BatchRequestHandler
-from cppbatch.server.limits import Limits
+from cppbatch.server.http.limits import Limits
+from cppbatch.server.models.served import OneModel
 from cppbatch.server.openapi import document
-from cppbatch.server.served_models import OneModel
 from cppbatch.server.settings import ServerSettings
 from tests.sane_figures import assert_sane
 

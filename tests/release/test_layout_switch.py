@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from cppbatch import BatchInferenceEngine, FinishReason, GenerationRequest, LocalEngine, SamplingParams
-from cppbatch.cluster import supervisor
-from cppbatch.cluster.engine_client import EngineClient
-from cppbatch.cluster.engine_process import EngineProcess
+from cppbatch.cluster.engines import supervisor
+from cppbatch.cluster.engines.client import EngineClient
+from cppbatch.cluster.engines.process import EngineProcess
 from tests.native_engines import SETTINGS
 
 PARAMS = SamplingParams(temperature=0, max_tokens=120, ignore_eos=True)

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from aiohttp.test_utils import TestClient, TestServer
 
-from cppbatch.cluster.engine_client import Health
+from cppbatch.cluster.engines.client import Health
 from cppbatch.errors import ConfigError
 from cppbatch.server.admission import IN_FLIGHT
 from cppbatch.server.app import create_app

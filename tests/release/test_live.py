@@ -12,7 +12,7 @@ from pathlib import Path
 import aiohttp
 import msgspec
 
-from cppbatch.server.live import LiveSnapshot, LiveWorker
+from cppbatch.server.observe.live import LiveSnapshot, LiveWorker
 from tests.server_process import ServerProcess
 from tests.unit.test_live_types import check_cells
 

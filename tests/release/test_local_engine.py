@@ -15,9 +15,9 @@ from typing import Any, TypeVar
 import pytest
 
 from cppbatch import FinishReason, GenerationEvent, GenerationRequest, LocalEngine, SamplingParams
-from cppbatch.cluster import local_engine
-from cppbatch.cluster.engine_client import EngineClient
-from cppbatch.cluster.engine_process import EngineProcess
+from cppbatch.cluster.engines import local
+from cppbatch.cluster.engines.client import EngineClient
+from cppbatch.cluster.engines.process import EngineProcess
 from cppbatch.config import EngineConfig
 from cppbatch.engine.core import EngineCore
 from cppbatch.engine.request import RequestUsage
@@ -119,7 +119,7 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
         assert gate.wait(20)
         return EngineCore(config, progress=progress, **hooks)
 
-    monkeypatch.setattr(local_engine, "EngineCore", load)
+    monkeypatch.setattr(local, "EngineCore", load)
     yield gate
     gate.set()
 

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from cppbatch import GenerationRequest, InvalidRequest, SamplingParams
-from cppbatch.cluster import supervisor
-from cppbatch.cluster.engine_process import EngineProcess
+from cppbatch.cluster.engines import supervisor
+from cppbatch.cluster.engines.process import EngineProcess
 from cppbatch.models.synthetic import LlamaShape, write_lora
 from tests.lora_texts import (
     FLOATS,

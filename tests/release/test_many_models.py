@@ -17,8 +17,8 @@ import psutil
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from cppbatch.bench.memory.models_beside import first_beside
 from cppbatch.config import EngineConfig
+from cppbatch.sizing.sizes import first_beside
 from tests import tiny_models
 from tests.server_process import ServerProcess
 
@@ -123,7 +123,7 @@ async def test_the_same_while_a_worker_is_killed_every_5_seconds(server: ServerP
     def workers() -> list[psutil.Process]:
         """Those that compute, and those that load."""
         children = psutil.Process(server.process.pid).children()
-        return [child for child in children if "cppbatch.cluster.worker_main" in child.cmdline()]
+        return [child for child in children if "cppbatch.cluster.worker.main" in child.cmdline()]
 
     async def kill_workers() -> None:
         nonlocal killed

@@ -21,7 +21,7 @@ from cppbatch import (
     MediaPrompt,
     SamplingParams,
 )
-from cppbatch.cluster import supervisor
+from cppbatch.cluster.engines import supervisor
 from tests import tiny_projectors
 from tests.fakes import greedy
 from tests.listening import until

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from cppbatch.bench.memory import memory_check
 from cppbatch.cli.main import cli
 from cppbatch.errors import ConfigError
+from cppbatch.sizing import sizes as memory_check
 from tests.server_process import ServerProcess
 
 

@@ -12,14 +12,14 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
-from cppbatch.bench.memory import memory_estimate_child
-from cppbatch.bench.memory.buffers import Buffer, read_buffers
-from cppbatch.bench.memory.measure_memory import MeasuredMemory
-from cppbatch.bench.memory.memory_estimate import Footprint, estimate_memory
+from cppbatch.bench.memory_report import MeasuredMemory
 from cppbatch.config import EngineConfig, KvLayout
 from cppbatch.engine.runtime import load_model, make_context
 from cppbatch.errors import EstimateFailed, OutOfRange
 from cppbatch.llama import Backend, Batch
+from cppbatch.sizing import estimate_child
+from cppbatch.sizing.buffers import Buffer, read_buffers
+from cppbatch.sizing.estimate import Footprint, estimate_memory
 
 LOGGED = ("weights", "cells", "states", "compute", "output")
 ROUNDED = 2 * 2**20 // 100  # llama.cpp logs hundredths of a MiB
@@ -77,15 +77,15 @@ def test_more_cells_than_are_simulated_are_extrapolated(default_model: Path) -> 
 def test_recurrent_states_that_would_be_too_much_for_a_trial_are_extrapolated(
     tiny_mamba: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(memory_estimate_child, "_MAX_REAL_STATE_BYTES", 200_000)
+    monkeypatch.setattr(estimate_child, "_MAX_REAL_STATE_BYTES", 200_000)
     config = EngineConfig(model_path=str(tiny_mamba), n_ctx=4096, n_parallel=64, n_threads=1)
-    [footprint] = memory_estimate_child.footprints([config])
+    [footprint] = estimate_child.footprints([config])
     assert sizes(footprint.buffers)["states"] == pytest.approx(really(config)["states"], rel=0.05)
 
 
 GROWTH = """
 import sys, msgspec
-from cppbatch.bench.memory.measure_memory import measure_memory
+from cppbatch.bench.memory_report import measure_memory
 from cppbatch.config import EngineConfig
 print(msgspec.json.encode(measure_memory(msgspec.json.decode(sys.argv[1], type=EngineConfig))).decode())
 """

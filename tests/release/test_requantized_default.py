@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from cppbatch.bench.quality.compare_files import compare_files
+from cppbatch.bench.quality import compare_files
 from cppbatch.bench.report import Report
 from cppbatch.models.kernels import has_gpu, kernel_times
 from cppbatch.models.pull import choose_model, pull_default

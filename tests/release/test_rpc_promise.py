@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from cppbatch import BatchInferenceEngine, SamplingParams
-from cppbatch.cluster.engine_process import EngineProcess
+from cppbatch.cluster.engines.process import EngineProcess
 from cppbatch.engine.request import GenerationRequest
 from tests.rpc_workers import RpcWorker
 

@@ -17,7 +17,7 @@ from typing import Any
 import openai
 import pytest
 
-from cppbatch.bench.child_process import free_port
+from cppbatch.sizing.child_process import free_port
 from tests.server_process import ServerProcess
 
 IGNORE_EOS = {"ignore_eos": True}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from cppbatch import GenerationRequest, LocalEngine, SamplingParams
-from cppbatch.engine.trace import TRACKS
+from cppbatch.engine.observe.trace import TRACKS
 from tests.integration.test_trace import spans
 
 

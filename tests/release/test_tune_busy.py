@@ -11,7 +11,7 @@ import pytest
 
 from cppbatch import EngineConfig
 from cppbatch.bench.tune.tuner import Tuner
-from cppbatch.llama.quantize import quantize
+from cppbatch.llama.quantize_child import quantize
 from tests.conftest import once_a_run
 
 

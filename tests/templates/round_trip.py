@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from cppbatch.chat.chat_format import ChatFormat, ChatTurn, PreparedChat
-from cppbatch.chat.deltas import AssistantMessage
+from cppbatch.chat.output_parser import AssistantMessage
 from cppbatch.chat.template import ChatTemplate
 from cppbatch.chat.tools import ToolChoice
 from cppbatch.errors import InvalidRequest

@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 import pytest
 
 from cppbatch.engine.sampling import grammar_child
-from cppbatch.engine.sampling.grammar_check import GrammarChecker
+from cppbatch.engine.sampling.structured_output import GrammarChecker
 
 _TOKENIZER = grammar_child.bytes_tokenizer()
 

@@ -8,7 +8,7 @@ import pytest
 
 from cppbatch import EngineConfig
 from cppbatch.engine.model_info import ModelInfo
-from cppbatch.server.announcement import changed_cells, first_lines
+from cppbatch.server.process import changed_cells, first_lines
 
 _INFO: dict[str, Any] = {
     "name": "m", "path": "m.gguf", "description": "llama 135M", "size_bytes": 1, "n_params": 1, "n_vocab": 1,

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from cppbatch.config import EngineConfig
-from cppbatch.engine.attention_choice import (
+from cppbatch.models.attention_times import Attention, AttentionTimes
+from cppbatch.sizing.attention import (
     CLEAR_GAIN,
     MAX_EXCESS_KL,
     AttentionChoice,
@@ -16,7 +17,6 @@ from cppbatch.engine.attention_choice import (
     suits_unified,
     usual_load,
 )
-from cppbatch.models.attention_times import Attention, AttentionTimes
 
 F16_ON, F16_OFF = Attention("on", "f16", "f16"), Attention("off", "f16", "f16")
 BF16_ON, Q8_ON = Attention("on", "bf16", "bf16"), Attention("on", "q8_0", "q8_0")

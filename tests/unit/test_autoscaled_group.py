@@ -16,11 +16,11 @@ from click.testing import CliRunner
 
 from cppbatch import EngineConfig, EngineProcess, FinishReason, GenerationEvent, GenerationRequest, SamplingParams
 from cppbatch.cli.engine_options import deployment_options
-from cppbatch.cluster import autoscaled_group, supervisor
-from cppbatch.cluster.autoscaled_group import AutoscaledGroup
 from cppbatch.cluster.deployment import Deployment
-from cppbatch.cluster.engine_client import ScalingState
-from cppbatch.cluster.scaling_rule import ScalingRule
+from cppbatch.cluster.engines import autoscaled, supervisor
+from cppbatch.cluster.engines.autoscaled import AutoscaledGroup
+from cppbatch.cluster.engines.client import ScalingState
+from cppbatch.cluster.rules import ScalingRule
 from cppbatch.config import available_threads
 from cppbatch.errors import ConfigError
 from tests.fake_workers import FakeWorker, fake_workers, text_of
@@ -72,7 +72,7 @@ class Fleet:
         self, monkeypatch: pytest.MonkeyPatch, most: int = 3, least: int = 1, n_threads: int = 1, delay: float = 60.0
     ) -> None:
         self.now = 1000.0
-        monkeypatch.setattr(autoscaled_group, "monotonic", lambda: self.now)
+        monkeypatch.setattr(autoscaled, "monotonic", lambda: self.now)
         self.config = EngineConfig(model_path="m.gguf", n_parallel=N_PARALLEL, n_ctx=512, n_threads=n_threads)
         self.rule = ScalingRule(min_workers=least, max_workers=most, n_parallel=N_PARALLEL, downscale_delay=delay)
         self.shortage: str | None = None
@@ -312,7 +312,7 @@ async def test_the_state_of_each_worker_is_reported(fleet: Fleet) -> None:
 async def test_workers_that_compute_share_the_cores(
     fake_workers: list[FakeWorker], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(autoscaled_group, "available_threads", lambda: 4)
+    monkeypatch.setattr(autoscaled, "available_threads", lambda: 4)
     fleet = Fleet(monkeypatch, n_threads=0)
     await fleet.group.loaded()
     await settle()
@@ -334,7 +334,7 @@ async def test_workers_that_compute_share_the_cores(
 async def test_on_a_cpu_each_worker_needs_a_core(
     fake_workers: list[FakeWorker], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(autoscaled_group, "available_threads", lambda: 2)
+    monkeypatch.setattr(autoscaled, "available_threads", lambda: 2)
     fleet = Fleet(monkeypatch, most=5, n_threads=0)
     await fleet.group.loaded()
     await settle()

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from cppbatch.bench.batch_gain import gain_notes, gains_from
 from cppbatch.models import kernel_advice
+from cppbatch.models.kernel_advice import gain_notes, gains_from
 from cppbatch.models.kernels import KernelTimes
 from tests import tiny_models
 

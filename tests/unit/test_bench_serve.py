@@ -8,11 +8,9 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import BaseTestServer, TestServer
 
-from cppbatch.bench.load.arrivals import closed_loop
-from cppbatch.bench.load.compare_servers import compare_servers
-from cppbatch.bench.load.load_client import LoadClient, RequestOutcome, TargetServer
-from cppbatch.bench.load.load_report import LoadReport
-from cppbatch.bench.load.target import Target, probe_server
+from cppbatch.bench.load.client import LoadClient, RequestOutcome, TargetServer
+from cppbatch.bench.load.compare_servers import Target, closed_loop, compare_servers, probe_server
+from cppbatch.bench.load.results import LoadReport
 from cppbatch.bench.load.workload import LoadRequest, LoadSettings, Workload
 from cppbatch.bench.prompts import Lengths
 from cppbatch.cli.main import cli

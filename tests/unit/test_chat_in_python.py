@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from cppbatch import BatchInferenceEngine, ChatCompletion, ChatEvent, FinishReason, InvalidRequest, SamplingParams
-from cppbatch.chat.deltas import TextDelta, ToolCall
-from cppbatch.chat.message_types import ChatMessage, conversation_of
+from cppbatch.chat.messages import ChatMessage, conversation_of
+from cppbatch.chat.output_parser import TextDelta, ToolCall
 from cppbatch.errors import ConfigError, LlamaError
 from cppbatch.typed_json import convert
 from tests.fakes import context_of, fake_engine, greedy

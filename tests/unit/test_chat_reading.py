@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cppbatch.chat.deltas import ArgumentsDelta, ReasoningDelta, TextDelta, ToolCallStart
+from cppbatch.chat.output_parser import ArgumentsDelta, ReasoningDelta, TextDelta, ToolCallStart
 from tests.chat_families import QUESTION, TEMPLATES, WEATHER, calls_of, chat_format, message, pieces, turn
 
 PARIS = ("get_weather", {"city": "Paris"})

@@ -9,11 +9,10 @@ from typing import Any
 
 import pytest
 
-from cppbatch.chat.media_parts import media_of
-from cppbatch.chat.message_types import ChatMessage, conversation_of
-from cppbatch.cli.chat_backends import FULL, AnswerEnd, AnswerPart
-from cppbatch.cli.chat_session import COMMANDS, ChatSession, read_messages
-from cppbatch.engine.media_sources import local_media
+from cppbatch.chat.messages import ChatMessage, conversation_of, media_of
+from cppbatch.cli.chat.backends import FULL, AnswerEnd, AnswerPart
+from cppbatch.cli.chat.session import COMMANDS, ChatSession, read_messages
+from cppbatch.engine.media.sources import local_media
 from cppbatch.engine.request import Media
 from cppbatch.errors import ConfigError, CppBatchError
 from cppbatch.typed_json import convert

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from cppbatch import BatchInferenceEngine
-from cppbatch.engine import kv_pool
-from cppbatch.engine.checkpoints import CheckpointPlaces
+from cppbatch.engine.kv import pool
+from cppbatch.engine.kv.checkpoints import CheckpointPlaces
 from tests.fakes import context_of, drain, fake_engine, greedy, reference, tokens_of
 
 MARKER = 8  # a marker of the fake vocabulary
@@ -24,7 +24,7 @@ WITH_CELLS = pytest.mark.parametrize("kind", ["cells and states", "streams and s
 
 @pytest.fixture(autouse=True)
 def short_prefixes_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kv_pool, "_MIN_CACHED", 8)
+    monkeypatch.setattr(pool, "_MIN_CACHED", 8)
 
 
 def engine_of(kind: str, **settings: Any) -> BatchInferenceEngine:

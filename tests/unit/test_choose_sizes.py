@@ -8,14 +8,12 @@ from collections.abc import Collection
 import pytest
 from msgspec.structs import replace
 
-from cppbatch.bench.memory import memory_check
-from cppbatch.bench.memory.buffers import Buffer
-from cppbatch.bench.memory.choose_sizes import MARGIN, size_candidates
-from cppbatch.bench.memory.memory_check import check_planned, first_ample
-from cppbatch.bench.memory.memory_estimate import Device, Footprint, MemoryEstimate
-from cppbatch.bench.memory.weights import MAPPED
 from cppbatch.config import EngineConfig
 from cppbatch.errors import ConfigError, EstimateFailed
+from cppbatch.sizing import sizes as memory_check
+from cppbatch.sizing.buffers import MAPPED, Buffer
+from cppbatch.sizing.estimate import Device, Footprint, MemoryEstimate
+from cppbatch.sizing.sizes import MARGIN, check_planned, first_ample, size_candidates
 
 GIB, MIB = 2**30, 2**20
 CONFIG = EngineConfig("model.gguf")

@@ -11,9 +11,9 @@ from llguidance import LLMatcher
 
 from cppbatch import SamplingParams
 from cppbatch.chat.lark_grammar import LarkGrammar
-from cppbatch.closed_objects import closed_objects, compact_schema
-from cppbatch.engine.sampling.grammar_check import GrammarChecker
 from cppbatch.engine.sampling.grammar_child import bytes_tokenizer
+from cppbatch.engine.sampling.structured_output import GrammarChecker
+from cppbatch.json_schema import closed_objects, compact_schema
 
 INTEGER = {"type": "integer"}
 A = {"type": "object", "properties": {"a": INTEGER}}

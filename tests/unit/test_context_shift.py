@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from cppbatch import BatchInferenceEngine, FinishReason, GenerationEvent, SamplingParams
 from cppbatch.config import Sharing
-from cppbatch.engine import kv_pool, prefix_cache
-from cppbatch.engine.layout_policy import LayoutSwitch
+from cppbatch.engine.kv import pool, prefix_cache
+from cppbatch.engine.kv.layout_policy import LayoutSwitch
 from cppbatch.engine.request import GenerationRequest, ResumeState
 from cppbatch.errors import DecodeFailed, InvalidRequest
 from tests.fakes import (
@@ -38,7 +38,7 @@ def small_prefixes() -> Iterator[None]:
         patch.setattr(prefix_cache, "_WORTH_WAITING", 3)
         patch.setattr(prefix_cache, "_COST_OF_TAKING", 1)
         patch.setattr(prefix_cache, "_COST_OF_COPYING", 2)
-        patch.setattr(kv_pool, "_MIN_CACHED", 2)
+        patch.setattr(pool, "_MIN_CACHED", 2)
         yield
 
 

@@ -16,13 +16,12 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 from aiohttp.typedefs import Handler
 
-from cppbatch.cluster.engine_client import Health
+from cppbatch.cluster.engines.client import Health
 from cppbatch.errors import ConfigError
-from cppbatch.server.api_keys import Keys
 from cppbatch.server.app import create_app
-from cppbatch.server.cors import CrossOrigin
-from cppbatch.server.cross_site import CrossSite, RequestHead
-from cppbatch.server.own_names import names_of
+from cppbatch.server.auth.rules import Keys
+from cppbatch.server.cross_site import CrossOrigin, CrossSite, RequestHead
+from cppbatch.server.http.hosts import names_of
 from cppbatch.server.settings import ServerSettings
 
 EVIL = "https://evil.example"

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from llguidance import LLMatcher, LLTokenizer, grammar_from
 
-from cppbatch.chat.deltas import ArgumentsDelta, AssistantMessage, ToolCallStart
-from cppbatch.chat.escaped_lark import UnsupportedGrammar, escaped_lark
+from cppbatch.chat.lark_grammar import UnsupportedGrammar, escaped_lark
+from cppbatch.chat.output_parser import ArgumentsDelta, AssistantMessage, ToolCallStart
 from cppbatch.errors import InvalidRequest
 from tests.chat_families import PING, TEMPLATES, pieces, turn
 from tests.unit.test_chat_grammar import random_text

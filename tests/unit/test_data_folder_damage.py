@@ -17,13 +17,11 @@ import msgspec
 import pytest
 
 from cppbatch.errors import StorageError
-from cppbatch.jobs.active_batch import ActiveBatch
-from cppbatch.jobs.batch_manager import BatchManager
-from cppbatch.jobs.batch_records import Batch, BatchRecord, File
-from cppbatch.jobs.batch_store import BatchStore
-from cppbatch.jobs.data_folder import DataFolder, open_data_folder
-from cppbatch.jobs.journal import Journal
-from cppbatch.jobs.ledger import Ledger
+from cppbatch.jobs.batches.active_batch import ActiveBatch
+from cppbatch.jobs.batches.data_folder import DataFolder, open_data_folder
+from cppbatch.jobs.batches.manager import BatchManager
+from cppbatch.jobs.batches.store import Batch, BatchRecord, BatchStore, File
+from cppbatch.jobs.journal import Journal, Ledger
 from tests.job_results import item, result
 from tests.unit.test_stored_formats import JOBS
 

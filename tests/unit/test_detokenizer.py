@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cppbatch.engine.detokenizer import Detokenizer
+from cppbatch.engine.vocabulary import Detokenizer
 from tests.fakes import cut_before_stop
 
 MANY = settings(deadline=None, derandomize=True, database=None, max_examples=500)

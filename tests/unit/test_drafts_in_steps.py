@@ -9,7 +9,7 @@ import numpy.typing as npt
 import pytest
 
 from cppbatch import BatchInferenceEngine, Completion, SamplingParams
-from cppbatch.engine.speculation.grammar_proposer import GrammarProposer
+from cppbatch.engine.speculation.proposer import GrammarProposer
 from cppbatch.errors import DecodeFailed
 from tests.fakes import PIECES, FakeProposer, FakeVocab, context_of, drain, fake_engine, greedy, know
 

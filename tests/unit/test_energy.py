@@ -7,7 +7,7 @@ from time import sleep
 
 import pytest
 
-from cppbatch.bench.energy import EnergySettings, energy_meter, tokens_per_kwh
+from cppbatch.bench.resource_usage import EnergySettings, energy_meter, tokens_per_kwh
 from cppbatch.errors import ConfigError
 from tests.fake_nvml import FakeNvml, install
 
@@ -76,7 +76,7 @@ def test_counters_that_only_root_may_read_are_no_source(powercap: Path, monkeypa
     def refused(path: Path) -> int:
         raise PermissionError(path)
 
-    monkeypatch.setattr("cppbatch.bench.energy._number", refused)
+    monkeypatch.setattr("cppbatch.bench.resource_usage._number", refused)
     meter = energy_meter(EnergySettings(), on_gpu=False, powercap=powercap)
     assert not meter.works
     assert "readable for root only" in meter.source

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from cppbatch import GenerationEvent, SamplingParams
-from cppbatch.cluster.engine_threads import StepLoop
+from cppbatch.cluster.worker.threads import StepLoop
 from tests.fakes import context_of, fake_engine, reference, tokens_of
 
 PARAMS = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)

@@ -11,7 +11,7 @@ import pytest
 
 from cppbatch import InvalidRequest, Media
 from cppbatch.cli.main import main
-from cppbatch.engine import media_files
+from cppbatch.engine.media import files
 from cppbatch.engine.request import Modality
 from cppbatch.errors import ConfigError
 from cppbatch.extras import _PACKAGES, require
@@ -66,15 +66,15 @@ def test_media_without_its_decoder_is_an_invalid_request(
 
 def test_the_other_kind_of_media_works(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "soxr", None)
-    assert media_files.decode_image(picture(1)).size
+    assert files.decode_image(picture(1)).size
     with pytest.raises(InvalidRequest, match="audio input requires soxr"):
-        media_files.decode_audio(wav(tone(0.1)), 16_000)
+        files.decode_audio(wav(tone(0.1)), 16_000)
 
 
 def test_chat_in_a_terminal_says_what_to_install_before_a_model_is_loaded(
     no_extras: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("cppbatch.cli.chat_terminal.is_terminal", lambda: True)
+    monkeypatch.setattr("cppbatch.cli.chat.terminal.is_terminal", lambda: True)
     assert run(monkeypatch, "chat", "-m", "missing.gguf") == 2
     sentence = 'error: `cppbatch chat` in a terminal requires prompt-toolkit: pip install "cppbatch[chat]"\n'
     assert capsys.readouterr().err == sentence

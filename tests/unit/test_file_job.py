@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from cppbatch.errors import ConfigError, StorageError
 from cppbatch.jobs.file_job import FileJob, as_begun, begun_with, open_job
-from cppbatch.jobs.input_format import detect_input_format
+from cppbatch.jobs.input.format import detect_input_format
 from cppbatch.jobs.journal import Journal
 from tests.job_results import item, result
 

@@ -7,15 +7,14 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-
-from cppbatch.bench.fleet.conversations import Load, LogNormal, conversations, rate_at
-from cppbatch.bench.fleet.fleet_report import FleetResult, fleet_result
-from cppbatch.bench.fleet.fleet_simulation import FleetRun, FleetSimulation
-from cppbatch.bench.fleet.routing import ROUTINGS
-from cppbatch.bench.fleet.serve_autoscaling import Autoscaling, ServeAutoscaler
-from cppbatch.bench.fleet.simulated_replica import SimulatedReplica
-from cppbatch.bench.fleet.simulated_request import SimulatedRequest
-from cppbatch.bench.fleet.step_times import StepTimes, at
+from fleet.conversations import Load, LogNormal, conversations, rate_at
+from fleet.report import FleetResult, fleet_result
+from fleet.routing import ROUTINGS
+from fleet.serve_autoscaling import Autoscaling, ServeAutoscaler
+from fleet.simulated_replica import SimulatedReplica
+from fleet.simulated_request import SimulatedRequest
+from fleet.simulation import FleetRun, FleetSimulation
+from fleet.step_times import StepTimes, at
 
 TIMES = StepTimes(
     name="a CPU", source="made up", rows_ms=[(1, 8.0), (4, 14.0), (8, 18.0)], prompt_ms=[(4, 10.0), (512, 340.0)],

@@ -6,9 +6,7 @@ import pytest
 from msgspec import UNSET
 
 from cppbatch.engine.request import FinishReason, GenerationEvent
-from cppbatch.server.generate.batch_items import BatchItem
-from cppbatch.server.generate.cancel_item import RunningBatch
-from cppbatch.server.generate.generate_batch import GenerateBatchBuilder
+from cppbatch.server.api.generate.generate_batch import BatchItem, GenerateBatchBuilder, RunningBatch
 
 
 async def _ignore(request_id: str) -> None:

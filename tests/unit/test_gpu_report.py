@@ -6,9 +6,8 @@ from pathlib import Path
 
 import msgspec
 
-from cppbatch.bench.machine import this_machine
-from cppbatch.bench.markdown import markdown, markdown_table, read_report
-from cppbatch.bench.report import Column, Report, Spread
+from cppbatch.bench.report import Column, Report, Spread, markdown, markdown_table, read_report
+from cppbatch.sizing.machine import this_machine
 
 REPORT = Report(
     kind="throughput",

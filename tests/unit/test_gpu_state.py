@@ -10,8 +10,8 @@ from aiohttp.test_utils import TestClient, TestServer
 from prometheus_client.parser import text_string_to_metric_families
 
 from cppbatch.bench.resource_usage import ResourceUsage
-from cppbatch.cluster.engine_client import Health, WorkerState
-from cppbatch.engine.metrics import EngineStats
+from cppbatch.cluster.engines.client import Health, WorkerState
+from cppbatch.engine.observe.metrics import EngineStats
 from cppbatch.errors import EngineClosed
 from cppbatch.gpu_state import Gpus, GpuSampler, GpuState
 from cppbatch.server.app import create_app

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cppbatch.json_schema_check import has_finite_instance
+from cppbatch.json_schema import has_finite_instance
 
 LOOP: dict[str, Any] = {"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]}
 

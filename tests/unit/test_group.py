@@ -11,8 +11,8 @@ import pytest
 
 from cppbatch import FinishReason, GenerationEvent, GenerationRequest
 from cppbatch.cluster.deployment import Deployment
-from cppbatch.cluster.engine_client import Health
-from cppbatch.cluster.engine_group import EngineGroup
+from cppbatch.cluster.engines.client import Health
+from cppbatch.cluster.engines.group import EngineGroup
 from cppbatch.config import EngineConfig, available_threads
 from cppbatch.engine.request import Prompt
 from cppbatch.errors import ConfigError, InvalidRequest

@@ -10,9 +10,9 @@ from openai.types.chat import ChatCompletionMessageParam
 
 from cppbatch import SamplingParams
 from cppbatch.engine.params import SAMPLERS
-from cppbatch.server.openai.chat_types import ChatCompletionRequest
-from cppbatch.server.openai.completions import CompletionRequest
-from cppbatch.server.parse import parse
+from cppbatch.server.api.openai.chat_types import ChatCompletionRequest
+from cppbatch.server.api.openai.completions import CompletionRequest
+from cppbatch.server.fields.parse import parse
 
 Json = dict[str, Any]
 

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from cppbatch import GenerationEvent, GenerationRequest
-from cppbatch.cluster.in_flight import InFlightRequest, InFlightRequests
+from cppbatch.cluster.engines.in_flight import InFlightRequest, InFlightRequests
 
 
 @pytest.fixture

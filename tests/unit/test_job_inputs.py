@@ -15,10 +15,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from cppbatch.errors import ConfigError
-from cppbatch.jobs.input_format import detect_input_format
-from cppbatch.jobs.input_reader import InputReader
+from cppbatch.jobs.input.format import MAX_LINE_BYTES, detect_input_format
+from cppbatch.jobs.input.reader import InputReader
 from cppbatch.jobs.job_request import JobRequest, RejectedLine, hash64
-from cppbatch.jobs.line_reader import MAX_LINE_BYTES
 from cppbatch.json_bounds import MOST_NESTED
 
 URLS = {"/v1/completions", "/v1/chat/completions", "/v1/embeddings"}

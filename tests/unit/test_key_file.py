@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 
 from cppbatch.errors import ConfigError
-from cppbatch.server.api_keys import Keys
-from cppbatch.server.key_file import read_keys
-from cppbatch.server.key_rules import KeyRules
+from cppbatch.server.auth.key_file import read_keys
+from cppbatch.server.auth.rules import KeyRules, Keys
 
 GOOD = """
 [tiers.free]

@@ -10,7 +10,7 @@ import pytest
 from cppbatch.engine.model_info import AdapterInfo
 from cppbatch.engine.request import BACKGROUND, GenerationRequest
 from cppbatch.errors import Forbidden, InvalidRequest
-from cppbatch.server.key_rules import KeyRules
+from cppbatch.server.auth.rules import KeyRules
 
 ADAPTERS = [AdapterInfo(name="style", path="style.gguf", scale=1.0), AdapterInfo(name="sql", path="s.gguf", scale=0.0)]
 

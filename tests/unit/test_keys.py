@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from cppbatch.errors import ConfigError
-from cppbatch.server.api_keys import Keys, api_key
-from cppbatch.server.key_file import read_keys
+from cppbatch.server.auth.key_file import read_keys
+from cppbatch.server.auth.rules import Keys, api_key
 from cppbatch.server.settings import ServerSettings
 
 SECRETS = ["first-s3cret", "second-s3cret"]

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from cppbatch.config import EngineConfig, KvLayout
-from cppbatch.engine.kv_layout import choose_flash_attn, choose_layout, stream_cells, switches_layout, unified_cells
+from cppbatch.engine.kv.layout import choose_flash_attn, choose_layout, stream_cells, switches_layout, unified_cells
 
 
 def config(**settings: Any) -> EngineConfig:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from cppbatch.config import KvLayout
-from cppbatch.engine.layout_policy import LayoutPolicy, LayoutSwitch, repeated_for_each_foreign, shared_tokens
+from cppbatch.engine.kv.layout_policy import LayoutPolicy, LayoutSwitch, repeated_for_each_foreign, shared_tokens
 from cppbatch.engine.request import GenerationRequest
 from cppbatch.engine.sequence import Seq
 

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from cppbatch.errors import ConfigError
-from cppbatch.server.api_errors import TooManyRequests
-from cppbatch.server.limits import Limits
-from cppbatch.server.request_slots import Slots
+from cppbatch.server.auth.keys import Slots
+from cppbatch.server.http.api_errors import TooManyRequests
+from cppbatch.server.http.limits import Limits
 
 # --- the fields of a request ------------------------------------------------------------------------------------------
 

@@ -8,9 +8,9 @@ from collections.abc import Callable
 import pytest
 
 from cppbatch import EngineConfig, EngineProcess, GenerationRequest, SamplingParams
-from cppbatch.cluster import supervisor
-from cppbatch.cluster.engine_client import EngineClient, WorkerLive
-from cppbatch.cluster.engine_group import EngineGroup
+from cppbatch.cluster.engines import supervisor
+from cppbatch.cluster.engines.client import EngineClient, WorkerLive
+from cppbatch.cluster.engines.group import EngineGroup
 from tests.fake_replicas import FakeReplicas, settle
 from tests.fake_workers import FakeWorker, fake_workers
 

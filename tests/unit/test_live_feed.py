@@ -10,12 +10,11 @@ from typing import Any
 import msgspec
 import pytest
 
-from cppbatch.cluster.engine_client import Health, WorkerLive
-from cppbatch.cluster.latest_live import LatestLive
-from cppbatch.engine.live_state import LiveEngine
-from cppbatch.server.live_feed import LiveFeed
-from cppbatch.server.live_intervals import LiveIntervals
-from cppbatch.server.live_times import LiveTimes
+from cppbatch.cluster.engines.client import Health, WorkerLive
+from cppbatch.cluster.engines.in_flight import LatestLive
+from cppbatch.engine.observe.live_state import LiveEngine
+from cppbatch.server.api.live_endpoint import LiveFeed
+from cppbatch.server.observe.live import LiveIntervals, LiveTimes
 from tests.fakes import fake_engine, greedy, run_steps
 from tests.listening import until
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 
 from cppbatch import BatchInferenceEngine
 from cppbatch.config import Sharing
-from cppbatch.engine.live_state import MAX_QUEUE, LiveCells
+from cppbatch.engine.observe.live_state import MAX_QUEUE, LiveCells
 from cppbatch.engine.sequence import SeqStatus
 from tests.fakes import FakeProposer, context_of, drain, fake_engine, greedy, run_steps
 from tests.unit.test_live_types import check_cells

@@ -8,8 +8,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from cppbatch.engine.live_state import LiveCells
-from cppbatch.server.live import LiveSnapshot
+from cppbatch.engine.observe.live_state import LiveCells
+from cppbatch.server.observe.live import LiveSnapshot
 
 EXAMPLE: dict[str, Any] = msgspec.json.decode(Path(__file__).parents[1].joinpath("live_example.json").read_bytes())
 

@@ -14,7 +14,7 @@ from cppbatch.cli.engine_options import engine_options
 from cppbatch.cli.llama_server_flags import UNNEEDED, LlamaServerCommand, UnneededFlag, flags_log, unneeded_flags
 from cppbatch.cli.serve_command import serve
 from cppbatch.config import EngineConfig
-from cppbatch.server.log_setup import set_up
+from cppbatch.server.observe.log_setup import set_up
 
 
 def config_of(*flags: str, **variables: str) -> EngineConfig:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import rich.console
 
-from cppbatch.cli.loading_bar import loading_bar
+from cppbatch.cli.output import loading_bar
 
 
 @pytest.fixture

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 
 from cppbatch import Completion, SamplingParams
 from cppbatch.config import Sharing
-from cppbatch.engine.best_of import mean_logprob
-from cppbatch.engine.request import TokenLogprob
+from cppbatch.engine.request import TokenLogprob, mean_logprob
 from cppbatch.engine.sampling.random_sampling import Filters, filtered_logits
 from cppbatch.engine.sampling.token_logprobs import PostSamplingLogprobs, RowLogprobs
 from cppbatch.llama import Batch

@@ -10,12 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cppbatch.config import Sharing
-from cppbatch.engine.lora_scheduling import _TURN, LoraRoundRobin
 from cppbatch.engine.lora_sets import AdapterSet
 from cppbatch.engine.model_info import AdapterInfo
 from cppbatch.engine.scheduler import StepPlan
 from cppbatch.engine.sequence import SeqStatus
-from cppbatch.engine.step_budget import StepBudgets
+from cppbatch.engine.steps import _TURN, LoraRoundRobin, StepBudgets
 from tests.fakes import context_of, drain, fake_engine, greedy, reference
 from tests.lora_policies import NONE, SCHEDULES, Policy, X, Y, Z, sequence
 

@@ -15,8 +15,8 @@ import soxr
 from PIL import Image, ImageOps
 
 from cppbatch import InvalidRequest
-from cppbatch.engine import media_files
-from cppbatch.engine.media_files import decode_audio, decode_image
+from cppbatch.engine.media import files as media_files
+from cppbatch.engine.media.files import decode_audio, decode_image
 from tests.media_files import (
     encoded,
     gif_of_many_comments,

@@ -12,11 +12,12 @@ import numpy.typing as npt
 import pytest
 
 from cppbatch import BatchInferenceEngine, FinishReason, GenerationRequest, InvalidRequest, Media, MediaPrompt
-from cppbatch.engine import kv_pool, media_input
 from cppbatch.engine.core import EngineCore
+from cppbatch.engine.disk.slots import Footer, read_slot_file, write_slot_file
+from cppbatch.engine.kv import pool
+from cppbatch.engine.media import input
 from cppbatch.engine.request import ResumeState
-from cppbatch.engine.sampling.logit_processing import recent_tokens
-from cppbatch.engine.slot_file import Footer, read_slot_file, write_slot_file
+from cppbatch.engine.sampling.chain_sampling import recent_tokens
 from cppbatch.errors import RequestCancelled
 from tests.fake_encoder import SEPARATOR, FakeEncoder, as_read, fake_media, small_picture
 from tests.fakes import FakeProposer, FakeVocab, context_of, drain, fake_engine, greedy, reference, tokens_of
@@ -70,7 +71,7 @@ def test_a_second_request_takes_the_picture_from_the_prefix_cache_and_the_encode
 
 
 def test_only_where_another_thread_steps_a_request_waits_for_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(media_input, "HELD_BYTES", -1)
+    monkeypatch.setattr(input, "HELD_BYTES", -1)
     engine = media_engine()
     request = GenerationRequest(id="1", prompt=PROMPT)
     assert engine.prepare(request).n_prompt == 18
@@ -101,7 +102,7 @@ def test_a_prefix_never_ends_within_a_picture(has_dimensions: bool, unified: boo
 @pytest.mark.parametrize("has_dimensions", [False, True])
 def test_a_checkpoint_is_never_within_a_picture(has_dimensions: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The places chosen by distance from the end are all within this one; such a checkpoint could never be taken."""
-    monkeypatch.setattr(kv_pool, "_MIN_CACHED", 8)
+    monkeypatch.setattr(pool, "_MIN_CACHED", 8)
     engine = fake_engine(media=fake_media(has_dimensions=has_dimensions), n_ctx=2048, n_batch=64, sharing="checkpoints")
     for end, n_cached in (("x", 0), ("y", 40), ("z", 100)):  # 100: where the second one parted from the first
         prompt = MediaPrompt(["abcdefgh" * 5, small_picture(1, 60, 1), end])

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from cppbatch import InvalidRequest
-from cppbatch.engine import media_input
-from cppbatch.engine.media_input import EncodedMedium, MediaInput, placeholders
+from cppbatch.engine.media import input
+from cppbatch.engine.media.input import EncodedMedium, MediaInput, placeholders
 from cppbatch.engine.request import Media
 from cppbatch.engine.vocabulary import IsCancelled, never_cancelled
 from cppbatch.errors import LlamaError, RequestCancelled
@@ -142,7 +142,7 @@ def test_beside_a_step_loop_a_request_waits_while_sequences_hold_too_many_vector
 ) -> None:
     media = fake_media(cache_bytes=0)
     held = [encode(media, small_picture(number, 4)) for number in range(3)]
-    monkeypatch.setattr(media_input, "HELD_BYTES", 2 * held[0].n_bytes)
+    monkeypatch.setattr(input, "HELD_BYTES", 2 * held[0].n_bytes)
     with ThreadPoolExecutor(1) as threads:
         waiting = threads.submit(media.wait_for_room, never_cancelled)
         with pytest.raises(concurrent.futures.TimeoutError):

@@ -14,17 +14,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cppbatch.chat.chat_format import ChatFormat, ChatTurn, PreparedChat
-from cppbatch.chat.media_parts import MarkedMedia, MediaSource, media_of, with_media
-from cppbatch.chat.message_types import ChatMessage, conversation_of
+from cppbatch.chat.messages import ChatMessage, MarkedMedia, MediaSource, conversation_of, media_of, with_media
 from cppbatch.chat.template import CHATML
-from cppbatch.engine.chat_requests import ChatRequests
-from cppbatch.engine.media_sources import decoded, file_part, local_media, source_of_data
+from cppbatch.engine.chats import ChatRequests
+from cppbatch.engine.media.sources import decoded, file_part, local_media, source_of_data
 from cppbatch.engine.request import Media, MediaPrompt
 from cppbatch.errors import InvalidRequest
-from cppbatch.server.anthropic import message_conversion
-from cppbatch.server.anthropic.message_types import CountTokensRequest
-from cppbatch.server.responses import input_conversion
-from cppbatch.server.responses.responses_types import ResponsesRequest
+from cppbatch.server.api.anthropic import messages as message_conversion
+from cppbatch.server.api.anthropic.types import CountTokensRequest
+from cppbatch.server.api.responses import create_response
+from cppbatch.server.api.responses.types import ResponsesRequest
 from tests.chat_families import TEMPLATES
 from tests.conversations import TOOLS, template_of
 from tests.media_samples import BLUE, RED, TONE, as_base64, as_url
@@ -302,7 +301,7 @@ def test_anthropics_images_are_refused_by_their_name(source: Json, field: str) -
 
 
 def responses(items: list[Json]) -> list[Json]:
-    return local_media(input_conversion.response_turn(msgspec.convert({"input": items}, ResponsesRequest)).messages)
+    return local_media(create_response.response_turn(msgspec.convert({"input": items}, ResponsesRequest)).messages)
 
 
 def test_responses_have_pictures_and_sounds() -> None:

@@ -5,9 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import NamedTuple
 
-from cppbatch.bench.memory.buffers import Buffer, read_buffers
-from cppbatch.bench.memory.weights import MAPPED, weight_buffers
 from cppbatch.models.find import model_parts
+from cppbatch.sizing.buffers import MAPPED, Buffer, read_buffers, weight_buffers
 
 MIB = 2**20
 

@@ -10,14 +10,13 @@ import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from cppbatch.engine.histogram import ROWS, SECONDS, Bins, merged
 from cppbatch.engine.ideal import BareCosts, StepWork
-from cppbatch.engine.live_state import LiveCounters
-from cppbatch.engine.metrics import EngineParts, EngineStats, Metrics, RecentSteps, add_up
+from cppbatch.engine.observe.live_state import LiveCounters
+from cppbatch.engine.observe.metrics import EngineParts, EngineStats, Metrics, RecentSteps, add_up
+from cppbatch.engine.observe.windows import ROWS, SECONDS, Bins, Window, merged, percentile
 from cppbatch.engine.request import FinishReason, GenerationEvent, RequestUsage
-from cppbatch.engine.rolling_window import Window, percentile
-from cppbatch.server.server_metrics import ServerMetrics
-from cppbatch.server.server_stats import RecentCompletions
+from cppbatch.server.observe.metrics import ServerMetrics
+from cppbatch.server.observe.stats import RecentCompletions
 from cppbatch.statistic import statistics_of
 from tests.fakes import drain, fake_engine, greedy
 
@@ -189,7 +188,7 @@ def test_the_last_minute_has_the_completions_that_ended_in_it() -> None:
 
 def test_merged_events_count_a_gap_for_each_token(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock()
-    monkeypatch.setattr("cppbatch.server.server_metrics.perf_counter", clock)
+    monkeypatch.setattr("cppbatch.server.observe.metrics.perf_counter", clock)
 
     def events() -> Iterator[tuple[int, GenerationEvent]]:
         for index, seconds, n_tokens in ((0, 2.0, 1), (1, 1.0, 3), (0, 0.5, 5), (1, 0.0, 0), (0, 0.02, 1)):

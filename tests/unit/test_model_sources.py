@@ -17,7 +17,7 @@ from cppbatch.cli.model_sources import Catalog, ModelSources, many_models, model
 from cppbatch.cluster.deployment import Deployment
 from cppbatch.config import EngineConfig
 from cppbatch.errors import ConfigError
-from cppbatch.server.model_loader import ModelSpec
+from cppbatch.server.models.loader import ModelSpec
 from cppbatch.server.settings import ServerSettings
 
 BASE = EngineConfig("", n_ctx=4096)

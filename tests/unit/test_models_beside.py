@@ -6,13 +6,12 @@ from collections.abc import Callable
 
 import pytest
 
-from cppbatch.bench.memory import models_beside
-from cppbatch.bench.memory.buffers import Buffer
-from cppbatch.bench.memory.memory_estimate import Device, Footprint, MemoryEstimate
-from cppbatch.bench.memory.models_beside import LoadedSizes, first_beside
-from cppbatch.bench.memory.weights import MAPPED
 from cppbatch.config import EngineConfig
 from cppbatch.errors import DoesNotFit
+from cppbatch.sizing import sizes as models_beside
+from cppbatch.sizing.buffers import MAPPED, Buffer
+from cppbatch.sizing.estimate import Device, Footprint, MemoryEstimate
+from cppbatch.sizing.sizes import LoadedSizes, first_beside
 
 GIB = 2**30
 GPU = Device("CUDA0", "a GPU", 8 * GIB, 8 * GIB)

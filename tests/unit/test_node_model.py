@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from cppbatch.errors import ModelError
-from cppbatch.ray import node_model
-from cppbatch.ray.node_model import model_on_this_node
+from cppbatch.ray.replica import options
+from cppbatch.ray.replica.options import model_on_this_node
 
 HEADER = b"GGUF" + b"\x01" * 20
 
@@ -33,7 +33,7 @@ def test_else_the_file_of_that_name_in_the_models_folder_of_the_node(here: Path)
 
 @pytest.mark.parametrize("name", ["SmolLM2-135M-Instruct.Q4_1.gguf", "SmolLM2-135M-Instruct.Q4_1-BF16.gguf"])
 def test_the_default_model_is_fetched_by_each_node(here: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    monkeypatch.setattr(node_model, "pull_default", lambda: here / "fetched.gguf")
+    monkeypatch.setattr(options, "pull_default", lambda: here / "fetched.gguf")
     assert model_on_this_node(f"/elsewhere/{name}") == str(here / "fetched.gguf")
 
 

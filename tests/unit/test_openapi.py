@@ -13,10 +13,10 @@ from aiohttp import hdrs
 from cppbatch.engine.params import KINDS, RANGES, SamplingParams
 from cppbatch.errors import InvalidRequest
 from cppbatch.server import app
-from cppbatch.server.openai.chat_types import ChatCompletionRequest
-from cppbatch.server.openai.completions import CompletionRequest
+from cppbatch.server.api.openai.chat_types import ChatCompletionRequest
+from cppbatch.server.api.openai.completions import CompletionRequest
+from cppbatch.server.api.responses.types import ResponsesRequest
 from cppbatch.server.openapi import document
-from cppbatch.server.responses.responses_types import ResponsesRequest
 
 Json = dict[str, Any]
 

@@ -9,19 +9,18 @@ import pytest
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from cppbatch.bench.machine import this_machine
-from cppbatch.bench.memory import memory_report
-from cppbatch.bench.memory.buffers import Buffer
-from cppbatch.bench.memory.memory_demand import HOST, Demand
-from cppbatch.bench.memory.memory_estimate import Device, Footprint, MemoryEstimate
-from cppbatch.bench.plot import save_figure
-from cppbatch.bench.report import Report, Spread
-from cppbatch.bench.roofline.roofline_plot import plot_roofline
-from cppbatch.bench.speculation_plot import plot_speedup
-from cppbatch.bench.strategies.strategies_plot import plot_strategies
-from cppbatch.bench.throughput_plot import plot_throughput
+from cppbatch.bench import memory_report
+from cppbatch.bench.report import Report, Spread, save_figure
+from cppbatch.bench.roofline import plot_roofline
+from cppbatch.bench.speculation_speedup import plot_speedup
+from cppbatch.bench.strategies.compare_strategies import plot_strategies
+from cppbatch.bench.throughput import plot_throughput
 from cppbatch.bench.tune.tuning_report import plot_tuning
 from cppbatch.config import EngineConfig
+from cppbatch.sizing.buffers import Buffer
+from cppbatch.sizing.demand import HOST, Demand
+from cppbatch.sizing.estimate import Device, Footprint, MemoryEstimate
+from cppbatch.sizing.machine import this_machine
 
 GIB, MIB = 2**30, 2**20
 

@@ -9,8 +9,8 @@ import pytest
 
 from cppbatch import BatchInferenceEngine, FinishReason, SamplingParams
 from cppbatch.engine import core as core_module
-from cppbatch.engine import kv_pool
-from cppbatch.engine.prefix_cache import _COST_OF_COPYING, _COST_OF_TAKING, _WORTH_WAITING, CachedPrefix, PrefixCache
+from cppbatch.engine.kv import pool
+from cppbatch.engine.kv.prefix_cache import _COST_OF_COPYING, _COST_OF_TAKING, _WORTH_WAITING, CachedPrefix, PrefixCache
 from cppbatch.errors import CacheFull, DecodeFailed, LlamaError
 from tests.fakes import FakeState, context_of, drain, fake_engine, greedy, reference, run_steps, tokens_of
 
@@ -29,7 +29,7 @@ WHOLE = pytest.mark.parametrize("kind", ["whole", "whole in streams"])
 @pytest.fixture(autouse=True)
 def short_prefixes_count(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that prompts here can be short."""
-    monkeypatch.setattr(kv_pool, "_MIN_CACHED", 8)
+    monkeypatch.setattr(pool, "_MIN_CACHED", 8)
 
 
 def engine_of(kind: str, *, n_ctx: int = 1024, n_batch: int = 64, **settings: Any) -> BatchInferenceEngine:

@@ -15,14 +15,13 @@ import pytest
 
 from cppbatch import BatchInferenceEngine
 from cppbatch.config import EngineConfig, disk_folder
+from cppbatch.engine.disk import folder as prefix_folder
+from cppbatch.engine.disk import prefixes
+from cppbatch.engine.disk.folder import PrefixFolder, PrefixIndex, file_name
+from cppbatch.engine.disk.slots import Footer, StateKey
 from cppbatch.engine.engine import BatchInferenceEngine as Engine
-from cppbatch.engine.prefix_disk import disk_prefixes, prefix_folder
-from cppbatch.engine.prefix_disk.disk_cost import DiskCost
-from cppbatch.engine.prefix_disk.prefix_folder import PrefixFolder, file_name
-from cppbatch.engine.prefix_disk.prefix_index import PrefixIndex
-from cppbatch.engine.radix_tree import Tokens
-from cppbatch.engine.slot_file import Footer
-from cppbatch.engine.state_key import StateKey
+from cppbatch.engine.kv.radix_tree import Tokens
+from cppbatch.engine.kv.save_cost import DiskCost
 from cppbatch.errors import ConfigError
 from tests.fakes import drain, fake_engine, greedy, reference, tokens_of
 
@@ -259,13 +258,13 @@ def test_reading_is_compared_with_computing() -> None:
 def few_and_slow_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     """The fake context has few cells, and computes a token faster than any disk reads one. Nothing is written beside
     requests, unless a test allows it."""
-    made = disk_prefixes.DiskPrefixes.__init__
+    made = prefixes.DiskPrefixes.__init__
 
     def make(self: Any, kv: Any, folder: Any, key: Any, _token_s: Any) -> None:
         made(self, kv, folder, key, lambda: 1.0, min_tokens=20)
         self._left_s = -1e9
 
-    monkeypatch.setattr(disk_prefixes.DiskPrefixes, "__init__", make)
+    monkeypatch.setattr(prefixes.DiskPrefixes, "__init__", make)
 
 
 def ask(engine: Engine, prompt: list[int], n: int = 4, **options: Any) -> int:

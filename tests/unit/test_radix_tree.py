@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cppbatch.engine.radix_tree import RadixTree, Tokens
+from cppbatch.engine.kv.radix_tree import RadixTree, Tokens
 
 Entries = dict[str, tuple[str, list[int]]]
 """Each holder's salt and tokens."""

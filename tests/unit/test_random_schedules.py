@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 
 from cppbatch import BatchInferenceEngine, FinishReason, GenerationEvent, SamplingParams
 from cppbatch.config import KvLayout, Sharing
-from cppbatch.engine import checkpoints, input_processor, kv_pool, prefix_cache, scheduler
 from cppbatch.engine import core as core_module
-from cppbatch.engine.layout_policy import LayoutSwitch
+from cppbatch.engine import input_processor, scheduler
+from cppbatch.engine.kv import checkpoints, pool, prefix_cache
+from cppbatch.engine.kv.layout_policy import LayoutSwitch
 from cppbatch.engine.lora_sets import AdapterSet, adapter_set
 from cppbatch.engine.model_info import AdapterInfo
 from cppbatch.engine.speculation import speculator
@@ -52,7 +53,7 @@ def small_scale() -> Iterator[None]:
         patch.setattr(prefix_cache, "_WORTH_WAITING", 3)
         patch.setattr(prefix_cache, "_COST_OF_TAKING", 1)
         patch.setattr(prefix_cache, "_COST_OF_COPYING", 2)
-        patch.setattr(kv_pool, "_MIN_CACHED", 2)
+        patch.setattr(pool, "_MIN_CACHED", 2)
         patch.setattr(scheduler, "_GAP_STEPS", 1)
         patch.setattr(scheduler, "_GAP_AHEAD", 1000)
         patch.setattr(checkpoints, "_MIN_STEP", 1)

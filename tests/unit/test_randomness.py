@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cppbatch.engine.sampling.randomness import gumbel_noise, random_bits, unit_interval
+from cppbatch.engine.sampling.random_sampling import gumbel_noise, random_bits, unit_interval
 from tests.distributions import are_far
 
 UInt64 = npt.NDArray[np.uint64]

@@ -12,8 +12,8 @@ import pytest
 
 from cppbatch import FinishReason, GenerationEvent, GenerationRequest, SamplingParams
 from cppbatch.errors import EngineClosed, InvalidRequest, ModelError, QueueFull
-from cppbatch.ray.ray_engine import RayEngine
-from cppbatch.ray.replica_set import ReplicaSetStatus
+from cppbatch.ray.engine import RayEngine
+from cppbatch.ray.replica.set import ReplicaSetStatus
 from tests.fake_replicas import FakeReplicas, settle, text_of
 
 

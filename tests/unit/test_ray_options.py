@@ -14,9 +14,8 @@ from click.testing import CliRunner
 from cppbatch.cli.main import cli
 from cppbatch.config import EngineConfig
 from cppbatch.errors import ConfigError
-from cppbatch.ray import front_records, ray_cluster
-from cppbatch.ray.front_records import FrontRecord
-from cppbatch.ray.ray_cluster import RayCluster
+from cppbatch.ray import cluster as ray_cluster
+from cppbatch.ray.cluster import FrontRecord, RayCluster
 from cppbatch.ray.serve_application import engine_config, read_arguments
 
 
@@ -50,7 +49,7 @@ def test_without_ray_installed_the_message_has_the_command_that_installs_it(monk
             return "0.1.0"
         raise PackageNotFoundError(name)
 
-    monkeypatch.setattr("cppbatch.ray.ray_cluster.importlib.metadata.version", missing)
+    monkeypatch.setattr("cppbatch.ray.cluster.importlib.metadata.version", missing)
     message = error_of("--ray")
     assert "\n" not in message
     assert "pip install 'cppbatch[ray]'" in message
@@ -58,8 +57,8 @@ def test_without_ray_installed_the_message_has_the_command_that_installs_it(monk
 
 
 def test_an_old_ray_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cppbatch.ray.ray_cluster.importlib.metadata.version", lambda _: "2.9.3")
-    monkeypatch.setattr("cppbatch.ray.ray_cluster.importlib.util.find_spec", lambda _: object())
+    monkeypatch.setattr("cppbatch.ray.cluster.importlib.metadata.version", lambda _: "2.9.3")
+    monkeypatch.setattr("cppbatch.ray.cluster.importlib.util.find_spec", lambda _: object())
     with pytest.raises(ConfigError, match=r"2\.60 or newer, but 2\.9\.3 is installed"):
         ray_cluster.check_installed()
 
@@ -83,7 +82,7 @@ def test_a_cluster_of_ray_start_is_found_while_it_answers(monkeypatch: pytest.Mo
 @pytest.fixture
 def record(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> FrontRecord:
     monkeypatch.setattr("platformdirs.user_state_dir", lambda _: str(tmp_path))
-    pid, created = front_records.this_process()
+    pid, created = ray_cluster.this_process()
     cluster = RayCluster(
         address="127.0.0.1:1", is_own=True, log_file="ray.log", session_logs="/tmp/ray/logs", wants_token=True
     )
@@ -94,30 +93,30 @@ def record(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> FrontRecord:
 
 
 def test_a_record_lives_as_long_as_its_front(record: FrontRecord) -> None:
-    with front_records.recorded(record):
-        assert front_records.records() == [record]
-    assert front_records.records() == []
+    with ray_cluster.recorded(record):
+        assert ray_cluster.records() == [record]
+    assert ray_cluster.records() == []
 
 
 def leave(record: FrontRecord, *, owns_cluster: bool) -> FrontRecord:
     """The record of a front that was killed, and whose number another process has now."""
     cluster = msgspec.structs.replace(record.cluster, is_own=owns_cluster)
     killed = msgspec.structs.replace(record, created=record.created - 100, cluster=cluster)
-    front_records.remember(killed)
+    ray_cluster.remember(killed)
     return killed
 
 
 def test_the_record_of_a_killed_front_is_kept_while_its_replicas_may_run(record: FrontRecord) -> None:
     killed = leave(record, owns_cluster=False)
     assert not killed.is_alive
-    assert front_records.records() == [killed]
-    front_records.forget(killed)
-    assert front_records.records() == []
+    assert ray_cluster.records() == [killed]
+    ray_cluster.forget(killed)
+    assert ray_cluster.records() == []
 
 
 def test_a_killed_front_with_a_cluster_of_its_own_leaves_nothing(record: FrontRecord) -> None:
     leave(record, owns_cluster=True)
-    assert front_records.records() == []
+    assert ray_cluster.records() == []
 
 
 @pytest.mark.parametrize("command", ["status", "down"])

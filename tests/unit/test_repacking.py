@@ -10,9 +10,8 @@ import pytest
 
 from cppbatch import EngineConfig
 from cppbatch.errors import ConfigError, ModelError
-from cppbatch.models import repacking
-from cppbatch.models.kernels import KernelTimes
-from cppbatch.models.repacking import why_not_repacked
+from cppbatch.models import kernels
+from cppbatch.models.kernels import KernelTimes, why_not_repacked
 from tests.unit.test_requantize import Shapes, gguf_file
 
 EPYC = {  # AVX-512 with VNNI, no AMX: microseconds for a million weights (docs/decisions/0028)
@@ -37,7 +36,7 @@ def with_times(monkeypatch: pytest.MonkeyPatch, times: Mapping[str, KernelTimes]
         asked.append(list(kinds))
         return {kind: times[kind] for kind in asked[-1] if kind in times}
 
-    monkeypatch.setattr(repacking, "kernel_times", kernel_times)
+    monkeypatch.setattr(kernels, "kernel_times", kernel_times)
     return asked
 
 

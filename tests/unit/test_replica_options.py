@@ -6,8 +6,8 @@ import pytest
 
 from cppbatch import EngineConfig
 from cppbatch.errors import ConfigError
-from cppbatch.ray.ray_cluster import Node
-from cppbatch.ray.replica_options import ReplicaOptions, for_nodes, for_own_machine, why_unplaceable, with_gpus
+from cppbatch.ray.cluster import Node
+from cppbatch.ray.replica.options import ReplicaOptions, for_nodes, for_own_machine, why_unplaceable, with_gpus
 
 CONFIG = EngineConfig(model_path="model.gguf", n_parallel=6)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cppbatch.ray.replica_watch import ReplicaChanges, SeenReplica
+from cppbatch.ray.replica.watch import ReplicaChanges, SeenReplica
 
 RUNNING = SeenReplica("running", 7, "10.0.0.5")
 STARTING = SeenReplica("starting")

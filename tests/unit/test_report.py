@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from rich.console import Console
 
-from cppbatch.bench.machine import this_machine
 from cppbatch.bench.report import Column, Report
+from cppbatch.sizing.machine import this_machine
 
 
 def test_names_and_errors_with_brackets_are_shown_as_they_are() -> None:

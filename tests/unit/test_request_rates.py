@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from cppbatch.server.limits import Limits
-from cppbatch.server.request_rates import RequestRates
-from cppbatch.server.request_slots import Slots
+from cppbatch.server.auth.keys import RequestRates, Slots
+from cppbatch.server.http.limits import Limits
 
 
 class Clock:

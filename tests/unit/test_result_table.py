@@ -11,8 +11,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from cppbatch.jobs.input_format import detect_input_format
-from cppbatch.jobs.input_reader import InputReader
+from cppbatch.jobs.input.format import detect_input_format
+from cppbatch.jobs.input.reader import InputReader
 from cppbatch.jobs.job_request import JobResponse, RejectedLine
 from cppbatch.jobs.journal import rejection_line, response_line
 from cppbatch.jobs.result_table import write_table

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from cppbatch.engine.save_cost import SaveCost
+from cppbatch.engine.kv.save_cost import SaveCost
 
 LATER = 0.1  # the chance that anybody takes a prefix that none has taken yet
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cppbatch.cluster.scaling_rule import Decision, Load, ScalingRule
+from cppbatch.cluster.rules import Decision, Load, ScalingRule
 
 N_PARALLEL = 16
 DELAY = 60.0

@@ -11,10 +11,10 @@ from cppbatch import (
     InvalidRequest,
     SamplingParams,
 )
-from cppbatch.engine.kv_pool import KVPool
+from cppbatch.engine.kv.pool import KVPool
 from cppbatch.engine.scheduler import Scheduler, StepPlan
 from cppbatch.engine.sequence import Seq, SeqStatus
-from cppbatch.engine.step_budget import StepBudgets
+from cppbatch.engine.steps import StepBudgets
 from cppbatch.errors import CacheFull, DecodeFailed, LlamaError
 from tests.fakes import FakeContext, context_of, drain, fake_engine, greedy, reference, run_steps, tokens_of
 

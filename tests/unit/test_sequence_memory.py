@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from cppbatch.bench.memory.buffers import Buffer
-from cppbatch.bench.memory.memory_estimate import Footprint
-from cppbatch.bench.memory.memory_report import describe_sequences
-from cppbatch.bench.memory.sequence_memory import SequenceMemory, read_sequence_memory
+from cppbatch.bench.memory_report import describe_sequences
 from cppbatch.config import EngineConfig
+from cppbatch.sizing.buffers import Buffer
+from cppbatch.sizing.estimate import Footprint, SequenceMemory, read_sequence_memory
 
 MIB = 2**20
 WINDOW = """

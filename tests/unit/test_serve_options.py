@@ -17,8 +17,7 @@ from cppbatch.cli.server_options import server_options
 from cppbatch.config import EngineConfig
 from cppbatch.engine.params import SAMPLERS, SamplingParams
 from cppbatch.errors import ConfigError, InvalidRequest
-from cppbatch.server.address import Address
-from cppbatch.server.settings import ServerSettings
+from cppbatch.server.settings import Address, ServerSettings
 
 Read = Callable[..., tuple[ServerSettings, Address]]
 

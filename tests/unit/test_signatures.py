@@ -13,9 +13,9 @@ from mypy import api
 
 import cppbatch
 from cppbatch import BatchInferenceEngine, EngineConfig, EngineProcess, GenerationRequest, LocalEngine, generate_batch
-from cppbatch.bench.profile import TunedSettings
 from cppbatch.config import EngineSettings
 from cppbatch.engine.request import RequestOptions
+from cppbatch.sizing.profile import TunedSettings
 
 PROGRAM = """
 from cppbatch import BatchInferenceEngine, EngineConfig, Pair, SamplingParams, generate_batch

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from cppbatch.cluster import supervisor
 from cppbatch.cluster.deployment import Deployment
-from cppbatch.cluster.in_flight import InFlightRequests
-from cppbatch.cluster.supervisor import Supervisor
-from cppbatch.cluster.worker_handle import WorkerDied
-from cppbatch.cluster.worker_link import FromWorker, Loaded
+from cppbatch.cluster.engines import supervisor
+from cppbatch.cluster.engines.in_flight import InFlightRequests
+from cppbatch.cluster.engines.supervisor import Supervisor
+from cppbatch.cluster.link import FromWorker, Loaded
+from cppbatch.cluster.worker.handle import WorkerDied
 from cppbatch.config import EngineConfig
 from cppbatch.engine.request import GenerationRequest
 from cppbatch.errors import ConfigError

@@ -9,11 +9,11 @@ from collections.abc import AsyncIterator
 import pytest
 
 from cppbatch import EngineConfig, EngineProcess, GenerationRequest, SamplingParams
-from cppbatch.cluster.autoscaled_group import AutoscaledGroup
-from cppbatch.cluster.engine_client import EngineClient
-from cppbatch.cluster.engine_group import EngineGroup
-from cppbatch.cluster.scaling_rule import ScalingRule
-from cppbatch.cluster.worker_link import GetStats, ToWorker
+from cppbatch.cluster.engines.autoscaled import AutoscaledGroup
+from cppbatch.cluster.engines.client import EngineClient
+from cppbatch.cluster.engines.group import EngineGroup
+from cppbatch.cluster.link import GetStats, ToWorker
+from cppbatch.cluster.rules import ScalingRule
 from cppbatch.engine.request import FinishReason
 from tests.fake_workers import FakeWorker, fake_workers, text_of
 

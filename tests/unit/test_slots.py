@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from cppbatch import BatchInferenceEngine
-from cppbatch.engine.slot_file import Footer, file_digest, read_slot_file, write_slot_file
+from cppbatch.engine.disk.slots import Footer, file_digest, read_slot_file, write_slot_file
 from cppbatch.errors import InvalidRequest
 from tests.fakes import drain, fake_engine, greedy
 

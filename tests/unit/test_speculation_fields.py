@@ -10,14 +10,14 @@ import pytest
 
 from cppbatch import EngineConfig
 from cppbatch.errors import ConfigError, InvalidRequest
-from cppbatch.server.anthropic.message_types import MessagesRequest
-from cppbatch.server.generate.generate_endpoint import GenerateRequest
-from cppbatch.server.llama_server.llama_completion import LlamaCompletionRequest
-from cppbatch.server.openai.chat_types import ChatCompletionRequest
-from cppbatch.server.openai.completions import CompletionRequest
-from cppbatch.server.parse import parse
-from cppbatch.server.responses.responses_types import ResponsesRequest
-from cppbatch.server.sampling_fields import SamplingFields, merge_fields
+from cppbatch.server.api.anthropic.types import MessagesRequest
+from cppbatch.server.api.generate.generate_endpoint import GenerateRequest
+from cppbatch.server.api.llama_server.completion import LlamaCompletionRequest
+from cppbatch.server.api.openai.chat_types import ChatCompletionRequest
+from cppbatch.server.api.openai.completions import CompletionRequest
+from cppbatch.server.api.responses.types import ResponsesRequest
+from cppbatch.server.fields.parse import parse
+from cppbatch.server.fields.sampling import SamplingFields, merge_fields
 
 MESSAGES = [{"role": "user", "content": "hello"}]
 FAMILIES: dict[type[SamplingFields], dict[str, Any]] = {

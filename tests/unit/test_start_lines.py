@@ -8,17 +8,15 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from cppbatch.bench.memory import memory_check
-from cppbatch.bench.memory.buffers import Buffer
-from cppbatch.bench.memory.memory_estimate import Device, Footprint, MemoryEstimate
-from cppbatch.bench.memory.weights import MAPPED
-from cppbatch.bench.profile import TunedSettings, save_profile
-from cppbatch.cli import start_lines
-from cppbatch.cli.formats import format_count
-from cppbatch.cli.plan_start import plan_start
-from cppbatch.cli.start_lines import model_line, sizes_line
+from cppbatch.cli import plan_start as start_lines
+from cppbatch.cli.output import format_count
+from cppbatch.cli.plan_start import model_line, plan_start, sizes_line
 from cppbatch.config import EngineConfig
 from cppbatch.models.inspect import ModelFacts, inspect_model
+from cppbatch.sizing import sizes as memory_check
+from cppbatch.sizing.buffers import MAPPED, Buffer
+from cppbatch.sizing.estimate import Device, Footprint, MemoryEstimate
+from cppbatch.sizing.profile import TunedSettings, save_profile
 from tests import tiny_projectors
 
 GIB = 2**30
@@ -87,8 +85,8 @@ def config(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> EngineConfig:
     """A model in a machine without a GPU."""
     monkeypatch.setattr(memory_check, "estimate_memory", lambda configs: estimate(n=len(configs)))
     monkeypatch.setattr(memory_check, "free_host_memory", lambda: 20 * GIB)
-    monkeypatch.setattr("cppbatch.bench.memory.choose_sizes.has_gpu", lambda: False)
-    monkeypatch.setattr("cppbatch.bench.memory.choose_sizes.kernel_times", lambda types: {})
+    monkeypatch.setattr("cppbatch.sizing.sizes.has_gpu", lambda: False)
+    monkeypatch.setattr("cppbatch.sizing.sizes.kernel_times", lambda types: {})
     return EngineConfig(str(tiny_llama))
 
 

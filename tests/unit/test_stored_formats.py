@@ -8,11 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from cppbatch.jobs.batch_store import BatchStore
-from cppbatch.jobs.data_folder import open_data_folder
+from cppbatch.jobs.batches.data_folder import open_data_folder
+from cppbatch.jobs.batches.store import BatchStore
 from cppbatch.jobs.job_request import RejectedLine
-from cppbatch.jobs.journal import Journal
-from cppbatch.jobs.ledger import Ledger
+from cppbatch.jobs.journal import Journal, Ledger
 from tests.job_results import ids_of, item, result
 
 FILE = (

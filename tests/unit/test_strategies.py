@@ -12,11 +12,14 @@ import pytest
 from cppbatch import BatchInferenceEngine
 from cppbatch.bench.prompts import Lengths
 from cppbatch.bench.strategies import STRATEGIES
-from cppbatch.bench.strategies.compare_strategies import make_schedulers
-from cppbatch.bench.strategies.offline_workload import OfflineWorkload, TimedRequest
-from cppbatch.bench.strategies.serial_schedulers import ConcurrentScheduler, SequentialScheduler
-from cppbatch.bench.strategies.static_scheduler import StaticScheduler, padding_tokens, round_up
-from cppbatch.bench.strategies.strategy_runner import run_workload
+from cppbatch.bench.strategies.compare_strategies import OfflineWorkload, TimedRequest, make_schedulers, run_workload
+from cppbatch.bench.strategies.schedulers import (
+    ConcurrentScheduler,
+    SequentialScheduler,
+    StaticScheduler,
+    padding_tokens,
+    round_up,
+)
 from cppbatch.engine.scheduler import Scheduler
 from cppbatch.errors import ConfigError
 from tests.fakes import N_VOCAB, context_of, drain, fake_engine, greedy, reference

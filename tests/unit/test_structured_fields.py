@@ -12,14 +12,14 @@ from cppbatch.chat.chat_format import ChatTurn
 from cppbatch.chat.tools import ToolChoice, callable_tools
 from cppbatch.engine.params import GRAMMARS, SamplingParams
 from cppbatch.errors import InvalidRequest
-from cppbatch.server.anthropic.message_conversion import message_turn
-from cppbatch.server.anthropic.message_types import CountTokensRequest
-from cppbatch.server.generate.generate_endpoint import GenerateRequest
-from cppbatch.server.openai.chat_types import ChatCompletionRequest
-from cppbatch.server.openai.completions import CompletionRequest
-from cppbatch.server.responses.input_conversion import response_turn
-from cppbatch.server.responses.responses_types import ResponsesRequest
-from cppbatch.server.sampling_fields import SamplingFields
+from cppbatch.server.api.anthropic.messages import message_turn
+from cppbatch.server.api.anthropic.types import CountTokensRequest
+from cppbatch.server.api.generate.generate_endpoint import GenerateRequest
+from cppbatch.server.api.openai.chat_types import ChatCompletionRequest
+from cppbatch.server.api.openai.completions import CompletionRequest
+from cppbatch.server.api.responses.create_response import response_turn
+from cppbatch.server.api.responses.types import ResponsesRequest
+from cppbatch.server.fields.sampling import SamplingFields
 from cppbatch.typed_json import convert
 from tests.chat_families import PING, chat_format
 

@@ -9,9 +9,9 @@ import pytest
 from msgspec.structs import replace
 
 from cppbatch import EngineConfig, EngineProcess, GenerationRequest, SamplingParams
-from cppbatch.cluster import supervisor
-from cppbatch.cluster.worker_handle import WorkerDied
-from cppbatch.cluster.worker_link import Loaded
+from cppbatch.cluster.engines import supervisor
+from cppbatch.cluster.link import Loaded
+from cppbatch.cluster.worker.handle import WorkerDied
 from cppbatch.errors import EngineClosed
 from tests.fake_workers import FakeWorker, fake_workers
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from cppbatch.llama.text_splitting import SpecialTokenSplitter, split_long_runs
+from cppbatch.llama.vocab import SpecialTokenSplitter, split_long_runs
 
 
 @pytest.mark.parametrize("text", ["", "a b", "a" * 4000, "a" * 50_001, " " * 9000, "x" * 5000 + " " * 5000 + "y"])

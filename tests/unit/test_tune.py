@@ -9,17 +9,26 @@ from typing import Any
 import msgspec
 import pytest
 
-from cppbatch.bench.machine import this_machine
-from cppbatch.bench.memory.buffers import Buffer
-from cppbatch.bench.memory.memory_estimate import Footprint, MemoryEstimate
-from cppbatch.bench.profile import TunedSettings
 from cppbatch.bench.tune import tuner
 from cppbatch.bench.tune.measurement import Measurement, MeasurementTask
-from cppbatch.bench.tune.search import Speed, contradicting, doublings, fastest, knee, largest_fitting
-from cppbatch.bench.tune.tuner import Tuner, TuningResult, check_limits
+from cppbatch.bench.tune.tuner import (
+    Speed,
+    Tuner,
+    TuningResult,
+    check_limits,
+    contradicting,
+    doublings,
+    fastest,
+    knee,
+    largest_fitting,
+)
 from cppbatch.bench.tune.tuning_report import tuning_report
 from cppbatch.config import EngineConfig
 from cppbatch.errors import ConfigError, ModelError
+from cppbatch.sizing.buffers import Buffer
+from cppbatch.sizing.estimate import Footprint, MemoryEstimate
+from cppbatch.sizing.machine import this_machine
+from cppbatch.sizing.profile import TunedSettings
 
 CONFIG = EngineConfig(model_path="model.gguf", n_threads=2)
 

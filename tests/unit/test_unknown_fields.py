@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 
 from cppbatch.errors import InvalidRequest
-from cppbatch.server.anthropic.message_types import MessagesRequest
-from cppbatch.server.generate.generate_endpoint import GenerateRequest
-from cppbatch.server.llama_server.llama_completion import LlamaCompletionRequest
-from cppbatch.server.openai.chat_types import ChatCompletionRequest
-from cppbatch.server.openai.completions import CompletionRequest
-from cppbatch.server.responses.responses_types import ResponsesRequest
-from cppbatch.server.unknown_fields import known_fields, listed, refuse_unknown
+from cppbatch.server.api.anthropic.types import MessagesRequest
+from cppbatch.server.api.generate.generate_endpoint import GenerateRequest
+from cppbatch.server.api.llama_server.completion import LlamaCompletionRequest
+from cppbatch.server.api.openai.chat_types import ChatCompletionRequest
+from cppbatch.server.api.openai.completions import CompletionRequest
+from cppbatch.server.api.responses.types import ResponsesRequest
+from cppbatch.server.fields.parse import known_fields, listed, refuse_unknown
 
 KINDS = (
     ChatCompletionRequest, CompletionRequest, ResponsesRequest, MessagesRequest, GenerateRequest,

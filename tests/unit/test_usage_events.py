@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from cppbatch import FinishReason, GenerationEvent, InvalidRequest
-from cppbatch.cluster.engine_threads import StepLoop
-from cppbatch.cluster.in_flight import InFlightRequest, OutputCollector
-from cppbatch.cluster.worker_link import Submit
+from cppbatch.cluster.engines.in_flight import InFlightRequest, OutputCollector
+from cppbatch.cluster.link import Submit
+from cppbatch.cluster.worker.threads import StepLoop
 from cppbatch.engine.core import EngineCore
 from cppbatch.engine.engine import BatchInferenceEngine
 from cppbatch.engine.request import GenerationRequest, RequestUsage

@@ -16,9 +16,9 @@ from aiohttp.test_utils import TestClient, TestServer
 from yarl import URL
 
 import cppbatch.server
-from cppbatch.cluster.engine_client import Health
-from cppbatch.server.api_keys import Keys
+from cppbatch.cluster.engines.client import Health
 from cppbatch.server.app import create_app
+from cppbatch.server.auth.rules import Keys
 from cppbatch.server.settings import ServerSettings
 from cppbatch.server.web_page import page_files
 

@@ -3,30 +3,35 @@
 from __future__ import annotations
 
 import contextlib
+from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from time import perf_counter, sleep
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
 
-from cppbatch.bench.bare_costs import measure_bare_costs
-from cppbatch.bench.machine import this_machine
-from cppbatch.bench.prompts import check_can_run
-from cppbatch.bench.report import Column, Report, Spread
+from cppbatch.bench.explain import measure_bare_costs
+from cppbatch.bench.prompts import Lengths, check_can_run, random_prompt
+from cppbatch.bench.report import Column, Report, Spread, from_zero, new_figure
+from cppbatch.bench.resource_usage import ResourceUsage
 from cppbatch.bench.strategies import STRATEGIES
-from cppbatch.bench.strategies.offline_workload import OfflineWorkload, TimedRequest
-from cppbatch.bench.strategies.serial_schedulers import ConcurrentScheduler, SequentialScheduler
-from cppbatch.bench.strategies.static_scheduler import StaticScheduler, round_up
-from cppbatch.bench.strategies.strategy_runner import WorkloadRun, run_workload
+from cppbatch.bench.strategies.schedulers import ConcurrentScheduler, SequentialScheduler, StaticScheduler, round_up
 from cppbatch.config import EngineConfig
 from cppbatch.engine.engine import BatchInferenceEngine
 from cppbatch.engine.ideal import RequestSize, ideal_seconds
 from cppbatch.engine.model_info import ModelInfo
+from cppbatch.engine.params import SamplingParams
 from cppbatch.engine.runtime import Runtime, load_runtime
 from cppbatch.engine.scheduler import Scheduler
-from cppbatch.errors import ConfigError
+from cppbatch.errors import ConfigError, GenerationFailed
+from cppbatch.sizing.machine import this_machine
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
 
 _WARM_UP = 4  # tokens of each request
 
@@ -219,3 +224,188 @@ def _row(name: str, runs: Sequence[WorkloadRun], sequential: Sequence[WorkloadRu
 
 def _arrival(work: OfflineWorkload) -> str:
     return f"{work.rate:g} a second" if work.rate else "all at once"
+
+
+# --- offline workload ------------------------------------------------------------------------------------------------
+# The requests of a strategy comparison: the same lengths, tokens and arrival times for every strategy.
+
+
+@dataclass(frozen=True)
+class TimedRequest:
+    """One request."""
+
+    at: float
+    """Arrival in seconds after the start."""
+    prompt: list[int]
+    n_new: int
+
+
+class OfflineWorkload(msgspec.Struct, frozen=True, kw_only=True):
+    """Numbers and sizes of requests. Raises `ConfigError` if they are out of range."""
+
+    n_requests: int = 48
+    prompt_tokens: Lengths = Lengths(16, 256)
+    new_tokens: Lengths = Lengths(16, 256)
+    rate: float = 0.0
+    """Requests/s with exponential gaps (a Poisson process); 0: all at once."""
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.n_requests < 1:
+            raise ConfigError(f"--requests is {self.n_requests}; it must be at least 1")
+        self.prompt_tokens.check("--prompt-tokens")
+        self.new_tokens.check("--new-tokens")
+        if not 0 <= self.rate < float("inf"):
+            raise ConfigError(f"--rate is {self.rate}; it must be 0 (all at once) or a number of requests per second")
+        if self.seed < 0:
+            raise ConfigError(f"--seed is {self.seed}; it must be 0 or more")
+
+    def requests(self, n_vocab: int) -> list[TimedRequest]:
+        """Returns the requests in order of arrival, always the same for a workload and vocabulary.
+
+        Lengths are log-uniform: half of them are below the geometric mean of the range, and a few are long.
+        """
+        draw, n = np.random.default_rng(self.seed), self.n_requests
+        prompts, news = (_random_lengths(draw, lengths, n) for lengths in (self.prompt_tokens, self.new_tokens))
+        gaps = draw.exponential(1 / self.rate, n) if self.rate else np.zeros(n)
+        at = np.cumsum(gaps) - gaps[0]
+        return [
+            TimedRequest(float(at[i]), random_prompt(draw, prompts[i], n_vocab).tolist(), news[i]) for i in range(n)
+        ]
+
+
+def _random_lengths(draw: np.random.Generator, lengths: Lengths, n: int) -> list[int]:
+    low, high = lengths
+    values: list[int] = np.exp(draw.uniform(np.log(low), np.log(high + 1), n)).astype(int).clip(low, high).tolist()
+    return values
+
+
+# --- strategy runner -------------------------------------------------------------------------------------------------
+# Runs a workload on an engine: adds each request at its arrival time and records its tokens and latencies.
+
+
+_POLL_S = 0.001  # between checks for arrivals and collected batches while no sequence runs
+
+
+@dataclass(frozen=True)
+class WorkloadRun:
+    """The result of a workload. Lists are in the order of the requests; times are in seconds from arrival."""
+
+    seconds: float
+    tokens: list[list[int]]
+    first_token: list[float]
+    latency: list[float]
+    wait: list[float]
+    """Until a request is admitted."""
+    padding_percent: float
+    """Share of the computed tokens that no request needed."""
+    mean_rows: float
+    """Mean number of sequences in a decode step."""
+    cpu_percent: float
+    gpu_percent: float | None
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Generated tokens per second of the whole run."""
+        return sum(map(len, self.tokens)) / self.seconds
+
+
+def run_workload(engine: BatchInferenceEngine, requests: list[TimedRequest]) -> WorkloadRun:
+    """Runs the requests greedily and to their full length, each from its arrival time.
+
+    A request that arrives during a step is added after it, and the wait counts. Raises `GenerationFailed` if a request
+    ends early.
+    """
+    n = len(requests)
+    tokens: list[list[int]] = [[] for _ in requests]
+    late, first_token, latency, wait = [0.0] * n, [0.0] * n, [0.0] * n, [0.0] * n
+    pending = deque(enumerate(requests))
+    before = engine.stats()
+    with ResourceUsage() as usage:
+        began = perf_counter()
+        while pending or engine.has_work:
+            while pending and pending[0][1].at <= (now := perf_counter() - began):
+                i, request = pending.popleft()
+                late[i] = now - request.at
+                params = SamplingParams(temperature=0, max_tokens=request.n_new, ignore_eos=True)
+                engine.add_request(request.prompt, params, request_id=str(i))
+            events = engine.step() if engine.has_work and not engine.core.collecting_s() else []
+            for event in events:
+                i = int(event.request_id)
+                tokens[i] += event.tokens
+                if event.usage:
+                    if len(tokens[i]) != requests[i].n_new:
+                        raise GenerationFailed(f"request {i} ended after {len(tokens[i])} tokens: {event.error}")
+                    wait[i] = late[i] + event.usage.queue_seconds
+                    first_token[i] = late[i] + event.usage.first_token_seconds
+                    latency[i] = late[i] + event.usage.total_seconds
+            if not events and not engine.core.scheduler.running:
+                sleep(_POLL_S)
+        seconds = perf_counter() - began
+    after = engine.stats()
+    rows, steps = after.decode_rows - before.decode_rows, after.decode_steps - before.decode_steps
+    computed = rows + after.prompt_tokens - before.prompt_tokens
+    needed = sum(len(request.prompt) + request.n_new - 1 for request in requests)  # the last token is not computed
+    return WorkloadRun(
+        seconds=seconds,
+        tokens=tokens,
+        first_token=first_token,
+        latency=latency,
+        wait=wait,
+        padding_percent=max(0.0, 100 * (1 - needed / computed)),
+        mean_rows=rows / steps if steps else 0.0,
+        cpu_percent=usage.cpu_percent,
+        gpu_percent=usage.gpu_percent,
+    )
+
+
+# --- strategies plot -------------------------------------------------------------------------------------------------
+# The plot of `cppbatch bench strategies`: tokens/s and latencies.
+
+
+_TIMES = {
+    "first_token_p50": "TTFT p50", "first_token_p95": "TTFT p95",
+    "latency_p50": "latency p50", "latency_p95": "latency p95",
+}  # fmt: skip
+
+
+def plot_strategies(report: Report) -> Figure:
+    """Plots bars for each strategy, with their range over the repeats; lines over several numbers of sequences."""
+    figure, (speed, times) = new_figure(report, 2)
+    sizes = list(dict.fromkeys(row["batch_size"] for row in report.rows))
+    if len(sizes) > 1:
+        for axes, key, title in (
+            (speed, "tokens_per_second", "generated tokens/s"), (times, "latency_p95", "latency p95, seconds"),
+        ):  # fmt: skip
+            for name in dict.fromkeys(row["strategy"] for row in report.rows):
+                rows = [row for row in report.rows if row["strategy"] == name]
+                axes.plot([row["batch_size"] for row in rows], [row[key].median for row in rows], "o-", label=name)
+            axes.set_title(title)
+            axes.set_xscale("log", base=2)
+            axes.set_xticks(sizes, list(map(str, sizes)))
+            axes.set_xlabel("sequences at once (B)")
+            from_zero(axes)
+        speed.legend(fontsize=7)
+        return figure
+    names = [row["strategy"] for row in report.rows]
+    places = range(len(names))
+    values = [row["tokens_per_second"] for row in report.rows]
+    speed.bar(places, [v.median for v in values], yerr=_bars(values), capsize=3)
+    speed.set_title("generated tokens/s")
+    width = 0.8 / len(_TIMES)
+    for i, (key, label) in enumerate(_TIMES.items()):
+        values = [row[key] for row in report.rows]
+        at = [place + (i - 1.5) * width for place in places]
+        colour = "tab:orange" if key.startswith("first") else "tab:blue"
+        alpha = 0.5 if key.endswith("50") else 1.0
+        times.bar(at, [v.median for v in values], width, yerr=_bars(values), label=label, color=colour, alpha=alpha)
+    times.set_title("seconds from arrival")
+    times.margins(y=0.3)  # room for the legend
+    times.legend(loc="upper center", ncols=2)
+    for axes in (speed, times):
+        axes.set_xticks(places, names, rotation=20)
+    return figure
+
+
+def _bars(values: list[Any]) -> list[list[float]]:
+    return [[v.median - v.low for v in values], [v.high - v.median for v in values]]

@@ -6,8 +6,8 @@ import subprocess
 
 import msgspec
 
-from cppbatch.bench.child_process import run_module
 from cppbatch.config import EngineConfig
+from cppbatch.sizing.child_process import run_module
 
 
 class MeasurementTask(msgspec.Struct, frozen=True, kw_only=True):

@@ -6,13 +6,11 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from cppbatch.bench.batch_gain import gain_notes
-from cppbatch.bench.machine import this_machine
-from cppbatch.bench.plot import from_zero, new_figure
-from cppbatch.bench.profile import as_flags
-from cppbatch.bench.report import Column, Report
-from cppbatch.bench.tune.search import MIN_GAIN
-from cppbatch.bench.tune.tuner import TuningResult
+from cppbatch.bench.report import Column, Report, from_zero, new_figure
+from cppbatch.bench.tune.tuner import MIN_GAIN, TuningResult
+from cppbatch.models.kernel_advice import gain_notes
+from cppbatch.sizing.machine import this_machine
+from cppbatch.sizing.profile import as_flags
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -5,12 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
-from cppbatch.chat.deltas import Delta, ReasoningDelta, TextDelta
 from cppbatch.chat.lark_grammar import LarkGrammar
-from cppbatch.chat.output_parser import OutputParser, ToolCallEmitter, ToolSchemas
-from cppbatch.chat.reasoning import ReasoningState, ReasoningTags
+from cppbatch.chat.output_parser import Delta, OutputParser, ReasoningDelta, TextDelta, ToolCallEmitter, ToolSchemas
+from cppbatch.chat.reasoning import ReasoningState, ReasoningTags, ThinkingBudget
 from cppbatch.chat.scanning import MarkerFinder
-from cppbatch.chat.thinking_budget import ThinkingBudget
 from cppbatch.chat.tool_formats.tool_format import ToolCallFormat
 
 _START, _CHANNEL, _MESSAGE, _CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"

@@ -10,9 +10,8 @@ from typing import Any
 
 from cppbatch.chat.lark_grammar import LarkGrammar
 from cppbatch.chat.output_parser import OutputParser, TaggedOutputParser, ToolCallEmitter, ToolParser, ToolSchemas
-from cppbatch.chat.reasoning import ReasoningState, ReasoningTags
+from cppbatch.chat.reasoning import ReasoningState, ReasoningTags, ThinkingBudget
 from cppbatch.chat.scanning import parse_json
-from cppbatch.chat.thinking_budget import ThinkingBudget
 
 FUNCTION_NAME = re.compile(r"[a-zA-Z0-9_.\-]{1,128}")
 """A function's name in formats where nothing else marks its end."""

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cppbatch.engine.cells import Cells, Span
-from cppbatch.engine.radix_tree import n_common
+from cppbatch.engine.kv.radix_tree import n_common
 from cppbatch.engine.sequence import Seq
 from cppbatch.errors import LlamaError
 

@@ -17,11 +17,11 @@ import numpy as np
 import numpy.typing as npt
 
 from cppbatch.engine.compute_threads import ComputeThreads
-from cppbatch.engine.radix_tree import n_common
+from cppbatch.engine.kv.radix_tree import n_common
 from cppbatch.engine.sequence import Seq
 from cppbatch.engine.speculation.draft_cells import DraftCells, DraftMemory, DraftSequence, TargetCells
 from cppbatch.engine.speculation.proposer import Draft
-from cppbatch.engine.step_cost import StepCost
+from cppbatch.engine.steps import StepCost
 from cppbatch.errors import LlamaError
 from cppbatch.llama import Batch
 

@@ -1,6 +1,9 @@
-"""Where n-grams occur in texts: hash chains, as in LZ77 compressors, over numpy arrays."""
+"""Where n-grams occur in texts, and how probably the continuation of a match is accepted."""
 
 from __future__ import annotations
+
+from enum import IntEnum
+from math import exp
 
 import numpy as np
 import numpy.typing as npt
@@ -179,3 +182,122 @@ class NgramIndex:
             if not ref:
                 break
         return found
+
+
+# --- match acceptance ------------------------------------------------------------------------------------------------
+# How probably the continuation of a match is accepted, learned while texts are generated.
+
+
+_LEVELS = (0, 1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32)
+"""Matched tokens from which a match counts as longer."""
+_FIRST_LENGTHS = (0.4, -0.2, 0.1, -0.4, 0.0, 0.3, 0.7, 1.1, 1.5, 2.0, 2.5, 3.0)  # log-odds before anything is learned
+MOST_LENGTH = _LEVELS[-1]
+"""Longer matches are not more probable continuations."""
+_LEVEL = [max(i for i, least in enumerate(_LEVELS) if least <= length) for length in range(MOST_LENGTH + 1)]
+
+_RATE = 0.03  # of what all matches learn
+_SEQUENCE_RATE = 0.5  # of what a sequence learns for itself: about 10 tokens change its estimates
+_SEQUENCE_DECAY = 0.97
+_MOST_LOG_ODDS = 4.0
+_FRESH = 32  # estimates are worked out again after this number of learned tokens
+
+
+class Source(IntEnum):
+    """What a match was found in."""
+
+    OWN = 0
+    """The prompt or the completion of the sequence itself."""
+    PREDICTION = 1
+    """What the request predicts (`Seq.prediction`)."""
+    RUNNING = 2
+    """Another sequence that runs."""
+    FINISHED = 3
+    """A sequence that has finished."""
+
+
+class Agreement(IntEnum):
+    """What speaks for the next token of a match: first what follows other occurrences of the same tokens; once tokens
+    were accepted, their number: `ACCEPTED` is 1, each number above it one more."""
+
+    ONLY = 0
+    """There is only one occurrence."""
+    ALL = 1
+    """All are followed by the same token."""
+    MOST = 2
+    """More than half of them are followed by this token."""
+    FEW = 3
+    ACCEPTED = 4
+
+
+_FIRST_AGREEMENTS = (0.0, 0.4, -0.5, -1.2, 0.2, 0.3, 0.4, 0.4, 0.5, 0.5, 0.6, 0.6)
+_FIRST_SOURCES = (0.0, 0.5, -0.1, -0.1)
+_FIRST_DOUBTS = (0.0, -1.0, -2.0, -3.0)
+MOST_DOUBT = len(_FIRST_DOUBTS) - 1
+
+
+def after(agreement: int) -> int:
+    """The agreement of a match after its next token was accepted."""
+    return Agreement.ACCEPTED if agreement < Agreement.ACCEPTED else min(agreement + 1, len(_FIRST_AGREEMENTS) - 1)
+
+
+class MatchAcceptance:
+    """Logistic regression, online: the log-odds that the next token of a match comes are the sum of a weight of the
+    match's length, one of its agreement, one of its source, one of the token's doubt, and what the sequence has learned
+    for itself. Doubt, 0 to `MOST_DOUBT`: how often earlier matches went on with another token there."""
+
+    def __init__(self) -> None:
+        self._lengths = list(_FIRST_LENGTHS)
+        self._agreements = list(_FIRST_AGREEMENTS)
+        self._sources = list(_FIRST_SOURCES)
+        self._doubts = np.array(_FIRST_DOUBTS)
+        self._until_fresh = _FRESH
+        self._log_odds: dict[tuple[int, int, int, int], npt.NDArray[np.float64]] = {}
+
+    def learn(self, length: int, agreement: int, source: int, own: float, accepted: bool, *, doubt: int = 0) -> float:
+        """The token after a match of `length` tokens was the expected one, or not. `doubt`: of the expected one.
+
+        `own`: the sequence's own log-odds, 0 at first. Returns the new ones.
+        """
+        level = _LEVEL[length] if length < MOST_LENGTH else -1
+        base = self._lengths[level] + self._agreements[agreement] + self._sources[source]
+        if doubt:
+            base += float(self._doubts[doubt])
+        step = _RATE * (accepted - 1 / (1 + exp(-base)))
+        if doubt:
+            self._doubts[doubt] += step
+        self._lengths[level] += step
+        self._agreements[agreement] += step
+        self._sources[source] += step
+        self._until_fresh -= 1
+        if not self._until_fresh:
+            self._until_fresh = _FRESH
+            self._log_odds.clear()
+        own = own * _SEQUENCE_DECAY + _SEQUENCE_RATE * (accepted - 1 / (1 + exp(-base - own)))
+        return min(max(own, -_MOST_LOG_ODDS), _MOST_LOG_ODDS)
+
+    def first(self, length: int, agreement: int, source: int) -> float:
+        """The log-odds that the next token is accepted, without what the sequence has learned for itself."""
+        level = _LEVEL[min(length, MOST_LENGTH)]
+        return self._lengths[level] + self._agreements[agreement] + self._sources[source]
+
+    def probabilities(
+        self, length: int, agreement: int, source: int, own: float, doubts: bytearray
+    ) -> npt.NDArray[np.float64]:
+        """For each token of a draft the probability that it is accepted if those before it are; they rise with each
+        accepted one. `doubts`: of these tokens."""
+        key = (length if length < MOST_LENGTH else MOST_LENGTH, agreement, source, len(doubts))
+        log_odds = self._log_odds.get(key)
+        if log_odds is None:
+            log_odds = self._log_odds[key] = self._of_tokens(*key)
+        log_odds = log_odds + own
+        if any(doubts):
+            log_odds += self._doubts[np.frombuffer(doubts, np.uint8)]
+        return 1 / (1 + np.exp(-log_odds))
+
+    def _of_tokens(self, length: int, agreement: int, source: int, n: int) -> npt.NDArray[np.float64]:
+        log_odds = np.empty(n)
+        for i in range(n):
+            log_odds[i] = self.first(length, agreement, source)
+            length += 1
+            agreement = after(agreement)
+        return log_odds

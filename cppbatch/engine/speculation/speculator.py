@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from cppbatch.engine.sequence import Seq
 from cppbatch.engine.speculation.proposer import Draft, ModelProposer, Proposer
-from cppbatch.engine.step_cost import TILES, Groups, StepCost
+from cppbatch.engine.steps import TILES, Groups, StepCost
 
 _WORTH = 1.1  # drafts are expected to make tokens this many times as fast as rows alone: estimates are rough
 _TRIED = 0.8  # ... but those that make tokens this many times as fast are tried now and then: the times may be wrong

@@ -1,0 +1,302 @@
+"""The client of the load test: sends requests to one server and measures their latencies."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Mapping
+from time import perf_counter
+from types import SimpleNamespace
+from typing import Any
+
+import aiohttp
+import msgspec
+
+from cppbatch.bench.load.workload import Endpoint, LoadRequest
+
+_PATHS = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
+
+
+class TargetServer(msgspec.Struct, frozen=True, kw_only=True):
+    """A server under test, and how requests to it look."""
+
+    label: str
+    url: str
+    """Without /v1."""
+    model: str
+    endpoint: Endpoint = "completions"
+    api_key: str | None = None
+    unknown: tuple[str, ...] = ()
+    """Request fields that the server refuses, so that requests are sent without them."""
+
+    def path(self) -> str:
+        """Returns the URL of the endpoint."""
+        return self.url + _PATHS[self.endpoint]
+
+    def body(self, request: LoadRequest) -> bytes:
+        """Returns the request's body."""
+        fields: dict[str, Any] = {
+            "model": self.model,
+            "max_tokens": request.max_tokens,
+            "temperature": 0 if request.seed is None else request.temperature,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        if request.ignore_eos:
+            fields["ignore_eos"] = True
+        if self.endpoint == "chat":
+            fields["messages"] = [{"role": "user", "content": request.prompt}]
+        else:
+            fields["prompt"] = request.prompt
+        if request.seed is not None:
+            fields["seed"] = request.seed
+        if request.schema is not None:
+            form = {"name": "answer", "schema": request.schema}
+            fields["response_format"] = {"type": "json_schema", "json_schema": form}
+        if request.n > 1:
+            fields["n"] = request.n
+        return msgspec.json.encode({name: value for name, value in fields.items() if name not in self.unknown})
+
+
+class RequestOutcome(msgspec.Struct, kw_only=True):
+    """The result of a request. Times are in seconds."""
+
+    failure: RequestFailure | None = None
+    due: float = 0
+    """When it was sent or due, on the clock of `perf_counter`."""
+    samples: int = 1
+    """Completions of it (`n`)."""
+    time_to_first_token: float = 0
+    """From when the request was sent or due to the first text."""
+    gaps: list[float] = []
+    """Between two chunks of text of the same completion."""
+    end_to_end: float = 0
+    n_chunks: int = 0
+    """Chunks with text; most servers send one token in each."""
+    prompt_tokens: int | None = None
+    cached_tokens: int | None = None
+    """Cached prompt tokens, as the server reports."""
+    output_tokens: int = 0
+    """As the server reports, but at least one for each chunk."""
+    has_usage: bool = False
+    """The server reports output tokens, and at least as many as chunks."""
+    ended_early: bool = False
+    """The output is shorter than requested."""
+    resent: bool = False
+    """The request was sent twice, because the server closed the kept-alive connection first used."""
+
+
+class LoadClient:
+    """An asynchronous context manager with any number of kept-alive connections to one server."""
+
+    def __init__(self, server: TargetServer, timeout: float) -> None:
+        """`timeout`: seconds for a complete request."""
+        self._server = server
+        headers = {"Content-Type": "application/json", **authorization(server.api_key)}
+        limit = aiohttp.ClientTimeout(total=timeout)
+        trace = aiohttp.TraceConfig()
+        trace.on_connection_reuseconn.append(_note_reuse)
+        self._kept_alive = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0), timeout=limit, headers=headers, trace_configs=[trace]
+        )
+        self._fresh = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0, force_close=True), timeout=limit, headers=headers
+        )
+
+    async def __aenter__(self) -> LoadClient:
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self._kept_alive.close()
+        await self._fresh.close()
+
+    async def send(self, request: LoadRequest, due: float) -> RequestOutcome:
+        """Sends one streaming request. Times count from `due`, on the clock of `perf_counter`."""
+        outcome, stream = RequestOutcome(due=due, samples=request.n), CompletionStream()
+        try:
+            async with await self._post(self._server.body(request), outcome) as response:
+                await _check(response)
+                async for data in response.content.iter_any():
+                    stream.feed(data, perf_counter())
+            ended = perf_counter()
+            stream.finish(ended)
+        except RequestFailure as failure:
+            outcome.failure = failure
+        except asyncio.TimeoutError:
+            outcome.failure = RequestFailure(
+                "timeout", f"no complete answer within {self._fresh.timeout.total:g} s (--timeout)"
+            )
+        except aiohttp.ClientConnectorError as error:
+            outcome.failure = RequestFailure("no connection", str(error))
+        except (aiohttp.ClientError, OSError) as error:
+            outcome.failure = RequestFailure("connection closed", str(error))
+        else:
+            _fill(outcome, request, stream, due, ended)
+        return outcome
+
+    async def _post(self, body: bytes, outcome: RequestOutcome) -> aiohttp.ClientResponse:
+        """Posts a request. If the server closes a reused connection meanwhile, sends it again on a new connection."""
+        seen = SimpleNamespace(reused=False)
+        try:
+            return await self._kept_alive.post(self._server.path(), data=body, trace_request_ctx=seen)
+        except (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError):
+            if not seen.reused:
+                raise
+        outcome.resent = True
+        return await self._fresh.post(self._server.path(), data=body)
+
+
+def authorization(api_key: str | None) -> Mapping[str, str]:
+    """Returns the header with the key as a bearer token."""
+    return {"Authorization": f"Bearer {api_key}"} if api_key else {}
+
+
+async def _note_reuse(_session: object, context: SimpleNamespace, _params: object) -> None:
+    context.trace_request_ctx.reused = True
+
+
+async def _check(response: aiohttp.ClientResponse) -> None:
+    if response.status != 200:
+        raise RequestFailure(f"HTTP {response.status}", error_text(await response.read()), response.status)
+    if response.content_type != "text/event-stream":
+        raise RequestFailure("no stream", f"the answer is {response.content_type}, not a stream of events")
+
+
+def _fill(outcome: RequestOutcome, request: LoadRequest, stream: CompletionStream, due: float, ended: float) -> None:
+    assert stream.first is not None
+    outcome.time_to_first_token = stream.first - due
+    outcome.end_to_end = ended - due
+    outcome.gaps, outcome.n_chunks = stream.gaps, stream.n_chunks
+    n_reported = 0
+    if usage := stream.usage:
+        n_reported = usage.completion_tokens or 0
+        outcome.prompt_tokens = usage.prompt_tokens
+        details = usage.prompt_tokens_details
+        outcome.cached_tokens = details.cached_tokens if details else None
+    outcome.has_usage = n_reported >= stream.n_chunks  # with `n` llama-server reports the tokens of one completion only
+    outcome.output_tokens = max(n_reported, stream.n_chunks)
+    is_short = outcome.has_usage and n_reported < request.max_tokens * request.n
+    outcome.ended_early = request.ignore_eos and is_short
+
+
+# --- completion stream -----------------------------------------------------------------------------------------------
+# Reading a streamed completion: the arrival time of each chunk of text, and the usage that the server reports.
+
+
+_MAX_ERROR_LENGTH = 300  # characters
+
+
+class RequestFailure(Exception):
+    """A request failed. Reports count failures by `kind`."""
+
+    def __init__(self, kind: str, message: str = "", status: int | None = None) -> None:
+        super().__init__(message or kind)
+        self.kind, self.status = kind, status
+
+
+class _Delta(msgspec.Struct):
+    content: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+
+
+class _Choice(msgspec.Struct):
+    index: int = 0
+    text: str | None = None
+    delta: _Delta | None = None
+    finish_reason: str | None = None
+
+    def has_text(self) -> bool:
+        """The first chunk of a chat contains only the role."""
+        delta = self.delta
+        return bool(self.text or (delta and (delta.content or delta.reasoning_content or delta.reasoning)))
+
+
+class _Details(msgspec.Struct):
+    cached_tokens: int | None = None
+
+
+class TokenUsage(msgspec.Struct):
+    """OpenAI's usage object."""
+
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+    prompt_tokens_details: _Details | None = None
+
+
+class _Chunk(msgspec.Struct):
+    choices: list[_Choice] = []
+    usage: TokenUsage | None = None
+    error: Any = None
+
+
+_DECODER = msgspec.json.Decoder(_Chunk)
+
+
+class CompletionStream:
+    """Parses the stream of one request. Times are in seconds, on the clock of the caller of `feed`."""
+
+    def __init__(self) -> None:
+        self.first: float | None = None
+        """When the first text arrived."""
+        self.gaps: list[float] = []
+        """Between two chunks of text of the same choice."""
+        self.n_chunks = 0
+        self.usage: TokenUsage | None = None
+        self._rest = b""
+        self._last: dict[int, float] = {}  # arrival time of the last chunk, by choice
+        self._ended = False
+
+    def feed(self, data: bytes, now: float) -> None:
+        """Reads bytes that arrived at `now`. Raises `RequestFailure` if they are not chunks of a completion."""
+        for payload in self._payloads(data):
+            if payload == b"[DONE]":
+                self._ended = True
+            else:
+                self._take(payload, now)
+
+    def finish(self, now: float) -> None:
+        """The stream has ended. Raises `RequestFailure` if the completion is incomplete."""
+        self.feed(b"\n", now)
+        if not self._ended:
+            raise RequestFailure("stream cut short", "the stream ended without a finish_reason or [DONE]")
+        if self.first is None:
+            raise RequestFailure("empty answer", "the stream ended without any text")
+
+    def _payloads(self, data: bytes) -> Iterator[bytes]:
+        """Yields the data of the lines that are complete now."""
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        for line in lines:
+            name, _, value = line.partition(b":")
+            if name == b"data":
+                yield value.strip()
+
+    def _take(self, payload: bytes, now: float) -> None:
+        try:
+            chunk = _DECODER.decode(payload)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise RequestFailure("unreadable answer", f"{error}: {error_text(payload)}") from error
+        if chunk.error:
+            raise RequestFailure("error in the stream", error_text(payload))
+        self.usage = chunk.usage or self.usage
+        for choice in chunk.choices:
+            self._ended |= choice.finish_reason is not None
+            if choice.has_text():
+                self._add_text(choice.index, now)
+
+    def _add_text(self, index: int, now: float) -> None:
+        self.n_chunks += 1
+        if self.first is None:
+            self.first = now
+        if index in self._last:
+            self.gaps.append(now - self._last[index])
+        self._last[index] = now
+
+
+def error_text(body: bytes) -> str:
+    """Returns the message of an OpenAI error, or else the body, in one short line."""
+    try:
+        error = msgspec.json.decode(body)["error"]
+        text = str(error["message"] if isinstance(error, dict) else error)
+    except (msgspec.DecodeError, UnicodeDecodeError, KeyError, TypeError):
+        text = body.decode(errors="replace")
+    return " ".join(text.split())[:_MAX_ERROR_LENGTH]

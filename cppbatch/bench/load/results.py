@@ -1,0 +1,322 @@
+"""The results of a load test: figures of many requests, the report, the plot."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import msgspec
+import numpy as np
+from rich.table import Table
+from rich.text import Text
+from yarl import URL
+
+from cppbatch.bench.load.client import RequestOutcome, TargetServer
+from cppbatch.bench.load.workload import LoadSettings
+from cppbatch.bench.report import Column, Report, Spread, format_cell, new_figure
+from cppbatch.engine.ideal import BareCosts, RequestSize, ideal_seconds
+from cppbatch.sizing.machine import this_machine
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+PERCENTILES = (50, 95, 99)
+
+
+class _Latency(NamedTuple):
+    key: str
+    title: str
+    per_second: int
+    """Units per second: 1000 for milliseconds."""
+    digits: int
+
+
+_LATENCIES = (
+    _Latency("ttft_ms", "TTFT, ms", 1000, digits=1),
+    _Latency("inter_token_ms", "inter-token, ms", 1000, digits=1),
+    _Latency("end_to_end_s", "end-to-end, s", 1, digits=2),
+)
+
+
+class LoadIdeal(NamedTuple):
+    """How the ideal time of a load is computed."""
+
+    costs: BareCosts
+    most_rows: int
+    clients: int | None
+    """Of a closed loop."""
+
+    def of(self, run: ServerRun) -> float | None:
+        """The ideal time of what was answered, by the run's; None: the server does not tell the prompts' tokens."""
+        done = sorted((outcome for outcome in run.outcomes if not outcome.failure), key=lambda outcome: outcome.due)
+        sizes = []
+        for outcome in done:
+            if outcome.prompt_tokens is None:
+                return None
+            cached = outcome.cached_tokens or 0
+            n_output = max(1, round(outcome.output_tokens / outcome.samples))
+            arrives = outcome.due - done[0].due
+            sizes.append(RequestSize(outcome.prompt_tokens - cached, n_output, cached, outcome.samples, arrives))
+        return ideal_seconds(sizes, self.costs, self.most_rows, self.clients) / run.seconds if sizes else None
+
+
+class ServerRun(msgspec.Struct, kw_only=True):
+    """One server under the load of one repeat. The run may be incomplete."""
+
+    server: TargetServer
+    repeat: int
+    n_requests: int
+    outcomes: list[RequestOutcome] = []
+    """Results of the requests that have ended."""
+    seconds: float = 0
+    """From the first request to the end of the last answer."""
+    client_seconds: float = 0
+    """CPU time of this process."""
+    is_complete: bool = False
+
+
+def table_columns(rows: Sequence[dict[str, Any]]) -> list[Column]:
+    """Returns the table's columns for these rows."""
+    shown = [
+        Column("requests", "requests"),
+        Column("failed", "of them failed"),
+        Column("output_tokens_per_second", "output tokens/s"),
+        Column("total_tokens_per_second", "prompt+output tokens/s"),
+        Column("requests_per_second", "requests/s", digits=2),
+    ]
+    optional = [
+        Column("of_ideal", "of ideal", digits=2),
+        Column("goodput_per_second", "goodput, requests/s", digits=2),
+        Column("cached_percent", "prompts from cache, %"),
+    ]
+    shown += [column for column in optional if any(server_row[column.key] is not None for server_row in rows)]
+    for latency in _LATENCIES:
+        for p in PERCENTILES:
+            title = f"{latency.title}: p{p}" if p == PERCENTILES[0] else f"p{p}"
+            shown.append(Column(f"{latency.key}_p{p}", title, latency.digits))
+    return shown
+
+
+def server_row(runs: Sequence[ServerRun], bound_ms: float | None, ideal: LoadIdeal | None = None) -> dict[str, Any]:
+    """Returns all figures of one server, from at least one run."""
+    server, outcomes = runs[0].server, [outcome for run in runs for outcome in run.outcomes]
+    failures = [outcome.failure for outcome in outcomes if outcome.failure]
+    measured = [{**_figures(run, bound_ms), "of_ideal": ideal.of(run) if ideal else None} for run in runs]
+    return {
+        "server": server.label,
+        "url": str(URL(server.url).with_user(None)),
+        "model": server.model,
+        "requests": len(outcomes),
+        "failed": len(failures),
+        "failures": dict(Counter(failure.kind for failure in failures)),
+        **{name: _spread(figures[name] for figures in measured) for name in measured[0]},
+    }
+
+
+def _figures(run: ServerRun, bound_ms: float | None) -> dict[str, float | None]:
+    """Returns the figures of one run; None: not measured."""
+    done = [outcome for outcome in run.outcomes if not outcome.failure]
+    output = sum(outcome.output_tokens for outcome in done)
+    figures: dict[str, float | None] = {
+        "seconds": run.seconds,
+        "output_tokens_per_second": output / run.seconds,
+        "total_tokens_per_second": None,
+        "requests_per_second": len(done) / run.seconds,
+        "goodput_per_second": None,
+        "cached_percent": None,
+        "client_cpu_percent": 100 * run.client_seconds / run.seconds,
+    }
+    if prompt := _sum(outcome.prompt_tokens for outcome in done):
+        figures["total_tokens_per_second"] = (prompt + output) / run.seconds
+        cached = _sum(outcome.cached_tokens for outcome in done)
+        figures["cached_percent"] = None if cached is None else 100 * cached / prompt
+    if bound_ms is not None:
+        within = [outcome for outcome in done if outcome.time_to_first_token * 1000 <= bound_ms]
+        figures["goodput_per_second"] = len(within) / run.seconds
+    latencies = [
+        [outcome.time_to_first_token for outcome in done],
+        [gap for outcome in done for gap in outcome.gaps],
+        [outcome.end_to_end for outcome in done],
+    ]
+    for latency, seconds in zip(_LATENCIES, latencies, strict=True):
+        for p in PERCENTILES:
+            value = float(np.percentile(seconds, p)) * latency.per_second if seconds else None
+            figures[f"{latency.key}_p{p}"] = value
+    return figures
+
+
+def _sum(counts: Iterable[int | None]) -> int | None:
+    """Returns None if a count is unknown or there are none."""
+    known = list(counts)
+    return sum(each for each in known if each is not None) if known and None not in known else None
+
+
+def _spread(values: Iterable[float | None]) -> Spread | None:
+    known = [value for value in values if value is not None]
+    return Spread.of(known) if known else None
+
+
+# --- load report -----------------------------------------------------------------------------------------------------
+# The report of a load test: servers side by side, with notes.
+
+
+_BUSY = 0.5  # of a core, for the client
+_MERGED = 0.9  # chunks per token
+
+
+class LoadReport(Report, frozen=True, kw_only=True):
+    """A row for each server. The table shows servers side by side, with ratios to the first."""
+
+    def table(self) -> Table:
+        """Returns a table with a line for each figure. Title and notes may be wider than the table."""
+        first, *others = self.rows
+        table = Table()
+        table.add_column()
+        for each in self.rows:
+            table.add_column(Text(each["server"]), justify="right")
+        for each in others:
+            table.add_column(Text(f"{each['server']} / {first['server']}"), justify="right")
+        for column in self.columns:
+            values = [each[column.key] for each in self.rows]
+            ratios = [_ratio(value, values[0]) for value in values[1:]]
+            table.add_row(column.title, *(Text(format_cell(value, column.digits)) for value in values), *ratios)
+        page = Table.grid()
+        page.add_row(Text(self.title))
+        page.add_row(table)
+        for sentence in (f"Measured from: {self.machine.line()}", *self.notes):
+            page.add_row(Text(sentence))
+        return page
+
+
+def make_load_report(
+    runs: Sequence[ServerRun], load: LoadSettings, n_servers: int, ideal: LoadIdeal | None = None
+) -> LoadReport:
+    """Builds the report of runs, in at least one of which a request has ended."""
+    sentences = [*_legend(load), _about_ideal(ideal)]
+    servers = {run.server.label: run.server for run in runs}
+    sentences.append("Models: " + ", ".join(f"{label}: {server.model}" for label, server in servers.items()))
+    rows = []
+    for label in servers:
+        if reported := _reported_runs([run for run in runs if run.server.label == label]):
+            rows.append(server_row(reported, load.latency_bound_ms, ideal))
+            sentences += server_notes(reported)
+    n_finished, n_wanted = sum(run.is_complete for run in runs), load.repeats * n_servers
+    if n_finished < n_wanted:
+        sentences.append(f"Interrupted: {n_finished} of {n_wanted} runs were finished.")
+    settings: dict[str, Any] = {**msgspec.to_builtins(load), "api_key": None}
+    return LoadReport(
+        kind="serve",
+        title=f"Load ({load.workload})\n{_describe(load, runs[0].n_requests)}",
+        machine=this_machine(with_llama=False),
+        settings=settings,
+        columns=table_columns(rows),
+        rows=rows,
+        notes=sentences,
+    )
+
+
+def _describe(load: LoadSettings, n_requests: int) -> str:
+    arrivals = f"{load.rate:g} a second" if load.rate else f"{load.concurrency} at once"
+    times = f", {load.repeats} times" if load.repeats > 1 else ""
+    return f"requests: {n_requests}, {arrivals}{times}, seed {load.seed}"
+
+
+def _reported_runs(runs: Sequence[ServerRun]) -> list[ServerRun]:
+    """Returns the complete runs of one server, else the incomplete one."""
+    return [run for run in runs if run.is_complete] or [run for run in runs if run.outcomes]
+
+
+def _legend(load: LoadSettings) -> list[str]:
+    sentences = ["TTFT: until the first text came. inter-token: between two pieces of a text."]
+    if load.latency_bound_ms:
+        sentences.append(f"Goodput: requests whose TTFT is at most {load.latency_bound_ms:g} ms.")
+    if load.repeats > 1:
+        sentences.append(f"Medians of {load.repeats} repeats, ± half of their range.")
+    return sentences
+
+
+def _about_ideal(ideal: LoadIdeal | None) -> str:
+    if ideal is None:
+        return (
+            "-m MODEL adds the row `of ideal`: what the answered requests cost at best, measured here before the load."
+        )
+    token_ms, row_ms = 1000 * ideal.costs.token_s, 1000 * ideal.costs.row_s(ideal.most_rows)
+    return (
+        "of ideal: what the answered requests cost at best, by the time they took. Measured before the load: a prompt "
+        f"token {token_ms:.3g} ms, a row {row_ms:.3g} ms (in steps of up to {ideal.most_rows})."
+    )
+
+
+def _ratio(value: Any, first: Any) -> str:
+    if isinstance(value, Spread) and isinstance(first, Spread) and first.median:
+        return f"{value.median / first.median:.2f}"
+    return ""
+
+
+def server_notes(runs: Sequence[ServerRun]) -> Iterator[str]:
+    """Yields sentences about one server that a reader of its figures must know."""
+    label, server = runs[0].server.label, runs[0].server
+    outcomes = [outcome for run in runs for outcome in run.outcomes]
+    done = [outcome for outcome in outcomes if not outcome.failure]
+    if not runs[-1].is_complete:
+        progress = f"{len(outcomes)} of {runs[-1].n_requests} requests had ended"
+        yield f"{label}: interrupted when {progress}; the others count for nothing"
+    failures = [outcome.failure for outcome in outcomes if outcome.failure]
+    for kind, n in Counter(failure.kind for failure in failures).most_common():
+        first = next(failure for failure in failures if failure.kind == kind)
+        yield f"{label}: {n} of {len(outcomes)} requests failed: {kind} ({first})"
+    if any(not outcome.has_usage for outcome in done):
+        yield f"{label} sends no usage, or too low a one: each piece of text counts as a token"
+    elif sum(outcome.n_chunks for outcome in done) < _MERGED * sum(outcome.output_tokens for outcome in done):
+        yield f"{label} sends several tokens in a piece of text: inter-token times are those between pieces"
+    if server.unknown:
+        yield f"{label} refuses {' and '.join(server.unknown)}: requests are sent without"
+    if n_early := sum(outcome.ended_early for outcome in done):
+        yield f"{label}: {n_early} of {len(done)} texts ended before their length"
+    if n_again := sum(outcome.resent for outcome in outcomes):
+        yield f"{label} closed kept-alive connections: {n_again} requests were sent twice"
+    if any(run.client_seconds > _BUSY * run.seconds for run in runs):
+        share = max(run.client_seconds / run.seconds for run in runs)
+        yield f"{label}: the client took {100 * share:.0f}% of a core; it may be what is measured"
+
+
+# --- load plot -------------------------------------------------------------------------------------------------------
+# The plot of a load test: throughput and latencies of the servers side by side.
+
+
+_SHADES = (1.0, 0.6, 0.3)  # of the percentiles
+
+
+def plot_load(report: Report) -> Figure:
+    """Plots bars with their range over the repeats: output tokens/s, TTFT, inter-token time."""
+    figure, (speed, ttft, gaps) = new_figure(report, 3)
+    labels = [row["server"] for row in report.rows]
+    places = range(len(labels))
+    spreads = [row["output_tokens_per_second"] for row in report.rows]
+    _bars(speed, places, spreads, width=0.6, color="C0")
+    speed.set_title("Output tokens/s (more is better)")
+    for axes, key, title in ((ttft, "ttft_ms", "TTFT"), (gaps, "inter_token_ms", "Inter-token time")):
+        width = 0.8 / len(PERCENTILES)
+        for i, p in enumerate(PERCENTILES):
+            moved = [place + (i - (len(PERCENTILES) - 1) / 2) * width for place in places]
+            spreads = [row[f"{key}_p{p}"] for row in report.rows]
+            _bars(axes, moved, spreads, width=width, color="C1", alpha=_SHADES[i], label=f"p{p}")
+        axes.set_title(f"{title} in ms (less is better)")
+        axes.legend()
+    for axes in (speed, ttft, gaps):
+        axes.set_xticks(list(places), labels)
+        axes.grid(visible=False, axis="x")
+        axes.margins(y=0.12)
+    return figure
+
+
+def _bars(axes: Any, places: Any, spreads: list[Spread | None], **style: Any) -> None:
+    """Draws no bar for a figure that was not measured."""
+    known = [(place, spread) for place, spread in zip(places, spreads, strict=True) if spread]
+    heights = [spread.median for _, spread in known]
+    below = [spread.median - spread.low for _, spread in known]
+    above = [spread.high - spread.median for _, spread in known]
+    bars = axes.bar([place for place, _ in known], heights, yerr=[below, above], capsize=3, **style)
+    axes.bar_label(bars, fmt="{:,.0f}", padding=2, fontsize=8)

@@ -1,0 +1,327 @@
+"""How well two files of one model predict a text: perplexity, KL divergence, and how often their top tokens agree.
+
+As in llama.cpp's llama-perplexity, the text is read in contexts of up to 512 tokens, and the second half of each is
+scored, so that every scored token has a few hundred before it.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import ExitStack
+from importlib.resources import files
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+from msgspec.structs import replace
+
+from cppbatch.bench.prompts import random_prompt
+from cppbatch.bench.report import Column, Report, Spread
+from cppbatch.bench.throughput import bare_loop
+from cppbatch.config import EngineConfig, FlashAttention, available_threads
+from cppbatch.engine.compute_threads import ComputeThreads, usable_cpus
+from cppbatch.engine.runtime import load_model, make_context
+from cppbatch.errors import EstimateFailed, ModelError
+from cppbatch.llama import Batch, Model
+from cppbatch.sizing.attention import MAX_EXCESS_KL, TYPES, Types, keep_excess, plan_attention
+from cppbatch.sizing.estimate import estimate_memory
+from cppbatch.sizing.machine import this_machine
+
+CONTEXT = 512
+"""The most tokens of a context."""
+_ROWS = 64  # tokens of a batch, so logits of large vocabularies need little memory
+
+
+class Scored(Protocol):
+    """The part of a context that scoring uses (`cppbatch.llama.Context`)."""
+
+    def decode(self, batch: Batch) -> None: ...
+    def logits(self, n_outputs: int) -> npt.NDArray[np.float32]: ...
+    def clear(self) -> None: ...
+
+
+class TextQuality(NamedTuple):
+    """The figures of two models on the same tokens."""
+
+    n_scored: int
+    """Number of tokens that were predicted."""
+    source_perplexity: float
+    """exp of the mean of -log p(token) of the source."""
+    perplexity: float
+    """The same for the other model."""
+    kl_divergence: float
+    """Mean over the positions of sum p (log p - log q), in nats: p of the source, q of the other model."""
+    same_top: float
+    """Share of the positions at which both have the same most likely token."""
+
+
+def english_text() -> str:
+    """A text of about 2,000 tokens: prose, dialogue, figures, a little code."""
+    return files("cppbatch.bench").joinpath("english.txt").read_text("utf-8")
+
+
+def compare_text(
+    source: Scored, others: Sequence[Scored], tokens: npt.NDArray[np.int32], bos: int | None = None
+) -> list[TextQuality]:
+    """Scores the tokens, int32[n], with the source and each other model. `bos`: the token before each context, None for
+    no token.
+
+    The contexts are empty afterwards. They must hold `CONTEXT` tokens and take batches of 64. Raises ValueError for
+    fewer than 4 tokens, and the exceptions of the contexts.
+    """
+    if len(tokens) < 4:
+        raise ValueError(f"{len(tokens)} tokens are not enough for a score")
+    n, n_source = 0, 0.0
+    n_other, kl, same = (np.zeros(len(others)) for _ in range(3))
+    before = [] if bos is None else [bos]
+    for part in np.array_split(tokens, math.ceil(len(tokens) / (CONTEXT - len(before)))):
+        context = np.concatenate([np.asarray(before, np.int32), part])
+        pieces = zip(*(_log_probs(each, context) for each in (source, *others)), strict=True)
+        for (following, log_p), *of_others in pieces:
+            each = np.arange(len(following))
+            n += len(following)
+            n_source -= float(log_p[each, following].sum(dtype=np.float64))
+            for i, (_, log_q) in enumerate(of_others):
+                n_other[i] -= float(log_q[each, following].sum(dtype=np.float64))
+                kl[i] += float((np.exp(log_p) * (log_p - log_q)).sum(dtype=np.float64))
+                same[i] += int((log_p.argmax(axis=1) == log_q.argmax(axis=1)).sum())
+    perplexity = math.exp(n_source / n)
+    return [
+        TextQuality(n, perplexity, math.exp(of_other / n), float(k / n), float(s / n))
+        for of_other, k, s in zip(n_other, kl, same, strict=True)
+    ]
+
+
+def _log_probs(
+    context: Scored, tokens: npt.NDArray[np.int32]
+) -> Iterator[tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]]:
+    """Yields (the following token int32[r], log-probabilities float32[r, n_vocab]) of the second half, in pieces."""
+    batch = Batch(_ROWS)
+    first, stop = len(tokens) // 2, len(tokens) - 1  # positions whose logits are scored: each predicts the next token
+    at = 0
+    while at < stop:
+        end = min(at + _ROWS, stop if at >= first else first)
+        batch.clear()
+        batch.add_run(tokens[at:end], at, 0, n_logits=end - at if at >= first else 0)
+        context.decode(batch)
+        if at >= first:
+            logits = context.logits(end - at)
+            shifted = logits - logits.max(axis=1, keepdims=True)
+            yield tokens[at + 1 : end + 1], shifted - np.log(np.exp(shifted).sum(axis=1, keepdims=True))
+        at = end
+    context.clear()
+
+
+# --- cache types -----------------------------------------------------------------------------------------------------
+# What the types of the KV cache change: text quality of one model, beside f16.
+
+
+_SOURCE: Types = ("f16", "f16")
+_COLUMNS = [
+    Column("flash_attn", "FA"),
+    Column("keys", "keys"),
+    Column("values", "values"),
+    Column("perplexity", "perplexity", 3),
+    Column("kl_divergence", "KL", 5),
+    Column("excess", "more", 5),
+    Column("same_top_percent", "same top %"),
+]
+
+
+def compare_cache_types(
+    model: Path, types: Sequence[Types] = TYPES, progress: Callable[[str], object] = lambda line: None
+) -> Report:
+    """Measures the text quality with these types of keys and values, and with f16 alone, and keeps the KL divergences
+    for later starts.
+
+    All are computed with flash attention, and f16 without it too. The divergence of the latter comes from the order of
+    additions alone, which quantised weights round on; what a type has more than that is due to the type. Raises
+    `ModelError` for a model that does not generate text, and the exceptions of loading a model.
+    """
+    config = EngineConfig(model_path=str(model), n_ctx=CONTEXT, n_parallel=1, kv_layout="unified", spec="off")
+    ways: list[tuple[FlashAttention, Types]] = [("on", _SOURCE), ("off", _SOURCE), *(("on", each) for each in types)]
+    progress("text quality")
+    threads = ComputeThreads(available_threads(), len(usable_cpus()))
+    with load_model(config) as loaded, ExitStack() as stack:
+        if not loaded.can_generate:
+            raise ModelError(f"{model.name} is an embedding model: cache types do not apply")
+        contexts = []
+        for flash_attn, (k, v) in ways:
+            way = replace(config, flash_attn=flash_attn, cache_type_k=k, cache_type_v=v)
+            context = make_context(way, loaded)
+            stack.callback(context.close)
+            context.use_threads(threads.now())
+            contexts.append(context)
+        vocab = loaded.vocab
+        tokens = vocab.tokenize(english_text(), add_special=False)
+        found = compare_text(contexts[0], contexts[1:], tokens, vocab.bos if vocab.adds_bos else None)
+    floor = found[0].kl_divergence
+    rows: list[dict[str, Any]] = [
+        {"flash_attn": "on", "keys": "f16", "values": "f16", "perplexity": found[0].source_perplexity}
+    ]
+    for (flash_attn, (k, v)), quality in zip(ways[1:], found, strict=True):
+        rows.append(
+            {
+                "flash_attn": flash_attn,
+                "keys": k,
+                "values": v,
+                "perplexity": quality.perplexity,
+                "kl_divergence": quality.kl_divergence,
+                "same_top_percent": 100 * quality.same_top,
+            }
+        )
+    for row in rows[2:]:
+        row["excess"] = row["kl_divergence"] - floor
+    keep_excess(model, {f"{row['keys']} {row['values']}": row["excess"] for row in rows[2:]})
+    return Report(
+        kind="cache-types",
+        title=f"types of the KV cache with {model.name}",
+        machine=this_machine(),
+        model=model.stem,
+        settings={"types": [f"{k} {v}" for k, v in types]},
+        columns=_COLUMNS,
+        rows=rows,
+        notes=[
+            f"text: {len(tokens):,} tokens of English in contexts of at most {CONTEXT}; the second half of each is "
+            f"scored ({found[0].n_scored:,} tokens)",
+            "KL: KL divergence from the first row, nats; more: than that of f16 without flash attention, which adds in "
+            f"another order. Types with less than {MAX_EXCESS_KL} more may be chosen where they are clearly faster",
+        ],
+    )
+
+
+# --- compare files ---------------------------------------------------------------------------------------------------
+# Two files of one model beside each other: size, memory, speed in turns, and quality of text.
+
+
+_PARALLEL = 16
+_PROMPT, _NEW = 32, 24  # tokens
+_SPEED_SECONDS, _MAX_TURNS = 10, 5
+_FILE_COLUMNS = [
+    Column("name", "file"),
+    Column("size_mb", "MB"),
+    Column("weights_mib", "weights MiB"),
+    Column("decode_1", "tok/s B=1"),
+    Column("decode_16", "B=16"),
+    Column("prefill", "prefill", 0),
+    Column("perplexity", "perplexity", 2),
+    Column("kl_divergence", "KL", 4),
+    Column("same_top_percent", "same top %"),
+]
+
+
+def compare_files(source: Path, other: Path, progress: Callable[[str], object] = lambda line: None) -> Report:
+    """Measures both files of a model. A model that returns vectors has no speeds and no quality of text.
+
+    Raises the exceptions of loading a model.
+    """
+    rows = [{"name": path.name, "size_mb": path.stat().st_size / 1e6} for path in (source, other)]
+    configs = [EngineConfig(model_path=str(path), n_parallel=_PARALLEL) for path in (source, other)]
+    for row, n_bytes in zip(rows, _weights(configs), strict=True):
+        row["weights_mib"] = n_bytes and n_bytes / 2**20
+    notes = ["weights: in memory, with the copies that llama.cpp repacks for this CPU"]
+    with load_model(configs[0]) as first, load_model(configs[1]) as second:
+        if first.can_generate:
+            progress("speed")
+            for row, figures in zip(rows, _speeds(first, second, configs), strict=True):
+                row.update(figures)
+            progress("text quality")
+            notes += _quality(first, second, configs, rows)
+    return Report(
+        kind="requantize",
+        title=f"{source.name} and {other.name}",
+        machine=this_machine(),
+        model=source.stem,
+        settings={"prompt_tokens": _PROMPT, "new_tokens": _NEW, "batch_sizes": [1, _PARALLEL]},
+        columns=[column for column in _FILE_COLUMNS if any(column.key in row for row in rows)],
+        rows=rows,
+        notes=notes,
+    )
+
+
+def _weights(configs: list[EngineConfig]) -> list[int | None]:
+    """Bytes of the weights in memory; None where llama.cpp does not say."""
+    try:
+        footprints = estimate_memory(configs).footprints
+    except EstimateFailed:
+        return [None] * len(configs)
+    return [sum(buffer.n_bytes for buffer in each.buffers if buffer.kind == "weights") or None for each in footprints]
+
+
+def _speeds(first: Model, second: Model, configs: list[EngineConfig]) -> list[dict[str, Spread]]:
+    """Figures of both models. They take turns, so that both meet the same disturbances of the machine."""
+    n_ctx = _PARALLEL * (_PROMPT + _NEW)
+    contexts = [
+        make_context(replace(config, n_ctx=n_ctx), model)
+        for config, model in zip(configs, (first, second), strict=True)
+    ]
+    draw = np.random.default_rng(0)
+    prompts = [random_prompt(draw, _PROMPT, first.vocab.n_tokens) for _ in range(_PARALLEL)]
+    batch = Batch(min(context.n_batch for context in contexts))
+    taken: list[dict[str, list[float]]] = [{"decode_1": [], "decode_16": [], "prefill": []} for _ in contexts]
+    for context in contexts:
+        bare_loop(context, batch, prompts, 2)  # the first use of a context is slower
+    began, n_turns = time.perf_counter(), 0
+    while n_turns < 1 or (n_turns < _MAX_TURNS and time.perf_counter() - began < _SPEED_SECONDS):
+        for context, figures in zip(contexts, taken, strict=True):
+            figures["decode_1"].append(bare_loop(context, batch, prompts[:1], _NEW).decode)
+            all_rows = bare_loop(context, batch, prompts, _NEW)
+            figures["decode_16"].append(all_rows.decode)
+            figures["prefill"].append(all_rows.prefill)
+        n_turns += 1
+    for context in contexts:
+        context.close()
+    return [{name: Spread.of(values) for name, values in figures.items()} for figures in taken]
+
+
+def _quality(first: Model, second: Model, configs: list[EngineConfig], rows: list[dict[str, Any]]) -> list[str]:
+    """Adds the figures to the rows. Returns what they mean."""
+    vocab = first.vocab
+    tokens = vocab.tokenize(english_text(), add_special=False)
+    contexts = [
+        make_context(replace(config, n_ctx=CONTEXT, n_parallel=1), model)
+        for config, model in zip(configs, (first, second), strict=True)
+    ]
+    (quality,) = compare_text(contexts[0], contexts[1:], tokens, vocab.bos if vocab.adds_bos else None)
+    for context in contexts:
+        context.close()
+    rows[0]["perplexity"] = quality.source_perplexity
+    rows[1].update(
+        perplexity=quality.perplexity,
+        kl_divergence=quality.kl_divergence,
+        same_top_percent=100 * quality.same_top,
+    )
+    return [
+        f"text: {len(tokens):,} tokens of English in contexts of at most {CONTEXT}; the second half of each context is "
+        f"scored ({quality.n_scored:,} tokens)",
+        "KL: KL divergence from the source, nats; same top: how often both have the same most likely token",
+    ]
+
+
+# --- the cache types that a start proposes ---------------------------------------------------------------------------
+
+
+_SMALL_BYTES = 2 << 30  # of a file whose quality is measured in passing
+
+
+def measure_proposal(
+    config: EngineConfig, given: Collection[str], progress: Callable[[str], object] = lambda line: None
+) -> str | None:
+    """Measures the cache types of the proposal for a small model, so that later starts may use them.
+
+    Returns a sentence with the result; None: nothing is proposed, or the model is large. Raises the exceptions of
+    loading a model.
+    """
+    unmeasured = plan_attention(config, given).unmeasured
+    if unmeasured is None or Path(config.model_path).stat().st_size > _SMALL_BYTES:
+        return None
+    row = compare_cache_types(Path(config.model_path), [(unmeasured.k, unmeasured.v)], progress).rows[-1]
+    is_close = row["excess"] < MAX_EXCESS_KL
+    verdict = "later starts use it" if is_close else f"not below {MAX_EXCESS_KL}, so it is used only if given"
+    return (
+        f"-ctk {unmeasured.k} -ctv {unmeasured.v} is faster, and its KL divergence from f16 is {row['excess']:.5f} "
+        f"higher than that of a different order of additions: {verdict}"
+    )

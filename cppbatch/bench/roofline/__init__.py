@@ -1,1 +1,0 @@
-"""`cppbatch bench roofline`: whether decode steps are bound by memory or by compute."""

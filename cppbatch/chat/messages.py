@@ -1,0 +1,402 @@
+"""Messages, tools and media of a conversation as clients send them: OpenAI's objects, ready for templates."""
+
+from __future__ import annotations
+
+import re
+import secrets
+from collections.abc import Iterator
+from typing import Any, Literal
+
+import msgspec
+
+from cppbatch.chat.lark_grammar import INPUT
+from cppbatch.chat.tools import ToolChoice, allowed_choice, tool_choice_of
+from cppbatch.errors import InvalidRequest
+
+# --- media parts -----------------------------------------------------------------------------------------------------
+# Pictures and sounds in messages: as clients name them, and as parts of a prompt.
+#
+# A medium is rendered as llama-server does it: a marker takes its place in the message's text, and the prompt is split
+# at the markers. What stands between the parts of a picture's tokens is the model's own, so templates need not know it.
+
+
+MediaKind = Literal["image", "audio"]
+
+READABLE = "text, image_url, input_image, input_audio and audio_url"
+"""The types of parts that can be read, for errors."""
+
+
+class MediaUrl(msgspec.Struct):
+    """The location of an image or audio clip."""
+
+    url: str
+    """A data URL with base64, or, if the server allows it, an http, https or file URL."""
+    detail: str | None = None
+    """Ignored: the model determines the image size."""
+
+
+class InputAudio(msgspec.Struct):
+    """A sound."""
+
+    data: str | None = None
+    """Base64."""
+    format: str | None = None
+    """Ignored: the format (WAV, MP3 or FLAC) is detected from the data."""
+    url: str | None = None
+    """Instead of `data`: a URL, as in `MediaUrl`."""
+
+
+class MediaSource(msgspec.Struct, frozen=True):
+    """An image or audio clip as specified by the client: not decoded, not loaded, not checked."""
+
+    kind: MediaKind
+    field: str
+    """Its name in errors."""
+    url: str
+    """A data URL, an address with http, https or file, or base64 alone."""
+
+    def part(self) -> Json:
+        """It as a part of a message."""
+        return {"type": _MEDIA, "media": self}
+
+
+_MEDIA = "media"  # the type of a part whose "media" is a MediaSource, or what was loaded from it
+
+
+class MediaFields(msgspec.Struct, kw_only=True):
+    """The fields of an image or audio part."""
+
+    image_url: str | MediaUrl | None = None
+    """Of image_url and input_image."""
+    audio_url: str | MediaUrl | None = None
+    """Of audio_url."""
+    input_audio: InputAudio | None = None
+    """Of input_audio."""
+
+    def source(self, kind: str, field: str) -> MediaSource | None:
+        """The picture or the sound of a part of this type; None: the type is neither. `field`: its name in errors.
+
+        Raises `InvalidRequest` if it has none.
+        """
+        if kind in ("image_url", "input_image"):
+            return _source("image", f"{field}.image_url", self.image_url)
+        if kind == "audio_url":
+            return _source("audio", f"{field}.audio_url", self.audio_url)
+        if kind != "input_audio":
+            return None
+        given = self.input_audio or InputAudio()
+        name, url = ("url", given.url) if given.data is None else ("data", given.data)
+        return _source("audio", f"{field}.input_audio.{name}", url)
+
+
+def _source(kind: MediaKind, field: str, given: str | MediaUrl | None) -> MediaSource:
+    if isinstance(given, MediaUrl):
+        field, given = f"{field}.url", given.url
+    if not given:
+        raise InvalidRequest(field, "is required: a data URL such as data:image/png;base64,...")
+    return MediaSource(kind, field, given)
+
+
+def media_of(messages: list[Json]) -> Iterator[Any]:
+    """The pictures and sounds of a conversation, in order."""
+    for message in messages:
+        if isinstance(content := message.get("content"), list):
+            yield from (part["media"] for part in content if part["type"] == _MEDIA)
+
+
+def with_media(messages: list[Json], loaded: list[Any]) -> list[Json]:
+    """The conversation with these in place of its pictures and sounds. Returns new messages."""
+    each = iter(loaded)
+
+    def replaced(content: list[Json]) -> list[Json]:
+        return [{**part, "media": next(each)} if part["type"] == _MEDIA else part for part in content]
+
+    return [
+        {**message, "content": replaced(message["content"])} if isinstance(message.get("content"), list) else message
+        for message in messages
+    ]
+
+
+class MarkedMedia:
+    """A conversation whose pictures and sounds are markers in its text.
+
+    The markers are random, and new for each conversation, so no text of a client can contain one.
+    """
+
+    def __init__(self, messages: list[Json]) -> None:
+        self._media = list(media_of(messages))
+        self._name = f"<__media_{secrets.token_hex(16)}_" if self._media else ""
+        self.messages = [self._marked(message, first) for message, first in _with_numbers(messages)]
+        """The messages. A content that had media is a text."""
+
+    def parts(self, prompt: str) -> list[Any] | None:
+        """The texts and the media of a rendered prompt, in its order; None: there are no media.
+
+        Raises `InvalidRequest` if the template has left one out.
+        """
+        if not self._media:
+            return None
+        pieces = re.split(re.escape(self._name) + r"(\d+)__>", prompt)  # text, number, text, number, ... text
+        numbers = [int(number) for number in pieces[1::2]]
+        if missing := set(range(len(self._media))).difference(numbers):
+            raise InvalidRequest(
+                "messages",
+                f"contain {len(self._media)} images or audio clips, but this model's chat template omits number "
+                f"{min(missing) + 1}: send it in a user message",
+            )
+        parts: list[Any] = [*pieces]
+        parts[1::2] = [self._media[number] for number in numbers]
+        return [part for part in parts if part != ""]
+
+    def _marked(self, message: Json, first: int) -> Json:
+        """The message with markers; its first medium has the number `first`."""
+        content = message.get("content")
+        if not isinstance(content, list) or not any(part["type"] == _MEDIA for part in content):
+            return message
+        text, after_marker = "", False
+        for part in content:  # a line for each text, and no line break around a medium, as in llama-server
+            if part["type"] == _MEDIA:
+                text += f"{self._name}{first}__>"
+                first += 1
+            else:
+                text += ("\n" if text and not after_marker else "") + (part.get("text") or "")
+            after_marker = part["type"] == _MEDIA
+        return {**message, "content": text}
+
+
+def _with_numbers(messages: list[Json]) -> Iterator[tuple[Json, int]]:
+    """Each message, with the number of media before it."""
+    n = 0
+    for message in messages:
+        yield message, n
+        n += sum(1 for _ in media_of([message]))
+
+
+# --- message types ---------------------------------------------------------------------------------------------------
+
+
+Json = dict[str, Any]
+
+_ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+
+
+class ContentPart(MediaFields, kw_only=True):
+    """A part of a message: text, an image or audio."""
+
+    type: str
+    """text, refusal, image_url, input_image, input_audio or audio_url."""
+    text: str | None = None
+    refusal: str | None = None
+
+    def as_dict(self, field: str) -> Json:
+        """The part as `ChatFormat` takes it. `field`: its name in errors. Raises `InvalidRequest`."""
+        if source := self.source(self.type, field):
+            return source.part()
+        if self.type not in ("text", "refusal") or (self.text is None and self.refusal is None):
+            raise InvalidRequest(field, f"is of type {self.type!r:.80}; supported types are {READABLE}")
+        return {"type": "text", "text": self.text or self.refusal or ""}
+
+
+class RequestFunctionCall(msgspec.Struct):
+    """The function of a tool call."""
+
+    name: str
+    arguments: str | Json = "{}"
+    """A JSON object, or a string that contains one."""
+
+
+class RequestCustomCall(msgspec.Struct):
+    """The custom tool of a tool call."""
+
+    name: str
+    input: str
+
+
+class RequestToolCall(msgspec.Struct):
+    """A tool call made by the assistant."""
+
+    function: RequestFunctionCall | None = None
+    custom: RequestCustomCall | None = None
+    """Of a custom tool."""
+    id: str | None = None
+    type: str = "function"
+
+    def as_dict(self, field: str) -> Json:
+        """The call as chat templates expect it. `field`: its name in errors. Raises `InvalidRequest`."""
+        called = self.function
+        if called is None and self.custom:
+            called = function_call_of(self.custom.name, self.custom.input)
+        if called is None:
+            raise InvalidRequest(f"{field}.function", "is required")
+        return {"function": msgspec.to_builtins(called), "id": self.id, "type": "function"}
+
+
+def function_call_of(name: str, text: str) -> RequestFunctionCall:
+    """The call of a custom tool as the model writes it."""
+    return RequestFunctionCall(name=name, arguments={INPUT: text})
+
+
+class ChatMessage(msgspec.Struct, omit_defaults=True):
+    """One message of the conversation."""
+
+    role: str
+    content: str | list[ContentPart] | None = None
+    name: str | None = None
+    reasoning_content: str | None = None
+    """The assistant's reasoning before its answer."""
+    tool_calls: list[RequestToolCall] | None = None
+    function_call: RequestFunctionCall | None = None
+    """The call in OpenAI's format before tools (until 2023)."""
+    tool_call_id: str | None = None
+    refusal: str | None = None
+
+    def as_dict(self, field: str) -> Json:
+        """The message as chat templates expect it. `field`: its name in errors. Raises `InvalidRequest`."""
+        if self.role not in _ROLES:
+            raise InvalidRequest(f"{field}.role", f"is {self.role!r}; it must be one of {', '.join(_ROLES)}")
+        if self.content is None and self.role != "assistant":
+            raise InvalidRequest(f"{field}.content", "is required")
+        message: Json = {"role": self.role, "content": self._content(f"{field}.content")}
+        for name in ("name", "reasoning_content", "tool_call_id"):
+            if (value := getattr(self, name)) is not None:
+                message[name] = value
+        if self.tool_calls:
+            calls = enumerate(self.tool_calls)
+            message["tool_calls"] = [call.as_dict(f"{field}.tool_calls[{i}]") for i, call in calls]
+        return message
+
+    def _content(self, field: str) -> str | list[Json] | None:
+        if isinstance(self.content, list):
+            return [part.as_dict(f"{field}[{i}]") for i, part in enumerate(self.content)]
+        return self.refusal if self.content is None else self.content
+
+
+class Function(msgspec.Struct, omit_defaults=True):
+    """A function that the assistant may call."""
+
+    name: str
+    description: str | None = None
+    parameters: Json | None = None
+    """A JSON schema of the arguments."""
+    strict: bool | None = None
+
+
+class CustomGrammar(msgspec.Struct):
+    """The grammar of a custom tool's text."""
+
+    syntax: str
+    """lark or regex."""
+    definition: str
+
+
+class CustomFormat(msgspec.Struct, omit_defaults=True):
+    """The format of a custom tool's text."""
+
+    type: str
+    """text or grammar."""
+    grammar: CustomGrammar | None = None
+
+
+class CustomTool(msgspec.Struct, omit_defaults=True):
+    """A tool that takes a text."""
+
+    name: str
+    description: str | None = None
+    format: CustomFormat | None = None
+
+    def as_tool(self, field: str) -> Json:
+        """OpenAI's object of the tool. `field`: its name in errors. Raises `InvalidRequest`."""
+        if self.format and self.format.type == "grammar" and self.format.grammar is None:
+            raise InvalidRequest(f"{field}.format.grammar", "is required")
+        return {"type": "custom", "custom": msgspec.to_builtins(self)}
+
+
+class Tool(msgspec.Struct):
+    """A tool of the request."""
+
+    type: Literal["function", "custom"] = "function"
+    function: Function | None = None
+    custom: CustomTool | None = None
+
+    def as_dict(self, field: str) -> Json:
+        """OpenAI's object of the tool. `field`: its name in errors. Raises `InvalidRequest`."""
+        if self.type == "custom" and self.custom:
+            return self.custom.as_tool(f"{field}.custom")
+        if self.type == "function" and self.function:
+            return {"type": "function", "function": msgspec.to_builtins(self.function)}
+        raise InvalidRequest(f"{field}.{self.type}", "is required")
+
+
+class NamedFunction(msgspec.Struct):
+    """A function by its name."""
+
+    name: str
+
+
+class NamedTool(msgspec.Struct):
+    """A tool by its name."""
+
+    type: str = "function"
+    function: NamedFunction | None = None
+    custom: NamedFunction | None = None
+
+    def tool_name(self, field: str) -> str:
+        """The name. `field`: in errors. Raises `InvalidRequest`."""
+        named = {"function": self.function, "custom": self.custom}.get(self.type)
+        if named is None:
+            raise InvalidRequest(field, f"is of type {self.type!r:.80}; it must name a function or a custom tool")
+        return named.name
+
+
+class AllowedTools(msgspec.Struct):
+    """The tools that may be called."""
+
+    tools: list[NamedTool]
+    mode: str = "auto"
+    """auto or required."""
+
+
+class ToolChoiceObject(NamedTool):
+    """`tool_choice`: the tool that must be called, or the tools that may be (type allowed_tools)."""
+
+    allowed_tools: AllowedTools | None = None
+
+
+_RESERVED_VARIABLES = ("messages", "tools", "add_generation_prompt", "continue_final_message", "self")
+
+
+def conversation_of(messages: list[ChatMessage]) -> list[Json]:
+    """The messages as chat templates expect them. Raises `InvalidRequest`."""
+    if not messages:
+        raise InvalidRequest("messages", "is empty; give at least one message")
+    rendered = [message.as_dict(f"messages[{i}]") for i, message in enumerate(messages)]
+    call_id = ""
+    for i, message in enumerate(messages):  # OpenAI's form until 2023
+        if message.function_call:
+            call_id = f"call{i:05}"  # nine letters and digits, as some templates demand
+            call = {"function": msgspec.to_builtins(message.function_call), "id": call_id, "type": "function"}
+            rendered[i]["tool_calls"] = [call]
+        elif message.role == "function":
+            rendered[i] |= {"role": "tool", "tool_call_id": call_id}
+    return rendered
+
+
+def choice_of(wanted: str | ToolChoiceObject, *, parallel: bool) -> ToolChoice:
+    """`tool_choice` and `parallel_tool_calls`. Raises `InvalidRequest`."""
+    if isinstance(wanted, str):
+        return tool_choice_of(wanted, parallel=parallel)
+    if wanted.type != "allowed_tools":
+        return ToolChoice(mode="required", name=wanted.tool_name("tool_choice"), parallel=False)
+    if wanted.allowed_tools is None:
+        raise InvalidRequest("tool_choice.allowed_tools", "is required")
+    field, allowed = "tool_choice.allowed_tools", wanted.allowed_tools
+    names = [tool.tool_name(f"{field}.tools[{i}]") for i, tool in enumerate(allowed.tools)]
+    return allowed_choice(f"{field}.mode", allowed.mode, names, parallel=parallel)
+
+
+def checked_variables(variables: Json) -> Json:
+    """`chat_template_kwargs` with the reasoning effort. Raises `InvalidRequest` for a variable that has a field of its
+    own."""
+    if reserved := [name for name in _RESERVED_VARIABLES if name in variables]:
+        raise InvalidRequest(f"chat_template_kwargs.{reserved[0]}", "is set by its own field in the request")
+    return variables

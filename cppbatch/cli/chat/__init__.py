@@ -1,0 +1,1 @@
+"""`cppbatch chat`: where the answers come from, the session, the terminal."""

@@ -1,0 +1,53 @@
+"""What commands show: a bar while a model is loaded, numbers of weights, sizes of files."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+
+_INTERVAL_S = 0.1
+
+
+@contextlib.contextmanager
+def loading_bar(fraction: Callable[[], float]) -> Iterator[None]:
+    """Shows on stderr, if that is a terminal, how much is loaded. `fraction`: 0.0 to 1.0, asked ten times a second."""
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield
+        return
+    ended = threading.Event()
+    columns = (TextColumn("loading"), BarColumn(), TaskProgressColumn(), TextColumn("left:"), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task("", total=1.0)
+
+        def follow() -> None:
+            while not ended.wait(_INTERVAL_S):
+                bar.update(task, completed=fraction())
+
+        follower = threading.Thread(target=follow, name="cppbatch-loading", daemon=True)
+        follower.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            follower.join()
+
+
+# --- formats ---------------------------------------------------------------------------------------------------------
+# Numbers of weights and sizes of files, for lines and tables.
+
+
+def format_count(n: int) -> str:
+    """A number of weights: 135M, 8.0B."""
+    if n < 10**6:
+        return f"{n:,}"
+    return f"{n / 1e9:.1f}B" if n >= 10**9 else f"{n / 1e6:.0f}M"
+
+
+def format_bytes(n_bytes: int) -> str:
+    """The size of a file: 98.4 MB, 4.92 GB."""
+    return f"{n_bytes / 1e9:.2f} GB" if n_bytes >= 1e9 else f"{n_bytes / 1e6:.1f} MB"

@@ -1,0 +1,1 @@
+"""`EngineClient` and its engines: in this process, in a worker process, in several."""

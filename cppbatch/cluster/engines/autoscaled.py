@@ -1,0 +1,306 @@
+"""Workers whose number follows the load: started while requests wait, drained and ended when fewer are enough."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import math
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
+from time import monotonic
+
+import msgspec
+
+from cppbatch.cluster.engines.client import ScalingState, WorkerLive, WorkerState
+from cppbatch.cluster.engines.group import EngineGroup
+from cppbatch.cluster.engines.process import EngineProcess, Withdrawn
+from cppbatch.cluster.rules import Load, ScalingRule
+from cppbatch.config import available_threads
+from cppbatch.engine.observe.metrics import EngineStats, add_up
+from cppbatch.engine.request import FinishReason, GenerationEvent, GenerationRequest, ResumeState
+from cppbatch.errors import CppBatchError, EngineClosed
+
+log = logging.getLogger("cppbatch.scaling")
+
+_INTERVAL_S = 0.5
+
+StartWorker = Callable[[int], EngineProcess]
+"""Starts the worker of this number, which begins to load the model."""
+MemoryShortage = Callable[[int], Awaitable[str | None]]
+"""Why the worker of this number does not fit into the free memory; None if it does."""
+
+
+class AutoscaledGroup(EngineGroup):
+    """An `EngineGroup` of which `ScalingRule` starts and drains the workers.
+
+    A worker of each number from 0 runs at most once; the one with the highest number is drained first. A worker gets
+    requests when it has loaded the model, and the requests that wait elsewhere move to it, so that all have about the
+    same number. A draining worker gets no new requests; it ends after the last of its requests, or gets requests again
+    if the load has returned before that.
+    """
+
+    def __init__(
+        self, start_worker: StartWorker, rule: ScalingRule, *, shortage: MemoryShortage, interval: float = _INTERVAL_S
+    ) -> None:
+        """`interval`: seconds between two looks at the load."""
+        super().__init__([start_worker(i) for i in range(rule.min_workers)])
+        self._start_worker = start_worker
+        self._rule = rule
+        self._shortage = shortage
+        self._interval = interval
+        self._starting: EngineProcess | None = None
+        self._draining: list[EngineProcess] = []
+        self._closing: set[asyncio.Future[None]] = set()
+        self._without_output: dict[str, GenerationRequest] = {}  # the oldest first
+        self._arrived_at: dict[str, float] = {}  # of these requests
+        self._moving: dict[str, bool] = {}  # taken from a worker, given to none yet; whether it was cancelled meanwhile
+        self._scale_ups = self._scale_downs = 0
+        self._held_back: str | None = None
+        self._task = asyncio.ensure_future(self._follow_load())
+
+    # --- the interface ----------------------------------------------------------------------------------------------
+
+    def _all_engines(self) -> list[EngineProcess]:
+        starting = [self._starting] if self._starting else []
+        return [*self._engines, *starting, *self._draining]
+
+    @property
+    def max_parallel(self) -> int:
+        """As in `EngineClient`."""
+        return self.config.n_parallel * self._rule.max_workers
+
+    def scaling(self) -> ScalingState:
+        """The number of workers now."""
+        return ScalingState(
+            min_workers=self._rule.min_workers,
+            max_workers=self._rule.max_workers,
+            running=len(self._engines),
+            starting=int(self._starting is not None),
+            draining=len(self._draining),
+            scale_ups=self._scale_ups,
+            scale_downs=self._scale_downs,
+            held_back=self._held_back,
+        )
+
+    async def stats(self) -> EngineStats:
+        """The sum over the workers that have loaded the model."""
+        return add_up(await asyncio.gather(*(engine.stats() for engine in [*self._engines, *self._draining])))
+
+    async def workers(self) -> list[WorkerState]:
+        """The state of each worker: those that run, the one that starts, those that drain."""
+        draining = {engine.name for engine in self._draining}
+        return [msgspec.structs.replace(each, draining=each.name in draining) for each in await super().workers()]
+
+    async def live(self) -> list[WorkerLive]:
+        """What each worker does now, the one that starts included."""
+        draining = {engine.name for engine in self._draining}
+        return [msgspec.structs.replace(each, draining=each.name in draining) for each in await super().live()]
+
+    async def cancel(self, request_id: str) -> None:
+        """Ends a request within a step."""
+        if request_id in self._moving:
+            self._moving[request_id] = True
+        await super().cancel(request_id)
+
+    async def close(self) -> None:
+        """Kills all workers; unfinished requests get a last event (cancelled)."""
+        self._task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await self._task
+        await asyncio.gather(super().close(), *self._closing)
+
+    # --- requests ---------------------------------------------------------------------------------------------------
+
+    async def submit(self, request: GenerationRequest) -> AsyncGenerator[GenerationEvent, None]:
+        """Runs a request, yielding its events; see `EngineClient.submit`. Before its first event it may move to another
+        worker."""
+        resume: ResumeState | None = None
+        with self._hold_id(request):
+            while True:
+                try:
+                    with self._choose(request).open(request, resume) as outputs:
+                        while not outputs.finished:
+                            event = await outputs.get()
+                            self._without_output.pop(request.id, None)
+                            yield event
+                    return
+                except Withdrawn as withdrawn:
+                    resume = withdrawn.resume
+                    if self._moving.pop(request.id):
+                        yield GenerationEvent(request_id=request.id, finish_reason=FinishReason.CANCELLED)
+                        return
+
+    @contextlib.contextmanager
+    def _hold_id(self, request: GenerationRequest) -> Iterator[None]:
+        with super()._hold_id(request):
+            self._without_output[request.id] = request
+            self._arrived_at[request.id] = monotonic()
+            try:
+                yield
+            finally:
+                self._without_output.pop(request.id, None)
+                self._moving.pop(request.id, None)
+                del self._arrived_at[request.id]
+
+    def _share_waiting_requests(self) -> int:
+        """Takes the last waiting requests from workers that have more than their share; they are given out again.
+
+        Returns how many. A worker computes the requests of the best rank first, so those stay. A request with `id_slot`
+        stays with its slot.
+        """
+        in_flight = sum(engine.in_flight for engine in self._engines)
+        share = max(self.config.n_parallel, math.ceil(in_flight / len(self._engines)))
+        by_rank = sorted(self._without_output.values(), key=lambda request: request.priority)
+        n = 0
+        for engine in self._engines:
+            for request in reversed(by_rank):
+                if engine.in_flight <= share:
+                    break
+                if request.id_slot < 0 and engine.withdraw(request.id):
+                    self._moving[request.id] = False
+                    n += 1
+        return n
+
+    # --- the number of workers --------------------------------------------------------------------------------------
+
+    async def _follow_load(self) -> None:
+        try:
+            await self.loaded()
+        except (CppBatchError, OSError):
+            return  # `loaded` raises the error
+        self._limit_to_cores()
+        self._divide_cores()
+        log.info("workers: %d, at most %d under load", len(self._engines), self._rule.max_workers)
+        while True:
+            await asyncio.sleep(self._interval)
+            try:
+                await self._adapt()
+            except Exception:  # a bug: the present workers go on
+                log.exception("autoscaling of workers failed")
+
+    async def _adapt(self) -> None:
+        await self._end_drained()
+        load = await self._load()
+        if not load.waiting:
+            self._held_back = None
+        decision = self._rule.decide(monotonic(), load, len(self._engines))
+        if decision == "start" and self._draining:
+            self._take_back()
+        elif decision == "start":
+            await self._start_one(load)
+        elif decision == "drain":
+            self._drain_one()
+
+    async def _load(self) -> Load:
+        """Requests wait where a worker has more than `n_parallel`, or where their prompts find no free cells."""
+        waiting = sum(await asyncio.gather(*map(self._n_waiting, self._engines)))
+        oldest = next(iter(self._without_output), None)
+        return Load(
+            in_flight=sum(engine.in_flight for engine in self._engines),
+            waiting=waiting,
+            longest_wait=monotonic() - self._arrived_at[oldest] if oldest else 0.0,
+        )
+
+    async def _n_waiting(self, engine: EngineProcess) -> int:
+        excess = engine.in_flight - self.config.n_parallel
+        if excess > 0 or engine.in_flight == 0:
+            return max(0, excess)
+        with contextlib.suppress(EngineClosed):
+            return min(engine.in_flight, (await engine.stats()).waiting)
+        return 0
+
+    async def _start_one(self, load: Load) -> None:
+        names = {engine.name for engine in self._all_engines()}
+        number = next(i for i in range(len(names) + 1) if str(i) not in names)
+        if why := await self._shortage(number):
+            self._hold_back(number, why)
+            return
+        log.info(
+            "waiting requests: %d, the oldest for %.1f s; starting worker %d (%d of at most %d)",
+            *(load.waiting, load.longest_wait, number, len(self._engines) + 1, self._rule.max_workers),
+        )
+        began = monotonic()
+        engine = self._starting = self._start_worker(number)
+        try:
+            await engine.loaded()
+        except Exception as error:  # whatever it is, the other workers go on
+            self._starting = None
+            await self._close(engine)
+            self._hold_back(number, str(error))
+        else:
+            self._starting = None
+            self._add(engine)
+            self._scale_ups += 1
+            n_moved = self._share_waiting_requests()
+            seconds = monotonic() - began
+            log.info("worker %d is ready after %.1f s and takes %d of the waiting requests", number, seconds, n_moved)
+
+    def _add(self, engine: EngineProcess) -> None:
+        self._engines.append(engine)
+        self._engines.sort(key=lambda each: int(each.name))
+        self._rule.started()
+        self._held_back = None
+        self._divide_cores()
+
+    def _hold_back(self, number: int, why: str) -> None:
+        pause = self._rule.not_started(monotonic())
+        level = logging.DEBUG if self._held_back else logging.WARNING  # one line for a queue
+        message = "cannot start worker %d for waiting requests: %s. Next attempt in %.0f s"
+        log.log(level, message, number, why, pause)
+        self._held_back = why
+
+    def _drain_one(self) -> None:
+        engine = self._engines.pop()
+        self._draining.append(engine)
+        self._scale_downs += 1
+        log.info(
+            "low load for %g s: draining worker %s, which ends after its last request (%d unfinished)",
+            *(self._rule.downscale_delay, engine.name, engine.in_flight),
+        )
+
+    def _take_back(self) -> None:
+        engine = self._draining.pop()
+        self._add(engine)
+        self._scale_ups += 1
+        n_moved = self._share_waiting_requests()
+        log.info("requests are waiting: worker %s stops draining and takes %d of them", engine.name, n_moved)
+
+    async def _end_drained(self) -> None:
+        for engine in [each for each in self._draining if each.in_flight == 0]:
+            self._draining.remove(engine)
+            self._router.forget(engine)
+            await self._close(engine)
+            log.info("worker %s ended; running: %d", engine.name, len(self._engines))
+            self._divide_cores()
+
+    async def _close(self, engine: EngineProcess) -> None:
+        """Goes on to the end if this is cancelled; `close` waits for it then."""
+        closing = asyncio.ensure_future(engine.close())
+        self._closing.add(closing)
+        closing.add_done_callback(self._closing.discard)
+        await asyncio.shield(closing)
+
+    # --- cores ------------------------------------------------------------------------------------------------------
+
+    @property
+    def _shares_cores(self) -> bool:
+        return not self.config.n_threads and not self.info.on_gpu
+
+    def _limit_to_cores(self) -> None:
+        """On a CPU a worker without a core of its own would only take turns with the others."""
+        n_cores = available_threads()
+        if self._shares_cores and n_cores < self._rule.max_workers:
+            most = max(n_cores, self._rule.min_workers)
+            log.warning(
+                "limiting workers to %d instead of %d: each needs its own core. Set the number of threads (-t, "
+                "n_threads) to lift this limit",
+                *(most, self._rule.max_workers),
+            )
+            self._rule.max_workers = most
+
+    def _divide_cores(self) -> None:
+        """The workers that compute have all cores together: more compute threads than cores only spin."""
+        if self._shares_cores:
+            n = len(self._engines) + len(self._draining)
+            for engine in [*self._engines, *self._draining]:
+                engine.limit_threads(max(1, available_threads() // n))

@@ -1,0 +1,303 @@
+"""The asyncio interface of an engine: on a thread of this process, in a worker process, or several workers."""
+
+from __future__ import annotations
+
+import asyncio
+from abc import ABC, abstractmethod
+from collections.abc import AsyncGenerator
+from functools import cached_property
+from typing import TYPE_CHECKING, Annotated, Literal, TypeVar
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+from cppbatch.chat.chat_format import ChatFormat
+from cppbatch.chat.template import ChatTemplate
+from cppbatch.cluster.engines import async_chat
+from cppbatch.cluster.engines.async_chat import AsyncChatStream
+from cppbatch.config import EngineConfig
+from cppbatch.engine.chats import ChatCompletion, ChatFormats, ChatOptions, Conversation
+from cppbatch.engine.disk.slots import SlotActionName, SlotReport
+from cppbatch.engine.model_info import ModelInfo
+from cppbatch.engine.observe.live_state import LiveEngine
+from cppbatch.engine.observe.metrics import EngineStats
+from cppbatch.engine.params import Params
+from cppbatch.engine.request import GenerationEvent, GenerationRequest, MediaPrompt, TokenPiece
+from cppbatch.errors import ConfigError, InvalidRequest
+from cppbatch.statistic import counter, gauge
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+Engine = TypeVar("Engine", bound="EngineClient")
+
+
+class Health(msgspec.Struct, frozen=True, kw_only=True):
+    """The state of an engine."""
+
+    status: Literal["loading", "ok", "sleeping", "restarting", "failed", "closed"]
+    """sleeping: its worker has ended because it was idle; a request starts the next one and waits for it. restarting:
+    its worker died; requests are accepted and continue in the next worker."""
+    progress: float = 0.0
+    """0.0 to 1.0 while loading, also when a request has ended the sleep."""
+    error: str | None = None
+    """Why it failed or restarts."""
+
+    @property
+    def takes_requests(self) -> bool:
+        """Whether new requests are accepted."""
+        return self.status in ("ok", "sleeping", "restarting")
+
+    @property
+    def refusal(self) -> str:
+        """The answer to a request while it takes none."""
+        reason = f": {self.error}" if self.error else ""
+        return f"the engine does not accept requests: it is {self.status}{reason}"
+
+
+class WorkerState(msgspec.Struct, frozen=True, kw_only=True):
+    """The state of one engine of a client."""
+
+    name: str
+    """`local`, or the number of the worker process."""
+    health: Annotated[
+        Health,
+        gauge(
+            "1 if the worker is running; 0 if it is loading, sleeping, restarting or failed", name="up", shown="is_up"
+        ),
+    ]
+    in_flight: Annotated[int, gauge("Unfinished requests assigned to the worker")]
+    pid: int | None = None
+    """None while no process runs."""
+    device: int | None = None
+    """The GPU it was assigned, if any."""
+    restarts: Annotated[int, counter("Number of worker restarts after a crash")] = 0
+    draining: bool = False
+    """It gets no new requests, and ends when its last request has ended (autoscaling)."""
+    stats: EngineStats | None = None
+    """None while it does not answer."""
+    model: str | UnsetType = UNSET
+    """The name of its model, of a server with several."""
+
+    @property
+    def is_up(self) -> bool:
+        """Whether it runs."""
+        return self.health.status == "ok"
+
+    def live(self, engine: LiveEngine | None, age: float | None) -> WorkerLive:
+        """The same worker for `GET /live`."""
+        return WorkerLive(
+            name=self.name,
+            pid=self.pid,
+            device=self.device,
+            health=self.health,
+            in_flight=self.in_flight,
+            restarts=self.restarts,
+            draining=self.draining,
+            age=age,
+            engine=engine,
+        )
+
+
+class WorkerLive(msgspec.Struct, frozen=True, kw_only=True):
+    """The current activity of a worker or replica."""
+
+    name: str
+    """`local`, the number of the worker, or the name of the replica."""
+    pid: int | None
+    """None while no process runs."""
+    device: int | None
+    """The GPU it was assigned, if any."""
+    health: Health
+    in_flight: int
+    """Unfinished requests."""
+    restarts: int
+    draining: bool
+    """It gets no new requests, and ends when its last request has ended."""
+    age: float | None
+    """How old `engine` is, in seconds: a worker answers between two steps. None as `engine`."""
+    engine: LiveEngine | None
+    """None while no engine runs."""
+
+
+class ScalingState(msgspec.Struct, frozen=True, kw_only=True):
+    """The number of workers, with autoscaling."""
+
+    min_workers: int
+    max_workers: int
+    running: Annotated[
+        int,
+        gauge(
+            "Workers by state. draining: accepts no new requests and ends after its last one",
+            name="workers",
+            label="state",
+            shown="by_state",
+        ),
+    ]
+    """Workers that take requests."""
+    starting: int
+    draining: int
+    scale_ups: Annotated[
+        int,
+        counter(
+            "Workers started because requests were waiting (up) or drained because of low load (down)",
+            name="scale_events",
+            label="direction",
+            shown="events",
+        ),
+    ]
+    scale_downs: int
+    held_back: str | None = None
+    """Why the last worker that the load asks for was not started."""
+
+    @property
+    def by_state(self) -> dict[str, int]:
+        """As `GET /metrics` shows the workers."""
+        return {"running": self.running, "starting": self.starting, "draining": self.draining}
+
+    @property
+    def events(self) -> dict[str, int]:
+        """As `GET /metrics` shows them."""
+        return {"up": self.scale_ups, "down": self.scale_downs}
+
+
+class EngineClient(ABC):
+    """An engine for asyncio code. `async with client:` waits until the model is loaded, and closes it at the end."""
+
+    config: EngineConfig
+    """Its settings; with several workers, those of one worker."""
+
+    @abstractmethod
+    async def loaded(self) -> None:
+        """Waits until requests are accepted. Raises what loading raised."""
+
+    @property
+    @abstractmethod
+    def info(self) -> ModelInfo:
+        """The loaded model. Raises `EngineClosed` before it is loaded."""
+
+    @abstractmethod
+    def health(self) -> Health:
+        """The state of the engine now."""
+
+    def scaling(self) -> ScalingState | None:
+        """The number of workers, if it follows the load; None: it is fixed."""
+        return None
+
+    @property
+    def max_parallel(self) -> int:
+        """Requests that can be computed at the same time, with as many workers as may be started."""
+        return self.config.n_parallel
+
+    @abstractmethod
+    async def check(self, request: GenerationRequest) -> None:
+        """Raises `InvalidRequest`, `EngineClosed` or `GenerationFailed` for a request that `submit` would refuse."""
+
+    @abstractmethod
+    async def tokenize(
+        self, text: str | list[int] | MediaPrompt, *, add_special: bool = True, parse_special: bool = True
+    ) -> list[TokenPiece]:
+        """A prompt's tokens, or the pieces of token ids; as `BatchInferenceEngine.tokens`. Raises as `check` does."""
+
+    @abstractmethod
+    async def slot_action(self, action: SlotActionName, slot: int, path: str = "") -> SlotReport:
+        """Saves the cached prefix of a slot (`id_slot`) to a file, restores it from there, or erases it.
+
+        A restored file becomes a cached prefix, which any request with these tokens takes. Raises `InvalidRequest` for
+        a slot without a prefix, and for a file that cannot be used; else as `check` does.
+        """
+
+    @abstractmethod
+    def submit(self, request: GenerationRequest) -> AsyncGenerator[GenerationEvent, None]:
+        """Runs a request: `async for event in client.submit(request)`; the last event has a finish reason.
+
+        The first step of the iteration raises `InvalidRequest`, `QueueFull` or `EngineClosed`. Closing the iterator
+        early (`contextlib.aclosing`) cancels the request. A reader slower than the engine gets merged events: the same
+        text and tokens in fewer pieces.
+        """
+
+    async def chat(
+        self, conversation: Conversation, params: Params = None, **options: Unpack[ChatOptions]
+    ) -> ChatCompletion:
+        """Generates the assistant's next message of a conversation: `await client.chat("Why is the sky blue?")`.
+
+        Several at once are one batch: `await asyncio.gather(*(client.chat(each) for each in conversations))`. Arguments
+        and result: as in `BatchInferenceEngine.chat`, for one conversation. Raises what `submit` raises; `ConfigError`
+        for an unknown `chat_template`.
+        """
+        return await async_chat.chat(self, conversation, params, options)
+
+    def chat_stream(
+        self, conversation: Conversation, params: Params = None, **options: Unpack[ChatOptions]
+    ) -> AsyncChatStream:
+        """The same message while it is generated: `async for event in client.chat_stream(messages)`.
+
+        Leaving `async with client.chat_stream(messages) as stream:` cancels it. The first event raises as `chat` does.
+        """
+        return async_chat.chat_stream(self, conversation, params, options)
+
+    async def chat_format(self, template: str | ChatTemplate | None = None) -> ChatFormat:
+        """The format of the model's chats: its template, tool calls and reasoning, or those of another template.
+
+        Raises as `chat` does.
+        """
+        chat = self.chat_formats.get(template)
+        if chat.token_ids is None:
+            tokens = {marker: await self.tokenize(marker, add_special=False) for marker in chat.markers}
+            self.chat_formats.add_tokens(chat, tokens)
+        return chat
+
+    @cached_property
+    def chat_formats(self) -> ChatFormats:
+        """The formats of the model's chats. Those that `chat_format` has not returned yet lack token ids."""
+        return ChatFormats(self.info)
+
+    @abstractmethod
+    async def cancel(self, request_id: str) -> None:
+        """Ends a request within a step; its iterator gets a last event. Unknown ids are ignored."""
+
+    @abstractmethod
+    async def stats(self) -> EngineStats:
+        """Counters and state, summed over all workers. Raises `EngineClosed` while no worker answers."""
+
+    @abstractmethod
+    async def workers(self) -> list[WorkerState]:
+        """The state of each engine."""
+
+    @abstractmethod
+    async def live(self) -> list[WorkerLive]:
+        """What each engine does now, for `GET /live`. Returns soon: an engine in a long step shows an earlier state.
+
+        Several times a second is fine. An idle engine is not asked, and one that sleeps is not woken.
+        """
+
+    @abstractmethod
+    async def close(self) -> None:
+        """Ends the engine; unfinished requests get a last event (cancelled)."""
+
+    async def __aenter__(self: Engine) -> Engine:
+        try:
+            await self.loaded()
+        except BaseException:
+            await self.close()
+            raise
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self.close()
+
+
+def id_in_use(request_id: str) -> InvalidRequest:
+    """The error for a request whose id an unfinished request has."""
+    return InvalidRequest("id", f"{request_id!r} is already the id of a running request; choose another")
+
+
+def running_loop(name: str) -> asyncio.AbstractEventLoop:
+    """The event loop of an engine of this class, which is made in it. Raises `ConfigError` outside an event loop."""
+    try:
+        return asyncio.get_running_loop()
+    except RuntimeError:
+        raise ConfigError(
+            f"{name} needs a running event loop: create it in a coroutine with `async with {name}(...)`. Without "
+            "asyncio, use BatchInferenceEngine"
+        ) from None

@@ -1,0 +1,316 @@
+"""Unfinished requests: their events until a reader takes them, and which of them the next worker gets after a crash."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from array import array
+from collections import deque
+from collections.abc import Callable, Collection, Iterator
+from time import monotonic, perf_counter
+
+import msgspec
+
+from cppbatch.cluster.link import Answer, Check, Question, Submit, Update
+from cppbatch.engine.observe.live_state import LiveEngine
+from cppbatch.engine.params import actual_seed, replaced
+from cppbatch.engine.request import GenerationEvent, GenerationRequest, RequestUsage, ResumeState, TokenLogprob
+
+MAX_CRASHES = 3
+"""The number of consecutive crashes, while it was computed or prepared, after which a request fails."""
+
+
+class OutputCollector:
+    """Merges the unread events of a request into one, so that a slow reader costs memory for text, not for events.
+    Events without tokens, which report the progress of a prefill, are few and come one by one.
+
+    Events come with the id that the engine knows (`InFlightRequest.id`); the collector, their only reader, sets the
+    client's. Used on the event loop only.
+    """
+
+    def __init__(self, request_id: str) -> None:
+        self._request_id = request_id
+        self._ready = asyncio.Event()
+        self._reports: deque[GenerationEvent] = deque()
+        self._last: GenerationEvent | None = None
+        self._error: Exception | None = None
+        self._text: list[str] = []
+        self._tokens: list[int] = []
+        self._token_texts: list[str] = []
+        self._logprobs: list[TokenLogprob] = []
+        self._usage: RequestUsage | None = None
+        self.finished = False
+        """Whether `get` has returned the last event."""
+
+    def put(self, event: GenerationEvent) -> None:
+        """Adds an event. The event with a finish reason is the last."""
+        msgspec.structs.force_setattr(event, "request_id", self._request_id)
+        if event.is_report:
+            self._reports.append(event)
+            self._ready.set()
+            return
+        if self._last is not None:
+            if not self._text:  # the second unread event
+                self._keep(self._last)
+            self._keep(event)
+        self._last = event
+        self._ready.set()
+
+    def _keep(self, event: GenerationEvent) -> None:
+        self._text.append(event.text)
+        self._tokens.extend(event.tokens)
+        self._token_texts.extend(event.token_texts)
+        self._logprobs.extend(event.logprobs)
+        self._usage = event.usage or self._usage
+
+    def fail(self, error: Exception) -> None:
+        """Ends the stream: the next `get` raises this error and drops unread events."""
+        self._error = error
+        self._ready.set()
+
+    async def get(self) -> GenerationEvent:
+        """Waits for an event and returns all unread ones merged; reports of the prefill come before. Raises the error
+        given to `fail`."""
+        await self._ready.wait()
+        if self._error:
+            raise self._error
+        if self._reports:
+            report = self._reports.popleft()
+            if not self._reports and self._last is None:
+                self._ready.clear()
+            return report
+        assert self._last is not None
+        event, self._last = self._last, None
+        self._ready.clear()
+        self.finished = event.finish_reason is not None
+        if self._text:
+            event = msgspec.structs.replace(
+                event,
+                text="".join(self._text),
+                tokens=self._tokens,
+                token_texts=self._token_texts,
+                logprobs=self._logprobs,
+                usage=self._usage,
+            )
+            self._text, self._tokens, self._token_texts, self._logprobs = [], [], [], []
+            self._usage = None
+        return event
+
+
+class InFlightRequest:
+    """An unfinished request, with everything that the next worker needs to continue it."""
+
+    def __init__(
+        self,
+        request_id: str,
+        request: GenerationRequest,
+        question: Question | Update | None = None,
+        resume: ResumeState | None = None,
+    ) -> None:
+        """`question` is sent instead of running the request; the worker's reply to it becomes `answer`. `resume`: the
+        progress of the request in another engine."""
+        params = replaced(request.params, seed=actual_seed(request.params.seed))  # the same seed in every worker
+        self.request = replaced(request, id=request_id, params=params)
+        """As the engine gets it."""
+        self._question = question
+        self.answer: Answer | None = None
+        self.outputs = OutputCollector(request.id)
+        self.n_crashes = 0
+        """Consecutive workers that died while they computed or prepared the request."""
+        self.cancelled = False
+        self._has_output = False
+        self._tokens = array("i", resume.tokens if resume else ())
+        self._arrived_at = perf_counter() - (resume.age if resume else 0.0)
+        self._first_token_at = self._arrived_at + resume.first_token_seconds if resume else 0.0
+
+    @property
+    def id(self) -> str:
+        """Identifies the request in all messages to and from the engine. The client's id does not: it may be used again
+        while the last events of an earlier request are on their way."""
+        return self.request.id
+
+    def send_as(self, request_id: str) -> None:
+        """Gives it another id: events that still come for the present one are not its any more."""
+        self.request = replaced(self.request, id=request_id)
+
+    @property
+    def has_tokens(self) -> bool:
+        """Whether an event with a token has come."""
+        return bool(self._tokens)
+
+    def message(self) -> Submit | Question | Update:
+        """The message that starts the request in a worker, or continues it after the tokens so far."""
+        if isinstance(self._question, Check):
+            return Check(self.request)
+        if self._question:
+            return msgspec.structs.replace(self._question, id=self.id)
+        return Submit(self.request, self.resume_state())
+
+    def resume_state(self) -> ResumeState:
+        """The progress so far."""
+        return ResumeState(
+            tokens=self._tokens.tolist(),
+            age=perf_counter() - self._arrived_at,
+            first_token_seconds=max(0.0, self._first_token_at - self._arrived_at),
+        )
+
+    @property
+    def is_untouched(self) -> bool:
+        """Whether it had no event yet, and no worker has died while it worked on it."""
+        return not self._has_output and self.n_crashes == 0
+
+    def put(self, event: GenerationEvent) -> None:
+        """Keeps the event's tokens for the next worker and passes the event to the reader."""
+        self._has_output = True
+        if event.tokens and not self._tokens:
+            self._first_token_at = perf_counter()
+        self._tokens.extend(event.tokens)
+        self.outputs.put(event)
+
+
+class InFlightRequests:
+    """The table of unfinished requests: which are sent to the current worker, and which wait in quarantine.
+
+    After a first crash, all requests are resent together: usually no request caused it. Requests that were active
+    (computed or being prepared) in two consecutive crashes, with no token in between, are suspects. While there are
+    suspects, all requests are held, and one suspect after the other is sent alone, until its next token. A
+    request behaves the same whatever else is in the batch. So after a token the request is no suspect any more, and
+    after a crash it fails; the next suspect follows. When no suspect is left, all requests are sent again.
+    """
+
+    def __init__(self) -> None:
+        self._ids = map(str, itertools.count())
+        self._requests: dict[str, InFlightRequest] = {}
+        self._held: dict[str, InFlightRequest] = {}  # not sent to the current worker
+        self._suspects: dict[str, InFlightRequest] = {}
+        self._empty_since = monotonic()
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def __iter__(self) -> Iterator[InFlightRequest]:
+        """Iterates over a copy, so that requests may be removed in the loop."""
+        return iter(list(self._requests.values()))
+
+    def __contains__(self, request: InFlightRequest) -> bool:
+        return request.id in self._requests
+
+    @property
+    def idle_seconds(self) -> float:
+        """How long there has been no request; 0.0 while there is any."""
+        return 0.0 if self._requests else monotonic() - self._empty_since
+
+    def get(self, request_id: str) -> InFlightRequest | None:
+        """The request of this id; None if it has ended, or was given another id (`requeue`)."""
+        return self._requests.get(request_id)
+
+    def add(
+        self, request: GenerationRequest, question: Question | Update | None = None, resume: ResumeState | None = None
+    ) -> InFlightRequest:
+        """Adds a new request, or one that another engine began; not sent yet."""
+        added = InFlightRequest(next(self._ids), request, question, resume)
+        self._hold(added)
+        return added
+
+    def _hold(self, request: InFlightRequest) -> None:
+        self._requests[request.id] = self._held[request.id] = request
+
+    def take_sendable(self) -> list[InFlightRequest]:
+        """The requests to send to the worker now; they count as sent."""
+        if not self._suspects:
+            chosen = list(self._held.values())
+        elif self._suspects.keys() <= self._held.keys():
+            chosen = [next(iter(self._suspects.values()))]
+        else:  # one suspect runs
+            chosen = []
+        for request in chosen:
+            del self._held[request.id]
+        return chosen
+
+    def is_sent(self, request: InFlightRequest) -> bool:
+        """Whether the request was sent to the current worker."""
+        return request.id not in self._held
+
+    def token_received(self, request: InFlightRequest) -> bool:
+        """The request is no suspect any more. Returns whether it was one and other suspects wait: then `requeue` it."""
+        request.n_crashes = 0
+        was_suspect = self._suspects.pop(request.id, None) is not None
+        return was_suspect and bool(self._suspects)
+
+    def requeue(self, request: InFlightRequest) -> None:
+        """Holds a sent request again, under a new id: what the worker still sends for the old one is ignored."""
+        self.remove(request)
+        request.send_as(next(self._ids))
+        self._hold(request)
+
+    def remove(self, request: InFlightRequest) -> None:
+        """Removes a request that has ended."""
+        for table in (self._requests, self._held, self._suspects):
+            table.pop(request.id, None)
+        self._empty_since = monotonic()
+
+    def worker_died(self, active: Collection[int]) -> list[InFlightRequest]:
+        """Counts a crash of the requests whose ids were `active` in the worker. Removes and returns those that must
+        fail.
+
+        All other requests are held for the next worker.
+        """
+        for number in active:
+            if request := self._requests.get(str(number)):
+                request.n_crashes += 1
+        failed = [request for request in self if request.n_crashes >= MAX_CRASHES]
+        for request in failed:
+            self.remove(request)
+        self._held = dict(self._requests)
+        self._suspects = {n: request for n, request in self._requests.items() if request.n_crashes == MAX_CRASHES - 1}
+        return failed
+
+
+# --- latest live -----------------------------------------------------------------------------------------------------
+# The last live state that a worker has sent, and when it is asked for the next one.
+
+
+_WAIT_S = 0.15
+"""For an answer: a worker in a long step answers after it."""
+
+
+class LatestLive:
+    """The last live state of a worker. Used on the event loop.
+
+    One question is on the way at a time. A worker that has had no request since its last answer is not asked: an idle
+    engine does nothing for the readers of `/live`.
+    """
+
+    def __init__(self) -> None:
+        self._engine: LiveEngine | None = None
+        self._asked_at = self._received_at = 0.0
+        self._answer: asyncio.Future[None] | None = None
+
+    async def get(self, ask: Callable[[], object], idle_seconds: float) -> tuple[LiveEngine | None, float | None]:
+        """The state, after an answer if it comes soon, and how old it is in seconds. (None, None) before the first.
+
+        `ask` sends the question. `idle_seconds`: how long there has been no request; 0.0 while there is any.
+        """
+        if self._engine is None or monotonic() - self._asked_at >= idle_seconds:
+            answer = self._answer
+            if answer is None:
+                answer = self._answer = asyncio.get_running_loop().create_future()
+                self._asked_at = monotonic()
+                ask()
+            await asyncio.wait([answer], timeout=_WAIT_S)
+        return self._engine, round(monotonic() - self._received_at, 3) if self._engine else None
+
+    def received(self, engine: LiveEngine) -> None:
+        """The worker has answered."""
+        self._engine, self._received_at = engine, monotonic()
+        self._end_question()
+
+    def reset(self) -> None:
+        """The worker has ended: its state is gone, and it does not answer any more."""
+        self._engine = None
+        self._end_question()
+
+    def _end_question(self) -> None:
+        if self._answer and not self._answer.done():
+            self._answer.set_result(None)
+        self._answer = None

@@ -1,0 +1,414 @@
+"""Keeps a worker process running: starts it, watches it, and starts another one when it dies.
+
+With `sleep_idle_seconds` it also ends an idle worker, which frees the memory, and starts one for the next request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import socket
+import time
+from collections.abc import Coroutine, Sequence
+from typing import Any, NoReturn, Protocol, TypeVar
+
+import msgspec
+
+from cppbatch import errors
+from cppbatch.cluster.engines.client import Health
+from cppbatch.cluster.link import FromWorker, Loaded, LoadFailed, Loading, Log
+from cppbatch.cluster.worker.handle import WorkerDied, WorkerHandle
+from cppbatch.config import EngineConfig
+from cppbatch.engine.model_info import ModelInfo
+from cppbatch.engine.observe.metrics import EngineStats
+from cppbatch.errors import CppBatchError, LoadInterrupted, ModelError, RpcUnreachable
+from cppbatch.rpc_endpoint import ANSWER_S, Endpoint, check_worker, end_when_silent, parse_endpoint
+
+log = logging.getLogger("cppbatch.cluster")
+
+Result = TypeVar("Result")
+
+_LOAD_TIMEOUT_S = 600  # without progress; the self-check of a new machine may take several minutes
+_MAX_FAILURES = 5  # consecutive deaths with no token in between, after which requests are failed
+_MAX_EXTERNAL_KILLS = 20  # consecutive deaths with an external cause, as far as can be known
+_FIRST_PAUSE_S, _MAX_PAUSE_S = 0.1, 30.0
+_STABLE_S = 60.0  # the death of a worker that lived this long counts as the first in a row
+_FAULTS = ("SIGSEGV", "SIGILL", "SIGBUS")
+_LOAD_ERRORS = (
+    errors.LibraryError, errors.ModelError, errors.ConfigError, errors.LlamaError, errors.RpcUnreachable,
+)  # fmt: skip
+_RPC_PAUSE_S = 0.5  # between two questions whether an RPC worker is back
+_RPC_NOTICE_S = 0.5  # llama.cpp may abort before the loss of a worker is noticed here
+
+
+class WorkerListener(Protocol):
+    """The callbacks of a `Supervisor`."""
+
+    @property
+    def idle_seconds(self) -> float:
+        """How long there has been no request; 0.0 while there is any."""
+
+    async def before_sleep(self) -> None:
+        """The worker ends after this, unless a request comes meanwhile: now it still answers."""
+
+    def on_worker_ready(self, stats: EngineStats) -> None:
+        """A worker has loaded the model: requests may be sent."""
+
+    def on_worker_message(self, message: FromWorker) -> None:
+        """A message about requests or stats."""
+
+    def on_worker_died(self, active: set[int], give_up: str | None) -> None:
+        """`active`: the requests that may have caused the death. `give_up`: why unfinished requests must fail now."""
+
+
+class Supervisor:
+    """Runs one worker after another. `worker` is the current worker; None until it is ready for requests.
+
+    `sleep_idle_seconds`: after so long without a request the worker ends until `wake` is called; -1: never.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        listener: WorkerListener,
+        *,
+        step_timeout: float,
+        sleep_idle_seconds: float = -1,
+        runtime: str | None = None,
+    ) -> None:
+        self._config = config
+        self._listener = listener
+        self._step_timeout = step_timeout
+        self._sleep_idle_seconds = sleep_idle_seconds
+        self._woken = asyncio.Event()
+        self._runtime = runtime
+        self.worker: WorkerHandle | None = None
+        self.info: ModelInfo | None = None
+        self.health = Health(status="loading")
+        self.restarts = 0
+        self._failures = 0  # consecutive
+        self._external_kills = 0  # consecutive
+        self._failures_at_start = 0  # deaths before any token
+        self._has_worked = False
+        self._repack = config.repack
+        self._rpc = [parse_endpoint(each) for each in config.rpc]
+
+    def made_progress(self) -> None:
+        """Resets the counts of consecutive deaths: the worker has produced something."""
+        self._failures = self._external_kills = 0
+        self._has_worked = True
+
+    def found_culprit(self) -> None:
+        """Resets the counts of consecutive deaths: without a request that has failed the next worker should survive."""
+        self._failures = self._external_kills = 0
+
+    def wake(self) -> None:
+        """There is a request: if no worker runs because there was none, starts one."""
+        self._woken.set()
+
+    async def run(self) -> None:
+        """Runs until cancelled. Raises what prevents the first worker from loading: `CppBatchError`, `OSError`; and
+        `ModelError` when one worker after the other dies before any has computed a token."""
+        while True:
+            active: set[int] = set()
+            external = False
+            try:
+                await self._run_worker()
+                await self._woken.wait()
+                continue
+            except WorkerDied as death:
+                why, active, external = str(death), death.active, death.external
+                if self._switch_cpu_path(why):
+                    path = "without" if self._config.repack == "off" else "with"
+                    why = f"{why}; retrying {path} the fast CPU path"
+                elif self.info is None:
+                    message = f"the process that was loading {self._config.model_path} died: {why}"
+                    kind = LoadInterrupted if external else ModelError
+                    raise kind(f"{message}. See llama.cpp's log above") from death
+                self._count_at_start(death)
+            except RpcUnreachable as error:  # it was there a moment ago
+                if self.info is None:
+                    raise
+                why, external = str(error), True
+            except (CppBatchError, OSError) as error:
+                if self.info is None:
+                    raise
+                why = f"the model could not be reloaded: {error}"
+            except Exception as error:  # a bug in this process: the next worker gets the same requests
+                if self.info is None:
+                    raise
+                log.exception("supervision of the worker failed")
+                why = f"supervision of the worker failed: {type(error).__name__}: {error}"
+            await self._report_and_pause(why, active, external=external)
+
+    async def _run_worker(self) -> None:
+        """Runs a worker from its start until it sleeps. Raises `WorkerDied`, or the error that prevented loading."""
+        if self.info is not None:
+            await self._wait_for_rpc_workers()
+        watch = RpcWatch(self._rpc)
+        worker = await WorkerHandle.start(self._config, self._runtime)
+        is_ready = False
+        try:
+            loaded = await self._while_alive(worker, watch, self._load(worker, watch), _LOAD_TIMEOUT_S)
+            if self.info is not None and not self.info.is_same_model(loaded.info):
+                raise ModelError(
+                    f"{self._config.model_path} is now a different model ({loaded.info.description} instead of "
+                    f"{self.info.description}): restart the server to serve it, or restore the file"
+                )
+            self.info = loaded.info
+            self.worker = worker
+            is_ready = True
+            self.health = Health(status="ok", progress=1.0)
+            ready_at = time.monotonic()
+            self._listener.on_worker_ready(loaded.stats)
+            try:
+                await self._while_alive(worker, watch, self._listen_until_idle(worker), self._step_timeout)
+            finally:
+                self.worker = None
+                if time.monotonic() - ready_at > _STABLE_S:
+                    self._failures = self._external_kills = 0
+            await self._stop(worker)
+        except asyncio.CancelledError:
+            if is_ready and self._listener.idle_seconds > 0:
+                await self._stop(worker)
+            raise
+        finally:
+            await worker.end()
+            await watch.close()
+
+    async def _wait_for_rpc_workers(self) -> None:
+        """Waits without a limit: requests wait too, as long as their clients do. Raises `ConfigError`."""
+        for endpoint in self._rpc:
+            while True:
+                try:
+                    await asyncio.to_thread(check_worker, endpoint)
+                    break
+                except RpcUnreachable as error:
+                    if self.health.error != str(error):
+                        log.warning("%s; waiting for it", error)
+                    self.health = Health(status="restarting", error=str(error))
+                await asyncio.sleep(_RPC_PAUSE_S)
+
+    async def _while_alive(
+        self, worker: WorkerHandle, watch: RpcWatch, work: Coroutine[Any, Any, Result], timeout: float
+    ) -> Result:
+        """Returns what `work` returns. Raises `WorkerDied`, with the loss of an RPC worker as an external cause."""
+        if not self._rpc:
+            return await worker.while_alive(work, timeout)
+        try:
+            return await worker.while_alive(watch.while_there(work), timeout)
+        except RpcWorkerLost as lost:
+            raise WorkerDied(str(lost), worker.active, external=True) from None
+        except WorkerDied as death:
+            if reason := await watch.lost(within=_RPC_NOTICE_S):
+                raise WorkerDied(reason, death.active, external=True) from death
+            raise
+
+    async def _load(self, worker: WorkerHandle, watch: RpcWatch) -> Loaded:
+        while True:
+            message = await worker.receive()
+            if isinstance(message, (Loading, Loaded)):  # the RPC workers serve it now
+                watch.start()
+            if isinstance(message, Loaded):
+                return message
+            if isinstance(message, LoadFailed):
+                raise _load_error(message)
+            if isinstance(message, Loading):
+                self.health = msgspec.structs.replace(self.health, progress=message.progress)
+            elif isinstance(message, Log):
+                _write_log(message)
+
+    async def _listen_until_idle(self, worker: WorkerHandle) -> None:
+        """Handles the worker's messages until it sleeps. When this returns, no request can reach the worker any more,
+        and one that has come since then has called `wake`."""
+        listening = asyncio.ensure_future(self._listen(worker))
+        idling = asyncio.ensure_future(self._sleep_when_idle(time.monotonic()))
+        try:
+            await asyncio.wait([listening, idling], return_when=asyncio.FIRST_COMPLETED)
+            if not idling.done():
+                await listening  # raises
+            idling.result()
+        finally:
+            for task in (listening, idling):
+                task.cancel()
+
+    async def _sleep_when_idle(self, ready_at: float) -> None:
+        """Waits until there has been no request for `sleep_idle_seconds`, and turns the worker off for requests."""
+        if self._sleep_idle_seconds == -1:
+            await asyncio.Event().wait()  # forever
+        while True:
+            idle = min(self._listener.idle_seconds, time.monotonic() - ready_at)
+            if idle < self._sleep_idle_seconds:
+                await asyncio.sleep(self._sleep_idle_seconds - idle)
+                continue
+            await self._listener.before_sleep()
+            if self._listener.idle_seconds >= self._sleep_idle_seconds:
+                break
+        self._woken.clear()
+        self.worker = None
+        self.health = Health(status="sleeping")
+        self._failures = self._external_kills = 0
+        log.info("no request for %g s: stopping the worker; the next request starts it again", self._sleep_idle_seconds)
+
+    async def _stop(self, worker: WorkerHandle) -> None:
+        """Lets a worker without requests close its engine, which may have something to write."""
+        listening = asyncio.ensure_future(self._listen(worker))
+        try:
+            if not await worker.stop():
+                log.warning("the idle worker did not close its engine; killing it")
+        finally:
+            listening.cancel()
+
+    async def _listen(self, worker: WorkerHandle) -> NoReturn:
+        while True:
+            message = await worker.receive()
+            if isinstance(message, Log):
+                _write_log(message)
+            else:
+                self._listener.on_worker_message(message)
+
+    def _switch_cpu_path(self, why: str) -> bool:
+        """Turns the fast CPU path (weight repacking) off, or on again. Returns whether it did.
+
+        Only after a fault (`_FAULTS`), and before any worker has produced a token: the self-check's tiny models
+        may miss a crash that this model hits. If a worker dies without the fast path too, the fast path was not the
+        cause.
+        """
+        is_plain = self._config.repack == "off"
+        if self._has_worked or self._repack == "off" or not why.endswith(_FAULTS) or (is_plain and self.info is None):
+            return False
+        self._config = msgspec.structs.replace(self._config, repack=self._repack if is_plain else "off")
+        return True
+
+    def _count_at_start(self, death: WorkerDied) -> None:
+        """Raises `ModelError` for the fifth death in loading or in the first steps: no request is to blame then."""
+        if self._has_worked or death.external or not death.computing:
+            return
+        self._failures_at_start += 1
+        if self._failures_at_start < _MAX_FAILURES:
+            return
+        assert self.info
+        raise ModelError(
+            f"the model {self.info.name} ({self.info.description}) cannot be computed here: {self._failures_at_start} "
+            f"workers died while loading it or in their first steps, before computing a token; the last one: {death}. "
+            "Restart the server with another model, or with -np 1, -fa off or another device"
+        ) from death
+
+    async def _report_and_pause(self, why: str, active: set[int], *, external: bool) -> None:
+        """Reports the death, and waits before the next attempt: longer after each consecutive death.
+
+        An external kill counts against no request. After 20 in a row with no token in between it does: a request may be
+        the cause if another program kills processes that take too much memory.
+        """
+        self.restarts += 1
+        if external and self._external_kills < _MAX_EXTERNAL_KILLS:
+            self._external_kills += 1
+            active = set()
+        else:
+            self._failures += 1
+        n_in_a_row = self._failures + self._external_kills
+        give_up = self._failures >= _MAX_FAILURES
+        if self.info is not None:
+            self.health = Health(status="failed" if give_up else "restarting", error=why)
+        log.error("the worker died (%s), %d in a row; starting another one", why, n_in_a_row)
+        reason = f"{n_in_a_row} workers died in a row; the last one: {why}"
+        self._listener.on_worker_died(active, reason if give_up else None)
+        await asyncio.sleep(min(_MAX_PAUSE_S, _FIRST_PAUSE_S * 2.0 ** min(n_in_a_row, 16)))
+
+
+def _load_error(message: LoadFailed) -> CppBatchError:
+    """The exception that the worker raised while loading."""
+    kind = getattr(errors, message.kind, CppBatchError)
+    return kind(message.message) if kind in _LOAD_ERRORS else CppBatchError(message.message)
+
+
+def _write_log(message: Log) -> None:
+    logging.getLogger(message.name).log(message.level, "%s", message.message)
+
+
+# --- rpc watch -------------------------------------------------------------------------------------------------------
+# Notices at once that an RPC worker is gone, whatever llama.cpp does then.
+#
+# llama.cpp waits without a limit for the answer of a machine that has left the network, and aborts the process where
+# the connection ends. Either way the process of the engine dies, and no request is to blame.
+
+
+class RpcWorkerLost(Exception):
+    """An RPC worker is gone; the message says which one."""
+
+
+class RpcWatch:
+    """Holds a connection of its own to each worker, on which nothing is ever sent.
+
+    A worker serves one connection at a time: this one waits behind the engine's, in the queue of the worker's kernel,
+    and ends with the worker's process. `start` it only when the engine is connected, and `close` it when the engine has
+    ended, or the worker would serve this connection.
+    """
+
+    def __init__(self, endpoints: Sequence[Endpoint]) -> None:
+        """Must be made inside an event loop."""
+        self._endpoints = endpoints
+        self._tasks: list[asyncio.Task[None]] = []
+        self._lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+
+    def start(self) -> None:
+        """Begins to watch. A second call does nothing."""
+        if not self._tasks:
+            self._tasks = [asyncio.ensure_future(self._watch(endpoint)) for endpoint in self._endpoints]
+
+    async def lost(self, within: float) -> str | None:
+        """What is wrong as soon as a worker is gone; None if none is after `within` seconds."""
+        if self._tasks:
+            await asyncio.wait([self._lost], timeout=within)
+        return self._lost.result() if self._lost.done() else None
+
+    async def while_there(self, work: Coroutine[Any, Any, Result]) -> Result:
+        """Returns what `work` returns. Raises `RpcWorkerLost` if a worker is gone before."""
+        working = asyncio.ensure_future(work)
+        try:
+            either: list[asyncio.Future[Any]] = [working, self._lost]
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+            if working.done():
+                return working.result()
+            raise RpcWorkerLost(self._lost.result())
+        finally:
+            working.cancel()
+
+    async def _watch(self, endpoint: Endpoint) -> None:
+        reason = await _until_lost(endpoint)
+        if not self._lost.done():
+            self._lost.set_result(reason)
+
+    async def close(self) -> None:
+        """Ends the connections."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._tasks = []
+
+
+async def _until_lost(endpoint: Endpoint) -> str:
+    try:
+        reader, writer = await asyncio.wait_for(asyncio.open_connection(*endpoint), ANSWER_S)
+    except asyncio.TimeoutError:  # the queue of waiting connections is full
+        log.warning("cannot monitor the RPC worker at %s: other clients are waiting for it", endpoint)
+        await asyncio.Event().wait()
+        raise AssertionError from None
+    except OSError as error:
+        return _gone(endpoint, error)
+    try:
+        connection: socket.socket = writer.get_extra_info("socket")
+        end_when_silent(connection)
+        await reader.read(1)  # it never sends anything
+        return f"lost the RPC worker at {endpoint} (it closed the connection)"
+    except OSError as error:
+        return _gone(endpoint, error)
+    finally:
+        writer.close()
+        with contextlib.suppress(OSError):
+            await writer.wait_closed()
+
+
+def _gone(endpoint: Endpoint, error: OSError) -> str:
+    return f"lost the RPC worker at {endpoint} ({error.strerror or error})"

@@ -1,0 +1,410 @@
+"""The link between the server's process and a worker: MessagePack messages, and a ZeroMQ socket for each direction.
+
+Each side binds the socket it reads from and connects the socket it writes to: a connecting socket queues messages
+until the other side is there, a bound one does not.
+"""
+
+from __future__ import annotations
+
+import mmap
+import threading
+import time
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import zmq
+
+from cppbatch.config import MAX_SEQ_IDS, EngineConfig
+from cppbatch.engine.disk.slots import SlotActionName, SlotReport
+from cppbatch.engine.model_info import ModelInfo
+from cppbatch.engine.observe.live_state import LiveEngine
+from cppbatch.engine.observe.metrics import EngineStats
+from cppbatch.engine.request import GenerationEvent, GenerationRequest, MediaPrompt, ResumeState, TokenPiece
+from cppbatch.errors import ContextOverflow
+
+_MAX_FOLDER_PATH = 100  # characters; a socket's path may have about 107
+_FLUSH_TIMEOUT_MS = 5000
+_FLUSH_S = 0.2
+_LOOPBACK = "tcp://127.0.0.1:*"
+
+Keys = tuple[str, str, str, str]
+"""CURVE keys: the server's public and secret key, then the worker's."""
+
+
+LAST_WORDS = "last_words"
+"""The file in a worker's folder with the sentence with which llama.cpp aborted it."""
+
+
+class WorkerSetup(msgspec.Struct, frozen=True, kw_only=True):
+    """Sent to a worker's standard input, as one line of JSON."""
+
+    config: EngineConfig
+    folder: str
+    """Contains its sockets and its `SharedStatus`; removed when the worker ends."""
+    endpoint: str
+    """Where the worker sends its messages."""
+    keys: tuple[str, str, str] | None = None
+    """CURVE keys where the link is TCP: the server's public key, the worker's public and secret key."""
+    log_level: int
+    runtime: str | None = None
+    """For tests: `module:function` that makes the engine's `Runtime` from its config."""
+
+
+# --- to the worker ----------------------------------------------------------------------------------------------------
+
+
+class Submit(msgspec.Struct, frozen=True, tag=True):
+    """Run this request, or continue it where an earlier worker stopped. All messages about it, and its events, have its
+    id: a number in decimal digits that the server makes (`InFlightRequest.id`)."""
+
+    request: GenerationRequest
+    resume: ResumeState
+
+    @property
+    def id(self) -> str:
+        """Of the request."""
+        return self.request.id
+
+
+class Check(msgspec.Struct, frozen=True, tag=True):
+    """Check whether this request could run; the answer is `Checked` or `Refused`."""
+
+    request: GenerationRequest
+
+    @property
+    def id(self) -> str:
+        """Of the request."""
+        return self.request.id
+
+
+class Tokenize(msgspec.Struct, frozen=True, tag=True):
+    """Tokenise a prompt, or look up token ids; the answer is `Tokenized` or `Refused`."""
+
+    id: str
+    text: str | list[int] | MediaPrompt
+    add_special: bool
+    parse_special: bool
+
+
+class SlotAction(msgspec.Struct, frozen=True, tag=True):
+    """Save a slot's prefix to a file, restore it from there, or erase it; the answer is `SlotDone` or `Refused`."""
+
+    id: str
+    action: SlotActionName
+    slot: int
+    path: str
+    """Of the file; empty for erase."""
+
+
+class Update(msgspec.Struct, frozen=True, tag=True):
+    """Append tokens to the text of a request; the answer is `Updated` or `Refused`."""
+
+    id: str
+    request_id: str
+    tokens: list[int]
+
+
+class Cancel(msgspec.Struct, frozen=True, tag=True):
+    """Cancel a request or a question."""
+
+    id: str
+
+
+class GetStats(msgspec.Struct, frozen=True, tag=True):
+    """The answer is `Stats`."""
+
+
+class GetLive(msgspec.Struct, frozen=True, tag=True):
+    """The answer is `Live`."""
+
+
+class Stop(msgspec.Struct, frozen=True, tag=True):
+    """Close the engine and end. Sent to a worker without requests."""
+
+
+class LimitThreads(msgspec.Struct, frozen=True, tag=True):
+    """Use at most so many compute threads, from the next step on."""
+
+    n: int
+
+
+Question = Check | Tokenize | SlotAction
+ToWorker = Submit | Question | Update | Cancel | GetStats | GetLive | LimitThreads | Stop
+
+# --- from the worker --------------------------------------------------------------------------------------------------
+
+
+class Hello(msgspec.Struct, frozen=True, tag=True):
+    """The endpoint where the worker receives messages."""
+
+    endpoint: str
+
+
+class Loading(msgspec.Struct, frozen=True, tag=True):
+    """The progress of loading, 0.0 to 1.0."""
+
+    progress: float
+
+
+class Loaded(msgspec.Struct, frozen=True, tag=True):
+    """The worker is ready for requests."""
+
+    info: ModelInfo
+    stats: EngineStats
+
+
+class LoadFailed(msgspec.Struct, frozen=True, tag=True):
+    """Loading failed and the worker ends. `kind` is the name of an exception in `cppbatch.errors`."""
+
+    kind: str
+    message: str
+
+
+class Events(msgspec.Struct, frozen=True, tag=True):
+    """The events of one step."""
+
+    events: list[GenerationEvent]
+
+
+class Refused(msgspec.Struct, frozen=True, tag=True):
+    """The request is invalid: the fields of `InvalidRequest`."""
+
+    id: str
+    field: str
+    message: str
+    overflow: ContextOverflow | None = None
+
+
+class Checked(msgspec.Struct, frozen=True, tag=True):
+    """The request is valid."""
+
+    id: str
+
+
+class Tokenized(msgspec.Struct, frozen=True, tag=True):
+    """The tokens of a text, in order."""
+
+    id: str
+    ids: list[int]
+    pieces: list[TokenPiece]
+    """Each distinct token once."""
+
+
+class SlotDone(msgspec.Struct, frozen=True, tag=True):
+    """A slot was saved, restored or erased."""
+
+    id: str
+    report: SlotReport
+
+
+class Updated(msgspec.Struct, frozen=True, tag=True):
+    """Whether the tokens were appended; False: the request neither waits nor runs."""
+
+    id: str
+    found: bool
+
+
+class Stats(msgspec.Struct, frozen=True, tag=True):
+    """Counters and state."""
+
+    stats: EngineStats
+
+
+class Live(msgspec.Struct, frozen=True, tag=True):
+    """What the engine does now."""
+
+    engine: LiveEngine
+
+
+class Log(msgspec.Struct, frozen=True, tag=True):
+    """A log record."""
+
+    level: int
+    name: str
+    message: str
+
+
+Answer = Checked | Tokenized | SlotDone | Updated
+FromWorker = Hello | Loading | Loaded | LoadFailed | Events | Refused | Answer | Stats | Live | Log
+
+encode = msgspec.msgpack.Encoder().encode
+_for_worker: msgspec.msgpack.Decoder[ToWorker] = msgspec.msgpack.Decoder(ToWorker)
+_from_worker: msgspec.msgpack.Decoder[FromWorker] = msgspec.msgpack.Decoder(FromWorker)
+decode_for_worker, decode_from_worker = _for_worker.decode, _from_worker.decode
+
+# --- sockets ----------------------------------------------------------------------------------------------------------
+
+
+def can_use_files(folder: Path) -> bool:
+    """Whether the sockets can be files in this folder; else they are loopback TCP, encrypted: any user can connect."""
+    return bool(zmq.has("ipc")) and len(str(folder)) < _MAX_FOLDER_PATH
+
+
+def _endpoint(socket: zmq.Socket[bytes] | zmq.asyncio.Socket) -> str:
+    endpoint = socket.last_endpoint
+    assert isinstance(endpoint, bytes)
+    return endpoint.decode()
+
+
+def _never_wait(socket: zmq.Socket[bytes] | zmq.asyncio.Socket) -> None:
+    """Unbounded queues and no linger. The number of requests in flight bounds what is queued."""
+    socket.set_hwm(0)
+    socket.linger = 0
+
+
+class ServerLink:
+    """The server's end, used on its event loop."""
+
+    def __init__(self, folder: Path, *, use_files: bool) -> None:
+        import zmq.asyncio  # a worker has no use for it
+
+        self.keys: Keys | None = None
+        if not use_files:
+            server_public, server_secret = (key.decode() for key in zmq.curve_keypair())
+            worker_public, worker_secret = (key.decode() for key in zmq.curve_keypair())
+            self.keys = server_public, server_secret, worker_public, worker_secret
+        context = zmq.asyncio.Context.instance()
+        self._incoming = context.socket(zmq.PULL)
+        _never_wait(self._incoming)
+        if self.keys:
+            self._incoming.curve_server = True
+            self._incoming.curve_publickey, self._incoming.curve_secretkey = (key.encode() for key in self.keys[:2])
+        self._incoming.bind(f"ipc://{folder}/up" if use_files else _LOOPBACK)
+        self._outgoing: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PUSH)
+        _never_wait(self._outgoing)
+
+    @property
+    def endpoint(self) -> str:
+        """Where the worker sends its messages."""
+        return _endpoint(self._incoming)
+
+    def connect(self, hello: Hello) -> None:
+        """Connects to the worker; after this, `send` may be called."""
+        if self.keys:
+            server_public, server_secret, worker_public, _ = (key.encode() for key in self.keys)
+            self._outgoing.curve_publickey, self._outgoing.curve_secretkey = server_public, server_secret
+            self._outgoing.curve_serverkey = worker_public
+        self._outgoing.connect(hello.endpoint)
+
+    def send(self, message: ToWorker) -> None:
+        """Sends a message; never waits. Raises `UnicodeEncodeError` for text with half of a surrogate pair."""
+        self._outgoing.send(encode(message), zmq.NOBLOCK)
+
+    async def receive(self) -> FromWorker:
+        """Returns the next message. Raises `msgspec.DecodeError` if it cannot be decoded."""
+        return decode_from_worker(await self._incoming.recv())
+
+    def close(self) -> None:
+        """Closes both sockets and drops unsent messages."""
+        self._incoming.close()
+        self._outgoing.close()
+
+
+class WorkerLink:
+    """The worker's end. Any thread may send; one thread receives."""
+
+    def __init__(self, setup: WorkerSetup) -> None:
+        self._lock = threading.Lock()
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
+        self._outgoing = context.socket(zmq.PUSH)
+        self._incoming = context.socket(zmq.PULL)
+        for socket in (self._outgoing, self._incoming):
+            _never_wait(socket)
+        if setup.keys:
+            server_public, public, secret = (key.encode() for key in setup.keys)
+            self._outgoing.curve_publickey, self._outgoing.curve_secretkey = public, secret
+            self._outgoing.curve_serverkey = server_public
+            self._incoming.curve_server = True
+            self._incoming.curve_publickey, self._incoming.curve_secretkey = public, secret
+        self._outgoing.connect(setup.endpoint)
+        self._incoming.bind(_LOOPBACK if setup.keys else f"ipc://{setup.folder}/down")
+        self.send(Hello(_endpoint(self._incoming)))
+
+    def send(self, message: FromWorker) -> None:
+        """Sends a message; never waits for the server."""
+        data = encode(message)
+        with self._lock:
+            self._outgoing.send(data)
+
+    def receive(self) -> ToWorker:
+        """Waits for the next message."""
+        return decode_for_worker(self._incoming.recv())
+
+    def flush(self) -> None:
+        """Sends the queued messages and closes the link for sending."""
+        with self._lock:
+            self._outgoing.close(linger=_FLUSH_TIMEOUT_MS)
+        time.sleep(_FLUSH_S)  # `close` returns at once; ZeroMQ's own thread still sends
+
+
+# --- shared status ---------------------------------------------------------------------------------------------------
+# What a worker is doing, in memory that its server can still read after the worker's death.
+#
+# Messages are no substitute: a process that aborts loses the messages it has just sent.
+
+
+_N_PREPARING = 8
+_HEARTBEATS, _N_COMPUTING, _PREPARING, _PROGRESS = 0, 1, 2, 2 + _N_PREPARING  # offsets
+_COMPUTING = _PROGRESS + _N_PREPARING
+_N_NUMBERS = _COMPUTING + MAX_SEQ_IDS
+
+
+class SharedStatus:
+    """A memory-mapped file of int64 numbers. The worker writes, the server's process reads.
+
+    Layout: the heartbeat counter; how many requests are computed; the request that each of 8 threads prepares (-1:
+    none), and a counter of its progress; the requests that are computed.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Opens the file, or creates it."""
+        if not path.exists():
+            empty = np.zeros(_N_NUMBERS, np.int64)
+            empty[_PREPARING:_PROGRESS] = -1
+            path.write_bytes(empty.tobytes())
+        with path.open("r+b") as file:
+            self._numbers = np.frombuffer(mmap.mmap(file.fileno(), _N_NUMBERS * 8), np.int64)
+        self._computing: list[int] = []
+
+    # --- written by the worker --------------------------------------------------------------------------------------
+
+    def heartbeat(self) -> None:
+        """Counts one more heartbeat."""
+        self._numbers[_HEARTBEATS] += 1
+
+    def set_preparing(self, thread: int, number: int) -> None:
+        """Thread `thread` (0 to 7) prepares this request; -1: none."""
+        self._numbers[_PREPARING + thread] = number
+
+    def progressed(self, thread: int) -> None:
+        """Thread `thread` goes on preparing its request, or waits for a reason: it does not hang."""
+        self._numbers[_PROGRESS + thread] += 1
+
+    def set_computing(self, numbers: list[int]) -> None:
+        """The next step computes these requests: only these can crash it."""
+        if numbers != self._computing:
+            self._numbers[_COMPUTING : _COMPUTING + len(numbers)] = numbers
+            self._numbers[_N_COMPUTING] = len(numbers)
+            self._computing = numbers
+
+    # --- read by the server's process -------------------------------------------------------------------------------
+
+    @property
+    def heartbeats(self) -> int:
+        """Increases with each step, and every second while the worker is idle."""
+        return int(self._numbers[_HEARTBEATS])
+
+    def preparing(self) -> list[int]:
+        """The requests that are being prepared."""
+        return [int(number) for number in self._numbers[_PREPARING:_PROGRESS] if number >= 0]
+
+    def progress(self) -> list[tuple[int, int]]:
+        """The same, each with the counter of its progress."""
+        both = self._numbers[_PREPARING:_COMPUTING].reshape(2, _N_PREPARING).T
+        return [(int(number), int(counter)) for number, counter in both if number >= 0]
+
+    def active(self) -> set[int]:
+        """The requests that are being prepared, or were computed in the last step."""
+        computing = self._numbers[_COMPUTING : _COMPUTING + int(self._numbers[_N_COMPUTING])]
+        return {*computing.tolist(), *self.preparing()}

@@ -1,0 +1,202 @@
+"""Which worker or replica gets a request, and how many workers run: rules without I/O."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from typing import Generic, Literal, NamedTuple, TypeVar
+
+from cppbatch.engine.request import GenerationRequest, MediaPrompt, Pair
+
+# --- prefix router ---------------------------------------------------------------------------------------------------
+# Chooses the member of a fleet for a request: where its prefix is, unless the queues are unbalanced.
+#
+# A member is a worker process or a replica: it has a queue and a prefix cache. No member is asked what it has cached:
+# the router remembers which prompts were sent to which member.
+
+
+_MIN_LENGTH = 64  # characters
+_CHARACTERS_PER_TOKEN = 4
+_TOKENS_PER_REQUEST = 64  # a known prefix of this length outweighs one more request in the queue
+_MAX_PREFIXES = 8192  # remembered of each member
+
+Member = TypeVar("Member", bound=Hashable)
+
+
+class Prefix(NamedTuple):
+    """The begin of a prompt."""
+
+    n_tokens: int
+    """Its length; 4 characters of a text count as a token."""
+    hash: int
+    """Of its text or token ids, with the cache salt and the LoRA adapters. Valid in this process only."""
+
+
+class PrefixRouter(Generic[Member]):
+    """The routing rule. It has no list of members: each choice is told who they are and how many requests each has.
+
+    The member with the fewest requests is chosen. A member that was sent a prefix of the prompt may have one more
+    request for every 64 tokens of the prefix, at most n_parallel / 4 more.
+    """
+
+    def __init__(self, n_parallel: int) -> None:
+        self._max_extra_requests = max(1, n_parallel // 4)
+        self._prefixes: dict[Member, OrderedDict[Prefix, None]] = {}  # of each member, the least recently used first
+        self._holders: dict[Prefix, dict[Member, None]] = {}
+
+    def choose(self, prefixes: Sequence[Prefix], loads: Mapping[Member, int]) -> Member:
+        """The member for a request with these prefixes (`prompt_prefixes`).
+
+        `loads` has the number of unfinished requests of each member that takes requests, at least one; of equals the
+        first is chosen. The choice is not remembered: call `note` when the request is sent.
+        """
+        chosen = min(loads, key=loads.__getitem__)
+        least = loads[chosen]
+        best = (least, 0)
+        for prefix in reversed(prefixes):
+            n_extra = min(self._max_extra_requests, prefix.n_tokens // _TOKENS_PER_REQUEST)
+            if best < (least - n_extra, -prefix.n_tokens):
+                break  # no member with a shorter prefix can be better
+            for member in self._holders.get(prefix, ()):
+                if (load := loads.get(member)) is not None and (load - n_extra, -prefix.n_tokens) < best:
+                    chosen, best = member, (load - n_extra, -prefix.n_tokens)
+        return chosen
+
+    def note(self, prefixes: Sequence[Prefix], member: Member) -> None:
+        """Remembers that a request with these prefixes was sent to the member."""
+        known = self._prefixes.setdefault(member, OrderedDict())
+        for prefix in prefixes:
+            known[prefix] = None
+            known.move_to_end(prefix)
+            self._holders.setdefault(prefix, {})[member] = None
+        while len(known) > _MAX_PREFIXES:
+            self._remove_holder(known.popitem(last=False)[0], member)
+
+    def forget(self, member: Member) -> None:
+        """The member is gone, or its cache is empty."""
+        for prefix in self._prefixes.pop(member, ()):
+            self._remove_holder(prefix, member)
+
+    def _remove_holder(self, prefix: Prefix, member: Member) -> None:
+        holders = self._holders[prefix]
+        del holders[member]
+        if not holders:
+            del self._holders[prefix]
+
+
+def prompt_prefixes(request: GenerationRequest) -> list[Prefix]:
+    """The prefixes of 64, 128, 256 ... characters of a prompt, the shortest first; none if it must not be shared.
+
+    A token id counts as 4 characters.
+    """
+    prompt = request.prompt
+    if not request.cache_prompt or request.task == "embed" or isinstance(prompt, Pair):
+        return []
+    scope = (request.cache_salt, None if request.lora is None else frozenset(request.lora.items()))
+    return [
+        Prefix(length // _CHARACTERS_PER_TOKEN, hash((scope, part if isinstance(part, str) else tuple(part))))
+        for length, part in _parts(_text_with_digests(prompt) if isinstance(prompt, MediaPrompt) else prompt)
+    ]
+
+
+def _text_with_digests(prompt: MediaPrompt) -> str:
+    """The text of a prompt, with the digests of pictures and sounds where they are."""
+    return "".join(part if isinstance(part, str) else f"\0{part.kind} {part.digest}\0" for part in prompt.parts)
+
+
+def _parts(prompt: str | list[int]) -> Iterator[tuple[int, str | list[int]]]:
+    characters = 1 if isinstance(prompt, str) else _CHARACTERS_PER_TOKEN
+    length = _MIN_LENGTH
+    while length <= len(prompt) * characters:
+        yield length, prompt[: length // characters]
+        length *= 2
+
+
+# --- how many workers run --------------------------------------------------------------------------------------------
+# Decides when a group of workers gets one more, and when one less. No process, no clock: the caller tells the time.
+
+
+_MAX_WAIT_S = 5.0  # a request that waits longer for its first token, while requests wait, starts a worker
+_QUEUE_DELAY_S = 2.0  # so does a long queue that lasts so long
+_FIRST_PAUSE_S, _MAX_PAUSE_S = 30.0, 600.0  # after a start that memory forbids, or that fails
+
+Decision = Literal["start", "drain"]
+
+
+class Load(NamedTuple):
+    """What the workers have to do now."""
+
+    in_flight: int
+    """Unfinished requests."""
+    waiting: int
+    """Those of them that no worker computes yet."""
+    longest_wait: float
+    """Seconds since the oldest request without any output arrived; 0.0 if there is none."""
+
+
+class ScalingRule:
+    """Starts a worker while requests wait, and drains one while fewer workers would do.
+
+    A worker is started when a request has waited for 5 s, or when the queue has been longer than half of `n_parallel`
+    for 2 s. One is drained when half of the others' sequences have been enough for `downscale_delay` seconds. After
+    each change both times begin again: the effect of a new worker is seen before the next one is started.
+    """
+
+    def __init__(self, *, min_workers: int, max_workers: int, n_parallel: int, downscale_delay: float) -> None:
+        self.min_workers = min_workers
+        self.max_workers = max_workers
+        self.downscale_delay = downscale_delay
+        self._n_parallel = n_parallel
+        self._max_queue = n_parallel // 2
+        self._capacity = (
+            n_parallel  # sequences that one worker computes at once: fewer than n_parallel if they are long
+        )
+        self._waiting_since: float | None = None
+        self._long_queue_since: float | None = None
+        self._quiet_since: float | None = None
+        self._not_before = 0.0
+        self._n_failures = 0  # consecutive
+
+    def decide(self, now: float, load: Load, running: int) -> Decision | None:
+        """What to do with this load on this number of running workers. Called every second or more often."""
+        self._waiting_since = _since(self._waiting_since, now, load.waiting > 0)
+        self._long_queue_since = _since(self._long_queue_since, now, load.waiting > self._max_queue)
+        is_quiet = load.waiting == 0 and 2 * load.in_flight <= (running - 1) * self._capacity
+        self._quiet_since = _since(self._quiet_since, now, is_quiet)
+        if running < self.max_workers and now >= self._not_before and self._is_overloaded(now, load):
+            self._capacity = max(1, min(self._n_parallel, (load.in_flight - load.waiting) // running))
+            return "start"
+        if running > self.min_workers and _lasts(self._quiet_since, now, self.downscale_delay):
+            self._begin_again()
+            return "drain"
+        return None
+
+    def _is_overloaded(self, now: float, load: Load) -> bool:
+        has_waited = load.longest_wait >= _MAX_WAIT_S and _lasts(self._waiting_since, now, _MAX_WAIT_S)
+        return has_waited or _lasts(self._long_queue_since, now, _QUEUE_DELAY_S)
+
+    def started(self) -> None:
+        """The worker that `decide` wanted is running."""
+        self._begin_again()
+        self._n_failures = 0
+
+    def not_started(self, now: float) -> float:
+        """It does not fit into memory, or could not be loaded. Returns the seconds until the next attempt."""
+        pause: float = min(_MAX_PAUSE_S, _FIRST_PAUSE_S * 2**self._n_failures)
+        self._n_failures += 1
+        self._not_before = now + pause
+        return pause
+
+    def _begin_again(self) -> None:
+        self._waiting_since = self._long_queue_since = self._quiet_since = None
+
+
+def _since(since: float | None, now: float, is_so: bool) -> float | None:
+    """Since when it has been so without a break; None: it is not."""
+    if not is_so:
+        return None
+    return now if since is None else since
+
+
+def _lasts(since: float | None, now: float, seconds: float) -> bool:
+    return since is not None and now - since >= seconds

@@ -1,0 +1,205 @@
+"""A worker process, as its server handles it: start it, exchange messages, detect its death, kill it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import shutil
+import signal
+import tempfile
+from asyncio.subprocess import Process
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+import psutil
+
+from cppbatch.cluster.link import (
+    LAST_WORDS,
+    FromWorker,
+    Hello,
+    ServerLink,
+    SharedStatus,
+    Stop,
+    ToWorker,
+    WorkerSetup,
+    can_use_files,
+)
+from cppbatch.cluster.worker.process import worker_process
+from cppbatch.config import EngineConfig
+
+Result = TypeVar("Result")
+
+_LAST_MESSAGES_S = 0.2  # after a death, the wait for messages that are still on the way
+_N_CHECKS = 20  # of the heartbeat within the timeout
+_STOP_S = 10.0  # to close the engine
+_MAX_PREPARATION_S = 60.0  # without progress: reading a grammar may take 10 s, and a busy machine needs longer
+_EXTERNAL_SIGNALS = ("SIGKILL", "SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGALRM", "SIGUSR1", "SIGUSR2")
+"""Signals that a worker never sends itself. The kernel sends SIGKILL too (out of memory), and counts that."""
+_MAX_LAST_WORDS = 300
+_KERNEL_COUNTERS = Path("/proc/vmstat")
+
+
+class WorkerDied(Exception):
+    """A worker died or hung; the message says how.
+
+    `active`: the numbers of the requests that it computed or prepared; one of them may be the cause.
+    `external`: the cause is outside the worker, so no request is to blame: it was killed or stopped. `computing`:
+    whether it loaded the model or computed; a request that it only prepared is to blame otherwise.
+    """
+
+    def __init__(self, how: str, active: set[int], *, external: bool = False, computing: bool = True) -> None:
+        super().__init__(how)
+        self.active = active
+        self.external = external
+        self.computing = computing
+
+
+class WorkerHandle:
+    """Made by `start`. The caller must call `end`, also after the worker has died."""
+
+    def __init__(self, folder: Path, link: ServerLink, status: SharedStatus, process: Process) -> None:
+        self._folder = folder
+        self._link = link
+        self._status = status
+        self._process = process
+        self._oom_kills_at_start = _oom_kills()
+
+    @classmethod
+    async def start(cls, config: EngineConfig, runtime: str | None) -> WorkerHandle:
+        """Starts a process, which begins to load the model. Raises `OSError` if no process can be started."""
+        folder = Path(tempfile.mkdtemp(prefix="cppbatch-"))
+        use_files = can_use_files(folder)
+        link = ServerLink(folder, use_files=use_files)
+        setup = WorkerSetup(
+            config=config,
+            folder=str(folder),
+            endpoint=link.endpoint,
+            keys=link.keys and (link.keys[0], link.keys[2], link.keys[3]),
+            log_level=logging.getLogger("cppbatch").getEffectiveLevel(),
+            runtime=runtime,
+        )
+        try:
+            status = SharedStatus(folder / "status")
+            process = await worker_process()
+        except BaseException:
+            link.close()
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
+        assert process.stdin
+        process.stdin.write(msgspec.json.encode(setup) + b"\n")
+        return cls(folder, link, status, process)
+
+    @property
+    def pid(self) -> int:
+        """The process id."""
+        return self._process.pid
+
+    @property
+    def active(self) -> set[int]:
+        """The numbers of the requests that it prepares or computes, or did when it died."""
+        return self._status.active()
+
+    def send(self, message: ToWorker) -> None:
+        """Sends a message; never waits."""
+        self._link.send(message)
+
+    async def receive(self) -> FromWorker:
+        """Returns the next message. Raises `msgspec.DecodeError` if it cannot be decoded."""
+        message = await self._link.receive()
+        if isinstance(message, Hello):
+            self._link.connect(message)
+        return message
+
+    async def while_alive(self, work: Coroutine[Any, Any, Result], timeout: float) -> Result:
+        """Returns what `work` returns. Raises `WorkerDied` if the process dies first or hangs for `timeout` seconds."""
+        working, dying = asyncio.ensure_future(work), asyncio.ensure_future(self._wait_for_death())
+        hanging = asyncio.ensure_future(self._wait_for_hang(timeout))
+        try:
+            await asyncio.wait([working, dying, hanging], return_when=asyncio.FIRST_COMPLETED)
+            if not working.done():  # messages sent before the death may still arrive
+                await asyncio.wait([working], timeout=_LAST_MESSAGES_S)
+            if working.done():
+                return working.result()
+            raise dying.result() if dying.done() else hanging.result()
+        except msgspec.DecodeError as error:
+            raise WorkerDied(f"it sent an invalid message: {error}", self._status.active()) from error
+        finally:
+            for task in (working, dying, hanging):
+                task.cancel()
+
+    async def _wait_for_death(self) -> WorkerDied:
+        """Returns how the process died."""
+        code = await self._process.wait()
+        if code >= 0:
+            how = f"exit code {code}" if code < 0xC0000000 else f"exception {code:#x}"
+            return WorkerDied(how, self._status.active())
+        try:
+            name = signal.Signals(-code).name
+        except ValueError:
+            name = f"signal {-code}"
+        if name == "SIGKILL" and (self._oom_kills_at_start is None or _oom_kills() != self._oom_kills_at_start):
+            return WorkerDied("killed by SIGKILL, probably because memory ran out", self._status.active())
+        how, external = f"killed by {name}{self._last_words()}", name in _EXTERNAL_SIGNALS
+        return WorkerDied(how, self._status.active(), external=external, computing=not self._status.preparing())
+
+    def _last_words(self) -> str:
+        """What llama.cpp said when it aborted, without the folder of its source."""
+        with contextlib.suppress(OSError, UnicodeDecodeError):
+            words = " ".join((self._folder / LAST_WORDS).read_text().split())
+            return f": {words.rpartition('llama.cpp/')[2][:_MAX_LAST_WORDS]}"
+        return ""
+
+    async def _wait_for_hang(self, timeout: float) -> WorkerDied:
+        """Waits until the worker has had no heartbeat for `timeout` seconds, or prepares one request for too long.
+
+        Counts its own checks instead of reading the clock: while this process is stopped (Ctrl-Z), it cannot know
+        whether the worker runs.
+        """
+        heartbeats, missed = self._status.heartbeats, 0
+        n_checks: dict[tuple[int, int], int] = {}  # of each request that is being prepared, since its last progress
+        max_preparation = max(timeout, _MAX_PREPARATION_S)
+        while missed < _N_CHECKS:
+            await asyncio.sleep(timeout / _N_CHECKS)
+            missed = missed + 1 if self._status.heartbeats == heartbeats else 0
+            heartbeats = self._status.heartbeats
+            n_checks = {key: n_checks.get(key, 0) + 1 for key in self._status.progress()}
+            for (number, _), n in n_checks.items():
+                if n * timeout / _N_CHECKS > max_preparation and not self._is_stopped():
+                    return WorkerDied(f"preparing a request took longer than {max_preparation:.0f} s", {number})
+        if self._is_stopped():
+            return WorkerDied(f"it was stopped (SIGSTOP) for {timeout:.0f} s", set(), external=True)
+        return WorkerDied(f"no heartbeat for {timeout:.0f} s", self._status.active())
+
+    def _is_stopped(self) -> bool:
+        with contextlib.suppress(psutil.Error):
+            return bool(psutil.Process(self._process.pid).status() == psutil.STATUS_STOPPED)
+        return False
+
+    async def stop(self) -> bool:
+        """Has the process close its engine and end. Returns whether it did within 10 seconds."""
+        self.send(Stop())
+        try:
+            return await asyncio.wait_for(self._process.wait(), _STOP_S) == 0
+        except asyncio.TimeoutError:
+            return False
+
+    async def end(self) -> None:
+        """Kills the process if it still runs, and removes its folder."""
+        with contextlib.suppress(ProcessLookupError):
+            self._process.kill()
+        await self._process.wait()
+        self._link.close()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def _oom_kills() -> int | None:
+    """The number of processes that the kernel has killed for lack of memory; None where it keeps no count."""
+    with contextlib.suppress(OSError, ValueError):
+        for line in _KERNEL_COUNTERS.read_text().splitlines():
+            name, _, count = line.partition(" ")
+            if name == "oom_kill":
+                return int(count)
+    return None

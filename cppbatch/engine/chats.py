@@ -1,0 +1,370 @@
+"""Conversations: from messages to requests, and from the events of a request to the assistant's message."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Generator, Mapping, Sequence
+from dataclasses import replace
+from types import TracebackType
+from typing import Any, Literal, NamedTuple
+
+import msgspec
+
+from cppbatch.chat.chat_format import ChatFormat, ChatTurn, PreparedChat
+from cppbatch.chat.messages import (
+    ChatMessage,
+    Tool,
+    ToolChoiceObject,
+    checked_variables,
+    choice_of,
+    conversation_of,
+)
+from cppbatch.chat.output_parser import (
+    AssistantMessage,
+    Delta,
+    OutputParser,
+    ReasoningDelta,
+    TextDelta,
+    ToolCall,
+    openai_message,
+)
+from cppbatch.chat.reasoning import effort_variables, given_budget
+from cppbatch.chat.template import ApplyNamed, ChatTemplate, find_template
+from cppbatch.engine.media.sources import local_media, prompt_of_chat, with_files
+from cppbatch.engine.model_info import ModelInfo
+from cppbatch.engine.params import Params, SamplingParams, sampling_params
+from cppbatch.engine.request import (
+    Completion,
+    FinishReason,
+    GenerationEvent,
+    GenerationRequest,
+    Prompt,
+    RequestOptions,
+    TokenPiece,
+    completion,
+)
+from cppbatch.errors import InvalidRequest
+from cppbatch.typed_json import convert
+
+Json = dict[str, Any]
+Message = Mapping[str, object]
+"""OpenAI's object: `{"role": "user", "content": "Hello"}`. Content may include image and audio parts, such as `{"type":
+"image", "path": "cat.png"}` (docs/media.md)."""
+Conversation = str | Sequence[Message]
+"""A list of messages; a string is a single user message."""
+
+PromptOrMessages = Prompt | Sequence[Message]
+"""A prompt, or messages that the model's chat template makes one of."""
+
+_CHAT_OPTIONS = (
+    "chat_template", "system", "tools", "tool_choice", "parallel_tool_calls", "reasoning_effort",
+    "chat_template_kwargs", "continue_final_message", "thinking_budget",
+)  # fmt: skip
+
+
+class ChatOptions(RequestOptions, total=False):
+    """Keyword arguments of `chat` and `chat_stream`, with the names and meanings of the server's chat completions."""
+
+    chat_template: str | None
+    """A built-in template by its name, a template's text or its file. None: the model's own."""
+    system: str | None
+    """A system message before those of each conversation."""
+    tools: Sequence[Mapping[str, object]]
+    """OpenAI's objects: `{"type": "function", "function": {"name": ..., "parameters": {...}}}`."""
+    tool_choice: str | Mapping[str, object]
+    """none, auto (the default), required, or an object that names a tool."""
+    parallel_tool_calls: bool
+    """False: at most one call per message."""
+    reasoning_effort: str | None
+    thinking_budget: int | None
+    """Maximum reasoning tokens before the closing marker is inserted and the answer follows. -1: no limit."""
+    chat_template_kwargs: Mapping[str, object]
+    """Variables for the chat template, such as `enable_thinking`."""
+    continue_final_message: bool | None
+    """Extend the last message instead of starting a new one. None: if it is the assistant's."""
+
+
+class ChatRequest(NamedTuple):
+    """A conversation in the engine's terms."""
+
+    request: GenerationRequest
+    chat: PreparedChat
+    """Makes the parser of the answer."""
+
+    def renamed(self, error: InvalidRequest) -> InvalidRequest:
+        """The engine's error with the field of the conversation in place of that of the prompt."""
+        return error.renamed(self.chat.renames.get(error.field, error.field))
+
+
+class ChatRequests:
+    """Makes the requests of conversations with the same options. Raises `InvalidRequest` for wrong options."""
+
+    def __init__(self, chat_format: ChatFormat, options: ChatOptions) -> None:
+        given: Json = {name: value for name, value in options.items() if name in _CHAT_OPTIONS}
+        self._format = chat_format
+        self._options: Json = {name: value for name, value in options.items() if name not in _CHAT_OPTIONS}
+        self._system = given.get("system")
+        if not isinstance(self._system, str | None):
+            raise InvalidRequest("system", f"is {self._system!r:.80}; it must be a string")
+        tools = convert(list(given.get("tools") or ()), list[Tool], "tools")
+        wanted: Any = convert(given.get("tool_choice") or "auto", str | ToolChoiceObject, "tool_choice")  # type: ignore[arg-type]
+        effort = effort_variables("reasoning_effort", given.get("reasoning_effort"))
+        self._turn = ChatTurn(
+            [],
+            tools=[tool.as_dict(f"tools[{i}]") for i, tool in enumerate(tools)],
+            choice=choice_of(wanted, parallel=given.get("parallel_tool_calls", True)),
+            variables=checked_variables(effort | dict(given.get("chat_template_kwargs") or {})),
+            thinking_tokens=given_budget(thinking_budget=given.get("thinking_budget")),
+            continue_final_message=given.get("continue_final_message"),
+            field_names={"response_format": "json_schema"},
+        )
+
+    def request(self, request_id: str, conversation: Conversation, params: Params) -> ChatRequest:
+        """The request of a conversation. A JSON schema of `params` is that of the answer: the model may reason before
+        it, or call tools instead. Raises `InvalidRequest`."""
+        params = sampling_params(params)
+        messages = convert(with_files(self._messages(conversation)), list[ChatMessage], "messages")
+        turn = replace(
+            self._turn,
+            messages=local_media(conversation_of(messages)),
+            schema=None if params.json_schema is None else json.loads(str(params.json_schema)),
+        )
+        with turn.client_names():
+            chat = self._format.prepare(turn)
+        prompt_params = _params_of_chat(params, chat)
+        return ChatRequest(
+            GenerationRequest(id=request_id, prompt=prompt_of_chat(chat), params=prompt_params, **self._options), chat
+        )
+
+    def _messages(self, conversation: Conversation) -> list[Message]:
+        if isinstance(conversation, str):
+            messages: list[Message] = [{"role": "user", "content": conversation}]
+        else:
+            messages = list(conversation)
+        if self._system is None:
+            return messages
+        if messages and isinstance(messages[0], Mapping) and messages[0].get("role") in ("system", "developer"):
+            raise InvalidRequest(
+                "system", "cannot be combined with a system message at the start of the conversation; give only one"
+            )
+        return [{"role": "system", "content": self._system}, *messages]
+
+
+def _params_of_chat(params: SamplingParams, chat: PreparedChat) -> SamplingParams:
+    """The params with what the chat requires: perhaps a grammar, and control tokens that must appear in the text."""
+    visible = (*params.visible_tokens, *chat.params.get("visible_tokens", ()))
+    required = {"json_schema": None} | chat.params | {"visible_tokens": visible}
+    try:
+        return msgspec.structs.replace(params, **required)
+    except InvalidRequest as error:
+        raise error.renamed(chat.renames.get(error.field, error.field)) from error
+
+
+def is_conversation(prompt: object) -> bool:
+    """Whether a prompt is a list of messages."""
+    return isinstance(prompt, (list, tuple)) and bool(prompt) and isinstance(prompt[0], Mapping)
+
+
+def several_conversations(given: Conversation | Sequence[Conversation]) -> tuple[list[Conversation], bool]:
+    """The conversations, and whether `given` is a single one. Raises `InvalidRequest` for anything else."""
+    if isinstance(given, str) or is_conversation(given):
+        return [given], True  # type: ignore[list-item]  # checked
+    if not isinstance(given, Sequence):
+        raise InvalidRequest(
+            "conversations", f"is {given!r:.80}; it must be a string, a list of messages, or a list of these"
+        )
+    for i, each in enumerate(given):
+        if not isinstance(each, str) and not is_conversation(each):
+            message = f"is {each!r:.80}; a conversation is a string or a list of messages"
+            raise InvalidRequest(f"conversations[{i}]", message)
+    return list(given), False  # type: ignore[arg-type]  # checked
+
+
+class ChatFormats:
+    """The formats of a model's chats: of its own template, and of others. Each is made once."""
+
+    def __init__(self, info: ModelInfo, apply_named: ApplyNamed | None = None) -> None:
+        """`apply_named`: as in `ChatTemplate`."""
+        self._info, self._apply_named = info, apply_named
+        self.made: dict[str | ChatTemplate | None, ChatFormat] = {}
+        """By template; None: the model's own."""
+
+    def get(self, template: str | ChatTemplate | None = None) -> ChatFormat:
+        """The format of a template (a string: as `find_template` takes it), else of the model's own, else of ChatML.
+
+        A new one lacks the token ids of its markers (`add_tokens`). Raises `ConfigError` if there is no such template,
+        `InvalidRequest` if the model's own is broken.
+        """
+        if template not in self.made:
+            found, info = template, self._info
+            if not isinstance(found, ChatTemplate):
+                source = info.chat_template if found is None else find_template(found)
+                found = ChatTemplate(source, bos=info.bos, eos=info.eos, apply_named=self._apply_named)
+            self.made[template] = ChatFormat(found)
+        return self.made[template]
+
+    @staticmethod
+    def add_tokens(chat: ChatFormat, tokens: Mapping[str, Sequence[TokenPiece]]) -> None:
+        """Adds the tokens of each of the format's markers."""
+        chat.token_ids = {marker: pieces[0].id for marker, pieces in tokens.items() if len(pieces) == 1}
+
+
+# --- chat results ----------------------------------------------------------------------------------------------------
+# The assistant's message, while it is generated and when it is complete.
+
+
+class ChatCompletion(Completion, frozen=True, kw_only=True):
+    """The answer to a conversation. `text` is the answer without reasoning and tool calls.
+
+    A message that ends with `tool_calls` has the finish reason `stop`, as every message that the model ends itself.
+    """
+
+    reasoning: str = ""
+    """What the model wrote before its answer."""
+    tool_calls: list[ToolCall] = []  # noqa: RUF012  # msgspec copies it
+
+    @property
+    def message(self) -> Json:
+        """OpenAI's object of the message: appended to the conversation, it is part of the next request."""
+        return openai_message(self.text, self.reasoning, self.tool_calls)
+
+
+class ChatEvent(msgspec.Struct, frozen=True, kw_only=True):
+    """More of an assistant's message."""
+
+    text: str = ""
+    """New text of the answer."""
+    reasoning: str = ""
+    """New text of the reasoning."""
+    deltas: list[Delta] = []
+    """All that is new, also of tool calls, in its order."""
+    tokens: list[int] = []
+    """New token ids."""
+    completion: ChatCompletion | None = None
+    """The whole answer; set in the last event."""
+
+
+def chat_completion(events: Sequence[GenerationEvent], chat: PreparedChat) -> ChatCompletion:
+    """All events of a conversation's request that has ended, as one result."""
+    reader = ChatReader(chat)
+    for event in events:
+        last = reader.read(event)
+    assert last.completion
+    return last.completion
+
+
+class ChatReader:
+    """Makes chat events of the events of one request."""
+
+    def __init__(self, chat: PreparedChat) -> None:
+        self._output = AssistantOutput(chat)
+        self._events: list[GenerationEvent] = []
+
+    @property
+    def message(self) -> Json:
+        """The message so far, as OpenAI's object."""
+        said = self._output.message
+        return openai_message(said.text, said.reasoning, said.calls)
+
+    def read(self, event: GenerationEvent) -> ChatEvent:
+        """What an event adds to the message."""
+        self._events.append(event)
+        deltas = self._output.read(event)
+        return ChatEvent(
+            text="".join(delta.text for delta in deltas if isinstance(delta, TextDelta)),
+            reasoning="".join(delta.text for delta in deltas if isinstance(delta, ReasoningDelta)),
+            deltas=deltas,
+            tokens=event.tokens,
+            completion=self._completion() if event.finish_reason else None,
+        )
+
+    def _completion(self) -> ChatCompletion:
+        said, whole = self._output.message, completion(self._events)
+        fields = {name: getattr(whole, name) for name in Completion.__struct_fields__}
+        return ChatCompletion(**fields | {"text": said.text, "reasoning": said.reasoning, "tool_calls": said.calls})
+
+
+class ChatStream:
+    """The answer to a conversation while it is generated: an iterator of `ChatEvent`s, and a context manager.
+
+    Leaving the block, or `close`, cancels an answer that is not complete. `message` has what there is.
+    """
+
+    def __init__(self, events: Generator[GenerationEvent, None, None], chat: PreparedChat) -> None:
+        self._events, self._reader = events, ChatReader(chat)
+        self.completion: ChatCompletion | None = None
+        """The whole answer; None until it is complete."""
+
+    @property
+    def message(self) -> Json:
+        """The message so far, as OpenAI's object: append it to the conversation."""
+        return self._reader.message
+
+    def __iter__(self) -> ChatStream:
+        return self
+
+    def __next__(self) -> ChatEvent:
+        event = self._reader.read(next(self._events))
+        self.completion = event.completion
+        return event
+
+    def close(self) -> None:
+        """Cancels the answer, if it is not complete."""
+        self._events.close()
+
+    def __enter__(self) -> ChatStream:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+# --- assistant output ------------------------------------------------------------------------------------------------
+# An assistant message while it is generated: from the engine's events to deltas of text, reasoning and tool calls.
+
+
+FinishReasonName = Literal["stop", "length", "tool_calls", "timeout"]
+
+_FINISH_REASONS: dict[FinishReason, FinishReasonName] = {
+    FinishReason.STOP: "stop",
+    FinishReason.LENGTH: "length",
+    FinishReason.TIMEOUT: "timeout",
+}
+"""A message that is cancelled or fails has none of these."""
+
+
+class AssistantOutput:
+    """The output of one chat completion."""
+
+    def __init__(self, chat: PreparedChat) -> None:
+        self._output_parser: OutputParser = chat.output_parser()
+        self._is_reasoning = False
+        self.message = AssistantMessage()
+        """The message so far."""
+        self.reasoning_tokens = 0
+        """Tokens of reasoning. Counted event by event; an event with both reasoning and other text is split in
+        proportion to its characters, so the figure is then an estimate."""
+        self.finish_reason: FinishReasonName | None = None
+        """None until the message has ended, and if it was cancelled or failed."""
+
+    def read(self, event: GenerationEvent) -> list[Delta]:
+        """The deltas of an event."""
+        deltas = self._output_parser.push(event.text) if event.text else []
+        if event.finish_reason:
+            deltas = [*deltas, *self._output_parser.close()]
+        self.message.add(deltas)
+        self._count_reasoning(len(event.tokens), deltas)
+        if event.finish_reason:
+            has_called = self.message.calls and event.finish_reason is FinishReason.STOP
+            self.finish_reason = "tool_calls" if has_called else _FINISH_REASONS.get(event.finish_reason)
+        return deltas
+
+    def _count_reasoning(self, n_tokens: int, deltas: list[Delta]) -> None:
+        sizes = [(len(getattr(delta, "text", "")), isinstance(delta, ReasoningDelta)) for delta in deltas]
+        if total := sum(n for n, _ in sizes):
+            self._is_reasoning = sizes[-1][1]
+            self.reasoning_tokens += round(n_tokens * sum(n for n, is_reasoning in sizes if is_reasoning) / total)
+        elif self._is_reasoning:
+            self.reasoning_tokens += n_tokens

@@ -1,0 +1,1 @@
+"""Prefixes and slots on disk."""

@@ -1,0 +1,372 @@
+"""The files of cached prefixes in a folder that several processes share, within a bound on their bytes.
+
+    prefix-KEY-CONTENT.kv      a prefix, laid out as a slot's file (`slots`). KEY: `StateKey.short`; CONTENT: a hash
+                               of salt, adapters and tokens, so that a prefix has one file, by any process
+    .prefix-*.part             a file that is being written; its writer holds a lock on it
+    .prefixes.lock             held while files are deleted for others, or a .part file is made
+
+The time of a file is when it was last used: the least recently used one is deleted first. Other files stay untouched.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import os
+import re
+import shutil
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from cppbatch.config import named
+from cppbatch.engine.disk.slots import (
+    AdapterDigests,
+    Footer,
+    StateKey,
+    Tokens,
+    parse_slot_file,
+    read_slot_head,
+    slot_file_parts,
+)
+from cppbatch.engine.kv.checkpoints import ends_of
+from cppbatch.engine.kv.prefix_cache import Salt
+from cppbatch.engine.kv.radix_tree import RadixTree
+from cppbatch.engine.sequence import SavedState
+from cppbatch.errors import ConfigError
+
+if sys.platform != "win32":
+    import fcntl
+
+
+_FILE = re.compile(r"prefix-[0-9a-f]{16}-[0-9a-f]{32}\.kv")
+_PART_PREFIX, _PART_SUFFIX = ".prefix-", ".part"
+_LOCK = ".prefixes.lock"
+_PRIVATE_FOLDER, _PRIVATE_FILE = 0o700, 0o600  # the files contain users' prompts
+_MAX_KEPT_FREE, _KEPT_FREE = 2 << 30, 0.05  # bytes of the disk that stay free: 2 GiB, or on a small disk this part
+_SETTLED_S = 0.1  # a folder that changed less than this ago may change again within the resolution of its time
+
+
+class PrefixFolder:
+    """One process's view of the folder. Thread-safe: every method looks at the disk, and none keeps a file open."""
+
+    def __init__(self, folder: Path, max_bytes: int) -> None:
+        """Makes the folder if there is none, and removes what killed processes left behind.
+
+        Raises `ConfigError` if files cannot be written there.
+        """
+        self.folder = folder
+        self.max_bytes = max_bytes
+        if sys.platform == "win32":
+            raise ConfigError(f"{named('prefix_cache_disk')} requires POSIX file locks, which Windows does not support")
+        try:
+            with self._locked():
+                self._remove_leftovers()
+                handle, path = tempfile.mkstemp(prefix=_PART_PREFIX, suffix=_PART_SUFFIX, dir=folder)
+                os.close(handle)
+                os.unlink(path)
+        except OSError as error:
+            raise ConfigError(
+                f"{named('prefix_cache_disk')}: {folder} is not writable ({error.strerror}); choose another folder"
+            ) from error
+
+    # --- what is there ------------------------------------------------------------------------------------------
+
+    def names(self, key: str) -> set[str]:
+        """The names of the files of a key; empty if the folder is gone."""
+        begin = f"prefix-{key}-"
+        with contextlib.suppress(OSError):
+            return {name for name in os.listdir(self.folder) if name.startswith(begin) and _FILE.fullmatch(name)}
+        return set()
+
+    def version(self) -> int:
+        """Changes when a file comes or goes. 0: it may have changed since a moment ago, so look again."""
+        try:
+            changed = os.stat(self.folder).st_mtime_ns
+        except OSError:
+            return 0
+        return changed if abs(time.time_ns() - changed) > _SETTLED_S * 1e9 else 0
+
+    def read_head(self, name: str) -> tuple[Tokens, Footer, int]:
+        """Tokens, footer and bytes of a file, unchecked. Raises `OSError`; `ValueError` if it is damaged."""
+        tokens, footer, n_bytes = read_slot_head(self.folder / name)
+        _check_name(name, tokens, footer)
+        return tokens, footer, n_bytes
+
+    def read(self, name: str) -> tuple[Tokens, npt.NDArray[np.uint8], Footer]:
+        """Reads a file, which is the most recently used one then. Raises `OSError`; `ValueError` if it is damaged."""
+        path = self.folder / name
+        tokens, state, footer, _ = parse_slot_file(np.fromfile(path, np.uint8))
+        _check_name(name, tokens, footer)
+        os.utime(path)
+        return tokens, state, footer
+
+    def touch(self, name: str) -> None:
+        """Makes a file the most recently used one."""
+        with contextlib.suppress(OSError):
+            os.utime(self.folder / name)
+
+    def remove(self, name: str) -> None:
+        """Deletes a file, if it is there."""
+        with contextlib.suppress(OSError):
+            os.unlink(self.folder / name)
+
+    # --- writing ------------------------------------------------------------------------------------------------
+
+    def write(self, name: str, tokens: Tokens, state: npt.NDArray[np.uint8], footer: Footer) -> int:
+        """Writes a prefix, whole or not at all. The least recently used files of all keys are deleted for it.
+
+        Returns its bytes; 0 if it is larger than the bound. Raises `OSError`, with ENOSPC also if too little of the
+        disk would stay free.
+        """
+        parts = slot_file_parts(tokens, state, footer)
+        n_bytes = sum(part.nbytes for part in parts)
+        if n_bytes > self.max_bytes:
+            return 0
+        with self._locked():
+            self._remove_leftovers()
+            self._make_room(n_bytes)
+            handle, temporary = tempfile.mkstemp(prefix=_PART_PREFIX, suffix=_PART_SUFFIX, dir=self.folder)
+            try:
+                _lock(handle)
+                os.truncate(handle, n_bytes)  # others see what it is going to take
+            except BaseException:
+                _discard(handle, temporary)
+                raise
+        try:
+            for part in parts:
+                _write_all(handle, part)
+            os.fsync(handle)
+            os.replace(temporary, self.folder / name)
+        except BaseException:
+            _discard(handle, temporary)
+            raise
+        os.close(handle)
+        return n_bytes
+
+    def _make_room(self, n_bytes: int) -> None:
+        """Deletes the least recently used files until so many bytes fit. Raises `OSError` (ENOSPC) if they cannot."""
+        files, n_used = [], 0
+        with os.scandir(self.folder) as entries:
+            for entry in entries:
+                is_whole = _FILE.fullmatch(entry.name) is not None
+                if is_whole or _is_part(entry.name):
+                    with contextlib.suppress(FileNotFoundError):
+                        status = entry.stat(follow_symlinks=False)
+                        n_used += status.st_size
+                        if is_whole:
+                            files.append((status.st_mtime_ns, entry.name, status.st_size))
+        disk = shutil.disk_usage(self.folder)
+        free = disk.free - min(_MAX_KEPT_FREE, int(_KEPT_FREE * disk.total))
+        excess = max(n_used + n_bytes - self.max_bytes, n_bytes - free)
+        if excess > sum(size for _, _, size in files):
+            raise OSError(errno.ENOSPC, "not enough free space on the disk, or within the size limit")
+        for _, name, size in sorted(files):
+            if excess <= 0:
+                break
+            os.unlink(self.folder / name)
+            excess -= size
+
+    def _remove_leftovers(self) -> None:
+        """Deletes .part files that no living process writes."""
+        for name in filter(_is_part, os.listdir(self.folder)):
+            with contextlib.suppress(OSError):  # BlockingIOError: it is being written
+                handle = os.open(self.folder / name, os.O_RDWR)
+                try:
+                    _lock(handle, wait=False)
+                    os.unlink(self.folder / name)
+                finally:
+                    os.close(handle)
+
+    @contextlib.contextmanager
+    def _locked(self) -> Iterator[None]:
+        self.folder.mkdir(mode=_PRIVATE_FOLDER, parents=True, exist_ok=True)
+        handle = os.open(self.folder / _LOCK, os.O_RDWR | os.O_CREAT, _PRIVATE_FILE)
+        try:
+            _lock(handle)
+            yield
+        finally:
+            os.close(handle)
+
+
+def file_name(key: str, tokens: Tokens, footer: Footer) -> str:
+    """The name of the file of a prefix. `key`: `StateKey.short`."""
+    digest = hashlib.sha256(msgspec.json.encode((footer.cache_salt, footer.adapters)))
+    digest.update(np.ascontiguousarray(tokens, np.int32).data)
+    return f"prefix-{key}-{digest.hexdigest()[:32]}.kv"
+
+
+def _check_name(name: str, tokens: Tokens, footer: Footer) -> None:
+    if file_name(name.split("-")[1], tokens, footer) != name:
+        raise ValueError("its name belongs to a different prefix")
+
+
+def _is_part(name: str) -> bool:
+    return name.startswith(_PART_PREFIX) and name.endswith(_PART_SUFFIX)
+
+
+def _lock(handle: int, *, wait: bool = True) -> None:
+    """The lock is held until the file is closed, and ends with the process. Raises `BlockingIOError` if not `wait`."""
+    if sys.platform != "win32":
+        fcntl.flock(handle, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+
+
+def _write_all(handle: int, data: memoryview) -> None:
+    while data.nbytes:
+        data = data[os.write(handle, data) :]
+
+
+def _discard(handle: int, path: str) -> None:
+    with contextlib.suppress(OSError):
+        os.unlink(path)
+    os.close(handle)
+
+
+# --- prefix index ----------------------------------------------------------------------------------------------------
+# The index of the prefixes on disk that an engine can take: it finds them by their tokens.
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class DiskPrefix:
+    """A prefix on disk."""
+
+    name: str
+    """Of its file."""
+    tokens: Tokens
+    n_bytes: int
+    ends: tuple[int, ...] = ()
+    """Numbers of tokens of its checkpoints, falling."""
+
+    def usable(self, n: int, *, whole: bool) -> int:
+        """How many of its first `n` tokens can be taken. `whole`: only up to a checkpoint, or all of its tokens."""
+        if not whole or n == len(self.tokens):
+            return n
+        return next((end for end in self.ends if end <= n), 0)
+
+
+DiskSalt = tuple[str, AdapterDigests]
+"""As `Salt`, with the hash of the `cache_salt` and the digests of the adapters."""
+
+
+class PrefixIndex:
+    """The prefixes of one `StateKey` in a folder. Thread-safe. `refresh` follows what other processes write."""
+
+    def __init__(self, folder: PrefixFolder, key: StateKey) -> None:
+        self._folder = folder
+        self._key = key
+        self._lock = threading.Lock()
+        self._refreshing = threading.Lock()
+        self._version = 0
+        self._tree: RadixTree[DiskPrefix] = RadixTree()
+        self._by_name: dict[str, DiskPrefix] = {}
+        self.refresh()
+
+    def __len__(self) -> int:
+        return len(self._by_name)
+
+    def refresh(self) -> int:
+        """Looks for files that came or went, if the folder changed. Returns how many damaged ones it deleted.
+
+        Reads the tokens of new files, so not for the engine's thread.
+        """
+        n_damaged = 0
+        with self._refreshing:
+            version = self._folder.version()
+            if version and version == self._version:
+                return 0
+            self._version = version
+            names = self._folder.names(self._key.short)
+            with self._lock:
+                known = set(self._by_name)
+            for name in known - names:
+                self.discard(name)
+            for name in names - known:
+                try:
+                    tokens, footer, n_bytes = self._folder.read_head(name)
+                except OSError:  # deleted meanwhile, or not readable now
+                    continue
+                except ValueError:
+                    self._folder.remove(name)
+                    n_damaged += 1
+                    continue
+                prefix = DiskPrefix(name, tokens, n_bytes, ends_of(footer.form))
+                self._insert(prefix, (footer.cache_salt, tuple(footer.adapters)))
+        return n_damaged
+
+    def add(self, name: str, tokens: Tokens, salt: Salt, n_bytes: int, footer: Footer) -> None:
+        """Adds a file that was just written."""
+        self._insert(DiskPrefix(name, tokens, n_bytes, ends_of(footer.form)), self._disk_salt(salt))
+
+    def _insert(self, prefix: DiskPrefix, salt: DiskSalt) -> None:
+        with self._lock:
+            if prefix.name not in self._by_name:
+                self._by_name[prefix.name] = prefix
+                self._tree.insert(prefix, prefix.tokens, salt)
+
+    def discard(self, name: str) -> None:
+        """Forgets a file."""
+        with self._lock:
+            if prefix := self._by_name.pop(name, None):
+                self._tree.discard(prefix)
+
+    def best(
+        self, tokens: Tokens, salt: Salt, *, whole: bool, max_bytes: int, max_tokens: int | None = None
+    ) -> tuple[DiskPrefix, int] | None:
+        """The prefix on disk of which most of these tokens can be taken, and how many; the smallest of several.
+
+        `whole`: as in `DiskPrefix.usable`. `max_bytes`, `max_tokens`: of its file.
+        """
+        best: tuple[DiskPrefix, int] | None = None
+        with self._lock:
+            for prefix, n_equal in self._tree.matches(tokens, self._disk_salt(salt)):
+                if best and n_equal < best[1]:
+                    break
+                n = prefix.usable(n_equal, whole=whole)
+                fits = prefix.n_bytes <= max_bytes and (max_tokens is None or len(prefix.tokens) <= max_tokens)
+                if fits and n and (best is None or (n, -prefix.n_bytes) > (best[1], -best[0].n_bytes)):
+                    best = prefix, n
+        return best
+
+    def covered_by(self, name: str) -> list[str]:
+        """The other files whose tokens are the beginning of those of this one."""
+        with self._lock:
+            prefix = self._by_name.get(name)
+            return [other.name for other in self._tree.covered_by(prefix)] if prefix else []
+
+    def footer(self, salt: Salt, state: SavedState) -> Footer:
+        """The footer of a file with this state."""
+        cache_salt, adapters = self._disk_salt(salt)
+        key = self._key
+        return Footer(
+            model=key.model,
+            digest=key.digest,
+            cache_types=key.cache_types,
+            cache_salt=cache_salt,
+            adapters=list(adapters),
+            form=state.form,
+            settings=key.settings,
+        )
+
+    def name(self, tokens: Tokens, footer: Footer) -> str:
+        """The name of the file of a prefix."""
+        return file_name(self._key.short, tokens, footer)
+
+    def is_ours(self, footer: Footer, salt: Salt) -> bool:
+        """Whether a file belongs to this key, and to this salt."""
+        key = self._key
+        ours = (key.digest, key.cache_types, key.settings, self._disk_salt(salt))
+        return ours == (footer.digest, footer.cache_types, footer.settings, (footer.cache_salt, tuple(footer.adapters)))
+
+    def _disk_salt(self, salt: Salt) -> DiskSalt:
+        cache_salt, adapters = salt
+        hashed = hashlib.sha256(b"cppbatch cache_salt " + cache_salt.encode()).hexdigest() if cache_salt else ""
+        return hashed, self._key.adapter_digests(adapters)

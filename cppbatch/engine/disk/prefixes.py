@@ -1,0 +1,359 @@
+"""Cached prefixes on disk: which are written when, which are read for whom, and the threads that do it.
+
+The engine's thread decides and copies states; it never waits for the disk. One thread writes, one reads. At most one
+prefix is on its way to the disk: while it is written, others stay where they are, and are written if they are still
+there later.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from time import perf_counter
+
+import numpy as np
+import numpy.typing as npt
+
+from cppbatch.engine.disk.folder import DiskPrefix, PrefixFolder, PrefixIndex
+from cppbatch.engine.disk.slots import Footer, StateKey
+from cppbatch.engine.kv.pool import KVPool
+from cppbatch.engine.kv.prefix_cache import CachedPrefix, DiskCounts, Salt
+from cppbatch.engine.kv.radix_tree import Tokens
+from cppbatch.engine.kv.save_cost import DiskCost
+from cppbatch.engine.sequence import DiskRead, SavedState, Seq
+from cppbatch.errors import CppBatchError
+
+log = logging.getLogger("cppbatch.engine")
+
+_MIN_TOKENS = 256  # that a file adds to those on disk, or a read to those in memory: fewer are computed as fast
+_MIN_NEW_PART = 0.25  # of a file's tokens that are not on disk yet; so a conversation of n tokens writes at most 5 n
+_BUSY_SHARE = 0.005  # of the time, while requests run, that may go into copying and writing states
+_MAX_SAVED_UP_S = 0.1  # of that time
+_IDLE_S = 0.1  # without work, after which writing no longer counts as beside requests
+_MAX_CANDIDATES = 512
+_TOUCH_EVERY_S = 10.0
+_PAUSE_S = 60.0  # without writing, after the disk refused a file
+
+
+class _Read:
+    """A read for one sequence or several."""
+
+    __slots__ = ("data", "done", "gains", "prefix", "salt", "seconds")
+
+    def __init__(self, prefix: DiskPrefix, salt: Salt) -> None:
+        self.prefix = prefix
+        self.salt = salt
+        self.done = False
+        self.gains: list[int] = []  # tokens that each of the sequences need not compute
+        self.data: tuple[Tokens, npt.NDArray[np.uint8], Footer] | None = None  # set by the reading thread
+        self.seconds = 0.0
+
+
+class _NoRead:
+    done = True
+
+
+_NO_READ: DiskRead = _NoRead()
+
+
+class DiskPrefixes:
+    """The prefixes on disk of an engine, the tier below host memory.
+
+    All methods are for the engine's thread, except `refresh`.
+    """
+
+    def __init__(
+        self,
+        kv: KVPool,
+        folder: PrefixFolder,
+        key: StateKey,
+        token_s: Callable[[], float],
+        *,
+        min_tokens: int = _MIN_TOKENS,
+        clock: Callable[[], float] = perf_counter,
+    ) -> None:
+        """`kv`: makes this in its constructor. `token_s`: as in `DiskCost`. `min_tokens`: prefixes that save fewer are
+        neither written nor read."""
+        self._kv = kv
+        self._folder = folder
+        self._clock = clock
+        self._cost = DiskCost(token_s)
+        self._min_tokens = min_tokens
+        self._index = PrefixIndex(folder, key)
+        self.counts = DiskCounts(entries=len(self._index))
+        # In the order in which they came.
+        self._candidates: dict[CachedPrefix, None] = {}
+        # Most of these is on disk already: the rest is written at the end.
+        self._rests: dict[CachedPrefix, None] = {}
+        self._touched: dict[str, float] = {}  # when the time of a file was set last
+        self._token_bytes = 0.0
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="cppbatch-disk-writer")
+        self._reader = ThreadPoolExecutor(1, thread_name_prefix="cppbatch-disk-reader")
+        self._writing: Future[None] | None = None
+        self._paused_until = 0.0
+        self._has_failed = False
+        self._lock = threading.Lock()  # of `_left_s`, which the writing thread changes too
+        self._left_s = _MAX_SAVED_UP_S  # of the time that writing may take beside requests
+        self._counted_at = self._worked_at = clock()
+        self._reads: dict[str, _Read] = {}  # by the file's name, until their result is in the cache
+        self._n_reading = 0  # bytes of these files
+        self._read_now: deque[_Read] = deque()  # by the reading thread
+        self._arrived = threading.Event()
+
+    # --- reading ------------------------------------------------------------------------------------------------
+
+    def refresh(self) -> None:
+        """Looks for files of other processes. For a thread that prepares a request; mostly one question to the disk."""
+        self.counts.damaged += self._index.refresh()
+        self.counts.entries = len(self._index)
+
+    def is_coming(self, sequence: Seq, n: int) -> bool:
+        """Whether a prefix of more than `n` tokens is being read for a waiting sequence, so that it waits on.
+
+        Starts the read when a sequence is looked at for the first time.
+        """
+        if sequence.disk_read is None:
+            sequence.disk_read = self._start_read(sequence, n)
+        return not sequence.disk_read.done
+
+    def _start_read(self, sequence: Seq, n: int) -> DiskRead:
+        tokens, whole = sequence.tokens[: sequence.n_tokens - 1], not self._kv.cache.takes_any
+        if len(tokens) - n < self._min_tokens:
+            return _NO_READ
+        most, n_most = self._kv.cache.host_bytes, self._kv.n_ctx_seq  # it is restored whole
+        found = self._index.best(tokens, sequence.salt, whole=whole, max_bytes=most, max_tokens=n_most)
+        if found is None:
+            return _NO_READ
+        prefix, n_found = found
+        read = self._reads.get(prefix.name)
+        if n_found - n < self._min_tokens:
+            return _NO_READ
+        if read is None:
+            has_room = self._n_reading + prefix.n_bytes <= most
+            if not (has_room and self._cost.is_worth(n_found - n, prefix.n_bytes)):
+                return _NO_READ
+            read = self._reads[prefix.name] = _Read(prefix, sequence.salt)
+            self._n_reading += prefix.n_bytes
+            self._reader.submit(self._read, read)
+        read.gains.append(n_found - n)
+        return read
+
+    def _read(self, read: _Read) -> None:
+        """On the reading thread."""
+        began = perf_counter()
+        try:
+            tokens, state, footer = self._folder.read(read.prefix.name)
+            if not self._index.is_ours(footer, read.salt) or not np.array_equal(tokens, read.prefix.tokens):
+                raise ValueError("it belongs to a different prefix")
+            read.data = tokens, state, footer
+        except (OSError, MemoryError) as error:  # deleted by another process, or not readable
+            log.debug("not reading %s: %s", read.prefix.name, error)
+        except ValueError as error:
+            log.warning("deleted %s: it is damaged (%s)", self._folder.folder / read.prefix.name, error)
+            self._folder.remove(read.prefix.name)
+            self.counts.damaged += 1
+        except Exception:
+            log.exception("failed to read a cached prefix")
+        read.seconds = perf_counter() - began
+        self._read_now.append(read)
+        self._arrived.set()
+
+    def collect(self) -> None:
+        """Makes what was read cached prefixes in host memory, and lets the sequences go on that waited for them."""
+        self._arrived.clear()
+        while self._read_now:
+            read = self._read_now.popleft()
+            name, n_bytes = read.prefix.name, read.prefix.n_bytes
+            del self._reads[name]
+            self._n_reading -= n_bytes
+            read.done = True
+            if read.data and self._add(*read.data, read.salt):
+                self._cost.observe_read(n_bytes, read.seconds)
+                self.counts.hits += len(read.gains)
+                self.counts.hit_tokens += sum(read.gains)
+                self.counts.read_bytes += n_bytes
+            else:
+                self._index.discard(name)
+            self.counts.entries = len(self._index)
+            read.data = None
+
+    def _add(self, tokens: Tokens, data: npt.NDArray[np.uint8], footer: Footer, salt: Salt) -> bool:
+        try:
+            self._kv.add_cached(tokens, salt, self._kv.read_state(data, footer.form))
+        except (TypeError, CppBatchError) as error:  # another version of this program wrote it
+            log.warning("cannot use a cached prefix on disk: %s", error)
+            return False
+        return True
+
+    def wait(self, seconds: float) -> None:
+        """Waits up to this long for a read, if there is any: the engine has nothing else to do."""
+        if self._reads:
+            self._arrived.wait(seconds)
+
+    # --- writing ------------------------------------------------------------------------------------------------
+
+    def kept(self, cached: CachedPrefix) -> None:
+        """A finished sequence has left this prefix in the cache."""
+        n, n_new = len(cached.tokens), self._n_new(cached)
+        if n_new < self._min_tokens or not self._cost.is_worth(n_new, self._n_bytes(n)):
+            return
+        candidates = self._candidates if n_new >= _MIN_NEW_PART * n else self._rests
+        candidates[cached] = None
+        if len(candidates) > _MAX_CANDIDATES:
+            for each in list(candidates):
+                if not self._kv.cache.has(each):
+                    del candidates[each]
+            if len(candidates) > _MAX_CANDIDATES:
+                del candidates[next(iter(candidates))]
+
+    def dropped(self, cached: CachedPrefix) -> None:
+        """This prefix loses its place in host memory (`saved`) after this call: the last chance to write it."""
+        is_candidate = cached in self._candidates or cached in self._rests
+        self._candidates.pop(cached, None)
+        self._rests.pop(cached, None)
+        if is_candidate and self._may_write() and self._has_time_left():
+            self._try_write(cached, is_beside=True)
+
+    def after_step(self) -> None:
+        """Writes a prefix beside the running requests, if little time went into that so far."""
+        self._worked_at = self._clock()
+        if self._candidates and self._may_write() and self._has_time_left():
+            self._write_next(is_beside=True)
+
+    def idle(self) -> float:
+        """Writes a prefix while there are no requests. Returns the seconds until it is to be called again.
+
+        Not at once after the last request: often the next one follows.
+        """
+        self.collect()
+        if not self._candidates or self._clock() < self._paused_until:
+            return 1.0
+        if self._clock() >= self._worked_at + _IDLE_S and self._may_write():
+            self._write_next(is_beside=False)
+        return _IDLE_S / 2
+
+    def write_rest(self, seconds: float) -> None:
+        """Writes what is worth it and not written yet, for so long at most: the engine ends, or may never run again."""
+        until = self._clock() + seconds
+        self._candidates |= self._rests
+        self._rests = {}
+        while self._wait_for_writer(until - self._clock()) and self._clock() >= self._paused_until:
+            if not self._write_next(is_beside=False, is_last=True):
+                break
+
+    def _wait_for_writer(self, seconds: float) -> bool:
+        """Returns whether the writing thread has nothing to do, within so many seconds."""
+        if self._writing:
+            wait([self._writing], max(0.0, seconds))
+        return seconds > 0 and self._is_free()
+
+    def _is_free(self) -> bool:
+        return self._writing is None or self._writing.done()
+
+    def _may_write(self) -> bool:
+        return self._is_free() and self._clock() >= self._paused_until
+
+    def _has_time_left(self) -> bool:
+        """Whether writing has taken less than its share of the time so far."""
+        now = self._clock()
+        with self._lock:
+            self._left_s = min(_MAX_SAVED_UP_S, self._left_s + _BUSY_SHARE * (now - self._counted_at))
+            self._counted_at = now
+            return self._left_s > 0
+
+    def _write_next(self, *, is_beside: bool, is_last: bool = False) -> bool:
+        """Begins to write a prefix, one that a sequence has taken rather than another. False if there is none."""
+        while self._candidates:
+            cached = next((each for each in self._candidates if each.is_taken), next(iter(self._candidates)))
+            del self._candidates[cached]
+            if not is_last and self._n_new(cached) < _MIN_NEW_PART * len(cached.tokens):
+                self._rests[cached] = None  # most of it was written meanwhile
+            elif self._try_write(cached, is_beside=is_beside):
+                return True
+        return False
+
+    def _try_write(self, cached: CachedPrefix, *, is_beside: bool) -> bool:
+        """Begins to write a prefix, if it is in the cache and still worth it. `is_beside`: requests run meanwhile."""
+        n_new = self._n_new(cached)
+        if n_new < self._min_tokens:
+            return False
+        began = self._clock()
+        state = self._kv.state_of(cached)
+        if state is None:
+            return False
+        if is_beside:
+            self._charge(self._clock() - began)
+        self._token_bytes = state.n_bytes / len(cached.tokens)
+        if not self._cost.is_worth(n_new, state.n_bytes):
+            return False
+        removes = self._kv.cache.takes_any
+        self._writing = self._writer.submit(self._write, cached.tokens, cached.salt, state, is_beside, removes)
+        return True
+
+    def _write(self, tokens: Tokens, salt: Salt, state: SavedState, is_beside: bool, removes: bool) -> None:
+        """On the writing thread. `removes`: files that this one covers are not needed any more."""
+        began = perf_counter()
+        try:
+            footer = self._index.footer(salt, state)
+            name = self._index.name(tokens, footer)
+            n_bytes = self._folder.write(name, tokens, state.data, footer)
+        except OSError as error:
+            self._pause(f"{self._folder.folder}: {error.strerror or error}")
+        except Exception as error:
+            log.exception("failed to write a cached prefix")
+            self._pause(str(error))
+        else:
+            self._has_failed = False
+            if n_bytes:
+                self._index.add(name, tokens, salt, n_bytes, footer)
+                self._cost.observe_write(n_bytes, perf_counter() - began)
+                self.counts.written_bytes += n_bytes
+                for covered in self._index.covered_by(name) if removes else ():
+                    self._index.discard(covered)
+                    self._folder.remove(covered)
+                self.counts.entries = len(self._index)
+        if is_beside:
+            self._charge(perf_counter() - began)  # not only the CPU's: the disk and the kernel take from steps too
+
+    def _pause(self, why: str) -> None:
+        """One line for a row of failures."""
+        self._paused_until = self._clock() + _PAUSE_S
+        if not self._has_failed:
+            log.warning("cannot write cached prefixes to disk; retrying every %.0f s: %s", _PAUSE_S, why)
+        self._has_failed = True
+
+    def _charge(self, seconds: float) -> None:
+        with self._lock:
+            self._left_s -= seconds
+
+    def _n_new(self, cached: CachedPrefix) -> int:
+        """How many tokens of a prefix no prefix on disk has. The one that has most is in use."""
+        whole = not self._kv.cache.takes_any
+        found = self._index.best(cached.tokens, cached.salt, whole=whole, max_bytes=self._folder.max_bytes)
+        if found is None:
+            return len(cached.tokens)
+        prefix, n = found
+        if n >= self._min_tokens:
+            self._touch(prefix.name)
+        return len(cached.tokens) - n
+
+    def _touch(self, name: str) -> None:
+        """Not each time: that would be a question to the disk for each request."""
+        now = self._clock()
+        if now >= self._touched.get(name, -_TOUCH_EVERY_S) + _TOUCH_EVERY_S:
+            self._touched[name] = now
+            self._folder.touch(name)
+            if len(self._touched) > _MAX_CANDIDATES:
+                self._touched = {name: now}
+
+    def _n_bytes(self, n_tokens: int) -> int:
+        """About the bytes of a state; 0 as long as none was seen."""
+        return round(n_tokens * self._token_bytes)
+
+    def close(self) -> None:
+        """Waits for a file that is being written."""
+        for threads in (self._writer, self._reader):
+            threads.shutdown(cancel_futures=True)

@@ -1,0 +1,327 @@
+"""The tokens and the state of a cached prefix in a file. It is laid out as llama.cpp's files of one sequence:
+
+    header   "ggsq", a version, the number of words that follow (numbers are uint32)
+    words    -1, 1, the number of tokens, the tokens; or, as older programs write it, only the tokens
+    state    what `llama_state_seq_get_data` wrote
+    footer   JSON with what the state belongs to, its length, "cppb"
+
+llama.cpp's files have no footer. Without it nobody knows whose state it is, so such files are refused.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import tempfile
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from cppbatch.config import EngineConfig
+from cppbatch.engine.kv.pool import OUT_OF_MEMORY, KVPool
+from cppbatch.engine.lora_sets import AdapterSet
+from cppbatch.engine.model_info import ModelInfo
+from cppbatch.engine.sequence import SavedState
+from cppbatch.errors import InvalidRequest
+from cppbatch.models.find import model_parts
+
+_MAGIC, _VERSION = b"qsgg", 2  # LLAMA_STATE_SEQ_MAGIC, little-endian; LLAMA_STATE_SEQ_VERSION
+_PACKED, _PACKED_VERSION = 0xFFFFFFFF, 1
+_FOOTER_MAGIC = b"cppb"
+_N_SAMPLES, _SAMPLE_BYTES = 32, 1 << 15
+
+Tokens = npt.NDArray[np.int32]
+
+
+class Footer(msgspec.Struct, forbid_unknown_fields=True):
+    """What a state belongs to."""
+
+    model: str
+    """The model's name, for messages."""
+    digest: str
+    """`file_digest` of the model."""
+    cache_types: tuple[str, str]
+    """Of keys and values."""
+    cache_salt: str
+    """In a slot's file as it is; in the files of `--prefix-cache-disk` its SHA-256."""
+    adapters: list[tuple[str, float]]
+    """The digest and the scale of each LoRA adapter that the tokens were computed with."""
+    form: dict[str, Any]
+    """How the context that wrote the state laid it out."""
+    settings: dict[str, str] = {}
+    """In the files of `--prefix-cache-disk`: what else the state depends on (`Runtime.state_settings`)."""
+    checksum: int = 0
+    """CRC-32 of the tokens, the state, and the rest of the footer."""
+
+
+def file_digest(path: str | Path) -> str:
+    """Tells files of weights apart in milliseconds: a digest of their sizes and of samples from all over them."""
+    digest = hashlib.sha256()
+    with Path(path).open("rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        digest.update(str(size).encode())
+        for i in range(_N_SAMPLES):
+            file.seek(max(0, size - _SAMPLE_BYTES) * i // (_N_SAMPLES - 1))
+            digest.update(file.read(_SAMPLE_BYTES))
+    return digest.hexdigest()
+
+
+def slot_file_parts(tokens: Tokens, state: npt.NDArray[np.uint8], footer: Footer) -> list[memoryview]:
+    """The content of a file, in order. The checksum of `footer` is computed here."""
+    tokens = np.ascontiguousarray(tokens, np.int32)
+    words = np.array([_VERSION, 3 + len(tokens), _PACKED, _PACKED_VERSION, len(tokens)], np.uint32)
+    footer = msgspec.structs.replace(footer, checksum=_checksum(tokens, state, footer))
+    note = msgspec.json.encode(footer)
+    end = note + np.uint32(len(note)).tobytes() + _FOOTER_MAGIC
+    return [memoryview(part).cast("B") for part in (_MAGIC, words.data, tokens.data, state.data, end) if len(part)]
+
+
+def _checksum(tokens: Tokens, state: npt.NDArray[np.uint8], footer: Footer) -> int:
+    rest = msgspec.json.encode(msgspec.structs.replace(footer, checksum=0))
+    return zlib.crc32(rest, zlib.crc32(state.data, zlib.crc32(tokens.data)))
+
+
+def write_slot_file(path: Path, tokens: Tokens, state: npt.NDArray[np.uint8], footer: Footer) -> int:
+    """Writes the whole file or nothing, for this user only. Returns its bytes. Raises `OSError`."""
+    handle, temporary = tempfile.mkstemp(prefix=".slot-", dir=path.parent)
+    try:
+        with open(handle, "wb") as file:
+            for part in slot_file_parts(tokens, state, footer):
+                file.write(part)
+            n_bytes = file.tell()
+        os.replace(temporary, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)
+        raise
+    return n_bytes
+
+
+def read_slot_file(path: Path) -> tuple[Tokens, npt.NDArray[np.uint8], Footer, int]:
+    """The tokens, the state, the footer and the number of bytes of a file.
+
+    Raises `InvalidRequest` for a file that is missing, damaged or of another kind.
+    """
+    try:
+        return parse_slot_file(np.fromfile(path, np.uint8))
+    except OSError as error:
+        raise InvalidRequest("filename", f"{path.name!r} cannot be read: {error.strerror}") from error
+    except ValueError:
+        raise InvalidRequest("filename", f"{path.name!r} is not a complete slot file; save the slot again") from None
+
+
+def parse_slot_file(data: npt.NDArray[np.uint8]) -> tuple[Tokens, npt.NDArray[np.uint8], Footer, int]:
+    """As `read_slot_file`, of the content of a file, which is not copied. Raises `ValueError` if it is damaged."""
+    footer, n_note = _footer(data[-8:].tobytes(), lambda n: data[data.size - 8 - n : data.size - 8].tobytes())
+    tokens, state_at = _tokens(data)
+    state = data[state_at : data.size - 8 - n_note]
+    if _checksum(tokens, state, footer) != footer.checksum:
+        raise ValueError("the checksum does not match")
+    return tokens, state, footer, data.size
+
+
+def read_slot_head(path: Path) -> tuple[Tokens, Footer, int]:
+    """The tokens, the footer and the number of bytes of a file, without its state and unchecked.
+
+    Raises `OSError`, and `ValueError` for a file that is damaged or of another kind.
+    """
+    with path.open("rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        if size < 20:
+            raise ValueError("the file is too short")
+        file.seek(size - 8)
+
+        def before_end(n: int) -> bytes:
+            file.seek(max(0, size - 8 - n))
+            return file.read(n)
+
+        footer, _ = _footer(file.read(8), before_end)
+        file.seek(0)
+        head = file.read(12)
+        n_words = int(np.frombuffer(head[8:], np.uint32)[0])
+        if 12 + 4 * n_words > size:
+            raise ValueError("the file is too short for its tokens")
+        tokens, _ = _tokens(np.frombuffer(head + file.read(4 * n_words), np.uint8))
+    return tokens, footer, size
+
+
+def _footer(end: bytes, before_end: Callable[[int], bytes]) -> tuple[Footer, int]:
+    """The footer and the bytes of its JSON. `end`: the last 8 bytes of the file; `before_end`: so many before these."""
+    if len(end) != 8 or end[4:] != _FOOTER_MAGIC:
+        raise ValueError("the footer is missing")
+    n_note = int(np.frombuffer(end[:4], np.uint32)[0])
+    try:
+        return msgspec.json.decode(before_end(n_note), type=Footer), n_note
+    except msgspec.DecodeError as error:
+        raise ValueError(str(error)) from error
+
+
+def _tokens(data: npt.NDArray[np.uint8]) -> tuple[Tokens, int]:
+    """The tokens at the beginning of a file, and where the state begins."""
+    if data[:8].tobytes() != _MAGIC + np.uint32(_VERSION).tobytes():
+        raise ValueError("it is not a sequence file")
+    n_words = _words(data, 8, 1)[0]
+    words = _words(data, 12, n_words)
+    packed = n_words >= 3 and words[0] == _PACKED
+    if packed and (words[1], words[2]) != (_PACKED_VERSION, n_words - 3):
+        raise ValueError("the number of tokens is wrong")
+    return words[3 if packed else 0 :].astype(np.int32), 12 + 4 * int(n_words)
+
+
+def _words(data: npt.NDArray[np.uint8], at: int, n: int) -> npt.NDArray[np.int64]:
+    """Raises `ValueError` for words beyond the end."""
+    if at < 0 or at + 4 * int(n) > data.size:
+        raise ValueError
+    words: npt.NDArray[np.int64] = data[at : at + 4 * int(n)].copy().view(np.uint32).astype(np.int64)
+    return words
+
+
+# --- state key -------------------------------------------------------------------------------------------------------
+# What a saved state belongs to besides its tokens: the model, its LoRA adapters, the types of the cache, settings.
+
+
+AdapterDigests = tuple[tuple[str, float], ...]
+"""The digests of LoRA adapter files with their scales: `AdapterSet` in a form that outlives the engine."""
+
+
+class StateKey:
+    """The key of one engine's states. Files are read when a digest is first asked for. Thread-safe."""
+
+    def __init__(self, info: ModelInfo, config: EngineConfig, settings: Mapping[str, str]) -> None:
+        """`settings`: see `Runtime.state_settings`."""
+        self.model = info.name
+        self.cache_types = (config.cache_type_k, config.cache_type_v)
+        self.settings = dict(settings)
+        self._info = info
+
+    @cached_property
+    def digest(self) -> str:
+        """`file_digest` of the model; of a split model, a digest of those of all parts."""
+        digests = [file_digest(part) for part in model_parts(Path(self._info.path))]
+        return digests[0] if len(digests) == 1 else hashlib.sha256("".join(digests).encode()).hexdigest()
+
+    @cached_property
+    def _adapter_digests(self) -> list[str]:
+        return [file_digest(adapter.path) for adapter in self._info.adapters]
+
+    def adapter_digests(self, adapters: AdapterSet) -> AdapterDigests:
+        """The digests of loaded adapters."""
+        return tuple(sorted((self._adapter_digests[number], scale) for number, scale in adapters))
+
+    def adapter_set(self, adapters: Sequence[tuple[str, float]]) -> AdapterSet | None:
+        """The loaded adapters with these digests; None if one of them is not loaded."""
+        digests = self._adapter_digests
+        if any(digest not in digests for digest, _ in adapters):
+            return None
+        return tuple(sorted((digests.index(digest), scale) for digest, scale in adapters))
+
+    @cached_property
+    def short(self) -> str:
+        """A name of the model, the types of the cache and the settings, for names of files."""
+        parts = (self.digest, self.cache_types, sorted(self.settings.items()))
+        return hashlib.sha256(msgspec.json.encode(parts)).hexdigest()[:16]
+
+
+# --- slots -----------------------------------------------------------------------------------------------------------
+# Slots: a request may name one (`id_slot`), and the cached prefix that it leaves can be kept in a file.
+
+
+SlotActionName = Literal["save", "restore", "erase"]
+
+
+class SlotReport(msgspec.Struct, frozen=True, kw_only=True):
+    """What was saved, restored or erased."""
+
+    n_tokens: int
+    n_bytes: int = 0
+    """Of the file."""
+
+
+@dataclass(frozen=True)
+class SlotPrefix:
+    """A cached prefix on its way to a file or from one."""
+
+    tokens: Tokens
+    cache_salt: str
+    adapters: AdapterSet
+    state: SavedState
+    n_bytes: int = 0
+    """Of the file it came from."""
+
+
+class Slots:
+    """Saves and restores prefixes. `take`, `put` and `erase` run between two steps; `write` and `read` on any thread.
+
+    A request belongs to a slot only if it says so. All requests use all cached prefixes, also those of slots.
+    """
+
+    def __init__(self, kv: KVPool, key: StateKey) -> None:
+        self._kv = kv
+        self._key = key
+
+    def take(self, slot: int) -> SlotPrefix:
+        """A copy of a slot's prefix. Raises `InvalidRequest` if there is none."""
+        try:
+            found = self._kv.state_of_slot(slot)
+        except OUT_OF_MEMORY as error:
+            raise InvalidRequest("id_slot", f"{slot}: cannot save its state: {error}") from error
+        if found is None:
+            how = f"send a request with id_slot {slot} and at least 20 tokens first"
+            raise InvalidRequest("id_slot", f"slot {slot} has no cached prefix: {how}")
+        cached, state = found
+        cache_salt, adapters = cached.salt
+        return SlotPrefix(cached.tokens, cache_salt, adapters, state)
+
+    def write(self, path: Path, prefix: SlotPrefix) -> SlotReport:
+        """Writes a prefix to a file, which it replaces. Raises `InvalidRequest` if it cannot."""
+        data = prefix.state.data
+        footer = Footer(
+            model=self._key.model,
+            digest=self._key.digest,
+            cache_types=self._key.cache_types,
+            cache_salt=prefix.cache_salt,
+            adapters=list(self._key.adapter_digests(prefix.adapters)),
+            form=prefix.state.form,
+        )
+        try:
+            n_bytes = write_slot_file(path, prefix.tokens, data, footer)
+        except OSError as error:
+            raise InvalidRequest("filename", f"{path.name!r} cannot be written: {error.strerror}") from error
+        return SlotReport(n_tokens=len(prefix.tokens), n_bytes=n_bytes)
+
+    def read(self, path: Path) -> SlotPrefix:
+        """Reads a file. Raises `InvalidRequest` if it is damaged, or of another model, adapter or cache type."""
+        tokens, data, footer, n_bytes = read_slot_file(path)
+        key = self._key
+        if footer.digest != key.digest:
+            message = f"{path.name!r} was saved for model {footer.model!r}; this server runs {key.model!r}"
+            raise InvalidRequest("filename", message)
+        if footer.cache_types != key.cache_types:
+            theirs, ours = ("/".join(types) for types in (footer.cache_types, key.cache_types))
+            message = f"{path.name!r} has KV cache types {theirs}; this server uses {ours} (-ctk, -ctv)"
+            raise InvalidRequest("filename", message)
+        adapters = key.adapter_set(footer.adapters)
+        if adapters is None:
+            raise InvalidRequest("filename", f"{path.name!r} was computed with a LoRA adapter that is not loaded")
+        state = self._kv.read_state(data, footer.form)
+        return SlotPrefix(tokens, footer.cache_salt, adapters, state, n_bytes)
+
+    def put(self, slot: int, prefix: SlotPrefix) -> SlotReport:
+        """Makes it a cached prefix in host memory, of this slot. Raises `InvalidRequest` if it does not fit there."""
+        salt = prefix.cache_salt, prefix.adapters
+        if not self._kv.restore_slot(slot, prefix.tokens, salt, prefix.state):
+            message = f"has a state of {prefix.state.n_bytes:,} bytes, which does not fit into --prefix-cache-ram"
+            raise InvalidRequest("filename", message)
+        return SlotReport(n_tokens=len(prefix.tokens), n_bytes=prefix.n_bytes)
+
+    def erase(self, slot: int) -> SlotReport:
+        """Removes the cached prefixes that begin with the tokens of the slot's last request."""
+        return SlotReport(n_tokens=self._kv.erase_slot(slot))

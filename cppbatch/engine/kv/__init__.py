@@ -1,0 +1,1 @@
+"""Accounting of KV cells: the pool, cached prefixes, layout, checkpoints."""

@@ -1,0 +1,440 @@
+"""Which prefix a new sequence takes from another one, and which prefixes of finished sequences are kept."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from cppbatch.config import Sharing
+from cppbatch.engine.cells import Span
+from cppbatch.engine.kv.radix_tree import RadixTree, Tokens
+from cppbatch.engine.lora_sets import AdapterSet
+from cppbatch.engine.sequence import SavedState, Seq, SeqStatus
+
+if TYPE_CHECKING:
+    from cppbatch.engine.disk.prefixes import DiskPrefixes
+
+_WORTH_WAITING = 24  # tokens: wait for a prefix that is being computed if it saves this many more than the best now
+_COST_OF_TAKING, _COST_OF_COPYING = 4, 16  # the time to share, or to copy, a prefix: tokens computed in that time
+_NEVER_TAKEN = 4  # factor on the age of an entry that no sequence has taken yet
+_MOST_IN_HOST = 4096  # prefixes and checkpoints in host memory: a look-up may pass over all of them, in half a ms
+_COPIED_AT_ONCE = 100  # tokens copied in the time of computing one; about 200 were measured
+
+
+Salt = tuple[str, AdapterSet]
+"""A request's `cache_salt` and the LoRA adapters that compute it: only prefixes of an equal salt are shared."""
+
+
+class CachedPrefix:
+    """The computed tokens of a finished sequence: in cells (`seq_id` >= 0) or saved in host memory (`saved`)."""
+
+    __slots__ = ("cells", "is_taken", "n_positions", "salt", "saved", "seq_id", "tokens", "used_at")
+
+    def __init__(
+        self, tokens: Tokens, salt: Salt, seq_id: int, cells: Span | None, n_positions: int | None = None
+    ) -> None:
+        """`n_positions`: how many positions hold the tokens (`Seq.span`); None: it is in no cells, or each has one."""
+        self.tokens = tokens
+        self.n_positions = len(tokens) if n_positions is None else n_positions
+        self.salt = salt
+        self.seq_id = seq_id
+        self.cells = cells
+        self.saved: SavedState | None = None
+        self.is_taken = False
+        """Whether a sequence has taken tokens of it."""
+        self.used_at = 0
+        """The number of the query that used it last."""
+
+    @property
+    def n_computed(self) -> int:
+        """The number of its tokens, all of which are computed."""
+        return len(self.tokens)
+
+
+@dataclass(slots=True, eq=False)
+class Checkpoint:
+    """What cannot be truncated of the memory of these tokens: the cells of sliding windows, recurrent states.
+
+    With it, a sequence that has their cells of full attention, and others behind them, goes back to their end. Only
+    where sharing is "checkpoints"; what a model of states only has is a `CachedPrefix`.
+    """
+
+    tokens: Tokens
+    salt: Salt
+    saved: SavedState
+    used_at: int
+    is_taken: bool = False
+
+    @property
+    def n_bytes(self) -> int:
+        """Size in host memory."""
+        return self.saved.n_bytes + self.tokens.nbytes
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """A prefix to take: the first `n` tokens of `source`."""
+
+    source: Seq | CachedPrefix
+    n: int
+    checkpoint: Checkpoint | None = None
+    """Restores what cannot be truncated. None: it can, or `n` is all that the source has computed."""
+    is_cut: bool = False
+    """The source is truncated, or a copy of it, without a checkpoint."""
+    of_slot: bool = False
+    """The source is the prefix of the slot that the request asks for (`id_slot`): it may be truncated."""
+
+
+@dataclass(slots=True)
+class DiskCounts:
+    """Counters of the prefixes on disk, since the start of the engine."""
+
+    hits: int = 0
+    """Sequences for which a prefix was read from disk."""
+    hit_tokens: int = 0
+    """Prompt tokens that these sequences could reuse."""
+    read_bytes: int = 0
+    written_bytes: int = 0
+    damaged: int = 0
+    """Files that were damaged or did not match their name; they are deleted."""
+    entries: int = 0
+    """Prefixes on disk now that this engine can take."""
+
+
+class PrefixCache:
+    """Finds prefixes among running sequences and cached ones. Decides only: `KVPool` moves the memory.
+
+    `find` chooses the source of a prefix for a new sequence; `add` decides what is redundant when a sequence finishes;
+    the order of `in_cells` decides what is evicted first. `host_bytes`: host memory for checkpoints, and for prefixes
+    that had to leave their cells.
+    """
+
+    def __init__(
+        self,
+        sharing: Sharing,
+        *,
+        host_bytes: int,
+        first_cut: Callable[[int], int] = lambda seq_id: 1 << 31,
+        disk: DiskPrefixes | None = None,
+    ) -> None:
+        """`first_cut`: the fewest tokens to which a seq_id can be truncated now, where sharing is "checkpoints".
+        `disk`: the tier below host memory."""
+        self.sharing = sharing
+        self.disk = disk
+        self._first_cut = first_cut
+        self.host_bytes = host_bytes
+        self.used_host_bytes = 0
+        self.queries = self.hits = self.hit_tokens = 0
+        self._tree: RadixTree[Seq | CachedPrefix] = RadixTree()
+        self._ends: RadixTree[Checkpoint] = RadixTree()
+        # All have the least recently used first.
+        self.in_cells: dict[CachedPrefix, None] = {}
+        self.in_host: dict[CachedPrefix, None] = {}
+        self.checkpoints: dict[Checkpoint, None] = {}
+        self.slots: dict[int, tuple[Tokens, Salt]] = {}
+        """The computed tokens and the salt of the last request of each slot (`id_slot`)."""
+
+    @property
+    def takes_any(self) -> bool:
+        """Whether a sequence can take any prefix of another one."""
+        return self.sharing in ("cells", "copy")
+
+    # --- running sequences --------------------------------------------------------------------------------------
+
+    def wants(self, sequence: Seq) -> bool:
+        """Whether this sequence uses the cache: takes a prefix, and leaves its tokens as one."""
+        return self.sharing != "none" and sequence.request.cache_prompt
+
+    def track(self, sequence: Seq) -> None:
+        """Other sequences may take the known tokens of this running sequence from now on, up to a context shift."""
+        if self.wants(sequence):
+            # A copy, because parts of it may outlive the sequence in the tree.
+            tokens = sequence.tokens[: min(sequence.n_tokens, sequence.n_exact)].copy()
+            self._tree.insert(sequence, tokens, sequence.salt)
+
+    def forget(self, sequence: Seq) -> None:
+        """No other sequence can take tokens of this one any more."""
+        self._tree.discard(sequence)
+
+    def find(self, sequence: Seq) -> tuple[Match | None, bool]:
+        """The best prefix to take now, and whether the sequence should wait because a better one is being computed.
+
+        The best prefix saves the most tokens, less the cost of taking it. The last token is always computed, because
+        its logits are needed. `sequence` waits if a sequence of earlier rank computes a prefix that is at least 24
+        tokens better. It also waits if the best source now is that very sequence: taking more of it later is never
+        slower than computing the rest again. So two equal new prompts, or `n` choices of one, are computed once. And it
+        waits while a longer prefix is read from disk.
+        """
+        best, best_gain = None, 0
+        ahead, coming = None, 0
+        if not self.wants(sequence) or sequence.is_scored:
+            return None, False
+        tokens = sequence.tokens[: sequence.n_tokens - 1]
+        own = self.of_slot(sequence.request.id_slot)
+        ends = self._ends_within(tokens, sequence.salt)
+        for source, n_equal in self._tree.matches(tokens, sequence.salt):
+            n = sequence.before_media(n_equal)
+            if n <= best_gain:
+                break
+            usable, end = self._usable(source, n, ends)
+            if (whole := sequence.before_media(usable)) < usable:  # the source computes a picture
+                usable = whole if self.takes_any else 0
+            gain = usable - (_COST_OF_TAKING if source is own else self._cost(source, usable))
+            if gain > best_gain:
+                is_cut = end is None and usable < source.n_computed
+                best, best_gain = Match(source, usable, end, is_cut, of_slot=source is own), gain
+            if isinstance(source, Seq) and n > max(coming, source.n_computed) and self._comes_first(source, sequence):
+                ahead, coming = source, n
+        best_is_ahead = best is not None and best.source is ahead
+        if ahead is None or not (best_is_ahead or coming >= best_gain + _WORTH_WAITING):
+            return best, self.disk is not None and self.disk.is_coming(sequence, best.n if best else 0)
+        if not self.takes_any:  # its prefill stops there, so that the prefix is all that it has computed
+            ahead.stop_at(coming)
+        return best, True
+
+    def branch(self, sequence: Seq) -> int:
+        """How many tokens a sequence has in common with another one or with a cached prefix, at most."""
+        tokens = sequence.tokens[: sequence.n_tokens - 1]
+        return next((sequence.before_media(n) for _, n in self._tree.matches(tokens, sequence.salt)), 0)
+
+    def _ends_within(self, tokens: Tokens, salt: Salt) -> list[Checkpoint]:
+        """The checkpoints on the way along these tokens, the longest first."""
+        return [end for end, n in self._ends.matches(tokens, salt) if n == len(end.tokens)]
+
+    def longest_in_cells(self, sequence: Seq) -> Match | None:
+        """The longest prefix of the computed tokens of a sequence whose cells it can share, if cells can be shared."""
+        best: Match | None = None
+        if self.sharing != "cells" or not self.wants(sequence):
+            return None
+        n_most = min(sequence.n_computed, sequence.n_exact)
+        for source, n in self._tree.matches(sequence.tokens[:n_most], sequence.salt):
+            if best and n <= best.n:
+                break
+            n_shared = sequence.before_media(min(n, source.n_computed))
+            if source.seq_id >= 0 and n_shared > (best.n if best else 0):
+                best = Match(source, n_shared)
+        return best
+
+    @staticmethod
+    def _comes_first(source: Seq, sequence: Seq) -> bool:
+        """Whether `sequence` may wait for `source`: `source` is in prefill and ranks first, so that the wait ends."""
+        return source.status is SeqStatus.PREFILL and source.rank < sequence.rank
+
+    def _cost(self, source: Seq | CachedPrefix, n: int) -> int:
+        """The time to take `n` tokens, as a number of computed tokens. A copy has all tokens of the source."""
+        is_copied = source.seq_id < 0 or not (self.sharing == "cells" or self.continues_in_place(source, n))
+        return _COST_OF_COPYING + source.n_computed // _COPIED_AT_ONCE if is_copied else _COST_OF_TAKING
+
+    def continues_in_place(self, source: Seq | CachedPrefix, n: int) -> bool:
+        """Whether a sequence that takes `n` tokens takes over the cached prefix itself, which is truncated: not if
+        sequences can share its cells, or if the larger part would be lost. (Nothing is lost of one that is taken whole;
+        a state beside its cells need not be copied then.)"""
+        if not isinstance(source, CachedPrefix) or source.seq_id < 0:
+            return False
+        is_whole = self.sharing == "checkpoints" and n == source.n_computed
+        return is_whole or (self.sharing == "copy" and 2 * n >= source.n_computed)
+
+    def _usable(self, source: Seq | CachedPrefix, n: int, ends: list[Checkpoint]) -> tuple[int, Checkpoint | None]:
+        """How many of the first `n` tokens can be taken from the source now, and the checkpoint that this needs.
+
+        `ends`: the checkpoints of these tokens, the longest first.
+        """
+        if isinstance(source, Seq) and source.moving:
+            return 0, None
+        if self.takes_any or source.n_computed <= n:
+            return min(source.n_computed, n), None
+        if self.sharing == "checkpoints" and source.seq_id >= 0 and self._first_cut(source.seq_id) <= n:
+            return n, None
+        end = next((end for end in ends if len(end.tokens) <= n), None)
+        return (len(end.tokens), end) if end else (0, None)
+
+    def count(self, sequence: Seq, match: Match | None) -> None:
+        """Counts a query and, with a match, a hit. The source is now the most recently used."""
+        self.queries += self.wants(sequence)
+        if match:
+            self.hits += 1
+            self.hit_tokens += match.n
+            sequence.n_cached = match.n
+            if isinstance(match.source, CachedPrefix):
+                match.source.is_taken = True
+                self._touch(match.source)
+            if (end := match.checkpoint) in self.checkpoints:
+                end.is_taken = True
+                self._use_checkpoint(end)
+
+    def uncount(self, sequence: Seq) -> None:
+        """Takes back the hit of a sequence whose prefix could not be copied."""
+        self.hits -= sequence.n_cached > 0
+        self.hit_tokens -= sequence.n_cached
+        sequence.n_cached = 0
+
+    def _touch(self, cached: CachedPrefix) -> None:
+        cached.used_at = self.queries
+        for prefixes in (self.in_cells, self.in_host):
+            if cached in prefixes:
+                del prefixes[cached]
+                prefixes[cached] = None  # at the end: the most recently used
+
+    # --- cached prefixes ----------------------------------------------------------------------------------------
+
+    def add(self, cached: CachedPrefix) -> list[CachedPrefix]:
+        """Adds the prefix of a finished sequence. Returns the prefixes that are redundant now, perhaps this one.
+
+        Where sharing is "checkpoints" they are redundant when there is a checkpoint of their end.
+        """
+        self._tree.insert(cached, cached.tokens, cached.salt)
+        self.in_cells[cached] = None
+        cached.used_at = self.queries
+        only_whole = self.sharing == "whole"  # no part of a prefix can be taken, so a shorter one is not redundant
+        longer = [other for other in self._tree.covers(cached) if other.seq_id >= 0 and not only_whole]
+        if any(other.n_computed >= len(cached.tokens) for other in longer):
+            return [cached]
+        covered = [other for other in self._tree.covered_by(cached) if isinstance(other, CachedPrefix)]
+        if self.sharing == "checkpoints":
+            covered = [other for other in covered if other.seq_id >= 0 or self.has_end(other.tokens, other.salt)]
+        return [other for other in covered if not only_whole or len(other.tokens) == len(cached.tokens)]
+
+    def of_slot(self, slot: int) -> CachedPrefix | None:
+        """The cached prefix that begins with all tokens of a slot's last request: the shortest, if there are several.
+        None if it was evicted, or if the slot had no request."""
+        if slot not in self.slots:
+            return None
+        tokens, salt = self.slots[slot]
+        matches = [source for source, n in self._tree.matches(tokens, salt) if n == len(tokens)]
+        prefixes = [cached for cached in matches if isinstance(cached, CachedPrefix)]
+        return min(prefixes, key=lambda cached: len(cached.tokens), default=None)
+
+    def has(self, cached: CachedPrefix) -> bool:
+        """Whether a prefix is cached, in cells or in host memory."""
+        return cached in self.in_cells or cached in self.in_host
+
+    def add_to_host(self, cached: CachedPrefix, saved: SavedState) -> None:
+        """Adds a prefix whose state is in host memory, if that holds it."""
+        self._tree.insert(cached, cached.tokens, cached.salt)
+        self.in_host[cached] = None
+        self.keep_in_host(cached, saved)
+
+    def drop(self, cached: CachedPrefix) -> None:
+        """Removes a cached prefix. The caller frees its cells."""
+        self._tree.discard(cached)
+        self.in_cells.pop(cached, None)
+        self.in_host.pop(cached, None)
+        if cached.saved:
+            self.used_host_bytes -= cached.saved.n_bytes
+            cached.saved = None
+
+    def leave_cells(self, cached: CachedPrefix, *, for_host: bool) -> None:
+        """The prefix is going to be saved to host memory, and counts as there from now on; `keep_in_host` follows.
+
+        If not `for_host`, or if there is no host memory for prefixes, it is dropped.
+        """
+        del self.in_cells[cached]
+        if self.host_bytes and for_host:
+            self.in_host[cached] = None
+        else:
+            self.drop(cached)
+
+    def keep_in_host(self, cached: CachedPrefix, saved: SavedState | None) -> None:
+        """Stores the saved state of a prefix that has left its cells.
+
+        Drops the least recently used prefixes until it fits, or this one if it was not saved or can never fit.
+        """
+        if saved is None or saved.n_bytes > self.host_bytes:
+            self.drop(cached)
+            return
+        self._make_room(saved.n_bytes)
+        cached.saved = saved
+        cached.used_at = self.queries
+        self.used_host_bytes += saved.n_bytes
+
+    def _make_room(self, n_bytes: int) -> None:
+        """Drops prefixes and checkpoints in host memory until `n_bytes` are free there, and not too many are left.
+
+        First those that save few tokens for their bytes, were not used for long, and were never taken.
+        """
+        while (
+            self.used_host_bytes + n_bytes > self.host_bytes
+            or len(self.in_host) + len(self.checkpoints) >= _MOST_IN_HOST
+        ):
+            held: list[CachedPrefix | Checkpoint] = [other for other in self.in_host if other.saved]
+            victim = max([*held, *self.checkpoints], key=self._worthless, default=None)
+            if victim is None:
+                return
+            if isinstance(victim, Checkpoint):
+                self.drop_checkpoint(victim)
+            else:
+                if self.disk:
+                    self.disk.dropped(victim)
+                self.drop(victim)
+
+    def _worthless(self, held: CachedPrefix | Checkpoint) -> float:
+        assert held.saved
+        age = (1 + self.queries - held.used_at) * (1 if held.is_taken else _NEVER_TAKEN)
+        return age * held.saved.n_bytes / len(held.tokens)
+
+    @property
+    def n_checkpoints(self) -> int:
+        """Checkpoints in host memory. Of a model of states only these are the cached prefixes there."""
+        return len(self.in_host) if self.sharing == "whole" else len(self.checkpoints)
+
+    @property
+    def checkpoint_bytes(self) -> int:
+        """Size of the checkpoint that was used last; 0: there is none."""
+        held: list[CachedPrefix | Checkpoint] = [*(self.in_host if self.sharing == "whole" else self.checkpoints)]
+        last = held[-1] if held else None
+        return last.saved.n_bytes if last and last.saved else 0
+
+    # --- checkpoints --------------------------------------------------------------------------------------------
+
+    def has_end(self, tokens: Tokens, salt: Salt) -> bool:
+        """Whether there is a checkpoint of exactly these tokens (of a model of states only: a cached prefix). It is the
+        most recently used from then on."""
+        if self.sharing == "whole":
+            ends = [s for s, n in self._tree.matches(tokens, salt) if isinstance(s, CachedPrefix) and n == len(tokens)]
+            exact = next((cached for cached in ends if cached.n_computed == len(tokens)), None)
+            if exact:
+                self._touch(exact)
+            return exact is not None
+        end = next(iter(self._ends_within(tokens, salt)), None)
+        if end is None or len(end.tokens) < len(tokens):
+            return False
+        self._use_checkpoint(end)
+        return True
+
+    def ends_of(self, cached: CachedPrefix, max_bytes: int) -> list[Checkpoint]:
+        """The checkpoints of a cached prefix, the longest first, up to `max_bytes` together."""
+        ends = []
+        for end in self._ends_within(cached.tokens, cached.salt):
+            max_bytes -= end.n_bytes
+            if max_bytes >= 0:
+                ends.append(end)
+        return ends
+
+    def _use_checkpoint(self, end: Checkpoint) -> None:
+        end.used_at = self.queries
+        del self.checkpoints[end]
+        self.checkpoints[end] = None  # at the end: the most recently used
+
+    def add_checkpoint(self, tokens: Tokens, salt: Salt, saved: SavedState) -> None:
+        """Adds a checkpoint, if host memory can hold it. The array must not change afterwards."""
+        end = Checkpoint(tokens, salt, saved, self.queries)
+        if end.n_bytes > self.host_bytes:
+            return
+        self._make_room(end.n_bytes)
+        self.used_host_bytes += end.n_bytes
+        self.checkpoints[end] = None
+        self._ends.insert(end, tokens, salt)
+
+    def drop_checkpoint(self, end: Checkpoint) -> None:
+        """Removes a checkpoint. A sequence that is going to take it still has it."""
+        del self.checkpoints[end]
+        self._ends.discard(end)
+        self.used_host_bytes -= end.n_bytes
+
+    def clear(self) -> None:
+        """Removes everything, running sequences too."""
+        self.used_host_bytes = 0
+        self._tree, self._ends = RadixTree(), RadixTree()
+        self.in_cells, self.in_host, self.checkpoints = {}, {}, {}
+        self.slots = {}

@@ -1,0 +1,1 @@
+"""Images and audio of requests: files, sources, rows of vectors."""

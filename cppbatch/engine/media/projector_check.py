@@ -1,0 +1,45 @@
+"""Tries a projector in a child process before the engine loads it: a damaged one makes llama.cpp crash."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from pathlib import Path
+
+from cppbatch.engine.disk.slots import file_digest
+from cppbatch.errors import ModelError
+from cppbatch.findings import build_key, finding_path, read_finding, write_finding
+from cppbatch.llama.library import library_path
+from cppbatch.llama.selfcheck import run_child
+
+log = logging.getLogger("cppbatch.engine")
+
+_FINE = "fine"
+
+
+def check_projector(path: str, model_path: str) -> None:
+    """Raises `ModelError` if llama.cpp crashes when it loads this file, or when it encodes a picture or sound with it.
+
+    What was fine is remembered for each file and build. Other errors are left to `MediaEncoder`, which says them.
+    """
+    if not Path(path).is_file():
+        return
+    key = f"{build_key(Path(library_path()).parent)}-{file_digest(path)[:16]}"
+    verdict = finding_path("projectors", key)
+    if read_finding(verdict, str) == _FINE:
+        return
+    failure = run_child(child_command(path, model_path))
+    if failure is None:
+        write_finding(verdict, _FINE)
+    elif failure.crashed:
+        raise ModelError(
+            f"{path} cannot be used: llama.cpp crashes when loading it ({failure.text}), for example because of "
+            "missing tensors. Download it again, or use another projector for this model"
+        )
+    else:
+        log.info("could not check %s: %s", path, failure.text)
+
+
+def child_command(path: str, model_path: str) -> list[str]:
+    """The command of the child process."""
+    return [sys.executable, "-m", "cppbatch.llama.projector_child", model_path, path]

@@ -1,0 +1,184 @@
+"""From pictures and sounds as clients name them to the bytes of files."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import contextlib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from cppbatch.chat.chat_format import PreparedChat
+from cppbatch.chat.messages import MediaKind, MediaSource, media_of, with_media
+from cppbatch.engine.model_info import ModelInfo
+from cppbatch.engine.request import Media, MediaPrompt
+from cppbatch.errors import InvalidRequest
+
+Json = dict[str, Any]
+
+_NAMES: dict[MediaKind, str] = {"image": "an image", "audio": "audio"}
+_ALPHABET = b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/"
+_WHITESPACE = b" \t\r\n"
+_PIECE = 1 << 20
+"""Characters decoded at once: other threads run between two pieces, and none waits longer than a millisecond or two."""
+_HEAD = 64  # characters of base64 that show the format of a file
+_REMOTE = ("http://", "https://", "file:")
+
+
+class _Format(NamedTuple):
+    """A format of files."""
+
+    name: str
+    kind: MediaKind
+    mime: str
+
+
+_FORMATS = (
+    (b"\x89PNG\r\n\x1a\n", _Format("PNG", "image", "image/png")),
+    (b"\xff\xd8\xff", _Format("JPEG", "image", "image/jpeg")),
+    (b"GIF8", _Format("GIF", "image", "image/gif")),
+    (b"BM", _Format("BMP", "image", "image/bmp")),
+    (b"fLaC", _Format("FLAC", "audio", "audio/flac")),
+    (b"ID3", _Format("MP3", "audio", "audio/mpeg")),
+)
+_RIFF = {b"WEBP": _Format("WebP", "image", "image/webp"), b"WAVE": _Format("WAV", "audio", "audio/wav")}
+
+
+def prompt_of_chat(chat: PreparedChat) -> str | MediaPrompt:
+    """The prompt as the engine takes it."""
+    return chat.prompt if chat.parts is None else MediaPrompt(chat.parts)
+
+
+def is_remote(source: MediaSource) -> bool:
+    """Whether the bytes are not in the request itself."""
+    return source.url[:8].lower().startswith(_REMOTE)
+
+
+def refuse_unreadable(source: MediaSource, info: ModelInfo) -> None:
+    """Raises `InvalidRequest` for an image or audio that the model cannot take, before anything is decoded."""
+    if source.kind in info.modalities:
+        return
+    if info.modalities:
+        takes = " and ".join([*info.modalities, "text"])
+        raise InvalidRequest(source.field, f"is {_NAMES[source.kind]}, but {info.name} accepts only {takes} input")
+    message = f"is {_NAMES[source.kind]}, but {info.name} is loaded without a projector: start it with --mmproj FILE"
+    raise InvalidRequest(source.field, message)
+
+
+def decoded(source: MediaSource) -> Media:
+    """The bytes of a data URL, or of base64 alone. Raises `InvalidRequest`."""
+    if is_remote(source):
+        message = f"is {source.url!r:.80}; it must be a data URL such as data:image/png;base64,..., or a file path"
+        raise InvalidRequest(source.field, message)
+    text = source.url
+    if text[:5].lower() == "data:":
+        head, comma, text = text.partition(",")
+        if not comma or not head.lower().endswith(";base64"):
+            message = f"is {head!r:.60}; a data URL must have the form data:image/png;base64,..."
+            raise InvalidRequest(source.field, message)
+    return checked(source, _from_base64(source.field, text))
+
+
+def source_of_data(field: str, text: str) -> MediaSource:
+    """A source for base64 that does not say whether it is an image or audio: the first bytes do. One in no format that
+    can be read counts as an image; `decoded` refuses it."""
+    head = text[: 1 << 16]
+    if head[:5].lower() == "data:":
+        head = head.partition(",")[2]
+    with contextlib.suppress(InvalidRequest):
+        if found := _format_of(_from_base64(field, head[: len(head) // 4 * 4][:_HEAD])):
+            return MediaSource(found.kind, field, text)
+    return MediaSource("image", field, text)
+
+
+def checked(source: MediaSource, data: bytes) -> Media:
+    """The bytes as an image or audio. Raises `InvalidRequest` if they are not in one of its formats: what a header or
+    the name of a file says does not count."""
+    found = _format_of(data)
+    if found is None:
+        wanted = ", ".join(form.name for form in _all_formats() if form.kind == source.kind)
+        raise InvalidRequest(
+            source.field, f"is not a valid {source.kind} file: its {len(data):,} bytes are not {wanted}"
+        )
+    if found.kind != source.kind:
+        message = f"is {_NAMES[found.kind]} ({found.name}); it must be {_NAMES[source.kind]}"
+        raise InvalidRequest(source.field, message)
+    return Media(source.kind, data)
+
+
+def file_part(kind: MediaKind, data: bytes) -> Json:
+    """A file as OpenAI's part of a message. The type is that of its bytes; none, if they are in no known format."""
+    found, encoded = _format_of(data), base64.b64encode(data).decode()
+    if kind == "audio":
+        return {"type": "input_audio", "input_audio": {"data": encoded, "format": found.name.lower() if found else ""}}
+    return {"type": "image_url", "image_url": {"url": f"data:{found.mime if found else ''};base64,{encoded}"}}
+
+
+def local_media(messages: list[Json]) -> list[Json]:
+    """A conversation with its data decoded. Raises `InvalidRequest`, also for remote addresses."""
+    return with_media(messages, [decoded(source) for source in media_of(messages)])
+
+
+def with_files(messages: Sequence[Mapping[str, object]]) -> list[Mapping[str, object]]:
+    """Messages whose parts of type image and audio, which only Python has, are data URLs.
+
+    Such a part has a `path`, or the bytes of a file as `data`. Raises `InvalidRequest` for a file that cannot be read.
+    """
+    return [_with_files(f"messages[{i}].content", message) for i, message in enumerate(messages)]
+
+
+def _with_files(field: str, message: Mapping[str, object]) -> Mapping[str, object]:
+    content = message.get("content") if isinstance(message, Mapping) else None
+    if not isinstance(content, (list, tuple)):
+        return message
+    return {**message, "content": [_file_part(f"{field}[{i}]", part) for i, part in enumerate(content)]}
+
+
+def _file_part(field: str, part: object) -> object:
+    if not isinstance(part, Mapping) or part.get("type") not in _NAMES:
+        return part
+    path, data = part.get("path"), part.get("data")
+    if isinstance(path, (str, Path)):
+        try:
+            data = Path(path).read_bytes()
+        except OSError as error:
+            raise InvalidRequest(f"{field}.path", f"is {str(path)!r:.200}: {error.strerror}") from error
+    if not isinstance(data, bytes):
+        raise InvalidRequest(field, "requires a path, or the bytes of a file as data")
+    return file_part(part["type"], data)
+
+
+def _from_base64(field: str, text: str) -> bytes:
+    """Decodes piece by piece, so that other threads are not held up. Whitespace and missing padding are no matter."""
+    decoded = bytearray()
+    rest = b""  # at most three characters, which make no bytes alone
+    body = text.rstrip("=\r\n\t ")
+    for start in range(0, len(body), _PIECE):
+        piece = rest + body[start : start + _PIECE].encode("ascii", "replace").translate(None, _WHITESPACE)
+        if wrong := piece.translate(None, _ALPHABET):
+            example = "data:image/png;base64,..."
+            message = f"is not valid base64: it contains {wrong[:1].decode()!r}; give a data URL such as {example}"
+            raise InvalidRequest(field, message)
+        whole = len(piece) // 4 * 4
+        decoded += binascii.a2b_base64(piece[:whole])
+        rest = piece[whole:]
+    if len(rest) == 1:
+        raise InvalidRequest(field, "is not valid base64: the data is truncated")
+    decoded += binascii.a2b_base64(rest + b"=" * (-len(rest) % 4))
+    return bytes(decoded)
+
+
+def _format_of(data: bytes) -> _Format | None:
+    for start, form in _FORMATS:
+        if data.startswith(start):
+            return form
+    if data[:4] == b"RIFF":
+        return _RIFF.get(data[8:12])
+    if len(data) > 1 and data[0] == 0xFF and data[1] & 0xE0 == 0xE0:  # MP3 without a tag: the first frame's sync word
+        return _FORMATS[-1][1]
+    return None
+
+
+def _all_formats() -> list[_Format]:
+    return [*(form for _, form in _FORMATS), *_RIFF.values()]

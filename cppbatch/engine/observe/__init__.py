@@ -1,0 +1,1 @@
+"""What an engine reports of itself: statistics, the live state, the trace."""

@@ -1,1 +1,0 @@
-"""Cached prefixes on disk (`--prefix-cache-disk`), the tier below host memory."""

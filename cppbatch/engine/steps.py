@@ -1,0 +1,440 @@
+"""What a step costs on this device, learned from the steps: seconds by decode rows, and by prompt tokens beside them.
+
+Example, Q4_0 weights on two AVX-512 cores: 12 rows take 13.6 ms, 15 rows 18.1 ms, 16 rows 14.2 ms, because the kernels
+compute rows in tiles of 4 and 16 and the rest row by row. So 15 rows are computed as 16, with a padding row.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from copy import deepcopy
+from functools import partial
+
+from cppbatch.config import Preference
+from cppbatch.engine.ideal import BareCosts
+from cppbatch.engine.lora_sets import AdapterSet
+from cppbatch.engine.sequence import Seq
+
+TILES = (4, 16)
+"""Rows that llama.cpp's CPU kernels compute at once (ggml-cpu `repack.cpp`, `llamafile/sgemm.cpp`)."""
+
+_NEW_LEVEL = 0.3  # weight of a new measurement in the level
+_NEW_SHAPE = 0.1  # the same in the shape, once a number of rows has been seen ten times
+_MAX_ERROR = 0.25  # a step that takes longer than expected counts as at most so much longer: the machine was disturbed
+_MAX_RATIO = 2.0  # the same for a number of rows that is hardly known
+_WORTH = 0.98  # padded rows must take less than this part of the time
+_MIN_SEEN = 3  # steps before the time of a number of rows is compared
+_TRY_EVERY = 64  # steps with a number of rows; then one step with the next other number, to keep its time up to date
+_FLAT = 1.3  # where rows cost less than this times what a quarter of them cost, padding cannot gain
+_GUESSED_TOKEN_S = 0.001
+_NEW_TOKEN_S = 0.3
+_FORGET_LEVEL = 0.0002  # how fast the best level rises towards the present one, a step: halfway in some minutes
+_FORGET_TOKEN_S = 0.002  # the same for prompt tokens
+_BARE_EVERY = 64  # steps; then `bare` is made again, after every one of the first `2 * _BARE_EVERY`
+
+Groups = Sequence[int]
+"""Numbers of decode rows that llama.cpp computes together. One number, except where sequences have streams of their
+own: there only rows of consecutive seq_ids are computed together (docs/decisions/0001)."""
+
+
+class StepCost:
+    """Running means of step times.
+
+    The time of a group of `n` rows is `level * shape[n]`. The level follows what changes the time of all steps: longer
+    sequences, other programs. The shape is what one number of rows costs relative to another, so times of numbers
+    of rows that were seen at different moments can be compared.
+
+    The time of prompt tokens is a running mean for each size of a prompt piece: 4-7 tokens, 8-15, 16-31 ...
+
+    `bare` has the costs at best, of `llama_decode` alone: the best level and times of prompt tokens fall at once and
+    rise slowly.
+    """
+
+    def __init__(self) -> None:
+        self._shape: dict[int, float] = {}
+        self._counts: list[int] = []  # the first number of rows, and those that were seen often enough, rising
+        self._seen: Counter[int] = Counter()
+        self._steps: Counter[int] = Counter()  # steps with so many rows to compute, padded or not
+        self._level = self._decode_level = self._best_level = 1.0
+        self._token_s: dict[int, float] = {}
+        self._best_token_s: dict[int, float] = {}
+        self._bare: BareCosts | None = None
+        self._n_bare = 0
+
+    # --- rows ---------------------------------------------------------------------------------------------------------
+
+    @property
+    def knows_rows(self) -> bool:
+        """Whether a step without prompt tokens has been measured."""
+        return bool(self._shape)
+
+    def knows_about(self, groups: Groups) -> bool:
+        """Whether about so many rows have been measured for each group: 1, 2-3, 4-7, 8-15 ..."""
+        sizes = {known.bit_length() for known in self._shape}
+        return all(n.bit_length() in sizes for n in groups)
+
+    def has_seen(self, groups: Groups) -> bool:
+        """Whether exactly these numbers of rows have been measured often enough."""
+        return all(self._seen[n] >= _MIN_SEEN for n in groups)
+
+    def rows_s(self, groups: Groups) -> float:
+        """Seconds of a step of these rows without prompt tokens; call it when `knows_rows`."""
+        return self._level * self.relative(groups)
+
+    def relative(self, groups: Groups) -> float:
+        """The same without the level."""
+        return sum(self._relative(n) for n in groups)
+
+    def _relative(self, n: int) -> float:
+        """Of one group. A number of rows that is hardly known costs at most what its neighbours say."""
+        own = self._shape.get(n)
+        if own is None:
+            return self._between(n)
+        return own if self._seen[n] >= _MIN_SEEN else min(own, self._between(n))
+
+    def _between(self, n: int) -> float:
+        """On the line through the next known numbers of rows. More rows than any known number cost as much more as
+        prompt tokens; whole tiles at most that much more than any smaller number of rows, whole tiles or not."""
+        counts = self._counts
+        at = bisect_left(counts, n)
+        if at == 0:
+            return self._shape[counts[0]]
+        is_tile = self.knows_prompts and n % TILES[0] == 0
+        smaller = counts[:at] if is_tile else counts[at - 1 : at]
+        with_more = min(self._shape[known] + (n - known) * self.token_s(n - known) / self._level for known in smaller)
+        if at == len(counts):
+            return with_more
+        low, high = counts[at - 1], counts[at]
+        part = (n - low) / (high - low)
+        on_line = self._shape[low] + part * (self._shape[high] - self._shape[low])
+        return min(on_line, with_more) if is_tile else on_line
+
+    def observe_rows(self, groups: Groups, seconds: float, decode_s: float | None = None) -> None:
+        """Learns from a step without prompt tokens. `groups`: its rows, padding included. `decode_s`: the time in
+        `llama_decode`; None: all of it."""
+        decode_s = seconds if decode_s is None else decode_s
+        if unknown := {n for n in groups if n not in self._shape}:
+            if self._shape:
+                seconds = min(seconds, _MAX_RATIO * self.rows_s(groups))
+            known = self._shape | {n: seconds / self._level * n / sum(groups) for n in unknown}
+            self._shape, self._counts = known, self._counts or sorted(known)  # at once: Ctrl-C may interrupt a step
+            return
+        if new := {n for n in groups if self._seen[n] < _MIN_SEEN}:
+            self._observe_new(new, groups, seconds)
+            return
+        relative = self.relative(groups)
+        error = min(seconds / (self._level * relative) - 1, _MAX_ERROR)
+        self._level *= 1 + _NEW_LEVEL * error
+        self._decode_level *= 1 + _NEW_LEVEL * min(decode_s / (self._decode_level * relative) - 1, _MAX_ERROR)
+        best = self._best_level + _FORGET_LEVEL * (self._decode_level - self._best_level)
+        self._best_level = min(self._decode_level, best)
+        if len(groups) == 1:
+            n = groups[0]
+            self._seen[n] += 1
+            self._shape[n] *= 1 + max(_NEW_SHAPE, 0.5 / self._seen[n]) * error
+
+    def _observe_new(self, new: set[int], groups: Groups, seconds: float) -> None:
+        """What a step takes more, or less, is due to the numbers of rows that are hardly known. Of the steps of one
+        group the shortest counts: a disturbance makes a step longer, and rows that seem slow are not computed again."""
+        expected_s = self.rows_s([n for n in groups if n in new])
+        error = min(max((seconds - self.rows_s(groups)) / expected_s, 1 / _MAX_RATIO - 1), _MAX_RATIO - 1)
+        for n in new:
+            if len(groups) == 1:
+                self._shape[n] = min(self._shape[n], seconds / self._level)
+            else:
+                self._shape[n] = self._relative(n) * (1 + 0.5 * error)
+            self._seen[n] += 1
+            if self._seen[n] == _MIN_SEEN:
+                self._counts = sorted({*self._counts, n})
+
+    def seed(self, rows_s: Iterable[tuple[int, float]]) -> None:
+        """Begins with times that were measured before: numbers of rows with their seconds."""
+        for n, seconds in rows_s:
+            self._shape[n], self._seen[n] = seconds, _MIN_SEEN
+        self._counts = sorted(self._shape)
+
+    def rows_to_compute(self, n: int, most: int) -> int:
+        """How many rows to compute where `n` are wanted and at most `most` are possible: more than `n` if that is
+        faster.
+
+        Now and then the answer is another number than the fastest, so that its time becomes known: call this once a
+        step.
+        """
+        tiles = [up for tile in TILES if n < (up := -(-n // tile) * tile) <= min(most, 2 * n)]
+        if not tiles or self._is_flat(n):
+            return n
+        self._steps[n] += 1
+        candidates = [n, *dict.fromkeys(tiles)]
+        for candidate in candidates:
+            if self._seen[candidate] < _MIN_SEEN:
+                return candidate
+        turn, rest = divmod(self._steps[n], _TRY_EVERY)
+        if rest == 0:
+            return candidates[turn % len(candidates)]
+        best = min(candidates, key=self._relative)
+        return best if self._relative(best) < _WORTH * self._relative(n) else n
+
+    def is_worth_joining(self, one: int, between: int, other: int) -> bool:
+        """Whether two groups of rows, with padding rows between them, cost less as one group."""
+        joined = one + between + other
+        return joined not in self._seen or self._relative(joined) < _WORTH * self.relative((one, other))
+
+    def _is_flat(self, n: int) -> bool:
+        """Whether rows cost next to nothing here, as on a GPU: known once a quarter of `n` rows has been measured."""
+        few = [known for known in self._counts if 4 * known <= n and self._seen[known] >= _MIN_SEEN]
+        return bool(few) and self._seen[n] >= _MIN_SEEN and self._relative(n) < _FLAT * self._relative(few[-1])
+
+    # --- prompt tokens ------------------------------------------------------------------------------------------------
+
+    @property
+    def knows_prompts(self) -> bool:
+        """Whether prompt tokens have been measured."""
+        return bool(self._token_s)
+
+    def token_s(self, n: int) -> float:
+        """Seconds that each token of a prompt piece of `n` tokens adds to a step; a guess before any is known."""
+        if not self._token_s:
+            return _GUESSED_TOKEN_S
+        return self._token_s[min(self._token_s, key=lambda size: abs(size - n.bit_length()))]
+
+    def observe_prompt(self, n: int, seconds: float, *, decode_s: float | None = None) -> None:
+        """Learns from a step to which a piece of `n` prompt tokens added `seconds`. `decode_s`: what it added to
+        `llama_decode`, where that is certain enough to be learned as the best."""
+        size = n.bit_length()
+        old = self._token_s.get(size)
+        now = self._token_s[size] = seconds / n if old is None else old + _NEW_TOKEN_S * (seconds / n - old)
+        if decode_s is not None:
+            best, now = self._best_token_s.get(size, decode_s / n), min(now, decode_s / n)
+            self._best_token_s[size] = min(now, best + _FORGET_TOKEN_S * (now - best))
+
+    def bare(self) -> BareCosts:
+        """What `llama_decode` costs at best, as far as is known. Call it once a step."""
+        self._n_bare += 1
+        if self._bare is None or self._n_bare < 2 * _BARE_EVERY or self._n_bare % _BARE_EVERY == 0:
+            least = min(self._best_token_s.values(), default=0.0)
+            tokens = {size: self._best_token_s.get(size, max(least, now)) for size, now in self._token_s.items()}
+            self._bare = BareCosts.of(
+                ((n, self._best_level * self._relative(n)) for n in self._counts),
+                ((1 << (size - 1), seconds) for size, seconds in tokens.items()),
+            )
+        return self._bare
+
+    def prompt_tokens_in(self, seconds: float) -> int:
+        """How many prompt tokens fit into this time, as one piece; a guess before any is known."""
+        if not self._token_s:
+            return int(seconds / _GUESSED_TOKEN_S)
+        for size in range(max(self._token_s), 0, -1):
+            n = int(seconds / self.token_s(1 << (size - 1)))
+            if n >> (size - 1):
+                return n if size == max(self._token_s) else min(n, (1 << size) - 1)
+        return 0
+
+
+def whole_tiles(n: int) -> int:
+    """The largest whole number of tiles within `n` tokens; `n` itself if that is less than the smallest tile."""
+    return next((n - n % tile for tile in sorted(TILES, reverse=True) if n >= tile), n)
+
+
+# --- step budget -----------------------------------------------------------------------------------------------------
+# How many prompt tokens a step may compute while other sequences wait for their next token.
+
+
+_MIN_CHUNK = 4  # tokens: a prompt always goes on
+_MIN_TARGET_S = 0.025  # shorter steps cost throughput, and clients do not notice them
+_SLOWDOWN: dict[Preference, float] = {"latency": 1.5, "balanced": 7.0, "throughput": 1e9}
+"""Time that prompts may add to a step, in multiples of a step without prefill. Promised for `latency`: it adds at most
+twice that time to 95 of 100 steps."""
+_REFRESH_EVERY = 16  # steps with prefill; then one without measures what decoding alone takes now
+_PROMPT_WEIGHT = 8  # weight of each further prompt, in decoding sequences: many prompts mean many late first tokens
+_BACKGROUND_S = 0.2  # time of background prompts in a step: a request that arrives waits for the end of the step
+_BACKGROUND_PART = 16  # background pieces have at least ubatch / 16 tokens: smaller ones would cost throughput
+_NEW_QUIET = 0.3  # weight of a new measurement in the level of steps without prefill
+_NEW_QUIET_READING = 0.02  # the same while prompts are being computed
+_MAX_BUDGETS = 64  # adapter sets whose step times are remembered
+
+
+class StepBudget:
+    """Keeps steps short while a sequence decodes, and large otherwise.
+
+    A step takes the time of its decode rows plus a time for each prompt token: measured, mixing costs the sum
+    of both, never more (docs/decisions/0002). `StepCost` learns both from the steps. Example: 8 rows take 50 ms, a
+    prompt token 1 ms; a step may take 125 ms, so it gets 64 prompt tokens, a whole number of tiles.
+
+    `target_s`: seconds a step may take. None: 8 times a step without prefill (`prefer` "balanced"; 2.5 times for
+    "latency", no limit for "throughput"), at least 25 ms; longer when several prompts are computed, so that few
+    decoding sequences do not delay many first tokens.
+    """
+
+    def __init__(
+        self,
+        max_tokens: int,
+        target_s: float | None = None,
+        max_alone: int | None = None,
+        *,
+        prefer: Preference = "balanced",
+        cost: StepCost | None = None,
+    ) -> None:
+        """`max_tokens`: tokens of a step. `max_alone`: prompt tokens of a step in which no sequence decodes; None: as
+        many. `cost`: what is known of step times."""
+        self.cost = cost or StepCost()
+        self._max_tokens = max_tokens
+        self._max_alone = min(max_tokens, max_alone or max_tokens)
+        self._target_s = target_s
+        self._slowdown = _SLOWDOWN[prefer]
+        self._quiet_level = 0.0
+        """As the level of `cost`, but it hardly changes while prompts are being computed. The cells of the prompts slow
+        decoding down, and slower decoding must not be a reason to slow it down further. 0: not known yet."""
+        self._since_refresh = 0
+
+    def prefill_tokens(self, groups: Groups, n_prefill: int, n_others: int = 0, *, background: bool = False) -> int:
+        """How many prompt tokens of `n_prefill` sequences the next step may compute beside these groups of decode rows.
+
+        `n_others`: sequences that decode in other steps (of other LoRA adapters) and wait for the end of this one.
+        `background`: all these prompts are background work, so the step stays short for requests that may arrive.
+        """
+        cost, n_decode = self.cost, sum(groups)
+        most = self._max_tokens - n_decode
+        if background:
+            piece = max(_MIN_CHUNK, self._max_alone // _BACKGROUND_PART, cost.prompt_tokens_in(_BACKGROUND_S))
+            most = min(most, piece)
+        n_decoding = n_decode + n_others
+        if n_decoding == 0 or not cost.knows_prompts:
+            return min(most, self._max_alone)
+        if n_decode and (self._since_refresh >= _REFRESH_EVERY or not cost.knows_about(groups)):
+            return 0  # measure what this number of rows takes without prefill
+        if not self._quiet_level:
+            return most
+        slowdown = 1 + self._slowdown * max(1, _PROMPT_WEIGHT * (n_prefill - 1) / n_decoding)
+        quiet_s = self._quiet_level * cost.relative((*groups, n_others) if n_others else groups)
+        target_s = self._target_s or max(_MIN_TARGET_S, slowdown * quiet_s)
+        rows_s = cost.rows_s(groups) if groups else 0.0
+        wanted = cost.prompt_tokens_in(max(0.0, target_s - rows_s))
+        return min(most, max(_MIN_CHUNK, whole_tiles(wanted)))
+
+    def observe(self, groups: Groups, n_prefill: int, seconds: float, decode_s: float | None = None) -> None:
+        """Learns from the duration of a step. `groups`: its decode rows, padding included. `decode_s`: the time in
+        `llama_decode`; None: all of it."""
+        decode_s = seconds if decode_s is None else decode_s
+        cost = self.cost
+        if n_prefill == 0:
+            weight = _NEW_QUIET_READING if self._since_refresh else _NEW_QUIET
+            cost.observe_rows(groups, seconds, decode_s)
+            level = seconds / cost.relative(groups)
+            self._quiet_level += (weight if self._quiet_level else 1.0) * (level - self._quiet_level)
+            self._since_refresh = 0
+            return
+        self._since_refresh = self._since_refresh + 1 if groups else 0
+        if n_prefill >= _MIN_CHUNK or not cost.knows_prompts:  # fewer say little about the time of one
+            rows_s = cost.rows_s(groups) if groups and cost.knows_rows else 0.0
+            # A noisy clock must not make it 0: at least 5% of the step is the prompt tokens' time.
+            prompt_s = max(seconds - rows_s, 0.05 * seconds)
+            is_certain = rows_s <= 0.5 * decode_s
+            cost.observe_prompt(n_prefill, prompt_s, decode_s=decode_s - rows_s if is_certain else None)
+
+
+class StepBudgets:
+    """The step budgets of an engine: one for each LoRA adapter set, in each KV layout."""
+
+    def __init__(
+        self,
+        max_tokens: int,
+        target_s: float | None = None,
+        max_alone: int | None = None,
+        *,
+        prefer: Preference = "balanced",
+        rows_s: Iterable[tuple[int, float]] = (),
+        unified: bool = True,
+    ) -> None:
+        """`max_tokens` to `prefer`: as in `StepBudget`. `rows_s`: numbers of decode rows with the seconds of a step of
+        them, measured before. `unified`: the layout at the start."""
+        self._new_budget = partial(StepBudget, max_tokens, target_s, max_alone, prefer=prefer)
+        self._prompt_piece = max_alone or max_tokens
+        self._unified = unified
+        self._last = self._new_budget()
+        self._last.cost.seed(rows_s)
+        self._budgets: dict[AdapterSet, StepBudget] = {}
+        self._by_layout: dict[bool, tuple[StepBudget, dict[AdapterSet, StepBudget]]] = {}
+
+    def of(self, adapters: AdapterSet) -> StepBudget:
+        """The budget of a set; a new set starts with that of the set that computed last."""
+        budget = self._budgets.get(adapters)
+        if budget is None or not budget.cost.knows_rows:
+            budget = self._budgets[adapters] = deepcopy(self._last)
+            if len(self._budgets) > _MAX_BUDGETS:
+                del self._budgets[next(iter(self._budgets))]
+        return budget
+
+    def bare_costs(self) -> BareCosts:
+        """What steps cost at best, with the adapters of the last step."""
+        return self._last.cost.bare()
+
+    def prompt_token_s(self) -> float:
+        """Seconds to compute a token of a long prompt; 0 before any is measured."""
+        cost = self._last.cost
+        return cost.token_s(self._prompt_piece) if cost.knows_prompts else 0.0
+
+    def observe(
+        self, adapters: AdapterSet, groups: Groups, n_prefill: int, seconds: float, decode_s: float | None = None
+    ) -> None:
+        """As `StepBudget.observe`, of a step with these adapters, which must not be the first one after a switch."""
+        self._last = self.of(adapters)
+        self._last.observe(groups, n_prefill, seconds, decode_s)
+
+    def use_layout(self, *, unified: bool) -> None:
+        """Step times are learned for each layout."""
+        self._by_layout[self._unified] = self._last, self._budgets
+        self._unified = unified
+        self._last, self._budgets = self._by_layout.get(unified) or (self._new_budget(), {})
+
+
+# --- lora scheduling -------------------------------------------------------------------------------------------------
+# Which LoRA adapter set computes in the next step: llama.cpp applies one set to a whole batch.
+
+
+_TURN = 4  # steps: a switch makes llama.cpp plan its graph again, but other sets should not wait long
+
+
+class LoraRoundRobin:
+    """Adapter sets of running sequences take turns of four steps.
+
+    A new set joins the round behind the sets that rank before it, which is its end unless its requests have a higher
+    priority. So a set waits for one turn of each set that runs. Later sets can overtake it only by priority, and ageing
+    bounds for how long. A set that runs alone always has the turn.
+    """
+
+    def __init__(self) -> None:
+        self._round: list[AdapterSet] = []  # the set that has the turn, the next one ...
+        self._now: AdapterSet = ()
+        self._steps = 0  # of the present turn
+
+    def order(self, running: Iterable[Seq]) -> list[AdapterSet]:
+        """The sets of these sequences, in the order in which they may compute.
+
+        `running`: in order of rank. The first set has the turn; the next one computes if the first has nothing to
+        compute in this step, and so on.
+        """
+        best: dict[AdapterSet, tuple[float, int]] = {}
+        for sequence in running:
+            best.setdefault(sequence.adapters, sequence.rank)
+        self._round = [its for its in self._round if its in best]
+        start = int(self._steps > 0)  # a turn that has begun is not cut short
+        for its, rank in best.items():
+            if its not in self._round:
+                behind = (i for i, other in enumerate(self._round) if i >= start and best[other] > rank)
+                self._round.insert(next(behind, len(self._round)), its)
+        return self._round.copy()
+
+    def take(self, adapters: AdapterSet) -> bool:
+        """The next step computes this set. Returns whether that is a switch from another set."""
+        is_switch = adapters != self._now
+        if is_switch or adapters != self._round[0]:
+            self._round.remove(adapters)
+            self._round.insert(0, adapters)
+            self._now, self._steps = adapters, 0
+        self._steps += 1
+        if self._steps >= _TURN:
+            self._round.append(self._round.pop(0))
+            self._steps = 0
+        return is_switch

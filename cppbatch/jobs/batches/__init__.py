@@ -1,0 +1,1 @@
+"""Batches of the server: records, the store, the data folder, the batch that runs."""

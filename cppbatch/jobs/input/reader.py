@@ -1,0 +1,247 @@
+"""Reads a job's input file, of any format: in order, in constant memory; an invalid line affects no other line."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator
+from types import TracebackType
+from typing import Any, Protocol
+
+import msgspec
+
+from cppbatch.jobs.input.format import (
+    MAX_LINE_BYTES,
+    InputFormat,
+    LineError,
+    LineReader,
+    RequestBuilder,
+    check_custom_id,
+    default_custom_id,
+    describe_non_text,
+    short_repr,
+)
+from cppbatch.jobs.input.tables import CsvInput, ParquetInput
+from cppbatch.jobs.job_request import JobRequest, Json, RejectedLine, hash64
+from cppbatch.json_bounds import excess
+
+
+class InputReader:
+    """Iterating yields the request of each line, or why the line is rejected. Blank lines are skipped.
+
+    `urls` are the allowed endpoints. Each iteration opens the file again. Raises `ConfigError` if the file cannot be
+    read or a table lacks its columns. The ledger, not the reader, checks that custom IDs are unique.
+    """
+
+    def __init__(self, input_format: InputFormat, urls: Collection[str]) -> None:
+        self._format = input_format
+        self._builder = RequestBuilder(input_format, urls)
+        self._source: _Source | None = None
+
+    def __iter__(self) -> Iterator[JobRequest | RejectedLine]:
+        self.close()
+        self._source = self._open()
+        yield from self._source
+        self.close()
+
+    def check(self) -> None:
+        """Reads the first line. Raises `ConfigError` if the file cannot be read or a table lacks its columns."""
+        next(iter(self), None)
+        self.close()
+
+    def count(self, is_stopped: Callable[[], bool] = lambda: False) -> int | None:
+        """How many entries iterating yields; None: stopped. Opens the file again. Any thread may call this."""
+        source, n = self._open(), 0
+        try:
+            for more in source.count():
+                n += more
+                if is_stopped():
+                    return None
+        finally:
+            source.close()
+        return n
+
+    def close(self) -> None:
+        source, self._source = self._source, None
+        if source is not None:
+            source.close()
+
+    def __enter__(self) -> InputReader:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _open(self) -> _Source:
+        if self._format.kind == "csv":
+            return CsvInput(self._format, self._builder)
+        if self._format.kind == "parquet":
+            return ParquetInput(self._format, self._builder)
+        parse = parse_json_line if self._format.kind == "jsonl" else parse_text_line
+        return LineInput(self._format, self._builder, parse)
+
+
+class _Source(Protocol):
+    """An open input file."""
+
+    def count(self) -> Iterator[int]: ...
+    def __iter__(self) -> Iterator[JobRequest | RejectedLine]: ...
+    def close(self) -> None: ...
+
+
+# --- JSON Lines and text ---------------------------------------------------------------------------------------------
+# Reads requests from JSON Lines files, and prompts from text files with one prompt per line.
+#
+# A line of JSON is a request in OpenAI's batch format, an object with a prompt, or a prompt alone:
+#
+#     {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"prompt": "Hello"}}
+#     {"id": "a", "prompt": "Hello", "max_tokens": 5}
+#     "Hello"
+
+
+_PROMPT_FIELDS = ("prompt", "messages", "input")
+_decode = msgspec.json.Decoder().decode
+
+
+class LineInput:
+    """A file with one request per line, parsed by `parse_json_line` or `parse_text_line`. Blank lines are skipped."""
+
+    def __init__(
+        self,
+        input_format: InputFormat,
+        builder: RequestBuilder,
+        parse: Callable[[int, bytes, RequestBuilder], JobRequest | RejectedLine],
+    ) -> None:
+        self._lines = LineReader(input_format.path)
+        self._builder = builder
+        self._parse = parse
+
+    def __iter__(self) -> Iterator[JobRequest | RejectedLine]:
+        parse, builder = self._parse, self._builder
+        for number, raw in self._lines:
+            line = raw.rstrip(b"\r\n")
+            if len(line) > MAX_LINE_BYTES:
+                message = f"is longer than {MAX_LINE_BYTES} bytes, the maximum line length"
+                yield RejectedLine(line=number, code="line_too_long", message=message, content_hash=hash64(line))
+            elif line and not line.isspace():
+                yield parse(number, line, builder)
+
+    def count(self) -> Iterator[int]:
+        """1 for each line that iterating yields an entry for."""
+        return (1 for _, raw in self._lines if raw.strip())
+
+    def close(self) -> None:
+        self._lines.close()
+
+
+def parse_text_line(number: int, line: bytes, builder: RequestBuilder) -> JobRequest | RejectedLine:
+    """The request for a line that is a prompt."""
+    return builder.from_row(number, None, {"prompt": line.decode(errors="surrogateescape")})
+
+
+def parse_json_line(number: int, line: bytes, builder: RequestBuilder) -> JobRequest | RejectedLine:
+    """The request for a line of JSON."""
+    content_hash = hash64(line)
+    custom_id: str | None = None
+    try:
+        record = _decoded(line)
+        is_plain = builder.has_template or ("body" not in record and "url" not in record)
+        if builder.only_prompts and not is_plain:
+            message = "is a request in OpenAI's formatat, whose result cannot be a table row: use a .jsonl output"
+            raise LineError("invalid_line", message)
+        if is_plain:
+            custom_id = _plain_custom_id(record, number, builder.id_column)
+            url, body = _plain_request(record, builder)
+        else:
+            custom_id = _custom_id(record)
+            url, body = _request(record, builder)
+    except LineError as error:
+        return RejectedLine(
+            line=number, code=error.code, message=str(error), custom_id=custom_id, content_hash=content_hash
+        )
+    return JobRequest(
+        line=number, custom_id=custom_id, url=url, body=body, is_plain=is_plain, content_hash=content_hash
+    )
+
+
+def _decoded(line: bytes) -> Json:
+    if too_much := excess(line):
+        raise LineError("invalid_json", too_much)
+    try:
+        record: Any = _decode(line)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise LineError("invalid_json", _decode_failure(line, error)) from None
+    if isinstance(record, str):
+        return {"prompt": record}
+    if not isinstance(record, dict):
+        raise LineError("invalid_line", f"{short_repr(record)} is neither an object nor a string")
+    return record
+
+
+def _decode_failure(line: bytes, error: Exception) -> str:
+    try:
+        text = line.decode()
+    except UnicodeDecodeError:
+        return describe_non_text(line)
+    if "\0" in text:
+        return describe_non_text(line)
+    return f"is not valid JSON: {error}: {short_repr(text)}"
+
+
+def _custom_id(record: Json) -> str:
+    if "custom_id" not in record:
+        raise LineError("missing_custom_id", "custom_id: is required; it identifies the result")
+    return check_custom_id("custom_id", record["custom_id"])
+
+
+def _request(record: Json, builder: RequestBuilder) -> tuple[str, Json]:
+    method = record.get("method", "POST")
+    if not isinstance(method, str) or method.upper() != "POST":
+        raise LineError("invalid_method", f"method: is {short_repr(method)}; it must be POST")
+    if "url" not in record:
+        raise LineError("invalid_url", "url: is required")
+    url = builder.check_url(record["url"])
+    if "body" not in record:
+        raise LineError("missing_body", "body: is required; it is the request body for the endpoint")
+    body = record["body"]
+    if not isinstance(body, dict):
+        raise LineError("invalid_body", f"body: {short_repr(body)} is not an object")
+    return url, body
+
+
+def _plain_custom_id(record: Json, number: int, id_column: str | None) -> str:
+    """Plain lines may have an integer ID, as rows of data sets do."""
+    if id_column is not None and record.get(id_column) is None:
+        raise LineError("missing_custom_id", f"{id_column}: is required; it identifies the result (--id-column)")
+    for field in ("custom_id", "id") if id_column is None else (id_column,):
+        value = record.get(field)
+        if value is not None:
+            is_number = isinstance(value, int) and not isinstance(value, bool)
+            return check_custom_id(field, str(value) if is_number else value)
+    return default_custom_id(number)
+
+
+def _plain_request(record: Json, builder: RequestBuilder) -> tuple[str, Json]:
+    if builder.has_template:
+        return builder.url_and_body(builder.prompt_of(record), {})
+    present = [field for field in _PROMPT_FIELDS if field in record]
+    if len(present) != 1:
+        found = " and ".join(present) or (
+            f"only {', '.join(map(short_repr, list(record)[:8]))}" if record else "nothing"
+        )
+        raise LineError(
+            "invalid_line", f"has {found}; it must have a url and a body, or one of {', '.join(_PROMPT_FIELDS)}"
+        )
+    ids = ("custom_id", "id", builder.id_column)
+    fields = {field: value for field, value in record.items() if field not in ids}
+    if "messages" in record:
+        return builder.check_url("/v1/chat/completions"), fields
+    if "input" in record:
+        return builder.check_url("/v1/embeddings"), fields
+    prompt = fields["prompt"]
+    if isinstance(prompt, list):
+        return builder.check_url("/v1/completions"), fields
+    if not isinstance(prompt, str):
+        raise LineError("invalid_line", f"prompt: {short_repr(prompt)} is neither a string nor a list")
+    del fields["prompt"]
+    return builder.url_and_body(prompt, fields)

@@ -1,0 +1,318 @@
+"""Reads prompts from a column of a CSV or Parquet file."""
+
+from __future__ import annotations
+
+import csv
+from collections import deque
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from cppbatch.errors import ConfigError
+from cppbatch.extras import require
+from cppbatch.jobs.input.format import (
+    MAX_LINE_BYTES,
+    InputFormat,
+    LineError,
+    LineReader,
+    RequestBuilder,
+    TableColumns,
+    check_text,
+    table_columns,
+    unreadable_file,
+)
+from cppbatch.jobs.job_request import JobRequest, RejectedLine, hash64
+
+_INITIAL_REREAD_BYTES = 16 << 20
+_REREAD_BYTES_PER_BYTE = 4
+_MAX_LINES_PER_RECORD = 1 << 18
+"""Short lines take far more memory than their bytes."""
+
+
+class CsvInput:
+    """The requests of a CSV file. The first line names the columns."""
+
+    def __init__(self, input_format: InputFormat, builder: RequestBuilder) -> None:
+        self._format = input_format
+        self._builder = builder
+        self._lines = LineReader(input_format.path)
+        self.columns: list[str] = []
+        """The names of the columns, once a record was read."""
+
+    def close(self) -> None:
+        self._lines.close()
+
+    def count(self) -> Iterator[int]:
+        """1 for each record that iterating yields an entry for."""
+        return (1 for _ in self.records())
+
+    def __iter__(self) -> Iterator[JobRequest | RejectedLine]:
+        prompts: dict[str, int] = {}  # names of columns with their places
+        ids: int | None = None
+        for record in self.records():
+            if isinstance(record, RejectedLine):
+                yield record
+                continue
+            if not prompts:
+                wanted = table_columns(self._format, self.columns)
+                prompts = {name: self.columns.index(name) for name in wanted.prompt}
+                ids = None if wanted.custom_id is None else self.columns.index(wanted.custom_id)
+            line, row = record
+            custom_id = None if ids is None else row[ids]
+            yield self._builder.from_row(line, custom_id, {name: row[place] for name, place in prompts.items()})
+
+    def records(self) -> Iterator[tuple[int, list[str]] | RejectedLine]:
+        """The line number and the fields of each record, or why the record is rejected. `columns` has their names.
+
+        Raises `ConfigError` if the table lacks its columns.
+        """
+        # csv's field limit (128 KiB by default) is global to the process. `_RecordReader` limits each record.
+        csv.field_size_limit(max(csv.field_size_limit(), MAX_LINE_BYTES))
+        records = _RecordReader(self._lines)
+        rows = csv.reader(records, delimiter=self._delimiter(records.peek_line()), strict=True)
+        columns = self.columns = self._columns(rows)
+        table_columns(self._format, columns)  # raises for those that are missing
+        while True:
+            records.begin_record()
+            try:
+                row = next(rows)
+            except StopIteration:
+                return
+            except csv.Error as error:
+                yield records.reject_unreadable(error)
+                continue
+            if records.is_blank:
+                continue
+            if len(row) < len(columns):
+                yield records.reject(f"has {len(row)} fields; the first line names {len(columns)} columns")
+            elif any(row[len(columns) :]):
+                more = f"has {len(row)} fields, more than the {len(columns)} columns named in the first line"
+                yield records.reject(f"{more}: quote values that contain {rows.dialect.delimiter!r}")
+            else:
+                yield records.line, row[: len(columns)]
+
+    def _delimiter(self, first_line: str) -> str:
+        if self._format.path.suffix.lower() == ".tsv":
+            return "\t"
+        return ";" if ";" in first_line and "," not in first_line else ","
+
+    def _columns(self, rows: Iterator[list[str]]) -> list[str]:
+        try:
+            columns = [check_text(name.strip()) for name in next(rows, [])]
+        except (csv.Error, LineError) as error:
+            raise ConfigError(f"{self._format.path}: cannot read the column names in the first line: {error}") from None
+        if not columns:
+            raise ConfigError(f"{self._format.path}: is empty; the first line must name the columns")
+        return columns
+
+
+class _RecordTooLong(csv.Error):
+    """A record exceeds the maximum length of a line, or has too many lines."""
+
+
+class _RecordReader:
+    """Feeds lines to a `csv.reader`, and remembers the lines of the record that is being read.
+
+    An unclosed quote makes a record extend to the end of the file. Therefore only the first line of an unreadable
+    record is rejected, and its other lines are read again. The number of bytes that are read again is limited, since
+    otherwise a crafted file could have 16 MiB read again for each of its lines.
+    """
+
+    def __init__(self, lines: LineReader) -> None:
+        self._lines = iter(lines)
+        self._pushed_back: deque[tuple[int, bytes]] = deque()
+        self._reread_bytes_left = _INITIAL_REREAD_BYTES
+        self._record: list[tuple[int, bytes]] = []
+        self._record_bytes = 0
+
+    def __iter__(self) -> _RecordReader:
+        return self
+
+    def __next__(self) -> str:
+        if self._pushed_back:
+            number, line = self._pushed_back.popleft()
+        else:
+            number, line = next(self._lines)
+            self._reread_bytes_left += _REREAD_BYTES_PER_BYTE * len(line)
+        self._record.append((number, line))
+        self._record_bytes += len(line)
+        if self._record_bytes > MAX_LINE_BYTES or len(self._record) > _MAX_LINES_PER_RECORD:
+            raise _RecordTooLong
+        return line.decode(errors="surrogateescape")
+
+    def peek_line(self) -> str:
+        """The first line that is not blank. It is not consumed."""
+        for number, line in self._lines:
+            if line.strip():
+                self._pushed_back.append((number, line))
+                return line.decode(errors="surrogateescape")
+        return ""
+
+    def begin_record(self) -> None:
+        self._record = []
+        self._record_bytes = 0
+
+    @property
+    def line(self) -> int:
+        """The line number where the record begins."""
+        return self._record[0][0]
+
+    @property
+    def is_blank(self) -> bool:
+        return len(self._record) == 1 and self._record[0][1].isspace()
+
+    def reject(self, message: str, code: str = "invalid_record") -> RejectedLine:
+        data = b"".join(line for _, line in self._record)
+        return RejectedLine(line=self.line, code=code, message=message, content_hash=hash64(data))
+
+    def reject_unreadable(self, error: csv.Error) -> RejectedLine:
+        """Rejects the record's first line, or all its lines if the limit of bytes to read again is exhausted."""
+        (_, first), *others = self._record
+        if others and self._record_bytes - len(first) <= self._reread_bytes_left:
+            self._reread_bytes_left -= self._record_bytes - len(first)
+            self._pushed_back.extendleft(reversed(others))
+            del self._record[1:]
+        is_too_long = isinstance(error, _RecordTooLong)
+        if is_too_long and not others:
+            return self.reject(f"is longer than {MAX_LINE_BYTES} bytes, the maximum line length", "line_too_long")
+        is_open = is_too_long or "end of data" in str(error)
+        problem = "a quote that starts here is not closed" if is_open else f"cannot be read as CSV: {error}"
+        last = self._record[-1][0]
+        return self.reject(problem if last == self.line else f"{problem}; skipping the lines up to {last}")
+
+
+# --- Parquet ---------------------------------------------------------------------------------------------------------
+# Reads prompts from a column of a Parquet file. Needs pyarrow (the extra `parquet`).
+
+
+_BATCH_BYTES = 4 << 20
+_MAX_BATCH_ROWS = 1024
+_BUFFER_BYTES = 1 << 20
+"""Bytes of a column read at once. Without a buffer size, or with pre_buffer, pyarrow reads the whole column of a row
+group."""
+
+
+class ParquetInput:
+    """The requests of a Parquet file. Their line numbers are row numbers, from 1."""
+
+    def __init__(self, input_format: InputFormat, builder: RequestBuilder) -> None:
+        self._format = input_format
+        self._builder = builder
+        self._rows_read = 0
+        self._arrow, parquet = import_pyarrow()
+        # UnicodeDecodeError: from a column name that is not valid UTF-8.
+        self._errors = (self._arrow.ArrowException, OSError, UnicodeDecodeError)
+        try:
+            file = open(input_format.path, "rb")  # noqa: SIM115 (close() does); pyarrow's own errors are less clear
+        except (OSError, ValueError) as error:
+            raise unreadable_file(input_format.path, error) from None
+        try:
+            self._parquet = parquet.ParquetFile(
+                file, buffer_size=_BUFFER_BYTES, pre_buffer=False, page_checksum_verification=True
+            )
+        except self._errors as error:
+            file.close()
+            raise self._invalid_file(error) from None
+        self._file = file
+        self._n_rows: int = self._parquet.metadata.num_rows
+
+    @property
+    def schema(self) -> Any:
+        """pyarrow's schema: the names and the types of all columns."""
+        return self._parquet.schema_arrow
+
+    def count(self) -> Iterator[int]:
+        """The number of rows."""
+        return iter([self._n_rows])
+
+    def close(self) -> None:
+        self._parquet.close()
+        self._file.close()
+
+    def __iter__(self) -> Iterator[JobRequest | RejectedLine]:
+        wanted = self._columns()
+        names = list(dict.fromkeys([*wanted.prompt, *filter(None, [wanted.custom_id])]))
+        for row in self.rows(names):
+            values = dict(zip(names, row, strict=True))
+            custom_id = None if wanted.custom_id is None else values[wanted.custom_id]
+            prompt = {name: values[name] for name in wanted.prompt}
+            yield self._request(self._rows_read, prompt, None if custom_id is None else str(custom_id))
+
+    def rows(self, names: Sequence[str]) -> Iterator[list[Any]]:
+        """The values of these columns in each row, some rows at a time."""
+        self._rows_read = 0
+        try:
+            for batch in self._parquet.iter_batches(self._batch_rows(), columns=list(names), use_threads=False):
+                columns = [_values(batch.column(name)) for name in names]
+                for row in zip(*columns, strict=True) if columns else ():
+                    self._rows_read += 1
+                    yield list(row)
+        except self._errors as error:
+            raise self._invalid_file(error) from error
+        if self._rows_read != self._n_rows:
+            raise self._invalid_file(f"it should have {self._n_rows} rows")
+
+    def _request(self, row: int, values: dict[str, Any], custom_id: str | None) -> JobRequest | RejectedLine:
+        longest = max((len(value) for value in values.values() if isinstance(value, str)), default=0)
+        if longest > MAX_LINE_BYTES:
+            content_hash = hash64(repr(values).encode(errors="surrogateescape"))
+            message = f"the prompt is longer than {MAX_LINE_BYTES} characters, the maximum length"
+            return RejectedLine(line=row, code="line_too_long", message=message, content_hash=content_hash)
+        return self._builder.from_row(row, custom_id, values)
+
+    def _columns(self) -> TableColumns:
+        schema, types = self._parquet.schema_arrow, self._arrow.types
+        wanted = table_columns(self._format, schema.names)
+        contents = {} if self._builder.has_template else dict.fromkeys(wanted.prompt, "prompts")
+        if wanted.custom_id is not None:
+            contents[wanted.custom_id] = "custom IDs"
+        for column, content in contents.items():
+            kind = schema.field(column).type
+            if not _is_text(types, kind) and not (content == "custom IDs" and types.is_integer(kind)):
+                raise ConfigError(f"{self._format.path}: column {column!r} for {content} must be text, but is {kind}")
+        return wanted
+
+    def _batch_rows(self) -> int:
+        """Rows read at a time: few enough that long prompts take little memory.
+
+        Calculated from the size of all columns: asking pyarrow 26 for the size of one column aborts the process if the
+        file is corrupt.
+        """
+        metadata = self._parquet.metadata
+        size = sum(metadata.row_group(group).total_byte_size for group in range(metadata.num_row_groups))
+        return int(min(max(1, _BATCH_BYTES * self._n_rows / max(1, size)), _MAX_BATCH_ROWS))
+
+    def _invalid_file(self, error: object) -> ConfigError:
+        where = f" after {self._rows_read} rows" if self._rows_read else ""
+        reason = " ".join(str(error).split())
+        return ConfigError(f"{self._format.path}: cannot be read as Parquet{where}: {reason}")
+
+
+def import_pyarrow() -> tuple[Any, Any]:
+    """pyarrow and pyarrow.parquet. Raises `ConfigError` if it is not installed."""
+    require("pyarrow", "a Parquet file")
+    import pyarrow
+    import pyarrow.parquet
+
+    return pyarrow, pyarrow.parquet
+
+
+def _is_text(types: Any, kind: Any) -> bool:
+    if types.is_dictionary(kind):
+        kind = kind.value_type
+    return bool(types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind))
+
+
+def _values(column: Any) -> list[Any]:
+    """The values of a column. Invalid UTF-8 is decoded with `surrogateescape`."""
+    try:
+        values: list[Any] = column.to_pylist()
+    except UnicodeDecodeError:
+        return [_value(cell) for cell in column]
+    return values
+
+
+def _value(cell: Any) -> Any:
+    try:
+        return cell.as_py()
+    except UnicodeDecodeError:
+        return bytes(cell.as_buffer()).decode(errors="surrogateescape")

@@ -1,0 +1,340 @@
+"""The Ray cluster of a front: started on this machine or joined, with Ray's own log in a file."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import importlib.util
+import logging.handlers
+import os
+import re
+import socket
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import platformdirs
+import psutil
+
+from cppbatch.errors import ConfigError
+
+LOCAL = "local"
+"""`--ray` without an address."""
+_INSTALL = "install it with `pip install 'cppbatch[ray]'`, or in a checkout with `python3 scripts/install.py --ray`"
+
+_OLDEST = (2, 60)
+_OBJECT_STORE_BYTES = 256 * 2**20  # for messages above 100 KB, such as long prompts; Ray's default is 30% of the memory
+_CONNECT_SECONDS = 5.0
+_MAX_LOG_BYTES = 5 * 2**20
+_AUTO = "auto"
+_ADDRESS_VARIABLE, _AUTH_VARIABLE = "RAY_ADDRESS", "RAY_AUTH_MODE"
+
+
+class Node(msgspec.Struct, frozen=True):
+    """A machine of the cluster that is alive."""
+
+    address: str
+    cpus: float
+    gpus: float
+
+
+class RayCluster(msgspec.Struct, frozen=True, kw_only=True):
+    """The cluster that this process is connected to."""
+
+    address: str
+    """Where its first node, the head, listens: HOST:PORT."""
+    is_own: bool
+    """Whether this process started it; then it ends with this process."""
+    log_file: str
+    """Ray's messages to this process."""
+    session_logs: str
+    """The folder with the logs of Ray's processes and of the replicas on this machine."""
+    wants_token: bool
+    """Whether this process has sent its user's token, as all others must that join."""
+
+
+def alive_nodes() -> list[Node]:
+    """The machines of the cluster that this process is connected to."""
+    import ray
+
+    return [
+        Node(node["NodeManagerAddress"], node["Resources"].get("CPU", 0), node["Resources"].get("GPU", 0))
+        for node in ray.nodes()
+        if node["Alive"]
+    ]
+
+
+def check_installed() -> None:
+    """Raises `ConfigError` with the command that installs Ray, if it is missing or older. Does not import Ray."""
+    try:
+        version = importlib.metadata.version("ray")
+    except importlib.metadata.PackageNotFoundError:
+        raise ConfigError(f"--ray requires Ray: {_INSTALL}") from None
+    if not importlib.util.find_spec("fastapi"):
+        raise ConfigError(f"--ray requires Ray with Ray Serve: {_INSTALL}")
+    if tuple(int(part) for part in re.findall(r"\d+", version)[:2]) < _OLDEST:
+        raise ConfigError(
+            f"--ray requires Ray {'.'.join(map(str, _OLDEST))} or newer, but {version} is installed: {_INSTALL}"
+        )
+
+
+@contextlib.contextmanager
+def connect(address: str, *, num_cpus: int | None = None, known: RayCluster | None = None) -> Iterator[RayCluster]:
+    """Starts a cluster on this machine or joins one; at the end leaves it, or ends it if it was started here.
+
+    `address`: `LOCAL` joins the cluster of RAY_ADDRESS, or one that `ray start` has started on this machine, and else
+    starts one. `auto` joins one that runs on this machine; HOST:PORT joins that one. `num_cpus`: the logical CPUs of a
+    cluster that is started; None: those of the machine. `known`: what
+    another process of this user knows about the cluster that is joined. Raises `ConfigError`.
+    """
+    check_installed()
+    log_file = _prepare(address)
+    if known and known.wants_token:
+        os.environ.setdefault(_AUTH_VARIABLE, "token")
+    if known and known.is_own:
+        _stay_here()
+    found = _find(address)
+    if not found:
+        _stay_here()
+    import ray
+    import ray.serve
+
+    _log_to(log_file)
+    try:
+        with _stderr_to(log_file):
+            info = _init(found, num_cpus)
+    except Exception as error:
+        raise ConfigError(_connection_error(found, error, log_file)) from error
+    _log_to(log_file)  # Ray has removed the handler
+    try:
+        yield RayCluster(
+            address=str(info["gcs_address"]),
+            is_own=not found,
+            log_file=str(log_file),
+            session_logs=str(Path(info["session_dir"]) / "logs"),
+            wants_token=os.environ.get(_AUTH_VARIABLE) == "token",  # set by Ray where it found the cluster itself
+        )
+    finally:
+        ray.shutdown()
+
+
+def _prepare(address: str) -> Path:
+    """Sets what Ray reads from the environment when it is imported. Returns the file for its messages."""
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    os.environ.setdefault("RAY_SERVE_LOG_TO_STDERR", "0")
+    os.environ["RAY_DEDUP_LOGS_SKIP_REGEX"] = "."  # lines of Ray's processes that it would print here: all
+    os.environ.setdefault("RAY_SERVE_HANDLE_AUTOSCALING_METRIC_PUSH_INTERVAL_S", "2")
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    if "://" in address:
+        raise ConfigError(
+            f"--ray {address}: the address must be HOST:PORT without a protocol, such as 10.0.0.5:6379, and this "
+            "machine must be a node of that cluster (`ray start --address=HOST:PORT`)"
+        )
+    folder = Path(platformdirs.user_log_dir("cppbatch"))
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder / "ray.log"
+
+
+def _stay_here() -> None:
+    """The processes of the cluster listen on 127.0.0.1 only. Without effect once Ray is imported."""
+    os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # Ray's name for: take the loopback address as the node's
+
+
+def _find(address: str) -> str:
+    """What `ray.init` gets to join a cluster that runs; "": start one. Raises `ConfigError` if none answers where one
+    should."""
+    name = f"--ray {address}"
+    if address in (LOCAL, _AUTO) and (named := os.environ.get(_ADDRESS_VARIABLE)):
+        address, name = named, f"{_ADDRESS_VARIABLE}={named}"
+    if address in (LOCAL, _AUTO) and _runs_here():
+        return _AUTO
+    if address == LOCAL:
+        return ""
+    if address == _AUTO:
+        raise ConfigError(
+            f"{name}: no Ray cluster is running on this machine. Start one with `ray start --head`, or use --ray "
+            "without an address to start one automatically"
+        )
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit():
+        raise ConfigError(f"{name} is not an address such as 10.0.0.5:6379; without an address, --ray starts a cluster")
+    if why := _refuses(_as_ray_resolves(address)):
+        raise ConfigError(
+            f"{name}: cannot connect to a Ray cluster ({why}). Start one on that machine with `ray start --head`, "
+            "which prints its address, or use --ray without an address to start one on this machine"
+        )
+    return address
+
+
+def starts_own(address: str) -> bool:
+    """Whether `connect` would start a cluster. Does not import Ray."""
+    return address == LOCAL and not os.environ.get(_ADDRESS_VARIABLE) and not _runs_here()
+
+
+def _runs_here() -> bool:
+    """Whether `ray start` has started a cluster on this machine. Found without importing Ray: see `_stay_here`."""
+    folder = os.environ.get("RAY_TMPDIR") or ("/tmp" if sys.platform == "darwin" else tempfile.gettempdir())
+    try:
+        address = Path(folder, "ray", "ray_current_cluster").read_text().strip()
+    except OSError:
+        return False
+    return not _refuses(address)
+
+
+def _as_ray_resolves(address: str) -> str:
+    """Ray replaces loopback addresses by the machine's own."""
+    from ray._private.services import canonicalize_bootstrap_address
+
+    return str(canonicalize_bootstrap_address(address))
+
+
+def _refuses(address: str) -> str:
+    """Why nothing can be reached there; "": something listens."""
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_SECONDS).close()
+    except OSError as error:
+        return error.strerror or str(error)
+    return ""
+
+
+def _init(found: str, num_cpus: int | None) -> dict[str, Any]:
+    import ray
+
+    settings: dict[str, Any] = {"configure_logging": False, "log_to_driver": False, "namespace": "cppbatch"}
+    if not found:
+        settings |= {
+            "num_cpus": num_cpus,
+            "include_dashboard": False,
+            "object_store_memory": _OBJECT_STORE_BYTES,
+        }
+    return dict(ray.init(found or LOCAL, **settings).address_info)
+
+
+def _log_to(file: Path) -> None:
+    """Sends the messages of Ray and Ray Serve in this process to a file, and not to the terminal."""
+    handler = logging.handlers.RotatingFileHandler(file, maxBytes=_MAX_LOG_BYTES, backupCount=1, delay=True)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(process)d %(levelname)s %(name)s: %(message)s"))
+    for name in ("ray", "ray.serve"):
+        logger = logging.getLogger(name)
+        logger.handlers = [handler]
+        logger.setLevel(logging.INFO)
+        logger.propagate = False
+
+
+@contextlib.contextmanager
+def _stderr_to(file: Path) -> Iterator[None]:
+    """Sends what Ray's C++ code prints, which no logger sees, to the file."""
+    sys.stderr.flush()
+    kept = os.dup(2)
+    with open(file, "ab") as log_file:
+        os.dup2(log_file.fileno(), 2)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+
+
+def _connection_error(address: str, error: Exception, log_file: Path) -> str:
+    text = " ".join(f"{error} {error.__cause__ or ''}".split())
+    text = text.partition(" Traceback (")[0]
+    more = f"Ray's messages are in {log_file}"
+    if not address:
+        return f"Ray could not be started on this machine: {text[:500]}. {more}"
+    if "token" in text.lower() or "auth" in type(error).__name__.lower():
+        return (
+            f"the Ray cluster at {address} requires a token: set RAY_AUTH_MODE=token here, with the ~/.ray/auth_token "
+            "of its head node in the same place on this machine"
+        )
+    if "ersion mismatch" in text:
+        return f"the Ray cluster at {address} uses different versions from this process: {text[:500]}"
+    if "No node info found" in text:
+        return (
+            f"this machine is not a node of the Ray cluster at {address}: run `ray start --address={address}` here "
+            f"first (with --num-cpus=0 to run no replicas here). {more}"
+        )
+    if "Failed to connect" in text:
+        return f"the program at {address} is not a Ray cluster, or is one that does not accept this machine. {more}"
+    return f"the Ray cluster at {address} cannot be joined: {text[:500]}. {more}"
+
+
+# --- front records ---------------------------------------------------------------------------------------------------
+# What every `cppbatch serve --ray` of this user and machine has started, in files that outlive a killed process.
+
+
+class FrontRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """A front, its cluster, and the Serve application that it has deployed."""
+
+    pid: int
+    created: float
+    """When the process started, in seconds since 1970: tells it from a later process with the same number."""
+    cluster: RayCluster
+    started_serve: bool
+    """Whether Ray Serve did not run in the cluster before."""
+    application: str
+    """The name of the application in Ray Serve."""
+    model: str
+    replicas: str
+    """`2` or `1..8`."""
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the front runs."""
+        try:
+            process = psutil.Process(self.pid)
+            is_same = abs(process.create_time() - self.created) < 1
+            return bool(is_same and process.status() != psutil.STATUS_ZOMBIE)
+        except psutil.Error:
+            return False
+
+
+@contextlib.contextmanager
+def recorded(record: FrontRecord) -> Iterator[None]:
+    """Keeps the record in a file meanwhile. The file of a process that is killed stays."""
+    remember(record)
+    try:
+        yield
+    finally:
+        forget(record)
+
+
+def remember(record: FrontRecord) -> None:
+    """Writes the record."""
+    _file(record).write_bytes(msgspec.json.encode(record))
+
+
+def this_process() -> tuple[int, float]:
+    """The pid of this process and when it started, for a `FrontRecord`."""
+    return os.getpid(), psutil.Process().create_time()
+
+
+def records() -> list[FrontRecord]:
+    """All records, by pid. Those of a dead front with a cluster of its own are deleted: the cluster ended with it."""
+    found = []
+    for file in sorted(_folder().glob("*.json"), key=lambda file: int(file.stem)):
+        with contextlib.suppress(OSError, msgspec.DecodeError):
+            record = msgspec.json.decode(file.read_bytes(), type=FrontRecord)
+            if record.is_alive or not record.cluster.is_own:
+                found.append(record)
+            else:
+                forget(record)
+    return found
+
+
+def forget(record: FrontRecord) -> None:
+    """Deletes the record."""
+    _file(record).unlink(missing_ok=True)
+
+
+def _file(record: FrontRecord) -> Path:
+    return _folder() / f"{record.pid}.json"
+
+
+def _folder() -> Path:
+    folder = Path(platformdirs.user_state_dir("cppbatch")) / "ray"
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder

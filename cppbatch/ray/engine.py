@@ -1,0 +1,442 @@
+"""Many replicas of an engine behind one `EngineClient`. When a replica is lost, its requests continue in others."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import math
+import uuid
+from collections import deque
+from collections.abc import AsyncGenerator, Coroutine
+from time import perf_counter
+from typing import Any
+
+import msgspec
+
+from cppbatch import errors
+from cppbatch.cluster.engines.client import EngineClient, Health, WorkerLive, WorkerState, id_in_use, running_loop
+from cppbatch.cluster.link import (
+    Check,
+    Question,
+    Refused,
+    SlotAction,
+    SlotDone,
+    Tokenize,
+    Tokenized,
+)
+from cppbatch.cluster.rules import prompt_prefixes
+from cppbatch.config import EngineConfig
+from cppbatch.engine.disk.slots import SlotActionName, SlotReport
+from cppbatch.engine.model_info import ModelInfo
+from cppbatch.engine.observe.metrics import EngineStats, add_up
+from cppbatch.engine.request import FinishReason, GenerationEvent, GenerationRequest, MediaPrompt, TokenPiece
+from cppbatch.errors import CppBatchError, EngineClosed, GenerationFailed, InvalidRequest, QueueFull
+from cppbatch.ray.messages import (
+    Answer,
+    GroupEvents,
+    ReplicaReport,
+    StreamOpened,
+    Submission,
+    decode_answer,
+    decode_report,
+    decode_to_front,
+    encode,
+)
+from cppbatch.ray.replica.set import LiveReplicas, ReplicaLost, ReplicaSet, ReplicaSetStatus
+from cppbatch.ray.sent_requests import SentGroup, SentGroups, SentRequest, SentStream
+
+log = logging.getLogger("cppbatch.ray")
+
+_MAX_LOST = 5  # replicas in a row, without a token of the request in between, after which it fails
+_PAUSE_S = 0.2  # before a request is sent again, times the number of lost replicas
+_STATUS_PERIOD_S, _LOADING_PERIOD_S = 1.0, 0.25
+_LEASE_PERIOD_S = 4.0
+_MAX_FINISH_TIMES = 64
+
+
+class RayEngine(EngineClient):
+    """An `EngineClient` over the replicas of a Ray Serve deployment. Created and used inside a running event loop.
+
+    Requests and their tokens so far are kept in this process, so another replica can continue them.
+    """
+
+    def __init__(self, config: EngineConfig, replicas: ReplicaSet) -> None:
+        """`config`: the settings of each replica; `max_queue` counts the requests that wait for any replica."""
+        loop = running_loop("RayEngine")
+        self.config = config
+        self._replicas = replicas
+        self._front = uuid.uuid4().hex[:8]
+        self._epoch = 0  # a lost stream group has a hole: requests after that go into other groups
+        self._n_sent = 0
+        self._requests: dict[str, SentRequest] = {}  # unfinished, by their ids in the replicas
+        self._by_id: dict[str, SentRequest] = {}  # by the client's id; while the iterator of `submit` is open
+        self._groups = SentGroups()
+        self._live = LiveReplicas(replicas)
+        self._to_cancel: list[tuple[str, SentGroup]] = []
+        self._finish_times: deque[float] = deque(maxlen=_MAX_FINISH_TIMES)
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._status = ReplicaSetStatus(status="starting")
+        self._has_more = False  # replicas than at the time before
+        self._info: ModelInfo | None = None
+        self._closed = False
+        self._loaded: asyncio.Future[None] = loop.create_future()
+        self._loaded.add_done_callback(lambda future: future.exception())  # else asyncio warns if no caller awaits it
+        self._background = [asyncio.ensure_future(work) for work in (self._watch(), self._renew_lease())]
+
+    async def loaded(self) -> None:
+        """Waits until a replica has loaded the model. Raises what loading raised."""
+        await asyncio.shield(self._loaded)
+
+    @property
+    def info(self) -> ModelInfo:
+        """The loaded model. Raises `EngineClosed` before it is loaded."""
+        if self._info is None:
+            raise EngineClosed("the model is not loaded")
+        return self._info
+
+    def health(self) -> Health:
+        """ok while any replica runs; restarting while none does, after one did."""
+        status = self._status
+        if self._closed:
+            return Health(status="closed")
+        if status.status == "failed":
+            return Health(status="failed", error=status.message)
+        if self._info is None:
+            return Health(status="loading", progress=status.progress, error=status.message)
+        if status.status == "starting":
+            return Health(status="restarting", progress=status.progress, error=status.message)
+        return Health(status="ok", progress=1.0)
+
+    # --- requests -----------------------------------------------------------------------------------------------
+
+    async def check(self, request: GenerationRequest) -> None:
+        """As in `EngineClient`."""
+        self._refuse_functions(request)
+        await self._ask(Check(request))
+
+    async def tokenize(
+        self, text: str | list[int] | MediaPrompt, *, add_special: bool = True, parse_special: bool = True
+    ) -> list[TokenPiece]:
+        """As in `EngineClient`."""
+        answer = await self._ask(Tokenize("", text, add_special, parse_special))
+        assert isinstance(answer, Tokenized)
+        pieces = {token.id: token for token in answer.pieces}
+        return [pieces[token] for token in answer.ids]
+
+    async def slot_action(self, action: SlotActionName, slot: int, path: str = "") -> SlotReport:
+        """As in `EngineClient`. Raises `InvalidRequest` if there are several replicas: each has slots of its own."""
+        if self._status.n_wanted > 1:
+            message = f"belongs to one of {self._status.n_wanted} replicas; saving slots requires a single replica"
+            raise InvalidRequest("id_slot", message)
+        answer = await self._ask(SlotAction("", action, slot, path))
+        assert isinstance(answer, SlotDone)
+        return answer.report
+
+    async def _ask(self, question: Question) -> Answer:
+        """Asks one replica, and another one if it is lost."""
+        self._require_ready()
+        try:
+            message = encode(question)
+        except UnicodeEncodeError as error:
+            raise InvalidRequest("prompt", f"contains an unpaired surrogate: {error}") from error
+        for n_lost in range(1, _MAX_LOST + 1):
+            try:
+                answer = decode_answer(await self._replicas.ask(message))
+            except ReplicaLost as error:
+                why = str(error)
+                await asyncio.sleep(n_lost * _PAUSE_S)
+                continue
+            if isinstance(answer, Refused):
+                raise InvalidRequest(answer.field, answer.message, answer.overflow)
+            return answer
+        raise GenerationFailed(f"lost {_MAX_LOST} replicas in a row; the last one: {why}")
+
+    async def submit(self, request: GenerationRequest) -> AsyncGenerator[GenerationEvent, None]:
+        """Runs a request, yielding its events; see `EngineClient.submit`."""
+        if request.id in self._by_id:
+            raise id_in_use(request.id)
+        self._require_ready()
+        self._refuse_functions(request)
+        if len(self._requests) >= max(1, self._status.n_running) * self.config.n_parallel + self.config.max_queue:
+            raise QueueFull(self.config.max_queue, self._seconds_per_request())
+        submitted = self._by_id[request.id] = SentRequest(request)
+        try:
+            self._send(submitted)
+            while not submitted.outputs.finished:
+                yield await submitted.outputs.get()
+        finally:
+            del self._by_id[request.id]
+            if submitted.id in self._requests:
+                self._abandon(submitted)
+
+    async def cancel(self, request_id: str) -> None:
+        """Ends a request within a step."""
+        if request := self._by_id.get(request_id):
+            request.cancelled = True
+            if request.group:
+                self._send_cancel(request.id, request.group)  # the replica sends the last event
+            elif request.id in self._requests:
+                self._end(request, FinishReason.CANCELLED)
+
+    def _require_ready(self) -> None:
+        if not (health := self.health()).takes_requests:
+            raise EngineClosed(health.refusal)
+
+    @staticmethod
+    def _refuse_functions(request: GenerationRequest) -> None:
+        if request.params.logits_processor is not None:
+            message = "is a Python function, which cannot be sent to the replicas; use LocalEngine"
+            raise InvalidRequest("logits_processor", message)
+
+    def _seconds_per_request(self) -> float:
+        """The mean time between the ends of recent requests, from 1 to 60 s: an estimate for the next free slot."""
+        times = self._finish_times
+        return min(60.0, max(1.0, (times[-1] - times[0]) / (len(times) - 1))) if len(times) > 1 else 1.0
+
+    # --- to and from the replicas -------------------------------------------------------------------------------
+
+    def _send(self, request: SentRequest) -> None:
+        """Sends the request to a replica, to be continued behind its tokens so far."""
+        self._n_sent += 1
+        request.send_as(f"{self._front}-{self._n_sent}")
+        try:
+            message = encode(Submission(self._front, self._epoch, request.request, request.resume_state()))
+        except UnicodeEncodeError as error:
+            request.outputs.fail(InvalidRequest("prompt", f"contains an unpaired surrogate: {error}"))
+            return
+        self._requests[request.id] = request
+        self._start_task(self._read(SentStream(request), message))
+
+    async def _read(self, stream: SentStream, message: bytes) -> None:
+        """Reads one stream to its end, even if its own request ends before: it may carry events of others."""
+        try:
+            await self._follow(stream, message)
+        except (ReplicaLost, asyncio.CancelledError) as error:  # Ray raises the second one for some lost calls
+            if self._closed:
+                raise
+            if stream.group:
+                self._lose_group(stream.group, str(error))
+            elif stream.sent_as in self._requests:
+                self._send_again(stream.request, str(error))
+        except Exception as error:  # a bug: no reader waits forever
+            log.exception("failed to run a request on the cluster")
+            if stream.sent_as in self._requests:
+                self._end(stream.request, FinishReason.ERROR, f"{type(error).__name__}: {error}")
+        finally:
+            if stream.group:
+                stream.group.streams.pop(stream.sent_as, None)
+
+    async def _follow(self, stream: SentStream, message: bytes) -> None:
+        prefixes = prompt_prefixes(stream.request.request)
+        async with contextlib.aclosing(self._replicas.run(prefixes, message)) as messages:
+            async for data in messages:
+                received = decode_to_front(data)
+                if isinstance(received, StreamOpened):
+                    self._opened(stream, self._groups.get(received.group, received.replica))
+                elif stream.group:
+                    for in_order in stream.group.in_order(received):
+                        self._handle(in_order, stream.group)
+                if stream.group and stream.group.is_lost:
+                    return  # closes the stream
+
+    def _opened(self, stream: SentStream, group: SentGroup) -> None:
+        task = asyncio.current_task()
+        assert task
+        stream.group, group.streams[stream.sent_as] = group, task
+        if request := self._request_in(group, stream.sent_as):
+            if group.is_lost:  # the request was on the way into it
+                self._remove(request)
+                self._send(request)
+        elif not group.is_lost:  # the request has ended meanwhile
+            self._send_cancel(stream.sent_as, group)
+
+    def _request_in(self, group: SentGroup, sent_as: str) -> SentRequest | None:
+        """The request that a replica tells of; None if it has ended here. Its first events may overtake the message
+        that opens its stream."""
+        request = self._requests.get(sent_as)
+        if request and not request.group:
+            request.group = group
+            group.requests[sent_as] = request
+        return request
+
+    def _handle(self, message: GroupEvents, group: SentGroup) -> None:
+        for event in message.events:
+            if request := self._request_in(group, event.request_id):
+                if event.tokens:
+                    request.n_crashes = 0
+                if event.finish_reason:
+                    self._remove(request)
+                    self._finish_times.append(perf_counter())
+                request.put(event)
+        for refused in message.not_valid:
+            if request := self._request_in(group, refused.id):
+                self._remove(request)
+                request.outputs.fail(InvalidRequest(refused.field, refused.message, refused.overflow))
+        for not_run in message.not_run:
+            if request := self._request_in(group, not_run.request_id):
+                self._send_again(request, not_run.why)
+
+    def _remove(self, request: SentRequest) -> None:
+        """Removes a request that has ended, or is sent again: events for it that still come are dropped."""
+        del self._requests[request.id]
+        if request.group:
+            del request.group.requests[request.id]
+            request.group = None
+
+    def _abandon(self, request: SentRequest) -> None:
+        """Removes a request, and cancels it in its replica."""
+        group = request.group
+        self._remove(request)
+        if group:
+            self._send_cancel(request.id, group)
+
+    def _lose_group(self, group: SentGroup, why: str) -> None:
+        """A stream of the group broke. Continues its requests elsewhere, in groups without a hole, and closes its other
+        streams, which ends the requests in the replica if that is still there."""
+        if group.is_lost:
+            return
+        group.is_lost = True
+        self._epoch += 1
+        lost = list(group.requests.values())
+        if lost:
+            log.warning("lost a replica (%s); requests that continue in other replicas: %d", why, len(lost))
+        for request in lost:
+            self._send_again(request, why)
+        for task in group.streams.values():
+            if task is not asyncio.current_task():
+                task.cancel()
+
+    def _send_again(self, request: SentRequest, why: str) -> None:
+        self._remove(request)
+        request.n_crashes += 1
+        if request.cancelled:
+            self._put_last_event(request, FinishReason.CANCELLED)
+        elif request.n_crashes >= _MAX_LOST:
+            error = f"lost {_MAX_LOST} replicas in a row while processing this request; the last one: {why}"
+            self._put_last_event(request, FinishReason.ERROR, error)
+        else:
+            self._send(request)
+
+    def _end(self, request: SentRequest, reason: FinishReason, error: str | None = None) -> None:
+        """Ends a request in place of a replica."""
+        self._remove(request)
+        self._put_last_event(request, reason, error)
+
+    @staticmethod
+    def _put_last_event(request: SentRequest, reason: FinishReason, error: str | None = None) -> None:
+        request.outputs.put(GenerationEvent(request_id=request.id, finish_reason=reason, error=error))
+
+    def _send_cancel(self, sent_as: str, group: SentGroup) -> None:
+        self._to_cancel.append((sent_as, group))
+        if len(self._to_cancel) == 1:
+            self._start_task(self._cancel_all())
+
+    async def _cancel_all(self) -> None:
+        """Cancels, in one call, all requests that this turn of the event loop cancels.
+
+        Serve does not pass the call to replicas that drain. Their groups are given up: closed streams end all requests
+        there, and the other requests continue elsewhere.
+        """
+        await asyncio.sleep(0)
+        cancelled, self._to_cancel = self._to_cancel, []
+        try:
+            reached = await self._replicas.cancel([sent_as for sent_as, _ in cancelled])
+        except Exception:
+            log.exception("failed to cancel requests; closing their streams")
+            reached = set()
+        for sent_as, group in cancelled:
+            if group.replica not in reached and sent_as in group.streams:
+                self._lose_group(group, "it ends")
+
+    def _start_task(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    # --- state, closing -----------------------------------------------------------------------------------------
+
+    async def _watch(self) -> None:
+        """Keeps the status, and `info` from the first replica that runs."""
+        while True:
+            n_before, has_more = self._status.n_running, self._has_more
+            try:
+                await self._update_status()
+            except Exception as error:
+                why = f"the Ray cluster does not respond ({type(error).__name__}: {error})"
+                if self._status.message != why:
+                    log.warning("%s", why)
+                self._status = msgspec.structs.replace(self._status, status="starting", message=why)
+            self._has_more = self._status.n_running > n_before > 0
+            if has_more:  # since the last time: by now Serve's router knows the new replicas
+                self._spread()
+            await asyncio.sleep(_STATUS_PERIOD_S if self._loaded.done() else _LOADING_PERIOD_S)
+
+    async def _renew_lease(self) -> None:
+        """Tells the replicas that this front still runs: without that they end its requests."""
+        while True:
+            try:
+                await self._replicas.renew_lease(self._front)
+            except Exception as error:  # `_watch` reports that the cluster does not answer
+                log.debug("failed to renew the lease: %s", error)
+            await asyncio.sleep(_LEASE_PERIOD_S)
+
+    async def _update_status(self) -> None:
+        self._status = await self._replicas.status()
+        if self._status.status == "failed":
+            self._fail(self._status)
+        elif self._info is None and self._status.status == "running" and (reports := await self._reports()):
+            self._info = reports[0].info
+            self._loaded.set_result(None)
+
+    def _spread(self) -> None:
+        """Sends requests that wait in the queues of replicas again, so that new replicas get their share."""
+        share = math.ceil(len(self._requests) / max(1, self._status.n_running))
+        for group in self._groups:
+            n_more = len(group.requests) - max(share, self.config.n_parallel)
+            waiting = [each for each in group.requests.values() if not each.has_tokens and not each.cancelled]
+            for request in waiting[-n_more:] if n_more > 0 else ():
+                self._abandon(request)
+                self._send(request)
+
+    def _fail(self, status: ReplicaSetStatus) -> None:
+        error = status.message or "no replica is running"
+        if not self._loaded.done():
+            kind = getattr(errors, status.error_kind or "", CppBatchError)
+            self._loaded.set_exception(kind(error))
+        for request in list(self._requests.values()):
+            self._end(request, FinishReason.ERROR, error)
+
+    async def _reports(self) -> list[ReplicaReport]:
+        reports = [decode_report(report) for report in await self._replicas.reports()]
+        return sorted(reports, key=lambda report: report.replica)
+
+    async def stats(self) -> EngineStats:
+        """The sum over all replicas that answer. Raises `EngineClosed` if none does."""
+        each = [worker.stats for worker in await self.workers() if worker.stats]
+        if not each:
+            raise EngineClosed(f"no replica responds: the engine is {self.health().status}")
+        return add_up(each)
+
+    async def workers(self) -> list[WorkerState]:
+        """The state of the worker of each replica that answers."""
+        if self._closed or self._info is None:
+            return []
+        return [worker for report in await self._reports() for worker in report.workers]
+
+    async def live(self) -> list[WorkerLive]:
+        """What the worker of each replica that answers does now."""
+        return [] if self._closed or self._info is None else await self._live.get(idle=not self._requests)
+
+    async def close(self) -> None:
+        """Ends all requests here and in the replicas, which go on running; the last events are `cancelled`."""
+        self._closed = True
+        for request in list(self._requests.values()):
+            self._end(request, FinishReason.CANCELLED)
+        if not self._loaded.done():
+            self._loaded.set_exception(EngineClosed("the engine was closed while loading the model"))
+        tasks = [*self._background, *self._tasks]
+        for task in tasks:
+            task.cancel()  # closes the streams, which ends the requests in the replicas
+        await asyncio.gather(*tasks, self._live.close(), return_exceptions=True)
+        await self._replicas.close(self._front)

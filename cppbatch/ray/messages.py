@@ -1,0 +1,72 @@
+"""What a front and its replicas tell each other: MessagePack in the calls and streams of a Serve handle.
+
+A *front* is a process with a `RayEngine`: the server of clients. The streams that a replica has open for one front are
+a *stream group*.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from cppbatch.cluster.engines.client import WorkerLive, WorkerState
+from cppbatch.cluster.link import Checked, Question, Refused, SlotDone, Tokenized
+from cppbatch.engine.model_info import ModelInfo
+from cppbatch.engine.request import GenerationEvent, GenerationRequest, ResumeState
+
+
+class Submission(msgspec.Struct, frozen=True):
+    """Run this request, or continue it where a lost replica stopped. `request.id` is unique among all fronts."""
+
+    front: str
+    epoch: int
+    """Requests of the same front and epoch are in one stream group of a replica."""
+    request: GenerationRequest
+    resume: ResumeState
+
+
+class StreamOpened(msgspec.Struct, frozen=True, tag=True):
+    """The first message of each stream: the replica runs the request."""
+
+    replica: str
+    group: str
+    """The stream group, whose messages are numbered; unique among all replicas."""
+
+
+class NotRun(msgspec.Struct, frozen=True):
+    """The replica cannot run a request, which another one may."""
+
+    request_id: str
+    why: str
+
+
+class GroupEvents(msgspec.Struct, frozen=True, tag=True):
+    """The events of all requests of a stream group since its last message: those of one step."""
+
+    number: int
+    """Counts the messages of the group from 0."""
+    events: list[GenerationEvent]
+    not_valid: list[Refused] = []
+    not_run: list[NotRun] = []
+
+
+class ReplicaReport(msgspec.Struct, frozen=True, kw_only=True):
+    """The state of a replica."""
+
+    replica: str
+    node: str
+    """The machine's name or address."""
+    info: ModelInfo
+    workers: list[WorkerState]
+
+
+ToFront = StreamOpened | GroupEvents
+Answer = Checked | Tokenized | SlotDone | Refused
+
+encode = msgspec.msgpack.Encoder().encode
+decode_submission = msgspec.msgpack.Decoder(Submission).decode
+_to_front: msgspec.msgpack.Decoder[ToFront] = msgspec.msgpack.Decoder(ToFront)
+_question: msgspec.msgpack.Decoder[Question] = msgspec.msgpack.Decoder(Question)
+_answer: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
+decode_to_front, decode_question, decode_answer = _to_front.decode, _question.decode, _answer.decode
+decode_live = msgspec.msgpack.Decoder(list[WorkerLive]).decode
+decode_report = msgspec.msgpack.Decoder(ReplicaReport).decode

@@ -1,0 +1,1 @@
+"""Replicas of an engine on a Ray cluster."""

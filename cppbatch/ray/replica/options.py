@@ -1,0 +1,156 @@
+"""What Ray Serve is told about the replicas of an engine: how many, where they fit, when their number changes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from cppbatch.config import EngineConfig
+from cppbatch.errors import ConfigError
+from cppbatch.models.pull import DEFAULT, choose_model, pull_default
+from cppbatch.ray.cluster import Node
+
+MAX_REPLICAS = 1024
+
+_LOOK_BACK_S = 12.0  # Serve scales by the mean of the last seconds; it warns below 10
+_UPSCALE_DELAY_S = 3.0
+_DRAIN_S = 60.0  # then the requests of a replica that stops continue in another one
+_CONSTRUCTOR_RETRIES = 2  # of the replicas of a new deployment, together, before it fails
+
+
+class ReplicaOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """Options of the Serve deployment. Raises `ConfigError` for values out of range."""
+
+    min_replicas: int = 1
+    max_replicas: int = 1
+    """More than `min_replicas`: the number follows the load."""
+    downscale_delay: float = 60.0
+    """Seconds for which fewer replicas must have been enough before one is stopped."""
+    num_cpus: float = 1
+    """Logical CPUs that Ray reserves for a replica."""
+    num_gpus: float = 0
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.min_replicas <= self.max_replicas <= MAX_REPLICAS:
+            raise ConfigError(
+                f"--replicas is {self.min_replicas}..{self.max_replicas}; it must be from 1 to {MAX_REPLICAS}, with "
+                "the smaller number first"
+            )
+        if not 0 <= self.downscale_delay < math.inf:
+            raise ConfigError(f"--downscale-delay is {self.downscale_delay:g} s; it must be 0 or more")
+
+    def __str__(self) -> str:
+        return f"{self.min_replicas}..{self.max_replicas}" if self.is_autoscaled else str(self.min_replicas)
+
+    @property
+    def is_autoscaled(self) -> bool:
+        """Whether the number of replicas follows the load."""
+        return self.max_replicas > self.min_replicas
+
+    def serve_options(self, config: EngineConfig) -> dict[str, Any]:
+        """Keyword arguments of `serve.deployment`.
+
+        Serve's autoscaling counts the requests that the fronts have open, waiting and running ones. A replica computes
+        `n_parallel` at once, so that is the target for each: one request more, on average, starts the next replica.
+        """
+        options: dict[str, Any] = {
+            "ray_actor_options": {"num_cpus": self.num_cpus, "num_gpus": self.num_gpus},
+            "graceful_shutdown_timeout_s": _DRAIN_S,
+            "graceful_shutdown_wait_loop_s": 1.0,
+            "max_constructor_retry_count": _CONSTRUCTOR_RETRIES,
+        }
+        if not self.is_autoscaled:
+            return options | {"num_replicas": self.min_replicas}
+        return options | {
+            "autoscaling_config": {
+                "min_replicas": self.min_replicas,
+                "max_replicas": self.max_replicas,
+                "initial_replicas": self.min_replicas,
+                "target_ongoing_requests": config.n_parallel,
+                "look_back_period_s": _LOOK_BACK_S,
+                "upscale_delay_s": _UPSCALE_DELAY_S,
+                "downscale_delay_s": self.downscale_delay,
+            }
+        }
+
+
+def for_own_machine(options: ReplicaOptions, config: EngineConfig, n_cores: int) -> tuple[ReplicaOptions, EngineConfig]:
+    """The options and the engine's settings where all replicas run on this machine: they divide its cores."""
+    n_threads = config.n_threads or max(1, n_cores // options.max_replicas)
+    return (
+        msgspec.structs.replace(options, num_cpus=n_threads),
+        msgspec.structs.replace(config, n_threads=n_threads),
+    )
+
+
+def for_nodes(
+    options: ReplicaOptions, config: EngineConfig, nodes: Sequence[Node]
+) -> tuple[ReplicaOptions, EngineConfig]:
+    """The same for a cluster: the replicas divide its nodes evenly, and those of a node its CPUs.
+
+    `n_threads` stays 0, one for each physical core, where a replica has a node for itself.
+    """
+    with_cpus = [node for node in nodes if node.cpus >= 1]
+    if config.n_threads or not with_cpus:
+        return msgspec.structs.replace(options, num_cpus=config.n_threads or 1), config
+    per_node = math.ceil(options.max_replicas / len(with_cpus))
+    num_cpus = max(1, int(min(node.cpus for node in with_cpus) // per_node))
+    n_threads = 0 if per_node == 1 else num_cpus
+    return (
+        msgspec.structs.replace(options, num_cpus=num_cpus),
+        msgspec.structs.replace(config, n_threads=n_threads),
+    )
+
+
+def computes_on_gpu(config: EngineConfig) -> bool:
+    """Whether an engine with these settings takes a GPU, if there is one, with the llama.cpp of this machine."""
+    from cppbatch.llama import Backend
+
+    return config.n_gpu_layers != 0 and Backend.get().supports_gpu
+
+
+def with_gpus(options: ReplicaOptions, nodes: Sequence[Node], *, grows: bool) -> ReplicaOptions:
+    """The options for engines that compute on GPUs: one for each replica. No GPU in the cluster: unchanged.
+
+    `grows`: whether nodes may join the cluster. Raises `ConfigError` if there are fewer GPUs than replicas for good.
+    """
+    n_gpus = int(sum(node.gpus for node in nodes))
+    if not n_gpus:
+        return options
+    if options.max_replicas > n_gpus and not grows:
+        raise ConfigError(
+            f"--replicas {options}: each replica needs a GPU, but this machine has {n_gpus}; use at most {n_gpus} "
+            "replicas, or disable the GPUs with -ngl 0"
+        )
+    return msgspec.structs.replace(options, num_gpus=1)
+
+
+def why_unplaceable(options: ReplicaOptions, nodes: Sequence[Node]) -> str | None:
+    """Why no node of the cluster can ever hold a replica; None: one can."""
+    if any(node.cpus >= options.num_cpus and node.gpus >= options.num_gpus for node in nodes):
+        return None
+    needs = f"{options.num_cpus:g} CPUs" + (f" and {options.num_gpus:g} GPU" if options.num_gpus else "")
+    have = ", ".join(f"{node.address}: {node.cpus:g} CPUs, {node.gpus:g} GPUs" for node in nodes)
+    return (
+        f"a replica needs {needs} on one machine, but no machine of the Ray cluster has that ({have}). Lower -t, or "
+        "add a larger machine with `ray start --address=...`; the replicas start as soon as it joins"
+    )
+
+
+# --- node model ------------------------------------------------------------------------------------------------------
+# The model's file on the node of a replica: nodes may keep it in different folders.
+
+
+def model_on_this_node(path: str) -> str:
+    """The file itself, or one with its name in this node's models folder, or the default model, fetched if needed.
+
+    Raises `ModelError` if there is none.
+    """
+    file = Path(path)
+    if not file.is_file() and file.name.startswith(Path(DEFAULT.file_name).stem):  # or a requantised copy of it
+        return str(pull_default())
+    return path if file.is_file() else str(choose_model(file.name))

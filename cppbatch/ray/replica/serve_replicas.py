@@ -1,0 +1,220 @@
+"""A `ReplicaSet` of a Ray Serve deployment: the only module that calls Serve handles."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncGenerator, Awaitable
+from typing import Any, TypeVar
+
+import msgspec
+import ray
+from ray import serve
+from ray.experimental import internal_kv
+from ray.serve.exceptions import DeploymentUnavailableError, RayServeException
+from ray.serve.handle import DeploymentHandle
+from ray.serve.schema import ApplicationStatus, ReplicaState
+
+from cppbatch.cluster.rules import Prefix
+from cppbatch.ray.replica.set import ReplicaLost, ReplicaSetStatus
+
+Result = TypeVar("Result")
+
+DEPLOYMENT = "engine"
+"""The name of the Serve deployment whose replicas are `EngineReplica`s."""
+
+_REPORT_TIMEOUT_S = 2.0
+
+
+class ServeReplicas:
+    """The replicas of an application, over a `DeploymentHandle`. Ray must be initialised."""
+
+    def __init__(self, application: str, deployment: str = DEPLOYMENT) -> None:
+        """`application` may still be starting."""
+        self._application, self._deployment = application, deployment
+        self._handle = DeploymentHandle(deployment, application)  # not a cached one: it belongs to one event loop
+        self._run = self._handle.options(method_name="run", stream=True)
+        self._ask = self._handle.options(method_name="ask")
+
+    async def run(self, prefixes: list[Prefix], message: bytes) -> AsyncGenerator[bytes, None]:
+        """As in `ReplicaSet`."""
+        response = self._run.remote(prefixes, message)
+        has_ended = False
+        try:
+            while True:
+                yield await _reached(response.__anext__())
+        except (StopAsyncIteration, ReplicaLost) as end:
+            has_ended = True
+            if isinstance(end, ReplicaLost):
+                raise
+        finally:
+            if not has_ended:
+                response.cancel()
+
+    async def ask(self, message: bytes) -> bytes:
+        """As in `ReplicaSet`."""
+        answer: bytes = await _reached(self._ask.remote(message))
+        return answer
+
+    async def cancel(self, request_ids: list[str]) -> set[str]:
+        """As in `ReplicaSet`."""
+        return {name for name in await self._broadcast("cancel", request_ids) if isinstance(name, str)}
+
+    async def reports(self) -> list[bytes]:
+        """As in `ReplicaSet`."""
+        return [report for report in await self._broadcast("report") if isinstance(report, bytes)]
+
+    async def live(self) -> list[bytes]:
+        """As in `ReplicaSet`."""
+        return [state for state in await self._broadcast("live") if isinstance(state, bytes)]
+
+    async def _broadcast(self, method: str, *args: Any) -> list[Any]:
+        try:
+            answers: list[Any] = await self._handle.broadcast(method, *args).results_async(
+                timeout_s=_REPORT_TIMEOUT_S, return_exceptions=True
+            )
+        except (TimeoutError, DeploymentUnavailableError):
+            return []
+        return answers
+
+    async def renew_lease(self, front: str) -> None:
+        """As in `ReplicaSet`."""
+        await asyncio.to_thread(renew_lease, front)
+
+    async def close(self, front: str) -> None:
+        """As in `ReplicaSet`."""
+        await asyncio.to_thread(end_lease, front)
+        await self._handle.shutdown_async()
+
+    async def status(self) -> ReplicaSetStatus:
+        """As in `ReplicaSet`."""
+        return await asyncio.to_thread(self._status)
+
+    def _status(self) -> ReplicaSetStatus:
+        found = serve.status().applications.get(self._application)
+        if found is None or found.status == ApplicationStatus.DELETING:
+            return ReplicaSetStatus(status="failed", message=f"the Serve application {self._application!r} is gone")
+        deployment = found.deployments.get(self._deployment)
+        states = deployment.replica_states if deployment else {}
+        n_running = states.get(ReplicaState.RUNNING, 0)
+        n_wanted = sum(states.values()) - states.get(ReplicaState.STOPPING, 0)
+        if n_running:
+            return ReplicaSetStatus(status="running", n_running=n_running, n_wanted=n_wanted, progress=1.0)
+        reports = load_reports(self._application)
+        failed = next((report for report in reports if report.error), None)
+        message = failed.error if failed else (deployment.message if deployment else "") or found.message
+        return ReplicaSetStatus(
+            status="failed" if found.status == ApplicationStatus.DEPLOY_FAILED else "starting",
+            n_wanted=n_wanted,
+            progress=max((report.progress for report in reports), default=0.0),
+            message=message or None,
+            error_kind=failed.error_kind if failed else None,
+        )
+
+
+async def _reached(call: Awaitable[Result]) -> Result:
+    """The result of a call. Raises `ReplicaLost` if the replica could not finish it."""
+    try:
+        return await call
+    except ray.exceptions.RayTaskError as error:
+        raise ReplicaLost(str(error).rstrip().rpartition("\n")[2]) from error  # the line below the traceback
+    except (ray.exceptions.RayError, RayServeException) as error:
+        raise ReplicaLost(str(error).partition("\n")[0]) from error
+
+
+# --- front leases ----------------------------------------------------------------------------------------------------
+# Whether the front of a request still runs: Ray does not tell a replica that the caller of a stream has died.
+#
+# Each front counts on in the key-value store of the cluster, and replicas look there.
+
+
+_LEASES = "cppbatch-fronts"
+_LEASE_S = 20.0
+
+
+def renew_lease(front: str) -> None:
+    """Called by a front every few seconds. Waits for the cluster, as all functions here do."""
+    internal_kv._internal_kv_put(front, repr(time.time()), namespace=_LEASES)
+
+
+def end_lease(front: str) -> None:
+    """The front ends."""
+    internal_kv._internal_kv_del(front, namespace=_LEASES)
+
+
+class LeaseWatch:
+    """A replica's view of the fronts. The clocks of machines are not compared: a lease must only change."""
+
+    def __init__(self) -> None:
+        self._seen: dict[str, tuple[bytes | None, float]] = {}
+
+    def expired(self, fronts: set[str]) -> set[str]:
+        """Those of these fronts that have not renewed their lease for 20 s, as this replica has seen."""
+        now = time.monotonic()
+        self._seen = {front: seen for front, seen in self._seen.items() if front in fronts}
+        for front in fronts:
+            lease = internal_kv._internal_kv_get(front, namespace=_LEASES)
+            if front not in self._seen or self._seen[front][0] != lease:
+                self._seen[front] = lease, now
+        return {front for front, (_, since) in self._seen.items() if now > since + _LEASE_S}
+
+
+# --- load reports ----------------------------------------------------------------------------------------------------
+# How far replicas have loaded the model, and why one could not: in the key-value store of the cluster.
+#
+# Serve tells neither: a replica takes no calls until its constructor has returned, and its errors are tracebacks.
+
+
+_NAMESPACE = "cppbatch-loading"
+
+
+class LoadReport(msgspec.Struct, frozen=True, kw_only=True):
+    """The state of a replica that loads, or that has failed to."""
+
+    progress: float = 0.0
+    """0.0 to 1.0."""
+    error: str | None = None
+    error_kind: str | None = None
+    """The name of the exception in `cppbatch.errors`."""
+
+
+_decode = msgspec.msgpack.Decoder(LoadReport).decode
+
+
+def put_report(application: str, replica: str, report: LoadReport) -> None:
+    """Replaces the report of a replica. Waits for the cluster, as all functions here do."""
+    internal_kv._internal_kv_put(_key(application, replica), msgspec.msgpack.encode(report), namespace=_NAMESPACE)
+
+
+def remove_report(application: str, replica: str) -> None:
+    """A replica has loaded the model."""
+    internal_kv._internal_kv_del(_key(application, replica), namespace=_NAMESPACE)
+
+
+def remove_errors(application: str) -> None:
+    """Removes the reports of replicas that have failed: another one begins to load."""
+    for key in _keys(application):
+        if (report := _get(key)) and report.error:
+            internal_kv._internal_kv_del(key, namespace=_NAMESPACE)
+
+
+def load_reports(application: str) -> list[LoadReport]:
+    """The reports of all replicas that load, or have failed to."""
+    return [report for key in _keys(application) if (report := _get(key))]
+
+
+def _key(application: str, replica: str) -> str:
+    return f"{application}/{replica}"
+
+
+def _keys(application: str) -> list[bytes]:
+    keys: list[bytes] = internal_kv._internal_kv_list(_key(application, ""), namespace=_NAMESPACE)
+    return keys
+
+
+def _get(key: bytes) -> LoadReport | None:
+    value = internal_kv._internal_kv_get(key, namespace=_NAMESPACE)
+    with contextlib.suppress(msgspec.DecodeError):
+        return _decode(value) if value else None
+    return None

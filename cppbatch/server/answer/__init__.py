@@ -1,0 +1,1 @@
+"""From events of the engine to an answer: parts that several API families share."""

@@ -1,0 +1,141 @@
+"""Prompts in llama-server's form, which may mix texts and token ids, as tokens."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from itertools import groupby
+from typing import Any, NamedTuple
+
+from cppbatch.chat.messages import media_of
+from cppbatch.engine.media.sources import source_of_data
+from cppbatch.engine.request import MediaPrompt, TokenPiece
+from cppbatch.errors import InvalidRequest
+from cppbatch.server.models.serving import Prompt, Serving
+
+Json = dict[str, Any]
+MEDIA_MARKER = f"<__media_{secrets.token_hex(16)}__>"
+"""Stands for a picture or a sound in a `prompt_string`. Random, so that no text has it by chance."""
+
+
+class MarkedPrompt(NamedTuple):
+    """A `prompt_string` with `multimodal_data`."""
+
+    text: str
+    """Has `MEDIA_MARKER` for each of the data."""
+    data: list[str]
+    """Pictures and sounds, as base64."""
+
+
+MixedPrompt = str | list[str | int] | MarkedPrompt
+"""A text; texts and token ids mixed; or a text with pictures and sounds."""
+
+_MIN_LENGTH_LIMIT = 1 << 20  # characters or token ids that are accepted whatever the context of the model
+_MAX_CHARS_PER_TOKEN = 32  # more than any text has on average
+MAX_TEXTS = 1000
+"""Texts of one request that are tokenised separately."""
+
+
+def prompts_of(prompt: str | list[Any] | Json, field: str = "prompt") -> list[MixedPrompt]:
+    """The prompts in a field: several if it is a list without token ids, otherwise one.
+
+    Raises `InvalidRequest` naming `field`.
+    """
+    if not isinstance(prompt, list) or any(_is_id(item) for item in prompt):
+        return [_mixed_prompt(prompt, field)]
+    if not prompt:
+        raise InvalidRequest(field, "is empty; give at least one text or token id")
+    return [_mixed_prompt(item, f"{field}[{i}]") for i, item in enumerate(prompt)]
+
+
+def _mixed_prompt(prompt: object, field: str) -> MixedPrompt:
+    if isinstance(prompt, dict):
+        if data := prompt.get("multimodal_data"):
+            return _marked_prompt(prompt.get("prompt_string"), data, field)
+        prompt = prompt.get("prompt_string")
+    if isinstance(prompt, str):
+        return prompt
+    if isinstance(prompt, list) and all(isinstance(item, str) or _is_id(item) for item in prompt):
+        return prompt
+    raise InvalidRequest(field, 'must be a string, a list of token ids and strings, or {"prompt_string": ...}')
+
+
+def _marked_prompt(text: object, data: object, field: str) -> MarkedPrompt:
+    if not isinstance(text, str):
+        raise InvalidRequest(f"{field}.prompt_string", "must be a string if multimodal_data is given")
+    if not isinstance(data, list) or not all(isinstance(each, str) and each for each in data):
+        raise InvalidRequest(f"{field}.multimodal_data", "must be a list of strings: base64-encoded files")
+    if (n := text.count(MEDIA_MARKER)) != len(data):
+        message = f"has {n} media markers for {len(data)} items of multimodal_data; GET /props returns the media_marker"
+        raise InvalidRequest(f"{field}.prompt_string", message)
+    return MarkedPrompt(text, data)
+
+
+def _is_id(item: object) -> bool:
+    return isinstance(item, int) and not isinstance(item, bool)
+
+
+async def engine_prompt(serving: Serving, prompt: MixedPrompt, field: str) -> Prompt:
+    """A prompt as the engine takes it: a text, token ids, or a text with pictures and sounds.
+
+    Raises `InvalidRequest` naming `field`.
+    """
+    if isinstance(prompt, MarkedPrompt):
+        return await _loaded(serving, prompt, field)
+    if isinstance(prompt, str) or all(_is_id(item) for item in prompt):
+        return prompt  # type: ignore[return-value]  # a list without strings
+    return [token.id for token in await tokenize(serving, prompt, field)]
+
+
+async def _loaded(serving: Serving, prompt: MarkedPrompt, field: str) -> MediaPrompt:
+    """Decodes the data. Raises `InvalidRequest`."""
+    sources = [source_of_data(f"{field}.multimodal_data[{i}]", data) for i, data in enumerate(prompt.data)]
+    messages = [{"role": "user", "content": [source.part() for source in sources]}]
+    media = serving.media_loader()
+    await media.fetch([messages])
+    loaded = media_of(await asyncio.to_thread(media.loaded, messages))
+    first, *others = prompt.text.split(MEDIA_MARKER)
+    parts = [first]
+    for text in others:
+        parts += [next(loaded), text]
+    return MediaPrompt([part for part in parts if part != ""])
+
+
+async def tokenize(
+    serving: Serving, prompt: str | list[str | int], field: str, *, add_special: bool = True, parse_special: bool = True
+) -> list[TokenPiece]:
+    """The tokens of a prompt. Raises `InvalidRequest` naming `field`.
+
+    `add_special`: begin with BOS if the model wants it and the prompt does not begin with a token id. A prompt far
+    longer than the context is rejected by its length, before an object is made for each token.
+    """
+    limit = max(_MIN_LENGTH_LIMIT, _MAX_CHARS_PER_TOKEN * serving.info.max_sequence)
+    size = len(prompt) if isinstance(prompt, str) else sum(len(part) if isinstance(part, str) else 1 for part in prompt)
+    if size > limit:
+        raise InvalidRequest(field, f"is {size:,} long; the limit is {limit:,} characters or token ids")
+    if isinstance(prompt, str):
+        return await serving.client.tokenize(prompt, add_special=add_special, parse_special=parse_special)
+    if sum(isinstance(part, str) for part in prompt) > MAX_TEXTS:
+        raise InvalidRequest(field, f"has more than {MAX_TEXTS} strings; join them, or give token ids")
+    tokens: list[TokenPiece] = []
+    start = 0
+    for is_id, group in groupby(prompt, _is_id):
+        parts: list[Any] = list(group)
+        if is_id:
+            tokens += await _pieces_of(serving, parts, field, start)
+        else:
+            for i, part in enumerate(parts, start):
+                tokens += await serving.client.tokenize(
+                    part, add_special=add_special and i == 0, parse_special=parse_special
+                )
+        start += len(parts)
+    return tokens
+
+
+async def _pieces_of(serving: Serving, ids: list[int], field: str, start: int) -> list[TokenPiece]:
+    """The tokens with these ids, which begin at index `start` of the field."""
+    try:
+        return await serving.client.tokenize(ids)
+    except InvalidRequest as error:
+        wrong = next((i for i, token in enumerate(ids) if not 0 <= token < serving.info.n_vocab), 0)
+        raise error.renamed(f"{field}[{start + wrong}]") from error

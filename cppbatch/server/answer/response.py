@@ -1,0 +1,334 @@
+"""The engine requests of an HTTP request (`PreparedRequest`), and how its response is built and sent."""
+
+from __future__ import annotations
+
+import contextlib
+from abc import ABC, abstractmethod
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple, TypeVar
+
+import msgspec
+from aiohttp import web
+
+from cppbatch.chat.output_parser import ArgumentsDelta, Delta, ReasoningDelta, TextDelta, ToolCallStart
+from cppbatch.engine.request import FinishReason, GenerationEvent, GenerationRequest
+from cppbatch.errors import EngineClosed, GenerationFailed, InvalidRequest
+from cppbatch.server.fields.parse import read_json
+from cppbatch.server.http.api_errors import api_error, json_response, openai_error
+from cppbatch.server.http.endpoint import Answer, Routes
+from cppbatch.server.models.served import ModelLease, lease_model
+from cppbatch.server.observe.metrics import METRICS, endpoint_of
+from cppbatch.server.run_requests import Event, OnEvent, run_requests
+
+Json = dict[str, Any]
+
+STREAM_HEADERS = {
+    "Content-Type": "text/event-stream; charset=utf-8",
+    "Cache-Control": "no-cache",
+    "X-Accel-Buffering": "no",
+}
+
+
+class ServerSentEvent(NamedTuple):
+    """One event of a stream. `data` is sent as JSON; a string is sent as it is."""
+
+    data: object
+    event: str | None = None
+    """The event's name; None: unnamed, as in OpenAI's completions."""
+
+
+DONE = ServerSentEvent("[DONE]")
+"""The last event of OpenAI's streams."""
+
+
+class TokenCounts(NamedTuple):
+    """Tokens that a whole response used."""
+
+    prompt: int
+    cached: int
+    completion: int
+    drafted: int
+    accepted: int
+    image: int
+    """Prompt tokens that are pictures, as `audio` counts those that are sound."""
+    audio: int
+
+
+class ResponseBuilder(ABC):
+    """Builds the response of one HTTP request from the events of its completions.
+
+    `n_candidates`: completions of each prompt. Completions of the same prompt have consecutive indices.
+    """
+
+    def __init__(self, *, n_candidates: int = 1) -> None:
+        self.n_candidates = n_candidates
+        self.last_events: dict[int, GenerationEvent] = {}
+        """The last event of each completion that has ended, by index."""
+
+    def record(self, index: int, event: GenerationEvent) -> None:
+        """Records an event before the response shows it. For the last event of a completion that failed, raises
+        `InvalidRequest`, `GenerationFailed` or `EngineClosed`."""
+        raise_failure(event)
+        if event.finish_reason:
+            self.last_events[index] = event
+
+    @abstractmethod
+    def build(self, completions: list[list[GenerationEvent]]) -> object:
+        """The body of a response that is not streamed, from all events of each completion."""
+
+    def stream_start(self) -> list[ServerSentEvent]:
+        """The first events of a stream, sent when the first completion has an event."""
+        return []
+
+    @abstractmethod
+    def stream_events(self, index: int, event: GenerationEvent) -> list[ServerSentEvent]:
+        """The events that a stream sends for an event of the engine, which has been recorded."""
+
+    def stream_end(self) -> list[ServerSentEvent]:
+        """The last events of a stream, when all completions have ended."""
+        return []
+
+    def stream_error(self, error: Exception) -> list[ServerSentEvent]:
+        """The last events of a stream that cannot continue."""
+        return [ServerSentEvent(openai_error(api_error(error)))]
+
+    def token_counts(self) -> TokenCounts:
+        """Token counts over all completions. A prompt counts once, whatever the number of its completions."""
+        prompt = completion = drafted = accepted = media = audio = 0
+        cached: dict[int, int] = {}  # by prompt: the tokens that no completion had to compute
+        for index, event in self.last_events.items():
+            if usage := event.usage:
+                completion += usage.completion_tokens
+                drafted += usage.drafted_tokens
+                accepted += usage.accepted_tokens
+                prompt += usage.prompt_tokens
+                media += usage.n_media_tokens
+                audio += usage.n_audio_tokens
+                group = index // self.n_candidates
+                cached[group] = min(cached.get(group, usage.cached_tokens), usage.cached_tokens)
+        n = self.n_candidates
+        return TokenCounts(
+            prompt=prompt // n,
+            cached=sum(cached.values()),
+            completion=completion,
+            drafted=drafted,
+            accepted=accepted,
+            image=(media - audio) // n,
+            audio=audio // n,
+        )
+
+
+def shown_media(counts: TokenCounts) -> dict[str, Any]:
+    """`image_tokens` and `audio_tokens` of the details of a prompt's tokens, if it has any."""
+    given = {"image_tokens": counts.image, "audio_tokens": counts.audio}
+    return {name: n for name, n in given.items() if n}
+
+
+def raise_failure(event: GenerationEvent) -> None:
+    """Raises for the last event of a failed completion: `InvalidRequest` if the request is at fault, otherwise
+    `GenerationFailed` or `EngineClosed`."""
+    if event.error_field:
+        raise InvalidRequest(event.error_field, event.error or "the text cannot be continued", event.overflow)
+    if event.finish_reason is FinishReason.ERROR:
+        raise GenerationFailed(event.error or "generation failed")
+    if event.finish_reason is FinishReason.CANCELLED:  # not by the client, which would have closed the connection
+        raise EngineClosed("the server is shutting down")
+
+
+@dataclass(frozen=True)
+class PreparedRequest:
+    """The engine requests of one HTTP request, and how its response is built."""
+
+    requests: list[GenerationRequest]
+    builder: ResponseBuilder
+    stream: bool = False
+    field_names: dict[str, str] = field(default_factory=dict)
+    """The client's names for fields of the engine requests, for error messages."""
+
+    async def gather(self, events: AsyncGenerator[Event, None], observe: OnEvent) -> object:
+        """The body of the response that is not streamed, once every completion has ended. `observe` is called with each
+        event. Raises what `ResponseBuilder.record` raises, with the client's field names."""
+        completions: list[list[GenerationEvent]] = [[] for _ in self.requests]
+        with self.client_field_names():
+            async with contextlib.aclosing(events):
+                async for index, event in events:
+                    observe(index, event)
+                    self.builder.record(index, event)
+                    completions[index].append(event)
+            return self.builder.build(completions)
+
+    @contextlib.contextmanager
+    def client_field_names(self) -> Iterator[None]:
+        """A context in which errors are raised with the client's field names instead of the engine's."""
+        try:
+            yield
+        except InvalidRequest as error:
+            names = {"task": "model", **self.field_names}
+            name, bracket, rest = error.field.partition("[")
+            raise error.renamed(f"{names.get(name, name)}{bracket}{rest}") from error
+
+
+async def respond(
+    request: web.Request,
+    lease: ModelLease,
+    prepared: PreparedRequest,
+    events: AsyncGenerator[Event, None] | None = None,
+) -> web.StreamResponse:
+    """Runs the engine requests and sends the response, whole or as server-sent events.
+
+    `events`: the events of the engine requests, from an endpoint that calls `run_requests` with options of its own, and
+    with the requests that the key allows (`ModelLease.apply_key_rules`).
+    """
+    serving = lease.serving
+    if events is None:
+        requests = lease.apply_key_rules(prepared.requests)
+        events = run_requests(serving.client, requests, check_first=prepared.stream, waited=lease.waited)
+    with request.app[METRICS].observe(endpoint_of(request), len(prepared.requests), serving.name) as observe:
+        if not prepared.stream:
+            return json_response(await prepared.gather(events, observe))
+        with prepared.client_field_names():
+            return await _send_stream(request, events, prepared.builder, observe)
+
+
+async def _send_stream(
+    request: web.Request, events: AsyncGenerator[Event, None], builder: ResponseBuilder, observe: OnEvent
+) -> web.StreamResponse:
+    """Sends each event as it comes. An error before the first event becomes an HTTP status, a later one an event."""
+    async with contextlib.aclosing(events):
+        first = await anext(events, None)  # None: there are no requests
+        if first:
+            observe(*first)
+            builder.record(*first)  # raises if the completion has already failed
+        response = web.StreamResponse(headers=STREAM_HEADERS)
+        await response.prepare(request)
+        try:
+            start = builder.stream_start()
+            await _send(request, response, [*start, *(builder.stream_events(*first) if first else [])])
+            async for index, event in events:
+                observe(index, event)
+                builder.record(index, event)
+                await _send(request, response, builder.stream_events(index, event))
+            last = builder.stream_end()
+        except ConnectionResetError:
+            raise
+        except Exception as error:
+            last = builder.stream_error(error)
+        await _send(request, response, last)
+    return response
+
+
+async def _send(request: web.Request, response: web.StreamResponse, events: list[ServerSentEvent]) -> None:
+    if events:
+        await response.write(b"".join(map(_encode, events)))
+        await request.writer.drain()  # `write` alone would buffer 64 KiB for a client that does not read
+
+
+def _encode(event: ServerSentEvent) -> bytes:
+    name = f"event: {event.event}\n".encode() if event.event else b""
+    data = event.data.encode() if isinstance(event.data, str) else msgspec.json.encode(event.data)
+    return name + b"data: " + data + b"\n\n"
+
+
+# --- content blocks --------------------------------------------------------------------------------------------------
+# An assistant message as a sequence of content blocks, for APIs that show text, reasoning and calls in their order.
+
+
+@dataclass(slots=True)
+class ContentBlock:
+    """A stretch of text, a stretch of reasoning, or a tool call."""
+
+    index: int
+    """Its position in the message."""
+    kind: Literal["text", "reasoning", "call", "custom"]
+    """custom: a call of a custom tool."""
+    text: str = ""
+    """Of a call: its arguments, as JSON; of a custom tool its text."""
+    call_id: str = ""
+    name: str = ""
+    """The name of the called tool."""
+
+
+class BlockChange(NamedTuple):
+    """A change of a block. Each block starts once, grows, and stops before the next one starts."""
+
+    step: Literal["start", "delta", "stop"]
+    block: ContentBlock
+    text: str = ""
+    """The text that a delta adds."""
+
+
+class ContentBlocks:
+    """The blocks of one message while it is generated."""
+
+    def __init__(self) -> None:
+        self.all: list[ContentBlock] = []
+        self._open: ContentBlock | None = None
+
+    def read(self, deltas: Iterable[Delta]) -> list[BlockChange]:
+        """Adds the deltas to the blocks."""
+        changes: list[BlockChange] = []
+        for delta in deltas:
+            if isinstance(delta, ToolCallStart):
+                kind: Literal["call", "custom"] = "custom" if delta.is_custom else "call"
+                changes += self._start(ContentBlock(len(self.all), kind, call_id=delta.id, name=delta.name))
+            elif delta.text:
+                changes += self._add(delta)
+        return changes
+
+    def close(self) -> list[BlockChange]:
+        """Stops the open block, if there is one."""
+        stopped = [BlockChange("stop", self._open)] if self._open else []
+        self._open = None
+        return stopped
+
+    def _add(self, delta: TextDelta | ReasoningDelta | ArgumentsDelta) -> list[BlockChange]:
+        changes: list[BlockChange] = []
+        kind: Literal["text", "reasoning"] = "reasoning" if isinstance(delta, ReasoningDelta) else "text"
+        if not isinstance(delta, ArgumentsDelta) and (self._open is None or self._open.kind != kind):
+            changes = self._start(ContentBlock(len(self.all), kind))
+        block = self.all[-1]
+        block.text += delta.text
+        return [*changes, BlockChange("delta", block, delta.text)]
+
+    def _start(self, block: ContentBlock) -> list[BlockChange]:
+        stopped = self.close()
+        self._open = block
+        self.all.append(block)
+        return [*stopped, BlockChange("start", block)]
+
+
+# --- generation ------------------------------------------------------------------------------------------------------
+# Endpoints whose answer is made of engine requests: each is declared by the function that prepares these.
+
+
+Prepare = TypeVar("Prepare", bound=Callable[..., Awaitable[PreparedRequest]])
+
+
+def generation(
+    routes: Routes,
+    path: str,
+    body: type[msgspec.Struct],
+    answer: Answer,
+    *,
+    streams: bool = True,
+    in_batches: bool = False,
+    **more: Any,
+) -> Callable[[Prepare], Prepare]:
+    """Declares `POST path` by the function that prepares the request, from its body and the `Serving` of its model.
+
+    `in_batches`: batches support it. `more`: as for `Routes.post`.
+    """
+
+    def declare(prepare: Prepare) -> Prepare:
+        async def handle(request: web.Request) -> web.StreamResponse:
+            given = await read_json(request, body)
+            with await lease_model(request, given) as lease:
+                return await respond(request, lease, await prepare(given, lease.serving))
+
+        handle.__doc__ = prepare.__doc__
+        more["prepare"] = prepare if in_batches else None
+        routes.post(path, answer, body, streams=streams, **more)(handle)
+        return prepare
+
+    return declare

@@ -1,0 +1,1 @@
+"""The API families: request types, handlers, response types."""

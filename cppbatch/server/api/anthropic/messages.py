@@ -1,0 +1,358 @@
+"""`POST /v1/messages` and `POST /v1/messages/count_tokens`. Their types are in `types`."""
+
+from __future__ import annotations
+
+import itertools
+from typing import NamedTuple
+
+import msgspec
+from aiohttp import web
+from msgspec import UNSET, UnsetType
+
+from cppbatch.chat.chat_format import ChatTurn
+from cppbatch.chat.messages import MediaSource
+from cppbatch.chat.reasoning import effort_variables, given_budget
+from cppbatch.engine.chats import AssistantOutput
+from cppbatch.engine.request import GenerationEvent, RequestUsage
+from cppbatch.errors import InvalidRequest
+from cppbatch.server.answer.llama_result import StreamTimings, Timings, timings
+from cppbatch.server.answer.response import (
+    BlockChange,
+    ContentBlock,
+    ContentBlocks,
+    Json,
+    PreparedRequest,
+    ResponseBuilder,
+    ServerSentEvent,
+    generation,
+)
+from cppbatch.server.api.anthropic.types import (
+    BlockJsonDelta,
+    BlockTextDelta,
+    BlockThinkingDelta,
+    ContentBlockDelta,
+    ContentBlockStart,
+    ContentBlockStop,
+    CountTokensRequest,
+    CountTokensResponse,
+    MessageDelta,
+    MessageEnd,
+    MessagesRequest,
+    MessagesResponse,
+    MessageStart,
+    MessageStop,
+    MessageUsage,
+    Ping,
+    RequestBlock,
+    RequestMessage,
+    ResponseBlock,
+    StopReason,
+    StreamEvent,
+    TextBlock,
+    ThinkingBlock,
+    ThinkingTokensDetails,
+    ToolUseBlock,
+)
+from cppbatch.server.fields.parse import read_json
+from cppbatch.server.http.api_errors import AnthropicErrorResponse, anthropic_error, api_error, json_response
+from cppbatch.server.http.endpoint import Routes
+from cppbatch.server.models.served import lease_model
+from cppbatch.server.models.serving import PreparedTurn, Serving
+
+routes = Routes()
+
+_ERRORS: Json = {"error": AnthropicErrorResponse, "unavailable": AnthropicErrorResponse}
+
+
+@routes.post("/v1/messages/count_tokens", CountTokensResponse, CountTokensRequest, **_ERRORS)
+async def count_tokens(request: web.Request) -> web.Response:
+    """Count the prompt tokens of a conversation, in Anthropic's API.
+
+    Those that the same `/v1/messages` would have.
+    """
+    body = await read_json(request, CountTokensRequest)
+    with await lease_model(request, body) as lease:
+        serving = lease.serving
+        serving.check_model(body.model)
+        serving.check_size(body)
+        tokens = await serving.chat_tokens(await serving.render(message_turn(body)))
+    return json_response(CountTokensResponse(input_tokens=len(tokens)))
+
+
+@generation(routes, "/v1/messages", MessagesRequest, MessagesResponse, **_ERRORS)
+async def prepare_message(body: MessagesRequest, serving: Serving) -> PreparedRequest:
+    """Generate the next assistant message, in Anthropic's API.
+
+    Raises `InvalidRequest`.
+    """
+    serving.check(body)
+    if body.max_tokens < 1:
+        raise InvalidRequest("max_tokens", f"is {body.max_tokens}; it must be at least 1")
+    serving.check_size(body)
+    turn = await serving.prepare(message_turn(body), body, "msg_")
+    builder = MessagesBuilder(body, serving.name, turn)
+    return PreparedRequest(turn.requests, builder, stream=bool(body.stream), field_names=turn.field_names)
+
+
+class MessagesBuilder(ResponseBuilder):
+    """Builds the response of `/v1/messages`."""
+
+    def __init__(self, body: MessagesRequest, model: str, turn: PreparedTurn) -> None:
+        super().__init__()
+        self.id = turn.id
+        self._model = model
+        self._max_tokens = body.max_tokens
+        self._output = AssistantOutput(turn.chat)
+        self._blocks = ContentBlocks()
+        self._at_start: RequestUsage | None = None
+        self._stream_timings = StreamTimings(body)
+        self._shows_timings = bool(body.timings_per_token)
+
+    def record(self, index: int, event: GenerationEvent) -> None:
+        """As in `ResponseBuilder`."""
+        super().record(index, event)
+        self._at_start = self._at_start or event.usage
+
+    def build(self, completions: list[list[GenerationEvent]]) -> MessagesResponse:
+        """As in `ResponseBuilder`."""
+        for event in completions[0]:
+            self._read(event)
+        blocks = [_block(block) for block in self._blocks.all]
+        end = self._end()
+        return MessagesResponse(
+            id=self.id,
+            model=self._model,
+            content=[block for block in blocks if block is not None],
+            stop_reason=end.stop_reason,
+            stop_sequence=end.stop_sequence,
+            usage=self._usage(),
+            timings=self._shown_timings(),
+        )
+
+    def stream_start(self) -> list[ServerSentEvent]:
+        """As in `ResponseBuilder`. The first event of the engine has the counts of the prompt (`usage_events`)."""
+        assert self._at_start
+        usage = MessageUsage(
+            input_tokens=self._at_start.prompt_tokens - self._at_start.cached_tokens,
+            cache_read_input_tokens=self._at_start.cached_tokens,
+            output_tokens=0,
+        )
+        message = MessagesResponse(
+            id=self.id, model=self._model, content=[], stop_reason=None, stop_sequence=None, usage=usage
+        )
+        return [_sent(MessageStart(message=message))]
+
+    def stream_events(self, index: int, event: GenerationEvent) -> list[ServerSentEvent]:
+        """As in `ResponseBuilder`."""
+        progress, per_token = self._stream_timings.progress(index, event), self._stream_timings.per_token(event)
+        events: list[StreamEvent] = [] if progress is UNSET else [Ping(prompt_progress=progress, timings=per_token)]
+        events += [_block_event(change, per_token) for change in self._read(event)]
+        return [_sent(event) for event in events]
+
+    def stream_end(self) -> list[ServerSentEvent]:
+        """As in `ResponseBuilder`."""
+        end = MessageDelta(delta=self._end(), usage=self._usage(), timings=self._shown_timings())
+        return [_sent(end), _sent(MessageStop())]
+
+    def stream_error(self, error: Exception) -> list[ServerSentEvent]:
+        """As in `ResponseBuilder`."""
+        return [ServerSentEvent(anthropic_error(api_error(error)), "error")]
+
+    def _read(self, event: GenerationEvent) -> list[BlockChange]:
+        changes = self._blocks.read(self._output.read(event))
+        return [*changes, *self._blocks.close()] if event.finish_reason else changes
+
+    def _shown_timings(self) -> Timings | UnsetType:
+        usage = self.last_events[0].usage
+        return timings(usage) if self._shows_timings and usage else UNSET
+
+    def _end(self) -> MessageEnd:
+        stop = self.last_events[0].stop
+        return MessageEnd(stop_reason="stop_sequence" if stop else self._stop_reason(), stop_sequence=stop)
+
+    def _stop_reason(self) -> StopReason:
+        if self._output.finish_reason == "tool_calls":
+            return "tool_use"
+        if self._output.finish_reason == "timeout":
+            return "pause_turn"  # the client may send the message back to have it continued
+        if self._output.finish_reason == "stop":
+            return "end_turn"
+        return "max_tokens" if self.token_counts().completion >= self._max_tokens else "model_context_window_exceeded"
+
+    def _usage(self) -> MessageUsage:
+        counts = self.token_counts()
+        return MessageUsage(
+            input_tokens=counts.prompt - counts.cached,
+            cache_read_input_tokens=counts.cached,
+            output_tokens=counts.completion,
+            output_tokens_details=ThinkingTokensDetails(thinking_tokens=self._output.reasoning_tokens),
+        )
+
+
+def _block(block: ContentBlock) -> ResponseBlock | None:
+    """A block of the message; None for a call whose arguments were cut off."""
+    if block.kind == "text":
+        return TextBlock(text=block.text)
+    if block.kind == "reasoning":
+        return ThinkingBlock(thinking=block.text)
+    try:
+        arguments = msgspec.json.decode(block.text or "{}", type=Json)
+    except msgspec.DecodeError:
+        return None
+    return ToolUseBlock(id=block.call_id, name=block.name, input=arguments)
+
+
+def _block_event(change: BlockChange, timings: Timings | UnsetType) -> StreamEvent:
+    """`timings`: those that a delta shows."""
+    step, block, text = change
+    if step == "start":
+        empty = _block(ContentBlock(block.index, block.kind, call_id=block.call_id, name=block.name))
+        assert empty is not None
+        return ContentBlockStart(index=block.index, content_block=empty)
+    if step == "stop":
+        return ContentBlockStop(index=block.index)
+    delta: BlockTextDelta | BlockThinkingDelta | BlockJsonDelta
+    if block.kind == "text":
+        delta = BlockTextDelta(text)
+    elif block.kind == "reasoning":
+        delta = BlockThinkingDelta(text)
+    else:
+        delta = BlockJsonDelta(text)
+    return ContentBlockDelta(index=block.index, delta=delta, timings=timings)
+
+
+def _sent(event: StreamEvent) -> ServerSentEvent:
+    """The event under the name of its type."""
+    return ServerSentEvent(event, str(event.__struct_config__.tag))
+
+
+# --- message conversion ----------------------------------------------------------------------------------------------
+# From Anthropic's body to a `ChatTurn`: messages of content blocks become OpenAI's, which chat templates expect.
+
+
+_TEXT: dict[str, tuple[str, ...]] = {"text": ("text",)}
+_TEXT_AND_IMAGES = {**_TEXT, "image": ("source",)}
+_BLOCKS = {
+    "system": _TEXT,
+    "user": {**_TEXT_AND_IMAGES, "tool_result": ("tool_use_id",)},
+    "assistant": {
+        **_TEXT,
+        "thinking": ("thinking",),
+        "redacted_thinking": (),
+        "tool_use": ("id", "name", "input"),
+    },
+}
+"""By role: the supported types of blocks, and the required fields of each."""
+
+
+_FIELD_NAMES = {"function.parameters": "input_schema", "function.": ""}
+"""Parts of field names in chat completions, and in this API."""
+
+
+def message_turn(body: CountTokensRequest) -> ChatTurn:
+    """The conversation. Raises `InvalidRequest`."""
+    body.check_stateless()
+    thinking = body.thinking
+    effort = effort_variables("output_config.effort", body.output_config.effort if body.output_config else None)
+    return ChatTurn(
+        _messages(body),
+        tools=body.functions(),
+        choice=body.choice(),
+        schema=body.schema(),
+        variables=effort | ({"enable_thinking": thinking.type != "disabled"} if thinking else {}),
+        thinking_tokens=given_budget(**{"thinking.budget_tokens": thinking.budget_tokens if thinking else None}),
+        field_names={**_FIELD_NAMES, "response_format": body.constraint_field("output_config.format")},
+    )
+
+
+def _messages(body: CountTokensRequest) -> list[Json]:
+    """The messages as chat templates expect them, the system message first.
+
+    Consecutive messages of one role are joined, as in Anthropic's API. Raises `InvalidRequest` for documents and other
+    blocks that are neither text nor images.
+    """
+    if not body.messages:
+        raise InvalidRequest("messages", "is empty; give at least one message")
+    messages: list[Json] = []
+    if body.system:
+        messages.append({"role": "system", "content": _content(_blocks("system", body.system, _TEXT))})
+    for role, group in itertools.groupby(enumerate(body.messages), lambda item: item[1].role):
+        blocks = [block for i, message in group for block in _message_blocks(f"messages[{i}].content", message)]
+        messages += _assistant(blocks) if role == "assistant" else _others(role, blocks)
+    return messages
+
+
+class _Named(NamedTuple):
+    """A block with the name of its field."""
+
+    field: str
+    block: RequestBlock
+
+
+def _message_blocks(field: str, message: RequestMessage) -> list[_Named]:
+    if message.content == [] and message.role != "assistant":
+        raise InvalidRequest(field, "is empty; give at least one block")
+    return _blocks(field, message.content, _BLOCKS[message.role])
+
+
+def _blocks(field: str, content: str | list[RequestBlock], known: dict[str, tuple[str, ...]]) -> list[_Named]:
+    """The content as blocks of the `known` types. Raises `InvalidRequest`."""
+    if isinstance(content, str):
+        return [_Named(field, RequestBlock(type="text", text=content))]
+    for i, block in enumerate(content):
+        if block.type not in known:
+            message = f"is of type {block.type!r}; supported types are {', '.join(known)}"
+            raise InvalidRequest(f"{field}[{i}]", message)
+        for name in known[block.type]:
+            if getattr(block, name) is None:
+                raise InvalidRequest(f"{field}[{i}].{name}", "is required")
+        if block.type == "tool_result":
+            _blocks(f"{field}[{i}].content", block.content or [], _TEXT_AND_IMAGES)
+    return [_Named(f"{field}[{i}]", block) for i, block in enumerate(content)]
+
+
+def _others(role: str, blocks: list[_Named]) -> list[Json]:
+    """The results of tools as messages of their own, then what the user or the system says."""
+    results = [_tool_result(each) for each in blocks if each.block.type == "tool_result"]
+    said = [each for each in blocks if each.block.type != "tool_result"]
+    return [*results, {"role": role, "content": _content(said)}] if said else results
+
+
+def _tool_result(named: _Named) -> Json:
+    block = named.block
+    content = _content(_blocks(f"{named.field}.content", block.content or [], _TEXT_AND_IMAGES))
+    if block.is_error:  # OpenAI's messages have no field for errors
+        is_text = isinstance(content, str)
+        content = f"Error: {content}" if is_text else [{"type": "text", "text": "Error: "}, *content]
+    return {"role": "tool", "tool_call_id": block.tool_use_id, "content": content}
+
+
+def _assistant(named: list[_Named]) -> list[Json]:
+    blocks = [each.block for each in named]
+    calls = [_tool_call(block) for block in blocks if block.type == "tool_use"]
+    text = "".join(block.text or "" for block in blocks)  # not "\n": the blocks are one continuous text
+    message: Json = {"role": "assistant", "content": None if calls and not text else text}
+    if reasoning := "".join(block.thinking or "" for block in blocks):
+        message["reasoning_content"] = reasoning
+    if calls:
+        message["tool_calls"] = calls
+    return [message]
+
+
+def _tool_call(block: RequestBlock) -> Json:
+    arguments = msgspec.json.encode(block.input).decode()
+    return {"id": block.id, "type": "function", "function": {"name": block.name, "arguments": arguments}}
+
+
+def _content(blocks: list[_Named]) -> str | list[Json]:
+    """Texts as one; with images a list of parts."""
+    if all(each.block.type == "text" for each in blocks):
+        return "\n".join(each.block.text or "" for each in blocks)
+    return [_part(each) for each in blocks]
+
+
+def _part(named: _Named) -> Json:
+    source = named.block.source
+    if named.block.type == "text" or source is None:
+        return {"type": "text", "text": named.block.text or ""}
+    return MediaSource("image", *source.url_or_data(f"{named.field}.source")).part()

@@ -1,0 +1,1 @@
+"""Files and batches, over HTTP and offline."""

@@ -1,0 +1,1 @@
+"""`/generate`: requests in the terms of the engine, one or many."""

@@ -1,0 +1,422 @@
+"""`POST /generate/batch`: completes many prompts, one prompt in many ways, or many prompts in many ways."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import math
+import re
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from time import perf_counter
+from typing import Annotated, Any, NamedTuple, TypeVar
+
+import msgspec
+from aiohttp import web
+from msgspec import UNSET, UnsetType
+
+from cppbatch.engine.request import FinishReason, GenerationEvent, GenerationRequest
+from cppbatch.errors import InvalidRequest, NotFound
+from cppbatch.server.answer.response import DONE, PreparedRequest, ResponseBuilder, ServerSentEvent, respond
+from cppbatch.server.api.generate.generate_endpoint import (
+    GenerateChunk,
+    GenerateFields,
+    GenerateRequest,
+    chat_tools,
+    check_fields,
+    engine_request,
+    has_content,
+    text_result,
+)
+from cppbatch.server.auth.keys import viewer_of
+from cppbatch.server.fields.parse import read_json, refuse_unknown
+from cppbatch.server.fields.sampling import merge_fields
+from cppbatch.server.http.api_errors import ErrorDetail, api_error, json_response, openai_error
+from cppbatch.server.http.endpoint import Routes
+from cppbatch.server.http.limits import Limits
+from cppbatch.server.media_loading import refuse_large
+from cppbatch.server.models.served import ModelLease, lease_model
+from cppbatch.server.models.serving import ChatTools, Serving, new_id
+from cppbatch.server.run_requests import run_requests
+from cppbatch.typed_json import convert
+
+# --- batch items -----------------------------------------------------------------------------------------------------
+# The items of a `/generate/batch`. Each is validated by itself, so that an invalid one fails alone.
+
+
+Json = dict[str, Any]
+
+_BATCH_ONLY = ("stream", "stream_options", "request_id")
+"""Fields that an item must not have."""
+_PROMPTS = ("prompt", "messages")
+"""Fields of which an item has one."""
+
+
+class GenerateBatchRequest(GenerateFields, kw_only=True):
+    """The body of `POST /generate/batch`: `prompts`, or one `prompt` (or `messages`) with several `params`, or each of
+    `prompts` with each of `params`. All other fields apply to every item."""
+
+    prompts: list[Any] | None = None
+    """Each is a text, a list of token ids, or an object with a `prompt` or `messages` and fields that override those of
+    the body."""
+    prompt: str | list[int] | None = None
+    settings: list[Any] | None = msgspec.field(default=None, name="params")
+    """Objects with fields, each for one completion of `prompt`, or of each of `prompts`."""
+    request_id: Annotated[str, msgspec.Meta(min_length=1, max_length=128)] | None = None
+    """A name by which `POST /generate/batch/cancel` finds this batch while it runs."""
+
+
+class BatchItem:
+    """One item, not validated yet: JSON of `prompts`, of `params`, or of both, merged with the fields of all items."""
+
+    def __init__(self, parts: Sequence[tuple[str, object]], shared: Json) -> None:
+        """`parts`: paths in the body with the JSON there; fields of a later part override those of an earlier one.
+        `shared`: the fields of all items, with the prompt if all items have the same."""
+        self._parts, self._shared = parts, shared
+
+    def body(self) -> GenerateRequest:
+        """The item's fields, merged with the shared ones. Raises `InvalidRequest`."""
+        merged = self._shared
+        for path, json in self._parts:
+            own = json if isinstance(json, dict) else {"prompt": json}
+            if not merged.keys().isdisjoint(_PROMPTS):
+                if own is not json:
+                    raise InvalidRequest(path, f"is {json!r:.80}; it must be an object of sampling fields")
+                for name in own.keys() & _PROMPTS:
+                    raise InvalidRequest(
+                        name, "cannot be set here, because it is already given; only sampling fields are allowed"
+                    )
+            for name in _BATCH_ONLY:
+                if own.get(name):
+                    raise InvalidRequest(name, "applies to the whole batch and cannot be set for an item")
+            merged = merge_fields(merged, own)
+        body = convert(merged, GenerateRequest)
+        for _, json in self._parts:
+            if isinstance(json, dict):
+                refuse_unknown(json, GenerateRequest)
+        body.check_single_completion()
+        return body
+
+    def field_name(self, field: str) -> str:
+        """The name of a field in the body, within the part that has it."""
+        root = re.split(r"[.\[]", field, maxsplit=1)[0]
+        first = self._parts[0][1]
+        if root == "prompt" and ("messages" in self._shared or (isinstance(first, dict) and "messages" in first)):
+            root = field = "messages"
+        for path, json in reversed(self._parts):
+            if isinstance(json, dict) and root in json:
+                return f"{path}.{field}"
+        if root == "prompt" and self._shared.keys().isdisjoint(_PROMPTS):
+            path, json = self._parts[0]
+            return f"{path}.{field}" if isinstance(json, dict) else path + field.removeprefix("prompt")
+        return field
+
+
+def batch_items(body: GenerateBatchRequest, limits: Limits) -> list[BatchItem]:
+    """The items of a batch; of a grid, all settings of the first prompt come first.
+
+    Raises `InvalidRequest` if there are none, or too many.
+    """
+    if sum(each is not None for each in (body.prompts, body.prompt, body.messages)) != 1:
+        message = (
+            "is required, unless one `prompt` or `messages` is given with several `params`; give exactly one of "
+            "the three"
+        )
+        raise InvalidRequest("prompts", message)
+    lists = {name: json for name, json in (("prompts", body.prompts), ("params", body.settings)) if json is not None}
+    for name in lists or ("params",):
+        if not lists.get(name):
+            raise InvalidRequest(name, "is required and must not be empty")
+    n_items, most = math.prod(map(len, lists.values())), limits.max_prompts_per_batch
+    if n_items > most:
+        counts = " x ".join(str(len(each)) for each in lists.values())
+        of = counts if len(lists) == 1 else f"{counts} = {n_items}"
+        raise InvalidRequest(
+            [*lists][-1], f"makes {of} items; the limit of this server is {most} (--max-prompts-per-batch)"
+        )
+    shared = {
+        name: value
+        for name, value in msgspec.to_builtins(body).items()
+        if value is not None and name not in ("prompts", "params", *_BATCH_ONLY)
+    }
+    parts = ([(f"{name}[{i}]", json) for i, json in enumerate(values)] for name, values in lists.items())
+    return [BatchItem(item, shared) for item in itertools.product(*parts)]
+
+
+# --- generate batch --------------------------------------------------------------------------------------------------
+
+
+routes = Routes()
+
+
+class BatchResult(GenerateChunk, frozen=True, kw_only=True):
+    """The result of an item: either the fields of a `GenerateResponse`, or an error. In a stream, each event with an
+    index has new text for its item, or its error."""
+
+    index: int
+    """Of the item, from 0. Of `prompts` with `params`: that of the prompt times the number of `params`, plus that of
+    the params."""
+    generated_text: str | UnsetType = UNSET
+    """The same as `text`; not in a stream."""
+    error: ErrorDetail | UnsetType = UNSET
+
+
+class BatchTotals(msgspec.Struct, frozen=True, kw_only=True):
+    """Sums over all items; the last event of a stream before [DONE]."""
+
+    total_prompts: int
+    failed: int
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+    drafted_tokens: int
+    accepted_tokens: int
+    total_time_seconds: float
+    avg_time_per_prompt: float
+    """The total time divided by the number of items."""
+    tokens_per_second: float
+    """Generated tokens."""
+
+
+class GenerateBatchResponse(BatchTotals, frozen=True, kw_only=True):
+    """`POST /generate/batch`, not streamed."""
+
+    results: list[BatchResult]
+    """In the order of the items."""
+
+
+@routes.post("/generate/batch", GenerateBatchResponse, GenerateBatchRequest, streams=True)
+async def generate_batch(request: web.Request) -> web.StreamResponse:
+    """Complete many prompts, each with one or more parameter sets; a failed item does not affect the others."""
+    body = await read_json(request, GenerateBatchRequest)
+    with await lease_model(request, body) as lease:
+        # on threads: 256 items with large fields take seconds
+        items = await asyncio.to_thread(read_items, body, lease.serving)
+        chat = await chat_tools(lease.serving, [each for each in items.bodies if isinstance(each, GenerateRequest)])
+        prepared, batch = await asyncio.to_thread(prepare_batch, items, lease, chat, stream=bool(body.stream))
+        with request.app[RUNNING_BATCHES].one(viewer_of(request), body.request_id, batch):
+            events = run_requests(
+                lease.serving.client,
+                prepared.requests,
+                wait_when_full=True,
+                errors_as_events=True,
+                cancelled=batch.cancelled,
+                waited=lease.waited,
+            )
+            return await respond(request, lease, prepared, events)
+
+
+class ReadItems(NamedTuple):
+    """The items of a batch, and what is wrong with those that have no body."""
+
+    items: list[BatchItem]
+    bodies: list[GenerateRequest | InvalidRequest]
+
+
+def read_items(body: GenerateBatchRequest, serving: Serving) -> ReadItems:
+    """Checks each item by itself. Raises `InvalidRequest` for errors that concern all items."""
+    items = batch_items(body, serving.limits)
+    check_fields(body, serving)
+    serving.params(body)
+    bodies: list[GenerateRequest | InvalidRequest] = []
+    for item in items:
+        try:
+            bodies.append(item.body())
+        except InvalidRequest as error:
+            bodies.append(error)
+    return ReadItems(items, bodies)
+
+
+def prepare_batch(
+    read: ReadItems, lease: ModelLease, chat: ChatTools | None, *, stream: bool
+) -> tuple[PreparedRequest, RunningBatch]:
+    """Engine requests for the valid items, and a builder that holds the errors of the others.
+
+    `chat`: for `messages`. Raises `InvalidRequest` for errors that concern all items."""
+    name, items, serving = new_id("batch-"), read.items, lease.serving
+    requests: dict[int, GenerationRequest] = {}
+    errors: dict[int, InvalidRequest] = {}
+    for i, fields in enumerate(read.bodies):
+        try:
+            if isinstance(fields, InvalidRequest):
+                raise fields
+            request = engine_request(fields, serving, f"{name}-{i}", chat)
+            if lease.rules:
+                serving.check_key(lease.rules, fields.model)
+            (requests[i],) = lease.apply_key_rules([request])
+        except InvalidRequest as error:
+            errors[i] = error
+    refuse_large([request.prompt for request in requests.values()], 1, serving.limits)
+    batch = RunningBatch({i: request.id for i, request in requests.items()}, len(items), serving.client.cancel)
+    builder = GenerateBatchBuilder(items, [*requests], batch)
+    for i, why in errors.items():
+        builder.set_error(i, why)
+    return PreparedRequest([*requests.values()], builder, stream=stream), batch
+
+
+Totals = TypeVar("Totals", bound=BatchTotals)
+
+
+class GenerateBatchBuilder(ResponseBuilder):
+    """Builds the response of `/generate/batch`. An item that fails has an error as its result.
+
+    `request_items`: for each engine request, the index of its item.
+    """
+
+    def __init__(self, items: list[BatchItem], request_items: list[int], batch: RunningBatch) -> None:
+        super().__init__()
+        self._items, self._request_items, self._batch = items, request_items, batch
+        self._began = perf_counter()
+        self._errors: dict[int, ErrorDetail] = {}  # by item
+
+    def set_error(self, item: int, error: Exception) -> None:
+        """Makes this error the result of an item."""
+        if isinstance(error, InvalidRequest):
+            field = "model" if error.field == "task" else error.field  # the model decides the task
+            error = error.renamed(self._items[item].field_name(field))
+        self._errors[item] = openai_error(api_error(error)).error
+
+    def record(self, index: int, event: GenerationEvent) -> None:
+        """As in `ResponseBuilder`, but a failure becomes the result of the item, and the client may have cancelled
+        it."""
+        if event.finish_reason is FinishReason.CANCELLED and self._batch.has_cancelled(self._request_items[index]):
+            self.last_events[index] = event
+            return
+        try:
+            super().record(index, event)
+        except Exception as error:
+            self.set_error(self._request_items[index], error)
+
+    def build(self, completions: list[list[GenerationEvent]]) -> GenerateBatchResponse:
+        """As in `ResponseBuilder`."""
+        results = {i: BatchResult(index=i, error=error) for i, error in self._errors.items()}
+        for i, events in zip(self._request_items, completions, strict=True):
+            if i not in self._errors:
+                result = text_result(BatchResult, events, index=i)
+                results[i] = msgspec.structs.replace(result, generated_text=result.text)
+        return self._totals(GenerateBatchResponse, results=[results[i] for i in range(len(self._items))])
+
+    def stream_start(self) -> list[ServerSentEvent]:
+        """As in `ResponseBuilder`: the errors of the items that were not submitted."""
+        return [
+            ServerSentEvent(BatchResult(index=i, error=error))
+            for i, error in self._errors.items()
+            if i not in self._request_items
+        ]
+
+    def stream_events(self, index: int, event: GenerationEvent) -> list[ServerSentEvent]:
+        """As in `ResponseBuilder`."""
+        i = self._request_items[index]
+        if i in self._errors:
+            return [ServerSentEvent(BatchResult(index=i, error=self._errors[i]))]
+        return [ServerSentEvent(text_result(BatchResult, [event], index=i))] if has_content(event) else []
+
+    def stream_end(self) -> list[ServerSentEvent]:
+        """As in `ResponseBuilder`."""
+        return [ServerSentEvent(self._totals(BatchTotals)), DONE]
+
+    def stream_error(self, error: Exception) -> list[ServerSentEvent]:
+        """As in `ResponseBuilder`."""
+        return [*super().stream_error(error), DONE]
+
+    def _totals(self, kind: type[Totals], **fields: Any) -> Totals:
+        seconds, n = perf_counter() - self._began, len(self._items)
+        tokens = self.token_counts()
+        return kind(
+            total_prompts=n,
+            failed=len(self._errors),
+            prompt_tokens=tokens.prompt,
+            completion_tokens=tokens.completion,
+            cached_tokens=tokens.cached,
+            drafted_tokens=tokens.drafted,
+            accepted_tokens=tokens.accepted,
+            total_time_seconds=seconds,
+            avg_time_per_prompt=seconds / n,
+            tokens_per_second=tokens.completion / seconds,
+            **fields,
+        )
+
+
+# --- cancel item -----------------------------------------------------------------------------------------------------
+# `POST /generate/batch/cancel`: ends one item of a batch that runs.
+
+
+class RunningBatch:
+    """The ids of the engine requests of a batch that runs, by item. Invalid items have none."""
+
+    def __init__(self, ids: dict[int, str], n_items: int, cancel: Callable[[str], Awaitable[None]]) -> None:
+        """`cancel`: ends an engine request by its id."""
+        self.n_items = n_items
+        self.cancelled: set[str] = set()
+        """The ids of the engine requests that the client has cancelled."""
+        self._ids, self._cancel = ids, cancel
+
+    def has_cancelled(self, index: int) -> bool:
+        """Whether the client has cancelled the item."""
+        return self._ids.get(index) in self.cancelled
+
+    async def cancel(self, index: int) -> None:
+        """Ends an item within a step, or keeps it from starting. An item that has ended stays as it is."""
+        if request_id := self._ids.get(index):
+            self.cancelled.add(request_id)
+            await self._cancel(request_id)
+
+
+class RunningBatches:
+    """The batches with a `request_id`, while they run. Each API key sees its own."""
+
+    def __init__(self) -> None:
+        self._batches: dict[tuple[str | None, str], RunningBatch] = {}
+
+    @contextlib.contextmanager
+    def one(self, owner: str | None, request_id: str | None, batch: RunningBatch) -> Iterator[None]:
+        """Knows the batch meanwhile, if it has an id. Raises `InvalidRequest` for the id of another one."""
+        if request_id is None:
+            yield
+            return
+        key = owner, request_id
+        if key in self._batches:
+            raise InvalidRequest(
+                "request_id", f"{request_id!r:.140} is already the id of a running batch; choose another"
+            )
+        self._batches[key] = batch
+        try:
+            yield
+        finally:
+            del self._batches[key]
+
+    def get(self, owner: str | None, request_id: str) -> RunningBatch:
+        """The running batch with this id. Raises `NotFound`."""
+        if batch := self._batches.get((owner, request_id)):
+            return batch
+        raise NotFound("request_id", f"{request_id!r:.140} is not the id of a running batch")
+
+
+RUNNING_BATCHES = web.AppKey("running_batches", RunningBatches)
+
+
+class CancelItemRequest(msgspec.Struct):
+    """The body of `POST /generate/batch/cancel`."""
+
+    request_id: str
+    """As in the body of the batch."""
+    index: Annotated[int, msgspec.Meta(ge=0)]
+    """Of the item."""
+
+
+class CancelItemResponse(msgspec.Struct, frozen=True, kw_only=True):
+    """`POST /generate/batch/cancel`."""
+
+    request_id: str
+    index: int
+
+
+@routes.post("/generate/batch/cancel", CancelItemResponse, CancelItemRequest)
+async def cancel_item(request: web.Request) -> web.Response:
+    """Cancel one item of a running batch; the others continue."""
+    body = await read_json(request, CancelItemRequest)
+    batch = request.app[RUNNING_BATCHES].get(viewer_of(request), body.request_id)
+    if body.index >= batch.n_items:
+        raise InvalidRequest("index", f"is {body.index}; the batch has {batch.n_items} items, numbered from 0")
+    await batch.cancel(body.index)
+    return json_response(CancelItemResponse(request_id=body.request_id, index=body.index))

@@ -1,0 +1,234 @@
+"""`POST /generate`: completes one prompt."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Iterable, Sequence
+from typing import Any, TypeVar
+
+import msgspec
+from aiohttp import web
+from msgspec import UNSET, UnsetType
+
+from cppbatch.chat.chat_format import ChatTurn
+from cppbatch.chat.messages import ChatMessage, checked_variables, conversation_of
+from cppbatch.chat.reasoning import given_budget
+from cppbatch.chat.tools import ToolChoice
+from cppbatch.engine.request import FinishReason, GenerationEvent, GenerationRequest
+from cppbatch.errors import InvalidRequest
+from cppbatch.server.answer.logprobs import LogprobEntry, logprob_entries
+from cppbatch.server.answer.response import DONE, PreparedRequest, ResponseBuilder, ServerSentEvent, respond
+from cppbatch.server.fields.parse import read_json
+from cppbatch.server.fields.sampling import SamplingFields
+from cppbatch.server.http.endpoint import Routes
+from cppbatch.server.models.served import lease_model
+from cppbatch.server.models.serving import ChatTools, Serving, new_id
+
+Json = dict[str, Any]
+
+routes = Routes()
+
+
+class GenerateFields(SamplingFields, kw_only=True):
+    """The fields of `/generate` and `/generate/batch` except the prompts."""
+
+    messages: list[ChatMessage] | None = None
+    """A conversation instead of a prompt: the chat template makes the prompt of it."""
+    chat_template_kwargs: Json | None = None
+    """For `messages`: further variables for the chat template, such as `enable_thinking`."""
+    thinking_budget: int | None = None
+    """For `messages`: tokens of reasoning at most; -1: no limit."""
+    logprobs: int | None = None
+    """Log-probabilities of the generated tokens, and of this many (to 20) of the likeliest at each position."""
+    echo: bool | None = None
+    """Include the prompt in the text."""
+
+    def check_single_completion(self) -> None:
+        """Raises `InvalidRequest` if several completions of a prompt are requested: each result has one."""
+        for name in ("n", "best_of"):
+            if getattr(self, name) not in (None, 1):
+                message = "must be 1; for several texts from one prompt, use /generate/batch with several `params`"
+                raise InvalidRequest(name, message)
+
+
+class GenerateRequest(GenerateFields, kw_only=True):
+    """The body of `POST /generate`, and an item of `/generate/batch` merged with the fields of all items."""
+
+    prompt: str | list[int] | None = None
+    """Text, or token ids, which are used as they are."""
+
+
+class GenerateTimings(msgspec.Struct, frozen=True, kw_only=True):
+    """Seconds since the request arrived."""
+
+    queue_seconds: float
+    """Until the first step."""
+    time_to_first_token_seconds: float
+    """0 if there was no token."""
+    total_seconds: float
+
+
+class GenerateResponse(msgspec.Struct, frozen=True, kw_only=True):
+    """`POST /generate`, not streamed."""
+
+    text: str
+    generated_text: str
+    """The same, as in `/generate/batch`."""
+    tokens: list[int]
+    """The generated tokens."""
+    token_texts: list[str]
+    """The text of each token. A character of several tokens is the text of the last one."""
+    logprobs: list[LogprobEntry] | UnsetType = UNSET
+    """If requested."""
+    finish_reason: FinishReason
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+    """Prompt tokens found in the prefix cache."""
+    drafted_tokens: int
+    """Draft tokens that were verified (speculative decoding)."""
+    accepted_tokens: int
+    """Draft tokens that were accepted: part of the completion tokens."""
+    seed: int
+    """A request with this seed generates the same text."""
+    timings: GenerateTimings
+
+
+class GenerateChunk(msgspec.Struct, frozen=True, kw_only=True):
+    """One event of a stream: new text and tokens. Only the last event has the fields from `finish_reason` on."""
+
+    text: str | UnsetType = UNSET
+    tokens: list[int] | UnsetType = UNSET
+    token_texts: list[str] | UnsetType = UNSET
+    logprobs: list[LogprobEntry] | UnsetType = UNSET
+    finish_reason: FinishReason | UnsetType = UNSET
+    prompt_tokens: int | UnsetType = UNSET
+    completion_tokens: int | UnsetType = UNSET
+    cached_tokens: int | UnsetType = UNSET
+    drafted_tokens: int | UnsetType = UNSET
+    accepted_tokens: int | UnsetType = UNSET
+    seed: int | UnsetType = UNSET
+    timings: GenerateTimings | UnsetType = UNSET
+
+
+@routes.post("/generate", GenerateResponse, GenerateRequest, streams=True)
+async def generate(request: web.Request) -> web.StreamResponse:
+    """Complete a prompt."""
+    body = await read_json(request, GenerateRequest)
+    with await lease_model(request, body) as lease:
+        conversations = await chat_tools(lease.serving, [body])
+        prepared = await asyncio.to_thread(prepare_generate, body, lease.serving, conversations)
+        return await respond(request, lease, prepared)
+
+
+async def chat_tools(serving: Serving, bodies: Iterable[GenerateFields]) -> ChatTools | None:
+    """What makes prompts of the `messages` of these requests; None: they have none. Raises as `Serving.chat_tools`."""
+    given = [body.messages for body in bodies if body.messages is not None]
+    return await serving.chat_tools(await asyncio.to_thread(_readable, given)) if given else None
+
+
+def _readable(given: list[list[ChatMessage]]) -> list[list[Json]]:
+    """The conversations without those that are refused, which is said when their requests are prepared."""
+    conversations = []
+    for messages in given:
+        with contextlib.suppress(InvalidRequest):
+            conversations.append(conversation_of(messages))
+    return conversations
+
+
+def prepare_generate(body: GenerateRequest, serving: Serving, chat: ChatTools | None) -> PreparedRequest:
+    """The engine request and the builder. `chat`: for `messages`. Raises `InvalidRequest`."""
+    request = engine_request(body, serving, new_id("gen-"), chat)
+    names = {"prompt": "messages"} if body.messages is not None else {}
+    return PreparedRequest([request], GenerateBuilder(), stream=bool(body.stream), field_names=names)
+
+
+def generate_turn(body: GenerateFields) -> ChatTurn:
+    """The conversation of a request with `messages`. Raises `InvalidRequest`."""
+    return ChatTurn(
+        conversation_of(body.messages or []),
+        choice=ToolChoice(mode="none"),
+        schema=body.schema(),
+        variables=checked_variables(body.chat_template_kwargs or {}),
+        thinking_tokens=given_budget(thinking_budget=body.thinking_budget),
+    )
+
+
+def engine_request(body: GenerateRequest, serving: Serving, name: str, chat: ChatTools | None) -> GenerationRequest:
+    """The engine request for a prompt, or for `messages`, which `chat` renders. Raises `InvalidRequest`."""
+    if (body.prompt is None) == (body.messages is None):
+        raise InvalidRequest("prompt", "is required, unless messages is given; they cannot be combined")
+    check_fields(body, serving)
+    if body.prompt is not None:
+        (request,) = serving.engine_requests(body, name, [body.prompt])
+    else:
+        assert chat
+        serving.check_size(body)
+        (request,) = serving.prepare_with(chat, generate_turn(body), body, name).requests
+    return request
+
+
+def check_fields(body: GenerateFields, serving: Serving) -> None:
+    """Checks all fields but the prompt and the sampling parameters. Raises `InvalidRequest`."""
+    body.check_single_completion()
+    serving.check(body)
+
+
+class GenerateBuilder(ResponseBuilder):
+    """Builds the response of `/generate`."""
+
+    def build(self, completions: list[list[GenerationEvent]]) -> GenerateResponse:
+        """As in `ResponseBuilder`."""
+        text = "".join(event.text for event in completions[0])
+        return text_result(GenerateResponse, completions[0], generated_text=text)
+
+    def stream_events(self, index: int, event: GenerationEvent) -> list[ServerSentEvent]:
+        """As in `ResponseBuilder`."""
+        return [ServerSentEvent(text_result(GenerateChunk, [event]))] if has_content(event) else []
+
+    def stream_end(self) -> list[ServerSentEvent]:
+        """As in `ResponseBuilder`."""
+        return [DONE]
+
+    def stream_error(self, error: Exception) -> list[ServerSentEvent]:
+        """As in `ResponseBuilder`."""
+        return [*super().stream_error(error), DONE]
+
+
+Result = TypeVar("Result", bound=GenerateResponse | GenerateChunk)
+
+
+def text_result(kind: type[Result], events: Sequence[GenerationEvent], **fields: Any) -> Result:
+    """The text, tokens and log-probabilities of these events as a `kind` with further `fields`. If the last event ends
+    the completion, the result says how."""
+    if entries := [entry for event in events for entry in event.logprobs]:
+        fields["logprobs"] = logprob_entries(entries)
+    last = events[-1]
+    if last.finish_reason:
+        fields["finish_reason"] = last.finish_reason
+    if last.finish_reason and (usage := last.usage):  # a request that was cancelled while it waited has none
+        fields |= {
+            "prompt_tokens": usage.prompt_tokens,
+            "completion_tokens": usage.completion_tokens,
+            "cached_tokens": usage.cached_tokens,
+            "drafted_tokens": usage.drafted_tokens,
+            "accepted_tokens": usage.accepted_tokens,
+            "seed": last.seed,
+            "timings": GenerateTimings(
+                queue_seconds=usage.queue_seconds,
+                time_to_first_token_seconds=usage.first_token_seconds,
+                total_seconds=usage.total_seconds,
+            ),
+        }
+    return kind(
+        text="".join(event.text for event in events),
+        tokens=[token for event in events for token in event.tokens],
+        token_texts=[text for event in events for text in event.token_texts],
+        **fields,
+    )
+
+
+def has_content(event: GenerationEvent) -> bool:
+    """Whether a stream shows the event."""
+    return bool(event.text or event.tokens or event.logprobs or event.finish_reason)

@@ -1,0 +1,49 @@
+"""`POST /v1/chat/completions/input_tokens` and `/v1/responses/input_tokens`: the length of a prompt."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+from aiohttp import web
+
+from cppbatch.server.api.openai.chat_types import ChatCompletionRequest
+from cppbatch.server.api.responses.create_response import response_turn
+from cppbatch.server.api.responses.types import ResponsesRequest
+from cppbatch.server.fields.parse import read_json
+from cppbatch.server.http.api_errors import json_response
+from cppbatch.server.http.endpoint import Routes
+from cppbatch.server.models.served import lease_model
+
+routes = Routes()
+
+
+class InputTokens(msgspec.Struct, frozen=True, kw_only=True):
+    """The prompt tokens that the same request without `/input_tokens` would have."""
+
+    object: Literal["response.input_tokens"] = "response.input_tokens"
+    input_tokens: int
+
+
+@routes.post("/v1/chat/completions/input_tokens", InputTokens, ChatCompletionRequest)
+async def chat_input_tokens(request: web.Request) -> web.Response:
+    """Count the prompt tokens of a chat completion."""
+    body = await read_json(request, ChatCompletionRequest)
+    with await lease_model(request, body) as lease:
+        serving = lease.serving
+        serving.check_model(body.model)
+        serving.check_size(body)
+        tokens = await serving.chat_tokens(await serving.render(body.turn()))
+    return json_response(InputTokens(input_tokens=len(tokens)))
+
+
+@routes.post("/v1/responses/input_tokens", InputTokens, ResponsesRequest)
+async def response_input_tokens(request: web.Request) -> web.Response:
+    """Count the prompt tokens of a response."""
+    body = await read_json(request, ResponsesRequest)
+    with await lease_model(request, body) as lease:
+        serving = lease.serving
+        serving.check_model(body.model)
+        serving.check_size(body)
+        tokens = await serving.chat_tokens(await serving.render(response_turn(body)))
+    return json_response(InputTokens(input_tokens=len(tokens)))

@@ -1,0 +1,75 @@
+"""`POST /embeddings` and `/embedding`: vectors in llama-server's form."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from cppbatch.engine.embeddings import normalised
+from cppbatch.engine.request import GenerationEvent
+from cppbatch.errors import InvalidRequest
+from cppbatch.server.answer.response import PreparedRequest, generation
+from cppbatch.server.api.pooling import EmbeddingRequest, PoolingBuilder, prepare_vectors
+from cppbatch.server.http.endpoint import Routes
+from cppbatch.server.models.serving import Json, Serving
+
+_LENGTH_1, _AS_COMPUTED = 2, -1
+
+routes = Routes()
+
+
+class LlamaEmbeddingRequest(EmbeddingRequest, kw_only=True):
+    """The body of `POST /embeddings`."""
+
+    input: str | list[Any] | Json = msgspec.field(default_factory=list)
+    content: str | list[Any] | Json | None = None
+    """Another name of `input`."""
+    embd_normalize: int | None = None
+    """2 (the default): vectors of length 1. -1 (the default with pooling none): as the model computes them."""
+
+
+class LlamaEmbedding(msgspec.Struct, frozen=True, kw_only=True):
+    """The vectors of an input."""
+
+    index: int
+    embedding: list[list[float]]
+    """One vector, of all tokens; with pooling none, one of each token."""
+
+
+@generation(routes, "/embeddings", LlamaEmbeddingRequest, list[LlamaEmbedding], streams=False)
+@generation(routes, "/embedding", LlamaEmbeddingRequest, list[LlamaEmbedding], streams=False)
+async def prepare_llama_embeddings(body: LlamaEmbeddingRequest, serving: Serving) -> PreparedRequest:
+    """Compute embeddings, in llama-server's format.
+
+    Raises `InvalidRequest`.
+    """
+    if body.embd_normalize not in (None, _AS_COMPUTED, _LENGTH_1):
+        raise InvalidRequest("embd_normalize", f"is {body.embd_normalize}; it must be 2 (length 1) or -1 (as computed)")
+    if body.encoding_format == "base64":
+        raise InvalidRequest(
+            "encoding_format", "is base64, which is only supported by /v1/embeddings; use that path, or leave it out"
+        )
+    if body.content is not None:
+        body = msgspec.structs.replace(body, input=body.content)
+    return await prepare_vectors(body, serving, LlamaEmbeddingBuilder(body, serving))
+
+
+class LlamaEmbeddingBuilder(PoolingBuilder):
+    """Builds the response of `/embeddings`."""
+
+    def __init__(self, body: LlamaEmbeddingRequest, serving: Serving) -> None:
+        super().__init__("embd-", serving.name, body)
+        self._body = body
+        self._info = serving.info
+
+    def build(self, completions: list[list[GenerationEvent]]) -> list[LlamaEmbedding]:
+        """As in `ResponseBuilder`."""
+        default = _AS_COMPUTED if self._info.pooling == "none" else _LENGTH_1
+        as_computed = (self._body.embd_normalize or default) == _AS_COMPUTED
+        n = self._body.dimensions
+        each = [row.reshape(-1, self._info.n_embd) for row in self.rows()]
+        return [
+            LlamaEmbedding(index=i, embedding=(vectors[:, :n] if as_computed else normalised(vectors, n)).tolist())
+            for i, vectors in enumerate(each)
+        ]

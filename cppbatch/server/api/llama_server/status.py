@@ -1,0 +1,387 @@
+"""`/props`, `/slots`, `/lora-adapters`, `/models/load` and `/models/unload`."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from time import perf_counter
+from typing import Literal
+
+import msgspec
+from aiohttp import web
+
+from cppbatch import __version__
+from cppbatch.chat.chat_format import ChatForms
+from cppbatch.chat.template import CHATML
+from cppbatch.engine.disk.slots import SlotActionName
+from cppbatch.engine.lora_sets import adapter_set
+from cppbatch.engine.params import SamplingParams
+from cppbatch.engine.request import GenerationRequest
+from cppbatch.errors import InvalidRequest
+from cppbatch.server.answer.llama_result import GenerationSettings, generation_settings
+from cppbatch.server.answer.mixed_prompts import MEDIA_MARKER
+from cppbatch.server.auth.keys import KEY
+from cppbatch.server.fields.parse import parse, read_json
+from cppbatch.server.fields.sampling import LoraScale, scales_by_number
+from cppbatch.server.http.api_errors import SwitchedOff, json_response
+from cppbatch.server.http.endpoint import QUERY_ERRORS, Routes
+from cppbatch.server.models.served import MODELS, lease_model
+from cppbatch.server.models.serving import Serving
+from cppbatch.typed_json import convert
+
+routes = Routes()
+
+
+class DefaultSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """The settings of a request that does not set them."""
+
+    params: GenerationSettings
+    n_ctx: int
+    """The maximum number of tokens of prompt and completion together."""
+
+
+class Modalities(msgspec.Struct, frozen=True, kw_only=True):
+    """Supported inputs besides text."""
+
+    vision: bool = False
+    video: bool = False
+    audio: bool = False
+
+
+class Props(msgspec.Struct, frozen=True, kw_only=True):
+    """`GET /props`."""
+
+    default_generation_settings: DefaultSettings
+    total_slots: int
+    """Sequences that can run at once, of all workers."""
+    model_alias: str
+    model_path: str
+    modalities: Modalities
+    media_marker: str
+    """What stands for a picture or a sound in the `prompt_string` of `/completion`; another one after each start."""
+    chat_template: str
+    has_chat_template: bool
+    """Whether the model, or --chat-template, has one. `chat_template` is ChatML without it."""
+    chat_forms: ChatForms | None
+    """How the model writes tool calls and thoughts, learned from the template; null if that is broken."""
+    bos_token: str
+    eos_token: str
+    build_info: str
+    endpoint_slots: bool
+    """--slots."""
+    endpoint_props: bool
+    """--props."""
+    endpoint_metrics: bool
+    """--metrics."""
+    is_sleeping: bool
+    """Every worker has ended because it was idle (--sleep-idle-seconds)."""
+
+
+class RouterProps(msgspec.Struct, frozen=True, kw_only=True):
+    """`GET /props` of a server with several models, without `?model=`; as llama-server's router answers."""
+
+    role: Literal["router"] = "router"
+    max_instances: int
+    """--models-max; 0: as many as fit."""
+    models_autoload: bool
+    """--models-autoload."""
+    model_alias: str | None
+    """The default model."""
+    build_info: str
+    endpoint_slots: bool
+    endpoint_props: bool
+    endpoint_metrics: bool
+
+
+class Slot(msgspec.Struct, frozen=True, kw_only=True):
+    """An entry of `GET /slots`."""
+
+    id: int
+    n_ctx: int
+    is_processing: bool
+    speculative: bool = False
+
+
+class LoraAdapter(msgspec.Struct, frozen=True, kw_only=True):
+    """An entry of `GET /lora-adapters`."""
+
+    id: int
+    name: str
+    path: str
+    scale: float
+    """The scale for requests without `lora`."""
+
+
+class Success(msgspec.Struct, frozen=True, kw_only=True):
+    """A change was made."""
+
+    success: bool = True
+
+
+class PropsChange(msgspec.Struct, forbid_unknown_fields=True):
+    """The body of `POST /props`. As in llama-server, no property can be changed."""
+
+
+@routes.get("/props", (Props, RouterProps))
+async def props(request: web.Request) -> web.Response:
+    """Get the properties and default settings of the model; with several models, select one with ?model=.
+
+    That one is loaded for it.
+    """
+    models = request.app[MODELS]
+    if models.router and "model" not in request.query:
+        return json_response(
+            RouterProps(
+                max_instances=models.router.max_loaded,
+                models_autoload=models.router.autoload,
+                model_alias=models.router.default,
+                build_info=f"b{__version__}-cppbatch",
+                endpoint_slots=models.settings.slots,
+                endpoint_props=models.settings.props,
+                endpoint_metrics=models.settings.metrics,
+            )
+        )
+    with await lease_model(request) as lease:
+        serving = lease.serving
+        info = serving.info
+        return json_response(
+            Props(
+                default_generation_settings=DefaultSettings(params=_default_settings(serving), n_ctx=info.max_sequence),
+                total_slots=serving.client.config.n_parallel * len(await serving.client.workers()),
+                model_alias=serving.name,
+                model_path=info.path,
+                modalities=Modalities(vision="image" in info.modalities, audio="audio" in info.modalities),
+                media_marker=MEDIA_MARKER,
+                chat_template=serving.template or CHATML,
+                has_chat_template=serving.template is not None,
+                chat_forms=serving.chat_forms,
+                bos_token=info.bos,
+                eos_token=info.eos,
+                build_info=f"cppbatch {__version__}",
+                endpoint_slots=serving.settings.slots,
+                endpoint_props=serving.settings.props,
+                endpoint_metrics=serving.settings.metrics,
+                is_sleeping=serving.client.health().status == "sleeping",
+            )
+        )
+
+
+@routes.post("/props", Success, PropsChange, (400, 401, 403, 413, 429, 501, 503))
+async def change_props(request: web.Request) -> web.Response:
+    """Has no effect, as in llama-server; 501 without --props.
+
+    Raises `InvalidRequest` for a property.
+    """
+    if not request.app[MODELS].settings.props:
+        raise SwitchedOff("POST /props is disabled: start the server with --props")
+    await read_json(request, PropsChange)
+    return json_response(Success())
+
+
+def _default_settings(serving: Serving) -> GenerationSettings:
+    params = SamplingParams(**serving.default_params())
+    end_tokens = serving.info.end_tokens
+    return generation_settings(params, n_keep=serving.client.config.n_keep, seed=params.seed, end_tokens=end_tokens)
+
+
+@routes.get("/slots", list[Slot], (*QUERY_ERRORS, 501))
+async def slots(request: web.Request) -> web.Response:
+    """Get one slot for each sequence that can run at the same time.
+
+    With `fail_on_no_slot` 503 if all are busy. Requests have no slots of their own: the first slots of each worker are
+    reported as busy. Raises `SwitchedOff`.
+    """
+    if not request.app[MODELS].settings.slots:
+        raise SwitchedOff("/slots is disabled: start the server without --no-slots")
+    with await lease_model(request) as lease:
+        serving = lease.serving
+        n, n_ctx = serving.client.config.n_parallel, serving.info.max_sequence
+        found: list[Slot] = []
+        for worker in await serving.client.workers():
+            running = worker.stats.running if worker.stats else worker.in_flight
+            found += [Slot(id=len(found) + i, n_ctx=n_ctx, is_processing=i < running) for i in range(n)]
+        if request.query.get("fail_on_no_slot") and all(slot.is_processing for slot in found):
+            raise web.HTTPServiceUnavailable(text="no slot available")
+        return json_response(found)
+
+
+@routes.get("/lora-adapters", list[LoraAdapter])
+async def lora_adapters(request: web.Request) -> web.Response:
+    """List the adapters that `lora` in a request can reference."""
+    with await lease_model(request) as lease:
+        serving = lease.serving
+        adapters = serving.info.adapters
+        scales = dict(adapter_set(serving.lora, adapters))
+        found = [
+            LoraAdapter(id=i, name=adapter.name, path=adapter.path, scale=scales.get(i, 0.0))
+            for i, adapter in enumerate(adapters)
+        ]
+        return json_response(found)
+
+
+@routes.post("/lora-adapters", Success, LoraScale, (400, 401, 403, 413, 429, 503), takes_list=True)
+async def set_lora_adapters(request: web.Request) -> web.Response:
+    """Set the adapter scales for requests without `lora`.
+
+    Those that come later. Adapters that are not named are off. Raises `InvalidRequest`, and `Forbidden` for a key that
+    may not use all adapters.
+    """
+    with await lease_model(request) as lease:
+        serving = lease.serving
+        if rules := request.get(KEY):
+            rules.check_sets_adapters()
+        entries = parse(await request.read(), list[LoraScale])
+        lora: dict[str | int, float] = dict(scales_by_number(entries).items())
+        GenerationRequest(id="", prompt="", lora=lora)  # checks the scales
+        adapter_set(lora, serving.info.adapters)  # checks that the adapters exist
+        serving.lora = lora
+        return json_response(Success())
+
+
+# --- slots -----------------------------------------------------------------------------------------------------------
+# `POST /slots/{id}?action=save|restore|erase`.
+
+
+_FILE_NAME = re.compile(r"(?!\.)[^/\\:\x00-\x1f\x7f]{1,64}")
+"""Within the folder, whatever the system makes of it, and no temporary file."""
+
+
+class SlotQuery(msgspec.Struct, kw_only=True):
+    """The query string."""
+
+    action: SlotActionName
+    model: str | None = None
+    """Of several models."""
+
+
+class SlotFileRequest(msgspec.Struct, kw_only=True):
+    """The body for save and restore."""
+
+    filename: str
+    """Without a folder: 1 to 64 characters, no / or \\ or :, not beginning with a dot."""
+
+
+class SaveTimings(msgspec.Struct, frozen=True, kw_only=True):
+    """Of a saved slot."""
+
+    save_ms: float
+
+
+class RestoreTimings(msgspec.Struct, frozen=True, kw_only=True):
+    """Of a restored slot."""
+
+    restore_ms: float
+
+
+class SlotSaved(msgspec.Struct, frozen=True, kw_only=True):
+    """The answer to save."""
+
+    id_slot: int
+    filename: str
+    n_saved: int
+    """Tokens."""
+    n_written: int
+    """Bytes."""
+    timings: SaveTimings
+
+
+class SlotRestored(msgspec.Struct, frozen=True, kw_only=True):
+    """The answer to restore."""
+
+    id_slot: int
+    filename: str
+    n_restored: int
+    """Tokens."""
+    n_read: int
+    """Bytes."""
+    timings: RestoreTimings
+
+
+class SlotErased(msgspec.Struct, frozen=True, kw_only=True):
+    """The answer to erase."""
+
+    id_slot: int
+    n_erased: int
+    """Tokens."""
+
+
+@routes.post(
+    "/slots/{id}",
+    (SlotSaved, SlotRestored, SlotErased),
+    SlotFileRequest,
+    (400, 401, 413, 429, 500, 501, 503),
+    query=SlotQuery,
+)
+async def slot_action(request: web.Request) -> web.Response:
+    """Save the cached prefix of a slot to a file, restore it, or erase it; 501 without --slot-save-path.
+
+    Raises `SwitchedOff` and `InvalidRequest`.
+    """
+    folder = request.app[MODELS].settings.slot_save_path
+    if folder is None:
+        raise SwitchedOff("saving, restoring and erasing slots is disabled: start the server with --slot-save-path DIR")
+    action = convert(dict(request.query), SlotQuery, from_text=True).action
+    with await lease_model(request) as lease:
+        return await _act(request, lease.serving, folder, action)
+
+
+async def _act(request: web.Request, serving: Serving, folder: Path, action: SlotActionName) -> web.Response:
+    slot = await _slot(request, serving)
+    if action == "erase":
+        report = await serving.client.slot_action(action, slot)
+        return json_response(SlotErased(id_slot=slot, n_erased=report.n_tokens))
+    name = parse(await request.read(), SlotFileRequest).filename
+    if not _FILE_NAME.fullmatch(name):
+        message = (
+            f"is {name!r:.80}; it must be 1 to 64 characters, must not contain / \\ : and must not start with a dot"
+        )
+        raise InvalidRequest("filename", message)
+    began = perf_counter()
+    report = await serving.client.slot_action(action, slot, str(folder / name))
+    ms, n, n_bytes = (perf_counter() - began) * 1000, report.n_tokens, report.n_bytes
+    if action == "save":
+        timings = SaveTimings(save_ms=ms)
+        return json_response(SlotSaved(id_slot=slot, filename=name, n_saved=n, n_written=n_bytes, timings=timings))
+    restored = RestoreTimings(restore_ms=ms)
+    return json_response(SlotRestored(id_slot=slot, filename=name, n_restored=n, n_read=n_bytes, timings=restored))
+
+
+async def _slot(request: web.Request, serving: Serving) -> int:
+    given, client = request.match_info["id"], serving.client
+    n_slots = client.config.n_parallel * len(await client.workers())
+    if not re.fullmatch("[0-9]{1,9}", given) or int(given) >= n_slots:
+        raise InvalidRequest("id_slot", f"is {given!r:.40}; it must be from 0 to {n_slots - 1}")
+    return int(given)
+
+
+# --- loading and unloading -------------------------------------------------------------------------------------------
+# `POST /models/load` and `POST /models/unload`, as in llama-server's router.
+
+
+_ERRORS = (400, 401, 403, 404, 413, 429, 503)
+
+
+class ModelRequest(msgspec.Struct, kw_only=True):
+    """The body of `POST /models/load` and `POST /models/unload`."""
+
+    model: str
+    """One of its names."""
+
+
+@routes.post("/models/load", Success, ModelRequest, _ERRORS)
+async def load_model(request: web.Request) -> web.Response:
+    """Start loading a model; GET /models shows its state."""
+    body = await read_json(request, ModelRequest)
+    await request.app[MODELS].load(body.model, request.get(KEY))
+    return json_response(Success())
+
+
+@routes.post("/models/unload", Success, ModelRequest, (*_ERRORS, 409))
+async def unload_model(request: web.Request) -> web.Response:
+    """Unload a model after its last request; 409 for the only model.
+
+    Answers at once.
+    """
+    body = await read_json(request, ModelRequest)
+    await request.app[MODELS].unload(body.model, request.get(KEY))
+    return json_response(Success())

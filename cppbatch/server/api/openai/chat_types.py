@@ -1,0 +1,290 @@
+"""The types of `POST /v1/chat/completions`: its request, its response, the chunks of its stream."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, Literal
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+from cppbatch.chat.chat_format import ChatTurn
+from cppbatch.chat.messages import (
+    ChatMessage,
+    ContentPart,
+    Function,
+    NamedFunction,
+    Tool,
+    ToolChoiceObject,
+    checked_variables,
+    choice_of,
+    conversation_of,
+)
+from cppbatch.chat.reasoning import effort_variables, given_budget
+from cppbatch.chat.tools import ToolChoice
+from cppbatch.engine.chats import FinishReasonName
+from cppbatch.errors import InvalidRequest
+from cppbatch.server.answer.llama_result import LlamaResponse, PromptProgress, Timings
+from cppbatch.server.answer.logprobs import ChatLogprobs
+from cppbatch.server.api.openai.choices import Usage, VerboseFields
+from cppbatch.server.fields.sampling import SamplingFields
+
+Json = dict[str, Any]
+
+# --- the request ----------------------------------------------------------------------------------------------------
+
+
+class Prediction(msgspec.Struct):
+    """`prediction`: text that makes up most of the expected answer, such as a file to edit."""
+
+    content: str | list[ContentPart]
+    type: Literal["content"] = "content"
+
+    def text(self) -> str:
+        """The text of all parts. Raises `InvalidRequest`."""
+        if isinstance(self.content, str):
+            return self.content
+        for i, part in enumerate(self.content):
+            if part.type != "text" or part.text is None:
+                raise InvalidRequest(f"prediction.content[{i}]", f"is of type {part.type!r}; only text is supported")
+        return "".join(part.text or "" for part in self.content)
+
+
+class ChatCompletionRequest(VerboseFields, kw_only=True):
+    """The body of `POST /v1/chat/completions`."""
+
+    _ALIASES: ClassVar[dict[str, str]] = {
+        **SamplingFields._ALIASES,
+        "max_tokens": "max_completion_tokens",  # OpenAI's newer name
+        "logprobs": "top_logprobs",
+    }
+
+    messages: list[ChatMessage]
+    max_completion_tokens: int | None = None
+    wants_logprobs: bool | None = msgspec.field(default=None, name="logprobs")
+    top_logprobs: int | None = None
+    """How many of the likeliest tokens to show at each position, to 20; `logprobs` must be true."""
+    tools: list[Tool] | None = None
+    tool_choice: str | ToolChoiceObject | None = None
+    """none, auto (the default), required, one tool by its name, or the tools that are allowed."""
+    legacy_functions: list[Function] | None = msgspec.field(default=None, name="functions")
+    """OpenAI's form of `tools` until 2023: the answer has at most one call, as `function_call`."""
+    function_call: str | NamedFunction | None = None
+    """With `functions`: none, auto (the default), or one function by its name."""
+    parallel_tool_calls: bool | None = None
+    """False: at most one call per message."""
+    reasoning_effort: str | None = None
+    """For the chat template: none, minimal, low, medium, high, xhigh or max."""
+    thinking_budget: int | None = None
+    """Tokens of reasoning at most; then its closing marker is generated, and the answer follows. -1: no limit."""
+    thinking_budget_tokens: int | None = None
+    """llama-server's name for the same."""
+    reasoning_budget_tokens: int | None = None
+    """llama-server's newer name for the same."""
+    chat_template_kwargs: Json | None = None
+    """Further variables for the chat template, such as `enable_thinking`."""
+    add_generation_prompt: bool | None = None
+    """False: the last message is continued. True: the assistant begins a new message, even after its own."""
+    continue_final_message: bool | None = None
+    """vLLM's name for the same: true: the last message is continued."""
+    prediction: Prediction | None = None
+    """Text that the answer will probably contain. It makes the answer faster, not different."""
+    user: str | None = None
+    """Not used."""
+
+    def options(self) -> Json:
+        """As in `SamplingFields`."""
+        return super().options() | ({"prediction": self.prediction.text()} if self.prediction else {})
+
+    def turn(self) -> ChatTurn:
+        """The conversation. Raises `InvalidRequest`."""
+        effort = effort_variables("reasoning_effort", self.reasoning_effort)
+        if self.legacy_functions and self.tools:
+            raise InvalidRequest("functions", "cannot be combined with tools; pass the functions as tools")
+        tools = [Tool(function=each) for each in self.legacy_functions or ()] or self.tools or []
+        return ChatTurn(
+            conversation_of(self.messages),
+            tools=[tool.as_dict(f"tools[{i}]") for i, tool in enumerate(tools)],
+            choice=self._choice(),
+            schema=self.schema(),
+            variables=checked_variables(effort | (self.chat_template_kwargs or {})),
+            thinking_tokens=given_budget(
+                thinking_budget=self.thinking_budget,
+                reasoning_budget_tokens=self.reasoning_budget_tokens,
+                thinking_budget_tokens=self.thinking_budget_tokens,
+            ),
+            continue_final_message=self._continues_message(),
+            field_names={"response_format": self.constraint_field("response_format")},
+        )
+
+    def _choice(self) -> ToolChoice:
+        if self.function_call is not None and not self.legacy_functions:
+            raise InvalidRequest("function_call", "requires functions; with tools, use tool_choice")
+        if self.legacy_functions:
+            return self._legacy_choice()
+        return choice_of(self.tool_choice or "auto", parallel=self.parallel_tool_calls is not False)
+
+    def _legacy_choice(self) -> ToolChoice:
+        if isinstance(self.function_call, NamedFunction):
+            return ToolChoice(mode="required", name=self.function_call.name, parallel=False)
+        if self.function_call == "none":
+            return ToolChoice(mode="none")
+        if self.function_call not in (None, "auto"):
+            message = f"is {self.function_call!r:.80}; it must be none, auto, or an object that names a function"
+            raise InvalidRequest("function_call", message)
+        return ToolChoice(parallel=False)
+
+    def _continues_message(self) -> bool | None:
+        if self.add_generation_prompt and self.continue_final_message:
+            message = "cannot be combined with add_generation_prompt: the last message is either complete or continued"
+            raise InvalidRequest("continue_final_message", message)
+        if self.add_generation_prompt is None:
+            return self.continue_final_message
+        return not self.add_generation_prompt
+
+
+# --- the response ---------------------------------------------------------------------------------------------------
+
+ChatFinishReason = FinishReasonName | Literal["function_call"]
+
+
+class CalledFunction(msgspec.Struct, frozen=True, kw_only=True):
+    """The function of a tool call."""
+
+    name: str
+    arguments: str
+    """A JSON object as text."""
+
+
+class ResponseToolCall(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="function"):
+    """A tool call of the assistant."""
+
+    id: str
+    function: CalledFunction
+
+
+class CalledCustomTool(msgspec.Struct, frozen=True, kw_only=True):
+    """The custom tool of a tool call."""
+
+    name: str
+    input: str
+
+
+class ResponseCustomCall(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="custom"):
+    """A call of a custom tool."""
+
+    id: str
+    custom: CalledCustomTool
+
+
+class ResponseMessage(msgspec.Struct, frozen=True, kw_only=True):
+    """The assistant's message."""
+
+    role: Literal["assistant"] = "assistant"
+    content: str | None
+    """None if the message has only tool calls."""
+    refusal: None = None
+    reasoning_content: str | UnsetType = UNSET
+    """The reasoning before the answer."""
+    tool_calls: list[ResponseToolCall | ResponseCustomCall] | UnsetType = UNSET
+    function_call: CalledFunction | UnsetType = UNSET
+    """The call, if the request has `functions`."""
+
+
+class ChatChoice(msgspec.Struct, frozen=True, kw_only=True):
+    """One message."""
+
+    index: int
+    message: ResponseMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: ChatFinishReason
+    seed: int
+    """A request with this seed generates the same message."""
+
+
+class ChatCompletionResponse(msgspec.Struct, frozen=True, kw_only=True):
+    """`POST /v1/chat/completions`, not streamed."""
+
+    id: str
+    object: Literal["chat.completion"] = "chat.completion"
+    created: int
+    model: str
+    system_fingerprint: str
+    """Changes with the versions and settings that may change a text of the same seed."""
+    choices: list[ChatChoice]
+    usage: Usage
+    timings: Timings | UnsetType = UNSET
+    """Of the first choice."""
+    verbose: LlamaResponse | UnsetType = msgspec.field(default=UNSET, name="__verbose")
+    """With `verbose`: of the first choice."""
+
+
+# --- the stream -----------------------------------------------------------------------------------------------------
+
+
+class FunctionDelta(msgspec.Struct, frozen=True, kw_only=True):
+    """More of a tool call's function: its name first, then its arguments."""
+
+    name: str | UnsetType = UNSET
+    arguments: str
+
+
+class CustomDelta(msgspec.Struct, frozen=True, kw_only=True):
+    """More of a custom tool's call: its name first, then its text."""
+
+    name: str | UnsetType = UNSET
+    input: str
+
+
+class ToolCallDelta(msgspec.Struct, frozen=True, kw_only=True):
+    """More of a tool call; `id` and `type` come first."""
+
+    index: int
+    id: str | UnsetType = UNSET
+    type: Literal["function", "custom"] | UnsetType = UNSET
+    function: FunctionDelta | UnsetType = UNSET
+    custom: CustomDelta | UnsetType = UNSET
+
+
+class ChatDelta(msgspec.Struct, frozen=True, kw_only=True):
+    """What a chunk adds to the message."""
+
+    role: Literal["assistant"] | UnsetType = UNSET
+    """Only in the first chunk of the choice."""
+    content: str | UnsetType | None = UNSET
+    """None in the first chunk of the choice."""
+    reasoning_content: str | UnsetType = UNSET
+    tool_calls: list[ToolCallDelta] | UnsetType = UNSET
+    function_call: FunctionDelta | UnsetType = UNSET
+    """More of the call, if the request has `functions`."""
+
+
+class ChatChunkChoice(msgspec.Struct, frozen=True, kw_only=True):
+    """More of a choice."""
+
+    index: int
+    delta: ChatDelta
+    logprobs: ChatLogprobs | None = None
+    finish_reason: ChatFinishReason | None = None
+    """Only in the last chunk of the choice."""
+    seed: int | UnsetType = UNSET
+    """Only in the last chunk of the choice."""
+
+
+class ChatCompletionChunk(msgspec.Struct, frozen=True, kw_only=True):
+    """One event of a stream."""
+
+    id: str
+    object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
+    created: int
+    model: str
+    system_fingerprint: str
+    choices: list[ChatChunkChoice]
+    usage: Usage | UnsetType | None = UNSET
+    """With `stream_options.include_usage`: null, and in the last chunk, which has no choices, the usage."""
+    timings: Timings | UnsetType = UNSET
+    """In the chunk with the finish reason, in the one with the usage (of the first choice), and with
+    `timings_per_token` in others."""
+    prompt_progress: PromptProgress | UnsetType = UNSET
+    """With `return_progress`, before the first token."""
+    verbose: LlamaResponse | UnsetType = msgspec.field(default=UNSET, name="__verbose")
+    """With `verbose`: in the chunk with the finish reason."""

@@ -1,0 +1,299 @@
+"""`GET /v1/models`, in the forms of OpenAI's and Anthropic's APIs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import datetime, timezone
+from typing import Annotated, Literal
+
+import msgspec
+from aiohttp import web
+from msgspec import UNSET, UnsetType
+
+from cppbatch.engine.model_info import ModelInfo
+from cppbatch.errors import InvalidRequest
+from cppbatch.server.auth.keys import KEY
+from cppbatch.server.http.api_errors import is_anthropic, json_response
+from cppbatch.server.http.endpoint import Routes
+from cppbatch.server.models.served import MODELS, ModelEntry, ModelStatusName
+from cppbatch.sizing.demand import free_host_memory
+from cppbatch.typed_json import convert
+
+# --- Anthropic's form ------------------------------------------------------------------------------------------------
+# `GET /v1/models` in the form of Anthropic's API, for requests with the header `anthropic-version`.
+
+
+class AnthropicModelQuery(msgspec.Struct, frozen=True, kw_only=True):
+    """The query string of `GET /v1/models`. Only Anthropic's clients need it."""
+
+    before_id: str = ""
+    """Lists the models before this one."""
+    after_id: str = ""
+    """Lists the models after this one."""
+    limit: Annotated[int, msgspec.Meta(ge=1, le=1000)] = 20
+
+
+class AnthropicModel(msgspec.Struct, frozen=True, kw_only=True):
+    """A model, as in Anthropic's API."""
+
+    type: Literal["model"] = "model"
+    id: str
+    display_name: str
+    """The name of the file without its ending."""
+    created_at: str
+    """When the server started (RFC 3339)."""
+    lifecycle: Literal["active"] = "active"
+    max_input_tokens: int
+    """The maximum number of tokens of prompt and completion together."""
+    max_tokens: int
+    """The maximum of `max_tokens`."""
+
+
+class AnthropicModelList(msgspec.Struct, frozen=True, kw_only=True):
+    """A page of models."""
+
+    data: list[AnthropicModel]
+    has_more: bool = False
+    first_id: str | None
+    last_id: str | None
+
+
+def anthropic_model(entry: ModelEntry, started: int) -> AnthropicModel:
+    """A model, of a server that started then (seconds since 1970)."""
+    most = entry.max_sequence
+    return AnthropicModel(
+        id=entry.name,
+        display_name=entry.path.stem,
+        created_at=datetime.fromtimestamp(started, timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        max_input_tokens=most,
+        max_tokens=min(entry.settings.limits.max_tokens or most, most),
+    )
+
+
+def anthropic_model_list(entries: Sequence[ModelEntry], started: int, query: AnthropicModelQuery) -> AnthropicModelList:
+    """The page that the query asks for.
+
+    Raises `InvalidRequest` for a cursor that is no model of the list.
+    """
+    names = [entry.name for entry in entries]
+
+    def position(field: str, cursor: str) -> int:
+        if cursor not in names:
+            raise InvalidRequest(
+                field,
+                f"is {cursor!r}, which is not a model of this server; available: "
+                f"{', '.join(map(repr, names)) or 'none'}",
+            )
+        return names.index(cursor)
+
+    first = position("after_id", query.after_id) + 1 if query.after_id else 0
+    end = position("before_id", query.before_id) if query.before_id else len(names)
+    if query.before_id and not query.after_id:
+        first = max(0, end - query.limit)
+    page = entries[first : min(end, first + query.limit)]
+    return AnthropicModelList(
+        data=[anthropic_model(entry, started) for entry in page],
+        has_more=first > 0 if query.before_id else first + len(page) < end,
+        first_id=page[0].name if page else None,
+        last_id=page[-1].name if page else None,
+    )
+
+
+# --- models endpoint -------------------------------------------------------------------------------------------------
+
+
+routes = Routes()
+
+
+class ModelWorker(msgspec.Struct, frozen=True, kw_only=True):
+    """One of the engines that run the model."""
+
+    name: str
+    device: int | None
+    """The GPU it runs on, if it was given one."""
+    status: str
+
+
+class ModelMeta(msgspec.Struct, frozen=True, kw_only=True):
+    """Model metadata beyond OpenAI's model object."""
+
+    description: str
+    n_ctx: int | UnsetType = UNSET
+    """KV cells of each worker. This and the fields without a value are known while the model is loaded."""
+    kv_layout: str | UnsetType = UNSET
+    sampling: str | UnsetType = UNSET
+    n_ctx_train: int | None
+    max_sequence: int | UnsetType = UNSET
+    """The maximum number of tokens of prompt and completion together."""
+    n_parallel: int | UnsetType = UNSET
+    """Sequences that run at the same time."""
+    n_params: int
+    n_vocab: int | None
+    size: int
+    """Bytes."""
+    pooling: str | None = None
+    """How texts become vectors; rank: a reranker; None: a model that generates text."""
+    workers: list[ModelWorker]
+
+
+class Architecture(msgspec.Struct, frozen=True, kw_only=True):
+    """Input and output modalities, as reported by llama-server's router."""
+
+    input_modalities: list[str]
+    """text, image, audio."""
+    output_modalities: tuple[Literal["text"]] = ("text",)
+
+
+class ModelStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """Load state of a model, as reported by llama-server's router."""
+
+    value: ModelStatusName
+    progress: float | UnsetType = UNSET
+    """While it is loading: 0.0 to 1.0."""
+    failed: bool | UnsetType = UNSET
+    """True: it could not be loaded, or its workers die again and again."""
+    error: str | UnsetType = UNSET
+    """Why."""
+
+
+class ModelQuery(msgspec.Struct, frozen=True, kw_only=True):
+    """The query string of `GET /v1/models` and `GET /models`."""
+
+    reload: bool = False
+    """Look at the folder and the settings file first (--models-dir, --models-config)."""
+    fit: bool = False
+    """Say whether the models that are not loaded would fit into memory, which takes a second."""
+
+
+class Model(msgspec.Struct, frozen=True, kw_only=True):
+    """A model, as in OpenAI's API."""
+
+    id: str
+    """The name of the model in responses."""
+    aliases: list[str]
+    """--alias."""
+    tags: list[str]
+    """--tags."""
+    object: Literal["model"] = "model"
+    created: int
+    """When the server started, in seconds since 1970."""
+    owned_by: Literal["cppbatch"] = "cppbatch"
+    path: str
+    status: ModelStatus
+    default: bool
+    """Requests without a model are for it."""
+    pinned: bool
+    """It never leaves memory for another one."""
+    needs: int | UnsetType = UNSET
+    """Bytes of memory that it was planned to need. Absent while it is not loaded, and for a single model."""
+    fit: str | UnsetType = UNSET
+    """Of a model that is not loaded, with `fit`: yes; with smaller -np -c; no, with what it needs; or ?"""
+    meta: ModelMeta | UnsetType = UNSET
+    """Absent if the file cannot be read."""
+    architecture: Architecture | UnsetType = UNSET
+    """Known while the model is loaded, as the field after it."""
+    capabilities: list[Literal["completion", "multimodal"]] | UnsetType = UNSET
+    """multimodal: pictures or sound may be in prompts; the names are llama-server's."""
+
+
+class ModelList(msgspec.Struct, frozen=True, kw_only=True):
+    """`GET /v1/models`."""
+
+    object: Literal["list"] = "list"
+    data: list[Model]
+    free_memory: int | UnsetType = UNSET
+    """Free bytes of the host, with `fit`."""
+
+
+@routes.get("/v1/models", (ModelList, AnthropicModelList), (400, 401, 503), query=AnthropicModelQuery)
+async def models(request: web.Request) -> web.Response:
+    """List all models, loaded or not.
+
+    Those that are for the key; in Anthropic's form for requests with the header `anthropic-version`.
+    """
+    served = request.app[MODELS]
+    if is_anthropic(request):
+        page = convert(dict(request.query), AnthropicModelQuery, from_text=True)
+        return json_response(anthropic_model_list(await served.entries(request.get(KEY)), served.started, page))
+    query = convert(dict(request.query), ModelQuery, from_text=True)
+    if query.reload:
+        await served.reload()
+    entries = await served.entries(request.get(KEY))
+    if not query.fit:
+        return json_response(ModelList(data=[_model(entry, served.started) for entry in entries]))
+    fits = await served.fits(entries)
+    data = [_model(entry, served.started, fit) for entry, fit in zip(entries, fits, strict=True)]
+    return json_response(ModelList(data=data, free_memory=free_host_memory()))
+
+
+@routes.get("/v1/models/{id:.+}", (Model, AnthropicModel), (401, 404, 503))
+async def model(request: web.Request) -> web.Response:
+    """Get a model by any of its names.
+
+    Of a single model, others are not found, although requests may name them.
+    """
+    served = request.app[MODELS]
+    entry = await served.entry(request.match_info["id"], request.get(KEY))
+    if is_anthropic(request):
+        return json_response(anthropic_model(entry, served.started))
+    return json_response(_model(entry, served.started))
+
+
+def _model(entry: ModelEntry, started: int, fit: str | None = None) -> Model:
+    return Model(
+        id=entry.name,
+        aliases=sorted(entry.settings.aliases),
+        tags=list(entry.settings.tags),
+        created=started,
+        path=str(entry.path),
+        status=ModelStatus(
+            value=entry.status,
+            progress=UNSET if entry.progress is None else entry.progress,
+            failed=True if entry.is_failed else UNSET,
+            error=entry.error or UNSET,
+        ),
+        default=entry.default,
+        pinned=entry.pinned,
+        needs=UNSET if entry.needs is None else entry.needs,
+        fit=fit or UNSET,
+        meta=_meta(entry),
+        architecture=Architecture(input_modalities=["text", *entry.info.modalities]) if entry.info else UNSET,
+        capabilities=_capabilities(entry.info) if entry.info else UNSET,
+    )
+
+
+def _capabilities(info: ModelInfo) -> list[Literal["completion", "multimodal"]]:
+    return ["completion", "multimodal"] if info.modalities else ["completion"]
+
+
+def _meta(entry: ModelEntry) -> ModelMeta | UnsetType:
+    workers = [
+        ModelWorker(name=each.name, device=each.device, status="draining" if each.draining else each.health.status)
+        for each in entry.workers
+    ]
+    if info := entry.info:
+        return ModelMeta(
+            description=info.description,
+            n_ctx=info.n_ctx,
+            kv_layout=info.kv_layout,
+            sampling=info.sampling,
+            n_ctx_train=info.n_ctx_train,
+            max_sequence=info.max_sequence,
+            n_parallel=entry.n_parallel,
+            n_params=info.n_params,
+            n_vocab=info.n_vocab,
+            size=info.size_bytes,
+            pooling=info.pooling,
+            workers=workers,
+        )
+    if facts := entry.facts:
+        return ModelMeta(
+            description=f"{facts.architecture} {facts.main_type}",
+            n_ctx_train=facts.n_ctx_train,
+            n_params=facts.n_params,
+            n_vocab=facts.n_vocab,
+            size=facts.size_bytes,
+            pooling=facts.pooling,
+            workers=workers,
+        )
+    return UNSET

@@ -1,0 +1,339 @@
+"""`POST /v1/responses`. Nothing is stored, so there are no routes to fetch or delete a response."""
+
+from __future__ import annotations
+
+import time
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+from cppbatch.chat.chat_format import ChatTurn
+from cppbatch.chat.lark_grammar import INPUT
+from cppbatch.chat.reasoning import effort_variables, given_budget
+from cppbatch.engine.chats import AssistantOutput
+from cppbatch.engine.params import SamplingParams
+from cppbatch.engine.request import GenerationEvent
+from cppbatch.errors import InvalidRequest
+from cppbatch.server.answer.llama_result import StreamTimings, Timings, timings
+from cppbatch.server.answer.response import (
+    ContentBlocks,
+    PreparedRequest,
+    ResponseBuilder,
+    ServerSentEvent,
+    generation,
+    shown_media,
+)
+from cppbatch.server.api.responses.output_items import OutputItems
+from cppbatch.server.api.responses.types import (
+    CustomToolFormat,
+    IncompleteDetails,
+    InputItem,
+    InputPart,
+    InputTokensDetails,
+    Json,
+    ReasoningTokensDetails,
+    ResponseCompleted,
+    ResponseCreated,
+    ResponseFailed,
+    ResponseIncomplete,
+    ResponseInProgress,
+    ResponsesCustomTool,
+    ResponsesError,
+    ResponsesEvent,
+    ResponsesFunction,
+    ResponsesReasoning,
+    ResponsesRequest,
+    ResponsesResponse,
+    ResponsesText,
+    ResponsesTextFormat,
+    ResponsesTool,
+    ResponsesUsage,
+    TextFormat,
+)
+from cppbatch.server.http.api_errors import api_error
+from cppbatch.server.http.endpoint import Routes
+from cppbatch.server.models.serving import PreparedTurn, Serving
+
+routes = Routes()
+
+
+@generation(routes, "/v1/responses", ResponsesRequest, ResponsesResponse, in_batches=True)
+async def prepare_response(body: ResponsesRequest, serving: Serving) -> PreparedRequest:
+    """Generate the next assistant message, in the Responses API.
+
+    Raises `InvalidRequest`.
+    """
+    serving.check(body)
+    serving.check_size(body)
+    turn = await serving.prepare(response_turn(body), body, "resp_")
+    builder = ResponsesBuilder(body, serving.name, turn)
+    return PreparedRequest(turn.requests, builder, stream=bool(body.stream), field_names=turn.field_names)
+
+
+class ResponsesBuilder(ResponseBuilder):
+    """Builds the response of `/v1/responses`."""
+
+    def __init__(self, body: ResponsesRequest, model: str, turn: PreparedTurn) -> None:
+        super().__init__()
+        self._started = _started(turn.id, body, model, turn.requests[0].params)
+        self._output = AssistantOutput(turn.chat)
+        self._blocks = ContentBlocks()
+        self._items = OutputItems(wants_logprobs=body.wants_logprobs)
+        self._n_events = 0
+        self._stream_timings = StreamTimings(body)
+        self._returns_progress = bool(body.return_progress)
+
+    def build(self, completions: list[list[GenerationEvent]]) -> ResponsesResponse:
+        """As in `ResponseBuilder`."""
+        for event in completions[0]:
+            self._read(event)
+        return msgspec.structs.replace(self._ended(), timings=self._timings())
+
+    def stream_start(self) -> list[ServerSentEvent]:
+        """As in `ResponseBuilder`."""
+        created = ResponseCreated(response=self._started)
+        if self._returns_progress:  # the next event shows it
+            return self._sent(created)
+        return self._sent(created, ResponseInProgress(response=self._started))
+
+    def stream_events(self, index: int, event: GenerationEvent) -> list[ServerSentEvent]:
+        """As in `ResponseBuilder`."""
+        progress, per_token = self._stream_timings.progress(index, event), self._stream_timings.per_token(event)
+        events: list[ResponsesEvent] = []
+        if progress is not UNSET:
+            events.append(ResponseInProgress(response=self._started, prompt_progress=progress, timings=per_token))
+        if read := self._read(event):
+            read[-1].timings = per_token
+        return self._sent(*events, *read)
+
+    def stream_end(self) -> list[ServerSentEvent]:
+        """As in `ResponseBuilder`."""
+        response = self._ended()
+        last = ResponseCompleted if response.status == "completed" else ResponseIncomplete
+        return self._sent(last(response=response, timings=self._timings()))
+
+    def stream_error(self, error: Exception) -> list[ServerSentEvent]:
+        """As in `ResponseBuilder`. The event contains the output so far."""
+        failure = api_error(error)
+        self._items.apply(self._blocks.close(), status="incomplete")
+        response = msgspec.structs.replace(
+            self._started,
+            status="failed",
+            error=ResponsesError(
+                code="server_error" if failure.status >= 500 else "invalid_prompt", message=failure.message
+            ),
+            output=self._items.items(),
+        )
+        return self._sent(ResponseFailed(response=response))
+
+    def _read(self, event: GenerationEvent) -> list[ResponsesEvent]:
+        """The events of the API for an event of the engine."""
+        logprobs = event.logprobs[: len(event.tokens)]  # without the end token, which belongs to no item
+        events = self._items.apply(self._blocks.read(self._output.read(event)), logprobs)
+        if event.finish_reason:
+            closed = self._blocks.close()
+            events += self._items.apply(closed, status="completed" if self._is_complete else "incomplete")
+        return events
+
+    def _sent(self, *events: ResponsesEvent) -> list[ServerSentEvent]:
+        """The events, numbered, under the names of their types."""
+        for event in events:
+            event.sequence_number = self._n_events
+            self._n_events += 1
+        return [ServerSentEvent(event, str(event.__struct_config__.tag)) for event in events]
+
+    def _timings(self) -> Timings | UnsetType:
+        usage = self.last_events[0].usage
+        return timings(usage) if usage else UNSET
+
+    @property
+    def _is_complete(self) -> bool:
+        return self._output.finish_reason in ("stop", "tool_calls")
+
+    def _ended(self) -> ResponsesResponse:
+        ended = msgspec.structs.replace(self._started, output=self._items.items(), usage=self._usage())
+        if self._is_complete:
+            return msgspec.structs.replace(ended, status="completed", completed_at=int(time.time()))
+        details = IncompleteDetails(
+            reason="timeout" if self._output.finish_reason == "timeout" else "max_output_tokens"
+        )
+        return msgspec.structs.replace(ended, status="incomplete", incomplete_details=details)
+
+    def _usage(self) -> ResponsesUsage:
+        counts = self.token_counts()
+        return ResponsesUsage(
+            input_tokens=counts.prompt,
+            input_tokens_details=InputTokensDetails(cached_tokens=counts.cached, **shown_media(counts)),
+            output_tokens=counts.completion,
+            output_tokens_details=ReasoningTokensDetails(reasoning_tokens=self._output.reasoning_tokens),
+            total_tokens=counts.prompt + counts.completion,
+        )
+
+
+def _started(response_id: str, body: ResponsesRequest, model: str, params: SamplingParams) -> ResponsesResponse:
+    """The response when it starts: the request's settings, no output yet."""
+    return ResponsesResponse(
+        id=response_id,
+        created_at=int(time.time()),
+        status="in_progress",
+        output=[],
+        model=model,
+        instructions=body.instructions,
+        max_output_tokens=body.max_output_tokens,
+        metadata=body.metadata or {},
+        parallel_tool_calls=body.parallel_tool_calls is not False,
+        reasoning=ResponsesReasoning(effort=body.reasoning.effort if body.reasoning else None),
+        temperature=params.temperature,
+        text=ResponsesText(format=_format(body.format)),
+        tool_choice=body.tool_choice or "auto",
+        tools=[_tool(tool) for tool in body.tools or []],
+        top_logprobs=params.logprobs or 0,
+        top_p=params.top_p,
+        user=body.user,
+    )
+
+
+def _tool(tool: ResponsesTool) -> ResponsesFunction | ResponsesCustomTool:
+    if tool.type == "custom":
+        form = tool.format or CustomToolFormat("text")
+        return ResponsesCustomTool(name=tool.name, description=tool.description, format=form)
+    return ResponsesFunction(
+        name=tool.name, description=tool.description, parameters=tool.parameters, strict=tool.strict
+    )
+
+
+def _format(wanted: TextFormat) -> ResponsesTextFormat:
+    """The request's `text.format`, without the fields that were not given. A schema without a name is an `answer`."""
+    name = "answer" if wanted.name is None and wanted.type == "json_schema" else wanted.name
+    return ResponsesTextFormat(
+        type=wanted.type,
+        name=UNSET if name is None else name,
+        description=UNSET if wanted.description is None else wanted.description,
+        schema=UNSET if wanted.schema is None else wanted.schema,
+        strict=UNSET if wanted.strict is None else wanted.strict,
+    )
+
+
+# --- input conversion ------------------------------------------------------------------------------------------------
+# From the body of a response to a `ChatTurn`: its items become messages, which chat templates expect.
+
+
+_ROLES = ("system", "developer", "user", "assistant")
+_REQUIRED = {
+    "message": ("role", "content"),
+    "function_call": ("call_id", "name", "arguments"),
+    "function_call_output": ("call_id", "output"),
+    "custom_tool_call": ("call_id", "name", "input"),
+    "custom_tool_call_output": ("call_id", "output"),
+    "reasoning": (),
+}
+"""The supported types of items, and the required fields of each."""
+_TEXT_PARTS = ("input_text", "output_text", "text", "refusal", "reasoning_text", "summary_text")
+_MEDIA_PARTS = ("input_image", "input_audio")
+
+
+_FIELD_NAMES = {"custom.format.grammar": "format", "custom.": "", "function.": "", "messages": "input"}
+"""Parts of field names in chat completions, and in this API."""
+
+
+def response_turn(body: ResponsesRequest) -> ChatTurn:
+    """The conversation. Raises `InvalidRequest`."""
+    body.check_stateless()
+    return ChatTurn(
+        _messages(body),
+        tools=body.functions(),
+        choice=body.choice(),
+        schema=body.schema(),
+        variables=effort_variables("reasoning.effort", body.reasoning.effort if body.reasoning else None),
+        thinking_tokens=given_budget(thinking_budget=body.thinking_budget),
+        field_names={**_FIELD_NAMES, "response_format": body.constraint_field("text.format")},
+    )
+
+
+def _messages(body: ResponsesRequest) -> list[Json]:
+    """The messages as chat templates expect them, `instructions` first. Raises `InvalidRequest`."""
+    messages: list[Json] = []
+    if body.instructions:
+        messages.append({"role": "system", "content": body.instructions})
+    if isinstance(body.input, str):
+        return [*messages, {"role": "user", "content": body.input}]
+    if not body.input:
+        raise InvalidRequest("input", "is empty; give text or at least one item")
+    for i, item in enumerate(body.input):
+        _check(f"input[{i}]", item)
+        _add(messages, f"input[{i}]", item)
+    for message in messages:
+        if message["role"] == "assistant":
+            for name in ("content", "reasoning_content"):
+                if isinstance(message.get(name), list):
+                    message[name] = "\n".join(message[name])
+    return messages
+
+
+def _check(field: str, item: InputItem) -> None:
+    if item.type not in _REQUIRED:
+        message = f"is of type {item.type!r}; supported types are {', '.join(_REQUIRED)}"
+        if item.type == "item_reference":
+            message = "references a stored item, but this server stores nothing; send the item itself"
+        raise InvalidRequest(field, message)
+    for name in _REQUIRED[item.type]:
+        if getattr(item, name) is None:
+            raise InvalidRequest(f"{field}.{name}", "is required")
+    if item.type == "message" and item.role not in _ROLES:
+        raise InvalidRequest(f"{field}.role", f"is {item.role!r}; it must be one of {', '.join(_ROLES)}")
+
+
+def _add(messages: list[Json], field: str, item: InputItem) -> None:
+    if item.type in ("function_call_output", "custom_tool_call_output"):
+        output = _content(f"{field}.output", item.output)
+        messages.append({"role": "tool", "tool_call_id": item.call_id, "content": output})
+    elif item.type in ("function_call", "custom_tool_call"):
+        arguments = item.arguments if item.type == "function_call" else {INPUT: item.input}
+        function = {"name": item.name, "arguments": arguments}
+        call = {"id": item.call_id, "type": "function", "function": function}
+        _assistant(messages).setdefault("tool_calls", []).append(call)
+    elif item.type == "reasoning":
+        reasoning = _text(f"{field}.content", item.content) or _text(f"{field}.summary", item.summary)
+        if reasoning:
+            _append(_assistant(messages), "reasoning_content", reasoning)
+    elif item.role == "assistant":
+        _append(_assistant(messages), "content", _text(f"{field}.content", item.content))
+    else:
+        messages.append({"role": item.role, "content": _content(f"{field}.content", item.content)})
+
+
+def _assistant(messages: list[Json]) -> Json:
+    """The assistant's message that an item belongs to: consecutive reasoning, texts and calls form one message."""
+    if not messages or messages[-1]["role"] != "assistant":
+        messages.append({"role": "assistant", "content": None})
+    return messages[-1]
+
+
+def _append(message: Json, name: str, text: str) -> None:
+    """Collects texts in a list. `_messages` joins them at the end, because there may be thousands."""
+    if message.get(name) is None:
+        message[name] = []
+    message[name].append(text)
+
+
+def _content(field: str, content: str | list[InputPart] | None) -> str | list[Json]:
+    """Texts as one; with pictures or sounds a list of parts."""
+    if isinstance(content, list):
+        sources = [part.source(part.type, f"{field}[{i}]") for i, part in enumerate(content)]
+        if any(sources):
+            return [
+                source.part() if source else {"type": "text", "text": _text(field, content[i : i + 1], i)}
+                for i, source in enumerate(sources)
+            ]
+    return _text(field, content)
+
+
+def _text(field: str, content: str | list[InputPart] | None, first: int = 0) -> str:
+    """The texts of parts, of which the first one has this index. Raises `InvalidRequest` for others."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    for i, part in enumerate(content, first):
+        if part.type not in _TEXT_PARTS or (part.text is None and part.refusal is None):
+            message = f"is of type {part.type!r:.80}; supported types are {', '.join((*_TEXT_PARTS, *_MEDIA_PARTS))}"
+            raise InvalidRequest(f"{field}[{i}]", message)
+    return "\n".join(part.text or part.refusal or "" for part in content)

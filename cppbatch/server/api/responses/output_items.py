@@ -1,0 +1,147 @@
+"""The output items of a response, and the events of a stream that report their changes."""
+
+from __future__ import annotations
+
+from cppbatch.engine.request import TokenLogprob
+from cppbatch.server.answer.logprobs import ChatTokenLogprob, chat_token_logprobs
+from cppbatch.server.answer.response import BlockChange, ContentBlock
+from cppbatch.server.api.responses.types import (
+    ContentPartAdded,
+    ContentPartDone,
+    CustomToolCallInputDelta,
+    CustomToolCallInputDone,
+    CustomToolCallItem,
+    FunctionCallArgumentsDelta,
+    FunctionCallArgumentsDone,
+    FunctionCallItem,
+    ItemStatus,
+    MessageItem,
+    OutputItem,
+    OutputItemAdded,
+    OutputItemDone,
+    OutputText,
+    OutputTextDelta,
+    OutputTextDone,
+    ReasoningItem,
+    ReasoningText,
+    ReasoningTextDelta,
+    ReasoningTextDone,
+    ResponsesEvent,
+    StreamTokenLogprob,
+    StreamTopLogprob,
+)
+from cppbatch.server.models.serving import new_id
+
+_ID_PREFIXES = {"text": "msg_", "reasoning": "rs_", "call": "fc_", "custom": "ctc_"}
+
+
+class ItemBuilder:
+    """Builds the output item of one content block."""
+
+    def __init__(self, block: ContentBlock) -> None:
+        self._block = block
+        self._index = block.index
+        self._id = new_id(_ID_PREFIXES[block.kind])
+        self._status: ItemStatus = "in_progress"
+        self._logprobs: list[ChatTokenLogprob] = []
+
+    def item(self, *, empty: bool = False) -> OutputItem:
+        """The item as it is now; with `empty` as it was when it started."""
+        block = self._block
+        if block.kind == "call":
+            arguments = "" if empty else block.text
+            return FunctionCallItem(
+                id=self._id, status=self._status, call_id=block.call_id, name=block.name, arguments=arguments
+            )
+        if block.kind == "custom":
+            text = "" if empty else block.text
+            return CustomToolCallItem(id=self._id, call_id=block.call_id, name=block.name, input=text)
+        if block.kind == "reasoning":
+            reasoning = [] if empty else [ReasoningText(text=block.text)]
+            return ReasoningItem(id=self._id, status=self._status, content=reasoning)
+        return MessageItem(id=self._id, status=self._status, content=[] if empty else [self._text()])
+
+    def start(self) -> list[ResponsesEvent]:
+        """The events of the item's start."""
+        added = OutputItemAdded(output_index=self._index, item=self.item(empty=True))
+        if self._block.kind in ("call", "custom"):
+            return [added]
+        part = ReasoningText(text="") if self._block.kind == "reasoning" else OutputText(text="")
+        return [added, ContentPartAdded(item_id=self._id, output_index=self._index, part=part)]
+
+    def delta(self, text: str, logprobs: list[ChatTokenLogprob]) -> ResponsesEvent:
+        """The event of more text, reasoning or arguments. `logprobs`: of the tokens of a text."""
+        if self._block.kind == "call":
+            return FunctionCallArgumentsDelta(item_id=self._id, output_index=self._index, delta=text)
+        if self._block.kind == "custom":
+            return CustomToolCallInputDelta(item_id=self._id, output_index=self._index, delta=text)
+        if self._block.kind == "reasoning":
+            return ReasoningTextDelta(item_id=self._id, output_index=self._index, delta=text)
+        self._logprobs += logprobs
+        shown = _without_bytes(logprobs)
+        return OutputTextDelta(item_id=self._id, output_index=self._index, delta=text, logprobs=shown)
+
+    def stop(self, status: ItemStatus) -> list[ResponsesEvent]:
+        """The events of the item's end."""
+        self._status = status
+        block, item_id, index = self._block, self._id, self._index
+        item = OutputItemDone(output_index=index, item=self.item())
+        if block.kind == "call":
+            return [FunctionCallArgumentsDone(item_id=item_id, output_index=index, arguments=block.text), item]
+        if block.kind == "custom":
+            return [CustomToolCallInputDone(item_id=item_id, output_index=index, input=block.text), item]
+        if block.kind == "reasoning":
+            part = ContentPartDone(item_id=item_id, output_index=index, part=ReasoningText(text=block.text))
+            return [ReasoningTextDone(item_id=item_id, output_index=index, text=block.text), part, item]
+        shown = _without_bytes(self._logprobs)
+        done = OutputTextDone(item_id=item_id, output_index=index, text=block.text, logprobs=shown)
+        return [done, ContentPartDone(item_id=item_id, output_index=index, part=self._text()), item]
+
+    def _text(self) -> OutputText:
+        return OutputText(text=self._block.text, logprobs=self._logprobs)
+
+
+class OutputItems:
+    """All output items of a response."""
+
+    def __init__(self, *, wants_logprobs: bool) -> None:
+        self._builders: list[ItemBuilder] = []
+        self._wants_logprobs = wants_logprobs
+        self._logprobs: list[ChatTokenLogprob] = []  # of tokens whose text has not come yet
+
+    def items(self) -> list[OutputItem]:
+        """The items as they are now."""
+        return [builder.item() for builder in self._builders]
+
+    def apply(
+        self, changes: list[BlockChange], logprobs: list[TokenLogprob] | None = None, status: ItemStatus = "completed"
+    ) -> list[ResponsesEvent]:
+        """The events for these changes.
+
+        `logprobs`: of the tokens that caused the changes. Those of reasoning and tool calls are not shown. `status`: of
+        items that end.
+        """
+        if self._wants_logprobs:
+            self._logprobs += chat_token_logprobs(logprobs or [])
+        events: list[ResponsesEvent] = []
+        for step, block, text in changes:
+            if step == "start":
+                self._builders.append(ItemBuilder(block))
+                events += self._builders[-1].start()
+            elif step == "delta":
+                events.append(self._builders[-1].delta(text, self._logprobs))
+                self._logprobs = []
+            else:
+                events += self._builders[-1].stop(status)
+        return events
+
+
+def _without_bytes(logprobs: list[ChatTokenLogprob]) -> list[StreamTokenLogprob]:
+    return [
+        StreamTokenLogprob(
+            token=entry.token,
+            logprob=entry.logprob,
+            top_logprobs=[StreamTopLogprob(token=top.token, logprob=top.logprob) for top in entry.top_logprobs],
+        )
+        for entry in logprobs
+    ]

@@ -1,0 +1,1 @@
+"""API keys: their file, rules, limits and usage."""

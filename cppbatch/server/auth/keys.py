@@ -1,0 +1,263 @@
+"""Which requests are authorised, and what each API key uses of its rate and concurrency."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from datetime import datetime, timedelta, timezone
+from math import ceil
+from typing import NamedTuple
+
+from aiohttp import hdrs, web
+from aiohttp.typedefs import Handler, Middleware
+
+from cppbatch.server.auth.rules import KeyRules, Keys
+from cppbatch.server.http.api_errors import ApiError, RateLimited, TooManyRequests, error_response, is_anthropic
+from cppbatch.server.http.limits import Limits
+from cppbatch.server.web_page import is_page
+
+KEY = web.RequestKey("api_key", KeyRules)
+"""`request[KEY]`: the rules of the request's key; absent when the server requires no keys."""
+
+OPEN_PATHS = frozenset({"/health", "/v1/health", "/ready"})
+
+
+def key_middleware(keys: Keys) -> Middleware:
+    """Refuses requests without a valid key, except for `OPEN_PATHS` and the web page."""
+
+    @web.middleware
+    async def check_key(request: web.Request, handler: Handler) -> web.StreamResponse:
+        for given in _given(request):
+            if rules := keys.rules_of(given):
+                request[KEY] = rules
+        if KEY in request or request.path in OPEN_PATHS or is_page(request.path):
+            return await handler(request)
+        message = "missing or invalid API key; send `Authorization: Bearer KEY`"
+        return error_response(request, ApiError(401, message, "authentication_error", code="invalid_api_key"))
+
+    return check_key
+
+
+def viewer_of(request: web.Request) -> str | None:
+    """The owner whose files and batches the request may see; None: all, because the server requires no keys."""
+    rules = request.get(KEY)
+    return rules.owner if rules else None
+
+
+def _given(request: web.Request) -> list[str]:
+    """The keys of a request: a bearer token as sent by OpenAI's clients, and `x-api-key` as sent by Anthropic's."""
+    scheme, _, token = request.headers.get(hdrs.AUTHORIZATION, "").partition(" ")
+    alone = request.headers.get("x-api-key")
+    return [*([token.strip()] if scheme.lower() == "bearer" else []), *([alone] if alone is not None else [])]
+
+
+# --- request rates ---------------------------------------------------------------------------------------------------
+# Requests per minute of API keys.
+
+
+_MINUTE = 60.0
+
+
+class RateState(NamedTuple):
+    """What a key may still send."""
+
+    limit: int
+    """Requests per minute."""
+    remaining: int
+    """Requests that may be sent now."""
+    wait: float
+    """Seconds until one may be sent; 0: now."""
+    reset: float
+    """Seconds until `remaining` is `limit` again."""
+
+
+class RequestRates:
+    """A token bucket for each key: it holds the requests of a minute, and fills evenly."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._full_at: dict[str, float] = {}  # by key: when its bucket is full again
+
+    def take(self, key: str, per_minute: int) -> tuple[bool, RateState]:
+        """Takes a request from the key's bucket. Returns whether there was one, and the state after it."""
+        return self._take(key, per_minute, reserve=0)
+
+    def take_for_batch(self, key: str, per_minute: int) -> tuple[bool, RateState]:
+        """As `take`, but leaves half of the bucket to requests that a client waits for."""
+        return self._take(key, per_minute, reserve=min(per_minute / 2, per_minute - 1))
+
+    def _take(self, key: str, per_minute: int, *, reserve: float) -> tuple[bool, RateState]:
+        now, interval = self._clock(), _MINUTE / per_minute
+        reset = max(0.0, self._full_at.get(key, now) - now)
+        wait = reset + (1 + reserve - per_minute) * interval
+        taken = wait <= 1e-9
+        if taken:
+            reset += interval
+            self._full_at[key] = now + reset
+        remaining = int(per_minute - reset / interval + 1e-9)
+        return taken, RateState(per_minute, remaining, max(0.0, wait), reset)
+
+
+# --- request slots ---------------------------------------------------------------------------------------------------
+# How many requests are being answered, in total and by client.
+
+
+class Slots:
+    """Counts the requests that are being answered, in total and by client."""
+
+    def __init__(self, limits: Limits) -> None:
+        self._limits = limits
+        self._all = 0
+        self._of: Counter[str] = Counter()
+        self._lines_of: Counter[str] = Counter()
+
+    @contextlib.contextmanager
+    def one(self, client: str, most_of_key: int | None = None) -> Iterator[None]:
+        """A slot for one request of this client. `most_of_key`: the limit of its key, if it has its own.
+
+        Raises `TooManyRequests`.
+        """
+        most = self._limits.max_concurrent
+        most_of_one = self._limits.max_concurrent_per_key if most_of_key is None else most_of_key
+        if most and self._all >= most:
+            raise TooManyRequests(
+                f"too many requests: {most} are in progress, the limit (--max-concurrent); try again later"
+            )
+        if most_of_one and self._of[client] >= most_of_one:
+            limit = "--max-concurrent-per-key" if most_of_key is None else "max_concurrent of your key"
+            raise TooManyRequests(
+                f"too many requests: {most_of_one} of your requests are in progress, the limit ({limit}); wait for one "
+                "of them to finish"
+            )
+        self._all += 1
+        self._of[client] += 1
+        try:
+            yield
+        finally:
+            self._all -= 1
+            _decrease(self._of, client)
+
+    def take_for_batch(self, client: str, most: int) -> bool:
+        """Takes a slot for a line of a batch, if fewer than `most` of the client's slots are taken, and fewer than
+        half of them by lines. `give_back` returns it."""
+        if self._of[client] >= most or self._lines_of[client] >= max(1, most // 2):
+            return False
+        self._of[client] += 1
+        self._lines_of[client] += 1
+        return True
+
+    def give_back(self, client: str) -> None:
+        """Returns a slot of `take_for_batch`."""
+        _decrease(self._of, client)
+        _decrease(self._lines_of, client)
+
+
+def _decrease(counts: Counter[str], client: str) -> None:
+    counts[client] -= 1
+    if not counts[client]:
+        del counts[client]  # otherwise entries of old addresses would pile up
+
+
+# --- key usage -------------------------------------------------------------------------------------------------------
+# What each API key uses of its rate and concurrency: for its requests, and for the lines of its batches.
+
+
+_PAUSE_S = 0.05  # until a line of a batch looks for a slot of its key again
+
+
+class KeyUsage:
+    """The slots of all clients, and the rates of keys."""
+
+    def __init__(self, slots: Slots) -> None:
+        self._slots = slots
+        self._rates = RequestRates()
+
+    @contextlib.contextmanager
+    def one(self, request: web.Request) -> Iterator[None]:
+        """Counts a request while it is answered. Raises `TooManyRequests`; its `RateLimited` if the rate is reached."""
+        rules = request.get(KEY)
+        client = rules.id if rules else request.remote or ""
+        with self._slots.one(client, rules.max_concurrent if rules else None):
+            if rules and rules.requests_per_minute:
+                taken, request[_RATE] = self._rates.take(rules.id, rules.requests_per_minute)
+                if not taken:
+                    raise RateLimited(
+                        f"rate limit reached: this API key is limited to {rules.requests_per_minute} requests per "
+                        f"minute; try again in {ceil(request[_RATE].wait)} s",
+                        request[_RATE].wait,
+                    )
+            yield
+
+    async def wait_for_line(self, rules: KeyRules) -> None:
+        """Waits until a line of a batch may run, and counts it. Requests that a client waits for come first: half of
+        the key's slots and of its rate are left to them. `line_done` ends it."""
+        while True:
+            pause = self._take_for_line(rules)
+            if not pause:
+                return
+            await asyncio.sleep(pause)
+
+    def _take_for_line(self, rules: KeyRules) -> float:
+        """Takes a slot and a request of the rate. Returns 0, or the seconds after which to try again."""
+        if rules.max_concurrent and not self._slots.take_for_batch(rules.id, rules.max_concurrent):
+            return _PAUSE_S
+        if rules.requests_per_minute:
+            taken, state = self._rates.take_for_batch(rules.id, rules.requests_per_minute)
+            if not taken:
+                self.line_done(rules)
+                return state.wait
+        return 0
+
+    def line_done(self, rules: KeyRules) -> None:
+        """Ends what `wait_for_line` counts."""
+        if rules.max_concurrent:
+            self._slots.give_back(rules.id)
+
+
+class KeyLineSlots:
+    """`jobs.job_runner.RequestSlots` for the batches of a key: its own limits, then the slots of all batches."""
+
+    def __init__(self, shared: asyncio.Semaphore, usage: KeyUsage, rules: KeyRules) -> None:
+        self._shared, self._usage, self._rules = shared, usage, rules
+
+    async def acquire(self) -> object:
+        """Waits for a slot. A key that waits for its own limits holds no slot of the others."""
+        await self._usage.wait_for_line(self._rules)
+        try:
+            return await self._shared.acquire()
+        except asyncio.CancelledError:
+            self._usage.line_done(self._rules)
+            raise
+
+    def release(self) -> None:
+        """Gives the slot back."""
+        self._shared.release()
+        self._usage.line_done(self._rules)
+
+
+KEY_USAGE = web.AppKey("key_usage", KeyUsage)
+_RATE = web.RequestKey("rate", RateState)
+
+
+async def add_rate_headers(request: web.Request, response: web.StreamResponse) -> None:
+    """For `Application.on_response_prepare`: what the key may still send, in the headers of its client's API."""
+    if not (state := request.get(_RATE)):
+        return
+    headers: dict[str, object]
+    if is_anthropic(request):
+        at = datetime.now(timezone.utc) + timedelta(seconds=ceil(state.reset))
+        prefix, reset = "anthropic-ratelimit-requests", at.strftime("%Y-%m-%dT%H:%M:%SZ")
+        headers = {f"{prefix}-limit": state.limit, f"{prefix}-remaining": state.remaining, f"{prefix}-reset": reset}
+    else:
+        headers = {
+            "x-ratelimit-limit-requests": state.limit,
+            "x-ratelimit-remaining-requests": state.remaining,
+            "x-ratelimit-reset-requests": f"{state.reset:.3f}s",
+        }
+        if response.status == 429:
+            headers["retry-after-ms"] = ceil(state.wait * 1000)
+    for name, value in headers.items():
+        response.headers[name] = str(value)

@@ -1,0 +1,155 @@
+"""API keys, and what requests of each may do: priority, rate, models, adapters, sharing."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable, Sequence
+from hashlib import sha256
+from typing import Any, NamedTuple
+
+import msgspec
+
+from cppbatch.engine.model_info import AdapterInfo
+from cppbatch.engine.params import replaced
+from cppbatch.engine.request import BACKGROUND, GenerationRequest
+from cppbatch.errors import ConfigError, Forbidden, InvalidRequest
+
+
+class KeyRules(msgspec.Struct, frozen=True, kw_only=True):
+    """The rules of one key. Batches store them as JSON: they run with the rules of the key that created them."""
+
+    id: str
+    """Unique among keys; the same after a restart."""
+    name: str
+    """Shown in the log."""
+    group: str | None = None
+    """Keys with the same group share cached prefixes, files and batches. None: the key shares nothing."""
+    priority: int | None = None
+    """The best priority of its requests, and their default. None: requests choose freely."""
+    requests_per_minute: int | None = None
+    max_concurrent: int | None = None
+    """Requests answered at once; None: as --max-concurrent-per-key."""
+    models: tuple[str, ...] | None = None
+    """Names of the models that it may use; None: all."""
+    adapters: tuple[str, ...] | None = None
+    """Names of the LoRA adapters that it may use; None: all."""
+
+    @property
+    def owner(self) -> str:
+        """What the key's cached prefixes, files and batches belong to: its group, or the key itself."""
+        return f"key:{self.id}" if self.group is None else f"group:{self.group}"
+
+    def check_model(self, names: Collection[str], asked: str | None = None) -> None:
+        """Raises `Forbidden` unless the key may use the model with these names, and `asked` is one of them."""
+        if self.models is None:
+            return
+        if not self.may_use(names) or (asked is not None and asked not in names):
+            wanted = "this server's model" if asked is None else repr(asked)
+            raise Forbidden("model", f"{wanted} is not allowed with this API key; allowed: {_listed(self.models)}")
+
+    def may_use(self, names: Collection[str]) -> bool:
+        """Whether the key may use the model with these names."""
+        return self.models is None or not set(self.models).isdisjoint(names)
+
+    def engine_requests(
+        self, requests: Sequence[GenerationRequest], adapters: Sequence[AdapterInfo]
+    ) -> list[GenerationRequest]:
+        """The requests as the key may send them: with its priority, and the salt of its owner.
+
+        `adapters`: those of the engine. Raises `Forbidden` for an adapter that the key may not use, and
+        `InvalidRequest` for a better priority than the key's.
+        """
+        return [self._engine_request(request, adapters) for request in requests]
+
+    def _engine_request(self, request: GenerationRequest, adapters: Sequence[AdapterInfo]) -> GenerationRequest:
+        if self.adapters is not None:
+            self._check_adapters(request, adapters)
+        salt = f"{self.owner}\n{request.cache_salt}"
+        return replaced(request, cache_salt=salt, priority=self._priority(request.priority))
+
+    def _priority(self, asked: int) -> int:
+        if self.priority is None or asked >= BACKGROUND:  # nothing of a background request overtakes other keys
+            return asked
+        if asked < 0:
+            raise InvalidRequest(
+                "priority", f"is {asked}; it is added to the priority of the API key, so it must be 0 or more"
+            )
+        return min(self.priority + asked, BACKGROUND)
+
+    def _check_adapters(self, request: GenerationRequest, adapters: Sequence[AdapterInfo]) -> None:
+        assert self.adapters is not None
+        from cppbatch.engine.lora_sets import adapter_set  # imports numpy, and keys are read before a model is chosen
+
+        names = [adapters[number].name for number, _ in adapter_set(request.lora, adapters)]
+        if wrong := [name for name in names if name not in self.adapters]:
+            raise Forbidden(
+                "lora",
+                f"{_listed(wrong)} is not allowed with this API key; allowed: {_listed(self.adapters)}. Use these in "
+                "`lora`, or send {} to use the model without adapters",
+            )
+
+    def check_sets_adapters(self) -> None:
+        """Raises `Forbidden` if the key may not change the adapters of everybody's requests."""
+        if self.adapters is not None:
+            raise Forbidden(
+                "lora-adapters", "this API key may not set the scales for all requests; send `lora` with each request"
+            )
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(map(repr, names)) or "none"
+
+
+# --- api keys --------------------------------------------------------------------------------------------------------
+# API keys, and the rules of each.
+
+
+_USABLE = re.compile(r"[\x21-\x7e]+")  # characters that a header can contain unescaped
+_LABEL_LENGTH, _ID_LENGTH = 8, 32
+
+
+class ApiKey(NamedTuple):
+    """A key with its rules. Only the digest of the key is stored."""
+
+    digest: bytes
+    rules: KeyRules
+
+
+def api_key(key: str, what: str = "the API key", *, name: str | None = None, **rules: Any) -> ApiKey:
+    """A key and its rules (`KeyRules`). Without a name, the log shows the first digits of its SHA-256.
+
+    Raises `ConfigError` for a key that no client could send; the message begins with `what` and does not contain the
+    key.
+    """
+    if not _USABLE.fullmatch(key):
+        raise ConfigError(f"{what} is empty, or contains characters other than visible ASCII: choose another one")
+    digest = _digest(key)
+    label = name or digest.hex()[:_LABEL_LENGTH]
+    return ApiKey(digest, KeyRules(id=name or digest.hex()[:_ID_LENGTH], name=label, **rules))
+
+
+class Keys:
+    """The valid keys."""
+
+    def __init__(self, keys: Iterable[str | ApiKey] = ()) -> None:
+        """A text is a key without rules. Raises `ConfigError` for a key that no client could send, and for a key that
+        has two different sets of rules."""
+        self._rules: dict[bytes, KeyRules] = {}
+        for i, given in enumerate(keys, 1):
+            key = api_key(given, f"API key {i}") if isinstance(given, str) else given
+            if self._rules.setdefault(key.digest, key.rules) != key.rules:
+                raise ConfigError(
+                    f"the API key {key.rules.name} is given twice with different rules (--api-key, --api-key-file): "
+                    "remove one of them"
+                )
+
+    def __bool__(self) -> bool:
+        return bool(self._rules)
+
+    def rules_of(self, given: str) -> KeyRules | None:
+        """The rules of a valid key, otherwise None. Digests are looked up, so times say nothing about the keys."""
+        return self._rules.get(_digest(given))
+
+
+def _digest(key: str) -> bytes:
+    return sha256(key.encode("utf-8", "surrogateescape")).digest()

@@ -1,1 +1,0 @@
-"""Batch jobs: OpenAI's batches API, and `cppbatch batch` without a server."""

@@ -1,0 +1,1 @@
+"""Fields of request bodies that the API families share: reading, sampling, structured output."""

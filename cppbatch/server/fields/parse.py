@@ -1,0 +1,298 @@
+"""Request bodies: from JSON to typed structs."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import difflib
+import functools
+import json
+import math
+import re
+import urllib.parse
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple, TypeVar
+
+import msgspec
+from aiohttp import web
+
+from cppbatch.errors import InvalidRequest
+from cppbatch.json_bounds import excess
+from cppbatch.server.fields.structured import StructuredFields
+from cppbatch.typed_json import invalid_field
+
+Body = TypeVar("Body", bound=msgspec.Struct)
+Parsed = TypeVar("Parsed")
+
+_LARGE = 1 << 18  # bytes; larger bodies are parsed on another thread
+
+
+async def read_json(request: web.Request, kind: type[Body]) -> Body:
+    """A request's body as a struct. A large body is parsed on another thread, so that other requests need not wait.
+
+    Fields that the struct does not have are refused or reported (`refuse_unknown`). Raises `InvalidRequest` naming the
+    field at fault.
+    """
+    body = await request.read()
+    read = asyncio.to_thread(_read, body, kind) if len(body) > _LARGE else None
+    struct, request[IGNORED] = await read if read else _read(body, kind)
+    return struct
+
+
+def _read(body: bytes, kind: type[Body]) -> tuple[Body, tuple[str, ...]]:
+    """The struct, and the names of the fields that have no effect."""
+    struct = parse(body, kind)
+    try:  # the names and values of unknown fields are decoded here only
+        return struct, refuse_unknown(msgspec.json.decode(body, type=dict[str, msgspec.Raw]), kind)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise _not_json(body, error) from error
+
+
+def parse(body: bytes, kind: type[Parsed]) -> Parsed:
+    """Parses JSON. Raises `InvalidRequest` naming the field at fault, also for JSON that is too deep or has too many
+    values (`json_bounds`)."""
+    if too_much := excess(body):
+        raise InvalidRequest("body", too_much)
+    try:
+        return msgspec.json.decode(body, type=kind)
+    except msgspec.ValidationError as error:
+        raise invalid_field(error) from error
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise _not_json(body, error) from error
+
+
+def _not_json(body: bytes, error: Exception) -> InvalidRequest:
+    """Names the field that is NaN or Infinity, which Python's json writes although JSON has neither."""
+    with contextlib.suppress(ValueError):  # not JSON in other ways too
+        fields = json.loads(body) if len(body) <= _LARGE else None
+        for name, value in fields.items() if isinstance(fields, dict) else ():
+            if isinstance(value, float) and not math.isfinite(value):
+                return InvalidRequest(name, f"is {value}; it must be a finite number")
+    return InvalidRequest("body", f"is not valid JSON: {error}")
+
+
+# --- unknown fields --------------------------------------------------------------------------------------------------
+# Fields that a request has and its type does not: refused if they would change the answer, otherwise reported.
+#
+# A field would change the answer if another API keeps state under this name, if another server samples or constrains
+# text by it, if its name says so (`my_grammar`), or if it is nearly the name of a field that this server has
+# (`temprature`). All other fields are listed in the response header `X-Ignored-Fields`.
+
+
+HEADER = "X-Ignored-Fields"
+IGNORED = web.RequestKey("ignored_fields", tuple)
+"""The names of the fields of a request that have no effect."""
+
+_MOST_LISTED, _LONGEST_NAME = 20, 64
+_SIMILAR = 0.85  # difflib's ratio
+
+
+class _Refused(NamedTuple):
+    """A field that is refused."""
+
+    reason: str
+    """Why, or what to do instead."""
+    without_effect: tuple[object, ...] = ()
+    """Values with which the other server changes nothing, beside null, false and empty ones."""
+    is_given_empty: bool = False
+    """Whether false and an empty object ask for something too."""
+    same: frozenset[str] = frozenset()
+    """Fields of this server that mean the same: clients of several servers send all of them."""
+
+
+_STATE = dict.fromkeys(
+    ("previous_response_id", "conversation", "conversation_id", "thread_id", "parent_message_id", "thread"),
+    "send the whole conversation each time; the prefix cache makes this cheap",
+) | {
+    "store": "leave it out, or send false",
+    "background": "wait for the answer, or stream it",
+    "container": "run code on the client, as a tool",
+    "context_management": "shorten the conversation on the client",
+    "compaction": "shorten the conversation on the client",
+    "cached_content": "send the text itself; the prefix cache makes this cheap",
+    "cache_id": "send the text itself; the prefix cache makes this cheap",
+    "session_params": "send the whole text each time; the prefix cache makes this cheap",
+    "context": "send the whole text as the prompt",
+}
+"""Names under which other APIs keep state between requests, and what to do instead."""
+
+_LENGTHS = frozenset({"max_tokens", "max_completion_tokens", "max_output_tokens", "n_predict"})
+"""Fields of this server for the longest completion."""
+
+_TEXT_FIELDS = {
+    # where other APIs have the fields of this one
+    "extra_body": _Refused("put its fields directly into the body; OpenAI's client does this with extra_body"),
+    "options": _Refused("put its fields directly into the body"),
+    "parameters": _Refused("put its fields directly into the body"),
+    "sampling_params": _Refused("put its fields directly into the body"),
+    "generation_config": _Refused("put its fields directly into the body"),
+    "gen_kwargs": _Refused("put its fields directly into the body"),
+    "inputs": _Refused("use prompt or messages"),
+    "system": _Refused("use a message with role system"),
+    "system_prompt": _Refused("use a message with role system"),
+    "history": _Refused("send all messages"),
+    "chat_history": _Refused("send all messages"),
+    "documents": _Refused("put them in a message"),
+    "template": _Refused("start the server with --chat-template"),
+    "chat_template": _Refused("start the server with --chat-template"),
+    "format": _Refused("use response_format"),
+    "enable_thinking": _Refused('use chat_template_kwargs: {"enable_thinking": ...}', is_given_empty=True),
+    "think": _Refused('use chat_template_kwargs: {"enable_thinking": ...}', is_given_empty=True),
+    "thinking": _Refused('use chat_template_kwargs: {"enable_thinking": ...}', is_given_empty=True),
+    "reasoning": _Refused("use reasoning_effort"),
+    "thinking_budget": _Refused("it is supported only by the chat endpoints; max_tokens limits the whole text", (-1,)),
+    "thinking_budget_tokens": _Refused("use thinking_budget, a field of the chat endpoints", (-1,)),
+    "reasoning_budget_tokens": _Refused("use thinking_budget, a field of the chat endpoints", (-1,)),
+    "thinking_token_budget": _Refused("use thinking_budget, a field of the chat endpoints", (-1,)),
+    "lora_path": _Refused("use lora with the names of the server's adapters"),
+    "lora_request": _Refused("use lora with the names of the server's adapters"),
+    "adapter_id": _Refused("use lora with the names of the server's adapters"),
+    "function_call": _Refused("use tools and tool_choice", ("auto", "none")),
+    # lengths
+    **dict.fromkeys(
+        ("n_predict", "num_predict", "max_length", "max_new_tokens", "max_output_tokens", "max_completion_tokens"),
+        _Refused("use max_tokens", (-1,), same=_LENGTHS),
+    ),
+    "truncate": _Refused("shorten the prompt on the client"),
+    "truncate_prompt_tokens": _Refused("shorten the prompt on the client"),
+    "transforms": _Refused("shorten the conversation on the client"),
+    # sampling
+    "do_sample": _Refused("use temperature 0 for greedy decoding", (True,), is_given_empty=True),
+    "num_beams": _Refused("use best_of", (1,)),
+    "num_return_sequences": _Refused("give n", (1,)),
+    "use_beam_search": _Refused("use best_of"),
+    "length_penalty": _Refused("it belongs to beam search, which is not supported", (1, 0)),
+    "early_stopping": _Refused("it belongs to beam search, which is not supported"),
+    "no_repeat_ngram_size": _Refused("use dry_multiplier or repetition_penalty", (0,)),
+    "repetition_detection": _Refused("use dry_multiplier or repetition_penalty"),
+    "top_a": _Refused("use min_p", (0,)),
+    "tfs_z": _Refused("use min_p", (1,)),
+    "guidance_scale": _Refused("classifier-free guidance is not supported", (1,)),
+    "negative_prompt": _Refused("classifier-free guidance is not supported"),
+    "watermark": _Refused("leave it out"),
+    "watermarking": _Refused("leave it out"),
+    "bad_words": _Refused("use suppress_tokens (token ids), or logit_bias with strings"),
+    "bad_words_ids": _Refused("use suppress_tokens"),
+    "banned_tokens": _Refused("use suppress_tokens"),
+    "banned_strings": _Refused("use suppress_tokens (token ids), or logit_bias with strings"),
+    "allowed_token_ids": _Refused("use guided_choice or guided_regex"),
+    "logits_processors": _Refused("they are functions, which are supported only by the Python API"),
+    "no_stop_trim": _Refused("use include_stop"),
+    "include_stop_str_in_output": _Refused("use include_stop"),
+    "vllm_xargs": _Refused("such extensions are not supported"),
+    # what only other servers can do
+    "echo": _Refused("it is supported only by /v1/completions"),
+    "suffix": _Refused("it is supported only by /v1/completions"),
+    "images": _Refused("use messages with parts of type image_url"),
+    "image_data": _Refused("use messages with parts of type image_url"),
+    "prompt_embeds": _Refused("use text or token ids"),
+    "modalities": _Refused("the output is always text", (["text"],)),
+    "audio": _Refused("the output is always text", is_given_empty=True),
+    "web_search_options": _Refused(
+        "this server cannot search the web; provide a function that does", is_given_empty=True
+    ),
+    "enable_search": _Refused("this server cannot search the web; provide a function that does"),
+    "plugins": _Refused("provide functions as tools"),
+    "mcp_servers": _Refused("provide their tools as functions, and call them on the client"),
+    "moderation": _Refused("check the text on the client", is_given_empty=True),
+    "verbosity": _Refused("put it in a message", ("medium",)),
+}
+"""Names of other APIs for what would change the answer."""
+
+_HARMLESS = frozenset(
+    {
+        "guided_decoding_backend", "stop_reason", "truncation_side", "spaces_between_special_tokens",
+        "backend_sampling", "schema_version",
+    }
+)  # fmt: skip
+"""Names that only look as if they would change the answer."""
+
+_TEXT_WORDS = re.compile(
+    r"guided|grammar|g?bnf$|ebnf|regex|schema|structur|constrain|penalt|temperature|sampler|sampling|bias|stop|banned"
+    r"|max.*tok"
+)
+"""What the name of a field has that would change the answer, in lower case without separators."""
+
+_NO_TEXT = frozenset(
+    {
+        "model", "user", "metadata", "stream", "stream_options", "priority", "timeout", "queue_timeout", "cache_prompt",
+        "cache_salt", "id_slot", "service_tier", "timings_per_token", "return_tokens", "response_fields", "speculate",
+        "speculative.n_max",
+    }
+)  # fmt: skip
+"""Fields of this server that do not change the answer: a name like theirs is no mistake that matters."""
+
+
+def refuse_unknown(fields: Mapping[str, Any], kind: type) -> tuple[str, ...]:
+    """The names of the fields that the type does not have, and that change nothing.
+
+    `fields`: decoded JSON, or `msgspec.Raw` values. For a request of text, raises `InvalidRequest` for one that would
+    change the answer, and for state that this server does not keep.
+    """
+    known = known_fields(kind)
+    ignored = []
+    for name, value in fields.items():
+        if name not in known:
+            if issubclass(kind, StructuredFields) and (reason := _reason(name, value, known, fields)):
+                raise InvalidRequest(name[:_LONGEST_NAME], reason)
+            ignored.append(name)
+    return tuple(ignored)
+
+
+@functools.cache
+def known_fields(kind: type) -> frozenset[str]:
+    """The names of a type's fields in JSON."""
+    return frozenset(field.encode_name for field in msgspec.structs.fields(kind))
+
+
+def _reason(name: str, value: object, known: frozenset[str], fields: Mapping[str, Any]) -> str | None:
+    """Why an unknown field is refused; None: it changes nothing, or a field that means the same is given too."""
+    if isinstance(value, msgspec.Raw):
+        value = msgspec.json.decode(value)
+    is_empty = value is None or value is False or value in ("", [], {})
+    if refused := _listed(name, known):
+        has_effect = value is not None and value not in refused.without_effect and not fields.keys() & refused.same
+        return refused.reason if has_effect and (refused.is_given_empty or not is_empty) else None
+    if is_empty or name in _HARMLESS:
+        return None
+    if similar := _similar(_squeezed(name), known):
+        return None if similar in fields else f"is an unknown field; did you mean {similar}?"
+    if _TEXT_WORDS.search(_squeezed(name)):
+        return "is an unknown field that might change the output; see docs/api.md for the supported fields"
+    return None
+
+
+def _listed(name: str, known: frozenset[str]) -> _Refused | None:
+    """The entry of a field that other APIs have."""
+    if name in _STATE:
+        return _Refused(f"is not supported: this server keeps no state between requests; {_STATE[name]}")
+    if name == "add_special_tokens":  # messages have their own, so there its default is false
+        reason = "is not supported; use /v1/completions with a prompt of token ids"
+        return _Refused(reason, ("messages" not in known or "prompt" in known,), is_given_empty=True)
+    refused = _TEXT_FIELDS.get(name)
+    return refused._replace(reason=f"is not supported; {refused.reason}") if refused else None
+
+
+def _similar(squeezed: str, known: frozenset[str]) -> str | None:
+    """The field that a name means, as `topP` means `top_p` and `temprature` means `temperature`."""
+    names = {_squeezed(name): name for name in sorted(known - _NO_TEXT)}
+    if squeezed in names:
+        return names[squeezed]
+    found = difflib.get_close_matches(squeezed[:_LONGEST_NAME], names, n=1, cutoff=_SIMILAR)
+    return names[found[0]] if found else None
+
+
+def _squeezed(name: str) -> str:
+    return re.sub(r"[^a-z0-9]", "", name.lower())
+
+
+async def add_ignored_fields(request: web.Request, response: web.StreamResponse) -> None:
+    """For `Application.on_response_prepare`: lists the request's fields that have no effect."""
+    if names := request.get(IGNORED):
+        response.headers[HEADER] = listed(names)
+
+
+def listed(names: Iterable[str]) -> str:
+    """The names as the value of a header."""
+    shown = [urllib.parse.quote(name[:_LONGEST_NAME], safe="") for name in names]
+    return ", ".join(shown[:_MOST_LISTED] + (["..."] if len(shown) > _MOST_LISTED else []))

@@ -1,0 +1,226 @@
+"""The request fields that all generation endpoints share, and their conversion to `SamplingParams`."""
+
+from __future__ import annotations
+
+from collections.abc import Set
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+
+import msgspec
+
+from cppbatch.engine.params import GRAMMARS, INT32_MAX, KINDS, RANGES, SWITCHES, SamplingParams
+from cppbatch.engine.request import GenerationRequest, UsageEvents, n_candidates
+from cppbatch.errors import InvalidRequest
+from cppbatch.server.fields.structured import CONSTRAINTS, StructuredFields
+from cppbatch.server.http.limits import MAX_CHOICES
+
+_SERVICE_TIERS = ("auto", "default", "flex", "scale", "priority", "fast", "standard_only")
+
+
+class StreamOptions(msgspec.Struct):
+    """`stream_options`."""
+
+    include_usage: bool | None = False
+
+
+class LoraScale(msgspec.Struct):
+    """An entry of `lora`, in llama-server's form."""
+
+    id: Annotated[int, msgspec.Meta(ge=0, le=INT32_MAX)]
+    """The index of the adapter among those of --lora, from 0."""
+    scale: float
+
+
+_NOT_SHARED = ("logprobs", "echo", "compact_json", "penalize_prompt")
+"""Numbers and switches that some APIs do not have, or in another form."""
+if TYPE_CHECKING:
+    _Numbers = StructuredFields
+else:
+    _Numbers = msgspec.defstruct(
+        "_Numbers",
+        [(name, KINDS[name] | None, None) for name in (*RANGES, *SWITCHES) if name not in _NOT_SHARED],
+        bases=(StructuredFields,),
+        module=__name__,
+        kw_only=True,
+    )
+    """The numbers and switches of `SamplingParams`. Type checkers know those that `SamplingFields` names."""
+
+
+class SamplingFields(_Numbers, kw_only=True):
+    """The names and meanings are those of `SamplingParams`. None: not given."""
+
+    _ALIASES: ClassVar[dict[str, str]] = {
+        "repetition_penalty": "repeat_penalty",
+        "penalty_last_n": "repeat_last_n",
+    }
+    """Other names of fields of `SamplingParams`. A value under the other name takes precedence."""
+
+    model: str | None = None
+    n: int | None = None
+    best_of: int | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+
+    max_tokens: int | None = None
+    seed: int | None = None
+    top_k: int | None = None
+    """-1 means 0 (all), as in vLLM."""
+    repeat_penalty: float | None = None
+    """llama.cpp's name for `repetition_penalty`."""
+    repeat_last_n: int | None = None
+    """llama.cpp's name for `penalty_last_n`."""
+    dry_sequence_breakers: list[str] | None = None
+    samplers: list[str] | None = None
+    logit_bias: dict[str, float] | None = None
+    suppress_tokens: list[int] | None = None
+    speculative_n_max: int | None = msgspec.field(default=None, name="speculative.n_max")
+    """llama-server's limit of draft tokens. 0 means `speculate` false; otherwise the engine decides what pays."""
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    visible_tokens: list[str] | None = None
+
+    service_tier: str | None = None
+    """One of OpenAI's or Anthropic's values. It has no effect: this server has one tier."""
+    priority: int | None = None
+    timeout: float | None = None
+    queue_timeout: float | None = None
+    cache_prompt: bool | None = None
+    cache_salt: str | None = None
+    id_slot: int | None = None
+    lora: dict[str, float] | list[LoraScale] | None = None
+    """LoRA adapters with their scales: {"name": 0.5}, or llama-server's [{"id": 0, "scale": 0.5}]. Others are off.
+    None: the server's scales (--lora)."""
+
+    @property
+    def n_choices(self) -> int:
+        """The number of completions of each prompt in the response. Raises `InvalidRequest`."""
+        return _count("n", self.n)
+
+    @property
+    def n_candidates(self) -> int:
+        """The number of generated completions of each prompt, of which the best are shown. Raises `InvalidRequest`."""
+        n = self.n_choices
+        candidates = n_candidates(n, None if self.best_of is None else _count("best_of", self.best_of))
+        if candidates > n and self.stream:
+            raise InvalidRequest(
+                "best_of", "cannot be combined with `stream`: the best candidates are only known at the end"
+            )
+        return candidates
+
+    def params(self, **defaults: Any) -> SamplingParams:
+        """The fields as `SamplingParams`. Raises `InvalidRequest`, with the client's name of the field.
+
+        `defaults`: for fields that the client has not given. A default of a grammar field (`GRAMMARS`) is a requirement
+        of the endpoint, such as a response format, and conflicts with the client's own grammar.
+        """
+        given = {name: getattr(self, name, None) for name in SamplingParams.__struct_fields__}
+        given |= {ours: getattr(self, alias) for ours, alias in self._given_aliases.items()} | dict.fromkeys(GRAMMARS)
+        field_names = self.field_names
+        if (constraint := self.constraint()) and StructuredFields.schema(self) is None:
+            given[constraint.kind] = constraint.value
+            if not defaults.keys().isdisjoint(GRAMMARS):
+                message = "cannot be combined with another output format or a required tool call"
+                raise InvalidRequest(constraint.field, message)
+        if getattr(self, "wants_logprobs", None):  # a field of its own in the APIs of conversations
+            defaults["logprobs"] = 0
+        elif getattr(self, "top_logprobs", None) is not None:
+            raise InvalidRequest("top_logprobs", "requires logprobs to be true")
+        given["compact_json"] = self.is_compact or None
+        if self.top_k == -1:
+            given["top_k"] = 0
+        if self.speculative_n_max is not None and self.speculative_n_max <= 0:
+            given["speculate"] = False
+        try:
+            return SamplingParams(**defaults | {name: value for name, value in given.items() if value is not None})
+        except InvalidRequest as error:
+            raise error.renamed(field_names.get(error.field, error.field)) from error
+
+    @property
+    def _given_aliases(self) -> dict[str, str]:
+        return {ours: alias for ours, alias in self._ALIASES.items() if getattr(self, alias) is not None}
+
+    @property
+    def field_names(self) -> dict[str, str]:
+        """{a field of `SamplingParams`: the client's name for it}, where they differ. Raises `InvalidRequest`."""
+        constraint = self.constraint()
+        return self._given_aliases | ({constraint.kind: constraint.field} if constraint else {})
+
+    def check_service_tier(self) -> None:
+        """Raises `InvalidRequest` for a service tier that no API has."""
+        if self.service_tier is not None and self.service_tier not in _SERVICE_TIERS:
+            raise InvalidRequest(
+                "service_tier", f"is {self.service_tier!r}; it must be one of {', '.join(_SERVICE_TIERS)}"
+            )
+
+    def options(self) -> dict[str, Any]:
+        """The given fields of `GenerationRequest`: priority, timeouts, caching, adapters. Raises `InvalidRequest`."""
+        given = {name: getattr(self, name, None) for name in GenerationRequest.__struct_fields__}
+        given["lora"] = scales_by_number(self.lora) if isinstance(self.lora, list) else self.lora
+        return {name: value for name, value in given.items() if value is not None and name not in _NO_OPTIONS}
+
+
+class TimingFields(SamplingFields, kw_only=True):
+    """Fields of APIs whose streams can show llama-server's times (`StreamTimings`)."""
+
+    return_progress: bool | None = None
+    """With `stream`: events with `prompt_progress` when the request is admitted, and after each step that computes a
+    part of its prompt."""
+    timings_per_token: bool | None = None
+    """With `stream`: `timings` in each event that has tokens, not only in the last one."""
+
+    @property
+    def usage_events(self) -> UsageEvents:
+        """As in `GenerationRequest`."""
+        if self.stream and self.timings_per_token:
+            return "all"
+        return "prefill" if self.stream and self.return_progress else "end"
+
+
+class SingleChoiceFields(TimingFields, kw_only=True):
+    """Fields of APIs whose responses have a single choice."""
+
+    @property
+    def n_candidates(self) -> int:
+        """As in `SamplingFields`."""
+        for field in ("n", "best_of"):
+            if (given := getattr(self, field)) not in (None, 1):
+                raise InvalidRequest(field, f"is {given}; this API returns a single answer per request")
+        return 1
+
+
+_NO_OPTIONS = ("id", "prompt", "params")
+"""Fields of `GenerationRequest` that have no field of their own in requests."""
+
+
+def scales_by_number(lora: list[LoraScale]) -> dict[int, float]:
+    """{index of an adapter: its scale}. Raises `InvalidRequest` for an adapter that is there twice."""
+    scales: dict[int, float] = {}
+    for i, entry in enumerate(lora):
+        if entry.id in scales:
+            raise InvalidRequest(f"lora[{i}].id", f"is {entry.id}, which is already in the list")
+        scales[entry.id] = entry.scale
+    return scales
+
+
+def _count(field: str, given: int | None) -> int:
+    n = 1 if given is None else given
+    if not 1 <= n <= MAX_CHOICES:
+        raise InvalidRequest(field, f"is {n}; it must be from 1 to {MAX_CHOICES}")
+    return n
+
+
+_SYNONYMS: list[Set[str]] = [
+    CONSTRAINTS,
+    {"max_tokens", "max_completion_tokens", "max_output_tokens"},
+    {"speculate", "speculative.n_max"},
+    *({ours, theirs} for ours, theirs in SamplingFields._ALIASES.items()),
+]
+"""Fields that replace each other in `merge_fields`."""
+
+
+def merge_fields(shared: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
+    """The fields of one item of a batch, as decoded JSON: its own, and those shared by all items.
+
+    An own field replaces all shared fields with the same meaning: `repeat_penalty` replaces `repetition_penalty`.
+    """
+    replaced = set(own) | {name for same in _SYNONYMS if not same.isdisjoint(own) for name in same}
+    return {name: value for name, value in shared.items() if name not in replaced} | own

@@ -1,1 +1,0 @@
-"""OpenAI's files API: upload, list, download, delete."""

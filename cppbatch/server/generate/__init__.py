@@ -1,1 +1,0 @@
-"""This project's own API: `/generate` for one prompt, `/generate/batch` for many."""

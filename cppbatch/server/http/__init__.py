@@ -1,0 +1,1 @@
+"""Below the API families: connections, errors, limits, descriptions of endpoints."""

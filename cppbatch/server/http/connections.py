@@ -1,0 +1,355 @@
+"""Limits on connections: silent and stalled ones are closed, and so is one when there are too many.
+
+aiohttp closes connections that are idle between requests. It limits neither the time until the first request, nor a
+body that stops halfway, nor a client that does not read its response, nor the number of connections. It parses whatever
+has arrived at once, however small its chunks are, and drops the requests of a client that closes its sending side.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import socket
+import sys
+from collections.abc import Callable, Iterator
+
+from aiohttp import HttpVersion11, StreamReader, hdrs, web
+from aiohttp.typedefs import Handler
+
+log = logging.getLogger("cppbatch.server")
+
+HEAD_SECONDS = 20.0
+"""The time limit from connecting to the end of the first request's head."""
+_MIN_BODY_RATE = 500
+"""Bytes a second, on average, at which a body must come once the idle timeout has passed, as in Apache's
+mod_reqtimeout: otherwise one byte now and then would keep a connection open for ever."""
+_MAX_FRAMING = 1 << 16
+"""Bytes of chunk sizes, chunk extensions and trailers that every body may have: 13,000 chunks of one byte. Beyond them
+the framing may be a quarter of the body, as in chunks of 24 bytes. Each chunk takes the time of hundreds of bytes."""
+_REFUSAL_SECONDS = 2.0  # in which a client that is still sending a refused body receives the answer
+_PARSE_SECONDS = 0.0005
+"""The target time of parsing what was read at once. All other connections wait meanwhile."""
+_FIRST_READ, _MIN_READ, _MAX_READ = 1 << 14, 1 << 9, 1 << 18  # bytes read at once: at first, and the range
+_MAX_CONNECTIONS = 8192
+_OTHER_FILES = 200  # file descriptors for the rest: the model, the log, connections being accepted or closed
+
+
+class Connections:
+    """The open connections. At most `max_open`: a new one then closes the one unanswered for the longest time."""
+
+    def __init__(self, max_open: int, *, idle_timeout: float, head_timeout: float = HEAD_SECONDS) -> None:
+        self._max_open = max_open
+        self.idle_timeout, self.head_timeout = idle_timeout, head_timeout
+        self._open: set[Connection] = set()
+        self._unanswered: dict[Connection, None] = {}  # in order, the longest unanswered first
+        self.buffer = memoryview(bytearray(_MAX_READ))
+        """For all connections: what one of them reads is parsed at once."""
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def add(self, connection: Connection) -> None:
+        """Adds a new connection, and closes another one, or this one, if there are too many."""
+        self._open.add(connection)
+        self._unanswered[connection] = None
+        if len(self._open) > self._max_open:
+            self.drop(
+                next(iter(self._unanswered)),
+                f"too many connections: {self._max_open} are open, the limit; try again later",
+            )
+
+    def remove(self, connection: Connection) -> None:
+        """Removes a closed connection."""
+        self._open.discard(connection)
+        self._unanswered.pop(connection, None)
+
+    @contextlib.contextmanager
+    def answering(self, connection: Connection) -> Iterator[None]:
+        """While a request is answered, its connection is not closed in favour of a new one."""
+        self._unanswered.pop(connection, None)
+        try:
+            yield
+        finally:
+            if connection in self._open:
+                self._unanswered[connection] = None
+
+    def give_way(self, connection: Connection) -> None:
+        """The connection may be closed in favour of a new one, though its request is being answered."""
+        if connection in self._open:
+            self._unanswered[connection] = None
+
+    async def watch(self) -> None:
+        """Closes overdue connections, until it is cancelled."""
+        loop = asyncio.get_running_loop()
+        pause = min(1.0, self.idle_timeout / 4, self.head_timeout / 4)
+        while True:
+            await asyncio.sleep(pause)
+            now = loop.time()
+            for connection in list(self._open):
+                if reason := connection.overdue(now):
+                    self.drop(connection, reason)
+
+    def drop(self, connection: Connection, reason: str) -> None:
+        """Closes a connection."""
+        log.info("disconnected %s: %s", connection.remote, reason)
+        self.remove(connection)
+        connection.abort()
+
+
+class Connection(asyncio.BufferedProtocol):
+    """aiohttp's protocol of one connection, with times of what was received and sent."""
+
+    def __init__(self, connections: Connections, http: web.RequestHandler) -> None:
+        self._connections = connections
+        self._http = http
+        self._loop = asyncio.get_running_loop()
+        self._transport: asyncio.Transport | None = None
+        self._opened_at = self._received_at = self._sent_at = self._loop.time()
+        self._n_begun = 0  # requests
+        self._request: web.Request | None = None  # being answered, or its answer being sent
+        self._is_endless = False  # the answer
+        self._chunked: StreamReader | None = None  # the body of the last request, if it comes in chunks
+        self._reading = False  # the server waits for a request's body
+        self._reading_since, self._n_read = 0.0, 0  # bytes received since then
+        self._next_read = _FIRST_READ
+        self._n_framed = 0  # bytes of a chunked body, with its framing
+        self._unsent: int | None = None  # bytes that the client does not read
+        self._probe: PeerProbe | None = None  # the client has closed its sending side
+        self.remote = "?"
+        self.has_refused = False
+        """A body that consists of framing; nothing more is parsed."""
+
+    # --- called by the server ---------------------------------------------------------------------------------------
+
+    def begin(self, request: web.Request) -> None:
+        """The head of a request has been received. It is answered when the current task has ended."""
+        self._request, self._is_endless = request, False
+        self._n_begun += 1
+        self._chunked = request.content if hdrs.TRANSFER_ENCODING in request.headers else None
+        self._n_framed = request.content.total_bytes
+        task = asyncio.current_task()
+        assert task
+        task.add_done_callback(self._end)
+        if self._probe and self._transport and not request.content.is_eof():  # the rest of its body will never come
+            self._transport.close()
+
+    def _end(self, _task: asyncio.Task[object]) -> None:
+        self._request = None
+        if self._probe and self._transport and self._is_idle():
+            self._transport.close()  # sends what is left of the answer first
+
+    def _is_idle(self) -> bool:
+        """Whether the connection is idle: no request is being answered, and none was sent before the last answer."""
+        return self._request is None and self._n_begun == self._http._request_count
+
+    @contextlib.contextmanager
+    def reading(self) -> Iterator[None]:
+        """While the server waits for a request's body."""
+        self._reading, self._n_read = True, 0
+        self._reading_since = self._received_at = self._loop.time()
+        if self.has_refused:
+            self._refuse()
+        try:
+            yield
+        finally:
+            self._reading = False
+
+    @contextlib.contextmanager
+    def answering(self) -> Iterator[None]:
+        """While a request is answered."""
+        with self._connections.answering(self):
+            yield
+
+    def give_way(self) -> None:
+        """The answer of this request is one without an end: it may be closed in favour of a new connection, and ends
+        when the client closes its sending side."""
+        self._is_endless = True
+        self._connections.give_way(self)
+        if self._probe and self._transport:
+            self._transport.close()
+
+    # --- called by `Connections` ------------------------------------------------------------------------------------
+
+    def overdue(self, now: float) -> str | None:
+        """Why the connection should be closed; None if it should not."""
+        limit = self._connections.idle_timeout
+        if not self._n_begun and now - self._opened_at > self._connections.head_timeout:
+            return f"no request within {self._connections.head_timeout:g} s"
+        if self._reading and now - self._received_at > limit:
+            return f"no data of its request body for {limit:g} s"
+        if self._reading and now - self._reading_since > limit + self._n_read / _MIN_BODY_RATE:
+            return f"its request body arrives at less than {_MIN_BODY_RATE} bytes/s"
+        if self._unsent is not None and self._transport:
+            unsent = self._transport.get_write_buffer_size()
+            if unsent < self._unsent:
+                self._unsent, self._sent_at = unsent, now
+            if now - self._sent_at > limit:
+                return f"it did not read its response for {limit:g} s"
+        return None
+
+    def abort(self) -> None:
+        """Closes the connection at once; a request that is being answered is cancelled."""
+        if self._transport:
+            self._transport.abort()
+
+    # --- asyncio.Protocol -------------------------------------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """As in `asyncio.Protocol`, like all methods below."""
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+        self.remote = str((transport.get_extra_info("peername") or "?")[0])
+        # With a limit of one byte, writing waits as soon as the kernel's buffer is full. So little is buffered for a
+        # slow client, and bytes left behind after the end of a response count as unsent too.
+        transport.set_write_buffer_limits(high=1)
+        self._http.connection_made(transport)
+        self._connections.add(self)
+
+    def get_buffer(self, sizehint: int) -> memoryview:
+        return self._connections.buffer[: self._next_read]
+
+    def buffer_updated(self, nbytes: int) -> None:
+        began = self._received_at = self._loop.time()
+        self._n_read += nbytes
+        if self.has_refused:
+            return
+        self._http.data_received(bytes(self._connections.buffer[:nbytes]))
+        seconds = self._loop.time() - began
+        if seconds > _PARSE_SECONDS:
+            self._next_read = max(_MIN_READ, nbytes // 2)
+        elif nbytes == self._next_read and seconds < _PARSE_SECONDS / 2:
+            self._next_read = min(_MAX_READ, 2 * nbytes)
+        self._check_framing(nbytes)
+
+    def _check_framing(self, nbytes: int) -> None:
+        """Parses no more of a body that consists of framing. `nbytes`: received last, and perhaps not yet parsed."""
+        if self._chunked is None or self._chunked.is_eof():
+            return
+        n_body = self._chunked.total_bytes
+        if self._n_framed - n_body > max(_MAX_FRAMING, n_body // 4):
+            log.info("refused the body of %s: %d bytes in %d", self.remote, n_body, self._n_framed)
+            self.has_refused, self._next_read = True, _MAX_READ
+            if self._reading:
+                self._refuse()
+        self._n_framed += nbytes
+
+    def _refuse(self) -> None:
+        """Reading the body raises an exception."""
+        assert self._chunked
+        reason = "it consists of very small chunks; send larger chunks, or use Content-Length"
+        self._chunked.set_exception(web.RequestPayloadError(reason))
+        self._chunked.feed_eof()
+        self._loop.call_later(_REFUSAL_SECONDS, self.abort)
+
+    def eof_received(self) -> bool:
+        """The requests that have been received whole are still answered, except over TLS, where asyncio closes both
+        directions."""
+        assert self._transport
+        request = self._request
+        is_endless = request is not None and (self._is_endless or not request.content.is_eof())
+        if self._is_idle() or is_endless or self._transport.get_extra_info("sslcontext"):
+            return False
+        self._probe = PeerProbe(self._transport, lambda: self._request, lambda why: self._connections.drop(self, why))
+        return True
+
+    def pause_writing(self) -> None:
+        self._unsent, self._sent_at = sys.maxsize, self._loop.time()
+        self._http.pause_writing()
+
+    def resume_writing(self) -> None:
+        self._unsent = None
+        self._http.resume_writing()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self._probe:
+            self._probe.stop()
+        self._connections.remove(self)
+        self._http.connection_lost(exc)
+
+
+def connection_of(request: web.Request) -> Connection | None:
+    """The connection of a request; None if it is closed, or not under these limits."""
+    protocol = request.transport.get_protocol() if request.transport else None
+    return protocol if isinstance(protocol, Connection) else None
+
+
+def reading(request: web.Request) -> contextlib.AbstractContextManager[None]:
+    """While the server waits for a request's body: a client that stops sending is disconnected."""
+    connection = connection_of(request)
+    return connection.reading() if connection else contextlib.nullcontext()
+
+
+@web.middleware
+async def connection_middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Tells the connection of the request."""
+    connection = connection_of(request)
+    if not connection:
+        return await handler(request)
+    connection.begin(request)
+    response = await handler(request)
+    if connection.has_refused and not response.prepared:
+        response.headers[hdrs.CONNECTION] = "close"
+    return response
+
+
+def max_connections() -> int:
+    """The maximum number of open connections, by the process's limit of open files, which is raised to its maximum."""
+    try:
+        import resource
+    except ImportError:  # Windows, where sockets are not files
+        return _MAX_CONNECTIONS
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+        soft = hard
+    except (ValueError, OSError) as error:  # macOS reports no limit, and refuses to set it
+        log.debug("the limit of open files stays at %d: %s", soft, error)
+    if soft == resource.RLIM_INFINITY:
+        return _MAX_CONNECTIONS
+    return max(1, min(_MAX_CONNECTIONS, soft - _OTHER_FILES))
+
+
+# --- peer probe ------------------------------------------------------------------------------------------------------
+# Whether a client that has closed its sending side still reads (`nc -N`, some proxies), or is gone.
+#
+# TCP tells the server the same in both cases: the client will send nothing more. Only what is sent to a client that is
+# gone is answered with a reset. So until the answer begins, the server sends the interim response `100 Continue` now
+# and then, which every client of HTTP/1.1 has to skip. A client of HTTP/1.0 takes none, so its request is given up
+# soon.
+
+
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.1, 30.0  # seconds; each pause is twice the one before
+_OLD_HTTP_SECONDS = 0.5
+"""The time limit for an answer of HTTP/1.0 to begin."""
+_CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
+
+
+class PeerProbe:
+    """Calls `is_gone` with the reason once the client is gone. `answered`: the request that is being answered."""
+
+    def __init__(
+        self, transport: asyncio.Transport, answered: Callable[[], web.Request | None], is_gone: Callable[[str], None]
+    ) -> None:
+        self._transport, self._answered, self._is_gone = transport, answered, is_gone
+        self._socket: socket.socket = transport.get_extra_info("socket")
+        self._loop = asyncio.get_running_loop()
+        self._began, self._pause = self._loop.time(), _FIRST_PAUSE
+        self._next = self._loop.call_later(self._pause, self._probe)
+
+    def stop(self) -> None:
+        """The connection is closed."""
+        self._next.cancel()
+
+    def _probe(self) -> None:
+        if self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):  # a reset
+            return self._is_gone("its client has disconnected")
+        request = self._answered()
+        if request and not request.writer.output_size:
+            if request.version >= HttpVersion11:
+                self._transport.write(_CONTINUE)
+            elif self._loop.time() - self._began > _OLD_HTTP_SECONDS:
+                return self._is_gone("its HTTP/1.0 client closed its sending side and may have disconnected")
+        self._pause = min(2 * self._pause, _LONGEST_PAUSE)
+        self._next = self._loop.call_later(self._pause, self._probe)
+        return None

@@ -1,0 +1,146 @@
+"""Names of hosts: those that media may be fetched from, those of this machine, origins of web pages."""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+import socket
+import threading
+from collections.abc import Iterable
+from urllib.parse import urlsplit
+
+from cppbatch.errors import ConfigError
+
+ANY = "*"
+"""Stands for all hosts with public addresses."""
+
+Address = ipaddress.IPv4Address | ipaddress.IPv6Address
+_Network = ipaddress.IPv4Network | ipaddress.IPv6Network
+HOST_NAME = re.compile(r"(\*\.)?[a-z0-9_]([a-z0-9_.-]*[a-z0-9_])?")
+
+
+class HostNames:
+    """Names of hosts: `example.org`, `*.example.org`, `*`."""
+
+    def __init__(self, names: Iterable[str], flag: str, others: str = "") -> None:
+        """Raises `ConfigError` for an entry that is none of these. It names the flag, and the `others` that are
+        possible there."""
+        self._names = {name.lower().rstrip(".") for name in names}
+        for name in self._names:
+            if name != ANY and not HOST_NAME.fullmatch(name):
+                message = f"it must be a host such as example.org or *.example.org{others}"
+                raise ConfigError(f"{flag} contains {name!r:.80}; {message}")
+
+    def __bool__(self) -> bool:
+        return bool(self._names)
+
+    def lists(self, host: str) -> bool:
+        """Whether a host has one of these names."""
+        name = host.lower().rstrip(".")
+        parents = name.split(".")
+        wildcards = {"*." + ".".join(parents[i:]) for i in range(1, len(parents))}
+        return bool({name, ANY, *wildcards} & self._names)
+
+
+class MediaDomains:
+    """Names of hosts (`example.org`, `*.example.org`, `*`), addresses and networks (`10.0.0.0/8`).
+
+    A host must be listed by its name, and be reached under a public address, or under one that is listed itself. So
+    neither a redirect nor a name whose address changes leads into the server's own network.
+    """
+
+    def __init__(self, entries: Iterable[str] = ()) -> None:
+        """Raises `ConfigError` for an entry that is none of these."""
+        names: list[str] = []
+        self._networks: list[_Network] = []
+        for entry in entries:
+            try:
+                self._networks.append(ipaddress.ip_network(address_of(entry) or entry, strict=False))
+            except ValueError:
+                names.append(entry)
+        others = ", an address, or a network such as 10.0.0.0/8"
+        self._names = HostNames(names, "--allowed-media-domains", others)
+
+    def __bool__(self) -> bool:
+        return bool(self._names or self._networks)
+
+    def lists_host(self, host: str) -> bool:
+        """Whether an address with this host, a name or an IP address, may be fetched."""
+        if address := address_of(host):
+            return self.may_connect(host) and (self._is_listed(address) or self._names.lists(ANY))
+        return self._names.lists(host)
+
+    def may_connect(self, host: str) -> bool:
+        """Whether an IP address may be connected to."""
+        address = address_of(host)
+        return address is not None and (_is_public(address) or self._is_listed(address))
+
+    def _is_listed(self, address: Address) -> bool:
+        return any(address in network for network in self._networks if network.version == address.version)
+
+
+def address_of(host: str) -> Address | None:
+    """The address, if a host is one; an IPv4 address for one that IPv6 maps."""
+    try:
+        address = ipaddress.ip_address(host.strip("[]").partition("%")[0])
+    except ValueError:
+        return None
+    return getattr(address, "ipv4_mapped", None) or address
+
+
+_NAT64 = ipaddress.ip_network("64:ff9b::/96")  # IPv6 addresses that gateways make IPv4 addresses of, also private ones
+
+
+def _is_public(address: Address) -> bool:
+    is_embedded = address.version == 6 and (address in _NAT64 or address.sixtofour or address.teredo)
+    return address.is_global and not address.is_multicast and not is_embedded
+
+
+# --- own names -------------------------------------------------------------------------------------------------------
+# The names of this machine and its server.
+
+
+_LOOKUP_SECONDS = 1.0
+_FROM_CONTAINERS = ("host.docker.internal", "host.containers.internal")
+"""This machine in its containers, by Docker and Podman. No site of the internet has a name below .internal."""
+
+
+def names_of(addresses: Iterable[str]) -> tuple[str, ...]:
+    """The names of a server that listens on these addresses: those among them, that of this machine in its containers,
+    and its others if other machines can reach it."""
+    names = [*_FROM_CONTAINERS, *(address for address in addresses if not address_of(address))]
+    if not all(is_local(address) for address in addresses):
+        host = socket.gethostname()
+        first = host.partition(".")[0]
+        names += [host, first, f"{first}.local"]
+        looking = threading.Thread(target=lambda: names.append(socket.getfqdn(host)), daemon=True)
+        looking.start()
+        looking.join(_LOOKUP_SECONDS)  # it takes longer where no name server answers
+    return tuple(sorted({name for name in map(str.lower, names) if HOST_NAME.fullmatch(name)}))
+
+
+def is_local(name: str) -> bool:
+    """Whether a name or address means the machine that uses it."""
+    address = address_of(name)
+    return address.is_loopback if address else name == "localhost" or name.endswith(".localhost")
+
+
+# --- origins ---------------------------------------------------------------------------------------------------------
+# The origins of web pages, as the settings name them.
+
+
+ANY_ORIGIN, LOCAL, NONE = "*", "localhost", "none"
+"""Special values beside origins: all pages, pages that this machine serves on any port, no pages. `app://*` stands for
+all origins of this scheme."""
+FILES = "file://"
+"""The origin of files in some programs that show pages; in others and in browsers it is null."""
+
+
+def check_origin(origin: str) -> str:
+    """Raises `ConfigError` for a string that browsers never send as an origin."""
+    parts = urlsplit(origin)
+    is_origin = origin == FILES or (parts.scheme and parts.netloc and origin == f"{parts.scheme}://{parts.netloc}")
+    if origin not in (ANY_ORIGIN, LOCAL, NONE) and not is_origin:
+        message = f"it must have the form https://example.org without a path, or be {LOCAL}, {ANY_ORIGIN} or {NONE}"
+        raise ConfigError(f"--cors-origin is {origin!r}; {message}")
+    return origin

@@ -1,0 +1,98 @@
+"""Limits for one request and for one client."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from cppbatch.engine.params import UNLIMITED
+from cppbatch.errors import ConfigError, InvalidRequest
+
+if TYPE_CHECKING:
+    from cppbatch.server.fields.sampling import SamplingFields
+
+MAX_CHOICES = 128
+
+_MAX = 2**31 - 1
+_MAX_PROMPTS = 65_536
+
+
+class Limits(msgspec.Struct, frozen=True, kw_only=True):
+    """The fields have the names of the flags. Raises `ConfigError` for values out of range."""
+
+    max_body_mb: int = 16
+    """MiB of a request's body. 16 MiB are enough for a prompt of millions of tokens."""
+    max_file_mb: int = 1024
+    """MiB of an uploaded file."""
+    max_media: int = 16
+    """Pictures and sounds of a request."""
+    max_media_mb: int = 64
+    """MiB of a request's pictures and sounds, in the formats of their files. Each of its completions counts."""
+    max_n: int = MAX_CHOICES
+    """Completions of one prompt."""
+    max_prompts_per_batch: int = 256
+    """Items of a `/generate/batch`; prompts of a `/completion`."""
+    max_tokens: int | None = None
+    """Tokens of one completion, and the default of `max_tokens`. None: as many as the context holds."""
+    request_timeout: float | None = None
+    """Seconds that a request may take; its own `timeout` may be shorter. None: no limit."""
+    max_concurrent: int = 0
+    """Requests answered at once; 0: no limit (the engine's queue has its own)."""
+    max_concurrent_per_key: int = 0
+    """Requests of one API key answered at once, unless the key has its own limit, or of one address if there are no
+    keys; 0: no limit."""
+    idle_timeout: float = 60
+    """Seconds after which a client that neither sends its body nor reads its response is disconnected."""
+
+    def __post_init__(self) -> None:
+        self._check("max_body_mb", 1, 4096)
+        self._check("max_file_mb", 1, 1 << 20)
+        self._check("max_media", 0, 1024)
+        self._check("max_media_mb", 1, 4096)
+        self._check("max_n", 1, MAX_CHOICES)
+        self._check("max_prompts_per_batch", 1, _MAX_PROMPTS)
+        self._check("max_concurrent", 0, _MAX)
+        self._check("max_concurrent_per_key", 0, _MAX)
+        self._check("idle_timeout", 0.1, 86400)
+        if self.max_tokens is not None:
+            self._check("max_tokens", 1, _MAX)
+        if self.request_timeout is not None:
+            self._check("request_timeout", 0.1, 86400)
+
+    def _check(self, name: str, low: float, high: float) -> None:
+        value = getattr(self, name)
+        if not low <= value <= high:
+            flag = "--" + name.replace("_", "-")
+            raise ConfigError(f"{flag} is {value}; it must be from {low} to {high}")
+
+    @property
+    def max_body(self) -> int:
+        """Bytes of a request's body."""
+        return self.max_body_mb << 20
+
+    @property
+    def max_media_bytes(self) -> int:
+        """Bytes of a request's pictures and sounds."""
+        return self.max_media_mb << 20
+
+    def check(self, body: SamplingFields) -> None:
+        """Raises `InvalidRequest` for a request that asks for more than the limits allow."""
+        for field in ("n", "n_cmpl", "best_of"):
+            self._refuse_more(field, getattr(body, field, None), self.max_n, "--max-n")
+        for field in ("max_tokens", "max_completion_tokens", "max_output_tokens", "n_predict"):
+            self._refuse_more(field, getattr(body, field, None), self.max_tokens, "--max-tokens")
+
+    def _refuse_more(self, field: str, asked: int | None, limit: int | None, flag: str) -> None:
+        if asked is not None and limit is not None and asked > limit:
+            raise InvalidRequest(field, f"is {asked}; the limit of this server is {limit} ({flag})")
+
+    def default_tokens(self, wanted: int) -> int:
+        """`max_tokens` of a request that asks for none itself, if its API's default is this one, or `UNLIMITED`."""
+        given = [tokens for tokens in (wanted, self.max_tokens) if tokens is not None and tokens != UNLIMITED]
+        return min(given, default=UNLIMITED)
+
+    def timeout(self, asked: float | None) -> float | None:
+        """The timeout of a request that asks for this one; None: no limit."""
+        given = [seconds for seconds in (asked, self.request_timeout) if seconds is not None]
+        return min(given, default=None)

@@ -1,1 +1,0 @@
-"""llama-server's own API, for its clients and tools."""

@@ -1,0 +1,1 @@
+"""The served models: which one answers a request, loading them, and `Serving`."""

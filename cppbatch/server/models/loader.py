@@ -1,0 +1,96 @@
+"""Loads the models of a server with several: with sizes that fit into the memory that is free then."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+
+from cppbatch.cluster.deployment import Deployment
+from cppbatch.cluster.engines.client import EngineClient
+from cppbatch.config import EngineConfig
+from cppbatch.errors import EstimateFailed
+from cppbatch.models.find import check_file
+from cppbatch.server.settings import ServerSettings
+from cppbatch.sizing.attention import plan_attention
+from cppbatch.sizing.profile import use_profile
+from cppbatch.sizing.sizes import LoadedSizes, candidates_for, first_beside, memory_shortage
+
+log = logging.getLogger("cppbatch.models")
+
+
+class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """A model that a server may load, with its settings."""
+
+    name: str
+    """Its name in responses."""
+    config: EngineConfig
+    given: frozenset[str] = frozenset()
+    """The settings of `config` that somebody has decided. Sizes that nobody has follow the free memory."""
+    deployment: Deployment = Deployment()
+    settings: ServerSettings = ServerSettings()
+    """The server's, with the names, the chat template and the sampling defaults of this model."""
+    pinned: bool = False
+    """It is loaded at the start, and never leaves by itself."""
+    preload: bool = False
+    """It is loaded at the start, and may leave."""
+    ttl: float = -1
+    """Seconds without a request after which it leaves; -1: never."""
+    file_version: tuple[int, int] | None = None
+    """When its file was changed (nanoseconds), and its bytes. None: the file is not there."""
+
+
+class LoadPlan(NamedTuple):
+    """How a model is loaded."""
+
+    spec: ModelSpec
+    sizes: LoadedSizes
+
+
+class MemoryPlanLoader:
+    """A `cppbatch.cluster.model_pool.ModelLoader`. `specs` are the models by name; their owner may change them."""
+
+    def __init__(self, *, use_profiles: bool = True, memory_check: bool = True, budget: int | None = None) -> None:
+        """`memory_check`: without it, every model counts as fitting. `budget`: bytes that all models may need together;
+        None: what is free."""
+        self.specs: dict[str, ModelSpec] = {}
+        self._use_profiles, self._memory_check, self._budget = use_profiles, memory_check, budget
+
+    async def plan(self, name: str, others: Sequence[LoadPlan], pinned: Sequence[LoadPlan]) -> LoadPlan:
+        """As in `ModelLoader`. Raises `DoesNotFit`, and `ModelError` for a file that is no model."""
+        return await asyncio.to_thread(self._plan, self.specs[name], others, pinned)
+
+    def _plan(self, spec: ModelSpec, others: Sequence[LoadPlan], pinned: Sequence[LoadPlan]) -> LoadPlan:
+        check_file(Path(spec.config.model_path))
+        config, decided = spec.config, set(spec.given)
+        if self._use_profiles:
+            used = use_profile(config, spec.given)
+            config, decided = used.config, decided | used.decided
+        config = plan_attention(config, decided).config
+        if not self._memory_check:
+            return LoadPlan(spec, LoadedSizes(config, None))
+        candidates = candidates_for(config, decided)
+        try:
+            sizes = first_beside(
+                candidates,
+                [other.sizes for other in others],
+                [other.sizes for other in pinned],
+                engines=spec.deployment.configs,
+                budget=self._budget,
+            )
+        except EstimateFailed as error:
+            log.warning("could not check whether %s fits into memory: %s", spec.name, error)
+            sizes = LoadedSizes(candidates[0], None)
+        return LoadPlan(spec, sizes)
+
+    def start(self, name: str, plan: LoadPlan) -> EngineClient:
+        """As in `ModelLoader`."""
+        config, deployment = plan.sizes.config, plan.spec.deployment
+        log.info("loading %s with -np %d -c %d", name, config.n_parallel, config.n_ctx)
+        if self._memory_check and deployment.is_autoscaled:
+            deployment = msgspec.structs.replace(deployment, memory_shortage=memory_shortage)
+        return deployment.start(config)

@@ -1,0 +1,376 @@
+"""A server with several models: a request's `model` chooses, and a model is loaded when it is first asked for."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol, get_args
+
+import msgspec
+from prometheus_client.core import Metric
+
+from cppbatch.cluster.engines.client import EngineClient, Health, WorkerLive, WorkerState
+from cppbatch.cluster.model_pool import ModelPool, ModelState, PooledModel, UnloadReason
+from cppbatch.engine.observe.metrics import EngineStats, add_up
+from cppbatch.errors import EngineClosed, Forbidden, InvalidRequest, ModelError
+from cppbatch.models.find import shorter_names
+from cppbatch.models.inspect import ModelFacts, inspect_model
+from cppbatch.server.auth.rules import KeyRules
+from cppbatch.server.http.api_errors import LoadTimeout, ModelNotFound
+from cppbatch.server.models.loader import LoadPlan, MemoryPlanLoader, ModelSpec
+from cppbatch.server.models.served import ModelCounts, ModelEntry, ModelLease, RouterSettings, ServedModels, status_of
+from cppbatch.server.models.serving import Serving
+from cppbatch.server.observe.metrics import family
+from cppbatch.server.settings import ServerSettings
+from cppbatch.statistic import StatisticKind
+
+BATCH_LINES = 64
+"""Lines of batches that run at once. They may be for any of the models."""
+_LOOK_AGAIN_S = 1.0  # the folder is looked at for an unknown name, but not more often
+_ANY_OF_THEM = "several"  # the model of a batch, where there is no default model: its lines name theirs
+
+
+class CatalogContent(NamedTuple):
+    """The models that there are now."""
+
+    specs: list[ModelSpec]
+    default: str | None
+    """The name of the model for requests that name none. None: they are refused."""
+
+
+class ModelCatalog(Protocol):
+    """Where a server looks for models: a folder, files, and a file with settings."""
+
+    def read(self) -> CatalogContent:
+        """The models now. Raises `ConfigError` and `ModelError` for a settings file that cannot be used."""
+
+
+class ManyModels(ServedModels):
+    """The models of a catalog. Made in a running event loop."""
+
+    def __init__(
+        self,
+        catalog: ModelCatalog,
+        settings: ServerSettings,
+        loader: MemoryPlanLoader,
+        *,
+        max_loaded: int = 0,
+        autoload: bool = True,
+        any_model: bool = False,
+    ) -> None:
+        """`max_loaded`: models that are loaded at the same time at most; 0: as many as fit. `autoload`: a request loads
+        its model; otherwise only `POST /models/load` does. `any_model`: unknown names stand for the default model.
+
+        Raises what `catalog.read` raises.
+        """
+        super().__init__(settings)
+        self._autoload = autoload
+        self._any_model = any_model
+        self._catalog = catalog
+        self._loader = loader
+        self._specs = loader.specs
+        self._default: str | None = None
+        self._clock = asyncio.get_running_loop().time
+        self._looked_at = self._clock()
+        self._servings: dict[str, Serving] = {}
+        self._facts: dict[tuple[str, tuple[int, int] | None], ModelFacts | None] = {}
+        self.pool: ModelPool[LoadPlan, EngineClient] = ModelPool(loader, max_loaded=max_loaded)
+        self._use(catalog.read())
+        for spec in self._specs.values():
+            if spec.preload:
+                self.pool.load(spec.name)
+
+    # --- which models there are ---------------------------------------------------------------------------------
+
+    async def reload(self) -> None:
+        """Reads the catalog again. A loaded model that has changed, or is not there any more, is drained."""
+        self._looked_at = self._clock()
+        self._use(await asyncio.to_thread(self._catalog.read))
+
+    def _use(self, content: CatalogContent) -> None:
+        new = {spec.name: spec for spec in content.specs}
+        for name in [name for name, spec in self._specs.items() if new.get(name) != spec]:
+            del self._specs[name]
+            self._servings.pop(name, None)
+            self.pool.remove(name)
+        for name, spec in new.items():
+            if name not in self._specs:
+                self._specs[name] = spec
+                most = spec.config.n_parallel + spec.config.max_queue
+                self.pool.add(name, pinned=spec.pinned, ttl=spec.ttl, max_waiting=most)
+        self._default = content.default
+
+    def names_of(self, name: str) -> tuple[str, ...]:
+        """All names of a model: its own, aliases, and its own without the types of weights, where only it has that."""
+        shorter = [each for each in shorter_names(name) if self._find(each) == name]
+        return (name, *self._specs[name].settings.aliases, *shorter)
+
+    def _find(self, name: str) -> str | None:
+        """The model that this name means; None: none, or several."""
+        if name in self._specs:
+            return name
+        for spec in self._specs.values():
+            if name in spec.settings.aliases:
+                return spec.name
+        found = [each for each in self._specs if name in shorter_names(each)]
+        return found[0] if len(found) == 1 else None
+
+    def _meant(self, name: str) -> str | None:
+        """The model for requests that give this name."""
+        return self._find(name) or (self._default if self._any_model else None)
+
+    async def resolve(self, name: str | None, rules: KeyRules | None) -> str:
+        """The model for a request that names this one. Looks at the folder again for an unknown name.
+
+        Raises `ModelNotFound`, `InvalidRequest` where a model must be named, and `Forbidden`.
+        """
+        found = self._default if name is None else self._find(name)
+        if found is None and name is not None and self._clock() > self._looked_at + _LOOK_AGAIN_S:
+            await self.reload()
+            found = self._find(name)
+        if found is None and self._any_model:
+            found = self._default
+        if found is not None and rules:
+            rules.check_model(self.names_of(found), name)
+        if found is None:
+            known = ", ".join(repr(each) for each in self._visible(rules)) or "none"
+            if name is None:
+                raise InvalidRequest("model", f"is required; available: {known}")
+            raise ModelNotFound(f"{name!r} not found; available: {known}")
+        return found
+
+    def _visible(self, rules: KeyRules | None) -> Iterator[str]:
+        for name in self._specs:
+            if not rules or rules.may_use(self.names_of(name)):
+                yield name
+
+    def check_key(self, rules: KeyRules) -> None:
+        """As in `ServedModels`."""
+        if not any(True for _ in self._visible(rules)):
+            names = ", ".join(map(repr, rules.models or ()))
+            raise Forbidden(
+                "model", f"no model of this server is available with this API key; allowed: {names or 'none'}"
+            )
+
+    # --- requests -----------------------------------------------------------------------------------------------
+
+    async def lease(
+        self,
+        name: str | None,
+        rules: KeyRules | None = None,
+        *,
+        timeout: float | None = None,
+        load: bool | None = None,
+    ) -> ModelLease:
+        """As in `ServedModels`."""
+        model = await self.resolve(name, rules)
+        began, was_loaded = self._clock(), self.pool.models[model].state == "loaded"
+        waiting = self.pool.lease(model, load=self._autoload if load is None else load)
+        try:
+            lease = await (waiting if was_loaded else asyncio.wait_for(waiting, timeout))
+        except asyncio.TimeoutError:
+            raise LoadTimeout(
+                f"model {model!r} was not loaded within the request's timeout of {timeout:g} s; try again, or increase "
+                "the timeout"
+            ) from None
+        waited = 0.0 if was_loaded else self._clock() - began
+        return ModelLease(serving=self._serving(model, lease.engine), release=lease.release, rules=rules, waited=waited)
+
+    def _serving(self, name: str, engine: EngineClient) -> Serving:
+        serving = self._servings.get(name)
+        if serving is None or serving.client is not engine:
+            lora = serving.lora if serving else None
+            serving = self._servings[name] = Serving(
+                engine, self._specs[name].settings, self.names_of(name), lambda other: self._meant(other) == name
+            )
+            serving.lora = lora
+        return serving
+
+    async def load(self, name: str, rules: KeyRules | None) -> None:
+        """As in `ServedModels`."""
+        self.pool.load(await self.resolve(name, rules))
+
+    async def unload(self, name: str, rules: KeyRules | None) -> None:
+        """As in `ServedModels`."""
+        self.pool.unload(await self.resolve(name, rules))
+
+    # --- state --------------------------------------------------------------------------------------------------
+
+    def health(self) -> Health:
+        """The server takes requests, whichever models are loaded."""
+        return Health(status="ok", progress=1.0)
+
+    async def ready(self) -> None:
+        """At once: models are loaded when they are asked for."""
+
+    def counts(self) -> ModelCounts:
+        """The models by state."""
+        models = self.pool.models.values()
+        failed = sum(model.state == "unloaded" and model.error is not None for model in models)
+        return ModelCounts(
+            loaded=sum(model.state in ("loaded", "unloading") for model in models),
+            loading=sum(model.state == "loading" for model in models),
+            unloaded=sum(model.state == "unloaded" for model in models) - failed,
+            failed=failed,
+        )
+
+    async def entries(self, rules: KeyRules | None) -> list[ModelEntry]:
+        """As in `ServedModels`."""
+        return list(await asyncio.gather(*map(self._entry, list(self._visible(rules)))))
+
+    async def entry(self, name: str, rules: KeyRules | None) -> ModelEntry:
+        """As in `ServedModels`."""
+        found = self._find(name)
+        if found is None or found not in self._visible(rules):
+            raise ModelNotFound(f"model {name!r} not found")
+        return await self._entry(found)
+
+    async def _entry(self, name: str) -> ModelEntry:
+        spec, model, names = self._specs[name], self.pool.models[name], self.names_of(name)
+        engine = model.engine
+        health = engine.health() if engine else None
+        is_up = engine is not None and health is not None and health.status != "loading" and model.state != "loading"
+        workers = await engine.workers() if engine and is_up else []
+        return ModelEntry(
+            name=name,
+            names=names,
+            settings=spec.settings,
+            status=status_of(health) if health and model.state == "loaded" else model.state,
+            error=(health.error if health else None) or model.error,
+            progress=health.progress if health and model.state == "loading" else None,
+            path=Path(spec.config.model_path),
+            info=engine.info if engine and is_up else None,
+            facts=None if is_up else await self._facts_of(spec),
+            workers=tuple(workers),
+            needs=model.plan.sizes.needs if is_up and model.plan else None,
+            n_parallel=engine.config.n_parallel * len(workers) if engine else 0,
+            pinned=spec.pinned,
+            default=name == self._default,
+        )
+
+    async def _facts_of(self, spec: ModelSpec) -> ModelFacts | None:
+        key = (spec.config.model_path, spec.file_version)
+        if key not in self._facts:
+            try:
+                self._facts[key] = await asyncio.to_thread(inspect_model, Path(spec.config.model_path))
+            except (ModelError, OSError):
+                self._facts[key] = None  # loading says what is wrong with the file
+        return self._facts[key]
+
+    def _running(self) -> list[tuple[str, EngineClient]]:
+        return [(name, model.engine) for name, model in self.pool.models.items() if _is_up(model) and model.engine]
+
+    @property
+    def router(self) -> RouterSettings:
+        """As in `ServedModels`."""
+        return RouterSettings(max_loaded=self.pool.max_loaded, autoload=self._autoload, default=self._default)
+
+    def metrics(self) -> Iterable[Metric]:
+        """As in `ServedModels`."""
+        return model_families(self.pool.models.values())
+
+    async def workers(self) -> list[WorkerState]:
+        """As in `ServedModels`. Each has the name of its model."""
+        running = self._running()
+        each = await asyncio.gather(*(engine.workers() for _, engine in running))
+        return [
+            msgspec.structs.replace(worker, model=name)
+            for (name, _), workers in zip(running, each, strict=True)
+            for worker in workers
+        ]
+
+    async def live(self) -> list[WorkerLive]:
+        """As in `ServedModels`. The names of workers begin with that of their model."""
+        running = self._running()
+        each = await asyncio.gather(*(engine.live() for _, engine in running))
+        return [
+            msgspec.structs.replace(worker, name=f"{name}/{worker.name}")
+            for (name, _), workers in zip(running, each, strict=True)
+            for worker in workers
+        ]
+
+    @property
+    def shown_name(self) -> str:
+        """As in `ServedModels`."""
+        return ", ".join(name for name, _ in self._running()) or "no model is loaded"
+
+    async def stats(self) -> EngineStats:
+        """As in `ServedModels`."""
+        answers = [worker.stats for worker in await self.workers() if worker.stats]
+        if not answers:
+            raise EngineClosed("no model is loaded")
+        return add_up(answers)
+
+    async def target_concurrency(self) -> int:
+        """As in `ServedModels`."""
+        return BATCH_LINES
+
+    @property
+    def batch_model(self) -> str:
+        """As in `ServedModels`."""
+        return self._default or _ANY_OF_THEM
+
+    def serves_batch(self, model: str) -> bool:
+        """As in `ServedModels`. The lines name their models; an unknown one fails its lines."""
+        return model == _ANY_OF_THEM or self._find(model) is not None
+
+    def first_lines(self, urls: list[str]) -> list[str]:
+        """As in `ServedModels`."""
+        at_once = [spec.name for spec in self._specs.values() if spec.pinned or spec.preload]
+        names = ", ".join(self._specs) or "none yet: put GGUF files into the folder"
+        default = f"; default: {self._default}" if self._default else ""
+        page = "the web page; " if self.settings.webui else ""
+        key = ' -H "Authorization: Bearer $CPPBATCH_API_KEY"' if self.settings.keys else ""
+        return [
+            f"{len(self._specs)} models, loaded on demand{default}: {names}",
+            *([f"loading at startup: {', '.join(at_once)}"] if at_once else []),
+            f"ready at {' and '.join(urls)}  ({page}OpenAI-compatible API under {urls[0]}/v1; Ctrl-C drains and stops)",
+            f"try:  curl {urls[0]}/v1/models{key}",
+        ]
+
+    async def close(self) -> None:
+        """As in `ServedModels`."""
+        await self.pool.close()
+
+
+def _is_up(model: PooledModel[LoadPlan, EngineClient]) -> bool:
+    return model.state in ("loaded", "unloading")
+
+
+# --- model metrics ---------------------------------------------------------------------------------------------------
+# Metrics of a server with several models: which are loaded, how often they were loaded and unloaded, who waits.
+
+
+_STATES: tuple[ModelState, ...] = get_args(ModelState)
+_REASONS: tuple[UnloadReason, ...] = get_args(UnloadReason)
+
+
+def model_families(models: Collection[PooledModel[Any, Any]]) -> Iterator[Metric]:
+    """The present state of a pool's models."""
+    states = Counter(model.state for model in models)
+    yield family("gauge", "models", "Models by state", ["state"], [((), {state: states[state] for state in _STATES})])
+    for kind, name, text, read in _BY_MODEL:
+        yield family(kind, name, text, ["model"], [([model.name], read(model)) for model in models])
+    reasons = [([model.name], {reason: model.unloads[reason] for reason in _REASONS}) for model in models]
+    text = (
+        "Number of unloads. evicted: to load another model; idle: --ttl; asked: POST /models/unload; changed: its "
+        "file or settings changed"
+    )
+    yield family("counter", "model_unloads", text, ["model", "reason"], reasons)
+
+
+_BY_MODEL: tuple[tuple[StatisticKind, str, str, Callable[[PooledModel[Any, Any]], float]], ...] = (
+    (
+        "gauge",
+        "model_loaded",
+        "1 if the model is loaded; 0 if it is not loaded or is draining",
+        lambda model: model.state == "loaded",
+    ),
+    ("gauge", "model_requests", "Requests that use the model and keep it loaded", lambda model: model.leases),
+    ("gauge", "model_waiting", "Requests waiting for the model to load", lambda model: model.waiting),
+    ("gauge", "model_load_seconds", "Duration of the last load", lambda model: model.load_seconds),
+    ("counter", "model_loads", "Number of loads", lambda model: model.loads),
+    ("counter", "model_load_failures", "Number of failed loads", lambda model: model.load_failures),
+)

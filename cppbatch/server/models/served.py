@@ -1,0 +1,417 @@
+"""The models of a server, and the way from a request's `model` to the `Serving` that answers it."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+from aiohttp import web
+from prometheus_client.core import Metric
+
+from cppbatch.cluster.engines.client import EngineClient, Health, ScalingState, WorkerLive, WorkerState
+from cppbatch.engine.model_info import ModelInfo
+from cppbatch.engine.observe.metrics import EngineStats
+from cppbatch.engine.request import GenerationRequest
+from cppbatch.errors import Conflict, InvalidRequest
+from cppbatch.models.inspect import ModelFacts
+from cppbatch.server.auth.keys import KEY
+from cppbatch.server.auth.rules import KeyRules
+from cppbatch.server.http.api_errors import ModelNotFound
+from cppbatch.server.models.serving import Serving
+from cppbatch.server.process import first_lines
+from cppbatch.server.run_requests import target_concurrency
+from cppbatch.server.settings import ServerSettings
+from cppbatch.sizing.sizes import models_fit
+
+ModelStatusName = Literal["unloaded", "loading", "loaded", "unloading", "sleeping", "failed"]
+"""unloading: it gets no new requests, and ends after its last one. sleeping: its workers have ended because there was
+no request. failed: its workers die again and again, or the last attempt to load it failed."""
+
+
+class ModelLease(msgspec.Struct, frozen=True, kw_only=True):
+    """The right of one request to use a model, which stays loaded until the `with` block ends."""
+
+    serving: Serving
+    release: Callable[[], None]
+    rules: KeyRules | None = None
+    """Those of the request's key."""
+    waited: float = 0.0
+    """Seconds for which the request has waited for the model to be loaded."""
+
+    def apply_key_rules(self, requests: list[GenerationRequest]) -> list[GenerationRequest]:
+        """The requests as the key may send them. Raises `InvalidRequest`, as `KeyRules.engine_requests`."""
+        return self.rules.engine_requests(requests, self.serving.info.adapters) if self.rules else requests
+
+    def __enter__(self) -> ModelLease:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.release()
+
+
+class ModelEntry(msgspec.Struct, frozen=True, kw_only=True):
+    """A model, loaded or not."""
+
+    name: str
+    """Its name in responses."""
+    names: tuple[str, ...]
+    """All names that requests may give."""
+    settings: ServerSettings
+    status: ModelStatusName
+    error: str | None = None
+    """Why it failed."""
+    progress: float | None = None
+    """While it is loading: 0.0 to 1.0."""
+    path: Path
+    info: ModelInfo | None = None
+    """While it is loaded."""
+    facts: ModelFacts | None = None
+    """What its file says, while it is not loaded."""
+    workers: tuple[WorkerState, ...] = ()
+    needs: int | None = None
+    """Bytes of memory that it was planned to need, of one of several models that is loaded."""
+    n_parallel: int = 0
+    """Of a loaded model: sequences that run at the same time, of all workers."""
+    pinned: bool = False
+    default: bool = False
+    """Requests without a model are for it."""
+
+    @property
+    def is_failed(self) -> bool:
+        """Whether it could not be loaded, or its workers die again and again."""
+        return self.status == "failed" or (self.status == "unloaded" and self.error is not None)
+
+    @property
+    def max_sequence(self) -> int:
+        """The maximum number of tokens of prompt and completion together; of a model that is not loaded, the most that
+        it knows."""
+        if self.info:
+            return self.info.max_sequence
+        return (self.facts.n_ctx_train if self.facts else 0) or 0
+
+
+class ModelCounts(msgspec.Struct, frozen=True, kw_only=True):
+    """The models of a server by state."""
+
+    loaded: int
+    """Also those that are being drained."""
+    loading: int
+    unloaded: int
+    failed: int
+    """Of the unloaded ones, those whose last attempt to load failed."""
+
+
+class RouterSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """How a server with several models loads them."""
+
+    max_loaded: int
+    """Models that are loaded at the same time at most; 0: as many as fit."""
+    autoload: bool
+    """A request loads its model."""
+    default: str | None
+    """The model for requests that name none."""
+
+
+class ServedModels(ABC):
+    """The models of a server. `close` ends their engines."""
+
+    def __init__(self, settings: ServerSettings) -> None:
+        self.settings = settings
+        """Those of the server. A model may have others for names, template and sampling."""
+        self.started = int(time.time())
+
+    @abstractmethod
+    async def lease(
+        self,
+        name: str | None,
+        rules: KeyRules | None = None,
+        *,
+        timeout: float | None = None,
+        load: bool | None = None,
+    ) -> ModelLease:
+        """Waits until the model is loaded, at most for `timeout` seconds. None: the default model.
+
+        `rules`: those of the request's key. `load`: whether it is loaded if it is not; None: as the server's settings
+        say. Raises `ModelNotFound`, `Forbidden`, `ModelNotLoaded`, `ModelLoadFailed`, `LoadTimeout` and `QueueFull`.
+        """
+
+    @abstractmethod
+    def check_key(self, rules: KeyRules) -> None:
+        """Raises `Forbidden` for a key that may use no model of this server."""
+
+    @abstractmethod
+    def health(self) -> Health:
+        """Whether the server takes requests."""
+
+    @abstractmethod
+    async def ready(self) -> None:
+        """Waits until requests are accepted. Raises what loading raised."""
+
+    @abstractmethod
+    async def entries(self, rules: KeyRules | None) -> list[ModelEntry]:
+        """All models that the key may use."""
+
+    async def fits(self, entries: Sequence[ModelEntry]) -> list[str | None]:
+        """Whether the models that are not loaded fit into the memory that is free now (`models_fit`)."""
+        waiting = [entry.path for entry in entries if entry.info is None]
+        answers = iter(await asyncio.to_thread(models_fit, waiting)) if waiting else iter(())
+        return [next(answers) if entry.info is None else None for entry in entries]
+
+    @abstractmethod
+    async def entry(self, name: str, rules: KeyRules | None) -> ModelEntry:
+        """A model by one of its names. Raises `ModelNotFound`."""
+
+    @abstractmethod
+    async def workers(self) -> list[WorkerState]:
+        """The workers of all loaded models."""
+
+    @abstractmethod
+    async def live(self) -> list[WorkerLive]:
+        """What each worker of each loaded model does now."""
+
+    @property
+    @abstractmethod
+    def shown_name(self) -> str:
+        """The name of the model, or of those that are loaded."""
+
+    @abstractmethod
+    async def stats(self) -> EngineStats:
+        """Counters and state, summed over the workers of all loaded models. Raises `EngineClosed` if none answers."""
+
+    @abstractmethod
+    async def target_concurrency(self) -> int:
+        """The lines of batches that run at once."""
+
+    @property
+    @abstractmethod
+    def batch_model(self) -> str:
+        """The model that a new batch shows as its own."""
+
+    @abstractmethod
+    def serves_batch(self, model: str) -> bool:
+        """Whether a batch with this model can run here."""
+
+    @abstractmethod
+    async def load(self, name: str, rules: KeyRules | None) -> None:
+        """Has the model loaded, without waiting for it. Raises `ModelNotFound` and `Forbidden`."""
+
+    @abstractmethod
+    async def unload(self, name: str, rules: KeyRules | None) -> None:
+        """Has the model unloaded after its last request, without waiting. Raises `ModelNotFound` and `Forbidden`, and
+        `Conflict` on a server with one model."""
+
+    @abstractmethod
+    def first_lines(self, urls: list[str]) -> list[str]:
+        """What `serve` prints when the server is ready."""
+
+    @abstractmethod
+    async def close(self) -> None:
+        """Ends all engines."""
+
+    @abstractmethod
+    async def reload(self) -> None:
+        """Looks again for the models that there are. Raises `ConfigError` for a settings file that cannot be used."""
+
+    def scaling(self) -> ScalingState | None:
+        """The number of workers of one model, if it follows the load."""
+        return None
+
+    @property
+    def router(self) -> RouterSettings | None:
+        """How several models are loaded; None for a server with one model."""
+        return None
+
+    def metrics(self) -> Iterable[Metric]:
+        """Metrics about the models, besides those of their requests and workers."""
+        return ()
+
+    def counts(self) -> ModelCounts | None:
+        """The models by state; None for a server with one model."""
+        return None
+
+
+class OneModel(ServedModels):
+    """A server with one model, which is always loaded and answers to any name, unless `strict_model` is set."""
+
+    def __init__(self, serving: Serving) -> None:
+        super().__init__(serving.settings)
+        self.serving = serving
+
+    @classmethod
+    def of(cls, client: EngineClient, settings: ServerSettings) -> OneModel:
+        """The model of this engine."""
+        return cls(Serving(client, settings))
+
+    async def lease(
+        self,
+        name: str | None,
+        rules: KeyRules | None = None,
+        *,
+        timeout: float | None = None,
+        load: bool | None = None,
+    ) -> ModelLease:
+        """As in `ServedModels`; never waits."""
+        if rules:
+            self.serving.check_key(rules, name)
+        return ModelLease(serving=self.serving, release=_keep, rules=rules)
+
+    def check_key(self, rules: KeyRules) -> None:
+        """As in `ServedModels`."""
+        self.serving.check_key(rules)
+
+    def health(self) -> Health:
+        """The state of the engine."""
+        return self.serving.client.health()
+
+    async def ready(self) -> None:
+        """As in `ServedModels`."""
+        await self.serving.client.loaded()
+
+    async def entries(self, rules: KeyRules | None) -> list[ModelEntry]:
+        """As in `ServedModels`."""
+        return [await self._entry()] if self._is_visible(rules) else []
+
+    async def entry(self, name: str, rules: KeyRules | None) -> ModelEntry:
+        """As in `ServedModels`. Other names are not found, although requests may give them."""
+        self.serving.find_model(name)
+        if not self._is_visible(rules):
+            raise ModelNotFound(f"{name!r} is not available with this API key")
+        return await self._entry()
+
+    def _is_visible(self, rules: KeyRules | None) -> bool:
+        return not rules or rules.may_use(self.serving.model_names)
+
+    async def _entry(self) -> ModelEntry:
+        serving, health = self.serving, self.serving.client.health()
+        workers = tuple(await serving.client.workers())
+        return ModelEntry(
+            name=serving.name,
+            names=serving.model_names,
+            settings=serving.settings,
+            status=status_of(health),
+            error=health.error,
+            path=Path(serving.info.path),
+            info=serving.info,
+            workers=workers,
+            n_parallel=serving.client.config.n_parallel * len(workers),
+            default=True,
+        )
+
+    async def workers(self) -> list[WorkerState]:
+        """As in `ServedModels`."""
+        return await self.serving.client.workers()
+
+    async def live(self) -> list[WorkerLive]:
+        """As in `ServedModels`."""
+        return await self.serving.client.live()
+
+    @property
+    def shown_name(self) -> str:
+        """As in `ServedModels`."""
+        return self.serving.name
+
+    async def stats(self) -> EngineStats:
+        """As in `ServedModels`."""
+        return await self.serving.client.stats()
+
+    async def target_concurrency(self) -> int:
+        """As in `ServedModels`."""
+        return await target_concurrency(self.serving.client)
+
+    @property
+    def batch_model(self) -> str:
+        """As in `ServedModels`."""
+        return self.serving.info.name
+
+    def serves_batch(self, model: str) -> bool:
+        """As in `ServedModels`."""
+        return model == self.serving.info.name
+
+    async def load(self, name: str, rules: KeyRules | None) -> None:
+        """It is loaded."""
+        self.serving.find_model(name)
+        self._check_name(name, rules)
+
+    async def unload(self, name: str, rules: KeyRules | None) -> None:
+        """Refused: the server would have no model."""
+        self.serving.find_model(name)
+        self._check_name(name, rules)
+        message = "is the only model of this server and cannot be unloaded; use --models-dir or several -m"
+        raise Conflict("model", message)
+
+    def _check_name(self, name: str, rules: KeyRules | None) -> None:
+        """Raises `Forbidden` for a key that may not use the model under this name."""
+        if rules:
+            self.serving.check_key(rules, name)
+
+    def first_lines(self, urls: list[str]) -> list[str]:
+        """As in `ServedModels`."""
+        serving = self.serving
+        return first_lines(
+            serving.info,
+            serving.client.config,
+            urls,
+            has_template=bool(serving.template),
+            has_keys=bool(self.settings.keys),
+            has_page=self.settings.webui,
+        )
+
+    async def close(self) -> None:
+        """As in `ServedModels`."""
+        await self.serving.client.close()
+
+    async def reload(self) -> None:
+        """There is one model for good."""
+
+    def scaling(self) -> ScalingState | None:
+        """As in `ServedModels`."""
+        return self.serving.client.scaling()
+
+
+def status_of(health: Health) -> ModelStatusName:
+    """The state of a model that has an engine."""
+    if health.status in ("loading", "sleeping", "failed"):
+        return health.status
+    return "loaded"
+
+
+def _keep() -> None:
+    """The one model stays loaded."""
+
+
+MODELS = web.AppKey("models", ServedModels)
+
+
+# --- model choice ----------------------------------------------------------------------------------------------------
+# From a request to the lease of its model: the field `model` of its body, or of its query string.
+
+
+_WORDS = {"true": True, "1": True, "false": False, "0": False}
+
+
+async def lease_model(request: web.Request, body: object = None) -> ModelLease:
+    """The lease of the request's model: `with await lease_model(request, body) as lease:`.
+
+    Waits until it is loaded, as long as the timeouts of the request and of the server allow. Raises what
+    `ServedModels.lease` raises.
+    """
+    models = request.app[MODELS]
+    name = getattr(body, "model", None) or request.query.get("model") or None
+    own = models.settings.limits.timeout(getattr(body, "timeout", None))
+    timeouts = [seconds for seconds in (own, getattr(body, "queue_timeout", None)) if seconds is not None]
+    return await models.lease(name, request.get(KEY), timeout=min(timeouts, default=None), load=_load(request))
+
+
+def _load(request: web.Request) -> bool | None:
+    """llama-server's `?autoload=`."""
+    given: Any = request.query.get("autoload")
+    if given is None:
+        return None
+    if given not in _WORDS:
+        raise InvalidRequest("autoload", f"is {given!r:.40}; it must be true or false")
+    return _WORDS[given]

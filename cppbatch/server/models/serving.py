@@ -1,0 +1,296 @@
+"""The engine and the settings of this server, and how a request's body becomes engine requests."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import cached_property
+from hashlib import sha256
+from importlib.metadata import version
+from typing import Any, NamedTuple
+
+from cppbatch import __version__
+from cppbatch.chat.chat_format import ChatFormat, ChatForms, ChatTurn, PreparedChat
+from cppbatch.chat.template import ChatTemplate
+from cppbatch.cluster.engines.client import EngineClient
+from cppbatch.engine.media.sources import prompt_of_chat
+from cppbatch.engine.model_info import ModelInfo
+from cppbatch.engine.params import UNLIMITED, SamplingParams, replaced
+from cppbatch.engine.request import GenerationRequest, MediaPrompt, TokenPiece, expand
+from cppbatch.errors import ContextOverflow, InvalidRequest
+from cppbatch.llama import apply_builtin_template
+from cppbatch.models.find import shorter_names
+from cppbatch.server.auth.rules import KeyRules
+from cppbatch.server.fields.sampling import SamplingFields
+from cppbatch.server.http.api_errors import ModelNotFound
+from cppbatch.server.http.limits import Limits
+from cppbatch.server.media_loading import MediaLoader, refuse_large
+from cppbatch.server.settings import ServerSettings
+
+log = logging.getLogger("cppbatch.server")
+
+Json = dict[str, Any]
+Prompt = str | list[int] | MediaPrompt
+
+_MAX_TOOLS = 1024  # OpenAI's API takes 128
+_MAX_SEQUENCES = 1024
+
+
+def new_id(prefix: str) -> str:
+    """A new id of a response, for example `cmpl-…`."""
+    return f"{prefix}{uuid.uuid4().hex}"
+
+
+class ChatTools(NamedTuple):
+    """What makes prompts of conversations."""
+
+    format: ChatFormat
+    media: MediaLoader
+    """Has fetched what they refer to."""
+
+
+class PreparedTurn(NamedTuple):
+    """A turn of a conversation in the engine's terms."""
+
+    id: str
+    """Of the response. The ids of the requests begin with it."""
+    requests: list[GenerationRequest]
+    chat: PreparedChat
+    field_names: dict[str, str]
+    """The client's names for fields of the requests."""
+
+
+class Serving:
+    """The engine and the settings of this server."""
+
+    def __init__(
+        self,
+        client: EngineClient,
+        settings: ServerSettings,
+        names: tuple[str, ...] = (),
+        is_meant: Callable[[str], bool] | None = None,
+    ) -> None:
+        """`names`: all names of the model, where a server has several; the first is shown in responses. `is_meant`:
+        whether a name that a request gives stands for this model, where a server has several."""
+        self.client = client
+        self.settings = settings
+        self._names = names
+        self._is_meant = is_meant
+        self.started = int(time.time())
+        self.lora: dict[str | int, float] | None = None
+        """The scales of LoRA adapters for requests without `lora`, as `POST /lora-adapters` set them. None: those of
+        --lora."""
+        self._has_logged_forms = self._has_told_form = False
+
+    @property
+    def limits(self) -> Limits:
+        """The limits for one request and one client."""
+        return self.settings.limits
+
+    @property
+    def info(self) -> ModelInfo:
+        """The loaded model. Raises `EngineClosed` before it is loaded."""
+        return self.client.info
+
+    @property
+    def name(self) -> str:
+        """The name of the model in responses. Of a single one: the alphabetically first alias, as in llama-server;
+        without aliases the name of the file."""
+        if self._names:
+            return self._names[0]
+        return min(self.settings.aliases, default=self.info.name)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """`system_fingerprint`: the version, then a digest of what may change a text of the same seed: versions, model,
+        cache and template. It begins with b, as llama-server's does with its build."""
+        info = self.info
+        decisive = (
+            version("llama-cpp-python"),
+            *(info.name, info.size_bytes, info.n_params, info.n_ctx, info.kv_layout, info.sampling),
+            *(info.not_repacked, self.template),
+        )
+        return f"b{__version__}-{sha256(repr(decisive).encode()).hexdigest()[:8]}"
+
+    @property
+    def template(self) -> str | None:
+        """The chat template: --chat-template, or the model's own. None: ChatML."""
+        return self.settings.chat_template or self.info.chat_template
+
+    def check(self, body: SamplingFields) -> None:
+        """Raises `InvalidRequest` for an unknown model with --strict-model, an unknown service tier, and a request
+        beyond the limits."""
+        self.check_model(body.model)
+        body.check_service_tier()
+        self.limits.check(body)
+
+    @property
+    def model_names(self) -> tuple[str, ...]:
+        """The names of the model: that of the file, which may lack the types of weights at its end, and the aliases."""
+        if self._names:
+            return self._names
+        own = self.info.name
+        return (own, *self.settings.aliases, *shorter_names(own))
+
+    def find_model(self, name: str) -> None:
+        """Raises `ModelNotFound` unless `name` is one of `model_names`."""
+        if name not in self.model_names:
+            known = ", ".join(map(repr, (self.info.name, *self.settings.aliases)))
+            raise ModelNotFound(f"{name!r} not found; available: {known} (--alias adds names)")
+
+    def check_key(self, rules: KeyRules, model: str | None = None) -> None:
+        """Raises `Forbidden` unless the key may use the loaded model, and `model`, if given, is one of its names."""
+        if rules.models is not None:
+            rules.check_model(self.model_names, model)
+
+    def check_model(self, name: str | None) -> None:
+        """With --strict-model, raises `ModelNotFound` for an unknown model; without, the only model answers to any
+        name. `None` stands for the model. Raises `InvalidRequest` for another one of several models."""
+        if self._is_meant:
+            if name is not None and not self._is_meant(name):
+                raise InvalidRequest(
+                    "model", f"is {name!r}, but this request is answered by {self.name!r}; send separate requests"
+                )
+        elif self.settings.strict_model and name is not None:
+            self.find_model(name)
+
+    def check_size(self, body: object) -> None:
+        """Raises `InvalidRequest` for more messages than the context has tokens, and for too many tools: making a
+        `ChatTurn` of them would take long."""
+        most = self.info.max_sequence
+        for field in ("messages", "input"):
+            messages = getattr(body, field, None)
+            if isinstance(messages, list) and len(messages) > most:
+                overflow = ContextOverflow(n_prompt_tokens=len(messages), n_ctx=most, is_least=True)
+                message = f"has {len(messages):,} messages; the context holds only {most:,} tokens"
+                raise InvalidRequest(field, message, overflow)
+        tools = getattr(body, "tools", None)
+        if tools and len(tools) > _MAX_TOOLS:
+            raise InvalidRequest("tools", f"has {len(tools):,} tools; the limit is {_MAX_TOOLS:,}")
+
+    async def prepare(self, turn: ChatTurn, body: SamplingFields, id_prefix: str) -> PreparedTurn:
+        """The engine requests of a turn, with the sampling fields of its body (which `check` and `check_size` accept).
+        They are made on another thread: rendering a long conversation takes time, as does decoding images and audio.
+
+        `id_prefix`: of the response's id, for example `chatcmpl-`. Raises `InvalidRequest`.
+        """
+        tools = await self.chat_tools([turn.messages])
+        return await asyncio.to_thread(self.prepare_with, tools, turn, body, new_id(id_prefix))
+
+    def prepare_with(self, tools: ChatTools, turn: ChatTurn, body: SamplingFields, response_id: str) -> PreparedTurn:
+        """As `prepare`, on this thread."""
+        chat = self.render_with(tools, turn)
+        requests = self.engine_requests(body, response_id, [prompt_of_chat(chat)], chat.params)
+        return PreparedTurn(response_id, requests, chat, body.field_names | chat.renames)
+
+    async def render(self, turn: ChatTurn) -> PreparedChat:
+        """The prompt of a turn. Raises `InvalidRequest`."""
+        return await asyncio.to_thread(self.render_with, await self.chat_tools([turn.messages]), turn)
+
+    async def chat_tools(self, conversations: Sequence[list[Json]]) -> ChatTools:
+        """What makes prompts of these. Raises `InvalidRequest` for a broken template."""
+        tools = ChatTools(await self.chat_format(), self.media_loader())
+        await tools.media.fetch(conversations)
+        return tools
+
+    def media_loader(self) -> MediaLoader:
+        """Loads the pictures and sounds of a request."""
+        return MediaLoader(self.settings, self.info)
+
+    def render_with(self, tools: ChatTools, turn: ChatTurn) -> PreparedChat:
+        """`ChatFormat.prepare`, with the server's variables for the template (--chat-template-kwargs) and its limit of
+        the reasoning (--reasoning-budget)."""
+        if turn.tools and not self._has_told_form:
+            self._has_told_form = True
+            if self.chat_forms and self.chat_forms.tools_described_by == "message":
+                log.warning("the chat template of %s does not render tools: %s", self.name, self.chat_forms)
+        limit = self.settings.thinking_tokens if turn.thinking_tokens is None else turn.thinking_tokens
+        turn = replace(
+            turn,
+            messages=tools.media.loaded(turn.messages),
+            variables=self.settings.template_variables | turn.variables,
+            thinking_tokens=limit,
+        )
+        with turn.client_names():
+            return tools.format.prepare(turn)
+
+    async def chat_tokens(self, chat: PreparedChat) -> list[TokenPiece]:
+        """The tokens of a chat's prompt. Raises `InvalidRequest`."""
+        try:
+            return await self.client.tokenize(prompt_of_chat(chat))
+        except InvalidRequest as error:
+            raise error.renamed(chat.renames.get(error.field, error.field)) from error
+
+    def default_params(self, max_tokens: int = UNLIMITED) -> Json:
+        """The fields of `SamplingParams` for requests that do not set them.
+
+        `max_tokens`: the API's own default, for a server without -n.
+        """
+        defaults = {"max_tokens": max_tokens, **self.settings.sampling_defaults}
+        return defaults | {"max_tokens": self.limits.default_tokens(defaults["max_tokens"])}
+
+    def params(self, body: SamplingFields, required: Json | None = None, max_tokens: int = UNLIMITED) -> SamplingParams:
+        """A request's sampling parameters: its own fields, else those that its chat or its response format require,
+        else the server's defaults. Raises `InvalidRequest`.
+
+        `required`: `PreparedChat.params`; None: the prompt is not a chat. `max_tokens`: as for `default_params`.
+        """
+        if required is None:
+            schema = body.schema()
+            required = {} if schema is None else {"json_schema": schema}
+        params = body.params(**self.default_params(max_tokens) | required)
+        is_unlimited = params.max_tokens == UNLIMITED
+        return replaced(params, max_tokens=self.limits.default_tokens(UNLIMITED)) if is_unlimited else params
+
+    def engine_requests(
+        self,
+        body: SamplingFields,
+        name: str,
+        prompts: Sequence[Prompt],
+        required: Json | None = None,
+        max_tokens: int = UNLIMITED,
+    ) -> list[GenerationRequest]:
+        """An engine request for each completion of each prompt, prompt by prompt. Their ids begin with `name`.
+
+        `required`, `max_tokens`: as for `params`. Raises `InvalidRequest`, also when there are too many.
+        """
+        params = self.params(body, required, max_tokens)
+        n = body.n_candidates
+        if len(prompts) * n > _MAX_SEQUENCES:
+            message = f"requests {len(prompts)} prompts x {n} completions; the limit per request is {_MAX_SEQUENCES}"
+            raise InvalidRequest("prompt", message)
+        refuse_large(prompts, n, self.limits)
+        options = {"lora": self.lora, **body.options(), "timeout": self.limits.timeout(body.timeout), "fit": True}
+        each = expand([params], n, ranked=n > body.n_choices)
+        requests = []
+        for p, prompt in enumerate(prompts):
+            first = GenerationRequest(id=f"{name}-{p * n}", prompt=prompt, params=each[0], **options)
+            # `replaced` does not validate again: 128 choices would parse a large schema 128 times.
+            requests += [first, *(replaced(first, id=f"{name}-{p * n + i}", params=each[i]) for i in range(1, n))]
+        return requests
+
+    async def chat_format(self) -> ChatFormat:
+        """The model's chat format. Raises `InvalidRequest` for a broken template."""
+        chat = await self.client.chat_format(self._own_template)
+        if not self._has_logged_forms:
+            self._has_logged_forms = True
+            log.info("chats of %s: %s", self.name, self.chat_forms)
+        return chat
+
+    @cached_property
+    def chat_forms(self) -> ChatForms | None:
+        """How the model writes calls and thoughts; None for a broken template. Asks no worker."""
+        try:
+            return self.client.chat_formats.get(self._own_template).forms
+        except InvalidRequest:
+            return None
+
+    @cached_property
+    def _own_template(self) -> ChatTemplate | None:
+        """That of --chat-template."""
+        given, info = self.settings.chat_template, self.info
+        return ChatTemplate(given, bos=info.bos, eos=info.eos, apply_named=apply_builtin_template) if given else None

@@ -1,0 +1,1 @@
+"""What the server reports of itself: metrics, statistics, figures of /live, logs."""

@@ -1,0 +1,286 @@
+"""The metrics of `GET /metrics`: counters of HTTP requests and completions, and the state of each worker."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter as Counts
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+from itertools import accumulate, chain
+from time import perf_counter
+from typing import Any, cast
+
+from aiohttp import web
+from aiohttp.typedefs import Handler
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from cppbatch.cluster.engines.client import ScalingState, WorkerState
+from cppbatch.engine.observe.metrics import EngineStats
+from cppbatch.engine.observe.windows import Histogram as EngineHistogram
+from cppbatch.engine.request import GenerationEvent, RequestUsage
+from cppbatch.gpu_state import GpuSampler, GpuState
+from cppbatch.server.observe.live import LiveTimes
+from cppbatch.server.observe.stats import BatchStats, CompletionSums, RecentCompletions
+from cppbatch.server.run_requests import OnEvent
+from cppbatch.statistic import StatisticKind, statistics_of
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+# Buckets in seconds: until the first token; between tokens; of whole completions.
+_WAIT_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
+_GAP_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5)
+_COMPLETION_BUCKETS = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1800.0)
+
+
+class ServerMetrics:
+    """The metrics of one application."""
+
+    def __init__(self, *, by_model: bool = False) -> None:
+        """`by_model`: the metrics of requests and workers have the label `model` too."""
+        registry = self._registry = CollectorRegistry()
+        by_endpoint = self._by_endpoint = ["endpoint", "model"] if by_model else ["endpoint"]
+        self.by_model = by_model
+        self.http_requests = Counter(
+            "cppbatch_http_requests",
+            "HTTP requests by response status. disconnected: the client closed the connection early",
+            ["endpoint", "status"],
+            registry=registry,
+        )
+        self.in_flight = Gauge(
+            "cppbatch_requests_in_flight",
+            "Generation requests in progress, including queued requests",
+            by_endpoint,
+            registry=registry,
+        )
+        self.completions = Counter(
+            "cppbatch_completions",
+            "Finished completions; a request with n counts n times. cancelled: the client closed the connection",
+            [*by_endpoint, "finish_reason"],
+            registry=registry,
+        )
+        self.prompt_tokens = Counter(
+            "cppbatch_prompt_tokens", "Prompt tokens of finished completions", by_endpoint, registry=registry
+        )
+        self.cached_prompt_tokens = Counter(
+            "cppbatch_cached_prompt_tokens",
+            "Prompt tokens of finished completions taken from the prefix cache",
+            by_endpoint,
+            registry=registry,
+        )
+        self.generated_tokens = Counter(
+            "cppbatch_generated_tokens",
+            "Generated tokens, counted as they are produced",
+            by_endpoint,
+            registry=registry,
+        )
+        self.open_batches = Gauge("cppbatch_batches_open", "Unfinished batch jobs", registry=registry)
+        self.batch_lines = Gauge(
+            "cppbatch_batch_lines",
+            "Lines of unfinished batch jobs: all, completed, failed",
+            ["state"],
+            registry=registry,
+        )
+        self.first_token = self._histogram(
+            "time_to_first_token", "Time from the request to its first token", _WAIT_BUCKETS
+        )
+        self.gap = self._histogram("inter_token", "Time between consecutive tokens", _GAP_BUCKETS)
+        self.queue = self._histogram("queue_time", "Time from arrival in the engine to the first step", _WAIT_BUCKETS)
+        self.completion_time = self._histogram(
+            "completion_time", "Time from the request to the end of the text", _COMPLETION_BUCKETS
+        )
+        self.recent = RecentCompletions()
+        self.live: LiveTimes | None = None
+        """Set while `GET /live` is read."""
+        self.sums = CompletionSums()
+        self._recent_sums = CompletionSums()
+
+    def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+        return Histogram(f"cppbatch_{name}_seconds", text, self._by_endpoint, registry=self._registry, buckets=buckets)
+
+    def set_batches(self, batches: BatchStats) -> None:
+        """Sets the gauges of open batch jobs."""
+        self.open_batches.set(batches.open)
+        for state, n in (("all", batches.lines), ("completed", batches.completed), ("failed", batches.failed)):
+            self.batch_lines.labels(state).set(n)
+
+    def take_recent_sums(self) -> CompletionSums:
+        """The sums over the completions that have ended since the last call."""
+        sums, self._recent_sums = self._recent_sums, CompletionSums()
+        return sums
+
+    def page(
+        self,
+        workers: list[WorkerState],
+        gpus: Sequence[GpuState] = (),
+        scaling: ScalingState | None = None,
+        others: Iterable[Metric] = (),
+    ) -> bytes:
+        """All metrics in Prometheus' text format, with the present state of the workers and GPUs, and `others`."""
+        present = chain(
+            worker_families(workers, by_model=self.by_model),
+            families(ScalingState, "", [], [((), scaling)]) if scaling else (),
+            gpu_families(gpus),
+            others,
+        )
+        return generate_latest(self._registry) + generate_latest(_Page(present))
+
+    def add_to_sums(self, usage: RequestUsage) -> None:
+        """Adds a completion that has ended."""
+        self.sums.add(usage)
+        self._recent_sums.add(usage)
+
+    @contextlib.contextmanager
+    def observe(self, endpoint: str, n: int, model: str = "") -> Iterator[OnEvent]:
+        """A context in which a request's `n` completions by this model run. It yields what counts their events."""
+        labels = (endpoint, model) if self.by_model else (endpoint,)
+        observer = _RequestObserver(self, labels)
+        self.in_flight.labels(*labels).inc()
+        is_accepted = True
+        try:
+            yield observer.record
+        except Exception:
+            is_accepted = observer.has_begun  # otherwise it was refused
+            raise
+        finally:
+            if is_accepted and (n_left := n - observer.n_ended):
+                self.completions.labels(*labels, "cancelled").inc(n_left)
+            self.in_flight.labels(*labels).dec()
+
+
+class _RequestObserver:
+    """Counts the events of one generation request."""
+
+    def __init__(self, metrics: ServerMetrics, labels: tuple[str, ...]) -> None:
+        self.n_ended = 0
+        self.has_begun = False
+        self._metrics, self._labels = metrics, labels
+        self._began = perf_counter()
+        self._last_token_at: dict[int, float] = {}  # by completion
+        self._n_counted: Counts[int] = Counts()
+        self._tokens = metrics.generated_tokens.labels(*labels)
+        self._gap = metrics.gap.labels(*labels)
+
+    def record(self, index: int, event: GenerationEvent) -> None:
+        """Counts an event that has come now."""
+        self.has_begun = True
+        now, live = perf_counter(), self._metrics.live
+        if n := len(event.tokens):
+            self._tokens.inc(n)
+            self._n_counted[index] += n
+            if index in self._last_token_at:
+                gap = (now - self._last_token_at[index]) / n  # the tokens of a merged event are taken as evenly spaced
+                for _ in range(n):
+                    self._gap.observe(gap)
+                if live:
+                    live.add_gap(now, gap, n)
+            else:
+                self._metrics.first_token.labels(*self._labels).observe(now - self._began)
+                if live:
+                    live.add_first_token(now, now - self._began)
+            self._last_token_at[index] = now
+        if event.finish_reason:
+            self.n_ended += 1
+            self._metrics.completions.labels(*self._labels, event.finish_reason.value).inc()
+            self._metrics.completion_time.labels(*self._labels).observe(now - self._began)
+            if event.usage:
+                # The end token has no text. Never negative: a counter would raise.
+                self._tokens.inc(max(0, event.usage.completion_tokens - self._n_counted[index]))
+                self._record_usage(event.usage)
+
+    def _record_usage(self, usage: RequestUsage) -> None:
+        metrics, labels = self._metrics, self._labels
+        metrics.prompt_tokens.labels(*labels).inc(usage.prompt_tokens)
+        metrics.cached_prompt_tokens.labels(*labels).inc(usage.cached_tokens)
+        metrics.queue.labels(*labels).observe(usage.queue_seconds)
+        metrics.recent.add(usage)
+        metrics.add_to_sums(usage)
+
+
+METRICS = web.AppKey("metrics", ServerMetrics)
+GPUS = web.AppKey("gpus", GpuSampler)
+
+
+async def sample_gpus(app: web.Application) -> AsyncIterator[None]:
+    """A cleanup context of the application (`Application.cleanup_ctx`): the GPUs are read while it runs."""
+    with app[GPUS]:
+        yield
+
+
+@web.middleware
+async def metrics_middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Counts every response by its status. The outermost middleware, so it also sees responses of the others."""
+    status = "disconnected"
+    try:
+        response = await handler(request)
+        status = str(response.status)
+        return response
+    finally:
+        request.app[METRICS].http_requests.labels(endpoint_of(request), status).inc()
+
+
+def endpoint_of(request: web.Request) -> str:
+    """The path pattern of the request's route, which keeps the number of labels fixed; `other` without a route."""
+    resource = request.match_info.route.resource
+    return resource.canonical if resource else "other"
+
+
+# --- families of metrics ----------------------------------------------------------------------------------------------
+
+_FAMILIES = {"counter": CounterMetricFamily, "gauge": GaugeMetricFamily, "histogram": HistogramMetricFamily}
+Samples = Iterable[tuple[Sequence[str], Any]]
+"""The values of the labels, and that of the metric."""
+
+
+def family(kind: StatisticKind, name: str, text: str, labels: Sequence[str], samples: Samples) -> Metric:
+    """A family of metrics, each with a value of its own. A dict has a metric for each entry, with its key as the last
+    label; a text is the last label of a 1; None is left out."""
+    made: Any = _FAMILIES[kind](f"cppbatch_{name}", text, labels=labels)
+    for key, value in samples:
+        if isinstance(value, EngineHistogram):
+            bounds = [*map(str, value.bounds), "+Inf"]
+            made.add_metric(key, list(zip(bounds, accumulate(value.counts), strict=True)), value.sum)
+        elif isinstance(value, dict | str):
+            for label, n in value.items() if isinstance(value, dict) else [(value, 1)]:
+                made.add_metric([*key, label], n)
+        elif value is not None:
+            made.add_metric(key, value)
+    return cast(Metric, made)
+
+
+def families(
+    kind: type, prefix: str, labels: Sequence[str], items: Iterable[tuple[Sequence[str], Any]]
+) -> Iterator[Metric]:
+    """A family for each statistic of a class. `items`: objects of it, with the values of their labels."""
+    items = list(items)
+    for field, statistic in statistics_of(kind).items():
+        if statistic.kind:
+            own = [statistic.label] if statistic.label else []
+            samples = [(key, getattr(item, statistic.shown or field)) for key, item in items]
+            yield family(statistic.kind, prefix + (statistic.name or field), statistic.help, [*labels, *own], samples)
+
+
+def worker_families(workers: Sequence[WorkerState], *, by_model: bool = False) -> Iterator[Metric]:
+    """The present state of the workers; of one that does not respond without its `stats`. `by_model`: with the label
+    `model`."""
+    labels = ["worker", "model"] if by_model else ["worker"]
+    items = [([each.name, each.model or ""] if by_model else [each.name], each) for each in workers]
+    yield from families(WorkerState, "worker_", labels, items)
+    yield from families(EngineStats, "worker_", labels, [(key, each.stats) for key, each in items if each.stats])
+
+
+def gpu_families(gpus: Sequence[GpuState]) -> Iterator[Metric]:
+    """The present state of the GPUs. What the driver does not know of a GPU is absent."""
+    items = [([str(gpu.index), gpu.name], gpu) for gpu in gpus]
+    return (each for each in families(GpuState, "gpu_", ["gpu", "name"], items) if each.samples)
+
+
+class _Page(Collector):
+    """Families that were made for one page."""
+
+    def __init__(self, families: Iterator[Metric]) -> None:
+        self._families = families
+
+    def collect(self) -> Iterator[Metric]:
+        """All of them, once."""
+        return self._families

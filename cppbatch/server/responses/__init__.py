@@ -1,1 +1,0 @@
-"""OpenAI's responses: `/v1/responses`."""

@@ -1,0 +1,122 @@
+"""The memory that engines need, compared with free memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+import psutil
+
+from cppbatch.sizing.buffers import MAPPED, Buffer
+from cppbatch.sizing.estimate import Device, Footprint, MemoryEstimate
+
+_CGROUPS = Path("/sys/fs/cgroup")
+
+
+def free_host_memory(cgroups: Path = _CGROUPS) -> int:
+    """Returns the free bytes of the system, or of the container if that has less.
+
+    File cache and swap space count as free.
+    """
+    system = psutil.virtual_memory().available + psutil.swap_memory().free
+    limit, used = _number(cgroups / "memory.max"), _number(cgroups / "memory.current")
+    if limit is None or used is None:
+        return int(system)
+    return int(min(system, max(0, limit - used + _cached(cgroups / "memory.stat"))))
+
+
+def _number(file: Path) -> int | None:
+    """Returns None if there is no file, or if it contains "max"."""
+    try:
+        return int(file.read_text())
+    except (OSError, ValueError):
+        return None
+
+
+def _cached(file: Path) -> int:
+    """Returns the bytes of the container's file cache."""
+    try:
+        lines = file.read_text().splitlines()
+    except OSError:
+        return 0
+    return sum(int(line.split()[1]) for line in lines if line.startswith(("inactive_file ", "active_file ")))
+
+
+HOST = "host"
+_GIB = 2**30
+
+
+class Demand(msgspec.Struct, frozen=True, kw_only=True):
+    """The memory that engines need on the host or on one GPU, in bytes."""
+
+    where: str
+    """`HOST`, or llama.cpp's name of the device."""
+    free: int
+    """0 if the driver does not report it."""
+    firm: int
+    """Memory that must be allocated: buffers and processes."""
+    mapped: int = 0
+    """Weights mapped from the file. If memory is short, they are read from the file repeatedly, which is slow."""
+    margin: float = 0.0
+    """The part of the free memory that must stay free: 0 to 1."""
+
+    @property
+    def will_fit(self) -> bool:
+        """Whether the memory can be allocated. True if free memory is unknown."""
+        return self.firm <= self.free * (1 - self.margin) or (self.free == 0 and self.where != HOST)
+
+    @property
+    def will_be_slow(self) -> bool:
+        """Whether the mapped weights do not fit into memory as well."""
+        return self.will_fit and self.firm + self.mapped > self.free > 0
+
+
+def memory_demands(estimate: MemoryEstimate, host_free: int, *, margin: float = 0.0) -> list[Demand]:
+    """Returns what all engines of an estimate need together, the host first.
+
+    `host_free`: bytes. `margin`: the part of the free memory that must stay free. Processes share the pages of a mapped
+    file, so mapped weights count once.
+    """
+    buffers = [buffer for footprint in estimate.footprints for buffer in footprint.buffers]
+    host = Demand(
+        where=HOST,
+        free=host_free,
+        firm=sum(b.n_bytes for b in buffers if location(b, estimate.devices) == HOST and b.buffer_type != MAPPED),
+        mapped=max((mapped_bytes(footprint) for footprint in estimate.footprints), default=0),
+        margin=margin,
+    )
+    on_devices = [
+        Demand(
+            where=device.name,
+            free=device.free,
+            firm=sum(b.n_bytes for b in buffers if location(b, estimate.devices) == device.name),
+            margin=margin,
+        )
+        for device in estimate.devices
+    ]
+    return [host, *(each for each in on_devices if each.firm)]
+
+
+def mapped_bytes(footprint: Footprint) -> int:
+    """Returns the bytes of weights mapped from the file."""
+    return sum(buffer.n_bytes for buffer in footprint.buffers if buffer.buffer_type == MAPPED)
+
+
+def location(buffer: Buffer, devices: Sequence[Device]) -> str:
+    """Returns `HOST` or the name of the device that holds a buffer.
+
+    A buffer type may be a device's name with a suffix (on Metal).
+    """
+    return next(
+        (d.name for d in devices if any(_is_of(buffer.buffer_type, kind) for kind in d.buffer_types or [d.name])), HOST
+    )
+
+
+def _is_of(buffer_type: str, name: str) -> bool:
+    return buffer_type == name or buffer_type.startswith(f"{name}_")
+
+
+def format_gib(n_bytes: int) -> str:
+    """Formats bytes for messages, in GiB or MiB."""
+    return f"{n_bytes / _GIB:.2f} GiB" if n_bytes >= _GIB / 10 else f"{n_bytes / 2**20:.1f} MiB"

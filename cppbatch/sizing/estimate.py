@@ -1,0 +1,171 @@
+"""Estimating the memory of engines: a child process, which may crash, lets llama.cpp simulate its allocations."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from collections.abc import Iterable
+from pathlib import Path
+
+import msgspec
+
+from cppbatch.config import EngineConfig, available_threads
+from cppbatch.errors import EstimateFailed
+from cppbatch.findings import (
+    build_key,
+    computes_on_cpu_only,
+    finding_key,
+    finding_path,
+    library_folder,
+    read_finding,
+    write_finding,
+)
+from cppbatch.models.find import model_parts
+from cppbatch.models.kernels import times_path
+from cppbatch.sizing.buffers import Buffer
+from cppbatch.sizing.child_process import run_module
+
+# --- sequence memory -------------------------------------------------------------------------------------------------
+# What one sequence takes, short and long, and a checkpoint of it: from llama.cpp's log of creating a context.
+
+
+_MIB = 2**20
+_CACHE = re.compile(r"size =\s*([\d.]+) MiB \(\s*(\d+) cells,\s*(\d+) layers,\s*\d+/(\d+) seqs\)")
+_STATES = re.compile(r"size =\s*([\d.]+) MiB \(\s*(\d+) cells,.* seqs\s+(\d+) rs_seq\)")
+_OTHER_STATES = re.compile(r"DSV4 \S+ state buffer size =\s*([\d.]+) MiB")
+
+
+class SequenceMemory(msgspec.Struct, frozen=True, kw_only=True):
+    """The memory of a sequence in bytes: cells of full attention, cells of a sliding window, recurrent states."""
+
+    token_bytes: float = 0.0
+    """Of each token."""
+    window: int = 0
+    """Tokens of the sliding window; 0: there is none."""
+    window_token_bytes: float = 0.0
+    """Of each of the last `window` tokens, in addition."""
+    state_bytes: int = 0
+    """Of any number of tokens."""
+
+    def bytes_of(self, n: int) -> int:
+        """A sequence of `n` tokens."""
+        return round(n * self.token_bytes) + self.checkpoint_bytes(n)
+
+    def checkpoint_bytes(self, n: int) -> int:
+        """A checkpoint of it: what cannot be truncated."""
+        return round(min(n, self.window) * self.window_token_bytes) + self.state_bytes
+
+
+def read_sequence_memory(lines: Iterable[str], *, window: int, n_sequences: int) -> SequenceMemory:
+    """From the log of creating a context for `n_sequences` of a model with this sliding window."""
+    in_window, token_bytes, window_token_bytes, state_bytes = False, 0.0, 0.0, 0.0
+    for line in lines:
+        if "creating" in line and "KV cache" in line:
+            in_window = bool(re.search(r"creating\s+SWA", line))
+        elif found := _STATES.search(line):
+            state_bytes += float(found[1]) * _MIB / int(found[2]) / (1 + int(found[3]))
+        elif found := _OTHER_STATES.search(line):
+            state_bytes += float(found[1]) * _MIB / n_sequences
+        elif found := _CACHE.search(line):
+            each = float(found[1]) * _MIB / (int(found[2]) * int(found[4]))
+            if in_window:
+                window_token_bytes += each
+            else:
+                token_bytes += each
+    return SequenceMemory(
+        token_bytes=token_bytes,
+        window=window if window_token_bytes else 0,
+        window_token_bytes=window_token_bytes,
+        state_bytes=round(state_bytes),
+    )
+
+
+# --- memory estimate -------------------------------------------------------------------------------------------------
+
+
+_TIMEOUT_S = 60  # the default model takes 0.3 s; reading the header of a large file from a slow disk takes longer
+
+
+class Device(msgspec.Struct, frozen=True):
+    """A GPU, or a device of an RPC worker. Memory in bytes, 0 if the driver does not report it."""
+
+    name: str
+    """llama.cpp's, of an RPC worker with its address."""
+    description: str
+    """Of an RPC worker's: empty."""
+    free: int
+    total: int
+    buffer_types: tuple[str, ...] = ()
+    """llama.cpp's names of its buffers, without a suffix that they have on Metal; (): its name."""
+
+
+class Footprint(msgspec.Struct, frozen=True, kw_only=True):
+    """The memory of one engine, or why the engine cannot be created."""
+
+    buffers: list[Buffer] = []
+    kv_layout: str = ""
+    sequence_cells: int = 0
+    """The most KV cells that one sequence may use."""
+    n_layers: int = 0
+    n_ctx_train: int = 0
+    sequence: SequenceMemory = SequenceMemory()
+    """What one sequence takes of the cells and states."""
+    error: str | None = None
+
+
+class MemoryEstimate(msgspec.Struct, frozen=True):
+    """The footprints of several engines, and the devices."""
+
+    footprints: list[Footprint]
+    """In the order of the settings."""
+    devices: list[Device]
+    """GPUs, and devices of RPC workers. Free memory of GPUs is measured while the child process uses only what each
+    process takes on a GPU."""
+
+
+def estimate_memory(configs: list[EngineConfig]) -> MemoryEstimate:
+    """Estimates the memory of each of these engines on its own. Allocates almost nothing; takes 0.3 s or more.
+
+    Footprints on the CPU are cached, with a key of all that they depend on. With a GPU or RPC workers llama.cpp is
+    asked each time, and says what is free there. Raises `EstimateFailed` if the child process fails.
+    """
+    unique = list(dict.fromkeys(configs))
+    paths = {config: path for config in unique if (path := _cached_at(config))}
+    known = {config: each for config, path in paths.items() if (each := read_finding(path, Footprint))}
+    if len(known) == len(unique):
+        return MemoryEstimate([known[config] for config in configs], [])
+    answer = _ask(unique)
+    by_config = dict(zip(unique, answer.footprints, strict=True))
+    for config, path in paths.items():
+        if by_config[config].error is None and not answer.devices:
+            write_finding(path, by_config[config])
+    return MemoryEstimate([by_config[config] for config in configs], answer.devices)
+
+
+def _cached_at(config: EngineConfig) -> Path | None:
+    """The file for the footprint of an engine; None if what it needs depends on more than files and settings."""
+    folder = library_folder()
+    if folder is None or config.rpc or not folder.is_dir() or not computes_on_cpu_only(folder):
+        return None
+    models = [each for each in (config.model_path, config.draft_model, config.mmproj) if each]
+    parts = [part for each in models for part in model_parts(Path(each))]
+    repacking = [times for times in (times_path(), finding_path("selfcheck", build_key(folder))) if times]
+    files = [*parts, *(Path(path) for path, _ in config.lora), *repacking]  # the last decide which weights are repacked
+    return finding_path("memory", finding_key(folder, files, msgspec.json.encode(config), available_threads()))
+
+
+def _ask(configs: list[EngineConfig]) -> MemoryEstimate:
+    """What the child process answers."""
+    try:
+        done = run_module("cppbatch.sizing.estimate_child", msgspec.json.encode(configs), _TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        raise EstimateFailed(f"llama.cpp did not report its memory needs within {_TIMEOUT_S} s") from None
+    except OSError as error:
+        raise EstimateFailed(f"could not start a process to query llama.cpp: {error}") from error
+    try:
+        return msgspec.json.decode(done.stdout.rpartition(b"\n")[2], type=MemoryEstimate)
+    except msgspec.DecodeError:
+        last = done.stderr.decode(errors="replace").strip().splitlines()[-1:] or ["no reason given"]
+        raise EstimateFailed(
+            f"the process that queries llama.cpp's memory needs ended with code {done.returncode}: {last[0]}"
+        ) from None

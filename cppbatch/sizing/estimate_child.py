@@ -1,0 +1,245 @@
+"""The child process of `estimate_memory`.
+
+It creates each engine's model and context with simulated allocations and reads the sizes from llama.cpp's log.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import psutil
+from msgspec.structs import replace
+
+from cppbatch.config import EngineConfig
+from cppbatch.engine.runtime import load_model, make_context, may_draft, open_encoder, repacks, switches
+from cppbatch.engine.speculation.row_proposers import most_rows
+from cppbatch.engine.speculation.runtimes import (
+    check_draft_model,
+    check_vocabulary,
+    choose_row_draft,
+    draft_config,
+    make_draft_context,
+    make_head_context,
+    make_row_context,
+    uses_head,
+)
+from cppbatch.engine.speculation.speculator import max_draft_rows
+from cppbatch.errors import CppBatchError
+from cppbatch.llama import Backend, Context, HeadContext, Model, RpcConnections
+from cppbatch.llama.gguf_header import list_tensors
+from cppbatch.models.find import model_parts
+from cppbatch.models.inspect import DraftFile
+from cppbatch.rpc_endpoint import parse_endpoint
+from cppbatch.sizing.buffers import Buffer, Owner, read_buffers, weight_buffers
+from cppbatch.sizing.estimate import Device, Footprint, MemoryEstimate, read_sequence_memory
+
+_MAX_REAL_CELLS = 1 << 20  # llama.cpp's cell metadata is allocated for real: 50 bytes each
+_MAX_REAL_STATE_BYTES = 256 << 20  # recurrent states are allocated for real too
+_FLOAT_BYTES = 4
+
+
+def main() -> None:
+    """Reads a list of `EngineConfig` from stdin and writes a `MemoryEstimate` to stdout."""
+    configs = msgspec.json.decode(sys.stdin.buffer.read(), type=list[EngineConfig])
+    connections = _connect(configs)
+    devices = [*_devices("GPU"), *_devices("remote")]  # before models are loaded
+    answer = MemoryEstimate(list(footprints(configs)), devices)
+    connections.close()
+    sys.stdout.buffer.write(b"\n" + msgspec.json.encode(answer))
+
+
+def _connect(configs: list[EngineConfig]) -> RpcConnections:
+    """Connections to the RPC workers of all engines; none if that fails, which loading says then."""
+    endpoints = dict.fromkeys(parse_endpoint(each) for config in configs for each in config.rpc)
+    Backend.get()  # loads the RPC backend of a portable build
+    try:
+        return RpcConnections(list(endpoints))
+    except CppBatchError:
+        return RpcConnections([])
+
+
+def _devices(kind: str) -> Iterator[Device]:
+    """The devices of a kind, with their free memory now."""
+    counts: Counter[str] = Counter()
+    for device in Backend.get().devices():
+        if kind not in device.kind:
+            continue
+        free, total, description = device.memory_free, device.memory_total, device.description
+        if kind == "remote":  # described by its address; a buffer's name has the number of the device there
+            buffer_types = device.name, f"RPC{counts[description]}[{description}]"
+            counts[description] += 1
+            yield Device(f"{description} ({device.name})", "", free, total, buffer_types)
+        else:
+            yield Device(device.name, description, free, total)
+
+
+def footprints(configs: list[EngineConfig]) -> Iterator[Footprint]:
+    """Yields footprints in order. Consecutive settings with the same model share one load."""
+    simulated: _SimulatedModel | None = None
+    try:
+        for config in configs:
+            draft = draft_config(config)
+            try:
+                has_head = uses_head(config)
+                of_draft = draft and (draft.model_path, draft.n_gpu_layers, repacks(draft))
+                where = config.n_gpu_layers, config.device, config.rpc, config.tensor_split
+                key = (config.model_path, where, repacks(config), config.lora, of_draft, config.mmproj, has_head)
+                if simulated is None or simulated.key != key:
+                    if simulated:
+                        simulated.close()
+                    simulated = None
+                    simulated = _SimulatedModel(config, key)
+                yield simulated.footprint(config)
+            except CppBatchError as error:
+                yield Footprint(error=str(error))
+    finally:
+        if simulated:
+            simulated.close()
+
+
+class _SimulatedModel:
+    """A model, and the draft model if there is one, loaded with simulated allocations."""
+
+    def __init__(self, config: EngineConfig, key: tuple[object, ...]) -> None:
+        self.key = key
+        self._draft: Model | None = None
+        self._row_draft: DraftFile | None = None
+        self.model, weights = _load(config)
+        draft_weights: list[Buffer] = []
+        try:
+            if draft := draft_config(config):
+                self._row_draft, is_left_out = choose_row_draft(config)
+                if not is_left_out:
+                    self._draft, draft_weights = _load(draft)
+                    (check_vocabulary if self._row_draft else check_draft_model)(self._draft, self.model)
+            projector = _projector(config, self.model) if config.mmproj else []
+        except BaseException:
+            self.close()
+            raise
+        process = Buffer("process", "CPU", psutil.Process().memory_info().rss)
+        self._fixed = [*weights, *_of(draft_weights, "draft model"), *projector, process]
+
+    def close(self) -> None:
+        self.model.close()
+        if self._draft:
+            self._draft.close()
+
+    def footprint(self, config: EngineConfig) -> Footprint:
+        """The larger one, of an engine that switches its layout. Raises the exceptions of creating a context."""
+        first = self._footprint(config)
+        if not switches(config, self.model):
+            return first
+        unified = self._footprint(replace(config, kv_layout="unified"))
+        larger = max(first, unified, key=lambda each: sum(buffer.n_bytes for buffer in each.buffers))
+        return replace(larger, kv_layout="auto", sequence_cells=unified.sequence_cells)
+
+    def _footprint(self, config: EngineConfig) -> Footprint:
+        model = self.model
+        n_ctx = min(config.n_ctx, _MAX_REAL_CELLS)
+        n_parallel = min(config.n_parallel, self._max_real_states(config)) if model.is_recurrent else config.n_parallel
+        smaller = replace(config, n_ctx=n_ctx, n_parallel=n_parallel)
+        factors = {
+            "cells": config.n_ctx / n_ctx,
+            "compute": config.n_ctx / n_ctx,
+            "states": config.n_parallel / n_parallel,
+            "output": config.n_parallel / n_parallel,
+        }
+        of_draft: list[Buffer] = []
+        if self._row_draft and self._draft and (draft := draft_config(smaller)):
+            with (
+                make_context(smaller, model) as target,
+                Backend.get().lines() as lines,
+                make_row_context(draft, self._row_draft, self._draft, target) as reader,
+            ):
+                logits = (reader.n_logits - reader.n_seq_max) * model.vocab.n_tokens * _FLOAT_BYTES
+                more = [*_hidden_rows(config, reader), Buffer("output", "CPU", max(0, logits))]
+                of_draft = _of([*_context_buffers(lines, factors), *more], "draft model")
+        elif self._draft and (draft := draft_config(smaller)):
+            with Backend.get().lines() as lines, make_draft_context(draft, self._draft):
+                of_draft = _of(_context_buffers(lines, factors), "draft model")
+        if model.has_head:
+            for i in range(model.n_draft_heads):
+                with Backend.get().lines() as lines, make_head_context(smaller, model, i) as head:
+                    rows = [] if i else _hidden_rows(config, head)
+                    of_draft += _of([*_context_buffers(lines, factors), *rows], "draft head")
+        with Backend.get().lines() as lines, make_context(smaller, model) as context:
+            buffers = [*_context_buffers(lines, factors), *_output_rows(config, model, context)]
+            return Footprint(
+                buffers=[*self._fixed, *buffers, *of_draft],
+                kv_layout="unified" if context.kv_unified else "per-sequence",
+                sequence_cells=round(context.n_ctx_seq * config.n_ctx / n_ctx),
+                n_layers=model.n_layers,
+                n_ctx_train=model.n_ctx_train,
+                sequence=read_sequence_memory(lines, window=model.n_swa, n_sequences=context.n_seq_max),
+            )
+
+    def _max_real_states(self, config: EngineConfig) -> int:
+        """Returns the number of sequences whose states fit into `_MAX_REAL_STATE_BYTES`."""
+        with Backend.get().lines() as lines, make_context(replace(config, n_ctx=256, n_parallel=1), self.model):
+            bytes_per_sequence = sum(buffer.n_bytes for buffer in read_buffers(lines) if buffer.kind == "states")
+        return max(1, _MAX_REAL_STATE_BYTES // max(1, bytes_per_sequence))
+
+
+def _load(config: EngineConfig) -> tuple[Model, list[Buffer]]:
+    """A model with simulated allocations, and the buffers of its weights."""
+    with Backend.get().lines() as lines:
+        model = load_model(config, no_alloc=True)
+    return model, weight_buffers(lines, [list_tensors(part) for part in model_parts(model.path)])
+
+
+def _projector(config: EngineConfig, model: Model) -> list[Buffer]:
+    """The weights and buffers of the projector, which is loaded for it: mtmd has no simulated allocations in C."""
+    with Backend.get().lines() as lines:
+        open_encoder(config, model, n_threads=1).close()
+    encoding = [buffer for buffer in read_buffers(lines) if buffer.kind == "encoding"]
+    place = next((buffer.buffer_type for buffer in encoding if buffer.buffer_type != "CPU"), "CPU")
+    n_bytes = sum(tensor.n_bytes for tensor in list_tensors(Path(config.mmproj)))
+    of_steps = Buffer("vectors", "CPU", config.n_batch * model.n_embd_inp * _FLOAT_BYTES)
+    return [Buffer("projector", place, n_bytes), *encoding, of_steps]
+
+
+def _context_buffers(lines: list[str], factors: dict[str, float]) -> list[Buffer]:
+    """The buffers in the log of creating a context, multiplied by the factor of their kind."""
+    return [_scaled(each, factors.get(each.kind, 1.0)) for each in read_buffers(lines) if each.kind != "weights"]
+
+
+def _of(buffers: list[Buffer], owner: Owner) -> list[Buffer]:
+    return [replace(buffer, owner=owner) for buffer in buffers]
+
+
+def _hidden_rows(config: EngineConfig, head: HeadContext) -> Iterator[Buffer]:
+    """Rows of every token of a ubatch and a batch, of the model and of the head, and those that are kept for
+    sequences."""
+    n_rows = (
+        config.n_ubatch + config.n_batch + head.n_batch + config.n_parallel * most_rows(config.n_parallel, head.n_row)
+    )
+    yield Buffer("hidden", "CPU", n_rows * head.n_row * _FLOAT_BYTES)
+
+
+def _scaled(buffer: Buffer, factor: float) -> Buffer:
+    return replace(buffer, n_bytes=round(buffer.n_bytes * factor))
+
+
+def _output_rows(config: EngineConfig, model: Model, context: Context) -> Iterator[Buffer]:
+    """Yields buffers allocated in the first steps: llama.cpp's rows of logits, and the engine's copies."""
+    row = model.vocab.n_tokens * _FLOAT_BYTES
+    if context.is_pooled:  # llama.cpp computes logits of every token
+        yield Buffer("output", "CPU", (context.n_batch - context.n_seq_max) * (row + model.n_embd * _FLOAT_BYTES))
+        return
+    on_device = Backend.get().offloads(config.n_gpu_layers, config.rpc) and config.sampling != "host"
+    if on_device:  # candidates, logits and probabilities: a row each
+        yield Buffer("output", "CPU", 3 * config.n_parallel * row)
+    yield Buffer("engine", "CPU", config.n_parallel * row)
+    if may_draft(config) and (not model.is_recurrent or model.most_snapshots):
+        n_drafted = min(
+            config.n_ubatch, config.n_parallel * (1 + config.draft_max), max_draft_rows(model.vocab.n_tokens)
+        )
+        yield Buffer("drafts", "CPU", max(0, n_drafted - config.n_parallel) * row)
+
+
+if __name__ == "__main__":
+    main()
