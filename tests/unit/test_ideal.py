@@ -185,7 +185,7 @@ class Machine:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, **settings: Any) -> None:
         self.now = 1000.0
-        for module in ("core", "metrics", "input_processor"):
+        for module in ("core", "observe.metrics", "input_processor"):
             monkeypatch.setattr(f"cppbatch.engine.{module}.perf_counter", lambda: self.now)
         sizes: dict[str, Any] = {"n_ctx": 4096, "n_batch": 512, "n_ubatch": 512, "n_parallel": 16, "max_queue": 1000}
         self.engine: BatchInferenceEngine = fake_engine(on_plan=self._take, **sizes | settings)
