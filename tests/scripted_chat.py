@@ -15,7 +15,7 @@ import pytest
 from aiohttp import web
 
 from cppbatch import LocalEngine
-from cppbatch.chat.chat_format import ChatTurn, PreparedChat
+from cppbatch.chat.chat_format import ChatForms, ChatTurn, PreparedChat
 from cppbatch.chat.output_parser import ArgumentsDelta, Delta, ReasoningDelta, TextDelta, ToolCallStart
 from cppbatch.errors import LlamaError
 from cppbatch.llama import Batch
@@ -61,6 +61,7 @@ class ScriptedFormat:
     def __init__(self, script: list[Delta], **params: Any) -> None:
         self._script, self._params = script, params
         self.token_ids: Json = {}
+        self.forms = ChatForms(tool_calls="NAME()", tools_described_by="template", thoughts=None)
         self.asked: Json = {}
 
     def prepare(self, turn: ChatTurn) -> PreparedChat:
