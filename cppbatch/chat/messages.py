@@ -130,7 +130,7 @@ class MarkedMedia:
         """The messages. A content that had media is a text."""
 
     def parts(self, prompt: str) -> list[Any] | None:
-        """The texts and the media of a rendered prompt, in its order; None: there are no media.
+        """The texts and the media of a rendered prompt, in its order; None: it has no media.
 
         Raises `InvalidRequest` if the template has left one out.
         """

@@ -101,7 +101,7 @@ def effort_variables(field: str, effort: str | None) -> dict[str, Any]:
 
 
 # --- thinking budget -------------------------------------------------------------------------------------------------
-# A limit for a model's reasoning: after so many tokens its closing marker is generated, and the answer follows.
+# A limit for a model's reasoning: after this number of tokens its closing marker is generated, and the answer follows.
 #
 # Example: `<think>` and 64 tokens of reasoning; the 65th token is not the sampled one but `</think>`.
 

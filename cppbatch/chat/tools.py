@@ -67,7 +67,7 @@ def callable_tools(tools: list[Json], choice: ToolChoice) -> CallableTools:
     """Those of a request's tools (OpenAI's objects) that may be called.
 
     Raises `InvalidRequest` for an invalid, repeated or unknown name, for parameters or a format that no call can
-    satisfy, and when a call is required but there are no tools.
+    satisfy, and when a call is required but no tool is given.
     """
     functions: dict[str, Json] = {}
     for i, tool in enumerate(tools):
@@ -135,7 +135,7 @@ def check_satisfiable(field: str, schema: Json | bool) -> None:
 
 
 _PREFIX = re.compile(r'\s*\{\s*"input"\s*:\s*"')
-_MAX_PREFIX = 64  # characters; longer ones are no prefix
+_MAX_PREFIX = 64  # characters of a prefix
 _STRING_PART = re.compile(r'(?:[^"\\]|\\(?:[^u]|u(?!d[89ab])[0-9a-f]{4}|ud[89ab][0-9a-f]{2}\\u[0-9a-f]{4}))*', re.I)
 
 

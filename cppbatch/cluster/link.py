@@ -341,7 +341,7 @@ class WorkerLink:
 # --- shared status ---------------------------------------------------------------------------------------------------
 # What a worker is doing, in memory that its server can still read after the worker's death.
 #
-# Messages are no substitute: a process that aborts loses the messages it has just sent.
+# Messages would not do: a process that aborts loses the messages it has just sent.
 
 
 _N_PREPARING = 8
@@ -378,7 +378,7 @@ class SharedStatus:
         self._numbers[_PREPARING + thread] = number
 
     def progressed(self, thread: int) -> None:
-        """Thread `thread` goes on preparing its request, or waits for a reason: it does not hang."""
+        """Thread `thread` continues preparing its request, or waits for a reason: it does not hang."""
         self._numbers[_PROGRESS + thread] += 1
 
     def set_computing(self, numbers: list[int]) -> None:

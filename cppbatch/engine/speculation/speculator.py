@@ -409,7 +409,7 @@ class _Step:
         return best, best_rate
 
     def _rate(self, accepted: float, groups: Groups, least: Callable[[], float]) -> float:
-        """Tokens/s of a step in which so many draft tokens are accepted, `least()` of them for the sequence with the
+        """Tokens/s of a step in which `accepted` draft tokens are accepted, `least()` of them for the sequence with the
         fewest; 0 if that would wait too long for its next token."""
         seconds = self.cost.rows_s(groups)
         if seconds > self.max_seconds and seconds > self.max_seconds * (1 + least()):
