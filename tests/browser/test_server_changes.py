@@ -13,7 +13,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from playwright.sync_api import Page, expect
+from playwright.sync_api import Page, Route, expect
 
 from cppbatch.sizing.child_process import free_port
 from tests.browser.conftest import PageErrors
@@ -166,3 +166,28 @@ def test_a_tab_that_is_first_opened_while_the_server_is_away_is_there_when_it_is
     expect(page.get_by_text("This part of the page could not be loaded")).to_be_visible()
     fresh_server(*flags)
     expect(page.get_by_label("Drop prompt files")).to_be_visible(timeout=60_000)
+
+
+@pytest.mark.parametrize(("failures", "fetches"), [(1, 2), (99, 2)])
+def test_a_tab_whose_module_failed_is_loaded_by_one_reload_of_the_page(
+    page: Page, errors: PageErrors, url: str, failures: int, fetches: int
+) -> None:
+    """Also if the server is back before the page looks; and no endless reloads if the module is missing."""
+    errors.allow("net::ERR_")
+    seen: list[str] = []
+
+    def fail_at_first(route: Route) -> None:
+        seen.append(route.request.url)
+        route.abort() if len(seen) <= failures else route.continue_()
+
+    page.route("**/page/jobs/jobs.js", fail_at_first)
+    open_tab(page, url)
+    wait_ready(page)
+    page.get_by_role("link", name="Jobs").click()
+    if failures == 1:
+        expect(page.get_by_label("Drop prompt files")).to_be_visible()
+    else:
+        expect(page.get_by_text("This part of the page could not be loaded")).to_be_visible()
+        page.wait_for_timeout(4000)
+        expect(page.get_by_text("This part of the page could not be loaded")).to_be_visible()
+    assert len(seen) == fetches

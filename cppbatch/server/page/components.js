@@ -259,14 +259,18 @@ export function useTurns() {
   return {hasTime, again};
 }
 
-/** Loads the page again when the server answers again, if it does not now. Browsers keep a module that failed as failed. */
-function reloadWhenBack() {
-  let isAway = false;
+/**
+ * Reloads the page when the server answers: browsers keep a module that failed as failed. If the module failed again
+ * after a reload, the page and the server differ, and the page reloads only after the server was away.
+ */
+function reloadWhenBack(failure) {
+  let isAway = sessionStorage.getItem('reloaded after') !== failure;
   const timer = setInterval(async () => {
     const answers = await fetch('health').then(() => true, () => false);
-    if (answers) clearInterval(timer);
-    if (answers && isAway) location.reload();
-    isAway = !answers;
+    if (!answers || !isAway) return void (isAway = !answers);
+    clearInterval(timer);
+    sessionStorage.setItem('reloaded after', failure);
+    location.reload();
   }, 1000);
   return () => clearInterval(timer);
 }
@@ -279,7 +283,7 @@ export function lazy(load) {
     const [error, setError] = useState(null);
     const [, update] = useReducer((n) => n + 1, 0);
     useEffect(() => { if (!Loaded) Lazy.load().then(update, setError); }, []);
-    useEffect(() => (error ? reloadWhenBack() : undefined), [error]);
+    useEffect(() => (error ? reloadWhenBack(error.message) : undefined), [error]);
     if (Loaded) return html`<${Loaded} ...${props} />`;
     return error && html`<${EmptyState} title="This part of the page could not be loaded" icon="alert">
       ${error.message}. Reload the page. If that does not help, the server and the page have different versions.<//>`;
