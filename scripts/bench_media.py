@@ -30,8 +30,8 @@ from cppbatch.bench.prompts import random_text
 from cppbatch.config import EngineConfig
 from cppbatch.models.inspect import inspect_model
 from cppbatch.models.pull import choose_model
-from tests.media_files import picture
-from tests.tiny_projectors import SIGLIP_BASE, vision
+from tests.support.media_files import picture
+from tests.support.tiny_projectors import SIGLIP_BASE, vision
 
 N_STREAMS = 8
 N_TEXT = 20  # tokens of text after a picture

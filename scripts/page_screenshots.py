@@ -28,9 +28,9 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from cppbatch.models.pull import choose_model
 from cppbatch.sizing.child_process import running_server
-from tests import tiny_models
 from tests.browser.chromium import find_chromium
 from tests.browser.page_checks import PHONE, TABS, open_tab, wait_ready
+from tests.support import tiny_models
 
 FOLDER = Path(__file__).parents[1] / "docs" / "images" / "page"
 MAX_BYTES = 120_000

@@ -17,9 +17,9 @@ from cppbatch.llama import Context, Model
 from cppbatch.llama.quantize_child import quantize
 from cppbatch.models.find import models_folder
 from cppbatch.models.pull import DEFAULT, pull_default
-from tests import tiny_models
-from tests.conversations import template_of
-from tests.llama_cpp_source import chat_templates
+from tests.support import tiny_models
+from tests.support.conversations import template_of
+from tests.support.llama_cpp_source import chat_templates
 
 
 def pytest_configure() -> None:

@@ -27,8 +27,8 @@ from cppbatch.models.inspect import TARGETS
 from cppbatch.sizing.buffers import Buffer, read_buffers
 from cppbatch.sizing.estimate import estimate_memory
 from tests.archs.rollback_schedules import run_schedule
-from tests.fakes import know
-from tests.replay import Replay
+from tests.support.fakes import know
+from tests.support.replay import Replay
 
 N_NEW = 20
 N_SEQUENCES = 8

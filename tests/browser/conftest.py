@@ -12,7 +12,7 @@ import pytest
 from playwright.sync_api import Browser, BrowserContext, ConsoleMessage, Page, Request, expect, sync_playwright
 
 from tests.browser.chromium import NoChromiumError, find_chromium
-from tests.server_process import ServerProcess
+from tests.support.server_process import ServerProcess
 
 FLAGS = (
     "--no-sandbox",  # root, and containers without user namespaces

@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 from playwright.sync_api import Locator, Page, Route, expect
 
-from tests import tiny_models, tiny_projectors
 from tests.browser.page_checks import axe_violations, dark, open_tab, overflow, phone, wait_ready
 from tests.browser.test_chat import CHAT, answer_with, ask, exported, messages, send
-from tests.server_process import ServerProcess
+from tests.support import tiny_models, tiny_projectors
+from tests.support.server_process import ServerProcess
 
 
 def png(width: int = 8, height: int = 8) -> bytes:

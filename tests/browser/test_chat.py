@@ -17,8 +17,8 @@ from playwright.sync_api import BrowserContext, Locator, Page, Request, Route, e
 from tests.browser.conftest import PageErrors
 from tests.browser.hostile import LONG_WORD, MARKS, UNMARKED, write_hostile_model
 from tests.browser.page_checks import axe_violations, dark, open_tab, overflow, phone, wait_ready
-from tests.scripted_chat import ENDS, SCRIPT, ChatServer, ScriptedFormat
-from tests.server_process import ServerProcess
+from tests.support.scripted_chat import ENDS, SCRIPT, ChatServer, ScriptedFormat
+from tests.support.server_process import ServerProcess
 
 CHAT = "**/v1/chat/completions"
 ANSWERED = 60_000  # milliseconds

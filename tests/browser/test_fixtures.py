@@ -8,7 +8,7 @@ from playwright.sync_api import BrowserContext, Page
 
 from tests.browser.conftest import PageErrors
 from tests.browser.page_checks import axe_violations, overflow, walk_by_tab_key
-from tests.server_process import ServerProcess
+from tests.support.server_process import ServerProcess
 
 
 def test_errors_of_a_page_are_noticed_and_can_be_allowed(page: Page, errors: PageErrors) -> None:

@@ -13,7 +13,7 @@ from playwright.sync_api import Locator, Page, expect
 from tests.browser.conftest import PageErrors
 from tests.browser.hostile import LONG_WORD, MARKS, PIECES, RUN, UNMARKED, write_hostile_model
 from tests.browser.page_checks import PHONE, TABS, axe_violations, open_tab, overflow, wait_ready
-from tests.server_process import ServerProcess
+from tests.support.server_process import ServerProcess
 
 NAME = f"<img src=x onerror='{RUN}'>{LONG_WORD[:120]}"
 SAMPLING = ("--temp", "2", "--top-k", "0", "--top-p", "1", "--min-p", "0", "--ignore-eos", "-n", "40", "--seed", "5")

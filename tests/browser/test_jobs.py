@@ -19,7 +19,7 @@ from playwright.sync_api import Download, Page, expect
 
 from tests.browser.conftest import PageErrors
 from tests.browser.page_checks import axe_violations, dark, focused, open_tab, overflow, phone
-from tests.server_process import ServerProcess
+from tests.support.server_process import ServerProcess
 
 WORDS = ("stone", "river", "lamp", "horse", "cloud")
 SLOW: dict[str, Any] = {"ignore_eos": True, "temperature": 0}

@@ -18,7 +18,7 @@ from playwright.sync_api import Locator, Page, expect
 
 from tests.browser.conftest import PageErrors
 from tests.browser.page_checks import axe_violations, dark, open_tab, overflow, phone
-from tests.server_process import ServerProcess
+from tests.support.server_process import ServerProcess
 
 SHARED = "The quick brown fox jumps over the lazy dog. " * 20
 FLAGS = ("-np", "16", "-c", "8192", "--kv-layout", "unified", "--spec", "off")

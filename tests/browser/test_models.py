@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import Locator, Page, expect
 
-from tests import tiny_models
-from tests.server_process import ServerProcess
+from tests.support import tiny_models
+from tests.support.server_process import ServerProcess
 
 StartServer = Callable[..., ServerProcess]
 

@@ -16,7 +16,7 @@ from playwright.sync_api import Page
 
 from tests.browser.conftest import PageErrors
 from tests.browser.page_checks import wait_ready
-from tests.server_process import ServerProcess
+from tests.support.server_process import ServerProcess
 
 SECRET = "text that only its owner reads"
 COMPLETION = {"prompt": "Hello", "max_tokens": 2}

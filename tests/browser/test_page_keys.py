@@ -10,7 +10,7 @@ from playwright.sync_api import Locator, Page, Request, expect
 
 from tests.browser.conftest import PageErrors
 from tests.browser.page_checks import TABS, axe_violations, open_tab, overflow, phone, wait_ready
-from tests.server_process import ServerProcess
+from tests.support.server_process import ServerProcess
 
 KEY = "sk-right-key"
 

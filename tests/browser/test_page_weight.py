@@ -11,7 +11,7 @@ from playwright.sync_api import BrowserContext, Page, Response, expect
 from cppbatch.server.web_page import page_files
 from tests.browser.conftest import PageErrors
 from tests.browser.page_checks import TABS, open_tab, wait_ready
-from tests.server_process import ServerProcess
+from tests.support.server_process import ServerProcess
 
 MAX_BYTES = 300_000
 MAX_MS = 200

@@ -17,7 +17,7 @@ from playwright.sync_api import BrowserContext, Locator, Page, expect
 
 from tests.browser.conftest import PageErrors
 from tests.browser.page_checks import axe_violations, dark, open_tab, overflow, phone
-from tests.server_process import ServerProcess
+from tests.support.server_process import ServerProcess
 
 STORY = "Write a long story about a lighthouse keeper, a storm, and a ship that nobody expected to see again."
 

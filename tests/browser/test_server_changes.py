@@ -18,7 +18,7 @@ from playwright.sync_api import Page, Route, expect
 from cppbatch.sizing.child_process import free_port
 from tests.browser.conftest import PageErrors
 from tests.browser.page_checks import TABS, open_tab, wait_ready
-from tests.server_process import ServerProcess
+from tests.support.server_process import ServerProcess
 
 
 def until(condition: Callable[[], bool], seconds: float = 30) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.clients.serving import KEY, REASONING_TEMPLATE, Serving
-from tests.server_process import ServerProcess
+from tests.support.server_process import ServerProcess
 
 PYTHON = Path(__file__).parents[2] / ".venv" / "bin" / "python"
 
@@ -52,7 +52,7 @@ def serve(*args: str | Path) -> Iterator[Serving]:
 
 
 TOOL_FORMS = ["", "tags", "typed_tags", "numbered", "nemo"]
-"""Names in tests.chat_families: whose templates show the form of calls; "": the default model's own has none."""
+"""Names in tests.support.chat_families: their templates show the form of calls; "": the default model's own has none."""
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -67,7 +67,7 @@ def server(default_model: Path, request: pytest.FixtureRequest) -> Iterator[Serv
     """The default model. `--deterministic`: a text at temperature 0 is the same alone and beside 15 others."""
     template: list[str] = []
     if name := getattr(request, "param", ""):
-        code = f"from tests.chat_families import TEMPLATES; print(TEMPLATES[{name!r}], end='')"
+        code = f"from tests.support.chat_families import TEMPLATES; print(TEMPLATES[{name!r}], end='')"
         root = Path(__file__).parents[2]
         written = subprocess.run([PYTHON, "-c", code], cwd=root, capture_output=True, text=True, check=True).stdout
         template = ["--chat-template", written]

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
-from tests.server_process import ServerProcess
+from tests.support.server_process import ServerProcess
 
 KEY = "sk-clients"
 MODEL = "SmolLM2-135M-Instruct"

@@ -19,7 +19,7 @@ from lm_eval.api.registry import get_model
 from lm_eval.tasks import TaskManager
 
 from tests.clients.conftest import PYTHON
-from tests.server_process import ServerProcess
+from tests.support.server_process import ServerProcess
 
 EXACT = 1e-3
 

@@ -12,7 +12,7 @@ import openai
 import pytest
 
 from tests.clients.serving import KEY, Serving, at_once
-from tests.media_samples import RED, TONE, as_base64, as_url, png
+from tests.support.media_samples import RED, TONE, as_base64, as_url, png
 
 SAID: Any = {"type": "text", "text": "What is this?"}
 GREEDY: Any = {"model": "tiny", "max_tokens": 8, "temperature": 0, "extra_body": {"ignore_eos": True}}

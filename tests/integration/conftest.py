@@ -12,7 +12,7 @@ import pytest
 
 from cppbatch import BatchInferenceEngine
 from cppbatch.cli import main
-from tests.native_engines import SETTINGS, OpenEngine, assert_everything_is_free
+from tests.support.native_engines import SETTINGS, OpenEngine, assert_everything_is_free
 
 
 @pytest.fixture

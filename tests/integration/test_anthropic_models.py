@@ -13,7 +13,7 @@ from anthropic.types import ModelInfo
 
 from cppbatch.server.http.limits import Limits
 from cppbatch.server.settings import ServerSettings
-from tests.scripted_chat import ChatServer, strictly
+from tests.support.scripted_chat import ChatServer, strictly
 
 
 @pytest.fixture(scope="module")

@@ -12,10 +12,10 @@ from cppbatch import BatchInferenceEngine, SamplingParams
 from cppbatch.errors import LlamaError
 from cppbatch.llama import Batch, Context, Model
 from cppbatch.llama.llama_batch import single_ubatches
-from tests import tiny_models
 from tests.archs.rollback_schedules import run_schedule
-from tests.contexts import close, decode
-from tests.native_engines import PROMPTS, SETTINGS
+from tests.support import tiny_models
+from tests.support.contexts import close, decode
+from tests.support.native_engines import PROMPTS, SETTINGS
 
 MakeContext = Callable[..., Context]
 

@@ -29,9 +29,9 @@ from cppbatch.jobs.durable_files import Database, DurableFile, Kind
 from cppbatch.server import storage
 from cppbatch.server.api.batches.handler import URLS, BatchRequestHandler
 from cppbatch.server.storage import STORAGE
-from tests import tiny_models
-from tests.app_thread import AppThread
-from tests.batch_files import (
+from tests.support import tiny_models
+from tests.support.app_thread import AppThread
+from tests.support.batch_files import (
     Json,
     client_of,
     counts,

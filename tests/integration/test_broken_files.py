@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests import tiny_models
+from tests.support import tiny_models
 
 
 def make_folder(path: Path) -> Path:

@@ -20,8 +20,8 @@ from cppbatch.engine.sampling.sampling_plan import SamplingType, make_sampling_p
 from cppbatch.engine.sequence import Seq
 from cppbatch.engine.vocabulary import Vocabulary
 from cppbatch.llama import BackendSampling, Model
-from tests.distributions import assert_drawn_from, exact, softmax
-from tests.fakes import FakeVocab
+from tests.support.distributions import assert_drawn_from, exact, softmax
+from tests.support.fakes import FakeVocab
 
 Row = npt.NDArray[np.float32]
 Doubles = npt.NDArray[np.float64]

@@ -13,9 +13,9 @@ import pytest
 from cppbatch import BatchInferenceEngine, SamplingParams
 from cppbatch.cli.chat.backends import FULL, AnswerPart, ServerBackend
 from cppbatch.errors import CppBatchError
-from tests.chat_families import TEMPLATES
-from tests.fake_openai import FakeOpenAI, on_a_thread
-from tests.scripted_chat import ChatServer
+from tests.support.chat_families import TEMPLATES
+from tests.support.fake_openai import FakeOpenAI, on_a_thread
+from tests.support.scripted_chat import ChatServer
 
 Run = Callable[..., tuple[int, str, str]]
 SHORT = ["-n", "8", "--temp", "0", "--grammar", "root ::= [a-z]*"]

@@ -14,7 +14,7 @@ from cppbatch.chat.reasoning import ReasoningTags
 from cppbatch.chat.sandbox import default_variables
 from cppbatch.chat.template import ChatTemplate, find_template
 from cppbatch.errors import InvalidRequest
-from tests.conversations import (
+from tests.support.conversations import (
     BOS,
     CALL,
     CLEAR,

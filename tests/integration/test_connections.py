@@ -26,7 +26,7 @@ from cppbatch.server.http.connections import max_connections
 from cppbatch.server.run_server import Listener
 from cppbatch.server.settings import Address, tls_context
 from cppbatch.server.storage import open_storage
-from tests.listening import HeldEngine, Streams, connect, ended, head, listening, post, until
+from tests.support.listening import HeldEngine, Streams, connect, ended, head, listening, post, until
 
 HELLO: dict[str, Any] = {"prompt": "Hello", "max_tokens": 2}
 

@@ -19,9 +19,9 @@ from cppbatch.errors import LlamaError, OutOfRange
 from cppbatch.llama import Context, Model
 from cppbatch.models.synthetic import LlamaShape
 from cppbatch.server.app import create_app
-from tests import tiny_models
-from tests.contexts import decode
-from tests.native_engines import OpenEngine
+from tests.support import tiny_models
+from tests.support.contexts import decode
+from tests.support.native_engines import OpenEngine
 
 N_CTX = 256
 TOKENS = np.arange(10, 50, dtype=np.int32)

@@ -21,8 +21,8 @@ from cppbatch.server.api.batches.handler import BatchRequestHandler
 from cppbatch.server.app import create_app
 from cppbatch.server.models.served import OneModel
 from cppbatch.server.settings import ServerSettings
-from tests.fakes import greedy, know
-from tests.replay import Replay
+from tests.support.fakes import greedy, know
+from tests.support.replay import Replay
 
 Http = TestClient[Any, Any]
 

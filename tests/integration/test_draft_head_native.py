@@ -27,9 +27,9 @@ from cppbatch.llama import Backend, Batch, Context, HeadContext, Model, library
 from cppbatch.models.inspect import inspect_model
 from cppbatch.sizing.buffers import Buffer, read_engine_buffers
 from cppbatch.sizing.estimate import estimate_memory
-from tests import tiny_models
-from tests.fakes import greedy
-from tests.native_engines import OpenEngine
+from tests.support import tiny_models
+from tests.support.fakes import greedy
+from tests.support.native_engines import OpenEngine
 
 PROMPTS = ["a", "Hello", "the cat " * 3, "é" * 20, "what will they say when ", "x" * 70, "one for all and " * 9, "1+1="]
 SETTINGS: dict[str, Any] = {

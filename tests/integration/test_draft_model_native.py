@@ -20,8 +20,8 @@ from cppbatch.engine.sequence import Seq
 from cppbatch.engine.speculation.draft_model import DraftModelProposer
 from cppbatch.errors import ConfigError, ModelError
 from cppbatch.models.synthetic import byte_vocab
-from tests import tiny_models
-from tests.fakes import greedy
+from tests.support import tiny_models
+from tests.support.fakes import greedy
 
 PROMPTS = ["a", "Hello", "the cat " * 3, "é" * 20, "what will they say when ", "x" * 70, "one for all and " * 9, "1+1="]
 STEM = "one prompt that all of them begin with, as long as it takes to be read in more than one piece: "

@@ -18,7 +18,7 @@ from cppbatch.engine.embeddings import vector_of
 from cppbatch.engine.request import Pair
 from cppbatch.errors import ConfigError, InvalidRequest, LlamaError, ModelError, OutOfRange
 from cppbatch.llama import Batch, Context, Model
-from tests import tiny_models
+from tests.support import tiny_models
 
 EXACT: dict[str, Any] = {"n_threads": 1, "flash_attn": "off", "cache_type_k": "f32", "cache_type_v": "f32"}
 TEXTS = [f"{'the cat said that it was ' * (1 + 2 * (i % 4))}number {i}" for i in range(16)]

@@ -10,9 +10,9 @@ import pytest
 
 from cppbatch import BatchInferenceEngine, Completion, FinishReason, SamplingParams
 from cppbatch.errors import InvalidRequest
-from tests import tiny_models
-from tests.fakes import greedy
-from tests.native_engines import PROMPTS, OpenEngine
+from tests.support import tiny_models
+from tests.support.fakes import greedy
+from tests.support.native_engines import PROMPTS, OpenEngine
 
 KINDS = [
     ("tiny_llama", "unified"),

@@ -23,7 +23,7 @@ from cppbatch import BatchInferenceEngine, EngineConfig, SamplingParams
 from cppbatch.llama import Backend
 from cppbatch.models.file_header import read_header
 from cppbatch.sizing.profile import TunedSettings, save_profile
-from tests import tiny_models
+from tests.support import tiny_models
 
 SMALL = ["-c", "1024", "-np", "2", "-t", "1", "--temp", "0"]
 Run = Callable[..., tuple[int, str, str]]

@@ -10,8 +10,8 @@ import pytest
 from cppbatch import BatchInferenceEngine, SamplingParams, generate_batch
 from cppbatch.engine.request import Prompt
 from cppbatch.errors import ConfigError, InvalidRequest
-from tests.fakes import greedy
-from tests.native_engines import SETTINGS, OpenEngine, assert_everything_is_free
+from tests.support.fakes import greedy
+from tests.support.native_engines import SETTINGS, OpenEngine, assert_everything_is_free
 
 LISTS = [[5], [9, 8, 7, 6, 5, 4], list(range(10, 30)), [300, 301]]  # 29 tokens: a ubatch has 32
 

@@ -29,8 +29,8 @@ from cppbatch import (
 from cppbatch.engine.sampling import grammar_child, structured_output
 from cppbatch.engine.sequence import Seq
 from cppbatch.models.synthetic import IM_START
-from tests.fakes import drain, greedy
-from tests.schemas import SCHEMAS, fault
+from tests.support.fakes import drain, greedy
+from tests.support.schemas import SCHEMAS, fault
 from tests.unit.test_forced_tokens import PROMPT, one, text_of
 
 SETTINGS: dict[str, Any] = {

@@ -21,7 +21,7 @@ from cppbatch.server.run_server import Listener
 from cppbatch.server.settings import tls_context
 from cppbatch.server.storage import open_storage
 from tests.integration.test_connections import certificate
-from tests.listening import HeldEngine, connect, ended, head, listening, post, until
+from tests.support.listening import HeldEngine, connect, ended, head, listening, post, until
 
 HEALTH = head("GET", "/health")
 SHORT: dict[str, Any] = {"prompt": "Hello", "max_tokens": 2}

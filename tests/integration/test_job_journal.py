@@ -10,7 +10,7 @@ import pytest
 
 from cppbatch.errors import InUse
 from cppbatch.jobs.journal import Ledger
-from tests.job_results import ids_of, item, opened, result
+from tests.support.job_results import ids_of, item, opened, result
 
 
 def test_a_ledger_in_use_is_refused(tmp_path: Path) -> None:
@@ -40,7 +40,7 @@ def test_a_full_disk_leaves_nothing_half_written(tmp_path: Path) -> None:
 import resource, signal
 from pathlib import Path
 from cppbatch.errors import StorageError
-from tests.job_results import item, opened, result
+from tests.support.job_results import item, opened, result
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 journal = opened(Path({str(tmp_path)!r}))
 items = [item(i) for i in range(1, 1001)]

@@ -27,8 +27,8 @@ from cppbatch.config import EngineConfig
 from cppbatch.llama.kernels_child import encode
 from cppbatch.models import kernels
 from cppbatch.models.kernels import ROWS, kernel_times
-from tests import tiny_models
-from tests.server_process import ServerProcess
+from tests.support import tiny_models
+from tests.support.server_process import ServerProcess
 
 
 @pytest.fixture(autouse=True)

@@ -22,7 +22,7 @@ from cppbatch.server.auth.rules import Keys
 from cppbatch.server.http.limits import Limits
 from cppbatch.server.settings import ServerSettings
 from cppbatch.server.storage import open_storage
-from tests.listening import HeldEngine, until
+from tests.support.listening import HeldEngine, until
 
 Http = TestClient[Any, Any]
 Json = dict[str, Any]

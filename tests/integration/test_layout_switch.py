@@ -14,8 +14,8 @@ from cppbatch.engine.kv import layout_policy
 from cppbatch.engine.kv.layout_policy import LayoutSwitch
 from cppbatch.engine.runtime import load_model, open_runtime
 from cppbatch.errors import InvalidRequest
-from tests import lora_texts
-from tests.native_engines import PROMPTS, SETTINGS, OpenEngine
+from tests.support import lora_texts
+from tests.support.native_engines import PROMPTS, SETTINGS, OpenEngine
 
 GREEDY = SamplingParams(temperature=0, max_tokens=80, ignore_eos=True)
 STREAM = 256

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from cppbatch import BatchInferenceEngine, SamplingParams
-from tests.chat_families import TEMPLATES, tool
-from tests.native_engines import SETTINGS
-from tests.schemas import fault
+from tests.support.chat_families import TEMPLATES, tool
+from tests.support.native_engines import SETTINGS
+from tests.support.schemas import fault
 
 MARKER = "<|im_start|>"
 TEMPLATE = TEMPLATES["nemo"].replace("[TOOL_CALLS]", MARKER)

@@ -19,7 +19,7 @@ from cppbatch.server.app import create_app
 from cppbatch.server.auth.rules import Keys
 from cppbatch.server.http.limits import Limits
 from cppbatch.server.settings import ServerSettings
-from tests.listening import HeldEngine, connect, ended, head, listening, post, until
+from tests.support.listening import HeldEngine, connect, ended, head, listening, post, until
 
 Http = TestClient[Any, Any]
 

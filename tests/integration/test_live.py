@@ -26,7 +26,7 @@ from cppbatch.server.observe.live import LiveSnapshot
 from cppbatch.server.run_server import Listener
 from cppbatch.server.settings import ServerSettings
 from cppbatch.server.storage import open_storage
-from tests.listening import connect, head, listening, until
+from tests.support.listening import connect, head, listening, until
 from tests.unit.test_live_types import check_cells
 from tests.unit.test_openapi import DOCUMENT
 

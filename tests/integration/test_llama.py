@@ -15,7 +15,7 @@ import pytest
 from cppbatch.errors import DecodeFailed, LibraryError, LlamaError, ModelError
 from cppbatch.llama import Backend, Batch, Context, Model, library
 from cppbatch.llama.quantize_child import quantize
-from tests import tiny_models
+from tests.support import tiny_models
 
 
 def test_loading_reports_rising_fractions_up_to_one(tiny_llama: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from cppbatch.errors import CacheFull, LlamaError, OutOfRange
 from cppbatch.llama import Batch, Context, Model
-from tests.contexts import PROMPT, close, decode
+from tests.support.contexts import PROMPT, close, decode
 
 # --- what is refused ---------------------------------------------------------------------------------------------
 

@@ -15,7 +15,7 @@ from cppbatch.config import FlashAttention
 from cppbatch.errors import LlamaError, OutOfRange
 from cppbatch.llama import Context, Model
 from cppbatch.llama.library import C
-from tests.contexts import PROMPT, close, decode
+from tests.support.contexts import PROMPT, close, decode
 
 # --- remove, copy, clear -----------------------------------------------------------------------------------------
 

@@ -18,7 +18,7 @@ from cppbatch.models.synthetic import GgufVocab, byte_vocab, write_lora
 from cppbatch.server.answer.mixed_prompts import MEDIA_MARKER
 from cppbatch.server.app import create_app
 from cppbatch.server.settings import ServerSettings
-from tests import tiny_models
+from tests.support import tiny_models
 
 Http = TestClient[Any, Any]
 Json = dict[str, Any]

@@ -13,7 +13,7 @@ from cppbatch.errors import ModelError, OutOfRange, RequestCancelled
 from cppbatch.llama import Model
 from cppbatch.llama.library import C
 from cppbatch.llama.vocab import Vocab
-from tests.tokenization import SPECIAL_TEXTS, assert_parts_give_the_whole
+from tests.support.tokenization import SPECIAL_TEXTS, assert_parts_give_the_whole
 
 
 @pytest.fixture(scope="module")

@@ -13,8 +13,8 @@ import pytest
 
 from cppbatch import BatchInferenceEngine, Completion, SamplingParams
 from cppbatch.llama import Batch, Context, Model
-from tests import tiny_models
-from tests.native_engines import PROMPTS
+from tests.support import tiny_models
+from tests.support.native_engines import PROMPTS
 from tests.unit.test_logprobs import N_TOPS, assert_those_of, log_softmax
 
 Rows = npt.NDArray[np.float64]

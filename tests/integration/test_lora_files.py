@@ -23,8 +23,8 @@ from cppbatch.errors import ConfigError, ModelError, OutOfRange
 from cppbatch.llama import Context, Model
 from cppbatch.models import synthetic
 from cppbatch.models.synthetic import LlamaShape, Weight, write_gguf, write_llama, write_lora
-from tests import tiny_models
-from tests.contexts import close, decode
+from tests.support import tiny_models
+from tests.support.contexts import close, decode
 
 TOKENS = [7, 70, 300, 12]
 Q = "blk.0.attn_q.weight"

@@ -12,7 +12,7 @@ from cppbatch import BatchInferenceEngine, InvalidRequest
 from cppbatch.cluster.engines.local import LocalEngine
 from cppbatch.config import KvLayout
 from cppbatch.server.app import create_app
-from tests.lora_texts import (
+from tests.support.lora_texts import (
     FLOATS,
     GREEDY,
     LORAS,

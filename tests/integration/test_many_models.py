@@ -24,7 +24,7 @@ from cppbatch.server.models.many import CatalogContent, ManyModels
 from cppbatch.server.models.served import MODELS
 from cppbatch.server.settings import ServerSettings
 from cppbatch.server.storage import open_storage
-from tests import tiny_models
+from tests.support import tiny_models
 
 Http = TestClient[Any, Any]
 Json = dict[str, Any]

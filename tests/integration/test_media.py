@@ -20,11 +20,11 @@ from cppbatch.errors import LibraryError, LlamaError, ModelError
 from cppbatch.llama import Context, MediaEncoder, Model
 from cppbatch.llama import media_encoder as media_encoder_module
 from cppbatch.models.synthetic import byte_vocab, write_lora
-from tests import tiny_models, tiny_projectors
-from tests.fakes import greedy
-from tests.media_files import image, picture, sound, tone
-from tests.native_engines import OpenEngine
-from tests.tiny_projectors import IMAGE_TOKENS, SAMPLE_RATE, SOUND_TOKENS
+from tests.support import tiny_models, tiny_projectors
+from tests.support.fakes import greedy
+from tests.support.media_files import image, picture, sound, tone
+from tests.support.native_engines import OpenEngine
+from tests.support.tiny_projectors import IMAGE_TOKENS, SAMPLE_RATE, SOUND_TOKENS
 
 LAYOUTS = ("unified", "per-sequence")
 SIZES = ((1, 1), (2, 1), (1, 100), (100, 1), (200, 3), (640, 480), (31, 33), (1000, 1000))

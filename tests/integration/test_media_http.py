@@ -24,10 +24,10 @@ from cppbatch import BatchInferenceEngine, LocalEngine, SamplingParams
 from cppbatch.server.app import create_app
 from cppbatch.server.http.limits import Limits
 from cppbatch.server.settings import ServerSettings
-from tests import tiny_projectors
-from tests.app_thread import AppThread
-from tests.media_samples import BLUE, RED, TONE, as_base64, as_url, png, wav
-from tests.tiny_projectors import IMAGE_TOKENS, SOUND_TOKENS
+from tests.support import tiny_projectors
+from tests.support.app_thread import AppThread
+from tests.support.media_samples import BLUE, RED, TONE, as_base64, as_url, png, wav
+from tests.support.tiny_projectors import IMAGE_TOKENS, SOUND_TOKENS
 
 Json = dict[str, Any]
 Http = TestClient[Any, Any]

@@ -18,7 +18,7 @@ import pytest
 import soundfile
 from PIL import Image
 
-from tests.media_files import encoded
+from tests.support.media_files import encoded
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 

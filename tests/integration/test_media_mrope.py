@@ -17,11 +17,11 @@ from cppbatch.engine.media import files as media_files
 from cppbatch.engine.media import projector_check
 from cppbatch.errors import ModelError, OutOfRange
 from cppbatch.llama import Context, EmbeddingBatch, MediaEncoder, Model
-from tests import tiny_models, tiny_projectors
-from tests.fakes import greedy
 from tests.integration.test_media import EXACT, LAYOUTS, FirstRow, first_rows, reference_row
-from tests.media_files import picture
-from tests.native_engines import OpenEngine
+from tests.support import tiny_models, tiny_projectors
+from tests.support.fakes import greedy
+from tests.support.media_files import picture
+from tests.support.native_engines import OpenEngine
 
 KINDS = ("qwen2vl", "qwen2.5vl", "qwen3vl", "qwen35")
 SIZES = ((48, 40), (96, 64), (32, 144), (128, 48), (1, 1), (100, 1), (64, 64), (40, 128))

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from cppbatch.cli.serve_command import serve
-from tests import tiny_projectors
-from tests.server_process import ServerProcess
+from tests.support import tiny_projectors
+from tests.support.server_process import ServerProcess
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "media.md").read_text()

@@ -17,8 +17,8 @@ import pytest
 from cppbatch.server.app import create_app
 from cppbatch.server.http.limits import Limits
 from cppbatch.server.settings import ServerSettings
-from tests.app_thread import AppThread
-from tests.mutations import Mutant, mutant
+from tests.support.app_thread import AppThread
+from tests.support.mutations import Mutant, mutant
 
 SEED = 20_240_611
 AT_ONCE = 32

@@ -14,7 +14,7 @@ from openai.types.responses import Response, ResponseStreamEvent
 
 from cppbatch.chat.output_parser import ArgumentsDelta, Delta, ToolCallStart
 from cppbatch.server.models.served import MODELS, OneModel
-from tests.scripted_chat import ENDS, ChatServer, ScriptedFormat, strictly
+from tests.support.scripted_chat import ENDS, ChatServer, ScriptedFormat, strictly
 
 Json = dict[str, Any]
 

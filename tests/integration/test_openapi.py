@@ -22,8 +22,8 @@ from cppbatch.server.app import create_app
 from cppbatch.server.http.limits import Limits
 from cppbatch.server.settings import ServerSettings
 from cppbatch.server.storage import open_storage
-from tests.app_thread import AppThread
-from tests.sane_figures import assert_sane
+from tests.support.app_thread import AppThread
+from tests.support.sane_figures import assert_sane
 from tests.unit.test_openapi import DOCUMENT
 
 Case: TypeAlias = "schemathesis.Case[Any]"

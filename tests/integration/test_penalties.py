@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cppbatch.llama import SamplerChain
-from tests.fakes import EOG, LOGITS, N_VOCAB, fake_engine, greedy, mood, reference
+from tests.support.fakes import EOG, LOGITS, N_VOCAB, fake_engine, greedy, mood, reference
 from tests.unit.test_penalties import HISTORY, SETTINGS, fields_of, logits, penalised
 
 Row = npt.NDArray[np.float32]

@@ -21,7 +21,7 @@ import pytest
 from cppbatch import BatchInferenceEngine, EngineProcess, GenerationRequest, SamplingParams
 from cppbatch.errors import ConfigError
 from cppbatch.models.synthetic import LlamaShape, write_llama, write_lora
-from tests.server_process import ServerProcess
+from tests.support.server_process import ServerProcess
 
 ENGINE: dict[str, Any] = {"n_ctx": 2048, "n_parallel": 2, "n_threads": 1, "spec": "off"}
 PROMPT = [5 + i * 7 % 60 for i in range(600)]

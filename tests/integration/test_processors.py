@@ -11,8 +11,8 @@ import numpy.typing as npt
 import pytest
 
 from cppbatch import BatchInferenceEngine, FinishReason, SamplingParams
-from tests.fakes import fake_engine
-from tests.logits_processors import (
+from tests.support.fakes import fake_engine
+from tests.support.logits_processors import (
     PROMPTS,
     Together,
     assert_all_is_free,

@@ -11,7 +11,7 @@ import pytest
 from cppbatch import BatchInferenceEngine, SamplingParams
 from cppbatch.engine.sampling.random_sampling import Filters
 from cppbatch.llama import SamplerChain
-from tests.distributions import DEFAULTS, N_DRAWS, assert_drawn_from, drawn, exact, keys, logits, softmax, tied
+from tests.support.distributions import DEFAULTS, N_DRAWS, assert_drawn_from, drawn, exact, keys, logits, softmax, tied
 
 Row = npt.NDArray[np.float32]
 

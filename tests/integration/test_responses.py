@@ -28,8 +28,8 @@ from cppbatch.server.api.responses.types import ResponsesRequest
 from cppbatch.server.auth.rules import Keys
 from cppbatch.server.http.limits import Limits
 from cppbatch.server.settings import ServerSettings
-from tests.narrow import expect, some
-from tests.scripted_chat import ENDS, SCRIPT, ChatServer, ScriptedFormat, strictly
+from tests.support.narrow import expect, some
+from tests.support.scripted_chat import ENDS, SCRIPT, ChatServer, ScriptedFormat, strictly
 
 Json = dict[str, Any]
 

@@ -14,10 +14,10 @@ import pytest
 from cppbatch import BatchInferenceEngine, EngineConfig, SamplingParams
 from cppbatch.engine.runtime import load_runtime
 from cppbatch.llama import Batch, Context, Model
-from tests.contexts import Row, close, decode
-from tests.fakes import know
-from tests.native_engines import PROMPTS, SETTINGS, assert_everything_is_free
-from tests.replay import Replay
+from tests.support.contexts import Row, close, decode
+from tests.support.fakes import know
+from tests.support.native_engines import PROMPTS, SETTINGS, assert_everything_is_free
+from tests.support.replay import Replay
 
 N_SEQ, N_TOKENS, MOST = 4, 330, 6  # a sliding window of 32 tokens has 256 cells: they are used again
 TEXTS: list[list[int]] = np.random.default_rng(5).integers(10, 90, (N_SEQ, N_TOKENS)).tolist()

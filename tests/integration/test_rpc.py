@@ -25,11 +25,11 @@ from cppbatch.errors import ConfigError, LibraryError, ModelError, RpcUnreachabl
 from cppbatch.llama import Backend, Context, Model
 from cppbatch.models.synthetic import LlamaShape, write_lora
 from cppbatch.rpc_endpoint import check_worker, parse_endpoint
-from tests import tiny_models
-from tests.contexts import PROMPT, decode
-from tests.listening import until
-from tests.native_engines import PROMPTS, SETTINGS
-from tests.rpc_workers import RpcWorker
+from tests.support import tiny_models
+from tests.support.contexts import PROMPT, decode
+from tests.support.listening import until
+from tests.support.native_engines import PROMPTS, SETTINGS
+from tests.support.rpc_workers import RpcWorker
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
 STORY = "The river floods every spring and the people rebuild the bridge. "

@@ -18,7 +18,7 @@ from cppbatch.errors import LibraryError
 from cppbatch.llama import Backend, selfcheck
 from cppbatch.llama.library import REINSTALL
 from cppbatch.llama.selfcheck import Verdict
-from tests import tiny_models
+from tests.support import tiny_models
 
 FINE = "pass"
 SIGSEGV = "import os, signal; os.kill(os.getpid(), signal.SIGSEGV)"

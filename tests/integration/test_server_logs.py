@@ -16,7 +16,7 @@ from cppbatch.server.app import create_app
 from cppbatch.server.http import api_errors
 from cppbatch.server.observe import log_setup
 from cppbatch.server.observe.log_setup import set_up
-from tests.listening import HeldEngine, connect, head, listening, post, until
+from tests.support.listening import HeldEngine, connect, head, listening, post, until
 
 Http = TestClient[Any, Any]
 HELLO: dict[str, Any] = {"prompt": "Hello", "max_tokens": 2}

@@ -13,7 +13,7 @@ from cppbatch import BatchInferenceEngine, SamplingParams
 from cppbatch.config import KvLayout, Sharing
 from cppbatch.engine.kv import save_cost
 from cppbatch.llama import Batch, Context, Model, probe_prefix_sharing
-from tests.native_engines import OpenEngine
+from tests.support.native_engines import OpenEngine
 
 KINDS: list[tuple[str, str, Sharing]] = [
     ("tiny_llama", "unified", "cells"),

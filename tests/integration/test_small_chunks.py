@@ -29,7 +29,7 @@ from cppbatch.server.run_server import Listener
 from cppbatch.server.settings import tls_context
 from cppbatch.server.storage import open_storage
 from tests.integration.test_connections import certificate
-from tests.listening import HeldEngine, connect, ended, head, listening
+from tests.support.listening import HeldEngine, connect, ended, head, listening
 
 CHUNKED = "Transfer-Encoding: chunked"
 FORM = "Content-Type: multipart/form-data; boundary=b"

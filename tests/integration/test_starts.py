@@ -17,7 +17,7 @@ from cppbatch.cluster.worker import process
 from cppbatch.config import Sharing
 from cppbatch.llama import Context, Model, find_prefix_sharing, probes, vocab
 from cppbatch.sizing import estimate
-from tests.native_engines import OpenEngine
+from tests.support.native_engines import OpenEngine
 
 GREEDY = SamplingParams(temperature=0, max_tokens=16)
 HEAVY = {"gguf", "yaml", "llguidance", "aiohttp", "rich", "prometheus_client"}

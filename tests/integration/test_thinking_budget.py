@@ -17,9 +17,9 @@ from cppbatch import BatchInferenceEngine, ChatCompletion, FinishReason, Invalid
 from cppbatch.chat import reasoning
 from cppbatch.server.app import create_app
 from cppbatch.server.settings import ServerSettings
-from tests.app_thread import AppThread
-from tests.chat_families import PING, TEMPLATES
-from tests.native_engines import SETTINGS
+from tests.support.app_thread import AppThread
+from tests.support.chat_families import PING, TEMPLATES
+from tests.support.native_engines import SETTINGS
 
 TAGS = {
     "<think>": "</think>",

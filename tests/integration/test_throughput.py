@@ -19,8 +19,8 @@ from cppbatch.engine.observe.metrics import PHASES
 from cppbatch.engine.runtime import load_model
 from cppbatch.errors import ConfigError
 from cppbatch.llama import Batch, Model
-from tests.fake_nvml import install
-from tests.fakes import N_VOCAB, FakeContext, context_of, fake_engine, greedy
+from tests.support.fake_nvml import install
+from tests.support.fakes import N_VOCAB, FakeContext, context_of, fake_engine, greedy
 
 SMALL = ["--prompt-tokens", "6", "--new-tokens", "4", "--repeats", "1", "-t", "1"]
 

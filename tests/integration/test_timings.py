@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.scripted_chat import ChatServer
+from tests.support.scripted_chat import ChatServer
 
 Json = dict[str, Any]
 

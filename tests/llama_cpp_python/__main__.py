@@ -14,7 +14,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from tests.llama_cpp_source import binding_tests
+from tests.support.llama_cpp_source import binding_tests
 
 _ROOT = Path(__file__).parents[2]
 EXCEPTIONS = {

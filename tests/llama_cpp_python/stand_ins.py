@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from tests import tiny_models
+from tests.support import tiny_models
 
 _FOLDER = Path(tempfile.mkdtemp(prefix="llama-cpp-python-ring-"))
 

@@ -9,7 +9,7 @@ import gguf
 
 from cppbatch.models.synthetic import GgufVocab, LlamaShape, write_llama, write_lora
 from tests.llama_server.story_vocab import story_vocab
-from tests.tiny_models import encoder_only, reranker
+from tests.support.tiny_models import encoder_only, reranker
 
 _SILENT = (gguf.TokenType.UNKNOWN, gguf.TokenType.CONTROL, gguf.TokenType.BYTE)
 """What no model here generates: so its text has the length asked for, and is valid UTF-8."""

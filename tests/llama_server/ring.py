@@ -10,9 +10,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.llama_cpp_source import server_tests
 from tests.llama_server import adapter
 from tests.llama_server.made_models import make_models
+from tests.support.llama_cpp_source import server_tests
 
 ROOT = Path(__file__).parents[2]
 

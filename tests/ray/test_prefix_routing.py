@@ -12,7 +12,7 @@ import pytest
 
 pytest.importorskip("ray")
 
-from tests import tiny_models
+from tests.support import tiny_models
 
 ROOT = Path(__file__).parents[2]
 

@@ -24,7 +24,7 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.server_process import ServerProcess
+from tests.support.server_process import ServerProcess
 
 ROOT = Path(__file__).parents[2]
 SETTINGS = ("-c", "2048", "-np", "4", "-t", "1", "--spec", "off", "--no-profile")

@@ -17,7 +17,7 @@ import aiohttp
 import psutil
 import pytest
 
-from tests.server_process import ServerProcess
+from tests.support.server_process import ServerProcess
 
 MIB = 1 << 20
 NORMAL: dict[str, Any] = {"prompt": "Hello", "max_tokens": 8, "temperature": 0}

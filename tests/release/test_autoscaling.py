@@ -22,8 +22,8 @@ from cppbatch.cluster.deployment import Deployment
 from cppbatch.cluster.engines.autoscaled import AutoscaledGroup
 from cppbatch.sizing import sizes
 from cppbatch.sizing.sizes import memory_shortage
-from tests import tiny_models
-from tests.server_process import ServerProcess
+from tests.support import tiny_models
+from tests.support.server_process import ServerProcess
 
 SOON = 60.0
 

@@ -10,7 +10,7 @@ import pytest
 
 from cppbatch import BatchInferenceEngine
 from cppbatch.engine.request import BACKGROUND
-from tests.fakes import greedy
+from tests.support.fakes import greedy
 
 
 @pytest.mark.soak

@@ -17,9 +17,9 @@ import psutil
 import pytest
 
 from cppbatch.jobs.journal import Ledger
-from tests.batch_files import is_same_text
-from tests.job_results import ids_of, lines_of
-from tests.server_process import COMMAND
+from tests.support.batch_files import is_same_text
+from tests.support.job_results import ids_of, lines_of
+from tests.support.server_process import COMMAND
 
 FAST = ("-np", "8", "-c", "2048", "-t", "1", "--no-memory-check")
 FLOATS = ("-ctk", "f32", "-ctv", "f32", "-fa", "off")

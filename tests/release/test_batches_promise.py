@@ -11,8 +11,8 @@ from pathlib import Path
 import openai
 import pytest
 
-from tests.batch_files import Json, client_of, counts, is_same_text, line, make_batch, results, wait_for
-from tests.server_process import ServerProcess
+from tests.support.batch_files import Json, client_of, counts, is_same_text, line, make_batch, results, wait_for
+from tests.support.server_process import ServerProcess
 
 FLOATS = ["-ctk", "f32", "-ctv", "f32", "-fa", "off"]  # with F32 weights: greedy texts are the same in any batch
 LONGEST_S = 1.2  # that a server lives, once it is ready

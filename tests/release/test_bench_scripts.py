@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.fake_peers import write_aiperf, write_llama_server, write_program
+from tests.support.fake_peers import write_aiperf, write_llama_server, write_program
 
 ROOT = Path(__file__).parents[2]
 

@@ -16,8 +16,8 @@ from cppbatch.bench.prompts import Lengths
 from cppbatch.cli.main import cli
 from cppbatch.llama import Model
 from cppbatch.server.app import create_app
-from tests.app_thread import AppThread
-from tests.fake_openai import FakeOpenAI, on_a_thread
+from tests.support.app_thread import AppThread
+from tests.support.fake_openai import FakeOpenAI, on_a_thread
 
 
 def bench(*arguments: str) -> subprocess.Popen[str]:

@@ -13,8 +13,8 @@ from cppbatch import BatchInferenceEngine, FinishReason, SamplingParams
 from cppbatch.chat.chat_format import ChatFormat, ChatTurn
 from cppbatch.chat.template import ChatTemplate
 from cppbatch.chat.tools import ToolChoice
-from tests.chat_families import message, tool
-from tests.schemas import array, fault, record, text, whole
+from tests.support.chat_families import message, tool
+from tests.support.schemas import array, fault, record, text, whole
 
 KINDS = [
     tool("set_colour", {"colour": {"enum": ["red", "green", "blue"]}, "brightness": whole(0, 100)}, "brightness"),

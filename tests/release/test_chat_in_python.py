@@ -12,7 +12,7 @@ import pytest
 
 from cppbatch import BatchInferenceEngine, InvalidRequest, LocalEngine, SamplingParams
 from cppbatch.engine.chats import ChatCompletion
-from tests.scripted_chat import ChatServer
+from tests.support.scripted_chat import ChatServer
 
 SETTINGS: dict[str, Any] = {"n_ctx": 2048, "n_parallel": 4, "n_threads": 1, "spec": "off"}
 WEATHER = {

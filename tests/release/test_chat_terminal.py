@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.server_process import ServerProcess
+from tests.support.server_process import ServerProcess
 
 if sys.platform == "win32":
     pytest.skip("Windows has no PTYs", allow_module_level=True)

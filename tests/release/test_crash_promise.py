@@ -15,7 +15,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from tests.server_process import ServerProcess
+from tests.support.server_process import ServerProcess
 
 N = 16
 OPENINGS = ["Story", "A list of", "Dear", "The theorem"]

@@ -9,8 +9,8 @@ import openai
 import pytest
 
 from cppbatch.jobs.batches.store import BatchStore
-from tests.batch_files import client_of, start_server
-from tests.server_process import ServerProcess
+from tests.support.batch_files import client_of, start_server
+from tests.support.server_process import ServerProcess
 
 
 def test_a_named_folder_that_cannot_be_used_ends_the_server(tiny_llama: Path, tmp_path: Path) -> None:

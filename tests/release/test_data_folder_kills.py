@@ -16,9 +16,9 @@ import openai
 import pytest
 from openai import OpenAI
 
-from tests import tiny_models
-from tests.batch_files import client_of, line, make_batch, results
-from tests.server_process import ServerProcess
+from tests.support import tiny_models
+from tests.support.batch_files import client_of, line, make_batch, results
+from tests.support.server_process import ServerProcess
 
 LONGEST_S = 1.5  # that a server lives, once it is ready
 N_LINES = 40

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from cppbatch.llama.library import PINNED_VERSION
-from tests import tiny_models
-from tests.server_process import ServerProcess
+from tests.support import tiny_models
+from tests.support.server_process import ServerProcess
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()

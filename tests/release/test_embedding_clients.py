@@ -18,7 +18,7 @@ from cppbatch.cluster.engines.process import EngineProcess
 from cppbatch.engine.embeddings import vector_of
 from cppbatch.engine.request import Pair, Prompt
 from cppbatch.errors import InvalidRequest
-from tests.failing_runtimes import POISON
+from tests.support.failing_runtimes import POISON
 
 SETTINGS: dict[str, Any] = {
     "n_ctx": 1024, "n_batch": 1024, "n_parallel": 16, "n_threads": 1, "flash_attn": "off", "cache_type_k": "f32",
@@ -145,7 +145,7 @@ async def test_a_worker_that_is_killed_loses_no_request(tiny_llama: Path, expect
 
 @pytest.mark.usefixtures("no_pause")
 async def test_a_text_that_kills_workers_fails_alone(tiny_llama: Path, expected: list[bytes]) -> None:
-    async with EngineProcess(tiny_llama, runtime="tests.failing_runtimes:aborts", **SETTINGS) as engine:
+    async with EngineProcess(tiny_llama, runtime="tests.support.failing_runtimes:aborts", **SETTINGS) as engine:
         requests = [wanted(i, text) for i, text in enumerate(TEXTS[:30])]
         *others, poisonous = await together(engine, [*requests, wanted("bad", [5, POISON, 7], priority=-5)])
         assert same(others, expected[:30])

@@ -33,8 +33,8 @@ from cppbatch.config import EngineConfig
 from cppbatch.engine.request import ResumeState
 from cppbatch.errors import EngineClosed, GenerationFailed, InvalidRequest, LibraryError, ModelError, QueueFull
 from cppbatch.server.app import create_app
-from tests import tiny_models
-from tests.failing_runtimes import POISON
+from tests.support import tiny_models
+from tests.support.failing_runtimes import POISON
 
 SETTINGS: dict[str, Any] = {
     "n_ctx": 2048, "n_parallel": 16, "n_threads": 1, "flash_attn": "off", "cache_type_k": "f32", "cache_type_v": "f32",
@@ -59,7 +59,7 @@ def nothing_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iter
 
 @contextlib.asynccontextmanager
 async def opened(model: Path, runtime: str | None = None, **settings: Any) -> AsyncIterator[EngineProcess]:
-    runtime = runtime and f"tests.failing_runtimes:{runtime}"
+    runtime = runtime and f"tests.support.failing_runtimes:{runtime}"
     async with EngineProcess(model, runtime=runtime, **SETTINGS | settings) as engine:
         yield engine
 

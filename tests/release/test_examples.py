@@ -17,8 +17,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests import tiny_projectors
-from tests.media_samples import BLUE, RED
+from tests.support import tiny_projectors
+from tests.support.media_samples import BLUE, RED
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))

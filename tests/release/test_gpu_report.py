@@ -11,7 +11,7 @@ import pytest
 
 from cppbatch.sizing.child_process import ChildProcess, free_port, run_with_timeout
 from cppbatch.sizing.machine import this_machine
-from tests.fake_peers import write_llama_server, write_program
+from tests.support.fake_peers import write_llama_server, write_program
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "gpu_report.py"
 

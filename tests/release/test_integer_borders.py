@@ -27,7 +27,7 @@ from cppbatch.server.http.limits import Limits
 from cppbatch.server.models.served import OneModel
 from cppbatch.server.openapi import document
 from cppbatch.server.settings import ServerSettings
-from tests.sane_figures import assert_sane
+from tests.support.sane_figures import assert_sane
 
 Json = dict[str, Any]
 Place = tuple[str | int, ...]

@@ -13,7 +13,7 @@ from cppbatch.models.find import models_folder
 from cppbatch.models.kernels import has_gpu, kernel_times
 from cppbatch.models.pull import DEFAULT
 from cppbatch.models.requantize import EXACT, target_type
-from tests.server_process import COMMAND
+from tests.support.server_process import COMMAND
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from cppbatch import BatchInferenceEngine, FinishReason, GenerationRequest, Loca
 from cppbatch.cluster.engines import supervisor
 from cppbatch.cluster.engines.client import EngineClient
 from cppbatch.cluster.engines.process import EngineProcess
-from tests.native_engines import SETTINGS
+from tests.support.native_engines import SETTINGS
 
 PARAMS = SamplingParams(temperature=0, max_tokens=120, ignore_eos=True)
 SHORT = {f"short {i}": f"{i} and then " * (i + 1) for i in range(3)}
@@ -89,7 +89,7 @@ async def test_a_worker_that_dies_around_a_switch_costs_no_token(
         "in": lambda clients: time.monotonic() - clients.last_event_at > 0.3,
         "after": lambda clients: clients.n_events["long"] >= 10,
     }
-    async with EngineProcess(tiny_llama, runtime="tests.failing_runtimes:slow_to_switch", **SETTINGS) as engine:
+    async with EngineProcess(tiny_llama, runtime="tests.support.failing_runtimes:slow_to_switch", **SETTINGS) as engine:
         clients = Clients(engine)
         answers = asyncio.create_task(clients.texts())
         await clients.submitted_long.wait()

@@ -22,8 +22,8 @@ from cppbatch.errors import ConfigError
 from cppbatch.server.admission import IN_FLIGHT
 from cppbatch.server.app import create_app
 from cppbatch.server.settings import ServerSettings
-from tests.listening import HeldEngine, until
-from tests.server_process import ServerProcess
+from tests.support.listening import HeldEngine, until
+from tests.support.server_process import ServerProcess
 
 Http = TestClient[Any, Any]
 HELLO = {"prompt": "Hello", "max_tokens": 2}

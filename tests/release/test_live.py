@@ -13,7 +13,7 @@ import aiohttp
 import msgspec
 
 from cppbatch.server.observe.live import LiveSnapshot, LiveWorker
-from tests.server_process import ServerProcess
+from tests.support.server_process import ServerProcess
 from tests.unit.test_live_types import check_cells
 
 N = 16

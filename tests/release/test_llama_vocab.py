@@ -11,7 +11,7 @@ from hypothesis import given, settings
 
 from cppbatch.llama import Model
 from cppbatch.llama.vocab import Vocab
-from tests.tokenization import SPECIAL_TEXTS, assert_parts_give_the_whole
+from tests.support.tokenization import SPECIAL_TEXTS, assert_parts_give_the_whole
 
 
 @pytest.fixture(scope="module")

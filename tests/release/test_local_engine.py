@@ -22,7 +22,7 @@ from cppbatch.config import EngineConfig
 from cppbatch.engine.core import EngineCore
 from cppbatch.engine.request import RequestUsage
 from cppbatch.errors import EngineClosed, InvalidRequest, ModelError, QueueFull
-from tests import tiny_models
+from tests.support import tiny_models
 
 T = TypeVar("T")
 

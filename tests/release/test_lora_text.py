@@ -14,7 +14,7 @@ from cppbatch import GenerationRequest, InvalidRequest, SamplingParams
 from cppbatch.cluster.engines import supervisor
 from cppbatch.cluster.engines.process import EngineProcess
 from cppbatch.models.synthetic import LlamaShape, write_lora
-from tests.lora_texts import (
+from tests.support.lora_texts import (
     FLOATS,
     GREEDY,
     OF,

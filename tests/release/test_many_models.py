@@ -19,8 +19,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from cppbatch.config import EngineConfig
 from cppbatch.sizing.sizes import first_beside
-from tests import tiny_models
-from tests.server_process import ServerProcess
+from tests.support import tiny_models
+from tests.support.server_process import ServerProcess
 
 Json = dict[str, Any]
 

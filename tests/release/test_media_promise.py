@@ -22,10 +22,10 @@ from cppbatch import (
     SamplingParams,
 )
 from cppbatch.cluster.engines import supervisor
-from tests import tiny_projectors
-from tests.fakes import greedy
-from tests.listening import until
-from tests.media_files import encoded, image
+from tests.support import tiny_projectors
+from tests.support.fakes import greedy
+from tests.support.listening import until
+from tests.support.media_files import encoded, image
 
 SETTINGS: dict[str, Any] = {
     "n_ctx": 2048, "n_parallel": 8, "n_threads": 1, "flash_attn": "off", "cache_type_k": "f32", "cache_type_v": "f32",
@@ -89,7 +89,7 @@ async def test_a_worker_that_is_killed_goes_on_with_pictures_and_texts(tiny_llam
 
 
 async def test_a_picture_that_crashes_the_encoder_fails_alone(tiny_llama: Path, projector: str) -> None:
-    runtime = "tests.failing_runtimes:dies_of_black_pictures"
+    runtime = "tests.support.failing_runtimes:dies_of_black_pictures"
     black = Media("image", encoded(Image.new("RGB", (8, 8))))
     async with EngineProcess(tiny_llama, runtime=runtime, mmproj=projector, **SETTINGS) as engine:
         *others, poisonous = await together(engine, [*seven(), request("bad", "See ", black, " there")])
@@ -102,7 +102,7 @@ async def test_texts_do_not_wait_for_an_encoder_and_a_waiting_picture_is_cancell
     tiny_llama: Path, projector: str
 ) -> None:
     """Each of 40 pictures takes 50 ms here."""
-    runtime = "tests.failing_runtimes:dies_of_black_pictures"
+    runtime = "tests.support.failing_runtimes:dies_of_black_pictures"
     async with EngineProcess(tiny_llama, runtime=runtime, mmproj=projector, **SETTINGS) as engine:
         many = [request(f"p{i}", image(100 + i), "x", max_tokens=1) for i in range(40)]
         pictures = [asyncio.ensure_future(run(engine, its)) for its in many]

@@ -10,7 +10,7 @@ from click.testing import CliRunner
 from cppbatch.cli.main import cli
 from cppbatch.errors import ConfigError
 from cppbatch.sizing import sizes as memory_check
-from tests.server_process import ServerProcess
+from tests.support.server_process import ServerProcess
 
 
 def test_generate_is_refused_and_can_insist(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,8 +13,8 @@ from anthropic.types import Message, ToolUseBlock
 
 from cppbatch.server.settings import ServerSettings
 from tests.integration.test_messages import ALIAS, GREEDY, ask, client_of, streamed, text_of
-from tests.narrow import expect
-from tests.scripted_chat import ChatServer
+from tests.support.narrow import expect
+from tests.support.scripted_chat import ChatServer
 
 Json = dict[str, Any]
 

@@ -11,7 +11,7 @@ import numpy as np
 import openai
 import pytest
 
-from tests.server_process import ServerProcess
+from tests.support.server_process import ServerProcess
 
 MODEL = "SmolLM2-135M-Instruct"  # whatever its types of weights are on this machine
 HELLO: Any = [{"role": "user", "content": "Name the capital of France."}]

@@ -13,8 +13,8 @@ import pytest
 from openai.types.responses import Response, ResponseFunctionToolCall
 
 from tests.integration.test_responses import HELLO, OURS, ask, client_of, streamed
-from tests.narrow import expect
-from tests.scripted_chat import ChatServer, strictly
+from tests.support.narrow import expect
+from tests.support.scripted_chat import ChatServer, strictly
 
 Json = dict[str, Any]
 

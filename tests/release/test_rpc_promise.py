@@ -12,7 +12,7 @@ import pytest
 from cppbatch import BatchInferenceEngine, SamplingParams
 from cppbatch.cluster.engines.process import EngineProcess
 from cppbatch.engine.request import GenerationRequest
-from tests.rpc_workers import RpcWorker
+from tests.support.rpc_workers import RpcWorker
 
 N, N_TOKENS = 16, 32
 PROMPTS = [f"Part {i} of the story of the lighthouse:" for i in range(N)]

@@ -18,7 +18,7 @@ import openai
 import pytest
 
 from cppbatch.sizing.child_process import free_port
-from tests.server_process import ServerProcess
+from tests.support.server_process import ServerProcess
 
 IGNORE_EOS = {"ignore_eos": True}
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import psutil
 
-from tests.batch_files import client_of, counts, line, make_batch, results, wait_until
-from tests.server_process import ServerProcess
+from tests.support.batch_files import client_of, counts, line, make_batch, results, wait_until
+from tests.support.server_process import ServerProcess
 
 PROMPT: dict[str, Any] = {"prompt": "The sea is", "max_tokens": 8, "temperature": 0}
 

@@ -9,7 +9,7 @@ import pytest
 
 from cppbatch import BatchInferenceEngine, Completion, SamplingParams
 from cppbatch.config import KvLayout, Speculation
-from tests.fakes import know
+from tests.support.fakes import know
 
 STORY = (
     "The mill stood by the river, and the river turned its wheel. The miller had a son called Anton, "

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from cppbatch import BatchInferenceEngine, Completion, FinishReason, SamplingParams
-from tests.schemas import SCHEMAS, Schema, fault
+from tests.support.schemas import SCHEMAS, Schema, fault
 
 Requests = list[tuple[str, SamplingParams]]
 

@@ -12,7 +12,7 @@ from cppbatch.chat.output_parser import AssistantMessage
 from cppbatch.chat.template import ChatTemplate
 from cppbatch.chat.tools import ToolChoice
 from cppbatch.errors import InvalidRequest
-from tests.chat_families import message, tool
+from tests.support.chat_families import message, tool
 
 Json = dict[str, Any]
 

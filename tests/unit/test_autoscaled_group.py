@@ -23,7 +23,7 @@ from cppbatch.cluster.engines.client import ScalingState
 from cppbatch.cluster.rules import ScalingRule
 from cppbatch.config import available_threads
 from cppbatch.errors import ConfigError
-from tests.fake_workers import FakeWorker, fake_workers, text_of
+from tests.support.fake_workers import FakeWorker, fake_workers, text_of
 
 __all__ = ["fake_workers"]
 

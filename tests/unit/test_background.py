@@ -13,8 +13,8 @@ from cppbatch.engine.lora_sets import AdapterSet
 from cppbatch.engine.request import BACKGROUND
 from cppbatch.engine.scheduler import StepPlan
 from cppbatch.engine.sequence import Seq, SeqStatus
-from tests.fakes import context_of, drain, fake_engine, greedy, reference, tokens_of
-from tests.lora_policies import NONE, SCHEDULES, Policy, X, Y
+from tests.support.fakes import context_of, drain, fake_engine, greedy, reference, tokens_of
+from tests.support.lora_policies import NONE, SCHEDULES, Policy, X, Y
 
 
 def background(policy: Policy, n: int, n_prompt: int = 1) -> list[Seq]:

@@ -9,7 +9,7 @@ import pytest
 from cppbatch.models import kernel_advice
 from cppbatch.models.kernel_advice import gain_notes, gains_from
 from cppbatch.models.kernels import KernelTimes
-from tests import tiny_models
+from tests.support import tiny_models
 
 TIMES = {
     "F32": KernelTimes({1: 0.04, 4: 0.16, 16: 0.6, 256: 4.0}),

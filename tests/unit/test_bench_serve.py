@@ -15,7 +15,7 @@ from cppbatch.bench.load.workload import LoadRequest, LoadSettings, Workload
 from cppbatch.bench.prompts import Lengths
 from cppbatch.cli.main import cli
 from cppbatch.errors import ConfigError, UnusableServer
-from tests.fake_openai import FakeOpenAI, on_a_thread
+from tests.support.fake_openai import FakeOpenAI, on_a_thread
 
 FIXED = Workload(kind="fixed", n_requests=6, prompt_tokens=Lengths(8, 8), output_tokens=Lengths(4, 4))
 

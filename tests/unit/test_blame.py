@@ -9,7 +9,7 @@ import pytest
 
 from cppbatch import FinishReason, GenerationRequest, SamplingParams
 from cppbatch.engine.sampling.sampler import field_at_fault
-from tests.fakes import N_VOCAB, context_of, drain, fake_engine, spell
+from tests.support.fakes import N_VOCAB, context_of, drain, fake_engine, spell
 
 EVERYTHING = tuple(range(N_VOCAB))
 

@@ -16,8 +16,8 @@ from cppbatch.chat.chat_format import ChatFormat, ChatTurn, PreparedChat
 from cppbatch.chat.template import ChatTemplate
 from cppbatch.chat.tools import ToolChoice
 from cppbatch.errors import InvalidRequest
-from tests.chat_families import PING, QUESTION, TEMPLATES, TOOLS, WEATHER, chat_format, message, turn
-from tests.schemas import SCHEMAS, Schema, array, fault, number, record, text, whole
+from tests.support.chat_families import PING, QUESTION, TEMPLATES, TOOLS, WEATHER, chat_format, message, turn
+from tests.support.schemas import SCHEMAS, Schema, array, fault, number, record, text, whole
 
 OPTIONAL_TEXT: Schema = {"anyOf": [{"type": "string"}, {"type": "null"}], "description": "Perhaps."}
 

@@ -12,8 +12,8 @@ from cppbatch.chat.messages import ChatMessage, conversation_of
 from cppbatch.chat.output_parser import TextDelta, ToolCall
 from cppbatch.errors import ConfigError, LlamaError
 from cppbatch.typed_json import convert
-from tests.fakes import context_of, fake_engine, greedy
-from tests.scripted_chat import SCRIPT, ScriptedFormat
+from tests.support.fakes import context_of, fake_engine, greedy
+from tests.support.scripted_chat import SCRIPT, ScriptedFormat
 
 SHORT = greedy(8, ignore_eos=True)
 HELLO = [{"role": "user", "content": "hello"}]

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from cppbatch.errors import InvalidRequest
-from tests.conversations import CALL, CONVERSATIONS, FOUR, SUM, TOOLS, part, template_of
+from tests.support.conversations import CALL, CONVERSATIONS, FOUR, SUM, TOOLS, part, template_of
 
 # --- what is adapted --------------------------------------------------------------------------------------------------
 

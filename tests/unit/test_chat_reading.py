@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cppbatch.chat.output_parser import ArgumentsDelta, ReasoningDelta, TextDelta, ToolCallStart
-from tests.chat_families import QUESTION, TEMPLATES, WEATHER, calls_of, chat_format, message, pieces, turn
+from tests.support.chat_families import QUESTION, TEMPLATES, WEATHER, calls_of, chat_format, message, pieces, turn
 
 PARIS = ("get_weather", {"city": "Paris"})
 ROME = ("get_weather", {"city": 'R"o}m\ne', "days": 3})

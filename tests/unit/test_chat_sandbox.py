@@ -17,7 +17,7 @@ from cppbatch.chat.template import find_template
 from cppbatch.cli.server_options import server_options
 from cppbatch.errors import ConfigError, InvalidRequest
 from cppbatch.server.settings import ServerSettings
-from tests.conversations import SUM, template_of
+from tests.support.conversations import SUM, template_of
 
 # --- the sandbox ------------------------------------------------------------------------------------------------------
 

@@ -16,7 +16,7 @@ from cppbatch.engine.media.sources import local_media
 from cppbatch.engine.request import Media
 from cppbatch.errors import ConfigError, CppBatchError
 from cppbatch.typed_json import convert
-from tests.media_samples import RED, TONE
+from tests.support.media_samples import RED, TONE
 
 Json = dict[str, Any]
 Script = Sequence[AnswerPart | BaseException]

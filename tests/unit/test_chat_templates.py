@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from cppbatch.chat.template import builtin_names, find_template
-from tests.conversations import (
+from tests.support.conversations import (
     template_of,
 )  # fmt: skip
 

@@ -10,7 +10,7 @@ import pytest
 from cppbatch import BatchInferenceEngine
 from cppbatch.engine.kv import pool
 from cppbatch.engine.kv.checkpoints import CheckpointPlaces
-from tests.fakes import context_of, drain, fake_engine, greedy, reference, tokens_of
+from tests.support.fakes import context_of, drain, fake_engine, greedy, reference, tokens_of
 
 MARKER = 8  # a marker of the fake vocabulary
 MEMORIES: dict[str, dict[str, Any]] = {

@@ -15,7 +15,7 @@ from cppbatch.engine.kv import pool, prefix_cache
 from cppbatch.engine.kv.layout_policy import LayoutSwitch
 from cppbatch.engine.request import GenerationRequest, ResumeState
 from cppbatch.errors import DecodeFailed, InvalidRequest
-from tests.fakes import (
+from tests.support.fakes import (
     EOG,
     LIKELIEST_FIRST,
     FakeProposer,

@@ -12,7 +12,7 @@ from llguidance import LLMatcher, LLTokenizer, grammar_from
 from cppbatch.chat.lark_grammar import UnsupportedGrammar, escaped_lark
 from cppbatch.chat.output_parser import ArgumentsDelta, AssistantMessage, ToolCallStart
 from cppbatch.errors import InvalidRequest
-from tests.chat_families import PING, TEMPLATES, pieces, turn
+from tests.support.chat_families import PING, TEMPLATES, pieces, turn
 from tests.unit.test_chat_grammar import random_text
 
 Json = dict[str, Any]

@@ -22,7 +22,7 @@ from cppbatch.jobs.batches.data_folder import DataFolder, open_data_folder
 from cppbatch.jobs.batches.manager import BatchManager
 from cppbatch.jobs.batches.store import Batch, BatchRecord, BatchStore, File
 from cppbatch.jobs.journal import Journal, Ledger
-from tests.job_results import item, result
+from tests.support.job_results import item, result
 from tests.unit.test_stored_formats import JOBS
 
 URL = "/v1/completions"

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cppbatch.engine.vocabulary import Detokenizer
-from tests.fakes import cut_before_stop
+from tests.support.fakes import cut_before_stop
 
 MANY = settings(deadline=None, derandomize=True, database=None, max_examples=500)
 LETTERS = "ab\n é日🙂"

@@ -8,7 +8,7 @@ import pytest
 
 from cppbatch import SamplingParams
 from cppbatch.engine.sampling.sampling_plan import make_sampling_plan
-from tests.fakes import FakeVocab
+from tests.support.fakes import FakeVocab
 
 FROM_CANDIDATES: list[dict[str, Any]] = [
     {"temperature": 0},

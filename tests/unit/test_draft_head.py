@@ -17,8 +17,18 @@ from cppbatch.engine.speculation import speculator
 from cppbatch.engine.speculation.draft_cells import DraftCells
 from cppbatch.engine.speculation.row_proposers import HiddenRows, RowProposer, most_rows
 from cppbatch.errors import DecodeFailed, LlamaError
-from tests.fake_heads import CONTEXTS, FakeCells, check_head, fake_head
-from tests.fakes import FakeProposer, context_of, drain, fake_engine, greedy, know, reference, run_steps, tokens_of
+from tests.support.fake_heads import CONTEXTS, FakeCells, check_head, fake_head
+from tests.support.fakes import (
+    FakeProposer,
+    context_of,
+    drain,
+    fake_engine,
+    greedy,
+    know,
+    reference,
+    run_steps,
+    tokens_of,
+)
 
 STEM = [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12]
 

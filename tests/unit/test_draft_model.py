@@ -16,7 +16,7 @@ from cppbatch.engine.speculation.draft_model import DraftModel, DraftModelPropos
 from cppbatch.engine.speculation.proposer import Draft
 from cppbatch.errors import DecodeFailed
 from cppbatch.llama import Batch
-from tests.fakes import EOG, LIKELIEST_FIRST, N_VOCAB, FakeContext, mood
+from tests.support.fakes import EOG, LIKELIEST_FIRST, N_VOCAB, FakeContext, mood
 
 PROMPT = list(range(1, 7))
 

@@ -11,7 +11,7 @@ import pytest
 from cppbatch import BatchInferenceEngine, Completion, SamplingParams
 from cppbatch.engine.speculation.proposer import GrammarProposer
 from cppbatch.errors import DecodeFailed
-from tests.fakes import PIECES, FakeProposer, FakeVocab, context_of, drain, fake_engine, greedy, know
+from tests.support.fakes import PIECES, FakeProposer, FakeVocab, context_of, drain, fake_engine, greedy, know
 
 SAMPLERS: list[dict[str, Any]] = [
     {"temperature": 0.0},

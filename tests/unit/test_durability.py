@@ -23,7 +23,7 @@ from cppbatch.jobs.batches.data_folder import DataFolder, open_data_folder
 from cppbatch.jobs.batches.store import BatchStore, File
 from cppbatch.jobs.durable_files import kept_lines
 from cppbatch.jobs.journal import Journal, Ledger
-from tests.job_results import ids_of, item, opened, result
+from tests.support.job_results import ids_of, item, opened, result
 
 FILE = File(id="file-a", bytes=3, created_at=1, filename="a", purpose="batch")
 

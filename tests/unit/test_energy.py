@@ -9,7 +9,7 @@ import pytest
 
 from cppbatch.bench.resource_usage import EnergySettings, energy_meter, tokens_per_kwh
 from cppbatch.errors import ConfigError
-from tests.fake_nvml import FakeNvml, install
+from tests.support.fake_nvml import FakeNvml, install
 
 
 @pytest.fixture

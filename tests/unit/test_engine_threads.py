@@ -10,7 +10,7 @@ import pytest
 
 from cppbatch import GenerationEvent, SamplingParams
 from cppbatch.cluster.worker.threads import StepLoop
-from tests.fakes import context_of, fake_engine, reference, tokens_of
+from tests.support.fakes import context_of, fake_engine, reference, tokens_of
 
 PARAMS = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 

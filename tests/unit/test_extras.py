@@ -15,8 +15,8 @@ from cppbatch.engine.media import files
 from cppbatch.engine.request import Modality
 from cppbatch.errors import ConfigError
 from cppbatch.extras import _PACKAGES, require
-from tests.fake_encoder import fake_media
-from tests.media_files import picture, tone, wav
+from tests.support.fake_encoder import fake_media
+from tests.support.media_files import picture, tone, wav
 
 ROOT = Path(__file__).parents[2]
 PROJECT = msgspec.toml.decode((ROOT / "pyproject.toml").read_text())["project"]

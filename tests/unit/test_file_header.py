@@ -14,7 +14,7 @@ from gguf.constants import GGML_QUANT_SIZES
 from cppbatch.errors import ModelError
 from cppbatch.models.file_header import WEIGHT_TYPES, TensorInfo, read_header
 from cppbatch.models.synthetic import LlamaShape, write_llama
-from tests import tiny_models
+from tests.support import tiny_models
 
 MODELS = {
     "llama": tiny_models.llama,

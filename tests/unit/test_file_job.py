@@ -11,7 +11,7 @@ from cppbatch.errors import ConfigError, StorageError
 from cppbatch.jobs.file_job import FileJob, as_begun, begun_with, open_job
 from cppbatch.jobs.input.format import detect_input_format
 from cppbatch.jobs.journal import Journal
-from tests.job_results import item, result
+from tests.support.job_results import item, result
 
 
 def a_job(folder: Path, **others: Path) -> FileJob:

@@ -16,7 +16,7 @@ from cppbatch import (
     InvalidRequest,
     SamplingParams,
 )
-from tests.fakes import EOG, context_of, drain, fake_engine, greedy, reference, run_steps, spell
+from tests.support.fakes import EOG, context_of, drain, fake_engine, greedy, reference, run_steps, spell
 
 PROMPT = "what will they say"
 

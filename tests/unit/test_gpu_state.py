@@ -15,7 +15,7 @@ from cppbatch.engine.observe.metrics import EngineStats
 from cppbatch.errors import EngineClosed
 from cppbatch.gpu_state import Gpus, GpuSampler, GpuState
 from cppbatch.server.app import create_app
-from tests.fake_nvml import FakeNvml, install
+from tests.support.fake_nvml import FakeNvml, install
 
 WHOLE = GpuState(
     index=0,

@@ -20,8 +20,8 @@ from cppbatch.models import pull
 from cppbatch.models.find import models_in, named_model
 from cppbatch.models.hub import HubModel, choose_file, choose_projector, hub_model, pull_model
 from cppbatch.models.pull import choose_model
-from tests import tiny_models
-from tests.fake_hub import FakeHub
+from tests.support import tiny_models
+from tests.support.fake_hub import FakeHub
 
 FILES = ["README.md", "mmproj-F16.gguf", "Tiny-Q8_0.gguf", "Tiny-Q4_K_M.gguf", "Tiny-Q4_0.gguf", "Tiny-UD-Q4_K_XL.gguf"]
 PARTS = [f"Q6_K/Big-Q6_K-0000{i}-of-00003.gguf" for i in (1, 2, 3)]

@@ -10,7 +10,7 @@ import pytest
 
 from cppbatch import BatchInferenceEngine
 from cppbatch.engine.ideal import LOST, BareCosts, RequestSize, StepWork, TimeSplit, ideal_seconds
-from tests.fakes import context_of, drain, fake_engine, greedy
+from tests.support.fakes import context_of, drain, fake_engine, greedy
 
 AFFINE = BareCosts.of([(n, 0.008 + 0.001 * n) for n in (1, 4, 8, 16)], [(16, 0.002), (256, 0.001), (512, 0.0011)])
 TILED = BareCosts.of(

@@ -17,7 +17,7 @@ from cppbatch.errors import StorageError
 from cppbatch.jobs.durable_files import DurableFile
 from cppbatch.jobs.job_request import JobRequest, JobResponse, RejectedLine
 from cppbatch.jobs.journal import Journal, Ledger, rejection_line, response_line
-from tests.job_results import ids_of, item, lines_of, opened, result
+from tests.support.job_results import ids_of, item, lines_of, opened, result
 
 # --- going on -------------------------------------------------------------------------------------------------------
 

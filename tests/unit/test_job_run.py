@@ -13,7 +13,7 @@ from cppbatch.errors import EngineClosed, StorageError
 from cppbatch.jobs.job_request import JobRequest, JobResponse
 from cppbatch.jobs.job_runner import JobRunner, reject_unanswered
 from cppbatch.jobs.journal import Journal
-from tests.job_results import ids_of, item, lines_of, opened
+from tests.support.job_results import ids_of, item, lines_of, opened
 
 GOOD = JobResponse(status=200, body={})
 

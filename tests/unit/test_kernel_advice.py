@@ -14,7 +14,7 @@ from cppbatch.models.kernel_advice import batch_advice, kernel_report
 from cppbatch.models.kernels import KernelTimes
 from cppbatch.models.requantize import Matrix
 from cppbatch.models.synthetic import LlamaShape
-from tests import tiny_models
+from tests.support import tiny_models
 
 PATH = Path("models/some model.gguf")
 TIMES = {  # as on an EPYC with AVX-512, without AMX

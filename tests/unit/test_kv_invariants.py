@@ -7,8 +7,8 @@ import logging
 import pytest
 
 from cppbatch.config import Sharing
-from tests.fakes import context_of, drain, fake_engine, greedy, reference, run_steps, tokens_of
-from tests.interrupts import assert_survives_ctrl_c
+from tests.support.fakes import context_of, drain, fake_engine, greedy, reference, run_steps, tokens_of
+from tests.support.interrupts import assert_survives_ctrl_c
 
 KINDS = pytest.mark.parametrize(
     ("unified", "sharing"), [(True, "cells"), (False, "copy"), (True, "whole"), (True, "checkpoints")]

@@ -12,8 +12,8 @@ from cppbatch.config import KvLayout
 from cppbatch.engine.kv import pool
 from cppbatch.engine.kv.layout_policy import LayoutSwitch
 from cppbatch.errors import InvalidRequest, LlamaError
-from tests.fakes import context_of, drain, fake_engine, greedy, reference, run_steps, tokens_of
-from tests.interrupts import assert_survives_ctrl_c
+from tests.support.fakes import context_of, drain, fake_engine, greedy, reference, run_steps, tokens_of
+from tests.support.interrupts import assert_survives_ctrl_c
 
 N_CTX, N_PARALLEL = 120, 3
 STREAM = N_CTX // N_PARALLEL

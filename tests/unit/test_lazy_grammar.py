@@ -17,8 +17,8 @@ from cppbatch.chat.chat_format import PreparedChat
 from cppbatch.chat.lark_grammar import MAX_TOOL_CALLS, LazyGrammar
 from cppbatch.engine.params import SamplingParams
 from cppbatch.engine.sampling.structured_output import Constraint, GrammarCompiler, GrammarMasks
-from tests.chat_families import PING, TEMPLATES, message, turn
-from tests.schemas import fault
+from tests.support.chat_families import PING, TEMPLATES, message, turn
+from tests.support.schemas import fault
 from tests.unit.test_chat_grammar import ENDS, FUNCTIONS, SCHEMA_OF, Bytes, vocabulary
 
 

@@ -11,8 +11,8 @@ from cppbatch import EngineConfig, EngineProcess, GenerationRequest, SamplingPar
 from cppbatch.cluster.engines import supervisor
 from cppbatch.cluster.engines.client import EngineClient, WorkerLive
 from cppbatch.cluster.engines.group import EngineGroup
-from tests.fake_replicas import FakeReplicas, settle
-from tests.fake_workers import FakeWorker, fake_workers
+from tests.support.fake_replicas import FakeReplicas, settle
+from tests.support.fake_workers import FakeWorker, fake_workers
 
 __all__ = ["fake_workers"]
 

@@ -15,8 +15,8 @@ from cppbatch.cluster.engines.in_flight import LatestLive
 from cppbatch.engine.observe.live_state import LiveEngine
 from cppbatch.server.api.live_endpoint import LiveFeed
 from cppbatch.server.observe.live import LiveIntervals, LiveTimes
-from tests.fakes import fake_engine, greedy, run_steps
-from tests.listening import until
+from tests.support.fakes import fake_engine, greedy, run_steps
+from tests.support.listening import until
 
 SOON = 5.0
 

@@ -13,7 +13,7 @@ from cppbatch import BatchInferenceEngine
 from cppbatch.config import Sharing
 from cppbatch.engine.observe.live_state import MAX_QUEUE, LiveCells
 from cppbatch.engine.sequence import SeqStatus
-from tests.fakes import FakeProposer, context_of, drain, fake_engine, greedy, run_steps
+from tests.support.fakes import FakeProposer, context_of, drain, fake_engine, greedy, run_steps
 from tests.unit.test_live_types import check_cells
 from tests.unit.test_random_schedules import (
     ACTIONS,

@@ -17,9 +17,9 @@ from cppbatch.engine.request import TokenLogprob, mean_logprob
 from cppbatch.engine.sampling.random_sampling import Filters, filtered_logits
 from cppbatch.engine.sampling.token_logprobs import PostSamplingLogprobs, RowLogprobs
 from cppbatch.llama import Batch
-from tests import fakes
-from tests.distributions import DEFAULTS, exact, logits
-from tests.fakes import EOG, LOGITS, PIECES, FakeContext, drain, fake_engine, greedy, mood
+from tests.support import fakes
+from tests.support.distributions import DEFAULTS, exact, logits
+from tests.support.fakes import EOG, LOGITS, PIECES, FakeContext, drain, fake_engine, greedy, mood
 
 Rows = npt.NDArray[np.float64]
 

@@ -15,8 +15,8 @@ from cppbatch.engine.model_info import AdapterInfo
 from cppbatch.engine.scheduler import StepPlan
 from cppbatch.engine.sequence import SeqStatus
 from cppbatch.engine.steps import _TURN, LoraRoundRobin, StepBudgets
-from tests.fakes import context_of, drain, fake_engine, greedy, reference
-from tests.lora_policies import NONE, SCHEDULES, Policy, X, Y, Z, sequence
+from tests.support.fakes import context_of, drain, fake_engine, greedy, reference
+from tests.support.lora_policies import NONE, SCHEDULES, Policy, X, Y, Z, sequence
 
 KNOWN = tuple(AdapterInfo(name=name, path="", scale=0) for name in "xyz")
 

@@ -17,7 +17,7 @@ from PIL import Image, ImageOps
 from cppbatch import InvalidRequest
 from cppbatch.engine.media import files as media_files
 from cppbatch.engine.media.files import decode_audio, decode_image
-from tests.media_files import (
+from tests.support.media_files import (
     encoded,
     gif_of_many_comments,
     jpeg_of_many_scans,

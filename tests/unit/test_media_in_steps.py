@@ -19,8 +19,8 @@ from cppbatch.engine.media import input
 from cppbatch.engine.request import ResumeState
 from cppbatch.engine.sampling.chain_sampling import recent_tokens
 from cppbatch.errors import RequestCancelled
-from tests.fake_encoder import SEPARATOR, FakeEncoder, as_read, fake_media, small_picture
-from tests.fakes import FakeProposer, FakeVocab, context_of, drain, fake_engine, greedy, reference, tokens_of
+from tests.support.fake_encoder import SEPARATOR, FakeEncoder, as_read, fake_media, small_picture
+from tests.support.fakes import FakeProposer, FakeVocab, context_of, drain, fake_engine, greedy, reference, tokens_of
 
 PROMPT = MediaPrompt(["abc", small_picture(1, 6, 2), "de"])
 SIZES_OF_ENGINE: dict[str, Any] = {"n_ctx": 256, "n_batch": 32, "n_parallel": 4, "unified": True, "sharing": "cells"}

@@ -16,7 +16,7 @@ from cppbatch.engine.media.input import EncodedMedium, MediaInput, placeholders
 from cppbatch.engine.request import Media
 from cppbatch.engine.vocabulary import IsCancelled, never_cancelled
 from cppbatch.errors import LlamaError, RequestCancelled
-from tests.fake_encoder import SEPARATOR, FakeEncoder, fake_media, small_picture
+from tests.support.fake_encoder import SEPARATOR, FakeEncoder, fake_media, small_picture
 
 
 def encode(media: MediaInput, medium: Media, cancelled: IsCancelled = never_cancelled) -> EncodedMedium:

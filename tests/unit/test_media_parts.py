@@ -24,9 +24,9 @@ from cppbatch.server.api.anthropic import messages as message_conversion
 from cppbatch.server.api.anthropic.types import CountTokensRequest
 from cppbatch.server.api.responses import create_response
 from cppbatch.server.api.responses.types import ResponsesRequest
-from tests.chat_families import TEMPLATES
-from tests.conversations import TOOLS, template_of
-from tests.media_samples import BLUE, RED, TONE, as_base64, as_url
+from tests.support.chat_families import TEMPLATES
+from tests.support.conversations import TOOLS, template_of
+from tests.support.media_samples import BLUE, RED, TONE, as_base64, as_url
 
 Json = dict[str, Any]
 IMAGE: Json = {"type": "image_url", "image_url": {"url": as_url(RED)}}

@@ -12,8 +12,8 @@ from msgspec.structs import replace
 
 from cppbatch import Media, MediaPrompt
 from cppbatch.config import Sharing
-from tests.fake_encoder import as_read, fake_media, small_picture
-from tests.fakes import FakeProposer, fake_engine
+from tests.support.fake_encoder import as_read, fake_media, small_picture
+from tests.support.fakes import FakeProposer, fake_engine
 from tests.unit.test_random_schedules import (
     ADAPTERS,
     LONGEST,

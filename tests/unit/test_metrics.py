@@ -18,7 +18,7 @@ from cppbatch.engine.request import FinishReason, GenerationEvent, RequestUsage
 from cppbatch.server.observe.metrics import ServerMetrics
 from cppbatch.server.observe.stats import RecentCompletions
 from cppbatch.statistic import statistics_of
-from tests.fakes import drain, fake_engine, greedy
+from tests.support.fakes import drain, fake_engine, greedy
 
 
 class Clock:

@@ -18,7 +18,7 @@ from cppbatch.errors import (
     ModelNotLoaded,
     QueueFull,
 )
-from tests.virtual_time import run_in_virtual_time
+from tests.support.virtual_time import run_in_virtual_time
 
 LOAD_S, CLOSE_S = 2.0, 0.5
 

@@ -15,7 +15,7 @@ from cppbatch.errors import ModelError
 from cppbatch.models import pull
 from cppbatch.models.find import models_in
 from cppbatch.models.kernels import KernelTimes
-from tests import tiny_models
+from tests.support import tiny_models
 
 CONTENT = b"GGUF" + bytes(range(256)) * 100
 

@@ -10,7 +10,7 @@ import pytest
 
 from cppbatch import BatchInferenceEngine, FinishReason, InvalidRequest, Mapped, SamplingParams
 from cppbatch.errors import EngineClosed
-from tests.fakes import context_of, drain, fake_engine, greedy, reference
+from tests.support.fakes import context_of, drain, fake_engine, greedy, reference
 
 SHORT, LONG = greedy(2, ignore_eos=True), greedy(30, ignore_eos=True)
 

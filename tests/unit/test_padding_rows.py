@@ -9,7 +9,7 @@ import pytest
 from cppbatch import BatchInferenceEngine, Completion
 from cppbatch.config import Sharing
 from cppbatch.engine.kv.padding_rows import BatchEntry, PaddingRow, with_min_rows
-from tests.fakes import context_of, drain, fake_engine, greedy, know, ubatches
+from tests.support.fakes import context_of, drain, fake_engine, greedy, know, ubatches
 
 TILES = {1: 0.005} | {n: 0.010 if n in (4, 8, 16) else 0.030 for n in range(2, 17)}
 """Seconds by rows of a device that computes whole tiles three times as fast as other numbers of rows."""

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.python_names import defined_in
+from tests.support.python_names import defined_in
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted(

@@ -13,7 +13,7 @@ from cppbatch.engine.request import GenerationRequest
 from cppbatch.engine.sampling.chain_sampling import apply_bans_and_biases, apply_penalties, recent_tokens
 from cppbatch.engine.sampling.sampling_plan import make_sampling_plan
 from cppbatch.engine.sequence import Seq
-from tests.fakes import EOG, LIKELIEST_FIRST, N_VOCAB, FakeVocab, fake_engine, greedy, mood, reference
+from tests.support.fakes import EOG, LIKELIEST_FIRST, N_VOCAB, FakeVocab, fake_engine, greedy, mood, reference
 
 Row = npt.NDArray[np.float32]
 

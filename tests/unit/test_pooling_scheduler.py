@@ -13,7 +13,7 @@ from cppbatch import BatchInferenceEngine, FinishReason, GenerationEvent
 from cppbatch.engine.embeddings import check_dimensions, normalised, vector_of
 from cppbatch.engine.request import Pair
 from cppbatch.errors import CacheFull, DecodeFailed, GenerationFailed, InvalidRequest
-from tests.fakes import BAD, context_of, drain, fake_engine, vector
+from tests.support.fakes import BAD, context_of, drain, fake_engine, vector
 
 
 def prompt(n: int, seed: int = 0) -> list[int]:

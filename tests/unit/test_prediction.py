@@ -6,7 +6,7 @@ import pytest
 
 from cppbatch import GenerationRequest, InvalidRequest, Pair
 from cppbatch.engine.input_processor import InputProcessor
-from tests.fakes import N_VOCAB, fake_engine, greedy
+from tests.support.fakes import N_VOCAB, fake_engine, greedy
 
 N_CTX = 40
 

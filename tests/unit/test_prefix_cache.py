@@ -12,7 +12,7 @@ from cppbatch.engine import core as core_module
 from cppbatch.engine.kv import pool
 from cppbatch.engine.kv.prefix_cache import _COST_OF_COPYING, _COST_OF_TAKING, _WORTH_WAITING, CachedPrefix, PrefixCache
 from cppbatch.errors import CacheFull, DecodeFailed, LlamaError
-from tests.fakes import FakeState, context_of, drain, fake_engine, greedy, reference, run_steps, tokens_of
+from tests.support.fakes import FakeState, context_of, drain, fake_engine, greedy, reference, run_steps, tokens_of
 
 MEMORIES: dict[str, dict[str, Any]] = {
     "cells": {"sharing": "cells"},

@@ -23,7 +23,7 @@ from cppbatch.engine.engine import BatchInferenceEngine as Engine
 from cppbatch.engine.kv.radix_tree import Tokens
 from cppbatch.engine.kv.save_cost import DiskCost
 from cppbatch.errors import ConfigError
-from tests.fakes import drain, fake_engine, greedy, reference, tokens_of
+from tests.support.fakes import drain, fake_engine, greedy, reference, tokens_of
 
 STATE = np.arange(1000, dtype=np.uint8)
 CELLS: Any = {"n_ctx": 256, "sharing": "cells"}

@@ -10,7 +10,7 @@ from cppbatch import BatchInferenceEngine, FinishReason, GenerationEvent, Invali
 from cppbatch.engine import core as core_module
 from cppbatch.engine import input_processor
 from cppbatch.errors import QueueFull
-from tests.fakes import context_of, drain, fake_engine, greedy, reference, run_steps, tokens_of
+from tests.support.fakes import context_of, drain, fake_engine, greedy, reference, run_steps, tokens_of
 
 
 def endless(n_tokens: int) -> SamplingParams:

@@ -10,8 +10,19 @@ import numpy as np
 import pytest
 
 from cppbatch import Completion, FinishReason, SamplingParams
-from tests.fakes import EOG, LIKELIEST_FIRST, LOGITS, N_VOCAB, context_of, fake_engine, greedy, mood, reference, text_of
-from tests.logits_processors import (
+from tests.support.fakes import (
+    EOG,
+    LIKELIEST_FIRST,
+    LOGITS,
+    N_VOCAB,
+    context_of,
+    fake_engine,
+    greedy,
+    mood,
+    reference,
+    text_of,
+)
+from tests.support.logits_processors import (
     PROMPTS,
     Row,
     Together,

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cppbatch.engine.sampling.random_sampling import NO_TOKEN, Filters, random_sample
-from tests.distributions import (
+from tests.support.distributions import (
     DEFAULTS,
     Row,
     are_far,

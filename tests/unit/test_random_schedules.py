@@ -21,8 +21,8 @@ from cppbatch.engine.lora_sets import AdapterSet, adapter_set
 from cppbatch.engine.model_info import AdapterInfo
 from cppbatch.engine.speculation import speculator
 from cppbatch.errors import DecodeFailed
-from tests.fake_heads import CONTEXTS, check_head, fake_head
-from tests.fakes import EOG, FakeProposer, context_of, fake_engine, greedy, reference, text_of
+from tests.support.fake_heads import CONTEXTS, check_head, fake_head
+from tests.support.fakes import EOG, FakeProposer, context_of, fake_engine, greedy, reference, text_of
 
 N_CTX, N_PARALLEL, N_BATCH = 48, 3, 6
 LONGEST = N_CTX // N_PARALLEL  # fits in both layouts

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cppbatch.engine.sampling.random_sampling import gumbel_noise, random_bits, unit_interval
-from tests.distributions import are_far
+from tests.support.distributions import are_far
 
 UInt64 = npt.NDArray[np.uint64]
 Doubles = npt.NDArray[np.float64]

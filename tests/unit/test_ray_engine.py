@@ -14,7 +14,7 @@ from cppbatch import FinishReason, GenerationEvent, GenerationRequest, SamplingP
 from cppbatch.errors import EngineClosed, InvalidRequest, ModelError, QueueFull
 from cppbatch.ray.engine import RayEngine
 from cppbatch.ray.replica.set import ReplicaSetStatus
-from tests.fake_replicas import FakeReplicas, settle, text_of
+from tests.support.fake_replicas import FakeReplicas, settle, text_of
 
 
 def request(name: str, n: int = 10, prompt: str | None = None) -> GenerationRequest:

@@ -25,8 +25,8 @@ from cppbatch.server.http.hosts import MediaDomains
 from cppbatch.server.http.limits import Limits
 from cppbatch.server.media_loading import ByteBudget, MediaLoader, fetch, refuse_large
 from cppbatch.server.settings import ServerSettings
-from tests.fakes import fake_engine
-from tests.media_samples import RED, TONE, as_url
+from tests.support.fakes import fake_engine
+from tests.support.media_samples import RED, TONE, as_url
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 

@@ -24,7 +24,7 @@ from cppbatch import (
 )
 from cppbatch.engine.params import GRAMMARS, SAMPLERS, shown
 from cppbatch.errors import ConfigError, EngineClosed
-from tests.fakes import EOG, N_VOCAB, context_of, drain, fake_engine, greedy, reference, tokens_of
+from tests.support.fakes import EOG, N_VOCAB, context_of, drain, fake_engine, greedy, reference, tokens_of
 
 ENDLESS = greedy(9, ignore_eos=True)
 NAN, INF = float("nan"), float("inf")

@@ -29,8 +29,8 @@ from cppbatch.engine.speculation.runtimes import draft_config
 from cppbatch.errors import ConfigError, RpcUnreachable
 from cppbatch.rpc_endpoint import PROTOCOL, Endpoint, check_worker, parse_endpoint, wait_for_workers
 from cppbatch.sizing.profile import conditions
-from tests.fakes import fake_engine
-from tests.listening import until
+from tests.support.fakes import fake_engine
+from tests.support.listening import until
 from tests.unit.test_sleep import Listener, Worker
 
 A, B = "192.168.1.5:50052", "gpu-box:50053"

@@ -16,7 +16,7 @@ from cppbatch.engine.scheduler import Scheduler, StepPlan
 from cppbatch.engine.sequence import Seq, SeqStatus
 from cppbatch.engine.steps import StepBudgets
 from cppbatch.errors import CacheFull, DecodeFailed, LlamaError
-from tests.fakes import FakeContext, context_of, drain, fake_engine, greedy, reference, run_steps, tokens_of
+from tests.support.fakes import FakeContext, context_of, drain, fake_engine, greedy, reference, run_steps, tokens_of
 
 UNIFIED = pytest.mark.parametrize("unified", [True, False], ids=["unified", "per-sequence"])
 

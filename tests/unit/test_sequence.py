@@ -12,7 +12,7 @@ import pytest
 import cppbatch
 from cppbatch import GenerationRequest
 from cppbatch.engine.sequence import TRANSITIONS, Seq, SeqStatus
-from tests.fakes import context_of, drain, fake_engine, greedy
+from tests.support.fakes import context_of, drain, fake_engine, greedy
 
 ALL = {(old, new) for old, allowed in TRANSITIONS.items() for new in allowed}
 

@@ -17,7 +17,7 @@ from cppbatch.cluster.worker.handle import WorkerDied
 from cppbatch.config import EngineConfig
 from cppbatch.engine.request import GenerationRequest
 from cppbatch.errors import ConfigError
-from tests.fakes import fake_engine
+from tests.support.fakes import fake_engine
 
 IDLE_SECONDS = 0.05
 SOON = 5.0

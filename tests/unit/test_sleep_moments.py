@@ -15,7 +15,7 @@ from cppbatch.cluster.engines.group import EngineGroup
 from cppbatch.cluster.link import GetStats, ToWorker
 from cppbatch.cluster.rules import ScalingRule
 from cppbatch.engine.request import FinishReason
-from tests.fake_workers import FakeWorker, fake_workers, text_of
+from tests.support.fake_workers import FakeWorker, fake_workers, text_of
 
 __all__ = ["fake_workers"]
 

@@ -12,7 +12,7 @@ import pytest
 from cppbatch import BatchInferenceEngine
 from cppbatch.engine.disk.slots import Footer, file_digest, read_slot_file, write_slot_file
 from cppbatch.errors import InvalidRequest
-from tests.fakes import drain, fake_engine, greedy
+from tests.support.fakes import drain, fake_engine, greedy
 
 TOKENS = np.arange(40, dtype=np.int32)
 CELLS: Any = {"n_ctx": 256, "sharing": "cells"}

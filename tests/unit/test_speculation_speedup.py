@@ -12,7 +12,7 @@ from cppbatch.bench.prompts import TEXT_WORKLOADS
 from cppbatch.bench.speculation_speedup import Answer, SpeedupSizes, Turn, WorkloadRun, run_prompts, speedup_figures
 from cppbatch.engine.request import RequestUsage
 from cppbatch.errors import ConfigError
-from tests.fakes import FakeProposer, fake_engine, greedy, know
+from tests.support.fakes import FakeProposer, fake_engine, greedy, know
 
 # --- the workloads ---
 

@@ -17,7 +17,7 @@ from cppbatch.sizing import sizes as memory_check
 from cppbatch.sizing.buffers import MAPPED, Buffer
 from cppbatch.sizing.estimate import Device, Footprint, MemoryEstimate
 from cppbatch.sizing.profile import TunedSettings, save_profile
-from tests import tiny_projectors
+from tests.support import tiny_projectors
 
 GIB = 2**30
 CONFIG = EngineConfig("models/Some-8B.Q4_K_M.gguf", n_threads=6)

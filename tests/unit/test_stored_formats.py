@@ -12,7 +12,7 @@ from cppbatch.jobs.batches.data_folder import open_data_folder
 from cppbatch.jobs.batches.store import BatchStore
 from cppbatch.jobs.job_request import RejectedLine
 from cppbatch.jobs.journal import Journal, Ledger
-from tests.job_results import ids_of, item, result
+from tests.support.job_results import ids_of, item, result
 
 FILE = (
     '{"id":"file-in","object":"file","bytes":2,"created_at":1795331178,"expires_at":1795338382,'

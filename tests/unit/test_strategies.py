@@ -22,7 +22,7 @@ from cppbatch.bench.strategies.schedulers import (
 )
 from cppbatch.engine.scheduler import Scheduler
 from cppbatch.errors import ConfigError
-from tests.fakes import N_VOCAB, context_of, drain, fake_engine, greedy, reference
+from tests.support.fakes import N_VOCAB, context_of, drain, fake_engine, greedy, reference
 
 Policy = Callable[..., Scheduler]
 

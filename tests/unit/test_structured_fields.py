@@ -21,7 +21,7 @@ from cppbatch.server.api.responses.create_response import response_turn
 from cppbatch.server.api.responses.types import ResponsesRequest
 from cppbatch.server.fields.sampling import SamplingFields
 from cppbatch.typed_json import convert
-from tests.chat_families import PING, chat_format
+from tests.support.chat_families import PING, chat_format
 
 Json = dict[str, Any]
 

@@ -13,7 +13,7 @@ from cppbatch.cluster.engines import supervisor
 from cppbatch.cluster.link import Loaded
 from cppbatch.cluster.worker.handle import WorkerDied
 from cppbatch.errors import EngineClosed
-from tests.fake_workers import FakeWorker, fake_workers
+from tests.support.fake_workers import FakeWorker, fake_workers
 
 __all__ = ["fake_workers"]
 

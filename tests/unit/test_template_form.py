@@ -11,7 +11,7 @@ import pytest
 from cppbatch.chat.chat_format import ChatFormat, ChatTurn
 from cppbatch.chat.template import ChatTemplate
 from cppbatch.chat.tools import ToolChoice
-from tests.chat_families import QUESTION, TEMPLATES, TOOLS, calls_of, message
+from tests.support.chat_families import QUESTION, TEMPLATES, TOOLS, calls_of, message
 from tests.templates.round_trip import SAID, check
 
 _TALK = """{{ tools | tojson if tools }}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from cppbatch import SamplingParams
-from tests.fakes import PIECES, fake_engine
+from tests.support.fakes import PIECES, fake_engine
 
 
 @pytest.mark.parametrize("seed", range(20))

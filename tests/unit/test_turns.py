@@ -17,7 +17,7 @@ import pytest
 from cppbatch import BatchInferenceEngine, FinishReason, GenerationEvent
 from cppbatch.errors import EngineClosed
 from cppbatch.llama import Batch
-from tests.fakes import context_of, fake_engine, greedy, reference
+from tests.support.fakes import context_of, fake_engine, greedy, reference
 
 LONG, SHORT = greedy(200, ignore_eos=True), greedy(2, ignore_eos=True)
 

@@ -14,7 +14,7 @@ from cppbatch.cluster.worker.threads import StepLoop
 from cppbatch.engine.core import EngineCore
 from cppbatch.engine.engine import BatchInferenceEngine
 from cppbatch.engine.request import GenerationRequest, RequestUsage
-from tests.fakes import drain, fake_engine, greedy
+from tests.support.fakes import drain, fake_engine, greedy
 
 PROMPT = list(range(1, 41))
 

@@ -287,7 +287,7 @@ class FakeContext:
         return LOGITS[self._moods]
 
     def hidden_rows(self, n: int) -> npt.NDArray[np.float32]:
-        """What `tests.fake_heads.FakeHeadContext` reads."""
+        """What `tests.support.fake_heads.FakeHeadContext` reads."""
         assert n == len(self._hidden), f"{n} hidden rows read of {len(self._hidden)}"
         return np.array([(crc >> 16, crc & 0xFFFF, length, 0) for crc, length in self._hidden], np.float32)
 
@@ -580,7 +580,7 @@ def fake_engine(
 ) -> BatchInferenceEngine:
     """An engine over a fresh `FakeContext`, which `context_of` gives; with `pooling`, a `FakePooledContext`.
 
-    `head`: makes the draft head of the model (`tests.fake_heads.fake_head`).
+    `head`: makes the draft head of the model (`tests.support.fake_heads.fake_head`).
     `n_more_ids`: seq_ids beyond `n_parallel`, where cells can be shared. `switches`: it begins with the layout that
     `unified` says, and may switch; `sharing` "cells" or "copy" is then what the layout has.
     """

@@ -16,8 +16,8 @@ from cppbatch.server.app import create_app
 from cppbatch.server.http.limits import Limits
 from cppbatch.server.settings import ServerSettings
 from cppbatch.server.storage import open_storage
-from tests.app_thread import AppThread
-from tests.server_process import ServerProcess
+from tests.support.app_thread import AppThread
+from tests.support.server_process import ServerProcess
 
 Json = dict[str, Any]
 COMPLETIONS = "/v1/completions"

@@ -14,7 +14,7 @@ from cppbatch.engine.lora_sets import AdapterSet
 from cppbatch.engine.scheduler import Scheduler, StepPlan
 from cppbatch.engine.sequence import Seq
 from cppbatch.engine.steps import StepBudgets
-from tests.fakes import FakeContext
+from tests.support.fakes import FakeContext
 
 NONE: AdapterSet = ()
 X, Y, Z = (((i, 1.0),) for i in range(3))

@@ -29,7 +29,7 @@ from cppbatch.cluster.link import (
 from cppbatch.cluster.worker.handle import WorkerDied
 from cppbatch.config import EngineConfig
 from cppbatch.engine.request import FinishReason, GenerationEvent
-from tests.fakes import fake_engine, greedy
+from tests.support.fakes import fake_engine, greedy
 
 
 def text_of(prompt: object, n_tokens: int) -> str:

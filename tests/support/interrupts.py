@@ -9,7 +9,7 @@ from types import FrameType
 from typing import Any
 
 from cppbatch import BatchInferenceEngine, GenerationEvent, SamplingParams
-from tests.fakes import drain, reference, tokens_of
+from tests.support.fakes import drain, reference, tokens_of
 
 TraceFunction = Callable[[FrameType, str, Any], Any]
 

@@ -14,8 +14,8 @@ from PIL import Image
 from cppbatch import Media, MediaPrompt
 from cppbatch.engine.media.input import MediaInput
 from cppbatch.engine.request import Modality
-from tests.fakes import N_VOCAB, FakeVocab
-from tests.media_files import encoded
+from tests.support.fakes import N_VOCAB, FakeVocab
+from tests.support.media_files import encoded
 
 SEPARATOR = 5
 """The token of text between two rows of a picture."""

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from cppbatch.engine.speculation.draft_cells import DraftCells
 from cppbatch.engine.speculation.row_proposers import ChainProposer, DFlashProposer, HeadProposer, RowProposer
 from cppbatch.llama import Batch, HeadBatch, RowBatch
-from tests.fakes import EOG, LOGITS, N_MOODS, N_VOCAB, FakeContext
+from tests.support.fakes import EOG, LOGITS, N_MOODS, N_VOCAB, FakeContext
 
 Rows = npt.NDArray[np.float32]
 N_EMBD = 4

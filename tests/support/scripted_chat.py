@@ -22,7 +22,7 @@ from cppbatch.llama import Batch
 from cppbatch.server.app import create_app
 from cppbatch.server.models.served import MODELS, OneModel
 from cppbatch.server.settings import ServerSettings
-from tests.app_thread import AppThread
+from tests.support.app_thread import AppThread
 
 Json = dict[str, Any]
 

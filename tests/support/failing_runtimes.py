@@ -1,4 +1,4 @@
-"""Runtimes for worker processes that fail: `EngineProcess(..., runtime="tests.failing_runtimes:...")`."""
+"""Runtimes for worker processes that fail: `EngineProcess(..., runtime="tests.support.failing_runtimes:...")`."""
 
 from __future__ import annotations
 

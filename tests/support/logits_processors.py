@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cppbatch import BatchInferenceEngine, Completion
-from tests.fakes import context_of
+from tests.support.fakes import context_of
 
 Tokens = npt.NDArray[np.int32]
 Row = npt.NDArray[np.float32]

@@ -9,7 +9,7 @@ from typing import Any
 import gguf
 
 from cppbatch.models.synthetic import Weight, matrix, norm, write_gguf
-from tests.tiny_models import PathLike
+from tests.support.tiny_models import PathLike
 
 
 @dataclass(frozen=True)

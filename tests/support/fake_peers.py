@@ -9,7 +9,7 @@ from pathlib import Path
 _LLAMA_SERVER = """
 import sys
 from aiohttp import web
-from tests.fake_openai import FakeOpenAI
+from tests.support.fake_openai import FakeOpenAI
 if "--backend-sampling" in sys.argv:
     sys.exit("this device cannot sample")
 async def health(request):

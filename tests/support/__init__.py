@@ -1,0 +1,1 @@
+"""What tests of several folders use: fakes, tiny models, servers, clients, samples."""
