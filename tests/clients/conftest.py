@@ -52,7 +52,7 @@ def serve(*args: str | Path) -> Iterator[Serving]:
 
 
 TOOL_FORMS = ["", "tags", "typed_tags", "numbered", "nemo"]
-"""Names in tests.support.chat_families, whose templates show the form of calls. "": the default model, which has none."""
+"""Names in tests.support.chat_families, whose templates show the form of calls; "": the default model, without one."""
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
