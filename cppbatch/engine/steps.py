@@ -59,6 +59,7 @@ class StepCost:
         self._steps: Counter[int] = Counter()  # steps with so many rows to compute, padded or not
         self._level = self._decode_level = self._best_level = 1.0
         self._token_s: dict[int, float] = {}
+        self._nearest: dict[int, int] = {}  # of these sizes, for each size that was asked for
         self._best_token_s: dict[int, float] = {}
         self._bare: BareCosts | None = None
         self._n_bare = 0
@@ -197,13 +198,19 @@ class StepCost:
         """Seconds that each token of a prompt piece of `n` tokens adds to a step; a guess before any is known."""
         if not self._token_s:
             return _GUESSED_TOKEN_S
-        return self._token_s[min(self._token_s, key=lambda size: abs(size - n.bit_length()))]
+        size = n.bit_length()
+        nearest = self._nearest.get(size)
+        if nearest is None:
+            nearest = self._nearest[size] = min(self._token_s, key=lambda known: abs(known - size))
+        return self._token_s[nearest]
 
     def observe_prompt(self, n: int, seconds: float, *, decode_s: float | None = None) -> None:
         """Learns from a step to which a piece of `n` prompt tokens added `seconds`. `decode_s`: what it added to
         `llama_decode`, where that is certain enough to be learned as the best."""
         size = n.bit_length()
         old = self._token_s.get(size)
+        if old is None:
+            self._nearest = {}
         now = self._token_s[size] = seconds / n if old is None else old + _NEW_TOKEN_S * (seconds / n - old)
         if decode_s is not None:
             best, now = self._best_token_s.get(size, decode_s / n), min(now, decode_s / n)

@@ -36,6 +36,7 @@ _NEVER = 1 << 31
 _WHOLE_COPIES = frozenset({"deepseek4"})  # aborts for a part of a sequence: src/llama-kv-cache-dsv4.cpp:1513
 _PART = 1  # LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY: the cells of sliding windows and recurrent states, without other cells
 _DECODE_ERRORS = {2: "aborted", -1: "the batch is invalid", -2: "out of memory, or no free cells"}
+_FEW = 16  # numbers in a batch; a list of them is faster than an array, whose code a decode evicts from the caches
 
 
 class Context:
@@ -329,7 +330,8 @@ class Context:
                     f"vectors of {given} numbers with {batch.n_dimensions} positions; the model requires {form}"
                 )
         for array, limit, name in (*limits, (batch.positions[: n * batch.n_dimensions], self._n_positions, "position")):
-            low, high = int(array.min()), int(array.max())
+            numbers = array.tolist() if n <= _FEW else (int(array.min()), int(array.max()))
+            low, high = min(numbers), max(numbers)
             if low < 0 or high >= limit:
                 raise OutOfRange(f"a batch has {name} {low if low < 0 else high}; the limit is {limit - 1}")
 
@@ -344,9 +346,10 @@ class Context:
             raise OutOfRange(f"{n_outputs} rows of logits were requested; the last decode produced {self._n_outputs}")
         if self._part_logits is not None:
             return self._part_logits[:n_outputs]
-        address = ctypes.cast(C.llama_get_logits(handle), ctypes.c_void_p).value
-        if not address:
+        pointer = C.llama_get_logits(handle)
+        if not pointer:
             raise LlamaError("llama.cpp returns no logits for this model")
+        address = ctypes.addressof(pointer.contents)
         if self._logits_key != (address, n_outputs):
             buffer = (ctypes.c_float * (n_outputs * self._n_vocab)).from_address(address)
             self._logits = np.ctypeslib.as_array(buffer).reshape(n_outputs, self._n_vocab)

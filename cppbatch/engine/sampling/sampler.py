@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from math import isfinite
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -86,15 +87,15 @@ class Sampler:
 
     def sample(self, plan: StepPlan, n_outputs: int) -> list[SamplerOutput]:
         """After the decode, which computed `n_outputs` rows of logits: one result for each of `plan.outputs()`."""
-        sequences, rows = plan.outputs(), plan.rows()
+        sequences = plan.outputs()
         if self._context.backend_sampling is None and not (plan.scores or plan.n_drafted):  # one row of each sequence
             logits = self._context.logits(n_outputs)
             if not plan.padding:
                 return self.sample_logits(sequences, logits)
-            return self._sample_padded(sequences, rows, logits)
+            return self._sample_padded(sequences, plan.rows(), logits)
         if plan.scores:
             self._prompt_scorer.score(plan.batch, self._context.logits(n_outputs))
-        return self.sample_rows(sequences, rows, n_outputs)
+        return self.sample_rows(sequences, plan.rows(), n_outputs)
 
     def sample_rows(self, sequences: list[Seq], rows: list[int], n_outputs: int) -> list[SamplerOutput]:
         """Samples for each sequence from one of the last decode's `n_outputs` rows.
@@ -251,13 +252,12 @@ def _sample_all_greedily(sequences: list[Seq], logits: Logits) -> list[SamplerOu
     """
     if any(sequence.sampling.greedy_unless is None for sequence in sequences):
         return None
-    tokens = logits.argmax(axis=1)
-    outputs = tokens.tolist()
-    if any(token in s.sampling.greedy_unless for s, token in zip(sequences, outputs, strict=True)):  # type: ignore[operator]
+    tokens = logits.argmax(axis=1).tolist()
+    if any(token in s.sampling.greedy_unless for s, token in zip(sequences, tokens, strict=True)):  # type: ignore[operator]
         return None
-    if not np.isfinite(logits[np.arange(len(tokens)), tokens]).all():
+    if not all(isfinite(logits[at]) for at in enumerate(tokens)):
         return None
-    return [SamplerOutput(token) for token in outputs]
+    return [SamplerOutput(token) for token in tokens]
 
 
 def _sample_rows_greedily(sequences: list[Seq], rows: list[int], logits: Logits) -> list[SamplerOutput] | None:
@@ -312,7 +312,7 @@ def _sample_candidates_greedily(sequences: list[Seq], ids: Ids, logits: Logits) 
 def _argmax(row: Row) -> int:
     """The column of the largest logit; `NO_TOKEN` if that is not finite. (numpy's argmax returns a NaN's column.)"""
     column = int(row.argmax())
-    return column if np.isfinite(row[column]) else NO_TOKEN
+    return column if isfinite(row[column]) else NO_TOKEN
 
 
 def _sample_randomly(sequences: list[Seq], rows: list[int], logits: Logits, ids: Ids | None = None) -> list[int]:
