@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Compares two source trees, or engine settings, on a mixed load: their engines take single steps in turns.
+"""Compares two source trees, or engine settings, on free text: their engines take single steps in turns.
 
 A shared machine is twice as fast in one minute as in the next, so runs one after the other say little. Here each
 variant is a process with an engine of its own, only one of them steps at a time, and each has a clock that runs only
@@ -7,6 +7,7 @@ during its own steps. The ratio of two variants changes by some percent from rou
 
     .venv/bin/python scripts/bench_steps_in_turns.py -m model.gguf before=../old-tree now=.
     .venv/bin/python scripts/bench_steps_in_turns.py -m model.gguf f16=. q8_0='.:{"cache_type_k": "q8_0"}'
+    .venv/bin/python scripts/bench_steps_in_turns.py -m model.gguf -B 4 off=. auto='.:{"spec": "auto"}'
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from typing import Any
 from cppbatch.bench.report import markdown_table
 
 MIN_PROMPT, MIN_NEW, MAX_NEW = 20, 16, 128  # tokens
+SAMPLES_NEW = 64  # of each sample
 WORKER = "worker"
 
 
@@ -39,21 +41,22 @@ class Worker:
         sizes = {"n_parallel": at_once, "n_ctx": 1024 * at_once, "spec": "off"}
         self._engine = BatchInferenceEngine(EngineConfig(model, **{**sizes, **settings}))
         self._at_once = at_once
-        self._n_vocab = self._engine.info.n_vocab
 
-    def begin(self, seed: int, n_requests: int, longest: int) -> None:
-        """Begins a round of requests with random prompts, the same for all workers."""
+    def begin(self, seed: int, n_requests: int, longest: int, are_samples: bool) -> None:
+        """Begins a round of requests, the same for all workers. `are_samples`: of one prompt with 20 tokens."""
+        from cppbatch.bench.prompts import random_text
+
         chance = random.Random(seed)
-        self._waiting = [
-            (
-                [
-                    chance.randrange(self._n_vocab // 2, self._n_vocab)
-                    for _ in range(int(math.exp(chance.uniform(math.log(MIN_PROMPT), math.log(longest)))))
-                ],
-                chance.randint(MIN_NEW, MAX_NEW),
-            )
-            for _ in range(n_requests)
-        ]
+        if are_samples:
+            self._waiting = [(random_text(chance, MIN_PROMPT), SAMPLES_NEW)] * n_requests
+        else:
+            self._waiting = [
+                (
+                    random_text(chance, int(math.exp(chance.uniform(math.log(MIN_PROMPT), math.log(longest))))),
+                    chance.randint(MIN_NEW, MAX_NEW),
+                )
+                for _ in range(n_requests)
+            ]
         self._now_s = 0.0
         self._started: dict[str, float] = {}
         self._latest: dict[str, float] = {}
@@ -134,10 +137,10 @@ class Variant:
         self._process.wait()
 
 
-def run_round(variants: Sequence[Variant], seed: int, n_requests: int, longest: int) -> list[dict[str, float]]:
-    """The report of each variant for one round."""
+def run_round(variants: Sequence[Variant], seed: int, *load: int) -> list[dict[str, float]]:
+    """The report of each variant for one round. `load`: as `Worker.begin`."""
     for variant in variants:
-        variant.ask("begin", seed, n_requests, longest)
+        variant.ask("begin", seed, *load)
     left, order = list(variants), random.Random(seed)
     while left:
         order.shuffle(left)  # the first step after another engine's finds the caches cold
@@ -159,6 +162,7 @@ def main() -> None:
     parser.add_argument("-B", dest="at_once", type=int, default=16)
     parser.add_argument("--requests", type=int, default=32, help="of a round")
     parser.add_argument("--longest", type=int, default=500, help="prompt tokens")
+    parser.add_argument("--samples", action="store_true", help="all requests of a round are samples of one prompt")
     parser.add_argument("--rounds", type=int, default=5)
     if sys.argv[1:2] == [WORKER]:
         args = parser.parse_args(sys.argv[2:])
@@ -167,7 +171,8 @@ def main() -> None:
     named = [each.partition("=") for each in args.variants]
     parts = {name: value.partition(":") for name, _, value in named}
     variants = [Variant(args.model, args.at_once, tree, settings or "{}") for tree, _, settings in parts.values()]
-    rounds = [run_round(variants, seed, args.requests, args.longest) for seed in range(args.rounds + 1)][1:]
+    load = args.requests, args.longest, args.samples
+    rounds = [run_round(variants, seed, *load) for seed in range(args.rounds + 1)][1:]
     for variant in variants:
         variant.close()
     titles = list(rounds[0][0])

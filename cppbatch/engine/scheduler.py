@@ -299,7 +299,7 @@ class Scheduler:
         span = sequences[-1].seq_id + 1 - sequences[0].seq_id
         is_one_group = len(plan.row_groups) == 1 and not beside and (kv.unified or span <= n_rows)
         each = [min(kv.n_ctx_seq, s.n_ctx) - s.n_tokens for s in sequences]
-        limits = DraftLimits(most, each, kv.has_streams, is_one_group)
+        limits = DraftLimits(most, each, kv.has_streams, is_one_group, is_queue_empty=not self.waiting)
         drafted = speculator.plan(sequences, plan.row_groups, cost, limits)
         if drafted is None:
             return rows, 0

@@ -88,6 +88,13 @@ class StepCost:
         """The same without the level."""
         return sum(self._relative(n) for n in groups)
 
+    def relative_up_to(self, n: int) -> list[float]:
+        """The same for 0 to n rows in one group. Of fewer rows than were ever measured, half of the time is assumed to
+        be proportional to the rows."""
+        first = self._counts[0]
+        below = [self._shape[first] * (1 + m / first) / 2 for m in range(1, min(first, n + 1))]
+        return [0.0, *below, *(self._relative(m) for m in range(first, n + 1))]
+
     def _relative(self, n: int) -> float:
         """Of one group. A number of rows that is hardly known costs at most what its neighbours say."""
         own = self._shape.get(n)

@@ -91,6 +91,45 @@ def test_the_likeliest_tokens_fill_whole_tiles() -> None:
 
 
 @pytest.mark.parametrize("streams", [False, True])
+@pytest.mark.parametrize(
+    ("is_queue_empty", "lengths", "acceptance", "has_drafts"),
+    [
+        (False, [100] * 8, 0.5, True),  # another request takes the row of the sequence that ends first
+        (True, [100] * 8, 0.5, False),  # the last sequence ends as late as without drafts
+        (True, [100] * 8, 0.9, True),
+        (True, [*range(20, 180, 20)], 0.5, True),  # the last steps have one row in any case
+    ],
+)
+def test_samples_of_a_prompt_end_when_the_last_one_does(
+    streams: bool, is_queue_empty: bool, lengths: list[int], acceptance: float, has_drafts: bool
+) -> None:
+    cost = StepCost()
+    cost.seed((n, 0.050 + 0.001 * n) for n in range(1, 257))
+    sequences = decoding(8)
+    for sequence, n in zip(sequences, lengths, strict=True):
+        sequence.max_new = n
+    limits = DraftLimits(1000, [1000] * 8, streams, is_queue_empty=is_queue_empty)
+    its = Speculator([Given([(1, acceptance)] * 8)], 16).plan(sequences, (8,), cost, limits)
+    assert (its is not None) is has_drafts
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_of_sequences_that_end_together_the_last_one_has_drafts(streams: bool) -> None:
+    """Its steps alone cost nearly as much as those of all: a token of it saves most."""
+    cost = StepCost()
+    cost.seed((n, 0.040 + 0.006 * n) for n in range(1, 257))
+    for is_queue_empty in (False, True):
+        sequences = decoding(8)
+        for sequence in sequences[1:]:
+            sequence.max_new -= 10
+        drafts = [(5, 0.9), *[(0, 0.0)] * 7]
+        limits = DraftLimits(1000, [1000] * 8, streams, is_queue_empty=is_queue_empty)
+        its = Speculator([Given(drafts)], 16).plan(sequences, (8,), cost, limits)
+        assert (its is not None) is is_queue_empty
+        assert not its or its.value > its.expected
+
+
+@pytest.mark.parametrize("streams", [False, True])
 def test_improbable_drafts_are_left_out(streams: bool) -> None:
     its, _ = plan([(16, 0.02)] * 4, TILED, streams=streams)
     assert its is None

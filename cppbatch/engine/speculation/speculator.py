@@ -29,6 +29,8 @@ _SLOWDOWN = 2.5  # times the time of a token without drafts, for the sequence wi
 _SHORT_S = 0.05  # a step that is shorter may have drafts in any case
 _ALMOST_CERTAIN = 0.99  # no draft counts as more probable: so longer ones are worth less and less
 
+_TOGETHER = 32  # tokens; sequences that end within this many tokens of each other end together
+
 _PLAIN_EVERY = 32  # steps with drafts; then one without measures what rows alone take now
 
 _LOGITS_BYTES = 32 << 20  # of a step with drafts: 170 rows with a vocabulary of 49,152
@@ -59,6 +61,8 @@ class DraftPlan:
     """As `StepPlan.row_groups`, with the draft tokens."""
     expected: float
     """How many draft tokens may be expected to be accepted."""
+    value: float
+    """The same, but accepted tokens count as the part of a row's time that they save: see `_Step`."""
     n_padding: int = 0
     """Draft tokens of each padding row."""
 
@@ -75,6 +79,8 @@ class DraftLimits:
     """As `KVPool.has_streams`: llama.cpp computes only equally long pieces of consecutive seq_ids together."""
     is_one_group: bool = True
     """Whether llama.cpp computes all rows together if they have equally many tokens."""
+    is_queue_empty: bool = False
+    """Whether the rows of sequences that end stay empty."""
 
 
 class Usual(NamedTuple):
@@ -171,7 +177,7 @@ class Speculator:
             return None, False
         is_worth = rate >= _WORTH * step.rate_without
         if not is_worth:
-            seconds = (len(rows) + plan.expected) / rate - step.seconds
+            seconds = (len(rows) + plan.value) / rate - step.seconds
             n_steps = 0.0 if cost.has_seen(plan.groups) else seconds / step.seconds
             if rate >= _TRIED * step.rate_without and 0 < n_steps <= self._left_for_unknown:
                 self._left_for_unknown -= n_steps
@@ -223,9 +229,9 @@ class Speculator:
             if n
         )
         share = sum(each.made for each, n in zip(usual, asked, strict=True) if n) / n_asked
-        n_tokens = len(step.rows) + plan.expected
+        n_tokens = len(step.rows) + plan.value
         with_drafts, without = n_tokens / rate + seconds, step.seconds + model.seconds(n_asked, 1)
-        rate = (len(step.rows) + share * plan.expected) / (share * with_drafts + (1 - share) * without)
+        rate = (len(step.rows) + share * plan.value) / (share * with_drafts + (1 - share) * without)
         is_worth = rate > _WORTH * max(step.rate_without, step.best(before)[1])
         self._model_tried.step(step.seconds)
         if not is_worth:
@@ -311,7 +317,12 @@ class _Looks:
 
 
 class _Step:
-    """The rows of a step, and what drafts for them would cost."""
+    """The rows of a step, what drafts for them would cost, and what accepted tokens save.
+
+    An accepted token saves the time of a row, 1/n of a step with n rows. But if no requests wait and the sequences end
+    at about the same time, as samples of a prompt do, one that is ahead leaves its row empty in the last steps. If the
+    next token of m of n such sequences is accepted, the last step has n - m rows: that saves t(n) - t(n - m).
+    """
 
     def __init__(
         self,
@@ -337,6 +348,21 @@ class _Step:
         """With drafts, for each token that every sequence may expect."""
         self.rate_without = len(rows) / self.seconds
         """Tokens/s without drafts."""
+        left = np.array([sequence.n_left for sequence in rows])
+        ahead = left.max() - left
+        self._ahead = ahead if limits.is_queue_empty and ahead.max() <= _TOGETHER else None
+
+    def _value(self, expected: Probabilities, ahead: npt.NDArray[np.int64] | None) -> float:
+        """How many rows' time these draft tokens save, if each is accepted with its probability. `ahead`, of the same
+        shape: how many tokens its sequence is ahead of the last one, and the place of the token in its draft."""
+        if self._ahead is None or ahead is None:
+            return float(expected.sum())
+        n = len(self.rows)
+        times = np.maximum.accumulate(self.cost.relative_up_to(n))
+        saved = np.bincount(ahead.ravel(), expected.ravel())  # rows of the last steps, the very last one first
+        without = np.searchsorted(np.sort(self._ahead), np.arange(len(saved)), side="right")
+        seconds = times[without] - np.interp(without - saved, np.arange(n + 1), times)
+        return float(n * seconds.sum() / times[n])
 
     def best(self, drafts: Sequence[Probabilities]) -> Choice:
         """The best plan for these drafts: of each the probabilities that its tokens are accepted (`_accepted`)."""
@@ -359,17 +385,21 @@ class _Step:
             return None, 0.0
         order = np.argsort(-expected, axis=None, kind="stable")[:n_most]
         chosen = expected.ravel()[order]
-        total, rows = np.cumsum(chosen), order // expected.shape[1]
+        rows, places = np.divmod(order, expected.shape[1])
+        ahead = None if self._ahead is None else places + self._ahead[rows]
 
         def least(n: int) -> float:
             return float(np.bincount(rows[:n], chosen[:n], n_rows).min())
 
+        def value(n: int) -> float:
+            return self._value(chosen[:n], None if ahead is None else ahead[:n])
+
         counts = {n for tile in TILES for n in range(tile - n_rows % tile, n_most + 1, tile)} | {n_most}
-        rate, n = max((self._rate(float(total[n - 1]), (n_rows + n,), partial(least, n)), n) for n in counts)
+        rate, n = max((self._rate(value(n), (n_rows + n,), partial(least, n)), n) for n in counts)
         if not rate:
             return None, 0.0
         lengths = np.bincount(rows[:n], minlength=n_rows)
-        return DraftPlan(lengths.tolist(), (n_rows + n,), float(total[n - 1])), rate
+        return DraftPlan(lengths.tolist(), (n_rows + n,), float(chosen[:n].sum()), value(n)), rate
 
     def _best_in_streams(self, expected: Probabilities) -> Choice:
         """The same number of tokens for every row, or for the rows with the best drafts.
@@ -382,39 +412,41 @@ class _Step:
         n_computed, least = sum(self.groups), min(self.limits.each)
         n_most = self.limits.tokens
         gains = np.cumsum(expected, axis=1)
+        ahead = None if self._ahead is None else self._ahead[:, None] + np.arange(longest)
         best: DraftPlan | None = None
         best_rate = 0.0
         for n in (*(length for length in _LENGTHS if length < longest), longest):
             gain = gains[:, n - 1]
             if n <= least and n * n_computed <= n_most:
                 equal = tuple(size * (1 + n) for size in self.groups)
-                rate = self._rate(total := float(gain.sum()), equal, gain.min)
+                value = self._value(expected[:, :n], None if ahead is None else ahead[:, :n])
+                rate = self._rate(value, equal, gain.min)
                 if rate > best_rate:
-                    best, best_rate = DraftPlan([n] * n_rows, equal, total, n_padding=n), rate
+                    best, best_rate = DraftPlan([n] * n_rows, equal, float(gain.sum()), value, n_padding=n), rate
             if self._equal_only:
                 continue
             order = np.argsort(-gain, kind="stable")
             n_drafts = min(n_most // n, int(np.count_nonzero(expected[:, n - 1])))
-            totals = np.cumsum(gain[order])
             for m in {m for m in _COUNTS if m < n_drafts} | {n_drafts} - {0, n_rows}:
                 chosen = np.sort(order[:m]).tolist()
                 runs = _neighbours([self.rows[i].seq_id for i in chosen])
                 ragged = (*self.groups, *(size * n for size in runs))
-                rate = self._rate(total := float(totals[m - 1]), ragged, float)
+                value = self._value(expected[chosen, :n], None if ahead is None else ahead[chosen, :n])
+                rate = self._rate(value, ragged, float)
                 if rate > best_rate:
                     lengths = [0] * n_rows
                     for i in chosen:
                         lengths[i] = n
-                    best, best_rate = DraftPlan(lengths, ragged, total), rate
+                    best, best_rate = DraftPlan(lengths, ragged, float(gain[chosen].sum()), value), rate
         return best, best_rate
 
-    def _rate(self, accepted: float, groups: Groups, least: Callable[[], float]) -> float:
-        """Tokens/s of a step in which `accepted` draft tokens are accepted, `least()` of them for the sequence with the
-        fewest; 0 if that would wait too long for its next token."""
+    def _rate(self, value: float, groups: Groups, least: Callable[[], float]) -> float:
+        """Tokens/s of a step whose accepted draft tokens save the time of `value` rows; `least()`: those accepted of
+        the sequence with the fewest. 0 if it would wait too long for its next token."""
         seconds = self.cost.rows_s(groups)
         if seconds > self.max_seconds and seconds > self.max_seconds * (1 + least()):
             return 0.0
-        return (len(self.rows) + accepted) / (seconds + self._accepted_s * accepted)
+        return (len(self.rows) + value) / (seconds + self._accepted_s * value)
 
 
 def _accepted(draft: Draft | None) -> Probabilities:
