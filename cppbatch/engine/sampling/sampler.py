@@ -93,9 +93,10 @@ class Sampler:
             if not plan.padding:
                 return self.sample_logits(sequences, logits)
             return self._sample_padded(sequences, plan.rows(), logits)
+        rows = plan.rows()  # before the prompts' rows are no longer wanted
         if plan.scores:
             self._prompt_scorer.score(plan.batch, self._context.logits(n_outputs))
-        return self.sample_rows(sequences, plan.rows(), n_outputs)
+        return self.sample_rows(sequences, rows, n_outputs)
 
     def sample_rows(self, sequences: list[Seq], rows: list[int], n_outputs: int) -> list[SamplerOutput]:
         """Samples for each sequence from one of the last decode's `n_outputs` rows.
