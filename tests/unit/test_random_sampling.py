@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cppbatch.engine.sampling.random_sampling import NO_TOKEN, Filters, random_sample
@@ -19,9 +18,7 @@ from tests.support.distributions import (
     logits,
     tied,
 )
-
-MANY = settings(deadline=None, derandomize=True, database=None, max_examples=150)
-
+from tests.support.randomised import randomised
 
 LARGE: dict[str, tuple[int, float, Filters]] = {  # tokens, how far apart their logits lie, filters
     "defaults": (4096, 2.0, DEFAULTS),
@@ -124,8 +121,7 @@ def test_top_k_keeps_k_tokens_wherever_they_stand(n: int, k: int) -> None:
         assert set(np.flatnonzero(counts)) == set(likeliest_first[:k])
 
 
-@MANY
-@given(data=st.data())
+@randomised(ring=50, soak=150, data=st.data())
 def test_no_row_gives_a_token_that_its_filters_drop(data: st.DataObject) -> None:
     n, filters = data.draw(st.integers(1, 1600)), data.draw(filters_of())
     row = data.draw(rows_of(n))
@@ -143,8 +139,7 @@ def test_no_row_gives_a_token_that_its_filters_drop(data: st.DataObject) -> None
 # --- the edges ------------------------------------------------------------------------------------------------------
 
 
-@MANY
-@given(data=st.data())
+@randomised(ring=50, soak=150, data=st.data())
 def test_a_row_gives_the_same_token_alone_and_in_any_batch(data: st.DataObject) -> None:
     n = data.draw(st.sampled_from([1, 7, 300, 512, 1500]))
     requests = data.draw(st.lists(st.tuples(rows_of(n), filters_of(), KEYS), min_size=1, max_size=8))
