@@ -1,17 +1,20 @@
-"""Engines over the tiny models, and the command line."""
+"""Engines and applications over the tiny models, and the command line."""
 
 from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from aiohttp.test_utils import TestClient, TestServer
 
-from cppbatch import BatchInferenceEngine
+from cppbatch import BatchInferenceEngine, LocalEngine
 from cppbatch.cli import main
+from cppbatch.server.app import create_app
+from tests.support.http_client import Http
 from tests.support.native_engines import SETTINGS, OpenEngine, assert_everything_is_free
 
 
@@ -26,6 +29,19 @@ def open_engine() -> Iterator[OpenEngine]:
             return engine
 
         yield open_engine
+
+
+@pytest.fixture
+async def engine(tiny_llama: Path) -> AsyncIterator[LocalEngine]:
+    """What `http` serves. Modules whose tests need other sizes have an engine of this name."""
+    async with LocalEngine(tiny_llama, n_ctx=1024, n_parallel=4, n_threads=1) as engine:
+        yield engine
+
+
+@pytest.fixture
+async def http(engine: LocalEngine) -> AsyncIterator[Http]:
+    async with TestClient(TestServer(create_app(engine))) as client:
+        yield client
 
 
 @pytest.fixture

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -17,28 +16,11 @@ from cppbatch.server.app import create_app
 from cppbatch.server.auth.rules import Keys, api_key
 from cppbatch.server.http.limits import Limits
 from cppbatch.server.settings import ServerSettings
+from tests.support.http_client import Http, post
 
-Http = TestClient[Any, Any]
 Json = dict[str, Any]
 GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 6, "ignore_eos": True}
 TOO_LONG = "x" * 5000
-
-
-@pytest.fixture
-async def engine(tiny_llama: Path) -> AsyncIterator[LocalEngine]:
-    async with LocalEngine(tiny_llama, n_ctx=1024, n_parallel=4, n_threads=1) as engine:
-        yield engine
-
-
-@pytest.fixture
-async def http(engine: LocalEngine) -> AsyncIterator[Http]:
-    async with TestClient(TestServer(create_app(engine))) as client:
-        yield client
-
-
-async def post(http: Http, path: str, body: object) -> tuple[int, Any]:
-    async with http.post(path, data=body if isinstance(body, str) else json.dumps(body)) as answer:
-        return answer.status, await answer.json()
 
 
 async def stream(http: Http, path: str, body: Json) -> list[Json]:

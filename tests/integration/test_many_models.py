@@ -25,8 +25,8 @@ from cppbatch.server.models.served import MODELS
 from cppbatch.server.settings import ServerSettings
 from cppbatch.server.storage import open_storage
 from tests.support import tiny_models
+from tests.support.http_client import Http, get, post
 
-Http = TestClient[Any, Any]
 Json = dict[str, Any]
 HELLO = [{"role": "user", "content": "Hello"}]
 
@@ -100,16 +100,6 @@ async def serve(
             yield http
     finally:
         await models.close()
-
-
-async def post(http: Http, path: str, body: Json, **options: Any) -> tuple[int, Any]:
-    async with http.post(path, json=body, **options) as answer:
-        return answer.status, await answer.json()
-
-
-async def get(http: Http, path: str, **options: Any) -> tuple[int, Any]:
-    async with http.get(path, **options) as answer:
-        return answer.status, await answer.json()
 
 
 async def states(http: Http) -> dict[str, str]:
