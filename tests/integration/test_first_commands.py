@@ -21,6 +21,7 @@ import pytest
 
 from cppbatch import BatchInferenceEngine, EngineConfig, SamplingParams
 from cppbatch.llama import Backend
+from cppbatch.models import kernels
 from cppbatch.models.file_header import read_header
 from cppbatch.sizing.profile import TunedSettings, save_profile
 from tests.support import tiny_models
@@ -299,6 +300,7 @@ def test_a_default_model_without_a_place_names_the_variable(
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", f"/{'x' * 300}")
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(kernels, "child_command", lambda types: ["false"])  # no kernel is timed
     code, _, err = run("models", "pull")
     assert code == 2
     assert err.endswith("Set CPPBATCH_MODELS to another folder\n")
