@@ -6,15 +6,11 @@ from typing import Any
 
 import pytest
 
-from cppbatch import BatchInferenceEngine, FinishReason, GenerationEvent, InvalidRequest, SamplingParams
+from cppbatch import BatchInferenceEngine, FinishReason, GenerationEvent, InvalidRequest
 from cppbatch.engine import core as core_module
 from cppbatch.engine import input_processor
 from cppbatch.errors import QueueFull
-from tests.support.fakes import context_of, drain, fake_engine, greedy, reference, run_steps, tokens_of
-
-
-def endless(n_tokens: int) -> SamplingParams:
-    return greedy(n_tokens, ignore_eos=True)
+from tests.support.fakes import context_of, drain, endless, fake_engine, reference, run_steps, tokens_of
 
 
 class Clock:

@@ -22,7 +22,7 @@ from cppbatch.bench.strategies.schedulers import (
 )
 from cppbatch.engine.scheduler import Scheduler
 from cppbatch.errors import ConfigError
-from tests.support.fakes import N_VOCAB, context_of, drain, fake_engine, greedy, reference
+from tests.support.fakes import N_VOCAB, context_of, drain, fake_engine, greedy, n_computed, reference
 
 Policy = Callable[..., Scheduler]
 
@@ -63,10 +63,6 @@ def add(engine: BatchInferenceEngine, name: str, n_prompt: int, n_new: int) -> s
 
 def running(engine: BatchInferenceEngine) -> set[str]:
     return {sequence.id for sequence in engine.core.scheduler.running}
-
-
-def n_computed(engine: BatchInferenceEngine) -> int:
-    return sum(sum(step.values()) for step in context_of(engine).steps)
 
 
 # --- the same work, whoever schedules it ----------------------------------------------------------------------------
