@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
@@ -13,6 +14,7 @@ from aiohttp.test_utils import TestClient, TestServer
 
 from cppbatch import BatchInferenceEngine, LocalEngine
 from cppbatch.cli import main
+from cppbatch.models import kernels
 from cppbatch.server.app import create_app
 from tests.support.http_client import Http
 from tests.support.native_engines import SETTINGS, OpenEngine, assert_everything_is_free
@@ -42,6 +44,18 @@ async def engine(tiny_llama: Path) -> AsyncIterator[LocalEngine]:
 async def http(engine: LocalEngine) -> AsyncIterator[Http]:
     async with TestClient(TestServer(create_app(engine))) as client:
         yield client
+
+
+@pytest.fixture
+def untimed_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The child process that times kernels answers at once, with made-up times."""
+
+    def command(types: list[str]) -> list[str]:
+        times = {kind: {rows: 1.0 + rows / 4 for rows in kernels.ROWS} for kind in types}
+        answer = json.dumps({"ms": times, "plain_ms": {}, "has_gpu": False})
+        return [sys.executable, "-c", f"print({answer!r})", *types]
+
+    monkeypatch.setattr(kernels, "child_command", command)
 
 
 @pytest.fixture

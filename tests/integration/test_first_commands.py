@@ -21,7 +21,6 @@ import pytest
 
 from cppbatch import BatchInferenceEngine, EngineConfig, SamplingParams
 from cppbatch.llama import Backend
-from cppbatch.models import kernels
 from cppbatch.models.file_header import read_header
 from cppbatch.sizing.profile import TunedSettings, save_profile
 from tests.support import tiny_models
@@ -293,6 +292,7 @@ def test_a_home_that_cannot_be_read_has_no_files(
     assert code == int(arguments == ("doctor",)), err  # there is no model, and doctor says so
 
 
+@pytest.mark.usefixtures("untimed_kernels")
 def test_a_default_model_without_a_place_names_the_variable(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -300,7 +300,6 @@ def test_a_default_model_without_a_place_names_the_variable(
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", f"/{'x' * 300}")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(kernels, "child_command", lambda types: ["false"])  # no kernel is timed
     code, _, err = run("models", "pull")
     assert code == 2
     assert err.endswith("Set CPPBATCH_MODELS to another folder\n")
