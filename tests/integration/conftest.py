@@ -20,6 +20,12 @@ from tests.support.http_client import Http
 from tests.support.native_engines import SETTINGS, OpenEngine, assert_everything_is_free
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Long tests whose requests are made up while pytest collects them are read with -m soak only."""
+    is_long = collection_path.name.endswith("_for_long.py")
+    return True if is_long and config.option.markexpr == "not soak" else None
+
+
 @pytest.fixture
 def open_engine() -> Iterator[OpenEngine]:
     """Opens engines; at the end each must have given every cell and seq_id back."""
