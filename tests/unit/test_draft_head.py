@@ -30,21 +30,16 @@ from tests.support.fakes import (
     tokens_of,
 )
 from tests.support.randomised import cases
+from tests.support.virtual_time import Clock
 
 STEM = [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12]
 
 
-class Clock:
-    now = 0.0
-
-    def __call__(self) -> float:
-        self.now += 1e-6
-        return self.now
-
-
 def engine(*, wrong_each: int = 4, flat: bool = True, kind: str = "mtp", **settings: Any) -> BatchInferenceEngine:
     sizes: dict[str, Any] = {"n_ctx": 400, "n_batch": 64, "n_parallel": 4, "sharing": "cells"} | settings
-    its = fake_engine(head=lambda context: fake_head(context, Clock(), wrong_each=wrong_each, kind=kind), **sizes)
+    its = fake_engine(
+        head=lambda context: fake_head(context, Clock(tick=1e-6), wrong_each=wrong_each, kind=kind), **sizes
+    )
     if flat:
         know(its, {1: 0.010, 256: 0.011})  # drafts cost next to nothing
     return its

@@ -23,22 +23,13 @@ from cppbatch.errors import DecodeFailed
 from tests.support.fake_heads import CONTEXTS, check_head, fake_head
 from tests.support.fakes import EOG, FakeProposer, context_of, fake_engine, greedy, reference, text_of
 from tests.support.randomised import randomised
+from tests.support.virtual_time import Clock
 
 N_CTX, N_PARALLEL, N_BATCH = 48, 3, 6
 LONGEST = N_CTX // N_PARALLEL  # fits in both layouts
 
 
-class Clock:
-    """Time that only tests let pass, but for a millisecond with each look at it."""
-
-    now = 0.0
-
-    def __call__(self) -> float:
-        self.now += 0.001
-        return self.now
-
-
-CLOCK = Clock()
+CLOCK = Clock(tick=0.001)
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -13,6 +13,7 @@ from cppbatch.chat.chat_format import ChatFormat, ChatTurn
 from cppbatch.chat.template import ChatTemplate
 from cppbatch.chat.tools import ToolChoice
 from tests.support.chat_families import QUESTION, TEMPLATES, TOOLS, calls_of, message
+from tests.support.virtual_time import Clock
 from tests.templates.round_trip import SAID, check
 
 _TALK = """{{ tools | tojson if tools }}
@@ -152,18 +153,8 @@ def test_a_thought_between_two_calls_is_a_thought() -> None:
         assert "Two." in whole.reasoning
 
 
-class Clock:
-    """A millisecond passes with each look at it."""
-
-    now = 0.0
-
-    def monotonic(self) -> float:
-        self.now += 0.001
-        return self.now
-
-
 def test_a_template_that_loops_is_given_up_soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = Clock()
+    clock = Clock(tick=0.001)
     for module in (sandbox, template_module):
         monkeypatch.setattr(module, "time", clock)
     source = "{% for i in range(100000) %}{% for j in range(100000) %}{{ messages[0].content }}{% endfor %}{% endfor %}"
