@@ -32,6 +32,7 @@ from tests.unit.test_live_types import check_cells
 from tests.unit.test_openapi import DOCUMENT
 
 SOON = 30.0
+INTERVAL_S = 0.05
 SHARED = "The quick brown fox jumps over the lazy dog, and then the dog gets up again and looks for it. " * 3
 
 KEYS = """
@@ -58,6 +59,11 @@ class CountedEngine(LocalEngine):
     def _ask_live(self) -> None:
         self.n_states += 1
         super()._ask_live()
+
+
+@pytest.fixture(autouse=True)
+def short_intervals(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(live_endpoint.LiveFeed.__init__.__kwdefaults__, "interval", INTERVAL_S)
 
 
 @pytest.fixture
@@ -174,19 +180,19 @@ async def test_16_rows_share_their_prompt_and_the_snapshot_is_as_the_document_sa
 async def test_readers_share_snapshots_and_without_a_reader_nothing_is_computed(engine: CountedEngine) -> None:
     async with serving(engine) as (listener, session):
         tasks = [start(session, listener.url, f"{SHARED}{i}") for i in range(16)]
-        await asyncio.sleep(0.5)
+        await asyncio.sleep(0.2)
         assert (engine.n_live, engine.n_states) == (0, 0)
         began = monotonic()
         readers = [Reader(session, listener.url) for _ in range(20)]
         for reader in readers:
             await reader.has(10)
-        most = (monotonic() - began) / live_endpoint.INTERVAL_S + 2
+        most = (monotonic() - began) / INTERVAL_S + 2
         assert 10 <= engine.n_states <= engine.n_live <= most
         assert len(set.intersection(*(set(reader.raw) for reader in readers))) >= 5, "not the same events"
         await end([reader.task for reader in readers])
         await asyncio.sleep(0.1)
         n = engine.n_live
-        await asyncio.sleep(0.5)
+        await asyncio.sleep(0.2)
         assert engine.n_live == n
         await end(tasks)
 
@@ -196,7 +202,7 @@ async def test_an_idle_engine_is_asked_once_and_its_readers_get_one_event(engine
         readers = [Reader(session, listener.url) for _ in range(2)]
         for reader in readers:
             await reader.has(1)
-        await asyncio.sleep(1.2)
+        await asyncio.sleep(0.4)
         assert [len(reader.raw) for reader in readers] == [1, 1]
         assert engine.n_states == 1
         assert engine.n_live >= 4
