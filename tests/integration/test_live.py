@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncIterator, Callable
+from functools import partial
 from pathlib import Path
 from time import monotonic
 from typing import Any
@@ -63,7 +64,7 @@ class CountedEngine(LocalEngine):
 
 @pytest.fixture(autouse=True)
 def short_intervals(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(live_endpoint.LiveFeed.__init__.__kwdefaults__, "interval", INTERVAL_S)
+    monkeypatch.setattr(live_endpoint, "LiveFeed", partial(live_endpoint.LiveFeed, interval=INTERVAL_S))
 
 
 @pytest.fixture
