@@ -1,18 +1,29 @@
-"""Engines over the tiny models, and the command line."""
+"""Engines and applications over the tiny models, and the command line."""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from aiohttp.test_utils import TestClient, TestServer
 
-from cppbatch import BatchInferenceEngine
+from cppbatch import BatchInferenceEngine, LocalEngine
 from cppbatch.cli import main
+from cppbatch.models import kernels
+from cppbatch.server.app import create_app
+from tests.support.http_client import Http
 from tests.support.native_engines import SETTINGS, OpenEngine, assert_everything_is_free
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Long tests whose requests are made up while pytest collects them are read with -m soak only."""
+    is_long = collection_path.name.endswith("_for_long.py")
+    return True if is_long and config.option.markexpr == "not soak" else None
 
 
 @pytest.fixture
@@ -26,6 +37,31 @@ def open_engine() -> Iterator[OpenEngine]:
             return engine
 
         yield open_engine
+
+
+@pytest.fixture
+async def engine(tiny_llama: Path) -> AsyncIterator[LocalEngine]:
+    """What `http` serves. Modules whose tests need other sizes have an engine of this name."""
+    async with LocalEngine(tiny_llama, n_ctx=1024, n_parallel=4, n_threads=1) as engine:
+        yield engine
+
+
+@pytest.fixture
+async def http(engine: LocalEngine) -> AsyncIterator[Http]:
+    async with TestClient(TestServer(create_app(engine))) as client:
+        yield client
+
+
+@pytest.fixture
+def untimed_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The child process that times kernels answers at once, with made-up times."""
+
+    def command(types: list[str]) -> list[str]:
+        times = {kind: {rows: 1.0 + rows / 4 for rows in kernels.ROWS} for kind in types}
+        answer = json.dumps({"ms": times, "plain_ms": {}, "has_gpu": False})
+        return [sys.executable, "-c", f"print({answer!r}, end='')", *types]
+
+    monkeypatch.setattr(kernels, "child_command", command)
 
 
 @pytest.fixture

@@ -649,7 +649,7 @@ def test_a_disk_that_is_full_at_the_start_is_tried_again(
     """With a batch that was begun before: it goes on as soon as there is room."""
     monkeypatch.setattr(storage, "RETRY_S", 0.2)
     first = start()
-    batch = make_batch(client_of(first), lines(100, **LONG))
+    batch = make_batch(client_of(first), lines(20, **LONG))
     wait_for(client_of(first), batch.id, "in_progress")
     first.stop()
     real, is_full = open_data_folder, True
@@ -668,7 +668,7 @@ def test_a_disk_that_is_full_at_the_start_is_tried_again(
     assert str(tmp_path) not in str(refused.value.body)
     is_full = False
     wait_until(lambda: is_kept(client))
-    assert counts(wait_for(client, batch.id, "completed")) == (100, 100, 0)
+    assert counts(wait_for(client, batch.id, "completed")) == (20, 20, 0)
 
 
 def full_database(folder: Path) -> None:

@@ -39,6 +39,8 @@ BROKEN: dict[str, tuple[Callable[[Path], Path], str]] = {
     "no-context": (lambda path: tiny_models.patched(path, "context_length", 2**32 - 1), "context_length is 4294967295"),
 }
 WHOLE_FILES = {f"{name}.gguf" for name in list(BROKEN)[6:]}
+SERVED = ("missing", "truncated", "nan-epsilon")
+"""Refused by their name, by what is read, by what they say. `serve` is tried with all of them under soak."""
 
 
 @pytest.fixture(params=BROKEN)
@@ -55,7 +57,14 @@ def assert_one_line(code: int, stderr: str) -> str:
     return stderr
 
 
-@pytest.mark.parametrize("command", ["generate", "serve"])
+@pytest.mark.parametrize(
+    ("command", "broken"),
+    [
+        *(("generate", kind) for kind in BROKEN),
+        *(pytest.param("serve", kind, marks=[] if kind in SERVED else pytest.mark.soak) for kind in BROKEN),
+    ],
+    indirect=["broken"],
+)
 def test_a_file_that_cannot_run_ends_the_command_with_one_helpful_line(broken: tuple[Path, str], command: str) -> None:
     path, advice = broken
     rest = ["-p", "x"] if command == "generate" else ["--port", "0"]

@@ -18,8 +18,7 @@ from cppbatch.server.app import create_app
 from cppbatch.server.http.api_errors import ErrorResponse
 from cppbatch.server.models.served import OneModel
 from cppbatch.server.settings import ServerSettings
-
-Http = TestClient[Any, Any]
+from tests.support.http_client import Http
 
 N_CTX = 256
 LONG = [5] * 300

@@ -50,10 +50,15 @@ def logprobs(engine: BatchInferenceEngine, prompts: list[list[int]]) -> Results:
     return [[(id, logprob) for each in r.logprobs or () for id, _, logprob in each.top] for r in results]
 
 
-def test_every_bit_is_the_same_alone_and_in_batches_of_any_company(model: Path) -> None:
+@pytest.fixture(scope="module")
+def alone(model: Path) -> Results:
+    """What each prompt gives when nothing else is in the batch."""
     with engine(model, prefix_cache=False) as alone:
-        expected = [logprobs(alone, [prompt])[0] for prompt in PROMPTS]
-    assert all(len(each) >= N for each in expected)
+        return [logprobs(alone, [prompt])[0] for prompt in PROMPTS]
+
+
+def test_every_bit_is_the_same_alone_and_in_batches_of_any_company(model: Path, alone: Results) -> None:
+    assert all(len(each) >= N for each in alone)
     companies: list[dict[str, Any]] = [
         {},
         {"n_parallel": 16, "n_ctx": 16384},
@@ -68,15 +73,13 @@ def test_every_bit_is_the_same_alone_and_in_batches_of_any_company(model: Path) 
         with engine(model, **settings) as batched:
             for _ in range(2):  # the second time, prompts continue cached prefixes
                 got = logprobs(batched, [PROMPTS[i] for i in order])
-                assert got == [expected[i] for i in order]
+                assert got == [alone[i] for i in order]
 
 
 @pytest.mark.parametrize("swap_space", [0, 64])
-def test_every_bit_is_the_same_after_a_preemption(model: Path, swap_space: int) -> None:
+def test_every_bit_is_the_same_after_a_preemption(model: Path, alone: Results, swap_space: int) -> None:
     """With and without host memory: the sequence is restored, or computed again in other pieces."""
     first, second = PROMPTS[:4], PROMPTS[5:9]
-    with engine(model, prefix_cache=False) as alone:
-        expected = [logprobs(alone, [prompt])[0] for prompt in first + second]
     with engine(model, n_parallel=4, swap_space=swap_space, prefix_cache=False) as preempting:
         ids = [preempting.add_request(prompt, PARAMS) for prompt in first]
         events = [event for _ in range(7) for event in preempting.step()]
@@ -85,13 +88,11 @@ def test_every_bit_is_the_same_after_a_preemption(model: Path, swap_space: int) 
             events += preempting.step()
         stats = preempting.stats()
         assert (stats.swaps, stats.recomputes) == ((4, 0) if swap_space else (0, 4))
-    assert [top(events, id) for id in ids] == expected
+    assert [top(events, id) for id in ids] == alone[:4] + alone[5:9]
 
 
-def test_every_bit_is_the_same_where_another_engine_continues(model: Path) -> None:
-    with engine(model, prefix_cache=False) as alone:
-        expected = [logprobs(alone, [prompt])[0] for prompt in PROMPTS]
-    known = [[token for token, _ in each[::N_TOP]][:5] for each in expected]  # text is greedy
+def test_every_bit_is_the_same_where_another_engine_continues(model: Path, alone: Results) -> None:
+    known = [[token for token, _ in each[::N_TOP]][:5] for each in alone]  # text is greedy
     with engine(model) as other:
         for i, prompt in enumerate(PROMPTS):
             progress = ResumeState(tokens=known[i], age=1.0, first_token_seconds=0.2)
@@ -99,7 +100,7 @@ def test_every_bit_is_the_same_where_another_engine_continues(model: Path) -> No
         events = []
         while other.has_work:
             events += other.step()
-    for i, each in enumerate(expected):
+    for i, each in enumerate(alone):
         assert top(events, str(i)) == each[len(known[i]) * N_TOP :]
 
 

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from aiohttp.test_utils import TestClient, TestServer
 from prometheus_client.parser import text_string_to_metric_families
 
 from cppbatch import BatchInferenceEngine, EngineConfig, LocalEngine
@@ -18,13 +17,11 @@ from cppbatch.engine.runtime import Runtime, load_runtime
 from cppbatch.jobs.job_request import JobRequest, Json
 from cppbatch.jobs.journal import response_line
 from cppbatch.server.api.batches.handler import BatchRequestHandler
-from cppbatch.server.app import create_app
 from cppbatch.server.models.served import OneModel
 from cppbatch.server.settings import ServerSettings
 from tests.support.fakes import greedy, know
+from tests.support.http_client import Http
 from tests.support.replay import Replay
-
-Http = TestClient[Any, Any]
 
 SETTINGS: dict[str, Any] = {"n_ctx": 1024, "n_parallel": 4, "n_threads": 1}
 GREEDY = {"temperature": 0, "max_tokens": 24, "ignore_eos": True}
@@ -46,12 +43,6 @@ async def engine(tiny_llama: Path) -> AsyncIterator[LocalEngine]:
         assert engine._engine
         know(engine._engine, {1: 0.010, 256: 0.011})  # drafts cost next to nothing
         yield engine
-
-
-@pytest.fixture
-async def http(engine: LocalEngine) -> AsyncIterator[Http]:
-    async with TestClient(TestServer(create_app(engine))) as client:
-        yield client
 
 
 async def post(http: Http, path: str, **fields: Any) -> Any:

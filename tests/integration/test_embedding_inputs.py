@@ -11,8 +11,7 @@ from aiohttp.test_utils import TestClient, TestServer
 
 from cppbatch import LocalEngine
 from cppbatch.server.app import create_app
-
-Http = TestClient[Any, Any]
+from tests.support.http_client import Http
 
 
 @pytest.fixture

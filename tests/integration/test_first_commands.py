@@ -292,6 +292,7 @@ def test_a_home_that_cannot_be_read_has_no_files(
     assert code == int(arguments == ("doctor",)), err  # there is no model, and doctor says so
 
 
+@pytest.mark.usefixtures("untimed_kernels")
 def test_a_default_model_without_a_place_names_the_variable(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -20,27 +19,9 @@ from cppbatch.errors import LlamaError
 from cppbatch.server.app import create_app
 from cppbatch.server.models.served import OneModel
 from cppbatch.server.settings import ServerSettings
+from tests.support.http_client import Http, post
 
-Http = TestClient[Any, Any]
 HELLO: dict[str, Any] = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 4}
-
-
-@pytest.fixture
-async def engine(tiny_llama: Path) -> AsyncIterator[LocalEngine]:
-    async with LocalEngine(tiny_llama, n_ctx=1024, n_parallel=4, n_threads=1) as engine:
-        yield engine
-
-
-@pytest.fixture
-async def http(engine: LocalEngine) -> AsyncIterator[Http]:
-    async with TestClient(TestServer(create_app(engine))) as client:
-        yield client
-
-
-async def post(http: Http, path: str, body: object) -> tuple[int, Any]:
-    data = body if isinstance(body, (bytes, str)) else json.dumps(body)
-    async with http.post(path, data=data) as answer:
-        return answer.status, await answer.json()
 
 
 BAD_COMPLETIONS = {

@@ -11,17 +11,14 @@ from typing import Any
 import jsonschema
 import openai
 import pytest
-from aiohttp.test_utils import TestClient, TestServer
 from openai.types import Completion as OpenAICompletion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from cppbatch import BatchInferenceEngine, LocalEngine, SamplingParams
 from cppbatch.engine.params import GRAMMARS
 from cppbatch.server.api.openai.completions import CompletionRequest
-from cppbatch.server.app import create_app
+from tests.support.http_client import Http, post
 from tests.unit.test_http_sampling import MESSAGES, OTHERS
-
-Http = TestClient[Any, Any]
 
 Json = dict[str, Any]
 
@@ -44,21 +41,10 @@ async def engine(tiny_llama: Path) -> AsyncIterator[LocalEngine]:
 
 
 @pytest.fixture
-async def http(engine: LocalEngine) -> AsyncIterator[Http]:
-    async with TestClient(TestServer(create_app(engine))) as client:
-        yield client
-
-
-@pytest.fixture
 async def client(http: Http) -> AsyncIterator[openai.AsyncOpenAI]:
     url = str(http.make_url("/v1"))
     async with openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0) as client:
         yield client
-
-
-async def post(http: Http, path: str, body: object) -> tuple[int, Any]:
-    async with http.post(path, data=body if isinstance(body, str) else json.dumps(body)) as answer:
-        return answer.status, await answer.json()
 
 
 async def complete(http: Http, **body: Any) -> Json:

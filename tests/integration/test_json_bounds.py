@@ -4,16 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
-from pathlib import Path
 from time import thread_time
 from typing import Any
 
-import pytest
-from aiohttp.test_utils import TestClient, TestServer
-
-from cppbatch import LocalEngine
-from cppbatch.server.app import create_app
+from tests.support.http_client import Http
 
 USER = {"role": "user", "content": "x"}
 
@@ -63,21 +57,7 @@ HOSTILE: dict[str, tuple[str, dict[str, Any], str]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def model(tiny_llama: Path) -> Path:
-    return tiny_llama
-
-
-@pytest.fixture
-async def client(model: Path) -> AsyncIterator[TestClient[Any, Any]]:
-    async with (
-        LocalEngine(model, n_ctx=1024, n_parallel=4, n_threads=1) as engine,
-        TestClient(TestServer(create_app(engine))) as client,
-    ):
-        yield client
-
-
-async def test_bodies_of_many_small_things_are_refused_and_hold_up_nobody(client: TestClient[Any, Any]) -> None:
+async def test_bodies_of_many_small_things_are_refused_and_hold_up_nobody(http: Http) -> None:
     bodies = {name: (path, json.dumps(body).encode(), field) for name, (path, body, field) in HOSTILE.items()}
     longest = 0.0
 
@@ -91,7 +71,7 @@ async def test_bodies_of_many_small_things_are_refused_and_hold_up_nobody(client
     for name, (path, body, field) in bodies.items():
         longest = 0.0
         ticking = asyncio.create_task(tick())
-        async with client.post(path, data=body) as answer:
+        async with http.post(path, data=body) as answer:
             text = await answer.text()
         ticking.cancel()
         print(f"{name}: {len(body) / 1e6:.1f} MB, the event loop was busy for {1000 * longest:.0f} ms at most")

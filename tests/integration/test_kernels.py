@@ -63,6 +63,7 @@ def test_types_are_timed_in_one_child_and_the_second_time_they_are_read(children
     assert len(list(cache.iterdir())) == 1
 
 
+@pytest.mark.usefixtures("untimed_kernels")
 def test_only_what_is_missing_is_timed(children: list[list[str]]) -> None:
     kernel_times(["Q8_0"])
     assert kernel_times(["Q8_0", "F16"]).keys() == {"Q8_0", "F16"}
@@ -91,6 +92,7 @@ def test_types_that_are_not_timed_are_left_out(children: list[list[str]]) -> Non
     assert children == []
 
 
+@pytest.mark.usefixtures("untimed_kernels")
 @pytest.mark.parametrize("command", [["false"], ["echo", "no JSON"], ["/no/such/program"]])
 def test_a_child_that_fails_gives_no_times_and_is_asked_again(
     command: list[str], monkeypatch: pytest.MonkeyPatch, cache: Path
@@ -102,6 +104,7 @@ def test_a_child_that_fails_gives_no_times_and_is_asked_again(
     assert kernel_times(["F16"])
 
 
+@pytest.mark.usefixtures("untimed_kernels")
 @pytest.mark.parametrize("content", ["", "{", "null", '{"a": 1}', '{"ms": {}, "has_gpu": false}', "\x00"])
 def test_an_unreadable_cache_is_replaced(cache: Path, content: str) -> None:
     kernel_times(["F16"])
@@ -111,6 +114,7 @@ def test_an_unreadable_cache_is_replaced(cache: Path, content: str) -> None:
     assert json.loads(file.read_text())["ms"].keys() == {"F16"}
 
 
+@pytest.mark.usefixtures("untimed_kernels")
 def test_without_a_cache_that_can_be_written_times_are_kept_in_a_folder_of_the_users_own(
     children: list[list[str]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -146,7 +150,7 @@ def test_ggmls_conversion_gives_the_weights_back(kind: str) -> None:
 
 
 @pytest.fixture
-def row_by_row(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+def row_by_row(untimed_kernels: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """A model of Q4_1 and cached times of a CPU that computes Q4_1 row by row."""
     monkeypatch.setattr(findings, "user_cache_path", platformdirs.user_cache_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))  # for child processes too

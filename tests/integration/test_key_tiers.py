@@ -22,9 +22,9 @@ from cppbatch.server.auth.rules import Keys
 from cppbatch.server.http.limits import Limits
 from cppbatch.server.settings import ServerSettings
 from cppbatch.server.storage import open_storage
+from tests.support.http_client import Http
 from tests.support.listening import HeldEngine, until
 
-Http = TestClient[Any, Any]
 Json = dict[str, Any]
 
 FILE = """

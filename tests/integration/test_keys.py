@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,12 +17,6 @@ from cppbatch.server.settings import ServerSettings
 from tests.unit.test_keys import SECRETS
 
 HELLO: dict[str, Any] = {"prompt": "Hello", "max_tokens": 2}
-
-
-@pytest.fixture
-async def engine(tiny_llama: Path) -> AsyncIterator[LocalEngine]:
-    async with LocalEngine(tiny_llama, n_ctx=256, n_parallel=2, n_threads=1) as engine:
-        yield engine
 
 
 @pytest.fixture

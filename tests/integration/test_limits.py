@@ -19,9 +19,8 @@ from cppbatch.server.app import create_app
 from cppbatch.server.auth.rules import Keys
 from cppbatch.server.http.limits import Limits
 from cppbatch.server.settings import ServerSettings
+from tests.support.http_client import Http
 from tests.support.listening import HeldEngine, connect, ended, head, listening, post, until
-
-Http = TestClient[Any, Any]
 
 PATHS = {
     "/v1/completions": {"prompt": "Hello", "ignore_eos": True},

@@ -14,8 +14,8 @@ from cppbatch import LocalEngine
 from cppbatch.models.synthetic import write_lora
 from cppbatch.server.app import create_app
 from cppbatch.server.settings import ServerSettings
+from tests.support.http_client import Http, get, post
 
-Http = TestClient[Any, Any]
 Json = dict[str, Any]
 ASKED: Json = {"prompt": "abc", "n_predict": 16, "temperature": 0, "ignore_eos": True}
 
@@ -28,16 +28,6 @@ async def serve(model: Path, engine: Json | None = None, **settings: Any) -> Asy
         TestClient(TestServer(create_app(client, ServerSettings(**settings)))) as http,
     ):
         yield http
-
-
-async def post(http: Http, path: str, body: object) -> tuple[int, Any]:
-    async with http.post(path, json=body) as answer:
-        return answer.status, await answer.json()
-
-
-async def get(http: Http, path: str) -> tuple[int, Any]:
-    async with http.get(path) as answer:
-        return answer.status, await answer.json()
 
 
 async def text_of(http: Http, **fields: Any) -> str:

@@ -15,8 +15,8 @@ from aiohttp.test_utils import TestClient, TestServer
 from cppbatch import LocalEngine
 from cppbatch.server.app import create_app
 from cppbatch.server.settings import ServerSettings
+from tests.support.http_client import Http, answered
 
-Http = TestClient[Any, Any]
 Json = dict[str, Any]
 HELLO = [{"role": "user", "content": "Hello"}]
 CHANGING = {"id", "created", "created_at", "completed_at", "usage", "timings", "output"}
@@ -52,12 +52,6 @@ async def encoder(tiny_encoder: Path) -> AsyncIterator[Http]:
         yield client
 
 
-async def post(http: Http, path: str, body: object) -> Any:
-    async with http.post(path, json=body) as answer:
-        assert answer.status == 200, await answer.text()
-        return await answer.json()
-
-
 async def refused(http: Http, path: str, body: object) -> tuple[int, str]:
     async with http.post(path, json=body) as answer:
         return answer.status, (await answer.json())["error"]["param"]
@@ -76,7 +70,7 @@ async def refused(http: Http, path: str, body: object) -> tuple[int, str]:
     ],
 )
 async def test_a_path_without_v1_gives_the_same_answer(http: Http, path: str, body: Json) -> None:
-    with_v1, without = await post(http, f"/v1{path}", body), await post(http, path, body)
+    with_v1, without = await answered(http, f"/v1{path}", body), await answered(http, path, body)
     assert with_v1.keys() == without.keys()
     for name in with_v1.keys() - CHANGING - {"choices"}:
         assert with_v1[name] == without[name]
@@ -90,7 +84,8 @@ async def test_models_have_both_paths(http: Http) -> None:
 @pytest.mark.parametrize("path", ["/rerank", "/reranking", "/v1/reranking"])
 async def test_rerankers_have_llama_servers_paths(reranker: Http, path: str) -> None:
     body = {"query": "cat", "documents": DOCUMENTS, "top_n": 2}
-    assert (await post(reranker, path, body))["results"] == (await post(reranker, "/v1/rerank", body))["results"]
+    other, known = await answered(reranker, path, body), await answered(reranker, "/v1/rerank", body)
+    assert other["results"] == known["results"]
 
 
 # --- the length of a prompt -------------------------------------------------------------------------------------------
@@ -98,14 +93,14 @@ async def test_rerankers_have_llama_servers_paths(reranker: Http, path: str) -> 
 
 async def test_input_tokens_are_those_of_the_same_request(http: Http) -> None:
     chat: Json = {"messages": [{"role": "system", "content": "Be brief."}, *HELLO], "max_tokens": 1}
-    counted = await post(http, "/v1/chat/completions/input_tokens", chat)
+    counted = await answered(http, "/v1/chat/completions/input_tokens", chat)
     assert counted == {
         "object": "response.input_tokens",
-        "input_tokens": (await post(http, "/v1/chat/completions", chat))["usage"]["prompt_tokens"],
+        "input_tokens": (await answered(http, "/v1/chat/completions", chat))["usage"]["prompt_tokens"],
     }
     response: Json = {"input": "Hello", "instructions": "Be brief."}
-    counted = await post(http, "/v1/responses/input_tokens", response)
-    asked = await post(http, "/v1/responses", {**response, "max_output_tokens": 1})
+    counted = await answered(http, "/v1/responses/input_tokens", response)
+    asked = await answered(http, "/v1/responses", {**response, "max_output_tokens": 1})
     assert counted["input_tokens"] == asked["usage"]["input_tokens"]
 
 
@@ -119,19 +114,19 @@ async def test_openais_client_counts_input_tokens(http: Http) -> None:
 
 
 async def test_texts_are_ranked_in_teis_form(reranker: Http) -> None:
-    whole = (await post(reranker, "/rerank", {"query": "cat", "documents": DOCUMENTS}))["results"]
+    whole = (await answered(reranker, "/rerank", {"query": "cat", "documents": DOCUMENTS}))["results"]
     asked: Json = {"query": "cat", "texts": DOCUMENTS}
-    scores = await post(reranker, "/rerank", asked)
+    scores = await answered(reranker, "/rerank", asked)
     # The texts of a request may be computed in one step or in two, which rounds their scores differently.
     close = partial(pytest.approx, rel=1e-5)
     assert scores == [{"index": each["index"], "score": close(each["relevance_score"])} for each in whole]
-    best, *_ = await post(reranker, "/rerank", {**asked, "return_text": True, "top_n": 1, "truncate": True})
+    best, *_ = await answered(reranker, "/rerank", {**asked, "return_text": True, "top_n": 1, "truncate": True})
     assert best == {
         "index": scores[0]["index"],
         "score": close(scores[0]["score"]),
         "text": DOCUMENTS[scores[0]["index"]],
     }
-    between = await post(reranker, "/rerank", {**asked, "raw_scores": False})
+    between = await answered(reranker, "/rerank", {**asked, "raw_scores": False})
     for score, raw in zip(between, scores, strict=True):
         assert score["score"] == pytest.approx(1 / (1 + math.exp(-raw["score"])), rel=1e-5)
 
@@ -150,11 +145,11 @@ async def test_what_cannot_be_ranked_is_refused(reranker: Http, field: str, give
 
 @pytest.mark.parametrize("path", ["/embeddings", "/embedding"])
 async def test_vectors_are_listed_in_llama_servers_form(encoder: Http, path: str) -> None:
-    expected = (await post(encoder, "/v1/embeddings", {"input": ["a b", "c"]}))["data"]
+    expected = (await answered(encoder, "/v1/embeddings", {"input": ["a b", "c"]}))["data"]
     vectors = [{"index": each["index"], "embedding": [each["embedding"]]} for each in expected]
     for field in ("input", "content"):
-        assert await post(encoder, path, {field: ["a b", "c"]}) == vectors
-    (raw, _) = await post(encoder, path, {"input": ["a b", "c"], "embd_normalize": -1})
+        assert await answered(encoder, path, {field: ["a b", "c"]}) == vectors
+    (raw, _) = await answered(encoder, path, {"input": ["a b", "c"], "embd_normalize": -1})
     length = math.hypot(*raw["embedding"][0])
     assert length != pytest.approx(1, abs=1e-3)
     assert [x / length for x in raw["embedding"][0]] == pytest.approx(vectors[0]["embedding"][0], abs=1e-5)
@@ -177,7 +172,7 @@ async def test_the_fingerprint_is_in_every_object_and_changes_with_the_settings(
         "/v1/chat/completions": {"messages": HELLO, "max_tokens": 2},
         "/v1/completions": {"prompt": "a", "max_tokens": 2},
     }
-    found = {(await post(http, path, body))["system_fingerprint"] for path, body in bodies.items()}
+    found = {(await answered(http, path, body))["system_fingerprint"] for path, body in bodies.items()}
     for path, body in bodies.items():
         async with http.post(path, json={**body, "stream": True}) as answer:
             *chunks, done = (await answer.text()).removesuffix("\n\n").split("\n\n")
@@ -186,5 +181,5 @@ async def test_the_fingerprint_is_in_every_object_and_changes_with_the_settings(
     (fingerprint,) = found
     assert fingerprint.startswith("b")
     async for other in opened(tiny_llama, chat_template="{{ messages }}"):
-        answer = await post(other, "/v1/completions", {"prompt": "a", "max_tokens": 1})
+        answer = await answered(other, "/v1/completions", {"prompt": "a", "max_tokens": 1})
         assert answer["system_fingerprint"] != fingerprint

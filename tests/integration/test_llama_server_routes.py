@@ -19,8 +19,8 @@ from cppbatch.server.answer.mixed_prompts import MEDIA_MARKER
 from cppbatch.server.app import create_app
 from cppbatch.server.settings import ServerSettings
 from tests.support import tiny_models
+from tests.support.http_client import Http, get, post
 
-Http = TestClient[Any, Any]
 Json = dict[str, Any]
 GREEDY: dict[str, Any] = {"temperature": 0, "n_predict": 6, "ignore_eos": True}
 FINAL = set(
@@ -32,28 +32,6 @@ TIMINGS = set(
     "cache_n prompt_n prompt_ms prompt_per_token_ms prompt_per_second predicted_n predicted_ms predicted_per_token_ms "
     "predicted_per_second".split()
 )
-
-
-@pytest.fixture
-async def engine(tiny_llama: Path) -> AsyncIterator[LocalEngine]:
-    async with LocalEngine(tiny_llama, n_ctx=1024, n_parallel=4, n_threads=1) as engine:
-        yield engine
-
-
-@pytest.fixture
-async def http(engine: LocalEngine) -> AsyncIterator[Http]:
-    async with TestClient(TestServer(create_app(engine))) as client:
-        yield client
-
-
-async def post(http: Http, path: str, body: object) -> tuple[int, Any]:
-    async with http.post(path, json=body) as answer:
-        return answer.status, await answer.json()
-
-
-async def get(http: Http, path: str) -> tuple[int, Any]:
-    async with http.get(path) as answer:
-        return answer.status, await answer.json()
 
 
 async def complete(http: Http, prompt: object = "abc", **fields: Any) -> Any:

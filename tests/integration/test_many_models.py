@@ -19,14 +19,15 @@ from cppbatch.models.find import models_below, short_name
 from cppbatch.server.api.batches.handler import URLS
 from cppbatch.server.app import create_app
 from cppbatch.server.auth.rules import Keys, api_key
+from cppbatch.server.models import many
 from cppbatch.server.models.loader import MemoryPlanLoader, ModelSpec
 from cppbatch.server.models.many import CatalogContent, ManyModels
 from cppbatch.server.models.served import MODELS
 from cppbatch.server.settings import ServerSettings
 from cppbatch.server.storage import open_storage
 from tests.support import tiny_models
+from tests.support.http_client import Http, get, post
 
-Http = TestClient[Any, Any]
 Json = dict[str, Any]
 HELLO = [{"role": "user", "content": "Hello"}]
 
@@ -100,16 +101,6 @@ async def serve(
             yield http
     finally:
         await models.close()
-
-
-async def post(http: Http, path: str, body: Json, **options: Any) -> tuple[int, Any]:
-    async with http.post(path, json=body, **options) as answer:
-        return answer.status, await answer.json()
-
-
-async def get(http: Http, path: str, **options: Any) -> tuple[int, Any]:
-    async with http.get(path, **options) as answer:
-        return answer.status, await answer.json()
 
 
 async def states(http: Http) -> dict[str, str]:
@@ -253,14 +244,15 @@ async def test_a_model_that_cannot_be_loaded_fails_its_own_requests_only(tmp_pat
         assert (await get(http, "/health"))[1]["models"] == {"loaded": 1, "loading": 0, "unloaded": 0, "failed": 1}
 
 
-async def test_the_folder_is_looked_at_again(folder: Path, tmp_path: Path) -> None:
+async def test_the_folder_is_looked_at_again(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(many, "_LOOK_AGAIN_S", 0.05)
     one, two = tmp_path / "one.gguf", tmp_path / "two.gguf"
     tiny_models.llama(one)
     async with serve(tmp_path) as http:
         body = {"prompt": "a", "max_tokens": 1}
         assert (await post(http, "/v1/completions", {**body, "model": "one"}))[0] == 200
         tiny_models.llama(two, seed=1)
-        await asyncio.sleep(1.1)
+        await asyncio.sleep(0.1)
         assert (await post(http, "/v1/completions", {**body, "model": "two"}))[0] == 200
         one.unlink()
         tiny_models.llama(two, seed=2)

@@ -26,11 +26,11 @@ from cppbatch.server.http.limits import Limits
 from cppbatch.server.settings import ServerSettings
 from tests.support import tiny_projectors
 from tests.support.app_thread import AppThread
+from tests.support.http_client import Http, answered, post
 from tests.support.media_samples import BLUE, RED, TONE, as_base64, as_url, png, wav
 from tests.support.tiny_projectors import IMAGE_TOKENS, SOUND_TOKENS
 
 Json = dict[str, Any]
-Http = TestClient[Any, Any]
 ENGINE: Json = {"n_ctx": 2048, "n_parallel": 8, "n_threads": 1, "spec": "off"}
 GREEDY: Json = {"max_tokens": 8, "temperature": 0, "ignore_eos": True}
 SAID: Json = {"type": "text", "text": "What is this?"}
@@ -74,17 +74,6 @@ async def hearing(tiny_llama: Path, ears: Path) -> AsyncIterator[Http]:
         TestClient(TestServer(create_app(engine))) as client,
     ):
         yield client
-
-
-async def post(http: Http, path: str, body: Json) -> tuple[int, Any]:
-    async with http.post(path, data=json.dumps(body)) as answer:
-        return answer.status, await answer.json()
-
-
-async def answered(http: Http, path: str, body: Json) -> Any:
-    status, answer = await post(http, path, body)
-    assert status == 200, answer
-    return answer
 
 
 async def test_without_its_decoder_an_image_is_refused_and_text_is_answered(

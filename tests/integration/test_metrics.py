@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -18,20 +17,13 @@ from cppbatch.cluster.engines.client import Health, ScalingState, WorkerState
 from cppbatch.engine.observe.metrics import EngineStats
 from cppbatch.errors import EngineClosed
 from cppbatch.server.app import create_app
-
-Http = TestClient[Any, Any]
+from tests.support.http_client import Http
 
 Samples = dict[tuple[str, ...], float]
 
 BODY: dict[str, Any] = {"prompt": "Hello", "temperature": 0, "max_tokens": 8, "ignore_eos": True}
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
-
-
-@pytest.fixture
-async def engine(tiny_llama: Path) -> AsyncIterator[LocalEngine]:
-    async with LocalEngine(tiny_llama, n_ctx=1024, n_parallel=4, n_threads=1) as engine:
-        yield engine
 
 
 @pytest.fixture

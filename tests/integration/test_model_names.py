@@ -15,8 +15,8 @@ from cppbatch import LocalEngine
 from cppbatch.cli.server_options import server_options
 from cppbatch.server.app import create_app
 from cppbatch.server.settings import ServerSettings
+from tests.support.http_client import Http, get, post
 
-Http = TestClient[Any, Any]
 Json = dict[str, Any]
 HELLO = [{"role": "user", "content": "Hello"}]
 
@@ -36,16 +36,6 @@ async def serve(model: Path, pooling: str | None = None, **settings: Any) -> Asy
         app = create_app(client, ServerSettings(**settings))
         async with TestClient(TestServer(app)) as http:
             yield http
-
-
-async def post(http: Http, path: str, body: Json) -> tuple[int, Any]:
-    async with http.post(path, json=body) as answer:
-        return answer.status, await answer.json()
-
-
-async def get(http: Http, path: str) -> tuple[int, Any]:
-    async with http.get(path) as answer:
-        return answer.status, await answer.json()
 
 
 async def test_any_name_is_answered_by_every_api_with_the_models_own_name(tiny_llama: Path) -> None:

@@ -19,6 +19,7 @@ from cppbatch.server.http.limits import Limits
 from cppbatch.server.settings import ServerSettings
 from tests.support.app_thread import AppThread
 from tests.support.mutations import Mutant, mutant
+from tests.support.randomised import cases
 
 SEED = 20_240_611
 AT_ONCE = 32
@@ -165,11 +166,7 @@ async def weather(server: AppThread, n: int) -> None:
     assert await text_of_a_normal_request(server) == before
 
 
-async def test_two_thousand_mutated_requests_do_no_harm(server: AppThread) -> None:
-    await weather(server, 2_000)
-
-
-@pytest.mark.soak
+@cases(ring=500, soak=30_000)
 @pytest.mark.timeout(1800)
-async def test_thirty_thousand_mutated_requests_do_no_harm(server: AppThread) -> None:
-    await weather(server, 30_000)
+async def test_thousands_of_mutated_requests_do_no_harm(server: AppThread, n_cases: int) -> None:
+    await weather(server, n_cases)

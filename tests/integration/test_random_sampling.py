@@ -11,7 +11,8 @@ import pytest
 from cppbatch import BatchInferenceEngine, SamplingParams
 from cppbatch.engine.sampling.random_sampling import Filters
 from cppbatch.llama import SamplerChain
-from tests.support.distributions import DEFAULTS, N_DRAWS, assert_drawn_from, drawn, exact, keys, logits, softmax, tied
+from tests.support.distributions import DEFAULTS, assert_drawn_from, drawn, exact, keys, logits, softmax, tied
+from tests.support.randomised import cases
 
 Row = npt.NDArray[np.float32]
 
@@ -32,7 +33,7 @@ SMALL = {  # compared with llama.cpp too
 }
 
 
-def drawn_by_llama(row: Row, filters: Filters, n: int = N_DRAWS, seed: int = 1) -> Counts:
+def drawn_by_llama(row: Row, filters: Filters, n: int, seed: int = 1) -> Counts:
     with SamplerChain(len(row)) as chain:
         chain.top_k(filters.top_k).top_p(filters.top_p).min_p(filters.min_p).temperature(filters.temperature).dist()
         seeds = np.random.default_rng(seed).integers(2**32 - 1, size=n).tolist()
@@ -42,17 +43,19 @@ def drawn_by_llama(row: Row, filters: Filters, n: int = N_DRAWS, seed: int = 1) 
 # --- the distribution -----------------------------------------------------------------------------------------------
 
 
+@cases(ring=5_000, soak=20_000)
 @pytest.mark.parametrize("filters", SMALL.values(), ids=SMALL)
-def test_numpy_and_llama_cpp_draw_from_the_same_distribution(filters: Filters) -> None:
+def test_numpy_and_llama_cpp_draw_from_the_same_distribution(filters: Filters, n_cases: int) -> None:
     row = logits(250)
-    assert_drawn_from(drawn(row, filters, keys()), exact(row, filters))
-    assert_drawn_from(drawn_by_llama(row, filters), exact(row, filters))
+    assert_drawn_from(drawn(row, filters, keys(n_cases)), exact(row, filters))
+    assert_drawn_from(drawn_by_llama(row, filters, n_cases), exact(row, filters))
 
 
-def test_a_top_k_of_many_hundreds_is_that_of_llama_cpp() -> None:
+@cases(ring=5_000, soak=20_000)
+def test_a_top_k_of_many_hundreds_is_that_of_llama_cpp(n_cases: int) -> None:
     row, filters = logits(700, 1.0), Filters(600, 0.95, 0.0, 1.3)
-    assert_drawn_from(drawn(row, filters, keys()), exact(row, filters))
-    assert_drawn_from(drawn_by_llama(row, filters), exact(row, filters))
+    assert_drawn_from(drawn(row, filters, keys(n_cases)), exact(row, filters))
+    assert_drawn_from(drawn_by_llama(row, filters, n_cases), exact(row, filters))
 
 
 @pytest.mark.parametrize("filters", SMALL.values(), ids=SMALL)

@@ -302,7 +302,8 @@ def test_a_server_ends_with_its_worker() -> None:
 
 
 def test_large_tensors_are_kept_in_the_cache(tmp_path: Path) -> None:
-    model = tiny_models.llama(tmp_path / "wide.gguf", shape=LlamaShape(n_embd=512, n_ff=6144))  # F32: 12 MiB a matrix
+    # 12 MiB a matrix
+    model = tiny_models.llama(tmp_path / "wide.gguf", shape=LlamaShape(n_layer=1, n_embd=512, n_ff=6144))
     cache = tmp_path / "cache"
     with RpcWorker("--cache", str(cache)) as worker:
         first = texts(model, ["a"], rpc=(worker.endpoint,))

@@ -181,7 +181,7 @@ def test_a_cache_that_cannot_be_written_does_not_matter(
 
 
 @pytest.fixture
-def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def models(untimed_kernels: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = tmp_path / "models"
     folder.mkdir()
     monkeypatch.setenv("CPPBATCH_MODELS", str(folder))

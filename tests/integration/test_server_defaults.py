@@ -20,8 +20,8 @@ from cppbatch.server.app import create_app
 from cppbatch.server.http.limits import Limits
 from cppbatch.server.run_server import listen
 from cppbatch.server.settings import Address, ServerSettings
+from tests.support.http_client import Http
 
-Http = TestClient[Any, Any]
 Json = dict[str, Any]
 
 HELLO = [{"role": "user", "content": "hello"}]

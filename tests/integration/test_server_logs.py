@@ -10,15 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from aiohttp.test_utils import TestClient, TestServer
 
 from cppbatch.server.app import create_app
 from cppbatch.server.http import api_errors
 from cppbatch.server.observe import log_setup
 from cppbatch.server.observe.log_setup import set_up
+from tests.support.http_client import Http
 from tests.support.listening import HeldEngine, connect, head, listening, post, until
 
-Http = TestClient[Any, Any]
 HELLO: dict[str, Any] = {"prompt": "Hello", "max_tokens": 2}
 
 
@@ -27,12 +26,6 @@ async def engine(tiny_llama: Path) -> AsyncIterator[HeldEngine]:
     async with HeldEngine(tiny_llama, n_ctx=256, n_parallel=2, n_threads=1) as engine:
         engine.go_on.set()
         yield engine
-
-
-@pytest.fixture
-async def http(engine: HeldEngine) -> AsyncIterator[Http]:
-    async with TestClient(TestServer(create_app(engine))) as client:
-        yield client
 
 
 class Log:

@@ -17,8 +17,8 @@ from cppbatch.cluster.engines.process import EngineProcess
 from cppbatch.models.synthetic import write_lora
 from cppbatch.server.app import create_app
 from cppbatch.server.settings import ServerSettings
+from tests.support.http_client import Http, post
 
-Http = TestClient[Any, Any]
 Json = dict[str, Any]
 ENGINE: Json = {"n_ctx": 512, "n_parallel": 2, "n_threads": 1, "spec": "off"}
 PROMPT = list(range(5, 65))
@@ -33,11 +33,6 @@ async def serve(model: Path, folder: Path, engine: Any = LocalEngine, **sizes: A
         TestClient(TestServer(create_app(client, settings))) as http,
     ):
         yield http
-
-
-async def post(http: Http, path: str, body: object = None) -> tuple[int, Any]:
-    async with http.post(path, json=body) as answer:
-        return answer.status, await answer.json()
 
 
 async def ask(http: Http, **fields: Any) -> tuple[list[int], int]:

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 from llguidance import LLTokenizer, TokenizerWrapper
 
-from cppbatch import BatchInferenceEngine, FinishReason, GenerationEvent, SamplingParams
+from cppbatch import BatchInferenceEngine, Completion, FinishReason, GenerationEvent, SamplingParams
 from cppbatch.config import KvLayout, Sharing
 from cppbatch.engine.core import EngineCore
 from cppbatch.engine.lora_sets import AdapterSet
@@ -663,6 +663,19 @@ def tokens_of(events: list[GenerationEvent], name: str) -> list[int]:
 
 def greedy(max_tokens: int | None = None, **others: Any) -> SamplingParams:
     return SamplingParams(temperature=0, max_tokens=max_tokens, **others)
+
+
+def endless(max_tokens: int) -> SamplingParams:
+    return greedy(max_tokens, ignore_eos=True)
+
+
+def result_of(completion: Completion) -> tuple[list[int], str, FinishReason]:
+    return completion.tokens, completion.text, completion.finish_reason
+
+
+def n_computed(engine: BatchInferenceEngine) -> int:
+    """Tokens that the engine's context has computed."""
+    return sum(sum(step.values()) for step in context_of(engine).steps)
 
 
 def cut_before_stop(text: str, stop: Sequence[str]) -> tuple[str, bool]:

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from hypothesis import HealthCheck, settings
 
 from cppbatch import GenerationRequest
 from cppbatch.engine.kv.pool import KVPool
@@ -18,9 +17,6 @@ from tests.support.fakes import FakeContext
 
 NONE: AdapterSet = ()
 X, Y, Z = (((i, 1.0),) for i in range(3))
-SCHEDULES = settings(
-    deadline=None, derandomize=True, database=None, suppress_health_check=[HealthCheck.too_slow], print_blob=False
-)
 
 
 def sequence(adapters: AdapterSet, n_prompt: int = 1, max_new: int = 100, now: float = 0.0, **options: Any) -> Seq:

@@ -1,4 +1,4 @@
-"""An asyncio event loop whose clock jumps to the next timer: a test of hours of waiting takes milliseconds."""
+"""Time that tests let pass: a clock, and an asyncio event loop whose clock jumps to the next timer."""
 
 from __future__ import annotations
 
@@ -8,6 +8,22 @@ from collections.abc import Coroutine
 from typing import Any, TypeVar
 
 Result = TypeVar("Result")
+
+
+class Clock:
+    """Seconds that pass when a test says so, and `tick` of them with each look. Replaces a function, or `time`."""
+
+    def __init__(self, now: float = 0.0, *, tick: float = 0.0) -> None:
+        self.now, self._tick = now, tick
+
+    def __call__(self) -> float:
+        self.now += self._tick
+        return self.now
+
+    monotonic = __call__
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
 
 
 class _Selector(selectors.SelectSelector):
@@ -29,7 +45,7 @@ class _VirtualTimeLoop(asyncio.SelectorEventLoop):
 
 
 def run_in_virtual_time(main: Coroutine[Any, Any, Result]) -> Result:
-    """As `asyncio.run`, but waiting takes no time. Fails where all tasks wait for each other."""
+    """As `asyncio.run`, but waiting takes no time: hours take a moment. Fails where all tasks wait for each other."""
     loop = _VirtualTimeLoop()
     try:
         return loop.run_until_complete(main)

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from importlib.machinery import ModuleSpec
+from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
 
@@ -15,6 +16,7 @@ import pytest
 
 from cppbatch.engine.sampling import grammar_child
 from cppbatch.engine.sampling.structured_output import GrammarChecker
+from cppbatch.jobs.batches.store import BatchStore
 
 _TOKENIZER = grammar_child.bytes_tokenizer()
 
@@ -53,3 +55,11 @@ def only_python() -> Iterator[None]:
     sys.meta_path.remove(hook)
     assert not any(name.partition(".")[0] == "llama_cpp" for name in sys.modules)
     sys.modules.update(hidden)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[BatchStore]:
+    """A new database of batch jobs."""
+    store = BatchStore(tmp_path / "jobs.sqlite3")
+    yield store
+    store.close()

@@ -5,7 +5,6 @@ from __future__ import annotations
 from itertools import count
 
 import pytest
-from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cppbatch import FinishReason, GenerationRequest
@@ -14,7 +13,8 @@ from cppbatch.engine.request import BACKGROUND
 from cppbatch.engine.scheduler import StepPlan
 from cppbatch.engine.sequence import Seq, SeqStatus
 from tests.support.fakes import context_of, drain, fake_engine, greedy, reference, tokens_of
-from tests.support.lora_policies import NONE, SCHEDULES, Policy, X, Y
+from tests.support.lora_policies import NONE, Policy, X, Y
+from tests.support.randomised import randomised
 
 
 def background(policy: Policy, n: int, n_prompt: int = 1) -> list[Seq]:
@@ -214,8 +214,9 @@ ARRIVALS = st.tuples(
 )
 
 
-@settings(SCHEDULES, max_examples=300)
-@given(
+@randomised(
+    ring=60,
+    soak=300,
     arrivals=st.lists(ARRIVALS, min_size=2, max_size=20),
     pauses=st.lists(st.integers(0, 6), min_size=20, max_size=20),
     n_ctx=st.sampled_from((64, 100, 400)),

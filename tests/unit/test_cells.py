@@ -6,10 +6,10 @@ import itertools
 from itertools import permutations
 
 import pytest
-from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cppbatch.engine.cells import Cells, Span, n_held, n_shared
+from tests.support.randomised import randomised
 
 
 def length(tip: Span | None) -> int:
@@ -137,8 +137,7 @@ ACTIONS = st.lists(
 )
 
 
-@settings(deadline=None, derandomize=True, database=None, max_examples=500)
-@given(actions=ACTIONS)
+@randomised(ring=150, soak=500, actions=ACTIONS)
 def test_in_any_order_the_books_are_what_numbered_cells_would_give(actions: list[tuple[str, int, int]]) -> None:
     cells, fresh = Cells(), itertools.count()
     tips: list[Span | None] = [None]

@@ -6,9 +6,10 @@ import contextlib
 import json
 import random
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
+import numpy as np
 import pytest
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper, grammar_from
 
@@ -82,13 +83,19 @@ def random_text(family: str, grammar: str, seed: int, *, longest: int = 4000) ->
     return random_text_of(vocabulary(family), grammar, seed, longest=longest)
 
 
+@lru_cache(64)
+def new_matcher(tokenizer: LLTokenizer, grammar: str) -> LLMatcher:
+    matcher = LLMatcher(tokenizer, grammar_from("grammar", grammar), log_level=0)
+    assert not matcher.is_error(), matcher.get_error()
+    return matcher
+
+
 def random_text_of(
     known: tuple[Bytes, LLTokenizer], grammar: str, seed: int, *, longest: int = 4000, more_ends: Sequence[str] = ()
 ) -> str:
     vocab, tokenizer = known
     rng = random.Random(seed)
-    matcher = LLMatcher(tokenizer, grammar_from("grammar", grammar), log_level=0)
-    assert not matcher.is_error(), matcher.get_error()
+    matcher = new_matcher(tokenizer, grammar).deep_copy()
     tokens: list[int] = []
     ends = [list(end.encode()) for end in [*ENDS, *more_ends]]
     while not matcher.is_stopped():
@@ -97,8 +104,8 @@ def random_text_of(
         if rng.random() < 0.3 and matcher.validate_tokens(end) == len(end):
             new = end
         else:
-            mask = matcher.compute_bitmask()
-            allowed = [token for token in range(len(vocab.tokens)) if mask[token >> 3] >> (token & 7) & 1]
+            mask = np.frombuffer(matcher.compute_bitmask(), np.uint8)
+            allowed = np.unpackbits(mask, count=len(vocab.tokens), bitorder="little").nonzero()[0].tolist()
             new = [rng.choice(allowed)]
         if new == [vocab.eos_token_id]:
             break

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from cppbatch.chat.output_parser import ArgumentsDelta, ReasoningDelta, TextDelta, ToolCallStart
 from tests.support.chat_families import QUESTION, TEMPLATES, WEATHER, calls_of, chat_format, message, pieces, turn
+from tests.support.randomised import cases
 
 PARIS = ("get_weather", {"city": "Paris"})
 ROME = ("get_weather", {"city": 'R"o}m\ne', "days": 3})
@@ -299,11 +300,13 @@ def test_the_name_is_told_before_the_arguments_and_those_while_they_come() -> No
         assert reader.close() == [], family  # what is told stays told
 
 
+@cases(ring=5_000, soak=50_000)
 @pytest.mark.parametrize("family", TEMPLATES)
-def test_long_texts_are_read_in_time_that_grows_with_them(family: str) -> None:
+def test_long_texts_are_read_in_time_that_grows_with_them(family: str, n_cases: int) -> None:
+    """In the ring only what would not end. `n_cases`: letters."""
     opening = {"llama3": "{", "nemo": "[TOOL_CALLS]", "mistral": "[TOOL_CALLS]", "gemma4": "<|tool_call>call:f{"}
     begun = opening.get(family, "<tool_call>") + "x"
-    for written in (begun * 5_000, '<tool_call>{"a": "' + "x" * 50_000, begun + "word " * 10_000):
+    for written in (begun * (n_cases // 10), '<tool_call>{"a": "' + "x" * n_cases, begun + "word " * (n_cases // 5)):
         its = turn(family)
         started = thread_time()
         assert message(its, written) == message(its, [written])

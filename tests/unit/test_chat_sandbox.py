@@ -10,7 +10,6 @@ import click
 import jinja2
 import pytest
 from click.testing import CliRunner
-from transformers.utils.chat_template_utils import render_jinja_template
 
 from cppbatch.chat.sandbox import compile_template, render_template
 from cppbatch.chat.template import find_template
@@ -63,6 +62,8 @@ def test_templates_find_what_transformers_gives_them() -> None:
         "{{ {'b': '<ö>', 'a': 1} | tojson(sort_keys=true, separators=(',', ':')) }} {{ [1] | tojson(indent=1) }} "
         "{{ dict(a=1).a }}{{ dict.fromkeys('a') }} {{ namespace(a=1).a }} {{ strftime_now('%Y') | length }}"
     )
+    from transformers.utils.chat_template_utils import render_jinja_template  # slow to import
+
     expected = render_jinja_template([[SUM]], chat_template=source)[0][0]
     assert template_of(source).render([SUM], add_generation_prompt=False) == expected
     assert expected == '1False 01 {"a":1,"b":"<ö>"} [\n 1\n] 1{\'a\': None} 1 4'

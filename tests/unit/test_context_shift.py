@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from cppbatch import BatchInferenceEngine, FinishReason, GenerationEvent, SamplingParams
@@ -27,6 +26,7 @@ from tests.support.fakes import (
     spell,
     tokens_of,
 )
+from tests.support.randomised import randomised
 
 N_CTX = 24
 LONG = 60
@@ -260,9 +260,9 @@ MEMORIES: st.SearchStrategy[tuple[bool, Sharing]] = st.sampled_from(
 )  # fmt: skip
 
 
-@settings(deadline=None, derandomize=True, database=None, max_examples=1000,
-          suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])  # fmt: skip
-@given(
+@randomised(
+    ring=120,
+    soak=1000,
     actions=ACTIONS,
     memory=MEMORIES,
     limit=st.sampled_from((18, 20, 27)),

@@ -17,19 +17,9 @@ from cppbatch.engine.speculation.proposer import Draft
 from cppbatch.errors import DecodeFailed
 from cppbatch.llama import Batch
 from tests.support.fakes import EOG, LIKELIEST_FIRST, N_VOCAB, FakeContext, mood
+from tests.support.virtual_time import Clock
 
 PROMPT = list(range(1, 7))
-
-
-class Clock:
-    """Seconds that pass when told, and a microsecond each time it is read."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        self.now += 1e-6
-        return self.now
 
 
 class TimedContext(FakeContext):
@@ -49,7 +39,7 @@ class Drafting:
         self.context = TimedContext(
             n_ctx=n_ctx, n_batch=n_batch, n_seq_max=n_parallel, kv_unified=True, sharing="cells"
         )
-        self.clock = self.context.clock = Clock()
+        self.clock = self.context.clock = Clock(tick=1e-6)
         self.proposer = DraftModelProposer(DraftModel(self.context, longest), EOG, clock=self.clock)
         self._ids = 0
 

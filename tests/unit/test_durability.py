@@ -10,7 +10,7 @@ import shutil
 import sqlite3
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -26,13 +26,6 @@ from cppbatch.jobs.journal import Journal, Ledger
 from tests.support.job_results import ids_of, item, opened, result
 
 FILE = File(id="file-a", bytes=3, created_at=1, filename="a", purpose="batch")
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Iterator[BatchStore]:
-    store = BatchStore(tmp_path / "jobs.sqlite3")
-    yield store
-    store.close()
 
 
 def ids_in_file_alone(path: Path, copy: Path) -> list[str]:

@@ -19,7 +19,7 @@ def run(loop: StepLoop, engine: Any, done: threading.Event) -> threading.Thread:
     """Runs the loop on a thread until `done` is set."""
     thread = threading.Thread(target=loop.run, args=(engine,))
     thread.start()
-    assert done.wait(10)
+    assert done.wait(8)
     loop.stop()
     thread.join(10)
     assert not thread.is_alive()
@@ -47,7 +47,9 @@ def test_events_are_sent_in_order_by_another_thread_than_the_one_that_steps() ->
 
 
 def served(max_wait_ms: float, n: int, gap_s: float) -> tuple[list[int], float]:
-    """`n` requests, one each `gap_s`, to an idle loop of four: rows of the first step, seconds to the last end."""
+    """`n` requests, one each `gap_s`, to an idle loop of four: rows of each step, seconds to the last end.
+
+    Fails where that takes 8 seconds or more."""
     done = threading.Event()
     ended: list[str] = []
 
@@ -75,13 +77,12 @@ def served(max_wait_ms: float, n: int, gap_s: float) -> tuple[list[int], float]:
 def test_an_idle_loop_collects_requests_for_the_window() -> None:
     steps, seconds = served(300, n=3, gap_s=0.02)
     assert steps[0] == 3
-    assert 0.3 <= seconds < 2
+    assert seconds >= 0.3
 
 
 def test_a_full_batch_does_not_wait_for_the_end_of_the_window() -> None:
-    steps, seconds = served(9000, n=4, gap_s=0.02)
+    steps, _ = served(10_000, n=4, gap_s=0.02)
     assert steps[0] == 4
-    assert seconds < 2
 
 
 def test_without_a_window_the_first_request_is_computed_at_once() -> None:
@@ -91,12 +92,10 @@ def test_without_a_window_the_first_request_is_computed_at_once() -> None:
 
 def test_a_request_that_is_cancelled_in_the_window_ends_at_once() -> None:
     done = threading.Event()
-    loop, engine = StepLoop(lambda new: done.set()), fake_engine(n_parallel=4, max_wait_ms=9000)
+    loop, engine = StepLoop(lambda new: done.set()), fake_engine(n_parallel=4, max_wait_ms=10_000)
     name = engine.add_request([1, 2], PARAMS)
     loop.post(lambda engine: engine.cancel(name))
-    began = time.perf_counter()
-    run(loop, engine.core, done)
-    assert time.perf_counter() - began < 2
+    run(loop, engine.core, done)  # fails after 8 seconds
 
 
 def test_an_error_of_the_callback_ends_the_loop() -> None:

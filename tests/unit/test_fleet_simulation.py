@@ -117,13 +117,13 @@ def test_the_cells_before_each_token_of_a_prompt_are_those_before_its_ubatch(n: 
 
 
 def test_conversations_come_at_the_rate_of_the_day_and_in_bursts() -> None:
-    load = Load(rate=300.0, seconds=1000.0, day_s=1000.0, day_swing=0.6)
+    load = Load(rate=100.0, seconds=1000.0, day_s=1000.0, day_swing=0.6)
     starts = np.array([at for at, _ in conversations(load)])
-    assert len(starts) == pytest.approx(100_000, rel=0.03)
+    assert len(starts) == pytest.approx(33_333, rel=0.03)
     noon, midnight = ((starts > 450) & (starts < 550)).sum(), (starts < 100).sum()
     assert noon / midnight == pytest.approx(1.6 / 0.42, rel=0.1)
-    assert rate_at(load, np.array([0.0, 500.0])).tolist() == pytest.approx([120.0, 480.0])
-    counts = np.bincount(np.array([at for at, _ in conversations(Load(rate=300.0, seconds=1000.0))]).astype(int))
+    assert rate_at(load, np.array([0.0, 500.0])).tolist() == pytest.approx([40.0, 160.0])
+    counts = np.bincount(np.array([at for at, _ in conversations(Load(rate=100.0, seconds=1000.0))]).astype(int))
     assert counts.var() / counts.mean() == pytest.approx(4.0, rel=0.3)  # burstiness 2
 
 

@@ -6,10 +6,10 @@ from time import thread_time
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cppbatch.json_schema import has_finite_instance
+from tests.support.randomised import randomised
 
 LOOP: dict[str, Any] = {"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]}
 
@@ -36,14 +36,12 @@ def without_references(schema: Any) -> Any:
     return schema
 
 
-@settings(deadline=None, derandomize=True, database=None, max_examples=500)
-@given(schema=ANYTHING)
+@randomised(ring=100, soak=500, schema=ANYTHING)
 def test_any_json_has_a_finite_instance_or_none(schema: Any) -> None:
     assert has_finite_instance(schema) in (True, False)
 
 
-@settings(deadline=None, derandomize=True, database=None, max_examples=500)
-@given(schema=ANYTHING)
+@randomised(ring=100, soak=500, schema=ANYTHING)
 def test_what_refers_to_nothing_does_not_go_on_for_ever(schema: Any) -> None:
     assert has_finite_instance(without_references(schema))
 

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
-from openai.types.chat import ChatCompletionMessageParam
 
 from cppbatch import SamplingParams
 from cppbatch.engine.params import SAMPLERS
@@ -15,6 +14,9 @@ from cppbatch.server.api.openai.completions import CompletionRequest
 from cppbatch.server.fields.parse import parse
 
 Json = dict[str, Any]
+
+if TYPE_CHECKING:  # slow to import
+    from openai.types.chat import ChatCompletionMessageParam
 
 MESSAGES: list[ChatCompletionMessageParam] = [{"role": "user", "content": "hello"}]
 

@@ -11,6 +11,7 @@ import pytest
 from cppbatch import BatchInferenceEngine
 from cppbatch.engine.ideal import LOST, BareCosts, RequestSize, StepWork, TimeSplit, ideal_seconds
 from tests.support.fakes import context_of, drain, fake_engine, greedy
+from tests.support.randomised import cases
 
 AFFINE = BareCosts.of([(n, 0.008 + 0.001 * n) for n in (1, 4, 8, 16)], [(16, 0.002), (256, 0.001), (512, 0.0011)])
 TILED = BareCosts.of(
@@ -86,13 +87,14 @@ def a_load(draw: random.Random, *, apart_s: float = 0.0, samples: int = 1) -> li
     return requests
 
 
+@cases(ring=25, soak=100)
 @pytest.mark.parametrize("clients", [1, 5, 16])
 @pytest.mark.parametrize(("costs", "least"), [(AFFINE, 0.99), (TILED, 0.95)], ids=["affine", "tiled"])
 def test_an_engine_without_losses_reaches_the_ideal_time_of_a_closed_loop(
-    costs: BareCosts, least: float, clients: int
+    costs: BareCosts, least: float, clients: int, n_cases: int
 ) -> None:
     """Where rows come in tiles, an engine that lets rows pause to fill them would be up to 5% faster."""
-    for seed in range(100):
+    for seed in range(n_cases):
         requests = a_load(random.Random(seed))
         of_ideal = ideal_seconds(requests, costs, N_ROWS, clients) / Simulation(costs, requests, clients, None).run()
         assert least <= of_ideal <= 1 + 1e-9
@@ -105,14 +107,15 @@ def test_the_tail_of_one_long_output_is_no_loss() -> None:
     assert needed == pytest.approx(Simulation(AFFINE, requests, None, None).run())
 
 
+@cases(ring=40, soak=200)
 @pytest.mark.parametrize("costs", [AFFINE, TILED], ids=["affine", "tiled"])
 @pytest.mark.parametrize(
     ("clients", "samples", "apart_s"), [(8, 1, 0), (16, 1, 0), (4, 4, 0), (None, 1, 0), (None, 4, 0.3)]
 )
 def test_no_engine_is_faster_than_the_ideal_time(
-    costs: BareCosts, clients: int | None, samples: int, apart_s: float
+    costs: BareCosts, clients: int | None, samples: int, apart_s: float, n_cases: int
 ) -> None:
-    for seed in range(200):
+    for seed in range(n_cases):
         draw = random.Random(seed)
         requests = a_load(draw, apart_s=apart_s, samples=samples)
         for losses in (None, draw):

@@ -9,6 +9,7 @@ import pytest
 from cppbatch.config import Sharing
 from tests.support.fakes import context_of, drain, fake_engine, greedy, reference, run_steps, tokens_of
 from tests.support.interrupts import assert_survives_ctrl_c
+from tests.support.randomised import cases
 
 KINDS = pytest.mark.parametrize(
     ("unified", "sharing"), [(True, "cells"), (False, "copy"), (True, "whole"), (True, "checkpoints")]
@@ -89,8 +90,9 @@ def test_ctrl_c_while_memory_is_moved_leaves_every_text_right(
 
 
 @KINDS
-def test_ctrl_c_anywhere_in_a_step_leaves_a_working_engine(unified: bool, sharing: Sharing) -> None:
+@cases(ring=60, soak=240)
+def test_ctrl_c_anywhere_in_a_step_leaves_a_working_engine(unified: bool, sharing: Sharing, n_cases: int) -> None:
     params, prompts = greedy(6, ignore_eos=True), [[1] * 24 + [i] * (i + 1) for i in range(5)]
-    for line in range(1, 7000, 29):
+    for line in range(1, 7000, 7000 // n_cases):
         engine = fake_engine(n_ctx=120, n_batch=16, n_parallel=3, unified=unified, sharing=sharing)
         assert_survives_ctrl_c(engine, prompts, params, after=line, n_priorities=2)

@@ -14,6 +14,7 @@ from cppbatch.engine.kv.layout_policy import LayoutSwitch
 from cppbatch.errors import InvalidRequest, LlamaError
 from tests.support.fakes import context_of, drain, fake_engine, greedy, reference, run_steps, tokens_of
 from tests.support.interrupts import assert_survives_ctrl_c
+from tests.support.randomised import cases
 
 N_CTX, N_PARALLEL = 120, 3
 STREAM = N_CTX // N_PARALLEL
@@ -187,11 +188,11 @@ def test_sequences_that_were_swapped_out_before_resume_afterwards() -> None:
 # --- what goes wrong -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("start", range(29))
-def test_ctrl_c_anywhere_in_a_switch_leaves_a_working_engine(start: int) -> None:
+@cases(ring=150, soak=750)
+def test_ctrl_c_anywhere_in_a_switch_leaves_a_working_engine(n_cases: int) -> None:
     params = greedy(6, **ENDLESS)
     prompts = [[1] * 24 + [i] * (i * 5) for i in range(5)]  # the last one outgrows a stream
-    for line in range(1 + start, 6000, 29 * 8):
+    for line in range(1, 6000, 6000 // n_cases):
         assert_survives_ctrl_c(auto_engine(), prompts, params, after=line)
 
 

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import msgspec
-from hypothesis import given, settings
 
 from cppbatch import BatchInferenceEngine
 from cppbatch.config import Sharing
 from cppbatch.engine.observe.live_state import MAX_QUEUE, LiveCells
 from cppbatch.engine.sequence import SeqStatus
 from tests.support.fakes import FakeProposer, context_of, drain, fake_engine, greedy, run_steps
+from tests.support.randomised import randomised
 from tests.unit.test_live_types import check_cells
 from tests.unit.test_random_schedules import (
     ACTIONS,
@@ -22,7 +22,6 @@ from tests.unit.test_random_schedules import (
     N_BATCH,
     N_CTX,
     N_PARALLEL,
-    SCHEDULES,
     SWITCHING,
     Action,
     Run,
@@ -75,8 +74,7 @@ class LiveRun(Run):
         assert live.waiting == len(live.queue)
 
 
-@settings(SCHEDULES, max_examples=300)
-@given(actions=ACTIONS, memory=MEMORIES)
+@randomised(ring=60, soak=300, actions=ACTIONS, memory=MEMORIES)
 def test_in_any_schedule_the_segments_are_the_cells_and_their_holders(
     actions: list[Action], memory: tuple[bool, Sharing]
 ) -> None:
@@ -86,8 +84,7 @@ def test_in_any_schedule_the_segments_are_the_cells_and_their_holders(
     run_all(LiveRun(fake_engine(unified=unified, sharing=sharing, adapters=ADAPTERS, **sizes)), actions)
 
 
-@settings(SCHEDULES, max_examples=100)
-@given(actions=SWITCHING)
+@randomised(ring=30, soak=100, actions=SWITCHING)
 def test_after_a_switch_of_the_layout_too(actions: list[Action]) -> None:
     sizes: dict[str, Any] = {"n_ctx": N_CTX, "n_batch": N_BATCH, "n_parallel": N_PARALLEL}
     run_all(LiveRun(fake_engine(sharing="cells", switches=True, adapters=ADAPTERS, **sizes)), actions)

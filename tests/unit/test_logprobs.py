@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
-from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from cppbatch import Completion, SamplingParams
@@ -20,6 +19,7 @@ from cppbatch.llama import Batch
 from tests.support import fakes
 from tests.support.distributions import DEFAULTS, exact, logits
 from tests.support.fakes import EOG, LOGITS, PIECES, FakeContext, drain, fake_engine, greedy, mood
+from tests.support.randomised import randomised
 
 Rows = npt.NDArray[np.float64]
 
@@ -231,8 +231,9 @@ def wishes(draw: st.DrawFn) -> tuple[list[int], SamplingParams]:
     )
 
 
-@settings(deadline=None, derandomize=True, database=None, max_examples=200, suppress_health_check=list(HealthCheck))
-@given(
+@randomised(
+    ring=40,
+    soak=200,
     wanted=st.lists(wishes(), min_size=1, max_size=8),
     n_batch=st.integers(3, 70),
     swap_space=st.sampled_from((0, 1024)),

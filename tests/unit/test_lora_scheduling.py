@@ -6,7 +6,6 @@ from collections import Counter
 from itertools import groupby
 
 import pytest
-from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cppbatch.config import Sharing
@@ -16,7 +15,8 @@ from cppbatch.engine.scheduler import StepPlan
 from cppbatch.engine.sequence import SeqStatus
 from cppbatch.engine.steps import _TURN, LoraRoundRobin, StepBudgets
 from tests.support.fakes import context_of, drain, fake_engine, greedy, reference
-from tests.support.lora_policies import NONE, SCHEDULES, Policy, X, Y, Z, sequence
+from tests.support.lora_policies import NONE, Policy, X, Y, Z, sequence
+from tests.support.randomised import randomised
 
 KNOWN = tuple(AdapterInfo(name=name, path="", scale=0) for name in "xyz")
 
@@ -157,8 +157,9 @@ def test_the_times_of_few_sets_are_kept() -> None:
 ARRIVALS = st.tuples(st.sampled_from((NONE, X, Y, Z)), st.integers(1, 30), st.integers(1, 30))
 
 
-@settings(SCHEDULES, max_examples=300)
-@given(
+@randomised(
+    ring=60,
+    soak=300,
     arrivals=st.lists(ARRIVALS, min_size=2, max_size=20),
     pauses=st.lists(st.integers(0, 6), min_size=20, max_size=20),
     n_ctx=st.sampled_from((64, 100, 400)),

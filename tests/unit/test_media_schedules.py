@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import pytest
-from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
@@ -14,6 +12,7 @@ from cppbatch import Media, MediaPrompt
 from cppbatch.config import Sharing
 from tests.support.fake_encoder import as_read, fake_media, small_picture
 from tests.support.fakes import FakeProposer, fake_engine
+from tests.support.randomised import randomised
 from tests.unit.test_random_schedules import (
     ADAPTERS,
     LONGEST,
@@ -22,7 +21,6 @@ from tests.unit.test_random_schedules import (
     N_CTX,
     N_PARALLEL,
     OTHERS,
-    SCHEDULES,
     SIZES,
     Action,
     Arrive,
@@ -84,7 +82,10 @@ class MediaRun(Run):
 PICTURES = st.sampled_from(("causal", "whole", "rows and columns", "rows and columns"))
 """What the positions and the mask of pictures are."""
 
-ANY_SCHEDULE = given(
+
+@randomised(
+    ring=150,
+    soak=20_000,
     actions=st.lists(
         st.one_of(arrivals_with_pictures(), arrivals(), *map(st.just, (Step(), Step(), Rest())), OTHERS),
         min_size=4,
@@ -95,23 +96,13 @@ ANY_SCHEDULE = given(
     sizes=SIZES,
     pictures=PICTURES,
 )
-
-
-@settings(SCHEDULES, max_examples=1000)
-@ANY_SCHEDULE
 def test_in_any_schedule_with_pictures_every_request_gets_the_text_it_gets_alone(**schedule: Any) -> None:
     run_and_check(**schedule)
 
 
-@pytest.mark.soak
-@settings(SCHEDULES, max_examples=20_000)
-@ANY_SCHEDULE
-def test_in_twenty_thousand_schedules_with_pictures_too(**schedule: Any) -> None:
-    run_and_check(**schedule)
-
-
-@settings(SCHEDULES, max_examples=500)
-@given(
+@randomised(
+    ring=80,
+    soak=500,
     actions=st.lists(
         st.one_of(
             arrivals_with_pictures(), arrivals(), *map(st.just, (Step(), Step(), Rest(), SwitchLayout())), OTHERS

@@ -19,17 +19,7 @@ from cppbatch.server.observe.metrics import ServerMetrics
 from cppbatch.server.observe.stats import RecentCompletions
 from cppbatch.statistic import statistics_of
 from tests.support.fakes import drain, fake_engine, greedy
-
-
-class Clock:
-    """A clock that goes only when it is told to."""
-
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
-
+from tests.support.virtual_time import Clock
 
 # --- counting ---------------------------------------------------------------------------------------------------------
 
@@ -54,7 +44,7 @@ def test_a_percentile_is_the_smallest_value_that_is_enough(share: float) -> None
 
 
 def test_a_window_forgets_after_a_minute_and_says_how_long_a_time_it_knows() -> None:
-    clock = Clock()
+    clock = Clock(now=1000)
     window: Window[tuple[int]] = Window(100, clock)
     for i in range(50):
         clock.now += 2
@@ -68,7 +58,7 @@ def test_a_window_forgets_after_a_minute_and_says_how_long_a_time_it_knows() -> 
 
 
 def test_a_full_window_knows_of_a_shorter_time() -> None:
-    clock = Clock()
+    clock = Clock(now=1000)
     window: Window[tuple[int]] = Window(10, clock)
     for i in range(50):
         clock.now += 1
@@ -167,7 +157,7 @@ def usage(total: float, first: float = 0.5) -> RequestUsage:
 
 
 def test_the_last_minute_has_the_completions_that_ended_in_it() -> None:
-    clock = Clock()
+    clock = Clock(now=1000)
     recent = RecentCompletions(clock)
     assert recent.last_minute(None).requests == 0
     assert recent.last_minute(None).total_seconds.p50 is None
@@ -187,7 +177,7 @@ def test_the_last_minute_has_the_completions_that_ended_in_it() -> None:
 
 
 def test_merged_events_count_a_gap_for_each_token(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = Clock()
+    clock = Clock(now=1000)
     monkeypatch.setattr("cppbatch.server.observe.metrics.perf_counter", clock)
 
     def events() -> Iterator[tuple[int, GenerationEvent]]:

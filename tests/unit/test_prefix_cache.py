@@ -7,12 +7,22 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cppbatch import BatchInferenceEngine, FinishReason, SamplingParams
+from cppbatch import BatchInferenceEngine, FinishReason
 from cppbatch.engine import core as core_module
 from cppbatch.engine.kv import pool
 from cppbatch.engine.kv.prefix_cache import _COST_OF_COPYING, _COST_OF_TAKING, _WORTH_WAITING, CachedPrefix, PrefixCache
 from cppbatch.errors import CacheFull, DecodeFailed, LlamaError
-from tests.support.fakes import FakeState, context_of, drain, fake_engine, greedy, reference, run_steps, tokens_of
+from tests.support.fakes import (
+    FakeState,
+    context_of,
+    drain,
+    endless,
+    fake_engine,
+    n_computed,
+    reference,
+    run_steps,
+    tokens_of,
+)
 
 MEMORIES: dict[str, dict[str, Any]] = {
     "cells": {"sharing": "cells"},
@@ -36,16 +46,8 @@ def engine_of(kind: str, *, n_ctx: int = 1024, n_batch: int = 64, **settings: An
     return fake_engine(n_ctx=n_ctx, n_batch=n_batch, **{**MEMORIES[kind], **settings})
 
 
-def endless(n_tokens: int) -> SamplingParams:
-    return greedy(n_tokens, ignore_eos=True)
-
-
 def answer_to(prompt: list[int], n: int) -> list[int]:
     return reference(prompt, endless(n))[0]
-
-
-def n_computed(engine: BatchInferenceEngine) -> int:
-    return sum(sum(step.values()) for step in context_of(engine).steps)
 
 
 def ask(engine: BatchInferenceEngine, prompt: list[int], n: int = 1, **options: Any) -> int:

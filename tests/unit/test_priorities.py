@@ -6,30 +6,17 @@ from typing import Any
 
 import pytest
 
-from cppbatch import BatchInferenceEngine, FinishReason, GenerationEvent, InvalidRequest, SamplingParams
+from cppbatch import BatchInferenceEngine, FinishReason, GenerationEvent, InvalidRequest
 from cppbatch.engine import core as core_module
 from cppbatch.engine import input_processor
 from cppbatch.errors import QueueFull
-from tests.support.fakes import context_of, drain, fake_engine, greedy, reference, run_steps, tokens_of
-
-
-def endless(n_tokens: int) -> SamplingParams:
-    return greedy(n_tokens, ignore_eos=True)
-
-
-class Clock:
-    """Time that only the test lets pass."""
-
-    now = 100.0
-
-    def __call__(self) -> float:
-        self.now += 1e-6
-        return self.now
+from tests.support.fakes import context_of, drain, endless, fake_engine, reference, run_steps, tokens_of
+from tests.support.virtual_time import Clock
 
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    clock = Clock()
+    clock = Clock(now=100, tick=1e-6)
     monkeypatch.setattr(core_module, "perf_counter", clock)
     monkeypatch.setattr(input_processor, "perf_counter", clock)
     return clock

@@ -20,6 +20,7 @@ from tests.support.fakes import (
     greedy,
     mood,
     reference,
+    result_of,
     text_of,
 )
 from tests.support.logits_processors import (
@@ -60,10 +61,6 @@ class SeenOneByOne(Seen):
 class SeenTogether(Seen):
     def process_rows(self, tokens: list[Tokens], rows: list[Row]) -> None:
         self.note(tokens, rows)
-
-
-def result_of(completion: Completion) -> tuple[list[int], str, FinishReason]:
-    return completion.tokens, completion.text, completion.finish_reason
 
 
 # --- what it is given ------------------------------------------------------------------------------------------------

@@ -6,10 +6,10 @@ import itertools
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cppbatch.engine.kv.radix_tree import RadixTree, Tokens
+from tests.support.randomised import randomised
 
 Entries = dict[str, tuple[str, list[int]]]
 """Each holder's salt and tokens."""
@@ -148,8 +148,12 @@ INSERT = st.tuples(st.just("insert"), st.sampled_from("stuvwxyz"), SALTS, TOKENS
 DISCARD = st.tuples(st.just("discard"), st.sampled_from("stuvwxyz"), st.just(""), st.just([0]))
 
 
-@settings(deadline=None, derandomize=True, database=None, max_examples=400)
-@given(actions=st.lists(INSERT | INSERT | DISCARD, max_size=20), asked=st.lists(TOKENS | st.just([]), max_size=4))
+@randomised(
+    ring=100,
+    soak=400,
+    actions=st.lists(INSERT | INSERT | DISCARD, max_size=20),
+    asked=st.lists(TOKENS | st.just([]), max_size=4),
+)
 def test_after_any_history_the_tree_gives_what_comparing_all_gives(
     actions: list[tuple[str, str, str, list[int]]], asked: list[list[int]]
 ) -> None:

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from cppbatch import BatchInferenceEngine, FinishReason, GenerationEvent, SamplingParams
@@ -23,25 +22,14 @@ from cppbatch.engine.speculation import speculator
 from cppbatch.errors import DecodeFailed
 from tests.support.fake_heads import CONTEXTS, check_head, fake_head
 from tests.support.fakes import EOG, FakeProposer, context_of, fake_engine, greedy, reference, text_of
+from tests.support.randomised import randomised
+from tests.support.virtual_time import Clock
 
 N_CTX, N_PARALLEL, N_BATCH = 48, 3, 6
 LONGEST = N_CTX // N_PARALLEL  # fits in both layouts
-SCHEDULES = settings(
-    deadline=None, derandomize=True, database=None, suppress_health_check=[HealthCheck.too_slow], print_blob=False
-)
 
 
-class Clock:
-    """Time that only tests let pass, but for a millisecond with each look at it."""
-
-    now = 0.0
-
-    def __call__(self) -> float:
-        self.now += 0.001
-        return self.now
-
-
-CLOCK = Clock()
+CLOCK = Clock(tick=0.001)
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -234,29 +222,17 @@ SIZES = st.fixed_dictionaries(
     }
 )
 
-ANY_SCHEDULE = given(
-    actions=ACTIONS,
-    memory=MEMORIES,
-    n_ctx=st.sampled_from((LONGEST, 20, 30, N_CTX)),
-    sizes=SIZES,
-)
+ANY_SCHEDULE: dict[str, st.SearchStrategy[Any]] = {
+    "actions": ACTIONS, "memory": MEMORIES, "n_ctx": st.sampled_from((LONGEST, 20, 30, N_CTX)), "sizes": SIZES,
+}  # fmt: skip
 
 
-@settings(SCHEDULES, max_examples=1000)
-@ANY_SCHEDULE
+@randomised(ring=200, soak=20_000, **ANY_SCHEDULE)
 def test_in_any_schedule_every_request_gets_the_text_it_gets_alone(**schedule: Any) -> None:
     run_and_check(**schedule)
 
 
-@pytest.mark.soak
-@settings(SCHEDULES, max_examples=20_000)
-@ANY_SCHEDULE
-def test_in_twenty_thousand_schedules_too(**schedule: Any) -> None:
-    run_and_check(**schedule)
-
-
-@settings(SCHEDULES, max_examples=1000)
-@ANY_SCHEDULE
+@randomised(ring=150, soak=1000, **ANY_SCHEDULE)
 def test_whenever_the_draft_head_is_asked_every_request_gets_the_text_it_gets_alone(**schedule: Any) -> None:
     """Whether its drafts pay or not: it is asked in every step without prompts."""
     with pytest.MonkeyPatch.context() as patch:
@@ -265,8 +241,7 @@ def test_whenever_the_draft_head_is_asked_every_request_gets_the_text_it_gets_al
 
 
 @pytest.mark.parametrize("kind", ["eagle3", "dflash"])
-@settings(SCHEDULES, max_examples=400)
-@ANY_SCHEDULE
+@randomised(ring=60, soak=400, **ANY_SCHEDULE)
 def test_whenever_eagle3_or_dflash_is_asked_too(kind: str, **schedule: Any) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(speculator, "_WORTH", 0.0)
@@ -312,8 +287,9 @@ SWITCHING = st.lists(
 )
 
 
-@settings(SCHEDULES, max_examples=1000)
-@given(
+@randomised(
+    ring=150,
+    soak=1000,
     actions=SWITCHING,
     memory=st.tuples(st.booleans(), st.sampled_from(("copy", "copy", "checkpoints", "whole", "none"))),
     sizes=SIZES,
@@ -325,8 +301,9 @@ def test_whenever_the_layout_is_switched_every_request_gets_the_text_it_gets_alo
     run_and_check(actions, memory, N_CTX, {**sizes, "switches": True})
 
 
-@settings(SCHEDULES, max_examples=1000)
-@given(
+@randomised(
+    ring=150,
+    soak=1000,
     actions=ACTIONS,
     sharing=st.sampled_from(("copy", "copy", "checkpoints", "whole", "none")),
     n_parallel=st.sampled_from((1, 3, 6)),
@@ -354,8 +331,7 @@ def test_in_any_schedule_no_ubatch_has_too_few_rows_where_that_changes_the_bits(
     run.check_all_is_free()
 
 
-@settings(SCHEDULES, max_examples=500)
-@given(actions=ACTIONS, memory=MEMORIES, failing_step=st.integers(1, 12))
+@randomised(ring=100, soak=500, actions=ACTIONS, memory=MEMORIES, failing_step=st.integers(1, 12))
 def test_a_failed_step_ends_those_in_its_batch_and_changes_no_other_text(
     actions: list[Action], memory: tuple[bool, Sharing], failing_step: int
 ) -> None:

@@ -9,16 +9,15 @@ from collections.abc import Iterator
 import numpy as np
 import numpy.typing as npt
 import pytest
-from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cppbatch.engine.sampling.random_sampling import gumbel_noise, random_bits, unit_interval
 from tests.support.distributions import are_far
+from tests.support.randomised import randomised
 
 UInt64 = npt.NDArray[np.uint64]
 Doubles = npt.NDArray[np.float64]
 
-MANY = settings(deadline=None, derandomize=True, database=None, max_examples=300)
 N = 200_000
 LAST = 2**64 - 1
 NUMBERS_64 = st.integers(0, LAST) | st.sampled_from([0, 1, 2**32, 2**63, LAST - 1, LAST])
@@ -74,8 +73,7 @@ def test_the_generator_written_here_is_the_published_one() -> None:
     assert list(itertools.islice(splitmix64(1234567), 4)) == published
 
 
-@MANY
-@given(seed=NUMBERS_64, position=st.integers(0, 500))
+@randomised(ring=100, soak=300, seed=NUMBERS_64, position=st.integers(0, 500))
 def test_the_numbers_are_those_of_splitmix64(seed: int, position: int) -> None:
     assert random_bits(np.array([seed], np.uint64), np.array([position], np.uint64)).tolist() == [
         number(seed, position)
@@ -90,8 +88,7 @@ def test_a_few_numbers_are_written_down_so_that_texts_of_old_seeds_stay_the_same
     ]  # fmt: skip
 
 
-@MANY
-@given(asked=st.lists(st.tuples(NUMBERS_64, NUMBERS_64), min_size=1, max_size=20))
+@randomised(ring=100, soak=300, asked=st.lists(st.tuples(NUMBERS_64, NUMBERS_64), min_size=1, max_size=20))
 def test_a_pair_has_the_same_number_alone_and_in_any_batch(asked: list[tuple[int, int]]) -> None:
     seeds, positions = np.array(asked, np.uint64).reshape(-1, 2).T
     assert uniform(seeds, positions).tolist() == [one(*pair) for pair in asked]

@@ -17,6 +17,13 @@ from cppbatch.ray.replica.set import ReplicaSetStatus
 from tests.support.fake_replicas import FakeReplicas, settle, text_of
 
 
+@pytest.fixture(autouse=True)
+def short_periods(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The state of the replicas is asked for every 20 ms."""
+    for name in ("_STATUS_PERIOD_S", "_LOADING_PERIOD_S"):
+        monkeypatch.setattr(f"cppbatch.ray.engine.{name}", 0.02)
+
+
 def request(name: str, n: int = 10, prompt: str | None = None) -> GenerationRequest:
     return GenerationRequest(id=name, prompt=prompt or name, params=SamplingParams(max_tokens=n))
 
@@ -480,4 +487,4 @@ async def _until(condition: Any) -> None:
     begin = time.monotonic()
     while not condition():
         assert time.monotonic() < begin + 5
-        await asyncio.sleep(0)
+        await asyncio.sleep(0.001)

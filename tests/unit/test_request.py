@@ -13,7 +13,6 @@ import pytest
 
 from cppbatch import (
     BatchInferenceEngine,
-    Completion,
     EngineConfig,
     FinishReason,
     GenerationEvent,
@@ -24,7 +23,7 @@ from cppbatch import (
 )
 from cppbatch.engine.params import GRAMMARS, SAMPLERS, shown
 from cppbatch.errors import ConfigError, EngineClosed
-from tests.support.fakes import EOG, N_VOCAB, context_of, drain, fake_engine, greedy, reference, tokens_of
+from tests.support.fakes import EOG, N_VOCAB, context_of, drain, fake_engine, greedy, reference, result_of, tokens_of
 
 ENDLESS = greedy(9, ignore_eos=True)
 NAN, INF = float("nan"), float("inf")
@@ -74,10 +73,6 @@ def refusal(field: str, value: object) -> str:
 def answer_of(events: list[GenerationEvent]) -> tuple[list[int], str, FinishReason | None]:
     tokens = [token for event in events for token in event.tokens]
     return tokens, "".join(event.text for event in events), events[-1].finish_reason
-
-
-def result_of(completion: Completion) -> tuple[list[int], str, FinishReason]:
-    return completion.tokens, completion.text, completion.finish_reason
 
 
 # --- SamplingParams -------------------------------------------------------------------------------------------------

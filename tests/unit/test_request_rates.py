@@ -4,17 +4,11 @@ from __future__ import annotations
 
 from cppbatch.server.auth.keys import RequestRates, Slots
 from cppbatch.server.http.limits import Limits
-
-
-class Clock:
-    now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
+from tests.support.virtual_time import Clock
 
 
 def test_a_minutes_requests_come_at_once_and_then_evenly() -> None:
-    clock = Clock()
+    clock = Clock(now=100)
     rates = RequestRates(clock)
     states = [rates.take("a", 30) for _ in range(31)]
     assert [taken for taken, _ in states] == [True] * 30 + [False]
@@ -30,7 +24,7 @@ def test_a_minutes_requests_come_at_once_and_then_evenly() -> None:
 
 
 def test_the_lines_of_batches_leave_half_of_the_rate_to_others() -> None:
-    clock = Clock()
+    clock = Clock(now=100)
     rates = RequestRates(clock)
     assert sum(rates.take_for_batch("a", 10)[0] for _ in range(20)) == 5
     taken, state = rates.take_for_batch("a", 10)
@@ -41,7 +35,7 @@ def test_the_lines_of_batches_leave_half_of_the_rate_to_others() -> None:
 
 
 def test_the_lines_of_a_key_with_one_request_per_minute_run() -> None:
-    clock = Clock()
+    clock = Clock(now=100)
     rates = RequestRates(clock)
     assert rates.take_for_batch("a", 1)[0]
     clock.now += rates.take_for_batch("a", 1)[1].wait

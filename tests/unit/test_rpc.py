@@ -31,6 +31,7 @@ from cppbatch.rpc_endpoint import PROTOCOL, Endpoint, check_worker, parse_endpoi
 from cppbatch.sizing.profile import conditions
 from tests.support.fakes import fake_engine
 from tests.support.listening import until
+from tests.support.virtual_time import Clock
 from tests.unit.test_sleep import Listener, Worker
 
 A, B = "192.168.1.5:50052", "gpu-box:50053"
@@ -199,19 +200,6 @@ def test_a_busy_worker_accepts_the_connection_and_says_nothing() -> None:
         with pytest.raises(RpcUnreachable, match="one engine at a time; it may be in use by another engine"):
             check_worker(endpoint, 0.05)
         release.set()
-
-
-class Clock:
-    """Time passes only when something sleeps."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-    def sleep(self, seconds: float) -> None:
-        self.now += seconds
 
 
 def test_machines_that_start_together_wait_for_each_other() -> None:

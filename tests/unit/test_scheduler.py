@@ -9,14 +9,23 @@ from cppbatch import (
     FinishReason,
     GenerationRequest,
     InvalidRequest,
-    SamplingParams,
 )
 from cppbatch.engine.kv.pool import KVPool
 from cppbatch.engine.scheduler import Scheduler, StepPlan
 from cppbatch.engine.sequence import Seq, SeqStatus
 from cppbatch.engine.steps import StepBudgets
 from cppbatch.errors import CacheFull, DecodeFailed, LlamaError
-from tests.support.fakes import FakeContext, context_of, drain, fake_engine, greedy, reference, run_steps, tokens_of
+from tests.support.fakes import (
+    FakeContext,
+    context_of,
+    drain,
+    endless,
+    fake_engine,
+    greedy,
+    reference,
+    run_steps,
+    tokens_of,
+)
 
 UNIFIED = pytest.mark.parametrize("unified", [True, False], ids=["unified", "per-sequence"])
 
@@ -71,10 +80,6 @@ def ids(sequences: list[Seq]) -> list[str]:
 
 def chunks(plan: StepPlan) -> dict[str, int]:
     return {sequence.id: n for sequence, n in plan.chunks}
-
-
-def endless(n_tokens: int) -> SamplingParams:
-    return greedy(n_tokens, ignore_eos=True)
 
 
 # --- admission ------------------------------------------------------------------------------------------------------

@@ -16,13 +16,14 @@ from cppbatch.cluster.link import GetStats, ToWorker
 from cppbatch.cluster.rules import ScalingRule
 from cppbatch.engine.request import FinishReason
 from tests.support.fake_workers import FakeWorker, fake_workers, text_of
+from tests.support.randomised import cases
 
 __all__ = ["fake_workers"]
 
 IDLE_SECONDS = 0.01
 JITTER = 0.002  # the moment of a request, around that of falling asleep
-SOON = 200.0  # it takes 10 s of the CPU
-CLIENTS, REQUESTS = 60, 50
+SOON = 200.0  # 3,000 requests take 5 s of the CPU
+REQUESTS = 50  # of a client
 
 
 @pytest.fixture
@@ -104,14 +105,17 @@ async def run_client(engine: EngineClient, chosen: random.Random) -> None:
         looking.cancel()
 
 
-async def test_3000_requests_at_the_moment_of_falling_asleep(
-    fake_workers: list[FakeWorker], stepping: random.Random
+@cases(ring=500, soak=3000)
+async def test_requests_at_the_moment_of_falling_asleep(
+    fake_workers: list[FakeWorker], stepping: random.Random, n_cases: int
 ) -> None:
     config = EngineConfig("model.gguf")
-    engines = [EngineProcess(config, sleep_idle_seconds=IDLE_SECONDS) for _ in range(CLIENTS)]
+    engines = [EngineProcess(config, sleep_idle_seconds=IDLE_SECONDS) for _ in range(n_cases // REQUESTS)]
     await asyncio.wait_for(asyncio.gather(*(run_client(engine, stepping) for engine in engines)), SOON)
     slept = [worker for worker in fake_workers if worker.stopped]
-    assert CLIENTS < len(slept) < CLIENTS * (REQUESTS + 1), "some requests came just before it slept, others just after"
+    assert len(engines) < len(slept) < n_cases + len(engines), (
+        "some requests came just before it slept, others just after"
+    )
     assert len(slept) == len(fake_workers), "none was killed"
     assert sum(worker.cut_off for worker in fake_workers) == 0
     for engine in engines:

@@ -27,13 +27,6 @@ from cppbatch.jobs.batches.store import (
 EVERY = Page(limit=100, newest_first=False)
 
 
-@pytest.fixture
-def store(tmp_path: Path) -> Iterator[BatchStore]:
-    store = BatchStore(tmp_path / "jobs.sqlite3")
-    yield store
-    store.close()
-
-
 def file(name: str, **others: Any) -> File:
     fields: dict[str, Any] = {
         "id": f"file-{name}",

@@ -22,7 +22,8 @@ from cppbatch.bench.strategies.schedulers import (
 )
 from cppbatch.engine.scheduler import Scheduler
 from cppbatch.errors import ConfigError
-from tests.support.fakes import N_VOCAB, context_of, drain, fake_engine, greedy, reference
+from tests.support.fakes import N_VOCAB, context_of, drain, fake_engine, greedy, n_computed, reference
+from tests.support.virtual_time import Clock
 
 Policy = Callable[..., Scheduler]
 
@@ -31,16 +32,6 @@ PROMPTS, NEW = [3, 9, 1, 14, 2, 20, 5, 7, 11, 4], [5, 1, 9, 2, 17, 3, 8, 4, 12, 
 KNOWN = make_schedulers(max_wait_s=0.0, bucket=8)
 
 LAYOUTS = pytest.mark.parametrize("unified", [True, False], ids=["unified", "per-sequence"])
-
-
-class Clock:
-    """Time that stands still until it is moved."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def engine_with(
@@ -63,10 +54,6 @@ def add(engine: BatchInferenceEngine, name: str, n_prompt: int, n_new: int) -> s
 
 def running(engine: BatchInferenceEngine) -> set[str]:
     return {sequence.id for sequence in engine.core.scheduler.running}
-
-
-def n_computed(engine: BatchInferenceEngine) -> int:
-    return sum(sum(step.values()) for step in context_of(engine).steps)
 
 
 # --- the same work, whoever schedules it ----------------------------------------------------------------------------

@@ -31,4 +31,4 @@ def test_runs_that_are_just_short_enough_take_no_time() -> None:
     text = ("a" * 3999 + " ") * 260
     began = thread_time()
     assert list(split_long_runs(text)) == [text]
-    assert thread_time() - began < 0.5  # of CPU time; mostly 0.03 s
+    assert thread_time() - began < 2  # of CPU time; it takes 0.03 s

@@ -1,0 +1,41 @@
+"""Long randomised tests: some of their cases in each run of the ring, all of them with -m soak."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from inspect import Parameter, Signature, signature
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+_REPEATABLE = settings(
+    deadline=None, derandomize=True, database=None, print_blob=False, suppress_health_check=[HealthCheck.too_slow]
+)
+
+Test = Callable[..., None]
+
+
+def cases(*, ring: int, soak: int) -> pytest.MarkDecorator:
+    """The argument `n_cases` of a test: `ring`, or `soak` with -m soak."""
+    return pytest.mark.parametrize("n_cases", [ring, pytest.param(soak, marks=pytest.mark.soak)])
+
+
+def randomised(*, ring: int, soak: int, **drawn: st.SearchStrategy[Any]) -> Callable[[Test], Test]:
+    """As hypothesis' `given`, with the same `ring` examples in each run, and `soak` of them with -m soak."""
+
+    def decorate(check: Test) -> Test:
+        def test(n_cases: int, **others: Any) -> None:
+            settings(_REPEATABLE, max_examples=n_cases)(given(**drawn)(check))(**others)
+
+        test.__name__, test.__doc__, test.__module__ = check.__name__, check.__doc__, check.__module__
+        others = [its for name, its in signature(check).parameters.items() if name not in drawn]
+        named = [its.name for its in others if its.kind is not Parameter.VAR_KEYWORD]
+        test.__signature__ = Signature(  # type: ignore[attr-defined]
+            [Parameter(name, Parameter.KEYWORD_ONLY) for name in [*named, "n_cases"]]
+        )
+        test.pytestmark = getattr(check, "pytestmark", [])  # type: ignore[attr-defined]
+        return cases(ring=ring, soak=soak)(test)
+
+    return decorate
