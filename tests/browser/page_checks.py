@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any, NamedTuple
 
 from axe_playwright_python.base import AXE_SCRIPT
-from playwright.sync_api import Locator, Page, expect
+from playwright.sync_api import Browser, Locator, Page, expect
 
 TABS = ("chat", "playground", "live", "jobs", "models")
 PHONE = {"width": 360, "height": 740}
@@ -70,6 +71,30 @@ _OVERFLOW = """() => {
   const names = wide.map((element) => `${element.tagName.toLowerCase()}.${element.className}`)
   return names.length ? names : [`document: ${document.documentElement.scrollWidth} px`]
 }"""
+
+
+class Tasks:
+    """Traces the tasks of a page's main thread."""
+
+    def __init__(self, browser: Browser, page: Page) -> None:
+        self._browser, self._page = browser, page
+
+    def __enter__(self) -> Tasks:
+        self._browser.start_tracing(page=self._page, categories=["toplevel"])
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        events = json.loads(self._browser.stop_tracing())["traceEvents"]
+        main = {_thread(e) for e in events if e["name"] == "thread_name" and e["args"]["name"] == "CrRendererMain"}
+        tasks = [e for e in events if e["name"] == "ThreadControllerImpl::RunTask" and _thread(e) in main]
+        times = [e["tdur"] for e in tasks if "tdur" in e]
+        assert times, "tasks were traced"
+        self.longest_ms: float = max(times) / 1000
+        """The CPU's time, which other programs do not make longer."""
+
+
+def _thread(event: dict[str, Any]) -> tuple[int, int]:
+    return event["pid"], event["tid"]
 
 
 class Focused(NamedTuple):

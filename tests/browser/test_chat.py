@@ -4,24 +4,25 @@ from __future__ import annotations
 
 import json
 import re
-import signal
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 from playwright.sync_api import BrowserContext, Locator, Page, Request, Route, expect
 
 from tests.browser.conftest import PageErrors
 from tests.browser.hostile import LONG_WORD, MARKS, UNMARKED, write_hostile_model
 from tests.browser.page_checks import axe_violations, dark, open_tab, overflow, phone, wait_ready
+from tests.support.batch_files import wait_until
 from tests.support.scripted_chat import ENDS, SCRIPT, ChatServer, ScriptedFormat
 from tests.support.server_process import ServerProcess
 
 CHAT = "**/v1/chat/completions"
 ANSWERED = 60_000  # milliseconds
+GROW = "(one) => { one.firstElementChild.style.paddingBottom = '500px'; one.dispatchEvent(new Event('scroll')) }"
+"""The event of a scroll comes after more text has come."""
 FROM_END = "(one) => one.scrollHeight - one.scrollTop - one.clientHeight"
 
 
@@ -52,7 +53,7 @@ def send(page: Page, text: str) -> None:
     page.keyboard.press("Enter")
 
 
-def count_without_end(page: Page) -> None:
+def send_without_end(page: Page, text: str = "Count from one to five hundred, in words.") -> None:
     """Sends a message whose answer ends only when it is stopped."""
 
     def endless(route: Route) -> None:
@@ -60,7 +61,7 @@ def count_without_end(page: Page) -> None:
 
     page.route(CHAT, endless)
     settings(page, Temperature="0")
-    send(page, "Count from one to five hundred, in words.")
+    send(page, text)
 
 
 def messages(page: Page, role: str = "") -> Locator:
@@ -79,14 +80,6 @@ def ask(page: Page, text: str) -> str:
     return answered(page)
 
 
-def until(condition: Callable[[], bool]) -> None:
-    """`Page.wait_for_function` would need `eval`, which the page's policy forbids."""
-    end = time.monotonic() + ANSWERED / 1000
-    while not condition():
-        assert time.monotonic() < end, "not within the time"
-        time.sleep(0.05)
-
-
 def sse(*chunks: dict[str, Any]) -> str:
     return "".join(f"data: {json.dumps(chunk)}\n\n" for chunk in chunks) + "data: [DONE]\n\n"
 
@@ -102,7 +95,7 @@ def answer_with(page: Page, text: str) -> None:
 
 
 def test_an_answer_streams_and_stops(chat: Page, server: ServerProcess) -> None:
-    count_without_end(chat)
+    send_without_end(chat)
     answer = messages(chat, "assistant").locator(".markdown")
     expect(answer).not_to_be_empty(timeout=ANSWERED)
     early = answer.inner_text()
@@ -165,8 +158,8 @@ def test_a_worker_that_is_killed_is_not_seen_in_the_stream(
     settings(page, Temperature="0", Maximum_tokens="60")
     send(page, "Write a story about a mill.")
     expect(messages(page, "assistant").locator(".markdown")).not_to_be_empty(timeout=ANSWERED)
-    children = psutil.Process(server.process.pid).children(recursive=True)
-    next(child for child in children if "cppbatch.cluster.worker.main" in child.cmdline()).send_signal(signal.SIGKILL)
+    (worker,) = server.workers
+    worker.kill()
     assert answered(page)
     expect(messages(page, "assistant").locator(".stats")).to_contain_text("60 tokens")
     expect(page.locator(".notice")).to_have_count(0)
@@ -537,7 +530,7 @@ def test_changes_of_two_browser_tabs_are_merged(page: Page, url: str, errors: Pa
 
 
 def test_an_answer_is_shown_and_stopped_in_another_browser_tab(chat: Page, url: str) -> None:
-    count_without_end(chat)
+    send_without_end(chat)
     expect(messages(chat, "assistant").locator(".markdown")).not_to_be_empty(timeout=ANSWERED)
     other = chat.context.new_page()
     open_tab(other, url)
@@ -604,20 +597,21 @@ def test_the_view_follows_an_answer_unless_the_reader_has_scrolled_up(chat: Page
     upload = {"name": "a.json", "mimeType": "", "buffer": json.dumps(long_conversation(4)).encode()}
     chat.get_by_label("File to import").set_input_files(upload)
     expect(messages(chat)).to_have_count(4)
-    settings(chat, Temperature="0")
+    send_without_end(chat, "Forget the table. Write a long story about a mill and its miller.")
     chat.set_viewport_size({"width": 800, "height": 420})
-    send(chat, "Forget the table. Write a long story about a mill and its miller.")
     box = chat.get_by_role("region", name="Messages")
-    until(lambda: box.evaluate("(one) => one.scrollTop") > 60)
+    wait_until(lambda: box.evaluate("(one) => one.scrollTop") > 60)
     answer = messages(chat, "assistant").last.locator(".markdown")
     expect(answer).not_to_be_empty(timeout=ANSWERED)
-    until(lambda: box.evaluate(FROM_END) < 60)
+    wait_until(lambda: box.evaluate(FROM_END) < 60)
+    box.evaluate(GROW)
+    wait_until(lambda: box.evaluate(FROM_END) < 60)
     box.evaluate("(one) => { one.scrollTop = 0 }")
     before = answer.text_content() or ""  # not its inner text: what is out of view is not laid out
-    until(lambda: len(answer.text_content() or "") > len(before) + 4)
+    wait_until(lambda: len(answer.text_content() or "") > len(before) + 4)
     assert box.evaluate("(one) => one.scrollTop") == 0
     chat.get_by_role("button", name="Scroll to end").click()
-    until(lambda: box.evaluate(FROM_END) < 60)
+    wait_until(lambda: box.evaluate(FROM_END) < 60)
 
 
 # --- errors ---------------------------------------------------------------------------------------------------------
@@ -691,7 +685,7 @@ def test_a_server_that_goes_away_leaves_the_text_so_far(
     server = fresh_server("-m", default_model, "-np", "1")
     open_tab(page, f"{server.url}/")
     wait_ready(page)
-    count_without_end(page)
+    send_without_end(page)
     words = re.compile("[a-z]{3}")  # "1." alone is a list without text
     expect(messages(page, "assistant").locator(".markdown")).to_contain_text(words, timeout=ANSWERED)
     server.process.kill()
@@ -765,7 +759,7 @@ def test_a_toast_does_not_cover_send(chat: Page) -> None:
 
 
 def test_the_speed_is_shown_while_an_answer_streams(chat: Page) -> None:
-    count_without_end(chat)
+    send_without_end(chat)
     expect(messages(chat, "assistant").last.locator(".stats")).to_contain_text("/s", timeout=ANSWERED)
     expect(chat.get_by_role("button", name="Stop")).to_be_visible()
     chat.get_by_role("button", name="Stop").click()

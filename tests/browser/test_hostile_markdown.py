@@ -11,7 +11,7 @@ from playwright.sync_api import Browser, Page
 
 from tests.browser.conftest import PageErrors
 from tests.browser.hostile_markdown import hostile_texts
-from tests.browser.page_checks import open_tab, wait_ready
+from tests.browser.page_checks import Tasks, open_tab, wait_ready
 
 MAX_MS = 200
 LENGTH = 40_000  # characters: 5,000 tokens
@@ -48,30 +48,6 @@ SETTLED = """(least) => new Promise((done) => {
   look()
 })"""
 """Until so many answers are shown and no more elements come. (Playwright's search for roles would be a long task.)"""
-
-
-class Tasks:
-    """Traces the tasks of a page's main thread."""
-
-    def __init__(self, browser: Browser, page: Page) -> None:
-        self._browser, self._page = browser, page
-
-    def __enter__(self) -> Tasks:
-        self._browser.start_tracing(page=self._page, categories=["toplevel"])
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        events = json.loads(self._browser.stop_tracing())["traceEvents"]
-        main = {_thread(e) for e in events if e["name"] == "thread_name" and e["args"]["name"] == "CrRendererMain"}
-        tasks = [e for e in events if e["name"] == "ThreadControllerImpl::RunTask" and _thread(e) in main]
-        times = [e["tdur"] for e in tasks if "tdur" in e]
-        assert times, "tasks were traced"
-        self.longest_ms: float = max(times) / 1000
-        """The CPU's time, which other programs do not make longer."""
-
-
-def _thread(event: dict[str, Any]) -> tuple[int, int]:
-    return event["pid"], event["tid"]
 
 
 def conversation(texts: dict[str, str]) -> dict[str, Any]:

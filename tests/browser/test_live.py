@@ -18,6 +18,7 @@ from playwright.sync_api import Locator, Page, expect
 
 from tests.browser.conftest import PageErrors
 from tests.browser.page_checks import axe_violations, dark, open_tab, overflow, phone
+from tests.support.batch_files import wait_until
 from tests.support.server_process import ServerProcess
 
 SHARED = "The quick brown fox jumps over the lazy dog. " * 20
@@ -40,7 +41,7 @@ def batch_server(one_batch_server: ServerProcess) -> ServerProcess:
 class Streams(threading.Thread):
     """16 streaming requests with one shared prompt, in one request. `finish_reasons`: of the choices that ended."""
 
-    def __init__(self, server: ServerProcess, max_tokens: int = 150) -> None:
+    def __init__(self, server: ServerProcess, max_tokens: int = 60) -> None:
         super().__init__(daemon=True)
         prompts = [f"{SHARED}Number {i}:" for i in range(16)]
         body = {"prompt": prompts, "max_tokens": max_tokens, "ignore_eos": True, "stream": True}
@@ -93,14 +94,14 @@ def test_16_streams_are_16_rows_and_their_shared_prompt_is_one_block(page: Page,
     first.press("Enter")
     expect(shared).to_have_attribute("aria-pressed", "true")
     expect(cells(page).get_by_role("button", name=f"{number}:", pressed=True)).to_have_count(1)
-    streams.join(60)
+    streams.join(150)
     assert streams.finish_reasons == ["length"] * 16
     expect(rows(page)).to_have_count(0)
 
 
 def test_rows_stay_where_they_are_until_their_sequences_end(page: Page, batch_server: ServerProcess) -> None:
     open_tab(page, f"{batch_server.url}/", "live")
-    streams = Streams(batch_server, max_tokens=200)
+    streams = Streams(batch_server)
     expect(rows(page)).to_have_count(16)
     order = rows(page).evaluate_all("rows => rows.map(row => row.dataset.number)")
     seen = page.evaluate(
@@ -115,20 +116,20 @@ def test_rows_stay_where_they_are_until_their_sequences_end(page: Page, batch_se
             look();
         })"""
     )
-    streams.join(60)
+    streams.join(150)
     assert all(numbers == ",".join(each for each in order if each in numbers.split(",")) for numbers in seen)
 
 
 def test_a_worker_is_killed_the_page_says_so_and_the_streams_go_on(page: Page, batch_server: ServerProcess) -> None:
     open_tab(page, f"{batch_server.url}/", "live")
-    streams = Streams(batch_server, max_tokens=200)
+    streams = Streams(batch_server, max_tokens=80)
     expect(page.locator("tr[data-state=decode]")).to_have_count(16)
     os.kill(batch_server.get("/stats")["workers"][0]["pid"], signal.SIGKILL)
     workers = page.get_by_role("list", name="Workers")
     expect(workers).to_contain_text("its requests continue")
     expect(workers).to_contain_text(re.compile(r"restarted .* ago: its requests continue"))
     expect(page.locator("tr[data-state=decode]")).to_have_count(16)
-    streams.join(120)
+    streams.join(150)
     assert streams.finish_reasons == ["length"] * 16
     expect(workers).to_contain_text("1 restart")
 
@@ -164,19 +165,16 @@ def test_the_stream_is_closed_while_nobody_looks(page: Page, server: ServerProce
     live, before = f"{url}live", n_connections(url)
     assert (started.count(live), ended.count(live)) == (1, 0)
 
-    page.get_by_role("link", name="Chat").click()
-    page.wait_for_timeout(500)
-    assert ended.count(live) == 1, "another tab of the page"
-    assert n_connections(url) < before
-    page.get_by_role("link", name="Live").click()
-    page.wait_for_timeout(500)
-    assert started.count(live) == 2
-    page.evaluate(_HIDE, True)
-    page.wait_for_timeout(500)
-    assert ended.count(live) == 2, "another tab of the browser"
-    assert n_connections(url) < before
-    page.evaluate(_HIDE, False)
-    page.wait_for_timeout(500)
+    with page.expect_event("requestfailed", lambda request: request.url == live):  # another tab of the page
+        page.get_by_role("link", name="Chat").click()
+    wait_until(lambda: n_connections(url) < before)
+    with page.expect_request(live):
+        page.get_by_role("link", name="Live").click()
+    with page.expect_event("requestfailed", lambda request: request.url == live):  # another tab of the browser
+        page.evaluate(_HIDE, True)
+    wait_until(lambda: n_connections(url) < before)
+    with page.expect_request(live):
+        page.evaluate(_HIDE, False)
     assert (started.count(live), ended.count(live)) == (3, 2)
 
 
@@ -203,8 +201,8 @@ def test_a_server_that_is_gone_and_comes_back(
 
 def test_times_of_the_charts_are_chosen_by_keyboard(page: Page, batch_server: ServerProcess) -> None:
     open_tab(page, f"{batch_server.url}/", "live")
-    streams = Streams(batch_server, max_tokens=100)
-    streams.join(60)
+    streams = Streams(batch_server, max_tokens=20)
+    streams.join(150)
     chart = page.get_by_role("slider", name="Batch size: time")
     expect(chart).to_have_attribute("aria-valuetext", re.compile("^now: "))
     chart.focus()

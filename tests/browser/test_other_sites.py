@@ -5,7 +5,6 @@ from __future__ import annotations
 import http.server
 import json
 import threading
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,6 +15,7 @@ from playwright.sync_api import Page
 
 from tests.browser.conftest import PageErrors
 from tests.browser.page_checks import wait_ready
+from tests.support.batch_files import client_of
 from tests.support.server_process import ServerProcess
 
 SECRET = "text that only its owner reads"
@@ -70,10 +70,7 @@ def machine(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
 
 
 def upload(server: ServerProcess) -> str:
-    form = f'--x\r\nContent-Disposition: form-data; name="purpose"\r\n\r\nbatch\r\n--x\r\nContent-Disposition: form-data; name="file"; filename="a.jsonl"\r\n\r\n{SECRET}\r\n--x--\r\n'  # noqa: E501
-    headers = {"Content-Type": "multipart/form-data; boundary=x"}
-    with urllib.request.urlopen(urllib.request.Request(f"{server.url}/v1/files", form.encode(), headers)) as answer:
-        return str(json.load(answer)["id"])
+    return client_of(server).files.create(file=("a.jsonl", SECRET.encode()), purpose="batch").id
 
 
 FETCHES = """async ([url, file, completion]) => {

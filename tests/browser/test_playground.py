@@ -6,17 +6,15 @@ import json
 import re
 import subprocess
 import sys
-import time
-import urllib.request
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 from playwright.sync_api import BrowserContext, Locator, Page, expect
 
 from tests.browser.conftest import PageErrors
 from tests.browser.page_checks import axe_violations, dark, open_tab, overflow, phone
+from tests.support.batch_files import client_of, counts, make_batch, wait_for
 from tests.support.server_process import ServerProcess
 
 STORY = "Write a long story about a lighthouse keeper, a storm, and a ship that nobody expected to see again."
@@ -238,31 +236,10 @@ def test_a_batch_file_is_taken_as_it_is_and_every_line_is_answered(tab: Page, se
         tab.get_by_role("button", name="Save").click()
     assert saved.value.suggested_filename == "playground.jsonl"
     data = Path(saved.value.path()).read_bytes()
-    boundary = b"--x\r\nContent-Disposition: form-data; name="
-    form = (
-        boundary
-        + b'"purpose"\r\n\r\nbatch\r\n'
-        + boundary
-        + b'"file"; filename="a.jsonl"\r\n\r\n'
-        + data
-        + b"\r\n--x--\r\n"
-    )
-    file = post(server, "/v1/files", form, "multipart/form-data; boundary=x")
+    client = client_of(server)
     endpoint = "/v1/chat/completions" if kind == "chat" else "/v1/completions"
-    body = {"input_file_id": file["id"], "endpoint": endpoint, "completion_window": "1h"}
-    batch = post(server, "/v1/batches", json.dumps(body).encode(), "application/json")
-    for _ in range(300):
-        if batch["status"] not in ("validating", "in_progress", "finalizing"):
-            break
-        time.sleep(0.1)
-        batch = server.get(f"/v1/batches/{batch['id']}")
-    assert batch["request_counts"] == {"total": 3, "completed": 3, "failed": 0}
-
-
-def post(server: ServerProcess, path: str, data: bytes, content_type: str) -> Any:
-    request = urllib.request.Request(server.url + path, data, {"Content-Type": content_type})
-    with urllib.request.urlopen(request, timeout=30) as answer:
-        return json.load(answer)
+    batch = make_batch(client, data, endpoint=endpoint)
+    assert counts(wait_for(client, batch.id, "completed", seconds=60)) == (3, 3, 0)
 
 
 # --- the form ---------------------------------------------------------------------------------------------------------

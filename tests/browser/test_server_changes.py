@@ -2,49 +2,21 @@
 
 from __future__ import annotations
 
-import contextlib
 import re
 import signal
-import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 
-import psutil
 import pytest
 from playwright.sync_api import Page, Route, expect
 
 from cppbatch.sizing.child_process import free_port
 from tests.browser.conftest import PageErrors
 from tests.browser.page_checks import TABS, open_tab, wait_ready
-from tests.support.server_process import ServerProcess
-
-
-def until(condition: Callable[[], bool], seconds: float = 30) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "not within the time"
-        time.sleep(0.02)
-
-
-def worker_of(server: ServerProcess) -> psutil.Process | None:
-    """The process of its engine, None before it has started."""
-    for child in psutil.Process(server.process.pid).children(recursive=True):
-        with contextlib.suppress(psutil.Error):
-            if "cppbatch.cluster.worker.main" in child.cmdline():
-                return child
-    return None
-
-
-def answers(url: str) -> bool:
-    try:
-        urllib.request.urlopen(url, timeout=5).close()
-    except urllib.error.HTTPError:
-        return True
-    except OSError:
-        return False
-    return True
+from tests.support.batch_files import wait_until
+from tests.support.server_process import ServerProcess, answers
 
 
 def health(page: Page, text: str) -> None:
@@ -57,12 +29,11 @@ def test_the_page_shows_that_the_model_loads_and_goes_on_by_itself(
     errors.allow("status of 503")
     port = free_port()
     server = fresh_server("-m", tiny_llama, "-np", "2", "-c", "512", "--port", port, ready=False)
-    until(lambda: worker_of(server) is not None)
-    worker = worker_of(server)
-    assert worker
+    wait_until(lambda: server.workers)
+    (worker,) = server.workers
     worker.send_signal(signal.SIGSTOP)  # the model never gets loaded
     url = f"http://127.0.0.1:{port}/"
-    until(lambda: answers(f"{url}health"))
+    wait_until(lambda: answers(f"{url}health"))
     for tab in TABS:
         open_tab(page, url, tab)
         health(page, "loading the model")
@@ -181,6 +152,7 @@ def test_a_tab_whose_module_failed_is_loaded_by_one_reload_of_the_page(
         route.abort() if len(seen) <= failures else route.continue_()
 
     page.route("**/page/jobs/jobs.js", fail_at_first)
+    page.clock.install()
     open_tab(page, url)
     wait_ready(page)
     page.get_by_role("link", name="Jobs").click()
@@ -188,6 +160,8 @@ def test_a_tab_whose_module_failed_is_loaded_by_one_reload_of_the_page(
         expect(page.get_by_label("Drop prompt files")).to_be_visible()
     else:
         expect(page.get_by_text("This part of the page could not be loaded")).to_be_visible()
-        page.wait_for_timeout(4000)
+        for _ in range(3):  # it asks each second whether the server is back
+            with page.expect_response("**/health"):
+                page.clock.run_for(1000)
         expect(page.get_by_text("This part of the page could not be loaded")).to_be_visible()
     assert len(seen) == fetches

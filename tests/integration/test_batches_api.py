@@ -668,7 +668,7 @@ def test_a_disk_that_is_full_at_the_start_is_tried_again(
     assert str(tmp_path) not in str(refused.value.body)
     is_full = False
     wait_until(lambda: is_kept(client))
-    assert counts(wait_for(client, batch.id, "completed")) == (20, 20, 0)
+    assert counts(wait_for(client, batch.id, "completed", seconds=150)) == (20, 20, 0)
 
 
 def full_database(folder: Path) -> None:

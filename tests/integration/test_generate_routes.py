@@ -315,11 +315,9 @@ async def test_a_batch_larger_than_the_queue_finishes_and_leaves_room_for_others
 
 
 async def test_timeouts_count_from_the_request_for_the_last_item_too(http: Http) -> None:
-    body: dict[str, Any] = {"max_tokens": 200, "timeout": 0.3, "prompts": ["Hello"] * 60}
-    answer = await batch(http, **body)
-    assert {result["finish_reason"] for result in answer["results"]} == {"timeout", "length"}
-    assert answer["results"][-1]["finish_reason"] == "timeout"
-    assert answer["total_time_seconds"] < 2
+    body: dict[str, Any] = {"max_tokens": 200, "timeout": 0.3, "prompts": ["Hello"] * 200}
+    last = (await batch(http, **body))["results"][-1]
+    assert (last["finish_reason"], last["completion_tokens"]) == ("timeout", 0), "its time was over before it ran"
 
 
 async def test_a_client_that_goes_away_frees_all_of_its_batch(tiny_llama: Path) -> None:

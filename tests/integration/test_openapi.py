@@ -69,7 +69,7 @@ def schema_of(document: Json) -> BaseSchema:
 
 
 SCHEMA, TAME_AND_VALID = schema_of(DOCUMENT), schema_of(without_given_fields(DOCUMENT))
-TAME_AND_VALID.config.generation.update(modes=[GenerationMode.POSITIVE])
+TAME_AND_VALID.config.generation.update(modes=[GenerationMode("positive")])
 
 CHECKS = [not_a_server_error, status_code_conformance, content_type_conformance, response_schema_conformance]
 

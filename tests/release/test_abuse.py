@@ -40,9 +40,9 @@ def server(tiny_llama: Path) -> Iterator[ServerProcess]:
 
 def memory(server: ServerProcess) -> dict[str, float]:
     """MiB of the server's process and of its worker."""
-    process = psutil.Process(server.process.pid)
-    (worker,) = [child for child in process.children() if "cppbatch.cluster.worker.main" in child.cmdline()]
-    return {"server": process.memory_info().rss / MIB, "worker": worker.memory_info().rss / MIB}
+    (worker,) = server.workers
+    processes = {"server": psutil.Process(server.process.pid), "worker": worker}
+    return {name: process.memory_info().rss / MIB for name, process in processes.items()}
 
 
 @contextlib.asynccontextmanager

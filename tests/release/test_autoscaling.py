@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import re
 import signal
-import time
 import urllib.request
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Event
@@ -23,6 +21,8 @@ from cppbatch.cluster.engines.autoscaled import AutoscaledGroup
 from cppbatch.sizing import sizes
 from cppbatch.sizing.sizes import memory_shortage
 from tests.support import tiny_models
+from tests.support.batch_files import wait_until
+from tests.support.listening import until
 from tests.support.server_process import ServerProcess
 
 SOON = 60.0
@@ -61,13 +61,6 @@ async def text(group: AutoscaledGroup, i: int, n_tokens: int) -> str:
     events = [event async for event in group.submit(request)]
     assert [event.finish_reason for event in events if event.finish_reason] == ["length"]
     return "".join(event.text for event in events)
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    end = asyncio.get_running_loop().time() + SOON
-    while not condition():
-        assert asyncio.get_running_loop().time() < end, "the condition did not become true"
-        await asyncio.sleep(0.01)
 
 
 async def clients(group: AutoscaledGroup, n: int, end: asyncio.Event) -> list[list[str]]:
@@ -148,18 +141,15 @@ def test_a_server_says_which_workers_come_and_go(tmp_path: Path) -> None:
             n = 0
             while n == 0 or not all_run.is_set():
                 body = {"prompt": "The sea is", "max_tokens": 300, "temperature": 0, "ignore_eos": True}
-                request = urllib.request.Request(server.url + "/v1/completions", json.dumps(body).encode())
-                request.add_header("Content-Type", "application/json")
-                with urllib.request.urlopen(request, timeout=SOON) as answer:
-                    n += json.load(answer)["usage"]["completion_tokens"] == 300
+                n += server.post("/v1/completions", body)["usage"]["completion_tokens"] == 300
             return n
 
         answers = [clients.submit(client) for _ in range(64)]
-        wait_for(lambda: server.get("/health")["scaling"]["running"] == 2)
+        wait_until(lambda: server.get("/health")["scaling"]["running"] == 2)
         all_run.set()
         assert all(answer.result() for answer in answers)
-        wait_for(lambda: server.get("/health")["scaling"]["running"] == 1)
-        wait_for(lambda: [worker["name"] for worker in server.get("/stats")["workers"]] == ["0"])
+        wait_until(lambda: server.get("/health")["scaling"]["running"] == 1)
+        wait_until(lambda: [worker["name"] for worker in server.get("/stats")["workers"]] == ["0"])
         server.wait_line("worker 1 ended")  # it closes its engine first
         with urllib.request.urlopen(server.url + "/metrics", timeout=30) as answer:
             page = answer.read().decode()
@@ -170,19 +160,12 @@ def test_a_server_says_which_workers_come_and_go(tmp_path: Path) -> None:
     assert 'cppbatch_scale_events_total{direction="down"} 1.0' in page
     lines = [line.partition("cppbatch.scaling: ")[2] for line in log.splitlines() if "cppbatch.scaling" in line]
     expected = [
-        r"workers: 1, at most 2 under load",
-        r"waiting requests: \d+, the oldest for [\d.]+ s; starting worker 1 \(2 of at most 2\)",
-        r"worker 1 is ready after [\d.]+ s and takes \d+ of the waiting requests",
-        r"low load for 1 s: draining worker 1, which ends after its last request \(\d+ unfinished\)",
+        r"workers: 1, at most 2\b.*",
+        r"waiting requests: \d+, .*; starting worker 1 .*",
+        r"worker 1 is ready after [\d.]+ s .*",
+        r".*: draining worker 1, .*",
         r"worker 1 ended; running: 1",
     ]
     assert [re.fullmatch(pattern, line) is not None for pattern, line in zip(expected, lines, strict=True)] == [
         True
     ] * 5
-
-
-def wait_for(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + SOON
-    while not condition():
-        assert time.monotonic() < end, "the condition did not become true"
-        time.sleep(0.05)

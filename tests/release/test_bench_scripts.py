@@ -2,33 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests.support.fake_peers import write_aiperf, write_llama_server, write_program
-
-ROOT = Path(__file__).parents[2]
-
-
-def script(name: str, *args: object) -> str:
-    """What the script prints."""
-    command = [sys.executable, str(ROOT / "scripts" / name), *map(str, args)]
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=120, check=False, env={**os.environ, "PYTHONPATH": str(ROOT)}
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
-def rows(printed: str) -> dict[str, list[str]]:
-    """The cells of the printed tables by their first column."""
-    lines = [line.strip("| ").split(" | ") for line in printed.splitlines() if line.startswith("| ")]
-    return {name: cells for name, *cells in lines}
+from tests.support.scripts import ROOT, rows, script
 
 
 def number(cell: str) -> float:
@@ -61,7 +41,7 @@ def llama_server(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_both_servers_are_measured_in_turns_alone_and_beside_a_busy_core(
     llama_server: Path, default_model: Path
 ) -> None:
-    few = ["--load", "shared-prefix", "--requests", 2, "--turns", 1]
+    few = ["--load", "shared-prefix", "--clients", "2", "--requests", 2, "--turns", 1]
     printed = script("bench_llama_server.py", llama_server, "-m", default_model, *few, "--busy-core", "--ours=-np 2")
     assert "Kept: `--no-kv-unified -fa on`" in printed
     figures = rows(printed)
@@ -181,7 +161,7 @@ def test_a_sleeping_server_needs_little_memory_and_wakes_with_the_first_request(
     assert figures["memory asleep"] < 100, "the server's own process is left"
     assert figures["memory before"] > 3 * figures["memory asleep"]
     assert figures["memory after"] < 1.1 * figures["memory before"], "nothing is left of the worker before"
-    assert figures["first token, awake"] < figures["first token, asleep"] < 10
+    assert 0 < figures["first token, awake"] < figures["first token, asleep"], "a worker starts first"
     assert "1 different texts" in printed
 
 
@@ -189,7 +169,7 @@ def test_a_sleeping_server_needs_little_memory_and_wakes_with_the_first_request(
 
 
 def test_streams_are_measured_alone_beside_pictures_and_beside_texts(default_model: Path) -> None:
-    printed = script("bench_media.py", "-m", default_model, "--repeats", 1, "--seconds", 3)
+    printed = script("bench_media.py", "-m", default_model, "--repeats", 1, "--seconds", 2)
     figures = rows(printed)
     for name in ("8 streams alone", "with pictures", "with texts of as many tokens"):
         p50, p95, longest = map(number, figures[name][:3])

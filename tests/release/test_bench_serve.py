@@ -31,9 +31,9 @@ def bench(*arguments: str) -> subprocess.Popen[str]:
 def test_the_command_fails_in_one_line() -> None:
     out, err = (process := bench("--url", "http://127.0.0.1:9")).communicate(timeout=30)
     assert (process.returncode, out) == (2, "")
-    assert (
-        err == "error: cannot connect to http://127.0.0.1:9 (Connection refused): start the server, or correct --url\n"
-    )
+    (line,) = err.splitlines()
+    assert line.startswith("error: ")
+    assert "http://127.0.0.1:9 (Connection refused)" in line
 
 
 def test_ctrl_c_shows_what_was_measured_so_far() -> None:
@@ -64,8 +64,8 @@ def test_our_own_server_gives_all_tokens_and_no_repeat_finds_its_prompts_cached(
     written = json.loads((tmp_path / "load.json").read_text())
     (figures,) = written["rows"]
     assert (figures["server"], figures["requests"], figures["failed"]) == ("ours", 16, 0)
-    output = figures["output_tokens_per_second"]["median"] * figures["seconds"]["median"]
-    assert output == pytest.approx(sum(Lengths(4, 16).spread(8)), rel=0.1)  # medians of two repeats
+    output = figures["output_tokens_per_second"]["high"] * figures["seconds"]["low"]  # of the faster repeat
+    assert output == pytest.approx(sum(Lengths(4, 16).spread(8)), rel=0.01)
     assert figures["cached_percent"]["high"] < 5
     assert figures["goodput_per_second"] == figures["requests_per_second"]
     assert (tmp_path / "load.png").stat().st_size > 10_000

@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 
 from cppbatch import BatchInferenceEngine, FinishReason, GenerationEvent, GenerationRequest, LocalEngine
-from cppbatch.cluster.engines import supervisor
 from cppbatch.cluster.engines.process import EngineProcess
 from cppbatch.engine.embeddings import vector_of
 from cppbatch.engine.request import Pair, Prompt
 from cppbatch.errors import InvalidRequest
+from tests.support import submitting
 from tests.support.failing_runtimes import POISON
 
 SETTINGS: dict[str, Any] = {
@@ -47,13 +47,13 @@ def wanted(name: object, prompt: Prompt, **options: Any) -> GenerationRequest:
 
 async def run(engine: Engine, its: GenerationRequest) -> GenerationEvent:
     """Its one event."""
-    (event,) = [event async for event in engine.submit(its)]
+    (event,) = await submitting.run(engine, its)
     assert event.request_id == its.id
     return event
 
 
 async def together(engine: Engine, requests: list[GenerationRequest]) -> list[GenerationEvent]:
-    return await asyncio.wait_for(asyncio.gather(*(run(engine, its) for its in requests)), 60)
+    return [event for (event,) in await submitting.together(engine, requests)]
 
 
 def same(events: list[GenerationEvent], expected: list[bytes]) -> bool:
@@ -116,11 +116,6 @@ async def test_pairs_of_texts_reach_a_reranker_in_its_worker(tiny_reranker: Path
 # --- workers that die -------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(supervisor, "_FIRST_PAUSE_S", 0.001)
-
-
 @pytest.mark.usefixtures("no_pause")
 async def test_a_worker_that_is_killed_loses_no_request(tiny_llama: Path, expected: list[bytes]) -> None:
     async with EngineProcess(tiny_llama, **SETTINGS) as engine:
@@ -136,7 +131,7 @@ async def test_a_worker_that_is_killed_loses_no_request(tiny_llama: Path, expect
             return event
 
         requests = [wanted(i, text) for i, text in enumerate(TEXTS)]
-        events = await asyncio.wait_for(asyncio.gather(*map(one, requests)), 60)
+        events = await asyncio.wait_for(asyncio.gather(*map(one, requests)), 120)
         assert same(events, expected)
         await asyncio.wait_for(run(engine, wanted("after", "all")), 30)
         (state,) = await engine.workers()
@@ -157,7 +152,7 @@ async def test_a_text_that_kills_workers_fails_alone(tiny_llama: Path, expected:
 
 
 def test_paraphrases_are_closer_than_other_sentences(default_model: Path) -> None:
-    with BatchInferenceEngine(default_model, n_ctx=512, n_threads=2, pooling="mean") as engine:
+    with BatchInferenceEngine(default_model, n_ctx=512, pooling="mean") as engine:
         a, b, other = engine.embed(
             ["The cat is sleeping on the sofa.", "A cat sleeps on the couch.", "Interest rates rose by half a percent."]
         )

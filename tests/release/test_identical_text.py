@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 
 import llama_cpp
 import pytest
 
 from cppbatch import BatchInferenceEngine, Completion, SamplingParams
-from cppbatch.config import KvLayout
+from cppbatch.config import KvLayout, available_threads
 from cppbatch.llama import Batch, Context, Model
 
 STORY = "The river floods every spring and the people rebuild the bridge. "
@@ -23,59 +24,55 @@ PROMPTS = [
     "In 1969, ",
     *("History of the town: " + STORY * n + "Then" for n in (1, 2, 4, 8, 12, 16, 24, 32)),
 ]
-GREEDY = SamplingParams(temperature=0, max_tokens=32)
+N_TOKENS = pytest.mark.parametrize("n_tokens", [12, pytest.param(32, marks=pytest.mark.soak)])
 TOP_TWO_TIE = 0.5  # logits this close may swap when a quantised weight's rounding flips
 
 
-def alone(path: Path) -> list[str]:
+@cache
+def alone(path: Path, n_tokens: int = 32) -> list[str]:
     """Each prompt in llama-cpp-python's own `Llama` class."""
-    llm = llama_cpp.Llama(str(path), n_ctx=2048, n_threads=2, flash_attn=False, verbose=False)
-    return [llm.create_completion(p, max_tokens=32, temperature=0.0)["choices"][0]["text"] for p in PROMPTS]
+    llm = llama_cpp.Llama(str(path), n_ctx=2048, n_threads=available_threads(), flash_attn=False, verbose=False)
+    return [llm.create_completion(p, max_tokens=n_tokens, temperature=0.0)["choices"][0]["text"] for p in PROMPTS]
+
+
+def greedy(n_tokens: int) -> SamplingParams:
+    return SamplingParams(temperature=0, max_tokens=n_tokens)
 
 
 def batched(path: Path, layout: KvLayout) -> list[Completion]:
     """All prompts at once in the engine."""
     with open_engine(path, layout) as engine:
-        return engine.generate(PROMPTS, GREEDY)
+        return engine.generate(PROMPTS, greedy(32))
 
 
 def open_engine(path: Path, layout: KvLayout) -> BatchInferenceEngine:
-    return BatchInferenceEngine(path, n_ctx=16384, n_parallel=16, n_threads=2, kv_layout=layout, flash_attn="off")
+    return BatchInferenceEngine(path, n_ctx=16384, n_parallel=16, kv_layout=layout, flash_attn="off")
 
 
 def texts(completions: list[Completion]) -> list[str]:
     return [completion.text for completion in completions]
 
 
-@pytest.fixture(scope="module")
-def alone_f16(f16_model: Path) -> list[str]:
-    return alone(f16_model)
-
-
-@pytest.fixture(scope="module")
-def alone_q4(default_model: Path) -> list[str]:
-    return alone(default_model)
-
-
+@N_TOKENS
 @pytest.mark.parametrize("layout", ["unified", "per-sequence"])
 def test_with_float_weights_16_of_16_texts_batched_equal_alone(
-    f16_model: Path, alone_f16: list[str], layout: KvLayout
+    f16_model: Path, layout: KvLayout, n_tokens: int
 ) -> None:
+    expected = alone(f16_model, n_tokens)
     with open_engine(f16_model, layout) as engine:
-        assert texts(engine.generate(PROMPTS, GREEDY)) == alone_f16
-        again = engine.generate(PROMPTS, GREEDY)  # from the prefix cache
-        assert texts(again) == alone_f16
+        assert texts(engine.generate(PROMPTS, greedy(n_tokens))) == expected
+        again = engine.generate(PROMPTS, greedy(n_tokens))  # from the prefix cache
+        assert texts(again) == expected
         assert all(2 * result.usage.cached_tokens > result.usage.prompt_tokens for result in again[8:])
 
 
+@N_TOKENS
 def test_with_deterministic_every_logprob_of_the_default_model_is_the_same_alone_and_in_batches_of_7_and_16(
-    default_model: Path,
+    default_model: Path, n_tokens: int
 ) -> None:
     """Also after the prompts were computed in other pieces, or copied: --deterministic is about bits."""
-    params = SamplingParams(temperature=0, max_tokens=16, logprobs=5, ignore_eos=True)
-    with BatchInferenceEngine(
-        default_model, n_ctx=16384, n_parallel=16, n_threads=2, n_gpu_layers=0, deterministic=True
-    ) as engine:
+    params = SamplingParams(temperature=0, max_tokens=n_tokens // 2, logprobs=5, ignore_eos=True)
+    with BatchInferenceEngine(default_model, n_ctx=16384, n_parallel=16, n_gpu_layers=0, deterministic=True) as engine:
 
         def logprobs(prompts: list[str]) -> list[list[tuple[int, float]]]:
             results = engine.generate(prompts, params)
@@ -91,23 +88,23 @@ def test_with_deterministic_every_logprob_of_the_default_model_is_the_same_alone
 
 @pytest.mark.soak  # as the next one: a mistake in positions or masks fails with float weights at once
 def test_with_the_shipped_weights_16_of_16_are_equal_in_the_per_sequence_layout(
-    default_model: Path, alone_q4: list[str]
+    default_model: Path,
 ) -> None:
-    assert texts(batched(default_model, "per-sequence")) == alone_q4
+    assert texts(batched(default_model, "per-sequence")) == alone(default_model)
 
 
 @pytest.mark.soak
 def test_with_the_shipped_weights_unified_texts_part_only_where_two_tokens_are_nearly_tied(
-    default_model: Path, alone_q4: list[str]
+    default_model: Path,
 ) -> None:
-    for prompt, ours, theirs in zip(PROMPTS, batched(default_model, "unified"), alone_q4, strict=True):
+    for prompt, ours, theirs in zip(PROMPTS, batched(default_model, "unified"), alone(default_model), strict=True):
         if ours.text != theirs:
             assert gap_where_it_parts(default_model, prompt, ours.tokens) < TOP_TWO_TIE
 
 
 def gap_where_it_parts(path: Path, prompt: str, tokens: list[int]) -> float:
     """How much likelier, in logits, the model alone finds its own next token where `tokens` first differ from it."""
-    with Model(path) as model, Context(model, n_ctx=2048, n_threads=2, flash_attn="off") as context:
+    with Model(path) as model, Context(model, n_ctx=2048, n_threads=available_threads(), flash_attn="off") as context:
         start, batch = model.vocab.tokenize(prompt), Batch(2048)
         batch.add_run(start, 0, 0, n_logits=1)
         for position, token in enumerate(tokens, len(start)):

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from cppbatch import BatchInferenceEngine, FinishReason, GenerationRequest, LocalEngine, SamplingParams
-from cppbatch.cluster.engines import supervisor
 from cppbatch.cluster.engines.client import EngineClient
 from cppbatch.cluster.engines.process import EngineProcess
+from tests.support.listening import until
 from tests.support.native_engines import SETTINGS
 
 PARAMS = SamplingParams(temperature=0, max_tokens=120, ignore_eos=True)
@@ -43,7 +43,7 @@ class Clients:
 
     async def texts(self) -> dict[str, str]:
         tasks = {name: asyncio.create_task(self._text(name, prompt)) for name, prompt in SHORT.items()}
-        await self.until(lambda: all(self.n_events[name] for name in SHORT))
+        await until(lambda: all(self.n_events[name] for name in SHORT))
         tasks["long"] = asyncio.create_task(self._text("long", LONG))
         self.submitted_long.set()
         return {name: await asyncio.wait_for(task, 60) for name, task in tasks.items()}
@@ -58,13 +58,6 @@ class Clients:
         assert last is FinishReason.LENGTH
         return text
 
-    async def until(self, condition: Callable[[], bool], seconds: float = 30) -> None:
-        for _ in range(int(seconds / 0.002)):
-            if condition():
-                return
-            await asyncio.sleep(0.002)
-        raise AssertionError("the condition did not become true")
-
 
 @pytest.mark.parametrize("kind", [LocalEngine, EngineProcess])
 async def test_texts_go_on_through_a_switch(
@@ -78,12 +71,12 @@ async def test_texts_go_on_through_a_switch(
         assert (stats.kv_cells_used, stats.swapped_bytes) == (0, 0)
 
 
+@pytest.mark.usefixtures("no_pause")
 @pytest.mark.parametrize("moment", ["before", "in", "after"])
 async def test_a_worker_that_dies_around_a_switch_costs_no_token(
-    tiny_llama: Path, expected: dict[str, str], moment: str, monkeypatch: pytest.MonkeyPatch
+    tiny_llama: Path, expected: dict[str, str], moment: str
 ) -> None:
     """The switch takes a second here, so that the worker can be killed in it."""
-    monkeypatch.setattr(supervisor, "_FIRST_PAUSE_S", 0.001)
     is_time: dict[str, Callable[[Clients], bool]] = {
         "before": lambda clients: True,
         "in": lambda clients: time.monotonic() - clients.last_event_at > 0.3,
@@ -93,7 +86,7 @@ async def test_a_worker_that_dies_around_a_switch_costs_no_token(
         clients = Clients(engine)
         answers = asyncio.create_task(clients.texts())
         await clients.submitted_long.wait()
-        await clients.until(lambda: is_time[moment](clients))
+        await until(lambda: is_time[moment](clients))
         assert bool(clients.n_events["long"]) == (moment == "after")
         worker = engine._supervisor.worker
         assert worker

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
@@ -16,7 +15,7 @@ from cppbatch.server.observe.live import LiveSnapshot, LiveWorker
 from tests.support.server_process import ServerProcess
 from tests.unit.test_live_types import check_cells
 
-N = 16
+N, N_TOKENS = 16, 60
 PROMPT = "You are a helpful assistant who answers every question at length, with examples, and in plain words. " * 4
 LIMIT_S = 60
 
@@ -51,7 +50,7 @@ def n_decoding(worker: LiveWorker) -> int:
 
 
 async def complete(session: aiohttp.ClientSession, url: str, i: int) -> int:
-    body = {"prompt": f"{PROMPT}{i}", "max_tokens": 150, "ignore_eos": True, "temperature": 0}
+    body = {"prompt": f"{PROMPT}{i}", "max_tokens": N_TOKENS, "ignore_eos": True, "temperature": 0}
     async with session.post(f"{url}/v1/completions", json=body) as answer:
         assert answer.status == 200, await answer.text()
         n_tokens: int = (await answer.json())["usage"]["completion_tokens"]
@@ -74,7 +73,7 @@ async def watch(url: str) -> None:
         back = await first(stream, lambda worker: n_decoding(worker) == N)
         assert back.pid not in (None, busy.pid)
         assert (back.restarts, back.health.status) == (1, "ok")
-        assert await asyncio.gather(*running) == [150] * N
+        assert await asyncio.gather(*running) == [N_TOKENS] * N
         rested = await first(stream, lambda worker: worker.in_flight == 0 and worker.interval is None)
         assert rested.engine is not None
         assert rested.engine.rows == []
@@ -84,18 +83,12 @@ def test_sixteen_rows_share_their_prompt_and_a_killed_worker_is_seen_to_come_bac
     sizes = ["-np", N, "-c", 8192, "--kv-layout", "unified"]
     with ServerProcess("-m", default_model, *map(str, sizes)) as server:
         asyncio.run(watch(server.wait_ready().url))
-        assert end_with_an_open_page(server) < 3.0
+        asyncio.run(end_with_an_open_page(server))
 
 
-def end_with_an_open_page(server: ServerProcess) -> float:
-    """Seconds from Ctrl-C to the end."""
-
-    async def interrupt() -> float:
-        async with aiohttp.ClientSession(read_bufsize=1 << 20) as session, session.get(f"{server.url}/live") as page:
-            await page.content.readuntil(b"\n")
-            began = time.monotonic()
-            server.interrupt()
-            assert await asyncio.to_thread(server.wait) == 0
-            return time.monotonic() - began
-
-    return asyncio.run(interrupt())
+async def end_with_an_open_page(server: ServerProcess) -> None:
+    """It does not wait for the page: --drain-timeout is 30 s."""
+    async with aiohttp.ClientSession(read_bufsize=1 << 20) as session, session.get(f"{server.url}/live") as page:
+        await page.content.readuntil(b"\n")
+        server.interrupt()
+        assert await asyncio.to_thread(server.wait, 20) == 0

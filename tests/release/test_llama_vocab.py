@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 from time import thread_time
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -26,6 +27,22 @@ def test_parts_give_the_tokens_of_the_whole(default_vocab: Vocab, text: str) -> 
     assert_parts_give_the_whole(default_vocab, text)
 
 
+def test_long_texts_of_special_tokens_are_tokenised_in_short_parts(
+    default_vocab: Vocab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """llama.cpp's time grows with the square of their number."""
+    real, lengths = default_vocab._tokenize, []
+
+    def tokenize(text: str, *options: bool) -> Any:
+        lengths.append(len(text))
+        return real(text, *options)
+
+    monkeypatch.setattr(default_vocab, "_tokenize", tokenize)
+    assert len(default_vocab.tokenize("<|im_start|>user\nhi<|im_end|>\n" * 5000)) == 6 * 5000
+    assert max(lengths) < 4000
+
+
+@pytest.mark.soak
 def test_long_texts_of_special_tokens_take_time_by_their_length(default_vocab: Vocab) -> None:
     """40,000 tiny messages took 16 times as long as 10,000."""
 

@@ -23,6 +23,8 @@ from cppbatch.engine.core import EngineCore
 from cppbatch.engine.request import RequestUsage
 from cppbatch.errors import EngineClosed, InvalidRequest, ModelError, QueueFull
 from tests.support import tiny_models
+from tests.support.listening import until
+from tests.support.submitting import run
 
 T = TypeVar("T")
 
@@ -40,12 +42,8 @@ def request(request_id: str = "a", *, max_tokens: int = 16, prompt: str = "Hello
     return GenerationRequest(id=request_id, prompt=prompt, params=params)
 
 
-async def soon(awaitable: Awaitable[T], seconds: float = 20) -> T:
+async def soon(awaitable: Awaitable[T], seconds: float = 60) -> T:
     return await asyncio.wait_for(awaitable, seconds)
-
-
-async def events_of(engine: EngineClient, its: GenerationRequest) -> list[GenerationEvent]:
-    return [event async for event in engine.submit(its)]
 
 
 async def started(engine: EngineClient, its: GenerationRequest) -> asyncio.Task[list[GenerationEvent]]:
@@ -86,8 +84,8 @@ def usage_of(events: list[GenerationEvent]) -> RequestUsage:
 
 async def test_sixteen_requests_at_once_get_the_texts_they_get_alone(engine: EngineClient) -> None:
     requests = [request(str(i), prompt=f"{i} times " * i or "none") for i in range(16)]
-    alone = [await soon(events_of(engine, its)) for its in requests]
-    together = await soon(asyncio.gather(*(events_of(engine, its) for its in requests)))
+    alone = [await soon(run(engine, its)) for its in requests]
+    together = await soon(asyncio.gather(*(run(engine, its) for its in requests)))
     for mine, theirs in zip(together, alone, strict=True):
         assert_ends_once(mine, FinishReason.LENGTH)
         assert "".join(event.text for event in mine) == "".join(event.text for event in theirs)
@@ -97,8 +95,8 @@ async def test_sixteen_requests_at_once_get_the_texts_they_get_alone(engine: Eng
 
 async def test_a_bad_request_is_refused_and_the_engine_goes_on(engine: EngineClient) -> None:
     with pytest.raises(InvalidRequest, match="prompt"):
-        await soon(events_of(engine, request(prompt="x" * 2000)))
-    assert_ends_once(await soon(events_of(engine, request())), FinishReason.LENGTH)
+        await soon(run(engine, request(prompt="x" * 2000)))
+    assert_ends_once(await soon(run(engine, request())), FinishReason.LENGTH)
 
 
 async def test_the_loaded_engine_tells_its_model_and_health(engine: EngineClient) -> None:
@@ -124,14 +122,6 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     gate.set()
 
 
-async def until(condition: Callable[[], object]) -> None:
-    for _ in range(2000):
-        if condition():
-            return
-        await asyncio.sleep(0.01)
-    raise AssertionError("it does not come to pass")
-
-
 async def test_health_tells_how_far_loading_is_and_requests_are_refused_until_then(
     tiny_llama: Path, gate: threading.Event
 ) -> None:
@@ -139,7 +129,7 @@ async def test_health_tells_how_far_loading_is_and_requests_are_refused_until_th
     await until(lambda: engine.health().progress == 0.5)
     assert engine.health().status == "loading"
     with pytest.raises(EngineClosed, match="loading"):
-        await soon(events_of(engine, request()))
+        await soon(run(engine, request()))
     with pytest.raises(EngineClosed, match="loading"):
         engine.info  # noqa: B018
     gate.set()
@@ -166,7 +156,7 @@ async def test_a_model_that_does_not_load_raises_its_error_and_health_keeps_it(t
     assert engine.health().status == "failed"
     assert "page.gguf" in (engine.health().error or "")
     with pytest.raises(EngineClosed, match="failed"):
-        await soon(events_of(engine, request()))
+        await soon(run(engine, request()))
     await soon(engine.close())
 
 
@@ -210,7 +200,7 @@ async def test_cancel_ends_a_request_with_one_last_event(engine: EngineClient) -
 
 async def test_cancelling_an_unknown_id_does_nothing(engine: EngineClient) -> None:
     await engine.cancel("nobody")
-    assert_ends_once(await soon(events_of(engine, request())), FinishReason.LENGTH)
+    assert_ends_once(await soon(run(engine, request())), FinishReason.LENGTH)
 
 
 async def test_closing_an_iterator_cancels_within_a_step(engine: EngineClient) -> None:
@@ -244,7 +234,7 @@ async def test_two_hundred_random_cancels_leave_no_cell_and_no_seq_id_behind(eng
                         return
                     await engine.cancel(its.id)
 
-    await soon(asyncio.gather(*(one(i) for i in range(200))), 60)
+    await soon(asyncio.gather(*(one(i) for i in range(200))))
     await assert_everything_is_free(engine)
     finished = (await soon(engine.stats())).finished
     assert sum(finished.values()) == 200
@@ -257,13 +247,13 @@ async def test_two_hundred_random_cancels_leave_no_cell_and_no_seq_id_behind(eng
 async def test_an_id_in_use_is_refused_without_hurting_its_holder(engine: EngineClient) -> None:
     task = await started(engine, request(max_tokens=400))
     with pytest.raises(InvalidRequest, match="is already the id of a running request"):
-        await soon(events_of(engine, request()))
+        await soon(run(engine, request()))
     assert_ends_once(await soon(task), FinishReason.LENGTH)
 
 
 async def test_an_id_may_be_used_again_after_its_request_has_ended(engine: EngineClient) -> None:
     for _ in range(3):
-        assert_ends_once(await soon(events_of(engine, request())), FinishReason.LENGTH)
+        assert_ends_once(await soon(run(engine, request())), FinishReason.LENGTH)
 
 
 async def test_an_id_used_again_right_after_its_iterator_was_closed_gets_only_its_own_events(
@@ -271,7 +261,7 @@ async def test_an_id_used_again_right_after_its_iterator_was_closed_gets_only_it
 ) -> None:
     async with contextlib.aclosing(engine.submit(request(max_tokens=900))) as first:
         await soon(anext(first))
-    events = await soon(events_of(engine, request()))
+    events = await soon(run(engine, request()))
     assert_ends_once(events, FinishReason.LENGTH)
     assert sum(len(event.tokens) for event in events) == 16
 
@@ -281,11 +271,11 @@ async def test_an_id_used_again_while_its_last_events_lie_unread_gets_its_own(en
         await soon(anext(events))
         while (await soon(engine.stats())).running:  # each answer takes a step
             pass
-    assert_ends_once(await soon(events_of(engine, request())), FinishReason.LENGTH)
+    assert_ends_once(await soon(run(engine, request())), FinishReason.LENGTH)
 
 
 async def test_cancelling_a_request_that_is_still_being_tokenised_ends_it(engine: EngineClient) -> None:
-    task = asyncio.create_task(events_of(engine, request(prompt="hello world " * 20_000)))
+    task = asyncio.create_task(run(engine, request(prompt="hello world " * 20_000)))
     await asyncio.sleep(0)
     await engine.cancel("a")
     with contextlib.suppress(InvalidRequest):  # far too long for the context, had it not been cancelled
@@ -300,7 +290,7 @@ async def test_close_ends_running_and_waiting_requests_with_one_last_event(tiny_
     engine = LocalEngine(tiny_llama, **SETTINGS)
     await soon(engine.loaded())
     tasks = [await started(engine, request("first", max_tokens=900))]
-    tasks += [asyncio.create_task(events_of(engine, request(str(i), max_tokens=900))) for i in range(20)]
+    tasks += [asyncio.create_task(run(engine, request(str(i), max_tokens=900))) for i in range(20)]
     await asyncio.sleep(0.05)
     await soon(engine.close())
     for events in await soon(asyncio.gather(*tasks)):
@@ -312,7 +302,7 @@ async def test_a_closed_engine_takes_nothing_and_may_be_closed_again(tiny_llama:
     async with LocalEngine(tiny_llama, **SETTINGS) as engine:
         pass
     with pytest.raises(EngineClosed, match="closed"):
-        await soon(events_of(engine, request()))
+        await soon(run(engine, request()))
     for use in (engine.stats, lambda: engine.cancel("a")):
         with pytest.raises(EngineClosed):
             await soon(use())
@@ -326,7 +316,7 @@ async def test_stats_asked_for_while_closing_are_answered_or_refused(tiny_llama:
     asking = [asyncio.create_task(engine.stats()) for _ in range(3)]
     await asyncio.gather(engine.close(), return_exceptions=True)
     with contextlib.suppress(EngineClosed):
-        await soon(asyncio.gather(*asking), 3)
+        await soon(asyncio.gather(*asking))
     await soon(task)
 
 
@@ -344,14 +334,14 @@ async def test_a_failing_step_ends_every_stream_with_an_error_and_the_engine_say
     engine = LocalEngine(tiny_llama, **SETTINGS)
     await soon(engine.loaded())
     monkeypatch.setattr(EngineCore, "step", failing)
-    streams = await soon(asyncio.gather(*(events_of(engine, request(str(i))) for i in range(12))))
+    streams = await soon(asyncio.gather(*(run(engine, request(str(i))) for i in range(12))))
     for events in streams:
         assert_ends_once(events, FinishReason.ERROR)
         assert "boom" in (events[-1].error or "")
     assert engine.health().status == "failed"
     assert "boom" in (engine.health().error or "")
     with pytest.raises(EngineClosed, match="failed"):
-        await soon(events_of(engine, request()))
+        await soon(run(engine, request()))
     await soon(engine.close())
     assert engine.health().status == "failed"
 
@@ -398,11 +388,11 @@ def test_closing_while_a_long_prompt_is_tokenised_does_not_crash(tiny_llama: Pat
 async def test_a_full_queue_refuses_and_those_before_it_end_well(tiny_llama: Path) -> None:
     async with LocalEngine(tiny_llama, **{**SETTINGS, "n_parallel": 1, "max_queue": 1}) as engine:
         running = await started(engine, request("running", max_tokens=900))
-        waiting = asyncio.create_task(events_of(engine, request("waiting")))
+        waiting = asyncio.create_task(run(engine, request("waiting")))
         await asyncio.sleep(0.05)
         with pytest.raises(QueueFull, match="the queue is full: 1 requests"):
-            await soon(events_of(engine, request("refused")))
+            await soon(run(engine, request("refused")))
         assert (await soon(running))[-1].finish_reason is FinishReason.LENGTH
         assert (await soon(waiting))[-1].finish_reason is FinishReason.LENGTH
-        again = await soon(events_of(engine, request("refused")))  # its id is free again
+        again = await soon(run(engine, request("refused")))  # its id is free again
         assert again[-1].finish_reason is FinishReason.LENGTH

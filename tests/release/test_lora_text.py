@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from cppbatch import GenerationRequest, InvalidRequest, SamplingParams
-from cppbatch.cluster.engines import supervisor
 from cppbatch.cluster.engines.process import EngineProcess
 from cppbatch.models.synthetic import LlamaShape, write_lora
 from tests.support.lora_texts import (
@@ -47,11 +46,9 @@ def test_on_the_default_model_too(f32_model: Path, tmp_path: Path) -> None:
 # --- in a worker process, over HTTP ---------------------------------------------------------------------------------
 
 
-async def test_a_killed_workers_requests_go_on_with_their_adapters(
-    tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.usefixtures("no_pause")
+async def test_a_killed_workers_requests_go_on_with_their_adapters(tiny_llama: Path, tmp_path: Path) -> None:
     adapters = make_adapters(tmp_path)
-    monkeypatch.setattr(supervisor, "_FIRST_PAUSE_S", 0.001)
     at_start = chosen(adapters, {"x": 1, "y": 0})
     settings: dict[str, Any] = {"n_ctx": 16384, "n_parallel": 16, **FLOATS, "lora": at_start}
     n_events = 0

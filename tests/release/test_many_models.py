@@ -24,7 +24,7 @@ from tests.support.server_process import ServerProcess
 
 Json = dict[str, Any]
 
-REQUESTS, CLIENTS = 200, 16
+CLIENTS = 16
 SIZES = ("-np", "4", "-c", "2048")
 
 
@@ -56,9 +56,9 @@ def server(folder: Path, tmp_path: Path) -> Iterator[ServerProcess]:
 class Load:
     """Requests of many clients. A stream must end with the tokens that it asked for."""
 
-    def __init__(self, url: str, seed: int) -> None:
+    def __init__(self, url: str, seed: int, n: int = 200) -> None:
         self._url, self._random = url, random.Random(seed)
-        self._left = REQUESTS
+        self._left = n
         self.answered: dict[str, int] = {}
         self.wrong: list[str] = []
 
@@ -105,13 +105,14 @@ async def loads_and_evictions(url: str) -> tuple[float, float]:
     return loads, evicted
 
 
-async def test_200_requests_for_four_models_with_memory_for_two(server: ServerProcess) -> None:
-    load = Load(server.url, seed=1)
+@pytest.mark.parametrize("n", [60, pytest.param(200, marks=pytest.mark.soak)])
+async def test_requests_for_four_models_with_memory_for_two(server: ServerProcess, n: int) -> None:
+    load = Load(server.url, 1, n)
     await load.run()
     loads, evicted = await loads_and_evictions(server.url)
     print(f"{loads:.0f} loads, {evicted:.0f} evictions, {load.answered}")
     assert not load.wrong
-    assert sum(load.answered.values()) == REQUESTS
+    assert sum(load.answered.values()) == n
     assert loads > 4
     assert 0 < evicted < loads
 
@@ -120,18 +121,13 @@ async def test_200_requests_for_four_models_with_memory_for_two(server: ServerPr
 async def test_the_same_while_a_worker_is_killed_every_5_seconds(server: ServerProcess) -> None:
     killed = 0
 
-    def workers() -> list[psutil.Process]:
-        """Those that compute, and those that load."""
-        children = psutil.Process(server.process.pid).children()
-        return [child for child in children if "cppbatch.cluster.worker.main" in child.cmdline()]
-
     async def kill_workers() -> None:
         nonlocal killed
         chosen = random.Random(2)
         while True:
             await asyncio.sleep(5)
             with contextlib.suppress(psutil.NoSuchProcess, IndexError):
-                chosen.choice(workers()).kill()
+                chosen.choice(server.workers).kill()
                 killed += 1
 
     for seed in (1, 2):
@@ -143,7 +139,7 @@ async def test_the_same_while_a_worker_is_killed_every_5_seconds(server: ServerP
             killing.cancel()
         print(f"{killed} workers killed, {await loads_and_evictions(server.url)} loads and evictions, {load.answered}")
         assert not load.wrong
-        assert sum(load.answered.values()) == REQUESTS
+        assert sum(load.answered.values()) == 200
     assert killed >= 4
 
 

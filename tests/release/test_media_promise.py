@@ -21,22 +21,17 @@ from cppbatch import (
     MediaPrompt,
     SamplingParams,
 )
-from cppbatch.cluster.engines import supervisor
 from tests.support import tiny_projectors
 from tests.support.fakes import greedy
 from tests.support.listening import until
 from tests.support.media_files import encoded, image
+from tests.support.submitting import run, together
 
+pytestmark = pytest.mark.usefixtures("no_pause")
 SETTINGS: dict[str, Any] = {
     "n_ctx": 2048, "n_parallel": 8, "n_threads": 1, "flash_attn": "off", "cache_type_k": "f32", "cache_type_v": "f32",
     "spec": "off",
 }  # fmt: skip
-
-
-@pytest.fixture(autouse=True)
-def no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No wait between restarts."""
-    monkeypatch.setattr(supervisor, "_FIRST_PAUSE_S", 0.001)
 
 
 @pytest.fixture(scope="module")
@@ -54,14 +49,6 @@ def seven() -> list[GenerationRequest]:
     """Five with pictures, two of them equal, and two texts."""
     pictures = [request(f"p{i}", "See ", image(i % 4), f" number {i}") for i in range(5)]
     return [*pictures, request("a"), request("b")]
-
-
-async def run(engine: EngineProcess, its: GenerationRequest) -> list[GenerationEvent]:
-    return [event async for event in engine.submit(its)]
-
-
-async def together(engine: EngineProcess, requests: list[GenerationRequest]) -> list[list[GenerationEvent]]:
-    return await asyncio.wait_for(asyncio.gather(*(run(engine, its) for its in requests)), 90)
 
 
 def text(events: list[GenerationEvent]) -> str:
@@ -120,7 +107,7 @@ def test_the_default_model_gives_the_same_text_with_pictures_alone_and_together(
     projector = tiny_projectors.vision(tmp_path / "mmproj.gguf", n_embd=576)
     prompts = [MediaPrompt([f"Picture {i}: ", image(i), "\nThis is"]) for i in range(8)]
     with BatchInferenceEngine(f32_model, mmproj=str(projector), **{**SETTINGS, "n_threads": 0}) as engine:
-        alone = [engine.generate([prompt], greedy(16), cache_prompt=False)[0].text for prompt in prompts]
-        together = engine.generate(prompts, greedy(16), cache_prompt=False)
+        alone = [engine.generate([prompt], greedy(8), cache_prompt=False)[0].text for prompt in prompts]
+        together = engine.generate(prompts, greedy(8), cache_prompt=False)
     assert [result.text for result in together] == alone
     assert all(result.usage.n_media_tokens == 16 for result in together)

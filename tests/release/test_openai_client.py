@@ -11,6 +11,7 @@ import numpy as np
 import openai
 import pytest
 
+from tests.support.batch_files import client_of
 from tests.support.server_process import ServerProcess
 
 MODEL = "SmolLM2-135M-Instruct"  # whatever its types of weights are on this machine
@@ -39,8 +40,7 @@ UNKNOWN_TYPE: Any = {"type": "object", "properties": {"a": {"type": "thing"}}}
 @pytest.fixture(scope="module")
 def client(default_model: Path) -> Iterator[openai.OpenAI]:
     with ServerProcess("-m", default_model, "--alias", "gpt-4o-mini") as process:
-        url = process.wait_ready().url
-        yield openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=60)
+        yield client_of(process.wait_ready())
 
 
 # --- models ---
@@ -247,8 +247,7 @@ def test_a_wrong_field_about_tools_is_named(client: openai.OpenAI, fields: Any, 
 @pytest.fixture(scope="module")
 def embedder(default_model: Path) -> Iterator[openai.OpenAI]:
     with ServerProcess("-m", default_model, "--pooling", "mean") as process:
-        url = process.wait_ready().url
-        yield openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=60)
+        yield client_of(process.wait_ready())
 
 
 @pytest.mark.parametrize(

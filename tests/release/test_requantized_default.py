@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from cppbatch.bench.quality import compare_files
-from cppbatch.bench.report import Report
+from cppbatch.bench import quality
 from cppbatch.models.kernels import has_gpu, kernel_times
 from cppbatch.models.pull import choose_model, pull_default
 from cppbatch.models.requantize import EXACT, plan_type, requantize, suited_types
@@ -21,15 +20,17 @@ def suited_type(default_model: Path, default_source: Path) -> str:
 
 
 @pytest.fixture(scope="module")
-def compared(suited_type: str, default_source: Path, tmp_path_factory: pytest.TempPathFactory) -> Report:
-    """The default model beside a copy with other weights."""
+def suited_copy(suited_type: str, default_source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The default model with other weights."""
     plan = plan_type(default_source, suited_type)
-    copy = once_a_run(tmp_path_factory, f"default-{suited_type}.gguf", lambda path: requantize(plan, path))
-    return compare_files(default_source, copy)
+    return once_a_run(tmp_path_factory, f"default-{suited_type}.gguf", lambda path: requantize(plan, path))
 
 
-def test_text_is_predicted_nearly_as_well(compared: Report) -> None:
-    source, copy = compared.rows
+def test_text_is_predicted_nearly_as_well(
+    suited_copy: Path, default_source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(quality, "_SPEED_SECONDS", 0)
+    source, copy = quality.compare_files(default_source, suited_copy).rows
     assert copy["perplexity"] < 1.02 * source["perplexity"]
     assert copy["same_top_percent"] >= 94
     assert copy["kl_divergence"] < 0.02
@@ -44,10 +45,11 @@ def test_the_default_model_has_a_type_that_suits_this_cpu_and_is_chosen_again(
     assert pull_default() == choose_model(None) == default_model
 
 
+@pytest.mark.soak
 def test_where_a_copy_is_chosen_batches_and_prompts_are_faster(
-    compared: Report, default_model: Path, default_source: Path
+    suited_copy: Path, default_model: Path, default_source: Path
 ) -> None:
-    source, copy = compared.rows
+    source, copy = quality.compare_files(default_source, suited_copy).rows
     if default_model != default_source:
         assert copy["decode_16"].median > 1.2 * source["decode_16"].median
         assert copy["prefill"].median > 1.4 * source["prefill"].median

@@ -15,6 +15,7 @@ import pytest
 from cppbatch import BatchInferenceEngine, SamplingParams
 
 PARAMS = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)
+N = pytest.mark.parametrize("n", [15, pytest.param(50, marks=pytest.mark.soak)])
 QUESTIONS = [f"What is {i} + {i + 1}?" for i in range(25)]
 
 
@@ -65,24 +66,26 @@ def alone(engine: BatchInferenceEngine) -> Texts:
     return texts
 
 
-def test_8_threads_with_50_calls_of_all_kinds_get_the_texts_they_get_alone(
-    engine: BatchInferenceEngine, alone: Texts
+@N
+def test_8_threads_with_calls_of_all_kinds_get_the_texts_they_get_alone(
+    engine: BatchInferenceEngine, alone: Texts, n: int
 ) -> None:
     def calls(thread: int) -> Texts:
         rng, texts = random.Random(thread), Texts()
-        for question in rng.sample(QUESTIONS * 2, 50):
+        for question in rng.sample(QUESTIONS * 2, n):
             call(engine, rng.choice([*CONTINUE, *ANSWER]), question, texts)
         return texts
 
     with ThreadPoolExecutor(8) as threads:
         for texts in threads.map(calls, range(8)):
-            assert len(texts) >= 25
+            assert len(texts) >= n // 2
             assert texts == {key: alone[key] for key in texts}
     assert not engine.has_work
 
 
-def test_ctrl_c_at_50_random_moments_of_all_kinds_of_calls_loses_nothing(
-    engine: BatchInferenceEngine, alone: Texts
+@N
+def test_ctrl_c_at_random_moments_of_all_kinds_of_calls_loses_nothing(
+    engine: BatchInferenceEngine, alone: Texts, n: int
 ) -> None:
     rng, seen = random.Random(24), Texts()
 
@@ -90,7 +93,7 @@ def test_ctrl_c_at_50_random_moments_of_all_kinds_of_calls_loses_nothing(
         while True:
             call(engine, rng.choice([*CONTINUE, *ANSWER]), rng.choice(QUESTIONS), seen)
 
-    for _ in range(50):
+    for _ in range(n):
         ctrl_c = threading.Timer(rng.uniform(0.001, 0.3), os.kill, (os.getpid(), signal.SIGINT))
         with pytest.raises(KeyboardInterrupt):  # noqa: PT012  also while the timer starts
             ctrl_c.start()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -48,13 +49,19 @@ def results(
         return engine.generate(PROMPTS * 2, params), engine
 
 
+@cache
+def without_drafts(model: Path, layout: KvLayout, *, greedy: bool) -> list[Completion]:
+    completions, engine = results(model, "off", layout, greedy=greedy)
+    assert engine.stats().drafted_tokens == 0
+    return completions
+
+
 @pytest.mark.parametrize("layout", ["unified", "per-sequence"])
 @pytest.mark.parametrize("greedy", [True, False], ids=["greedy", "sampled"])
 def test_with_float_weights_16_of_16_texts_are_those_without_drafts(
     f16_model: Path, layout: KvLayout, greedy: bool
 ) -> None:
-    without, engine = results(f16_model, "off", layout, greedy=greedy)
-    assert engine.stats().drafted_tokens == 0
+    without = without_drafts(f16_model, layout, greedy=greedy)
     with_drafts, engine = results(f16_model, "auto", layout, greedy=greedy)
     assert [result.tokens for result in with_drafts] == [result.tokens for result in without]
     assert [result.text for result in with_drafts] == [result.text for result in without]
@@ -64,7 +71,7 @@ def test_with_float_weights_16_of_16_texts_are_those_without_drafts(
 
 
 def test_texts_stay_where_sequences_are_preempted_between_drafts(f16_model: Path) -> None:
-    without, _ = results(f16_model, "off", "unified", greedy=True)
+    without = without_drafts(f16_model, "unified", greedy=True)
     with_drafts, engine = results(f16_model, "auto", "unified", n_ctx=384, greedy=True)
     stats = engine.stats()
     assert stats.swaps > 0

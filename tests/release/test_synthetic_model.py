@@ -17,8 +17,9 @@ from cppbatch.errors import ModelError
 from cppbatch.llama import Model
 from cppbatch.models.inspect import inspect_model
 from cppbatch.models.synthetic import SHAPES, LlamaShape, copied_vocab, llama_bytes, norm, write_gguf, write_llama
+from tests.support.scripts import ROOT, run_script
 
-SCRIPT = Path(__file__).parents[2] / "scripts" / "synthetic_model.py"
+SCRIPT = ROOT / "scripts" / "synthetic_model.py"
 SMALL = "--layers 2 --embd 64 --heads 4 --kv-heads 2 --ff 128 --ctx 512 --type Q8_0 --vocab-size 50000".split()
 QUICKSTART = (Path(__file__).parents[2] / "docs" / "quickstart.md").read_text()
 TEXTS = [
@@ -31,8 +32,7 @@ TEXTS = [
 
 
 def script(*args: str | Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(SCRIPT), *map(str, args)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    return run_script("synthetic_model.py", *args)
 
 
 @pytest.fixture(scope="module")

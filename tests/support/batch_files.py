@@ -36,7 +36,7 @@ def lines(n: int, **body: Any) -> bytes:
 
 
 def client_of(server: AppThread | ServerProcess) -> OpenAI:
-    return OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=30)
+    return OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=60)
 
 
 def make_batch(
@@ -58,7 +58,7 @@ def counts(batch: Batch) -> Counts:
     return Counts(**batch.request_counts.to_dict())  # type: ignore[arg-type]
 
 
-def wait_until(condition: Callable[[], object], seconds: float = 30) -> None:
+def wait_until(condition: Callable[[], object], seconds: float = 60) -> None:
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, "it did not happen"

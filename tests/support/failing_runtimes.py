@@ -147,7 +147,7 @@ class _SlowVocab(_Wrapped):
 def slow_texts(config: EngineConfig, progress: Progress) -> Runtime:
     """As on a slow machine, for long ones."""
     runtime = load_runtime(config, progress)
-    return _with_vocab(runtime, _SlowVocab(runtime.vocab, lambda text: len(text) > 10_000, 0.1))
+    return _with_vocab(runtime, _SlowVocab(runtime.vocab, lambda text: len(text) > 10_000, 0.5))
 
 
 def slow_to_start(config: EngineConfig, progress: Progress) -> Runtime:

@@ -68,7 +68,7 @@ def post(path: str, body: object) -> bytes:
     return head("POST", path, f"Content-Length: {len(data)}") + data
 
 
-async def until(condition: Callable[[], object], seconds: float = 30) -> None:
+async def until(condition: Callable[[], object], seconds: float = 60) -> None:
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, "it did not happen"

@@ -36,6 +36,7 @@ def randomised(*, ring: int, soak: int, **drawn: st.SearchStrategy[Any]) -> Call
             [Parameter(name, Parameter.KEYWORD_ONLY) for name in [*named, "n_cases"]]
         )
         test.pytestmark = getattr(check, "pytestmark", [])  # type: ignore[attr-defined]
-        return cases(ring=ring, soak=soak)(test)
+        found: Test = cases(ring=ring, soak=soak)(test)
+        return found
 
     return decorate

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -10,9 +11,12 @@ import subprocess
 import sys
 import threading
 import time
+import urllib.error
 import urllib.request
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 COMMAND = [sys.executable, "-m", "cppbatch"]
 
@@ -67,6 +71,28 @@ class ServerProcess:
         with urllib.request.urlopen(self.url + path, timeout=30) as answer:
             return json.load(answer)
 
+    def post(self, path: str, body: object) -> Any:
+        """A JSON answer to a JSON body."""
+        with self.stream(path, body) as answer:
+            return json.load(answer)
+
+    def stream(self, path: str, body: object) -> Any:
+        """The response to a JSON body, to be read and closed."""
+        headers = {"Content-Type": "application/json"}
+        return urllib.request.urlopen(
+            urllib.request.Request(self.url + path, json.dumps(body).encode(), headers), timeout=60
+        )
+
+    @property
+    def workers(self) -> list[psutil.Process]:
+        """The processes of its engines."""
+        found = []
+        for child in psutil.Process(self.process.pid).children():
+            with contextlib.suppress(psutil.Error):
+                if "cppbatch.cluster.worker.main" in child.cmdline():
+                    found.append(child)
+        return found
+
     def wait_idle(self, seconds: float = 30) -> dict[str, Any]:
         """The counters, once nothing runs or waits any more."""
         end = time.monotonic() + seconds
@@ -111,3 +137,14 @@ class ServerProcess:
 
     def __exit__(self, *exc: object) -> None:
         self.stop()
+
+
+def answers(url: str) -> bool:
+    """Whether something answers there."""
+    try:
+        urllib.request.urlopen(url, timeout=5).close()
+    except urllib.error.HTTPError:
+        return True
+    except OSError:
+        return False
+    return True

@@ -92,24 +92,25 @@ def test_the_likeliest_tokens_fill_whole_tiles() -> None:
 
 @pytest.mark.parametrize("streams", [False, True])
 @pytest.mark.parametrize(
-    ("is_queue_empty", "lengths", "acceptance", "has_drafts"),
+    ("is_queue_empty", "lengths", "n_drafting", "has_drafts"),
     [
-        (False, [100] * 8, 0.5, True),  # another request takes the row of the sequence that ends first
-        (True, [100] * 8, 0.5, False),  # the last sequence ends as late as without drafts
-        (True, [100] * 8, 0.9, True),
-        (True, [*range(20, 180, 20)], 0.5, True),  # the last steps have one row in any case
+        (False, [100] * 8, 6, True),  # another request takes the row of the sequence that ends first
+        (True, [100] * 8, 6, False),  # two sequences end as late as without drafts
+        (True, [100] * 8, 8, True),
+        (True, [*range(20, 180, 20)], 6, True),  # their ends are spread in any case
     ],
 )
 def test_samples_of_a_prompt_end_when_the_last_one_does(
-    streams: bool, is_queue_empty: bool, lengths: list[int], acceptance: float, has_drafts: bool
+    streams: bool, is_queue_empty: bool, lengths: list[int], n_drafting: int, has_drafts: bool
 ) -> None:
     cost = StepCost()
     cost.seed((n, 0.050 + 0.001 * n) for n in range(1, 257))
     sequences = decoding(8)
     for sequence, n in zip(sequences, lengths, strict=True):
         sequence.max_new = n
+    drafts = [(2, 0.9) if i < n_drafting else (0, 0.0) for i in range(8)]
     limits = DraftLimits(1000, [1000] * 8, streams, is_queue_empty=is_queue_empty)
-    its = Speculator([Given([(1, acceptance)] * 8)], 16).plan(sequences, (8,), cost, limits)
+    its = Speculator([Given(drafts)], 16).plan(sequences, (8,), cost, limits)
     assert (its is not None) is has_drafts
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import pairwise
 from typing import NamedTuple, cast
 
@@ -320,8 +319,8 @@ class _Step:
     """The rows of a step, what drafts for them would cost, and what accepted tokens save.
 
     An accepted token saves the time of a row, 1/n of a step with n rows. But if no requests wait and the sequences end
-    at about the same time, as samples of a prompt do, one that is ahead leaves its row empty in the last steps. If the
-    next token of m of n such sequences is accepted, the last step has n - m rows: that saves t(n) - t(n - m).
+    at about the same time, as samples of a prompt do, one that is ahead leaves its row empty in the last steps. If m of
+    n such sequences get a token ahead, the last step has n - m rows: that saves t(n) - t(n - m).
     """
 
     def __init__(
@@ -352,17 +351,13 @@ class _Step:
         ahead = left.max() - left
         self._ahead = ahead if limits.is_queue_empty and ahead.max() <= _TOGETHER else None
 
-    def _value(self, expected: Probabilities, ahead: npt.NDArray[np.int64] | None) -> float:
-        """How many rows' time these draft tokens save, if each is accepted with its probability. `ahead`, of the same
-        shape: how many tokens its sequence is ahead of the last one, and the place of the token in its draft."""
-        if self._ahead is None or ahead is None:
-            return float(expected.sum())
-        n = len(self.rows)
-        times = np.maximum.accumulate(self.cost.relative_up_to(n))
-        saved = np.bincount(ahead.ravel(), expected.ravel())  # rows of the last steps, the very last one first
-        without = np.searchsorted(np.sort(self._ahead), np.arange(len(saved)), side="right")
-        seconds = times[without] - np.interp(without - saved, np.arange(n + 1), times)
-        return float(n * seconds.sum() / times[n])
+    def _value(self, gains: Probabilities) -> float:
+        """How many rows' time it saves if this number of tokens is accepted of each sequence."""
+        if self._ahead is None:
+            return float(gains.sum())
+        times = np.maximum.accumulate(self.cost.relative_up_to(len(gains)))
+        saved = np.diff(times) * (np.sort(self._ahead + gains) - np.sort(self._ahead))  # of the last sequence first
+        return float(len(gains) * saved.sum() / times[-1])
 
     def best(self, drafts: Sequence[Probabilities]) -> Choice:
         """The best plan for these drafts: of each the probabilities that its tokens are accepted (`_accepted`)."""
@@ -385,21 +380,18 @@ class _Step:
             return None, 0.0
         order = np.argsort(-expected, axis=None, kind="stable")[:n_most]
         chosen = expected.ravel()[order]
-        rows, places = np.divmod(order, expected.shape[1])
-        ahead = None if self._ahead is None else places + self._ahead[rows]
-
-        def least(n: int) -> float:
-            return float(np.bincount(rows[:n], chosen[:n], n_rows).min())
-
-        def value(n: int) -> float:
-            return self._value(chosen[:n], None if ahead is None else ahead[:n])
+        rows = order // expected.shape[1]
 
         counts = {n for tile in TILES for n in range(tile - n_rows % tile, n_most + 1, tile)} | {n_most}
-        rate, n = max((self._rate(value(n), (n_rows + n,), partial(least, n)), n) for n in counts)
-        if not rate:
-            return None, 0.0
-        lengths = np.bincount(rows[:n], minlength=n_rows)
-        return DraftPlan(lengths.tolist(), (n_rows + n,), float(chosen[:n].sum()), value(n)), rate
+        best: DraftPlan | None = None
+        best_rate = 0.0
+        for n in sorted(counts):
+            gain = np.bincount(rows[:n], chosen[:n], n_rows).astype(np.float64, copy=False)
+            rate = self._rate(value := self._value(gain), (n_rows + n,), gain.min)
+            if rate and rate >= best_rate:
+                lengths = np.bincount(rows[:n], minlength=n_rows).tolist()
+                best, best_rate = DraftPlan(lengths, (n_rows + n,), float(gain.sum()), value), rate
+        return best, best_rate
 
     def _best_in_streams(self, expected: Probabilities) -> Choice:
         """The same number of tokens for every row, or for the rows with the best drafts.
@@ -412,14 +404,13 @@ class _Step:
         n_computed, least = sum(self.groups), min(self.limits.each)
         n_most = self.limits.tokens
         gains = np.cumsum(expected, axis=1)
-        ahead = None if self._ahead is None else self._ahead[:, None] + np.arange(longest)
         best: DraftPlan | None = None
         best_rate = 0.0
         for n in (*(length for length in _LENGTHS if length < longest), longest):
             gain = gains[:, n - 1]
             if n <= least and n * n_computed <= n_most:
                 equal = tuple(size * (1 + n) for size in self.groups)
-                value = self._value(expected[:, :n], None if ahead is None else ahead[:, :n])
+                value = self._value(gain)
                 rate = self._rate(value, equal, gain.min)
                 if rate > best_rate:
                     best, best_rate = DraftPlan([n] * n_rows, equal, float(gain.sum()), value, n_padding=n), rate
@@ -431,7 +422,7 @@ class _Step:
                 chosen = np.sort(order[:m]).tolist()
                 runs = _neighbours([self.rows[i].seq_id for i in chosen])
                 ragged = (*self.groups, *(size * n for size in runs))
-                value = self._value(expected[chosen, :n], None if ahead is None else ahead[chosen, :n])
+                value = self._value(np.where(np.isin(np.arange(n_rows), chosen), gain, 0.0))
                 rate = self._rate(value, ragged, float)
                 if rate > best_rate:
                     lengths = [0] * n_rows

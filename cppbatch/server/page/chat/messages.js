@@ -22,21 +22,36 @@ class Unchanged extends Component {
 function useFollow(content) {
   const ref = useRef(null);
   const isFollowing = useRef(true);
+  const seenTop = useRef(0);
   const [isAtEnd, setAtEnd] = useState(true);
-  const toEnd = () => { ref.current.scrollTop = ref.current.scrollHeight; };
+  /** The event of a scroll comes up to a frame after it: text may have grown since, which is not the reader's doing. */
+  const look = () => {
+    const {scrollHeight, scrollTop, clientHeight} = ref.current;
+    const isNear = scrollHeight - scrollTop - clientHeight < NEAR;
+    if (isNear || scrollTop < seenTop.current) isFollowing.current = isNear;
+    seenTop.current = scrollTop;
+  };
+  const toEnd = () => {
+    ref.current.scrollTop = ref.current.scrollHeight;
+    seenTop.current = ref.current.scrollTop;
+  };
+  const follow = () => {
+    look();
+    if (isFollowing.current) toEnd();
+  };
   useEffect(() => {
     const element = ref.current;
     const onScroll = () => {
-      isFollowing.current = element.scrollHeight - element.scrollTop - element.clientHeight < NEAR;
+      look();
       setAtEnd(isFollowing.current);
     };
-    const observer = new ResizeObserver(() => { if (isFollowing.current) toEnd(); });
+    const observer = new ResizeObserver(follow);
     element.addEventListener('scroll', onScroll, {passive: true});
     observer.observe(element);
     observer.observe(element.firstElementChild);
     return () => observer.disconnect();
   }, []);
-  useLayoutEffect(() => { if (isFollowing.current) toEnd(); }, [content]);
+  useLayoutEffect(follow, [content]);
   return {ref, isAtEnd, toEnd};
 }
 
