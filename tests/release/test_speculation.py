@@ -38,9 +38,10 @@ SAMPLERS: list[dict[str, Any]] = [
 def results(
     model: Path, spec: Speculation, layout: KvLayout, *, n_ctx: int = 8192, greedy: bool
 ) -> tuple[list[Completion], BatchInferenceEngine]:
-    """16 requests: each prompt twice, once without drafts. All drafts are computed, whatever rows cost here."""
+    """16 requests: each prompt twice, once without drafts and with a longer text, because few drafts are worth it for
+    sequences that end together. All drafts are computed, whatever rows cost here."""
     params = [
-        SamplingParams(max_tokens=32, speculate=speculate, **(GREEDY if greedy else SAMPLERS[i]))
+        SamplingParams(max_tokens=32 if speculate else 70, speculate=speculate, **(GREEDY if greedy else SAMPLERS[i]))
         for speculate in (True, False)
         for i in range(len(PROMPTS))
     ]
