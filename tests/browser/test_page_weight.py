@@ -15,7 +15,7 @@ from tests.browser.page_checks import TABS, open_tab, wait_ready
 from tests.support.server_process import ServerProcess
 
 MAX_BYTES = 300_000
-MAX_FIRST = 30
+MAX_FIRST = 20
 MAX_MS = 200
 USABLE = """
 new MutationObserver((changes, observer) => {

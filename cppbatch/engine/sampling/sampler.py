@@ -93,7 +93,7 @@ class Sampler:
             if not plan.padding:
                 return self.sample_logits(sequences, logits)
             return self._sample_padded(sequences, plan.rows(), logits)
-        rows = plan.rows()  # before the prompts' rows are no longer wanted
+        rows = plan.rows()  # scoring changes which rows are wanted
         if plan.scores:
             self._prompt_scorer.score(plan.batch, self._context.logits(n_outputs))
         return self.sample_rows(sequences, rows, n_outputs)

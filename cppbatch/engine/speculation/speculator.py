@@ -350,14 +350,16 @@ class _Step:
         left = np.array([sequence.n_left for sequence in rows])
         ahead = left.max() - left
         self._ahead = ahead if limits.is_queue_empty and ahead.max() <= _TOGETHER else None
+        self._row_s = np.zeros(0)
+        if self._ahead is not None:
+            self._row_s = np.diff(np.maximum.accumulate(cost.relative_up_to(len(rows))))  # of the first row, the second
 
     def _value(self, gains: Probabilities) -> float:
         """How many rows' time it saves if this number of tokens is accepted of each sequence."""
         if self._ahead is None:
             return float(gains.sum())
-        times = np.maximum.accumulate(self.cost.relative_up_to(len(gains)))
-        saved = np.diff(times) * (np.sort(self._ahead + gains) - np.sort(self._ahead))  # of the last sequence first
-        return float(len(gains) * saved.sum() / times[-1])
+        saved = np.sort(self._ahead + gains) - np.sort(self._ahead)  # steps with one row, with two ...
+        return float(len(gains) * (self._row_s @ saved) / self._row_s.sum())
 
     def best(self, drafts: Sequence[Probabilities]) -> Choice:
         """The best plan for these drafts: of each the probabilities that its tokens are accepted (`_accepted`)."""
@@ -422,13 +424,12 @@ class _Step:
                 chosen = np.sort(order[:m]).tolist()
                 runs = _neighbours([self.rows[i].seq_id for i in chosen])
                 ragged = (*self.groups, *(size * n for size in runs))
-                value = self._value(np.where(np.isin(np.arange(n_rows), chosen), gain, 0.0))
+                lengths = np.zeros(n_rows, np.int64)
+                lengths[chosen] = n
+                value = self._value(gain * (lengths > 0))
                 rate = self._rate(value, ragged, float)
                 if rate > best_rate:
-                    lengths = [0] * n_rows
-                    for i in chosen:
-                        lengths[i] = n
-                    best, best_rate = DraftPlan(lengths, ragged, float(gain[chosen].sum()), value), rate
+                    best, best_rate = DraftPlan(lengths.tolist(), ragged, float(gain[chosen].sum()), value), rate
         return best, best_rate
 
     def _rate(self, value: float, groups: Groups, least: Callable[[], float]) -> float:
