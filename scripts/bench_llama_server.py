@@ -2,7 +2,7 @@
 """cppbatch serve beside llama-server under the same load, in turns: tokens/s, TTFT, inter-token times, failures.
 
 For each load llama-server first runs with unified cells and with a stream for each sequence, with and without flash
-attention, and the fastest flags are kept. Then both servers run, and each turn measures one after the other. The load
+attention and with smaller cache types, and the fastest flags are kept. Then both servers run, and each turn measures one after the other. The load
 comes from `cppbatch bench serve`, or from AIPerf (--aiperf), which makes prompts of its own. Ratios are medians of the
 turns' ratios. --busy-core measures each turn again beside a process that keeps one core busy. For the loads of
 speculative decoding (quote, json, code, job, free) llama-server's kinds of n-gram drafts are tried as well, and with
@@ -62,6 +62,9 @@ class Load:
     drafts: tuple[str, ...] = ()
     """llama-server's flags for drafts, to try with the best layout."""
 
+
+ATTENTION = ("-fa off", "-fa on", "-fa on -ctk bf16 -ctv bf16", "-fa on -ctk q8_0 -ctv q8_0")
+"""llama-server's, to try."""
 
 NGRAM_DRAFTS = (
     "--spec-type ngram-simple",
@@ -213,17 +216,17 @@ def busy_core(seconds: float) -> Iterator[None]:
 
 
 def common_flags(load: Load, threads: int) -> list[str]:
-    """Returns llama-server's flags without its KV layout and flash attention."""
+    """Returns llama-server's flags without its KV layout, flash attention and cache types."""
     return [*load.sizes.split(), "-t", str(threads), "--cache-ram", "0", "--no-ui"]
 
 
 def find_best(speeds_of: Callable[[list[str]], dict[str, float]], load: Load, known: str | None) -> str:
-    """Finds llama-server's fastest flags: its layout and flash attention first, then its drafts, if the load has any.
+    """Finds llama-server's fastest flags: its layout and attention first, then its drafts, if the load has any.
 
     `speeds_of`: measures llama-server with each of some flags, and returns its tokens/s by flags. `known`: the flags to
     begin with. Returns the flags; with drafts the best ones, whether or not they are faster than without.
     """
-    best = known or fastest(speeds_of([f"{layout} -fa {fa}" for layout in load.layouts for fa in ("on", "off")]))
+    best = known or fastest(speeds_of([f"{layout} {attention}" for layout in load.layouts for attention in ATTENTION]))
     if load.drafts and "--spec-type" not in best:
         speeds = speeds_of([best, *(f"{best} {drafts}" for drafts in load.drafts)])
         best = fastest({flags: speed for flags, speed in speeds.items() if flags != best})
