@@ -139,6 +139,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=Size.layers)
     parser.add_argument("--width", type=int, default=Size.width)
     parser.add_argument("--new-tokens", type=int, default=64)
+    parser.add_argument("--answers", type=int, default=2, help="of each client in each turn")
     parser.add_argument("--turns", type=int, default=3)
     args = parser.parse_args()
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends the servers as Ctrl-C does
@@ -172,7 +173,7 @@ def measure(args: argparse.Namespace, model: Path, at_once: int, threads: str) -
     theirs = [str(args.llama_server), *sizes, "--no-ui", "--cache-ram", "0", "--spec-type"]
     commands = [[*ours, "off"], [*ours, "auto"], [*theirs, "none"], [*theirs, "draft-mtp"]]
     speeds: list[list[float]] = [[] for _ in commands]
-    n_requests = 2 * at_once
+    n_requests = args.answers * at_once
     with contextlib.ExitStack() as stack:
         urls = [stack.enter_context(running_server(command)).url for command in commands]
         for url in urls:

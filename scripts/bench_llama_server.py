@@ -2,11 +2,11 @@
 """cppbatch serve beside llama-server under the same load, in turns: tokens/s, TTFT, inter-token times, failures.
 
 For each load llama-server first runs with unified cells and with a stream for each sequence, with and without flash
-attention and with smaller cache types, and the fastest flags are kept. Then both servers run, and each turn measures one after the other. The load
-comes from `cppbatch bench serve`, or from AIPerf (--aiperf), which makes prompts of its own. Ratios are medians of the
-turns' ratios. --busy-core measures each turn again beside a process that keeps one core busy. For the loads of
-speculative decoding (quote, json, code, job, free) llama-server's kinds of n-gram drafts are tried as well, and with
---clients 1,4,16 each load is measured with as many clients.
+attention and with smaller cache types, and the fastest flags are kept. Then both servers run, and each turn measures
+one after the other. The load comes from `cppbatch bench serve`, or from AIPerf (--aiperf), which makes prompts of its
+own. Ratios are medians of the turns' ratios. --busy-core measures each turn again beside a process that keeps one core
+busy. For the loads of speculative decoding (quote, json, code, job, free) llama-server's kinds of n-gram drafts are
+tried as well, and with --clients 1,4,16 each load is measured with as many clients.
 
     .venv/bin/python scripts/bench_llama_server.py PEERS/llama-server [-m model.gguf] [--load mixed,fan-out] [--turns 3]
 """
@@ -116,7 +116,10 @@ class Figures:
     tokens_per_second: float
     ttft_p50: float | None
     ttft_p95: float | None
+    inter_token_p50: float | None
     inter_token_p95: float | None
+    inter_token_p99: float | None
+    inter_token_longest: float | None
     failed: int
     requests: int
 
@@ -128,7 +131,10 @@ ROWS = {
     "output tokens/s": "tokens_per_second",
     "TTFT p50, ms": "ttft_p50",
     "TTFT p95, ms": "ttft_p95",
+    "inter-token p50, ms": "inter_token_p50",
     "inter-token p95, ms": "inter_token_p95",
+    "inter-token p99, ms": "inter_token_p99",
+    "longest gap, ms": "inter_token_longest",
 }
 
 
@@ -181,10 +187,9 @@ class Generator:
 
 def from_report(row: dict[str, Any]) -> Figures:
     """Returns the figures of a row of `cppbatch bench serve --json`."""
-    first50, first95, gap95 = (
-        row[key] and row[key].median for key in ("ttft_ms_p50", "ttft_ms_p95", "inter_token_ms_p95")
-    )
-    return Figures(row["output_tokens_per_second"].median, first50, first95, gap95, row["failed"], row["requests"])
+    keys = ("ttft_ms_p50", "ttft_ms_p95", *(f"inter_token_ms_p{p}" for p in (50, 95, 99, 100)))
+    times = [row[key] and row[key].median for key in keys]
+    return Figures(row["output_tokens_per_second"].median, *times, row["failed"], row["requests"])
 
 
 def from_aiperf(export: dict[str, Any]) -> Figures:
@@ -202,7 +207,7 @@ def from_aiperf(export: dict[str, Any]) -> Figures:
         figure("output_token_throughput", "avg") or 0.0,
         figure("time_to_first_token", "p50"),
         figure("time_to_first_token", "p95"),
-        figure("inter_chunk_latency", "p95"),
+        *(figure("inter_chunk_latency", key) for key in ("p50", "p95", "p99", "max")),
         failed=requests - int(figure("output_sequence_length", "count") or 0),
         requests=requests,
     )

@@ -31,11 +31,12 @@ class _Latency(NamedTuple):
     per_second: int
     """Units per second: 1000 for milliseconds."""
     digits: int
+    percentiles: tuple[int, ...] = PERCENTILES
 
 
 _LATENCIES = (
     _Latency("ttft_ms", "TTFT, ms", 1000, digits=1),
-    _Latency("inter_token_ms", "inter-token, ms", 1000, digits=1),
+    _Latency("inter_token_ms", "inter-token, ms", 1000, digits=1, percentiles=(*PERCENTILES, 100)),
     _Latency("end_to_end_s", "end-to-end, s", 1, digits=2),
 )
 
@@ -93,8 +94,8 @@ def table_columns(rows: Sequence[dict[str, Any]]) -> list[Column]:
     ]
     shown += [column for column in optional if any(server_row[column.key] is not None for server_row in rows)]
     for latency in _LATENCIES:
-        for p in PERCENTILES:
-            title = f"{latency.title}: p{p}" if p == PERCENTILES[0] else f"p{p}"
+        for p in latency.percentiles:
+            title = {PERCENTILES[0]: f"{latency.title}: p{p}", 100: "longest"}.get(p, f"p{p}")
             shown.append(Column(f"{latency.key}_p{p}", title, latency.digits))
     return shown
 
@@ -141,7 +142,7 @@ def _figures(run: ServerRun, bound_ms: float | None) -> dict[str, float | None]:
         [outcome.end_to_end for outcome in done],
     ]
     for latency, seconds in zip(_LATENCIES, latencies, strict=True):
-        for p in PERCENTILES:
+        for p in latency.percentiles:
             value = float(np.percentile(seconds, p)) * latency.per_second if seconds else None
             figures[f"{latency.key}_p{p}"] = value
     return figures
