@@ -124,8 +124,8 @@ def write_finding(path: Path, found: object) -> None:
 
 
 def _places(path: Path) -> Iterator[Path]:
-    """The file in the user's cache, and a fallback for an unwritable cache: commands that repeated the timing could
-    give different advice. The fallback folder is skipped if another user created it."""
+    """The file in the user's cache, and a fallback if the cache is not writable: without one, each command would time
+    again and could give different advice. The fallback folder is skipped if another user created it."""
     yield path
     above = next(folder for folder in path.parents if os.path.lexists(folder))
     is_writable = above.is_dir() and os.access(above, os.W_OK)
