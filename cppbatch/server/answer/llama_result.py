@@ -223,7 +223,7 @@ class GenerationSettings(_SameSettings, frozen=True, kw_only=True):
     max_tokens: int
     """-1: unlimited."""
     n_predict: int
-    """Same as `n_predict`."""
+    """Same as `max_tokens`."""
     n_keep: int
     n_discard: int
     stream: bool
