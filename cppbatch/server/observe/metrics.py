@@ -169,7 +169,7 @@ class _RequestObserver:
             self._tokens.inc(n)
             self._n_counted[index] += n
             if index in self._last_token_at:
-                gap = (now - self._last_token_at[index]) / n  # assumes that the tokens of a merged event are evenly spaced
+                gap = (now - self._last_token_at[index]) / n  # treats the tokens of a merged event as evenly spaced
                 for _ in range(n):
                     self._gap.observe(gap)
                 if live:
