@@ -79,7 +79,7 @@ def n_shared(tip: Span | None) -> int:
 
 
 def spans_of(tip: Span | None) -> list[Span]:
-    """The spans of a sequence in order of position. Joins spans that need not be separate any longer."""
+    """The spans of a sequence in order of position. Joins spans that no other sequence distinguishes."""
     spans: list[Span] = []
     while tip:
         _join(tip)
