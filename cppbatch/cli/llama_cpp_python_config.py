@@ -29,7 +29,7 @@ _TEMPLATES = {
     "openchat": "openchat", "vicuna": "vicuna", "zephyr": "zephyr",
 }  # fmt: skip
 """llama-cpp-python's chat formats, and llama.cpp's names for their templates."""
-_OF_PICTURES = (
+_IMAGE_CHAT_FORMATS = (
     "llava-1-5", "llava-1-6", "obsidian", "moondream", "nanollava", "llama-3-vision-alpha", "minicpm-v-2.6",
     "qwen2.5-vl", "mtmd", "gemma4",
 )  # fmt: skip
@@ -129,7 +129,7 @@ def _flags(settings: Json, where: str) -> Json:
     chat_format = settings.get("chat_format")
     if chat_format in _TEMPLATES:
         flags["chat-template"] = _TEMPLATES[chat_format]
-    elif chat_format is not None and chat_format not in _OF_PICTURES:
+    elif chat_format is not None and chat_format not in _IMAGE_CHAT_FORMATS:
         known = ", ".join(_TEMPLATES)
         raise ConfigError(
             f"{where}: chat_format is {chat_format!r}; leave it out to use the model's own, or use {known}"
