@@ -170,7 +170,7 @@ class Metrics:
         self._recent: Window[tuple[float, float, float]] = Window(_MAX_STEPS)
         self._waits: Window[float] = Window(_MAX_STEPS)
         self.split = TimeSplit()
-        self._recent_split: deque[tuple[float, float, float]] = deque()  # (time, ideal, busy) of `split`, once per second
+        self._recent_split: deque[tuple[float, float, float]] = deque()  # (time, ideal, busy) of `split`, every second
         self._laps = dict.fromkeys(PHASES, 0.0)  # of this step
         self._began = self._mark = 0.0
         self._idle_until = self._ended = perf_counter()  # end of the idle time; end of the last step
