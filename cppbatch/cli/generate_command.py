@@ -125,8 +125,8 @@ def _conversations(
     """Each prompt as a user message, preceded by these files."""
     if not images and not sounds:
         return prompts
-    pictures = [{"type": "image", "path": path} for path in images]
-    files = [*pictures, *({"type": "audio", "path": path} for path in sounds)]
+    image_parts = [{"type": "image", "path": path} for path in images]
+    files = [*image_parts, *({"type": "audio", "path": path} for path in sounds)]
     return [[{"role": "user", "content": [*files, {"type": "text", "text": prompt}]}] for prompt in prompts]
 
 
