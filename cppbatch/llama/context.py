@@ -230,7 +230,7 @@ class Context:
             self._n_threads = n
 
     def decode_vectors(self, batch: EmbeddingBatch, *, causal: bool) -> None:
-        """Computes vectors of pictures or sound, as `decode` does tokens; there are no logits.
+        """Computes vectors of images or audio, as `decode` does for tokens, but without logits.
 
         `causal`: each sees only those before it. False: all of the batch see each other; it must fit into a ubatch.
         """

@@ -62,7 +62,7 @@ def check_metadata(path: Path) -> None:
 
 
 def architecture_of(path: Path) -> str | None:
-    """The architecture that a file names: "llama"; "clip" for a projector of pictures or sound. None if it names none.
+    """The architecture in a file: "llama"; "clip" for a projector for images or audio. None if it is missing.
 
     Reads only the header. Raises `ModelError` if that fails.
     """

@@ -41,7 +41,7 @@ class SequenceState:
 
     data: Bytes
     n_tokens: int
-    """Positions that it takes: tokens, unless a picture takes fewer."""
+    """The number of its positions: one per token, but an image may have fewer."""
     model_key: tuple[object, ...]
     """What must be equal in the context that restores it."""
     n_streams: int
@@ -71,7 +71,7 @@ class SequenceState:
         }
 
     def for_context(self, n_streams: int, flash_attn: FlashAttention) -> Bytes:
-        """The state as a context with so many streams would have written it.
+        """The state as written by a context with this many streams.
 
         Raises `OutOfRange` for a state of another form than described above, as other kinds of memory have.
         """

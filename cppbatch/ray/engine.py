@@ -429,7 +429,7 @@ class RayEngine(EngineClient):
         return [] if self._closed or self._info is None else await self._live.get(idle=not self._requests)
 
     async def close(self) -> None:
-        """Ends all requests here and in the replicas, which go on running; the last events are `cancelled`."""
+        """Ends all requests here and in the replicas, which continue to run; the last events are `cancelled`."""
         self._closed = True
         for request in list(self._requests.values()):
             self._end(request, FinishReason.CANCELLED)

@@ -284,7 +284,7 @@ def _exit_with_server(folder: str) -> None:
 
     def wait_for_end() -> None:
         sys.stdin.buffer.read()
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # suppresses tracebacks: without its folder the main thread may fail
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # hides tracebacks: without its folder the main thread may fail
         shutil.rmtree(folder, ignore_errors=True)
         os._exit(0)
 
