@@ -148,9 +148,7 @@ class ScalingRule:
         self.downscale_delay = downscale_delay
         self._n_parallel = n_parallel
         self._max_queue = n_parallel // 2
-        self._capacity = (
-            n_parallel  # concurrent sequences per worker: fewer than n_parallel if they are long
-        )
+        self._capacity = n_parallel  # concurrent sequences per worker: fewer than n_parallel if they are long
         self._waiting_since: float | None = None
         self._long_queue_since: float | None = None
         self._quiet_since: float | None = None
