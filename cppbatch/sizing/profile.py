@@ -131,7 +131,7 @@ def use_profile(config: EngineConfig, given: Collection[str]) -> Used:
             step_ms = tuple((int(rows), ms) for rows, ms in profile.step_ms.items())
             changed = msgspec.structs.replace(changed, step_ms=step_ms)
     except (OSError, ValueError, msgspec.DecodeError, ConfigError) as error:
-        log.warning("the profile %s is not used: %s. Make a new one with `cppbatch tune`, or delete it", path, error)
+        log.warning("the profile %s is not used: %s. Create a new one with `cppbatch tune`, or delete it", path, error)
         return Used(config)
     if not changes:
         return Used(changed, None, decided)

@@ -122,7 +122,7 @@ def first_ample(candidates: Sequence[EngineConfig], engines: Engines = lambda co
     try:
         answers = iter(estimate_memory([one for each in smaller for one in engines(each)]).footprints)
     except EstimateFailed as error:
-        log.warning("smaller sizes were not found: %s", error)
+        log.warning("could not look for smaller sizes: %s", error)
         return planned
     for each in smaller:
         estimate = MemoryEstimate([next(answers) for _ in engines(each)], planned.estimate.devices)
@@ -135,10 +135,10 @@ def _planned(config: EngineConfig, engines: Engines) -> Planned:
     try:
         estimate = estimate_memory(engines(config))
     except EstimateFailed as error:
-        log.warning("whether the model fits into memory was not checked: %s", error)
+        log.warning("could not check whether the model fits into memory: %s", error)
         return Planned(config, None)
     if failed := next((each.error for each in estimate.footprints if each.error), None):
-        log.info("whether the model fits into memory was not checked: %s", failed)  # as will loading
+        log.info("could not check whether the model fits into memory: %s", failed)  # as will loading
         return Planned(config, None)
     return Planned(config, estimate)
 
@@ -167,8 +167,8 @@ def check_planned(planned: Planned, engines: Engines = lambda config: [config]) 
     for each in needed:
         if each.will_be_slow:
             log.warning(
-                "the weights will not stay in memory: %s are free, %s needed beside %s of weights, and these will be "
-                "read from the file again and again. Take a smaller model, or lower -c or -np",
+                "the weights will not stay in memory: %s are free, but %s are needed in addition to %s of weights, "
+                "which will be read from the file repeatedly. Use a smaller model, or lower -c or -np",
                 *map(format_gib, (each.free, each.firm, each.mapped)),
             )
 
@@ -181,7 +181,7 @@ def memory_shortage(config: EngineConfig) -> str | None:
     try:
         estimate = estimate_memory([config])
     except EstimateFailed as error:
-        log.warning("whether another worker fits into memory was not checked: %s", error)
+        log.warning("could not check whether another worker fits into memory: %s", error)
         return None
     short = [each for each in memory_demands(estimate, free_host_memory()) if not each.will_fit]
     if not short:
@@ -218,7 +218,7 @@ def _fitting_flags(config: EngineConfig, place: str, estimate: MemoryEstimate, e
     try:
         answers = iter(estimate_memory([one for several in configs for one in several]).footprints)
     except EstimateFailed as error:
-        log.info("what would fit was not found out: %s", error)
+        log.info("could not find sizes that fit: %s", error)
         return []
     free = free_host_memory()
     fits: dict[EngineConfig, bool] = {}
