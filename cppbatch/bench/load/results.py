@@ -239,9 +239,7 @@ def _legend(load: LoadSettings) -> list[str]:
 
 def _about_ideal(ideal: LoadIdeal | None) -> str:
     if ideal is None:
-        return (
-            "-m MODEL adds the row `of ideal`: the minimum cost of the answered requests, measured before the load."
-        )
+        return "-m MODEL adds the row `of ideal`: the minimum cost of the answered requests, measured before the load."
     token_ms, row_ms = 1000 * ideal.costs.token_s, 1000 * ideal.costs.row_s(ideal.most_rows)
     return (
         "of ideal: the minimum cost of the answered requests, divided by the time taken. Measured before the load: "
