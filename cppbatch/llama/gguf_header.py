@@ -70,13 +70,13 @@ def architecture_of(path: Path) -> str | None:
 
 
 def text_of(path: Path, key: str) -> str | None:
-    """A text of the metadata of a file; None if it has none of this key. Raises `ModelError` if it cannot be read."""
+    """A text in a file's metadata; None if the key is missing. Raises `ModelError` if the file cannot be read."""
     with _header(path) as (lib, header):
         return _text(lib, header, key)
 
 
 def number_of(path: Path, key: str) -> float | None:
-    """A number of the metadata of a file's architecture; None if it has none of this key. Raises as `text_of`."""
+    """A number in the metadata of a file's architecture; None if the key is missing. Raises as `text_of`."""
     with _header(path) as (lib, header):
         return dict(_numbers(lib, header)).get(key)
 

@@ -45,10 +45,11 @@ def stream_cells(config: EngineConfig) -> int:
 def flash_attn_settings(config: EngineConfig) -> list[FlashAttention]:
     """The flash attention settings that work with the cache. If there are two, `auto` means the faster one.
 
-    - Quantised values need flash attention. - So does `deterministic`: without it, one row is summed in a different
-    order than several. - An f32 cache requires it off: llama.cpp casts it to f16 for flash attention on every device
-    (`build_attn_mha`), and a CPU also sums values in f16, unless a stream computes 64 tokens or more. So recomputing a
-    text after a crash would change logits by 0.01 rather than 0.00002.
+    - Quantised values need flash attention.
+    - So does `deterministic`: without it, one row is summed in a different order than several.
+    - An f32 cache requires it off: llama.cpp casts it to f16 for flash attention on every device (`build_attn_mha`),
+      and a CPU also sums values in f16, unless a stream computes 64 tokens or more. So recomputing a text after a crash
+      would change logits by 0.01 rather than 0.00002.
     """
     if config.flash_attn != "auto":
         return [config.flash_attn]

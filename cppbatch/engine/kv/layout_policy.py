@@ -32,9 +32,10 @@ class LayoutPolicy:
     """Decides between two steps whether to switch.
 
     - To unified, immediately, if a sequence outgrows its stream: requests that fit into unified are never refused or
-    cut short. - To unified, if the running sequences share a prefix so long that reading each copy of it costs more
-    than iterating over the cells of others (`repeated_for_each_foreign`). - To per-sequence, if they share little, and
-    no sequence has been long for a while.
+      cut short.
+    - To unified, if the running sequences share a prefix so long that reading each copy of it costs more than iterating
+      over the cells of others (`repeated_for_each_foreign`).
+    - To per-sequence, if they share little, and no sequence has been long for a while.
 
     The last two wait after a switch, in proportion to its duration, so that switching takes little of the time. If the
     per-sequence layout lasted no longer than that wait, the next wait is doubled: recurring long requests keep the
