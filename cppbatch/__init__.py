@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
     __version__: str
 
-# Imported when first used: `cppbatch --help` and a server process, whose workers load the model, need no llama.cpp.
+# Imported on first use: `cppbatch --help` and a server process do not need llama.cpp; workers load the model.
 _MODULES = {
     "EngineProcess": "cppbatch.cluster.engines.process",
     "LocalEngine": "cppbatch.cluster.engines.local",

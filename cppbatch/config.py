@@ -24,24 +24,24 @@ Repacking = Literal["auto", "on", "off"]
 Preference = Literal["throughput", "balanced", "latency"]
 Speculation = Literal["auto", "off", "suffix", "draft", "mtp", "eagle3", "dflash"]
 DRAFT_MODELS: tuple[Speculation, ...] = ("draft", "eagle3", "dflash")
-"""The sources of drafts that are a file of their own."""
+"""The sources of drafts that need a separate model file."""
 Pooling = Literal["none", "mean", "cls", "last", "rank"]
-"""How a sequence becomes one vector: the mean of its tokens, its first or its last token, or a reranker's scores. none:
-it has a vector for each of its tokens."""
+"""How a sequence becomes one vector: the mean of its tokens, its first or last token, or a reranker's scores. none: one
+vector per token."""
 Sharing = Literal["cells", "copy", "checkpoints", "whole", "none"]
-"""How a sequence can take the prefix of another one, which depends on the model's memory.
+"""How a sequence can reuse the prefix of another one, which depends on the type of the model's memory.
 
 cells: any prefix; both hold the same cells. copy: any prefix, by copying. checkpoints: a prefix that ends at a
-checkpoint, or all tokens that the other sequence has computed; the cells are shared in the unified layout, else copied.
-whole: all tokens that the other sequence has computed, by copying, because no part of them can be removed. none: not at
-all.
+checkpoint, or all computed tokens of the other sequence; the cells are shared in the unified layout, else copied.
+whole: all computed tokens of the other sequence, by copying, because they cannot be removed in part. none: not
+possible.
 """
 
 _INT32_MAX = 2**31 - 1
 _MAX_THREADS = 512  # ggml's GGML_MAX_N_THREADS: more would abort the process
 _MAX_STEP_MS = 60_000
 _MAX_WAIT_MS = 10_000
-_DISK_GB, _GB = 16, 10**9  # of cached prefixes on disk, unless given
+_DISK_GB, _GB = 16, 10**9  # the default limit of cached prefixes on disk
 _LAYERS = "-1 (all layers), 0 (none) or more"
 _MAX_DEVICES = 16  # llama_max_devices
 _MAX_RPC_WORKERS = 15  # ggml's GGML_SCHED_MAX_BACKENDS is 16, and the CPU is one: more would abort the process
@@ -49,31 +49,31 @@ MAX_DRAFT = 64
 """Maximum draft tokens per sequence and step."""
 MAX_SEQ_IDS = 256  # llama.cpp's LLAMA_MAX_SEQ
 MOST_LORA_SCALE = 1000.0
-"""The largest scale of a LoRA adapter, positive or negative: far beyond use, but no float32 overflows."""
+"""The largest magnitude of a LoRA scale: far beyond practical values, but below float32 overflow."""
 
 
 class Range(NamedTuple):
-    """The smallest and the largest value of a number."""
+    """The minimum and maximum of a number."""
 
     low: float
     high: float = _INT32_MAX
 
 
 class Setting(NamedTuple):
-    """What commands, messages and docs say of a field of `EngineConfig`, beside its type and its default."""
+    """How commands, messages and docs describe a field of `EngineConfig`, in addition to its type and default."""
 
     group: str
     """Its heading in `--help`."""
     flags: str
-    """Separated by spaces; the first one is in messages, and CPPBATCH_ with the first long one is the environment
-    variable. "": there is none."""
+    """Separated by spaces. Messages use the first one; the environment variable is CPPBATCH_ plus the first long one.
+    "": no flag."""
     help: str
     llama_env: str = ""
     """llama.cpp's environment variable."""
     metavar: str = ""
     range: Range | None = None
     range_words: str = ""
-    """The range in messages and docs, if it is not "from `low` to `high`"."""
+    """The range in messages and docs, if it differs from "from `low` to `high`"."""
 
     @property
     def env(self) -> str:
@@ -83,7 +83,7 @@ class Setting(NamedTuple):
 
     @property
     def range_text(self) -> str:
-        """The range in words, "" without one."""
+        """The range in words; "" without a range."""
         return self.range_words or (f"from {self.range.low} to {self.range.high}" if self.range else "")
 
 
@@ -94,7 +94,7 @@ def named(setting: str) -> str:
 
 
 def flag_of(setting: str) -> str:
-    """The flag of a setting in messages, "" if it has none."""
+    """The flag of a setting in messages; "" without a flag."""
     return SETTINGS[setting].flags.partition(" ")[0].partition("/")[0]
 
 
@@ -122,7 +122,7 @@ class EngineConfig(_Model, frozen=True, kw_only=True):
         "-c --ctx-size", "Total KV cells for all sequences; 0: the model's context length.", "LLAMA_ARG_CTX_SIZE",
         range=Range(1),
     )] = 16384
-    """0 is for the command line only."""
+    """0 is only valid on the command line."""
     n_batch: Annotated[int, _memory(
         "-b --batch-size", "Maximum tokens per step.", "LLAMA_ARG_BATCH", range=Range(1),
     )] = 2048
@@ -199,15 +199,15 @@ class EngineConfig(_Model, frozen=True, kw_only=True):
         "auto: switch at runtime (CPU only).",
         "LLAMA_ARG_KV_UNIFIED",
     )] = "auto"
-    """auto: on a CPU per-sequence, and unified while a request needs more or a long prefix is shared
+    """auto: per-sequence on a CPU, and unified while a request needs more cells or a long prefix is shared
     (docs/decisions/0006)."""
     flash_attn: Annotated[FlashAttention, _speed(
         "-fa --flash-attn", "Flash attention.", "LLAMA_ARG_FLASH_ATTN",
     )] = "auto"
-    """auto: the faster one for the layout and the device (docs/decisions/0006), and off with an f32 cache, which flash
+    """auto: whichever is faster for the layout and device (docs/decisions/0006); off with an f32 cache, which flash
     attention casts to f16."""
     stream_flash_attn: Annotated[FlashAttention, _speed(
-        "", "What flash_attn auto means in the per-sequence layout on a CPU, by measured times; auto: not measured.",
+        "", "Measured choice for flash_attn auto in the per-sequence layout on a CPU; auto: not measured.",
     )] = "auto"
     """As measured for this machine (docs/decisions/0048)."""
     repack: Annotated[Repacking, _speed(
@@ -227,7 +227,7 @@ class EngineConfig(_Model, frozen=True, kw_only=True):
         "throughput: compute prompts first; latency: compute prompts in small pieces, so running sequences keep "
         "generating; balanced: a compromise.",
     )] = "balanced"
-    """How long a step may take while a sequence decodes, unless `target_itl_ms` says it. latency: 2.5 times a step
+    """Limits the time of a step while a sequence decodes, unless `target_itl_ms` is set. latency: 2.5 times a step
     without prompts; balanced: 8 times."""
     target_itl_ms: Annotated[float, _speed(
         "--target-itl-ms",
@@ -240,16 +240,16 @@ class EngineConfig(_Model, frozen=True, kw_only=True):
         "requests in bursts; 0: no waiting.",
         range=Range(0, _MAX_WAIT_MS), range_words=f"0 (no waiting) to {_MAX_WAIT_MS}",
     )] = 0
-    """Unless `n_parallel` requests are waiting. While a request runs, others join immediately."""
+    """Starts earlier if `n_parallel` requests are waiting. While a request runs, others join immediately."""
     deterministic: Annotated[bool, _speed(
         "--deterministic",
         "Compute bit-identical logits regardless of what else is in the batch. CPU only; slows down prefill.",
     )] = False
     """With the per-sequence layout, flash attention and bf16 or quantised caches (docs/decisions/0030)."""
     step_ms: Annotated[tuple[tuple[int, float], ...], _speed(
-        "", "Decode rows with the ms that a step of them takes here, from the profile of cppbatch tune.",
+        "", "Pairs of decode rows and ms per step on this machine, from the profile of cppbatch tune.",
     )] = ()
-    """The engine learns the others, and changes, from its steps."""
+    """The engine learns other batch sizes, and changes, from its steps."""
 
     spec: Annotated[Speculation, _drafts(
         "--spec --spec-type",
@@ -304,8 +304,8 @@ class EngineConfig(_Model, frozen=True, kw_only=True):
         "Return embeddings with this pooling instead of text. Automatic for embedding models and rerankers.",
         "LLAMA_ARG_POOLING",
     )] = None
-    """None: as the model's file says; models that generate text do not pool. An engine that pools computes every
-    sequence whole, in one step: -ub, --kv-layout, --sampling and everything about cached or swapped sequences do not
+    """None: as set in the model's file; models that generate text do not pool. A pooling engine computes every
+    sequence whole, in one step: -ub, --kv-layout, --sampling and all settings for cached or swapped sequences do not
     apply."""
 
     max_queue: Annotated[int, Setting(
@@ -433,24 +433,24 @@ _DECLARED = {
     name: hint for name, hint in get_type_hints(EngineConfig, include_extras=True).items() if name != "model_path"
 }
 SETTINGS: dict[str, Setting] = {name: hint.__metadata__[0] for name, hint in _DECLARED.items()}
-"""The declarations of all fields of `EngineConfig` but `model_path`."""
+"""The declarations of all fields of `EngineConfig` except `model_path`."""
 OPTIONS = tuple(name for name, setting in SETTINGS.items() if setting.flags and name != "device")
-"""The settings that have an option. --devices is one of the deployment, and sets the `device` of each worker."""
+"""The settings that have an option. --devices belongs to the deployment, and sets the `device` of each worker."""
 KINDS: dict[str, Any] = {name: hint.__origin__ for name, hint in _DECLARED.items()}
 """Their types."""
 
 
 def _words(kind: Any) -> tuple[str, ...]:
-    """The values of a `Literal`, also of one that may be None."""
+    """The values of a `Literal`, optionally with None."""
     return next((get_args(each) for each in (kind, *get_args(kind)) if get_origin(each) is Literal), ())
 
 
 CHOICES: dict[str, tuple[str, ...]] = {name: words for name, kind in KINDS.items() if (words := _words(kind))}
-"""The values of the settings that are one of a few words."""
+"""The allowed values of the settings that are `Literal`s."""
 
 
 class EngineSettings(TypedDict, total=False):
-    """Fields of `EngineConfig`, all but `model_path`, as keyword arguments. Type checkers need them literally."""
+    """All fields of `EngineConfig` except `model_path`, as keyword arguments. Type checkers need them spelled out."""
 
     n_ctx: int
     n_parallel: int
@@ -494,7 +494,7 @@ class EngineSettings(TypedDict, total=False):
 
 
 def disk_folder(setting: str) -> tuple[Path, int] | None:
-    """The folder of `prefix_cache_disk`, and the bytes that its files may take; None: there is none.
+    """The folder of `prefix_cache_disk`, and the maximum bytes of its files; None: no folder.
 
     Raises `ConfigError`.
     """
@@ -518,7 +518,7 @@ def adapter_name(path: str) -> str:
 
 
 def engine_config(model: str | Path | EngineConfig, settings: EngineSettings) -> EngineConfig:
-    """One struct of a model file and settings, or of an `EngineConfig` with some settings replaced."""
+    """Builds the config from a model file and settings, or from an `EngineConfig` with some settings replaced."""
     if not isinstance(model, EngineConfig):
         return EngineConfig(model_path=str(model), **settings)
     return msgspec.structs.replace(model, **settings)
@@ -532,9 +532,9 @@ def available_threads() -> int:
 
 
 def cells_for(n_ctx: int, n_parallel: int, most: int) -> int:
-    """KV cells of an engine whose requests may have `n_ctx` tokens each, as programs for one request at a time say it.
+    """KV cells of an engine whose requests may have `n_ctx` tokens each, as in APIs for one request at a time.
 
-    At least that many, and no more than all sequences could use; between these `most`, so that short requests run
-    together whatever `n_ctx` is.
+    `most`, but at least `n_ctx`, and no more than all sequences could use: so short requests run together whatever
+    `n_ctx` is.
     """
     return max(n_ctx, min(n_ctx * n_parallel, most))

@@ -1,4 +1,4 @@
-"""All exceptions of cppbatch. A message says what was wrong, with the value, and what to do."""
+"""All exceptions of cppbatch. Each message names the problem, the value and the remedy."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ class CppBatchError(Exception):
 
 
 class LibraryError(CppBatchError):
-    """llama-cpp-python is missing, has another version than the pinned one, or does not work on this CPU."""
+    """llama-cpp-python is missing, is not the pinned version, or does not work on this CPU."""
 
 
 class ModelError(CppBatchError):
-    """A model file is missing or broken, or the model cannot do what was asked."""
+    """A model file is missing or broken, or the model does not support the request."""
 
 
 class ConfigError(CppBatchError):
@@ -22,17 +22,17 @@ class ConfigError(CppBatchError):
 
 
 class InputChanged(ConfigError):
-    """The input file of a batch is not as it was uploaded."""
+    """The input file of a batch has changed since its upload."""
 
 
 class LoadInterrupted(ModelError):
-    """The process that was loading a model was killed from outside. The model is not to blame."""
+    """The process loading a model was killed from outside. The model is not the cause."""
 
 
 class DoesNotFit(CppBatchError):
-    """A model does not fit into memory beside those that are loaded.
+    """A model does not fit into memory next to the loaded ones.
 
-    `never`: nor would it if every model that may leave had left.
+    `never`: it would not fit even if every evictable model were unloaded.
     """
 
     def __init__(self, message: str, *, never: bool = False) -> None:
@@ -45,7 +45,7 @@ class ModelNotLoaded(CppBatchError):
 
 
 class ModelLoadFailed(CppBatchError):
-    """A model could not be loaded. `retry_after`: seconds after which a request tries it again."""
+    """A model could not be loaded. `retry_after`: seconds after which a request retries loading."""
 
     def __init__(self, message: str, retry_after: float) -> None:
         super().__init__(message)
@@ -53,19 +53,19 @@ class ModelLoadFailed(CppBatchError):
 
 
 class RpcUnreachable(CppBatchError):
-    """No RPC worker answers at an address now (--rpc)."""
+    """No RPC worker currently answers at an address (--rpc)."""
 
 
 class EstimateFailed(CppBatchError):
-    """The memory of an engine cannot be estimated. The model may load nevertheless."""
+    """The memory of an engine cannot be estimated. The model may still load."""
 
 
 class UnusableServer(CppBatchError):
-    """The server to measure does not answer, or cannot be measured."""
+    """The server to benchmark does not answer, or cannot be benchmarked."""
 
 
 class StorageError(CppBatchError):
-    """The files of jobs cannot be used: the disk is full, or a file is broken, read-only, or in use elsewhere.
+    """Job files cannot be used: the disk is full, or a file is broken, read-only, or in use elsewhere.
 
     The message names files; `public` is the message for clients of a server.
     """
@@ -74,39 +74,39 @@ class StorageError(CppBatchError):
 
 
 class DiskFull(StorageError):
-    """The disk is full. Nothing that was written is lost."""
+    """The disk is full. No written data is lost."""
 
     public = "the server's disk is full: free some space and try again; no data was lost"
 
 
 class LedgerLost(StorageError):
-    """There are results of a job, but its ledger is missing, or belongs to another job."""
+    """A job has results, but its ledger is missing, or belongs to another job."""
 
 
 class InUse(StorageError):
-    """Another process uses the file or folder."""
+    """The file or folder is in use by another process."""
 
     public = "the server's data folder is in use by another cppbatch"
 
 
 class ContextOverflow(msgspec.Struct, frozen=True, kw_only=True):
-    """A prompt that is longer than the context."""
+    """A prompt longer than the context."""
 
     n_prompt_tokens: int
     n_ctx: int
-    """Tokens that one request may have, prompt and completion together."""
+    """Maximum tokens of a request, prompt and completion together."""
     advice: str = ""
-    """How the context of this engine can be made longer; "": it is as long as the model allows."""
+    """How to enlarge the context of this engine; "": it is already the model's maximum."""
     is_pooled: bool = False
-    """Whether the prompt was to become a vector or a score, and so must be computed whole."""
+    """Whether the request is for a vector or score, so that the prompt must be computed in one step."""
     is_least: bool = False
-    """Whether the prompt has `n_prompt_tokens` or more: it was too long to be tokenised."""
+    """Whether `n_prompt_tokens` is a lower bound: the prompt was too long to tokenise."""
 
 
 class InvalidRequest(CppBatchError, ValueError):
-    """One request is wrong; other requests are not affected.
+    """A request is invalid; other requests are not affected.
 
-    `field`: the request's field at fault, as the user wrote it ("temperature", "messages[2].role", ...).
+    `field`: the invalid field, as the client named it ("temperature", "messages[2].role", ...).
     `overflow`: set if the request is refused because its prompt is longer than the context.
     """
 
@@ -115,7 +115,7 @@ class InvalidRequest(CppBatchError, ValueError):
         self.field, self.message, self.overflow = field, message, overflow
 
     def renamed(self, field: str) -> InvalidRequest:
-        """The same error under another name of the field."""
+        """The same error with another field name."""
         return InvalidRequest(field, self.message, self.overflow)
 
 
@@ -128,7 +128,7 @@ class NotFound(InvalidRequest):
 
 
 class Forbidden(InvalidRequest):
-    """The API key of the request does not allow it (403)."""
+    """The request's API key does not allow it (403)."""
 
 
 class Conflict(InvalidRequest):
@@ -136,7 +136,7 @@ class Conflict(InvalidRequest):
 
 
 class QueueFull(CppBatchError):
-    """The queue is full (--max-queue). `retry_after`: seconds until one of the waiting requests has probably ended."""
+    """The queue is full (--max-queue). `retry_after`: estimated seconds until a waiting request ends."""
 
     def __init__(self, limit: int, retry_after: float) -> None:
         super().__init__(
@@ -147,7 +147,7 @@ class QueueFull(CppBatchError):
 
 
 class EngineClosed(CppBatchError):
-    """The engine is closed, has failed, or is closing, and takes no new requests."""
+    """The engine is closed, closing or failed, and accepts no new requests."""
 
 
 class GenerationFailed(CppBatchError, RuntimeError):
@@ -159,7 +159,7 @@ class LlamaError(CppBatchError):
 
 
 class OutOfRange(LlamaError, ValueError):
-    """An argument is out of range, and would have hit an assertion in llama.cpp."""
+    """An argument is out of range, and would fail an assertion in llama.cpp."""
 
 
 class CacheFull(LlamaError):

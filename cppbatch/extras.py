@@ -1,4 +1,4 @@
-"""Packages that few need: the extras of pyproject.toml."""
+"""Optional packages: the extras of pyproject.toml."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _PACKAGES = {
 def require(module: str, what: str) -> None:
     """Imports the module of an extra: require("pyarrow", "a Parquet file").
 
-    Raises `ConfigError`, which says how to install it, if it is missing.
+    Raises `ConfigError` with the install command if it is missing.
     """
     try:
         importlib.import_module(module)

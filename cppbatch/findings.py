@@ -1,8 +1,7 @@
-"""What was found out about llama.cpp on this machine, in files of the user's cache: times, verdicts, sizes.
+"""Findings about llama.cpp on this machine, cached in the user's cache folder: times, verdicts, sizes.
 
-The name of a file is a key of all that its content depends on, so that no content is ever stale: of the library's files
-and the CPU (`build_key`), and for what depends on more than those, of models, settings and cppbatch's own code
-(`finding_key`).
+A file's name is a hash of everything that its content depends on, so content is never stale: the library's files and
+the CPU (`build_key`), plus models, settings and cppbatch's own code where they matter (`finding_key`).
 """
 
 from __future__ import annotations
@@ -26,9 +25,9 @@ log = logging.getLogger("cppbatch.findings")
 
 Finding = TypeVar("Finding")
 
-_MOST_FILES = 256  # of a kind; of more, the oldest are removed
-_ON_CPU = ("base", "cpu", "rpc", "blas")  # ggml's libraries that compute on no GPU
-_OF_LIBRARY = ("GGML_", "LLAMA_")  # variables that change what the library does
+_MOST_FILES = 256  # per kind; beyond that, the oldest are removed
+_ON_CPU = ("base", "cpu", "rpc", "blas")  # ggml's libraries without GPU code
+_OF_LIBRARY = ("GGML_", "LLAMA_")  # environment variables that change the library's behaviour
 
 
 def library_folder() -> Path | None:
@@ -40,7 +39,7 @@ def library_folder() -> Path | None:
 
 
 def computes_on_cpu_only(folder: Path) -> bool:
-    """Whether the build in this folder has no library for a GPU. What it finds out depends on no driver then."""
+    """Whether the build in this folder has no GPU library. Its findings then do not depend on a driver."""
     parts = [file.name.split("ggml-", 1)[1] for file in folder.iterdir() if "ggml-" in file.name]
     return bool(parts) and all(part.startswith(_ON_CPU) for part in parts)
 
@@ -53,16 +52,16 @@ def build_key(folder: Path) -> str:
 
 
 def finding_key(folder: Path, files: Iterable[Path], *settings: object) -> str:
-    """A hash of the library and the CPU, of these files, of cppbatch's code, and of settings, which `repr` tells apart.
+    """A hash of the library, the CPU, these files, cppbatch's code, and the `repr` of settings.
 
-    `files` need not exist: that one appears makes another key.
+    `files` need not exist: creating one changes the key.
     """
     variables = sorted(each for each in os.environ.items() if each[0].startswith(_OF_LIBRARY))
     return _hash(build_key(folder), variables, _own_code(), [(str(f), file_stamp(f)) for f in files], *settings)
 
 
 def file_stamp(path: Path) -> tuple[int, ...]:
-    """Numbers that differ after any change of a file; () if it does not exist."""
+    """Numbers that change with any change to a file; () if it does not exist."""
     try:
         found = path.stat()
     except OSError:
@@ -103,7 +102,7 @@ def finding_path(kind: str, key: str) -> Path:
 
 
 def read_finding(path: Path, kind: type[Finding]) -> Finding | None:
-    """The content of a file; None if there is none, or it cannot be read as this type."""
+    """The content of a file; None if it is missing, or cannot be read as this type."""
     for place in _places(path):
         with contextlib.suppress(OSError, msgspec.DecodeError, RecursionError):
             return msgspec.json.decode(place.read_bytes(), type=kind)
@@ -111,7 +110,7 @@ def read_finding(path: Path, kind: type[Finding]) -> Finding | None:
 
 
 def write_finding(path: Path, found: object) -> None:
-    """Writes the file at once: other processes read it before or after. That it cannot be written is only logged."""
+    """Writes the file atomically: other processes see the old or the new content. Failures are only logged."""
     for place in _places(path):
         try:
             place.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -125,8 +124,8 @@ def write_finding(path: Path, found: object) -> None:
 
 
 def _places(path: Path) -> Iterator[Path]:
-    """The file in the user's cache, and one for a user whose cache cannot be written: a command that times again has
-    other advice than the one before. Its folder is left out if another user has made it."""
+    """The file in the user's cache, and a fallback if the cache is not writable: without one, each command would time
+    again and could give different advice. The fallback folder is skipped if another user created it."""
     yield path
     above = next(folder for folder in path.parents if os.path.lexists(folder))
     is_writable = above.is_dir() and os.access(above, os.W_OK)

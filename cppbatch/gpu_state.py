@@ -1,4 +1,4 @@
-"""Utilisation, memory, power and energy of NVIDIA's GPUs, read from the driver by NVML (the extra `cppbatch[gpu]`)."""
+"""Utilisation, memory, power and energy of NVIDIA GPUs, read from the driver with NVML (extra `cppbatch[gpu]`)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _SERVER_INTERVAL_S = 1.0
 
 
 class GpuState(msgspec.Struct, frozen=True, kw_only=True):
-    """A GPU, at one time. None: the driver does not report this value for this GPU (few are available with MIG)."""
+    """The state of a GPU. None: the driver does not report this value for this GPU (few are available with MIG)."""
 
     index: int
     """NVML's number, as in nvidia-smi. llama.cpp counts only the GPUs that CUDA_VISIBLE_DEVICES names."""
@@ -36,7 +36,7 @@ class GpuState(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Gpus:
-    """The GPUs of this machine, as the driver numbers them. Reading takes milliseconds: not on an event loop."""
+    """The GPUs of this machine, in the driver's order. Reading takes milliseconds: not for an event loop."""
 
     def __init__(self, nvml: Any, handles: list[Any]) -> None:
         """Called by `open`."""
@@ -47,7 +47,7 @@ class Gpus:
 
     @classmethod
     def open(cls) -> Gpus | None:
-        """None, with the reason in the log, where nothing can be read: no NVIDIA driver, no GPU, no nvidia-ml-py."""
+        """None if nothing can be read (no NVIDIA driver, GPU or nvidia-ml-py); logs the reason."""
         try:
             import pynvml as nvml
         except ImportError:
@@ -62,7 +62,7 @@ class Gpus:
             return None
 
     def read(self) -> list[GpuState]:
-        """Their state now. A figure that cannot be read is None."""
+        """Their current state. Values that cannot be read are None."""
         return [self._read(index, *gpu) for index, gpu in enumerate(self._gpus)]
 
     def _read(self, index: int, handle: Any, name: str, uuid: str) -> GpuState:
@@ -90,9 +90,9 @@ class Gpus:
 
 
 class GpuSampler:
-    """A context manager that reads the GPUs every `interval` seconds, on a thread of its own.
+    """A context manager that reads the GPUs every `interval` seconds, on its own thread.
 
-    Without a GPU it does nothing. A driver that hangs stops this thread, and nothing else.
+    Without a GPU it does nothing. A hanging driver blocks only this thread.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class GpuSampler:
     ) -> None:
         """`on_sample`: called on that thread with each sample."""
         self.latest: list[GpuState] = []
-        """The last sample; empty without a GPU, and until the first sample."""
+        """The last sample; empty without a GPU, and before the first sample."""
         self._on_sample, self._interval = on_sample, interval
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="gpu-sampler", daemon=True)

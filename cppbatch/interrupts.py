@@ -1,4 +1,4 @@
-"""Ctrl-C that waits for the end of a block, such as a call into C that calls Python back."""
+"""Delays Ctrl-C until the end of a block, such as a call into C that calls back into Python."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from contextlib import contextmanager
 
 @contextmanager
 def interrupts_deferred() -> Iterator[Callable[[], bool]]:
-    """Calls the handler of Ctrl-C at the end of the block, if it is pressed within. Only the main thread has one.
+    """Delays the Ctrl-C handler to the end of the block. Only has an effect on the main thread.
 
-    Yields a function that returns whether it has been pressed.
+    Yields a function that returns whether Ctrl-C was pressed.
     """
     in_main_thread = threading.current_thread() is threading.main_thread()
     handler = signal.getsignal(signal.SIGINT) if in_main_thread else None

@@ -1,7 +1,7 @@
 """Limits on the size and depth of a JSON text, measured on its bytes before it is decoded.
 
 Decoding a megabyte takes a millisecond if it is one string, but a hundred times as long if it is small values, with
-Python's lock (GIL) held. Values nested hundreds deep overflow the stack of the code that walks them later.
+the GIL held. Values nested hundreds of levels deep overflow the stack of code that walks them later.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ import numpy as np
 import numpy.typing as npt
 
 MOST_NESTED = 128
-"""Depth of lists and objects. Python's own limit is for the whole stack: code that walks a decoded value, with more of
-the stack in use, could fail where decoding did not."""
+"""Maximum depth of lists and objects. Python's own limit covers the whole stack: code that walks a decoded value with
+more of the stack in use could fail where decoding did not."""
 
-_MAX_MEMBERS = 100_000  # of all objects; decoding them takes about 60 ms, with Python's lock held
+_MAX_MEMBERS = 100_000  # in all objects; decoding them takes about 60 ms, with the GIL held
 _MAX_CONTAINERS = 100_000  # lists and objects
 _MAX_VALUES = 500_000  # in all lists, for example token ids
-_SMALL = 1 << 18  # bytes: decoding so few is always fast enough
+_SMALL = 1 << 18  # bytes: decoding up to this size is always fast enough
 _CHUNK = 1 << 20  # bytes measured at once
 _QUOTE, _BACKSLASH, _COMMA, _COLON = b'"\\,:'
 
@@ -27,7 +27,7 @@ Mask = npt.NDArray[np.bool_]
 
 
 class JsonShape(NamedTuple):
-    """Counts outside strings. For a text that is not JSON they are upper bounds."""
+    """Counts outside strings. For text that is not JSON, they are upper bounds."""
 
     depth: int
     """The depth of nested lists and objects."""
@@ -50,7 +50,7 @@ def json_shape(text: bytes) -> JsonShape:
             hidden = _escaped(data, escaped)
             quotes &= ~hidden[:-1]
             escaped = bool(hidden[-1])
-        inside = np.logical_xor.accumulate(quotes)  # from an opening quote to before its closing one
+        inside = np.logical_xor.accumulate(quotes)  # from an opening quote up to its closing one, exclusive
         if in_string:
             inside = ~inside
         in_string = bool(inside[-1])
@@ -84,7 +84,7 @@ def _escaped(data: Bytes, first: bool) -> Mask:
 
 
 def excess(text: bytes) -> str | None:
-    """Why a JSON text exceeds the limits, as the end of a sentence; None: it may be decoded."""
+    """Why a JSON text exceeds the limits, as the end of a sentence; None: it is within them."""
     if len(text) <= _SMALL and text.count(b"[") + text.count(b"{") <= MOST_NESTED:
         return None
     shape = json_shape(text)

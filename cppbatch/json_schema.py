@@ -1,4 +1,4 @@
-"""What JSON schemas allow: whether a schema is valid, and objects without further properties."""
+"""Checks of JSON schemas, and schemas whose objects have no additional properties."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _MAX_STEPS = 100_000
 
 
 def has_finite_instance(schema: Any) -> bool:
-    """False only if every instance of the schema would have to contain itself.
+    """False only if every instance of the schema must contain itself.
 
     Example: `{"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]}`. A grammar does not detect
     this: the model would write `{"a": {"a": {"a": ...` until `max_tokens`. Only keywords that make a part mandatory are
@@ -20,7 +20,7 @@ def has_finite_instance(schema: Any) -> bool:
 
 
 class _Search:
-    """Depth-first search through the mandatory parts. A `$ref` that is met while it is followed is not finite."""
+    """Depth-first search through the mandatory parts. A `$ref` reached again while being followed is infinite."""
 
     def __init__(self, root: Any) -> None:
         self._root = root
@@ -105,17 +105,17 @@ def _list(schema: dict[str, Any], key: str) -> list[Any]:
 
 
 # --- closed objects --------------------------------------------------------------------------------------------------
-# JSON schemas as they are generated from: an object has only the properties that its schema names.
+# JSON schemas as used for generation: an object has only the properties named in its schema.
 #
-# A JSON schema that does not mention other properties allows any of them, and small models then write them until the
-# text is cut off. llama.cpp and vLLM leave them out too, and clients such as instructor rely on it. The result matches
-# the client's schema all the same. `"additionalProperties": true` asks for others.
+# A JSON schema that does not mention other properties allows any, and small models then write them until the text is
+# cut off. llama.cpp and vLLM exclude them too, and clients such as instructor rely on it. The result still matches the
+# client's schema. `"additionalProperties": true` allows others.
 
 
 _OPENERS = frozenset(
     ("additionalProperties", "patternProperties", "unevaluatedProperties", "propertyNames", "minProperties")
 )
-# Where a value must match several schemas at once, none of them names all properties.
+# If a value must match several schemas at once, none of them names all properties.
 _COMBINE = frozenset(("allOf", "if", "not", "dependentSchemas", "dependencies", "$dynamicRef"))
 _COMBINE_IF_TWO = frozenset(("properties", "$ref", "anyOf", "oneOf"))
 _MAPS = ("properties", "$defs", "definitions")
@@ -159,14 +159,14 @@ def closed_objects(schema: Any) -> Any:
 
 
 def _combines(part: dict[str, Any]) -> bool:
-    """Also for `oneOf` without a discriminator: open schemas that exclude each other may not do so when closed."""
+    """Includes `oneOf` without a discriminator: open schemas that exclude each other may not do so when closed."""
     if not _COMBINE.isdisjoint(part) or len(_COMBINE_IF_TWO & part.keys()) > 1:
         return True
     return "oneOf" in part and "discriminator" not in part
 
 
 def _names_all_properties(part: dict[str, Any]) -> bool:
-    """Whether it names properties, all that are required, and says nothing about others."""
+    """Whether it names properties, including all required ones, and does not mention others."""
     properties, required = part.get("properties"), part.get("required", [])
     if not isinstance(properties, dict) or not isinstance(required, list):
         return False
@@ -174,7 +174,7 @@ def _names_all_properties(part: dict[str, Any]) -> bool:
 
 
 def compact_schema(schema: dict[str, Any] | bool) -> dict[str, Any] | bool:
-    """The schema of the same JSON without white space between its tokens."""
+    """The schema of the same JSON without whitespace between tokens."""
     if schema is False:
         return schema
     return ({} if schema is True else schema) | {GUIDANCE: {"whitespace_pattern": ""}}

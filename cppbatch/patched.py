@@ -16,7 +16,7 @@ _USAGE = "Usage: python -m cppbatch.patched PROGRAM.py [ARGUMENTS...]   or   -m 
 
 
 def main() -> None:
-    """Runs the program that the command line names."""
+    """Runs the program given on the command line."""
     arguments = sys.argv[1:]
     is_module = arguments[:1] == ["-m"]
     arguments = arguments[is_module:]

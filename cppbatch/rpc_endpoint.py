@@ -1,4 +1,4 @@
-"""The addresses of RPC workers, and the question whether one answers there: plain sockets, without llama.cpp.
+"""The addresses of RPC workers, and checks whether one answers: plain sockets, without llama.cpp.
 
 An RPC worker (`cppbatch rpc-worker`, or llama.cpp's `rpc-server`) serves one connection at a time. The kernel accepts
 further connections, which then wait.
@@ -16,14 +16,14 @@ from typing import NamedTuple
 from cppbatch.errors import ConfigError, RpcUnreachable
 
 PROTOCOL = "7.0.0"
-"""Of the pinned llama.cpp. Its client accepts other patch versions, whose operations have other numbers."""
+"""Of the pinned llama.cpp. Its client accepts other patch versions, although they number operations differently."""
 
 DEFAULT_PORT = 50052
 ANSWER_S = 5.0
-"""A free worker answers at once; this long it may take over a slow network."""
+"""A free worker answers at once; this allows for a slow network."""
 
 _SILENCE = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 11_000}
-"""Seconds without traffic, seconds between probes, probes without an answer; ms without an acknowledgement."""
+"""Seconds without traffic, seconds between probes, unanswered probes; ms without an acknowledgement."""
 
 _HOST = re.compile(r"[A-Za-z0-9._-]+")
 _HELLO = 14
@@ -55,10 +55,10 @@ def parse_endpoint(text: str) -> Endpoint:
 
 
 def end_when_silent(connection: socket.socket) -> None:
-    """Has the system end a connection whose other machine has not answered for 11 s.
+    """Makes the system close a connection whose peer machine has not answered for 11 s.
 
-    A machine that answers may compute for any time. Connections accepted by a listening socket inherit this on Linux.
-    Systems that lack an option leave it out.
+    A peer that answers may compute for any length of time. On Linux, connections accepted by a listening socket inherit
+    this. Options that the system lacks are skipped.
     """
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in _SILENCE.items():
@@ -67,7 +67,7 @@ def end_when_silent(connection: socket.socket) -> None:
 
 
 def check_worker(endpoint: Endpoint, seconds: float = ANSWER_S) -> None:
-    """Raises `RpcUnreachable` if no RPC worker answers there now, `ConfigError` if what listens there never will."""
+    """Raises `RpcUnreachable` if no RPC worker answers now, `ConfigError` if the listening program never will."""
     try:
         version = _ask_version(endpoint, seconds)
     except TimeoutError:
@@ -75,7 +75,7 @@ def check_worker(endpoint: Endpoint, seconds: float = ANSWER_S) -> None:
             f"the RPC worker at {endpoint} did not answer within {seconds:g} s. A worker serves one engine at a time; "
             "it may be in use by another engine"
         ) from None
-    except EOFError:  # an SSH tunnel does so where nothing listens at its other end
+    except EOFError:  # from an SSH tunnel, if nothing listens at its other end
         raise RpcUnreachable(
             f"the connection to {endpoint} was closed by the other side: it may be a tunnel without an RPC worker at "
             "its end, or a worker of another version"
@@ -87,7 +87,7 @@ def check_worker(endpoint: Endpoint, seconds: float = ANSWER_S) -> None:
         found = (
             f"speaks version {version} of llama.cpp's RPC"
             if version
-            else ("is not an RPC worker, or is one of another version")
+            else ("is not an RPC worker, or has another version")
         )
         raise ConfigError(
             f"the program at {endpoint} {found}; this cppbatch requires {PROTOCOL}: install the same cppbatch version "
@@ -104,7 +104,7 @@ def wait_for_workers(
     sleep: Callable[[float], object] = time.sleep,
     check: Callable[[Endpoint], None] = check_worker,
 ) -> None:
-    """Waits until all workers answer, in `seconds` at most, and reports at once and then every 10 s what is missing.
+    """Waits up to `seconds` until all workers answer. Reports which one is missing, at once and then every 10 s.
 
     Raises as `check_worker`.
     """
@@ -127,7 +127,7 @@ def wait_for_workers(
 
 
 def _ask_version(endpoint: Endpoint, seconds: float) -> str:
-    """The version of the protocol in its answer to a hello; "" if that is no such answer."""
+    """The protocol version in its answer to a hello; "" if the answer is not valid."""
     try:
         connection = socket.create_connection(endpoint, seconds)
     except TimeoutError:

@@ -1,4 +1,4 @@
-"""Decoded JSON and TOML as typed structs, and errors that name the field at fault."""
+"""Decoded JSON and TOML as typed structs, and errors that name the invalid field."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Kind = TypeVar("Kind")
 
 
 def convert(value: Any, kind: type[Kind], field: str = "", *, from_text: bool = False) -> Kind:
-    """Decoded JSON as a struct. Raises `InvalidRequest` naming the field at fault (within `field`).
+    """Decoded JSON as a struct. Raises `InvalidRequest` naming the invalid field (within `field`).
 
     `from_text`: the value is from a query string or a form, where numbers are strings.
     """
@@ -27,7 +27,7 @@ def convert(value: Any, kind: type[Kind], field: str = "", *, from_text: bool = 
 
 
 def decode_toml(text: str | bytes, kind: type[Kind]) -> Kind:
-    """Raises `msgspec.DecodeError`, also for what is nested so deep that Python's parser fails."""
+    """Raises `msgspec.DecodeError`, also for nesting too deep for Python's parser."""
     try:
         return msgspec.toml.decode(text, type=kind)
     except RecursionError:

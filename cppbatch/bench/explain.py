@@ -1,4 +1,4 @@
-"""`cppbatch bench explain`: where the time of a trace went (`--trace`), against what its work costs at best."""
+"""`cppbatch bench explain`: where the time of a trace (`--trace`) went, compared with the minimum cost of its work."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ if TYPE_CHECKING:
 
 
 _MEANING = {
-    "ideal": "what the work costs at best",
+    "ideal": "minimum cost of the work",
     "padding": "padding rows",
     "drafts": "rows of rejected draft tokens",
     "few_rows": "steps with fewer rows than unfinished sequences",
-    "small_pieces": "prompt tokens beyond their cost in the best size of a piece",
+    "small_pieces": "prompt tokens beyond their cost in pieces of the best size",
     "computed_again": "tokens of preempted sequences whose keys and values were lost",
     "sampling": "rows of logits to tokens",
     "engine": "schedule, fill, advance",
@@ -66,11 +66,11 @@ class TracedStep(NamedTuple):
     phases: dict[str, float]
     work: StepWork
     waited_s: float
-    """Before it, without work."""
+    """Idle time before it."""
 
 
 def read_steps(path: Path) -> list[TracedStep]:
-    """The computed steps of a trace, also of one that was cut off. Raises `ConfigError`."""
+    """The computed steps of a trace, which may be truncated. Raises `ConfigError`."""
     try:
         steps = list(_steps(path))
     except OSError as error:
@@ -78,7 +78,7 @@ def read_steps(path: Path) -> list[TracedStep]:
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not a cppbatch trace: {error}. Give a file written by --trace") from error
     if not steps:
-        raise ConfigError(f"{path} contains no steps with figures. Give a file written by --trace with this version")
+        raise ConfigError(f"{path} contains no steps with timings. Give a file written by --trace with this version")
     return steps
 
 
@@ -91,7 +91,7 @@ def _steps(path: Path) -> Iterator[TracedStep]:
         if next(lines, b"").strip() != b"[":
             raise msgspec.DecodeError("its first line is not [")
         for line in lines:
-            if not line.endswith(b"\n") or line.startswith(b"{}]"):  # cut off; the end
+            if not line.endswith(b"\n") or line.startswith(b"{}]"):  # truncated; the end
                 break
             event = decoder.decode(line.rstrip().removesuffix(b","))
             if event.ph != "X" or event.tid not in _TRACKS or event.name not in _PHASES:
@@ -106,7 +106,7 @@ def _steps(path: Path) -> Iterator[TracedStep]:
 
 
 def bare_costs_of(steps: list[TracedStep]) -> BareCosts:
-    """What steps cost at best, as an engine learns it; from all of them, so that the first ones are judged as well."""
+    """The minimum costs of steps, as learned by an engine; from all steps, so that the first ones are covered too."""
     budget = StepBudget(1)
     for step in steps:
         decode_s = step.phases["decode"]
@@ -179,7 +179,7 @@ def _intervals(start: float, end: float) -> list[tuple[int, float]]:
 
 def _costs_line(costs: BareCosts) -> str:
     rows = f"a row {1000 * costs.row_s(1 << 30):.3g} ms" if costs.rows else "no row"
-    return f"At best, in this trace: a prompt token {1000 * costs.token_s:.3g} ms, {rows}."
+    return f"Minimum in this trace: a prompt token {1000 * costs.token_s:.3g} ms, {rows}."
 
 
 def plot_explanation(report: Report) -> Figure:
@@ -206,7 +206,7 @@ def plot_explanation(report: Report) -> Figure:
 
 
 # --- bare costs ------------------------------------------------------------------------------------------------------
-# What `llama_decode` costs at best on this machine now: a table that takes seconds to measure, for `ideal_seconds`.
+# The current minimum cost of `llama_decode` on this machine, for `ideal_seconds`: a table measured in seconds.
 
 
 _SHORT = 16  # tokens of a sequence whose rows are measured
@@ -228,7 +228,7 @@ def measure_bare_costs(runtime: Runtime, most_rows: int) -> BareCosts:
 
 
 def bare_costs_of_model(model_path: str, most_rows: int) -> BareCosts:
-    """The same of a model that is loaded for it, with the engine's default settings. Raises what loading raises."""
+    """The same for a model loaded for it with the engine's default settings. Raises the errors of loading."""
     n_ctx = most_rows * max(2 * _LONG[0] + 2 * _SHORT, _PIECES[-1])
     config = EngineConfig(model_path=model_path, n_parallel=most_rows, n_ctx=n_ctx, spec="off", prefix_cache=False)
     runtime = load_runtime(config)
@@ -291,7 +291,7 @@ class _Measurement:
         return n * self._piece_s[self._short] / self._short
 
     def _compute_piece(self, seq_id: int, n: int) -> float:
-        """Appends `n` tokens to a sequence. Returns the seconds; the least of new sequences are kept."""
+        """Appends `n` tokens to a sequence. Returns the seconds; keeps the minimum over new sequences."""
         self._batch.clear()
         self._batch.add_run(self._tokens[:n], self._ends[seq_id], seq_id, n_logits=1)
         seconds = self._decode()

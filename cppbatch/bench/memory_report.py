@@ -32,8 +32,8 @@ _MIB = 2**20
 _NAMES = {
     "weights": "weights", "adapters": "LoRA adapters", "cells": "KV cells", "states": "recurrent states",
     "compute": "compute buffers", "projector": "projector (mmproj)", "encoding": "encoding of images and audio",
-    "vectors": "their vectors in a step",
-    "output": "rows of logits", "engine": "their copies", "drafts": "logits of drafts",
+    "vectors": "image and audio vectors of a step",
+    "output": "rows of logits", "engine": "copies of logits", "drafts": "logits of drafts",
     "hidden": "hidden rows",
     "process": "process",
 }  # fmt: skip
@@ -69,7 +69,7 @@ def memory_report(config: EngineConfig, *, margin: float = 0.0) -> Report:
 
 
 def describe_sequences(footprint: Footprint, config: EngineConfig) -> Iterator[str]:
-    """What a sequence takes when it is short and when it is long, and how many checkpoints host memory holds."""
+    """The memory of a short and a long sequence, and the number of checkpoints that fit into host memory."""
     memory, long = footprint.sequence, min(footprint.sequence_cells, footprint.n_ctx_train or footprint.sequence_cells)
     if not memory.checkpoint_bytes(long):
         return
@@ -95,7 +95,7 @@ def with_measured(report: Report, taken: MeasuredMemory) -> Report:
     rows = [_with_measured(row, measured.get((row["what"], row["where"]))) for row in report.rows]
     firm = sum(round(row["predicted_mib"] * _MIB) for row in report.rows if row["kind"] != "process")
     grown = f"{format_gib(taken.process)} of {format_gib(firm)}"
-    notes = [f"this process grew by {grown}; memory that no token has needed yet is not included"]
+    notes = [f"this process grew by {grown}; memory that has not been used yet is not included"]
     notes += [f"{name} has {format_gib(n)} less free" for name, n in taken.devices.items()]
     columns = [*report.columns, Column("measured_mib", "measured", 1), Column("difference", "difference %", 1)]
     return replace(report, columns=columns, rows=rows, notes=[*report.notes, *notes])
@@ -255,11 +255,11 @@ def _free(backend: Backend) -> dict[str, int]:
 
 
 # --- memory overhead -------------------------------------------------------------------------------------------------
-# What an engine for several sequences takes beside one for a single sequence: `cppbatch memory --overhead`.
+# The memory of an engine for several sequences relative to one for a single sequence: `cppbatch memory --overhead`.
 
 
 GOAL = 50.0
-"""Percent over one sequence that a batch should take at most."""
+"""Maximum percent over one sequence that a batch should need."""
 _SIZES = (3, 8, 16, 32, 64)
 _LENGTHS = (64, 128, 240, 512, 1024, 2048)
 

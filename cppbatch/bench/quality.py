@@ -116,7 +116,7 @@ def _log_probs(
 
 
 # --- cache types -----------------------------------------------------------------------------------------------------
-# What the types of the KV cache change: text quality of one model, beside f16.
+# The effect of KV cache types on the text quality of a model, compared with f16.
 
 
 _SOURCE: Types = ("f16", "f16")
@@ -137,8 +137,8 @@ def compare_cache_types(
     """Measures the text quality with these types of keys and values, and with f16 alone, and keeps the KL divergences
     for later starts.
 
-    All are computed with flash attention, and f16 without it too. The divergence of the latter comes from the order of
-    additions alone, which quantised weights round on; what a type has more than that is due to the type. Raises
+    All are computed with flash attention, and f16 also without it. The divergence of the latter is only due to the
+    order of additions, on which the rounding of quantised weights depends; any excess is due to the type. Raises
     `ModelError` for a model that does not generate text, and the exceptions of loading a model.
     """
     config = EngineConfig(model_path=str(model), n_ctx=CONTEXT, n_parallel=1, kv_layout="unified", spec="off")
@@ -187,14 +187,14 @@ def compare_cache_types(
         notes=[
             f"text: {len(tokens):,} tokens of English in contexts of at most {CONTEXT}; the second half of each is "
             f"scored ({found[0].n_scored:,} tokens)",
-            "KL: KL divergence from the first row, nats; more: than that of f16 without flash attention, which adds in "
-            f"another order. Types with less than {MAX_EXCESS_KL} more may be chosen where they are clearly faster",
+            "KL: KL divergence from the first row, nats; more: excess over f16 without flash attention, which adds in "
+            f"a different order. Types with less than {MAX_EXCESS_KL} more may be chosen if they are clearly faster",
         ],
     )
 
 
 # --- compare files ---------------------------------------------------------------------------------------------------
-# Two files of one model beside each other: size, memory, speed in turns, and quality of text.
+# Compares two files of one model: size, memory, speed measured in turns, and text quality.
 
 
 _PARALLEL = 16
@@ -252,7 +252,7 @@ def _weights(configs: list[EngineConfig]) -> list[int | None]:
 
 
 def _speeds(first: Model, second: Model, configs: list[EngineConfig]) -> list[dict[str, Spread]]:
-    """Figures of both models. They take turns, so that both meet the same disturbances of the machine."""
+    """Measurements of both models, in turns, so that both are subject to the same disturbances."""
     n_ctx = _PARALLEL * (_PROMPT + _NEW)
     contexts = [
         make_context(replace(config, n_ctx=n_ctx), model)

@@ -108,7 +108,7 @@ class EnergyMeter:
         return f"Energy: {' and '.join(self._sources)}{missing}."
 
     def joules(self) -> float:
-        """Joules since some time in the past; only differences mean something."""
+        """Joules since an arbitrary point in time; only use differences."""
         return sum(read() for read in self._sources.values())
 
 
@@ -185,10 +185,10 @@ def _number(file: Path) -> int:
 
 
 # --- other programs --------------------------------------------------------------------------------------------------
-# Which other programs keep the cores of this machine busy.
+# Other programs that keep the cores of this machine busy.
 
 
-_MIN_SHARE = 0.1  # of a core, from which on a program is named
+_MIN_SHARE = 0.1  # of a core; programs above it are named
 
 
 class BusyProgram(NamedTuple):

@@ -115,7 +115,7 @@ def measure_roofline(
 def roofline_row(
     work: StepWork, speed: DeviceSpeed, batch_size: int, n_past: int, seconds: list[float]
 ) -> dict[str, Any]:
-    """The figures of a batch size. `seconds`: of its steps, as measured."""
+    """The row of a batch size. `seconds`: measured times of its steps."""
     n_bytes, flops = work.n_bytes(batch_size, n_past), work.flops(batch_size, n_past)
     memory, compute = n_bytes / speed.bytes_per_s, flops / speed.flops
     return {
@@ -178,7 +178,7 @@ def _step_seconds(runtime: Runtime, n: int, sizes: RooflineSizes) -> list[float]
 
 
 # --- step work -------------------------------------------------------------------------------------------------------
-# What a decode step must read and compute, from the header of the model file: bytes and floating-point operations.
+# The bytes and floating-point operations of a decode step, from the header of the model file.
 
 
 _EXPERTS = re.compile(r"\.ffn_\w+_exps\.")

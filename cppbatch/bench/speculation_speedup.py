@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 ToPrompt = Callable[[ModelInfo, str], str]
 """Makes a prompt of a user message, as the model's chat template wants it."""
 
-_LEAST_AT_ONCE = 4  # a run has as many requests as if so many ran at once
+_LEAST_AT_ONCE = 4  # a run has at least the number of requests for this concurrency
 _ROOM = 1024  # tokens of a prompt at most, to size the context
 
 _COLUMNS = [
@@ -234,9 +234,9 @@ def _report(config: EngineConfig, sizes: SpeedupSizes, info: ModelInfo, rows: li
         rows=rows,
         notes=[
             f"Workloads: {legend}.",
-            "tok/s: generated tokens by the time of the whole run, prompts included; speedup: the turns' ratio.",
-            "of decode: the ratio of the tokens/s of a sequence after its first token.",
-            "drafted: draft tokens for 100 generated ones; accepted: the share of the draft tokens.",
+            "tok/s: generated tokens divided by the time of the whole run with its prompts; speedup: ratio per turn.",
+            "of decode: the ratio of a sequence's tokens/s after its first token.",
+            "drafted: draft tokens per 100 generated ones; accepted: the fraction of draft tokens.",
         ],
     )
 

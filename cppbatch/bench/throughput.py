@@ -220,7 +220,7 @@ def _rows(engine: BatchInferenceEngine, runtime: Runtime, sizes: Sizes, meter: E
 
 
 def _of_ideal(runs: list[PairedRun], n: int, sizes: Sizes) -> dict[str, Spread]:
-    """The ideal time of the requests by that of the engine: with costs of the bare loop beside it."""
+    """The ideal time of the requests divided by the engine's, from the costs of the paired bare loop."""
     requests = [RequestSize(sizes.prompt_tokens, sizes.new_tokens)] * n
     costs = [BareCosts.of([(n, n / run.bare.decode)], [(n, 1 / run.bare.prefill)]) for run in runs]
     needed = [ideal_seconds(requests, each, n) for each in costs]
@@ -283,8 +283,8 @@ def _compare_with_sequential(rows: list[dict[str, Any]]) -> list[str]:
         before = alone.get(_variant(row))
         row["speedup"] = row["tokens_per_s"].median / before if before else None
     if not alone:
-        return ["x sequential: not known without B = 1 (-B 1,...)."]
-    return ["x sequential: generated tokens/s of whole requests, prompts included, relative to B = 1."]
+        return ["x sequential: unknown without B = 1 (-B 1,...)."]
+    return ["x sequential: generated tokens/s of whole requests, including prompts, relative to B = 1."]
 
 
 def _gain_notes(rows: list[dict[str, Any]], config: EngineConfig) -> list[str]:
@@ -312,12 +312,12 @@ def _add_memory(rows: list[dict[str, Any]], config: EngineConfig, sizes: Sizes) 
     try:
         footprints = iter(estimate_memory(wanted).footprints)
     except EstimateFailed as error:
-        return [f"The memory use is unknown: {error}."]
+        return [f"Memory use is unknown: {error}."]
     for row in rows:
         here, one = (sum(b.n_bytes for b in next(footprints).buffers) for _ in range(2))
         row["memory_mib"] = here / 2**20 or None
         row["memory_overhead"] = 100 * (here / one - 1) if here and one else None
-    return ["MiB: of an engine with -np B and cells for these lengths, as llama.cpp allocates it, weights included."]
+    return ["MiB: memory of an engine with -np B and cells for these lengths, including weights."]
 
 
 def _add_energy(rows: list[dict[str, Any]], meter: EnergyMeter, energy: EnergySettings) -> list[str]:
@@ -356,9 +356,9 @@ def _report(
         columns=[*_COLUMNS, *(each for each in optional if any(row[each.key] is not None for row in rows))],
         rows=rows,
         notes=[
-            "bare: llama_decode alone with the same batch, in turns with the engine; the ratio is the turns' median.",
-            "of ideal: the time of the same prompt tokens and rows in the bare loop, by that of the engine's run.",
-            "not decode: the share of a step that is spent outside llama_decode.",
+            "bare: llama_decode alone with the same batch, in turns with the engine; ratios are medians over turns.",
+            "of ideal: the time of the same prompt tokens and rows in the bare loop, divided by that of the engine.",
+            "not decode: the fraction of a step spent outside llama_decode.",
             *notes,
         ],
     )

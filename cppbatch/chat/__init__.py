@@ -1,1 +1,1 @@
-"""Chat templates, tool calls and reasoning: a conversation becomes a prompt, and generated text becomes a message."""
+"""Chat templates, tool calls and reasoning: converts conversations to prompts, and generated text to messages."""

@@ -30,28 +30,28 @@ _TOOL = {
     },
 }
 _USER: ChatMessage = {"role": "user", "content": "Hello."}
-_CALL_ID = "probe0001"  # nine letters and digits: some templates demand that
+_CALL_ID = "probe0001"  # nine letters and digits, as some templates require
 
 
 class TemplateCapabilities(msgspec.Struct, frozen=True, kw_only=True):
     """What a template supports."""
 
     tools: bool
-    """It writes the definitions of tools."""
+    """Whether it writes tool definitions."""
     tool_calls: bool
-    """It writes the tool calls of an assistant's message."""
+    """Whether it writes the tool calls of an assistant message."""
     system: bool
-    """It writes a system message at the beginning."""
+    """Whether it writes a system message at the start."""
     developer: bool
-    """It knows the role `developer`: it writes it differently from an unknown role."""
+    """Whether it supports the role `developer`, writing it differently from an unknown role."""
     strings: frozenset[str]
     """The roles whose content may be a string."""
     parts: frozenset[str]
-    """The roles whose content may be a list of parts. It writes every part."""
+    """The roles whose content may be a list of parts, all of which it writes."""
     string_arguments: bool
-    """It wants a call's arguments as a string of JSON, not as an object."""
+    """Whether it expects a call's arguments as a JSON string, not as an object."""
     null_content: bool
-    """It wants null, not an empty string, as the content of a message with only tool calls."""
+    """Whether it expects null, not an empty string, as the content of a message with only tool calls."""
 
 
 def detect_capabilities(render: Render) -> TemplateCapabilities:
@@ -92,7 +92,7 @@ def detect_capabilities(render: Render) -> TemplateCapabilities:
 
 
 def _detect_call_form(render: Render) -> tuple[bool, bool] | None:
-    """Returns the (`string_arguments`, `null_content`) with which a call is rendered correctly; None: there is none."""
+    """Returns the (`string_arguments`, `null_content`) with which calls are rendered correctly; None: neither works."""
     for string_arguments in (False, True):
         null, empty = (
             _render_call(render, string_arguments=string_arguments, null_content=null_content)
@@ -118,7 +118,7 @@ def _call(*, string_arguments: bool, null_content: bool) -> ChatMessage:
 
 
 def _is_correct(text: str) -> bool:
-    """The call is rendered, neither as Python's repr of an object nor as JSON within JSON."""
+    """Whether the call is rendered, and neither as Python's repr of an object nor as JSON within JSON."""
     return _VALUE in text and repr({"probe_key": _VALUE}) not in text and f'\\"{_VALUE}' not in text
 
 
@@ -131,7 +131,7 @@ def _part(text: str) -> dict[str, str]:
 
 
 def _has_both(text: str) -> bool:
-    """The texts of both parts are rendered, without the keys of the parts in between, as in the list's repr."""
+    """Whether the texts of both parts are rendered, without keys of the parts in between, as in the list's repr."""
     _, first, after = text.partition(_FIRST)
     between, second, _ = after.partition(_SECOND)
     return bool(first and second) and "text" not in between

@@ -1,4 +1,4 @@
-"""From a conversation to a prompt, a grammar and a parser of the answer."""
+"""Converts a conversation to a prompt, a grammar and a parser of the answer."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ _NEW_LINES = r"/\n{1,2}/"
 
 @dataclass(frozen=True)
 class ChatTurn:
-    """What a request says of the assistant's next message. The API families and the Python interface each make it of
-    their own fields, in one function."""
+    """A request for the assistant's next message. The API families and the Python interface each create it from their
+    own fields, in one function."""
 
     messages: list[Json]
     """OpenAI's objects; images and audio are parts as of `messages`."""
@@ -41,27 +41,27 @@ class ChatTurn:
     """OpenAI's objects."""
     choice: ToolChoice = field(default_factory=ToolChoice)
     schema: Json | bool | None = None
-    """The text must be JSON that matches it, unless tools are called; an answer that must be a call has no text."""
+    """JSON schema that the text must match, unless tools are called; an answer that must be a call has no text."""
     variables: Json = field(default_factory=dict)
     """Passed to the template."""
     thinking_tokens: int | None = None
-    """Maximum tokens of reasoning, -1: no limit; None: none but that of the `reasoning_effort` among the variables, if
-    the template does not know it."""
+    """Maximum reasoning tokens; -1: no limit; None: derived from the variable `reasoning_effort` if the template does
+    not support it, else no limit."""
     continue_final_message: bool | None = None
-    """Extend the last message instead of starting a new one; None: if the last message is the assistant's."""
+    """Extend the last message instead of starting a new one; None: extend it if it is the assistant's."""
     field_names: dict[str, str] = field(default_factory=dict)
     """{part of a field name in OpenAI's chat completions: the client's name for it}, for errors."""
 
     @contextlib.contextmanager
     def client_names(self) -> Iterator[None]:
-        """A context whose errors have the client's names of fields."""
+        """A context that replaces field names in errors by the client's."""
         try:
             yield
         except InvalidRequest as error:
             raise error.renamed(self.client_name(error.field)) from error
 
     def client_name(self, name: str) -> str:
-        """The client's name of a field of OpenAI's chat completions."""
+        """The client's name for a field of OpenAI's chat completions."""
         for ours, theirs in self.field_names.items():
             name = name.replace(ours, theirs)
         return name
@@ -69,18 +69,18 @@ class ChatTurn:
 
 @dataclass(frozen=True)
 class PreparedChat:
-    """A chat request in the engine's terms."""
+    """A chat request as an engine request."""
 
     prompt: str
-    """Where it has pictures or sounds, without them."""
+    """The prompt, without images and audio."""
     output_parser: Callable[[], OutputParser]
-    """Makes the parser of one completion."""
+    """Creates the parser of a completion."""
     parts: list[Any] | None = None
-    """The texts, pictures and sounds of the prompt, in their order; None: it is a text alone."""
+    """The texts, images and audio of the prompt, in order; None: text only."""
     params: Json = field(default_factory=dict)
-    """Fields for `SamplingParams`: perhaps a grammar, and the control tokens that must appear in the text."""
+    """Fields for `SamplingParams`: possibly a grammar, and the control tokens to include in the text."""
     renames: dict[str, str] = field(default_factory=dict)
-    """{a field of `params`, or the prompt: the client's name for what it was made of}, for error messages."""
+    """{a field of `params`, or the prompt: the client's name for its source}, for error messages."""
 
 
 class ChatForms(msgspec.Struct, frozen=True, kw_only=True):
@@ -89,7 +89,7 @@ class ChatForms(msgspec.Struct, frozen=True, kw_only=True):
     tool_calls: str
     """A call of the function NAME."""
     tools_described_by: Literal["template", "message"]
-    """message: the template renders no tools, so the system message describes them."""
+    """`message`: the template does not render tools, so the system message describes them."""
     thoughts: str | None
     """None: the model is not known to reason."""
 
@@ -105,12 +105,12 @@ class ChatFormat:
         self.template = template
         self.tool_format = detect_tool_format(template)
         self.token_ids = token_ids
-        """The token ids of the `markers` that are a single token each; None: not known yet."""
+        """The token ids of the `markers` that are single tokens; None: not known yet."""
         self.reasoning_tags = None if self.tool_format.parses_reasoning else self._find_tags()
 
     @property
     def forms(self) -> ChatForms:
-        """What was learned from the template, or is known of it."""
+        """The tool call and reasoning formats, learned from the template or known in advance."""
         has_tools = self.tool_format.template_has_tools and self.template.capabilities.tools
         tags = self.reasoning_tags
         known = "<|channel|>analysis<|message|> ... <|end|>" if self.tool_format.parses_reasoning else None
@@ -126,7 +126,7 @@ class ChatFormat:
         return (*self._tag_markers, *self.tool_format.markers)
 
     def _find_tags(self) -> ReasoningTags | None:
-        """The tags that the template writes, else known ones that it contains."""
+        """The tags that the template writes, or else known tags that it contains."""
         learned = self.template.form.thought
         return ReasoningTags(*learned) if learned else ReasoningTags.of_template(self.template.source)
 
@@ -191,7 +191,7 @@ class ChatFormat:
     def _thinking_budget(
         self, n_tokens: int, prompt: str, state: ReasoningState, *, has_tools: bool
     ) -> ThinkingBudget | None:
-        """None for a model that is not known to reason, and where the reasoning has ended."""
+        """None for a model that is not known to reason, and if the reasoning has ended."""
         if budget := self.tool_format.thinking_budget(n_tokens, prompt, has_tools=has_tools):
             return budget
         if self.reasoning_tags is None or state in (ReasoningState.NONE, ReasoningState.ENDED):
@@ -214,24 +214,24 @@ class ChatFormat:
         )
 
     def _is_strict(self, tools: list[Json]) -> bool:
-        """Whether calls of free will must match their schemas, or the request fails. Where nothing marks a call, text
-        could not begin with a bracket or a fence then, so nothing is enforced."""
+        """Whether optional calls must match their schemas, or the request fails. Not if calls have no marker, because
+        text could then not start with a bracket or a fence."""
         return not self.tool_format.start_prefixes and any(tool["function"].get("strict") for tool in tools)
 
     def _with_written_calls(self, message: Json) -> Json:
-        """The message for a template that does not render calls: they are part of its text."""
+        """The message for a template that does not render calls, with the calls in its text."""
         if not message.get("tool_calls"):
             return message
         text = content_text(message) + self.tool_format.write_calls(message["tool_calls"])
         return {key: value for key, value in message.items() if key != "tool_calls"} | {"content": text}
 
     def _calls_grammar(self, tools: ToolSchemas, state: ReasoningState, *, several: bool) -> str:
-        """A grammar for one tool call, or with `several` up to `MAX_TOOL_CALLS`, perhaps after reasoning."""
+        """A grammar for one tool call, or with `several` up to `MAX_TOOL_CALLS`, optionally after reasoning."""
         lark = LarkGrammar(self.token_ids or {})
         return lark.source(self._after_reasoning(lark, self._calls(lark, tools, several=several), state))
 
     def _text_or_calls_grammar(self, tools: ToolSchemas, state: ReasoningState, *, several: bool) -> str:
-        """A grammar for tool calls, or for text that the parser reads as none."""
+        """A grammar for tool calls, or for text that the parser does not read as a call."""
         lark = LarkGrammar(self.token_ids or {})
         text = self.tool_format.text_grammar(lark)
         calls = lark.rule(self._calls(lark, tools, several=several))
@@ -239,8 +239,8 @@ class ChatFormat:
         return lark.source(self._after_reasoning(lark, either, state))
 
     def _lazy_grammar(self, tools: ToolSchemas, state: ReasoningState, *, several: bool) -> LazyGrammar | None:
-        """A grammar for tool calls from their marker on. None where the markers of calls or of reasoning are not single
-        tokens, and where calls may begin without them."""
+        """A grammar for tool calls from their marker on. None if the markers of calls or reasoning are not single
+        tokens, or if calls may start without them."""
         formats, ids = self.tool_format, self.token_ids or {}
         start = ids.get(next(iter(formats.start_markers), ""))
         thought = [ids[tag] for tag in self._tag_markers if tag in ids]
@@ -254,7 +254,8 @@ class ChatFormat:
         return LazyGrammar(start, source, (thought[0], thought[1]) if thought else None, in_thought)
 
     def _answer_params(self, schema: Json | bool, tools: ToolSchemas, state: ReasoningState, *, several: bool) -> Json:
-        """The fields of `SamplingParams` for an answer that is JSON of the schema, or tool calls if there are tools.
+        """The fields of `SamplingParams` for an answer that is JSON matching the schema, or tool calls if there are
+        tools.
 
         Raises `InvalidRequest` for a schema that no JSON satisfies.
         """
@@ -281,7 +282,7 @@ class ChatFormat:
 
 
 # --- detect ----------------------------------------------------------------------------------------------------------
-# The tool-call format of a chat template: learned, or one of those that no description says.
+# The tool-call format of a chat template: learned, or one of the formats that cannot be described.
 
 
 _TOLD = {
@@ -290,11 +291,11 @@ _TOLD = {
         end="]", is_json=True,
     ),
 }  # fmt: skip
-"""The words with which templates tell the model its form, where they render no calls: Granite 3."""
+"""The words with which templates describe the format if they do not render calls: Granite 3."""
 
 
 def detect_tool_format(template: ChatTemplate) -> ToolCallFormat:
-    """Returns the format of the calls that the template renders, `GenericFormat` if it renders none."""
+    """Returns the format of the calls that the template renders; `GenericFormat` if it does not render calls."""
     source, has_tools = template.source, template.capabilities.tools
     if all(marker in source for marker in ("<|channel|>", "<|message|>", "<|start|>")):
         return HarmonyFormat()

@@ -21,29 +21,29 @@ else:
 
 
 MAX_TOOL_CALLS = 8
-"""In one message, where a tool call is required: a weak model could write calls forever."""
+"""Per message, if a tool call is required: a weak model could write calls forever."""
 
 _WHITE_SPACE = r"( |\r?\n[ \t]{0,32})?"
-"""Between the tokens of JSON, as for `json_schema`. Unbounded, a weak model could write white space forever."""
+"""Between the tokens of JSON, as for `json_schema`. Bounded, because a weak model could write whitespace forever."""
 
 
 class LazyGrammar(msgspec.Struct, frozen=True):
-    """A grammar that a text follows from a marker on, and only as far as it can."""
+    """A grammar that applies to a text from a marker on, and is abandoned if it cannot be followed."""
 
     start: int
-    """The token id of the marker. The grammar begins with it; white space before it does not count."""
+    """The token id of the marker, with which the grammar starts; whitespace before it is ignored."""
     grammar: str
     """llguidance's Lark."""
     thought: tuple[int, int] | None = None
-    """The token ids of the tags around reasoning, in which a marker begins nothing."""
+    """The token ids of the tags around reasoning, in which markers are ignored."""
     in_thought: bool = False
-    """The prompt ends within reasoning."""
+    """Whether the prompt ends within reasoning."""
 
 
 class LarkGrammar:
-    """Collects rules; its methods return expressions. `token_ids`: of markers that are a single token each.
+    """Collects rules; its methods return expressions. `token_ids`: of markers that are single tokens.
 
-    The grammar demands those markers as tokens, not as text. `most_calls`: in one message; None: any number.
+    The grammar requires these markers as tokens, not as text. `most_calls`: per message; None: any number.
     """
 
     def __init__(self, token_ids: dict[str, int], *, most_calls: int | None = MAX_TOOL_CALLS) -> None:
@@ -93,13 +93,13 @@ class LarkGrammar:
         unbounded = (min_length, max_length) == (0, None)
         length = "*" if unbounded else f"{{{min_length},{'' if max_length is None else max_length}}}"
         body = f"(/(?s:.{length})/ & ~/(?s:.*{escaped}.*)/)"
-        if marker in self._token_ids:  # white space before it is part of the text then
+        if marker in self._token_ids:  # then whitespace before it is part of the text
             return f"{self.terminal(body)} {self.literal((ending or marker).lstrip())}"
         # A single terminal: otherwise the text would include the ending.
         return self.terminal(f"{body} {json.dumps(ending or marker)}")
 
     def text_without(self, markers: tuple[str, ...], prefixes: tuple[str, ...]) -> str:
-        """Any text that contains none of the markers, and begins with none of the prefixes."""
+        """Any text that does not contain the markers or start with the prefixes."""
         refused = [rf"(?s:.*{re.escape(marker)}.*)" for marker in markers]
         refused += [rf"(?s:\s*{re.escape(prefix)}.*)" for prefix in prefixes]
         parts = ["/(?s:.*)/", *(f"~/{regex.replace('/', chr(92) + '/')}/" for regex in refused)]
@@ -118,7 +118,7 @@ class LarkGrammar:
 
 
 # --- escaped lark ----------------------------------------------------------------------------------------------------
-# A Lark grammar of a text, rewritten for the text as the content of a JSON string.
+# Rewrites a Lark grammar of a text for the text as the content of a JSON string.
 
 
 INPUT = "input"
@@ -127,7 +127,7 @@ LARK = "x-lark"
 """The keyword of a string's JSON schema for the Lark grammar of its text."""
 
 _SPECIAL = [*map(chr, range(32)), '"', "\\", "\x7f"]
-"""Characters that JSON strings contain escaped, and DEL, which llguidance allows in no string."""
+"""Characters that are escaped in JSON strings, and DEL, which llguidance does not allow in strings."""
 _SAFE = r'[^"\\\x00-\x1f\x7f]'
 
 _ITEM = re.compile(
@@ -167,7 +167,7 @@ _COMMON = {
 
 
 def input_grammar(schema: dict[str, Any]) -> str | None:
-    """The Lark grammar of the text, if this is the schema of a custom tool's arguments that has one."""
+    """The Lark grammar of the text, if this is the schema for a custom tool with a grammar."""
     properties = schema.get("properties")
     described = properties.get(INPUT) if isinstance(properties, dict) else None
     source = described.get(LARK) if isinstance(described, dict) else None
@@ -175,7 +175,7 @@ def input_grammar(schema: dict[str, Any]) -> str | None:
 
 
 class UnsupportedGrammar(ValueError):
-    """The grammar has something that cannot be rewritten; the message says what."""
+    """The grammar contains something that cannot be rewritten, named in the message."""
 
 
 def escaped_lark(source: str) -> str:
@@ -259,7 +259,7 @@ def _node(op: Any, argument: Any, flags: int) -> str:
 
 
 def _characters(op: Any, argument: Any, flags: int) -> str:
-    """A set of characters: those that stand for themselves as a class, the others as their escapes."""
+    """A set of characters: unescaped ones as a class, the others as their escapes."""
     if op is sre.ANY:
         source = r"[\s\S]" if flags & re.DOTALL else r"[^\n]"
     elif op is sre.IN:

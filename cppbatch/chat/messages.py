@@ -14,10 +14,10 @@ from cppbatch.chat.tools import ToolChoice, allowed_choice, tool_choice_of
 from cppbatch.errors import InvalidRequest
 
 # --- media parts -----------------------------------------------------------------------------------------------------
-# Pictures and sounds in messages: as clients name them, and as parts of a prompt.
+# Images and audio in messages: as references from clients, and as parts of a prompt.
 #
-# A medium is rendered as llama-server does it: a marker takes its place in the message's text, and the prompt is split
-# at the markers. What stands between the parts of a picture's tokens is the model's own, so templates need not know it.
+# Media are rendered as in llama-server: a marker takes the place of each in the message's text, and the prompt is split
+# at the markers. The tokens around parts of an image are specific to the model, so templates need not know them.
 
 
 MediaKind = Literal["image", "audio"]
@@ -36,7 +36,7 @@ class MediaUrl(msgspec.Struct):
 
 
 class InputAudio(msgspec.Struct):
-    """A sound."""
+    """An audio clip."""
 
     data: str | None = None
     """Base64."""
@@ -53,10 +53,10 @@ class MediaSource(msgspec.Struct, frozen=True):
     field: str
     """Its name in errors."""
     url: str
-    """A data URL, an address with http, https or file, or base64 alone."""
+    """A data URL, an http, https or file URL, or plain base64."""
 
     def part(self) -> Json:
-        """It as a part of a message."""
+        """The source as a message part."""
         return {"type": _MEDIA, "media": self}
 
 
@@ -67,16 +67,16 @@ class MediaFields(msgspec.Struct, kw_only=True):
     """The fields of an image or audio part."""
 
     image_url: str | MediaUrl | None = None
-    """Of image_url and input_image."""
+    """For `image_url` and `input_image`."""
     audio_url: str | MediaUrl | None = None
-    """Of audio_url."""
+    """For `audio_url`."""
     input_audio: InputAudio | None = None
-    """Of input_audio."""
+    """For `input_audio`."""
 
     def source(self, kind: str, field: str) -> MediaSource | None:
-        """The picture or the sound of a part of this type; None: the type is neither. `field`: its name in errors.
+        """The image or audio of a part of this type; None: another type. `field`: its name in errors.
 
-        Raises `InvalidRequest` if it has none.
+        Raises `InvalidRequest` if it is missing.
         """
         if kind in ("image_url", "input_image"):
             return _source("image", f"{field}.image_url", self.image_url)
@@ -98,14 +98,14 @@ def _source(kind: MediaKind, field: str, given: str | MediaUrl | None) -> MediaS
 
 
 def media_of(messages: list[Json]) -> Iterator[Any]:
-    """The pictures and sounds of a conversation, in order."""
+    """The images and audio of a conversation, in order."""
     for message in messages:
         if isinstance(content := message.get("content"), list):
             yield from (part["media"] for part in content if part["type"] == _MEDIA)
 
 
 def with_media(messages: list[Json], loaded: list[Any]) -> list[Json]:
-    """The conversation with these in place of its pictures and sounds. Returns new messages."""
+    """The conversation with its images and audio replaced by these. Returns new messages."""
     each = iter(loaded)
 
     def replaced(content: list[Json]) -> list[Json]:
@@ -118,21 +118,21 @@ def with_media(messages: list[Json], loaded: list[Any]) -> list[Json]:
 
 
 class MarkedMedia:
-    """A conversation whose pictures and sounds are markers in its text.
+    """A conversation whose images and audio are replaced by markers in its text.
 
-    The markers are random, and new for each conversation, so no text of a client can contain one.
+    The markers are random and new for each conversation, so that clients' texts cannot contain one.
     """
 
     def __init__(self, messages: list[Json]) -> None:
         self._media = list(media_of(messages))
         self._name = f"<__media_{secrets.token_hex(16)}_" if self._media else ""
         self.messages = [self._marked(message, first) for message, first in _with_numbers(messages)]
-        """The messages. A content that had media is a text."""
+        """The messages. Contents with media become texts."""
 
     def parts(self, prompt: str) -> list[Any] | None:
-        """The texts and the media of a rendered prompt, in its order; None: it has no media.
+        """The texts and the media of a rendered prompt, in order; None: no media.
 
-        Raises `InvalidRequest` if the template has left one out.
+        Raises `InvalidRequest` if the template has omitted one.
         """
         if not self._media:
             return None
@@ -184,12 +184,12 @@ class ContentPart(MediaFields, kw_only=True):
     """A part of a message: text, an image or audio."""
 
     type: str
-    """text, refusal, image_url, input_image, input_audio or audio_url."""
+    """`text`, `refusal`, `image_url`, `input_image`, `input_audio` or `audio_url`."""
     text: str | None = None
     refusal: str | None = None
 
     def as_dict(self, field: str) -> Json:
-        """The part as `ChatFormat` takes it. `field`: its name in errors. Raises `InvalidRequest`."""
+        """The part in the form for `ChatFormat`. `field`: its name in errors. Raises `InvalidRequest`."""
         if source := self.source(self.type, field):
             return source.part()
         if self.type not in ("text", "refusal") or (self.text is None and self.refusal is None):
@@ -217,7 +217,7 @@ class RequestToolCall(msgspec.Struct):
 
     function: RequestFunctionCall | None = None
     custom: RequestCustomCall | None = None
-    """Of a custom tool."""
+    """For a custom tool."""
     id: str | None = None
     type: str = "function"
 
@@ -277,7 +277,7 @@ class Function(msgspec.Struct, omit_defaults=True):
     name: str
     description: str | None = None
     parameters: Json | None = None
-    """A JSON schema of the arguments."""
+    """The JSON schema of the arguments."""
     strict: bool | None = None
 
 
@@ -285,7 +285,7 @@ class CustomGrammar(msgspec.Struct):
     """The grammar of a custom tool's text."""
 
     syntax: str
-    """lark or regex."""
+    """`lark` or `regex`."""
     definition: str
 
 
@@ -293,7 +293,7 @@ class CustomFormat(msgspec.Struct, omit_defaults=True):
     """The format of a custom tool's text."""
 
     type: str
-    """text or grammar."""
+    """`text` or `grammar`."""
     grammar: CustomGrammar | None = None
 
 
@@ -353,11 +353,11 @@ class AllowedTools(msgspec.Struct):
 
     tools: list[NamedTool]
     mode: str = "auto"
-    """auto or required."""
+    """`auto` or `required`."""
 
 
 class ToolChoiceObject(NamedTool):
-    """`tool_choice`: the tool that must be called, or the tools that may be (type allowed_tools)."""
+    """`tool_choice`: the tool to call, or the allowed tools (type `allowed_tools`)."""
 
     allowed_tools: AllowedTools | None = None
 
@@ -373,7 +373,7 @@ def conversation_of(messages: list[ChatMessage]) -> list[Json]:
     call_id = ""
     for i, message in enumerate(messages):  # OpenAI's form until 2023
         if message.function_call:
-            call_id = f"call{i:05}"  # nine letters and digits, as some templates demand
+            call_id = f"call{i:05}"  # nine letters and digits, as some templates require
             call = {"function": msgspec.to_builtins(message.function_call), "id": call_id, "type": "function"}
             rendered[i]["tool_calls"] = [call]
         elif message.role == "function":
@@ -395,8 +395,8 @@ def choice_of(wanted: str | ToolChoiceObject, *, parallel: bool) -> ToolChoice:
 
 
 def checked_variables(variables: Json) -> Json:
-    """`chat_template_kwargs` with the reasoning effort. Raises `InvalidRequest` for a variable that has a field of its
-    own."""
+    """`chat_template_kwargs` with the reasoning effort. Raises `InvalidRequest` for a variable that has its own
+    field."""
     if reserved := [name for name in _RESERVED_VARIABLES if name in variables]:
         raise InvalidRequest(f"chat_template_kwargs.{reserved[0]}", "is set by its own field in the request")
     return variables

@@ -1,4 +1,4 @@
-"""Parsing a completion's text, while it is streamed, into reasoning, text and tool calls, and the deltas of these."""
+"""Parses a completion's text, as it is streamed, into deltas of reasoning, text and tool calls."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ class OutputParser(Protocol):
     """Parses one completion. The resulting message does not depend on how the text is split into pushes."""
 
     def push(self, text: str) -> list[Delta]:
-        """Reads more text. Returns the deltas that are certain now."""
+        """Reads more text. Returns the final deltas so far."""
         ...
 
     def close(self) -> list[Delta]:
-        """The completion has ended. Returns the deltas that were held back."""
+        """Ends the completion. Returns the held-back deltas."""
         ...
 
 
@@ -45,7 +45,7 @@ class ToolParser(Protocol):
         ...
 
     def close(self) -> None:
-        """The message has ended. Raises `MalformedToolCall`."""
+        """Ends the message. Raises `MalformedToolCall`."""
         ...
 
 
@@ -74,10 +74,10 @@ class TaggedOutputParser:
     """Parses messages with reasoning between tags, tool calls after markers, and text elsewhere.
 
     Reasoning comes first. A tool call starts with one of `start_markers` anywhere in the text, or with one of
-    `start_prefixes` at the beginning of the message. `make_tool_parser` gets that string and makes the parser of what
-    follows; the parser reads a prefix itself, but not a marker. White space next to tags and calls is dropped. A call
-    that turns out not to be one is emitted as text, as the model wrote it. Without `tools` there are no calls.
-    `dropped`: marks around the text, which are not part of it.
+    `start_prefixes` at the start of the message. `make_tool_parser` gets that string and creates the parser of the
+    following text; the parser reads a prefix itself, but not a marker. Whitespace next to tags and calls is dropped. An
+    invalid call is emitted as text, as the model wrote it. Without `tools` there are no calls. `dropped`: marks around
+    the text, which are not part of it.
     """
 
     def __init__(
@@ -254,7 +254,7 @@ class TaggedOutputParser:
         return rest is not None
 
     def _read_as_text(self) -> None:
-        """The call was none: its marker or first character becomes text, and the rest is parsed again."""
+        """Handles an invalid call: its marker or first character becomes text, and the rest is parsed again."""
         text, n = self._call_text, 0 if self._marker else 1
         self._emit_text(self._marker + text[:n])
         self._tool_parser, self._unread, self._step = None, text[n:], self._in_text

@@ -1,4 +1,4 @@
-"""A model's reasoning: the tags around it, the effort that a request asks for, its budget."""
+"""A model's reasoning: its tags, the requested effort, and its budget."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def _before_message(prompt: str, tags: ReasoningTags) -> ReasoningState:
 
 
 # --- reasoning effort ------------------------------------------------------------------------------------------------
-# A request's reasoning effort, as chat templates know it.
+# A request's reasoning effort, as template variables.
 
 
 _EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
@@ -89,19 +89,19 @@ _EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 def effort_variables(field: str, effort: str | None) -> dict[str, Any]:
     """A request's reasoning effort as variables for the chat template. `field`: the client's name for it.
 
-    Raises `InvalidRequest` for an effort that no API has.
+    Raises `InvalidRequest` for an unknown effort.
     """
     if effort is None:
         return {}
     if effort not in _EFFORTS:
         other = "to pass the template any other value, use chat_template_kwargs"
         raise InvalidRequest(field, f"is {effort!r}; it must be one of {', '.join(_EFFORTS)} ({other})")
-    disabled = {"enable_thinking": False} if effort == "none" else {}  # for templates that know no efforts
+    disabled = {"enable_thinking": False} if effort == "none" else {}  # for templates that do not support efforts
     return {"reasoning_effort": effort, **disabled}
 
 
 # --- thinking budget -------------------------------------------------------------------------------------------------
-# A limit for a model's reasoning: after this number of tokens its closing marker is generated, and the answer follows.
+# A limit on a model's reasoning: after this number of tokens, its end marker is inserted, and the answer follows.
 #
 # Example: `<think>` and 64 tokens of reasoning; the 65th token is not the sampled one but `</think>`.
 
@@ -113,20 +113,20 @@ _MOST = 2**31 - 1
 
 
 class ThinkingBudget(msgspec.Struct, frozen=True, kw_only=True):
-    """How many tokens the reasoning of one completion may have, and how this family of models writes it."""
+    """The maximum reasoning tokens of a completion, and this model family's reasoning format."""
 
     n_tokens: int
     """Between the markers; 0: none."""
     start: str
     """The marker before the reasoning: `<think>`."""
     end: str
-    """The marker behind it: `</think>`."""
+    """The marker after it: `</think>`."""
     closing: str
-    """What is generated when the budget is spent. It begins with `end`."""
+    """The text inserted when the budget is used up. Starts with `end`."""
     is_open: bool
-    """Whether the prompt ends within the reasoning. Otherwise the model may begin with `start`."""
+    """Whether the prompt ends within the reasoning. Otherwise the model may start with `start`."""
     several: bool = False
-    """A completion may have several pieces of reasoning, at any place. They have one budget together."""
+    """Whether a completion may have several pieces of reasoning, anywhere, which share the budget."""
 
 
 def effort_tokens(variables: dict[str, Any]) -> int | None:
@@ -136,7 +136,7 @@ def effort_tokens(variables: dict[str, Any]) -> int | None:
 
 
 def given_budget(**fields: int | None) -> int | None:
-    """The first of these fields of a request that is given, None if none is. Raises `InvalidRequest`."""
+    """The first given field among these; None if none is given. Raises `InvalidRequest`."""
     field, wanted = next(((name, value) for name, value in fields.items() if value is not None), ("", None))
     if wanted is not None and (type(wanted) is not int or not UNLIMITED <= wanted <= _MOST):
         message = f"it must be the maximum number of reasoning tokens, 0 to {_MOST}, or {UNLIMITED} for no limit"

@@ -20,7 +20,7 @@ import jinja2.utils
 from cppbatch.errors import ConfigError
 
 MAX_CHARACTERS = 1 << 25
-"""The most characters that a template may write: more than any context holds."""
+"""Maximum characters that a template may write: more than any context holds."""
 MAX_SECONDS = 5.0
 """The time limit of a rendering. 20 messages take less than 0.01 s."""
 
@@ -114,10 +114,10 @@ def _strftime_now(pattern: str) -> str:
 
 
 def default_variables(tools: list[dict[str, Any]] | None, *, reasons: bool) -> dict[str, Any]:
-    """llama-server's variables beside the conversation and the special tokens, for requests that do not set them.
+    """llama-server's variables in addition to the conversation and special tokens, for requests that do not set them.
 
-    `reasons`: whether the model is known to reason. The reasoning of earlier turns is kept in the prompt: several
-    templates have a variable of their own for that.
+    `reasons`: whether the model is known to reason. The reasoning of earlier turns is kept in the prompt, for which
+    several templates have their own variables.
     """
     now = datetime.datetime.now()
     return {
@@ -138,7 +138,7 @@ class GivenList(list[Any]):
 
 
 class _Missing(jinja2.Undefined):
-    """What a tool or a message does not have. Command-R+ adds it to texts, and reads what it has."""
+    """A missing attribute of a tool or message. Command-R+ concatenates it with texts, and reads its attributes."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or self._undefined_obj is jinja2.utils.missing:  # a variable that does not exist
@@ -166,7 +166,7 @@ class _Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
         return super().is_safe_attribute(obj, attr, value)
 
     def unsafe_undefined(self, obj: Any, attribute: str) -> jinja2.Undefined:
-        """As in Jinja: what is unsafe cannot be read further."""
+        """As in Jinja: unsafe attributes cannot be read further."""
         message = f"access to attribute {attribute!r} of {type(obj).__name__!r} object is unsafe."
         return jinja2.Undefined(message, obj=obj, name=attribute, exc=jinja2.exceptions.SecurityError)
 

@@ -17,7 +17,7 @@ _CLOSING = {"{": "}", "[": "]"}
 
 
 class MarkerFinder:
-    """Finds the first of several strings; of those that begin at the same place the longest."""
+    """Finds the first of several strings; of those that start at the same place, the longest."""
 
     def __init__(self, markers: Iterable[str]) -> None:
         self.markers = tuple(sorted(dict.fromkeys(markers), key=len, reverse=True))
@@ -31,8 +31,7 @@ class MarkerFinder:
     def split(self, text: str) -> tuple[str, str | None, str]:
         """Returns the text before the first marker, that marker, and the text after it.
 
-        If there is no marker: the text that cannot be part of one, None, and the end of the text, if that may be the
-        beginning of a marker.
+        Without a marker: the text that cannot be part of one, None, and the end of the text if it may start a marker.
         """
         if not self.markers:
             return text, None, ""
@@ -45,7 +44,7 @@ class MarkerFinder:
         return (text, None, "") if start is None else (text[:start], None, text[start:])
 
     def at_start(self, text: str) -> str | None:
-        """Returns the marker that the text begins with; "" if more text may complete one; else None."""
+        """Returns the marker at the start of the text; "" if more text may complete one; else None."""
         if text in self._prefixes:
             return ""
         found = self._pattern.match(text) if self.markers else None
@@ -61,7 +60,7 @@ class InvalidJson(ValueError):
 
 
 class JsonValueScanner:
-    """Finds the end of one JSON value, which begins with the first character pushed.
+    """Finds the end of a JSON value, which starts with the first character pushed.
 
     Brackets must match. The positions of numbers, words and commas are not checked.
     """
@@ -123,8 +122,8 @@ def _refuse_constant(word: str) -> None:
 
 
 def dump_json(value: Any) -> str:
-    """Encodes a value as JSON text with spaces after commas and colons, as models write it. Half of a surrogate pair,
-    which has no UTF-8, is escaped."""
+    """Encodes a value as JSON text with spaces after commas and colons, as models write it. Unpaired surrogates, which
+    have no UTF-8 encoding, are escaped."""
     return _SURROGATE.sub(lambda half: f"\\u{ord(half[0]):04x}", json.dumps(value, ensure_ascii=False))
 
 
@@ -226,7 +225,7 @@ def object_members(schema: Json) -> list[tuple[str, Any, bool]]:
 
 
 def array_items(schema: Json) -> tuple[Any, int, int | None]:
-    """Returns the schema of an array's items, their least and greatest number. Raises `UnsupportedSchema`."""
+    """Returns the schema of an array's items, their minimum and maximum number. Raises `UnsupportedSchema`."""
     minimum, maximum = schema.get("minItems", 0), schema.get("maxItems")
     if schema.keys() - _ARRAY_KEYS or "items" not in schema:
         raise UnsupportedSchema
@@ -265,7 +264,7 @@ def enum_values(schema: Json) -> list[Any] | None:
 
 
 def standalone_schema(schema: Any, root: Json) -> Any:
-    """Returns a part of a schema as a document of its own, with definitions. Raises `UnsupportedSchema`."""
+    """Returns a part of a schema as a separate document, with definitions. Raises `UnsupportedSchema`."""
     definitions = {key: root[key] for key in ("$defs", "definitions") if key in root}
     references = re.findall(r'"\$ref": "([^"]*)', dump_json([schema, definitions]))
     if any(not reference.startswith(("#/$defs/", "#/definitions/")) for reference in references):

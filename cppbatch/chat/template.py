@@ -24,11 +24,11 @@ from cppbatch.json_bounds import excess
 log = logging.getLogger("cppbatch.chat")
 
 _TEMPLATE_FOLDER = resources.files("cppbatch.chat") / "templates"
-"""Built-in templates. None of them writes the BOS token: the engine adds it if the model wants one."""
+"""Built-in templates. They do not write the BOS token: the engine adds it if the model uses it."""
 _PROBE_SECONDS = 0.25
 _LEARNING_SECONDS = 1.0
 _REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
-"""Names under which clients send a model's reasoning back. Templates read the first, some the second."""
+"""Names under which clients send a model's reasoning back. Templates read the first, some of them the second."""
 _MAX_SCHEMA_DEPTH = 16
 _CONTINUE = "continue_final_message"
 _END_MARK = "END-OF-THE-UNFINISHED-MESSAGE "
@@ -47,9 +47,9 @@ def builtin_names() -> list[str]:
 
 
 def find_template(value: str, llama_cpp_names: Callable[[], Sequence[str]] = tuple) -> str:
-    """Returns the template that `--chat-template` names: a built-in name, the template's text, a file's path, or one of
-    llama.cpp's names, whose template is a call of llama.cpp. Words with spaces that are no path are a template too, as
-    in llama-server, with a warning: every prompt is these words.
+    """Returns the template given by `--chat-template`: a built-in name, the template's text, a file path, or one of
+    llama.cpp's names, whose template calls llama.cpp. As in llama-server, text with spaces that is not a path is a
+    template too, with a warning, because every prompt is then this text.
 
     Raises `ConfigError` if it is none of these, or not a Jinja template.
     """
@@ -122,7 +122,7 @@ class ChatTemplate:
 
     @cached_property
     def capabilities(self) -> TemplateCapabilities:
-        """What the template supports, detected at the first use by rendering short conversations."""
+        """The template's capabilities, detected on first use by rendering short conversations."""
         deadline = time.monotonic() + _LEARNING_SECONDS
         return detect_capabilities(
             lambda messages, tools: self._probe(messages, tools) if time.monotonic() < deadline else None
@@ -130,7 +130,7 @@ class ChatTemplate:
 
     @cached_property
     def form(self) -> TemplateForm:
-        """How the template writes the model's messages, learned at the first use by rendering some."""
+        """How the template writes the model's messages, learned on first use by rendering some."""
 
         def rendered(messages: list[ChatMessage], tools: list[dict[str, Any]], add_prompt: bool) -> str | None:
             if time.monotonic() > deadline:
@@ -148,7 +148,7 @@ class ChatTemplate:
             self._is_learning = False
 
     def _reasons(self) -> bool:
-        """Whether the model is known to reason. While that is being learned, it is asked to."""
+        """Whether the model is known to reason. True while this is being learned."""
         if self._has_known_tags or "enable_thinking" not in self.source:
             return self._has_known_tags
         return self._is_learning or self.form.thought is not None
@@ -193,7 +193,8 @@ class ChatTemplate:
         return _cut_at_mark(unfinished, text) if continue_final_message else text
 
     def _render_leniently(self, variables: dict[str, Any], tools: list[dict[str, Any]]) -> str:
-        """Some templates go over `tools` without asking whether there are any, and some know only plain schemas."""
+        """Some templates iterate over `tools` without checking whether there are any, and some only support plain
+        schemas."""
         seconds = _PROBE_SECONDS if self._is_learning else MAX_SECONDS
         try:
             return render_template(self._template, variables, seconds=seconds)
@@ -224,7 +225,7 @@ class ChatTemplate:
 
 
 def _merge_results(messages: list[ChatMessage]) -> list[ChatMessage]:
-    """Puts results of tools into the messages that called them, for Gemma 4's first templates."""
+    """Moves tool results into the messages that called them, for Gemma 4's first templates."""
     merged: list[ChatMessage] = []
     names: dict[str, str] = {}
     for message in messages:
@@ -283,7 +284,7 @@ def content_text(message: ChatMessage) -> str:
 
 
 def join_parts(parts: list[dict[str, Any]], separator: str = "\n") -> str:
-    """The texts of a message's parts, each on lines of its own; an empty first text makes no line."""
+    """The texts of a message's parts, each on separate lines; an empty first text adds no line."""
     text = ""
     for part in parts:
         text += (separator if text else "") + (part.get("text") or "")
@@ -293,10 +294,10 @@ def join_parts(parts: list[dict[str, Any]], separator: str = "\n") -> str:
 def adapt_message(message: ChatMessage, capabilities: TemplateCapabilities) -> ChatMessage:
     """Converts one of OpenAI's messages into the form that a template supports. Returns a new message.
 
-    - The role `developer` becomes `system` if the template does not know it.
+    - The role `developer` becomes `system` if the template does not support it.
     - Text parts are joined, with line breaks between them, for roles whose content must be a string, and a string
       becomes a part for the others.
-    - Arguments of tool calls, in OpenAI's API a string of JSON, become an object, which nearly all templates want.
+    - Arguments of tool calls, in OpenAI's API a JSON string, become an object, as almost all templates expect.
     - The content of a message with only tool calls becomes null or "", whichever the template renders correctly.
     - Fields that are null are dropped, since templates test whether fields are defined.
     """
@@ -314,7 +315,7 @@ def adapt_message(message: ChatMessage, capabilities: TemplateCapabilities) -> C
 
 
 def _merge_system(messages: list[ChatMessage]) -> list[ChatMessage]:
-    """Puts a system message at the beginning into the message after it, for templates without that role."""
+    """Merges an initial system message into the next message, for templates without that role."""
     if len(messages) < 2 or messages[0]["role"] not in ("system", "developer"):
         return messages
     text = content_text(messages[0]) + "\n" + content_text(messages[1])
@@ -341,7 +342,8 @@ def _adapt_call(call: dict[str, Any], capabilities: TemplateCapabilities) -> dic
 
 
 def _decode_object(text: str) -> Any:
-    """Decodes a JSON object. Any other text is returned unchanged: models write some, and many templates accept it."""
+    """Decodes a JSON object. Other text, which models sometimes write and many templates accept, is returned
+    unchanged."""
     if excess(text.encode(errors="replace")):
         return text
     try:

@@ -1,10 +1,10 @@
-"""Learning from a chat template how its model writes messages: thoughts, text and tool calls.
+"""Learns from a chat template how its model writes messages: reasoning, text and tool calls.
 
-A template is a program: it renders messages whose names and values occur nowhere else, and the markers are what it
-writes between them. llama.cpp derives its parsers from templates too (docs/autoparser.md of its sources).
+Renders messages whose names and values occur nowhere else: the markers are the text between them. llama.cpp derives its
+parsers from templates too (docs/autoparser.md of its sources).
 
 Example: in `<tool_call>probe_one\\n<arg_key>probe_ka</arg_key>\\n<arg_value>probe-v00</arg_value>...` the name follows
-`<tool_call>`, and each argument is between tags of its own.
+`<tool_call>`, and each argument has its own tags.
 """
 
 from __future__ import annotations
@@ -46,45 +46,45 @@ class CallForm(msgspec.Struct, frozen=True, kw_only=True):
     begin: str
     open: str
     head: str
-    """With `NAME`, and perhaps `ID` or `INDEX`."""
+    """Contains `NAME`, and optionally `ID` or `INDEX`."""
     tail: str
     close: str
     separator: str
     end: str
     is_json: bool
-    """A whole call, from `head` to `tail`, is one JSON object."""
+    """Whether a whole call, from `head` to `tail`, is a single JSON object."""
     name_is_key: bool = False
-    """That object is `{"name": {arguments}}`."""
+    """Whether that object is `{"name": {arguments}}`."""
     key_open: str = ""
-    """Before an argument's key; "": the arguments are one JSON object."""
+    """Precedes an argument's key; "": the arguments are one JSON object."""
     value_open: dict[str, str] = {}
     """By JSON type, after the key: a template may write the type."""
     value_close: str = ""
-    """Perhaps with `KEY`."""
+    """Optionally with `KEY`."""
     argument_separator: str = ""
     quotes: tuple[str, str] = ("", "")
     """Around a string with markup: CDATA."""
     nested: bool = False
-    """Objects and arrays are tagged too; the items of arrays have the key `item`."""
+    """Whether objects and arrays are tagged too; array items have the key `item`."""
     several: bool = True
-    """A message may have several calls."""
+    """Whether a message may have several calls."""
     prompted: bool = False
-    """The generation prompt ends with `separator`, so the first call follows at once."""
+    """Whether the generation prompt ends with `separator`, so that the first call follows immediately."""
     short_ids: bool = False
-    """Ids must be nine letters and digits."""
+    """Whether ids must be nine letters and digits."""
     named_ids: bool = False
-    """Ids have the name and the number of the call."""
+    """Whether ids contain the name and the number of the call."""
 
 
 class TemplateForm(msgspec.Struct, frozen=True, kw_only=True):
-    """How a template writes an assistant's message."""
+    """How a template writes an assistant message."""
 
     thought: tuple[str, str] | None = None
-    """Before and after a thought; None: it writes none."""
+    """Before and after reasoning; None: not written."""
     dropped: tuple[str, ...] = ()
     """Marks before the text that follows a thought, and after text or calls before the token that ends the turn."""
     calls: CallForm | None = None
-    """None: it writes none, or none that can be described so."""
+    """None: not written, or not in a form that can be described this way."""
 
 
 def learn(render: Render) -> TemplateForm:
@@ -111,7 +111,7 @@ class _Probe:
         prompts = [render([{"role": "user", "content": _QUESTION}], [], add) or "" for add in (True, False)]
         self.header = prompts[0].rpartition(_QUESTION)[2]
         self.always_prompts = prompts[0] == prompts[1] and self.text_end.endswith(self.header)
-        if self.always_prompts:  # whether that is asked for or not
+        if self.always_prompts:  # regardless of the argument
             self.text_end = self.text_end.removesuffix(self.header)
 
     def answer(self, message: Json) -> str | None:
@@ -193,7 +193,7 @@ def _decode_at(text: str, at: int) -> tuple[Any, int]:
 
 
 def _learn_thought(probe: _Probe) -> tuple[tuple[str, str] | None, str]:
-    """What is before and after a thought, and before the text after it."""
+    """The text before and after reasoning, and before the text that follows it."""
     before, found, rest = (probe.answer(_message(content=_TEXT, reasoning_content=_THOUGHT)) or "").partition(_THOUGHT)
     between, has_text, _ = rest.partition(_TEXT)
     if not (found and has_text and between.strip()):
@@ -218,7 +218,7 @@ def _learn_thought(probe: _Probe) -> tuple[tuple[str, str] | None, str]:
 
 
 def _thought_before_call(probe: _Probe) -> tuple[str, str] | None:
-    """The tags of a template that writes a thought only before a call."""
+    """The tags of a template that only writes reasoning before a call."""
     call = probe.answer(_message(_call(0, {_KEYS[0]: "x"}), reasoning_content=_THOUGHT)) or ""
     before, found, after = call.partition(_THOUGHT)
     tags = _TAG_WITH_WORD.search(before.strip()), _TAG.match(after.strip())
@@ -229,7 +229,7 @@ def _thought_before_call(probe: _Probe) -> tuple[str, str] | None:
 
 
 class _Span(msgspec.Struct, frozen=True):
-    """One call in a rendering: from its JSON object, or from its name or id, to the end of what it has."""
+    """A call in a rendering: from its JSON object, name or id to its end."""
 
     start: int
     end: int
@@ -272,7 +272,7 @@ def _learn_calls(probe: _Probe, empty_thought: str) -> tuple[CallForm | None, st
 
 
 def _section(probe: _Probe, ids: list[str], empty_thought: str) -> str | None:
-    """What a message has besides its header, with two calls if the template writes two; None: not even one."""
+    """A message without its header, with two calls if the template writes two; None: it does not write any."""
     calls = [_call(i, {key: f"probe-v{i}{j}" for j, key in enumerate(_KEYS)}, id_) for i, id_ in enumerate(ids)]
     for n in (2, 1):
         text = probe.answer(_message(*calls[:n])) or ""
@@ -381,7 +381,7 @@ def _form(section: str, spans: list[_Span], probe: _Probe) -> CallForm | None:
 
 
 def _numbered(spans: list[_Span]) -> str:
-    """The head of the first call, with a hole where only the number of the second one differs."""
+    """The head of the first call, with a placeholder where only the number of the second one differs."""
     heads = [span.head for span in spans]
     if len(set(heads)) == 1:
         return heads[0]
@@ -390,7 +390,7 @@ def _numbered(spans: list[_Span]) -> str:
 
 
 def _tagged(first: _Span, closing: str, probe: _Probe) -> Json | None:
-    """What is around keys and values."""
+    """The text around keys and values."""
     key_open = _common_end(first.after_name, first.after_value)
     value_close = _common_start(first.after_value[: len(first.after_value) - len(key_open)], closing)
     if not key_open.strip() or not value_close.strip():

@@ -1,4 +1,4 @@
-"""Validating the tools of a request: functions, and custom tools, which take a text instead of arguments."""
+"""Validates the tools of a request: functions, and custom tools, which take a text instead of arguments."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ class ToolChoice(msgspec.Struct, frozen=True, kw_only=True):
     name: str | None = None
     """With `required`: the function to call; None: any."""
     allowed: tuple[str, ...] | None = None
-    """The functions that may be called; None: all of them."""
+    """The allowed functions; None: all."""
     parallel: bool = True
-    """A message may contain several calls."""
+    """Whether a message may contain several calls."""
 
 
 def tool_choice_of(given: str, *, parallel: bool) -> ToolChoice:
@@ -53,21 +53,21 @@ def allowed_choice(field: str, mode: str, names: list[str], *, parallel: bool) -
 
 
 class CallableTools(NamedTuple):
-    """The tools that may be called."""
+    """The allowed tools."""
 
     functions: list[Json]
     """OpenAI's objects; a custom tool is a function with one argument."""
     schemas: dict[str, Any]
     """The JSON schema of each function's arguments, by name."""
     custom: dict[str, Json]
-    """Those that are custom tools, by name."""
+    """The custom tools, by name."""
 
 
 def callable_tools(tools: list[Json], choice: ToolChoice) -> CallableTools:
-    """Those of a request's tools (OpenAI's objects) that may be called.
+    """The allowed tools among a request's tools (OpenAI's objects).
 
     Raises `InvalidRequest` for an invalid, repeated or unknown name, for parameters or a format that no call can
-    satisfy, and when a call is required but no tool is given.
+    satisfy, and if a call is required but no tool is given.
     """
     functions: dict[str, Json] = {}
     for i, tool in enumerate(tools):
@@ -104,8 +104,8 @@ def callable_tools(tools: list[Json], choice: ToolChoice) -> CallableTools:
 
 
 def _argument_schema(field: str, tool: Json) -> Json:
-    """The JSON schema of a function's arguments: of an object, which has only the properties that it names, unless it
-    says that there are others."""
+    """The JSON schema of a function's arguments: an object that only has the named properties, unless the schema allows
+    others."""
     given = tool["function"].get("parameters") or {"properties": {}}
     if not isinstance(given, dict):
         raise InvalidRequest(field, f"is {given!r:.80}; it must be the JSON schema of an object")
@@ -131,7 +131,7 @@ def check_satisfiable(field: str, schema: Json | bool) -> None:
 
 
 # --- custom tools ----------------------------------------------------------------------------------------------------
-# Custom tools, which take a text instead of arguments: to the model each is a function with the argument `input`.
+# Custom tools, which take a text instead of arguments: the model sees a function with the argument `input`.
 
 
 _PREFIX = re.compile(r'\s*\{\s*"input"\s*:\s*"')
@@ -181,9 +181,9 @@ def as_function(i: int, custom: Json) -> Json:
 
 
 class CustomCallParser:
-    """Parses with another `OutputParser`, and shows calls of the tools `names` as custom ones, with their text.
+    """Parses with another `OutputParser`, and converts calls of the tools `names` to custom calls with their text.
 
-    Without a grammar a model may write other arguments than the input: then their JSON is the text.
+    Without a grammar, a model may write arguments other than the input: then their JSON is the text.
     """
 
     def __init__(self, parser: OutputParser, names: Collection[str]) -> None:
@@ -223,7 +223,7 @@ class CustomCallParser:
 
 
 class _InputReader:
-    """Reads `{"input": "..."}` and returns the text, as far as it is complete. Other JSON is returned as it is."""
+    """Reads `{"input": "..."}` and returns the text, as far as it is complete. Returns other JSON unchanged."""
 
     def __init__(self) -> None:
         self._unread = ""

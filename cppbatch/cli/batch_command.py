@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 _SAMPLE_S = 0.25  # between two updates of the bar
 _N_SAMPLES = 20  # for the speed in the bar
 _LINE_INTERVAL_S = 60.0
-_FAILURES_READ = 1000  # for the first line that failed: they are written as they fail
+_FAILURES_READ = 1000  # searched for the first failed line: failures are recorded in the order in which they occur
 
 _JOB_OPTIONS: list[Option] = [
     click.argument("input_file", metavar="INPUT", type=click.Path(path_type=Path)),
@@ -172,7 +172,7 @@ def batch(
     from cppbatch.server.settings import ServerSettings
 
     if not is_endpoint_given:
-        if begun := None if overwrite else begun_with(job).get("endpoint"):  # also where the model is gone since
+        if begun := None if overwrite else begun_with(job).get("endpoint"):  # even if the model has since been removed
             _say(f"the job was started with --endpoint {begun} and continues with it")
         endpoint = begun or ("chat" if are_chats(config, job.chat_template, None) else "completions")
         job = msgspec.structs.replace(job, input_format=msgspec.structs.replace(job.input_format, endpoint=endpoint))
@@ -214,7 +214,7 @@ def batch(
 
 
 def first_failure(errors: Path) -> str:
-    """The message of the first of the lines that failed, of those that failed early; "" if there is none."""
+    """The message of the first failed line, among the earliest failures; "" without failures."""
     try:
         with errors.open("rb") as file:
             result = min(map(msgspec.json.decode, islice(file, _FAILURES_READ)), key=lambda each: each["line"])
@@ -229,12 +229,12 @@ def _say(line: str) -> None:
 
 
 class BatchProgress:
-    """Shows a job's progress from a thread: a bar on a terminal, else a line per minute. A context manager."""
+    """A context manager that shows a job's progress from a thread: a bar on a terminal, otherwise a line per minute."""
 
     def __init__(self, job: OfflineJob) -> None:
         self._job = job
         self._began = 0.0
-        self._n_before = 0  # lines that had ended when the clock was started
+        self._n_before = 0  # lines finished when the clock started
         self._samples: deque[tuple[float, int]] = deque(maxlen=_N_SAMPLES)  # time, tokens
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="cppbatch-progress", daemon=True)
@@ -276,7 +276,7 @@ class BatchProgress:
         return f"{journal.n_completed} done, {journal.n_failed} failed{of}"
 
     def _left(self) -> str:
-        """The time that is left, at the speed so far; empty if it is not known."""
+        """The remaining time at the speed so far; empty if unknown."""
         n, seconds = self._n_ended - self._n_before, time.perf_counter() - self._began
         if not n or self._job.n_lines is None:
             return ""

@@ -38,7 +38,7 @@ def bench() -> None:
 
 
 def _names_of(known: Sequence[str]) -> Callable[[click.Context, click.Parameter, str], tuple[str, ...]]:
-    """A callback for `one,other`: some of these names, as a tuple without duplicates."""
+    """A callback for `one,other`: a subset of these names, as a tuple without duplicates."""
 
     def names(_context: click.Context, _option: click.Parameter, given: str) -> tuple[str, ...]:
         parts = [part.strip() for part in given.split(",")]
@@ -164,7 +164,7 @@ def throughput(
 
 
 def _chat_prompt(info: ModelInfo, message: str) -> str:
-    """The prompt for an answer to this message; the message itself for a model without a chat template."""
+    """The prompt for this user message; the message itself if the model has no chat template."""
     from cppbatch.chat.template import ChatTemplate
 
     if info.chat_template is None:
@@ -307,7 +307,7 @@ def explain_trace(trace: Path) -> tuple[Report, Draw]:
 
     Ideal is the lowest possible cost of the work, learned from the steps of the trace: each prompt token at the best
     piece size, each new token at the best number of rows up to the number of unfinished sequences. GET /metrics
-    (ideal_seconds, lost_seconds) has the same parts, from what the engine has learned until then.
+    (ideal_seconds, lost_seconds) reports the same parts, as learned by the engine so far.
     """
     from cppbatch.bench.explain import explain, plot_explanation
 

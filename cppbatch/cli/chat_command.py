@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 _ONE_SEQUENCE = {"n_parallel": 1}  # a conversation has one answer at a time
 _OF_THE_ENGINE = {*EngineConfig.__struct_fields__, "chat_template", "use_profile", "memory_check"}
-"""Options that say how a model is loaded here."""
+"""Options for loading a model in this process."""
 
 
 @click.command(cls=GroupedCommand)
@@ -116,7 +116,7 @@ def chat(
         source = click.get_current_context().get_parameter_source("model")
         on_server = (
             model if source is ParameterSource.COMMANDLINE else None
-        )  # the environment names one of this machine
+        )  # the environment variable names a local model
         backend = ServerBackend(url, model=on_server, api_key=api_key, **options)
     else:
         plan = partial(
@@ -149,7 +149,7 @@ def chat(
                 try:
                     if not session.handle(line):
                         break
-                except KeyboardInterrupt:  # while an answer that was stopped ends
+                except KeyboardInterrupt:  # while a stopped answer is ending
                     continue
     finally:
         backend.close()

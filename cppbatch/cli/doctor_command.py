@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 _WATCH_S = 0.5
-_BUSY = 0.3  # cores that other programs use, from which on it is said
+_BUSY = 0.3  # report other programs that use at least this many cores
 
 
 class Finding(NamedTuple):
@@ -30,9 +30,9 @@ class Finding(NamedTuple):
     name: str
     found: str
     remedy: str | None = None
-    """What to do about a problem; None: there is none."""
+    """What to do about a problem; None: no problem."""
     is_note: bool = False
-    """Nothing is wrong, but something could be better."""
+    """Not a problem, but could be improved."""
 
 
 @click.command()

@@ -30,14 +30,14 @@ _DEFAULTS = EngineConfig(model_path="")
 
 
 def option(*names: str, env: str, llama_env: str = "", **settings: Any) -> Option:
-    """An option that can also be set by the environment variable CPPBATCH_<env>, or else by llama.cpp's variable for
-    it. `llama_env`: that variable, or several, separated by spaces."""
+    """An option that can also be set by the environment variable CPPBATCH_<env>, or else by llama.cpp's variable.
+    `llama_env`: one or more such variables, separated by spaces."""
     variables = [f"CPPBATCH_{env}", *llama_env.split()]
     return click.option(*names, envvar=variables, show_envvar=True, **{"show_default": True, **settings})
 
 
 class Choice(click.Choice[str]):
-    """A choice that takes llama.cpp's words for its values too, and _ or - between the parts of a word."""
+    """A choice that also accepts llama.cpp's names of its values, and either _ or - in them."""
 
     def __init__(self, choices: Sequence[str], words: Mapping[str, str] = {}) -> None:
         super().__init__(choices)
@@ -48,7 +48,7 @@ class Choice(click.Choice[str]):
         return super().convert(self._words.get(value.replace("_", "-"), value), param, ctx)
 
     def normalize_choice(self, choice: object, ctx: click.Context | None) -> str:
-        """As it is: `cppbatch serve` writes flags with -, but a type such as q8_0 with _."""
+        """Unchanged: `cppbatch serve` normalises _ to - in flags, but types such as q8_0 have _."""
         return str(choice)
 
 
@@ -63,7 +63,7 @@ class Switch(Choice):
 
 
 class _Layers(click.types.IntParamType):
-    """A number of layers; `all` and `auto`, as in llama.cpp, are -1."""
+    """A number of layers; `all` and `auto` mean -1, as in llama.cpp."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
         """As in click."""
@@ -71,7 +71,7 @@ class _Layers(click.types.IntParamType):
 
 
 def split_lists(_context: object, _option: object, given: tuple[str, ...]) -> tuple[str, ...]:
-    """The values of an option that may be repeated, or as a list with commas."""
+    """The values of an option that may be repeated or given as a comma-separated list."""
     values = tuple(item.strip() for each in given for item in each.split(",") if item.strip())
     if given and not values:
         raise click.BadParameter("is empty")
@@ -96,13 +96,13 @@ def _file(_context: object, option: click.Parameter, given: str) -> str:
     from cppbatch.models.find import check_file
 
     path = Path(given).expanduser()
-    if given and not os.path.exists(path):  # `check_file` names the list of models, which has no such files
+    if given and not os.path.exists(path):  # `check_file` would refer to the list of models, which has no such files
         raise ConfigError(f"{setting_name(str(option.name))}: file not found: {path}; give the path of a GGUF file")
     return str(check_file(path)) if given else ""
 
 
 def _adapter(given: str) -> tuple[str, float]:
-    """`FILE` or `FILE=SCALE`, as a file and a scale. A file's name may contain a =."""
+    """`FILE` or `FILE=SCALE`, as a file and a scale. A file name may contain =."""
     path, _, scale = given.rpartition("=")
     if path and not Path(given).is_file():
         with contextlib.suppress(ValueError):  # not a number: part of the name
@@ -116,7 +116,7 @@ def _cache_ram(_context: object, _option: object, given: int) -> int:
 
 
 def _disk_folder(_context: object, _option: object, given: str) -> str:
-    """Refuses a folder that cannot be written at the start, also if a model is loaded later."""
+    """Refuses an unwritable folder at startup, even if the model is loaded later."""
     if folder := disk_folder(given):
         from cppbatch.engine.disk.folder import PrefixFolder  # imports numpy
 
@@ -186,7 +186,7 @@ _CONVERSIONS: dict[str, dict[str, Any]] = {
     "prefix_cache_ram": {"callback": _cache_ram},
     "prefix_cache_disk": {"callback": _disk_folder},
 }
-"""What the command line takes otherwise than `EngineConfig`."""
+"""Where the command line differs from `EngineConfig`."""
 
 
 def _setting(name: str) -> Option:
@@ -209,7 +209,7 @@ _SETTINGS = [_setting(name) for name in OPTIONS]
 
 
 class _ModelName(click.ParamType):  # type: ignore[type-arg]
-    """A model of -m. In the environment it is one, with the spaces that its path may have."""
+    """A model given with -m. The environment variable holds a single one, whose path may contain spaces."""
 
     name = "text"
 
@@ -219,7 +219,7 @@ class _ModelName(click.ParamType):  # type: ignore[type-arg]
 
 
 def _several(named: Option) -> Option:
-    """The option as one that may be repeated."""
+    """The option, made repeatable."""
 
     def add(command: Command) -> Command:
         added = named(command)
@@ -233,9 +233,9 @@ def _several(named: Option) -> Option:
 def engine_options(command: Command, *, without: Collection[str] = (), several: bool = False) -> Command:
     """Adds the options of the engine's settings. The command gets `config`, an `EngineConfig`.
 
-    `without`: fields of `EngineConfig` that the command sets itself; they get no option. `several`: the command takes
-    several models. It gets `sources`, which say where they are and have come from an outer decorator; if they name one
-    model only, they are None. Otherwise `config` has no model.
+    `without`: fields of `EngineConfig` that the command sets itself; they get no option. `several`: the command accepts
+    several models. It gets `sources` from an outer decorator: where the models are, or None for a single model. With
+    several models, `config` has no model.
     """
 
     @wraps(command)
@@ -254,7 +254,7 @@ def engine_options(command: Command, *, without: Collection[str] = (), several: 
         log_settings = {name: arguments.pop(name) for name in _LOG_SETTINGS if name in arguments}
         _set_up_logs(verbose, log_settings)
         settings = {name: arguments.pop(name) for name in EngineConfig.__struct_fields__ if name in arguments}
-        sizes = {"n_ctx": settings.get("n_ctx") or _DEFAULTS.n_ctx}  # 0 is known when the model is
+        sizes = {"n_ctx": settings.get("n_ctx") or _DEFAULTS.n_ctx}  # 0 is resolved once the model is known
         EngineConfig(model_path="", **{**settings, **sizes})  # raises for wrong values before a model is downloaded
         named = (*([on_hub] if (on_hub := hub_name(hf_repo, hf_file)) else []), *named)
         if several:
@@ -290,7 +290,7 @@ def context_length(path: Path) -> int:
 
 
 def engine_settings_options(command: Command, *, without: Collection[str] = ()) -> Command:
-    """Adds the options of the engine's settings without the model. The command gets `engine`, their values.
+    """Adds the options of the engine's settings, except the model. The command gets `engine`, their values.
 
     `without`: as in `engine_options`.
     """
@@ -338,7 +338,7 @@ _RANGE = re.compile(r"(\d+)\.\.(\d+)")
 
 
 class CountRange(click.ParamType):  # type: ignore[type-arg]
-    """`2`, or `1..4`: a number, and the number up to which it grows with the load, None if it is fixed."""
+    """`2` or `1..4`: a number, and the maximum to which it scales with the load; None if it is fixed."""
 
     name = "count"
 
@@ -442,8 +442,8 @@ def profile_and_memory_flags(command: Command) -> Command:
 def profile_and_memory_options(
     command: Command, *, says_start: Callable[[], bool] = lambda: True, to_stderr: bool = True
 ) -> Command:
-    """Adds --no-profile and --no-memory-check. The command gets its `config` with the profile's settings, or else sizes
-    that fit, checked. If `says_start()`, lines say what runs where. `to_stderr`: there, not on stdout."""
+    """Adds --no-profile and --no-memory-check. The command gets its `config` with the profile's settings or sizes that
+    fit, checked against free memory. If `says_start()`, prints what runs where; `to_stderr`: to stderr."""
 
     @wraps(command)
     def with_checked_config(config: EngineConfig, use_profile: bool, memory_check: bool, **arguments: Any) -> Any:
@@ -455,7 +455,7 @@ def profile_and_memory_options(
         deployment: Deployment | None = arguments.get("deployment")
         if config.rpc:
             if deployment:
-                deployment.configs(config)  # raises before anything waits
+                deployment.configs(config)  # raises before any waiting
             _wait_for_rpc_workers(config)
         config = plan_start(
             config,
@@ -473,7 +473,7 @@ def profile_and_memory_options(
     return with_options(with_checked_config, _PROFILE_AND_MEMORY)
 
 
-_RPC_WAIT_S = 60.0  # machines that are switched on together do not start together
+_RPC_WAIT_S = 60.0  # machines switched on together take different times to boot
 
 
 def _wait_for_rpc_workers(config: EngineConfig) -> None:

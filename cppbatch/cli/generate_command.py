@@ -111,7 +111,7 @@ def generate(
         except KeyboardInterrupt:
             printer.interrupt()
             raise
-        except InvalidRequest as error:  # "conversations[0]: ..." is not what -p and -f call it
+        except InvalidRequest as error:  # -p and -f have prompts, not "conversations[0]: ..."
             raise CppBatchError(_ITEM.sub(lambda item: f"prompt {int(item[1]) + 1}", str(error))) from error
     _say_why_texts_end(results, is_capped=is_capped)
     failed = [result for result in results if result.finish_reason is FinishReason.ERROR]
@@ -122,16 +122,16 @@ def generate(
 def _conversations(
     prompts: Sequence[str], images: Sequence[str], sounds: Sequence[str]
 ) -> Sequence[str | list[dict[str, Any]]]:
-    """Each prompt as a message of the user, with these files before it."""
+    """Each prompt as a user message, preceded by these files."""
     if not images and not sounds:
         return prompts
-    pictures = [{"type": "image", "path": path} for path in images]
-    files = [*pictures, *({"type": "audio", "path": path} for path in sounds)]
+    image_parts = [{"type": "image", "path": path} for path in images]
+    files = [*image_parts, *({"type": "audio", "path": path} for path in sounds)]
     return [[{"role": "user", "content": [*files, {"type": "text", "text": prompt}]}] for prompt in prompts]
 
 
 class _Printer:
-    """Prints the results in the order of the prompts, as far as they are there."""
+    """Prints the results in the order of the prompts, as they become available."""
 
     def __init__(self, prompts: Sequence[str]) -> None:
         self._prompts = prompts
@@ -140,12 +140,12 @@ class _Printer:
         self._is_interrupted = False
 
     def add(self, index: int, event: GenerationEvent | ChatEvent) -> None:
-        """Takes an event of a prompt."""
+        """Handles an event of a prompt."""
         self._events[index].append(event)
         self._print()
 
     def interrupt(self) -> None:
-        """Prints what is there of all prompts."""
+        """Prints what has been generated for all prompts."""
         self._is_interrupted = True
         self._print()
 
@@ -164,7 +164,7 @@ class _Printer:
 
 
 class _TextPrinter(_Printer):
-    """A text is printed as it grows, the next one when it has ended."""
+    """Prints each text as it grows, and the next one once it is complete."""
 
     _n_shown = 0  # events of the current prompt
 
@@ -179,7 +179,7 @@ class _TextPrinter(_Printer):
 
 
 class _JsonPrinter(_Printer):
-    """One JSON object for each prompt. After an interrupt, objects of texts that have not ended have no `usage`."""
+    """One JSON object per prompt. After an interrupt, objects of unfinished texts have no `usage`."""
 
     def _show(self, events: list[GenerationEvent | ChatEvent], *, has_ended: bool) -> None:
         if has_ended:

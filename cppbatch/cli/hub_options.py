@@ -1,4 +1,4 @@
-"""What -hf, -hff and --mmproj-auto mean."""
+"""The meaning of -hf, -hff and --mmproj-auto."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import click
 
 
 def hub_name(repository: str | None, file: str | None) -> str | None:
-    """The name of a model that -hf and -hff mean; None: they are not given."""
+    """The name of the model given by -hf and -hff; None: neither is given."""
     if file and not repository:
         raise click.UsageError(f"-hff {file} requires -hf OWNER/REPO")
     if not repository:
@@ -23,7 +23,7 @@ def hub_name(repository: str | None, file: str | None) -> str | None:
 
 
 def may_see(name: str, settings: Mapping[str, Any]) -> bool:
-    """Whether a model gets the projector that is beside it on the hub, with these settings of the engine."""
+    """Whether to load the projector from the model's hub repository, given these engine settings."""
     from cppbatch.models.hub import hub_model
 
     is_text_only = settings.get("pooling") or settings.get("deterministic")

@@ -28,8 +28,8 @@ _TEMPLATES = {
     "chatml": "chatml", "gemma": "gemma", "llama-2": "llama2", "llama-3": "llama3", "mistral-instruct": "mistral-v1",
     "openchat": "openchat", "vicuna": "vicuna", "zephyr": "zephyr",
 }  # fmt: skip
-"""llama-cpp-python's chat formats, and llama.cpp's names of their templates."""
-_OF_PICTURES = (
+"""llama-cpp-python's chat formats, and llama.cpp's names for their templates."""
+_IMAGE_CHAT_FORMATS = (
     "llava-1-5", "llava-1-6", "obsidian", "moondream", "nanollava", "llama-3-vision-alpha", "minicpm-v-2.6",
     "qwen2.5-vl", "mtmd", "gemma4",
 )  # fmt: skip
@@ -44,7 +44,7 @@ _UNSET: dict[str, Any] = {
     "yarn_beta_slow": 1.0, "yarn_orig_ctx": 0, "hf_tokenizer_config_path": None,
     "hf_pretrained_model_name_or_path": None,
 }  # fmt: skip
-"""What is taken with the value that changes nothing only."""
+"""Settings that are only accepted with a value that has no effect."""
 
 
 class LlamaCppPythonConfig(NamedTuple):
@@ -56,7 +56,7 @@ class LlamaCppPythonConfig(NamedTuple):
 
 
 def read_llama_cpp_python_config(path: Path) -> LlamaCppPythonConfig:
-    """Reads JSON, or YAML where the file's name ends so. Raises `ConfigError`."""
+    """Reads JSON, or YAML if the file name ends in .yaml or .yml. Raises `ConfigError`."""
     from cppbatch.cli.model_settings import ModelFile
 
     where = f"--llama-cpp-python-config {path}"
@@ -105,7 +105,7 @@ def _decode(path: Path) -> Any:
 
 
 def _flags(settings: Json, where: str) -> Json:
-    """The settings of a model as `ModelFile` has them."""
+    """The settings of a model, as in `ModelFile`."""
     settings = {
         name: _converted(value, _TYPES[name], f"{where}: {name}") if name in _TYPES else value
         for name, value in settings.items()
@@ -129,7 +129,7 @@ def _flags(settings: Json, where: str) -> Json:
     chat_format = settings.get("chat_format")
     if chat_format in _TEMPLATES:
         flags["chat-template"] = _TEMPLATES[chat_format]
-    elif chat_format is not None and chat_format not in _OF_PICTURES:
+    elif chat_format is not None and chat_format not in _IMAGE_CHAT_FORMATS:
         known = ", ".join(_TEMPLATES)
         raise ConfigError(
             f"{where}: chat_format is {chat_format!r}; leave it out to use the model's own, or use {known}"
@@ -144,7 +144,7 @@ def _flags(settings: Json, where: str) -> Json:
 
 
 def _model(settings: Json) -> str:
-    """The model's file; of a hub, it is fetched if it is not here."""
+    """The model's file, downloaded from the hub if necessary."""
     if repository := settings.get("hf_model_repo_id"):
         from cppbatch.models.hub import HubModel, pull_model
 
@@ -173,7 +173,7 @@ _SERVER: dict[str, Any] = {"host": str, "port": int, "ssl_keyfile": str, "ssl_ce
 
 
 def _converted(value: Any, kind: Any, where: str) -> Any:
-    """The value as this type, also from text such as "2048", as pydantic reads it there. Raises `ConfigError`."""
+    """The value as this type. Accepts text such as "2048", as pydantic does. Raises `ConfigError`."""
     try:
         return msgspec.convert(value, kind | None, strict=False)
     except msgspec.ValidationError as error:
@@ -181,7 +181,7 @@ def _converted(value: Any, kind: Any, where: str) -> Any:
 
 
 def _check_names(settings: Json, handled: set[str], where: str) -> None:
-    """Logs names without effect, and raises `ConfigError` for names that llama-cpp-python does not have."""
+    """Logs names without effect; raises `ConfigError` for names unknown to llama-cpp-python."""
     if unknown := sorted(settings.keys() - handled - _WITHOUT_EFFECT):
         raise ConfigError(f"{where}: unknown setting {', '.join(unknown)}")
     if ignored := sorted(settings.keys() & _WITHOUT_EFFECT):
@@ -189,7 +189,7 @@ def _check_names(settings: Json, handled: set[str], where: str) -> None:
 
 
 def use_config(context: click.Context, _parameter: click.Parameter, path: Path | None) -> Path | None:
-    """The callback of the flag: what the file says of the server is the default of the other flags."""
+    """The callback of the flag: the file's server settings become the defaults of the other flags."""
     if path is not None:
         context.default_map = {**(context.default_map or {}), **read_llama_cpp_python_config(path).server}
     return path

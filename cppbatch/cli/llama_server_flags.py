@@ -1,4 +1,4 @@
-"""llama-server's flags that `cppbatch serve` has under other names, or needs nothing for: its launch scripts work."""
+"""llama-server's flags that `cppbatch serve` renames or ignores, so that existing launch scripts work."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ flags_log = logging.getLogger("cppbatch.flags")
 
 
 class UnneededFlag(NamedTuple):
-    """A flag of llama-server that is accepted and changes nothing."""
+    """A flag of llama-server that is accepted and ignored."""
 
     names: str
     """Its names, separated by spaces."""
     instead: str
-    """What applies here."""
+    """What applies instead."""
     value: str = ""
-    """What the flag is followed by; "": it has no value."""
+    """The placeholder for the flag's value; "": it has none."""
     values: tuple[str, ...] = ()
-    """The only values that change nothing; others are refused. (): any."""
+    """The only accepted values, which have no effect. (): any."""
 
 
 RENAMED: Mapping[str, tuple[str, ...]] = {
@@ -36,7 +36,7 @@ RENAMED: Mapping[str, tuple[str, ...]] = {
     "-nr": ("--repack", "off"),
     "--no-repack": ("--repack", "off"),
 }
-"""Flags without a value, and what they mean here."""
+"""Flags without a value, and their equivalents here."""
 
 _STARTED = "the model is ready when the server answers"
 _TEMPLATE = "chat templates are always Jinja templates, or llama.cpp's own by name"
@@ -87,11 +87,11 @@ UNNEEDED = (
     ),
     UnneededFlag("--prefill-assistant", "a final assistant message is continued; see continue_final_message"),
 )
-"""Flags that change no answer here."""
+"""Flags that do not affect any response."""
 
 
 class LlamaServerCommand(GroupedCommand):
-    """A command that takes llama-server's names of its flags, with _ or - between the words, as there."""
+    """A command that accepts llama-server's names for its flags, with _ or - between the words."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """As in click, after `RENAMED`."""
@@ -99,7 +99,7 @@ class LlamaServerCommand(GroupedCommand):
 
 
 def unneeded_flags(command: Command) -> Command:
-    """Adds the flags of `UNNEEDED`. Each that is given is a line in the log, which says what applies."""
+    """Adds the flags of `UNNEEDED`. Each one given is logged, with what applies instead."""
 
     @wraps(command)
     def with_flags_logged(**arguments: Any) -> Any:

@@ -19,7 +19,7 @@ _MODULES = {
 
 
 class _Commands(Mapping[str, click.Command]):
-    """The commands, each imported when it is looked up: all of them take as long to import as a small model to load."""
+    """The commands, each imported on lookup: importing all of them takes as long as loading a small model."""
 
     def __getitem__(self, name: str) -> click.Command:
         with QuietImports():

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def _shape_options(command: Command) -> Command:
-    """Adds --shape and --type, in place of a file. The exit code is 1 if the memory does not suffice."""
+    """Adds --shape and --type, as alternatives to a file. The exit code is 1 if memory is insufficient."""
 
     @wraps(command)
     def with_shape(shape: str | None, weights: str, model: str | None, **arguments: Any) -> None:

@@ -1,4 +1,4 @@
-"""The settings of single models, in the file of --models-config: flags' names as keys, checked as the flags are."""
+"""Per-model settings in the file of --models-config: flag names as keys, validated like the flags."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Settings = Mapping[str, Any]
 
 
 class ModelFile(msgspec.Struct, frozen=True, kw_only=True):
-    """The content of a settings file, before its flags are checked."""
+    """The content of a settings file, before validation."""
 
     default: str | None = None
     """The model for requests that name none."""
@@ -42,7 +42,7 @@ class _Toml(ModelFile, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 def read_settings(path: Path) -> ModelFile:
-    """Reads a settings file: TOML, or with the ending .ini llama-server's presets. Raises `ConfigError`."""
+    """Reads a settings file: TOML, or llama-server's presets if it ends in .ini. Raises `ConfigError`."""
     try:
         text = path.read_text("utf-8")
         return _presets(text) if path.suffix == ".ini" else decode_toml(text, _Toml)
@@ -56,7 +56,7 @@ def _presets(text: str) -> ModelFile:
     """llama-server's format: a section for each model, and [*] for all."""
     parser = configparser.ConfigParser(interpolation=None, default_section="*", strict=True)
     parser.optionxform = str  # type: ignore[assignment,method-assign]  # keys such as ngl and NGL are not the same
-    parser.read_string(f"[*]\n{text}")  # `version = 1` stands before the first section
+    parser.read_string(f"[*]\n{text}")  # `version = 1` comes before the first section
     defaults = {key: value for key, value in parser.defaults().items() if key != "version"}
     own = {name: dict(parser.items(name)) for name in parser.sections()}
     return ModelFile(
@@ -68,7 +68,7 @@ def _presets(text: str) -> ModelFile:
 
 
 class ModelSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """The given settings of a model, checked."""
+    """The given settings of a model, validated."""
 
     engine: dict[str, Any]
     """Fields of `EngineConfig`."""
@@ -78,16 +78,16 @@ class ModelSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Fields of `ServerSettings`."""
 
     def config(self, base: EngineConfig, path: Path) -> EngineConfig:
-        """The engine's settings, of a model file, with its context length in place of -c 0. Raises `ConfigError`."""
+        """The engine settings for a model file, with its context length in place of -c 0. Raises `ConfigError`."""
         engine = self.engine
         if engine.get("n_ctx") == 0:
             engine = {name: value for name, value in engine.items() if name != "n_ctx"}
-            with contextlib.suppress(ModelError):  # loading says what is wrong with the file
+            with contextlib.suppress(ModelError):  # loading reports what is wrong with the file
                 engine["n_ctx"] = context_length(path)
         return msgspec.structs.replace(base, model_path=str(path), **engine)
 
     def settings(self, base: ServerSettings) -> ServerSettings:
-        """The server's settings for this model. Its sampling defaults and template variables add to those of all."""
+        """The server settings for this model. Its sampling defaults and template variables extend the shared ones."""
         given = dict(self.server)
         for name in ("sampling_defaults", "template_variables"):
             if name in given:
@@ -96,7 +96,7 @@ class ModelSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def checked(settings: Settings, where: str) -> ModelSettings:
-    """The settings, as the flags of `cppbatch serve` would be checked. `where`: for errors. Raises `ConfigError`."""
+    """Validates settings like the flags of `cppbatch serve`. `where`: for errors. Raises `ConfigError`."""
     arguments = [part for key, value in settings.items() for part in _arguments(key, value, where)]
     try:
         context = _collect.make_context("serve", arguments)
@@ -106,7 +106,7 @@ def checked(settings: Settings, where: str) -> ModelSettings:
 
 
 def _arguments(key: str, value: Any, where: str) -> list[str]:
-    """A setting as arguments of a command."""
+    """A setting as command-line arguments."""
     flag = next((each for each in (f"--{key}", f"-{key}") if each in _OPTIONS or each in _UNNEEDED), None)
     if f"--{key}" in RENAMED or f"-{key}" in RENAMED:
         return list(RENAMED[f"--{key}" if f"--{key}" in RENAMED else f"-{key}"]) if _is_on(value) else []
@@ -182,7 +182,7 @@ def _collect(
 
 
 for _option in _collect.params:
-    _option.envvar = None  # the environment is for all models
+    _option.envvar = None  # environment variables apply to all models
 _OPTIONS = {
     name: option
     for option in _collect.params

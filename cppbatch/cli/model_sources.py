@@ -1,4 +1,4 @@
-"""Where a server with several models finds them: options, and the catalog that they make."""
+"""Where a server with several models finds them: options, and the catalog built from them."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class ModelSources(msgspec.Struct, frozen=True, kw_only=True):
     """The given options of a server with several models."""
 
     files: tuple[Path, ...] = ()
-    """Of several -m."""
+    """From several -m."""
     folder: Path | None = None
     settings_file: Path | None = None
     is_llama_cpp_python: bool = False
@@ -44,10 +44,10 @@ class ModelSources(msgspec.Struct, frozen=True, kw_only=True):
     use_profiles: bool = True
     memory_check: bool = True
     own_contexts: bool = False
-    """-c 0: each model has as many cells as its own context length, unless its settings say otherwise."""
+    """-c 0: each model gets KV cells for its own context length, unless its settings say otherwise."""
 
     def with_files(self, named: Sequence[str], *, own_contexts: bool) -> ModelSources:
-        """The sources with the models of -m, which are fetched if they are not here. Raises `ModelError`."""
+        """The sources plus the models of -m, downloaded if necessary. Raises `ModelError`."""
         return msgspec.structs.replace(self, files=tuple(map(choose_model, named)), own_contexts=own_contexts)
 
 
@@ -91,7 +91,7 @@ _OPTIONS = [
 
 
 def model_source_options(command: Command) -> Command:
-    """Adds the options of several models. The command gets `sources`: None if there is neither a folder nor a file."""
+    """Adds the options for several models. The command gets `sources`; None without a folder and a file."""
 
     @wraps(command)
     def with_sources(
@@ -133,7 +133,7 @@ class Catalog:
         settings: ServerSettings,
     ) -> None:
         """`config`, `deployment`, `settings`: for models without settings of their own. `given`: the settings of
-        `config` that somebody has given. Raises `ConfigError` for settings that are not for several models."""
+        `config` that the user has given. Raises `ConfigError` for settings that only apply to a single model."""
         _refuse("--in-process", deployment.in_process)
         _refuse("--rpc", bool(config.rpc))
         _refuse("--alias", bool(settings.aliases))
@@ -141,7 +141,7 @@ class Catalog:
         self._deployment, self._settings = deployment, settings
 
     def read(self) -> CatalogContent:
-        """The models now. Raises `ConfigError` and `ModelError`."""
+        """The current models. Raises `ConfigError` and `ModelError`."""
         from cppbatch.cli.model_settings import ModelFile, checked, read_settings
         from cppbatch.server.models.many import CatalogContent
 
@@ -171,8 +171,8 @@ class Catalog:
         return CatalogContent(specs, self._default(content, [spec.name for spec in specs]))
 
     def _paths(self) -> dict[str, Path]:
-        """The files of the flags and the folder, by the name of the model. Of files with the same name, the later ones
-        have their folder in their name."""
+        """The files from flags and folder, by model name. If several files have the same name, the later ones are
+        prefixed with their folder."""
         folder = self._sources.folder
         paths: dict[str, Path] = {}
         for path in self._sources.files:
@@ -184,14 +184,14 @@ class Catalog:
 
     @staticmethod
     def _name_in(paths: dict[str, Path], name: str) -> str:
-        """The model of the folder that a name in the settings file means, if there is one."""
+        """The model in the folder that a name in the settings file refers to, if any."""
         if name in paths:
             return name
         found = [each for each in paths if name in shorter_names(each)]
         return found[0] if len(found) == 1 else name
 
     def _path_of(self, name: str, settings: dict[str, Any], content: ModelFile) -> Path:
-        """The file of a model that only the settings file names. Raises `ConfigError`."""
+        """The file of a model that is only listed in the settings file. Raises `ConfigError`."""
         given = settings.get("model", settings.get("m"))
         file = self._sources.settings_file
         if given is None or file is None:
@@ -212,7 +212,7 @@ class Catalog:
             status = path.stat()
             version = (status.st_mtime_ns, status.st_size)
         except OSError:
-            version = None  # loading says what is wrong
+            version = None  # loading reports the error
         return ModelSpec(
             name=name,
             config=own.config(self._config, path),
@@ -262,7 +262,7 @@ def _check_aliases(specs: list[ModelSpec]) -> None:
 def many_models(
     sources: ModelSources, config: EngineConfig, given: set[str], deployment: Deployment, settings: ServerSettings
 ) -> Callable[[], ManyModels]:
-    """What makes the models of a server, in its event loop. Raises `ConfigError`."""
+    """A factory for the models of a server, to be called in its event loop. Raises `ConfigError`."""
     from cppbatch.server.models.loader import MemoryPlanLoader
     from cppbatch.server.models.many import ManyModels
 
@@ -271,7 +271,7 @@ def many_models(
     if sources.memory_mib and not sources.memory_check:
         raise ConfigError("--models-memory requires memory estimates, which --no-memory-check disables; leave one out")
     catalog = Catalog(sources, config, given, deployment, settings)
-    content = catalog.read()  # errors come before the server listens
+    content = catalog.read()  # raises before the server listens
     if sources.any_model and content.default is None:
         raise ConfigError("--any-model requires a default model: -m, or `default` in --models-config")
     loader = MemoryPlanLoader(

@@ -88,7 +88,7 @@ def inspect(file: Path, as_json: bool) -> None:
 
 
 def _chat_forms(file: Path) -> dict[str, str | None]:
-    """How the model writes tool calls and thoughts; empty without a chat template that can be read."""
+    """How the model writes tool calls and reasoning; empty without a readable chat template."""
     from cppbatch.chat.chat_format import ChatFormat
     from cppbatch.chat.template import ChatTemplate
     from cppbatch.errors import InvalidRequest
@@ -137,7 +137,7 @@ def requantize(
         )
     console = Console(stderr=True)
     if kind == "auto" and has_gpu():
-        read_matrices(model)  # raises if it is no model
+        read_matrices(model)  # raises if it is not a model
         click.echo(
             "nothing to do: the model runs on the GPU, whose kernels compute all types in batches. To requantise it "
             "anyway, give a --type"
@@ -185,7 +185,7 @@ def cache_types(*, model: Path, as_json: bool) -> None:
 
 
 def _print(table: Table) -> None:
-    """Prints a table: folded to a terminal's width, or one line per row if a program reads it."""
+    """Prints a table: wrapped to the terminal's width, or one line per row if not on a terminal."""
     for column in table.columns:
         column.overflow = "fold"
     console = Console(width=None if sys.stdout.isatty() else 1 << 16)

@@ -38,7 +38,7 @@ def _settings(heading: str) -> str:
 
 
 GROUPS: Mapping[str, str] = {heading: names.replace("*", _settings(heading)) for heading, names in _GROUPS.items()}
-"""Headings with the names of their options' parameters, in the order in which `--help` shows them."""
+"""Headings with the parameter names of their options, in the order of `--help`."""
 
 _OTHERS = "Other options"
 _HELP_ALL = "help_all"
@@ -47,7 +47,7 @@ _HELP_ALL = "help_all"
 class GroupedCommand(click.Command):
     """A command whose `--help` shows its options under the headings of `GROUPS`.
 
-    `common`: the names of those that it shows, and --help-all shows all. "": `--help` shows all.
+    `common`: the names of the options in `--help`; --help-all shows all. "": `--help` shows all.
     """
 
     def __init__(self, *args: Any, common: str = "", **kwargs: Any) -> None:
@@ -80,7 +80,7 @@ def _show_all(ctx: click.Context, _option: object, given: bool) -> None:
 
 
 def grouped(options: Iterable[click.Parameter]) -> Iterator[tuple[str, list[click.Parameter]]]:
-    """Yields each heading with its options, in the order of `GROUPS`, and last the options that are in none."""
+    """Yields each heading with its options, in the order of `GROUPS`; ungrouped options come last."""
     left = {option.name: option for option in options}
     for heading, names in GROUPS.items():
         yield heading, [left.pop(name) for name in names.split() if name in left]

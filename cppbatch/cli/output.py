@@ -1,4 +1,4 @@
-"""What commands show: a bar while a model is loaded, numbers of weights, sizes of files."""
+"""Output of commands: a progress bar while a model loads, numbers of weights, file sizes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _INTERVAL_S = 0.1
 
 @contextlib.contextmanager
 def loading_bar(fraction: Callable[[], float]) -> Iterator[None]:
-    """Shows on stderr, if that is a terminal, how much is loaded. `fraction`: 0.0 to 1.0, asked ten times a second."""
+    """Shows loading progress on stderr, if it is a terminal. `fraction`: 0.0 to 1.0, polled ten times a second."""
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 

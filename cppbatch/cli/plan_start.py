@@ -1,4 +1,4 @@
-"""Settings before a model is loaded: the profile, sizes that fit into memory, and the lines that say so."""
+"""Settings before a model is loaded: the profile, sizes that fit into memory, and the lines that report them."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ def plan_start(
     say: Callable[[str], object],
     says_start: bool = True,
 ) -> EngineConfig:
-    """`config` with the settings of its profile, and with sizes that fit where neither has any.
+    """`config` with the settings of its profile, and with sizes that fit where neither sets them.
 
-    `given`: the settings that the user has given. `engines`: the settings of all engines. `memory_check`: without it,
-    the memory is not estimated. `say` gets the lines; without `says_start` only the one about a profile that is used.
+    `given`: the settings that the user has given. `engines`: the settings of all engines. `memory_check`: False skips
+    the memory estimate. `say` gets the lines; without `says_start` only the one about the profile in use.
     Raises `ConfigError` if the engines need more memory than is free.
     """
     decided = set(given)
@@ -61,14 +61,14 @@ def _with_attention(config: EngineConfig, planned: EngineConfig) -> EngineConfig
 
 
 def _say_what_runs(planned: Planned, *, is_chosen: bool, misses_profile: bool, say: Callable[[str], object]) -> None:
-    """`misses_profile`: whether a missing profile is worth a line."""
+    """`misses_profile`: whether to mention a missing profile."""
     try:
         facts = inspect_model(Path(planned.config.model_path))
-    except ModelError:  # loading says what is wrong with the file
+    except ModelError:  # loading reports what is wrong with the file
         return
     say(model_line(planned.config, facts, planned.estimate))
     if facts.pooling or planned.config.pooling:
-        return  # no sequence keeps its cells, and nothing can be tuned
+        return  # sequences keep no cells, so there is nothing to tune
     say(sizes_line(planned.config, planned.estimate, free_host_memory(), chosen=is_chosen))
     if misses_profile and not os.path.isfile(profile_path(planned.config)):
         say("no profile for this model: run `cppbatch tune` to find the fastest settings (up to 5 minutes)")
@@ -79,9 +79,9 @@ def _say_what_runs(planned: Planned, *, is_chosen: bool, misses_profile: bool, s
 
 
 def model_line(config: EngineConfig, facts: ModelFacts, estimate: MemoryEstimate | None) -> str:
-    """The model with the number and type of its weights, and what computes it.
+    """The model with the number and type of its weights, and the devices that run it.
 
-    `estimate`: of the engines, one for each worker; None: not known, so neither are the devices.
+    `estimate`: for the engines, one per worker; None: unknown, and so are the devices.
     """
     name = Path(config.model_path).stem
     weights = f"{format_count(facts.n_params)} weights, mostly {facts.main_type}, {format_bytes(facts.size_bytes)}"
@@ -97,14 +97,14 @@ def model_line(config: EngineConfig, facts: ModelFacts, estimate: MemoryEstimate
 
 
 def _kinds_of_media(projector: Path) -> list[str]:
-    """What a projector encodes, from its metadata."""
+    """The media that a projector encodes, from its metadata."""
     names = {"vision": "images", "audio": "audio"}
     metadata = read_header(projector).metadata
     return [name for kind, name in names.items() if metadata.get(f"clip.has_{kind}_encoder")] or ["a projector"]
 
 
 def sizes_line(config: EngineConfig, estimate: MemoryEstimate | None, host_free: int, *, chosen: bool) -> str:
-    """How many sequences run at once, the tokens that each may have, and the memory that this takes.
+    """The number of concurrent sequences, their maximum tokens, and the memory required.
 
     `host_free`: bytes. `chosen`: whether -np or -c was not given.
     """
@@ -128,7 +128,7 @@ def sizes_line(config: EngineConfig, estimate: MemoryEstimate | None, host_free:
 
 def _where(config: EngineConfig, estimate: MemoryEstimate) -> str:
     n_engines = len(estimate.footprints)
-    threads = config.n_threads or max(1, available_threads() // n_engines)  # they divide the cores
+    threads = config.n_threads or max(1, available_threads() // n_engines)  # the engines share the cores
     each = " each" if n_engines > 1 else ""
     on_cpu = f"on the CPU with {threads} thread{'s' if threads > 1 else ''}{each}"
     places = {location(b, estimate.devices) for f in estimate.footprints for b in f.buffers if b.kind == "weights"}

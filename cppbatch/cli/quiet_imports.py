@@ -1,5 +1,5 @@
-"""Ctrl-C during imports: it ends the process at once, where a KeyboardInterrupt in any line of an import would print a
-traceback, since some modules wrap it in errors of their own."""
+"""Ctrl-C during imports ends the process at once. A KeyboardInterrupt would print a traceback, since some modules wrap
+it in errors of their own."""
 
 import os
 import signal
@@ -7,7 +7,7 @@ import threading
 
 
 class QuietImports:
-    """`with QuietImports():` around imports that take long. Does nothing where Ctrl-C is handled otherwise."""
+    """`with QuietImports():` around slow imports. Does nothing if Ctrl-C already has another handler."""
 
     def __enter__(self) -> None:
         self._is_default = (

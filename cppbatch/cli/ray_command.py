@@ -1,4 +1,4 @@
-"""`cppbatch ray`: what `cppbatch serve --ray` of this user runs on this machine, and ending it."""
+"""`cppbatch ray`: shows and stops what this user's `cppbatch serve --ray` runs on this machine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`--json` and `--plot`, the options of commands that measure, and lists of numbers."""
+"""`--json` and `--plot`, the options of benchmark commands, and lists of numbers."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ _OPTIONS = [
 
 
 def report_options(command: Command) -> Command:
-    """Adds --json and --plot. The command returns its report and the function that draws it; both are shown here, and
-    the report is returned."""
+    """Adds --json and --plot. The command returns its report and a function that draws it. This writes both, and
+    returns the report."""
 
     @wraps(command)
     def with_report(json_file: Path | None, plot_file: Path | None, **arguments: Any) -> Report:

@@ -94,7 +94,7 @@ def rpc_worker(
 
 
 def _checked_host(host: str, *, consent: bool) -> str:
-    """The IPv4 address. Raises `ConfigError`, also for one that other machines can reach, without consent."""
+    """The IPv4 address. Raises `ConfigError`, also for an address that other machines can reach, unless confirmed."""
     try:
         address = ipaddress.IPv4Address("127.0.0.1" if host == "localhost" else host)
     except ValueError:

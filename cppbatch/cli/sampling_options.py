@@ -1,4 +1,4 @@
-"""Options of sampling, named as in llama.cpp: of commands that run prompts, and the server's defaults."""
+"""Sampling options, named as in llama.cpp: for commands that run prompts, and the server's defaults."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _FLAGS = {
     "dry_sequence_breakers": "--dry-sequence-breaker", "mirostat_eta": "--mirostat-lr",
     "mirostat_tau": "--mirostat-ent", "seed": "-s --seed",
 }  # fmt: skip
-"""llama.cpp's flags, where they are not the name of the field."""
+"""llama.cpp's flags, where they differ from the field name."""
 _LLAMA_ENV = {
     "temperature": "LLAMA_ARG_TEMPERATURE", "top_k": "LLAMA_ARG_TOP_K", "top_p": "LLAMA_ARG_TOP_P",
     "min_p": "LLAMA_ARG_MIN_P", "repetition_penalty": "LLAMA_ARG_REPEAT_PENALTY",
@@ -54,7 +54,7 @@ _CONVERSIONS: dict[str, dict[str, Any]] = {
 
 
 def _sampling(field: str) -> Option:
-    """The option of a field of `SamplingParams`. None: not given."""
+    """The option for a field of `SamplingParams`. None: not given."""
     default = getattr(_DEFAULTS, field)
     return option(
         *_FLAGS.get(field, f"--{field.replace('_', '-')}").split(), field, env=field.upper(),
@@ -92,7 +92,7 @@ def _n_predict(help: str) -> Option:
 
 
 def sampling_options(command: Command) -> Command:
-    """Adds the options of sampling for commands that run prompts.
+    """Adds sampling options to a command that runs prompts.
 
     The command gets `params`, the given fields of `SamplingParams`, and `is_capped`: whether -n is not given, so that
     plain prompts get `DEFAULT_MAX_TOKENS`.
@@ -115,7 +115,7 @@ def sampling_options(command: Command) -> Command:
 
 
 def sampling_default_options(command: Command) -> Command:
-    """Adds the server's defaults of sampling.
+    """Adds the server's sampling defaults.
 
     The command gets `sampling_defaults`, the given fields of `SamplingParams`.
     """
@@ -135,6 +135,6 @@ def sampling_default_options(command: Command) -> Command:
 
 
 def _given(arguments: dict[str, Any], names: Iterable[str]) -> dict[str, Any]:
-    """Takes these options out of `arguments`, and returns those that the user has given."""
+    """Removes these options from `arguments`, and returns those that the user has given."""
     taken = {name: arguments.pop(name) for name in names}
     return {name: value for name, value in taken.items() if value is not None and value != ()}

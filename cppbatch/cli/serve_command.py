@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 # Options of `cppbatch serve` for a Ray cluster.
 
 
-_LOCAL = "local"  # `ray_cluster.LOCAL`, whose package imports more than --help needs
+_LOCAL = "local"  # `ray_cluster.LOCAL`, not imported because --help does not need that package
 
 _OPTIONS = [
     option(
@@ -101,7 +101,7 @@ def ray_options(command: Command) -> Command:
         options = ReplicaOptions(min_replicas=least, max_replicas=most, downscale_delay=deployment.downscale_delay)
         if starts_own(ray_address):
             here = Deployment(workers=min(most, MAX_WORKERS), step_timeout=deployment.step_timeout)
-        else:  # how much memory the machines of the cluster have is not known here
+        else:  # the memory of the cluster's machines is unknown here
             here = Deployment(step_timeout=deployment.step_timeout)
             arguments["memory_check"] = False
         return command(ray=RayTarget(address=ray_address, options=options), deployment=here, **arguments)
@@ -131,12 +131,12 @@ COMMON = (
     common=COMMON,
     context_settings={"token_normalize_func": lambda name: name.replace("_", "-")},  # as llama-server does
 )
-@server_options  # first, so that their errors come before a model is downloaded
+@server_options  # first, so that they are validated before a model is downloaded
 @deployment_options
 @ray_options
 @model_source_options
 @partial(engine_options, several=True)
-@unneeded_flags  # where the log is set up
+@unneeded_flags  # after the log is set up
 @partial(profile_and_memory_options, to_stderr=False)  # stderr is for the log, which may be JSON
 def serve(
     *,
@@ -161,10 +161,10 @@ def serve(
     async def run_one(config: EngineConfig, starter: EngineStarter, *, start_early: bool) -> None:
         say(f"loading {config.model_path} ...")
         if start_early:
-            await process.start_early()  # it imports beside this process, which has as much to import
+            await process.start_early()  # it imports in parallel with this process
         with QuietImports():
             engine = starter.start(config)
-            await asyncio.sleep(0)  # the worker gets its settings, and loads the model during the imports that follow
+            await asyncio.sleep(0)  # sends the worker its settings: it loads the model during the next imports
             from cppbatch.server.models.served import OneModel
 
         await run(lambda: OneModel.of(engine, settings), lambda: find_advice(config))
@@ -189,10 +189,10 @@ def serve(
 
 
 def find_advice(config: EngineConfig) -> str | None:
-    """What `cppbatch models inspect` advises for this model, None if nothing.
+    """The advice of `cppbatch models inspect` for this model; None: no advice.
 
-    Reads the header of the file and cached times, in 0.07 s with imports. Types that were never timed on this machine
-    are timed, in about a second.
+    Reads the file's header and cached times, in 0.07 s including imports. Types that were never timed on this machine
+    are timed, which takes about a second.
     """
     from cppbatch.models.kernel_advice import kernel_report
 
@@ -200,7 +200,7 @@ def find_advice(config: EngineConfig) -> str | None:
         return None
     try:
         return kernel_report(Path(config.model_path), n_gpu_layers=config.n_gpu_layers).advice
-    except ModelError:  # loading says what is wrong with the file
+    except ModelError:  # loading reports what is wrong with the file
         return None
 
 

@@ -29,12 +29,12 @@ def _llama_cpp_names() -> tuple[str, ...]:
 
     try:
         return builtin_template_names()
-    except LibraryError:  # loading the model says what is missing
+    except LibraryError:  # loading the model reports what is missing
         return ()
 
 
 def _keys(_context: object, _option: object, given: tuple[str, ...]) -> tuple[str, ...]:
-    """Empty ones are kept, and then refused: they come from a variable that is not set."""
+    """Keeps empty keys, so that they are refused later: they come from an unset variable."""
     return tuple(key.strip() for each in given for key in each.split(","))
 
 
@@ -58,7 +58,7 @@ chat_template_option = option(
 
 
 def are_chats(config: EngineConfig, chat_template: str | None, given: bool | None, *, says: bool = True) -> bool:
-    """Whether plain prompts are messages of a chat: as `given`, or if there is a chat template. `says` so."""
+    """Whether plain prompts are chat messages: as `given`, else if there is a chat template. `says`: print it."""
     if given is not None:
         return given
     from cppbatch.models.inspect import has_chat_template
@@ -86,7 +86,7 @@ MEDIA_OPTIONS = [
         help="Folder of images and audio files that requests may reference as file:// URLs. Default: none.",
     ),
 ]  # fmt: skip
-"""For every command that answers requests of others."""
+"""For every command that answers requests of clients."""
 
 
 def _limit(_context: click.Context, _parameter: click.Parameter, tokens: int) -> int | None:
@@ -94,7 +94,7 @@ def _limit(_context: click.Context, _parameter: click.Parameter, tokens: int) ->
 
 
 THINKING: dict[str, dict[str, Any]] = {"auto": {}, "on": {"enable_thinking": True}, "off": {"enable_thinking": False}}
-"""--reasoning, as variables of the chat template."""
+"""--reasoning, as chat template variables."""
 
 _MODEL_OPTIONS = [
     option(
@@ -124,7 +124,7 @@ _MODEL_OPTIONS = [
     ),
     sampling_default_options,
 ]  # fmt: skip
-"""Those that each of several models may have in its own way."""
+"""Options that can be set for each of several models."""
 
 _OPTIONS = [
     option(
@@ -248,12 +248,12 @@ _OPTIONS = [
 
 
 def model_options(command: Command) -> Command:
-    """Adds the options about names, chat template and sampling of a model. The command gets their values."""
+    """Adds the options for a model's names, chat template and sampling. The command gets their values."""
     return with_options(command, _MODEL_OPTIONS)
 
 
 def _predict_path() -> str | None:
-    """Vertex AI says in the environment that it runs the server, and under which path it asks for predictions."""
+    """Vertex AI's path for predictions, from its environment variables; None elsewhere."""
     if os.environ.get("AIP_MODE") != "PREDICTION":
         return None
     return os.environ.get("AIP_PREDICT_ROUTE") or "/predict"

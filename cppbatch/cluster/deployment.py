@@ -1,4 +1,4 @@
-"""Where a server's engines run: how many worker processes on which devices, or a thread of the server's process."""
+"""Where a server's engines run: the number of worker processes and their devices, or a thread of the server process."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 MAX_WORKERS = 64
 """Of one server."""
-_MIN_STEP_TIMEOUT_S = 2.0  # an idle worker has one heartbeat a second
+_MIN_STEP_TIMEOUT_S = 2.0  # an idle worker has one heartbeat per second
 
 
 class EngineStarter(Protocol):
@@ -33,24 +33,24 @@ class EngineStarter(Protocol):
 
 
 class Deployment(msgspec.Struct, frozen=True, kw_only=True):
-    """How many engines to start, and where. Raises `ConfigError` for values out of range or in conflict."""
+    """The number and location of engines. Raises `ConfigError` for values out of range or in conflict."""
 
     in_process: bool = False
-    """For debugging: one engine on a thread of the server's process; a crash ends both."""
+    """For debugging: one engine on a thread of the server process; a crash ends both."""
     workers: int = 1
     max_workers: int | None = None
-    """More than `workers`: their number follows the load, from `workers` to this (`ScalingRule`). None: it is fixed."""
+    """If above `workers`: the number follows the load, from `workers` to this (`ScalingRule`). None: fixed."""
     downscale_delay: float = 60.0
-    """Seconds for which fewer workers must have been enough before one is drained."""
+    """Seconds for which fewer workers must have sufficed before one is drained."""
     memory_shortage: Callable[[EngineConfig], str | None] | None = None
-    """Why an engine does not fit into the free memory now, None if it does: asked on a thread before another worker is
-    started. `cppbatch.sizing.sizes.memory_shortage` computes it; None: every worker is started."""
+    """Returns why an engine does not fit into the free memory, None if it does. Called on a thread before another
+    worker is started, for example `cppbatch.sizing.sizes.memory_shortage`; None: no check."""
     devices: tuple[int, ...] = ()
-    """llama.cpp's numbers of GPUs, at least one worker for each; more workers are assigned to them in turn."""
+    """GPUs by llama.cpp's numbers, with at least one worker each; more workers are assigned round-robin."""
     step_timeout: float = 300.0
-    """Seconds without the end of a step after which a worker counts as hung and is replaced."""
+    """Seconds without a finished step after which a worker is considered hung and is replaced."""
     sleep_idle_seconds: float = -1
-    """Seconds without a request after which a worker ends until the next one; -1: never."""
+    """Seconds without a request after which a worker stops until the next one; -1: never."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.workers <= MAX_WORKERS:
@@ -99,7 +99,7 @@ class Deployment(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_autoscaled(self) -> bool:
-        """Whether the number of workers follows the load."""
+        """Whether the number of workers scales with the load."""
         return self.max_workers is not None and self.max_workers > self.workers
 
     def _start_autoscaled(self, config: EngineConfig) -> AutoscaledGroup:
@@ -129,9 +129,9 @@ class Deployment(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def configs(self, config: EngineConfig) -> list[EngineConfig]:
-        """The settings of each worker at the start. A fixed number of them divides the cores: more compute threads than
-        cores only spin. An `AutoscaledGroup` divides the cores itself, as workers come and go. Raises `ConfigError` for
-        several workers of one model over RPC."""
+        """The initial settings of each worker. A fixed number of workers divides the cores, because more compute
+        threads than cores only spin. An `AutoscaledGroup` divides the cores itself, as workers come and go. Raises
+        `ConfigError` for several workers of one model over RPC."""
         self._check_rpc(config)
         n = self.workers if self.is_autoscaled else max(self.workers, len(self.devices))
         threads = config.n_threads

@@ -1,7 +1,7 @@
-"""The link between the server's process and a worker: MessagePack messages, and a ZeroMQ socket for each direction.
+"""The link between the server process and a worker: MessagePack messages, and a ZeroMQ socket per direction.
 
 Each side binds the socket it reads from and connects the socket it writes to: a connecting socket queues messages
-until the other side is there, a bound one does not.
+until the other side is available, a bound one does not.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Keys = tuple[str, str, str, str]
 
 
 LAST_WORDS = "last_words"
-"""The file in a worker's folder with the sentence with which llama.cpp aborted it."""
+"""The file in a worker's folder with llama.cpp's abort message."""
 
 
 class WorkerSetup(msgspec.Struct, frozen=True, kw_only=True):
@@ -41,22 +41,22 @@ class WorkerSetup(msgspec.Struct, frozen=True, kw_only=True):
 
     config: EngineConfig
     folder: str
-    """Contains its sockets and its `SharedStatus`; removed when the worker ends."""
+    """The folder of its sockets and its `SharedStatus`; removed when the worker ends."""
     endpoint: str
     """Where the worker sends its messages."""
     keys: tuple[str, str, str] | None = None
-    """CURVE keys where the link is TCP: the server's public key, the worker's public and secret key."""
+    """CURVE keys if the link is TCP: the server's public key, the worker's public and secret key."""
     log_level: int
     runtime: str | None = None
-    """For tests: `module:function` that makes the engine's `Runtime` from its config."""
+    """For tests: `module:function` that creates the engine's `Runtime` from its config."""
 
 
 # --- to the worker ----------------------------------------------------------------------------------------------------
 
 
 class Submit(msgspec.Struct, frozen=True, tag=True):
-    """Run this request, or continue it where an earlier worker stopped. All messages about it, and its events, have its
-    id: a number in decimal digits that the server makes (`InFlightRequest.id`)."""
+    """Run this request, or continue it where an earlier worker stopped. All its messages and events have its id: a
+    decimal number assigned by the server (`InFlightRequest.id`)."""
 
     request: GenerationRequest
     resume: ResumeState
@@ -68,7 +68,7 @@ class Submit(msgspec.Struct, frozen=True, tag=True):
 
 
 class Check(msgspec.Struct, frozen=True, tag=True):
-    """Check whether this request could run; the answer is `Checked` or `Refused`."""
+    """Check whether this request can run; the answer is `Checked` or `Refused`."""
 
     request: GenerationRequest
 
@@ -124,7 +124,7 @@ class Stop(msgspec.Struct, frozen=True, tag=True):
 
 
 class LimitThreads(msgspec.Struct, frozen=True, tag=True):
-    """Use at most so many compute threads, from the next step on."""
+    """Use at most this many compute threads, from the next step on."""
 
     n: int
 
@@ -199,7 +199,7 @@ class SlotDone(msgspec.Struct, frozen=True, tag=True):
 
 
 class Updated(msgspec.Struct, frozen=True, tag=True):
-    """Whether the tokens were appended; False: the request neither waits nor runs."""
+    """Whether the tokens were appended; False: the request is neither waiting nor running."""
 
     id: str
     found: bool
@@ -212,7 +212,7 @@ class Stats(msgspec.Struct, frozen=True, tag=True):
 
 
 class Live(msgspec.Struct, frozen=True, tag=True):
-    """What the engine does now."""
+    """The engine's live state."""
 
     engine: LiveEngine
 
@@ -237,7 +237,8 @@ decode_for_worker, decode_from_worker = _for_worker.decode, _from_worker.decode
 
 
 def can_use_files(folder: Path) -> bool:
-    """Whether the sockets can be files in this folder; else they are loopback TCP, encrypted: any user can connect."""
+    """Whether the sockets can be files in this folder; otherwise they are encrypted loopback TCP, as any user can
+    connect."""
     return bool(zmq.has("ipc")) and len(str(folder)) < _MAX_FOLDER_PATH
 
 
@@ -257,7 +258,7 @@ class ServerLink:
     """The server's end, used on its event loop."""
 
     def __init__(self, folder: Path, *, use_files: bool) -> None:
-        import zmq.asyncio  # a worker has no use for it
+        import zmq.asyncio  # not needed by workers
 
         self.keys: Keys | None = None
         if not use_files:
@@ -288,7 +289,7 @@ class ServerLink:
         self._outgoing.connect(hello.endpoint)
 
     def send(self, message: ToWorker) -> None:
-        """Sends a message; never waits. Raises `UnicodeEncodeError` for text with half of a surrogate pair."""
+        """Sends a message; never waits. Raises `UnicodeEncodeError` for text with an unpaired surrogate."""
         self._outgoing.send(encode(message), zmq.NOBLOCK)
 
     async def receive(self) -> FromWorker:
@@ -335,13 +336,13 @@ class WorkerLink:
         """Sends the queued messages and closes the link for sending."""
         with self._lock:
             self._outgoing.close(linger=_FLUSH_TIMEOUT_MS)
-        time.sleep(_FLUSH_S)  # `close` returns at once; ZeroMQ's own thread still sends
+        time.sleep(_FLUSH_S)  # `close` returns immediately; ZeroMQ's own thread is still sending
 
 
 # --- shared status ---------------------------------------------------------------------------------------------------
-# What a worker is doing, in memory that its server can still read after the worker's death.
+# A worker's state, in memory that its server can still read after the worker's death.
 #
-# Messages would not do: a process that aborts loses the messages it has just sent.
+# Messages do not suffice: a process that aborts loses the messages it has just sent.
 
 
 _N_PREPARING = 8
@@ -353,8 +354,8 @@ _N_NUMBERS = _COMPUTING + MAX_SEQ_IDS
 class SharedStatus:
     """A memory-mapped file of int64 numbers. The worker writes, the server's process reads.
 
-    Layout: the heartbeat counter; how many requests are computed; the request that each of 8 threads prepares (-1:
-    none), and a counter of its progress; the requests that are computed.
+    Layout: the heartbeat counter; the number of computed requests; the request that each of 8 threads is preparing (-1:
+    none), and its progress counter; the computed requests.
     """
 
     def __init__(self, path: Path) -> None:
@@ -370,19 +371,19 @@ class SharedStatus:
     # --- written by the worker --------------------------------------------------------------------------------------
 
     def heartbeat(self) -> None:
-        """Counts one more heartbeat."""
+        """Increments the heartbeat counter."""
         self._numbers[_HEARTBEATS] += 1
 
     def set_preparing(self, thread: int, number: int) -> None:
-        """Thread `thread` (0 to 7) prepares this request; -1: none."""
+        """Sets the request that thread `thread` (0 to 7) is preparing; -1: none."""
         self._numbers[_PREPARING + thread] = number
 
     def progressed(self, thread: int) -> None:
-        """Thread `thread` continues preparing its request, or waits for a reason: it does not hang."""
+        """Reports progress of thread `thread` with its request, or a legitimate wait: it does not hang."""
         self._numbers[_PROGRESS + thread] += 1
 
     def set_computing(self, numbers: list[int]) -> None:
-        """The next step computes these requests: only these can crash it."""
+        """Sets the requests of the next step: only these can crash it."""
         if numbers != self._computing:
             self._numbers[_COMPUTING : _COMPUTING + len(numbers)] = numbers
             self._numbers[_N_COMPUTING] = len(numbers)
@@ -396,15 +397,15 @@ class SharedStatus:
         return int(self._numbers[_HEARTBEATS])
 
     def preparing(self) -> list[int]:
-        """The requests that are being prepared."""
+        """The requests being prepared."""
         return [int(number) for number in self._numbers[_PREPARING:_PROGRESS] if number >= 0]
 
     def progress(self) -> list[tuple[int, int]]:
-        """The same, each with the counter of its progress."""
+        """The requests being prepared, each with its progress counter."""
         both = self._numbers[_PREPARING:_COMPUTING].reshape(2, _N_PREPARING).T
         return [(int(number), int(counter)) for number, counter in both if number >= 0]
 
     def active(self) -> set[int]:
-        """The requests that are being prepared, or were computed in the last step."""
+        """The requests being prepared, or computed in the last step."""
         computing = self._numbers[_COMPUTING : _COMPUTING + int(self._numbers[_N_COMPUTING])]
         return {*computing.tolist(), *self.preparing()}

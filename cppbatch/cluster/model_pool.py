@@ -1,16 +1,15 @@
-"""Which of several models are loaded: each when it is first asked for, and as many as fit.
+"""Decides which of several models are loaded: each on first use, as many as fit.
 
-The rules, without knowing what a model is: a loader says whether one fits beside the others, and starts its engine.
+The rules are independent of what a model is: a loader checks whether one fits alongside others, and starts its engine.
 
 - A request holds a lease of its model. While there are leases, the model stays.
-- Models that are asked for and not loaded wait in a queue, in the order of their first requests. One is loaded at a
-  time.
-- If the first in the queue does not fit, the least recently used model without leases leaves. If all have leases, the
-  least recently used of them is drained: it gets no new leases, and leaves when its last one has ended. Requests for it
-  wait in the queue. If nobody waits for the other model any more, or an idle one leaves instead, it gets leases again.
-- Pinned models never leave by themselves. The others also leave when they had no lease for `ttl` seconds.
-- A model that fails to load fails the requests that wait for it, and is tried again by the next request after a pause,
-  which doubles with each failure in a row. A load that was killed from outside is tried again at once, a few times.
+- Requested models that are not loaded wait in a queue, in the order of their first requests. One is loaded at a time.
+- If the first in the queue does not fit, the least recently used model without leases is unloaded. If all have leases,
+  the least recently used one is drained: it gets no new leases, and is unloaded when its last one ends. Requests for it
+  wait in the queue. If the other model is no longer needed, or an idle one is unloaded instead, it gets leases again.
+- Pinned models are never evicted. The others are also unloaded after `ttl` seconds without a lease.
+- A model that fails to load fails its waiting requests, and is retried by the next request after a pause, which doubles
+  with each consecutive failure. A load that was killed from outside is retried immediately, a few times.
 """
 
 from __future__ import annotations
@@ -35,22 +34,22 @@ from cppbatch.errors import (
 log = logging.getLogger("cppbatch.models")
 
 ModelState = Literal["unloaded", "loading", "loaded", "unloading"]
-"""unloading: it gets no new leases, and waits for the end of the last one, or its engine ends."""
+"""`unloading`: it gets no new leases, and waits for the last one to end, or its engine is closing."""
 UnloadReason = Literal["evicted", "idle", "asked", "changed"]
-"""evicted: for another model. idle: `ttl`. asked: by `unload`. changed: its file or settings are others now."""
+"""`evicted`: for another model. `idle`: `ttl`. `asked`: by `unload`. `changed`: its file or settings have changed."""
 
-_MAX_ATTEMPTS = 3  # to load a model, where the earlier ones were killed from outside
-_FIRST_PAUSE_S, _MAX_PAUSE_S = 1.0, 60.0  # after a failure, before a request tries again
+_MAX_ATTEMPTS = 3  # to load a model, if earlier ones were killed from outside
+_FIRST_PAUSE_S, _MAX_PAUSE_S = 1.0, 60.0  # after a failure, before a request retries
 
 
 class LoadableEngine(Protocol):
-    """What the pool needs of an engine."""
+    """The interface of engines in the pool."""
 
     async def loaded(self) -> None:
-        """Waits until it takes requests. Raises what loading raised."""
+        """Waits until it accepts requests. Raises the errors of loading."""
 
     async def close(self) -> None:
-        """Ends it; afterwards its memory is free."""
+        """Closes it, and frees its memory."""
 
 
 Plan = TypeVar("Plan")
@@ -62,9 +61,9 @@ class ModelLoader(Protocol[Plan, Engine_co]):
     """Decides what fits, and starts engines."""
 
     async def plan(self, name: str, others: Sequence[Plan], pinned: Sequence[Plan]) -> Plan:
-        """How the model is to be loaded beside the `others`, which are loaded now; of these, `pinned` do not leave.
+        """How to load the model alongside the currently loaded `others`, of which `pinned` cannot be unloaded.
 
-        Raises `DoesNotFit`, or what is wrong with the model.
+        Raises `DoesNotFit`, or the model's error.
         """
 
     def start(self, name: str, plan: Plan) -> Engine_co:
@@ -72,31 +71,31 @@ class ModelLoader(Protocol[Plan, Engine_co]):
 
 
 class PooledModel(Generic[Plan, Engine]):
-    """The state of one model. Only the pool changes it."""
+    """The state of a model. Only the pool changes it."""
 
     def __init__(self, name: str, *, pinned: bool, ttl: float, max_waiting: int, now: float) -> None:
         self.name = name
         self.pinned = pinned
-        """It is loaded at the start, and never leaves by itself."""
+        """Loaded at startup, and never evicted."""
         self.ttl = ttl
-        """Seconds without a lease after which it leaves; -1: never."""
+        """Seconds without a lease after which it is unloaded; -1: never."""
         self.max_waiting = max_waiting
         self.engine: Engine | None = None
-        """While it is loading, loaded or unloading."""
+        """Set while it is loading, loaded or unloading."""
         self.plan: Plan | None = None
-        """With which it was loaded the last time."""
+        """The plan of its last load."""
         self.error: str | None = None
-        """Why it was not loaded the last time; None: it was, or was never tried."""
+        """Why its last load failed; None: it succeeded, or was never tried."""
         self.leases = 0
         self.loads = 0
         self.load_failures = 0
         self.load_seconds = 0.0
-        """Of the last load."""
+        """Duration of the last load."""
         self.unloads: Counter[UnloadReason] = Counter()
         self._is_loaded = False
         self._is_closing = False
         self._leaves: UnloadReason | None = None
-        """Why it is drained; None: it is not."""
+        """Why it is being drained; None: it is not."""
         self._last_used = now
         self._waiters: list[asyncio.Future[Engine]] = []
         self._load_asked = False
@@ -105,7 +104,7 @@ class PooledModel(Generic[Plan, Engine]):
 
     @property
     def state(self) -> ModelState:
-        """The state now."""
+        """The current state."""
         if self.engine is None:
             return "unloaded"
         if not self._is_loaded:
@@ -114,12 +113,12 @@ class PooledModel(Generic[Plan, Engine]):
 
     @property
     def waiting(self) -> int:
-        """Requests that wait for it to be loaded."""
+        """Requests waiting for it to load."""
         return len(self._waiters)
 
     @property
     def is_wanted(self) -> bool:
-        """Whether it is to be loaded."""
+        """Whether it should be loaded."""
         return bool(self._waiters) or self._load_asked
 
 
@@ -131,14 +130,14 @@ class Lease(Generic[Plan, Engine]):
         self._release: Callable[[PooledModel[Plan, Engine]], None] | None = pool.release
 
     def release(self) -> None:
-        """Ends it. A second call does nothing."""
+        """Releases it. Repeated calls do nothing."""
         if self._release:
             self._release(self.model)
             self._release = None
 
 
 class ModelPool(Generic[Plan, Engine]):
-    """The models of a server. Made in a running event loop; `close` ends all engines."""
+    """The models of a server. Must be created in a running event loop; `close` closes all engines."""
 
     def __init__(
         self,
@@ -146,28 +145,28 @@ class ModelPool(Generic[Plan, Engine]):
         *,
         max_loaded: int = 0,
     ) -> None:
-        """`max_loaded`: models that are loaded at the same time at most; 0: as many as fit."""
+        """`max_loaded`: maximum loaded models; 0: limited by memory."""
         self.models: dict[str, PooledModel[Plan, Engine]] = {}
         self.max_loaded = max_loaded
         self._loader = loader
         self._clock = asyncio.get_running_loop().time
-        self._in_memory: set[PooledModel[Plan, Engine]] = set()  # those that have an engine, also removed ones
-        self._queue: dict[str, None] = {}  # names of wanted models, in the order in which they were asked for
+        self._in_memory: set[PooledModel[Plan, Engine]] = set()  # models with an engine, including removed ones
+        self._queue: dict[str, None] = {}  # names of requested models, in order of request
         self._changed = asyncio.Event()
-        self._n_left = 0  # models that have left, so that a plan that failed is not computed again before one does
+        self._n_left = 0  # number of unloads, so that a failed plan is only recomputed after another one
         self._closing: set[asyncio.Task[None]] = set()
         self._task = asyncio.ensure_future(self._run())
 
     # --- called by the server -----------------------------------------------------------------------------------
 
     def add(self, name: str, *, pinned: bool = False, ttl: float = -1, max_waiting: int = 4096) -> None:
-        """Adds a model. A pinned one is loaded now."""
+        """Adds a model. A pinned one is loaded immediately."""
         self.models[name] = PooledModel(name, pinned=pinned, ttl=ttl, max_waiting=max_waiting, now=self._clock())
         if pinned:
             self.load(name)
 
     def remove(self, name: str, reason: UnloadReason = "changed") -> None:
-        """Removes a model; if it is loaded, it is drained first. Requests that wait for it fail."""
+        """Removes a model, draining it first if it is loaded. Requests waiting for it fail."""
         model = self.models.pop(name)
         self._queue.pop(name, None)
         self._fail_waiters(model, ModelNotLoaded(f"model {name!r} was removed"))
@@ -177,8 +176,8 @@ class ModelPool(Generic[Plan, Engine]):
     async def lease(self, name: str, *, load: bool = True) -> Lease[Plan, Engine]:
         """Waits until the model is loaded, and keeps it loaded until the lease is released.
 
-        `load`: whether it is loaded if it is not. Raises `ModelNotLoaded` without `load`, `ModelLoadFailed`,
-        `QueueFull`, and `EngineClosed` once the pool closes.
+        `load`: whether to load it if necessary. Raises `ModelNotLoaded` without `load`, `ModelLoadFailed`, `QueueFull`,
+        and `EngineClosed` once the pool is closing.
         """
         model = self.models[name]
         if model.state == "loaded":
@@ -197,7 +196,7 @@ class ModelPool(Generic[Plan, Engine]):
             engine = await waiter
         except asyncio.CancelledError:
             if waiter.done() and not waiter.cancelled() and waiter.exception() is None:
-                self.release(model)  # it was granted at the same moment
+                self.release(model)  # it was granted at the same time
             raise
         finally:
             if waiter in model._waiters:
@@ -213,7 +212,7 @@ class ModelPool(Generic[Plan, Engine]):
         self._changed.set()
 
     def load(self, name: str) -> None:
-        """Loads the model, without waiting for it. An earlier failure does not delay it."""
+        """Starts loading the model, without waiting. An earlier failure does not delay it."""
         model = self.models[name]
         model._retry_at = self._clock()
         if model._leaves == "asked" and not model._is_closing:
@@ -223,8 +222,8 @@ class ModelPool(Generic[Plan, Engine]):
             self._want(model)
 
     def unload(self, name: str, reason: UnloadReason = "asked") -> None:
-        """Drains the model, without waiting for the end of its last request. Later requests load it again. No effect on
-        a model that is not loaded."""
+        """Drains the model, without waiting for its last request. Later requests load it again. No effect if it is not
+        loaded."""
         model = self.models[name]
         model._load_asked = False
         self._unwant(model)
@@ -232,7 +231,7 @@ class ModelPool(Generic[Plan, Engine]):
             self._leave(model, reason)
 
     async def close(self) -> None:
-        """Ends all engines, also those with leases. Requests that wait get `EngineClosed`."""
+        """Closes all engines, including those with leases. Waiting requests get `EngineClosed`."""
         self._task.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await self._task
@@ -249,7 +248,7 @@ class ModelPool(Generic[Plan, Engine]):
         return Lease(self, model, engine)
 
     def _grant_waiters(self, model: PooledModel[Plan, Engine]) -> None:
-        """The model is loaded and takes requests."""
+        """Called when the model is loaded and accepts requests."""
         assert model.engine
         self._queue.pop(model.name, None)
         model._load_asked = False
@@ -283,13 +282,13 @@ class ModelPool(Generic[Plan, Engine]):
     # --- leaving ------------------------------------------------------------------------------------------------
 
     def _leave(self, model: PooledModel[Plan, Engine], reason: UnloadReason) -> None:
-        """No new leases; it is closed when the last one has ended."""
+        """Stops granting leases; the model is closed when the last one ends."""
         model._leaves = reason
         self._close_drained(model)
         self._changed.set()
 
     def _stay(self, model: PooledModel[Plan, Engine]) -> None:
-        """It was to be drained, and need not leave any more."""
+        """Cancels draining, because the model can stay."""
         model._leaves = None
         if model._is_loaded:
             self._grant_waiters(model)
@@ -305,7 +304,7 @@ class ModelPool(Generic[Plan, Engine]):
         assert model.engine
         try:
             await model.engine.close()
-        except Exception:  # a bug: its memory may not be free, and the next plan measures that
+        except Exception:  # a bug: its memory may not be free, which the next plan measures
             log.exception("failed to close the engine of %s", model.name)
         self._forget_engine(model)
         model.unloads[reason] += 1
@@ -332,18 +331,18 @@ class ModelPool(Generic[Plan, Engine]):
                 await self._load(model)
             except (CppBatchError, OSError) as error:
                 self._failed(model, str(error))
-            except Exception as error:  # a bug: fails these requests, and the pool goes on
+            except Exception as error:  # a bug: fails these requests, and the pool continues
                 log.exception("failed to load %s", name)
                 self._failed(model, f"{type(error).__name__}: {error}")
 
     async def _change(self, seconds: float | None = None) -> None:
-        """Waits until a lease, the queue or a model has changed, at most for `seconds`."""
+        """Waits up to `seconds` until a lease, the queue or a model changes."""
         with contextlib.suppress(asyncio.TimeoutError):
             await asyncio.wait_for(self._changed.wait(), seconds)
         self._changed.clear()
 
     async def _load(self, model: PooledModel[Plan, Engine]) -> None:
-        """Loads a wanted model. Returns without having loaded it when nobody wants it any more."""
+        """Loads a requested model. Returns early if it is no longer requested."""
         for attempt in range(1, _MAX_ATTEMPTS + 1):
             plan = await self._make_room(model)
             if plan is None:
@@ -357,9 +356,9 @@ class ModelPool(Generic[Plan, Engine]):
                 log.warning("%s: %s; reloading it", model.name, error)
 
     async def _make_room(self, model: PooledModel[Plan, Engine]) -> tuple[Plan] | None:
-        """The plan with which the model fits, once enough others have left. None: it is not wanted any more.
+        """The plan with which the model fits, after unloading enough others. None: it is no longer requested.
 
-        Raises `DoesNotFit` if it does not fit although all that may leave have left.
+        Raises `DoesNotFit` if it does not fit after unloading all others that can be.
         """
         shortage: DoesNotFit | None = None
         planned_at = -1
@@ -390,7 +389,7 @@ class ModelPool(Generic[Plan, Engine]):
         return None
 
     def _choose_victim(self, shortage: DoesNotFit) -> None:
-        """Has one model leave, unless one is leaving already. Raises `shortage` if none can."""
+        """Unloads a model, unless one is already being unloaded. Raises `shortage` if none can be."""
         if any(each._is_closing or (each._leaves and each._leaves != "evicted") for each in self._in_memory):
             return
         able = [each for each in self._in_memory if not each.pinned]
@@ -404,7 +403,7 @@ class ModelPool(Generic[Plan, Engine]):
             self._leave(min(able, key=lambda each: each._last_used), "evicted")
 
     def _spare_others(self) -> None:
-        """Models that are drained for another one, and are not closing yet, stay."""
+        """Keeps models that are being drained for another one, but are not closing yet."""
         for each in list(self._in_memory):
             if each._leaves == "evicted" and not each._is_closing:
                 self._stay(each)
@@ -426,7 +425,7 @@ class ModelPool(Generic[Plan, Engine]):
         model.error, model._failures_in_a_row = None, 0
         log.info("loaded %s in %.1f s", model.name, model.load_seconds)
         self._grant_waiters(model)
-        self._close_drained(model)  # it was unloaded, or removed, meanwhile
+        self._close_drained(model)  # if it was unloaded or removed meanwhile
 
     def _failed(self, model: PooledModel[Plan, Engine], reason: str) -> None:
         model.error = reason
@@ -454,6 +453,6 @@ class ModelPool(Generic[Plan, Engine]):
                 self._leave(each, "idle")
 
     def _next_expiry(self) -> float | None:
-        """Seconds until the next idle model leaves; None: none will."""
+        """Seconds until the next idle model is unloaded; None: never."""
         now = self._clock()
         return min((max(0.0, each._last_used + each.ttl - now) for each in self._can_expire()), default=None)

@@ -1,4 +1,4 @@
-"""Keeps llama.cpp's RPC server running in a child process: what a client sends may crash it."""
+"""Keeps llama.cpp's RPC server running in a child process, because clients' data may crash it."""
 
 from __future__ import annotations
 
@@ -19,41 +19,41 @@ from cppbatch.errors import ConfigError, LlamaError
 log = logging.getLogger("cppbatch.rpc")
 
 _FIRST_PAUSE_S, _MAX_PAUSE_S = 0.2, 30.0
-_STABLE_S = 60.0  # the death of a server that lived this long counts as the first in a row
+_STABLE_S = 60.0  # after this uptime, the next crash counts as the first in a row
 _START_S = 60.0
 _POLL_S = 0.05
 
 
 class RpcServerSetup(msgspec.Struct, frozen=True, kw_only=True):
-    """What an RPC worker serves, and where. Sent to its child process as a line of JSON."""
+    """The devices and address of an RPC worker. Sent to its child process as a line of JSON."""
 
     host: str
     """An IPv4 address of this machine."""
     port: int
     devices: tuple[str, ...] = ()
-    """ggml's names; (): all GPUs, or else the CPU."""
+    """ggml's device names; (): all GPUs, or else the CPU."""
     n_threads: int
-    """Of a CPU."""
+    """Threads of a CPU."""
     cache: str | None = None
-    """A folder that keeps large tensors, so that they are not sent again."""
+    """A folder to cache large tensors, so that they are not sent again."""
 
 
 class RestartPauses:
-    """How long to wait before the next start of a process that died: 0.2 s, then twice as long each time, to 30 s."""
+    """The wait before restarting a process that died: 0.2 s, doubling each time up to 30 s."""
 
     def __init__(self) -> None:
         self._n_in_a_row = 0
 
     def next(self, lived_s: float) -> float:
-        """Seconds to wait after a death."""
+        """Seconds to wait after a crash."""
         self._n_in_a_row = 1 if lived_s >= _STABLE_S else self._n_in_a_row + 1
         return float(min(_MAX_PAUSE_S, _FIRST_PAUSE_S * 2 ** (self._n_in_a_row - 1)))
 
 
 def free_port(host: str, port: int) -> int:
-    """`port`, or a free one for 0. Raises `ConfigError` if nothing can listen there."""
+    """`port`, or a free one for 0. Raises `ConfigError` if it is not possible to listen there."""
     with socket.socket() as probe:
-        if sys.platform != "win32":  # where it means something else
+        if sys.platform != "win32":  # where it has a different meaning
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, port))
@@ -65,9 +65,9 @@ def free_port(host: str, port: int) -> int:
 
 
 def run_rpc_server(setup: RpcServerSetup, say: Callable[[str], object]) -> None:
-    """Serves until an exception (Ctrl-C) ends it. `say` gets the line that it is ready.
+    """Serves until an exception (Ctrl-C) ends it. `say` gets the line when it is ready.
 
-    A server that dies is started again, after a pause that grows. Raises `LlamaError` if the first one does not start.
+    A crashed server is restarted after a growing pause. Raises `LlamaError` if the first one does not start.
     """
     pauses = RestartPauses()
     is_first = True
@@ -122,7 +122,7 @@ class _Server:
                     self.devices = text
 
     def wait_ready(self) -> None:
-        """Until it listens. Raises `_NotStarted` if it ends before, having written why."""
+        """Waits until it listens. Raises `_NotStarted` if it ends before, after it has logged the reason."""
         end = time.monotonic() + _START_S
         while time.monotonic() < end:
             if (code := self.process.poll()) is not None:

@@ -1,4 +1,4 @@
-"""Which worker or replica gets a request, and how many workers run: rules without I/O."""
+"""Rules, without I/O, for routing requests to workers or replicas, and for the number of workers."""
 
 from __future__ import annotations
 
@@ -9,46 +9,46 @@ from typing import Generic, Literal, NamedTuple, TypeVar
 from cppbatch.engine.request import GenerationRequest, MediaPrompt, Pair
 
 # --- prefix router ---------------------------------------------------------------------------------------------------
-# Chooses the member of a fleet for a request: where its prefix is, unless the queues are unbalanced.
+# Chooses the member of a fleet for a request: the one with its prefix, unless the queues are unbalanced.
 #
-# A member is a worker process or a replica: it has a queue and a prefix cache. No member is asked what it has cached:
+# A member is a worker process or a replica: it has a queue and a prefix cache. Members are not queried for their cache:
 # the router remembers which prompts were sent to which member.
 
 
 _MIN_LENGTH = 64  # characters
 _CHARACTERS_PER_TOKEN = 4
 _TOKENS_PER_REQUEST = 64  # a known prefix of this length outweighs one more request in the queue
-_MAX_PREFIXES = 8192  # remembered of each member
+_MAX_PREFIXES = 8192  # remembered per member
 
 Member = TypeVar("Member", bound=Hashable)
 
 
 class Prefix(NamedTuple):
-    """The begin of a prompt."""
+    """The start of a prompt."""
 
     n_tokens: int
     """Its length; 4 characters of a text count as a token."""
     hash: int
-    """Of its text or token ids, with the cache salt and the LoRA adapters. Valid in this process only."""
+    """Hash of its text or token ids, with the cache salt and the LoRA adapters. Only valid in this process."""
 
 
 class PrefixRouter(Generic[Member]):
-    """The routing rule. It has no list of members: each choice is told who they are and how many requests each has.
+    """The routing rule. Has no list of members: each choice gets the members and their numbers of requests.
 
-    The member with the fewest requests is chosen. A member that was sent a prefix of the prompt may have one more
-    request for every 64 tokens of the prefix, at most n_parallel / 4 more.
+    Chooses the member with the fewest requests. A member that was sent a prefix of the prompt may have one more request
+    per 64 tokens of the prefix, up to n_parallel / 4 more.
     """
 
     def __init__(self, n_parallel: int) -> None:
         self._max_extra_requests = max(1, n_parallel // 4)
-        self._prefixes: dict[Member, OrderedDict[Prefix, None]] = {}  # of each member, the least recently used first
+        self._prefixes: dict[Member, OrderedDict[Prefix, None]] = {}  # by member, least recently used first
         self._holders: dict[Prefix, dict[Member, None]] = {}
 
     def choose(self, prefixes: Sequence[Prefix], loads: Mapping[Member, int]) -> Member:
         """The member for a request with these prefixes (`prompt_prefixes`).
 
-        `loads` has the number of unfinished requests of each member that takes requests, at least one; of equals the
-        first is chosen. The choice is not remembered: call `note` when the request is sent.
+        `loads`: the number of unfinished requests of each available member, at least one; ties go to the first. The
+        choice is not recorded: call `note` when the request is sent.
         """
         chosen = min(loads, key=loads.__getitem__)
         least = loads[chosen]
@@ -63,7 +63,7 @@ class PrefixRouter(Generic[Member]):
         return chosen
 
     def note(self, prefixes: Sequence[Prefix], member: Member) -> None:
-        """Remembers that a request with these prefixes was sent to the member."""
+        """Records that a request with these prefixes was sent to the member."""
         known = self._prefixes.setdefault(member, OrderedDict())
         for prefix in prefixes:
             known[prefix] = None
@@ -73,7 +73,7 @@ class PrefixRouter(Generic[Member]):
             self._remove_holder(known.popitem(last=False)[0], member)
 
     def forget(self, member: Member) -> None:
-        """The member is gone, or its cache is empty."""
+        """Called when the member is gone, or its cache is empty."""
         for prefix in self._prefixes.pop(member, ()):
             self._remove_holder(prefix, member)
 
@@ -85,7 +85,7 @@ class PrefixRouter(Generic[Member]):
 
 
 def prompt_prefixes(request: GenerationRequest) -> list[Prefix]:
-    """The prefixes of 64, 128, 256 ... characters of a prompt, the shortest first; none if it must not be shared.
+    """The prefixes of 64, 128, 256 ... characters of a prompt, shortest first; empty if it must not be shared.
 
     A token id counts as 4 characters.
     """
@@ -100,7 +100,7 @@ def prompt_prefixes(request: GenerationRequest) -> list[Prefix]:
 
 
 def _text_with_digests(prompt: MediaPrompt) -> str:
-    """The text of a prompt, with the digests of pictures and sounds where they are."""
+    """The text of a prompt, with digests in place of images and audio."""
     return "".join(part if isinstance(part, str) else f"\0{part.kind} {part.digest}\0" for part in prompt.parts)
 
 
@@ -112,34 +112,34 @@ def _parts(prompt: str | list[int]) -> Iterator[tuple[int, str | list[int]]]:
         length *= 2
 
 
-# --- how many workers run --------------------------------------------------------------------------------------------
-# Decides when a group of workers gets one more, and when one less. No process, no clock: the caller tells the time.
+# --- number of workers -----------------------------------------------------------------------------------------------
+# Decides when to add or remove a worker of a group. No processes, no clock: the caller passes the time.
 
 
-_MAX_WAIT_S = 5.0  # a request that waits longer for its first token, while requests wait, starts a worker
-_QUEUE_DELAY_S = 2.0  # so does a long queue that lasts so long
-_FIRST_PAUSE_S, _MAX_PAUSE_S = 30.0, 600.0  # after a start that memory forbids, or that fails
+_MAX_WAIT_S = 5.0  # start a worker if a request waits longer for its first token, while requests are queued
+_QUEUE_DELAY_S = 2.0  # or if the queue is long for this time
+_FIRST_PAUSE_S, _MAX_PAUSE_S = 30.0, 600.0  # after a start that fails or is prevented by memory
 
 Decision = Literal["start", "drain"]
 
 
 class Load(NamedTuple):
-    """What the workers have to do now."""
+    """The current load of the workers."""
 
     in_flight: int
     """Unfinished requests."""
     waiting: int
-    """Those of them that no worker computes yet."""
+    """Unfinished requests that no worker is computing yet."""
     longest_wait: float
-    """Seconds since the oldest request without any output arrived; 0.0 if there is none."""
+    """Seconds since the arrival of the oldest request without output; 0.0 if there is none."""
 
 
 class ScalingRule:
-    """Starts a worker while requests wait, and drains one while fewer workers would do.
+    """Starts a worker while requests wait, and drains one while fewer workers would suffice.
 
     A worker is started when a request has waited for 5 s, or when the queue has been longer than half of `n_parallel`
-    for 2 s. One is drained when half of the others' sequences have been enough for `downscale_delay` seconds. After
-    each change both times begin again: the effect of a new worker is seen before the next one is started.
+    for 2 s. One is drained when half of the others' sequences have sufficed for `downscale_delay` seconds. Each change
+    resets both times, so that the effect of a new worker is visible before the next one is started.
     """
 
     def __init__(self, *, min_workers: int, max_workers: int, n_parallel: int, downscale_delay: float) -> None:
@@ -148,9 +148,7 @@ class ScalingRule:
         self.downscale_delay = downscale_delay
         self._n_parallel = n_parallel
         self._max_queue = n_parallel // 2
-        self._capacity = (
-            n_parallel  # sequences that one worker computes at once: fewer than n_parallel if they are long
-        )
+        self._capacity = n_parallel  # concurrent sequences per worker: fewer than n_parallel if they are long
         self._waiting_since: float | None = None
         self._long_queue_since: float | None = None
         self._quiet_since: float | None = None
@@ -158,7 +156,7 @@ class ScalingRule:
         self._n_failures = 0  # consecutive
 
     def decide(self, now: float, load: Load, running: int) -> Decision | None:
-        """What to do with this load on this number of running workers. Called every second or more often."""
+        """The action for this load on this number of running workers. Call it at least every second."""
         self._waiting_since = _since(self._waiting_since, now, load.waiting > 0)
         self._long_queue_since = _since(self._long_queue_since, now, load.waiting > self._max_queue)
         is_quiet = load.waiting == 0 and 2 * load.in_flight <= (running - 1) * self._capacity
@@ -176,12 +174,13 @@ class ScalingRule:
         return has_waited or _lasts(self._long_queue_since, now, _QUEUE_DELAY_S)
 
     def started(self) -> None:
-        """The worker that `decide` wanted is running."""
+        """Called when the worker requested by `decide` is running."""
         self._begin_again()
         self._n_failures = 0
 
     def not_started(self, now: float) -> float:
-        """It does not fit into memory, or could not be loaded. Returns the seconds until the next attempt."""
+        """Called when it does not fit into memory or could not be loaded. Returns the seconds until the next
+        attempt."""
         pause: float = min(_MAX_PAUSE_S, _FIRST_PAUSE_S * 2**self._n_failures)
         self._n_failures += 1
         self._not_before = now + pause
@@ -192,7 +191,7 @@ class ScalingRule:
 
 
 def _since(since: float | None, now: float, is_so: bool) -> float | None:
-    """Since when it has been so without a break; None: it is not."""
+    """Since when it has held without interruption; None: it does not hold."""
     if not is_so:
         return None
     return now if since is None else since

@@ -1,4 +1,4 @@
-"""Counts KV cells that sequences share. Mirrors what `seq_cp` and `seq_rm` do in llama.cpp."""
+"""Counts KV cells shared by sequences. Mirrors the effects of `seq_cp` and `seq_rm` in llama.cpp."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ class Span:
 
 
 class Cells:
-    """Counts cells. A sequence is given by its last span, `tip` (None: it has no cells)."""
+    """Counts cells. A sequence is identified by its last span, `tip` (None: no cells)."""
 
     def __init__(self) -> None:
         self.n_used = 0
-        """Cells that at least one sequence holds."""
+        """Cells held by at least one sequence."""
 
     def grow(self, tip: Span | None, n: int) -> Span:
-        """Adds `n` cells that only this sequence holds. Returns its new tip."""
+        """Adds `n` cells held only by this sequence. Returns its new tip."""
         self.n_used += n
         if tip and tip.refs == 1:
             tip.stop += n
@@ -43,7 +43,7 @@ class Cells:
 
     @staticmethod
     def share(tip: Span | None, n: int) -> Span | None:
-        """Another sequence holds the first `n` cells of this one too. Returns the other's tip."""
+        """Shares the first `n` cells of this sequence with another one. Returns the other's tip."""
         if tip is None or n == 0:
             return None
         span = tip
@@ -56,7 +56,7 @@ class Cells:
         return span
 
     def free(self, tip: Span | None) -> None:
-        """The sequence gives up its cells. Those that no other sequence holds become free."""
+        """Releases the sequence's cells. Those not held by other sequences become free."""
         while tip:
             tip.refs -= 1
             if tip.refs:
@@ -65,21 +65,21 @@ class Cells:
             tip = tip.parent
 
     def cut(self, tip: Span | None, n: int) -> Span | None:
-        """The sequence keeps only its first `n` cells. Returns its new tip."""
+        """Truncates the sequence to its first `n` cells. Returns its new tip."""
         kept = self.share(tip, n)
         self.free(tip)
         return kept
 
 
 def n_shared(tip: Span | None) -> int:
-    """How many of the sequence's cells other sequences hold too."""
+    """The number of the sequence's cells shared with other sequences."""
     while tip and tip.refs == 1:
         tip = tip.parent
     return tip.stop if tip else 0
 
 
 def spans_of(tip: Span | None) -> list[Span]:
-    """The spans of a sequence in order of position. Joins those that no other sequence tells apart."""
+    """The spans of a sequence in order of position. Joins spans that no other sequence distinguishes."""
     spans: list[Span] = []
     while tip:
         _join(tip)
@@ -90,7 +90,7 @@ def spans_of(tip: Span | None) -> list[Span]:
 
 
 def n_held(tips: Iterable[Span | None]) -> int:
-    """How many cells these sequences hold together; shared ones count once."""
+    """The number of cells held by these sequences; shared ones count once."""
     seen: set[Span] = set()
     for tip in tips:
         span = tip
@@ -102,14 +102,14 @@ def n_held(tips: Iterable[Span | None]) -> int:
 
 
 def _join(span: Span) -> None:
-    """Merges the span with the parents that only it still refers to, so that chains stay short."""
+    """Merges the span with parents that only it references, to keep chains short."""
     while span.parent and span.parent.refs == 1:
         span.start = span.parent.start
         span.parent = span.parent.parent
 
 
 def _split(span: Span, n: int) -> Span:
-    """Splits a span at position `n`. Returns the first part, which so far only the second part refers to."""
+    """Splits a span at position `n`. Returns the first part, which at first is only referenced by the second part."""
     span.parent = Span(span.parent, span.start, n)
     span.start = n
     return span.parent

@@ -54,7 +54,7 @@ Conversation = str | Sequence[Message]
 """A list of messages; a string is a single user message."""
 
 PromptOrMessages = Prompt | Sequence[Message]
-"""A prompt, or messages that the model's chat template makes one of."""
+"""A prompt, or messages that the model's chat template renders to one."""
 
 _CHAT_OPTIONS = (
     "chat_template", "system", "tools", "tool_choice", "parallel_tool_calls", "reasoning_effort",
@@ -66,38 +66,38 @@ class ChatOptions(RequestOptions, total=False):
     """Keyword arguments of `chat` and `chat_stream`, with the names and meanings of the server's chat completions."""
 
     chat_template: str | None
-    """A built-in template by its name, a template's text or its file. None: the model's own."""
+    """The name of a built-in template, a template's text, or its file. None: the model's own."""
     system: str | None
-    """A system message before those of each conversation."""
+    """A system message to put before each conversation."""
     tools: Sequence[Mapping[str, object]]
     """OpenAI's objects: `{"type": "function", "function": {"name": ..., "parameters": {...}}}`."""
     tool_choice: str | Mapping[str, object]
-    """none, auto (the default), required, or an object that names a tool."""
+    """`none`, `auto` (default), `required`, or an object that names a tool."""
     parallel_tool_calls: bool
     """False: at most one call per message."""
     reasoning_effort: str | None
     thinking_budget: int | None
-    """Maximum reasoning tokens before the closing marker is inserted and the answer follows. -1: no limit."""
+    """Maximum reasoning tokens; then the reasoning is closed and the answer starts. -1: no limit."""
     chat_template_kwargs: Mapping[str, object]
-    """Variables for the chat template, such as `enable_thinking`."""
+    """Chat template variables, such as `enable_thinking`."""
     continue_final_message: bool | None
-    """Extend the last message instead of starting a new one. None: if it is the assistant's."""
+    """Extend the last message instead of starting a new one. None: extend it if it is the assistant's."""
 
 
 class ChatRequest(NamedTuple):
-    """A conversation in the engine's terms."""
+    """A conversation as an engine request."""
 
     request: GenerationRequest
     chat: PreparedChat
-    """Makes the parser of the answer."""
+    """Creates the parser of the answer."""
 
     def renamed(self, error: InvalidRequest) -> InvalidRequest:
-        """The engine's error with the field of the conversation in place of that of the prompt."""
+        """The engine's error, naming the conversation's field instead of the prompt's."""
         return error.renamed(self.chat.renames.get(error.field, error.field))
 
 
 class ChatRequests:
-    """Makes the requests of conversations with the same options. Raises `InvalidRequest` for wrong options."""
+    """Creates requests from conversations with the same options. Raises `InvalidRequest` for invalid options."""
 
     def __init__(self, chat_format: ChatFormat, options: ChatOptions) -> None:
         given: Json = {name: value for name, value in options.items() if name in _CHAT_OPTIONS}
@@ -120,7 +120,7 @@ class ChatRequests:
         )
 
     def request(self, request_id: str, conversation: Conversation, params: Params) -> ChatRequest:
-        """The request of a conversation. A JSON schema of `params` is that of the answer: the model may reason before
+        """The request for a conversation. A JSON schema in `params` applies to the answer: the model may reason before
         it, or call tools instead. Raises `InvalidRequest`."""
         params = sampling_params(params)
         messages = convert(with_files(self._messages(conversation)), list[ChatMessage], "messages")
@@ -151,7 +151,7 @@ class ChatRequests:
 
 
 def _params_of_chat(params: SamplingParams, chat: PreparedChat) -> SamplingParams:
-    """The params with what the chat requires: perhaps a grammar, and control tokens that must appear in the text."""
+    """The params plus the requirements of the chat: possibly a grammar, and control tokens to include in the text."""
     visible = (*params.visible_tokens, *chat.params.get("visible_tokens", ()))
     required = {"json_schema": None} | chat.params | {"visible_tokens": visible}
     try:
@@ -181,18 +181,18 @@ def several_conversations(given: Conversation | Sequence[Conversation]) -> tuple
 
 
 class ChatFormats:
-    """The formats of a model's chats: of its own template, and of others. Each is made once."""
+    """The chat formats of a model: for its own template, and for others. Each is created once."""
 
     def __init__(self, info: ModelInfo, apply_named: ApplyNamed | None = None) -> None:
         """`apply_named`: as in `ChatTemplate`."""
         self._info, self._apply_named = info, apply_named
         self.made: dict[str | ChatTemplate | None, ChatFormat] = {}
-        """By template; None: the model's own."""
+        """Formats by template; None: the model's own."""
 
     def get(self, template: str | ChatTemplate | None = None) -> ChatFormat:
-        """The format of a template (a string: as `find_template` takes it), else of the model's own, else of ChatML.
+        """The format of a template (a string: as for `find_template`), else of the model's own, else of ChatML.
 
-        A new one lacks the token ids of its markers (`add_tokens`). Raises `ConfigError` if there is no such template,
+        A new one lacks the token ids of its markers (`add_tokens`). Raises `ConfigError` for an unknown template,
         `InvalidRequest` if the model's own is broken.
         """
         if template not in self.made:
@@ -210,22 +210,22 @@ class ChatFormats:
 
 
 # --- chat results ----------------------------------------------------------------------------------------------------
-# The assistant's message, while it is generated and when it is complete.
+# The assistant's message, during generation and when complete.
 
 
 class ChatCompletion(Completion, frozen=True, kw_only=True):
     """The answer to a conversation. `text` is the answer without reasoning and tool calls.
 
-    A message that ends with `tool_calls` has the finish reason `stop`, as every message that the model ends itself.
+    A message that ends with `tool_calls` has the finish reason `stop`, like every message that the model itself ends.
     """
 
     reasoning: str = ""
-    """What the model wrote before its answer."""
+    """The model's reasoning before its answer."""
     tool_calls: list[ToolCall] = []  # noqa: RUF012  # msgspec copies it
 
     @property
     def message(self) -> Json:
-        """OpenAI's object of the message: appended to the conversation, it is part of the next request."""
+        """OpenAI's message object, to append to the conversation for the next request."""
         return openai_message(self.text, self.reasoning, self.tool_calls)
 
 
@@ -237,15 +237,15 @@ class ChatEvent(msgspec.Struct, frozen=True, kw_only=True):
     reasoning: str = ""
     """New text of the reasoning."""
     deltas: list[Delta] = []
-    """All that is new, also of tool calls, in its order."""
+    """All new parts in order, including tool calls."""
     tokens: list[int] = []
     """New token ids."""
     completion: ChatCompletion | None = None
-    """The whole answer; set in the last event."""
+    """The whole answer; only set in the last event."""
 
 
 def chat_completion(events: Sequence[GenerationEvent], chat: PreparedChat) -> ChatCompletion:
-    """All events of a conversation's request that has ended, as one result."""
+    """All events of a finished conversation request, as one result."""
     reader = ChatReader(chat)
     for event in events:
         last = reader.read(event)
@@ -254,7 +254,7 @@ def chat_completion(events: Sequence[GenerationEvent], chat: PreparedChat) -> Ch
 
 
 class ChatReader:
-    """Makes chat events of the events of one request."""
+    """Converts the events of a request to chat events."""
 
     def __init__(self, chat: PreparedChat) -> None:
         self._output = AssistantOutput(chat)
@@ -267,7 +267,7 @@ class ChatReader:
         return openai_message(said.text, said.reasoning, said.calls)
 
     def read(self, event: GenerationEvent) -> ChatEvent:
-        """What an event adds to the message."""
+        """The parts that an event adds to the message."""
         self._events.append(event)
         deltas = self._output.read(event)
         return ChatEvent(
@@ -285,9 +285,9 @@ class ChatReader:
 
 
 class ChatStream:
-    """The answer to a conversation while it is generated: an iterator of `ChatEvent`s, and a context manager.
+    """The answer to a conversation during generation: an iterator of `ChatEvent`s, and a context manager.
 
-    Leaving the block, or `close`, cancels an answer that is not complete. `message` has what there is.
+    Leaving the block, or `close`, cancels an incomplete answer. `message` has the answer so far.
     """
 
     def __init__(self, events: Generator[GenerationEvent, None, None], chat: PreparedChat) -> None:
@@ -309,7 +309,7 @@ class ChatStream:
         return event
 
     def close(self) -> None:
-        """Cancels the answer, if it is not complete."""
+        """Cancels the answer if it is incomplete."""
         self._events.close()
 
     def __enter__(self) -> ChatStream:
@@ -322,7 +322,7 @@ class ChatStream:
 
 
 # --- assistant output ------------------------------------------------------------------------------------------------
-# An assistant message while it is generated: from the engine's events to deltas of text, reasoning and tool calls.
+# Parses an assistant message during generation: engine events to deltas of text, reasoning and tool calls.
 
 
 FinishReasonName = Literal["stop", "length", "tool_calls", "timeout"]
@@ -332,7 +332,7 @@ _FINISH_REASONS: dict[FinishReason, FinishReasonName] = {
     FinishReason.LENGTH: "length",
     FinishReason.TIMEOUT: "timeout",
 }
-"""A message that is cancelled or fails has none of these."""
+"""Cancelled and failed messages have no finish reason."""
 
 
 class AssistantOutput:
@@ -344,13 +344,13 @@ class AssistantOutput:
         self.message = AssistantMessage()
         """The message so far."""
         self.reasoning_tokens = 0
-        """Tokens of reasoning. Counted event by event; an event with both reasoning and other text is split in
-        proportion to its characters, so the figure is then an estimate."""
+        """Reasoning tokens. Counted per event; an event with both reasoning and other text is split in proportion to
+        its characters, so the number is then an estimate."""
         self.finish_reason: FinishReasonName | None = None
-        """None until the message has ended, and if it was cancelled or failed."""
+        """None until the message ends, and if it was cancelled or failed."""
 
     def read(self, event: GenerationEvent) -> list[Delta]:
-        """The deltas of an event."""
+        """The deltas for an event."""
         deltas = self._output_parser.push(event.text) if event.text else []
         if event.finish_reason:
             deltas = [*deltas, *self._output_parser.close()]

@@ -1,8 +1,8 @@
-"""How many compute threads a step uses: one for each core, and fewer while other programs keep cores busy.
+"""The number of compute threads per step: one per core, and fewer while other programs keep cores busy.
 
-llama.cpp's compute threads wait for each other many times in a step. If another program has a core, the thread on that
-core is late and the others spin. Measured on two cores, Q4_0, 16 rows, ms a step (medians of three turns): 14.3
-undisturbed; beside one busy program 31.9 with two threads (mean 50, because some steps take 150) and 25.6 with one.
+llama.cpp's compute threads wait for each other many times in a step. If another program uses a core, the thread on that
+core is late and the others spin. Measured on two cores, Q4_0, 16 rows, ms per step (medians of three runs): 14.3
+undisturbed; next to a busy program 31.9 with two threads (mean 50, because some steps take 150) and 25.6 with one.
 """
 
 from __future__ import annotations
@@ -16,24 +16,24 @@ from typing import NamedTuple
 import psutil
 
 _INTERVAL_S = 0.5  # between two readings; one takes 0.1 ms
-_FIRST_S = 0.1  # to the first reading: mostly the time in which the model is loaded
-_BUSY = 0.6  # cores that other programs use, from which on a thread is given up
-_QUIET = 0.3  # and below which it is taken back, in two readings in a row: one thread too many costs most
+_FIRST_S = 0.1  # until the first reading, usually while the model is loading
+_BUSY = 0.6  # give up a thread if other programs use at least this many cores
+_QUIET = 0.3  # take it back below this, in two consecutive readings: one thread too many costs most
 
 
 class CpuTimes(NamedTuple):
-    """Seconds since some moment."""
+    """Seconds since an arbitrary point in time."""
 
     all_programs: float
-    """Of all cores that this process may use, together."""
+    """Summed over all cores that this process may use."""
     this_process: float
 
 
 class ComputeThreads:
     """The number of compute threads for the next step.
 
-    Example: on 2 cores, a program that compiles something takes one of them; within half a second steps use one thread,
-    and two again when it has ended. An engine that is loaded meanwhile begins with one.
+    Example: on 2 cores, a compiler takes one of them; within half a second, steps use one thread, and two again once it
+    has ended. An engine loaded meanwhile starts with one.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class ComputeThreads:
 
     @contextmanager
     def lent(self, n: int) -> Iterator[None]:
-        """Steps use `n` threads fewer, but at least one, while another computation of this process uses those."""
+        """Reduces steps by `n` threads, to at least one, while another computation of this process uses them."""
         self._lent = n
         try:
             yield
@@ -63,17 +63,17 @@ class ComputeThreads:
             self._lent = 0
 
     def limit(self, most: int) -> None:
-        """Steps use at most so many threads from now on."""
+        """Sets the maximum threads of steps."""
         self._most, self._now, self._free_before = most, min(most, self._now), most
 
     def now(self) -> int:
-        """The number for a step that begins now."""
+        """The number of threads for a step that starts now."""
         now = self._clock()
         if now - self._at < self._interval_s:
             return max(1, self._now - self._lent)
         times = self._read()
         busy = busy_cores(self._times, times, now - self._at)
-        if self._at + 4 * _INTERVAL_S > now:  # else the engine was idle, and this is about a time long ago
+        if self._at + 4 * _INTERVAL_S > now:  # else the engine was idle, and the interval covers a time long ago
             fewest, free = (max(1, min(self._most, self._n_cpus - int(busy + 1 - limit))) for limit in (_BUSY, _QUIET))
             self._now = fewest if fewest < self._now else max(self._now, min(free, self._free_before))
             self._free_before = free
@@ -83,7 +83,7 @@ class ComputeThreads:
 
 
 def busy_cores(before: CpuTimes, after: CpuTimes, seconds: float) -> float:
-    """The cores that other programs used between two readings, on average."""
+    """The average number of cores used by other programs between two readings."""
     others = after.all_programs - before.all_programs - (after.this_process - before.this_process)
     return max(0.0, others / seconds)
 
@@ -94,7 +94,7 @@ def usable_cpus() -> set[int]:
 
 
 def read_cpu_times() -> CpuTimes:
-    """The times until now. Programs of lower priority (nice) count: beside one, one thread was faster than two."""
+    """The times until now. Programs of lower priority (nice) count: next to one, one thread was faster than two."""
     usable = usable_cpus()
     of_each = psutil.cpu_times(percpu=True)
     busy = sum(

@@ -34,16 +34,16 @@ from cppbatch.llama import Batch, EmbeddingBatch
 log = logging.getLogger("cppbatch.engine")
 
 _IDLE_S = 1.0
-_DISK_WAIT_S = 0.02  # for a prefix that is read, when no sequence can compute anything: commands wait meanwhile
-_LAST_WRITES_S = 5.0  # how long writing cached prefixes may delay the end of an engine
+_DISK_WAIT_S = 0.02  # wait for reading a prefix if no sequence can compute; commands wait meanwhile
+_LAST_WRITES_S = 5.0  # how long writing cached prefixes may delay closing an engine
 
 
 class EngineCore:
     """One model, one context, one batch that sequences join and leave at any step.
 
     A step: `Scheduler.plan` > `KVPool.apply` > `Batch.refill` > `llama_decode` > `Sampler.sample` >
-    `OutputProcessor.accept`. One thread at a time uses it; only `prepare` and `inputs` are for any thread, until the
-    engine is closed. After a step another thread may make events of the `outputs`.
+    `OutputProcessor.accept`. Only one thread at a time may use it, except for `prepare` and `inputs`, which any thread
+    may use until the engine is closed. After a step, another thread may convert the `outputs` to events.
     """
 
     def __init__(
@@ -61,8 +61,8 @@ class EngineCore:
         """Loads a model. `progress`, `runtime`, `policy`: as in `BatchInferenceEngine`.
 
         `on_plan`: called in every step with its plan, before llama.cpp is called. `on_admitted`: takes the outputs
-        before llama.cpp is called, when they report the admission of a request (`usage_events`).
-        `survives_failures`: when a batch fails, True ends its sequences with an error, and the others continue; False
+        before llama.cpp is called, if they report the admission of a request (`usage_events`).
+        `survives_failures`: if a batch fails, True ends its sequences with an error, and the others continue; False
         makes `step` raise. `prepares_beside_steps`: `prepare` may wait until sequences have ended, because another
         thread steps meanwhile. Raises `ModelError`, `ConfigError`, `LibraryError`, `LlamaError`.
         """
@@ -73,7 +73,7 @@ class EngineCore:
         self.runtime = runtime = runtime or load_runtime(config, progress)
         context, info = runtime.context, runtime.info
         self._batch = Batch(context.n_batch)
-        self._media_batch: EmbeddingBatch | None = None  # made for the first picture
+        self._media_batch: EmbeddingBatch | None = None  # created for the first image
         budgets = self._budgets = StepBudgets(
             context.n_batch,
             config.target_itl_ms / 1000 if config.target_itl_ms else None,
@@ -89,7 +89,7 @@ class EngineCore:
             swap_bytes=config.swap_space << 20,
             cache_bytes=config.prefix_cache_ram << 20,
             cached_share=runtime.cached_share,
-            # Cells that were moved are not exact: whether one moves them depends on the other sequences.
+            # Moved cells are not exact: whether they are moved depends on the other sequences.
             shifts_cells=config.context_shift and context.can_shift and not config.deterministic,
             on_gpu=runtime.on_gpu,
             places=_checkpoint_places(config, runtime),
@@ -101,7 +101,7 @@ class EngineCore:
         """Saves the cached prefixes of slots to files, and restores them."""
         layouts = runtime.layouts
         self._layout_policy = LayoutPolicy(layouts.stream_cells, layouts.n_cached) if layouts else None
-        self._layout_before: KvLayout | None = None  # during a switch: the context may be closed
+        self._layout_before: KvLayout | None = None  # set during a switch, when the context may be closed
         self.inputs = InputProcessor(
             runtime.vocab,
             info,
@@ -130,7 +130,7 @@ class EngineCore:
         self.metrics = Metrics(self._trace)
         self.outputs = OutputProcessor(runtime.vocab, self.metrics)
         self.sequences: dict[str, Seq] = {}
-        """The requests that wait or run, by id."""
+        """The waiting and running requests, by id."""
         self.is_closed = False
 
     # --- requests -----------------------------------------------------------------------------------------------
@@ -144,12 +144,12 @@ class EngineCore:
     ) -> Seq:
         """Tokenises and validates a request.
 
-        `resume`: the tokens that the request got from an engine that crashed. With the same seed the request
-        continues with the same text, except that mirostat and adaptive-p start to learn again. `cancelled`: called now
-        and then while a long text is tokenised; if it returns True, `RequestCancelled` is raised.
+        `resume`: the tokens that the request got from a crashed engine. With the same seed, the request continues with
+        the same text, except that mirostat and adaptive-p restart their adaptation. `cancelled`: polled while a long
+        text is tokenised; if it returns True, `RequestCancelled` is raised.
 
         Raises `InvalidRequest` for a request that can never run (an empty prompt, unknown token ids, too many tokens,
-        a wrong grammar); `RequestCancelled`; `EngineClosed`.
+        an invalid grammar); `RequestCancelled`; `EngineClosed`.
         """
         if self.is_closed:
             raise EngineClosed("the engine is closed")
@@ -162,9 +162,9 @@ class EngineCore:
         return sequence
 
     def add(self, sequence: Seq, *, limited: bool = True) -> None:
-        """Queues a prepared sequence. `limited`: raise `QueueFull` if `max_queue` sequences wait already.
+        """Queues a prepared sequence. `limited`: raise `QueueFull` if `max_queue` sequences are already waiting.
 
-        Raises `InvalidRequest` when its id is in use, `QueueFull`, `EngineClosed`.
+        Raises `InvalidRequest` if its id is in use, `QueueFull`, `EngineClosed`.
         """
         limit = self.config.max_queue
         if limited and len(self.scheduler.waiting) >= limit:
@@ -179,7 +179,7 @@ class EngineCore:
         self.scheduler.add(sequence)
 
     def cancel(self, request_id: str) -> bool:
-        """Ends a request and frees its cells. Returns False if the request neither waits nor runs."""
+        """Ends a request and frees its cells. Returns False if the request is neither waiting nor running."""
         sequence = self.sequences.get(request_id)
         if sequence is None:
             return False
@@ -211,7 +211,7 @@ class EngineCore:
         return True
 
     def limit_threads(self, n: int) -> None:
-        """Steps use at most `n` compute threads from now on. No effect on a GPU, or where `n_threads` is given."""
+        """Limits steps to `n` compute threads. No effect on a GPU, or if `n_threads` is given."""
         if self.runtime.threads and not self.config.n_threads:
             self.runtime.threads.limit(n)
 
@@ -223,9 +223,9 @@ class EngineCore:
         return self.scheduler.has_work or self.outputs.has_events
 
     def collecting_s(self) -> float:
-        """Seconds for which a step loop should wait for more requests (`max_wait_ms`) before it computes the next step.
+        """Seconds for which a step loop should wait for more requests (`max_wait_ms`) before the next step.
 
-        0 while any sequence runs, when n_parallel of them wait, and when the first has waited long enough.
+        0 while any sequence runs, if n_parallel of them wait, and once the first has waited long enough.
         """
         most, scheduler = self.config.max_wait_ms / 1000, self.scheduler
         if not most or scheduler.running or not 0 < len(scheduler.waiting) < self.config.n_parallel:
@@ -234,7 +234,7 @@ class EngineCore:
         return max(0.0, first + most - perf_counter())
 
     def step(self) -> None:
-        """Computes one batch. The results wait in `outputs`. If this raises, all sequences wait (`restart`)."""
+        """Computes one batch. The results are in `outputs`. If this raises, all sequences wait (`restart`)."""
         scheduler, kv, metrics, disk = self.scheduler, self.kv, self.metrics, self._disk
         metrics.begin_step()
         if disk:
@@ -276,10 +276,10 @@ class EngineCore:
                 self._trace.flush()
 
     def restart(self) -> None:
-        """Empties the KV cache after an exception (Ctrl-C, for example). All sequences wait, and are computed again.
+        """Empties the KV cache after an exception (such as Ctrl-C). All sequences wait, and are recomputed.
 
-        The accounting of an interrupted step may be incomplete, so it is rebuilt from nothing. Known tokens and events
-        stay as they are, so no text changes.
+        The accounting of an interrupted step may be incomplete, so it is rebuilt from scratch. Known tokens and events
+        are kept, so texts do not change.
         """
         if self._layout_before:
             self._make_context(self._layout_before)
@@ -296,14 +296,14 @@ class EngineCore:
             self._finish(sequence, FinishReason.LENGTH)
 
     def idle(self) -> float:
-        """Does what can wait until there is no work, in between two steps: writes a cached prefix to disk.
+        """Runs deferred work while the engine is idle: writes a cached prefix to disk.
 
-        Returns the seconds after which to call it again at the latest, if there is no work until then.
+        Returns the maximum seconds until the next call, if there is no work until then.
         """
         return self._disk.idle() if self._disk else _IDLE_S
 
     def _fill(self, plan: StepPlan) -> None:
-        """Writes the batch of the step's tokens. Pictures are written when their turn comes (`_decode_media`)."""
+        """Fills the batch with the step's tokens. Images are added when their turn comes (`_decode_media`)."""
         if plan.chunks:
             self._batch.refill(plan.batch, n_rows=plan.n_rows)
             self._sampler.prepare(plan)
@@ -311,8 +311,8 @@ class EngineCore:
             self._batch.clear()
 
     def _switch_layout(self, policy: LayoutPolicy, switch: LayoutSwitch) -> None:
-        """Makes the context again in the other layout. Sequences that ran resume in the step that follows, with their
-        states as far as `swap_space` holds them."""
+        """Recreates the context in the other layout. Running sequences resume in the next step, with their states as
+        far as `swap_space` holds them."""
         began = perf_counter()
         self.scheduler.preempt_all()
         self.kv.move_all_out()
@@ -386,8 +386,8 @@ class EngineCore:
         return True
 
     def _decode_media(self, media: list[Chunk]) -> None:
-        """Computes pictures and sounds: those with a causal mask in one batch, each other one by itself, since all of
-        it must be in one ubatch."""
+        """Computes images and audio: those with a causal mask in one batch, the others one at a time, since each must
+        be in a single ubatch."""
         batch = self._media_batch
         if batch is None:
             first = media[0][0]
@@ -401,7 +401,7 @@ class EngineCore:
             self.runtime.context.decode_vectors(batch, causal=pieces is causal)
 
     def _check_kv(self) -> None:
-        """Checks the accounting of the KV cache while nothing runs, and rebuilds it if it is wrong."""
+        """Checks the accounting of the KV cache while the engine is idle, and rebuilds it if it is wrong."""
         try:
             self.kv.check()
         except AssertionError as error:
@@ -443,7 +443,7 @@ class EngineCore:
                 self.outputs.report(sequence, now)
 
     def _accept(self, sequence: Seq, output: SamplerOutput) -> FinishReason | None:
-        """Appends a sampled token, and those that a grammar forces."""
+        """Appends a sampled token, and tokens forced by a grammar."""
         sequence.first_token_at = sequence.first_token_at or perf_counter()
         n_before = sequence.n_tokens
         reason = self.outputs.accept(sequence, output)
@@ -453,7 +453,7 @@ class EngineCore:
     def _verify_drafts(
         self, plan: StepPlan, outputs: list[Seq], sampled: list[SamplerOutput]
     ) -> list[FinishReason | None]:
-        """Appends the sampled tokens. Where one is the next token of the draft, its row of logits is sampled too.
+        """Appends the sampled tokens. If one equals the next token of the draft, the row after it is sampled too.
 
         So each token is sampled from the same logits, with the same random numbers, as without a draft. Returns the
         finish reasons of `outputs`.
@@ -500,7 +500,7 @@ class EngineCore:
         self._forget_drafts(sequence)
         self.kv.release(sequence, keep=reason is not FinishReason.ERROR and not self.is_closed)
         self.outputs.finish(sequence, reason, perf_counter())
-        # Only now: a sequence that is interrupted before its last event is queued must run again.
+        # Only now: a sequence interrupted before its last event is queued must run again.
         sequence.finished()
         if sequence.sampler:
             sequence.sampler.close()
@@ -514,11 +514,11 @@ class EngineCore:
     # --- state and end ------------------------------------------------------------------------------------------
 
     def stats(self) -> EngineStats:
-        """Counters since the start, and the state now."""
+        """Counters since the start, and the current state."""
         return self._parts.stats()
 
     def live(self) -> LiveEngine:
-        """What the engine does now: its sequences, its queue, who holds which KV cells."""
+        """The live state of the engine: sequences, queue and KV cell ownership."""
         return live_engine(self._parts)
 
     @property
@@ -526,7 +526,7 @@ class EngineCore:
         return EngineParts(self.metrics, self.kv, self.scheduler, self.runtime.media)
 
     def close(self) -> None:
-        """Cancels all requests and frees the model. Closing again does nothing."""
+        """Cancels all requests and frees the model. Repeated calls do nothing."""
         if self.is_closed:
             return
         self.is_closed = True
@@ -535,7 +535,7 @@ class EngineCore:
         if self._disk:
             self._disk.write_rest(_LAST_WRITES_S)
             self._disk.close()
-        self.outputs.keep()  # threads that wait for events get the last ones
+        self.outputs.keep()  # waiting threads get their last events
         self.kv.clear_cache()
         self.inputs.close()
         self._sampler.close()
@@ -562,7 +562,7 @@ def _speculator(config: EngineConfig, runtime: Runtime) -> Speculator | None:
 def _disk_opener(
     config: EngineConfig, runtime: Runtime, key: StateKey, budgets: StepBudgets
 ) -> Callable[[KVPool], DiskPrefixes] | None:
-    """Raises `ConfigError` if the folder cannot be written."""
+    """Raises `ConfigError` if the folder is not writable."""
     where = disk_folder(config.prefix_cache_disk)
     if where is None or runtime.info.pooling or runtime.sharing == "none":
         return None

@@ -1,4 +1,4 @@
-"""Embeddings as numpy vectors. Needs no llama.cpp, so that clients of an engine can import it."""
+"""Embeddings as numpy vectors. Does not need llama.cpp, so that clients of an engine can import it."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ def check_dimensions(dimensions: int | None, n_embd: int) -> None:
 def normalised(vectors: Vector, dimensions: int | None = None) -> Vector:
     """Vectors of length 1, float32[..., dimensions]: their dot product is their cosine similarity.
 
-    `vectors`: float32[..., n_embd]. `dimensions`: keep the first numbers of each vector (models trained for it, by
-    Matryoshka representation learning, lose little); None: all. A vector of zeros stays zero. Raises `InvalidRequest`
-    for a wrong number of dimensions.
+    `vectors`: float32[..., n_embd]. `dimensions`: keep the first numbers of each vector (models trained for this with
+    Matryoshka representation learning lose little); None: all. Zero vectors stay zero. Raises `InvalidRequest` for an
+    invalid number of dimensions.
     """
     check_dimensions(dimensions, vectors.shape[-1])
     kept = vectors[..., :dimensions].astype(np.float64)  # squares of large numbers would overflow float32

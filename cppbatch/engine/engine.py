@@ -41,10 +41,10 @@ if TYPE_CHECKING:
 class BatchInferenceEngine:
     """Runs many requests in one llama.cpp context, as one batch that sequences join and leave at any step.
 
-    Offline: `chat`, `generate`, `stream`, `map`, `embed`. Requests one by one: `add_request`, then `step` until
+    Offline: `chat`, `generate`, `stream`, `map`, `embed`. Individual requests: `add_request`, then `step` until
     `has_work` is False. For asyncio use `cppbatch.LocalEngine`, for many clients `cppbatch serve`.
 
-    A context manager. Thread-safe: requests of several threads share the batches, and each call waits for at most a few
+    A context manager. Thread-safe: requests of several threads share batches, and each call waits for at most a few
     steps of the others. Not for forked processes, where every call raises `EngineClosed`.
     """
 
@@ -62,8 +62,8 @@ class BatchInferenceEngine:
         """Loads a GGUF file.
 
         `settings`: fields of `EngineConfig` (n_ctx, n_parallel, n_gpu_layers ...). `progress`: called with 0.0 to 1.0
-        while loading; returning False stops it. `runtime`: a computation in place of the model (tests). `policy`:
-        another scheduler (benchmarks). `on_plan`, `survives_failures`: as in `EngineCore` (tests, benchmarks). Raises
+        while loading; returning False aborts. `runtime`: a replacement for the model (tests). `policy`: another
+        scheduler (benchmarks). `on_plan`, `survives_failures`: as in `EngineCore` (tests, benchmarks). Raises
         `ModelError`, `ConfigError`, `LibraryError`, `LlamaError`.
         """
         self.config = engine_config(model, settings)
@@ -75,7 +75,7 @@ class BatchInferenceEngine:
             on_plan=on_plan,
             survives_failures=survives_failures,
         )
-        """The step loop. What changes it takes a turn."""
+        """The step loop. Changes to it require a turn."""
         self.turns = Turns(self.core.process)
         self._chat_formats = ChatFormats(self.info, apply_builtin_template)
         self._numbers = itertools.count(1)
@@ -97,18 +97,18 @@ class BatchInferenceEngine:
     ) -> list[TokenPiece]:
         """The tokens of a prompt, or the pieces of token ids. Any thread may call this, until the engine is closed.
 
-        `add_special`: begin with BOS if the model wants it. `parse_special`: the text may contain control tokens. Both
-        are so in a `MediaPrompt`; the tokens of its pictures and sounds have no bytes. Raises `InvalidRequest` for
+        `add_special`: start with BOS if the model uses it. `parse_special`: the text may contain control tokens. Both
+        always apply to a `MediaPrompt`; the tokens of its images and audio have no bytes. Raises `InvalidRequest` for
         unknown ids.
         """
         return self.core.inputs.tokens(text, add_special=add_special, parse_special=parse_special)
 
     def new_request_id(self) -> str:
-        """An id that no request of this engine has: "request-1", "request-2" ..."""
+        """An unused request id: "request-1", "request-2" ..."""
         return next(new for n in self._numbers if (new := f"request-{n}") not in self.core.sequences)
 
     def add(self, sequence: Seq) -> None:
-        """Queues a prepared sequence. Raises `InvalidRequest` when its id is in use, `QueueFull`, `EngineClosed`."""
+        """Queues a prepared sequence. Raises `InvalidRequest` if its id is in use, `QueueFull`, `EngineClosed`."""
         self.turns.run(lambda: self.core.add(sequence))
 
     def add_request(
@@ -132,14 +132,15 @@ class BatchInferenceEngine:
         return request_id
 
     def cancel(self, request_id: str) -> bool:
-        """Ends a request and frees its cells. Returns False if the request neither waits nor runs."""
+        """Ends a request and frees its cells. Returns False if the request is neither waiting nor running."""
         return self.turns.run(lambda: self.core.cancel(request_id))
 
     def update_request(self, request_id: str, tokens: Sequence[int]) -> bool:
         """Appends tokens to the text of a request, as if the model had generated them; it continues from there.
 
-        They are in the request's next event, and count as generated. Returns False if the request neither waits nor
-        runs. Raises `InvalidRequest` for unknown ids, and for more tokens than its `max_tokens` and context leave.
+        They are in the request's next event, and count as generated. Returns False if the request is neither waiting
+        nor running. Raises `InvalidRequest` for unknown ids, and for more tokens than `max_tokens` and the context
+        allow.
         """
         return self.turns.run(lambda: self.core.update(request_id, tokens))
 
@@ -149,7 +150,8 @@ class BatchInferenceEngine:
         return self.core.has_work
 
     def step(self) -> list[GenerationEvent]:
-        """Computes one batch and returns the new events of all requests, except those that another call waits for."""
+        """Computes one batch and returns the new events of all requests, except those that another call is waiting
+        for."""
 
         def step() -> list[GenerationEvent]:
             self.core.step()
@@ -169,9 +171,9 @@ class BatchInferenceEngine:
     chat_stream = offline_chat.chat_stream
 
     def chat_format(self, template: str | None = None) -> ChatFormat:
-        """The format of the model's chats: its template, tool calls and reasoning, or those of another template.
+        """The model's chat format: its template, tool calls and reasoning, or those of another template.
 
-        Raises `ConfigError` if there is no such template, `InvalidRequest` if the model's own is broken.
+        Raises `ConfigError` for an unknown template, `InvalidRequest` if the model's own is broken.
         """
         chat = self._chat_formats.get(template)
         if chat.token_ids is None:
@@ -182,19 +184,19 @@ class BatchInferenceEngine:
     # --- state and end ------------------------------------------------------------------------------------------
 
     def stats(self) -> EngineStats:
-        """Counters since the start, and the state now."""
+        """Counters since the start, and the current state."""
         return self.turns.run(self.core.stats)
 
     def live(self) -> LiveEngine:
-        """What the engine does now: its sequences, its queue, who holds which KV cells."""
+        """The live state of the engine: sequences, queue and KV cell ownership."""
         return self.turns.run(self.core.live)
 
     def clear_prefix_cache(self) -> None:
-        """Removes all cached prefixes. Their cells and host memory are free when this returns."""
+        """Removes all cached prefixes, and frees their cells and host memory."""
         self.turns.run(self.core.kv.clear_cache)
 
     def close(self) -> None:
-        """Cancels all requests and frees the model. Closing again does nothing, nor does closing in a fork."""
+        """Cancels all requests and frees the model. Repeated calls, and calls in a fork, do nothing."""
         if not self.core.process.is_fork:
             self.turns.soon(self.core.close)
 
@@ -220,12 +222,13 @@ def generate_batch(  # noqa: PLR0917  # the positional form of the usual scripts
     progress: bool = False,
     **settings: Unpack[EngineSettings],
 ) -> list[Completion]:
-    """`BatchInferenceEngine.generate` as one call, of a loaded engine, or of a model that is loaded and freed here.
+    """`BatchInferenceEngine.generate` as a single call, for a loaded engine, or for a model that is loaded and freed
+    here.
 
-    `temperature` to `stop`: fields of `SamplingParams` for all prompts, in place of `params` or beside a number of
-    tokens (`generate_batch(model, prompts, 50, 0.7, 0.9, 42)`). `settings`: fields of
-    `EngineConfig` (n_ctx, n_parallel ...), for a model that is not loaded yet. Raises `ConfigError` if they are given
-    with an engine, `InvalidRequest` if fields are given beside `params`, and what loading and `generate` raise.
+    `temperature` to `stop`: fields of `SamplingParams` for all prompts, instead of `params`, or together with a number
+    of tokens (`generate_batch(model, prompts, 50, 0.7, 0.9, 42)`). `settings`: fields of `EngineConfig` (n_ctx,
+    n_parallel ...), for a model that is not loaded yet. Raises `ConfigError` if they are given with an engine,
+    `InvalidRequest` if fields are combined with `params`, and the errors of loading and `generate`.
     """
     fields = {"max_tokens": max_tokens, "temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
     given = {name: value for name, value in {**fields, "seed": seed, "stop": stop}.items() if value is not None}

@@ -1,7 +1,7 @@
-"""What work could cost at best, and where the rest of the time went. Pure: no clock, no model.
+"""The minimum cost of work, and the causes of the remaining time. Pure: no clock, no model.
 
-`ideal_seconds`: of whole requests, from bare costs that were measured (`cppbatch.bench.explain`). `TimeSplit`: of
-each step of an engine, from the best costs that it has learned (`StepCost.bare`).
+`ideal_seconds`: for whole requests, from measured bare costs (`cppbatch.bench.explain`). `TimeSplit`: for each step of
+an engine, from the best costs learned so far (`StepCost.bare`).
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ LOST = (
     "slower",
     "waiting",
 )
-"""Where time goes that is not ideal. padding: padding rows. drafts: rows of draft tokens that were rejected (accepted
-ones are work done). few_rows: steps with fewer rows than unfinished sequences. small_pieces: prompt tokens that cost
-more than those of the best size of a piece. computed_again: tokens of preempted sequences whose keys and values were
-lost. sampling, engine: the phases sample; schedule, fill, advance. serving: between two steps while there was work.
-slower: the rest of `llama_decode`: other programs, longer contexts. waiting: nothing to do."""
+"""Causes of time beyond the ideal. padding: padding rows. drafts: rows of rejected draft tokens (accepted ones are
+useful work). few_rows: steps with fewer rows than unfinished sequences. small_pieces: prompt tokens that cost more than
+in pieces of the best size. computed_again: tokens of preempted sequences whose keys and values were lost. sampling,
+engine: the phases sample; schedule, fill, advance. serving: between two steps while there was work. slower: the rest of
+`llama_decode`: other programs, longer contexts. waiting: no work."""
 
 
 class BareCosts(msgspec.Struct, frozen=True, kw_only=True):
-    """What `llama_decode` takes at best. Make it with `BareCosts.of`."""
+    """The minimum time of `llama_decode`. Create it with `BareCosts.of`."""
 
     rows: tuple[tuple[int, float], ...]
-    """Numbers of decode rows, rising, with the seconds of a step of them with no cells before. May be empty."""
+    """Numbers of decode rows, ascending, with the seconds of a step of that size on empty sequences. May be empty."""
     tokens: tuple[tuple[int, float], ...]
-    """Sizes of a prompt's piece, rising, with the seconds of each of its tokens, with no cells before. May be empty."""
+    """Sizes of prompt pieces, ascending, with the seconds per token on an empty sequence. May be empty."""
     row_cell_s: float = 0.0
-    """Seconds that a decode row takes more for each cell of its sequence."""
+    """Additional seconds of a decode row per cell of its sequence."""
     token_cell_s: float = 0.0
-    """The same for a prompt token and the cells before it."""
+    """The same for a prompt token and its preceding cells."""
 
     @classmethod
     def of(
@@ -53,7 +53,7 @@ class BareCosts(msgspec.Struct, frozen=True, kw_only=True):
         row_cell_s: float = 0.0,
         token_cell_s: float = 0.0,
     ) -> BareCosts:
-        """A number of rows costs at most what a larger one does, because rows can be padded."""
+        """A number of rows costs at most as much as a larger number, because rows can be padded."""
         least: list[tuple[int, float]] = []
         for n, seconds in sorted(rows, reverse=True):
             least.append((n, min(seconds, least[-1][1]) if least else seconds))
@@ -65,7 +65,7 @@ class BareCosts(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def step_s(self, n: int) -> float:
-        """Seconds of `n` rows: on the line through the next known numbers; beyond the last, that of each row there."""
+        """Seconds of `n` rows: interpolated between known numbers; beyond the last, in proportion to the rows."""
         rows = self.rows
         at = bisect_left(rows, (n,))
         if at == len(rows):
@@ -78,24 +78,24 @@ class BareCosts(msgspec.Struct, frozen=True, kw_only=True):
         return low_s + (n - low) / (high - low) * (high_s - low_s)
 
     def row_s(self, most: int) -> float:
-        """Seconds of a row at best, where at most `most` rows are wanted; 0 if nothing is known."""
+        """Minimum seconds per row, with at most `most` rows; 0 if unknown."""
         return min((seconds / min(n, most) for n, seconds in self.rows), default=0.0)
 
     @property
     def token_s(self) -> float:
-        """Seconds of a prompt token at best; 0 if nothing is known."""
+        """Minimum seconds per prompt token; 0 if unknown."""
         return min((seconds for _, seconds in self.tokens), default=0.0)
 
     def token_s_of(self, n: int) -> float:
-        """Seconds of each token of a piece of `n`: of the known size that is nearest, by powers of two."""
+        """Seconds per token in a piece of `n`: those of the nearest known size, by powers of two."""
         size = n.bit_length()
         return min((abs(known.bit_length() - size), seconds) for known, seconds in self.tokens)[1]
 
     def rows_s(self, n_rows: int, n_steps: float, most: int) -> float:
-        """Seconds of `n_rows` decode rows in at least `n_steps` steps of 1 to `most` rows, at best.
+        """Minimum seconds for `n_rows` decode rows in at least `n_steps` steps of 1 to `most` rows.
 
-        Steps of different sizes are mixed as they cost least, so it is `T * S(n_rows / T)`: S is the lower convex hull
-        of the known step times, and T the larger of `n_steps` and of the steps of the size whose rows cost least.
+        Mixes step sizes at the lowest cost: `T * S(n_rows / T)`, where S is the lower convex hull of the known step
+        times, and T the larger of `n_steps` and the number of steps of the size with the cheapest rows.
         """
         if n_rows <= 0:
             return 0.0
@@ -116,9 +116,9 @@ class RequestSize(NamedTuple):
     """The work of a request."""
 
     prompt_tokens: int
-    """To compute: without those of a cached prefix."""
+    """Prompt tokens to compute, excluding a cached prefix."""
     output_tokens: int
-    """Of each sample, at least 1: the first one comes from the prompt, each other one needs a decode row."""
+    """Tokens per sample, at least 1: the first one comes from the prompt, each other one needs a decode row."""
     cached_tokens: int = 0
     samples: int = 1
     arrives: float = 0.0
@@ -128,21 +128,21 @@ class RequestSize(NamedTuple):
 def ideal_seconds(
     requests: Sequence[RequestSize], costs: BareCosts, most_rows: int, clients: int | None = None
 ) -> float:
-    """What these requests take at best, from the first arrival to the last token.
+    """The minimum time for these requests, from the first arrival to the last token.
 
-    Let c be the cost of a prompt token in the best size of a piece, S(n) that of a step of n rows, and
+    Let c be the cost of a prompt token in the best piece size, S(n) that of a step of n rows, and
 
         work = prompt tokens * c + rows * S(k) / k          k: the number of rows, up to `most_rows`, that is best
 
-    each with what its cells cost more. As prompts and rows are computed by the same device, both are added
-    (docs/decisions/0002: mixing costs the sum). No load can always have k rows: a sequence has one row in a step, so
+    each plus the additional cost of its cells. As the same device computes prompts and rows, both are added
+    (docs/decisions/0002: mixing costs the sum). No load can always have k rows: a sequence has one row per step, so
     there are at least as many steps as the longest output has rows. With L such steps for R rows, the rows cost at
-    least L * S(R / L) (`BareCosts.rows_s`). Nothing is computed before it arrives: the result is the largest, over all
-    times t of an arrival, of t plus the cost of the requests that arrive at t or later.
+    least L * S(R / L) (`BareCosts.rows_s`). Nothing is computed before it arrives: the result is the maximum, over all
+    arrival times t, of t plus the cost of the requests that arrive at t or later.
 
-    `clients`: in order, this many of the requests are in flight, and each that ends lets the next one arrive (their
-    `arrives` are not used). With at most `most_rows` sequences in flight the number of steps is then that of the
-    schedule in which all of them have a row in each step: none has fewer.
+    `clients`: this many requests are in flight, in order, and each one that ends lets the next one arrive (`arrives` is
+    ignored). With at most `most_rows` sequences in flight, the number of steps is then that of the schedule in which
+    all of them have a row in each step, which is the minimum.
     """
     if not requests:
         return 0.0
@@ -176,17 +176,17 @@ def _prompt_s(request: RequestSize, costs: BareCosts) -> float:
 
 
 def _cells_s(request: RequestSize, costs: BareCosts) -> float:
-    """What the cells of its rows cost."""
+    """The cost of its rows' cells."""
     mean_cells = request.cached_tokens + request.prompt_tokens + request.output_tokens / 2
     return _rows(request) * costs.row_cell_s * mean_cells
 
 
 def _closed_loop_steps(requests: Sequence[RequestSize], most_rows: int, clients: int) -> float:
-    """The least number of steps."""
+    """The minimum number of steps."""
     lengths = [request.output_tokens - 1 for request in requests]
     least = max(*lengths, sum(map(_rows, requests)) / most_rows)
     if clients * max(request.samples for request in requests) > most_rows:
-        return least  # the engine chooses who has a row
+        return least  # the engine chooses which sequences have a row
     ends = [0] * clients
     for length in lengths:
         heapreplace(ends, ends[0] + length)
@@ -197,34 +197,34 @@ def _closed_loop_steps(requests: Sequence[RequestSize], most_rows: int, clients:
 
 
 class StepWork(NamedTuple):
-    """What a step computed."""
+    """The work of a step."""
 
     rows: int
-    """Decode rows, and tokens of prompts that were computed among them."""
+    """Decode rows, and prompt tokens computed among them."""
     groups: Sequence[int]
-    """Rows that were computed together, padding rows and drafts included."""
+    """Rows computed together, including padding rows and drafts."""
     drafted: int
     accepted: int
     prompt_tokens: int
-    """The others."""
+    """Other prompt tokens."""
     again: int
-    """Those of them that had been computed before."""
+    """Prompt tokens that had been computed before."""
     unfinished: int
-    """Sequences that could have had a row: those that ran or waited, up to n_parallel."""
+    """Sequences that could have had a row: running or waiting, up to n_parallel."""
 
 
 class TimeSplit:
-    """The time of steps, split into what their work costs at best (`ideal`) and where the rest went (`lost`, `LOST`).
+    """The time of steps, split into the minimum cost of their work (`ideal`) and the rest by cause (`lost`, `LOST`).
 
-    All parts are at least 0, and their sum is the time. A step's rows cost S(n) at best, which is divided by rows:
-    padding rows and rejected drafts are lost, and of the others what each costs more than it does in the best number of
-    rows up to the unfinished sequences. So a load of few sequences loses nothing to `few_rows`.
+    All parts are at least 0, and their sum is the time. A step's rows cost at least S(n), which is divided by rows:
+    padding rows and rejected drafts are lost; of each other row, the excess over its cost in the best number of rows,
+    up to the unfinished sequences, is lost. So a load of few sequences loses nothing to `few_rows`.
     """
 
     def __init__(self) -> None:
         self.ideal = 0.0
         self.lost = dict.fromkeys(LOST, 0.0)
-        # Of the last step: most steps are like the one before.
+        # Cached for the last step: most steps are like the previous one.
         self._costs: BareCosts | None = None
         self._work: StepWork | None = None
         self._unfinished = -1
@@ -234,12 +234,12 @@ class TimeSplit:
 
     @property
     def busy(self) -> float:
-        """Seconds without waiting."""
+        """Seconds, excluding waiting."""
         return self.ideal + sum(self.lost.values()) - self.lost["waiting"]
 
     @property
     def of_ideal(self) -> float | None:
-        """The ideal part of the time with work; None: there was none."""
+        """The ideal fraction of the time with work; None: no work so far."""
         return self.ideal / busy if (busy := self.busy) else None
 
     def add_step(self, work: StepWork, costs: BareCosts, decode_s: float, sample_s: float, engine_s: float) -> None:
@@ -250,14 +250,14 @@ class TimeSplit:
         if costs is not self._costs or work != self._work:
             self._expect(work, costs)
         expected_s = self._expected_s
-        part = min(1.0, decode_s / expected_s) if expected_s else 0.0  # of a faster step less is lost
+        part = min(1.0, decode_s / expected_s) if expected_s else 0.0  # a faster step loses less
         self.ideal += part * self._ideal_s
         for name, seconds in self._parts:
             lost[name] += part * seconds
         lost["slower"] += decode_s - part * expected_s
 
     def _expect(self, work: StepWork, costs: BareCosts) -> None:
-        """What `llama_decode` should take for this work, and what of that is lost to what."""
+        """The expected `llama_decode` time for this work, and its losses by cause."""
         n_rows, groups, drafted, accepted, n_prompt, again, unfinished = work
         if costs is not self._costs or unfinished != self._unfinished:
             self._unfinished, self._groups = unfinished, ()
@@ -286,6 +286,6 @@ class TimeSplit:
             self._expected_s += seconds
 
     def add_pause(self, serving_s: float, waiting_s: float) -> None:
-        """Adds the time before a step: with work, and without."""
+        """Adds the time before a step: with and without work."""
         self.lost["serving"] += serving_s
         self.lost["waiting"] += waiting_s

@@ -1,4 +1,4 @@
-"""From a request to a sequence: tokenised, validated, and refused if it can never run."""
+"""Converts a request to a sequence: tokenises, validates, and refuses it if it can never run."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ from cppbatch.engine.sequence import MediaRun, Seq
 from cppbatch.engine.vocabulary import IsCancelled, Vocabulary, never_cancelled
 from cppbatch.errors import ContextOverflow, InvalidRequest
 
-_MIN_BYTES = 1 << 16  # a text of this length is tokenised, however short the context is
-_LEAST_SHIFTED = 4  # tokens of a full context that may be dropped at least
+_MIN_BYTES = 1 << 16  # texts up to this length are always tokenised, however short the context is
+_LEAST_SHIFTED = 4  # minimum number of tokens that a context shift can drop
 _MODALITIES: dict[Modality, str] = {"image": "images", "audio": "audio"}
 _PLACEHOLDER_ID = -1
-"""Of a picture's or a sound's token that was counted only."""
+"""The id of an image or audio token that is only counted."""
 _PLACEHOLDER = re.compile(r"\{(query|document)\}")
 
 
 class InputProcessor:
-    """Makes a `Seq` of a `GenerationRequest`. Later code does not validate again. Thread-safe."""
+    """Creates a `Seq` from a `GenerationRequest`. Later code does not validate again. Thread-safe."""
 
     def __init__(
         self,
@@ -46,7 +46,7 @@ class InputProcessor:
         media: MediaInput | None = None,
         waits_for_room: bool = False,
     ) -> None:
-        """`context_shift`, `n_keep`: as in `EngineConfig`. `media`: encodes pictures and sounds; None: text only.
+        """`context_shift`, `n_keep`: as in `EngineConfig`. `media`: encodes images and audio; None: text only.
         `waits_for_room`: `prepare` may wait until sequences have ended (`MediaInput.wait_for_room`)."""
         self._vocab = vocab
         self._media = media
@@ -59,7 +59,7 @@ class InputProcessor:
     def prepare(self, request: GenerationRequest, cancelled: IsCancelled = never_cancelled) -> Seq:
         """Tokenises the prompt, checks all limits, and compiles the grammar.
 
-        Raises `InvalidRequest` naming the field at fault, `RequestCancelled`.
+        Raises `InvalidRequest` naming the invalid field, `RequestCancelled`.
         """
         arrived_at = perf_counter()
         self._check_task(request)
@@ -102,10 +102,10 @@ class InputProcessor:
         return sequence
 
     def _max_new(self, request: GenerationRequest, n: int, *, shifts: bool) -> int:
-        """The most tokens that a request with a prompt of `n` tokens gets.
+        """The maximum generated tokens of a request with a prompt of `n` tokens.
 
-        With a context shift a text may be longer than the context; an unlimited one ends after as many tokens as the
-        model was trained for, because some models never end a text.
+        With context shifts, a text may be longer than the context; an unlimited one ends after the model's context
+        length, because some models never end a text.
         """
         wanted, room = request.params.max_tokens, self._info.max_sequence - n
         if wanted == UNLIMITED:
@@ -123,7 +123,7 @@ class InputProcessor:
         return min(wanted, room)
 
     def _kept(self, request: GenerationRequest, n: int) -> int:
-        """How many tokens of a text stay when the context is full, as in llama-server. `n`: tokens of the prompt."""
+        """The number of initial tokens kept when the context is full, as in llama-server. `n`: tokens of the prompt."""
         wanted = self._n_keep if request.n_keep is None else request.n_keep
         wanted = (n if wanted < 0 else wanted) + self._vocab.adds_bos
         return max(0, min(wanted, self._info.max_sequence - _LEAST_SHIFTED))
@@ -136,7 +136,7 @@ class InputProcessor:
         parse_special: bool = True,
         cancelled: IsCancelled = never_cancelled,
     ) -> list[TokenPiece]:
-        """See `BatchInferenceEngine.tokens`. `cancelled`: as in `prepare`; it makes this raise `RequestCancelled`."""
+        """See `BatchInferenceEngine.tokens`. `cancelled`: as in `prepare`, raises `RequestCancelled`."""
         if isinstance(text, MediaPrompt):
             return self._pieces_with_media(text, cancelled)
         if isinstance(text, str):
@@ -147,7 +147,7 @@ class InputProcessor:
         return [pieces[token] for token in ids.tolist()]
 
     def _pieces_with_media(self, prompt: MediaPrompt, cancelled: IsCancelled) -> list[TokenPiece]:
-        """The tokens of its texts, and for those of its pictures and sounds as many without bytes."""
+        """The tokens of its texts, and tokens without bytes for its images and audio."""
         self._check_modalities(prompt)
         pieces = self.tokens("", add_special=True, parse_special=True)[: int(self._vocab.adds_bos)]
         for is_text, group in groupby(prompt.parts, lambda part: isinstance(part, str)):
@@ -161,12 +161,12 @@ class InputProcessor:
         return pieces
 
     def is_quick(self, request: GenerationRequest) -> bool:
-        """Whether `prepare` takes only milliseconds: a short text, and no grammar that must be compiled."""
+        """Whether `prepare` only takes milliseconds: a short text, and no grammar to compile."""
         texts = request.prompt, request.prediction or ""
         return not any(map(is_long, texts)) and self._grammars.is_compiled(request.params)
 
     def close(self) -> None:
-        """Ends the process that compiles grammars."""
+        """Stops the process that compiles grammars."""
         self._grammars.close()
 
     def _check_task(self, request: GenerationRequest) -> None:
@@ -185,7 +185,7 @@ class InputProcessor:
             raise InvalidRequest("task", f"{info.name} {message}")
 
     def _too_long(self, field: str, what: str, n: int, *, is_least: bool = False, purpose: str = "") -> InvalidRequest:
-        """The error for a field of `n` tokens (`is_least`: or more), which are too many; `what` says so."""
+        """The error for a field with too many tokens, `n` (`is_least`: or more); `what` describes them."""
         overflow = None
         if field == "prompt":
             limit = self._info.max_sequence
@@ -206,7 +206,7 @@ class InputProcessor:
         return f"{holder} holds only {limit} ({self._advice()} for more)"
 
     def _advice(self) -> str:
-        """How requests may be longer; "" if the model takes no longer ones."""
+        """How to allow longer requests; "" if the model does not support them."""
         limit = self._info.max_sequence
         if limit == self._info.n_ctx_train:
             return ""
@@ -216,7 +216,7 @@ class InputProcessor:
         return raised if limit == self._info.n_ctx else f"{raised} or lower {named('n_parallel')}"
 
     def _prediction(self, request: GenerationRequest, cancelled: IsCancelled) -> npt.NDArray[np.int32] | None:
-        """The tokens of the request's `prediction`, int32[n]; None: it has none."""
+        """The tokens of the request's `prediction`, int32[n]; None: no prediction."""
         prediction = request.prediction
         if not prediction:
             return None
@@ -232,7 +232,7 @@ class InputProcessor:
     def _tokens(self, prompt: str | list[int] | Pair, cancelled: IsCancelled) -> npt.NDArray[np.int32]:
         self._refuse_long("prompt", prompt)
         if isinstance(prompt, str):
-            is_empty = not prompt and not self._info.pooling  # embedding models add tokens of their own
+            is_empty = not prompt and not self._info.pooling  # embedding models add special tokens
             tokens = np.empty(0, np.int32) if is_empty else self._tokenized(prompt, cancelled)
         elif isinstance(prompt, list):
             tokens = check_ids("prompt", prompt, self._vocab.n_tokens)
@@ -245,16 +245,16 @@ class InputProcessor:
     def _media_tokens(
         self, request: GenerationRequest, prompt: MediaPrompt, cancelled: IsCancelled
     ) -> tuple[npt.NDArray[np.int32], tuple[MediaRun, ...]]:
-        """The tokens of a prompt with pictures and sounds, int32[n], and which of them are placeholders.
+        """The tokens of a prompt with images and audio, int32[n], and which of them are placeholders.
 
-        Each of its texts is tokenised by itself, as llama.cpp does it.
+        Each text is tokenised separately, as in llama.cpp.
         """
         self._check_media(request, prompt)
         if self._media and self._waits_for_room and prompt.media:
             self._media.wait_for_room(cancelled)
         tokens: list[npt.NDArray[np.int32]] = []
         runs: list[MediaRun] = []
-        texts: list[str] = []  # that follow each other
+        texts: list[str] = []  # consecutive ones
         if self._vocab.adds_bos:
             tokens.append(self._vocab.tokenize("", add_special=True)[:1])
 
@@ -291,7 +291,7 @@ class InputProcessor:
         return np.concatenate(tokens), tuple(runs)
 
     def _check_media(self, request: GenerationRequest, prompt: MediaPrompt) -> None:
-        """Raises `InvalidRequest` for a prompt that is refused before any of it is decoded."""
+        """Raises `InvalidRequest` for a prompt that can be refused without decoding it."""
         self._check_modalities(prompt)
         if prompt.media and request.params.scores_prompt:
             message = "requests log-probabilities of a prompt with images or audio, which is not supported"
@@ -310,7 +310,7 @@ class InputProcessor:
                 raise InvalidRequest("prompt", f"contains {_MODALITIES[medium.kind]}, but {self._info.name} {takes}")
 
     def _tokenized(self, text: str, cancelled: IsCancelled) -> npt.NDArray[np.int32]:
-        """The tokens of the last long text are kept: `n` choices of one prompt are prepared one after the other."""
+        """Caches the tokens of the last long text: `n` choices of one prompt are prepared one after another."""
         if not is_long(text):
             return self._vocab.tokenize(text, cancelled=cancelled)
         last = self._last_long
@@ -319,7 +319,7 @@ class InputProcessor:
         return last[1]
 
     def _refuse_long(self, field: str, prompt: str | list[int] | Pair) -> None:
-        """Refuses a prompt, or another field like it, that surely has too many tokens, without tokenising it."""
+        """Refuses a prompt or similar field that certainly has too many tokens, without tokenising it."""
         limit = self._info.max_sequence
         if isinstance(prompt, list):
             if len(prompt) > limit:
@@ -345,17 +345,17 @@ class InputProcessor:
 
 
 # --- reasoning follower ----------------------------------------------------------------------------------------------
-# Follows the reasoning of a completion, and ends it when its budget is spent.
+# Follows the reasoning of a completion, and ends it when its budget is used up.
 
 
 class _Place(Enum):
-    BEFORE = "before"  # the first text of the completion, or with `several` any text outside of the reasoning
+    BEFORE = "before"  # the start of the completion, or with `several` any text outside the reasoning
     INSIDE = "inside"
     AFTER = "after"
 
 
 class ReasoningFollower:
-    """Follows the reasoning in the tokens of a completion, and says when it is to be closed."""
+    """Follows the reasoning in the tokens of a completion, and determines when to close it."""
 
     def __init__(
         self,
@@ -365,21 +365,21 @@ class ReasoningFollower:
         *,
         has_grammar: bool = False,
     ) -> None:
-        """`closing`: the tokens of `budget.closing`. `piece`: the bytes of a token, also of a control token.
-        `has_grammar`: the text must match one, so it is closed between two characters only."""
+        """`closing`: the tokens of `budget.closing`. `piece`: returns the bytes of a token, including control tokens.
+        `has_grammar`: the text must match one, so the reasoning is only closed between characters."""
         self._budget = budget
         self._has_grammar = has_grammar
         self._closing = list(closing)
         self._piece = piece
         self._start, self._end = budget.start.encode(), budget.end.encode()
         self._place = _Place.INSIDE if budget.is_open else _Place.BEFORE
-        self._unread = b""  # the end of the text, which may be the beginning of a marker
+        self._unread = b""  # the end of the text, which may be the start of a marker
         self._n_inside = 0
         self.n_followed = 0
-        """Tokens of the completion that were followed."""
+        """The number of processed tokens of the completion."""
 
     def follow(self, tokens: Sequence[int]) -> None:
-        """Takes the next tokens of the completion."""
+        """Processes the next tokens of the completion."""
         self.n_followed += len(tokens)
         for token in tokens:
             if self._place is _Place.AFTER:
@@ -392,9 +392,9 @@ class ReasoningFollower:
                 self._find_start()
 
     def closing(self, n_room: int) -> list[int]:
-        """The tokens that come next because the budget is spent; [] while it is not, or if `n_room` tokens are too few.
+        """The tokens to insert once the budget is used up; [] before that, or if they exceed `n_room`.
 
-        While the model itself is writing the end marker it may finish it.
+        If the model is already writing the end marker, it may finish it.
         """
         is_spent = self._place is _Place.INSIDE and self._n_inside >= self._budget.n_tokens
         if is_spent and self._has_grammar and self._is_within_character():
@@ -428,8 +428,8 @@ class ReasoningFollower:
         return any(self._unread.endswith(self._end[:n]) for n in range(2, len(self._end)))
 
     def _is_within_character(self) -> bool:
-        """Whether the text ends with some bytes of a UTF-8 character that has more."""
+        """Whether the text ends with an incomplete UTF-8 character."""
         for n, byte in enumerate(reversed(self._unread[-3:]), start=1):
-            if byte & 0xC0 != 0x80:  # the first byte of a character says how many it has
+            if byte & 0xC0 != 0x80:  # the first byte of a character, which gives its length
                 return n < (4 if byte >= 0xF0 else 3 if byte >= 0xE0 else 2 if byte >= 0xC0 else 1)
         return False

@@ -11,11 +11,11 @@ from cppbatch.engine.params import shown
 from cppbatch.errors import InvalidRequest
 
 AdapterSet = tuple[tuple[int, float], ...]
-"""Numbers of adapters in rising order, with their scales rounded to float32; no scale is 0. Empty: no adapter."""
+"""Adapter numbers in ascending order, with their nonzero scales rounded to float32. Empty: no adapter."""
 
 
 def adapter_set(wanted: Mapping[str | int, float] | None, known: Sequence[AdapterInfo]) -> AdapterSet:
-    """The set of a request's `lora`; None: the scales that the engine was started with.
+    """The set for a request's `lora`; None: the scales with which the engine was started.
 
     Raises `InvalidRequest` for an unknown adapter.
     """

@@ -1,4 +1,4 @@
-"""['engine.offline', 'engine.progress_line']"""
+"""Offline inference, and its progress line."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ if TYPE_CHECKING:
 # --- offline ---------------------------------------------------------------------------------------------------------
 # Offline inference: `generate`, `stream`, `map`, `embed` and others of `BatchInferenceEngine`.
 #
-# Each of these methods queues sequences, steps until they have ended, and gathers their events. Other requests of the
-# engine advance in the same steps, those of other threads too; their events are kept for their own callers.
+# Each of these methods queues sequences, steps until they have ended, and collects their events. Other requests of the
+# engine, including those of other threads, advance in the same steps; their events are kept for their own callers.
 
 
 _QUEUED_AHEAD = 2  # `map`: requests in the engine, in multiples of n_parallel, so that a finished one has a successor
@@ -83,13 +83,13 @@ def generate(
     """Continues all prompts, batched together. Returns the completions in the order of the prompts.
 
     `prompts`: texts, token ids, or lists of messages, whose completions are `ChatCompletion`s, as from `chat`.
-    `params`: one for all prompts, or a list with one for each. `n`: completions of each prompt, which follow each other
-    in the result; `best_of`: generate this many of each prompt, and return the `n` with the highest mean
-    log-probability. `progress`: show the speed on stderr. `on_event`: called with the index of a completion and each of
-    its events when it is made (completion i is that of prompt i, unless `n` or `best_of` is given). `options`: fields
-    of `GenerationRequest` (priority, timeout, cache_salt ...) for all prompts.
+    `params`: one for all prompts, or a list with one per prompt. `n`: completions per prompt, consecutive in the
+    result; `best_of`: generate this many per prompt, and return the `n` with the highest mean log-probability.
+    `progress`: show the speed on stderr. `on_event`: called with the index of a completion and each of its events when
+    created (completion i belongs to prompt i, unless `n` or `best_of` is given). `options`: fields of
+    `GenerationRequest` (priority, timeout, cache_salt ...) for all prompts.
 
-    Raises `InvalidRequest` naming the prompt at fault, before any of them runs. Ctrl-C cancels all of them.
+    Raises `InvalidRequest` naming the invalid prompt, before any of them runs. Ctrl-C cancels all of them.
     """
     of = n_candidates(n, best_of)
     wanted = expand(params_for_each("prompts", prompts, params), of, ranked=of > n)
@@ -109,8 +109,8 @@ def generate_grid(
 ) -> list[list[Completion]]:
     """Continues every prompt with each of the settings, batched together: `result[prompt][setting]`.
 
-    A prompt is computed once for all its settings, if it has at least 25 tokens. `progress`, `options`, and what it
-    raises: as in `generate`.
+    A prompt of at least 25 tokens is computed once for all its settings. `progress`, `options` and exceptions: as in
+    `generate`.
     """
     every = [prompt for prompt in _several("prompts", prompts) for _ in settings]
     params = [*settings] * len(prompts)
@@ -124,12 +124,12 @@ def forward_batch(
 ) -> Logits:
     """The logits of the next token after each list of token ids: float32[len(token_lists), n_vocab].
 
-    The lists may have different lengths. Of an idle engine, n_parallel lists with n_ubatch tokens together are computed
-    in one pass, and more than that in several. The logits are the model's own, before biases, penalties and filters.
+    The lists may have different lengths. On an idle engine, up to n_parallel lists with n_ubatch tokens in total are
+    computed in one pass, and more in several. The logits are the model's own, before biases, penalties and filters.
     `options`: as in `generate`, but every token is computed, unless `cache_prompt=True` is given.
 
-    Raises `InvalidRequest` naming the list at fault before any of them runs: an empty one, unknown token ids, or as
-    many tokens as the context has; `GenerationFailed`.
+    Raises `InvalidRequest` naming the invalid list before any of them runs: an empty list, unknown token ids, or enough
+    tokens to fill the context; `GenerationFailed`.
     """
     if not _is_list(token_lists) or not all(map(_is_list, token_lists)):
         wanted = "give lists of token ids, like [engine.tokens(text)]"
@@ -157,9 +157,9 @@ def _is_list(value: object) -> bool:
 def stream(
     engine: BatchInferenceEngine, prompt: PromptOrMessages, params: Params = None, **options: Unpack[RequestOptions]
 ) -> Generator[GenerationEvent, None, None]:
-    """Continues one prompt and yields its events as they are made. Other requests advance in the same steps.
+    """Continues one prompt and yields its events as they are created. Other requests advance in the same steps.
 
-    `prompt`: a text, token ids, or messages; `chat_stream` also tells reasoning and tool calls from the answer.
+    `prompt`: a text, token ids, or messages; `chat_stream` also separates reasoning and tool calls from the answer.
     `options`: fields of `GenerationRequest`. Closing the iterator cancels the request. Raises `InvalidRequest`, and at
     the first event `QueueFull`.
     """
@@ -175,12 +175,12 @@ def embed(
     progress: bool = False,
     **options: Unpack[RequestOptions],
 ) -> Vector:
-    """The vectors of all texts in their order, float32[n, dimensions]; of a reranker, the scores of each `Pair`.
+    """The vectors of all texts in order, float32[n, dimensions]; with a reranker, the scores of each `Pair`.
 
-    `normalise`: vectors of length 1 (scores stay as they are). `dimensions`: keep the first numbers of each vector; see
+    `normalise`: scale vectors to length 1 (not scores). `dimensions`: keep the first numbers of each vector; see
     `cppbatch.engine.embeddings.normalised`. `progress`, `options`: as in `generate`.
 
-    Raises `InvalidRequest` naming the text at fault, before any of them runs; `GenerationFailed` when a text gets no
+    Raises `InvalidRequest` naming the invalid text, before any of them runs; `GenerationFailed` if a text gets no
     vector.
     """
     info = engine.info
@@ -214,18 +214,18 @@ def map_prompts(
 ) -> Generator[Mapped, None, None]:
     """Continues prompts of an iterable, which may be endless, and yields each result as soon as it is complete.
 
-    `prompts`: prompts as in `generate`, or pairs of a prompt and its own `SamplingParams`. They are taken from it only
-    as fast as the engine computes: at most 2 * n_parallel of them are in the engine. `ordered`: results in the order of
-    the prompts; at most 8 * n_parallel prompts are then taken but not returned, so one slow prompt can hold up the
-    others. `progress`: show the speed on stderr, and the time left if `prompts` has a length. `options`: fields of
-    `GenerationRequest` (priority, timeout, cache_salt ...) for all prompts.
+    `prompts`: prompts as in `generate`, or pairs of a prompt and its own `SamplingParams`. They are consumed only as
+    fast as the engine computes: at most 2 * n_parallel of them are in the engine. `ordered`: results in prompt order;
+    at most 8 * n_parallel prompts are then pending, so one slow prompt can hold up the others. `progress`: show the
+    speed on stderr, and the remaining time if `prompts` has a length. `options`: fields of `GenerationRequest`
+    (priority, timeout, cache_salt ...) for all prompts.
 
-    This is a generator: the engine steps while the next result is waited for, and may be used between two results.
-    Other requests advance in the same steps; their events are kept for their own callers. Closing the generator, or an
-    exception of the iterable, cancels the prompts that run.
+    This is a generator: the engine steps while waiting for the next result, and may be used between results. Other
+    requests advance in the same steps; their events are kept for their own callers. Closing the generator, or an
+    exception from the iterable, cancels the running prompts.
 
-    A prompt that cannot run becomes a result with an error, and the others go on. Raises `InvalidRequest` at once for
-    what no prompt could run with; `EngineClosed`.
+    A prompt that cannot run becomes a result with an error, and the others continue. Raises `InvalidRequest`
+    immediately for options that are invalid for every prompt; `EngineClosed`.
     """
     if isinstance(prompts, str):
         raise InvalidRequest("prompts", "is a single string; give an iterable of strings, such as [prompt]")
@@ -240,7 +240,7 @@ def map_prompts(
     if isinstance(params, Sequence):
         raise InvalidRequest("params", f"is {params!r:.200}; give one SamplingParams, or pairs with the prompts")
     params = sampling_params(params)
-    GenerationRequest(id="", prompt="", **options)  # raises for options that are wrong for every prompt
+    GenerationRequest(id="", prompt="", **options)  # raises for options that are invalid for every prompt
     line = ProgressLine("generating", len(prompts) if isinstance(prompts, Sized) else None, enabled=progress)
     return _Mapper(engine, prompts, params, ordered=ordered, line=line, options=options).results()
 
@@ -248,7 +248,7 @@ def map_prompts(
 def params_for_each(
     field: str, prompts: Sequence[object], params: Params | Sequence[SamplingParams]
 ) -> list[SamplingParams]:
-    """One `SamplingParams` for each prompt. Raises `InvalidRequest` when the counts differ."""
+    """One `SamplingParams` per prompt. Raises `InvalidRequest` if the counts differ."""
     _several(field, prompts)
     if not isinstance(params, Sequence) or isinstance(params, str):
         return [sampling_params(params)] * len(prompts)
@@ -274,10 +274,10 @@ class Prepared(NamedTuple):
 
     sequence: Seq
     chat: PreparedChat | None = None
-    """Of a conversation."""
+    """Set for a conversation."""
 
     def result(self, events: Sequence[GenerationEvent]) -> Completion:
-        """All events as one result; of a conversation a `ChatCompletion`."""
+        """All events as one result; for a conversation, a `ChatCompletion`."""
         return chat_completion(events, self.chat) if self.chat else completion(events)
 
 
@@ -294,7 +294,7 @@ def _prepare(
 
 
 def prepared_chat(engine: BatchInferenceEngine, made: ChatRequest) -> Prepared:
-    """The request of a conversation as a sequence. Raises `InvalidRequest`."""
+    """A conversation's request as a sequence. Raises `InvalidRequest`."""
     try:
         return Prepared(engine.prepare(made.request), made.chat)
     except InvalidRequest as error:
@@ -310,9 +310,9 @@ def _prepare_all(
     field: str,
     of: int = 1,
 ) -> list[Prepared]:
-    """Prepares all prompts, or raises `InvalidRequest` for the first that is refused.
+    """Prepares all prompts, or raises `InvalidRequest` for the first refused one.
 
-    `field`, `of`: an `InvalidRequest` names the prompt `field[i // of]`, since each prompt stands here `of` times.
+    `field`, `of`: an `InvalidRequest` names the prompt `field[i // of]`, since each prompt occurs `of` times.
     """
     prepared = []
     for i, (prompt, its) in enumerate(zip(prompts, params, strict=True)):
@@ -331,7 +331,7 @@ def complete(
     progress: bool,
     on_event: OnEvent | None = None,
 ) -> list[Completion]:
-    """Runs the prompts together, and returns their results in this order."""
+    """Runs the prompts together, and returns their results in order."""
     sequences = [each.sequence for each in prepared]
     events = _gather(sequences, run(engine, sequences), verb, progress=progress, on_event=on_event)
     return [each.result(events[each.sequence.id]) for each in prepared]
@@ -340,7 +340,7 @@ def complete(
 def run(
     engine: BatchInferenceEngine, sequences: Sequence[Seq], *, limited: bool = False
 ) -> Generator[GenerationEvent, None, None]:
-    """Queues sequences when the iteration starts, and yields their events until they have ended."""
+    """Queues sequences when iteration starts, and yields their events until they have ended."""
     requests = _Requests(engine)
     try:
         requests.add(sequences, limited=limited)
@@ -351,18 +351,18 @@ def run(
 
 
 class _Requests:
-    """The requests of one call. Whichever thread steps the engine, their events arrive here."""
+    """The requests of one call. Receives their events, whichever thread steps the engine."""
 
     def __init__(self, engine: BatchInferenceEngine) -> None:
         self._core, self._turns = engine.core, engine.turns
         self._inbox: deque[GenerationEvent] = deque()
         self.running: set[str] = set()
-        """Ids of the requests whose last event is not yet returned."""
+        """Ids of the requests whose last event has not been returned yet."""
 
     def add(self, sequences: Sequence[Seq], *, limited: bool = False) -> None:
         """Queues sequences between two steps. `limited`: as in `EngineCore.add`, for a single one.
 
-        Raises `RuntimeError` within a step.
+        Raises `RuntimeError` if called within a step.
         """
         self._turns.check_outside()
 
@@ -384,11 +384,11 @@ class _Requests:
 
     @property
     def has_events(self) -> bool:
-        """Whether `next_event` returns at once."""
+        """Whether `next_event` returns immediately."""
         return bool(self._inbox)
 
     def close(self) -> None:
-        """Cancels the requests that have not ended."""
+        """Cancels the unfinished requests."""
         if self.running:
             self._turns.soon(self._cancel)
 
@@ -411,7 +411,7 @@ def _gather(
     progress: bool,
     on_event: OnEvent | None = None,
 ) -> dict[str, list[GenerationEvent]]:
-    """All events of these sequences by request id. `progress`: a line on stderr shows the speed."""
+    """All events of these sequences by request id. `progress`: show the speed on stderr."""
     gathered: dict[str, list[GenerationEvent]] = {sequence.id: [] for sequence in sequences}
     indices = {sequence.id: i for i, sequence in enumerate(sequences)}
     with ProgressLine(verb, len(sequences), enabled=progress) as line:
@@ -424,7 +424,7 @@ def _gather(
 
 
 class _Started:
-    """A prompt of `map` that is in the engine, with its events so far."""
+    """A prompt of `map` in the engine, with its events so far."""
 
     def __init__(self, index: int, prompt: PromptOrMessages, prepared: Prepared) -> None:
         self.index, self.prompt, self.prepared = index, prompt, prepared
@@ -432,9 +432,9 @@ class _Started:
 
 
 class _Mapper:
-    """The state of one `map`: prompts that were taken from the iterable and not yet returned as results.
+    """The state of a `map` call: prompts taken from the iterable whose results have not been returned.
 
-    Their number is bounded, however long the iterable is. The caller may use the engine between two results.
+    Their number is bounded, however long the iterable is. The caller may use the engine between results.
     """
 
     def __init__(
@@ -462,7 +462,7 @@ class _Mapper:
         self._ended: dict[int, Mapped] = {}  # by index
 
     def results(self) -> Generator[Mapped, None, None]:
-        """Starts prompts, steps, and yields results. Cancels the rest when it is closed, and on any exception."""
+        """Starts prompts, steps, and yields results. Cancels the rest when closed, and on any exception."""
         with self._line, closing(self._requests):
             while True:
                 self._gather()
@@ -477,7 +477,7 @@ class _Mapper:
 
     @property
     def _next(self) -> int | None:
-        """Index of the result to return next; None: no result is there."""
+        """Index of the result to return next; None: no result is available."""
         return self._n_returned if self._ordered else next(iter(self._ended), None)
 
     @property
@@ -491,7 +491,7 @@ class _Mapper:
         return result
 
     def _start(self) -> None:
-        """Starts prompts until enough of them run, or one of them is refused, which is a result."""
+        """Starts prompts until enough are running, or one is refused, which is a result."""
         sequences: list[Seq] = []
         while not (self._is_exhausted or self._is_full or self._is_ready):
             item = next(self._prompts, _END)
@@ -508,7 +508,7 @@ class _Mapper:
         return len(self._running) >= self._max_running or self._n_taken - self._n_returned >= self._max_taken
 
     def _prepared(self, index: int, item: Any) -> list[Seq]:
-        """The sequence of a prompt; none if the prompt is refused."""
+        """The sequence of a prompt; empty if the prompt is refused."""
         prompt, params = item, self._params
         if isinstance(item, tuple) and len(item) == 2 and isinstance(item[1], SamplingParams):
             prompt, params = item
@@ -522,7 +522,7 @@ class _Mapper:
         return [prepared.sequence]
 
     def _gather(self) -> None:
-        """Takes the events that have arrived, also those of steps of other callers."""
+        """Takes the events that have arrived, including those from other callers' steps."""
         while self._requests.has_events:
             self._take(self._requests.next_event())
 
@@ -543,14 +543,14 @@ def _refused(error: InvalidRequest) -> Completion:
 
 
 # --- progress line ---------------------------------------------------------------------------------------------------
-# The line on stderr that shows how far `generate`, `chat`, `embed` and `map` are.
+# The progress line of `generate`, `chat`, `embed` and `map` on stderr.
 
 
 class ProgressLine:
-    """Finished prompts, tokens, speed, and the time that is left. A context manager. `total`: None if not known."""
+    """Finished prompts, tokens, speed, and remaining time. A context manager. `total`: None if unknown."""
 
     def __init__(self, verb: str, total: int | None, *, enabled: bool) -> None:
-        from rich.console import Console  # not in workers, which start faster without it
+        from rich.console import Console  # imported here, so that workers start faster without it
         from rich.progress import (
             BarColumn,
             MofNCompleteColumn,
@@ -592,5 +592,5 @@ class ProgressLine:
         self._progress.update(self._task, advance=has_ended, tokens=self._n_tokens, speed=speed)
 
     def refused(self) -> None:
-        """Counts a prompt that is refused."""
+        """Counts a refused prompt."""
         self._progress.update(self._task, advance=1)

@@ -29,7 +29,7 @@ OnChatEvent = Callable[[int, ChatEvent], object]
 
 
 @overload
-def chat(  # type: ignore[overload-overlap]  # a text is a sequence of texts, and means one conversation
+def chat(  # type: ignore[overload-overlap]  # a str is a sequence of str, but means one conversation
     engine: BatchInferenceEngine,
     conversations: Conversation,
     params: Params = None,
@@ -61,21 +61,21 @@ def chat(
     on_event: OnChatEvent | None = None,
     **options: Unpack[ChatOptions],
 ) -> ChatCompletion | list[ChatCompletion]:
-    """Generates the assistant's next message of a conversation, or of each of several, batched together.
+    """Generates the assistant's next message in a conversation, or in each of several, batched together.
 
-    A conversation is a list of OpenAI's messages, or a text, which is one message of the user. One conversation gives
-    one result, a list of them a list in the same order:
+    A conversation is a list of OpenAI's messages, or a string, which is a single user message. One conversation gives
+    one result; a list of conversations gives a list in the same order:
 
         engine.chat("Why is the sky blue?").text
         engine.chat([{"role": "user", "content": "Hello"}], system="Answer in French.").message
         engine.chat([f"Translate: {text}" for text in texts], SamplingParams(max_tokens=50))
 
-    The prompt is the model's own chat template, and the text is parsed as on the server: reasoning, answer, tool calls.
-    `params`: one for all, or a list with one for each; its `json_schema` is that of the answer, before which the model
-    may reason or call tools. `progress`, `on_event`: as in `generate`, with a `ChatEvent`. `options`: `system`,
-    `tools`, `tool_choice` and the others of `ChatOptions`, and fields of `GenerationRequest`.
+    The model's chat template renders the prompt, and the text is parsed as on the server: reasoning, answer, tool
+    calls. `params`: one for all, or a list with one per conversation; its `json_schema` applies to the answer, before
+    which the model may reason or call tools. `progress`, `on_event`: as in `generate`, with a `ChatEvent`. `options`:
+    `system`, `tools`, `tool_choice` and the other `ChatOptions`, and fields of `GenerationRequest`.
 
-    Raises `InvalidRequest` naming the field or the conversation at fault, before any of them runs; `ConfigError` for an
+    Raises `InvalidRequest` naming the invalid field or conversation, before any of them runs; `ConfigError` for an
     unknown `chat_template`. Ctrl-C cancels all of them.
     """
     several, is_one = several_conversations(conversations)
@@ -103,9 +103,9 @@ def chat(
 def chat_stream(
     engine: BatchInferenceEngine, conversation: Conversation, params: Params = None, **options: Unpack[ChatOptions]
 ) -> ChatStream:
-    """Generates the assistant's next message and yields its `ChatEvent`s as they are made.
+    """Generates the assistant's next message and yields its `ChatEvent`s as they are created.
 
-    `with engine.chat_stream(messages) as stream:` cancels the message when the block is left, as `stream.close()` does.
+    `with engine.chat_stream(messages) as stream:` cancels the message on leaving the block, like `stream.close()`.
     `stream.message` is the message so far. Arguments: as in `chat`, for one conversation. Raises `InvalidRequest`,
     `ConfigError`, and at the first event `QueueFull`.
     """

@@ -1,4 +1,4 @@
-"""From sampled tokens to events: tokens are appended, checked for the end of the text, detokenised and queued."""
+"""Converts sampled tokens to events: appends tokens, checks for the end of the text, detokenises and queues."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ _MAX_FORCED = 64  # forced tokens of a sequence in one step; each takes about 30
 
 
 class OutputProcessor:
-    """Decides whether a sequence goes on, makes text of its tokens, and keeps events until they are taken.
+    """Decides whether a sequence continues, detokenises its tokens, and keeps events until they are taken.
 
     For each sampled token the engine calls `accept`, which appends it and returns a finish reason if the sequence
     ends, then `emit` or `finish`, which queues a `StepOutput`. `event` detokenises that into a `GenerationEvent`.
-    `take_all` (events) or `take_outputs` (step outputs) empty the queue; `keep` delivers events of reserved requests.
+    `take_all` (events) or `take_outputs` (step outputs) empties the queue; `keep` delivers events of reserved requests.
 
     Threads: only the engine's thread calls these methods, except `event`. One other thread may call `event` for the
-    outputs of `take_outputs`, in their order, while the engine computes the next step. Only one of the two threads
-    touches the text of a sequence: the thread that calls `event`. But if the request has stop strings, which decide
-    whether the sequence goes on, then the engine's thread, until the sequence has ended.
+    outputs of `take_outputs`, in order, while the engine computes the next step. Only one of the two threads touches
+    the text of a sequence: the one that calls `event`; or, if the request has stop strings, which decide whether the
+    sequence continues, the engine's thread until the sequence has ended.
     """
 
     def __init__(self, vocab: Vocabulary, metrics: Metrics) -> None:
         self._vocab = vocab
         self._metrics = metrics
         self.n_forced_tokens = 0
-        """Tokens that a grammar forced: appended without a decode for each."""
+        """Tokens forced by a grammar, which are appended without a decode each."""
         self._pending: list[StepOutput] = []  # outputs of the last step
         self._kept: list[GenerationEvent] = []  # events of earlier steps
         self._inboxes: dict[str, deque[GenerationEvent]] = {}  # for the events of reserved requests, by request id
@@ -43,9 +43,9 @@ class OutputProcessor:
     # --- tokens, on the engine's thread -------------------------------------------------------------------------
 
     def accept(self, sequence: Seq, sampled: SamplerOutput) -> FinishReason | None:
-        """Appends the sampled token, or those that end the reasoning, and then the tokens that a grammar forces.
+        """Appends the sampled token, or those that end the reasoning, and then the tokens forced by a grammar.
 
-        Returns the finish reason if the sequence has ended, else None. For an embedding request it takes the vector.
+        Returns the finish reason if the sequence has ended, else None. For an embedding request, stores the vector.
         """
         if sequence.request.task == "embed":
             sequence.embedding, sequence.error = sampled.embedding, sampled.error
@@ -69,7 +69,7 @@ class OutputProcessor:
         return reason or self._append_forced(sequence)
 
     def resume(self, sequence: Seq) -> None:
-        """Makes the text of the tokens that a resumed sequence already has. Its events will have only later tokens."""
+        """Detokenises the tokens that a resumed sequence already has. Its events only have later tokens."""
         if sequence.params.echo and sequence.n_generated:
             sequence.echoed = len(self._prompt_text(sequence))
         self._add_tokens(sequence)
@@ -77,7 +77,7 @@ class OutputProcessor:
         sequence.output = StepOutput(sequence)
 
     def emit(self, sequence: Seq) -> None:
-        """Queues the new tokens of a sequence that goes on."""
+        """Queues the new tokens of a continuing sequence."""
         output, sequence.output = sequence.output, StepOutput(sequence)
         wanted = sequence.request.usage_events
         if wanted != "end" and (wanted == "all" or sequence.n_generated == len(output.tokens)):  # the first tokens
@@ -110,12 +110,12 @@ class OutputProcessor:
         return FinishReason.LENGTH if sequence.n_left <= 0 else None
 
     def extend(self, sequence: Seq, tokens: list[int]) -> FinishReason | None:
-        """Appends tokens that were given, not sampled. Returns the finish reason if they end the text, else None."""
+        """Appends given, not sampled, tokens. Returns the finish reason if they end the text, else None."""
         return self._append_all(sequence, tokens)
 
     @staticmethod
     def _closing(sequence: Seq) -> list[int]:
-        """The tokens that end its reasoning now, in the place of a sampled token; [] if it goes on."""
+        """The tokens that end its reasoning now, instead of a sampled token; [] if it continues."""
         if sequence.reasoning is None:
             return []
         sequence.reasoning.follow(sequence.text_tokens(sequence.n_prompt + sequence.reasoning.n_followed).tolist())
@@ -130,7 +130,7 @@ class OutputProcessor:
     def _append_forced(self, sequence: Seq) -> FinishReason | None:
         if sequence.constraint is None:
             return None
-        most = min(_MAX_FORCED, sequence.n_room)  # the others follow in the next step
+        most = min(_MAX_FORCED, sequence.n_room)  # the rest follows in the next step
         for token in sequence.constraint.forced()[:most]:
             if self._ends_text(sequence, token) or token in sequence.sampling.banned_ids:
                 return None  # the next step samples this position instead
@@ -158,7 +158,7 @@ class OutputProcessor:
     # --- text, on the thread that calls `event` -----------------------------------------------------------------
 
     def event(self, output: StepOutput) -> GenerationEvent:
-        """The event of a step output. Made once: another call returns the same one."""
+        """The event for a step output. Created once: repeated calls return the same one."""
         if output.event is None:
             self._detokenize(output)
             output.event = self._last_event(output) if output.finish_reason else self._next_event(output)
@@ -200,7 +200,7 @@ class OutputProcessor:
         )
 
     def _detokenize(self, output: StepOutput) -> None:
-        """Makes text of the output's tokens that have none yet."""
+        """Detokenises the output's tokens that have no text yet."""
         sequence = output.sequence
         if output.starts_text:
             self._echo_prompt(output)
@@ -208,7 +208,7 @@ class OutputProcessor:
             token, logprob = output.tokens[output.n_detokenized], output.logprobs.get(output.n_detokenized)
             is_seen = not sequence.params.skip_special_tokens or token in sequence.sampling.visible_ids
             piece = self._vocab.piece(token, special=is_seen)
-            output.n_detokenized += 1  # before the text changes: an interrupted call never repeats text
+            output.n_detokenized += 1  # before the text changes, so that an interrupted call never repeats text
             if logprob:
                 offset = sequence.echoed + sequence.text.n_characters
                 output.text_logprobs.append(msgspec.structs.replace(logprob, text_offset=offset))
@@ -216,14 +216,14 @@ class OutputProcessor:
             output.token_texts.append(sequence.text.completed)
 
     def _echo_prompt(self, output: StepOutput) -> None:
-        """The text begins with the prompt (`echo`), and the log-probabilities with those of the prompt."""
+        """Starts the text with the prompt (`echo`), and the log-probabilities with those of the prompt."""
         output.starts_text, sequence = False, output.sequence
         text = self._prompt_text(sequence)
         logprobs, decoder, offset = [], codecs.getincrementaldecoder("utf-8")("replace"), 0
         for entry in sequence.prompt_logprobs:
             logprobs.append(msgspec.structs.replace(entry, text_offset=offset))
             new = decoder.decode(entry.piece)
-            if text.startswith(new, offset):  # otherwise the tokenizer has added this token, and it is not in the text
+            if text.startswith(new, offset):  # otherwise the tokenizer added this token, and it is not in the text
                 offset += len(new)
         sequence.echoed = len(text)
         output.text, output.text_logprobs = text, logprobs
@@ -255,11 +255,11 @@ class OutputProcessor:
         return outputs
 
     def reserve(self, request_id: str, inbox: deque[GenerationEvent]) -> None:
-        """This request's events go to `inbox`, up to its last one. `take_all` does not return them."""
+        """Sends this request's events to `inbox`, up to its last one. `take_all` does not return them."""
         self._inboxes[request_id] = inbox
 
     def keep(self) -> None:
-        """Makes events of the last step's outputs: for their inboxes, or kept for `take_all`."""
+        """Converts the last step's outputs to events: for their inboxes, or kept for `take_all`."""
         for event in self._pending_events():
             inbox = self._inboxes.get(event.request_id)
             if inbox is None:
@@ -271,16 +271,16 @@ class OutputProcessor:
         self._pending = []
 
     def drop(self, ids: Container[str]) -> None:
-        """Forgets the events of these requests, and reserves none of them."""
+        """Drops the events of these requests, and ends their reservations."""
         self._pending = [output for output in self._pending if output.sequence.id not in ids]
         self._inboxes = {request_id: inbox for request_id, inbox in self._inboxes.items() if request_id not in ids}
 
     def ended(self) -> set[str]:
-        """Ids of the requests whose last output is among those of the last step."""
+        """Ids of the requests with their last output in the last step."""
         return {output.sequence.id for output in self._pending if output.finish_reason}
 
     def _pending_events(self) -> list[GenerationEvent]:
-        """Events of the last step's outputs, which stay in the queue."""
+        """Events for the last step's outputs, which stay in the queue."""
         if not self._pending:
             return []
         began = perf_counter()

@@ -1,6 +1,6 @@
-"""How one completion is generated: `SamplingParams`, declared and validated once, here.
+"""The parameters of a completion: `SamplingParams`, declared and validated once, here.
 
-Fields of requests, the OpenAPI document, llama-server's settings and options of the commands follow from it.
+Request fields, the OpenAPI document, llama-server's settings and command options follow from it.
 """
 
 import copy
@@ -27,55 +27,55 @@ INT32_MAX = 2**31 - 1
 _GREEDY_BELOW = 1e-3  # dividing logits by less would overflow float32
 MOST_LOGPROBS = 20
 _MAX_STOP, _MAX_STOP_TOTAL = 512, 16_384  # characters of one stop string, and of all
-_FRESH_SEEDS = 2**32  # few enough for every JSON parser
+_FRESH_SEEDS = 2**32  # small enough for every JSON parser
 _MAX_VISIBLE = 64  # each is tokenised
 MOST_BIASES = 8192  # each is applied one by one
-_MAX_TEXTS, _MAX_TEXT = 1000, 256  # texts as keys of biases, and characters of a text that is tokenised here
+_MAX_TEXTS, _MAX_TEXT = 1000, 256  # texts as keys of biases, and characters per text, which is tokenised here
 _MAX_STOP_IDS, _MAX_SUPPRESSED = 1024, 32_768  # each choice of a prompt has a copy
-_MAX_BREAKERS = 32  # each is searched in the whole vocabulary
+_MAX_BREAKERS = 32  # each is searched for in the whole vocabulary
 _MAX_SHOWN = 200  # characters of a value in an error message
 _SHOWN_DIGITS = 40
 _MAX_SHOWN_INT = 10**_SHOWN_DIGITS  # Python refuses to print integers of thousands of digits
-_MAX_GRAMMAR = 128 << 10  # characters; compiling so many takes about a second
+_MAX_GRAMMAR = 128 << 10  # characters, which take about a second to compile
 _MAX_BREAKER = 40  # characters: llama.cpp truncates DRY's sequence breakers to this length
 
 SAMPLERS = (
     "penalties", "dry", "top_n_sigma", "top_k", "typical_p", "top_p", "min_p", "xtc", "temperature",
 )  # fmt: skip
-"""llama.cpp's samplers in its default order. The final random choice is none of them; `adaptive_target` and `mirostat`
+"""llama.cpp's samplers in its default order. The final random choice is not included; `adaptive_target` and `mirostat`
 replace it."""
 
 GRAMMARS = ("json_schema", "guided_regex", "guided_choice", "grammar")
 """Fields of `SamplingParams` for structured output; at most one may be given."""
 
 DEFAULT_MAX_TOKENS = 4096
-"""Tokens of a text without a maximum: enough for reasoning, and a model that repeats itself comes to an end."""
+"""Default maximum tokens: enough for reasoning, but stops a model that repeats itself."""
 UNLIMITED = -1
-"""As `max_tokens`: as many as the context holds."""
+"""The `max_tokens` for no limit: until the context is full."""
 
 
 class Param(NamedTuple):
-    """What commands and docs say of a field of `SamplingParams` that is an option, beside its type and its default."""
+    """How commands and docs describe a field of `SamplingParams` that is an option, in addition to type and default."""
 
     help: str
     range: Range | None = None
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
-    """How one completion is generated. Defaults are llama.cpp's. Raises `InvalidRequest` naming the field at fault.
+    """The parameters of a completion. Defaults are llama.cpp's. Raises `InvalidRequest` naming the invalid field.
 
     Lists become tuples.
     """
 
     max_tokens: int | None = None
-    """Maximum tokens to generate; None: 4,096, or fewer if the context is smaller; -1: until the context is full. 0
+    """Maximum tokens to generate; None: 4,096, or fewer if the context is smaller; -1: until the context is full; 0:
     only with `echo`."""
     min_tokens: Annotated[int, Range(0)] = 0
     """Minimum tokens to generate before an end or stop token may be sampled. Not with a grammar."""
 
     # fmt: off
     temperature: Annotated[float, Param("Temperature; 0: greedy.", Range(0, 100))] = 0.8
-    """Any value below 0.001 is greedy too: always the most likely token."""
+    """Values below 0.001 are also greedy: always the most likely token."""
     top_k: Annotated[int, Param("Sample from this many most likely tokens; 0: all.", Range(0))] = 40
     top_p: Annotated[float, Param(
         "Sample from the most likely tokens up to this cumulative probability.", Range(0, 1),
@@ -86,12 +86,12 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     )] = 0.05
     """0: none."""
     typical_p: Annotated[float, Param("Locally typical sampling; 1: off.", Range(0, 1))] = 1.0
-    """Sample from the tokens with the most typical information content whose probabilities add up to this
+    """Sample from the tokens with the most typical information content, up to this cumulative probability
     (arXiv:2202.00666)."""
     top_n_sigma: Annotated[float, Param(
         "Drop tokens more than n standard deviations below the maximum logit; -1: off.", Range(-1, 1000),
     )] = -1.0
-    """0 is off too (arXiv:2411.07641)."""
+    """0 is also off (arXiv:2411.07641)."""
     xtc_probability: Annotated[float, Param("Probability of XTC; 0: off.", Range(0, 1))] = 0.0
     xtc_threshold: Annotated[float, Param(
         "XTC excludes all but the least likely of the tokens above this probability.", Range(0, 1),
@@ -110,7 +110,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     penalty_last_n: Annotated[int, Param("Recent tokens to penalise; -1: all, 0: no penalties.", Range(-1))] = 64
     """Prompt included."""
     penalize_prompt: bool = True
-    """Python only: whether tokens of the prompt are recent for penalties and DRY too. (llama-cpp-python's are not.)"""
+    """Python only: whether penalties and DRY include the prompt as recent tokens (not in llama-cpp-python)."""
     presence_penalty: Annotated[float, Param("Subtracted from the logit of each recent token.", Range(-2, 2))] = 0.0
     frequency_penalty: Annotated[float, Param(
         "Subtracted for each occurrence of a recent token.", Range(-2, 2),
@@ -161,15 +161,15 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     # fmt: on
 
     logit_bias: dict[int | str, float] = {}
-    """Added to logits before anything else, -100 to 100. Keys are token ids, or texts: the bias of a text is added to
-    each of its tokens, once for each occurrence."""
+    """Added to logits before anything else, -100 to 100. Keys are token ids or texts: a text's bias is added to each of
+    its tokens, once per occurrence."""
     suppress_tokens: Sequence[int] = ()
-    """Token ids that are never generated."""
+    """Token ids that must not be generated."""
     logits_processor: Any = None
     """Python only: `f(tokens, logits)` is called before anything else, with the tokens so far, int32[n], and a row of
-    logits, float32[n_vocab], which it changes in place or replaces by its result. If the object has a method
-    `process_rows(tokens, logits)`, that is called instead, once a step for all requests that have this object, with a
-    list of int32[n] and a list of rows."""
+    logits, float32[n_vocab], which it modifies in place or replaces by its result. If the object has a method
+    `process_rows(tokens, logits)`, that is called instead, once per step for all requests with this object, with a list
+    of int32[n] and a list of rows."""
 
     speculate: bool = True
     """Use speculative decoding when it is faster (`EngineConfig.spec`). False: no drafts for this request. Changes
@@ -207,9 +207,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     grammar: str | None = None
     """Constrain the text to this grammar: llama.cpp's GBNF (with a `root` rule) or llguidance's Lark (with `start`)."""
     reasoning_budget: ThinkingBudget | None = None
-    """A limit on the reasoning tokens. `chat` and the server's chat APIs make it of `thinking_budget`."""
+    """A limit on reasoning tokens. `chat` and the server's chat APIs create it from `thinking_budget`."""
     lazy_grammar: LazyGrammar | None = None
-    """Tool calls that the model may write on its own. Has no effect together with another grammar."""
+    """Tool calls that the model may choose to write. No effect together with another grammar."""
 
     def __post_init__(self) -> None:
         for name, low, high, is_integer, is_optional in _NUMBERS:
@@ -237,7 +237,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_greedy(self) -> bool:
-        """Whether the likeliest token is always taken."""
+        """Whether the most likely token is always chosen."""
         return self.temperature < _GREEDY_BELOW and self.dynatemp_range == 0 and "temperature" in self.samplers
 
     @property
@@ -248,17 +248,17 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_constrained(self) -> bool:
-        """Whether a grammar constrains the text, and decides when it ends."""
+        """Whether a grammar constrains the text and determines its end."""
         return self.grammar_field is not None
 
     @property
     def grammar_field(self) -> str | None:
-        """The field of `GRAMMARS` that is given; None: none of them."""
+        """The given field of `GRAMMARS`; None: no grammar."""
         return next((name for name in GRAMMARS if getattr(self, name) is not None), None)
 
     @property
     def scores_prompt(self) -> bool:
-        """Whether to return log-probabilities of the prompt: then all of it must be computed."""
+        """Whether to return log-probabilities of the prompt, which then must be computed completely."""
         return self.echo and self.logprobs is not None
 
 
@@ -270,20 +270,20 @@ _DECLARED: dict[str, Any] = {
 KINDS: dict[str, Any] = get_type_hints(SamplingParams)
 """The types of all fields."""
 PARAMS: dict[str, Param] = {name: each for name, each in _DECLARED.items() if isinstance(each, Param)}
-"""The fields that are options of the commands, and defaults of the server."""
+"""The fields that are command options, and defaults of the server."""
 RANGES: dict[str, Range] = {
     name: each for name, one in _DECLARED.items() if (each := one.range if isinstance(one, Param) else one)
 }
-"""The ranges of the numbers. That of `max_tokens` depends on `echo`."""
+"""The ranges of numeric fields. That of `max_tokens` depends on `echo`."""
 SWITCHES = tuple(name for name, kind in KINDS.items() if kind is bool)
 _NUMBERS = tuple((name, *RANGES[name], KINDS[name] is not float, KINDS[name] not in (int, float)) for name in RANGES)
 
 Params = SamplingParams | Mapping[str, Any] | int | None
-"""What stands for `SamplingParams` in Python: its fields, or only `max_tokens`."""
+"""Alternatives to `SamplingParams` in Python: a dict of its fields, or `max_tokens`."""
 
 
 def sampling_params(given: Params) -> SamplingParams:
-    """Raises `InvalidRequest` for fields that there are not, and for anything else."""
+    """Raises `InvalidRequest` for unknown fields and for other types."""
     if isinstance(given, SamplingParams):
         return given
     if isinstance(given, Integral) and not isinstance(given, bool):
@@ -301,7 +301,7 @@ def sampling_params(given: Params) -> SamplingParams:
 
 
 def replaced(request: Checked, **values: Any) -> Checked:
-    """A copy of a request or its params with some fields replaced by valid values. Nothing is validated again."""
+    """A copy of a request or its params with some fields replaced by valid values, without validation."""
     copied = copy.copy(request)
     for name, value in values.items():
         msgspec.structs.force_setattr(copied, name, value)
@@ -314,7 +314,7 @@ def actual_seed(wanted: int | None) -> int:
 
 
 def token_ids(field: str, given: Sequence[Any]) -> Sequence[int]:
-    """Checks that these are token ids: int32, not negative. Numpy's integers become Python's, which msgspec needs.
+    """Checks that these are token ids: int32, not negative. Converts numpy's integers to Python's, as msgspec requires.
 
     Raises `InvalidRequest` naming the entry. The engine checks whether the vocabulary has these ids.
     """
@@ -350,7 +350,7 @@ def _check_lengths(params: SamplingParams) -> None:
     if "" in params.stop:
         raise InvalidRequest("stop", "contains an empty string, which would match every text")
     longest, n_characters = max(map(len, params.stop), default=0), sum(map(len, params.stop))
-    if longest > _MAX_STOP or n_characters > _MAX_STOP_TOTAL:  # all their beginnings are kept in memory
+    if longest > _MAX_STOP or n_characters > _MAX_STOP_TOTAL:  # all their prefixes are kept in memory
         limits = f"the limits are {_MAX_STOP_TOTAL:,} and {_MAX_STOP}"
         message = f"has {n_characters:,} characters, up to {longest:,} in one string; {limits}"
         raise InvalidRequest("stop", message)
@@ -430,7 +430,7 @@ def _check_grammar_length(name: str, grammar: str | tuple[str, ...]) -> None:
 
 
 def _schema_text(schema: object) -> str:
-    """The schema as JSON text with its keys in the same order, which is the order of properties in the text."""
+    """The schema as JSON text with the same key order, which is the order of properties in the output."""
     try:
         if isinstance(schema, str):
             _check_grammar_length("json_schema", schema)
@@ -446,7 +446,7 @@ def _schema_text(schema: object) -> str:
 
 @functools.lru_cache(maxsize=64)
 def _rewritten_schema(text: str) -> str:
-    """Cached, because a worker gets the same text once for each choice of a prompt."""
+    """Cached, because a worker gets the same text once per choice of a prompt."""
     return _written_schema(json.loads(text))
 
 

@@ -1,4 +1,4 @@
-"""The input and output of the engine: requests, events, results."""
+"""The engine's input and output: requests, events, results."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ OPTION_RANGES = {
     "n_keep": (-1, INT32_MAX),
     "n_discard": (0, INT32_MAX),
 }
-"""Ranges of the numbers of `GenerationRequest`, without those of its params."""
+"""Ranges of the numeric fields of `GenerationRequest`, except its params."""
 
 BACKGROUND = OPTION_RANGES["priority"][1]
-"""The lowest priority: for work whose result no client waits for."""
+"""The lowest priority: for work that no client is waiting for."""
 
 
 class FinishReason(str, Enum):
@@ -38,7 +38,7 @@ class FinishReason(str, Enum):
     LENGTH = "length"
     """`max_tokens` were generated, or the context is full."""
     TIMEOUT = "timeout"
-    """The request's `timeout` or `queue_timeout` has passed. The text so far was returned."""
+    """The request's `timeout` or `queue_timeout` expired. The text so far is returned."""
     CANCELLED = "cancelled"
     ERROR = "error"
 
@@ -78,12 +78,12 @@ class Media(msgspec.Struct, frozen=True, dict=True):
 
 
 class MediaPrompt(msgspec.Struct, frozen=True, tag=True):
-    """Text with images and audio between its parts, for a model with a projector (`EngineConfig.mmproj`).
+    """Text interleaved with images and audio, for a model with a projector (`EngineConfig.mmproj`).
 
         MediaPrompt(["What is this? ", Media("image", data), "\n"])
 
-    The texts may contain control tokens, and BOS comes first if the model wants it, as in a prompt that is one text.
-    Texts that follow each other are one text. The last part is a text: only a token of text predicts the next one.
+    The texts may contain control tokens, and BOS comes first if the model uses it, as in a text prompt. Consecutive
+    texts are joined. The last part must be a text: only a text token predicts the next one.
     """
 
     parts: list[str | Media]
@@ -96,7 +96,7 @@ class MediaPrompt(msgspec.Struct, frozen=True, tag=True):
 
     @property
     def media(self) -> list[Media]:
-        """Its pictures and sounds, in order."""
+        """Its images and audio, in order."""
         return [part for part in self.parts if isinstance(part, Media)]
 
     @property
@@ -114,59 +114,59 @@ _LONG = 1 << 15  # characters, or token ids
 
 
 def is_long(prompt: Prompt) -> bool:
-    """Whether preparing it takes so long that short prompts should not wait for it."""
+    """Whether it takes too long to prepare for short prompts to wait."""
     if isinstance(prompt, MediaPrompt):
-        return True  # its pictures and sounds are encoded
+        return True  # its images and audio are encoded
     return (len(prompt.query) + len(prompt.document) if isinstance(prompt, Pair) else len(prompt)) > _LONG
 
 
 Task = Literal["generate", "embed"]
 
 UsageEvents = Literal["end", "prefill", "all"]
-"""Which events of a request have `usage`: the last one; also those of its prefill; or every one."""
+"""Which events of a request have `usage`: the last one; also those of its prefill; or all."""
 
 
 class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """A prompt to continue, or to embed. Raises `InvalidRequest` naming the field at fault."""
+    """A prompt to continue or to embed. Raises `InvalidRequest` naming the invalid field."""
 
     id: str
-    """The id in events; unique among the requests that wait or run."""
+    """The id in events; unique among waiting and running requests."""
     prompt: Prompt
     task: Task = "generate"
-    """"embed" if `ModelInfo.pooling` is set, else "generate"; another task is refused. An embedding request has one
-    event, with the `embedding`, and ignores `params`, `cache_prompt` and `cache_salt`."""
+    """"embed" if `ModelInfo.pooling` is set, else "generate"; otherwise the request is refused. An embedding request
+    has one event, with the `embedding`, and ignores `params`, `cache_prompt` and `cache_salt`."""
     params: SamplingParams = msgspec.field(default_factory=SamplingParams)
     priority: int = 0
-    """-100 to 100; lower runs first. Ten seconds of waiting weigh as much as 1, so no request starves.
+    """-100 to 100; lower runs first. Ten seconds of waiting count as much as 1, so no request starves.
 
-    100 is for background work: it uses free capacity, and stands still while another request that ranks before it waits
-    for its first token."""
+    100 is for background work: it uses free capacity, and pauses while another request of earlier rank waits for its
+    first token."""
     timeout: float | None = None
-    """Seconds from arrival after which the request ends; None: no limit."""
+    """Seconds after arrival at which the request ends; None: no limit."""
     queue_timeout: float | None = None
-    """Seconds from arrival after which the request ends if it has not run yet; None: no limit."""
+    """Seconds after arrival at which the request ends if it has not started; None: no limit."""
     fit: bool = False
-    """Clamp `max_tokens` to the context that remains after the prompt. False: refuse a request that does not fit."""
+    """Clamp `max_tokens` to the context remaining after the prompt. False: refuse a request that does not fit."""
     cache_prompt: bool = True
-    """Take a prefix from the prefix cache, and keep this request's tokens there for others."""
+    """Reuse a prefix from the prefix cache, and keep this request's tokens there for others."""
     cache_salt: str = ""
-    """Requests with different salts never share a prefix, whose presence the duration of a request would show."""
+    """Requests with different salts never share a prefix, so that timing does not reveal cached prefixes to others."""
     id_slot: int = -1
-    """A number for the cached prefix that the request leaves, by which it can be saved to a file or erased. A later
-    request of this slot prefers that prefix. -1: none."""
+    """A number for the request's cached prefix, by which it can be saved to a file or erased. Later requests with this
+    slot prefer that prefix. -1: no slot."""
     n_keep: int | None = None
-    """With a context shift: the first tokens, a BOS not counted, that stay when the context is full; -1: the prompt.
-    None: `EngineConfig.n_keep`."""
+    """With context shifts: initial tokens, not counting BOS, to keep when the context is full; -1: the prompt. None:
+    `EngineConfig.n_keep`."""
     n_discard: int = 0
-    """With a context shift: how many of the tokens behind those go; 0: half of them."""
+    """With context shifts: number of tokens after those to drop; 0: half of them."""
     prediction: str | list[int] | None = None
-    """A text, or token ids, that the completion will probably contain: a source of drafts. It does not change the
+    """Text or token ids that the completion will probably contain: a source of drafts. Does not change the
     completion."""
     lora: dict[str | int, float] | None = None
-    """LoRA adapters by name, or by index from 0, with their scales; the others are off. None: the scales of --lora."""
+    """LoRA adapters by name or index (from 0), with their scales; others are off. None: the scales of --lora."""
     usage_events: UsageEvents = "end"
-    """Which events have `usage`. Unless "end", there are also events without tokens: when the request is admitted, and
-    after each step that computes a part of its prompt."""
+    """Which events have `usage`. Unless "end", there are also events without tokens: on admission, and after each step
+    that computes part of the prompt."""
 
     def __post_init__(self) -> None:
         if isinstance(self.prompt, list):
@@ -219,7 +219,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RequestOptions(TypedDict, total=False):
-    """Fields of `GenerationRequest` that `BatchInferenceEngine` takes as keyword arguments."""
+    """Fields of `GenerationRequest` that `BatchInferenceEngine` accepts as keyword arguments."""
 
     priority: int
     timeout: float | None
@@ -236,14 +236,14 @@ class RequestOptions(TypedDict, total=False):
 
 
 class ResumeState(msgspec.Struct, frozen=True, kw_only=True):
-    """The progress of a request in an engine that crashed, from which another engine continues. Times in seconds."""
+    """The progress of a request in a crashed engine, from which another engine continues. Times in seconds."""
 
     tokens: list[int]
-    """Tokens of the events so far."""
+    """Tokens in the events so far."""
     age: float
     """Time since arrival."""
     first_token_seconds: float
-    """Time from arrival to the first token. The time of admission is lost."""
+    """Time from arrival to the first token. The admission time is lost."""
 
 
 class RequestUsage(msgspec.Struct, frozen=True, kw_only=True):
@@ -255,15 +255,15 @@ class RequestUsage(msgspec.Struct, frozen=True, kw_only=True):
     n_audio_tokens: int = 0
     """Audio tokens of the prompt."""
     cached_tokens: int = 0
-    """Prompt tokens that were taken from the prefix cache."""
+    """Prompt tokens taken from the prefix cache."""
     prefilled_tokens: int = 0
-    """Prompt tokens that are computed, or were taken from the prefix cache; all of them once there is a token."""
+    """Prompt tokens computed or taken from the prefix cache; all of them once there is a token."""
     completion_tokens: int
-    """Generated tokens, with the end token if the model generated one."""
+    """Generated tokens, including an end token."""
     drafted_tokens: int = 0
-    """Draft tokens that were verified (speculative decoding)."""
+    """Verified draft tokens (speculative decoding)."""
     accepted_tokens: int = 0
-    """Draft tokens that were accepted: part of the completion tokens."""
+    """Accepted draft tokens; included in the completion tokens."""
     context_shifts: int = 0
     """Number of context shifts; after a shift the output is approximate."""
     queue_seconds: float
@@ -271,7 +271,7 @@ class RequestUsage(msgspec.Struct, frozen=True, kw_only=True):
     first_token_seconds: float
     """From arrival to the first token (TTFT); 0 without a token."""
     total_seconds: float
-    """From arrival to this event: in the last one, to the end."""
+    """From arrival to this event; in the last event, the total."""
 
 
 class TokenPiece(msgspec.Struct, frozen=True):
@@ -279,7 +279,7 @@ class TokenPiece(msgspec.Struct, frozen=True):
 
     id: int
     piece: bytes
-    """Its bytes, which may be part of a character; for a control token its text."""
+    """Its bytes, possibly part of a character; for a control token, its text."""
 
 
 def detokenize(tokens: list[TokenPiece]) -> str:
@@ -292,59 +292,59 @@ class TokenLogprob(msgspec.Struct, frozen=True, kw_only=True):
 
     token: int
     piece: bytes
-    """Its bytes, which may be part of a character; for a control token its text."""
+    """Its bytes, possibly part of a character; for a control token, its text."""
     logprob: float | None
-    """None for the first token of a prompt, which the model does not predict."""
+    """None for the first token of a prompt, which is not predicted."""
     top: list[tuple[int, bytes, float]] = []
     """The most likely tokens at this position, most likely first: id, bytes, log-probability."""
     text_offset: int = 0
-    """Characters of the text before this token, an echoed prompt included."""
+    """Characters of the text before this token, including an echoed prompt."""
 
 
 class GenerationEvent(msgspec.Struct, frozen=True, kw_only=True):
-    """New text and tokens of one request. The last event also has the finish reason and the usage.
+    """New text and tokens of a request. The last event also has the finish reason and the usage.
 
-    An event without tokens and finish reason only reports the progress of the prefill, in `usage`.
+    An event without tokens or finish reason only reports prefill progress, in `usage`.
     """
 
     request_id: str
     text: str = ""
-    """New text: whole characters, and no part of a stop string."""
+    """New text: complete characters, without any part of a stop string."""
     tokens: list[int] = []
-    """New token ids, those of a stop string included, but no end token and no stop token."""
+    """New token ids, including those of a stop string, but not end or stop tokens."""
     token_texts: list[str] = []
-    """The text of each of these tokens: together the generated text, with a stop string. A character of several tokens
-    is the text of the last one, and the others have "" before it."""
+    """The text of each of these tokens: together the generated text, including a stop string. A character that spans
+    several tokens belongs to the last one; the others have ""."""
     logprobs: list[TokenLogprob] = []
-    """Of the new tokens, if `params.logprobs` is set; with `echo`, those of the prompt come first."""
+    """For the new tokens, if `params.logprobs` is set; with `echo`, those of the prompt come first."""
     embedding: bytes | None = None
-    """The vector of an embedding request that ended with `stop`: `ModelInfo.n_embd` numbers, float32 little-endian, as
-    llama.cpp pools them, not normalised. For a reranker its scores, unchanged; the first one is the relevance. With
-    pooling none: so many numbers for each token of the prompt.
+    """The vector of an embedding request that ended with `stop`: `ModelInfo.n_embd` numbers, little-endian float32, as
+    pooled by llama.cpp, not normalised. For a reranker: its scores, unchanged; the first one is the relevance. With
+    pooling none: that many numbers per prompt token.
     `cppbatch.engine.embeddings` decodes it."""
     finish_reason: FinishReason | None = None
-    """Set only in the last event."""
+    """Only set in the last event."""
     stop: str | None = None
-    """Set in the last event if a stop string ended the text: that string."""
+    """Set in the last event if a stop string ended the text: the stop string."""
     seed: int | None = None
-    """Set in the last event: the seed that was used, which reproduces the text."""
+    """Set in the last event: the actual seed, which reproduces the text."""
     usage: RequestUsage | None = None
-    """Set in the last event, and in those that `GenerationRequest.usage_events` asks for."""
+    """Set in the last event, and in others as requested by `GenerationRequest.usage_events`."""
     error: str | None = None
     """The error message, if the finish reason is `error`."""
     error_field: str | None = None
-    """The field of the request that caused the error; None: the engine failed."""
+    """The request field that caused the error; None: the engine failed."""
     overflow: ContextOverflow | None = None
-    """As in `InvalidRequest`, for a request of a list that was refused."""
+    """As in `InvalidRequest`, for a refused request in a list."""
 
     @property
     def is_report(self) -> bool:
-        """Whether the event only reports the progress of the prefill (`GenerationRequest.usage_events`)."""
+        """Whether the event only reports prefill progress (`GenerationRequest.usage_events`)."""
         return self.usage is not None and not self.tokens and self.finish_reason is None
 
 
 class Completion(msgspec.Struct, frozen=True, kw_only=True):
-    """A whole result of `BatchInferenceEngine.generate`."""
+    """A result of `BatchInferenceEngine.generate`."""
 
     text: str
     tokens: list[int]
@@ -353,14 +353,14 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True):
     finish_reason: FinishReason
     usage: RequestUsage
     seed: int
-    """The seed that was used, which reproduces the text."""
+    """The actual seed, which reproduces the text."""
     logprobs: list[TokenLogprob] = []
     """If `params.logprobs` is set; with `echo`, those of the prompt come first."""
     error: str | None = None
 
 
 def completion(events: Sequence[GenerationEvent]) -> Completion:
-    """All events of a request that has ended, as one result."""
+    """All events of a finished request, as one result."""
     last = events[-1]
     assert last.finish_reason is not None
     assert last.usage is not None
@@ -383,9 +383,9 @@ class Mapped(msgspec.Struct, frozen=True):
     index: int
     """The index of the prompt in the iterable, from 0."""
     prompt: Any
-    """The prompt as it was given."""
+    """The prompt as given."""
     completion: Completion
-    """For a prompt that cannot run the finish reason is `error`, and `error` begins with the field at fault."""
+    """For a prompt that cannot run, the finish reason is `error`, and `error` starts with the invalid field."""
 
 
 # --- best of ---------------------------------------------------------------------------------------------------------
@@ -393,7 +393,7 @@ class Mapped(msgspec.Struct, frozen=True):
 
 
 def n_candidates(n: int, best_of: int | None) -> int:
-    """How many completions to generate for each prompt. Raises `InvalidRequest`."""
+    """The number of completions to generate per prompt. Raises `InvalidRequest`."""
     if n < 1:
         raise InvalidRequest("n", f"is {n}; it must be at least 1")
     if best_of is not None and best_of < n:
@@ -402,28 +402,28 @@ def n_candidates(n: int, best_of: int | None) -> int:
 
 
 def expand(params: list[SamplingParams], n: int, *, ranked: bool) -> list[SamplingParams]:
-    """`n` copies of each, in order. `ranked`: with log-probabilities, which `likeliest` needs."""
+    """`n` copies of each, in order. `ranked`: add log-probabilities, which `likeliest` needs."""
     if ranked:
         params = [its if its.logprobs is not None else replaced(its, logprobs=0) for its in params]
     return [seeded(its, i) for its in params for i in range(n)]
 
 
 def seeded(params: SamplingParams, i: int) -> SamplingParams:
-    """The params of the i-th completion of a prompt: a given seed becomes seed + i, so that the texts differ and can
-    be reproduced."""
+    """The params of the i-th completion of a prompt: a given seed becomes seed + i, so that texts differ but are
+    reproducible."""
     if i == 0 or params.seed is None or params.seed == -1:
         return params
     return replaced(params, seed=(params.seed + i) % 2**64)
 
 
 def mean_logprob(logprobs: list[TokenLogprob], n_tokens: int) -> float:
-    """The mean of the last `n_tokens` log-probabilities, which are those of the completion; 0 if there are none."""
+    """The mean of the last `n_tokens` log-probabilities, those of the completion; 0 if there are none."""
     own = [entry.logprob or 0.0 for entry in logprobs[len(logprobs) - n_tokens :]]
     return sum(own) / len(own) if own else 0.0
 
 
 def likeliest(completions: list[Completion], n: int, of: int) -> list[Completion]:
-    """From each group of `of` completions the `n` with the highest mean log-probability, the best first."""
+    """From each group of `of` completions, the `n` with the highest mean log-probability, best first."""
 
     def badness(completion: Completion) -> float:
         return -mean_logprob(completion.logprobs, completion.usage.completion_tokens)

@@ -1,4 +1,4 @@
-"""Loads a model and makes a context for it, as an `EngineConfig` says: the native half of an engine."""
+"""Loads a model and creates its context from an `EngineConfig`: the native part of an engine."""
 
 from __future__ import annotations
 
@@ -73,11 +73,11 @@ from cppbatch.llama.vocab import Vocab
 
 log = logging.getLogger("cppbatch.engine")
 
-_CACHED_SHARE_ON_CPU = 1 / 16  # attention costs more there, and restoring a prefix from host memory costs little
+_CACHED_SHARE_ON_CPU = 1 / 16  # attention is more expensive there, and restoring a prefix from host memory is cheap
 
 
 class Computation(Memory, Protocol):
-    """The part of a context that the engine uses (`cppbatch.llama.Context`)."""
+    """The part of `cppbatch.llama.Context` that the engine uses."""
 
     n_batch: int
     n_ubatch: int
@@ -94,20 +94,20 @@ class Computation(Memory, Protocol):
 
 @dataclass(frozen=True)
 class Layouts:
-    """The two layouts of an engine that switches between them."""
+    """The two layouts of an engine that switches layouts."""
 
     change: Callable[[KvLayout], Sharing]
-    """Makes the context again in a layout, without sequences, and returns how these share prefixes there."""
+    """Recreates the context in a layout, without sequences, and returns how sequences share prefixes in it."""
     stream_cells: int
-    """The most tokens of a sequence in the per-sequence layout."""
+    """Maximum tokens of a sequence in the per-sequence layout."""
     n_cached: int | None = None
-    """Unified: cells of cached prefixes at most; None: unified is never faster. Sequences cannot share cells, or a GPU
-    reads the repeated cells of streams faster than the foreign ones of the unified layout."""
+    """Maximum cells of cached prefixes in the unified layout; None: unified is never faster, because sequences cannot
+    share cells, or a GPU reads repeated cells of streams faster than other sequences' cells in the unified layout."""
 
 
 @dataclass(frozen=True)
 class Runtime:
-    """The model and context of an engine. Tests make one with a fake context."""
+    """The model and context of an engine. Tests create one with a fake context."""
 
     context: Computation
     vocab: Vocabulary
@@ -115,33 +115,34 @@ class Runtime:
     sharing: Sharing
     close: Callable[[], None]
     cached_share: float = CACHED_SHARE
-    """Part of the cells that cached prefixes may hold."""
+    """Fraction of the cells that cached prefixes may hold."""
     may_pad: bool = False
-    """Whether steps may have padding rows: always, except in tests of something else."""
+    """Whether steps may have padding rows; False only in tests."""
     on_gpu: bool = False
-    """Whether layers compute on a GPU: a row costs next to nothing there, another ubatch does not."""
+    """Whether layers run on a GPU, where rows are almost free, but ubatches are not."""
     min_rows: int = 1
-    """Tokens, and rows of logits if it has any, that a ubatch computes at least. With `deterministic` more than 1 where
-    fewer are computed by another kernel, which adds in another order."""
+    """Minimum tokens, and rows of logits if any, of a ubatch. With `deterministic`, above 1 if fewer would use another
+    kernel, which adds in a different order."""
     threads: ComputeThreads | None = None
-    """Compute threads of each step; None on a GPU."""
+    """Compute threads per step; None on a GPU."""
     layouts: Layouts | None = None
     """None: the layout is fixed."""
     proposers: Sequence[Proposer] = ()
-    """Sources of drafts; none if there is no speculation."""
+    """Sources of drafts; empty without speculation."""
     head: RowProposer | None = None
-    """The one of them that drafts from hidden rows, which must see what the model computes."""
+    """The proposer that drafts from hidden rows, which must see the model's computations."""
     media: MediaInput | None = None
-    """Encodes pictures and sounds; None: prompts are text only."""
+    """Encodes images and audio; None: prompts are text only."""
     state_settings: Mapping[str, str] = field(default_factory=dict)
-    """What a sequence's keys and values depend on besides the model's file, adapters and types of cache: the version of
-    llama.cpp, and settings that change them. Saved states are for engines where it is equal."""
+    """What keys and values depend on besides the model's file, adapters and cache types: the version of llama.cpp, and
+    settings that affect them. Saved states are only valid for engines with the same value."""
     n_rollback: int = 0
-    """How many draft tokens of a sequence can be removed where memory is not all cells (`Context.n_rollback`)."""
+    """The number of a sequence's draft tokens that can be removed if memory is not only cells
+    (`Context.n_rollback`)."""
 
 
 def load_runtime(config: EngineConfig, progress: Callable[[float], bool] | None = None) -> Runtime:
-    """Loads the model and makes a context. Closing the runtime frees both. `progress`: as in `Model`.
+    """Loads the model and creates a context. Closing the runtime frees both. `progress`: as in `Model`.
 
     Raises `ModelError`, `LibraryError` or `LlamaError`.
     """
@@ -159,8 +160,8 @@ def load_model(
 ) -> Model:
     """Loads the model of an engine, without its adapters. `progress`, `no_alloc`: as in `Model`.
 
-    Weights are repacked as `config.repack` says, unless a self-check in a child process shows that this build crashes
-    then. Raises `ModelError` or `LibraryError`.
+    Weights are repacked according to `config.repack`, unless a self-check in a child process shows that this build
+    crashes with it. Raises `ModelError` or `LibraryError`.
     """
     if config.n_gpu_layers > 0 and not _on_gpu(config):
         log.warning(
@@ -188,14 +189,14 @@ def repacks(config: EngineConfig) -> bool:
 
 
 def _why_not_repacked(config: EngineConfig) -> str | None:
-    """With `repack` auto, one sentence if the weights are faster as they are in the file."""
+    """With `repack` auto, a sentence if the weights are faster without repacking."""
     if config.repack != "auto" or _on_gpu(config):
         return None
-    from cppbatch.models.kernels import why_not_repacked  # it imports gguf, which takes long
+    from cppbatch.models.kernels import why_not_repacked  # imports gguf, which is slow
 
     try:
         return why_not_repacked(Path(config.model_path), config.n_parallel)
-    except ModelError:  # loading says what is wrong with the file
+    except ModelError:  # loading reports what is wrong with the file
         return None
 
 
@@ -205,10 +206,10 @@ def open_runtime(
     close: Callable[[], None] | None = None,
     threads: ComputeThreads | None = None,
 ) -> Runtime:
-    """Makes a context for a loaded model. One model may have several contexts, also at the same time.
+    """Creates a context for a loaded model. A model may have several contexts at the same time.
 
     If the settings name a draft model, it is loaded too; closing the runtime frees it. `close`: closes the rest of the
-    runtime; None: that frees only the context. `threads`: made before the model was loaded; None: now. Raises
+    runtime; None: closing only frees the context. `threads`: created before the model was loaded; None: now. Raises
     `ModelError` or `LlamaError`.
     """
     threads = threads or _compute_threads(config)
@@ -266,7 +267,7 @@ def _with_head(runtime: Runtime, head: RowProposer) -> Runtime:
 
 
 def _with_row_draft(runtime: Runtime, head: RowProposer) -> Runtime:
-    """As `_with_head`; the context of the draft model refers to that of the model, which a switch makes again."""
+    """As `_with_head`; the draft model's context refers to that of the model, which a switch recreates."""
     layouts = runtime.layouts
     if layouts:
         change = layouts.change
@@ -282,7 +283,7 @@ def _with_row_draft(runtime: Runtime, head: RowProposer) -> Runtime:
 
 
 def _with_media(config: EngineConfig, model: Model, runtime: Runtime) -> Runtime:
-    """The runtime with the encoder of pictures and sounds. Raises `ModelError` for what cannot be computed with it."""
+    """The runtime with the encoder of images and audio. Raises `ModelError` for settings that do not support it."""
     if runtime.info.pooling:
         raise ModelError(
             f"{named('mmproj')} requires a model that generates text, but {model.path.name} returns vectors. Leave it "
@@ -307,14 +308,14 @@ def _with_media(config: EngineConfig, model: Model, runtime: Runtime) -> Runtime
 
 
 def open_encoder(config: EngineConfig, model: Model, n_threads: int) -> MediaEncoder:
-    """Loads the projector of an engine, once it has been tried. Raises `ModelError`, `LibraryError`."""
+    """Loads the projector of an engine after testing it. Raises `ModelError`, `LibraryError`."""
     check_projector(config.mmproj, config.model_path)
     gpu = (config.device or 0) if config.n_gpu_layers else None  # not a device of an RPC worker
     return MediaEncoder(model, config.mmproj, n_threads=n_threads, gpu=gpu)
 
 
 def _compute_threads(config: EngineConfig) -> ComputeThreads | None:
-    """What chooses the threads of each step; None on a GPU, where they hardly matter."""
+    """The object that chooses the threads of each step; None on a GPU, where they hardly matter."""
     if _on_gpu(config):
         return None
     return ComputeThreads(config.n_threads or available_threads(), len(usable_cpus()))
@@ -367,9 +368,9 @@ def _open_runtime(
 
 def _state_settings(config: EngineConfig, model: Model) -> dict[str, str]:
     settings = {"llama-cpp-python": PINNED_VERSION}
-    if config.deterministic:  # the same bits come from the same kernels only
+    if config.deterministic:  # only the same kernels give the same bits
         settings["deterministic"] = f"repack {model.repack}"
-    if config.mmproj:  # the cells of pictures and sound are what it makes of them
+    if config.mmproj:  # it determines the cells of images and audio
         settings["mmproj"] = file_digest(config.mmproj)
     if model.context_params:
         settings["context_params"] = repr(sorted(model.context_params.items()))
@@ -379,20 +380,20 @@ def _state_settings(config: EngineConfig, model: Model) -> dict[str, str]:
 
 
 def may_draft(config: EngineConfig) -> bool:
-    """Whether drafts are wanted. On a GPU only if that was said: drafts of text that occurred before made texts with
-    repetition up to 1.4 times as fast there, and free text up to 16% slower, and they exclude sampling on the GPU."""
+    """Whether to use drafts. On a GPU, only if requested: drafts from earlier text made repetitive texts up to 1.4
+    times as fast there, but free text up to 16% slower, and they rule out sampling on the GPU."""
     return config.spec != "off" and (config.spec != "auto" or bool(config.draft_model) or not _on_gpu(config))
 
 
 def _sharing(config: EngineConfig, context: Context) -> Sharing:
-    """How sequences share prefixes. Over RPC it is always probed: which devices compute there is not known here."""
+    """How sequences share prefixes. Over RPC, always probed, because the remote devices are unknown."""
     if not config.prefix_cache:
         return "none"
     return probe_prefix_sharing(context) if config.rpc else find_prefix_sharing(context, config)
 
 
 def _samples_one_row(context: Context) -> bool:
-    """Whether the device samples: one row of each sequence, so that no draft can be verified."""
+    """Whether the device samples: only one row per sequence, so that drafts cannot be verified."""
     if context.backend_sampling:
         log.info("no drafts: the GPU samples one token per sequence; use %s host to enable drafts", named("sampling"))
     return context.backend_sampling is not None
@@ -407,7 +408,7 @@ def _proposers(config: EngineConfig, model: Model) -> list[Proposer]:
 
 
 def _can_remove_drafts(model: Model) -> bool:
-    """Whether the last tokens of a sequence can be removed: those of wrong drafts."""
+    """Whether the last tokens of a sequence, those of wrong drafts, can be removed."""
     if not model.is_recurrent or model.most_snapshots:
         return True
     log.info("no drafts: the recurrent state of %s cannot be rolled back", model.path.name)
@@ -415,13 +416,13 @@ def _can_remove_drafts(model: Model) -> bool:
 
 
 def switches(config: EngineConfig, model: Model) -> bool:
-    """Whether an engine of this model switches between the layouts."""
+    """Whether an engine of this model switches layouts."""
     has_kv_cells = not model.is_recurrent and _pooling(config, model) is None
     return switches_layout(config, has_kv_cells=has_kv_cells)
 
 
 class _LayoutChanger:
-    """`Layouts.change` for a context. Prefix sharing is probed once for each layout."""
+    """`Layouts.change` for a context. Prefix sharing is probed once per layout."""
 
     def __init__(self, config: EngineConfig, context: Context, sharing: Sharing) -> None:
         self._config = config
@@ -455,7 +456,7 @@ def _layout_settings(config: EngineConfig, model: Model, layout: KvLayout) -> _L
 
 
 def make_context(config: EngineConfig, model: Model) -> Context:
-    """Makes the context of an engine, and loads the adapters into the model. Raises `ModelError` or `LlamaError`."""
+    """Creates the context of an engine, and loads the adapters into the model. Raises `ModelError` or `LlamaError`."""
     if pooling := _pooling(config, model):
         if config.lora:
             raise ModelError(f"{named('lora')} requires a model that generates text, but {model.path} returns vectors")
@@ -468,7 +469,7 @@ def make_context(config: EngineConfig, model: Model) -> Context:
     n_batch, n_ubatch = config.n_batch, config.n_ubatch
     if switches(config, model):
         n_batch = min(n_batch, settings["n_ctx"])  # in both layouts
-    if config.deterministic:  # a ubatch holds a row of every sequence, and a batch padding rows for each
+    if config.deterministic:  # a ubatch holds a row per sequence, and a batch also padding rows for each
         most = max(MIN_ROWS)
         n_batch = max(n_batch, 2 * most, most * config.n_parallel)
         n_ubatch = max(n_ubatch, 2 * most, config.n_parallel)
@@ -487,7 +488,7 @@ def make_context(config: EngineConfig, model: Model) -> Context:
 
 
 def _min_rows(context: Context, *, on_gpu: bool) -> int:
-    """How many rows a ubatch must have for the same bits in any batch. Raises `ModelError` if no number is enough."""
+    """The minimum rows of a ubatch for the same bits in any batch. Raises `ModelError` if no number suffices."""
     name = context.model.path.name
     if on_gpu:
         raise ModelError(
@@ -515,12 +516,12 @@ def _fill_in(vocab: Vocab) -> FillIn | None:
 
 
 def _on_gpu(config: EngineConfig) -> bool:
-    """Whether layers compute on a GPU. RPC workers count as such: as there, a row costs little beside a ubatch."""
+    """Whether layers run on a GPU. RPC workers count as GPUs: there, too, rows are cheap relative to ubatches."""
     return Backend.get().offloads(config.n_gpu_layers, config.rpc)
 
 
 def _pooling(config: EngineConfig, model: Model) -> Pooling | None:
-    """How the engine pools; None: it generates text. Raises `ModelError` for models that can do neither."""
+    """The engine's pooling; None: it generates text. Raises `ModelError` for models that support neither."""
     name = f"{model.path} ({model.description})"
     if not model.is_one_stack:
         raise ModelError(f"{name} is an encoder-decoder or diffusion model, which is not supported. Use another model")
@@ -545,7 +546,7 @@ def _pooling(config: EngineConfig, model: Model) -> Pooling | None:
 def _pooled_context(config: EngineConfig, model: Model, pooling: Pooling) -> Context:
     """A context with cells for one step, because no sequence keeps its cells longer.
 
-    llama.cpp reserves the same number of tokens for each sequence, and aborts if the step is not a multiple of that.
+    llama.cpp reserves the same number of tokens per sequence, and aborts if the step is not a multiple of that.
     """
     step = min(config.n_batch, config.n_ctx)
     step -= step % config.n_parallel
@@ -585,7 +586,7 @@ def _info(
         on_gpu=_on_gpu(config),
         sampling="backend" if context.backend_sampling else "host",
         n_ctx_train=model.n_ctx_train,
-        max_sequence=min(longest, model.n_ctx_train) - max(0, min_rows - 2),  # padding rows take cells behind it
+        max_sequence=min(longest, model.n_ctx_train) - max(0, min_rows - 2),  # padding rows take the cells after it
         bos=model.vocab.text(model.vocab.bos),
         eos=model.vocab.text(model.vocab.eos),
         end_tokens=tuple(sorted(model.vocab.eog)),

@@ -1,16 +1,16 @@
-"""Scheduling: which sequences compute how many tokens in the next step. Knows nothing of llama.cpp.
+"""Scheduling: which sequences compute how many tokens in the next step. Independent of llama.cpp.
 
 | rule | method |
 |---|---|
 | order of the queue | `Scheduler.add` (rank) |
 | which sequence is admitted | `Scheduler._admit`, `_fits` |
-| which sequence is preempted, when the cells run out | `Scheduler._preempt_until_free` |
+| which sequence is preempted when cells run out | `Scheduler._preempt_until_free` |
 | which sequence is preempted for one of higher priority | `Scheduler._preempt_for` |
 | which prompt is computed first | `Scheduler._prefill` |
 | when background work pauses | `Scheduler._may_compute` |
 | which padding rows make a step faster | `Scheduler._pad`, `_join_rows` |
-| which sequence moves, so that decode rows are neighbours | `Scheduler._close_gaps` |
-| which padding rows keep ubatches from being too small | `padding_rows.with_min_rows` |
+| which sequence moves so that decode rows are adjacent | `Scheduler._close_gaps` |
+| which padding rows prevent ubatches that are too small | `padding_rows.with_min_rows` |
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ from cppbatch.engine.sequence import Seq, SeqStatus
 from cppbatch.engine.speculation.speculator import DraftLimits, Speculator
 from cppbatch.engine.steps import Groups, LoraRoundRobin, StepBudgets, StepCost, whole_tiles
 
-_MAX_HEADROOM = 32  # cells kept free for the growth of each running sequence when another one is admitted
+_MAX_HEADROOM = 32  # cells reserved for the growth of each running sequence when another one is admitted
 _MAX_STALE_DEADLINES = 1000
-_LONG_PIECE = 128  # tokens: ggml's flash attention is faster from 64 tokens of a sequence on
-_NEAR = 1024  # cells: decode rows that are computed with the first token of a prompt pass over its cells
-_GAP_STEPS = 4  # steps that a gap between decode rows lasts before it is closed
-_GAP_AHEAD = 64  # steps for which a closed gap is expected to count, at most
-_MIN_PIECE = 4  # prompt tokens: rounding down to whole tiles leaves no fewer
-_MAX_SCORED = 64  # prompt tokens a step, when each of them gets a row of logits (192 KiB with a vocabulary of 49,152)
-_AGING_S = 10.0  # seconds of waiting that weigh as much as one level of priority
-_FAIRNESS_FACTOR = 4.0  # how long a prompt may be overtaken by shorter ones, in multiples of its own prefill time
-_MAX_LOOKED_AT = 4  # `PoolingScheduler`: waiting sequences it looks at, in multiples of n_parallel
+_LONG_PIECE = 128  # tokens: ggml's flash attention is faster with at least 64 tokens of a sequence
+_NEAR = 1024  # cells: decode rows computed with the first token of a prompt also iterate over its cells
+_GAP_STEPS = 4  # steps that a gap between decode rows must last before it is closed
+_GAP_AHEAD = 64  # maximum number of steps for which closing a gap is expected to pay off
+_MIN_PIECE = 4  # minimum prompt tokens after rounding down to whole tiles
+_MAX_SCORED = 64  # prompt tokens per step if each gets a row of logits (192 KiB with a vocabulary of 49,152)
+_AGING_S = 10.0  # seconds of waiting that count as much as one level of priority
+_FAIRNESS_FACTOR = 4.0  # how long shorter prompts may overtake a prompt, in multiples of its own prefill time
+_MAX_LOOKED_AT = 4  # `PoolingScheduler`: waiting sequences to consider, in multiples of n_parallel
 
 Chunk = tuple[Seq, int]
 
@@ -52,51 +52,50 @@ class StepPlan:
     """One step: which sequences compute how many of their pending tokens."""
 
     chunks: list[Chunk] = field(default_factory=list)
-    """Sequences with the number of tokens to compute, pending ones before those of a draft, in the batch's order."""
+    """Sequences with the number of tokens to compute, pending ones before draft tokens, in batch order."""
     media: list[Chunk] = field(default_factory=list)
-    """Sequences with the number of vectors of a picture or sound to compute. They have a batch of their own, which is
-    computed before that of `chunks`."""
+    """Sequences with the number of image or audio vectors to compute, in a separate batch before that of `chunks`."""
     padding: list[PaddingRow] = field(default_factory=list)
     padded: list[BatchEntry] = field(default_factory=list)
-    """If there are padding rows: chunks and padding rows in the order of the batch."""
+    """If there are padding rows: chunks and padding rows in batch order."""
     row_groups: Groups = ()
-    """Decode rows that llama.cpp computes together, padding rows and tokens of prompts among them included."""
+    """Decode rows that llama.cpp computes together, including padding rows and prompt tokens among them."""
     adapters: AdapterSet = ()
-    """The LoRA adapters of all these sequences."""
+    """The LoRA adapters shared by all these sequences."""
     is_switch: bool = False
-    """Whether the step before had other adapters."""
+    """Whether the previous step had other adapters."""
     admitted: list[Seq] = field(default_factory=list)
     n_decode: int = 0
-    """How many of the chunks are decode rows; the others are prefill."""
+    """The number of chunks that are decode rows; the others are prefill."""
     n_beside: int = 0
-    """How many prompts have a token that is computed with the decode rows, as one of `row_groups`."""
+    """The number of prompts with a token computed among the decode rows, as part of `row_groups`."""
     n_tokens: int = 0
     """Tokens of the chunks and vectors of the media, without drafts."""
     n_drafted: int = 0
-    """Draft tokens, filling tokens included. 0: every entry that is a decode row has one token."""
+    """Draft tokens, including filling tokens. 0: every decode row has one token."""
 
     @property
     def pieces(self) -> list[Chunk]:
-        """Chunks and media: every sequence that the step computes."""
+        """Chunks and media: all sequences that the step computes."""
         return self.chunks + self.media if self.media else self.chunks
 
     @property
     def batch(self) -> Sequence[BatchEntry]:
-        """What the step computes, in order: chunks and padding rows."""
+        """The entries of the step, in order: chunks and padding rows."""
         return self.padded or self.chunks
 
     @property
     def n_rows(self) -> int:
-        """How many entries of the batch are one token that wants logits: decode rows, padding rows included."""
+        """The number of batch entries of a single token with logits: decode rows, including padding rows."""
         return 0 if self.n_drafted else self.n_decode + len(self.padding)
 
     def outputs(self) -> list[Seq]:
-        """The sequences that get a token: no token of theirs is pending after this step. In the batch's order."""
+        """The sequences that get a token, because none is pending after this step. In batch order."""
         return [sequence for sequence, n in self.chunks if n >= sequence.n_pending]
 
     def rows(self) -> list[int]:
-        """For each sequence of `outputs`, the index of its row among the step's rows of logits: that of its last
-        pending token. The rows of its draft follow."""
+        """For each sequence of `outputs`, the index of its last pending token's row among the step's rows of logits.
+        The rows of its draft follow."""
         batch = self.batch
         last = itertools.accumulate(entry.n_logits(n) for entry, n in batch)
         return [
@@ -114,20 +113,20 @@ class StepPlan:
 class Scheduler:
     """First come, first served within a priority; decode rows before prefill.
 
-    Every rule goes by rank: `priority + arrival / 10 s`. The rank of a sequence never changes. It orders
-    sequences as a priority that ages would: ten seconds of waiting outweigh one level of priority.
+    Every rule uses the rank: `priority + arrival / 10 s`. A sequence's rank never changes. It has the effect of an
+    ageing priority: ten seconds of waiting outweigh one level of priority.
 
-    - Admission: in order of rank, when the cells for the sequence's uncached tokens are free, with headroom for the
-      running sequences to grow. If the first waiting sequence does not fit, those behind it wait too, so small requests
-      cannot starve a large one. A sequence that waits for its prefix, which another one is computing, is passed over.
-    - Preemption: when the cells run out, the running sequence that is last in rank loses its cells. It resumes before
-      all sequences of later rank. So the first sequence in rank always goes on, and no sequence starves.
-    - Prefill beside decode rows: every other step serves the first prompt in rank. The steps between serve short
+    - Admission: in order of rank, if the cells for the sequence's uncached tokens are free, with headroom for running
+      sequences to grow. If the first waiting sequence does not fit, later ones wait too, so small requests cannot
+      starve a large one. A sequence that waits for its prefix, while another one computes it, is skipped.
+    - Preemption: if cells run out, the running sequence last in rank loses its cells. It resumes before all sequences
+      of later rank. So the first sequence in rank always continues, and no sequence starves.
+    - Prefill alongside decode rows: every other step serves the first prompt in rank. The steps in between serve short
       prompts, so that a long prompt does not delay them. (Both in one step would cost more: in the per-sequence
-      layout llama.cpp reads all weights once for each prompt.)
-    - LoRA: running sequences compute when their adapter set has its turn (`LoraRoundRobin`); others hold their cells.
-    - Background: sequences with priority 100 (`BACKGROUND`) pause while a running sequence of another priority, which
-      ranks before them, has no token yet.
+      layout llama.cpp reads all weights once per prompt.)
+    - LoRA: running sequences compute when their adapter set has its turn (`LoraRoundRobin`); others keep their cells.
+    - Background: sequences with priority 100 (`BACKGROUND`) pause while a running sequence of another priority and
+      earlier rank has no token yet.
     """
 
     def __init__(
@@ -144,12 +143,11 @@ class Scheduler:
         speculator: Speculator | None = None,
         max_draft_rows: int = 256,
     ) -> None:
-        """`budgets`: what steps cost; the scheduler teaches it. `step_tokens`: tokens of a step at most.
+        """`budgets`: the costs of steps, updated by the scheduler. `step_tokens`: maximum tokens per step.
         `ubatch_tokens`: tokens that llama.cpp computes at once. More prompt tokens in a step gain nothing, and delay
-        the first token of the prompts that end in it. `may_pad`: padding rows may be added to steps. `on_gpu`: see
-        `in_batch_order`. `min_rows`: tokens, and rows of logits if it has any, that a ubatch computes at least.
-        `speculator`: chooses drafts; None: there are none. `max_draft_rows`: of a step with drafts, all of which have
-        logits.
+        the first token of the prompts that end in it. `may_pad`: whether to add padding rows to steps. `on_gpu`: see
+        `in_batch_order`. `min_rows`: minimum tokens, and rows of logits if any, of a ubatch. `speculator`: chooses
+        drafts; None: no drafts. `max_draft_rows`: maximum rows of a step with drafts, all of which have logits.
         """
         self._kv = kv
         self._speculator = speculator
@@ -168,23 +166,23 @@ class Scheduler:
         self.waiting: list[Seq] = []
         self.running: list[Seq] = []
         self.blocked: Seq | None = None
-        """The sequence whose turn it was to be admitted, but which has more tokens than a sequence may have cells."""
-        self._just_preempted: set[Seq] = set()  # in this step, which does not admit them again
+        """The next sequence to admit, if it has more tokens than the maximum cells of a sequence."""
+        self._just_preempted: set[Seq] = set()  # in this step, which must not readmit them
         self._n_added = 0
         self._serves_first_prompt = False
-        self._n_gap_steps = 0  # that the rows have had a gap for
+        self._n_gap_steps = 0  # consecutive steps with a gap between the rows
         self._timed: dict[int, Seq] = {}  # sequences with a timeout, by their number (`rank[1]`)
         self._deadlines: list[tuple[float, int]] = []  # a heap of (time, number of the sequence)
 
     @property
     def has_work(self) -> bool:
-        """Whether any sequence waits or runs."""
+        """Whether any sequence is waiting or running."""
         return bool(self.running or self.waiting)
 
     def add(self, sequence: Seq) -> None:
         """Queues a new sequence."""
         request = sequence.request
-        # Lower ranks run first. The sum orders sequences as a priority that ages would, and never changes.
+        # Lower ranks run first. The sum has the effect of an ageing priority, but never changes.
         self._n_added += 1
         sequence.rank = (request.priority + sequence.arrived_at / _AGING_S, self._n_added)
         insort(self.waiting, sequence, key=_rank)
@@ -194,32 +192,32 @@ class Scheduler:
                 heappush(self._deadlines, (sequence.arrived_at + limit, self._n_added))
 
     def remove(self, sequence: Seq) -> None:
-        """Removes a sequence that has ended from the queue, or from the running ones."""
+        """Removes a finished sequence from the queue or from the running sequences."""
         waits = sequence.status in (SeqStatus.WAITING, SeqStatus.SWAPPED)
         _remove(self.waiting if waits else self.running, sequence)
         self._timed.pop(sequence.rank[1], None)
 
     def restart(self, sequences: Iterable[Seq]) -> None:
-        """After the KV cache was emptied: all of these wait again, in order of rank."""
+        """Called after the KV cache was emptied: all of these wait again, in order of rank."""
         self.running.clear()
         self.waiting = sorted(sequences, key=_rank)
 
     def preempt_all(self) -> None:
-        """All running sequences wait, with their states in host memory as far as it holds them."""
+        """Makes all running sequences wait, with their states in host memory as far as they fit."""
         for sequence in self.running:
             self._kv.preempt(sequence, save=True)
         self.waiting = sorted([*self.running, *self.waiting], key=_rank)
         self.running.clear()
 
     def layout_changed(self) -> None:
-        """The KV pool has another layout now. Step times are learned for each layout."""
+        """Called when the KV pool has switched layouts. Step times are learned per layout."""
         self._budgets.use_layout(unified=self._kv.unified)
         self._lora = self._lora_by_layout.setdefault(self._kv.unified, LoraRoundRobin())
 
     def expired(self, now: float) -> list[Seq]:
-        """Sequences whose `timeout` has passed, and those never admitted whose `queue_timeout` has passed."""
+        """Sequences whose `timeout` has expired, and never admitted ones whose `queue_timeout` has expired."""
         expired = []
-        if len(self._deadlines) > 2 * len(self._timed) + _MAX_STALE_DEADLINES:  # most belong to ended sequences
+        if len(self._deadlines) > 2 * len(self._timed) + _MAX_STALE_DEADLINES:  # most belong to finished sequences
             self._deadlines = [entry for entry in self._deadlines if entry[1] in self._timed]
             heapify(self._deadlines)
         while self._deadlines and self._deadlines[0][0] <= now:
@@ -245,11 +243,11 @@ class Scheduler:
         return plan
 
     def _choose(self, plan: StepPlan) -> None:
-        """Fills `plan.chunks`: which of the running sequences compute how many tokens."""
+        """Fills `plan.chunks`: which running sequences compute how many tokens."""
         computing = self._may_compute()
         decoding = [s for s in computing if s.status is SeqStatus.DECODE and not s.moving]
         prompts = [s for s in computing if s.status is SeqStatus.PREFILL and not s.moving]
-        # Sequences admitted in this step count too. Their cells are free once cached prefixes are evicted.
+        # Includes sequences admitted in this step. Their cells are free once cached prefixes are evicted.
         self._kv.ensure_free(len(decoding))
         for adapters in self._lora.order(computing):
             rows = [(s, 1) for s in decoding if s.adapters == adapters]
@@ -262,7 +260,7 @@ class Scheduler:
             if may_pad and not self._kv.unified:
                 self._close_gaps(rows, cost)
                 rows = [row for row in rows if not row[0].moving]
-            # Not in the recurrent models of a unified layout: there these tokens take cells that others may need.
+            # Not for recurrent models in a unified layout: there these tokens take cells that others may need.
             with_rows = [s for s in prompts_now if not s.next_run] if self._min_rows == 1 else []
             beside = self._join_rows(plan, rows, with_rows, cost) if may_pad and not self._kv.unified else []
             groups = tuple(padded_size(n, self._min_rows) for n in plan.row_groups)
@@ -286,12 +284,12 @@ class Scheduler:
     def _add_drafts(
         self, plan: StepPlan, rows: list[Chunk], beside: list[Seq], cost: StepCost, speculator: Speculator
     ) -> tuple[list[Chunk], int]:
-        """The rows with the draft tokens that make tokens faster, and the draft tokens of each padding row.
+        """The rows with the draft tokens that speed up generation, and the draft tokens of each padding row.
 
-        Drafts take only cells that are free: nothing is evicted or preempted for them.
+        Drafts only use free cells: nothing is evicted or preempted for them.
         """
         kv, sequences = self._kv, sorted((sequence for sequence, _ in rows), key=attrgetter("seq_id"))
-        n_rows = (len(rows) + len(plan.padding)) * self._min_rows  # at most, with the padding that these need
+        n_rows = (len(rows) + len(plan.padding)) * self._min_rows  # maximum, including the padding that they need
         most = self._max_draft_rows - n_rows
         most = min(most, kv.n_free - n_rows) if kv.unified else most
         if most <= 0:
@@ -309,7 +307,7 @@ class Scheduler:
 
     def _fill(self, plan: StepPlan, rows: list[Chunk], prefill: list[Chunk], beside: list[Seq], n_padding: int) -> None:
         """Sets the chunks, and `padded` if there are padding rows. `beside`: prompts with a token among the rows.
-        `n_padding`: draft tokens of each padding row."""
+        `n_padding`: draft tokens per padding row."""
         n_of = dict(prefill)
         together: list[BatchEntry] = [*rows, *((sequence, n_of.pop(sequence, 1)) for sequence in beside)]
         together += [(padding, 1 + n_padding) for padding in plan.padding]
@@ -323,16 +321,16 @@ class Scheduler:
         plan.padded = batch if plan.padding else []
 
     def _pad(self, plan: StepPlan, n_rows: int, cost: StepCost) -> None:
-        """Adds the padding rows that make a step without prompts faster, and sets `row_groups`."""
+        """Adds padding rows that speed up a step without prompts, and sets `row_groups`."""
         spare = self._kv.spare_ids()
         n_more = min(len(spare), self._step_tokens - n_rows, self._kv.n_free - n_rows)
         n = cost.rows_to_compute(n_rows, n_rows + max(0, n_more))
         plan.padding, plan.row_groups = [PaddingRow(seq_id) for seq_id in spare[: n - n_rows]], (n,)
 
     def _close_gaps(self, rows: list[Chunk], cost: StepCost) -> None:
-        """Moves the last rows' sequences into gaps between the rows, if that makes the next steps faster by more than
-        the moves take. Only when gaps have lasted for some steps: mostly a new sequence fills one soon. A sequence that
-        moves computes nothing in this step."""
+        """Moves the last rows' sequences into gaps between the rows, if that saves more time in the next steps than the
+        moves take. Only after gaps have lasted for some steps: usually a new sequence soon fills them. A moving
+        sequence computes nothing in this step."""
         by_id = {sequence.seq_id: sequence for sequence, _ in rows}
         if self.waiting or len(self.running) > len(rows) or max(by_id) - min(by_id) + 1 == len(by_id):
             self._n_gap_steps = 0
@@ -358,11 +356,11 @@ class Scheduler:
             free = free - {gap} | {last}
 
     def _join_rows(self, plan: StepPlan, rows: list[Chunk], prompts: list[Seq], cost: StepCost) -> list[Seq]:
-        """Where sequences have streams: fills the gaps between rows, and the last tile, if that makes the step faster.
+        """If sequences have streams: fills the gaps between rows, and the last tile, if that makes the step faster.
 
-        llama.cpp computes only rows of consecutive seq_ids together there. A gap is filled with a token of the prompt
-        that has the seq_id, or with a padding row, for which a cached prefix moves to host memory. Sets `row_groups`
-        and `padding`, and returns the prompts.
+        With streams, llama.cpp only computes rows of consecutive seq_ids together. A gap is filled with a token of the
+        prompt with that seq_id, or with a padding row, for which a cached prefix moves to host memory. Sets
+        `row_groups` and `padding`, and returns the prompts.
         """
         spare = [*self._kv.spare_ids(), *self._kv.cached_ids()]
         by_id = {sequence.seq_id: sequence for sequence in prompts}
@@ -377,20 +375,20 @@ class Scheduler:
         return [by_id[seq_id] for seq_id in more if seq_id in by_id]
 
     def _may_compute(self) -> list[Seq]:
-        """The running sequences, without paused background sequences: those that rank behind a sequence of another
-        priority that has no token yet."""
+        """The running sequences, except paused background sequences: those ranked after a sequence of another priority
+        that has no token yet."""
         first = next((s for s in self.running if not s.is_background and not s.n_generated), None)
         return [s for s in self.running if first is None or not s.is_background or s.rank < first.rank]
 
     def computed(self, plan: StepPlan, seconds: float, decode_s: float | None = None) -> None:
         """Learns from the duration of a step, and its time in `llama_decode` (None: all of it); but not if it switched
-        adapters: llama.cpp plans its graph again then."""
+        adapters, because llama.cpp then replans its graph."""
         if not plan.is_switch:
             n_prefill = plan.n_tokens - plan.n_decode - plan.n_beside
             self._budgets.observe(plan.adapters, plan.row_groups, n_prefill, seconds, decode_s)
 
     def work(self, plan: StepPlan) -> StepWork:
-        """What a step computes, for `TimeSplit`; before its sequences are told that it was computed."""
+        """The work of a step, for `TimeSplit`. Call it before its sequences are updated."""
         n_rows = plan.n_decode + plan.n_beside
         n_prompt, again = plan.n_tokens - n_rows, 0
         if n_prompt:
@@ -401,18 +399,18 @@ class Scheduler:
     def _prefill(
         self, prefilling: list[Seq], adapters: AdapterSet, groups: Groups, n_decode: int, decoding: list[Seq]
     ) -> list[Chunk]:
-        """Pieces of these prompts, as many as the step budget and the free cells allow beside decode rows.
+        """Pieces of these prompts, as many as the step budget and the free cells allow alongside decode rows.
 
-        `prefilling`: in order of rank, with these `adapters`. `groups`: decode rows of this step, padding included.
-        `n_decode`: the same without padding. `decoding`: all decoding sequences that may compute, also those of other
-        adapter sets. Cells for their next tokens stay free, but not those of paused background sequences, which are
-        preempted when the cells run out.
+        `prefilling`: in order of rank, with these `adapters`. `groups`: decode rows of this step, including padding.
+        `n_decode`: the same without padding. `decoding`: all decoding sequences that may compute, including those of
+        other adapter sets. Cells for their next tokens stay free, but not those for paused background sequences, which
+        are preempted if cells run out.
         """
         if not prefilling:
             return []
         n_decoding = len(decoding)
         n_urgent = sum(not s.is_background for s in prefilling)
-        # Many background prompts weigh no more than one, so that they delay no other request's tokens.
+        # Many background prompts count as one, so that they do not delay other requests' tokens.
         n_prompts = n_urgent or (len(prefilling) if all(s.is_background for s in decoding) else 1)
         step_budget = self._budgets.of(adapters)
         budget = step_budget.prefill_tokens(groups, n_prompts, n_decoding - n_decode, background=not n_urgent)
@@ -434,7 +432,7 @@ class Scheduler:
             n = min(budget, until - sequence.n_computed)
             n = min(n, _MAX_SCORED) if sequence.is_scored else n
             if (run := sequence.next_run) and run.is_whole:
-                # Waits for others to end if they have grown into its cells. They compute: else they would not grow.
+                # Waits for others to end if they have grown into its cells. They are computing, or they would not grow.
                 n = end - sequence.n_computed
                 has_cells = not self._kv.unified or self._kv.ensure_free(n_decoding + n)
                 if budget <= 0 or (chunks and n > budget) or not has_cells:
@@ -453,14 +451,14 @@ class Scheduler:
         return chunks
 
     def _whole_ubatches(self, n: int) -> int:
-        """The largest whole number of ubatches within `n` tokens: a small rest costs a GPU as much as many tokens.
-        Below one ubatch, whole tiles."""
+        """The largest multiple of the ubatch size within `n` tokens: on a GPU, a small remainder costs as much as many
+        tokens. Below one ubatch, whole tiles."""
         return n - n % self._ubatch_tokens if n > self._ubatch_tokens else whole_tiles(n)
 
     def _preempt_until_free(self) -> None:
-        """Preempts the last in rank until every decoding sequence can grow by a cell.
+        """Preempts the last sequences in rank until every decoding sequence can grow by a cell.
 
-        If none decodes, until a cell is free for the first prompt.
+        If none is decoding, until a cell is free for the first prompt.
         """
         while self.running:
             decoding = sum(s.status is SeqStatus.DECODE for s in self.running)
@@ -475,7 +473,7 @@ class Scheduler:
         insort(self.waiting, sequence, key=_rank)
 
     def _admit(self) -> list[Seq]:
-        """Moves waiting sequences that fit to the running ones, in order of rank."""
+        """Admits waiting sequences that fit, in order of rank."""
         admitted: list[Seq] = []
         at, n_seen = 0, 0
         while at < len(self.waiting) and n_seen < 2 * self.n_parallel:  # bounded: many may wait for a prefix
@@ -494,7 +492,7 @@ class Scheduler:
                 at += 1
                 continue
             if not self._fits(sequence, match) and not self._preempt_for(sequence, lower, match):
-                match = None  # taking the prefix keeps its source in cells; without a prefix the sequence may fit
+                match = None  # reusing the prefix keeps its source in cells; without a prefix the sequence may fit
                 if not self._preempt_for(sequence, lower, match):
                     break
             del self.waiting[at]
@@ -504,7 +502,8 @@ class Scheduler:
         return admitted
 
     def _fits(self, sequence: Seq, match: Match | None) -> bool:
-        """Whether fewer than n_parallel run, and the cells for its tokens and the growth of all of them are free."""
+        """Whether fewer than n_parallel are running, and the cells for its tokens and for everyone's growth are
+        free."""
         if len(self.running) >= self.n_parallel:
             return False
         if not self.running:
@@ -513,14 +512,14 @@ class Scheduler:
         return self._kv.can_admit(sequence, match, growth)
 
     def _lower_priority(self, sequence: Seq) -> list[Seq]:
-        """Running sequences of lower priority that rank behind this one: they may be preempted for it."""
+        """Running sequences of lower priority and later rank, which may be preempted for this one."""
         priority = sequence.request.priority
         return [s for s in self.running if s.request.priority > priority and s.rank > sequence.rank]
 
     def _preempt_for(self, sequence: Seq, lower: list[Seq], match: Match | None) -> bool:
-        """Preempts sequences of `lower`, the last in rank first, until `sequence` fits. The source of `match` stays.
+        """Preempts sequences of `lower`, last in rank first, until `sequence` fits. The source of `match` stays.
 
-        Returns False, and preempts none, if preempting all of them would not be enough.
+        Returns False without preempting any, if preempting all of them would not suffice.
         """
         victims = [s for s in lower if not (match and match.source is s)]
         others = [s for s in self.running if s not in victims]
@@ -534,16 +533,16 @@ class Scheduler:
         return True
 
     def _growth(self, sequence: Seq) -> int:
-        """Cells to keep free for the growth of a sequence, so that it is not preempted as soon as it runs."""
+        """Cells to reserve for the growth of a sequence, so that it is not preempted as soon as it runs."""
         return min(self._headroom, sequence.n_left)
 
 
 class PoolingScheduler(Scheduler):
-    """For models that return vectors: each sequence is computed whole, in one step, and leaves at once.
+    """For models that return vectors: each sequence is computed whole, in one step, and leaves immediately.
 
-    A step is filled with whole prompts in order of rank. A prompt that does not fit into the rest of the step is passed
-    over; the first waiting sequence always fits into the next step, so no request starves. Nothing is preempted,
-    swapped or shared: no sequence holds cells between two steps.
+    A step is filled with whole prompts in order of rank. A prompt that does not fit into the rest of the step is
+    skipped; the first waiting sequence always fits into the next step, so no request starves. Nothing is preempted,
+    swapped or shared: sequences hold no cells between steps.
     """
 
     def plan(self) -> StepPlan:
@@ -564,7 +563,7 @@ class PoolingScheduler(Scheduler):
 
 
 def _groups(seq_ids: list[int]) -> list[tuple[int, int]]:
-    """Runs of consecutive numbers as (first, last + 1). `seq_ids`: rising."""
+    """Runs of consecutive numbers as (first, last + 1). `seq_ids`: ascending."""
     if seq_ids[-1] - seq_ids[0] + 1 == len(seq_ids):
         return [(seq_ids[0], seq_ids[-1] + 1)]
     starts = [n for n, before in zip(seq_ids, [-2, *seq_ids], strict=False) if n != before + 1]
@@ -573,8 +572,8 @@ def _groups(seq_ids: list[int]) -> list[tuple[int, int]]:
 
 
 def _joined(seq_ids: list[int], free: set[int], cost: StepCost) -> list[tuple[int, int]]:
-    """The groups of rows that a step computes, as (first, last + 1): gaps of free seq_ids are filled where that is
-    faster, and the last tile."""
+    """The groups of rows that a step computes, as (first, last + 1): gaps of free seq_ids, and the last tile, are
+    filled where that is faster."""
     groups = _groups(seq_ids)
     joined = groups[:1]
     for start, stop in groups[1:]:
@@ -597,14 +596,14 @@ Entry = TypeVar("Entry", bound=BatchEntry)
 
 
 def in_batch_order(rows: list[Entry], prefill: list[Entry], *, on_gpu: bool = False) -> list[Entry]:
-    """First the rows by rising seq_id, and what is computed with them; then the other prompt pieces.
+    """First the rows by ascending seq_id, with the tokens computed among them; then the other prompt pieces.
 
-    In the per-sequence layout and in recurrent models llama.cpp computes consecutive rising seq_ids together, wherever
-    they are in the batch: as many tokens of each as the shortest has, over as many cells as the longest has. Short
-    prompt pieces gain from that. On a CPU long ones are listed by falling seq_id, which keeps them apart: together each
-    gets a small part of a ubatch, for which attention is slower. A GPU needs full ubatches: prompts of 128 tokens that
-    are kept apart take 1.6 times as long there. One prompt may follow the rows' seq_ids: its first token joins them,
-    unless it is far longer.
+    In the per-sequence layout and in recurrent models, llama.cpp computes consecutive ascending seq_ids together,
+    wherever they are in the batch: of each, as many tokens as the shortest has, over as many cells as the longest has.
+    Short prompt pieces gain from that. On a CPU, long ones are listed by descending seq_id, which keeps them apart:
+    together, each gets a small part of a ubatch, for which attention is slower. A GPU needs full ubatches: separate
+    prompts of 128 tokens take 1.6 times as long there. One prompt may follow the rows' seq_ids: its first token joins
+    them, unless it is far longer.
     """
     rows.sort(key=_seq_id)
     prefill.sort(key=_seq_id, reverse=not on_gpu and any(n >= _LONG_PIECE for _, n in prefill))
@@ -629,7 +628,7 @@ def _rank(sequence: Seq) -> tuple[float, int]:
 
 def _due(sequence: Seq, cost: StepCost) -> float:
     """The sort key of prompts: rank in seconds, plus four times the prefill time. Short prompts overtake long ones, but
-    not without end."""
+    not indefinitely."""
     return sequence.rank[0] * _AGING_S + _FAIRNESS_FACTOR * sequence.n_pending * cost.token_s(sequence.n_pending)
 
 

@@ -33,24 +33,24 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MediaRun:
-    """Consecutive tokens of a prompt that are placeholders of vectors: a picture, a part of one, or sound."""
+    """Consecutive placeholder tokens of a prompt, for the vectors of an image, a part of one, or audio."""
 
     start: int
     """The index of the first one in the prompt."""
     vectors: npt.NDArray[np.float32]
     """float32[n, n_embd]."""
     is_whole: bool
-    """Whether one step must compute all of them: they see each other."""
+    """Whether one step must compute all of them, because they attend to each other."""
     kind: Modality
     n_positions: int
-    """The position of the text behind it, from its own first one on: mostly as many as vectors."""
+    """The number of positions it takes: usually one per vector."""
     positions: npt.NDArray[np.int32] | None = None
-    """int32[4, n]: of each vector in time, row and column, from 0 on, and a 0, where positions have several dimensions
-    (M-RoPE). None: they have one, and rise."""
+    """int32[4, n], if positions have several dimensions (M-RoPE): time, row and column of each vector, from 0, and a 0.
+    None: positions have one dimension, and ascend."""
 
     @property
     def stop(self) -> int:
-        """The index behind the last one."""
+        """The index after the last one."""
         return self.start + len(self.vectors)
 
 
@@ -65,7 +65,7 @@ class SeqStatus(Enum):
     PREFILL = "prefill"
     DECODE = "decode"
     SWAPPED = "swapped"
-    """Preempted: its keys and values are in host memory until it resumes."""
+    """Preempted; its keys and values are in host memory until it resumes."""
     FINISHED = "finished"
 
 
@@ -76,28 +76,28 @@ TRANSITIONS: dict[SeqStatus, frozenset[SeqStatus]] = {
     SeqStatus.SWAPPED: frozenset((SeqStatus.PREFILL, SeqStatus.DECODE, SeqStatus.WAITING, SeqStatus.FINISHED)),
     SeqStatus.FINISHED: frozenset(),
 }
-"""Which status may follow which. The methods of `Seq` under "changes of tokens and status" make these changes."""
+"""The allowed status changes, made by the methods of `Seq` under "changes of tokens and status"."""
 
 
 @dataclass(slots=True)
 class StepOutput:
-    """What is new of a sequence since its last event: first the tokens, later their text. See `OutputProcessor`."""
+    """The new part of a sequence since its last event: first the tokens, later their text. See `OutputProcessor`."""
 
     sequence: Seq
     tokens: list[int] = field(default_factory=list)
     logprobs: dict[int, TokenLogprob] = field(default_factory=dict)
     """Log-probabilities by index in `tokens`."""
     starts_text: bool = False
-    """Whether the text of the prompt comes before these tokens (`echo`)."""
+    """Whether the prompt's text precedes these tokens (`echo`)."""
     finish_reason: FinishReason | None = None
     """Set in the last output of the sequence."""
     usage: RequestUsage | None = None
-    """Set in the last output of the sequence, and in those that the request asks for (`usage_events`)."""
+    """Set in the last output of the sequence, and in others as requested (`usage_events`)."""
     n_detokenized: int = 0
     """Tokens whose text is in `text`."""
     text: str = ""
     end_logprob: TokenLogprob | None = None
-    """Of the end token, which ended the sequence and has no text."""
+    """For the end token, which ended the sequence and has no text."""
     token_texts: list[str] = field(default_factory=list)
     """The text of each of these tokens."""
     text_logprobs: list[TokenLogprob] = field(default_factory=list)
@@ -107,10 +107,10 @@ class StepOutput:
 
 
 class SamplerState(Protocol):
-    """A sequence's own sampler chain, which remembers the tokens so far."""
+    """A sequence's own sampler chain, which keeps the tokens so far."""
 
     left: tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]] | None
-    """With `post_sampling_probs`: the ids and logits of the tokens from which the last one was drawn."""
+    """With `post_sampling_probs`: the ids and logits of the candidates for the last token."""
 
     def sample(self, row: npt.NDArray[np.float32], seed: int) -> int: ...
     def close(self) -> None: ...
@@ -128,28 +128,28 @@ class SavedState(Protocol):
 
 
 class DiskRead(Protocol):
-    """A prefix that is being read from disk, or that was; also the answer that there is none."""
+    """A pending or finished read of a prefix from disk; also the result that there is none."""
 
     done: bool
 
 
 class Seq:
-    """A request in the engine: its known tokens, how many of them are computed, and its text so far (`text`).
+    """A request in the engine: its known tokens, the number of computed ones, and its text so far (`text`).
 
     `tokens` has the prompt and the completion, and room for a draft. The first `n_tokens` are known; the first
-    `n_computed` have their keys and values in the cache; those between are pending. Prefill and decode both compute
-    pending tokens. Computing the last one yields logits for the next token. Behind the known tokens a draft may be
-    written, which a step computes with them: each of its tokens yields logits too.
+    `n_computed` have their keys and values in the cache; those in between are pending. Prefill and decode both compute
+    pending tokens. Computing the last one yields logits for the next token. The known tokens may be followed by a
+    draft, which a step computes with them: each of its tokens yields logits too.
 
-    With a context shift, tokens leave `tokens` when it has `n_ctx` of them: `shift` moves those behind the first
+    With context shifts, tokens leave `tokens` when it has `n_ctx` of them: `shift` moves tokens after the first
     `n_keep` to `dropped`. So the whole text (`known_tokens`) is `tokens[:n_keep]`, `dropped`, the rest of `tokens`.
 
-    Positions in llama.cpp's memory follow from the tokens (`position_of`). They are the tokens' indices, but for
-    pictures whose positions have several dimensions: all tokens of one have the same position in time, and the text
-    behind it follows after as many positions as the longer one of its sides has tokens.
+    Positions in llama.cpp's memory follow from the tokens (`position_of`). They equal the tokens' indices, except for
+    images whose positions have several dimensions: all tokens of an image have the same position in time, and the
+    following text continues after as many positions as the longer side of the image has tokens.
 
-    Pictures and sounds are runs of negative ids (`media`), which are equal for equal files. They are good for comparing
-    tokens only: what uses ids as numbers of the vocabulary reads `text_tokens`.
+    Images and audio are runs of negative ids (`media`), which are equal for equal files. These are only for comparing
+    tokens: code that uses ids as vocabulary entries reads `text_tokens`.
     """
 
     __slots__ = (
@@ -201,7 +201,7 @@ class Seq:
     )  # fmt: skip
 
     sampling: SamplingPlan
-    """How its tokens are sampled. Set by `InputProcessor`."""
+    """The sampling of its tokens. Set by `InputProcessor`."""
 
     def __init__(
         self,
@@ -217,14 +217,13 @@ class Seq:
         prediction: npt.NDArray[np.int32] | None = None,
         media: tuple[MediaRun, ...] = (),
     ) -> None:
-        """`n_ctx`: known tokens at most; None: `max_new` is all that can follow. A text that is longer drops tokens
-        behind the first `n_keep`. `media`: which tokens of the prompt are placeholders, in order; such a text drops no
-        tokens."""
+        """`n_ctx`: maximum known tokens; None: `max_new` is the limit. A longer text drops tokens after the first
+        `n_keep`. `media`: which tokens of the prompt are placeholders, in order; such a text does not drop tokens."""
         self.request = request
         self.params = request.params
         self.adapters = adapters
         self.media = media
-        self.prediction = prediction  # int32[n], n >= 1: tokens that the completion is expected to have
+        self.prediction = prediction  # int32[n], n >= 1: expected tokens of the completion
         self.n_prompt = self.n_tokens = len(prompt)
         self.max_new = max_new
         self.n_ctx = self.n_prompt + max_new if n_ctx is None else n_ctx
@@ -234,28 +233,28 @@ class Seq:
         self.dropped = _NO_TOKENS
         self.n_shifts = 0
         self.output = StepOutput(self)
-        # Index in the text behind the last token that is in `output`, or was in an earlier output.
+        # Index in the text after the last token that is in `output` or was in an earlier output.
         self.n_output = self.n_prompt
         self.n_computed = 0
-        self.n_lost = 0  # its first tokens that were computed, and whose keys and values were lost since
-        self.n_exact = _ALL  # computed tokens from this one on do not have the keys and values of a prompt of `tokens`
+        self.n_lost = 0  # its first tokens whose computed keys and values were lost
+        self.n_exact = _ALL  # from here on, keys and values differ from those of a prompt of `tokens`
         self.n_cached = 0  # prompt tokens taken from the prefix cache
         self.n_drafted = 0  # draft tokens that were computed
         self.n_accepted = 0  # draft tokens that were accepted
-        self.draft: list[int] = []  # tokens that this step computes behind the known ones, while they may be right
+        self.draft: list[int] = []  # tokens that this step computes after the known ones, while they may be right
         self.seed = seed
         self.rank = (0.0, 0)  # lower runs first; set by `Scheduler.add`
         self.seq_id = -1
         self.cells: Span | None = None
         self._status = SeqStatus.WAITING
         self.moving = False  # its keys and values are restored or copied by the next `KVPool.apply`
-        self.stops: list[int] = []  # rising: pieces of its prompt end there, so that others can take what is before
+        self.stops: list[int] = []  # ascending: pieces of its prompt end there, so that others can reuse what precedes
         self.saved: SavedState | None = None
-        self.disk_read: DiskRead | None = None  # the read of a prefix for it; set when it is first looked up on disk
+        self.disk_read: DiskRead | None = None  # the read of a prefix for it; set by the first lookup on disk
         self.text = Detokenizer(self.params.stop, include_stop=self.params.include_stop)
         self.echoed = 0  # characters of the prompt at the start of its text (`echo`)
         self.constraint: Constraint | None = None
-        self.reasoning: ReasoningFollower | None = None  # what follows it, if it has a budget
+        self.reasoning: ReasoningFollower | None = None  # set if it has a budget
         self.sampler: SamplerState | None = None
         self.prompt_logprobs: list[TokenLogprob] = []
         self.embedding: bytes | None = None  # the result of an embedding request
@@ -267,7 +266,7 @@ class Seq:
 
     @property
     def status(self) -> SeqStatus:
-        """The present status; read-only."""
+        """The current status; read-only."""
         return self._status
 
     @property
@@ -277,17 +276,17 @@ class Seq:
 
     @property
     def salt(self) -> tuple[str, AdapterSet]:
-        """Only sequences with an equal salt can share a prefix: the same `cache_salt` and the same adapters."""
+        """The `cache_salt` and the adapters: only sequences with the same salt can share a prefix."""
         return self.request.cache_salt, self.adapters
 
     @property
     def is_background(self) -> bool:
-        """Whether its priority is `BACKGROUND`: no client waits for it."""
+        """Whether its priority is `BACKGROUND`: no client is waiting for it."""
         return self.request.priority >= BACKGROUND
 
     @property
     def n_pending(self) -> int:
-        """Known tokens that are not computed."""
+        """Known tokens that are not computed yet."""
         return self.n_tokens - self.n_computed
 
     @property
@@ -297,12 +296,12 @@ class Seq:
 
     @property
     def n_text(self) -> int:
-        """Tokens of prompt and completion so far, dropped ones included."""
+        """Tokens of prompt and completion so far, including dropped ones."""
         return self.n_tokens + len(self.dropped)
 
     @property
     def is_full(self) -> bool:
-        """Whether it must drop tokens (`shift`) before it goes on."""
+        """Whether it must drop tokens (`shift`) before it continues."""
         return self.n_tokens >= self.n_ctx and self.n_left > 0
 
     @property
@@ -321,55 +320,55 @@ class Seq:
         return self.params.scores_prompt and not self.n_generated and len(self.prompt_logprobs) < self.n_prompt
 
     def n_logits(self, n: int) -> int:
-        """How many of its next `n` tokens, pending ones and then those of a draft, need logits; they are the last."""
+        """How many of its next `n` tokens (pending ones, then a draft) need logits; these are the last ones."""
         return n if self.is_scored or self.request.task == "embed" else max(0, n - self.n_pending + 1)
 
     def text_tokens(self, start: int) -> npt.NDArray[np.int32]:
-        """As `known_tokens`, without the placeholders of pictures and sounds."""
+        """As `known_tokens`, without the placeholders of images and audio."""
         tokens = self.known_tokens(start)
         return tokens[tokens >= 0] if self.media else tokens
 
     def known_tokens(self, start: int) -> npt.NDArray[np.int32]:
-        """All tokens of prompt and completion from index `start` on, int32[n], dropped ones included."""
+        """All tokens of prompt and completion from index `start`, int32[n], including dropped ones."""
         keep, n_dropped = self.n_keep, len(self.dropped)
         if not n_dropped or start >= keep + n_dropped:
             return self.tokens[start - n_dropped : self.n_tokens]
         kept, rest = self.tokens[min(start, keep) : keep], self.tokens[keep : self.n_tokens]
         return np.concatenate([kept, self.dropped[max(0, start - keep) :], rest])
 
-    # --- pictures and sounds ------------------------------------------------------------------------------------
+    # --- images and audio ---------------------------------------------------------------------------------------
 
     @property
     def n_media(self) -> int:
-        """Tokens of the prompt that are placeholders of pictures and sounds."""
+        """Tokens of the prompt that are placeholders of images and audio."""
         return sum(len(run.vectors) for run in self.media)
 
     @property
     def next_run(self) -> MediaRun | None:
-        """The picture or sound to which the next pending token belongs; None: that is text."""
+        """The image or audio of the next pending token; None: it is text."""
         return next((run for run in self.media if run.start <= self.n_computed < run.stop), None)
 
     @property
     def piece_end(self) -> int:
-        """The index up to which pending tokens can be computed together: all of them text, or all of one picture."""
+        """The index up to which pending tokens can be computed together: all text, or all of one image."""
         for run in self.media:
             if self.n_computed < run.stop:
                 return run.start if self.n_computed < run.start else run.stop
         return self.n_tokens
 
     def stop_at(self, n: int) -> None:
-        """A piece of its prompt is to end behind the first `n` tokens."""
+        """Makes a piece of its prompt end after the first `n` tokens."""
         if n > self.n_computed and n not in self.stops:
             insort(self.stops, n)
 
     def media_vectors(self, n: int) -> npt.NDArray[np.float32]:
-        """The vectors of the next `n` pending tokens, float32[n, n_embd]: a part of `next_run`."""
+        """The vectors of the next `n` pending tokens, float32[n, n_embd]: part of `next_run`."""
         run = self.next_run
         assert run
         return run.vectors[self.n_computed - run.start : self.n_computed - run.start + n]
 
     def media_positions(self, n: int) -> npt.NDArray[np.int32]:
-        """The positions of these vectors, int32[1, n], or int32[4, n] where they have several dimensions."""
+        """The positions of these vectors, int32[1, n], or int32[4, n] with several dimensions."""
         run = self.next_run
         assert run
         first = self.n_computed - run.start
@@ -382,7 +381,7 @@ class Seq:
         return positions
 
     def position_of(self, index: int) -> int:
-        """The position of a token; in a picture with positions of several dimensions, that in time."""
+        """The position of a token; for an image with several position dimensions, that in time."""
         position = index
         for run in self.media:
             if index < run.stop:
@@ -393,8 +392,8 @@ class Seq:
         return position
 
     def span(self, n: int) -> int:
-        """How many positions, from 0 on, hold the first `n` tokens and no other one. `n` is within no picture, or all
-        tokens that are computed."""
+        """The number of positions, from 0, that only the first `n` tokens have. `n` must not be within an image, unless
+        it is the number of computed tokens."""
         return self.position_of(n - 1) + 1 if self.media and n else n
 
     @property
@@ -404,17 +403,17 @@ class Seq:
 
     @property
     def n_positions(self) -> int:
-        """How many positions, from 0 on, hold its computed tokens."""
+        """The number of positions, from 0, of its computed tokens."""
         return self.span(self.n_computed)
 
     def before_media(self, n: int) -> int:
-        """The largest number of tokens up to `n` that ends within no picture: so many of them can be shared."""
+        """The largest number of tokens up to `n` that does not end within an image, and so can be shared."""
         return next((run.start for run in self.media if run.start < n < run.stop), n)
 
     # --- changes of tokens and status ---------------------------------------------------------------------------
 
     def resume(self, state: ResumeState, now: float) -> None:
-        """Adds the tokens that it got from an engine that crashed; `OutputProcessor.resume` makes their text."""
+        """Adds the tokens that it got from a crashed engine; `OutputProcessor.resume` detokenises them."""
         at = 0
         while at < len(state.tokens):
             if self.is_full:
@@ -432,27 +431,28 @@ class Seq:
                 self.constraint.rebuild(state.tokens)
 
     def admitted(self) -> None:
-        """The sequence has a seq_id, and `n_computed` tokens in cells (perhaps only after the next `KVPool.apply`)."""
+        """Gives the sequence a seq_id, with `n_computed` tokens in cells (possibly only after the next
+        `KVPool.apply`)."""
         self.stops = [n for n in self.stops if n > self.n_computed]
         only_one_pending = self.n_computed > 0 and self.n_pending == 1
         self._set_status(SeqStatus.DECODE if only_one_pending else SeqStatus.PREFILL)
 
     def computed(self, n: int) -> None:
-        """The next `n` pending tokens are in the cache."""
+        """Marks the next `n` pending tokens as computed."""
         self.n_computed += n
         if self.n_computed == self.n_tokens:
             self._set_status(SeqStatus.DECODE)
 
     def set_draft(self, draft: list[int], n: int) -> None:
-        """The next step computes `n` tokens behind the known ones: this draft, then filling tokens."""
+        """Makes the next step compute `n` tokens after the known ones: this draft, then filling tokens."""
         self.draft, end = draft, self.n_tokens + len(draft)
         self.tokens[self.n_tokens : end] = draft
         self.tokens[end : self.n_tokens + n] = self.tokens[self.n_tokens - 1]
 
     def verify_draft(self) -> int:
-        """How many pending tokens the step has computed already, because they are the next ones of its draft.
+        """How many pending tokens the step has already computed, because they are the next ones of its draft.
 
-        What was drafted behind the first wrong token is forgotten.
+        Tokens drafted after the first wrong one are dropped.
         """
         n_most = min(self.n_pending, len(self.draft))
         known = self.tokens[self.n_computed : self.n_computed + n_most].tolist()
@@ -468,11 +468,11 @@ class Seq:
             self._set_status(SeqStatus.PREFILL)
 
     def shift(self) -> int:
-        """Drops tokens behind the first `n_keep`: as many as the request says, or half of them. Returns how many.
+        """Drops tokens after the first `n_keep`: the requested number, or half of them. Returns their number.
 
         As in llama-server, where the last token is not counted because it is not in the cache yet. Afterwards the
-        sequence has another array `tokens`, so what holds views of the old one keeps the old tokens. The caller drops
-        them from the cache.
+        sequence has a new array `tokens`, so views of the old one keep the old tokens. The caller drops them from the
+        cache.
         """
         keep, n_may_go = self.n_keep, self.n_tokens - 1 - self.n_keep
         n = max(1, min(self.request.n_discard or n_may_go // 2, n_may_go - 1))
@@ -481,23 +481,23 @@ class Seq:
         tokens[keep : self.n_tokens - n] = self.tokens[keep + n : self.n_tokens]
         dropped = np.concatenate([self.dropped, self.tokens[keep : keep + n]])
         self.stops = []
-        # At once: an interrupted step must not leave one without the others.
+        # Together: an interrupted step must not leave one without the others.
         self.tokens, self.dropped, self.n_tokens, self.n_shifts = tokens, dropped, self.n_tokens - n, self.n_shifts + 1
         self.draft, self.n_lost = [], 0
         return n
 
     def preempted(self) -> None:
-        """The sequence has lost its cells and its seq_id; it resumes later."""
+        """Takes its cells and seq_id from the sequence, which resumes later."""
         self._set_status(SeqStatus.SWAPPED)
 
     def will_recompute(self) -> None:
-        """Its keys and values are lost (not saved, or not restored): all of its tokens are computed again."""
+        """Makes all tokens pending again, because keys and values are lost (not saved, or not restored)."""
         self.n_lost = max(self.n_lost, min(self.n_computed, self.n_tokens))
         self.n_computed, self.n_exact = 0, _ALL
         self._set_status(SeqStatus.WAITING if self.seq_id < 0 else SeqStatus.PREFILL)
 
     def restarted(self) -> None:
-        """The KV cache was emptied: the sequence waits again, and all of its tokens are computed again."""
+        """Makes the sequence wait with all tokens pending, after the KV cache was emptied."""
         self.seq_id = -1
         self.cells = self.saved = None
         self.moving = False
@@ -509,11 +509,11 @@ class Seq:
             self.constraint.rebuild(self.text_tokens(self.n_prompt).tolist())
 
     def n_again(self, n: int) -> int:
-        """How many of its next `n` tokens to compute had been computed before."""
+        """How many of its next `n` tokens to compute were computed before."""
         return max(0, min(n, self.n_lost - self.n_computed))
 
     def finished(self) -> None:
-        """The sequence has ended, for whatever reason."""
+        """Ends the sequence, for any reason."""
         self._set_status(SeqStatus.FINISHED)
 
     def _set_status(self, status: SeqStatus) -> None:
@@ -526,7 +526,7 @@ class Seq:
 
     @property
     def in_first_prefill(self) -> bool:
-        """Whether a part of its prompt was never computed, as far as this engine knows."""
+        """Whether part of its prompt was never computed, as far as this engine knows."""
         return self.n_computed < self.n_prompt and not self.n_generated
 
     def usage(self, now: float) -> RequestUsage:
@@ -536,7 +536,7 @@ class Seq:
             prompt_tokens=self.n_prompt,
             n_media_tokens=self.n_media,
             n_audio_tokens=sum(len(run.vectors) for run in self.media if run.kind == "audio"),
-            # After a preemption the sequence may find tokens of its completion in the prefix cache too.
+            # After a preemption, the sequence may also find tokens of its completion in the prefix cache.
             cached_tokens=min(self.n_cached, self.n_prompt),
             prefilled_tokens=self.n_prompt if self.n_generated else min(self.n_computed, self.n_prompt),
             completion_tokens=self.n_generated + self.has_end_token,

@@ -1,7 +1,7 @@
-"""What a step costs on this device, learned from the steps: seconds by decode rows, and by prompt tokens beside them.
+"""The cost of a step on this device, learned from steps: seconds by decode rows, and by additional prompt tokens.
 
 Example, Q4_0 weights on two AVX-512 cores: 12 rows take 13.6 ms, 15 rows 18.1 ms, 16 rows 14.2 ms, because the kernels
-compute rows in tiles of 4 and 16 and the rest row by row. So 15 rows are computed as 16, with a padding row.
+compute rows in tiles of 4 and 16, and the rest row by row. So 15 rows are computed as 16, with a padding row.
 """
 
 from __future__ import annotations
@@ -21,45 +21,45 @@ TILES = (4, 16)
 """Rows that llama.cpp's CPU kernels compute at once (ggml-cpu `repack.cpp`, `llamafile/sgemm.cpp`)."""
 
 _NEW_LEVEL = 0.3  # weight of a new measurement in the level
-_NEW_SHAPE = 0.1  # the same in the shape, once a number of rows has been seen ten times
-_MAX_ERROR = 0.25  # a step that takes longer than expected counts as at most so much longer: the machine was disturbed
-_MAX_RATIO = 2.0  # the same for a number of rows that is hardly known
-_WORTH = 0.98  # padded rows must take less than this part of the time
-_MIN_SEEN = 3  # steps before the time of a number of rows is compared
-_TRY_EVERY = 64  # steps with a number of rows; then one step with the next other number, to keep its time up to date
-_FLAT = 1.3  # where rows cost less than this times what a quarter of them cost, padding cannot gain
+_NEW_SHAPE = 0.1  # the same for the shape, once a number of rows has been seen ten times
+_MAX_ERROR = 0.25  # a step that takes longer than expected counts as at most this much longer: probably a disturbance
+_MAX_RATIO = 2.0  # the same for a number of rows with few measurements
+_WORTH = 0.98  # padded rows must take less than this fraction of the time
+_MIN_SEEN = 3  # steps before the time of a number of rows is used in comparisons
+_TRY_EVERY = 64  # steps with a number of rows; then one with another number in turn, to update its time
+_FLAT = 1.3  # if rows cost less than this times a quarter of them, padding cannot help
 _GUESSED_TOKEN_S = 0.001
 _NEW_TOKEN_S = 0.3
-_FORGET_LEVEL = 0.0002  # how fast the best level rises towards the present one, a step: halfway in some minutes
+_FORGET_LEVEL = 0.0002  # rise of the best level towards the current one per step: halfway in some minutes
 _FORGET_TOKEN_S = 0.002  # the same for prompt tokens
-_BARE_EVERY = 64  # steps; then `bare` is made again, after every one of the first `2 * _BARE_EVERY`
+_BARE_EVERY = 64  # steps between updates of `bare`; it is updated after each of the first `2 * _BARE_EVERY`
 
 Groups = Sequence[int]
-"""Numbers of decode rows that llama.cpp computes together. One number, except where sequences have streams of their
-own: there only rows of consecutive seq_ids are computed together (docs/decisions/0001)."""
+"""Numbers of decode rows that llama.cpp computes together. A single number, unless sequences have their own streams:
+then only rows of consecutive seq_ids are computed together (docs/decisions/0001)."""
 
 
 class StepCost:
     """Running means of step times.
 
-    The time of a group of `n` rows is `level * shape[n]`. The level follows what changes the time of all steps: longer
-    sequences, other programs. The shape is what one number of rows costs relative to another, so times of numbers
-    of rows that were seen at different moments can be compared.
+    The time of a group of `n` rows is `level * shape[n]`. The level tracks effects on all steps: longer sequences,
+    other programs. The shape is the cost of one number of rows relative to another, so times measured at different
+    moments can be compared.
 
-    The time of prompt tokens is a running mean for each size of a prompt piece: 4-7 tokens, 8-15, 16-31 ...
+    The time of prompt tokens is a running mean per size of prompt piece: 4-7 tokens, 8-15, 16-31 ...
 
-    `bare` has the costs at best, of `llama_decode` alone: the best level and times of prompt tokens fall at once and
+    `bare` has the minimum costs of `llama_decode` alone: the best level and times of prompt tokens fall immediately and
     rise slowly.
     """
 
     def __init__(self) -> None:
         self._shape: dict[int, float] = {}
-        self._counts: list[int] = []  # the first number of rows, and those that were seen often enough, rising
+        self._counts: list[int] = []  # the first number of rows, and those seen often enough, ascending
         self._seen: Counter[int] = Counter()
-        self._steps: Counter[int] = Counter()  # steps with so many rows to compute, padded or not
+        self._steps: Counter[int] = Counter()  # steps by number of rows to compute, padded or not
         self._level = self._decode_level = self._best_level = 1.0
         self._token_s: dict[int, float] = {}
-        self._nearest: dict[int, int] = {}  # of these sizes, for each size that was asked for
+        self._nearest: dict[int, int] = {}  # the nearest known size, by requested size
         self._best_token_s: dict[int, float] = {}
         self._bare: BareCosts | None = None
         self._n_bare = 0
@@ -72,7 +72,7 @@ class StepCost:
         return bool(self._shape)
 
     def knows_about(self, groups: Groups) -> bool:
-        """Whether about so many rows have been measured for each group: 1, 2-3, 4-7, 8-15 ..."""
+        """Whether about this many rows have been measured for each group: 1, 2-3, 4-7, 8-15 ..."""
         sizes = {known.bit_length() for known in self._shape}
         return all(n.bit_length() in sizes for n in groups)
 
@@ -85,26 +85,26 @@ class StepCost:
         return self._level * self.relative(groups)
 
     def relative(self, groups: Groups) -> float:
-        """The same without the level."""
+        """The time of these rows without the level."""
         return sum(self._relative(n) for n in groups)
 
     def relative_up_to(self, n: int) -> list[float]:
-        """The same for 0 to n rows in one group. Of fewer rows than were ever measured, half of the time is assumed to
-        be proportional to the rows."""
+        """The same for 0 to n rows in one group. Below the smallest measured number, half of the time is assumed to be
+        proportional to the rows."""
         first = self._counts[0]
         below = [self._shape[first] * (1 + m / first) / 2 for m in range(1, min(first, n + 1))]
         return [0.0, *below, *(self._relative(m) for m in range(first, n + 1))]
 
     def _relative(self, n: int) -> float:
-        """Of one group. A number of rows that is hardly known costs at most what its neighbours say."""
+        """The time of one group. A number of rows with few measurements is limited by its neighbours."""
         own = self._shape.get(n)
         if own is None:
             return self._between(n)
         return own if self._seen[n] >= _MIN_SEEN else min(own, self._between(n))
 
     def _between(self, n: int) -> float:
-        """On the line through the next known numbers of rows. More rows than any known number cost as much more as
-        prompt tokens; whole tiles at most that much more than any smaller number of rows, whole tiles or not."""
+        """Interpolates between known numbers of rows. Beyond the largest, additional rows cost as much as prompt
+        tokens; for whole tiles, this bounds the cost relative to any smaller number of rows, whole tiles or not."""
         counts = self._counts
         at = bisect_left(counts, n)
         if at == 0:
@@ -144,8 +144,8 @@ class StepCost:
             self._shape[n] *= 1 + max(_NEW_SHAPE, 0.5 / self._seen[n]) * error
 
     def _observe_new(self, new: set[int], groups: Groups, seconds: float) -> None:
-        """What a step takes more, or less, is due to the numbers of rows that are hardly known. Of the steps of one
-        group the shortest counts: a disturbance makes a step longer, and rows that seem slow are not computed again."""
+        """Attributes the deviation of a step to the numbers of rows with few measurements. For steps with one group,
+        the shortest counts: disturbances make steps longer, and rows that seem slow are not computed again."""
         expected_s = self.rows_s([n for n in groups if n in new])
         error = min(max((seconds - self.rows_s(groups)) / expected_s, 1 / _MAX_RATIO - 1), _MAX_RATIO - 1)
         for n in new:
@@ -158,17 +158,15 @@ class StepCost:
                 self._counts = sorted({*self._counts, n})
 
     def seed(self, rows_s: Iterable[tuple[int, float]]) -> None:
-        """Begins with times that were measured before: numbers of rows with their seconds."""
+        """Starts with earlier measurements: numbers of rows with their seconds."""
         for n, seconds in rows_s:
             self._shape[n], self._seen[n] = seconds, _MIN_SEEN
         self._counts = sorted(self._shape)
 
     def rows_to_compute(self, n: int, most: int) -> int:
-        """How many rows to compute where `n` are wanted and at most `most` are possible: more than `n` if that is
-        faster.
+        """How many rows to compute for `n` rows, with at most `most` possible: more than `n` if that is faster.
 
-        Now and then the answer is another number than the fastest, so that its time becomes known: call this once a
-        step.
+        Occasionally returns a number other than the fastest, to measure its time: call this once per step.
         """
         tiles = [up for tile in TILES if n < (up := -(-n // tile) * tile) <= min(most, 2 * n)]
         if not tiles or self._is_flat(n):
@@ -185,12 +183,12 @@ class StepCost:
         return best if self._relative(best) < _WORTH * self._relative(n) else n
 
     def is_worth_joining(self, one: int, between: int, other: int) -> bool:
-        """Whether two groups of rows, with padding rows between them, cost less as one group."""
+        """Whether two groups of rows, joined by padding rows, cost less as one group."""
         joined = one + between + other
         return joined not in self._seen or self._relative(joined) < _WORTH * self.relative((one, other))
 
     def _is_flat(self, n: int) -> bool:
-        """Whether rows cost next to nothing here, as on a GPU: known once a quarter of `n` rows has been measured."""
+        """Whether rows are almost free here, as on a GPU; known once a quarter of `n` rows has been measured."""
         few = [known for known in self._counts if 4 * known <= n and self._seen[known] >= _MIN_SEEN]
         return bool(few) and self._seen[n] >= _MIN_SEEN and self._relative(n) < _FLAT * self._relative(few[-1])
 
@@ -202,7 +200,7 @@ class StepCost:
         return bool(self._token_s)
 
     def token_s(self, n: int) -> float:
-        """Seconds that each token of a prompt piece of `n` tokens adds to a step; a guess before any is known."""
+        """Seconds that each token of a prompt piece of `n` tokens adds to a step; a guess before any measurement."""
         if not self._token_s:
             return _GUESSED_TOKEN_S
         size = n.bit_length()
@@ -212,8 +210,8 @@ class StepCost:
         return self._token_s[nearest]
 
     def observe_prompt(self, n: int, seconds: float, *, decode_s: float | None = None) -> None:
-        """Learns from a step to which a piece of `n` prompt tokens added `seconds`. `decode_s`: what it added to
-        `llama_decode`, where that is certain enough to be learned as the best."""
+        """Learns from a step to which a piece of `n` prompt tokens added `seconds`. `decode_s`: the time added to
+        `llama_decode`, if it is reliable enough to be learned as the minimum."""
         size = n.bit_length()
         old = self._token_s.get(size)
         if old is None:
@@ -224,7 +222,7 @@ class StepCost:
             self._best_token_s[size] = min(now, best + _FORGET_TOKEN_S * (now - best))
 
     def bare(self) -> BareCosts:
-        """What `llama_decode` costs at best, as far as is known. Call it once a step."""
+        """The minimum cost of `llama_decode`, as far as known. Call it once per step."""
         self._n_bare += 1
         if self._bare is None or self._n_bare < 2 * _BARE_EVERY or self._n_bare % _BARE_EVERY == 0:
             least = min(self._best_token_s.values(), default=0.0)
@@ -236,7 +234,7 @@ class StepCost:
         return self._bare
 
     def prompt_tokens_in(self, seconds: float) -> int:
-        """How many prompt tokens fit into this time, as one piece; a guess before any is known."""
+        """How many prompt tokens fit into this time, as one piece; a guess before any measurement."""
         if not self._token_s:
             return int(seconds / _GUESSED_TOKEN_S)
         for size in range(max(self._token_s), 0, -1):
@@ -247,38 +245,38 @@ class StepCost:
 
 
 def whole_tiles(n: int) -> int:
-    """The largest whole number of tiles within `n` tokens; `n` itself if that is less than the smallest tile."""
+    """The largest multiple of the tile size within `n` tokens; `n` itself if it is less than the smallest tile."""
     return next((n - n % tile for tile in sorted(TILES, reverse=True) if n >= tile), n)
 
 
 # --- step budget -----------------------------------------------------------------------------------------------------
-# How many prompt tokens a step may compute while other sequences wait for their next token.
+# The number of prompt tokens that a step may compute while other sequences wait for their next token.
 
 
-_MIN_CHUNK = 4  # tokens: a prompt always goes on
-_MIN_TARGET_S = 0.025  # shorter steps cost throughput, and clients do not notice them
+_MIN_CHUNK = 4  # tokens: a prompt always makes progress
+_MIN_TARGET_S = 0.025  # shorter steps cost throughput without a noticeable benefit
 _SLOWDOWN: dict[Preference, float] = {"latency": 1.5, "balanced": 7.0, "throughput": 1e9}
-"""Time that prompts may add to a step, in multiples of a step without prefill. Promised for `latency`: it adds at most
-twice that time to 95 of 100 steps."""
-_REFRESH_EVERY = 16  # steps with prefill; then one without measures what decoding alone takes now
-_PROMPT_WEIGHT = 8  # weight of each further prompt, in decoding sequences: many prompts mean many late first tokens
-_BACKGROUND_S = 0.2  # time of background prompts in a step: a request that arrives waits for the end of the step
+"""Time that prompts may add to a step, in multiples of a step without prefill. Guarantee for `latency`: at most twice
+that time is added to 95% of the steps."""
+_REFRESH_EVERY = 16  # steps with prefill; then one without measures the current time of decoding alone
+_PROMPT_WEIGHT = 8  # weight of each additional prompt, in decoding sequences: many prompts mean many late first tokens
+_BACKGROUND_S = 0.2  # time of background prompts in a step, since a new request waits for the end of the step
 _BACKGROUND_PART = 16  # background pieces have at least ubatch / 16 tokens: smaller ones would cost throughput
 _NEW_QUIET = 0.3  # weight of a new measurement in the level of steps without prefill
 _NEW_QUIET_READING = 0.02  # the same while prompts are being computed
-_MAX_BUDGETS = 64  # adapter sets whose step times are remembered
+_MAX_BUDGETS = 64  # adapter sets whose step times are stored
 
 
 class StepBudget:
     """Keeps steps short while a sequence decodes, and large otherwise.
 
-    A step takes the time of its decode rows plus a time for each prompt token: measured, mixing costs the sum
-    of both, never more (docs/decisions/0002). `StepCost` learns both from the steps. Example: 8 rows take 50 ms, a
-    prompt token 1 ms; a step may take 125 ms, so it gets 64 prompt tokens, a whole number of tiles.
+    A step takes the time of its decode rows plus a time per prompt token: in measurements, mixing costs the sum of
+    both, never more (docs/decisions/0002). `StepCost` learns both from the steps. Example: 8 rows take 50 ms, a prompt
+    token 1 ms; a step may take 125 ms, so it gets 64 prompt tokens, a multiple of the tile size.
 
-    `target_s`: seconds a step may take. None: 8 times a step without prefill (`prefer` "balanced"; 2.5 times for
-    "latency", no limit for "throughput"), at least 25 ms; longer when several prompts are computed, so that few
-    decoding sequences do not delay many first tokens.
+    `target_s`: maximum seconds of a step. None: 8 times a step without prefill (`prefer` "balanced"; 2.5 times for
+    "latency", no limit for "throughput"), at least 25 ms; longer with several prompts, so that a few decoding sequences
+    do not delay many first tokens.
     """
 
     def __init__(
@@ -290,23 +288,23 @@ class StepBudget:
         prefer: Preference = "balanced",
         cost: StepCost | None = None,
     ) -> None:
-        """`max_tokens`: tokens of a step. `max_alone`: prompt tokens of a step in which no sequence decodes; None: as
-        many. `cost`: what is known of step times."""
+        """`max_tokens`: tokens per step. `max_alone`: prompt tokens of a step without decoding sequences; None: the
+        same. `cost`: the known step times."""
         self.cost = cost or StepCost()
         self._max_tokens = max_tokens
         self._max_alone = min(max_tokens, max_alone or max_tokens)
         self._target_s = target_s
         self._slowdown = _SLOWDOWN[prefer]
         self._quiet_level = 0.0
-        """As the level of `cost`, but it hardly changes while prompts are being computed. The cells of the prompts slow
-        decoding down, and slower decoding must not be a reason to slow it down further. 0: not known yet."""
+        """Like the level of `cost`, but hardly changes while prompts are being computed. Their cells slow decoding
+        down, which must not be a reason to slow it down further. 0: not known yet."""
         self._since_refresh = 0
 
     def prefill_tokens(self, groups: Groups, n_prefill: int, n_others: int = 0, *, background: bool = False) -> int:
-        """How many prompt tokens of `n_prefill` sequences the next step may compute beside these groups of decode rows.
+        """How many prompt tokens of `n_prefill` sequences the next step may compute with these groups of decode rows.
 
-        `n_others`: sequences that decode in other steps (of other LoRA adapters) and wait for the end of this one.
-        `background`: all these prompts are background work, so the step stays short for requests that may arrive.
+        `n_others`: sequences that decode in other steps (with other LoRA adapters) and wait for the end of this one.
+        `background`: all these prompts are background work, so the step stays short in case requests arrive.
         """
         cost, n_decode = self.cost, sum(groups)
         most = self._max_tokens - n_decode
@@ -317,7 +315,7 @@ class StepBudget:
         if n_decoding == 0 or not cost.knows_prompts:
             return min(most, self._max_alone)
         if n_decode and (self._since_refresh >= _REFRESH_EVERY or not cost.knows_about(groups)):
-            return 0  # measure what this number of rows takes without prefill
+            return 0  # measure this number of rows without prefill
         if not self._quiet_level:
             return most
         slowdown = 1 + self._slowdown * max(1, _PROMPT_WEIGHT * (n_prefill - 1) / n_decoding)
@@ -328,7 +326,7 @@ class StepBudget:
         return min(most, max(_MIN_CHUNK, whole_tiles(wanted)))
 
     def observe(self, groups: Groups, n_prefill: int, seconds: float, decode_s: float | None = None) -> None:
-        """Learns from the duration of a step. `groups`: its decode rows, padding included. `decode_s`: the time in
+        """Learns from the duration of a step. `groups`: its decode rows, including padding. `decode_s`: the time in
         `llama_decode`; None: all of it."""
         decode_s = seconds if decode_s is None else decode_s
         cost = self.cost
@@ -340,7 +338,7 @@ class StepBudget:
             self._since_refresh = 0
             return
         self._since_refresh = self._since_refresh + 1 if groups else 0
-        if n_prefill >= _MIN_CHUNK or not cost.knows_prompts:  # fewer say little about the time of one
+        if n_prefill >= _MIN_CHUNK or not cost.knows_prompts:  # fewer are too noisy
             rows_s = cost.rows_s(groups) if groups and cost.knows_rows else 0.0
             # A noisy clock must not make it 0: at least 5% of the step is the prompt tokens' time.
             prompt_s = max(seconds - rows_s, 0.05 * seconds)
@@ -349,7 +347,7 @@ class StepBudget:
 
 
 class StepBudgets:
-    """The step budgets of an engine: one for each LoRA adapter set, in each KV layout."""
+    """The step budgets of an engine: one per LoRA adapter set and KV layout."""
 
     def __init__(
         self,
@@ -361,8 +359,8 @@ class StepBudgets:
         rows_s: Iterable[tuple[int, float]] = (),
         unified: bool = True,
     ) -> None:
-        """`max_tokens` to `prefer`: as in `StepBudget`. `rows_s`: numbers of decode rows with the seconds of a step of
-        them, measured before. `unified`: the layout at the start."""
+        """`max_tokens` to `prefer`: as in `StepBudget`. `rows_s`: earlier measurements: decode rows with seconds per
+        step. `unified`: the initial layout."""
         self._new_budget = partial(StepBudget, max_tokens, target_s, max_alone, prefer=prefer)
         self._prompt_piece = max_alone or max_tokens
         self._unified = unified
@@ -372,7 +370,7 @@ class StepBudgets:
         self._by_layout: dict[bool, tuple[StepBudget, dict[AdapterSet, StepBudget]]] = {}
 
     def of(self, adapters: AdapterSet) -> StepBudget:
-        """The budget of a set; a new set starts with that of the set that computed last."""
+        """The budget of a set; a new set starts with that of the previous step's set."""
         budget = self._budgets.get(adapters)
         if budget is None or not budget.cost.knows_rows:
             budget = self._budgets[adapters] = deepcopy(self._last)
@@ -381,59 +379,59 @@ class StepBudgets:
         return budget
 
     def bare_costs(self) -> BareCosts:
-        """What steps cost at best, with the adapters of the last step."""
+        """The minimum costs of steps, with the adapters of the last step."""
         return self._last.cost.bare()
 
     def prompt_token_s(self) -> float:
-        """Seconds to compute a token of a long prompt; 0 before any is measured."""
+        """Seconds to compute a token of a long prompt; 0 before any measurement."""
         cost = self._last.cost
         return cost.token_s(self._prompt_piece) if cost.knows_prompts else 0.0
 
     def observe(
         self, adapters: AdapterSet, groups: Groups, n_prefill: int, seconds: float, decode_s: float | None = None
     ) -> None:
-        """As `StepBudget.observe`, of a step with these adapters, which must not be the first one after a switch."""
+        """As `StepBudget.observe`, for a step with these adapters, except the first one after a switch."""
         self._last = self.of(adapters)
         self._last.observe(groups, n_prefill, seconds, decode_s)
 
     def use_layout(self, *, unified: bool) -> None:
-        """Step times are learned for each layout."""
+        """Switches the layout. Step times are learned per layout."""
         self._by_layout[self._unified] = self._last, self._budgets
         self._unified = unified
         self._last, self._budgets = self._by_layout.get(unified) or (self._new_budget(), {})
 
 
 # --- lora scheduling -------------------------------------------------------------------------------------------------
-# Which LoRA adapter set computes in the next step: llama.cpp applies one set to a whole batch.
+# The LoRA adapter set of the next step: llama.cpp applies one set to a whole batch.
 
 
-_TURN = 4  # steps: a switch makes llama.cpp plan its graph again, but other sets should not wait long
+_TURN = 4  # steps: a switch makes llama.cpp replan its graph, but other sets should not wait long
 
 
 class LoraRoundRobin:
     """Adapter sets of running sequences take turns of four steps.
 
-    A new set joins the round behind the sets that rank before it, which is its end unless its requests have a higher
-    priority. So a set waits for one turn of each set that runs. Later sets can overtake it only by priority, and ageing
-    bounds for how long. A set that runs alone always has the turn.
+    A new set joins the round after the sets of earlier rank: at the end, unless its requests have a higher priority. So
+    a set waits for one turn of each running set. Later sets can only overtake it by priority, and ageing limits for how
+    long. A single set always has the turn.
     """
 
     def __init__(self) -> None:
-        self._round: list[AdapterSet] = []  # the set that has the turn, the next one ...
+        self._round: list[AdapterSet] = []  # the set with the turn, the next one ...
         self._now: AdapterSet = ()
-        self._steps = 0  # of the present turn
+        self._steps = 0  # of the current turn
 
     def order(self, running: Iterable[Seq]) -> list[AdapterSet]:
         """The sets of these sequences, in the order in which they may compute.
 
-        `running`: in order of rank. The first set has the turn; the next one computes if the first has nothing to
-        compute in this step, and so on.
+        `running`: in order of rank. The first set has the turn; the next one computes if the first has no work in this
+        step, and so on.
         """
         best: dict[AdapterSet, tuple[float, int]] = {}
         for sequence in running:
             best.setdefault(sequence.adapters, sequence.rank)
         self._round = [its for its in self._round if its in best]
-        start = int(self._steps > 0)  # a turn that has begun is not cut short
+        start = int(self._steps > 0)  # a turn in progress is not cut short
         for its, rank in best.items():
             if its not in self._round:
                 behind = (i for i, other in enumerate(self._round) if i >= start and best[other] > rank)
@@ -441,7 +439,7 @@ class LoraRoundRobin:
         return self._round.copy()
 
     def take(self, adapters: AdapterSet) -> bool:
-        """The next step computes this set. Returns whether that is a switch from another set."""
+        """Selects the set for the next step. Returns whether that is a switch from another set."""
         is_switch = adapters != self._now
         if is_switch or adapters != self._round[0]:
             self._round.remove(adapters)

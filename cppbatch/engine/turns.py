@@ -1,4 +1,4 @@
-"""Several threads on one engine: they take turns, so that one of them steps while the others wait for their events."""
+"""Several threads on one engine take turns: one of them steps while the others wait for their events."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Result = TypeVar("Result")
 
 
 class _Inside(threading.local):
-    """Whether this thread takes a turn, or waits for one."""
+    """Whether this thread has a turn or waits for one."""
 
     value = False
 
@@ -29,7 +29,7 @@ class OwnProcess:
 
     @property
     def is_fork(self) -> bool:
-        """Whether this process is a fork of it."""
+        """Whether the current process is a fork of it."""
         return os.getpid() != self._pid
 
     def check(self) -> None:
@@ -45,19 +45,20 @@ class OwnProcess:
 class Turns:
     """The order in which threads use an engine: first come, first served, one at a time.
 
-    A turn is a step, or work between two steps (add, cancel ...). So a thread that adds a request waits for at most the
-    step that runs. During a turn no lock is held. Ctrl-C in a turn takes effect at its end, so it interrupts no step.
+    A turn is a step, or work between two steps (add, cancel ...). So a thread that adds a request waits at most for the
+    running step. No lock is held during a turn. Ctrl-C in a turn takes effect at its end, so it never interrupts a
+    step.
 
-    An `EngineCore` that has a thread of its own (`LocalEngine`, a worker) needs no turns.
+    An `EngineCore` with its own thread (`LocalEngine`, a worker) does not need turns.
     """
 
     def __init__(self, process: OwnProcess) -> None:
         self._process = process
         self._changed = threading.Condition(threading.Lock())  # notified at the end of each turn
         self._n_taken = self._n_ended = 0  # turns
-        self._thread: int | None = None  # whose turn it is
+        self._thread: int | None = None  # the thread with the turn
         self._inside = _Inside()
-        self._later: deque[Callable[[], object]] = deque()  # for the end of a turn
+        self._later: deque[Callable[[], object]] = deque()  # calls for the end of a turn
 
     def run(self, work: Callable[[], Result]) -> Result:
         """Waits for a turn and calls `work`. A call within a turn of the same thread belongs to that turn.
@@ -93,7 +94,7 @@ class Turns:
     def soon(self, work: Callable[[], object]) -> None:
         """As `run`; within a turn of the same thread, or its wait for one, `work` is called at the end of the turn.
 
-        For what garbage collection may call in the middle of a step: closing an iterator without references.
+        For calls by garbage collection in the middle of a step: closing an unreferenced iterator.
         """
         if self._inside.value:
             self._later.append(work)
@@ -101,7 +102,7 @@ class Turns:
             self.run(work)
 
     def check_outside(self) -> None:
-        """Raises `RuntimeError` within a turn of this thread: it would wait for its own end."""
+        """Raises `RuntimeError` within a turn of this thread, which would wait for itself."""
         if self._thread == threading.get_ident():
             raise RuntimeError(
                 "the engine is computing a step on this thread: a logits processor, stopping criterion or other "
@@ -117,7 +118,7 @@ class Turns:
             self._inside.value = False
 
     def until(self, is_done: Callable[[], bool], step: Callable[[], object]) -> None:
-        """Returns when `is_done`. Calls `step` in turns until then, except while other threads do."""
+        """Returns once `is_done`. Until then, calls `step` in turns, except while other threads do."""
         while not is_done():
             with self._marked(), self._changed:
                 while self._n_taken > self._n_ended and not is_done():

@@ -1,4 +1,4 @@
-"""The part of a vocabulary that the engine uses, and the detokenizer: from the bytes of tokens to text."""
+"""The part of a vocabulary that the engine uses, and the detokenizer, which converts token bytes to text."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ IsCancelled = Callable[[], bool]
 
 
 def never_cancelled() -> bool:
-    """For requests that cannot be cancelled while they are prepared."""
+    """For requests that cannot be cancelled during preparation."""
     return False
 
 
@@ -24,11 +24,11 @@ class Vocabulary(Protocol):
     n_tokens: int
     eog: frozenset[int]
     markers: npt.NDArray[np.bool_]
-    """Which tokens only a chat template writes, bool[n_tokens]."""
+    """Which tokens are only written by chat templates, bool[n_tokens]."""
     suppressed: frozenset[int]
-    """Tokens that must never be generated, by the model's file."""
+    """Tokens that must never be generated, according to the model's file."""
     adds_bos: bool
-    """Whether texts begin with BOS."""
+    """Whether texts start with BOS."""
     longest_piece: int
     """The number of bytes of the longest token."""
 
@@ -42,8 +42,8 @@ class Vocabulary(Protocol):
     ) -> npt.NDArray[np.int32]:
         """The token ids of a text, int32[n].
 
-        `add_special`: begin with BOS if the model wants it. `parse_special`: the text may contain control tokens.
-        `cancelled`: called now and then; when it returns True, this raises `RequestCancelled`.
+        `add_special`: start with BOS if the model uses it. `parse_special`: the text may contain control tokens.
+        `cancelled`: polled; if it returns True, this raises `RequestCancelled`.
         """
         ...
 
@@ -52,33 +52,33 @@ class Vocabulary(Protocol):
         ...
 
     def piece(self, token: int, *, special: bool = False) -> bytes:
-        """The bytes of a token. Those of a control token are empty, unless `special`."""
+        """The bytes of a token; empty for a control token, unless `special`."""
         ...
 
     def dry_sampler(
         self, *, multiplier: float, base: float, allowed_length: int, last_n: int, breakers: tuple[str, ...]
     ) -> Any:
-        """A `cppbatch.llama.DrySampler`, which is cloned for each sequence."""
+        """A `cppbatch.llama.DrySampler`, to be cloned for each sequence."""
         ...
 
     def for_grammars(self) -> Any:
-        """An `LLTokenizer` for llguidance. Slow: called once for each engine."""
+        """An `LLTokenizer` for llguidance. Slow: called once per engine."""
         ...
 
 
 # --- detokenizer -----------------------------------------------------------------------------------------------------
-# From the bytes of tokens to text that is certain: whole characters, and nothing that may become a stop string.
+# Converts token bytes to final text: complete characters that cannot be part of a stop string.
 
 
 class Detokenizer:
     """Assembles the text of one completion.
 
-    `push` returns text that is certain. It holds back incomplete UTF-8 characters, and text that could be the beginning
-    of a stop string. Example with the stop string "END": after "the E" it returns "the " and holds back "E"; after "N"
-    it returns ""; after "G" it returns "ENG". With "D" instead of "G" it returns "", and `stopped` is True.
+    `push` returns final text. It holds back incomplete UTF-8 characters, and text that could start a stop string.
+    Example with the stop string "END": after "the E" it returns "the " and holds back "E"; after "N" it returns "";
+    after "G" it returns "ENG". With "D" instead of "G" it returns "", and `stopped` is True.
 
-    After a stop string all further text is dropped. The time per character grows with the number of different lengths
-    of the stop strings, hardly with their number.
+    All text after a stop string is dropped. The time per character depends on the number of different lengths of the
+    stop strings, hardly on their number.
     """
 
     def __init__(self, stop: Sequence[str] = (), *, include_stop: bool = False) -> None:
@@ -89,11 +89,11 @@ class Detokenizer:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._held = ""
         self.stop: str | None = None
-        """The stop string that was found."""
+        """The stop string found."""
         self.n_characters = 0
-        """Complete characters so far: returned, held back or dropped."""
+        """Complete characters so far, whether returned, held back or dropped."""
         self.completed = ""
-        """The characters that the last `push` or `flush` completed: returned, held back or dropped."""
+        """The characters completed by the last `push` or `flush`, whether returned, held back or dropped."""
 
     @property
     def stopped(self) -> bool:
@@ -101,12 +101,12 @@ class Detokenizer:
         return self.stop is not None
 
     def push(self, piece: bytes) -> str:
-        """Adds the bytes of a token. Returns the text that is certain now."""
+        """Adds the bytes of a token. Returns the new final text."""
         self.completed = self._decoder.decode(piece)
         return "" if self.stopped else self._release(self.completed)
 
     def flush(self) -> str:
-        """The text that was held back, at the end of a completion; "" after a stop string."""
+        """The held-back text, at the end of a completion; "" after a stop string."""
         self.completed = self._decoder.decode(b"", final=True)
         if self.stopped:
             return ""
@@ -131,7 +131,8 @@ class Detokenizer:
         """The first stop string in `text` and the index where it ends.
 
         The first is the stop string whose last character comes first in the text; of two that end at the same
-        character, the longer one. None ends within the first `n_old` characters, which were searched before.
+        character, the longer one. The first `n_old` characters were searched before and contain no end of a stop
+        string.
         """
         for end in range(n_old + 1, len(text) + 1):
             for length in self._lengths:
@@ -140,7 +141,7 @@ class Detokenizer:
         return None
 
     def _possible_start(self, text: str) -> int:
-        """Where the longest end of `text` that begins a stop string starts; `len(text)` if no end begins one."""
+        """The start of the longest suffix of `text` that is a prefix of a stop string; `len(text)` if there is none."""
         longest = self._lengths[0] - 1
         for start in range(max(0, len(text) - longest), len(text)):
             if self._is_beginning(text[start:]):
@@ -148,6 +149,6 @@ class Detokenizer:
         return len(text)
 
     def _is_beginning(self, text: str) -> bool:
-        """Whether a stop string begins with `text`. In the sorted list these follow the place of `text`."""
+        """Whether a stop string starts with `text`. In the sorted list, these follow the insertion point of `text`."""
         i = bisect_left(self._sorted, text)
         return i < len(self._sorted) and self._sorted[i].startswith(text)

@@ -60,8 +60,8 @@ class JobResponse(msgspec.Struct, frozen=True, kw_only=True):
 
 
 RequestHandler = Callable[[JobRequest], Awaitable[JobResponse]]
-"""Runs one request. An error of the request is returned as a response with an error status. An exception means that no
-request can run any more (the engine is closed): the job stops and leaves the request unanswered."""
+"""Runs one request. An error of the request is returned as a response with an error status. An exception means that
+requests can no longer run (the engine is closed): the job stops and leaves the request unanswered."""
 
 
 def hash64(data: bytes) -> int:

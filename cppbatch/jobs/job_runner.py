@@ -239,7 +239,7 @@ def _prompt_prefix(request: JobRequest) -> tuple[str, int]:
 def _texts(value: object) -> Iterator[str]:
     """All strings in a JSON value, in order. A token ID counts as four characters, the average length of a token."""
     if isinstance(value, str):
-        yield value[:_PREFIX_CHARS] if value.startswith("data:") else value  # a file is no text
+        yield value[:_PREFIX_CHARS] if value.startswith("data:") else value  # a file is not text
     elif isinstance(value, int):
         yield f"{value:04x}"
     elif isinstance(value, (list, dict)):

@@ -153,7 +153,7 @@ class Journal:
 def response_line(request: JobRequest, response: JobResponse) -> ResultLine:
     """The result of a request with its endpoint's response, which may be an error.
 
-    OpenAI's formatat, or the short form for a plain prompt: {"custom_id": "a", "line": 1, "text": "Hello", ...}.
+    OpenAI's format, or the short form for a plain prompt: {"custom_id": "a", "line": 1, "text": "Hello", ...}.
     """
     is_short = request.is_plain and response.is_ok
     content = _short_form(request, response) if is_short else _openai_form(request, response)

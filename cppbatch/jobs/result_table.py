@@ -1,7 +1,7 @@
-"""The results of a finished job as a table: the rows of the input in their order, with the answers as further columns.
+"""The results of a finished job as a table: the rows of the input in order, with the answers as additional columns.
 
-While the job runs, its results are JSON lines in another file, as those of every job. The table is made of them at the
-end, so that it is complete or not there at all.
+While the job runs, its results are JSON lines in another file, as for every job. The table is created from them at the
+end, so it is either complete or does not exist.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from cppbatch.jobs.job_request import Json, RejectedLine
 _ROWS_AT_ONCE = 1024
 _TEXT_COLUMNS = ("answer", "reasoning_content", "tool_calls", "logprobs", "finish_reason")
 _OPTIONAL = frozenset(("reasoning_content", "tool_calls", "logprobs", "embedding"))
-"""Columns that the table has only if a result has them."""
+"""Columns that are only in the table if a result has them."""
 _COUNTS = ("prompt_tokens", "completion_tokens")
 
 Row = tuple[int, list[Any]]
@@ -31,7 +31,7 @@ Row = tuple[int, list[Any]]
 
 
 def write_table(input_format: InputFormat, results: Path, errors: Path, output: Path) -> None:
-    """Writes `output`, a CSV or Parquet file, of the input and its results. Another file of this name is replaced.
+    """Writes `output`, a CSV or Parquet file, from the input and its results, replacing an existing file.
 
     Raises `ConfigError` if the input cannot be read, `StorageError`.
     """
@@ -62,7 +62,8 @@ def write_table(input_format: InputFormat, results: Path, errors: Path, output: 
 
 
 def _answer_columns(columns: Sequence[str], answers: Sequence[str]) -> list[str]:
-    """The names of the answers' columns: `answer_2` ... if the input has such columns, of an earlier job perhaps."""
+    """The names of the answer columns: `answer_2` ... if the input already has such columns, perhaps from an earlier
+    job."""
     number, names = 1, list(answers)
     while not set(names).isdisjoint(columns):
         number += 1
@@ -71,7 +72,7 @@ def _answer_columns(columns: Sequence[str], answers: Sequence[str]) -> list[str]
 
 
 class _Results:
-    """The results and errors of a job, found by the number of their line, in constant memory a line."""
+    """The results and errors of a job by line number, in constant memory per line."""
 
     def __init__(self, paths: Sequence[Path]) -> None:
         self._files = [path.open("rb") for path in paths]
@@ -125,7 +126,7 @@ class _Results:
 
 
 def _message(result: Json) -> str:
-    """The message of a line that was refused or failed."""
+    """The message of a rejected or failed line."""
     if result["error"] is not None:
         return str(result["error"]["message"])
     return str(result["response"]["body"]["error"]["message"])

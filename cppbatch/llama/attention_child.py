@@ -55,7 +55,7 @@ class _Case(NamedTuple):
 
 
 class _Sizes(NamedTuple):
-    """How much of a layer is computed at once."""
+    """The part of a layer that is computed at once."""
 
     n_tokens: int
     """Of each stream."""
@@ -225,7 +225,7 @@ class _Bench:
         return np.arange(sizes.rows, dtype=np.int64) * of_each + case.n_cells - 1
 
     def _sizes(self, case: _Case) -> _Sizes:
-        """As few heads of keys as are enough work to be timed."""
+        """The minimum number of key heads with enough work to time."""
         n_parallel, cells, n_heads = self._task.n_parallel, case.n_cells, self._shape.n_head_kv
         is_unified = self._task.kv_layout == "unified"
         n_kv = cells * n_parallel if is_unified else cells
@@ -238,7 +238,7 @@ class _Bench:
         )
 
     def _mask(self, case: _Case, sizes: _Sizes) -> npt.NDArray[np.float64]:
-        """0 where a token sees a cell, -inf elsewhere: float64[n_streams, 1, n_tokens, n_kv]."""
+        """0 where a token attends to a cell, -inf elsewhere: float64[n_streams, 1, n_tokens, n_kv]."""
         n_tokens, n_streams, n_kv, _, _ = sizes
         cells, token = np.arange(n_kv), np.arange(n_tokens)[:, None]
         if case.is_prefill:  # the last tokens of a sequence

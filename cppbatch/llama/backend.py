@@ -1,4 +1,4 @@
-"""The llama.cpp library of this process: initialised once, its log sent to `logging`, its devices."""
+"""The llama.cpp library of this process: initialisation, logging through `logging`, devices."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _DEVICE_TYPES = {0: "CPU", 1: "GPU", 2: "integrated GPU", 3: "accelerator"}
 
 @dataclass(frozen=True)
 class Device:
-    """A compute device, with ggml's name. Memory in bytes; both sizes are 0 where the driver does not report them."""
+    """A compute device, with ggml's name. Memory in bytes; both sizes are 0 if the driver does not report them."""
 
     name: str
     description: str
@@ -38,12 +38,12 @@ class Device:
 
 
 def _kind(lib: ctypes.CDLL, handle: int) -> str:
-    """llama.cpp takes devices of RPC workers for GPUs, whatever they are."""
+    """llama.cpp treats devices of RPC workers as GPUs, whatever they are."""
     return "remote" if is_remote(handle) else _DEVICE_TYPES.get(lib.ggml_backend_dev_type(handle), "other")
 
 
 class _LogRouter:
-    """Assembles the fragments that llama.cpp logs into lines, and logs these."""
+    """Assembles the fragments logged by llama.cpp into lines, and logs these."""
 
     def __init__(self) -> None:
         self.callback = C.llama_log_callback(self._receive)  # kept alive here: C holds no reference to it
@@ -89,7 +89,7 @@ class Backend:
             load_backends()
         found = next(filter(None, map(_VARIANT.search, lines)), None)
         self.cpu_variant = found[1] if found else None
-        """The kernels that a portable build has chosen for this CPU ("haswell", "zen4"); None in other builds."""
+        """The kernels chosen by a portable build for this CPU ("haswell", "zen4"); None in other builds."""
         C.llama_backend_init()
 
     def _end_log(self) -> None:
@@ -102,7 +102,7 @@ class Backend:
             return _the_backend()
 
     def on_abort(self, write: Callable[[str], object]) -> None:
-        """`write` gets the sentence with which ggml aborts this process, right before it does: a failed assertion."""
+        """`write` gets ggml's message, such as a failed assertion, right before it aborts this process."""
 
         def aborting(message: bytes) -> None:
             text = message.decode("utf-8", "replace")
@@ -129,7 +129,7 @@ class Backend:
 
     @contextlib.contextmanager
     def lines(self) -> Iterator[list[str]]:
-        """Collects all lines, of every level, that llama.cpp logs on this thread. They are sent to `logging` too."""
+        """Collects all lines, of every level, that llama.cpp logs on this thread. They are also sent to `logging`."""
         lines: list[str] = []
         self._router.copied[threading.get_ident()] = lines
         try:
@@ -138,15 +138,15 @@ class Backend:
             del self._router.copied[threading.get_ident()]
 
     def devices(self) -> list[Device]:
-        """All devices that the library can compute on, with their free memory now; of RPC workers, those of models that
-        are loaded."""
+        """All devices that the library can compute on, with their current free memory; for RPC workers, only those of
+        loaded models."""
         lib = ggml()
         handles = map(lib.ggml_backend_dev_get, range(lib.ggml_backend_dev_count()))
         return [self._device(lib, handle) for handle in handles if is_reachable(handle)]
 
     @staticmethod
     def gpu(number: int) -> int | None:
-        """ggml's pointer to a GPU of this machine, by its number; None if there is none."""
+        """ggml's pointer to a GPU of this machine, by number; None if it does not exist."""
         lib = ggml()
         handles = map(lib.ggml_backend_dev_get, range(lib.ggml_backend_dev_count()))
         gpus = [handle for handle in handles if "GPU" in _kind(lib, handle)]

@@ -22,8 +22,8 @@ def builtin_template_names() -> tuple[str, ...]:
 def apply_builtin_template(name: str, messages: Sequence[tuple[str, str]], add_generation_prompt: bool) -> str:
     """The prompt for a conversation, without the BOS token unless the template itself writes it.
 
-    `messages`: pairs of a role and a text. Raises `InvalidRequest` for text with a null character, at which C would
-    end it, and `LlamaError` for a name that there is not.
+    `messages`: pairs of a role and a text. Raises `InvalidRequest` for text with a null character, which would end it
+    in C, and `LlamaError` for an unknown name.
     """
     pairs = [(role.encode(errors="replace"), text.encode(errors="replace")) for role, text in messages]
     for i, pair in enumerate(pairs):

@@ -65,7 +65,7 @@ class Context:
         is_head: bool = False,
         target: Context | None = None,
     ) -> None:
-        """Raises `OutOfRange` for bad sizes and `LlamaError` when llama.cpp cannot allocate the context.
+        """Raises `OutOfRange` for invalid sizes and `LlamaError` if llama.cpp cannot allocate the context.
 
         `pooling`: a decode computes one vector for each sequence (none: for each token) instead of logits. Pooling and
         non-causal attention need the whole sequence in one ubatch, so `n_ubatch` becomes `n_batch` and the layout
@@ -124,10 +124,10 @@ class Context:
             )
 
     def reopen(self, *, n_ctx: int, kv_unified: bool, flash_attn: FlashAttention = "auto") -> None:
-        """Frees the context, then makes it again with another layout. All sequences are empty, no adapter applies.
+        """Frees the context, then recreates it with another layout. All sequences are empty, and no adapter is applied.
 
-        Backend sampling is off. Two KV caches are never held at once. Raises as the constructor does; the context is
-        closed then, and `reopen` may be called again.
+        Backend sampling is off. Two KV caches never exist at once. Raises as the constructor does; the context is then
+        closed, and `reopen` may be called again.
         """
         _check_sizes(self.n_seq_max, n_ctx=n_ctx)
         self.close()
@@ -135,7 +135,7 @@ class Context:
         all_cells = not (self.is_pooled or self._is_recurrent or self._n_swa)
         has_extra_ids = kv_unified and all_cells and self.n_seq_max < max_ids
         params.n_ctx, params.n_seq_max = n_ctx, self.n_seq_max + has_extra_ids
-        # llama.cpp asserts that the output buffer holds a row for each seq_id; 0: a row for each token of a batch.
+        # llama.cpp asserts that the output buffer holds a row per seq_id; 0: a row per token of a batch.
         params.n_outputs_max = params.n_seq_max if params.n_seq_max > params.n_batch else 0
         params.n_threads = params.n_threads_batch = self._n_threads
         params.flash_attn_type, params.kv_unified = _FLASH_ATTENTION[flash_attn], kv_unified
@@ -152,7 +152,7 @@ class Context:
         self.kv_unified = kv_unified
         self.n_ctx: int = C.llama_n_ctx(self._handle)
         self.n_ctx_seq: int = C.llama_n_ctx_seq(self._handle)
-        """Cells that one sequence may take."""
+        """Maximum cells of one sequence."""
         self.n_batch: int = C.llama_n_batch(self._handle)
         self.n_ubatch: int = C.llama_n_ubatch(self._handle)
         self.n_seq_ids: int = max_ids - 1 if has_extra_ids else self.n_seq_max
@@ -160,7 +160,7 @@ class Context:
         # Some models have a table of n_ctx_train positions.
         self._n_positions = min(self.n_ctx_seq, model.n_ctx_train)
         self.flash_attn: FlashAttention = flash_attn
-        """As it was asked for."""
+        """As requested."""
         if self.gives_hidden_rows:
             self.give_hidden_rows(self._row_layers)
         self._memory = C.llama_get_memory(self._handle)  # None for BERT; llama.cpp's functions accept it
@@ -177,27 +177,27 @@ class Context:
 
     @property
     def n_rollback(self) -> int:
-        """How many of its last tokens `remove` can take from a sequence at most, where memory is not all cells."""
+        """The maximum number of last tokens that `remove` can remove from a sequence, if memory is not only cells."""
         return self._rollback.n
 
     @property
     def has_streams(self) -> bool:
-        """Whether each seq_id has memory of its own: llama.cpp computes only rows of consecutive seq_ids together."""
+        """Whether each seq_id has its own memory: llama.cpp only computes rows of consecutive seq_ids together."""
         return not self.kv_unified or self._is_recurrent
 
     @property
     def n_window(self) -> int:
-        """Tokens of the sliding window; 0: there is none."""
+        """Tokens of the sliding window; 0: no window."""
         return self._n_swa
 
     @property
     def has_states(self) -> bool:
-        """Whether a sequence has recurrent states, beside cells or alone."""
+        """Whether a sequence has recurrent states, with or without cells."""
         return self._is_recurrent
 
     @property
     def shares_cells(self) -> bool:
-        """Whether a sequence can hold the first cells of another one (`share_cells`)."""
+        """Whether a sequence can share the first cells of another one (`share_cells`)."""
         return self.kv_unified and self.model.architecture not in _WHOLE_COPIES
 
     @property
@@ -230,9 +230,10 @@ class Context:
             self._n_threads = n
 
     def decode_vectors(self, batch: EmbeddingBatch, *, causal: bool) -> None:
-        """Computes vectors of pictures or sound, as `decode` does tokens; there are no logits.
+        """Computes vectors of images or audio, as `decode` does for tokens, but without logits.
 
-        `causal`: each sees only those before it. False: all of the batch see each other; it must fit into a ubatch.
+        `causal`: each attends only to earlier ones. False: all vectors of the batch, which must fit into a ubatch,
+        attend to each other.
         """
         if causal:
             self.decode(batch)
@@ -250,8 +251,8 @@ class Context:
     def decode(self, batch: Batch) -> None:
         """Computes the batch and waits for the device, without the GIL.
 
-        Raises `OutOfRange` for a bad batch, before it reaches C; `CacheFull` when too few cells are free (nothing has
-        changed then); `DecodeFailed` for any other error.
+        Raises `OutOfRange` for an invalid batch, before it reaches C; `CacheFull` if too few cells are free (nothing
+        has changed then); `DecodeFailed` for any other error.
         """
         self._check(batch)
         self._n_outputs = 0
@@ -278,7 +279,7 @@ class Context:
         self._n_decoded = struct.n_tokens
 
     def _parts(self, batch: Batch) -> list[Part]:
-        """The parts of a batch that are decoded one after the other (`llama_batch`); mostly it is one."""
+        """The parts of a batch that are decoded one after another (`llama_batch`); usually a single one."""
         model = self.model
         alone = model.architecture in SEQUENCES_ALONE
         whole = self.is_pooled or self.backend_sampling or isinstance(batch, EmbeddingBatch) or self._is_head
@@ -287,7 +288,7 @@ class Context:
         return single_ubatches(batch, self.n_ubatch, equal_runs=self.has_streams, alone=alone)
 
     def _decode_parts(self, batch: Batch, parts: list[Part]) -> None:
-        """Decodes the parts, and gathers their rows of logits."""
+        """Decodes the parts, and collects their rows of logits."""
         n, all_rows = batch.n_tokens, self.model.architecture in ALL_ROWS
         wanted = batch.wants_logits[:n].astype(bool)
         rows = [np.empty((0, self._n_vocab), np.float32)]
@@ -579,7 +580,8 @@ class Context:
             raise LlamaError(f"no free cells to restore {state.n_tokens} tokens into sequence {seq_id}")
 
     def save_part(self, seq_id: int) -> SequenceState:
-        """Copies what cannot be truncated of a sequence to host memory: cells of sliding windows, recurrent states.
+        """Copies the part of a sequence that cannot be truncated to host memory: cells of sliding windows, recurrent
+        states.
 
         Raises `LlamaError` if the memory has no such part.
         """
@@ -609,10 +611,11 @@ class Context:
             raise OutOfRange(f"sequence {seq_id} has {n_had} tokens and cannot be truncated to {n}")
 
     def first_cut(self, seq_id: int) -> int:
-        """The fewest positions to which `cut` can truncate a sequence now: their window still has all of its cells.
+        """The minimum positions to which `cut` can currently truncate a sequence: their window still has all of its
+        cells.
 
-        Later decodes, and parts that are restored, take cells from behind the window; then more are needed. With
-        recurrent states it is a number that no sequence has.
+        Later decodes, and restored parts, take cells from before the window; then the minimum rises. With recurrent
+        states, it is larger than any sequence.
         """
         if self._is_recurrent:
             return _NEVER
@@ -662,7 +665,7 @@ class Context:
         return bool(n == data.size)
 
     def read_state(self, data: npt.NDArray[np.uint8], form: Mapping[str, Any]) -> SequenceState:
-        """The state that had this `data` and `form`. The caller knows that it is of this model."""
+        """The state with this `data` and `form`, which must belong to this model."""
         return SequenceState(data, model_key=self._model_key, **form)
 
     @property
@@ -691,7 +694,7 @@ class Context:
         return self._memory
 
     def close(self) -> None:
-        """Frees the context. A second call does nothing."""
+        """Frees the context. Repeated calls do nothing."""
         if self._handle is not None:
             C.llama_free(self._handle)
             self._handle = self._memory = None

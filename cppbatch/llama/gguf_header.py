@@ -62,7 +62,7 @@ def check_metadata(path: Path) -> None:
 
 
 def architecture_of(path: Path) -> str | None:
-    """The architecture that a file names: "llama"; "clip" for a projector of pictures or sound. None if it names none.
+    """The architecture in a file: "llama"; "clip" for a projector for images or audio. None if it is missing.
 
     Reads only the header. Raises `ModelError` if that fails.
     """
@@ -70,13 +70,13 @@ def architecture_of(path: Path) -> str | None:
 
 
 def text_of(path: Path, key: str) -> str | None:
-    """A text of the metadata of a file; None if it has none of this key. Raises `ModelError` if it cannot be read."""
+    """A text in a file's metadata; None if the key is missing. Raises `ModelError` if the file cannot be read."""
     with _header(path) as (lib, header):
         return _text(lib, header, key)
 
 
 def number_of(path: Path, key: str) -> float | None:
-    """A number of the metadata of a file's architecture; None if it has none of this key. Raises as `text_of`."""
+    """A number in the metadata of a file's architecture; None if the key is missing. Raises as `text_of`."""
     with _header(path) as (lib, header):
         return dict(_numbers(lib, header)).get(key)
 

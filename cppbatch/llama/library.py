@@ -1,4 +1,4 @@
-"""Loads llama_cpp when its first function is needed, and checks that it is the version these wrappers are written for.
+"""Loads llama_cpp on first use of a function, and checks that it is the version these wrappers are written for.
 
 llama.cpp adds and renames functions between patch releases of llama-cpp-python, so a mismatch is reported when the
 library is loaded instead of failing later in the middle of a request. Importing this package loads nothing: the

@@ -187,7 +187,7 @@ def single_ubatches(batch: Batch, n_ubatch: int, *, equal_runs: bool, alone: boo
 
 
 # --- embedding batch -------------------------------------------------------------------------------------------------
-# The `llama_batch` of a decode of pictures and sound: vectors in place of tokens.
+# The `llama_batch` of a decode of images and audio: vectors instead of tokens.
 
 
 FloatArray = npt.NDArray[np.float32]

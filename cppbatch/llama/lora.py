@@ -1,4 +1,4 @@
-"""LoRA adapters: small matrices that are added to a model's own, each with a scale."""
+"""LoRA adapters: small matrices added to a model's own, each with a scale."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Encodes pictures and sound into vectors that a text model takes in place of token embeddings: llama.cpp's mtmd."""
+"""Encodes images and audio into vectors that a text model takes instead of token embeddings: llama.cpp's mtmd."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ Int32Array = npt.NDArray[np.int32]
 FloatArray = npt.NDArray[np.float32]
 
 _KINDS: dict[int, Modality] = {1: "image", 2: "audio"}  # mtmd_input_chunk_type; 0 is text
-_LEAST_SAMPLES = 2  # mtmd asserts that a sound is longer than one
+_LEAST_SAMPLES = 2  # mtmd asserts that audio has more than one
 _TEXT_ONLY = f"leave out {named('mmproj')}; for a model from the hub, add --no-mmproj"
 _UNSUPPORTED = {
     "deepseek4v": "DeepSeek-V4 image tokens depend on the preceding tokens, so prefixes cannot be shared",
     "hunyuanvl": "HunyuanVL image positions depend on the number of preceding images",
 }
-"""Projector types with which tokens of a picture depend on more than the picture."""
+"""Projector types for which an image's tokens depend on more than the image."""
 
 
 @functools.cache
@@ -51,7 +51,7 @@ def _mtmd() -> Any:
 
 
 def has_mtmd() -> bool:
-    """Whether this build of llama-cpp-python encodes pictures and sound."""
+    """Whether this build of llama-cpp-python can encode images and audio."""
     try:
         return _mtmd() is not None
     except LibraryError:
@@ -59,7 +59,7 @@ def has_mtmd() -> bool:
 
 
 class MediaChunk:
-    """A part of a split picture or sound: text tokens around it, or a piece that is encoded.
+    """A part of a split image or audio clip: text tokens around it, or a piece to encode.
 
     `kind`: None for text. `tokens`: int32[n_tokens] of text; empty for another kind. `is_whole`: its tokens see each
     other, so they must be computed together, without a causal mask. `positions`: int32[4, n_tokens], where tokens have
@@ -131,9 +131,9 @@ class MediaEncoder:
         self.modalities: tuple[Modality, ...] = tuple(kind for kind, supports in kinds if supports(self._handle))
         """What it encodes."""
         self.sample_rate = max(0, int(mtmd.mtmd_get_audio_sample_rate(self._handle)))
-        """Samples a second of sounds; 0 without "audio"."""
+        """Audio samples per second; 0 without "audio"."""
         self.images_are_whole = "image" in self.modalities and bool(mtmd.mtmd_decode_use_non_causal(self._handle, None))
-        """Whether all tokens of a picture must be computed together (`MediaChunk.is_whole`)."""
+        """Whether all tokens of an image must be computed together (`MediaChunk.is_whole`)."""
 
     @property
     def handle(self) -> Any:
@@ -143,7 +143,7 @@ class MediaEncoder:
         return self._handle
 
     def split_image(self, pixels: npt.NDArray[np.uint8]) -> list[MediaChunk]:
-        """The chunks of a picture, uint8[height, width, 3] in RGB. Raises `LlamaError` if mtmd cannot prepare it."""
+        """The chunks of an image, uint8[height, width, 3] in RGB. Raises `LlamaError` if mtmd cannot prepare it."""
         height, width, n_channels = pixels.shape
         if "image" not in self.modalities or n_channels != 3 or not (height and width):
             raise LlamaError(f"an image of {width} x {height} pixels with {n_channels} channels cannot be encoded")
@@ -152,12 +152,12 @@ class MediaEncoder:
         return self._split(self._mtmd.mtmd_bitmap_init(width, height, data))
 
     def image_tokens(self) -> int:
-        """Vectors of the largest piece of a square picture."""
+        """Vectors of the largest piece of a square image."""
         chunks = self.split_image(np.zeros((1024, 1024, 3), np.uint8))
         return max(chunk.n_tokens for chunk in chunks if chunk.kind)
 
     def split_audio(self, samples: FloatArray) -> list[MediaChunk]:
-        """The chunks of a sound, float32[n] at `sample_rate`, one channel. Raises `LlamaError` as `split_image`."""
+        """The chunks of audio, float32[n] at `sample_rate`, one channel. Raises `LlamaError` as `split_image`."""
         if "audio" not in self.modalities or len(samples) < _LEAST_SAMPLES or not np.isfinite(samples).all():
             raise LlamaError(f"audio of {len(samples)} samples cannot be encoded")
         samples = np.ascontiguousarray(samples, np.float32)
@@ -221,7 +221,7 @@ class MediaEncoder:
 
 
 def _relative_positions(handle: int, kind: Modality, n: int) -> Int32Array:
-    """Time, row, column and 0 of each of `n` vectors, int32[4, n]. Sound has the same number in all three."""
+    """Time, row, column and 0 of each of `n` vectors, int32[4, n]. Audio has the same number in all three."""
     positions = np.zeros((4, n), np.int32)
     if kind == "audio":
         positions[:3] = np.arange(n, dtype=np.int32)
@@ -235,7 +235,7 @@ def _relative_positions(handle: int, kind: Modality, n: int) -> Int32Array:
 
 
 def _check_file(path: Path) -> None:
-    """Raises `ModelError` for a file that is certainly no projector that can be used."""
+    """Raises `ModelError` for a file that is certainly not a usable projector."""
     if not path.is_file():
         raise ModelError(f"{named('mmproj')}: projector file not found: {path}")
     architecture = architecture_of(path)

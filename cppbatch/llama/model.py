@@ -35,7 +35,7 @@ class _Closeable(Protocol):
 
 
 def _check_device(device: int) -> None:
-    """Raises `ModelError` if there is no GPU of this number: llama.cpp would use the CPU without a warning."""
+    """Raises `ModelError` if there is no GPU with this number: llama.cpp would use the CPU without a warning."""
     gpus = [gpu.name for gpu in Backend.get().devices() if "GPU" in gpu.kind]
     if device >= len(gpus):
         raise ModelError(
@@ -213,7 +213,7 @@ class Model:
 
     @property
     def n_dimensions(self) -> int:
-        """Positions of each vector in a batch: 4 with M-RoPE (Qwen2-VL and later), where a picture has rows and
+        """Positions of each vector in a batch: 4 with M-RoPE (Qwen2-VL and later), where an image has rows and
         columns; else 1, as of each token of text."""
         return 4 if C.llama_model_rope_type(self.handle) in _MROPE_TYPES else 1
 

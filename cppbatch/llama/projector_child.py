@@ -1,4 +1,4 @@
-"""The child process that tries a projector: loads it and encodes the smallest picture and sound. It may crash."""
+"""The child process that tests a projector: loads it and encodes a minimal image and audio clip. It may crash."""
 
 from __future__ import annotations
 

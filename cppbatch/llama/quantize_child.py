@@ -1,4 +1,4 @@
-"""The child process that writes a model again: llama.cpp's quantiser cannot be interrupted, and may abort."""
+"""The child process that rewrites a model: llama.cpp's quantiser cannot be interrupted, and may abort."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def main() -> None:
 
 
 # --- quantize --------------------------------------------------------------------------------------------------------
-# Writing a model file again with other types of weights, by llama.cpp's quantiser.
+# Rewrites a model file with other types of weights, with llama.cpp's quantiser.
 
 
 def quantize(source: Path, target: Path, default: str, overrides: Mapping[str, str] | None = None) -> Path:
@@ -38,7 +38,7 @@ def quantize(source: Path, target: Path, default: str, overrides: Mapping[str, s
 
     `default`: a type of ggml or a file type of llama.cpp ("Q8_0", "Q4_K_S"). `overrides`: {tensor: its type}, for
     tensors that get another one. A tensor that has its type already is copied byte for byte, like vectors and the small
-    matrices that llama.cpp never quantises. A matrix whose rows are no multiple of a type's block gets llama.cpp's
+    matrices that llama.cpp never quantises. A matrix whose rows are not a multiple of a type's block gets llama.cpp's
     replacement for that type. The call cannot be interrupted, and a broken file may abort the process. Raises
     `ModelError` with llama.cpp's reason, ValueError for an unknown type.
     """

@@ -154,9 +154,9 @@ def _local_devices(library: ctypes.CDLL) -> dict[str, int]:
 
 
 def _watch_clients(port: int) -> None:
-    """Lets connections end whose engine's machine is gone: llama.cpp would serve them, and nobody else, for ever.
+    """Ends connections whose engine's machine is gone: llama.cpp would serve only them forever.
 
-    The connections inherit it from the socket that listens, as soon as there is that one.
+    Connections inherit this from the listening socket, once it exists.
     """
     while not _end_when_silent(_own_port, port):
         time.sleep(_POLL_S)

@@ -81,7 +81,7 @@ class SamplerChain:
         return self._drop()
 
     def top_k(self, k: int) -> SamplerChain:
-        """Keeps the k likeliest tokens."""
+        """Keeps the k most likely tokens."""
         return self._add(lambda: C.llama_sampler_init_top_k(k))
 
     def typical_p(self, p: float) -> SamplerChain:
@@ -90,12 +90,12 @@ class SamplerChain:
         return self._drop()._add(lambda: C.llama_sampler_init_typical(p, _MIN_KEEP))
 
     def top_p(self, p: float) -> SamplerChain:
-        """Keeps the likeliest tokens whose probabilities sum to p."""
+        """Keeps the most likely tokens whose probabilities sum to p."""
         _finite(p)
         return self._add(lambda: C.llama_sampler_init_top_p(p, _MIN_KEEP))
 
     def min_p(self, p: float) -> SamplerChain:
-        """Keeps tokens at least p times as likely as the likeliest."""
+        """Keeps tokens at least p times as likely as the most likely one."""
         _finite(p)
         return self._add(lambda: C.llama_sampler_init_min_p(p, _MIN_KEEP))
 
@@ -119,7 +119,7 @@ class SamplerChain:
         return self._add_seeded(lambda seed: C.llama_sampler_init_dist(_seed(seed)))
 
     def greedy(self) -> SamplerChain:
-        """Selects the likeliest token."""
+        """Selects the most likely token."""
         return self._add(C.llama_sampler_init_greedy)
 
     def mirostat(self, tau: float, eta: float, seed: int) -> SamplerChain:

@@ -1,4 +1,4 @@
-"""The keys and values of one sequence in host memory, and how they are carried between the layouts of the KV cache.
+"""The keys and values of a sequence in host memory, and their conversion between the layouts of the KV cache.
 
 What `llama_state_seq_get_data` writes (llama-kv-cache.cpp: `state_write`; numbers are uint32 unless noted):
 
@@ -41,9 +41,9 @@ class SequenceState:
 
     data: Bytes
     n_tokens: int
-    """Positions that it takes: tokens, unless a picture takes fewer."""
+    """The number of its positions: one per token, but an image may have fewer."""
     model_key: tuple[object, ...]
-    """What must be equal in the context that restores it."""
+    """The properties that must be equal in the context that restores it."""
     n_streams: int
     stream: int
     """The stream that had the cells."""
@@ -60,7 +60,7 @@ class SequenceState:
 
     @property
     def form(self) -> dict[str, object]:
-        """What `Context.read_state` must know besides `data`."""
+        """The information that `Context.read_state` needs in addition to `data`."""
         return {
             "n_tokens": self.n_tokens,
             "n_streams": self.n_streams,
@@ -71,7 +71,7 @@ class SequenceState:
         }
 
     def for_context(self, n_streams: int, flash_attn: FlashAttention) -> Bytes:
-        """The state as a context with so many streams would have written it.
+        """The state as written by a context with this many streams.
 
         Raises `OutOfRange` for a state of another form than described above, as other kinds of memory have.
         """
@@ -141,7 +141,7 @@ def _words(*numbers: int) -> Bytes:
 
 
 # --- rollback --------------------------------------------------------------------------------------------------------
-# Which of the last tokens of a sequence can be removed where memory is not all cells: those of wrong drafts.
+# Which of a sequence's last tokens, those of wrong drafts, can be removed if memory is not only cells.
 #
 # - Recurrent states: llama.cpp keeps a snapshot of the state before each of the last tokens (`n_rs_seq`), beside the
 #   states that a ubatch moves. A later ubatch may move such a state again, without its snapshots.
@@ -164,7 +164,7 @@ of a whole state, mostly tens of MB. They are those of llama.cpp's `llm_arch_sup
 
 
 class Rollback:
-    """What the last decode of a context allows to remove: up to `n` tokens of each sequence."""
+    """The removable tokens after a context's last decode: up to `n` tokens per sequence."""
 
     def __init__(self, n: int, *, any_lengths: bool, any_seq_ids: bool) -> None:
         """How llama.cpp splits a batch into ubatches. `any_lengths`: one ubatch may have more tokens of one sequence
@@ -176,7 +176,7 @@ class Rollback:
         self._pending: set[int] = set()
 
     def decoded(self, batch: Batch, n_ubatch: int) -> None:
-        """The last decode is that of `batch`."""
+        """Records `batch` as the last decode."""
         if not self.n:
             return
         runs = [(seq_id, len(list(run))) for seq_id, run in groupby(batch.seq_ids[: batch.n_tokens].tolist())]
@@ -188,21 +188,21 @@ class Rollback:
             self._removable.clear()
 
     def removable(self, seq_id: int) -> int:
-        """How many of the last tokens of a sequence can be removed."""
+        """The number of a sequence's last tokens that can be removed."""
         return self._removable.get(seq_id, 0)
 
     def removed_part(self, seq_id: int) -> None:
-        """The last tokens of a sequence were removed; llama.cpp removes no more until it has decoded some."""
+        """Records that a sequence's last tokens were removed; no more can be removed until it decodes some."""
         del self._removable[seq_id]
         self._pending.add(seq_id)
 
     def removed(self, seq_id: int) -> None:
-        """A whole sequence was removed."""
+        """Records that a whole sequence was removed."""
         self._removable.pop(seq_id, None)
         self._pending.discard(seq_id)
 
     def moved(self) -> None:
-        """States were copied or restored: they may be shared now, or have other places."""
+        """Records that states were copied or restored: they may now be shared or in other places."""
         self._removable.clear()
 
     def is_pending(self, seq_id: int) -> bool:

@@ -78,12 +78,13 @@ class Vocab:
         tokens = _read_tokens(handle, self.n_tokens, path)
         drops_spaces = C.llama_vocab_type(handle) in (_VOCAB_TYPE_WPM, _VOCAB_TYPE_UGM)
         self.longest_piece: int = max(_MAX_WORD_BYTES if drops_spaces else 1, tokens.longest)
-        """The most bytes of text that one token represents."""
+        """Maximum bytes of text in one token."""
         self._special_splitter, self._plain_splitter = _splitters(tokens.special)
         self.eog = tokens.eog
         """Ids of all tokens that end a generation."""
         self.markers = _markers(self.n_tokens, tokens.special)
-        """Which tokens only a chat template writes, bool[n_tokens]: control tokens, and `<...>` added by hand."""
+        """Which tokens are only written by chat templates, bool[n_tokens]: control tokens, and `<...>` added by
+        hand."""
         self.suppressed = _suppressed(handle)
         """Ids that must never be sampled, according to the model file."""
         self._pieces: dict[tuple[int, bool], bytes] = {}
@@ -161,7 +162,7 @@ class Vocab:
         return piece
 
     def text(self, token: int) -> str:
-        """The text of a token, also of control tokens ("<|im_end|>"); "" for an id outside the vocabulary (-1)."""
+        """The text of a token, including control tokens ("<|im_end|>"); "" for an id outside the vocabulary (-1)."""
         return self.piece(token, special=True).decode("utf-8", "replace") if 0 <= token < self.n_tokens else ""
 
     def is_user_defined(self, token: int) -> bool:

@@ -221,13 +221,13 @@ def _text(piece: bytes) -> str:
 class TemplateHandler:
     """Answers conversations with a chat template.
 
-    With tools, a response format or pictures, the answer is parsed: calls become `tool_calls`, reasoning becomes
+    With tools, a response format or images, the answer is parsed: calls become `tool_calls`, reasoning becomes
     `reasoning_content`. Otherwise the content is all that the model writes, as in llama-cpp-python.
     """
 
     def __init__(self, template: str | None, *, plain: Any = None, images: Any = None) -> None:
-        """`template`: None is the model's own. `plain`: another handler, for what needs no parsing. `images`: a
-        llama-cpp-python handler, which says where pictures come from."""
+        """`template`: None: the model's own. `plain`: another handler, for answers that need no parsing. `images`: a
+        llama-cpp-python handler, which resolves images."""
         self._template, self._plain, self._images = template, plain, images
 
     def __call__(
@@ -283,8 +283,8 @@ class TemplateHandler:
         return answer.chunks(kept) if stream else answer.whole(kept)
 
     def _with_images(self, messages: list[Json]) -> list[Json]:
-        """The conversation as a handler for pictures shows it: with its system message, the pictures before the text
-        where its format has them so, and their bytes in place of addresses."""
+        """The conversation as rendered by an image handler: with its system message, images before the text if its
+        format requires it, and their bytes instead of URLs."""
         handler = self._images
         system = getattr(handler, "DEFAULT_SYSTEM_MESSAGE", None)
         if system and not any(message["role"] == "system" and message["content"] for message in messages):

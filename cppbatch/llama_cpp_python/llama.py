@@ -178,7 +178,7 @@ class Llama(_ORIGINAL):  # type: ignore[misc]  # mypy does not follow imports of
     def _choose_chat_format(self) -> None:
         """As the original: a format by name, the templates of the file, or "llama-2".
 
-        Where the caller chose none, the model's own template serves tools, response formats and pictures.
+        If the caller did not choose one, the model's own template is used for tools, response formats and images.
         """
         handlers: dict[str, Any] = {}
         self._chat_handlers = handlers

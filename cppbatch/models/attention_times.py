@@ -1,4 +1,4 @@
-"""What attention costs on this CPU by cache types and flash attention: timed in a child process, and cached."""
+"""The cost of attention on this CPU by cache types and flash attention, timed in a child process and cached."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from cppbatch.models.kernels import interpolate
 log = logging.getLogger("cppbatch.kernels")
 
 PIECE = 64
-"""The tokens of a prompt whose attention is timed together: ggml has a kernel for so many."""
+"""Prompt tokens whose attention is timed together: ggml has a kernel for this number."""
 _TIMEOUT_S = 60
 _PAD = 256
 _OTHER_ATTENTION = (
@@ -63,13 +63,14 @@ class Shape(msgspec.Struct, frozen=True):
 
 
 class AttentionTask(msgspec.Struct, frozen=True):
-    """What is timed."""
+    """The configuration to time."""
 
     shape: Shape
     kv_layout: KvLayout
-    """unified, or per-sequence."""
+    """`unified` or `per-sequence`."""
     n_parallel: int
-    """Sequences. In the per-sequence layout at most 2: each takes the same time, and one alone has other kernels."""
+    """Sequences; at most 2 in the per-sequence layout: each takes the same time, and a single one uses other
+    kernels."""
     n_memory: int
     """Cells of the memory of each stream; of all sequences in the unified layout."""
 
@@ -82,12 +83,12 @@ class AttentionTimes(msgspec.Struct, frozen=True):
     has_amx: bool = False
 
     def decode_s(self, attention: Attention, n_cells: float) -> float:
-        """Seconds of one layer for a decode row of one of the sequences, each with so many cells. Beyond the longest
-        context that was timed, time grows as between the two longest: each cell is read once."""
+        """Seconds of one layer for a decode row of a sequence, each with this many cells. Extrapolates linearly beyond
+        the longest timed context, since each cell is read once."""
         return _at(self.decode[attention.name], _read(attention, n_cells))
 
     def prefill_s(self, attention: Attention, n_cells: float) -> float:
-        """The same for one of `PIECE` tokens of a prompt, the last of which is in that cell."""
+        """The same for one of `PIECE` prompt tokens, the last of which is in this cell."""
         return _at(self.prefill[attention.name], _read(attention, n_cells))
 
 
@@ -103,7 +104,7 @@ def _at(seconds: Mapping[int, float], n_cells: float) -> float:
 
 
 def attention_shape(path: Path) -> Shape | None:
-    """The heads of a model whose layers all have plain attention over all cells; None for any other.
+    """The heads of a model whose layers all have plain attention over all cells; None for other models.
 
     Raises `ModelError` if the file cannot be read.
     """

@@ -1,7 +1,7 @@
 """The header of a GGUF file: its metadata, and the name, type and shape of every tensor.
 
 The gguf package makes an array of every token, which takes seconds for a large vocabulary; this takes milliseconds.
-Nor is it imported for its table of types: that takes as long as reading the headers of ten models.
+The gguf package is not even imported for its table of types, which takes as long as reading ten headers.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ class WeightType(NamedTuple):
     number: int
     """In files."""
     block: int
-    """Weights that are stored together."""
+    """Weights per block."""
     n_bytes: int
-    """Of a block."""
+    """Bytes per block."""
 
 
 WEIGHT_TYPES = {name: WeightType(*each) for name, each in {
@@ -69,17 +69,17 @@ class TensorInfo(NamedTuple):
 
 
 class FileHeader(NamedTuple):
-    """What stands in a GGUF file before the weights."""
+    """The part of a GGUF file before the weights."""
 
     metadata: dict[str, Any]
-    """Numbers, truth values, texts, and tuples of numbers. Of an array of texts: its length."""
+    """Numbers, booleans, texts, and tuples of numbers; for an array of texts, its length."""
     tensors: list[TensorInfo]
 
 
 def read_header(path: Path) -> FileHeader:
-    """Reads the header, of an unchanged file once. Raises `ModelError` if the file is not GGUF, damaged, or cut off.
+    """Reads the header, once per unchanged file. Raises `ModelError` if the file is not GGUF, damaged, or truncated.
 
-    The result is shared: it must not be changed.
+    The result is shared and must not be modified.
     """
     check_file(path)
     return _read(path, file_stamp(path))
@@ -96,7 +96,7 @@ def _read(path: Path, _stamp: tuple[int, ...]) -> FileHeader:
 
 def read_integers(path: Path, name: str) -> npt.NDArray[np.int64]:
     """The numbers of a tensor of the type I64. Raises `ModelError` as `read_header`, and if the file has none."""
-    import numpy as np  # takes longer than reading a header, which needs none
+    import numpy as np  # slower than reading a header, which does not need it
 
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
         reader = _Reader(data)
@@ -114,7 +114,7 @@ class _Reader:
     def __init__(self, data: mmap.mmap) -> None:
         self._data, self._at = data, 4
         self.starts: dict[str, int] = {}
-        """Where each tensor begins in the file, once `header` was read."""
+        """The start of each tensor in the file, once `header` has been read."""
         little = (
             struct.unpack_from("<I", data, 4)[0] & 0xFFFF
         )  # the version; a file of the other byte order has it last
@@ -139,7 +139,7 @@ class _Reader:
         return FileHeader(metadata, [tensor for tensor, _ in tensors])
 
     def _tensor(self) -> tuple[TensorInfo, int]:
-        """A tensor, and where it ends in the part with the weights; `starts` has where it begins there."""
+        """A tensor, and its end in the weights section; `starts` has its start there."""
         name = self._text()
         shape = tuple(self._number("Q") for _ in range(self._number("I")))
         number, offset = self._number("I"), self._number("Q")

@@ -1,4 +1,4 @@
-"""The folder of models, the files of a model, and a first check of a file."""
+"""The models folder, the files of a model, and a basic check of a file."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def models_in(folder: Path) -> list[Path]:
 
 
 def models_below(folder: Path) -> list[Path]:
-    """As `models_in`, with those in a folder of their own (NAME/NAME.gguf), as llama-server's router finds them."""
+    """Like `models_in`, including models in their own folder (NAME/NAME.gguf), as in llama-server's router."""
     return _models_like(folder, ("*.gguf", "*/*.gguf", "*/*/*.gguf", "*/*/*/*.gguf"))
 
 
@@ -54,15 +54,15 @@ def _is_shown(path: Path) -> bool:
 
 
 def short_name(path: Path) -> str:
-    """The name of a model in lists: the file's, without its ending and the number of a part."""
+    """The name of a model in lists: the file name without extension and part number."""
     first = _FIRST_PART.match(path.name)
     return first[1] if first else path.stem
 
 
 def named_model(folder: Path, name: str) -> Path | None:
-    """The model in a folder that has this short name, with or without the types of weights at its end.
+    """The model in a folder with this short name, with or without weight types at its end.
 
-    A model and its requantised copies count as one, and the last of these is taken. None: there is none. Raises
+    A model and its requantised copies count as one, and the last of these is returned. None: not found. Raises
     `ModelError` if there are several.
     """
     here, wanted = models_in(folder), name.lower()
@@ -90,7 +90,7 @@ def copy_path(source: Path, types: Iterable[str]) -> Path:
 
 
 def shorter_names(name: str) -> Iterator[str]:
-    """The names that are left of a model's name without the types of weights at its end, one by one.
+    """The shorter names of a model, removing the weight types at its end one by one.
 
     "name.Q4_K_M-Q8_0" gives "name.Q4_K_M" and "name".
     """
@@ -105,7 +105,7 @@ def is_copy(path: Path, source: Path) -> bool:
 
 
 def check_file(path: Path) -> Path:
-    """Returns `path` if it is a GGUF file with weights; raises `ModelError` that says what it is instead."""
+    """Returns `path` if it is a GGUF file with weights; otherwise raises `ModelError` with what it is."""
     try:
         if not path.exists():
             raise ModelError(
@@ -129,6 +129,6 @@ def check_file(path: Path) -> Path:
 
 
 def file_identity(model: Path) -> tuple[int, str]:
-    """What tells a model's file from others without reading all of it: its size, and a digest of its first MiB."""
+    """Identifies a model's file without reading all of it: its size, and a digest of its first MiB."""
     with model.open("rb") as file:
         return model.stat().st_size, hashlib.sha256(file.read(_IDENTITY_BYTES)).hexdigest()

@@ -1,6 +1,6 @@
-"""Models of the Hugging Face hub by name: OWNER/REPO, OWNER/REPO:Q4_K_M, OWNER/REPO:FILE.gguf.
+"""Models on the Hugging Face hub by name: OWNER/REPO, OWNER/REPO:Q4_K_M, OWNER/REPO:FILE.gguf.
 
-The files of a repository are in the folder OWNER/REPO of the models folder, so that what is there needs no network.
+Files of a repository are stored in the folder OWNER/REPO of the models folder, so downloaded models need no network.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ Say = Callable[[str], object]
 
 
 class HubModel(NamedTuple):
-    """A model of the hub."""
+    """A model on the hub."""
 
     repository: str
     """OWNER/REPO."""
     choice: str = ""
-    """A type of weights, or the name of a file, which may be a pattern; "": the usual one."""
+    """A weight type, a file name or a pattern; "": the default."""
 
     def __str__(self) -> str:
         return f"{self.repository}:{self.choice}" if self.choice else self.repository
 
 
 def hub_model(name: str) -> HubModel | None:
-    """The model of the hub that a name means; None if it looks like a file."""
+    """The hub model with this name; None if it looks like a file."""
     found = _NAME.fullmatch(name)
     if not found or (found[3] is None and (name.endswith(".gguf") or Path(found[1]).is_dir())):
         return None
@@ -49,8 +49,8 @@ def hub_model(name: str) -> HubModel | None:
 
 
 def present_file(model: HubModel) -> Path | None:
-    """The model's file in the models folder, if all its parts are there. Without a choice, any file of the repository
-    will do. Raises `ModelError` if a file is damaged."""
+    """The model's file in the models folder, if all its parts exist. Without a choice, any file of the repository is
+    accepted. Raises `ModelError` if a file is damaged."""
     folder = models_folder() / model.repository
     files = sorted(folder.rglob("*.gguf"))
     whole = [path for path in files if not any(is_copy(path, each) for each in files)]
@@ -60,18 +60,18 @@ def present_file(model: HubModel) -> Path | None:
 
 
 def pull_model(model: HubModel, say: Say = lambda line: None) -> Path:
-    """The path of the model's file, which is fetched if it is not there. `say` gets a line before that.
+    """The path of the model's file, downloaded if missing. `say` gets a line before the download.
 
-    The hub's client shows the progress, continues after an interruption, and reads $HF_TOKEN, $HF_ENDPOINT and
+    The hub client shows the progress, resumes interrupted downloads, and reads $HF_TOKEN, $HF_ENDPOINT and
     $HF_HUB_OFFLINE. Raises `ModelError`, and `ConfigError` without the client (the extra `hub`).
     """
     return present_file(model) or check_file(_fetch(model, lambda sizes: _wanted(model, sizes), say)[0])
 
 
 def pull_projector(model: HubModel, say: Say = lambda line: None) -> Path | None:
-    """The path of the projector that belongs to a model, None if there is none. It is fetched if the model is not here.
+    """The path of a model's projector; None: no projector. Downloaded if the model is not local.
 
-    To be called before `pull_model`: so a model that is here has its projector. Raises as `pull_model`.
+    Call this before `pull_model`, so that a local model also has its projector. Raises as `pull_model`.
     """
     if present := present_file(model):
         folder = models_folder() / model.repository
@@ -88,7 +88,7 @@ def pull_projector(model: HubModel, say: Say = lambda line: None) -> Path | None
 
 
 def _fetch(model: HubModel, wanted: Callable[[dict[str, int]], list[str]], say: Say) -> list[Path]:
-    """Fetches the files of a model that `wanted` names out of its repository's, which it gets with their bytes."""
+    """Downloads the files of a model selected by `wanted`, which gets the repository's files with their sizes."""
     require("huggingface_hub", f"downloading {model} from the hub")
     import huggingface_hub as hub
 
@@ -114,10 +114,10 @@ def _fetch(model: HubModel, wanted: Callable[[dict[str, int]], list[str]], say: 
 
 
 def choose_file(files: Iterable[str], choice: str) -> str | None:
-    """The file that `choice` means among those of a repository, of a split model its first part.
+    """The repository file selected by `choice`; for a split model, its first part.
 
-    `choice`: a file, a pattern such as *Q8_0.gguf, or a type of weights; "": Q4_K_M, or else the first file. None:
-    there is no such file.
+    `choice`: a file, a pattern such as *Q8_0.gguf, or a weight type; "": Q4_K_M, or else the first file. None: not
+    found.
     """
     models = sorted((f for f in files if _is_model(f)), key=lambda file: (len(file), file))
     if choice.endswith(".gguf"):
@@ -128,10 +128,10 @@ def choose_file(files: Iterable[str], choice: str) -> str | None:
 
 
 def choose_projector(files: Iterable[str], model: str) -> str | None:
-    """The projector (mmproj) of a model among the files of its repository, as llama.cpp chooses it, if there is one.
+    """The projector (mmproj) of a model among its repository's files, chosen as in llama.cpp, if there is one.
 
-    The one in the nearest folder above the model; of several the one whose weights have most nearly as many bits, so
-    that most models get F16 or BF16 and not F32.
+    The one in the nearest folder above the model; of several, the one with the most similar bits per weight, so that
+    most models get F16 or BF16 rather than F32.
     """
 
     def distance(file: str) -> tuple[int, int, int, str]:

@@ -1,4 +1,4 @@
-"""What a GGUF file is: its metadata, draft models and draft heads, read without loading it."""
+"""Inspects a GGUF file without loading it: metadata, draft models and draft heads."""
 
 from __future__ import annotations
 
@@ -33,20 +33,21 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
     n_head_kv: int | None
     n_vocab: int | None
     draft_heads: int = 0
-    """Layers that draft (MTP), with which speculative decoding may be possible."""
+    """Draft layers (MTP), which may allow speculative decoding."""
     drafts_as: str | None = None
-    """The kind of draft model that the file is, if it is one that reads hidden rows (EAGLE-3, DFlash)."""
+    """The kind of draft model, if the file is one that reads hidden rows (EAGLE-3, DFlash)."""
     tensor_types: dict[str, int]
     """Number of tensors by type, most frequent first."""
     main_type: str
     """The type of most weights."""
     has_chat_template: bool
     pooling: str | None
-    """How a text becomes one vector: mean, cls or last; rank: a reranker. None: mostly a model that generates text."""
+    """How a text becomes one vector: mean, cls or last; rank: a reranker. None: usually a model that generates text."""
 
 
 def inspect_model(path: Path) -> ModelFacts:
-    """Reads metadata and tensor list, of a split model all parts. Raises `ModelError` if a file is not GGUF."""
+    """Reads metadata and tensor list, including all parts of a split model. Raises `ModelError` if a file is not
+    GGUF."""
     parts = model_parts(path)
     headers = [read_header(part) for part in parts]
     metadata, tensors = headers[0].metadata, [tensor for header in headers for tensor in header.tensors]
@@ -120,7 +121,7 @@ _EXPORTS_LAST = frozenset({"deepseek4", "mimo2", "nemotron_h", "nemotron_h_moe"}
 
 
 class DraftFile(NamedTuple):
-    """What the header of an EAGLE-3 or DFlash file says."""
+    """The metadata of an EAGLE-3 or DFlash file."""
 
     kind: RowKind
     layers: tuple[int, ...]

@@ -1,4 +1,4 @@
-"""What the kernels of this CPU mean for a model: types computed row by row, and when batches gain."""
+"""Advice on a model for this CPU's kernels: types computed row by row, and when batches gain."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class KernelReport(msgspec.Struct, frozen=True):
     """One sentence, if another type would be clearly faster in batches."""
 
     def as_json(self) -> dict[str, Any]:
-        """The report with what is derived from the times."""
+        """The report, derived from the times."""
         types = {
             name: {"ms": each.ms, "batch_gain": round(each.batch_gain, 2), "is_batched": each.is_batched}
             for name, each in self.types.items()

@@ -1,4 +1,4 @@
-"""Which types of weights have a batched kernel on this CPU: found out by timing, and cached.
+"""Determines by timing which weight types have a batched kernel on this CPU; results are cached.
 
 llama.cpp computes some types row by row: a batch of 16 takes 16 times as long as one row. Which types these are differs
 between its releases and CPUs, so a child process times tiny models. Its results are cached for each library build and
@@ -146,7 +146,7 @@ def interpolate(at: float, points: Mapping[int, float]) -> float:
 
 
 # --- repacking -------------------------------------------------------------------------------------------------------
-# Whether repacked weights are the faster ones for an engine, by the timed kernels of this CPU.
+# Whether repacked weights are faster for an engine, according to this CPU's kernel times.
 #
 # llama.cpp repacks some types of weights, so that its kernels read several rows of a matrix at once. That helps a
 # single sequence, but for some types the kernels for weights as they are in the file compute batches faster.

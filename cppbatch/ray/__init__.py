@@ -8,9 +8,9 @@ from typing import Any
 __all__ = ["app"]
 
 # Ray reads these when it is imported.
-os.environ.setdefault("RAY_ENABLE_AUTO_CONNECT", "0")  # else Serve's last calls, after the end of Ray, start it
+os.environ.setdefault("RAY_ENABLE_AUTO_CONNECT", "0")  # else Serve's last calls, after Ray has stopped, start it
 os.environ.setdefault("RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP", "0")  # no hop between threads for each call
-# Of a cluster that this process starts:
+# For a cluster started by this process:
 os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's default, 15, leaves replicas what other programs leave
 os.environ.setdefault("RAY_SERVE_CONTROL_LOOP_INTERVAL_S", "0.5")  # 0.1 takes 2% of a core
 

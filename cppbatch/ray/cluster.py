@@ -34,7 +34,7 @@ _ADDRESS_VARIABLE, _AUTH_VARIABLE = "RAY_ADDRESS", "RAY_AUTH_MODE"
 
 
 class Node(msgspec.Struct, frozen=True):
-    """A machine of the cluster that is alive."""
+    """A live machine of the cluster."""
 
     address: str
     cpus: float
@@ -45,15 +45,15 @@ class RayCluster(msgspec.Struct, frozen=True, kw_only=True):
     """The cluster that this process is connected to."""
 
     address: str
-    """Where its first node, the head, listens: HOST:PORT."""
+    """The address of its head node: HOST:PORT."""
     is_own: bool
-    """Whether this process started it; then it ends with this process."""
+    """Whether this process started it, so that it ends with this process."""
     log_file: str
-    """Ray's messages to this process."""
+    """The file with Ray's messages to this process."""
     session_logs: str
     """The folder with the logs of Ray's processes and of the replicas on this machine."""
     wants_token: bool
-    """Whether this process has sent its user's token, as all others must that join."""
+    """Whether this process has sent its user's token, as all processes that join must."""
 
 
 def alive_nodes() -> list[Node]:
@@ -83,12 +83,12 @@ def check_installed() -> None:
 
 @contextlib.contextmanager
 def connect(address: str, *, num_cpus: int | None = None, known: RayCluster | None = None) -> Iterator[RayCluster]:
-    """Starts a cluster on this machine or joins one; at the end leaves it, or ends it if it was started here.
+    """Starts a cluster on this machine or joins one; on exit, leaves it, or stops it if it was started here.
 
-    `address`: `LOCAL` joins the cluster of RAY_ADDRESS, or one that `ray start` has started on this machine, and else
-    starts one. `auto` joins one that runs on this machine; HOST:PORT joins that one. `num_cpus`: the logical CPUs of a
-    cluster that is started; None: those of the machine. `known`: what
-    another process of this user knows about the cluster that is joined. Raises `ConfigError`.
+    `address`: `LOCAL` joins the cluster of RAY_ADDRESS, or one started on this machine with `ray start`, or else starts
+    one. `auto` joins one running on this machine; HOST:PORT joins that one. `num_cpus`: the logical CPUs of a started
+    cluster; None: those of the machine. `known`: information about the cluster from another process of this user.
+    Raises `ConfigError`.
     """
     check_installed()
     log_file = _prepare(address)
@@ -122,7 +122,7 @@ def connect(address: str, *, num_cpus: int | None = None, known: RayCluster | No
 
 
 def _prepare(address: str) -> Path:
-    """Sets what Ray reads from the environment when it is imported. Returns the file for its messages."""
+    """Sets the environment variables that Ray reads on import. Returns the file for its messages."""
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     os.environ.setdefault("RAY_SERVE_LOG_TO_STDERR", "0")
     os.environ["RAY_DEDUP_LOGS_SKIP_REGEX"] = "."  # lines of Ray's processes that it would print here: all
@@ -139,13 +139,13 @@ def _prepare(address: str) -> Path:
 
 
 def _stay_here() -> None:
-    """The processes of the cluster listen on 127.0.0.1 only. Without effect once Ray is imported."""
+    """Makes the cluster's processes listen on 127.0.0.1 only. No effect once Ray is imported."""
     os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # Ray's name for: take the loopback address as the node's
 
 
 def _find(address: str) -> str:
-    """What `ray.init` gets to join a cluster that runs; "": start one. Raises `ConfigError` if none answers where one
-    should."""
+    """The address for `ray.init` to join a running cluster; "": start one. Raises `ConfigError` if an expected cluster
+    does not respond."""
     name = f"--ray {address}"
     if address in (LOCAL, _AUTO) and (named := os.environ.get(_ADDRESS_VARIABLE)):
         address, name = named, f"{_ADDRESS_VARIABLE}={named}"
@@ -192,7 +192,7 @@ def _as_ray_resolves(address: str) -> str:
 
 
 def _refuses(address: str) -> str:
-    """Why nothing can be reached there; "": something listens."""
+    """Why the address is unreachable; "": it is reachable."""
     host, _, port = address.rpartition(":")
     try:
         socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_SECONDS).close()
@@ -227,7 +227,7 @@ def _log_to(file: Path) -> None:
 
 @contextlib.contextmanager
 def _stderr_to(file: Path) -> Iterator[None]:
-    """Sends what Ray's C++ code prints, which no logger sees, to the file."""
+    """Sends output of Ray's C++ code, which bypasses loggers, to the file."""
     sys.stderr.flush()
     kept = os.dup(2)
     with open(file, "ab") as log_file:
@@ -263,7 +263,7 @@ def _connection_error(address: str, error: Exception, log_file: Path) -> str:
 
 
 # --- front records ---------------------------------------------------------------------------------------------------
-# What every `cppbatch serve --ray` of this user and machine has started, in files that outlive a killed process.
+# Records of what each `cppbatch serve --ray` of this user has started on this machine, in files that survive a kill.
 
 
 class FrontRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -271,10 +271,10 @@ class FrontRecord(msgspec.Struct, frozen=True, kw_only=True):
 
     pid: int
     created: float
-    """When the process started, in seconds since 1970: tells it from a later process with the same number."""
+    """When the process started, in seconds since 1970, to distinguish it from a later process with the same pid."""
     cluster: RayCluster
     started_serve: bool
-    """Whether Ray Serve did not run in the cluster before."""
+    """Whether this process started Ray Serve in the cluster."""
     application: str
     """The name of the application in Ray Serve."""
     model: str
@@ -283,7 +283,7 @@ class FrontRecord(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_alive(self) -> bool:
-        """Whether the front runs."""
+        """Whether the front is running."""
         try:
             process = psutil.Process(self.pid)
             is_same = abs(process.create_time() - self.created) < 1
@@ -294,7 +294,7 @@ class FrontRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 @contextlib.contextmanager
 def recorded(record: FrontRecord) -> Iterator[None]:
-    """Keeps the record in a file meanwhile. The file of a process that is killed stays."""
+    """Keeps the record in a file during the context. The file of a killed process stays."""
     remember(record)
     try:
         yield
@@ -313,7 +313,7 @@ def this_process() -> tuple[int, float]:
 
 
 def records() -> list[FrontRecord]:
-    """All records, by pid. Those of a dead front with a cluster of its own are deleted: the cluster ended with it."""
+    """All records, by pid. Deletes those of dead fronts with their own cluster, which ended with them."""
     found = []
     for file in sorted(_folder().glob("*.json"), key=lambda file: int(file.stem)):
         with contextlib.suppress(OSError, msgspec.DecodeError):

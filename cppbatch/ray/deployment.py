@@ -30,7 +30,7 @@ _SERVE_CONTROLLER, _SERVE_NAMESPACE = "SERVE_CONTROLLER_ACTOR", "serve"
 
 
 class RayDeployment:
-    """The deployed application. `start` makes the engine of this process's front."""
+    """The deployed application. `start` creates the engine of this process's front."""
 
     def __init__(self, application: str, config: EngineConfig, options: ReplicaOptions) -> None:
         self.application = application
@@ -49,8 +49,8 @@ class RayDeployment:
 def deployed(
     address: str, config: EngineConfig, options: ReplicaOptions, *, step_timeout: float, say: Callable[[str], None]
 ) -> Iterator[RayDeployment]:
-    """Starts or joins a cluster (`ray_cluster.connect`) and deploys the replicas; at the end deletes them, and ends a
-    cluster that was started. `say` prints a line. Raises `ConfigError`."""
+    """Starts or joins a cluster (`ray_cluster.connect`) and deploys the replicas; on exit, deletes them and stops a
+    cluster that it started. `say` prints a line. Raises `ConfigError`."""
     own_options, own_config = for_own_machine(options, config, available_threads())
     num_cpus = max(os.cpu_count() or 1, int(own_options.num_cpus * options.max_replicas))
     if ray_cluster.starts_own(address):
@@ -109,7 +109,7 @@ def _resources(options: ReplicaOptions) -> str:
 def _application(
     cluster: RayCluster, config: EngineConfig, options: ReplicaOptions, step_timeout: float
 ) -> Iterator[str]:
-    """Deploys the replicas under a name of their own, without waiting for them; stops them at the end."""
+    """Deploys the replicas under a unique name, without waiting for them; stops them on exit."""
     from ray import serve
 
     from cppbatch.ray.replica.deployment import engine_application
@@ -152,7 +152,7 @@ def _serve_runs() -> bool:
 
 
 def delete_left_behind(cluster: str) -> list[FrontRecord]:
-    """Stops the replicas in this cluster whose fronts of this machine were killed. Returns the fronts."""
+    """Stops replicas in this cluster whose fronts on this machine were killed. Returns the fronts."""
     left = [record for record in ray_cluster.records() if record.cluster.address == cluster and not record.is_alive]
     for record in left:
         if _serve_runs():
@@ -162,8 +162,8 @@ def delete_left_behind(cluster: str) -> list[FrontRecord]:
 
 
 def _delete(record: FrontRecord) -> None:
-    """Deletes the front's application and waits until its replicas have ended; ends Serve, if the front has started it
-    and nothing else runs there."""
+    """Deletes the front's application and waits until its replicas have ended; stops Serve if the front started it and
+    nothing else is running there."""
     from ray import serve
 
     serve.delete(record.application)

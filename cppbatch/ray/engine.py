@@ -1,4 +1,4 @@
-"""Many replicas of an engine behind one `EngineClient`. When a replica is lost, its requests continue in others."""
+"""Many replicas of an engine behind one `EngineClient`. If a replica is lost, its requests continue in others."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ from cppbatch.ray.sent_requests import SentGroup, SentGroups, SentRequest, SentS
 
 log = logging.getLogger("cppbatch.ray")
 
-_MAX_LOST = 5  # replicas in a row, without a token of the request in between, after which it fails
+_MAX_LOST = 5  # consecutive lost replicas, without a token in between, after which a request fails
 _PAUSE_S = 0.2  # before a request is sent again, times the number of lost replicas
 _STATUS_PERIOD_S, _LOADING_PERIOD_S = 1.0, 0.25
 _LEASE_PERIOD_S = 4.0
@@ -62,7 +62,7 @@ class RayEngine(EngineClient):
     """
 
     def __init__(self, config: EngineConfig, replicas: ReplicaSet) -> None:
-        """`config`: the settings of each replica; `max_queue` counts the requests that wait for any replica."""
+        """`config`: the settings of each replica; `max_queue` counts requests waiting for any replica."""
         loop = running_loop("RayEngine")
         self.config = config
         self._replicas = replicas
@@ -85,7 +85,7 @@ class RayEngine(EngineClient):
         self._background = [asyncio.ensure_future(work) for work in (self._watch(), self._renew_lease())]
 
     async def loaded(self) -> None:
-        """Waits until a replica has loaded the model. Raises what loading raised."""
+        """Waits until a replica has loaded the model. Raises the errors of loading."""
         await asyncio.shield(self._loaded)
 
     @property
@@ -96,7 +96,7 @@ class RayEngine(EngineClient):
         return self._info
 
     def health(self) -> Health:
-        """ok while any replica runs; restarting while none does, after one did."""
+        """`ok` while any replica is running; `restarting` if none is, after one was."""
         status = self._status
         if self._closed:
             return Health(status="closed")
@@ -125,7 +125,7 @@ class RayEngine(EngineClient):
         return [pieces[token] for token in answer.ids]
 
     async def slot_action(self, action: SlotActionName, slot: int, path: str = "") -> SlotReport:
-        """As in `EngineClient`. Raises `InvalidRequest` if there are several replicas: each has slots of its own."""
+        """As in `EngineClient`. Raises `InvalidRequest` with several replicas, since each has its own slots."""
         if self._status.n_wanted > 1:
             message = f"belongs to one of {self._status.n_wanted} replicas; saving slots requires a single replica"
             raise InvalidRequest("id_slot", message)
@@ -134,7 +134,7 @@ class RayEngine(EngineClient):
         return answer.report
 
     async def _ask(self, question: Question) -> Answer:
-        """Asks one replica, and another one if it is lost."""
+        """Asks one replica, or another one if it is lost."""
         self._require_ready()
         try:
             message = encode(question)
@@ -190,14 +190,14 @@ class RayEngine(EngineClient):
             raise InvalidRequest("logits_processor", message)
 
     def _seconds_per_request(self) -> float:
-        """The mean time between the ends of recent requests, from 1 to 60 s: an estimate for the next free slot."""
+        """The mean time between the ends of recent requests, 1 to 60 s: an estimate for the next free slot."""
         times = self._finish_times
         return min(60.0, max(1.0, (times[-1] - times[0]) / (len(times) - 1))) if len(times) > 1 else 1.0
 
     # --- to and from the replicas -------------------------------------------------------------------------------
 
     def _send(self, request: SentRequest) -> None:
-        """Sends the request to a replica, to be continued behind its tokens so far."""
+        """Sends the request to a replica, to continue after its tokens so far."""
         self._n_sent += 1
         request.send_as(f"{self._front}-{self._n_sent}")
         try:
@@ -252,8 +252,8 @@ class RayEngine(EngineClient):
             self._send_cancel(stream.sent_as, group)
 
     def _request_in(self, group: SentGroup, sent_as: str) -> SentRequest | None:
-        """The request that a replica tells of; None if it has ended here. Its first events may overtake the message
-        that opens its stream."""
+        """The request of a replica's message; None if it has ended here. Its first events may overtake the message that
+        opens its stream."""
         request = self._requests.get(sent_as)
         if request and not request.group:
             request.group = group
@@ -278,7 +278,7 @@ class RayEngine(EngineClient):
                 self._send_again(request, not_run.why)
 
     def _remove(self, request: SentRequest) -> None:
-        """Removes a request that has ended, or is sent again: events for it that still come are dropped."""
+        """Removes a request that has ended or is resent; later events for it are dropped."""
         del self._requests[request.id]
         if request.group:
             del request.group.requests[request.id]
@@ -292,8 +292,8 @@ class RayEngine(EngineClient):
             self._send_cancel(request.id, group)
 
     def _lose_group(self, group: SentGroup, why: str) -> None:
-        """A stream of the group broke. Continues its requests elsewhere, in groups without a hole, and closes its other
-        streams, which ends the requests in the replica if that is still there."""
+        """Handles a broken stream of the group: continues its requests elsewhere, in groups without a hole, and closes
+        its other streams, which ends the requests in the replica if it still exists."""
         if group.is_lost:
             return
         group.is_lost = True
@@ -319,7 +319,7 @@ class RayEngine(EngineClient):
             self._send(request)
 
     def _end(self, request: SentRequest, reason: FinishReason, error: str | None = None) -> None:
-        """Ends a request in place of a replica."""
+        """Ends a request on behalf of a replica."""
         self._remove(request)
         self._put_last_event(request, reason, error)
 
@@ -333,10 +333,10 @@ class RayEngine(EngineClient):
             self._start_task(self._cancel_all())
 
     async def _cancel_all(self) -> None:
-        """Cancels, in one call, all requests that this turn of the event loop cancels.
+        """Cancels, in one call, all requests cancelled in this turn of the event loop.
 
-        Serve does not pass the call to replicas that drain. Their groups are given up: closed streams end all requests
-        there, and the other requests continue elsewhere.
+        Serve does not pass the call to draining replicas. Their groups are abandoned: closing the streams ends all
+        requests there, and the other requests continue elsewhere.
         """
         await asyncio.sleep(0)
         cancelled, self._to_cancel = self._to_cancel, []
@@ -357,7 +357,7 @@ class RayEngine(EngineClient):
     # --- state, closing -----------------------------------------------------------------------------------------
 
     async def _watch(self) -> None:
-        """Keeps the status, and `info` from the first replica that runs."""
+        """Stores the status, and `info` from the first running replica."""
         while True:
             n_before, has_more = self._status.n_running, self._has_more
             try:
@@ -373,7 +373,7 @@ class RayEngine(EngineClient):
             await asyncio.sleep(_STATUS_PERIOD_S if self._loaded.done() else _LOADING_PERIOD_S)
 
     async def _renew_lease(self) -> None:
-        """Tells the replicas that this front still runs: without that they end its requests."""
+        """Tells the replicas that this front is still running; otherwise they end its requests."""
         while True:
             try:
                 await self._replicas.renew_lease(self._front)
@@ -390,7 +390,7 @@ class RayEngine(EngineClient):
             self._loaded.set_result(None)
 
     def _spread(self) -> None:
-        """Sends requests that wait in the queues of replicas again, so that new replicas get their share."""
+        """Resends requests that wait in replicas' queues, so that new replicas get their share."""
         share = math.ceil(len(self._requests) / max(1, self._status.n_running))
         for group in self._groups:
             n_more = len(group.requests) - max(share, self.config.n_parallel)
@@ -412,24 +412,24 @@ class RayEngine(EngineClient):
         return sorted(reports, key=lambda report: report.replica)
 
     async def stats(self) -> EngineStats:
-        """The sum over all replicas that answer. Raises `EngineClosed` if none does."""
+        """The sum over all responding replicas. Raises `EngineClosed` if none responds."""
         each = [worker.stats for worker in await self.workers() if worker.stats]
         if not each:
             raise EngineClosed(f"no replica responds: the engine is {self.health().status}")
         return add_up(each)
 
     async def workers(self) -> list[WorkerState]:
-        """The state of the worker of each replica that answers."""
+        """The state of the worker of each responding replica."""
         if self._closed or self._info is None:
             return []
         return [worker for report in await self._reports() for worker in report.workers]
 
     async def live(self) -> list[WorkerLive]:
-        """What the worker of each replica that answers does now."""
+        """The live state of the worker of each responding replica."""
         return [] if self._closed or self._info is None else await self._live.get(idle=not self._requests)
 
     async def close(self) -> None:
-        """Ends all requests here and in the replicas, which go on running; the last events are `cancelled`."""
+        """Ends all requests here and in the replicas, which continue to run; the last events are `cancelled`."""
         self._closed = True
         for request in list(self._requests.values()):
             self._end(request, FinishReason.CANCELLED)

@@ -1,4 +1,4 @@
-"""The state of the fronts of this machine, asked from their clusters, and ending them."""
+"""Queries the state of this machine's fronts from their clusters, and stops fronts."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ class ReplicaState(msgspec.Struct, frozen=True, kw_only=True):
     """Ray Serve's word: STARTING, RUNNING, STOPPING ..."""
     num_cpus: float
     pid: int | None = None
-    """The replica's process; None while it has none."""
+    """The replica's process; None: no process."""
     machine: str | None = None
     in_flight: int | None = None
-    """Unfinished requests; None while it does not answer."""
+    """Unfinished requests; None while it does not respond."""
 
 
 class FrontState(msgspec.Struct, frozen=True, kw_only=True):
@@ -38,11 +38,11 @@ class FrontState(msgspec.Struct, frozen=True, kw_only=True):
 
     replicas: list[ReplicaState]
     message: str = ""
-    """What is wrong, if anything is."""
+    """The problem, if any."""
 
 
 def state_of(record: FrontRecord) -> FrontState:
-    """Asks the cluster of a front. A cluster that does not answer is said in `message`."""
+    """Queries the cluster of a front. If the cluster does not respond, `message` says so."""
     try:
         with ray_cluster.connect(record.cluster.address, known=record.cluster):
             return _ask(record.application)
@@ -75,7 +75,7 @@ def _ask(application: str) -> FrontState:
 
 
 async def _requests(application: str) -> dict[str, int]:
-    """The unfinished requests of each replica that answers, by its name."""
+    """The unfinished requests of each responding replica, by name."""
     from cppbatch.ray.messages import decode_report
     from cppbatch.ray.replica.serve_replicas import ServeReplicas
 
@@ -84,7 +84,7 @@ async def _requests(application: str) -> dict[str, int]:
 
 
 def end(record: FrontRecord, *, say: Callable[[str], None]) -> bool:
-    """Ends a front, which stops its replicas; or the replicas of a killed one. Returns whether all have ended."""
+    """Stops a front, which stops its replicas; or the replicas of a killed front. Returns whether all have ended."""
     if record.is_alive:
         say(f"stopping cppbatch serve, pid {record.pid}, after its running requests ...")
         os.kill(record.pid, signal.SIGTERM)

@@ -1,4 +1,4 @@
-"""What a front and its replicas tell each other: MessagePack in the calls and streams of a Serve handle.
+"""Messages between a front and its replicas: MessagePack in the calls and streams of a Serve handle.
 
 A *front* is a process with a `RayEngine`: the server of clients. The streams that a replica has open for one front are
 a *stream group*.
@@ -33,7 +33,7 @@ class StreamOpened(msgspec.Struct, frozen=True, tag=True):
 
 
 class NotRun(msgspec.Struct, frozen=True):
-    """The replica cannot run a request, which another one may."""
+    """The replica cannot run a request, but another one may."""
 
     request_id: str
     why: str

@@ -70,9 +70,9 @@ class Arguments(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     min_replicas: int = 1
     max_replicas: int = 1
     downscale_delay: float = 60.0
-    """Seconds for which fewer replicas must have been enough before one is stopped."""
+    """Seconds for which fewer replicas must have sufficed before one is stopped."""
     step_timeout: float = 300.0
-    """Seconds without the end of a step after which a replica's engine counts as hung and is replaced."""
+    """Seconds without a finished step after which a replica's engine is considered hung and is replaced."""
     server: ServerArguments = ServerArguments()
 
 

@@ -1,4 +1,4 @@
-"""Refuses requests that the server cannot serve now, whose body is too large, or that are too many at once."""
+"""Refuses requests that the server cannot serve now, exceed the body size, or exceed the limit on concurrency."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from cppbatch.server.web_page import is_page
 
 _ALWAYS_SERVED = frozenset({"/health", "/v1/health", "/ready", "/metrics"})
 _WITHOUT_BODY = (hdrs.METH_GET, hdrs.METH_HEAD, hdrs.METH_OPTIONS)
-_ENDS_WORK = frozenset({"/generate/batch/cancel"})  # takes no slot, so that a key with one slot can cancel what it runs
-STREAMED_BODIES = ((hdrs.METH_POST, "/v1/files"),)  # written to disk by their handlers while they are read
+_ENDS_WORK = frozenset({"/generate/batch/cancel"})  # takes no slot: a key with one slot can cancel its request
+STREAMED_BODIES = ((hdrs.METH_POST, "/v1/files"),)  # their handlers write them to disk while reading
 
 
 class InFlight:
-    """Counts the HTTP requests that start work and are being answered, so that a shutdown can wait for them."""
+    """Counts the HTTP requests in progress that start work, so that a shutdown can wait for them."""
 
     def __init__(self) -> None:
         self.n = 0
@@ -33,7 +33,7 @@ class InFlight:
 
     @contextlib.contextmanager
     def one(self) -> Iterator[None]:
-        """Counts a request while it is being answered."""
+        """Counts a request while it is in progress."""
         self.n += 1
         try:
             yield
@@ -43,8 +43,8 @@ class InFlight:
                 self._none_left.set()
 
     async def drain(self, seconds: float) -> int:
-        """Takes no new requests and waits for the last one, at most for `seconds`. Returns the number of requests that
-        have not ended by then."""
+        """Accepts no new requests, and waits up to `seconds` for the running ones. Returns the number of requests still
+        running."""
         self.draining = True
         if self.n:
             self._none_left.clear()
@@ -65,7 +65,7 @@ async def availability_middleware(request: web.Request, handler: Handler) -> web
     in_flight = request.app[IN_FLIGHT]
     if state.status == "loading":
         return _unavailable(request, f"the model is still loading ({state.progress:.0%}); try again soon", "loading")
-    if request.method in (hdrs.METH_GET, hdrs.METH_HEAD):  # start no work, so they are served in the states below too
+    if request.method in (hdrs.METH_GET, hdrs.METH_HEAD):  # start no work, so also served in the states below
         return await handler(request)
     if in_flight.draining:
         return _unavailable(request, "the server is shutting down", "shutting_down")
@@ -83,10 +83,10 @@ def _unavailable(request: web.Request, message: str, code: str) -> web.Response:
 
 @web.middleware
 async def admission_middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Reads the body. Refuses bodies that are too large, requests for a model that is not for their key, and requests
-    beyond the limits on requests at once and on the key's rate.
+    """Reads the body. Refuses bodies that are too large, requests for a model that their key does not allow, and
+    requests beyond the limits on concurrency and on the key's rate.
 
-    A request takes a slot only when its body has been read, so a client that sends it slowly holds none.
+    A request takes a slot only once its body has been read, so a slow client holds no slot.
     """
     connection = connection_of(request)
     with contextlib.ExitStack() as held:
@@ -106,7 +106,7 @@ async def admission_middleware(request: web.Request, handler: Handler) -> web.St
 
 
 async def _read_body(request: web.Request, max_mb: int) -> None:
-    """Reads the body, which aiohttp keeps. A body whose Content-Length is too large is refused unread."""
+    """Reads the body, which aiohttp caches. Refuses a body with too large a Content-Length without reading it."""
     max_bytes = max_mb << 20
     message = f"the request body exceeds {max_mb} MiB, the limit of this server (--max-body-mb)"
     if request.content_length is not None and request.content_length > max_bytes:

@@ -37,8 +37,8 @@ def create_app(
 ) -> web.Application:
     """The application that serves an engine, or several models.
 
-    `settings`: for an engine; without them it requires no API key and has the default limits. Without `storage` it
-    stores no files and runs no batches; otherwise the application closes the storage.
+    `settings`: for an engine; without them, no API key is required and the default limits apply. Without `storage`,
+    files and batches are not supported; otherwise the application closes the storage.
     """
     if not isinstance(models, ServedModels):
         models = OneModel.of(models, settings or ServerSettings())
@@ -66,7 +66,7 @@ def create_app(
 
 
 def _middlewares(settings: ServerSettings, cross_site: CrossSite) -> list[Middleware]:
-    """The middlewares that a request passes on its way to its handler, the outermost first."""
+    """The middlewares between a request and its handler, outermost first."""
     keys = [key_middleware(settings.keys)] if settings.keys else []
     return [
         metrics_middleware,
@@ -82,7 +82,7 @@ def _middlewares(settings: ServerSettings, cross_site: CrossSite) -> list[Middle
 
 
 # --- logs ------------------------------------------------------------------------------------------------------------
-# Ids of requests, and the line of the log for each.
+# Request ids, and a log line for each request.
 
 
 _HEADER = "X-Request-Id"
@@ -108,7 +108,7 @@ async def add_request_id(request: web.Request, response: web.StreamResponse) -> 
 
 @web.middleware
 async def access_middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Logs each request when it has been answered, or its client has closed the connection."""
+    """Logs each request once it has been answered or its client has closed the connection."""
     current_id.set(request_id(request))  # aiohttp handles each request in its own context
     started = time.perf_counter()
     status, n_bytes = 500, None

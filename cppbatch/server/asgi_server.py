@@ -1,7 +1,7 @@
-"""The server as an ASGI application, for programs that run those, such as Ray Serve.
+"""The server as an ASGI application, for hosts such as Ray Serve.
 
 The server is an aiohttp application, which speaks HTTP and not ASGI. So it listens on a Unix socket that only this user
-can open, and each ASGI request is passed on to it.
+can open, and each ASGI request is forwarded to it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 
-# they concern one connection, and there are two
+# hop-by-hop headers: they apply to only one of the two connections
 _HOP_BY_HOP = {b"connection", b"keep-alive", b"proxy-connection", b"te", b"transfer-encoding", b"upgrade"}
 
 
@@ -42,7 +42,7 @@ class AsgiServer:
         without_headers: Collection[bytes] = (b"date", b"server"),
     ) -> None:
         """`start_engine` is called in the event loop at startup; the engine is closed at shutdown. `without_headers`:
-        headers of answers that the program around adds itself, in lower case."""
+        response headers that the host adds itself, in lower case."""
         self._start_engine, self._settings, self._without = start_engine, settings, without_headers
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
@@ -93,7 +93,7 @@ class AsgiServer:
         )
 
     async def _answer(self, scope: Message, receive: Receive, send: Send) -> None:
-        """Passes the request on. A client that disconnects cancels it there, too."""
+        """Forwards the request. If the client disconnects, the forwarded request is cancelled too."""
         first = await receive()
         is_read = asyncio.Event()
         body = _body(first, receive, is_read) if first.get("body") or first.get("more_body") else None

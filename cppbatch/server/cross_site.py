@@ -1,10 +1,9 @@
-"""Which web pages' requests are answered: `Host` against DNS rebinding, `Origin` and `Sec-Fetch-Site` against
+"""Which web pages may send requests: checks `Host` against DNS rebinding, and `Origin` and `Sec-Fetch-Site` against
 cross-site requests.
 
-A browser lets every page send requests to every server that it can reach, also to this one on 127.0.0.1. CORS decides
-only what the page may read of the response, and a page whose name resolves to this server's address (DNS rebinding)
-may read all of it. What a page cannot choose are these headers. Other clients send the same `Host` and none of the
-others.
+A browser lets every page send requests to every server that it can reach, including this one on 127.0.0.1. CORS only
+decides what the page may read of the response, and a page whose name resolves to this server's address (DNS rebinding)
+may read all of it. But a page cannot set these headers. Other clients send the same `Host` and none of the others.
 """
 
 from __future__ import annotations
@@ -30,18 +29,18 @@ _READING = (hdrs.METH_GET, hdrs.METH_HEAD)
 
 
 class RequestHead(NamedTuple):
-    """What the rules read of a request. Names of headers are lower-case; a header has the values of all its lines."""
+    """The parts of a request that the rules use. Header names are lower-case; values are lists, one entry per line."""
 
     method: str
     path: str
     headers: Mapping[str, tuple[str, ...]]
     authority: str = ""
-    """The host in a target such as http://host/path, which proxies get."""
+    """The host in a target such as http://host/path, as sent to proxies."""
     has_body: bool = False
 
     @classmethod
     def of(cls, request: web.Request) -> RequestHead:
-        """That of a request."""
+        """The head of a request."""
         return cls(
             request.method,
             request.path,
@@ -51,7 +50,8 @@ class RequestHead(NamedTuple):
         )
 
     def header(self, name: str) -> str | None:
-        """The value of a header; None without it. Browsers send one line; several are joined to what no rule allows."""
+        """The value of a header; None if absent. Browsers send one line; several are joined to a value that no rule
+        allows."""
         return ", ".join(values) if (values := self.headers.get(name.lower())) else None
 
 
@@ -65,7 +65,7 @@ class CrossSite:
         self._hosts, self._origins = hosts, origins
 
     def refusal(self, head: RequestHead) -> ApiError | None:
-        """Why a request is refused; None if it is not."""
+        """Why a request is refused; None: it is allowed."""
         if wrong_host := self._wrong_host(head):
             return wrong_host
         if head.method == hdrs.METH_OPTIONS:  # a preflight request changes nothing; its response says what is allowed
@@ -94,7 +94,7 @@ class CrossSite:
             message = f"is {site!r:.40}: pages from other sites cannot use this server unless --cors-origin allows them"
             return _refused(_SITE, message, "origin_not_allowed")
         remedy = f"start the server with --cors-origin {origin[:80]} to allow it"
-        if origin == "null":  # any page can send it, out of a sandboxed frame
+        if origin == "null":  # any page can send it from a sandboxed frame
             remedy = (
                 "local files and sandboxed frames require --cors-origin '*', which should be combined with --api-key"
             )
@@ -111,8 +111,8 @@ class CrossSite:
         return is_direct or is_neighbour or is_link
 
     def _wrong_type(self, head: RequestHead) -> ApiError | None:
-        """Refuses bodies that a page may send without a preflight request, from browsers: none of its own, and no page
-        that CORS allows, needs them."""
+        """Refuses bodies that browsers send without a preflight request. Neither this server's page nor pages allowed
+        by CORS need them."""
         is_browser = head.header(_ORIGIN) is not None or head.header(_SITE) is not None
         if not is_browser or not head.has_body or self._origins.allows_all:
             return None
@@ -144,7 +144,7 @@ def _is_local_host(host: str | None) -> bool:
 
 
 def _is_same(origin: str, host: str | None) -> bool:
-    """Whether a page of this origin came from this host. Behind a proxy with TLS the server knows no scheme."""
+    """Whether a page of this origin came from this host. Behind a TLS proxy, the server does not know the scheme."""
     scheme, _, authority = origin.lower().partition("://")
     port = {"http": ":80", "https": ":443"}.get(scheme)
     return bool(port and host and authority.removesuffix(port) == host.lower().removesuffix(port))
@@ -165,15 +165,15 @@ _RATE_HEADERS = [
     *(f"anthropic-ratelimit-requests-{value}" for value in ("limit", "remaining", "reset")),
 ]
 _EXPOSED_HEADERS = ", ".join(["X-Request-Id", "X-Ignored-Fields", "Retry-After", "retry-after-ms", *_RATE_HEADERS])
-"""What pages may read beside the safelisted headers."""
+"""Response headers that pages may read in addition to the safelisted ones."""
 _MAX_AGE = "600"  # seconds for which browsers may cache a preflight response
 
 
 class CrossOrigin:
     """Adds the CORS headers to the responses of an application, and answers preflight requests for every path.
 
-    `origins`: origins and special values. Browsers may send credentials, because allowed pages are trusted, and any
-    page only where the user says so, or where a key that pages do not know is required.
+    `origins`: origins and special values. Browsers may send credentials, because allowed pages are trusted. Any page is
+    allowed only if the user says so, or if a key is required, which pages do not know.
     """
 
     def __init__(self, origins: Iterable[str]) -> None:
@@ -186,7 +186,7 @@ class CrossOrigin:
 
     @property
     def allows_local(self) -> bool:
-        """Whether pages that this machine serves, on any port, may use the server."""
+        """Whether pages served by this machine, on any port, may use the server."""
         return LOCAL in self._origins
 
     def allows(self, origin: str) -> bool:
@@ -209,7 +209,7 @@ class CrossOrigin:
 
 @web.middleware
 async def preflight_middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Answers OPTIONS requests: without a key, which browsers do not send with them, and while the model loads."""
+    """Answers OPTIONS requests: without a key, since browsers do not send one with them, and while the model loads."""
     if request.method != hdrs.METH_OPTIONS:
         return await handler(request)
     headers = {
@@ -224,5 +224,5 @@ async def preflight_middleware(request: web.Request, handler: Handler) -> web.St
 def _is_local(origin: str) -> bool:
     try:
         return urlsplit(origin).hostname in _LOCAL_HOSTS
-    except ValueError:  # not an URL
+    except ValueError:  # not a URL
         return False

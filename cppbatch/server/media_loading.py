@@ -1,4 +1,4 @@
-"""The pictures and sounds of a request: refused or loaded, before its prompt is made."""
+"""Validates and loads the images and audio of a request before its prompt is rendered."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _FETCHED_AT_ONCE = 8
 
 
 class MediaLoader:
-    """Loads the pictures and sounds of one HTTP request, whose conversations may have some in common."""
+    """Loads the images and audio of one HTTP request, which its conversations may share."""
 
     def __init__(self, settings: ServerSettings, info: ModelInfo) -> None:
         self._limits, self._settings, self._info = settings.limits, settings, info
@@ -38,7 +38,7 @@ class MediaLoader:
         self._loaded: dict[tuple[str, str], Media] = {}  # by kind and URL
 
     async def fetch(self, conversations: Iterable[list[Json]]) -> None:
-        """Fetches what is on other hosts, unless it is refused unread. All errors are those of `loaded`."""
+        """Fetches media from other hosts, unless they are refused unread. Raises the same errors as `loaded`."""
         remote: dict[str, MediaSource] = {}
         for messages in conversations:
             with contextlib.suppress(InvalidRequest):
@@ -47,7 +47,7 @@ class MediaLoader:
         await asyncio.gather(*(self._fetch(source, at_once) for source in remote.values()))
 
     def loaded(self, messages: list[Json]) -> list[Json]:
-        """The conversation with its media loaded, which takes time. What is on other hosts must be fetched.
+        """The conversation with its media loaded, which takes time. Media on other hosts must be fetched first.
 
         Raises `InvalidRequest`.
         """
@@ -63,7 +63,7 @@ class MediaLoader:
         return with_media(messages, [self._media(source) for source in sources])
 
     def _sources(self, messages: list[Json]) -> list[MediaSource]:
-        """The media, none of them loaded. Raises `InvalidRequest` if the model takes none, and for too many."""
+        """The media, not loaded yet. Raises `InvalidRequest` if the model does not support them, and for too many."""
         sources: list[MediaSource] = list(media_of(messages))
         for source in sources:
             refuse_unreadable(source, self._info)
@@ -100,7 +100,7 @@ def _is_file(source: MediaSource) -> bool:
 
 
 def read_local(source: MediaSource, folder: Path | None, budget: ByteBudget) -> bytes:
-    """The bytes of a file:// address in the folder of --media-path. Raises `InvalidRequest`."""
+    """The bytes of a file:// URL in the folder of --media-path. Raises `InvalidRequest`."""
     if folder is None:
         message = (
             "is a file on the server, which is not allowed: start the server with --media-path DIR, or send the "
@@ -121,20 +121,20 @@ def read_local(source: MediaSource, folder: Path | None, budget: ByteBudget) -> 
 
 
 def refuse_large(prompts: Sequence[Prompt], n: int, limits: Limits) -> None:
-    """Raises `InvalidRequest` if the media of `n` completions of each of these prompts are larger than those of one
-    request may be: each completion is sent to the engine with its own."""
+    """Raises `InvalidRequest` if the media of `n` completions of each of these prompts exceed the limit per request:
+    each completion is sent to the engine with its own copy."""
     if n * sum(map(media_bytes, prompts)) > limits.max_media_bytes:
         message = f"makes {n * len(prompts)} completions, whose images and audio together exceed"
         raise InvalidRequest("n" if n > 1 else "prompts", f"{message} {limits.max_media_mb} MiB (--max-media-mb)")
 
 
 def media_bytes(prompt: Prompt) -> int:
-    """Bytes of a prompt's pictures and sounds."""
+    """Bytes of a prompt's images and audio."""
     return sum(len(each.data) for each in prompt.media) if isinstance(prompt, MediaPrompt) else 0
 
 
 # --- remote media ----------------------------------------------------------------------------------------------------
-# Fetches pictures and sounds from the hosts that --allowed-media-domains lists.
+# Fetches images and audio from the hosts listed in --allowed-media-domains.
 
 
 _MOST_REDIRECTS = 3
@@ -143,13 +143,13 @@ _CHUNK = 1 << 16
 
 
 class ByteBudget:
-    """The bytes that all media of a request may have which are not in its body."""
+    """The limit in bytes for all media of a request that are not in its body."""
 
     def __init__(self, n_bytes: int) -> None:
         self._n_bytes = self._left = n_bytes
 
     def take(self, field: str, n: int) -> None:
-        """Counts `n` bytes of a medium. Raises `InvalidRequest` if they are more than what is left."""
+        """Counts `n` bytes of a medium. Raises `InvalidRequest` if they exceed the rest of the budget."""
         if n > self._left:
             limit = f"{self._n_bytes:,} bytes (--max-media-mb)"
             raise InvalidRequest(field, f"makes the request's images and audio larger than {limit}")
@@ -157,10 +157,10 @@ class ByteBudget:
 
 
 async def fetch(field: str, address: str, domains: MediaDomains, budget: ByteBudget, *, seconds: float = 10) -> bytes:
-    """The bytes at an address with http or https. `field`: its name in errors.
+    """The bytes at an http or https URL. `field`: its name in errors.
 
-    Raises `InvalidRequest` for a host that is not listed, also after a redirect; for one whose address is private and
-    not listed itself; for more bytes than `budget` has; and if it takes longer than `seconds`.
+    Raises `InvalidRequest` for an unlisted host, also after a redirect; for a private address that is not listed
+    itself; for more bytes than `budget` has left; and if it takes longer than `seconds`.
     """
     try:
         return await asyncio.wait_for(_fetch(field, address, domains, budget), seconds)
@@ -173,7 +173,7 @@ async def fetch(field: str, address: str, domains: MediaDomains, budget: ByteBud
 
 
 async def _fetch(field: str, address: str, domains: MediaDomains, budget: ByteBudget) -> bytes:
-    # Each name is resolved once, by the connector, which connects to the addresses that were checked.
+    # Each name is resolved once, by the connector, which connects only to checked addresses.
     connector = aiohttp.TCPConnector(resolver=_CheckedResolver(field, domains), use_dns_cache=False, force_close=True)
     async with aiohttp.ClientSession(
         connector=connector, auto_decompress=False, cookie_jar=aiohttp.DummyCookieJar()
@@ -197,7 +197,7 @@ async def _fetch(field: str, address: str, domains: MediaDomains, budget: ByteBu
 
 
 def _check(field: str, url: URL, domains: MediaDomains) -> None:
-    """Raises `InvalidRequest` for an address that may not be fetched."""
+    """Raises `InvalidRequest` for a URL that may not be fetched."""
     if url.scheme not in ("http", "https") or not url.host:
         raise InvalidRequest(field, f"is {str(url)!r:.80}; only http and https URLs can be fetched")
     if url.user is not None or url.password is not None:
@@ -208,7 +208,7 @@ def _check(field: str, url: URL, domains: MediaDomains) -> None:
 
 
 class _CheckedResolver(AbstractResolver):
-    """Leaves out the addresses that may not be connected to."""
+    """Filters out addresses that connections are not allowed to."""
 
     def __init__(self, field: str, domains: MediaDomains) -> None:
         self._field, self._domains = field, domains

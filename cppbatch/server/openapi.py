@@ -1,4 +1,4 @@
-"""The OpenAPI document: what every route takes and returns, from the types that read and write it."""
+"""The OpenAPI document: requests and responses of every route, derived from the types that decode and encode them."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def document() -> bytes:
                 "schemas": _schemas(),
                 "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
             },
-            "security": [{}, {"key": []}],  # a server without API keys requires none
+            "security": [{}, {"key": []}],  # optional: a server without API keys requires none
         }
     )
 
@@ -134,7 +134,7 @@ def _content(schemas: dict[str, Json]) -> Json:
 
 
 def _schemas() -> Json:
-    """The schemas of all types, with the ranges that `SamplingParams` and `GenerationRequest` check."""
+    """The schemas of all types, with the ranges validated by `SamplingParams` and `GenerationRequest`."""
     bodies = [endpoint.body for endpoint in _ENDPOINTS.values() if endpoint.body]
     responses = [kind for each in _ENDPOINTS.values() for kind in (*each.types, each.unavailable, each.error)]
     _, schemas = msgspec.json.schema_components([*bodies, *responses], ref_template=REFS)

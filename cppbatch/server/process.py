@@ -1,4 +1,4 @@
-"""What the server's process does around its work: signals, the progress of loading, the lines when it is ready."""
+"""The server process apart from requests: signals, loading progress, the lines printed when it is ready."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from cppbatch.config import EngineConfig
 from cppbatch.engine.model_info import ModelInfo
 
 IMMEDIATE_EXIT_CODE = 130
-"""The exit code of a process that a second signal ended."""
+"""The exit code of a process ended by a second signal."""
 
 
 def set_on_signals(stop: asyncio.Event) -> None:
@@ -43,7 +43,7 @@ def set_on_signals(stop: asyncio.Event) -> None:
 
 
 ShowLoading = Callable[[Callable[[], float]], contextlib.AbstractContextManager[None]]
-"""Shows the progress until the context ends. Its argument returns how much is loaded, 0.0 to 1.0."""
+"""Shows the progress until the context ends. Its argument returns the loaded fraction, 0.0 to 1.0."""
 
 
 def hide_loading(_fraction: Callable[[], float]) -> contextlib.AbstractContextManager[None]:
@@ -61,7 +61,7 @@ _QUESTION = "Why is the sky blue?"
 def first_lines(
     info: ModelInfo, config: EngineConfig, urls: Sequence[str], *, has_template: bool, has_keys: bool, has_page: bool
 ) -> list[str]:
-    """What is served, with how many KV cells and why, where, and a request that fits the model.
+    """The model, its KV cells and the reason for their number, the URLs, and an example request for the model.
 
     `has_template`: whether there is a chat template. `has_keys`: whether requests need an API key.
     `has_page`: whether the web page is served.
@@ -82,7 +82,7 @@ def first_lines(
 
 
 def changed_cells(info: ModelInfo, config: EngineConfig) -> str | None:
-    """Why the engine has not the number of KV cells that -c says; None: it has."""
+    """Why the number of KV cells differs from -c; None: it does not."""
     if info.n_ctx == config.n_ctx:
         return None
     if info.pooling and info.n_ctx < config.n_ctx:
@@ -104,7 +104,7 @@ def _cells(info: ModelInfo) -> str:
 
 
 def _example(info: ModelInfo, *, has_template: bool) -> tuple[str, dict[str, Any]]:
-    """The path and the body of a request for this kind of model."""
+    """The path and the body of an example request for this kind of model."""
     if info.pooling == "rank":
         return "/v1/rerank", {"query": _QUESTION, "documents": ["Air scatters blue light.", "Bread needs yeast."]}
     if info.pooling == "none":

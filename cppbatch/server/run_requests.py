@@ -37,18 +37,18 @@ async def run_requests(
 ) -> AsyncGenerator[Event, None]:
     """Runs the requests in their order and yields (index, event) as events come. Closing it cancels all requests.
 
-    Only `target_concurrency` requests are in the engine at once, so that requests of other clients run in between. Time
-    spent waiting here counts as time in the queue.
+    At most `target_concurrency` requests are in the engine at once, so that requests of other clients run in between.
+    Time spent waiting here counts as time in the queue.
 
-    `check_first`: no request starts before every prompt is known to be valid, so that a stream is refused as a whole or
+    `check_first`: no request starts before every prompt has been validated, so that a stream is refused as a whole or
     not at all. Long prompts are always checked first, because each request sends its own copy of the prompt.
-    `wait_when_full`: a full queue is tried again, with increasing pauses, for as long as the request's timeouts allow.
-    Otherwise `QueueFull` is raised; only a list too large to run at once waits, from its second request on.
-    `errors_as_events`: a request that fails ends with an event that has the error, and the others go on. Otherwise the
+    `wait_when_full`: retries while the queue is full, with increasing pauses, as long as the request's timeouts allow.
+    Otherwise raises `QueueFull`; only a list too large to run at once waits, from its second request on.
+    `errors_as_events`: a failed request ends with an event that has the error, and the others continue. Otherwise the
     others are cancelled and the exception is raised here.
-    `cancelled`: with `wait_when_full`, ids of requests that must not start any more; ids may be added while this runs.
-    Such a request has one event.
-    `waited`: the seconds for which the requests have waited before, for their model. They count as time in the queue.
+    `cancelled`: with `wait_when_full`, ids of requests that must not start; ids may be added while this runs. Such a
+    request has one event.
+    `waited`: the seconds for which the requests have already waited for their model. They count as time in the queue.
     """
     if not errors_as_events:
         await _check(client, requests, only_long=not check_first)
@@ -66,7 +66,7 @@ async def run_requests(
     indices = iter(range(len(requests)))
 
     async def run_one(index: int) -> None:
-        """Puts the events of a request into `events`. If it may wait, a full queue of the engine is tried again."""
+        """Puts the events of a request into `events`. If it may wait, retries while the engine's queue is full."""
         request, pause = requests[index], _FIRST_PAUSE
         may_wait = wait_when_full or (len(requests) > at_once and index > 0)
         timeouts = [seconds for seconds in (request.timeout, request.queue_timeout) if seconds is not None]
@@ -112,15 +112,15 @@ async def run_requests(
 
 
 async def target_concurrency(client: EngineClient) -> int:
-    """The number of requests that keeps the engine busy: all that can run, and up to as many waiting ones, which take
-    at most half of the queue. Where more workers may be started, as many wait as makes all of them start."""
+    """The number of requests that keeps the engine busy: all that can run, plus up to the same number waiting, but at
+    most half of the queue. If more workers can be started, enough requests wait to start all of them."""
     running = client.config.n_parallel * len(await client.workers())
     most = max(running, client.max_parallel)
     return running + min(2 * most - running, client.config.max_queue // 2)
 
 
 async def _check(client: EngineClient, requests: list[GenerationRequest], *, only_long: bool) -> None:
-    """Checks each prompt once. A single request is not checked: it is refused as soon as it is submitted."""
+    """Checks each prompt once. A single request is not checked: the engine refuses it on submission."""
     if len(requests) > 1:
         for request in {id(request.prompt): request for request in requests}.values():  # choices share their prompt
             if not only_long or is_long(request.prompt):
@@ -140,7 +140,7 @@ def _with_less_time(request: GenerationRequest, waited: float) -> GenerationRequ
 
 
 def _with_wait(event: GenerationEvent, waited: float) -> GenerationEvent:
-    """The event with the seconds of waiting added to the times in its usage."""
+    """The event with the waiting time added to the times in its usage."""
     if event.usage is None or not waited:
         return event
     usage = msgspec.structs.replace(

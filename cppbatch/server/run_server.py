@@ -44,9 +44,9 @@ async def run_server(
 
     `start_models` is called in the event loop. The server listens while a model loads (`/health` shows the progress)
     and while it drains. `say` prints a line for the user at the terminal. `find_advice` runs on a thread meanwhile, so
-    that the start waits neither for the first timing of kernels nor for reading the file; its result is printed when
-    the server is ready. `show_loading` shows the progress until then. Raises `ConfigError` when the address is in use,
-    and what loading the model raises.
+    that startup does not wait for timing kernels or reading the file; its result is printed once the server is ready.
+    `show_loading` shows the progress until then. Raises `ConfigError` if the address is in use, and the errors of
+    loading the model.
     """
     stop = asyncio.Event()
     set_on_signals(stop)
@@ -64,7 +64,7 @@ async def run_server(
         advice = _on_daemon_thread(find_advice)
         try:
             await _wait_until_loaded(models, stop, show_loading)
-            gc.freeze()  # the objects that exist now stay for good, so garbage collection need not visit them
+            gc.freeze()  # existing objects are permanent, so garbage collection need not visit them
             for line in models.first_lines(listener.urls):
                 say(line)
             advice.add_done_callback(partial(_say_advice, say))
@@ -87,18 +87,18 @@ async def _listen(app: web.Application, settings: ServerSettings, address: Addre
 
 
 async def _wait_until_loaded(models: ServedModels, stop: asyncio.Event, show_loading: ShowLoading) -> None:
-    """Waits for the model. A signal meanwhile ends the process: there are no requests to finish."""
+    """Waits for the model. A signal during loading ends the process: there are no requests to finish."""
     loading, stopping = asyncio.ensure_future(models.ready()), asyncio.ensure_future(stop.wait())
     with show_loading(lambda: models.health().progress):
         await asyncio.wait([loading, stopping], return_when=asyncio.FIRST_COMPLETED)
     if stop.is_set():
-        os._exit(IMMEDIATE_EXIT_CODE)  # a normal exit would wait for the loading thread, which is deep in llama.cpp
+        os._exit(IMMEDIATE_EXIT_CODE)  # a normal exit would wait for the loading thread, which is inside llama.cpp
     stopping.cancel()
     loading.result()
 
 
 def _on_daemon_thread(find_advice: Callable[[], str | None]) -> asyncio.Future[str | None]:
-    """Its result. The end of the process does not wait for it, as it would for `asyncio.to_thread`."""
+    """Its result. Unlike with `asyncio.to_thread`, the process does not wait for it at exit."""
     loop = asyncio.get_running_loop()
     advice: asyncio.Future[str | None] = loop.create_future()
 
@@ -120,7 +120,7 @@ def _say_advice(say: Say, advice: asyncio.Future[str | None]) -> None:
 
 
 async def _drain(app: web.Application, seconds: float, say: Say) -> None:
-    """Takes no new requests and waits for the running ones, at most for `seconds`."""
+    """Accepts no new requests, and waits up to `seconds` for the running ones."""
     in_flight = app[IN_FLIGHT]
     if in_flight.n:
         say(f"finishing {in_flight.n} request(s), for at most {seconds:g} s; press Ctrl-C again to stop immediately")
@@ -132,8 +132,8 @@ async def _drain(app: web.Application, seconds: float, say: Say) -> None:
 # The listening socket: address, TLS, and aiohttp's settings for connections.
 
 
-_KEEPALIVE_SECONDS = 75  # between requests; longer than the usual proxy keeps its own
-_LINGER_SECONDS = 2  # reading goes on after an early refusal, so that the client receives it
+_KEEPALIVE_SECONDS = 75  # between requests; longer than proxies usually keep idle connections
+_LINGER_SECONDS = 2  # keep reading after an early refusal, so that the client receives it
 _MAX_HEADER = 8190  # bytes of one header; a request may have 128
 _SHUTDOWN_SECONDS = 2  # for the last responses to be sent
 _BACKLOG = 128  # asyncio accepts this many at once, and they must not use up the file descriptors
@@ -149,12 +149,12 @@ class Listener:
 
     @property
     def url(self) -> str:
-        """The server's URL, at the first of its addresses."""
+        """The server's URL, with the first of its addresses."""
         return self.urls[0]
 
     @property
     def urls(self) -> list[str]:
-        """Its URLs, one for each of `Address.hosts`."""
+        """Its URLs, one per entry of `Address.hosts`."""
         return [self._url(*server.sockets[0].getsockname()[:2]) for server in self._servers]
 
     def _url(self, host: str, port: int) -> str:
@@ -167,7 +167,7 @@ class Listener:
         return all(ipaddress.ip_address(host.partition("%")[0]).is_loopback for host in hosts)
 
     async def close(self) -> None:
-        """Closes every connection, once responses have had a moment to be sent."""
+        """Closes every connection, after a short time for pending responses."""
         for server in self._servers:
             server.close()
         await self._runner.cleanup()
@@ -190,7 +190,7 @@ async def listen(
         app,
         handler_cancellation=True,  # a closed connection cancels its request, streamed or not
         access_log=None,  # server/app.py has one
-        auto_decompress=False,  # 0.3 MB may become 300 MB, so `admission_middleware` refuses compressed bodies
+        auto_decompress=False,  # 0.3 MB may expand to 300 MB, so `admission_middleware` refuses compressed bodies
         keepalive_timeout=_KEEPALIVE_SECONDS,
         lingering_time=_LINGER_SECONDS,
         max_line_size=_MAX_HEADER,

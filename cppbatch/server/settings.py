@@ -26,14 +26,14 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
     cors_origins: tuple[str, ...] | None = None
     """The origins whose web pages may use the server, and special values (`cors`). None: the default."""
     allowed_hosts: tuple[str, ...] = ()
-    """Names under which clients may reach the server, beside those that it knows (`HostNames`)."""
+    """Additional host names under which clients may reach the server (`HostNames`)."""
     own_names: tuple[str, ...] = ()
-    """The names that it knows (`cross_site.names_of`)."""
+    """Its own host names (`cross_site.names_of`)."""
     aliases: tuple[str, ...] = ()
-    """Names of the model. Responses show the alphabetically first one instead of the file's name, as in
+    """Names of the model. Responses show the alphabetically first one instead of the file name, as in
     llama-server."""
     tags: tuple[str, ...] = ()
-    """Words about the model for `/v1/models`. They change nothing else."""
+    """Tags of the model, shown in `/v1/models` only."""
     metrics: bool = True
     """Whether `/metrics` is served."""
     webui: bool = True
@@ -41,11 +41,11 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
     slots: bool = True
     """Whether `/slots` is served."""
     slot_save_path: Path | None = None
-    """The folder for files of slots; None: slots are not saved, restored or erased."""
+    """The folder for slot files; None: slots cannot be saved, restored or erased."""
     allowed_media_domains: tuple[str, ...] = ()
-    """The hosts that pictures and sounds are fetched from (`MediaDomains`); empty: none is fetched."""
+    """The hosts from which images and audio may be fetched (`MediaDomains`); empty: none."""
     media_path: Path | None = None
-    """The folder whose pictures and sounds requests may name as file:// addresses; None: they may name none."""
+    """The folder of images and audio that requests may reference as file:// URLs; None: no such URLs."""
     predict_path: str | None = None
     """The path of Vertex AI's predictions; None: not served."""
     props: bool = False
@@ -53,19 +53,19 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
     strict_model: bool = False
     """Refuse requests that name another model."""
     drain_timeout: float = 30
-    """Seconds that running requests have to finish when the server shuts down."""
+    """Seconds for running requests to finish when the server shuts down."""
     chat_template: str | None = None
     """The text of a chat template; None: the model's own."""
 
     template_variables: dict[str, Any] = {}
-    """Variables of the chat template, for requests that do not set them (--chat-template-kwargs, --reasoning)."""
+    """Chat template variables for requests that do not set them (--chat-template-kwargs, --reasoning)."""
     thinking_tokens: int | None = None
-    """Tokens of reasoning at most, for chats that do not say (--reasoning-budget); None: no limit."""
+    """Maximum reasoning tokens for chats that set no limit (--reasoning-budget); None: no limit."""
     sampling_defaults: dict[str, Any] = {}
     """Fields of `SamplingParams` for requests that do not set them (--temp, -n ...)."""
 
     data_dir: Path | None = None
-    """The folder for files and batches; None: the user's data folder, if it can be used."""
+    """The folder for files and batches; None: the user's data folder, if it is usable."""
 
     def __post_init__(self) -> None:
         MediaDomains(self.allowed_media_domains)  # checks them
@@ -81,20 +81,20 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def media_domains(self) -> MediaDomains:
-        """`allowed_media_domains`, checked."""
+        """`allowed_media_domains`, validated."""
         return MediaDomains(self.allowed_media_domains)
 
     @property
     def host_names(self) -> HostNames | None:
-        """The names of hosts that requests may give. None: any, because a key is required, which a page that reaches
-        the server under a name of its own does not know."""
+        """The host names that requests may give. None: any, because a key is required, which a page using DNS rebinding
+        does not know."""
         if self.keys and not self.allowed_hosts:
             return None
         return HostNames([*self.allowed_hosts, *self.own_names], "--allowed-hosts")
 
     @property
     def origins(self) -> tuple[str, ...]:
-        """`cors_origins`, or their default: all if a key is required, otherwise only pages of this machine."""
+        """`cors_origins`, or the default: all if a key is required, otherwise only pages of this machine."""
         if self.cors_origins is not None:
             return self.cors_origins
         return (ANY_ORIGIN if self.keys else LOCAL,)
@@ -114,7 +114,7 @@ class Address(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def tls_context(certfile: str | None, keyfile: str | None) -> ssl.SSLContext | None:
-    """The TLS context for a certificate, whose key may be in the same file; None without one. Raises `ConfigError`."""
+    """The TLS context for a certificate, whose key may be in the same file; None: no TLS. Raises `ConfigError`."""
     if not certfile:
         if keyfile:
             raise ConfigError("--ssl-keyfile requires --ssl-certfile, the matching certificate")

@@ -1,4 +1,4 @@
-"""The storage of files and batches, if the server has one."""
+"""Storage of files and batches, if the server has any."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from cppbatch.server.observe.stats import BatchStats
 log = logging.getLogger("cppbatch.server")
 
 RETRY_S = 30.0
-"""Seconds between two looks at a full disk."""
+"""Seconds between checks of a full disk."""
 
 
 class Storage:
-    """The batches of this server. Without them, requests for files and batches are refused with the reason."""
+    """The batches of this server. If unavailable, requests for files and batches are refused with the reason."""
 
     def __init__(
         self,
@@ -34,7 +34,7 @@ class Storage:
         folder: Path | None = None,
         urls: Collection[str] = (),
     ) -> None:
-        """`error`: why the data folder cannot be used. `folder`: the folder to try again while its disk is full.
+        """`error`: why the data folder cannot be used. `folder`: the folder to retry while its disk is full.
 
         `urls`: the endpoints that batches support.
         """
@@ -46,11 +46,11 @@ class Storage:
 
     @property
     def missing(self) -> str:
-        """Why there are no batches, in words for clients."""
+        """Why batches are unavailable, as a message for clients."""
         return f"this server does not store files: {self.error.public if self.error else 'start it with --data-dir'}"
 
     async def opened(self) -> BatchManager | None:
-        """Waits while the disk is full. Returns the batches, or None if there are none for another reason."""
+        """Waits while the disk is full. Returns the batches, or None if they are unavailable for another reason."""
         while self.batches is None and isinstance(self.error, DiskFull) and self._folder:
             await asyncio.sleep(RETRY_S)
             if self._stopped:
@@ -65,7 +65,7 @@ class Storage:
         return self.batches
 
     def stats(self) -> BatchStats | None:
-        """The open batches now; None without batches."""
+        """The open batches; None if batches are unavailable."""
         if self.batches is None:
             return None
         counts = [batch.request_counts for batch in self.batches.open_batches]
@@ -77,11 +77,11 @@ class Storage:
         )
 
     def open_batches(self) -> list[BatchRecord]:
-        """The batches that have not ended, with their owners."""
+        """The unfinished batches, with their owners."""
         return self.batches.open_records if self.batches else []
 
     async def stop(self) -> None:
-        """Stops work on all batches; it continues after the next start."""
+        """Stops work on all batches; they resume after the next start."""
         self._stopped = True
         if self.batches:
             await self.batches.stop()
@@ -101,8 +101,8 @@ def batches_of(request: web.Request) -> BatchManager:
 def open_storage(data_dir: Path | None, urls: Collection[str]) -> Storage:
     """Opens the data folder. `urls`: the endpoints that batches support.
 
-    Raises `StorageError` if `data_dir` cannot be used for another reason than a full disk. The default folder may be
-    in use by another server; then this one has no storage.
+    Raises `StorageError` if `data_dir` cannot be used for a reason other than a full disk. The default folder may be in
+    use by another server; then this one has no storage.
     """
     folder = data_dir or user_data_path("cppbatch")
     try:

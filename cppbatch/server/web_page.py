@@ -1,7 +1,7 @@
 """The web page: static files of `server/page/`, at `/` and below `/page/`.
 
-They are the same for everybody and contain no secret, so they need no API key; the page sends the key with each call
-of the API. They are served while the model loads, too.
+They are the same for all clients and contain no secrets, so they need no API key; the page sends the key with each API
+call. They are also served while the model loads.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ _MEDIA_TYPES = {
 }
 """By suffix. Other files of the folder, such as licences, are not served."""
 _COMMENT = re.compile(rb"^[ \t]*(?://.*|/\*\*(?s:.*?)\*/)$", re.MULTILINE)
-"""Whole lines of comments in a script. They are for readers of the source: browsers get empty lines for them."""
+"""Whole-line comments in a script, which browsers get as empty lines."""
 
-# The page loads and calls nothing but this server, runs no script that a model wrote, and parses no text as HTML.
+# The page only loads from and calls this server, runs no scripts written by a model, and parses no text as HTML.
 _POLICY = {
     "default-src": "'none'",
     "script-src": "'self'",
@@ -46,7 +46,7 @@ _POLICY = {
 }
 _HEADERS = {
     hdrs.VARY: hdrs.ACCEPT_ENCODING,
-    hdrs.CACHE_CONTROL: "no-cache",  # a browser asks whether the file has changed, which costs a 304
+    hdrs.CACHE_CONTROL: "no-cache",  # browsers revalidate, which costs a 304
     "Content-Security-Policy": "; ".join(f"{name} {value}" for name, value in _POLICY.items()),
     "Cross-Origin-Opener-Policy": "same-origin",
     "Cross-Origin-Resource-Policy": "same-origin",
@@ -65,7 +65,7 @@ class PageFile(NamedTuple):
     """The content for clients that accept `Content-Encoding: gzip`: about a third of the bytes."""
     media_type: str
     etag: str
-    """A digest of the content. Weak, because both encodings have it."""
+    """A digest of the content. Weak, because both encodings share it."""
 
 
 def is_page(path: str) -> bool:

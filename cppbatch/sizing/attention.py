@@ -1,4 +1,4 @@
-"""Flash attention and cache types of an engine that is about to start, where the user has not given them."""
+"""Chooses flash attention and cache types before an engine starts, unless the user has given them."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ class AttentionPlan(NamedTuple):
 
     config: EngineConfig
     line: str | None = None
-    """What was chosen and why; None: llama.cpp's choice and f16 stay."""
+    """The choice and its reason; None: llama.cpp's choice and f16 are kept."""
     proposal: str | None = None
-    """What else would be faster, and the command that allows it."""
+    """A faster alternative, and the command that enables it."""
     unmeasured: Attention | None = None
     """The attention of the proposal."""
 
@@ -50,9 +50,9 @@ class AttentionPlan(NamedTuple):
 def plan_attention(config: EngineConfig, given: Collection[str]) -> AttentionPlan:
     """`config` with the attention that is clearly fastest here for the load of its sizes.
 
-    `given`: the settings that the user, or a profile, has decided. Nothing changes on a GPU, with `deterministic`, a
-    draft model, or layers of other kinds of attention. Takes a second or two if attention was never timed here for
-    these heads, else milliseconds.
+    `given`: the settings set by the user or a profile. Nothing changes on a GPU, with `deterministic`, a draft model,
+    or layers with other kinds of attention. Takes a second or two if attention has never been timed here for these
+    heads, else milliseconds.
     """
     if config.rpc or config.pooling or config.deterministic or config.draft_model:
         return AttentionPlan(config)
@@ -61,13 +61,13 @@ def plan_attention(config: EngineConfig, given: Collection[str]) -> AttentionPla
         shape, facts = attention_shape(model), inspect_model(model)
         if shape is None or facts.pooling or shape.n_layer * shape.n_head * shape.head_k < _MIN_VALUES:
             return AttentionPlan(config)
-        kernel_times(["Q8_0"])  # cached; finds out whether there is a GPU, if that is not known yet
+        kernel_times(["Q8_0"])  # cached; detects whether there is a GPU, if unknown
         if config.n_gpu_layers != 0 and has_gpu():
             return AttentionPlan(config)
         layout = choose_layout(config, n_ctx_train=facts.n_ctx_train or 0, has_kv_cells=True)
         times = attention_times(_task(config, shape, layout))
         of_weights = weights_s(model, config.n_parallel)
-    except ModelError:  # loading says what is wrong with the file
+    except ModelError:  # loading reports what is wrong with the file
         return AttentionPlan(config)
     if times is None:
         return AttentionPlan(config)
@@ -92,7 +92,7 @@ def _task(config: EngineConfig, shape: Shape, layout: KvLayout) -> AttentionTask
 
 
 def _allowed(config: EngineConfig, given: Collection[str], now: Attention) -> Iterator[Attention]:
-    """What may be chosen: nothing that is given, and quantised values with flash attention only."""
+    """The allowed choices: not for given settings, and quantised values only with flash attention."""
     is_fixed = config.flash_attn != "auto" or "flash_attn" in given
     types_are_given = (now.k, now.v) != _F16 or not {"cache_type_k", "cache_type_v"}.isdisjoint(given)
     here: Types = now.k, now.v
@@ -141,36 +141,36 @@ def _named(attention: Attention) -> str:
 
 
 # --- attention choice ------------------------------------------------------------------------------------------------
-# Which flash attention and cache types compute a load fastest, by their measured times (docs/decisions/0048).
+# Finds the fastest flash attention setting and cache types for a load from measured times (docs/decisions/0048).
 
 
 CLEAR_GAIN = 1.1
 """A change is worth it if predicted steps are at least this many times as fast: predictions were up to 8% off. Without
-times of the weights, attention alone is compared."""
+times for the weights, only attention is compared."""
 MAX_EXCESS_KL = 0.001
-"""Nats of KL divergence from the f16 cache, beyond what another order of additions causes, from which on a type is not
-chosen by itself."""
+"""Maximum KL divergence from the f16 cache in nats, beyond that of a different order of additions, for a type to be
+chosen automatically."""
 
 _MOST_CELLS = 1024  # of a sequence, unless it is known: a prompt and its answer, mostly
 
 
 class Load(NamedTuple):
-    """What an engine computes for each generated token."""
+    """The work of an engine per generated token."""
 
     n_parallel: int
     n_cells: float
     """Of a sequence that decodes, on average."""
     prompt_tokens: float = 1.0
-    """For each generated token."""
+    """Per generated token."""
 
 
 class WeightTimes(NamedTuple):
     """Seconds of one thread for the matrix products of all weights."""
 
     decode_s: float
-    """For each row, of a row of every sequence."""
+    """Per row, in a batch with a row of every sequence."""
     prefill_s: float
-    """For each token of a prompt."""
+    """Per prompt token."""
 
 
 class Costs(NamedTuple):
@@ -183,24 +183,24 @@ class Costs(NamedTuple):
 
 
 class Faster(NamedTuple):
-    """A way of computing attention that is clearly faster than the present one."""
+    """A way of computing attention that is clearly faster than the current one."""
 
     attention: Attention
     gain: float
-    """How many times as fast steps are, or attention if the weights are not timed."""
+    """The speedup of steps, or of attention if the weights are not timed."""
 
 
 class AttentionChoice(NamedTuple):
-    """What a table of times means for a load."""
+    """The conclusion from a table of times for a load."""
 
     best: Faster | None
-    """The fastest of those whose quality is known; None: the present one stays."""
+    """The fastest one with known quality; None: the current one is kept."""
     proposal: Faster | None
-    """One that is clearly faster still, whose quality was never measured for this model."""
+    """A clearly faster one whose quality has not been measured for this model."""
 
 
 def usual_load(config: EngineConfig) -> Load:
-    """The load where nothing but the sizes is known: sequences are half full, at most half of 1,024 cells."""
+    """The assumed load if only the sizes are known: sequences are half full, at most half of 1,024 cells."""
     return Load(config.n_parallel, min(config.n_ctx // config.n_parallel, _MOST_CELLS) / 2)
 
 
@@ -209,7 +209,7 @@ def choose_attention(
 ) -> AttentionChoice:
     """The fastest of `allowed` for the load. `excess`: {"k v": nats}, of the types that were measured.
 
-    Types that were measured to be worse than `MAX_EXCESS_KL` are neither chosen nor proposed.
+    Types measured to be worse than `MAX_EXCESS_KL` are neither chosen nor proposed.
     """
     times = costs.attention
     if now.name not in times.decode or now.name not in times.prefill:
@@ -259,20 +259,20 @@ def _seconds(costs: Costs, load: Load, attention: Attention) -> float:
 
 
 # --- cache quality ---------------------------------------------------------------------------------------------------
-# What types of the KV cache change in a model's texts, as far as that was measured.
+# Measured effects of KV cache types on a model's output.
 
 
 Types = tuple[CacheType, CacheType]
-"""Those of keys and of values."""
+"""The types of keys and values."""
 TYPES: tuple[Types, ...] = (
     ("f16", "bf16"), ("bf16", "f16"), ("bf16", "bf16"), ("f16", "q8_0"), ("q8_0", "f16"), ("q8_0", "bf16"),
     ("bf16", "q8_0"), ("q8_0", "q8_0"),
 )  # fmt: skip
-"""Those that may be chosen in place of f16 without being given."""
+"""Types that may be chosen automatically instead of f16."""
 
 
 class CacheQuality(msgspec.Struct, frozen=True):
-    """What was measured of a model's file."""
+    """The measurements for a model's file."""
 
     excess: dict[str, float]
     """{types of keys and values ("q8_0 bf16"): KL divergence from the f16 cache, in nats, less that of the f16 cache
@@ -280,14 +280,14 @@ class CacheQuality(msgspec.Struct, frozen=True):
 
 
 def known_excess(model: Path) -> Mapping[str, float]:
-    """The KL divergences that were measured of this file, beyond those of another order of additions; empty if none
-    were."""
+    """The measured KL divergences for this file, beyond those of a different order of additions; empty if there are
+    none."""
     known = read_finding(_path(model), CacheQuality)
     return known.excess if known else {}
 
 
 def keep_excess(model: Path, excess: Mapping[str, float]) -> None:
-    """Keeps what was measured, beside what was before."""
+    """Stores measurements, in addition to earlier ones."""
     write_finding(_path(model), CacheQuality({**known_excess(model), **excess}))
 
 

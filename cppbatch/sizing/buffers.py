@@ -19,7 +19,7 @@ weights of an mmproj file. encoding: the compute buffers of its encoders. vector
 the interpreter, libraries and vocabulary. engine: the engine's copies of output rows. hidden: rows for a draft head or
 model."""
 Owner = Literal["", "draft model", "draft head"]
-"""What has a buffer beside the model itself."""
+"""Owners of buffers other than the model itself."""
 
 
 class Buffer(msgspec.Struct, frozen=True):

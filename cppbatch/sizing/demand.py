@@ -59,7 +59,7 @@ class Demand(msgspec.Struct, frozen=True, kw_only=True):
     mapped: int = 0
     """Weights mapped from the file. If memory is short, they are read from the file repeatedly, which is slow."""
     margin: float = 0.0
-    """The part of the free memory that must stay free: 0 to 1."""
+    """The fraction of free memory that must stay free: 0 to 1."""
 
     @property
     def will_fit(self) -> bool:

@@ -26,7 +26,7 @@ from cppbatch.sizing.buffers import Buffer
 from cppbatch.sizing.child_process import run_module
 
 # --- sequence memory -------------------------------------------------------------------------------------------------
-# What one sequence takes, short and long, and a checkpoint of it: from llama.cpp's log of creating a context.
+# The memory of a sequence and of a checkpoint: from llama.cpp's log of creating a context.
 
 
 _MIB = 2**20
@@ -39,25 +39,25 @@ class SequenceMemory(msgspec.Struct, frozen=True, kw_only=True):
     """The memory of a sequence in bytes: cells of full attention, cells of a sliding window, recurrent states."""
 
     token_bytes: float = 0.0
-    """Of each token."""
+    """Per token."""
     window: int = 0
-    """Tokens of the sliding window; 0: there is none."""
+    """Tokens of the sliding window; 0: no window."""
     window_token_bytes: float = 0.0
-    """Of each of the last `window` tokens, in addition."""
+    """Additionally per token of the last `window` tokens."""
     state_bytes: int = 0
-    """Of any number of tokens."""
+    """Independent of the number of tokens."""
 
     def bytes_of(self, n: int) -> int:
         """A sequence of `n` tokens."""
         return round(n * self.token_bytes) + self.checkpoint_bytes(n)
 
     def checkpoint_bytes(self, n: int) -> int:
-        """A checkpoint of it: what cannot be truncated."""
+        """A checkpoint of it: the memory that cannot be truncated."""
         return round(min(n, self.window) * self.window_token_bytes) + self.state_bytes
 
 
 def read_sequence_memory(lines: Iterable[str], *, window: int, n_sequences: int) -> SequenceMemory:
-    """From the log of creating a context for `n_sequences` of a model with this sliding window."""
+    """Parses the log of creating a context for `n_sequences` of a model with this sliding window."""
     in_window, token_bytes, window_token_bytes, state_bytes = False, 0.0, 0.0, 0.0
     for line in lines:
         if "creating" in line and "KV cache" in line:
@@ -105,11 +105,11 @@ class Footprint(msgspec.Struct, frozen=True, kw_only=True):
     buffers: list[Buffer] = []
     kv_layout: str = ""
     sequence_cells: int = 0
-    """The most KV cells that one sequence may use."""
+    """Maximum KV cells of one sequence."""
     n_layers: int = 0
     n_ctx_train: int = 0
     sequence: SequenceMemory = SequenceMemory()
-    """What one sequence takes of the cells and states."""
+    """The memory of one sequence in cells and states."""
     error: str | None = None
 
 
@@ -126,8 +126,8 @@ class MemoryEstimate(msgspec.Struct, frozen=True):
 def estimate_memory(configs: list[EngineConfig]) -> MemoryEstimate:
     """Estimates the memory of each of these engines on its own. Allocates almost nothing; takes 0.3 s or more.
 
-    Footprints on the CPU are cached, with a key of all that they depend on. With a GPU or RPC workers llama.cpp is
-    asked each time, and says what is free there. Raises `EstimateFailed` if the child process fails.
+    Footprints on the CPU are cached by everything they depend on. With a GPU or RPC workers, llama.cpp is run each
+    time, and reports the free memory there. Raises `EstimateFailed` if the child process fails.
     """
     unique = list(dict.fromkeys(configs))
     paths = {config: path for config in unique if (path := _cached_at(config))}
@@ -143,7 +143,7 @@ def estimate_memory(configs: list[EngineConfig]) -> MemoryEstimate:
 
 
 def _cached_at(config: EngineConfig) -> Path | None:
-    """The file for the footprint of an engine; None if what it needs depends on more than files and settings."""
+    """The file for an engine's footprint; None if its memory depends on more than files and settings."""
     folder = library_folder()
     if folder is None or config.rpc or not folder.is_dir() or not computes_on_cpu_only(folder):
         return None
@@ -155,7 +155,7 @@ def _cached_at(config: EngineConfig) -> Path | None:
 
 
 def _ask(configs: list[EngineConfig]) -> MemoryEstimate:
-    """What the child process answers."""
+    """The answer of the child process."""
     try:
         done = run_module("cppbatch.sizing.estimate_child", msgspec.json.encode(configs), _TIMEOUT_S)
     except subprocess.TimeoutExpired:

@@ -53,7 +53,7 @@ def main() -> None:
 
 
 def _connect(configs: list[EngineConfig]) -> RpcConnections:
-    """Connections to the RPC workers of all engines; none if that fails, which loading says then."""
+    """Connections to the RPC workers of all engines; none if that fails, which loading will report."""
     endpoints = dict.fromkeys(parse_endpoint(each) for config in configs for each in config.rpc)
     Backend.get()  # loads the RPC backend of a portable build
     try:
@@ -63,7 +63,7 @@ def _connect(configs: list[EngineConfig]) -> RpcConnections:
 
 
 def _devices(kind: str) -> Iterator[Device]:
-    """The devices of a kind, with their free memory now."""
+    """The devices of a kind, with their current free memory."""
     counts: Counter[str] = Counter()
     for device in Backend.get().devices():
         if kind not in device.kind:

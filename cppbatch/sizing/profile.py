@@ -108,7 +108,7 @@ class Used(NamedTuple):
     line: str | None = None
     """What changed; None: nothing."""
     decided: frozenset[str] = frozenset()
-    """The settings that the profile decided, also where nothing changed. Empty: there is no usable profile."""
+    """The settings determined by the profile, even if unchanged. Empty: no usable profile."""
 
 
 def use_profile(config: EngineConfig, given: Collection[str]) -> Used:
@@ -131,7 +131,7 @@ def use_profile(config: EngineConfig, given: Collection[str]) -> Used:
             step_ms = tuple((int(rows), ms) for rows, ms in profile.step_ms.items())
             changed = msgspec.structs.replace(changed, step_ms=step_ms)
     except (OSError, ValueError, msgspec.DecodeError, ConfigError) as error:
-        log.warning("the profile %s is not used: %s. Make a new one with `cppbatch tune`, or delete it", path, error)
+        log.warning("the profile %s is not used: %s. Create a new one with `cppbatch tune`, or delete it", path, error)
         return Used(config)
     if not changes:
         return Used(changed, None, decided)
@@ -145,6 +145,6 @@ def as_flags(settings: Mapping[str, object]) -> str:
 
 
 def _kept(given: Collection[str]) -> frozenset[str]:
-    """What the user has decided. -np and -c belong together: a user who gives one of them decides both."""
+    """The settings set by the user. -np and -c belong together: giving one of them sets both."""
     sizes = {"n_parallel", "n_ctx"}
     return frozenset(given) | (sizes if sizes & set(given) else set())

@@ -1,8 +1,8 @@
-"""Which -np and -c an engine gets where they are not given: for the model and the free memory, without loading it.
+"""Chooses -np and -c if they are not given, for the model and the free memory, without loading the model.
 
-The largest sizes are 16 sequences (on a GPU 32) with 1,024 cells each; on a GPU more cells, so that one text may be as
-long as the model knows. A single sequence may be as long as the model knows, on a CPU 32,768 tokens. Of these sizes,
-halved step by step, the first that leaves a tenth of the memory free is taken.
+The largest sizes are 16 sequences (32 on a GPU) with 1,024 cells each; on a GPU more cells, so that one text may use
+the model's full context length. A single sequence may use the model's context length, on a CPU up to 32,768 tokens. Of
+these sizes, halved repeatedly, the first one that leaves a tenth of the memory free is chosen.
 """
 
 from __future__ import annotations
@@ -23,23 +23,22 @@ from cppbatch.sizing.demand import HOST, Demand, format_gib, free_host_memory, l
 from cppbatch.sizing.estimate import Footprint, MemoryEstimate, estimate_memory
 
 MARGIN = 0.1
-"""The part of the free memory that chosen sizes leave free."""
+"""The fraction of free memory that the chosen sizes leave free."""
 
 SIZES = frozenset({"n_parallel", "n_ctx"})
 
 _SEQUENCES, _SEQUENCES_ON_GPU = 16, 32
-_CELLS_EACH = 1024  # a prompt and its answer, mostly
+_CELLS_EACH = 1024  # usually enough for a prompt and its answer
 _LEAST_CELLS_EACH, _LEAST_CELLS = 512, 2048  # fewer are of little use, for a sequence and for an engine
 _MOST_CELLS_ON_GPU = 131_072
-_MOST_CELLS_OF_ONE = 32_768  # on a CPU, which reads so long a prompt for minutes
+_MOST_CELLS_OF_ONE = 32_768  # on a CPU, which takes minutes for a prompt of this length
 _CELL_STEP = 256  # llama.cpp's
 
 
 def size_candidates(config: EngineConfig, given: Set[str], *, n_ctx_train: int, on_gpu: bool) -> list[EngineConfig]:
-    """The settings to choose from, the largest first. At least one; what is in `given` is as in `config`.
+    """The settings to choose from, largest first; at least one. Settings in `given` are as in `config`.
 
-    `given`: the names of settings that the user, or a profile, has decided. `n_ctx_train`: the tokens of the longest
-    text that the model knows.
+    `given`: the names of settings set by the user or a profile. `n_ctx_train`: the model's context length.
     """
     if given >= SIZES:
         return [config]
@@ -57,8 +56,8 @@ def size_candidates(config: EngineConfig, given: Set[str], *, n_ctx_train: int, 
 
 
 def candidates_for(config: EngineConfig, given: Set[str]) -> list[EngineConfig]:
-    """As `size_candidates`, for the model of `config` on this machine. Engines that return vectors keep no cells, and
-    a file that cannot be read is left to the loading: of these there is one candidate."""
+    """As `size_candidates`, for the model of `config` on this machine. Only one candidate for engines that return
+    vectors, which keep no cells, and for an unreadable file, which loading will report."""
     if given >= SIZES or config.pooling:
         return [config]
     try:
@@ -96,7 +95,7 @@ def _halves(most: int, least: int) -> list[int]:
 log = logging.getLogger("cppbatch.memory")
 
 Engines = Callable[[EngineConfig], list[EngineConfig]]
-"""Returns the settings of every engine that will run: one for each worker."""
+"""Returns the settings of every engine that will run, one per worker."""
 
 _MIN_CELLS = 512
 _HALVINGS = 12
@@ -104,7 +103,7 @@ _OVERRIDE = "If this is wrong, disable this check with --no-memory-check (CPPBAT
 
 
 class Planned(NamedTuple):
-    """Settings, and what they need."""
+    """Settings, and the memory they need."""
 
     config: EngineConfig
     estimate: MemoryEstimate | None
@@ -123,7 +122,7 @@ def first_ample(candidates: Sequence[EngineConfig], engines: Engines = lambda co
     try:
         answers = iter(estimate_memory([one for each in smaller for one in engines(each)]).footprints)
     except EstimateFailed as error:
-        log.warning("smaller sizes were not found: %s", error)
+        log.warning("could not look for smaller sizes: %s", error)
         return planned
     for each in smaller:
         estimate = MemoryEstimate([next(answers) for _ in engines(each)], planned.estimate.devices)
@@ -136,10 +135,10 @@ def _planned(config: EngineConfig, engines: Engines) -> Planned:
     try:
         estimate = estimate_memory(engines(config))
     except EstimateFailed as error:
-        log.warning("whether the model fits into memory was not checked: %s", error)
+        log.warning("could not check whether the model fits into memory: %s", error)
         return Planned(config, None)
     if failed := next((each.error for each in estimate.footprints if each.error), None):
-        log.info("whether the model fits into memory was not checked: %s", failed)  # as will loading
+        log.info("could not check whether the model fits into memory: %s", failed)  # as will loading
         return Planned(config, None)
     return Planned(config, estimate)
 
@@ -158,7 +157,7 @@ def check_memory(config: EngineConfig, engines: Engines = lambda config: [config
 
 
 def check_planned(planned: Planned, engines: Engines = lambda config: [config]) -> None:
-    """As `check_memory`, of settings whose estimate is known."""
+    """As `check_memory`, for settings whose estimate is known."""
     config, estimate = planned
     if estimate is None:
         return
@@ -168,21 +167,21 @@ def check_planned(planned: Planned, engines: Engines = lambda config: [config]) 
     for each in needed:
         if each.will_be_slow:
             log.warning(
-                "the weights will not stay in memory: %s are free, %s needed beside %s of weights, and these will be "
-                "read from the file again and again. Take a smaller model, or lower -c or -np",
+                "the weights will not stay in memory: %s are free, but %s are needed in addition to %s of weights, "
+                "which will be read from the file repeatedly. Use a smaller model, or lower -c or -np",
                 *map(format_gib, (each.free, each.firm, each.mapped)),
             )
 
 
 def memory_shortage(config: EngineConfig) -> str | None:
-    """Why one more engine with these settings does not fit into the memory that is free now; None if it does.
+    """Why another engine with these settings does not fit into the currently free memory; None: it fits.
 
-    None as well, with a line in the log, if the estimate fails: loading will tell. Takes 0.3 s or more.
+    Also None, with a log line, if the estimate fails, since loading will show. Takes 0.3 s or more.
     """
     try:
         estimate = estimate_memory([config])
     except EstimateFailed as error:
-        log.warning("whether another worker fits into memory was not checked: %s", error)
+        log.warning("could not check whether another worker fits into memory: %s", error)
         return None
     short = [each for each in memory_demands(estimate, free_host_memory()) if not each.will_fit]
     if not short:
@@ -213,13 +212,13 @@ def _largest_parts(footprint: Footprint, where: str, estimate: MemoryEstimate) -
 
 
 def _fitting_flags(config: EngineConfig, place: str, estimate: MemoryEstimate, engines: Engines) -> list[str]:
-    """Returns for each kind of change the smallest one that fits, as flags."""
+    """Returns the smallest change of each kind that fits, as flags."""
     groups = list(alternatives(config, n_layers=estimate.footprints[0].n_layers if place != HOST else 0))
     configs = [engines(changed) for group in groups for _, changed in group]
     try:
         answers = iter(estimate_memory([one for several in configs for one in several]).footprints)
     except EstimateFailed as error:
-        log.info("what would fit was not found out: %s", error)
+        log.info("could not find sizes that fit: %s", error)
         return []
     free = free_host_memory()
     fits: dict[EngineConfig, bool] = {}
@@ -249,11 +248,11 @@ def alternatives(config: EngineConfig, *, n_layers: int = 0) -> Iterator[list[tu
 
 
 # --- models fit ------------------------------------------------------------------------------------------------------
-# Which models fit into the memory that is free now, for `cppbatch models list`.
+# Which models fit into the currently free memory, for `cppbatch models list`.
 
 
 def models_fit(paths: Sequence[Path]) -> list[str]:
-    """For each model: "yes", "with smaller -np -c", "no" with what it needs, or "?" if llama.cpp does not say."""
+    """For each model: "yes", "with smaller -np -c", "no" with the memory required, or "?" if unknown."""
     sizes = [candidates_for(EngineConfig(str(path)), set()) for path in paths]
     try:
         estimate = estimate_memory([config for each in sizes for config in (each[0], each[-1])])
@@ -277,26 +276,26 @@ def models_fit(paths: Sequence[Path]) -> list[str]:
     return [verdict(next(footprints), next(footprints)) for _ in paths]
 
 
-# --- models beside ---------------------------------------------------------------------------------------------------
-# Whether a model fits into memory beside others that are loaded, and with which sizes.
+# --- several models --------------------------------------------------------------------------------------------------
+# Whether a model fits into memory alongside other loaded models, and with which sizes.
 
 
 class LoadedSizes(NamedTuple):
-    """A model's settings, and the memory that its engines need with them."""
+    """A model's settings, and the memory its engines need with them."""
 
     config: EngineConfig
     estimate: MemoryEstimate | None
-    """None: it is not known; the model counts as needing nothing beside what is measured."""
+    """None: unknown; the model is assumed to need no memory beyond what is measured."""
 
     @property
     def needs(self) -> int:
-        """Bytes on the host and on devices, weights mapped from the file included."""
+        """Bytes on the host and on devices, including weights mapped from the file."""
         demands = memory_demands(self.estimate, 0) if self.estimate else []
         return sum(demand.firm + demand.mapped for demand in demands)
 
     @property
     def firm_on_host(self) -> int:
-        """Bytes that are free again when it has left."""
+        """Bytes that are free again after unloading it."""
         return memory_demands(self.estimate, 0)[0].firm if self.estimate else 0
 
     @property
@@ -313,11 +312,11 @@ def first_beside(
     engines: Engines,
     budget: int | None = None,
 ) -> LoadedSizes:
-    """The first candidate that fits beside the `others` and leaves `MARGIN` of the free memory free; else the last one,
-    if it fits at all.
+    """The first candidate that fits alongside the `others` and leaves `MARGIN` of the free memory free; else the last
+    one, if it fits at all.
 
-    `pinned`: those of the others that do not leave. `budget`: bytes that all models may need together; None: what is
-    free. Raises `DoesNotFit`, and `EstimateFailed`.
+    `pinned`: those of the others that cannot be unloaded. `budget`: bytes for all models together; None: the free
+    memory. Raises `DoesNotFit`, and `EstimateFailed`.
     """
     each = [engines(candidate) for candidate in candidates]
     estimated = estimate_memory([config for configs in each for config in configs])
@@ -327,7 +326,7 @@ def first_beside(
         for candidate, configs in zip(candidates, each, strict=True)
     ]
     if any(footprint.error for one in sizes for footprint in (one.estimate.footprints if one.estimate else [])):
-        return LoadedSizes(candidates[0], None)  # loading says what is wrong
+        return LoadedSizes(candidates[0], None)  # loading reports what is wrong
     free, mapped = free_host_memory(), _mapped(others)
     for one, margin in [*((one, MARGIN) for one in sizes), (sizes[-1], 0.0)]:
         if _fits(one, free - mapped, margin=margin) and (budget is None or one.needs + _sum(others) <= budget):
@@ -363,5 +362,5 @@ def _sum(models: Sequence[LoadedSizes]) -> int:
 
 
 def _mapped(models: Sequence[LoadedSizes]) -> int:
-    """Of each file once: processes share its pages."""
+    """Counts each file once, because processes share its pages."""
     return sum({Path(each.config.model_path): each.mapped for each in models}.values())

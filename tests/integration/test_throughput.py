@@ -97,7 +97,7 @@ def test_without_b_1_and_without_counters_the_report_says_what_is_not_known(
     (row,) = report.rows
     assert (row["speedup"], row["tokens_per_kwh"], row["tokens_per_unit"]) == (None, None, None)
     assert any(note.startswith("Energy is unknown: ") for note in report.notes)
-    assert "x sequential: not known without B = 1 (-B 1,...)." in report.notes
+    assert "x sequential: unknown without B = 1 (-B 1,...)." in report.notes
     assert not {"tokens_per_kwh", "tokens_per_unit", "gpu_percent"} & {column.key for column in report.columns}
 
 

@@ -145,7 +145,7 @@ def test_servers_are_measured_in_turn_with_the_same_prompts_and_compared() -> No
     table = shown(report)
     assert "slow / quick" in table
     assert f"{ratio:.2f}" in table
-    assert "slow sends no usage, or too low a one" in table
+    assert "slow sends no usage, or one that is too low" in table
 
 
 def test_failures_and_early_ends_stand_under_the_table() -> None:

@@ -82,7 +82,7 @@ def test_weights_that_would_be_read_again_and_again_are_a_warning(
     with_memory: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     check_memory(replace(CONFIG, n_ctx=8704, n_gpu_layers=0))
-    assert "8.50 GiB needed beside 1.00 GiB of weights" in caplog.text
+    assert "8.50 GiB are needed in addition to 1.00 GiB of weights" in caplog.text
 
 
 def test_an_estimate_that_fails_stops_nobody(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
@@ -91,9 +91,9 @@ def test_an_estimate_that_fails_stops_nobody(monkeypatch: pytest.MonkeyPatch, ca
 
     monkeypatch.setattr(sizes, "estimate_memory", fail)
     check_memory(CONFIG)
-    assert "the model fits into memory was not checked: the process ended with code -6" in caplog.text
+    assert "could not check whether the model fits into memory: the process ended with code -6" in caplog.text
     assert memory_shortage(CONFIG) is None
-    assert "another worker fits into memory was not checked: the process ended with code -6" in caplog.text
+    assert "could not check whether another worker fits into memory: the process ended with code -6" in caplog.text
 
 
 def test_a_model_that_cannot_be_opened_is_left_to_the_loading(

@@ -310,7 +310,7 @@ def test_memory_bounds_parallelism_by_estimate_and_by_trying(memory_for: Callabl
     found = tuned(measure=only_three_load)
     assert found.most_parallel == 3
     assert found.settings().n_parallel == 3
-    assert "memory has room for -np 3 -c 16384 at most" in found.notes
+    assert "memory allows at most -np 3 -c 16384" in found.notes
 
 
 @pytest.mark.usefixtures("memory_for")
@@ -333,4 +333,4 @@ def test_a_model_that_does_not_run_is_an_error_with_the_reason() -> None:
 def test_a_latency_that_nothing_keeps_to_is_said() -> None:
     found = tuned(target_ms=0.001)
     assert found.settings().n_parallel == 1
-    assert found.notes == ["not even one sequence keeps to 0.001 ms a token here"]
+    assert found.notes == ["even a single sequence needs more than 0.001 ms per token here"]

@@ -230,7 +230,7 @@ def _reported_runs(runs: Sequence[ServerRun]) -> list[ServerRun]:
 
 
 def _legend(load: LoadSettings) -> list[str]:
-    sentences = ["TTFT: until the first text came. inter-token: between two pieces of a text."]
+    sentences = ["TTFT: time to the first text. inter-token: between two pieces of a text."]
     if load.latency_bound_ms:
         sentences.append(f"Goodput: requests whose TTFT is at most {load.latency_bound_ms:g} ms.")
     if load.repeats > 1:
@@ -240,13 +240,11 @@ def _legend(load: LoadSettings) -> list[str]:
 
 def _about_ideal(ideal: LoadIdeal | None) -> str:
     if ideal is None:
-        return (
-            "-m MODEL adds the row `of ideal`: what the answered requests cost at best, measured here before the load."
-        )
+        return "-m MODEL adds the row `of ideal`: the minimum cost of the answered requests, measured before the load."
     token_ms, row_ms = 1000 * ideal.costs.token_s, 1000 * ideal.costs.row_s(ideal.most_rows)
     return (
-        "of ideal: what the answered requests cost at best, by the time they took. Measured before the load: a prompt "
-        f"token {token_ms:.3g} ms, a row {row_ms:.3g} ms (in steps of up to {ideal.most_rows})."
+        "of ideal: the minimum cost of the answered requests, divided by the time taken. Measured before the load: "
+        f"a prompt token {token_ms:.3g} ms, a row {row_ms:.3g} ms (in steps of up to {ideal.most_rows})."
     )
 
 
@@ -263,24 +261,24 @@ def server_notes(runs: Sequence[ServerRun]) -> Iterator[str]:
     done = [outcome for outcome in outcomes if not outcome.failure]
     if not runs[-1].is_complete:
         progress = f"{len(outcomes)} of {runs[-1].n_requests} requests had ended"
-        yield f"{label}: interrupted when {progress}; the others count for nothing"
+        yield f"{label}: interrupted when {progress}; the others are not counted"
     failures = [outcome.failure for outcome in outcomes if outcome.failure]
     for kind, n in Counter(failure.kind for failure in failures).most_common():
         first = next(failure for failure in failures if failure.kind == kind)
         yield f"{label}: {n} of {len(outcomes)} requests failed: {kind} ({first})"
     if any(not outcome.has_usage for outcome in done):
-        yield f"{label} sends no usage, or too low a one: each piece of text counts as a token"
+        yield f"{label} sends no usage, or one that is too low: each piece of text counts as a token"
     elif sum(outcome.n_chunks for outcome in done) < _MERGED * sum(outcome.output_tokens for outcome in done):
         yield f"{label} sends several tokens in a piece of text: inter-token times are those between pieces"
     if server.unknown:
-        yield f"{label} refuses {' and '.join(server.unknown)}: requests are sent without"
+        yield f"{label} rejects {' and '.join(server.unknown)}: requests are sent without them"
     if n_early := sum(outcome.ended_early for outcome in done):
-        yield f"{label}: {n_early} of {len(done)} texts ended before their length"
+        yield f"{label}: {n_early} of {len(done)} texts are shorter than requested"
     if n_again := sum(outcome.resent for outcome in outcomes):
         yield f"{label} closed kept-alive connections: {n_again} requests were sent twice"
     if any(run.client_seconds > _BUSY * run.seconds for run in runs):
         share = max(run.client_seconds / run.seconds for run in runs)
-        yield f"{label}: the client took {100 * share:.0f}% of a core; it may be what is measured"
+        yield f"{label}: the client took {100 * share:.0f}% of a core and may limit the results"
 
 
 # --- load plot -------------------------------------------------------------------------------------------------------

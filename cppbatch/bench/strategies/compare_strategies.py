@@ -134,9 +134,9 @@ def compare_strategies(
         columns=_COLUMNS,
         rows=rows,
         notes=[
-            "wait: from arrival until a request is admitted. padding: computed tokens that no request needed.",
-            "of ideal: what these requests need at best, with up to B rows a step and costs that were measured before "
-            "the first run, by the time they took.",
+            "wait: from a request's arrival to its admission. padding: computed tokens that no request needed.",
+            "of ideal: the minimum time for these requests, with up to B rows per step and costs measured before the "
+            "first run, divided by the time they took.",
         ],
     )
 

@@ -41,7 +41,7 @@ def main() -> None:
 
 def _measure(engine: BatchInferenceEngine, task: MeasurementTask) -> Measurement:
     if engine.info.pooling:
-        raise ModelError(f"{engine.info.name} gives vectors: a step's texts are all there is to its batch")
+        raise ModelError(f"{engine.info.name} returns vectors, so there is nothing to tune")
     engine.generate(
         [_prompt(engine, 1, 16)], SamplingParams(max_tokens=2, ignore_eos=True)
     )  # loads pages of the weights into memory

@@ -120,7 +120,7 @@ class Tuner:
         self._note_busy()
         chosen = knee(curve, self._target_ms, self._measured)
         if self._target_ms and chosen.inter_token_ms > self._target_ms:
-            self._notes.append(f"not even one sequence keeps to {self._target_ms:g} ms a token here")
+            self._notes.append(f"even a single sequence needs more than {self._target_ms:g} ms per token here")
         config = self._with_parallel(chosen.n_parallel, here)
         prefill: float | None = None
         if "n_ubatch" not in self._given:
@@ -160,15 +160,15 @@ class Tuner:
             least = self._with_parallel(sizes[0])
             raise ModelError(f"even -np {least.n_parallel} -c {least.n_ctx} does not run: {errors[sizes[0]]}")
         if found < sizes[-1]:
-            self._notes.append(f"memory has room for -np {found} -c {self._with_parallel(found).n_ctx} at most")
+            self._notes.append(f"memory allows at most -np {found} -c {self._with_parallel(found).n_ctx}")
         return found
 
     def _by_estimate(self, sizes: list[int]) -> int:
-        self._progress("asking llama.cpp what it would allocate")
+        self._progress("estimating memory")
         try:
             estimate = estimate_memory([self._with_parallel(n) for n in sizes])
         except EstimateFailed as error:
-            self._notes.append(f"memory was tried out without an estimate: {error}")
+            self._notes.append(f"memory limits were found by trial, without an estimate: {error}")
             return sizes[-1]
         if estimate.footprints[0].error:
             raise ModelError(estimate.footprints[0].error)
@@ -239,7 +239,7 @@ class Tuner:
         if known and known.n_parallel not in [each.n_parallel for each in curve]:  # the time was over before
             curve.append(known)
         if not curve:
-            raise ModelError(f"nothing could be measured: {self._last_error}")
+            raise ModelError(f"no measurement succeeded: {self._last_error}")
         return curve
 
     def _repeat_disturbed(self, curve: list[Speed], config: EngineConfig) -> list[Speed]:

@@ -1,4 +1,4 @@
-"""What answers a conversation of `cppbatch chat`: a model in this process, or a server with OpenAI's API."""
+"""Backends of `cppbatch chat`: a model in this process, or a server with OpenAI's API."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ Json = dict[str, Any]
 T = TypeVar("T")
 
 FULL = "the context is full: /clear starts a new conversation"
-"""What to do about it, in every message about a full context."""
+"""The start of every message about a full context."""
 _CONNECT_S = 10
 _ANSWER_S = 600  # without a byte
-_INTERRUPTIBLE_S = 0.2  # Windows does not interrupt a wait without an end
+_INTERRUPTIBLE_S = 0.2  # Windows does not interrupt a wait without a timeout
 _LINE_BYTES = 1 << 22  # of an event
 
 
@@ -36,9 +36,9 @@ class AnswerPart(msgspec.Struct, frozen=True, kw_only=True):
     text: str = ""
     reasoning: str = ""
     n_tokens: int = 0
-    """New tokens; of servers, which do not say it, at least one with new text."""
+    """New tokens. Servers do not report this; then at least one if there is new text."""
     end: AnswerEnd | None = None
-    """Set in the last part of an answer that is complete."""
+    """Set in the last part of a complete answer."""
 
 
 class AnswerEnd(msgspec.Struct, frozen=True, kw_only=True):
@@ -46,7 +46,7 @@ class AnswerEnd(msgspec.Struct, frozen=True, kw_only=True):
 
     finish_reason: str
     n_tokens: int | None = None
-    """Of the whole answer; None: not known."""
+    """For the whole answer; None: unknown."""
 
 
 class ChatBackend(Protocol):
@@ -57,15 +57,15 @@ class ChatBackend(Protocol):
         """The name of the model that answers."""
 
     def models(self) -> list[str]:
-        """The names that `use` takes."""
+        """The names that `use` accepts."""
 
     def use(self, name: str) -> None:
-        """From now on this model answers."""
+        """Switches to this model."""
 
     def answer(self, messages: Sequence[Json], params: Json) -> Generator[AnswerPart, None, None]:
         """Generates the next message. `params`: fields of `SamplingParams`. Closing the generator cancels it.
 
-        If the context is full, the error's message begins with `FULL`.
+        If the context is full, the error message starts with `FULL`.
         """
 
     def close(self) -> None:
@@ -76,7 +76,7 @@ class EngineBackend:
     """A model in this process."""
 
     def __init__(self, load: Callable[[str | None], BatchInferenceEngine], named: str | None, **options: Any) -> None:
-        """`load`: loads a model by its file or name (None: the model that commands run without -m). `options`: of
+        """`load`: loads a model by file or name (None: the model that commands use without -m). `options`: of
         `chat_stream`."""
         self._load, self._options = load, options
         self._engine = load(named)
@@ -87,16 +87,16 @@ class EngineBackend:
         return self._engine.info.name
 
     def models(self) -> list[str]:
-        """See `ChatBackend`: those in the models folder."""
+        """See `ChatBackend`: the models in the models folder."""
         from cppbatch.models.find import models_folder, models_in, short_name
 
         return [short_name(path) for path in models_in(models_folder())]
 
     def use(self, name: str) -> None:
-        """See `ChatBackend`. If the model cannot be loaded, the present one stays."""
+        """See `ChatBackend`. If the model cannot be loaded, the current one stays."""
         from cppbatch.models.pull import choose_model
 
-        path = str(choose_model(name))  # raises while the present model is loaded
+        path = str(choose_model(name))  # raises while the current model is still loaded
         before = self._engine.config.model_path
         self._engine.close()  # memory may not hold both
         try:
@@ -108,7 +108,7 @@ class EngineBackend:
     def answer(self, messages: Sequence[Json], params: Json) -> Generator[AnswerPart, None, None]:
         """See `ChatBackend`."""
         try:
-            wanted = sampling_params({"max_tokens": UNLIMITED} | params)  # the session has its own maximum
+            wanted = sampling_params({"max_tokens": UNLIMITED} | params)  # the session has its own limit
             with self._engine.chat_stream(messages, wanted, fit=True, **self._options) as stream:
                 for event in stream:
                     end = None
@@ -135,8 +135,8 @@ class ServerBackend:
     """A server with OpenAI's chat completions. Requests run on a thread, so that Ctrl-C interrupts only the waiting."""
 
     def __init__(self, url: str, *, model: str | None, api_key: str | None, **fields: Any) -> None:
-        """`url`: with or without http:// and /v1. `model`: None: the server's only one, or the first that is loaded.
-        `fields`: of every request. Raises `CppBatchError` if the server does not answer."""
+        """`url`: with or without http:// and /v1. `model`: None: the server's only model, or the first loaded one.
+        `fields`: added to every request. Raises `CppBatchError` if the server does not answer."""
         self._url = (url if "://" in url else f"http://{url}").rstrip("/").removesuffix("/v1")
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self._fields = fields
@@ -218,7 +218,7 @@ class ServerBackend:
                 ) from error
 
     async def _put_parts(self, body: Json, events: queue.SimpleQueue[AnswerPart | BaseException | None]) -> None:
-        """Puts the parts of an answer, at the end None or the error."""
+        """Puts the parts of an answer into the queue, and finally None or the error."""
         try:
             async with self._request("POST", "/v1/chat/completions", body) as response:
                 async for part in _parts(response):
@@ -229,7 +229,7 @@ class ServerBackend:
 
     @contextlib.asynccontextmanager
     async def _request(self, method: str, path: str, body: Json | None = None) -> AsyncIterator[aiohttp.ClientResponse]:
-        """Raises `CppBatchError` for every failure, also while the block reads the response."""
+        """Raises `CppBatchError` for every failure, including while the block reads the response."""
         import aiohttp
 
         content = {} if body is None else {"data": msgspec.json.encode(body)}
@@ -250,7 +250,7 @@ class ServerBackend:
 
 
 def _next(events: queue.SimpleQueue[T]) -> T:
-    """Waits for the next event. Raises `KeyboardInterrupt` at once after Ctrl-C, also on Windows."""
+    """Waits for the next event. Raises `KeyboardInterrupt` immediately after Ctrl-C, also on Windows."""
     while True:
         with contextlib.suppress(queue.Empty):
             return events.get(timeout=_INTERRUPTIBLE_S)
@@ -288,7 +288,7 @@ def _refusal(status: int, body: bytes) -> CppBatchError:
 
 
 def _error(answer: Any) -> CppBatchError:
-    """The error of an OpenAI error object."""
+    """The error described by an OpenAI error object."""
     error = answer.get("error", answer) if isinstance(answer, Mapping) else answer
     if not isinstance(error, Mapping):
         return CppBatchError(f"the server answered: {error!s:.300}")

@@ -1,4 +1,4 @@
-"""The conversation of `cppbatch chat`: its messages, its commands, its files. Without a terminal."""
+"""The conversation of `cppbatch chat`: messages, commands, files; independent of a terminal."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ class ChatView(Protocol):
     """Shows what happens in a conversation."""
 
     def begin(self) -> None:
-        """An answer begins."""
+        """An answer starts."""
 
     def add(self, text: str, reasoning: str) -> None:
-        """There is more of the answer."""
+        """The answer has a new part."""
 
     def end(self, summary: str) -> None:
         """The answer has ended. `summary`: its length and speed."""
@@ -47,7 +47,7 @@ class ChatView(Protocol):
         """A line about the conversation."""
 
     def fail(self, line: str) -> None:
-        """Something did not work, and the conversation goes on."""
+        """Something failed; the conversation continues."""
 
 
 class ChatSession:
@@ -64,7 +64,7 @@ class ChatSession:
         save_to: Path | None = None,
         clock: Callable[[], float] = perf_counter,
     ) -> None:
-        """`params`: fields of `SamplingParams` for each answer. `longest`: tokens after which an answer is cut off.
+        """`params`: fields of `SamplingParams` for each answer. `longest`: maximum tokens of an answer.
         `save_to`: written after each answer."""
         self._backend, self._view = backend, view
         self._system, self._params, self._save_to, self._clock = system, params or {}, save_to, clock
@@ -73,7 +73,7 @@ class ChatSession:
         self._attached: list[Json] = []
         self._longest = longest
         self.n_failed = 0
-        """Messages and commands that did not work."""
+        """Failed messages and commands."""
 
     @property
     def messages(self) -> list[Json]:
@@ -82,7 +82,7 @@ class ChatSession:
         return [*system, *self._turns]
 
     def take_up(self, messages: list[Json]) -> None:
-        """Goes on with a conversation. A system message that was given before takes the place of its own."""
+        """Continues a saved conversation. A system message that is already set replaces the saved one."""
         first = messages[0] if messages else {}
         if first.get("role") in ("system", "developer"):
             messages = messages[1:]
@@ -90,9 +90,9 @@ class ChatSession:
         self._turns = messages
 
     def handle(self, line: str) -> bool:
-        """Answers a message or obeys a command (`/name`). Returns False if the program is to end.
+        """Answers a message or runs a command (`/name`). Returns False if the program should end.
 
-        A message that begins with two slashes is one that begins with one. Errors are shown.
+        A leading double slash stands for a literal slash. Errors are shown.
         """
         try:
             if line.startswith("/") and not line.startswith("//"):
@@ -114,7 +114,7 @@ class ChatSession:
     # --- answers ------------------------------------------------------------------------------------------------------
 
     def _answer(self, message: Json, params: Json | None = None) -> None:
-        """Adds a message and its answer. Ctrl-C ends the answer; what there is of it stays in the conversation."""
+        """Adds a message and its answer. Ctrl-C stops the answer; the text so far stays in the conversation."""
         self._unanswered = message
         asked = [{name: value for name, value in each.items() if name != "reasoning_content"} for each in self.messages]
         answer = _Answer(self._clock)
@@ -203,7 +203,7 @@ class ChatSession:
         try:  # the same seed would give the same answer
             self._answer(message, {name: value for name, value in self._params.items() if name != "seed"})
         finally:
-            if self._unanswered is not None:  # there is no answer: the conversation stays as it was
+            if self._unanswered is not None:  # no answer: the conversation is unchanged
                 self._turns, self._unanswered = before, unanswered
 
     def _clear(self, _: str) -> None:
@@ -254,7 +254,7 @@ class _Answer:
         return {"role": "assistant", "content": self.text, **reasoning}
 
     def summary(self, *, stopped: bool) -> str:
-        """How long it is and how fast it came."""
+        """Its length and speed."""
         n = self.n_tokens if not self.end or self.end.n_tokens is None else self.end.n_tokens
         parts = [f"{n:,} token{'s' if n != 1 else ''}"]
         if self._first is not None:
@@ -268,7 +268,7 @@ class _Answer:
 
 
 def write_messages(path: Path, messages: list[Json]) -> None:
-    """Writes a conversation: as Markdown if the name ends so, else as JSON. Raises `CppBatchError`."""
+    """Writes a conversation: as Markdown if the name ends in .md, otherwise as JSON. Raises `CppBatchError`."""
     is_markdown = path.suffix.lower() in (".md", ".markdown")
     text = _markdown(messages) if is_markdown else json.dumps(messages, ensure_ascii=False, indent=2) + "\n"
     part = path.with_name(f"{path.name}.part")
@@ -285,7 +285,7 @@ def _markdown(messages: list[Json]) -> str:
 
 
 def _shown(message: Json) -> str:
-    """The text of a message. Pictures and sounds are named only."""
+    """The text of a message. Images and audio are only named."""
     content = message.get("content")
     if not isinstance(content, list):
         return str(content)
@@ -294,7 +294,7 @@ def _shown(message: Json) -> str:
 
 
 def read_messages(path: Path) -> list[Json]:
-    """Reads a conversation: a JSON list of OpenAI's messages, or an object that has it as `messages`. Raises
+    """Reads a conversation: a JSON list of OpenAI's messages, or an object with that list in `messages`. Raises
     `ConfigError`."""
     try:
         content = msgspec.json.decode(path.read_bytes())

@@ -1,4 +1,4 @@
-"""`cppbatch chat` in a terminal: input with history and several lines, answers as Markdown while they arrive."""
+"""`cppbatch chat` in a terminal: multi-line input with history, answers rendered as Markdown while they arrive."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ _CODE = ANSISyntaxTheme(
         ("Name", "Class"): Style(bold=True),
     }
 )
-"""The terminal's own colours, without a background, so that code can be read on dark and on light ones."""
+"""The terminal's own colours without a background, so that code is readable on dark and light backgrounds."""
 ANSWER_STYLES = Theme({"markdown.code": Style(color="magenta"), "markdown.code_block": Style()})
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
-"""Control characters, which a model could use to steer the terminal; not tab and newline."""
+"""Control characters, which a model could use to control the terminal; excludes tab and newline."""
 
 
 def printable(text: str) -> str:
-    """The text without the characters that steer a terminal."""
+    """The text without terminal control characters."""
     return _CONTROL.sub("", text)
 
 
@@ -52,7 +52,7 @@ def printable(text: str) -> str:
 
 
 class TerminalView:
-    """Shows a conversation with rich. What of an answer cannot change any more is printed; the rest is drawn again."""
+    """Shows a conversation with rich. Final parts of an answer are printed once; the rest is redrawn."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -102,7 +102,7 @@ class _LiveAnswer:
         self._live.start()
 
     def add(self, text: str, reasoning: str) -> None:
-        """There is more of it."""
+        """Adds a part."""
         self._reasoning += reasoning
         if text:
             self._end_reasoning()
@@ -114,7 +114,7 @@ class _LiveAnswer:
                 self._print("".join(lines[:done]))
 
     def close(self) -> None:
-        """It has ended."""
+        """Ends the answer."""
         self._end_reasoning()
         rest, self._text = self._text, ""
         self._live.stop()
@@ -146,13 +146,13 @@ def _rendered(markdown: str) -> Markdown:
 
 
 def _lines_of_finished_blocks(parser: MarkdownIt, text: str) -> int:
-    """How many lines of a growing Markdown text belong to blocks that further text cannot change."""
+    """The number of lines of a growing Markdown text in blocks that further text cannot change."""
     starts = [token.map[0] for token in parser.parse(text) if token.level == 0 and token.map]
     return starts[-1] if starts else 0
 
 
 class _LastLines:
-    """As many of the last lines as a screen holds: a live display cannot be taller."""
+    """The last lines that fit on the screen: a live display cannot be taller."""
 
     def __init__(self, *parts: RenderableType) -> None:
         self._parts = parts
@@ -168,10 +168,10 @@ class _LastLines:
 
 
 class TerminalInput:
-    """Messages that are typed: Enter sends, Alt-Enter or Ctrl-J begins a new line, arrows go through the history."""
+    """Typed messages: Enter sends, Alt-Enter or Ctrl-J starts a new line, arrow keys browse the history."""
 
     def __init__(self, commands: Mapping[str, str], history: Path, say: Callable[[str], object]) -> None:
-        """`history`: a file, made if there is none."""
+        """`history`: a file, created if missing."""
         from prompt_toolkit import PromptSession
         from prompt_toolkit.completion import WordCompleter
         from prompt_toolkit.history import FileHistory, History, InMemoryHistory
@@ -195,7 +195,7 @@ class TerminalInput:
         )
 
     def __iter__(self) -> Iterator[str]:
-        """Yields messages, until Ctrl-D, or Ctrl-C twice at an empty prompt. Ctrl-C at others clears them."""
+        """Yields messages until Ctrl-D, or Ctrl-C twice at an empty prompt. Otherwise Ctrl-C clears the input."""
         is_second = False
         while True:
             try:
@@ -215,11 +215,11 @@ class TerminalInput:
 
 @contextlib.contextmanager
 def quiet_terminal() -> Iterator[None]:
-    """Between two prompts, keys are not echoed into the answer, and Enter stays Enter: what is typed while a model
-    answers is at the next prompt. Ctrl-C interrupts."""
+    """Between prompts, keys are not echoed into the answer, and Enter stays Enter: text typed during an answer
+    appears at the next prompt. Ctrl-C interrupts."""
     try:
         import termios
-    except ImportError:  # Windows, where it is so anyway
+    except ImportError:  # Windows, where this is the default
         yield
         return
     before = termios.tcgetattr(sys.stdin)
@@ -254,7 +254,7 @@ def _keys() -> KeyBindings:
 
 
 class PlainView:
-    """Writes the answers alone to stdout, each with a newline at its end, and the rest to stderr."""
+    """Writes only the answers to stdout, each followed by a newline, and everything else to stderr."""
 
     _is_at_start = True
 
@@ -281,11 +281,11 @@ class PlainView:
 
 
 def piped_lines() -> Iterator[str]:
-    """The lines of the standard input, each of which is a message."""
+    """The lines of standard input, each a message."""
     for line in sys.stdin:
         yield line.rstrip("\r\n")
 
 
 def is_terminal() -> bool:
-    """Whether both input and output are one."""
+    """Whether both stdin and stdout are terminals."""
     return sys.stdin.isatty() and sys.stdout.isatty()

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class AsyncChatStream:
-    """As `ChatStream`, for asyncio: `async for event in stream`."""
+    """`ChatStream` for asyncio: `async for event in stream`."""
 
     def __init__(self, events: AsyncGenerator[tuple[GenerationEvent, PreparedChat], None]) -> None:
         self._events = events
@@ -45,7 +45,7 @@ class AsyncChatStream:
         return said
 
     async def aclose(self) -> None:
-        """Cancels the answer, if it is not complete."""
+        """Cancels the answer if it is incomplete."""
         await self._events.aclose()
 
     async def __aenter__(self) -> AsyncChatStream:

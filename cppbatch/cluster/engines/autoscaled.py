@@ -1,4 +1,4 @@
-"""Workers whose number follows the load: started while requests wait, drained and ended when fewer are enough."""
+"""Autoscaled workers: started while requests wait, drained and stopped when fewer suffice."""
 
 from __future__ import annotations
 
@@ -25,24 +25,23 @@ log = logging.getLogger("cppbatch.scaling")
 _INTERVAL_S = 0.5
 
 StartWorker = Callable[[int], EngineProcess]
-"""Starts the worker of this number, which begins to load the model."""
+"""Starts the worker with this number, which starts loading the model."""
 MemoryShortage = Callable[[int], Awaitable[str | None]]
-"""Why the worker of this number does not fit into the free memory; None if it does."""
+"""Why the worker with this number does not fit into free memory; None: it fits."""
 
 
 class AutoscaledGroup(EngineGroup):
-    """An `EngineGroup` of which `ScalingRule` starts and drains the workers.
+    """An `EngineGroup` whose workers are started and drained by a `ScalingRule`.
 
-    A worker of each number from 0 runs at most once; the one with the highest number is drained first. A worker gets
-    requests when it has loaded the model, and the requests that wait elsewhere move to it, so that all have about the
-    same number. A draining worker gets no new requests; it ends after the last of its requests, or gets requests again
-    if the load has returned before that.
+    Workers are numbered from 0; the one with the highest number is drained first. Once a worker has loaded the model,
+    it gets requests, and requests waiting elsewhere move to it, to balance their numbers. A draining worker gets no new
+    requests; it stops after its last request, or gets requests again if the load returns before that.
     """
 
     def __init__(
         self, start_worker: StartWorker, rule: ScalingRule, *, shortage: MemoryShortage, interval: float = _INTERVAL_S
     ) -> None:
-        """`interval`: seconds between two looks at the load."""
+        """`interval`: seconds between two checks of the load."""
         super().__init__([start_worker(i) for i in range(rule.min_workers)])
         self._start_worker = start_worker
         self._rule = rule
@@ -51,9 +50,9 @@ class AutoscaledGroup(EngineGroup):
         self._starting: EngineProcess | None = None
         self._draining: list[EngineProcess] = []
         self._closing: set[asyncio.Future[None]] = set()
-        self._without_output: dict[str, GenerationRequest] = {}  # the oldest first
+        self._without_output: dict[str, GenerationRequest] = {}  # oldest first
         self._arrived_at: dict[str, float] = {}  # of these requests
-        self._moving: dict[str, bool] = {}  # taken from a worker, given to none yet; whether it was cancelled meanwhile
+        self._moving: dict[str, bool] = {}  # taken from a worker, not assigned yet; whether it was cancelled meanwhile
         self._scale_ups = self._scale_downs = 0
         self._held_back: str | None = None
         self._task = asyncio.ensure_future(self._follow_load())
@@ -70,7 +69,7 @@ class AutoscaledGroup(EngineGroup):
         return self.config.n_parallel * self._rule.max_workers
 
     def scaling(self) -> ScalingState:
-        """The number of workers now."""
+        """The current number of workers."""
         return ScalingState(
             min_workers=self._rule.min_workers,
             max_workers=self._rule.max_workers,
@@ -87,12 +86,12 @@ class AutoscaledGroup(EngineGroup):
         return add_up(await asyncio.gather(*(engine.stats() for engine in [*self._engines, *self._draining])))
 
     async def workers(self) -> list[WorkerState]:
-        """The state of each worker: those that run, the one that starts, those that drain."""
+        """The state of each worker: running, starting and draining ones."""
         draining = {engine.name for engine in self._draining}
         return [msgspec.structs.replace(each, draining=each.name in draining) for each in await super().workers()]
 
     async def live(self) -> list[WorkerLive]:
-        """What each worker does now, the one that starts included."""
+        """The live state of each worker, including a starting one."""
         draining = {engine.name for engine in self._draining}
         return [msgspec.structs.replace(each, draining=each.name in draining) for each in await super().live()]
 
@@ -143,10 +142,10 @@ class AutoscaledGroup(EngineGroup):
                 del self._arrived_at[request.id]
 
     def _share_waiting_requests(self) -> int:
-        """Takes the last waiting requests from workers that have more than their share; they are given out again.
+        """Takes the last waiting requests from workers with more than their share, and reassigns them.
 
-        Returns how many. A worker computes the requests of the best rank first, so those stay. A request with `id_slot`
-        stays with its slot.
+        Returns their number. A worker computes requests in order of rank, so the first ones stay. A request with
+        `id_slot` stays with its slot.
         """
         in_flight = sum(engine.in_flight for engine in self._engines)
         share = max(self.config.n_parallel, math.ceil(in_flight / len(self._engines)))
@@ -175,7 +174,7 @@ class AutoscaledGroup(EngineGroup):
             await asyncio.sleep(self._interval)
             try:
                 await self._adapt()
-            except Exception:  # a bug: the present workers go on
+            except Exception:  # a bug: the current workers continue
                 log.exception("autoscaling of workers failed")
 
     async def _adapt(self) -> None:
@@ -192,7 +191,7 @@ class AutoscaledGroup(EngineGroup):
             self._drain_one()
 
     async def _load(self) -> Load:
-        """Requests wait where a worker has more than `n_parallel`, or where their prompts find no free cells."""
+        """Requests wait if a worker has more than `n_parallel`, or if there are no free cells for their prompts."""
         waiting = sum(await asyncio.gather(*map(self._n_waiting, self._engines)))
         oldest = next(iter(self._without_output), None)
         return Load(
@@ -223,7 +222,7 @@ class AutoscaledGroup(EngineGroup):
         engine = self._starting = self._start_worker(number)
         try:
             await engine.loaded()
-        except Exception as error:  # whatever it is, the other workers go on
+        except Exception as error:  # in any case, the other workers continue
             self._starting = None
             await self._close(engine)
             self._hold_back(number, str(error))
@@ -274,7 +273,7 @@ class AutoscaledGroup(EngineGroup):
             self._divide_cores()
 
     async def _close(self, engine: EngineProcess) -> None:
-        """Goes on to the end if this is cancelled; `close` waits for it then."""
+        """Runs to completion even if this is cancelled; `close` then waits for it."""
         closing = asyncio.ensure_future(engine.close())
         self._closing.add(closing)
         closing.add_done_callback(self._closing.discard)
@@ -287,7 +286,7 @@ class AutoscaledGroup(EngineGroup):
         return not self.config.n_threads and not self.info.on_gpu
 
     def _limit_to_cores(self) -> None:
-        """On a CPU a worker without a core of its own would only take turns with the others."""
+        """On a CPU, a worker without its own core would only take turns with the others."""
         n_cores = available_threads()
         if self._shares_cores and n_cores < self._rule.max_workers:
             most = max(n_cores, self._rule.min_workers)
@@ -299,7 +298,7 @@ class AutoscaledGroup(EngineGroup):
             self._rule.max_workers = most
 
     def _divide_cores(self) -> None:
-        """The workers that compute have all cores together: more compute threads than cores only spin."""
+        """Divides all cores among the computing workers: more compute threads than cores only spin."""
         if self._shares_cores:
             n = len(self._engines) + len(self._draining)
             for engine in [*self._engines, *self._draining]:

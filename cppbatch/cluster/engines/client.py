@@ -36,12 +36,12 @@ class Health(msgspec.Struct, frozen=True, kw_only=True):
     """The state of an engine."""
 
     status: Literal["loading", "ok", "sleeping", "restarting", "failed", "closed"]
-    """sleeping: its worker has ended because it was idle; a request starts the next one and waits for it. restarting:
-    its worker died; requests are accepted and continue in the next worker."""
+    """`sleeping`: its worker has stopped because it was idle; a request starts the next one and waits for it.
+    `restarting`: its worker died; requests are accepted and continue in the next worker."""
     progress: float = 0.0
-    """0.0 to 1.0 while loading, also when a request has ended the sleep."""
+    """0.0 to 1.0 while loading, including after waking from sleep."""
     error: str | None = None
-    """Why it failed or restarts."""
+    """Why it failed or is restarting."""
 
     @property
     def takes_requests(self) -> bool:
@@ -50,7 +50,7 @@ class Health(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def refusal(self) -> str:
-        """The answer to a request while it takes none."""
+        """The error message for a request while none are accepted."""
         reason = f": {self.error}" if self.error else ""
         return f"the engine does not accept requests: it is {self.status}{reason}"
 
@@ -59,7 +59,7 @@ class WorkerState(msgspec.Struct, frozen=True, kw_only=True):
     """The state of one engine of a client."""
 
     name: str
-    """`local`, or the number of the worker process."""
+    """`local`, or the worker's number."""
     health: Annotated[
         Health,
         gauge(
@@ -70,18 +70,18 @@ class WorkerState(msgspec.Struct, frozen=True, kw_only=True):
     pid: int | None = None
     """None while no process runs."""
     device: int | None = None
-    """The GPU it was assigned, if any."""
+    """The GPU assigned to it, if any."""
     restarts: Annotated[int, counter("Number of worker restarts after a crash")] = 0
     draining: bool = False
-    """It gets no new requests, and ends when its last request has ended (autoscaling)."""
+    """Whether it gets no new requests and stops after its last one (autoscaling)."""
     stats: EngineStats | None = None
-    """None while it does not answer."""
+    """None while it does not respond."""
     model: str | UnsetType = UNSET
-    """The name of its model, of a server with several."""
+    """The name of its model, on a server with several."""
 
     @property
     def is_up(self) -> bool:
-        """Whether it runs."""
+        """Whether it is running."""
         return self.health.status == "ok"
 
     def live(self, engine: LiveEngine | None, age: float | None) -> WorkerLive:
@@ -103,21 +103,21 @@ class WorkerLive(msgspec.Struct, frozen=True, kw_only=True):
     """The current activity of a worker or replica."""
 
     name: str
-    """`local`, the number of the worker, or the name of the replica."""
+    """`local`, the worker's number, or the replica's name."""
     pid: int | None
     """None while no process runs."""
     device: int | None
-    """The GPU it was assigned, if any."""
+    """The GPU assigned to it, if any."""
     health: Health
     in_flight: int
     """Unfinished requests."""
     restarts: int
     draining: bool
-    """It gets no new requests, and ends when its last request has ended."""
+    """Whether it gets no new requests and stops after its last one."""
     age: float | None
-    """How old `engine` is, in seconds: a worker answers between two steps. None as `engine`."""
+    """The age of `engine` in seconds, since a worker responds between two steps. None like `engine`."""
     engine: LiveEngine | None
-    """None while no engine runs."""
+    """None while no engine is running."""
 
 
 class ScalingState(msgspec.Struct, frozen=True, kw_only=True):
@@ -134,7 +134,7 @@ class ScalingState(msgspec.Struct, frozen=True, kw_only=True):
             shown="by_state",
         ),
     ]
-    """Workers that take requests."""
+    """Workers that accept requests."""
     starting: int
     draining: int
     scale_ups: Annotated[
@@ -148,16 +148,16 @@ class ScalingState(msgspec.Struct, frozen=True, kw_only=True):
     ]
     scale_downs: int
     held_back: str | None = None
-    """Why the last worker that the load asks for was not started."""
+    """Why the last worker required by the load was not started."""
 
     @property
     def by_state(self) -> dict[str, int]:
-        """As `GET /metrics` shows the workers."""
+        """The workers as shown by `GET /metrics`."""
         return {"running": self.running, "starting": self.starting, "draining": self.draining}
 
     @property
     def events(self) -> dict[str, int]:
-        """As `GET /metrics` shows them."""
+        """As shown by `GET /metrics`."""
         return {"up": self.scale_ups, "down": self.scale_downs}
 
 
@@ -169,7 +169,7 @@ class EngineClient(ABC):
 
     @abstractmethod
     async def loaded(self) -> None:
-        """Waits until requests are accepted. Raises what loading raised."""
+        """Waits until requests are accepted. Raises the errors of loading."""
 
     @property
     @abstractmethod
@@ -178,15 +178,15 @@ class EngineClient(ABC):
 
     @abstractmethod
     def health(self) -> Health:
-        """The state of the engine now."""
+        """The current state of the engine."""
 
     def scaling(self) -> ScalingState | None:
-        """The number of workers, if it follows the load; None: it is fixed."""
+        """The scaling state, if the number of workers follows the load; None: it is fixed."""
         return None
 
     @property
     def max_parallel(self) -> int:
-        """Requests that can be computed at the same time, with as many workers as may be started."""
+        """Maximum requests computed at the same time, with the maximum number of workers."""
         return self.config.n_parallel
 
     @abstractmethod
@@ -203,8 +203,8 @@ class EngineClient(ABC):
     async def slot_action(self, action: SlotActionName, slot: int, path: str = "") -> SlotReport:
         """Saves the cached prefix of a slot (`id_slot`) to a file, restores it from there, or erases it.
 
-        A restored file becomes a cached prefix, which any request with these tokens takes. Raises `InvalidRequest` for
-        a slot without a prefix, and for a file that cannot be used; else as `check` does.
+        A restored file becomes a cached prefix, which any request with these tokens reuses. Raises `InvalidRequest` for
+        a slot without a prefix, and for an unusable file; otherwise as `check` does.
         """
 
     @abstractmethod
@@ -221,23 +221,23 @@ class EngineClient(ABC):
     ) -> ChatCompletion:
         """Generates the assistant's next message of a conversation: `await client.chat("Why is the sky blue?")`.
 
-        Several at once are one batch: `await asyncio.gather(*(client.chat(each) for each in conversations))`. Arguments
-        and result: as in `BatchInferenceEngine.chat`, for one conversation. Raises what `submit` raises; `ConfigError`
-        for an unknown `chat_template`.
+        Concurrent calls share a batch: `await asyncio.gather(*(client.chat(each) for each in conversations))`.
+        Arguments and result: as in `BatchInferenceEngine.chat`, for one conversation. Raises the errors of `submit`;
+        `ConfigError` for an unknown `chat_template`.
         """
         return await async_chat.chat(self, conversation, params, options)
 
     def chat_stream(
         self, conversation: Conversation, params: Params = None, **options: Unpack[ChatOptions]
     ) -> AsyncChatStream:
-        """The same message while it is generated: `async for event in client.chat_stream(messages)`.
+        """The same message during generation: `async for event in client.chat_stream(messages)`.
 
         Leaving `async with client.chat_stream(messages) as stream:` cancels it. The first event raises as `chat` does.
         """
         return async_chat.chat_stream(self, conversation, params, options)
 
     async def chat_format(self, template: str | ChatTemplate | None = None) -> ChatFormat:
-        """The format of the model's chats: its template, tool calls and reasoning, or those of another template.
+        """The model's chat format: its template, tool calls and reasoning, or those of another template.
 
         Raises as `chat` does.
         """
@@ -249,7 +249,7 @@ class EngineClient(ABC):
 
     @cached_property
     def chat_formats(self) -> ChatFormats:
-        """The formats of the model's chats. Those that `chat_format` has not returned yet lack token ids."""
+        """The model's chat formats. Those not yet returned by `chat_format` lack token ids."""
         return ChatFormats(self.info)
 
     @abstractmethod
@@ -258,7 +258,7 @@ class EngineClient(ABC):
 
     @abstractmethod
     async def stats(self) -> EngineStats:
-        """Counters and state, summed over all workers. Raises `EngineClosed` while no worker answers."""
+        """Counters and state, summed over all workers. Raises `EngineClosed` while no worker responds."""
 
     @abstractmethod
     async def workers(self) -> list[WorkerState]:
@@ -266,14 +266,15 @@ class EngineClient(ABC):
 
     @abstractmethod
     async def live(self) -> list[WorkerLive]:
-        """What each engine does now, for `GET /live`. Returns soon: an engine in a long step shows an earlier state.
+        """The live state of each engine, for `GET /live`. Returns soon: an engine in a long step shows an earlier
+        state.
 
-        Several times a second is fine. An idle engine is not asked, and one that sleeps is not woken.
+        May be called several times per second. Idle engines are not queried, and sleeping ones are not woken.
         """
 
     @abstractmethod
     async def close(self) -> None:
-        """Ends the engine; unfinished requests get a last event (cancelled)."""
+        """Closes the engine; unfinished requests get a last event (cancelled)."""
 
     async def __aenter__(self: Engine) -> Engine:
         try:
@@ -288,12 +289,12 @@ class EngineClient(ABC):
 
 
 def id_in_use(request_id: str) -> InvalidRequest:
-    """The error for a request whose id an unfinished request has."""
+    """The error for a request whose id is in use by an unfinished request."""
     return InvalidRequest("id", f"{request_id!r} is already the id of a running request; choose another")
 
 
 def running_loop(name: str) -> asyncio.AbstractEventLoop:
-    """The event loop of an engine of this class, which is made in it. Raises `ConfigError` outside an event loop."""
+    """The event loop in which an engine of this class is created. Raises `ConfigError` outside an event loop."""
     try:
         return asyncio.get_running_loop()
     except RuntimeError:

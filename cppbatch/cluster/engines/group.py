@@ -21,7 +21,7 @@ class EngineGroup(EngineClient):
     def __init__(self, engines: Sequence[EngineProcess]) -> None:
         self.config = engines[0].config
         self._engines = list(engines)
-        """Those that get requests."""
+        """The workers that get requests."""
         self._router: PrefixRouter[EngineProcess] = PrefixRouter(self.config.n_parallel)
         self._ids: set[str] = set()
 
@@ -39,7 +39,7 @@ class EngineGroup(EngineClient):
         return self._engines[0].info
 
     async def loaded(self) -> None:
-        """Waits until every worker has loaded the model. Raises what loading raised."""
+        """Waits until every worker has loaded the model. Raises the errors of loading."""
         await asyncio.gather(*(engine.loaded() for engine in self._engines))
 
     def health(self) -> Health:
@@ -81,7 +81,7 @@ class EngineGroup(EngineClient):
 
     @contextlib.contextmanager
     def _hold_id(self, request: GenerationRequest) -> Iterator[None]:
-        """While a request runs. Raises `InvalidRequest` if another one has its id."""
+        """A context in which a request runs. Raises `InvalidRequest` if its id is in use."""
         if request.id in self._ids:
             raise id_in_use(request.id)
         self._ids.add(request.id)
@@ -102,9 +102,9 @@ class EngineGroup(EngineClient):
         return self._router.choose((), self._loads())
 
     def _loads(self) -> dict[EngineProcess, int]:
-        """The unfinished requests of each worker that accepts requests, of all workers if none does.
+        """The unfinished requests of each worker that accepts requests, or of all workers if none does.
 
-        A sleeping worker counts as one with `n_parallel` requests: it is woken only if all others have as many.
+        A sleeping worker counts as one with `n_parallel` requests, so that it is only woken if all others have as many.
         """
         loads = {}
         for engine in self._engines:
@@ -136,7 +136,7 @@ class EngineGroup(EngineClient):
         return [state for states in each for state in states]
 
     async def live(self) -> list[WorkerLive]:
-        """What each worker does now."""
+        """The live state of each worker."""
         each = await asyncio.gather(*(engine.live() for engine in self._all_engines()))
         return [state for states in each for state in states]
 

@@ -1,4 +1,4 @@
-"""Unfinished requests: their events until a reader takes them, and which of them the next worker gets after a crash."""
+"""Unfinished requests: their unread events, and which requests the next worker gets after a crash."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from cppbatch.engine.params import actual_seed, replaced
 from cppbatch.engine.request import GenerationEvent, GenerationRequest, RequestUsage, ResumeState, TokenLogprob
 
 MAX_CRASHES = 3
-"""The number of consecutive crashes, while it was computed or prepared, after which a request fails."""
+"""The number of consecutive crashes during its computation or preparation after which a request fails."""
 
 
 class OutputCollector:
     """Merges the unread events of a request into one, so that a slow reader costs memory for text, not for events.
-    Events without tokens, which report the progress of a prefill, are few and come one by one.
+    Events without tokens, which report prefill progress, are few and not merged.
 
-    Events come with the id that the engine knows (`InFlightRequest.id`); the collector, their only reader, sets the
-    client's. Used on the event loop only.
+    Events arrive with the engine's id (`InFlightRequest.id`), which the collector, their only reader, replaces by the
+    client's. Only used on the event loop.
     """
 
     def __init__(self, request_id: str) -> None:
@@ -69,8 +69,8 @@ class OutputCollector:
         self._ready.set()
 
     async def get(self) -> GenerationEvent:
-        """Waits for an event and returns all unread ones merged; reports of the prefill come before. Raises the error
-        given to `fail`."""
+        """Waits for an event and returns all unread ones merged, preceded by prefill reports. Raises the error passed
+        to `fail`."""
         await self._ready.wait()
         if self._error:
             raise self._error
@@ -98,7 +98,7 @@ class OutputCollector:
 
 
 class InFlightRequest:
-    """An unfinished request, with everything that the next worker needs to continue it."""
+    """An unfinished request, with everything the next worker needs to continue it."""
 
     def __init__(
         self,
@@ -111,12 +111,12 @@ class InFlightRequest:
         progress of the request in another engine."""
         params = replaced(request.params, seed=actual_seed(request.params.seed))  # the same seed in every worker
         self.request = replaced(request, id=request_id, params=params)
-        """As the engine gets it."""
+        """The request as sent to the engine."""
         self._question = question
         self.answer: Answer | None = None
         self.outputs = OutputCollector(request.id)
         self.n_crashes = 0
-        """Consecutive workers that died while they computed or prepared the request."""
+        """Consecutive workers that died while computing or preparing the request."""
         self.cancelled = False
         self._has_output = False
         self._tokens = array("i", resume.tokens if resume else ())
@@ -125,17 +125,17 @@ class InFlightRequest:
 
     @property
     def id(self) -> str:
-        """Identifies the request in all messages to and from the engine. The client's id does not: it may be used again
-        while the last events of an earlier request are on their way."""
+        """Identifies the request in all messages to and from the engine, unlike the client's id, which may be reused
+        while the last events of an earlier request are in transit."""
         return self.request.id
 
     def send_as(self, request_id: str) -> None:
-        """Gives it another id: events that still come for the present one are not its any more."""
+        """Assigns a new id, so that events that still arrive for the old one are ignored."""
         self.request = replaced(self.request, id=request_id)
 
     @property
     def has_tokens(self) -> bool:
-        """Whether an event with a token has come."""
+        """Whether an event with a token has arrived."""
         return bool(self._tokens)
 
     def message(self) -> Submit | Question | Update:
@@ -156,11 +156,11 @@ class InFlightRequest:
 
     @property
     def is_untouched(self) -> bool:
-        """Whether it had no event yet, and no worker has died while it worked on it."""
+        """Whether it has had no event yet, and no worker has died while working on it."""
         return not self._has_output and self.n_crashes == 0
 
     def put(self, event: GenerationEvent) -> None:
-        """Keeps the event's tokens for the next worker and passes the event to the reader."""
+        """Keeps the event's tokens for the next worker, and passes the event to the reader."""
         self._has_output = True
         if event.tokens and not self._tokens:
             self._first_token_at = perf_counter()
@@ -172,10 +172,10 @@ class InFlightRequests:
     """The table of unfinished requests: which are sent to the current worker, and which wait in quarantine.
 
     After a first crash, all requests are resent together: usually no request caused it. Requests that were active
-    (computed or being prepared) in two consecutive crashes, with no token in between, are suspects. While there are
-    suspects, all requests are held, and one suspect after the other is sent alone, until its next token. A
-    request behaves the same whatever else is in the batch. So after a token the request is no suspect any more, and
-    after a crash it fails; the next suspect follows. When no suspect is left, all requests are sent again.
+    (computed or being prepared) in two consecutive crashes, without a token in between, are suspects. While there are
+    suspects, all requests are held, and one suspect at a time is sent alone, until its next token. A request behaves
+    the same regardless of the rest of the batch. So after a token it is cleared, and after a crash it fails; then the
+    next suspect follows. When no suspects are left, all requests are sent again.
     """
 
     def __init__(self) -> None:
@@ -197,17 +197,17 @@ class InFlightRequests:
 
     @property
     def idle_seconds(self) -> float:
-        """How long there has been no request; 0.0 while there is any."""
+        """Seconds without requests; 0.0 while there are any."""
         return 0.0 if self._requests else monotonic() - self._empty_since
 
     def get(self, request_id: str) -> InFlightRequest | None:
-        """The request of this id; None if it has ended, or was given another id (`requeue`)."""
+        """The request with this id; None if it has ended, or has a new id (`requeue`)."""
         return self._requests.get(request_id)
 
     def add(
         self, request: GenerationRequest, question: Question | Update | None = None, resume: ResumeState | None = None
     ) -> InFlightRequest:
-        """Adds a new request, or one that another engine began; not sent yet."""
+        """Adds a new request, or one started by another engine; not sent yet."""
         added = InFlightRequest(next(self._ids), request, question, resume)
         self._hold(added)
         return added
@@ -216,7 +216,7 @@ class InFlightRequests:
         self._requests[request.id] = self._held[request.id] = request
 
     def take_sendable(self) -> list[InFlightRequest]:
-        """The requests to send to the worker now; they count as sent."""
+        """The requests to send to the worker now; marks them as sent."""
         if not self._suspects:
             chosen = list(self._held.values())
         elif self._suspects.keys() <= self._held.keys():
@@ -232,19 +232,19 @@ class InFlightRequests:
         return request.id not in self._held
 
     def token_received(self, request: InFlightRequest) -> bool:
-        """The request is no suspect any more. Returns whether it was one and other suspects wait: then `requeue` it."""
+        """Clears a suspect. Returns whether it was one and other suspects are waiting: then `requeue` it."""
         request.n_crashes = 0
         was_suspect = self._suspects.pop(request.id, None) is not None
         return was_suspect and bool(self._suspects)
 
     def requeue(self, request: InFlightRequest) -> None:
-        """Holds a sent request again, under a new id: what the worker still sends for the old one is ignored."""
+        """Holds a sent request again, under a new id, so that further messages for the old one are ignored."""
         self.remove(request)
         request.send_as(next(self._ids))
         self._hold(request)
 
     def remove(self, request: InFlightRequest) -> None:
-        """Removes a request that has ended."""
+        """Removes a finished request."""
         for table in (self._requests, self._held, self._suspects):
             table.pop(request.id, None)
         self._empty_since = monotonic()
@@ -267,18 +267,18 @@ class InFlightRequests:
 
 
 # --- latest live -----------------------------------------------------------------------------------------------------
-# The last live state that a worker has sent, and when it is asked for the next one.
+# The last live state sent by a worker, and when to ask for the next one.
 
 
 _WAIT_S = 0.15
-"""For an answer: a worker in a long step answers after it."""
+"""Timeout for an answer, since a worker in a long step answers after it."""
 
 
 class LatestLive:
     """The last live state of a worker. Used on the event loop.
 
-    One question is on the way at a time. A worker that has had no request since its last answer is not asked: an idle
-    engine does nothing for the readers of `/live`.
+    Only one question is pending at a time. A worker without requests since its last answer is not asked: an idle engine
+    does no work for readers of `/live`.
     """
 
     def __init__(self) -> None:
@@ -287,9 +287,9 @@ class LatestLive:
         self._answer: asyncio.Future[None] | None = None
 
     async def get(self, ask: Callable[[], object], idle_seconds: float) -> tuple[LiveEngine | None, float | None]:
-        """The state, after an answer if it comes soon, and how old it is in seconds. (None, None) before the first.
+        """The state, updated if an answer arrives soon, and its age in seconds. (None, None) before the first.
 
-        `ask` sends the question. `idle_seconds`: how long there has been no request; 0.0 while there is any.
+        `ask` sends the question. `idle_seconds`: seconds without requests; 0.0 while there are any.
         """
         if self._engine is None or monotonic() - self._asked_at >= idle_seconds:
             answer = self._answer
@@ -306,7 +306,7 @@ class LatestLive:
         self._end_question()
 
     def reset(self) -> None:
-        """The worker has ended: its state is gone, and it does not answer any more."""
+        """Called when the worker has ended: its state is lost, and it will not answer."""
         self._engine = None
         self._end_question()
 

@@ -41,7 +41,7 @@ Result = TypeVar("Result")
 class LocalEngine(EngineClient):
     """An `EngineClient` whose engine is a thread of this process. Created and used inside a running event loop.
 
-    The engine's thread runs commands between steps and hands the event loop one list of events per step, so neither
+    The engine's thread runs commands between steps and passes the event loop one list of events per step, so neither
     waits for the other. Example: `async with LocalEngine("model.gguf") as engine:`, which waits until the model is
     loaded.
     """
@@ -62,7 +62,7 @@ class LocalEngine(EngineClient):
         self._health = Health(status="loading")
         self._closing = False  # accepts no more requests, and stops loading
         self._step_loop = StepLoop(lambda events: self._call_on_loop(self._deliver, events))
-        # Requests have numbers in the engine: an id may be used again while its last events are on the way.
+        # Requests have numbers in the engine: an id may be reused while its last events are in transit.
         self._numbers = map(str, itertools.count())
         self._by_id: dict[str, _LocalRequest] = {}
         self._by_number: dict[str, _LocalRequest] = {}
@@ -70,7 +70,7 @@ class LocalEngine(EngineClient):
         self._live = LatestLive()
         self._empty_since = monotonic()
         self._input_threads = InputThreads()
-        # A daemon: a second Ctrl-C does not wait for a model that is still loading.
+        # A daemon, so that a second Ctrl-C does not wait for a model that is still loading.
         self._thread = threading.Thread(target=self._run, name="cppbatch-engine", daemon=True)
         self._thread.start()
         atexit.register(self._end_thread)  # a thread inside llama.cpp while its statics are destroyed would crash
@@ -78,7 +78,7 @@ class LocalEngine(EngineClient):
     # --- on the event loop --------------------------------------------------------------------------------------
 
     async def loaded(self) -> None:
-        """Waits until the model is loaded. Raises what loading raised."""
+        """Waits until the model is loaded. Raises the errors of loading."""
         await asyncio.shield(self._loaded)
 
     @property
@@ -87,7 +87,7 @@ class LocalEngine(EngineClient):
         return self._ready().runtime.info
 
     def health(self) -> Health:
-        """The state of the engine now."""
+        """The current state of the engine."""
         return self._health
 
     async def check(self, request: GenerationRequest) -> None:
@@ -113,7 +113,7 @@ class LocalEngine(EngineClient):
         try:
             return await self._slot_action(action, slot, path)
         finally:
-            self._empty_since = monotonic()  # what `live` says has changed
+            self._empty_since = monotonic()  # the result of `live` has changed
 
     async def _slot_action(self, action: SlotActionName, slot: int, path: str) -> SlotReport:
         slots, files = self._ready().slots, self._input_threads.for_files()
@@ -207,7 +207,7 @@ class LocalEngine(EngineClient):
         return self._health.status == "ok" and not self._closing
 
     async def live(self) -> list[WorkerLive]:
-        """What this one engine does now."""
+        """The live state of this engine."""
         engine = age = None
         if self._answers:
             idle_seconds = 0.0 if self._by_id else monotonic() - self._empty_since
@@ -218,7 +218,7 @@ class LocalEngine(EngineClient):
         self._step_loop.post(lambda engine: self._call_on_loop(self._live.received, engine.live()))
 
     async def close(self) -> None:
-        """Ends the engine after the current step; stops a model that is still loading."""
+        """Closes the engine after the current step; aborts loading."""
         self._closing = True
         await asyncio.to_thread(self._input_threads.close)  # first: these threads read the model
         await asyncio.to_thread(self._end_thread)
@@ -245,7 +245,7 @@ class LocalEngine(EngineClient):
             request.outputs.fail(error)
 
     def _end_all(self, reason: FinishReason, error: str | None) -> None:
-        """Ends all requests, and the callers that wait for `_between_steps`: the engine may never answer them."""
+        """Ends all requests, and the callers waiting for `_between_steps`, which the engine may never answer."""
         self._deliver(
             [GenerationEvent(request_id=number, finish_reason=reason, error=error) for number in self._by_number]
         )

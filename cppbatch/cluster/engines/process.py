@@ -97,10 +97,10 @@ class EngineProcess(EngineClient):
     ) -> None:
         """Starts a worker that loads a GGUF file; `settings` as in `BatchInferenceEngine`.
 
-        `name` identifies the worker in `workers`. `step_timeout`: seconds after which a step counts as hung.
-        `sleep_idle_seconds`: after so long without a request the worker ends, which frees its memory; the next request
-        starts it and waits for it; -1: never. `runtime` is for tests: `module:function` that makes the `Runtime` in
-        place of loading the model. Raises `ConfigError`, also outside an event loop.
+        `name` identifies the worker in `workers`. `step_timeout`: seconds after which a step is considered hung.
+        `sleep_idle_seconds`: after this time without requests, the worker stops, which frees its memory; the next
+        request starts it and waits for it; -1: never. `runtime` is for tests: `module:function` that creates the
+        `Runtime` instead of loading the model. Raises `ConfigError`, also outside an event loop.
         """
         loop = running_loop("EngineProcess")
         self.config = engine_config(model, settings)
@@ -123,7 +123,7 @@ class EngineProcess(EngineClient):
         self._loaded.add_done_callback(lambda future: future.exception())  # else asyncio warns if no caller awaits it
 
     async def loaded(self) -> None:
-        """Waits until the model is loaded. Raises what loading raised."""
+        """Waits until the model is loaded. Raises the errors of loading."""
         await asyncio.shield(self._loaded)
 
     @property
@@ -134,7 +134,7 @@ class EngineProcess(EngineClient):
         return self._supervisor.info
 
     def health(self) -> Health:
-        """The state of the engine now."""
+        """The current state of the engine."""
         return Health(status="closed") if self._closed else self._supervisor.health
 
     @property
@@ -196,10 +196,10 @@ class EngineProcess(EngineClient):
 
     @contextlib.contextmanager
     def open(self, request: GenerationRequest, resume: ResumeState | None = None) -> Iterator[OutputCollector]:
-        """Runs a request, of which the context is the reader: at its end a request that has not ended is cancelled.
+        """Runs a request and reads its events in the context, at the end of which an unfinished request is cancelled.
 
         `resume`: its progress in another engine, which has died; the events continue after these tokens. Raises as the
-        first step of `submit`, and `OutputCollector.get` as the later ones, and `Withdrawn`.
+        first step of `submit`; `OutputCollector.get` raises as later ones, and `Withdrawn`.
         """
         if request.id in self._by_id:
             raise id_in_use(request.id)
@@ -226,7 +226,7 @@ class EngineProcess(EngineClient):
         return started
 
     def _release(self, request: InFlightRequest) -> None:
-        """The reader takes no more events. Cancels the request if it has not ended."""
+        """Called when the reader is done. Cancels the request if it is unfinished."""
         if request in self._in_flight:
             self._send_cancel(request)
             self._in_flight.remove(request)
@@ -240,7 +240,7 @@ class EngineProcess(EngineClient):
                 self._end(request, FinishReason.CANCELLED)
 
     def withdraw(self, request_id: str) -> bool:
-        """Takes a request back, if it has no output yet and no crash is blamed on it. Returns whether it did.
+        """Withdraws a request, if it has no output yet and is not suspected of a crash. Returns whether it did.
 
         Its `OutputCollector.get` then raises `Withdrawn`.
         """
@@ -276,13 +276,13 @@ class EngineProcess(EngineClient):
         request.outputs.fail(error)
 
     def _seconds_per_request(self) -> float:
-        """The mean time between the ends of recent requests, from 1 to 60 s: an estimate for the next free slot."""
+        """The mean time between the ends of recent requests, 1 to 60 s: an estimate for the next free slot."""
         if len(self._finish_times) < 2:
             return 1.0
         return min(60.0, max(1.0, (self._finish_times[-1] - self._finish_times[0]) / (len(self._finish_times) - 1)))
 
     def limit_threads(self, n: int) -> None:
-        """The worker uses at most `n` compute threads from its next step on. No effect on a GPU or with `n_threads`."""
+        """Limits the worker to `n` compute threads from its next step on. No effect on a GPU or with `n_threads`."""
         self._max_threads = n
         self._send_thread_limit()
 
@@ -294,11 +294,11 @@ class EngineProcess(EngineClient):
 
     @property
     def idle_seconds(self) -> float:
-        """How long there has been no request; 0.0 while there is any."""
+        """Seconds without requests; 0.0 while there are any."""
         return self._in_flight.idle_seconds
 
     async def before_sleep(self) -> None:
-        """Asks for the last report, which `stats` returns while no worker runs."""
+        """Asks for the last report, which `stats` returns while no worker is running."""
         await self._fetch_stats()
 
     async def _supervise(self) -> None:
@@ -316,7 +316,7 @@ class EngineProcess(EngineClient):
                 self._loaded.set_exception(error)
 
     def on_worker_ready(self, stats: EngineStats) -> None:
-        """Sends the requests that wait for this worker."""
+        """Sends the requests waiting for this worker."""
         self._last_stats = stats
         self._live.reset()
         if not self._loaded.done():
@@ -325,7 +325,7 @@ class EngineProcess(EngineClient):
         self._send_requests()
 
     def on_worker_message(self, message: FromWorker) -> None:
-        """Passes a message on to the request it is for."""
+        """Passes a message to its request."""
         if isinstance(message, Events):
             for event in message.events:
                 self._handle_event(event)
@@ -379,7 +379,7 @@ class EngineProcess(EngineClient):
         self._live.reset()
 
     def _end(self, request: InFlightRequest, reason: FinishReason, error: str | None = None) -> None:
-        """Makes the last event, in place of the worker."""
+        """Creates the last event on behalf of the worker."""
         self._in_flight.remove(request)
         request.outputs.put(GenerationEvent(request_id=request.id, finish_reason=reason, error=error))
 
@@ -422,7 +422,7 @@ class EngineProcess(EngineClient):
         return self._last_stats
 
     async def live(self) -> list[WorkerLive]:
-        """What this one worker does now."""
+        """The live state of this worker."""
         engine = age = None
         if worker := self._supervisor.worker:
             engine, age = await self._live.get(partial(worker.send, GetLive()), self.idle_seconds)
@@ -436,7 +436,7 @@ class EngineProcess(EngineClient):
         self._stats_waiters = []
 
     async def close(self) -> None:
-        """Ends the worker, without requests in order; unfinished requests get a last event (cancelled)."""
+        """Stops the worker, gracefully if it has no requests; unfinished requests get a last event (cancelled)."""
         self._closed = True
         self._task.cancel()
         with contextlib.suppress(asyncio.CancelledError):

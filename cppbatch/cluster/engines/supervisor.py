@@ -1,6 +1,6 @@
-"""Keeps a worker process running: starts it, watches it, and starts another one when it dies.
+"""Keeps a worker process running: starts it, watches it, and starts another one if it dies.
 
-With `sleep_idle_seconds` it also ends an idle worker, which frees the memory, and starts one for the next request.
+With `sleep_idle_seconds`, it also stops an idle worker, which frees the memory, and starts one for the next request.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ log = logging.getLogger("cppbatch.cluster")
 Result = TypeVar("Result")
 
 _LOAD_TIMEOUT_S = 600  # without progress; the self-check of a new machine may take several minutes
-_MAX_FAILURES = 5  # consecutive deaths with no token in between, after which requests are failed
-_MAX_EXTERNAL_KILLS = 20  # consecutive deaths with an external cause, as far as can be known
+_MAX_FAILURES = 5  # consecutive deaths without a token in between, after which requests fail
+_MAX_EXTERNAL_KILLS = 20  # consecutive deaths with a (probably) external cause
 _FIRST_PAUSE_S, _MAX_PAUSE_S = 0.1, 30.0
-_STABLE_S = 60.0  # the death of a worker that lived this long counts as the first in a row
+_STABLE_S = 60.0  # after this uptime, the next death counts as the first in a row
 _FAULTS = ("SIGSEGV", "SIGILL", "SIGBUS")
 _LOAD_ERRORS = (
     errors.LibraryError, errors.ModelError, errors.ConfigError, errors.LlamaError, errors.RpcUnreachable,
 )  # fmt: skip
-_RPC_PAUSE_S = 0.5  # between two questions whether an RPC worker is back
+_RPC_PAUSE_S = 0.5  # between two checks whether an RPC worker is back
 _RPC_NOTICE_S = 0.5  # llama.cpp may abort before the loss of a worker is noticed here
 
 
@@ -47,13 +47,13 @@ class WorkerListener(Protocol):
 
     @property
     def idle_seconds(self) -> float:
-        """How long there has been no request; 0.0 while there is any."""
+        """Seconds without requests; 0.0 while there are any."""
 
     async def before_sleep(self) -> None:
-        """The worker ends after this, unless a request comes meanwhile: now it still answers."""
+        """Called before the worker stops, while it still responds; a request meanwhile keeps it running."""
 
     def on_worker_ready(self, stats: EngineStats) -> None:
-        """A worker has loaded the model: requests may be sent."""
+        """Called when a worker has loaded the model and requests may be sent."""
 
     def on_worker_message(self, message: FromWorker) -> None:
         """A message about requests or stats."""
@@ -65,7 +65,7 @@ class WorkerListener(Protocol):
 class Supervisor:
     """Runs one worker after another. `worker` is the current worker; None until it is ready for requests.
 
-    `sleep_idle_seconds`: after so long without a request the worker ends until `wake` is called; -1: never.
+    `sleep_idle_seconds`: after this time without requests, the worker stops until `wake` is called; -1: never.
     """
 
     def __init__(
@@ -95,21 +95,21 @@ class Supervisor:
         self._rpc = [parse_endpoint(each) for each in config.rpc]
 
     def made_progress(self) -> None:
-        """Resets the counts of consecutive deaths: the worker has produced something."""
+        """Resets the counts of consecutive deaths, because the worker has produced output."""
         self._failures = self._external_kills = 0
         self._has_worked = True
 
     def found_culprit(self) -> None:
-        """Resets the counts of consecutive deaths: without a request that has failed the next worker should survive."""
+        """Resets the counts of consecutive deaths: without the failed request, the next worker should survive."""
         self._failures = self._external_kills = 0
 
     def wake(self) -> None:
-        """There is a request: if no worker runs because there was none, starts one."""
+        """Called for a request: starts a worker if the last one was stopped for idleness."""
         self._woken.set()
 
     async def run(self) -> None:
-        """Runs until cancelled. Raises what prevents the first worker from loading: `CppBatchError`, `OSError`; and
-        `ModelError` when one worker after the other dies before any has computed a token."""
+        """Runs until cancelled. Raises errors that prevent the first worker from loading: `CppBatchError`, `OSError`;
+        and `ModelError` if consecutive workers die before any has computed a token."""
         while True:
             active: set[int] = set()
             external = False
@@ -127,7 +127,7 @@ class Supervisor:
                     kind = LoadInterrupted if external else ModelError
                     raise kind(f"{message}. See llama.cpp's log above") from death
                 self._count_at_start(death)
-            except RpcUnreachable as error:  # it was there a moment ago
+            except RpcUnreachable as error:  # it was reachable a moment ago
                 if self.info is None:
                     raise
                 why, external = str(error), True
@@ -178,7 +178,7 @@ class Supervisor:
             await watch.close()
 
     async def _wait_for_rpc_workers(self) -> None:
-        """Waits without a limit: requests wait too, as long as their clients do. Raises `ConfigError`."""
+        """Waits without a limit, like the requests, as long as their clients do. Raises `ConfigError`."""
         for endpoint in self._rpc:
             while True:
                 try:
@@ -220,8 +220,8 @@ class Supervisor:
                 _write_log(message)
 
     async def _listen_until_idle(self, worker: WorkerHandle) -> None:
-        """Handles the worker's messages until it sleeps. When this returns, no request can reach the worker any more,
-        and one that has come since then has called `wake`."""
+        """Handles the worker's messages until it sleeps. When this returns, requests can no longer reach the worker,
+        and any later one has called `wake`."""
         listening = asyncio.ensure_future(self._listen(worker))
         idling = asyncio.ensure_future(self._sleep_when_idle(time.monotonic()))
         try:
@@ -234,7 +234,8 @@ class Supervisor:
                 task.cancel()
 
     async def _sleep_when_idle(self, ready_at: float) -> None:
-        """Waits until there has been no request for `sleep_idle_seconds`, and turns the worker off for requests."""
+        """Waits until there have been no requests for `sleep_idle_seconds`, and stops sending requests to the
+        worker."""
         if self._sleep_idle_seconds == -1:
             await asyncio.Event().wait()  # forever
         while True:
@@ -252,7 +253,7 @@ class Supervisor:
         log.info("no request for %g s: stopping the worker; the next request starts it again", self._sleep_idle_seconds)
 
     async def _stop(self, worker: WorkerHandle) -> None:
-        """Lets a worker without requests close its engine, which may have something to write."""
+        """Lets a worker without requests close its engine, which may have data to write."""
         listening = asyncio.ensure_future(self._listen(worker))
         try:
             if not await worker.stop():
@@ -269,7 +270,7 @@ class Supervisor:
                 self._listener.on_worker_message(message)
 
     def _switch_cpu_path(self, why: str) -> bool:
-        """Turns the fast CPU path (weight repacking) off, or on again. Returns whether it did.
+        """Disables or re-enables the fast CPU path (weight repacking). Returns whether it did.
 
         Only after a fault (`_FAULTS`), and before any worker has produced a token: the self-check's tiny models
         may miss a crash that this model hits. If a worker dies without the fast path too, the fast path was not the
@@ -282,7 +283,7 @@ class Supervisor:
         return True
 
     def _count_at_start(self, death: WorkerDied) -> None:
-        """Raises `ModelError` for the fifth death in loading or in the first steps: no request is to blame then."""
+        """Raises `ModelError` for the fifth death during loading or the first steps, which no request caused."""
         if self._has_worked or death.external or not death.computing:
             return
         self._failures_at_start += 1

@@ -1,1 +1,1 @@
-"""The worker process of an engine, and the handle that its server has of it."""
+"""The worker process of an engine, and the server's handle for it."""

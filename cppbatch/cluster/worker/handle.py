@@ -1,4 +1,4 @@
-"""A worker process, as its server handles it: start it, exchange messages, detect its death, kill it."""
+"""The server's handle for a worker process: starts it, exchanges messages, detects its death, kills it."""
 
 from __future__ import annotations
 
@@ -32,22 +32,22 @@ from cppbatch.config import EngineConfig
 
 Result = TypeVar("Result")
 
-_LAST_MESSAGES_S = 0.2  # after a death, the wait for messages that are still on the way
-_N_CHECKS = 20  # of the heartbeat within the timeout
+_LAST_MESSAGES_S = 0.2  # wait for pending messages after a death
+_N_CHECKS = 20  # heartbeat checks within the timeout
 _STOP_S = 10.0  # to close the engine
 _MAX_PREPARATION_S = 60.0  # without progress: reading a grammar may take 10 s, and a busy machine needs longer
 _EXTERNAL_SIGNALS = ("SIGKILL", "SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGALRM", "SIGUSR1", "SIGUSR2")
-"""Signals that a worker never sends itself. The kernel sends SIGKILL too (out of memory), and counts that."""
+"""Signals that a worker never sends to itself. The kernel sends SIGKILL too (out of memory), and counts that."""
 _MAX_LAST_WORDS = 300
 _KERNEL_COUNTERS = Path("/proc/vmstat")
 
 
 class WorkerDied(Exception):
-    """A worker died or hung; the message says how.
+    """A worker died or hung, as described by the message.
 
-    `active`: the numbers of the requests that it computed or prepared; one of them may be the cause.
-    `external`: the cause is outside the worker, so no request is to blame: it was killed or stopped. `computing`:
-    whether it loaded the model or computed; a request that it only prepared is to blame otherwise.
+    `active`: the numbers of the requests that it was computing or preparing; one of them may be the cause. `external`:
+    it was killed or stopped from outside, so no request is the cause. `computing`: whether it was loading the model or
+    computing; otherwise a request that it was preparing is the cause.
     """
 
     def __init__(self, how: str, active: set[int], *, external: bool = False, computing: bool = True) -> None:
@@ -58,7 +58,7 @@ class WorkerDied(Exception):
 
 
 class WorkerHandle:
-    """Made by `start`. The caller must call `end`, also after the worker has died."""
+    """Created by `start`. The caller must call `end`, even after the worker has died."""
 
     def __init__(self, folder: Path, link: ServerLink, status: SharedStatus, process: Process) -> None:
         self._folder = folder
@@ -69,7 +69,7 @@ class WorkerHandle:
 
     @classmethod
     async def start(cls, config: EngineConfig, runtime: str | None) -> WorkerHandle:
-        """Starts a process, which begins to load the model. Raises `OSError` if no process can be started."""
+        """Starts a process, which starts loading the model. Raises `OSError` if the process cannot be started."""
         folder = Path(tempfile.mkdtemp(prefix="cppbatch-"))
         use_files = can_use_files(folder)
         link = ServerLink(folder, use_files=use_files)
@@ -99,7 +99,7 @@ class WorkerHandle:
 
     @property
     def active(self) -> set[int]:
-        """The numbers of the requests that it prepares or computes, or did when it died."""
+        """The numbers of the requests that it is preparing or computing, or was when it died."""
         return self._status.active()
 
     def send(self, message: ToWorker) -> None:
@@ -146,20 +146,21 @@ class WorkerHandle:
         return WorkerDied(how, self._status.active(), external=external, computing=not self._status.preparing())
 
     def _last_words(self) -> str:
-        """What llama.cpp said when it aborted, without the folder of its source."""
+        """llama.cpp's abort message, without its source folder."""
         with contextlib.suppress(OSError, UnicodeDecodeError):
             words = " ".join((self._folder / LAST_WORDS).read_text().split())
             return f": {words.rpartition('llama.cpp/')[2][:_MAX_LAST_WORDS]}"
         return ""
 
     async def _wait_for_hang(self, timeout: float) -> WorkerDied:
-        """Waits until the worker has had no heartbeat for `timeout` seconds, or prepares one request for too long.
+        """Waits until the worker has had no heartbeat for `timeout` seconds, or has been preparing a request for too
+        long.
 
         Counts its own checks instead of reading the clock: while this process is stopped (Ctrl-Z), it cannot know
         whether the worker runs.
         """
         heartbeats, missed = self._status.heartbeats, 0
-        n_checks: dict[tuple[int, int], int] = {}  # of each request that is being prepared, since its last progress
+        n_checks: dict[tuple[int, int], int] = {}  # per request being prepared, since its last progress
         max_preparation = max(timeout, _MAX_PREPARATION_S)
         while missed < _N_CHECKS:
             await asyncio.sleep(timeout / _N_CHECKS)
@@ -179,7 +180,7 @@ class WorkerHandle:
         return False
 
     async def stop(self) -> bool:
-        """Has the process close its engine and end. Returns whether it did within 10 seconds."""
+        """Asks the process to close its engine and exit. Returns whether it did within 10 seconds."""
         self.send(Stop())
         try:
             return await asyncio.wait_for(self._process.wait(), _STOP_S) == 0
@@ -196,7 +197,7 @@ class WorkerHandle:
 
 
 def _oom_kills() -> int | None:
-    """The number of processes that the kernel has killed for lack of memory; None where it keeps no count."""
+    """The number of processes killed by the kernel for lack of memory; None where this is not counted."""
     with contextlib.suppress(OSError, ValueError):
         for line in _KERNEL_COUNTERS.read_text().splitlines():
             name, _, count = line.partition(" ")

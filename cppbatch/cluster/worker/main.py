@@ -75,10 +75,10 @@ class Worker:
         self._input_threads = InputThreads()
         self._thread_numbers = _ThreadNumbers()
         self._preparing: set[str] = set()
-        self._cancelled: set[str] = set()  # requests that were cancelled while they were being prepared
+        self._cancelled: set[str] = set()  # requests cancelled during preparation
 
     def run(self) -> None:
-        """Runs until the server sends `Stop`, or kills this process."""
+        """Runs until the server sends `Stop` or kills this process."""
         threading.Thread(target=self._receive, name="cppbatch-receiver", daemon=True).start()
         self._step_loop.run(self._engine)
         self._engine.close()
@@ -123,7 +123,7 @@ class Worker:
     # --- on an input thread -----------------------------------------------------------------------------------------
 
     def _prepare(self, message: Submit | Question) -> None:
-        """Names the request in the shared status while it is prepared: some texts and grammars crash the process."""
+        """Records the request in the shared status during preparation: some texts and grammars crash the process."""
         request_id = message.id
         thread = self._thread_numbers.current()
         self._status.set_preparing(thread, int(request_id))
@@ -171,7 +171,7 @@ class Worker:
         return lambda engine: self._answer(request_id, answer)
 
     def _slot_command(self, message: SlotAction) -> Callable[[EngineCore], None]:
-        """Reads the file of a slot that is to be restored. Raises `InvalidRequest`."""
+        """Reads the file of a slot to restore. Raises `InvalidRequest`."""
         request_id, path, slots = message.id, Path(message.path), self._engine.slots
         if message.action == "restore":
             prefix = slots.read(path)
@@ -231,7 +231,7 @@ class Worker:
 
     def _cancel(self, engine: EngineCore, request_id: str) -> None:
         engine.cancel(request_id)
-        if request_id not in self._preparing:  # the request is in the engine now, or has ended
+        if request_id not in self._preparing:  # the request is already in the engine, or has ended
             self._cancelled.discard(request_id)
 
 
@@ -240,7 +240,7 @@ def _refused(request_id: str, error: InvalidRequest) -> Refused:
 
 
 def _cancelled_event(request_id: str) -> Events:
-    """The last event of a request that was cancelled before it was added to the engine."""
+    """The last event of a request cancelled before it was added to the engine."""
     return Events([GenerationEvent(request_id=request_id, finish_reason=FinishReason.CANCELLED)])
 
 
@@ -257,7 +257,7 @@ class _ThreadNumbers:
 
 
 class _LogSender(logging.Handler):
-    """Sends log records to the server's process, which formats and writes them."""
+    """Sends log records to the server process, which formats and writes them."""
 
     def __init__(self, link: WorkerLink) -> None:
         super().__init__()
@@ -272,18 +272,19 @@ class _LogSender(logging.Handler):
 
 
 def _crash(link: WorkerLink, message: str) -> NoReturn:
-    """Ends the process after a bug. Crash recovery then finds the request at fault and continues the others."""
+    """Ends the process after a bug. Crash recovery then identifies the request that caused it and continues the
+    others."""
     log.exception(message)
     link.flush()
     os._exit(1)
 
 
 def _exit_with_server(folder: str) -> None:
-    """Ends this process when the server's process ends for any reason: the standard input is closed then."""
+    """Ends this process when the server process ends for any reason, which closes standard input."""
 
     def wait_for_end() -> None:
         sys.stdin.buffer.read()
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # without its folder the main thread may fail: no traceback
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # hides tracebacks: without its folder the main thread may fail
         shutil.rmtree(folder, ignore_errors=True)
         os._exit(0)
 
@@ -300,7 +301,7 @@ def _runtime(setup: WorkerSetup, on_progress: OnProgress) -> Runtime | None:
 
 def main() -> None:
     """Reads the setup from the standard input, loads the model, serves requests."""
-    for name in ("SIGINT", "SIGTERM", "SIGHUP"):  # Ctrl-C signals the worker too, but the server decides when it ends
+    for name in ("SIGINT", "SIGTERM", "SIGHUP"):  # Ctrl-C signals the worker too, but the server decides when it stops
         if hasattr(signal, name):  # Windows has no SIGHUP
             signal.signal(getattr(signal, name), signal.SIG_IGN)
     with contextlib.suppress(CppBatchError):  # raised again below

@@ -1,4 +1,4 @@
-"""Starts worker processes, also before it is known what they will load: the first one imports beside its server."""
+"""Starts worker processes, even before their model is known: the first one imports in parallel with its server."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ _started: list[Process] = []
 
 
 async def start_early() -> None:
-    """Starts the process that the next call of `worker_process` returns. It ends with this process, if none is made.
+    """Starts the process that the next call of `worker_process` returns. Without such a call, it ends with this
+    process.
 
-    For a server that has yet to import what it needs: both take about as long. Must run inside an event loop, that of
-    the next call.
+    For a server that has yet to run its imports: both take about as long. Must run inside the event loop of the next
+    call.
     """
     _started.append(await _start())
 

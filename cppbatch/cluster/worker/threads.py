@@ -1,4 +1,4 @@
-"""The threads around an engine: one steps it, one turns step outputs into events, some prepare requests."""
+"""The threads around an engine: one steps it, one converts step outputs to events, some prepare requests."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from cppbatch.engine.request import GenerationEvent, GenerationRequest, MediaPro
 from cppbatch.engine.sequence import StepOutput
 
 _IDLE_S = 1.0  # between two heartbeats of an idle engine
-_MAX_PENDING_STEPS = 4  # steps whose events are not sent yet; then the next step waits
+_MAX_PENDING_STEPS = 4  # steps with unsent events; beyond that, the next step waits
 
 Command = Callable[[EngineCore], object]
 
@@ -22,9 +22,9 @@ Command = Callable[[EngineCore], object]
 class StepLoop:
     """Steps an engine on the thread that calls `run`. Other threads post commands, which run between two steps.
 
-    `on_events` gets the events of each step, on the output thread: text is made and sent while the next step computes.
-    `heartbeat` is called before each step, and every second while the engine is idle. The engine is created with
-    `prepares_beside_steps`, and with `output_thread.put` as its `on_admitted`.
+    `on_events` gets the events of each step, on the output thread: text is created and sent while the next step
+    computes. `heartbeat` is called before each step, and every second while the engine is idle. The engine is created
+    with `prepares_beside_steps`, and with `output_thread.put` as its `on_admitted`.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class StepLoop:
     def run(self, engine: EngineCore) -> None:
         """Steps until `stop`, then runs the remaining commands. When it returns, all events have been sent.
 
-        Raises what a step, a command or `on_events` raised.
+        Raises the errors of steps, commands and `on_events`.
         """
         with self.output_thread.run_for(engine):
             while not self.stopping:
@@ -63,7 +63,7 @@ class StepLoop:
                     self.output_thread.put(engine.outputs.take_outputs())
             self._run_commands(engine)
             self.output_thread.put(engine.outputs.take_outputs())
-        self._run_commands(engine)  # raises what the output thread raised at the end
+        self._run_commands(engine)  # raises the final error of the output thread
 
     def wait_for_command(self, engine: EngineCore, seconds: float = _IDLE_S) -> None:
         """Waits up to this long for a command and runs it."""
@@ -85,7 +85,7 @@ class StepLoop:
 
 
 class OutputThread:
-    """A thread that turns the outputs of steps into events and sends them, in order.
+    """A thread that converts the outputs of steps to events and sends them, in order.
 
     `on_error` gets an exception of this thread; later outputs are dropped.
     """
@@ -103,7 +103,7 @@ class OutputThread:
 
     @contextmanager
     def run_for(self, engine: EngineCore) -> Iterator[None]:
-        """Runs the thread for this engine. At the end it has sent all events."""
+        """Runs the thread for this engine. On exit, all events have been sent."""
         thread = threading.Thread(target=self._run, args=(engine,), name="cppbatch-output", daemon=True)
         thread.start()
         try:
@@ -133,9 +133,8 @@ class OutputThread:
 class InputThreads:
     """Threads that prepare requests: tokenise the prompt, compile the grammar.
 
-    Slow ones have threads of their own, so that short texts do not wait for them: 2 threads for short texts, 1 for long
-    texts, 2 for grammars, 2 for pictures and sound (one decodes a file while the other encodes), and 1 for files of
-    slots.
+    Slow ones have separate threads, so that short texts do not wait for them: 2 threads for short texts, 1 for long
+    texts, 2 for grammars, 2 for images and audio (one decodes a file while the other encodes), and 1 for slot files.
     """
 
     def __init__(self) -> None:
@@ -146,7 +145,7 @@ class InputThreads:
         self._files = ThreadPoolExecutor(1, thread_name_prefix="cppbatch-files")
 
     def for_files(self) -> ThreadPoolExecutor:
-        """The thread that reads and writes files of slots."""
+        """The thread that reads and writes slot files."""
         return self._files
 
     def for_request(self, engine: EngineCore, request: GenerationRequest) -> ThreadPoolExecutor:

@@ -1,11 +1,11 @@
-"""The files of cached prefixes in a folder that several processes share, within a bound on their bytes.
+"""Files of cached prefixes in a folder shared by several processes, with a limit on their bytes.
 
     prefix-KEY-CONTENT.kv      a prefix, laid out as a slot's file (`slots`). KEY: `StateKey.short`; CONTENT: a hash
                                of salt, adapters and tokens, so that a prefix has one file, by any process
-    .prefix-*.part             a file that is being written; its writer holds a lock on it
-    .prefixes.lock             held while files are deleted for others, or a .part file is made
+    .prefix-*.part             a file being written; its writer holds a lock on it
+    .prefixes.lock             held while files are evicted, or a .part file is created
 
-The time of a file is when it was last used: the least recently used one is deleted first. Other files stay untouched.
+A file's modification time is its last use: the least recently used one is deleted first. Other files are not touched.
 """
 
 from __future__ import annotations
@@ -52,15 +52,15 @@ _FILE = re.compile(r"prefix-[0-9a-f]{16}-[0-9a-f]{32}\.kv")
 _PART_PREFIX, _PART_SUFFIX = ".prefix-", ".part"
 _LOCK = ".prefixes.lock"
 _PRIVATE_FOLDER, _PRIVATE_FILE = 0o700, 0o600  # the files contain users' prompts
-_MAX_KEPT_FREE, _KEPT_FREE = 2 << 30, 0.05  # bytes of the disk that stay free: 2 GiB, or on a small disk this part
-_SETTLED_S = 0.1  # a folder that changed less than this ago may change again within the resolution of its time
+_MAX_KEPT_FREE, _KEPT_FREE = 2 << 30, 0.05  # disk space to keep free: 2 GiB, or this fraction of a small disk
+_SETTLED_S = 0.1  # a folder changed more recently may change again within its timestamp's resolution
 
 
 class PrefixFolder:
-    """One process's view of the folder. Thread-safe: every method looks at the disk, and none keeps a file open."""
+    """A process's view of the folder. Thread-safe: every method accesses the disk, and none keeps a file open."""
 
     def __init__(self, folder: Path, max_bytes: int) -> None:
-        """Makes the folder if there is none, and removes what killed processes left behind.
+        """Creates the folder if necessary, and removes leftovers of killed processes.
 
         Raises `ConfigError` if files cannot be written there.
         """
@@ -79,7 +79,7 @@ class PrefixFolder:
                 f"{named('prefix_cache_disk')}: {folder} is not writable ({error.strerror}); choose another folder"
             ) from error
 
-    # --- what is there ------------------------------------------------------------------------------------------
+    # --- existing files -----------------------------------------------------------------------------------------
 
     def names(self, key: str) -> set[str]:
         """The names of the files of a key; empty if the folder is gone."""
@@ -89,7 +89,7 @@ class PrefixFolder:
         return set()
 
     def version(self) -> int:
-        """Changes when a file comes or goes. 0: it may have changed since a moment ago, so look again."""
+        """Changes when files are added or removed. 0: there may be a very recent change, so check again."""
         try:
             changed = os.stat(self.folder).st_mtime_ns
         except OSError:
@@ -97,13 +97,13 @@ class PrefixFolder:
         return changed if abs(time.time_ns() - changed) > _SETTLED_S * 1e9 else 0
 
     def read_head(self, name: str) -> tuple[Tokens, Footer, int]:
-        """Tokens, footer and bytes of a file, unchecked. Raises `OSError`; `ValueError` if it is damaged."""
+        """Tokens, footer and bytes of a file, not verified. Raises `OSError`; `ValueError` if it is damaged."""
         tokens, footer, n_bytes = read_slot_head(self.folder / name)
         _check_name(name, tokens, footer)
         return tokens, footer, n_bytes
 
     def read(self, name: str) -> tuple[Tokens, npt.NDArray[np.uint8], Footer]:
-        """Reads a file, which is the most recently used one then. Raises `OSError`; `ValueError` if it is damaged."""
+        """Reads a file, and makes it the most recently used. Raises `OSError`; `ValueError` if it is damaged."""
         path = self.folder / name
         tokens, state, footer, _ = parse_slot_file(np.fromfile(path, np.uint8))
         _check_name(name, tokens, footer)
@@ -111,22 +111,22 @@ class PrefixFolder:
         return tokens, state, footer
 
     def touch(self, name: str) -> None:
-        """Makes a file the most recently used one."""
+        """Makes a file the most recently used."""
         with contextlib.suppress(OSError):
             os.utime(self.folder / name)
 
     def remove(self, name: str) -> None:
-        """Deletes a file, if it is there."""
+        """Deletes a file, if it exists."""
         with contextlib.suppress(OSError):
             os.unlink(self.folder / name)
 
     # --- writing ------------------------------------------------------------------------------------------------
 
     def write(self, name: str, tokens: Tokens, state: npt.NDArray[np.uint8], footer: Footer) -> int:
-        """Writes a prefix, whole or not at all. The least recently used files of all keys are deleted for it.
+        """Writes a prefix atomically, deleting the least recently used files of all keys to make room.
 
-        Returns its bytes; 0 if it is larger than the bound. Raises `OSError`, with ENOSPC also if too little of the
-        disk would stay free.
+        Returns its bytes; 0 if it exceeds the limit. Raises `OSError`, with ENOSPC also if too little of the disk would
+        stay free.
         """
         parts = slot_file_parts(tokens, state, footer)
         n_bytes = sum(part.nbytes for part in parts)
@@ -138,7 +138,7 @@ class PrefixFolder:
             handle, temporary = tempfile.mkstemp(prefix=_PART_PREFIX, suffix=_PART_SUFFIX, dir=self.folder)
             try:
                 _lock(handle)
-                os.truncate(handle, n_bytes)  # others see what it is going to take
+                os.truncate(handle, n_bytes)  # shows other processes its final size
             except BaseException:
                 _discard(handle, temporary)
                 raise
@@ -154,7 +154,7 @@ class PrefixFolder:
         return n_bytes
 
     def _make_room(self, n_bytes: int) -> None:
-        """Deletes the least recently used files until so many bytes fit. Raises `OSError` (ENOSPC) if they cannot."""
+        """Deletes the least recently used files until this many bytes fit. Raises `OSError` (ENOSPC) if they cannot."""
         files, n_used = [], 0
         with os.scandir(self.folder) as entries:
             for entry in entries:
@@ -177,7 +177,7 @@ class PrefixFolder:
             excess -= size
 
     def _remove_leftovers(self) -> None:
-        """Deletes .part files that no living process writes."""
+        """Deletes .part files that no running process is writing."""
         for name in filter(_is_part, os.listdir(self.folder)):
             with contextlib.suppress(OSError):  # BlockingIOError: it is being written
                 handle = os.open(self.folder / name, os.O_RDWR)
@@ -199,7 +199,7 @@ class PrefixFolder:
 
 
 def file_name(key: str, tokens: Tokens, footer: Footer) -> str:
-    """The name of the file of a prefix. `key`: `StateKey.short`."""
+    """The file name for a prefix. `key`: `StateKey.short`."""
     digest = hashlib.sha256(msgspec.json.encode((footer.cache_salt, footer.adapters)))
     digest.update(np.ascontiguousarray(tokens, np.int32).data)
     return f"prefix-{key}-{digest.hexdigest()[:32]}.kv"
@@ -215,7 +215,7 @@ def _is_part(name: str) -> bool:
 
 
 def _lock(handle: int, *, wait: bool = True) -> None:
-    """The lock is held until the file is closed, and ends with the process. Raises `BlockingIOError` if not `wait`."""
+    """Locks a file until it is closed or the process ends. Raises `BlockingIOError` if it is locked and not `wait`."""
     if sys.platform != "win32":
         fcntl.flock(handle, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
 
@@ -232,7 +232,7 @@ def _discard(handle: int, path: str) -> None:
 
 
 # --- prefix index ----------------------------------------------------------------------------------------------------
-# The index of the prefixes on disk that an engine can take: it finds them by their tokens.
+# The index of the prefixes on disk that an engine can use; finds them by their tokens.
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -240,25 +240,25 @@ class DiskPrefix:
     """A prefix on disk."""
 
     name: str
-    """Of its file."""
+    """The size of its file."""
     tokens: Tokens
     n_bytes: int
     ends: tuple[int, ...] = ()
-    """Numbers of tokens of its checkpoints, falling."""
+    """Numbers of tokens of its checkpoints, descending."""
 
     def usable(self, n: int, *, whole: bool) -> int:
-        """How many of its first `n` tokens can be taken. `whole`: only up to a checkpoint, or all of its tokens."""
+        """How many of its first `n` tokens can be used. `whole`: only up to a checkpoint, or all of its tokens."""
         if not whole or n == len(self.tokens):
             return n
         return next((end for end in self.ends if end <= n), 0)
 
 
 DiskSalt = tuple[str, AdapterDigests]
-"""As `Salt`, with the hash of the `cache_salt` and the digests of the adapters."""
+"""Like `Salt`, with the hash of the `cache_salt` and the digests of the adapters."""
 
 
 class PrefixIndex:
-    """The prefixes of one `StateKey` in a folder. Thread-safe. `refresh` follows what other processes write."""
+    """The prefixes of one `StateKey` in a folder. Thread-safe. `refresh` picks up changes by other processes."""
 
     def __init__(self, folder: PrefixFolder, key: StateKey) -> None:
         self._folder = folder
@@ -274,7 +274,7 @@ class PrefixIndex:
         return len(self._by_name)
 
     def refresh(self) -> int:
-        """Looks for files that came or went, if the folder changed. Returns how many damaged ones it deleted.
+        """Updates the index if the folder changed. Returns the number of damaged files that it deleted.
 
         Reads the tokens of new files, so not for the engine's thread.
         """
@@ -292,7 +292,7 @@ class PrefixIndex:
             for name in names - known:
                 try:
                     tokens, footer, n_bytes = self._folder.read_head(name)
-                except OSError:  # deleted meanwhile, or not readable now
+                except OSError:  # deleted meanwhile, or not readable
                     continue
                 except ValueError:
                     self._folder.remove(name)
@@ -303,7 +303,7 @@ class PrefixIndex:
         return n_damaged
 
     def add(self, name: str, tokens: Tokens, salt: Salt, n_bytes: int, footer: Footer) -> None:
-        """Adds a file that was just written."""
+        """Adds a newly written file."""
         self._insert(DiskPrefix(name, tokens, n_bytes, ends_of(footer.form)), self._disk_salt(salt))
 
     def _insert(self, prefix: DiskPrefix, salt: DiskSalt) -> None:
@@ -313,7 +313,7 @@ class PrefixIndex:
                 self._tree.insert(prefix, prefix.tokens, salt)
 
     def discard(self, name: str) -> None:
-        """Forgets a file."""
+        """Removes a file from the index."""
         with self._lock:
             if prefix := self._by_name.pop(name, None):
                 self._tree.discard(prefix)
@@ -321,9 +321,9 @@ class PrefixIndex:
     def best(
         self, tokens: Tokens, salt: Salt, *, whole: bool, max_bytes: int, max_tokens: int | None = None
     ) -> tuple[DiskPrefix, int] | None:
-        """The prefix on disk of which most of these tokens can be taken, and how many; the smallest of several.
+        """The prefix on disk with the most usable tokens, and their number; the smallest file of several.
 
-        `whole`: as in `DiskPrefix.usable`. `max_bytes`, `max_tokens`: of its file.
+        `whole`: as in `DiskPrefix.usable`. `max_bytes`, `max_tokens`: limits for its file.
         """
         best: tuple[DiskPrefix, int] | None = None
         with self._lock:
@@ -337,13 +337,13 @@ class PrefixIndex:
         return best
 
     def covered_by(self, name: str) -> list[str]:
-        """The other files whose tokens are the beginning of those of this one."""
+        """The other files whose tokens are a prefix of this one's."""
         with self._lock:
             prefix = self._by_name.get(name)
             return [other.name for other in self._tree.covered_by(prefix)] if prefix else []
 
     def footer(self, salt: Salt, state: SavedState) -> Footer:
-        """The footer of a file with this state."""
+        """The footer for a file with this state."""
         cache_salt, adapters = self._disk_salt(salt)
         key = self._key
         return Footer(
@@ -357,7 +357,7 @@ class PrefixIndex:
         )
 
     def name(self, tokens: Tokens, footer: Footer) -> str:
-        """The name of the file of a prefix."""
+        """The file name for a prefix."""
         return file_name(self._key.short, tokens, footer)
 
     def is_ours(self, footer: Footer, salt: Salt) -> bool:

@@ -1,8 +1,7 @@
-"""Cached prefixes on disk: which are written when, which are read for whom, and the threads that do it.
+"""Cached prefixes on disk: decides which to write and when, and which to read, and runs the threads that do it.
 
 The engine's thread decides and copies states; it never waits for the disk. One thread writes, one reads. At most one
-prefix is on its way to the disk: while it is written, others stay where they are, and are written if they are still
-there later.
+prefix is being written: meanwhile others stay where they are, and are written if they still exist later.
 """
 
 from __future__ import annotations
@@ -28,18 +27,18 @@ from cppbatch.errors import CppBatchError
 
 log = logging.getLogger("cppbatch.engine")
 
-_MIN_TOKENS = 256  # that a file adds to those on disk, or a read to those in memory: fewer are computed as fast
-_MIN_NEW_PART = 0.25  # of a file's tokens that are not on disk yet; so a conversation of n tokens writes at most 5 n
-_BUSY_SHARE = 0.005  # of the time, while requests run, that may go into copying and writing states
-_MAX_SAVED_UP_S = 0.1  # of that time
-_IDLE_S = 0.1  # without work, after which writing no longer counts as beside requests
+_MIN_TOKENS = 256  # minimum gain of a file over those on disk, or of a read over memory; fewer are computed as fast
+_MIN_NEW_PART = 0.25  # minimum fraction of a file's tokens that are new; so a conversation of n tokens writes up to 5 n
+_BUSY_SHARE = 0.005  # fraction of the time that copying and writing states may take while requests run
+_MAX_SAVED_UP_S = 0.1  # maximum unused part of that time
+_IDLE_S = 0.1  # idle time after which writing does not count as concurrent with requests
 _MAX_CANDIDATES = 512
 _TOUCH_EVERY_S = 10.0
-_PAUSE_S = 60.0  # without writing, after the disk refused a file
+_PAUSE_S = 60.0  # without writing, after a file could not be written
 
 
 class _Read:
-    """A read for one sequence or several."""
+    """A read for one or several sequences."""
 
     __slots__ = ("data", "done", "gains", "prefix", "salt", "seconds")
 
@@ -47,7 +46,7 @@ class _Read:
         self.prefix = prefix
         self.salt = salt
         self.done = False
-        self.gains: list[int] = []  # tokens that each of the sequences need not compute
+        self.gains: list[int] = []  # tokens that each sequence does not need to compute
         self.data: tuple[Tokens, npt.NDArray[np.uint8], Footer] | None = None  # set by the reading thread
         self.seconds = 0.0
 
@@ -60,7 +59,7 @@ _NO_READ: DiskRead = _NoRead()
 
 
 class DiskPrefixes:
-    """The prefixes on disk of an engine, the tier below host memory.
+    """The prefixes on disk of an engine: the cache tier below host memory.
 
     All methods are for the engine's thread, except `refresh`.
     """
@@ -75,8 +74,8 @@ class DiskPrefixes:
         min_tokens: int = _MIN_TOKENS,
         clock: Callable[[], float] = perf_counter,
     ) -> None:
-        """`kv`: makes this in its constructor. `token_s`: as in `DiskCost`. `min_tokens`: prefixes that save fewer are
-        neither written nor read."""
+        """`kv`: creates this in its constructor. `token_s`: as in `DiskCost`. `min_tokens`: prefixes that save fewer
+        tokens are neither written nor read."""
         self._kv = kv
         self._folder = folder
         self._clock = clock
@@ -84,21 +83,21 @@ class DiskPrefixes:
         self._min_tokens = min_tokens
         self._index = PrefixIndex(folder, key)
         self.counts = DiskCounts(entries=len(self._index))
-        # In the order in which they came.
+        # In order of arrival.
         self._candidates: dict[CachedPrefix, None] = {}
-        # Most of these is on disk already: the rest is written at the end.
+        # Most of their tokens are on disk already: the rest is written at the end.
         self._rests: dict[CachedPrefix, None] = {}
-        self._touched: dict[str, float] = {}  # when the time of a file was set last
+        self._touched: dict[str, float] = {}  # when a file's time was last set
         self._token_bytes = 0.0
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="cppbatch-disk-writer")
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="cppbatch-disk-reader")
         self._writing: Future[None] | None = None
         self._paused_until = 0.0
         self._has_failed = False
-        self._lock = threading.Lock()  # of `_left_s`, which the writing thread changes too
-        self._left_s = _MAX_SAVED_UP_S  # of the time that writing may take beside requests
+        self._lock = threading.Lock()  # for `_left_s`, which the writing thread changes too
+        self._left_s = _MAX_SAVED_UP_S  # remaining time that writing may take while requests run
         self._counted_at = self._worked_at = clock()
-        self._reads: dict[str, _Read] = {}  # by the file's name, until their result is in the cache
+        self._reads: dict[str, _Read] = {}  # by file name, until their result is in the cache
         self._n_reading = 0  # bytes of these files
         self._read_now: deque[_Read] = deque()  # by the reading thread
         self._arrived = threading.Event()
@@ -106,14 +105,14 @@ class DiskPrefixes:
     # --- reading ------------------------------------------------------------------------------------------------
 
     def refresh(self) -> None:
-        """Looks for files of other processes. For a thread that prepares a request; mostly one question to the disk."""
+        """Looks for files of other processes. For a thread that prepares a request; usually a single system call."""
         self.counts.damaged += self._index.refresh()
         self.counts.entries = len(self._index)
 
     def is_coming(self, sequence: Seq, n: int) -> bool:
-        """Whether a prefix of more than `n` tokens is being read for a waiting sequence, so that it waits on.
+        """Whether a prefix of more than `n` tokens is being read for a waiting sequence, so that it keeps waiting.
 
-        Starts the read when a sequence is looked at for the first time.
+        Starts the read when called for a sequence for the first time.
         """
         if sequence.disk_read is None:
             sequence.disk_read = self._start_read(sequence, n)
@@ -142,7 +141,7 @@ class DiskPrefixes:
         return read
 
     def _read(self, read: _Read) -> None:
-        """On the reading thread."""
+        """Runs on the reading thread."""
         began = perf_counter()
         try:
             tokens, state, footer = self._folder.read(read.prefix.name)
@@ -162,7 +161,7 @@ class DiskPrefixes:
         self._arrived.set()
 
     def collect(self) -> None:
-        """Makes what was read cached prefixes in host memory, and lets the sequences go on that waited for them."""
+        """Adds the read prefixes to the cache in host memory, and lets the waiting sequences continue."""
         self._arrived.clear()
         while self._read_now:
             read = self._read_now.popleft()
@@ -189,14 +188,14 @@ class DiskPrefixes:
         return True
 
     def wait(self, seconds: float) -> None:
-        """Waits up to this long for a read, if there is any: the engine has nothing else to do."""
+        """Waits up to this long for a pending read, if any, because the engine has no other work."""
         if self._reads:
             self._arrived.wait(seconds)
 
     # --- writing ------------------------------------------------------------------------------------------------
 
     def kept(self, cached: CachedPrefix) -> None:
-        """A finished sequence has left this prefix in the cache."""
+        """Called when a finished sequence has left this prefix in the cache."""
         n, n_new = len(cached.tokens), self._n_new(cached)
         if n_new < self._min_tokens or not self._cost.is_worth(n_new, self._n_bytes(n)):
             return
@@ -210,7 +209,7 @@ class DiskPrefixes:
                 del candidates[next(iter(candidates))]
 
     def dropped(self, cached: CachedPrefix) -> None:
-        """This prefix loses its place in host memory (`saved`) after this call: the last chance to write it."""
+        """Called before this prefix is dropped from host memory (`saved`): the last chance to write it."""
         is_candidate = cached in self._candidates or cached in self._rests
         self._candidates.pop(cached, None)
         self._rests.pop(cached, None)
@@ -218,15 +217,15 @@ class DiskPrefixes:
             self._try_write(cached, is_beside=True)
 
     def after_step(self) -> None:
-        """Writes a prefix beside the running requests, if little time went into that so far."""
+        """Writes a prefix while requests run, if the time budget allows."""
         self._worked_at = self._clock()
         if self._candidates and self._may_write() and self._has_time_left():
             self._write_next(is_beside=True)
 
     def idle(self) -> float:
-        """Writes a prefix while there are no requests. Returns the seconds until it is to be called again.
+        """Writes a prefix while there are no requests. Returns the seconds until the next call.
 
-        Not at once after the last request: often the next one follows.
+        Not immediately after the last request, since the next one often follows.
         """
         self.collect()
         if not self._candidates or self._clock() < self._paused_until:
@@ -236,7 +235,8 @@ class DiskPrefixes:
         return _IDLE_S / 2
 
     def write_rest(self, seconds: float) -> None:
-        """Writes what is worth it and not written yet, for so long at most: the engine ends, or may never run again."""
+        """Writes all remaining worthwhile prefixes, within a time limit: the engine is closing, or may never run
+        again."""
         until = self._clock() + seconds
         self._candidates |= self._rests
         self._rests = {}
@@ -245,7 +245,7 @@ class DiskPrefixes:
                 break
 
     def _wait_for_writer(self, seconds: float) -> bool:
-        """Returns whether the writing thread has nothing to do, within so many seconds."""
+        """Waits up to this many seconds until the writing thread is idle. Returns whether it is."""
         if self._writing:
             wait([self._writing], max(0.0, seconds))
         return seconds > 0 and self._is_free()
@@ -257,7 +257,7 @@ class DiskPrefixes:
         return self._is_free() and self._clock() >= self._paused_until
 
     def _has_time_left(self) -> bool:
-        """Whether writing has taken less than its share of the time so far."""
+        """Whether writing has taken less than its share of the time."""
         now = self._clock()
         with self._lock:
             self._left_s = min(_MAX_SAVED_UP_S, self._left_s + _BUSY_SHARE * (now - self._counted_at))
@@ -265,18 +265,18 @@ class DiskPrefixes:
             return self._left_s > 0
 
     def _write_next(self, *, is_beside: bool, is_last: bool = False) -> bool:
-        """Begins to write a prefix, one that a sequence has taken rather than another. False if there is none."""
+        """Starts writing a prefix, preferring one that has been reused. False if there is none."""
         while self._candidates:
             cached = next((each for each in self._candidates if each.is_taken), next(iter(self._candidates)))
             del self._candidates[cached]
             if not is_last and self._n_new(cached) < _MIN_NEW_PART * len(cached.tokens):
-                self._rests[cached] = None  # most of it was written meanwhile
+                self._rests[cached] = None  # most of it has been written meanwhile
             elif self._try_write(cached, is_beside=is_beside):
                 return True
         return False
 
     def _try_write(self, cached: CachedPrefix, *, is_beside: bool) -> bool:
-        """Begins to write a prefix, if it is in the cache and still worth it. `is_beside`: requests run meanwhile."""
+        """Starts writing a prefix, if it is cached and still worth it. `is_beside`: requests are running."""
         n_new = self._n_new(cached)
         if n_new < self._min_tokens:
             return False
@@ -294,7 +294,7 @@ class DiskPrefixes:
         return True
 
     def _write(self, tokens: Tokens, salt: Salt, state: SavedState, is_beside: bool, removes: bool) -> None:
-        """On the writing thread. `removes`: files that this one covers are not needed any more."""
+        """Runs on the writing thread. `removes`: delete files that this one makes redundant."""
         began = perf_counter()
         try:
             footer = self._index.footer(salt, state)
@@ -316,10 +316,10 @@ class DiskPrefixes:
                     self._folder.remove(covered)
                 self.counts.entries = len(self._index)
         if is_beside:
-            self._charge(perf_counter() - began)  # not only the CPU's: the disk and the kernel take from steps too
+            self._charge(perf_counter() - began)  # not only CPU time: the disk and the kernel slow steps down too
 
     def _pause(self, why: str) -> None:
-        """One line for a row of failures."""
+        """Logs one line for a series of failures."""
         self._paused_until = self._clock() + _PAUSE_S
         if not self._has_failed:
             log.warning("cannot write cached prefixes to disk; retrying every %.0f s: %s", _PAUSE_S, why)
@@ -330,7 +330,7 @@ class DiskPrefixes:
             self._left_s -= seconds
 
     def _n_new(self, cached: CachedPrefix) -> int:
-        """How many tokens of a prefix no prefix on disk has. The one that has most is in use."""
+        """The number of a prefix's tokens that are not on disk. Marks the prefix with the most of them as used."""
         whole = not self._kv.cache.takes_any
         found = self._index.best(cached.tokens, cached.salt, whole=whole, max_bytes=self._folder.max_bytes)
         if found is None:
@@ -341,7 +341,7 @@ class DiskPrefixes:
         return len(cached.tokens) - n
 
     def _touch(self, name: str) -> None:
-        """Not each time: that would be a question to the disk for each request."""
+        """Sets a file's time, but not on every use, which would be a system call per request."""
         now = self._clock()
         if now >= self._touched.get(name, -_TOUCH_EVERY_S) + _TOUCH_EVERY_S:
             self._touched[name] = now
@@ -350,10 +350,10 @@ class DiskPrefixes:
                 self._touched = {name: now}
 
     def _n_bytes(self, n_tokens: int) -> int:
-        """About the bytes of a state; 0 as long as none was seen."""
+        """The approximate bytes of a state; 0 before any was seen."""
         return round(n_tokens * self._token_bytes)
 
     def close(self) -> None:
-        """Waits for a file that is being written."""
+        """Waits for a file being written."""
         for threads in (self._writer, self._reader):
             threads.shutdown(cancel_futures=True)

@@ -1,11 +1,11 @@
-"""The tokens and the state of a cached prefix in a file. It is laid out as llama.cpp's files of one sequence:
+"""The tokens and the state of a cached prefix in a file, in the format of llama.cpp's sequence files:
 
     header   "ggsq", a version, the number of words that follow (numbers are uint32)
-    words    -1, 1, the number of tokens, the tokens; or, as older programs write it, only the tokens
+    words    -1, 1, the number of tokens, the tokens; or, from older programs, only the tokens
     state    what `llama_state_seq_get_data` wrote
-    footer   JSON with what the state belongs to, its length, "cppb"
+    footer   JSON that identifies the state, its length, "cppb"
 
-llama.cpp's files have no footer. Without it nobody knows whose state it is, so such files are refused.
+llama.cpp's files have no footer. Without it, the state cannot be identified, so such files are refused.
 """
 
 from __future__ import annotations
@@ -42,28 +42,28 @@ Tokens = npt.NDArray[np.int32]
 
 
 class Footer(msgspec.Struct, forbid_unknown_fields=True):
-    """What a state belongs to."""
+    """Identifies a state."""
 
     model: str
     """The model's name, for messages."""
     digest: str
     """`file_digest` of the model."""
     cache_types: tuple[str, str]
-    """Of keys and values."""
+    """The types of keys and values."""
     cache_salt: str
-    """In a slot's file as it is; in the files of `--prefix-cache-disk` its SHA-256."""
+    """The `cache_salt`: unchanged in a slot's file; as SHA-256 in the files of `--prefix-cache-disk`."""
     adapters: list[tuple[str, float]]
-    """The digest and the scale of each LoRA adapter that the tokens were computed with."""
+    """The digest and scale of each LoRA adapter used to compute the tokens."""
     form: dict[str, Any]
-    """How the context that wrote the state laid it out."""
+    """The layout of the state in the context that wrote it."""
     settings: dict[str, str] = {}
-    """In the files of `--prefix-cache-disk`: what else the state depends on (`Runtime.state_settings`)."""
+    """In the files of `--prefix-cache-disk`: further settings that the state depends on (`Runtime.state_settings`)."""
     checksum: int = 0
     """CRC-32 of the tokens, the state, and the rest of the footer."""
 
 
 def file_digest(path: str | Path) -> str:
-    """Tells files of weights apart in milliseconds: a digest of their sizes and of samples from all over them."""
+    """Identifies a weights file in milliseconds: a digest of its size and of samples from across the file."""
     digest = hashlib.sha256()
     with Path(path).open("rb") as file:
         size = file.seek(0, os.SEEK_END)
@@ -75,7 +75,7 @@ def file_digest(path: str | Path) -> str:
 
 
 def slot_file_parts(tokens: Tokens, state: npt.NDArray[np.uint8], footer: Footer) -> list[memoryview]:
-    """The content of a file, in order. The checksum of `footer` is computed here."""
+    """The content of a file, in order. Computes the checksum of `footer`."""
     tokens = np.ascontiguousarray(tokens, np.int32)
     words = np.array([_VERSION, 3 + len(tokens), _PACKED, _PACKED_VERSION, len(tokens)], np.uint32)
     footer = msgspec.structs.replace(footer, checksum=_checksum(tokens, state, footer))
@@ -90,7 +90,7 @@ def _checksum(tokens: Tokens, state: npt.NDArray[np.uint8], footer: Footer) -> i
 
 
 def write_slot_file(path: Path, tokens: Tokens, state: npt.NDArray[np.uint8], footer: Footer) -> int:
-    """Writes the whole file or nothing, for this user only. Returns its bytes. Raises `OSError`."""
+    """Writes a file atomically, readable by this user only. Returns its bytes. Raises `OSError`."""
     handle, temporary = tempfile.mkstemp(prefix=".slot-", dir=path.parent)
     try:
         with open(handle, "wb") as file:
@@ -108,7 +108,7 @@ def write_slot_file(path: Path, tokens: Tokens, state: npt.NDArray[np.uint8], fo
 def read_slot_file(path: Path) -> tuple[Tokens, npt.NDArray[np.uint8], Footer, int]:
     """The tokens, the state, the footer and the number of bytes of a file.
 
-    Raises `InvalidRequest` for a file that is missing, damaged or of another kind.
+    Raises `InvalidRequest` for a file that is missing, damaged or of another type.
     """
     try:
         return parse_slot_file(np.fromfile(path, np.uint8))
@@ -119,7 +119,7 @@ def read_slot_file(path: Path) -> tuple[Tokens, npt.NDArray[np.uint8], Footer, i
 
 
 def parse_slot_file(data: npt.NDArray[np.uint8]) -> tuple[Tokens, npt.NDArray[np.uint8], Footer, int]:
-    """As `read_slot_file`, of the content of a file, which is not copied. Raises `ValueError` if it is damaged."""
+    """Like `read_slot_file`, from a file's content, without copying. Raises `ValueError` if it is damaged."""
     footer, n_note = _footer(data[-8:].tobytes(), lambda n: data[data.size - 8 - n : data.size - 8].tobytes())
     tokens, state_at = _tokens(data)
     state = data[state_at : data.size - 8 - n_note]
@@ -129,9 +129,9 @@ def parse_slot_file(data: npt.NDArray[np.uint8]) -> tuple[Tokens, npt.NDArray[np
 
 
 def read_slot_head(path: Path) -> tuple[Tokens, Footer, int]:
-    """The tokens, the footer and the number of bytes of a file, without its state and unchecked.
+    """The tokens, the footer and the number of bytes of a file, without its state, not verified.
 
-    Raises `OSError`, and `ValueError` for a file that is damaged or of another kind.
+    Raises `OSError`, and `ValueError` for a file that is damaged or of another type.
     """
     with path.open("rb") as file:
         size = file.seek(0, os.SEEK_END)
@@ -154,7 +154,8 @@ def read_slot_head(path: Path) -> tuple[Tokens, Footer, int]:
 
 
 def _footer(end: bytes, before_end: Callable[[int], bytes]) -> tuple[Footer, int]:
-    """The footer and the bytes of its JSON. `end`: the last 8 bytes of the file; `before_end`: so many before these."""
+    """The footer and the bytes of its JSON. `end`: the last 8 bytes of the file; `before_end`: reads bytes before
+    them."""
     if len(end) != 8 or end[4:] != _FOOTER_MAGIC:
         raise ValueError("the footer is missing")
     n_note = int(np.frombuffer(end[:4], np.uint32)[0])
@@ -165,7 +166,7 @@ def _footer(end: bytes, before_end: Callable[[int], bytes]) -> tuple[Footer, int
 
 
 def _tokens(data: npt.NDArray[np.uint8]) -> tuple[Tokens, int]:
-    """The tokens at the beginning of a file, and where the state begins."""
+    """The tokens at the start of a file, and where the state starts."""
     if data[:8].tobytes() != _MAGIC + np.uint32(_VERSION).tobytes():
         raise ValueError("it is not a sequence file")
     n_words = _words(data, 8, 1)[0]
@@ -185,15 +186,15 @@ def _words(data: npt.NDArray[np.uint8], at: int, n: int) -> npt.NDArray[np.int64
 
 
 # --- state key -------------------------------------------------------------------------------------------------------
-# What a saved state belongs to besides its tokens: the model, its LoRA adapters, the types of the cache, settings.
+# What identifies a saved state besides its tokens: the model, its LoRA adapters, cache types, settings.
 
 
 AdapterDigests = tuple[tuple[str, float], ...]
-"""The digests of LoRA adapter files with their scales: `AdapterSet` in a form that outlives the engine."""
+"""The digests of LoRA adapter files with their scales: `AdapterSet` in a persistent form."""
 
 
 class StateKey:
-    """The key of one engine's states. Files are read when a digest is first asked for. Thread-safe."""
+    """The key of an engine's states. Files are read on first use of a digest. Thread-safe."""
 
     def __init__(self, info: ModelInfo, config: EngineConfig, settings: Mapping[str, str]) -> None:
         """`settings`: see `Runtime.state_settings`."""
@@ -204,7 +205,7 @@ class StateKey:
 
     @cached_property
     def digest(self) -> str:
-        """`file_digest` of the model; of a split model, a digest of those of all parts."""
+        """`file_digest` of the model; for a split model, a digest of the parts' digests."""
         digests = [file_digest(part) for part in model_parts(Path(self._info.path))]
         return digests[0] if len(digests) == 1 else hashlib.sha256("".join(digests).encode()).hexdigest()
 
@@ -225,42 +226,42 @@ class StateKey:
 
     @cached_property
     def short(self) -> str:
-        """A name of the model, the types of the cache and the settings, for names of files."""
+        """A short hash of the model, cache types and settings, for file names."""
         parts = (self.digest, self.cache_types, sorted(self.settings.items()))
         return hashlib.sha256(msgspec.json.encode(parts)).hexdigest()[:16]
 
 
 # --- slots -----------------------------------------------------------------------------------------------------------
-# Slots: a request may name one (`id_slot`), and the cached prefix that it leaves can be kept in a file.
+# Slots: a request may name one (`id_slot`), and its cached prefix can then be saved to a file.
 
 
 SlotActionName = Literal["save", "restore", "erase"]
 
 
 class SlotReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What was saved, restored or erased."""
+    """The result of saving, restoring or erasing."""
 
     n_tokens: int
     n_bytes: int = 0
-    """Of the file."""
+    """The size of the file."""
 
 
 @dataclass(frozen=True)
 class SlotPrefix:
-    """A cached prefix on its way to a file or from one."""
+    """A cached prefix being saved to or restored from a file."""
 
     tokens: Tokens
     cache_salt: str
     adapters: AdapterSet
     state: SavedState
     n_bytes: int = 0
-    """Of the file it came from."""
+    """The size of its file."""
 
 
 class Slots:
     """Saves and restores prefixes. `take`, `put` and `erase` run between two steps; `write` and `read` on any thread.
 
-    A request belongs to a slot only if it says so. All requests use all cached prefixes, also those of slots.
+    A request only belongs to a slot if it names it. All requests use all cached prefixes, including those of slots.
     """
 
     def __init__(self, kv: KVPool, key: StateKey) -> None:
@@ -268,7 +269,7 @@ class Slots:
         self._key = key
 
     def take(self, slot: int) -> SlotPrefix:
-        """A copy of a slot's prefix. Raises `InvalidRequest` if there is none."""
+        """A copy of a slot's prefix. Raises `InvalidRequest` if it has none."""
         try:
             found = self._kv.state_of_slot(slot)
         except OUT_OF_MEMORY as error:
@@ -281,7 +282,7 @@ class Slots:
         return SlotPrefix(cached.tokens, cache_salt, adapters, state)
 
     def write(self, path: Path, prefix: SlotPrefix) -> SlotReport:
-        """Writes a prefix to a file, which it replaces. Raises `InvalidRequest` if it cannot."""
+        """Writes a prefix to a file, replacing it. Raises `InvalidRequest` on failure."""
         data = prefix.state.data
         footer = Footer(
             model=self._key.model,
@@ -315,7 +316,7 @@ class Slots:
         return SlotPrefix(tokens, footer.cache_salt, adapters, state, n_bytes)
 
     def put(self, slot: int, prefix: SlotPrefix) -> SlotReport:
-        """Makes it a cached prefix in host memory, of this slot. Raises `InvalidRequest` if it does not fit there."""
+        """Adds it to this slot as a cached prefix in host memory. Raises `InvalidRequest` if it does not fit."""
         salt = prefix.cache_salt, prefix.adapters
         if not self._kv.restore_slot(slot, prefix.tokens, salt, prefix.state):
             message = f"has a state of {prefix.state.n_bytes:,} bytes, which does not fit into --prefix-cache-ram"
@@ -323,5 +324,5 @@ class Slots:
         return SlotReport(n_tokens=len(prefix.tokens), n_bytes=prefix.n_bytes)
 
     def erase(self, slot: int) -> SlotReport:
-        """Removes the cached prefixes that begin with the tokens of the slot's last request."""
+        """Removes the cached prefixes that start with the tokens of the slot's last request."""
         return SlotReport(n_tokens=self._kv.erase_slot(slot))

@@ -1,9 +1,9 @@
-"""Where a prompt gets checkpoints, in a model whose memory can be truncated nowhere else.
+"""Where to place checkpoints in a prompt, for models whose memory can only be truncated at checkpoints.
 
-Example, a new conversation of 3,000 tokens: checkpoints before the header of the answer, before the last message of the
-user, and before some earlier messages, the older the farther apart. So the next turn continues after the last message
-even if the answer comes back in another form; so do another answer to the same message, and another conversation with
-the same system prompt.
+Example, a new conversation of 3,000 tokens: checkpoints before the header of the answer, before the last user message,
+and before some earlier messages, with spacing that grows with age. So the next turn continues after the last message
+even if the answer comes back in another form; likewise another answer to the same message, and another conversation
+with the same system prompt.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ import numpy.typing as npt
 
 from cppbatch.engine.sequence import SavedState
 
-_NEAR = 8  # tokens: of markers that are nearer to each other the last one counts
+_NEAR = 8  # tokens: of markers closer together than this, the last one counts
 _MIN_STEP = 16  # tokens
-_HEADER = 64  # tokens that a template adds at most behind the last message
+_HEADER = 64  # maximum tokens that a template adds after the last message
 _BEFORE_END = (4, 32, 256)  # tokens, in a prompt without messages
-_OLDER = 4  # messages that are n tokens before the end: a checkpoint each n / 4 tokens
-_EVERY = 512  # tokens between checkpoints where nothing else says where
+_OLDER = 4  # n tokens before the end: a checkpoint every n / 4 tokens
+_EVERY = 512  # tokens between checkpoints in the absence of markers
 
 
-_ENDS = "ends"  # in the form of a state that is followed by the parts of checkpoints
+_ENDS = "ends"  # in the form of a state followed by the parts of checkpoints
 
 
 @dataclass(frozen=True, slots=True)
 class StateWithParts:
-    """A saved state with the parts of its checkpoints, as one state: for files of slots and prefixes on disk."""
+    """A saved state with the parts of its checkpoints, as a single state: for slot files and prefixes on disk."""
 
     state: SavedState
     parts: Sequence[tuple[int, SavedState]]
@@ -48,7 +48,7 @@ class StateWithParts:
 
     @property
     def form(self) -> dict[str, Any]:
-        """That of the state, with the number of tokens, the bytes and the form of each part."""
+        """The form of the state, plus the number of tokens, bytes and form of each part."""
         return {**self.state.form, _ENDS: [[n, part.data.nbytes, part.form] for n, part in self.parts]}
 
     @classmethod
@@ -58,10 +58,10 @@ class StateWithParts:
         form: Mapping[str, Any],
         read_state: Callable[[npt.NDArray[np.uint8], Mapping[str, Any]], SavedState],
     ) -> StateWithParts:
-        """Takes apart what `data` and `form` were. `read_state`: of the context. Raises what that does."""
+        """The inverse of `data` and `form`. `read_state`: of the context, whose errors are raised."""
         ends = form.get(_ENDS, [])
         at = data.size - sum(n_bytes for _, n_bytes, _ in ends)
-        # A view would keep the parts too, which have arrays of their own.
+        # A view would keep the parts in memory too, which have their own arrays.
         state = read_state(
             data[:at].copy() if ends else data, {name: value for name, value in form.items() if name != _ENDS}
         )
@@ -73,35 +73,35 @@ class StateWithParts:
 
 
 def ends_of(form: Mapping[str, Any]) -> tuple[int, ...]:
-    """Numbers of tokens to which a state of this form can be truncated, falling."""
+    """Numbers of tokens to which a state of this form can be truncated, descending."""
     return tuple(sorted((int(n) for n, _, _ in form.get(_ENDS, [])), reverse=True))
 
 
 class CheckpointPlaces:
-    """Chooses the places by the markers of the prompt, which are where messages begin."""
+    """Chooses the places by the markers in the prompt, where messages start."""
 
     def __init__(self, markers: npt.NDArray[np.bool_], *, most: int = 32, min_step: int = 0) -> None:
-        """`markers`: bool[n_vocab], whether a token is one that only a chat template writes. `most`: checkpoints of a
-        prompt. `min_step`: tokens between two of them at least; 0: few."""
+        """`markers`: bool[n_vocab], tokens that are only written by chat templates. `most`: maximum checkpoints per
+        prompt. `min_step`: minimum tokens between two of them; 0: a small default."""
         self._markers = markers
         self._most = most
         self.min_step = min_step or _MIN_STEP
 
     def of_prompt(self, prompt: npt.NDArray[np.int32], start: int, min_step: int) -> list[int]:
-        """Numbers of first tokens behind which checkpoints are wanted, rising, all above `start` and below the whole.
+        """Numbers of tokens after which to place checkpoints, ascending, above `start` and below the length.
 
-        `prompt`: int32[n]; below 0: placeholders of pictures. `min_step`: tokens between two of them at least.
+        `prompt`: int32[n]; negative ids: placeholders of media. `min_step`: minimum tokens between two of them.
         """
         n = len(prompt)
         messages = self._messages(prompt)
         wanted = [n - before for before in _BEFORE_END] if not messages or messages[-1] < n - _HEADER else []
         chosen = list(_spread(sorted({*wanted, *messages}, reverse=True), n, start, min_step))
         if messages and chosen and messages[0] > start and chosen[-1] - messages[0] >= min_step:
-            chosen.append(messages[0])  # behind what all conversations begin with
+            chosen.append(messages[0])  # after the common start of all conversations
         return sorted({*chosen, *self._between(chosen, n, start, max(_EVERY, min_step))})[-self._most :]
 
     def _messages(self, prompt: npt.NDArray[np.int32]) -> list[int]:
-        """Places where markers begin, rising; those near each other are one, the last."""
+        """Places where markers start, ascending; of those close together, the last one."""
         is_marker = self._markers[np.maximum(prompt, 0)] & (prompt >= 0)
         begins = np.flatnonzero(is_marker[1:] & ~is_marker[:-1]) + 1
         if not len(begins):
@@ -111,14 +111,14 @@ class CheckpointPlaces:
 
     @staticmethod
     def _between(chosen: list[int], n: int, start: int, every: int) -> Iterator[int]:
-        """Multiples of `every` that are at least that far from each chosen place."""
+        """Multiples of `every` with at least that distance from each chosen place."""
         for place in range(start - start % every + every, n, every):
             if all(abs(place - other) >= every for other in chosen):
                 yield place
 
 
 def _spread(places: list[int], n: int, start: int, min_step: int) -> Iterator[int]:
-    """Of `places`, falling, the first one, and others that are farther and farther apart."""
+    """The first of `places` (descending), and others at growing distances."""
     last: int | None = None
     for place in places:
         if start < place < n and (last is None or last - place >= max(min_step, (n - place) // _OLDER)):

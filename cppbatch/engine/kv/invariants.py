@@ -11,7 +11,7 @@ from cppbatch.engine.sequence import Seq
 
 
 class Memory(Protocol):
-    """The part of a llama.cpp context that shows what its memory holds."""
+    """The part of a llama.cpp context that shows the content of its memory."""
 
     n_seq_max: int
     n_seq_ids: int
@@ -26,7 +26,7 @@ Running = Mapping[int, Seq]
 def check_invariants(
     memory: Memory, n_used: int, running: Running, cache: PrefixCache, free_ids: Sequence[int]
 ) -> None:
-    """Raises `AssertionError` when an invariant of cells or seq_ids does not hold (docs/architecture.md)."""
+    """Raises `AssertionError` if an invariant of cells or seq_ids is violated (docs/architecture.md)."""
     held = _held(running, cache)
     require(sorted([*held, *free_ids]) == list(range(memory.n_seq_ids)), "a seq_id is lost or held twice")
     require(
@@ -61,7 +61,7 @@ def _sizes(holder: Seq | CachedPrefix) -> str:
 
 
 def require(condition: bool, message: str) -> None:
-    """An assertion that `python -O` does not remove."""
+    """An assertion that is not removed by `python -O`."""
     if not condition:
         raise AssertionError(message)
 

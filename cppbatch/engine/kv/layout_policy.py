@@ -1,4 +1,4 @@
-"""When an engine with `--kv-layout auto` switches between the layouts of the KV cache (docs/decisions/0006)."""
+"""When an engine with `--kv-layout auto` switches KV layouts (docs/decisions/0006)."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from cppbatch.engine.kv.radix_tree import Tokens, n_common
 from cppbatch.engine.sequence import Seq
 
 _LOOK_EVERY_S = 0.25
-_WEIGHT = 0.05  # of a look in the mean: a load counts for two thirds after 20 looks, which are 5 busy seconds
-_SHARES_MUCH = 0.4  # repeated cells for each foreign one: from this mean on unified is faster
-_SHARES_LITTLE = 0.25  # ... and up to this one it is not
-_MIN_WAIT_S = 10.0  # between two switches that nothing forces
+_WEIGHT = 0.05  # of a sample in the mean: a load has two thirds of the weight after 20 samples, 5 busy seconds
+_SHARES_MUCH = 0.4  # repeated cells per foreign cell: above this mean, unified is faster
+_SHARES_LITTLE = 0.25  # ... and below this one, it is not
+_MIN_WAIT_S = 10.0  # between two voluntary switches
 _MAX_WAIT_S = 600.0
 _WAIT_FACTOR = 50.0  # ... and this many times as long as the switch took
-_ROOM = 0.75  # of a stream: a sequence with more tokens is long
+_ROOM = 0.75  # fraction of a stream: a sequence with more tokens is long
 
 
 class LayoutSwitch(NamedTuple):
-    """A switch to make between two steps, and why."""
+    """A switch to make between two steps, and its reason."""
 
     layout: KvLayout
     reason: str
@@ -31,14 +31,15 @@ class LayoutSwitch(NamedTuple):
 class LayoutPolicy:
     """Decides between two steps whether to switch.
 
-    - To unified at once when a sequence outgrows its stream: no request is refused or cut short that unified takes.
-    - To unified when the running sequences share a prefix so long that reading each copy of it costs more than passing
+    - To unified, immediately, if a sequence outgrows its stream: requests that fit into unified are never refused or
+      cut short.
+    - To unified, if the running sequences share a prefix so long that reading each copy of it costs more than iterating
       over the cells of others (`repeated_for_each_foreign`).
-    - To the per-sequence layout when they share little, and no sequence has been long for a while.
+    - To per-sequence, if they share little, and no sequence has been long for a while.
 
-    The last two wait after a switch, in proportion to its duration, so that switching costs little of the time. If the
-    per-sequence layout lasted no longer than that wait, the next wait is twice as long: long requests that come again
-    and again keep the engine unified.
+    The last two wait after a switch, in proportion to its duration, so that switching takes little of the time. If the
+    per-sequence layout lasted no longer than that wait, the next wait is doubled: recurring long requests keep the
+    engine unified.
     """
 
     def __init__(self, stream_cells: int, n_cached: int | None) -> None:
@@ -46,15 +47,15 @@ class LayoutPolicy:
         self._stream_cells = stream_cells
         self._n_cached = n_cached
         self._shared = 0.0
-        """Repeated cells for each foreign one: a mean of the last looks."""
+        """Repeated cells per foreign cell: a mean of the last samples."""
         self._looked_at = self._switched_at = self._long_at = -math.inf
         self._wait_s = _MIN_WAIT_S
 
     def wanted(
         self, now: float, layout: KvLayout, running: Sequence[Seq], waiting: Sequence[Seq], blocked: Seq | None
     ) -> LayoutSwitch | None:
-        """The switch to make now. `layout`: the present one. `blocked`: a waiting sequence that has no place in a
-        stream, when it is its turn."""
+        """The switch to make now. `layout`: the current one. `blocked`: the next waiting sequence, if it does not fit
+        into a stream."""
         if layout == "per-sequence":
             too_long = blocked or next((s for s in running if s.n_tokens > self._stream_cells), None)
             if too_long:
@@ -78,7 +79,7 @@ class LayoutPolicy:
         return LayoutSwitch("per-sequence", "no long sequences for a while, and little is shared")
 
     def switched(self, layout: KvLayout, now: float, seconds: float) -> None:
-        """The engine has switched, which took so long."""
+        """Called after a switch, with its duration."""
         if layout == "unified":
             came_soon = now - self._switched_at < self._wait_s
             doubled = min(_MAX_WAIT_S, 2 * self._wait_s) if came_soon else 0.0
@@ -90,9 +91,9 @@ class LayoutPolicy:
 
 
 def repeated_for_each_foreign(sequences: Sequence[Seq], n_cached: int) -> float:
-    """What these sequences, each with a decode row, cost in the per-sequence layout and what in the unified one.
+    """Compares the costs of these sequences, each with a decode row, in the per-sequence and unified layouts.
 
-    Per-sequence, the rows read repeated cells: those of prefixes that unified holds once. Unified, each row passes over
+    Per-sequence, rows read repeated cells: those of prefixes that unified holds once. Unified, each row iterates over
     foreign cells: those of other sequences, and `n_cached` cells of cached prefixes. Returns their ratio.
     """
     n_tokens = sum(sequence.n_tokens for sequence in sequences)
@@ -102,11 +103,11 @@ def repeated_for_each_foreign(sequences: Sequence[Seq], n_cached: int) -> float:
 
 
 def shared_tokens(sequences: Sequence[Seq]) -> int:
-    """The tokens that these sequences hold more than once: what they would save if they held equal prefixes once."""
+    """The tokens that these sequences hold more than once, and would save by sharing equal prefixes."""
     by_salt: dict[Hashable, list[Tokens]] = {}
     for sequence in sequences:
         if sequence.request.cache_prompt:
             by_salt.setdefault(sequence.salt, []).append(sequence.tokens[: sequence.n_tokens])
-    # In this order, sequences with a common prefix are neighbours.
+    # In this order, sequences with a common prefix are adjacent.
     in_order = [sorted(group, key=lambda tokens: tokens.tobytes()) for group in by_salt.values()]
     return sum(n_common(a, b) for group in in_order for a, b in itertools.pairwise(group))

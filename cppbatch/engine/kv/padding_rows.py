@@ -1,4 +1,4 @@
-"""Padding: tokens that no sequence needs, computed with the others of a step, and removed after it."""
+"""Padding: tokens that no sequence needs, computed with the others in a step, and then removed."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from cppbatch.engine.sequence import Seq
 
 
 class PaddingRow:
-    """Token 0 at a position that is removed after the step: the first of a spare seq_id, or one behind a sequence.
+    """Token 0 at a position that is removed after the step: the first of a spare seq_id, or one after a sequence.
 
-    In a step with drafts it may have as many tokens as the rows.
-    Beside rows with logits it has logits too, which are not read: so the output matrix also gets whole tiles of rows.
-    (Without, 15 rows with one padding row took 15.1 ms where 16 take 14.2 and 15 with logits 12.4; Q4_0 on two AVX-512
-    cores.)
+    In a step with drafts, it may have as many tokens as the rows.
+    With rows that have logits, it has unused logits too, so that the output matrix also gets whole tiles of rows.
+    (Without them, 15 rows with one padding row took 15.1 ms, compared with 14.2 for 16 rows and 12.4 for 15 rows with
+    padded logits; Q4_0 on two AVX-512 cores.)
     """
 
     __slots__ = ("n_computed", "position", "seq_id", "tokens", "wants_logits")
@@ -25,7 +25,7 @@ class PaddingRow:
         self.n_computed = self.position = position
 
     def n_logits(self, n: int) -> int:
-        """As `Seq.n_logits`."""
+        """See `Seq.n_logits`."""
         return n if self.wants_logits else 0
 
 
@@ -38,12 +38,12 @@ def with_min_rows(
     rows: Iterable[BatchEntry], prefill: Iterable[tuple[Seq, int]], *, ubatch_tokens: int, min_rows: int
 ) -> list[BatchEntry]:
     """The batch of these decode rows and prompt pieces in which each ubatch computes at least `min_rows` tokens, and
-    as many rows of logits or none.
+    at least as many rows of logits or none.
 
-    Where sequences have streams, llama.cpp makes a ubatch of consecutive rising seq_ids, wherever they are in the
-    batch, and computes as many tokens of each as the shortest has. So groups of consecutive rows (with as many draft
-    tokens each), and each prompt piece for itself, are listed by falling seq_id. Padding rows follow each row of a
-    group that is too small, a piece that is the end of its prompt, and one whose last ubatch is too small.
+    With streams, llama.cpp forms a ubatch from consecutive ascending seq_ids, wherever they are in the batch, and
+    computes as many tokens of each as the shortest has. So groups of consecutive rows (with equally many draft tokens),
+    and each prompt piece separately, are listed by descending seq_id. Padding rows follow each row of a group that is
+    too small, a piece that is the end of its prompt, and one whose last ubatch is too small.
     """
     parts: list[list[BatchEntry]] = []
     for row in sorted(rows, key=_seq_id):
@@ -61,18 +61,18 @@ def with_min_rows(
 
 
 def padded_size(n_rows: int, min_rows: int) -> int:
-    """How many rows `with_min_rows` makes of a group: each row gets as many padding rows."""
+    """The number of rows of a group after `with_min_rows`: each row gets the same number of padding rows."""
     return n_rows * -(-min_rows // n_rows)
 
 
 def tokens_before_padding(n: int, *, ubatch_tokens: int, min_rows: int) -> int:
-    """How many of `n` tokens, the end of a prompt, fit into ubatches that also hold the padding rows behind them."""
+    """How many of `n` tokens at the end of a prompt fit into ubatches together with their padding rows."""
     last = n % ubatch_tokens or ubatch_tokens
     return n - max(0, last + min_rows - 1 - ubatch_tokens)
 
 
 def _padded(part: list[BatchEntry], n_more: int) -> list[BatchEntry]:
-    """With `n_more` padding rows behind each entry."""
+    """The entries, each followed by `n_more` padding rows."""
     padded: list[BatchEntry] = []
     for sequence, n in part:
         start, wants_logits = sequence.position + n, sequence.n_logits(n) > 0

@@ -1,4 +1,4 @@
-"""Accounting of the KV cache: which sequences hold which cells and seq_ids, and what is saved in host memory."""
+"""Accounting of the KV cache: cells and seq_ids of sequences, and states saved in host memory."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ log = logging.getLogger("cppbatch.engine")
 
 CACHED_SHARE = 0.25
 """The default of `KVPool`'s `cached_share`."""
-_MIN_CACHED = 20  # tokens: computing a shorter prefix is as fast as taking it
-_CHECKPOINT_SHARE = 0.05  # of the time to compute a prompt, which its checkpoints may take
-_CHANCE_OF_TAKING = 0.1  # that a sequence takes tokens of a cached prefix which none has taken yet: a guess
+_MIN_CACHED = 20  # tokens: computing a shorter prefix is as fast as reusing it
+_CHECKPOINT_SHARE = 0.05  # fraction of a prompt's computation time that its checkpoints may take
+_CHANCE_OF_TAKING = 0.1  # estimated probability that a never reused prefix will be reused
 
 OUT_OF_MEMORY = (LlamaError, MemoryError)
 
@@ -75,23 +75,23 @@ class Memory(Protocol):
 
 
 class KVPool:
-    """Cells and seq_ids of one context.
+    """The cells and seq_ids of a context.
 
-    In the unified layout all sequences share the cells, and may hold the same ones; in the per-sequence layout each
-    seq_id has `n_ctx_seq` cells of its own.
+    In the unified layout, all sequences share the cells, and may hold the same ones; in the per-sequence layout, each
+    seq_id has its own `n_ctx_seq` cells.
 
-    Planning a step (`admit`, `preempt`, `ensure_free`) changes the accounting and notes moves: copies, removals, saves
-    and restores in llama.cpp's memory. `apply` makes them in the order in which they were planned.
+    Planning a step (`admit`, `preempt`, `ensure_free`) changes the accounting and records moves: copies, removals,
+    saves and restores in llama.cpp's memory. `apply` executes them in the planned order.
 
-    The memory may be made again in the other layout: `move_all_out` before it, `memory_made_again` after it.
+    The memory may be recreated in the other layout: `move_all_out` before, `memory_made_again` after.
 
-    `swap_bytes`: host memory for preempted sequences; beyond it they are computed again when they resume.
-    `cache_bytes`: host memory for cached prefixes. `cached_share`: part of the cells of a unified layout that cached
-    prefixes may hold; attention passes over these cells too, which slows every row down (docs/decisions/0005).
-    `shifts_cells`: a context shift may move the positions of cells; otherwise it computes them again.
-    `on_gpu`: prefixes are copied from stream to stream on the device, not through host memory. `places`: where prompts
-    get checkpoints, if the memory can be truncated nowhere else; None: no checkpoints. `open_disk`: opens the prefixes
-    on disk of a pool; None: there are none. `token_s`: as in `SaveCost`. `clock`: seconds, to time saves.
+    `swap_bytes`: host memory for preempted sequences; beyond it, they are recomputed when they resume. `cache_bytes`:
+    host memory for cached prefixes. `cached_share`: fraction of the cells of a unified layout that cached prefixes may
+    hold; attention iterates over these cells too, which slows every row down (docs/decisions/0005). `shifts_cells`:
+    whether a context shift can move the positions of cells; otherwise it recomputes them. `on_gpu`: prefixes are copied
+    between streams on the device, not through host memory. `places`: where prompts get checkpoints, if the memory can
+    only be truncated there; None: no checkpoints. `open_disk`: opens the prefixes on disk of a pool; None: no disk.
+    `token_s`: as in `SaveCost`. `clock`: seconds, to time saves.
     """
 
     def __init__(
@@ -119,15 +119,15 @@ class KVPool:
         self._cached_share = cached_share
         self._shifts_cells = shifts_cells
         self.swapped_bytes = 0
-        """Host memory of the sequences that are swapped out now, in bytes."""
+        """Host memory of the currently swapped sequences, in bytes."""
         self.n_swaps = self.n_recomputes = 0
-        """Preempted sequences so far: saved to host memory, and not saved but computed again."""
+        """Preempted sequences so far: saved to host memory, and recomputed instead."""
         disk = open_disk(self) if open_disk else None
         self.cache = PrefixCache(sharing, host_bytes=cache_bytes, first_cut=memory.first_cut, disk=disk)
         self._all_free()
 
     def _all_free(self) -> None:
-        """Takes over the sizes of the memory, which is empty."""
+        """Initialises the accounting for empty memory."""
         memory = self._memory
         self.n_ctx = memory.n_ctx
         self.n_ctx_seq = memory.n_ctx_seq
@@ -136,8 +136,8 @@ class KVPool:
         self.n_cells = memory.n_ctx if self.unified else memory.n_ctx_seq * memory.n_seq_ids
         self._max_cached = self._cached_share * self.n_cells
         self._cells = Cells()
-        # Heaps: the lowest free seq_id is used first, so that the seq_ids in use are neighbours. Only the first
-        # n_seq_max may be in a batch; the others can hold cells of cached prefixes.
+        # Heaps: the lowest free seq_id is used first, so that used seq_ids are adjacent. Only the first n_seq_max may
+        # be in a batch; the others can hold cells of cached prefixes.
         self._free_ids = list(range(memory.n_seq_max))
         self._cache_only_ids = list(range(memory.n_seq_max, self.n_seq_ids))
         self.running: dict[int, Seq] = {}
@@ -155,25 +155,25 @@ class KVPool:
 
     @property
     def n_cached(self) -> int:
-        """Cells that only cached prefixes hold; they are freed when cells are needed."""
+        """Cells held only by cached prefixes; freed when needed."""
         return self._cells.n_used - self.n_used
 
     @property
     def n_free(self) -> int:
-        """Cells that no sequence and no cached prefix holds."""
+        """Cells not held by any sequence or cached prefix."""
         return self.n_cells - self._cells.n_used
 
     @property
     def n_free_ids(self) -> int:
-        """seq_ids that neither a running sequence nor a cached prefix holds."""
+        """seq_ids not held by a running sequence or cached prefix."""
         return len(self._free_ids) + len(self._cache_only_ids)
 
     def spare_ids(self) -> list[int]:
-        """Free seq_ids that may be in a batch, rising."""
+        """Free seq_ids that may be in a batch, ascending."""
         return sorted(self._free_ids)
 
     def cached_ids(self) -> list[int]:
-        """seq_ids that may be in a batch and hold only a cached prefix."""
+        """seq_ids that may be in a batch and only hold a cached prefix."""
         return [cached.seq_id for cached in self.cache.in_cells if cached.seq_id < self._memory.n_seq_max]
 
     def vacate(self, seq_ids: Collection[int]) -> None:
@@ -188,12 +188,12 @@ class KVPool:
 
     @property
     def has_streams(self) -> bool:
-        """Whether each seq_id has memory of its own: only rows of consecutive seq_ids are computed together."""
+        """Whether each seq_id has its own memory, so that only rows of consecutive seq_ids are computed together."""
         return self._memory.has_streams
 
     @property
     def n_window(self) -> int:
-        """Tokens of the model's sliding window; 0: there is none."""
+        """Tokens of the model's sliding window; 0: no window."""
         return self._memory.n_window
 
     @property
@@ -203,13 +203,13 @@ class KVPool:
 
     @property
     def layout(self) -> KvLayout:
-        """The present layout."""
+        """The current layout."""
         return "unified" if self.unified else "per-sequence"
 
     def can_admit(self, sequence: Seq, match: Match | None, n_more: int, *, without: Sequence[Seq] = ()) -> bool:
-        """Whether the cells for a waiting sequence and `n_more` others are free, once cached prefixes are evicted.
+        """Whether the cells for a waiting sequence and `n_more` others are free after evicting cached prefixes.
 
-        `match`: the prefix that it would take. `without`: running sequences that would be preempted for it.
+        `match`: the prefix to reuse. `without`: running sequences that would be preempted for it.
         """
         if not self.unified:
             return True
@@ -224,7 +224,7 @@ class KVPool:
     # --- planning: changes the accounting; `apply` changes the memory -------------------------------------------
 
     def admit(self, sequence: Seq, match: Match | None = None) -> None:
-        """Gives a sequence a seq_id, and the state that it had when it was swapped out, or the prefix of `match`."""
+        """Gives a sequence a seq_id, and its swapped-out state or the prefix of `match`."""
         is_new = not sequence.admitted_at
         branch = self.cache.branch(sequence) if is_new and self._makes_checkpoints(sequence) else 0
         if sequence.saved:
@@ -243,13 +243,13 @@ class KVPool:
         sequence.admitted()
 
     def _makes_checkpoints(self, sequence: Seq) -> bool:
-        """Whether others can take the prompt of a sequence at checkpoints only."""
+        """Whether others can only reuse a sequence's prompt at checkpoints."""
         has_none = self._places is None or not self.cache.host_bytes or self.cache.takes_any or sequence.is_scored
         return not has_none and self.cache.wants(sequence)
 
     def _plan_checkpoints(self, sequence: Seq, branch: int) -> None:
-        """Chooses where others will be able to take the prompt of a new sequence, which parts at `branch` from another
-        one."""
+        """Chooses where others will be able to reuse the prompt of a new sequence, which branches off another one at
+        `branch`."""
         assert self._places
         prompt, start = sequence.tokens[: sequence.n_prompt], sequence.n_computed
         step = max(self._places.min_step, self._part_cost.tokens_for(_CHECKPOINT_SHARE))
@@ -259,7 +259,7 @@ class KVPool:
                 sequence.stop_at(n)
 
     def _plan_swap_in(self, sequence: Seq) -> None:
-        """Plans to restore the whole state. Then the sequence shares the cells of a prefix that is in cells already."""
+        """Plans to restore the whole state. Then the sequence shares the cells of a prefix that is already in cells."""
         match = self.cache.longest_in_cells(sequence)
         if match and match.n < _MIN_CACHED:
             match = None
@@ -271,9 +271,9 @@ class KVPool:
         self._move(sequence, partial(self._swap_in, sequence, match, source.seq_id if source else -1))
 
     def _continue_in_place(self, sequence: Seq, match: Match) -> None:
-        """The sequence takes the seq_id and the cells of a cached prefix, truncated to the match.
+        """Gives the sequence the seq_id and cells of a cached prefix, truncated to the match.
 
-        What is truncated may belong to another conversation, so the prefix is kept in host memory if that is of use.
+        The truncated part may belong to another conversation, so the prefix is kept in host memory if useful.
         """
         cached, n = match.source, match.n
         assert isinstance(cached, CachedPrefix)
@@ -320,9 +320,9 @@ class KVPool:
     def preempt(self, sequence: Seq, *, save: bool | None = None) -> None:
         """Takes cells and seq_id from a running sequence, which keeps its tokens and resumes later.
 
-        `save`: whether to keep its state in host memory if there is room; None: if that is of use.
+        `save`: whether to keep its state in host memory if there is room; None: if useful.
         """
-        if save is None:  # if it shares most of its cells, it will find them again as a prefix
+        if save is None:  # a sequence that shares most of its cells will find them again as a prefix
             n = sequence.n_computed
             finds_again = self.cache.takes_any and n_shared(sequence.cells) * 2 >= n
             save = not finds_again and self._save_cost.is_worth(n, chance=1.0)
@@ -331,11 +331,11 @@ class KVPool:
         sequence.preempted()
 
     def can_move(self, sequence: Seq) -> bool:
-        """Whether a running sequence may move to another seq_id."""
+        """Whether a running sequence can move to another seq_id."""
         return not self.has_states and not sequence.moving
 
     def move_to(self, seq_id: int, sequence: Seq) -> None:
-        """Moves a running sequence to this seq_id, which holds nothing, or only a cached prefix."""
+        """Moves a running sequence to this seq_id, which is empty or only holds a cached prefix."""
         self.vacate([seq_id])
         self._free_ids.remove(seq_id)
         heapify(self._free_ids)
@@ -346,27 +346,28 @@ class KVPool:
         self._move(sequence, partial(self._move_stream, old, sequence))
 
     def move_s(self, sequence: Seq) -> float:
-        """About the seconds of `move_to`: to save the sequence's state and restore it. 0 before any was saved."""
+        """The estimated seconds of `move_to`: saving and restoring the sequence's state. 0 before any measurement."""
         return self._save_cost.round_trip_s(sequence.n_computed)
 
     def move_all_out(self) -> None:
-        """Empties the memory, so that it can be made again. Cached prefixes go to host memory, as far as it holds them.
+        """Empties the memory, so that it can be recreated. Cached prefixes move to host memory, as far as they fit.
 
-        All running sequences have been preempted.
+        All running sequences must have been preempted.
         """
         for cached in list(self.cache.in_cells):
             self._move_out(cached)
         self.apply()
 
     def memory_made_again(self, sharing: Sharing) -> None:
-        """The memory was empty and was made again, perhaps in the other layout. `sharing`: as in the constructor."""
+        """Called after the empty memory was recreated, possibly in the other layout. `sharing`: as in the
+        constructor."""
         self.cache.sharing = sharing
         self._all_free()
 
     def ensure_free(self, n_free: int, *, keep: object = None) -> bool:
-        """Evicts cached prefixes, the least recently used first, until `n_free` cells are free.
+        """Evicts cached prefixes, least recently used first, until `n_free` cells are free.
 
-        `keep`: a prefix that is not evicted. Returns whether the cells are free; True in the per-sequence layout.
+        `keep`: a prefix not to evict. Returns whether the cells are free; True in the per-sequence layout.
         """
         while self.unified and self.n_free < n_free:
             if not self._evict(keep, for_cells=True):
@@ -374,9 +375,9 @@ class KVPool:
         return True
 
     def _evict(self, keep: object, *, for_cells: bool = False) -> bool:
-        """Moves the least recently used cached prefix, but not `keep`, to host memory. False when there is none.
+        """Moves the least recently used cached prefix, except `keep`, to host memory. False if there is none.
 
-        `for_cells`: skips prefixes whose cells are all shared, because evicting those frees no cell.
+        `for_cells`: skip prefixes whose cells are all shared, because evicting them frees no cells.
         """
         for cached in self.cache.in_cells:
             if cached is not keep and not (for_cells and cached.cells and cached.cells.refs > 1):
@@ -398,21 +399,21 @@ class KVPool:
         return shares and match.source.seq_id >= 0
 
     def _should_continue_in_place(self, match: Match) -> bool:
-        """Whether the sequence takes over the cached prefix itself, instead of a copy of it or a share in its cells."""
+        """Whether the sequence takes over the cached prefix itself, instead of copying it or sharing its cells."""
         source = match.source
         if not isinstance(source, CachedPrefix) or source.seq_id < 0:
             return False
         if match.of_slot and self.cache.sharing == "copy":
             return True
         if not self._free_ids and (len(self.cache.in_cells) == 1 or not self.cache.takes_any):
-            return True  # the only way to a seq_id, or the only one that evicts no other prefix
+            return True  # the only way to get a seq_id, or the only one without evicting another prefix
         return self.cache.continues_in_place(source, match.n)
 
     def _take_id(self, sequence: Seq, keep: object) -> None:
         if not self._free_ids:
             self._evict(keep)
         if self.cache.sharing != "cells" and self.running:
-            # llama.cpp computes neighbouring streams together: no stream between them may hold only a cached prefix.
+            # llama.cpp computes adjacent streams together: no stream between them should only hold a cached prefix.
             between = range(min(self.running), self._free_ids[0])
             in_the_way = [c for c in self.cache.in_cells if c.seq_id in between and c is not keep]
             if in_the_way:
@@ -421,7 +422,7 @@ class KVPool:
         self.running[sequence.seq_id] = sequence
 
     def _move(self, sequence: Seq, move: Callable[[], object]) -> None:
-        """Notes a move that may fail. The sequence computes nothing before `apply` has made it."""
+        """Records a move that may fail. The sequence does not compute before `apply` has executed it."""
         sequence.moving = True
         self._moving.append(sequence)
         self._moves.append(move)
@@ -429,7 +430,7 @@ class KVPool:
     # --- moves in llama.cpp's memory ----------------------------------------------------------------------------
 
     def apply(self) -> None:
-        """Makes the planned moves."""
+        """Executes the planned moves."""
         for move in self._moves:
             move()
         self._moves.clear()
@@ -439,7 +440,7 @@ class KVPool:
         self._copied.clear()
 
     def _move_stream(self, seq_id: int, sequence: Seq) -> None:
-        """Moves what a sequence has in `seq_id` to its present seq_id."""
+        """Moves a sequence's memory from `seq_id` to its current seq_id."""
         try:
             if self._on_gpu:
                 self._memory.copy(seq_id, sequence.seq_id)
@@ -465,7 +466,7 @@ class KVPool:
             self.n_recomputes += 1
 
     def _swap_in(self, sequence: Seq, match: Match | None, source_id: int) -> None:
-        """`source_id`: the seq_id of the source of `match` when this move was planned."""
+        """`source_id`: the seq_id of the source of `match` at planning time."""
         try:
             self._memory.restore_sequence(sequence.seq_id, sequence.saved)
             if match and match.source.n_computed < match.n:
@@ -478,7 +479,7 @@ class KVPool:
         self._drop_saved(sequence)
 
     def _cut(self, sequence: Seq, checkpoint: Checkpoint | None) -> None:
-        """Truncates the cells that the sequence took over, to the checkpoint or as far as their window allows."""
+        """Truncates the cells that the sequence has taken over, to the checkpoint or as far as their window allows."""
         try:
             if checkpoint:
                 self._memory.restore_part(sequence.seq_id, checkpoint.saved)
@@ -489,9 +490,9 @@ class KVPool:
             self._recompute(sequence, error)
 
     def _share(self, source: Seq | CachedPrefix, seq_id: int, sequence: Seq, checkpoint: Checkpoint | None) -> None:
-        """Lets a sequence hold cells of the source, with the state at the checkpoint, or its present one.
+        """Lets a sequence hold cells of the source, with the state at the checkpoint, or its current one.
 
-        `seq_id`: the source's when this move was planned.
+        `seq_id`: the source's at planning time.
         """
         try:
             part = checkpoint.saved if checkpoint else self._copied.get(source)
@@ -503,7 +504,7 @@ class KVPool:
             self._recompute(sequence, error)
 
     def _copy_cut(self, seq_id: int, sequence: Seq) -> None:
-        """Lets a sequence take the first tokens of `seq_id`, as far as its window allows."""
+        """Lets a sequence reuse the first tokens of `seq_id`, as far as its window allows."""
         tokens = sequence.tokens[: sequence.n_computed]
         try:
             part = self._memory.copy_cut(seq_id, sequence.seq_id, sequence.n_positions)
@@ -514,7 +515,7 @@ class KVPool:
             self._recompute(sequence, error)
 
     def _save_checkpoint(self, seq_id: int, tokens: Tokens, salt: Salt) -> None:
-        """Makes a checkpoint of a sequence that has computed exactly these tokens, unless there is one."""
+        """Creates a checkpoint of a sequence that has computed exactly these tokens, unless it exists."""
         if not self.cache.host_bytes or self.cache.has_end(tokens, salt):
             return
         is_whole = self.cache.sharing == "whole"
@@ -540,7 +541,7 @@ class KVPool:
     ) -> None:
         """Copies the whole state of the source, through host memory or on the GPU, then truncates it to the prefix.
 
-        `seq_id`, `saved`: the source's memory when this move was planned.
+        `seq_id`, `saved`: the source's memory at planning time.
         """
         try:
             if self._on_gpu and seq_id >= 0 and not checkpoint:  # streams are copied in the next decode, over the part
@@ -576,7 +577,7 @@ class KVPool:
         self.cache.keep_in_host(cached, saved)
 
     def _try_save(self, seq_id: int, n: int) -> SavedState | None:
-        """The state of a seq_id that holds `n` tokens; None if memory for it runs out."""
+        """The state of a seq_id that holds `n` tokens; None if memory runs out."""
         began = self._clock()
         try:
             saved = self._memory.save_sequence(seq_id)
@@ -589,21 +590,21 @@ class KVPool:
     # --- after a step -------------------------------------------------------------------------------------------
 
     def computed(self, sequence: Seq, n: int) -> None:
-        """The next `n` pending tokens of a sequence are in the cache."""
+        """Marks the next `n` pending tokens of a sequence as computed."""
         sequence.cells = self._cells.grow(sequence.cells, n)
         sequence.computed(n)
         if sequence.stops and sequence.stops[0] <= sequence.n_computed:
             self._pass_stop(sequence)
 
     def _pass_stop(self, sequence: Seq) -> None:
-        """Makes a checkpoint if the computed tokens end where one is wanted."""
+        """Creates a checkpoint if the computed tokens end at a chosen place."""
         n = sequence.n_computed
         if n in sequence.stops and self._places and n <= sequence.n_exact:
             self._save_checkpoint(sequence.seq_id, sequence.tokens[:n], sequence.salt)
         sequence.stops = [stop for stop in sequence.stops if stop > n]
 
     def drop_draft(self, sequence: Seq) -> None:
-        """Removes the draft tokens that a step has computed behind the sequence's computed ones."""
+        """Removes the draft tokens that a step has computed after the sequence's computed ones."""
         if not self._memory.remove(sequence.seq_id, sequence.n_positions):
             self.n_recomputes += 1
             self._recompute(sequence, LlamaError("its draft tokens cannot be removed"))
@@ -611,8 +612,8 @@ class KVPool:
     def shift(self, sequence: Seq) -> None:
         """Drops tokens from a running sequence whose context is full (`Seq.shift`).
 
-        In its cells if those behind the dropped tokens are its own: the positions of a cell are those of every sequence
-        that shares it. Otherwise the tokens behind the kept ones are computed again.
+        In its cells, if those after the dropped tokens are its own: a cell's position applies to every sequence that
+        shares it. Otherwise the tokens after the kept ones are recomputed.
         """
         n_computed, keep = sequence.n_computed, sequence.n_keep
         n = sequence.shift()
@@ -635,7 +636,7 @@ class KVPool:
         self.cache.track(sequence)
 
     def release(self, sequence: Seq, *, keep: bool) -> None:
-        """Frees what a finished sequence holds. `keep`: its tokens become a cached prefix, if that is of use."""
+        """Frees the memory of a finished sequence. `keep`: its tokens become a cached prefix, if useful."""
         if sequence.seq_id >= 0:
             n = sequence.before_media(min(sequence.n_computed, sequence.n_exact))
             keep = keep and n >= _MIN_CACHED and self.cache.wants(sequence)
@@ -668,9 +669,9 @@ class KVPool:
             self.cache.disk.kept(cached)
 
     def _limit_cached_cells(self, cached: CachedPrefix) -> None:
-        """Evicts until cached prefixes hold no more than their share of the cells.
+        """Evicts until cached prefixes hold at most their share of the cells.
 
-        A new prefix that alone exceeds the share is evicted at once; the others stay.
+        A new prefix that alone exceeds the share is evicted immediately; the others stay.
         """
         if self.unified and cached.n_computed > self._max_cached:
             self._move_out(cached)
@@ -680,7 +681,7 @@ class KVPool:
             pass
 
     def _move_to_cache_only_id(self, cached: CachedPrefix) -> None:
-        """Moves the cells to a seq_id that no batch may contain, if there are such, to free the one that may run."""
+        """Moves the cells to a seq_id that cannot be in a batch, if available, to free one that can."""
         if self.n_seq_ids == self._memory.n_seq_max:
             return
         if not self._cache_only_ids:
@@ -693,7 +694,7 @@ class KVPool:
         cached.seq_id = cache_only_id
 
     def _drop(self, cached: CachedPrefix) -> None:
-        """Removes a cached prefix and frees what it holds."""
+        """Removes a cached prefix and frees its memory."""
         self.cache.drop(cached)
         if cached.seq_id >= 0:
             self._memory.remove(cached.seq_id)
@@ -703,15 +704,15 @@ class KVPool:
     # --- slots ----------------------------------------------------------------------------------------------------
 
     def state_of_slot(self, slot: int) -> tuple[CachedPrefix, SavedState] | None:
-        """The cached prefix of a slot's last request, which may have more tokens behind, and its state; None if it was
-        evicted. Raises `LlamaError` if memory for the copy runs out."""
+        """The cached prefix of a slot's last request, possibly with more tokens, and its state; None if it was evicted.
+        Raises `LlamaError` if memory for the copy runs out."""
         cached = self.cache.of_slot(slot)
         if cached is None:
             return None
         return cached, self._with_parts(cached, cached.saved or self._memory.save_sequence(cached.seq_id))
 
     def state_of(self, cached: CachedPrefix) -> SavedState | None:
-        """The state of a cached prefix; None if it is in the cache no more, or if memory for a copy runs out."""
+        """The state of a cached prefix; None if it is no longer cached, or if memory for a copy runs out."""
         if cached in self.cache.in_cells:
             state = self._try_save(cached.seq_id, cached.n_computed)
         else:
@@ -719,12 +720,12 @@ class KVPool:
         return state and self._with_parts(cached, state)
 
     def _with_parts(self, cached: CachedPrefix, state: SavedState) -> SavedState:
-        """The state with those of its checkpoints, which may take as many bytes as the state itself."""
+        """The state with those of its checkpoints, which may take up to as many bytes as the state itself."""
         ends = self.cache.ends_of(cached, state.n_bytes)
         return StateWithParts(state, [(len(end.tokens), end.saved) for end in ends]) if ends else state
 
     def add_cached(self, tokens: Tokens, salt: Salt, state: SavedState) -> None:
-        """Adds a state as a cached prefix in host memory, if it fits there, with its checkpoints."""
+        """Adds a state with its checkpoints as a cached prefix in host memory, if it fits."""
         cached = CachedPrefix(tokens, salt, -1, None)
         cached.is_taken = True
         self._add_to_host(cached, state)
@@ -739,19 +740,19 @@ class KVPool:
                 self.cache.add_checkpoint(cached.tokens[:n], cached.salt, part)
 
     def read_state(self, data: npt.NDArray[np.uint8], form: Mapping[str, Any]) -> SavedState:
-        """The state of a context of this model, of which these were kept."""
+        """The saved state of a context of this model, from its `data` and `form`."""
         read = StateWithParts.read(data, form, self._memory.read_state)
         return read if read.parts else read.state
 
     def restore_slot(self, slot: int, tokens: Tokens, salt: Salt, state: SavedState) -> bool:
-        """Adds a state as a cached prefix in host memory, and gives it to a slot. False if it does not fit there."""
+        """Adds a state as a cached prefix in host memory, and assigns it to a slot. False if it does not fit."""
         self.cache.slots[slot] = tokens, salt
         if self.cache.of_slot(slot) is None:
             self._add_to_host(CachedPrefix(tokens, salt, -1, None), state)
         return self.cache.of_slot(slot) is not None
 
     def erase_slot(self, slot: int) -> int:
-        """Removes the cached prefixes that begin with the tokens of a slot's last request. Returns their number."""
+        """Removes the cached prefixes that start with the tokens of a slot's last request. Returns their number."""
         n_tokens = len(self.cache.slots[slot][0]) if slot in self.cache.slots else 0
         while cached := self.cache.of_slot(slot):
             self._drop(cached)
@@ -784,7 +785,7 @@ class KVPool:
     # --- invariants ---------------------------------------------------------------------------------------------
 
     def check(self) -> None:
-        """Raises `AssertionError` when the accounting is inconsistent or does not match llama.cpp's memory."""
+        """Raises `AssertionError` if the accounting is inconsistent or does not match llama.cpp's memory."""
         seq_ids = [*self._free_ids, *self._cache_only_ids]
         check_invariants(self._memory, self._cells.n_used, self.running, self.cache, seq_ids)
         require(self.n_free >= 0, f"{self._cells.n_used} cells are used of {self.n_cells}")
@@ -797,7 +798,7 @@ class KVPool:
         return dump_cells(self._memory, self._cells.n_used, self.running, self.cache, seq_ids)
 
     def rebuild(self) -> None:
-        """Empties llama.cpp's memory and resets the accounting: no sequence holds anything any more."""
+        """Empties llama.cpp's memory and resets the accounting."""
         self._memory.clear()
         self._all_free()
         self.swapped_bytes = 0

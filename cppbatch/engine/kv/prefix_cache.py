@@ -1,4 +1,4 @@
-"""Which prefix a new sequence takes from another one, and which prefixes of finished sequences are kept."""
+"""Chooses the prefix that a new sequence reuses, and the prefixes of finished sequences to keep."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from cppbatch.engine.sequence import SavedState, Seq, SeqStatus
 if TYPE_CHECKING:
     from cppbatch.engine.disk.prefixes import DiskPrefixes
 
-_WORTH_WAITING = 24  # tokens: wait for a prefix that is being computed if it saves this many more than the best now
-_COST_OF_TAKING, _COST_OF_COPYING = 4, 16  # the time to share, or to copy, a prefix: tokens computed in that time
-_NEVER_TAKEN = 4  # factor on the age of an entry that no sequence has taken yet
-_MOST_IN_HOST = 4096  # prefixes and checkpoints in host memory: a look-up may pass over all of them, in half a ms
-_COPIED_AT_ONCE = 100  # tokens copied in the time of computing one; about 200 were measured
+_WORTH_WAITING = 24  # tokens: wait for a prefix being computed if it saves this many more than the best one now
+_COST_OF_TAKING, _COST_OF_COPYING = 4, 16  # the time to share or copy a prefix, in computed tokens
+_NEVER_TAKEN = 4  # factor on the age of an entry that has never been reused
+_MOST_IN_HOST = 4096  # prefixes and checkpoints in host memory: a lookup may iterate over all of them, in half a ms
+_COPIED_AT_ONCE = 100  # tokens copied in the time to compute one; measured: about 200
 
 
 Salt = tuple[str, AdapterSet]
-"""A request's `cache_salt` and the LoRA adapters that compute it: only prefixes of an equal salt are shared."""
+"""A request's `cache_salt` and LoRA adapters: only prefixes with an equal salt are shared."""
 
 
 class CachedPrefix:
@@ -34,7 +34,7 @@ class CachedPrefix:
     def __init__(
         self, tokens: Tokens, salt: Salt, seq_id: int, cells: Span | None, n_positions: int | None = None
     ) -> None:
-        """`n_positions`: how many positions hold the tokens (`Seq.span`); None: it is in no cells, or each has one."""
+        """`n_positions`: the positions of the tokens (`Seq.span`); None: not in cells, or one per token."""
         self.tokens = tokens
         self.n_positions = len(tokens) if n_positions is None else n_positions
         self.salt = salt
@@ -42,22 +42,22 @@ class CachedPrefix:
         self.cells = cells
         self.saved: SavedState | None = None
         self.is_taken = False
-        """Whether a sequence has taken tokens of it."""
+        """Whether a sequence has reused tokens of it."""
         self.used_at = 0
-        """The number of the query that used it last."""
+        """The number of the last query that used it."""
 
     @property
     def n_computed(self) -> int:
-        """The number of its tokens, all of which are computed."""
+        """The number of its tokens, which are all computed."""
         return len(self.tokens)
 
 
 @dataclass(slots=True, eq=False)
 class Checkpoint:
-    """What cannot be truncated of the memory of these tokens: the cells of sliding windows, recurrent states.
+    """The memory of these tokens that cannot be truncated: the cells of sliding windows, recurrent states.
 
-    With it, a sequence that has their cells of full attention, and others behind them, goes back to their end. Only
-    where sharing is "checkpoints"; what a model of states only has is a `CachedPrefix`.
+    Allows a sequence with their full-attention cells, and later ones, to return to their end. Only if sharing is
+    "checkpoints"; models with only states have a `CachedPrefix` instead.
     """
 
     tokens: Tokens
@@ -74,21 +74,21 @@ class Checkpoint:
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """A prefix to take: the first `n` tokens of `source`."""
+    """A prefix to reuse: the first `n` tokens of `source`."""
 
     source: Seq | CachedPrefix
     n: int
     checkpoint: Checkpoint | None = None
-    """Restores what cannot be truncated. None: it can, or `n` is all that the source has computed."""
+    """Restores memory that cannot be truncated. None: it can, or `n` covers all computed tokens of the source."""
     is_cut: bool = False
-    """The source is truncated, or a copy of it, without a checkpoint."""
+    """Whether the source, or a copy of it, is truncated without a checkpoint."""
     of_slot: bool = False
-    """The source is the prefix of the slot that the request asks for (`id_slot`): it may be truncated."""
+    """Whether the source is the prefix of the requested slot (`id_slot`), which may be truncated."""
 
 
 @dataclass(slots=True)
 class DiskCounts:
-    """Counters of the prefixes on disk, since the start of the engine."""
+    """Counters for prefixes on disk, since the start of the engine."""
 
     hits: int = 0
     """Sequences for which a prefix was read from disk."""
@@ -97,17 +97,17 @@ class DiskCounts:
     read_bytes: int = 0
     written_bytes: int = 0
     damaged: int = 0
-    """Files that were damaged or did not match their name; they are deleted."""
+    """Deleted files that were damaged or did not match their name."""
     entries: int = 0
-    """Prefixes on disk now that this engine can take."""
+    """Current prefixes on disk that this engine can use."""
 
 
 class PrefixCache:
-    """Finds prefixes among running sequences and cached ones. Decides only: `KVPool` moves the memory.
+    """Finds prefixes among running sequences and cached prefixes. Only decides: `KVPool` moves the memory.
 
     `find` chooses the source of a prefix for a new sequence; `add` decides what is redundant when a sequence finishes;
-    the order of `in_cells` decides what is evicted first. `host_bytes`: host memory for checkpoints, and for prefixes
-    that had to leave their cells.
+    the order of `in_cells` is the order of eviction. `host_bytes`: host memory for checkpoints, and for prefixes
+    evicted from cells.
     """
 
     def __init__(
@@ -118,8 +118,8 @@ class PrefixCache:
         first_cut: Callable[[int], int] = lambda seq_id: 1 << 31,
         disk: DiskPrefixes | None = None,
     ) -> None:
-        """`first_cut`: the fewest tokens to which a seq_id can be truncated now, where sharing is "checkpoints".
-        `disk`: the tier below host memory."""
+        """`first_cut`: returns the minimum tokens to which a seq_id can currently be truncated, if sharing is
+        "checkpoints". `disk`: the tier below host memory."""
         self.sharing = sharing
         self.disk = disk
         self._first_cut = first_cut
@@ -128,42 +128,42 @@ class PrefixCache:
         self.queries = self.hits = self.hit_tokens = 0
         self._tree: RadixTree[Seq | CachedPrefix] = RadixTree()
         self._ends: RadixTree[Checkpoint] = RadixTree()
-        # All have the least recently used first.
+        # All are ordered least recently used first.
         self.in_cells: dict[CachedPrefix, None] = {}
         self.in_host: dict[CachedPrefix, None] = {}
         self.checkpoints: dict[Checkpoint, None] = {}
         self.slots: dict[int, tuple[Tokens, Salt]] = {}
-        """The computed tokens and the salt of the last request of each slot (`id_slot`)."""
+        """The computed tokens and the salt of each slot's last request (`id_slot`)."""
 
     @property
     def takes_any(self) -> bool:
-        """Whether a sequence can take any prefix of another one."""
+        """Whether a sequence can reuse any prefix of another one."""
         return self.sharing in ("cells", "copy")
 
     # --- running sequences --------------------------------------------------------------------------------------
 
     def wants(self, sequence: Seq) -> bool:
-        """Whether this sequence uses the cache: takes a prefix, and leaves its tokens as one."""
+        """Whether this sequence uses the cache: reuses a prefix, and leaves its own tokens as one."""
         return self.sharing != "none" and sequence.request.cache_prompt
 
     def track(self, sequence: Seq) -> None:
-        """Other sequences may take the known tokens of this running sequence from now on, up to a context shift."""
+        """Offers the known tokens of this running sequence to others, until a context shift."""
         if self.wants(sequence):
-            # A copy, because parts of it may outlive the sequence in the tree.
+            # A copy, because parts may outlive the sequence in the tree.
             tokens = sequence.tokens[: min(sequence.n_tokens, sequence.n_exact)].copy()
             self._tree.insert(sequence, tokens, sequence.salt)
 
     def forget(self, sequence: Seq) -> None:
-        """No other sequence can take tokens of this one any more."""
+        """Stops offering the tokens of this sequence to others."""
         self._tree.discard(sequence)
 
     def find(self, sequence: Seq) -> tuple[Match | None, bool]:
-        """The best prefix to take now, and whether the sequence should wait because a better one is being computed.
+        """The best prefix to reuse now, and whether the sequence should wait because a better one is being computed.
 
-        The best prefix saves the most tokens, less the cost of taking it. The last token is always computed, because
-        its logits are needed. `sequence` waits if a sequence of earlier rank computes a prefix that is at least 24
-        tokens better. It also waits if the best source now is that very sequence: taking more of it later is never
-        slower than computing the rest again. So two equal new prompts, or `n` choices of one, are computed once. And it
+        The best prefix saves the most tokens, minus the cost of reusing it. The last token is always computed, because
+        its logits are needed. `sequence` waits if a sequence of earlier rank is computing a prefix that is at least 24
+        tokens better. It also waits if that sequence is already the best source: reusing more of it later is never
+        slower than recomputing the rest. So two equal new prompts, or `n` choices of one, are computed once. It also
         waits while a longer prefix is read from disk.
         """
         best, best_gain = None, 0
@@ -178,7 +178,7 @@ class PrefixCache:
             if n <= best_gain:
                 break
             usable, end = self._usable(source, n, ends)
-            if (whole := sequence.before_media(usable)) < usable:  # the source computes a picture
+            if (whole := sequence.before_media(usable)) < usable:  # the source is computing an image
                 usable = whole if self.takes_any else 0
             gain = usable - (_COST_OF_TAKING if source is own else self._cost(source, usable))
             if gain > best_gain:
@@ -189,21 +189,21 @@ class PrefixCache:
         best_is_ahead = best is not None and best.source is ahead
         if ahead is None or not (best_is_ahead or coming >= best_gain + _WORTH_WAITING):
             return best, self.disk is not None and self.disk.is_coming(sequence, best.n if best else 0)
-        if not self.takes_any:  # its prefill stops there, so that the prefix is all that it has computed
+        if not self.takes_any:  # its prefill stops there, so that the prefix equals its computed tokens
             ahead.stop_at(coming)
         return best, True
 
     def branch(self, sequence: Seq) -> int:
-        """How many tokens a sequence has in common with another one or with a cached prefix, at most."""
+        """The maximum number of tokens that a sequence shares with another one or with a cached prefix."""
         tokens = sequence.tokens[: sequence.n_tokens - 1]
         return next((sequence.before_media(n) for _, n in self._tree.matches(tokens, sequence.salt)), 0)
 
     def _ends_within(self, tokens: Tokens, salt: Salt) -> list[Checkpoint]:
-        """The checkpoints on the way along these tokens, the longest first."""
+        """The checkpoints along these tokens, longest first."""
         return [end for end, n in self._ends.matches(tokens, salt) if n == len(end.tokens)]
 
     def longest_in_cells(self, sequence: Seq) -> Match | None:
-        """The longest prefix of the computed tokens of a sequence whose cells it can share, if cells can be shared."""
+        """The longest prefix of a sequence's computed tokens whose cells it can share, if cells can be shared."""
         best: Match | None = None
         if self.sharing != "cells" or not self.wants(sequence):
             return None
@@ -218,27 +218,28 @@ class PrefixCache:
 
     @staticmethod
     def _comes_first(source: Seq, sequence: Seq) -> bool:
-        """Whether `sequence` may wait for `source`: `source` is in prefill and ranks first, so that the wait ends."""
+        """Whether `sequence` may wait for `source`: `source` is in prefill and has an earlier rank, so that the wait
+        ends."""
         return source.status is SeqStatus.PREFILL and source.rank < sequence.rank
 
     def _cost(self, source: Seq | CachedPrefix, n: int) -> int:
-        """The time to take `n` tokens, as a number of computed tokens. A copy has all tokens of the source."""
+        """The time to reuse `n` tokens, in computed tokens. A copy has all tokens of the source."""
         is_copied = source.seq_id < 0 or not (self.sharing == "cells" or self.continues_in_place(source, n))
         return _COST_OF_COPYING + source.n_computed // _COPIED_AT_ONCE if is_copied else _COST_OF_TAKING
 
     def continues_in_place(self, source: Seq | CachedPrefix, n: int) -> bool:
-        """Whether a sequence that takes `n` tokens takes over the cached prefix itself, which is truncated: not if
-        sequences can share its cells, or if the larger part would be lost. (Nothing is lost of one that is taken whole;
-        a state beside its cells need not be copied then.)"""
+        """Whether a sequence that reuses `n` tokens takes over and truncates the cached prefix itself: not if sequences
+        can share its cells, or if most of it would be lost. (Taking it over whole loses nothing, and a state in
+        addition to its cells need not be copied.)"""
         if not isinstance(source, CachedPrefix) or source.seq_id < 0:
             return False
         is_whole = self.sharing == "checkpoints" and n == source.n_computed
         return is_whole or (self.sharing == "copy" and 2 * n >= source.n_computed)
 
     def _usable(self, source: Seq | CachedPrefix, n: int, ends: list[Checkpoint]) -> tuple[int, Checkpoint | None]:
-        """How many of the first `n` tokens can be taken from the source now, and the checkpoint that this needs.
+        """How many of the first `n` tokens can currently be reused from the source, and the required checkpoint.
 
-        `ends`: the checkpoints of these tokens, the longest first.
+        `ends`: the checkpoints of these tokens, longest first.
         """
         if isinstance(source, Seq) and source.moving:
             return 0, None
@@ -250,7 +251,7 @@ class PrefixCache:
         return (len(end.tokens), end) if end else (0, None)
 
     def count(self, sequence: Seq, match: Match | None) -> None:
-        """Counts a query and, with a match, a hit. The source is now the most recently used."""
+        """Counts a query and, with a match, a hit. Makes the source the most recently used."""
         self.queries += self.wants(sequence)
         if match:
             self.hits += 1
@@ -264,7 +265,7 @@ class PrefixCache:
                 self._use_checkpoint(end)
 
     def uncount(self, sequence: Seq) -> None:
-        """Takes back the hit of a sequence whose prefix could not be copied."""
+        """Reverts the hit of a sequence whose prefix could not be copied."""
         self.hits -= sequence.n_cached > 0
         self.hit_tokens -= sequence.n_cached
         sequence.n_cached = 0
@@ -274,19 +275,19 @@ class PrefixCache:
         for prefixes in (self.in_cells, self.in_host):
             if cached in prefixes:
                 del prefixes[cached]
-                prefixes[cached] = None  # at the end: the most recently used
+                prefixes[cached] = None  # moves it to the end: most recently used
 
     # --- cached prefixes ----------------------------------------------------------------------------------------
 
     def add(self, cached: CachedPrefix) -> list[CachedPrefix]:
-        """Adds the prefix of a finished sequence. Returns the prefixes that are redundant now, perhaps this one.
+        """Adds the prefix of a finished sequence. Returns the now redundant prefixes, possibly including this one.
 
-        Where sharing is "checkpoints" they are redundant when there is a checkpoint of their end.
+        If sharing is "checkpoints", they are redundant if there is a checkpoint of their end.
         """
         self._tree.insert(cached, cached.tokens, cached.salt)
         self.in_cells[cached] = None
         cached.used_at = self.queries
-        only_whole = self.sharing == "whole"  # no part of a prefix can be taken, so a shorter one is not redundant
+        only_whole = self.sharing == "whole"  # prefixes can only be reused whole, so a shorter one is not redundant
         longer = [other for other in self._tree.covers(cached) if other.seq_id >= 0 and not only_whole]
         if any(other.n_computed >= len(cached.tokens) for other in longer):
             return [cached]
@@ -296,8 +297,8 @@ class PrefixCache:
         return [other for other in covered if not only_whole or len(other.tokens) == len(cached.tokens)]
 
     def of_slot(self, slot: int) -> CachedPrefix | None:
-        """The cached prefix that begins with all tokens of a slot's last request: the shortest, if there are several.
-        None if it was evicted, or if the slot had no request."""
+        """The shortest cached prefix that starts with all tokens of a slot's last request; None if it was evicted, or
+        if the slot had no request."""
         if slot not in self.slots:
             return None
         tokens, salt = self.slots[slot]
@@ -310,7 +311,7 @@ class PrefixCache:
         return cached in self.in_cells or cached in self.in_host
 
     def add_to_host(self, cached: CachedPrefix, saved: SavedState) -> None:
-        """Adds a prefix whose state is in host memory, if that holds it."""
+        """Adds a prefix whose state is in host memory, if it fits."""
         self._tree.insert(cached, cached.tokens, cached.salt)
         self.in_host[cached] = None
         self.keep_in_host(cached, saved)
@@ -325,9 +326,9 @@ class PrefixCache:
             cached.saved = None
 
     def leave_cells(self, cached: CachedPrefix, *, for_host: bool) -> None:
-        """The prefix is going to be saved to host memory, and counts as there from now on; `keep_in_host` follows.
+        """Marks a prefix as being saved to host memory, where it counts from now on; `keep_in_host` follows.
 
-        If not `for_host`, or if there is no host memory for prefixes, it is dropped.
+        If not `for_host`, or without host memory for prefixes, it is dropped.
         """
         del self.in_cells[cached]
         if self.host_bytes and for_host:
@@ -336,7 +337,7 @@ class PrefixCache:
             self.drop(cached)
 
     def keep_in_host(self, cached: CachedPrefix, saved: SavedState | None) -> None:
-        """Stores the saved state of a prefix that has left its cells.
+        """Stores the saved state of a prefix evicted from cells.
 
         Drops the least recently used prefixes until it fits, or this one if it was not saved or can never fit.
         """
@@ -349,9 +350,9 @@ class PrefixCache:
         self.used_host_bytes += saved.n_bytes
 
     def _make_room(self, n_bytes: int) -> None:
-        """Drops prefixes and checkpoints in host memory until `n_bytes` are free there, and not too many are left.
+        """Drops prefixes and checkpoints in host memory until `n_bytes` are free, and their number is within the limit.
 
-        First those that save few tokens for their bytes, were not used for long, and were never taken.
+        First those that save few tokens for their bytes, have not been used for long, and were never reused.
         """
         while (
             self.used_host_bytes + n_bytes > self.host_bytes
@@ -375,12 +376,12 @@ class PrefixCache:
 
     @property
     def n_checkpoints(self) -> int:
-        """Checkpoints in host memory. Of a model of states only these are the cached prefixes there."""
+        """Checkpoints in host memory. For a model with only states, these are the cached prefixes there."""
         return len(self.in_host) if self.sharing == "whole" else len(self.checkpoints)
 
     @property
     def checkpoint_bytes(self) -> int:
-        """Size of the checkpoint that was used last; 0: there is none."""
+        """Size of the last used checkpoint; 0: no checkpoint."""
         held: list[CachedPrefix | Checkpoint] = [*(self.in_host if self.sharing == "whole" else self.checkpoints)]
         last = held[-1] if held else None
         return last.saved.n_bytes if last and last.saved else 0
@@ -388,8 +389,8 @@ class PrefixCache:
     # --- checkpoints --------------------------------------------------------------------------------------------
 
     def has_end(self, tokens: Tokens, salt: Salt) -> bool:
-        """Whether there is a checkpoint of exactly these tokens (of a model of states only: a cached prefix). It is the
-        most recently used from then on."""
+        """Whether there is a checkpoint of exactly these tokens (for a model with only states: a cached prefix). Makes
+        it the most recently used."""
         if self.sharing == "whole":
             ends = [s for s, n in self._tree.matches(tokens, salt) if isinstance(s, CachedPrefix) and n == len(tokens)]
             exact = next((cached for cached in ends if cached.n_computed == len(tokens)), None)
@@ -403,7 +404,7 @@ class PrefixCache:
         return True
 
     def ends_of(self, cached: CachedPrefix, max_bytes: int) -> list[Checkpoint]:
-        """The checkpoints of a cached prefix, the longest first, up to `max_bytes` together."""
+        """The checkpoints of a cached prefix, longest first, up to `max_bytes` in total."""
         ends = []
         for end in self._ends_within(cached.tokens, cached.salt):
             max_bytes -= end.n_bytes
@@ -414,10 +415,10 @@ class PrefixCache:
     def _use_checkpoint(self, end: Checkpoint) -> None:
         end.used_at = self.queries
         del self.checkpoints[end]
-        self.checkpoints[end] = None  # at the end: the most recently used
+        self.checkpoints[end] = None  # moves it to the end: most recently used
 
     def add_checkpoint(self, tokens: Tokens, salt: Salt, saved: SavedState) -> None:
-        """Adds a checkpoint, if host memory can hold it. The array must not change afterwards."""
+        """Adds a checkpoint, if it fits into host memory. The array must not change afterwards."""
         end = Checkpoint(tokens, salt, saved, self.queries)
         if end.n_bytes > self.host_bytes:
             return
@@ -427,13 +428,13 @@ class PrefixCache:
         self._ends.insert(end, tokens, salt)
 
     def drop_checkpoint(self, end: Checkpoint) -> None:
-        """Removes a checkpoint. A sequence that is going to take it still has it."""
+        """Removes a checkpoint. Sequences that are about to use it keep it."""
         del self.checkpoints[end]
         self._ends.discard(end)
         self.used_host_bytes -= end.n_bytes
 
     def clear(self) -> None:
-        """Removes everything, running sequences too."""
+        """Removes everything, including running sequences."""
         self.used_host_bytes = 0
         self._tree, self._ends = RadixTree(), RadixTree()
         self.in_cells, self.in_host, self.checkpoints = {}, {}, {}

@@ -1,4 +1,4 @@
-"""A radix tree over token ids: finds the holders (sequences, cached prefixes) that begin with given tokens."""
+"""A radix tree over token ids: finds the holders (sequences, cached prefixes) that start with given tokens."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Holder = TypeVar("Holder")
 
 
 class _Node(Generic[Holder]):
-    """One edge of the tree with the node at its end. `holders`: those whose tokens pass through the whole edge."""
+    """An edge of the tree with the node at its end. `holders`: those whose tokens include the whole edge."""
 
     __slots__ = ("children", "edge", "holders")
 
@@ -24,7 +24,7 @@ class _Node(Generic[Holder]):
 
 
 class RadixTree(Generic[Holder]):
-    """Maps token ids, int32[n], to holders. There is one tree for each salt."""
+    """Maps token ids, int32[n], to holders, with one tree per salt."""
 
     def __init__(self) -> None:
         self._roots: dict[Hashable, _Node[Holder]] = {}
@@ -76,7 +76,7 @@ class RadixTree(Generic[Holder]):
         self._merge_along(salt, tokens)
 
     def _merge_along(self, salt: Hashable, tokens: Tokens) -> None:
-        """Merges edges where no holders diverge any more. Otherwise the tree would grow with every request."""
+        """Merges edges at which holders no longer diverge. Otherwise the tree would grow with every request."""
         node, at = self._roots.get(salt), 0
         while node and at < len(tokens) and (child := node.children.get(int(tokens[at]))):
             at += len(child.edge)
@@ -93,7 +93,7 @@ class RadixTree(Generic[Holder]):
         return self._entries[holder][1][start:stop]
 
     def matches(self, tokens: Tokens, salt: Hashable) -> Iterator[tuple[Holder, int]]:
-        """Every holder that begins with at least one of these tokens, and how many it begins with; longest first."""
+        """Every holder that shares a prefix with these tokens, with its length; longest first."""
         path = list(self._path(tokens, salt))
         deeper: dict[Holder, None] = {}
         for node, n in reversed(path):
@@ -103,7 +103,7 @@ class RadixTree(Generic[Holder]):
             deeper = node.holders
 
     def _path(self, tokens: Tokens, salt: Hashable) -> Iterator[tuple[_Node[Holder], int]]:
-        """The nodes along these tokens, each with the number of tokens that match up to its end."""
+        """The nodes along these tokens, each with the number of matching tokens up to its end."""
         node, at = self._roots.get(salt), 0
         while node and at < len(tokens) and (child := node.children.get(int(tokens[at]))):
             same = n_common(child.edge, tokens[at:])
@@ -118,7 +118,7 @@ class RadixTree(Generic[Holder]):
         return [other for other, n in found if other is not holder and n == len(self._entries[other][1])]
 
     def covers(self, holder: Holder) -> list[Holder]:
-        """The other holders whose tokens begin with all tokens of `holder`."""
+        """The other holders whose tokens start with all tokens of `holder`."""
         salt, tokens = self._entries[holder]
         found = self.matches(tokens, salt)
         return [other for other, n in found if other is not holder and n == len(tokens)]

@@ -1,6 +1,6 @@
-"""Decodes the files of pictures and sounds, which come from strangers: within bounds of memory and time.
+"""Decodes untrusted image and audio files, with limits on memory and time.
 
-A picture or a sound takes hardly more memory than its pixels or samples, because both are converted in small blocks.
+An image or audio clip takes hardly more memory than its pixels or samples, because both are converted in small blocks.
 The decoders are the extra `media`.
 """
 
@@ -23,23 +23,23 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 MAX_PIXELS = 50_000_000
-"""Of a picture: what a large camera makes. Decoded it takes 3 bytes a pixel, and 7 to 20 while Pillow decodes it."""
+"""Per image: the size of a large camera's. Takes 3 bytes per pixel, and 7 to 20 while Pillow decodes it."""
 MAX_ASPECT = 100
-"""How many times as long as the other a side of a picture may be: encoders scale it, and a short side would vanish."""
+"""Maximum aspect ratio of an image: encoders scale it, and a short side would vanish."""
 MAX_SOUND_S = 1800
-"""Seconds of a sound: half an hour."""
+"""Maximum seconds of audio: half an hour."""
 MAX_SAMPLES = 1800 * 48_000 * 4
-"""Of all channels of a sound: half an hour of four channels, or of two at 96 kHz."""
+"""Maximum samples over all channels of an audio file: half an hour of four channels, or of two at 96 kHz."""
 MAX_DECODE_S = 10.0
-"""Seconds of CPU time for a file. A picture of 300 KB can have its pixels rewritten thousands of times."""
+"""Maximum seconds of CPU time per file. An image of 300 KB can rewrite its pixels thousands of times."""
 _LEAST_SOUND_S = 0.01
-_PICTURES = ("PNG", "JPEG", "WEBP", "GIF", "BMP")  # Pillow's parsers of other formats are never reached
+_IMAGE_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")  # Pillow's parsers for other formats are not used
 _MAX_SAMPLE_RATE = 768_000
 _MAX_CHANNELS = 32
 _SOUNDS = ("WAV", "WAVEX", "RF64", "MP3", "MPEG", "FLAC", "OGG")
 _STRIP_PIXELS = 1 << 18  # converted to RGB at once
 _BLOCK_SAMPLES = 1 << 18  # of all channels, decoded and resampled at once
-_READ_BYTES = 4096  # that Pillow decodes between two looks at the clock
+_READ_BYTES = 4096  # that Pillow decodes between two time checks
 _DECODERS: dict[Modality, tuple[str, ...]] = {"image": ("PIL",), "audio": ("soundfile", "soxr")}
 
 
@@ -58,18 +58,18 @@ def _require_decoders(kind: Modality) -> None:
 
 
 def decode_image(data: bytes) -> npt.NDArray[np.uint8]:
-    """The pixels of a picture, uint8[height, width, 3] in RGB, upright; of several frames the first.
+    """The pixels of an image, uint8[height, width, 3] in RGB, upright; the first of several frames.
 
-    Transparent pixels are on white. Raises `InvalidRequest` for what is no picture of a known format, is broken, or has
-    too many pixels, and without Pillow.
+    Transparent pixels are on white. Raises `InvalidRequest` for data that is not an image in a known format, is broken
+    or has too many pixels, and without Pillow.
     """
     _require_decoders("image")
     from PIL import Image, UnidentifiedImageError
 
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # about its own limit of pixels, and about odd metadata
-            with Image.open(_TimedFile(data), formats=_PICTURES) as file:
+            warnings.simplefilter("ignore")  # about its own pixel limit, and about odd metadata
+            with Image.open(_TimedFile(data), formats=_IMAGE_FORMATS) as file:
                 _check_size(*file.size)
                 file.decodermaxblock = _READ_BYTES
                 file.load()
@@ -77,13 +77,13 @@ def decode_image(data: bytes) -> npt.NDArray[np.uint8]:
     except InvalidRequest:
         raise
     except UnidentifiedImageError:
-        raise _refused(f"contains an image that is not a {', '.join(_PICTURES)} file") from None
-    except Exception as error:  # a damaged file raises nearly anything
+        raise _refused(f"contains an image that is not a {', '.join(_IMAGE_FORMATS)} file") from None
+    except Exception as error:  # damaged files raise almost any exception
         raise _refused(f"contains an image that cannot be decoded: {_said(error)}") from error
 
 
 class _TimedFile(io.BytesIO):
-    """A file that raises `InvalidRequest` when the thread that made it has computed for too long."""
+    """A file that raises `InvalidRequest` if the thread that created it has used too much CPU time."""
 
     def __init__(self, data: bytes) -> None:
         super().__init__(data)
@@ -105,13 +105,13 @@ def _check_size(width: int, height: int) -> None:
 
 
 def _upright(image: Image) -> npt.NDArray[np.uint8]:
-    """The pixels in RGB, turned as the Exif data say. Strip by strip: a copy of the whole picture would take 4 bytes a
-    pixel."""
+    """The pixels in RGB, rotated according to the Exif data. Converts strip by strip: a copy of the whole image would
+    take 4 bytes per pixel."""
     width, height = image.size
     turn = image.getexif().get(0x0112)
     lies = turn in (5, 6, 7, 8)
     upright = np.empty((width, height, 3) if lies else (height, width, 3), np.uint8)
-    pixels = upright.swapaxes(0, 1) if lies else upright  # as they are in the file
+    pixels = upright.swapaxes(0, 1) if lies else upright  # as in the file
     pixels = pixels[:: -1 if turn in (3, 4, 6, 7) else 1, :: -1 if turn in (2, 3, 7, 8) else 1]
     n = max(1, _STRIP_PIXELS // width)
     for top in range(0, height, n):
@@ -134,9 +134,10 @@ def _on_white(image: Image) -> Image:
 
 
 def decode_audio(data: bytes, sample_rate: int) -> npt.NDArray[np.float32]:
-    """The samples of a sound, float32[n] at `sample_rate`: the mean of its channels.
+    """The samples of audio, float32[n] at `sample_rate`: the mean of its channels.
 
-    Raises `InvalidRequest` for what is no sound of a known format, is broken, or is too long, and without its decoders.
+    Raises `InvalidRequest` for data that is not audio in a known format, is broken or too long, and without the
+    decoders.
     """
     _require_decoders("audio")
     import soundfile
@@ -146,14 +147,15 @@ def decode_audio(data: bytes, sample_rate: int) -> npt.NDArray[np.float32]:
             return _resampled(file, sample_rate)
     except InvalidRequest:
         raise
-    except soundfile.LibsndfileError as error:  # its text has the address of the file object
+    except soundfile.LibsndfileError as error:  # its text contains the address of the file object
         raise _undecodable_sound(error.error_string) from error
-    except Exception as error:  # nearly anything for a damaged file
+    except Exception as error:  # almost anything for a damaged file
         raise _undecodable_sound(_said(error)) from error
 
 
 def _resampled(file: Any, sample_rate: int) -> npt.NDArray[np.float32]:
-    """All samples, float32[n] at `sample_rate`. Block by block: at the file's rate they may take 50 times as much."""
+    """All samples, float32[n] at `sample_rate`. Read in blocks: at the file's rate they may take 50 times the
+    memory."""
     import soxr
 
     rate, samples = file.samplerate, bytearray()  # grows in place
@@ -167,7 +169,7 @@ def _resampled(file: Any, sample_rate: int) -> npt.NDArray[np.float32]:
 
 
 def _blocks(file: Any, sample_rate: int) -> Iterator[npt.NDArray[np.float32]]:
-    """The means of the channels, float32[n] each: blocks that are small before and after they are resampled."""
+    """The means of the channels, float32[n] each: blocks that are small before and after resampling."""
     rate, channels, frames = file.samplerate, file.channels, file.frames
     if file.format not in _SOUNDS:
         raise _refused(f"contains audio in the format {file.format}; it must be WAV, MP3 or FLAC")
@@ -181,7 +183,7 @@ def _blocks(file: Any, sample_rate: int) -> Iterator[npt.NDArray[np.float32]]:
     size = max(1, min(_BLOCK_SAMPLES // channels, _BLOCK_SAMPLES * rate // sample_rate))
     while len(block := file.read(size, dtype="float32", always_2d=True)):
         n += len(block)
-        if n > most:  # the header did not say so
+        if n > most:  # contrary to the header
             raise _refused(f"contains audio that is longer than its header states; {limit}")
         if thread_time() > end:
             raise _refused(f"contains audio that takes more than {MAX_DECODE_S:g} seconds to decode")

@@ -1,7 +1,7 @@
-"""From the file of a picture or a sound to token ids and vectors, which a sequence takes in place of text.
+"""Converts image and audio files to token ids and vectors, which a sequence takes in place of text.
 
-Each vector has a placeholder in the sequence's tokens: a negative id that follows from the file's bytes. So equal
-pictures are equal tokens, and prefixes with them are shared, saved and found as any others.
+Each vector has a placeholder in the sequence's tokens: a negative id derived from the file's bytes. So equal images are
+equal tokens, and prefixes with them are shared, saved and found like any others.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from cppbatch.errors import InvalidRequest, LlamaError, RequestCancelled
 log = logging.getLogger("cppbatch.engine")
 
 CACHE_BYTES = 256 << 20
-"""Vectors of the pictures and sounds used last that are kept for later requests. One of 256 tokens with n_embd 2048
-takes 2 MiB."""
+"""Maximum vectors of recently used images and audio to keep for later requests. 256 tokens with n_embd 2048 take
+2 MiB."""
 HELD_BYTES = 512 << 20
-"""Vectors that waiting and running sequences may hold, before another request with pictures is prepared."""
-_LOOK_S = 0.05  # how often a request that waits looks whether it was cancelled
+"""Maximum vectors held by waiting and running sequences before another request with media is prepared."""
+_LOOK_S = 0.05  # interval at which a waiting request checks for cancellation
 
 Vectors = npt.NDArray[np.float32]
 
@@ -60,22 +60,22 @@ class Encoder(Protocol):
 
 
 class MediaPiece(NamedTuple):
-    """A part of an encoded picture or sound."""
+    """A part of an encoded image or audio clip."""
 
     tokens: npt.NDArray[np.int32]
     """int32[n]: text, or the placeholders of the vectors."""
     vectors: Vectors | None
     """float32[n, n_embd]; None: text."""
     is_whole: bool
-    """Whether all of it must be computed at once: its tokens see each other."""
+    """Whether all of it must be computed at once, because its tokens attend to each other."""
     n_positions: int
-    """The position of the text behind it, from its own first one on."""
+    """The number of positions it takes."""
     positions: npt.NDArray[np.int32] | None = None
     """As in `MediaRun`."""
 
 
 class EncodedMedium:
-    """A picture or a sound as tokens and vectors."""
+    """An image or audio clip as tokens and vectors."""
 
     def __init__(self, pieces: Sequence[MediaPiece]) -> None:
         self.pieces = tuple(pieces)
@@ -84,10 +84,10 @@ class EncodedMedium:
 
 
 class MediaInput:
-    """Decodes and encodes the pictures and sounds of prompts. Thread-safe: one is decoded and one is encoded at a time,
-    because a decoded one may take hundreds of megabytes.
+    """Decodes and encodes the images and audio of prompts. Thread-safe: decodes and encodes one at a time, because a
+    decoded one may take hundreds of megabytes.
 
-    Those used last are kept, and those that a sequence still holds are found too, so an equal file is encoded once.
+    Recently used ones are cached, and those still held by a sequence are found too, so equal files are encoded once.
     """
 
     def __init__(
@@ -98,34 +98,34 @@ class MediaInput:
         cache_bytes: int = CACHE_BYTES,
         compute: Callable[[], AbstractContextManager[object]] = nullcontext,
     ) -> None:
-        """`projector`: a digest of its file, because the same picture has other vectors with another projector.
-        `compute`: entered while a chunk is encoded."""
+        """`projector`: a digest of its file, because vectors of the same image depend on the projector. `compute`:
+        entered while a chunk is encoded."""
         self.encoder = encoder
         self._projector = projector.encode()
         self._cache_bytes = cache_bytes
         self._compute = compute
         self._decoding = threading.Lock()
         self._encoding = threading.Lock()
-        self._lock = threading.Lock()  # of what follows
-        self._kept: OrderedDict[str, EncodedMedium] = OrderedDict()  # the least recently used first
+        self._lock = threading.Lock()  # for the following fields
+        self._kept: OrderedDict[str, EncodedMedium] = OrderedDict()  # least recently used first
         self._alive: weakref.WeakValueDictionary[str, EncodedMedium] = weakref.WeakValueDictionary()
         self._kept_bytes = 0
         self.n_encoded = 0
-        """Pictures and sounds that were encoded."""
+        """Number of encoded images and audio clips."""
         self.n_found = 0
-        """Those that were found encoded."""
+        """Number of those found in the cache."""
         self.seconds = 0.0
         """Time in the encoder."""
 
     def encoded(
         self, medium: Media, check: Callable[[int], object], cancelled: IsCancelled, *, salt: str = ""
     ) -> EncodedMedium:
-        """A picture or a sound as tokens and vectors. `check` is called with the number of tokens before they are
-        computed, and may raise. What was encoded with another salt is encoded again: the time that it takes must not
-        show what others have sent (`GenerationRequest.cache_salt`).
+        """An image or audio clip as tokens and vectors. `check` is called with the number of tokens before they are
+        computed, and may raise. Media encoded with another salt are encoded again, so that timing does not reveal what
+        others have sent (`GenerationRequest.cache_salt`).
 
-        `medium`: of a kind that the encoder takes. Raises `InvalidRequest` for a file that cannot be decoded;
-        `RequestCancelled` when `cancelled` returns True while it waits or between two chunks.
+        `medium`: of a kind that the encoder supports. Raises `InvalidRequest` for a file that cannot be decoded;
+        `RequestCancelled` if `cancelled` returns True while waiting or between two chunks.
         """
         name = f"{medium.kind} {medium.digest}"
         key = f"{name} {salt}"
@@ -146,7 +146,7 @@ class MediaInput:
         return made
 
     def wait_for_room(self, cancelled: IsCancelled) -> None:
-        """Waits while the sequences hold too many vectors, until another thread has stepped and sequences have ended.
+        """Waits while sequences hold too many vectors, until sequences have ended in steps of another thread.
 
         Raises `RequestCancelled`.
         """
@@ -160,7 +160,7 @@ class MediaInput:
             return sum(medium.n_bytes for medium in self._alive.values()) - self._kept_bytes
 
     def n_tokens(self, medium: Media, cancelled: IsCancelled) -> int:
-        """How many tokens it becomes, without encoding it. Raises as `encoded`."""
+        """The number of its tokens, without encoding it. Raises as `encoded`."""
         return sum(chunk.n_tokens for chunk in self._split(medium, cancelled))
 
     def _split(self, medium: Media, cancelled: IsCancelled) -> Sequence[Chunk]:
@@ -219,6 +219,6 @@ def _held(lock: threading.Lock, cancelled: IsCancelled) -> Iterator[None]:
 
 
 def placeholders(seed: bytes, n: int) -> npt.NDArray[np.int32]:
-    """`n` token ids below -1, int32[n], that follow from the seed, as good as random."""
+    """`n` pseudo-random token ids below -1, int32[n], derived from the seed."""
     words = np.frombuffer(hashlib.shake_256(seed).digest(4 * n), "<u4")
     return (-2 - (words % (2**31 - 1)).astype(np.int64)).astype(np.int32)

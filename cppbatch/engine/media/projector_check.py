@@ -1,4 +1,4 @@
-"""Tries a projector in a child process before the engine loads it: a damaged one makes llama.cpp crash."""
+"""Tests a projector in a child process before the engine loads it: a damaged one crashes llama.cpp."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ _FINE = "fine"
 
 
 def check_projector(path: str, model_path: str) -> None:
-    """Raises `ModelError` if llama.cpp crashes when it loads this file, or when it encodes a picture or sound with it.
+    """Raises `ModelError` if llama.cpp crashes when loading this file, or when encoding an image or audio with it.
 
-    What was fine is remembered for each file and build. Other errors are left to `MediaEncoder`, which says them.
+    Successful tests are cached per file and build. Other errors are left to `MediaEncoder`, which reports them.
     """
     if not Path(path).is_file():
         return

@@ -1,4 +1,4 @@
-"""From pictures and sounds as clients name them to the bytes of files."""
+"""Resolves references to images and audio in requests to file contents."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ _NAMES: dict[MediaKind, str] = {"image": "an image", "audio": "audio"}
 _ALPHABET = b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/"
 _WHITESPACE = b" \t\r\n"
 _PIECE = 1 << 20
-"""Characters decoded at once: other threads run between two pieces, and none waits longer than a millisecond or two."""
-_HEAD = 64  # characters of base64 that show the format of a file
+"""Characters decoded at once: other threads run between pieces, so none waits longer than a millisecond or two."""
+_HEAD = 64  # characters of base64 that determine the file format
 _REMOTE = ("http://", "https://", "file:")
 
 
 class _Format(NamedTuple):
-    """A format of files."""
+    """A file format."""
 
     name: str
     kind: MediaKind
@@ -46,17 +46,17 @@ _RIFF = {b"WEBP": _Format("WebP", "image", "image/webp"), b"WAVE": _Format("WAV"
 
 
 def prompt_of_chat(chat: PreparedChat) -> str | MediaPrompt:
-    """The prompt as the engine takes it."""
+    """The prompt in the form that the engine takes."""
     return chat.prompt if chat.parts is None else MediaPrompt(chat.parts)
 
 
 def is_remote(source: MediaSource) -> bool:
-    """Whether the bytes are not in the request itself."""
+    """Whether the bytes are outside the request itself."""
     return source.url[:8].lower().startswith(_REMOTE)
 
 
 def refuse_unreadable(source: MediaSource, info: ModelInfo) -> None:
-    """Raises `InvalidRequest` for an image or audio that the model cannot take, before anything is decoded."""
+    """Raises `InvalidRequest` for images or audio that the model does not support, before anything is decoded."""
     if source.kind in info.modalities:
         return
     if info.modalities:
@@ -67,7 +67,7 @@ def refuse_unreadable(source: MediaSource, info: ModelInfo) -> None:
 
 
 def decoded(source: MediaSource) -> Media:
-    """The bytes of a data URL, or of base64 alone. Raises `InvalidRequest`."""
+    """The bytes of a data URL or of plain base64. Raises `InvalidRequest`."""
     if is_remote(source):
         message = f"is {source.url!r:.80}; it must be a data URL such as data:image/png;base64,..., or a file path"
         raise InvalidRequest(source.field, message)
@@ -81,8 +81,8 @@ def decoded(source: MediaSource) -> Media:
 
 
 def source_of_data(field: str, text: str) -> MediaSource:
-    """A source for base64 that does not say whether it is an image or audio: the first bytes do. One in no format that
-    can be read counts as an image; `decoded` refuses it."""
+    """A source for base64 that may be an image or audio, determined from the first bytes. Unknown formats count as
+    images, which `decoded` refuses."""
     head = text[: 1 << 16]
     if head[:5].lower() == "data:":
         head = head.partition(",")[2]
@@ -93,8 +93,8 @@ def source_of_data(field: str, text: str) -> MediaSource:
 
 
 def checked(source: MediaSource, data: bytes) -> Media:
-    """The bytes as an image or audio. Raises `InvalidRequest` if they are not in one of its formats: what a header or
-    the name of a file says does not count."""
+    """The bytes as an image or audio. Raises `InvalidRequest` if they are not in a supported format, regardless of
+    headers and file names."""
     found = _format_of(data)
     if found is None:
         wanted = ", ".join(form.name for form in _all_formats() if form.kind == source.kind)
@@ -108,7 +108,7 @@ def checked(source: MediaSource, data: bytes) -> Media:
 
 
 def file_part(kind: MediaKind, data: bytes) -> Json:
-    """A file as OpenAI's part of a message. The type is that of its bytes; none, if they are in no known format."""
+    """A file as OpenAI's message part. The type is determined from its bytes; empty for unknown formats."""
     found, encoded = _format_of(data), base64.b64encode(data).decode()
     if kind == "audio":
         return {"type": "input_audio", "input_audio": {"data": encoded, "format": found.name.lower() if found else ""}}
@@ -116,12 +116,12 @@ def file_part(kind: MediaKind, data: bytes) -> Json:
 
 
 def local_media(messages: list[Json]) -> list[Json]:
-    """A conversation with its data decoded. Raises `InvalidRequest`, also for remote addresses."""
+    """A conversation with its data decoded. Raises `InvalidRequest`, also for remote URLs."""
     return with_media(messages, [decoded(source) for source in media_of(messages)])
 
 
 def with_files(messages: Sequence[Mapping[str, object]]) -> list[Mapping[str, object]]:
-    """Messages whose parts of type image and audio, which only Python has, are data URLs.
+    """Messages whose parts of type image and audio, which only exist in the Python API, are replaced by data URLs.
 
     Such a part has a `path`, or the bytes of a file as `data`. Raises `InvalidRequest` for a file that cannot be read.
     """
@@ -150,9 +150,9 @@ def _file_part(field: str, part: object) -> object:
 
 
 def _from_base64(field: str, text: str) -> bytes:
-    """Decodes piece by piece, so that other threads are not held up. Whitespace and missing padding are no matter."""
+    """Decodes in pieces, so that other threads are not blocked. Accepts whitespace and missing padding."""
     decoded = bytearray()
-    rest = b""  # at most three characters, which make no bytes alone
+    rest = b""  # up to three characters, which are incomplete
     body = text.rstrip("=\r\n\t ")
     for start in range(0, len(body), _PIECE):
         piece = rest + body[start : start + _PIECE].encode("ascii", "replace").translate(None, _WHITESPACE)
@@ -175,7 +175,7 @@ def _format_of(data: bytes) -> _Format | None:
             return form
     if data[:4] == b"RIFF":
         return _RIFF.get(data[8:12])
-    if len(data) > 1 and data[0] == 0xFF and data[1] & 0xE0 == 0xE0:  # MP3 without a tag: the first frame's sync word
+    if len(data) > 1 and data[0] == 0xFF and data[1] & 0xE0 == 0xE0:  # MP3 without a tag: its sync word
         return _FORMATS[-1][1]
     return None
 

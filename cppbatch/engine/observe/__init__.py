@@ -1,1 +1,1 @@
-"""What an engine reports of itself: statistics, the live state, the trace."""
+"""What an engine reports about itself: statistics, live state, trace."""

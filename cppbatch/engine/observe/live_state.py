@@ -1,4 +1,4 @@
-"""What an engine does now, for `GET /live`: its sequences, its queue, and which sequences share which KV cells."""
+"""The live state of an engine, for `GET /live`: sequences, queue, and which sequences share which KV cells."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from cppbatch.engine.observe.metrics import EngineParts
 from cppbatch.engine.sequence import Seq, SeqStatus
 
 MAX_QUEUE = 100
-"""Maximum number of waiting sequences that are shown."""
+"""Maximum number of waiting sequences shown."""
 
 ShownState = Literal["prefill", "decode", "swapped", "waiting"]
 _STATES: dict[SeqStatus, ShownState] = {
@@ -31,11 +31,11 @@ class LiveSequence(msgspec.Struct, frozen=True, kw_only=True):
     number: int
     """Sequence number, unique within this worker process."""
     state: ShownState
-    """swapped: preempted, keys and values are in host memory. waiting: has no cells."""
+    """`swapped`: preempted, keys and values are in host memory. `waiting`: has no cells."""
     seq_id: int | None
     """None: not running."""
     priority: int | None
-    """None: the server requires API keys, which may have their own priorities."""
+    """None: hidden, because the server's API keys may have their own priorities."""
     rank: float | None
     """Position in the queue: `priority - age / 10`, so the difference between two sequences never changes. None: as for
     `priority`."""
@@ -50,7 +50,7 @@ class LiveSequence(msgspec.Struct, frozen=True, kw_only=True):
     max_tokens: int
     """Maximum tokens to generate."""
     drafted_tokens: int
-    """Draft tokens that were verified."""
+    """Verified draft tokens."""
     accepted_tokens: int
 
 
@@ -64,9 +64,9 @@ class LiveSegment(msgspec.Struct, frozen=True, kw_only=True):
     sequences: list[int]
     """The seq_ids of the running sequences that hold it, in ascending order."""
     prefixes: int
-    """Number of cached prefixes that hold it."""
+    """Number of cached prefixes holding it."""
     cached: bool
-    """Held only by cached prefixes: its cells are freed when needed."""
+    """Whether it is held only by cached prefixes, so that its cells are freed when needed."""
 
 
 class LiveCells(msgspec.Struct, frozen=True, kw_only=True):
@@ -74,7 +74,7 @@ class LiveCells(msgspec.Struct, frozen=True, kw_only=True):
     `cached`."""
 
     layout: KvLayout
-    """unified: all sequences share all cells. per-sequence: each seq_id has its own `per_sequence` cells, and each
+    """`unified`: all sequences share all cells. `per-sequence`: each seq_id has its own `per_sequence` cells, and each
     segment has one holder."""
     total: int
     per_sequence: int
@@ -90,7 +90,7 @@ class LiveCells(msgspec.Struct, frozen=True, kw_only=True):
     host_prefixes: int
     """Cached prefixes in host memory."""
     window: int
-    """Tokens of the sliding window, whose cells are not counted here; 0: none."""
+    """Tokens of the sliding window, whose cells are not included; 0: no window."""
     states: bool
     """Whether sequences have recurrent states, whose size does not depend on the number of tokens."""
     checkpoints: int
@@ -125,10 +125,10 @@ class LiveEngine(msgspec.Struct, frozen=True, kw_only=True):
     clock: float
     """Seconds since an arbitrary start; use only differences."""
     n_parallel: int
-    """Maximum sequences that run at the same time."""
+    """Maximum concurrent sequences."""
     counters: LiveCounters
     of_ideal: float | None
-    """Lowest possible cost of the work of the last minute, as a fraction of the busy time: 0 to 1. None: no work."""
+    """Minimum cost of the last minute's work, as a fraction of the busy time: 0 to 1. None: no work."""
     rows: list[LiveSequence]
     """The running sequences by rank, followed by swapped ones among the first 100 of the queue."""
     waiting: int
@@ -139,7 +139,7 @@ class LiveEngine(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def live_engine(parts: EngineParts) -> LiveEngine:
-    """The state between two steps. Takes time for each running sequence, segment, and shown sequence of the queue."""
+    """The state between two steps. Its time depends on the running sequences, segments, and shown queue entries."""
     now, scheduler = perf_counter(), parts.scheduler
     first = scheduler.waiting[:MAX_QUEUE]
     queue = [_shown(sequence, now) for sequence in first if sequence.status is not SeqStatus.SWAPPED]
@@ -176,7 +176,7 @@ def _shown(sequence: Seq, now: float) -> LiveSequence:
 
 
 def live_cells(kv: KVPool) -> LiveCells:
-    """Who holds which cells."""
+    """The ownership of cells."""
     holders: dict[Span, list[int]] = {}
     n_prefixes: dict[Span, int] = {}
     for seq_id, sequence in sorted(kv.running.items()):

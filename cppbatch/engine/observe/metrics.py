@@ -1,4 +1,4 @@
-"""Counters and times of an engine: `Metrics` counts, `EngineStats` is the result."""
+"""Counters and times of an engine: `Metrics` collects, `EngineStats` is the result."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PHASES = ("schedule", "fill", "decode", "sample", "advance", *_OUTPUT_PHASES)
 """The phases of a step: planning; filling the batch; `llama_decode`, until the device is done; rows to tokens;
 accounting and finished sequences; tokens to text; sending events. The last two may overlap with the next step
 (`StepLoop`)."""
-_MAX_STEPS = 16_384  # kept for `RecentSteps`; with more than 273 steps a second they are less than a minute
+_MAX_STEPS = 16_384  # kept for `RecentSteps`; less than a minute at more than 273 steps per second
 
 
 class RecentSteps(msgspec.Struct, frozen=True, kw_only=True):
@@ -35,20 +35,20 @@ class RecentSteps(msgspec.Struct, frozen=True, kw_only=True):
     tokens_per_second: float
     """Generated tokens."""
     batch_size_p50: float | None = None
-    """Decode rows of a step, over the steps that had any."""
+    """Decode rows per step, over steps with decode rows."""
     batch_size_p95: float | None = None
     step_ms_p50: float | None = None
     step_ms_p95: float | None = None
     wait_ms_p50: float | None = None
-    """From a request's arrival until it is admitted, over the requests admitted in this time."""
+    """From arrival to admission, over the requests admitted in this time."""
     wait_ms_p95: float | None = None
     wait_ms_p99: float | None = None
     of_ideal: float | None = None
-    """`ideal_seconds` divided by the busy time, 0 to 1: how close to the best that this device can do."""
+    """`ideal_seconds` divided by the busy time, 0 to 1: how close the engine is to the device's limits."""
 
 
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
-    """Counters since the start, and the state now."""
+    """Counters since the start, and the current state."""
 
     steps: Annotated[int, counter("Computed steps")]
     decode_steps: Annotated[int, counter("Steps with at least one decoding sequence")]
@@ -61,13 +61,13 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     draft_steps: Annotated[int, counter("Steps that verified drafts (speculative decoding)")]
     drafted_tokens: Annotated[int, counter("Verified draft tokens")]
     accepted_tokens: Annotated[int, counter("Accepted draft tokens")]
-    """They are among the generated tokens."""
+    """Included in the generated tokens."""
     finished: Annotated[dict[str, int], value("metrics.finished")]
     """Finished requests by finish reason."""
     running: Annotated[int, gauge("Running requests", "scheduler.running")]
     waiting: Annotated[int, gauge("Waiting requests in the engine's queue", "scheduler.waiting")]
     kv_layout: Annotated[str, gauge("1 for the current KV cache layout", "kv.layout", label="layout")]
-    """unified or per-sequence; of several engines, all that they have."""
+    """`unified` or `per-sequence`; for several engines, all of their layouts."""
     layout_switches: Annotated[int, counter("Switches between the unified and the per-sequence KV layout")]
     context_shifts: Annotated[int, counter("Number of context shifts")]
     media_encoded: Annotated[int, counter("Encoded images and audio clips", "media.n_encoded")] = 0
@@ -85,13 +85,13 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
         ),
     ]
     kv_cells_used: Annotated[int, value("kv.n_used")]
-    """Shared ones count once."""
+    """Shared cells count once."""
     kv_cells_cached: Annotated[int, value("kv.n_cached")]
-    """They are freed when cells are needed."""
+    """Freed when cells are needed."""
     prefixes_in_cells: Annotated[int, value("kv.cache.in_cells")]
-    """Cached prefixes in cells; each holds a seq_id."""
+    """Cached prefixes in cells, each with a seq_id."""
     prefixes_in_host: Annotated[int, value("kv.cache.in_host")]
-    """Cached prefixes that had to leave their cells for host memory."""
+    """Cached prefixes evicted from cells to host memory."""
     checkpoints: Annotated[int, value("kv.cache.checkpoints")]
     """Checkpoints of windows and recurrent states in host memory (docs/decisions/0044)."""
     prefix_queries: Annotated[int, counter("Prefix cache lookups", "kv.cache.queries")]
@@ -120,11 +120,11 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     ]
     swaps: Annotated[int, counter("Sequences swapped out to host memory", "kv.n_swaps")]
     recomputes: Annotated[int, counter("Preempted sequences that were recomputed", "kv.n_recomputes")]
-    """They were not saved, or could not be restored."""
+    """Not saved, or could not be restored."""
     swapped_bytes: Annotated[int, gauge("Host memory used by swapped-out sequences", "kv.swapped_bytes")]
     seq_ids: Annotated[int, value("kv.n_seq_ids")]
     seq_ids_free: Annotated[int, gauge("Free sequence ids", "kv.n_free_ids")]
-    """Neither a running sequence nor a cached prefix holds them."""
+    """Not held by a running sequence or a cached prefix."""
     step_seconds: Annotated[dict[str, float], value("metrics.seconds")]
     """Time of all steps, split into `PHASES`."""
     ideal_seconds: Annotated[
@@ -141,21 +141,21 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
         Histogram, histogram("Decoding sequences per step, for steps with at least one", name="batch_size")
     ]
     step_times: Annotated[Histogram, histogram("Duration of a step", name="step_seconds")]
-    """Of each step that computed something."""
+    """Over steps with work."""
     decode_times: Annotated[Histogram, histogram("Duration of llama_decode in a step", name="decode_seconds")]
     sample_times: Annotated[Histogram, histogram("Duration of sampling in a step", name="sample_seconds")]
-    """Of each step that had decode rows."""
+    """Over steps with decode rows."""
     recent_steps: Annotated[RecentSteps, value("metrics.recent_steps")]
 
     @property
     def kv_cells_by_state(self) -> dict[str, int]:
-        """As `GET /metrics` shows them."""
+        """As shown by `GET /metrics`."""
         used, cached = self.kv_cells_used, self.kv_cells_cached
         return {"used": used, "cached": cached, "free": self.kv_cells - used - cached}
 
 
 class Metrics:
-    """Counts steps, tokens and time, in a few microseconds a step."""
+    """Counts steps, tokens and time, in a few microseconds per step."""
 
     def __init__(self, trace: Trace | None = None) -> None:
         self._trace = trace
@@ -170,18 +170,18 @@ class Metrics:
         self._recent: Window[tuple[float, float, float]] = Window(_MAX_STEPS)
         self._waits: Window[float] = Window(_MAX_STEPS)
         self.split = TimeSplit()
-        self._recent_split: deque[tuple[float, float, float]] = deque()  # (time, ideal, busy) of `split`, once a second
+        self._recent_split: deque[tuple[float, float, float]] = deque()  # (time, ideal, busy) of `split`, every second
         self._laps = dict.fromkeys(PHASES, 0.0)  # of this step
         self._began = self._mark = 0.0
-        self._idle_until = self._ended = perf_counter()  # the last request of an idle engine; the last computed step
+        self._idle_until = self._ended = perf_counter()  # end of the idle time; end of the last step
         self._rows = self._tokens_before = self._drafted_before = self._accepted_before = 0
 
     def begin_step(self) -> None:
-        """Starts the time of a step."""
+        """Starts timing a step."""
         self._began = self._mark = perf_counter()
 
     def lap(self, phase: str, **about: Any) -> None:
-        """Adds the time since the last call to a phase. `about`: shown in a trace."""
+        """Adds the time since the last call to a phase. `about`: details for the trace."""
         now = perf_counter()
         self._laps[phase] = now - self._mark
         self.seconds[phase] += now - self._mark
@@ -195,11 +195,11 @@ class Metrics:
         return min(60.0, max(1.0, seconds / max(1, self.finished.total())))
 
     def ends_idleness(self, arrived_at: float) -> None:
-        """A request has come to an engine without work."""
+        """Called when a request arrives at an idle engine."""
         self._idle_until = arrived_at
 
     def count_wait(self, seconds: float) -> None:
-        """Counts an admitted request that waited for this time."""
+        """Counts an admitted request with its waiting time."""
         self._waits.add(1000 * seconds)
 
     def count_step(self, *, decode_rows: int, prompt_tokens: int) -> None:
@@ -212,7 +212,7 @@ class Metrics:
             self.decode_rows += decode_rows
 
     def end_step(self, work: StepWork, costs: BareCosts) -> None:
-        """Adds the last phase of a computed step, and the step as a whole. `costs`: what steps cost at best."""
+        """Adds the last phase of a computed step, and the step as a whole. `costs`: the minimum costs of steps."""
         laps, pause_s = self._laps, self._began - self._ended
         waiting_s = min(pause_s, self._idle_until - self._ended) if self._idle_until > self._ended else 0.0
         if self._trace:
@@ -245,7 +245,7 @@ class Metrics:
             recent.popleft()
 
     def of_ideal(self) -> float | None:
-        """The ideal part of the time with work of about the last minute; None: there was none."""
+        """The ideal fraction of the time with work in about the last minute; None: no work."""
         if not (recent := self._recent_split) or recent[-1][0] < perf_counter() - SPAN:
             return None
         _, ideal, busy = recent[0] if len(recent) > 1 else (0.0, 0.0, 0.0)
@@ -264,7 +264,7 @@ class Metrics:
 
     @property
     def mean_decode_batch(self) -> float:
-        """Decoding sequences of a step that had any."""
+        """Decoding sequences of the last step with any."""
         return _mean(self.decode_rows, self.decode_steps)
 
     @property
@@ -289,7 +289,7 @@ class Metrics:
 
 
 class EngineParts(NamedTuple):
-    """The parts of an engine that have its statistics."""
+    """The parts of an engine that provide its statistics."""
 
     metrics: Metrics
     kv: KVPool
@@ -297,7 +297,7 @@ class EngineParts(NamedTuple):
     media: MediaInput | None
 
     def read(self, fields: Iterable[str]) -> dict[str, Any]:
-        """The present values of these fields of `EngineStats`; 0 if one of the parts on the way is None."""
+        """The current values of these fields of `EngineStats`; 0 if a part on the path is None."""
         return {field: self._read(_STATISTICS[field].source or f"metrics.{field}", _TYPES[field]) for field in fields}
 
     def _read(self, source: str, kind: type) -> Any:
@@ -321,20 +321,20 @@ _STATISTICS, _TYPES = statistics_of(EngineStats), get_type_hints(EngineStats)
 
 
 def _about(work: StepWork, waiting_s: float) -> dict[str, Any]:
-    """A step in a trace: `StepWork`, and the microseconds before it without work."""
+    """A step in a trace: `StepWork`, and the preceding idle time in microseconds."""
     return {**work._asdict(), "groups": list(work.groups), "waited": round(1e6 * waiting_s)}
 
 
 def add_up(stats: list[EngineStats]) -> EngineStats:
     """The stats of several engines (at least one) as one.
 
-    Counters are added, and means are computed from the sums. Percentiles cannot be added and are None.
+    Counters are added, and means are computed from the sums. Percentiles cannot be combined and are None.
     """
     if len(stats) == 1:
         return stats[0]
     total = {name: _sum([getattr(each, name) for each in stats]) for name in EngineStats.__struct_fields__}
     total["mean_decode_batch"] = _mean(total["decode_rows"], total["decode_steps"])
-    total["prefixes_on_disk"] = max(each.prefixes_on_disk for each in stats)  # mostly the same ones
+    total["prefixes_on_disk"] = max(each.prefixes_on_disk for each in stats)  # usually the same ones
     return EngineStats(**total)
 
 

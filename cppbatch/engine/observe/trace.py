@@ -1,6 +1,6 @@
 """A trace of every step, for Perfetto (ui.perfetto.dev) and chrome://tracing.
 
-The format is Chrome's "JSON array format": one event a line. A file that a crash has cut off can be read too.
+The format is Chrome's "JSON array format": one event per line. A file truncated by a crash is still readable.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from cppbatch.errors import ConfigError
 log = logging.getLogger("cppbatch.engine")
 
 TRACKS = {"device": 1, "steps": 2, "texts": 3}
-"""llama.cpp's computations; what the engine does between them; text and events, which are made meanwhile."""
+"""llama.cpp's computations; the engine's work between them; text and events, which are created concurrently."""
 _FIRST_SEQ = 100  # the track of seq_id 0
 
 
 class Trace:
-    """Writes spans on tracks: the phases of steps, and for each seq_id the sequences in it. Thread-safe."""
+    """Writes spans on tracks: the phases of steps, and the sequences of each seq_id. Thread-safe."""
 
     def __init__(self, path: str) -> None:
-        """Creates a file at `path`, or beside it if `path` exists. Raises `ConfigError` if that fails."""
+        """Creates a file at `path`, or next to it if `path` exists. Raises `ConfigError` on failure."""
         self._file = _new_file(Path(path))
         self._lock = threading.Lock()
-        self._open: dict[int, tuple[Seq, SeqStatus, float]] = {}  # by seq_id: sequence, status, since when
+        self._open: dict[int, tuple[Seq, SeqStatus, float]] = {}  # by seq_id: sequence, status, start time
         self._named: set[int] = set()
         self._put(b"[\n")
         for name, track in TRACKS.items():
@@ -47,7 +47,8 @@ class Trace:
         self._span(TRACKS[track], name, start, end, about)
 
     def follow(self, running: Iterable[Seq], now: float) -> None:
-        """Compares the running sequences with those before: a change of sequence or status in a seq_id ends a span."""
+        """Compares the running sequences with the previous ones: a change of sequence or status in a seq_id ends a
+        span."""
         present = {sequence.seq_id: sequence for sequence in running}
         for seq_id, (sequence, status, since) in list(self._open.items()):
             here = present.get(seq_id)
@@ -63,19 +64,19 @@ class Trace:
                     self._name(_FIRST_SEQ + seq_id, f"seq_id {seq_id}")
 
     def count(self, now: float, **values: int) -> None:
-        """Writes counters; each is shown as a curve."""
+        """Writes counters, each shown as a curve."""
         for name, value in values.items():
             self._write({"name": name, "ph": "C", "ts": now * 1e6, "pid": os.getpid(), "args": {name: value}})
 
     def flush(self) -> None:
-        """Writes what is buffered, when the engine is idle: a server kills its workers."""
+        """Flushes buffered events when the engine is idle, because a server kills its workers."""
         with contextlib.suppress(OSError, ValueError), self._lock:  # the file was cut off or closed
             self._file.flush()
 
     def close(self) -> None:
         """Writes the end of the file."""
         self._put(b"{}]\n")
-        with contextlib.suppress(OSError), self._lock:  # the disk is full: a file that is cut off can be read too
+        with contextlib.suppress(OSError), self._lock:  # the disk is full: a truncated file is still readable
             self._file.close()
 
     def _span(self, track: int, name: str, start: float, end: float, args: dict[str, Any] | None = None) -> None:
@@ -91,7 +92,7 @@ class Trace:
         self._put(msgspec.json.encode(event) + b",\n")
 
     def _put(self, line: bytes) -> None:
-        """Appends a line. If that fails, the trace ends there, and no request fails."""
+        """Appends a line. If that fails, the trace ends, but no request fails."""
         with self._lock:
             if self._file.closed:
                 return
@@ -99,7 +100,7 @@ class Trace:
                 self._file.write(line)
             except OSError as error:
                 log.error("the trace %s is incomplete: %s", self._file.name, error.strerror)
-                with contextlib.suppress(OSError):  # closing writes what is buffered
+                with contextlib.suppress(OSError):  # closing flushes
                     self._file.close()
 
 

@@ -1,4 +1,4 @@
-"""Figures of the last minute, and histograms."""
+"""Values of the last minute, and histograms."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Row = TypeVar("Row")
 
 
 class Window(Generic[Row]):
-    """Rows of figures of the last minute, or of a shorter time if there are more than `max_rows`."""
+    """Rows of values of the last minute, or of a shorter time if there are more than `max_rows`."""
 
     def __init__(self, max_rows: int, clock: Callable[[], float] = perf_counter) -> None:
         self._rows: deque[tuple[float, Row]] = deque(maxlen=max_rows)
@@ -25,10 +25,10 @@ class Window(Generic[Row]):
         self._began = clock()
 
     def add(self, row: Row) -> None:
-        """Adds a row with the present time."""
+        """Adds a row with the current time."""
         now, rows = self._clock(), self._rows
         rows.append((now, row))
-        if rows[0][0] < now - SPAN:  # one for one: the others are forgotten when the rows are read
+        if rows[0][0] < now - SPAN:  # removes one per added row; the rest when rows are read
             rows.popleft()
 
     def rows(self) -> list[Row]:
@@ -47,14 +47,14 @@ class Window(Generic[Row]):
 
 
 def percentile(values: list[float], share: float) -> float | None:
-    """The smallest value that is at least as large as this share (0 to 1) of all values; None if there are none."""
+    """The smallest value that is at least as large as this share (0 to 1) of all values; None without values."""
     if not values:
         return None
     return sorted(values)[max(0, math.ceil(share * len(values)) - 1)]
 
 
 # --- histogram -------------------------------------------------------------------------------------------------------
-# Histograms: cheap to count, and histograms of several engines can be added.
+# Histograms: cheap to update, and those of several engines can be added.
 
 
 SECONDS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
@@ -64,7 +64,7 @@ ROWS = (1.0, 2.0, 4.0, 8.0, 12.0, 16.0, 24.0, 32.0, 48.0, 64.0, 96.0, 128.0, 192
 
 
 class Histogram(msgspec.Struct, frozen=True, kw_only=True):
-    """How many values lie in each bin."""
+    """The number of values in each bin."""
 
     bounds: list[float]
     """Upper bounds of the bins, inclusive."""

@@ -1,4 +1,4 @@
-"""From the logits of a step to one token for each sequence."""
+"""Converts the logits of a step to one token per sequence."""
 
 from cppbatch.engine.sampling.sampler import Sampler, SamplerOutput
 

@@ -1,4 +1,4 @@
-"""Sampling by llama.cpp's samplers, one chain a sequence, after the changes to logits that numpy makes."""
+"""Sampling with llama.cpp's samplers, one chain per sequence, after processing logits with numpy."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _SEED_POSITION = np.array([2**64 - 1], np.uint64)  # the position of a chain's o
 
 
 class ChainSampler:
-    """Samples rows with the sequences' chains, several at once on threads. `close` ends the threads."""
+    """Samples rows with the sequences' chains, concurrently on threads. `close` stops the threads."""
 
     def __init__(self, n_vocab: int) -> None:
         self._n_vocab = n_vocab
@@ -38,7 +38,7 @@ class ChainSampler:
         try:
             return [future.result() for future in running]
         finally:
-            wait(running)  # after an interrupt too: a chain must not be freed while a thread uses it
+            wait(running)  # also after an interrupt: a chain must not be freed while a thread uses it
 
     def _sample_one(self, sequence: Seq, row: Row, seed: int) -> int | LlamaError:
         try:
@@ -49,18 +49,18 @@ class ChainSampler:
             return error
 
     def close(self) -> None:
-        """Waits for the threads and ends them."""
+        """Waits for the threads and stops them."""
         self._threads.shutdown()
 
 
 class _SequenceChain:
-    """One sequence's sampler chain. Every token of the sequence is accepted by it before the next one is sampled."""
+    """A sequence's sampler chain. It accepts every token of the sequence before the next one is sampled."""
 
     def __init__(self, sequence: Seq, n_vocab: int) -> None:
         self._sequence = sequence
         self._chain = _build_chain(sequence, n_vocab)
         self._n_accepted = first_recent(sequence, penalty_window(sequence.params))
-        self._last = (-1, -1)  # number of tokens of the text before the last sample, and that sample
+        self._last = (-1, -1)  # number of tokens before the last sample, and that sample
         self.left: tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]] | None = None
 
     def sample(self, row: Row, seed: int) -> int:
@@ -69,7 +69,7 @@ class _SequenceChain:
         if self._last[0] != sequence.n_text:  # equal after an interrupt: the chain must not advance twice
             for token in sequence.known_tokens(self._n_accepted).tolist():
                 self._n_accepted += 1
-                if token >= 0:  # else a placeholder of a picture
+                if token >= 0:  # else a placeholder of an image
                     self._chain.accept(token)
             token, candidates = self._chain.draw(row, seed)
             self._last = sequence.n_text, token
@@ -106,7 +106,7 @@ def _build_chain(sequence: Seq, n_vocab: int) -> SamplerChain:
 
 def _penalties(chain: SamplerChain, params: SamplingParams, sequence: Seq) -> None:
     capacity = len(sequence.tokens)
-    # llama.cpp allocates the whole window, so it is limited to the tokens that the sequence may ever have.
+    # llama.cpp allocates the whole window, so it is limited to the maximum tokens of the sequence.
     last_n = min(params.penalty_last_n, capacity) if params.penalty_last_n >= 0 else capacity
     chain.penalties(last_n, params.repetition_penalty, params.frequency_penalty, params.presence_penalty)
 
@@ -132,7 +132,7 @@ _ADD: dict[str, Callable[[SamplerChain, SamplingParams, Seq], object]] = {
 
 
 # --- logit processing ------------------------------------------------------------------------------------------------
-# Changes to rows of logits, in place: the request's own `logits_processor`, bans, biases, penalties.
+# In-place changes to rows of logits: the request's `logits_processor`, bans, biases, penalties.
 
 
 log = logging.getLogger("cppbatch.engine")
@@ -144,7 +144,7 @@ def run_logits_processors(sequences: list[Seq], logits: Logits) -> dict[int, str
     """Calls each request's `logits_processor` on its row of float32[len(sequences), n_vocab].
 
     An object with `process_rows` is called once for all its rows. Returns error messages by row number: an exception
-    ends the requests that share the failing call, and no others.
+    only ends the requests that share the failing call.
     """
     rows_by_processor: dict[int, list[int]] = {}
     for i, sequence in enumerate(sequences):
@@ -228,12 +228,12 @@ def recent_tokens(sequence: Seq, last_n: int) -> npt.NDArray[np.int32]:
 
 
 def first_recent(sequence: Seq, last_n: int) -> int:
-    """The index of the first of the last `last_n` tokens; -1: of all, but no more than the context holds."""
+    """The index of the first of the last `last_n` tokens; -1: of all, limited to the context."""
     most = len(sequence.tokens) if last_n < 0 else last_n
     return max(0 if sequence.params.penalize_prompt else sequence.n_prompt, sequence.n_text - most)
 
 
 def penalty_window(params: SamplingParams) -> int:
-    """The number of recent tokens that any sampler of the request looks at; -1: all."""
+    """The maximum number of recent tokens used by any sampler of the request; -1: all."""
     windows = [params.penalty_last_n, params.dry_penalty_last_n]
     return -1 if -1 in windows else max(windows)

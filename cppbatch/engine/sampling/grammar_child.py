@@ -1,4 +1,4 @@
-"""Run as a program: compiles grammars where a crash does no harm. A line of JSON in, a line of JSON out.
+"""A program that compiles grammars in a separate process, where a crash is harmless. Reads and writes lines of JSON.
 
 In: `[field of SamplingParams, its text]`. Out: `{"definition": ...}`, the grammar in llguidance's format, or
 `{"error": ...}`. The vocabulary is 256 bytes: a grammar that explodes with it explodes with any vocabulary.
@@ -42,7 +42,7 @@ class _Bytes:
 
 
 def main() -> None:
-    """Answers until stdin ends, at a low CPU priority: a complex grammar uses a whole core for seconds."""
+    """Answers until stdin ends, at low CPU priority: a complex grammar uses a whole core for seconds."""
     if hasattr(os, "nice"):  # not on Windows
         os.nice(10)
     _limit_memory()
@@ -68,17 +68,17 @@ def check(tokenizer: LLTokenizer, field: str, text: str) -> dict[str, str]:
 
 
 def _set_alarm(seconds: int) -> None:
-    """Ends this process after that time, in case its parent died and cannot kill it; 0 cancels."""
+    """Ends this process after this time, in case its parent died and cannot kill it; 0 cancels."""
     if hasattr(signal, "alarm"):  # not on Windows
         signal.alarm(seconds)
 
 
 def _definition_of_valid(tokenizer: LLTokenizer, field: str, text: str) -> str:
     definition = _definition(field, text)
-    # Token ids in a grammar are those of the model's vocabulary, which the engine checks later.
+    # Token ids in a grammar refer to the model's vocabulary, and are checked later by the engine.
     portable = _TOKEN_IDS.sub("<[0]>", definition) if field == "grammar" else definition
     matcher = LLMatcher(tokenizer, portable, log_level=0, limits=LIMITS)
-    # Some errors appear only when the first mask is computed.
+    # Some errors only appear when the first mask is computed.
     if matcher.is_error() or (not any(matcher.compute_bitmask()) and not matcher.is_accepting()):
         raise ValueError(matcher.get_error() or "no text can satisfy this")
     return definition

@@ -1,8 +1,8 @@
 """Top-k, top-p, min-p, temperature and random sampling, for all rows of a step at once.
 
-The distribution is that of llama.cpp's samplers in their default order: the filters see the logits before temperature.
-tests/integration/test_random_sampling.py compares 20,000 samples of each. Only tokens above a floor are examined, below
-which no token can pass the filters: about fifty of 49,152 logits.
+The distribution is that of llama.cpp's samplers in their default order: the filters apply to the logits before
+temperature. tests/integration/test_random_sampling.py compares 20,000 samples of each. Only tokens above a floor, below
+which none can pass the filters, are examined: about fifty of 49,152 logits.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ UInt64 = npt.NDArray[np.uint64]
 NO_TOKEN = -1
 """The result for a row from which nothing can be sampled (all -inf, or a NaN)."""
 
-_LOWEST = np.finfo(np.float32).min  # excludes -inf: with a grammar nearly all of a row is -inf
+_LOWEST = np.finfo(np.float32).min  # excludes -inf: with a grammar, almost all of a row is -inf
 _N_BLOCKS = 512  # blocks of a row whose maxima bound its k-th largest logit, for k up to this number
-_DEPTHS = 2.0, 4.0, 8.0, 12.0  # below the largest logit: all that top-p keeps mostly lies above one of these
-_MAX_BATCHED_CANDIDATES = 256  # rows with more candidates are sampled one by one: they would widen all rows' arrays
+_DEPTHS = 2.0, 4.0, 8.0, 12.0  # below the largest logit: tokens kept by top-p are usually above one of these
+_MAX_BATCHED_CANDIDATES = 256  # rows with more candidates are sampled separately: they would widen all rows' arrays
 
 
 class Filters(NamedTuple):
@@ -37,11 +37,11 @@ class Filters(NamedTuple):
 
 
 def random_sample(logits: Floats, filters: Sequence[Filters], keys: UInt64, ids: Ids | None = None) -> Ids:
-    """Samples a column of each row of float32[n, width]: int64[n], `NO_TOKEN` where a row has no finite maximum.
+    """Samples a column of each row of float32[n, width]: int64[n], `NO_TOKEN` for rows without a finite maximum.
 
-    `keys`, uint64[n]: 64 random bits for each row. `ids`, int64[n, width]: the token ids of the columns; None: the rows
-    are the whole vocabulary. The result for a row depends on its logits, filters and key alone, and hardly ever on the
-    last bits of its logits, which vary with the batch.
+    `keys`, uint64[n]: 64 random bits per row. `ids`, int64[n, width]: the token ids of the columns; None: rows cover
+    the whole vocabulary. The result for a row depends only on its logits, filters and key, and hardly ever on the last
+    bits of its logits, which vary with the batch.
     """
     settings = np.array(filters, np.float64)
     if ids is not None and ids.shape[1] <= _MAX_BATCHED_CANDIDATES:
@@ -67,7 +67,7 @@ def random_sample(logits: Floats, filters: Sequence[Filters], keys: UInt64, ids:
 
 
 def _sample_all_columns(logits: Floats, settings: Doubles, keys: UInt64, ids: Ids) -> Ids:
-    """The same for rows of few columns, all with top-k: no floor is needed."""
+    """The same for rows with few columns and top-k, without a floor."""
     is_possible = np.isfinite(logits.max(axis=1))
     values = np.where(is_possible[:, None], logits, 0).astype(np.float64)
     columns = np.argsort(-values, axis=1, kind="stable")[:, : int(settings[:, 0].max())]
@@ -77,9 +77,9 @@ def _sample_all_columns(logits: Floats, settings: Doubles, keys: UInt64, ids: Id
 
 
 def filtered_logits(row: Floats, filters: Filters) -> tuple[Ids, Doubles]:
-    """The columns that the filters leave of float32[n_vocab], and their logits after temperature, up to a constant.
+    """The columns of float32[n_vocab] that pass the filters, and their logits after temperature, up to a constant.
 
-    The row has a finite maximum. These are the logits that `random_sample` draws from.
+    The row must have a finite maximum. These are the logits that `random_sample` draws from.
     """
     settings = np.array([filters], np.float64)
     maxima, bounds = _row_maxima(row[None], settings[:, 0].astype(np.int64))
@@ -93,11 +93,11 @@ def filtered_logits(row: Floats, filters: Filters) -> tuple[Ids, Doubles]:
 
 
 def _row_maxima(logits: Floats, top_k: Ids) -> tuple[Floats, Floats]:
-    """Each row's largest logit, and a lower bound of its k-th largest (-inf where top-k is off or above 512)."""
+    """Each row's largest logit, and a lower bound of its k-th largest (-inf if top-k is off or above 512)."""
     size = logits.shape[1] // _N_BLOCKS * _N_BLOCKS
     if size == 0:
         return logits.max(axis=1), np.full(len(logits), -np.inf, np.float32)
-    # k blocks have maxima no smaller than the k-th largest block maximum, so at least k logits are no smaller either.
+    # k blocks have maxima of at least the k-th largest block maximum, so at least k logits reach it too.
     block_maxima = np.sort(logits[:, :size].reshape(len(logits), -1, _N_BLOCKS).max(axis=1), axis=1)
     maxima = block_maxima[:, -1]
     if size < logits.shape[1]:
@@ -108,9 +108,9 @@ def _row_maxima(logits: Floats, top_k: Ids) -> tuple[Floats, Floats]:
 
 
 def _floor(row: Floats, maximum: float, bound: float, filters: Filters) -> tuple[float, float]:
-    """The logit below which no token passes the filters, and the sum of exp(logit - maximum) that top-p refers to.
+    """The logit below which no token passes the filters, and the sum of exp(logit - maximum) for top-p.
 
-    A sum of 0 stands for that of the candidates.
+    A sum of 0 means that of the candidates.
     """
     top_k, top_p, min_p, _ = filters
     if top_k > _N_BLOCKS:
@@ -167,8 +167,8 @@ def _sample_cumulative(below: Floats, temperature: float, key: np.uint64) -> int
 # --- random numbers --------------------------------------------------------------------------------------------------
 # Random numbers as a function of a seed, a position and a token id (counter-based, without state).
 #
-# The n-th token of a sequence gets the same numbers regardless of the batch, of preemption, and of being recomputed
-# after a crash, so there is no generator state to save.
+# The n-th token of a sequence gets the same numbers regardless of the batch, preemption, and recomputation after a
+# crash, so there is no generator state to save.
 
 
 Bits = TypeVar("Bits", UInt64, np.uint64)
@@ -195,8 +195,8 @@ def unit_interval(keys: Bits) -> Doubles | float:
 def gumbel_noise(keys: UInt64, tokens: npt.NDArray[np.int64]) -> Doubles:
     """Gumbel noise for each token of a row, float64[n, width], from the row's key and the token id.
 
-    The argmax of logits plus this noise is a sample of their softmax (Gumbel, 1954). The noise of a token does not
-    depend on the other tokens, so a change in the last bits of the logits hardly ever changes the sample.
+    The argmax of logits plus this noise is a sample of their softmax (Gumbel, 1954). A token's noise is independent of
+    other tokens, so a change in the last bits of the logits hardly ever changes the sample.
     """
     with np.errstate(over="ignore"):
         random = _mix(keys[:, None] + (tokens.astype(np.uint64) + np.uint64(1)) * _GAMMA)

@@ -1,4 +1,4 @@
-"""`Sampler`: from the logits of a step to one token for each sequence."""
+"""`Sampler`: converts the logits of a step to one token per sequence."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class SamplerOutput(NamedTuple):
     logprob: TokenLogprob | None = None
     error: str | None = None
     error_field: str | None = None
-    """The field of the request that caused the error, if one did."""
+    """The request field that caused the error, if any."""
     embedding: bytes | None = None
     """As in `GenerationEvent`."""
 
@@ -60,13 +60,13 @@ class LogitsSource(Protocol):
 
 
 class Sampler:
-    """Samples one token for each sequence whose pending tokens a step has computed.
+    """Samples one token for each sequence whose pending tokens were computed in a step.
 
-    Each row of logits passes through these stages, in this order: log-probabilities, the request's `logits_processor`,
-    bans and biases, the grammar mask, then penalties, filters and sampling (and log-probabilities, with
-    `post_sampling_probs`). The last stage is done in numpy for all
-    rows together where it can be, else by llama.cpp's samplers row by row (`SamplingPlan.sampling_type`). With backend
-    sampling, a row consists of the n largest logits only, which is enough for the same token.
+    Each row of logits passes through these stages, in order: log-probabilities, the request's `logits_processor`, bans
+    and biases, the grammar mask, then penalties, filters and sampling (and log-probabilities, with
+    `post_sampling_probs`). The last stage runs in numpy for all rows together if possible, else in llama.cpp's samplers
+    row by row (`SamplingPlan.sampling_type`). With backend sampling, a row only has the n largest logits, which suffice
+    for the same token.
     """
 
     def __init__(self, vocab: Vocabulary, context: LogitsSource) -> None:
@@ -77,7 +77,8 @@ class Sampler:
         self._chain_sampler = ChainSampler(vocab.n_tokens)
 
     def prepare(self, plan: StepPlan) -> None:
-        """Before the decode: turns backend sampling off for sequences that need all their logits, on for the others."""
+        """Before the decode: disables backend sampling for sequences that need all their logits, and enables it for
+        others."""
         if backend := self._context.backend_sampling:
             for sequence, n in plan.chunks:
                 if sequence.n_logits(n):
@@ -86,14 +87,14 @@ class Sampler:
                     backend.set_enabled(sequence.seq_id, is_enough and not sees_all)
 
     def sample(self, plan: StepPlan, n_outputs: int) -> list[SamplerOutput]:
-        """After the decode, which computed `n_outputs` rows of logits: one result for each of `plan.outputs()`."""
+        """After the decode, which computed `n_outputs` rows of logits: one result per entry of `plan.outputs()`."""
         sequences = plan.outputs()
         if self._context.backend_sampling is None and not (plan.scores or plan.n_drafted):  # one row of each sequence
             logits = self._context.logits(n_outputs)
             if not plan.padding:
                 return self.sample_logits(sequences, logits)
             return self._sample_padded(sequences, plan.rows(), logits)
-        rows = plan.rows()  # scoring changes which rows are wanted
+        rows = plan.rows()  # scoring changes the rows to read
         if plan.scores:
             self._prompt_scorer.score(plan.batch, self._context.logits(n_outputs))
         return self.sample_rows(sequences, rows, n_outputs)
@@ -101,8 +102,8 @@ class Sampler:
     def sample_rows(self, sequences: list[Seq], rows: list[int], n_outputs: int) -> list[SamplerOutput]:
         """Samples for each sequence from one of the last decode's `n_outputs` rows.
 
-        For draft tokens: first from the row of its last known token, then, if that gave the first draft token, from the
-        row of that token, and so on.
+        With draft tokens: first from the row of the last known token, then, if that gave the first draft token, from
+        the row of that token, and so on.
         """
         backend = self._context.backend_sampling
         if backend is None:
@@ -125,9 +126,9 @@ class Sampler:
         return _sample_rows_greedily(sequences, rows, logits) or self.sample_logits(sequences, logits[rows])
 
     def _sample_padded(self, sequences: list[Seq], rows: list[int], logits: Logits) -> list[SamplerOutput]:
-        """Samples where padding rows are among the rows. `rows`: the row of each sequence, rising.
+        """Samples if there are padding rows. `rows`: the row of each sequence, ascending.
 
-        The last rows move to the places of padding rows, so that the first `len(rows)` rows are the sequences'.
+        The last rows move to the places of padding rows, so that the first `len(rows)` rows belong to sequences.
         """
         n = len(rows)
         if rows[-1] == n - 1:
@@ -174,7 +175,7 @@ class Sampler:
             errors |= {i: reason for i, reason in zip(constrained, reasons, strict=True) if reason}
 
     def _select(self, sequences: list[Seq], logits: Logits, errors: dict[int, str]) -> list[int]:
-        """The token of each row that has no error yet, else `NO_TOKEN`; adds to `errors` where no token is possible."""
+        """The token of each row without an error, else `NO_TOKEN`; adds to `errors` where no token is possible."""
         rows: dict[SamplingType, list[int]] = {kind: [] for kind in SamplingType}
         for i, sequence in enumerate(sequences):
             if i in errors:
@@ -208,7 +209,7 @@ class Sampler:
         return SamplerOutput(token, logprob)
 
     def close(self) -> None:
-        """Ends the threads of the sampler chains."""
+        """Stops the threads of the sampler chains."""
         self._chain_sampler.close()
 
 
@@ -225,9 +226,9 @@ def _post_sampling_logprobs(sequence: Seq, row: Row, token: int) -> PostSampling
 
 
 def field_at_fault(sequence: Seq, row: Row) -> str | None:
-    """The field of the request because of which this row yields no token.
+    """The request field because of which this row yields no token.
 
-    None: the logits themselves or llama.cpp are the cause.
+    None: caused by the logits themselves or llama.cpp.
     """
     params = sequence.params
     if params.logits_processor is not None:
@@ -246,10 +247,9 @@ def _no_token_message(row: Row) -> str:
 
 
 def _sample_all_greedily(sequences: list[Seq], logits: Logits) -> list[SamplerOutput] | None:
-    """One argmax over all rows. None where any sequence needs more than that.
+    """One argmax over all rows. None if any sequence needs more than that.
 
-    A decode evicts most of this program's code from the CPU's caches, so that each line here costs microseconds in
-    every step.
+    A decode evicts most of this program's code from the CPU's caches, so each line here costs microseconds per step.
     """
     if any(sequence.sampling.greedy_unless is None for sequence in sequences):
         return None
@@ -274,8 +274,8 @@ def _sample_rows_greedily(sequences: list[Seq], rows: list[int], logits: Logits)
 def _sample_candidates(sequences: list[Seq], ids: Ids, logits: Logits) -> list[SamplerOutput]:
     """Samples from the rows' largest logits, found by the backend; `logits` is changed in place.
 
-    `ids`, int64[n, n_candidates]: their token ids. The token is the same as from the whole row:
-    `SamplingPlan.n_candidates` is large enough for that.
+    `ids`, int64[n, n_candidates]: their token ids. `SamplingPlan.n_candidates` is large enough to give the same token
+    as the whole row.
     """
     if outputs := _sample_candidates_greedily(sequences, ids, logits):
         return outputs
@@ -300,7 +300,7 @@ def _sample_candidates(sequences: list[Seq], ids: Ids, logits: Logits) -> list[S
 
 
 def _sample_candidates_greedily(sequences: list[Seq], ids: Ids, logits: Logits) -> list[SamplerOutput] | None:
-    """As `_sample_all_greedily`; of equal logits the one with the lowest token id."""
+    """As `_sample_all_greedily`; for equal logits, the lowest token id."""
     if any(sequence.sampling.greedy_unless is None for sequence in sequences):
         return None
     maxima = logits.max(axis=1, keepdims=True)
@@ -311,7 +311,7 @@ def _sample_candidates_greedily(sequences: list[Seq], ids: Ids, logits: Logits) 
 
 
 def _argmax(row: Row) -> int:
-    """The column of the largest logit; `NO_TOKEN` if that is not finite. (numpy's argmax returns a NaN's column.)"""
+    """The column of the largest logit; `NO_TOKEN` if it is not finite. (numpy's argmax returns a NaN's column.)"""
     column = int(row.argmax())
     return column if isfinite(row[column]) else NO_TOKEN
 
@@ -336,7 +336,7 @@ def _random_keys(sequences: list[Seq], rows: list[int]) -> UInt64:
 
 
 # --- pooler ----------------------------------------------------------------------------------------------------------
-# Reads vectors after a step, where `Sampler` reads logits: for embedding models and rerankers.
+# For embedding models and rerankers: reads vectors after a step, as `Sampler` reads logits.
 
 
 class Vectors(Protocol):
@@ -347,9 +347,9 @@ class Vectors(Protocol):
 
 
 class Pooler:
-    """Has the interface of `Sampler`; its `SamplerOutput`s have a vector in place of a token.
+    """Has the interface of `Sampler`; its `SamplerOutput`s have a vector instead of a token.
 
-    `each_token`: they have one vector for each token of the prompt (pooling none).
+    `each_token`: one vector per prompt token (pooling none).
     """
 
     def __init__(self, context: Vectors, *, each_token: bool = False) -> None:
@@ -360,7 +360,7 @@ class Pooler:
         """Does nothing: every token of an embedding sequence is an output."""
 
     def sample(self, plan: StepPlan, n_outputs: int) -> list[SamplerOutput]:
-        """The vector, or vectors, of each of the plan's outputs, from the last decode."""
+        """The vector or vectors of each of the plan's outputs, from the last decode."""
         if self._each_token:
             vectors = self._context.token_embeddings(n_outputs)
             ends = itertools.accumulate(n for _, n in plan.chunks)

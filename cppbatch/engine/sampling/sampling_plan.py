@@ -1,4 +1,4 @@
-"""`SamplingPlan`: how a request is sampled, worked out once, before it runs."""
+"""`SamplingPlan`: how a request is sampled, determined once, before it runs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Ids = npt.NDArray[np.int64]
 _MAX_ID_DIGITS = 10
 
 _VECTORISED = ("penalties", "top_k", "top_p", "min_p", "temperature")
-"""The samplers that numpy applies to all rows at once, provided they are in this order, which is llama.cpp's."""
+"""The samplers that numpy applies to all rows at once, if they are in this order, which is llama.cpp's."""
 
 
 class SamplingType(Enum):
@@ -49,15 +49,15 @@ class SamplingPlan:
     dry_sampler: Any
     """llama.cpp's DRY sampler, to be cloned; None if DRY is off."""
     visible_ids: frozenset[int]
-    """Control tokens that are shown as text."""
+    """Control tokens to include in the text."""
     n_candidates: int
-    """The number of largest logits that yield the same token as the whole row; 0: the whole row is needed."""
+    """The number of largest logits that suffice for the same token as the whole row; 0: the whole row is needed."""
     greedy_unless: frozenset[int] | None
-    """The token is the largest logit, unless that is one of these (banned or biased). None: more work is needed."""
+    """The token is the largest logit, unless it is one of these (banned or biased). None: more work is needed."""
 
 
 def make_sampling_plan(params: SamplingParams, vocab: Vocabulary, max_tokens: int) -> SamplingPlan:
-    """Resolves a request's parameters. `max_tokens`: the longest sequence, prompt included.
+    """Resolves a request's parameters. `max_tokens`: maximum length of the sequence, including the prompt.
 
     Raises `InvalidRequest` for token ids that the vocabulary does not contain.
     """
@@ -66,7 +66,7 @@ def make_sampling_plan(params: SamplingParams, vocab: Vocabulary, max_tokens: in
     bias = _biases(params, vocab)
     banned = {*vocab.suppressed, *params.suppress_tokens}
     min_tokens_ids: set[int] = set()
-    if not params.is_constrained:  # with a grammar, the grammar alone decides where the text may end
+    if not params.is_constrained:  # otherwise the grammar alone determines the end of the text
         if params.ignore_eos:
             banned |= vocab.eog
         if params.min_tokens:
@@ -93,9 +93,9 @@ def make_sampling_plan(params: SamplingParams, vocab: Vocabulary, max_tokens: in
 def _n_candidates(
     params: SamplingParams, kind: SamplingType, filters: Filters, *, n_lowered: int, bias: dict[int, float]
 ) -> int:
-    """`SamplingPlan.n_candidates`: the tokens that the filters keep, plus one for each token that may be lowered.
+    """`SamplingPlan.n_candidates`: the tokens kept by the filters, plus one per token that may be lowered.
 
-    0 where any logit outside of these could rise above them.
+    0 if any other logit could rise above these.
     """
     sees_all = params.logprobs is not None or params.logits_processor is not None or params.is_constrained
     if kind is SamplingType.CHAIN or sees_all or any(value > 0 for value in bias.values()):
@@ -109,7 +109,7 @@ def _n_candidates(
 
 
 def check_ids(field: str, tokens: Sequence[int], n_vocab: int) -> npt.NDArray[np.int32]:
-    """Token ids, checked by `params.token_ids` before, as int32[n].
+    """Token ids as int32[n], already validated by `params.token_ids`.
 
     Raises `InvalidRequest` for an id that the vocabulary does not contain.
     """
@@ -143,7 +143,7 @@ def _biases(params: SamplingParams, vocab: Vocabulary) -> dict[int, float]:
 
 
 def _single_tokens(texts: Iterable[str], vocab: Vocabulary) -> Iterator[int]:
-    """The ids of the texts that are exactly one token."""
+    """The ids of the texts that are a single token."""
     for text in texts:
         tokens = vocab.tokenize(text, add_special=False).tolist()
         if len(tokens) == 1 and vocab.piece(tokens[0], special=True) == text.encode("utf-8", "replace"):
@@ -162,7 +162,7 @@ def _dry_sampler(params: SamplingParams, vocab: Vocabulary, max_tokens: int) -> 
 
 
 def is_active(name: str, params: SamplingParams) -> bool:
-    """Whether this sampler changes anything with these parameters."""
+    """Whether this sampler has an effect with these parameters."""
     tests: dict[str, Callable[[], bool]] = {
         "penalties": lambda: params.has_penalties,
         "dry": lambda: params.dry_multiplier > 0 and params.dry_base >= 1 and params.dry_penalty_last_n != 0,
@@ -188,7 +188,7 @@ def _sampling_type(params: SamplingParams) -> SamplingType:
 
 
 def _filters(params: SamplingParams) -> Filters:
-    """The settings of the vectorised samplers; a sampler that `samplers` leaves out is off."""
+    """The settings of the vectorised samplers; samplers not in `samplers` are off."""
     names = params.samplers
     return Filters(
         top_k=params.top_k if "top_k" in names else 0,

@@ -36,10 +36,10 @@ Row = npt.NDArray[np.float32]
 
 
 class GrammarCompiler:
-    """Compiles the grammar of a request (JSON schema, regex, choices, GBNF or Lark), off the step loop. Thread-safe.
+    """Compiles a request's grammar (JSON schema, regex, choices, GBNF or Lark), outside the step loop. Thread-safe.
 
-    An LRU cache keeps compiled grammars. `make_tokenizer` returns the vocabulary as an `LLTokenizer`; it is called for
-    the first grammar.
+    An LRU cache keeps compiled grammars. `make_tokenizer` returns the vocabulary as an `LLTokenizer`; called for the
+    first grammar.
     """
 
     def __init__(self, make_tokenizer: Callable[[], Any]) -> None:
@@ -49,25 +49,25 @@ class GrammarCompiler:
         self._checker = GrammarChecker()
 
     def constraint(self, params: SamplingParams) -> Constraint | None:
-        """A new constraint for a request, None if it has no grammar. Raises `InvalidRequest` for a bad grammar, unless
-        that is a lazy one, which then is not enforced."""
+        """A new constraint for a request; None: no grammar. Raises `InvalidRequest` for an invalid grammar, except a
+        lazy one, which is then not enforced."""
         if (wanted := _grammar(params)) is None:
             return None
         lazy = None if params.is_constrained else params.lazy_grammar
         try:
-            # Copies share the lexer states that LIMITS counts. When one exceeds them, the next request compiles again.
+            # Copies share the lexer states counted by LIMITS. When one exceeds them, the next request recompiles.
             matcher = self._matcher(*wanted).deep_copy()
         except InvalidRequest as error:
             if lazy is None:
                 raise
             log.info("tool calls will not be constrained to their schemas: %s", error.message)
             return None
-        # With logprobs or a logits_processor each token needs logits of its own, so no token is forced.
+        # With logprobs or a logits_processor, each token needs its own logits, so no token is forced.
         allow_forced = params.logprobs is None and params.logits_processor is None
         return Constraint(matcher, allow_forced=allow_forced, lazy=lazy, on_limit=lambda: self._forget(*wanted))
 
     def is_compiled(self, params: SamplingParams) -> bool:
-        """Whether `constraint` returns at once: the request has no grammar, or the cache contains it."""
+        """Whether `constraint` returns immediately: the request has no grammar, or it is cached."""
         with self._lock:
             return (wanted := _grammar(params)) is None or wanted in self._compiled
 
@@ -89,7 +89,7 @@ class GrammarCompiler:
         return compiled
 
     def _compile(self, field: str, text: str) -> LLMatcher | str:
-        """The grammar in its initial state, or the reason for which it is refused."""
+        """The grammar in its initial state, or the reason why it is refused."""
         try:
             if field == "json_schema":
                 schema = json.loads(text)
@@ -103,22 +103,22 @@ class GrammarCompiler:
             raise InvalidRequest(field, str(error)) from error
         except ValueError as error:
             return _short_reason(str(error))
-        from llguidance import LLMatcher  # takes long, and most engines meet no grammar
+        from llguidance import LLMatcher  # slow, and most engines never get a grammar
 
         from cppbatch.engine.sampling.grammar_child import LIMITS
 
         matcher = LLMatcher(self._make_tokenizer(), definition, log_level=0, limits=LIMITS)
-        matcher.compute_bitmask()  # the first mask takes the longest: computed here, not in the step loop
+        matcher.compute_bitmask()  # the first mask is slowest, so not in the step loop
         return _short_reason(matcher.get_error()) if matcher.is_error() else matcher
 
     def close(self) -> None:
-        """Ends the child process of the checker."""
+        """Stops the child process of the checker."""
         self._checker.close()
-        self._compiled.clear()  # matchers point into the vocabulary
+        self._compiled.clear()  # matchers reference the vocabulary
 
 
 def _grammar(params: SamplingParams) -> tuple[str, str] | None:
-    """The field that says what kind of grammar it is, and its text."""
+    """The field that determines the grammar's type, and its text."""
     if field := params.grammar_field:
         value = getattr(params, field)
         return field, value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
@@ -136,7 +136,7 @@ def _short_reason(error: str) -> str:
 class Constraint:
     """The state of one sequence in its grammar. `on_limit` is called when the matcher exceeds its limits.
 
-    `lazy`: text is free up to its marker, and again where the grammar cannot be followed.
+    `lazy`: text is free up to its marker, and again if the grammar cannot be followed.
     """
 
     def __init__(
@@ -153,7 +153,7 @@ class Constraint:
         self._wait()
 
     def _wait(self) -> None:
-        """For the marker of a lazy grammar."""
+        """Matches the marker of a lazy grammar."""
         if self._lazy:
             forced, start = self.matcher.compute_ff_tokens(), self._lazy.start
             self._opening = forced[: forced.index(start) + 1] if start in forced else []
@@ -161,11 +161,11 @@ class Constraint:
 
     @property
     def is_lazy(self) -> bool:
-        """Whether it can be given up."""
+        """Whether it can be abandoned."""
         return self._lazy is not None
 
     def accept(self, token: int) -> bool:
-        """Advances by a sampled token. False if the grammar does not allow it; `error` then contains the reason."""
+        """Advances by a sampled token. False if the grammar does not allow it; `error` then has the reason."""
         if self.is_active:
             return bool(self.matcher.consume_token(token)) or self.give_up()
         assert self._lazy
@@ -177,7 +177,7 @@ class Constraint:
         return True
 
     def give_up(self) -> bool:
-        """Whether that is possible: the text is free from here on."""
+        """Abandons the grammar, so that the text is free from here on. Returns whether that is possible."""
         if self._lazy is None:
             return False
         self.is_active, self._opening = False, []
@@ -185,7 +185,7 @@ class Constraint:
 
     @property
     def error(self) -> str | None:
-        """Why no token can follow although the text is not complete; None if that is not the case."""
+        """Why no token can follow although the text is incomplete; None: one can follow, or the text is complete."""
         if not self.is_active:
             return None
         if self.matcher.is_error() or (self.matcher.is_stopped() and not self.matcher.is_accepting()):
@@ -201,15 +201,15 @@ class Constraint:
         return bool(self.is_active and self.matcher.is_stopped() and self.matcher.is_accepting())
 
     def forced(self) -> list[int]:
-        """The next tokens, as far as the grammar allows only one: they need no logits. Empty if none is forced."""
+        """The next tokens, as long as the grammar allows only one: they need no logits. Empty if none is forced."""
         return list(self.matcher.compute_ff_tokens()) if self._allow_forced and self.is_active else []
 
     def forced_text(self) -> str:
-        """What the text must go on with, as far as the grammar leaves no choice. Complete characters only."""
+        """The forced continuation of the text, as long as the grammar leaves no choice. Complete characters only."""
         return bytes(self.matcher.compute_ff_bytes()).decode("utf-8", "ignore") if self.is_active else ""
 
     def rebuild(self, tokens: Iterable[int]) -> None:
-        """Starts again from the beginning of the grammar and accepts these tokens."""
+        """Restarts at the beginning of the grammar and accepts these tokens."""
         self.matcher.reset()
         if self._lazy is None:
             self.matcher.consume_tokens(list(tokens))
@@ -229,9 +229,9 @@ class GrammarMasks:
         self._executor: LLExecutor | None = None
 
     def apply(self, constrained: list[tuple[Constraint, Row]]) -> list[str | None]:
-        """Sets the logits of tokens that the grammars do not allow to -inf, in place. All masks take one call.
+        """Sets the logits of tokens that the grammars do not allow to -inf, in place, with one call for all masks.
 
-        Returns an error message for each row, None where there is no error.
+        Returns an error message per row; None: no error.
         """
         n = len(constrained)
         if n > len(self._bits):
@@ -255,21 +255,21 @@ class GrammarMasks:
 
 
 # --- grammar check ---------------------------------------------------------------------------------------------------
-# Compiles a grammar in a child process first, which is killed if that takes too long.
+# Compiles a grammar in a child process first, which is killed if it takes too long.
 
 
 _TIMEOUT_S = 10.0
 
 
 class CheckFailed(Exception):
-    """The child process died, for a reason that may not be the grammar."""
+    """The child process died, possibly not because of the grammar."""
 
 
 class GrammarChecker:
     """Checks grammars in a child process. Thread-safe; one grammar at a time. The first grammar starts the child.
 
-    llguidance limits matching, but not the compilation of a grammar: some grammars take hours or all memory, or
-    overflow the stack, which would end this process.
+    llguidance limits matching, but not compilation: some grammars take hours or all memory, or overflow the stack,
+    which would crash this process.
     """
 
     def __init__(self) -> None:
@@ -278,9 +278,10 @@ class GrammarChecker:
         self._lock = threading.Lock()
 
     def definition(self, field: str, text: str) -> str:
-        """The grammar in llguidance's format. `field`: the field of `SamplingParams` that contains it, as `text`.
+        """The grammar in llguidance's format. `field`: the field of `SamplingParams` with the grammar, `text`.
 
-        Raises `ValueError` with the reason for a bad grammar, `CheckFailed` when the child died twice, `EngineClosed`.
+        Raises `ValueError` with the reason for an invalid grammar, `CheckFailed` if the child died twice,
+        `EngineClosed`.
         """
         with self._lock:
             line = self._ask(field, text) or self._ask(field, text)
@@ -312,7 +313,7 @@ class GrammarChecker:
             line = child.stdout.readline()
         except BrokenPipeError:
             line = ""
-        except BaseException:  # Ctrl-C: its answer would be taken for that to the next grammar
+        except BaseException:  # Ctrl-C: its answer would be mistaken for that to the next grammar
             self._end()
             raise
         finally:
@@ -330,7 +331,7 @@ class GrammarChecker:
             self._child = None
 
     def close(self) -> None:
-        """Ends the child. No other one is started."""
+        """Stops the child, and prevents starting another one."""
         with self._lock:
             self._closed = True
             self._end()
@@ -345,5 +346,5 @@ def _start() -> subprocess.Popen[str]:
         stderr=subprocess.DEVNULL,
         text=True,
         encoding="utf-8",
-        start_new_session=True,  # Ctrl-C in a terminal reaches the engine only, which ends the child
+        start_new_session=True,  # Ctrl-C in a terminal only reaches the engine, which stops the child
     )

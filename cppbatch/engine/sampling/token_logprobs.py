@@ -25,9 +25,9 @@ class Logprobs(Protocol):
 
 
 class RowLogprobs:
-    """The model's log-probabilities of one row of logits: its log softmax, summed in float64.
+    """The model's log-probabilities for a row of logits: its log softmax, summed in float64.
 
-    Made before any processing changes the row, of which it keeps a copy.
+    Created before any processing changes the row; keeps a copy of it.
     """
 
     def __init__(self, row: Row, n_top: int) -> None:
@@ -42,14 +42,14 @@ class RowLogprobs:
         return float(self._row[token]) - self._log_sum
 
     def top(self) -> list[tuple[int, float]]:
-        """The `n_top` likeliest tokens with their log-probabilities, the likeliest first."""
+        """The `n_top` most likely tokens with their log-probabilities, most likely first."""
         return [(token, self.of(token)) for token in self._top.tolist()]
 
 
 class PostSamplingLogprobs:
-    """The log-probabilities after the samplers: the log softmax of the logits that they leave.
+    """The log-probabilities after the samplers: the log softmax of the remaining logits.
 
-    `ids`, int64[n]: the tokens that are left; `logits`, float64[n]: theirs, after temperature.
+    `ids`, int64[n]: the remaining tokens; `logits`, float64[n]: their logits after temperature.
     """
 
     def __init__(self, ids: npt.NDArray[np.int64], logits: npt.NDArray[np.float64], n_top: int) -> None:
@@ -60,16 +60,16 @@ class PostSamplingLogprobs:
         self._top: list[int] = ids[likeliest[np.exp(logprobs[likeliest]) > 0]].tolist()
 
     def of(self, token: int) -> float:
-        """The log-probability of a token that is left."""
+        """The log-probability of a remaining token."""
         return self._logprobs[token]
 
     def top(self) -> list[tuple[int, float]]:
-        """As in `RowLogprobs`, without tokens whose probability is 0."""
+        """As in `RowLogprobs`, without tokens of probability 0."""
         return [(token, self.of(token)) for token in self._top]
 
 
 def make_token_logprob(row_logprobs: Logprobs | None, token: int, sequence: Seq, vocab: Vocabulary) -> TokenLogprob:
-    """The report on one token. `row_logprobs`: None for the first token of a prompt, which has no logits."""
+    """The report for a token. `row_logprobs`: None for the first token of a prompt, which has no logits."""
 
     def piece(other: int) -> bytes:
         return vocab.piece(other, special=True)
@@ -89,7 +89,7 @@ class PromptScorer:
         self._vocab = vocab
 
     def score(self, batch: Sequence[BatchEntry], logits: Logits) -> None:
-        """Appends to `Seq.prompt_logprobs` what a step computed. `logits`: all rows of the step, in batch order."""
+        """Appends a step's results to `Seq.prompt_logprobs`. `logits`: all rows of the step, in batch order."""
         start = 0
         for entry, n in batch:
             rows = logits[start : start + entry.n_logits(n)]
@@ -98,7 +98,7 @@ class PromptScorer:
                 self._score_rows(entry, rows)
 
     def _score_rows(self, sequence: Seq, rows: Logits) -> None:
-        """The row of token i scores token i + 1. Tokens that were scored before a preemption are skipped."""
+        """The row of token i scores token i + 1. Skips tokens that were scored before a preemption."""
         scores, tokens = sequence.prompt_logprobs, sequence.tokens
         if not scores:
             scores.append(make_token_logprob(None, int(tokens[0]), sequence, self._vocab))

@@ -1,6 +1,6 @@
-"""What the cells of a context for drafts hold: one draft sequence for each seq_id.
+"""The cells of a draft context: one draft sequence per seq_id.
 
-The cells follow the sequences lazily: a draft sequence is compared with its sequence when that is drafted for.
+The cells follow the sequences lazily: a draft sequence is compared with its sequence when drafting for it.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from cppbatch.errors import LlamaError
 
 Tokens = npt.NDArray[np.int32]
 
-_WORTH_SHARING = 8  # tokens: computing fewer costs no more than a step that is computed anyway
+_WORTH_SHARING = 8  # tokens: computing fewer costs no more than a step that is needed anyway
 
 
 class DraftMemory(Protocol):
-    """The cells of a context for drafts, in the unified layout (`cppbatch.llama.Context`)."""
+    """The cells of a draft context, in the unified layout (`cppbatch.llama.Context`)."""
 
     n_ctx: int
     n_seq_max: int
@@ -39,7 +39,7 @@ class DraftSequence:
 
     def __init__(self, seq_id: int) -> None:
         self.seq_id = seq_id
-        self.sequence: Seq | None = None  # None: it has ended, and its cells are kept as a prefix for others
+        self.sequence: Seq | None = None  # None: it has ended; its cells are kept as a prefix for others
         self.tokens: Tokens = np.empty(0, np.int32)  # the sequence's own array, which only grows
         self.start = 0  # but for heads: position 0
         self.n_known = 0
@@ -51,7 +51,7 @@ class DraftSequence:
 
     @property
     def n_cells(self) -> int:
-        """Cells that it holds, shared ones included."""
+        """Cells that it holds, including shared ones."""
         return self.n_known - self.start + len(self.guessed)
 
     @property
@@ -61,12 +61,12 @@ class DraftSequence:
 
     @property
     def position(self) -> int:
-        """The position behind its last cell."""
+        """The position after its last cell."""
         return self.n_known + len(self.guessed)
 
     @property
     def n_missing(self) -> int:
-        """Tokens of its sequence to compute until a draft begins: one if it is up to date."""
+        """Tokens of its sequence to compute before drafting: one if it is up to date."""
         assert self.sequence
         return self.sequence.n_tokens - self.n_known
 
@@ -74,22 +74,22 @@ class DraftSequence:
 class DraftCells:
     """Gives each sequence a seq_id of the draft context, and counts the cells.
 
-    A sequence that was not seen before begins with the longest prefix that other draft sequences hold. When seq_ids or
-    cells run out, the least recently used draft sequences lose theirs: those of ended, preempted and swapped sequences.
+    A new sequence starts with the longest prefix held by other draft sequences. If seq_ids or cells run out, the least
+    recently used draft sequences lose theirs: those of finished, preempted and swapped sequences.
     """
 
     def __init__(
         self, memory: DraftMemory, *, first_of: Callable[[Seq], int] | None = None, keeps_guesses: bool = True
     ) -> None:
-        """`first_of`: the first token of a sequence that can be computed now, where that is not any; cells before it
-        can only be shared. `keeps_guesses`: cells of drafted tokens that came true are as if they were computed."""
+        """`first_of`: the first token of a sequence that can be computed now, if not any; cells before it can only be
+        shared. `keeps_guesses`: cells of accepted draft tokens are as valid as computed ones."""
         self._memory = memory
         self._first_of = first_of
         self._keeps_guesses = keeps_guesses
         self.forget()
 
     def forget(self) -> None:
-        """The memory is empty: no sequence has cells."""
+        """Resets the accounting for empty memory."""
         self._cells = Cells()
         self.all = [DraftSequence(seq_id) for seq_id in range(self._memory.n_seq_max)]
         self._of: dict[Seq, DraftSequence] = {}
@@ -97,16 +97,16 @@ class DraftCells:
 
     @property
     def n_free(self) -> int:
-        """Cells that no draft sequence holds."""
+        """Cells not held by any draft sequence."""
         return self._memory.n_ctx - self._cells.n_used
 
     def get(self, sequence: Seq) -> DraftSequence | None:
-        """The draft sequence of a sequence, if it has one."""
+        """The draft sequence of a sequence, if any."""
         return self._of.get(sequence)
 
     def follow(self, sequences: Iterable[Seq]) -> list[DraftSequence]:
-        """The draft sequences of these, at most one for each seq_id. Their cells hold only known tokens, and not the
-        last one."""
+        """The draft sequences of these, at most one per seq_id. Their cells only hold known tokens, except the last
+        one."""
         sequences = list(sequences)
         self._now += 1
         for sequence in sequences:
@@ -122,8 +122,8 @@ class DraftCells:
         return found
 
     def _begin_at(self, draft: DraftSequence, first: int, unread: list[DraftSequence]) -> None:
-        """Its cells end before the first token that can be computed: it gets others, which may begin there. While one
-        of `unread` has its prefix still to compute, it has none."""
+        """Replaces cells that end before the first token that can be computed by others, which may start there. It has
+        none while its prefix is still to be computed by one of `unread`."""
         assert draft.sequence
         source, n = self._longest_prefix(draft.sequence, 0, least=first)
         self._cut(draft, 0)
@@ -153,7 +153,7 @@ class DraftCells:
         return draft
 
     def share_more(self, draft: DraftSequence) -> None:
-        """Lets it hold the cells of a longer prefix, if another one has computed one since."""
+        """Lets it share the cells of a longer prefix, if another one has computed one meanwhile."""
         assert draft.sequence
         source, n = self._longest_prefix(draft.sequence, draft.n_shareable, least=draft.n_known)
         if source:
@@ -161,8 +161,8 @@ class DraftCells:
             self._share(source, draft, n)
 
     def _longest_prefix(self, sequence: Seq, n_have: int, *, least: int) -> tuple[DraftSequence | None, int]:
-        """The draft sequence with the most cells of these tokens, and at which token they end, not before `least`; None
-        if that gains too little. `n_have`: cells that it has already."""
+        """The draft sequence with the most cells of these tokens, and the token at which they end, at least `least`;
+        None if the gain is too small. `n_have`: cells that it already has."""
         request = sequence.request
         best, most = None, n_have + _WORTH_SHARING
         if not request.cache_prompt:
@@ -181,7 +181,7 @@ class DraftCells:
         target.start, target.n_known = source.start, n
 
     def ensure_free(self, n: int) -> bool:
-        """Whether `n` cells are free, after dropping draft sequences that are not among the followed ones."""
+        """Whether `n` cells are free, after dropping draft sequences that are not being followed."""
         while self.n_free < n:
             idle = [draft for draft in self.all if draft.n_cells and draft.used_at < self._now]
             if not idle:
@@ -190,21 +190,22 @@ class DraftCells:
         return True
 
     def stop_following(self, draft: DraftSequence) -> None:
-        """It is not drafted for now: its cells may be given to those that are followed."""
+        """Stops following it for now: its cells may be given to others."""
         draft.used_at = self._now - 1
 
     def computed(self, draft: DraftSequence, n: int) -> None:
-        """The next `n` tokens of its sequence are in new cells."""
+        """Adds new cells with the next `n` tokens of its sequence."""
         draft.n_known += n
         draft.tip = self._cells.grow(draft.tip, n)
 
     def guessed(self, draft: DraftSequence, token: int) -> None:
-        """A drafted token is in a new cell."""
+        """Adds a new cell with a drafted token."""
         draft.guessed.append(token)
         draft.tip = self._cells.grow(draft.tip, 1)
 
     def finished(self, sequence: Seq) -> None:
-        """The sequence has ended: its known tokens stay as a prefix for others, until the cells are needed."""
+        """Called when the sequence has ended: its known tokens stay as a prefix for others, until the cells are
+        needed."""
         if draft := self._of.get(sequence):
             self._keep(draft, draft.n_known if draft.may_share else 0)
 
@@ -214,14 +215,14 @@ class DraftCells:
         self.forget()
 
     def _keep(self, draft: DraftSequence, n: int) -> None:
-        """It has no sequence any more, and keeps its cells before token `n`."""
+        """Detaches it from its sequence; it keeps its cells before token `n`."""
         if draft.sequence:
             del self._of[draft.sequence]
             draft.sequence = None
         self._cut(draft, n)
 
     def _cut(self, draft: DraftSequence, n: int) -> None:
-        """Only its cells before token `n` remain, which hold known tokens."""
+        """Keeps only its cells before token `n`, which hold known tokens."""
         draft.guessed = []
         if n <= draft.start:
             n = 0
@@ -234,8 +235,8 @@ class DraftCells:
 
 
 class TargetCells:
-    """In place of `DraftCells`, for a draft model without cells of its own: it reads those of the model, which hold all
-    tokens of a sequence but the last one."""
+    """Replaces `DraftCells` for a draft model without its own cells: it reads those of the model, which hold all tokens
+    of a sequence except the last one."""
 
     n_free = 0
     """Cells of its own."""
@@ -245,7 +246,7 @@ class TargetCells:
 
     @property
     def all(self) -> list[DraftSequence]:
-        """As `DraftCells.all`."""
+        """See `DraftCells.all`."""
         return list(self._of.values())
 
     def forget(self) -> None:
@@ -259,7 +260,7 @@ class TargetCells:
         return self._of.get(sequence)
 
     def follow(self, sequences: Iterable[Seq]) -> list[DraftSequence]:
-        """The draft sequences of these, with the seq_ids of the model, whose last token is missing."""
+        """The draft sequences of these, with the model's seq_ids, without the last token."""
         self._of = {sequence: DraftSequence(sequence.seq_id) for sequence in sequences}
         for sequence, draft in self._of.items():
             draft.sequence, draft.tokens, draft.n_known = sequence, sequence.tokens, sequence.n_tokens - 1

@@ -1,7 +1,7 @@
-"""Drafts from a draft model: a smaller model with the same vocabulary, in a context of its own.
+"""Drafts from a draft model: a smaller model with the same vocabulary, in its own context.
 
-All sequences of a step are drafted for together: each decode of the draft context computes one token of each of them,
-and the likeliest next token is the next draft token. The context has the unified layout, in which any sequences are
+Drafts for all sequences of a step together: each decode of the draft context computes one token of each of them, and
+the most likely next token is the next draft token. The context has the unified layout, in which any sequences are
 computed together, share prefixes without copying, and may have any length. (Q4_0 of 135M weights on two AVX-512 cores,
 300 tokens each: 171 tokens/s for one sequence, 270 for four, 351 for 16; per-sequence 159, 308, 501.)
 """
@@ -27,14 +27,14 @@ from cppbatch.llama import Batch
 
 log = logging.getLogger("cppbatch.engine")
 
-_LEAST_PROBABLE = 0.4  # a less probable token ends a draft, and is not part of it
+_LEAST_PROBABLE = 0.4  # a less probable token ends a draft, and is not included
 JOINED = 8
-"""Missing tokens that are computed together with the first draft tokens, or just before them; more are read before."""
+"""Maximum missing tokens computed with the first draft tokens, or just before them; more are read earlier."""
 _LEAST_READ = 32  # tokens that may be read in any step
-_READ_SHARE = 2.0  # of the time since the last call: a step with prompts to read takes at most three times as long
+_READ_SHARE = 2.0  # relative to the time since the last call: reading prompts at most triples a step's time
 _LONGEST_READ_S = 0.2
-_PRIOR = 8.0  # draft tokens that the prior of an acceptance rate weighs
-_DECAY = 0.98  # of older tokens in it, for each new token
+_PRIOR = 8.0  # weight of the prior of an acceptance rate, in draft tokens
+_DECAY = 0.98  # of older tokens' weight, per new token
 _MOST_CERTAIN = 0.99
 
 
@@ -49,7 +49,7 @@ class DraftContext(DraftMemory, Protocol):
 
 
 class DraftModel(NamedTuple):
-    """A draft model that was opened for an engine."""
+    """A draft model opened for an engine."""
 
     context: DraftContext
     longest: int
@@ -57,9 +57,9 @@ class DraftModel(NamedTuple):
 
 
 class _Acceptance:
-    """How many of the draft's tokens come true, relative to the probabilities that the draft model gives them.
+    """The acceptance of draft tokens relative to the draft model's probabilities.
 
-    A draft model that is unsure may be right more often than it says, if the model takes the likeliest token; and less
+    An unsure draft model may be right more often than predicted, if the model picks the most likely token; and less
     often at a high temperature.
     """
 
@@ -67,18 +67,18 @@ class _Acceptance:
         self._accepted = self._expected = 0.0
 
     def observe(self, n_accepted: int, probabilities: Sequence[float]) -> None:
-        """`probabilities`: of the tokens that were tested: those accepted, and the first one that was not."""
+        """`probabilities`: of the tested tokens: the accepted ones, and the first rejected one."""
         decay = _DECAY ** len(probabilities)
         self._accepted = decay * self._accepted + n_accepted
         self._expected = decay * self._expected + sum(probabilities)
 
     def factor(self, prior: float = 1.0) -> float:
-        """The acceptance by the probability; `prior`: what it is assumed to be before anything was observed."""
+        """The acceptance relative to the probability; `prior`: its assumed value before any observation."""
         return (self._accepted + _PRIOR * prior) / (self._expected + _PRIOR)
 
 
 class Guess(NamedTuple):
-    """The likeliest tokens from some position of a sequence on: a draft, and the token at which it ended."""
+    """The most likely tokens from some position of a sequence: a draft, and the token at which it ended."""
 
     start: int
     tokens: list[int]
@@ -86,7 +86,7 @@ class Guess(NamedTuple):
 
 
 class _Followed:
-    """What is known of a sequence for which drafts were made."""
+    """The state of a sequence with drafts."""
 
     __slots__ = ("acceptance", "guess")
 
@@ -98,11 +98,11 @@ class _Followed:
 class DraftModelProposer:
     """A `Proposer` that drafts with a draft model.
 
-    The cells of the draft context follow the sequences: `propose` removes the tokens that did not come true, computes
-    those that are missing, and then drafts. Prompts are read in pieces, so that none delays a step for long; a sequence
-    whose prompt is not read yet gets no draft. A draft ends before a token that is not probable enough.
+    The cells of the draft context follow the sequences: `propose` removes rejected tokens, computes missing ones, and
+    then drafts. Prompts are read in pieces, so that they do not delay a step for long; a sequence whose prompt has not
+    been read yet gets no draft. A draft ends before a token that is not probable enough.
 
-    If the draft model cannot compute, that is logged, and there are no more drafts.
+    If the draft model fails, this is logged, and there are no more drafts.
     """
 
     costs_compute = True
@@ -116,15 +116,15 @@ class DraftModelProposer:
         threads: ComputeThreads | None = None,
         clock: Callable[[], float] = perf_counter,
     ) -> None:
-        """`eog`: tokens after which nothing is drafted. `threads`: compute threads of each decode; None: always the
-        same. `clock`: for tests."""
+        """`eog`: tokens after which drafting stops. `threads`: compute threads per decode; None: constant. `clock`: for
+        tests."""
         self._context, self._longest = model
         self._eog = eog
         self._threads = threads
         self._clock = clock
         self.cells: DraftCells | TargetCells = self._new_cells()
         self.cost = StepCost()
-        """What a decode of the draft context takes."""
+        """The time of a decode of the draft context."""
         self._batch = self._new_batch()
         self._most_joined = min(JOINED, self._context.n_batch // self._context.n_seq_max)
         self._followed: dict[Seq, _Followed] = {}
@@ -150,17 +150,17 @@ class DraftModelProposer:
         return True
 
     def read_seconds(self, sequence: Seq) -> float:
-        """How long it takes to read what the draft context has not read of a sequence: at first, its prompt."""
+        """The time to read the unread part of a sequence: at first, its prompt."""
         draft = self.cells.get(sequence)
         n = sequence.n_tokens - (draft.n_known if draft else 0) - JOINED
         return n * self.cost.token_s(n) if n > 0 else 0.0
 
     def propose(self, sequences: Sequence[Seq], most: Sequence[int]) -> list[Draft | None]:
-        """As `Proposer.propose`. Sequences for which `most` is 0 are left alone: their prompts are not read either."""
+        """As `Proposer.propose`. Skips sequences for which `most` is 0: their prompts are not read either."""
         drafts: list[Draft | None] = [None] * len(sequences)
         if self._failed:
             return drafts
-        # The first draft token takes no cell of its own: only those before the last one are computed.
+        # The first draft token needs no cell: only those before the last one are computed.
         lengths = [min(k, self._longest - sequence.n_tokens + 1) for sequence, k in zip(sequences, most, strict=True)]
         wanted = [i for i, k in enumerate(lengths) if k > 0 and self.serves(sequences[i])]
         try:
@@ -172,7 +172,7 @@ class DraftModelProposer:
             self._failed = True
             log.error("stopped drafting with %s, which cannot compute: %s", self.kind, error)
             return [None] * len(sequences)
-        except BaseException:  # Ctrl-C: what the cells hold is not known
+        except BaseException:  # Ctrl-C: the content of the cells is unknown
             self._clear_cells()
             raise
         finally:
@@ -193,7 +193,7 @@ class DraftModelProposer:
     # --- following the sequences ----------------------------------------------------------------------------------
 
     def _guess(self, sequences: list[Seq], lengths: list[int]) -> list[Guess | None]:
-        """Guesses of these lengths at most; None for a sequence whose prompt is not read yet."""
+        """Guesses of up to these lengths; None for a sequence whose prompt has not been read yet."""
         for sequence in sequences:
             self._learn(sequence)
         ready = self._get_ready(sequences, lengths)
@@ -202,7 +202,7 @@ class DraftModelProposer:
         return [of_sequence.get(sequence) for sequence in sequences]
 
     def _get_ready(self, sequences: list[Seq], lengths: list[int]) -> dict[DraftSequence, int]:
-        """Those whose prompt is read, with the length of their drafts at most; reads a piece of the others' prompts."""
+        """Those whose prompt has been read, with their maximum draft length; reads a piece of the others' prompts."""
         if self._threads:
             self._context.use_threads(self._threads.now())
         drafts = self.cells.follow(sequences)
@@ -215,7 +215,7 @@ class DraftModelProposer:
         return {draft: length_of[draft] for draft in fitting if draft.n_missing <= self._most_joined}
 
     def _learn(self, sequence: Seq) -> None:
-        """Compares the last guess with the tokens that came."""
+        """Compares the last guess with the actual tokens."""
         followed = self._followed.setdefault(sequence, _Followed())
         guess, followed.guess = followed.guess, None
         if guess is None:
@@ -227,7 +227,7 @@ class DraftModelProposer:
             acceptance.observe(n_right, tested)
 
     def _fitting(self, length_of: dict[DraftSequence, int]) -> list[DraftSequence]:
-        """Those for whose missing tokens and drafts there are cells: the last ones are left out."""
+        """Those whose missing tokens and drafts fit into cells; drops the last ones."""
         fitting = list(length_of)
         while fitting and not self.cells.ensure_free(
             sum(draft.n_missing + self._n_drafted_cells(length_of[draft]) for draft in fitting)
@@ -236,12 +236,12 @@ class DraftModelProposer:
         return fitting
 
     def _n_drafted_cells(self, length: int) -> int:
-        """Cells that a draft of this length takes after those of the known tokens."""
+        """Cells that a draft of this length needs after those of the known tokens."""
         return length - 1
 
     def _read(self, unread: list[DraftSequence]) -> None:
-        """Computes a piece of these prompts; those with the least left first. A prompt with the same prefix as one that
-        is read waits for that prefix."""
+        """Computes a piece of these prompts, shortest remainder first. A prompt that shares a prefix with one being
+        read waits for that prefix."""
         if not unread:
             return
         seconds = min(_LONGEST_READ_S, _READ_SHARE * (self._clock() - self._returned_at))
@@ -263,10 +263,10 @@ class DraftModelProposer:
     # --- drafting -------------------------------------------------------------------------------------------------
 
     def _compute_guesses(self, length_of: dict[DraftSequence, int]) -> dict[DraftSequence, Guess]:
-        """The likeliest tokens of each, until one of them is not probable enough."""
+        """The most likely tokens of each, until one is not probable enough."""
         guesses: dict[DraftSequence, Guess] = {}
         factors: dict[DraftSequence, float] = {}
-        likely = dict.fromkeys(length_of, 1.0)  # that all tokens of the guess are accepted
+        likely = dict.fromkeys(length_of, 1.0)  # probability that all tokens of the guess are accepted
         prior = self._acceptance.factor()
         for draft in length_of:
             assert draft.sequence
@@ -288,7 +288,7 @@ class DraftModelProposer:
         return guesses
 
     def _is_worth_another(self, n_expected: float, n_sequences: int) -> bool:
-        """Whether one more token for so many sequences takes less time than the accepted ones of them save at best."""
+        """Whether one more token for this many sequences takes less time than its accepted tokens can save."""
         if not (n_sequences and self.token_s and self.cost.knows_rows):
             return True
         return n_expected * self.token_s >= self.cost.rows_s((n_sequences,))
@@ -296,7 +296,7 @@ class DraftModelProposer:
     def _compute_next(
         self, growing: list[DraftSequence], guesses: dict[DraftSequence, Guess]
     ) -> tuple[list[int], list[float]]:
-        """The likeliest next token of each with its probability, from one decode."""
+        """The most likely next token of each with its probability, from one decode."""
         batch, began = self._batch, self._clock()
         batch.clear()
         if first := not guesses[growing[0]].tokens:
@@ -313,12 +313,12 @@ class DraftModelProposer:
         tokens: list[int] = rows.argmax(axis=1).tolist()
         top = rows[np.arange(len(growing)), tokens]
         probabilities: list[float] = (1 / np.exp(rows - top[:, None]).sum(axis=1)).tolist()
-        if batch.n_tokens <= 2 * len(growing):  # more tokens are not as the rows of a draft
+        if batch.n_tokens <= 2 * len(growing):  # more tokens are not representative of draft rows
             self.cost.observe_rows((batch.n_tokens,), self._clock() - began)
         return tokens, probabilities
 
     def _decode(self, growing: list[DraftSequence]) -> None:
-        """Decodes the batch, which has a row of logits for each of these."""
+        """Decodes the batch, with a row of logits for each of these."""
         self._context.decode(self._batch)
 
     def _add_known(self, pieces: Sequence[tuple[DraftSequence, int]], *, n_logits: int) -> None:
@@ -334,7 +334,7 @@ class DraftModelProposer:
     # --- end ------------------------------------------------------------------------------------------------------
 
     def finished(self, sequence: Seq) -> None:
-        """As `Proposer.finished`. Its cells stay, as a prefix for others, until they are needed."""
+        """As `Proposer.finished`. Its cells stay as a prefix for others until they are needed."""
         if sequence in self._followed:
             self._learn(sequence)
             del self._followed[sequence]
@@ -345,7 +345,7 @@ class DraftModelProposer:
 
 
 def _has_prefix_of(draft: DraftSequence, first: DraftSequence) -> bool:
-    """Whether more of its missing tokens are also among those of `first` than are computed together with a draft."""
+    """Whether it shares more missing tokens with `first` than are computed together with a draft."""
     if draft.n_missing <= JOINED or not (draft.may_share and first.may_share and draft.salt == first.salt):
         return False
     assert draft.sequence

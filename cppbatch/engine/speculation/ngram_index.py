@@ -1,4 +1,4 @@
-"""Where n-grams occur in texts, and how probably the continuation of a match is accepted."""
+"""An index of n-grams in texts, and the acceptance probability of a match's continuation."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import numpy as np
 import numpy.typing as npt
 
 Hashes = tuple[int, int]
-"""The hashes of the last tokens of a text, one for each of `ORDERS`."""
+"""The hashes of a text's last tokens, one per order in `ORDERS`."""
 
 ORDERS = (8, 3)
-"""Tokens of the n-grams that are indexed. A search for 8 finds the longest matches, one for 3 the other ones."""
+"""Lengths of the indexed n-grams. A search for 8 finds the longest matches, one for 3 the others."""
 MOST_CANDIDATES = 8
-"""Occurrences that a search looks at, the latest ones."""
+"""Number of (most recent) occurrences that a search considers."""
 
 _BASE = 0x9E3779B97F4A7C15  # odd
 _MIX = 0xD6E8FEB86659FD93  # odd: moves all bits of a hash into its high bits
@@ -26,7 +26,7 @@ _POSITION = (1 << 32) - 1
 class IndexedText:
     """A text in an index: `tokens[:n]`, int32, to which tokens may still be appended.
 
-    Of every position `p` the index knows which n-gram came before, so `tokens[p]` is a continuation of it. Texts of
+    For every position `p`, the index has the preceding n-gram, so `tokens[p]` is a continuation of it. Texts of
     different `group`s never match each other.
     """
 
@@ -38,17 +38,17 @@ class IndexedText:
         self.seed = group * _BASE & _MASK
         self.n = 0
         self.doubts = bytearray(len(tokens))  # of each token, see `SuffixProposer`
-        # For each order and position: where the same n-gram occurred before. Memory is taken when it is touched.
+        # For each order and position: the previous occurrence of the same n-gram. Memory is only used once touched.
         self._set(tokens, [np.zeros(len(tokens), np.int64) for _ in ORDERS])
 
     def _set(self, tokens: npt.NDArray[np.int32], chains: list[npt.NDArray[np.int64]]) -> None:
         self.tokens, self.chain_arrays = tokens, chains
-        self.view = tokens.data  # its items are Python's integers, and come faster than numpy's
+        self.view = tokens.data  # its items are Python integers, which is faster than numpy's
         self.raw = self.view.cast("B")
         self.chains = [chain.data for chain in chains]
 
     def trim(self) -> None:
-        """Copies what is known of the text: no more is appended, and the array that it lay in is not kept alive."""
+        """Copies the known part of the text, which is final, so that its original array can be freed."""
         self._set(self.tokens[: self.n].copy(), [chain[: self.n].copy() for chain in self.chain_arrays])
         self.doubts = self.doubts[: self.n]
 
@@ -75,7 +75,7 @@ class IndexedText:
 
 
 def hash_arrays(tokens: npt.NDArray[np.int32], start: int, stop: int) -> list[npt.NDArray[np.uint64]]:
-    """For each order the hashes before positions `max(start, order)` to `stop - 1`."""
+    """For each order, the hashes before positions `max(start, order)` to `stop - 1`."""
     values = tokens[:stop].astype(np.uint64) + np.uint64(1)
     arrays = []
     for order in ORDERS:
@@ -90,11 +90,11 @@ def hash_arrays(tokens: npt.NDArray[np.int32], start: int, stop: int) -> list[np
 
 
 class NgramIndex:
-    """Finds where the last tokens of a text occurred before.
+    """Finds earlier occurrences of a text's last tokens.
 
-    For each n-gram order, `heads[slot]` is the latest occurrence among the n-grams whose hash has this slot, and the
-    chains of the texts lead from each occurrence to the one before. Each is compared with the tokens sought.
-    `size`: the number of tokens for which it has room; with more of them older occurrences are found less often.
+    For each n-gram order, `heads[slot]` is the latest occurrence of an n-gram whose hash has this slot, and the texts'
+    chains lead from each occurrence to the previous one. Each is compared with the tokens searched for.
+    `size`: its capacity in tokens; beyond it, older occurrences are found less often.
     """
 
     def __init__(self, size: int) -> None:
@@ -106,21 +106,21 @@ class NgramIndex:
         self._last_number = 0
 
     def __len__(self) -> int:
-        """The number of its texts."""
+        """The number of texts."""
         return len(self._texts)
 
     def add(self, tokens: npt.NDArray[np.int32], group: int = 0) -> IndexedText:
-        """A new text, of which nothing is known yet. `append` and `extend` make known what `tokens` has."""
+        """A new text, empty so far. `append` and `extend` index the content of `tokens`."""
         self._last_number += 1
         text = self._texts[self._last_number] = IndexedText(tokens, self._last_number, group)
         return text
 
     def remove(self, text: IndexedText) -> None:
-        """The text is not found any more."""
+        """Removes the text from searches."""
         del self._texts[text.base >> 32]
 
     def append(self, text: IndexedText, hashes: Hashes) -> None:
-        """The next token of the text is known; `hashes` are of those before it."""
+        """Indexes the next token of the text; `hashes`: of those before it."""
         p = text.n
         text.n = p + 1
         ref, seed, shift = text.base | p, text.seed, self._shift
@@ -136,7 +136,7 @@ class NgramIndex:
                 heads[slot] = ref
 
     def extend(self, text: IndexedText, stop: int, arrays: list[npt.NDArray[np.uint64]]) -> None:
-        """The tokens up to `stop` are known; `arrays`: `hash_arrays` from `text.n` to `stop`. The same as `append`."""
+        """Indexes the tokens up to `stop`; `arrays`: `hash_arrays` from `text.n` to `stop`. Equivalent to `append`."""
         for i, order in enumerate(ORDERS):
             n = len(arrays[i])
             if not n:
@@ -157,12 +157,12 @@ class NgramIndex:
         text.n = stop
 
     def skip(self, text: IndexedText, stop: int) -> None:
-        """The tokens up to `stop` are known, but not found in this text."""
+        """Adds the tokens up to `stop` without indexing them in this text."""
         text.n = stop
 
     def find(self, text: IndexedText, n: int, order: int, hashes: Hashes) -> list[tuple[IndexedText, int]]:
-        """Where the `ORDERS[order]` tokens before position `n` of `text`, with these hashes, occurred: texts with the
-        positions behind, at most `MOST_CANDIDATES`, the latest one first."""
+        """Occurrences of the `ORDERS[order]` tokens before position `n` of `text`, with these hashes: texts with the
+        positions after them, at most `MOST_CANDIDATES`, latest first."""
         size = 4 * ORDERS[order]
         if 4 * n < size:
             return []
@@ -185,46 +185,46 @@ class NgramIndex:
 
 
 # --- match acceptance ------------------------------------------------------------------------------------------------
-# How probably the continuation of a match is accepted, learned while texts are generated.
+# The acceptance probability of a match's continuation, learned during generation.
 
 
 _LEVELS = (0, 1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32)
-"""Matched tokens from which a match counts as longer."""
+"""Thresholds of matched tokens for the length classes of matches."""
 _FIRST_LENGTHS = (0.4, -0.2, 0.1, -0.4, 0.0, 0.3, 0.7, 1.1, 1.5, 2.0, 2.5, 3.0)  # log-odds before anything is learned
 MOST_LENGTH = _LEVELS[-1]
-"""Longer matches are not more probable continuations."""
+"""Longer matches are not more likely to continue."""
 _LEVEL = [max(i for i, least in enumerate(_LEVELS) if least <= length) for length in range(MOST_LENGTH + 1)]
 
-_RATE = 0.03  # of what all matches learn
-_SEQUENCE_RATE = 0.5  # of what a sequence learns for itself: about 10 tokens change its estimates
+_RATE = 0.03  # learning rate over all matches
+_SEQUENCE_RATE = 0.5  # learning rate of a sequence: about 10 tokens change its estimates
 _SEQUENCE_DECAY = 0.97
 _MOST_LOG_ODDS = 4.0
-_FRESH = 32  # estimates are worked out again after this number of learned tokens
+_FRESH = 32  # learned tokens between updates of the estimates
 
 
 class Source(IntEnum):
-    """What a match was found in."""
+    """The source of a match."""
 
     OWN = 0
-    """The prompt or the completion of the sequence itself."""
+    """The sequence's own prompt or completion."""
     PREDICTION = 1
-    """What the request predicts (`Seq.prediction`)."""
+    """The request's prediction (`Seq.prediction`)."""
     RUNNING = 2
-    """Another sequence that runs."""
+    """Another running sequence."""
     FINISHED = 3
-    """A sequence that has finished."""
+    """A finished sequence."""
 
 
 class Agreement(IntEnum):
-    """What speaks for the next token of a match: first what follows other occurrences of the same tokens; once tokens
-    were accepted, their number: `ACCEPTED` is 1, each number above it one more."""
+    """The evidence for the next token of a match: first, what follows other occurrences of the same tokens; once tokens
+    have been accepted, their number: `ACCEPTED` is 1, each number above it one more."""
 
     ONLY = 0
-    """There is only one occurrence."""
+    """Only one occurrence."""
     ALL = 1
     """All are followed by the same token."""
     MOST = 2
-    """More than half of them are followed by this token."""
+    """More than half are followed by this token."""
     FEW = 3
     ACCEPTED = 4
 
@@ -241,9 +241,9 @@ def after(agreement: int) -> int:
 
 
 class MatchAcceptance:
-    """Logistic regression, online: the log-odds that the next token of a match comes are the sum of a weight of the
-    match's length, one of its agreement, one of its source, one of the token's doubt, and what the sequence has learned
-    for itself. Doubt, 0 to `MOST_DOUBT`: how often earlier matches went on with another token there."""
+    """Online logistic regression: the log-odds that a match's next token comes are the sum of weights for the match's
+    length, agreement and source, the token's doubt, and the sequence's own log-odds. Doubt, 0 to `MOST_DOUBT`: how
+    often earlier matches continued with another token there."""
 
     def __init__(self) -> None:
         self._lengths = list(_FIRST_LENGTHS)
@@ -254,7 +254,7 @@ class MatchAcceptance:
         self._log_odds: dict[tuple[int, int, int, int], npt.NDArray[np.float64]] = {}
 
     def learn(self, length: int, agreement: int, source: int, own: float, accepted: bool, *, doubt: int = 0) -> float:
-        """The token after a match of `length` tokens was the expected one, or not. `doubt`: of the expected one.
+        """Learns whether the token after a match of `length` tokens was the expected one. `doubt`: of the expected one.
 
         `own`: the sequence's own log-odds, 0 at first. Returns the new ones.
         """
@@ -276,14 +276,14 @@ class MatchAcceptance:
         return min(max(own, -_MOST_LOG_ODDS), _MOST_LOG_ODDS)
 
     def first(self, length: int, agreement: int, source: int) -> float:
-        """The log-odds that the next token is accepted, without what the sequence has learned for itself."""
+        """The log-odds that the next token is accepted, without the sequence's own log-odds."""
         level = _LEVEL[min(length, MOST_LENGTH)]
         return self._lengths[level] + self._agreements[agreement] + self._sources[source]
 
     def probabilities(
         self, length: int, agreement: int, source: int, own: float, doubts: bytearray
     ) -> npt.NDArray[np.float64]:
-        """For each token of a draft the probability that it is accepted if those before it are; they rise with each
+        """For each token of a draft, the probability that it is accepted if the preceding ones are; rises with each
         accepted one. `doubts`: of these tokens."""
         key = (length if length < MOST_LENGTH else MOST_LENGTH, agreement, source, len(doubts))
         log_odds = self._log_odds.get(key)

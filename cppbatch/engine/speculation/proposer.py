@@ -17,42 +17,42 @@ class Draft(NamedTuple):
     """Tokens that may be the next ones of a sequence."""
 
     tokens: npt.NDArray[np.int32]
-    """int32[k], k >= 1: the first one would be at position `sequence.n_tokens`."""
+    """int32[k], k >= 1; the first one is for position `sequence.n_tokens`."""
     probabilities: npt.NDArray[np.float64]
-    """float64[k]: the estimated probability that each token is accepted if those before it are."""
+    """float64[k]: the estimated probability that each token is accepted if the preceding ones are."""
 
 
 class Proposer(Protocol):
     """Drafts the next tokens of sequences. Called on the engine's thread, between two steps."""
 
     costs_compute: bool
-    """Whether it is a `ModelProposer`. Otherwise `propose` is called in every step, also to learn what would have been
-    accepted."""
+    """Whether it is a `ModelProposer`. Otherwise `propose` is called in every step, also to learn which drafts would
+    have been accepted."""
 
     def propose(self, sequences: Sequence[Seq], most: Sequence[int]) -> list[Draft | None]:
-        """For each sequence a draft of at most `most` tokens, or None.
+        """For each sequence, a draft of up to `most` tokens, or None.
 
         The sequences decode: `tokens[:n_tokens]` is known, and only its last token is pending.
         """
         ...
 
     def finished(self, sequence: Seq) -> None:
-        """The sequence has ended: its tokens do not change any more."""
+        """Called when the sequence has ended: its tokens are final."""
         ...
 
     def close(self) -> None:
-        """Frees what the proposer holds."""
+        """Frees the proposer's resources."""
         ...
 
 
 class ModelProposer(Proposer, Protocol):
-    """A proposer that computes with a model: it is only called when its drafts are worth their time."""
+    """A proposer that runs a model, and is only called if its drafts are worth their time."""
 
     token_s: float
-    """What a token takes without drafts; set before each call of `propose`. 0: not known."""
+    """Seconds per token without drafts; set before each call of `propose`. 0: unknown."""
 
     def serves(self, sequence: Seq) -> bool:
-        """Whether it can draft for this sequence now."""
+        """Whether it can currently draft for this sequence."""
         ...
 
     def seconds(self, n_sequences: int, k: int) -> float:
@@ -61,23 +61,23 @@ class ModelProposer(Proposer, Protocol):
         ...
 
     def read_seconds(self, sequence: Seq) -> float:
-        """How long it takes to read what the model has not read of a sequence: at first, its prompt."""
+        """The time to read the unread part of a sequence: at first, its prompt."""
         ...
 
 
 # --- grammar proposer ------------------------------------------------------------------------------------------------
-# Drafts what a grammar leaves no choice about.
+# Drafts the text that a grammar forces.
 #
-# Example: after `{"name": "Ada", ` a JSON schema allows only `"born_in": "`. These bytes are drafted as the tokens of
-# the text. The model may write them with other tokens, so they are verified like any draft.
+# Example: after `{"name": "Ada", ` a JSON schema allows only `"born_in": "`. These bytes are tokenised and drafted. The
+# model may write them with other tokens, so they are verified like any draft.
 
 
 _NEW = 0.1  # weight of a new draft token in the acceptance
-_FIRST = 0.8  # acceptance before any is known
+_FIRST = 0.8  # acceptance before any measurement
 
 
 class GrammarProposer:
-    """Drafts the bytes that a grammar forces. Learns how often the model writes them with these tokens."""
+    """Drafts the bytes forced by a grammar. Learns how often the model writes them with these tokens."""
 
     costs_compute = False
 

@@ -1,7 +1,7 @@
-"""What the proposers have in common that draft from hidden rows of the model: a draft head in its file (MTP), and draft
-models that were made for it (EAGLE-3, DFlash, Gemma 4's assistant).
+"""Proposers that draft from hidden rows of the model: a draft head in its file (MTP), and draft models made for it
+(EAGLE-3, DFlash, Gemma 4's assistant).
 
-What the model computes is kept on the host (`HiddenRows`), and read when drafts are asked for: so a proposer that is
+The model's hidden rows are kept on the host (`HiddenRows`), and read when drafts are requested, so a proposer that is
 not worth its time costs next to nothing.
 """
 
@@ -86,7 +86,7 @@ class RowProposer(DraftModelProposer, ABC):
     # --- what the model has computed ----------------------------------------------------------------------------------
 
     def computed(self, entries: Sequence[BatchEntry]) -> None:
-        """The model's last decode had these entries, in order, whose accounting still is that before it."""
+        """Records the entries of the model's last decode, in order, whose accounting has not been updated yet."""
         if self._failed:
             return
         if len(self._rows) > self._context.n_seq_max:  # those of preempted sequences count beyond the memory plan
@@ -136,7 +136,7 @@ class RowProposer(DraftModelProposer, ABC):
         self._row_context.close()
 
     def open_again(self) -> None:
-        """Makes the context for drafts again, empty, after `close_context`: the model's own was made again. If that
+        """Recreates the empty draft context after `close_context`, because the model's own was recreated. If that
         fails, it is logged, and there are no more drafts."""
         self.cells.forget()
         try:
@@ -315,7 +315,7 @@ class _LaterHead(HeadProposer):
     def continue_drafts(
         self, growing: list[DraftSequence], drafted: list[list[int]], hidden: list[list[Row]]
     ) -> tuple[list[int], list[float]]:
-        """The likeliest token after the drafted ones of each, with its probability. `hidden`: the row before each."""
+        """The most likely token after the drafted ones of each, with its probability. `hidden`: the row before each."""
         batch = self._head_batch
         batch.clear()
         self._add_known([(draft, draft.n_missing) for draft in growing], n_logits=0)

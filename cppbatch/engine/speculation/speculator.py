@@ -1,4 +1,4 @@
-"""Which draft tokens a step computes beside its decode rows: as many as make tokens faster, often none.
+"""Chooses the draft tokens that a step computes with its decode rows: as many as speed up generation, often none.
 
 Example, default model on two AVX-512 cores, one sequence: a row takes 7 ms, 16 rows take 24 ms. A draft of 15 tokens,
 each right with a probability of 0.9 if those before it are, gives 8 tokens on average: 3 ms for each of them.
@@ -52,14 +52,14 @@ Probabilities = npt.NDArray[np.float64]
 
 @dataclass(slots=True)
 class DraftPlan:
-    """How many draft tokens each row of a step gets."""
+    """The number of draft tokens per row of a step."""
 
     lengths: list[int]
     """For each row, in the order of the rows; those without a draft of this length get filling tokens."""
     groups: Groups
     """As `StepPlan.row_groups`, with the draft tokens."""
     expected: float
-    """How many draft tokens may be expected to be accepted."""
+    """The expected number of accepted draft tokens."""
     value: float
     """The same, but accepted tokens count as the part of a row's time that they save: see `_Step`."""
     n_padding: int = 0
@@ -71,26 +71,26 @@ class DraftLimits:
     """What a step allows."""
 
     tokens: int
-    """All draft tokens of the step, those of padding rows included: each has a row of logits."""
+    """Maximum draft tokens of the step, including those of padding rows: each has a row of logits."""
     each: Sequence[int]
-    """Tokens after the known ones of each sequence, for which it has cells."""
+    """Maximum tokens after the known ones of each sequence for which there are cells."""
     has_streams: bool
     """As `KVPool.has_streams`: llama.cpp computes only equally long pieces of consecutive seq_ids together."""
     is_one_group: bool = True
     """Whether llama.cpp computes all rows together if they have equally many tokens."""
     is_queue_empty: bool = False
-    """Whether the rows of sequences that end stay empty."""
+    """Whether the rows of finished sequences stay empty."""
 
 
 class Usual(NamedTuple):
-    """A usual draft of the draft model."""
+    """A typical draft of the draft model."""
 
     acceptance: float
-    """The probability that a token is accepted if those before it are."""
+    """The probability that a token is accepted if the preceding ones are."""
     made: float
-    """The share of the calls that give a draft: an unsure draft model stops after its first token."""
+    """The fraction of calls that give a draft: an unsure draft model stops after its first token."""
     goes_on: float
-    """The share of the tokens of drafts after which there is another one, if it may be longer."""
+    """The fraction of draft tokens followed by another one, if the draft may be longer."""
 
 
 _FIRST_GUESS = Usual(acceptance=0.7, made=0.8, goes_on=0.9)  # before anything is known
@@ -100,9 +100,8 @@ _NO_DRAFT: Probabilities = np.zeros(0)
 class Speculator:
     """Collects the drafts of the proposers, and chooses how many of their tokens a step computes.
 
-    Proposers that only look something up are asked in every step. A draft model is asked if its usual drafts, for the
-    time that they take, make tokens faster; where they do not, it is asked again after 100 times that time. The first
-    tries come sooner.
+    Lookup proposers are called in every step. A draft model is called if its typical drafts are worth their time;
+    otherwise it is tried again after 100 times that time. The first tries come sooner.
     """
 
     def __init__(
@@ -132,9 +131,9 @@ class Speculator:
         self._accepted_s = 0.0  # time that an accepted token takes beside its row: its sampling
 
     def plan(self, rows: Sequence[Seq], groups: Groups, cost: StepCost, limits: DraftLimits) -> DraftPlan | None:
-        """Sets the drafts of these decoding sequences (`Seq.set_draft`) if that makes tokens faster, else returns None.
+        """Sets the drafts of these decoding sequences (`Seq.set_draft`) if that is faster, else returns None.
 
-        `rows`: by rising seq_id. `groups`: as `StepPlan.row_groups`, without drafts.
+        `rows`: by ascending seq_id. `groups`: as `StepPlan.row_groups`, without drafts.
         """
         if not cost.knows_rows or (self._equal_only and not limits.is_one_group):
             return None
@@ -154,7 +153,7 @@ class Speculator:
     def _look(
         self, rows: Sequence[Seq], groups: Groups, cost: StepCost, limits: DraftLimits
     ) -> tuple[DraftPlan | None, bool]:
-        """As `plan`, and whether the drafts are worth it: otherwise they are a try."""
+        """Like `plan`, and whether the drafts are worth it; otherwise they are an experiment."""
         most = [
             max(0, min(self._draft_max, each, sequence.n_room - 1))
             if sequence.params.speculate and not sequence.media
@@ -192,18 +191,18 @@ class Speculator:
 
     @property
     def _trust(self) -> float:
-        """How many of the tokens expected to be accepted are accepted: estimates that are too high are chosen first."""
+        """The ratio of accepted to expected tokens: estimates that are too high are chosen first."""
         return min(1.0, (self._accepted + _PRIOR) / (self._expected + _PRIOR))
 
     def verified(self, n_accepted: int, seconds: float) -> None:
-        """The step of the last plan has accepted so many draft tokens. `seconds`: what verifying them took, beside the
-        first row of each sequence."""
+        """Records the number of draft tokens accepted in the last plan's step. `seconds`: the time to verify them, in
+        addition to the first row of each sequence."""
         self._accepted = _KEPT * self._accepted + n_accepted
         if n_accepted:
             self._accepted_s += _NEW_VERIFIED * (seconds / n_accepted - self._accepted_s)
 
     def _ask_model(self, model: ModelProposer, step: _Step, drafts: list[Draft | None], most: list[int]) -> None:
-        """Takes drafts of the draft model if its usual ones are worth their time."""
+        """Gets drafts from the draft model if its typical ones are worth their time."""
         before = [_accepted(draft) for draft in drafts]
         usual = [self._usual.get(sequence, self._usual_of_all) for sequence in step.rows]
         guesses = [
@@ -251,36 +250,36 @@ class Speculator:
         _take_better(drafts, made)
 
     def finished(self, sequence: Seq) -> None:
-        """The sequence has ended, or has another array of tokens now (`Seq.shift`)."""
+        """Called when the sequence has ended, or has a new array of tokens (`Seq.shift`)."""
         self._usual.pop(sequence, None)
         for proposer in self._proposers:
             proposer.finished(sequence)
 
     def close(self) -> None:
-        """Frees what the proposers hold."""
+        """Frees the proposers' resources."""
         for proposer in self._proposers:
             proposer.close()
 
 
 def max_draft_rows(n_vocab: int) -> int:
-    """How many rows a step with drafts may have, for the memory of their logits. `n_vocab`: logits of a row."""
+    """The maximum rows of a step with drafts, limited by the memory of their logits. `n_vocab`: logits per row."""
     return _LOGITS_BYTES // (4 * max(1, n_vocab))
 
 
 class _Tries:
-    """The time for drafts that are probably not worth it: their estimates may be wrong."""
+    """The time budget for drafts that are probably not worth it, since estimates may be wrong."""
 
     def __init__(self, n_first: float) -> None:
-        """`n_first`: steps whose time may be used at the beginning."""
+        """`n_first`: steps whose time may be used at the start."""
         self._n_first = n_first
         self._left_s: float | None = None
 
     def step(self, seconds: float) -> None:
-        """Before a step that takes so long without drafts."""
+        """Called before a step, with its time without drafts."""
         self._left_s = (self._n_first * seconds if self._left_s is None else self._left_s) + _TRY_SHARE * seconds
 
     def may_take(self, seconds: float) -> bool:
-        """Whether a try may take so long; if it may, it does."""
+        """Whether a try may take this long; if so, takes it from the budget."""
         assert self._left_s is not None
         if seconds > self._left_s:
             return False
@@ -289,8 +288,9 @@ class _Tries:
 
 
 class _Looks:
-    """The time for looking for drafts. It is less than a millisecond, but a step of many sequences of a small model
-    takes little more than ten; while none are worth it, `_LOOK_SHARE` of the time is enough to notice a repetition."""
+    """The time budget for draft lookups. They take less than a millisecond, but a step of many sequences of a small
+    model takes little more than ten; while drafts are not worth it, `_LOOK_SHARE` of the time suffices to notice
+    repetition."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -300,13 +300,13 @@ class _Looks:
         self._began = 0.0
 
     def may_look(self, step_s: float) -> bool:
-        """Whether to look before a step that takes so long without drafts."""
+        """Whether to look for drafts before a step, given its time without drafts."""
         self._left_s = min(self._left_s + _LOOK_SHARE * step_s, self._usual_s)
         self._began = self._clock()
         return self._n_vain < _VAIN or self._left_s >= self._usual_s
 
     def looked(self, *, is_worth: bool, is_tried: bool) -> None:
-        """Drafts were looked for. `is_tried`: the step has some; then the time may be that of a draft model."""
+        """Records a lookup. `is_tried`: the step has drafts; then the time may be that of a draft model."""
         self._n_vain = 0 if is_worth else self._n_vain + 1
         if not is_tried:
             seconds = self._clock() - self._began
@@ -316,7 +316,7 @@ class _Looks:
 
 
 class _Step:
-    """The rows of a step, what drafts for them would cost, and what accepted tokens save.
+    """The rows of a step, the cost of drafts for them, and the time saved by accepted tokens.
 
     An accepted token saves the time of a row, 1/n of a step with n rows. But if no requests wait and the sequences end
     at about the same time, as samples of a prompt do, one that is ahead leaves its row empty in the last steps. If m of
@@ -355,14 +355,14 @@ class _Step:
             self._row_s = np.diff(np.maximum.accumulate(cost.relative_up_to(len(rows))))  # of the first row, the second
 
     def _value(self, gains: Probabilities) -> float:
-        """How many rows' time it saves if this number of tokens is accepted of each sequence."""
+        """The time saved, in rows, if this number of tokens is accepted per sequence."""
         if self._ahead is None:
             return float(gains.sum())
         saved = np.sort(self._ahead + gains) - np.sort(self._ahead)  # steps with one row, with two ...
         return float(len(gains) * (self._row_s @ saved) / self._row_s.sum())
 
     def best(self, drafts: Sequence[Probabilities]) -> Choice:
-        """The best plan for these drafts: of each the probabilities that its tokens are accepted (`_accepted`)."""
+        """The best plan for these drafts, given as the acceptance probabilities of their tokens (`_accepted`)."""
         longest = max(map(len, drafts))
         if not longest:
             return None, 0.0
@@ -375,7 +375,7 @@ class _Step:
         return self._best_in_unified(expected)
 
     def _best_in_unified(self, expected: Probabilities) -> Choice:
-        """The draft tokens that are most likely to be accepted, as many as are worth their rows."""
+        """The draft tokens most likely to be accepted, as many as are worth their rows."""
         n_rows = len(expected)
         n_most = min(self.limits.tokens, int(np.count_nonzero(expected)))
         if n_most <= 0:
@@ -447,7 +447,7 @@ def _accepted(draft: Draft | None) -> Probabilities:
 
 
 def _of_usual(usual: Usual, most: int) -> Probabilities:
-    """The same of a usual draft of at most so many tokens."""
+    """The same for a typical draft of up to this many tokens."""
     probabilities = np.full(most, min(usual.acceptance, _ALMOST_CERTAIN))
     probabilities[1:] *= usual.goes_on
     return probabilities.cumprod()
@@ -468,7 +468,7 @@ def _mean(old: Usual, draft: Draft | None, longest: int, new: float) -> Usual:
 
 
 def _of_text(proposer: Proposer, rows: Sequence[Seq], most: Sequence[int]) -> list[Draft | None]:
-    """The proposer's drafts. It never reads sequences with pictures or sound, whose placeholders are no tokens."""
+    """The proposer's drafts. Excludes sequences with images or audio, whose placeholders are not tokens."""
     if not any(sequence.media for sequence in rows):
         return proposer.propose(rows, most)
     asked = [i for i, sequence in enumerate(rows) if not sequence.media]
@@ -479,14 +479,14 @@ def _of_text(proposer: Proposer, rows: Sequence[Seq], most: Sequence[int]) -> li
 
 
 def _take_better(drafts: list[Draft | None], others: Sequence[Draft | None]) -> None:
-    """Replaces drafts by those of which more tokens may be expected to be accepted."""
+    """Replaces drafts by those with more expected accepted tokens."""
     for i, other in enumerate(others):
         if other and (drafts[i] is None or _accepted(other).sum() > _accepted(drafts[i]).sum()):
             drafts[i] = other
 
 
 Choice = tuple[DraftPlan | None, float]
-"""The best plan with drafts that the limits allow, and its tokens/s."""
+"""The best plan with drafts within the limits, and its tokens/s."""
 
 
 def _neighbours(seq_ids: Sequence[int]) -> list[int]:

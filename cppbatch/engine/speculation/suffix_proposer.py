@@ -1,4 +1,4 @@
-"""Drafts without a model: what followed the last tokens where they occurred before."""
+"""Drafts without a model: the continuations of earlier occurrences of the last tokens."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ from cppbatch.engine.speculation.proposer import Draft
 
 _AT_ONCE = 8192  # tokens of prompts that one call of `propose` indexes, in about a millisecond
 _TOKENS_OF_TEXT = 64  # of finished sequences on average, at least
-_START = 256  # beginning a sequence costs as much as indexing this number of tokens
-_FEW = 32  # more new tokens than these are indexed with numpy
+_START = 256  # starting a sequence costs as much as indexing this number of tokens
+_FEW = 32  # more new tokens than this are indexed with numpy
 _ROOM = 4096  # tokens of a completion for which the index of a sequence has room at first
-_NEAR = 8  # tokens after the end of a long match in which it may go on, and how far behind its end
+_NEAR = 8  # tokens after the end of a long match within which it may resume, and how far after its end
 _LENGTHS = (MOST_LENGTH, 24, 16, 12, 8)  # matches of `ORDERS[0]` tokens and more are compared at these lengths
 
 
 class _Match:
-    """Where the continuation of a sequence's last tokens is read: `text.tokens[position]` is expected to come next."""
+    """The source of a sequence's continuation: `text.tokens[position]` is the expected next token."""
 
     __slots__ = ("agreement", "length", "position", "source", "text")
 
@@ -45,7 +45,7 @@ class _Match:
 
 
 class _State:
-    """What the proposer knows of a running sequence."""
+    """The proposer's state of a running sequence."""
 
     __slots__ = (
         "hashes", "log_odds", "lost", "lost_at", "match", "own", "own_text", "predicted", "prediction", "shared",
@@ -69,16 +69,16 @@ class _State:
 class SuffixProposer:
     """Continues an earlier occurrence of a sequence's last tokens.
 
-    It is found in the sequence's own prompt and completion, in what its request predicts, and in running and finished
-    sequences with the same salt. A match is followed as long as its tokens come, and costs no search then.
+    Occurrences are searched in the sequence's own prompt and completion, in its request's prediction, and in running
+    and finished sequences with the same salt. A match is followed without a search as long as its tokens come.
 
-    Where another token comes than a match expects, both tokens are in doubt: of `"city": "Rome"`, met again in the next
-    record of a list, the value is likely to differ once more, and the rest is not. A text that repeats another one
-    takes over its doubts.
+    If a token differs from a match's expectation, both tokens get a doubt: when `"city": "Rome"` occurs again in the
+    next record of a list, the value is likely to differ again, but not the rest. A text that repeats another one
+    inherits its doubts.
 
-    `max_tokens`: tokens of finished sequences that are kept, over all salts, and one text for each 64 of them, because
-    a text of a few tokens takes as much memory as one of 100; the least recently used ones leave. A request with
-    `cache_prompt=False` takes no tokens of others and gives them none.
+    `max_tokens`: tokens of finished sequences to keep, over all salts, and one text per 64 of them, because a text of a
+    few tokens takes as much memory as one of 100; the least recently used ones are dropped. A request with
+    `cache_prompt=False` neither uses tokens of others nor offers its own.
     """
 
     costs_compute = False
@@ -209,7 +209,8 @@ class SuffixProposer:
             self._search(state)
 
     def _follow(self, state: _State, n: int) -> None:
-        """Takes new tokens, up to `n`: compares them with the match, indexes them, and searches if none goes on."""
+        """Processes new tokens up to `n`: compares them with the match, indexes them, and searches if it does not
+        continue."""
         text, shared, match = state.own_text, state.shared, state.match
         own, all_texts, hashes = state.own, self._shared, state.hashes
         assert hashes is not None
@@ -246,7 +247,7 @@ class SuffixProposer:
             self._search(state)
 
     def _search(self, state: _State) -> None:
-        """Finds the match that goes on most probably."""
+        """Finds the match that is most likely to continue."""
         best, best_odds = None, 0.0
         for match in self._matches(state):
             odds = self._acceptance.first(match.length, match.agreement, match.source)
@@ -259,7 +260,7 @@ class SuffixProposer:
             self._finished[best.text] = self._finished.pop(best.text)  # used last
 
     def _continued(self, state: _State, lost: _Match) -> _Match | None:
-        """The long match that ended shortly before, where it goes on after a change of a few tokens."""
+        """The long match that ended shortly before, if it continues after a change of a few tokens."""
         text, other = state.own_text, lost.text
         n = text.n
         if n - state.lost_at > _NEAR:

@@ -34,7 +34,7 @@ _MIGRATIONS = (
         )""",
         "CREATE INDEX open_batches ON batches (input_file_id) WHERE is_open",
     ),
-    (  # the owner of what 0.1.0 has stored is empty: everybody sees it, as before
+    (  # files and batches stored by 0.1.0 have no owner: they are visible to all, as before
         "ALTER TABLE files ADD COLUMN owner TEXT NOT NULL DEFAULT ''",
         "ALTER TABLE batches ADD COLUMN owner TEXT NOT NULL DEFAULT ''",
     ),
@@ -397,7 +397,7 @@ class BatchRecord(
     output_lifetime_s: int | None = None
     """Seconds after which the output files are deleted; None: never."""
     owner: str = ""
-    """Who sees the batch and its results; empty: everybody."""
+    """The owner, who can see the batch and its results; empty: visible to all."""
     key: dict[str, Any] | None = None
     """The rules of the API key that created it, in the server's form. None: it was created without a key."""
     is_begun: bool = False

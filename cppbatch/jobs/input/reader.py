@@ -147,7 +147,7 @@ def parse_json_line(number: int, line: bytes, builder: RequestBuilder) -> JobReq
         record = _decoded(line)
         is_plain = builder.has_template or ("body" not in record and "url" not in record)
         if builder.only_prompts and not is_plain:
-            message = "is a request in OpenAI's formatat, whose result cannot be a table row: use a .jsonl output"
+            message = "is a request in OpenAI's format, whose result cannot be a table row: use a .jsonl output"
             raise LineError("invalid_line", message)
         if is_plain:
             custom_id = _plain_custom_id(record, number, builder.id_column)

@@ -1,4 +1,4 @@
-"""What Ray Serve is told about the replicas of an engine: how many, where they fit, when their number changes."""
+"""Ray Serve options for the replicas of an engine: their number, resources and autoscaling."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ class ReplicaOptions(msgspec.Struct, frozen=True, kw_only=True):
 
     min_replicas: int = 1
     max_replicas: int = 1
-    """More than `min_replicas`: the number follows the load."""
+    """If above `min_replicas`: the number follows the load."""
     downscale_delay: float = 60.0
-    """Seconds for which fewer replicas must have been enough before one is stopped."""
+    """Seconds for which fewer replicas must have sufficed before one is stopped."""
     num_cpus: float = 1
     """Logical CPUs that Ray reserves for a replica."""
     num_gpus: float = 0
@@ -79,7 +79,7 @@ class ReplicaOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def for_own_machine(options: ReplicaOptions, config: EngineConfig, n_cores: int) -> tuple[ReplicaOptions, EngineConfig]:
-    """The options and the engine's settings where all replicas run on this machine: they divide its cores."""
+    """The options and engine settings if all replicas run on this machine, dividing its cores."""
     n_threads = config.n_threads or max(1, n_cores // options.max_replicas)
     return (
         msgspec.structs.replace(options, num_cpus=n_threads),
@@ -130,7 +130,7 @@ def with_gpus(options: ReplicaOptions, nodes: Sequence[Node], *, grows: bool) ->
 
 
 def why_unplaceable(options: ReplicaOptions, nodes: Sequence[Node]) -> str | None:
-    """Why no node of the cluster can ever hold a replica; None: one can."""
+    """Why no node of the cluster can ever run a replica; None: one can."""
     if any(node.cpus >= options.num_cpus and node.gpus >= options.num_gpus for node in nodes):
         return None
     needs = f"{options.num_cpus:g} CPUs" + (f" and {options.num_gpus:g} GPU" if options.num_gpus else "")
@@ -146,7 +146,8 @@ def why_unplaceable(options: ReplicaOptions, nodes: Sequence[Node]) -> str | Non
 
 
 def model_on_this_node(path: str) -> str:
-    """The file itself, or one with its name in this node's models folder, or the default model, fetched if needed.
+    """The file itself, or one with its name in this node's models folder, or the default model, downloaded if
+    necessary.
 
     Raises `ModelError` if there is none.
     """

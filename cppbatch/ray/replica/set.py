@@ -62,7 +62,7 @@ class ReplicaSet(Protocol):
         """Tells all replicas that a front still runs."""
 
     async def close(self, front: str) -> None:
-        """Ends the connection of a front; the replicas go on running."""
+        """Ends the connection of a front; the replicas continue to run."""
 
 
 # --- live replicas ---------------------------------------------------------------------------------------------------

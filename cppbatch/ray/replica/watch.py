@@ -1,4 +1,4 @@
-"""Says in the server's log when replicas start, run, stop, die, or wait for CPUs."""
+"""Logs when replicas start, run, stop, die, or wait for CPUs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _PLACEMENT_S = 10.0  # Ray places a replica that has its CPUs within a second
 
 
 class SeenReplica(msgspec.Struct, frozen=True):
-    """A replica as Ray Serve's controller sees it."""
+    """A replica in the view of Ray Serve's controller."""
 
     state: Literal["starting", "running", "stopping"]
     pid: int | None = None
@@ -27,7 +27,7 @@ class SeenReplica(msgspec.Struct, frozen=True):
 
 
 class ReplicaChanges:
-    """Compares what is seen with what was seen before."""
+    """Compares the current state with the previous one."""
 
     def __init__(self) -> None:
         self._seen: Mapping[str, SeenReplica] = {}
@@ -35,8 +35,8 @@ class ReplicaChanges:
         self._unplaced_since: dict[str, float] = {}
 
     def lines(self, now: float, target: int, seen: Mapping[str, SeenReplica], resources: str) -> Iterator[str]:
-        """What has changed. `now`: in seconds. `target`: how many replicas the load asks for. `resources`: what one
-        needs and what is free."""
+        """The changes, as log lines. `now`: in seconds. `target`: the number of replicas required by the load.
+        `resources`: what one needs and what is free."""
         before, self._seen = self._seen, seen
         if self._target and target != self._target:
             yield f"scaling to {target} replica{'s' * (target != 1)} from {self._target}"
@@ -63,7 +63,7 @@ class ReplicaChanges:
 
 @contextlib.contextmanager
 def watched(application: str, deployment: str) -> Iterator[None]:
-    """Logs the changes of the replicas meanwhile, from a thread: Ray's calls block."""
+    """Logs changes of the replicas during the context, from a thread, because Ray's calls block."""
     stopped = threading.Event()
     thread = threading.Thread(target=_watch, args=(application, deployment, stopped), daemon=True)
     thread.start()
@@ -108,7 +108,7 @@ def _resources(details: object) -> str:
 
 
 # --- serve details ---------------------------------------------------------------------------------------------------
-# What Ray Serve's controller knows about a deployment: its replicas with their state, process and machine.
+# Ray Serve's view of a deployment: its replicas with their state, process and machine.
 
 
 def deployment_details(application: str, deployment: str) -> Any:

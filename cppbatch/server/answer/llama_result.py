@@ -1,4 +1,4 @@
-"""What llama-server's API and its fields in OpenAI's API have in answers: settings, timings, probabilities."""
+"""Response parts of llama-server's API, also used as extensions in OpenAI's API: settings, timings, probabilities."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class LlamaResponse(msgspec.Struct, frozen=True, kw_only=True):
     tokens: list[int]
     """With `return_tokens`."""
     id_slot: int
-    """-1: requests have no slots of their own."""
+    """-1: requests are not assigned to slots."""
     stop: Literal[True]
     model: str
     tokens_predicted: int
@@ -44,11 +44,11 @@ class LlamaResponse(msgspec.Struct, frozen=True, kw_only=True):
     """The prompt's tokens as text."""
     has_new_line: bool
     truncated: bool
-    """Whether the completion ended because the context was full, or tokens were dropped from it (`--context-shift`)."""
+    """Whether the completion ended because the context was full, or a context shift dropped tokens."""
     stop_type: Literal["eos", "limit", "word"]
     stopping_word: str
     tokens_cached: int
-    """Tokens of prompt and completion whose keys and values the next request can use."""
+    """Tokens of prompt and completion that the next request can reuse from the cache."""
     timings: Timings
     completion_probabilities: list[CompletionProbability] | UnsetType = UNSET
     """With `n_probs`."""
@@ -75,8 +75,8 @@ class LlamaChunk(msgspec.Struct, frozen=True, kw_only=True):
 class LlamaResults:
     """The results of the completions of one request.
 
-    `prompts`: the tokens of each prompt. Completions of the same prompt have consecutive indices. `return_tokens`: the
-    results have the token ids.
+    `prompts`: the tokens of each prompt. Completions of the same prompt have consecutive indices. `return_tokens`:
+    whether the results include the token ids.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class LlamaResults:
         self._has_new_line = [False] * len(requests)
 
     def record(self, index: int, event: GenerationEvent) -> None:
-        """Counts what is new in an event, before it is shown."""
+        """Counts the new tokens of an event, before it is sent."""
         self._n_predicted[index] += len(event.tokens)
         if event.finish_reason and event.usage:  # with the end token
             self._n_predicted[index] = event.usage.completion_tokens
@@ -188,7 +188,7 @@ RANDOM_SEED = 2**32 - 1
 """llama-server's value for a random seed."""
 
 LLAMA_NAMES = {"typical_p": "typ_p"}
-"""llama-server's names of samplers, where they differ from those in `SamplingParams`."""
+"""llama-server's names for samplers, where they differ from `SamplingParams`."""
 
 
 class TokenBias(msgspec.Struct, frozen=True, kw_only=True):
@@ -196,7 +196,7 @@ class TokenBias(msgspec.Struct, frozen=True, kw_only=True):
 
     token: int
     bias: float | None
-    """None: the token is never chosen."""
+    """None: the token is never sampled."""
 
 
 _SAME = tuple(
@@ -214,7 +214,7 @@ else:
 
 
 class GenerationSettings(_SameSettings, frozen=True, kw_only=True):
-    """How a completion is generated."""
+    """The settings of a completion."""
 
     seed: int
     """2^32 - 1: random."""
@@ -223,7 +223,7 @@ class GenerationSettings(_SameSettings, frozen=True, kw_only=True):
     max_tokens: int
     """-1: unlimited."""
     n_predict: int
-    """The same."""
+    """Same as `max_tokens`."""
     n_keep: int
     n_discard: int
     stream: bool
@@ -245,8 +245,8 @@ def generation_settings(
     seed: int | None = None,
     end_tokens: Sequence[int] = (),
 ) -> GenerationSettings:
-    """The settings of these parameters. `seed`: the one that was used; None: not known yet. `end_tokens`: the model's,
-    which `ignore_eos` suppresses."""
+    """The settings for these parameters. `seed`: the actual seed; None: not known yet. `end_tokens`: the model's, which
+    `ignore_eos` suppresses."""
     biases = [TokenBias(token=int(token), bias=bias) for token, bias in params.logit_bias.items()]
     if params.ignore_eos:
         biases += [TokenBias(token=token, bias=None) for token in end_tokens]
@@ -274,23 +274,23 @@ def generation_settings(
 
 
 class Timings(msgspec.Struct, frozen=True, kw_only=True):
-    """The speed of a prompt and its completion."""
+    """The times and speed of a prompt and its completion."""
 
     cache_n: int
-    """Prompt tokens found in the prefix cache. The other fields do not count them."""
+    """Prompt tokens found in the prefix cache; not counted in the other fields."""
     prompt_n: int
     prompt_ms: float
     prompt_per_token_ms: float
     prompt_per_second: float
     predicted_n: int
     predicted_ms: float
-    """Since the first token, which the computation of the prompt yields: `predicted_n` - 1 tokens took this time."""
+    """Time since the first token, which the prompt's computation yields: the time of `predicted_n` - 1 tokens."""
     predicted_per_token_ms: float
     predicted_per_second: float
     draft_n: int | UnsetType = UNSET
-    """Draft tokens that were verified, if there were any."""
+    """Verified draft tokens, if any."""
     draft_n_accepted: int | UnsetType = UNSET
-    """Draft tokens that were accepted."""
+    """Accepted draft tokens."""
 
 
 class PromptProgress(msgspec.Struct, frozen=True, kw_only=True):
@@ -301,13 +301,13 @@ class PromptProgress(msgspec.Struct, frozen=True, kw_only=True):
     cache: int
     """Tokens found in the prefix cache."""
     processed: int
-    """Tokens that are computed, or were found in the cache."""
+    """Tokens that were computed or found in the cache."""
     time_ms: int
     """Since the request was admitted."""
 
 
 def timings(usage: RequestUsage) -> Timings:
-    """The times so far, or of a completion that has ended."""
+    """The times so far, or those of a finished completion."""
     prompt_end = _prompt_end(usage)
     prompt_n, prompt_seconds = usage.prefilled_tokens - usage.cached_tokens, prompt_end - usage.queue_seconds
     steps, seconds = max(0, usage.completion_tokens - 1), usage.total_seconds - prompt_end
@@ -331,14 +331,14 @@ def _prompt_end(usage: RequestUsage) -> float:
 
 
 class StreamTimings:
-    """What the events of a stream show of the times, as its request asks: `prompt_progress`, `timings`."""
+    """Times in the events of a stream, if requested: `prompt_progress`, `timings`."""
 
     def __init__(self, body: TimingFields) -> None:
         self._return_progress, self._per_token = bool(body.return_progress), bool(body.timings_per_token)
-        self._prefilled: set[int] = set()  # completions whose whole prompt was shown as processed
+        self._prefilled: set[int] = set()  # completions whose prompt was reported as fully processed
 
     def progress(self, index: int, event: GenerationEvent) -> PromptProgress | UnsetType:
-        """The progress of the prompt, with `return_progress`: until all of it is processed."""
+        """The progress of the prompt, with `return_progress`, until it is fully processed."""
         usage = event.usage
         if not self._return_progress or usage is None or index in self._prefilled:
             return UNSET
@@ -357,5 +357,5 @@ class StreamTimings:
 
 
 def has_output(event: GenerationEvent) -> bool:
-    """Whether the event has more than the progress of the prompt."""
+    """Whether the event has more than prompt progress."""
     return bool(event.text or event.tokens or event.logprobs or event.finish_reason)

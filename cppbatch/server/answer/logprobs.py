@@ -1,4 +1,4 @@
-"""Log-probabilities of tokens as each API shows them."""
+"""Log-probabilities of tokens, in the format of each API."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class ChatLogprobs(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def chat_token_logprobs(entries: list[TokenLogprob]) -> list[ChatTokenLogprob]:
-    """The tokens as OpenAI's chat completions show them."""
+    """The tokens in the format of OpenAI's chat completions."""
     return [
         ChatTokenLogprob(
             token=_text(entry.piece),
@@ -62,13 +62,13 @@ class CompletionLogprobs(msgspec.Struct, frozen=True, kw_only=True):
     token_logprobs: list[float | None]
     """None for the first token of an echoed prompt."""
     top_logprobs: list[dict[str, float] | None]
-    """The likeliest tokens at each position, and always the generated one."""
+    """The most likely tokens at each position, always including the generated one."""
     text_offset: list[int]
-    """Characters of the text before each token."""
+    """The number of characters before each token."""
 
 
 def completion_logprobs(entries: list[TokenLogprob]) -> CompletionLogprobs:
-    """The tokens as OpenAI's completions show them."""
+    """The tokens in the format of OpenAI's completions."""
     return CompletionLogprobs(
         tokens=[_escaped(entry.piece) for entry in entries],
         token_logprobs=[entry.logprob for entry in entries],
@@ -83,7 +83,7 @@ def completion_logprobs(entries: list[TokenLogprob]) -> CompletionLogprobs:
 
 
 def _by_text(entries: list[tuple[bytes, float]]) -> dict[str, float]:
-    """Different tokens may have the same text: then the likelier one is shown."""
+    """If different tokens have the same text, keeps the more likely one."""
     shown: dict[str, float] = {}
     for piece, logprob in entries:
         text = _escaped(piece)
@@ -92,7 +92,7 @@ def _by_text(entries: list[tuple[bytes, float]]) -> dict[str, float]:
 
 
 def _escaped(piece: bytes) -> str:
-    """A token as text; an incomplete UTF-8 character as OpenAI writes it, `bytes:\\xf0\\x9f`."""
+    """A token as text; an incomplete UTF-8 character in OpenAI's notation, `bytes:\\xf0\\x9f`."""
     try:
         return piece.decode()
     except UnicodeDecodeError:
@@ -123,7 +123,7 @@ class LogprobEntry(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def logprob_entries(entries: list[TokenLogprob]) -> list[LogprobEntry]:
-    """The tokens as llama-server's API and `/generate` show them."""
+    """The tokens in the format of llama-server's API and `/generate`."""
     return [
         LogprobEntry(
             id=entry.token,
@@ -161,7 +161,7 @@ class CompletionProbability(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def completion_probabilities(entries: list[TokenLogprob], *, post_sampling: bool) -> list[CompletionProbability]:
-    """The tokens as llama-server's `/completion` shows them."""
+    """The tokens in the format of llama-server's `/completion`."""
     if not post_sampling:
         return [
             CompletionProbability(**{name: getattr(entry, name) for name in LogprobEntry.__struct_fields__})

@@ -1,4 +1,4 @@
-"""Prompts in llama-server's form, which may mix texts and token ids, as tokens."""
+"""Prompts in llama-server's format, which may mix texts and token ids, as tokens."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ from cppbatch.server.models.serving import Prompt, Serving
 
 Json = dict[str, Any]
 MEDIA_MARKER = f"<__media_{secrets.token_hex(16)}__>"
-"""Stands for a picture or a sound in a `prompt_string`. Random, so that no text has it by chance."""
+"""The placeholder for an image or audio in a `prompt_string`. Random, so that no text contains it by chance."""
 
 
 class MarkedPrompt(NamedTuple):
     """A `prompt_string` with `multimodal_data`."""
 
     text: str
-    """Has `MEDIA_MARKER` for each of the data."""
+    """Contains a `MEDIA_MARKER` for each item of the data."""
     data: list[str]
-    """Pictures and sounds, as base64."""
+    """Images and audio, as base64."""
 
 
 MixedPrompt = str | list[str | int] | MarkedPrompt
-"""A text; texts and token ids mixed; or a text with pictures and sounds."""
+"""A text; a mix of texts and token ids; or a text with images and audio."""
 
-_MIN_LENGTH_LIMIT = 1 << 20  # characters or token ids that are accepted whatever the context of the model
+_MIN_LENGTH_LIMIT = 1 << 20  # characters or token ids that are always accepted, whatever the model's context
 _MAX_CHARS_PER_TOKEN = 32  # more than any text has on average
 MAX_TEXTS = 1000
-"""Texts of one request that are tokenised separately."""
+"""Maximum texts per request that are tokenised separately."""
 
 
 def prompts_of(prompt: str | list[Any] | Json, field: str = "prompt") -> list[MixedPrompt]:
@@ -76,7 +76,7 @@ def _is_id(item: object) -> bool:
 
 
 async def engine_prompt(serving: Serving, prompt: MixedPrompt, field: str) -> Prompt:
-    """A prompt as the engine takes it: a text, token ids, or a text with pictures and sounds.
+    """A prompt as the engine takes it: a text, token ids, or a text with images and audio.
 
     Raises `InvalidRequest` naming `field`.
     """
@@ -106,8 +106,8 @@ async def tokenize(
 ) -> list[TokenPiece]:
     """The tokens of a prompt. Raises `InvalidRequest` naming `field`.
 
-    `add_special`: begin with BOS if the model wants it and the prompt does not begin with a token id. A prompt far
-    longer than the context is rejected by its length, before an object is made for each token.
+    `add_special`: start with BOS if the model uses it and the prompt does not start with a token id. A prompt far
+    longer than the context is rejected by its length, before objects are created for its tokens.
     """
     limit = max(_MIN_LENGTH_LIMIT, _MAX_CHARS_PER_TOKEN * serving.info.max_sequence)
     size = len(prompt) if isinstance(prompt, str) else sum(len(part) if isinstance(part, str) else 1 for part in prompt)
@@ -133,7 +133,7 @@ async def tokenize(
 
 
 async def _pieces_of(serving: Serving, ids: list[int], field: str, start: int) -> list[TokenPiece]:
-    """The tokens with these ids, which begin at index `start` of the field."""
+    """The tokens with these ids, which start at index `start` of the field."""
     try:
         return await serving.client.tokenize(ids)
     except InvalidRequest as error:

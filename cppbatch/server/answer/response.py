@@ -31,7 +31,7 @@ STREAM_HEADERS = {
 
 
 class ServerSentEvent(NamedTuple):
-    """One event of a stream. `data` is sent as JSON; a string is sent as it is."""
+    """One event of a stream. `data` is sent as JSON, but a string is sent unchanged."""
 
     data: object
     event: str | None = None
@@ -43,7 +43,7 @@ DONE = ServerSentEvent("[DONE]")
 
 
 class TokenCounts(NamedTuple):
-    """Tokens that a whole response used."""
+    """Token counts of a whole response."""
 
     prompt: int
     cached: int
@@ -51,7 +51,7 @@ class TokenCounts(NamedTuple):
     drafted: int
     accepted: int
     image: int
-    """Prompt tokens that are pictures, as `audio` counts those that are sound."""
+    """Prompt tokens of images; `audio`: those of audio."""
     audio: int
 
 
@@ -64,18 +64,18 @@ class ResponseBuilder(ABC):
     def __init__(self, *, n_candidates: int = 1) -> None:
         self.n_candidates = n_candidates
         self.last_events: dict[int, GenerationEvent] = {}
-        """The last event of each completion that has ended, by index."""
+        """The last event of each finished completion, by index."""
 
     def record(self, index: int, event: GenerationEvent) -> None:
-        """Records an event before the response shows it. For the last event of a completion that failed, raises
-        `InvalidRequest`, `GenerationFailed` or `EngineClosed`."""
+        """Records an event before it is sent. For the last event of a failed completion, raises `InvalidRequest`,
+        `GenerationFailed` or `EngineClosed`."""
         raise_failure(event)
         if event.finish_reason:
             self.last_events[index] = event
 
     @abstractmethod
     def build(self, completions: list[list[GenerationEvent]]) -> object:
-        """The body of a response that is not streamed, from all events of each completion."""
+        """The body of a non-streamed response, from all events of each completion."""
 
     def stream_start(self) -> list[ServerSentEvent]:
         """The first events of a stream, sent when the first completion has an event."""
@@ -83,7 +83,7 @@ class ResponseBuilder(ABC):
 
     @abstractmethod
     def stream_events(self, index: int, event: GenerationEvent) -> list[ServerSentEvent]:
-        """The events that a stream sends for an event of the engine, which has been recorded."""
+        """The events that a stream sends for a recorded event of the engine."""
 
     def stream_end(self) -> list[ServerSentEvent]:
         """The last events of a stream, when all completions have ended."""
@@ -94,9 +94,9 @@ class ResponseBuilder(ABC):
         return [ServerSentEvent(openai_error(api_error(error)))]
 
     def token_counts(self) -> TokenCounts:
-        """Token counts over all completions. A prompt counts once, whatever the number of its completions."""
+        """Token counts over all completions. Each prompt counts once, regardless of its completions."""
         prompt = completion = drafted = accepted = media = audio = 0
-        cached: dict[int, int] = {}  # by prompt: the tokens that no completion had to compute
+        cached: dict[int, int] = {}  # by prompt: tokens that no completion computed
         for index, event in self.last_events.items():
             if usage := event.usage:
                 completion += usage.completion_tokens
@@ -120,13 +120,13 @@ class ResponseBuilder(ABC):
 
 
 def shown_media(counts: TokenCounts) -> dict[str, Any]:
-    """`image_tokens` and `audio_tokens` of the details of a prompt's tokens, if it has any."""
+    """`image_tokens` and `audio_tokens` for the details of the prompt's tokens, if there are any."""
     given = {"image_tokens": counts.image, "audio_tokens": counts.audio}
     return {name: n for name, n in given.items() if n}
 
 
 def raise_failure(event: GenerationEvent) -> None:
-    """Raises for the last event of a failed completion: `InvalidRequest` if the request is at fault, otherwise
+    """Raises the error in the last event of a failed completion: `InvalidRequest` if the request caused it, otherwise
     `GenerationFailed` or `EngineClosed`."""
     if event.error_field:
         raise InvalidRequest(event.error_field, event.error or "the text cannot be continued", event.overflow)
@@ -144,11 +144,11 @@ class PreparedRequest:
     builder: ResponseBuilder
     stream: bool = False
     field_names: dict[str, str] = field(default_factory=dict)
-    """The client's names for fields of the engine requests, for error messages."""
+    """The client's names for engine request fields, for error messages."""
 
     async def gather(self, events: AsyncGenerator[Event, None], observe: OnEvent) -> object:
-        """The body of the response that is not streamed, once every completion has ended. `observe` is called with each
-        event. Raises what `ResponseBuilder.record` raises, with the client's field names."""
+        """The body of the non-streamed response, after all completions have ended. `observe` is called with each event.
+        Raises the errors of `ResponseBuilder.record`, with the client's field names."""
         completions: list[list[GenerationEvent]] = [[] for _ in self.requests]
         with self.client_field_names():
             async with contextlib.aclosing(events):
@@ -160,7 +160,7 @@ class PreparedRequest:
 
     @contextlib.contextmanager
     def client_field_names(self) -> Iterator[None]:
-        """A context in which errors are raised with the client's field names instead of the engine's."""
+        """A context that replaces the engine's field names in errors by the client's."""
         try:
             yield
         except InvalidRequest as error:
@@ -177,8 +177,8 @@ async def respond(
 ) -> web.StreamResponse:
     """Runs the engine requests and sends the response, whole or as server-sent events.
 
-    `events`: the events of the engine requests, from an endpoint that calls `run_requests` with options of its own, and
-    with the requests that the key allows (`ModelLease.apply_key_rules`).
+    `events`: the events of the engine requests, if the endpoint calls `run_requests` itself, with its own options and
+    after applying the key's rules (`ModelLease.apply_key_rules`).
     """
     serving = lease.serving
     if events is None:
@@ -194,7 +194,7 @@ async def respond(
 async def _send_stream(
     request: web.Request, events: AsyncGenerator[Event, None], builder: ResponseBuilder, observe: OnEvent
 ) -> web.StreamResponse:
-    """Sends each event as it comes. An error before the first event becomes an HTTP status, a later one an event."""
+    """Sends each event as it arrives. An error before the first event becomes an HTTP status, a later one an event."""
     async with contextlib.aclosing(events):
         first = await anext(events, None)  # None: there are no requests
         if first:
@@ -231,26 +231,26 @@ def _encode(event: ServerSentEvent) -> bytes:
 
 
 # --- content blocks --------------------------------------------------------------------------------------------------
-# An assistant message as a sequence of content blocks, for APIs that show text, reasoning and calls in their order.
+# An assistant message as a sequence of content blocks, for APIs that return text, reasoning and calls in order.
 
 
 @dataclass(slots=True)
 class ContentBlock:
-    """A stretch of text, a stretch of reasoning, or a tool call."""
+    """A block of text, a block of reasoning, or a tool call."""
 
     index: int
     """Its position in the message."""
     kind: Literal["text", "reasoning", "call", "custom"]
-    """custom: a call of a custom tool."""
+    """`custom`: a call of a custom tool."""
     text: str = ""
-    """Of a call: its arguments, as JSON; of a custom tool its text."""
+    """For a call: its arguments, as JSON; for a custom tool, its text."""
     call_id: str = ""
     name: str = ""
     """The name of the called tool."""
 
 
 class BlockChange(NamedTuple):
-    """A change of a block. Each block starts once, grows, and stops before the next one starts."""
+    """A change to a block. Each block starts once, grows, and stops before the next one starts."""
 
     step: Literal["start", "delta", "stop"]
     block: ContentBlock
@@ -277,7 +277,7 @@ class ContentBlocks:
         return changes
 
     def close(self) -> list[BlockChange]:
-        """Stops the open block, if there is one."""
+        """Stops the open block, if any."""
         stopped = [BlockChange("stop", self._open)] if self._open else []
         self._open = None
         return stopped
@@ -299,7 +299,7 @@ class ContentBlocks:
 
 
 # --- generation ------------------------------------------------------------------------------------------------------
-# Endpoints whose answer is made of engine requests: each is declared by the function that prepares these.
+# Endpoints that run engine requests: each is declared by the function that prepares these requests.
 
 
 Prepare = TypeVar("Prepare", bound=Callable[..., Awaitable[PreparedRequest]])

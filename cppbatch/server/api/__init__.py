@@ -1,1 +1,1 @@
-"""The API families: request types, handlers, response types."""
+"""The API families: request types, handlers and response types."""

@@ -19,7 +19,7 @@ routes = Routes()
 
 
 class InputTokens(msgspec.Struct, frozen=True, kw_only=True):
-    """The prompt tokens that the same request without `/input_tokens` would have."""
+    """The number of prompt tokens of the same request without `/input_tokens`."""
 
     object: Literal["response.input_tokens"] = "response.input_tokens"
     input_tokens: int

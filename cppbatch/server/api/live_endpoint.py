@@ -1,4 +1,4 @@
-"""`GET /live`: what the server does now, as server-sent events."""
+"""`GET /live`: the live state of the server, as server-sent events."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from cppbatch.server.storage import STORAGE
 from cppbatch.typed_json import convert
 
 # --- live feed -------------------------------------------------------------------------------------------------------
-# Snapshots for `GET /live`: made by one task while anybody reads them, and shared by all readers.
+# Snapshots for `GET /live`: created by one task while there are readers, and shared by all of them.
 
 
 log = logging.getLogger("cppbatch.server")
@@ -38,8 +38,7 @@ Snapshot = TypeVar("Snapshot")
 
 
 class LiveFeed(Generic[Snapshot]):
-    """Calls `make` every 200 ms while there is a reader. A reader that is slow gets the latest snapshot next, and none
-    of those between."""
+    """Calls `make` every 200 ms while there is a reader. A slow reader skips to the latest snapshot."""
 
     def __init__(
         self,
@@ -49,7 +48,7 @@ class LiveFeed(Generic[Snapshot]):
         interval: float = INTERVAL_S,
         heartbeat: float = HEARTBEAT_S,
     ) -> None:
-        """`make` returns a snapshot, and whether it tells anything new: otherwise only new readers get it. `on_stop` is
+        """`make` returns a snapshot, and whether it contains changes: otherwise only new readers get it. `on_stop` is
         called when the last reader has left."""
         self._make, self._on_stop = make, on_stop
         self._interval, self._heartbeat = interval, heartbeat
@@ -62,8 +61,8 @@ class LiveFeed(Generic[Snapshot]):
         self._closed = False
 
     async def snapshots(self) -> AsyncGenerator[Snapshot | None, None]:
-        """The latest snapshot at once, and then each new one. None: nothing has changed for 15 seconds. Ends when the
-        feed is closed."""
+        """The latest snapshot immediately, then each new one. None: no change for 15 seconds. Ends when the feed is
+        closed."""
         self._n_readers += 1
         if self._task is None:
             self._task = asyncio.ensure_future(self._run())
@@ -90,7 +89,7 @@ class LiveFeed(Generic[Snapshot]):
             began = loop.time()
             try:
                 self._latest, is_new = await self._make()
-            except Exception:  # a bug: the readers keep what they have, and the next snapshot may be right
+            except Exception:  # a bug: readers keep the last snapshot, and the next one may succeed
                 log.exception("failed to create a snapshot for /live")
             else:
                 if is_new:
@@ -112,7 +111,7 @@ class LiveFeed(Generic[Snapshot]):
 
     @contextlib.contextmanager
     def sending(self) -> Iterator[None]:
-        """While a reader sends a snapshot: `close` cancels it, because its client may never read."""
+        """Wraps sending a snapshot to a reader: `close` cancels it, because its client may never read."""
         task = asyncio.current_task()
         assert task
         self._sending.add(task)
@@ -122,7 +121,7 @@ class LiveFeed(Generic[Snapshot]):
             self._sending.discard(task)
 
     def close(self) -> None:
-        """Ends all readers at once."""
+        """Ends all readers immediately."""
         self._closed = True
         self._wake()
         for task in self._sending:
@@ -145,7 +144,7 @@ class LiveQuery(msgspec.Struct, kw_only=True):
 
 
 class _Made:
-    """A snapshot with all batches, and the events that readers get of it."""
+    """A snapshot with all batches, and the events sent to readers."""
 
     def __init__(self, snapshot: LiveSnapshot, batch_owners: list[str]) -> None:
         self.snapshot = snapshot
@@ -153,7 +152,7 @@ class _Made:
         self._events: dict[str | None, bytes] = {}
 
     def event(self, viewer: str | None) -> bytes:
-        """The server-sent event for an owner of keys; None: the server requires none. Encoded once for each."""
+        """The server-sent event for an owner of keys; None: no keys required. Encoded once per owner."""
         if viewer not in self._events:
             data = msgspec.json.encode(self.snapshot if viewer is None else self._seen_by(viewer))
             self._events[viewer] = b"data: " + data + b"\n\n"
@@ -166,12 +165,12 @@ class _Made:
         return msgspec.structs.replace(self.snapshot, batches=batches, workers=workers)
 
     def is_as(self, before: _Made) -> bool:
-        """Whether nothing but time and ages is new."""
+        """Whether only times and ages differ."""
         return _timeless(self.snapshot) == _timeless(before.snapshot)
 
 
 def _without_priorities(worker: LiveWorker) -> LiveWorker:
-    """A key may not know the priorities of other keys, and so not whose a sequence is."""
+    """Hides priorities, so that a key learns neither other keys' priorities nor the owner of a sequence."""
     if worker.engine is None:
         return worker
     hidden = msgspec.structs.replace(worker.engine, rows=_hide(worker.engine.rows), queue=_hide(worker.engine.queue))
@@ -188,20 +187,20 @@ def _timeless(snapshot: LiveSnapshot) -> LiveSnapshot:
 
 
 class _Snapshots:
-    """Makes the snapshots of one application."""
+    """Creates the snapshots of one application."""
 
     def __init__(self, app: web.Application) -> None:
         self._app = app
         self.reset()
 
     def reset(self) -> None:
-        """Nobody reads: nothing is collected or remembered."""
+        """Without readers, nothing is collected or stored."""
         self._app[METRICS].live = None
         self._intervals = LiveIntervals()
         self._before: _Made | None = None
 
     async def make(self) -> tuple[_Made, bool]:
-        """What the server does now, and whether that is anything new."""
+        """The live state of the server, and whether it has changed."""
         models, metrics = self._app[MODELS], self._app[METRICS]
         times = metrics.live = metrics.live or LiveTimes()
         workers = self._intervals.add(await models.live())
@@ -271,8 +270,8 @@ _EVENT = {
 async def live(request: web.Request) -> web.StreamResponse:
     """Live state of the server, 5 times per second: sequences, queue, KV cells, workers.
 
-    While nothing runs, only when something changes. When there are too many connections, these may be closed in favour
-    of new ones.
+    While the server is idle, only when something changes. If there are too many connections, these may be closed in
+    favour of new ones.
     """
     query, viewer, feed = convert(dict(request.query), LiveQuery, from_text=True), viewer_of(request), request.app[LIVE]
     if connection := connection_of(request):
@@ -284,7 +283,7 @@ async def live(request: web.Request) -> web.StreamResponse:
         async for made in snapshots:
             with feed.sending():
                 await response.write(made.event(viewer) if made else _KEEP_ALIVE)
-                await request.writer.drain()  # a client that does not read gets the latest snapshot when it reads again
+                await request.writer.drain()  # a stalled client gets the latest snapshot when it reads again
             n_sent += made is not None
             if n_sent == query.events:
                 break

@@ -21,14 +21,14 @@ from cppbatch.server.http.endpoint import Routes, json_content, schema_ref
 from cppbatch.server.models.serving import Json, Prompt, Serving, new_id
 
 # --- what both share -------------------------------------------------------------------------------------------------
-# What `/v1/embeddings` and `/v1/rerank` share: request fields, engine requests, and reading the engine's vectors.
+# Shared by `/v1/embeddings` and `/v1/rerank`: request fields, engine requests, and reading the engine's vectors.
 
 
 _MAX_INPUTS = 2048  # OpenAI's limit
 
 
 class PoolingFields(msgspec.Struct, kw_only=True):
-    """The common fields of the requests. None: not given."""
+    """The common request fields. None: not given."""
 
     model: str | None = None
     priority: int | None = None
@@ -39,7 +39,7 @@ class PoolingFields(msgspec.Struct, kw_only=True):
 
 
 class PoolingUsage(msgspec.Struct, frozen=True, kw_only=True):
-    """Tokens of all inputs."""
+    """The tokens of all inputs."""
 
     prompt_tokens: int
     total_tokens: int
@@ -63,7 +63,7 @@ class PoolingBuilder(ResponseBuilder):
         return np.stack(self.rows())
 
     def rows(self) -> list[Vector]:
-        """What the engine computed for each input: float32[n_embd], with pooling none float32[n_tokens * n_embd].
+        """The engine's result for each input: float32[n_embd], or with pooling none float32[n_tokens * n_embd].
 
         If some inputs timed out, raises `InvalidRequest` when the client set the timeout, otherwise `GenerationFailed`.
         """
@@ -84,7 +84,7 @@ class PoolingBuilder(ResponseBuilder):
 
 
 def check_count(field: str, n: int) -> None:
-    """Raises `InvalidRequest` for more inputs than a request may have."""
+    """Raises `InvalidRequest` for more inputs than the limit per request."""
     if n > _MAX_INPUTS:
         raise InvalidRequest(field, f"has {n} entries; the limit per request is {_MAX_INPUTS}")
 
@@ -92,7 +92,7 @@ def check_count(field: str, n: int) -> None:
 def pooling_requests(
     body: PoolingFields, serving: Serving, name: str, prompts: Sequence[AnyPrompt]
 ) -> list[GenerationRequest]:
-    """An engine request for each input. Their ids begin with `name`. Raises `InvalidRequest`."""
+    """An engine request for each input. Their ids start with `name`. Raises `InvalidRequest`."""
     serving.check_model(body.model)
     timeout = serving.limits.timeout(body.timeout)
     return [
@@ -119,12 +119,12 @@ class EmbeddingRequest(PoolingFields, kw_only=True):
     """The body of `POST /v1/embeddings`."""
 
     input: str | list[Any] | Json
-    """A text, token ids, both mixed, or a list of any of these. As in llama-server, an object with `prompt_string`, or
-    with `content`, a list of text parts, may replace a text."""
+    """A text, token ids, a mix of both, or a list of any of these. As in llama-server, an object with `prompt_string`,
+    or with a list of text parts in `content`, may replace a text."""
     dimensions: int | None = None
-    """Truncates each vector to this many numbers, for models that were trained for that."""
+    """Truncate each vector to this many numbers, for models trained for it."""
     encoding_format: Literal["float", "base64"] | None = None
-    """base64: of float32, little-endian."""
+    """float, or base64 of little-endian float32."""
 
     async def prompts(self, serving: Serving) -> list[Prompt]:
         """The inputs, each a text or token ids. Raises `InvalidRequest`."""
@@ -151,7 +151,7 @@ def _joined(item: Any, field: str) -> Any:
 
 
 class Embedding(msgspec.Struct, frozen=True, kw_only=True):
-    """The vector of an input, of length 1."""
+    """The vector of an input, normalised to length 1."""
 
     object: Literal["embedding"] = "embedding"
     index: int
@@ -181,7 +181,7 @@ async def prepare_embeddings(body: EmbeddingRequest, serving: Serving) -> Prepar
 
 
 async def prepare_vectors(body: EmbeddingRequest, serving: Serving, builder: PoolingBuilder) -> PreparedRequest:
-    """The engine requests for any builder of vectors. Raises `InvalidRequest`."""
+    """The engine requests, for any builder of vectors. Raises `InvalidRequest`."""
     info = serving.info
     if info.pooling == "rank":
         raise InvalidRequest("model", f"{info.name} is a reranker and has no embeddings; use /v1/rerank")
@@ -213,11 +213,11 @@ def _base64(vector: Vector) -> str:
 
 
 # --- /v1/rerank ------------------------------------------------------------------------------------------------------
-# `POST /v1/rerank`, in the form of Jina and Cohere, and with `texts` in that of TEI (text-embeddings-inference).
+# `POST /v1/rerank`, in the format of Jina and Cohere, or with `texts` in that of TEI (text-embeddings-inference).
 
 
 class Document(msgspec.Struct):
-    """A document as an object, which Cohere's and Jina's clients may send instead of a string."""
+    """A document as an object, accepted instead of a string, as in Cohere's and Jina's APIs."""
 
     text: str
 
@@ -229,18 +229,18 @@ class RerankRequest(PoolingFields, kw_only=True):
     documents: list[str | Document] | None = None
     """Required without `texts`."""
     texts: list[str] | None = None
-    """TEI's name of the documents. The response is then TEI's: a list of scores."""
+    """TEI's name for the documents. The response then has TEI's format: a list of scores."""
     top_n: int | None = None
-    """Return only this many of the best documents; None: all."""
+    """Return only the best documents, up to this number; None: all."""
     return_documents: bool | None = None
     """Include the document in each result."""
     return_text: bool | None = None
-    """The same for `texts`."""
+    """The same, for `texts`."""
     raw_scores: bool | None = None
-    """For `texts`. False: scores from 0 to 1, the sigmoid of the model's output. True, and None as in llama-server:
-    the model's output."""
+    """For `texts`. False: scores from 0 to 1, the sigmoid of the model's output. True or None (as in llama-server): the
+    model's output."""
     truncate: bool | None = None
-    """Ignored: a text that is too long is refused."""
+    """Ignored: texts that are too long are refused."""
 
     @property
     def named(self) -> str:
@@ -259,7 +259,7 @@ class RerankRequest(PoolingFields, kw_only=True):
             raise InvalidRequest("top_n", f"is {self.top_n}; it must be at least 1")
 
     def documents_as_text(self) -> list[str]:
-        """The documents of a request that was checked."""
+        """The documents of a validated request."""
         given = self.texts if self.texts is not None else self.documents or []
         return [document.text if isinstance(document, Document) else document for document in given]
 
@@ -274,9 +274,9 @@ class RerankResult(msgspec.Struct, frozen=True, kw_only=True):
     """The score of a document."""
 
     index: int
-    """Of the document in the request."""
+    """Index of the document in the request."""
     relevance_score: float
-    """The model's output: the higher, the more relevant."""
+    """The model's output; higher is more relevant."""
     document: RankedDocument | UnsetType = UNSET
     """With `return_documents`."""
 
@@ -288,7 +288,7 @@ class RerankResponse(msgspec.Struct, frozen=True, kw_only=True):
     id: str
     model: str
     results: list[RerankResult]
-    """The most relevant first."""
+    """Most relevant first."""
     usage: PoolingUsage
 
 

@@ -27,15 +27,15 @@ class HealthResponse(msgspec.Struct, frozen=True, kw_only=True):
     """`GET /health`."""
 
     status: str
-    """loading, ok, sleeping, restarting, failed or closed."""
+    """`loading`, `ok`, `sleeping`, `restarting`, `failed` or `closed`."""
     progress: float
-    """0.0 to 1.0 while loading, also when a request has ended the sleep."""
+    """0.0 to 1.0 while loading, including after waking from sleep."""
     error: str | UnsetType = UNSET
-    """Why it failed or restarts. Absent otherwise, as in llama-server."""
+    """Why it failed or is restarting. Otherwise absent, as in llama-server."""
     scaling: ScalingState | UnsetType = UNSET
-    """How many workers run, start and drain; absent where their number is fixed."""
+    """Numbers of running, starting and draining workers; absent if the number is fixed."""
     models: ModelCounts | UnsetType = UNSET
-    """Of a server with several models."""
+    """Only on a server with several models."""
 
 
 class ReadyResponse(msgspec.Struct, frozen=True, kw_only=True):
@@ -43,14 +43,14 @@ class ReadyResponse(msgspec.Struct, frozen=True, kw_only=True):
 
     ready: bool
     status: str
-    """draining, or as in /health."""
+    """`draining`, or as in /health."""
 
 
 @routes.get("/health", HealthResponse, (503,), also="/v1/health", unavailable=HealthResponse)
 async def health(request: web.Request) -> web.Response:
     """200 if the server is ready for requests, otherwise 503 with its state; no API key required.
 
-    503 while the model loads (with its progress) and after the engine has failed or closed; 200 also while the server
+    503 while the model loads (with its progress) and after the engine has failed or closed; 200 while the server
     drains.
     """
     models = request.app[MODELS]
@@ -101,7 +101,7 @@ async def stats(request: web.Request) -> web.Response:
 async def metrics(request: web.Request) -> web.Response:
     """Metrics in Prometheus format.
 
-    Also under llama-server's names. Raises `SwitchedOff`.
+    Also includes llama-server's names. Raises `SwitchedOff`.
     """
     models, metrics, batches = request.app[MODELS], request.app[METRICS], request.app[STORAGE].stats()
     if not models.settings.metrics:
@@ -116,7 +116,7 @@ async def metrics(request: web.Request) -> web.Response:
 
 
 # --- llama-server's metrics ------------------------------------------------------------------------------------------
-# llama-server's metrics: what its names mean, from the counters of the server and its workers.
+# llama-server's metrics, computed from the counters of the server and its workers.
 
 
 _OF_ENGINES = {
@@ -128,12 +128,12 @@ _OF_ENGINES = {
     "requests_deferred": ("waiting", "Waiting requests"),
     "n_busy_slots_per_decode": ("mean_decode_batch", "Average number of decoding sequences per step"),
 }
-"""By llama-server's name: the field of `EngineStats`, and the help; empty: that of the field."""
+"""llama-server's name: the field of `EngineStats` and the help text; empty: the field's own."""
 
 
 def llama_metrics(sums: CompletionSums, recent: CompletionSums, workers: Sequence[WorkerState]) -> bytes:
-    """The metrics in Prometheus' text format. `sums`: since the start. `recent`: since these metrics were last
-    asked for, as in llama-server."""
+    """The metrics in Prometheus' text format. `sums`: since startup. `recent`: since the last scrape, as in
+    llama-server."""
     stats = [worker.stats for worker in workers if worker.stats]
     total, of_engine = add_up(stats) if stats else None, statistics_of(EngineStats)
     metrics = [

@@ -23,7 +23,7 @@ Table = TypeVar("Table", bound=msgspec.Struct)
 
 
 class KeyTier(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A table `[tiers.NAME]`: rules that several keys have. None: not given."""
+    """A table `[tiers.NAME]`: rules shared by several keys. None: not given."""
 
     priority: Annotated[int, msgspec.Meta(ge=int(_LOWEST), le=int(_HIGHEST))] | None = None
     requests_per_minute: Count | None = None
@@ -33,7 +33,7 @@ class KeyTier(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 class KeyEntry(KeyTier, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A table `[[keys]]`: a key. Its own rules replace those of its tier."""
+    """A table `[[keys]]`: a key. Its rules override those of its tier."""
 
     key: str
     name: Name | None = None
@@ -42,8 +42,8 @@ class KeyEntry(KeyTier, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 def read_keys(path: str) -> list[ApiKey]:
-    """Reads keys from a file: TOML if its name ends with .toml, otherwise one key per line, where empty lines and lines
-    that begin with # are skipped. Raises `ConfigError` with the line; no message contains a key."""
+    """Reads keys from a file: TOML if its name ends in .toml, otherwise one key per line, skipping empty lines and
+    lines that start with #. Raises `ConfigError` with the line; messages never contain a key."""
     try:
         text = Path(path).read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
@@ -65,7 +65,7 @@ def _plain_keys(path: str, text: str) -> Iterator[ApiKey]:
 
 
 class _TomlFile:
-    """A TOML file, and where its settings are: the parser does not keep their lines."""
+    """A TOML file, and the lines of its settings, which the parser does not keep."""
 
     def __init__(self, path: str, text: str) -> None:
         self._path, self._lines = path, text.splitlines()
@@ -101,7 +101,7 @@ class _TomlFile:
         return api_key(entry.key, self._at(where, "key") + "the API key", name=entry.name, **rules)
 
     def _different(self, keys: list[ApiKey]) -> list[ApiKey]:
-        """Raises `ConfigError` for a key or a name that is there twice."""
+        """Raises `ConfigError` for duplicate keys or names."""
         seen: set[object] = set()
         for i, key in enumerate(keys):
             for field, value in (("key", key.digest), ("name", key.rules.name)):
@@ -126,9 +126,10 @@ class _TomlFile:
             raise ConfigError(f"{self._at(where, field)}{message[:1].lower()}{message[1:]}") from error
 
     def _at(self, where: str | None, field: str) -> str:
-        """The place of a setting in a table, or of the table if it lacks the setting. `where`: `keys[0]` or `tiers.a`.
+        """The location of a setting in a table, or of the table if it lacks the setting. `where`: `keys[0]` or
+        `tiers.a`.
 
-        The line is left out for a table without a header of its own.
+        The line is omitted for a table without its own header.
         """
         line = self._line(where, field)
         name = ".".join(part for part in (where, field) if part)

@@ -1,4 +1,4 @@
-"""Which requests are authorised, and what each API key uses of its rate and concurrency."""
+"""Authorises requests, and enforces the rate and concurrency of each API key."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from cppbatch.server.http.limits import Limits
 from cppbatch.server.web_page import is_page
 
 KEY = web.RequestKey("api_key", KeyRules)
-"""`request[KEY]`: the rules of the request's key; absent when the server requires no keys."""
+"""`request[KEY]`: the rules of the request's key; absent if no keys are required."""
 
 OPEN_PATHS = frozenset({"/health", "/v1/health", "/ready"})
 
@@ -42,7 +42,7 @@ def key_middleware(keys: Keys) -> Middleware:
 
 
 def viewer_of(request: web.Request) -> str | None:
-    """The owner whose files and batches the request may see; None: all, because the server requires no keys."""
+    """The owner whose files and batches the request may see; None: all, because no keys are required."""
     rules = request.get(KEY)
     return rules.owner if rules else None
 
@@ -62,31 +62,31 @@ _MINUTE = 60.0
 
 
 class RateState(NamedTuple):
-    """What a key may still send."""
+    """The rate limit state of a key."""
 
     limit: int
     """Requests per minute."""
     remaining: int
-    """Requests that may be sent now."""
+    """Requests allowed now."""
     wait: float
-    """Seconds until one may be sent; 0: now."""
+    """Seconds until the next request is allowed; 0: now."""
     reset: float
     """Seconds until `remaining` is `limit` again."""
 
 
 class RequestRates:
-    """A token bucket for each key: it holds the requests of a minute, and fills evenly."""
+    """A token bucket per key: it holds one minute's requests, and fills evenly."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._full_at: dict[str, float] = {}  # by key: when its bucket is full again
 
     def take(self, key: str, per_minute: int) -> tuple[bool, RateState]:
-        """Takes a request from the key's bucket. Returns whether there was one, and the state after it."""
+        """Takes a request from the key's bucket. Returns whether one was available, and the new state."""
         return self._take(key, per_minute, reserve=0)
 
     def take_for_batch(self, key: str, per_minute: int) -> tuple[bool, RateState]:
-        """As `take`, but leaves half of the bucket to requests that a client waits for."""
+        """Like `take`, but leaves half of the bucket for interactive requests."""
         return self._take(key, per_minute, reserve=min(per_minute / 2, per_minute - 1))
 
     def _take(self, key: str, per_minute: int, *, reserve: float) -> tuple[bool, RateState]:
@@ -102,11 +102,11 @@ class RequestRates:
 
 
 # --- request slots ---------------------------------------------------------------------------------------------------
-# How many requests are being answered, in total and by client.
+# The number of requests in progress, in total and per client.
 
 
 class Slots:
-    """Counts the requests that are being answered, in total and by client."""
+    """Counts the requests in progress, in total and per client."""
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
@@ -116,7 +116,7 @@ class Slots:
 
     @contextlib.contextmanager
     def one(self, client: str, most_of_key: int | None = None) -> Iterator[None]:
-        """A slot for one request of this client. `most_of_key`: the limit of its key, if it has its own.
+        """A slot for one request of this client. `most_of_key`: its key's own limit, if any.
 
         Raises `TooManyRequests`.
         """
@@ -141,8 +141,8 @@ class Slots:
             _decrease(self._of, client)
 
     def take_for_batch(self, client: str, most: int) -> bool:
-        """Takes a slot for a line of a batch, if fewer than `most` of the client's slots are taken, and fewer than
-        half of them by lines. `give_back` returns it."""
+        """Takes a slot for a batch line, if fewer than `most` of the client's slots are taken, and batch lines hold
+        fewer than half of them. `give_back` returns it."""
         if self._of[client] >= most or self._lines_of[client] >= max(1, most // 2):
             return False
         self._of[client] += 1
@@ -150,7 +150,7 @@ class Slots:
         return True
 
     def give_back(self, client: str) -> None:
-        """Returns a slot of `take_for_batch`."""
+        """Returns a slot taken with `take_for_batch`."""
         _decrease(self._of, client)
         _decrease(self._lines_of, client)
 
@@ -158,18 +158,18 @@ class Slots:
 def _decrease(counts: Counter[str], client: str) -> None:
     counts[client] -= 1
     if not counts[client]:
-        del counts[client]  # otherwise entries of old addresses would pile up
+        del counts[client]  # otherwise entries of old addresses would accumulate
 
 
 # --- key usage -------------------------------------------------------------------------------------------------------
-# What each API key uses of its rate and concurrency: for its requests, and for the lines of its batches.
+# The rate and concurrency used by each API key: for its requests, and for the lines of its batches.
 
 
-_PAUSE_S = 0.05  # until a line of a batch looks for a slot of its key again
+_PAUSE_S = 0.05  # until a batch line retries to get a slot of its key
 
 
 class KeyUsage:
-    """The slots of all clients, and the rates of keys."""
+    """The slots of all clients, and the rates of their keys."""
 
     def __init__(self, slots: Slots) -> None:
         self._slots = slots
@@ -177,7 +177,8 @@ class KeyUsage:
 
     @contextlib.contextmanager
     def one(self, request: web.Request) -> Iterator[None]:
-        """Counts a request while it is answered. Raises `TooManyRequests`; its `RateLimited` if the rate is reached."""
+        """Counts a request while it is in progress. Raises `TooManyRequests`, or `RateLimited` if the rate is
+        exceeded."""
         rules = request.get(KEY)
         client = rules.id if rules else request.remote or ""
         with self._slots.one(client, rules.max_concurrent if rules else None):
@@ -192,8 +193,8 @@ class KeyUsage:
             yield
 
     async def wait_for_line(self, rules: KeyRules) -> None:
-        """Waits until a line of a batch may run, and counts it. Requests that a client waits for come first: half of
-        the key's slots and of its rate are left to them. `line_done` ends it."""
+        """Waits until a batch line may run, and counts it. Interactive requests come first: half of the key's slots and
+        rate are reserved for them. `line_done` ends it."""
         while True:
             pause = self._take_for_line(rules)
             if not pause:
@@ -201,7 +202,7 @@ class KeyUsage:
             await asyncio.sleep(pause)
 
     def _take_for_line(self, rules: KeyRules) -> float:
-        """Takes a slot and a request of the rate. Returns 0, or the seconds after which to try again."""
+        """Takes a slot and a request of the rate. Returns 0, or the seconds after which to retry."""
         if rules.max_concurrent and not self._slots.take_for_batch(rules.id, rules.max_concurrent):
             return _PAUSE_S
         if rules.requests_per_minute:
@@ -212,7 +213,7 @@ class KeyUsage:
         return 0
 
     def line_done(self, rules: KeyRules) -> None:
-        """Ends what `wait_for_line` counts."""
+        """Ends the count of `wait_for_line`."""
         if rules.max_concurrent:
             self._slots.give_back(rules.id)
 
@@ -224,7 +225,7 @@ class KeyLineSlots:
         self._shared, self._usage, self._rules = shared, usage, rules
 
     async def acquire(self) -> object:
-        """Waits for a slot. A key that waits for its own limits holds no slot of the others."""
+        """Waits for a slot. While waiting for its own limits, a key holds no shared slot."""
         await self._usage.wait_for_line(self._rules)
         try:
             return await self._shared.acquire()
@@ -233,7 +234,7 @@ class KeyLineSlots:
             raise
 
     def release(self) -> None:
-        """Gives the slot back."""
+        """Returns the slot."""
         self._shared.release()
         self._usage.line_done(self._rules)
 
@@ -243,7 +244,7 @@ _RATE = web.RequestKey("rate", RateState)
 
 
 async def add_rate_headers(request: web.Request, response: web.StreamResponse) -> None:
-    """For `Application.on_response_prepare`: what the key may still send, in the headers of its client's API."""
+    """For `Application.on_response_prepare`: the key's rate limit state, in the headers of the client's API."""
     if not (state := request.get(_RATE)):
         return
     headers: dict[str, object]

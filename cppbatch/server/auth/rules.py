@@ -1,4 +1,4 @@
-"""API keys, and what requests of each may do: priority, rate, models, adapters, sharing."""
+"""API keys and their rules: priority, rate, models, adapters, sharing."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ from cppbatch.errors import ConfigError, Forbidden, InvalidRequest
 
 
 class KeyRules(msgspec.Struct, frozen=True, kw_only=True):
-    """The rules of one key. Batches store them as JSON: they run with the rules of the key that created them."""
+    """The rules of a key. Batches store them as JSON, and run with the rules of the key that created them."""
 
     id: str
-    """Unique among keys; the same after a restart."""
+    """Unique among keys; persists across restarts."""
     name: str
     """Shown in the log."""
     group: str | None = None
-    """Keys with the same group share cached prefixes, files and batches. None: the key shares nothing."""
+    """Keys with the same group share cached prefixes, files and batches. None: no sharing."""
     priority: int | None = None
-    """The best priority of its requests, and their default. None: requests choose freely."""
+    """The highest priority of its requests, also the default. None: unrestricted."""
     requests_per_minute: int | None = None
     max_concurrent: int | None = None
-    """Requests answered at once; None: as --max-concurrent-per-key."""
+    """Maximum requests in progress; None: --max-concurrent-per-key."""
     models: tuple[str, ...] | None = None
-    """Names of the models that it may use; None: all."""
+    """Names of the allowed models; None: all."""
     adapters: tuple[str, ...] | None = None
-    """Names of the LoRA adapters that it may use; None: all."""
+    """Names of the allowed LoRA adapters; None: all."""
 
     @property
     def owner(self) -> str:
-        """What the key's cached prefixes, files and batches belong to: its group, or the key itself."""
+        """The owner of the key's cached prefixes, files and batches: its group, or the key itself."""
         return f"key:{self.id}" if self.group is None else f"group:{self.group}"
 
     def check_model(self, names: Collection[str], asked: str | None = None) -> None:
@@ -54,10 +54,10 @@ class KeyRules(msgspec.Struct, frozen=True, kw_only=True):
     def engine_requests(
         self, requests: Sequence[GenerationRequest], adapters: Sequence[AdapterInfo]
     ) -> list[GenerationRequest]:
-        """The requests as the key may send them: with its priority, and the salt of its owner.
+        """The requests after applying the key's rules: with its priority, and the salt of its owner.
 
-        `adapters`: those of the engine. Raises `Forbidden` for an adapter that the key may not use, and
-        `InvalidRequest` for a better priority than the key's.
+        `adapters`: those of the engine. Raises `Forbidden` for an adapter that the key does not allow, and
+        `InvalidRequest` for a higher priority than the key's.
         """
         return [self._engine_request(request, adapters) for request in requests]
 
@@ -68,7 +68,7 @@ class KeyRules(msgspec.Struct, frozen=True, kw_only=True):
         return replaced(request, cache_salt=salt, priority=self._priority(request.priority))
 
     def _priority(self, asked: int) -> int:
-        if self.priority is None or asked >= BACKGROUND:  # nothing of a background request overtakes other keys
+        if self.priority is None or asked >= BACKGROUND:  # background requests cannot overtake other keys
             return asked
         if asked < 0:
             raise InvalidRequest(
@@ -89,7 +89,7 @@ class KeyRules(msgspec.Struct, frozen=True, kw_only=True):
             )
 
     def check_sets_adapters(self) -> None:
-        """Raises `Forbidden` if the key may not change the adapters of everybody's requests."""
+        """Raises `Forbidden` if the key may not change the adapters for all requests."""
         if self.adapters is not None:
             raise Forbidden(
                 "lora-adapters", "this API key may not set the scales for all requests; send `lora` with each request"
@@ -109,7 +109,7 @@ _LABEL_LENGTH, _ID_LENGTH = 8, 32
 
 
 class ApiKey(NamedTuple):
-    """A key with its rules. Only the digest of the key is stored."""
+    """A key with its rules. Only the key's digest is stored."""
 
     digest: bytes
     rules: KeyRules
@@ -118,7 +118,7 @@ class ApiKey(NamedTuple):
 def api_key(key: str, what: str = "the API key", *, name: str | None = None, **rules: Any) -> ApiKey:
     """A key and its rules (`KeyRules`). Without a name, the log shows the first digits of its SHA-256.
 
-    Raises `ConfigError` for a key that no client could send; the message begins with `what` and does not contain the
+    Raises `ConfigError` for a key that clients cannot send; the message starts with `what` and does not contain the
     key.
     """
     if not _USABLE.fullmatch(key):
@@ -132,8 +132,8 @@ class Keys:
     """The valid keys."""
 
     def __init__(self, keys: Iterable[str | ApiKey] = ()) -> None:
-        """A text is a key without rules. Raises `ConfigError` for a key that no client could send, and for a key that
-        has two different sets of rules."""
+        """A string is a key without rules. Raises `ConfigError` for a key that clients cannot send, and for a key with
+        two different sets of rules."""
         self._rules: dict[bytes, KeyRules] = {}
         for i, given in enumerate(keys, 1):
             key = api_key(given, f"API key {i}") if isinstance(given, str) else given
@@ -147,7 +147,7 @@ class Keys:
         return bool(self._rules)
 
     def rules_of(self, given: str) -> KeyRules | None:
-        """The rules of a valid key, otherwise None. Digests are looked up, so times say nothing about the keys."""
+        """The rules of a valid key, otherwise None. Looks up digests, so timing reveals nothing about the keys."""
         return self._rules.get(_digest(given))
 
 

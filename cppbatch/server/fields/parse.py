@@ -28,10 +28,9 @@ _LARGE = 1 << 18  # bytes; larger bodies are parsed on another thread
 
 
 async def read_json(request: web.Request, kind: type[Body]) -> Body:
-    """A request's body as a struct. A large body is parsed on another thread, so that other requests need not wait.
+    """A request's body as a struct. A large body is parsed on another thread, so that other requests do not wait.
 
-    Fields that the struct does not have are refused or reported (`refuse_unknown`). Raises `InvalidRequest` naming the
-    field at fault.
+    Unknown fields are refused or reported (`refuse_unknown`). Raises `InvalidRequest` naming the invalid field.
     """
     body = await request.read()
     read = asyncio.to_thread(_read, body, kind) if len(body) > _LARGE else None
@@ -42,14 +41,14 @@ async def read_json(request: web.Request, kind: type[Body]) -> Body:
 def _read(body: bytes, kind: type[Body]) -> tuple[Body, tuple[str, ...]]:
     """The struct, and the names of the fields that have no effect."""
     struct = parse(body, kind)
-    try:  # the names and values of unknown fields are decoded here only
+    try:  # names and values of unknown fields are only decoded here
         return struct, refuse_unknown(msgspec.json.decode(body, type=dict[str, msgspec.Raw]), kind)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise _not_json(body, error) from error
 
 
 def parse(body: bytes, kind: type[Parsed]) -> Parsed:
-    """Parses JSON. Raises `InvalidRequest` naming the field at fault, also for JSON that is too deep or has too many
+    """Parses JSON. Raises `InvalidRequest` naming the invalid field, also for JSON that is too deep or has too many
     values (`json_bounds`)."""
     if too_much := excess(body):
         raise InvalidRequest("body", too_much)
@@ -62,8 +61,8 @@ def parse(body: bytes, kind: type[Parsed]) -> Parsed:
 
 
 def _not_json(body: bytes, error: Exception) -> InvalidRequest:
-    """Names the field that is NaN or Infinity, which Python's json writes although JSON has neither."""
-    with contextlib.suppress(ValueError):  # not JSON in other ways too
+    """Names the field that is NaN or Infinity, which Python's json writes although they are not valid JSON."""
+    with contextlib.suppress(ValueError):  # otherwise invalid JSON
         fields = json.loads(body) if len(body) <= _LARGE else None
         for name, value in fields.items() if isinstance(fields, dict) else ():
             if isinstance(value, float) and not math.isfinite(value):
@@ -72,16 +71,16 @@ def _not_json(body: bytes, error: Exception) -> InvalidRequest:
 
 
 # --- unknown fields --------------------------------------------------------------------------------------------------
-# Fields that a request has and its type does not: refused if they would change the answer, otherwise reported.
+# Unknown fields of a request: refused if they would change the answer, otherwise reported.
 #
-# A field would change the answer if another API keeps state under this name, if another server samples or constrains
-# text by it, if its name says so (`my_grammar`), or if it is nearly the name of a field that this server has
+# A field would change the answer if another API keeps state under this name, if another server uses it for sampling or
+# constraints, if its name implies so (`my_grammar`), or if it resembles the name of a field of this server
 # (`temprature`). All other fields are listed in the response header `X-Ignored-Fields`.
 
 
 HEADER = "X-Ignored-Fields"
 IGNORED = web.RequestKey("ignored_fields", tuple)
-"""The names of the fields of a request that have no effect."""
+"""The names of a request's fields without effect."""
 
 _MOST_LISTED, _LONGEST_NAME = 20, 64
 _SIMILAR = 0.85  # difflib's ratio
@@ -93,11 +92,11 @@ class _Refused(NamedTuple):
     reason: str
     """Why, or what to do instead."""
     without_effect: tuple[object, ...] = ()
-    """Values with which the other server changes nothing, beside null, false and empty ones."""
+    """Values without effect on the other server, in addition to null, false and empty ones."""
     is_given_empty: bool = False
-    """Whether false and an empty object ask for something too."""
+    """Whether false and an empty object have an effect too."""
     same: frozenset[str] = frozenset()
-    """Fields of this server that mean the same: clients of several servers send all of them."""
+    """Equivalent fields of this server, which clients for several servers send as well."""
 
 
 _STATE = dict.fromkeys(
@@ -117,10 +116,10 @@ _STATE = dict.fromkeys(
 """Names under which other APIs keep state between requests, and what to do instead."""
 
 _LENGTHS = frozenset({"max_tokens", "max_completion_tokens", "max_output_tokens", "n_predict"})
-"""Fields of this server for the longest completion."""
+"""This server's fields for the maximum completion length."""
 
 _TEXT_FIELDS = {
-    # where other APIs have the fields of this one
+    # objects that contain this API's fields in other APIs
     "extra_body": _Refused("put its fields directly into the body; OpenAI's client does this with extra_body"),
     "options": _Refused("put its fields directly into the body"),
     "parameters": _Refused("put its fields directly into the body"),
@@ -180,7 +179,7 @@ _TEXT_FIELDS = {
     "no_stop_trim": _Refused("use include_stop"),
     "include_stop_str_in_output": _Refused("use include_stop"),
     "vllm_xargs": _Refused("such extensions are not supported"),
-    # what only other servers can do
+    # features of other servers
     "echo": _Refused("it is supported only by /v1/completions"),
     "suffix": _Refused("it is supported only by /v1/completions"),
     "images": _Refused("use messages with parts of type image_url"),
@@ -197,7 +196,7 @@ _TEXT_FIELDS = {
     "moderation": _Refused("check the text on the client", is_given_empty=True),
     "verbosity": _Refused("put it in a message", ("medium",)),
 }
-"""Names of other APIs for what would change the answer."""
+"""Names in other APIs of fields that would change the answer."""
 
 _HARMLESS = frozenset(
     {
@@ -205,13 +204,13 @@ _HARMLESS = frozenset(
         "backend_sampling", "schema_version",
     }
 )  # fmt: skip
-"""Names that only look as if they would change the answer."""
+"""Names that only seem to change the answer."""
 
 _TEXT_WORDS = re.compile(
     r"guided|grammar|g?bnf$|ebnf|regex|schema|structur|constrain|penalt|temperature|sampler|sampling|bias|stop|banned"
     r"|max.*tok"
 )
-"""What the name of a field has that would change the answer, in lower case without separators."""
+"""Parts of names of fields that would change the answer, in lower case without separators."""
 
 _NO_TEXT = frozenset(
     {
@@ -220,14 +219,14 @@ _NO_TEXT = frozenset(
         "speculative.n_max",
     }
 )  # fmt: skip
-"""Fields of this server that do not change the answer: a name like theirs is no mistake that matters."""
+"""Fields of this server that do not change the answer: misspelling them does not matter."""
 
 
 def refuse_unknown(fields: Mapping[str, Any], kind: type) -> tuple[str, ...]:
-    """The names of the fields that the type does not have, and that change nothing.
+    """The names of unknown fields without effect.
 
-    `fields`: decoded JSON, or `msgspec.Raw` values. For a request of text, raises `InvalidRequest` for one that would
-    change the answer, and for state that this server does not keep.
+    `fields`: decoded JSON, or `msgspec.Raw` values. For a text request, raises `InvalidRequest` for unknown fields that
+    would change the answer or require state on the server.
     """
     known = known_fields(kind)
     ignored = []
@@ -241,12 +240,12 @@ def refuse_unknown(fields: Mapping[str, Any], kind: type) -> tuple[str, ...]:
 
 @functools.cache
 def known_fields(kind: type) -> frozenset[str]:
-    """The names of a type's fields in JSON."""
+    """The JSON names of a type's fields."""
     return frozenset(field.encode_name for field in msgspec.structs.fields(kind))
 
 
 def _reason(name: str, value: object, known: frozenset[str], fields: Mapping[str, Any]) -> str | None:
-    """Why an unknown field is refused; None: it changes nothing, or a field that means the same is given too."""
+    """Why an unknown field is refused; None: it has no effect, or an equivalent field is given too."""
     if isinstance(value, msgspec.Raw):
         value = msgspec.json.decode(value)
     is_empty = value is None or value is False or value in ("", [], {})
@@ -263,10 +262,10 @@ def _reason(name: str, value: object, known: frozenset[str], fields: Mapping[str
 
 
 def _listed(name: str, known: frozenset[str]) -> _Refused | None:
-    """The entry of a field that other APIs have."""
+    """The entry for a field of other APIs."""
     if name in _STATE:
         return _Refused(f"is not supported: this server keeps no state between requests; {_STATE[name]}")
-    if name == "add_special_tokens":  # messages have their own, so there its default is false
+    if name == "add_special_tokens":  # defaults to false for messages, which have their own
         reason = "is not supported; use /v1/completions with a prompt of token ids"
         return _Refused(reason, ("messages" not in known or "prompt" in known,), is_given_empty=True)
     refused = _TEXT_FIELDS.get(name)
@@ -287,7 +286,7 @@ def _squeezed(name: str) -> str:
 
 
 async def add_ignored_fields(request: web.Request, response: web.StreamResponse) -> None:
-    """For `Application.on_response_prepare`: lists the request's fields that have no effect."""
+    """For `Application.on_response_prepare`: lists the request's fields without effect."""
     if names := request.get(IGNORED):
         response.headers[HEADER] = listed(names)
 

@@ -1,4 +1,4 @@
-"""The request fields that all generation endpoints share, and their conversion to `SamplingParams`."""
+"""The request fields shared by all generation endpoints, and their conversion to `SamplingParams`."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ class LoraScale(msgspec.Struct):
     """An entry of `lora`, in llama-server's form."""
 
     id: Annotated[int, msgspec.Meta(ge=0, le=INT32_MAX)]
-    """The index of the adapter among those of --lora, from 0."""
+    """The index of the adapter in --lora, from 0."""
     scale: float
 
 
 _NOT_SHARED = ("logprobs", "echo", "compact_json", "penalize_prompt")
-"""Numbers and switches that some APIs do not have, or in another form."""
+"""Numbers and switches that some APIs lack or define differently."""
 if TYPE_CHECKING:
     _Numbers = StructuredFields
 else:
@@ -42,17 +42,17 @@ else:
         module=__name__,
         kw_only=True,
     )
-    """The numbers and switches of `SamplingParams`. Type checkers know those that `SamplingFields` names."""
+    """The numbers and switches of `SamplingParams`. Type checkers know those declared in `SamplingFields`."""
 
 
 class SamplingFields(_Numbers, kw_only=True):
-    """The names and meanings are those of `SamplingParams`. None: not given."""
+    """Names and meanings as in `SamplingParams`. None: not given."""
 
     _ALIASES: ClassVar[dict[str, str]] = {
         "repetition_penalty": "repeat_penalty",
         "penalty_last_n": "repeat_last_n",
     }
-    """Other names of fields of `SamplingParams`. A value under the other name takes precedence."""
+    """Other names for fields of `SamplingParams`. A value under the other name takes precedence."""
 
     model: str | None = None
     n: int | None = None
@@ -73,13 +73,13 @@ class SamplingFields(_Numbers, kw_only=True):
     logit_bias: dict[str, float] | None = None
     suppress_tokens: list[int] | None = None
     speculative_n_max: int | None = msgspec.field(default=None, name="speculative.n_max")
-    """llama-server's limit of draft tokens. 0 means `speculate` false; otherwise the engine decides what pays."""
+    """llama-server's limit on draft tokens. 0 means `speculate` false; otherwise the engine chooses the number."""
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
     visible_tokens: list[str] | None = None
 
     service_tier: str | None = None
-    """One of OpenAI's or Anthropic's values. It has no effect: this server has one tier."""
+    """One of OpenAI's or Anthropic's values. Ignored: this server has a single tier."""
     priority: int | None = None
     timeout: float | None = None
     queue_timeout: float | None = None
@@ -87,7 +87,7 @@ class SamplingFields(_Numbers, kw_only=True):
     cache_salt: str | None = None
     id_slot: int | None = None
     lora: dict[str, float] | list[LoraScale] | None = None
-    """LoRA adapters with their scales: {"name": 0.5}, or llama-server's [{"id": 0, "scale": 0.5}]. Others are off.
+    """LoRA adapters and scales: {"name": 0.5}, or llama-server's [{"id": 0, "scale": 0.5}]. Others are off.
     None: the server's scales (--lora)."""
 
     @property
@@ -97,7 +97,7 @@ class SamplingFields(_Numbers, kw_only=True):
 
     @property
     def n_candidates(self) -> int:
-        """The number of generated completions of each prompt, of which the best are shown. Raises `InvalidRequest`."""
+        """The number of completions to generate per prompt, of which the best are returned. Raises `InvalidRequest`."""
         n = self.n_choices
         candidates = n_candidates(n, None if self.best_of is None else _count("best_of", self.best_of))
         if candidates > n and self.stream:
@@ -107,9 +107,9 @@ class SamplingFields(_Numbers, kw_only=True):
         return candidates
 
     def params(self, **defaults: Any) -> SamplingParams:
-        """The fields as `SamplingParams`. Raises `InvalidRequest`, with the client's name of the field.
+        """The fields as `SamplingParams`. Raises `InvalidRequest` with the client's field name.
 
-        `defaults`: for fields that the client has not given. A default of a grammar field (`GRAMMARS`) is a requirement
+        `defaults`: for fields that the client has not set. A default for a grammar field (`GRAMMARS`) is a requirement
         of the endpoint, such as a response format, and conflicts with the client's own grammar.
         """
         given = {name: getattr(self, name, None) for name in SamplingParams.__struct_fields__}
@@ -120,7 +120,7 @@ class SamplingFields(_Numbers, kw_only=True):
             if not defaults.keys().isdisjoint(GRAMMARS):
                 message = "cannot be combined with another output format or a required tool call"
                 raise InvalidRequest(constraint.field, message)
-        if getattr(self, "wants_logprobs", None):  # a field of its own in the APIs of conversations
+        if getattr(self, "wants_logprobs", None):  # a separate field in chat APIs
             defaults["logprobs"] = 0
         elif getattr(self, "top_logprobs", None) is not None:
             raise InvalidRequest("top_logprobs", "requires logprobs to be true")
@@ -145,7 +145,7 @@ class SamplingFields(_Numbers, kw_only=True):
         return self._given_aliases | ({constraint.kind: constraint.field} if constraint else {})
 
     def check_service_tier(self) -> None:
-        """Raises `InvalidRequest` for a service tier that no API has."""
+        """Raises `InvalidRequest` for an unknown service tier."""
         if self.service_tier is not None and self.service_tier not in _SERVICE_TIERS:
             raise InvalidRequest(
                 "service_tier", f"is {self.service_tier!r}; it must be one of {', '.join(_SERVICE_TIERS)}"
@@ -159,13 +159,13 @@ class SamplingFields(_Numbers, kw_only=True):
 
 
 class TimingFields(SamplingFields, kw_only=True):
-    """Fields of APIs whose streams can show llama-server's times (`StreamTimings`)."""
+    """Fields of APIs whose streams can include llama-server's times (`StreamTimings`)."""
 
     return_progress: bool | None = None
-    """With `stream`: events with `prompt_progress` when the request is admitted, and after each step that computes a
-    part of its prompt."""
+    """With `stream`: events with `prompt_progress`, when the request is admitted and after each step that computes part
+    of its prompt."""
     timings_per_token: bool | None = None
-    """With `stream`: `timings` in each event that has tokens, not only in the last one."""
+    """With `stream`: `timings` in each event with tokens, not only in the last one."""
 
     @property
     def usage_events(self) -> UsageEvents:
@@ -188,11 +188,11 @@ class SingleChoiceFields(TimingFields, kw_only=True):
 
 
 _NO_OPTIONS = ("id", "prompt", "params")
-"""Fields of `GenerationRequest` that have no field of their own in requests."""
+"""Fields of `GenerationRequest` without a corresponding request field."""
 
 
 def scales_by_number(lora: list[LoraScale]) -> dict[int, float]:
-    """{index of an adapter: its scale}. Raises `InvalidRequest` for an adapter that is there twice."""
+    """{adapter index: scale}. Raises `InvalidRequest` for duplicate adapters."""
     scales: dict[int, float] = {}
     for i, entry in enumerate(lora):
         if entry.id in scales:
@@ -218,9 +218,9 @@ _SYNONYMS: list[Set[str]] = [
 
 
 def merge_fields(shared: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
-    """The fields of one item of a batch, as decoded JSON: its own, and those shared by all items.
+    """The fields of a batch item, as decoded JSON: its own, plus those shared by all items.
 
-    An own field replaces all shared fields with the same meaning: `repeat_penalty` replaces `repetition_penalty`.
+    An item's field replaces all shared fields with the same meaning: `repeat_penalty` replaces `repetition_penalty`.
     """
     replaced = set(own) | {name for same in _SYNONYMS if not same.isdisjoint(own) for name in same}
     return {name: value for name, value in shared.items() if name not in replaced} | own

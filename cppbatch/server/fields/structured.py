@@ -1,4 +1,4 @@
-"""The request fields that constrain the text, under the names of OpenAI, llama-server, vLLM, SGLang and TGI."""
+"""The request fields that constrain the text, with the names of OpenAI, llama-server, vLLM, SGLang and TGI."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ Schema = dict[str, Any] | bool
 
 
 class Constraint(NamedTuple):
-    """What the text must be."""
+    """A constraint on the text."""
 
     field: str
-    """The client's name of the field."""
+    """The client's name for the field."""
     kind: str
-    """The field of `SamplingParams` that does the same: one of `GRAMMARS`."""
+    """The equivalent field of `SamplingParams`: one of `GRAMMARS`."""
     value: Any
 
 
@@ -37,12 +37,12 @@ class ResponseFormat(msgspec.Struct):
     """`response_format`."""
 
     type: str
-    """text, json_object or json_schema; also TGI's json and regex."""
+    """`text`, `json_object` or `json_schema`; also TGI's `json` and `regex`."""
     json_schema: NamedSchema | None = None
     schema: Schema | None = None
-    """Where llama-server expects the schema."""
+    """llama-server's field for the schema."""
     value: Schema | str | None = None
-    """Where TGI expects the schema, or the regular expression."""
+    """TGI's field for the schema or the regular expression."""
 
     def constraint(self) -> Constraint | None:
         """The constraint, None for free text. Raises `InvalidRequest`."""
@@ -87,17 +87,17 @@ class StructuredOutputs(msgspec.Struct, forbid_unknown_fields=True):
     whitespace_pattern: str | None = None
     """Not supported."""
     disable_any_whitespace: bool | None = None
-    """vLLM's name of `compact_json`."""
+    """vLLM's name for `compact_json`."""
     disable_additional_properties: bool | None = None
-    """true is not supported: give `"additionalProperties": false` in the schema."""
+    """true is not supported: set `"additionalProperties": false` in the schema."""
     disable_fallback: bool | None = None
-    """Not used, as the fields after it."""
+    """Ignored, like the following fields."""
     backend: str | None = None
     own_backend: str | None = msgspec.field(default=None, name="_backend")
     own_backend_was_auto: bool | None = msgspec.field(default=None, name="_backend_was_auto")
 
     def constraints(self) -> list[Constraint]:
-        """The constraints that are given. Raises `InvalidRequest`."""
+        """The given constraints. Raises `InvalidRequest`."""
         for name in _UNSUPPORTED:
             if getattr(self, name):
                 raise InvalidRequest(f"structured_outputs.{name}", "is not supported; leave it out")
@@ -123,23 +123,23 @@ class StructuredFields(msgspec.Struct, kw_only=True):
     response_format: ResponseFormat | None = None
     json_schema: dict[str, Any] | str | bool | None = None
     compact_json: bool | None = None
-    """JSON of a schema has no white space between its tokens."""
+    """Generate JSON for a schema without whitespace between tokens."""
     guided_regex: str | None = None
     guided_choice: list[str] | None = None
     grammar: str | None = None
     structured_outputs: StructuredOutputs | None = None
-    """vLLM's: one of `json`, `regex`, `choice`, `grammar`, `json_object`."""
+    """As in vLLM: one of `json`, `regex`, `choice`, `grammar`, `json_object`."""
     guided_json: dict[str, Any] | str | bool | None = None
-    """vLLM's earlier name of `structured_outputs.json`."""
+    """vLLM's earlier name for `structured_outputs.json`."""
     guided_grammar: str | None = None
-    """vLLM's earlier name of `structured_outputs.grammar`."""
+    """vLLM's earlier name for `structured_outputs.grammar`."""
     regex: str | None = None
-    """SGLang's name of `guided_regex`."""
+    """SGLang's name for `guided_regex`."""
     ebnf: str | None = None
-    """SGLang's name of `grammar`."""
+    """SGLang's name for `grammar`."""
 
     def constraint(self) -> Constraint | None:
-        """The constraint of the text, None for free text. Raises `InvalidRequest` if several are given."""
+        """The constraint on the text; None: free text. Raises `InvalidRequest` if several are given."""
         wanted = self.response_format.constraint() if self.response_format else None
         found = [wanted] if wanted else []
         found += self.structured_outputs.constraints() if self.structured_outputs else []
@@ -154,12 +154,13 @@ class StructuredFields(msgspec.Struct, kw_only=True):
         return found[0] if found else None
 
     def constraint_field(self, default: str) -> str:
-        """The client's name of the field that constrains the text; `default` for free text. Raises `InvalidRequest`."""
+        """The client's name for the field that constrains the text; `default` for free text. Raises
+        `InvalidRequest`."""
         constraint = self.constraint()
         return constraint.field if constraint else default
 
     def schema(self) -> Schema | None:
-        """The JSON schema of the answer, None for other constraints and for free text. Raises `InvalidRequest`."""
+        """The JSON schema of the answer; None: another constraint or free text. Raises `InvalidRequest`."""
         wanted = self.constraint()
         if wanted is None or wanted.kind != "json_schema" or wanted.field == "json_schema":
             return None
@@ -167,12 +168,12 @@ class StructuredFields(msgspec.Struct, kw_only=True):
 
     @property
     def is_compact(self) -> bool:
-        """Whether JSON has no white space between its tokens."""
+        """Whether JSON has no whitespace between tokens."""
         theirs = self.structured_outputs is not None and self.structured_outputs.disable_any_whitespace
         return bool(self.compact_json or theirs)
 
     def compacted(self, schema: Schema) -> Schema:
-        """The schema of what this request asks for."""
+        """The schema in this request."""
         return compact_schema(schema) if self.is_compact else schema
 
 
@@ -186,14 +187,14 @@ _ALONE = {
     "regex": "guided_regex",
     "ebnf": "grammar",
 }
-"""Fields that are a constraint by themselves."""
+"""Fields that each are a complete constraint."""
 
 CONSTRAINTS = frozenset({*_ALONE, "structured_outputs", "response_format"})
 """All fields that constrain the text."""
 
 
 def one_schema(field: str, schema: Schema | None, body: StructuredFields) -> Schema | None:
-    """The schema of an API's own field, or of `body`. Raises `InvalidRequest` if both are given."""
+    """The schema from an API's own field, or from `body`. Raises `InvalidRequest` if both are given."""
     other = StructuredFields.schema(body)
     if schema is not None and (constraint := body.constraint()):
         raise InvalidRequest(constraint.field, f"cannot be combined with {field}: give only one constraint")
@@ -201,7 +202,7 @@ def one_schema(field: str, schema: Schema | None, body: StructuredFields) -> Sch
 
 
 def decoded_schema(field: str, schema: Schema | str) -> Schema:
-    """A schema that may be JSON text. Raises `InvalidRequest`."""
+    """A schema, possibly given as JSON text. Raises `InvalidRequest`."""
     if not isinstance(schema, str):
         return schema
     if too_much := excess(schema.encode("utf-8", "replace")):

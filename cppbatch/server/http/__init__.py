@@ -1,1 +1,1 @@
-"""Below the API families: connections, errors, limits, descriptions of endpoints."""
+"""Infrastructure of the API families: connections, errors, limits, endpoint declarations."""

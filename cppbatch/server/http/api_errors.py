@@ -1,4 +1,4 @@
-"""From exceptions to error responses, in the format of the API that the request's path belongs to."""
+"""Converts exceptions to error responses, in the format of the API of the request's path."""
 
 from __future__ import annotations
 
@@ -31,23 +31,23 @@ log = logging.getLogger("cppbatch.server")
 
 
 class ApiError(NamedTuple):
-    """An error on its way to the client, independent of the API's error format."""
+    """An error for the client, independent of the API's error format."""
 
     status: int
     """The HTTP status."""
     message: str
     type: str
-    """As in OpenAI's API: invalid_request_error, authentication_error, permission_error, rate_limit_error or
-    server_error."""
+    """As in OpenAI's API: `invalid_request_error`, `authentication_error`, `permission_error`, `rate_limit_error` or
+    `server_error`."""
     param: str | None = None
     """The request field that caused the error."""
     code: str | None = None
     overflow: ContextOverflow | None = None
-    """Set if the prompt is longer than the context. Each API has a message of its own for it."""
+    """Set if the prompt is longer than the context, for which each API has its own message."""
 
 
 class TooManyRequests(CppBatchError):
-    """A limit on requests is reached. `retry_after`: seconds until another one may be sent."""
+    """A limit on requests is reached. `retry_after`: seconds until another request is allowed."""
 
     def __init__(self, message: str, retry_after: float = 1) -> None:
         super().__init__(message)
@@ -55,15 +55,15 @@ class TooManyRequests(CppBatchError):
 
 
 class RateLimited(TooManyRequests):
-    """The rate of the request's key is reached."""
+    """The rate limit of the request's key is reached."""
 
 
 class NoStorage(CppBatchError):
-    """This server stores no files."""
+    """This server does not store files."""
 
 
 class SwitchedOff(CppBatchError):
-    """This server was started without the route."""
+    """The route is disabled on this server."""
 
 
 class ModelNotFound(InvalidRequest):
@@ -74,11 +74,12 @@ class ModelNotFound(InvalidRequest):
 
 
 class LoadTimeout(CppBatchError):
-    """The request's timeout has passed while its model was not loaded yet."""
+    """The request's timeout expired before its model was loaded."""
 
 
 class ThreadUnsupported(InvalidRequest):
-    """Anthropic's server would keep the conversation. Its client then goes on without, and sends all of it."""
+    """A request for a stored conversation, as on Anthropic's server. Anthropic's client then sends the whole
+    conversation instead."""
 
     def __init__(self) -> None:
         super().__init__(
@@ -110,15 +111,15 @@ _INVALID: dict[type[InvalidRequest], tuple[int, str]] = {
 }
 """Status and code of each kind of invalid request; all others have status 400 and no code."""
 _HTTP_CODES = {404: "not_found", 405: "method_not_allowed", 413: "request_too_large"}
-"""Code of each status that aiohttp's exceptions have."""
+"""Code for each status of aiohttp's exceptions."""
 
 
 _OVERFLOW = "exceed_context_size_error"
-"""llama-server's type for a prompt that is longer than the context. The code is OpenAI's."""
+"""llama-server's type for a prompt longer than the context. The code is OpenAI's."""
 
 
 def api_error(error: BaseException) -> ApiError:
-    """The error that the client gets for an exception. Logs exceptions that are not expected."""
+    """The error sent to the client for an exception. Logs unexpected exceptions."""
     if isinstance(error, InvalidRequest):
         if error.overflow:
             message = _overflow_message(error.field, error.overflow)
@@ -126,7 +127,7 @@ def api_error(error: BaseException) -> ApiError:
         status, code = _INVALID.get(type(error), (400, None))
         kind = "permission_error" if status == 403 else "invalid_request_error"
         return ApiError(status, str(error), kind, error.field, code)
-    if isinstance(error, StorageError):  # its message names files of the server
+    if isinstance(error, StorageError):  # its message contains file names of the server
         log.error("%s", error)
         return ApiError(507, error.public, "server_error", code="storage")
     for expected, (status, kind, code) in _EXPECTED.items():
@@ -140,7 +141,7 @@ def api_error(error: BaseException) -> ApiError:
 
 
 def _overflow_message(field: str, overflow: ContextOverflow) -> str:
-    """In OpenAI's words and llama-server's: clients that shorten a conversation recognise either."""
+    """In the words of OpenAI and llama-server: clients that shorten conversations recognise either."""
     n, or_more = overflow.n_prompt_tokens, " or more" if overflow.is_least else ""
     advice = f", or {overflow.advice} on the server" if overflow.advice else ""
     excess = "is too large to process" if overflow.is_pooled else "exceeds the available context size"
@@ -158,14 +159,14 @@ class ErrorDetail(msgspec.Struct, frozen=True, kw_only=True):
 
     message: str
     type: str
-    """invalid_request_error, authentication_error, permission_error, rate_limit_error or server_error; as on
-    llama-server, not_supported_error for a feature that is off, and exceed_context_size_error for a prompt that is
-    longer than the context: its code is OpenAI's, context_length_exceeded."""
+    """`invalid_request_error`, `authentication_error`, `permission_error`, `rate_limit_error` or `server_error`; as in
+    llama-server, `not_supported_error` for a disabled feature, and `exceed_context_size_error` for a prompt longer than
+    the context, with OpenAI's code `context_length_exceeded`."""
     param: str | None
     """The request field that caused the error."""
     code: str | None
     n_prompt_tokens: int | UnsetType = UNSET
-    """If the prompt exceeds the context: its number of tokens, or a lower bound if it is too long to tokenise."""
+    """If the prompt exceeds the context: its tokens, or a lower bound if it is too long to tokenise."""
     n_ctx: int | UnsetType = UNSET
     """If the prompt exceeds the context: the maximum tokens of prompt and completion together."""
 
@@ -186,14 +187,14 @@ class AnthropicErrorDetail(msgspec.Struct, frozen=True, kw_only=True):
     """An error in Anthropic's format. The message names the field that caused it."""
 
     type: str
-    """Follows the HTTP status."""
+    """Determined by the HTTP status."""
     message: str
     n_prompt_tokens: int | UnsetType = UNSET
     """As in `ErrorDetail`."""
     n_ctx: int | UnsetType = UNSET
     """As in `ErrorDetail`."""
     details: AnthropicErrorCode | UnsetType = UNSET
-    """thread_unsupported_request, if the request has a `thread`."""
+    """`thread_unsupported_request`, if the request has a `thread`."""
 
 
 class AnthropicErrorResponse(msgspec.Struct, frozen=True, kw_only=True):
@@ -203,7 +204,7 @@ class AnthropicErrorResponse(msgspec.Struct, frozen=True, kw_only=True):
     error: AnthropicErrorDetail
 
 
-_LONGEST_GUESSED = 100  # characters of a path that is compared with those that exist
+_LONGEST_GUESSED = 100  # maximum length of an unknown path to compare with existing ones
 _ANTHROPIC_PATH = "/v1/messages"
 _ANTHROPIC_VERSION = "anthropic-version"
 _ANTHROPIC_TYPES = {
@@ -217,7 +218,7 @@ _ANTHROPIC_TYPES = {
 
 
 def is_anthropic(request: web.Request) -> bool:
-    """Whether a client of Anthropic's API sent the request: on paths that two APIs have, its header decides."""
+    """Whether a client of Anthropic's API sent the request; on paths that two APIs share, its header decides."""
     return _ANTHROPIC_VERSION in request.headers or _is_anthropic_path(request.path)
 
 
@@ -226,7 +227,7 @@ def _is_anthropic_path(path: str) -> bool:
 
 
 def error_body(path: str, error: ApiError) -> ErrorResponse | AnthropicErrorResponse:
-    """The body of an error response, in the format of the API that the path belongs to."""
+    """The body of an error response, in the format of the path's API."""
     if _is_anthropic_path(path):
         return anthropic_error(error)
     return openai_error(error)
@@ -249,7 +250,7 @@ def openai_error(error: ApiError) -> ErrorResponse:
 def anthropic_error(error: ApiError) -> AnthropicErrorResponse:
     """Anthropic's error object."""
     if overflow := error.overflow:
-        n, most = overflow.n_prompt_tokens, min(overflow.n_ctx, overflow.n_prompt_tokens - 1)  # an answer needs one too
+        n, most = overflow.n_prompt_tokens, min(overflow.n_ctx, overflow.n_prompt_tokens - 1)  # an answer needs one
         message = f"prompt is too long: {n} tokens > {most} maximum"
         detail = AnthropicErrorDetail(
             type="invalid_request_error", message=message, n_prompt_tokens=n, n_ctx=overflow.n_ctx
@@ -270,13 +271,13 @@ def json_response(body: object, status: int = 200) -> web.Response:
 
 
 def error_response(request: web.Request, error: ApiError) -> web.Response:
-    """An error response, in the format of the API that the request's client uses."""
+    """An error response, in the format of the client's API."""
     body = anthropic_error(error) if is_anthropic(request) else error_body(request.path, error)
     return json_response(body, error.status)
 
 
 def _remedy(request: web.Request, error: Exception) -> str:
-    """What to send instead, to a path that has no route or none for this method."""
+    """The remedy for a path without a route, or without one for this method."""
     if isinstance(error, web.HTTPMethodNotAllowed):
         return f"use {' or '.join(sorted(error.allowed_methods))}"
     paths = {resource.canonical for resource in request.app.router.resources()}

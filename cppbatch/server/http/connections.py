@@ -1,8 +1,8 @@
-"""Limits on connections: silent and stalled ones are closed, and so is one when there are too many.
+"""Limits on connections: closes silent and stalled ones, and one of them if there are too many.
 
-aiohttp closes connections that are idle between requests. It limits neither the time until the first request, nor a
-body that stops halfway, nor a client that does not read its response, nor the number of connections. It parses whatever
-has arrived at once, however small its chunks are, and drops the requests of a client that closes its sending side.
+aiohttp closes connections that are idle between requests. It does not limit the time until the first request, bodies
+that stop halfway, clients that do not read their response, or the number of connections. It parses everything that has
+arrived at once, however small the chunks, and drops the requests of a client that closes its sending side.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ log = logging.getLogger("cppbatch.server")
 HEAD_SECONDS = 20.0
 """The time limit from connecting to the end of the first request's head."""
 _MIN_BODY_RATE = 500
-"""Bytes a second, on average, at which a body must come once the idle timeout has passed, as in Apache's
-mod_reqtimeout: otherwise one byte now and then would keep a connection open for ever."""
+"""Minimum average rate of a body in bytes per second, once the idle timeout has passed, as in Apache's mod_reqtimeout:
+otherwise an occasional byte would keep a connection open forever."""
 _MAX_FRAMING = 1 << 16
-"""Bytes of chunk sizes, chunk extensions and trailers that every body may have: 13,000 chunks of one byte. Beyond them
-the framing may be a quarter of the body, as in chunks of 24 bytes. Each chunk takes the time of hundreds of bytes."""
-_REFUSAL_SECONDS = 2.0  # in which a client that is still sending a refused body receives the answer
+"""Bytes of chunk sizes, chunk extensions and trailers allowed in every body: 13,000 chunks of one byte. Beyond that,
+framing may be a quarter of the body, as with chunks of 24 bytes. Each chunk costs the time of hundreds of bytes."""
+_REFUSAL_SECONDS = 2.0  # for a client that is still sending a refused body to receive the response
 _PARSE_SECONDS = 0.0005
-"""The target time of parsing what was read at once. All other connections wait meanwhile."""
+"""Target time for parsing the data of one read, during which all other connections wait."""
 _FIRST_READ, _MIN_READ, _MAX_READ = 1 << 14, 1 << 9, 1 << 18  # bytes read at once: at first, and the range
 _MAX_CONNECTIONS = 8192
-_OTHER_FILES = 200  # file descriptors for the rest: the model, the log, connections being accepted or closed
+_OTHER_FILES = 200  # reserved file descriptors: the model, the log, connections being accepted or closed
 
 
 class Connections:
-    """The open connections. At most `max_open`: a new one then closes the one unanswered for the longest time."""
+    """The open connections, at most `max_open`: beyond that, a new one closes the one unanswered for longest."""
 
     def __init__(self, max_open: int, *, idle_timeout: float, head_timeout: float = HEAD_SECONDS) -> None:
         self._max_open = max_open
@@ -44,13 +44,13 @@ class Connections:
         self._open: set[Connection] = set()
         self._unanswered: dict[Connection, None] = {}  # in order, the longest unanswered first
         self.buffer = memoryview(bytearray(_MAX_READ))
-        """For all connections: what one of them reads is parsed at once."""
+        """Shared by all connections: each one's data is parsed immediately."""
 
     def __len__(self) -> int:
         return len(self._open)
 
     def add(self, connection: Connection) -> None:
-        """Adds a new connection, and closes another one, or this one, if there are too many."""
+        """Adds a new connection; if there are too many, closes another one or this one."""
         self._open.add(connection)
         self._unanswered[connection] = None
         if len(self._open) > self._max_open:
@@ -66,7 +66,7 @@ class Connections:
 
     @contextlib.contextmanager
     def answering(self, connection: Connection) -> Iterator[None]:
-        """While a request is answered, its connection is not closed in favour of a new one."""
+        """Protects a connection from being closed in favour of a new one while its request is answered."""
         self._unanswered.pop(connection, None)
         try:
             yield
@@ -75,12 +75,12 @@ class Connections:
                 self._unanswered[connection] = None
 
     def give_way(self, connection: Connection) -> None:
-        """The connection may be closed in favour of a new one, though its request is being answered."""
+        """Allows closing the connection in favour of a new one although its request is being answered."""
         if connection in self._open:
             self._unanswered[connection] = None
 
     async def watch(self) -> None:
-        """Closes overdue connections, until it is cancelled."""
+        """Closes overdue connections, until cancelled."""
         loop = asyncio.get_running_loop()
         pause = min(1.0, self.idle_timeout / 4, self.head_timeout / 4)
         while True:
@@ -98,7 +98,7 @@ class Connections:
 
 
 class Connection(asyncio.BufferedProtocol):
-    """aiohttp's protocol of one connection, with times of what was received and sent."""
+    """aiohttp's protocol for a connection, with times of received and sent data."""
 
     def __init__(self, connections: Connections, http: web.RequestHandler) -> None:
         self._connections = connections
@@ -107,9 +107,9 @@ class Connection(asyncio.BufferedProtocol):
         self._transport: asyncio.Transport | None = None
         self._opened_at = self._received_at = self._sent_at = self._loop.time()
         self._n_begun = 0  # requests
-        self._request: web.Request | None = None  # being answered, or its answer being sent
-        self._is_endless = False  # the answer
-        self._chunked: StreamReader | None = None  # the body of the last request, if it comes in chunks
+        self._request: web.Request | None = None  # in progress, or its response being sent
+        self._is_endless = False  # the response
+        self._chunked: StreamReader | None = None  # the body of the last request, if chunked
         self._reading = False  # the server waits for a request's body
         self._reading_since, self._n_read = 0.0, 0  # bytes received since then
         self._next_read = _FIRST_READ
@@ -118,12 +118,12 @@ class Connection(asyncio.BufferedProtocol):
         self._probe: PeerProbe | None = None  # the client has closed its sending side
         self.remote = "?"
         self.has_refused = False
-        """A body that consists of framing; nothing more is parsed."""
+        """A body that is mostly framing; parsing has stopped."""
 
     # --- called by the server ---------------------------------------------------------------------------------------
 
     def begin(self, request: web.Request) -> None:
-        """The head of a request has been received. It is answered when the current task has ended."""
+        """Called when the head of a request has been received. It is answered after the current task ends."""
         self._request, self._is_endless = request, False
         self._n_begun += 1
         self._chunked = request.content if hdrs.TRANSFER_ENCODING in request.headers else None
@@ -131,21 +131,21 @@ class Connection(asyncio.BufferedProtocol):
         task = asyncio.current_task()
         assert task
         task.add_done_callback(self._end)
-        if self._probe and self._transport and not request.content.is_eof():  # the rest of its body will never come
+        if self._probe and self._transport and not request.content.is_eof():  # the rest of its body will never arrive
             self._transport.close()
 
     def _end(self, _task: asyncio.Task[object]) -> None:
         self._request = None
         if self._probe and self._transport and self._is_idle():
-            self._transport.close()  # sends what is left of the answer first
+            self._transport.close()  # sends the rest of the response first
 
     def _is_idle(self) -> bool:
-        """Whether the connection is idle: no request is being answered, and none was sent before the last answer."""
+        """Whether the connection is idle: no request is in progress, and none was sent before the last response."""
         return self._request is None and self._n_begun == self._http._request_count
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[None]:
-        """While the server waits for a request's body."""
+        """A context in which the server waits for a request's body."""
         self._reading, self._n_read = True, 0
         self._reading_since = self._received_at = self._loop.time()
         if self.has_refused:
@@ -157,13 +157,13 @@ class Connection(asyncio.BufferedProtocol):
 
     @contextlib.contextmanager
     def answering(self) -> Iterator[None]:
-        """While a request is answered."""
+        """A context in which a request is answered."""
         with self._connections.answering(self):
             yield
 
     def give_way(self) -> None:
-        """The answer of this request is one without an end: it may be closed in favour of a new connection, and ends
-        when the client closes its sending side."""
+        """Marks the response of this request as endless: its connection may be closed in favour of a new one, and it
+        ends when the client closes its sending side."""
         self._is_endless = True
         self._connections.give_way(self)
         if self._probe and self._transport:
@@ -172,7 +172,7 @@ class Connection(asyncio.BufferedProtocol):
     # --- called by `Connections` ------------------------------------------------------------------------------------
 
     def overdue(self, now: float) -> str | None:
-        """Why the connection should be closed; None if it should not."""
+        """Why the connection should be closed; None: it should not."""
         limit = self._connections.idle_timeout
         if not self._n_begun and now - self._opened_at > self._connections.head_timeout:
             return f"no request within {self._connections.head_timeout:g} s"
@@ -189,7 +189,7 @@ class Connection(asyncio.BufferedProtocol):
         return None
 
     def abort(self) -> None:
-        """Closes the connection at once; a request that is being answered is cancelled."""
+        """Closes the connection immediately; cancels a request in progress."""
         if self._transport:
             self._transport.abort()
 
@@ -201,7 +201,7 @@ class Connection(asyncio.BufferedProtocol):
         self._transport = transport
         self.remote = str((transport.get_extra_info("peername") or "?")[0])
         # With a limit of one byte, writing waits as soon as the kernel's buffer is full. So little is buffered for a
-        # slow client, and bytes left behind after the end of a response count as unsent too.
+        # slow client, and bytes remaining after the end of a response also count as unsent.
         transport.set_write_buffer_limits(high=1)
         self._http.connection_made(transport)
         self._connections.add(self)
@@ -223,7 +223,7 @@ class Connection(asyncio.BufferedProtocol):
         self._check_framing(nbytes)
 
     def _check_framing(self, nbytes: int) -> None:
-        """Parses no more of a body that consists of framing. `nbytes`: received last, and perhaps not yet parsed."""
+        """Stops parsing a body that is mostly framing. `nbytes`: received last, possibly not yet parsed."""
         if self._chunked is None or self._chunked.is_eof():
             return
         n_body = self._chunked.total_bytes
@@ -235,7 +235,7 @@ class Connection(asyncio.BufferedProtocol):
         self._n_framed += nbytes
 
     def _refuse(self) -> None:
-        """Reading the body raises an exception."""
+        """Makes reading the body raise an exception."""
         assert self._chunked
         reason = "it consists of very small chunks; send larger chunks, or use Content-Length"
         self._chunked.set_exception(web.RequestPayloadError(reason))
@@ -243,8 +243,7 @@ class Connection(asyncio.BufferedProtocol):
         self._loop.call_later(_REFUSAL_SECONDS, self.abort)
 
     def eof_received(self) -> bool:
-        """The requests that have been received whole are still answered, except over TLS, where asyncio closes both
-        directions."""
+        """Completely received requests are still answered, except over TLS, where asyncio closes both directions."""
         assert self._transport
         request = self._request
         is_endless = request is not None and (self._is_endless or not request.content.is_eof())
@@ -269,20 +268,20 @@ class Connection(asyncio.BufferedProtocol):
 
 
 def connection_of(request: web.Request) -> Connection | None:
-    """The connection of a request; None if it is closed, or not under these limits."""
+    """The connection of a request; None if it is closed, or not subject to these limits."""
     protocol = request.transport.get_protocol() if request.transport else None
     return protocol if isinstance(protocol, Connection) else None
 
 
 def reading(request: web.Request) -> contextlib.AbstractContextManager[None]:
-    """While the server waits for a request's body: a client that stops sending is disconnected."""
+    """A context in which the server waits for a request's body: a client that stops sending is disconnected."""
     connection = connection_of(request)
     return connection.reading() if connection else contextlib.nullcontext()
 
 
 @web.middleware
 async def connection_middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Tells the connection of the request."""
+    """Tells the connection about the request."""
     connection = connection_of(request)
     if not connection:
         return await handler(request)
@@ -294,7 +293,8 @@ async def connection_middleware(request: web.Request, handler: Handler) -> web.S
 
 
 def max_connections() -> int:
-    """The maximum number of open connections, by the process's limit of open files, which is raised to its maximum."""
+    """The maximum number of open connections, from the process's limit of open files, which this raises to its
+    maximum."""
     try:
         import resource
     except ImportError:  # Windows, where sockets are not files
@@ -311,22 +311,22 @@ def max_connections() -> int:
 
 
 # --- peer probe ------------------------------------------------------------------------------------------------------
-# Whether a client that has closed its sending side still reads (`nc -N`, some proxies), or is gone.
+# Finds out whether a client that has closed its sending side still reads (`nc -N`, some proxies), or is gone.
 #
-# TCP tells the server the same in both cases: the client will send nothing more. Only what is sent to a client that is
-# gone is answered with a reset. So until the answer begins, the server sends the interim response `100 Continue` now
-# and then, which every client of HTTP/1.1 has to skip. A client of HTTP/1.0 takes none, so its request is given up
-# soon.
+# TCP does not distinguish the two: the client will send nothing more. But data sent to a client that is gone is
+# answered with a reset. So until the response starts, the server occasionally sends the interim response `100
+# Continue`, which every HTTP/1.1 client must skip. HTTP/1.0 clients do not accept it, so their requests are soon
+# abandoned.
 
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.1, 30.0  # seconds; each pause is twice the one before
 _OLD_HTTP_SECONDS = 0.5
-"""The time limit for an answer of HTTP/1.0 to begin."""
+"""The time limit for an HTTP/1.0 response to start."""
 _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 
 
 class PeerProbe:
-    """Calls `is_gone` with the reason once the client is gone. `answered`: the request that is being answered."""
+    """Calls `is_gone` with the reason once the client is gone. `answered`: the request in progress."""
 
     def __init__(
         self, transport: asyncio.Transport, answered: Callable[[], web.Request | None], is_gone: Callable[[str], None]

@@ -1,4 +1,4 @@
-"""Endpoints: each is declared once, with its handler, for the application, the OpenAPI document and batches."""
+"""Endpoints: each is declared once with its handler, for the application, the OpenAPI document and batches."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Json = dict[str, Any]
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 Declare = Callable[[Handler], Handler]
 Answer = Any
-"""A type, a list of a type (`list[Slot]`), a tuple of types of which one is answered, or schemas by media type."""
+"""A type, a list of a type (`list[Slot]`), a tuple of alternative types, or schemas by media type."""
 
 REFS = "#/components/schemas/{name}"
 TEXT: Json = {"type": "string"}
@@ -31,17 +31,17 @@ _SERVER_SENT_EVENT: Json = {
 GENERATION_ERRORS = (400, 401, 403, 404, 413, 429, 500, 503)
 """The error statuses of a route that uses the engine."""
 QUERY_ERRORS = (401, 503)
-"""The error statuses of a route that only reports something."""
+"""The error statuses of a route that only reports state."""
 
 
 class Endpoint(NamedTuple):
-    """What the OpenAPI document says about a route, and how batches use it."""
+    """The description of a route for the OpenAPI document, and its use in batches."""
 
     summary: str
     content: dict[str, Json]
     """The schema of a successful response, by media type."""
     types: tuple[type, ...]
-    """The types that `content` refers to."""
+    """The types referenced by `content`."""
     errors: tuple[int, ...]
     """The statuses of error responses."""
     body: type | None = None
@@ -49,9 +49,9 @@ class Endpoint(NamedTuple):
     takes_list: bool = False
     """The body is a list of this type."""
     unavailable: type = ErrorResponse
-    """The body of a 503."""
+    """The body of a 503 response."""
     error: type = ErrorResponse
-    """The body of the other errors."""
+    """The body of other errors."""
     query: type | None = None
     """The fields of the query string."""
     form: Json | None = None
@@ -61,7 +61,7 @@ class Endpoint(NamedTuple):
 
 
 class Route(NamedTuple):
-    """A handler, with its method in lower case and its path as aiohttp takes it."""
+    """A handler, with its method in lower case and its path in aiohttp's notation."""
 
     method: str
     path: str
@@ -79,11 +79,11 @@ class Route(NamedTuple):
 class Routes(list[Route]):
     """The routes of a module: `@routes.post("/tokenize", TokenizeResponse, TokenizeRequest)`.
 
-    The first paragraph of a handler's docstring is its summary in the OpenAPI document. `more`: what `_add` takes.
+    The first paragraph of a handler's docstring is its summary in the OpenAPI document. `more`: as for `_add`.
     """
 
     def get(self, path: str, answer: Answer, errors: tuple[int, ...] = QUERY_ERRORS, **more: Any) -> Declare:
-        """Declares the handler of a GET, which by default only reports something."""
+        """Declares the handler of a GET route, by default one that only reports state."""
         return partial(self._add, "get", path, answer, errors=errors, **more)
 
     def post(
@@ -94,15 +94,15 @@ class Routes(list[Route]):
         errors: tuple[int, ...] = GENERATION_ERRORS,
         **more: Any,
     ) -> Declare:
-        """Declares the handler of a POST, which by default uses the engine."""
+        """Declares the handler of a POST route, by default one that uses the engine."""
         return partial(self._add, "post", path, answer, body=body, errors=errors, **more)
 
     def delete(self, path: str, answer: Answer, errors: tuple[int, ...]) -> Declare:
-        """Declares the handler of a DELETE."""
+        """Declares the handler of a DELETE route."""
         return partial(self._add, "delete", path, answer, errors=errors)
 
     def add_to(self, app: web.Application) -> None:
-        """Adds them to an application."""
+        """Adds the routes to an application."""
         app.add_routes(web.route(route.method.upper(), route.path, route.handler, **route.options) for route in self)
 
     def _add(
@@ -117,8 +117,8 @@ class Routes(list[Route]):
         options: dict[str, Any] | None = None,
         **fields: Any,
     ) -> Handler:
-        """`streams`: the answer may be streamed. `also`: another path. `options`: for aiohttp. `fields`: of `Endpoint`,
-        such as the `types` that schemas refer to."""
+        """`streams`: the response may be streamed. `also`: another path. `options`: for aiohttp. `fields`: of
+        `Endpoint`, such as the `types` referenced by schemas."""
         (paragraph, *_) = (handler.__doc__ or "").split("\n\n")
         summary = " ".join(paragraph.split()).removesuffix(".")
         content, types = _content(answer)
@@ -148,7 +148,7 @@ def json_content(schema: Json) -> dict[str, Json]:
 
 
 def _content(answer: Answer) -> tuple[dict[str, Json], tuple[type, ...]]:
-    """The content of an answer, and the types that it refers to."""
+    """The content of a response, and the types it references."""
     if isinstance(answer, dict):
         return answer, ()
     if isinstance(answer, tuple):

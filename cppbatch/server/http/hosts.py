@@ -1,4 +1,4 @@
-"""Names of hosts: those that media may be fetched from, those of this machine, origins of web pages."""
+"""Host names: those from which media may be fetched, those of this machine, and origins of web pages."""
 
 from __future__ import annotations
 
@@ -20,11 +20,10 @@ HOST_NAME = re.compile(r"(\*\.)?[a-z0-9_]([a-z0-9_.-]*[a-z0-9_])?")
 
 
 class HostNames:
-    """Names of hosts: `example.org`, `*.example.org`, `*`."""
+    """Host names: `example.org`, `*.example.org`, `*`."""
 
     def __init__(self, names: Iterable[str], flag: str, others: str = "") -> None:
-        """Raises `ConfigError` for an entry that is none of these. It names the flag, and the `others` that are
-        possible there."""
+        """Raises `ConfigError` for any other entry. It names the flag and the `others` that it accepts."""
         self._names = {name.lower().rstrip(".") for name in names}
         for name in self._names:
             if name != ANY and not HOST_NAME.fullmatch(name):
@@ -43,14 +42,14 @@ class HostNames:
 
 
 class MediaDomains:
-    """Names of hosts (`example.org`, `*.example.org`, `*`), addresses and networks (`10.0.0.0/8`).
+    """Host names (`example.org`, `*.example.org`, `*`), addresses and networks (`10.0.0.0/8`).
 
-    A host must be listed by its name, and be reached under a public address, or under one that is listed itself. So
-    neither a redirect nor a name whose address changes leads into the server's own network.
+    A host must be listed by name, and its address must be public or listed itself. So neither a redirect nor a name
+    with a changing address leads into the server's own network.
     """
 
     def __init__(self, entries: Iterable[str] = ()) -> None:
-        """Raises `ConfigError` for an entry that is none of these."""
+        """Raises `ConfigError` for any other entry."""
         names: list[str] = []
         self._networks: list[_Network] = []
         for entry in entries:
@@ -80,7 +79,7 @@ class MediaDomains:
 
 
 def address_of(host: str) -> Address | None:
-    """The address, if a host is one; an IPv4 address for one that IPv6 maps."""
+    """The IP address, if the host is one; IPv4-mapped IPv6 addresses become IPv4."""
     try:
         address = ipaddress.ip_address(host.strip("[]").partition("%")[0])
     except ValueError:
@@ -88,7 +87,7 @@ def address_of(host: str) -> Address | None:
     return getattr(address, "ipv4_mapped", None) or address
 
 
-_NAT64 = ipaddress.ip_network("64:ff9b::/96")  # IPv6 addresses that gateways make IPv4 addresses of, also private ones
+_NAT64 = ipaddress.ip_network("64:ff9b::/96")  # gateways translate these to IPv4 addresses, even private ones
 
 
 def _is_public(address: Address) -> bool:
@@ -102,12 +101,12 @@ def _is_public(address: Address) -> bool:
 
 _LOOKUP_SECONDS = 1.0
 _FROM_CONTAINERS = ("host.docker.internal", "host.containers.internal")
-"""This machine in its containers, by Docker and Podman. No site of the internet has a name below .internal."""
+"""Docker's and Podman's names for this machine in its containers. No internet site has a name below .internal."""
 
 
 def names_of(addresses: Iterable[str]) -> tuple[str, ...]:
-    """The names of a server that listens on these addresses: those among them, that of this machine in its containers,
-    and its others if other machines can reach it."""
+    """The names of a server that listens on these addresses: names among them, those of this machine in its containers,
+    and its host names if other machines can reach it."""
     names = [*_FROM_CONTAINERS, *(address for address in addresses if not address_of(address))]
     if not all(is_local(address) for address in addresses):
         host = socket.gethostname()
@@ -115,29 +114,29 @@ def names_of(addresses: Iterable[str]) -> tuple[str, ...]:
         names += [host, first, f"{first}.local"]
         looking = threading.Thread(target=lambda: names.append(socket.getfqdn(host)), daemon=True)
         looking.start()
-        looking.join(_LOOKUP_SECONDS)  # it takes longer where no name server answers
+        looking.join(_LOOKUP_SECONDS)  # takes longer if no name server answers
     return tuple(sorted({name for name in map(str.lower, names) if HOST_NAME.fullmatch(name)}))
 
 
 def is_local(name: str) -> bool:
-    """Whether a name or address means the machine that uses it."""
+    """Whether a name or address refers to the local machine."""
     address = address_of(name)
     return address.is_loopback if address else name == "localhost" or name.endswith(".localhost")
 
 
 # --- origins ---------------------------------------------------------------------------------------------------------
-# The origins of web pages, as the settings name them.
+# The origins of web pages, as given in the settings.
 
 
 ANY_ORIGIN, LOCAL, NONE = "*", "localhost", "none"
-"""Special values beside origins: all pages, pages that this machine serves on any port, no pages. `app://*` stands for
-all origins of this scheme."""
+"""Special values in addition to origins: all pages, pages served by this machine on any port, no pages. `app://*` means
+all origins with this scheme."""
 FILES = "file://"
-"""The origin of files in some programs that show pages; in others and in browsers it is null."""
+"""The origin of local files in some programs that show web pages; in others and in browsers it is null."""
 
 
 def check_origin(origin: str) -> str:
-    """Raises `ConfigError` for a string that browsers never send as an origin."""
+    """Raises `ConfigError` for a string that browsers never send as origin."""
     parts = urlsplit(origin)
     is_origin = origin == FILES or (parts.scheme and parts.netloc and origin == f"{parts.scheme}://{parts.netloc}")
     if origin not in (ANY_ORIGIN, LOCAL, NONE) and not is_origin:

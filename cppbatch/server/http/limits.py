@@ -1,4 +1,4 @@
-"""Limits for one request and for one client."""
+"""Limits per request and per client."""
 
 from __future__ import annotations
 
@@ -19,29 +19,28 @@ _MAX_PROMPTS = 65_536
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
-    """The fields have the names of the flags. Raises `ConfigError` for values out of range."""
+    """The fields are named after the flags. Raises `ConfigError` for values out of range."""
 
     max_body_mb: int = 16
-    """MiB of a request's body. 16 MiB are enough for a prompt of millions of tokens."""
+    """MiB of a request body. 16 MiB are enough for a prompt of millions of tokens."""
     max_file_mb: int = 1024
     """MiB of an uploaded file."""
     max_media: int = 16
-    """Pictures and sounds of a request."""
+    """Images and audio files per request."""
     max_media_mb: int = 64
-    """MiB of a request's pictures and sounds, in the formats of their files. Each of its completions counts."""
+    """MiB of a request's images and audio, in their file formats; counted once per completion."""
     max_n: int = MAX_CHOICES
-    """Completions of one prompt."""
+    """Completions per prompt."""
     max_prompts_per_batch: int = 256
     """Items of a `/generate/batch`; prompts of a `/completion`."""
     max_tokens: int | None = None
-    """Tokens of one completion, and the default of `max_tokens`. None: as many as the context holds."""
+    """Tokens per completion, also the default for `max_tokens`. None: limited by the context."""
     request_timeout: float | None = None
-    """Seconds that a request may take; its own `timeout` may be shorter. None: no limit."""
+    """Seconds per request; its own `timeout` may be shorter. None: no limit."""
     max_concurrent: int = 0
-    """Requests answered at once; 0: no limit (the engine's queue has its own)."""
+    """Requests in progress; 0: no limit (except the engine's queue limit)."""
     max_concurrent_per_key: int = 0
-    """Requests of one API key answered at once, unless the key has its own limit, or of one address if there are no
-    keys; 0: no limit."""
+    """Requests in progress per API key, unless the key has its own limit, or per address without keys; 0: no limit."""
     idle_timeout: float = 60
     """Seconds after which a client that neither sends its body nor reads its response is disconnected."""
 
@@ -68,16 +67,16 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def max_body(self) -> int:
-        """Bytes of a request's body."""
+        """Bytes of a request body."""
         return self.max_body_mb << 20
 
     @property
     def max_media_bytes(self) -> int:
-        """Bytes of a request's pictures and sounds."""
+        """Bytes of a request's images and audio."""
         return self.max_media_mb << 20
 
     def check(self, body: SamplingFields) -> None:
-        """Raises `InvalidRequest` for a request that asks for more than the limits allow."""
+        """Raises `InvalidRequest` for a request that exceeds the limits."""
         for field in ("n", "n_cmpl", "best_of"):
             self._refuse_more(field, getattr(body, field, None), self.max_n, "--max-n")
         for field in ("max_tokens", "max_completion_tokens", "max_output_tokens", "n_predict"):
@@ -88,11 +87,11 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
             raise InvalidRequest(field, f"is {asked}; the limit of this server is {limit} ({flag})")
 
     def default_tokens(self, wanted: int) -> int:
-        """`max_tokens` of a request that asks for none itself, if its API's default is this one, or `UNLIMITED`."""
+        """`max_tokens` for requests that do not set it, given their API's default, which may be `UNLIMITED`."""
         given = [tokens for tokens in (wanted, self.max_tokens) if tokens is not None and tokens != UNLIMITED]
         return min(given, default=UNLIMITED)
 
     def timeout(self, asked: float | None) -> float | None:
-        """The timeout of a request that asks for this one; None: no limit."""
+        """The effective timeout of a request with this `timeout`; None: no limit."""
         given = [seconds for seconds in (asked, self.request_timeout) if seconds is not None]
         return min(given, default=None)

@@ -1,1 +1,1 @@
-"""The served models: which one answers a request, loading them, and `Serving`."""
+"""The served models: selecting and loading them, and `Serving`."""

@@ -1,4 +1,4 @@
-"""Loads the models of a server with several: with sizes that fit into the memory that is free then."""
+"""Loads the models of a multi-model server, with sizes that fit into the free memory at that time."""
 
 from __future__ import annotations
 
@@ -24,24 +24,24 @@ log = logging.getLogger("cppbatch.models")
 
 
 class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """A model that a server may load, with its settings."""
+    """A model that the server can load, with its settings."""
 
     name: str
     """Its name in responses."""
     config: EngineConfig
     given: frozenset[str] = frozenset()
-    """The settings of `config` that somebody has decided. Sizes that nobody has follow the free memory."""
+    """The settings of `config` that were set explicitly. Other sizes depend on the free memory."""
     deployment: Deployment = Deployment()
     settings: ServerSettings = ServerSettings()
-    """The server's, with the names, the chat template and the sampling defaults of this model."""
+    """The server's settings, with the names, chat template and sampling defaults of this model."""
     pinned: bool = False
-    """It is loaded at the start, and never leaves by itself."""
+    """Loaded at startup, and never evicted."""
     preload: bool = False
-    """It is loaded at the start, and may leave."""
+    """Loaded at startup, but may be evicted."""
     ttl: float = -1
-    """Seconds without a request after which it leaves; -1: never."""
+    """Seconds without a request after which it is unloaded; -1: never."""
     file_version: tuple[int, int] | None = None
-    """When its file was changed (nanoseconds), and its bytes. None: the file is not there."""
+    """Modification time of its file (nanoseconds), and its size in bytes. None: the file does not exist."""
 
 
 class LoadPlan(NamedTuple):
@@ -52,16 +52,16 @@ class LoadPlan(NamedTuple):
 
 
 class MemoryPlanLoader:
-    """A `cppbatch.cluster.model_pool.ModelLoader`. `specs` are the models by name; their owner may change them."""
+    """A `cppbatch.cluster.model_pool.ModelLoader`. `specs`: the models by name; the owner may change them."""
 
     def __init__(self, *, use_profiles: bool = True, memory_check: bool = True, budget: int | None = None) -> None:
-        """`memory_check`: without it, every model counts as fitting. `budget`: bytes that all models may need together;
-        None: what is free."""
+        """`memory_check`: if False, every model is assumed to fit. `budget`: bytes for all models together; None: the
+        free memory."""
         self.specs: dict[str, ModelSpec] = {}
         self._use_profiles, self._memory_check, self._budget = use_profiles, memory_check, budget
 
     async def plan(self, name: str, others: Sequence[LoadPlan], pinned: Sequence[LoadPlan]) -> LoadPlan:
-        """As in `ModelLoader`. Raises `DoesNotFit`, and `ModelError` for a file that is no model."""
+        """As in `ModelLoader`. Raises `DoesNotFit`, and `ModelError` for a file that is not a model."""
         return await asyncio.to_thread(self._plan, self.specs[name], others, pinned)
 
     def _plan(self, spec: ModelSpec, others: Sequence[LoadPlan], pinned: Sequence[LoadPlan]) -> LoadPlan:

@@ -1,4 +1,4 @@
-"""A server with several models: a request's `model` chooses, and a model is loaded when it is first asked for."""
+"""A server with several models: a request's `model` selects one, which is loaded on first use."""
 
 from __future__ import annotations
 
@@ -27,28 +27,28 @@ from cppbatch.server.settings import ServerSettings
 from cppbatch.statistic import StatisticKind
 
 BATCH_LINES = 64
-"""Lines of batches that run at once. They may be for any of the models."""
-_LOOK_AGAIN_S = 1.0  # the folder is looked at for an unknown name, but not more often
-_ANY_OF_THEM = "several"  # the model of a batch, where there is no default model: its lines name theirs
+"""Maximum concurrent batch lines, which may be for any of the models."""
+_LOOK_AGAIN_S = 1.0  # minimum time between two scans of the folder for an unknown name
+_ANY_OF_THEM = "several"  # the model of a batch if there is no default model: its lines name their models
 
 
 class CatalogContent(NamedTuple):
-    """The models that there are now."""
+    """The current models."""
 
     specs: list[ModelSpec]
     default: str | None
-    """The name of the model for requests that name none. None: they are refused."""
+    """The model for requests without a model name. None: they are refused."""
 
 
 class ModelCatalog(Protocol):
-    """Where a server looks for models: a folder, files, and a file with settings."""
+    """The sources of a server's models: a folder, files, and a settings file."""
 
     def read(self) -> CatalogContent:
-        """The models now. Raises `ConfigError` and `ModelError` for a settings file that cannot be used."""
+        """The current models. Raises `ConfigError` and `ModelError` for an invalid settings file."""
 
 
 class ManyModels(ServedModels):
-    """The models of a catalog. Made in a running event loop."""
+    """The models of a catalog. Must be created in a running event loop."""
 
     def __init__(
         self,
@@ -60,10 +60,10 @@ class ManyModels(ServedModels):
         autoload: bool = True,
         any_model: bool = False,
     ) -> None:
-        """`max_loaded`: models that are loaded at the same time at most; 0: as many as fit. `autoload`: a request loads
-        its model; otherwise only `POST /models/load` does. `any_model`: unknown names stand for the default model.
+        """`max_loaded`: maximum loaded models; 0: limited by memory. `autoload`: a request loads its model; otherwise
+        only `POST /models/load` does. `any_model`: unknown names refer to the default model.
 
-        Raises what `catalog.read` raises.
+        Raises the errors of `catalog.read`.
         """
         super().__init__(settings)
         self._autoload = autoload
@@ -82,10 +82,10 @@ class ManyModels(ServedModels):
             if spec.preload:
                 self.pool.load(spec.name)
 
-    # --- which models there are ---------------------------------------------------------------------------------
+    # --- the catalog --------------------------------------------------------------------------------------------
 
     async def reload(self) -> None:
-        """Reads the catalog again. A loaded model that has changed, or is not there any more, is drained."""
+        """Rereads the catalog. Loaded models that have changed or disappeared are drained."""
         self._looked_at = self._clock()
         self._use(await asyncio.to_thread(self._catalog.read))
 
@@ -103,12 +103,12 @@ class ManyModels(ServedModels):
         self._default = content.default
 
     def names_of(self, name: str) -> tuple[str, ...]:
-        """All names of a model: its own, aliases, and its own without the types of weights, where only it has that."""
+        """All names of a model: its name, aliases, and its name without the weight type, if that is unique."""
         shorter = [each for each in shorter_names(name) if self._find(each) == name]
         return (name, *self._specs[name].settings.aliases, *shorter)
 
     def _find(self, name: str) -> str | None:
-        """The model that this name means; None: none, or several."""
+        """The model with this name; None: no model, or several."""
         if name in self._specs:
             return name
         for spec in self._specs.values():
@@ -118,13 +118,13 @@ class ManyModels(ServedModels):
         return found[0] if len(found) == 1 else None
 
     def _meant(self, name: str) -> str | None:
-        """The model for requests that give this name."""
+        """The model for requests with this name."""
         return self._find(name) or (self._default if self._any_model else None)
 
     async def resolve(self, name: str | None, rules: KeyRules | None) -> str:
-        """The model for a request that names this one. Looks at the folder again for an unknown name.
+        """The model for a request with this name. Rescans the folder for an unknown name.
 
-        Raises `ModelNotFound`, `InvalidRequest` where a model must be named, and `Forbidden`.
+        Raises `ModelNotFound`, `InvalidRequest` if a model name is required, and `Forbidden`.
         """
         found = self._default if name is None else self._find(name)
         if found is None and name is not None and self._clock() > self._looked_at + _LOOK_AGAIN_S:
@@ -199,11 +199,11 @@ class ManyModels(ServedModels):
     # --- state --------------------------------------------------------------------------------------------------
 
     def health(self) -> Health:
-        """The server takes requests, whichever models are loaded."""
+        """Ready: the server accepts requests regardless of the loaded models."""
         return Health(status="ok", progress=1.0)
 
     async def ready(self) -> None:
-        """At once: models are loaded when they are asked for."""
+        """Returns immediately: models are loaded on demand."""
 
     def counts(self) -> ModelCounts:
         """The models by state."""
@@ -256,7 +256,7 @@ class ManyModels(ServedModels):
             try:
                 self._facts[key] = await asyncio.to_thread(inspect_model, Path(spec.config.model_path))
             except (ModelError, OSError):
-                self._facts[key] = None  # loading says what is wrong with the file
+                self._facts[key] = None  # loading reports what is wrong with the file
         return self._facts[key]
 
     def _running(self) -> list[tuple[str, EngineClient]]:
@@ -272,7 +272,7 @@ class ManyModels(ServedModels):
         return model_families(self.pool.models.values())
 
     async def workers(self) -> list[WorkerState]:
-        """As in `ServedModels`. Each has the name of its model."""
+        """As in `ServedModels`. Each is labelled with its model's name."""
         running = self._running()
         each = await asyncio.gather(*(engine.workers() for _, engine in running))
         return [
@@ -282,7 +282,7 @@ class ManyModels(ServedModels):
         ]
 
     async def live(self) -> list[WorkerLive]:
-        """As in `ServedModels`. The names of workers begin with that of their model."""
+        """As in `ServedModels`. Worker names start with their model's name."""
         running = self._running()
         each = await asyncio.gather(*(engine.live() for _, engine in running))
         return [
@@ -313,7 +313,7 @@ class ManyModels(ServedModels):
         return self._default or _ANY_OF_THEM
 
     def serves_batch(self, model: str) -> bool:
-        """As in `ServedModels`. The lines name their models; an unknown one fails its lines."""
+        """As in `ServedModels`. Each line names its model; lines with an unknown model fail."""
         return model == _ANY_OF_THEM or self._find(model) is not None
 
     def first_lines(self, urls: list[str]) -> list[str]:
@@ -340,7 +340,7 @@ def _is_up(model: PooledModel[LoadPlan, EngineClient]) -> bool:
 
 
 # --- model metrics ---------------------------------------------------------------------------------------------------
-# Metrics of a server with several models: which are loaded, how often they were loaded and unloaded, who waits.
+# Metrics of a multi-model server: loaded models, numbers of loads and unloads, waiting requests.
 
 
 _STATES: tuple[ModelState, ...] = get_args(ModelState)
@@ -348,7 +348,7 @@ _REASONS: tuple[UnloadReason, ...] = get_args(UnloadReason)
 
 
 def model_families(models: Collection[PooledModel[Any, Any]]) -> Iterator[Metric]:
-    """The present state of a pool's models."""
+    """The current state of a pool's models."""
     states = Counter(model.state for model in models)
     yield family("gauge", "models", "Models by state", ["state"], [((), {state: states[state] for state in _STATES})])
     for kind, name, text, read in _BY_MODEL:

@@ -1,4 +1,4 @@
-"""The models of a server, and the way from a request's `model` to the `Serving` that answers it."""
+"""The models of a server, and the lookup from a request's `model` to its `Serving`."""
 
 from __future__ import annotations
 
@@ -29,22 +29,22 @@ from cppbatch.server.settings import ServerSettings
 from cppbatch.sizing.sizes import models_fit
 
 ModelStatusName = Literal["unloaded", "loading", "loaded", "unloading", "sleeping", "failed"]
-"""unloading: it gets no new requests, and ends after its last one. sleeping: its workers have ended because there was
-no request. failed: its workers die again and again, or the last attempt to load it failed."""
+"""`unloading`: it gets no new requests, and ends after its last one. `sleeping`: its workers have stopped because they
+were idle. `failed`: its workers crash repeatedly, or the last attempt to load it failed."""
 
 
 class ModelLease(msgspec.Struct, frozen=True, kw_only=True):
-    """The right of one request to use a model, which stays loaded until the `with` block ends."""
+    """A request's permission to use a model, which stays loaded until the `with` block ends."""
 
     serving: Serving
     release: Callable[[], None]
     rules: KeyRules | None = None
-    """Those of the request's key."""
+    """The rules of the request's key."""
     waited: float = 0.0
-    """Seconds for which the request has waited for the model to be loaded."""
+    """Seconds that the request has waited for the model to load."""
 
     def apply_key_rules(self, requests: list[GenerationRequest]) -> list[GenerationRequest]:
-        """The requests as the key may send them. Raises `InvalidRequest`, as `KeyRules.engine_requests`."""
+        """Applies the key's rules to the requests. Raises `InvalidRequest`, as `KeyRules.engine_requests` does."""
         return self.rules.engine_requests(requests, self.serving.info.adapters) if self.rules else requests
 
     def __enter__(self) -> ModelLease:
@@ -60,36 +60,35 @@ class ModelEntry(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     """Its name in responses."""
     names: tuple[str, ...]
-    """All names that requests may give."""
+    """All names that requests may use."""
     settings: ServerSettings
     status: ModelStatusName
     error: str | None = None
     """Why it failed."""
     progress: float | None = None
-    """While it is loading: 0.0 to 1.0."""
+    """0.0 to 1.0, while loading."""
     path: Path
     info: ModelInfo | None = None
-    """While it is loaded."""
+    """Set while it is loaded."""
     facts: ModelFacts | None = None
-    """What its file says, while it is not loaded."""
+    """The metadata of its file, while it is not loaded."""
     workers: tuple[WorkerState, ...] = ()
     needs: int | None = None
-    """Bytes of memory that it was planned to need, of one of several models that is loaded."""
+    """Estimated memory in bytes, for a loaded model of a multi-model server."""
     n_parallel: int = 0
-    """Of a loaded model: sequences that run at the same time, of all workers."""
+    """For a loaded model: maximum concurrent sequences, over all workers."""
     pinned: bool = False
     default: bool = False
-    """Requests without a model are for it."""
+    """Whether requests without a model use it."""
 
     @property
     def is_failed(self) -> bool:
-        """Whether it could not be loaded, or its workers die again and again."""
+        """Whether it could not be loaded, or its workers crash repeatedly."""
         return self.status == "failed" or (self.status == "unloaded" and self.error is not None)
 
     @property
     def max_sequence(self) -> int:
-        """The maximum number of tokens of prompt and completion together; of a model that is not loaded, the most that
-        it knows."""
+        """Maximum tokens of prompt and completion together; for an unloaded model, its context length."""
         if self.info:
             return self.info.max_sequence
         return (self.facts.n_ctx_train if self.facts else 0) or 0
@@ -99,30 +98,30 @@ class ModelCounts(msgspec.Struct, frozen=True, kw_only=True):
     """The models of a server by state."""
 
     loaded: int
-    """Also those that are being drained."""
+    """Includes those being drained."""
     loading: int
     unloaded: int
     failed: int
-    """Of the unloaded ones, those whose last attempt to load failed."""
+    """Unloaded models whose last attempt to load failed."""
 
 
 class RouterSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """How a server with several models loads them."""
+    """How a multi-model server loads its models."""
 
     max_loaded: int
-    """Models that are loaded at the same time at most; 0: as many as fit."""
+    """Maximum loaded models; 0: limited by memory."""
     autoload: bool
-    """A request loads its model."""
+    """Whether a request loads its model."""
     default: str | None
-    """The model for requests that name none."""
+    """The model for requests without a model name."""
 
 
 class ServedModels(ABC):
-    """The models of a server. `close` ends their engines."""
+    """The models of a server. `close` stops their engines."""
 
     def __init__(self, settings: ServerSettings) -> None:
         self.settings = settings
-        """Those of the server. A model may have others for names, template and sampling."""
+        """The server's settings. A model may override names, template and sampling."""
         self.started = int(time.time())
 
     @abstractmethod
@@ -134,30 +133,30 @@ class ServedModels(ABC):
         timeout: float | None = None,
         load: bool | None = None,
     ) -> ModelLease:
-        """Waits until the model is loaded, at most for `timeout` seconds. None: the default model.
+        """Waits up to `timeout` seconds until the model is loaded. None: the default model.
 
-        `rules`: those of the request's key. `load`: whether it is loaded if it is not; None: as the server's settings
-        say. Raises `ModelNotFound`, `Forbidden`, `ModelNotLoaded`, `ModelLoadFailed`, `LoadTimeout` and `QueueFull`.
+        `rules`: those of the request's key. `load`: whether to load the model if necessary; None: as configured. Raises
+        `ModelNotFound`, `Forbidden`, `ModelNotLoaded`, `ModelLoadFailed`, `LoadTimeout` and `QueueFull`.
         """
 
     @abstractmethod
     def check_key(self, rules: KeyRules) -> None:
-        """Raises `Forbidden` for a key that may use no model of this server."""
+        """Raises `Forbidden` for a key that does not allow any model of this server."""
 
     @abstractmethod
     def health(self) -> Health:
-        """Whether the server takes requests."""
+        """Whether the server accepts requests."""
 
     @abstractmethod
     async def ready(self) -> None:
-        """Waits until requests are accepted. Raises what loading raised."""
+        """Waits until requests are accepted. Raises the errors of loading."""
 
     @abstractmethod
     async def entries(self, rules: KeyRules | None) -> list[ModelEntry]:
-        """All models that the key may use."""
+        """All models that the key allows."""
 
     async def fits(self, entries: Sequence[ModelEntry]) -> list[str | None]:
-        """Whether the models that are not loaded fit into the memory that is free now (`models_fit`)."""
+        """Whether the unloaded models fit into the currently free memory (`models_fit`)."""
         waiting = [entry.path for entry in entries if entry.info is None]
         answers = iter(await asyncio.to_thread(models_fit, waiting)) if waiting else iter(())
         return [next(answers) if entry.info is None else None for entry in entries]
@@ -172,25 +171,25 @@ class ServedModels(ABC):
 
     @abstractmethod
     async def live(self) -> list[WorkerLive]:
-        """What each worker of each loaded model does now."""
+        """The live state of each worker of each loaded model."""
 
     @property
     @abstractmethod
     def shown_name(self) -> str:
-        """The name of the model, or of those that are loaded."""
+        """The name of the model, or of the loaded models."""
 
     @abstractmethod
     async def stats(self) -> EngineStats:
-        """Counters and state, summed over the workers of all loaded models. Raises `EngineClosed` if none answers."""
+        """Counters and state, summed over the workers of all loaded models. Raises `EngineClosed` if none responds."""
 
     @abstractmethod
     async def target_concurrency(self) -> int:
-        """The lines of batches that run at once."""
+        """Maximum concurrent batch lines."""
 
     @property
     @abstractmethod
     def batch_model(self) -> str:
-        """The model that a new batch shows as its own."""
+        """The model shown for a new batch."""
 
     @abstractmethod
     def serves_batch(self, model: str) -> bool:
@@ -198,27 +197,27 @@ class ServedModels(ABC):
 
     @abstractmethod
     async def load(self, name: str, rules: KeyRules | None) -> None:
-        """Has the model loaded, without waiting for it. Raises `ModelNotFound` and `Forbidden`."""
+        """Starts loading the model, without waiting. Raises `ModelNotFound` and `Forbidden`."""
 
     @abstractmethod
     async def unload(self, name: str, rules: KeyRules | None) -> None:
-        """Has the model unloaded after its last request, without waiting. Raises `ModelNotFound` and `Forbidden`, and
+        """Unloads the model after its last request, without waiting. Raises `ModelNotFound` and `Forbidden`, and
         `Conflict` on a server with one model."""
 
     @abstractmethod
     def first_lines(self, urls: list[str]) -> list[str]:
-        """What `serve` prints when the server is ready."""
+        """The lines that `serve` prints when the server is ready."""
 
     @abstractmethod
     async def close(self) -> None:
-        """Ends all engines."""
+        """Stops all engines."""
 
     @abstractmethod
     async def reload(self) -> None:
-        """Looks again for the models that there are. Raises `ConfigError` for a settings file that cannot be used."""
+        """Rescans the available models. Raises `ConfigError` for an invalid settings file."""
 
     def scaling(self) -> ScalingState | None:
-        """The number of workers of one model, if it follows the load."""
+        """The scaling state of a single model's workers, if their number follows the load."""
         return None
 
     @property
@@ -227,7 +226,7 @@ class ServedModels(ABC):
         return None
 
     def metrics(self) -> Iterable[Metric]:
-        """Metrics about the models, besides those of their requests and workers."""
+        """Metrics of the models, in addition to those of their requests and workers."""
         return ()
 
     def counts(self) -> ModelCounts | None:
@@ -236,7 +235,7 @@ class ServedModels(ABC):
 
 
 class OneModel(ServedModels):
-    """A server with one model, which is always loaded and answers to any name, unless `strict_model` is set."""
+    """A server with a single model, which is always loaded and answers to any name, unless `strict_model` is set."""
 
     def __init__(self, serving: Serving) -> None:
         super().__init__(serving.settings)
@@ -277,7 +276,7 @@ class OneModel(ServedModels):
         return [await self._entry()] if self._is_visible(rules) else []
 
     async def entry(self, name: str, rules: KeyRules | None) -> ModelEntry:
-        """As in `ServedModels`. Other names are not found, although requests may give them."""
+        """As in `ServedModels`. Other names are not found, although requests may use them."""
         self.serving.find_model(name)
         if not self._is_visible(rules):
             raise ModelNotFound(f"{name!r} is not available with this API key")
@@ -333,12 +332,12 @@ class OneModel(ServedModels):
         return model == self.serving.info.name
 
     async def load(self, name: str, rules: KeyRules | None) -> None:
-        """It is loaded."""
+        """No-op: the model is always loaded."""
         self.serving.find_model(name)
         self._check_name(name, rules)
 
     async def unload(self, name: str, rules: KeyRules | None) -> None:
-        """Refused: the server would have no model."""
+        """Always refused: the server would have no model."""
         self.serving.find_model(name)
         self._check_name(name, rules)
         message = "is the only model of this server and cannot be unloaded; use --models-dir or several -m"
@@ -366,7 +365,7 @@ class OneModel(ServedModels):
         await self.serving.client.close()
 
     async def reload(self) -> None:
-        """There is one model for good."""
+        """No-op: the model never changes."""
 
     def scaling(self) -> ScalingState | None:
         """As in `ServedModels`."""
@@ -374,21 +373,21 @@ class OneModel(ServedModels):
 
 
 def status_of(health: Health) -> ModelStatusName:
-    """The state of a model that has an engine."""
+    """The state of a model with an engine."""
     if health.status in ("loading", "sleeping", "failed"):
         return health.status
     return "loaded"
 
 
 def _keep() -> None:
-    """The one model stays loaded."""
+    """Does nothing: the model stays loaded."""
 
 
 MODELS = web.AppKey("models", ServedModels)
 
 
 # --- model choice ----------------------------------------------------------------------------------------------------
-# From a request to the lease of its model: the field `model` of its body, or of its query string.
+# The lease for a request's model, selected by `model` in its body or query string.
 
 
 _WORDS = {"true": True, "1": True, "false": False, "0": False}
@@ -397,8 +396,8 @@ _WORDS = {"true": True, "1": True, "false": False, "0": False}
 async def lease_model(request: web.Request, body: object = None) -> ModelLease:
     """The lease of the request's model: `with await lease_model(request, body) as lease:`.
 
-    Waits until it is loaded, as long as the timeouts of the request and of the server allow. Raises what
-    `ServedModels.lease` raises.
+    Waits until it is loaded, as long as the timeouts of request and server allow. Raises the errors of
+    `ServedModels.lease`.
     """
     models = request.app[MODELS]
     name = getattr(body, "model", None) or request.query.get("model") or None

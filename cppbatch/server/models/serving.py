@@ -1,4 +1,4 @@
-"""The engine and the settings of this server, and how a request's body becomes engine requests."""
+"""The engine and settings of this server, and the conversion of request bodies to engine requests."""
 
 from __future__ import annotations
 
@@ -36,36 +36,36 @@ log = logging.getLogger("cppbatch.server")
 Json = dict[str, Any]
 Prompt = str | list[int] | MediaPrompt
 
-_MAX_TOOLS = 1024  # OpenAI's API takes 128
+_MAX_TOOLS = 1024  # OpenAI's API accepts 128
 _MAX_SEQUENCES = 1024
 
 
 def new_id(prefix: str) -> str:
-    """A new id of a response, for example `cmpl-…`."""
+    """A new response id, for example `cmpl-…`."""
     return f"{prefix}{uuid.uuid4().hex}"
 
 
 class ChatTools(NamedTuple):
-    """What makes prompts of conversations."""
+    """Renders conversations to prompts."""
 
     format: ChatFormat
     media: MediaLoader
-    """Has fetched what they refer to."""
+    """Has fetched the media of the conversations."""
 
 
 class PreparedTurn(NamedTuple):
     """A turn of a conversation in the engine's terms."""
 
     id: str
-    """Of the response. The ids of the requests begin with it."""
+    """The response id, with which the request ids start."""
     requests: list[GenerationRequest]
     chat: PreparedChat
     field_names: dict[str, str]
-    """The client's names for fields of the requests."""
+    """The client's names for the fields of the requests."""
 
 
 class Serving:
-    """The engine and the settings of this server."""
+    """The engine and settings of this server."""
 
     def __init__(
         self,
@@ -74,40 +74,39 @@ class Serving:
         names: tuple[str, ...] = (),
         is_meant: Callable[[str], bool] | None = None,
     ) -> None:
-        """`names`: all names of the model, where a server has several; the first is shown in responses. `is_meant`:
-        whether a name that a request gives stands for this model, where a server has several."""
+        """For a server with several models: `names`: all names of this model; responses show the first one. `is_meant`:
+        whether a name in a request refers to this model."""
         self.client = client
         self.settings = settings
         self._names = names
         self._is_meant = is_meant
         self.started = int(time.time())
         self.lora: dict[str | int, float] | None = None
-        """The scales of LoRA adapters for requests without `lora`, as `POST /lora-adapters` set them. None: those of
-        --lora."""
+        """The LoRA scales for requests without `lora`, as set by `POST /lora-adapters`. None: those of --lora."""
         self._has_logged_forms = self._has_told_form = False
 
     @property
     def limits(self) -> Limits:
-        """The limits for one request and one client."""
+        """The limits per request and per client."""
         return self.settings.limits
 
     @property
     def info(self) -> ModelInfo:
-        """The loaded model. Raises `EngineClosed` before it is loaded."""
+        """The loaded model. Raises `EngineClosed` if it is not loaded yet."""
         return self.client.info
 
     @property
     def name(self) -> str:
-        """The name of the model in responses. Of a single one: the alphabetically first alias, as in llama-server;
-        without aliases the name of the file."""
+        """The name of the model in responses. With a single model: the alphabetically first alias, as in llama-server,
+        or else the file name."""
         if self._names:
             return self._names[0]
         return min(self.settings.aliases, default=self.info.name)
 
     @cached_property
     def fingerprint(self) -> str:
-        """`system_fingerprint`: the version, then a digest of what may change a text of the same seed: versions, model,
-        cache and template. It begins with b, as llama-server's does with its build."""
+        """`system_fingerprint`: the version, then a digest of everything that may change the text for the same seed:
+        versions, model, cache and template. Starts with b, like llama-server's, which starts with its build."""
         info = self.info
         decisive = (
             version("llama-cpp-python"),
@@ -122,15 +121,15 @@ class Serving:
         return self.settings.chat_template or self.info.chat_template
 
     def check(self, body: SamplingFields) -> None:
-        """Raises `InvalidRequest` for an unknown model with --strict-model, an unknown service tier, and a request
-        beyond the limits."""
+        """Raises `InvalidRequest` for an unknown model with --strict-model, an unknown service tier, and exceeded
+        limits."""
         self.check_model(body.model)
         body.check_service_tier()
         self.limits.check(body)
 
     @property
     def model_names(self) -> tuple[str, ...]:
-        """The names of the model: that of the file, which may lack the types of weights at its end, and the aliases."""
+        """The names of the model: the file name, with or without the weight type at its end, and the aliases."""
         if self._names:
             return self._names
         own = self.info.name
@@ -143,13 +142,13 @@ class Serving:
             raise ModelNotFound(f"{name!r} not found; available: {known} (--alias adds names)")
 
     def check_key(self, rules: KeyRules, model: str | None = None) -> None:
-        """Raises `Forbidden` unless the key may use the loaded model, and `model`, if given, is one of its names."""
+        """Raises `Forbidden` unless the key allows the loaded model, and `model`, if given, is one of its names."""
         if rules.models is not None:
             rules.check_model(self.model_names, model)
 
     def check_model(self, name: str | None) -> None:
-        """With --strict-model, raises `ModelNotFound` for an unknown model; without, the only model answers to any
-        name. `None` stands for the model. Raises `InvalidRequest` for another one of several models."""
+        """With --strict-model, raises `ModelNotFound` for an unknown model; otherwise a single model answers to any
+        name. None is always accepted. Raises `InvalidRequest` for a different one of several models."""
         if self._is_meant:
             if name is not None and not self._is_meant(name):
                 raise InvalidRequest(
@@ -159,8 +158,8 @@ class Serving:
             self.find_model(name)
 
     def check_size(self, body: object) -> None:
-        """Raises `InvalidRequest` for more messages than the context has tokens, and for too many tools: making a
-        `ChatTurn` of them would take long."""
+        """Raises `InvalidRequest` for more messages than the context has tokens, and for too many tools, since building
+        a `ChatTurn` from them would take too long."""
         most = self.info.max_sequence
         for field in ("messages", "input"):
             messages = getattr(body, field, None)
@@ -173,8 +172,8 @@ class Serving:
             raise InvalidRequest("tools", f"has {len(tools):,} tools; the limit is {_MAX_TOOLS:,}")
 
     async def prepare(self, turn: ChatTurn, body: SamplingFields, id_prefix: str) -> PreparedTurn:
-        """The engine requests of a turn, with the sampling fields of its body (which `check` and `check_size` accept).
-        They are made on another thread: rendering a long conversation takes time, as does decoding images and audio.
+        """The engine requests of a turn, with the sampling fields of its body, which `check` and `check_size` have
+        accepted. Runs on another thread, because rendering long conversations and decoding images and audio take time.
 
         `id_prefix`: of the response's id, for example `chatcmpl-`. Raises `InvalidRequest`.
         """
@@ -192,18 +191,18 @@ class Serving:
         return await asyncio.to_thread(self.render_with, await self.chat_tools([turn.messages]), turn)
 
     async def chat_tools(self, conversations: Sequence[list[Json]]) -> ChatTools:
-        """What makes prompts of these. Raises `InvalidRequest` for a broken template."""
+        """The renderer of these conversations. Raises `InvalidRequest` for a broken template."""
         tools = ChatTools(await self.chat_format(), self.media_loader())
         await tools.media.fetch(conversations)
         return tools
 
     def media_loader(self) -> MediaLoader:
-        """Loads the pictures and sounds of a request."""
+        """The loader of a request's images and audio."""
         return MediaLoader(self.settings, self.info)
 
     def render_with(self, tools: ChatTools, turn: ChatTurn) -> PreparedChat:
-        """`ChatFormat.prepare`, with the server's variables for the template (--chat-template-kwargs) and its limit of
-        the reasoning (--reasoning-budget)."""
+        """`ChatFormat.prepare` with the server's template variables (--chat-template-kwargs) and reasoning limit
+        (--reasoning-budget)."""
         if turn.tools and not self._has_told_form:
             self._has_told_form = True
             if self.chat_forms and self.chat_forms.tools_described_by == "message":
@@ -226,7 +225,7 @@ class Serving:
             raise error.renamed(chat.renames.get(error.field, error.field)) from error
 
     def default_params(self, max_tokens: int = UNLIMITED) -> Json:
-        """The fields of `SamplingParams` for requests that do not set them.
+        """Default fields of `SamplingParams` for requests that do not set them.
 
         `max_tokens`: the API's own default, for a server without -n.
         """
@@ -234,8 +233,8 @@ class Serving:
         return defaults | {"max_tokens": self.limits.default_tokens(defaults["max_tokens"])}
 
     def params(self, body: SamplingFields, required: Json | None = None, max_tokens: int = UNLIMITED) -> SamplingParams:
-        """A request's sampling parameters: its own fields, else those that its chat or its response format require,
-        else the server's defaults. Raises `InvalidRequest`.
+        """A request's sampling parameters: its own fields, else those required by its chat or response format, else the
+        server's defaults. Raises `InvalidRequest`.
 
         `required`: `PreparedChat.params`; None: the prompt is not a chat. `max_tokens`: as for `default_params`.
         """
@@ -254,9 +253,9 @@ class Serving:
         required: Json | None = None,
         max_tokens: int = UNLIMITED,
     ) -> list[GenerationRequest]:
-        """An engine request for each completion of each prompt, prompt by prompt. Their ids begin with `name`.
+        """An engine request for each completion of each prompt, grouped by prompt. Their ids start with `name`.
 
-        `required`, `max_tokens`: as for `params`. Raises `InvalidRequest`, also when there are too many.
+        `required`, `max_tokens`: as for `params`. Raises `InvalidRequest`, also if there are too many.
         """
         params = self.params(body, required, max_tokens)
         n = body.n_candidates
@@ -283,7 +282,7 @@ class Serving:
 
     @cached_property
     def chat_forms(self) -> ChatForms | None:
-        """How the model writes calls and thoughts; None for a broken template. Asks no worker."""
+        """How the model writes tool calls and reasoning; None for a broken template. Does not query a worker."""
         try:
             return self.client.chat_formats.get(self._own_template).forms
         except InvalidRequest:
@@ -291,6 +290,6 @@ class Serving:
 
     @cached_property
     def _own_template(self) -> ChatTemplate | None:
-        """That of --chat-template."""
+        """The chat format of --chat-template."""
         given, info = self.settings.chat_template, self.info
         return ChatTemplate(given, bos=info.bos, eos=info.eos, apply_named=apply_builtin_template) if given else None

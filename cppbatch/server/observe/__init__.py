@@ -1,1 +1,1 @@
-"""What the server reports of itself: metrics, statistics, figures of /live, logs."""
+"""What the server reports about itself: metrics, statistics, values of /live, logs."""

@@ -1,4 +1,4 @@
-"""What `GET /live` shows: its types, times of the last seconds, rates between two states of the workers."""
+"""The content of `GET /live`: its types, recent times, rates between two states of the workers."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from cppbatch.jobs.batches.store import BatchStatus
 
 
 class RecentTimes(msgspec.Struct, frozen=True, kw_only=True):
-    """Recent times in seconds, seen where text is sent to clients."""
+    """Recent times in seconds, measured when text is sent to clients."""
 
     n: int
-    """How many. 0: the others are None."""
+    """Number of times. 0: the others are None."""
     p50: float | None
     p95: float | None
 
@@ -35,19 +35,19 @@ class LiveInterval(msgspec.Struct, frozen=True, kw_only=True):
     prompt_tokens_per_second: float
     """Computed prompt tokens."""
     batch_size: float
-    """Decode rows of a step, the mean of the steps that had any."""
+    """Mean decode rows per step, over steps with decode rows."""
     drafted_tokens: int
     accepted_tokens: int
     phases: dict[str, float]
-    """Seconds of each phase of the steps: schedule, fill, decode, sample, advance, text, emit. The last two may overlap
+    """Seconds per phase of the steps: schedule, fill, decode, sample, advance, text, emit. The last two may overlap
     with the next step."""
 
 
 class LiveWorker(WorkerLive, frozen=True, kw_only=True):
-    """A worker, or a replica, with what it did last."""
+    """A worker or replica, with its recent activity."""
 
     interval: LiveInterval | None
-    """None until there are two states of the same process, and while it has nothing to do."""
+    """None until there are two states of the same process, and while it is idle."""
 
 
 class LiveBatch(msgspec.Struct, frozen=True, kw_only=True):
@@ -56,7 +56,7 @@ class LiveBatch(msgspec.Struct, frozen=True, kw_only=True):
     id: str
     status: BatchStatus
     total: int
-    """Lines; 0 until the whole input was read."""
+    """Lines; 0 until the whole input has been read."""
     completed: int
     failed: int
     created_at: int
@@ -74,16 +74,16 @@ class LiveSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     draining: bool
     """The server is shutting down."""
     scaling: ScalingState | None
-    """How many workers run, start and drain; None where their number is fixed."""
+    """Numbers of running, starting and draining workers; None if the number is fixed."""
     batches: list[LiveBatch]
     """The open batch jobs that this key may see."""
     tokens_per_second: float
-    """Generated, the sum over the workers."""
+    """Generated tokens per second, over all workers."""
     prompt_tokens_per_second: float
     first_token_seconds: RecentTimes
-    """TTFT: of the last 10 seconds."""
+    """TTFT, over the last 10 seconds."""
     inter_token_seconds: RecentTimes
-    """From one token of a text to the next: of the last second."""
+    """Inter-token time, over the last second."""
     workers: list[LiveWorker]
 
 
@@ -92,7 +92,7 @@ class LiveSnapshot(msgspec.Struct, frozen=True, kw_only=True):
 
 
 _FIRST_TOKEN_S, _INTER_TOKEN_S = 10.0, 1.0
-_MOST = 2048  # times that are remembered
+_MOST = 2048  # stored times
 
 
 class LiveTimes:
@@ -112,11 +112,11 @@ class LiveTimes:
         self._inter_token.extend(repeat((now, seconds), n))
 
     def first_token(self) -> RecentTimes:
-        """Of the last 10 seconds."""
+        """The times of the last 10 seconds."""
         return _recent(self._first_token, self._clock() - _FIRST_TOKEN_S)
 
     def inter_token(self) -> RecentTimes:
-        """Of the last second."""
+        """The times of the last second."""
         return _recent(self._inter_token, self._clock() - _INTER_TOKEN_S)
 
 
@@ -129,17 +129,17 @@ def _recent(times: deque[tuple[float, float]], since: float) -> RecentTimes:
 
 
 # --- live intervals --------------------------------------------------------------------------------------------------
-# What workers did between two of their live states: rates, batch size, phases, drafts.
+# Worker activity between two live states: rates, batch size, phases, drafts.
 
 
 class LiveIntervals:
-    """Remembers the last state of each worker, and what it did before that."""
+    """Stores the last state of each worker, and its activity before that."""
 
     def __init__(self) -> None:
         self._last: dict[str, LiveWorker] = {}
 
     def add(self, workers: Sequence[WorkerLive]) -> list[LiveWorker]:
-        """The workers with their last intervals. A worker that has no new state and no request did nothing."""
+        """The workers with their last intervals. A worker without a new state and without requests was idle."""
         shown = [LiveWorker(**msgspec.structs.asdict(each), interval=self._interval(each)) for each in workers]
         self._last = {each.name: each for each in shown}
         return shown

@@ -1,4 +1,4 @@
-"""Sets up the server's log, as text or JSON: one line per request; every line names the request it belongs to."""
+"""Sets up the server's log as text or JSON: one line per request; every line names its request."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ LogLevel = Literal["debug", "info", "warning", "error"]
 access_log = logging.getLogger("cppbatch.access")
 
 current_id: contextvars.ContextVar[str | None] = contextvars.ContextVar("request_id", default=None)
-"""The id of the request that is being answered."""
+"""The id of the current request."""
 
 
 def set_up(log_format: LogFormat, *, verbose: bool = False, level: LogLevel | None = None, access: bool = True) -> None:
-    """Logs requests, the progress of batches, workers and replicas that come and go, and warnings to stderr; with
-    `verbose`, everything.
+    """Logs requests, batch progress, starts and stops of workers and replicas, and warnings to stderr; with `verbose`,
+    everything.
 
-    `level`: of all lines, instead. `access`: whether requests are logged.
+    `level`: the minimum level of all lines, instead. `access`: whether to log requests.
     """
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonFormatter() if log_format == "json" else TextFormatter())
@@ -75,7 +75,7 @@ def _with_request_id(record: logging.LogRecord) -> bool:
 
 def _shorten_http_errors(record: logging.LogRecord) -> bool:
     """Reduces aiohttp's tracebacks about malformed HTTP, which is the client's error, to a one-line warning."""
-    from aiohttp.http_exceptions import HttpProcessingError  # imported by whatever logs this
+    from aiohttp.http_exceptions import HttpProcessingError  # already imported by the code that logs this
 
     if record.exc_info and isinstance(error := record.exc_info[1], HttpProcessingError):
         record.levelno, record.levelname = logging.WARNING, "WARNING"

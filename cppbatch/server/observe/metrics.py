@@ -27,7 +27,7 @@ from cppbatch.statistic import StatisticKind, statistics_of
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
-# Buckets in seconds: until the first token; between tokens; of whole completions.
+# Buckets in seconds: until the first token; between tokens; for whole completions.
 _WAIT_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
 _GAP_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5)
 _COMPLETION_BUCKETS = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1800.0)
@@ -37,7 +37,7 @@ class ServerMetrics:
     """The metrics of one application."""
 
     def __init__(self, *, by_model: bool = False) -> None:
-        """`by_model`: the metrics of requests and workers have the label `model` too."""
+        """`by_model`: the metrics of requests and workers also have the label `model`."""
         registry = self._registry = CollectorRegistry()
         by_endpoint = self._by_endpoint = ["endpoint", "model"] if by_model else ["endpoint"]
         self.by_model = by_model
@@ -105,7 +105,7 @@ class ServerMetrics:
             self.batch_lines.labels(state).set(n)
 
     def take_recent_sums(self) -> CompletionSums:
-        """The sums over the completions that have ended since the last call."""
+        """The sums over completions that have ended since the last call."""
         sums, self._recent_sums = self._recent_sums, CompletionSums()
         return sums
 
@@ -116,7 +116,7 @@ class ServerMetrics:
         scaling: ScalingState | None = None,
         others: Iterable[Metric] = (),
     ) -> bytes:
-        """All metrics in Prometheus' text format, with the present state of the workers and GPUs, and `others`."""
+        """All metrics in Prometheus' text format, with the current state of workers and GPUs, and `others`."""
         present = chain(
             worker_families(workers, by_model=self.by_model),
             families(ScalingState, "", [], [((), scaling)]) if scaling else (),
@@ -126,13 +126,13 @@ class ServerMetrics:
         return generate_latest(self._registry) + generate_latest(_Page(present))
 
     def add_to_sums(self, usage: RequestUsage) -> None:
-        """Adds a completion that has ended."""
+        """Adds a finished completion."""
         self.sums.add(usage)
         self._recent_sums.add(usage)
 
     @contextlib.contextmanager
     def observe(self, endpoint: str, n: int, model: str = "") -> Iterator[OnEvent]:
-        """A context in which a request's `n` completions by this model run. It yields what counts their events."""
+        """A context for a request's `n` completions by this model. Yields the counter of their events."""
         labels = (endpoint, model) if self.by_model else (endpoint,)
         observer = _RequestObserver(self, labels)
         self.in_flight.labels(*labels).inc()
@@ -140,7 +140,7 @@ class ServerMetrics:
         try:
             yield observer.record
         except Exception:
-            is_accepted = observer.has_begun  # otherwise it was refused
+            is_accepted = observer.has_begun  # otherwise refused
             raise
         finally:
             if is_accepted and (n_left := n - observer.n_ended):
@@ -162,14 +162,14 @@ class _RequestObserver:
         self._gap = metrics.gap.labels(*labels)
 
     def record(self, index: int, event: GenerationEvent) -> None:
-        """Counts an event that has come now."""
+        """Counts an event that has just arrived."""
         self.has_begun = True
         now, live = perf_counter(), self._metrics.live
         if n := len(event.tokens):
             self._tokens.inc(n)
             self._n_counted[index] += n
             if index in self._last_token_at:
-                gap = (now - self._last_token_at[index]) / n  # the tokens of a merged event are taken as evenly spaced
+                gap = (now - self._last_token_at[index]) / n  # treats the tokens of a merged event as evenly spaced
                 for _ in range(n):
                     self._gap.observe(gap)
                 if live:
@@ -202,14 +202,14 @@ GPUS = web.AppKey("gpus", GpuSampler)
 
 
 async def sample_gpus(app: web.Application) -> AsyncIterator[None]:
-    """A cleanup context of the application (`Application.cleanup_ctx`): the GPUs are read while it runs."""
+    """A cleanup context of the application (`Application.cleanup_ctx`) that reads the GPUs while it runs."""
     with app[GPUS]:
         yield
 
 
 @web.middleware
 async def metrics_middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Counts every response by its status. The outermost middleware, so it also sees responses of the others."""
+    """Counts every response by status. The outermost middleware, so it also sees responses of the others."""
     status = "disconnected"
     try:
         response = await handler(request)
@@ -220,7 +220,7 @@ async def metrics_middleware(request: web.Request, handler: Handler) -> web.Stre
 
 
 def endpoint_of(request: web.Request) -> str:
-    """The path pattern of the request's route, which keeps the number of labels fixed; `other` without a route."""
+    """The path pattern of the request's route, so that the number of labels is fixed; `other` without a route."""
     resource = request.match_info.route.resource
     return resource.canonical if resource else "other"
 
@@ -229,12 +229,12 @@ def endpoint_of(request: web.Request) -> str:
 
 _FAMILIES = {"counter": CounterMetricFamily, "gauge": GaugeMetricFamily, "histogram": HistogramMetricFamily}
 Samples = Iterable[tuple[Sequence[str], Any]]
-"""The values of the labels, and that of the metric."""
+"""The label values, and the metric's value."""
 
 
 def family(kind: StatisticKind, name: str, text: str, labels: Sequence[str], samples: Samples) -> Metric:
-    """A family of metrics, each with a value of its own. A dict has a metric for each entry, with its key as the last
-    label; a text is the last label of a 1; None is left out."""
+    """A family of metrics. A dict gives a metric per entry, with the key as the last label; a text becomes the last
+    label of a metric with value 1; None is omitted."""
     made: Any = _FAMILIES[kind](f"cppbatch_{name}", text, labels=labels)
     for key, value in samples:
         if isinstance(value, EngineHistogram):
@@ -251,7 +251,7 @@ def family(kind: StatisticKind, name: str, text: str, labels: Sequence[str], sam
 def families(
     kind: type, prefix: str, labels: Sequence[str], items: Iterable[tuple[Sequence[str], Any]]
 ) -> Iterator[Metric]:
-    """A family for each statistic of a class. `items`: objects of it, with the values of their labels."""
+    """A family for each statistic of a class. `items`: its objects, with their label values."""
     items = list(items)
     for field, statistic in statistics_of(kind).items():
         if statistic.kind:
@@ -261,8 +261,7 @@ def families(
 
 
 def worker_families(workers: Sequence[WorkerState], *, by_model: bool = False) -> Iterator[Metric]:
-    """The present state of the workers; of one that does not respond without its `stats`. `by_model`: with the label
-    `model`."""
+    """The current state of the workers; an unresponsive one lacks its `stats`. `by_model`: with the label `model`."""
     labels = ["worker", "model"] if by_model else ["worker"]
     items = [([each.name, each.model or ""] if by_model else [each.name], each) for each in workers]
     yield from families(WorkerState, "worker_", labels, items)
@@ -270,13 +269,13 @@ def worker_families(workers: Sequence[WorkerState], *, by_model: bool = False) -
 
 
 def gpu_families(gpus: Sequence[GpuState]) -> Iterator[Metric]:
-    """The present state of the GPUs. What the driver does not know of a GPU is absent."""
+    """The current state of the GPUs. Values that the driver does not report are absent."""
     items = [([str(gpu.index), gpu.name], gpu) for gpu in gpus]
     return (each for each in families(GpuState, "gpu_", ["gpu", "name"], items) if each.samples)
 
 
 class _Page(Collector):
-    """Families that were made for one page."""
+    """Families created for one page."""
 
     def __init__(self, families: Iterator[Metric]) -> None:
         self._families = families

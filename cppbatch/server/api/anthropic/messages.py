@@ -68,7 +68,7 @@ _ERRORS: Json = {"error": AnthropicErrorResponse, "unavailable": AnthropicErrorR
 async def count_tokens(request: web.Request) -> web.Response:
     """Count the prompt tokens of a conversation, in Anthropic's API.
 
-    Those that the same `/v1/messages` would have.
+    The same count as for `/v1/messages` with this body.
     """
     body = await read_json(request, CountTokensRequest)
     with await lease_model(request, body) as lease:
@@ -130,7 +130,7 @@ class MessagesBuilder(ResponseBuilder):
         )
 
     def stream_start(self) -> list[ServerSentEvent]:
-        """As in `ResponseBuilder`. The first event of the engine has the counts of the prompt (`usage_events`)."""
+        """As in `ResponseBuilder`. The engine's first event has the prompt's token counts (`usage_events`)."""
         assert self._at_start
         usage = MessageUsage(
             input_tokens=self._at_start.prompt_tokens - self._at_start.cached_tokens,
@@ -190,7 +190,7 @@ class MessagesBuilder(ResponseBuilder):
 
 
 def _block(block: ContentBlock) -> ResponseBlock | None:
-    """A block of the message; None for a call whose arguments were cut off."""
+    """A block of the message; None for a call with truncated arguments."""
     if block.kind == "text":
         return TextBlock(text=block.text)
     if block.kind == "reasoning":
@@ -203,7 +203,7 @@ def _block(block: ContentBlock) -> ResponseBlock | None:
 
 
 def _block_event(change: BlockChange, timings: Timings | UnsetType) -> StreamEvent:
-    """`timings`: those that a delta shows."""
+    """`timings`: shown in the delta."""
     step, block, text = change
     if step == "start":
         empty = _block(ContentBlock(block.index, block.kind, call_id=block.call_id, name=block.name))
@@ -222,7 +222,7 @@ def _block_event(change: BlockChange, timings: Timings | UnsetType) -> StreamEve
 
 
 def _sent(event: StreamEvent) -> ServerSentEvent:
-    """The event under the name of its type."""
+    """The event, named after its type."""
     return ServerSentEvent(event, str(event.__struct_config__.tag))
 
 
@@ -242,11 +242,11 @@ _BLOCKS = {
         "tool_use": ("id", "name", "input"),
     },
 }
-"""By role: the supported types of blocks, and the required fields of each."""
+"""By role: the supported block types, and the required fields of each."""
 
 
 _FIELD_NAMES = {"function.parameters": "input_schema", "function.": ""}
-"""Parts of field names in chat completions, and in this API."""
+"""Parts of field names: in chat completions, and in this API."""
 
 
 def message_turn(body: CountTokensRequest) -> ChatTurn:
@@ -283,7 +283,7 @@ def _messages(body: CountTokensRequest) -> list[Json]:
 
 
 class _Named(NamedTuple):
-    """A block with the name of its field."""
+    """A block and the name of its field."""
 
     field: str
     block: RequestBlock
@@ -312,7 +312,7 @@ def _blocks(field: str, content: str | list[RequestBlock], known: dict[str, tupl
 
 
 def _others(role: str, blocks: list[_Named]) -> list[Json]:
-    """The results of tools as messages of their own, then what the user or the system says."""
+    """Tool results as separate messages, followed by the user's or system's content."""
     results = [_tool_result(each) for each in blocks if each.block.type == "tool_result"]
     said = [each for each in blocks if each.block.type != "tool_result"]
     return [*results, {"role": role, "content": _content(said)}] if said else results
@@ -321,7 +321,7 @@ def _others(role: str, blocks: list[_Named]) -> list[Json]:
 def _tool_result(named: _Named) -> Json:
     block = named.block
     content = _content(_blocks(f"{named.field}.content", block.content or [], _TEXT_AND_IMAGES))
-    if block.is_error:  # OpenAI's messages have no field for errors
+    if block.is_error:  # OpenAI's messages have no error field
         is_text = isinstance(content, str)
         content = f"Error: {content}" if is_text else [{"type": "text", "text": "Error: "}, *content]
     return {"role": "tool", "tool_call_id": block.tool_use_id, "content": content}
@@ -345,7 +345,7 @@ def _tool_call(block: RequestBlock) -> Json:
 
 
 def _content(blocks: list[_Named]) -> str | list[Json]:
-    """Texts as one; with images a list of parts."""
+    """Texts joined into one; with images, a list of parts."""
     if all(each.block.type == "text" for each in blocks):
         return "\n".join(each.block.text or "" for each in blocks)
     return [_part(each) for each in blocks]

@@ -24,16 +24,16 @@ class ImageSource(msgspec.Struct):
     """The location of an image."""
 
     type: str
-    """base64 or url."""
+    """`base64` or `url`."""
     media_type: str | None = None
-    """Not used: the bytes say what the picture is."""
+    """Ignored: the image type is detected from its bytes."""
     data: str | None = None
-    """Of base64."""
+    """For type `base64`."""
     url: str | None = None
-    """Of url: a data URL, or an address that the server may fetch (--allowed-media-domains)."""
+    """For type `url`: a data URL, or a URL that the server may fetch (--allowed-media-domains)."""
 
     def url_or_data(self, field: str) -> tuple[str, str]:
-        """The name of the field in errors, and the URL or the base64 in it. Raises `InvalidRequest`."""
+        """The field name for errors, and its URL or base64 data. Raises `InvalidRequest`."""
         if self.type not in ("base64", "url"):
             raise InvalidRequest(f"{field}.type", f"is {self.type!r:.80}; it must be base64 or url")
         name, given = ("data", self.data) if self.type == "base64" else ("url", self.url)
@@ -43,7 +43,7 @@ class ImageSource(msgspec.Struct):
 
 
 class RequestBlock(msgspec.Struct):
-    """A content block of a message; which fields it has depends on its type."""
+    """A content block of a message; its fields depend on its type."""
 
     type: str
     text: str | None = None
@@ -57,7 +57,7 @@ class RequestBlock(msgspec.Struct):
     """The result of a tool call."""
     is_error: bool | None = None
     source: ImageSource | None = None
-    """Of an image."""
+    """The source of an image."""
 
 
 class RequestMessage(msgspec.Struct):
@@ -75,15 +75,15 @@ class MessagesTool(msgspec.Struct):
     """Absent, or `custom`."""
     description: str | None = None
     input_schema: Json | None = None
-    """A JSON schema of its arguments."""
+    """The JSON schema of its arguments."""
 
 
 class MessagesToolChoice(msgspec.Struct):
-    """Which tools may or must be called."""
+    """Which tools the model may or must call."""
 
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None
-    """With `tool`: the tool that must be called."""
+    """For type `tool`: the tool to call."""
     disable_parallel_tool_use: bool | None = None
     """True: at most one call per message."""
 
@@ -92,23 +92,23 @@ class ThinkingConfig(msgspec.Struct):
     """Whether the model reasons before it answers."""
 
     type: str
-    """disabled; every other value enables reasoning."""
+    """`disabled`; any other value enables reasoning."""
     budget_tokens: int | None = None
-    """Tokens of reasoning at most; then its closing marker is generated, and the answer follows."""
+    """Maximum reasoning tokens; then the reasoning is closed and the answer starts."""
 
 
 class OutputFormat(msgspec.Struct):
-    """The format of the answer."""
+    """The answer format."""
 
     type: Literal["json_schema"]
     schema: Json
 
 
 class OutputConfig(msgspec.Struct):
-    """Effort and format of the answer."""
+    """Effort and answer format."""
 
     effort: str | None = None
-    """For the chat template: low, medium, high, xhigh or max."""
+    """For the chat template: `low`, `medium`, `high`, `xhigh` or `max`."""
     format: OutputFormat | None = None
 
 
@@ -117,7 +117,7 @@ class ContextEdit(msgspec.Struct):
 
     type: str
     keep: str | Json | None = None
-    """all: the edit changes nothing."""
+    """`all`: the edit has no effect."""
 
 
 class ContextManagement(msgspec.Struct):
@@ -130,7 +130,7 @@ _MODES: dict[str, ToolChoiceMode] = {"auto": "auto", "any": "required", "tool": 
 
 
 class CountTokensRequest(SingleChoiceFields, kw_only=True):
-    """The body of `POST /v1/messages/count_tokens`: the fields that form the prompt. A body for `/v1/messages` is also
+    """The body of `POST /v1/messages/count_tokens`: the fields that form the prompt. A `/v1/messages` body is also
     valid."""
 
     _ALIASES: ClassVar[dict[str, str]] = {**SamplingFields._ALIASES, "stop": "stop_sequences"}
@@ -145,17 +145,17 @@ class CountTokensRequest(SingleChoiceFields, kw_only=True):
     output_format: OutputFormat | None = None
     """Older name of `output_config.format`."""
     metadata: Json | None = None
-    """Not used, as the fields of Anthropic's own services after it."""
+    """Ignored, like the following fields, which are for Anthropic's own services."""
     cache_control: Json | None = None
     speed: str | None = None
     inference_geo: str | None = None
     thread: Json | None = None
     """Must be absent: conversations are not stored."""
     context_management: ContextManagement | None = None
-    """Must have no edit that changes the conversation."""
+    """Must not contain edits that change the conversation."""
 
     def check_stateless(self) -> None:
-        """Raises `InvalidRequest` for what Anthropic's server would keep or change in the conversation."""
+        """Raises `InvalidRequest` for fields with which Anthropic's server would store or edit the conversation."""
         if self.thread is not None:
             raise ThreadUnsupported
         for i, edit in enumerate((self.context_management and self.context_management.edits) or []):
@@ -164,7 +164,7 @@ class CountTokensRequest(SingleChoiceFields, kw_only=True):
                 raise InvalidRequest(f"context_management.edits[{i}]", message)
 
     def functions(self) -> list[Json]:
-        """The tools as OpenAI's objects. Raises `InvalidRequest` for tools that Anthropic's servers would run."""
+        """The tools as OpenAI's objects. Raises `InvalidRequest` for tools that run on Anthropic's servers."""
         return [_function(f"tools[{i}]", tool) for i, tool in enumerate(self.tools or [])]
 
     def choice(self) -> ToolChoice:
@@ -192,7 +192,7 @@ class MessagesRequest(CountTokensRequest, kw_only=True):
 
     @property
     def usage_events(self) -> UsageEvents:
-        """As in `TimingFields`. A stream begins with the number of prompt tokens."""
+        """As in `TimingFields`. A stream starts with the number of prompt tokens."""
         wanted = super().usage_events
         return "prefill" if self.stream and wanted == "end" else wanted
 
@@ -223,7 +223,7 @@ class ThinkingBlock(msgspec.Struct, frozen=True, kw_only=True, tag_field="type",
 
     thinking: str
     signature: Literal[""] = ""
-    """Always empty: this server signs nothing."""
+    """Always empty: this server does not sign reasoning."""
 
 
 class ToolUseBlock(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="tool_use"):
@@ -255,14 +255,14 @@ class MessageUsage(msgspec.Struct, frozen=True, kw_only=True):
     """Prompt tokens that were computed."""
     cache_creation_input_tokens: Literal[0] = 0
     cache_read_input_tokens: int
-    """Prompt tokens that came from the prefix cache."""
+    """Prompt tokens taken from the prefix cache."""
     output_tokens: int
     output_tokens_details: ThinkingTokensDetails | UnsetType = UNSET
     """Absent in `message_start`."""
 
 
 class MessagesResponse(msgspec.Struct, frozen=True, kw_only=True):
-    """`POST /v1/messages`, not streamed; and the empty message of `message_start`."""
+    """The response of `POST /v1/messages`, not streamed; and the empty message of `message_start`."""
 
     id: str
     type: Literal["message"] = "message"
@@ -271,7 +271,7 @@ class MessagesResponse(msgspec.Struct, frozen=True, kw_only=True):
     """The name of the loaded model."""
     content: list[ResponseBlock]
     stop_reason: StopReason | None
-    """pause_turn: the request's time was up. None in `message_start`."""
+    """`pause_turn`: the request's timeout expired. None in `message_start`."""
     stop_sequence: str | None
     usage: MessageUsage
     timings: Timings | UnsetType = UNSET
@@ -300,7 +300,7 @@ class BlockThinkingDelta(msgspec.Struct, frozen=True, tag_field="type", tag="thi
 
 
 class BlockJsonDelta(msgspec.Struct, frozen=True, tag_field="type", tag="input_json_delta"):
-    """More of a tool call's arguments, which are JSON text."""
+    """More of a tool call's arguments (JSON text)."""
 
     partial_json: str
 
@@ -350,7 +350,7 @@ class MessageDelta(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", 
 
 
 class Ping(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="ping"):
-    """With `return_progress`: how much of the prompt is processed. Clients ignore this type of event."""
+    """With `return_progress`: the progress of the prompt. Clients ignore this event type."""
 
     prompt_progress: PromptProgress
     timings: Timings | UnsetType = UNSET

@@ -40,7 +40,7 @@ class FileQuery(msgspec.Struct, frozen=True, kw_only=True):
     order: Literal["asc", "desc"] = "desc"
     """By creation time."""
     purpose: str = ""
-    """List only files with this purpose; empty: all."""
+    """Only list files with this purpose; empty: all."""
 
     @property
     def page(self) -> Page:
@@ -70,7 +70,7 @@ class FileDeleted(msgspec.Struct, frozen=True, kw_only=True):
 async def upload_file(request: web.Request) -> web.Response:
     """Upload a file.
 
-    It is durable before this responds. An incomplete upload leaves nothing behind.
+    The file is stored durably before this responds. An incomplete upload is discarded.
     """
     data = batches_of(request).data
     file_id = new_file_id()
@@ -127,8 +127,7 @@ async def delete_file(request: web.Request) -> web.Response:
 async def get_file_content(request: web.Request) -> web.StreamResponse:
     """Get the contents of a file; with a Range header, part of it (status 206).
 
-    Does not use aiohttp's `FileResponse`: there the kernel sends the file, so a client that does not read would not
-    be noticed.
+    Does not use aiohttp's `FileResponse`: with it, the kernel sends the file, so a stalled client would go unnoticed.
     """
     file, paths = await batches_of(request).file(request.match_info["id"], viewer_of(request))
     part = _requested_part(request, file.bytes)
@@ -156,7 +155,7 @@ async def get_file_content(request: web.Request) -> web.StreamResponse:
 
 
 def _requested_part(request: web.Request, n_bytes: int) -> range | None:
-    """The bytes that the header `Range` names; None without it, and if it is malformed, which HTTP ignores."""
+    """The byte range in the `Range` header; None if it is absent or malformed, which HTTP ignores."""
     try:
         wanted = request.http_range
     except ValueError:
@@ -199,15 +198,15 @@ class CreateBatchRequest(msgspec.Struct, frozen=True, kw_only=True):
     """The body of `POST /v1/batches`."""
 
     input_file_id: str
-    """A file that was uploaded with the purpose `batch`, with a request on each line."""
+    """A file uploaded with purpose `batch`, with one request per line."""
     endpoint: str
     """The endpoint of all requests."""
     completion_window: str
-    """The time limit: a whole number with s, m, h or d, for example 24h."""
+    """The time limit: a whole number with s, m, h or d, such as 24h."""
     metadata: dict[str, str] | None = None
-    """For the client's own use: up to 16 pairs."""
+    """For the client's own use; up to 16 pairs."""
     output_expires_after: ExpiresAfter | None = None
-    """How long the results are kept; None: until they are deleted."""
+    """How long to keep the results; None: until deleted."""
 
 
 class BatchQuery(msgspec.Struct, frozen=True, kw_only=True):
@@ -224,7 +223,7 @@ class BatchQuery(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class BatchList(msgspec.Struct, frozen=True, kw_only=True):
-    """`GET /v1/batches`: a page of batches, the newest first."""
+    """`GET /v1/batches`: a page of batches, newest first."""
 
     object: Literal["list"] = "list"
     data: list[Batch]
@@ -237,7 +236,7 @@ class BatchList(msgspec.Struct, frozen=True, kw_only=True):
 async def create_batch(request: web.Request) -> web.Response:
     """Create a batch, which runs every request in a file.
 
-    Once this responds, the batch survives a restart.
+    Once this responds, the batch persists across restarts.
     """
     body = await read_json(request, CreateBatchRequest)
     batch = await batches_of(request).create(

@@ -32,15 +32,15 @@ class ExpiresAfter(msgspec.Struct, frozen=True, kw_only=True):
     """How long a file is kept."""
 
     anchor: Literal["created_at"]
-    """The start of the time."""
+    """The event from which the time counts."""
     seconds: Annotated[int, msgspec.Meta(ge=_MIN_LIFETIME_S, le=_MAX_LIFETIME_S)]
 
 
 class UploadFields(msgspec.Struct, frozen=True, kw_only=True):
-    """The fields of the form, without the file and `expires_after`."""
+    """The fields of the form, except the file and `expires_after`."""
 
     purpose: UploadPurpose
-    """Only files with the purpose batch can be used, as inputs of batches."""
+    """Only files with purpose `batch` can be used, as batch inputs."""
 
 
 BINARY = {"type": "string", "format": "binary"}
@@ -63,16 +63,16 @@ class Upload(msgspec.Struct, frozen=True, kw_only=True):
     filename: str
     n_bytes: int
     sha256: str
-    """Of the file, in hexadecimal."""
+    """The file's hash, in hexadecimal."""
     purpose: UploadPurpose
     lifetime_s: int | None
-    """Seconds after which the file is deleted; None: never."""
+    """Seconds until the file is deleted; None: never."""
 
 
 async def receive_upload(request: web.Request, path: Path, max_mb: int) -> Upload:
     """Reads the body and writes the file to `path`, without fsync.
 
-    Raises `InvalidRequest` naming the field, `StorageError`, and aiohttp's exceptions for bodies that are too large.
+    Raises `InvalidRequest` naming the field, `StorageError`, and aiohttp's exceptions for oversized bodies.
     """
     if request.content_type != "multipart/form-data":
         raise InvalidRequest("body", f"is {request.content_type}; send the file as multipart/form-data")
@@ -116,7 +116,7 @@ class _FormReceiver:
         self._name, self._value = "", bytearray()  # of the field that is being received
 
     async def handle(self, event: MultipartSegment | bytes | bytearray | None) -> None:
-        """Handles the begin of a part, its data, or its end (None). Raises as `receive_upload` does."""
+        """Handles the start of a part, its data, or its end (None). Raises as `receive_upload` does."""
         if isinstance(event, MultipartSegment):
             await self._begin_part(event)
         elif event is not None:
@@ -157,7 +157,7 @@ class _FormReceiver:
     def close(self) -> None:
         """Closes the file."""
         if self._file:
-            with contextlib.suppress(OSError):  # each write was flushed, so its errors are known
+            with contextlib.suppress(OSError):  # each write was flushed, so errors were already raised
                 self._file.close()
             self._file = None
 

@@ -1,4 +1,4 @@
-"""Runs the requests of batches on the engine. The responses are those of the requests' endpoints."""
+"""Runs the requests of batches on the engine, with the same responses as the requests' endpoints."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ URLS = tuple(_ENDPOINTS)
 """The endpoints that batches support."""
 
 ObserveEvents = Callable[[int, str], AbstractContextManager[OnEvent]]
-"""From the number of a request's completions and the model to a context that yields what is called with each event."""
+"""Takes the number of a request's completions and the model. Returns a context that yields a callback for events."""
 
 
 def _observe_nothing(_n: int, _model: str) -> AbstractContextManager[OnEvent]:
@@ -70,9 +70,9 @@ class BatchRequestHandler:
         priority: int | None = None,
         observe: ObserveEvents = _observe_nothing,
     ) -> None:
-        """`defaults`: body fields of requests that do not set them. `plain_max_tokens`: as in `FileJob`. `rules`: those
-        of the key that the requests belong to. `priority`: overrides the requests' own. `observe`: for the events
-        of each request."""
+        """`defaults`: body fields for requests that do not set them. `plain_max_tokens`: as in `FileJob`. `rules`:
+        those of the requests' key. `priority`: overrides the requests' own. `observe`: for the events of each
+        request."""
         self._models = models
         self._defaults = defaults or {}
         self._plain_max_tokens = plain_max_tokens
@@ -81,7 +81,7 @@ class BatchRequestHandler:
         self._observe = observe
 
     async def __call__(self, request: JobRequest) -> JobResponse:
-        """The response of the request's endpoint, which may be an error."""
+        """The response of the request's endpoint, possibly an error."""
         request_id = new_id("req-")
         try:
             prepared, body = await self._answer(request)
@@ -101,7 +101,7 @@ class BatchRequestHandler:
         )
 
     async def _answer(self, request: JobRequest) -> tuple[PreparedRequest, object]:
-        """The request, prepared, and the body of its response. Raises `InvalidRequest`."""
+        """Prepares the request and returns the body of its response. Raises `InvalidRequest`."""
         kind, prepare = _ENDPOINTS[request.url]
         fields = request.body
         if issubclass(kind, SamplingFields):
@@ -112,7 +112,7 @@ class BatchRequestHandler:
         if fields.get("stream"):
             raise InvalidRequest("stream", "is true, but responses in a batch cannot be streamed; leave it out")
         body = convert(fields, kind)
-        refuse_unknown(request.body, kind)  # without the defaults: a field like one of them is a mistake too
+        refuse_unknown(request.body, kind)  # excludes the defaults: a field similar to one of them is still a mistake
         with await self._models.lease(body.model, self._rules, load=True) as lease:
             prepared = await prepare(body, lease.serving)
             requests = prepared.requests
@@ -167,7 +167,7 @@ async def _start(app: web.Application) -> None:
 
 
 # --- vertex predict --------------------------------------------------------------------------------------------------
-# Vertex AI's predictions: one request with several requests in it, as its containers get them.
+# Vertex AI's predictions: one request that contains several, as sent to its containers.
 
 
 _FORMAT = "@requestFormat"
@@ -177,12 +177,11 @@ class PredictRequest(msgspec.Struct, kw_only=True):
     """The body of a prediction."""
 
     instances: list[dict[str, Any]]
-    """The body of a request each, with its endpoint in `@requestFormat`: `/v1/chat/completions` or
-    `chatCompletions`."""
+    """Request bodies, each with its endpoint in `@requestFormat`: `/v1/chat/completions` or `chatCompletions`."""
 
 
 async def predict(request: web.Request) -> web.Response:
-    """The answers to the instances, in their order: that of one which cannot be answered is an error."""
+    """The responses, in the order of the instances; a failed instance has an error."""
     body = await read_json(request, PredictRequest)
     models = request.app[MODELS]
     limit = models.settings.limits.max_prompts_per_batch
@@ -204,7 +203,7 @@ def _job_request(i: int, instance: dict[str, Any]) -> JobRequest:
 
 
 def _format(url: str) -> str:
-    """Its name as Vertex AI's clients write it: chatCompletions for /v1/chat/completions."""
+    """Its name in Vertex AI's clients: chatCompletions for /v1/chat/completions."""
     first, *others = url.removeprefix("/v1/").split("/")
     return first + "".join(other.title() for other in others)
 

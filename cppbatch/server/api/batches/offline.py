@@ -30,14 +30,14 @@ Chunk = Sequence[JobRequest | RejectedLine]
 
 
 class OfflineJob:
-    """A file job that is run, with its progress."""
+    """A running file job, with its progress."""
 
     def __init__(self, job: FileJob, journal: Journal, reader: InputReader) -> None:
         self.job, self.journal = job, journal
         self.n_tokens = 0
         """Tokens generated so far."""
         self.n_running = 0
-        """Sequences that the engine runs."""
+        """Sequences running in the engine."""
         self._reader = reader
         self._n_read = 0
         self._n_counted: int | None = None
@@ -45,11 +45,11 @@ class OfflineJob:
 
     @property
     def n_lines(self) -> int | None:
-        """Lines of the input that are not blank; None until they are counted."""
+        """Non-blank lines of the input; None until they are counted."""
         return None if self._n_counted is None else max(self._n_counted, self._n_read)
 
     async def count_lines(self) -> None:
-        """Counts the lines, on another thread. Cancelling it ends the thread soon."""
+        """Counts the lines on another thread. Cancelling this ends the thread soon."""
         try:
             self._n_counted = await asyncio.to_thread(self._reader.count, lambda: self._is_stopped)
         finally:
@@ -62,7 +62,7 @@ class OfflineJob:
             yield chunk
 
     async def poll_stats(self, client: EngineClient) -> None:
-        """Updates `n_running` until it is cancelled."""
+        """Updates `n_running` until cancelled."""
         while True:
             try:
                 self.n_running = (await client.stats()).running
@@ -87,12 +87,12 @@ async def run_offline(
     started: Callable[[], None],
     show_loading: ShowLoading = hide_loading,
 ) -> bool:
-    """Runs a job until every line is finished or the process gets a signal. Returns whether every line is finished.
+    """Runs a job until every line is finished or the process gets a signal. Returns whether all lines are finished.
 
-    `settings`: the chat template, and where pictures and sounds may come from.
-    The model is loaded only if there is a request to run; `started` is called when it is loaded, and `show_loading`
-    shows the progress until then. Raises `StorageError`
-    and `ConfigError` for files, `EngineClosed`, and the errors of loading. Results so far are recorded in any case.
+    `settings`: the chat template, and the allowed sources of images and audio. The model is only loaded if there is a
+    request to run; `started` is called when it is loaded, and `show_loading` shows the progress until then. Raises
+    `StorageError` and `ConfigError` for files, `EngineClosed`, and the errors of loading. Results so far are recorded
+    in any case.
     """
     stop = asyncio.Event()
     set_on_signals(stop)
@@ -131,7 +131,7 @@ async def run_offline(
 
 
 def _first_open_chunk(input_chunks: Iterator[Chunk], journal: Journal) -> Chunk | None:
-    """The first chunk of the input with a request to run."""
+    """The first chunk of the input that has a request to run."""
     for chunk in input_chunks:
         if journal.register(chunk):
             return chunk
@@ -139,7 +139,7 @@ def _first_open_chunk(input_chunks: Iterator[Chunk], journal: Journal) -> Chunk 
 
 
 async def _unless_stopped(stop: asyncio.Event, work: Coroutine[Any, Any, None]) -> bool:
-    """Runs `work`, and cancels it when `stop` is set. Returns whether it finished; raises its exceptions."""
+    """Runs `work`, and cancels it once `stop` is set. Returns whether it finished; raises its exceptions."""
     working, stopping = asyncio.create_task(work), asyncio.create_task(stop.wait())
     await asyncio.wait({working, stopping}, return_when=asyncio.FIRST_COMPLETED)
     stopping.cancel()

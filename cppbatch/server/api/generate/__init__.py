@@ -1,1 +1,1 @@
-"""`/generate`: requests in the terms of the engine, one or many."""
+"""`/generate`: requests in the engine's own format, one or many."""

@@ -41,7 +41,7 @@ from cppbatch.server.run_requests import run_requests
 from cppbatch.typed_json import convert
 
 # --- batch items -----------------------------------------------------------------------------------------------------
-# The items of a `/generate/batch`. Each is validated by itself, so that an invalid one fails alone.
+# The items of a `/generate/batch`. Each is validated separately, so that an invalid item does not affect the others.
 
 
 Json = dict[str, Any]
@@ -49,29 +49,29 @@ Json = dict[str, Any]
 _BATCH_ONLY = ("stream", "stream_options", "request_id")
 """Fields that an item must not have."""
 _PROMPTS = ("prompt", "messages")
-"""Fields of which an item has one."""
+"""Fields of which an item has exactly one."""
 
 
 class GenerateBatchRequest(GenerateFields, kw_only=True):
-    """The body of `POST /generate/batch`: `prompts`, or one `prompt` (or `messages`) with several `params`, or each of
-    `prompts` with each of `params`. All other fields apply to every item."""
+    """The body of `POST /generate/batch`: `prompts`; one `prompt` (or `messages`) with several `params`; or `prompts`
+    and `params`, combined with each other. All other fields apply to every item."""
 
     prompts: list[Any] | None = None
-    """Each is a text, a list of token ids, or an object with a `prompt` or `messages` and fields that override those of
+    """Each is a text, a list of token ids, or an object with `prompt` or `messages` and fields that override those of
     the body."""
     prompt: str | list[int] | None = None
     settings: list[Any] | None = msgspec.field(default=None, name="params")
-    """Objects with fields, each for one completion of `prompt`, or of each of `prompts`."""
+    """Objects of sampling fields; each gives one completion of `prompt`, or of every entry of `prompts`."""
     request_id: Annotated[str, msgspec.Meta(min_length=1, max_length=128)] | None = None
-    """A name by which `POST /generate/batch/cancel` finds this batch while it runs."""
+    """An id for `POST /generate/batch/cancel` while the batch runs."""
 
 
 class BatchItem:
-    """One item, not validated yet: JSON of `prompts`, of `params`, or of both, merged with the fields of all items."""
+    """One item, not yet validated: JSON from `prompts`, `params` or both, merged with the shared fields."""
 
     def __init__(self, parts: Sequence[tuple[str, object]], shared: Json) -> None:
-        """`parts`: paths in the body with the JSON there; fields of a later part override those of an earlier one.
-        `shared`: the fields of all items, with the prompt if all items have the same."""
+        """`parts`: paths in the body and the JSON at each; later parts override fields of earlier ones. `shared`: the
+        fields of all items, including the prompt if it is the same for all."""
         self._parts, self._shared = parts, shared
 
     def body(self) -> GenerateRequest:
@@ -98,7 +98,7 @@ class BatchItem:
         return body
 
     def field_name(self, field: str) -> str:
-        """The name of a field in the body, within the part that has it."""
+        """The path of a field in the body, within the part that has it."""
         root = re.split(r"[.\[]", field, maxsplit=1)[0]
         first = self._parts[0][1]
         if root == "prompt" and ("messages" in self._shared or (isinstance(first, dict) and "messages" in first)):
@@ -113,7 +113,7 @@ class BatchItem:
 
 
 def batch_items(body: GenerateBatchRequest, limits: Limits) -> list[BatchItem]:
-    """The items of a batch; of a grid, all settings of the first prompt come first.
+    """The items of a batch; in a grid, all settings of the first prompt come first.
 
     Raises `InvalidRequest` if there are none, or too many.
     """
@@ -150,14 +150,13 @@ routes = Routes()
 
 
 class BatchResult(GenerateChunk, frozen=True, kw_only=True):
-    """The result of an item: either the fields of a `GenerateResponse`, or an error. In a stream, each event with an
-    index has new text for its item, or its error."""
+    """The result of an item: the fields of a `GenerateResponse`, or an error. In a stream, each event with an index has
+    new text or the error for its item."""
 
     index: int
-    """Of the item, from 0. Of `prompts` with `params`: that of the prompt times the number of `params`, plus that of
-    the params."""
+    """The index of the item, from 0. With `prompts` and `params`: prompt index * number of `params` + params index."""
     generated_text: str | UnsetType = UNSET
-    """The same as `text`; not in a stream."""
+    """Same as `text`; not in a stream."""
     error: ErrorDetail | UnsetType = UNSET
 
 
@@ -182,7 +181,7 @@ class GenerateBatchResponse(BatchTotals, frozen=True, kw_only=True):
     """`POST /generate/batch`, not streamed."""
 
     results: list[BatchResult]
-    """In the order of the items."""
+    """In item order."""
 
 
 @routes.post("/generate/batch", GenerateBatchResponse, GenerateBatchRequest, streams=True)
@@ -207,14 +206,14 @@ async def generate_batch(request: web.Request) -> web.StreamResponse:
 
 
 class ReadItems(NamedTuple):
-    """The items of a batch, and what is wrong with those that have no body."""
+    """The items of a batch, and the errors of those without a body."""
 
     items: list[BatchItem]
     bodies: list[GenerateRequest | InvalidRequest]
 
 
 def read_items(body: GenerateBatchRequest, serving: Serving) -> ReadItems:
-    """Checks each item by itself. Raises `InvalidRequest` for errors that concern all items."""
+    """Validates each item separately. Raises `InvalidRequest` for errors that concern all items."""
     items = batch_items(body, serving.limits)
     check_fields(body, serving)
     serving.params(body)
@@ -230,7 +229,7 @@ def read_items(body: GenerateBatchRequest, serving: Serving) -> ReadItems:
 def prepare_batch(
     read: ReadItems, lease: ModelLease, chat: ChatTools | None, *, stream: bool
 ) -> tuple[PreparedRequest, RunningBatch]:
-    """Engine requests for the valid items, and a builder that holds the errors of the others.
+    """Engine requests for the valid items, and a builder with the errors of the others.
 
     `chat`: for `messages`. Raises `InvalidRequest` for errors that concern all items."""
     name, items, serving = new_id("batch-"), read.items, lease.serving
@@ -270,15 +269,15 @@ class GenerateBatchBuilder(ResponseBuilder):
         self._errors: dict[int, ErrorDetail] = {}  # by item
 
     def set_error(self, item: int, error: Exception) -> None:
-        """Makes this error the result of an item."""
+        """Sets the error as the result of an item."""
         if isinstance(error, InvalidRequest):
-            field = "model" if error.field == "task" else error.field  # the model decides the task
+            field = "model" if error.field == "task" else error.field  # the model determines the task
             error = error.renamed(self._items[item].field_name(field))
         self._errors[item] = openai_error(api_error(error)).error
 
     def record(self, index: int, event: GenerationEvent) -> None:
-        """As in `ResponseBuilder`, but a failure becomes the result of the item, and the client may have cancelled
-        it."""
+        """As in `ResponseBuilder`, but a failure becomes the item's result, and the client may have cancelled the
+        item."""
         if event.finish_reason is FinishReason.CANCELLED and self._batch.has_cancelled(self._request_items[index]):
             self.last_events[index] = event
             return
@@ -338,17 +337,17 @@ class GenerateBatchBuilder(ResponseBuilder):
 
 
 # --- cancel item -----------------------------------------------------------------------------------------------------
-# `POST /generate/batch/cancel`: ends one item of a batch that runs.
+# `POST /generate/batch/cancel`: cancels one item of a running batch.
 
 
 class RunningBatch:
-    """The ids of the engine requests of a batch that runs, by item. Invalid items have none."""
+    """The ids of a running batch's engine requests, by item. Invalid items have none."""
 
     def __init__(self, ids: dict[int, str], n_items: int, cancel: Callable[[str], Awaitable[None]]) -> None:
         """`cancel`: ends an engine request by its id."""
         self.n_items = n_items
         self.cancelled: set[str] = set()
-        """The ids of the engine requests that the client has cancelled."""
+        """The ids of engine requests cancelled by the client."""
         self._ids, self._cancel = ids, cancel
 
     def has_cancelled(self, index: int) -> bool:
@@ -356,21 +355,22 @@ class RunningBatch:
         return self._ids.get(index) in self.cancelled
 
     async def cancel(self, index: int) -> None:
-        """Ends an item within a step, or keeps it from starting. An item that has ended stays as it is."""
+        """Ends an item within a step, or prevents its start. Finished items are unaffected."""
         if request_id := self._ids.get(index):
             self.cancelled.add(request_id)
             await self._cancel(request_id)
 
 
 class RunningBatches:
-    """The batches with a `request_id`, while they run. Each API key sees its own."""
+    """The running batches with a `request_id`. Each API key only sees its own."""
 
     def __init__(self) -> None:
         self._batches: dict[tuple[str | None, str], RunningBatch] = {}
 
     @contextlib.contextmanager
     def one(self, owner: str | None, request_id: str | None, batch: RunningBatch) -> Iterator[None]:
-        """Knows the batch meanwhile, if it has an id. Raises `InvalidRequest` for the id of another one."""
+        """Registers the batch for the duration of the context, if it has an id. Raises `InvalidRequest` if the id is in
+        use."""
         if request_id is None:
             yield
             return
@@ -399,9 +399,9 @@ class CancelItemRequest(msgspec.Struct):
     """The body of `POST /generate/batch/cancel`."""
 
     request_id: str
-    """As in the body of the batch."""
+    """The `request_id` of the batch."""
     index: Annotated[int, msgspec.Meta(ge=0)]
-    """Of the item."""
+    """The index of the item."""
 
 
 class CancelItemResponse(msgspec.Struct, frozen=True, kw_only=True):

@@ -34,18 +34,18 @@ class GenerateFields(SamplingFields, kw_only=True):
     """The fields of `/generate` and `/generate/batch` except the prompts."""
 
     messages: list[ChatMessage] | None = None
-    """A conversation instead of a prompt: the chat template makes the prompt of it."""
+    """A conversation instead of a prompt; the chat template renders it."""
     chat_template_kwargs: Json | None = None
-    """For `messages`: further variables for the chat template, such as `enable_thinking`."""
+    """For `messages`: additional chat template variables, such as `enable_thinking`."""
     thinking_budget: int | None = None
-    """For `messages`: tokens of reasoning at most; -1: no limit."""
+    """For `messages`: maximum reasoning tokens; -1: no limit."""
     logprobs: int | None = None
-    """Log-probabilities of the generated tokens, and of this many (to 20) of the likeliest at each position."""
+    """Return log-probabilities of the generated tokens, and of up to 20 most likely tokens at each position."""
     echo: bool | None = None
     """Include the prompt in the text."""
 
     def check_single_completion(self) -> None:
-        """Raises `InvalidRequest` if several completions of a prompt are requested: each result has one."""
+        """Raises `InvalidRequest` if several completions per prompt are requested: each result has one."""
         for name in ("n", "best_of"):
             if getattr(self, name) not in (None, 1):
                 message = "must be 1; for several texts from one prompt, use /generate/batch with several `params`"
@@ -56,7 +56,7 @@ class GenerateRequest(GenerateFields, kw_only=True):
     """The body of `POST /generate`, and an item of `/generate/batch` merged with the fields of all items."""
 
     prompt: str | list[int] | None = None
-    """Text, or token ids, which are used as they are."""
+    """Text, or token ids, which are used unchanged."""
 
 
 class GenerateTimings(msgspec.Struct, frozen=True, kw_only=True):
@@ -74,11 +74,11 @@ class GenerateResponse(msgspec.Struct, frozen=True, kw_only=True):
 
     text: str
     generated_text: str
-    """The same, as in `/generate/batch`."""
+    """Same as `text`, as in `/generate/batch`."""
     tokens: list[int]
     """The generated tokens."""
     token_texts: list[str]
-    """The text of each token. A character of several tokens is the text of the last one."""
+    """The text of each token. A character that spans several tokens belongs to the last one."""
     logprobs: list[LogprobEntry] | UnsetType = UNSET
     """If requested."""
     finish_reason: FinishReason
@@ -91,7 +91,7 @@ class GenerateResponse(msgspec.Struct, frozen=True, kw_only=True):
     accepted_tokens: int
     """Draft tokens that were accepted: part of the completion tokens."""
     seed: int
-    """A request with this seed generates the same text."""
+    """A request with this seed reproduces the text."""
     timings: GenerateTimings
 
 
@@ -123,13 +123,13 @@ async def generate(request: web.Request) -> web.StreamResponse:
 
 
 async def chat_tools(serving: Serving, bodies: Iterable[GenerateFields]) -> ChatTools | None:
-    """What makes prompts of the `messages` of these requests; None: they have none. Raises as `Serving.chat_tools`."""
+    """Renders the `messages` of these requests to prompts; None: no messages. Raises as `Serving.chat_tools`."""
     given = [body.messages for body in bodies if body.messages is not None]
     return await serving.chat_tools(await asyncio.to_thread(_readable, given)) if given else None
 
 
 def _readable(given: list[list[ChatMessage]]) -> list[list[Json]]:
-    """The conversations without those that are refused, which is said when their requests are prepared."""
+    """The conversations, except refused ones, whose errors are raised when their requests are prepared."""
     conversations = []
     for messages in given:
         with contextlib.suppress(InvalidRequest):
@@ -170,7 +170,7 @@ def engine_request(body: GenerateRequest, serving: Serving, name: str, chat: Cha
 
 
 def check_fields(body: GenerateFields, serving: Serving) -> None:
-    """Checks all fields but the prompt and the sampling parameters. Raises `InvalidRequest`."""
+    """Validates all fields except the prompt and the sampling parameters. Raises `InvalidRequest`."""
     body.check_single_completion()
     serving.check(body)
 
@@ -200,8 +200,8 @@ Result = TypeVar("Result", bound=GenerateResponse | GenerateChunk)
 
 
 def text_result(kind: type[Result], events: Sequence[GenerationEvent], **fields: Any) -> Result:
-    """The text, tokens and log-probabilities of these events as a `kind` with further `fields`. If the last event ends
-    the completion, the result says how."""
+    """The text, tokens and log-probabilities of these events as a `kind`, with additional `fields`. If the last event
+    ends the completion, the result includes how."""
     if entries := [entry for event in events for entry in event.logprobs]:
         fields["logprobs"] = logprob_entries(entries)
     last = events[-1]

@@ -38,8 +38,8 @@ class LlamaCompletionRequest(LlamaFields, kw_only=True):
     """The body of `POST /completion`."""
 
     prompt: str | list[Any] | Json
-    """A text, token ids, both mixed, or a list of any of these. `{"prompt_string": ...}` may replace a text; with
-    `multimodal_data` it has pictures and sounds as base64, and the `media_marker` of `GET /props` in their places."""
+    """A text, token ids, a mix of both, or a list of any of these. `{"prompt_string": ...}` may replace a text; with
+    `multimodal_data`, base64 images and audio replace each `media_marker` (see `GET /props`) in it."""
 
 
 _ONE = [
@@ -52,7 +52,7 @@ COMPLETION: Json = {
     "types": (LlamaResponse,),
     "streams": True,
 }
-"""The answer of `/completion`, for `Routes.post`."""
+"""The response of `/completion`, for `Routes.post`."""
 
 
 @routes.post("/completion", body=LlamaCompletionRequest, also="/completions", **COMPLETION)
@@ -79,9 +79,9 @@ async def respond_to_completion(
 async def _run_with_time_limit(
     client: EngineClient, requests: list[GenerationRequest], seconds: float, waited: float
 ) -> AsyncGenerator[Event, None]:
-    """As `run_requests`, but ends each completion at the first newline later than `seconds` after its first token."""
+    """Like `run_requests`, but ends each completion at the first newline more than `seconds` after its first token."""
     first_token_at: dict[int, float] = {}
-    out_of_time: set[int] = set()  # requests that were cancelled here
+    out_of_time: set[int] = set()  # requests cancelled here
     async with contextlib.aclosing(run_requests(client, requests, check_first=True, waited=waited)) as events:
         async for index, event in events:
             if index in out_of_time and event.finish_reason is FinishReason.CANCELLED:
@@ -112,10 +112,10 @@ class LlamaPrompt(NamedTuple):
 
     tokens: list[TokenPiece]
     with_media: MediaPrompt | None = None
-    """The prompt, if it has pictures or sounds. Their tokens have no text."""
+    """The prompt, if it has images or audio, whose tokens have no text."""
 
     def for_engine(self) -> Prompt:
-        """As the engine takes it."""
+        """In the form that the engine takes."""
         return self.with_media or [token.id for token in self.tokens]
 
 
@@ -152,7 +152,7 @@ class LlamaCompletionBuilder(ResponseBuilder):
     ) -> None:
         super().__init__(n_candidates=body.n_candidates)
         self._fields = body.response_fields or []
-        self._prompt_only = body.n_predict == 0  # the events contain the echoed prompt, which is not shown
+        self._prompt_only = body.n_predict == 0  # the events contain the echoed prompt, which is omitted
         self._results = LlamaResults(body, requests, prompts, serving, return_tokens=bool(body.return_tokens))
         self._timings = StreamTimings(body)
 
@@ -184,13 +184,13 @@ class LlamaCompletionBuilder(ResponseBuilder):
         return msgspec.structs.replace(event, text="", tokens=[], logprobs=[]) if self._prompt_only else event
 
     def _response(self, index: int, events: list[GenerationEvent]) -> LlamaResponse | Json:
-        """The response with the content of these events; with `response_fields` an object of those fields."""
+        """The response with the content of these events; with `response_fields`, only those fields."""
         response = self._results.response(index, self.last_events[index], events)
         return _select(self._fields, response) if self._fields else response
 
 
 def _by_token(event: GenerationEvent) -> list[GenerationEvent]:
-    """With log-probabilities an event for each token, as in llama-server; otherwise the event as it is."""
+    """With log-probabilities, one event per token, as in llama-server; otherwise the event unchanged."""
     if len(event.logprobs) < 2:
         return [event]
     texts = event.token_texts if "".join(event.token_texts) == event.text else [event.text]  # parts may be held back
@@ -206,7 +206,7 @@ def _by_token(event: GenerationEvent) -> list[GenerationEvent]:
 
 
 def _select(paths: list[str], response: LlamaResponse) -> Json:
-    """The fields at these paths (`a/b` is field b of field a), by path; paths that do not exist are skipped."""
+    """The fields at these paths (`a/b` is field b of field a), by path; skips missing paths."""
     selected: Json = {}
     fields = msgspec.to_builtins(response)
     for path in paths:
@@ -222,7 +222,7 @@ def _select(paths: list[str], response: LlamaResponse) -> Json:
 # `POST /infill`: completes the text between a prefix and a suffix.
 
 
-_REPOSITORY = "project"  # the repository's name in the prompt; llama-server's API has no field for it
+_REPOSITORY = "project"  # the repository name in the prompt, for which llama-server's API has no field
 
 
 class ExtraText(msgspec.Struct):
@@ -240,7 +240,7 @@ class InfillRequest(LlamaFields, kw_only=True):
     input_suffix: str
     """The text after the cursor."""
     prompt: str = ""
-    """The beginning of the completion."""
+    """The start of the completion."""
     input_extra: list[ExtraText] | None = None
 
 
@@ -257,8 +257,8 @@ async def infill(request: web.Request) -> web.StreamResponse:
 async def _infill_prompt(serving: Serving, body: InfillRequest) -> list[TokenPiece]:
     """The prompt for the text at the cursor, in the model's own format. Raises `InvalidRequest`.
 
-    A prompt that is too long is truncated where it is farthest from the cursor: first the extra texts, then prefix and
-    suffix. The suffix keeps at least a quarter of the remaining tokens, if it has that many.
+    A prompt that is too long is truncated furthest from the cursor: first the extra texts, then prefix and suffix. The
+    suffix keeps at least a quarter of the remaining tokens, if it has that many.
     """
     fill_in = serving.info.fill_in
     if fill_in is None:

@@ -1,4 +1,4 @@
-"""`POST /embeddings` and `/embedding`: vectors in llama-server's form."""
+"""`POST /embeddings` and `/embedding`: vectors in llama-server's format."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ class LlamaEmbeddingRequest(EmbeddingRequest, kw_only=True):
 
     input: str | list[Any] | Json = msgspec.field(default_factory=list)
     content: str | list[Any] | Json | None = None
-    """Another name of `input`."""
+    """Another name for `input`."""
     embd_normalize: int | None = None
-    """2 (the default): vectors of length 1. -1 (the default with pooling none): as the model computes them."""
+    """2 (default): normalise vectors to length 1. -1 (default with pooling none): return them as computed."""
 
 
 class LlamaEmbedding(msgspec.Struct, frozen=True, kw_only=True):
@@ -34,7 +34,7 @@ class LlamaEmbedding(msgspec.Struct, frozen=True, kw_only=True):
 
     index: int
     embedding: list[list[float]]
-    """One vector, of all tokens; with pooling none, one of each token."""
+    """One vector for the input; with pooling none, one per token."""
 
 
 @generation(routes, "/embeddings", LlamaEmbeddingRequest, list[LlamaEmbedding], streams=False)

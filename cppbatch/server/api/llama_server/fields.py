@@ -16,7 +16,7 @@ from cppbatch.server.models.serving import Serving
 Json = dict[str, Any]
 
 _CLAMPED = ("temperature", "top_k", "top_p", "min_p", "xtc_probability", "xtc_threshold", "mirostat")
-"""Fields that are clamped to their range, as llama-server does: temperature -1 is greedy, top_k -1 is unlimited."""
+"""Fields that are clamped to their range, as in llama-server: temperature -1 is greedy, top_k -1 is unlimited."""
 
 _SPELLINGS = {
     "penalties": "e", "dry": "d", "top_n_sigma": "s topnsigma", "top_k": "k topk", "typical_p": "y typ_p typp typ",
@@ -24,15 +24,15 @@ _SPELLINGS = {
 }  # fmt: skip
 _SAMPLERS = {spelling: name for name, all_ in _SPELLINGS.items() for spelling in (name, *all_.split())}
 _IGNORED_SAMPLERS = ("i", "infill", "a", "adaptive_p", "adaptivep")
-"""There is no infill sampler; `adaptive_target` alone enables the adaptive one."""
+"""Ignored: infill is not implemented, and `adaptive_target` alone enables the adaptive sampler."""
 
 _MAX_RESPONSE_FIELDS, _MAX_RESPONSE_FIELD_LENGTH = 100, 256
-_MAX_BIAS_TEXTS = 1000  # in logit_bias: each is tokenised
+_MAX_BIAS_TEXTS = 1000  # in logit_bias; each is tokenised
 
 
 class LlamaFields(TimingFields, kw_only=True):
-    """The fields of `/completion` and `/infill`, except the prompt. Unknown fields are ignored, and so is
-    `n_cache_reuse`, because parts of a prompt are never moved to other positions.
+    """The fields of `/completion` and `/infill`, except the prompt. Ignores unknown fields, and `n_cache_reuse`,
+    because parts of a prompt are never moved to other positions.
     """
 
     _ALIASES: ClassVar[dict[str, str]] = {
@@ -42,34 +42,34 @@ class LlamaFields(TimingFields, kw_only=True):
     }
 
     n_predict: int | None = None
-    """The maximum number of generated tokens. -1: until the model ends the text or the context is full; 0: only compute
-    the prompt for later requests."""
+    """Maximum generated tokens. -1: until the model ends the text or the context is full; 0: only compute the prompt,
+    for later requests."""
     n_cmpl: int | None = None
-    """Completions of each prompt."""
+    """Completions per prompt."""
     n_probs: int | None = None
-    """Return the log-probabilities of this many of the likeliest tokens, up to 20."""
+    """Return log-probabilities of this many most likely tokens, up to 20."""
     n_keep: int | None = None
-    """With `--context-shift`: the first tokens that stay when the context is full; -1: the prompt. None: `--keep`."""
+    """With `--context-shift`: initial tokens to keep when the context is full; -1: the prompt. None: `--keep`."""
     n_discard: int | None = None
-    """With `--context-shift`: how many of the tokens behind those go; 0: half of them."""
+    """With `--context-shift`: number of tokens after those to drop; 0: half of them."""
     min_keep: int | None = None
-    """More than 1 is not supported."""
+    """Values above 1 are not supported."""
     n_indent: int | None = None
-    """More than 0 is not supported."""
+    """Values above 0 are not supported."""
     t_max_predict_ms: float | None = None
-    """Milliseconds from the first token on, after which the next newline ends the text; 0 or less: no limit."""
+    """Milliseconds after the first token, after which the next newline ends the text; 0 or less: no limit."""
     return_tokens: bool | None = None
     """Return the generated token ids; streams always do."""
     response_fields: list[str] | None = None
-    """Return only these fields; `a/b` is field b of field a. An empty list: all of them."""
+    """Return only these fields; `a/b` is field b of field a. Empty list: all."""
     samplers: list[str] | str | None = None  # type: ignore[assignment]
-    """llama-server's names, or a string with a letter for each."""
+    """llama-server's names, or a string with one letter per sampler."""
     logit_bias: dict[str, Any] | list[Any] | None = None  # type: ignore[assignment]
-    """An object, or pairs of a token id or a text and a bias. The bias false suppresses the tokens."""
+    """An object, or pairs of a token id or text and a bias. A bias of false suppresses the tokens."""
 
     @property
     def echo(self) -> bool | None:
-        """As in `SamplingParams`, where `max_tokens` 0 requires it. The builder does not show the prompt."""
+        """As in `SamplingParams`, which requires it for `max_tokens` 0. The builder omits the prompt."""
         return True if self.n_predict == 0 else None
 
 
@@ -122,7 +122,7 @@ def _clamped(body: LlamaFields) -> Json:
 
 
 def sampler_names(names: list[str] | str) -> list[str]:
-    """`SamplingParams`' names of the samplers, from a list of llama-server's names or a string of letters."""
+    """The samplers' names in `SamplingParams`, from a list of llama-server's names or a string of letters."""
     found = []
     for i, name in enumerate(names):
         spelling = name.lower().replace("-", "_")
@@ -136,7 +136,7 @@ def sampler_names(names: list[str] | str) -> list[str]:
 
 
 async def _biases(body: LlamaFields, serving: Serving) -> Json:
-    """`logit_bias` by token ids, and the suppressed tokens."""
+    """`logit_bias` by token id, and the suppressed tokens."""
     if body.logit_bias is None:
         return {}
     if len(body.logit_bias) > MOST_BIASES:

@@ -1,4 +1,4 @@
-"""llama-server's paths of endpoints that have other paths in OpenAI's API."""
+"""llama-server's paths for endpoints with other paths in OpenAI's API."""
 
 from __future__ import annotations
 

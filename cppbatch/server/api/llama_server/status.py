@@ -33,11 +33,11 @@ routes = Routes()
 
 
 class DefaultSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """The settings of a request that does not set them."""
+    """The default settings of requests."""
 
     params: GenerationSettings
     n_ctx: int
-    """The maximum number of tokens of prompt and completion together."""
+    """Maximum tokens of prompt and completion together."""
 
 
 class Modalities(msgspec.Struct, frozen=True, kw_only=True):
@@ -53,17 +53,17 @@ class Props(msgspec.Struct, frozen=True, kw_only=True):
 
     default_generation_settings: DefaultSettings
     total_slots: int
-    """Sequences that can run at once, of all workers."""
+    """Maximum concurrent sequences, over all workers."""
     model_alias: str
     model_path: str
     modalities: Modalities
     media_marker: str
-    """What stands for a picture or a sound in the `prompt_string` of `/completion`; another one after each start."""
+    """The placeholder for an image or audio in the `prompt_string` of `/completion`; differs after each start."""
     chat_template: str
     has_chat_template: bool
-    """Whether the model, or --chat-template, has one. `chat_template` is ChatML without it."""
+    """Whether there is a chat template, from the model or --chat-template. Otherwise `chat_template` is ChatML."""
     chat_forms: ChatForms | None
-    """How the model writes tool calls and thoughts, learned from the template; null if that is broken."""
+    """How the model writes tool calls and reasoning, learned from the template; null if the template is broken."""
     bos_token: str
     eos_token: str
     build_info: str
@@ -74,15 +74,15 @@ class Props(msgspec.Struct, frozen=True, kw_only=True):
     endpoint_metrics: bool
     """--metrics."""
     is_sleeping: bool
-    """Every worker has ended because it was idle (--sleep-idle-seconds)."""
+    """Whether all workers have stopped because they were idle (--sleep-idle-seconds)."""
 
 
 class RouterProps(msgspec.Struct, frozen=True, kw_only=True):
-    """`GET /props` of a server with several models, without `?model=`; as llama-server's router answers."""
+    """`GET /props` on a server with several models, without `?model=`, as in llama-server's router."""
 
     role: Literal["router"] = "router"
     max_instances: int
-    """--models-max; 0: as many as fit."""
+    """--models-max; 0: limited by memory."""
     models_autoload: bool
     """--models-autoload."""
     model_alias: str | None
@@ -109,24 +109,24 @@ class LoraAdapter(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     path: str
     scale: float
-    """The scale for requests without `lora`."""
+    """The scale in requests without `lora`."""
 
 
 class Success(msgspec.Struct, frozen=True, kw_only=True):
-    """A change was made."""
+    """The change was made."""
 
     success: bool = True
 
 
 class PropsChange(msgspec.Struct, forbid_unknown_fields=True):
-    """The body of `POST /props`. As in llama-server, no property can be changed."""
+    """The body of `POST /props`. As in llama-server, properties cannot be changed."""
 
 
 @routes.get("/props", (Props, RouterProps))
 async def props(request: web.Request) -> web.Response:
     """Get the properties and default settings of the model; with several models, select one with ?model=.
 
-    That one is loaded for it.
+    The selected model is loaded.
     """
     models = request.app[MODELS]
     if models.router and "model" not in request.query:
@@ -188,7 +188,7 @@ def _default_settings(serving: Serving) -> GenerationSettings:
 async def slots(request: web.Request) -> web.Response:
     """Get one slot for each sequence that can run at the same time.
 
-    With `fail_on_no_slot` 503 if all are busy. Requests have no slots of their own: the first slots of each worker are
+    With `fail_on_no_slot`, 503 if all are busy. Requests are not assigned to slots: the first slots of each worker are
     reported as busy. Raises `SwitchedOff`.
     """
     if not request.app[MODELS].settings.slots:
@@ -223,8 +223,8 @@ async def lora_adapters(request: web.Request) -> web.Response:
 async def set_lora_adapters(request: web.Request) -> web.Response:
     """Set the adapter scales for requests without `lora`.
 
-    Those that come later. Adapters that are not named are off. Raises `InvalidRequest`, and `Forbidden` for a key that
-    may not use all adapters.
+    Applies to later requests. Adapters that are not listed are off. Raises `InvalidRequest`, and `Forbidden` for a key
+    that may not use all adapters.
     """
     with await lease_model(request) as lease:
         serving = lease.serving
@@ -243,7 +243,7 @@ async def set_lora_adapters(request: web.Request) -> web.Response:
 
 
 _FILE_NAME = re.compile(r"(?!\.)[^/\\:\x00-\x1f\x7f]{1,64}")
-"""Within the folder, whatever the system makes of it, and no temporary file."""
+"""A file name that stays within the folder on any system, and is not that of a temporary file."""
 
 
 class SlotQuery(msgspec.Struct, kw_only=True):
@@ -251,30 +251,30 @@ class SlotQuery(msgspec.Struct, kw_only=True):
 
     action: SlotActionName
     model: str | None = None
-    """Of several models."""
+    """Selects one of several models."""
 
 
 class SlotFileRequest(msgspec.Struct, kw_only=True):
     """The body for save and restore."""
 
     filename: str
-    """Without a folder: 1 to 64 characters, no / or \\ or :, not beginning with a dot."""
+    """A name without a folder: 1 to 64 characters, no / \\ or :, not starting with a dot."""
 
 
 class SaveTimings(msgspec.Struct, frozen=True, kw_only=True):
-    """Of a saved slot."""
+    """Timings of saving."""
 
     save_ms: float
 
 
 class RestoreTimings(msgspec.Struct, frozen=True, kw_only=True):
-    """Of a restored slot."""
+    """Timings of restoring."""
 
     restore_ms: float
 
 
 class SlotSaved(msgspec.Struct, frozen=True, kw_only=True):
-    """The answer to save."""
+    """The response to save."""
 
     id_slot: int
     filename: str
@@ -286,7 +286,7 @@ class SlotSaved(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SlotRestored(msgspec.Struct, frozen=True, kw_only=True):
-    """The answer to restore."""
+    """The response to restore."""
 
     id_slot: int
     filename: str
@@ -298,7 +298,7 @@ class SlotRestored(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SlotErased(msgspec.Struct, frozen=True, kw_only=True):
-    """The answer to erase."""
+    """The response to erase."""
 
     id_slot: int
     n_erased: int
@@ -365,7 +365,7 @@ class ModelRequest(msgspec.Struct, kw_only=True):
     """The body of `POST /models/load` and `POST /models/unload`."""
 
     model: str
-    """One of its names."""
+    """Any of the model's names."""
 
 
 @routes.post("/models/load", Success, ModelRequest, _ERRORS)
@@ -380,7 +380,7 @@ async def load_model(request: web.Request) -> web.Response:
 async def unload_model(request: web.Request) -> web.Response:
     """Unload a model after its last request; 409 for the only model.
 
-    Answers at once.
+    Responds immediately.
     """
     body = await read_json(request, ModelRequest)
     await request.app[MODELS].unload(body.model, request.get(KEY))

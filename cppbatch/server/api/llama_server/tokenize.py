@@ -1,6 +1,6 @@
 """`POST /tokenize`, `/detokenize` and `/apply-template`, and `GET /tokenizer_info`: prompts as tokens and as text.
 
-`/tokenize` and `/detokenize` speak llama-server's form and vLLM's, `/tokenizer_info` vLLM's.
+`/tokenize` and `/detokenize` support the formats of llama-server and vLLM, `/tokenizer_info` that of vLLM.
 """
 
 from __future__ import annotations
@@ -28,32 +28,32 @@ routes = Routes()
 
 
 class TokenizeRequest(msgspec.Struct):
-    """The body of `POST /tokenize`: `content` in llama-server's form, `prompt` or `messages` in vLLM's."""
+    """The body of `POST /tokenize`: `content` as in llama-server, `prompt` or `messages` as in vLLM."""
 
     content: str | list[str | int] | None = None
-    """A text, or texts and token ids mixed."""
+    """A text, or a mix of texts and token ids."""
     add_special: bool = False
-    """For `content`: begin with BOS if the model wants it."""
+    """For `content`: start with BOS if the model uses it."""
     parse_special: bool = True
-    """For `content`: read the texts of control tokens as control tokens."""
+    """For `content`: parse the texts of control tokens as control tokens."""
     with_pieces: bool = False
 
     prompt: str | None = None
-    """A text, which may have control tokens."""
+    """A text, which may contain control tokens."""
     add_special_tokens: bool = True
-    """For `prompt`: begin with BOS if the model wants it."""
+    """For `prompt`: start with BOS if the model uses it."""
     messages: list[ChatMessage] | None = None
     """A conversation, as in `/v1/chat/completions`."""
     tools: list[Tool] | None = None
-    """For `messages`, as the two fields after it."""
+    """For `messages`, like the next two fields."""
     add_generation_prompt: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     return_token_strs: bool | None = None
     model: str | None = None
-    """Of several models."""
+    """Selects one of several models."""
 
     def check(self) -> None:
-        """Raises `InvalidRequest` unless there is exactly one of the three."""
+        """Raises `InvalidRequest` unless exactly one of the three is given."""
         given = [name for name in ("content", "prompt", "messages") if getattr(self, name) is not None]
         if not given:
             raise InvalidRequest("content", "is required, unless prompt or messages is given")
@@ -72,11 +72,11 @@ class TokenizeResponse(msgspec.Struct, frozen=True, kw_only=True):
     """`POST /tokenize`."""
 
     tokens: list[int | TokenAndPiece]
-    """Objects with `with_pieces`, otherwise ids."""
+    """Objects if `with_pieces`, otherwise ids."""
     count: int | UnsetType = UNSET
-    """In vLLM's form, as the fields after it."""
+    """For vLLM's format, like the following fields."""
     max_model_len: int | UnsetType = UNSET
-    """Tokens that prompt and completion may have together."""
+    """Maximum tokens of prompt and completion together."""
     token_strs: list[str] | UnsetType = UNSET
     """With `return_token_strs`."""
 
@@ -86,27 +86,27 @@ class DetokenizeRequest(msgspec.Struct):
 
     tokens: list[int]
     model: str | None = None
-    """Of several models."""
+    """Selects one of several models."""
 
 
 class DetokenizeResponse(msgspec.Struct, frozen=True, kw_only=True):
-    """`POST /detokenize`: the text, under llama-server's name and vLLM's."""
+    """`POST /detokenize`: the text, under the names of llama-server and vLLM."""
 
     content: str
     prompt: str
 
 
 class TokenizerInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """`GET /tokenizer_info`: for clients without a tokenizer, under the names of tokenizer_config.json."""
+    """`GET /tokenizer_info`, with the names of tokenizer_config.json: for clients without a tokenizer."""
 
     tokenizer_class: str = "llama.cpp"
     bos_token: str | None
     eos_token: str | None
     pad_token: str | None = None
     add_bos_token: bool
-    """Whether a text that is a prompt begins with BOS."""
+    """Whether a text prompt starts with BOS."""
     model_max_length: int
-    """Tokens that prompt and completion may have together."""
+    """Maximum tokens of prompt and completion together."""
     chat_template: str
 
 
@@ -114,7 +114,7 @@ class ApplyTemplateResponse(msgspec.Struct, frozen=True, kw_only=True):
     """`POST /apply-template`."""
 
     prompt: str
-    """In place of pictures and sounds it has the `media_marker` of `GET /props`, as `/completion` takes it."""
+    """Images and audio are replaced by the `media_marker` of `GET /props`, as expected by `/completion`."""
 
 
 @routes.post("/tokenize", TokenizeResponse, TokenizeRequest)
@@ -159,8 +159,8 @@ async def _vllm_tokens(body: TokenizeRequest, serving: Serving) -> list[TokenPie
 
 
 def _shown(tokens: list[TokenPiece], *, with_pieces: bool) -> list[Any]:
-    """The ids, or the JSON of a `TokenAndPiece` for each token. Each distinct token is encoded once, because a text may
-    have a million tokens, but only a few thousand distinct ones."""
+    """The ids, or the JSON of a `TokenAndPiece` for each token. Each distinct token is encoded once: a text may have a
+    million tokens, but only a few thousand distinct ones."""
     if not with_pieces:
         return [token.id for token in tokens]
     encoded = {

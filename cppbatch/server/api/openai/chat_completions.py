@@ -84,7 +84,7 @@ class ChatCompletionBuilder(ChoicesBuilder):
         return ChatCompletionResponse(choices=choices, **self.result_fields(completions))
 
     def stream_events(self, index: int, event: GenerationEvent) -> list[ServerSentEvent]:
-        """As in `ResponseBuilder`. The first chunk of a choice has the role, the last one the finish reason."""
+        """As in `ResponseBuilder`. A choice's first chunk has the role, the last one the finish reason."""
         chunks = self.progress_chunks(index, event)
         if not has_output(event):
             return chunks
@@ -95,7 +95,7 @@ class ChatCompletionBuilder(ChoicesBuilder):
             chunks.append(self.chunk([self.empty_choice(index)]))
         written = map(self._writers[index].delta, output.read(event))
         deltas = [delta for delta in written if delta is not None]
-        if event.logprobs and not deltas:  # the tokens have no text of their own, such as tags
+        if event.logprobs and not deltas:  # tokens without visible text, such as tags
             deltas = [ChatDelta(content="")]
         logprobs = self._logprobs(event.logprobs) if event.logprobs else None
         per_token = self.stream_timings.per_token(event)
@@ -121,7 +121,7 @@ class ChatCompletionBuilder(ChoicesBuilder):
         return "function_call" if is_call else output.finish_reason
 
     def empty_choice(self, index: int) -> ChatChunkChoice:
-        """As in `ChoicesBuilder`. Each choice starts with it."""
+        """As in `ChoicesBuilder`: the start of each choice."""
         return ChatChunkChoice(index=index, delta=ChatDelta(role="assistant", content=None))
 
     def chunk(self, choices: list[ChatChunkChoice], **extras: Unpack[Extras]) -> ServerSentEvent:
@@ -152,14 +152,14 @@ def _call(call: ToolCall) -> ResponseToolCall | ResponseCustomCall:
 
 
 class _DeltaWriter:
-    """Makes the `delta` of a chunk for each delta of one message's output parser."""
+    """Builds the `delta` of a chunk for each delta of a message's output parser."""
 
     def __init__(self, *, is_legacy: bool) -> None:
         self._is_legacy = is_legacy
         self._custom: set[int] = set()  # indices of calls of custom tools
 
     def delta(self, delta: Delta) -> ChatDelta | None:
-        """None: the delta is not shown, because a message with `function_call` has only one call."""
+        """None: the delta is omitted, because a message with `function_call` has only one call."""
         if isinstance(delta, TextDelta):
             return ChatDelta(content=delta.text)
         if isinstance(delta, ReasoningDelta):

@@ -62,32 +62,32 @@ class ChatCompletionRequest(VerboseFields, kw_only=True):
     max_completion_tokens: int | None = None
     wants_logprobs: bool | None = msgspec.field(default=None, name="logprobs")
     top_logprobs: int | None = None
-    """How many of the likeliest tokens to show at each position, to 20; `logprobs` must be true."""
+    """Number of most likely tokens to return at each position, up to 20; requires `logprobs`."""
     tools: list[Tool] | None = None
     tool_choice: str | ToolChoiceObject | None = None
-    """none, auto (the default), required, one tool by its name, or the tools that are allowed."""
+    """`none`, `auto` (default), `required`, a tool by name, or the allowed tools."""
     legacy_functions: list[Function] | None = msgspec.field(default=None, name="functions")
-    """OpenAI's form of `tools` until 2023: the answer has at most one call, as `function_call`."""
+    """OpenAI's predecessor of `tools`, until 2023: the answer has at most one call, in `function_call`."""
     function_call: str | NamedFunction | None = None
-    """With `functions`: none, auto (the default), or one function by its name."""
+    """With `functions`: `none`, `auto` (default), or a function by name."""
     parallel_tool_calls: bool | None = None
     """False: at most one call per message."""
     reasoning_effort: str | None = None
-    """For the chat template: none, minimal, low, medium, high, xhigh or max."""
+    """For the chat template: `none`, `minimal`, `low`, `medium`, `high`, `xhigh` or `max`."""
     thinking_budget: int | None = None
-    """Tokens of reasoning at most; then its closing marker is generated, and the answer follows. -1: no limit."""
+    """Maximum reasoning tokens; then the reasoning is closed and the answer starts. -1: no limit."""
     thinking_budget_tokens: int | None = None
-    """llama-server's name for the same."""
+    """llama-server's name for `thinking_budget`."""
     reasoning_budget_tokens: int | None = None
-    """llama-server's newer name for the same."""
+    """llama-server's newer name for `thinking_budget`."""
     chat_template_kwargs: Json | None = None
-    """Further variables for the chat template, such as `enable_thinking`."""
+    """Additional chat template variables, such as `enable_thinking`."""
     add_generation_prompt: bool | None = None
-    """False: the last message is continued. True: the assistant begins a new message, even after its own."""
+    """False: continue the last message. True: start a new assistant message, even after one."""
     continue_final_message: bool | None = None
-    """vLLM's name for the same: true: the last message is continued."""
+    """vLLM's name for the opposite. True: continue the last message."""
     prediction: Prediction | None = None
-    """Text that the answer will probably contain. It makes the answer faster, not different."""
+    """Text that the answer will probably contain. Makes the answer faster, not different."""
     user: str | None = None
     """Not used."""
 
@@ -152,7 +152,7 @@ class CalledFunction(msgspec.Struct, frozen=True, kw_only=True):
 
     name: str
     arguments: str
-    """A JSON object as text."""
+    """A JSON object, as text."""
 
 
 class ResponseToolCall(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="function"):
@@ -181,7 +181,7 @@ class ResponseMessage(msgspec.Struct, frozen=True, kw_only=True):
 
     role: Literal["assistant"] = "assistant"
     content: str | None
-    """None if the message has only tool calls."""
+    """None if the message only has tool calls."""
     refusal: None = None
     reasoning_content: str | UnsetType = UNSET
     """The reasoning before the answer."""
@@ -198,7 +198,7 @@ class ChatChoice(msgspec.Struct, frozen=True, kw_only=True):
     logprobs: ChatLogprobs | None
     finish_reason: ChatFinishReason
     seed: int
-    """A request with this seed generates the same message."""
+    """A request with this seed reproduces the message."""
 
 
 class ChatCompletionResponse(msgspec.Struct, frozen=True, kw_only=True):
@@ -209,13 +209,13 @@ class ChatCompletionResponse(msgspec.Struct, frozen=True, kw_only=True):
     created: int
     model: str
     system_fingerprint: str
-    """Changes with the versions and settings that may change a text of the same seed."""
+    """Changes with versions and settings that may affect the text for the same seed."""
     choices: list[ChatChoice]
     usage: Usage
     timings: Timings | UnsetType = UNSET
-    """Of the first choice."""
+    """For the first choice."""
     verbose: LlamaResponse | UnsetType = msgspec.field(default=UNSET, name="__verbose")
-    """With `verbose`: of the first choice."""
+    """With `verbose`: for the first choice."""
 
 
 # --- the stream -----------------------------------------------------------------------------------------------------
@@ -246,7 +246,7 @@ class ToolCallDelta(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ChatDelta(msgspec.Struct, frozen=True, kw_only=True):
-    """What a chunk adds to the message."""
+    """The part of the message that a chunk adds."""
 
     role: Literal["assistant"] | UnsetType = UNSET
     """Only in the first chunk of the choice."""
@@ -282,7 +282,7 @@ class ChatCompletionChunk(msgspec.Struct, frozen=True, kw_only=True):
     usage: Usage | UnsetType | None = UNSET
     """With `stream_options.include_usage`: null, and in the last chunk, which has no choices, the usage."""
     timings: Timings | UnsetType = UNSET
-    """In the chunk with the finish reason, in the one with the usage (of the first choice), and with
+    """In the chunk with the finish reason, in the one with the usage (for the first choice), and with
     `timings_per_token` in others."""
     prompt_progress: PromptProgress | UnsetType = UNSET
     """With `return_progress`, before the first token."""

@@ -1,4 +1,4 @@
-"""What the responses of completions and chat completions share: choices, the best of several candidates, usage."""
+"""Shared by the responses of completions and chat completions: choices, best of several candidates, usage."""
 
 from __future__ import annotations
 
@@ -35,22 +35,22 @@ class PromptTokensDetails(msgspec.Struct, frozen=True, kw_only=True):
     """`usage.prompt_tokens_details`."""
 
     cached_tokens: int
-    """Prompt tokens that came from the prefix cache."""
+    """Prompt tokens taken from the prefix cache."""
     image_tokens: int | UnsetType = UNSET
-    """Prompt tokens that are pictures; absent if none is."""
+    """Prompt tokens of images; absent if there are none."""
     audio_tokens: int | UnsetType = UNSET
-    """Prompt tokens that are sound; absent if none is."""
+    """Prompt tokens of audio; absent if there are none."""
 
 
 class CompletionTokensDetails(msgspec.Struct, frozen=True, kw_only=True):
     """`usage.completion_tokens_details`."""
 
     reasoning_tokens: int
-    """Completion tokens of reasoning, of the completions that are shown; estimated where a step has both."""
+    """Reasoning tokens of the returned completions; estimated where a step has both reasoning and text."""
     accepted_prediction_tokens: int
-    """Completion tokens that were accepted draft tokens."""
+    """Completion tokens that are accepted draft tokens."""
     rejected_prediction_tokens: int
-    """Draft tokens that were computed and not accepted. They are no completion tokens."""
+    """Draft tokens that were verified and rejected. They are not completion tokens."""
 
 
 class Usage(msgspec.Struct, frozen=True, kw_only=True):
@@ -64,14 +64,14 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class VerboseFields(TimingFields, kw_only=True):
-    """Fields of APIs that can show llama-server's description of a completion."""
+    """Fields of APIs that can return llama-server's description of a completion."""
 
     verbose: bool | None = None
-    """Add `__verbose`: what llama-server's `/completion` answers, with the prompt and the sampling settings."""
+    """Add `__verbose`: the response of llama-server's `/completion`, with the prompt and the sampling settings."""
 
 
 class Extras(TypedDict, total=False):
-    """Fields of a chunk that OpenAI's API does not have, except `usage`."""
+    """Fields of a chunk that OpenAI's API does not have, and `usage`."""
 
     usage: Usage | None
     timings: Timings | UnsetType
@@ -82,7 +82,7 @@ class Extras(TypedDict, total=False):
 async def verbose_results(
     body: VerboseFields, requests: list[GenerationRequest], serving: Serving
 ) -> LlamaResults | None:
-    """What makes `__verbose`; None if neither the request nor, with --verbose, the server asks for it."""
+    """The builder of `__verbose`; None if neither the request nor the server (--verbose) enables it."""
     if not (log.isEnabledFor(logging.DEBUG) if body.verbose is None else body.verbose):
         return None
     prompts = [request.prompt for request in requests[:: body.n_candidates]]
@@ -91,7 +91,7 @@ async def verbose_results(
 
 
 class ChoicesBuilder(ResponseBuilder):
-    """Shows the `n_choices` completions of each prompt with the highest mean log-probability, of `n_candidates`."""
+    """Returns the `n_choices` of `n_candidates` completions per prompt with the highest mean log-probability."""
 
     def __init__(self, body: TimingFields, serving: Serving, response_id: str) -> None:
         super().__init__(n_candidates=body.n_candidates)
@@ -101,13 +101,13 @@ class ChoicesBuilder(ResponseBuilder):
             "model": serving.name,
             "system_fingerprint": serving.fingerprint,
         }
-        """The fields that the response and all chunks have."""
+        """The fields of the response and of all chunks."""
         self._n_choices = body.n_choices
         self._include_usage = bool(body.stream_options and body.stream_options.include_usage)
 
         self.stream_timings = StreamTimings(body)
         self.verbose: LlamaResults | None = None
-        """Makes `__verbose`; None: it is not shown."""
+        """Builds `__verbose`; None: it is omitted."""
 
     def record(self, index: int, event: GenerationEvent) -> None:
         """As in `ResponseBuilder`."""
@@ -117,7 +117,7 @@ class ChoicesBuilder(ResponseBuilder):
 
     @abstractmethod
     def chunk(self, choices: list[Any], **extras: Unpack[Extras]) -> ServerSentEvent:
-        """An event of the stream, with these choices and the fields that it has beside them."""
+        """An event of the stream, with these choices and further fields."""
 
     @abstractmethod
     def empty_choice(self, index: int) -> Any:
@@ -125,16 +125,16 @@ class ChoicesBuilder(ResponseBuilder):
 
     @property
     def reasoning_tokens(self) -> int:
-        """Tokens of reasoning so far; 0 where text is not parsed."""
+        """Reasoning tokens so far; 0 if the text is not parsed."""
         return 0
 
     def chunk_fields(self, extras: Extras) -> dict[str, Any]:
-        """The fields of a chunk beside its choices."""
+        """The fields of a chunk, except its choices."""
         no_usage = {"usage": None} if self._include_usage else {}  # as in OpenAI's API, until the last chunk
         return {**self.head, **no_usage, **extras}
 
     def progress_chunks(self, index: int, event: GenerationEvent) -> list[ServerSentEvent]:
-        """With `return_progress`, an event that shows how much of the prompt is processed."""
+        """With `return_progress`, an event with the progress of the prompt."""
         progress = self.stream_timings.progress(index, event)
         if progress is UNSET:
             return []
@@ -156,7 +156,7 @@ class ChoicesBuilder(ResponseBuilder):
         return extras
 
     def result_fields(self, completions: list[list[GenerationEvent]]) -> dict[str, Any]:
-        """The fields of a response beside its choices. Times, and `__verbose`, are those of the first completion."""
+        """The fields of a response, except its choices. Times and `__verbose` are those of the first completion."""
         return {
             **self.head,
             "usage": self.usage(),
@@ -165,12 +165,12 @@ class ChoicesBuilder(ResponseBuilder):
         }
 
     def timings(self, index: int) -> Timings | UnsetType:
-        """The times of a completion that has ended."""
+        """The times of a finished completion."""
         usage = self.last_events[index].usage
         return timings(usage) if usage else UNSET
 
     def stream_end(self) -> list[ServerSentEvent]:
-        """As in `ResponseBuilder`. With `include_usage`, a chunk with the usage and no choices comes before the end."""
+        """As in `ResponseBuilder`. With `include_usage`, a chunk with the usage and no choices precedes the end."""
         usage = [self.chunk([], usage=self.usage(), timings=self.timings(0))] if self._include_usage else []
         return [*usage, DONE]
 
@@ -179,7 +179,7 @@ class ChoicesBuilder(ResponseBuilder):
         return [*super().stream_error(error), DONE]
 
     def usage(self) -> Usage:
-        """The usage of all completions, including those that are not shown."""
+        """The usage of all completions, including those not returned."""
         counts = self.token_counts()
         return Usage(
             prompt_tokens=counts.prompt,
@@ -194,13 +194,13 @@ class ChoicesBuilder(ResponseBuilder):
         )
 
     def seed(self, index: int) -> int:
-        """The seed of a completion that has ended."""
+        """The seed of a finished completion."""
         seed = self.last_events[index].seed
         assert seed is not None
         return seed
 
     def shown(self, logprobs: list[list[TokenLogprob]]) -> list[int]:
-        """The indices of the completions that are choices, in their order. `logprobs`: of each completion."""
+        """The indices of the completions returned as choices, in order. `logprobs`: of each completion."""
         if self._n_choices == self.n_candidates:
             return list(range(len(logprobs)))
 

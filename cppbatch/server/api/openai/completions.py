@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 _DEFAULT_MAX_TOKENS = 16
-"""OpenAI's default of `max_tokens` for completions; chat completions have none."""
+"""OpenAI's default for `max_tokens` of completions; chat completions have no default."""
 
 routes = Routes()
 
@@ -39,9 +39,9 @@ class CompletionRequest(VerboseFields, kw_only=True):
     prompt: str | list[str | int | list[int]]
     echo: bool | None = None
     logprobs: int | None = None
-    """Show log-probabilities: of the generated tokens, and of this many (to 20) of the likeliest at each position."""
+    """Return log-probabilities of the generated tokens, and of up to 20 most likely tokens at each position."""
     suffix: str | None = None
-    """The text after the completion, for models that were trained to fill in the middle."""
+    """The text after the completion, for models trained to fill in the middle."""
     user: str | None = None
     """Not used."""
 
@@ -65,7 +65,7 @@ class CompletionChoice(msgspec.Struct, frozen=True, kw_only=True):
     logprobs: CompletionLogprobs | None
     finish_reason: FinishReason
     seed: int
-    """A request with this seed generates the same text."""
+    """A request with this seed reproduces the text."""
 
 
 class CompletionResponse(msgspec.Struct, frozen=True, kw_only=True):
@@ -76,13 +76,13 @@ class CompletionResponse(msgspec.Struct, frozen=True, kw_only=True):
     created: int
     model: str
     system_fingerprint: str
-    """Changes with the versions and settings that may change a text of the same seed."""
+    """Changes with versions and settings that may affect the text for the same seed."""
     choices: list[CompletionChoice]
     usage: Usage
     timings: Timings | UnsetType = UNSET
-    """Of the first choice."""
+    """For the first choice."""
     verbose: LlamaResponse | UnsetType = msgspec.field(default=UNSET, name="__verbose")
-    """With `verbose`: of the first choice."""
+    """With `verbose`: for the first choice."""
 
 
 class CompletionChunkChoice(msgspec.Struct, frozen=True, kw_only=True):
@@ -109,7 +109,7 @@ class CompletionChunk(msgspec.Struct, frozen=True, kw_only=True):
     usage: Usage | UnsetType | None = UNSET
     """With `stream_options.include_usage`: null, and in the last chunk, which has no choices, the usage."""
     timings: Timings | UnsetType = UNSET
-    """In the chunk with the finish reason, in the one with the usage (of the first choice), and with
+    """In the chunk with the finish reason, in the one with the usage (for the first choice), and with
     `timings_per_token` in others."""
     prompt_progress: PromptProgress | UnsetType = UNSET
     """With `return_progress`, before the first token."""
@@ -123,7 +123,7 @@ async def prepare_completion(
 ) -> PreparedRequest:
     """Complete one or more prompts.
 
-    `default_max_tokens`: for requests that set none. Raises `InvalidRequest`.
+    `default_max_tokens`: for requests that do not set it. Raises `InvalidRequest`.
     """
     serving.check(body)
     prompts: Sequence[Prompt] = body.prompts()
@@ -137,7 +137,7 @@ async def prepare_completion(
 
 
 def _fill_in_prompt(serving: Serving, prefix: Prompt, suffix: str) -> str:
-    """The prompt for the text between a prefix and a suffix, in the model's own form."""
+    """The prompt for the text between a prefix and a suffix, in the model's own format."""
     tokens = serving.info.fill_in
     if tokens is None:
         raise InvalidRequest("suffix", f"is not supported: {serving.info.name} was not trained for fill-in-the-middle")

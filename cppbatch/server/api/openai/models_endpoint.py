@@ -1,4 +1,4 @@
-"""`GET /v1/models`, in the forms of OpenAI's and Anthropic's APIs."""
+"""`GET /v1/models`, in the formats of OpenAI and Anthropic."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from cppbatch.sizing.demand import free_host_memory
 from cppbatch.typed_json import convert
 
 # --- Anthropic's form ------------------------------------------------------------------------------------------------
-# `GET /v1/models` in the form of Anthropic's API, for requests with the header `anthropic-version`.
+# `GET /v1/models` in Anthropic's format, for requests with the header `anthropic-version`.
 
 
 class AnthropicModelQuery(msgspec.Struct, frozen=True, kw_only=True):
-    """The query string of `GET /v1/models`. Only Anthropic's clients need it."""
+    """The query string of `GET /v1/models`, used by Anthropic's clients."""
 
     before_id: str = ""
-    """Lists the models before this one."""
+    """List the models before this one."""
     after_id: str = ""
-    """Lists the models after this one."""
+    """List the models after this one."""
     limit: Annotated[int, msgspec.Meta(ge=1, le=1000)] = 20
 
 
@@ -39,14 +39,14 @@ class AnthropicModel(msgspec.Struct, frozen=True, kw_only=True):
     type: Literal["model"] = "model"
     id: str
     display_name: str
-    """The name of the file without its ending."""
+    """The file name without its extension."""
     created_at: str
     """When the server started (RFC 3339)."""
     lifecycle: Literal["active"] = "active"
     max_input_tokens: int
-    """The maximum number of tokens of prompt and completion together."""
+    """Maximum tokens of prompt and completion together."""
     max_tokens: int
-    """The maximum of `max_tokens`."""
+    """The maximum value of `max_tokens`."""
 
 
 class AnthropicModelList(msgspec.Struct, frozen=True, kw_only=True):
@@ -59,7 +59,7 @@ class AnthropicModelList(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def anthropic_model(entry: ModelEntry, started: int) -> AnthropicModel:
-    """A model, of a server that started then (seconds since 1970)."""
+    """A model of a server started at this time (seconds since 1970)."""
     most = entry.max_sequence
     return AnthropicModel(
         id=entry.name,
@@ -71,9 +71,9 @@ def anthropic_model(entry: ModelEntry, started: int) -> AnthropicModel:
 
 
 def anthropic_model_list(entries: Sequence[ModelEntry], started: int, query: AnthropicModelQuery) -> AnthropicModelList:
-    """The page that the query asks for.
+    """The requested page.
 
-    Raises `InvalidRequest` for a cursor that is no model of the list.
+    Raises `InvalidRequest` for a cursor that is not in the list.
     """
     names = [entry.name for entry in entries]
 
@@ -110,7 +110,7 @@ class ModelWorker(msgspec.Struct, frozen=True, kw_only=True):
 
     name: str
     device: int | None
-    """The GPU it runs on, if it was given one."""
+    """The GPU assigned to it, if any."""
     status: str
 
 
@@ -119,20 +119,20 @@ class ModelMeta(msgspec.Struct, frozen=True, kw_only=True):
 
     description: str
     n_ctx: int | UnsetType = UNSET
-    """KV cells of each worker. This and the fields without a value are known while the model is loaded."""
+    """KV cells per worker. This and the other optional fields are only set while the model is loaded."""
     kv_layout: str | UnsetType = UNSET
     sampling: str | UnsetType = UNSET
     n_ctx_train: int | None
     max_sequence: int | UnsetType = UNSET
-    """The maximum number of tokens of prompt and completion together."""
+    """Maximum tokens of prompt and completion together."""
     n_parallel: int | UnsetType = UNSET
-    """Sequences that run at the same time."""
+    """Maximum concurrent sequences."""
     n_params: int
     n_vocab: int | None
     size: int
     """Bytes."""
     pooling: str | None = None
-    """How texts become vectors; rank: a reranker; None: a model that generates text."""
+    """How texts become vectors; `rank`: a reranker; None: the model generates text."""
     workers: list[ModelWorker]
 
 
@@ -140,7 +140,7 @@ class Architecture(msgspec.Struct, frozen=True, kw_only=True):
     """Input and output modalities, as reported by llama-server's router."""
 
     input_modalities: list[str]
-    """text, image, audio."""
+    """`text`, `image`, `audio`."""
     output_modalities: tuple[Literal["text"]] = ("text",)
 
 
@@ -149,9 +149,9 @@ class ModelStatus(msgspec.Struct, frozen=True, kw_only=True):
 
     value: ModelStatusName
     progress: float | UnsetType = UNSET
-    """While it is loading: 0.0 to 1.0."""
+    """0.0 to 1.0, while loading."""
     failed: bool | UnsetType = UNSET
-    """True: it could not be loaded, or its workers die again and again."""
+    """True: it could not be loaded, or its workers crash repeatedly."""
     error: str | UnsetType = UNSET
     """Why."""
 
@@ -160,9 +160,9 @@ class ModelQuery(msgspec.Struct, frozen=True, kw_only=True):
     """The query string of `GET /v1/models` and `GET /models`."""
 
     reload: bool = False
-    """Look at the folder and the settings file first (--models-dir, --models-config)."""
+    """Rescan the folder and the settings file first (--models-dir, --models-config)."""
     fit: bool = False
-    """Say whether the models that are not loaded would fit into memory, which takes a second."""
+    """Report whether unloaded models would fit into memory, which takes about a second."""
 
 
 class Model(msgspec.Struct, frozen=True, kw_only=True):
@@ -181,19 +181,19 @@ class Model(msgspec.Struct, frozen=True, kw_only=True):
     path: str
     status: ModelStatus
     default: bool
-    """Requests without a model are for it."""
+    """Whether requests without a model use it."""
     pinned: bool
-    """It never leaves memory for another one."""
+    """Whether it is never unloaded in favour of another one."""
     needs: int | UnsetType = UNSET
-    """Bytes of memory that it was planned to need. Absent while it is not loaded, and for a single model."""
+    """Estimated memory in bytes. Absent while it is not loaded, and for a single model."""
     fit: str | UnsetType = UNSET
-    """Of a model that is not loaded, with `fit`: yes; with smaller -np -c; no, with what it needs; or ?"""
+    """With `fit`, for an unloaded model: `yes`; with smaller -np -c; `no`, with the memory required; or `?`."""
     meta: ModelMeta | UnsetType = UNSET
     """Absent if the file cannot be read."""
     architecture: Architecture | UnsetType = UNSET
-    """Known while the model is loaded, as the field after it."""
+    """Set while the model is loaded, like the next field."""
     capabilities: list[Literal["completion", "multimodal"]] | UnsetType = UNSET
-    """multimodal: pictures or sound may be in prompts; the names are llama-server's."""
+    """`multimodal`: prompts may contain images or audio. The names are llama-server's."""
 
 
 class ModelList(msgspec.Struct, frozen=True, kw_only=True):
@@ -202,14 +202,14 @@ class ModelList(msgspec.Struct, frozen=True, kw_only=True):
     object: Literal["list"] = "list"
     data: list[Model]
     free_memory: int | UnsetType = UNSET
-    """Free bytes of the host, with `fit`."""
+    """Free host memory in bytes, with `fit`."""
 
 
 @routes.get("/v1/models", (ModelList, AnthropicModelList), (400, 401, 503), query=AnthropicModelQuery)
 async def models(request: web.Request) -> web.Response:
     """List all models, loaded or not.
 
-    Those that are for the key; in Anthropic's form for requests with the header `anthropic-version`.
+    Only models that the key allows; in Anthropic's format for requests with the header `anthropic-version`.
     """
     served = request.app[MODELS]
     if is_anthropic(request):
@@ -230,7 +230,7 @@ async def models(request: web.Request) -> web.Response:
 async def model(request: web.Request) -> web.Response:
     """Get a model by any of its names.
 
-    Of a single model, others are not found, although requests may name them.
+    With a single model, other names give 404, although requests may use them.
     """
     served = request.app[MODELS]
     entry = await served.entry(request.match_info["id"], request.get(KEY))

@@ -92,7 +92,7 @@ class ResponsesBuilder(ResponseBuilder):
     def stream_start(self) -> list[ServerSentEvent]:
         """As in `ResponseBuilder`."""
         created = ResponseCreated(response=self._started)
-        if self._returns_progress:  # the next event shows it
+        if self._returns_progress:  # included in the next event
             return self._sent(created)
         return self._sent(created, ResponseInProgress(response=self._started))
 
@@ -128,7 +128,7 @@ class ResponsesBuilder(ResponseBuilder):
 
     def _read(self, event: GenerationEvent) -> list[ResponsesEvent]:
         """The events of the API for an event of the engine."""
-        logprobs = event.logprobs[: len(event.tokens)]  # without the end token, which belongs to no item
+        logprobs = event.logprobs[: len(event.tokens)]  # excludes the end token, which is not part of any item
         events = self._items.apply(self._blocks.read(self._output.read(event)), logprobs)
         if event.finish_reason:
             closed = self._blocks.close()
@@ -136,7 +136,7 @@ class ResponsesBuilder(ResponseBuilder):
         return events
 
     def _sent(self, *events: ResponsesEvent) -> list[ServerSentEvent]:
-        """The events, numbered, under the names of their types."""
+        """The events, numbered and named after their types."""
         for event in events:
             event.sequence_number = self._n_events
             self._n_events += 1
@@ -171,7 +171,7 @@ class ResponsesBuilder(ResponseBuilder):
 
 
 def _started(response_id: str, body: ResponsesRequest, model: str, params: SamplingParams) -> ResponsesResponse:
-    """The response when it starts: the request's settings, no output yet."""
+    """The response at its start: the request's settings, without output."""
     return ResponsesResponse(
         id=response_id,
         created_at=int(time.time()),
@@ -203,7 +203,7 @@ def _tool(tool: ResponsesTool) -> ResponsesFunction | ResponsesCustomTool:
 
 
 def _format(wanted: TextFormat) -> ResponsesTextFormat:
-    """The request's `text.format`, without the fields that were not given. A schema without a name is an `answer`."""
+    """The request's `text.format`, without fields that were not given. A schema without a name is named `answer`."""
     name = "answer" if wanted.name is None and wanted.type == "json_schema" else wanted.name
     return ResponsesTextFormat(
         type=wanted.type,
@@ -215,7 +215,7 @@ def _format(wanted: TextFormat) -> ResponsesTextFormat:
 
 
 # --- input conversion ------------------------------------------------------------------------------------------------
-# From the body of a response to a `ChatTurn`: its items become messages, which chat templates expect.
+# Converts the request body to a `ChatTurn`: its items become messages, as chat templates expect.
 
 
 _ROLES = ("system", "developer", "user", "assistant")
@@ -227,13 +227,13 @@ _REQUIRED = {
     "custom_tool_call_output": ("call_id", "output"),
     "reasoning": (),
 }
-"""The supported types of items, and the required fields of each."""
+"""The supported item types, and the required fields of each."""
 _TEXT_PARTS = ("input_text", "output_text", "text", "refusal", "reasoning_text", "summary_text")
 _MEDIA_PARTS = ("input_image", "input_audio")
 
 
 _FIELD_NAMES = {"custom.format.grammar": "format", "custom.": "", "function.": "", "messages": "input"}
-"""Parts of field names in chat completions, and in this API."""
+"""Parts of field names: in chat completions, and in this API."""
 
 
 def response_turn(body: ResponsesRequest) -> ChatTurn:
@@ -310,14 +310,14 @@ def _assistant(messages: list[Json]) -> Json:
 
 
 def _append(message: Json, name: str, text: str) -> None:
-    """Collects texts in a list. `_messages` joins them at the end, because there may be thousands."""
+    """Collects texts in a list. `_messages` joins them once at the end, because there may be thousands."""
     if message.get(name) is None:
         message[name] = []
     message[name].append(text)
 
 
 def _content(field: str, content: str | list[InputPart] | None) -> str | list[Json]:
-    """Texts as one; with pictures or sounds a list of parts."""
+    """Texts joined into one; with images or audio, a list of parts."""
     if isinstance(content, list):
         sources = [part.source(part.type, f"{field}[{i}]") for i, part in enumerate(content)]
         if any(sources):
@@ -329,7 +329,7 @@ def _content(field: str, content: str | list[InputPart] | None) -> str | list[Js
 
 
 def _text(field: str, content: str | list[InputPart] | None, first: int = 0) -> str:
-    """The texts of parts, of which the first one has this index. Raises `InvalidRequest` for others."""
+    """The texts of parts, the first of which has this index. Raises `InvalidRequest` for other parts."""
     if content is None or isinstance(content, str):
         return content or ""
     for i, part in enumerate(content, first):

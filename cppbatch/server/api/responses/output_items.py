@@ -46,7 +46,7 @@ class ItemBuilder:
         self._logprobs: list[ChatTokenLogprob] = []
 
     def item(self, *, empty: bool = False) -> OutputItem:
-        """The item as it is now; with `empty` as it was when it started."""
+        """The current item; with `empty`, as it was at the start."""
         block = self._block
         if block.kind == "call":
             arguments = "" if empty else block.text
@@ -62,7 +62,7 @@ class ItemBuilder:
         return MessageItem(id=self._id, status=self._status, content=[] if empty else [self._text()])
 
     def start(self) -> list[ResponsesEvent]:
-        """The events of the item's start."""
+        """The events for the item's start."""
         added = OutputItemAdded(output_index=self._index, item=self.item(empty=True))
         if self._block.kind in ("call", "custom"):
             return [added]
@@ -70,7 +70,7 @@ class ItemBuilder:
         return [added, ContentPartAdded(item_id=self._id, output_index=self._index, part=part)]
 
     def delta(self, text: str, logprobs: list[ChatTokenLogprob]) -> ResponsesEvent:
-        """The event of more text, reasoning or arguments. `logprobs`: of the tokens of a text."""
+        """The event for more text, reasoning or arguments. `logprobs`: of a text's tokens."""
         if self._block.kind == "call":
             return FunctionCallArgumentsDelta(item_id=self._id, output_index=self._index, delta=text)
         if self._block.kind == "custom":
@@ -82,7 +82,7 @@ class ItemBuilder:
         return OutputTextDelta(item_id=self._id, output_index=self._index, delta=text, logprobs=shown)
 
     def stop(self, status: ItemStatus) -> list[ResponsesEvent]:
-        """The events of the item's end."""
+        """The events for the item's end."""
         self._status = status
         block, item_id, index = self._block, self._id, self._index
         item = OutputItemDone(output_index=index, item=self.item())
@@ -107,10 +107,10 @@ class OutputItems:
     def __init__(self, *, wants_logprobs: bool) -> None:
         self._builders: list[ItemBuilder] = []
         self._wants_logprobs = wants_logprobs
-        self._logprobs: list[ChatTokenLogprob] = []  # of tokens whose text has not come yet
+        self._logprobs: list[ChatTokenLogprob] = []  # of tokens whose text is still pending
 
     def items(self) -> list[OutputItem]:
-        """The items as they are now."""
+        """The current items."""
         return [builder.item() for builder in self._builders]
 
     def apply(
@@ -118,8 +118,8 @@ class OutputItems:
     ) -> list[ResponsesEvent]:
         """The events for these changes.
 
-        `logprobs`: of the tokens that caused the changes. Those of reasoning and tool calls are not shown. `status`: of
-        items that end.
+        `logprobs`: of the tokens that caused the changes; omitted for reasoning and tool calls. `status`: of items that
+        end.
         """
         if self._wants_logprobs:
             self._logprobs += chat_token_logprobs(logprobs or [])

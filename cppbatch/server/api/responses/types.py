@@ -24,37 +24,37 @@ class InputPart(MediaFields, kw_only=True):
     """A part of an item: text, an image or audio."""
 
     type: str
-    """input_text, output_text, input_image, input_audio ..."""
+    """`input_text`, `output_text`, `input_image`, `input_audio` ..."""
     text: str | None = None
     refusal: str | None = None
 
 
 class InputItem(msgspec.Struct):
-    """A message, a tool call, its output, or reasoning; which fields it has depends on its type."""
+    """A message, a tool call, its output, or reasoning; its fields depend on its type."""
 
     type: str = "message"
     role: str | None = None
     content: str | list[InputPart] | None = None
-    """Of a message, or of reasoning."""
+    """For a message, or reasoning."""
     summary: list[InputPart] | None = None
-    """Of reasoning without its content."""
+    """For reasoning without content."""
     call_id: str | None = None
     name: str | None = None
     arguments: str | None = None
-    """Of a tool call: a JSON object as text."""
+    """For a tool call: a JSON object, as text."""
     input: str | None = None
-    """Of a custom tool's call: its text."""
+    """For a call of a custom tool: its text."""
     output: str | list[InputPart] | None = None
-    """Of a tool call's output."""
+    """For the output of a tool call."""
 
 
 class CustomToolFormat(msgspec.Struct, omit_defaults=True):
-    """The format of a custom tool's text."""
+    """The text format of a custom tool."""
 
     type: str
-    """text or grammar."""
+    """`text` or `grammar`."""
     syntax: str | None = None
-    """lark or regex."""
+    """`lark` or `regex`."""
     definition: str | None = None
     """The grammar."""
 
@@ -66,14 +66,14 @@ class ResponsesTool(msgspec.Struct):
     name: str = ""
     description: str | None = None
     parameters: Json | None = None
-    """A JSON schema of the arguments."""
+    """The JSON schema of the arguments."""
     strict: bool | None = None
     format: CustomToolFormat | None = None
-    """Of a custom tool."""
+    """For a custom tool."""
 
     def as_tool(self, field: str) -> Json:
-        """OpenAI's chat object. `field`: the tool's name in errors. Raises `InvalidRequest` for tools that OpenAI's
-        servers would run."""
+        """OpenAI's chat object. `field`: the tool's name in errors. Raises `InvalidRequest` for tools that run on
+        OpenAI's servers."""
         if self.type == "custom" and self.name:
             return {"type": "custom", "custom": self._custom(field)}
         if self.type not in ("function", "custom"):
@@ -107,21 +107,21 @@ class NamedTool(msgspec.Struct):
 
 
 class ResponsesToolChoice(msgspec.Struct, omit_defaults=True):
-    """`tool_choice`: the tool that must be called, or the tools that may be (type allowed_tools)."""
+    """`tool_choice`: the tool to call, or the allowed tools (type `allowed_tools`)."""
 
     type: str
     name: str = ""
     mode: str | None = None
-    """Of allowed_tools: auto or required."""
+    """For `allowed_tools`: `auto` or `required`."""
     tools: list[NamedTool] | None = None
-    """Of allowed_tools."""
+    """For `allowed_tools`."""
 
 
 class TextFormat(msgspec.Struct):
-    """`text.format`: the format of the answer."""
+    """`text.format`: the answer format."""
 
     type: str = "text"
-    """text, json_object or json_schema."""
+    """`text`, `json_object` or `json_schema`."""
     name: str | None = None
     description: str | None = None
     schema: Json | None = None
@@ -145,18 +145,18 @@ class TextConfig(msgspec.Struct):
 
     format: TextFormat | None = None
     verbosity: str | None = None
-    """medium; other values are not supported."""
+    """`medium`; other values are not supported."""
 
 
 class ReasoningConfig(msgspec.Struct):
     """`reasoning`."""
 
     effort: str | None = None
-    """For the chat template: none, minimal, low, medium, high, xhigh or max."""
+    """For the chat template: `none`, `minimal`, `low`, `medium`, `high`, `xhigh` or `max`."""
 
 
 LOGPROBS = "message.output_text.logprobs"
-"""The value in `include` that asks for log-probabilities."""
+"""The value in `include` that requests log-probabilities."""
 
 _STATEFUL_FIELDS = {
     "previous_response_id": "send the whole conversation as input",
@@ -183,17 +183,17 @@ class ResponsesRequest(SingleChoiceFields, kw_only=True):
     max_output_tokens: int | None = None
     tools: list[ResponsesTool] | None = None
     tool_choice: str | ResponsesToolChoice | None = None
-    """none, auto (the default), required, one tool by its name, or the tools that are allowed."""
+    """`none`, `auto` (default), `required`, a tool by name, or the allowed tools."""
     parallel_tool_calls: bool | None = None
     """False: at most one call."""
     text: TextConfig | None = None
     reasoning: ReasoningConfig | None = None
     thinking_budget: int | None = None
-    """Tokens of reasoning at most; then its closing marker is generated, and the answer follows. -1: no limit."""
+    """Maximum reasoning tokens; then the reasoning is closed and the answer starts. -1: no limit."""
     include: list[str] | None = None
     """`message.output_text.logprobs`; other values are ignored."""
     top_logprobs: int | None = None
-    """How many of the likeliest tokens to show at each position, to 20."""
+    """Number of most likely tokens to return at each position, up to 20."""
     metadata: dict[str, str] | None = None
     """Returned unchanged."""
     user: str | None = None
@@ -201,7 +201,7 @@ class ResponsesRequest(SingleChoiceFields, kw_only=True):
     store: bool | None = None
     """Must not be true: responses are not stored."""
     truncation: str | None = None
-    """Ignored: a prompt that is too long is refused."""
+    """Ignored: prompts that are too long are refused."""
     previous_response_id: str | None = None
     """Must be absent: responses are not stored."""
     conversation: str | Json | None = None
@@ -213,7 +213,7 @@ class ResponsesRequest(SingleChoiceFields, kw_only=True):
 
     @property
     def wants_logprobs(self) -> bool:
-        """Whether log-probabilities are shown."""
+        """Whether log-probabilities are returned."""
         return LOGPROBS in (self.include or []) or self.top_logprobs is not None
 
     def check_stateless(self) -> None:
@@ -223,7 +223,7 @@ class ResponsesRequest(SingleChoiceFields, kw_only=True):
                 raise InvalidRequest(field, f"is not supported: this server stores nothing; {instead}")
 
     def functions(self) -> list[Json]:
-        """The tools as chat templates expect them. Raises `InvalidRequest` for tools that OpenAI would run."""
+        """The tools as chat templates expect them. Raises `InvalidRequest` for tools that run on OpenAI's servers."""
         return [tool.as_tool(f"tools[{i}]") for i, tool in enumerate(self.tools or [])]
 
     def choice(self) -> ToolChoice:
@@ -234,7 +234,7 @@ class ResponsesRequest(SingleChoiceFields, kw_only=True):
         if wanted.type in ("function", "custom"):
             return ToolChoice(mode="required", name=wanted.name, parallel=False)
         if wanted.type != "allowed_tools":
-            return tool_choice_of(wanted.type, parallel=parallel)  # refuses what OpenAI's servers would run
+            return tool_choice_of(wanted.type, parallel=parallel)  # refuses tools that run on OpenAI's servers
         tools = wanted.tools or []
         for i, tool in enumerate(tools):
             if tool.type not in ("function", "custom"):
@@ -280,7 +280,7 @@ class ReasoningText(msgspec.Struct, frozen=True, kw_only=True, tag_field="type",
 
 
 class MessageItem(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="message"):
-    """A stretch of text."""
+    """A block of text."""
 
     id: str
     status: ItemStatus
@@ -290,12 +290,12 @@ class MessageItem(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", t
 
 
 class ReasoningItem(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="reasoning"):
-    """A stretch of reasoning."""
+    """A block of reasoning."""
 
     id: str
     status: ItemStatus
     summary: list[Any] = []
-    """Always empty: the reasoning itself is shown."""
+    """Always empty: the reasoning itself is returned."""
     content: list[ReasoningText]
     """One part; none when the item starts."""
 
@@ -308,7 +308,7 @@ class FunctionCallItem(msgspec.Struct, frozen=True, kw_only=True, tag_field="typ
     call_id: str
     name: str
     arguments: str
-    """A JSON object as text."""
+    """A JSON object, as text."""
 
 
 class CustomToolCallItem(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="custom_tool_call"):
@@ -327,11 +327,11 @@ class InputTokensDetails(msgspec.Struct, frozen=True, kw_only=True):
     """`usage.input_tokens_details`."""
 
     cached_tokens: int
-    """Prompt tokens that came from the prefix cache."""
+    """Prompt tokens taken from the prefix cache."""
     image_tokens: int | UnsetType = UNSET
-    """Prompt tokens that are pictures; absent if none is."""
+    """Prompt tokens of images; absent if there are none."""
     audio_tokens: int | UnsetType = UNSET
-    """Prompt tokens that are sound; absent if none is."""
+    """Prompt tokens of audio; absent if there are none."""
     cache_write_tokens: Literal[0] = 0
 
 
@@ -405,7 +405,7 @@ class ResponsesCustomTool(msgspec.Struct, frozen=True, kw_only=True, tag_field="
 
 
 class ResponsesResponse(msgspec.Struct, frozen=True, kw_only=True):
-    """`POST /v1/responses`, not streamed; and the response in events of the stream.
+    """The response of `POST /v1/responses`, not streamed; and the response in events of the stream.
 
     The fields from `model` on repeat the request, with defaults filled in.
     """
@@ -415,9 +415,9 @@ class ResponsesResponse(msgspec.Struct, frozen=True, kw_only=True):
     created_at: int
     completed_at: int | None = None
     status: Literal["completed", "incomplete", "in_progress", "failed"]
-    """in_progress and failed: only in a stream."""
+    """`in_progress` and `failed`: only in a stream."""
     error: ResponsesError | None = None
-    """Only with the status failed."""
+    """Only with status `failed`."""
     incomplete_details: IncompleteDetails | None = None
     output: list[OutputItem]
     usage: ResponsesUsage | None = None
@@ -440,21 +440,21 @@ class ResponsesResponse(msgspec.Struct, frozen=True, kw_only=True):
     truncation: Literal["disabled"] = "disabled"
     user: str | None
     timings: Timings | UnsetType = UNSET
-    """Absent in a stream, whose last event has it."""
+    """Absent in a stream, where the last event has it."""
 
 
 # --- the events of a stream -----------------------------------------------------------------------------------------
 
 
 class StreamTopLogprob(msgspec.Struct, frozen=True, kw_only=True):
-    """One of the most likely tokens at a position; in events without its bytes."""
+    """One of the most likely tokens at a position; without its bytes in events."""
 
     token: str
     logprob: float | None
 
 
 class StreamTokenLogprob(msgspec.Struct, frozen=True, kw_only=True):
-    """A generated token with its log-probability; in events without its bytes."""
+    """A generated token with its log-probability; without its bytes in events."""
 
     token: str
     logprob: float | None
@@ -462,12 +462,12 @@ class StreamTokenLogprob(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ResponsesEvent(msgspec.Struct, kw_only=True, tag_field="type", tag="response.event"):
-    """The fields of every event. Its type is the tag of its class."""
+    """The fields of every event. Its type is the tag of the class."""
 
     sequence_number: int = 0
     """Counts the events of the stream from 0."""
     timings: Timings | UnsetType = UNSET
-    """In the last event, and with `timings_per_token` in the last of the events that a token causes."""
+    """In the last event, and with `timings_per_token` in the last event for each token."""
     prompt_progress: PromptProgress | UnsetType = UNSET
     """With `return_progress`, in `response.in_progress`."""
 
@@ -481,7 +481,7 @@ class ResponseCreated(_ResponseEvent, kw_only=True, tag="response.created"):
 
 
 class ResponseInProgress(_ResponseEvent, kw_only=True, tag="response.in_progress"):
-    """The second event; with `return_progress` also those until the prompt is processed."""
+    """The second event; with `return_progress`, also further events until the prompt is processed."""
 
 
 class ResponseCompleted(_ResponseEvent, kw_only=True, tag="response.completed"):
