@@ -47,7 +47,7 @@ _LOCAL = "local"  # `ray_cluster.LOCAL`, whose package imports more than --help 
 
 _OPTIONS = [
     option(
-        "--ray", "ray_address", env="RAY", is_flag=False, flag_value=_LOCAL, default=None, metavar="[ADDRESS]",
+        "--ray", "ray_address", env="RAY", is_flag=False, flag_value=_LOCAL, metavar="[ADDRESS]",
         help="Run the engines as replicas on a Ray cluster. No address: join the cluster that `ray start` started on "
         "this machine, or start a new one; auto: join, but never start one; HOST:PORT: the address of the head node "
         "(docs/ray.md).",
