@@ -38,7 +38,7 @@ from cppbatch.typed_json import convert
 
 _ENDPOINTS = {
     route.path: (route.endpoint.body, prepare)
-    for module in (chat_completions, completions, create_response, pooling, pooling)
+    for module in (chat_completions, completions, create_response, pooling)
     for route in module.routes
     if route.endpoint.body and (prepare := route.endpoint.prepare)
 }
