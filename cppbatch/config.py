@@ -5,6 +5,7 @@ The options of the commands, `--help`, error messages and docs/settings.md follo
 
 import math
 import os
+from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, TypedDict, get_args, get_origin, get_type_hints
@@ -77,13 +78,18 @@ class Setting(NamedTuple):
     @property
     def env(self) -> str:
         """The environment variable without CPPBATCH_."""
-        long = next(flag for flag in self.flags.split() if flag.startswith("--"))
-        return long.partition("/")[0][2:].replace("-", "_").upper()
+        return env_of(self.flags.split())
 
     @property
     def range_text(self) -> str:
         """The range in words, "" without one."""
         return self.range_words or (f"from {self.range.low} to {self.range.high}" if self.range else "")
+
+
+def env_of(flags: Iterable[str]) -> str:
+    """The environment variable of an option, without CPPBATCH_: its first long flag."""
+    long = next(flag for flag in flags if flag.startswith("--"))
+    return long.partition("/")[0][2:].replace("-", "_").upper()
 
 
 def named(setting: str) -> str:
