@@ -14,7 +14,6 @@ import argparse
 import asyncio
 import contextlib
 import random
-import signal
 import sys
 import tempfile
 import time
@@ -141,7 +140,6 @@ def main() -> None:
     parser.add_argument("--new-tokens", type=int, default=64)
     parser.add_argument("--turns", type=int, default=3)
     args = parser.parse_args()
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends the servers as Ctrl-C does
     size = Size(args.layers, args.width, 4 * args.width)
     threads = str(available_threads())
     for acceptance in map(int, args.acceptance.split(",")):
