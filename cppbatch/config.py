@@ -463,9 +463,11 @@ _FORMS: dict[Any, str] = {
 
 
 def _convert(name: str, value: Any) -> Any:
-    """The value of a setting in its type, if it has another one that means the same: paths, lists, addresses with
-    commas as --rpc has them. Raises `ConfigError`."""
+    """The value of a setting in its type, if it has another one that means the same: paths, None for an empty string,
+    lists, addresses with commas as --rpc has them. Raises `ConfigError`."""
     kind, given = KINDS[name], value
+    if kind is str and value is None:
+        value = ""
     if kind is str and isinstance(value, os.PathLike):
         value = os.fspath(value)
     if name == "rpc" and isinstance(value, str):

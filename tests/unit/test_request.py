@@ -648,9 +648,10 @@ def test_every_setting_refuses_another_type_with_its_name() -> None:
 
 
 def test_paths_and_lists_are_settings_too() -> None:
-    given: Any = {"draft_model": Path("a.gguf"), "tensor_split": [3, 1], "lora": [[Path("b.gguf"), 1]]}
+    given: Any = {"draft_model": Path("a.gguf"), "mmproj": None, "tensor_split": [3, 1], "lora": [[Path("b.gguf"), 1]]}
     config = EngineConfig("x", **given)
-    assert (config.draft_model, config.tensor_split, config.lora) == ("a.gguf", (3.0, 1.0), (("b.gguf", 1.0),))
+    assert (config.draft_model, config.mmproj, config.tensor_split) == ("a.gguf", "", (3.0, 1.0))
+    assert config.lora == (("b.gguf", 1.0),)
 
 
 def test_generate_batch_takes_the_positional_form() -> None:
