@@ -5,7 +5,7 @@ The options of the commands, `--help`, error messages and docs/settings.md follo
 
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, TypedDict, get_args, get_origin, get_type_hints
@@ -78,13 +78,18 @@ class Setting(NamedTuple):
     @property
     def env(self) -> str:
         """The environment variable without CPPBATCH_."""
-        long = next(flag for flag in self.flags.split() if flag.startswith("--"))
-        return long.partition("/")[0][2:].replace("-", "_").upper()
+        return env_of(self.flags.split())
 
     @property
     def range_text(self) -> str:
         """The range in words; "" without a range."""
         return self.range_words or (f"from {self.range.low} to {self.range.high}" if self.range else "")
+
+
+def env_of(flags: Iterable[str]) -> str:
+    """The environment variable of an option, without CPPBATCH_: its first long flag."""
+    long = next(flag for flag in flags if flag.startswith("--"))
+    return long.partition("/")[0][2:].replace("-", "_").upper()
 
 
 def named(setting: str) -> str:
@@ -320,14 +325,13 @@ class EngineConfig(_Model, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         for name, setting in SETTINGS.items():
-            value = getattr(self, name)
-            if setting.range and not (
-                isinstance(value, (int, float)) and setting.range.low <= value <= setting.range.high
-            ):
+            if name == "lora":  # `_check_lora` does
+                continue
+            value = _convert(name, getattr(self, name))
+            if setting.range and not setting.range.low <= value <= setting.range.high:
                 raise ConfigError(f"{named(name)} is {value!r}; it must be {setting.range_text}")
-        for name, words in CHOICES.items():
-            if (value := getattr(self, name)) not in words and (name, value) != ("pooling", None):
-                raise ConfigError(f"{named(name)} is {value!r}; it must be one of {', '.join(words)}")
+            if KINDS[name] is not float:  # a default of 0 stays 0 in --help
+                msgspec.structs.force_setattr(self, name, value)
         if self.n_batch < self.n_parallel:
             raise ConfigError(
                 f"{named('n_batch')} is {self.n_batch}, less than {named('n_parallel')}, which is {self.n_parallel}; a "
@@ -368,10 +372,6 @@ class EngineConfig(_Model, frozen=True, kw_only=True):
             )
 
     def _check_rpc(self) -> None:
-        if isinstance(self.rpc, str):  # as --rpc has them
-            msgspec.structs.force_setattr(self, "rpc", tuple(each.strip() for each in self.rpc.split(",")))
-        if not isinstance(self.rpc, Sequence):
-            raise ConfigError(f"{named('rpc')} is {self.rpc!r}; it must be a list of addresses, like ['HOST:PORT']")
         endpoints = [parse_endpoint(each) for each in self.rpc]
         if len(set(endpoints)) != len(endpoints):
             raise ConfigError(f"{named('rpc')} lists a worker twice: {', '.join(self.rpc)}")
@@ -447,6 +447,37 @@ def _words(kind: Any) -> tuple[str, ...]:
 
 CHOICES: dict[str, tuple[str, ...]] = {name: words for name, kind in KINDS.items() if (words := _words(kind))}
 """The allowed values of the settings that are `Literal`s."""
+
+
+_FORMS: dict[Any, str] = {
+    int: "a whole number",
+    float: "a number",
+    bool: "True or False",
+    str: "a string",
+    KINDS["device"]: "a whole number, or None",
+    KINDS["rpc"]: "a list of addresses, like ['HOST:PORT']",
+    KINDS["tensor_split"]: "a list of numbers, like [3, 1]",
+    KINDS["step_ms"]: "a list of (rows, ms) pairs",
+}
+"""What a value of each type must be, in messages."""
+
+
+def _convert(name: str, value: Any) -> Any:
+    """The value of a setting in its type, if it has another one that means the same: paths, None for an empty string,
+    lists, addresses with commas as --rpc has them. Raises `ConfigError`."""
+    kind, given = KINDS[name], value
+    if kind is str and value is None:
+        value = ""
+    if kind is str and isinstance(value, os.PathLike):
+        value = os.fspath(value)
+    if name == "rpc" and isinstance(value, str):
+        value = [each.strip() for each in value.split(",")]
+    try:
+        return msgspec.convert(value, kind, strict=kind is not bool)
+    except msgspec.ValidationError:
+        form = f"one of {', '.join(CHOICES[name])}" if name in CHOICES else _FORMS[kind]
+        must = ", ".join(filter(None, (form, SETTINGS[name].range_text)))
+        raise ConfigError(f"{named(name)} is {given!r:.200}; it must be {must}") from None
 
 
 class EngineSettings(TypedDict, total=False):

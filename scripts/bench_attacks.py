@@ -16,7 +16,6 @@ import functools
 import itertools
 import json
 import os
-import re
 import subprocess
 import sys
 import time
@@ -30,6 +29,7 @@ import psutil
 
 from cppbatch.bench.load.client import CompletionStream, RequestFailure
 from cppbatch.models.pull import choose_model
+from cppbatch.sizing.child_process import RunningServer, running_server
 
 COLUMNS = (
     "attack", "times", "inter-token p95", "ratio", "failed", "/health p99",
@@ -318,43 +318,26 @@ class State(NamedTuple):
     files: int
 
 
-class Server:
-    """`cppbatch serve` with the default settings and -np 16."""
-
-    def __init__(self, model: str) -> None:
-        command = [sys.executable, "-m", "cppbatch", "serve", "-m", model, "--port", "0", "-np", "16", "-c", "16384"]
-        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
-        assert self.process.stdout
-        for line in self.process.stdout:
-            if found := re.search(r"ready at (http://\S+)", line):
-                self.url = found[1]
-                return
-        raise SystemExit("the server did not start")
-
-    def state(self) -> State:
-        """Waits until no request is in flight, for 20 s at most. Returns the state."""
-        end = time.monotonic() + 20
-        while True:
-            with urllib.request.urlopen(f"{self.url}/stats", timeout=120) as answer:
-                stats = json.load(answer)
-            in_flight = sum(worker["in_flight"] for worker in stats["workers"])
-            if not in_flight or time.monotonic() > end:
-                break
-            time.sleep(0.2)
-        process = psutil.Process(self.process.pid)
-        processes = [process, *process.children(recursive=True)]
-        return State(
-            in_flight,
-            stats["kv_cells_used"],
-            stats["seq_ids"] - stats["seq_ids_free"] - stats["prefixes_in_cells"],
-            sum(worker["restarts"] for worker in stats["workers"]),
-            sum(each.memory_info().rss for each in processes) / MIB,
-            sum(each.num_fds() for each in processes),
-        )
-
-    def stop(self) -> None:
-        self.process.terminate()
-        self.process.wait(60)
+def state_of(server: RunningServer) -> State:
+    """Waits until no request is in flight, for 20 s at most. Returns the state."""
+    end = time.monotonic() + 20
+    while True:
+        with urllib.request.urlopen(f"{server.url}/stats", timeout=120) as answer:
+            stats = json.load(answer)
+        in_flight = sum(worker["in_flight"] for worker in stats["workers"])
+        if not in_flight or time.monotonic() > end:
+            break
+        time.sleep(0.2)
+    process = psutil.Process(server.process.pid)
+    processes = [process, *process.children(recursive=True)]
+    return State(
+        in_flight,
+        stats["kv_cells_used"],
+        stats["seq_ids"] - stats["seq_ids_free"] - stats["prefixes_in_cells"],
+        sum(worker["restarts"] for worker in stats["workers"]),
+        sum(each.memory_info().rss for each in processes) / MIB,
+        sum(each.num_fds() for each in processes),
+    )
 
 
 def phase(url: str, seconds: float, attack: str | None) -> tuple[Load, str]:
@@ -394,17 +377,18 @@ def main() -> None:
     if args.attack:
         asyncio.run(run_attack(args.attack, args.url, args.seconds))
         return
-    server = Server(str(choose_model(args.model)))
-    try:
+    model = str(choose_model(args.model))
+    command = [sys.executable, "-m", "cppbatch", "serve", "-m", model, "-np", "16", "-c", "16384"]
+    with running_server(command) as server:
         phase(server.url, 5, None)  # warm-up
         print("inter-token p95 and /health p99 in ms, alone > attacked; state before > after\n")
         print("| " + " | ".join(COLUMNS) + " |")
         print("|---" * len(COLUMNS) + "|")
         for name in args.only:
             quiet, _ = phase(server.url, args.seconds, None)
-            before = server.state()
+            before = state_of(server)
             attacked, times = phase(server.url, args.seconds, name)
-            after = server.state()
+            after = state_of(server)
             p95 = percentile(quiet.gaps, 95), percentile(attacked.gaps, 95)
             health = percentile(quiet.health, 99), percentile(attacked.health, 99)
             states = " | ".join(f"{a:.0f} > {b:.0f}" for a, b in zip(before, after, strict=True))
@@ -412,8 +396,6 @@ def main() -> None:
             print(f"| {name} | {times} | {gaps} | {health[0]:.0f} > {health[1]:.0f} | {states} |", flush=True)
             for failure in sorted(set(attacked.failures))[:3]:
                 print(f"  {failure}", file=sys.stderr)
-    finally:
-        server.stop()
 
 
 if __name__ == "__main__":

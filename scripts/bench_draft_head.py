@@ -14,7 +14,6 @@ import argparse
 import asyncio
 import contextlib
 import random
-import signal
 import sys
 import tempfile
 import time
@@ -142,7 +141,6 @@ def main() -> None:
     parser.add_argument("--answers", type=int, default=2, help="of each client in each turn")
     parser.add_argument("--turns", type=int, default=3)
     args = parser.parse_args()
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends the servers as Ctrl-C does
     size = Size(args.layers, args.width, 4 * args.width)
     threads = str(available_threads())
     for acceptance in map(int, args.acceptance.split(",")):

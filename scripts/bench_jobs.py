@@ -15,7 +15,6 @@ import argparse
 import asyncio
 import json
 import resource
-import subprocess
 import sys
 import tempfile
 import time
@@ -37,6 +36,7 @@ from cppbatch.models.pull import choose_model
 from cppbatch.server.api.batches.handler import URLS
 from cppbatch.server.api.batches.offline import OfflineJob, run_offline
 from cppbatch.server.settings import ServerSettings
+from cppbatch.sizing.child_process import ChildProcess
 
 N_TOKENS = 32
 TASKS = [
@@ -119,16 +119,13 @@ def first_result(config: EngineConfig, source: Path, folder: Path) -> None:
     out = folder / "out.jsonl"
     command = [sys.executable, "-m", "cppbatch", "batch", str(source), "-o", str(out), "-m", config.model_path]
     began = time.perf_counter()
-    with subprocess.Popen(command, stderr=subprocess.DEVNULL) as process:
-        try:
-            while not (out.exists() and out.stat().st_size):
-                time.sleep(0.02)
-            seconds = time.perf_counter() - began
-            time.sleep(20)
-            reader = psutil.Process(process.pid)
-            print(f"first result after {seconds:.1f} s; the reader's memory {reader.memory_info().rss / 2**20:.0f} MiB")
-        finally:
-            process.terminate()
+    with ChildProcess(command) as process:
+        while not (out.exists() and out.stat().st_size):
+            time.sleep(0.02)
+        seconds = time.perf_counter() - began
+        time.sleep(20)
+        reader = psutil.Process(process.pid)
+        print(f"first result after {seconds:.1f} s; the reader's memory {reader.memory_info().rss / 2**20:.0f} MiB")
 
 
 def read_all(source: Path, folder: Path) -> None:

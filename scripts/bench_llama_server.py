@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import signal
 import sys
 import tempfile
 import time
@@ -353,7 +352,6 @@ def compare(args: argparse.Namespace, name: str, clients: int | None, tokenizer:
 def main() -> None:
     """Prints a table for each load."""
     args = _arguments()
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends the servers as Ctrl-C does
     try:
         with tempfile.TemporaryDirectory() as folder:
             tokenizer = args.tokenizer

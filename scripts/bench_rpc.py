@@ -11,8 +11,8 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import re
 import statistics
-import subprocess
 import sys
 import threading
 from collections.abc import Iterator, Sequence
@@ -22,6 +22,7 @@ from typing import Any
 
 from cppbatch import BatchInferenceEngine, SamplingParams
 from cppbatch.models.pull import pull_default
+from cppbatch.sizing.child_process import ChildProcess
 
 PROMPTS = [
     f"Write the story of the {i}. day of a journey to {place}:"
@@ -31,23 +32,14 @@ PROMPTS = [
 ]
 
 
-class Worker:
-    """`cppbatch rpc-worker` on a free port, ended by the context manager."""
-
-    def __init__(self, threads: int) -> None:
-        command = [sys.executable, "-m", "cppbatch", "rpc-worker", "--port", "0", "-t", str(threads)]
-        self._process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-
-    def __enter__(self) -> int:
-        assert self._process.stdout
-        line = self._process.stdout.readline()
-        if not line:
-            sys.exit("the RPC worker does not start")
-        return int(line.rpartition(":")[2])
-
-    def __exit__(self, *exc: object) -> None:
-        self._process.terminate()
-        self._process.wait()
+@contextlib.contextmanager
+def rpc_worker(threads: int) -> Iterator[int]:
+    """`cppbatch rpc-worker` on a free port, which it yields."""
+    with ChildProcess([sys.executable, "-m", "cppbatch", "rpc-worker", "--port", "0", "-t", str(threads)]) as process:
+        while not (ready := re.search(r"^serving .*:(\d+)$", process.output(), re.MULTILINE)):
+            if process.wait(0.1) is not None:
+                sys.exit(f"the RPC worker does not start: {process.output()}")
+        yield int(ready[1])
 
 
 class CountingProxy:
@@ -126,7 +118,7 @@ def main() -> None:
     n = options.n_parallel
     prompts = [PROMPTS[i % len(PROMPTS)] for i in range(n)]
     settings: dict[str, Any] = {"n_ctx": 256 * n, "n_parallel": n, "prefix_cache": False}
-    with Worker(options.threads) as one, Worker(options.threads) as two:
+    with rpc_worker(options.threads) as one, rpc_worker(options.threads) as two:
         split: dict[str, Any] = {"tensor_split": (1.0, 1.0)}
         direct = (f"127.0.0.1:{one}", f"127.0.0.1:{two}")
         variants: dict[str, dict[str, Any]] = {

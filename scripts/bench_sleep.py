@@ -10,18 +10,19 @@ Memory is PSS: pages that processes share count once.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
-import socket
-import subprocess
 import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from statistics import median
 
 import openai
 import psutil
+
+from cppbatch.sizing.child_process import RunningServer, running_server
 
 TIMEOUT_S = 120
 MIB = 2**20
@@ -29,27 +30,11 @@ WORKERS = "cppbatch.cluster.worker.main"
 
 
 class Server:
-    """`cppbatch serve` that sleeps after `idle` seconds without a request."""
+    """A server that runs."""
 
-    def __init__(self, arguments: list[str], idle: float) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        self.url = f"http://127.0.0.1:{port}"
-        self._data = tempfile.TemporaryDirectory()
-        flags = ["--port", str(port), "--sleep-idle-seconds", str(idle), "--data-dir", self._data.name]
-        command = [sys.executable, "-m", "cppbatch", "serve", *flags, *arguments]
-        self._process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    def __init__(self, running: RunningServer) -> None:
+        self.url, self._process = running
         self.client = openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=TIMEOUT_S)
-
-    def __enter__(self) -> Server:
-        self.wait_for(lambda: self._status() == "ok")
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self._process.terminate()
-        self._process.wait(TIMEOUT_S)
-        self._data.cleanup()
 
     def _status(self) -> str:
         try:
@@ -62,7 +47,7 @@ class Server:
         """Waits until `condition` returns true."""
         end = time.monotonic() + TIMEOUT_S
         while not condition():
-            if time.monotonic() > end or self._process.poll() is not None:
+            if time.monotonic() > end or self._process.wait(0) is not None:
                 raise SystemExit(f"the server is {self._status()} after {TIMEOUT_S} s")
             time.sleep(0.02)
 
@@ -99,6 +84,15 @@ class Server:
         return seconds, text
 
 
+@contextlib.contextmanager
+def sleeping_server(arguments: list[str], idle: float) -> Iterator[Server]:
+    """`cppbatch serve` that sleeps after `idle` seconds without a request."""
+    with tempfile.TemporaryDirectory() as data:
+        flags = ["--sleep-idle-seconds", str(idle), "--data-dir", data]
+        with running_server([sys.executable, "-m", "cppbatch", "serve", *flags, *arguments], TIMEOUT_S) as running:
+            yield Server(running)
+
+
 def main() -> None:
     """Prints a table of medians."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -108,7 +102,7 @@ def main() -> None:
     parser.add_argument("rest", nargs="*", help="more arguments for `cppbatch serve`, after --")
     options = parser.parse_args()
     before, asleep, after, awake_s, wake_s, texts = [], [], [], [], [], set()
-    with Server(["-m", options.model, *options.rest], options.idle) as server:
+    with sleeping_server(["-m", options.model, *options.rest], options.idle) as server:
         server.first_token()
         for _ in range(options.repeats):
             seconds, text = server.first_token()

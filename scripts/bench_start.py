@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import http.client
 import json
-import socket
 import subprocess
 import sys
 import time
@@ -25,27 +24,19 @@ TIMEOUT_S = 120
 BODY = json.dumps({"prompt": "Hello", "max_tokens": 4, "stream": True})
 
 
-def free_port() -> int:
-    """Returns a TCP port that is unused now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 def first_token(command: list[str]) -> float:
     """Returns the seconds of one start. The client repeats its request until the server answers."""
+    from cppbatch.sizing.child_process import ChildProcess, free_port  # not in the processes that measure imports
+
     port = free_port()
-    began = time.perf_counter()
     command = [*command, "--port", str(port)]
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as server:
-        try:
-            while time.perf_counter() - began < TIMEOUT_S and server.poll() is None:
-                if answers(port):
-                    return time.perf_counter() - began
-                time.sleep(0.01)
-            raise SystemExit(f"no answer within {TIMEOUT_S} s; the command was: {' '.join(command)}")
-        finally:
-            server.terminate()
+    began = time.perf_counter()
+    with ChildProcess(command) as server:
+        while time.perf_counter() - began < TIMEOUT_S and server.wait(0) is None:
+            if answers(port):
+                return time.perf_counter() - began
+            time.sleep(0.01)
+        raise SystemExit(f"no answer within {TIMEOUT_S} s; the command was: {' '.join(command)}")
 
 
 def answers(port: int) -> bool:

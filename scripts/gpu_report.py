@@ -17,7 +17,6 @@ import argparse
 import os
 import shlex
 import shutil
-import signal
 import sys
 import tempfile
 import time
@@ -346,7 +345,6 @@ def gpu_tests(page: Page, sizes: Sizes) -> None:
 def main() -> None:
     """Writes the report. The exit code is 0 even if parts failed: the report says so."""
     args = _arguments()
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends child processes as Ctrl-C does
     page = Page(args.output, args.minutes * 60)
     page.add(f"# GPU report\n\nWritten by scripts/gpu_report.py, {time.strftime('%Y-%m-%d %H:%M UTC', time.gmtime())}.")
     sizes = SMALL if args.small else Sizes()

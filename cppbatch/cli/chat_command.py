@@ -39,7 +39,7 @@ _OF_THE_ENGINE = {*EngineConfig.__struct_fields__, "chat_template", "use_profile
 
 @click.command(cls=GroupedCommand)
 @option(
-    "-m", "--model", "-hf", "--hf-repo", "model", env="MODEL",
+    "-m", "--model", "-hf", "--hf-repo", "model",
     llama_env="LLAMA_ARG_MODEL LLAMA_ARG_HF_REPO", metavar="FILE|NAME", default=None,
     help="GGUF file, a name from `cppbatch models list`, or OWNER/REPO:TYPE on the Hugging Face hub; with --url, one "
     "of the server's models.",

@@ -16,7 +16,7 @@ import msgspec
 from click.core import ParameterSource
 
 from cppbatch.cli.hub_options import hub_name, may_see
-from cppbatch.config import CHOICES, KINDS, OPTIONS, SETTINGS, EngineConfig, disk_folder
+from cppbatch.config import CHOICES, KINDS, OPTIONS, SETTINGS, EngineConfig, disk_folder, env_of
 from cppbatch.config import named as setting_name
 from cppbatch.errors import ConfigError
 
@@ -29,10 +29,10 @@ Option = Callable[[Command], Command]
 _DEFAULTS = EngineConfig(model_path="")
 
 
-def option(*names: str, env: str, llama_env: str = "", **settings: Any) -> Option:
+def option(*names: str, env: str = "", llama_env: str = "", **settings: Any) -> Option:
     """An option that can also be set by the environment variable CPPBATCH_<env>, or else by llama.cpp's variable.
-    `llama_env`: one or more such variables, separated by spaces."""
-    variables = [f"CPPBATCH_{env}", *llama_env.split()]
+    `env`: "": the first long flag. `llama_env`: one or more of llama.cpp's variables, separated by spaces."""
+    variables = [f"CPPBATCH_{env or env_of(names)}", *llama_env.split()]
     return click.option(*names, envvar=variables, show_envvar=True, **{"show_default": True, **settings})
 
 
@@ -146,21 +146,21 @@ _SPEC_TYPES = {
 
 _MODEL = [
     option(
-        "-m", "--model", env="MODEL", llama_env="LLAMA_ARG_MODEL", metavar="FILE|NAME",
+        "-m", "--model", llama_env="LLAMA_ARG_MODEL", metavar="FILE|NAME",
         help="GGUF file, a name from `cppbatch models list`, or OWNER/REPO:TYPE to download from the Hugging Face hub. "
         "Default: the only model in the models folder, otherwise the default model, which is downloaded.",
     ),
     option(
-        "-hf", "-hfr", "--hf-repo", "hf_repo", env="HF_REPO", llama_env="LLAMA_ARG_HF_REPO",
+        "-hf", "-hfr", "--hf-repo", "hf_repo", llama_env="LLAMA_ARG_HF_REPO",
         metavar="OWNER/REPO[:TYPE]", default=None,
         help="Model on the Hugging Face hub, as for -m. Default TYPE: Q4_K_M, if available.",
     ),
     option(
-        "-hff", "--hf-file", "hf_file", env="HF_FILE", llama_env="LLAMA_ARG_HF_FILE", metavar="FILE.gguf",
+        "-hff", "--hf-file", "hf_file", llama_env="LLAMA_ARG_HF_FILE", metavar="FILE.gguf",
         default=None, help="A specific file in that repository, instead of TYPE.",
     ),
     option(
-        "--mmproj-auto/--no-mmproj", " /--no-mmproj-auto", "mmproj_auto", env="MMPROJ_AUTO",
+        "--mmproj-auto/--no-mmproj", " /--no-mmproj-auto", "mmproj_auto",
         llama_env="LLAMA_ARG_MMPROJ_AUTO", default=True,
         help="Download and load the projector in the repository of a hub model, as with --mmproj.",
     ),
@@ -200,7 +200,7 @@ def _setting(name: str) -> Option:
     elif kind in (int, float):
         how["type"] = kind
     return option(
-        *setting.flags.split(), name, env=setting.env, llama_env=setting.llama_env, metavar=setting.metavar or None,
+        *setting.flags.split(), name, llama_env=setting.llama_env, metavar=setting.metavar or None,
         help=setting.help, **how | _CONVERSIONS.get(name, {}),
     )  # fmt: skip
 
@@ -355,28 +355,28 @@ class CountRange(click.ParamType):  # type: ignore[type-arg]
 
 _DEPLOYMENT = [
     option(
-        "--workers", env="WORKERS", type=CountRange(), default="1", metavar="N or MIN..MAX",
+        "--workers", type=CountRange(), default="1", metavar="N or MIN..MAX",
         help="Worker processes, each with its own copy of the model and its own KV cache. 1..4: start with one, add "
         "more while requests wait and memory allows, and remove idle ones.",
     ),
     option(
-        "--downscale-delay", env="DOWNSCALE_DELAY", type=float, default=60,
+        "--downscale-delay", type=float, default=60,
         help="With --workers or --replicas MIN..MAX: seconds of low load before one is stopped.",
     ),
     option(
-        "--devices", env="DEVICES", metavar="0,1,...", default=None,
+        "--devices", metavar="0,1,...", default=None,
         help="GPU indices as numbered by llama.cpp, one worker per GPU. Default: one worker uses all GPUs.",
     ),
     option(
-        "--step-timeout", env="STEP_TIMEOUT", type=float, default=300,
+        "--step-timeout", type=float, default=300,
         help="Seconds without a finished step after which a worker is considered hung and is replaced.",
     ),
     option(
-        "--sleep-idle-seconds", "--ttl", "sleep_idle_seconds", env="SLEEP_IDLE_SECONDS", type=float, default=-1,
+        "--sleep-idle-seconds", "--ttl", "sleep_idle_seconds", type=float, default=-1,
         help="Seconds without a request after which a model is unloaded; the next request loads it again. -1: never.",
     ),
     option(
-        "--in-process", env="IN_PROCESS", is_flag=True,
+        "--in-process", is_flag=True,
         help="For debugging: run the engine in the server process. A crash of the engine then also ends the server.",
     ),
 ]  # fmt: skip
@@ -424,11 +424,11 @@ def _device_numbers(devices: str | None) -> tuple[int, ...]:
 
 _PROFILE_AND_MEMORY = [
     option(
-        "--profile/--no-profile", "use_profile", env="PROFILE", default=True,
+        "--profile/--no-profile", "use_profile", default=True,
         help="Use the settings found by `cppbatch tune` unless overridden by flags.",
     ),
     option(
-        "--memory-check/--no-memory-check", "memory_check", env="MEMORY_CHECK", default=True,
+        "--memory-check/--no-memory-check", "memory_check", default=True,
         help="Refuse to start if the settings need more memory than is free.",
     ),
 ]  # fmt: skip

@@ -53,37 +53,37 @@ class ModelSources(msgspec.Struct, frozen=True, kw_only=True):
 
 _OPTIONS = [
     option(
-        "--models-dir", env="MODELS_DIR", llama_env="LLAMA_ARG_MODELS_DIR", metavar="DIR", default=None,
+        "--models-dir", llama_env="LLAMA_ARG_MODELS_DIR", metavar="DIR", default=None,
         type=click.Path(path_type=Path, exists=True, file_okay=False),
         help="Serve all GGUF models in this folder: the `model` field of a request selects one, and it is loaded on "
         "first use (docs/models.md). Giving -m several times does the same.",
     ),
     option(
-        "--models-config", "--models-preset", "models_config", env="MODELS_CONFIG",
+        "--models-config", "--models-preset", "models_config",
         llama_env="LLAMA_ARG_MODELS_PRESET", metavar="FILE.toml", default=None,
         type=click.Path(path_type=Path, exists=True, dir_okay=False),
         help="Settings for each model, with flag names as keys; or FILE.ini in the format of llama-server's presets.",
     ),
     option(
-        "--llama-cpp-python-config", env="LLAMA_CPP_PYTHON_CONFIG", metavar="FILE", default=None, is_eager=True,
+        "--llama-cpp-python-config", metavar="FILE", default=None, is_eager=True,
         type=click.Path(path_type=Path, exists=True, dir_okay=False), callback=use_config,
         help="A --config_file of llama-cpp-python's server (JSON or YAML): serves its models, and uses its host, port, "
         "key and certificate as defaults (docs/migration.md).",
     ),
     option(
-        "--models-max", env="MODELS_MAX", llama_env="LLAMA_ARG_MODELS_MAX", type=click.IntRange(min=0), default=0,
+        "--models-max", llama_env="LLAMA_ARG_MODELS_MAX", type=click.IntRange(min=0), default=0,
         help="Maximum number of loaded models; 0: as many as fit into memory.",
     ),
     option(
-        "--models-memory", env="MODELS_MEMORY", type=click.IntRange(min=1), default=None, metavar="MIB",
+        "--models-memory", type=click.IntRange(min=1), default=None, metavar="MIB",
         help="Memory limit for all loaded models together. Default: free memory.",
     ),
     option(
-        "--models-autoload/--no-models-autoload", env="MODELS_AUTOLOAD", llama_env="LLAMA_ARG_MODELS_AUTOLOAD",
+        "--models-autoload/--no-models-autoload", llama_env="LLAMA_ARG_MODELS_AUTOLOAD",
         default=True, help="Load models on request; otherwise only POST /models/load loads them.",
     ),
     option(
-        "--any-model", env="ANY_MODEL", is_flag=True,
+        "--any-model", is_flag=True,
         help="With several models: use the default model for unknown model names. By default, they are refused with "
         "404.",
     ),

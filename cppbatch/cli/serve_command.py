@@ -47,13 +47,13 @@ _LOCAL = "local"  # `ray_cluster.LOCAL`, not imported because --help does not ne
 
 _OPTIONS = [
     option(
-        "--ray", "ray_address", env="RAY", is_flag=False, flag_value=_LOCAL, default=None, metavar="[ADDRESS]",
+        "--ray", "ray_address", is_flag=False, flag_value=_LOCAL, metavar="[ADDRESS]",
         help="Run the engines as replicas on a Ray cluster. No address: join the cluster that `ray start` started on "
         "this machine, or start a new one; auto: join, but never start one; HOST:PORT: the address of the head node "
         "(docs/ray.md).",
     ),
     option(
-        "--replicas", env="REPLICAS", type=CountRange(), default="1", metavar="N or MIN..MAX",
+        "--replicas", type=CountRange(), default="1", metavar="N or MIN..MAX",
         help="With --ray: number of engines in the cluster, each with its own copy of the model and its own KV cache. "
         "1..8: scale with the load.",
     ),

@@ -49,7 +49,7 @@ def _variables(_context: object, _option: object, given: str | None) -> dict[str
 
 
 chat_template_option = option(
-    "--chat-template", "--chat-template-file", "chat_template", env="CHAT_TEMPLATE",
+    "--chat-template", "--chat-template-file", "chat_template",
     llama_env="LLAMA_ARG_CHAT_TEMPLATE LLAMA_ARG_CHAT_TEMPLATE_FILE", metavar="NAME|FILE|TEXT", default=None,
     callback=_find_template,
     help="Chat template to use instead of the model's own: a llama.cpp template name such as chatml, a file, or Jinja "
@@ -75,13 +75,13 @@ _TEXTS = "plain prompts are continued as they are: the model has no chat templat
 
 MEDIA_OPTIONS = [
     option(
-        "--allowed-media-domains", env="ALLOWED_MEDIA_DOMAINS", multiple=True, metavar="HOST,...",
+        "--allowed-media-domains", multiple=True, metavar="HOST,...",
         callback=split_lists, show_default="none",
         help="Hosts from which images and audio may be fetched: example.org, *.example.org, * for all public hosts; "
         "for private hosts, an address or a network such as 10.0.0.0/8.",
     ),
     option(
-        "--media-path", "--allowed-local-media-path", "media_path", env="MEDIA_PATH", metavar="DIR",
+        "--media-path", "--allowed-local-media-path", "media_path", metavar="DIR",
         type=click.Path(path_type=Path, exists=True, file_okay=False, resolve_path=True), default=None,
         help="Folder of images and audio files that requests may reference as file:// URLs. Default: none.",
     ),
@@ -98,27 +98,27 @@ THINKING: dict[str, dict[str, Any]] = {"auto": {}, "on": {"enable_thinking": Tru
 
 _MODEL_OPTIONS = [
     option(
-        "-a", "--alias", "aliases", env="ALIAS", llama_env="LLAMA_ARG_ALIAS", multiple=True,
+        "-a", "--alias", "aliases", llama_env="LLAMA_ARG_ALIAS", multiple=True,
         metavar="NAMES", callback=split_lists,
         help="Model names, separated by commas. Responses show the alphabetically first one instead of the file name; "
         "may be repeated.",
     ),
     option(
-        "--tags", env="TAGS", llama_env="LLAMA_ARG_TAGS", multiple=True, metavar="TAGS", callback=split_lists,
+        "--tags", llama_env="LLAMA_ARG_TAGS", multiple=True, metavar="TAGS", callback=split_lists,
         help="Tags to show for the model in /v1/models, separated by commas; may be repeated.",
     ),
     chat_template_option,
     option(
-        "--chat-template-kwargs", "template_variables", env="CHAT_TEMPLATE_KWARGS",
+        "--chat-template-kwargs", "template_variables",
         llama_env="LLAMA_ARG_CHAT_TEMPLATE_KWARGS", metavar="JSON", default=None, callback=_variables,
         help="Default chat template variables, as a JSON object; chat_template_kwargs in a request take precedence.",
     ),
     option(
-        "-rea", "--reasoning", env="REASONING", llama_env="LLAMA_ARG_REASONING", type=Switch(), default="auto",
+        "-rea", "--reasoning", llama_env="LLAMA_ARG_REASONING", type=Switch(), default="auto",
         help="Default of the chat template variable enable_thinking. auto: true, unless set by --chat-template-kwargs.",
     ),
     option(
-        "--reasoning-budget", "thinking_tokens", env="REASONING_BUDGET", llama_env="LLAMA_ARG_THINK_BUDGET",
+        "--reasoning-budget", "thinking_tokens", llama_env="LLAMA_ARG_THINK_BUDGET",
         type=click.IntRange(-1), default=-1, callback=_limit,
         help="Maximum reasoning tokens before the answer starts, for chats without thinking_budget. -1: no limit.",
     ),
@@ -128,120 +128,115 @@ _MODEL_OPTIONS = [
 
 _OPTIONS = [
     option(
-        "--host", "hosts", env="HOST", llama_env="LLAMA_ARG_HOST", multiple=True, metavar="ADDRESS,...",
+        "--host", "hosts", llama_env="LLAMA_ARG_HOST", multiple=True, metavar="ADDRESS,...",
         default=("127.0.0.1",), callback=split_lists,
         help="Address to listen on; may be repeated, or given as a comma-separated list.",
     ),
     option(
-        "--port", env="PORT", llama_env="LLAMA_ARG_PORT", type=click.IntRange(0, 65535), default=8080,
+        "--port", llama_env="LLAMA_ARG_PORT", type=click.IntRange(0, 65535), default=8080,
         help="Port; 0: any free port.",
     ),
     option(
-        "--api-key", "api_keys", env="API_KEY", llama_env="LLAMA_API_KEY", multiple=True, metavar="KEY,...",
+        "--api-key", "api_keys", llama_env="LLAMA_API_KEY", multiple=True, metavar="KEY,...",
         callback=_keys,
         help="API key that clients must send, as a bearer token or in x-api-key; may be repeated, or given as a "
         "comma-separated list.",
     ),
     option(
-        "--api-key-file", env="API_KEY_FILE", llama_env="LLAMA_ARG_API_KEY_FILE", metavar="FILE",
+        "--api-key-file", llama_env="LLAMA_ARG_API_KEY_FILE", metavar="FILE",
         help="File with API keys, one per line; or a *.toml file with the priority, rate, models and adapters of each "
         "key.",
     ),
     option(
-        "--ssl-certfile", "--ssl-cert-file", "ssl_certfile", env="SSL_CERTFILE", llama_env="LLAMA_ARG_SSL_CERT_FILE",
+        "--ssl-certfile", "--ssl-cert-file", "ssl_certfile", llama_env="LLAMA_ARG_SSL_CERT_FILE",
         metavar="FILE", help="Serve HTTPS with this certificate.",
     ),
     option(
-        "--ssl-keyfile", "--ssl-key-file", "ssl_keyfile", env="SSL_KEYFILE", llama_env="LLAMA_ARG_SSL_KEY_FILE",
+        "--ssl-keyfile", "--ssl-key-file", "ssl_keyfile", llama_env="LLAMA_ARG_SSL_KEY_FILE",
         metavar="FILE", help="Private key, if in a separate file.",
     ),
     option(
-        "--cors-origin", "--cors-origins", "cors_origins", env="CORS_ORIGIN", llama_env="LLAMA_ARG_CORS_ORIGINS",
+        "--cors-origin", "--cors-origins", "cors_origins", llama_env="LLAMA_ARG_CORS_ORIGINS",
         multiple=True, metavar="ORIGIN,...", callback=split_lists, show_default="* with --api-key, else localhost",
         help="Origins whose web pages may use the server: https://example.org, localhost for any port of this machine, "
         "* for all, none; may be repeated.",
     ),
     option(
-        "--allowed-hosts", env="ALLOWED_HOSTS", multiple=True, metavar="HOST,...", callback=split_lists,
+        "--allowed-hosts", multiple=True, metavar="HOST,...", callback=split_lists,
         show_default="any with --api-key, else none",
         help="Host names that clients may use to reach the server, such as the name of a reverse proxy: example.org, "
         "*.example.org, * for all. IP addresses and localhost are always allowed, and with --host 0.0.0.0 also this "
         "machine's name.",
     ),
-    option("--max-body-mb", env="MAX_BODY_MB", type=int, default=16, help="Maximum MiB of a request body."),
-    option("--max-file-mb", env="MAX_FILE_MB", type=int, default=1024, help="Maximum MiB of an uploaded file."),
+    option("--max-body-mb", type=int, default=16, help="Maximum MiB of a request body."),
+    option("--max-file-mb", type=int, default=1024, help="Maximum MiB of an uploaded file."),
     option(
-        "--data-dir", env="DATA_DIR", type=click.Path(path_type=Path), metavar="DIR", default=None,
+        "--data-dir", type=click.Path(path_type=Path), metavar="DIR", default=None,
         help="Folder for files and batches. Default: the user's data folder.",
     ),
     *MEDIA_OPTIONS,
-    option("--max-media", env="MAX_MEDIA", type=int, default=16, help="Maximum images and audio files per request."),
+    option("--max-media", type=int, default=16, help="Maximum images and audio files per request."),
     option(
-        "--max-media-mb", env="MAX_MEDIA_MB", type=int, default=64,
+        "--max-media-mb", type=int, default=64,
         help="Maximum MiB of images and audio per request; counted once for each completion.",
     ),
-    option("--max-n", env="MAX_N", type=int, default=128, help="Maximum completions per prompt."),
+    option("--max-n", type=int, default=128, help="Maximum completions per prompt."),
     option(
-        "--max-prompts-per-batch", env="MAX_PROMPTS_PER_BATCH", type=int, default=256,
+        "--max-prompts-per-batch", type=int, default=256,
         help="Maximum prompts, or variants of one prompt, per request.",
     ),
     option(
-        "--max-tokens", env="MAX_TOKENS", type=int, default=None,
+        "--max-tokens", type=int, default=None,
         help="Maximum tokens per completion; also the default for requests that set no maximum.",
     ),
     option(
-        "--request-timeout", env="REQUEST_TIMEOUT", type=float, default=None,
+        "--request-timeout", type=float, default=None,
         help="Maximum seconds per request; a request that takes longer ends with the text so far.",
     ),
     option(
-        "--max-concurrent", env="MAX_CONCURRENT", type=int, default=0,
+        "--max-concurrent", type=int, default=0,
         help="Maximum requests in progress; further requests are refused with 429; 0: only --max-queue limits them.",
     ),
     option(
-        "--max-concurrent-per-key", env="MAX_CONCURRENT_PER_KEY", type=int, default=0,
+        "--max-concurrent-per-key", type=int, default=0,
         help="Maximum requests in progress per API key, or per client address without keys; 0: unlimited.",
     ),
     option(
-        "--idle-timeout", env="IDLE_TIMEOUT", type=float, default=60,
+        "--idle-timeout", type=float, default=60,
         help="Seconds after which a client that stops sending its request or reading its response is disconnected.",
     ),
     option(
-        "--drain-timeout", env="DRAIN_TIMEOUT", type=float, default=30,
+        "--drain-timeout", type=float, default=30,
         help="Seconds for running requests to finish after Ctrl-C or SIGTERM.",
     ),
-    option(
-        "--metrics/--no-metrics", env="METRICS", llama_env="LLAMA_ARG_ENDPOINT_METRICS", default=True,
-        help="Serve /metrics.",
-    ),
+    option("--metrics/--no-metrics", llama_env="LLAMA_ARG_ENDPOINT_METRICS", default=True, help="Serve /metrics."),
     *_MODEL_OPTIONS,
-    option("--slots/--no-slots", env="SLOTS", llama_env="LLAMA_ARG_ENDPOINT_SLOTS", default=True, help="Serve /slots."),
+    option("--slots/--no-slots", llama_env="LLAMA_ARG_ENDPOINT_SLOTS", default=True, help="Serve /slots."),
     option(
-        "--webui/--no-webui", "--ui/--no-ui", "webui", env="WEBUI", llama_env="LLAMA_ARG_UI LLAMA_ARG_WEBUI",
+        "--webui/--no-webui", "--ui/--no-ui", "webui", llama_env="LLAMA_ARG_UI LLAMA_ARG_WEBUI",
         default=True, help="Serve the web page at /.",
     ),
     option(
-        "--slot-save-path", env="SLOT_SAVE_PATH", metavar="DIR",
+        "--slot-save-path", metavar="DIR",
         type=click.Path(path_type=Path, exists=True, file_okay=False, writable=True, resolve_path=True), default=None,
         help="Folder in which POST /slots/{id} saves the cached prefixes of slots. Default: saving is disabled.",
     ),
     option(
-        "--strict-model", env="STRICT_MODEL", is_flag=True,
+        "--strict-model", is_flag=True,
         help="Refuse requests for models other than the loaded one and its aliases. By default, the loaded model "
         "answers to any name.",
     ),
     option(
-        "--props", env="PROPS", llama_env="LLAMA_ARG_ENDPOINT_PROPS", is_flag=True,
+        "--props", llama_env="LLAMA_ARG_ENDPOINT_PROPS", is_flag=True,
         help="Accept POST /props for compatibility with llama-server clients; it changes nothing.",
     ),
+    option("--log-format", type=click.Choice(["text", "json"]), default="text", help="Log format."),
     option(
-        "--log-format", env="LOG_FORMAT", type=click.Choice(["text", "json"]), default="text", help="Log format."
-    ),
-    option(
-        "--log-level", env="LOG_LEVEL", type=click.Choice(["debug", "info", "warning", "error"]), default=None,
+        "--log-level", type=click.Choice(["debug", "info", "warning", "error"]), default=None,
         help="Minimum log level. Default: warning, and info for requests, batches and workers.",
     ),
     option(
-        "--access-log/--no-access-log", env="ACCESS_LOG", default=True,
+        "--access-log/--no-access-log", default=True,
         help="Log each request; requests for /health, /ready and the web page only at level debug.",
     ),
 ]  # fmt: skip

@@ -41,7 +41,7 @@ from cppbatch.engine.media.input import MediaInput
 from cppbatch.engine.media.projector_check import check_projector
 from cppbatch.engine.model_info import AdapterInfo, FillIn, ModelInfo
 from cppbatch.engine.speculation.proposer import GrammarProposer, Proposer
-from cppbatch.engine.speculation.row_proposers import RowProposer
+from cppbatch.engine.speculation.row_proposer import RowProposer
 from cppbatch.engine.speculation.runtimes import (
     SPECS,
     choose_row_draft,

@@ -1,4 +1,7 @@
-"""The ingress of the application for `serve deploy`: the HTTP API at Ray Serve's address."""
+"""The ingress of the application for `serve deploy`: the HTTP API at Ray Serve's address.
+
+A file of its own because it imports the whole server, and `serve_application` only once it builds an application.
+"""
 
 from __future__ import annotations
 

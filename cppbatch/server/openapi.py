@@ -19,7 +19,6 @@ from cppbatch.server.api.batches import endpoints as batch_endpoints
 from cppbatch.server.api.generate import generate_batch, generate_endpoint
 from cppbatch.server.api.llama_server import completion as llama_completion
 from cppbatch.server.api.llama_server import embeddings as llama_embeddings
-from cppbatch.server.api.llama_server import paths as llama_paths
 from cppbatch.server.api.llama_server import status as llama_status
 from cppbatch.server.api.llama_server import tokenize as llama_tokenize
 from cppbatch.server.api.openai import chat_completions, completions, models_endpoint
@@ -76,7 +75,6 @@ ROUTES = (
     llama_tokenize.routes,
     llama_embeddings.routes,
     llama_status.routes,
-    llama_paths.routes,
 )
 """The routes of all modules, in the order of the document."""
 _ENDPOINTS = {(route.method, route.shown_path): route.endpoint for routes in ROUTES for route in routes}

@@ -19,8 +19,8 @@ from cppbatch.config import EngineConfig
 from cppbatch.engine.runtime import load_runtime
 from cppbatch.engine.sequence import Seq
 from cppbatch.engine.speculation import draft_model, runtimes, speculator
+from cppbatch.engine.speculation.head_proposer import HeadProposer
 from cppbatch.engine.speculation.proposer import Draft
-from cppbatch.engine.speculation.row_proposers import HeadProposer
 from cppbatch.engine.steps import StepCost
 from cppbatch.errors import LlamaError, ModelError, OutOfRange
 from cppbatch.llama import Backend, Batch, Context, HeadContext, Model, library

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import os
@@ -11,7 +12,7 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from time import thread_time
+from time import monotonic, sleep, thread_time
 from typing import Any
 
 import msgspec
@@ -26,8 +27,10 @@ from cppbatch import (
     InvalidRequest,
     SamplingParams,
 )
+from cppbatch.cluster.engines.local import LocalEngine
 from cppbatch.engine.sampling import grammar_child, structured_output
 from cppbatch.engine.sequence import Seq
+from cppbatch.errors import EngineClosed
 from cppbatch.models.synthetic import IM_START
 from tests.support.fakes import drain, greedy
 from tests.support.schemas import SCHEMAS, fault
@@ -355,6 +358,33 @@ def test_a_grammar_that_would_take_hours_to_read_is_given_up(
     with pytest.raises(InvalidRequest, match=r"^json_schema: is too complex"):
         prepare(engine, json_schema={"type": "integer", "multipleOf": 99_999_989})
     assert one(engine, greedy(9, guided_regex="after that [0-9]")).text.startswith("after that ")
+
+
+def test_closing_does_not_wait_for_a_grammar_that_is_being_read() -> None:
+    checker = structured_output.GrammarChecker()
+    checker.definition("guided_regex", "ready")
+    with ThreadPoolExecutor(1) as threads:
+        reading = threads.submit(checker.definition, "json_schema", '{"type": "integer", "multipleOf": 99999989}')
+        sleep(0.3)
+        began = monotonic()
+        checker.close()
+        with pytest.raises(EngineClosed):
+            reading.result()
+    assert monotonic() - began < 5
+    with pytest.raises(EngineClosed):
+        checker.definition("guided_regex", "ready")
+
+
+async def test_nor_does_an_engine_on_a_thread(tiny_llama: Path) -> None:
+    params = SamplingParams(json_schema={"type": "integer", "multipleOf": 99_999_989})
+    async with LocalEngine(tiny_llama, **SETTINGS) as engine:
+        await engine.loaded()
+        checking = asyncio.create_task(engine.check(GenerationRequest(id="slow", prompt=PROMPT, params=params)))
+        await asyncio.sleep(0.5)
+        began = monotonic()
+    assert monotonic() - began < 5
+    with pytest.raises(EngineClosed):
+        await checking
 
 
 def test_ctrl_c_while_a_grammar_is_read_leaves_nothing_behind_for_the_next(tiny_llama: Path) -> None:

@@ -20,7 +20,7 @@ from cppbatch.engine.runtime import load_runtime
 from cppbatch.engine.sequence import Seq
 from cppbatch.engine.speculation import draft_model, speculator
 from cppbatch.engine.speculation.proposer import Draft
-from cppbatch.engine.speculation.row_proposers import RowProposer
+from cppbatch.engine.speculation.row_proposer import RowProposer
 from cppbatch.engine.speculation.runtimes import choose_row_draft
 from cppbatch.engine.steps import StepCost
 from cppbatch.errors import ConfigError, LlamaError, ModelError, OutOfRange

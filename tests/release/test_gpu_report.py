@@ -133,6 +133,21 @@ def test_a_child_that_runs_out_of_time_is_gone_with_all_it_started_and_its_outpu
     assert not psutil.pid_exists(grandchild) or psutil.Process(grandchild).status() == psutil.STATUS_ZOMBIE
 
 
+def test_sigterm_ends_a_script_with_the_servers_that_it_started() -> None:
+    program = (
+        "import time; from cppbatch.sizing.child_process import ChildProcess\n"
+        "with ChildProcess(['sleep', '60']) as child:\n"
+        "    print(child.pid, flush=True)\n"
+        "    time.sleep(60)"
+    )
+    with subprocess.Popen(python(program), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as started:
+        assert started.stdout
+        child = int(started.stdout.readline())
+        started.terminate()
+        assert started.wait(30) != 0
+    assert not psutil.pid_exists(child)
+
+
 def test_a_server_that_never_answers_or_ends_is_not_waited_for_longer_than_told() -> None:
     url = f"http://127.0.0.1:{free_port()}/health"
     with ChildProcess(python("import time; time.sleep(60)")) as child:

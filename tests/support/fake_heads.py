@@ -11,8 +11,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from cppbatch.engine.speculation.chain_proposer import ChainProposer
+from cppbatch.engine.speculation.dflash_proposer import DFlashProposer
 from cppbatch.engine.speculation.draft_cells import DraftCells
-from cppbatch.engine.speculation.row_proposers import ChainProposer, DFlashProposer, HeadProposer, RowProposer
+from cppbatch.engine.speculation.head_proposer import HeadProposer
+from cppbatch.engine.speculation.row_proposer import RowProposer
 from cppbatch.llama import Batch, HeadBatch, RowBatch
 from tests.support.fakes import EOG, LOGITS, N_MOODS, N_VOCAB, FakeContext
 

@@ -24,7 +24,7 @@ from cppbatch.engine.model_info import AdapterInfo, ModelInfo
 from cppbatch.engine.runtime import Layouts, Runtime
 from cppbatch.engine.sequence import Seq
 from cppbatch.engine.speculation.proposer import Draft, Proposer
-from cppbatch.engine.speculation.row_proposers import RowProposer
+from cppbatch.engine.speculation.row_proposer import RowProposer
 from cppbatch.errors import CacheFull, LlamaError
 from cppbatch.llama import BackendSampling, Batch, EmbeddingBatch
 

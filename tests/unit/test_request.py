@@ -6,6 +6,7 @@ import itertools
 import json
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, get_type_hints
 
 import numpy as np
@@ -21,6 +22,7 @@ from cppbatch import (
     SamplingParams,
     generate_batch,
 )
+from cppbatch.config import SETTINGS
 from cppbatch.engine.params import GRAMMARS, SAMPLERS, shown
 from cppbatch.errors import ConfigError, EngineClosed
 from tests.support.fakes import EOG, N_VOCAB, context_of, drain, fake_engine, greedy, reference, result_of, tokens_of
@@ -616,6 +618,40 @@ def test_a_setting_that_is_not_a_number_is_refused_with_its_flag(name: str) -> N
     wrong: Any = {name: "12"}
     with pytest.raises(ConfigError, match=rf"^{name} \(-.*\) is '12'; it must be "):
         EngineConfig("x", **wrong)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"device": "x"}, "device (--devices) is 'x'; it must be a whole number, or None"),
+        ({"tensor_split": 1}, "tensor_split (-ts) is 1; it must be a list of numbers, like [3, 1]"),
+        ({"tensor_split": ["a"]}, "tensor_split (-ts) is ['a']; it must be a list of numbers"),
+        ({"rpc": [1]}, "rpc (--rpc) is [1]; it must be a list of addresses"),
+        ({"n_parallel": 5.5}, "n_parallel (-np) is 5.5; it must be a whole number, from 1 to 256"),
+        ({"deterministic": "no"}, "deterministic (--deterministic) is 'no'; it must be True or False"),
+        ({"prefix_cache_disk": 5}, "prefix_cache_disk (--prefix-cache-disk) is 5; it must be a string"),
+        ({"kv_layout": None}, "kv_layout (--kv-layout) is None; it must be one of auto, unified, per-sequence"),
+        ({"step_ms": 5}, "step_ms is 5; it must be a list of (rows, ms) pairs"),
+        ({"lora": 5}, "lora (--lora) is 5; it must be a list of (file, scale) pairs"),
+    ],
+)
+def test_a_setting_of_another_type_is_refused_with_what_it_must_be(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        EngineConfig("x", **settings)
+
+
+def test_every_setting_refuses_another_type_with_its_name() -> None:
+    for name in SETTINGS:
+        wrong: Any = {name: object()}
+        with pytest.raises(ConfigError, match=f"^{name} .*it must be "):
+            EngineConfig("x", **wrong)
+
+
+def test_paths_and_lists_are_settings_too() -> None:
+    given: Any = {"draft_model": Path("a.gguf"), "mmproj": None, "tensor_split": [3, 1], "lora": [[Path("b.gguf"), 1]]}
+    config = EngineConfig("x", **given)
+    assert (config.draft_model, config.mmproj, config.tensor_split) == ("a.gguf", "", (3.0, 1.0))
+    assert config.lora == (("b.gguf", 1.0),)
 
 
 def test_generate_batch_takes_the_positional_form() -> None:

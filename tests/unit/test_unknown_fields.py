@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 
 from cppbatch.errors import InvalidRequest
@@ -12,8 +13,9 @@ from cppbatch.server.api.generate.generate_endpoint import GenerateRequest
 from cppbatch.server.api.llama_server.completion import LlamaCompletionRequest
 from cppbatch.server.api.openai.chat_types import ChatCompletionRequest
 from cppbatch.server.api.openai.completions import CompletionRequest
+from cppbatch.server.api.pooling import EmbeddingRequest
 from cppbatch.server.api.responses.types import ResponsesRequest
-from cppbatch.server.fields.parse import known_fields, listed, refuse_unknown
+from cppbatch.server.fields.parse import known_fields, listed, read_body, refuse_unknown
 
 KINDS = (
     ChatCompletionRequest, CompletionRequest, ResponsesRequest, MessagesRequest, GenerateRequest,
@@ -94,6 +96,38 @@ def test_values_that_ask_for_nothing_are_taken(kind: type, name: str) -> None:
 def test_a_misspelt_field_is_refused_with_the_one_that_is_meant(written: str, meant: str) -> None:
     error = refusal(ChatCompletionRequest, **{written: 1})
     assert (error.field, error.message) == (written, f"is an unknown field; did you mean {meant}?")
+
+
+@pytest.mark.parametrize(
+    ("kind", "body", "message"),
+    [
+        (ChatCompletionRequest, b"{}", "messages: is required"),
+        (
+            ChatCompletionRequest,
+            b'{"user_2": 1, "mesages": []}',
+            "messages: is required; mesages is an unknown field; did you mean messages?",
+        ),
+        (ChatCompletionRequest, b'{"text": "a"}', "messages: is required; text is an unknown field"),
+        (
+            ChatCompletionRequest,
+            b'{"temprature": 1}',
+            "messages: is required; temprature is an unknown field; did you mean temperature?",
+        ),
+        (
+            ChatCompletionRequest,
+            b'{"history": []}',
+            "messages: is required; history is not supported; send all messages",
+        ),
+        (EmbeddingRequest, b'{"inputs": "a"}', "input: is required; inputs is an unknown field; did you mean input?"),
+        (ChatCompletionRequest, b'{"mesages": [], "messages": 1}', "messages: expected `array`, got `int`"),
+    ],
+)
+def test_a_missing_field_is_named_with_the_unknown_one_that_may_stand_for_it(
+    kind: type[msgspec.Struct], body: bytes, message: str
+) -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        read_body(body, kind)
+    assert str(refused.value) == message
 
 
 def test_clients_of_several_servers_may_send_every_name_of_a_field() -> None:

@@ -220,6 +220,8 @@ class LocalEngine(EngineClient):
     async def close(self) -> None:
         """Closes the engine after the current step; aborts loading."""
         self._closing = True
+        if self._engine:
+            await asyncio.to_thread(self._engine.inputs.close)  # a grammar may take 10 s to compile
         await asyncio.to_thread(self._input_threads.close)  # first: these threads read the model
         await asyncio.to_thread(self._end_thread)
         atexit.unregister(self._end_thread)

@@ -56,7 +56,7 @@ from cppbatch.engine.disk.slots import SlotPrefix, SlotReport
 from cppbatch.engine.request import FinishReason, GenerationEvent
 from cppbatch.engine.runtime import Runtime
 from cppbatch.engine.sequence import Seq
-from cppbatch.errors import CppBatchError, InvalidRequest, RequestCancelled
+from cppbatch.errors import CppBatchError, EngineClosed, InvalidRequest, RequestCancelled
 from cppbatch.llama.backend import Backend
 
 log = logging.getLogger("cppbatch.worker")
@@ -134,6 +134,8 @@ class Worker:
             self._step_loop.post(lambda engine: self._answer(request_id, refused))
         except RequestCancelled:
             self._step_loop.post(lambda engine: self._answer(request_id, _cancelled_event(request_id)))
+        except EngineClosed:
+            log.debug("request %s was being prepared when the engine closed", request_id)
         except Exception:
             _crash(self._link, "failed to prepare a request")
         else:

@@ -275,13 +275,14 @@ class GrammarChecker:
     def __init__(self) -> None:
         self._child: subprocess.Popen[str] | None = None
         self._closed = False
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # held while the child reads a grammar
+        self._starting = threading.Lock()  # so that none starts after `close` has looked for it
 
     def definition(self, field: str, text: str) -> str:
         """The grammar in llguidance's format. `field`: the field of `SamplingParams` with the grammar, `text`.
 
         Raises `ValueError` with the reason for an invalid grammar, `CheckFailed` if the child died twice,
-        `EngineClosed`.
+        `EngineClosed`, also if `close` is called meanwhile.
         """
         with self._lock:
             line = self._ask(field, text) or self._ask(field, text)
@@ -297,11 +298,12 @@ class GrammarChecker:
 
     def _ask(self, field: str, text: str) -> str:
         """The child's answer, a line of JSON; empty if the child died."""
-        if self._closed:
-            raise EngineClosed("the engine is closed")
-        if self._child is None or self._child.poll() is not None:
-            self._child = _start()
-        child = self._child
+        with self._starting:
+            if self._closed:
+                raise EngineClosed("the engine is closed")
+            if self._child is None or self._child.poll() is not None:
+                self._child = _start()
+            child = self._child
         assert child.stdin
         assert child.stdout
         timer = threading.Timer(_TIMEOUT_S, child.kill)
@@ -331,9 +333,12 @@ class GrammarChecker:
             self._child = None
 
     def close(self) -> None:
-        """Stops the child, and prevents starting another one."""
-        with self._lock:
+        """Stops the child, also while it reads a grammar (then `definition` raises), and prevents starting another."""
+        with self._starting:
             self._closed = True
+            if child := self._child:
+                child.kill()
+        with self._lock:
             self._end()
 
 

@@ -10,14 +10,11 @@ import msgspec
 from cppbatch.config import DRAFT_MODELS, EngineConfig, Speculation, available_threads, named
 from cppbatch.engine.compute_threads import ComputeThreads
 from cppbatch.engine.kv.layout import choose_flash_attn
+from cppbatch.engine.speculation.chain_proposer import ChainProposer
+from cppbatch.engine.speculation.dflash_proposer import DFlashProposer
 from cppbatch.engine.speculation.draft_model import DraftModel, DraftModelProposer
-from cppbatch.engine.speculation.row_proposers import (
-    AssistantProposer,
-    ChainProposer,
-    DFlashProposer,
-    HeadProposer,
-    RowProposer,
-)
+from cppbatch.engine.speculation.head_proposer import AssistantProposer, HeadProposer
+from cppbatch.engine.speculation.row_proposer import RowProposer
 from cppbatch.errors import ModelError
 from cppbatch.llama import (
     AssistantContext,

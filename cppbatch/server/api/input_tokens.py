@@ -25,7 +25,12 @@ class InputTokens(msgspec.Struct, frozen=True, kw_only=True):
     input_tokens: int
 
 
-@routes.post("/v1/chat/completions/input_tokens", InputTokens, ChatCompletionRequest)
+@routes.post(
+    "/v1/chat/completions/input_tokens",
+    InputTokens,
+    ChatCompletionRequest,
+    also=("/chat/completions/input_tokens",),
+)
 async def chat_input_tokens(request: web.Request) -> web.Response:
     """Count the prompt tokens of a chat completion."""
     body = await read_json(request, ChatCompletionRequest)
@@ -37,7 +42,7 @@ async def chat_input_tokens(request: web.Request) -> web.Response:
     return json_response(InputTokens(input_tokens=len(tokens)))
 
 
-@routes.post("/v1/responses/input_tokens", InputTokens, ResponsesRequest)
+@routes.post("/v1/responses/input_tokens", InputTokens, ResponsesRequest, also=("/responses/input_tokens",))
 async def response_input_tokens(request: web.Request) -> web.Response:
     """Count the prompt tokens of a response."""
     body = await read_json(request, ResponsesRequest)

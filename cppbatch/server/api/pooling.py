@@ -312,6 +312,7 @@ _SCORES = {"type": "array", "description": "With `texts`", "items": schema_ref(T
     types=(RerankResponse, TextScore),
     streams=False,
     in_batches=True,
+    also=("/rerank", "/reranking", "/v1/reranking"),
 )
 async def prepare_rerank(body: RerankRequest, serving: Serving) -> PreparedRequest:
     """Rank documents by their relevance to a query.

@@ -46,7 +46,7 @@ class ReadyResponse(msgspec.Struct, frozen=True, kw_only=True):
     """`draining`, or as in /health."""
 
 
-@routes.get("/health", HealthResponse, (503,), also="/v1/health", unavailable=HealthResponse)
+@routes.get("/health", HealthResponse, (503,), also=("/v1/health",), unavailable=HealthResponse)
 async def health(request: web.Request) -> web.Response:
     """200 if the server is ready for requests, otherwise 503 with its state; no API key required.
 

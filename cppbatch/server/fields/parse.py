@@ -10,7 +10,7 @@ import json
 import math
 import re
 import urllib.parse
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 from typing import Any, NamedTuple, TypeVar
 
 import msgspec
@@ -33,18 +33,28 @@ async def read_json(request: web.Request, kind: type[Body]) -> Body:
     Unknown fields are refused or reported (`refuse_unknown`). Raises `InvalidRequest` naming the invalid field.
     """
     body = await request.read()
-    read = asyncio.to_thread(_read, body, kind) if len(body) > _LARGE else None
-    struct, request[IGNORED] = await read if read else _read(body, kind)
+    read = asyncio.to_thread(read_body, body, kind) if len(body) > _LARGE else None
+    struct, request[IGNORED] = await read if read else read_body(body, kind)
     return struct
 
 
-def _read(body: bytes, kind: type[Body]) -> tuple[Body, tuple[str, ...]]:
-    """The struct, and the names of the fields that have no effect."""
-    struct = parse(body, kind)
+def read_body(body: bytes, kind: type[Body]) -> tuple[Body, tuple[str, ...]]:
+    """The struct, and the names of the fields that have no effect. Raises `InvalidRequest` as `read_json`."""
+    try:
+        struct = parse(body, kind)
+    except InvalidRequest as error:
+        with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError):  # the error is about that
+            if better := with_unknown(error, _raw_fields(body), kind):
+                raise better from error
+        raise
     try:  # names and values of unknown fields are only decoded here
-        return struct, refuse_unknown(msgspec.json.decode(body, type=dict[str, msgspec.Raw]), kind)
+        return struct, refuse_unknown(_raw_fields(body), kind)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise _not_json(body, error) from error
+
+
+def _raw_fields(body: bytes) -> dict[str, msgspec.Raw]:
+    return msgspec.json.decode(body, type=dict[str, msgspec.Raw])
 
 
 def parse(body: bytes, kind: type[Parsed]) -> Parsed:
@@ -238,6 +248,22 @@ def refuse_unknown(fields: Mapping[str, Any], kind: type) -> tuple[str, ...]:
     return tuple(ignored)
 
 
+def with_unknown(error: InvalidRequest, fields: Mapping[str, Any], kind: type) -> InvalidRequest | None:
+    """The error about a field that is missing, with the unknown one that may stand for it; None: it is another error,
+    or no field is unknown. `fields` and `kind`: as in `refuse_unknown`."""
+    known = known_fields(kind)
+    unknown = [name for name in fields if name not in known]
+    if not unknown or error.field in fields or error.field not in known:
+        return None
+    name = next((name for name in unknown if _similar(_squeezed(name), {error.field})), unknown[0])
+    if issubclass(kind, StructuredFields) and (refused := _listed(name, known)):
+        reason = refused.reason
+    else:
+        similar = _similar(_squeezed(name), known - fields.keys())
+        reason = _unknown(similar) if similar else "is an unknown field"
+    return InvalidRequest(error.field, f"{error.message}; {name[:_LONGEST_NAME]} {reason}", error.overflow)
+
+
 @functools.cache
 def known_fields(kind: type) -> frozenset[str]:
     """The JSON names of a type's fields."""
@@ -254,8 +280,8 @@ def _reason(name: str, value: object, known: frozenset[str], fields: Mapping[str
         return refused.reason if has_effect and (refused.is_given_empty or not is_empty) else None
     if is_empty or name in _HARMLESS:
         return None
-    if similar := _similar(_squeezed(name), known):
-        return None if similar in fields else f"is an unknown field; did you mean {similar}?"
+    if similar := _similar(_squeezed(name), known - _NO_TEXT):
+        return None if similar in fields else _unknown(similar)
     if _TEXT_WORDS.search(_squeezed(name)):
         return "is an unknown field that might change the output; see docs/api.md for the supported fields"
     return None
@@ -272,9 +298,13 @@ def _listed(name: str, known: frozenset[str]) -> _Refused | None:
     return refused._replace(reason=f"is not supported; {refused.reason}") if refused else None
 
 
-def _similar(squeezed: str, known: frozenset[str]) -> str | None:
+def _unknown(similar: str) -> str:
+    return f"is an unknown field; did you mean {similar}?"
+
+
+def _similar(squeezed: str, known: Set[str]) -> str | None:
     """The field that a name means, as `topP` means `top_p` and `temprature` means `temperature`."""
-    names = {_squeezed(name): name for name in sorted(known - _NO_TEXT)}
+    names = {_squeezed(name): name for name in sorted(known)}
     if squeezed in names:
         return names[squeezed]
     found = difflib.get_close_matches(squeezed[:_LONGEST_NAME], names, n=1, cutoff=_SIMILAR)

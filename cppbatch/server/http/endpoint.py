@@ -113,28 +113,22 @@ class Routes(list[Route]):
         handler: Handler,
         *,
         streams: bool = False,
-        also: str | None = None,
+        also: tuple[str, ...] = (),
         options: dict[str, Any] | None = None,
         **fields: Any,
     ) -> Handler:
-        """`streams`: the response may be streamed. `also`: another path. `options`: for aiohttp. `fields`: of
-        `Endpoint`, such as the `types` referenced by schemas."""
+        """`streams`: the response may be streamed. `also`: its paths in other APIs. `options`: for aiohttp. `fields`:
+        of `Endpoint`, such as the `types` referenced by schemas."""
         (paragraph, *_) = (handler.__doc__ or "").split("\n\n")
         summary = " ".join(paragraph.split()).removesuffix(".")
         content, types = _content(answer)
         if streams:
             content = {**content, "text/event-stream": _SERVER_SENT_EVENT}
         described: Json = {"summary": summary, "content": content, "types": types, **fields}
-        self.append(Route(method, path, handler, Endpoint(**described), options or {}))
-        if also:
-            self.alias(also, self, path)
+        route = Route(method, path, handler, Endpoint(**described), options or {})
+        same = route.endpoint._replace(summary=f"Same as {path}", prepare=None)
+        self.extend([route, *(route._replace(path=other, endpoint=same) for other in also)])
         return handler
-
-    def alias(self, path: str, routes: Routes, known: str) -> None:
-        """Adds another path of an endpoint among these routes."""
-        (route,) = (route for route in routes if route.path == known)
-        endpoint = route.endpoint._replace(summary=f"Same as {known}", prepare=None)
-        self.append(route._replace(path=path, endpoint=endpoint))
 
 
 def schema_ref(kind: type) -> Json:

@@ -26,7 +26,7 @@ from cppbatch.server.api.openai.completions import CompletionRequest, prepare_co
 from cppbatch.server.api.responses import create_response
 from cppbatch.server.auth.keys import KEY, KEY_USAGE, KeyLineSlots
 from cppbatch.server.auth.rules import KeyRules
-from cppbatch.server.fields.parse import read_json, refuse_unknown
+from cppbatch.server.fields.parse import read_json, refuse_unknown, with_unknown
 from cppbatch.server.fields.sampling import SamplingFields, merge_fields
 from cppbatch.server.http.api_errors import api_error, error_body, json_response
 from cppbatch.server.models.served import MODELS, ServedModels
@@ -38,7 +38,7 @@ from cppbatch.typed_json import convert
 
 _ENDPOINTS = {
     route.path: (route.endpoint.body, prepare)
-    for module in (chat_completions, completions, create_response, pooling, pooling)
+    for module in (chat_completions, completions, create_response, pooling)
     for route in module.routes
     if route.endpoint.body and (prepare := route.endpoint.prepare)
 }
@@ -111,7 +111,12 @@ class BatchRequestHandler:
             prepare = partial(prepare_completion, default_max_tokens=UNLIMITED)
         if fields.get("stream"):
             raise InvalidRequest("stream", "is true, but responses in a batch cannot be streamed; leave it out")
-        body = convert(fields, kind)
+        try:
+            body = convert(fields, kind)
+        except InvalidRequest as error:
+            if better := with_unknown(error, request.body, kind):
+                raise better from error
+            raise
         refuse_unknown(request.body, kind)  # excludes the defaults: a field similar to one of them is still a mistake
         with await self._models.lease(body.model, self._rules, load=True) as lease:
             prepared = await prepare(body, lease.serving)

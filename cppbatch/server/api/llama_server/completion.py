@@ -55,7 +55,7 @@ COMPLETION: Json = {
 """The response of `/completion`, for `Routes.post`."""
 
 
-@routes.post("/completion", body=LlamaCompletionRequest, also="/completions", **COMPLETION)
+@routes.post("/completion", body=LlamaCompletionRequest, also=("/completions",), **COMPLETION)
 async def llama_completion(request: web.Request) -> web.StreamResponse:
     """Complete one or more prompts."""
     body = await read_json(request, LlamaCompletionRequest)

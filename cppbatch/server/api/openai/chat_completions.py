@@ -39,7 +39,14 @@ if TYPE_CHECKING:
 routes = Routes()
 
 
-@generation(routes, "/v1/chat/completions", ChatCompletionRequest, ChatCompletionResponse, in_batches=True)
+@generation(
+    routes,
+    "/v1/chat/completions",
+    ChatCompletionRequest,
+    ChatCompletionResponse,
+    in_batches=True,
+    also=("/chat/completions",),
+)
 async def prepare_chat_completion(body: ChatCompletionRequest, serving: Serving) -> PreparedRequest:
     """Generate the next assistant message.
 

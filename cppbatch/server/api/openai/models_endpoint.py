@@ -205,7 +205,13 @@ class ModelList(msgspec.Struct, frozen=True, kw_only=True):
     """Free host memory in bytes, with `fit`."""
 
 
-@routes.get("/v1/models", (ModelList, AnthropicModelList), (400, 401, 503), query=AnthropicModelQuery)
+@routes.get(
+    "/v1/models",
+    (ModelList, AnthropicModelList),
+    (400, 401, 503),
+    query=AnthropicModelQuery,
+    also=("/models",),
+)
 async def models(request: web.Request) -> web.Response:
     """List all models, loaded or not.
 

@@ -57,7 +57,7 @@ from cppbatch.server.models.serving import PreparedTurn, Serving
 routes = Routes()
 
 
-@generation(routes, "/v1/responses", ResponsesRequest, ResponsesResponse, in_batches=True)
+@generation(routes, "/v1/responses", ResponsesRequest, ResponsesResponse, in_batches=True, also=("/responses",))
 async def prepare_response(body: ResponsesRequest, serving: Serving) -> PreparedRequest:
     """Generate the next assistant message, in the Responses API.
 

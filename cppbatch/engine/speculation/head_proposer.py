@@ -1,0 +1,111 @@
+"""Drafts from one layer that reads a token and the hidden row of the token before it, for all sequences of the batch
+together: the draft head in the model's own file (MTP), an EAGLE-3 draft model, or Gemma 4's assistant.
+
+Each decode computes one draft token of each sequence; beside the next one it reads the layer's own hidden row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from time import perf_counter
+from typing import Protocol
+
+import numpy as np
+
+from cppbatch.engine.compute_threads import ComputeThreads
+from cppbatch.engine.sequence import Seq
+from cppbatch.engine.speculation.draft_cells import DraftSequence, TargetCells
+from cppbatch.engine.speculation.draft_model import Guess
+from cppbatch.engine.speculation.hidden_rows import Rows
+from cppbatch.engine.speculation.row_proposer import RowProposer, RowRuntime
+from cppbatch.errors import CacheFull
+from cppbatch.llama import HeadBatch
+
+
+class HeadRuntime(RowRuntime, Protocol):
+    """The context of a draft head or an EAGLE-3 draft model (`cppbatch.llama.HeadContext`, `EagleContext`)."""
+
+    reads_first: bool
+
+    def new_batch(self) -> HeadBatch: ...
+    def encode(self, rows: Rows) -> Rows: ...
+    def hidden_rows(self, n: int) -> Rows: ...
+
+
+class HeadProposer(RowProposer):
+    """A `Proposer` that drafts with the draft head in the model's file, or an EAGLE-3 draft model."""
+
+    def __init__(
+        self,
+        context: HeadRuntime,
+        hidden_rows: Callable[[int], Rows],
+        longest: int,
+        eog: frozenset[int] = frozenset(),
+        *,
+        kind: str = "the draft head",
+        threads: ComputeThreads | None = None,
+        clock: Callable[[], float] = perf_counter,
+    ) -> None:
+        """`kind`: for messages. The others as in `RowProposer`."""
+        self.kind = kind
+        self._head = context
+        self._places: dict[DraftSequence, int] = {}  # which row of the last decode is of which sequence
+        super().__init__(context, hidden_rows, longest, eog, threads=threads, clock=clock)
+
+    def _new_batch(self) -> HeadBatch:
+        self._head_batch = self._head.new_batch()
+        return self._head_batch
+
+    def _first_of(self, sequence: Seq) -> int:
+        """As `RowProposer._first_of`: the token after the first known row. Before the first token of a text there is no
+        row; for a draft head zeros count as it, as in llama.cpp, and EAGLE-3 does not read that token."""
+        start = self._rows[sequence].start
+        return start + 1 if start or not self._head.reads_first else 0
+
+    def _add_known(self, pieces: Sequence[tuple[DraftSequence, int]], *, n_logits: int) -> None:
+        rows = self._head.encode(np.concatenate([self._rows_before(draft, n) for draft, n in pieces]))
+        at = 0
+        for draft, n in pieces:
+            start, stop = draft.n_known, draft.n_known + n
+            of_piece, at = rows[at : at + n], at + n
+            self._head_batch.add_hidden_run(draft.tokens[start:stop], of_piece, start, draft.seq_id, n_logits=n_logits)
+            self._forget(draft, stop)
+
+    def _forget(self, draft: DraftSequence, n: int) -> None:
+        """The first `n` tokens of its sequence are read; the last one may be computed again."""
+        assert draft.sequence
+        self._rows[draft.sequence].forget(n - 2)
+
+    def _rows_before(self, draft: DraftSequence, n: int) -> Rows:
+        """The row before each of the next `n` tokens that its cells lack."""
+        assert draft.sequence
+        start, stop = draft.n_known, draft.n_known + n
+        rows = self._rows[draft.sequence].rows(max(0, start - 1), stop - 1)
+        return rows if start else np.concatenate([np.zeros((1, self._n_row), np.float32), rows])
+
+    def _add_guessed(self, growing: list[DraftSequence], tokens: list[int]) -> None:
+        places = [self._places[draft] for draft in growing]
+        hidden = self._head.hidden_rows(max(places) + 1)[places]
+        positions = [draft.position for draft in growing]
+        self._head_batch.add_hidden_rows(tokens, hidden, positions, [draft.seq_id for draft in growing])
+
+    def _decode(self, growing: list[DraftSequence]) -> None:
+        super()._decode(growing)
+        self._places = {draft: i for i, draft in enumerate(growing)}
+
+
+class AssistantProposer(HeadProposer):
+    """A `Proposer` that drafts with Gemma 4's assistant, which reads the model's own cells, and so no prompts."""
+
+    def _new_cells(self) -> TargetCells:
+        return TargetCells()
+
+    def read_seconds(self, sequence: Seq) -> float:
+        """As `ModelProposer.read_seconds`."""
+        return 0.0
+
+    def _guess(self, sequences: list[Seq], lengths: list[int]) -> list[Guess | None]:
+        try:
+            return super()._guess(sequences, lengths)
+        except CacheFull:  # llama.cpp looks for free cells of the model for tokens that fill none
+            return [None] * len(sequences)

@@ -1,0 +1,152 @@
+"""What the proposers have in common that draft from hidden rows of the model: a draft head in its file (MTP), and draft
+models that were made for it (EAGLE-3, DFlash, Gemma 4's assistant).
+
+The model's hidden rows are kept on the host (`HiddenRows`), and read when drafts are requested, so a proposer that is
+not worth its time costs next to nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from time import perf_counter
+from typing import Protocol
+
+from cppbatch.engine.compute_threads import ComputeThreads
+from cppbatch.engine.kv.padding_rows import BatchEntry
+from cppbatch.engine.sequence import Seq
+from cppbatch.engine.speculation.draft_cells import DraftCells, DraftSequence, TargetCells
+from cppbatch.engine.speculation.draft_model import JOINED, DraftContext, DraftModel, DraftModelProposer
+from cppbatch.engine.speculation.hidden_rows import HiddenRows, Rows, most_rows
+from cppbatch.errors import LlamaError
+
+log = logging.getLogger("cppbatch.engine")
+
+_NEW = 0.1  # weight of a new time in what reading the tokens since the last draft takes
+
+
+class RowRuntime(DraftContext, Protocol):
+    """A context that reads hidden rows of the model."""
+
+    @property
+    def n_row(self) -> int:
+        """Numbers of a row."""
+        ...
+
+    def close(self) -> None: ...
+    def open_again(self) -> None: ...
+
+
+class RowProposer(DraftModelProposer, ABC):
+    """A `Proposer` that drafts from hidden rows of the model.
+
+    The engine says what it has computed (`computed`). A sequence's cells in the context for drafts begin at the first
+    token whose row is known, unless another sequence has cells of the same prefix: after a cached prefix, or a context
+    shift, the drafts depend only on what follows. Sequences with LoRA adapters, images or audio get no drafts.
+    """
+
+    def __init__(
+        self,
+        context: RowRuntime,
+        hidden_rows: Callable[[int], Rows],
+        longest: int,
+        eog: frozenset[int] = frozenset(),
+        *,
+        threads: ComputeThreads | None = None,
+        clock: Callable[[], float] = perf_counter,
+    ) -> None:
+        """`hidden_rows`: `Context.hidden_rows` of the model. `longest`: tokens of a sequence at most. The others as in
+        `DraftModelProposer`."""
+        self._row_context = context
+        self._hidden_rows = hidden_rows
+        self._rows: dict[Seq, HiddenRows] = {}
+        self._catch_up_s = 0.0
+        super().__init__(DraftModel(context, longest), eog, threads=threads, clock=clock)
+        self._n_row = context.n_row
+        self._most_rows = most_rows(context.n_seq_max, self._n_row)
+        # A token without logits is computed by a decode of its own: some heads yield wrong hidden rows beside it.
+        self._most_joined = 1
+
+    def _new_cells(self) -> DraftCells | TargetCells:
+        # Drafted tokens were computed from other rows than those of the model.
+        return DraftCells(self._context, first_of=self._first_of, keeps_guesses=False)
+
+    # --- what the model has computed ----------------------------------------------------------------------------------
+
+    def computed(self, entries: Sequence[BatchEntry]) -> None:
+        """Records the entries of the model's last decode, in order, whose accounting has not been updated yet."""
+        if self._failed:
+            return
+        if len(self._rows) > self._context.n_seq_max:  # those of preempted sequences count beyond the memory plan
+            for sequence in [each for each in self._rows if each.seq_id < 0]:
+                del self._rows[sequence]
+        rows = self._hidden_rows(sum(n for _, n in entries))
+        at = 0
+        for entry, n in entries:
+            if isinstance(entry, Seq) and (known := self._rows_of(entry)):
+                known.put(entry.n_computed, rows[at : at + n], self._most_rows)
+            at += n
+
+    def _rows_of(self, sequence: Seq) -> HiddenRows | None:
+        known = self._rows.get(sequence)
+        if known is None and _may_draft(sequence):
+            known = self._rows[sequence] = HiddenRows(self._n_row)
+        return known
+
+    @abstractmethod
+    def _first_of(self, sequence: Seq) -> int:
+        """The first token whose cell can be computed from the known rows."""
+
+    # --- the interface of proposers -----------------------------------------------------------------------------------
+
+    def serves(self, sequence: Seq) -> bool:
+        """As `ModelProposer.serves`: a sequence of which the row before its last token is known."""
+        known, last = self._rows.get(sequence), sequence.n_tokens - 2
+        return not self._failed and known is not None and known.start <= last < known.stop
+
+    def seconds(self, n_sequences: int, k: int) -> float:
+        """As `ModelProposer.seconds`, with what reading the tokens since the last draft takes."""
+        return super().seconds(n_sequences, k) + self._catch_up_s
+
+    def read_seconds(self, sequence: Seq) -> float:
+        """As `ModelProposer.read_seconds`: rows that were forgotten are not read any more."""
+        draft = self.cells.get(sequence)
+        n = sequence.n_tokens - max(self._first_of(sequence), draft.n_known if draft else 0) - JOINED
+        return n * self.cost.token_s(n) if n > 0 else 0.0
+
+    def finished(self, sequence: Seq) -> None:
+        """As `Proposer.finished`."""
+        super().finished(sequence)
+        self._rows.pop(sequence, None)
+
+    def close_context(self) -> None:
+        """Frees the context for drafts."""
+        self._row_context.close()
+
+    def open_again(self) -> None:
+        """Recreates the empty draft context after `close_context`, because the model's own was recreated. If that
+        fails, it is logged, and there are no more drafts."""
+        self.cells.forget()
+        try:
+            self._row_context.open_again()
+        except LlamaError as error:
+            self._failed = True
+            log.error("stopped drafting with %s, which lost its context: %s", self.kind, error)
+
+    # --- drafting -----------------------------------------------------------------------------------------------------
+
+    def _read(self, unread: list[DraftSequence]) -> None:
+        # Others wait for a prefix that one of these reads.
+        unread = [draft for draft in unread if draft.sequence and draft.n_known >= self._first_of(draft.sequence)]
+        began = self._clock()
+        is_usual = bool(unread) and all(draft.n_missing <= JOINED for draft in unread)
+        super()._read(unread)
+        if is_usual:
+            self._catch_up_s += _NEW * (self._clock() - began - self._catch_up_s)
+
+
+def _may_draft(sequence: Seq) -> bool:
+    """Whether there may ever be drafts for it: their weights know no adapter, and their positions no image."""
+    is_text = sequence.request.task == "generate" and not sequence.media
+    return is_text and not sequence.adapters and sequence.params.speculate and sequence.max_new > 1
