@@ -461,7 +461,7 @@ class EngineCore:
         rows, n_outputs = plan.rows(), self._batch.n_outputs
         metrics, in_cache = self.metrics, {}
         metrics.draft_steps += 1
-        n_accepted_before = metrics.accepted_tokens
+        accepted: dict[Seq, int] = {}
         for sequence, n in plan.chunks:
             in_cache[sequence] = sequence.n_computed + n
             sequence.n_drafted += len(sequence.draft)
@@ -475,6 +475,7 @@ class EngineCore:
             for sequence, row, output in zip(going_on, rows, sampled, strict=True):
                 reasons[sequence] = self._accept(sequence, output)
                 if n := sequence.verify_draft():
+                    accepted[sequence] = accepted.get(sequence, 0) + n
                     sequence.n_accepted += n
                     metrics.accepted_tokens += n
                     self.kv.computed(sequence, n)
@@ -491,7 +492,7 @@ class EngineCore:
             if n > sequence.n_computed:
                 self.kv.drop_draft(sequence)
         assert self._speculator
-        self._speculator.verified(metrics.accepted_tokens - n_accepted_before, seconds)
+        self._speculator.verified(accepted, seconds)
         return [reasons[sequence] for sequence in outputs]
 
     def _finish(self, sequence: Seq, reason: FinishReason) -> None:
@@ -556,7 +557,7 @@ def _speculator(config: EngineConfig, runtime: Runtime) -> Speculator | None:
         return None
     n_rollback = runtime.n_rollback
     most = min(config.draft_max, n_rollback or config.draft_max)
-    return Speculator(runtime.proposers, most, equal_only=n_rollback > 0, clock=thread_time)
+    return Speculator(runtime.proposers, most, equal_only=n_rollback > 0, clock=thread_time, wall=perf_counter)
 
 
 def _disk_opener(

@@ -6,7 +6,7 @@ each right with a probability of 0.9 if those before it are, gives 8 tokens on a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple, cast
@@ -19,6 +19,9 @@ from cppbatch.engine.speculation.proposer import Draft, ModelProposer, Proposer
 from cppbatch.engine.steps import TILES, Groups, StepCost
 
 _WORTH = 1.1  # drafts are expected to make tokens this many times as fast as rows alone: estimates are rough
+_WORTH_PROVEN = 1.03  # the same while the measured time of the latest steps with drafts confirms the estimates:
+_PROVEN = 1.05  # they made tokens this many times as fast, on average
+_MIN_PROVEN = 8  # steps
 _TRIED = 0.8  # ... but those that make tokens this many times as fast are tried now and then: the times may be wrong
 _TRY_SHARE = 0.01  # of the time for such tries
 _LOOK_SHARE = 0.005  # of the time for drafts that are looked for in vain, after this number of steps in a row:
@@ -58,10 +61,8 @@ class DraftPlan:
     """For each row, in the order of the rows; those without a draft of this length get filling tokens."""
     groups: Groups
     """As `StepPlan.row_groups`, with the draft tokens."""
-    expected: float
-    """The expected number of accepted draft tokens."""
     value: float
-    """The same, but accepted tokens count as the part of a row's time that they save: see `_Step`."""
+    """The expected number of accepted draft tokens, each as the part of a row's time that it saves (`_Step`)."""
     n_padding: int = 0
     """Draft tokens of each padding row."""
 
@@ -111,12 +112,15 @@ class Speculator:
         *,
         equal_only: bool = False,
         clock: Callable[[], float] | None = None,
+        wall: Callable[[], float] | None = None,
     ) -> None:
         """`draft_max`: draft tokens of a sequence in a step at most. `equal_only`: where sequences have streams,
         all rows of a step get equally many and are computed together: other drafts could not be removed. `clock`: the
-        CPU time of this thread; None: looking for drafts counts as free.
+        CPU time of this thread; None: looking for drafts counts as free. `wall`: the time; None: the gain of drafts is
+        not measured.
         """
         self._looks = _Looks(clock) if clock else None
+        self._gain = _Gain(wall) if wall else None
         self._equal_only = equal_only
         self._proposers = proposers
         self._lookups = [proposer for proposer in proposers if not proposer.costs_compute]
@@ -124,7 +128,8 @@ class Speculator:
         self._draft_max = draft_max
         self._drafts_tried, self._model_tried = _Tries(0.0), _Tries(_FIRST_TRIES)
         self._left_for_unknown = _FIRST_TRIES
-        self._expected = self._accepted = 0.0  # tokens of the latest drafts: the estimates may be too high
+        self._computed: list[tuple[Seq, Probabilities]] = []  # the drafts of the last plan
+        self._accepted = self._expected = 0.0  # verified tokens of the latest drafts: the estimates may be too high
         self._usual: dict[Seq, Usual] = {}  # drafts of the draft model
         self._usual_of_all, self._n_usual = _FIRST_GUESS, _GUESSED
         self._since_plain = 0  # steps with drafts since one without
@@ -142,6 +147,8 @@ class Speculator:
             return None
         self._expected *= _REMEMBERED
         self._accepted *= _REMEMBERED
+        if self._gain:
+            self._gain.starts()
         if self._looks is None:
             return self._look(rows, groups, cost, limits)[0]
         if not self._looks.may_look(cost.rows_s(groups)):
@@ -173,7 +180,7 @@ class Speculator:
         if plan is None:
             self._since_plain = 0
             return None, False
-        is_worth = rate >= _WORTH * step.rate_without
+        is_worth = rate >= self._worth * step.rate_without
         if not is_worth:
             seconds = (len(rows) + plan.value) / rate - step.seconds
             n_steps = 0.0 if cost.has_seen(plan.groups) else seconds / step.seconds
@@ -183,21 +190,36 @@ class Speculator:
                 self._since_plain = 0
                 return None, False
         self._since_plain += 1
-        self._expected = _KEPT * self._expected + plan.expected / self._trust
+        if self._gain:
+            self._gain.drafted(len(rows), step.rate_without)
+        self._computed = []
         for sequence, draft, n in zip(rows, drafts, plan.lengths, strict=True):
             if n:
                 sequence.set_draft(draft.tokens[:n].tolist() if draft else [], n)
+            if n and draft:
+                self._computed.append((sequence, draft.probabilities[:n]))
         return plan, is_worth
 
     @property
     def _trust(self) -> float:
-        """The ratio of accepted to expected tokens: estimates that are too high are chosen first."""
+        """The ratio of right draft tokens to expected ones: estimates that are too high are chosen first."""
         return min(1.0, (self._accepted + _PRIOR) / (self._expected + _PRIOR))
 
-    def verified(self, n_accepted: int, seconds: float) -> None:
-        """Records the number of draft tokens accepted in the last plan's step. `seconds`: the time to verify them, in
-        addition to the first row of each sequence."""
+    @property
+    def _worth(self) -> float:
+        """How many times as fast drafts are expected to make tokens, at least."""
+        return min(_WORTH, _WORTH_PROVEN) if self._gain and self._gain.is_proven else _WORTH
+
+    def verified(self, accepted: Mapping[Seq, int], seconds: float) -> None:
+        """Records the draft tokens accepted in the last plan's step, by sequence, 0 for missing ones. `seconds`: the
+        time to verify them, in addition to the first row of each sequence."""
+        n_accepted, expected = sum(accepted.values()), 0.0
+        for sequence, probabilities in self._computed:
+            expected += float(probabilities[: accepted.get(sequence, 0) + 1].sum())  # with the first wrong token
         self._accepted = _KEPT * self._accepted + n_accepted
+        self._expected = _KEPT * self._expected + expected
+        if self._gain:
+            self._gain.verified(n_accepted)
         if n_accepted:
             self._accepted_s += _NEW_VERIFIED * (seconds / n_accepted - self._accepted_s)
 
@@ -230,7 +252,7 @@ class Speculator:
         n_tokens = len(step.rows) + plan.value
         with_drafts, without = n_tokens / rate + seconds, step.seconds + model.seconds(n_asked, 1)
         rate = (len(step.rows) + share * plan.value) / (share * with_drafts + (1 - share) * without)
-        is_worth = rate > _WORTH * max(step.rate_without, step.best(before)[1])
+        is_worth = rate > self._worth * max(step.rate_without, step.best(before)[1])
         self._model_tried.step(step.seconds)
         if not is_worth:
             # A try is for one sequence: the draft model may have to read the whole prompt of each.
@@ -315,6 +337,38 @@ class _Looks:
             self._left_s = 0.0
 
 
+class _Gain:
+    """How many times as fast the latest steps with drafts made tokens as rows alone would have: measured, all of their
+    time included."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._n = 0
+        self._took_s = self._without_s = 0.0  # of the latest steps; and of rows alone for the same tokens
+        self._began = 0.0
+        self._rows = (0, 1.0)
+
+    def starts(self) -> None:
+        """A step is planned."""
+        self._began = self._clock()
+
+    def drafted(self, n_rows: int, rate_without: float) -> None:
+        """It has drafts. `rate_without`: tokens/s of its rows alone."""
+        self._rows = n_rows, rate_without
+
+    def verified(self, n_accepted: int) -> None:
+        """Its drafts were verified."""
+        n_rows, rate_without = self._rows
+        self._n += 1
+        self._took_s = _KEPT * self._took_s + self._clock() - self._began
+        self._without_s = _KEPT * self._without_s + (n_rows + n_accepted) / rate_without
+
+    @property
+    def is_proven(self) -> bool:
+        """Whether they were faster."""
+        return self._n >= _MIN_PROVEN and self._without_s > _PROVEN * self._took_s
+
+
 class _Step:
     """The rows of a step, the cost of drafts for them, and the time saved by accepted tokens.
 
@@ -369,7 +423,7 @@ class _Step:
         expected = np.zeros((len(drafts), longest))
         for row, draft in zip(expected, drafts, strict=True):
             row[: len(draft)] = draft
-        expected *= self._trust
+        expected *= self._trust ** np.arange(1, longest + 1)
         if self.limits.has_streams:
             return self._best_in_streams(expected)
         return self._best_in_unified(expected)
@@ -392,7 +446,7 @@ class _Step:
             rate = self._rate(value := self._value(gain), (n_rows + n,), gain.min)
             if rate and rate >= best_rate:
                 lengths = np.bincount(rows[:n], minlength=n_rows).tolist()
-                best, best_rate = DraftPlan(lengths, (n_rows + n,), float(gain.sum()), value), rate
+                best, best_rate = DraftPlan(lengths, (n_rows + n,), value), rate
         return best, best_rate
 
     def _best_in_streams(self, expected: Probabilities) -> Choice:
@@ -415,7 +469,7 @@ class _Step:
                 value = self._value(gain)
                 rate = self._rate(value, equal, gain.min)
                 if rate > best_rate:
-                    best, best_rate = DraftPlan([n] * n_rows, equal, float(gain.sum()), value, n_padding=n), rate
+                    best, best_rate = DraftPlan([n] * n_rows, equal, value, n_padding=n), rate
             if self._equal_only:
                 continue
             order = np.argsort(-gain, kind="stable")
@@ -429,7 +483,7 @@ class _Step:
                 value = self._value(gain * (lengths > 0))
                 rate = self._rate(value, ragged, float)
                 if rate > best_rate:
-                    best, best_rate = DraftPlan(lengths.tolist(), ragged, float(gain[chosen].sum()), value), rate
+                    best, best_rate = DraftPlan(lengths.tolist(), ragged, value), rate
         return best, best_rate
 
     def _rate(self, value: float, groups: Groups, least: Callable[[], float]) -> float:
