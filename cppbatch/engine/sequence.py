@@ -26,7 +26,7 @@ from cppbatch.engine.request import (
 from cppbatch.engine.vocabulary import Detokenizer
 
 if TYPE_CHECKING:
-    from cppbatch.engine.input_processor import ReasoningFollower
+    from cppbatch.engine.reasoning_follower import ReasoningFollower
     from cppbatch.engine.sampling.sampling_plan import SamplingPlan
     from cppbatch.engine.sampling.structured_output import Constraint
 
