@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from cppbatch.server.auth.keys import RequestRates, Slots
+from cppbatch.server.auth.keys import Slots
+from cppbatch.server.auth.rates import RequestRates
 from cppbatch.server.http.limits import Limits
 from tests.support.virtual_time import Clock
 

@@ -1,1 +1,1 @@
-"""API keys: their file, rules, limits and usage."""
+"""API keys: their file, rules, rates and usage."""

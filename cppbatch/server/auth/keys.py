@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from datetime import datetime, timedelta, timezone
 from math import ceil
-from typing import NamedTuple
 
 from aiohttp import hdrs, web
 from aiohttp.typedefs import Handler, Middleware
 
+from cppbatch.server.auth.rates import RateState, RequestRates
 from cppbatch.server.auth.rules import KeyRules, Keys
 from cppbatch.server.http.api_errors import ApiError, RateLimited, TooManyRequests, error_response, is_anthropic
 from cppbatch.server.http.limits import Limits
@@ -52,53 +51,6 @@ def _given(request: web.Request) -> list[str]:
     scheme, _, token = request.headers.get(hdrs.AUTHORIZATION, "").partition(" ")
     alone = request.headers.get("x-api-key")
     return [*([token.strip()] if scheme.lower() == "bearer" else []), *([alone] if alone is not None else [])]
-
-
-# --- request rates ---------------------------------------------------------------------------------------------------
-# Requests per minute of API keys.
-
-
-_MINUTE = 60.0
-
-
-class RateState(NamedTuple):
-    """The rate limit state of a key."""
-
-    limit: int
-    """Requests per minute."""
-    remaining: int
-    """Requests allowed now."""
-    wait: float
-    """Seconds until the next request is allowed; 0: now."""
-    reset: float
-    """Seconds until `remaining` is `limit` again."""
-
-
-class RequestRates:
-    """A token bucket per key: it holds one minute's requests, and fills evenly."""
-
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
-        self._full_at: dict[str, float] = {}  # by key: when its bucket is full again
-
-    def take(self, key: str, per_minute: int) -> tuple[bool, RateState]:
-        """Takes a request from the key's bucket. Returns whether one was available, and the new state."""
-        return self._take(key, per_minute, reserve=0)
-
-    def take_for_batch(self, key: str, per_minute: int) -> tuple[bool, RateState]:
-        """Like `take`, but leaves half of the bucket for interactive requests."""
-        return self._take(key, per_minute, reserve=min(per_minute / 2, per_minute - 1))
-
-    def _take(self, key: str, per_minute: int, *, reserve: float) -> tuple[bool, RateState]:
-        now, interval = self._clock(), _MINUTE / per_minute
-        reset = max(0.0, self._full_at.get(key, now) - now)
-        wait = reset + (1 + reserve - per_minute) * interval
-        taken = wait <= 1e-9
-        if taken:
-            reset += interval
-            self._full_at[key] = now + reset
-        remaining = int(per_minute - reset / interval + 1e-9)
-        return taken, RateState(per_minute, remaining, max(0.0, wait), reset)
 
 
 # --- request slots ---------------------------------------------------------------------------------------------------
