@@ -11,7 +11,7 @@ from collections.abc import AsyncGenerator, Callable, Iterator
 from typing import Any
 
 from cppbatch.cluster.engines.client import Health, WorkerLive, WorkerState
-from cppbatch.cluster.engines.in_flight import OutputCollector
+from cppbatch.cluster.engines.output_collector import OutputCollector
 from cppbatch.cluster.rules import Prefix
 from cppbatch.config import EngineConfig
 from cppbatch.engine.model_info import ModelInfo

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from cppbatch import FinishReason, GenerationEvent, TokenLogprob
-from cppbatch.cluster.engines.in_flight import OutputCollector
+from cppbatch.cluster.engines.output_collector import OutputCollector
 
 
 def event(i: int, **fields: Any) -> GenerationEvent:

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from cppbatch import FinishReason, GenerationEvent, InvalidRequest
-from cppbatch.cluster.engines.in_flight import InFlightRequest, OutputCollector
+from cppbatch.cluster.engines.in_flight import InFlightRequest
+from cppbatch.cluster.engines.output_collector import OutputCollector
 from cppbatch.cluster.link import Submit
 from cppbatch.cluster.worker.threads import StepLoop
 from cppbatch.engine.core import EngineCore

@@ -17,7 +17,8 @@ from time import monotonic
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from cppbatch.cluster.engines.client import EngineClient, Health, WorkerLive, WorkerState, id_in_use, running_loop
-from cppbatch.cluster.engines.in_flight import LatestLive, OutputCollector
+from cppbatch.cluster.engines.in_flight import LatestLive
+from cppbatch.cluster.engines.output_collector import OutputCollector
 from cppbatch.cluster.worker.threads import InputThreads, StepLoop
 from cppbatch.config import EngineConfig, EngineSettings, engine_config
 from cppbatch.engine.core import EngineCore

@@ -15,13 +15,8 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from cppbatch.cluster.engines.client import EngineClient, Health, WorkerLive, WorkerState, id_in_use, running_loop
-from cppbatch.cluster.engines.in_flight import (
-    MAX_CRASHES,
-    InFlightRequest,
-    InFlightRequests,
-    LatestLive,
-    OutputCollector,
-)
+from cppbatch.cluster.engines.in_flight import MAX_CRASHES, InFlightRequest, InFlightRequests, LatestLive
+from cppbatch.cluster.engines.output_collector import OutputCollector
 from cppbatch.cluster.engines.supervisor import Supervisor
 from cppbatch.cluster.link import (
     Answer,
