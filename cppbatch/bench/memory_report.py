@@ -20,9 +20,9 @@ from cppbatch.engine.runtime import load_runtime
 from cppbatch.errors import ModelError
 from cppbatch.llama import Backend
 from cppbatch.sizing.buffers import MAPPED, Buffer, read_engine_buffers
-from cppbatch.sizing.demand import HOST, Demand, format_gib, free_host_memory, location, memory_demands
+from cppbatch.sizing.demand import HOST, Demand, format_gib, location, memory_demands
 from cppbatch.sizing.estimate import Device, Footprint, MemoryEstimate, estimate_memory
-from cppbatch.sizing.machine import this_machine
+from cppbatch.sizing.machine import free_host_memory, this_machine
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -14,8 +14,9 @@ from cppbatch.errors import ModelError
 from cppbatch.models.file_header import read_header
 from cppbatch.models.inspect import ModelFacts, describe_draft, inspect_model
 from cppbatch.sizing.attention import ATTENTION, plan_attention
-from cppbatch.sizing.demand import HOST, format_gib, free_host_memory, location, memory_demands
+from cppbatch.sizing.demand import HOST, format_gib, location, memory_demands
 from cppbatch.sizing.estimate import MemoryEstimate
+from cppbatch.sizing.machine import free_host_memory
 from cppbatch.sizing.profile import profile_path
 from cppbatch.sizing.profile import use_profile as with_profile
 from cppbatch.sizing.sizes import SIZES, Engines, Planned, candidates_for, check_planned, first_ample

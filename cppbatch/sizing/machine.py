@@ -1,4 +1,4 @@
-"""The machine and software that a benchmark ran on."""
+"""This machine: its free memory, and its description, with the software, for measurements."""
 
 from __future__ import annotations
 
@@ -11,6 +11,37 @@ import psutil
 
 import cppbatch
 from cppbatch.config import available_threads
+
+_CGROUPS = Path("/sys/fs/cgroup")
+
+
+def free_host_memory(cgroups: Path = _CGROUPS) -> int:
+    """Returns the free bytes of the system, or of the container if that has less.
+
+    File cache and swap space count as free.
+    """
+    system = psutil.virtual_memory().available + psutil.swap_memory().free
+    limit, used = _number(cgroups / "memory.max"), _number(cgroups / "memory.current")
+    if limit is None or used is None:
+        return int(system)
+    return int(min(system, max(0, limit - used + _cached(cgroups / "memory.stat"))))
+
+
+def _number(file: Path) -> int | None:
+    """Returns None if there is no file, or if it contains "max"."""
+    try:
+        return int(file.read_text())
+    except (OSError, ValueError):
+        return None
+
+
+def _cached(file: Path) -> int:
+    """Returns the bytes of the container's file cache."""
+    try:
+        lines = file.read_text().splitlines()
+    except OSError:
+        return 0
+    return sum(int(line.split()[1]) for line in lines if line.startswith(("inactive_file ", "active_file ")))
 
 
 class Machine(msgspec.Struct, frozen=True, kw_only=True):

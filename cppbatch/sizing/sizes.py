@@ -19,8 +19,9 @@ from cppbatch.errors import ConfigError, DoesNotFit, EstimateFailed, ModelError
 from cppbatch.models.inspect import inspect_model
 from cppbatch.models.kernels import has_gpu, kernel_times
 from cppbatch.sizing.buffers import MAPPED
-from cppbatch.sizing.demand import HOST, Demand, format_gib, free_host_memory, location, mapped_bytes, memory_demands
+from cppbatch.sizing.demand import HOST, Demand, format_gib, location, mapped_bytes, memory_demands
 from cppbatch.sizing.estimate import Footprint, MemoryEstimate, estimate_memory
+from cppbatch.sizing.machine import free_host_memory
 
 MARGIN = 0.1
 """The fraction of free memory that the chosen sizes leave free."""

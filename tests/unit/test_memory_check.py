@@ -12,8 +12,9 @@ from cppbatch.config import EngineConfig
 from cppbatch.errors import ConfigError, EstimateFailed
 from cppbatch.sizing import sizes
 from cppbatch.sizing.buffers import MAPPED, Buffer
-from cppbatch.sizing.demand import free_host_memory, memory_demands
+from cppbatch.sizing.demand import memory_demands
 from cppbatch.sizing.estimate import Device, Footprint, MemoryEstimate
+from cppbatch.sizing.machine import free_host_memory
 from cppbatch.sizing.sizes import alternatives, check_memory, memory_shortage
 
 GIB = 2**30

@@ -15,8 +15,9 @@ from cppbatch.bench.tune.measurement import Measurement, MeasurementTask, measur
 from cppbatch.config import EngineConfig, available_threads
 from cppbatch.engine.kv.layout import flash_attn_settings
 from cppbatch.errors import ConfigError, EstimateFailed, ModelError
-from cppbatch.sizing.demand import free_host_memory, memory_demands
+from cppbatch.sizing.demand import memory_demands
 from cppbatch.sizing.estimate import MemoryEstimate, estimate_memory
+from cppbatch.sizing.machine import free_host_memory
 from cppbatch.sizing.profile import TunedSettings
 
 _SECONDS = 1.0  # of decoding in each measurement

@@ -16,7 +16,7 @@ from cppbatch.server.auth.keys import KEY
 from cppbatch.server.http.api_errors import is_anthropic, json_response
 from cppbatch.server.http.endpoint import Routes
 from cppbatch.server.models.served import MODELS, ModelEntry, ModelStatusName
-from cppbatch.sizing.demand import free_host_memory
+from cppbatch.sizing.machine import free_host_memory
 from cppbatch.typed_json import convert
 
 # --- Anthropic's form ------------------------------------------------------------------------------------------------
