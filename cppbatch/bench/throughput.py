@@ -26,7 +26,7 @@ from cppbatch.engine.params import SamplingParams
 from cppbatch.engine.runtime import Computation, Runtime, load_model, open_runtime
 from cppbatch.errors import ConfigError, EstimateFailed
 from cppbatch.llama import Backend, Batch
-from cppbatch.models.kernel_advice import gain_notes
+from cppbatch.models.batch_gain import gain_notes
 from cppbatch.sizing.estimate import estimate_memory
 from cppbatch.sizing.machine import this_machine
 

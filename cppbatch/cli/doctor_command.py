@@ -151,7 +151,7 @@ def _model() -> Iterator[Finding]:
 
 
 def _kernels(model: Path) -> Finding:
-    from cppbatch.models.kernel_advice import kernel_report
+    from cppbatch.models.batch_gain import kernel_report
 
     report = kernel_report(model)
     return Finding("kernels", str(report), is_note=report.advice is not None)

@@ -74,8 +74,8 @@ def pull(name: str | None) -> None:
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def inspect(file: Path, as_json: bool) -> None:
     """Show the metadata of a GGUF file, and which of its weight types this CPU computes row by row."""
+    from cppbatch.models.batch_gain import kernel_report
     from cppbatch.models.inspect import inspect_model
-    from cppbatch.models.kernel_advice import kernel_report
 
     facts, kernels = msgspec.structs.asdict(inspect_model(file)) | _chat_forms(file), kernel_report(file)
     if as_json:

@@ -194,7 +194,7 @@ def find_advice(config: EngineConfig) -> str | None:
     Reads the file's header and cached times, in 0.07 s including imports. Types that were never timed on this machine
     are timed, which takes about a second.
     """
-    from cppbatch.models.kernel_advice import kernel_report
+    from cppbatch.models.batch_gain import kernel_report
 
     if config.rpc:  # another machine's kernels
         return None

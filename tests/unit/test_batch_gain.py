@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from cppbatch.models import kernel_advice
-from cppbatch.models.kernel_advice import gain_notes, gains_from
+from cppbatch.models import batch_gain
+from cppbatch.models.batch_gain import gain_notes, gains_from
 from cppbatch.models.kernels import KernelTimes
 from tests.support import tiny_models
 
@@ -37,9 +37,9 @@ def test_the_report_says_from_which_batch_on_a_file_gains_and_which_type_gains_e
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        kernel_advice, "kernel_times", lambda kinds: {kind: TIMES[kind] for kind in kinds if kind in TIMES}
+        batch_gain, "kernel_times", lambda kinds: {kind: TIMES[kind] for kind in kinds if kind in TIMES}
     )
-    monkeypatch.setattr(kernel_advice, "has_gpu", lambda: False)
+    monkeypatch.setattr(batch_gain, "has_gpu", lambda: False)
     path = tiny_models.llama(tmp_path / "a.gguf")
     gains, earlier = gain_notes({1: 107.0, 2: 108.0, 3: 139.0}, str(path))
     assert gains == (
@@ -51,6 +51,6 @@ def test_the_report_says_from_which_batch_on_a_file_gains_and_which_type_gains_e
     assert earlier.endswith(f"a single row takes 1.5 times as long (`cppbatch models requantize {path} --type BF16`).")
     assert gain_notes({2: 1.0, 4: 2.0}, str(path)) == []
     assert "no batch size reaches a gain of 1.2 here" in gain_notes({1: 10.0, 2: 10.0}, str(path))[0]
-    monkeypatch.setattr(kernel_advice, "has_gpu", lambda: True)
+    monkeypatch.setattr(batch_gain, "has_gpu", lambda: True)
     assert len(gain_notes({1: 1.0, 2: 2.0}, str(path))) == 1
     assert len(gain_notes({1: 1.0, 2: 2.0}, str(path), n_gpu_layers=0)) == 2

@@ -8,7 +8,7 @@ import msgspec
 
 from cppbatch.bench.report import Column, Report, from_zero, new_figure
 from cppbatch.bench.tune.tuner import MIN_GAIN, TuningResult
-from cppbatch.models.kernel_advice import gain_notes
+from cppbatch.models.batch_gain import gain_notes
 from cppbatch.sizing.machine import this_machine
 from cppbatch.sizing.profile import as_flags
 

@@ -1,4 +1,4 @@
-"""Advice on a model for this CPU's kernels: types computed row by row, and when batches gain."""
+"""What a model gains by batches on this CPU, by its types of weights; and which types would gain more."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def _load_ms(
     return ms
 
 
-# --- batch gain ------------------------------------------------------------------------------------------------------
+# --- measured gain ---------------------------------------------------------------------------------------------------
 # From how many sequences on a model gains by batches on this machine, and which types of weights gain earlier.
 
 

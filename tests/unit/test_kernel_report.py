@@ -9,8 +9,8 @@ import gguf
 import numpy as np
 import pytest
 
-from cppbatch.models import kernel_advice
-from cppbatch.models.kernel_advice import batch_advice, kernel_report
+from cppbatch.models import batch_gain
+from cppbatch.models.batch_gain import batch_advice, kernel_report
 from cppbatch.models.kernels import KernelTimes
 from cppbatch.models.requantize import Matrix
 from cppbatch.models.synthetic import LlamaShape
@@ -109,17 +109,17 @@ def timed(monkeypatch: pytest.MonkeyPatch) -> None:
     def times(kinds: Iterable[str]) -> dict[str, KernelTimes]:
         return {kind: TIMES[kind] for kind in kinds if kind in TIMES}
 
-    monkeypatch.setattr(kernel_advice, "kernel_times", times)
+    monkeypatch.setattr(batch_gain, "kernel_times", times)
 
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernel_advice, "has_gpu", lambda: True)
+    monkeypatch.setattr(batch_gain, "has_gpu", lambda: True)
 
 
 @pytest.fixture(autouse=True)
 def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernel_advice, "has_gpu", lambda: False)
+    monkeypatch.setattr(batch_gain, "has_gpu", lambda: False)
 
 
 @pytest.fixture
@@ -186,5 +186,5 @@ def _part(path: Path, quant: str) -> None:
 
 
 def test_without_times_the_report_says_so(q4_1: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernel_advice, "kernel_times", lambda kinds: {})
+    monkeypatch.setattr(batch_gain, "kernel_times", lambda kinds: {})
     assert str(kernel_report(q4_1)) == "not timed"
