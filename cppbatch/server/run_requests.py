@@ -1,4 +1,4 @@
-"""Runs the engine requests of one HTTP request or batch line, several at once, and merges their events."""
+"""Runs the engine requests of one HTTP request or batch line, and joins their events into one stream."""
 
 from __future__ import annotations
 
