@@ -6,7 +6,8 @@ each right with a probability of 0.9 if those before it are, gives 8 tokens on a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple, cast
@@ -19,9 +20,9 @@ from cppbatch.engine.speculation.proposer import Draft, ModelProposer, Proposer
 from cppbatch.engine.steps import TILES, Groups, StepCost
 
 _WORTH = 1.1  # drafts are expected to make tokens this many times as fast as rows alone: estimates are rough
-_WORTH_PROVEN = 1.03  # the same while the measured time of the latest steps with drafts confirms the estimates:
-_PROVEN = 1.05  # they made tokens this many times as fast, on average
-_MIN_PROVEN = 8  # steps
+_WORTH_OF_MODEL = 1.03  # the same of a draft model, whose time and acceptance are measured, until its steps are slower
+_MIN_MEASURED = 16  # ... than rows alone, on average of so many steps
+_COLD = 3  # first steps with a draft model, which are slower
 _TRIED = 0.8  # ... but those that make tokens this many times as fast are tried now and then: the times may be wrong
 _TRY_SHARE = 0.01  # of the time for such tries
 _LOOK_SHARE = 0.005  # of the time for drafts that are looked for in vain, after this number of steps in a row:
@@ -41,7 +42,8 @@ _LENGTHS = (1, 2, 3, 4, 5, 7, 9, 11, 13, 15, 16, 23, 31, 47, 63, 64)
 """Of drafts, where sequences have streams: the lengths to choose from."""
 _COUNTS = (1, 2, 4, 8, 16, 32, 64, 128)
 """How many rows get them, if not all."""
-_KEPT = 0.95  # of what earlier drafts say about the estimates, for each new step with drafts
+_NEW_VERIFIED_STEP = 0.05  # weight of a new step with drafts in what is known of the latest ones; and less than that,
+_FEW_VERIFIED = 200.0  # if it verifies less than this share of so many draft tokens: their number is chance
 _REMEMBERED = 0.998  # of the same, for each step: texts change, and wrong drafts must not be the last ones
 _PRIOR = 8.0  # accepted tokens that are expected right before anything is known
 _NEW = 0.2  # weight of a new draft in what is usual of a sequence's drafts of the draft model
@@ -116,11 +118,11 @@ class Speculator:
     ) -> None:
         """`draft_max`: draft tokens of a sequence in a step at most. `equal_only`: where sequences have streams,
         all rows of a step get equally many and are computed together: other drafts could not be removed. `clock`: the
-        CPU time of this thread; None: looking for drafts counts as free. `wall`: the time; None: the gain of drafts is
-        not measured.
+        CPU time of this thread; None: looking for drafts counts as free. `wall`: the time; None: the gain of a draft
+        model is not measured.
         """
         self._looks = _Looks(clock) if clock else None
-        self._gain = _Gain(wall) if wall else None
+        self._model_gain = _ModelGain(wall)
         self._equal_only = equal_only
         self._proposers = proposers
         self._lookups = [proposer for proposer in proposers if not proposer.costs_compute]
@@ -147,20 +149,19 @@ class Speculator:
             return None
         self._expected *= _REMEMBERED
         self._accepted *= _REMEMBERED
-        if self._gain:
-            self._gain.starts()
         if self._looks is None:
             return self._look(rows, groups, cost, limits)[0]
         if not self._looks.may_look(cost.rows_s(groups)):
             return None
         plan, is_worth = self._look(rows, groups, cost, limits)
-        self._looks.looked(is_worth=is_worth, is_tried=plan is not None)
+        self._looks.looked(is_worth=is_worth)
         return plan
 
     def _look(
         self, rows: Sequence[Seq], groups: Groups, cost: StepCost, limits: DraftLimits
     ) -> tuple[DraftPlan | None, bool]:
         """Like `plan`, and whether the drafts are worth it; otherwise they are an experiment."""
+        self._model_gain.starts()
         most = [
             max(0, min(self._draft_max, each, sequence.n_room - 1))
             if sequence.params.speculate and not sequence.media
@@ -173,14 +174,15 @@ class Speculator:
         step = _Step(
             rows, groups, cost, limits, equal_only=self._equal_only, trust=self._trust, accepted_s=self._accepted_s
         )
-        if self._model:
-            self._ask_model(self._model, step, drafts, most)
+        is_asked = self._model is not None and self._ask_model(self._model, step, drafts, most)
+        if is_asked:
+            self._model_gain.asked(len(rows), step.rate_without)
         plan, rate = step.best([_accepted(draft) for draft in drafts])
         self._drafts_tried.step(step.seconds)
         if plan is None:
             self._since_plain = 0
             return None, False
-        is_worth = rate >= self._worth * step.rate_without
+        is_worth = rate >= self._worth(of_model=is_asked) * step.rate_without
         if not is_worth:
             seconds = (len(rows) + plan.value) / rate - step.seconds
             n_steps = 0.0 if cost.has_seen(plan.groups) else seconds / step.seconds
@@ -190,8 +192,6 @@ class Speculator:
                 self._since_plain = 0
                 return None, False
         self._since_plain += 1
-        if self._gain:
-            self._gain.drafted(len(rows), step.rate_without)
         self._computed = []
         for sequence, draft, n in zip(rows, drafts, plan.lengths, strict=True):
             if n:
@@ -205,26 +205,27 @@ class Speculator:
         """The ratio of right draft tokens to expected ones: estimates that are too high are chosen first."""
         return min(1.0, (self._accepted + _PRIOR) / (self._expected + _PRIOR))
 
-    @property
-    def _worth(self) -> float:
-        """How many times as fast drafts are expected to make tokens, at least."""
-        return min(_WORTH, _WORTH_PROVEN) if self._gain and self._gain.is_proven else _WORTH
+    def _worth(self, *, of_model: bool) -> float:
+        """How many times as fast drafts are expected to make tokens, at least. `of_model`: of the draft model."""
+        return min(_WORTH, _WORTH_OF_MODEL) if of_model and not self._model_gain.is_slower else _WORTH
 
     def verified(self, accepted: Mapping[Seq, int], seconds: float) -> None:
         """Records the draft tokens accepted in the last plan's step, by sequence, 0 for missing ones. `seconds`: the
         time to verify them, in addition to the first row of each sequence."""
-        n_accepted, expected = sum(accepted.values()), 0.0
+        n_accepted, n_verified, expected = sum(accepted.values()), 0, 0.0
         for sequence, probabilities in self._computed:
-            expected += float(probabilities[: accepted.get(sequence, 0) + 1].sum())  # with the first wrong token
-        self._accepted = _KEPT * self._accepted + n_accepted
-        self._expected = _KEPT * self._expected + expected
-        if self._gain:
-            self._gain.verified(n_accepted)
+            verified = probabilities[: accepted.get(sequence, 0) + 1]  # with the first wrong token
+            n_verified += len(verified)
+            expected += float(verified.sum())
+        kept = 1 - min(_NEW_VERIFIED_STEP, n_verified / _FEW_VERIFIED)
+        self._accepted = kept * self._accepted + n_accepted
+        self._expected = kept * self._expected + expected
+        self._model_gain.verified(n_accepted, kept)
         if n_accepted:
             self._accepted_s += _NEW_VERIFIED * (seconds / n_accepted - self._accepted_s)
 
-    def _ask_model(self, model: ModelProposer, step: _Step, drafts: list[Draft | None], most: list[int]) -> None:
-        """Gets drafts from the draft model if its typical ones are worth their time."""
+    def _ask_model(self, model: ModelProposer, step: _Step, drafts: list[Draft | None], most: list[int]) -> bool:
+        """Gets drafts from the draft model if its typical ones are worth their time. Returns whether it was asked."""
         before = [_accepted(draft) for draft in drafts]
         usual = [self._usual.get(sequence, self._usual_of_all) for sequence in step.rows]
         guesses = [
@@ -238,11 +239,11 @@ class Speculator:
             [guess if better else known for guess, known, better in zip(guesses, before, is_better, strict=True)]
         )
         if plan is None:
-            return
+            return False
         asked = [n if better else 0 for n, better in zip(plan.lengths, is_better, strict=True)]
         n_asked = sum(n > 0 for n in asked)
         if not n_asked:
-            return
+            return False
         seconds = model.seconds(n_asked, max(asked)) + sum(
             model.read_seconds(sequence) * min(1.0, (1 + float(guess.sum())) / sequence.n_left)
             for sequence, guess, n in zip(step.rows, guesses, asked, strict=True)
@@ -252,17 +253,18 @@ class Speculator:
         n_tokens = len(step.rows) + plan.value
         with_drafts, without = n_tokens / rate + seconds, step.seconds + model.seconds(n_asked, 1)
         rate = (len(step.rows) + share * plan.value) / (share * with_drafts + (1 - share) * without)
-        is_worth = rate > self._worth * max(step.rate_without, step.best(before)[1])
+        is_worth = rate > self._worth(of_model=True) * max(step.rate_without, step.best(before)[1])
         self._model_tried.step(step.seconds)
         if not is_worth:
             # A try is for one sequence: the draft model may have to read the whole prompt of each.
             one = min((i for i, n in enumerate(asked) if n), key=lambda i: model.read_seconds(step.rows[i]))
             asked = [n if i == one else 0 for i, n in enumerate(asked)]
             if not self._model_tried.may_take(seconds / n_asked):
-                return
+                return False
         model.token_s = 1 / step.rate_without
         longest = [min(n + 1, limit) if n else 0 for n, limit in zip(asked, most, strict=True)]
-        made = model.propose(step.rows, longest)
+        with self._looks.paused() if self._looks else nullcontext():
+            made = model.propose(step.rows, longest)
         for sequence, draft, n in zip(step.rows, made, longest, strict=True):
             if n and (draft or not model.read_seconds(sequence)):
                 self._n_usual += 1
@@ -270,6 +272,7 @@ class Speculator:
                 self._usual[sequence] = _mean(self._usual.get(sequence, usual_of_all), draft, n, _NEW)
                 self._usual_of_all = usual_of_all
         _take_better(drafts, made)
+        return True
 
     def finished(self, sequence: Seq) -> None:
         """Called when the sequence has ended, or has a new array of tokens (`Seq.shift`)."""
@@ -327,46 +330,58 @@ class _Looks:
         self._began = self._clock()
         return self._n_vain < _VAIN or self._left_s >= self._usual_s
 
-    def looked(self, *, is_worth: bool, is_tried: bool) -> None:
-        """Records a lookup. `is_tried`: the step has drafts; then the time may be that of a draft model."""
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """A draft model computes: its time is limited by `_Tries`."""
+        began = self._clock()
+        yield
+        self._began += self._clock() - began
+
+    def looked(self, *, is_worth: bool) -> None:
+        """Records a lookup."""
         self._n_vain = 0 if is_worth else self._n_vain + 1
-        if not is_tried:
-            seconds = self._clock() - self._began
-            usual = self._usual_s or seconds
-            self._usual_s = usual + _NEW_LOOK * (min(seconds, 2 * usual) - usual)  # the thread may have had to wait
-            self._left_s = 0.0
+        seconds = self._clock() - self._began
+        usual = self._usual_s or seconds
+        self._usual_s = usual + _NEW_LOOK * (min(seconds, 2 * usual) - usual)  # the thread may have had to wait
+        self._left_s = 0.0
 
 
-class _Gain:
-    """How many times as fast the latest steps with drafts made tokens as rows alone would have: measured, all of their
-    time included."""
+class _ModelGain:
+    """Whether steps for which a draft model was asked make tokens slower than rows alone: measured, with all of their
+    time."""
 
-    def __init__(self, clock: Callable[[], float]) -> None:
+    def __init__(self, clock: Callable[[], float] | None) -> None:
+        """`clock`: None: nothing is measured."""
         self._clock = clock
         self._n = 0
         self._took_s = self._without_s = 0.0  # of the latest steps; and of rows alone for the same tokens
         self._began = 0.0
-        self._rows = (0, 1.0)
+        self._row_s = 0.0
+        self._n_rows = 0
 
     def starts(self) -> None:
         """A step is planned."""
-        self._began = self._clock()
+        self._n_rows = 0
+        if self._clock:
+            self._began = self._clock()
 
-    def drafted(self, n_rows: int, rate_without: float) -> None:
-        """It has drafts. `rate_without`: tokens/s of its rows alone."""
-        self._rows = n_rows, rate_without
+    def asked(self, n_rows: int, rate_without: float) -> None:
+        """The draft model was asked for drafts of it. `rate_without`: tokens/s of its rows alone."""
+        self._n_rows, self._row_s = n_rows, 1 / rate_without
 
-    def verified(self, n_accepted: int) -> None:
-        """Its drafts were verified."""
-        n_rows, rate_without = self._rows
+    def verified(self, n_accepted: int, kept: float) -> None:
+        """Its drafts were verified. `kept`: the weight of the earlier steps."""
+        if not (self._n_rows and self._clock):
+            return
         self._n += 1
-        self._took_s = _KEPT * self._took_s + self._clock() - self._began
-        self._without_s = _KEPT * self._without_s + (n_rows + n_accepted) / rate_without
+        if self._n > _COLD:
+            self._took_s = kept * self._took_s + self._clock() - self._began
+            self._without_s = kept * self._without_s + (self._n_rows + n_accepted) * self._row_s
 
     @property
-    def is_proven(self) -> bool:
-        """Whether they were faster."""
-        return self._n >= _MIN_PROVEN and self._without_s > _PROVEN * self._took_s
+    def is_slower(self) -> bool:
+        """Whether the latest steps were slower."""
+        return self._n >= _MIN_MEASURED and self._without_s < self._took_s
 
 
 class _Step:
