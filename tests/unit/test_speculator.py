@@ -346,6 +346,37 @@ def test_a_draft_model_that_is_often_unsure_is_asked_while_its_drafts_pay(every:
     assert (model.n_calls > 250) if is_worth else (model.n_calls < 100)
 
 
+@pytest.mark.parametrize(("slower", "is_worth"), [(1.0, True), (2.0, False)])
+def test_a_draft_model_is_asked_as_long_as_its_steps_are_not_slower_than_rows_alone(
+    slower: float, is_worth: bool
+) -> None:
+    """By the estimates four tokens in 81 ms, instead of 41 ms for one; but the steps may take longer than that."""
+    now = 0.0
+    cost, model, sequences = StepCost(), Unsure(1), decoding(1)
+    cost.seed((n, 0.036 + 0.005 * n) for n in range(1, 65))
+    speculator = Speculator([model], 4, wall=lambda: now)
+    for _ in range(300):
+        planned = speculator.plan(sequences, (1,), cost, DraftLimits(100, [100], False))
+        if planned:
+            now += slower * 0.081
+            speculator.verified({sequences[0]: 3}, 0.0)
+    assert (model.n_calls > 250) if is_worth else (model.n_calls < 100)
+
+
+@pytest.mark.parametrize("n_right", [2, 6])
+def test_the_acceptance_is_learned_by_token_so_drafts_are_as_long_as_they_are_right(n_right: int) -> None:
+    """Of each draft two tokens are right: a third one, and all after it, would be rows in vain."""
+    cost = StepCost()
+    cost.seed((n, 0.020 + 0.006 * n) for n in range(1, 257))
+    speculator, lengths = Speculator([Given([(12, 0.95)])], 16), []
+    for _ in range(200):
+        if its := speculator.plan(sequences := decoding(1), (1,), cost, DraftLimits(100, [100], False)):
+            lengths.append(its.lengths[0])
+            speculator.verified({sequences[0]: min(n_right, lengths[-1])}, 0.0)
+    assert lengths[0] > 6
+    assert (lengths[-1] <= 5) if n_right == 2 else (lengths[-1] >= 6)
+
+
 class Looking(Given):
     """Looking for a draft takes 1 ms of this thread."""
 

@@ -20,9 +20,9 @@ from cppbatch.engine.speculation.proposer import Draft, ModelProposer, Proposer
 from cppbatch.engine.steps import TILES, Groups, StepCost
 
 _WORTH = 1.1  # drafts are expected to make tokens this many times as fast as rows alone: estimates are rough
-_WORTH_OF_MODEL = 1.03  # the same of a draft model, whose time and acceptance are measured, until its steps are slower
-_MIN_MEASURED = 16  # ... than rows alone, on average of so many steps
-_COLD = 3  # first steps with a draft model, which are slower
+_WORTH_OF_MODEL = 1.03  # the same of a draft model, whose time is measured
+_COLD = 3  # first steps with a draft model, which take longer
+_MAX_LONGER = 2.0  # times the expected time: a step that takes longer was disturbed
 _TRIED = 0.8  # ... but those that make tokens this many times as fast are tried now and then: the times may be wrong
 _TRY_SHARE = 0.01  # of the time for such tries
 _LOOK_SHARE = 0.005  # of the time for drafts that are looked for in vain, after this number of steps in a row:
@@ -118,11 +118,11 @@ class Speculator:
     ) -> None:
         """`draft_max`: draft tokens of a sequence in a step at most. `equal_only`: where sequences have streams,
         all rows of a step get equally many and are computed together: other drafts could not be removed. `clock`: the
-        CPU time of this thread; None: looking for drafts counts as free. `wall`: the time; None: the gain of a draft
-        model is not measured.
+        CPU time of this thread; None: looking for drafts counts as free. `wall`: the time; None: the time of a draft
+        model's steps is not measured.
         """
         self._looks = _Looks(clock) if clock else None
-        self._model_gain = _ModelGain(wall)
+        self._model_time = _ModelTime(wall)
         self._equal_only = equal_only
         self._proposers = proposers
         self._lookups = [proposer for proposer in proposers if not proposer.costs_compute]
@@ -161,7 +161,7 @@ class Speculator:
         self, rows: Sequence[Seq], groups: Groups, cost: StepCost, limits: DraftLimits
     ) -> tuple[DraftPlan | None, bool]:
         """Like `plan`, and whether the drafts are worth it; otherwise they are an experiment."""
-        self._model_gain.starts()
+        self._model_time.starts()
         most = [
             max(0, min(self._draft_max, each, sequence.n_room - 1))
             if sequence.params.speculate and not sequence.media
@@ -174,15 +174,13 @@ class Speculator:
         step = _Step(
             rows, groups, cost, limits, equal_only=self._equal_only, trust=self._trust, accepted_s=self._accepted_s
         )
-        is_asked = self._model is not None and self._ask_model(self._model, step, drafts, most)
-        if is_asked:
-            self._model_gain.asked(len(rows), step.rate_without)
+        asked_s = self._ask_model(self._model, step, drafts, most) if self._model else 0.0
         plan, rate = step.best([_accepted(draft) for draft in drafts])
         self._drafts_tried.step(step.seconds)
         if plan is None:
             self._since_plain = 0
             return None, False
-        is_worth = rate >= self._worth(of_model=is_asked) * step.rate_without
+        is_worth = rate >= (min(_WORTH, _WORTH_OF_MODEL) if asked_s else _WORTH) * step.rate_without
         if not is_worth:
             seconds = (len(rows) + plan.value) / rate - step.seconds
             n_steps = 0.0 if cost.has_seen(plan.groups) else seconds / step.seconds
@@ -192,6 +190,8 @@ class Speculator:
                 self._since_plain = 0
                 return None, False
         self._since_plain += 1
+        if asked_s:
+            self._model_time.expects(asked_s + cost.rows_s(plan.groups))
         self._computed = []
         for sequence, draft, n in zip(rows, drafts, plan.lengths, strict=True):
             if n:
@@ -205,10 +205,6 @@ class Speculator:
         """The ratio of right draft tokens to expected ones: estimates that are too high are chosen first."""
         return min(1.0, (self._accepted + _PRIOR) / (self._expected + _PRIOR))
 
-    def _worth(self, *, of_model: bool) -> float:
-        """How many times as fast drafts are expected to make tokens, at least. `of_model`: of the draft model."""
-        return min(_WORTH, _WORTH_OF_MODEL) if of_model and not self._model_gain.is_slower else _WORTH
-
     def verified(self, accepted: Mapping[Seq, int], seconds: float) -> None:
         """Records the draft tokens accepted in the last plan's step, by sequence, 0 for missing ones. `seconds`: the
         time to verify them, in addition to the first row of each sequence."""
@@ -220,12 +216,13 @@ class Speculator:
         kept = 1 - min(_NEW_VERIFIED_STEP, n_verified / _FEW_VERIFIED)
         self._accepted = kept * self._accepted + n_accepted
         self._expected = kept * self._expected + expected
-        self._model_gain.verified(n_accepted, kept)
+        self._model_time.verified(kept)
         if n_accepted:
             self._accepted_s += _NEW_VERIFIED * (seconds / n_accepted - self._accepted_s)
 
-    def _ask_model(self, model: ModelProposer, step: _Step, drafts: list[Draft | None], most: list[int]) -> bool:
-        """Gets drafts from the draft model if its typical ones are worth their time. Returns whether it was asked."""
+    def _ask_model(self, model: ModelProposer, step: _Step, drafts: list[Draft | None], most: list[int]) -> float:
+        """Gets drafts from the draft model if its typical ones are worth their time. Returns the
+        seconds that they are expected to take; 0: it is not asked, or they are not known."""
         before = [_accepted(draft) for draft in drafts]
         usual = [self._usual.get(sequence, self._usual_of_all) for sequence in step.rows]
         guesses = [
@@ -239,11 +236,11 @@ class Speculator:
             [guess if better else known for guess, known, better in zip(guesses, before, is_better, strict=True)]
         )
         if plan is None:
-            return False
+            return 0.0
         asked = [n if better else 0 for n, better in zip(plan.lengths, is_better, strict=True)]
         n_asked = sum(n > 0 for n in asked)
         if not n_asked:
-            return False
+            return 0.0
         seconds = model.seconds(n_asked, max(asked)) + sum(
             model.read_seconds(sequence) * min(1.0, (1 + float(guess.sum())) / sequence.n_left)
             for sequence, guess, n in zip(step.rows, guesses, asked, strict=True)
@@ -253,14 +250,16 @@ class Speculator:
         n_tokens = len(step.rows) + plan.value
         with_drafts, without = n_tokens / rate + seconds, step.seconds + model.seconds(n_asked, 1)
         rate = (len(step.rows) + share * plan.value) / (share * with_drafts + (1 - share) * without)
-        is_worth = rate > self._worth(of_model=True) * max(step.rate_without, step.best(before)[1])
+        rate *= self._model_time.trust
+        is_worth = rate > min(_WORTH, _WORTH_OF_MODEL) * max(step.rate_without, step.best(before)[1])
         self._model_tried.step(step.seconds)
         if not is_worth:
             # A try is for one sequence: the draft model may have to read the whole prompt of each.
             one = min((i for i, n in enumerate(asked) if n), key=lambda i: model.read_seconds(step.rows[i]))
             asked = [n if i == one else 0 for i, n in enumerate(asked)]
-            if not self._model_tried.may_take(seconds / n_asked):
-                return False
+            seconds /= n_asked
+            if not self._model_tried.may_take(seconds):
+                return 0.0
         model.token_s = 1 / step.rate_without
         longest = [min(n + 1, limit) if n else 0 for n, limit in zip(asked, most, strict=True)]
         with self._looks.paused() if self._looks else nullcontext():
@@ -272,7 +271,7 @@ class Speculator:
                 self._usual[sequence] = _mean(self._usual.get(sequence, usual_of_all), draft, n, _NEW)
                 self._usual_of_all = usual_of_all
         _take_better(drafts, made)
-        return True
+        return seconds
 
     def finished(self, sequence: Seq) -> None:
         """Called when the sequence has ended, or has a new array of tokens (`Seq.shift`)."""
@@ -346,42 +345,41 @@ class _Looks:
         self._left_s = 0.0
 
 
-class _ModelGain:
-    """Whether steps for which a draft model was asked make tokens slower than rows alone: measured, with all of their
-    time."""
+class _ModelTime:
+    """The time of steps for which a draft model was asked, measured as a whole: each part takes longer than alone,
+    because the other has used the CPU's caches."""
 
     def __init__(self, clock: Callable[[], float] | None) -> None:
         """`clock`: None: nothing is measured."""
         self._clock = clock
         self._n = 0
-        self._took_s = self._without_s = 0.0  # of the latest steps; and of rows alone for the same tokens
-        self._began = 0.0
-        self._row_s = 0.0
-        self._n_rows = 0
+        self._took_s = self._expected_s = 0.0  # of the latest steps
+        self._began = self._expects_s = 0.0
 
     def starts(self) -> None:
         """A step is planned."""
-        self._n_rows = 0
+        self._expects_s = 0.0
         if self._clock:
             self._began = self._clock()
 
-    def asked(self, n_rows: int, rate_without: float) -> None:
-        """The draft model was asked for drafts of it. `rate_without`: tokens/s of its rows alone."""
-        self._n_rows, self._row_s = n_rows, 1 / rate_without
+    def expects(self, seconds: float) -> None:
+        """The draft model was asked for drafts of it, which with them is expected to take so long."""
+        self._expects_s = seconds
 
-    def verified(self, n_accepted: int, kept: float) -> None:
+    def verified(self, kept: float) -> None:
         """Its drafts were verified. `kept`: the weight of the earlier steps."""
-        if not (self._n_rows and self._clock):
+        if not (self._expects_s and self._clock):
             return
         self._n += 1
         if self._n > _COLD:
-            self._took_s = kept * self._took_s + self._clock() - self._began
-            self._without_s = kept * self._without_s + (self._n_rows + n_accepted) * self._row_s
+            took_s = min(self._clock() - self._began, _MAX_LONGER * self._expects_s)
+            self._took_s = kept * self._took_s + took_s
+            self._expected_s = kept * self._expected_s + self._expects_s
 
     @property
-    def is_slower(self) -> bool:
-        """Whether the latest steps were slower."""
-        return self._n >= _MIN_MEASURED and self._without_s < self._took_s
+    def trust(self) -> float:
+        """The expected time of the latest steps by the measured one."""
+        return min(1.0, self._expected_s / self._took_s) if self._took_s else 1.0
 
 
 class _Step:
