@@ -21,7 +21,8 @@ from cppbatch.engine.steps import TILES, Groups, StepCost
 
 _WORTH = 1.1  # drafts are expected to make tokens this many times as fast as rows alone: estimates are rough
 _WORTH_OF_MODEL = 1.03  # the same of a draft model, whose time is measured
-_COLD = 3  # first steps with a draft model, which take longer
+_COLD = 16  # first steps with a draft model, and the first one after steps without: they take longer
+_PRIOR_STEPS = 4.0  # steps whose time is as expected, before any is measured
 _MAX_LONGER = 2.0  # times the expected time: a step that takes longer was disturbed
 _TRIED = 0.8  # ... but those that make tokens this many times as fast are tried now and then: the times may be wrong
 _TRY_SHARE = 0.01  # of the time for such tries
@@ -352,13 +353,17 @@ class _ModelTime:
     def __init__(self, clock: Callable[[], float] | None) -> None:
         """`clock`: None: nothing is measured."""
         self._clock = clock
-        self._n = 0
-        self._took_s = self._expected_s = 0.0  # of the latest steps
+        self._n_cold = _COLD
+        self._n_measured = self._n_expected = 0.0  # the latest steps, and the times of one that they took
         self._began = self._expects_s = 0.0
 
     def starts(self) -> None:
         """A step is planned."""
+        if not self._expects_s:
+            self._n_cold = max(1, self._n_cold)
         self._expects_s = 0.0
+        self._n_measured *= _REMEMBERED
+        self._n_expected *= _REMEMBERED
         if self._clock:
             self._began = self._clock()
 
@@ -370,16 +375,17 @@ class _ModelTime:
         """Its drafts were verified. `kept`: the weight of the earlier steps."""
         if not (self._expects_s and self._clock):
             return
-        self._n += 1
-        if self._n > _COLD:
-            took_s = min(self._clock() - self._began, _MAX_LONGER * self._expects_s)
-            self._took_s = kept * self._took_s + took_s
-            self._expected_s = kept * self._expected_s + self._expects_s
+        if self._n_cold:
+            self._n_cold -= 1
+            return
+        took = (self._clock() - self._began) / self._expects_s
+        self._n_measured = kept * self._n_measured + 1
+        self._n_expected = kept * self._n_expected + min(took, _MAX_LONGER)
 
     @property
     def trust(self) -> float:
         """The expected time of the latest steps by the measured one."""
-        return min(1.0, self._expected_s / self._took_s) if self._took_s else 1.0
+        return min(1.0, (self._n_measured + _PRIOR_STEPS) / (self._n_expected + _PRIOR_STEPS))
 
 
 class _Step:
