@@ -20,7 +20,7 @@ from cppbatch.engine.speculation.proposer import Draft, ModelProposer, Proposer
 from cppbatch.engine.steps import TILES, Groups, StepCost
 
 _WORTH = 1.1  # drafts are expected to make tokens this many times as fast as rows alone: estimates are rough
-_WORTH_OF_MODEL = 1.03  # the same of a draft model, whose time is measured
+_WORTH_OF_MODEL = 1.03  # the same of a draft model, whose time is measured; 1.0 after a step for which it was asked
 _COLD = 16  # first steps with a draft model, and the first one after steps without: they take longer
 _PRIOR_STEPS = 4.0  # steps whose time is as expected, before any is measured
 _MAX_LONGER = 2.0  # times the expected time: a step that takes longer was disturbed
@@ -44,7 +44,7 @@ _LENGTHS = (1, 2, 3, 4, 5, 7, 9, 11, 13, 15, 16, 23, 31, 47, 63, 64)
 _COUNTS = (1, 2, 4, 8, 16, 32, 64, 128)
 """How many rows get them, if not all."""
 _NEW_VERIFIED_STEP = 0.05  # weight of a new step with drafts in what is known of the latest ones; and less than that,
-_FEW_VERIFIED = 200.0  # if it verifies less than this share of so many draft tokens: their number is chance
+_FEW_VERIFIED = 600.0  # if it verifies less than this share of so many draft tokens: their number is chance
 _REMEMBERED = 0.998  # of the same, for each step: texts change, and wrong drafts must not be the last ones
 _PRIOR = 8.0  # accepted tokens that are expected right before anything is known
 _NEW = 0.2  # weight of a new draft in what is usual of a sequence's drafts of the draft model
@@ -181,7 +181,7 @@ class Speculator:
         if plan is None:
             self._since_plain = 0
             return None, False
-        is_worth = rate >= (min(_WORTH, _WORTH_OF_MODEL) if asked_s else _WORTH) * step.rate_without
+        is_worth = rate >= (self._model_time.worth if asked_s else _WORTH) * step.rate_without
         if not is_worth:
             seconds = (len(rows) + plan.value) / rate - step.seconds
             n_steps = 0.0 if cost.has_seen(plan.groups) else seconds / step.seconds
@@ -252,7 +252,7 @@ class Speculator:
         with_drafts, without = n_tokens / rate + seconds, step.seconds + model.seconds(n_asked, 1)
         rate = (len(step.rows) + share * plan.value) / (share * with_drafts + (1 - share) * without)
         rate *= self._model_time.trust
-        is_worth = rate > min(_WORTH, _WORTH_OF_MODEL) * max(step.rate_without, step.best(before)[1])
+        is_worth = rate > self._model_time.worth * max(step.rate_without, step.best(before)[1])
         self._model_tried.step(step.seconds)
         if not is_worth:
             # A try is for one sequence: the draft model may have to read the whole prompt of each.
@@ -356,10 +356,12 @@ class _ModelTime:
         self._n_cold = _COLD
         self._n_measured = self._n_expected = 0.0  # the latest steps, and the times of one that they took
         self._began = self._expects_s = 0.0
+        self._is_warm = False  # the step before had drafts of the model
 
     def starts(self) -> None:
         """A step is planned."""
-        if not self._expects_s:
+        self._is_warm = self._expects_s > 0
+        if not self._is_warm:
             self._n_cold = max(1, self._n_cold)
         self._expects_s = 0.0
         self._n_measured *= _REMEMBERED
@@ -381,6 +383,11 @@ class _ModelTime:
         took = (self._clock() - self._began) / self._expects_s
         self._n_measured = kept * self._n_measured + 1
         self._n_expected = kept * self._n_expected + min(took, _MAX_LONGER)
+
+    @property
+    def worth(self) -> float:
+        """How many times as fast drafts of the model are expected to make tokens, at least."""
+        return min(_WORTH, 1.0 if self._is_warm else _WORTH_OF_MODEL)
 
     @property
     def trust(self) -> float:
