@@ -27,7 +27,7 @@ from statistics import median
 from typing import Any
 
 from cppbatch.bench.prompts import TEXT_WORKLOADS
-from cppbatch.bench.report import markdown_table, read_report
+from cppbatch.bench.report import Spread, markdown_table, read_report
 from cppbatch.config import available_threads
 from cppbatch.errors import CppBatchError, UnusableServer
 from cppbatch.models.pull import choose_model
@@ -186,9 +186,22 @@ class Generator:
 
 def from_report(row: dict[str, Any]) -> Figures:
     """Returns the figures of a row of `cppbatch bench serve --json`."""
-    keys = ("ttft_ms_p50", "ttft_ms_p95", *(f"inter_token_ms_p{p}" for p in (50, 95, 99, 100)))
-    times = [row[key] and row[key].median for key in keys]
-    return Figures(row["output_tokens_per_second"].median, *times, row["failed"], row["requests"])
+
+    def ms(key: str) -> float | None:
+        spread: Spread | None = row[key]
+        return spread and spread.median
+
+    return Figures(
+        row["output_tokens_per_second"].median,
+        ms("ttft_ms_p50"),
+        ms("ttft_ms_p95"),
+        ms("inter_token_ms_p50"),
+        ms("inter_token_ms_p95"),
+        ms("inter_token_ms_p99"),
+        ms("inter_token_ms_p100"),
+        row["failed"],
+        row["requests"],
+    )
 
 
 def from_aiperf(export: dict[str, Any]) -> Figures:
@@ -206,7 +219,10 @@ def from_aiperf(export: dict[str, Any]) -> Figures:
         figure("output_token_throughput", "avg") or 0.0,
         figure("time_to_first_token", "p50"),
         figure("time_to_first_token", "p95"),
-        *(figure("inter_chunk_latency", key) for key in ("p50", "p95", "p99", "max")),
+        figure("inter_chunk_latency", "p50"),
+        figure("inter_chunk_latency", "p95"),
+        figure("inter_chunk_latency", "p99"),
+        figure("inter_chunk_latency", "max"),
         failed=requests - int(figure("output_sequence_length", "count") or 0),
         requests=requests,
     )

@@ -111,17 +111,17 @@ def simulate(cases: Sequence[Text], batch_size: int, seed: int | None = None) ->
         limits = DraftLimits(256 - len(rows), [DRAFT_MAX] * len(rows), has_streams=True)
         plan = speculator.plan(rows, (len(rows),), machine.cost, limits)
         seconds += machine.step(plan.groups if plan else (len(rows),))
-        accepted = 0
+        accepted: dict[Seq, int] = {}
         for sequence, completion in running:
             coming = completion[sequence.n_tokens - sequence.n_prompt :]
             right = sum(
                 1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(sequence.draft, coming, strict=False))
             )
             n_drafted += len(sequence.draft)
-            accepted += right
+            accepted[sequence] = right
             extend(sequence, coming[: right + 1])
             plain_seconds += len(coming[: right + 1]) * machine.plain_s(len(rows)) / len(rows)
-        n_accepted += accepted
+        n_accepted += sum(accepted.values())
         if plan:
             speculator.verified(accepted, 0.0)
         for sequence, completion in list(running):

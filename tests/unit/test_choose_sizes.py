@@ -143,4 +143,4 @@ def test_without_an_estimate_the_largest_is_taken_with_a_warning(
 
     monkeypatch.setattr(memory_check, "estimate_memory", fail)
     assert chosen() == (16, 16384)
-    assert "not checked: the process ended with code -6" in caplog.text
+    assert "could not check whether the model fits into memory: the process ended with code -6" in caplog.text
