@@ -189,7 +189,7 @@ def from_report(row: dict[str, Any]) -> Figures:
 
     def ms(key: str) -> float | None:
         spread: Spread | None = row[key]
-        return spread and spread.median
+        return spread.median if spread else None
 
     return Figures(
         row["output_tokens_per_second"].median,

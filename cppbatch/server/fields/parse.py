@@ -43,8 +43,9 @@ def read_body(body: bytes, kind: type[Body]) -> tuple[Body, tuple[str, ...]]:
     try:
         struct = parse(body, kind)
     except InvalidRequest as error:
-        with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError):  # the error is about that
-            if better := with_unknown(error, _raw_fields(body), kind):
+        is_bounded = error.field in known_fields(kind)  # else the error may be that the body is too deep to be read
+        with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError):
+            if is_bounded and (better := with_unknown(error, _raw_fields(body), kind)):
                 raise better from error
         raise
     try:  # names and values of unknown fields are only decoded here
