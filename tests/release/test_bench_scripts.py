@@ -43,7 +43,7 @@ def test_both_servers_are_measured_in_turns_alone_and_beside_a_busy_core(
 ) -> None:
     few = ["--load", "shared-prefix", "--clients", "2", "--requests", 2, "--turns", 1]
     printed = script("bench_llama_server.py", llama_server, "-m", default_model, *few, "--busy-core", "--ours=-np 2")
-    assert "Kept: `--no-kv-unified -fa on`" in printed
+    assert "Kept: `--no-kv-unified -fa on -ctk q8_0 -ctv q8_0`" in printed
     figures = rows(printed)
     for state in ("shared-prefix", "shared-prefix beside a busy core"):
         ours, theirs, ratio = map(number, figures[f"{state}: output tokens/s"])
@@ -68,6 +68,7 @@ def test_aiperf_can_make_the_load(llama_server: Path, default_model: Path, tmp_p
     few = ["--load", "full-cells", "--requests", 4, "--turns", 1, "--theirs=-kvu -fa on"]
     figures = rows(script("bench_llama_server.py", llama_server, "-m", default_model, *few, "--aiperf", aiperf))
     assert figures["full-cells: output tokens/s"] == ["600.0", "300.0", "2.00 (2.00 to 2.00)"]
+    assert figures["full-cells: longest gap, ms"][:2] == ["50.0", "50.0"]
     assert figures["full-cells: failed requests"][:2] == ["1 of 4", "1 of 4"]
 
 
