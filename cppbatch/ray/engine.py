@@ -7,8 +7,8 @@ import contextlib
 import logging
 import math
 import uuid
-from collections import deque
-from collections.abc import AsyncGenerator, Coroutine
+from collections import OrderedDict, deque
+from collections.abc import AsyncGenerator, Coroutine, Iterator
 from time import perf_counter
 from typing import Any
 
@@ -16,6 +16,7 @@ import msgspec
 
 from cppbatch import errors
 from cppbatch.cluster.engines.client import EngineClient, Health, WorkerLive, WorkerState, id_in_use, running_loop
+from cppbatch.cluster.engines.in_flight import InFlightRequest
 from cppbatch.cluster.link import (
     Check,
     Question,
@@ -44,7 +45,6 @@ from cppbatch.ray.messages import (
     encode,
 )
 from cppbatch.ray.replica.set import LiveReplicas, ReplicaLost, ReplicaSet, ReplicaSetStatus
-from cppbatch.ray.sent_requests import SentGroup, SentGroups, SentRequest, SentStream
 
 log = logging.getLogger("cppbatch.ray")
 
@@ -53,6 +53,7 @@ _PAUSE_S = 0.2  # before a request is sent again, times the number of lost repli
 _STATUS_PERIOD_S, _LOADING_PERIOD_S = 1.0, 0.25
 _LEASE_PERIOD_S = 4.0
 _MAX_FINISH_TIMES = 64
+_MAX_GROUPS = 4096  # more than a cluster has replicas at once
 
 
 class RayEngine(EngineClient):
@@ -440,3 +441,71 @@ class RayEngine(EngineClient):
             task.cancel()  # closes the streams, which ends the requests in the replicas
         await asyncio.gather(*tasks, self._live.close(), return_exceptions=True)
         await self._replicas.close(self._front)
+
+
+# --- sent requests ----------------------------------------------------------------------------------------------------
+# The requests of this front that replicas run: the messages of each stream group in order, and the requests that are
+# lost with a replica.
+
+
+class SentRequest(InFlightRequest):
+    """An unfinished request of a front. It has another `id` each time it is sent."""
+
+    def __init__(self, request: GenerationRequest) -> None:
+        super().__init__("", request)
+        self.group: SentGroup | None = None
+        """The group that carries its events; None until a replica runs it."""
+
+
+class SentStream:
+    """A stream of a request that was sent. The request may be sent again before the stream has ended."""
+
+    def __init__(self, request: SentRequest) -> None:
+        self.request = request
+        self.sent_as = request.id
+        self.group: SentGroup | None = None
+        """None until the replica has opened the stream."""
+
+
+class SentGroup:
+    """The front's side of a stream group. A stream that breaks may take messages with it: then the group has a hole,
+    and none of its later messages may be used."""
+
+    def __init__(self, replica: str) -> None:
+        self.replica = replica
+        self.is_lost = False
+        self.streams: dict[str, asyncio.Task[None]] = {}
+        """The tasks that read the open streams, by the id of the stream's request."""
+        self.requests: dict[str, SentRequest] = {}
+        """The unfinished requests of the group, by the id that the replica knows."""
+        self._n_received = 0
+        self._early: dict[int, GroupEvents] = {}  # overtook a message on the stream of an earlier carrier
+
+    def in_order(self, message: GroupEvents) -> Iterator[GroupEvents]:
+        """Yields this message and those that waited for it; nothing if it must wait for another one. Raises
+        `ReplicaLost` for a number that was used before: the replica has begun the group again."""
+        if message.number < self._n_received:
+            raise ReplicaLost("it no longer knows the requests")
+        self._early[message.number] = message
+        while not self.is_lost and (following := self._early.pop(self._n_received, None)):
+            self._n_received += 1
+            yield following
+
+
+class SentGroups:
+    """The stream groups by name. A group without open streams is kept: its next message may already be on the way."""
+
+    def __init__(self) -> None:
+        self._groups: OrderedDict[str, SentGroup] = OrderedDict()
+
+    def __iter__(self) -> Iterator[SentGroup]:
+        """Iterates over a copy."""
+        return iter(list(self._groups.values()))
+
+    def get(self, name: str, replica: str) -> SentGroup:
+        """The group of this name."""
+        group = self._groups.setdefault(name, SentGroup(replica))
+        self._groups.move_to_end(name)
+        while len(self._groups) > _MAX_GROUPS:
+            self._groups.popitem(last=False)
+        return group

@@ -16,7 +16,7 @@ from msgspec.structs import replace
 
 from cppbatch.config import EngineConfig
 from cppbatch.engine.runtime import load_model, make_context, may_draft, open_encoder, repacks, switches
-from cppbatch.engine.speculation.hidden_rows import most_rows
+from cppbatch.engine.speculation.row_proposer import most_rows
 from cppbatch.engine.speculation.runtimes import (
     check_draft_model,
     check_vocabulary,

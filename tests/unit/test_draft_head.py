@@ -15,8 +15,7 @@ from cppbatch.engine.model_info import AdapterInfo
 from cppbatch.engine.request import ResumeState
 from cppbatch.engine.speculation import speculator
 from cppbatch.engine.speculation.draft_cells import DraftCells
-from cppbatch.engine.speculation.hidden_rows import HiddenRows, most_rows
-from cppbatch.engine.speculation.row_proposer import RowProposer
+from cppbatch.engine.speculation.row_proposer import HiddenRows, RowProposer, most_rows
 from cppbatch.errors import DecodeFailed, LlamaError
 from tests.support.fake_heads import CONTEXTS, FakeCells, check_head, fake_head
 from tests.support.fakes import (

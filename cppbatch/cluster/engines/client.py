@@ -3,20 +3,31 @@
 from __future__ import annotations
 
 import asyncio
+import uuid
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator
+from contextlib import aclosing
 from functools import cached_property
+from types import TracebackType
 from typing import TYPE_CHECKING, Annotated, Literal, TypeVar
 
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from cppbatch.chat.chat_format import ChatFormat
+from cppbatch.chat.chat_format import ChatFormat, PreparedChat
+from cppbatch.chat.output_parser import openai_message
 from cppbatch.chat.template import ChatTemplate
-from cppbatch.cluster.engines import async_chat
-from cppbatch.cluster.engines.async_chat import AsyncChatStream
 from cppbatch.config import EngineConfig
-from cppbatch.engine.chats import ChatCompletion, ChatFormats, ChatOptions, Conversation
+from cppbatch.engine.chats import (
+    ChatCompletion,
+    ChatEvent,
+    ChatFormats,
+    ChatOptions,
+    ChatReader,
+    ChatRequests,
+    Conversation,
+    Json,
+)
 from cppbatch.engine.disk.slots import SlotActionName, SlotReport
 from cppbatch.engine.model_info import ModelInfo
 from cppbatch.engine.observe.live_state import LiveEngine
@@ -225,7 +236,11 @@ class EngineClient(ABC):
         Arguments and result: as in `BatchInferenceEngine.chat`, for one conversation. Raises the errors of `submit`;
         `ConfigError` for an unknown `chat_template`.
         """
-        return await async_chat.chat(self, conversation, params, options)
+        async with self.chat_stream(conversation, params, **options) as stream:
+            async for _ in stream:
+                pass
+        assert stream.completion
+        return stream.completion
 
     def chat_stream(
         self, conversation: Conversation, params: Params = None, **options: Unpack[ChatOptions]
@@ -234,7 +249,21 @@ class EngineClient(ABC):
 
         Leaving `async with client.chat_stream(messages) as stream:` cancels it. The first event raises as `chat` does.
         """
-        return async_chat.chat_stream(self, conversation, params, options)
+        return AsyncChatStream(self._chat_events(conversation, params, options))
+
+    async def _chat_events(
+        self, conversation: Conversation, params: Params, options: ChatOptions
+    ) -> AsyncGenerator[tuple[GenerationEvent, PreparedChat], None]:
+        """The events of the request, with the parser of their text."""
+        requests = ChatRequests(await self.chat_format(options.get("chat_template")), options)
+        # On another thread, because rendering a long conversation takes time.
+        made = await asyncio.to_thread(requests.request, f"chat-{uuid.uuid4().hex}", conversation, params)
+        try:
+            async with aclosing(self.submit(made.request)) as events:
+                async for event in events:
+                    yield event, made.chat
+        except InvalidRequest as error:
+            raise made.renamed(error) from error
 
     async def chat_format(self, template: str | ChatTemplate | None = None) -> ChatFormat:
         """The model's chat format: its template, tool calls and reasoning, or those of another template.
@@ -302,3 +331,40 @@ def running_loop(name: str) -> asyncio.AbstractEventLoop:
             f"{name} needs a running event loop: create it in a coroutine with `async with {name}(...)`. Without "
             "asyncio, use BatchInferenceEngine"
         ) from None
+
+
+class AsyncChatStream:
+    """`ChatStream` for asyncio: `async for event in stream`."""
+
+    def __init__(self, events: AsyncGenerator[tuple[GenerationEvent, PreparedChat], None]) -> None:
+        self._events = events
+        self._reader: ChatReader | None = None
+        self.completion: ChatCompletion | None = None
+        """The whole answer; None until it is complete."""
+
+    @property
+    def message(self) -> Json:
+        """The message so far, as OpenAI's object: append it to the conversation."""
+        return self._reader.message if self._reader else openai_message("", "", [])
+
+    def __aiter__(self) -> AsyncChatStream:
+        return self
+
+    async def __anext__(self) -> ChatEvent:
+        event, chat = await anext(self._events)
+        self._reader = self._reader or ChatReader(chat)
+        said = self._reader.read(event)
+        self.completion = said.completion
+        return said
+
+    async def aclose(self) -> None:
+        """Cancels the answer if it is incomplete."""
+        await self._events.aclose()
+
+    async def __aenter__(self) -> AsyncChatStream:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self.aclose()

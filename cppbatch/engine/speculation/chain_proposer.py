@@ -11,7 +11,7 @@ from cppbatch.engine.sequence import Seq
 from cppbatch.engine.speculation.draft_cells import DraftSequence
 from cppbatch.engine.speculation.draft_model import Guess
 from cppbatch.engine.speculation.head_proposer import HeadProposer, HeadRuntime
-from cppbatch.engine.speculation.hidden_rows import Row, Rows
+from cppbatch.engine.speculation.row_proposer import Row, Rows
 
 
 class _LaterHead(HeadProposer):

@@ -17,8 +17,7 @@ from cppbatch.engine.compute_threads import ComputeThreads
 from cppbatch.engine.sequence import Seq
 from cppbatch.engine.speculation.draft_cells import DraftSequence
 from cppbatch.engine.speculation.draft_model import Guess
-from cppbatch.engine.speculation.hidden_rows import Rows
-from cppbatch.engine.speculation.row_proposer import RowProposer, RowRuntime
+from cppbatch.engine.speculation.row_proposer import RowProposer, RowRuntime, Rows
 from cppbatch.llama import RowBatch
 
 
