@@ -1,5 +1,5 @@
-"""What the proposers have in common that draft from hidden rows of the model: a draft head in its file (MTP), and draft
-models that were made for it (EAGLE-3, DFlash, Gemma 4's assistant).
+"""Proposers that draft from hidden rows of the model: what a draft head in its file (MTP) and draft models made for it
+(EAGLE-3, DFlash, Gemma 4's assistant) have in common.
 
 The model's hidden rows are kept on the host (`HiddenRows`), and read when drafts are requested, so a proposer that is
 not worth its time costs next to nothing.

@@ -21,7 +21,7 @@ from cppbatch.engine.steps import TILES, Groups, StepCost
 
 _WORTH = 1.1  # drafts are expected to make tokens this many times as fast as rows alone: estimates are rough
 _WORTH_OF_MODEL = 1.03  # the same of a draft model, whose time is measured; 1.0 after a step for which it was asked
-_COLD = 16  # first steps with a draft model, and the first one after steps without: they take longer
+_COLD = 16  # the first steps with a draft model take longer, and so does the first one after steps without
 _PRIOR_STEPS = 4.0  # steps whose time is as expected, before any is measured
 _MAX_LONGER = 2.0  # times the expected time: a step that takes longer was disturbed
 _TRIED = 0.8  # ... but those that make tokens this many times as fast are tried now and then: the times may be wrong
@@ -43,8 +43,8 @@ _LENGTHS = (1, 2, 3, 4, 5, 7, 9, 11, 13, 15, 16, 23, 31, 47, 63, 64)
 """Of drafts, where sequences have streams: the lengths to choose from."""
 _COUNTS = (1, 2, 4, 8, 16, 32, 64, 128)
 """How many rows get them, if not all."""
-_NEW_VERIFIED_STEP = 0.05  # weight of a new step with drafts in what is known of the latest ones; and less than that,
-_FEW_VERIFIED = 600.0  # if it verifies less than this share of so many draft tokens: their number is chance
+_NEW_VERIFIED_STEP = 0.05  # maximum weight of a new step with drafts in what is known of the latest ones
+_FEW_VERIFIED = 600.0  # a step that verifies n draft tokens weighs n / 600 if that is less: few tokens are chance
 _REMEMBERED = 0.998  # of the same, for each step: texts change, and wrong drafts must not be the last ones
 _PRIOR = 8.0  # accepted tokens that are expected right before anything is known
 _NEW = 0.2  # weight of a new draft in what is usual of a sequence's drafts of the draft model
@@ -161,7 +161,7 @@ class Speculator:
     def _look(
         self, rows: Sequence[Seq], groups: Groups, cost: StepCost, limits: DraftLimits
     ) -> tuple[DraftPlan | None, bool]:
-        """Like `plan`, and whether the drafts are worth it; otherwise they are an experiment."""
+        """Like `plan`, and whether the drafts are worth it; otherwise they are a try."""
         self._model_time.starts()
         most = [
             max(0, min(self._draft_max, each, sequence.n_room - 1))
@@ -222,8 +222,8 @@ class Speculator:
             self._accepted_s += _NEW_VERIFIED * (seconds / n_accepted - self._accepted_s)
 
     def _ask_model(self, model: ModelProposer, step: _Step, drafts: list[Draft | None], most: list[int]) -> float:
-        """Gets drafts from the draft model if its typical ones are worth their time. Returns the
-        seconds that they are expected to take; 0: it is not asked, or they are not known."""
+        """Gets drafts from the draft model if its typical ones are worth their time. Returns their expected seconds;
+        0: the model is not asked, or its time is not known."""
         before = [_accepted(draft) for draft in drafts]
         usual = [self._usual.get(sequence, self._usual_of_all) for sequence in step.rows]
         guesses = [
@@ -354,7 +354,7 @@ class _ModelTime:
         """`clock`: None: nothing is measured."""
         self._clock = clock
         self._n_cold = _COLD
-        self._n_measured = self._n_expected = 0.0  # the latest steps, and the times of one that they took
+        self._n_measured = self._taken = 0.0  # the latest steps, and their times as multiples of the expected ones
         self._began = self._expects_s = 0.0
         self._is_warm = False  # the step before had drafts of the model
 
@@ -365,16 +365,16 @@ class _ModelTime:
             self._n_cold = max(1, self._n_cold)
         self._expects_s = 0.0
         self._n_measured *= _REMEMBERED
-        self._n_expected *= _REMEMBERED
+        self._taken *= _REMEMBERED
         if self._clock:
             self._began = self._clock()
 
     def expects(self, seconds: float) -> None:
-        """The draft model was asked for drafts of it, which with them is expected to take so long."""
+        """The draft model was asked for drafts of the step. `seconds`: the expected time of both."""
         self._expects_s = seconds
 
     def verified(self, kept: float) -> None:
-        """Its drafts were verified. `kept`: the weight of the earlier steps."""
+        """The drafts of the step were verified. `kept`: the weight of earlier steps."""
         if not (self._expects_s and self._clock):
             return
         if self._n_cold:
@@ -382,7 +382,7 @@ class _ModelTime:
             return
         took = (self._clock() - self._began) / self._expects_s
         self._n_measured = kept * self._n_measured + 1
-        self._n_expected = kept * self._n_expected + min(took, _MAX_LONGER)
+        self._taken = kept * self._taken + min(took, _MAX_LONGER)
 
     @property
     def worth(self) -> float:
@@ -391,8 +391,8 @@ class _ModelTime:
 
     @property
     def trust(self) -> float:
-        """The expected time of the latest steps by the measured one."""
-        return min(1.0, (self._n_measured + _PRIOR_STEPS) / (self._n_expected + _PRIOR_STEPS))
+        """The ratio of the expected to the measured time of the latest steps, at most 1."""
+        return min(1.0, (self._n_measured + _PRIOR_STEPS) / (self._taken + _PRIOR_STEPS))
 
 
 class _Step:
