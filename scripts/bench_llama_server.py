@@ -119,6 +119,8 @@ class Figures:
     inter_token_p95: float | None
     inter_token_p99: float | None
     inter_token_longest: float | None
+    tpot_p50: float | None
+    tpot_p95: float | None
     failed: int
     requests: int
 
@@ -134,6 +136,8 @@ ROWS = {
     "inter-token p95, ms": "inter_token_p95",
     "inter-token p99, ms": "inter_token_p99",
     "longest gap, ms": "inter_token_longest",
+    "TPOT p50, ms": "tpot_p50",
+    "TPOT p95, ms": "tpot_p95",
 }
 
 
@@ -199,6 +203,8 @@ def from_report(row: dict[str, Any]) -> Figures:
         ms("inter_token_ms_p95"),
         ms("inter_token_ms_p99"),
         ms("inter_token_ms_p100"),
+        ms("tpot_ms_p50"),
+        ms("tpot_ms_p95"),
         row["failed"],
         row["requests"],
     )
@@ -207,8 +213,9 @@ def from_report(row: dict[str, Any]) -> Figures:
 def from_aiperf(export: dict[str, Any]) -> Figures:
     """Returns the figures of AIPerf's summary; what is missing there was not measured.
 
-    Its `inter_chunk_latency` is our inter-token time. A request that ends in an error after its first token counts as
-    answered there; only answers with a usage have a length, so those are counted here.
+    Its `inter_chunk_latency` is our inter-token time, its `inter_token_latency` our TPOT. A request that ends in an
+    error after its first token counts as answered there; only answers with a usage have a length, so those are counted
+    here.
     """
 
     def figure(name: str, key: str) -> float | None:
@@ -223,6 +230,8 @@ def from_aiperf(export: dict[str, Any]) -> Figures:
         figure("inter_chunk_latency", "p95"),
         figure("inter_chunk_latency", "p99"),
         figure("inter_chunk_latency", "max"),
+        figure("inter_token_latency", "p50"),
+        figure("inter_token_latency", "p95"),
         failed=requests - int(figure("output_sequence_length", "count") or 0),
         requests=requests,
     )

@@ -557,7 +557,7 @@ def _speculator(config: EngineConfig, runtime: Runtime) -> Speculator | None:
         return None
     n_rollback = runtime.n_rollback
     most = min(config.draft_max, n_rollback or config.draft_max)
-    return Speculator(runtime.proposers, most, equal_only=n_rollback > 0, clock=thread_time, wall=perf_counter)
+    return Speculator(runtime.proposers, most, one_group_only=n_rollback > 0, clock=thread_time, wall=perf_counter)
 
 
 def _disk_opener(

@@ -35,6 +35,7 @@ export = {
     "output_token_throughput": {"avg": speed},
     "time_to_first_token": {"p50": 100.0, "p95": 200.0},
     "inter_chunk_latency": {"p50": 10.0, "p95": 30.0, "p99": 40.0, "max": 50.0},
+    "inter_token_latency": {"p50": 10.0, "p95": 30.0},
 }
 folder = pathlib.Path(flag("--artifact-dir"))
 folder.mkdir()

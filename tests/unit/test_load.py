@@ -166,7 +166,8 @@ def test_rates_percentiles_and_goodput_are_right() -> None:
     figures = server_row([a_run([*done, failed]), slow, a_run([*done, failed])], bound_ms=250)
     for name, expected in {
         "requests": 306, "failed": 3, "failures": {"HTTP 500": 3}, "url": "http://127.0.0.1:1",
-        "ttft_ms_p50": 500, "ttft_ms_p95": 950, "ttft_ms_p99": 990, "inter_token_ms_p50": 20, "end_to_end_s_p95": 1.95,
+        "ttft_ms_p50": 500, "ttft_ms_p95": 950, "ttft_ms_p99": 990, "inter_token_ms_p50": 20, "tpot_ms_p50": 20,
+        "end_to_end_s_p95": 1.95,
         "output_tokens_per_second": 30.3, "total_tokens_per_second": 101, "requests_per_second": 10.1,
         "goodput_per_second": 2.6, "cached_percent": 100 * 50 / 707,
     }.items():  # fmt: skip

@@ -37,6 +37,7 @@ class _Latency(NamedTuple):
 _LATENCIES = (
     _Latency("ttft_ms", "TTFT, ms", 1000, digits=1),
     _Latency("inter_token_ms", "inter-token, ms", 1000, digits=1, percentiles=(*PERCENTILES, 100)),
+    _Latency("tpot_ms", "TPOT, ms", 1000, digits=1),
     _Latency("end_to_end_s", "end-to-end, s", 1, digits=2),
 )
 
@@ -139,6 +140,7 @@ def _figures(run: ServerRun, bound_ms: float | None) -> dict[str, float | None]:
     latencies = [
         [outcome.time_to_first_token for outcome in done],
         [gap for outcome in done for gap in outcome.gaps],
+        [sum(outcome.gaps) / n for outcome in done if (n := outcome.output_tokens - outcome.samples) > 0],
         [outcome.end_to_end for outcome in done],
     ]
     for latency, seconds in zip(_LATENCIES, latencies, strict=True):

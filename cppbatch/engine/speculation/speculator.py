@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import NamedTuple, cast
 
 import numpy as np
@@ -41,8 +40,6 @@ _LOGITS_BYTES = 32 << 20  # of a step with drafts: 170 rows with a vocabulary of
 
 _LENGTHS = (1, 2, 3, 4, 5, 7, 9, 11, 13, 15, 16, 23, 31, 47, 63, 64)
 """Of drafts, where sequences have streams: the lengths to choose from."""
-_COUNTS = (1, 2, 4, 8, 16, 32, 64, 128)
-"""How many rows get them, if not all."""
 _NEW_VERIFIED_STEP = 0.05  # maximum weight of a new step with drafts in what is known of the latest ones
 _FEW_VERIFIED = 600.0  # a step that verifies n draft tokens weighs n / 600 if that is less: few tokens are chance
 _REMEMBERED = 0.998  # of the same, for each step: texts change, and wrong drafts must not be the last ones
@@ -113,18 +110,18 @@ class Speculator:
         proposers: Sequence[Proposer],
         draft_max: int,
         *,
-        equal_only: bool = False,
+        one_group_only: bool = False,
         clock: Callable[[], float] | None = None,
         wall: Callable[[], float] | None = None,
     ) -> None:
-        """`draft_max`: draft tokens of a sequence in a step at most. `equal_only`: where sequences have streams,
-        all rows of a step get equally many and are computed together: other drafts could not be removed. `clock`: the
+        """`draft_max`: draft tokens of a sequence in a step at most. `one_group_only`: drafts can be removed
+        only if all rows are computed together. `clock`: the
         CPU time of this thread; None: looking for drafts counts as free. `wall`: the time; None: the time of a draft
         model's steps is not measured.
         """
         self._looks = _Looks(clock) if clock else None
         self._model_time = _ModelTime(wall)
-        self._equal_only = equal_only
+        self._one_group_only = one_group_only
         self._proposers = proposers
         self._lookups = [proposer for proposer in proposers if not proposer.costs_compute]
         self._model = cast("ModelProposer | None", next((p for p in proposers if p.costs_compute), None))
@@ -143,7 +140,7 @@ class Speculator:
 
         `rows`: by ascending seq_id. `groups`: as `StepPlan.row_groups`, without drafts.
         """
-        if not cost.knows_rows or (self._equal_only and not limits.is_one_group):
+        if not cost.knows_rows or (self._one_group_only and not limits.is_one_group):
             return None
         if self._since_plain >= _PLAIN_EVERY:
             self._since_plain = 0
@@ -172,9 +169,7 @@ class Speculator:
         drafts: list[Draft | None] = [None] * len(rows)
         for proposer in self._lookups:
             _take_better(drafts, _of_text(proposer, rows, most))
-        step = _Step(
-            rows, groups, cost, limits, equal_only=self._equal_only, trust=self._trust, accepted_s=self._accepted_s
-        )
+        step = _Step(rows, groups, cost, limits, trust=self._trust, accepted_s=self._accepted_s)
         asked_s = self._ask_model(self._model, step, drafts, most) if self._model else 0.0
         plan, rate = step.best([_accepted(draft) for draft in drafts])
         self._drafts_tried.step(step.seconds)
@@ -398,9 +393,13 @@ class _ModelTime:
 class _Step:
     """The rows of a step, the cost of drafts for them, and the time saved by accepted tokens.
 
-    An accepted token saves the time of a row, 1/n of a step with n rows. But if no requests wait and the sequences end
-    at about the same time, as samples of a prompt do, one that is ahead leaves its row empty in the last steps. If m of
-    n such sequences get a token ahead, the last step has n - m rows: that saves t(n) - t(n - m).
+    The geometric mean of the sequences' speeds counts, not their sum: 8 tokens more for one of 16 sequences are not
+    worth a step in which the others wait twice as long. For equal drafts both are the same. So the value of m accepted
+    tokens is less than m rows if few sequences get them.
+
+    But if no requests wait and the sequences end at about the same time, as samples of a prompt do, one that is ahead
+    leaves its row empty in the last steps. If m of n such sequences get a token ahead, the last step has n - m rows:
+    that saves t(n) - t(n - m).
     """
 
     def __init__(
@@ -410,7 +409,6 @@ class _Step:
         cost: StepCost,
         limits: DraftLimits,
         *,
-        equal_only: bool,
         trust: float,
         accepted_s: float,
     ) -> None:
@@ -420,7 +418,6 @@ class _Step:
         self.groups = groups
         self.cost = cost
         self.limits = limits
-        self._equal_only = equal_only
         self.seconds = cost.rows_s(groups)
         """Without drafts."""
         self.max_seconds = max(_SHORT_S, _SLOWDOWN * self.seconds)
@@ -435,9 +432,9 @@ class _Step:
             self._row_s = np.diff(np.maximum.accumulate(cost.relative_up_to(len(rows))))  # of the first row, the second
 
     def _value(self, gains: Probabilities) -> float:
-        """The time saved, in rows, if this number of tokens is accepted per sequence."""
+        """The time saved, in rows, if this many tokens of each sequence are accepted."""
         if self._ahead is None:
-            return float(gains.sum())
+            return float(len(gains) * np.expm1(np.log1p(gains).mean()))
         saved = np.sort(self._ahead + gains) - np.sort(self._ahead)  # steps with one row, with two ...
         return float(len(gains) * (self._row_s @ saved) / self._row_s.sum())
 
@@ -476,11 +473,10 @@ class _Step:
         return best, best_rate
 
     def _best_in_streams(self, expected: Probabilities) -> Choice:
-        """The same number of tokens for every row, or for the rows with the best drafts.
+        """The same number of tokens for every row.
 
         llama.cpp computes as many tokens of each sequence together as the shortest has. So equal lengths are one pass
-        over the weights, for which rows without a draft, and padding rows, get filling tokens. Where only some rows get
-        drafts, their draft tokens are passes of their own behind that of the rows (not if `equal_only`).
+        over the weights, for which rows without a draft, and padding rows, get filling tokens.
         """
         n_rows, longest = expected.shape
         n_computed, least = sum(self.groups), min(self.limits.each)
@@ -490,26 +486,13 @@ class _Step:
         best_rate = 0.0
         for n in (*(length for length in _LENGTHS if length < longest), longest):
             gain = gains[:, n - 1]
-            if n <= least and n * n_computed <= n_most:
-                equal = tuple(size * (1 + n) for size in self.groups)
-                value = self._value(gain)
-                rate = self._rate(value, equal, gain.min)
-                if rate > best_rate:
-                    best, best_rate = DraftPlan([n] * n_rows, equal, value, n_padding=n), rate
-            if self._equal_only:
-                continue
-            order = np.argsort(-gain, kind="stable")
-            n_drafts = min(n_most // n, int(np.count_nonzero(expected[:, n - 1])))
-            for m in {m for m in _COUNTS if m < n_drafts} | {n_drafts} - {0, n_rows}:
-                chosen = np.sort(order[:m]).tolist()
-                runs = _neighbours([self.rows[i].seq_id for i in chosen])
-                ragged = (*self.groups, *(size * n for size in runs))
-                lengths = np.zeros(n_rows, np.int64)
-                lengths[chosen] = n
-                value = self._value(gain * (lengths > 0))
-                rate = self._rate(value, ragged, float)
-                if rate > best_rate:
-                    best, best_rate = DraftPlan(lengths.tolist(), ragged, value), rate
+            if n > least or n * n_computed > n_most:
+                break
+            groups = tuple(size * (1 + n) for size in self.groups)
+            value = self._value(gain)
+            rate = self._rate(value, groups, gain.min)
+            if rate > best_rate:
+                best, best_rate = DraftPlan([n] * n_rows, groups, value, n_padding=n), rate
         return best, best_rate
 
     def _rate(self, value: float, groups: Groups, least: Callable[[], float]) -> float:
@@ -567,9 +550,3 @@ def _take_better(drafts: list[Draft | None], others: Sequence[Draft | None]) -> 
 
 Choice = tuple[DraftPlan | None, float]
 """The best plan with drafts within the limits, and its tokens/s."""
-
-
-def _neighbours(seq_ids: Sequence[int]) -> list[int]:
-    """The sizes of the runs of consecutive numbers. `seq_ids`: rising."""
-    ends = [i for i, (one, following) in enumerate(pairwise(seq_ids), 1) if following != one + 1]
-    return [stop - start for start, stop in pairwise([0, *ends, len(seq_ids)])]
