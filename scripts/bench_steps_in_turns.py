@@ -27,7 +27,7 @@ from typing import Any
 
 from cppbatch.bench.report import markdown_table
 
-MIN_PROMPT, MIN_NEW, MAX_NEW = 20, 16, 128  # tokens
+MIN_NEW, MAX_NEW = 16, 128  # tokens
 SAMPLES_NEW = 64  # of each sample
 SPIN_S = 0.006  # how long compute threads of the engine that stepped last wait on their cores for more (libgomp)
 WORKER = "worker"
@@ -46,17 +46,17 @@ class Worker:
         self._engine = BatchInferenceEngine(EngineConfig(model, **{**sizes, **settings}))
         self._at_once = at_once
 
-    def begin(self, seed: int, n_requests: int, longest: int, are_samples: bool) -> None:
-        """Begins a round of requests, the same for all workers. `are_samples`: of one prompt with 20 tokens."""
+    def begin(self, seed: int, n_requests: int, shortest: int, longest: int, are_samples: bool) -> None:
+        """Begins a round of requests, the same for all workers. `are_samples`: of one prompt, the shortest."""
         from cppbatch.bench.prompts import random_text
 
         chance = random.Random(seed)
         if are_samples:
-            self._waiting = [(random_text(chance, MIN_PROMPT), SAMPLES_NEW)] * n_requests
+            self._waiting = [(random_text(chance, shortest), SAMPLES_NEW)] * n_requests
         else:
             self._waiting = [
                 (
-                    random_text(chance, int(math.exp(chance.uniform(math.log(MIN_PROMPT), math.log(longest))))),
+                    random_text(chance, int(math.exp(chance.uniform(math.log(shortest), math.log(longest))))),
                     chance.randint(MIN_NEW, MAX_NEW),
                 )
                 for _ in range(n_requests)
@@ -166,7 +166,8 @@ def main() -> None:
     parser.add_argument("-m", "--model", type=Path, required=True)
     parser.add_argument("-B", dest="at_once", type=int, default=16)
     parser.add_argument("--requests", type=int, default=32, help="of a round")
-    parser.add_argument("--longest", type=int, default=500, help="prompt tokens")
+    parser.add_argument("--shortest", type=int, default=20, help="prompt tokens (20)")
+    parser.add_argument("--longest", type=int, default=500, help="prompt tokens (500)")
     parser.add_argument("--samples", action="store_true", help="all requests of a round are samples of one prompt")
     parser.add_argument("--rounds", type=int, default=5)
     if sys.argv[1:2] == [WORKER]:
@@ -176,7 +177,7 @@ def main() -> None:
     named = [each.partition("=") for each in args.variants]
     parts = {name: value.partition(":") for name, _, value in named}
     variants = [Variant(args.model, args.at_once, tree, settings or "{}") for tree, _, settings in parts.values()]
-    load = args.requests, args.longest, args.samples
+    load = args.requests, args.shortest, args.longest, args.samples
     rounds = [run_round(variants, seed, *load) for seed in range(args.rounds + 1)][1:]
     for variant in variants:
         variant.close()
