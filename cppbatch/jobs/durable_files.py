@@ -286,7 +286,7 @@ class Database:
     def _checkpoint(self) -> None:
         """Empties the WAL. If that fails, the commits stay in the WAL, durably, until the next checkpoint."""
         try:
-            # TRUNCATE: if the WAL remained and lost its end, SQLite would read its older pages, not the file's newer ones.
+            # TRUNCATE: if a WAL remains and loses its end, SQLite reads its older pages, not the file's newer ones.
             self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
         except sqlite3.Error as error:
             log.warning("%s: checkpoint failed, retrying after the next commit: %s", self.path, error)

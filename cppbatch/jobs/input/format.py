@@ -172,7 +172,7 @@ class PromptTemplate:
 
 
 def field_text(value: object) -> str:
-    """A table value as text: strings unchanged, null as an empty string, others as JSON if possible, else with `str`."""
+    """A table value as text: strings unchanged, null as an empty string, others as JSON, or with `str` if necessary."""
     if value is None:
         return ""
     if isinstance(value, str):
