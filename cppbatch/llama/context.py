@@ -549,7 +549,7 @@ class Context:
         if seq_id in self._shifted:
             raise LlamaError(f"sequence {seq_id} was shifted, and its keys are rotated in the next decode")
         if seq_id in self._copy_targets:
-            raise LlamaError(f"sequence {seq_id} is a copy, whose cells are copied in the next decode")
+            raise LlamaError(f"sequence {seq_id} is a copy; its cells are only copied in the next decode")
 
     def _state(self, native: int, n_tokens: int, flags: int = 0) -> SequenceState:
         data = np.empty(C.llama_state_seq_get_size_ext(self.handle, native, flags), np.uint8)

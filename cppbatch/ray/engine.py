@@ -249,7 +249,7 @@ class RayEngine(EngineClient):
             if group.is_lost:  # the request was on the way to this group
                 self._remove(request)
                 self._send(request)
-        elif not group.is_lost:  # the request has ended meanwhile
+        elif not group.is_lost:  # the request has ended since it was sent
             self._send_cancel(stream.sent_as, group)
 
     def _request_in(self, group: SentGroup, sent_as: str) -> SentRequest | None:
