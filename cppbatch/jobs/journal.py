@@ -46,7 +46,7 @@ class Journal:
     def __init__(self, ledger: Ledger, output: Path, errors: Path, *, ordered: bool = False) -> None:
         """Opens `output` for responses and `errors` for errors. `errors` is created for the first error.
 
-        `ordered`: writes responses in the order of the input. The ledger holds those that come before their turn.
+        `ordered`: writes responses in the order of the input. The ledger holds those that arrive early.
         Raises `LedgerLost`.
         """
         if not ledger.is_begun:
@@ -281,8 +281,8 @@ class Ledger:
         self._last_registered = 0
 
     def _checked_count(self, name: str) -> int:
-        """A count of rows. The same number is stored with the file sizes, on another page: in a copy made during a
-        write, the two can differ. Then a line may lack its result."""
+        """A count of rows, checked against the number stored with the file sizes on another page. In a copy made during
+        a write, the two can differ, and a line may then lack its result."""
         ((n,),) = self._db.execute(_COUNTS[name])
         if self._has_number(name) and self.number(name) != n:
             raise StorageError(

@@ -94,8 +94,8 @@ class ServeReplicas:
     def _status(self) -> ReplicaSetStatus:
         found = serve.status().applications.get(self._application)
         if found is None or found.status == ApplicationStatus.DELETING:
-            message = f"the Serve application {self._application!r} does not exist"
-            return ReplicaSetStatus(status="failed", message=message)
+            missing = f"the Serve application {self._application!r} does not exist"
+            return ReplicaSetStatus(status="failed", message=missing)
         deployment = found.deployments.get(self._deployment)
         states = deployment.replica_states if deployment else {}
         n_running = states.get(ReplicaState.RUNNING, 0)
