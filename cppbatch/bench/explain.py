@@ -1,4 +1,4 @@
-"""`cppbatch bench explain`: where the time of a trace (`--trace`) went, compared with the minimum cost of its work."""
+"""`cppbatch bench explain`: breaks down the time of a trace (`--trace`), relative to the minimum cost of its work."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def _steps(path: Path) -> Iterator[TracedStep]:
 
 
 def bare_costs_of(steps: list[TracedStep]) -> BareCosts:
-    """The minimum costs of steps, as learned by an engine; from all steps, so that the first ones are covered too."""
+    """The minimum costs of steps, as learned by an engine; from all steps, so the first ones are also covered."""
     budget = StepBudget(1)
     for step in steps:
         decode_s = step.phases["decode"]
@@ -115,7 +115,7 @@ def bare_costs_of(steps: list[TracedStep]) -> BareCosts:
 
 
 def explain(path: Path) -> Report:
-    """Reads a trace. Raises `ConfigError`."""
+    """Reads a trace and reports its time by cause. Raises `ConfigError`."""
     steps = read_steps(path)
     costs = bare_costs_of(steps)
     first, last = steps[0].began, steps[-1].ended
@@ -170,7 +170,7 @@ def explain(path: Path) -> Report:
 
 
 def _intervals(start: float, end: float) -> list[tuple[int, float]]:
-    """The intervals that this time is in, in multiples of their width, each with its share of the time."""
+    """The intervals of this time, in multiples of their width, each with its share of the time."""
     indices = range(int(start), min(_INTERVALS, int(end) + 1))
     overlaps = [(i, min(end, i + 1) - max(start, i)) for i in indices]
     total = sum(overlap for _, overlap in overlaps)
@@ -178,12 +178,12 @@ def _intervals(start: float, end: float) -> list[tuple[int, float]]:
 
 
 def _costs_line(costs: BareCosts) -> str:
-    rows = f"a row {1000 * costs.row_s(1 << 30):.3g} ms" if costs.rows else "no row"
+    rows = f"a row {1000 * costs.row_s(1 << 30):.3g} ms" if costs.rows else "no rows"
     return f"Minimum in this trace: a prompt token {1000 * costs.token_s:.3g} ms, {rows}."
 
 
 def plot_explanation(report: Report) -> Figure:
-    """Draws the parts of the whole time, and how they changed."""
+    """Plots the parts of the total time, and their changes over time."""
     figure, (whole, axes) = new_figure(report, 2)
     rows = [row for row in report.rows if row["seconds"] > 0]
     whole.barh([row["part"] for row in rows], [row["percent"] for row in rows])
@@ -206,11 +206,11 @@ def plot_explanation(report: Report) -> Figure:
 
 
 # --- bare costs ------------------------------------------------------------------------------------------------------
-# The current minimum cost of `llama_decode` on this machine, for `ideal_seconds`: a table measured in seconds.
+# The current minimum cost of `llama_decode` on this machine, for `ideal_seconds`. The measurement takes seconds.
 
 
-_SHORT = 16  # tokens of a sequence whose rows are measured
-_ROUNDS = 4  # steps of each number of rows; the fastest counts
+_SHORT = 16  # tokens of a sequence for measuring rows
+_ROUNDS = 4  # steps per number of rows; the fastest counts
 _PIECES = (16, 64, 256, 512)
 _LONG = (256, 64, 16)  # half of a long sequence: the first one that fits
 _N_LONG = 4  # sequences
@@ -218,17 +218,18 @@ _MAX_PIECE_S, _MAX_LONG_PIECE_S = 5.0, 1.0
 
 
 def measure_bare_costs(runtime: Runtime, most_rows: int) -> BareCosts:
-    """Measures pieces of prompts of 16, 64, 256 and 512 tokens, and steps of 1, 4, 8, 16 ... `most_rows` rows, on short
-    sequences and on four long ones, from which the cost of a cell follows.
+    """Measures prompt pieces of 16, 64, 256 and 512 tokens, and steps of 1, 4, 8, 16 ... `most_rows` rows, on short
+    sequences and on four long ones, which give the cost of a cell.
 
-    About 4,500 prompt tokens; fewer where the context is small, or a piece would take seconds. The context
-    must be empty, have room for two tokens of each sequence, and is empty again afterwards. Raises `LlamaError`.
+    Computes about 4,500 prompt tokens; fewer if the context is small, or a piece would take seconds. The context must
+    be empty and have cells for two tokens of each sequence; it is empty again afterwards. Raises `LlamaError`.
     """
     return _Measurement(runtime, most_rows).run()
 
 
 def bare_costs_of_model(model_path: str, most_rows: int) -> BareCosts:
-    """The same for a model loaded for it with the engine's default settings. Raises the errors of loading."""
+    """As `measure_bare_costs`, but loads a model for it with the engine's default settings. Raises the errors of
+    loading."""
     n_ctx = most_rows * max(2 * _LONG[0] + 2 * _SHORT, _PIECES[-1])
     config = EngineConfig(model_path=model_path, n_parallel=most_rows, n_ctx=n_ctx, spec="off", prefix_cache=False)
     runtime = load_runtime(config)
@@ -243,12 +244,12 @@ class _Measurement:
         self._context: Computation = runtime.context
         self._batch = Batch(self._context.n_batch)
         self._tokens = random_prompt(np.random.default_rng(0), max(_PIECES), runtime.info.n_vocab)
-        self._ends = [0] * most_rows  # of each sequence
+        self._ends = [0] * most_rows  # per sequence
         self._most_rows = most_rows
         context = runtime.context
         self._room = (
             context.n_ctx // most_rows if context.kv_unified else context.n_ctx_seq
-        )  # of each, with all of them
+        )  # per sequence, if all are in use
         self._short = min(_SHORT, self._room // 2, context.n_batch)
         self._piece_s: dict[int, float] = {}
 
@@ -281,13 +282,13 @@ class _Measurement:
         )
 
     def _is_possible(self, piece: int, length: int, n_sequences: int, most_s: float) -> bool:
-        """Whether a piece is computed at once, in time, and these sequences have the cells for this length."""
+        """Whether a piece fits into a ubatch and the time, and these sequences have cells for this length."""
         context = self._context
         has_cells = length <= context.n_ctx_seq and (not context.kv_unified or n_sequences * length <= context.n_ctx)
         return has_cells and piece <= min(context.n_ubatch, context.n_batch) and self._seconds(piece) <= most_s
 
     def _seconds(self, n: int) -> float:
-        """That a piece takes at most, as far as is known."""
+        """The maximum time of a piece, extrapolated from a short one."""
         return n * self._piece_s[self._short] / self._short
 
     def _compute_piece(self, seq_id: int, n: int) -> float:

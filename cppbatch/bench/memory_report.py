@@ -38,14 +38,14 @@ _NAMES = {
     "process": "process",
 }  # fmt: skip
 _SHORT = 100  # tokens
-_NEAR = 2.5  # times the largest demand: free memory up to there is a line in the plot
+_NEAR = 2.5  # times the largest demand: up to this limit, free memory is a line in the plot
 _NOT_LOGGED = ("projector", "vectors", "process", "engine", "drafts", "hidden")  # not in llama.cpp's log
 
 
 def memory_report(config: EngineConfig, *, margin: float = 0.0) -> Report:
     """Compares an engine's estimated memory with free memory. Raises `EstimateFailed`, `ModelError`.
 
-    `margin`: the part of the free memory that must stay free, 0 to 1.
+    `margin`: the fraction of free memory that must stay free, 0 to 1.
     """
     estimate = estimate_memory([config])
     footprint = _checked(estimate)[0]
@@ -102,8 +102,8 @@ def with_measured(report: Report, taken: MeasuredMemory) -> Report:
 
 
 def plot_memory(report: Report) -> Figure:
-    """Plots memory by context size, and by parallelism with constant cells per sequence, where the KV cells are: on the
-    host or on a GPU, with a line at what is free there. Runs further estimates."""
+    """Plots memory by context size, and by parallelism with constant cells per sequence, for the place of the KV cells
+    (host or GPU), with a line at its free memory. Runs additional estimates."""
     config: EngineConfig = report.settings["config"]
     contexts = [config.n_ctx * part // 8 for part in range(1, 17) if config.n_ctx * part // 8 >= config.n_parallel]
     each = config.n_ctx // config.n_parallel
@@ -123,7 +123,7 @@ def plot_memory(report: Report) -> Figure:
 
 
 def _layers(footprint: Footprint, devices: Sequence[Device], place: str) -> dict[str, float]:
-    """The MiB of each kind of buffer in a place."""
+    """The MiB of each kind of buffer in one place."""
     layers: Counter[str] = Counter()
     for buffer in footprint.buffers:
         if location(buffer, devices) == place:
@@ -136,7 +136,7 @@ def _areas(axes: Any, sizes: list[int], layers: list[dict[str, float]], demand: 
     heights = [[each.get(kind, 0.0) for each in layers] for kind in kinds]
     axes.stackplot(sizes, heights, labels=[_NAMES[kind] for kind in kinds], alpha=0.8)
     free, top = demand.free / _MIB, max(sum(each.values()) for each in layers)
-    is_near = free <= _NEAR * top  # else the areas would be too flat to read
+    is_near = free <= _NEAR * top  # otherwise the areas would be too flat to read
     label = f"free: {format_gib(demand.free)}" + ("" if is_near else ", above this plot")
     axes.plot(sizes, [free if is_near else float("nan")] * len(sizes), color="tab:red", linestyle="--", label=label)
     axes.set_ylim(0, 1.1 * max(top, free if is_near else 0.0))
@@ -152,7 +152,7 @@ def _checked(estimate: MemoryEstimate) -> list[Footprint]:
 
 
 def _sorted(buffers: list[Buffer]) -> list[Buffer]:
-    """Merges buffers of the same kind and type, in the order of `_NAMES`; those of a draft model or head follow."""
+    """Merges buffers of the same kind and type, in the order of `_NAMES`, then those of a draft model or head."""
     sizes: Counter[Buffer] = Counter()
     for buffer in buffers:
         sizes[replace(buffer, n_bytes=0)] += buffer.n_bytes
@@ -205,13 +205,13 @@ def _mib(n_bytes: float) -> str:
 def _limits(config: EngineConfig) -> str:
     vectors = f", and {CACHE_BYTES >> 20} for image and audio vectors" if config.mmproj else ""
     return (
-        f"when cells run out or the layout changes, up to {config.swap_space} MiB of host memory more for sequences "
-        f"(--swap-space) and {config.prefix_cache_ram} for prefixes (--prefix-cache-ram){vectors}"
+        f"if cells run out or the layout changes: up to {config.swap_space} MiB of additional host memory for "
+        f"sequences (--swap-space) and {config.prefix_cache_ram} for prefixes (--prefix-cache-ram){vectors}"
     )
 
 
 # --- measure memory --------------------------------------------------------------------------------------------------
-# Measuring the memory of a loaded engine after its first steps.
+# Measures the memory of a loaded engine after its first steps.
 
 
 _NEW_TOKENS = 4
@@ -221,7 +221,7 @@ class MeasuredMemory(msgspec.Struct, frozen=True):
     """Measured memory in bytes."""
 
     buffers: list[Buffer]
-    """As llama.cpp logged them."""
+    """As logged by llama.cpp."""
     process: int
     """Growth of the process's resident memory, without pages that were never written."""
     devices: dict[str, int]
@@ -229,7 +229,7 @@ class MeasuredMemory(msgspec.Struct, frozen=True):
 
 
 def measure_memory(config: EngineConfig) -> MeasuredMemory:
-    """Loads the model and runs every sequence, so that the memory is resident, not only allocated."""
+    """Loads the model and runs every sequence, so that the memory is resident and not only allocated."""
     backend, process = Backend.get(), psutil.Process()
     free_before, resident_before = _free(backend), process.memory_info().rss
     with backend.lines() as lines:
@@ -259,13 +259,14 @@ def _free(backend: Backend) -> dict[str, int]:
 
 
 GOAL = 50.0
-"""Maximum percent over one sequence that a batch should need."""
+"""Maximum memory of a batch, in percent over one sequence."""
 _SIZES = (3, 8, 16, 32, 64)
 _LENGTHS = (64, 128, 240, 512, 1024, 2048)
 
 
 def memory_overhead(config: EngineConfig) -> Report:
-    """The memory by sequences and their length, in percent over one sequence of that length, as llama.cpp allocates it.
+    """The memory that llama.cpp allocates by number and length of sequences, in percent over one sequence of that
+    length.
 
     Weights count once in both. Raises `EstimateFailed`, `ModelError`.
     """

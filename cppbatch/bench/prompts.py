@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Lengths(NamedTuple):
-    """A range of lengths in tokens, both ends included."""
+    """A range of lengths in tokens, including both ends."""
 
     low: int
     high: int
@@ -25,7 +25,7 @@ class Lengths(NamedTuple):
         return str(self.low) if self.low == self.high else f"{self.low} to {self.high}"
 
     def check(self, flag: str) -> None:
-        """Raises `ConfigError`, which names the flag, for an invalid range."""
+        """Raises `ConfigError` with the name of the flag for an invalid range."""
         if not 1 <= self.low <= self.high:
             raise ConfigError(f"{flag} is {self.low}-{self.high}; it must be an ascending range of at least 1")
 
@@ -35,11 +35,11 @@ class Lengths(NamedTuple):
         return [round(self.low * ratio ** (i / max(n - 1, 1))) for i in range(n)]
 
 
-_FIRST_TOKEN = 10  # the ids below are special in most vocabularies
+_FIRST_TOKEN = 10  # lower ids are special in most vocabularies
 
 
 def random_prompt(draw: np.random.Generator, n_tokens: int, n_vocab: int) -> npt.NDArray[np.int32]:
-    """Returns int32[n_tokens] random token ids, so that prompts share no prefix. Speed does not depend on the text."""
+    """Returns int32[n_tokens] random token ids, so prompts do not share prefixes. Speed does not depend on the text."""
     return draw.integers(min(_FIRST_TOKEN, n_vocab - 1), n_vocab, n_tokens, dtype="int32")
 
 
@@ -47,8 +47,8 @@ def check_can_run(info: ModelInfo, n_prompt: int, n_new: int) -> None:
     """Raises `ConfigError` for an embedding model, and for requests longer than the model allows."""
     if info.pooling:
         raise ConfigError(
-            f"{info.name} is an embedding model; this command measures models that generate "
-            "text. Choose another one (-m)"
+            f"{info.name} is an embedding model; this command measures text generation. Choose another "
+            "model (-m)"
         )
     if n_prompt + n_new > info.max_sequence:
         raise ConfigError(
@@ -81,7 +81,7 @@ _COMMA = 0.08  # after a word
 def random_text(rng: Random, n_tokens: int) -> str:
     """Returns English-like sentences of about `n_tokens` tokens: each word and each punctuation mark counts as one.
 
-    Most of the words are a single token in any model's vocabulary.
+    Most words are a single token in any vocabulary.
     """
     pieces: list[str] = []
     n_left = 0  # words until the end of the sentence
@@ -103,21 +103,22 @@ def random_text(rng: Random, n_tokens: int) -> str:
 
 
 # --- text workloads --------------------------------------------------------------------------------------------------
-# Workloads whose texts matter: answers that repeat their prompt or each other, where drafts pay, and free text.
+# Workloads in which the text matters: answers that repeat their prompt or each other, so that drafts are accepted, and
+# free text.
 
 
 class TextWorkload(NamedTuple):
-    """A kind of work for a chat model. The model ends its answers itself, before `max_tokens` if it is done."""
+    """A task for a chat model. The model ends its answers itself, possibly before `max_tokens`."""
 
     about: str
     prompt: Callable[[Random], str]
-    """Makes a user message."""
+    """Creates a user message."""
     max_tokens: int
     temperature: float = 0.0
     schema: dict[str, Any] | None = None
-    """The answer is JSON of this schema."""
+    """The answer is JSON with this schema."""
     rounds: int = 1
-    """How many requests follow each other where one runs at a time. Later ones find drafts in earlier texts."""
+    """The number of consecutive requests if one runs at a time. Later ones find drafts in earlier texts."""
 
     def prompts(self, n: int, seed: object) -> list[str]:
         """Returns `n` user messages, the same ones for the same seed."""
@@ -255,4 +256,4 @@ TEXT_WORKLOADS = {
     "job": TextWorkload("a batch job of similar items: product cards", _job, max_tokens=80, rounds=3),
     "free": TextWorkload("stories at temperature 0.8", _free, max_tokens=128, temperature=0.8),
 }
-"""By name. In all but the last one drafts are likely to be right."""
+"""By name. In all except the last one, most drafts are accepted."""

@@ -1,7 +1,7 @@
-"""How well two files of one model predict a text: perplexity, KL divergence, and how often their top tokens agree.
+"""Compares how well two files of a model predict a text: perplexity, KL divergence, agreement of the top tokens.
 
-As in llama.cpp's llama-perplexity, the text is read in contexts of up to 512 tokens, and the second half of each is
-scored, so that every scored token has a few hundred before it.
+As in llama.cpp's llama-perplexity, the text is processed in contexts of up to 512 tokens, and the second half of each
+is scored, so that every scored token has a few hundred preceding tokens.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from cppbatch.sizing.estimate import estimate_memory
 from cppbatch.sizing.machine import this_machine
 
 CONTEXT = 512
-"""The most tokens of a context."""
-_ROWS = 64  # tokens of a batch, so logits of large vocabularies need little memory
+"""The maximum number of tokens in a context."""
+_ROWS = 64  # tokens of a batch; limits the memory for the logits of large vocabularies
 
 
 class Scored(Protocol):
@@ -47,15 +47,15 @@ class TextQuality(NamedTuple):
     """The figures of two models on the same tokens."""
 
     n_scored: int
-    """Number of tokens that were predicted."""
+    """Number of predicted tokens."""
     source_perplexity: float
     """exp of the mean of -log p(token) of the source."""
     perplexity: float
-    """The same for the other model."""
+    """As `source_perplexity`, for the other model."""
     kl_divergence: float
     """Mean over the positions of sum p (log p - log q), in nats: p of the source, q of the other model."""
     same_top: float
-    """Share of the positions at which both have the same most likely token."""
+    """Fraction of positions at which both have the same most likely token."""
 
 
 def english_text() -> str:
@@ -66,8 +66,7 @@ def english_text() -> str:
 def compare_text(
     source: Scored, others: Sequence[Scored], tokens: npt.NDArray[np.int32], bos: int | None = None
 ) -> list[TextQuality]:
-    """Scores the tokens, int32[n], with the source and each other model. `bos`: the token before each context, None for
-    no token.
+    """Scores the tokens, int32[n], with the source and each other model. `bos`: the token before each context, or None.
 
     The contexts are empty afterwards. They must hold `CONTEXT` tokens and take batches of 64. Raises ValueError for
     fewer than 4 tokens, and the exceptions of the contexts.
@@ -100,7 +99,7 @@ def _log_probs(
 ) -> Iterator[tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]]:
     """Yields (the following token int32[r], log-probabilities float32[r, n_vocab]) of the second half, in pieces."""
     batch = Batch(_ROWS)
-    first, stop = len(tokens) // 2, len(tokens) - 1  # positions whose logits are scored: each predicts the next token
+    first, stop = len(tokens) // 2, len(tokens) - 1  # the scored positions: each predicts the next token
     at = 0
     while at < stop:
         end = min(at + _ROWS, stop if at >= first else first)
@@ -134,11 +133,11 @@ _COLUMNS = [
 def compare_cache_types(
     model: Path, types: Sequence[Types] = TYPES, progress: Callable[[str], object] = lambda line: None
 ) -> Report:
-    """Measures the text quality with these types of keys and values, and with f16 alone, and keeps the KL divergences
-    for later starts.
+    """Measures the text quality with these types of keys and values and with f16, and stores the KL divergences for
+    later starts.
 
-    All are computed with flash attention, and f16 also without it. The divergence of the latter is only due to the
-    order of additions, on which the rounding of quantised weights depends; any excess is due to the type. Raises
+    All types use flash attention, and f16 is also measured without it. The divergence of the latter is only due to the
+    order of additions, which affects the rounding of quantised weights; any excess is due to the type. Raises
     `ModelError` for a model that does not generate text, and the exceptions of loading a model.
     """
     config = EngineConfig(model_path=str(model), n_ctx=CONTEXT, n_parallel=1, kv_layout="unified", spec="off")
@@ -185,16 +184,16 @@ def compare_cache_types(
         columns=_COLUMNS,
         rows=rows,
         notes=[
-            f"text: {len(tokens):,} tokens of English in contexts of at most {CONTEXT}; the second half of each is "
-            f"scored ({found[0].n_scored:,} tokens)",
+            f"text: {len(tokens):,} tokens of English text in contexts of at most {CONTEXT}; the second half of each "
+            f"is scored ({found[0].n_scored:,} tokens)",
             "KL: KL divergence from the first row, nats; more: excess over f16 without flash attention, which adds in "
-            f"a different order. Types with less than {MAX_EXCESS_KL} more may be chosen if they are clearly faster",
+            f"a different order. Types with an excess below {MAX_EXCESS_KL} may be chosen if they are clearly faster",
         ],
     )
 
 
 # --- compare files ---------------------------------------------------------------------------------------------------
-# Compares two files of one model: size, memory, speed measured in turns, and text quality.
+# Compares two files of a model: size, memory, speed measured in turns, and text quality.
 
 
 _PARALLEL = 16
@@ -214,7 +213,7 @@ _FILE_COLUMNS = [
 
 
 def compare_files(source: Path, other: Path, progress: Callable[[str], object] = lambda line: None) -> Report:
-    """Measures both files of a model. A model that returns vectors has no speeds and no quality of text.
+    """Measures both files of a model. For an embedding model, it does not measure speed and text quality.
 
     Raises the exceptions of loading a model.
     """
@@ -243,7 +242,7 @@ def compare_files(source: Path, other: Path, progress: Callable[[str], object] =
 
 
 def _weights(configs: list[EngineConfig]) -> list[int | None]:
-    """Bytes of the weights in memory; None where llama.cpp does not say."""
+    """Bytes of the weights in memory; None if llama.cpp does not report them."""
     try:
         footprints = estimate_memory(configs).footprints
     except EstimateFailed:
@@ -278,7 +277,7 @@ def _speeds(first: Model, second: Model, configs: list[EngineConfig]) -> list[di
 
 
 def _quality(first: Model, second: Model, configs: list[EngineConfig], rows: list[dict[str, Any]]) -> list[str]:
-    """Adds the figures to the rows. Returns what they mean."""
+    """Adds the figures to the rows. Returns notes about them."""
     vocab = first.vocab
     tokens = vocab.tokenize(english_text(), add_special=False)
     contexts = [
@@ -295,7 +294,7 @@ def _quality(first: Model, second: Model, configs: list[EngineConfig], rows: lis
         same_top_percent=100 * quality.same_top,
     )
     return [
-        f"text: {len(tokens):,} tokens of English in contexts of at most {CONTEXT}; the second half of each context is "
+        f"text: {len(tokens):,} tokens of English text in contexts of at most {CONTEXT}; the second half of each is "
         f"scored ({quality.n_scored:,} tokens)",
         "KL: KL divergence from the source, nats; same top: how often both have the same most likely token",
     ]
@@ -304,15 +303,15 @@ def _quality(first: Model, second: Model, configs: list[EngineConfig], rows: lis
 # --- the cache types that a start proposes ---------------------------------------------------------------------------
 
 
-_SMALL_BYTES = 2 << 30  # of a file whose quality is measured in passing
+_SMALL_BYTES = 2 << 30  # maximum file size for measuring the quality automatically
 
 
 def measure_proposal(
     config: EngineConfig, given: Collection[str], progress: Callable[[str], object] = lambda line: None
 ) -> str | None:
-    """Measures the cache types of the proposal for a small model, so that later starts may use them.
+    """Measures the proposed cache types for a small model, so that later starts may use them.
 
-    Returns a sentence with the result; None: nothing is proposed, or the model is large. Raises the exceptions of
+    Returns a sentence with the result; None if there is no proposal or the model is large. Raises the exceptions of
     loading a model.
     """
     unmeasured = plan_attention(config, given).unmeasured

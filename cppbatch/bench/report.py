@@ -1,4 +1,4 @@
-"""Reports of benchmarks: rows of figures and the machine they were measured on, as a table, JSON, Markdown, plots."""
+"""Benchmark reports: rows of figures and the machine on which they were measured, as a table, JSON, Markdown, plots."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class Spread(msgspec.Struct, frozen=True):
-    """The median, the smallest and the largest of several measurements."""
+    """The median, minimum and maximum of several measurements."""
 
     median: float
     low: float
@@ -58,10 +58,10 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     machine: Machine
     model: str | None = None
     settings: dict[str, Any] = {}
-    """What was run: sizes, repeats, flags."""
+    """The settings of the run: sizes, repeats, flags."""
     columns: list[Column]
     rows: list[dict[str, Any]]
-    """Everything measured. The table shows some of it."""
+    """All measurements. The table shows some of them."""
     notes: list[str] = []
     """Sentences below the table."""
 
@@ -81,7 +81,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
         return msgspec.json.format(msgspec.json.encode(self), indent=2).decode()
 
     def write_json(self, path: Path) -> None:
-        """Raises `ConfigError` if the file cannot be written."""
+        """Writes the report as JSON. Raises `ConfigError` if the file cannot be written."""
         try:
             path.write_text(self.as_json())
         except OSError as error:
@@ -102,13 +102,13 @@ def format_cell(value: Any, digits: int) -> str:
 
 
 def read_report(path: Path) -> Report:
-    """Reads a file that `Report.write_json` wrote. Raises OSError, or `msgspec.DecodeError` for another file."""
+    """Reads a file written by `Report.write_json`. Raises OSError, or `msgspec.DecodeError` for another file."""
     report = msgspec.json.decode(path.read_bytes(), type=Report)
     return msgspec.structs.replace(report, rows=[_spreads(row) for row in report.rows])
 
 
 def _spreads(value: Any) -> Any:
-    """Restores the `Spread`s in a decoded value: the objects with exactly their three fields."""
+    """Restores the `Spread`s in a decoded value: the objects with exactly these three fields."""
     if not isinstance(value, dict):
         return value
     if value.keys() == set(Spread.__struct_fields__):
@@ -117,7 +117,7 @@ def _spreads(value: Any) -> Any:
 
 
 def markdown(report: Report) -> str:
-    """Returns a report's table and notes. Servers, which have many figures, become columns."""
+    """Returns a report's table and notes. Servers have many figures, so they become columns."""
     head = [column.title for column in report.columns]
     body = [[format_cell(row.get(column.key), column.digits) for column in report.columns] for row in report.rows]
     if report.kind == "serve":
@@ -128,7 +128,7 @@ def markdown(report: Report) -> str:
 
 
 def markdown_table(head: Iterable[str], body: Iterable[Iterable[str]]) -> str:
-    """Returns a table; the first column is aligned left, the others right."""
+    """Returns a table with the first column left-aligned and the others right-aligned."""
     titles = list(head)
     lines = [titles, ["---", *["---:"] * (len(titles) - 1)], *body]
     return "\n".join(
@@ -141,7 +141,7 @@ def _in_one_line(text: str) -> str:
 
 
 # --- plot ------------------------------------------------------------------------------------------------------------
-# What all plots of reports have in common: checks, an empty figure with a title, and saving (matplotlib).
+# Common functions of all plots of reports (matplotlib): checks, an empty figure with a title, saving.
 
 
 def check_plotting(path: Path) -> None:
@@ -155,7 +155,7 @@ def check_plotting(path: Path) -> None:
 
 
 def new_figure(report: Report, n_plots: int = 1) -> tuple[Figure, list[Any]]:
-    """Returns a figure with the report's title, and `n_plots` axes side by side. No display is needed."""
+    """Returns a figure with the report's title, and `n_plots` axes side by side. Does not need a display."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(1 + 5.5 * n_plots, 4.5), dpi=120, layout="constrained")
@@ -167,7 +167,7 @@ def new_figure(report: Report, n_plots: int = 1) -> tuple[Figure, list[Any]]:
 
 
 def from_zero(axes: Any) -> None:
-    """Lets the y axis of drawn lines begin at 0, with room above the highest point."""
+    """Makes the y axis start at 0, with some space above the highest point."""
     axes.set_ylim(0, 1.1 * axes.dataLim.y1 or 1)
 
 

@@ -1,4 +1,4 @@
-"""Measuring the use of CPU and GPUs."""
+"""Measures the use of CPU and GPUs."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from cppbatch.engine.compute_threads import busy_cores, read_cpu_times
 from cppbatch.errors import ConfigError
 from cppbatch.gpu_state import Gpus, GpuSampler, GpuState
 
-_SAMPLE_INTERVAL_S = 0.1  # the driver does not update the figure more often
+_SAMPLE_INTERVAL_S = 0.1  # the driver's update interval
 
 
 class ResourceUsage:
     """A context manager that sets its figures at the end.
 
     `seconds`: its duration.
-    `cpu_percent`: this process's share of the cores that it may use. Threads that spin count as busy.
-    `gpu_percent`: the share of time with a running kernel, the mean of all NVIDIA GPUs. None: no GPU, no `pynvml`,
-    or no figure from the driver (parts of a GPU, MIG, have none).
+    `cpu_percent`: this process's share of the cores that it may use. Spinning threads count as busy.
+    `gpu_percent`: the share of time with a running kernel, the mean of all NVIDIA GPUs. None without a GPU, without
+    `pynvml`, or if the driver does not report it, as for MIG instances.
     """
 
     seconds: float
@@ -58,7 +58,7 @@ def _cpu_seconds() -> float:
 
 
 # --- energy ----------------------------------------------------------------------------------------------------------
-# The energy that a measurement uses: from the counters of GPUs (NVML) and CPUs (RAPL), or from a given power.
+# Measures energy with the counters of GPUs (NVML) and CPUs (RAPL), or computes it from a given power.
 
 
 _POWERCAP = Path("/sys/class/powercap")
@@ -66,12 +66,12 @@ _KWH = 3.6e6  # joules
 
 
 class EnergySettings(msgspec.Struct, frozen=True, kw_only=True):
-    """What the user says about energy. Raises `ConfigError` for values that are not positive."""
+    """The user's settings for energy. Raises `ConfigError` for values that are not positive."""
 
     watts: float | None = None
-    """The power of the machine while it computes; None: counters are read."""
+    """The power of the machine while it computes; None: read counters."""
     power_price: float | None = None
-    """Of a kWh, in any currency."""
+    """Price per kWh, in any currency."""
 
     def __post_init__(self) -> None:
         for name, flag in (("watts", "--watts"), ("power_price", "--power-price")):
@@ -80,15 +80,15 @@ class EnergySettings(msgspec.Struct, frozen=True, kw_only=True):
                 raise ConfigError(f"{flag} is {value:g}; it must be more than 0")
 
     def tokens_per_unit(self, tokens_per_kwh: float) -> float | None:
-        """Tokens for one unit of money; None without a price."""
+        """Tokens per unit of money; None without a price."""
         return tokens_per_kwh / self.power_price if self.power_price else None
 
 
 class EnergyMeter:
-    """Sums the joules of its sources, each of which only grows."""
+    """Sums the joules of its sources, which are monotonic."""
 
     def __init__(self, sources: dict[str, Callable[[], float]], missing: list[str]) -> None:
-        """`missing`: why others cannot be read."""
+        """`missing`: the reasons why other sources cannot be read."""
         self._sources, self._missing = sources, missing
 
     @property
@@ -98,7 +98,7 @@ class EnergyMeter:
 
     @property
     def source(self) -> str:
-        """Names the sources, or says why there is none, as a sentence."""
+        """A sentence with the sources, or with the reason why there are none."""
         if not self._sources:
             return (
                 f"Energy is unknown: {'; '.join(self._missing)}. Use --watts to give the power draw of the "
@@ -129,19 +129,19 @@ def energy_meter(settings: EnergySettings, *, on_gpu: bool, powercap: Path | Non
     if not counters:
         missing.append(f"the CPU has no RAPL counters in {powercap}")
     elif not all(map(_is_readable, counters)):
-        missing.append(f"the CPU's RAPL counters in {powercap} are readable for root only")
+        missing.append(f"the CPU's RAPL counters in {powercap} are readable only by root")
     else:
         sources["RAPL's counters of the CPU packages"] = _Rapl(counters).joules
     return EnergyMeter(sources, missing)
 
 
 def tokens_per_kwh(n_tokens: float, joules: float) -> float | None:
-    """None if the counters have not moved."""
+    """Tokens per kWh; None if the counters have not changed."""
     return n_tokens / joules * _KWH if joules else None
 
 
 class _Rapl:
-    """Adds up what the counters grow by. They begin again at 0 after some minutes: read them more often."""
+    """Adds up the increments of the counters. They wrap to 0 after some minutes, so they must be read more often."""
 
     def __init__(self, zones: list[Path]) -> None:
         self._zones, self._total = zones, 0.0
@@ -161,7 +161,7 @@ def _gpu_joules(gpus: Gpus) -> float:
 
 
 def _is_package(zone: Path) -> bool:
-    """Whether it counts a CPU package. Other zones count parts of one, or the whole machine."""
+    """Whether the zone is a CPU package. Other zones are parts of one, or the whole machine."""
     try:
         return (zone / "name").read_text().startswith("package")
     except OSError:
@@ -185,14 +185,14 @@ def _number(file: Path) -> int:
 
 
 # --- other programs --------------------------------------------------------------------------------------------------
-# Other programs that keep the cores of this machine busy.
+# Measures the CPU time of other programs on this machine.
 
 
 _MIN_SHARE = 0.1  # of a core; programs above it are named
 
 
 class BusyProgram(NamedTuple):
-    """A process and the cores that it used, on average."""
+    """A process and the mean number of cores that it used."""
 
     pid: int
     name: str
@@ -200,12 +200,12 @@ class BusyProgram(NamedTuple):
 
 
 class OtherPrograms(NamedTuple):
-    """What other programs used for a while."""
+    """The CPU use of other programs over an interval."""
 
     cores: float
     """Of those that this process may use."""
     busiest: list[BusyProgram]
-    """At most three, the busiest first."""
+    """At most three, busiest first."""
 
 
 def watch_other_programs(seconds: float) -> OtherPrograms:
@@ -223,7 +223,7 @@ def watch_other_programs(seconds: float) -> OtherPrograms:
 
 
 def _seconds_of_each() -> dict[int, BusyProgram]:
-    """The CPU seconds so far of every process that may be read, in place of cores."""
+    """All readable processes, with their CPU seconds so far instead of cores."""
     found = {}
     for process in psutil.process_iter(["cpu_times", "name"]):
         if (times := process.info["cpu_times"]) and process.pid != os.getpid():

@@ -1,4 +1,4 @@
-"""Measures decode steps by batch size and compares them with what memory and compute of the device allow."""
+"""Measures decode steps by batch size and compares them with the memory and compute limits of the device."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 _NEW_TOKENS, _WARM_UP = 33, 4
-_MOST = 4096  # sequences, up to which the border between memory and compute is looked for
+_MOST = 4096  # maximum batch size in the search for the border between memory and compute
 
 _COLUMNS = [
     Column("batch_size", "B"),
@@ -48,11 +48,11 @@ _COLUMNS = [
 
 
 class RooflineSizes(msgspec.Struct, frozen=True, kw_only=True):
-    """What to measure. Raises `ConfigError` for sizes out of range."""
+    """The sizes to measure. Raises `ConfigError` for sizes out of range."""
 
     batch_sizes: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64)
     prompt_tokens: int = 64
-    """Tokens of each sequence before its steps are measured."""
+    """Tokens of each sequence before the measured steps."""
     repeats: int = 3
 
     def __post_init__(self) -> None:
@@ -66,7 +66,7 @@ def measure_roofline(
 ) -> Report:
     """Measures the device, and steps of each batch size. Raises `ConfigError` and the engine's exceptions.
 
-    `config`: everything but n_ctx and n_parallel, which follow from `sizes`.
+    `config`: all settings except n_ctx and n_parallel, which follow from `sizes`.
     """
     most = max(sizes.batch_sizes)
     n_ctx = most * (sizes.prompt_tokens + _NEW_TOKENS)
@@ -134,7 +134,7 @@ def roofline_row(
 
 
 def border(work: StepWork, speed: DeviceSpeed, n_past: int) -> int | None:
-    """The smallest batch size that is bound by compute; None: even thousands of sequences are bound by memory."""
+    """The smallest batch size that is bound by compute; None if even thousands of sequences are bound by memory."""
     sizes = range(1, _MOST + 1)
     longer = (n for n in sizes if work.flops(n, n_past) / speed.flops > work.n_bytes(n, n_past) / speed.bytes_per_s)
     return next(longer, None)
@@ -145,7 +145,7 @@ def _border(work: StepWork, speed: DeviceSpeed, n_past: int) -> str:
     if first is None:
         return f"Up to B = {_MOST} a step is bound by memory."
     if first == 1:
-        return "Every step is bound by compute: more parallel sequences gain only as much as larger matrix products do."
+        return "Every step is bound by compute: more parallel sequences only gain as much as larger matrix products do."
     return f"Below B = {first} a step is bound by memory, and more sequences cost little; from there on by compute."
 
 
@@ -189,27 +189,27 @@ class StepWork(msgspec.Struct, frozen=True, kw_only=True):
     """The work of a model's decode steps."""
 
     dense_bytes: float
-    """Weights that every step reads once, whatever its batch size."""
+    """Weights that every step reads once, independent of its batch size."""
     dense_weights: float
-    """Numbers in their matrices, each of which is multiplied and added once for a row."""
+    """Elements of their matrices; each is multiplied and added once per row."""
     expert_bytes: float
-    """Of all experts (MoE); a step reads those that one of its rows uses."""
+    """Of all experts (MoE); a step reads those used by any of its rows."""
     expert_weights: float
     experts_used: float
-    """The share of the experts that a row uses."""
+    """The fraction of experts that a row uses."""
     kv_bytes: float
     """Of the keys and values of a token, in all layers."""
     state_bytes: float
     """Of a sequence's recurrent state, which a step reads and writes."""
     attention_flops: float
-    """Operations of a row for each token that it attends to."""
+    """Operations of a row per token that it attends to."""
     main_type: str
-    """The type of most of the weights, by ggml's name."""
+    """The type of most weights, by ggml's name."""
 
     def n_bytes(self, batch_size: int, n_past: int) -> float:
         """Bytes that a step of `batch_size` sequences with `n_past` tokens each moves: weights, keys, values, states.
 
-        Experts are taken as chosen at random, so that a larger batch uses more of them.
+        Assumes that experts are chosen at random, so a larger batch uses more of them.
         """
         experts = 1 - (1 - self.experts_used) ** batch_size
         of_sequence = n_past * self.kv_bytes + 2 * self.state_bytes
@@ -222,15 +222,15 @@ class StepWork(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_step_work(path: Path, *, kv_bytes: float, state_bytes: float = 0.0) -> StepWork:
-    """Reads the header of a model file, and of its other parts. `kv_bytes`: of a token. `state_bytes`: of a sequence.
+    """Reads the header of a model file, and of its other parts. `kv_bytes`: per token. `state_bytes`: per sequence.
 
-    Raises `ModelError` if a file is not GGUF, or if its types of weights are not known.
+    Raises `ModelError` if a file is not GGUF, or if its weight types are unknown.
     """
     headers = [read_header(part) for part in model_parts(path)]
     metadata = headers[0].metadata
     tensors = [tensor for header in headers for tensor in header.tensors]
     names = {tensor.name for tensor in tensors}
-    # Without an output matrix, the embedding is used as one. Otherwise a step reads one row of it for each sequence.
+    # Without an output matrix, the embedding matrix replaces it. Otherwise a step reads one of its rows per sequence.
     loaded = [tensor for tensor in tensors if tensor.name != _EMBEDDING or _OUTPUT not in names]
     experts = [tensor for tensor in loaded if _EXPERTS.search(tensor.name)]
     dense = [tensor for tensor in loaded if not _EXPERTS.search(tensor.name)]
@@ -258,7 +258,7 @@ def _architecture_values(metadata: dict[str, Any]) -> Callable[[str], Any]:
 
 
 def _attention_flops(value: Callable[[str], Any]) -> float:
-    """Of one row for each token of its context: a product with its key and one with its value, in every head."""
+    """Operations of one row per token of its context: a product with the key and one with the value, in every head."""
     n_layers, heads = value("block_count") or 0, value("attention.head_count") or 0
     n_heads = sum(heads) if isinstance(heads, tuple) else n_layers * heads
     most = max(heads) if isinstance(heads, tuple) else heads
@@ -281,11 +281,11 @@ def _in_matrices(tensors: list[TensorInfo]) -> float:
 
 
 # --- roofline plot ---------------------------------------------------------------------------------------------------
-# The plot of `cppbatch bench roofline`: operations a second over operations for each byte.
+# The plot of `cppbatch bench roofline`: operations per second over operations per byte.
 
 
 def plot_roofline(report: Report) -> Figure:
-    """Draws the roof that memory and compute make, and the measured steps below it; both axes are logarithmic."""
+    """Plots the roof given by memory and compute, and the measured steps below it, on logarithmic axes."""
     figure, (axes,) = new_figure(report)
     bandwidth, peak = report.settings["bytes_per_s"], report.settings["flops"]
     intensities = [row["intensity"] for row in report.rows]
@@ -304,7 +304,7 @@ def plot_roofline(report: Report) -> Figure:
         )
     axes.set_xscale("log")
     axes.set_yscale("log")
-    axes.set_xlabel("operations for each byte (FLOP/byte)")
+    axes.set_xlabel("operations per byte (FLOP/byte)")
     axes.set_ylabel("GFLOP/s")
     axes.legend(fontsize=8)
     return figure

@@ -1,4 +1,4 @@
-"""`cppbatch bench throughput --spec`: the speedup by speculative decoding, by workload and batch size.
+"""`cppbatch bench throughput --spec`: the speedup from speculative decoding, by workload and batch size.
 
 One engine runs the same requests with and without drafts (`SamplingParams.speculate`), in turns.
 """
@@ -29,10 +29,10 @@ if TYPE_CHECKING:
 
 
 ToPrompt = Callable[[ModelInfo, str], str]
-"""Makes a prompt of a user message, as the model's chat template wants it."""
+"""Renders a user message as a prompt with the model's chat template."""
 
 _LEAST_AT_ONCE = 4  # a run has at least the number of requests for this concurrency
-_ROOM = 1024  # tokens of a prompt at most, to size the context
+_ROOM = 1024  # maximum tokens of a prompt, to size the context
 
 _COLUMNS = [
     Column("workload", "workload"),
@@ -48,13 +48,13 @@ _COLUMNS = [
 
 
 class SpeedupSizes(msgspec.Struct, frozen=True, kw_only=True):
-    """What to measure. Raises `ConfigError` for sizes out of range."""
+    """The sizes to measure. Raises `ConfigError` for sizes out of range."""
 
     batch_sizes: tuple[int, ...] = (1, 2, 4, 8, 16)
     workloads: tuple[str, ...] = tuple(TEXT_WORKLOADS)
     """Keys of `TEXT_WORKLOADS`."""
     new_tokens: int | None = None
-    """Tokens of an answer at most; None: as the workload says."""
+    """Maximum tokens of an answer; None: as in the workload."""
     repeats: int = 3
 
     def __post_init__(self) -> None:
@@ -64,12 +64,12 @@ class SpeedupSizes(msgspec.Struct, frozen=True, kw_only=True):
             raise ConfigError(f"--new-tokens is {self.new_tokens}; it must be at least 2")
 
     def max_tokens(self, workload: TextWorkload) -> int:
-        """Returns the tokens of an answer of this workload at most."""
+        """Returns the maximum tokens of an answer in this workload."""
         return workload.max_tokens if self.new_tokens is None else self.new_tokens
 
 
 class Answer(NamedTuple):
-    """The tokens of a request, with its counts and times."""
+    """The tokens of a request, with counts and times."""
 
     tokens: list[int]
     usage: RequestUsage
@@ -84,7 +84,7 @@ class WorkloadRun:
 
     @property
     def tokens_per_second(self) -> float:
-        """Generated tokens by the time of the whole run, prompts included."""
+        """Generated tokens divided by the time of the whole run, including prompts."""
         return sum(each.usage.completion_tokens for each in self.answers) / self.seconds
 
     @property
@@ -97,7 +97,7 @@ class WorkloadRun:
 
 @dataclass(frozen=True)
 class Turn:
-    """The same requests without and with drafts, directly after each other."""
+    """The same requests without and with drafts, run in direct succession."""
 
     plain: WorkloadRun
     drafted: WorkloadRun
@@ -144,7 +144,7 @@ def _row(
         own = msgspec.structs.replace(params, speculate=speculate)
         return run_prompts(engine, prompts, own, batch_size, salt=f"{seed}/{speculate}")
 
-    run(-1, speculate=True)  # the engine learns what a step costs and what is accepted
+    run(-1, speculate=True)  # the engine learns the cost of steps and the acceptance rate
     turns = []
     for repeat in range(sizes.repeats):
         order = (False, True) if repeat % 2 == 0 else (True, False)
@@ -158,7 +158,7 @@ def run_prompts(
 ) -> WorkloadRun:
     """Runs all prompts, `at_once` of them at a time, each with its own seed.
 
-    `salt`: nothing of runs with another salt is used, neither prefixes nor drafts. Raises `GenerationFailed`.
+    `salt`: prefixes and drafts are only reused in runs with the same salt. Raises `GenerationFailed`.
     """
     engine.clear_prefix_cache()
     waiting = deque(enumerate(prompts))
@@ -180,7 +180,7 @@ def run_prompts(
 
 
 def speedup_figures(turns: Sequence[Turn]) -> dict[str, Any]:
-    """Returns the figures of a row. Ratios compare the two runs of a turn, so that disturbances cancel out."""
+    """Returns the figures of a row. Ratios compare the two runs of a turn, so disturbances cancel out."""
     usages = [each.usage for turn in turns for each in turn.drafted.answers]
     generated, drafted, accepted = (
         sum(getattr(usage, name) for usage in usages)

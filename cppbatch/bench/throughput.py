@@ -1,6 +1,6 @@
 """`cppbatch bench throughput`: prefill and decode speed by batch size, KV layout and flash attention.
 
-The engine is compared with a bare loop over `llama_decode`, the ceiling of any engine.
+Compares the engine with a bare loop over `llama_decode`, which is the upper bound for any engine.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Speeds(NamedTuple):
 
 
 def bare_loop(context: Computation, batch: Batch, prompts: Prompts, n_new: int) -> Speeds:
-    """Computes the prompts in full batches, then decodes a fixed token n_new - 1 times per sequence. Samples nothing.
+    """Computes the prompts in full batches, then decodes a fixed token n_new - 1 times per sequence. Does not sample.
 
     The context must be empty and is empty again afterwards. All prompts have the same length.
     """
@@ -90,7 +90,7 @@ REQUEST_KINDS = {
 }
 """Kinds of requests with different sampling costs. "chain" uses llama.cpp's own samplers."""
 
-_TARGET_ITL_MS = 60_000  # so long that prompts are never split for the sake of decoding sequences
+_TARGET_ITL_MS = 60_000  # so long that prompts are never split in favour of decoding sequences
 _WARM_UP = 8  # tokens
 
 _COLUMNS = [
@@ -116,7 +116,7 @@ _PRICE_COLUMN = Column("tokens_per_unit", "tokens per unit of money", 0)
 
 
 class Sizes(msgspec.Struct, frozen=True, kw_only=True):
-    """What to measure. Raises `ConfigError` for sizes out of range."""
+    """The sizes to measure. Raises `ConfigError` for sizes out of range."""
 
     batch_sizes: tuple[int, ...] = (1, 4, 8, 16)
     layouts: tuple[str, ...] = ("unified", "per-sequence")
@@ -142,16 +142,16 @@ class Sizes(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True)
 class PairedRun:
-    """One run of the engine and one of the bare loop, directly after each other."""
+    """One run of the engine and one of the bare loop, in direct succession."""
 
     engine: Speeds
     bare: Speeds
     phases: dict[str, float]
     """Mean seconds of a decode step, by engine phase."""
     seconds: float
-    """Of the engine's run, prompts included."""
+    """Of the engine's run, including prompts."""
     joules: float | None
-    """That it used; None: not known."""
+    """Energy of the engine's run; None if unknown."""
     gpu_percent: float | None
 
 
@@ -161,9 +161,9 @@ def measure_throughput(
     progress: Callable[[str], object] = lambda line: None,
     energy: EnergySettings | None = None,
 ) -> Report:
-    """Measures all combinations of `sizes`. `config`: everything else, such as model, device and threads.
+    """Measures all combinations of `sizes`. `config`: all other settings, such as model, device and threads.
 
-    `progress` gets a line for each row, with how many there are. `energy`: a given power, and its price. Raises
+    `progress` gets a line for each row, with the total number of rows. `energy`: a given power, and its price. Raises
     `ConfigError` and the engine's exceptions.
     """
     if "off" in sizes.flash_attns and config.cache_type_v in ("q8_0", "q4_0"):
@@ -174,7 +174,7 @@ def measure_throughput(
         n_parallel=max(sizes.batch_sizes),
         target_itl_ms=_TARGET_ITL_MS,
         prefix_cache=False,  # the bare loop needs an empty context
-        spec="off",  # the bare loop has no drafts
+        spec="off",  # the bare loop does not use drafts
     )
     rows: list[dict[str, Any]] = []
     energy = energy or EnergySettings()
@@ -249,9 +249,9 @@ def engine_loop(
 
 
 def _figures(runs: list[PairedRun], n_tokens: int) -> dict[str, Any]:
-    """`n_tokens`: that a run generates.
+    """The figures of a row. `n_tokens`: generated tokens per run.
 
-    The ratios compare the two loops of one paired run, so that disturbances of the machine cancel out.
+    The ratios compare the two loops of one paired run, so disturbances of the machine cancel out.
     """
     figures: dict[str, Any] = {}
     for name in Speeds._fields:
@@ -277,7 +277,7 @@ def _spread(values: Iterable[float | None]) -> Spread | None:
 
 
 def _compare_with_sequential(rows: list[dict[str, Any]]) -> list[str]:
-    """Adds the speedup over the same requests one after the other. Returns notes."""
+    """Adds the speedup over the same requests one after another. Returns notes."""
     alone = {_variant(row): row["tokens_per_s"].median for row in rows if row["batch_size"] == 1}
     for row in rows:
         before = alone.get(_variant(row))
@@ -288,7 +288,7 @@ def _compare_with_sequential(rows: list[dict[str, Any]]) -> list[str]:
 
 
 def _gain_notes(rows: list[dict[str, Any]], config: EngineConfig) -> list[str]:
-    """From which B on batches gain, in the variant with the fastest row."""
+    """Notes on the batch sizes from which batching gains, in the variant with the fastest row."""
     fastest = _variant(max(rows, key=lambda row: row["decode"].median))
     speeds = {row["batch_size"]: row["decode"].median for row in rows if _variant(row) == fastest}
     return gain_notes(speeds, config.model_path, n_gpu_layers=config.n_gpu_layers)
@@ -299,7 +299,7 @@ def _variant(row: dict[str, Any]) -> tuple[Any, ...]:
 
 
 def _add_memory(rows: list[dict[str, Any]], config: EngineConfig, sizes: Sizes) -> list[str]:
-    """Adds the memory of an engine with as many sequences as the row, of these lengths. Returns notes."""
+    """Adds the memory of an engine with the row's number of sequences, of these lengths. Returns notes."""
 
     def of(n: int, layout: Any, flash_attn: Any) -> EngineConfig:
         n_ctx = n * (sizes.prompt_tokens + sizes.new_tokens)
@@ -321,7 +321,7 @@ def _add_memory(rows: list[dict[str, Any]], config: EngineConfig, sizes: Sizes) 
 
 
 def _add_energy(rows: list[dict[str, Any]], meter: EnergyMeter, energy: EnergySettings) -> list[str]:
-    """Adds the generated tokens for one unit of money. Returns notes."""
+    """Adds the generated tokens per unit of money. Returns notes."""
     for row in rows:
         known = row["tokens_per_kwh"]
         row["tokens_per_unit"] = energy.tokens_per_unit(known.median) if known else None
@@ -369,7 +369,7 @@ def _report(
 
 
 def plot_throughput(report: Report) -> Figure:
-    """Plots a solid line for the engine and a dashed one for the bare loop, for each setting and kind of requests."""
+    """Plots a solid line for the engine and a dashed one for the bare loop, for each setting and kind of request."""
     figure, (prefill, decode, split) = new_figure(report, 3)
     for axes, key in ((prefill, "prefill"), (decode, "decode")):
         for name, rows in _lines(report.rows).items():

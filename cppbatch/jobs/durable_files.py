@@ -1,4 +1,4 @@
-"""Files and SQLite databases that survive a power loss."""
+"""Files and SQLite databases that are durable across power loss."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ log = logging.getLogger("cppbatch.jobs")
 
 
 class DurableFile:
-    """An append-only file of lines. The caller records durably which size is committed."""
+    """An append-only file of lines. The caller durably records the committed size."""
 
     def __init__(self, path: Path, size: int) -> None:
         """Opens the file and truncates it to `size` bytes: the rest was not committed before the process died.
 
-        Complete lines in the rest are kept in a file beside it (`kept_lines`), because the rest can also mean that the
-        record of the size is an older one. Raises `StorageError`, also if the file is shorter than `size`.
+        Complete lines in the rest are kept in a file next to it (`kept_lines`), because the recorded size may also be
+        out of date. Raises `StorageError`, also if the file is shorter than `size`.
         """
         self.path, self.size = path, size
         with _storage_errors(path):
@@ -62,7 +62,7 @@ class DurableFile:
     def append(self, data: bytes) -> None:
         """Writes and fsyncs `data`. If it raises `StorageError`, the file is unchanged.
 
-        The caller may set `size` back; the next append then first discards the data beyond it.
+        The caller may reset `size` to a smaller value; the next append then first discards the data beyond it.
         """
         with _storage_errors(self.path):
             try:
@@ -89,7 +89,7 @@ class DurableFile:
 
 
 def kept_lines(path: Path) -> Path:
-    """Where the lines of a `DurableFile` are that were not committed."""
+    """The path of the file with the uncommitted lines of a `DurableFile`."""
     return path.with_name(path.name + ".uncommitted")
 
 
@@ -141,14 +141,14 @@ def move_into_place(finished: Path, path: Path) -> None:
 
 
 def move(durable: Path, path: Path) -> None:
-    """Renames a file that is durable already. Raises `StorageError`."""
+    """Renames a file that is already durable. Raises `StorageError`."""
     with _storage_errors(path):
         durable.replace(path)
         fsync_folder(path.parent)
 
 
 # --- database --------------------------------------------------------------------------------------------------------
-# SQLite databases that survive a power loss and are used by one process at a time.
+# SQLite databases that are durable across power loss and used by one process at a time.
 
 
 _MIN_FREE_BYTES = 1 << 16  # SQLite needs some free disk space for every change
@@ -159,16 +159,16 @@ Migration = Sequence[str]
 
 
 class Kind(NamedTuple):
-    """What a database is for, and how it is kept."""
+    """The schema and maintenance settings of a database."""
 
     application_id: int
-    """In the file's header. Databases of 0.1.0 have none (0); they are recognised by their tables."""
+    """In the file header. Databases of 0.1.0 do not have one (0); they are recognised by their tables."""
     migrations: Sequence[Migration]
     check: str
-    """What is checked when it is opened: integrity_check, or quick_check, which leaves out the indices and is about
-    ten times as fast."""
+    """The check when the database is opened: integrity_check, or quick_check, which skips the indices and is about ten
+    times as fast."""
     checkpoint_s: float
-    """Seconds between two checkpoints, as long as there are commits; 0: after each commit."""
+    """Seconds between checkpoints while there are commits; 0: after each commit."""
 
 
 _IN_USE = "is in use by another cppbatch: stop that process, or use another folder or output"
@@ -180,14 +180,14 @@ _REASONS = {
     "malformed": "is corrupt: restore it from a backup, or move it away to start over",
     "not a database": "is not a database of cppbatch: move it away to start over, or restore it from a backup",
 }
-"""Explanations by a part of SQLite's message."""
+"""Explanations, by a substring of SQLite's message."""
 
 
 class Database:
     """One SQLite file: WAL mode, each commit fsynced, locked exclusively while it is open.
 
-    A checkpoint moves the WAL's pages to the file and empties the WAL. SQLite makes none by itself, so the file is
-    always a complete state, and whatever part of the WAL is lost, what is left is a state that was committed.
+    A checkpoint moves the WAL's pages to the file and empties the WAL. SQLite does not make automatic checkpoints, so
+    the file always has a complete state, and if any part of the WAL is lost, the rest is a state that was committed.
 
     Not thread-safe: one thread at a time. All methods raise `StorageError`.
     """
@@ -205,7 +205,7 @@ class Database:
         try:
             with self._storage_errors():
                 self._db.execute("PRAGMA locking_mode = EXCLUSIVE")  # keeps other processes out
-                version = self._checked_version(self._db)  # before anything is written to another program's file
+                version = self._check_version(self._db)  # before any write, in case the file is another program's
                 if must_exist and not version:
                     raise StorageError(
                         f"{path} has no tables, but its data exists: restore it from a backup, or use another folder"
@@ -222,8 +222,8 @@ class Database:
             raise
 
     def _check_with_wal(self) -> None:
-        """Checks a database with a WAL, and only reads it: a connection that may write copies the WAL into the file
-        when it is closed, also a WAL that is damaged or of another database."""
+        """Checks a database with a WAL through a read-only connection. A writable connection would copy the WAL into
+        the file on close, even if the WAL is damaged or belongs to another database."""
         wal, shm = (self.path.with_name(self.path.name + suffix) for suffix in ("-wal", "-shm"))
         if not self.path.exists() or not wal.exists() or not wal.stat().st_size:
             return
@@ -231,14 +231,14 @@ class Database:
         uri = f"{self.path.absolute().as_uri()}?mode=ro"
         try:
             with contextlib.closing(sqlite3.connect(uri, timeout=_LOCK_TIMEOUT_S, uri=True)) as db:
-                self._checked_version(db)
+                self._check_version(db)
                 self._check_integrity(db)
         finally:
             if not has_shm:
                 shm.unlink(missing_ok=True)
 
-    def _checked_version(self, db: sqlite3.Connection) -> int:
-        """The version of the database; 0 if it is new. Raises `StorageError` if it is not one of this kind."""
+    def _check_version(self, db: sqlite3.Connection) -> int:
+        """Returns the version of the database; 0 if it is new. Raises `StorageError` if it is of another kind."""
         application_id, migrations = self._kind.application_id, self._kind.migrations
         ((found_id,),) = db.execute("PRAGMA application_id")
         ((version,),) = db.execute("PRAGMA user_version")
@@ -277,16 +277,16 @@ class Database:
                 yield
                 self._db.execute("COMMIT")
             except BaseException:
-                with contextlib.suppress(sqlite3.Error):  # on a full disk SQLite has rolled back already
+                with contextlib.suppress(sqlite3.Error):  # on a full disk, SQLite has already rolled back
                     self._db.execute("ROLLBACK")
                 raise
         if time.monotonic() >= self._next_checkpoint:
             self._checkpoint()
 
     def _checkpoint(self) -> None:
-        """Empties the WAL. If that fails, what was committed stays in the WAL, durably, until the next one."""
+        """Empties the WAL. If that fails, the commits stay in the WAL, durably, until the next checkpoint."""
         try:
-            # TRUNCATE: if a WAL stays and loses its end, SQLite reads its older pages, not the newer ones of the file.
+            # TRUNCATE: if a WAL remains and loses its end, SQLite reads its older pages, not the file's newer ones.
             self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
         except sqlite3.Error as error:
             log.warning("%s: checkpoint failed, retrying after the next commit: %s", self.path, error)
@@ -299,7 +299,7 @@ class Database:
             return self._db.execute(statement, values).fetchall()
 
     def execute_many(self, statement: str, rows: Iterable[Sequence[Any]]) -> int:
-        """Executes one statement for each row of values. Returns how many rows it changed."""
+        """Executes one statement for each row of values. Returns the number of changed rows."""
         with self._storage_errors():
             return max(0, self._db.executemany(statement, rows).rowcount)  # -1: no rows were given
 
@@ -333,7 +333,7 @@ def _tables(db: sqlite3.Connection) -> set[str]:
 
 
 def _tables_of(migrations: Sequence[Migration]) -> set[str]:
-    """The tables of a database that these migrations made."""
+    """The tables that these migrations create."""
     with contextlib.closing(sqlite3.connect(":memory:")) as db:
         for statements in migrations:
             for statement in statements:

@@ -1,4 +1,4 @@
-"""A job of `cppbatch batch`: one input file, one output file, one error file, and the ledger beside the output."""
+"""A job of `cppbatch batch`: one input file, one output file, one error file, and the ledger next to the output."""
 
 from __future__ import annotations
 
@@ -23,25 +23,25 @@ _OTHER_FORMATS = (".xlsx", ".xls", ".ods", ".txt", ".md")
 class FileJob(msgspec.Struct, frozen=True, kw_only=True):
     """The files and settings of a job.
 
-    Raises `ConfigError` if two of the files are the same, or the output has the name of another format.
+    Raises `ConfigError` if two of the files are the same, or if the output has the extension of an unsupported format.
     """
 
     input_format: InputFormat
     output: Path
     errors: Path
-    """For lines that are rejected or fail; created for the first one."""
+    """For rejected and failed lines; created for the first one."""
     defaults: Json = {}
-    """Body fields of requests that do not set them."""
+    """Default body fields of requests."""
     plain_max_tokens: int | None = None
-    """Tokens for a plain prompt that sets no limit itself. None: as many as the context holds."""
+    """Token limit of a plain prompt without its own. None: up to the context size."""
     chat_template: str | None = None
     """The template's text; None: the model's own."""
     ordered: bool = False
-    """Write results in the order of the input's lines instead of as they arrive."""
+    """Write results in input order instead of as they arrive."""
     longest_first: bool = False
     """Start with the requests with the most prompt and output tokens."""
     assumed: frozenset[str] = frozenset()
-    """Names of settings that were not given. A job that an earlier version began with other defaults keeps those."""
+    """Names of settings with default values. A job started by an earlier version keeps the defaults of that version."""
 
     def __post_init__(self) -> None:
         names = {
@@ -70,7 +70,7 @@ class FileJob(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def results(self) -> Path:
-        """The file of JSON lines that results are written to as they arrive; the output itself unless it is a table."""
+        """The JSON Lines file to which results are written as they arrive; the output itself unless it is a table."""
         return self.output.with_name(self.output.name + ".jsonl") if self.is_table else self.output
 
     @property
@@ -79,7 +79,7 @@ class FileJob(msgspec.Struct, frozen=True, kw_only=True):
         return self.output.with_name(self.output.name + ".job")
 
     def settings(self, model: str) -> Json:
-        """The settings that results depend on besides the input. They must be the same when a job resumes."""
+        """The settings that affect the results. They must be the same when a job resumes."""
         form = {
             name: getattr(self.input_format, name) for name in ("endpoint", "column", "template", "id_column", "system")
         }
@@ -88,13 +88,13 @@ class FileJob(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def errors_beside_output(self) -> str:
-        """The error file relative to the output's folder, so that the name survives moving the folder."""
+        """The error file relative to the output's folder, so that the path stays valid if the folder is moved."""
         folder, errors = self.output.resolve().parent, self.errors.resolve()
         return str(errors.relative_to(folder) if errors.is_relative_to(folder) else errors)
 
 
 def is_table(output: Path) -> bool:
-    """Whether a file of this name is a table."""
+    """Whether a file with this name is a table."""
     return output.suffix.lower() in _TABLES
 
 
@@ -129,7 +129,7 @@ def open_job(
 
 
 def begun_with(job: FileJob) -> Json:
-    """The settings that the results so far were made with; empty if there are none."""
+    """The settings of the results so far; empty if there are none."""
     if not (job.ledger.exists() and job.results.exists()):
         return {}
     ledger = Ledger(job.ledger)
@@ -140,7 +140,7 @@ def begun_with(job: FileJob) -> Json:
 
 
 def as_begun(job: FileJob, *, say: Callable[[str], None]) -> FileJob:
-    """The job with those assumed settings that its results so far were made with, by an earlier version."""
+    """The job with the default settings of the earlier version that wrote its results so far, if they differ."""
     now = job.settings("")
     begun = begun_with(job) or now
     other = {name: begun.get(name) for name in job.assumed if begun.get(name) != now.get(name)}
@@ -157,7 +157,7 @@ def as_begun(job: FileJob, *, say: Callable[[str], None]) -> FileJob:
 
 
 def _previous_error_files(job: FileJob) -> list[Path]:
-    """The error file, if the job has used it before; otherwise none, because the file is not the job's own."""
+    """The error file if the job has used it before; otherwise none, because the file may not belong to the job."""
     ledger = Ledger(job.ledger)
     try:
         previous = ledger.note(_SETTINGS_NOTE) or {}
@@ -182,7 +182,7 @@ def _remove(job: FileJob, *files: Path) -> None:
             Ledger(job.ledger).close()
     except InUse:
         raise
-    except StorageError:  # corrupt: no reason not to delete it
+    except StorageError:  # a corrupt ledger can be deleted too
         pass
     for path in (job.ledger, *files, *map(kept_lines, files)):
         for each in (path, *(path.with_name(path.name + suffix) for suffix in ("-wal", "-shm"))):

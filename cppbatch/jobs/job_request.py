@@ -23,9 +23,9 @@ class JobRequest(msgspec.Struct, frozen=True, kw_only=True):
     body: Json
     """The JSON body for that endpoint."""
     is_plain: bool = False
-    """Whether the line has a prompt instead of a request in OpenAI's batch format. Its result has the short form."""
+    """Whether the line has a prompt instead of a request in OpenAI's batch format. Its result uses the short form."""
     content_hash: int
-    """`hash64` of the line. A changed hash reveals that the input was edited after the line was answered."""
+    """`hash64` of the line. A different hash means that the input was edited after the line was answered."""
 
 
 class RejectedLine(msgspec.Struct, frozen=True, kw_only=True):
@@ -37,7 +37,7 @@ class RejectedLine(msgspec.Struct, frozen=True, kw_only=True):
     message: str
     """Human-readable error message that includes the wrong value."""
     custom_id: str | None = None
-    """None if the line has none or it cannot be read."""
+    """None if the line does not have one or it cannot be read."""
     content_hash: int
 
 

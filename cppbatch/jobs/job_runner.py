@@ -28,7 +28,7 @@ class RequestSlots(Protocol):
 
 
 class JobRunner:
-    """One run of one job. One thread of its own reads the input and writes the journal; it does one of them at a time.
+    """One run of one job. Its own thread reads the input and writes the journal, one at a time.
 
     Each running request holds one of `request_slots`. Several jobs may share an `asyncio.Semaphore`, which is fair.
     """
@@ -42,7 +42,7 @@ class JobRunner:
         *,
         longest_first: bool = False,
     ) -> None:
-        """`chunks`: the input; the requests of a chunk are ordered together (`cppbatch.jobs.job_runner`)."""
+        """`chunks`: the input. The requests of a chunk are ordered together (`chunks`, `order_requests`)."""
         self._chunks = chunks
         self._journal = journal
         self._handler = handler
@@ -60,7 +60,7 @@ class JobRunner:
         """Returns when every line is finished.
 
         Raises `StorageError`, `ConfigError` if the input cannot be read, or any exception of the handler. In these
-        cases, and when it is cancelled, it records the results it has and leaves the rest for another run.
+        cases, and if cancelled, it records the results so far and leaves the rest for another run.
         """
         parts = [asyncio.create_task(self._run_part(part())) for part in (self._submit_all, self._record_all)]
         try:
@@ -74,7 +74,7 @@ class JobRunner:
             await self._record_rest()
 
     async def _record_rest(self) -> None:
-        """Waits for the thread to finish its call, then records the remaining results, unless recording failed."""
+        """Waits until the thread finishes its call, then records the remaining results, unless recording failed."""
         can_record = self._end.cancelled() or not isinstance(self._end.exception(), StorageError)
         results = self._unrecorded if can_record else []
         try:
@@ -115,7 +115,7 @@ class JobRunner:
         self._request_slots.release()
 
     def _next_requests(self) -> list[JobRequest]:
-        """The requests to run of the next chunk that has any; empty at the end of the input."""
+        """The requests to run from the next chunk that has any; empty at the end of the input."""
         for entries in self._chunks:
             if self._is_stopped:
                 break
@@ -135,7 +135,7 @@ class JobRunner:
     # --- from responses to the journal --------------------------------------------------------------------------
 
     async def _record_all(self) -> None:
-        """Records all results that arrived since the last write in one write, so a slow disk gets larger writes."""
+        """Records all results since the last write in one write, so a slow disk gets larger writes."""
         while True:
             await self._wake_recorder.wait()
             self._wake_recorder.clear()
@@ -151,7 +151,7 @@ class JobRunner:
 def reject_unanswered(
     chunks: Iterator[Sequence[JobRequest | RejectedLine]], journal: Journal, code: str, message: str
 ) -> None:
-    """Writes this error for each request that has no result yet."""
+    """Writes this error for each request without a result."""
     for entries in chunks:
         requests = journal.register(entries) if entries else []
         journal.reject(
@@ -173,7 +173,7 @@ def reject_unanswered(
 
 
 _FIRST_CHUNK_REQUESTS = 64
-"""Small, so that the first results come soon. Each following chunk has twice as many requests."""
+"""Small, so that the first results arrive soon. Each following chunk has twice as many requests."""
 _PREFIX_CHARS = 256
 """Requests are grouped if their prompts share a prefix of this many characters."""
 _CHARS_PER_TOKEN = 4

@@ -1,4 +1,4 @@
-"""A job's result files together with its ledger, and the JSON lines that are written to the files."""
+"""A job's result files together with its ledger, and the JSON lines in these files."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from cppbatch.jobs.job_request import JobRequest, JobResponse, Json, RejectedLin
 _HELD_PER_WRITE = 256  # held results written together
 _TOKEN_COUNTS = ("prompt_tokens", "cached_tokens", "completion_tokens")
 _OPTIONAL_FIELDS = ("reasoning_content", "tool_calls", "logprobs")
-"""Fields of a choice that the short form of a result contains if they are set."""
+"""Fields of a choice that the short form of a result contains if set."""
 
 
 class ResultLine(msgspec.Struct, frozen=True, kw_only=True):
@@ -35,10 +35,10 @@ class ResultLine(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Journal:
-    """Every line of the input gets one result, even if the process dies at any moment.
+    """Ensures that every line of the input gets exactly one result, even if the process dies at any moment.
 
-    First a result is appended to its file. Then one commit of the ledger records that the line is finished and the new
-    size of the file. When the journal is opened, data beyond the committed size is truncated.
+    First, a result is appended to its file. Then one commit of the ledger records that the line is finished, and the
+    new size of the file. When the journal is opened, data beyond the committed size is truncated.
 
     Not thread-safe: one thread at a time. Raises `StorageError`.
     """
@@ -46,7 +46,7 @@ class Journal:
     def __init__(self, ledger: Ledger, output: Path, errors: Path, *, ordered: bool = False) -> None:
         """Opens `output` for responses and `errors` for errors. `errors` is created for the first error.
 
-        `ordered`: writes responses in the order of the input. The ledger holds those that come before their turn.
+        `ordered`: writes responses in the order of the input. The ledger holds those that arrive early.
         Raises `LedgerLost`.
         """
         if not ledger.is_begun:
@@ -68,7 +68,7 @@ class Journal:
             raise
         self.tokens = Counter({name: ledger.number(name) for name in _TOKEN_COUNTS})
         self.committed_bytes = self._sizes
-        """Sizes of the output and of the errors without what is being written."""
+        """Sizes of the output and error files, without unfinished writes."""
 
     @property
     def _sizes(self) -> tuple[int, int]:
@@ -76,12 +76,12 @@ class Journal:
 
     @property
     def n_completed(self) -> int:
-        """Lines with a response that is not an error."""
+        """Lines with a successful response."""
         return self.ledger.n_completed
 
     @property
     def n_failed(self) -> int:
-        """Lines that were rejected or have an error response."""
+        """Rejected lines and lines with an error response."""
         return self.ledger.n_failed
 
     def register(self, entries: Sequence[JobRequest | RejectedLine]) -> list[JobRequest]:
@@ -134,7 +134,7 @@ class Journal:
 
     @contextlib.contextmanager
     def _sizes_restored_on_error(self) -> Iterator[None]:
-        """If the ledger's commit fails, the data that was appended is discarded by the next append."""
+        """If the ledger's commit fails, makes the next append discard the appended data."""
         sizes = [(file, file.size) for file in (self._output, self._errors) if file]
         try:
             yield
@@ -232,12 +232,12 @@ _MIGRATIONS = (
         "CREATE TABLE numbers (name TEXT PRIMARY KEY, value INTEGER NOT NULL) WITHOUT ROWID",
         "CREATE TABLE notes (name TEXT PRIMARY KEY, value BLOB NOT NULL) WITHOUT ROWID",
     ),
-    (  # since then set before the first result is written
+    (  # new ledgers set it before the first result is written
         "INSERT OR IGNORE INTO numbers SELECT 'output_bytes', 0 FROM items",
     ),
 )
-# The lines of the last second may be lost with the WAL: `DurableFile` keeps them. A checkpoint takes four times as long
-# as a commit.
+# The lines of the last second may be lost with the WAL, but `DurableFile` keeps them. A checkpoint takes four times as
+# long as a commit.
 _KIND = Kind(0x63706C67, _MIGRATIONS, check="quick_check", checkpoint_s=1)
 _COUNTS = {
     "n_completed": "SELECT count(*) FROM items WHERE state = 1",
@@ -281,8 +281,8 @@ class Ledger:
         self._last_registered = 0
 
     def _checked_count(self, name: str) -> int:
-        """A count of rows. The same number is stored beside the file sizes, on another page: in a copy that was made
-        while the ledger was written, the two can differ. Then a line may lack its result."""
+        """A count of rows, checked against the number stored with the file sizes on another page. In a copy made during
+        a write, the two can differ, and a line may then lack its result."""
         ((n,),) = self._db.execute(_COUNTS[name])
         if self._has_number(name) and self.number(name) != n:
             raise StorageError(
@@ -298,8 +298,8 @@ class Ledger:
     # --- lines --------------------------------------------------------------------------------------------------
 
     def register(self, entries: Sequence[JobRequest | RejectedLine]) -> tuple[list[JobRequest], list[RejectedLine]]:
-        """Registers consecutive entries of the input. Returns (requests to run, lines to reject), without the lines
-        that are finished. Requests with the custom ID of an earlier line are among the lines to reject.
+        """Registers consecutive entries of the input. Returns (requests to run, lines to reject), without finished
+        lines. Requests with the custom ID of an earlier line are among the lines to reject.
 
         Raises `StorageError` if a completed line has changed.
         """
@@ -309,7 +309,7 @@ class Ledger:
             self._db.execute("DELETE FROM items WHERE state = 0 AND line BETWEEN ? AND ?", (first, last))
             self._db.execute_many("INSERT OR IGNORE INTO items VALUES (?, ?, ?, 0)", rows)
             known = self._known(first, last)
-            # Rows that were ignored because another line has the same custom ID.
+            # Rows ignored because another line has the same custom ID.
             duplicates = {line: content for line, _, content in rows if line not in known}
             self._db.execute_many("INSERT INTO items VALUES (?, NULL, ?, 0)", duplicates.items())
         self._last_registered = max(self._last_registered, last)
@@ -333,7 +333,7 @@ class Ledger:
         return to_run, to_reject
 
     def _known(self, first: int, last: int) -> dict[int, tuple[int, int]]:
-        """The content hash and the state of each line from `first` to `last`."""
+        """The content hash and state of each line from `first` to `last`."""
         rows = self._db.execute("SELECT line, content, state FROM items WHERE line BETWEEN ? AND ?", (first, last))
         return {line: (content, state) for line, content, state in rows}
 
@@ -350,8 +350,8 @@ class Ledger:
     def record(
         self, finished: Iterable[FinishedLine], numbers: dict[str, int], held: Iterable[tuple[int, bytes]] = ()
     ) -> None:
-        """Stores the states of finished lines, the new values of these numbers, and results to hold (line, data), in
-        one commit."""
+        """Stores the states of finished lines, new values of these numbers, and results to hold (line, data), in one
+        commit."""
         finished = list(finished)
         with self._db.transaction():
             n_completed = self.n_completed + self._finish(finished, LineState.COMPLETED)
@@ -365,7 +365,7 @@ class Ledger:
         return self._db.execute_many("UPDATE items SET state = ? WHERE line = ? AND state = 0", rows)
 
     def reopen_failed(self) -> None:
-        """Deletes all failed lines, so that they run again, and the committed size of the error file."""
+        """Deletes all failed lines, so that they are run again, and the committed size of the error file."""
         with self._db.transaction():
             self._db.execute("DELETE FROM items WHERE state = ?", (LineState.FAILED,))
             self._set({"error_bytes": 0, "n_failed": 0})
@@ -374,7 +374,7 @@ class Ledger:
     # --- results held until all earlier lines are finished ------------------------------------------------------
 
     def ready(self, limit: int) -> list[tuple[int, bytes]]:
-        """The first held results, (line, data) in order, that no open or unregistered line precedes."""
+        """The first held results, (line, data) in order, that are not preceded by open or unregistered lines."""
         return self._db.execute(
             "SELECT line, result FROM held "
             "WHERE line <= ?1 AND line < ifnull((SELECT min(line) FROM items WHERE state = 0), ?1 + 1) "
@@ -383,7 +383,7 @@ class Ledger:
         )
 
     def release(self, lines: Iterable[int], numbers: dict[str, int]) -> None:
-        """Deletes the held results of these lines and stores the new values of these numbers, in one commit."""
+        """Deletes the held results of these lines and stores new values of these numbers, in one commit."""
         with self._db.transaction():
             n_held = self._n_held - self._db.execute_many(
                 "DELETE FROM held WHERE line = ?", [(line,) for line in lines]
@@ -400,11 +400,11 @@ class Ledger:
 
     @property
     def is_begun(self) -> bool:
-        """Whether `begin` was called. If not, and there are results, this is not the ledger that they belong to."""
+        """Whether `begin` was called. If not, existing results do not belong to this ledger."""
         return self._has_number("output_bytes")
 
     def begin(self) -> None:
-        """Notes, durably, that results may follow."""
+        """Durably records that results may follow."""
         with self._db.transaction():
             self._set({"output_bytes": 0})
 

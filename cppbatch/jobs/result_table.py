@@ -110,7 +110,7 @@ class _Results:
         return [fields.get(name) for name in self.columns]
 
     def _result(self, line: int) -> Json:
-        place = int(np.searchsorted(self._lines, line, side="right")) - 1  # the last one, if it was tried again
+        place = int(np.searchsorted(self._lines, line, side="right")) - 1  # the last result, if the line was retried
         if place < 0 or self._lines[place] != line:
             return {}
         number, offset = divmod(int(self._places[place]), 1 << 56)
@@ -159,7 +159,7 @@ class _CsvRows:
         self.columns = self._input.columns
 
     def rows(self) -> Iterator[Row]:
-        """All rows, without records that cannot be read."""
+        """All rows, without unreadable records."""
         for record in (self._first, *self._records) if self._first else ():
             if not isinstance(record, RejectedLine):
                 line, values = record
@@ -232,7 +232,7 @@ class _TextRows:
 
 
 class _CsvTable:
-    """`.csv` has commas, `.tsv` tabs."""
+    """Delimited by commas in `.csv`, by tabs in `.tsv`."""
 
     def __init__(self, path: Path, source: _Input, answers: dict[str, str]) -> None:
         self._file = path.open("w", encoding="utf-8", newline="")

@@ -1,7 +1,7 @@
 """Typed wrappers over llama.cpp. The only package that imports `llama_cpp`.
 
-Nothing here lets a bad argument reach an assertion in C, which would abort the process: ranges are checked first and
-raise `cppbatch.errors.OutOfRange`.
+Arguments are checked here, because a failed assertion in C would abort the process: a value out of range raises
+`cppbatch.errors.OutOfRange`.
 """
 
 from cppbatch.llama.backend import Backend, Device

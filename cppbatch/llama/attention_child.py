@@ -1,13 +1,13 @@
-"""The child process that times attention: the operations that llama.cpp builds for a layer (`build_attn_mha` in its
-llama-graph.cpp), with the cells of one layer, by ggml alone. It may crash.
+"""The child process that times attention: runs the operations that llama.cpp builds for a layer (`build_attn_mha` in
+llama-graph.cpp), on the cells of one layer, with ggml alone. It may crash.
 
-Cells hold zeros: the time does not depend on their values, but for those that the mask hides, which flash attention
-leaves out. A stream has all cells of its memory, of which the first are read: without flash attention each value of a
-head is a row of them all, and short parts of long rows take longer to read. Each layer of a graph has cells of its own,
-and so have consecutive graphs: in a model, too, the cells of a layer are not in the CPU's cache, since the weights and
-the other layers are read in between. A prompt's weights of attention are more than the cache next to a core. Graphs
-take turns, and the fastest run of each counts: other programs only make one slower. One thread computes, whose own time
-is taken: two would wait for each other whenever one of them is interrupted.
+Cells hold zeros: the time does not depend on their values, except that flash attention skips masked cells. A stream
+has all cells of its memory, and only the first ones are read: without flash attention, each value of a head is a row
+over all cells, and short parts of long rows take longer to read. Each layer of a graph has its own cells, and so do
+consecutive graphs: in a model, the cells of a layer are not in the CPU's cache either, because the weights and the
+other layers are read in between. The attention weights of a prompt are larger than the cache of a core. Graphs take
+turns, and the fastest run of each counts, because other programs can only slow a run down. A single thread computes,
+measured in its own CPU time: two threads would wait for each other whenever one of them is interrupted.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from cppbatch.models.attention_times import PIECE, Attention, AttentionTask, Att
 
 _TYPES: tuple[CacheType, ...] = ("f16", "bf16", "q8_0")
 _LENGTHS = (128, 512, 2048)
-_MAX_CELLS = 8192  # of a layer: longer contexts are left out, as their time grows with their cells
+_MAX_CELLS = 8192  # of a layer; longer contexts are not measured: their time is proportional to their cells
 _MAX_LAYERS = 4
 _ARENA = 96 << 20  # bytes for cells: more than most caches
-_MATRIX = 2 << 20  # bytes of a prompt's weights of attention, for which as many heads are computed as are needed
+_MATRIX = 2 << 20  # minimum bytes of a prompt's attention weights; determines the number of heads
 _PREC_F32 = 10
 _BLOCK = 32  # values of q8_0
 _MIN_ROUNDS, _MAX_ROUNDS, _MAX_SECONDS = 3, 40, 0.8
@@ -46,7 +46,7 @@ _Values = npt.NDArray[Any]
 
 
 class _Case(NamedTuple):
-    """Attention of one layer: what is computed at once."""
+    """One attention computation of one layer."""
 
     attention: Attention
     is_prefill: bool
@@ -58,14 +58,14 @@ class _Sizes(NamedTuple):
     """The part of a layer that is computed at once."""
 
     n_tokens: int
-    """Of each stream."""
+    """Per stream."""
     n_streams: int
     n_kv: int
-    """Cells of each stream that are read."""
+    """Cells read per stream."""
     n_memory: int
-    """All its cells."""
+    """All cells of a stream."""
     n_heads: int
-    """Heads of keys."""
+    """Key heads."""
 
     @property
     def rows(self) -> int:
@@ -76,7 +76,7 @@ class _Graph(NamedTuple):
     case: _Case
     handle: int
     scale: float
-    """Seconds of a run to those of one layer."""
+    """Factor from the seconds of a run to those of one layer."""
 
 
 def main() -> None:
@@ -86,7 +86,7 @@ def main() -> None:
 
 
 def measure(task: AttentionTask) -> AttentionTimes:
-    """The seconds of each kind of attention that the CPU can compute. Raises `LlamaError` without memory."""
+    """The seconds of each kind of attention that the CPU can compute. Raises `LlamaError` if memory runs out."""
     backend = Backend.get()
     lib = declare()
     with open_device(lib, "CPU", 1) as device, ExitStack() as stack:
@@ -111,7 +111,7 @@ def _kinds(shape: Shape) -> Iterator[Attention]:
     for k in of_k:
         for v in of_v:
             yield Attention("on", k, v)
-            if v != "q8_0":  # its values are transposed, which blocks cannot be
+            if v != "q8_0":  # values are transposed here, and blocks cannot be transposed
                 yield Attention("off", k, v)
     yield Attention("off", "f32", "f32")
 
@@ -145,7 +145,7 @@ def _bench(lib: ctypes.CDLL, device: int, task: AttentionTask) -> Iterator[_Benc
 
 
 class _Bench:
-    """Makes graphs. All read the same memory as their cells."""
+    """Builds graphs, which all use the same memory for their cells."""
 
     def __init__(self, lib: ctypes.CDLL, device: int, arena: int, task: AttentionTask) -> None:
         self._lib, self._device, self._arena = lib, device, arena
@@ -154,7 +154,7 @@ class _Bench:
         self._handle = lib.ggml_backend_get_device(device)
 
     def build(self, case: _Case, stack: ExitStack) -> _Graph | None:
-        """The graph of a case; None: it takes too long, or the CPU cannot compute it. `stack` frees it."""
+        """The graph of a case; None if it takes too long or the CPU cannot compute it. `stack` frees it."""
         lib, shape, attention = self._lib, self._shape, case.attention
         sizes = self._sizes(case)
         rows, n_heads = sizes.rows, sizes.n_heads
@@ -210,7 +210,7 @@ class _Bench:
         return int(self._lib.ggml_view_4d(context, cells, *shape, *strides, 0))
 
     def _store(self, context: int, cells: int, new: int, where: int) -> int:
-        """Writes new keys or values to where they belong: each cell, or each element of transposed values."""
+        """Stores new keys or values: per cell, or per element if values are transposed."""
         lib = self._lib
         n_places = lib.ggml_nelements(where)
         n = lib.ggml_nelements(new) // n_places
@@ -218,7 +218,7 @@ class _Bench:
         return int(lib.ggml_set_rows(context, to, lib.ggml_reshape_2d(context, new, n, n_places), where))
 
     def _tokens(self, case: _Case, sizes: _Sizes) -> npt.NDArray[np.int64]:
-        """The cells of the tokens that are computed: int64[rows]."""
+        """The cells of the computed tokens: int64[rows]."""
         if case.is_prefill:
             return np.arange(case.n_cells - sizes.n_tokens, case.n_cells, dtype=np.int64)
         of_each = case.n_cells if self._task.kv_layout == "unified" else sizes.n_memory
@@ -251,7 +251,7 @@ class _Bench:
         return np.ascontiguousarray(np.broadcast_to(one, (n_streams, 1, n_tokens, n_kv)))
 
     def _attend(self, context: int, qkv: tuple[int, int, int], mask: int, *, is_flash: bool) -> int | None:
-        """The output of a layer's attention; None: the CPU cannot compute it."""
+        """The output of a layer's attention; None if the CPU cannot compute it."""
         lib, scale = self._lib, 1 / math.sqrt(self._shape.head_k)
         q, k = (lib.ggml_permute(context, each, 0, 2, 1, 3) for each in qkv[:2])
         v = qkv[2]
@@ -269,7 +269,7 @@ class _Bench:
         return int(lib.ggml_cont(context, lib.ggml_permute(context, kqv, 0, 2, 1, 3)))
 
     def _cells(self, context: int, attention: Attention, sizes: _Sizes, offset: int) -> tuple[int, int]:
-        """Keys and values of a layer as they are in memory: values are transposed without flash attention."""
+        """Keys and values of a layer in memory order: without flash attention, values are transposed."""
         lib, shape = self._lib, self._shape
         _, n_streams, _, n_kv, n_heads = sizes
         k = self._tensor(context, attention.k, shape.head_k, n_heads, n_kv, n_streams)
@@ -282,7 +282,7 @@ class _Bench:
         return k, v
 
     def _take(self, n_bytes: int) -> int:
-        """The next bytes of the arena, from its beginning again once it is used up."""
+        """The next bytes of the arena; starts over when the arena is used up."""
         n_bytes = -(-n_bytes // 64) * 64
         start = self._used if self._used + n_bytes <= _ARENA else 0
         self._used = start + n_bytes
@@ -298,7 +298,7 @@ class _Bench:
         return int(self._lib.ggml_new_tensor_4d(context, _number(kind), *shape, *[1] * (4 - len(shape))))
 
     def _allocate(self, graph: int, inputs: tuple[int, ...], stack: ExitStack) -> bool:
-        """Allocates the inputs and what the graph computes. False: no memory."""
+        """Allocates the inputs and the tensors of the graph. False if memory runs out."""
         lib = self._lib
         for each in inputs:
             lib.ggml_set_input(each)
@@ -309,7 +309,7 @@ class _Bench:
 
 
 def _elements(cells: npt.NDArray[np.int64], n_values: int, n_kv: int) -> npt.NDArray[np.int64]:
-    """Where the values of these cells are, which lie transposed: int64[len(cells) * n_values]."""
+    """The indices of these cells' transposed values: int64[len(cells) * n_values]."""
     stream, cell = cells // n_kv, cells % n_kv
     return ((stream * n_values)[:, None] * n_kv + np.arange(n_values) * n_kv + cell[:, None]).ravel()
 

@@ -38,17 +38,17 @@ class Device:
 
 
 def _kind(lib: ctypes.CDLL, handle: int) -> str:
-    """llama.cpp treats devices of RPC workers as GPUs, whatever they are."""
+    """The kind of a device. llama.cpp treats all devices of RPC workers as GPUs."""
     return "remote" if is_remote(handle) else _DEVICE_TYPES.get(lib.ggml_backend_dev_type(handle), "other")
 
 
 class _LogRouter:
-    """Assembles the fragments logged by llama.cpp into lines, and logs these."""
+    """Assembles the fragments logged by llama.cpp into lines, and logs the lines."""
 
     def __init__(self) -> None:
         self.callback = C.llama_log_callback(self._receive)  # kept alive here: C holds no reference to it
-        # Lists to append lines to, by thread, since several models may load at once:
-        self.captured: dict[int, list[str]] = {}  # error lines, which are not logged then
+        # Lists that receive lines, by thread, because several models may load at once:
+        self.captured: dict[int, list[str]] = {}  # error lines; captured lines are not logged
         self.copied: dict[int, list[str]] = {}  # all lines
         self._level, self._line = logging.DEBUG, ""
 
@@ -82,8 +82,8 @@ class Backend:
     def __init__(self) -> None:
         self._router = _LogRouter()
         C.llama_log_set(self._router.callback, ctypes.c_void_p(0))
-        # A line logged during interpreter shutdown would call freed Python objects. Until then this keeps the router,
-        # also if what follows raises.
+        # A line logged during interpreter shutdown would call freed Python objects. Until then, this keeps the router
+        # alive, even if the code below raises.
         atexit.register(self._end_log)
         with self.lines() as lines:
             load_backends()
@@ -106,7 +106,7 @@ class Backend:
 
         def aborting(message: bytes) -> None:
             text = message.decode("utf-8", "replace")
-            print(text, file=sys.stderr, flush=True)  # ggml does not, if it has this function
+            print(text, file=sys.stderr, flush=True)  # with an abort callback, ggml prints nothing
             write(text)
 
         self._abort_callback = ctypes.CFUNCTYPE(None, ctypes.c_char_p)(aborting)  # C holds no reference to it
@@ -114,12 +114,12 @@ class Backend:
 
     @property
     def log_callback(self) -> Any:
-        """The function to which other libraries of llama.cpp send their log lines."""
+        """The log callback for llama.cpp's other libraries."""
         return self._router.callback
 
     @contextlib.contextmanager
     def errors(self) -> Iterator[list[str]]:
-        """Collects the error lines that llama.cpp logs on this thread, for the message of an exception. Not logged."""
+        """Collects the error lines of this thread for an exception message, instead of logging them."""
         lines: list[str] = []
         self._router.captured[threading.get_ident()] = lines
         try:
@@ -129,7 +129,7 @@ class Backend:
 
     @contextlib.contextmanager
     def lines(self) -> Iterator[list[str]]:
-        """Collects all lines, of every level, that llama.cpp logs on this thread. They are also sent to `logging`."""
+        """Collects all lines that llama.cpp logs on this thread, at every level. They are also sent to `logging`."""
         lines: list[str] = []
         self._router.copied[threading.get_ident()] = lines
         try:
@@ -181,7 +181,7 @@ class Backend:
 
     @property
     def supports_gpu(self) -> bool:
-        """Whether this machine has a GPU that this build computes on.
+        """Whether this machine has a GPU that this build can use.
 
         llama.cpp's own `llama_supports_gpu_offload` is true for every build with RPC.
         """
@@ -191,11 +191,11 @@ class Backend:
 
     @property
     def supports_rpc(self) -> bool:
-        """Whether this build can use devices of other machines, and serve its own to them."""
+        """Whether this build can use devices of other machines, and serve its own devices."""
         return has_rpc()
 
     def offloads(self, n_gpu_layers: int, rpc: Sequence[str] = ()) -> bool:
-        """Whether a model with these settings computes on a GPU, or on devices of RPC workers, which count as GPUs."""
+        """Whether a model with these settings computes on a GPU or on devices of RPC workers, which count as GPUs."""
         return n_gpu_layers != 0 and (bool(rpc) or self.supports_gpu)
 
     @property

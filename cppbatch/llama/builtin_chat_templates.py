@@ -1,4 +1,4 @@
-"""llama.cpp's built-in chat templates, which have names and are written in C++."""
+"""llama.cpp's built-in chat templates, which are written in C++ and selected by name."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def apply_builtin_template(name: str, messages: Sequence[tuple[str, str]], add_g
             raise InvalidRequest(f"messages[{i}]", "contains a null character, which this chat template cannot render")
     chat = (C.llama_chat_message * len(pairs))(*pairs)
     size = 0
-    while True:  # the first call returns how many bytes the prompt has
+    while True:  # the first call returns the number of bytes of the prompt
         buffer = ctypes.create_string_buffer(size)
         needed = C.llama_chat_apply_template(name.encode(), chat, len(pairs), add_generation_prompt, buffer, size)
         if needed < 0:

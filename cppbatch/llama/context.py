@@ -33,17 +33,17 @@ _FLASH_ATTENTION = {"auto": -1, "off": 0, "on": 1}
 _POOLING: dict[Pooling, int] = {"none": 0, "mean": 1, "cls": 2, "last": 3, "rank": 4}  # llama_pooling_type
 _CACHE_TYPES = {"f32": 0, "f16": 1, "q4_0": 2, "q8_0": 8, "bf16": 30}  # ggml_type
 _NEVER = 1 << 31
-_WHOLE_COPIES = frozenset({"deepseek4"})  # aborts for a part of a sequence: src/llama-kv-cache-dsv4.cpp:1513
+_WHOLE_COPIES = frozenset({"deepseek4"})  # aborts on copies of a part of a sequence: src/llama-kv-cache-dsv4.cpp:1513
 _PART = 1  # LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY: the cells of sliding windows and recurrent states, without other cells
 _DECODE_ERRORS = {2: "aborted", -1: "the batch is invalid", -2: "out of memory, or no free cells"}
-_FEW = 16  # numbers in a batch; a list of them is faster than an array, whose code a decode evicts from the caches
+_FEW = 16  # batch entries, up to which a list is faster than an array: a decode evicts numpy's code from the caches
 
 
 class Context:
     """A context of a model. A context manager; not thread-safe: only one thread may use it.
 
     `n_ctx`: total KV cells. `kv_unified`: one pool for all sequences, else n_ctx / n_seq_max cells for each.
-    llama.cpp may round sizes up: the attributes contain the actual ones.
+    llama.cpp may round sizes up; the attributes contain the actual sizes.
     """
 
     def __init__(
@@ -70,11 +70,11 @@ class Context:
         `pooling`: a decode computes one vector for each sequence (none: for each token) instead of logits. Pooling and
         non-causal attention need the whole sequence in one ubatch, so `n_ubatch` becomes `n_batch` and the layout
         unified.
-        `n_rollback`: how many of its last tokens `remove` can take from a sequence whose memory is not all cells. For a
-        recurrent state each takes the memory of one more state, and `Model.most_snapshots` says how many there may be.
+        `n_rollback`: the maximum number of last tokens that `remove` can remove from a sequence if memory is not only
+        cells. For recurrent states, each needs the memory of one more state, up to `Model.most_snapshots`.
         `swa_full`: sliding windows keep all of their cells.
         `is_head`: the context of the model's draft head, or of a draft model that reads hidden rows (`HeadContext`).
-        All of its memory is cells. `target`: the latter's: the context of the model that it drafts for, which must be
+        All of its memory is cells. `target`: for such a draft model, the context of its target model, which must stay
         open as long as this one.
         """
         self._handle: Any = None
@@ -95,7 +95,7 @@ class Context:
         self._target = target
         if is_head:
             params.ctx_type = C.LLAMA_CONTEXT_TYPE_DEFAULT if target else C.LLAMA_CONTEXT_TYPE_MTP
-        elif most := model.most_snapshots:  # llama.cpp asserts that a ubatch is larger than what it keeps together
+        elif most := model.most_snapshots:  # llama.cpp asserts that a ubatch is larger than the tokens kept together
             params.n_rs_seq = max(0, min(n_rollback, most, n_ubatch - 2, n_batch - 2, n_ctx - 2))
         params.swa_full = swa_full
         params.type_k, params.type_v = _CACHE_TYPES[type_k], _CACHE_TYPES[type_v]
@@ -106,7 +106,7 @@ class Context:
         self.is_pooled = pooling is not None
         self._logits_key: tuple[int, int] = (0, 0)
         self._logits: npt.NDArray[np.float32]
-        self._part_logits: npt.NDArray[np.float32] | None = None  # of a batch that was decoded in parts
+        self._part_logits: npt.NDArray[np.float32] | None = None  # of a batch decoded in parts
         self.backend_sampling: BackendSampling | None = None
         """Top-k on the device, once `enable_backend_sampling` has returned True."""
         self._part_hidden: npt.NDArray[np.float32] | None = None
@@ -140,7 +140,7 @@ class Context:
         params.n_threads = params.n_threads_batch = self._n_threads
         params.flash_attn_type, params.kv_unified = _FLASH_ATTENTION[flash_attn], kv_unified
         params.ctx_other = self._target.handle if self._target else None
-        with interrupts_deferred(), Backend.get().errors() as lines:  # in the callback of the log Ctrl-C would be lost
+        with interrupts_deferred(), Backend.get().errors() as lines:  # Ctrl-C would be lost in the log callback
             self._handle = C.llama_init_from_model(model.handle, params) or None
         if self._handle is None:
             step = "n_batch" if self.is_pooled else "n_ubatch"
@@ -208,10 +208,10 @@ class Context:
         return self._handle
 
     def use_adapters(self, adapters: tuple[tuple[int, float], ...]) -> None:
-        """Applies exactly these LoRA adapters, (index in `Model.adapters`, scale), from the next decode on.
+        """Sets the LoRA adapters, (index in `Model.adapters`, scale), from the next decode on.
 
-        A change makes llama.cpp rebuild its graph in that decode; the same set costs nothing. Raises `OutOfRange` for
-        an index out of range.
+        A change makes llama.cpp rebuild its graph in that decode; an unchanged set costs nothing. Raises `OutOfRange`
+        for an index out of range.
         """
         if adapters == self._adapters:
             return
@@ -307,7 +307,7 @@ class Context:
                     rows.append(of_part[wanted[start:stop]] if all_rows else of_part.copy())
         except CacheFull as error:
             if start:
-                raise DecodeFailed(1, str(error)) from error  # the parts before it have changed the memory
+                raise DecodeFailed(1, str(error)) from error  # the previous parts have changed the memory
             raise
         finally:
             batch.wants_logits[:n] = wanted
@@ -339,8 +339,8 @@ class Context:
     def logits(self, n_outputs: int) -> npt.NDArray[np.float32]:
         """The logits of the last decode, float32[n_outputs, n_vocab], in batch order.
 
-        `n_outputs`: the batch's. The array is a writable view of llama.cpp's buffer, valid until the next decode.
-        Raises `OutOfRange` for more rows than that decode computed.
+        `n_outputs`: the number of outputs of the batch. The array is a writable view of llama.cpp's buffer, valid until
+        the next decode. Raises `OutOfRange` for more rows than that decode computed.
         """
         handle = self.handle
         if not 0 < n_outputs <= self._n_outputs:
@@ -358,11 +358,11 @@ class Context:
         return self._logits
 
     def give_hidden_rows(self, layers: tuple[int, ...] = ()) -> None:
-        """From the next decode on, `hidden_rows` has a row of each token, which a draft head or draft model reads.
+        """From the next decode on, `hidden_rows` returns a row per token, for a draft head or draft model.
 
-        `layers`: the rows are those that enter these layers, one after the other, which the architecture must export
-        (`models.draft_files`): llama.cpp aborts the process otherwise. (): those that leave the last layer, which
-        llama.cpp computes of all prompt tokens then. The rows are copied to the host. Raises `LlamaError` where
+        `layers`: the rows are the concatenated inputs of these layers. The architecture must export them
+        (`models.draft_files`); otherwise llama.cpp aborts the process. (): the rows are the output of the last layer,
+        which llama.cpp then computes for all prompt tokens. The rows are copied to the host. Raises `LlamaError` if
         llama.cpp's library lacks the functions (`why_no_heads`, `why_no_layer_rows`).
         """
         self.gives_hidden_rows, self._row_layers = True, layers
@@ -372,10 +372,11 @@ class Context:
             nextn().llama_set_embeddings_nextn(self.handle, True, self._is_head)  # a head: of tokens with logits only
 
     def hidden_rows(self, n: int) -> npt.NDArray[np.float32]:
-        """The hidden rows of the last decode, float32[n, n_row], in batch order: of tokens; a head's: of outputs.
+        """The hidden rows of the last decode, float32[n, n_row], in batch order: one per token; for a head, one per
+        output.
 
-        `n_row` is n_embd, or that of all layers together. The array may be a view of llama.cpp's buffer, valid until
-        the next decode.
+        `n_row` is n_embd times the number of `layers`, at least n_embd. The array may be a view of llama.cpp's buffer,
+        valid until the next decode.
         """
         if self._part_hidden is not None:
             return self._part_hidden[:n]
@@ -391,7 +392,7 @@ class Context:
         return np.ctypeslib.as_array(address, (n, self.model.n_embd))
 
     def embedding(self, seq_id: int) -> npt.NDArray[np.float32]:
-        """A copy of the vector of a sequence of the last decode, float32[n_embd] (a reranker: float32[n_scores])."""
+        """A copy of a sequence's vector from the last decode, float32[n_embd]; for a reranker, float32[n_scores]."""
         vector = C.llama_get_embeddings_seq(self.handle, self._native(seq_id))
         if not vector or not self._n_embd:
             raise LlamaError(f"the last decode produced no vector for sequence {seq_id}")
@@ -399,9 +400,10 @@ class Context:
         return row
 
     def token_embeddings(self, n_outputs: int) -> npt.NDArray[np.float32]:
-        """The vectors of the tokens of the last decode, float32[n_outputs, n_embd], in batch order; with pooling none.
+        """The token vectors of the last decode, float32[n_outputs, n_embd], in batch order; for pooling "none".
 
-        `n_outputs`: the batch's. The array is a view of llama.cpp's buffer, valid until the next decode.
+        `n_outputs`: the number of outputs of the batch. The array is a view of llama.cpp's buffer, valid until the next
+        decode.
         """
         address = C.llama_get_embeddings(self.handle)
         if not address or not self._n_embd or not 0 < n_outputs <= self._n_outputs:
@@ -412,7 +414,7 @@ class Context:
         """From the next decode on, rows are their `n` largest logits, computed on the device: `self.backend_sampling`.
 
         `n`: None for 128, or the whole vocabulary if it is smaller. Decodes one token to find out whether the device
-        supports it; where it does not, rows stay logits and the result is False. The context must be empty.
+        supports it; if not, rows stay logits and the result is False. The context must be empty.
         """
         self.backend_sampling = backend = BackendSampling(
             self, n or min(MAX_CANDIDATES, self._n_vocab), n_vocab=self._n_vocab
@@ -439,8 +441,9 @@ class Context:
 
         Returns False if the memory does not allow it: part of a recurrent state, or part of a sequence whose earlier
         cells a sliding window may have dropped. Removing a whole sequence always works. So does removing the last
-        tokens of the last decode, up to `n_rollback`, if that was a single ubatch: equally many tokens of each sequence
-        (a sliding window in the unified layout: any number), and consecutive rising seq_ids in the per-sequence layout.
+        tokens of the last decode, up to `n_rollback`, if that decode was a single ubatch: the same number of tokens of
+        each sequence (with a sliding window in the unified layout: any number), and consecutive ascending seq_ids in
+        the per-sequence layout.
         """
         native = self._native(seq_id)
         if start <= 0 and stop < 0:
@@ -457,10 +460,10 @@ class Context:
         return bool(C.llama_memory_seq_rm(self._open_memory(), native, start, stop))
 
     def remove_padding(self, seq_id: int, position: int) -> None:
-        """Removes the tokens from `position` on, all of a sequence or the last one, which the last decode computed.
+        """Removes the tokens from `position` on, which the last decode computed: a whole sequence or its last token.
 
-        Unlike with `remove`, a sliding window may have dropped cells: the token that comes to this position needs none
-        of those that this token did not need.
+        Unlike `remove`, this works if a sliding window has dropped cells: the next token at this position needs no
+        cells that the removed token did not need.
         """
         C.llama_memory_seq_rm(self._open_memory(), self._native(seq_id), position, -1)
 
@@ -470,10 +473,10 @@ class Context:
         return not (self._is_recurrent or self._n_swa) and bool(C.llama_memory_can_shift(self._open_memory()))
 
     def shift(self, seq_id: int, start: int, by: int) -> None:
-        """Adds `by` to the positions of a sequence from `start` on, whose cells no other sequence may share.
+        """Adds `by` to the positions of a sequence from `start` on. No other sequence may share these cells.
 
         llama.cpp rotates the keys in the next decode; until then the sequence cannot be saved. Raises `OutOfRange`
-        where that is impossible (llama.cpp would abort), and for positions below 0.
+        if `can_shift` is False (llama.cpp would abort), and for positions below 0.
         """
         native = self._native(seq_id)
         if not self.can_shift:
@@ -486,8 +489,8 @@ class Context:
     def copy(self, source: int, target: int, start: int = 0, stop: int = -1) -> None:
         """Makes `target` share the positions [start, stop) of `source`.
 
-        Unified layout: the same cells, nothing is copied. Per-sequence layout: the data is copied. There, and for
-        recurrent models, only whole sequences can be copied: raises `OutOfRange` for a part.
+        Unified layout: the cells are shared without a copy. Per-sequence layout: the data is copied. In the latter, and
+        for recurrent models, only whole sequences can be copied: raises `OutOfRange` for a part.
         """
         native = self._native(source), self._native(target)
         if (self._is_recurrent or not self.kv_unified) and (start > 0 or stop >= 0):
@@ -502,9 +505,9 @@ class Context:
         C.llama_memory_seq_cp(self._open_memory(), *native, start, stop)
 
     def share_prefix(self, source: int, target: int, n: int) -> None:
-        """Makes `target` hold the first `n` positions of `source` in place of its own, which must have equal tokens.
+        """Replaces the first `n` positions of `target`, which must have the same tokens, by those of `source`.
 
-        Raises `OutOfRange` where cells cannot be shared, and if one of the two has fewer positions.
+        Raises `OutOfRange` if cells cannot be shared, or if either sequence has fewer positions.
         """
         native = self._native(source), self._native(target)
         if self._is_recurrent or self._n_swa or not self.kv_unified:
@@ -528,7 +531,7 @@ class Context:
     def save_sequence(self, seq_id: int) -> SequenceState:
         """Copies a sequence's keys and values to host memory; the sequence does not change.
 
-        Raises `LlamaError` if it was shifted after the last decode, or is a copy that was made after it.
+        Raises `LlamaError` if it was shifted or created as a copy after the last decode.
         """
         self._check_settled(seq_id)
         n_tokens = self.last_position(seq_id) + 1
@@ -546,7 +549,7 @@ class Context:
         if seq_id in self._shifted:
             raise LlamaError(f"sequence {seq_id} was shifted, and its keys are rotated in the next decode")
         if seq_id in self._copy_targets:
-            raise LlamaError(f"sequence {seq_id} is a copy, whose cells are copied in the next decode")
+            raise LlamaError(f"sequence {seq_id} is a copy; its cells are only copied in the next decode")
 
     def _state(self, native: int, n_tokens: int, flags: int = 0) -> SequenceState:
         data = np.empty(C.llama_state_seq_get_size_ext(self.handle, native, flags), np.uint8)
@@ -554,7 +557,7 @@ class Context:
         if written == 0:
             raise LlamaError(f"the memory of llama.cpp's sequence {native} cannot be saved")
         n_window = 0
-        if self._n_swa and not flags:  # the size of the second cache alone, with a header as before both
+        if self._n_swa and not flags:  # the size of the second cache alone, with the same header as both together
             n_window = C.llama_state_seq_get_size_ext(self.handle, native, _PART) - HEADER_BYTES
         stream = 0 if self.kv_unified else native
         return SequenceState(
@@ -566,9 +569,9 @@ class Context:
         """Replaces the contents of a sequence (any seq_id) by a saved state.
 
         The state may come from another context of the same model, in the other layout, with or without flash attention.
-        Raises `OutOfRange` for a state of another model; `LlamaError` when too few cells are free, when the kinds of
-        cache differ, or when llama.cpp still has to copy the cells of this seq_id's stream, or to copy others there,
-        which it does in the next decode. The sequence is empty then.
+        Raises `OutOfRange` for a state of another model; `LlamaError` if too few cells are free, if the kinds of cache
+        differ, or if a copy from or to this seq_id's stream is pending until the next decode. The sequence is empty
+        then.
         """
         if state.model_key != self._model_key:
             raise OutOfRange(f"the state belongs to {state.model_key}; the context belongs to {self._model_key}")
@@ -594,7 +597,7 @@ class Context:
     def restore_part(self, seq_id: int, part: SequenceState) -> None:
         """Truncates a sequence to the tokens of `part`, which must be its first ones: `save_part` of it or another one.
 
-        Raises `OutOfRange` for a part of another model, or if the sequence has fewer cells; `LlamaError` when too few
+        Raises `OutOfRange` for a part of another model, or if the sequence has fewer cells; `LlamaError` if too few
         cells are free. The sequence is empty then.
         """
         native = self._native(seq_id)
@@ -611,11 +614,11 @@ class Context:
             raise OutOfRange(f"sequence {seq_id} has {n_had} tokens and cannot be truncated to {n}")
 
     def first_cut(self, seq_id: int) -> int:
-        """The minimum positions to which `cut` can currently truncate a sequence: their window still has all of its
-        cells.
+        """The minimum number of positions to which `cut` can currently truncate a sequence: the window before them
+        still has all of its cells.
 
-        Later decodes, and restored parts, take cells from before the window; then the minimum rises. With recurrent
-        states, it is larger than any sequence.
+        Later decodes and restored parts reuse cells before the window, which raises the minimum. With recurrent states,
+        it is larger than any sequence.
         """
         if self._is_recurrent:
             return _NEVER
@@ -623,7 +626,7 @@ class Context:
         return min(self.last_position(seq_id) + 1, first + self._n_swa) if first > 0 else 0
 
     def cut(self, seq_id: int, n: int) -> None:
-        """Truncates a sequence to its first `n` positions. Raises `LlamaError` below `first_cut`; it is empty then."""
+        """Truncates a sequence to its first `n` positions. Below `first_cut`, empties it and raises `LlamaError`."""
         if n < self.first_cut(seq_id):
             self.remove(seq_id)
             raise LlamaError(f"the window of sequence {seq_id} no longer has all cells before position {n}")
@@ -641,13 +644,13 @@ class Context:
             return None
         C.llama_memory_seq_cp(self._open_memory(), self._native(source), self._native(target), 0, n)
         part = self.save_part(target)
-        self.restore_part(target, part)  # cells of a window that two sequences hold would never become free
+        self.restore_part(target, part)  # window cells held by two sequences would never become free
         return part
 
     def share_cells(self, source: int, target: int, part: SequenceState) -> None:
-        """Makes an empty sequence hold the cells of the tokens of `part`, which are the first ones of `source`.
+        """Makes an empty sequence share the first cells of `source`: those of the tokens of `part`.
 
-        What cannot be shared comes from `part`. For the unified layout; raises as `restore_part` does.
+        Memory that cannot be shared comes from `part`. For the unified layout; raises as `restore_part` does.
         """
         if not self.shares_cells:
             raise OutOfRange("sequences can share cells only in the unified layout, and not with this architecture")
@@ -682,8 +685,8 @@ class Context:
     def _native(self, seq_id: int) -> int:
         """llama.cpp's seq_id. Its seq_id n_seq_max is reserved, so from there on ours are lower by one.
 
-        llama.cpp saves the state only of seq_ids that may be in a batch; `save_sequence` uses the reserved one for
-        the others.
+        llama.cpp only saves the state of seq_ids that may be in a batch; `save_sequence` uses the reserved one for the
+        others.
         """
         if not 0 <= seq_id < self.n_seq_ids:
             raise OutOfRange(f"seq_id is {seq_id}; it must be 0 to {self.n_seq_ids - 1}")

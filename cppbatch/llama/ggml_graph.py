@@ -26,7 +26,7 @@ class _InitParams(ctypes.Structure):
 
 @contextmanager
 def open_device(lib: ctypes.CDLL, device: str, n_threads: int) -> Iterator[int]:
-    """A ggml backend, which computes on this device."""
+    """A ggml backend that computes on this device."""
     Backend.get()  # loads the devices of a portable build
     handles = [lib.ggml_backend_dev_get(i) for i in range(lib.ggml_backend_dev_count())]
     named = {lib.ggml_backend_dev_name(handle).decode(): handle for handle in handles}
@@ -44,7 +44,7 @@ def open_device(lib: ctypes.CDLL, device: str, n_threads: int) -> Iterator[int]:
 
 @contextmanager
 def descriptions(lib: ctypes.CDLL, n: int = 64) -> Iterator[int]:
-    """A ggml context, which holds the descriptions of `n` tensors at most and of a graph."""
+    """A ggml context that holds the descriptions of a graph and of at most `n` tensors."""
     size = lib.ggml_graph_overhead() + n * lib.ggml_tensor_overhead()
     context = lib.ggml_init(_InitParams(mem_size=size, mem_buffer=None, no_alloc=True))
     try:
@@ -54,7 +54,7 @@ def descriptions(lib: ctypes.CDLL, n: int = 64) -> Iterator[int]:
 
 
 def declare() -> ctypes.CDLL:
-    """ggml's library with the functions of graphs declared. Raises `LibraryError`."""
+    """Declares the graph functions of ggml's library and returns it. Raises `LibraryError`."""
     lib = ggml()
     for name, restype, *arguments in (
         ("ggml_backend_dev_init", _Void, _Void, ctypes.c_char_p),
@@ -104,30 +104,30 @@ def declare() -> ctypes.CDLL:
 
 
 # --- device speed ----------------------------------------------------------------------------------------------------
-# Measuring a device with ggml's own kernels: how fast it reads memory, and how fast it multiplies matrices.
+# Measures with ggml's own kernels how fast a device reads memory and multiplies matrices.
 
 
-_READ_SHAPE = 8192, 16384  # in F32 512 MiB: more than any cache
+_READ_SHAPE = 8192, 16384  # 512 MiB in F32: more than any cache
 _PRODUCT_SHAPE, _PRODUCT_ROWS = (4096, 4096), 512
 _F32_BYTES = 4
 _MIN_RUNS, _MAX_RUNS, _MAX_SECONDS = 2, 20, 1.0
-_NODES = 4  # products in a graph, so that starting it does not count
+_NODES = 4  # products per graph, so that its start-up time is negligible
 
 
 class DeviceSpeed(NamedTuple):
-    """What a device reaches in its best of several runs."""
+    """The best of several runs on a device."""
 
     bytes_per_s: float
-    """Reading a matrix that is larger than every cache, for a product with one vector."""
+    """Reading a matrix larger than every cache, for a product with one vector."""
     flops: float
-    """Operations/s in a product of a matrix with 512 rows: a multiplication and an addition count as two."""
+    """Operations/s of a matrix product with 512 rows; a multiplication and an addition count as two."""
 
 
 def measure_device(device: str, weight_type: str, *, n_threads: int) -> DeviceSpeed:
-    """Takes a second or two, and half a GiB of the device's memory.
+    """Measures a device in one or two seconds, with half a GiB of its memory.
 
-    `device`: ggml's name of it ("CPU", "CUDA0"). `weight_type`: ggml's name of the type of the matrix in the product
-    ("Q4_K"). `n_threads`: for the CPU. Raises `LlamaError` if the memory is not free.
+    `device`: ggml's name of the device ("CPU", "CUDA0"). `weight_type`: ggml's name of the type of the matrix in the
+    product ("Q4_K"). `n_threads`: for the CPU. Raises `LlamaError` if the device has too little free memory.
     """
     columns, rows = _READ_SHAPE
     read = _seconds(device, "F32", _READ_SHAPE, 1, n_threads)
@@ -162,7 +162,7 @@ def _runs(lib: ctypes.CDLL, backend: int, graph: int) -> list[float]:
     seconds: list[float] = []
     while len(seconds) < _MIN_RUNS or (len(seconds) < _MAX_RUNS and sum(seconds) < _MAX_SECONDS):
         began = perf_counter()
-        if lib.ggml_backend_graph_compute(backend, graph):  # waits for the end
+        if lib.ggml_backend_graph_compute(backend, graph):  # synchronous
             raise LlamaError("the device cannot compute matrix products")
         seconds.append(perf_counter() - began)
     return seconds

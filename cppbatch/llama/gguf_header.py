@@ -20,7 +20,7 @@ class _InitParams(ctypes.Structure):
     _fields_ = (("no_alloc", ctypes.c_bool), ("ctx", ctypes.c_void_p))
 
 
-_MAX_LAYERS = 512  # LLAMA_MAX_LAYERS: llama.cpp aborts the process at more, and at 0
+_MAX_LAYERS = 512  # LLAMA_MAX_LAYERS: llama.cpp aborts the process for more, and for 0
 _MAX_CONTEXT = 1 << 30  # tokens; positions are int32
 _STRING = 8  # gguf_type
 _NUMBERS = {4: ("u32", ctypes.c_uint32), 5: ("i32", ctypes.c_int32), 6: ("f32", ctypes.c_float),

@@ -1,10 +1,10 @@
 """The child process that times the kernels of weight types: decodes with a tiny model of each type. It may crash.
 
 Two models of a type differ only in the width of their feed-forward matrices, so the difference of their times is the
-time of these matrices. They fit into the CPU's cache: what is timed is the computation, not the memory. Beside other
-programs a decode takes longer, so CPU time counts, without the time in which others run; of many decodes, taken in
-turns, the fastest; and one thread computes, because two would wait for each other whenever one of them is interrupted.
-A type that llama.cpp repacks is timed both ways.
+time of these matrices. They fit into the CPU's cache, so the measurement covers computation, not memory access. To
+exclude the influence of other programs, it uses CPU time, the fastest of many decodes taken in turns, and a single
+thread: two would wait for each other whenever one of them is interrupted. A type that llama.cpp repacks is timed with
+and without repacking.
 """
 
 from __future__ import annotations
@@ -31,27 +31,27 @@ from cppbatch.llama.selfcheck import repacking_works
 from cppbatch.models.kernels import ROWS, Measured
 from cppbatch.models.synthetic import LlamaShape, write_llama
 
-_N_EMBD, _WIDE, _NARROW = 512, 4096, 256  # multiples of 256, as repacked and AMX kernels need them
+_N_EMBD, _WIDE, _NARROW = 512, 4096, 256  # multiples of 256, as required by repacked and AMX kernels
 _MILLION_WEIGHTS = 3 * _N_EMBD * (_WIDE - _NARROW) / 1e6
 _MAX_RANDOM = 1 << 14  # values of each matrix: some types take a second to convert a million
-_REPEATS = {1: 3, 4: 2, 16: 4, 256: 1}  # in each round
+_REPEATS = {1: 3, 4: 2, 16: 4, 256: 1}  # per round
 _ROUNDS = 12
 _SLOW_ROUNDS = 4  # with the most rows
 _WEIGHTS = re.compile(r"(\S+) model buffer size")  # in llama.cpp's log
 _NOT_REPACKED = {"CPU", "CPU_Mapped"}
-_clock = perf_counter if sys.platform == "win32" else process_time  # CPU time has steps of 16 ms there
+_clock = perf_counter if sys.platform == "win32" else process_time  # on Windows, CPU time has a resolution of 16 ms
 
 _Key = tuple[str, bool]
 """A type, and whether llama.cpp may repack it."""
 
 
 def main() -> None:
-    """`kernels_child TYPE...`: prints `Measured` as JSON, in the last line."""
+    """`kernels_child TYPE...`: prints `Measured` as JSON on the last line."""
     sys.stdout.buffer.write(b"\n" + msgspec.json.encode(measure(sys.argv[1:])))
 
 
 def measure(kinds: Sequence[str]) -> Measured:
-    """The milliseconds of a decode for a million weights of each type."""
+    """The milliseconds per decode and million weights, for each type."""
     with tempfile.TemporaryDirectory(prefix="cppbatch-kernels-") as folder, contextlib.ExitStack() as stack:
         pairs: dict[_Key, list[Context]] = {}
         for kind in kinds:
@@ -74,7 +74,7 @@ def measure(kinds: Sequence[str]) -> Measured:
 
 
 def _fastest(pairs: dict[_Key, list[Context]]) -> dict[_Key, dict[int, list[float]]]:
-    """The seconds of the fastest decode: {key: {rows: one for each context}}."""
+    """The seconds of the fastest decode: {key: {rows: a time for each context}}."""
     best = {key: {rows: [math.inf] * len(pair) for rows in ROWS} for key, pair in pairs.items()}
     for turn in range(_ROUNDS):
         for key, pair in pairs.items():
@@ -104,7 +104,7 @@ def _open(path: Path, *, repack: bool) -> Iterator[tuple[Context, bool]]:
 
 def _seconds(context: Context, rows: int) -> float:
     batch = Batch(rows)
-    batch.add_run(np.zeros(rows, np.int32), 0, 0, n_logits=rows)  # without logits the last layer would leave rows out
+    batch.add_run(np.zeros(rows, np.int32), 0, 0, n_logits=rows)  # the last layer skips rows without logits
     context.clear()
     start = _clock()
     context.decode(batch)
@@ -112,13 +112,13 @@ def _seconds(context: Context, rows: int) -> float:
 
 
 # --- encode ----------------------------------------------------------------------------------------------------------
-# ggml's own conversion of floats to its types of weights: all of them, many more than the gguf package has.
+# ggml's own conversion of floats to its weight types: it supports all of them, many more than the gguf package.
 
 
 def encode(rows: npt.NDArray[np.float32], kind: gguf.GGMLQuantizationType) -> npt.NDArray[np.uint8]:
     """Converts rows, float32[n, columns], to blocks of `kind`, uint8[n, bytes of a row].
 
-    `columns` must be a multiple of the type's block size. `kind` must be a type of weights that needs no importance
+    `columns` must be a multiple of the type's block size. `kind` must be a weight type that does not need an importance
     matrix: for others, ggml aborts the process.
     """
     lib = ggml()

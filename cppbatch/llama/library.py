@@ -58,7 +58,7 @@ _NEEDED = """
 
 
 def _load() -> Any:
-    # When ggml aborts, its message is enough; the backtrace would be a hundred lines.
+    # If ggml aborts, its message is enough; the backtrace would be a hundred lines.
     os.environ.setdefault("GGML_NO_BACKTRACE", "1")
     try:
         import llama_cpp
@@ -73,7 +73,7 @@ def _load() -> Any:
         OSError,
         RuntimeError,
         AttributeError,
-    ) as error:  # the shared library is missing, of another platform, or too old
+    ) as error:  # the shared library is missing, for another platform, or too old
         raise LibraryError(
             f"llama.cpp's library could not be loaded ({error}). Rebuild it with:\n  {REINSTALL}"
         ) from error
@@ -92,7 +92,7 @@ def _load() -> Any:
 
 
 class _Bindings:
-    """Every name of `llama_cpp.llama_cpp`; the first access loads it, later ones are plain attribute lookups."""
+    """All names of `llama_cpp.llama_cpp`; the first access loads it, later ones are plain attribute lookups."""
 
     def __getattr__(self, name: str) -> Any:
         bindings = _load()
@@ -101,7 +101,7 @@ class _Bindings:
 
 
 def check_library() -> None:
-    """Raises `LibraryError` if llama-cpp-python is missing, or not the one that these wrappers are written for."""
+    """Raises `LibraryError` if llama-cpp-python is missing, or not the version that these wrappers are written for."""
     _load()
 
 
@@ -118,11 +118,11 @@ _NEEDED_BY_HEADS = (
 
 @functools.cache
 def nextn() -> Any:
-    """The functions of draft heads: `llama_cpp.llama_cpp_ext`, which llama.cpp may change. Raises `LlamaError`."""
+    """The functions for draft heads: `llama_cpp.llama_cpp_ext`, an unstable API. Raises `LlamaError`."""
     _load()
     try:
         from llama_cpp import llama_cpp_ext
-    except (ImportError, AttributeError) as error:  # it looks each function up in the library when it is imported
+    except (ImportError, AttributeError) as error:  # the import looks up each function in the library
         raise LlamaError(f"this llama-cpp-python lacks the functions for draft heads ({error})") from error
     if missing := [name for name in _NEEDED_BY_HEADS if not hasattr(llama_cpp_ext, name)]:
         raise LlamaError(f"this llama-cpp-python lacks {', '.join(missing)}")
@@ -130,7 +130,7 @@ def nextn() -> Any:
 
 
 def why_no_heads() -> str | None:
-    """Why the draft head of a model's file cannot be used; None: it can."""
+    """The reason why the draft head in a model file cannot be used; None if it can."""
     try:
         nextn()
     except LlamaError as error:
@@ -146,14 +146,14 @@ _LAYER_ROWS = {
         (ctypes.c_uint32,),
     ),
 }
-"""Functions of llama.cpp's llama-ext.h that llama-cpp-python does not bind, under their C++ names: a symbol, its
-result, its arguments after the context."""
+"""Functions of llama.cpp's llama-ext.h that llama-cpp-python does not bind, under their C++ names: symbol, result type,
+arguments after the context."""
 
 
 @functools.cache
 def layer_rows() -> Any:
-    """The functions for the rows that enter the layers of a model: `set_rows(context, layer, value)`, and
-    `get_rows(context, layer)`, a pointer to floats. Raises `LlamaError` where the library does not export them."""
+    """The functions for the input rows of a model's layers: `set_rows(context, layer, value)`, and
+    `get_rows(context, layer)`, a pointer to floats. Raises `LlamaError` if the library does not export them."""
     nextn()
     functions = types.SimpleNamespace()
     for name, (symbol, result, arguments) in _LAYER_ROWS.items():
@@ -167,7 +167,7 @@ def layer_rows() -> Any:
 
 
 def why_no_layer_rows() -> str | None:
-    """Why no draft model can read the hidden rows of its target; None: it can."""
+    """The reason why draft models cannot read the hidden rows of their target; None if they can."""
     try:
         layer_rows()
     except LlamaError as error:
@@ -213,8 +213,8 @@ def ggml() -> ctypes.CDLL:
 
 
 def load_backends() -> None:
-    """Loads the backends of a portable build (scripts/build_wheel.py), where each is a library of its own: for the CPU
-    the fastest variant that it can run. In other builds they are part of the library.
+    """Loads the backends of a portable build (scripts/build_wheel.py), which are separate libraries; for the CPU, the
+    fastest variant that it supports. In other builds they are part of the main library.
 
     Raises `LibraryError` if no variant for the CPU can be loaded.
     """

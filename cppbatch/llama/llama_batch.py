@@ -1,4 +1,4 @@
-"""The `llama_batch` of a decode, as numpy arrays: of tokens, of vectors, and of parts of a batch."""
+"""The `llama_batch` of a decode as numpy arrays, with tokens or vectors, and its division into parts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Int32Array = npt.NDArray[np.int32]
 
 
 class PendingTokens(Protocol):
-    """A sequence with tokens to compute (`cppbatch.engine.sequence.Seq`): those from `n_computed` on are pending."""
+    """A sequence with tokens to compute (`cppbatch.engine.sequence.Seq`). Tokens from `n_computed` on are pending."""
 
     tokens: Int32Array
     n_computed: int
@@ -25,23 +25,23 @@ class PendingTokens(Protocol):
 
     @property
     def position(self) -> int:
-        """Of the next pending token."""
+        """The position of the next pending token."""
         ...
 
     def n_logits(self, n: int) -> int:
-        """How many of the next `n` pending tokens want logits; they are the last ones."""
+        """The number of tokens with logits among the next `n` pending ones; they are the last ones."""
         ...
 
 
 class Batch:
-    """Up to `capacity` tokens for one `llama_decode`; cleared and filled again in every step.
+    """Up to `capacity` tokens for one `llama_decode`; cleared and refilled in every step.
 
     llama.cpp reads the numpy arrays in place: `tokens`, `positions`, `seq_ids` int32[capacity], `wants_logits`
     int8[capacity], of which the first `n_tokens` entries are valid. Every token has exactly one seq_id.
     """
 
     n_dimensions = 1
-    """Positions of each entry."""
+    """Positions per entry."""
 
     def __init__(self, capacity: int) -> None:
         if capacity < 1:
@@ -53,13 +53,13 @@ class Batch:
         self.wants_logits: npt.NDArray[np.int8] = np.zeros(capacity, np.int8)
         self.n_tokens = 0
         self.n_outputs = 0
-        # llama_batch contains a pointer to the seq_ids of each token. All point into one array and never change.
+        # llama_batch contains a pointer to the seq_ids of each token. The pointers never change.
         self._n_seq_id = np.ones(capacity, np.int32)
         self._seq_id_pointers = np.uintp(self.seq_ids.ctypes.data) + np.arange(capacity, dtype=np.uintp) * 4
         self._struct: Any = None
 
     def _make_struct(self, start: int = 0) -> Any:
-        """`llama_batch` of the entries from `start` on."""
+        """A `llama_batch` of the entries from `start` on."""
 
         def pointer(array: npt.NDArray[Any], kind: Any) -> Any:
             return array[start:].ctypes.data_as(ctypes.POINTER(kind))
@@ -77,7 +77,7 @@ class Batch:
     def refill(self, entries: Sequence[tuple[PendingTokens, int]], *, n_rows: int) -> None:
         """Clears the batch and writes the next `n` pending tokens of each sequence into it, in the order of `entries`.
 
-        `n_rows`: how many of the entries are decode rows: one token that wants logits.
+        `n_rows`: the number of entries that are decode rows: one token with logits.
         """
         self.clear()
         if n_rows == len(entries):
@@ -141,35 +141,36 @@ class Batch:
 
 
 # --- batch parts -----------------------------------------------------------------------------------------------------
-# How a batch is computed where llama.cpp's results are wrong for the whole batch in one `llama_decode`.
+# Splits a batch where llama.cpp's results would be wrong for the whole batch in one `llama_decode`.
 #
-# Each rule has a test with a tiny model (tests/integration/test_batch_parts.py), and goes away with the mistake:
+# Each rule has a test with a tiny model (tests/integration/test_batch_parts.py), and can be removed once llama.cpp
+# fixes the bug:
 #
-# - Sliding windows: llama.cpp finds cells for all ubatches of a batch before it computes the first one. What a later
-#   one makes it drop from a window is missing then already (`llama_kv_cache::prepare` restores overwritten cells, but
-#   not those that `apply_ubatch` purges), though tokens of an earlier one see it. So each ubatch is a decode of its
-#   own.
-# - PLaMo 2: with several sequences in a ubatch its graph writes their states to wrong places, or aborts (the offset
-#   `kv_head * n_seqs` in `build_plamo2_mamba_layer`). So each sequence is a decode of its own.
+# - Sliding windows: llama.cpp finds cells for all ubatches of a batch before it computes the first one. Cells that a
+#   later ubatch drops from a window are then already missing (`llama_kv_cache::prepare` restores overwritten cells, but
+#   not those that `apply_ubatch` purges), although tokens of an earlier ubatch attend to them. So each ubatch is a
+#   separate decode.
+# - PLaMo 2: with several sequences in a ubatch, its graph writes their states to wrong places, or aborts (the offset
+#   `kv_head * n_seqs` in `build_plamo2_mamba_layer`). So each sequence is a separate decode.
 # - CogVLM: its graph computes logits of all tokens (no `build_inp_out_ids`), and llama.cpp copies the first ones. So
-#   logits of all tokens are asked for.
+#   the batch requests logits of all tokens.
 
 
 HIDDEN_WINDOWS = frozenset({"deepseek4"})
-"""Architectures with a window of which `llama_model_n_swa` says 0, since tokens in it cannot be removed."""
+"""Architectures with a window for which `llama_model_n_swa` returns 0, because tokens in it cannot be removed."""
 SEQUENCES_ALONE = frozenset({"plamo2"})
-"""Architectures whose ubatches have one sequence."""
+"""Architectures that require one sequence per ubatch."""
 ALL_ROWS = frozenset({"cogvlm"})
-"""Architectures that compute logits of all tokens, whichever want them."""
+"""Architectures that always compute logits of all tokens."""
 
 Part = tuple[int, int]
 """The entries of a batch from the first number to the second one."""
 
 
 def single_ubatches(batch: Batch, n_ubatch: int, *, equal_runs: bool, alone: bool = False) -> list[Part]:
-    """Parts of which llama.cpp computes each as one ubatch.
+    """Parts that llama.cpp computes as one ubatch each.
 
-    `equal_runs`: a ubatch has equally many tokens of each sequence. `alone`: and of one sequence only.
+    `equal_runs`: a ubatch has the same number of tokens of each sequence. `alone`: a ubatch has a single sequence.
     """
     n = batch.n_tokens
     if not equal_runs:
@@ -208,14 +209,14 @@ class PendingVectors(Protocol):
 
 
 class EmbeddingBatch(Batch):
-    """Up to `capacity` vectors for one `llama_decode`. None of them wants logits.
+    """Up to `capacity` vectors for one `llama_decode`, without logits.
 
-    llama.cpp reads `vectors`, float32[capacity, n_embd], in place of token ids; see `Batch` for the others. `positions`
-    has those of all vectors in the first dimension, then those in the second, and so on.
+    llama.cpp reads `vectors`, float32[capacity, n_embd], instead of token ids; see `Batch` for the other arrays.
+    `positions` contains the positions of all vectors in the first dimension, then those in the second, and so on.
     """
 
     def __init__(self, capacity: int, n_embd: int, n_dimensions: int = 1) -> None:
-        """`n_dimensions`: of the positions (`Model.n_dimensions`)."""
+        """`n_dimensions`: dimensions of a position (`Model.n_dimensions`)."""
         super().__init__(capacity)
         self.n_dimensions = n_dimensions
         self.positions = np.zeros(n_dimensions * capacity, np.int32)

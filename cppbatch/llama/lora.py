@@ -20,9 +20,9 @@ _UNSUPPORTED_TYPES = ("I8", "I16", "I32", "I64", "F64")  # llama.cpp cannot mult
 def load_adapter(path: Path, model_handle: Any, model_path: Path, n_experts: int) -> Any:
     """Loads an adapter for a model and returns llama.cpp's pointer, which is freed with the model.
 
-    `n_experts`: experts of each layer of the model, 0 if it has none. Raises `ModelError`, with llama.cpp's reason
-    where it logs one: for a file that is missing or not an adapter, for an adapter of another architecture or base
-    model, and for aLoRA adapters.
+    `n_experts`: experts per layer of the model, 0 if it has none. Raises `ModelError`, with llama.cpp's reason if it
+    logs one, for a file that is missing or not an adapter, for an adapter of another architecture or base model, and
+    for aLoRA adapters.
     """
     if not path.is_file():
         raise ModelError(f"{named('lora')}: adapter file not found: {path}")
@@ -43,7 +43,7 @@ def load_adapter(path: Path, model_handle: Any, model_path: Path, n_experts: int
 def check_adapter(path: Path, model_path: Path, n_experts: int) -> None:
     """Raises `ModelError` for an adapter file that would abort the process while it is loaded or used.
 
-    llama.cpp itself checks only the rest. `n_experts` as in `load_adapter`.
+    llama.cpp makes the other checks. `n_experts` as in `load_adapter`.
     """
     reader = _read(path)
     _check_metadata(path, reader)

@@ -1,4 +1,4 @@
-"""Encodes images and audio into vectors that a text model takes instead of token embeddings: llama.cpp's mtmd."""
+"""Encodes images and audio with llama.cpp's mtmd into vectors that a text model reads instead of token embeddings."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ _UNSUPPORTED = {
 
 @functools.cache
 def _mtmd() -> Any:
-    """The bindings of libmtmd, which logs where llama.cpp does. Raises `LibraryError` if the build has none."""
-    assert C.llama_backend_init  # first: a missing or wrong llama-cpp-python is reported in its own words
+    """The bindings of libmtmd, with the same log as llama.cpp. Raises `LibraryError` if the build has none."""
+    assert C.llama_backend_init  # first, so that a missing or wrong llama-cpp-python gets its own error message
     try:
         from llama_cpp import mtmd_cpp
     except (ImportError, OSError, RuntimeError, AttributeError) as error:
@@ -61,9 +61,9 @@ def has_mtmd() -> bool:
 class MediaChunk:
     """A part of a split image or audio clip: text tokens around it, or a piece to encode.
 
-    `kind`: None for text. `tokens`: int32[n_tokens] of text; empty for another kind. `is_whole`: its tokens see each
-    other, so they must be computed together, without a causal mask. `positions`: int32[4, n_tokens], where tokens have
-    positions of several dimensions: time, row, column and 0, from 0 on. The text after it continues `n_positions`
+    `kind`: None for text. `tokens`: int32[n_tokens] of text; empty for other kinds. `is_whole`: its tokens attend to
+    each other, so they must be computed together, without a causal mask. `positions`: int32[4, n_tokens], if positions
+    have several dimensions: time, row, column and 0, starting from 0. The text after the chunk continues `n_positions`
     later.
     """
 
@@ -104,9 +104,9 @@ class MediaEncoder:
     def __init__(self, model: Model, path: str | Path, *, n_threads: int, gpu: int | None = None) -> None:
         """Loads `path` and reserves compute buffers.
 
-        `n_threads`: of the CPU. `gpu`: the number of the GPU that encodes; None, or one that is not there: the CPU.
-        Raises `LibraryError` for a build without mtmd; `ModelError` for a file that is missing, broken, no projector,
-        or of another text model.
+        `n_threads`: of the CPU. `gpu`: the number of the GPU that encodes; the CPU if None or if it does not exist.
+        Raises `LibraryError` for a build without mtmd; `ModelError` for a file that is missing, damaged, not a
+        projector, or for another text model.
         """
         self._handle: Any = None
         self.path = Path(path)
@@ -121,7 +121,7 @@ class MediaEncoder:
             raise ModelError(f"{self.path} cannot be used with {model.path.name}: {_reason(lines)}")
         model.adopt(self)
         self.n_embd = model.n_embd_inp
-        """Numbers of each vector."""
+        """Length of a vector."""
         self._n_vocab = model.vocab.n_tokens
         self._has_dimensions = model.n_dimensions > 1
         kinds: tuple[tuple[Modality, Any], ...] = (
@@ -129,7 +129,7 @@ class MediaEncoder:
             ("audio", mtmd.mtmd_support_audio),
         )
         self.modalities: tuple[Modality, ...] = tuple(kind for kind, supports in kinds if supports(self._handle))
-        """What it encodes."""
+        """The supported media."""
         self.sample_rate = max(0, int(mtmd.mtmd_get_audio_sample_rate(self._handle)))
         """Audio samples per second; 0 without "audio"."""
         self.images_are_whole = "image" in self.modalities and bool(mtmd.mtmd_decode_use_non_causal(self._handle, None))
@@ -152,7 +152,7 @@ class MediaEncoder:
         return self._split(self._mtmd.mtmd_bitmap_init(width, height, data))
 
     def image_tokens(self) -> int:
-        """Vectors of the largest piece of a square image."""
+        """The number of vectors of the largest piece of a square image."""
         chunks = self.split_image(np.zeros((1024, 1024, 3), np.uint8))
         return max(chunk.n_tokens for chunk in chunks if chunk.kind)
 
@@ -165,7 +165,7 @@ class MediaEncoder:
         return self._split(self._mtmd.mtmd_bitmap_init_from_audio(len(samples), data))
 
     def _split(self, bitmap: Any) -> list[MediaChunk]:
-        """Frees the bitmap, of which mtmd copies what it needs."""
+        """Splits a bitmap and frees it: mtmd copies the data it needs."""
         mtmd, parts = self._mtmd, _Parts()
         part = mtmd.mtmd_input_part(text=None, bitmap=bitmap)
         pointers = (ctypes.POINTER(mtmd.mtmd_input_part) * 1)(ctypes.pointer(part))
@@ -197,9 +197,9 @@ class MediaEncoder:
             yield MediaChunk(parts, handle, kind, nothing, is_whole=is_whole, has_dimensions=self._has_dimensions)
 
     def encode(self, chunk: MediaChunk) -> FloatArray:
-        """The vectors of a chunk that is not text, float32[n_tokens, n_embd]. Releases the GIL while it computes.
+        """The vectors of an image or audio chunk, float32[n_tokens, n_embd]. Releases the GIL while it computes.
 
-        Raises `LlamaError` if that fails or gives numbers that are not finite.
+        Raises `LlamaError` if encoding fails or returns non-finite values.
         """
         if chunk.kind is None:
             raise LlamaError("text cannot be encoded")
@@ -221,7 +221,7 @@ class MediaEncoder:
 
 
 def _relative_positions(handle: int, kind: Modality, n: int) -> Int32Array:
-    """Time, row, column and 0 of each of `n` vectors, int32[4, n]. Audio has the same number in all three."""
+    """Time, row, column and 0 of each of `n` vectors, int32[4, n]. For audio, the first three are equal."""
     positions = np.zeros((4, n), np.int32)
     if kind == "audio":
         positions[:3] = np.arange(n, dtype=np.int32)
@@ -235,7 +235,7 @@ def _relative_positions(handle: int, kind: Modality, n: int) -> Int32Array:
 
 
 def _check_file(path: Path) -> None:
-    """Raises `ModelError` for a file that is certainly not a usable projector."""
+    """Raises `ModelError` for a file that cannot be a usable projector."""
     if not path.is_file():
         raise ModelError(f"{named('mmproj')}: projector file not found: {path}")
     architecture = architecture_of(path)
@@ -252,14 +252,14 @@ def _check_file(path: Path) -> None:
 
 
 def _reason(lines: list[str]) -> str:
-    """The last error line, which mtmd logs after those of the functions that it called."""
+    """The last error line: mtmd's own, after those of the functions that it called."""
     if not lines:
         return "llama.cpp gave no reason"
     return lines[-1].removeprefix("mtmd_init_from_file: ").removeprefix("error: ").partition("\n")[0]
 
 
 # --- projector tensors -----------------------------------------------------------------------------------------------
-# Which tensors a projector file needs. Without some of them llama.cpp crashes, or computes nonsense silently.
+# The tensors that a projector file needs. Without some of them llama.cpp crashes, or silently computes nonsense.
 
 
 _MAX_NAMED = 3
@@ -281,7 +281,7 @@ _NEEDED: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         (*_BLOCK, *_with_bias("attn_qkv"), *_NORMS),
     ),
 }
-"""For a type of projector: tensors of the file, and of each block. Other types are only tried (`projector_check`)."""
+"""By projector type: tensors of the file and of each block. Other types are only tested (`projector_check`)."""
 _DEEPSTACK = _with_bias("norm", "fc1", "fc2")
 
 

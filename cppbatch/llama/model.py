@@ -61,23 +61,23 @@ class Model:
     ) -> None:
         """Loads `path`.
 
-        `n_gpu_layers`: layers on the GPU, -1 for all. `device`: the number of the one GPU to use, None for all.
-        `rpc`: addresses of RPC workers, whose devices come before this machine's GPUs. `tensor_split`: the share of the
-        layers of each of these devices; (): by their free memory.
+        `n_gpu_layers`: layers on the GPU, -1 for all. `device`: the number of the only GPU to use, None for all.
+        `rpc`: addresses of RPC workers. Their devices come before this machine's GPUs. `tensor_split`: the share of
+        layers for each of these devices; (): in proportion to free memory.
         `repack`: llama.cpp may repack weights for this CPU (its `use_extra_bufts`). `progress` is called with 0.0 to
         1.0 while loading; loading stops when it returns False.
-        `no_alloc`: llama.cpp plans the model and its contexts and logs the sizes of all buffers, but allocates only
-        recurrent states; nothing can be decoded. (Its function for these sizes, `llama_get_memory_breakdown`, returns
-        a C++ map, which ctypes cannot read.)
-        `load_head`: the draft head (MTP) in the file is loaded too; the file must have one.
-        Raises `ModelError` with llama.cpp's reason when the file cannot be loaded, and as `ModelDevices`.
+        `no_alloc`: llama.cpp plans the model and its contexts and logs the sizes of all buffers, but only allocates
+        recurrent states; nothing can be decoded. The log is needed because llama.cpp's function for these sizes,
+        `llama_get_memory_breakdown`, returns a C++ map, which ctypes cannot read.
+        `load_head`: also loads the draft head (MTP) in the file, which must have one.
+        Raises `ModelError` with llama.cpp's reason if the file cannot be loaded, and as `ModelDevices`.
         """
         self.path = Path(path)
         self.repack = repack
         """Whether llama.cpp may have repacked weights."""
         self._handle: Any = None
         self.context_params: dict[str, Any] = {}
-        """Fields of `llama_context_params` for every context that is made from now on, such as those of RoPE."""
+        """Fields of `llama_context_params` for every new context, for example those of RoPE."""
         self.adapters: list[Any] = []
         """llama.cpp's pointers to the LoRA adapters; `Context.use_adapters` takes indices into this list."""
         self._contexts: weakref.WeakSet[_Closeable] = weakref.WeakSet()
@@ -95,7 +95,7 @@ class Model:
         if device is not None:
             _check_device(device)
             params.split_mode, params.main_gpu = C.LLAMA_SPLIT_MODE_NONE, device
-        with Backend.get().errors():  # captured and dropped: loading logs them again
+        with Backend.get().errors():  # captured and discarded: loading logs them again
             check_metadata(self.path)
         self._devices = ModelDevices(rpc, tensor_split)
         self._devices.set_in(params)
@@ -125,9 +125,9 @@ class Model:
         return self._handle
 
     def add_adapter(self, path: str | Path) -> None:
-        """Loads a LoRA adapter. Must be called before a context is made, which reserves space for it in its graph.
+        """Loads a LoRA adapter. Must be called before a context is created, which reserves space for it in its graph.
 
-        Raises `ModelError`, with llama.cpp's reason where it logs one.
+        Raises `ModelError`, with llama.cpp's reason if it logs one.
         """
         n_experts = int(self._architecture_metadata("expert_count") or 0)
         self.adapters.append(load_adapter(Path(path), self.handle, self.path, n_experts))
@@ -138,7 +138,7 @@ class Model:
 
     @cached_property
     def vocab(self) -> Vocab:
-        """The vocabulary. Raises `ModelError` when the file contains no tokenizer."""
+        """The vocabulary. Raises `ModelError` if the file does not contain a tokenizer."""
         return Vocab(C.llama_model_get_vocab(self.handle), self.path)
 
     @cached_property
@@ -154,7 +154,7 @@ class Model:
 
     @cached_property
     def architecture(self) -> str:
-        """llama.cpp's name of it: llama, qwen3moe ..."""
+        """llama.cpp's name of the architecture: llama, qwen3moe ..."""
         return self.metadata.get("general.architecture", "")
 
     @property
@@ -176,7 +176,7 @@ class Model:
         """Architecture, number of weights, and their type, for example "llama 135M Q4_1"."""
         buffer = ctypes.create_string_buffer(256)
         C.llama_model_desc(self.handle, buffer, len(buffer))
-        architecture, _, kind = buffer.value.decode("utf-8", "replace").split(" ", 2)  # its size is a guess by layers
+        architecture, _, kind = buffer.value.decode("utf-8", "replace").split(" ", 2)  # size: guessed from the layers
         n = self.n_params
         size = f"{n / 1e9:.1f}B" if n >= 1e9 else f"{n / 1e6:.0f}M" if n >= 1e6 else f"{n / 1e3:.0f}K"
         return f"{architecture} {size} {kind}"
@@ -213,8 +213,8 @@ class Model:
 
     @property
     def n_dimensions(self) -> int:
-        """Positions of each vector in a batch: 4 with M-RoPE (Qwen2-VL and later), where an image has rows and
-        columns; else 1, as of each token of text."""
+        """Positions per vector in a batch: 4 with M-RoPE (Qwen2-VL and later), where an image has rows and columns;
+        else 1, as for text tokens."""
         return 4 if C.llama_model_rope_type(self.handle) in _MROPE_TYPES else 1
 
     @property
@@ -224,12 +224,12 @@ class Model:
 
     @property
     def has_cells(self) -> bool:
-        """Whether attention has cells, beside recurrent states if there are any."""
+        """Whether attention has cells, with or without recurrent states."""
         return not C.llama_model_is_recurrent(self.handle)
 
     @property
     def most_snapshots(self) -> int:
-        """How many tokens a recurrent state is set back at most (`n_rollback` of `Context`); 0: it cannot be."""
+        """The maximum number of tokens by which a recurrent state can be rolled back (`n_rollback` of `Context`)."""
         return SNAPSHOTS.get(self.architecture, 0) if self.is_recurrent else 0
 
     @property
@@ -241,30 +241,31 @@ class Model:
 
     @property
     def can_generate(self) -> bool:
-        """Whether it generates text: the file names no pooling, and attention is causal."""
+        """Whether it generates text: the file does not specify pooling, and attention is causal."""
         is_causal = self._architecture_metadata("attention.causal") in (None, "true")
         return self.is_one_stack and self.pooling is None and is_causal
 
     @property
     def can_embed(self) -> bool:
-        """Whether llama.cpp can return its vectors: of some with hyper-connections it reads too much, and aborts."""
-        return self.architecture not in ("deepseek4", "qwen4exp")  # n_embd_out is that of the MTP head's input
+        """Whether llama.cpp can return embeddings. For some models with hyper-connections it reads too much and
+        aborts."""
+        return self.architecture not in ("deepseek4", "qwen4exp")  # n_embd_out is the size of the MTP head's input
 
     @property
     def pooling(self) -> Pooling | None:
-        """How a sequence becomes one vector, according to the file; None if the file names no pooling."""
+        """How a sequence becomes one vector, according to the file; None if the file does not specify pooling."""
         return _POOLING.get(self._architecture_metadata("pooling_type") or "")
 
     @property
     def can_rank(self) -> bool:
-        """Whether it has the classification head of a reranker. Reads the header of the file again."""
+        """Whether it has the classification head of a reranker. Rereads the header of the file."""
         if self.metadata.get("split.count", "1") not in ("0", "1"):
-            return True  # a split model: which file contains the head is not known, and split rerankers are rare
+            return True  # a split model: the file that contains the head is unknown, and split rerankers are rare
         return has_tensor(self.path, "cls.weight", "cls.output.weight")
 
     @property
     def rope_depends_on_context(self) -> bool:
-        """Whether longer contexts may use other factors for the positions (LongRoPE, as in Phi-3)."""
+        """Whether longer contexts may use different RoPE factors (LongRoPE, as in Phi-3)."""
         return self._architecture_metadata("rope.scaling.original_context_length") is not None
 
     @property
@@ -279,7 +280,7 @@ class Model:
 
     @cached_property
     def n_embd_inp(self) -> int:
-        """Length of a vector in place of a token (`EmbeddingBatch`)."""
+        """Length of an input vector that replaces a token (`EmbeddingBatch`)."""
         return int(C.llama_model_n_embd_inp(self.handle))
 
     @property
@@ -294,7 +295,7 @@ class Model:
         return [label.decode("utf-8", "replace") for label in found if label]
 
     def _architecture_metadata(self, key: str) -> str | None:
-        """A metadata value whose key begins with the architecture, like "llama.context_length"."""
+        """The metadata value of a key that starts with the architecture, for example "llama.context_length"."""
         return self.metadata.get(f"{self.architecture}.{key}")
 
     def close(self) -> None:
@@ -305,7 +306,7 @@ class Model:
             context.close()
         if "vocab" in self.__dict__:  # the cached property was used
             self.vocab.close()
-        C.llama_model_free(self._handle)  # frees the adapters too
+        C.llama_model_free(self._handle)  # also frees the adapters
         self.adapters = []
         self._handle = None
         self._devices.close()
@@ -343,7 +344,7 @@ class _Reporter:
 
 
 def _reason(lines: list[str]) -> str:
-    """The first of llama.cpp's error lines, without the name of the C++ function: the others follow from it."""
+    """llama.cpp's first error line, without the name of the C++ function: the others are consequences of it."""
     if not lines:
         return "llama.cpp gave no reason"
     first = lines[0].split(": ", 1)[-1] if lines[0].split(": ", 1)[0].isidentifier() else lines[0]
@@ -373,8 +374,8 @@ class _BufferTypeOverride(ctypes.Structure):
 def _set_no_alloc(params: Any, *, on_cpu: bool) -> None:
     """Sets `no_alloc` in these `llama_model_params`.
 
-    `on_cpu`: there are no other devices. All tensors are then "overridden" to CPU buffers, where they would be anyway:
-    llama.cpp logs which tensors it would repack for this CPU. Those are not in the memory-mapped file.
+    `on_cpu`: there are no other devices. All tensors are then "overridden" to CPU buffers, where they would be anyway,
+    so that llama.cpp logs which tensors it would repack for this CPU. Those are not in the memory-mapped file.
     """
     params.no_alloc = True
     params.load_mode = C.LLAMA_LOAD_MODE_NONE  # llama.cpp asserts that the file is not mapped
@@ -384,26 +385,26 @@ def _set_no_alloc(params: Any, *, on_cpu: bool) -> None:
 
 @functools.cache  # llama.cpp keeps the address
 def _all_on_cpu() -> ctypes.Array[_BufferTypeOverride]:
-    overrides = (_BufferTypeOverride * 2)()  # the second one is empty: the end of the list
+    overrides = (_BufferTypeOverride * 2)()  # the second one is empty and ends the list
     overrides[0] = _BufferTypeOverride(b".", ggml().ggml_backend_cpu_buffer_type())
     return overrides
 
 
 # --- model devices ---------------------------------------------------------------------------------------------------
-# The devices that a model is split over: those of RPC workers, then this machine's GPUs.
+# The devices over which a model is split: those of RPC workers, then this machine's GPUs.
 
 
 _GPU, _INTEGRATED_GPU = 1, 2  # ggml_backend_dev_type
 
 
 class ModelDevices:
-    """The devices of one model, with the connections to their workers, until `close`."""
+    """The devices of one model, and the connections to their workers, which stay open until `close`."""
 
     def __init__(self, rpc: Sequence[str], tensor_split: Sequence[float]) -> None:
-        """Raises `ModelError` if there is not one share for each device, and as `RpcConnections`."""
+        """Raises `ModelError` if the number of shares is not the number of devices, and as `RpcConnections`."""
         self._connections = RpcConnections([parse_endpoint(each) for each in rpc])
         handles = [*self._connections.devices, *_local_gpus()]
-        self._list = (ctypes.c_void_p * (len(handles) + 1))(*handles)  # 0 is its end
+        self._list = (ctypes.c_void_p * (len(handles) + 1))(*handles)  # ends with 0
         self._split: ctypes.Array[ctypes.c_float] | None = None
         if not tensor_split:
             return
@@ -415,19 +416,19 @@ class ModelDevices:
         self._split = (ctypes.c_float * C.llama_max_devices())(*tensor_split)
 
     def set_in(self, params: Any) -> None:
-        """Sets them in `llama_model_params`, which then refer to memory of this object."""
-        if any_registered():  # else llama.cpp finds the GPUs by itself
+        """Sets the devices in `llama_model_params`, which then refer to memory of this object."""
+        if any_registered():  # else llama.cpp finds the GPUs itself
             params.devices = ctypes.addressof(self._list)
         if self._split is not None:
             params.tensor_split = self._split
 
     def close(self) -> None:
-        """Ends the connections. The model must be freed before. A second call does nothing."""
+        """Closes the connections. The model must be freed first. A second call does nothing."""
         self._connections.close()
 
 
 def _local_gpus() -> list[int]:
-    """As llama.cpp chooses them: integrated ones only if there are no others."""
+    """The GPUs that llama.cpp would choose: integrated ones only if there are no others."""
     lib = ggml()
     local = [lib.ggml_backend_dev_get(i) for i in range(lib.ggml_backend_dev_count())]
     by_type = {

@@ -19,13 +19,13 @@ from cppbatch.models.find import model_parts
 
 log = logging.getLogger("cppbatch.llama")
 
-_N_PROBE, _N_SHARED = 8, 5  # tokens of the probe, and how many of them are shared
-_MAX_DIFFERENCE = 0.1  # of the range of the logits: rounding changes them far less, a wrong prefix far more
+_N_PROBE, _N_SHARED = 8, 5  # tokens of the probe, and the number of shared ones
+_MAX_DIFFERENCE = 0.1  # of the range of the logits; rounding changes them far less, a wrong prefix far more
 
 
 def expected_sharing(context: Context) -> Sharing:
-    """The kind of sharing of this kind of memory. Of models with a sliding window, and of hybrid ones, prefixes are
-    shared up to checkpoints; of recurrent ones whole sequences."""
+    """The kind of sharing expected for this kind of memory: up to checkpoints for models with a sliding window and
+    hybrid models; whole sequences for recurrent models."""
     if context.n_ctx_seq <= _N_PROBE:
         return "none"
     if context.model.is_recurrent or context.model.n_swa > 0:
@@ -48,8 +48,8 @@ def probe_prefix_sharing(context: Context) -> Sharing:
 
 
 def find_prefix_sharing(context: Context, *settings: object) -> Sharing:
-    """As `probe_prefix_sharing`. That the expected kind works is cached for a model's files, this library, its devices,
-    and these settings, which `repr` tells apart. Another kind is found out each time, with its warning."""
+    """As `probe_prefix_sharing`, cached if the expected kind works, for a model's files, this library, its devices, and
+    the `repr` of these settings. Any other kind is probed each time, with a warning."""
     devices = [(each.name, each.description) for each in Backend.get().devices()]
     shape = context.kv_unified, context.n_ctx_seq, context.n_seq_max, context.n_batch
     files = model_parts(context.model.path)
@@ -64,7 +64,7 @@ def find_prefix_sharing(context: Context, *settings: object) -> Sharing:
 
 
 def _works(context: Context, kind: Sharing) -> bool:
-    holder, target = context.n_seq_ids - 1, context.n_seq_max - 1  # the same seq_id where the context has only one
+    holder, target = context.n_seq_ids - 1, context.n_seq_max - 1  # the same seq_id if the context has only one
     tokens = np.linspace(1, context.model.vocab.n_tokens - 1, _N_PROBE).astype(np.int32)
     try:
         expected = _continue(context, tokens, 0, 0)
@@ -77,7 +77,7 @@ def _works(context: Context, kind: Sharing) -> bool:
             context.copy(holder, target, 0, _N_SHARED)
         elif kind == "checkpoints":
             part = context.save_part(0)
-            _continue(context, tokens[_N_SHARED:][::-1], _N_SHARED, 0)  # other tokens, which are to be truncated
+            _continue(context, tokens[_N_SHARED:][::-1], _N_SHARED, 0)  # different tokens, to be truncated
             if context.shares_cells and target:
                 context.share_cells(0, target, part)
                 context.remove(0)
@@ -98,7 +98,7 @@ def _works(context: Context, kind: Sharing) -> bool:
 
 
 def _continue(context: Context, tokens: npt.NDArray[np.int32], position: int, seq_id: int) -> npt.NDArray[np.float32]:
-    """Decodes these tokens, together as far as the batch allows; the logits of the last one, float32[n_vocab]."""
+    """Decodes these tokens in as few batches as possible. Returns the logits of the last one, float32[n_vocab]."""
     batch, n = Batch(context.n_batch), len(tokens)
     for start in range(0, n, context.n_batch):
         piece = tokens[start : start + context.n_batch]
@@ -118,19 +118,19 @@ _PIECES = (5, 17)
 _ROWS = (1, 2, 3, 4, 7, 16, 33)
 
 MIN_ROWS = (1, 2, 8)
-"""What a ubatch may have to have at least. Products of one row with floats have another kernel than those of several;
-with Q6_K, Q5_K, Q3_K and IQ4_XS, those of fewer than eight (ggml-cpu `llamafile/sgemm.cpp`, `tiled/`)."""
+"""Candidates for the minimum rows of a ubatch. With float weights, products of a single row use a different kernel;
+with Q6_K, Q5_K, Q3_K and IQ4_XS, those of fewer than eight rows (ggml-cpu `llamafile/sgemm.cpp`, `tiled/`)."""
 
 Logits = npt.NDArray[np.float32]
 
 
 def least_rows_for_equal_bits(context: Context) -> int | None:
-    """The smallest of `MIN_ROWS` for which logits are the same bit for bit for every number of rows and all pieces of a
-    prompt, where padding rows fill smaller ubatches; None: they never are.
+    """The smallest of `MIN_ROWS` for which logits are bit-identical for every number of rows and all pieces of a
+    prompt, if padding rows fill smaller ubatches; None if there is none.
 
-    This is about the weights, and those of all LoRA adapters: in attention, the order is the same if the layout and
-    the types of the cache are those of `--deterministic`. Takes about 70 decodes for each number. The context must be
-    empty, and is empty again afterwards.
+    This covers the weights, including those of all LoRA adapters. In attention, the order of summation is fixed if the
+    layout and types of the cache are those of `--deterministic`. Takes about 70 decodes for each number. The context
+    must be empty, and is empty again afterwards.
     """
     try:
         context.use_adapters(tuple((i, 1.0) for i in range(len(context.model.adapters))))
@@ -148,14 +148,14 @@ class _Probe:
         self._min_rows = min_rows
         self._tokens = np.random.default_rng(0).integers(0, context.model.vocab.n_tokens, _N_PROMPT).astype(np.int32)
         self._batch = Batch(context.n_batch)
-        self._most = min(_N_PROMPT, context.n_batch, context.n_ubatch) - max(MIN_ROWS)  # of a piece, beside padding
+        self._most = min(_N_PROMPT, context.n_batch, context.n_ubatch) - max(MIN_ROWS)  # per piece, without padding
 
     def passes(self) -> bool:
-        """Whether all ways give the same logits."""
+        """Whether the logits are the same in all cases."""
         return self._rows_agree() and self._prompts_agree()
 
     def _rows_agree(self) -> bool:
-        """Whether a decode row's logits do not depend on how many are computed with it, nor on its place there."""
+        """Whether a decode row's logits are independent of the number of rows in the batch and of its place there."""
         self._context.clear()
         counts = [n for n in _ROWS if n <= self._context.n_seq_max]
         for seq_id in range(counts[-1]):
@@ -164,7 +164,7 @@ class _Probe:
         return all(np.array_equal(self._rows(n), expected[:n]) for n in counts)
 
     def _rows(self, n: int) -> Logits:
-        """The logits of the next token of each of the first `n` sequences; their cells stay as they were."""
+        """The logits of the next token of each of the first `n` sequences. Does not change their cells."""
         positions = [2 + seq_id % 4 for seq_id in range(n)]
         n_each = -(-self._min_rows // n)
         self._batch.clear()
@@ -178,14 +178,14 @@ class _Probe:
         return rows
 
     def _prompts_agree(self) -> bool:
-        """Whether a prompt's last row of logits does not depend on the pieces in which it is computed, nor on how many
-        rows are computed with it."""
+        """Whether a prompt's last row of logits is independent of the pieces in which the prompt is computed, and of
+        the number of other rows in the batch."""
         expected = _Probe(self._context, min_rows=max(MIN_ROWS))._prompt(0, self._most)
         ways = [(0, self._most), *((0, min(piece, self._most)) for piece in _PIECES), (_N_PROMPT - 2, 1)]
         return all(np.array_equal(self._prompt(*way), expected) for way in ways)
 
     def _prompt(self, start: int, piece: int) -> Logits:
-        """The row of the prompt's last token, the tokens from `start` on computed in pieces."""
+        """The row of the prompt's last token, with the tokens from `start` on computed in pieces."""
         self._context.clear()
         piece_before = min(_PIECES[0], self._most)
         for at in range(0, start, piece_before):

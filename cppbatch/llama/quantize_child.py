@@ -30,25 +30,25 @@ def main() -> None:
 
 
 # --- quantize --------------------------------------------------------------------------------------------------------
-# Rewrites a model file with other types of weights, with llama.cpp's quantiser.
+# Rewrites a model file with other weight types, using llama.cpp's quantiser.
 
 
 def quantize(source: Path, target: Path, default: str, overrides: Mapping[str, str] | None = None) -> Path:
     """Writes the model `source` to `target`, with all matrices of type `default`, and returns `target`.
 
-    `default`: a type of ggml or a file type of llama.cpp ("Q8_0", "Q4_K_S"). `overrides`: {tensor: its type}, for
-    tensors that get another one. A tensor that has its type already is copied byte for byte, like vectors and the small
-    matrices that llama.cpp never quantises. A matrix whose rows are not a multiple of a type's block gets llama.cpp's
-    replacement for that type. The call cannot be interrupted, and a broken file may abort the process. Raises
-    `ModelError` with llama.cpp's reason, ValueError for an unknown type.
+    `default`: a type of ggml or a file type of llama.cpp ("Q8_0", "Q4_K_S"). `overrides`: {tensor: type}, for tensors
+    with a different type. A tensor that already has its type is copied byte for byte, like vectors and the small
+    matrices that llama.cpp never quantises. A matrix with rows that are not a multiple of a type's block gets
+    llama.cpp's replacement for that type. The call cannot be interrupted, and a damaged file may abort the process.
+    Raises `ModelError` with llama.cpp's reason, ValueError for an unknown type.
     """
     overrides = overrides or {}
     if overrides and default in FLOATS:
         raise ValueError(f"llama.cpp supports overrides only with a quantised default type, not {default}")
-    listed = (C.llama_model_tensor_override * (len(overrides) + 1))()  # the last one is empty: the end of the list
+    listed = (C.llama_model_tensor_override * (len(overrides) + 1))()  # the last one is empty and ends the list
     for entry, (name, kind) in zip(listed, overrides.items(), strict=False):
         entry.pattern, entry.type = f"^{re.escape(name)}$".encode(), GGMLQuantizationType[kind].value
-    no_imatrix = (C.llama_model_imatrix_data * 1)()  # a null pointer would refuse to copy tensors of 1 to 3 bits
+    no_imatrix = (C.llama_model_imatrix_data * 1)()  # with a null pointer, llama.cpp refuses to copy 1 to 3 bit tensors
     params = C.llama_model_quantize_default_params()
     params.ftype = _file_type(default)
     params.nthread = available_threads()

@@ -1,7 +1,8 @@
 """The contexts of draft models that read hidden rows of the model they draft for: EAGLE-3, DFlash, Gemma 4's assistant.
 
-Such a model may lack embeddings and an output matrix, and use those of its target, whose context must be open then.
-`Context.give_hidden_rows` makes the target output the rows. llama.cpp's own use of them is `common/speculative.cpp`.
+Such a model may lack embeddings and an output matrix and use those of its target; the target's context must then be
+open. `Context.give_hidden_rows` makes the target output the rows. llama.cpp itself uses them in
+`common/speculative.cpp`.
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ from cppbatch.llama.model import Model
 from cppbatch.models.inspect import DraftFile
 
 # --- head context ----------------------------------------------------------------------------------------------------
-# The draft head in a model's file (MTP: multi-token prediction): its context, and the batches that it reads.
+# The draft head in a model file (MTP: multi-token prediction): its context, and the batches that it decodes.
 #
-# A head is one more layer. It reads a token together with the hidden row of the token before it, and yields logits of
-# the token after it, and a hidden row of its own for the next draft token. `Context.give_hidden_rows` makes the model
-# output its hidden rows. llama.cpp's own use of heads is `common/speculative.cpp`.
+# A head is one more layer. It reads a token together with the hidden row of the previous token, and returns logits for
+# the next token, and a hidden row of its own for the next draft token. `Context.give_hidden_rows` makes the model
+# output its hidden rows. llama.cpp itself uses heads in `common/speculative.cpp`.
 
 
 HiddenRows = npt.NDArray[np.float32]
@@ -34,7 +35,7 @@ HiddenRows = npt.NDArray[np.float32]
 
 
 class HeadBatch(Batch):
-    """A batch for a `HeadContext`: `hidden`, float32[capacity, n_embd], has the hidden row before each token."""
+    """A batch for a `HeadContext`: `hidden`, float32[capacity, n_embd], has the previous hidden row of each token."""
 
     def __init__(self, capacity: int, n_embd: int) -> None:
         super().__init__(capacity)
@@ -48,12 +49,12 @@ class HeadBatch(Batch):
     def add_hidden_run(
         self, tokens: Int32Array, hidden: HiddenRows, position: int, seq_id: int, *, n_logits: int
     ) -> None:
-        """As `add_run`, with the hidden row before each token."""
+        """As `add_run`, with the previous hidden row of each token."""
         self.hidden[self.n_tokens : self.n_tokens + len(tokens)] = hidden
         self.add_run(tokens, position, seq_id, n_logits=n_logits)
 
     def add_hidden_rows(self, tokens: list[int], hidden: HiddenRows, positions: list[int], seq_ids: list[int]) -> None:
-        """As `add_rows`, with the hidden row before each token."""
+        """As `add_rows`, with the previous hidden row of each token."""
         self.hidden[self.n_tokens : self.n_tokens + len(tokens)] = hidden
         self.add_rows(tokens, positions, seq_ids)
 
@@ -61,11 +62,11 @@ class HeadBatch(Batch):
 class HeadContext(Context):
     """The context of a model's draft head, in the unified layout: cells of one layer. It decodes a `HeadBatch`.
 
-    The cells of a sequence may begin at any position: those of the head depend only on a token and the row before it.
+    The cells of a sequence may start at any position: a head's cell depends only on its token and the previous row.
     """
 
     reads_first = True
-    """Whether it reads the first token of a text, with zeros as the row before it."""
+    """Whether it reads the first token of a text, with zeros as the previous row."""
 
     def __init__(
         self,
@@ -81,8 +82,8 @@ class HeadContext(Context):
         target: Context | None = None,
         head: int = 0,
     ) -> None:
-        """`model` has its heads loaded, of which this is number `head`, or drafts for the model of `target`. A ubatch
-        has `n_batch` tokens. Raises as `Context`, and `OutOfRange` for a model without this head."""
+        """`model` was loaded with its heads, and this is number `head`, or it drafts for the model of `target`. A
+        ubatch has `n_batch` tokens. Raises as `Context`, and `OutOfRange` for a model without this head."""
         self._head = head
         if not (target or (model.has_head and 0 <= head < model.n_draft_heads)):
             raise OutOfRange(f"draft head {head} of {model.path.name} is not loaded")
@@ -106,23 +107,23 @@ class HeadContext(Context):
         return self
 
     def give_hidden_rows(self, layers: tuple[int, ...] = ()) -> None:
-        """As `Context.give_hidden_rows`. Sets which head it computes."""
+        """As `Context.give_hidden_rows`. Also sets the head to compute."""
         super().give_hidden_rows(layers)
         if self._head:
             nextn().llama_set_nextn_layer_offset(self.handle, self._head)
 
     def open_again(self) -> None:
-        """Makes the context again, empty, after it was closed. Raises as the constructor."""
+        """Recreates the closed context, empty. Raises as the constructor."""
         self.reopen(n_ctx=self.n_ctx, kv_unified=True, flash_attn=self.flash_attn)
 
     @property
     def n_row(self) -> int:
-        """Numbers that it reads of a token."""
+        """The length of the row that it reads for a token."""
         return self.model.n_embd
 
     @property
     def n_logits(self) -> int:
-        """Rows of logits for which llama.cpp reserves memory at most."""
+        """The maximum number of rows of logits for which llama.cpp reserves memory."""
         return self.n_seq_max
 
     def new_batch(self) -> HeadBatch:
@@ -130,21 +131,21 @@ class HeadContext(Context):
         return HeadBatch(self.n_batch, self.model.n_embd)
 
     def encode(self, rows: HiddenRows) -> HiddenRows:
-        """What a batch has beside the tokens for these rows of the model, float32[n, n_row]: the rows themselves."""
+        """The batch input for these rows of the model, float32[n, n_row]: the rows themselves."""
         return rows
 
 
 # --- row contexts ----------------------------------------------------------------------------------------------------
 
 
-_ENCODED_BYTES = 32 << 20  # of the rows of logits that llama.cpp reserves beside those that it encodes
+_ENCODED_BYTES = 32 << 20  # of the rows of logits that llama.cpp also reserves for encoded rows
 
 
 class EagleContext(HeadContext):
-    """The context of an EAGLE-3 draft model: one layer, which reads a token and the encoded row of the token before it.
+    """The context of an EAGLE-3 draft model: one layer, which reads a token and the encoded row of the previous token.
 
-    In training the position of such a pair is that of the row; here it is that of the token, one more. RoPE depends on
-    the differences of positions only, so the result is the same.
+    In training, the position of such a pair is that of the row; here it is that of the token, one higher. RoPE depends
+    only on the differences of positions, so the result is the same.
     """
 
     reads_first = False
@@ -161,7 +162,7 @@ class EagleContext(HeadContext):
 
     @property
     def n_logits(self) -> int:
-        """As `HeadContext.n_logits`: llama.cpp reserves rows for what it encodes, though it computes none of these."""
+        """As `HeadContext.n_logits`: llama.cpp reserves rows for encoded tokens, although it does not compute them."""
         return max(self.n_seq_max, min(self.n_ubatch, _ENCODED_BYTES // (4 * self._n_vocab)))
 
     def encode(self, rows: FloatArray) -> FloatArray:
@@ -181,7 +182,7 @@ class EagleContext(HeadContext):
         wants = np.ones(len(rows), np.int8)
         batch = C.llama_batch(
             n_tokens=len(rows), token=None, embd=rows.ctypes.data_as(ctypes.POINTER(ctypes.c_float)),
-            pos=None, n_seq_id=None, seq_id=None,  # they mean nothing here: llama.cpp makes them up
+            pos=None, n_seq_id=None, seq_id=None,  # meaningless here; llama.cpp fills them in
             logits=wants.ctypes.data_as(ctypes.POINTER(ctypes.c_int8)),
         )  # fmt: skip
         if code := C.llama_encode(self.handle, batch):
@@ -199,7 +200,7 @@ class AssistantContext(HeadContext):
     with the target's seq_ids and layout. All tokens of a draft have the position after the target's last cell."""
 
     def __init__(self, model: Model, target: Context, *, n_threads: int, type_k: str, type_v: str) -> None:
-        """`target`: its context, open as long as this one. Raises as `HeadContext`."""
+        """`target`: the context of its target, which must stay open as long as this one. Raises as `HeadContext`."""
         self._of_cells = target
         super().__init__(
             model, n_ctx=target.n_ctx, n_batch=target.n_seq_max, n_seq_max=target.n_seq_max, n_threads=n_threads,
@@ -207,7 +208,8 @@ class AssistantContext(HeadContext):
         )  # fmt: skip
 
     def reopen(self, *, n_ctx: int, kv_unified: bool, flash_attn: FlashAttention = "auto") -> None:
-        """As `Context.reopen`, with the present sizes of its target, and its flash attention, which lays out cells."""
+        """As `Context.reopen`, with the current sizes and flash attention setting of its target, which lays out the
+        cells."""
         target = self._of_cells
         super().reopen(n_ctx=target.n_ctx, kv_unified=target.kv_unified, flash_attn=target.flash_attn)
 
@@ -230,16 +232,16 @@ class RowBatch(EmbeddingBatch):
 
 class DFlashContext(HeadContext):
     """The context of a DFlash draft model, also of DFlash2 and DSpark. It decodes a `RowBatch`: the cell of a token
-    depends on the row of this token only, so the cells of a sequence may begin at any position."""
+    depends only on the row of this token, so the cells of a sequence may start at any position."""
 
     reads_first = True
 
     def __init__(self, model: Model, file: DraftFile, target: Context, *, n_drafted: int, **sizes: Any) -> None:
-        """`file`: of `model`, checked for the model of `target`. `n_drafted`: tokens of a draft. `sizes`: as for
+        """`file`: of `model`, checked for the model of `target`. `n_drafted`: tokens per draft. `sizes`: as for
         `HeadContext`; `n_batch` is at least a block. Raises `OutOfRange` for drafts longer than a block."""
         self._file = file
         self.block = n_drafted + file.first
-        """Tokens of a block: the newest one, and masks."""
+        """Tokens of a block: the newest token, then mask tokens."""
         if not 1 <= n_drafted <= file.block - file.first or self.block > sizes["n_batch"]:
             raise OutOfRange(f"drafts of {n_drafted} tokens were requested, but blocks have {file.block}")
         super().__init__(model, target=target, **sizes)
@@ -247,7 +249,8 @@ class DFlashContext(HeadContext):
         self._block_batch = Batch(self.n_batch)
 
     def give_hidden_rows(self, layers: tuple[int, ...] = ()) -> None:
-        """As `Context.give_hidden_rows`: the lattice of DFlash2, of all tokens. Sets what tokens of a block see."""
+        """As `Context.give_hidden_rows`: the lattice of DFlash2, of all tokens. Also sets the attention mask of a
+        block."""
         super().give_hidden_rows(layers)
         nextn().llama_set_embeddings_nextn(self.handle, bool(self._file.top_k), False)
         C.llama_set_causal_attn(self.handle, self._file.is_causal)
@@ -259,7 +262,7 @@ class DFlashContext(HeadContext):
 
     @property
     def n_logits(self) -> int:
-        """As `HeadContext.n_logits`: those of all tokens of the blocks, unless there is a lattice."""
+        """As `HeadContext.n_logits`: rows of all tokens of the blocks, unless there is a lattice."""
         return self.n_seq_max if self._file.top_k else min(self.n_batch, self.n_seq_max * self.block)
 
     def new_rows(self) -> RowBatch:
@@ -272,7 +275,7 @@ class DFlashContext(HeadContext):
         """Drafts for the newest token of each sequence, in one decode: tokens, int32[n, n_drafted], and the probability
         of each, float64[n, n_drafted]. The cells of the block are removed again.
 
-        All blocks have the same length: those of DFlash2 and DSpark must. Raises as `decode`.
+        All blocks have the same length, as DFlash2 and DSpark require. Raises as `decode`.
         """
         batch, n, block = self._block_batch, len(tokens), self.block
         batch.clear()
@@ -293,8 +296,8 @@ class DFlashContext(HeadContext):
 
 
 def _walk(lattice: FloatArray, top_k: int) -> tuple[npt.NDArray[np.int32], FloatArray]:
-    """The best path through a lattice, float32[n, n_drafted, n_embd]: of each token `top_k` candidates, then `top_k`
-    scores for each candidate of the token before."""
+    """The best path through a lattice, float32[n, n_drafted, n_embd]: for each token, `top_k` candidates, then `top_k`
+    scores for each candidate of the previous token."""
     n, n_drafted, _ = lattice.shape
     each, last = np.arange(n), np.zeros(n, np.int64)
     tokens, probabilities = np.empty((n, n_drafted), np.int32), np.empty((n, n_drafted), np.float32)

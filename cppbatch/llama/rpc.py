@@ -26,9 +26,9 @@ _START_SERVER = ctypes.CFUNCTYPE(None, ctypes.c_char_p, ctypes.c_char_p, _Size, 
 
 _lock = threading.Lock()
 _registered: dict[Endpoint, list[int]] = {}
-"""llama.cpp's devices of each worker that this process has ever connected to."""
+"""llama.cpp's devices of each worker to which this process has ever connected."""
 _connections: Counter[Endpoint] = Counter()
-"""How many models of this process share the connection to a worker."""
+"""The number of models in this process that share the connection to a worker."""
 
 
 def has_rpc() -> bool:
@@ -37,19 +37,19 @@ def has_rpc() -> bool:
 
 
 def any_registered() -> bool:
-    """Whether this process has ever connected to a worker: llama.cpp gives its devices to every model then."""
+    """Whether this process has ever connected to a worker: llama.cpp then adds the worker's devices to every model."""
     return bool(_registered)
 
 
 def is_remote(device: int) -> bool:
-    """Whether a device (ggml's pointer) is one of a worker."""
+    """Whether a device (ggml's pointer) belongs to a worker."""
     return any(device in devices for devices in _registered.values())
 
 
 def is_reachable(device: int) -> bool:
-    """Whether a device is local, or one of a worker that this process is connected to.
+    """Whether a device is local, or belongs to a worker to which this process is connected.
 
-    If the worker is gone, llama.cpp aborts the process that asks a device for its memory.
+    If the worker is gone, llama.cpp aborts a process that queries the memory of the device.
     """
     return not is_remote(device) or any(
         _connections[endpoint] for endpoint, its in _registered.items() if device in its
@@ -57,7 +57,7 @@ def is_reachable(device: int) -> bool:
 
 
 class RpcConnections:
-    """Connections to workers, held until `close`, and their devices.
+    """Connections to workers, kept open until `close`, and their devices.
 
     A worker serves one connection at a time. llama.cpp shares one per process and worker as long as anything uses it,
     and would open another one for the next model or context.
@@ -66,7 +66,7 @@ class RpcConnections:
     def __init__(self, endpoints: Sequence[Endpoint]) -> None:
         """Raises `RpcUnreachable`, `ConfigError` for a worker of another version, `LibraryError` without RPC.
 
-        llama.cpp itself aborts the process where it cannot connect, so a question comes first.
+        Each worker is probed first, because llama.cpp aborts the process if it cannot connect.
         """
         self.devices: list[int] = []
         """ggml's pointers, in the order of the workers."""
@@ -88,7 +88,7 @@ class RpcConnections:
                 self.devices += devices
 
     def close(self) -> None:
-        """Ends the connections that no model uses any more. A second call does nothing."""
+        """Closes the connections that other models do not use. A second call does nothing."""
         with _lock:
             while self._held:
                 endpoint, backend = self._held.pop()
@@ -97,7 +97,7 @@ class RpcConnections:
 
 
 def without_rpc(what: str) -> str:
-    """The message of an error: this build has no RPC."""
+    """The error message for a build without RPC."""
     return (
         f"{what} requires llama.cpp's RPC backend, which this build does not include: run scripts/install.py, or build "
         "llama-cpp-python with -DGGML_RPC=ON in CMAKE_ARGS"
@@ -105,7 +105,7 @@ def without_rpc(what: str) -> str:
 
 
 def _devices(library: ctypes.CDLL, endpoint: Endpoint) -> list[int]:
-    """The devices of a worker, which the first call registers."""
+    """The devices of a worker. The first call registers them."""
     if endpoint not in _registered:
         server = _ADD_SERVER(_function(library, b"ggml_backend_rpc_add_server"))(str(endpoint).encode())
         if not server:
@@ -117,9 +117,9 @@ def _devices(library: ctypes.CDLL, endpoint: Endpoint) -> list[int]:
 
 
 def chosen_devices(names: Sequence[str]) -> list[str]:
-    """These devices of this machine, by ggml's names; all GPUs, or else the CPU, if there are no names.
+    """These devices of this machine, by ggml's names. Without names: all GPUs, or the CPU if there are none.
 
-    Raises `LibraryError` for a build without RPC, and `LlamaError` for a device that this machine has not.
+    Raises `LibraryError` for a build without RPC, and `LlamaError` for a device that does not exist.
     """
     if not has_rpc():
         raise LibraryError(without_rpc("an RPC worker"))
@@ -134,7 +134,7 @@ def chosen_devices(names: Sequence[str]) -> list[str]:
 
 
 def serve_devices(endpoint: Endpoint, names: Sequence[str], *, n_threads: int, cache: str | None) -> NoReturn:
-    """Serves these devices to one connection after the other. Never returns; prints to stdout.
+    """Serves these devices to one connection at a time. Never returns; prints to stdout.
 
     `n_threads`: of the CPU. `cache`: a folder for large tensors, or None. Raises `LlamaError` if it cannot listen.
     """
@@ -154,9 +154,9 @@ def _local_devices(library: ctypes.CDLL) -> dict[str, int]:
 
 
 def _watch_clients(port: int) -> None:
-    """Ends connections whose engine's machine is gone: llama.cpp would serve only them forever.
+    """Ends connections to engines on unreachable machines: llama.cpp would keep waiting for them forever.
 
-    Connections inherit this from the listening socket, once it exists.
+    Connections inherit this setting from the listening socket, once it exists.
     """
     while not _end_when_silent(_own_port, port):
         time.sleep(_POLL_S)
@@ -174,7 +174,7 @@ def _end_when_silent(port_of: Callable[[socket.socket], int], port: int) -> bool
     """`end_when_silent` for the TCP sockets of this process with this port. Returns whether there are any."""
     found = False
     for fd in os.listdir(_OPEN_FILES) if os.path.isdir(_OPEN_FILES) else []:
-        with contextlib.suppress(OSError):  # no socket, or closed by now
+        with contextlib.suppress(OSError):  # not a socket, or already closed
             copy = os.dup(int(fd))
             try:
                 connection = socket.socket(fileno=copy)

@@ -1,7 +1,7 @@
-"""The child process of `cppbatch rpc-worker`, in which llama.cpp's RPC server runs: bad input ends it.
+"""The child process of `cppbatch rpc-worker`. It runs llama.cpp's RPC server, which invalid input can crash.
 
-Start: `python -m cppbatch.llama.rpc_server_child`, with the address, devices, threads and cache folder as a line of
-JSON on the standard input. It prints the devices, and ends when the standard input is closed.
+Start it with `python -m cppbatch.llama.rpc_server_child`, and the address, devices, threads and cache folder as a line
+of JSON on the standard input. It prints the devices, and ends when the standard input is closed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _GIB = 2**30
 
 
 def main() -> None:
-    """Serves until the process is killed, or the standard input is closed."""
+    """Serves until the process is killed or the standard input is closed."""
     setup = json.loads(sys.stdin.buffer.readline())
     threading.Thread(target=_exit_with_parent, name="cppbatch-parent", daemon=True).start()
     try:

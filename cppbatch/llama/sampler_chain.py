@@ -18,14 +18,14 @@ from cppbatch.llama.library import C
 
 _CANDIDATE = np.dtype([("id", np.int32), ("logit", np.float32), ("p", np.float32)])
 _MIN_KEEP = 1
-_MIROSTAT_M = 100  # tokens from which the first mirostat estimates the slope; the paper's value, and llama.cpp's
+_MIROSTAT_M = 100  # tokens from which mirostat version 1 estimates the slope; the value of the paper and llama.cpp
 _UNDERFLOW = 87.0  # exp(-87) is nearly the smallest normal float32
-_XTC_SEED = 0x9E3779B9  # changes the seed for xtc, so that its random numbers differ from those of `dist`
+_XTC_SEED = 0x9E3779B9  # XORed into the seed of xtc, so that its random numbers differ from those of `dist`
 
 _DROP = "drop impossible candidates"
 
 Seeded = Callable[[int], Any]
-"""Makes a llama.cpp sampler from 32 bits of seed."""
+"""Creates a llama.cpp sampler from 32 bits of seed."""
 
 
 class DrySampler:
@@ -53,8 +53,8 @@ class DrySampler:
 class SamplerChain:
     """A chain of samplers, applied in the order of addition. The last one selects (`dist`, `greedy`, `mirostat` ...).
 
-    Each sequence needs its own chain, which remembers recent tokens. `dist` and `xtc` are made for each row from the
-    seed given with it, so they have no state. A context manager.
+    Each sequence needs its own chain, which remembers recent tokens. `dist` and `xtc` have no state: they are created
+    for each row, from the seed of that row. A context manager.
     """
 
     def __init__(self, n_vocab: int) -> None:
@@ -100,7 +100,7 @@ class SamplerChain:
         return self._add(lambda: C.llama_sampler_init_min_p(p, _MIN_KEEP))
 
     def xtc(self, probability: float, threshold: float) -> SamplerChain:
-        """With this probability drops all tokens above `threshold` except the least likely of them."""
+        """With this probability, drops all tokens above `threshold` except the least likely of them."""
         _finite(probability), _finite(threshold)
         return self._add_seeded(
             lambda seed: C.llama_sampler_init_xtc(probability, threshold, _MIN_KEEP, _seed(seed ^ _XTC_SEED))
@@ -109,13 +109,13 @@ class SamplerChain:
     def temperature(self, value: float, spread: float = 0.0, exponent: float = 1.0) -> SamplerChain:
         """Divides the logits by `value`.
 
-        With a `spread`, the divisor lies between value - spread and value + spread and grows with entropy ** exponent.
+        With a `spread`, the divisor is between value - spread and value + spread and grows with entropy ** exponent.
         """
         numbers = _finite(value), _finite(spread), _finite(exponent)
         return self._add(lambda: C.llama_sampler_init_temp_ext(*numbers))
 
     def dist(self) -> SamplerChain:
-        """Selects at random, by the probabilities."""
+        """Selects at random, according to the probabilities."""
         return self._add_seeded(lambda seed: C.llama_sampler_init_dist(_seed(seed)))
 
     def greedy(self) -> SamplerChain:
@@ -153,20 +153,20 @@ class SamplerChain:
         return self
 
     def accept(self, token: int) -> None:
-        """Adds a token to the chain's history: first those of the prompt, then each new token of the sequence."""
+        """Adds a token to the chain's history: first the prompt tokens, then each new token of the sequence."""
         for sampler in self._open():
             if _is_native(sampler):
                 C.llama_sampler_accept(sampler, token)
 
     def sample(self, logits: npt.NDArray[np.float32], seed: int = 0) -> int:
-        """Samples a token from float32[n_vocab], which is not changed, with 32 bits of `seed`. Raises as `draw`."""
+        """Samples a token from float32[n_vocab], which does not change, with 32 bits of `seed`. Raises as `draw`."""
         return self.draw(logits, seed)[0]
 
     def draw(self, logits: npt.NDArray[np.float32], seed: int = 0) -> tuple[int, npt.NDArray[Any]]:
-        """The same, and the candidates that the samplers have left, with the fields `id` and `logit`.
+        """As `sample`, but also returns the candidates that the samplers have left, with the fields `id` and `logit`.
 
-        Raises `OutOfRange` for a row of another size, `LlamaError` when no token can be sampled (all logits are -inf,
-        or one is NaN or +inf).
+        Raises `OutOfRange` for a row of another size, `LlamaError` if no token can be sampled (all logits are -inf, or
+        one is NaN or +inf).
         """
         samplers = self._open()
         if logits.shape != (self._n_vocab,):
@@ -230,7 +230,7 @@ def _drop_impossible(candidates: npt.NDArray[Any], array: Any) -> None:
 
 
 def _remaining(candidates: npt.NDArray[Any], array: Any) -> npt.NDArray[Any]:
-    """The part of `candidates` that the samplers have left in `array`, which may begin later."""
+    """The part of `candidates` that the samplers have left in `array`, which may have a later start."""
     address = ctypes.addressof(array.data.contents)
     first = (address - candidates.ctypes.data) // _CANDIDATE.itemsize
     return candidates[first : first + array.size]
@@ -261,7 +261,7 @@ def _finite(value: float) -> float:
 
 
 MAX_CANDIDATES = 128
-"""Candidates for each row: enough for top-k 40 with penalties on 64 recent tokens."""
+"""Candidates per row: enough for top-k 40 with penalties on 64 recent tokens."""
 
 _MAX_DETACHED = 256
 
@@ -276,14 +276,14 @@ class _Context(Protocol):
 class BackendSampling:
     """Top-k on the device, as a sampler chain that is attached to seq_ids of a context (`llama_set_sampler`).
 
-    Only top-k: it has no state and no random numbers, and is the same for all requests. The engine samples from the
-    candidates, so a text does not depend on where they were computed. Attaching or detaching a chain makes llama.cpp
-    reserve its compute buffers again in the next decode: every seq_id has a chain from the start, and loses it only for
-    requests that need whole rows.
+    Only top-k runs on the device: it has no state and no random numbers, and is the same for all requests. The engine
+    samples from the candidates, so the text does not depend on where they were computed. Attaching or detaching a chain
+    makes llama.cpp reserve its compute buffers again in the next decode. So every seq_id has a chain from the start,
+    and only loses it for requests that need whole rows.
 
-    A decode computes one row of each sequence at most, so there are no drafts. llama.cpp 0.5 can compute more
-    (`n_outputs_max_per_seq`), but the ids of rows are then overwritten where another seq_id has no row: its graph
-    allocator uses the plan of a graph with as many nodes, in which other tensors were outputs.
+    A decode computes at most one row of each sequence, so there are no drafts. llama.cpp 0.5 can compute more
+    (`n_outputs_max_per_seq`), but it then overwrites the ids of rows if another seq_id has no row: its graph allocator
+    reuses the plan of a graph with the same number of nodes but other output tensors.
     """
 
     def __init__(self, context: _Context, n_candidates: int, *, n_vocab: int) -> None:
@@ -297,7 +297,7 @@ class BackendSampling:
         """From the next decode on, this seq_id's rows are candidates (enabled) or logits. Raises `LlamaError`."""
         if self.is_enabled(seq_id) == enabled:
             return
-        if self._chains[seq_id] is not None:  # not freed yet: llama.cpp's last graph may still refer to its address
+        if self._chains[seq_id] is not None:  # freed later: llama.cpp's last graph may still refer to its address
             self._detached.append(self._chains[seq_id])
         self._chains[seq_id] = _top_k_chain(self.n_candidates) if enabled else None  # a chain can be attached only once
         if not C.llama_set_sampler(self._context.handle, seq_id, self._chains[seq_id]) and enabled:
@@ -310,21 +310,21 @@ class BackendSampling:
         return self._chains[seq_id] is not None
 
     def candidates(self, rows: list[int], n_outputs: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
-        """Token ids, in no order, and logits of these rows of the last decode: each [len(rows), n_candidates].
+        """Token ids, unordered, and logits of these rows of the last decode: each [len(rows), n_candidates].
 
-        `n_outputs`: the number of rows of that decode. Raises `LlamaError` when the device did not compute candidates.
+        `n_outputs`: the number of rows of that decode. Raises `LlamaError` if the device did not compute candidates.
         """
         handle, first = self._context.handle, rows[0] - n_outputs
         # A negative index counts outputs from the end, wherever they are in the batch.
         for row in rows:
             if C.llama_get_sampled_candidates_count_ith(handle, row - n_outputs) != self.n_candidates:
-                raise LlamaError("llama.cpp found no candidates on the device")
+                raise LlamaError("llama.cpp returned no candidates from the device")
         ids = self._rows(C.llama_get_sampled_candidates_ith(handle, first), rows, np.int32)
         logits = self._rows(C.llama_get_sampled_logits_ith(handle, first), rows, np.float32)
         return ids.astype(np.int64), logits
 
     def _rows(self, first: Any, rows: list[int], dtype: type[Any]) -> npt.NDArray[Any]:
-        """A copy of these rows of one of llama.cpp's output buffers, which have n_vocab values a row.
+        """A copy of these rows of one of llama.cpp's output buffers, which have n_vocab values per row.
 
         `first`: a pointer to the first value of `rows[0]`.
         """
@@ -337,7 +337,7 @@ class BackendSampling:
         return table[np.subtract(rows, lowest)]
 
     def close(self) -> None:
-        """Frees the chains. Before that, the context must be freed or all seq_ids disabled."""
+        """Frees the chains. The context must be freed, or all seq_ids disabled, first."""
         for chain in [*self._detached, *self._chains]:
             if chain is not None:
                 C.llama_sampler_free(chain)

@@ -1,8 +1,8 @@
 """Checks, before a model is loaded, whether this build of llama.cpp crashes on this CPU.
 
-At the first decode, a build made by GCC without -fno-dse dies with SIGSEGV in its AMX code, and a build made for
-another CPU dies with SIGILL. So a child process decodes tiny quantised models first. Its verdict is cached for each
-library build and CPU.
+At the first decode, a GCC build without -fno-dse crashes with SIGSEGV in its AMX code, and a build for another CPU
+crashes with SIGILL. So a child process decodes tiny quantised models first. Its verdict is cached per library build and
+CPU.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def check() -> Verdict:
 
 
 def _run_check() -> Verdict:
-    from cppbatch.models.synthetic import LlamaShape, write_llama  # imported here: needed once per machine
+    from cppbatch.models.synthetic import LlamaShape, write_llama  # imported here: only needed once per machine
 
     with tempfile.TemporaryDirectory(prefix="cppbatch-selfcheck-") as folder:
         shape = LlamaShape(n_layer=1, n_embd=256, n_head=4, n_head_kv=4, n_ff=512)
@@ -99,7 +99,7 @@ def child_command(models: list[Path], *, repack: bool) -> list[str]:
 
 
 def run_child(command: list[str]) -> Failure | None:
-    """Runs a child that may crash: None if its exit code is 0, else how it ended."""
+    """Runs a child that may crash. Returns None if its exit code is 0, else how it ended."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
     except OSError as error:

@@ -1,6 +1,6 @@
 """The keys and values of a sequence in host memory, and their conversion between the layouts of the KV cache.
 
-What `llama_state_seq_get_data` writes (llama-kv-cache.cpp: `state_write`; numbers are uint32 unless noted):
+The format that `llama_state_seq_get_data` writes (llama-kv-cache.cpp: `state_write`; numbers are uint32 unless noted):
 
     header        a magic number, the seq_id
     each cache    the number of its streams; for each stream the number of cells, followed by these if there are any
@@ -10,9 +10,9 @@ What `llama_state_seq_get_data` writes (llama-kv-cache.cpp: `state_write`; numbe
                   values of each layer, by rows:     type, bytes of a row (uint64), a row for each cell
                                         transposed:  type, bytes of a number, numbers of a row, all rows transposed
 
-A stream is one for all sequences in the unified layout, and one for each in the per-sequence layout. A model with
-sliding windows has two caches. llama.cpp reads only what has its own number of streams and its own order of values, but
-puts the cells of any stream into that of the sequence which it restores.
+The unified layout has one stream for all sequences, the per-sequence layout one for each. A model with sliding windows
+has two caches. llama.cpp only reads a state with the same number of streams and the same order of values as its own,
+but restores the cells of any stream into that of the restored sequence.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from cppbatch.llama.llama_batch import Batch
 _WORD = 4  # bytes
 HEADER_BYTES = 2 * _WORD
 CELL_BYTES, PLANAR_CELL_BYTES = 3 * _WORD, 6 * _WORD
-_NUMBER_BYTES = {0: 4, 1: 2, 30: 2}  # of each ggml_type that can be transposed: f32, f16, bf16
+_NUMBER_BYTES = {0: 4, 1: 2, 30: 2}  # by ggml_type, for those that can be transposed: f32, f16, bf16
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -41,17 +41,17 @@ class SequenceState:
 
     data: Bytes
     n_tokens: int
-    """The number of its positions: one per token, but an image may have fewer."""
+    """The number of positions: one per token, but an image may have fewer."""
     model_key: tuple[object, ...]
-    """The properties that must be equal in the context that restores it."""
+    """The properties that must be equal in the restoring context."""
     n_streams: int
     stream: int
-    """The stream that had the cells."""
+    """The stream of the cells."""
     n_window_bytes: int
-    """Bytes at the end of `data` that are of the second cache."""
+    """Bytes of the second cache at the end of `data`."""
     flash_attn: FlashAttention
     n_cell_bytes: int = CELL_BYTES
-    """Of what describes a cell."""
+    """Bytes of a cell's description."""
 
     @property
     def n_bytes(self) -> int:
@@ -73,7 +73,7 @@ class SequenceState:
     def for_context(self, n_streams: int, flash_attn: FlashAttention) -> Bytes:
         """The state as written by a context with this many streams.
 
-        Raises `OutOfRange` for a state of another form than described above, as other kinds of memory have.
+        Raises `OutOfRange` for a state in another format, as used by other kinds of memory.
         """
         transposed = None if flash_attn == self.flash_attn else flash_attn == "off"
         if n_streams == self.n_streams and transposed is None:
@@ -100,7 +100,7 @@ class SequenceState:
         return cells
 
     def _with_values(self, cells: Bytes, *, transposed: bool) -> list[Bytes]:
-        """Parts of cells whose values are by rows, or transposed."""
+        """The parts of these cells, with values by rows or transposed."""
         n_cells = self._number(cells, 0)
         at = _WORD + n_cells * self.n_cell_bytes
         was_transposed, n_layers = self._number(cells, at), self._number(cells, at + _WORD)
@@ -141,14 +141,14 @@ def _words(*numbers: int) -> Bytes:
 
 
 # --- rollback --------------------------------------------------------------------------------------------------------
-# Which of a sequence's last tokens, those of wrong drafts, can be removed if memory is not only cells.
+# Tracks which of a sequence's last tokens (rejected drafts) can be removed if memory is not only cells.
 #
-# - Recurrent states: llama.cpp keeps a snapshot of the state before each of the last tokens (`n_rs_seq`), beside the
+# - Recurrent states: llama.cpp keeps a snapshot of the state before each of the last tokens (`n_rs_seq`), next to the
 #   states that a ubatch moves. A later ubatch may move such a state again, without its snapshots.
-# - Sliding windows: a ubatch overwrites only cells that its first token of their sequence no longer sees. A later
+# - Sliding windows: a ubatch only overwrites cells outside the window of its first token in their sequence. A later
 #   ubatch overwrites more.
 #
-# `llama_memory_seq_rm` notices neither: it returns True, and the logits are wrong. So tokens are removed only after a
+# `llama_memory_seq_rm` detects neither: it returns True, and the logits are wrong. So tokens are only removed after a
 # decode that was a single ubatch (docs/decisions/0033).
 
 
@@ -158,17 +158,17 @@ SNAPSHOTS = {
     **dict.fromkeys(("nemotron_h", "nemotron_h_moe", "qwen35", "qwen35moe", "qwen4exp"), _FEW),
     **dict.fromkeys(("bailingmoe3", "deepseek4", "glm5-next", "kimi-k3"), _FEW),
 }
-"""Architectures whose recurrent states are set back, with the snapshots of each sequence at most: each takes the memory
-of a whole state, mostly tens of MB. They are those of llama.cpp's `llm_arch_supports_rs_rollback`, each tested
-(`./scripts/test archs`)."""
+"""Architectures with recurrent states that can be rolled back, and the maximum number of snapshots per sequence: each
+takes the memory of a whole state, usually tens of MB. They are those of llama.cpp's `llm_arch_supports_rs_rollback`,
+each tested (`./scripts/test archs`)."""
 
 
 class Rollback:
     """The removable tokens after a context's last decode: up to `n` tokens per sequence."""
 
     def __init__(self, n: int, *, any_lengths: bool, any_seq_ids: bool) -> None:
-        """How llama.cpp splits a batch into ubatches. `any_lengths`: one ubatch may have more tokens of one sequence
-        than of another. `any_seq_ids`: it may have seq_ids that are not consecutive.
+        """The flags describe how llama.cpp splits a batch into ubatches. `any_lengths`: a ubatch may have more tokens
+        of one sequence than of another. `any_seq_ids`: it may have seq_ids that are not consecutive.
         """
         self.n = n
         self._any_lengths, self._any_seq_ids = any_lengths, any_seq_ids
@@ -192,7 +192,7 @@ class Rollback:
         return self._removable.get(seq_id, 0)
 
     def removed_part(self, seq_id: int) -> None:
-        """Records that a sequence's last tokens were removed; no more can be removed until it decodes some."""
+        """Records that a sequence's last tokens were removed. No more can be removed until its next decode."""
         del self._removable[seq_id]
         self._pending.add(seq_id)
 
@@ -202,7 +202,7 @@ class Rollback:
         self._pending.discard(seq_id)
 
     def moved(self) -> None:
-        """Records that states were copied or restored: they may now be shared or in other places."""
+        """Records that states were copied or restored, so they may be shared or moved."""
         self._removable.clear()
 
     def is_pending(self, seq_id: int) -> bool:

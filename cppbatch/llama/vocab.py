@@ -25,10 +25,10 @@ if TYPE_CHECKING:
 
 
 _MAX_DRY_SAMPLERS = 16
-_MANY_TOKENS = 8192  # reading what fewer tokens are takes less time than finding out whether that is cached
+_MANY_TOKENS = 8192  # reading the properties of fewer tokens is faster than a cache lookup
 _VOCAB_TYPE_NONE, _VOCAB_TYPE_SPM, _VOCAB_TYPE_BPE, _VOCAB_TYPE_WPM, _VOCAB_TYPE_UGM = 0, 1, 2, 3, 4
 _INT32_MAX = 2**31 - 1
-_MAX_WORD_BYTES = 2048  # text of one token where white space is dropped and an unknown word is one token
+_MAX_WORD_BYTES = 2048  # of one token's text, if white space is dropped and an unknown word is one token
 _SPECIAL = b"\xff"  # llguidance's prefix for special tokens
 
 
@@ -42,7 +42,7 @@ class _SpecialToken(msgspec.Struct, frozen=True, array_like=True):
 
 
 class _Tokens(msgspec.Struct, frozen=True):
-    """What is read from all tokens of a vocabulary: three calls into llama.cpp for each, about a microsecond."""
+    """The properties of all tokens of a vocabulary, read with three llama.cpp calls per token, about a microsecond."""
 
     longest: int
     """Bytes."""
@@ -54,8 +54,8 @@ class Vocab:
     """The vocabulary of a loaded model. Thread-safe; valid until the model is closed."""
 
     def __init__(self, handle: Any, path: Path) -> None:
-        """`handle`: llama.cpp's pointer, of the model that was loaded from `path`. What takes long to read of a large
-        vocabulary is cached for this file. Raises `ModelError` without a tokenizer, or with one that would crash."""
+        """`handle`: llama.cpp's pointer, of the model loaded from `path`. The slow-to-read properties of a large
+        vocabulary are cached for this file. Raises `ModelError` if there is no tokenizer, or if it would crash."""
         model_name = path.name
         if C.llama_vocab_type(handle) == _VOCAB_TYPE_NONE:  # llama_tokenize would abort the process
             raise ModelError(f"{model_name} contains no tokenizer, so it cannot process text")
@@ -65,7 +65,7 @@ class Vocab:
         self._splits_by_regex = C.llama_vocab_type(handle) == _VOCAB_TYPE_BPE
         self.n_tokens: int = C.llama_vocab_n_tokens(handle)
         self.bos: int = C.llama_vocab_bos(handle)
-        """Id of the beginning-of-sequence token, -1 if there is none; the same applies to `eos` and `eot`."""
+        """Id of the beginning-of-sequence token, -1 if there is none; likewise for `eos` and `eot`."""
         self.eos: int = C.llama_vocab_eos(handle)
         self.eot: int = C.llama_vocab_eot(handle)
         fill_in = (C.llama_vocab_fim_pre(handle), C.llama_vocab_fim_suf(handle), C.llama_vocab_fim_mid(handle))
@@ -83,8 +83,8 @@ class Vocab:
         self.eog = tokens.eog
         """Ids of all tokens that end a generation."""
         self.markers = _markers(self.n_tokens, tokens.special)
-        """Which tokens are only written by chat templates, bool[n_tokens]: control tokens, and `<...>` added by
-        hand."""
+        """Whether each token is only written by chat templates, bool[n_tokens]: control tokens, and user-defined
+        `<...>`."""
         self.suppressed = _suppressed(handle)
         """Ids that must never be sampled, according to the model file."""
         self._pieces: dict[tuple[int, bool], bytes] = {}
@@ -102,7 +102,7 @@ class Vocab:
     ) -> npt.NDArray[np.int32]:
         """The token ids of `text`, int32[n].
 
-        `add_special` adds BOS or EOS if the model uses them, but no second BOS to a text that begins with it.
+        `add_special` adds BOS or EOS if the model uses them, but not a second BOS to a text that starts with it.
         `parse_special` reads the text of a special token, for example "<|im_start|>", as that token. With BPE, a run of
         thousands of characters without a space is tokenised in parts.
         `cancelled` is called between the parts of a long text. Raises `RequestCancelled`, `OutOfRange`.
@@ -166,11 +166,11 @@ class Vocab:
         return self.piece(token, special=True).decode("utf-8", "replace") if 0 <= token < self.n_tokens else ""
 
     def is_user_defined(self, token: int) -> bool:
-        """Whether the token was added to the vocabulary by hand, for example `<tool_call>`."""
+        """Whether the token is user-defined, for example `<tool_call>`."""
         return bool(C.llama_vocab_get_attr(self.handle, token) & C.LLAMA_TOKEN_ATTR_USER_DEFINED)
 
     def difference(self, other: Vocab) -> str | None:
-        """What differs first between two vocabularies: the number of tokens, a special token, or the text of a token;
+        """The first difference between two vocabularies: the number of tokens, a special token, or the text of a token;
         None if they are the same."""
         if self.n_tokens != other.n_tokens:
             return f"{other.n_tokens} tokens instead of {self.n_tokens}"
@@ -187,15 +187,15 @@ class Vocab:
         return None
 
     def for_grammars(self) -> Any:
-        """The vocabulary as an `llguidance.LLTokenizer`, made by the first call."""
+        """The vocabulary as an `llguidance.LLTokenizer`, created by the first call."""
         with self._lock:
             if self._grammar_tokenizer is None:
                 self._grammar_tokenizer = self._make_grammar_tokenizer()
             return self._grammar_tokenizer
 
     def _make_grammar_tokenizer(self) -> LLTokenizer:
-        """Takes a third of a second for 49,152 tokens. It calls `llama_tokenize` itself, so the model must be open."""
-        from llguidance import LLTokenizer  # takes long, and only grammars need it
+        """Takes a third of a second for 49,152 tokens. Calls `llama_tokenize` directly, so the model must be open."""
+        from llguidance import LLTokenizer  # a slow import, which only grammars need
 
         return LLTokenizer.from_llamacpp(  # type: ignore[attr-defined, no-any-return]
             tokens=[self._grammar_bytes(token) for token in range(self.n_tokens)],
@@ -206,9 +206,9 @@ class Vocab:
         )
 
     def _grammar_bytes(self, token: int) -> bytes:
-        """What a token adds to a text that a grammar matches; special tokens get a prefix that no grammar matches.
+        """The bytes of a token for grammars. Special tokens get a prefix that no grammar matches.
 
-        Special are tokens that add nothing, and user-defined names in angle brackets.
+        Tokens without text and user-defined names in angle brackets are special.
         """
         piece = self.piece(token)
         is_name = piece.startswith(b"<") and piece.endswith(b">") and self.is_user_defined(token)
@@ -217,7 +217,7 @@ class Vocab:
     def dry_sampler(
         self, *, multiplier: float, base: float, allowed_length: int, last_n: int, breakers: tuple[str, ...]
     ) -> DrySampler:
-        """A DRY sampler, to be cloned. An LRU cache keeps 16, because looking up the sequence breakers is slow."""
+        """A DRY sampler to clone. An LRU cache keeps 16, because looking up the sequence breakers is slow."""
         key = multiplier, base, allowed_length, last_n, breakers
         with self._lock:
             if key not in self._dry_samplers:
@@ -256,7 +256,7 @@ class Vocab:
 
 
 def _read_tokens(handle: Any, n_tokens: int, path: Path) -> _Tokens:
-    """What is read from all tokens; of a large vocabulary cached for this file and library."""
+    """The properties of all tokens; for a large vocabulary, cached for this file and library."""
     if n_tokens < _MANY_TOKENS:
         return _ask_tokens(handle, n_tokens)
     cached = finding_path("vocabularies", finding_key(Path(library_path()).parent, model_parts(path)[:1], n_tokens))
@@ -323,7 +323,7 @@ def _suppressed(handle: Any) -> frozenset[int]:
 
 
 def _has_all_bytes(handle: Any) -> bool:
-    """Whether a SentencePiece vocabulary has all byte tokens; llama.cpp aborts the process where one is missing."""
+    """Whether a SentencePiece vocabulary has all byte tokens; llama.cpp aborts the process if one is missing."""
     missing = {f"<0x{byte:02X}>".encode() for byte in range(256)}
     for token in range(C.llama_vocab_n_tokens(handle)):
         missing.discard(C.llama_vocab_get_text(handle, token))
@@ -344,16 +344,16 @@ _MIN_PART = 1024  # characters; less than half of _MAX_RUN, so that `split_long_
 _MAX_RUN = 4000  # characters
 _LONG_RUN = re.compile(rf"(?<!\S)\S{{{_MAX_RUN},}}|(?<!\s)\s{{{_MAX_RUN},}}")
 """A run of non-space, or of space, characters that is too long for some BPE vocabularies: llama.cpp splits their text
-with std::wregex, which recurses for each character and overflows the stack. The lookbehind makes a match begin only
-where a run begins; without it, a run of 3,999 characters would be scanned again from each of them."""
+with std::wregex, which recurses for each character and overflows the stack. The lookbehind restricts matches to the
+start of a run; without it, a run of 3,999 characters would be scanned again from each of them."""
 
 
 class SpecialTokenSplitter:
-    """Splits texts in front of the special tokens of one vocabulary."""
+    """Splits texts before the special tokens of one vocabulary."""
 
     def __init__(self, special: Iterable[str], cuts: Iterable[str]) -> None:
-        """`special`: the texts of all tokens that llama.cpp looks for first. `cuts`: those in front of which a text may
-        be split, which excludes tokens that absorb white space on their left."""
+        """`special`: the texts of all tokens that llama.cpp searches first. `cuts`: those before which a text may be
+        split, which excludes tokens that absorb white space on their left."""
         special = [text for text in special if text]
         self._longest = max(map(len, special), default=0)
         self._special = _any_of(special)
@@ -368,7 +368,7 @@ class SpecialTokenSplitter:
         yield text[start:]
 
     def _next_cut(self, text: str, after: int) -> int | None:
-        """The start of the next special token that no other one overlaps."""
+        """The start of the next special token that does not overlap another one."""
         while self._cut and (found := self._cut.search(text, after)):
             if not self._is_inside_special(text, found.start()):
                 return found.start()
@@ -376,7 +376,7 @@ class SpecialTokenSplitter:
         return None
 
     def _is_inside_special(self, text: str, cut: int) -> bool:
-        """Whether a special token begins before the cut and ends after it: llama.cpp might find that one first."""
+        """Whether a special token starts before the cut and ends after it: llama.cpp might find that one first."""
         begins = range(max(0, cut - self._longest + 1), cut)
         found = (self._special.match(text, begin) for begin in begins) if self._special else ()
         return any(match and match.end() > cut for match in found)
@@ -405,7 +405,7 @@ def _any_of(texts: Iterable[str]) -> re.Pattern[str] | None:
 
 
 def _pattern(tree: dict[str, dict]) -> str:  # type: ignore[type-arg]
-    """Recurses for branches only, not for each character: tokens may be a thousand characters long."""
+    """Recurses only for branches, not for each character: tokens may be a thousand characters long."""
     letters = ""
     while len(tree) == 1 and "" not in tree:
         ((letter, tree),) = tree.items()

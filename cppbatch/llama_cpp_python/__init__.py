@@ -1,9 +1,9 @@
-"""llama-cpp-python's class over the batch: `cppbatch.Llama`, and `patch`, which puts it in the place of the original.
+"""llama-cpp-python's class with batching: `cppbatch.Llama`, and `patch`, which replaces the original by it.
 
-The only package beside `cppbatch/llama` that imports llama_cpp: its class is a subclass of that package's, and its
-answers have that package's forms.
+The only package other than `cppbatch/llama` that imports llama_cpp: its class is a subclass of that package's, and
+returns results in the same format.
 """
 
 from cppbatch.llama.library import check_library
 
-check_library()  # its errors say how to install llama-cpp-python, which the modules here import
+check_library()  # raises errors with installation commands, before the modules here import llama-cpp-python

@@ -1,4 +1,4 @@
-"""llama-cpp-python's arguments as settings of an engine and parameters of a request."""
+"""Converts llama-cpp-python's arguments to engine settings and request parameters."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ POOLING: dict[int, Pooling] = {
 _CACHE_TYPES: dict[int, CacheType] = {
     llama_cpp.GGML_TYPE_F32: "f32",
     llama_cpp.GGML_TYPE_F16: "f16",
-    30: "bf16",  # which llama_cpp does not name
+    30: "bf16",  # not defined in llama_cpp
     llama_cpp.GGML_TYPE_Q8_0: "q8_0",
     llama_cpp.GGML_TYPE_Q4_0: "q4_0",
 }
@@ -35,16 +35,16 @@ _CONTEXT_PARAMS = (
     "yarn_beta_fast", "yarn_beta_slow", "yarn_orig_ctx", "offload_kqv", "op_offload",
 )  # fmt: skip
 _LIMITED = ("top_p", "min_p", "typical_p", "frequency_penalty", "presence_penalty")
-"""Parameters with the same name here, which may be out of range there."""
+"""Parameters with the same name, which may be out of range in llama-cpp-python."""
 _MOST_BIAS = 100.0
 _DEFAULTS = {name: EngineConfig.__struct_defaults__[i] for i, name in enumerate(EngineConfig.__struct_fields__[1:])}
 
 
 def engine_settings(given: Json) -> Json:
-    """The fields of `EngineConfig` for a constructor's arguments: those that the caller gave.
+    """The fields of `EngineConfig` for the constructor arguments that the caller passed.
 
-    An argument that is not given has the engine's default, not llama-cpp-python's, where that changes only the speed.
-    Raises `ConfigError` for what an engine cannot do.
+    If an omitted argument only affects speed, its default is the engine's, not llama-cpp-python's. Raises `ConfigError`
+    for unsupported arguments.
     """
     if given.get("kv_overrides"):
         raise ConfigError(
@@ -54,7 +54,7 @@ def engine_settings(given: Json) -> Json:
     settings: Json = {
         "n_gpu_layers": given.get("n_gpu_layers", 0),
         "n_threads": given.get("n_threads") or 0,
-        "repack": "on",  # as in llama-cpp-python; "auto" reads the header again, and may time kernels
+        "repack": "on",  # as in llama-cpp-python; "auto" rereads the header and may time kernels
     }
     if given.get("split_mode") == llama_cpp.LLAMA_SPLIT_MODE_NONE and settings["n_gpu_layers"]:
         settings["device"] = given.get("main_gpu", 0)
@@ -91,27 +91,27 @@ def _draft_settings(draft_model: object) -> Json:
 
 
 def _extra_settings(extra: Json) -> Json:
-    """Fields of `EngineConfig` among the keyword arguments that llama-cpp-python does not know."""
+    """Fields of `EngineConfig` among the keyword arguments unknown to llama-cpp-python."""
     extra = dict(extra)
     if servers := extra.pop("rpc_servers", None):
         extra["rpc"] = servers
     known = {name: value for name, value in extra.items() if name in _DEFAULTS}
     if ignored := sorted(extra.keys() - known - {"kv_cells"}):
-        log.info("arguments that have no effect: %s", ", ".join(ignored))
+        log.info("arguments without effect: %s", ", ".join(ignored))
     return known
 
 
 def context_params(given: Json) -> Json:
-    """The fields of `llama_context_params` that the constructor's arguments set and `EngineConfig` does not have."""
+    """The fields of `llama_context_params` that the constructor arguments set and that `EngineConfig` lacks."""
     return {name: given[name] for name in _CONTEXT_PARAMS if given.get(name) is not None}
 
 
 def sampling_params(given: Mapping[str, Any], *, seed: int, last_n: int) -> SamplingParams:
-    """The parameters of a request; without a number of tokens it may fill the context.
+    """The parameters of a request; without a token limit, it may fill the context.
 
-    `given`: the arguments of `create_completion`, or of `generate` with `temp` as `temperature`. llama-cpp-python's
-    order of samplers is the same: processors and biases, penalties, grammar, top-k, typical-p, top-p, min-p,
-    temperature. A negative temperature means neither filters nor temperature there, and mirostat no temperature.
+    `given`: the arguments of `create_completion`, or of `generate` with `temp` as `temperature`. llama-cpp-python has
+    the same order of samplers: processors and biases, penalties, grammar, top-k, typical-p, top-p, min-p, temperature.
+    There, a negative temperature disables filters and temperature, and mirostat disables temperature.
     """
     temperature, mirostat = given["temperature"], given["mirostat_mode"] if given["temperature"] > 0 else 0
     fields: Json = {name: _within(given[name], *RANGES[name]) for name in _LIMITED}
@@ -147,22 +147,22 @@ def _within(value: float, low: float, high: float) -> float:
 
 
 class Callbacks:
-    """The logits processors and stopping criteria of a request, called where its next token is sampled.
+    """The logits processors and stopping criteria of a request, called when its next token is sampled.
 
-    A `SamplingParams.logits_processor`. They are called on the thread that steps the engine, one request at a time.
+    A `SamplingParams.logits_processor`. It is called on the thread that steps the engine, for one request at a time.
     """
 
     def __init__(self, processors: object, criteria: object) -> None:
         self._processors = _functions(processors)
         self._criteria = cast("Callable[[Any, Any], bool] | None", criteria)
         self.n_kept: int | None = None
-        """Set when the criteria are met: the tokens of prompt and text up to there. Later ones do not count."""
+        """Set when the criteria are met: the number of tokens of prompt and text so far. Later tokens are dropped."""
         self.error: Exception | None = None
-        """What one of them raised."""
+        """The exception raised by one of them."""
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> Callbacks | None:
-        """None: the request has neither."""
+        """The callbacks in the arguments; None if there are none."""
         functions = given.get("logits_processor"), given.get("stopping_criteria")
         return cls(*functions) if any(functions) else None
 

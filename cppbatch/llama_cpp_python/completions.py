@@ -1,4 +1,4 @@
-"""Events of a request in the forms of llama-cpp-python's results."""
+"""Converts the events of a request to the format of llama-cpp-python's results."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ _FINISH_REASONS = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length"}
 
 
 class Kept:
-    """The events of a request, up to where its stopping criteria were met.
+    """The events of a request, until its stopping criteria are met.
 
-    Raises, while it is iterated, what a logits processor or a criterion raised, and `GenerationFailed`.
+    Iteration raises the exceptions of logits processors and stopping criteria, and `GenerationFailed`.
     """
 
     def __init__(
         self, llama: object, events: Generator[GenerationEvent, None, None], callbacks: Callbacks | None, n_prompt: int
     ) -> None:
-        """`llama`: its object, which closes its engine when it has no references left."""
+        """`llama`: a reference to the `Llama` object, which closes its engine when it is garbage-collected."""
         self._llama = llama
         self._events, self._callbacks, self.n_prompt = events, callbacks, n_prompt
         self.n_tokens = 0
@@ -66,19 +66,19 @@ class Kept:
             yield event
 
     def _n_left(self) -> int | None:
-        """Tokens up to where the criteria were met; None: they are not met."""
+        """The number of tokens until the criteria were met; None if they are not met."""
         n_kept = self._callbacks.n_kept if self._callbacks else None
         return None if n_kept is None else max(0, n_kept - self.n_prompt - self.n_tokens)
 
     def tokens(self, *, end: int) -> Iterator[int]:
-        """The token ids, with `end` for an end token of the model."""
+        """The token ids, with `end` instead of an end token of the model."""
         for event in self:
             yield from event.tokens
         if self.has_end_token:
             yield end
 
     def close(self) -> None:
-        """Cancels the request, if it has not ended."""
+        """Cancels the request if it has not ended."""
         self._events.close()
 
     def _check(self, event: GenerationEvent) -> None:
@@ -101,7 +101,7 @@ class Completion:
     """One call of `create_completion`."""
 
     def __init__(self, llama: _Model, given: Json, prompt_tokens: list[int], *, after: str = "") -> None:
-        """`after`: text behind that of the model."""
+        """`after`: text appended to the model's."""
         self._tokens, self._after = prompt_tokens, after
         prompt = given["prompt"]
         self._n_before = len(prompt)  # as in llama-cpp-python: characters of a text, or token ids
@@ -124,7 +124,7 @@ class Completion:
         }
 
     def with_echo(self, params: SamplingParams) -> SamplingParams:
-        """The parameters with which the engine scores the prompt, if it is to be shown with log-probabilities."""
+        """The parameters, with scoring of the prompt if the result includes it with log-probabilities."""
         return replaced(params, echo=True) if self._n_hidden else params
 
     def whole(self, kept: Kept) -> Json:
@@ -163,7 +163,7 @@ class Completion:
 
     @staticmethod
     def _tokens_of(event: GenerationEvent) -> Iterator[tuple[str, list[TokenLogprob]]]:
-        """The text of each token, with its log-probabilities; all of it at once where some text is held back."""
+        """The text of each token, with its log-probabilities; the whole event at once if some text is held back."""
         logprobs = event.logprobs[: len(event.tokens)]
         if "".join(event.token_texts) != event.text or not event.tokens:
             yield event.text, logprobs
@@ -176,19 +176,19 @@ class Completion:
         if self._is_scored and (entries or not self._is_stream):
             logprobs = logprobs_of(entries)
             logprobs["text_offset"] = [self._offset(entry.piece) for entry in entries]
-            if self._n_hidden:  # as in OpenAI's API, also where a token came before it
+            if self._n_hidden:  # as in OpenAI's API, even if another token precedes it
                 logprobs["token_logprobs"][0] = logprobs["top_logprobs"][0] = None
         shown = reason and _FINISH_REASONS[reason]
         return {"text": text, "index": 0, "logprobs": logprobs, "finish_reason": shown}
 
     def _offset(self, piece: bytes) -> int:
-        """The place in the text of the next token."""
+        """The text offset of the next token."""
         start, self._n_before = self._n_before, self._n_before + len(self._decoder.decode(piece))
         return start
 
 
 def logprobs_of(entries: list[TokenLogprob]) -> Json:
-    """llama-cpp-python's object of log-probabilities."""
+    """The log-probabilities in llama-cpp-python's format."""
     texts = [_text(entry.piece) for entry in entries]
     tops: list[dict[str, float | None]] = [
         {**{_text(piece): logprob for _, piece, logprob in entry.top}, text: entry.logprob}
@@ -203,7 +203,7 @@ def logprobs_of(entries: list[TokenLogprob]) -> Json:
 
 
 def _readable(event: GenerationEvent) -> GenerationEvent:
-    """The event without bytes that are not UTF-8: llama-cpp-python leaves them out, the engine shows them as U+FFFD."""
+    """The event without invalid UTF-8 bytes: llama-cpp-python omits them, the engine returns them as U+FFFD."""
     if "\ufffd" not in event.text and not any("\ufffd" in text for text in event.token_texts):
         return event
     texts = [text.replace("\ufffd", "") for text in event.token_texts]
@@ -215,19 +215,19 @@ def _text(piece: bytes) -> str:
 
 
 # --- chats -----------------------------------------------------------------------------------------------------------
-# Chats with a template: a handler, as llama-cpp-python's formats have them, over the engine's chat forms.
+# Chats with a template: a handler like those of llama-cpp-python's formats, based on the engine's chat formats.
 
 
 class TemplateHandler:
     """Answers conversations with a chat template.
 
     With tools, a response format or images, the answer is parsed: calls become `tool_calls`, reasoning becomes
-    `reasoning_content`. Otherwise the content is all that the model writes, as in llama-cpp-python.
+    `reasoning_content`. Otherwise the content is the model's complete output, as in llama-cpp-python.
     """
 
     def __init__(self, template: str | None, *, plain: Any = None, images: Any = None) -> None:
-        """`template`: None: the model's own. `plain`: another handler, for answers that need no parsing. `images`: a
-        llama-cpp-python handler, which resolves images."""
+        """`template`: None for the model's own. `plain`: another handler, for answers that do not need parsing.
+        `images`: a llama-cpp-python handler, which loads images."""
         self._template, self._plain, self._images = template, plain, images
 
     def __call__(
@@ -283,39 +283,39 @@ class TemplateHandler:
         return answer.chunks(kept) if stream else answer.whole(kept)
 
     def _with_images(self, messages: list[Json]) -> list[Json]:
-        """The conversation as rendered by an image handler: with its system message, images before the text if its
+        """The conversation as an image handler would render it: with its system message, images before the text if its
         format requires it, and their bytes instead of URLs."""
         handler = self._images
         system = getattr(handler, "DEFAULT_SYSTEM_MESSAGE", None)
         if system and not any(message["role"] == "system" and message["content"] for message in messages):
             messages = [{"role": "system", "content": system}, *messages]
         return [
-            {**message, "content": self._loaded(message["content"])}
+            {**message, "content": self._load_images(message["content"])}
             if isinstance(message.get("content"), list)
             else message
             for message in messages
         ]
 
-    def _loaded(self, parts: list[Json]) -> list[Json]:
+    def _load_images(self, parts: list[Json]) -> list[Json]:
         if self._template:
             parts = sorted(parts, key=lambda part: part["type"] != "image_url")
-        return [_picture(self._images, part) if part["type"] == "image_url" else part for part in parts]
+        return [_load_image(self._images, part) if part["type"] == "image_url" else part for part in parts]
 
 
-def _picture(handler: Any, part: Json) -> Json:
+def _load_image(handler: Any, part: Json) -> Json:
     given = part["image_url"]
     data = base64.b64encode(handler.load_image(given if isinstance(given, str) else given["url"])).decode()
     return {"type": "image_url", "image_url": f"data:image;base64,{data}"}
 
 
 def _tokens(llama: Llama, chat: PreparedChat) -> list[int]:
-    """The tokens of a rendered conversation, which has the special tokens that it wants."""
+    """The tokens of a rendered conversation, which already contains its special tokens."""
     tokens: list[int] = llama.tokenize(chat.prompt.encode("utf-8"), add_bos=False, special=True)
     return tokens
 
 
 class _Answer:
-    """An answer that is parsed, in llama-cpp-python's forms."""
+    """A parsed answer in llama-cpp-python's format."""
 
     def __init__(self, chat: PreparedChat, model: str, *, is_scored: bool) -> None:
         self._output, self._is_scored = AssistantOutput(chat), is_scored
@@ -329,7 +329,7 @@ class _Answer:
             entries += event.logprobs
         said = self._output.message
         message = openai_message(said.text, said.reasoning, said.calls)
-        if said.calls:  # OpenAI's form until 2023, which llama-cpp-python has beside the other
+        if said.calls:  # OpenAI's format until 2023, which llama-cpp-python also returns
             message["function_call"] = dict(message["tool_calls"][0]["function"])
         choice = self._choice(message, "message", entries[: kept.n_tokens])
         usage = {"prompt_tokens": kept.n_prompt, "completion_tokens": kept.n_tokens}
@@ -337,7 +337,7 @@ class _Answer:
         return {**self._head, "object": "chat.completion", "choices": [choice], "usage": usage}
 
     def chunks(self, kept: Kept) -> Iterator[Json]:
-        """The chunks of a stream: the role, what is new, and the finish reason."""
+        """The chunks of a stream: the role, the deltas, and the finish reason."""
         yield self._chunk({"role": "assistant"}, [])
         try:
             for event in kept:
@@ -374,7 +374,7 @@ class _Answer:
 
 
 def _schema(response_format: Json | None) -> Any:
-    """The JSON schema of a response format; None: free text."""
+    """The JSON schema of a response format; None for free text."""
     if response_format is None or response_format.get("type", "text") == "text":
         return None
     named = response_format.get("json_schema") or {}

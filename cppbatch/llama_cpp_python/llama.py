@@ -1,4 +1,4 @@
-"""`Llama`: llama-cpp-python's class, whose calls are requests of one engine."""
+"""`Llama`: llama-cpp-python's class, with calls as requests of one engine."""
 
 from __future__ import annotations
 
@@ -45,15 +45,15 @@ if TYPE_CHECKING:
 Json = dict[str, Any]
 Function = TypeVar("Function", bound=Callable[..., Any])
 
-_ORIGINAL: Any = llama_cpp.Llama  # `patch` changes the name there
-_CELLS = 4096  # of an engine for short requests; those of the default engine would take much longer to load
+_ORIGINAL: Any = llama_cpp.Llama  # saved, because `patch` rebinds this name
+_CELLS = 4096  # of an engine for short requests; the default number would take much longer to load
 _SIGNATURE = inspect.signature(_ORIGINAL.__init__)
 _GENERATE = inspect.signature(_ORIGINAL.generate)
 _COMPLETE = inspect.signature(_ORIGINAL._create_completion)
 
 
 def _as_in(original: Any) -> Callable[[Function], Function]:
-    """The signature, for `inspect` and `help`, of the method of the original that a method stands for."""
+    """Gives a method the signature of the corresponding original method, for `inspect` and `help`."""
 
     def with_signature(function: Function) -> Function:
         function.__signature__ = inspect.signature(original)  # type: ignore[attr-defined]
@@ -63,7 +63,7 @@ def _as_in(original: Any) -> Callable[[Function], Function]:
 
 
 class Llama(_ORIGINAL):  # type: ignore[misc]  # mypy does not follow imports of llama_cpp
-    """llama-cpp-python's `Llama`, batched: calls of any number of threads are computed together.
+    """llama-cpp-python's `Llama` with batching: calls from any number of threads are computed together.
 
     from cppbatch import Llama
 
@@ -71,18 +71,19 @@ class Llama(_ORIGINAL):  # type: ignore[misc]  # mypy does not follow imports of
     with ThreadPoolExecutor(16) as pool:
         answers = list(pool.map(lambda text: llm(text, max_tokens=64), texts))
 
-    The constructor's arguments, the methods and the results are those of the pinned llama_cpp.Llama, but for the
-    differences listed in docs/llama-cpp-python.md. Fields of `EngineConfig` may be given too, such as `n_parallel=32`.
+    The constructor's arguments, the methods and the results are those of the pinned llama_cpp.Llama, except for the
+    differences listed in docs/llama-cpp-python.md. The constructor also accepts fields of `EngineConfig`, such as
+    `n_parallel=32`.
 
-    Low-level members (`eval`, `sample`, `scores`, `ctx` ...) work on a context of their own, with the engine's weights.
-    It is made when the first of them is used, and is for one thread, as the original is.
+    Low-level members (`eval`, `sample`, `scores`, `ctx` ...) use a separate context with the engine's weights. It is
+    created on first use, and only one thread may use it, as with the original.
     """
 
     @_as_in(_ORIGINAL.__init__)
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         """Loads a GGUF file. Arguments: those of llama_cpp.Llama, and fields of `EngineConfig`.
 
-        Raises `ValueError` if there is no such file; `ConfigError`, `ModelError`, `LibraryError`, `LlamaError`.
+        Raises `ValueError` if the file does not exist; `ConfigError`, `ModelError`, `LibraryError`, `LlamaError`.
         """
         self._stack = contextlib.ExitStack()
         self._is_closed = False
@@ -91,7 +92,7 @@ class Llama(_ORIGINAL):  # type: ignore[misc]  # mypy does not follow imports of
         bound = _SIGNATURE.bind(self, *args, **kwargs)
         given = self._given = {name: value for name, value in bound.arguments.items() if name != "self"}
         bound.apply_defaults()
-        values: Json = {name: value for name, value in bound.arguments.items() if name != "self"}  # no circle
+        values: Json = {name: value for name, value in bound.arguments.items() if name != "self"}  # no cycle
         path = values["model_path"] = os.fspath(values["model_path"])
         if not os.path.exists(path):
             raise ValueError(f"Model path does not exist: {path}")
@@ -108,7 +109,7 @@ class Llama(_ORIGINAL):  # type: ignore[misc]  # mypy does not follow imports of
         self._choose_chat_format()
 
     def _set_attributes(self, values: Json) -> None:
-        """The attributes that the original has of its arguments, and of a low-level state that is empty."""
+        """Sets the attributes that the original derives from its arguments and from an empty low-level state."""
         names = (
             "model_path", "verbose", "numa", "tensor_split", "kv_overrides", "last_n_tokens_size", "lora_base",
             "lora_scale", "lora_path", "spm_infill", "draft_model",
@@ -151,14 +152,14 @@ class Llama(_ORIGINAL):  # type: ignore[misc]  # mypy does not follow imports of
         self.n_batch = min(self._n_ctx, self._values["n_batch"])
 
     def _engine(self, *, embeds: bool) -> BatchInferenceEngine:
-        """The engine for texts, or for vectors. Each is made when it is first needed; both use the same weights."""
+        """The engine for text or for embeddings. Each is created on first use; both use the same weights."""
         with self._lock:
             if self._is_closed:
                 raise _closed()
             if embeds in self._engines:
                 return self._engines[embeds]
             if self._values["vocab_only"]:
-                raise RuntimeError("only the vocabulary is loaded: leave out vocab_only to generate text or embeddings")
+                raise RuntimeError("only the vocabulary is loaded: omit vocab_only to generate text or embeddings")
             config = self._config
             if embeds:
                 pooling = POOLING.get(self._values["pooling_type"], self._engine_model.pooling or "none")
@@ -172,11 +173,11 @@ class Llama(_ORIGINAL):  # type: ignore[misc]  # mypy does not follow imports of
 
     @property
     def engine(self) -> BatchInferenceEngine:
-        """The engine that computes the texts, with its `stats()` and methods."""
+        """The engine for text, with its `stats()` and methods."""
         return self._engine(embeds=False)
 
     def _choose_chat_format(self) -> None:
-        """As the original: a format by name, the templates of the file, or "llama-2".
+        """Chooses as the original does: a format by name, the templates of the file, or "llama-2".
 
         If the caller did not choose one, the model's own template is used for tools, response formats and images.
         """
@@ -189,7 +190,7 @@ class Llama(_ORIGINAL):  # type: ignore[misc]  # mypy does not follow imports of
         if has_own:
             handlers["chat_template.default"] = TemplateHandler(None)
         handler = self.chat_handler
-        if hasattr(handler, "clip_model_path"):  # its files are loaded as the engine's mmproj
+        if hasattr(handler, "clip_model_path"):  # its file is loaded as the engine's mmproj
             self.chat_handler = TemplateHandler(getattr(handler, "CHAT_FORMAT", None), images=handler)
         elif self.chat_format is None and handler is None:
             guessed = llama_chat_format.guess_chat_format_from_gguf_metadata(self.metadata)
@@ -201,7 +202,7 @@ class Llama(_ORIGINAL):  # type: ignore[misc]  # mypy does not follow imports of
 
     @_as_in(_ORIGINAL._create_completion)
     def _create_completion(self, *args: Any, **kwargs: Any) -> Iterator[Json]:
-        """What `create_completion` and `__call__` are made of: one result, or with `stream` its chunks."""
+        """Implements `create_completion` and `__call__`: one result, or its chunks with `stream`."""
         bound = _COMPLETE.bind(self, *args, **kwargs)
         bound.apply_defaults()
         given: Json = {**bound.arguments}
@@ -213,14 +214,14 @@ class Llama(_ORIGINAL):  # type: ignore[misc]  # mypy does not follow imports of
         return completion.chunks(kept) if given["stream"] else iter((completion.whole(kept),))
 
     def sampling(self, given: Json) -> tuple[SamplingParams, Callbacks | None]:
-        """The parameters of a request with these arguments, and its functions, which are among them."""
+        """The parameters of a request with these arguments, and its callbacks, which the parameters include."""
         seed = self._next_seed(given.get("seed"))
         callbacks = Callbacks.of(given)
         params = sampling_params(given, seed=seed, last_n=self.last_n_tokens_size)
         return replaced(params, logits_processor=callbacks), callbacks
 
     def _next_seed(self, seed: int | None) -> int:
-        """The seed of a completion: the given one, or the next of the object's own series, as in the original."""
+        """The seed of a completion: the given one, or the next one of the object's own series, as in the original."""
         with self._lock:
             self._seed = random.Random(self._seed).randint(0, 2**32) if seed is None else seed
             return self._seed
@@ -228,7 +229,7 @@ class Llama(_ORIGINAL):  # type: ignore[misc]  # mypy does not follow imports of
     def start(self, prompt: Prompt, params: SamplingParams, callbacks: Callbacks | None) -> Kept:
         """The events of a request, which is queued when the iteration starts.
 
-        Prompt and text together have `n_ctx` tokens at most. Raises `ValueError` for a prompt that is longer.
+        Prompt and text together have at most `n_ctx` tokens. Raises `ValueError` for a longer prompt.
         """
         if isinstance(prompt, list):
             if (room := self._n_ctx - len(prompt)) <= 0:
@@ -241,12 +242,12 @@ class Llama(_ORIGINAL):  # type: ignore[misc]  # mypy does not follow imports of
 
     @cached_property
     def _fill_in(self) -> tuple[int, int, int] | None:
-        """The tokens before prefix, suffix and middle, of a model that can fill in."""
+        """The tokens before prefix, suffix and middle, for a model that supports fill-in-the-middle."""
         return self._engine_model.vocab.fill_in
 
     def _prompt_tokens(self, prompt: str | list[int], suffix: str | None) -> list[int]:
-        """The tokens of a prompt: a text gets the special tokens that the model adds; with a suffix, the model's
-        tokens for filling in between the two."""
+        """The tokens of a prompt. Text gets the special tokens that the model adds; with a suffix, the model's tokens
+        for fill-in-the-middle."""
         if not isinstance(prompt, str):
             return list(prompt)
         tokens = self.tokenize(prompt.encode(), add_bos=False, special=suffix is None) if prompt else []
@@ -261,10 +262,10 @@ class Llama(_ORIGINAL):  # type: ignore[misc]  # mypy does not follow imports of
 
     @_as_in(_ORIGINAL.generate)
     def generate(self, *args: Any, **kwargs: Any) -> Generator[int, Sequence[int] | None, None]:
-        """Yields the tokens that continue a prompt, also the end token.
+        """Yields the tokens that continue a prompt, including the end token.
 
-        With `reset=False`, or after `eval`, it continues the low-level context, as the original does. Tokens that are
-        sent are drafts there, which change no text; here they are ignored.
+        With `reset=False`, or after `eval`, it continues the low-level context, as the original does. In the original,
+        sent tokens are drafts, which do not change the text; here they are ignored.
         """
         bound = _GENERATE.bind(self, *args, **kwargs)
         bound.apply_defaults()
@@ -284,7 +285,7 @@ class Llama(_ORIGINAL):  # type: ignore[misc]  # mypy does not follow imports of
 
     @_as_in(_ORIGINAL.embed)
     def embed(self, input: Any, normalize: bool = False, truncate: bool = True, return_count: bool = False) -> Any:
-        """The vector of a text, or those of a list of texts; with pooling none, the vectors of their tokens."""
+        """The vector of a text, or those of a list of texts; with pooling "none", the vectors of their tokens."""
         if not self._values["embedding"]:
             raise RuntimeError("Llama model must be created with embedding=True to call this method")
         engine = self._engine(embeds=True)
@@ -301,7 +302,7 @@ class Llama(_ORIGINAL):  # type: ignore[misc]  # mypy does not follow imports of
         vectors: dict[str, Any] = {}
         for event in run(engine, [engine.prepare(request) for request in requests]):
             if event.embedding is None:
-                raise GenerationFailed(f"a text has no vector: {event.error or event.finish_reason}")
+                raise GenerationFailed(f"a text has no embedding: {event.error or event.finish_reason}")
             found = vector_of(event.embedding)
             found = found.reshape(-1, engine.info.n_embd) if engine.info.pooling == "none" else found
             vectors[event.request_id] = (normalised(found) if normalize else found).tolist()
@@ -310,14 +311,14 @@ class Llama(_ORIGINAL):  # type: ignore[misc]  # mypy does not follow imports of
         return (output, sum(map(len, lists))) if return_count else output
 
     def pooling_type(self) -> int:
-        """llama.cpp's number for how a text becomes a vector."""
+        """llama.cpp's number for the pooling type."""
         if not self._values["embedding"]:
             return int(llama_cpp.LLAMA_POOLING_TYPE_NONE)
         pooling = self._engine(embeds=True).info.pooling
         return next(number for number, name in POOLING.items() if name == pooling)
 
     def close(self) -> None:
-        """Frees the engine and the model. Later calls raise `EngineClosed`. Raises `RuntimeError` within a step."""
+        """Frees the engine and the model. Later calls raise `EngineClosed`. Raises `RuntimeError` during a step."""
         for engine in self._engines.values():
             engine.turns.check_outside()
         self._is_closed = True
@@ -326,7 +327,7 @@ class Llama(_ORIGINAL):  # type: ignore[misc]  # mypy does not follow imports of
     # --- state --------------------------------------------------------------------------------------------------
 
     def n_ctx(self) -> int:
-        """Tokens that one request may have: no more than the model was trained for."""
+        """The maximum tokens of one request, limited to the training context of the model."""
         return self._n_ctx
 
     def reset(self) -> None:
@@ -335,7 +336,7 @@ class Llama(_ORIGINAL):  # type: ignore[misc]  # mypy does not follow imports of
             super().reset()
 
     def save_state(self) -> Any:
-        """The seed, and the low-level context if it is in use. Texts are in the prefix cache without it."""
+        """The seed, and the low-level context if it is in use. The prefix cache of texts does not depend on it."""
         if self._has_own_context:
             return super().save_state()
         return llama_cpp.llama.LlamaState(
@@ -344,7 +345,7 @@ class Llama(_ORIGINAL):  # type: ignore[misc]  # mypy does not follow imports of
         )  # fmt: skip
 
     def load_state(self, state: Any) -> None:
-        """Restores what `save_state` returned."""
+        """Restores the result of `save_state`."""
         if state.llama_state_size:
             super().load_state(state)
             return
@@ -367,10 +368,10 @@ class Llama(_ORIGINAL):  # type: ignore[misc]  # mypy does not follow imports of
         cache_dir: str | os.PathLike[str] | None = None,
         **kwargs: Any,
     ) -> Self:
-        """Loads a model of the Hugging Face hub; see `cppbatch.models.hub`.
+        """Loads a model from the Hugging Face hub; see `cppbatch.models.hub`.
 
-        `filename`: a name or a pattern; None: the usual type of weights. Files are in the models folder, all parts of a
-        split model, unless `local_dir` or `cache_dir` is given: then as the original does. Raises `ModelError`.
+        `filename`: a name or a pattern; None: the usual weight type. Downloads to the models folder, with all parts of
+        a split model. With `local_dir` or `cache_dir`, behaves as the original. Raises `ModelError`.
         """
         if local_dir or cache_dir or additional_files:
             loaded: Self = super().from_pretrained(
@@ -387,7 +388,7 @@ class Llama(_ORIGINAL):  # type: ignore[misc]  # mypy does not follow imports of
 
     @cached_property
     def _ctx(self) -> Any:
-        """A llama.cpp context of its own, over the engine's weights, for the low-level members."""
+        """A separate llama.cpp context with the engine's weights, for the low-level members."""
         context = internals.LlamaContext(model=self._model, params=self.context_params, verbose=self.verbose)
         if not self._values["vocab_only"] and self._engine_model.adapters:
             adapters = (llama_cpp.llama_adapter_lora_p_ctypes * 1)(self._engine_model.adapters[0])
@@ -409,7 +410,7 @@ class Llama(_ORIGINAL):  # type: ignore[misc]  # mypy does not follow imports of
 
     @cached_property
     def model_params(self) -> Any:
-        """The parameters with which the original loads a model; the engine has its own."""
+        """The parameters with which the original would load the model; the engine has its own."""
         return llama_cpp.llama_model_default_params()
 
     @cached_property
@@ -440,7 +441,7 @@ _OPEN: weakref.WeakSet[Llama] = weakref.WeakSet()
 
 
 def _close_at_exit(llama: Llama) -> None:
-    """Has it closed when the interpreter ends, before llama.cpp's log is disconnected."""
+    """Registers it to be closed when the interpreter ends, before llama.cpp's log is disconnected."""
     if not _OPEN:
         atexit.unregister(_close_all)
         atexit.register(_close_all)
@@ -453,9 +454,9 @@ def _close_all() -> None:
 
 
 class _Borrowed(internals.LlamaModel):  # type: ignore[misc]
-    """llama-cpp-python's object of a model that is loaded, for its vocabulary and metadata. Does not free the model.
+    """llama-cpp-python's object for a loaded model, for its vocabulary and metadata. Does not free the model.
 
-    Its handles raise `EngineClosed` when it is closed.
+    Its handles raise `EngineClosed` after it is closed.
     """
 
     def __init__(self, model: Model, *, verbose: bool) -> None:

@@ -1,4 +1,4 @@
-"""`patch`: llama_cpp.Llama is ours, for the libraries of this process that make such objects themselves."""
+"""`patch`: replaces llama_cpp.Llama, for libraries in this process that create such objects themselves."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ _ORIGINAL = Llama.__mro__[1]
 
 
 class PatchedLlama(Llama):
-    """`cppbatch.Llama` under the name of the original: so `undo` knows what it has replaced."""
+    """`cppbatch.Llama` under the name of the original, so that `undo` can find the replaced names."""
 
 
 class patch:
-    """Puts `cppbatch.Llama` in the place of `llama_cpp.Llama`.
+    """Replaces `llama_cpp.Llama` by `cppbatch.Llama`.
 
         cppbatch.patch()
 
         with cppbatch.patch():
-            ...  # in here only
+            ...  # only in this block
 
-    Modules that have imported the class by its name get ours too. `undo`, or the end of the block, restores them.
+    Also replaces the class in modules that have imported it by name. `undo`, or the end of the block, restores it.
     """
 
     def __init__(self) -> None:
@@ -31,7 +31,7 @@ class patch:
             namespace[name] = PatchedLlama
 
     def undo(self) -> None:
-        """Restores what `patch` has replaced, also in modules that were imported meanwhile."""
+        """Restores the replaced names, including those in modules imported since `patch`."""
         for namespace, name in _names_of(PatchedLlama):
             namespace[name] = _ORIGINAL
 
@@ -45,7 +45,7 @@ class patch:
 
 
 def _names_of(cls: type) -> list[tuple[dict[str, Any], str]]:
-    """The namespaces of modules, and the names in them, that are bound to a class; not those of this project."""
+    """The module namespaces and names that are bound to a class, except those of this project."""
     modules = [module for name, module in list(sys.modules.items()) if name.partition(".")[0] != "cppbatch"]
     namespaces = [getattr(module, "__dict__", {}) for module in modules]
     return [(each, name) for each in namespaces for name, value in list(each.items()) if value is cls]

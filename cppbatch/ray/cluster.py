@@ -26,7 +26,7 @@ LOCAL = "local"
 _INSTALL = "install it with `pip install 'cppbatch[ray]'`, or in a checkout with `python3 scripts/install.py --ray`"
 
 _OLDEST = (2, 60)
-_OBJECT_STORE_BYTES = 256 * 2**20  # for messages above 100 KB, such as long prompts; Ray's default is 30% of the memory
+_OBJECT_STORE_BYTES = 256 * 2**20  # for messages above 100 KB, such as long prompts; Ray's default is 30% of memory
 _CONNECT_SECONDS = 5.0
 _MAX_LOG_BYTES = 5 * 2**20
 _AUTO = "auto"
@@ -42,22 +42,22 @@ class Node(msgspec.Struct, frozen=True):
 
 
 class RayCluster(msgspec.Struct, frozen=True, kw_only=True):
-    """The cluster that this process is connected to."""
+    """The cluster to which this process is connected."""
 
     address: str
     """The address of its head node: HOST:PORT."""
     is_own: bool
-    """Whether this process started it, so that it ends with this process."""
+    """Whether this process started the cluster, which then ends with it."""
     log_file: str
-    """The file with Ray's messages to this process."""
+    """The log file of Ray in this process."""
     session_logs: str
-    """The folder with the logs of Ray's processes and of the replicas on this machine."""
+    """The folder with the logs of Ray's processes and the replicas on this machine."""
     wants_token: bool
-    """Whether this process has sent its user's token, as all processes that join must."""
+    """Whether this process authenticated with the user's token; if so, all processes that join must."""
 
 
 def alive_nodes() -> list[Node]:
-    """The machines of the cluster that this process is connected to."""
+    """The machines of the cluster to which this process is connected."""
     import ray
 
     return [
@@ -68,7 +68,7 @@ def alive_nodes() -> list[Node]:
 
 
 def check_installed() -> None:
-    """Raises `ConfigError` with the command that installs Ray, if it is missing or older. Does not import Ray."""
+    """Raises `ConfigError` with the installation command if Ray is missing or too old. Does not import Ray."""
     try:
         version = importlib.metadata.version("ray")
     except importlib.metadata.PackageNotFoundError:
@@ -85,10 +85,10 @@ def check_installed() -> None:
 def connect(address: str, *, num_cpus: int | None = None, known: RayCluster | None = None) -> Iterator[RayCluster]:
     """Starts a cluster on this machine or joins one; on exit, leaves it, or stops it if it was started here.
 
-    `address`: `LOCAL` joins the cluster of RAY_ADDRESS, or one started on this machine with `ray start`, or else starts
-    one. `auto` joins one running on this machine; HOST:PORT joins that one. `num_cpus`: the logical CPUs of a started
-    cluster; None: those of the machine. `known`: information about the cluster from another process of this user.
-    Raises `ConfigError`.
+    `address`: `LOCAL` joins the cluster of RAY_ADDRESS or one started on this machine with `ray start`; otherwise it
+    starts one. `auto` joins a cluster on this machine, HOST:PORT the cluster at this address. `num_cpus`: the logical
+    CPUs of a new cluster; None: those of the machine. `known`: information about the cluster from another process of
+    this user. Raises `ConfigError`.
     """
     check_installed()
     log_file = _prepare(address)
@@ -115,7 +115,7 @@ def connect(address: str, *, num_cpus: int | None = None, known: RayCluster | No
             is_own=not found,
             log_file=str(log_file),
             session_logs=str(Path(info["session_dir"]) / "logs"),
-            wants_token=os.environ.get(_AUTH_VARIABLE) == "token",  # set by Ray where it found the cluster itself
+            wants_token=os.environ.get(_AUTH_VARIABLE) == "token",  # set by Ray if it found the cluster itself
         )
     finally:
         ray.shutdown()
@@ -125,7 +125,7 @@ def _prepare(address: str) -> Path:
     """Sets the environment variables that Ray reads on import. Returns the file for its messages."""
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     os.environ.setdefault("RAY_SERVE_LOG_TO_STDERR", "0")
-    os.environ["RAY_DEDUP_LOGS_SKIP_REGEX"] = "."  # lines of Ray's processes that it would print here: all
+    os.environ["RAY_DEDUP_LOGS_SKIP_REGEX"] = "."  # all lines of Ray's processes that it would print here
     os.environ.setdefault("RAY_SERVE_HANDLE_AUTOSCALING_METRIC_PUSH_INTERVAL_S", "2")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     if "://" in address:
@@ -139,13 +139,13 @@ def _prepare(address: str) -> Path:
 
 
 def _stay_here() -> None:
-    """Makes the cluster's processes listen on 127.0.0.1 only. No effect once Ray is imported."""
-    os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # Ray's name for: take the loopback address as the node's
+    """Makes the cluster's processes only listen on 127.0.0.1. Has no effect once Ray is imported."""
+    os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # makes Ray use the loopback address as the node's address
 
 
 def _find(address: str) -> str:
-    """The address for `ray.init` to join a running cluster; "": start one. Raises `ConfigError` if an expected cluster
-    does not respond."""
+    """The address at which `ray.init` joins a running cluster; "" to start one. Raises `ConfigError` if an expected
+    cluster does not respond."""
     name = f"--ray {address}"
     if address in (LOCAL, _AUTO) and (named := os.environ.get(_ADDRESS_VARIABLE)):
         address, name = named, f"{_ADDRESS_VARIABLE}={named}"
@@ -175,7 +175,7 @@ def starts_own(address: str) -> bool:
 
 
 def _runs_here() -> bool:
-    """Whether `ray start` has started a cluster on this machine. Found without importing Ray: see `_stay_here`."""
+    """Whether `ray start` has started a cluster on this machine. Does not import Ray: see `_stay_here`."""
     folder = os.environ.get("RAY_TMPDIR") or ("/tmp" if sys.platform == "darwin" else tempfile.gettempdir())
     try:
         address = Path(folder, "ray", "ray_current_cluster").read_text().strip()
@@ -185,14 +185,14 @@ def _runs_here() -> bool:
 
 
 def _as_ray_resolves(address: str) -> str:
-    """Ray replaces loopback addresses by the machine's own."""
+    """The address as Ray resolves it: loopback addresses become the machine's own."""
     from ray._private.services import canonicalize_bootstrap_address
 
     return str(canonicalize_bootstrap_address(address))
 
 
 def _refuses(address: str) -> str:
-    """Why the address is unreachable; "": it is reachable."""
+    """The reason why the address is unreachable; "" if it is reachable."""
     host, _, port = address.rpartition(":")
     try:
         socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_SECONDS).close()
@@ -215,7 +215,7 @@ def _init(found: str, num_cpus: int | None) -> dict[str, Any]:
 
 
 def _log_to(file: Path) -> None:
-    """Sends the messages of Ray and Ray Serve in this process to a file, and not to the terminal."""
+    """Sends the messages of Ray and Ray Serve in this process to a file instead of the terminal."""
     handler = logging.handlers.RotatingFileHandler(file, maxBytes=_MAX_LOG_BYTES, backupCount=1, delay=True)
     handler.setFormatter(logging.Formatter("%(asctime)s %(process)d %(levelname)s %(name)s: %(message)s"))
     for name in ("ray", "ray.serve"):
@@ -227,7 +227,7 @@ def _log_to(file: Path) -> None:
 
 @contextlib.contextmanager
 def _stderr_to(file: Path) -> Iterator[None]:
-    """Sends output of Ray's C++ code, which bypasses loggers, to the file."""
+    """Redirects the output of Ray's C++ code, which bypasses loggers, to the file."""
     sys.stderr.flush()
     kept = os.dup(2)
     with open(file, "ab") as log_file:
@@ -258,12 +258,13 @@ def _connection_error(address: str, error: Exception, log_file: Path) -> str:
             f"first (with --num-cpus=0 to run no replicas here). {more}"
         )
     if "Failed to connect" in text:
-        return f"the program at {address} is not a Ray cluster, or is one that does not accept this machine. {more}"
+        return f"the program at {address} is not a Ray cluster, or does not accept this machine. {more}"
     return f"the Ray cluster at {address} cannot be joined: {text[:500]}. {more}"
 
 
 # --- front records ---------------------------------------------------------------------------------------------------
-# Records of what each `cppbatch serve --ray` of this user has started on this machine, in files that survive a kill.
+# Records of what each `cppbatch serve --ray` of this user has started on this machine, in files that persist if the
+# process is killed.
 
 
 class FrontRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -274,7 +275,7 @@ class FrontRecord(msgspec.Struct, frozen=True, kw_only=True):
     """When the process started, in seconds since 1970, to distinguish it from a later process with the same pid."""
     cluster: RayCluster
     started_serve: bool
-    """Whether this process started Ray Serve in the cluster."""
+    """Whether the front started Ray Serve in the cluster."""
     application: str
     """The name of the application in Ray Serve."""
     model: str
@@ -294,7 +295,7 @@ class FrontRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 @contextlib.contextmanager
 def recorded(record: FrontRecord) -> Iterator[None]:
-    """Keeps the record in a file during the context. The file of a killed process stays."""
+    """Keeps the record in a file during the context. The file remains if the process is killed."""
     remember(record)
     try:
         yield
@@ -308,12 +309,12 @@ def remember(record: FrontRecord) -> None:
 
 
 def this_process() -> tuple[int, float]:
-    """The pid of this process and when it started, for a `FrontRecord`."""
+    """The pid and the start time of this process, for a `FrontRecord`."""
     return os.getpid(), psutil.Process().create_time()
 
 
 def records() -> list[FrontRecord]:
-    """All records, by pid. Deletes those of dead fronts with their own cluster, which ended with them."""
+    """All records, by pid. Deletes those of dead fronts that had their own cluster, which ended with them."""
     found = []
     for file in sorted(_folder().glob("*.json"), key=lambda file: int(file.stem)):
         with contextlib.suppress(OSError, msgspec.DecodeError):

@@ -25,7 +25,7 @@ from cppbatch.ray.replica.watch import watched
 
 log = logging.getLogger("cppbatch.ray")
 
-_APPLICATION = "cppbatch-serve"  # the beginning of the names of applications that fronts have deployed
+_APPLICATION = "cppbatch-serve"  # prefix of the names of applications deployed by fronts
 _SERVE_CONTROLLER, _SERVE_NAMESPACE = "SERVE_CONTROLLER_ACTOR", "serve"
 
 
@@ -128,7 +128,7 @@ def _application(
     )
     with ray_cluster.recorded(record):
         if starts_serve:
-            serve.start(proxy_location="Disabled")  # HTTP is the front's
+            serve.start(proxy_location="Disabled")  # the front serves HTTP
         serve_options = options.serve_options(config)
         target = serve.RunTarget(
             engine_application(config, step_timeout=step_timeout, **serve_options), name=name, route_prefix=None
@@ -152,7 +152,7 @@ def _serve_runs() -> bool:
 
 
 def delete_left_behind(cluster: str) -> list[FrontRecord]:
-    """Stops replicas in this cluster whose fronts on this machine were killed. Returns the fronts."""
+    """Stops replicas that killed fronts on this machine left in this cluster. Returns the fronts."""
     left = [record for record in ray_cluster.records() if record.cluster.address == cluster and not record.is_alive]
     for record in left:
         if _serve_runs():

@@ -49,11 +49,11 @@ from cppbatch.ray.replica.set import LiveReplicas, ReplicaLost, ReplicaSet, Repl
 log = logging.getLogger("cppbatch.ray")
 
 _MAX_LOST = 5  # consecutive lost replicas, without a token in between, after which a request fails
-_PAUSE_S = 0.2  # before a request is sent again, times the number of lost replicas
+_PAUSE_S = 0.2  # before a request is resent, times the number of lost replicas
 _STATUS_PERIOD_S, _LOADING_PERIOD_S = 1.0, 0.25
 _LEASE_PERIOD_S = 4.0
 _MAX_FINISH_TIMES = 64
-_MAX_GROUPS = 4096  # more than a cluster has replicas at once
+_MAX_GROUPS = 4096  # more than the replicas of a cluster
 
 
 class RayEngine(EngineClient):
@@ -68,17 +68,17 @@ class RayEngine(EngineClient):
         self.config = config
         self._replicas = replicas
         self._front = uuid.uuid4().hex[:8]
-        self._epoch = 0  # a lost stream group has a hole: requests after that go into other groups
+        self._epoch = 0  # a lost stream group has a gap: later requests use other groups
         self._n_sent = 0
         self._requests: dict[str, SentRequest] = {}  # unfinished, by their ids in the replicas
-        self._by_id: dict[str, SentRequest] = {}  # by the client's id; while the iterator of `submit` is open
+        self._by_id: dict[str, SentRequest] = {}  # by the client's id, while the iterator of `submit` is open
         self._groups = SentGroups()
         self._live = LiveReplicas(replicas)
         self._to_cancel: list[tuple[str, SentGroup]] = []
         self._finish_times: deque[float] = deque(maxlen=_MAX_FINISH_TIMES)
         self._tasks: set[asyncio.Task[None]] = set()
         self._status = ReplicaSetStatus(status="starting")
-        self._has_more = False  # replicas than at the time before
+        self._has_more = False  # whether there are more replicas than at the previous check
         self._info: ModelInfo | None = None
         self._closed = False
         self._loaded: asyncio.Future[None] = loop.create_future()
@@ -97,7 +97,7 @@ class RayEngine(EngineClient):
         return self._info
 
     def health(self) -> Health:
-        """`ok` while any replica is running; `restarting` if none is, after one was."""
+        """`ok` while any replica is running; `restarting` if none is running but one was before."""
         status = self._status
         if self._closed:
             return Health(status="closed")
@@ -126,7 +126,7 @@ class RayEngine(EngineClient):
         return [pieces[token] for token in answer.ids]
 
     async def slot_action(self, action: SlotActionName, slot: int, path: str = "") -> SlotReport:
-        """As in `EngineClient`. Raises `InvalidRequest` with several replicas, since each has its own slots."""
+        """As in `EngineClient`. Raises `InvalidRequest` with several replicas, because each has its own slots."""
         if self._status.n_wanted > 1:
             message = f"belongs to one of {self._status.n_wanted} replicas; saving slots requires a single replica"
             raise InvalidRequest("id_slot", message)
@@ -135,7 +135,7 @@ class RayEngine(EngineClient):
         return answer.report
 
     async def _ask(self, question: Question) -> Answer:
-        """Asks one replica, or another one if it is lost."""
+        """Asks a replica, and another one if it is lost."""
         self._require_ready()
         try:
             message = encode(question)
@@ -191,14 +191,14 @@ class RayEngine(EngineClient):
             raise InvalidRequest("logits_processor", message)
 
     def _seconds_per_request(self) -> float:
-        """The mean time between the ends of recent requests, 1 to 60 s: an estimate for the next free slot."""
+        """The mean time between the ends of recent requests, 1 to 60 s: estimates the time until a slot is free."""
         times = self._finish_times
         return min(60.0, max(1.0, (times[-1] - times[0]) / (len(times) - 1))) if len(times) > 1 else 1.0
 
     # --- to and from the replicas -------------------------------------------------------------------------------
 
     def _send(self, request: SentRequest) -> None:
-        """Sends the request to a replica, to continue after its tokens so far."""
+        """Sends the request to a replica, which continues after its tokens so far."""
         self._n_sent += 1
         request.send_as(f"{self._front}-{self._n_sent}")
         try:
@@ -210,17 +210,17 @@ class RayEngine(EngineClient):
         self._start_task(self._read(SentStream(request), message))
 
     async def _read(self, stream: SentStream, message: bytes) -> None:
-        """Reads one stream to its end, even if its own request ends before: it may carry events of others."""
+        """Reads one stream to its end, even if its own request ends earlier: it may carry events of other requests."""
         try:
             await self._follow(stream, message)
-        except (ReplicaLost, asyncio.CancelledError) as error:  # Ray raises the second one for some lost calls
+        except (ReplicaLost, asyncio.CancelledError) as error:  # Ray raises CancelledError for some lost calls
             if self._closed:
                 raise
             if stream.group:
                 self._lose_group(stream.group, str(error))
             elif stream.sent_as in self._requests:
                 self._send_again(stream.request, str(error))
-        except Exception as error:  # a bug: no reader waits forever
+        except Exception as error:  # a bug; the reader must not wait forever
             log.exception("failed to run a request on the cluster")
             if stream.sent_as in self._requests:
                 self._end(stream.request, FinishReason.ERROR, f"{type(error).__name__}: {error}")
@@ -246,15 +246,15 @@ class RayEngine(EngineClient):
         assert task
         stream.group, group.streams[stream.sent_as] = group, task
         if request := self._request_in(group, stream.sent_as):
-            if group.is_lost:  # the request was on the way into it
+            if group.is_lost:  # the request was on the way to this group
                 self._remove(request)
                 self._send(request)
-        elif not group.is_lost:  # the request has ended meanwhile
+        elif not group.is_lost:  # the request has ended since it was sent
             self._send_cancel(stream.sent_as, group)
 
     def _request_in(self, group: SentGroup, sent_as: str) -> SentRequest | None:
-        """The request of a replica's message; None if it has ended here. Its first events may overtake the message that
-        opens its stream."""
+        """The request of a replica's message; None if it has ended here. The first events of a request may overtake the
+        message that opens its stream."""
         request = self._requests.get(sent_as)
         if request and not request.group:
             request.group = group
@@ -293,7 +293,7 @@ class RayEngine(EngineClient):
             self._send_cancel(request.id, group)
 
     def _lose_group(self, group: SentGroup, why: str) -> None:
-        """Handles a broken stream of the group: continues its requests elsewhere, in groups without a hole, and closes
+        """Handles a broken stream of the group: continues its requests elsewhere, in groups without a gap, and closes
         its other streams, which ends the requests in the replica if it still exists."""
         if group.is_lost:
             return
@@ -334,10 +334,10 @@ class RayEngine(EngineClient):
             self._start_task(self._cancel_all())
 
     async def _cancel_all(self) -> None:
-        """Cancels, in one call, all requests cancelled in this turn of the event loop.
+        """Sends one call for all requests cancelled in this iteration of the event loop.
 
         Serve does not pass the call to draining replicas. Their groups are abandoned: closing the streams ends all
-        requests there, and the other requests continue elsewhere.
+        requests there, and requests that were not cancelled continue elsewhere.
         """
         await asyncio.sleep(0)
         cancelled, self._to_cancel = self._to_cancel, []
@@ -348,7 +348,7 @@ class RayEngine(EngineClient):
             reached = set()
         for sent_as, group in cancelled:
             if group.replica not in reached and sent_as in group.streams:
-                self._lose_group(group, "it ends")
+                self._lose_group(group, "it is draining")
 
     def _start_task(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.ensure_future(work)
@@ -358,7 +358,7 @@ class RayEngine(EngineClient):
     # --- state, closing -----------------------------------------------------------------------------------------
 
     async def _watch(self) -> None:
-        """Stores the status, and `info` from the first running replica."""
+        """Polls the status, and gets `info` from the first running replica."""
         while True:
             n_before, has_more = self._status.n_running, self._has_more
             try:
@@ -369,7 +369,7 @@ class RayEngine(EngineClient):
                     log.warning("%s", why)
                 self._status = msgspec.structs.replace(self._status, status="starting", message=why)
             self._has_more = self._status.n_running > n_before > 0
-            if has_more:  # since the last time: by now Serve's router knows the new replicas
+            if has_more:  # at the previous check, so Serve's router now knows the new replicas
                 self._spread()
             await asyncio.sleep(_STATUS_PERIOD_S if self._loaded.done() else _LOADING_PERIOD_S)
 
@@ -378,7 +378,7 @@ class RayEngine(EngineClient):
         while True:
             try:
                 await self._replicas.renew_lease(self._front)
-            except Exception as error:  # `_watch` reports that the cluster does not answer
+            except Exception as error:  # `_watch` reports that the cluster does not respond
                 log.debug("failed to renew the lease: %s", error)
             await asyncio.sleep(_LEASE_PERIOD_S)
 
@@ -430,7 +430,7 @@ class RayEngine(EngineClient):
         return [] if self._closed or self._info is None else await self._live.get(idle=not self._requests)
 
     async def close(self) -> None:
-        """Ends all requests here and in the replicas, which continue to run; the last events are `cancelled`."""
+        """Ends all requests here and in the replicas, with `cancelled` as the last event. The replicas keep running."""
         self._closed = True
         for request in list(self._requests.values()):
             self._end(request, FinishReason.CANCELLED)
@@ -444,12 +444,12 @@ class RayEngine(EngineClient):
 
 
 # --- sent requests ----------------------------------------------------------------------------------------------------
-# The requests of this front that replicas run: the messages of each stream group in order, and the requests that are
-# lost with a replica.
+# The requests of this front that run in replicas: puts the messages of each stream group in order, and tracks which
+# requests are lost with a replica.
 
 
 class SentRequest(InFlightRequest):
-    """An unfinished request of a front. It has another `id` each time it is sent."""
+    """An unfinished request of a front. It gets a new `id` each time it is sent."""
 
     def __init__(self, request: GenerationRequest) -> None:
         super().__init__("", request)
@@ -458,7 +458,7 @@ class SentRequest(InFlightRequest):
 
 
 class SentStream:
-    """A stream of a request that was sent. The request may be sent again before the stream has ended."""
+    """The stream of a sent request. The request may be resent before the stream has ended."""
 
     def __init__(self, request: SentRequest) -> None:
         self.request = request
@@ -468,8 +468,8 @@ class SentStream:
 
 
 class SentGroup:
-    """The front's side of a stream group. A stream that breaks may take messages with it: then the group has a hole,
-    and none of its later messages may be used."""
+    """The front's side of a stream group. A broken stream may lose messages: then the group has a gap, and its later
+    messages must not be used."""
 
     def __init__(self, replica: str) -> None:
         self.replica = replica
@@ -477,15 +477,15 @@ class SentGroup:
         self.streams: dict[str, asyncio.Task[None]] = {}
         """The tasks that read the open streams, by the id of the stream's request."""
         self.requests: dict[str, SentRequest] = {}
-        """The unfinished requests of the group, by the id that the replica knows."""
+        """The unfinished requests of the group, by their id in the replica."""
         self._n_received = 0
-        self._early: dict[int, GroupEvents] = {}  # overtook a message on the stream of an earlier carrier
+        self._early: dict[int, GroupEvents] = {}  # messages that overtook one on the stream of an earlier carrier
 
     def in_order(self, message: GroupEvents) -> Iterator[GroupEvents]:
         """Yields this message and those that waited for it; nothing if it must wait for another one. Raises
-        `ReplicaLost` for a number that was used before: the replica has begun the group again."""
+        `ReplicaLost` for a repeated number: the replica has recreated the group."""
         if message.number < self._n_received:
-            raise ReplicaLost("it no longer knows the requests")
+            raise ReplicaLost("it no longer has the requests")
         self._early[message.number] = message
         while not self.is_lost and (following := self._early.pop(self._n_received, None)):
             self._n_received += 1

@@ -16,7 +16,7 @@ from cppbatch.ray.cluster import FrontRecord, forget, records
 from cppbatch.ray.deployment import delete_left_behind
 from cppbatch.ray.replica.watch import deployment_details
 
-_END_SECONDS = 120.0  # beyond the drain timeout; then the front is killed
+_END_SECONDS = 120.0  # longer than the drain timeout
 
 
 class ReplicaState(msgspec.Struct, frozen=True, kw_only=True):
@@ -24,13 +24,13 @@ class ReplicaState(msgspec.Struct, frozen=True, kw_only=True):
 
     name: str
     state: str
-    """Ray Serve's word: STARTING, RUNNING, STOPPING ..."""
+    """Ray Serve's state: STARTING, RUNNING, STOPPING ..."""
     num_cpus: float
     pid: int | None = None
-    """The replica's process; None: no process."""
+    """The pid of the replica's process; None if there is no process."""
     machine: str | None = None
     in_flight: int | None = None
-    """Unfinished requests; None while it does not respond."""
+    """Unfinished requests; None if the replica does not respond."""
 
 
 class FrontState(msgspec.Struct, frozen=True, kw_only=True):
@@ -84,7 +84,7 @@ async def _requests(application: str) -> dict[str, int]:
 
 
 def end(record: FrontRecord, *, say: Callable[[str], None]) -> bool:
-    """Stops a front, which stops its replicas; or the replicas of a killed front. Returns whether all have ended."""
+    """Stops a front with its replicas, or the replicas of a killed front. Returns whether all have ended."""
     if record.is_alive:
         say(f"stopping cppbatch serve, pid {record.pid}, after its running requests ...")
         os.kill(record.pid, signal.SIGTERM)
@@ -104,6 +104,6 @@ def end(record: FrontRecord, *, say: Callable[[str], None]) -> bool:
             forget(record)
             return True
     cluster = "and its Ray cluster have" if record.cluster.is_own else "have"
-    goes_on = "" if record.cluster.is_own else f"; the Ray cluster at {record.cluster.address} keeps running"
-    say(f"the replicas {cluster} ended{goes_on}")
+    remaining = "" if record.cluster.is_own else f"; the Ray cluster at {record.cluster.address} keeps running"
+    say(f"the replicas {cluster} ended{remaining}")
     return True

@@ -1,6 +1,6 @@
 """The ingress of the application for `serve deploy`: the HTTP API at Ray Serve's address.
 
-A file of its own because it imports the whole server, and `serve_application` only once it builds an application.
+A separate file because it imports the whole server; `serve_application` only imports it to build an application.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ class HttpIngress:
     """The ingress deployment: a front with its own `RayEngine` in each of its replicas."""
 
     def __init__(self, config: EngineConfig, settings: ServerSettings, engines: object) -> None:
-        """`engines`: the handle of the engine deployment, which makes it part of the same application."""
+        """`engines`: the handle of the engine deployment, which includes it in the same application."""
         self._config, self._settings = config, settings
 
     def __serve_build_asgi_app__(self) -> AsgiServer:

@@ -1,7 +1,7 @@
 """Messages between a front and its replicas: MessagePack in the calls and streams of a Serve handle.
 
-A *front* is a process with a `RayEngine`: the server of clients. The streams that a replica has open for one front are
-a *stream group*.
+A *front* is a process with a `RayEngine`: the server that clients connect to. The open streams of a replica for one
+front are a *stream group*.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from cppbatch.engine.request import GenerationEvent, GenerationRequest, ResumeSt
 
 
 class Submission(msgspec.Struct, frozen=True):
-    """Run this request, or continue it where a lost replica stopped. `request.id` is unique among all fronts."""
+    """Asks the replica to run this request, or to continue it where a lost replica stopped. `request.id` is unique
+    among all fronts."""
 
     front: str
     epoch: int
@@ -29,7 +30,7 @@ class StreamOpened(msgspec.Struct, frozen=True, tag=True):
 
     replica: str
     group: str
-    """The stream group, whose messages are numbered; unique among all replicas."""
+    """The stream group of the numbered messages; unique among all replicas."""
 
 
 class NotRun(msgspec.Struct, frozen=True):
@@ -40,10 +41,10 @@ class NotRun(msgspec.Struct, frozen=True):
 
 
 class GroupEvents(msgspec.Struct, frozen=True, tag=True):
-    """The events of all requests of a stream group since its last message: those of one step."""
+    """The events of all requests of a stream group since its last message, usually those of one step."""
 
     number: int
-    """Counts the messages of the group from 0."""
+    """The number of this message in the group, from 0."""
     events: list[GenerationEvent]
     not_valid: list[Refused] = []
     not_run: list[NotRun] = []

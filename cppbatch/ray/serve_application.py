@@ -18,13 +18,13 @@ from cppbatch.server.http.limits import Limits
 from cppbatch.server.settings import ServerSettings
 
 INGRESS = "http"
-"""The name of the deployment that answers HTTP."""
-_UNLIMITED = 2**31 - 1  # the server has limits of its own (`max_concurrent`, `max_queue`)
+"""The name of the deployment that serves HTTP."""
+_UNLIMITED = 2**31 - 1  # the server has its own limits (`max_concurrent`, `max_queue`)
 _PUSH_SECONDS = "2"
 
 
 class ServerArguments(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The server's settings, named as the flags of `cppbatch serve`."""
+    """The server's settings, named like the flags of `cppbatch serve`."""
 
     api_keys: list[str] = []
     api_key_file: str | None = None
@@ -42,7 +42,7 @@ class ServerArguments(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     limits: Limits = Limits()
 
     def settings(self) -> ServerSettings:
-        """Raises `ConfigError` for values out of range."""
+        """The settings. Raises `ConfigError` for values out of range."""
         return ServerSettings(
             keys=Keys([*self.api_keys, *(read_keys(self.api_key_file) if self.api_key_file else [])]),
             limits=self.limits,
@@ -64,20 +64,20 @@ class Arguments(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """The `args` of the application in a Serve config file."""
 
     model: str | None = None
-    """A GGUF file, or the name of one in the models folder, on every node; None: as `cppbatch serve` without -m."""
+    """A GGUF file, or its name in the models folder, on every node; None: as `cppbatch serve` without -m."""
     engine: dict[str, Any] = {}
     """Fields of `EngineConfig`: n_parallel, n_ctx, n_threads ..."""
     min_replicas: int = 1
     max_replicas: int = 1
     downscale_delay: float = 60.0
-    """Seconds for which fewer replicas must have sufficed before one is stopped."""
+    """Seconds for which fewer replicas must suffice before one is stopped."""
     step_timeout: float = 300.0
     """Seconds without a finished step after which a replica's engine is considered hung and is replaced."""
     server: ServerArguments = ServerArguments()
 
 
 def read_arguments(arguments: dict[str, Any]) -> Arguments:
-    """Raises `ConfigError` that names the wrong argument."""
+    """Checks and converts the arguments. Raises `ConfigError` with the name of an invalid argument."""
     try:
         return msgspec.convert(arguments, Arguments)
     except msgspec.ValidationError as error:
@@ -85,7 +85,7 @@ def read_arguments(arguments: dict[str, Any]) -> Arguments:
 
 
 def engine_config(model_path: str, engine: dict[str, Any]) -> EngineConfig:
-    """Raises `ConfigError` for unknown names, wrong types and values out of range."""
+    """The settings of the engine. Raises `ConfigError` for unknown names, wrong types and values out of range."""
     if unknown := sorted(engine.keys() - set(EngineConfig.__struct_fields__) | engine.keys() & {"model_path"}):
         known = ", ".join(name for name in EngineConfig.__struct_fields__ if name != "model_path")
         raise ConfigError(
@@ -120,7 +120,7 @@ def build(arguments: dict[str, Any]) -> Any:
         name=INGRESS,
         max_ongoing_requests=_UNLIMITED,
         ray_actor_options={
-            "num_cpus": 0,  # it must start on a machine whose CPUs the replicas have reserved
+            "num_cpus": 0,  # it must also start on a machine where replicas have reserved all CPUs
             "runtime_env": {"env_vars": {"RAY_SERVE_HANDLE_AUTOSCALING_METRIC_PUSH_INTERVAL_S": _PUSH_SECONDS}},
         },
     )

@@ -79,7 +79,7 @@ def test_counters_that_only_root_may_read_are_no_source(powercap: Path, monkeypa
     monkeypatch.setattr("cppbatch.bench.resource_usage._number", refused)
     meter = energy_meter(EnergySettings(), on_gpu=False, powercap=powercap)
     assert not meter.works
-    assert "readable for root only" in meter.source
+    assert "readable only by root" in meter.source
 
 
 def test_a_given_power_takes_the_place_of_counters(powercap: Path) -> None:

@@ -1,4 +1,4 @@
-"""`cppbatch bench strategies`: schedulers of the engine that batch differently, compared on the same requests."""
+"""`cppbatch bench strategies`: compares schedulers with different batching strategies on the same requests."""
 
 STRATEGIES = (
     "sequential",

@@ -56,15 +56,15 @@ _COLUMNS = [
 
 
 class StrategyComparison(msgspec.Struct, frozen=True, kw_only=True):
-    """The strategies and their settings. Raises `ConfigError` if these are out of range."""
+    """The strategies and their settings. Raises `ConfigError` for settings out of range."""
 
     names: tuple[str, ...] = STRATEGIES
     batch_sizes: tuple[int, ...] = ()
     """Numbers of sequences at once, each with the same requests; empty: only the engine's."""
     requests_per_sequence: int = 0
-    """Requests for each of these sequences; 0: as many as the workload has."""
+    """Requests per sequence; 0: the number in the workload."""
     max_wait_ms: float = 50.0
-    """The longest time for which a static batch, or the first one of continuous-window, is collected."""
+    """The maximum time for collecting a static batch, or the first batch of continuous-window."""
     bucket: int = 64
     """Prompts of a padded batch are padded to a multiple of this."""
     repeats: int = 3
@@ -96,13 +96,13 @@ def compare_strategies(
     work: OfflineWorkload,
     progress: Callable[[str], object] = lambda line: None,
 ) -> Report:
-    """Measures; `progress` gets a line for each run. `config.n_ctx` is ignored: n_ctx follows from the requests.
+    """Measures; `progress` gets a line for each run. `config.n_ctx` is ignored: the requests determine it.
 
-    With several batch sizes the report has the rows of each, smallest first.
+    With several batch sizes, the report has the rows of each, smallest first.
 
     Raises `ConfigError` and the engine's exceptions.
     """
-    if config.kv_layout == "auto":  # all strategies share one context, so that none may switch it
+    if config.kv_layout == "auto":  # all strategies share one context, so none may switch its layout
         config = msgspec.structs.replace(config, kv_layout="unified")
     sizes = sorted(compared.batch_sizes) or [config.n_parallel]
     rows: list[dict[str, Any]] = []
@@ -134,7 +134,7 @@ def compare_strategies(
         columns=_COLUMNS,
         rows=rows,
         notes=[
-            "wait: from a request's arrival to its admission. padding: computed tokens that no request needed.",
+            "wait: from a request's arrival to its admission. padding: computed tokens not needed by any request.",
             "of ideal: the minimum time for these requests, with up to B rows per step and costs measured before the "
             "first run, divided by the time they took.",
         ],
@@ -151,7 +151,7 @@ def _measure(
         n_ctx=config.n_parallel * longest,
         max_queue=max(config.max_queue, work.n_requests),
         prefix_cache=False,
-        spec="off",  # the other strategies have no drafts
+        spec="off",  # the other strategies do not use drafts
     )
     runtime = load_runtime(config)
     try:
@@ -171,7 +171,7 @@ def run_all(
     requests: list[TimedRequest],
     progress: Callable[[str], object],
 ) -> dict[str, list[WorkloadRun]]:
-    """Returns the runs of each strategy. Strategies take turns, so that all see the same machine state."""
+    """Returns the runs of each strategy. Strategies take turns, so that all run under the same conditions."""
     shared = replace(runtime, close=lambda: None)
     schedulers = make_schedulers(max_wait_s=compared.max_wait_ms / 1000, bucket=compared.bucket)
     with contextlib.ExitStack() as stack:
@@ -223,7 +223,7 @@ def _row(name: str, runs: Sequence[WorkloadRun], sequential: Sequence[WorkloadRu
 
 
 def _arrival(work: OfflineWorkload) -> str:
-    return f"{work.rate:g} a second" if work.rate else "all at once"
+    return f"{work.rate:g} per second" if work.rate else "all at once"
 
 
 # --- offline workload ------------------------------------------------------------------------------------------------
@@ -241,7 +241,7 @@ class TimedRequest:
 
 
 class OfflineWorkload(msgspec.Struct, frozen=True, kw_only=True):
-    """Numbers and sizes of requests. Raises `ConfigError` if they are out of range."""
+    """Number and sizes of requests. Raises `ConfigError` if they are out of range."""
 
     n_requests: int = 48
     prompt_tokens: Lengths = Lengths(16, 256)
@@ -261,7 +261,7 @@ class OfflineWorkload(msgspec.Struct, frozen=True, kw_only=True):
             raise ConfigError(f"--seed is {self.seed}; it must be 0 or more")
 
     def requests(self, n_vocab: int) -> list[TimedRequest]:
-        """Returns the requests in order of arrival, always the same for a workload and vocabulary.
+        """Returns the requests in order of arrival, always the same for a given workload and vocabulary.
 
         Lengths are log-uniform: half of them are below the geometric mean of the range, and a few are long.
         """
@@ -284,7 +284,7 @@ def _random_lengths(draw: np.random.Generator, lengths: Lengths, n: int) -> list
 # Runs a workload on an engine: adds each request at its arrival time and records its tokens and latencies.
 
 
-_POLL_S = 0.001  # between checks for arrivals and collected batches while no sequence runs
+_POLL_S = 0.001  # between checks for arrivals and collected batches while no sequence is running
 
 
 @dataclass(frozen=True)
@@ -298,7 +298,7 @@ class WorkloadRun:
     wait: list[float]
     """Until a request is admitted."""
     padding_percent: float
-    """Share of the computed tokens that no request needed."""
+    """Fraction of computed tokens not needed by any request."""
     mean_rows: float
     """Mean number of sequences in a decode step."""
     cpu_percent: float
@@ -311,10 +311,10 @@ class WorkloadRun:
 
 
 def run_workload(engine: BatchInferenceEngine, requests: list[TimedRequest]) -> WorkloadRun:
-    """Runs the requests greedily and to their full length, each from its arrival time.
+    """Runs the requests with greedy sampling, to their full length, each from its arrival time.
 
-    A request that arrives during a step is added after it, and the wait counts. Raises `GenerationFailed` if a request
-    ends early.
+    A request that arrives during a step is added after the step; this wait counts. Raises `GenerationFailed` if a
+    request ends early.
     """
     n = len(requests)
     tokens: list[list[int]] = [[] for _ in requests]
@@ -370,7 +370,7 @@ _TIMES = {
 
 
 def plot_strategies(report: Report) -> Figure:
-    """Plots bars for each strategy, with their range over the repeats; lines over several numbers of sequences."""
+    """Plots bars for each strategy, with their range over the repeats; lines if there are several batch sizes."""
     figure, (speed, times) = new_figure(report, 2)
     sizes = list(dict.fromkeys(row["batch_size"] for row in report.rows))
     if len(sizes) > 1:

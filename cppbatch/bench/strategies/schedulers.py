@@ -1,4 +1,4 @@
-"""Schedulers that the continuous one is compared with: static batches, and one sequence in each step."""
+"""Schedulers for comparison with the continuous one: static batches, and one sequence per step."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from cppbatch.engine.sequence import Seq, SeqStatus
 
 
 class Padding:
-    """A sequence of dummy tokens. Its tokens cost as much as those of a prompt and are dropped after the step."""
+    """A sequence of dummy tokens. They cost as much as prompt tokens and are dropped after the step."""
 
     def __init__(self, kv: KVPool) -> None:
         self._kv = kv
@@ -41,12 +41,13 @@ class Padding:
 
 
 class StaticScheduler(Scheduler):
-    """Starts a batch when `n_parallel` requests wait or the first one has waited for `max_wait_s`. No request joins it.
+    """Starts a batch when `n_parallel` requests wait or the first one has waited for `max_wait_s`. Requests cannot join
+    it later.
 
     All prompts of the batch are computed, then all its sequences decode. The slot of an ended sequence stays empty
-    until the batch ends, at no cost. With a `bucket` it is computed until then, as it must be without ragged batches,
+    until the batch ends, at no cost. With a `bucket`, it is computed until then, as required without ragged batches,
     and prompts are padded to the next multiple of `bucket` tokens that holds the longest. `is_by_length`: all prompts
-    of a batch have the same multiple, so that less is padded, and a batch may have to wait longer until it is full.
+    of a batch have the same multiple, which reduces padding, but a batch may have to wait longer until it is full.
     """
 
     def __init__(
@@ -71,7 +72,7 @@ class StaticScheduler(Scheduler):
         self._padding = Padding(kv)
 
     def plan(self) -> StepPlan:
-        """Plans the next step, as `Scheduler.plan`. It has no chunks while a batch is collected."""
+        """Plans the next step, as `Scheduler.plan`. The plan is empty while a batch is being collected."""
         self._padding.drop()
         if not self._batch and (due := self._due_batch()):
             self._batch = due
@@ -88,12 +89,12 @@ class StaticScheduler(Scheduler):
                 self._padding.drop()
 
     def restart(self, sequences: Iterable[Seq]) -> None:
-        """Lets these sequences wait again, as the same batch."""
+        """Makes these sequences wait again, as the same batch."""
         super().restart(sequences)
         self._padding.restart()
 
     def _due_batch(self) -> list[Seq]:
-        """The sequences of the next batch: a full one, or that of the first sequence if this has waited long enough."""
+        """The sequences of the next batch: a full one, or that of the first sequence if it has waited long enough."""
         by_length: dict[int, list[Seq]] = {}
         for sequence in self.waiting:
             length = round_up(sequence.n_tokens, self._bucket) if self._is_by_length else 0
@@ -156,11 +157,11 @@ def round_up(n: int, bucket: int) -> int:
 
 
 # --- serial schedulers -----------------------------------------------------------------------------------------------
-# Schedulers without batching: one sequence in each step.
+# Schedulers without batching: one sequence per step.
 
 
 class SequentialScheduler(Scheduler):
-    """Runs one request after the other: the engine's own policy with `n_parallel=1`."""
+    """Runs one request after another: the engine's own policy with `n_parallel=1`."""
 
     def __init__(self, kv: KVPool, *, n_parallel: int, **settings: Any) -> None:
         del n_parallel
@@ -170,7 +171,7 @@ class SequentialScheduler(Scheduler):
 class ConcurrentScheduler(Scheduler):
     """Interleaves requests without batching: each step computes one sequence's prompt or next token, in turn.
 
-    This is what threads over one model do: all requests advance, and none gains from the others.
+    Threads that share one model do the same: all requests advance, without any gain from batching.
     """
 
     _last = (float("-inf"), 0)  # rank of the sequence of the previous step

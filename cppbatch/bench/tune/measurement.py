@@ -1,4 +1,4 @@
-"""Measuring settings, each in a child process, since llama.cpp may abort when memory runs out."""
+"""Measures settings, each in a child process, because llama.cpp may abort if memory runs out."""
 
 from __future__ import annotations
 
@@ -11,43 +11,43 @@ from cppbatch.sizing.child_process import run_module
 
 
 class MeasurementTask(msgspec.Struct, frozen=True, kw_only=True):
-    """Settings and what to measure with them."""
+    """Settings, and what to measure with them."""
 
     config: EngineConfig
     seconds: float
     """Duration of decoding; 0: only test whether the model loads and runs."""
     prompt_tokens: int = 0
-    """Length of a prompt whose prefill is measured too; 0: none."""
+    """Length of the prompt for measuring prefill; 0: do not measure prefill."""
 
 
 class Measurement(msgspec.Struct, frozen=True, kw_only=True):
-    """The figures, or why they could not be measured."""
+    """The figures, or the error that prevented the measurement."""
 
     inter_token_ms: float = 0.0
     """Median duration of a step with all sequences decoding."""
     tokens_per_s: float = 0.0
-    """Median of all sequences together in these steps."""
+    """Median speed of all sequences together in these steps."""
     prompt_tokens_per_s: float = 0.0
     steps: int = 0
     busy_cores: float = 0.0
-    """Cores that other programs used meanwhile, on average."""
+    """Mean number of cores that other programs used during the measurement."""
     gpu_percent: float | None = None
-    """The share of time with a running kernel, while all sequences decode; None: no GPU that says so."""
+    """The share of time with a running kernel, while all sequences decode; None if no GPU reports it."""
     kv_layout: str = ""
-    """The layout that was used."""
+    """The layout in use."""
     error: str | None = None
 
 
 def measure_in_child(task: MeasurementTask, timeout: float) -> Measurement:
-    """Measures in a child process, which is killed after `timeout` seconds. Raises only KeyboardInterrupt."""
+    """Measures in a child process, which is killed after `timeout` seconds. Only raises KeyboardInterrupt."""
     try:
         done = run_module("cppbatch.bench.tune.measurement_child", msgspec.json.encode(task), timeout)
     except subprocess.TimeoutExpired:
-        return Measurement(error=f"not done within {timeout:.0f} s")
+        return Measurement(error=f"not finished within {timeout:.0f} s")
     except OSError as error:
         return Measurement(error=f"could not start a process: {error}")
     try:
         return msgspec.json.decode(done.stdout.rpartition(b"\n")[2], type=Measurement)
     except msgspec.DecodeError:
-        last = done.stderr.decode(errors="replace").strip().splitlines()[-1:] or ["without output"]
-        return Measurement(error=f"ended with code {done.returncode}: {last[0]}")
+        last = done.stderr.decode(errors="replace").strip().splitlines()[-1:] or ["no output"]
+        return Measurement(error=f"exit code {done.returncode}: {last[0]}")

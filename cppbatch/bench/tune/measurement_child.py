@@ -17,9 +17,9 @@ from cppbatch.engine.engine import BatchInferenceEngine
 from cppbatch.engine.params import SamplingParams
 from cppbatch.errors import CppBatchError, ModelError
 
-_PROMPT = 32  # tokens of the sequences that decode
+_PROMPT = 32  # tokens of the decoding sequences
 _MIN_STEPS = 8
-_WARM_UP = 2  # steps that are not measured
+_WARM_UP = 2  # unmeasured steps
 _ADAPT_S = 1.1  # until the engine has adapted its threads to other programs
 
 
@@ -41,7 +41,7 @@ def main() -> None:
 
 def _measure(engine: BatchInferenceEngine, task: MeasurementTask) -> Measurement:
     if engine.info.pooling:
-        raise ModelError(f"{engine.info.name} returns vectors, so there is nothing to tune")
+        raise ModelError(f"{engine.info.name} returns embeddings; there are no settings to tune")
     engine.generate(
         [_prompt(engine, 1, 16)], SamplingParams(max_tokens=2, ignore_eos=True)
     )  # loads pages of the weights into memory
@@ -50,7 +50,7 @@ def _measure(engine: BatchInferenceEngine, task: MeasurementTask) -> Measurement
         return Measurement(prompt_tokens_per_s=prefill, kv_layout=engine.info.kv_layout)
     with ResourceUsage() as usage:
         steps = _decode_steps(engine, task.seconds, n_prompt=_PROMPT if task.seconds else 1)
-    if not task.seconds:  # one step, which says nothing about speed
+    if not task.seconds:  # a single step is not a speed measurement
         return Measurement(steps=len(steps), kv_layout=engine.info.kv_layout)
     return Measurement(
         inter_token_ms=1000 * statistics.median(seconds for seconds, _ in steps),
@@ -101,7 +101,7 @@ def _decode_steps(engine: BatchInferenceEngine, seconds: float, n_prompt: int) -
 
 
 def _prompt(engine: BatchInferenceEngine, which: int, n_tokens: int) -> list[int]:
-    """Returns different tokens for each `which`, so that prompts share no prefix."""
+    """Returns different tokens for each `which`, so that prompts do not share prefixes."""
     n = max(1, min(n_tokens, engine.info.max_sequence // 2))
     return [(7 * which + 3 * k) % (engine.info.n_vocab - 1) + 1 for k in range(n)]
 

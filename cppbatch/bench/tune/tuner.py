@@ -1,4 +1,4 @@
-"""Varying one setting after the other and keeping the best value of each, by rules that do not know the engine."""
+"""Varies one setting after another and keeps the best value of each. The rules are independent of the engine."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from cppbatch.sizing.estimate import MemoryEstimate, estimate_memory
 from cppbatch.sizing.machine import free_host_memory
 from cppbatch.sizing.profile import TunedSettings
 
-_SECONDS = 1.0  # of decoding in each measurement
+_SECONDS = 1.0  # of decoding per measurement
 _MIN_TIMEOUT_S, _MAX_TIMEOUT_S = 10.0, 240.0
 _TIME_OVER = "the time limit (--max-minutes) was reached before all measurements were done"
-_PARALLEL = 16  # at which threads, layouts and flash attention are compared, if memory allows
-_BUSY = 0.3  # cores that other programs use, from which on the report says so
-_MAX_REPEATS = 3  # of what should have been as fast as a point that was measured before
-_PROMPT = 1024  # length of the prompt that -ub is chosen with
-_UBATCHES = (512, 256, 128, 1024)  # the default first: another value must be faster
+_PARALLEL = 16  # parallelism at which threads, layouts and flash attention are compared, if memory allows
+_BUSY = 0.3  # cores used by other programs from which the report has a note
+_MAX_REPEATS = 3  # of measurements that should be as fast as an earlier one
+_PROMPT = 1024  # length of the prompt with which -ub is chosen
+_UBATCHES = (512, 256, 128, 1024)  # the default comes first; other values must be faster
 
 Measure = Callable[[MeasurementTask, float], Measurement]
 Progress = Callable[[str], None]
@@ -37,17 +37,17 @@ class TuningResult(msgspec.Struct, frozen=True, kw_only=True):
     """The measurements and the chosen settings."""
 
     config: EngineConfig
-    """With the chosen settings."""
+    """The config with the chosen settings."""
     speed: Speed
     prompt_tokens_per_s: float | None
     points: list[dict[str, Any]]
-    """In order: what was varied, the value, the speeds."""
+    """In order: the varied setting, its value, the speeds."""
     curve: list[Speed]
-    """Speed by parallelism, with the chosen other settings."""
+    """Speed by parallelism, with the other settings as chosen."""
     most_parallel: int
     """The largest parallelism that fits into memory or was requested."""
     memory_bytes: dict[int, int] = {}
-    """By parallelism, of an engine with the settings before tuning; empty if llama.cpp could not be asked."""
+    """By parallelism, for an engine with the settings before tuning; empty if llama.cpp could not estimate it."""
     notes: list[str]
 
     def settings(self) -> TunedSettings:
@@ -67,7 +67,7 @@ class TuningResult(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Tuner:
-    """Measures with `measure` until the time is used up."""
+    """Measures with `measure` until the time limit."""
 
     def __init__(
         self,
@@ -81,11 +81,11 @@ class Tuner:
         measure: Measure = measure_in_child,
         progress: Progress = lambda line: None,
     ) -> None:
-        """`given`: names of settings that stay as they are. `batch_sizes`: the parallelisms to compare; empty: 1, 2, 4
+        """`given`: names of settings that must not change. `batch_sizes`: the parallelisms to compare; empty: 1, 2, 4
         ... `seconds`: time limit of the tuning.
 
         Unless n_ctx is given, it grows with the parallelism, so that each sequence keeps n_ctx / n_parallel cells. It
-        is never lowered, since the longest text might not fit then.
+        is never lowered, because the longest text might then not fit.
         """
         self._config = replace(config, prefix_cache=False)  # every prompt must be computed
         self._given = set(given)
@@ -102,19 +102,19 @@ class Tuner:
         self._start = monotonic()
         self._end = self._start + seconds
         self._points: list[dict[str, Any]] = []
-        self._speeds: dict[EngineConfig, Speed] = {}  # the best of each
-        self._measured: list[Speed] = []  # of every point
+        self._speeds: dict[EngineConfig, Speed] = {}  # the best per config
+        self._measured: list[Speed] = []  # of all points
         self._notes: list[str] = []
         self._last_error = ""
 
     def run(self) -> TuningResult:
-        """Measures. Raises `ModelError` with the reason if no setting works."""
+        """Measures and chooses. Raises `ModelError` with the reason if no setting works."""
         most = self._most_parallel()
         sizes = self._sizes(most)
         here = self._with_parallel(max((n for n in sizes if n <= min(_PARALLEL, most)), default=sizes[0]))
         if "n_threads" not in self._given:
             best = self._best("threads", here, [{"n_threads": n} for n in _threads(here)])
-            # The usual number is what the engine takes by itself, and it takes fewer while other programs are busy.
+            # The usual number is the engine's own default; it uses fewer threads while other programs are busy.
             here = here if best.n_threads == available_threads() or self._busy_cores() >= _BUSY else best
         here = self._best("layout", here, self._layouts(here, most))
         curve = self._repeat_disturbed(self._curve(here, most), here)
@@ -187,9 +187,9 @@ class Tuner:
     def _layouts(self, config: EngineConfig, most: int) -> list[dict[str, Any]]:
         """Returns the layouts and flash attention settings to compare, the default first.
 
-        An engine that can switch is measured with streams, which it has for the distinct prompts of measurements.
-        Otherwise the per-sequence layout is a candidate only if each sequence can hold the model's training context:
-        it would refuse long texts for the sake of speed.
+        An engine that can switch layouts uses streams in these measurements, because the prompts are distinct.
+        Otherwise the per-sequence layout is only a candidate if each sequence can hold the model's training context:
+        a faster layout must not reject long texts.
         """
         each = self._with_parallel(most).n_ctx // most
         layouts: list[str] = ["unified", "per-sequence"] if 0 < self._n_ctx_train <= each else ["unified"]
@@ -208,7 +208,7 @@ class Tuner:
         return replace(config, **choices[fastest([speed.tokens_per_s if speed else None for speed in speeds]) or 0])
 
     def _speed(self, what: str, setting: str, config: EngineConfig) -> Speed | None:
-        """Measures. Returns the best speed of this config so far: other programs make it slower, and nothing faster."""
+        """Measures. Returns the best speed of this config so far, because other programs can only slow it down."""
         point = self._point(what, setting, config)
         if not point.error:
             speed = Speed(config.n_parallel, point.tokens_per_s, point.inter_token_ms)
@@ -218,9 +218,9 @@ class Tuner:
         return self._speeds.get(config)
 
     def _curve(self, config: EngineConfig, most: int) -> list[Speed]:
-        """Measures the speeds by parallelism, until more gains nothing, but at least up to that of `config`.
+        """Measures the speed by parallelism until it stops increasing, but at least up to the parallelism of `config`.
 
-        The settings before were compared at that one. A measurement that contradicts its neighbour is repeated.
+        The other settings were compared at that one. A measurement that contradicts its neighbour is repeated.
         """
         sizes = [n for n in self._sizes(most) if n <= most]
         curve: list[Speed] = []
@@ -237,17 +237,17 @@ class Tuner:
             if not self._batch_sizes and (self._is_too_slow(curve[-1]) or (n >= config.n_parallel and not gains)):
                 break
         known = self._speeds.get(self._with_parallel(config.n_parallel, config))
-        if known and known.n_parallel not in [each.n_parallel for each in curve]:  # the time was over before
+        if known and known.n_parallel not in [each.n_parallel for each in curve]:  # the time limit came first
             curve.append(known)
         if not curve:
             raise ModelError(f"no measurement succeeded: {self._last_error}")
         return curve
 
     def _repeat_disturbed(self, curve: list[Speed], config: EngineConfig) -> list[Speed]:
-        """Measures again where another point was clearly faster than what would be chosen.
+        """Repeats measurements if another point was clearly faster than the one that would be chosen.
 
-        That point had the same parallelism with another layout or number of threads, or was measured while other
-        programs were quiet.
+        That point has the same parallelism with another layout or number of threads, or was measured while other
+        programs were idle.
         """
         for _ in range(_MAX_REPEATS):
             chosen = knee(curve, self._target_ms, self._measured)
@@ -273,7 +273,7 @@ class Tuner:
         return self._speed("parallel", f"-np {n}", self._with_parallel(n, config))
 
     def _busy_cores(self) -> float:
-        """Cores that other programs used while this was measured."""
+        """Cores that other programs used during the measurements."""
         measured: list[float] = [point["busy_cores"] for point in self._points if not point["error"]]
         return statistics.median(measured or [0.0])
 
@@ -281,13 +281,13 @@ class Tuner:
         busy = self._busy_cores()
         if busy >= _BUSY:
             self._notes.append(
-                f"other programs used {busy:.1f} of {available_threads()} cores meanwhile: run `cppbatch tune` again "
-                "when the machine is idle"
+                f"other programs used {busy:.1f} of {available_threads()} cores during the measurements: run "
+                "`cppbatch tune` again when the machine is idle"
             )
 
     def _ubatch(self, config: EngineConfig) -> tuple[EngineConfig, float | None]:
-        """The -ub with the fastest prefill, and that speed. Another one than the default is measured again beside it,
-        because other programs may have slowed down either."""
+        """The -ub with the fastest prefill, and that speed. If it is not the default, both are measured again, because
+        other programs may have slowed down either."""
         sizes = [n for n in _UBATCHES if n <= config.n_batch] or [config.n_ubatch]
         speeds = [self._prefill(config, n) for n in sizes]
         if best := fastest(speeds):
@@ -297,7 +297,7 @@ class Tuner:
         return (config, None) if best is None else (replace(config, n_ubatch=sizes[best]), speeds[best])
 
     def _prefill(self, config: EngineConfig, n_ubatch: int) -> float | None:
-        """Prompt tokens/s with this -ub; None: not measured."""
+        """Prompt tokens/s with this -ub; None if not measured."""
         config = replace(config, n_ubatch=n_ubatch)
         point = self._point("ubatch", f"-ub {n_ubatch}", config, seconds=0, prompt_tokens=_PROMPT)
         return None if point.error else point.prompt_tokens_per_s
@@ -305,7 +305,7 @@ class Tuner:
     def _point(
         self, what: str, setting: str, config: EngineConfig, *, seconds: float = _SECONDS, prompt_tokens: int = 0
     ) -> Measurement:
-        """Measures, or returns an error if the time is used up."""
+        """Measures, or returns an error after the time limit."""
         now = monotonic()
         if now >= self._end:
             if _TIME_OVER not in self._notes:
@@ -338,13 +338,13 @@ def check_limits(target_ms: float | None, max_minutes: float) -> None:
 
 
 # --- search ----------------------------------------------------------------------------------------------------------
-# The rules for choosing settings from measured speeds. They do not know the engine.
+# The rules for choosing settings from measured speeds, independent of the engine.
 
 
 MIN_GAIN = 0.10
-"""The least gain in total tokens/s that justifies a larger parallelism."""
+"""The minimum gain in total tokens/s that justifies a larger parallelism."""
 MIN_DIFFERENCE = 0.03
-"""The least difference in speed that is not noise."""
+"""The minimum difference in speed that is not noise."""
 
 
 class Speed(msgspec.Struct, frozen=True):
@@ -354,13 +354,13 @@ class Speed(msgspec.Struct, frozen=True):
     tokens_per_s: float
     """Of all sequences together."""
     inter_token_ms: float
-    """Median time between two tokens of one sequence."""
+    """Median time between consecutive tokens of a sequence."""
 
 
 def largest_fitting(fits: Callable[[int], bool], low: int, high: int) -> int | None:
-    """Returns the largest number from `low` to `high` that fits, None if `low` does not.
+    """Returns the largest number from `low` to `high` that fits, None if `low` does not fit.
 
-    All numbers below one that fits must fit too. Tries `high` first, since it usually fits, then bisects.
+    If a number fits, all smaller ones must fit too. Tries `high` first, because it usually fits, then bisects.
     """
     if fits(high):
         return high
@@ -375,7 +375,7 @@ def largest_fitting(fits: Callable[[int], bool], low: int, high: int) -> int | N
 def knee(speeds: Sequence[Speed], target_ms: float | None = None, others: Sequence[Speed] = ()) -> Speed:
     """Returns the smallest parallelism that is about as fast as the fastest one: less than `MIN_GAIN` slower.
 
-    `speeds`: at least one, by increasing parallelism. `target_ms`: the longest allowed time between two tokens. If no
+    `speeds`: at least one, by increasing parallelism. `target_ms`: the maximum time between two tokens. If no
     parallelism meets it, returns the smallest. `others`: measured with other settings; if they are clearly faster than
     all of `speeds`, returns the fastest.
     """
@@ -388,7 +388,7 @@ def knee(speeds: Sequence[Speed], target_ms: float | None = None, others: Sequen
 
 
 def within(speeds: Sequence[Speed], target_ms: float | None) -> list[Speed]:
-    """Returns those with at most this time between two tokens."""
+    """Returns the speeds with at most this time between two tokens."""
     return [speed for speed in speeds if target_ms is None or speed.inter_token_ms <= target_ms]
 
 
@@ -398,9 +398,9 @@ def is_gain(this: Speed, other: Speed) -> bool:
 
 
 def contradicting(smaller: Speed, larger: Speed) -> Speed | None:
-    """Returns the measurement that something has slowed down, if both cannot be right; else None.
+    """Returns the measurement that was slowed down if the two contradict each other, else None.
 
-    A larger batch is not slower in total, and not faster for each of its sequences.
+    A larger batch is not slower in total, and not faster per sequence.
     """
     if larger.tokens_per_s * (1 + MIN_DIFFERENCE) < smaller.tokens_per_s:
         return larger
@@ -408,7 +408,8 @@ def contradicting(smaller: Speed, larger: Speed) -> Speed | None:
 
 
 def fastest(speeds: Sequence[float | None]) -> int | None:
-    """Returns the index of the fastest, or of an earlier one that is about as fast. A speed of None: does not work."""
+    """Returns the index of the fastest one, or of an earlier one that is about as fast. None: the setting does not
+    work."""
     best = max((speed for speed in speeds if speed is not None), default=0.0)
     good = [i for i, speed in enumerate(speeds) if speed is not None and speed * (1 + MIN_DIFFERENCE) >= best]
     return good[0] if good else None

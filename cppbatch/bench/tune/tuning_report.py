@@ -81,7 +81,7 @@ def plot_tuning(report: Report) -> Figure:
 
 
 def _row(point: dict[str, Any], tuning: TuningResult) -> dict[str, Any]:
-    """Replaces 0, which means not measured, by None, and compares each parallelism with a single sequence."""
+    """Replaces 0 (not measured) by None, and compares each parallelism with a single sequence."""
     row = {key: value or None if isinstance(value, float) else value for key, value in point.items()}
     if point["what"] != "parallel" or point["error"]:
         return row

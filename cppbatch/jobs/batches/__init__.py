@@ -1,1 +1,1 @@
-"""Batches of the server: records, the store, the data folder, the batch that runs."""
+"""Batches of the server: records, store, data folder, running batches."""

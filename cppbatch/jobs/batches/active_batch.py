@@ -53,16 +53,16 @@ _EXPIRED = "This request could not be executed before the completion window expi
 
 @dataclass(frozen=True)
 class BatchResources:
-    """What all batches of a server share."""
+    """The resources that all batches of a server share."""
 
     serves: Callable[[str], bool]
     """Whether this server has the model of a batch."""
     execution: Callable[[BatchRecord], tuple[RequestHandler, RequestSlots]]
-    """What runs the requests of a batch, and the slots that each of them holds while it runs."""
+    """The handler of a batch's requests, and the slots of which each running request holds one."""
     running_slots: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(_MAX_RUNNING_BATCHES))
-    """One for each batch whose requests run."""
+    """One per batch with running requests."""
     validation_slots: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(1))
-    """One for each batch that is being validated."""
+    """One per batch in validation."""
 
 
 class ActiveBatch:
@@ -87,10 +87,10 @@ class ActiveBatch:
             self._load_progress()
 
     def _load_progress(self) -> None:
-        """Reads the counts from before the restart."""
+        """Reads the counts stored before the restart."""
         try:
             journal = self._open_journal()
-        except StorageError as error:  # `run` says it too, as long as it lasts
+        except StorageError as error:  # `run` also reports it while it persists
             log.error("%s: cannot read its results so far: %s", self.record.batch.id, error)
             return
         journal.close()
@@ -118,7 +118,7 @@ class ActiveBatch:
     def results_so_far(self, file_id: str) -> tuple[File, tuple[Path, Path]] | None:
         """The output or error file with the results so far, and its contents; None if it is another file.
 
-        The contents are in the first of the two paths that exists. Beyond `File.bytes` they are being written.
+        The contents are in the first of the two paths that exists. Data beyond `File.bytes` may be incomplete.
         """
         if file_id not in (self.record.output_file_id, self.record.error_file_id):
             return None
@@ -127,7 +127,7 @@ class ActiveBatch:
         return file, (self._result_paths()[place], self._data.content(file_id))  # `_finalize` moves them
 
     async def cancel(self) -> None:
-        """Starts to cancel the batch. Results so far are kept."""
+        """Starts cancelling the batch. Keeps the results so far."""
         self._update("cancelling", cancelling_at=_now())
         self._cancelled.set()
         await self.save()
@@ -145,13 +145,13 @@ class ActiveBatch:
     # --- the life cycle -----------------------------------------------------------------------------------------
 
     async def run(self, resources: BatchResources) -> None:
-        """Returns when the batch has its final status. If the server stops before, its next start continues."""
+        """Returns when the batch has its final status. If the server stops earlier, its next start continues."""
         try:
             if self.record.final_status is None:
                 final_status = await self._until_cancelled_or_expired(self._work(resources))
                 if self._cancelled.is_set():  # the client may have cancelled while the last results were recorded
                     final_status = "cancelled"
-                else:  # from here on the batch cannot be cancelled
+                else:  # from here on, the batch cannot be cancelled
                     self._update("finalizing", finalizing_at=_now() if final_status != "failed" else None)
                 await self._with_retry(partial(self._finish_results, final_status))
             await self._with_retry(self._finalize)
@@ -201,7 +201,7 @@ class ActiveBatch:
         await self._data.check_upload(self.record.batch.input_file_id, self._thread)
 
     def _add_input_error(self, error: ConfigError) -> None:
-        """Puts an error of the input file before those of its lines."""
+        """Inserts an error of the input file before those of its lines."""
         if isinstance(error, InputChanged):
             code, message = "input_file_changed", f"the input file in the server's data folder {error}"
         else:
@@ -212,7 +212,7 @@ class ActiveBatch:
         self._update(errors=BatchErrors(data=[first, *of_lines]))
 
     async def _with_retry(self, step: Callable[[], Awaitable[T]]) -> T:
-        """Runs `step`, and retries with backoff on any error but `ConfigError`, such as a full disk or a closed
+        """Runs `step`, and retries with backoff on any error except `ConfigError`, such as a full disk or a closed
         engine, which may restart."""
         pause = FIRST_RETRY_S
         while True:
@@ -310,13 +310,13 @@ class ActiveBatch:
             self._forget(journal)
 
     def _forget(self, journal: Journal) -> None:
-        """Keeps the counts of a closed journal."""
+        """Drops a closed journal and keeps its counts."""
         self._update(**_progress(self.record.batch, journal))
         self._result_bytes = journal.committed_bytes
         self._journal = None
 
     def _close_open_journal(self) -> Journal | None:
-        """Returns the journal that it closed, if one was open."""
+        """Closes the journal if it is open, and returns it."""
         if self._journal:
             self._journal.close()
         return self._journal
@@ -327,8 +327,8 @@ class ActiveBatch:
     # --- finalizing ---------------------------------------------------------------------------------------------
 
     async def _finish_results(self, final_status: FinalStatus) -> None:
-        """Writes the last results and stores the final status. No result is written after that."""
-        if final_status == "expired":  # its unanswered lines get an error, so the input is read again
+        """Writes the last results and stores the final status. No results are written after that."""
+        if final_status == "expired":  # unanswered lines get an error, so the input is read again
             try:
                 await self._check_input()
             except ConfigError as error:
@@ -375,7 +375,7 @@ class ActiveBatch:
         await self._on_thread(partial(shutil.rmtree, self._folder, ignore_errors=True))
 
     def _move_results(self) -> list[File]:
-        """Moves the result files into place unless they are there, and returns them. May be repeated."""
+        """Moves the result files into place unless they are already there, and returns them. May be repeated."""
         files = []
         for path, file in zip(self._result_paths(), self._result_files(0, 0), strict=True):
             content = self._data.content(file.id)
@@ -419,7 +419,7 @@ def _progress(batch: Batch, journal: Journal) -> dict[str, Any]:
 
 
 def _new_thread() -> ThreadPoolExecutor:
-    """A thread for one batch. It starts with the first call."""
+    """A thread for one batch, which starts on the first call."""
     return ThreadPoolExecutor(1, "cppbatch-batch")
 
 
@@ -450,7 +450,7 @@ class ValidationResult:
 
 
 def read_batch_input(path: Path, endpoint: str, urls: Collection[str]) -> Iterator[JobRequest | RejectedLine]:
-    """The entries of a batch's input; requests to another endpoint than the batch's are rejected.
+    """The entries of a batch's input. Rejects requests to other endpoints than the batch's.
 
     `urls`: the endpoints that batches support. Raises `ConfigError` if the file cannot be read.
     """
@@ -485,5 +485,5 @@ def validate_input(entries: Iterable[JobRequest | RejectedLine], stop: threading
         if result.n_lines % _LINES_PER_PAUSE == 0:
             if stop.is_set():
                 break
-            time.sleep(_PAUSE_S)  # lets the event loop take the GIL
+            time.sleep(_PAUSE_S)  # lets the event loop acquire the GIL
     return result

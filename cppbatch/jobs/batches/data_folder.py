@@ -4,7 +4,7 @@ jobs.sqlite3     `BatchStore`
 incoming/ID      uploads that are not complete
 files/ID         contents of files
 batches/ID/      ledger.sqlite3, output.jsonl, errors.jsonl of an open batch
-unknown-DATE/    what was found in these folders and is not in the database
+unknown-DATE/    files and folders found in these folders but not in the database
 """
 
 from __future__ import annotations
@@ -39,16 +39,16 @@ RESULT_NAMES = ("output.jsonl", "errors.jsonl")
 """In the working folder of a batch."""
 _PRIVATE = 0o700  # the files contain users' prompts
 _READ_BYTES = 1 << 20
-_MAX_NAMES = 10  # in a line of the log
+_MAX_NAMES = 10  # in a log line
 
 
 class DataFolder:
-    """An open data folder. `open_data_folder` makes one.
+    """An open data folder, created by `open_data_folder`.
 
-    A file's row is written while its contents are still in `incoming`, and before they are in `files`; a deleted file's
-    row is replaced by a note of the deletion, and then its contents are deleted. So wherever the process dies, contents
-    in `files` have a row, or a note that they are to be deleted. What has neither was not left behind by a kill: the
-    database or the folder was damaged, and it is moved aside, never deleted.
+    A file's row is written before its contents move from `incoming` to `files`. On deletion, a note replaces the row
+    before the contents are deleted. So if the process dies at any point, contents in `files` have a row or a deletion
+    note. Contents with neither are not leftovers of a kill: the database or the folder was damaged. They are moved
+    aside, never deleted.
     """
 
     def __init__(self, folder: Path, store: BatchStore) -> None:
@@ -64,7 +64,7 @@ class DataFolder:
     # --- opening ------------------------------------------------------------------------------------------------
 
     def _clean_up(self, known: KnownContents) -> None:
-        """Settles what a killed process left behind, and moves aside what is unknown."""
+        """Completes or undoes the operations of a killed process, and moves unknown files and folders aside."""
         if known.sizes and not any(self._is_there(file_id) for file_id in known.sizes):
             raise StorageError(
                 f"{self._files} contains none of the {len(known.sizes)} files listed in {_DATABASE}: check that its "
@@ -83,7 +83,7 @@ class DataFolder:
             for path in list(subfolder.iterdir())
             if not is_known(path, known)
         ]
-        self.set_aside(sorted(unknown), f"{_DATABASE} does not know")
+        self.set_aside(sorted(unknown), f"are not in {_DATABASE}")
         self._store.forget_deleted([file_id for file_id in known.deleted if not self.content(file_id).exists()])
         damaged = [each for file_id, size in known.sizes.items() if (each := self._damage(file_id, size))]
         if damaged:
@@ -94,7 +94,7 @@ class DataFolder:
         return self.content(file_id).exists() or self.incoming(file_id).exists()
 
     def _settle_incoming(self, path: Path, known: KnownContents) -> bool:
-        """Completes or deletes an upload. Returns whether the path is one."""
+        """Completes or deletes an upload. Returns whether the path is an upload."""
         if not path.name.startswith("file-") or not stat.S_ISREG(path.lstat().st_mode):
             return False
         if path.name in known.sizes and not self.content(path.name).exists():
@@ -120,13 +120,13 @@ class DataFolder:
             return False
         results = (path / name for name in RESULT_NAMES)
         if any(each.exists() and each.stat().st_size for each in results):
-            return False  # a batch that has ended has moved its results to `files`
+            return False  # the results of an ended batch are in `files`
         shutil.rmtree(path, ignore_errors=True)
         return True
 
     def _damage(self, file_id: str, size: int) -> str | None:
-        """What is wrong with the contents of a file, as far as a look at the folder shows."""
-        content = f"{self._files}/{file_id}"  # a `Path` would take most of the time for a hundred thousand files
+        """The damage to the contents of a file, from its directory entry; None if there is none."""
+        content = f"{self._files}/{file_id}"  # for a hundred thousand files, `Path` would take most of the time
         try:
             found = os.stat(content)
         except OSError as error:
@@ -169,7 +169,7 @@ class DataFolder:
     # --- paths --------------------------------------------------------------------------------------------------
 
     def incoming(self, file_id: str) -> Path:
-        """Where an upload is written until it is complete."""
+        """The path of an upload until it is complete."""
         return self._incoming / file_id
 
     def content(self, file_id: str) -> Path:
@@ -177,7 +177,7 @@ class DataFolder:
         return self._files / file_id
 
     def contents(self, file_id: str) -> tuple[Path, Path]:
-        """Where the contents of a file with a row are: in the first of these paths that exists."""
+        """The possible paths of the contents of a file with a row; the first one that exists is valid."""
         return self.incoming(file_id), self.content(file_id)
 
     def batch(self, batch_id: str) -> Path:
@@ -187,7 +187,7 @@ class DataFolder:
     # --- adding and deleting files ------------------------------------------------------------------------------
 
     async def add_file(self, file: File, owner: str = "", sha256: str | None = None) -> None:
-        """Adds the file that was written to `incoming`, durably. Completes, and returns then, even if it is cancelled.
+        """Durably adds a file from `incoming`. Runs to completion even if cancelled.
 
         `sha256`: of its contents, in hexadecimal.
         """
@@ -226,12 +226,12 @@ class DataFolder:
         deleted = [file_id for file_id in ids if _delete(self.content(file_id))]
         try:
             self._thread.submit(self._store.forget_deleted, deleted).result()
-        except StorageError as error:  # the next start does it
+        except StorageError as error:  # deleted on the next start
             log.warning("%s", error)
 
     async def check_upload(self, file_id: str, executor: ThreadPoolExecutor) -> None:
         """Compares the contents of a file with its upload: the size, and the SHA-256 unless an earlier version stored
-        it. Raises `InputChanged`, and `ConfigError` if it cannot be read."""
+        the file. Raises `InputChanged`, and `ConfigError` if it cannot be read."""
         try:
             size, sha256 = await self.query(BatchStore.upload, file_id)
         except NotFound as error:
@@ -246,10 +246,10 @@ class DataFolder:
 
 
 def open_data_folder(folder: Path) -> DataFolder:
-    """Opens or creates a data folder, and settles what a killed process left behind.
+    """Opens or creates a data folder, and completes or undoes the operations of a killed process.
 
-    Raises `StorageError`, among others if there are files without a database, or with one that has never had any;
-    `InUse` if another process has opened the folder. Then no file has been moved or deleted.
+    Raises `StorageError`, for example if there are files but the database is missing or never had any; `InUse` if
+    another process has opened the folder. In these cases, no files are moved or deleted.
     """
     folder = folder.expanduser()
     with _storage_errors(folder):
@@ -273,7 +273,7 @@ def open_data_folder(folder: Path) -> DataFolder:
 
 
 def _contents(folder: Path) -> list[str]:
-    """The names of those subfolders that have something in them."""
+    """The names of the subfolders that are not empty."""
     subfolders = {name: folder / name for name in _SUBFOLDERS}
     return [name for name, path in subfolders.items() if path.exists() and (not path.is_dir() or any(path.iterdir()))]
 
@@ -313,7 +313,7 @@ def _check_upload(content: Path, size: int, sha256: str | None) -> None:
 
 
 def _first(names: Sequence[str]) -> str:
-    """Some of the names, for one line of the log."""
+    """The first names, for a log line."""
     return ", ".join(names[:_MAX_NAMES]) + (" ..." if len(names) > _MAX_NAMES else "")
 
 

@@ -53,7 +53,7 @@ class BatchManager:
 
     @property
     def open_records(self) -> list[BatchRecord]:
-        """The same with the server's own data on them."""
+        """As `open_batches`, with the server's own data."""
         return [msgspec.structs.replace(active.record, batch=active.batch) for active in self._active.values()]
 
     async def create(
@@ -70,8 +70,8 @@ class BatchManager:
     ) -> Batch:
         """Creates a batch for `model`, the loaded model.
 
-        `output_lifetime_s`: seconds after which its results are deleted. `owner`, `key`: of `BatchRecord`; None: there
-        are no keys. Raises `InvalidRequest`.
+        `output_lifetime_s`: seconds after which its results are deleted. `owner`, `key`: as in `BatchRecord`; None if
+        the server does not use keys. Raises `InvalidRequest`.
         """
         if endpoint not in self._urls:
             raise InvalidRequest("endpoint", f"is {endpoint[:80]!r}; it must be one of {', '.join(self._urls)}")
@@ -95,7 +95,7 @@ class BatchManager:
             owner=owner or "",
             key=key,
         )
-        await asyncio.shield(self._add(record, owner))  # if the client disconnects, a stored batch must still be run
+        await asyncio.shield(self._add(record, owner))  # a stored batch must run even if the client disconnects
         return batch
 
     async def _add(self, record: BatchRecord, viewer: str | None) -> None:
@@ -115,7 +115,7 @@ class BatchManager:
         return active if active and (viewer is None or active.record.owner in ("", viewer)) else None
 
     async def file(self, file_id: str, viewer: str | None = None) -> tuple[File, tuple[Path, ...]]:
-        """A file, also one with the results so far of a batch that has not ended, and its contents.
+        """A file and its contents. It may also be the results so far of an open batch.
 
         The contents are the first `File.bytes` bytes of the first path that exists. Raises `NotFound`.
         """
@@ -131,7 +131,7 @@ class BatchManager:
         return [self._active[each.id].batch if each.id in self._active else each for each in batches], has_more
 
     async def cancel(self, batch_id: str, viewer: str | None = None) -> Batch:
-        """Starts to cancel a batch. Results so far are kept. Raises `NotFound`, and `Conflict` if it has ended."""
+        """Starts cancelling a batch. Keeps the results so far. Raises `NotFound`, and `Conflict` if it has ended."""
         active = self._visible(batch_id, viewer)
         batch = active.batch if active else await self.data.query(BatchStore.batch, batch_id, viewer)
         if batch.status == "cancelling":
@@ -144,7 +144,7 @@ class BatchManager:
     # --- running ------------------------------------------------------------------------------------------------
 
     def start(self, resources: BatchResources) -> None:
-        """Resumes the open batches, and from now on runs new ones."""
+        """Resumes the open batches, and starts running new ones."""
         self._resources = resources
         for active in list(self._active.values()):
             log.info("%s resumes", active.batch.id)
@@ -183,7 +183,7 @@ class BatchManager:
         for active in self._active.values():
             try:
                 await active.save()
-            except StorageError as error:  # only the stored counts are outdated
+            except StorageError as error:  # only makes the stored counts outdated
                 log.warning("%s: %s", active.batch.id, error)
 
     async def close(self) -> None:

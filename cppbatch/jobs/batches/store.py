@@ -1,4 +1,4 @@
-"""The server's files and batches: their records as OpenAI's API shows them, and the database that keeps them."""
+"""The server's files and batches: their records in the form of OpenAI's API, and their database."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ _VISIBLE = "(? IS NULL OR owner IN ('', ?))"
 
 
 class Page(msgspec.Struct, frozen=True, kw_only=True):
-    """Which part of a list to return."""
+    """The part of a list to return."""
 
     after: str | None = None
     """The ID of the last element of the previous page."""
@@ -58,12 +58,12 @@ class Page(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class KnownContents(NamedTuple):
-    """What the database says about the data folder."""
+    """The contents of the data folder according to the database."""
 
     sizes: dict[str, int]
-    """Of each file, by ID."""
+    """The size of each file, by ID."""
     future_outputs: dict[str, str]
-    """The IDs of files that open batches will have, with the batch's ID."""
+    """The IDs of the future result files of open batches, with the batch's ID."""
     deleted: set[str]
     """The IDs of deleted files."""
     batches: dict[str, bool]
@@ -73,7 +73,7 @@ class KnownContents(NamedTuple):
 class BatchStore:
     """One SQLite file. Not thread-safe: one thread at a time. Raises `StorageError`.
 
-    `viewer` is the owner of what may be seen, beside files and batches without an owner; None sees everything.
+    `viewer`: only files and batches of this owner, and those without an owner, are visible; None: all are.
     """
 
     def __init__(self, path: Path, *, must_exist: bool = False) -> None:
@@ -162,7 +162,7 @@ class BatchStore:
         self._db.execute_many("INSERT OR IGNORE INTO deleted_files VALUES (?)", ids)
 
     def forget_deleted(self, ids: Sequence[str]) -> None:
-        """The contents of these deleted files are not on the disk any more."""
+        """Removes the deletion notes of files after their contents were deleted from disk."""
         if ids:
             with self._db.transaction():
                 self._db.execute_many("DELETE FROM deleted_files WHERE id = ?", [(file_id,) for file_id in ids])
@@ -181,7 +181,7 @@ class BatchStore:
     # --- batches ------------------------------------------------------------------------------------------------
 
     def add_batch(self, record: BatchRecord, viewer: str | None = None) -> None:
-        """Adds a new batch. Raises `InvalidRequest` if its input cannot be seen or has another purpose."""
+        """Adds a new batch. Raises `InvalidRequest` if its input is not visible or has another purpose."""
         batch = record.batch
         with self._db.transaction():
             found = f"SELECT purpose FROM files WHERE id = ? AND {_VISIBLE}"
@@ -230,7 +230,7 @@ class BatchStore:
     def _page(
         self, table: str, page: Page, kind: type[T], viewer: str | None, conditions: dict[str, str]
     ) -> tuple[list[T], bool]:
-        """`conditions`: {a condition with a ?: its value}."""
+        """`conditions`: {condition with a ?: value}."""
         where, values = " AND ".join([_VISIBLE, *conditions]), [viewer, viewer, *conditions.values()]
         order, beyond = ("DESC", "<") if page.newest_first else ("ASC", ">")
         if page.after is not None:
@@ -247,7 +247,7 @@ class BatchStore:
 
 
 # --- batch records ---------------------------------------------------------------------------------------------------
-# Files and batches as OpenAI's API shows them, and the record of a batch that the server stores.
+# Files and batches in the form of OpenAI's API, and the stored record of a batch.
 
 
 Purpose = Literal[
@@ -333,7 +333,7 @@ class BatchUsage(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ResultsSoFar(msgspec.Struct, frozen=True, kw_only=True):
-    """The files that a batch writes while it runs. Their contents only grow, by whole lines."""
+    """The files that a batch writes while it runs. They only grow, by whole lines."""
 
     output_file_id: str
     output_bytes: int = 0
@@ -342,7 +342,7 @@ class ResultsSoFar(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Batch(msgspec.Struct, frozen=True, kw_only=True):
-    """A batch as the API shows it. Times are Unix times in seconds."""
+    """A batch in the form of the API. Times are Unix times in seconds."""
 
     id: str
     object: Literal["batch"] = "batch"
@@ -356,7 +356,7 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True):
     output_file_id: str | None = None
     error_file_id: str | None = None
     results_so_far: ResultsSoFar | UnsetType = UNSET
-    """Until the batch has ended; then its results are in `output_file_id` and `error_file_id`."""
+    """Only until the batch has ended; then its results are in `output_file_id` and `error_file_id`."""
     created_at: int
     in_progress_at: int | None = None
     expires_at: int
@@ -388,7 +388,7 @@ class BatchRecord(
         "final_status": "ending",
     },
 ):
-    """A batch with the server's own data on it, as `BatchStore` stores it. `rename`: the names in the stored JSON."""
+    """A batch with the server's own data, as stored by `BatchStore`. `rename`: the names in the stored JSON."""
 
     batch: Batch
     output_file_id: str
@@ -401,9 +401,9 @@ class BatchRecord(
     key: dict[str, Any] | None = None
     """The rules of the API key that created it, in the server's form. None: it was created without a key."""
     is_begun: bool = False
-    """Whether its ledger has been created: then it must be found after a restart."""
+    """Whether its ledger has been created; it must then exist after a restart."""
     final_status: FinalStatus | None = None
-    """Set when no further results are written, before the files are moved into place."""
+    """Set once all results are written, before the files are moved into place."""
 
 
 def completion_window_seconds(window: str) -> int:

@@ -1,4 +1,4 @@
-"""The format of a job's input file: lines, templates of prompts, and the requests that are made of them."""
+"""The format of a job's input file: lines, prompt templates, and the requests built from them."""
 
 from __future__ import annotations
 
@@ -34,22 +34,22 @@ _MAX_COLUMNS_SHOWN = 20
 
 
 class InputFormat(msgspec.Struct, frozen=True, kw_only=True):
-    """How an input file is read. `detect_input_format` makes one from a path and the user's options."""
+    """How to read an input file. `detect_input_format` creates it from a path and the user's options."""
 
     path: Path
     kind: FileKind
     column: str | None = None
     """The column with the prompts; None for files without columns, and with a template."""
     template: str | None = None
-    """The text of a `PromptTemplate`, which makes a prompt of each row."""
+    """The text of a `PromptTemplate`, which creates a prompt from each row."""
     id_column: str | None = None
     """The column with the custom IDs; None: custom_id or id, if there is one."""
     only_prompts: bool = False
-    """Requests in OpenAI's format are rejected: their results are not rows of a table."""
+    """Whether to reject requests in OpenAI's format, because their results are not table rows."""
     endpoint: Endpoint = "completions"
-    """The endpoint that plain prompts are sent to."""
+    """The endpoint for plain prompts."""
     system: str | None = None
-    """The system message of chats made from plain prompts."""
+    """The system message of chats created from plain prompts."""
 
 
 def detect_input_format(
@@ -62,7 +62,7 @@ def detect_input_format(
     id_column: str | None = None,
     only_prompts: bool = False,
 ) -> InputFormat:
-    """The format of a file, from its name's extension; the file is not opened.
+    """The format of a file according to its extension. Does not open the file.
 
     Raises `ConfigError` for an unknown extension and for options that contradict each other.
     """
@@ -101,10 +101,10 @@ def detect_input_format(
 
 
 class TableColumns(NamedTuple):
-    """The columns of a table that requests are made of."""
+    """The columns of a table from which requests are built."""
 
     prompt: tuple[str, ...]
-    """The one with the prompts, or those that the template names."""
+    """The column with the prompts, or the columns in the template."""
     custom_id: str | None
 
 
@@ -132,7 +132,7 @@ def table_columns(input_format: InputFormat, names: Sequence[str]) -> TableColum
 
 
 # --- prompt template -------------------------------------------------------------------------------------------------
-# Prompts made of the columns of a table: `Classify: {text}`.
+# Builds prompts from the columns of a table: `Classify: {text}`.
 
 
 class MissingField(Exception):
@@ -140,7 +140,7 @@ class MissingField(Exception):
 
 
 class PromptTemplate:
-    """A text with the names of columns in braces; `{{` and `}}` are braces. Raises `ConfigError` for anything else."""
+    """A text with column names in braces; `{{` and `}}` are literal braces. Raises `ConfigError` for anything else."""
 
     def __init__(self, source: str) -> None:
         try:
@@ -153,7 +153,7 @@ class PromptTemplate:
             if spec or conversion:
                 raise _invalid(source, f"{{{name}}} has a format specification, which is not supported")
         self.fields = tuple(dict.fromkeys(name for _, name, _, _ in self._parts if name is not None))
-        """The columns that it names, in their order."""
+        """The columns in the template, in order."""
         if not self.fields:
             raise _invalid(source, "it does not name a column")
 
@@ -172,7 +172,7 @@ class PromptTemplate:
 
 
 def field_text(value: object) -> str:
-    """A value of a table as text: strings as they are, null as nothing, all others as JSON, or as Python shows them."""
+    """A table value as text: strings unchanged, null as an empty string, others as JSON, or with `str` if necessary."""
     if value is None:
         return ""
     if isinstance(value, str):
@@ -191,7 +191,7 @@ def _invalid(source: str, problem: str) -> ConfigError:
 
 
 # --- request builder -------------------------------------------------------------------------------------------------
-# Builds a job's requests from prompts, and validates what input lines contain.
+# Builds a job's requests from prompts, and validates the contents of input lines.
 
 
 MAX_CUSTOM_ID_LENGTH = 512
@@ -204,7 +204,7 @@ _short.maxlevel = 2
 
 
 class LineError(Exception):
-    """A line is not a valid request. `code` is machine-readable; the message is for people."""
+    """A line is not a valid request. `code` is machine-readable, the message human-readable."""
 
     def __init__(self, code: str, message: str) -> None:
         super().__init__(message)
@@ -212,7 +212,7 @@ class LineError(Exception):
 
 
 class RequestBuilder:
-    """Makes requests from prompts, and checks that their endpoints are allowed."""
+    """Builds requests from prompts, and checks that their endpoints are allowed."""
 
     def __init__(self, input_format: InputFormat, urls: Collection[str]) -> None:
         """`urls`: the allowed endpoints."""
@@ -222,7 +222,7 @@ class RequestBuilder:
 
     @property
     def has_template(self) -> bool:
-        """Whether prompts are made of the columns of each row."""
+        """Whether prompts are built from the columns of each row."""
         return self._template is not None
 
     @property
@@ -232,11 +232,11 @@ class RequestBuilder:
 
     @property
     def id_column(self) -> str | None:
-        """The field of a row with its custom ID; None: custom_id or id."""
+        """The field with the custom ID of a row; None: custom_id or id."""
         return self._format.id_column
 
     def prompt_of(self, values: Mapping[str, object]) -> str:
-        """The prompt that the template makes of a row. Raises `LineError`."""
+        """The prompt that the template creates from a row. Raises `LineError`."""
         assert self._template
         try:
             return self._template.render(values)
@@ -244,7 +244,7 @@ class RequestBuilder:
             raise LineError("missing_field", str(error)) from None
 
     def from_row(self, line: int, custom_id: str | None, values: Mapping[str, object]) -> JobRequest | RejectedLine:
-        """The request for a row of a table: of the template, or of its only value."""
+        """The request for a row of a table, built from the template or from its only value."""
         if self._template is None:
             (prompt,) = values.values()
             return self.from_prompt(line, custom_id, field_text(prompt))
@@ -280,7 +280,7 @@ class RequestBuilder:
     def from_prompt(self, line: int, custom_id: str | None, prompt: str) -> JobRequest | RejectedLine:
         """The request for a prompt from a text file or a table. `custom_id` is None without such a column.
 
-        Both strings may contain `surrogateescape` characters for bytes that are not valid UTF-8; those are rejected.
+        Both strings may contain `surrogateescape` characters for bytes that are not valid UTF-8, which are rejected.
         """
         content_hash = hash64(f"{custom_id or ''}\0{prompt}".encode(errors="surrogateescape"))
         checked_id: str | None = None
@@ -303,7 +303,7 @@ def default_custom_id(line: int) -> str:
 
 
 def check_custom_id(field: str, value: object) -> str:
-    """Returns `value`. Raises `LineError` unless it is a string of valid length and text."""
+    """Returns `value`. Raises `LineError` unless it is a valid string of valid length."""
     if not isinstance(value, str) or not 0 < len(value) <= MAX_CUSTOM_ID_LENGTH:
         raise LineError(
             "invalid_custom_id",
@@ -345,7 +345,7 @@ def _is_unicode(text: str) -> bool:
 
 
 MAX_LINE_BYTES = 16 << 20
-"""Without the line end. A longer line indicates a broken file rather than a request."""
+"""Without the line end. A longer line is probably not a request but a sign of a damaged file."""
 
 _BOM = b"\xef\xbb\xbf"
 _READ_BYTES = 1 << 18

@@ -25,7 +25,7 @@ from cppbatch.json_bounds import excess
 
 
 class InputReader:
-    """Iterating yields the request of each line, or why the line is rejected. Blank lines are skipped.
+    """Iterating yields the request of each line, or the rejected line with the reason. Blank lines are skipped.
 
     `urls` are the allowed endpoints. Each iteration opens the file again. Raises `ConfigError` if the file cannot be
     read or a table lacks its columns. The ledger, not the reader, checks that custom IDs are unique.
@@ -48,7 +48,7 @@ class InputReader:
         self.close()
 
     def count(self, is_stopped: Callable[[], bool] = lambda: False) -> int | None:
-        """How many entries iterating yields; None: stopped. Opens the file again. Any thread may call this."""
+        """The number of entries that iterating yields; None if stopped. Opens the file again. Thread-safe."""
         source, n = self._open(), 0
         try:
             for more in source.count():
@@ -92,7 +92,7 @@ class _Source(Protocol):
 # --- JSON Lines and text ---------------------------------------------------------------------------------------------
 # Reads requests from JSON Lines files, and prompts from text files with one prompt per line.
 #
-# A line of JSON is a request in OpenAI's batch format, an object with a prompt, or a prompt alone:
+# A line of JSON is a request in OpenAI's batch format, an object with a prompt, or only a prompt:
 #
 #     {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"prompt": "Hello"}}
 #     {"id": "a", "prompt": "Hello", "max_tokens": 5}
@@ -127,7 +127,7 @@ class LineInput:
                 yield parse(number, line, builder)
 
     def count(self) -> Iterator[int]:
-        """1 for each line that iterating yields an entry for."""
+        """Yields 1 for each entry that iterating yields."""
         return (1 for _, raw in self._lines if raw.strip())
 
     def close(self) -> None:
@@ -147,7 +147,7 @@ def parse_json_line(number: int, line: bytes, builder: RequestBuilder) -> JobReq
         record = _decoded(line)
         is_plain = builder.has_template or ("body" not in record and "url" not in record)
         if builder.only_prompts and not is_plain:
-            message = "is a request in OpenAI's format, whose result cannot be a table row: use a .jsonl output"
+            message = "is a request in OpenAI's format, and its result cannot be a table row: use a .jsonl output"
             raise LineError("invalid_line", message)
         if is_plain:
             custom_id = _plain_custom_id(record, number, builder.id_column)
@@ -210,7 +210,7 @@ def _request(record: Json, builder: RequestBuilder) -> tuple[str, Json]:
 
 
 def _plain_custom_id(record: Json, number: int, id_column: str | None) -> str:
-    """Plain lines may have an integer ID, as rows of data sets do."""
+    """The ID of a plain line, which may be an integer, as in data sets."""
     if id_column is not None and record.get(id_column) is None:
         raise LineError("missing_custom_id", f"{id_column}: is required; it identifies the result (--id-column)")
     for field in ("custom_id", "id") if id_column is None else (id_column,):

@@ -25,7 +25,7 @@ from cppbatch.jobs.job_request import JobRequest, RejectedLine, hash64
 _INITIAL_REREAD_BYTES = 16 << 20
 _REREAD_BYTES_PER_BYTE = 4
 _MAX_LINES_PER_RECORD = 1 << 18
-"""Short lines take far more memory than their bytes."""
+"""A limit is necessary because short lines take far more memory than their bytes."""
 
 
 class CsvInput:
@@ -36,17 +36,17 @@ class CsvInput:
         self._builder = builder
         self._lines = LineReader(input_format.path)
         self.columns: list[str] = []
-        """The names of the columns, once a record was read."""
+        """The names of the columns; set when the first record is read."""
 
     def close(self) -> None:
         self._lines.close()
 
     def count(self) -> Iterator[int]:
-        """1 for each record that iterating yields an entry for."""
+        """Yields 1 for each entry that iterating yields."""
         return (1 for _ in self.records())
 
     def __iter__(self) -> Iterator[JobRequest | RejectedLine]:
-        prompts: dict[str, int] = {}  # names of columns with their places
+        prompts: dict[str, int] = {}  # column indices by name
         ids: int | None = None
         for record in self.records():
             if isinstance(record, RejectedLine):
@@ -61,7 +61,7 @@ class CsvInput:
             yield self._builder.from_row(line, custom_id, {name: row[place] for name, place in prompts.items()})
 
     def records(self) -> Iterator[tuple[int, list[str]] | RejectedLine]:
-        """The line number and the fields of each record, or why the record is rejected. `columns` has their names.
+        """The line number and the fields of each record, or the reason for rejecting it. `columns` has the field names.
 
         Raises `ConfigError` if the table lacks its columns.
         """
@@ -70,7 +70,7 @@ class CsvInput:
         records = _RecordReader(self._lines)
         rows = csv.reader(records, delimiter=self._delimiter(records.peek_line()), strict=True)
         columns = self.columns = self._columns(rows)
-        table_columns(self._format, columns)  # raises for those that are missing
+        table_columns(self._format, columns)  # raises for missing columns
         while True:
             records.begin_record()
             try:
@@ -110,11 +110,11 @@ class _RecordTooLong(csv.Error):
 
 
 class _RecordReader:
-    """Feeds lines to a `csv.reader`, and remembers the lines of the record that is being read.
+    """Feeds lines to a `csv.reader`, and remembers the lines of the current record.
 
     An unclosed quote makes a record extend to the end of the file. Therefore only the first line of an unreadable
-    record is rejected, and its other lines are read again. The number of bytes that are read again is limited, since
-    otherwise a crafted file could have 16 MiB read again for each of its lines.
+    record is rejected, and its other lines are read again. The number of bytes to read again is limited, because
+    otherwise a crafted file could cause 16 MiB to be read again for each of its lines.
     """
 
     def __init__(self, lines: LineReader) -> None:
@@ -140,7 +140,7 @@ class _RecordReader:
         return line.decode(errors="surrogateescape")
 
     def peek_line(self) -> str:
-        """The first line that is not blank. It is not consumed."""
+        """The first line that is not blank. Does not consume it."""
         for number, line in self._lines:
             if line.strip():
                 self._pushed_back.append((number, line))
@@ -153,7 +153,7 @@ class _RecordReader:
 
     @property
     def line(self) -> int:
-        """The line number where the record begins."""
+        """The line number of the start of the record."""
         return self._record[0][0]
 
     @property
@@ -272,7 +272,7 @@ class ParquetInput:
         return wanted
 
     def _batch_rows(self) -> int:
-        """Rows read at a time: few enough that long prompts take little memory.
+        """The number of rows to read at a time, small enough that long prompts take little memory.
 
         Calculated from the size of all columns: asking pyarrow 26 for the size of one column aborts the process if the
         file is corrupt.

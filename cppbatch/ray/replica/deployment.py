@@ -1,4 +1,4 @@
-"""The Serve application whose replicas a `RayEngine` uses: the replica, and the router of its requests."""
+"""The Serve application of a `RayEngine`: the replica and the request router."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ _UNLIMITED = 2**31 - 1
 def engine_application(config: EngineConfig, *, step_timeout: float = 300.0, **options: Any) -> serve.Application:
     """The application for `serve.run(..., route_prefix=None)`.
 
-    `options` of the deployment, as in `serve.deployment`: num_replicas, autoscaling_config, ray_actor_options ... Serve
-    does not limit the requests of a replica (`max_ongoing_requests`): `RayEngine` limits the queue, the engine orders
-    it by priority, and a call that cancels must not wait.
+    `options`: of the deployment, as in `serve.deployment`: num_replicas, autoscaling_config, ray_actor_options ...
+    Serve does not limit the requests of a replica (`max_ongoing_requests`): `RayEngine` limits the queue, the engine
+    orders it by priority, and `cancel` calls must not wait.
     """
     routing = RequestRouterConfig(
         request_router_class=PrefixRequestRouter, request_router_kwargs={"n_parallel": config.n_parallel}
@@ -49,13 +49,13 @@ def engine_application(config: EngineConfig, *, step_timeout: float = 300.0, **o
         name=DEPLOYMENT,
         max_ongoing_requests=_UNLIMITED,
         request_router_config=routing,
-        logging_config=LoggingConfig(enable_access_log=False),  # the front has one
+        logging_config=LoggingConfig(enable_access_log=False),  # the front has an access log
     )
     return deployment.options(**options).bind(config, step_timeout=step_timeout)
 
 
 # --- engine replica --------------------------------------------------------------------------------------------------
-# A replica: Ray Serve runs it in a process of its own. Its engine is a worker process beside it.
+# A replica: Ray Serve runs it in its own process. Its engine is a separate worker process.
 
 
 log = logging.getLogger("cppbatch.ray")
@@ -67,7 +67,7 @@ _LEASE_PERIOD_S = 4.0
 class EngineReplica(ReplicaEngine):
     """The class of the deployment."""
 
-    async def __init__(  # type: ignore[misc]  # Serve awaits it: the replica takes calls when the model is loaded
+    async def __init__(  # type: ignore[misc]  # Serve awaits it: the replica accepts calls once the model is loaded
         self, config: EngineConfig, *, step_timeout: float = 300.0
     ) -> None:
         """Starts a worker process and waits until it has loaded the model. Raises what loading raises."""
@@ -101,11 +101,11 @@ class EngineReplica(ReplicaEngine):
 
 
 async def _load(config: EngineConfig, name: str, application: str, *, step_timeout: float) -> EngineProcess:
-    """Starts an engine and reports how far it is until it has loaded the model. Raises what loading raises."""
+    """Starts an engine and reports its progress until it has loaded the model. Raises what loading raises."""
     unlimited = msgspec.structs.replace(
         config,
         model_path=await asyncio.to_thread(model_on_this_node, config.model_path),
-        max_queue=INT32_MAX - config.n_parallel,  # the fronts limit it
+        max_queue=INT32_MAX - config.n_parallel,  # the fronts limit the queue
     )
     engine = EngineProcess(unlimited, name=name, step_timeout=step_timeout)
     try:
@@ -135,15 +135,15 @@ class _Choice(NamedTuple):
 class PrefixRequestRouter(RequestRouter):
     """Chooses the replica of a request, in the process that has the deployment's handle.
 
-    The first argument of a call that wants a prefix is `list[Prefix]` (`prompt_prefixes(request)`), made in the same
-    process. Any other call goes to the replica with the fewest requests.
+    For routing by prefix, the first argument of a call must be a `list[Prefix]` (`prompt_prefixes(request)`), created
+    in the same process. Any other call goes to the replica with the fewest requests.
 
     Set it in the deployment's `RequestRouterConfig`: `request_router_class=PrefixRequestRouter`,
-    `request_router_kwargs={"n_parallel": 16}`, which is the number of sequences that a replica computes at once.
+    `request_router_kwargs={"n_parallel": 16}`, the number of sequences that a replica computes at once.
 
-    Serve's own queue lengths lag: they do not count a request between its choice and its sending, and the answer to the
-    first request of a burst sets them back to 1. So requests are counted here too, from the choice to the end. The
-    larger of the two numbers counts: Serve's has the requests of other handles.
+    Serve's own queue lengths lag: they do not count a request between routing and sending, and the answer to the first
+    request of a burst resets them to 1. So requests are also counted here, from routing to the end. The larger number
+    is used, because Serve's includes the requests of other handles.
     """
 
     def initialize_state(self, n_parallel: int) -> None:
@@ -155,8 +155,8 @@ class PrefixRequestRouter(RequestRouter):
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
-        """The chosen replica, then all others, of which Serve takes the one with the fewest requests if the first is
-        full (`max_ongoing_requests`)."""
+        """The chosen replica, then all others. If the first is full (`max_ongoing_requests`), Serve uses the other one
+        with the fewest requests."""
         self._drop_unsent()
         if pending_request is not None:
             self._forget_request(pending_request.metadata.internal_request_id)  # an earlier choice
@@ -173,11 +173,11 @@ class PrefixRequestRouter(RequestRouter):
         self._router.note(_prefixes(pending_request), replica_id)
 
     def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
-        """Called by Serve when a request has ended, or was refused by the replica."""
+        """Called by Serve when a request has ended or was rejected by the replica."""
         self._forget_request(internal_request_id)
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
-        """Called by Serve when replicas have come or gone."""
+        """Called by Serve when replicas were added or removed."""
         gone = set(self.curr_replicas) - {replica.replica_id for replica in replicas}
         super().update_replicas(replicas)
         for replica_id in gone:
@@ -202,7 +202,7 @@ class PrefixRequestRouter(RequestRouter):
             self._counts[choice.replica] -= 1
 
     def _drop_unsent(self) -> None:
-        """Serve tells nothing of a request that was cancelled before it was sent."""
+        """Drops requests that were cancelled before they were sent: Serve does not report them."""
         now = time.monotonic()
         late = [name for name, choice in self._choices.items() if not choice.is_sent and now > choice.at + _UNSENT_S]
         for request_id in late:

@@ -1,4 +1,4 @@
-"""The requests of all fronts in one engine: what a replica does, apart from Ray."""
+"""The requests of all fronts in one engine: the part of a replica that does not depend on Ray."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ from cppbatch.ray.messages import (
 
 log = logging.getLogger("cppbatch.ray")
 
-_MAX_IDLE_GROUPS = 256  # of fronts that have ended, or have lost the group
+_MAX_IDLE_GROUPS = 256  # of fronts that have ended or have lost the group
 
 
 class ReplicaEngine:
-    """Runs the requests of all fronts in one engine. Its methods take and return MessagePack (`messages`): Ray
+    """Runs the requests of all fronts in one engine. Its methods take and return MessagePack (`messages`), because Ray
     would pickle objects."""
 
     def __init__(self, engine: EngineProcess, name: str) -> None:
         self._engine = engine
         self._name = name
-        self._groups: dict[tuple[str, int], StreamGroup] = {}  # by front and epoch, the last used one last
+        self._groups: dict[tuple[str, int], StreamGroup] = {}  # by front and epoch, in LRU order
 
     async def run(self, prefixes: list[Prefix], message: bytes) -> AsyncGenerator[bytes, None]:
-        """Runs a `Submission`. Yields a `StreamOpened`, then the messages of its stream group while it carries them.
+        """Runs a `Submission`. Yields a `StreamOpened`, then the messages of its stream group while it is the carrier.
 
         `prefixes` are for the request router (`PrefixRequestRouter`).
         """
@@ -61,11 +61,11 @@ class ReplicaEngine:
 
     @property
     def fronts(self) -> set[str]:
-        """The fronts that have a stream open."""
+        """The fronts with an open stream."""
         return {front for (front, _), group in self._groups.items() if not group.is_idle}
 
     def drop_front(self, front: str) -> None:
-        """Ends the requests of a front that does not answer any more."""
+        """Ends the requests of a front that does not respond."""
         for key in [key for key in self._groups if key[0] == front]:
             self._groups.pop(key).close(f"the front {front} has not renewed its lease")
 
@@ -138,14 +138,14 @@ class _Stream:
 
 
 class StreamGroup:
-    """Batches the events of a step: the oldest open stream, the carrier, yields one message with the events of all
-    requests since the last message; the other streams only end. When the carrier's request has ended, the next stream
-    carries. Used on one event loop.
+    """Batches the events of a step. The oldest open stream, the carrier, yields one message with the events of all
+    requests since the last message; the other streams yield nothing. When the carrier's request has ended, the next
+    stream becomes the carrier. Used on one event loop.
     """
 
     def __init__(self, replica: str, front: str) -> None:
         self._opened = encode(StreamOpened(replica, f"{replica}/{front}"))
-        self._streams: list[_Stream] = []  # the oldest first
+        self._streams: list[_Stream] = []  # oldest first
         self._n_sent = 0
         self._closed_because: str | None = None
         self._events: list[GenerationEvent] = []
@@ -158,7 +158,7 @@ class StreamGroup:
         return not self._streams
 
     def put(self, item: GenerationEvent | Refused | NotRun) -> None:
-        """Adds something to the next message."""
+        """Adds an item to the next message."""
         if isinstance(item, GenerationEvent):
             self._events.append(item)
         elif isinstance(item, Refused):

@@ -16,10 +16,10 @@ from cppbatch.ray.cluster import Node
 
 MAX_REPLICAS = 1024
 
-_LOOK_BACK_S = 12.0  # Serve scales by the mean of the last seconds; it warns below 10
+_LOOK_BACK_S = 12.0  # Serve scales by the mean load of this period; it warns below 10
 _UPSCALE_DELAY_S = 3.0
-_DRAIN_S = 60.0  # then the requests of a replica that stops continue in another one
-_CONSTRUCTOR_RETRIES = 2  # of the replicas of a new deployment, together, before it fails
+_DRAIN_S = 60.0  # after that, the requests of a stopping replica continue in another one
+_CONSTRUCTOR_RETRIES = 2  # in total for all replicas of a new deployment, before it fails
 
 
 class ReplicaOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -29,7 +29,7 @@ class ReplicaOptions(msgspec.Struct, frozen=True, kw_only=True):
     max_replicas: int = 1
     """If above `min_replicas`: the number follows the load."""
     downscale_delay: float = 60.0
-    """Seconds for which fewer replicas must have sufficed before one is stopped."""
+    """Seconds for which fewer replicas must suffice before one is stopped."""
     num_cpus: float = 1
     """Logical CPUs that Ray reserves for a replica."""
     num_gpus: float = 0
@@ -54,8 +54,8 @@ class ReplicaOptions(msgspec.Struct, frozen=True, kw_only=True):
     def serve_options(self, config: EngineConfig) -> dict[str, Any]:
         """Keyword arguments of `serve.deployment`.
 
-        Serve's autoscaling counts the requests that the fronts have open, waiting and running ones. A replica computes
-        `n_parallel` at once, so that is the target for each: one request more, on average, starts the next replica.
+        Serve's autoscaling counts the open requests of the fronts, waiting and running. A replica computes `n_parallel`
+        at once, so that is the target per replica: one more request, on average, starts the next replica.
         """
         options: dict[str, Any] = {
             "ray_actor_options": {"num_cpus": self.num_cpus, "num_gpus": self.num_gpus},
@@ -90,9 +90,10 @@ def for_own_machine(options: ReplicaOptions, config: EngineConfig, n_cores: int)
 def for_nodes(
     options: ReplicaOptions, config: EngineConfig, nodes: Sequence[Node]
 ) -> tuple[ReplicaOptions, EngineConfig]:
-    """The same for a cluster: the replicas divide its nodes evenly, and those of a node its CPUs.
+    """As `for_own_machine`, for a cluster: divides the nodes evenly among the replicas, and the CPUs of a node among
+    its replicas.
 
-    `n_threads` stays 0, one for each physical core, where a replica has a node for itself.
+    If a replica has a node for itself, `n_threads` stays 0: one thread per physical core.
     """
     with_cpus = [node for node in nodes if node.cpus >= 1]
     if config.n_threads or not with_cpus:
@@ -107,16 +108,16 @@ def for_nodes(
 
 
 def computes_on_gpu(config: EngineConfig) -> bool:
-    """Whether an engine with these settings takes a GPU, if there is one, with the llama.cpp of this machine."""
+    """Whether an engine with these settings and this machine's llama.cpp uses a GPU, if there is one."""
     from cppbatch.llama import Backend
 
     return config.n_gpu_layers != 0 and Backend.get().supports_gpu
 
 
 def with_gpus(options: ReplicaOptions, nodes: Sequence[Node], *, grows: bool) -> ReplicaOptions:
-    """The options for engines that compute on GPUs: one for each replica. No GPU in the cluster: unchanged.
+    """The options for engines that compute on GPUs: one GPU per replica. Unchanged if the cluster does not have GPUs.
 
-    `grows`: whether nodes may join the cluster. Raises `ConfigError` if there are fewer GPUs than replicas for good.
+    `grows`: whether nodes may join the cluster. If not, raises `ConfigError` if there are fewer GPUs than replicas.
     """
     n_gpus = int(sum(node.gpus for node in nodes))
     if not n_gpus:
@@ -130,7 +131,7 @@ def with_gpus(options: ReplicaOptions, nodes: Sequence[Node], *, grows: bool) ->
 
 
 def why_unplaceable(options: ReplicaOptions, nodes: Sequence[Node]) -> str | None:
-    """Why no node of the cluster can ever run a replica; None: one can."""
+    """The reason why no node of the cluster can ever run a replica; None if one can."""
     if any(node.cpus >= options.num_cpus and node.gpus >= options.num_gpus for node in nodes):
         return None
     needs = f"{options.num_cpus:g} CPUs" + (f" and {options.num_gpus:g} GPU" if options.num_gpus else "")
@@ -142,7 +143,7 @@ def why_unplaceable(options: ReplicaOptions, nodes: Sequence[Node]) -> str | Non
 
 
 # --- node model ------------------------------------------------------------------------------------------------------
-# The model's file on the node of a replica: nodes may keep it in different folders.
+# The model file on the node of a replica: nodes may keep it in different folders.
 
 
 def model_on_this_node(path: str) -> str:

@@ -33,7 +33,7 @@ class ServeReplicas:
     def __init__(self, application: str, deployment: str = DEPLOYMENT) -> None:
         """`application` may still be starting."""
         self._application, self._deployment = application, deployment
-        self._handle = DeploymentHandle(deployment, application)  # not a cached one: it belongs to one event loop
+        self._handle = DeploymentHandle(deployment, application)  # not cached, because it belongs to one event loop
         self._run = self._handle.options(method_name="run", stream=True)
         self._ask = self._handle.options(method_name="ask")
 
@@ -94,7 +94,8 @@ class ServeReplicas:
     def _status(self) -> ReplicaSetStatus:
         found = serve.status().applications.get(self._application)
         if found is None or found.status == ApplicationStatus.DELETING:
-            return ReplicaSetStatus(status="failed", message=f"the Serve application {self._application!r} is gone")
+            missing = f"the Serve application {self._application!r} does not exist"
+            return ReplicaSetStatus(status="failed", message=missing)
         deployment = found.deployments.get(self._deployment)
         states = deployment.replica_states if deployment else {}
         n_running = states.get(ReplicaState.RUNNING, 0)
@@ -118,15 +119,16 @@ async def _reached(call: Awaitable[Result]) -> Result:
     try:
         return await call
     except ray.exceptions.RayTaskError as error:
-        raise ReplicaLost(str(error).rstrip().rpartition("\n")[2]) from error  # the line below the traceback
+        raise ReplicaLost(str(error).rstrip().rpartition("\n")[2]) from error  # the last line of the traceback
     except (ray.exceptions.RayError, RayServeException) as error:
         raise ReplicaLost(str(error).partition("\n")[0]) from error
 
 
 # --- front leases ----------------------------------------------------------------------------------------------------
-# Whether the front of a request still runs: Ray does not tell a replica that the caller of a stream has died.
+# Detects whether the front of a request is still running: Ray does not tell a replica that the caller of a stream has
+# died.
 #
-# Each front counts on in the key-value store of the cluster, and replicas look there.
+# Each front increments a counter in the key-value store of the cluster, which replicas read.
 
 
 _LEASES = "cppbatch-fronts"
@@ -134,23 +136,23 @@ _LEASE_S = 20.0
 
 
 def renew_lease(front: str) -> None:
-    """Called by a front every few seconds. Waits for the cluster, as all functions here do."""
+    """Called by a front every few seconds. Blocks until the cluster responds, like all functions here."""
     internal_kv._internal_kv_put(front, repr(time.time()), namespace=_LEASES)
 
 
 def end_lease(front: str) -> None:
-    """The front ends."""
+    """Called when the front ends."""
     internal_kv._internal_kv_del(front, namespace=_LEASES)
 
 
 class LeaseWatch:
-    """A replica's view of the fronts. The clocks of machines are not compared: a lease must only change."""
+    """A replica's view of the fronts. It only checks that a lease changes, so clocks need not be synchronised."""
 
     def __init__(self) -> None:
         self._seen: dict[str, tuple[bytes | None, float]] = {}
 
     def expired(self, fronts: set[str]) -> set[str]:
-        """Those of these fronts that have not renewed their lease for 20 s, as this replica has seen."""
+        """Those of these fronts that have not renewed their lease for 20 s, according to this replica's clock."""
         now = time.monotonic()
         self._seen = {front: seen for front, seen in self._seen.items() if front in fronts}
         for front in fronts:
@@ -161,16 +163,17 @@ class LeaseWatch:
 
 
 # --- load reports ----------------------------------------------------------------------------------------------------
-# How far replicas have loaded the model, and why one could not: in the key-value store of the cluster.
+# The loading progress and errors of replicas, in the key-value store of the cluster.
 #
-# Serve tells neither: a replica takes no calls until its constructor has returned, and its errors are tracebacks.
+# Serve does not report them: a replica does not accept calls until its constructor has returned, and its errors are
+# tracebacks.
 
 
 _NAMESPACE = "cppbatch-loading"
 
 
 class LoadReport(msgspec.Struct, frozen=True, kw_only=True):
-    """The state of a replica that loads, or that has failed to."""
+    """The state of a replica that is loading the model or has failed to load it."""
 
     progress: float = 0.0
     """0.0 to 1.0."""
@@ -183,24 +186,24 @@ _decode = msgspec.msgpack.Decoder(LoadReport).decode
 
 
 def put_report(application: str, replica: str, report: LoadReport) -> None:
-    """Replaces the report of a replica. Waits for the cluster, as all functions here do."""
+    """Replaces the report of a replica. Blocks until the cluster responds, like all functions here."""
     internal_kv._internal_kv_put(_key(application, replica), msgspec.msgpack.encode(report), namespace=_NAMESPACE)
 
 
 def remove_report(application: str, replica: str) -> None:
-    """A replica has loaded the model."""
+    """Removes the report of a replica that has loaded the model."""
     internal_kv._internal_kv_del(_key(application, replica), namespace=_NAMESPACE)
 
 
 def remove_errors(application: str) -> None:
-    """Removes the reports of replicas that have failed: another one begins to load."""
+    """Removes the reports of failed replicas, when another one starts to load."""
     for key in _keys(application):
         if (report := _get(key)) and report.error:
             internal_kv._internal_kv_del(key, namespace=_NAMESPACE)
 
 
 def load_reports(application: str) -> list[LoadReport]:
-    """The reports of all replicas that load, or have failed to."""
+    """The reports of all replicas that are loading the model or have failed to load it."""
     return [report for key in _keys(application) if (report := _get(key))]
 
 

@@ -1,4 +1,4 @@
-"""What a `RayEngine` needs of a cluster: an interface, which tests implement without Ray, and live states."""
+"""The interface between a `RayEngine` and a cluster, which tests implement without Ray, and live states."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from cppbatch.ray.messages import decode_live
 
 
 class ReplicaLost(Exception):
-    """The replica of a call has died, or cannot be reached. The message says how."""
+    """The replica of a call has died or cannot be reached. The message gives the reason."""
 
 
 class ReplicaSetStatus(msgspec.Struct, frozen=True, kw_only=True):
     """The state of all replicas."""
 
     status: Literal["starting", "running", "failed"]
-    """starting: no replica is running yet, or none any more. failed: none will."""
+    """starting: no replica is running yet, or all have stopped. failed: none can start."""
     n_running: int = 0
     n_wanted: int = 0
     progress: float = 0.0
     """0.0 to 1.0 while starting."""
     message: str | None = None
-    """Why none runs, for a reader who does not know Ray."""
+    """The reason why no replica is running, without Ray's terms."""
     error_kind: str | None = None
-    """The name of the exception in `cppbatch.errors` that loading raised, if that is why."""
+    """If loading failed, the name of the exception in `cppbatch.errors`."""
 
 
 class ReplicaSet(Protocol):
@@ -40,44 +40,44 @@ class ReplicaSet(Protocol):
     def run(self, prefixes: list[Prefix], message: bytes) -> AsyncGenerator[bytes, None]:
         """Calls `EngineReplica.run` in one replica; waits until there is one. Raises `ReplicaLost`.
 
-        Closing it early ends the call in the replica.
+        Closing the generator early ends the call in the replica.
         """
 
     async def ask(self, message: bytes) -> bytes:
         """Calls `EngineReplica.ask` in one replica; waits until there is one. Raises `ReplicaLost`."""
 
     async def cancel(self, request_ids: list[str]) -> set[str]:
-        """Calls `EngineReplica.cancel` in all replicas that take requests. Returns their names."""
+        """Calls `EngineReplica.cancel` in all replicas that accept requests. Returns their names."""
 
     async def reports(self) -> list[bytes]:
-        """`EngineReplica.report` of all replicas that answer."""
+        """`EngineReplica.report` of all responding replicas."""
 
     async def live(self) -> list[bytes]:
-        """`EngineReplica.live` of all replicas that answer."""
+        """`EngineReplica.live` of all responding replicas."""
 
     async def status(self) -> ReplicaSetStatus:
         """The state of all replicas."""
 
     async def renew_lease(self, front: str) -> None:
-        """Tells all replicas that a front still runs."""
+        """Tells all replicas that a front is still running."""
 
     async def close(self, front: str) -> None:
-        """Ends the connection of a front; the replicas continue to run."""
+        """Ends the connection of a front; the replicas keep running."""
 
 
 # --- live replicas ---------------------------------------------------------------------------------------------------
-# What the replicas do now, as they last said.
+# The current activity of the replicas, as last reported.
 
 
 log = logging.getLogger("cppbatch.ray")
 
 _WAIT_S = 0.15
 _IDLE_PERIOD_S = 1.0
-"""Between two questions while no replica has a request: another front may send one."""
+"""Between two polls while no replica has a request: another front may send one."""
 
 
 class LiveReplicas:
-    """The live states of all replicas that answer. One question is on the way at a time."""
+    """The live states of all responding replicas. Polls once at a time."""
 
     def __init__(self, replicas: ReplicaSet) -> None:
         self._replicas = replicas
@@ -86,7 +86,7 @@ class LiveReplicas:
         self._asking: asyncio.Task[None] | None = None
 
     async def get(self, *, idle: bool) -> list[WorkerLive]:
-        """The states, after an answer if it comes soon. `idle`: this front has no request."""
+        """The states; waits briefly for an answer. `idle`: this front has no request."""
         is_idle = idle and not any(state.in_flight for state in self._states)
         is_due = monotonic() - self._received_at >= (_IDLE_PERIOD_S if is_idle else 0.0)
         if self._asking is None and is_due:
@@ -103,7 +103,7 @@ class LiveReplicas:
         try:
             states = [state for data in await self._replicas.live() for state in decode_live(data)]
             self._states = sorted(states, key=lambda state: state.name)
-        except Exception as error:  # `RayEngine` reports that the cluster does not answer
+        except Exception as error:  # `RayEngine` reports that the cluster does not respond
             log.debug("could not get the state of the replicas: %s", error)
             self._states = []
         finally:
@@ -111,7 +111,7 @@ class LiveReplicas:
             self._asking = None
 
     async def close(self) -> None:
-        """Asks no more."""
+        """Stops polling."""
         if self._asking:
             self._asking.cancel()
             await asyncio.gather(self._asking, return_exceptions=True)

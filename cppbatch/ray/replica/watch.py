@@ -14,7 +14,7 @@ import msgspec
 log = logging.getLogger("cppbatch.ray")
 
 _PERIOD_S = 1.0
-_PLACEMENT_S = 10.0  # Ray places a replica that has its CPUs within a second
+_PLACEMENT_S = 10.0  # if its CPUs are free, Ray places a replica within a second
 
 
 class SeenReplica(msgspec.Struct, frozen=True):
@@ -27,7 +27,7 @@ class SeenReplica(msgspec.Struct, frozen=True):
 
 
 class ReplicaChanges:
-    """Compares the current state with the previous one."""
+    """Compares the current state with the previous state."""
 
     def __init__(self) -> None:
         self._seen: Mapping[str, SeenReplica] = {}
@@ -36,7 +36,7 @@ class ReplicaChanges:
 
     def lines(self, now: float, target: int, seen: Mapping[str, SeenReplica], resources: str) -> Iterator[str]:
         """The changes, as log lines. `now`: in seconds. `target`: the number of replicas required by the load.
-        `resources`: what one needs and what is free."""
+        `resources`: a text about the required and free resources of a replica."""
         before, self._seen = self._seen, seen
         if self._target and target != self._target:
             yield f"scaling to {target} replica{'s' * (target != 1)} from {self._target}"
@@ -57,7 +57,7 @@ class ReplicaChanges:
         self._unplaced_since = {name: self._unplaced_since.get(name, now) for name in waiting}
         for name, since in self._unplaced_since.items():
             if now - since >= _PLACEMENT_S:
-                self._unplaced_since[name] = float("inf")  # said once
+                self._unplaced_since[name] = float("inf")  # reported once
                 yield f"replica {name} is waiting for resources: {resources}"
 
 
@@ -87,7 +87,7 @@ def _watch(application: str, deployment: str, stopped: threading.Event) -> None:
             }
             for line in changes.lines(time.monotonic(), details.target_num_replicas, seen, _resources(details)):
                 log.info(line)
-        except Exception as error:  # the cluster may be ending; `RayEngine` says what that means for requests
+        except Exception as error:  # the cluster may be ending; `RayEngine` handles the requests
             log.debug("could not monitor the replicas: %s", error)
 
 
@@ -112,7 +112,7 @@ def _resources(details: object) -> str:
 
 
 def deployment_details(application: str, deployment: str) -> Any:
-    """The `ray.serve.schema.DeploymentDetails` of a deployment, with its replicas; None: it does not exist.
+    """The `ray.serve.schema.DeploymentDetails` of a deployment, with its replicas; None if it does not exist.
 
     `serve.status` only counts replicas; Ray's dashboard, which is not started here, shows the same details.
     """
