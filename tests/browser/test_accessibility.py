@@ -113,7 +113,7 @@ def test_the_theme_follows_the_system_until_it_is_chosen_and_the_choice_is_kept(
 
 
 @pytest.mark.parametrize("tab", TABS)
-def test_nothing_moves_for_readers_who_asked_for_reduced_motion(
+def test_nothing_moves_when_reduced_motion_is_preferred(
     new_context: Callable[..., BrowserContext], url: str, tab: str
 ) -> None:
     page = new_context(reduced_motion="reduce").new_page()

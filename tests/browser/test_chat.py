@@ -122,7 +122,7 @@ def test_an_answer_shows_its_tokens_speed_and_time_to_the_first_token(chat: Page
     expect(messages(chat, "assistant")).to_contain_text("Reached the maximum number of tokens.")
 
 
-def test_enter_sends_and_shift_enter_begins_a_line(chat: Page) -> None:
+def test_enter_sends_and_shift_enter_starts_a_line(chat: Page) -> None:
     answer_with(chat, "Yes.")
     field = chat.get_by_role("textbox", name="Message")
     expect(field).to_be_focused()
@@ -135,7 +135,7 @@ def test_enter_sends_and_shift_enter_begins_a_line(chat: Page) -> None:
     expect(field).to_have_value("")
 
 
-def test_an_answer_goes_on_while_another_tab_or_conversation_is_shown(chat: Page) -> None:
+def test_an_answer_continues_while_another_tab_or_conversation_is_shown(chat: Page) -> None:
     settings(chat, Maximum_tokens="40")
     send(chat, "Tell me about the sea.")
     chat.get_by_role("button", name="New conversation").click()
@@ -206,7 +206,7 @@ def test_an_answer_can_be_made_again_edited_and_deleted(chat: Page) -> None:
 # --- settings -------------------------------------------------------------------------------------------------------
 
 
-def test_system_prompt_and_settings_are_sent_and_new_conversations_begin_with_them(chat: Page) -> None:
+def test_system_prompt_and_settings_are_sent_and_new_conversations_start_with_them(chat: Page) -> None:
     answer_with(chat, "Ahoy.")
     settings(
         chat, System_prompt="You are a pirate.", Temperature="0.25", Stop_strings="END\nSTOP", JSON_schema='{"a": 1}'
@@ -293,7 +293,9 @@ def test_text_that_is_nested_too_deep_is_shown_as_it_was_written(chat: Page) -> 
     expect(messages(chat, "assistant").last.locator("blockquote")).to_have_count(15)
 
 
-def test_a_link_whose_target_comes_later_is_one_when_the_answer_is_complete_and_after_a_reload(chat: Page) -> None:
+def test_a_link_with_its_target_defined_later_is_a_link_when_the_answer_is_complete_and_after_a_reload(
+    chat: Page
+) -> None:
     answer_with(chat, "See [this][1].\n\nMore.\n\n[1]: https://example.org/a")
     ask(chat, "Where?")
     for _ in range(2):

@@ -57,7 +57,7 @@ def test_chat_shows_scripts_and_html_of_a_model_as_text(page: Page, hostile_url:
     check_safe(page)
 
 
-def test_links_of_a_model_do_not_run_scripts_and_tell_nobody_where_they_were(page: Page, hostile_url: str) -> None:
+def test_links_of_a_model_do_not_run_scripts_and_send_no_referrer(page: Page, hostile_url: str) -> None:
     chat = open_tab(page, hostile_url, "chat")
     wait_ready(page)
     for text in ("links", "more links"):

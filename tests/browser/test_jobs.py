@@ -329,7 +329,7 @@ def test_lines_are_uploaded_watched_and_downloaded_while_a_worker_is_killed(
     assert json.loads(sent[0]) == edited
 
 
-def test_lines_that_are_wrong_are_told_and_left_out(page: Page, url: str, server: ServerProcess) -> None:
+def test_invalid_lines_are_reported_and_left_out(page: Page, url: str, server: ServerProcess) -> None:
     open_tab(page, url, "jobs")
     choose(page, "few.csv", b'id,text\n1,"What, now?"\n2,a,b\n3,"is"it"\n\n1,again\n5,Hello\n')
     expect(page.get_by_text("2 lines ready, 3 invalid")).to_be_visible()

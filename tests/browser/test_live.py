@@ -154,7 +154,7 @@ def n_connections(url: str) -> int:
     return sum(fields[1].endswith(port) and fields[3] == "01" for fields in map(str.split, lines))
 
 
-def test_the_stream_is_closed_while_nobody_looks(page: Page, server: ServerProcess, url: str) -> None:
+def test_the_stream_is_closed_while_the_live_tab_is_hidden(page: Page, server: ServerProcess, url: str) -> None:
     started: list[str] = []
     ended: list[str] = []
     page.on("request", lambda request: started.append(request.url))

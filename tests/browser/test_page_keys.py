@@ -86,7 +86,7 @@ def test_a_key_can_be_forgotten(page: Page, keyed_url: str) -> None:
     expect(key_dialog(page)).to_be_visible()
 
 
-def test_a_key_that_is_no_longer_valid_is_asked_for_again(page: Page, keyed_url: str) -> None:
+def test_an_invalidated_key_is_asked_for_again(page: Page, keyed_url: str) -> None:
     page.goto(keyed_url)
     page.evaluate("localStorage.setItem('cppbatch.key', 'sk-of-last-year')")
     page.reload()

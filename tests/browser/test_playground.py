@@ -133,7 +133,7 @@ def cells(tab: Page) -> Locator:
     return run(tab)
 
 
-def test_cells_are_sorted_and_the_likeliest_one_is_marked_as_that(tab: Page, cells: Locator) -> None:
+def test_cells_are_sorted_and_the_most_likely_one_is_marked(tab: Page, cells: Locator) -> None:
     def order(by: str) -> list[str]:
         tab.get_by_role("combobox", name="Order").select_option(by)
         return cells.locator("h3").all_text_contents()
@@ -288,7 +288,7 @@ def test_the_form_is_kept_and_works_by_keyboard(tab: Page) -> None:
     assert tab.evaluate("navigator.clipboard.readText()").strip() == texts(tab.locator(".cell"))[1].strip()
 
 
-def test_a_run_goes_on_while_another_tab_is_shown(tab: Page) -> None:
+def test_a_run_continues_while_another_tab_is_shown(tab: Page) -> None:
     fill(tab, STORY, "0.5, 1", Maximum_tokens=60)
     tab.get_by_role("button", name="Run", exact=True).click()
     expect(tab.locator(".cell.running")).to_have_count(2)

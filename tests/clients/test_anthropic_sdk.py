@@ -91,7 +91,7 @@ def test_a_streamed_tool_call_has_the_input_of_the_whole_one(client: anthropic.A
 
 
 @pytest.mark.parametrize("thread", [{}, {"thread": False}], ids=["thread", "no thread"])
-def test_the_tool_runner_calls_a_function_and_goes_on_with_the_whole_conversation(
+def test_the_tool_runner_calls_a_function_and_continues_with_the_whole_conversation(
     client: anthropic.Anthropic, thread: Any
 ) -> None:
     """It begins a thread on the server, unless told otherwise, and then sends only what is new: not to this one."""

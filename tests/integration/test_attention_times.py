@@ -70,7 +70,9 @@ def test_the_second_time_they_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
     assert attention_times(replace(task, kv_layout="unified")) is None  # a child that crashes
 
 
-def test_only_plain_attention_has_a_shape(tiny_llama: Path, tiny_swa: Path, tiny_mamba: Path) -> None:
+def test_the_attention_shape_is_known_for_plain_attention_only(
+    tiny_llama: Path, tiny_swa: Path, tiny_mamba: Path
+) -> None:
     assert attention_shape(tiny_llama)
     assert attention_shape(tiny_swa) is None
     assert attention_shape(tiny_mamba) is None

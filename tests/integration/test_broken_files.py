@@ -126,7 +126,7 @@ def test_generate_without_a_prompt_says_how_to_give_one(
 # --- models inspect, models list -------------------------------------------------------------------------------------
 
 
-def test_inspect_refuses_what_is_no_model_with_one_helpful_line(
+def test_inspect_refuses_a_file_that_is_not_a_model_with_one_helpful_line(
     broken: tuple[Path, str], run: Callable[..., tuple[int, str, str]]
 ) -> None:
     path, advice = broken

@@ -113,7 +113,7 @@ def texts(engine: BatchInferenceEngine) -> list[Completion]:
 
 
 @pytest.mark.parametrize("layout", ENGINES)
-def test_a_text_goes_on_in_shifted_cells_as_if_they_were_computed_again(
+def test_a_text_continues_in_shifted_cells_as_in_recomputed_ones(
     one_layer: Path, open_engine: OpenEngine, layout: str
 ) -> None:
     """With drafts, and in the unified layout with sequences that take turns in the cells of one."""

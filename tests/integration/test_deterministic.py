@@ -104,7 +104,7 @@ def test_every_bit_is_the_same_where_another_engine_continues(model: Path, alone
         assert top(events, str(i)) == each[len(known[i]) * N_TOP :]
 
 
-def test_a_model_whose_bits_depend_on_the_rows_all_the_same_is_refused_with_the_remedy(
+def test_a_model_with_logits_that_still_depend_on_the_rows_is_refused_with_the_remedy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = write_llama(tmp_path / "tiny.gguf", SHAPE)

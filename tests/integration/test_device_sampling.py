@@ -72,7 +72,7 @@ def test_prompts_are_scored_where_the_device_samples(tiny_llama: Path) -> None:
     assert len(backend[0].logprobs) == backend[0].usage.prompt_tokens + 4
 
 
-def test_the_device_finds_the_likeliest_tokens_and_whole_rows_remain_for_those_who_want_them(
+def test_the_device_finds_the_most_likely_tokens_and_whole_rows_remain_for_requests_that_need_them(
     llama_model: Model, context: Context
 ) -> None:
     assert context.enable_backend_sampling(16)

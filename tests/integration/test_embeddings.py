@@ -228,7 +228,9 @@ def test_rank_without_a_classification_head_is_refused(tiny_llama: Path, tiny_en
             BatchInferenceEngine(model, n_ctx=256, pooling="rank", **EXACT)
 
 
-def test_a_reranker_whose_file_does_not_say_so_is_one_with_pooling_rank(tmp_path: Path, tiny_reranker: Path) -> None:
+def test_a_reranker_without_a_pooling_type_in_its_file_works_with_pooling_rank(
+    tmp_path: Path, tiny_reranker: Path
+) -> None:
     model = tiny_models.reranker(tmp_path / "unsaid.gguf", pooling=None)
     with opened(model, pooling="rank") as said, opened(tiny_reranker) as engine:
         assert np.array_equal(said.embed(PAIRS), engine.embed(PAIRS))
@@ -252,7 +254,7 @@ def test_an_encoder_that_does_not_say_how_it_is_pooled_asks_for_it(tmp_path: Pat
         assert engine.info.pooling == "cls"
 
 
-def test_a_pooling_that_there_is_not_is_refused() -> None:
+def test_an_unknown_pooling_type_is_refused() -> None:
     with pytest.raises(ConfigError, match="'max'; it must be one of none, mean, cls, last, rank"):
         EngineConfig(model_path="", pooling="max")  # type: ignore[arg-type]
 

@@ -137,7 +137,7 @@ def test_another_seed_gives_another_text(open_engine: OpenEngine, kind: tuple[Pa
     assert len({tuple(result.tokens) for result in results}) == 8
 
 
-def test_a_text_continued_from_its_own_tokens_goes_on_alike(open_engine: OpenEngine, kind: tuple[Path, str]) -> None:
+def test_a_text_continued_from_its_own_tokens_is_the_same(open_engine: OpenEngine, kind: tuple[Path, str]) -> None:
     path, layout = kind
     engine = open_engine(path, kv_layout=layout)
     prompt = [1, *range(300, 380)]  # well beyond the sliding window

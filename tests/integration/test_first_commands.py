@@ -157,7 +157,7 @@ def test_a_name_that_the_list_shows_is_a_model_to_run(
 # --- batch ------------------------------------------------------------------------------------------------------------
 
 
-def test_a_wrong_column_leaves_no_job_behind(run: Run, tiny_llama: Path, tmp_path: Path) -> None:
+def test_a_wrong_column_leaves_no_job(run: Run, tiny_llama: Path, tmp_path: Path) -> None:
     source, output = tmp_path / "in.csv", tmp_path / "out.jsonl"
     source.write_text("text,id\nabc,a\n")
     batch = ["batch", source, "-o", output, "-m", tiny_llama, *SMALL, "--in-process"]
@@ -189,7 +189,7 @@ def test_a_profile_that_is_used_is_named(
     assert re.search(rf"using the profile {re.escape(str(path))} of .*: -np 3 -c 512 -t 1; use --no-profile", err)
 
 
-def test_settings_may_change_until_there_are_results(run: Run, tiny_llama: Path, tmp_path: Path) -> None:
+def test_settings_may_change_until_the_first_result(run: Run, tiny_llama: Path, tmp_path: Path) -> None:
     source, output = tmp_path / "in.txt", tmp_path / "out.jsonl"
     source.write_text("abc\n")
     batch = ["batch", source, "-o", output, *SMALL, "--in-process"]

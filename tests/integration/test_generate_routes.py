@@ -86,7 +86,7 @@ async def test_without_max_tokens_the_context_is_the_limit(http: Http) -> None:
     assert answer["prompt_tokens"] + answer["completion_tokens"] == 1024
 
 
-async def test_log_probabilities_come_with_ids_and_the_likeliest_first(http: Http) -> None:
+async def test_log_probabilities_come_with_ids_and_the_most_likely_first(http: Http) -> None:
     _, answer = await post(http, "/generate", {**GREEDY, "prompt": "abc", "logprobs": 2})
     assert [entry["id"] for entry in answer["logprobs"]] == answer["tokens"]
     for entry in answer["logprobs"]:
@@ -165,7 +165,7 @@ BAD_ITEMS = {
 
 
 @pytest.mark.parametrize(("item", "field"), BAD_ITEMS.values(), ids=BAD_ITEMS.keys())
-async def test_one_bad_item_fails_alone_and_is_told_why(http: Http, item: object, field: str) -> None:
+async def test_one_bad_item_fails_alone_with_the_reason(http: Http, item: object, field: str) -> None:
     first, bad, last = (await batch(http, prompts=["abc", item, "abc"]))["results"]
     assert first["text"] == last["text"] == await text_of(http, "abc")
     assert set(bad) == {"index", "error"}

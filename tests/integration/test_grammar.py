@@ -157,7 +157,7 @@ def test_a_stream_gives_the_text_piece_by_piece(engine: BatchInferenceEngine) ->
     assert sum(len(event.tokens) for event in events) == events[-1].usage.completion_tokens  # type: ignore[union-attr]
 
 
-def test_an_echoed_prompt_stands_before_the_text(engine: BatchInferenceEngine) -> None:
+def test_an_echoed_prompt_precedes_the_text(engine: BatchInferenceEngine) -> None:
     assert one(engine, greedy(20, guided_choice=["answer"], echo=True)).text == PROMPT + "answer"
 
 
@@ -303,7 +303,9 @@ HARD: dict[str, Fields] = {
 
 
 @pytest.mark.parametrize("fields", HARD.values(), ids=HARD)
-def test_a_hard_grammar_stalls_nobody_and_ends_or_is_refused(engine: BatchInferenceEngine, fields: Fields) -> None:
+def test_a_hard_grammar_stalls_no_other_request_and_ends_or_is_refused(
+    engine: BatchInferenceEngine, fields: Fields
+) -> None:
     beside = greedy(60, ignore_eos=True)
     alone = one(engine, beside).text
     neighbour = engine.add_request(PROMPT, beside)
@@ -334,7 +336,7 @@ def limited(engine: BatchInferenceEngine, monkeypatch: pytest.MonkeyPatch, regex
     return params
 
 
-def test_a_text_that_the_grammars_limits_cut_off_is_no_text_that_has_ended(
+def test_a_text_that_the_grammars_limits_cut_off_is_not_reported_as_ended(
     engine: BatchInferenceEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     params = limited(engine, monkeypatch, "([a-z ]*[aei][a-z ]{20}c)+")
@@ -387,7 +389,7 @@ async def test_nor_does_an_engine_on_a_thread(tiny_llama: Path) -> None:
         await checking
 
 
-def test_ctrl_c_while_a_grammar_is_read_leaves_nothing_behind_for_the_next(tiny_llama: Path) -> None:
+def test_ctrl_c_while_a_grammar_is_read_does_not_affect_the_next(tiny_llama: Path) -> None:
     with BatchInferenceEngine(tiny_llama, **SETTINGS) as engine:
         prepare(engine, guided_regex="ready")
         timer = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT))

@@ -95,7 +95,7 @@ async def test_it_uploads_and_downloads(engine: HeldEngine, tmp_path: Path) -> N
         assert came.partition(b"\r\n\r\n")[2] == content
 
 
-async def test_a_request_whose_body_is_cut_off_is_dropped_at_once(engine: HeldEngine) -> None:
+async def test_a_request_with_a_truncated_body_is_dropped_at_once(engine: HeldEngine) -> None:
     async with listening(create_app(engine)) as listener:
         cut = post("/v1/completions", SHORT)[:-1]
         assert await answered(listener, cut) == b""

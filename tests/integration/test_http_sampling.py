@@ -121,7 +121,7 @@ async def test_half_a_character_is_shown_as_its_bytes(http: Http) -> None:
     assert choice["logprobs"]["tokens"] == ["<s>", "bytes:\\xc3", "bytes:\\xa9"]
 
 
-async def test_without_logprobs_there_are_none(http: Http) -> None:
+async def test_without_logprobs_the_field_is_absent(http: Http) -> None:
     assert (await complete(http, **GREEDY))["logprobs"] is None
     assert (await complete(http, **GREEDY, echo=True))["logprobs"] is None
     assert (await chat(http))["logprobs"] is None
@@ -711,6 +711,6 @@ async def test_constraints_under_other_servers_names_hold(http: Http, path: str)
 
 
 @pytest.mark.parametrize("field", [b'"\xed\xa0": 1', b'"bad_words": ["\xff"]', b'"other": "\xff"'])
-async def test_unknown_fields_that_are_no_utf8_are_no_json(http: Http, field: bytes) -> None:
+async def test_unknown_fields_that_are_not_utf8_are_not_json(http: Http, field: bytes) -> None:
     async with http.post("/v1/completions", data=b'{"prompt": "x", "max_tokens": 1, ' + field + b"}") as answer:
         assert (answer.status, (await answer.json())["error"]["param"]) == (400, "body")

@@ -133,7 +133,7 @@ def test_without_a_cache_that_can_be_written_times_are_kept_in_a_folder_of_the_u
     assert children == [["F16"], ["F16"]]
 
 
-def test_without_llama_cpp_python_there_are_no_times(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_llama_cpp_python_no_times_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert kernel_times(["F16"]) == {}
 

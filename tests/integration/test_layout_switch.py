@@ -103,7 +103,7 @@ def test_a_prompt_longer_than_a_stream_is_answered_as_in_the_unified_layout(
     assert (engine.stats().kv_layout, engine.stats().layout_switches) == ("unified", 1)
 
 
-def test_a_text_goes_on_beyond_the_end_of_its_stream(open_engine: OpenEngine, tiny_llama: Path) -> None:
+def test_a_text_continues_beyond_the_end_of_its_stream(open_engine: OpenEngine, tiny_llama: Path) -> None:
     long = SamplingParams(temperature=0, max_tokens=STREAM + 60, ignore_eos=True)
     prompts = ["Hello", "the cat "]
     expected = texts(open_engine(tiny_llama, kv_layout="unified"), prompts, long)
@@ -200,7 +200,9 @@ def test_engines_of_models_that_have_only_kv_cells_switch(
 
 
 @pytest.mark.parametrize("n_ctx", [1024, 1025, 1500, 2047])
-def test_the_unified_layout_has_the_cells_that_were_told(open_engine: OpenEngine, tiny_llama: Path, n_ctx: int) -> None:
+def test_the_unified_layout_has_the_configured_number_of_cells(
+    open_engine: OpenEngine, tiny_llama: Path, n_ctx: int
+) -> None:
     engine = open_engine(tiny_llama, n_ctx=n_ctx)
     assert engine.core.kv.n_ctx_seq == n_ctx // 4 // 256 * 256
     switch(engine)

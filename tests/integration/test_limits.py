@@ -187,7 +187,7 @@ async def test_a_place_is_free_again_however_its_request_ends(engine: HeldEngine
             await until(lambda: not engine._by_id)
 
 
-async def test_a_client_that_is_slow_to_send_takes_nobodys_place(engine: HeldEngine) -> None:
+async def test_a_client_that_is_slow_to_send_does_not_count_as_concurrent(engine: HeldEngine) -> None:
     engine.go_on.set()
     app = create_app(engine, ServerSettings(limits=Limits(max_concurrent=1)))
     async with listening(app) as listener:

@@ -40,7 +40,7 @@ def test_a_batch_may_be_as_small_as_a_token_for_each_sequence(
     assert context.logits(4).shape[0] == 4
 
 
-def test_the_sizes_told_are_the_actual_ones(make_context: Callable[..., Context]) -> None:
+def test_the_reported_sizes_are_the_actual_ones(make_context: Callable[..., Context]) -> None:
     assert make_context(n_ctx=100).n_ctx == 256
     context = make_context(n_ctx=1024, kv_unified=False, n_ubatch=32)
     assert (context.n_ctx, context.n_ctx_seq, context.n_seq_max, context.n_ubatch) == (1024, 256, 4, 32)

@@ -222,7 +222,7 @@ def test_a_stream_holds_its_object(tiny_llama: Path) -> None:
     assert list(stream)[-1]["choices"][0]["finish_reason"] == "length"
 
 
-def test_an_object_that_nobody_holds_is_closed_at_once(tiny_llama: Path) -> None:
+def test_an_unreferenced_object_is_closed_at_once(tiny_llama: Path) -> None:
     gc.disable()
     try:
         llm = Llama(str(tiny_llama), n_threads=1, verbose=False)
@@ -444,7 +444,7 @@ def test_answers_are_openais_objects_too(opened: Open, tiny_chat: Path) -> None:
     assert called.choices[0].message.tool_calls[0].function.name == "weather"
 
 
-def test_a_handler_for_pictures_becomes_a_projector(opened: Open, tiny_chat: Path, tiny_folder: Path) -> None:
+def test_a_handler_for_images_becomes_a_projector(opened: Open, tiny_chat: Path, tiny_folder: Path) -> None:
     handler = llama_cpp.llama_chat_format.Llava15ChatHandler(
         str(tiny_projectors.vision(tiny_folder / "eyes.gguf")), verbose=False
     )

@@ -183,7 +183,7 @@ async def test_n_predict_0_only_warms_the_cache(http: Http) -> None:
     assert (await complete(http, prompt, cache_prompt=False))["timings"]["cache_n"] == 0
 
 
-async def test_n_probs_shows_the_likeliest_tokens(http: Http) -> None:
+async def test_n_probs_shows_the_most_likely_tokens(http: Http) -> None:
     whole = await complete(http, n_probs=3, return_tokens=True)
     shown = whole["completion_probabilities"]
     assert [entry["id"] for entry in shown] == whole["tokens"]
@@ -526,7 +526,7 @@ async def test_slots_show_how_many_sequences_run(http: Http, engine: LocalEngine
     await asking
 
 
-async def test_routes_that_others_have_are_there_by_llama_servers_names(http: Http) -> None:
+async def test_routes_with_v1_also_have_llama_servers_names_without_it(http: Http) -> None:
     assert await get(http, "/models") == await get(http, "/v1/models")
     assert (await get(http, "/v1/health"))[1]["status"] == "ok"
     body: dict[str, Any] = {"messages": [{"role": "user", "content": "x"}], "temperature": 0, "max_tokens": 4}

@@ -148,7 +148,7 @@ def assert_those_of_the_model_alone(
 
 @pytest.mark.parametrize("sampling", ["host", "backend"])
 @pytest.mark.parametrize("kv_layout", ["unified", "per-sequence"])
-def test_in_a_batch_everybody_gets_as_many_as_he_asks_for_and_his_own(
+def test_in_a_batch_each_request_gets_its_own_logprobs_and_the_number_it_asked_for(
     tiny_llama: Path, kv_layout: str, sampling: str
 ) -> None:
     params = params_of_a_crowd(echo=True)
@@ -207,7 +207,7 @@ NO_BYTES = tuple(range(5, 261))  # of the tiny models: so that every piece is wh
 
 @pytest.mark.parametrize("echo", [False, True])
 @pytest.mark.parametrize("prompt", ["Hello", " Hello ", "a\nb", LONG[:80]], ids=lambda prompt: str(prompt)[:8])
-def test_at_its_offset_the_text_begins_with_the_token(tiny_llama: Path, prompt: str | list[int], echo: bool) -> None:
+def test_at_its_offset_the_text_starts_with_the_token(tiny_llama: Path, prompt: str | list[int], echo: bool) -> None:
     params = SamplingParams(
         temperature=2, seed=1, max_tokens=30, ignore_eos=True, logprobs=0, echo=echo, suppress_tokens=NO_BYTES
     )
@@ -224,7 +224,7 @@ def test_at_its_offset_the_text_begins_with_the_token(tiny_llama: Path, prompt: 
         assert result.text.startswith(entry.piece.decode(), entry.text_offset)
 
 
-def test_the_parts_of_a_character_stand_where_it_stands(tiny_llama: Path) -> None:
+def test_the_parts_of_a_character_have_its_offset(tiny_llama: Path) -> None:
     with BatchInferenceEngine(tiny_llama, n_parallel=1, **SETTINGS) as engine:
         (result,) = engine.generate(["é🙂!"], SamplingParams(max_tokens=0, logprobs=0, echo=True))
     assert [entry.text_offset for entry in result.logprobs] == [0, 0, 0, 1, 1, 1, 1, 2]

@@ -72,7 +72,7 @@ def test_adapters_change_the_logits_by_their_scale_and_can_be_taken_off_again(co
     assert not any(close(a, b) for i, a in enumerate(rows[:-1]) for b in rows[:i])
 
 
-def test_an_adapter_that_there_is_none_of_is_out_of_range(context: Context) -> None:
+def test_a_missing_adapter_is_out_of_range(context: Context) -> None:
     for number in (-1, 2):
         with pytest.raises(OutOfRange, match="the model has 2"):
             context.use_adapters(((number, 1.0),))

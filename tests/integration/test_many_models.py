@@ -217,7 +217,7 @@ async def test_a_stream_is_not_cut_off_when_another_model_needs_its_place(folder
         assert (await states(http))["one"] == "unloaded"
 
 
-async def test_a_request_waits_for_its_model_no_longer_than_its_timeout(folder: Path) -> None:
+async def test_a_request_waits_for_its_model_at_most_for_its_timeout(folder: Path) -> None:
     async with serve(folder) as http:
         body = {"prompt": "a", "max_tokens": 1, "model": "one"}
         for field in ("timeout", "queue_timeout"):

@@ -89,7 +89,7 @@ async def test_without_its_decoder_an_image_is_refused_and_text_is_answered(
 # --- every API --------------------------------------------------------------------------------------------------------
 
 
-async def test_every_api_gives_the_same_text_to_the_same_picture(seeing: Http) -> None:
+async def test_every_api_gives_the_same_text_for_the_same_image(seeing: Http) -> None:
     chat = await answered(seeing, "/v1/chat/completions", {"messages": asks(picture()), **GREEDY})
     text = chat["choices"][0]["message"]["content"]
     assert chat["usage"]["prompt_tokens_details"]["image_tokens"] == IMAGE_TOKENS
@@ -136,7 +136,7 @@ async def test_every_api_gives_the_same_text_to_the_same_picture(seeing: Http) -
     assert verbose["__verbose"]["content"] == text
 
 
-async def test_the_tokens_of_a_picture_are_counted_before_they_are_computed(seeing: Http) -> None:
+async def test_the_tokens_of_an_image_are_counted_before_they_are_computed(seeing: Http) -> None:
     block = {"type": "image", "source": {"type": "url", "url": as_url(BLUE)}}
     counts = [
         (await answered(seeing, "/v1/messages/count_tokens", {"messages": asks(block)}))["input_tokens"],
@@ -156,7 +156,7 @@ async def test_the_tokens_of_a_picture_are_counted_before_they_are_computed(seei
     assert counts == [chat["usage"]["prompt_tokens"]] * 4
 
 
-async def test_a_picture_that_was_seen_before_is_cached_and_another_one_is_not(seeing: Http) -> None:
+async def test_an_image_that_was_sent_before_is_cached_and_another_one_is_not(seeing: Http) -> None:
     async def cached(data: bytes) -> int:
         answer = await answered(seeing, "/v1/chat/completions", {"messages": asks(picture(data)), **GREEDY})
         n: int = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
@@ -167,7 +167,7 @@ async def test_a_picture_that_was_seen_before_is_cached_and_another_one_is_not(s
     assert await cached(BLUE) < IMAGE_TOKENS
 
 
-async def test_what_a_picture_shows_changes_the_answer(seeing: Http) -> None:
+async def test_the_content_of_an_image_changes_the_answer(seeing: Http) -> None:
     async def first(data: bytes) -> float:
         body = {"messages": asks(picture(data)), "logprobs": True, **GREEDY}
         answer = await answered(seeing, "/v1/chat/completions", body)
@@ -177,7 +177,7 @@ async def test_what_a_picture_shows_changes_the_answer(seeing: Http) -> None:
     assert await first(RED) != await first(BLUE)
 
 
-async def test_several_pictures_choices_and_a_stream(seeing: Http) -> None:
+async def test_several_images_choices_and_a_stream(seeing: Http) -> None:
     body = {"messages": asks(picture(), SAID, picture(BLUE)), "n": 2, **GREEDY}
     whole = await answered(seeing, "/v1/chat/completions", body)
     assert whole["usage"]["prompt_tokens_details"]["image_tokens"] == 2 * IMAGE_TOKENS
@@ -191,7 +191,7 @@ async def test_several_pictures_choices_and_a_stream(seeing: Http) -> None:
     assert texts == [choice["message"]["content"] for choice in whole["choices"]]
 
 
-async def test_tool_results_may_be_pictures(seeing: Http) -> None:
+async def test_tool_results_may_be_images(seeing: Http) -> None:
     call = {"type": "tool_use", "id": "t", "name": "look", "input": {}}
     block = {"type": "image", "source": {"type": "base64", "data": as_base64(RED)}}
     result = {"type": "tool_result", "tool_use_id": "t", "content": [block]}
@@ -201,7 +201,7 @@ async def test_tool_results_may_be_pictures(seeing: Http) -> None:
     assert answer["usage"]["input_tokens"] + answer["usage"]["cache_read_input_tokens"] > IMAGE_TOKENS
 
 
-async def test_the_items_of_a_batch_share_a_picture_and_fail_alone(seeing: Http) -> None:
+async def test_the_items_of_a_batch_share_an_image_and_fail_alone(seeing: Http) -> None:
     several = await answered(
         seeing, "/generate/batch", {"messages": asks(picture()), "params": [{"seed": 1}, {"seed": 2}], **GREEDY}
     )
@@ -215,7 +215,7 @@ async def test_the_items_of_a_batch_share_a_picture_and_fail_alone(seeing: Http)
     assert errors == [None, "prompts[1].messages[0].content[0].image_url", None, "prompts[3].messages"]
 
 
-async def test_16_chats_with_pictures_at_once_answer_as_alone(seeing: Http) -> None:
+async def test_16_concurrent_chats_with_images_answer_as_alone(seeing: Http) -> None:
     pictures = [png(color=(i * 16, 255 - i * 16, 0)) for i in range(16)]
     bodies = [{"messages": asks(picture(data)), **GREEDY} for data in pictures]
     together = await asyncio.gather(*(answered(seeing, "/v1/chat/completions", body) for body in bodies))
@@ -224,7 +224,7 @@ async def test_16_chats_with_pictures_at_once_answer_as_alone(seeing: Http) -> N
     assert texts[0] == texts[1]
 
 
-async def test_sound_is_heard(hearing: Http) -> None:
+async def test_audio_is_heard(hearing: Http) -> None:
     chat = await answered(hearing, "/v1/chat/completions", {"messages": asks(sound()), **GREEDY})
     assert chat["usage"]["prompt_tokens_details"]["audio_tokens"] == SOUND_TOKENS
     assert "image_tokens" not in chat["usage"]["prompt_tokens_details"]
@@ -297,7 +297,7 @@ async def test_a_model_without_a_projector_says_what_to_do(tiny_llama: Path) -> 
         assert (await engine.stats()).prompt_tokens == 0
 
 
-async def test_remote_pictures_come_from_listed_hosts(tiny_llama: Path, eyes: Path) -> None:
+async def test_remote_images_come_from_listed_hosts(tiny_llama: Path, eyes: Path) -> None:
     async def serve(_: web.Request) -> web.Response:
         return web.Response(body=RED)
 
@@ -318,7 +318,7 @@ async def test_remote_pictures_come_from_listed_hosts(tiny_llama: Path, eyes: Pa
             assert (status, answer["error"]["param"]) == (400, "messages[0].content[0].image_url.url")
 
 
-async def test_pictures_of_all_completions_are_bounded(tiny_llama: Path, eyes: Path) -> None:
+async def test_images_of_all_completions_are_bounded(tiny_llama: Path, eyes: Path) -> None:
     limits = Limits(max_media=2, max_media_mb=1)
     noise = png() + os.urandom(1 << 18)
     async with (
@@ -337,7 +337,7 @@ async def test_pictures_of_all_completions_are_bounded(tiny_llama: Path, eyes: P
 # --- nothing leaks, nothing breaks ------------------------------------------------------------------------------------
 
 
-async def test_no_log_has_a_picture_and_live_shows_the_request(
+async def test_no_log_has_an_image_and_live_shows_the_request(
     seeing: Http, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
 ) -> None:
     caplog.set_level(logging.DEBUG)
@@ -472,7 +472,7 @@ def test_generate_takes_files(
     assert "leave out --raw" in err
 
 
-def test_a_batch_file_with_16_pictures(
+def test_a_batch_file_with_16_images(
     run: Callable[..., tuple[int, str, str]], tiny_llama: Path, eyes: Path, tmp_path: Path
 ) -> None:
     lines = io.StringIO()

@@ -99,7 +99,7 @@ SOUNDS = [
 ]
 
 
-def test_a_sound_takes_hardly_more_than_its_samples_at_the_encoders_rate(tmp_path: Path) -> None:
+def test_audio_takes_hardly_more_memory_than_its_samples_at_the_encoders_rate(tmp_path: Path) -> None:
     files = {" ".join(map(str, form)): sound(*form) for form in SOUNDS}
     taken = peaks(tmp_path, "audio", files)
     for (name, (n, n_result)), (*_, seconds) in zip(taken.items(), SOUNDS, strict=True):
@@ -115,7 +115,7 @@ def picture(mode: str, kind: str, **options: Any) -> bytes:
     return encoded(Image.new(mode, (_SIDE, _SIDE)), kind, **options)
 
 
-def test_a_picture_takes_hardly_more_than_its_pixels(tmp_path: Path) -> None:
+def test_an_image_takes_hardly_more_memory_than_its_pixels(tmp_path: Path) -> None:
     """Bytes a pixel: 3 of the result and 1 or 4 of Pillow; libjpeg holds a progressive picture once more, and libwebp
     three copies."""
     frames = [Image.new("RGB", (_SIDE, _SIDE), (i, 0, 0)) for i in range(4)]

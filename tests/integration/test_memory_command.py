@@ -53,7 +53,7 @@ def test_the_overhead_over_one_sequence_is_shown_by_number_and_length_with_the_g
     assert report["rows"][2]["over_240"] == pytest.approx(100 * (totals[1] / totals[0] - 1), abs=0.5)
 
 
-def test_the_logits_of_draft_tokens_are_counted_where_there_are_drafts(tiny_llama: Path) -> None:
+def test_the_logits_of_draft_tokens_are_counted_if_there_are_drafts(tiny_llama: Path) -> None:
     assert "logits of drafts" in run("memory", "-m", tiny_llama).output
     assert "logits of drafts" not in run("memory", "-m", tiny_llama, "--spec", "off").output
 
@@ -87,7 +87,7 @@ def test_flags_that_say_the_same_twice_are_refused(arguments: list[str], message
     assert message in result.output + str(result.exception)
 
 
-def test_a_shape_takes_the_place_of_a_file(tmp_path: Path) -> None:
+def test_shape_replaces_a_file(tmp_path: Path) -> None:
     file = tmp_path / "memory.json"
     small = ("--type", "Q8_0", "-np", "2", "--seq-len", "256", "--json", file)
     assert run("memory", "--shape", "1B", *small).exit_code in (0, 1)

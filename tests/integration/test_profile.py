@@ -82,7 +82,7 @@ def test_a_profile_that_makes_no_sense_is_left_out_with_a_warning(
     assert "cppbatch tune" in caplog.text
 
 
-def test_bytes_that_are_no_text_are_left_out_too(config: EngineConfig, caplog: pytest.LogCaptureFixture) -> None:
+def test_bytes_that_are_not_text_are_left_out_too(config: EngineConfig, caplog: pytest.LogCaptureFixture) -> None:
     profile_path(config).write_bytes(b"\xff\x00\xfe")
     assert use_profile(config, given=()) == Used(config)
     assert "is not used" in caplog.text
@@ -96,7 +96,7 @@ def test_what_does_not_go_with_the_users_settings_is_left_out(
     assert "less than n_parallel (-np), which is 8" in caplog.text
 
 
-def test_the_engine_begins_with_the_step_times_of_the_profile_if_it_runs_with_the_settings_of_the_profile(
+def test_the_engine_starts_with_the_step_times_of_the_profile_if_its_settings_are_those_of_the_profile(
     config: EngineConfig,
 ) -> None:
     save_profile(config, TUNED, {}, {"1": 5.0, "8": 12.5})

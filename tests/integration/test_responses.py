@@ -193,7 +193,7 @@ def test_what_is_open_when_the_tokens_run_out_is_incomplete(server: ChatServer, 
     assert expect(ResponseFunctionToolCall, response.output[-1]).arguments == '{"city": '
 
 
-def test_a_response_whose_time_is_up_is_incomplete(client: openai.OpenAI) -> None:
+def test_a_response_that_times_out_is_incomplete(client: openai.OpenAI) -> None:
     response = ask(client, max_output_tokens=900, extra_body={"timeout": 0.05, "ignore_eos": True})
     assert (response.status, reason(response)) == ("incomplete", "timeout")
 
@@ -327,7 +327,7 @@ UNREADABLE = {
 
 
 @pytest.mark.parametrize(("items", "field"), UNREADABLE.values(), ids=UNREADABLE.keys())
-def test_what_is_no_text_is_refused_with_the_place_where_it_stands(items: list[Json], field: str) -> None:
+def test_content_that_is_not_text_is_refused_with_its_place(items: list[Json], field: str) -> None:
     with pytest.raises(InvalidRequest) as refused:
         read(items)
     assert refused.value.field == field

@@ -67,9 +67,7 @@ def told(events: list[GenerationEvent]) -> tuple[str, list[int], list[tuple[int,
 
 
 @pytest.mark.parametrize("params", KINDS.values(), ids=KINDS.keys())
-def test_it_goes_on_from_any_token_as_if_nothing_had_happened(
-    engine: BatchInferenceEngine, params: SamplingParams
-) -> None:
+def test_it_continues_from_any_token_with_the_same_text(engine: BatchInferenceEngine, params: SamplingParams) -> None:
     request = GenerationRequest(id="a", prompt="Once upon a time", params=params, cache_prompt=False)
     whole = run(engine, request, None)
     for n_events in range(len(whole)):
@@ -133,7 +131,7 @@ def numbered(n: int) -> list[int]:
 
 @pytest.mark.parametrize("layout", ["per-sequence", "unified"])
 @pytest.mark.parametrize("name", MODELS)
-def test_f32_logits_stay_where_the_text_goes_on_in_another_engine(
+def test_f32_logits_are_kept_when_the_text_continues_in_another_engine(
     request: pytest.FixtureRequest, name: str, layout: KvLayout
 ) -> None:
     """Whether tokens are computed one by one, in pieces of 64 and more, or behind 512 cells, from where ggml's flash

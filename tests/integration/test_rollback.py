@@ -186,7 +186,7 @@ def test_texts_are_those_without_drafts(
 
 
 @MODELS
-def test_preempted_sequences_go_on_with_the_same_text(name: str, request: pytest.FixtureRequest) -> None:
+def test_preempted_sequences_continue_with_the_same_text(name: str, request: pytest.FixtureRequest) -> None:
     path = request.getfixturevalue(name)
     prompts = ["x" * 50 + str(i) for i in range(4)]
     params = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)

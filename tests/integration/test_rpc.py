@@ -204,7 +204,7 @@ def test_memory_says_what_goes_where(split: dict[str, Any], tiny_llama: Path, ru
     assert out.count("will fit") >= 3  # the host and both workers
 
 
-def test_doctor_knows_whether_the_build_has_rpc(run: Callable[..., Any]) -> None:
+def test_doctor_reports_whether_the_build_has_rpc(run: Callable[..., Any]) -> None:
     _, out, _ = run("doctor")
     assert "RPC          version 7.0.0" in out
 

@@ -84,7 +84,7 @@ def test_with_one_sequence_at_a_time_and_very_few_cells_all_is_well(kind: tuple[
         engine.core.kv.check()
 
 
-def test_prompts_that_begin_alike_get_the_texts_they_get_without_a_cache(open_kind: OpenEngine) -> None:
+def test_prompts_with_a_common_prefix_get_the_texts_they_get_without_a_cache(open_kind: OpenEngine) -> None:
     prompts = [STORY[:n] + [200 + i] * 3 for i, n in enumerate((91, 91, 60, 40, 91, 13, 60, 91))] + [STORY, STORY]
     expected = tokens_of(open_kind(prefix_cache=False), prompts)
     engine = open_kind()

@@ -149,7 +149,7 @@ def test_an_estimate_that_failed_and_one_for_a_gpu_are_asked_for_again(
         (["libllama.so"], False),
     ],
 )
-def test_a_build_for_gpus_is_known_by_its_libraries(files: list[str], is_cpu_only: bool, tmp_path: Path) -> None:
+def test_a_build_for_gpus_is_detected_by_its_libraries(files: list[str], is_cpu_only: bool, tmp_path: Path) -> None:
     for name in files:
         (tmp_path / name).touch()
     assert findings.computes_on_cpu_only(tmp_path) == is_cpu_only

@@ -124,7 +124,7 @@ def test_a_budget_ends_between_two_characters_where_a_grammar_reads_the_text(eng
 
 
 @pytest.mark.parametrize("start", [*TAGS, ANALYSIS])
-def test_a_model_that_begins_to_reason_itself_has_the_same_budget(engine: BatchInferenceEngine, start: str) -> None:
+def test_a_model_that_starts_to_reason_by_itself_has_the_same_budget(engine: BatchInferenceEngine, start: str) -> None:
     end = TAGS.get(start, "<|end|>")
     template = TEMPLATES["harmony"] if start == ANALYSIS else TEMPLATES["generic"] + f"{{# {start} {end} #}}"
     first = [token.id for token in engine.tokens(start, add_special=False)]

@@ -117,7 +117,7 @@ def test_one_model_serves_all_contexts(tiny_llama: Path, monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("command", ["throughput", "strategies"])
-def test_figures_go_to_a_table_a_file_and_a_picture(command: str, tiny_llama: Path, tmp_path: Path) -> None:
+def test_figures_go_to_a_table_a_file_and_an_image(command: str, tiny_llama: Path, tmp_path: Path) -> None:
     few = ["-B", "1,2"] if command == "throughput" else ["--requests", "3", "-np", "2"]
     files: list[str | Path] = ["--json", tmp_path / "figures.json", "--plot", tmp_path / "figures.png"]
     result = run(command, "-m", tiny_llama, *few, *SMALL, *files)

@@ -114,7 +114,7 @@ def ids_of_whole(path: Path) -> list[str]:
 
 
 @pytest.mark.parametrize(("n_kills", "args"), [(2, ()), (1, ("--ordered",))], ids=["as they come", "ordered"])
-def test_killed_at_random_moments_every_item_is_there_once_with_the_same_text(
+def test_killed_at_random_moments_every_item_is_written_once_with_the_same_text(
     tiny_llama: Path, tmp_path: Path, n_kills: int, args: tuple[str, ...]
 ) -> None:
     dies_and_goes_on(tiny_llama, tmp_path, n_items=100, n_kills=n_kills, args=args)
@@ -168,9 +168,7 @@ def test_two_at_once_on_one_output_are_refused(tiny_llama: Path, tmp_path: Path)
 # --- lines that are wrong -------------------------------------------------------------------------------------------
 
 
-def test_what_is_wrong_with_a_line_is_told_with_its_number_and_the_others_finish(
-    tiny_llama: Path, tmp_path: Path
-) -> None:
+def test_a_bad_line_is_reported_with_its_number_and_the_others_finish(tiny_llama: Path, tmp_path: Path) -> None:
     source = tmp_path / "in.jsonl"
     lines = [
         request("good-1", prompt="a", max_tokens=2),

@@ -60,7 +60,7 @@ def test_what_is_unknown_is_moved_aside_and_said(tiny_llama: Path, tmp_path: Pat
     assert f"to {aside}; nothing was deleted: files/stray" in log
 
 
-def test_a_folder_nobody_named_may_be_in_use(tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_default_folder_may_be_in_use(tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
     other = start_server(tiny_llama, tmp_path / "cppbatch")
     with ServerProcess("-m", tiny_llama) as process:

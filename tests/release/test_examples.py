@@ -186,7 +186,7 @@ def test_classify_csv_gives_every_row_one_of_the_labels(default_model: Path) -> 
     assert [row["label"] for row in rows] == ["positive", "negative"] * 3
 
 
-def test_describe_pictures_has_a_line_per_picture_with_its_tokens(tiny_llama: Path, tmp_path: Path) -> None:
+def test_describe_pictures_has_a_line_per_image_with_its_tokens(tiny_llama: Path, tmp_path: Path) -> None:
     for name, data in (("red.png", RED), ("blue.png", BLUE)):
         (tmp_path / name).write_bytes(data)
     projector = tiny_projectors.vision(tmp_path / "mmproj.gguf")

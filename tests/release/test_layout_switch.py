@@ -60,7 +60,7 @@ class Clients:
 
 
 @pytest.mark.parametrize("kind", [LocalEngine, EngineProcess])
-async def test_texts_go_on_through_a_switch(
+async def test_texts_continue_through_a_switch(
     kind: Callable[..., Any], tiny_llama: Path, expected: dict[str, str]
 ) -> None:
     async with kind(tiny_llama, **SETTINGS) as engine:

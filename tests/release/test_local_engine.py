@@ -218,7 +218,7 @@ async def test_cancelling_the_task_that_iterates_cancels_the_request(engine: Eng
     await assert_everything_is_free(engine)
 
 
-async def test_two_hundred_random_cancels_leave_no_cell_and_no_seq_id_behind(engine: EngineClient) -> None:
+async def test_two_hundred_random_cancels_leak_no_cell_and_no_seq_id(engine: EngineClient) -> None:
     rng = random.Random(2024)
 
     async def one(i: int) -> None:

@@ -214,7 +214,7 @@ async def test_a_draining_worker_gets_requests_again_when_the_load_returns(fleet
     await fleet.finish()
 
 
-async def test_a_draining_worker_that_is_killed_goes_on_in_another_process(fleet: Fleet) -> None:
+async def test_requests_of_a_killed_draining_worker_continue_in_another_process(fleet: Fleet) -> None:
     await fleet.submit(5)
     await fleet.wait(6)
     await fleet.finish()
@@ -496,7 +496,7 @@ def test_workers_are_a_number_or_a_range(given: str, counts: tuple[int, int | No
 
 
 @pytest.mark.parametrize("given", ["many", "1..", "1-4", "1...4", "1.5", ""])
-def test_what_is_no_number_of_workers_is_refused_with_an_example(given: str) -> None:
+def test_an_invalid_number_of_workers_is_refused_with_an_example(given: str) -> None:
     command = click.command()(deployment_options(lambda deployment: None))
     result = CliRunner().invoke(command, ["--workers", given])
     assert f"{given!r} is neither a number, such as 2, nor a range, such as 1..4" in result.output

@@ -30,7 +30,7 @@ def by_tokens(plan: StepPlan) -> float:
     return 0.1 * plan.n_tokens
 
 
-def test_the_lowest_priority_there_is_is_that_of_background_work() -> None:
+def test_the_lowest_priority_is_that_of_background_work() -> None:
     assert BACKGROUND == 100
     assert GenerationRequest(id="", prompt="", priority=BACKGROUND).priority == BACKGROUND
 
@@ -73,7 +73,7 @@ def test_beside_other_streams_it_is_read_in_pieces_for_their_sake_only() -> None
         assert plan.n_tokens <= 1 + 4, "2.5 times a step of one row, but always so many"
 
 
-def test_no_other_priority_stands_still() -> None:
+def test_no_other_priority_is_paused() -> None:
     policy = Policy(n_ctx=512)
     low = policy.add(NONE, priority=BACKGROUND - 1)
     policy.step()
@@ -107,7 +107,7 @@ def test_background_work_with_other_adapters_has_no_turn_meanwhile() -> None:
     assert stream.n_generated > 3
 
 
-def test_rows_that_stand_still_are_no_rows_of_the_steps_that_are_learnt_from() -> None:
+def test_paused_rows_are_not_counted_in_measured_steps() -> None:
     def cost(plan: StepPlan) -> float:
         return 0.1 * plan.n_decode + 0.01 * (plan.n_tokens - plan.n_decode)
 
@@ -222,7 +222,7 @@ ARRIVALS = st.tuples(
     n_ctx=st.sampled_from((64, 100, 400)),
     unified=st.booleans(),
 )
-def test_in_any_schedule_nobody_waits_for_background_rows_and_every_step_computes_something(
+def test_in_any_schedule_no_request_waits_for_background_rows_and_every_step_computes_something(
     arrivals: list[tuple[AdapterSet, int, int, int]], pauses: list[int], n_ctx: int, unified: bool
 ) -> None:
     policy = Policy(n_ctx=n_ctx if unified else 400, n_parallel=4, unified=unified)

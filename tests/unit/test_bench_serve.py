@@ -73,7 +73,7 @@ async def test_a_request_that_fails_is_counted_by_what_happened_and_the_others_g
     assert [outcome.output_tokens for outcome in outcomes] == [4, 0, 4]
 
 
-async def test_a_kept_alive_connection_that_is_closed_is_no_failure() -> None:
+async def test_a_kept_alive_connection_that_is_closed_is_not_a_failure() -> None:
     fake = FakeOpenAI(requests_per_connection=2)
     outcomes = await send_all(fake, n=7)
     assert not any(outcome.failure for outcome in outcomes)
@@ -155,7 +155,7 @@ def test_failures_and_early_ends_stand_under_the_table() -> None:
     assert "fake: 1 of 6 requests failed: HTTP 500 (out of luck)" in shown(report)
 
 
-async def test_a_strict_server_gets_only_the_fields_it_knows() -> None:
+async def test_a_strict_server_gets_only_its_own_fields() -> None:
     fake = FakeOpenAI(known_fields={"model", "prompt", "max_tokens", "temperature", "stream"})
     async with TestServer(fake.app()) as http:
         server = await look_at(http)
@@ -181,14 +181,14 @@ UNUSABLE: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("case", UNUSABLE)
-async def test_a_server_that_cannot_be_measured_is_told_before_the_load(case: str) -> None:
+async def test_a_server_that_cannot_be_measured_is_reported_before_the_load(case: str) -> None:
     settings, given, message = UNUSABLE[case]
     async with TestServer(FakeOpenAI(**settings).app()) as http:
         with pytest.raises(UnusableServer, match=message):
             await look_at(http, **given)
 
 
-async def test_a_web_server_of_another_kind_is_told_as_well() -> None:
+async def test_a_web_server_of_another_kind_is_reported_as_well() -> None:
     async with TestServer(web.Application()) as http:
         with pytest.raises(UnusableServer, match="not an OpenAI-compatible server: GET /v1/models returned status 404"):
             await look_at(http)

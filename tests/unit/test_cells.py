@@ -68,7 +68,7 @@ def test_those_that_share_a_prefix_grow_apart(n: int) -> None:
 
 
 @pytest.mark.parametrize("order", list(permutations(range(4))))
-def test_a_cell_is_free_when_its_last_holder_goes_whoever_that_is(order: tuple[int, ...]) -> None:
+def test_a_cell_is_free_when_its_last_holder_leaves_in_any_order(order: tuple[int, ...]) -> None:
     cells = Cells()
     first = cells.grow(None, 10)
     second, third = cells.grow(cells.share(first, 6), 3), cells.share(first, 10)
@@ -105,7 +105,7 @@ def test_freeing_no_cells_changes_nothing() -> None:
 
 
 @pytest.mark.parametrize("n", [0, 1, 5, 8])
-def test_cutting_frees_the_cells_behind(n: int) -> None:
+def test_cutting_frees_the_cells_after_the_cut(n: int) -> None:
     cells = Cells()
     tip = cells.cut(cells.grow(None, 8), n)
     assert (cells.n_used, length(tip), n_shared(tip)) == (n, n, 0)
@@ -170,7 +170,7 @@ def check(cells: Cells, tips: list[Span | None], model: list[list[int]]) -> None
         assert n_held(tips[: i + 1]) == len(set().union(*model[: i + 1]))
 
 
-def test_a_chain_is_as_short_as_those_that_share_it_whoever_has_come_and_gone() -> None:
+def test_a_chain_is_as_short_as_its_current_holders_allow() -> None:
     cells = Cells()
     tip = cells.grow(None, 100)
     for n in range(1, 99):

@@ -295,7 +295,7 @@ TALK: list[Any] = [
 ]
 
 
-def test_a_template_without_tools_is_told_them_in_the_system_message() -> None:
+def test_without_tools_in_the_template_the_system_message_describes_them() -> None:
     prompt = turn("generic", messages=[{"role": "system", "content": "Be brief."}, *TALK]).prompt
     system, user, assistant, results = prompt.split("<|im_start|>")[1:5]
     assert system.startswith("system\nBe brief.\n\n")

@@ -118,7 +118,7 @@ def test_on_event_gets_the_events_of_each_conversation(engine: BatchInferenceEng
         assert "".join(event.text for index, event in seen if index == i) == "yes"
 
 
-def test_a_stream_that_is_left_is_cancelled_and_keeps_what_there_is(engine: BatchInferenceEngine) -> None:
+def test_a_stream_that_is_left_is_cancelled_and_keeps_the_partial_text(engine: BatchInferenceEngine) -> None:
     with engine.chat_stream("hello", greedy(200, ignore_eos=True)) as stream:
         text = next(stream).text + next(stream).text + next(stream).text
     assert stream.message == {"role": "assistant", "content": text}

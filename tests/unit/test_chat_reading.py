@@ -210,7 +210,7 @@ CASES: dict[str, tuple[str, str, str, str, list[Any]]] = {
 }  # fmt: skip
 
 
-def test_a_family_is_known_by_its_template() -> None:
+def test_a_family_is_recognised_by_its_template() -> None:
     known = {name: chat_format(name).tool_format.name for name in TEMPLATES}
     learned = {
         "hermes": "json", "nemo": "json", "mistral": "named", "numbered": "named", "qwen_xml": "tagged",
@@ -276,13 +276,13 @@ def test_text_without_calls_is_as_it_was_written(written: str) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if not CASES[name][4]])
-def test_where_there_is_no_call_there_is_no_letter_lost(name: str) -> None:
+def test_without_a_call_no_character_is_lost(name: str) -> None:
     family, written, _, thought, _ = CASES[name]
     if not thought and family != "harmony" and "think" not in written:
         assert message(turn(family), written).text == written
 
 
-def test_the_name_is_told_before_the_arguments_and_those_while_they_come() -> None:
+def test_the_name_is_streamed_before_the_arguments_and_those_as_they_are_generated() -> None:
     for family, first, more in (
         ("hermes", '<tool_call>\n{"name": "get_weather"', ', "arguments": {"city": "Par'),
         ("qwen_xml", "<tool_call>\n<function=get_weather>", "\n<parameter=city>\nPar"),
@@ -362,7 +362,7 @@ def test_after_a_thought_that_the_prompt_closed_comes_the_answer() -> None:
     assert message(its, "Hello").text == "Hello"
 
 
-def test_parts_of_a_message_that_goes_on_are_paragraphs_as_in_llama_server() -> None:
+def test_parts_of_a_continued_message_are_paragraphs_as_in_llama_server() -> None:
     parts = [{"type": "text", "text": "Wh"}, {"type": "text", "text": "ill"}]
     assert turn("hermes", messages=[*QUESTION, {"role": "assistant", "content": parts}]).prompt.endswith("Wh\n\nill")
 
@@ -377,7 +377,9 @@ def test_parts_of_a_message_that_goes_on_are_paragraphs_as_in_llama_server() -> 
         ("What does <think> mean?</think>", " It", "", " It"),
     ],
 )
-def test_a_message_that_goes_on_is_read_from_where_it_is(prefill: str, written: str, thought: str, text: str) -> None:
+def test_a_continued_message_is_parsed_from_its_current_state(
+    prefill: str, written: str, thought: str, text: str
+) -> None:
     its = turn("hermes", messages=[*QUESTION, {"role": "assistant", "content": prefill}])
     assert its.prompt.endswith(prefill)
     whole = message(its, written)
@@ -389,7 +391,7 @@ def test_tags_in_the_conversation_open_no_thought() -> None:
     assert message(its, "It opens a thought.").text == "It opens a thought."
 
 
-def test_a_channel_that_goes_on_is_read_as_that_channel() -> None:
+def test_a_continued_channel_is_parsed_as_that_channel() -> None:
     half = [*QUESTION, {"role": "assistant", "content": "The answer"}]
     its = turn("harmony", messages=half)
     assert its.prompt.endswith("<|channel|>final<|message|>The answer")

@@ -21,7 +21,7 @@ from tests.support.conversations import SUM, template_of
 # --- the sandbox ------------------------------------------------------------------------------------------------------
 
 
-def test_the_templates_own_complaint_is_told() -> None:
+def test_the_templates_own_error_is_reported() -> None:
     with pytest.raises(InvalidRequest, match="roles must alternate") as refused:
         template_of("{{ raise_exception('roles must alternate') }}").render([SUM])
     assert refused.value.field == "messages"
@@ -70,7 +70,7 @@ def test_templates_find_what_transformers_gives_them() -> None:
 
 
 @pytest.mark.parametrize("source", ["{% if %}", "{{ a", "{% nonsense %}", "{{ a | nonsense }}", "{% for %}"])
-def test_a_broken_template_is_told_as_such(source: str) -> None:
+def test_a_broken_template_is_reported_as_broken(source: str) -> None:
     with pytest.raises(InvalidRequest, match="template failed"):
         template_of(source)
     with pytest.raises(ConfigError, match="template failed"):
@@ -96,7 +96,7 @@ def test_words_are_a_template_with_a_warning_as_in_llama_server(caplog: pytest.L
 
 
 @pytest.mark.parametrize("value", ["nosuch", "x" * 5000, "a\0b", ".", ""])
-def test_what_is_no_template_is_refused_with_the_names(value: str) -> None:
+def test_an_invalid_template_name_is_refused_with_the_valid_names(value: str) -> None:
     with pytest.raises(ConfigError, match=r"chatml, gemma, .*zephyr"):
         find_template(value)
 

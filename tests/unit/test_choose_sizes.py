@@ -34,7 +34,7 @@ def test_a_cpu_gets_16_sequences_with_1024_cells_each_then_halves() -> None:
     assert sizes() == [(16, 16384), (16, 8192), (8, 4096), (4, 2048), (2, 2048), (1, 2048)]
 
 
-def test_a_gpu_gets_32_sequences_and_one_text_may_be_as_long_as_the_model_knows() -> None:
+def test_a_gpu_gets_32_sequences_and_a_single_text_may_fill_the_models_context_length() -> None:
     assert sizes(on_gpu=True)[:4] == [(32, LONG), (32, LONG // 2), (32, 32768), (32, 16384)]
     assert sizes(on_gpu=True, n_ctx_train=8192)[0] == (32, 32768)
     assert sizes(on_gpu=True, n_ctx_train=2**20)[0] == (32, LONG)
@@ -47,7 +47,7 @@ def test_what_is_given_stays() -> None:
     assert sizes(("n_ctx",), replace(CONFIG, n_ctx=2048)) == [(8, 2048), (4, 2048), (2, 2048), (1, 2048)]
 
 
-def test_a_single_sequence_may_be_as_long_as_the_model_knows() -> None:
+def test_a_single_sequence_may_fill_the_models_context_length() -> None:
     one = replace(CONFIG, n_parallel=1)
     assert sizes(("n_parallel",), one, n_ctx_train=8192) == [(1, 8192), (1, 4096), (1, 2048)]
     assert sizes(("n_parallel",), one)[:2] == [(1, 32768), (1, 16384)]

@@ -220,7 +220,7 @@ def test_with_deterministic_nothing_is_shifted_in_its_cells() -> None:
 
 
 @pytest.mark.parametrize("n_known", [0, 1, N_CTX - 5, N_CTX - 4, N_CTX - 3, 35, 59])
-def test_a_text_goes_on_in_another_engine_after_a_crash(n_known: int) -> None:
+def test_a_text_continues_in_another_engine_after_a_crash(n_known: int) -> None:
     prompt = [1, 2, 3, 4]
     expected = shifted(prompt, LONG, n_keep=2)
     engine = shifting_engine()

@@ -168,7 +168,7 @@ def test_other_arguments_than_the_input_are_its_text() -> None:
         assert call.arguments == arguments
 
 
-def test_the_model_is_told_of_a_function_with_an_input() -> None:
+def test_the_model_sees_a_function_with_an_input() -> None:
     prompt = turn("hermes", tools=[custom("regex", "[ab]+")]).prompt
     assert '"run"' in prompt
     assert "Runs it." in prompt

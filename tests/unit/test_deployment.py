@@ -93,7 +93,7 @@ def test_the_workflow_runs_the_unit_tests_on_the_systems_of_the_package() -> Non
     assert {runner.partition("-")[0] for runner in runners} == {names[system] for system in systems}
 
 
-def test_the_installer_knows_the_dependency_groups_and_ci_has_a_version_of_each_tool() -> None:
+def test_the_installer_installs_the_dependency_groups_and_ci_has_a_version_of_each_tool() -> None:
     block = PYPROJECT[PYPROJECT.index("[dependency-groups]") : PYPROJECT.index("[project.urls]")]
     groups = re.findall(r"^(\w+) = \[", block, re.MULTILINE)
     installer = re.search(r"^GROUPS = \((.*?)\)", (ROOT / "scripts" / "install.py").read_text(), re.MULTILINE)

@@ -78,7 +78,7 @@ def test_only_what_may_become_a_stop_string_or_a_character_is_held_back(
 
 
 @many(data=st.data(), raw=st.binary(max_size=24))
-def test_bytes_that_are_no_utf8_become_replacement_characters(data: st.DataObject, raw: bytes) -> None:
+def test_bytes_that_are_not_utf8_become_replacement_characters(data: st.DataObject, raw: bytes) -> None:
     assert "".join(read(data.draw(pieces_of(raw)), ())[0]) == raw.decode("utf-8", "replace")
 
 
@@ -93,13 +93,13 @@ def test_half_a_character_at_the_very_end_becomes_a_replacement_character() -> N
     assert stream.flush() == "\ufffd"
 
 
-def test_the_beginning_of_a_stop_string_waits_and_comes_when_it_was_none() -> None:
+def test_the_start_of_a_stop_string_is_held_back_and_released_if_it_does_not_match() -> None:
     shown, stream = read([b"1 <", b"/", b"b>"], ("</s>",))
     assert shown == ["1 ", "", "</b>", ""]
     assert not stream.stopped
 
 
-def test_flush_gives_the_beginning_of_a_stop_string_that_never_came() -> None:
+def test_flush_returns_the_start_of_a_stop_string_that_was_not_completed() -> None:
     shown, stream = read([b"end <", b"/s"], ("</s>",))
     assert shown == ["end ", "", "</s"]
     assert not stream.stopped
@@ -271,7 +271,7 @@ def test_n_characters_counts_those_that_are_complete_shown_or_held_back(
     assert stream.n_characters == complete + len(decoder.decode(b"", final=True)) == len(raw.decode("utf-8", "replace"))
 
 
-def test_n_characters_is_where_the_next_token_stands() -> None:
+def test_n_characters_is_the_offset_of_the_next_token() -> None:
     stream, places = Detokenizer(("</s>",)), []
     for piece in (b"a", b"\xc3", b"\xa9", b"<", b"/s", b"x"):
         places.append(stream.n_characters)
@@ -280,7 +280,7 @@ def test_n_characters_is_where_the_next_token_stands() -> None:
 
 
 @many(text=TEXTS, stop=STOPS)
-def test_it_knows_which_stop_string_has_come(text: str, stop: tuple[str, ...]) -> None:
+def test_it_reports_the_stop_string_that_matched(text: str, stop: tuple[str, ...]) -> None:
     shown, stream = read(bytewise(text), stop)
     if stream.stop is None:
         assert not stream.stopped

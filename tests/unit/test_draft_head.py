@@ -154,7 +154,7 @@ def test_samples_of_one_prompt_share_the_cells_of_the_head(eager: None, kind: st
     assert n_cells - context.n_used >= 2 * (len(STEM) * 3 - 1)  # one sequence was tried before the prompt was read
 
 
-def test_behind_a_cached_prefix_the_head_begins_where_rows_are_known(eager: None) -> None:
+def test_after_a_cached_prefix_the_head_starts_at_the_first_computed_row(eager: None) -> None:
     its = engine(n_parallel=2)
     its.generate([STEM * 3], greedy(4, ignore_eos=True, speculate=False))
     (result,) = its.generate([[*STEM * 3, 20]], greedy(20, ignore_eos=True))

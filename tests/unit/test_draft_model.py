@@ -166,7 +166,7 @@ def test_drafting_ends_where_a_decode_takes_longer_than_the_tokens_save(drafting
     assert sum(lengths[1.0]) > 8
 
 
-def test_a_sequence_is_as_long_as_the_draft_model_knows_and_no_longer() -> None:
+def test_a_sequence_is_at_most_as_long_as_the_draft_models_context() -> None:
     drafting = Drafting(longest=len(PROMPT) + 2)
     sequence = drafting.sequence()
     (draft,) = drafting.propose([sequence], 10)
@@ -339,7 +339,7 @@ def test_the_acceptance_is_learned_from_what_came_true(
     assert low <= estimates[-1] <= high
 
 
-def test_a_new_sequence_begins_with_the_acceptance_of_the_others(drafting: Drafting) -> None:
+def test_a_new_sequence_starts_with_the_acceptance_of_the_others(drafting: Drafting) -> None:
     first = drafting.sequence()
     for _ in range(20):
         (draft,) = drafting.propose([first])

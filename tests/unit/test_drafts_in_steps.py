@@ -97,7 +97,7 @@ def test_a_failed_step_with_drafts_ends_its_requests_and_no_others() -> None:
     assert result.tokens == engine(False).generate([[0, 1]], greedy(40, ignore_eos=True))[0].tokens
 
 
-def test_a_sequence_whose_draft_cannot_be_removed_is_computed_again() -> None:
+def test_a_sequence_is_computed_again_if_its_draft_cannot_be_removed() -> None:
     its = engine(True)
     context = context_of(its)
     remove = context.remove

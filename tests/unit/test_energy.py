@@ -33,7 +33,7 @@ def grow(powercap: Path, zone: str, microjoules: int) -> None:
     (powercap / zone / "energy_uj").write_text(f"{microjoules}\n")
 
 
-def test_the_counters_of_all_cpu_packages_are_added_up_and_may_begin_again_at_0(powercap: Path) -> None:
+def test_the_counters_of_all_cpu_packages_are_added_up_and_may_wrap_to_0(powercap: Path) -> None:
     meter = energy_meter(EnergySettings(), on_gpu=False, powercap=powercap)
     before = meter.joules()
     grow(powercap, "intel-rapl:0", 8_000_000)  # + 3 J
@@ -72,7 +72,7 @@ def test_without_any_source_it_says_so_and_names_the_flag(tmp_path: Path, monkey
     )
 
 
-def test_counters_that_only_root_may_read_are_no_source(powercap: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_counters_that_only_root_may_read_are_not_used(powercap: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refused(path: Path) -> int:
         raise PermissionError(path)
 

@@ -46,7 +46,7 @@ def test_another_file_for_errors_is_left_as_it_is(tmp_path: Path, is_output_gone
     assert notes.read_text() == "mine\n"
 
 
-def test_a_job_goes_on_where_its_folder_was_moved_to(tmp_path: Path) -> None:
+def test_a_job_continues_in_a_moved_folder(tmp_path: Path) -> None:
     (tmp_path / "here").mkdir()
     begun(tmp_path / "here")
     (tmp_path / "here").rename(tmp_path / "there")
@@ -55,7 +55,7 @@ def test_a_job_goes_on_where_its_folder_was_moved_to(tmp_path: Path) -> None:
     journal.close()
 
 
-def test_a_job_whose_results_are_gone_begins_anew(tmp_path: Path) -> None:
+def test_a_job_with_deleted_results_starts_over(tmp_path: Path) -> None:
     begun(tmp_path)
     (tmp_path / "out.jsonl").unlink()
     journal = opened(a_job(tmp_path))
@@ -98,7 +98,7 @@ def test_a_job_that_an_earlier_version_began_continues_with_the_defaults_of_then
     assert begun_with(job)["endpoint"] == "completions"
 
 
-def test_a_setting_that_is_given_must_be_that_of_the_beginning(tmp_path: Path) -> None:
+def test_a_setting_that_is_given_must_be_that_of_the_first_run(tmp_path: Path) -> None:
     begun(tmp_path)
     job = as_begun(with_defaults(a_job(tmp_path), "compact_json"), say=lambda _: None)
     with pytest.raises(ConfigError, match="was started with max_tokens unset, but max_tokens is now 512"):

@@ -42,7 +42,7 @@ def test_after_ctrl_c_every_text_so_far_is_printed_once(capsys: pytest.CaptureFi
     assert capsys.readouterr().out == "--- 1: one\na\n\n--- 3: three\nx\n"
 
 
-def test_json_lines_come_in_the_order_of_the_prompts_and_after_ctrl_c_with_what_there_is(
+def test_json_lines_come_in_the_order_of_the_prompts_and_after_ctrl_c_with_the_partial_texts(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     printer = _JsonPrinter(["one", "two", "three"])

@@ -76,7 +76,7 @@ def test_figures_have_base_units_and_those_that_the_driver_does_not_know_are_non
 
 
 @WITHOUT
-def test_without_a_gpu_there_are_no_figures_and_no_error(
+def test_without_a_gpu_the_figures_are_absent_without_an_error(
     nvml: FakeNvml | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     install(monkeypatch, nvml)

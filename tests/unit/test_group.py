@@ -183,7 +183,7 @@ def test_more_workers_than_devices_take_turns() -> None:
     assert [config.device for config in Deployment(workers=3, devices=(1, 0)).configs(CONFIG)] == [1, 0, 1]
 
 
-def test_one_worker_has_what_it_was_told() -> None:
+def test_a_single_worker_gets_the_configuration_unchanged() -> None:
     assert Deployment().configs(CONFIG) == [CONFIG]
 
 

@@ -240,7 +240,7 @@ def test_the_projector_of_a_model_is_the_one_that_llama_cpp_takes(
     assert choose_file([*files, model], "") in (model, "other.gguf")
 
 
-def test_a_projector_is_fetched_before_its_model_and_is_there_afterwards(hub: FakeHub, folder: Path) -> None:
+def test_a_projector_is_fetched_before_its_model_and_kept(hub: FakeHub, folder: Path) -> None:
     of_repository = folder / "owner" / "Tiny-GGUF"
     assert pull.choose_projector("owner/Tiny-GGUF:Q4_0") == of_repository / "mmproj-F16.gguf"
     assert [path.name for path in of_repository.glob("*.gguf")] == ["mmproj-F16.gguf"]
@@ -266,7 +266,7 @@ def config_of(*flags: str) -> EngineConfig:
 
 
 @pytest.mark.usefixtures("hub")
-def test_a_model_of_the_hub_has_its_projector_unless_told_otherwise(
+def test_a_model_of_the_hub_has_its_projector_unless_disabled(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("cppbatch.llama.media_encoder.has_mtmd", lambda: True)

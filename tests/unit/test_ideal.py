@@ -100,7 +100,7 @@ def test_an_engine_without_losses_reaches_the_ideal_time_of_a_closed_loop(
         assert least <= of_ideal <= 1 + 1e-9
 
 
-def test_the_tail_of_one_long_output_is_no_loss() -> None:
+def test_the_tail_of_one_long_output_is_not_a_loss() -> None:
     requests = [RequestSize(100, 20)] * 15 + [RequestSize(100, 400)]
     needed = ideal_seconds(requests, AFFINE, N_ROWS)
     assert needed == pytest.approx(1600 * 0.001 + 19 * AFFINE.step_s(16) + 380 * AFFINE.step_s(1))
@@ -248,7 +248,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
     drain(machine.engine)
 
 
-def test_an_engine_that_wastes_nothing_knows_that_it_does(machine: Machine) -> None:
+def test_an_engine_that_wastes_nothing_reports_no_loss(machine: Machine) -> None:
     parts = machine.lost(lambda: machine.run(16))
     assert parts["ideal"] >= 0.95
     assert machine.engine.stats().recent_steps.of_ideal is not None
@@ -268,7 +268,7 @@ def test_an_engine_finds_what_its_own_phases_take(machine: Machine, reason: str,
     assert parts["ideal"] == pytest.approx(clean["ideal"] - injected, abs=0.02)
 
 
-def test_time_between_steps_is_serving_while_there_is_work_and_waiting_otherwise(machine: Machine) -> None:
+def test_time_between_steps_counts_as_serving_while_there_is_work_and_as_waiting_otherwise(machine: Machine) -> None:
     n_before, began = machine.engine.stats().steps, machine.now
     machine.now += 7.0
     parts = machine.lost(lambda: machine.run(16, pause_s=0.001))

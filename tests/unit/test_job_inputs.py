@@ -164,7 +164,7 @@ def test_what_asks_for_nothing_clear_is_refused(reading: Any, line: str) -> None
     assert codes(reading("in.jsonl", line)) == ["invalid_line"]
 
 
-def test_an_endpoint_that_is_not_there_is_refused_for_plain_lines_too(tmp_path: Path) -> None:
+def test_an_unknown_endpoint_is_refused_for_plain_lines_too(tmp_path: Path) -> None:
     path = tmp_path / "in.jsonl"
     path.write_text('"Hi"\n{"messages": []}\n')
     found = list(InputReader(detect_input_format(path), {"/v1/embeddings"}))
@@ -295,7 +295,7 @@ def test_a_bad_record_is_refused_and_the_next_ones_are_read(reading: Any, row: b
     assert found[1].line == 3
 
 
-def test_lines_behind_an_open_quote_are_read_though_it_is_megabytes_to_the_end(reading: Any) -> None:
+def test_lines_after_an_open_quote_are_read_though_it_is_megabytes_to_the_end(reading: Any) -> None:
     found = reading("in.csv", "prompt\n" + '"open\n' + "a\n" * 1000 + "b" * (MAX_LINE_BYTES + 1) + "\nc\n")
     assert codes(found) == ["invalid_record", *[f"line-{n}" for n in range(3, 1003)], "line_too_long", "line-1004"]
 
@@ -312,7 +312,7 @@ def test_a_csv_file_made_to_be_read_again_and_again_comes_to_an_end(reading: Any
         b"".join
     )
 )
-def test_whatever_the_records_reading_a_csv_file_goes_on_to_the_end(tmp_path: Path, data: bytes) -> None:
+def test_a_csv_file_is_read_to_its_end_whatever_its_records_are(tmp_path: Path, data: bytes) -> None:
     (tmp_path / "in.csv").write_bytes(b"prompt,x\n" + data + b'"\n1,1\nlast,1\n')
     found = read(tmp_path / "in.csv")
     assert prompts(found)[-1] == "last"
@@ -350,7 +350,7 @@ def test_text_in_parquet_that_is_none_is_refused_alone(tmp_path: Path) -> None:
     assert codes(read(tmp_path / "in.parquet")) == ["line-1", "invalid_text", "line-3"]
 
 
-def test_a_folder_is_no_input(tmp_path: Path) -> None:
+def test_a_folder_is_not_an_input(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r": is a folder; give a file$"):
         detect_input_format(tmp_path)
 
@@ -385,7 +385,7 @@ def test_without_pyarrow_it_is_said_how_to_get_it(tmp_path: Path, monkeypatch: p
 
 
 @pytest.mark.parametrize("name", ["in.jsonl", "in.txt", "in.csv", "in.parquet"])
-def test_a_file_that_is_not_there_or_is_a_folder_is_an_error_when_it_is_read(tmp_path: Path, name: str) -> None:
+def test_a_missing_file_or_a_folder_is_an_error_when_it_is_read(tmp_path: Path, name: str) -> None:
     reader = InputReader(detect_input_format(tmp_path / name), URLS)
     with pytest.raises(ConfigError, match=rf"{name}: cannot be read: No such file"):
         next(iter(reader))

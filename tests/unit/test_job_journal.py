@@ -57,7 +57,7 @@ class PowerLoss(Exception):
 
 @pytest.mark.parametrize("ordered", [False, True])
 @pytest.mark.parametrize("seed", range(8))
-def test_wherever_it_dies_each_line_is_there_once(
+def test_wherever_it_dies_each_line_is_written_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int, ordered: bool
 ) -> None:
     """Dies before or after any step to the disk, with random results in random groups, until all are done."""
@@ -149,7 +149,7 @@ def test_failed_lines_can_be_tried_again(tmp_path: Path) -> None:
     assert ids_of(tmp_path / "errors.jsonl") == []
 
 
-def test_errors_that_somebody_has_removed_are_not_missed(tmp_path: Path) -> None:
+def test_removed_errors_are_not_missed(tmp_path: Path) -> None:
     journal = opened(tmp_path)
     journal.register([item(1), item(2)])
     journal.record([result(item(1), status=500)])
@@ -273,7 +273,7 @@ def test_a_line_that_changed_before_it_was_answered_is_taken_as_it_is_now(tmp_pa
     ["xabcd", "bcd", "badc", "axbcd", "dcba", "ab"],
     ids=["inserted first", "first removed", "swapped", "inserted", "reversed", "shortened"],
 )
-def test_lines_that_nobody_has_answered_may_be_edited_at_will(tmp_path: Path, ids_now: str) -> None:
+def test_unanswered_lines_may_be_edited(tmp_path: Path, ids_now: str) -> None:
     journal = opened(tmp_path)
     journal.register([item(line, custom_id) for line, custom_id in enumerate("abcd", 1)])
     journal.close()
@@ -282,7 +282,7 @@ def test_lines_that_nobody_has_answered_may_be_edited_at_will(tmp_path: Path, id
     assert journal.register(now[:2]) + (journal.register(now[2:]) if now[2:] else []) == now
 
 
-def test_ordered_results_do_not_wait_for_a_line_that_is_not_there_any_more(tmp_path: Path) -> None:
+def test_ordered_results_do_not_wait_for_a_removed_line(tmp_path: Path) -> None:
     journal = opened(tmp_path, ordered=True)
     journal.register([item(1), item(2), item(3)])
     journal.record([result(item(3))])
@@ -345,7 +345,7 @@ def test_a_full_database_says_so_and_keeps_what_it_has(tmp_path: Path) -> None:
     assert ledger.register([item(1), item(2)]) == ([item(1), item(2)], [])
 
 
-def test_a_folder_that_is_not_there_is_named(tmp_path: Path) -> None:
+def test_a_missing_folder_is_named(tmp_path: Path) -> None:
     with pytest.raises(StorageError, match="nowhere/job cannot be opened: its folder must exist"):
         Ledger(tmp_path / "nowhere" / "job")
 

@@ -30,7 +30,7 @@ def a_run(
     return JobRunner(windows, journal, work, places or asyncio.Semaphore(at_once))
 
 
-async def test_every_item_is_answered_and_never_more_than_there_are_places_for(tmp_path: Path) -> None:
+async def test_every_item_is_answered_within_the_concurrency_limit(tmp_path: Path) -> None:
     running, most = 0, 0
 
     async def work(_: JobRequest) -> JobResponse:
@@ -104,7 +104,7 @@ async def test_cancelled_it_records_what_was_answered(tmp_path: Path) -> None:
         await asyncio.wait_for(places.acquire(), 30)
 
 
-async def test_a_run_that_is_cancelled_reads_no_further_and_holds_up_nobody(tmp_path: Path) -> None:
+async def test_a_cancelled_run_stops_reading_without_blocking_the_event_loop(tmp_path: Path) -> None:
     """As when a million lines that are done already are skipped."""
     journal = opened(tmp_path)
     n_read = 0

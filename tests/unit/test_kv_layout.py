@@ -27,7 +27,7 @@ def config(**settings: Any) -> EngineConfig:
         ({"n_ctx": 2048, "n_parallel": 1}, True, "per-sequence", False),  # all that the model can read
     ],
 )
-def test_an_engine_begins_with_streams_and_switches_if_they_are_large_enough(
+def test_an_engine_starts_with_streams_and_switches_if_they_are_large_enough(
     settings: dict[str, Any], has_kv_cells: bool, layout: str, switches: bool
 ) -> None:
     its = config(**settings)

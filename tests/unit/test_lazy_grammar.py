@@ -95,7 +95,7 @@ def test_calls_after_the_marker_match_their_schemas_and_text_before_it_is_free(f
 
 
 @pytest.mark.parametrize("family", LAZY)
-def test_a_marker_within_a_thought_begins_nothing(family: str) -> None:
+def test_a_marker_within_a_thought_starts_no_call(family: str) -> None:
     lazy = of_own_accord(family).params["lazy_grammar"]
     if lazy.thought is None:
         assert not lazy.in_thought

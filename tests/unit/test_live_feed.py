@@ -112,7 +112,7 @@ async def test_what_is_not_new_goes_to_new_readers_only_and_the_others_get_a_hea
         assert latest >= n_made
 
 
-async def test_a_closed_feed_ends_its_readers_at_once_even_one_whose_client_does_not_read() -> None:
+async def test_a_closed_feed_ends_its_readers_at_once_even_if_a_client_does_not_read() -> None:
     feed = Source().feed(interval=60, heartbeat=60)
 
     async def read() -> None:
@@ -226,7 +226,7 @@ def test_an_interval_is_what_was_done_between_two_states() -> None:
     assert idle.interval is None
 
 
-def test_a_restarted_worker_begins_again() -> None:
+def test_a_restarted_worker_starts_a_new_interval() -> None:
     intervals = LiveIntervals()
     intervals.add([worker(at(100.0, steps=500))])
     for restarted in (worker(None, pid=1), worker(at(3.0, steps=2), pid=2)):

@@ -118,7 +118,7 @@ def test_what_is_done_to_a_row_afterwards_changes_nothing() -> None:
 # --- a fake model, whose logits no batch can change: exact always ----------------------------------------------------
 
 
-def test_side_by_side_with_others_each_number_of_likeliest_tokens_is_exact() -> None:
+def test_in_a_batch_with_others_each_number_of_top_logprobs_is_exact() -> None:
     prompts = [[i, 2 * i, 3] for i in range(12)]
     params = [greedy(5, ignore_eos=True, logprobs=N_TOPS[i % 4], echo=i % 2 == 0) for i in range(12)]
     results = fake_engine().generate(prompts, params)
@@ -198,7 +198,7 @@ def test_prompts_are_scored_exactly_whatever_is_cached(sharing: Sharing) -> None
 
 
 @pytest.mark.parametrize("swap_space", [1024, 0], ids=["swapped", "recomputed"])
-def test_scoring_goes_on_where_a_preemption_stopped_it(swap_space: int) -> None:
+def test_scoring_continues_where_a_preemption_stopped_it(swap_space: int) -> None:
     engine = fake_engine(n_parallel=1, swap_space=swap_space)
     prompt, params = [5, 6, 7] * 10, greedy(3, ignore_eos=True, logprobs=2, echo=True)
     engine.add_request(prompt, params, request_id="low", priority=1)

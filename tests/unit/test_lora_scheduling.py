@@ -41,7 +41,7 @@ def test_a_set_that_is_alone_computes_in_every_step_and_nothing_is_switched() ->
     assert all(len(plan.chunks) == 2 for plan in plans)
 
 
-def test_sets_are_told_apart_by_scale_too() -> None:
+def test_sets_are_distinguished_by_scale_too() -> None:
     policy = Policy()
     policy.add(((0, 1.0),))
     policy.add(((0, 0.5),))
@@ -63,7 +63,7 @@ def test_when_the_last_of_a_set_ends_its_turn_does() -> None:
     assert policy.turns(5) == [X, X, Y, Y, Y]
 
 
-def test_who_has_priority_is_first_in_the_round_that_is_under_way() -> None:
+def test_the_highest_priority_is_first_in_the_current_round() -> None:
     policy = Policy()
     policy.add(X)
     policy.add(Y)
@@ -97,7 +97,7 @@ def test_a_set_that_can_compute_nothing_makes_way() -> None:
 # --- what a step holds ----------------------------------------------------------------------------------------------
 
 
-def test_a_prompt_whose_set_has_its_turn_is_read_in_pieces_for_the_streams_of_other_sets() -> None:
+def test_a_prompt_is_read_in_pieces_in_its_sets_turn_for_the_streams_of_other_sets() -> None:
     def cost(plan: StepPlan) -> float:
         return 0.1 * plan.n_tokens
 

@@ -138,7 +138,7 @@ def test_any_text_as_data_is_decoded_or_refused(given_text: str) -> None:
         assert decoded(MediaSource("image", "field", given_text)).kind == "image"
 
 
-def test_data_that_does_not_say_what_it_is_is_known_by_its_first_bytes() -> None:
+def test_untyped_data_is_identified_by_its_first_bytes() -> None:
     kinds = [
         source_of_data("x", as_base64(each)).kind for each in (RED, TONE, b"ID3 a sound with a tag", b"\xff\xfb\x90")
     ]
@@ -170,7 +170,7 @@ def test_a_conversation_without_media_is_rendered_as_ever() -> None:
 
 
 @pytest.mark.parametrize("role", ["system", "user", "assistant", "tool"])
-def test_every_role_may_have_a_picture(role: str) -> None:
+def test_every_role_may_have_an_image(role: str) -> None:
     said: Json = {"role": role, "content": [text("here: "), IMAGE]}
     messages = [said, user(text("x"))]
     if role == "tool":
@@ -191,7 +191,7 @@ VISION = (
 
 
 @pytest.mark.parametrize("source", [TYPED, VISION, CHATML])
-def test_templates_of_every_kind_keep_the_place_of_a_picture(source: str) -> None:
+def test_templates_of_every_kind_keep_the_place_of_an_image(source: str) -> None:
     chat = prepare([user(text("before"), IMAGE, text("after"))], source)
     assert chat.parts is not None
     before, picture, after = chat.parts
@@ -201,19 +201,19 @@ def test_templates_of_every_kind_keep_the_place_of_a_picture(source: str) -> Non
     assert "image_pad" not in chat.prompt
 
 
-def test_a_template_that_leaves_out_a_picture_is_an_error_that_counts_it() -> None:
+def test_a_template_that_leaves_out_an_image_is_an_error_with_the_count() -> None:
     last_only = "{{ messages[-1].content }}"
     with pytest.raises(InvalidRequest, match="omits number 1") as refused:
         prepare([user(IMAGE), user(BLUE_IMAGE)], last_only)
     assert refused.value.field == "messages"
 
 
-def test_a_template_that_repeats_a_message_repeats_its_picture() -> None:
+def test_a_template_that_repeats_a_message_repeats_its_image() -> None:
     chat = prepare([user(text("a"), IMAGE)], "{{ messages[0].content }}{{ messages[0].content }}.")
     assert chat.parts == ["a", RED_PICTURE, "a", RED_PICTURE, "."]
 
 
-def test_the_last_message_may_be_continued_after_a_picture() -> None:
+def test_the_last_message_may_be_continued_after_an_image() -> None:
     messages = [user(text("x")), {"role": "assistant", "content": [text("It is "), IMAGE, text("a c")]}]
     chat = prepare(messages)
     assert chat.parts is not None
@@ -304,7 +304,7 @@ def responses(items: list[Json]) -> list[Json]:
     return local_media(create_response.response_turn(msgspec.convert({"input": items}, ResponsesRequest)).messages)
 
 
-def test_responses_have_pictures_and_sounds() -> None:
+def test_responses_accept_images_and_audio() -> None:
     image = {"type": "input_image", "image_url": as_url(RED), "detail": "auto"}
     (message,) = responses([user({"type": "input_text", "text": "What?"}, image, SOUND)])
     assert message["content"][0] == text("What?")

@@ -96,7 +96,7 @@ PICTURES = st.sampled_from(("causal", "whole", "rows and columns", "rows and col
     sizes=SIZES,
     pictures=PICTURES,
 )
-def test_in_any_schedule_with_pictures_every_request_gets_the_text_it_gets_alone(**schedule: Any) -> None:
+def test_in_any_schedule_with_images_every_request_gets_the_text_it_gets_alone(**schedule: Any) -> None:
     run_and_check(**schedule)
 
 
@@ -113,7 +113,7 @@ def test_in_any_schedule_with_pictures_every_request_gets_the_text_it_gets_alone
     sharing=st.sampled_from(("copy", "checkpoints", "whole", "none")),
     sizes=SIZES,
 )
-def test_whenever_the_layout_is_switched_pictures_with_rows_and_columns_stay(
+def test_whenever_the_layout_is_switched_images_with_rows_and_columns_stay(
     actions: list[Action | Rest], sharing: Sharing, sizes: dict[str, Any]
 ) -> None:
     run_and_check(actions, (False, sharing), N_CTX, {**sizes, "switches": True}, "rows and columns")

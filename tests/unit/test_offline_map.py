@@ -60,7 +60,7 @@ def test_each_prompt_gets_the_text_it_gets_alone_once(ordered: bool) -> None:
     assert nothing_is_left(engine)
 
 
-def test_who_ends_first_is_given_first() -> None:
+def test_results_are_yielded_in_order_of_completion() -> None:
     engine = fake_engine(n_ctx=256)
     pairs = [(prompt(0), LONG), (prompt(1), SHORT), (prompt(2), SHORT)]
     assert [result.index for result in engine.map(pairs)] == [1, 2, 0]
@@ -99,7 +99,7 @@ def test_all_places_are_kept_busy() -> None:
     assert stats.steps <= 110, "of two steps for each prompt, in four places, 100"
 
 
-def test_the_engine_steps_only_while_somebody_asks() -> None:
+def test_the_engine_steps_only_while_a_result_is_requested() -> None:
     engine = fake_engine(n_ctx=256)
     results = engine.map(Source(), SHORT)
     next(results)
@@ -216,7 +216,7 @@ def test_requests_beside_it_advance_and_get_their_own_events() -> None:
     assert [token for event in events for token in event.tokens] == reference([1, 2, 3], LONG)[0]
 
 
-def test_whoever_steps_its_results_wait_for_it_and_are_no_work() -> None:
+def test_results_wait_for_their_iterator_whichever_one_steps_and_are_not_work() -> None:
     engine = fake_engine(n_ctx=256, n_parallel=2)
     results = engine.map((prompt(i) for i in range(9)), SHORT)
     given = [next(results)]

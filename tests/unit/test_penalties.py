@@ -179,7 +179,7 @@ def test_a_text_stands_for_each_of_its_tokens() -> None:
 
 
 @pytest.mark.parametrize("text", ["-5", "1.5", "5 6", "½", "x5"])
-def test_a_text_that_is_no_whole_number_is_no_token_id(text: str) -> None:
+def test_a_text_that_is_not_a_whole_number_is_not_a_token_id(text: str) -> None:
     wanted = set(FakeVocab().tokenize(text, add_special=False).tolist())
     assert set(np.flatnonzero(biased({text: 4.0})).tolist()) == wanted
 

@@ -79,7 +79,7 @@ def test_a_prompt_of_a_whole_step_runs_and_one_token_more_is_refused_with_what_t
     assert [event.request_id for event in drain(engine)] == [name]
 
 
-def test_a_prompt_longer_than_the_model_knows_is_refused_with_its_limit() -> None:
+def test_a_prompt_longer_than_the_models_context_is_refused_with_its_limit() -> None:
     with pytest.raises(InvalidRequest, match="has 11 tokens, but the limit of this model is 10"):
         add(fake_engine(n_batch=20, n_ctx_train=10, pooling="mean"), prompt(11))
 
@@ -125,7 +125,7 @@ def test_an_interrupted_step_is_computed_again(monkeypatch: pytest.MonkeyPatch) 
     assert all(right(events[name], its) for name, its in zip(names, tokens, strict=True))
 
 
-def test_a_vector_that_is_no_number_ends_in_an_error_not_in_an_answer() -> None:
+def test_a_vector_with_nan_is_an_error_and_not_an_answer() -> None:
     engine = fake_engine(n_batch=20, pooling="mean")
     add(engine, [1, BAD, 2])
     (event,) = drain(engine)
@@ -195,7 +195,7 @@ def test_normalised_vectors_have_length_one_after_they_were_cut() -> None:
 
 
 @pytest.mark.parametrize("dimensions", [0, -1, 4])
-def test_dimensions_that_are_not_there_are_refused(dimensions: int) -> None:
+def test_dimensions_out_of_range_are_refused(dimensions: int) -> None:
     with pytest.raises(InvalidRequest, match=f"dimensions: is {dimensions}.*1 to 3"):
         normalised(np.ones((2, 3), np.float32), dimensions)
     check_dimensions(None, 3)

@@ -109,14 +109,14 @@ def test_the_longest_prefix_is_taken(kind: str) -> None:
 
 
 @ANY_KIND
-def test_a_prompt_with_another_beginning_takes_nothing(kind: str) -> None:
+def test_a_prompt_with_another_prefix_takes_nothing(kind: str) -> None:
     engine = engine_of(kind)
     ask(engine, [1, *[2] * 30])
     assert ask(engine, [3, *[2] * 30]) == 0
 
 
 @ANY_KIND
-def test_a_conversation_that_goes_on_computes_only_what_is_new(kind: str) -> None:
+def test_a_continued_conversation_computes_only_its_new_tokens(kind: str) -> None:
     engine = engine_of(kind)
     conversation = [1] * 40
     n_known = 0
@@ -226,7 +226,7 @@ def test_only_a_long_prefix_is_worth_waiting_for(kind: str, n: int, waits: bool)
 
 
 @ANY_KIND
-def test_who_waits_for_a_prefix_lets_others_pass(kind: str) -> None:
+def test_a_request_that_waits_for_a_prefix_lets_others_pass(kind: str) -> None:
     engine = engine_of(kind, n_batch=8)
     engine.add_request([1] * 80, endless(1))
     waiting = engine.add_request([1] * 80, endless(1))
@@ -237,7 +237,7 @@ def test_who_waits_for_a_prefix_lets_others_pass(kind: str) -> None:
 
 
 @ANY_KIND
-def test_who_waits_for_a_prefix_goes_on_with_what_a_cancelled_request_had_of_it(kind: str) -> None:
+def test_a_request_that_waits_for_a_prefix_continues_with_the_part_that_a_cancelled_request_computed(kind: str) -> None:
     engine = engine_of(kind, n_batch=8)
     first = engine.add_request([1] * 80, endless(1))
     second = engine.add_request([1] * 80, endless(5))
@@ -250,7 +250,7 @@ def test_who_waits_for_a_prefix_goes_on_with_what_a_cancelled_request_had_of_it(
 
 
 @ANY_KIND
-def test_who_waits_for_a_prefix_computes_it_when_the_other_fails(kind: str) -> None:
+def test_a_request_that_waits_for_a_prefix_computes_it_if_the_other_fails(kind: str) -> None:
     engine = engine_of(kind, n_batch=8)
     context_of(engine).fail_at[3] = DecodeFailed(-3, "made to fail")
     engine.add_request([1] * 80, endless(1))
@@ -663,7 +663,7 @@ def test_a_request_preempted_while_its_prompt_is_read_is_counted_once(swap_space
     assert stats.swaps + stats.recomputes == 1
 
 
-def test_a_repeated_request_drives_nobody_else_out_of_a_full_cache() -> None:
+def test_a_repeated_request_evicts_no_other_from_a_full_cache() -> None:
     engine = engine_of("cells", n_more_ids=2, prefix_cache_ram=0)
     for prompt in ([1] * 40, [2] * 40, [2] * 40, [2] * 50):
         ask(engine, prompt)

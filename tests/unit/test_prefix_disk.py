@@ -180,7 +180,7 @@ def test_leftovers_of_killed_writers_go_and_those_of_living_ones_stay(model: Pat
     assert not living.exists()
 
 
-def test_a_full_disk_leaves_nothing_behind(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_leaves_no_files(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder, key = PrefixFolder(tmp_path / "d", 5000), key_of(model)
     name = write(folder, key, tokens_from(0))
 
@@ -294,7 +294,7 @@ def files(folder: Path) -> int:
 
 
 @pytest.mark.parametrize("sharing", ["cells", "copy"])
-def test_a_prefix_is_there_after_a_restart(model: Path, tmp_path: Path, sharing: str) -> None:
+def test_a_prefix_persists_across_a_restart(model: Path, tmp_path: Path, sharing: str) -> None:
     layout = {"sharing": sharing, "unified": sharing == "cells"}
     with disk_engine(model, tmp_path / "d", **layout) as engine:
         assert ask(engine, LONG) == 0

@@ -70,7 +70,7 @@ def test_members_come_and_go(router: PrefixRouter[str]) -> None:
 
 
 @pytest.mark.parametrize(("one", "other"), [({"cache_salt": "x"}, {"cache_salt": "y"}), ({"lora": {"x": 1.0}}, {})])
-def test_prompts_that_share_no_cells_share_no_prefix(one: dict[str, Any], other: dict[str, Any]) -> None:
+def test_prompts_without_shared_cells_share_no_prefix(one: dict[str, Any], other: dict[str, Any]) -> None:
     assert prefixes(**one) == prefixes(**one)
     assert not set(prefixes(**one)) & set(prefixes(**other))
 

@@ -63,7 +63,7 @@ def test_cells_too_are_given_up_for_a_higher_priority_and_no_more_than_needed() 
     assert list(ends(drain_some + drain(engine))) == ["urgent", "x", "y"]
 
 
-def test_nobody_gives_way_to_an_equal() -> None:
+def test_no_sequence_is_preempted_for_an_equal_priority() -> None:
     engine = fake_engine(n_parallel=1)
     engine.add_request([1, 2, 3], endless(20), request_id="first")
     engine.step()
@@ -72,7 +72,7 @@ def test_nobody_gives_way_to_an_equal() -> None:
     assert (engine.stats().swaps, engine.stats().recomputes) == (0, 0)
 
 
-def test_a_higher_priority_that_would_not_fit_even_then_displaces_nobody() -> None:
+def test_a_higher_priority_that_would_not_fit_even_then_preempts_no_sequence() -> None:
     engine = fake_engine(n_ctx=64, n_parallel=4)
     engine.add_request([1] * 40, endless(20), request_id="first", priority=0)
     engine.add_request([2] * 4, endless(9), request_id="low", priority=1)
@@ -84,7 +84,7 @@ def test_a_higher_priority_that_would_not_fit_even_then_displaces_nobody() -> No
     drain(engine)
 
 
-def test_waiting_makes_up_for_priority_so_that_nobody_starves(clock: Clock) -> None:
+def test_waiting_makes_up_for_priority_so_that_no_request_starves(clock: Clock) -> None:
     engine = fake_engine(n_parallel=1)
     engine.add_request([9], endless(2), request_id="running")
     engine.step()
@@ -157,7 +157,7 @@ def test_the_queue_timeout_is_over_once_a_request_has_run(clock: Clock) -> None:
     assert set(ends(drain(engine)).values()) == {FinishReason.LENGTH}
 
 
-def test_what_has_ended_in_time_leaves_nothing_behind(clock: Clock) -> None:
+def test_requests_that_end_in_time_leave_no_timeouts(clock: Clock) -> None:
     engine = fake_engine()
     for i in range(5):
         engine.add_request([i], endless(2), timeout=1000, queue_timeout=1000)
@@ -170,7 +170,7 @@ def test_what_has_ended_in_time_leaves_nothing_behind(clock: Clock) -> None:
 
 @pytest.mark.parametrize("limit", ["timeout", "queue_timeout"])
 @pytest.mark.parametrize("seconds", [-1, float("nan"), float("inf"), "5", True])
-def test_a_timeout_that_is_no_time_is_refused(limit: str, seconds: Any) -> None:
+def test_an_invalid_timeout_is_refused(limit: str, seconds: Any) -> None:
     with pytest.raises(InvalidRequest, match=limit):
         fake_engine().add_request([1], **{limit: seconds})
 
@@ -214,7 +214,7 @@ def test_one_that_shares_its_prefix_with_those_it_displaces_does_not_wait_for_th
         assert tokens == reference([*prompt, i], endless(60))[0]
 
 
-def test_nobody_waits_for_a_prefix_that_a_lower_priority_is_computing() -> None:
+def test_no_request_waits_for_a_prefix_that_a_lower_priority_is_computing() -> None:
     engine = fake_engine(n_ctx=512, n_batch=8, n_parallel=3, sharing="cells")
     engine.add_request([1] * 120, endless(2), request_id="low", priority=5)
     engine.step()

@@ -284,7 +284,7 @@ def test_of_two_objects_only_the_one_at_fault_ends_its_requests() -> None:
     assert [result.text for result in results[1::2]] == [reference(p, params(None))[1] for p in PROMPTS[1::2]]
 
 
-def test_the_engine_goes_on_after_a_mistake() -> None:
+def test_the_engine_continues_after_an_error() -> None:
     engine = fake_engine()
     (failed,) = engine.generate([[1]], greedy(4, logits_processor=raise_it))
     (next_one,) = engine.generate([[1]], greedy(4))

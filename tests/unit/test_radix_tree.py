@@ -134,7 +134,7 @@ def test_a_holder_of_no_tokens_is_never_found() -> None:
     assert n_nodes(tree) == 0
 
 
-def test_covered_by_gives_those_it_begins_with_and_covers_those_that_begin_with_it() -> None:
+def test_covered_by_returns_its_prefixes_and_covers_returns_its_extensions() -> None:
     tree = tree_of(short=(1, 2), same=(1, 2, 3), long=(1, 2, 3, 4), parted=(1, 2, 9), me=(1, 2, 3))
     assert set(tree.covered_by("me")) == {"short", "same"}
     assert set(tree.covers("me")) == {"long", "same"}

@@ -145,7 +145,7 @@ async def test_the_requests_of_a_killed_replica_continue_elsewhere(unread: bool)
             reader.assert_complete()
 
 
-async def test_a_request_waits_until_there_is_a_replica() -> None:
+async def test_a_request_waits_until_a_replica_is_available() -> None:
     cluster = FakeReplicas(1)
     async with opened(cluster) as engine:
         readers = await start(engine, 3)
@@ -240,7 +240,7 @@ async def test_a_token_resets_the_count_of_lost_replicas() -> None:
         reader.assert_complete()
 
 
-async def test_a_replica_whose_engine_has_failed_passes_its_requests_on() -> None:
+async def test_a_replica_with_a_failed_engine_passes_its_requests_on() -> None:
     cluster = FakeReplicas(2)
     async with opened(cluster) as engine:
         failed, other = cluster.replicas

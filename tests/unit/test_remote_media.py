@@ -70,7 +70,7 @@ def test_no_private_address_is_connected_to_unless_it_is_listed(address: Any) ->
 
 
 @pytest.mark.parametrize("entry", ["https://example.org", "example.org/cats", "10.0.0.0/99", "a b", "exa*mple.org"])
-def test_an_entry_that_is_no_host_is_refused(entry: str) -> None:
+def test_an_entry_that_is_not_a_host_is_refused(entry: str) -> None:
     with pytest.raises(ConfigError, match="--allowed-media-domains"):
         ServerSettings(allowed_media_domains=(entry,))
 
@@ -108,7 +108,7 @@ async def refusal(url: str, *domains: str, **options: Any) -> str:
     return refused.value.message
 
 
-async def test_a_picture_of_a_listed_host_is_fetched() -> None:
+async def test_an_image_of_a_listed_host_is_fetched() -> None:
     async with serving(picture) as port:
         assert await fetched(f"http://127.0.0.1:{port}/cat.png", "127.0.0.1") == RED
 

@@ -64,7 +64,7 @@ def test_replicas_of_one_node_divide_its_cpus() -> None:
     assert for_nodes(ReplicaOptions(max_replicas=100), CONFIG, nodes)[0].num_cpus == 1
 
 
-def test_each_replica_takes_a_gpu_where_there_are_any() -> None:
+def test_each_replica_takes_a_gpu_if_there_are_any() -> None:
     assert with_gpus(ReplicaOptions(), [Node("a", 8, 0)], grows=False).num_gpus == 0
     assert with_gpus(ReplicaOptions(max_replicas=2), [Node("a", 8, 2)], grows=False).num_gpus == 1
     with pytest.raises(ConfigError, match=r"--replicas 1\.\.3: each replica needs a GPU.* has 2.*-ngl 0"):

@@ -107,19 +107,21 @@ def test_a_number_that_is_not_finite_is_refused(field: str, value: float) -> Non
 
 @pytest.mark.parametrize("field", BOUNDS)
 @pytest.mark.parametrize("value", ["1", [1], True, False, 1j])
-def test_what_is_no_number_is_refused_with_the_value_and_the_kind_wanted(field: str, value: object) -> None:
+def test_a_value_that_is_not_a_number_is_refused_with_the_value_and_the_expected_type(
+    field: str, value: object
+) -> None:
     kind = "a whole number" if field in WHOLE else "a number"
     assert refusal(field, value) == f"{field}: is {value!r}; it must be {kind}"
 
 
 @pytest.mark.parametrize("field", WHOLE)
 @pytest.mark.parametrize("value", [1.0, 1.5, NAN, INF])
-def test_a_fraction_is_no_whole_number(field: str, value: float) -> None:
+def test_a_fraction_is_not_a_whole_number(field: str, value: float) -> None:
     assert refusal(field, value) == f"{field}: is {value!r}; it must be a whole number"
 
 
 @pytest.mark.parametrize("field", [field for field in BOUNDS if field not in OPTIONAL])
-def test_none_is_refused_where_there_is_no_default_to_find(field: str) -> None:
+def test_none_is_refused_for_a_field_without_a_default(field: str) -> None:
     assert "is None; it must be" in refusal(field, None)
 
 
@@ -154,7 +156,7 @@ def test_samplers_are_names(value: object) -> None:
     assert refusal("samplers", value) == f"samplers: is {value!r}; it must be a list of names"
 
 
-def test_an_unknown_sampler_is_refused_with_its_place_and_all_there_are() -> None:
+def test_an_unknown_sampler_is_refused_with_its_place_and_the_valid_names() -> None:
     with pytest.raises(
         InvalidRequest, match=r"^samplers\[1\]: is 'top_q'; it must be one of penalties, dry, .*, temperature$"
     ):
@@ -257,7 +259,7 @@ def test_visible_tokens_are_a_few_strings() -> None:
     assert refusal("visible_tokens", ["x"] * 65) == "visible_tokens: has 65 entries; the limit is 64"
 
 
-def test_no_tokens_may_be_wanted_only_where_the_prompt_is_echoed() -> None:
+def test_max_tokens_may_be_0_only_if_the_prompt_is_echoed() -> None:
     assert SamplingParams(max_tokens=0, echo=True).max_tokens == 0
     assert refusal("max_tokens", 0) == f"max_tokens: is 0; it must be from 1 to {2**31 - 1}"
     with pytest.raises(InvalidRequest, match=f"^max_tokens: is -2; it must be from 0 to {2**31 - 1}$"):
@@ -292,7 +294,7 @@ GIVEN: dict[str, Any] = {
 }  # fmt: skip
 
 
-def test_every_kind_of_grammar_is_known() -> None:
+def test_every_kind_of_grammar_is_accepted() -> None:
     assert tuple(GIVEN) == GRAMMARS
     assert not SamplingParams().is_constrained
     assert all(SamplingParams(**{field: value}).is_constrained for field, value in GIVEN.items())
@@ -356,7 +358,7 @@ def circular() -> dict[str, object]:
     ["", "{", "{'a': 1}", {"a": {1, 2}}, {(1, 2): 3}, {"minimum": NAN}, '{"a": NaN}', b"{}", circular()],
     ids=str,
 )
-def test_a_schema_that_is_no_json_is_refused(value: object) -> None:
+def test_a_schema_that_is_not_json_is_refused(value: object) -> None:
     assert refusal("json_schema", value).startswith(
         "json_schema: is b'{}'; a schema" if isinstance(value, bytes) else "json_schema: is not valid JSON: "
     )
@@ -467,7 +469,7 @@ def test_an_id_can_be_used_again_only_after_its_request_has_ended() -> None:
     assert engine.add_request([2], greedy(1), request_id="mine") == "mine"
 
 
-def test_an_id_that_somebody_chose_is_in_nobodys_way() -> None:
+def test_a_given_request_id_does_not_collide_with_generated_ones() -> None:
     engine = fake_engine()
     engine.add_request([1], greedy(1), request_id="request-2")
     results = engine.generate([[2], [3]], greedy(1))
@@ -503,7 +505,7 @@ def test_generate_returns_the_results_in_the_prompts_order() -> None:
     assert fake_engine().generate([]) == []
 
 
-def test_a_token_that_ends_the_text_is_no_part_of_it() -> None:
+def test_a_token_that_ends_the_text_is_not_part_of_it() -> None:
     first = reference([1, 2], greedy(1, ignore_eos=True))[0][0]
     (result,) = fake_engine().generate([[1, 2]], greedy(9, stop_token_ids=(first,)))
     assert result_of(result) == ([], "", FinishReason.STOP)
@@ -667,7 +669,7 @@ def test_one_rpc_worker_may_be_given_without_a_list() -> None:
         EngineConfig("x", rpc=5)  # type: ignore[arg-type]
 
 
-def test_update_request_appends_given_tokens_and_the_text_continues_behind_them() -> None:
+def test_update_request_appends_given_tokens_and_the_text_continues_after_them() -> None:
     engine = fake_engine()
     other = engine.add_request([9, 9, 3], greedy(12))
     name = engine.add_request([5, 6], greedy(12, ignore_eos=True))

@@ -47,7 +47,7 @@ def test_an_address_is_a_host_and_a_port() -> None:
 @pytest.mark.parametrize(
     "text", ["", "gpu-box", ":50052", "gpu-box:", "::1:50052", "[::1]:50052", "a b:1", "http://a:1"]
 )
-def test_what_is_no_address_is_refused_with_the_form(text: str) -> None:
+def test_an_invalid_address_is_refused_with_the_form(text: str) -> None:
     with pytest.raises(ConfigError, match=r"HOST:PORT|port"):
         parse_endpoint(text)
 
@@ -168,7 +168,7 @@ def test_a_worker_of_another_version_is_refused_in_one_line(version: tuple[int, 
     assert "\n" not in line
 
 
-def test_what_is_no_worker_is_refused() -> None:
+def test_a_server_that_is_not_a_worker_is_refused() -> None:
     with (
         listening(lambda connection: connection.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")) as endpoint,
         pytest.raises(ConfigError, match=f"{endpoint} is not an RPC worker"),
@@ -184,7 +184,7 @@ def test_a_tunnel_without_a_worker_is_worth_waiting_for() -> None:
         check_worker(endpoint)
 
 
-def test_a_worker_that_is_not_there_is_named() -> None:
+def test_a_missing_worker_is_named() -> None:
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         endpoint = Endpoint(*unused.getsockname())
@@ -282,7 +282,7 @@ def test_a_port_in_use_is_refused_with_the_reason() -> None:
         free_port("127.0.0.1", server.getsockname()[1])
 
 
-def test_pauses_before_the_next_start_grow_and_begin_again_after_a_long_life() -> None:
+def test_restart_delays_grow_and_are_reset_after_a_long_run() -> None:
     pauses = RestartPauses()
     assert [round(pauses.next(0.1), 1) for _ in range(9)] == [0.2, 0.4, 0.8, 1.6, 3.2, 6.4, 12.8, 25.6, 30.0]
     assert round(pauses.next(3600), 1) == 0.2

@@ -238,7 +238,7 @@ async def test_of_many_requests_the_first_is_refused_and_the_others_wait() -> No
 
 
 @pytest.mark.parametrize("n", [1, 2, 9])
-async def test_all_can_wait_and_their_times_count_from_the_beginning(n: int) -> None:
+async def test_all_requests_may_wait_and_their_times_count_from_the_start(n: int) -> None:
     client = FakeClient()
     full_for(client, {f"r{i}": 4 for i in range(n)})
     events = await read(run(client, requests(n, timeout=60.0, queue_timeout=30.0), wait_when_full=True))

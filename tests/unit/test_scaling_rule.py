@@ -114,7 +114,7 @@ def test_a_steady_load_never_makes_the_number_go_up_and_down(
 
 @settings(deadline=None, derandomize=True, database=None)
 @given(st.lists(st.tuples(st.integers(1, 200), st.integers(0, 100)), max_size=30), st.integers(1, 3))
-def test_between_a_start_and_a_drain_lies_the_delay(phases: list[tuple[int, int]], least: int) -> None:
+def test_the_delay_separates_a_start_and_a_drain(phases: list[tuple[int, int]], least: int) -> None:
     simulation = Simulation(most=4, least=least)
     for seconds, in_flight in phases:
         simulation.run(seconds, in_flight)

@@ -21,7 +21,7 @@ llama_memory_recurrent: size =   40.00 MiB (     8 cells,   2 layers,  8 seqs  4
 """.splitlines()
 
 
-def test_a_sequence_of_a_window_grows_slower_behind_it() -> None:
+def test_a_sequence_with_a_sliding_window_grows_slower_beyond_it() -> None:
     memory = read_sequence_memory(WINDOW, window=512, n_sequences=8)
     assert memory == SequenceMemory(token_bytes=1024, window=512, window_token_bytes=8192)
     assert memory.bytes_of(100) == 100 * (1024 + 8192)

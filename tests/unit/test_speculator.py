@@ -82,7 +82,7 @@ def test_whole_drafts_where_rows_cost_nothing(streams: bool) -> None:
     assert [sequence.draft for sequence in sequences] == [list(range(1, 9))] * 4
 
 
-def test_the_likeliest_tokens_fill_whole_tiles() -> None:
+def test_the_most_likely_tokens_fill_whole_tiles() -> None:
     its, _ = plan([(16, 0.9), (16, 0.3), (0, 0.0)], TILED)
     assert its
     assert sum(its.groups) % 4 == 0
@@ -155,7 +155,7 @@ def test_few_drafts_among_many_rows_are_a_pass_of_their_own() -> None:
     assert its.n_padding == 0
 
 
-def test_drafts_of_sequences_that_are_no_neighbours_are_several_passes() -> None:
+def test_drafts_of_non_adjacent_sequences_are_several_passes() -> None:
     times = {n: 0.100 + 0.001 * n for n in range(1, 257)}
     its, _ = plan([(12, 0.97) if i in (3, 9) else (0, 0.0) for i in range(16)], times, streams=True)
     assert its is None, "two passes more are not worth it"

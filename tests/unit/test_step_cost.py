@@ -83,7 +83,7 @@ def test_a_disturbed_first_step_does_not_make_a_number_of_rows_slow_for_good() -
     assert cost.rows_s((8,)) == pytest.approx(0.018)
 
 
-def test_a_number_of_rows_that_is_slow_every_time_is_known_to_be_slow() -> None:
+def test_a_number_of_rows_that_is_slow_every_time_is_recorded_as_slow() -> None:
     cost = StepCost()
     cost.observe_prompt(256, 0.256)
     for _ in range(4):

@@ -122,7 +122,7 @@ def test_concurrent_runs_many_and_computes_one_a_step() -> None:
     assert engine.stats().mean_decode_batch == 1
 
 
-def test_concurrent_gives_everybody_a_turn_before_anybody_has_a_second() -> None:
+def test_concurrent_gives_every_request_a_turn_before_any_has_a_second() -> None:
     engine = engine_with(ConcurrentScheduler)
     for i in range(3):
         add(engine, str(i), 3, 6)
@@ -145,7 +145,7 @@ def test_concurrent_reads_a_prompt_longer_than_a_step_in_turns_too() -> None:
 
 
 @pytest.mark.parametrize("bucket", [0, 8])
-def test_nobody_joins_a_batch_and_its_places_stay_taken_until_all_of_it_has_ended(bucket: int) -> None:
+def test_no_request_joins_a_running_batch_and_its_places_stay_taken_until_all_of_it_has_ended(bucket: int) -> None:
     engine = engine_with(partial(StaticScheduler, max_wait_s=0.0, bucket=bucket))
     for name, n_new in {"a": 2, "b": 4, "c": 9}.items():
         add(engine, name, 3, n_new)

@@ -117,7 +117,7 @@ def test_values_that_are_nested_very_deeply_do_not_end_the_request() -> None:
     assert [call.name for call in said.calls] == ["set"]
 
 
-def test_a_template_without_calls_is_told_a_form_and_one_without_tools_is_told_its_own() -> None:
+def test_a_template_without_calls_gets_a_default_form_and_one_without_tools_its_own() -> None:
     none = form_of(TEMPLATES["generic"])
     assert (none.forms.tools_described_by, none.tool_format.name) == ("message", "generic")
     own = form_of(talk(each(f"<call>{JSON}</call>")).replace("{{ tools | tojson if tools }}", ""))

@@ -314,7 +314,7 @@ def test_memory_bounds_parallelism_by_estimate_and_by_trying(memory_for: Callabl
 
 
 @pytest.mark.usefixtures("memory_for")
-def test_when_the_time_is_over_what_is_known_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_when_the_time_is_over_the_results_so_far_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter(range(10_000))
     monkeypatch.setattr(tuner, "monotonic", lambda: float(next(clock)))
     found = tuned(seconds=10.5)  # memory, 3 threads, 4 layouts with 16 sequences, 2 of the curve

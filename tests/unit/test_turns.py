@@ -95,7 +95,7 @@ def test_a_short_call_does_not_wait_for_a_long_one(threads: ThreadPoolExecutor) 
     assert not long.done()
 
 
-def test_a_stream_that_nobody_reads_holds_up_nobody(threads: ThreadPoolExecutor) -> None:
+def test_an_unread_stream_delays_no_other_request(threads: ThreadPoolExecutor) -> None:
     engine = fake_engine(n_ctx=1024)
     stream = engine.stream([1], LONG)
     first = next(stream)

@@ -109,7 +109,9 @@ async def test_files_are_compressed_for_clients_that_accept_it(client: TestClien
 
 
 @pytest.mark.parametrize("path", ["/", "/page/app.js"])
-async def test_the_browser_is_told_to_load_nothing_from_elsewhere(client: TestClient[Any, Any], path: str) -> None:
+async def test_the_browser_is_instructed_to_load_nothing_from_other_origins(
+    client: TestClient[Any, Any], path: str
+) -> None:
     answer = await client.get(path)
     policy = policy_of(answer)
     assert policy["default-src"] == policy["base-uri"] == policy["form-action"] == policy["frame-ancestors"] == "'none'"

@@ -346,7 +346,7 @@ def test_libraries_of_windows_move_and_stay_as_they_are(build_wheel: Any) -> Non
     }
 
 
-def test_the_installer_knows_the_names_that_the_repair_gives(install: Any, build_wheel: Any) -> None:
+def test_the_installer_recognises_the_names_of_repaired_wheels(install: Any, build_wheel: Any) -> None:
     assert set(build_wheel.BUILD_TAGS) == set(install.BACKENDS)
     for backend, tag in build_wheel.BUILD_TAGS.items():
         name = f"llama_cpp_python-{VERSION}-{tag}-py3-none-linux_x86_64.whl"
