@@ -59,7 +59,7 @@ class Stream:
 Run = Callable[[range], list[Stream]]
 """Runs these requests of a job."""
 STREAM_CELLS = 2048  # of each sequence
-WARM_UP = 2  # requests, whose prompts are not measured
+WARM_UP = 2  # requests with prompts that are not measured
 
 
 # --- the programs: each runs in a process of its own, with a Python that may have no cppbatch ----------------------

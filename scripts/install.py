@@ -51,7 +51,7 @@ COMPILER_HELP = {
 
 
 class Build(NamedTuple):
-    """One way to build llama-cpp-python. `key` names it; `covers` is the text whose hash is in the key."""
+    """One way to build llama-cpp-python. `key` names it; `covers` is the text that the key contains a hash of."""
 
     version: str
     backend: str
@@ -114,7 +114,7 @@ def pick_backend() -> "tuple[str, str]":
         return wanted, ""
     if SYSTEM == "Darwin" and platform.machine() == "arm64":
         return "metal", ""
-    if not nvidia_gpus():  # nvcc alone is no GPU
+    if not nvidia_gpus():  # nvcc alone does not mean a GPU
         return "cpu", ""
     if find_nvcc():
         return "cuda", ""
@@ -355,7 +355,7 @@ def plan_wheel(installed: str) -> "tuple[str, Callable[[], str] | None]":
 
 
 def venv_works() -> bool:
-    """False also for a .venv without pip, or one whose Python was replaced by an older or newer one."""
+    """False also for a .venv without pip, or with a Python that was replaced by an older or newer one."""
     test = f"import sys, pip; print(sys.version_info >= {OLDEST_PYTHON})"
     return output_of(str(PYTHON), "-c", test) == "True"
 

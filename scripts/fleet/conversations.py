@@ -48,7 +48,7 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
     think_s: LogNormal = LogNormal(15, 0.8)
     """From the end of an answer to the user's next request."""
     max_tokens: int = 4096
-    """A conversation whose next request would be longer ends."""
+    """A conversation ends if its next request would be longer."""
     n_vocab: int = 32000
 
 

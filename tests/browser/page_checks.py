@@ -32,7 +32,7 @@ def phone(page: Page) -> None:
 
 
 def dark(page: Page) -> None:
-    """The system asks for dark colours; the page's theme is `auto` until somebody changes it. They do not fade in."""
+    """The system prefers dark colours, and the page's theme is `auto` by default. The colours do not fade in."""
     page.emulate_media(color_scheme="dark", reduced_motion="reduce")
 
 

@@ -1,4 +1,4 @@
-"""Every tab for everybody: axe-core, the keyboard alone, a phone's width, both themes, reduced motion."""
+"""Accessibility of every tab: axe-core, keyboard only, a phone's width, both themes, reduced motion."""
 
 from __future__ import annotations
 

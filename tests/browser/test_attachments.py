@@ -1,4 +1,4 @@
-"""Pictures and sound of a message in the Chat tab."""
+"""Images and audio in messages of the Chat tab."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.support.server_process import ServerProcess
 
 
 def png(width: int = 8, height: int = 8) -> bytes:
-    """A red picture."""
+    """A red image."""
 
     def chunk(name: bytes, data: bytes) -> bytes:
         return struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
@@ -44,7 +44,7 @@ def file(name: str, media_type: str, content: bytes) -> Any:
 
 @pytest.fixture
 def chat(page: Page, url: str) -> Page:
-    """The Chat tab of a server whose model takes pictures and sound, as `/props` says."""
+    """The Chat tab of a server that accepts images and audio, according to `/props`."""
     takes(page, vision=True, audio=True)
     open_tab(page, url)
     wait_ready(page)
@@ -216,7 +216,7 @@ def test_attached_media_are_accessible_and_fit_a_phone(chat: Page) -> None:
 def test_a_model_with_a_projector_answers_about_an_image(
     page: Page, fresh_server: Callable[..., ServerProcess], tiny_llama: Path, tmp_path: Path
 ) -> None:
-    """What the page sends is what the server takes: 16 tokens of the prompt are the picture."""
+    """The server accepts what the page sends: 16 tokens of the prompt are the image."""
     projector = tiny_projectors.vision(tmp_path / "mmproj.gguf", n_embd=tiny_models.N_EMBD)
     server = fresh_server("-m", tiny_llama, "--mmproj", projector, "-np", "2", "-c", "1024", "-n", "8", "--ignore-eos")
     open_tab(page, f"{server.url}/")

@@ -54,7 +54,7 @@ def send(page: Page, text: str) -> None:
 
 
 def send_without_end(page: Page, text: str = "Count from one to five hundred, in words.") -> None:
-    """Sends a message whose answer ends only when it is stopped."""
+    """Sends a message with an answer that ends only when it is stopped."""
 
     def endless(route: Route) -> None:
         route.continue_(post_data=json.dumps(route.request.post_data_json | {"ignore_eos": True}))

@@ -47,7 +47,7 @@ SETTLED = """(least) => new Promise((done) => {
   }
   look()
 })"""
-"""Until so many answers are shown and no more elements come. (Playwright's search for roles would be a long task.)"""
+"""Until that many answers are shown and no more elements are added. (Playwright's role selectors would be slow.)"""
 
 
 def conversation(texts: dict[str, str]) -> dict[str, Any]:

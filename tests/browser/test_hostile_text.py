@@ -21,7 +21,7 @@ SAMPLING = ("--temp", "2", "--top-k", "0", "--top-p", "1", "--min-p", "0", "--ig
 
 @pytest.fixture(scope="module")
 def hostile_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """A server whose model writes HTML and scripts, and whose names have some too."""
+    """A server with a model that writes HTML and scripts, and with HTML in its names."""
     folder = tmp_path_factory.mktemp("hostile")
     model = write_hostile_model(folder / "hostile.gguf")
     flags = ("-m", model, "--alias", NAME, "--data-dir", folder / "data", "-np", "8", "-c", "16384")

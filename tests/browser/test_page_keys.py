@@ -1,4 +1,4 @@
-"""A server with an API key: the page asks for it once, keeps it, shows it to nobody, and forgets it on demand."""
+"""A server with an API key: the page asks for it once, keeps it, never shows it, and forgets it on demand."""
 
 from __future__ import annotations
 

@@ -70,12 +70,12 @@ def test_a_second_visit_transfers_no_file_again(page: Page, url: str) -> None:
 def test_the_page_is_usable_within_200_ms(
     new_context: Callable[..., BrowserContext], errors: PageErrors, url: str
 ) -> None:
-    """From the beginning of the navigation, with an empty cache, until the first tab takes input.
+    """From the start of the navigation, with an empty cache, until the first tab accepts input.
 
-    Loading one small picture in the same way is the measure of a slow machine: the page may take 4 times as long. The
+    Loading one small image in the same way calibrates for slow machines: the page may take 4 times as long. The
     lower quartile of 9 loads of each, in turns: other programs only make one longer.
     """
-    errors.allow("favicon.ico")  # which Chromium looks for beside the picture
+    errors.allow("favicon.ico")  # which Chromium requests besides the image
     times, picture_times = [], []
     for _ in range(9):
         page = new_context().new_page()

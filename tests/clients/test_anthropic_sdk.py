@@ -94,7 +94,7 @@ def test_a_streamed_tool_call_has_the_input_of_the_whole_one(client: anthropic.A
 def test_the_tool_runner_calls_a_function_and_continues_with_the_whole_conversation(
     client: anthropic.Anthropic, thread: Any
 ) -> None:
-    """It begins a thread on the server, unless told otherwise, and then sends only what is new: not to this one."""
+    """By default it starts a thread on the server and then sends only new messages; not to this server."""
     asked: list[Any] = []
 
     @anthropic.beta_tool

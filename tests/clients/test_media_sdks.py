@@ -1,4 +1,4 @@
-"""Pictures and sound with the packages of OpenAI and Anthropic, on a tiny model with random weights."""
+"""Images and audio with the packages of OpenAI and Anthropic, on a tiny model with random weights."""
 
 from __future__ import annotations
 
@@ -122,12 +122,12 @@ def test_a_batch_of_16_images(client: openai.OpenAI) -> None:
 
 
 def test_a_conversation_about_images_with_rows_and_columns(qwen_server: Serving) -> None:
-    """Each turn sends all before again, whose pictures are computed once: alone, streamed and beside others."""
+    """Each turn resends all earlier ones, with images that are computed once: alone, streamed and with others."""
     completions: Any = openai.OpenAI(base_url=qwen_server.v1, api_key=KEY, max_retries=0, timeout=60).chat.completions
     wide, tall = png(96, 64, (255, 0, 0)), png(32, 144, (0, 0, 255))  # 4 rows of 6 tokens, 9 rows of 2
 
     def converse(number: int) -> list[tuple[str, int, int, int]]:
-        """(answer, tokens of the prompt, of its pictures, and from the cache) of each turn."""
+        """(answer, tokens of the prompt, of its images, and from the cache) of each turn."""
         messages: Any = [
             {"role": "user", "content": [picture(wide), {"type": "text", "text": f"What is it? {number}"}]}
         ]

@@ -83,7 +83,7 @@ def test_the_attention_shape_is_known_for_plain_attention_only(
 
 @pytest.fixture
 def config(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> EngineConfig:
-    """A model whose attention is timed, on a CPU, with weights that take no time."""
+    """A model with timed attention, on a CPU, and weights that take no time."""
     shape = LlamaShape(n_layer=16, n_embd=256, n_head=4, n_head_kv=4, n_ff=256)
     monkeypatch.setattr(attention, "has_gpu", lambda: False)
     monkeypatch.setattr(attention, "kernel_times", lambda types: {})

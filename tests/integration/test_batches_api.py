@@ -646,7 +646,7 @@ def test_an_upload_to_a_full_disk_gets_an_error_that_says_so_and_leaves_nothing(
 def test_a_disk_that_is_full_at_the_start_is_tried_again(
     start: Start, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """With a batch that was begun before: it goes on as soon as there is room."""
+    """An earlier batch continues as soon as there is room."""
     monkeypatch.setattr(storage, "RETRY_S", 0.2)
     first = start()
     batch = make_batch(client_of(first), lines(20, **LONG))

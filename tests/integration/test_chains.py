@@ -106,7 +106,7 @@ def counts_of(sampler: Sampler, row: Row, n: int = 2500, **fields: Any) -> Count
 
 
 def text_of(sampler: Sampler, row: Row, n: int, **fields: Any) -> list[int]:
-    """The tokens of one request whose model says the same each time."""
+    """The tokens of one request to a model that returns the same logits each time."""
     sequence = sequence_of(SamplingParams(**{**OFF, **fields}))
     for _ in range(n):
         choice = sampler.sample_logits([sequence], row[None].copy())[0]
@@ -126,7 +126,7 @@ def over(kept: npt.NDArray[np.bool_], row: Row, temperature: float = 1.0) -> Dou
 
 
 def is_typical(row: Row, p: float) -> npt.NDArray[np.bool_]:
-    """Those whose surprise is nearest to the entropy, until their probabilities exceed p."""
+    """The tokens with a surprise nearest to the entropy, until their probabilities exceed p."""
     probabilities = softmax(row.astype(np.float64))
     possible = probabilities > 0
     surprise = -np.log(probabilities, where=possible, out=np.full(len(row), np.inf))

@@ -65,7 +65,7 @@ def test_drafts_are_the_greedy_text_of_the_draft_model(tiny_llama: Path, other_l
                 is_read = proposer.read_seconds(sequence) == 0
                 for token in left[
                     : min((turn + i) % 4, n - written[i]) if is_read else 0
-                ]:  # as if so many were accepted
+                ]:  # as if that many were accepted
                     sequence.append(token)
                     written[i] += 1
             if min(written) >= n:

@@ -198,9 +198,9 @@ BAD: dict[str, tuple[Fields, str, str]] = {
         "json_schema",
         "nested too deeply",
     ),
-    "text that is no JSON": ({"json_schema": "{'type': 'object'}"}, "json_schema", "is not valid JSON"),
-    "JSON that is no schema": ({"json_schema": "[1, 2]"}, "json_schema", "a schema must be an object, true or false"),
-    "a schema that is no JSON": ({"json_schema": {"enum": {1, 2}}}, "json_schema", "is not valid JSON"),
+    "text that is not JSON": ({"json_schema": "{'type': 'object'}"}, "json_schema", "is not valid JSON"),
+    "JSON but not a schema": ({"json_schema": "[1, 2]"}, "json_schema", "a schema must be an object, true or false"),
+    "a schema that is not JSON": ({"json_schema": {"enum": {1, 2}}}, "json_schema", "is not valid JSON"),
     "not a number": ({"json_schema": {"const": float("nan")}}, "json_schema", "is not valid JSON"),
     "no finite instance": (
         {"json_schema": {"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]}},

@@ -37,7 +37,7 @@ async def engine(tiny_llama: Path) -> AsyncIterator[HeldEngine]:
 
 
 async def answered(listener: Listener, data: bytes, go_on: tuple[HeldEngine, float] | None = None) -> bytes:
-    """All that comes to a client that sends this and closes its sending side; the engine goes on after some seconds."""
+    """All data received by a client that sends this and closes its sending side; the engine resumes after seconds."""
     reader, writer = await connect(listener)
     writer.write(data)
     writer.write_eof()

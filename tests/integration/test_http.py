@@ -1,4 +1,4 @@
-"""The HTTP surface on a tiny model: every bad request gets OpenAI's error object and harms nobody else."""
+"""The HTTP API on a tiny model: every bad request gets OpenAI's error object and does not affect other requests."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ BAD_COMPLETIONS = {
     "unknown token id": ({"prompt": [1, 10**6]}, "prompt[1]"),
     "negative token id": ({"prompt": [-1]}, "prompt[0]"),
     "no tokens wanted": ({"prompt": "x", "max_tokens": 0}, "max_tokens"),
-    "a model that is no name": ({"prompt": "x", "model": 9}, "model"),
+    "a model name that is not a string": ({"prompt": "x", "model": 9}, "model"),
     "temperature as text": ({"prompt": "x", "temperature": "hot"}, "temperature"),
     "negative temperature": ({"prompt": "x", "temperature": -0.5}, "temperature"),
     "NaN": ('{"prompt": "x", "temperature": NaN}', "temperature"),

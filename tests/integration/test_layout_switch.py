@@ -30,7 +30,7 @@ def switch(engine: BatchInferenceEngine) -> None:
 
 
 def texts(engine: BatchInferenceEngine, prompts: list[str], params: SamplingParams, *, every: int = 0) -> list[str]:
-    """Greedy texts. `every`: the layout is switched after so many steps, again and again."""
+    """Greedy texts. `every`: the layout is switched after each group of this number of steps."""
     names = [engine.add_request(prompt, params) for prompt in prompts]
     found = dict.fromkeys(names, "")
     for step in range(1, 2000):

@@ -92,7 +92,7 @@ class Reader:
                     self.raw.append(line[6:])
 
     async def has(self, n: int) -> None:
-        """Waits until it has so many events."""
+        """Waits until it has that many events."""
         await until(lambda: len(self.raw) >= n)
 
     async def until(self, condition: Callable[[LiveSnapshot], object]) -> LiveSnapshot:
@@ -124,7 +124,7 @@ async def serving(
 def start(
     session: aiohttp.ClientSession, url: str, prompt: str, *, key: str | None = None, **fields: Any
 ) -> asyncio.Task[None]:
-    """A completion that goes on until its task is cancelled."""
+    """A completion that runs until its task is cancelled."""
 
     async def read() -> None:
         body = {"prompt": prompt, "max_tokens": 2000, "ignore_eos": True, "stream": True, **fields}

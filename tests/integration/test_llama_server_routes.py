@@ -282,7 +282,7 @@ BAD = {
         {"prompt": {"prompt_string": MEDIA_MARKER, "multimodal_data": ["abc"]}},
         "prompt.multimodal_data[0]",
     ),
-    "data that are no list": ({"prompt": {"prompt_string": "x", "multimodal_data": 5}}, "prompt.multimodal_data"),
+    "data that is not a list": ({"prompt": {"prompt_string": "x", "multimodal_data": 5}}, "prompt.multimodal_data"),
     "something else in a list": ({"prompt": ["a", 2.5]}, "prompt[1]"),
     "too many prompts": ({"prompt": ["a"] * 300}, "prompt"),
     "n_predict as text": ({"prompt": "a", "n_predict": "all"}, "n_predict"),
@@ -452,7 +452,7 @@ async def test_infill_asks_in_the_models_own_form(infill: Http) -> None:
     assert (status, set(answer)) == (200, FINAL)
     assert answer["prompt"] == "<s><fim_prefix>def f(x<fim_suffix><s> end<fim_middle>"
     n_read = len((await post(infill, "/tokenize", {"content": answer["prompt"]}))[1]["tokens"])
-    assert answer["tokens_evaluated"] == n_read + 2  # the suffix's "<s>" is no control token
+    assert answer["tokens_evaluated"] == n_read + 2  # the suffix's "<s>" is not a control token
     extra = [{"filename": "a.py", "text": "A"}, {"text": "B"}]
     _, answer = await post(infill, "/infill", {**body, "input_extra": extra})
     files = "<reponame>project\n<|file_sep|>a.py\nA\n<|file_sep|>tmp\nB\n<|file_sep|>current\n"

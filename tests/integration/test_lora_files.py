@@ -80,7 +80,7 @@ def test_a_missing_adapter_is_out_of_range(context: Context) -> None:
 
 @pytest.mark.parametrize("quant", ["F32", "F16"])
 def test_an_adapter_is_the_product_of_its_matrices_times_scale_and_alpha_by_rank(tmp_path: Path, quant: str) -> None:
-    """Against a model whose weights have it added: W + scale * alpha / rank * B A."""
+    """Compared with a model with the adapter merged into its weights: W + scale * alpha / rank * B A."""
     path = lora(tmp_path / "a.gguf", pair(), quant=quant)
     read = {t.name: t.data.astype(np.float32) for t in gguf.GGUFReader(path).tensors}
     plain = write_llama(tmp_path / "plain.gguf")

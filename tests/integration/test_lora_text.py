@@ -41,7 +41,7 @@ def expected(tiny_llama: Path, adapters: Files) -> list[str]:
     return texts_apart(tiny_llama, adapters)
 
 
-# --- whoever runs beside it -----------------------------------------------------------------------------------------
+# --- in a batch with others -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("layout", ["unified", "per-sequence"])

@@ -1,4 +1,4 @@
-"""Pictures and sound in llama.cpp: tiny random encoders, compared with mtmd's own way of computing a prompt."""
+"""Images and audio in llama.cpp: tiny random encoders, compared with mtmd's own evaluation of a prompt."""
 
 from __future__ import annotations
 
@@ -217,7 +217,7 @@ def test_a_library_without_mtmd_says_how_to_build_it(files: Path, monkeypatch: p
 def reference_row(
     files: Path, projector: str, prompt: MediaPrompt | str, text: str = "text"
 ) -> npt.NDArray[np.float32]:
-    """The logits after a prompt as `mtmd_helper_eval_chunks` computes it, with a marker for each picture."""
+    """The logits after a prompt as `mtmd_helper_eval_chunks` computes it, with a marker for each image."""
     from llama_cpp import llama_cpp, mtmd_cpp
 
     parts = [prompt] if isinstance(prompt, str) else prompt.parts

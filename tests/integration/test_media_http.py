@@ -1,4 +1,4 @@
-"""Pictures and sound over HTTP, with a tiny model and tiny random projectors: every API, and every refusal."""
+"""Images and audio over HTTP, with a tiny model and tiny random projectors: every API, and every refusal."""
 
 from __future__ import annotations
 
@@ -252,18 +252,18 @@ async def test_a_server_says_what_its_model_takes(seeing: Http, hearing: Http) -
 
 
 def bomb() -> bytes:
-    """A picture of a few hundred bytes whose header promises 60,000 x 60,000 pixels."""
+    """An image of a few hundred bytes with a header that declares 60,000 x 60,000 pixels."""
     header = struct.pack(">IIBBBBB", 60_000, 60_000, 8, 2, 0, 0, 0)
     chunk = b"IHDR" + header
     return RED[:8] + struct.pack(">I", len(header)) + chunk + struct.pack(">I", zlib.crc32(chunk)) + RED[33:]
 
 
 REFUSED = {
-    "a picture that is cut off": (picture(RED[:40]), "messages"),
-    "a picture that is too large": (picture(bomb()), "messages"),
+    "a truncated image": (picture(RED[:40]), "messages"),
+    "an image that is too large": (picture(bomb()), "messages"),
     "noise after the first bytes": (picture(RED[:8] + os.urandom(300)), "messages"),
-    "a sound": (sound(), "messages[0].content[0].input_audio.data"),
-    "a remote picture": (
+    "audio": (sound(), "messages[0].content[0].input_audio.data"),
+    "a remote image": (
         {"type": "image_url", "image_url": {"url": "http://169.254.169.254/latest"}},
         "messages[0].content[0].image_url.url",
     ),

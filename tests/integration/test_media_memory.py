@@ -116,7 +116,7 @@ def picture(mode: str, kind: str, **options: Any) -> bytes:
 
 
 def test_an_image_takes_hardly_more_memory_than_its_pixels(tmp_path: Path) -> None:
-    """Bytes a pixel: 3 of the result and 1 or 4 of Pillow; libjpeg holds a progressive picture once more, and libwebp
+    """Bytes per pixel: 3 of the result and 1 or 4 of Pillow; libjpeg holds a progressive image once more, and libwebp
     three copies."""
     frames = [Image.new("RGB", (_SIDE, _SIDE), (i, 0, 0)) for i in range(4)]
     many: dict[str, Any] = {"save_all": True, "append_images": frames[1:]}

@@ -1,4 +1,4 @@
-"""Pictures in models whose positions have several dimensions (M-RoPE): Qwen2-VL, Qwen2.5-VL, Qwen3-VL, Qwen 3.5."""
+"""Images in models with multi-dimensional positions (M-RoPE): Qwen2-VL, Qwen2.5-VL, Qwen3-VL, Qwen 3.5."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def open_kind(files: Path, open_engine: OpenEngine) -> Callable[..., BatchInfere
 
 
 def image(number: int) -> Media:
-    """Another picture, of another size, for each number up to 7."""
+    """An image with a different size for each number up to 7."""
     return Media("image", picture(number, size=SIZES[number]))
 
 
@@ -151,7 +151,7 @@ def test_concurrent_requests_share_an_image_that_is_being_computed(
 
 
 def prompts_tokens_before_the_end(engine: BatchInferenceEngine, prompt: MediaPrompt) -> int:
-    """Up to the end of its picture."""
+    """Up to the end of its image."""
     return len(engine.tokens(MediaPrompt(prompt.parts[:2])))
 
 

@@ -101,7 +101,7 @@ def test_as_many_of_tied_tokens_are_kept_as_llama_cpp_keeps(filters: Filters) ->
 
 
 def test_a_batch_of_greedy_rows_is_chosen_alike_the_quick_way_and_the_long_way(tiny_llama: Path) -> None:
-    """The quick way does for rows whose largest logit may come; a ban, a penalty or a NaN sends all the long way."""
+    """The fast path suffices for rows with an allowed largest logit; a ban, a penalty or a NaN needs the slow path."""
     with BatchInferenceEngine(tiny_llama, n_ctx=256, n_parallel=4, n_threads=1) as engine:
         plain = engine.generate(["Hello"], SamplingParams(temperature=0, max_tokens=8, ignore_eos=True))[0].tokens
         banned = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, suppress_tokens=(plain[0],))

@@ -1,4 +1,4 @@
-"""A request that goes on in another engine, from any token on, tells what it would have told in the first one."""
+"""A request that continues in another engine, from any token on, has the same events as in the first one."""
 
 from __future__ import annotations
 

@@ -174,7 +174,7 @@ class Alone:
         return drafted
 
     def _draft_assistant(self, known: Any, n: int) -> list[int]:
-        """The cells of the target hold all tokens but the last one, at whose position all are drafted."""
+        """The cells of the target hold all tokens but the last one; all drafts start at its position."""
         assert self.assistant
         before = Batch(512)
         before.add_run(known[:-1], 0, 0, n_logits=1)

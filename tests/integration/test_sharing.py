@@ -58,7 +58,7 @@ def test_each_kind_of_model_shares_as_far_as_its_memory_allows(kind: tuple[Path,
 def test_a_memory_that_does_not_do_what_it_should_shares_nothing(
     tiny_llama: Path, broken: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A kind of memory that nobody has met: sharing seems to work there, and gives another text."""
+    """An unknown kind of memory: sharing seems to work there, but gives another text."""
     with Model(tiny_llama) as model:
         context = Context(model, n_ctx=1024, n_seq_max=4, n_threads=1, kv_unified=broken == "copy")
 

@@ -60,7 +60,7 @@ async def answer(listener: Listener, data: bytes) -> tuple[int, dict[str, Any]]:
 
 
 def completion(n_bytes: int) -> bytes:
-    """A body of so many bytes, most of which are spaces."""
+    """A body of this number of bytes, mostly spaces."""
     body = json.dumps({"prompt": "Hello", "max_tokens": 1}).encode()
     return body.replace(b" ", b" " * (n_bytes - len(body) + 1), 1)
 
@@ -191,7 +191,7 @@ async def test_parsing_takes_turns_of_half_a_millisecond(monkeypatch: pytest.Mon
     assert receive(20)[-1] >= 1 << 18
     http.seconds = 5e-7  # chunks of one byte
     assert receive(20)[-1] * http.seconds <= 0.0005
-    http.seconds = 1.0  # nothing is too slow to go on
+    http.seconds = 1.0  # no request is too slow to continue
     assert receive(20)[-1] == 512
     http.seconds = 1e-9
     assert receive(20)[-1] >= 1 << 18

@@ -34,7 +34,7 @@ QUESTION = "What now?"
 
 
 def opened(start: str) -> str:
-    """A template whose prompts end with this marker."""
+    """A template that ends prompts with this marker."""
     return TEMPLATES["generic"] + start
 
 
@@ -182,7 +182,7 @@ def test_a_model_that_does_not_reason_ignores_the_budget(engine: BatchInferenceE
 
 @pytest.fixture(scope="module")
 def url(tiny_llama: Path) -> Iterator[str]:
-    """Of a server whose model begins with reasoning, 20 tokens of it by default."""
+    """URL of a server with a model that starts with reasoning, limited to 20 tokens by default."""
     settings = ServerSettings(chat_template=opened("<think>"), thinking_tokens=20)
     engine = {"model": tiny_llama, **SETTINGS, "n_ctx": 4096}
     server = AppThread(engine, lambda client: create_app(client, settings))

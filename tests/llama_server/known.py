@@ -10,7 +10,7 @@ import msgspec
 from tests.llama_server.ring import Outcome
 
 BESIDE_INFERENCE = ("test_mcp_servers", "test_proxy", "test_router", "test_tools_builtin")
-"""Files whose tests ask for no text: a router of several models, and what serves llama-server's web page."""
+"""Files with tests that request no text: a router of several models, and what serves llama-server's web page."""
 
 
 class KnownFile(msgspec.Struct, forbid_unknown_fields=True):

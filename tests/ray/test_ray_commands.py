@@ -236,7 +236,7 @@ def test_a_joined_cluster_goes_on(tiny_llama: Path, ray_head: tuple[str, str]) -
         server.wait_ready()
         server.process.kill()
         server.wait()
-        status = command("ray", "status")  # its replicas go on, and are found
+        status = command("ray", "status")  # its replicas continue, and are found
         assert "(killed: `cppbatch ray down` stops its replicas)" in status.stdout
         assert [row[1] for row in replica_rows(status.stdout)] == ["RUNNING"]
         down = command("ray", "down")

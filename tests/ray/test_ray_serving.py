@@ -47,7 +47,7 @@ def request(i: int, n_tokens: int = N_TOKENS) -> GenerationRequest:
 
 
 class Load:
-    """64 requests at once, whose events are read as they come."""
+    """64 concurrent requests with events read as they arrive."""
 
     def __init__(self, engine: EngineClient) -> None:
         self.events: list[list[GenerationEvent]] = [[] for _ in range(N_REQUESTS)]

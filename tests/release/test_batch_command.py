@@ -1,4 +1,4 @@
-"""`cppbatch batch` as its users start it: a process of its own, that dies at any moment and goes on."""
+"""`cppbatch batch` as users start it: a separate process that may be killed at any moment and continues."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def choices_of(path: Path) -> dict[str, Any]:
     return {line["custom_id"]: line["response"]["body"]["choices"][0] for line in lines_of(path)}
 
 
-# --- it goes on -----------------------------------------------------------------------------------------------------
+# --- it continues ---------------------------------------------------------------------------------------------------
 
 
 def kill(process: subprocess.Popen[bytes]) -> None:
@@ -107,7 +107,7 @@ def dies_and_goes_on(model: Path, tmp_path: Path, *, n_items: int, n_kills: int,
 
 
 def ids_of_whole(path: Path) -> list[str]:
-    """Of a file that somebody is writing to."""
+    """For a file that another program is writing to."""
     if not path.exists():
         return []
     return [json.loads(line)["custom_id"] for line in path.read_bytes().splitlines(keepends=True) if line[-1:] == b"\n"]

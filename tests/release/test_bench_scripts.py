@@ -166,7 +166,7 @@ def test_a_sleeping_server_needs_little_memory_and_wakes_with_the_first_request(
     assert "1 different texts" in printed
 
 
-# --- streams beside pictures ---
+# --- streams beside images ---
 
 
 def test_streams_are_measured_alone_beside_images_and_beside_texts(default_model: Path) -> None:

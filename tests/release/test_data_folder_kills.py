@@ -33,7 +33,7 @@ class Acknowledged:
     files: dict[str, str] = field(default_factory=dict)
     """SHA-256 by ID."""
     batches: dict[str, set[str]] = field(default_factory=dict)
-    """The lines whose results were read, by batch."""
+    """The lines with results that were read, by batch."""
 
     def copy(self) -> Acknowledged:
         return Acknowledged(dict(self.files), {each: set(lines) for each, lines in list(self.batches.items())})
@@ -95,7 +95,7 @@ def output_id(client: OpenAI, batch_id: str) -> str | None:
 
 
 def answered(client: OpenAI, batch_id: str) -> set[str]:
-    """The lines of a batch whose results can be read."""
+    """The lines of a batch with readable results."""
     found = [each["custom_id"] for each in results(client, output_id(client, batch_id))]
     assert len(found) == len(set(found)), "a line was answered twice"
     return set(found)
@@ -148,7 +148,7 @@ def losses(server: ServerProcess, known: Acknowledged, data: Path, *, is_copy: b
 
 
 def torn_copy(data: Path, copy: Path) -> None:
-    """`cp -r` of a folder in use, which goes on when a file has just been renamed or deleted."""
+    """`cp -r` of a folder in use, which continues if a file has just been renamed or deleted."""
     for folder, _, names in os.walk(data):
         target = copy / Path(folder).relative_to(data)
         target.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""From loading to the last goodbye: what /health and /ready say, and whose requests are finished."""
+"""From loading to shutdown: what /health and /ready report, and which requests are finished."""
 
 from __future__ import annotations
 

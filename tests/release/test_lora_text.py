@@ -28,7 +28,7 @@ from tests.support.lora_texts import (
     texts_together,
 )
 
-# --- whoever runs beside it -----------------------------------------------------------------------------------------
+# --- in a batch with others -----------------------------------------------------------------------------------------
 
 
 def test_on_the_default_model_too(f32_model: Path, tmp_path: Path) -> None:

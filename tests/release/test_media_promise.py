@@ -1,4 +1,4 @@
-"""Pictures through worker processes: crashes are invisible, and a picture that causes them fails alone."""
+"""Images through worker processes: crashes are invisible, and an image that causes them fails alone."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def request(name: object, *parts: str | Media, max_tokens: int = 60) -> Generati
 
 
 def seven() -> list[GenerationRequest]:
-    """Five with pictures, two of them equal, and two texts."""
+    """Five with images, two of them equal, and two texts."""
     pictures = [request(f"p{i}", "See ", image(i % 4), f" number {i}") for i in range(5)]
     return [*pictures, request("a"), request("b")]
 
@@ -90,7 +90,7 @@ async def test_an_image_that_crashes_the_encoder_fails_alone(tiny_llama: Path, p
 async def test_texts_do_not_wait_for_an_encoder_and_a_waiting_image_is_cancelled(
     tiny_llama: Path, projector: str
 ) -> None:
-    """Each of 40 pictures takes 50 ms here."""
+    """Each of 40 images takes 50 ms here."""
     runtime = "tests.support.failing_runtimes:dies_of_black_pictures"
     async with EngineProcess(tiny_llama, runtime=runtime, mmproj=projector, **SETTINGS) as engine:
         many = [request(f"p{i}", image(100 + i), "x", max_tokens=1) for i in range(40)]

@@ -151,7 +151,7 @@ def test_a_client_that_goes_away_frees_its_cells_within_a_second(server: ServerP
     assert stats["kv_cells_used"] == 0
     assert stats["seq_ids_free"] + stats["prefixes_in_cells"] == stats["seq_ids"]
     n_more = 20 if stream else 200  # whether a client that sends nothing more still reads is asked after 0.1 s
-    assert stats["steps"] - steps < n_more, "it went on generating for a client that had left"
+    assert stats["steps"] - steps < n_more, "it continued generating for a client that had left"
 
 
 def raw_post(server: ServerProcess, path: str, body: str) -> socket.socket:

@@ -22,7 +22,7 @@ class Conversation(NamedTuple):
 
     messages: list[Message]
     tools: list[dict[str, Any]] | None = None
-    kwargs: dict[str, Any] = {}  # noqa: RUF012 (nobody changes it)
+    kwargs: dict[str, Any] = {}  # noqa: RUF012 (never changed)
     continue_final_message: bool = False
 
 

@@ -1,4 +1,4 @@
-"""A server with OpenAI's API and no model: it says as many words as asked, at set times, and fails when told to."""
+"""A server with OpenAI's API and no model: sends up to max_tokens words at set times, and fails on request."""
 
 from __future__ import annotations
 

@@ -104,7 +104,7 @@ class _GrammarVocab:
 
 
 Place = tuple[int, int, int]
-"""The position of a cell in time, row and column: three times the same, but in pictures."""
+"""The position of a cell in time, row and column: all three are equal, except in images."""
 
 
 @dataclass(frozen=True)
@@ -133,7 +133,7 @@ class FakeContext:
 
     `cells[seq_id]`: the tokens held, in order; `places[seq_id]`: their positions; `owned[seq_id]`: the numbers of those
     cells, which sequences may share; `made_with[seq_id]`: the LoRA adapters that each was computed with, which must be
-    those at work. Sequences are cut by positions in time, so never within a picture with rows and columns. `sharing`:
+    those at work. Sequences are cut by positions in time, so never within an image with rows and columns. `sharing`:
     what of it works, as in a real context; the rest fails the test. `steps`: for each decode, the number of tokens of
     every seq_id; `sets`: the adapters at work. `fail_at[n] = error` lets the n-th decode (from 1) raise it: `CacheFull`
     changes nothing, others leave cells half-written, as in llama.cpp. `min_rows`: tokens, and rows of logits if it
@@ -161,7 +161,7 @@ class FakeContext:
         self.sets: list[AdapterSet] = []  # of each decode
         self._numbers = itertools.count()
         self.steps: list[dict[int, int]] = []
-        self.vector_steps: list[dict[int, int]] = []  # of decodes of pictures
+        self.vector_steps: list[dict[int, int]] = []  # of decodes of images
         self.reopen(n_ctx=n_ctx, kv_unified=kv_unified, sharing=sharing, n_more_ids=n_more_ids)
         self.fail_at: dict[int, LlamaError] = {}
         self.fail_restore = False
@@ -258,14 +258,14 @@ class FakeContext:
         assert max(map(len, self.cells)) <= self.n_ctx_seq, f"a sequence is longer than {self.n_ctx_seq}"
 
     def decode_vectors(self, batch: EmbeddingBatch, *, causal: bool) -> None:
-        """The first number of a vector is the byte that a cell holds of it: one that is no token. With positions of
-        several dimensions, the second is its place in the picture, the third the number of columns."""
+        """The first number of a vector is the byte that its cell holds, which is not a token. With multi-dimensional
+        positions, the second is its place in the image, the third the number of columns."""
         n = batch.n_tokens
         seq_ids = batch.seq_ids[:n].tolist()
         assert 1 <= n <= self.n_batch, f"a batch of {n} vectors; the limit is {self.n_batch}"
-        if not causal:  # these see each other: the second number is the place in the picture, the third its length
+        if not causal:  # these attend to each other: the second number is the place in the image, the third its length
             assert n <= self.n_ubatch, f"{n} vectors in ubatches of {self.n_ubatch}"
-            assert batch.vectors[:n, 1:].tolist() == [[i, n] for i in range(n)], "not one whole picture"
+            assert batch.vectors[:n, 1:].tolist() == [[i, n] for i in range(n)], "not one whole image"
         self.vector_steps.append(dict(Counter(seq_ids)))
         for vector, given, seq_id in zip(batch.vectors[:n], batch.positions_by_dimension.T, seq_ids, strict=True):
             free = self._free_position(seq_id)
@@ -277,7 +277,7 @@ class FakeContext:
                 place = start, start + at // n_columns, start + at % n_columns
             expected = place[:1] if batch.n_dimensions == 1 else (*place, 0)
             assert (*given.tolist(),) == expected, f"seq_id {seq_id} gets {given} in place of {expected}"
-            assert N_VOCAB <= vector[0] < 256, f"{vector} is no vector of the fake encoder"
+            assert N_VOCAB <= vector[0] < 256, f"{vector} is not a vector of the fake encoder"
             self._append(seq_id, int(vector[0]), place)
         assert self.n_used <= self.n_ctx, f"{self.n_used} cells used of {self.n_ctx}"
         assert max(map(len, self.cells)) <= self.n_ctx_seq, f"a sequence is longer than {self.n_ctx_seq}"

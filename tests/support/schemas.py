@@ -123,7 +123,7 @@ SCHEMAS: dict[str, tuple[str, Schema]] = {
         "What is the article's number?",
         record({"article": {"anyOf": [whole(1, 9999), pattern("[A-Z]{2}[0-9]{2}")]}}),
     ),
-    "objects told apart by a constant": (
+    "objects distinguished by a constant": (
         "Draw a shape.",
         {
             "anyOf": [
@@ -140,7 +140,7 @@ SCHEMAS: dict[str, tuple[str, Schema]] = {
         "Configure the server.",
         record({"host": text(12), "port": whole(1, 65535), "secure": FLAG, "note": text(16)}, "port", "secure", "note"),
     ),
-    "names that are no words": (
+    "names that are not words": (
         "Translate.",
         record({'naïve "quotes"': {"const": "\\ / \n é 日本 🙂"}, "日本": text(6), "": NULL}),
     ),

@@ -1,4 +1,4 @@
-"""A chat format whose messages are written in the test, and servers that use it: tool calls without a clever model."""
+"""A chat format with messages from the test, and servers that use it: tool calls without a capable model."""
 
 from __future__ import annotations
 

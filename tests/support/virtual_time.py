@@ -1,4 +1,4 @@
-"""Time that tests let pass: a clock, and an asyncio event loop whose clock jumps to the next timer."""
+"""Time controlled by tests: a clock, and an asyncio event loop with a clock that jumps to the next timer."""
 
 from __future__ import annotations
 

@@ -100,7 +100,7 @@ def compare(oracle: Path, files: Sequence[Path], n: int) -> Iterator[tuple[str, 
 def compare_prompts(oracle: Path, files: Sequence[Path]) -> Iterator[tuple[str, str]]:
     """For each template: its name, and where our prompts differ from llama.cpp's; "" if nowhere.
 
-    Talks that llama.cpp refuses, or whose tools or calls it leaves out, are not compared.
+    Conversations that llama.cpp refuses, or renders without their tools or calls, are not compared.
     """
     call = {"id": "callid000", "type": "function", "function": {"name": TOOL, "arguments": '{"city": "Paris"}'}}
     talks: list[tuple[list[Json], list[Json]]] = [

@@ -66,7 +66,7 @@ class Stream:
 
 
 class Fleet:
-    """An autoscaled group whose time and steps pass when a test says so."""
+    """An autoscaled group with time and steps under the test's control."""
 
     def __init__(
         self, monkeypatch: pytest.MonkeyPatch, most: int = 3, least: int = 1, n_threads: int = 1, delay: float = 60.0
@@ -322,7 +322,7 @@ async def test_workers_that_compute_share_the_cores(
     assert [worker.threads for worker in alive()] == [2, 2]
     alive()[1].die()
     await asyncio.sleep(0.01)
-    assert [worker.threads for worker in alive()] == [2, 2], "the next process is told again"
+    assert [worker.threads for worker in alive()] == [2, 2], "the next process gets the setting again"
     await fleet.wait(3)
     assert [worker.threads for worker in alive()] == [1, 1, 1]
     await fleet.finish()

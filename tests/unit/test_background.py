@@ -70,7 +70,7 @@ def test_beside_other_streams_it_is_read_in_pieces_for_their_sake_only() -> None
     while not urgent.n_generated:
         plan = policy.step(by_tokens)
         assert set(computed(plan)) <= {stream, urgent}
-        assert plan.n_tokens <= 1 + 4, "2.5 times a step of one row, but always so many"
+        assert plan.n_tokens <= 1 + 4, "2.5 times a step of one row, but always at least that many"
 
 
 def test_no_other_priority_is_paused() -> None:
@@ -192,7 +192,7 @@ def test_the_step_in_which_cells_run_out_admits_one_of_higher_priority_all_the_s
     assert streams[0].status is SeqStatus.DECODE
 
 
-# --- nobody starves -------------------------------------------------------------------------------------------------
+# --- no request starves ---------------------------------------------------------------------------------------------
 
 
 def test_prompts_that_never_cease_hold_background_work_up_until_it_ranks_before_them() -> None:

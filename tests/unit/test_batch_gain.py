@@ -22,7 +22,7 @@ TIMES = {
     ("speeds", "first"),
     [
         ({1: 107, 2: 108, 3: 139, 8: 250}, 3),
-        ({1: 100, 2: 130, 4: 110, 8: 200}, 8),  # a disturbed measurement is no gain
+        ({1: 100, 2: 130, 4: 110, 8: 200}, 8),  # a disturbed measurement is not a gain
         ({1: 100, 2: 119}, None),
         ({1: 100}, None),
     ],

@@ -1,4 +1,4 @@
-"""Whose fault it is that a text cannot go on: the request's own field, or nobody's but the engine's."""
+"""What is blamed if a text cannot continue: a field of the request, or the engine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is adapted to a chat template on the way, and prompts that go on with the last message."""
+"""How messages are adapted to a chat template, and prompts that continue the last message."""
 
 from __future__ import annotations
 
@@ -156,7 +156,7 @@ def test_templates_see_llama_servers_variables() -> None:
     assert template_of("{{ functions }}.").render([SUM]) == "."
 
 
-# --- the last message goes on -----------------------------------------------------------------------------------------
+# --- the last message is continued ------------------------------------------------------------------------------------
 
 
 def test_the_prompt_ends_with_the_unfinished_message() -> None:

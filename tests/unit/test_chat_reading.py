@@ -297,7 +297,7 @@ def test_the_name_is_streamed_before_the_arguments_and_those_as_they_are_generat
         assert [(piece.index, piece.name) for piece in began] == [(0, "get_weather")], family
         told = reader.push(more)
         assert "Par" in "".join(piece.text for piece in told if isinstance(piece, ArgumentsDelta)), family
-        assert reader.close() == [], family  # what is told stays told
+        assert reader.close() == [], family  # nothing that was sent changes
 
 
 @cases(ring=5_000, soak=50_000)

@@ -1,4 +1,4 @@
-"""Context shift: a text goes on when its context is full, whatever else runs, is swapped out or fails."""
+"""Context shift: a text continues when its context is full, whatever else runs, is swapped out or fails."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_a_full_context_drops_tokens_as_in_llama_server_and_the_text_goes_on(n_k
 def test_a_looping_text_ends_after_the_default_maximum_and_after_minus_one_with_the_context(
     monkeypatch: pytest.MonkeyPatch, *, context_shift: bool
 ) -> None:
-    """One rule, whoever asks: the command line, Python, or the terminal."""
+    """One rule for the command line, Python and the terminal."""
     monkeypatch.setattr("cppbatch.engine.input_processor.DEFAULT_MAX_TOKENS", 9)
     engine = fake_engine(n_ctx=N_CTX, n_parallel=1, context_shift=context_shift, n_ctx_train=100)
 

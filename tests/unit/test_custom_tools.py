@@ -1,4 +1,4 @@
-"""Custom tools: the model writes a call with the argument `input`, whose text obeys the tool's grammar."""
+"""Custom tools: the model writes a call with the argument `input`, a text that obeys the tool's grammar."""
 
 from __future__ import annotations
 

@@ -191,7 +191,7 @@ def earlier(*names: str) -> Damage:
 
 
 def old_version(damage: Damage) -> Damage:
-    """A server of 0.1.0 was killed, whose changes are all in the WAL."""
+    """A server of 0.1.0 was killed with all its changes in the WAL."""
 
     def replace(folder: Path, killed: Path) -> None:
         for path in (database(folder), wal(folder)):

@@ -33,7 +33,7 @@ class TimedContext(FakeContext):
 
 
 class Drafting:
-    """A proposer over a fake context, with sequences whose tokens the test decides."""
+    """A proposer over a fake context, with sequences of tokens that the test chooses."""
 
     def __init__(self, *, n_ctx: int = 256, n_batch: int = 64, n_parallel: int = 4, longest: int = 256) -> None:
         self.context = TimedContext(
@@ -55,7 +55,7 @@ class Drafting:
         return drafts
 
     def first_draft(self, sequences: Sequence[Seq], most: int = 4) -> list[Draft | None]:
-        """The drafts after so many calls that all prompts are read."""
+        """The drafts once all prompts are read."""
         for _ in range(100):
             drafts = self.propose(sequences, most)
             if all(drafts):

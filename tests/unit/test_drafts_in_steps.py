@@ -108,7 +108,7 @@ def test_a_sequence_is_computed_again_if_its_draft_cannot_be_removed() -> None:
 
 
 class LetterVocab(FakeVocab):
-    """Tokenises each letter from a to p as the token whose piece it is."""
+    """Tokenises each letter from a to p as its own token."""
 
     def tokenize(self, text: str, **options: Any) -> npt.NDArray[np.int32]:
         return np.array([PIECES.index(letter.encode()) for letter in text], np.int32)

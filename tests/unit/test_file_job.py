@@ -1,4 +1,4 @@
-"""Which files a job takes for its own: it never cuts off or removes somebody else's."""
+"""Which files a job treats as its own: it never truncates or removes others."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ WITHOUT = pytest.mark.parametrize(
 
 
 class NoStats:
-    """An engine whose worker does not answer."""
+    """An engine with a worker that does not answer."""
 
     def health(self) -> Health:
         return Health(status="ok")

@@ -57,7 +57,7 @@ FINITE: dict[str, Any] = {
     "one of them ends": {"oneOf": [{"$ref": "#"}, {"type": "integer"}]},
     "objects, or no objects": {**LOOP, "type": ["object", "string"]},
     "an array that may be empty": {"type": "array", "items": {"$ref": "#"}},
-    "an array whose tuple is enough": {
+    "an array with a sufficient tuple": {
         "type": "array", "prefixItems": [{"type": "null"}], "items": {"$ref": "#"}, "minItems": 1,
     },
     "no type": {"properties": {"a": {"$ref": "#"}}, "required": ["a"]},

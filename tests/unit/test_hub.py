@@ -164,7 +164,7 @@ def test_what_cannot_be_fetched_says_why(hub: FakeHub, folder: Path, name: str, 
 
 
 def test_without_a_network_the_address_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")  # the discard port: nobody listens
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")  # the discard port: nothing listens
     pauses: list[float] = []
     monkeypatch.setattr(time, "sleep", pauses.append)
     with pytest.raises(ModelError, match=r"could not be downloaded from http://127\.0\.0\.1:9: .*Check the network"):

@@ -154,7 +154,7 @@ def test_a_plain_line_is_named_by_custom_id_or_id_or_its_number(reading: Any) ->
     lines = ['{"prompt": "a", "custom_id": "x", "id": 1}', '{"prompt": "a", "id": 5}', '{"prompt": "a", "id": null}']
     found = reading("in.jsonl", "\n".join([*lines, '{"prompt": "a", "id": 1.5}', '{"prompt": "a", "id": true}']))
     assert codes(found) == ["x", "5", "line-3", "invalid_custom_id", "invalid_custom_id"]
-    assert found[0].body == {"prompt": "a"}, "a name is no field of the request"
+    assert found[0].body == {"prompt": "a"}, "a name is not a field of the request"
 
 
 @pytest.mark.parametrize(

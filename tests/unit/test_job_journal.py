@@ -19,7 +19,7 @@ from cppbatch.jobs.job_request import JobRequest, JobResponse, RejectedLine
 from cppbatch.jobs.journal import Journal, Ledger, rejection_line, response_line
 from tests.support.job_results import ids_of, item, lines_of, opened, result
 
-# --- going on -------------------------------------------------------------------------------------------------------
+# --- continuing -----------------------------------------------------------------------------------------------------
 
 
 def test_what_was_recorded_is_not_asked_again(tmp_path: Path) -> None:
@@ -130,7 +130,7 @@ def test_ordered_results_wait_for_earlier_lines_on_the_disk(tmp_path: Path) -> N
     assert journal.register(items) == items[:2]
     journal.record([result(items[0])])
     assert ids_of(tmp_path / "out.jsonl") == ["id-1"]
-    journal.record([result(items[1], status=400)])  # refused: nobody waits for it any more
+    journal.record([result(items[1], status=400)])  # refused: nothing waits for it any more
     assert ids_of(tmp_path / "out.jsonl") == ["id-1", "id-3", "id-4"]
 
 
@@ -167,7 +167,7 @@ def test_removed_errors_are_not_missed(tmp_path: Path) -> None:
 def test_what_the_ledger_could_not_note_is_not_in_the_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: str, ordered: bool
 ) -> None:
-    """Also when the same journal goes on after that."""
+    """Also if the same journal continues after that."""
     items = [item(i) for i in range(1, 5)]
     journal = opened(tmp_path, ordered=ordered)
     journal.register(items)

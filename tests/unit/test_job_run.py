@@ -124,7 +124,7 @@ async def test_a_cancelled_run_stops_reading_without_blocking_the_event_loop(tmp
     run = asyncio.create_task(JobRunner(windows(), journal, work, asyncio.Semaphore(1)).run())
     assert await asyncio.to_thread(is_reading.wait, 60)
     run.cancel()
-    await asyncio.sleep(0.05)  # the loop runs while the read goes on
+    await asyncio.sleep(0.05)  # the loop runs during the read
     assert n_read == 0
     go_on.set()
     with pytest.raises(asyncio.CancelledError):

@@ -38,7 +38,7 @@ SHARED = sharing(16, 1500, 36)
 
 
 class Engine:
-    """A clock and the policy of an engine, which does what it is told; a switch takes `cost` seconds."""
+    """A clock and the policy of an engine, which follows its decisions; a switch takes `cost` seconds."""
 
     def __init__(
         self, layout: KvLayout = "per-sequence", *, cost: float = 0.1, n_cached: int | None = N_CACHED

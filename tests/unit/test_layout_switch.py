@@ -224,7 +224,7 @@ def test_a_context_that_cannot_be_created_is_an_error_and_the_engine_continues_i
     assert tokens_of(events, long) == reference([2] * 60, params)[0]
 
 
-# --- what is told --------------------------------------------------------------------------------------------------
+# --- what is reported ----------------------------------------------------------------------------------------------
 
 
 def test_a_switch_is_logged_once_with_its_reason(caplog: pytest.LogCaptureFixture) -> None:

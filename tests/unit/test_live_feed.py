@@ -1,4 +1,4 @@
-"""`GET /live` without HTTP: snapshots are shared, never queued, and made only while somebody reads."""
+"""`GET /live` without HTTP: snapshots are shared, never queued, and taken only while a client reads."""
 
 from __future__ import annotations
 

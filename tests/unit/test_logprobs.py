@@ -115,7 +115,7 @@ def test_what_is_done_to_a_row_afterwards_changes_nothing() -> None:
     assert [token for token, _ in before[1]] == [99, 98, 97]
 
 
-# --- a fake model, whose logits no batch can change: exact always ----------------------------------------------------
+# --- a fake model with logits that do not depend on the batch: always exact ------------------------------------------
 
 
 def test_in_a_batch_with_others_each_number_of_top_logprobs_is_exact() -> None:

@@ -21,7 +21,7 @@ from tests.support.randomised import randomised
 KNOWN = tuple(AdapterInfo(name=name, path="", scale=0) for name in "xyz")
 
 
-# --- whose turn it is -----------------------------------------------------------------------------------------------
+# --- the order of turns ---------------------------------------------------------------------------------------------
 
 
 def test_each_set_has_a_few_steps_then_the_next_one_has() -> None:
@@ -152,7 +152,7 @@ def test_the_times_of_few_sets_are_kept() -> None:
     assert len(budgets._budgets) <= 64
 
 
-# --- nobody starves -------------------------------------------------------------------------------------------------
+# --- no request starves ---------------------------------------------------------------------------------------------
 
 ARRIVALS = st.tuples(st.sampled_from((NONE, X, Y, Z)), st.integers(1, 30), st.integers(1, 30))
 

@@ -1,4 +1,4 @@
-"""Pictures and sounds are decoded as they look and sound, within bounds, and any other file is refused in words."""
+"""Images and audio are decoded correctly and within limits, and any other file is refused with the reason."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def test_a_thousand_damaged_images_are_decoded_or_refused() -> None:
     ids=["scans", "segments", "comments"],
 )
 def test_a_small_file_that_takes_long_to_decode_is_refused(monkeypatch: pytest.MonkeyPatch, data: bytes) -> None:
-    """A second passes with each read, of which the head of a picture takes 30. Few bytes are decoded between two."""
+    """Each read takes a second; the header of an image takes 30 reads. Few bytes are decoded between two."""
     timed = media_files._TimedFile
     files: list[io.BytesIO] = []
 
@@ -158,7 +158,7 @@ def test_an_image_larger_than_a_strip_is_upright_in_every_orientation(
     np.testing.assert_array_equal(decode_image(data), np.asarray(wanted))
 
 
-# --- sound ------------------------------------------------------------------------------------------------------------
+# --- audio ------------------------------------------------------------------------------------------------------------
 
 
 def written(samples: np.ndarray, kind: str, *, rate: int = RATE, **options: str) -> bytes:

@@ -86,7 +86,7 @@ def test_a_prefix_never_ends_within_an_image(has_dimensions: bool, unified: bool
     layout = {"n_batch": 8, "unified": unified, "sharing": "cells" if unified else "copy"}
     engine = fake_engine(media=fake_media(has_dimensions=has_dimensions), **{**SIZES_OF_ENGINE, **layout})
     prompt = MediaPrompt(["abcdefgh" * 3, small_picture(2, 2, 3), "fg", small_picture(1, 20, 1), "ij"])
-    start = 24 + (6 if has_dimensions else 6 + 2) + 2  # of the second picture; between rows are separators else
+    start = 24 + (6 if has_dimensions else 6 + 2) + 2  # of the second image; with separators between rows otherwise
     request_id = engine.add_request(prompt, greedy(4))
     while (sequence := engine.core.sequences[request_id]).n_computed <= start:
         engine.step()
@@ -115,7 +115,7 @@ def test_a_checkpoint_is_never_within_an_image(has_dimensions: bool, monkeypatch
 @pytest.mark.parametrize(
     ("n_before", "n_positions"),
     [(30, 24), (44, 25), (45, 31)],
-    ids=["within the picture", "behind it", "in the answer"],
+    ids=["within the image", "after it", "in the answer"],
 )
 def test_a_sequence_that_comes_back_shares_whole_images(n_before: int, n_positions: int) -> None:
     """With rows and columns: its state is restored, then it gives up the cells that a cached prefix has too."""
@@ -269,7 +269,7 @@ def test_a_text_with_images_ends_when_the_context_is_full() -> None:
         (MediaPrompt([]), {}, "prompt: is empty"),
         (PROMPT, {"echo": True, "logprobs": 1}, "echo: requests log-probabilities of a prompt with images"),
     ],
-    ids=["no text behind it", "sound", "broken", "too long", "empty", "scored"],
+    ids=["no text after it", "audio", "broken", "too long", "empty", "scored"],
 )
 def test_what_cannot_be_computed_is_refused(prompt: MediaPrompt, params: dict[str, Any], message: str) -> None:
     engine = media_engine()

@@ -1,4 +1,4 @@
-"""A picture becomes the same tokens wherever it comes, is encoded once, and can be cancelled while it waits."""
+"""An image becomes the same tokens in any prompt, is encoded once, and can be cancelled while it waits."""
 
 from __future__ import annotations
 

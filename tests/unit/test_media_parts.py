@@ -1,4 +1,4 @@
-"""Pictures and sounds in messages: which parts there are, how they are rendered, what they are decoded to."""
+"""Images and audio in messages: the kinds of parts, their rendering, and what they are decoded to."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ REFUSED = {
     "a video": ({"type": "video_url", "video_url": {"url": "x"}}, "messages[0].content[0]", "supported types are text"),
     "a file": ({"type": "file", "file": {}}, "messages[0].content[0]", "'file'"),
     "no image": ({"type": "image_url"}, AT, "required"),
-    "no sound": ({"type": "input_audio"}, "messages[0].content[0].input_audio.url", "required"),
+    "no audio": ({"type": "input_audio"}, "messages[0].content[0].input_audio.url", "required"),
     "another host": (
         {"type": "image_url", "image_url": {"url": "https://example.org/cat.png"}},
         "messages[0].content[0].image_url.url",
@@ -96,13 +96,13 @@ REFUSED = {
     ),
     "no base64": ({"type": "image_url", "image_url": as_url(RED)[:-9] + "*" + "A" * 8}, AT, "'*'"),
     "base64 without its end": ({"type": "image_url", "image_url": "data:;base64,AAAAA"}, AT, "truncated"),
-    "a text as picture": (
+    "a text as an image": (
         {"type": "image_url", "image_url": as_url(b"<svg></svg>", "image/png")},
         AT,
         "are not PNG, JPEG, GIF, BMP, WebP",
     ),
-    "a sound as picture": ({"type": "image_url", "image_url": as_url(TONE)}, AT, "WAV"),
-    "a picture as sound": (
+    "audio as an image": ({"type": "image_url", "image_url": as_url(TONE)}, AT, "WAV"),
+    "an image as audio": (
         {"type": "input_audio", "input_audio": {"data": as_base64(RED), "format": "mp3"}},
         "messages[0].content[0].input_audio.data",
         "is an image (PNG)",

@@ -159,7 +159,7 @@ def test_an_idle_model_leaves_instead_of_one_that_is_being_drained() -> None:
         a, b = asyncio.create_task(use(pool, "a", 1000)), asyncio.create_task(use(pool, "b", 50))
         await asyncio.sleep(20)
         c, more_a = asyncio.create_task(use(pool, "c", 1)), asyncio.create_task(later(1, pool, "a", 1))
-        assert await c < 70, "it waited for b, whose request was shorter"
+        assert await c < 70, "it waited for the shorter request of b"
         assert await more_a < 70, "a gets requests again"
         assert states(pool) == {"a": "loaded", "b": "unloaded", "c": "loaded"}
         assert await a + 1000 > await b + 50

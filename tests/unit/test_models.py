@@ -22,7 +22,7 @@ CONTENT = b"GGUF" + bytes(range(256)) * 100
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty models folder, on a CPU of whose kernels nothing is known."""
+    """An empty models folder, on a CPU with unknown kernel speeds."""
     folder = tmp_path / "models"
     monkeypatch.setenv("CPPBATCH_MODELS", str(folder))
     monkeypatch.setattr(pull, "kernel_times", lambda _types: {})

@@ -83,7 +83,7 @@ def test_nothing_gives_nothing() -> None:
 def test_it_takes_what_runs_and_as_many_to_follow_and_no_more_from_an_endless_iterable() -> None:
     engine, source = fake_engine(n_ctx=256, n_parallel=4), Source()
     results = engine.map(source, SHORT)
-    assert source.n_taken == 0, "nothing is done before somebody asks"
+    assert source.n_taken == 0, "nothing is done before a result is requested"
     for i in range(1, 200):
         check(next(results), SHORT)
         assert source.n_taken <= i + 2 * 4
@@ -220,7 +220,7 @@ def test_results_wait_for_their_iterator_whichever_one_steps_and_are_not_work() 
     engine = fake_engine(n_ctx=256, n_parallel=2)
     results = engine.map((prompt(i) for i in range(9)), SHORT)
     given = [next(results)]
-    assert drain(engine) == [], "all that it has taken ends, and nothing of that is told to others"
+    assert drain(engine) == [], "all that it has taken ends, without events for other callers"
     given += results
     assert len(given) == 9
     for result in given:

@@ -1,4 +1,4 @@
-"""The prefix cache's promises: what is computed only once, for whom, how long it is kept, and whose text it changes."""
+"""The prefix cache: what is computed only once, for which requests, how long it is kept, and that texts stay equal."""
 
 from __future__ import annotations
 

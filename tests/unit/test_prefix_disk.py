@@ -243,7 +243,7 @@ def test_a_salt_is_not_readable_in_the_file(model: Path, tmp_path: Path) -> None
 def test_reading_is_compared_with_computing() -> None:
     token_s = 0.0
     cost = DiskCost(lambda: token_s)
-    assert cost.is_worth(1, 10**12), "nobody knows"
+    assert cost.is_worth(1, 10**12), "without measurements"
     token_s = 1e-4
     cost.observe_read(10**6, 0.1)
     assert cost.is_worth(1000, 10**5)

@@ -157,7 +157,7 @@ def test_a_row_gives_the_same_token_alone_and_in_any_batch(data: st.DataObject) 
 @pytest.mark.parametrize("n", [3, 300, 1500])
 def test_extreme_keys_stay_within_what_is_possible(filters: Filters, n: int) -> None:
     row = logits(n, 0.1)
-    row[[0, -1]] = -np.inf  # the first and the last place are no tokens
+    row[[0, -1]] = -np.inf  # the first and the last place are not tokens
     extreme = np.array([0, 1, 2**63, 2**64 - 2**11, 2**64 - 1], np.uint64)
     tokens = random_sample(np.stack([row] * 5), [filters] * 5, extreme)
     assert np.isfinite(row[tokens]).all()

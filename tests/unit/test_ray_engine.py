@@ -167,7 +167,7 @@ async def test_a_broken_stream_of_a_living_replica_leaves_no_hole() -> None:
         carrier = cluster.replicas[0].streams[0]
         carrier.go.clear()
         await cluster.step(2)
-        carrier.break_off(keep=False)  # its messages are lost; the other streams go on
+        carrier.break_off(keep=False)  # its messages are lost; the other streams continue
         await settle()
         assert len(cluster.replicas[0].engine.running) == 4, "the requests of the lost group have ended in the replica"
         late = Reader(engine, request("late", 20))

@@ -99,7 +99,7 @@ def test_a_record_lives_as_long_as_its_front(record: FrontRecord) -> None:
 
 
 def leave(record: FrontRecord, *, owns_cluster: bool) -> FrontRecord:
-    """The record of a front that was killed, and whose number another process has now."""
+    """The record of a front that was killed and that has a pid now used by another process."""
     cluster = msgspec.structs.replace(record.cluster, is_own=owns_cluster)
     killed = msgspec.structs.replace(record, created=record.created - 100, cluster=cluster)
     ray_cluster.remember(killed)

@@ -1,4 +1,4 @@
-"""Fetching pictures and sounds: only from listed hosts, under listed or public addresses, and never too much."""
+"""Fetching images and audio: only from listed hosts, at listed or public addresses, and within size limits."""
 
 from __future__ import annotations
 
@@ -209,7 +209,7 @@ async def test_what_goes_wrong_is_said() -> None:
         message = await refusal(f"http://127.0.0.1:{port}/", "127.0.0.1")
     assert message == "could not be fetched: 127.0.0.1 returned status 404"
     assert "user name" in await refusal(f"http://user:word@127.0.0.1:{port}/", "127.0.0.1")
-    assert "could not be fetched" in await refusal(f"http://127.0.0.1:{port}/", "127.0.0.1")  # nobody listens any more
+    assert "could not be fetched" in await refusal(f"http://127.0.0.1:{port}/", "127.0.0.1")  # the server is closed
     assert "http" in await refusal("http://", "127.0.0.1")
 
 

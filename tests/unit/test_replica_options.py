@@ -1,4 +1,4 @@
-"""What Ray Serve is told about replicas: how many, their CPUs and GPUs, and what no machine can hold."""
+"""The options of replicas for Ray Serve: their number, CPUs and GPUs, and what does not fit on any machine."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ USAGE = {"prompt_tokens": 3, "completion_tokens": 2, "total_tokens": 5}
 
 
 def table(folder: Path, name: str, *, output: str, fails: str = "-", **message: Any) -> Path:
-    """The table of a job whose answers are the prompts in capitals. They are written last line first."""
+    """The table of a job that answers with the prompt in capitals. The lines are written in reverse order."""
     input_format = detect_input_format(folder / name, template="{text}")
     results, errors = [], []
     for entry in InputReader(input_format, {"/v1/completions"}):

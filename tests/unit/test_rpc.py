@@ -1,4 +1,4 @@
-"""RPC workers: what is refused before anything starts, who waits for whom, and whose fault a lost worker is."""
+"""RPC workers: what is refused at startup, what waits for what, and which process a lost worker is blamed on."""
 
 from __future__ import annotations
 

@@ -209,7 +209,7 @@ async def test_closing_cancels_every_running_request_and_starts_no_more(n: int) 
 
 
 def full_for(client: FakeClient, times: dict[str, int]) -> None:
-    """The queue is full the first so many times that a request comes."""
+    """The queue is full for this number of first requests."""
     left = Counter(times)
 
     def refuse(request: GenerationRequest) -> None:

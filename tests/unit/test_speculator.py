@@ -142,7 +142,7 @@ def test_where_sequences_have_streams_all_rows_get_equally_many() -> None:
     assert its.lengths == [8] * 4
     assert its.groups == (36,)
     assert its.n_padding == 8
-    assert sequences[2].draft == [1, 2, 3, 4, 5], "filling tokens are no draft"
+    assert sequences[2].draft == [1, 2, 3, 4, 5], "filling tokens are not a draft"
     assert sequences[2].tokens[2:10].tolist() == [1, 2, 3, 4, 5, 2, 2, 2]
 
 
@@ -185,7 +185,7 @@ def test_the_longest_confident_draft_wins() -> None:
 
 
 def test_drafts_that_are_almost_worth_it_are_tried_now_and_then() -> None:
-    """The time of so many rows may have been measured while the machine was busy."""
+    """The time of this number of rows may have been measured while the machine was busy."""
     cost = StepCost()
     cost.seed([(1, 0.010), (5, 0.045), (256, 2.0)])
     speculator = Speculator([Given([(4, 0.9)])], 16)

@@ -1,4 +1,4 @@
-"""Prefill beside running streams: short steps while anybody decodes, full-size ones when nobody does."""
+"""Prefill beside running streams: short steps while any request decodes, full-size steps otherwise."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_now_and_then_a_step_without_prefill_tells_what_decoding_takes_now() -> 
     run(budget, decode_s=0.05, token_s=1e-3)
     times = run_on(budget, decode_s=0.08, token_s=1e-3, steps=200)  # the prompt's cells slow decoding down
     assert 0 < times.count(0.08) <= 200 / 15
-    assert max(times[40:100]) <= 2.7 * 0.05, "slower streams are no reason to slow them further"
+    assert max(times[40:100]) <= 2.7 * 0.05, "slower streams do not justify slowing them further"
 
 
 def test_streams_that_are_slower_for_good_are_the_new_measure() -> None:
@@ -105,7 +105,7 @@ def test_a_number_of_streams_that_was_not_seen_is_looked_at_alone_first() -> Non
     assert budget.prefill_tokens((16,), 1) == 0
     budget.observe((16,), 0, 0.02)
     assert budget.prefill_tokens((16,), 1) == 16  # whole tiles of 1.5 * 18: 8 rows take 10 ms, a token 1 ms
-    assert budget.prefill_tokens((8,), 1) == 12, "what 16 take is no measure for 8"
+    assert budget.prefill_tokens((8,), 1) == 12, "the time of 16 rows is not used for 8"
 
 
 def test_a_step_without_streams_is_bounded_by_latency_only_if_other_requests_wait() -> None:

@@ -56,7 +56,7 @@ def running(engine: BatchInferenceEngine) -> set[str]:
     return {sequence.id for sequence in engine.core.scheduler.running}
 
 
-# --- the same work, whoever schedules it ----------------------------------------------------------------------------
+# --- the same work with any scheduler -------------------------------------------------------------------------------
 
 
 @LAYOUTS
@@ -74,7 +74,7 @@ def test_every_strategy_gives_each_request_the_text_it_has_alone(name: str, unif
 def test_without_padding_each_token_is_computed_once(name: str) -> None:
     engine = engine_with(KNOWN[name])
     run_workload(engine, jobs())
-    needed = sum(PROMPTS) + sum(NEW) - len(NEW)  # nobody computes the last token
+    needed = sum(PROMPTS) + sum(NEW) - len(NEW)  # the last token is never computed
     assert (n_computed(engine) == needed) == (name not in ("static-padded", "static-buckets"))
 
 
@@ -243,7 +243,7 @@ def test_a_padded_batch_computes_a_rectangle_of_prompts_and_one_of_rows(n_batch:
     prompts, new = [3, 9, 1, 14], [5, 1, 9, 2]
     run_workload(engine, jobs(prompts, new))
     assert n_computed(engine) == 4 * 16 + 4 * (max(new) - 1)
-    assert engine.stats().decode_rows == sum(new) - 4  # those that somebody has asked for
+    assert engine.stats().decode_rows == sum(new) - 4  # only those that were requested
 
 
 # --- what is measured -----------------------------------------------------------------------------------------------

@@ -117,7 +117,7 @@ def machine(task: MeasurementTask, timeout: float) -> Measurement:
 
 @pytest.fixture
 def memory_for(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
-    """Room for so many sequences by the estimate."""
+    """Room for this number of sequences by the estimate."""
 
     def room(n: int) -> None:
         def survey(configs: list[EngineConfig]) -> MemoryEstimate:

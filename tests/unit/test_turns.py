@@ -1,4 +1,4 @@
-"""Several threads call one engine: their requests share batches, and nobody waits for longer than a step or two."""
+"""Several threads call one engine: their requests share batches, and no thread waits longer than a step or two."""
 
 from __future__ import annotations
 

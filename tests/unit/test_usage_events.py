@@ -135,7 +135,7 @@ async def test_a_report_is_not_a_token() -> None:
 
 
 def usage_at(n: int) -> RequestUsage:
-    """Of a request whose prompt is computed up to token `n`."""
+    """An event of a request with its prompt computed up to token `n`."""
     return RequestUsage(
         prompt_tokens=40,
         prefilled_tokens=n,

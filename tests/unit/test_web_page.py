@@ -28,7 +28,7 @@ SERVED = sorted(path for path in FOLDER.rglob("*") if path.suffix in MEDIA_TYPES
 
 
 class Loading:
-    """An engine whose model is still loading: a page that is served needs none."""
+    """An engine with a model that is still loading: the page is served without one."""
 
     def health(self) -> Health:
         return Health(status="loading", progress=0.5)
@@ -143,7 +143,7 @@ async def test_a_file_that_has_not_changed_is_not_sent_again(client: TestClient[
 )  # fmt: skip
 async def test_other_files_are_not_served(client: TestClient[Any, Any], path: str) -> None:
     answer = await client.get(URL(path, encoded=True))
-    assert answer.status in (401, 404), path  # 401: the path is no longer below /page/
+    assert answer.status in (401, 404), path  # 401: the path is not below /page/ any more
     assert "import" not in await answer.text()
 
 
