@@ -62,7 +62,7 @@ class Machine:
     """What steps take, and what the engine sees of it."""
 
     def __init__(self, seed: int | None) -> None:
-        """`seed`: of the disturbances; None: there are none, and the engine knows the times."""
+        """`seed`: of the disturbances; None: no disturbances, and the engine has the exact times."""
         known, times = list(STEP_MS), list(STEP_MS.values())
         self._true_s = {n: float(np.interp(n, known, times)) / 1000 for n in range(1, known[-1] + 1)}
         self._random = None if seed is None else Random(seed)
@@ -139,7 +139,7 @@ def extend(sequence: Seq, tokens: list[int]) -> None:
 
 
 def best_copies(cases: Sequence[Text]) -> float:
-    """Tokens of a step where a draft is always the longest copy behind an earlier occurrence of the last token."""
+    """Tokens of a step if a draft is always the longest copy after an earlier occurrence of the last token."""
     n_steps = n_tokens = 0
     for prompt, completion in cases:
         text, at = prompt + completion, len(prompt)

@@ -1,4 +1,4 @@
-"""The load of a simulated fleet: conversations that begin in bursts over a day, with system prompts in common."""
+"""The load of a simulated fleet: conversations that start in bursts over a day, with system prompts in common."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ class Conversation:
 
 
 def conversations(load: Load) -> Iterator[tuple[float, Conversation]]:
-    """Conversations with the times at which they begin, rising.
+    """Conversations with their start times, ascending.
 
     The gaps are those of a Gamma process in time that runs as fast as the rate of the day.
     """
@@ -108,7 +108,7 @@ def conversations(load: Load) -> Iterator[tuple[float, Conversation]]:
 
 
 def rate_at(load: Load, seconds: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-    """Requests a second that are expected at these times; a day begins at midnight."""
+    """Expected requests per second at these times; a day starts at midnight."""
     if not load.day_s:
         return np.full_like(seconds, load.rate)
     return load.rate * (1 - load.day_swing * np.cos(2 * np.pi * seconds / load.day_s))

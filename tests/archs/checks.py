@@ -310,7 +310,7 @@ def check_slots(subject: Subject) -> Finding:
         disk: dict[str, Any] = {"prefix_cache": True, "prefix_cache_disk": f"{folder}/disk"}
         with subject.engine(**disk) as engine:
             assert engine.core.kv.cache.disk
-            engine.core.kv.cache.disk._min_tokens = 20  # these models know 256 tokens, fewer than a file has
+            engine.core.kv.cache.disk._min_tokens = 20  # these models have 256 tokens, fewer than a file has
             engine.generate([prompt], _GREEDY, id_slot=0)
             answer = said(engine, prompt)
             engine.core.slots.write(file, engine.core.slots.take(0))

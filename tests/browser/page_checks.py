@@ -22,7 +22,7 @@ def open_tab(page: Page, url: str, tab: str = "chat") -> Locator:
 
 
 def wait_ready(page: Page) -> None:
-    """Until the header says that the server is ready, and the page knows its model."""
+    """Until the header says that the server is ready, and the page has its model's name."""
     expect(page.locator("header .health")).to_have_text("ready")
     expect(page.locator("header .model")).to_be_visible()
 
@@ -149,7 +149,7 @@ def to_start(page: Page) -> None:
 
 
 def walk_by_tab_key(page: Page, limit: int = 200) -> list[Focused]:
-    """The elements that the Tab key reaches, from the beginning of the document until it leaves it.
+    """The elements that the Tab key reaches, from the start of the document until it leaves it.
 
     Raises `AssertionError` when the focus is caught: the same element twice in a row, or more than `limit` elements.
     """

@@ -803,7 +803,7 @@ def test_formulas_are_mathml_and_prices_are_text(chat: Page) -> None:
     block = drawn.locator("math[display=block]")
     assert block.locator("munderover").count() == 1
     assert block.locator("mtr").count() == 2
-    expect(block.locator("mtext")).to_have_text("\\foo")  # what is not known stands as it is written
+    expect(block.locator("mtext")).to_have_text("\\foo")  # unknown elements are shown as written
     expect(drawn).to_contain_text("between $5 and $6, and")
     expect(drawn.locator("code")).to_have_text("$code$")
     nested = "$" + "\\sqrt{" * 60 + "x" + "}" * 60 + "$"

@@ -45,7 +45,7 @@ def test_what_every_tab_loads_comes_from_this_server_and_weighs_less_than_300_kb
 
 
 def test_all_files_of_the_page_weigh_less_than_300_kb_as_they_are() -> None:
-    """Not compressed. The licences of the libraries stand beside them, and are not served."""
+    """Not compressed. The licences of the libraries are in the same folder, and are not served."""
     sizes = {name: len(file.content) for name, file in page_files().items()}
     assert {"index.html", "app.js", "style.css", "vendor/preact.js"} <= sizes.keys()
     assert sum(sizes.values()) < MAX_BYTES, sorted(sizes.items(), key=lambda item: -item[1])[:10]

@@ -276,7 +276,7 @@ def test_adaptive_p_draws_among_what_the_filters_leave(sampler: Sampler) -> None
 
 @pytest.fixture
 def next_token(llama_model: Model) -> Iterator[Callable[..., bytes]]:
-    """What follows a text when the model wants `wanted` and its second choice is "#"."""
+    """The next token of a text if the model prefers `wanted` and its second choice is "#"."""
     vocab = llama_model.vocab
     sampler = Sampler(vocab, NoContext())
 

@@ -149,7 +149,7 @@ def test_twenty_messages_are_rendered_within_five_milliseconds(models_templates:
     turns: list[Message] = [SUM, CALL, RESULT, CLEAR] * 5
     best = {}
     for name, template in models_templates.items():
-        if ours(template, Conversation(turns, TOOLS)) is None:  # knows no tools
+        if ours(template, Conversation(turns, TOOLS)) is None:  # without tools
             continue
         times = []
         for _ in range(7):

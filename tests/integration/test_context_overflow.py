@@ -1,4 +1,4 @@
-"""A prompt that is longer than the context, in every API, as the clients of llama-server and of each API know it."""
+"""A prompt that is longer than the context, in every API, with the error that llama-server's and its clients expect."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ SHORT: dict[str, dict[str, Any]] = {
     "/completion": {"prompt": "Hello", "n_predict": 10**6},
     "/generate": {"prompt": "Hello", "max_tokens": 10**6},
 }
-"""Paths with a short prompt, and more tokens wanted than the context holds."""
+"""Paths with a short prompt, and a request for more tokens than the context holds."""
 
 
 @pytest.fixture

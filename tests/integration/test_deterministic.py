@@ -39,13 +39,13 @@ def engine(model: Path, **settings: Any) -> BatchInferenceEngine:
 
 
 def top(events: list[GenerationEvent], request_id: str) -> list[tuple[int, float]]:
-    """The exact log-probabilities of the likeliest tokens in these events of a request."""
+    """The exact log-probabilities of the most likely tokens in these events of a request."""
     entries = [entry for event in events if event.request_id == request_id for entry in event.logprobs]
     return [(id, logprob) for entry in entries for id, _, logprob in entry.top]
 
 
 def logprobs(engine: BatchInferenceEngine, prompts: list[list[int]]) -> Results:
-    """The exact log-probabilities of the likeliest tokens at every position."""
+    """The exact log-probabilities of the most likely tokens at every position."""
     results = engine.generate(prompts, PARAMS)
     return [[(id, logprob) for each in r.logprobs or () for id, _, logprob in each.top] for r in results]
 

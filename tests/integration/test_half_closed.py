@@ -1,6 +1,6 @@
 """A client that closes only its sending side gets its answers; one that is gone keeps nothing running.
 
-TCP tells the server the same of both: that nothing more will come.
+TCP signals the same to the server in both cases: no more data will come.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ async def test_a_connection_without_a_request_is_closed_at_once(engine: HeldEngi
 
 
 async def test_a_request_of_http_1_0_that_takes_long_is_given_up(engine: HeldEngine) -> None:
-    """Its client takes no interim response, so nothing tells whether it reads; usually it is gone, as behind nginx."""
+    """An HTTP/1.0 client takes no interim response, so it cannot be probed; usually it is gone, as with nginx."""
     async with listening(create_app(engine)) as listener:
         assert await answered(listener, post("/v1/completions", SHORT).replace(b"HTTP/1.1", b"HTTP/1.0")) == b""
         assert engine.n_held == 0

@@ -174,7 +174,7 @@ def test_prompts_that_share_1600_tokens_end_in_unified_cells(open_engine: OpenEn
     assert engine.stats().recomputes == 0
 
 
-# --- who switches --------------------------------------------------------------------------------------------------
+# --- which engines switch -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""`GET /live` over HTTP, with tiny models: what it shows, to whom, and what it costs those who do not look."""
+"""`GET /live` over HTTP, with tiny models: what it shows, with which keys, and its cost without readers."""
 
 from __future__ import annotations
 

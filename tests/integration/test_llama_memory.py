@@ -162,7 +162,7 @@ def test_a_state_is_carried_to_another_kind_of_cache_bit_for_bit(
 ) -> None:
     context = any_context
     reopen(context, before)
-    decode(context, [7] * 40, 2)  # so that cells of others are before, between and behind
+    decode(context, [7] * 40, 2)  # so that cells of others are before, between and after
     decode(context, PROMPT, seq_id)
     decode(context, [8] * 20, 2, 40)
     decode(context, [9] * 15, seq_id, 30)

@@ -134,7 +134,7 @@ async def test_prompts_may_be_texts_ids_both_mixed_or_several(http: Http, engine
         assert (await complete(http, same))["content"] == one["content"]
     mixed = await complete(http, ["a", *tail, "x"])
     assert mixed["prompt"] == "<s>abc" + "x"
-    assert (await complete(http, [ids[1], "bc"]))["prompt"] == "abc"  # begins with an id: no BOS
+    assert (await complete(http, [ids[1], "bc"]))["prompt"] == "abc"  # starts with an id: no BOS
     several = await complete(http, ["abc", ids, [*ids[:1], "abc"], {"prompt_string": "abc"}])
     assert [answer["index"] for answer in several] == [0, 1, 2, 3]
     assert {answer["content"] for answer in several} == {one["content"]}

@@ -122,7 +122,7 @@ def test_with_max_tokens_0_only_the_prompt_is_scored(tiny_llama: Path, prompt: s
 
 
 def params_of_a_crowd(*, echo: bool) -> list[SamplingParams]:
-    """Half of them greedy, half sampled; each wants another number of likeliest tokens."""
+    """Half of them greedy, half sampled; each with a different number of top logprobs."""
     return [
         SamplingParams(
             temperature=i % 2, seed=i, max_tokens=20, ignore_eos=True, logprobs=N_TOPS[i % 4], echo=echo and i % 3 > 0
@@ -199,7 +199,7 @@ def test_preemption_in_a_tiny_cache_changes_no_scores(tiny_llama: Path, swap_spa
         assert_those_of_the_model_alone(engine, tiny_llama, PROMPTS, params, results)
 
 
-# --- where a token stands in the text --------------------------------------------------------------------------------
+# --- the offset of a token in the text -------------------------------------------------------------------------------
 
 
 NO_BYTES = tuple(range(5, 261))  # of the tiny models: so that every piece is whole characters

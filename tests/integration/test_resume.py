@@ -121,7 +121,7 @@ NOISE = 0.001  # what orders of sums may change in F32; one that is rounded to F
 
 
 def logprobs(events: list[GenerationEvent], request_id: str) -> list[float | None]:
-    """Of the tokens in these events of a request, each the likeliest."""
+    """The log-probabilities of the tokens in these events of a request, each the most likely one."""
     return [entry.logprob for event in events if event.request_id == request_id for entry in event.logprobs]
 
 
@@ -134,7 +134,7 @@ def numbered(n: int) -> list[int]:
 def test_f32_logits_are_kept_when_the_text_continues_in_another_engine(
     request: pytest.FixtureRequest, name: str, layout: KvLayout
 ) -> None:
-    """Whether tokens are computed one by one, in pieces of 64 and more, or behind 512 cells, from where ggml's flash
+    """Whether tokens are computed one by one, in pieces of 64 and more, or after 512 cells, from where ggml's flash
     attention adds in other orders."""
     settings: dict[str, Any] = {**SETTINGS, "n_ctx": 2048, "n_parallel": 2, "kv_layout": layout, **FLOATS}
     with BatchInferenceEngine(request.getfixturevalue(name), **settings) as engine:

@@ -48,7 +48,7 @@ def engine(tiny_llama: Path) -> Iterator[BatchInferenceEngine]:
 
 
 def sampled(engine: BatchInferenceEngine, max_tokens: int = 120, **others: Any) -> SamplingParams:
-    """A model with random weights is not to write a marker itself: each begins with one of these letters."""
+    """Keeps a model with random weights from writing a marker itself: each starts with one of these letters."""
     never = [i for i in range(engine.info.n_vocab) if engine.core.runtime.vocab.piece(i)[-1:] in (b"<", b"[")]
     return SamplingParams(max_tokens=max_tokens, seed=3, ignore_eos=True, suppress_tokens=never, **others)
 

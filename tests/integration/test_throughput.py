@@ -81,7 +81,7 @@ def test_a_row_has_its_speedup_its_memory_its_energy_and_its_price(tiny_llama: P
     assert four["memory_overhead"] == pytest.approx(100 * (four["memory_mib"] / one["memory_mib"] - 1))
     assert four["memory_overhead"] > 0
     for row in report.rows:
-        # 100 W for as long as the run takes; the time of tokens/s begins a little earlier, and ends later
+        # 100 W for the duration of the run; the time of tokens/s starts a little earlier, and ends later
         assert 1 <= row["tokens_per_kwh"].median / (row["tokens_per_s"].median * 36_000) < 3
         assert row["tokens_per_unit"] == pytest.approx(2 * row["tokens_per_kwh"].median)
     assert "Energy: 100 W as given (--watts)." in report.notes

@@ -1,4 +1,4 @@
-"""`--trace`: what each step did, and who was in which seq_id, in a file that Perfetto reads."""
+"""`--trace`: what each step did, and which request had which seq_id, in a file that Perfetto reads."""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ async def text(group: AutoscaledGroup, i: int, n_tokens: int) -> str:
 
 
 async def clients(group: AutoscaledGroup, n: int, end: asyncio.Event) -> list[list[str]]:
-    """Texts of `n` clients: each asks for the same text again and again, until `end`."""
+    """Texts of `n` clients: each requests the same text repeatedly, until `end`."""
 
     async def client(i: int) -> list[str]:
         texts = [await text(group, i, 100)]

@@ -80,7 +80,7 @@ def kill(process: subprocess.Popen[bytes]) -> None:
 
 
 def dies_and_goes_on(model: Path, tmp_path: Path, *, n_items: int, n_kills: int, args: tuple[str, ...] = ()) -> None:
-    """Kills a job again and again, at random moments; in the end its output is that of one that was left alone."""
+    """Kills a job repeatedly, at random moments; its final output is that of an undisturbed one."""
     source, out, alone = job_of(tmp_path / "in.jsonl", n_items), tmp_path / "out.jsonl", tmp_path / "alone.jsonl"
     assert batch(model, source, alone, *FLOATS, *args).returncode == 0
     rng = random.Random(n_items)

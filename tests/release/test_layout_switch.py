@@ -1,4 +1,4 @@
-"""A switch of the KV layout behind LocalEngine and EngineProcess: no client notices it, nor a crash around it."""
+"""A switch of the KV layout in LocalEngine and EngineProcess: no client notices it, nor a crash around it."""
 
 from __future__ import annotations
 

@@ -102,7 +102,7 @@ def test_free_texts_are_the_same_with_and_without_constrained_ones_among_them(f1
 
 
 def without_schemas(requests: Requests, results: list[Completion]) -> Requests:
-    """The same prompts, and as many tokens for each, as text of any kind."""
+    """The same prompts, and the same number of tokens for each, as free text."""
     return [
         (prompt, SamplingParams(temperature=0.8, seed=its.seed, max_tokens=len(result.tokens), ignore_eos=True))
         for (prompt, its), result in zip(requests, results, strict=True)

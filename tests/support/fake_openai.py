@@ -26,7 +26,7 @@ class FakeOpenAI:
         """Whether it has /v1/chat/completions."""
         self.has_usage = True
         self.tokens_told: int | None = None
-        """By its usage; None: as many as it says."""
+        """The number in its usage; None: the actual number."""
         self.known_fields: set[str] | None = None
         """Others are refused; None: all are known."""
         self.faults: dict[int, str] = {}

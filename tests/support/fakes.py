@@ -312,7 +312,7 @@ class FakeContext:
         return True
 
     def shift(self, seq_id: int, start: int, by: int) -> None:
-        """The cells from `start` on have positions that begin after a gap, which `remove` has made."""
+        """The cells from `start` on have positions that start after a gap, which `remove` has left."""
         assert self.can_shift, "a memory that is not all cells"
         assert self.gaps.pop(seq_id) == (start + by, start), f"no gap before {start}"
         held = self.owned[seq_id]
@@ -354,7 +354,7 @@ class FakeContext:
         return self._first(seq_id, len(self.states[seq_id]))
 
     def _first(self, seq_id: int, n: int) -> FakeState:
-        """The part that a sequence has behind its first `n` cells."""
+        """The part of a sequence after its first `n` cells."""
         adapters, places = tuple(self.made_with[seq_id][:n]), tuple(self.places[seq_id][:n])
         return FakeState(self.states[seq_id][:n], 1 << 18, adapters, places)
 
@@ -430,7 +430,7 @@ class FakeContext:
         return bisect_left(self.places[seq_id], position, key=lambda place: place[0])
 
     def _free_position(self, seq_id: int) -> int:
-        """The first position behind all cells, in all dimensions."""
+        """The first position after all cells, in all dimensions."""
         at_end = self.places[seq_id][self._index(seq_id, self.last_position(seq_id)) :]
         return 1 + max((number for place in at_end for number in place), default=-1)
 
@@ -522,7 +522,7 @@ def vector(tokens: bytes) -> npt.NDArray[np.float32]:
 
 
 class FakeProposer:
-    """Drafts the likeliest tokens of the fake model; one in `wrong_each` is another one."""
+    """Drafts the most likely tokens of the fake model; one in `wrong_each` is wrong."""
 
     costs_compute = False
 
@@ -581,7 +581,7 @@ def fake_engine(
     """An engine over a fresh `FakeContext`, which `context_of` gives; with `pooling`, a `FakePooledContext`.
 
     `head`: makes the draft head of the model (`tests.support.fake_heads.fake_head`).
-    `n_more_ids`: seq_ids beyond `n_parallel`, where cells can be shared. `switches`: it begins with the layout that
+    `n_more_ids`: seq_ids beyond `n_parallel`, where cells can be shared. `switches`: it starts with the layout that
     `unified` says, and may switch; `sharing` "cells" or "copy" is then what the layout has.
     """
     if switches and sharing in ("cells", "copy"):
@@ -719,7 +719,7 @@ def spell(text: str) -> list[int]:
 
 
 def know(engine: BatchInferenceEngine | EngineCore, times: Mapping[int, float]) -> None:
-    """Lets the scheduler know these times, seconds by numbers of rows, and learn no others."""
+    """Gives the scheduler these times, in seconds by numbers of rows, and stops it from measuring others."""
     scheduler = (engine if isinstance(engine, EngineCore) else engine.core).scheduler
     scheduler._budgets.of(()).cost.seed(times.items())
     scheduler.computed = lambda plan, seconds, decode_s=None: None  # type: ignore[method-assign]

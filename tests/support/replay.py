@@ -1,4 +1,4 @@
-"""A proposer that knows what comes, but for some tokens."""
+"""A proposer that drafts the actual text, except for some wrong tokens."""
 
 from __future__ import annotations
 

@@ -125,7 +125,7 @@ def _parsed(text: str) -> Iterator[tuple[str, Json]]:
 
 
 def strictly(kind: Any, data: object, *more: str) -> Any:
-    """The data as a client's type, which knows each of its fields, but for those named in `more`."""
+    """The data as a client's type, which declares each of its fields, except for those named in `more`."""
     value = pydantic.TypeAdapter(kind).validate_python(data, strict=True)
     assert not (unknown := _unknown(value) - set(more)), f"{unknown} in {data}"
     return value

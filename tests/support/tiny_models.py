@@ -567,7 +567,7 @@ def reranker(path: PathLike, **kwargs: Any) -> Path:
 
 
 def diffusion(path: PathLike) -> Path:
-    """LLaDA: its layers are Llama's, but it fills in all tokens of a text at once, again and again."""
+    """LLaDA: its layers are Llama's, but it repeatedly fills in all tokens of a text at once."""
     writer = _writer(path, "llada")
     _add_attention(writer, N_HEAD_KV)
     writer.add_rope_dimension_count(N_EMBD // N_HEAD)
@@ -607,7 +607,7 @@ def empty(path: PathLike) -> Path:
 
 
 def not_gguf(path: PathLike) -> Path:
-    """A web page under a model's name, as a download behind a login leaves it."""
+    """A web page under a model's name, as after a download that needs a login."""
     Path(path).write_text("<!DOCTYPE html><html><body>Please log in.</body></html>\n" * 20)
     return Path(path)
 

@@ -74,7 +74,7 @@ def calls_of(message: Json) -> list[tuple[str, Any]]:
 
 
 def compare(oracle: Path, files: Sequence[Path], n: int) -> Iterator[tuple[str, Counter[str], list[str]]]:
-    """For each template: how many of `n` messages were read by whom, and those that only llama.cpp reads."""
+    """For each template: how many of `n` messages each side read, and those that only llama.cpp reads."""
 
     def one(file: Path) -> tuple[str, Counter[str], list[str]]:
         chance = random.Random(file.stem)

@@ -93,7 +93,7 @@ async def test_without_usage_pieces_of_text_are_counted() -> None:
 
 
 async def test_usage_that_is_less_than_what_came_is_not_believed() -> None:
-    """llama-server tells the tokens of one text where `n` were asked for."""
+    """llama-server reports the tokens of one text if `n` were requested."""
     outcomes = await send_all(FakeOpenAI(tokens_told=2), n=2)
     assert [(each.output_tokens, each.prompt_tokens, each.has_usage) for each in outcomes] == [(4, 3, False)] * 2
 

@@ -17,7 +17,7 @@ from cppbatch.sizing.sizes import MARGIN, check_planned, first_ample, size_candi
 
 GIB, MIB = 2**30, 2**20
 CONFIG = EngineConfig("model.gguf")
-LONG = 131_072  # tokens of the longest text that a model knows
+LONG = 131_072  # the model's context length
 
 
 def sizes(

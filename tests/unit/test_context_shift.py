@@ -43,7 +43,7 @@ def small_prefixes() -> Iterator[None]:
 
 
 def shifted(prompt: list[int], n: int, *, n_ctx: int = N_CTX, n_keep: int = 0, n_discard: int = 0) -> list[int]:
-    """The fake model's `n` likeliest tokens, where a full context drops tokens by llama-server's rule."""
+    """The fake model's `n` most likely tokens, if a full context drops tokens by llama-server's rule."""
     context = list(prompt)
     tokens: list[int] = []
     keep = min(len(prompt) if n_keep < 0 else n_keep, n_ctx - 4)
@@ -116,7 +116,7 @@ def test_keep_is_the_default_of_requests_without_n_keep() -> None:
 
 
 def test_the_prompt_may_be_dropped_too() -> None:
-    prompt = list(range(1, N_CTX))  # one token fits behind it
+    prompt = list(range(1, N_CTX))  # one token fits after it
     assert text(shifting_engine(), prompt, endless()) == shifted(prompt, LONG)
 
 
@@ -185,7 +185,7 @@ def test_shared_cells_are_not_shifted_under_another_sequence() -> None:
 
 @pytest.mark.parametrize("n_keep", [0, 6])
 def test_only_the_kept_tokens_of_a_shifted_text_become_a_prefix(n_keep: int) -> None:
-    """The keys and values behind them have seen tokens that are gone: they are not those of a prompt."""
+    """The keys and values after them have seen dropped tokens: they are not those of a prompt."""
     engine = shifting_engine(n_ctx=2 * N_CTX, n_ctx_train=N_CTX, sharing="cells")
     prompt = [1, 2, 3, 4, 5, 6, 7]
     tokens = text(engine, prompt, endless(30), n_keep=n_keep)

@@ -239,7 +239,7 @@ class Compared(str):
 
 
 def comparisons_a_push(stop: tuple[str, ...]) -> float:
-    """Of a text that holds the beginnings of stop strings back again and again but never stops."""
+    """With a text that repeatedly has a start of a stop string held back but never stops."""
     pieces = [piece.encode() for string in THOUSAND for piece in (string[:3], " ")]
     stream = Detokenizer([Compared(string) for string in stop])
     Compared.n = 0
@@ -290,7 +290,7 @@ def test_it_reports_the_stop_string_that_matched(text: str, stop: tuple[str, ...
 
 
 def test_long_stop_strings_take_no_memory_of_their_own() -> None:
-    """Every beginning of every string was kept: 18 MB for each sequence of 128."""
+    """Every prefix of every string was kept: 18 MB for each sequence of 128."""
     stop = tuple(chr(0x1F600 + i) * 512 for i in range(32))
     tracemalloc.start()
     streams = [Detokenizer(stop) for _ in range(16)]

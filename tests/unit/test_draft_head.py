@@ -119,7 +119,7 @@ def test_right_drafts_take_fewer_steps_and_one_decode_of_the_head_is_for_all_seq
     n_without = len(context_of(plain).steps)
     n_right, n_decodes = n_steps(1 << 40)
     assert n_right < 0.3 * n_without
-    assert n_decodes < 0.55 * 4 * 60  # one for each sequence's token would be nearly twice as many
+    assert n_decodes < 0.55 * 4 * 60  # one per token of each sequence would be nearly twice as many
     assert n_steps(2)[0] < n_without
 
 

@@ -326,7 +326,7 @@ def test_the_acceptance_is_learned_from_what_came_true(
     sequence = drafting.sequence()
     (draft,) = drafting.propose([sequence])
     assert draft
-    assert draft.probabilities.mean() == pytest.approx(0.632, abs=0.01)  # what the fake model gives its likeliest token
+    assert draft.probabilities.mean() == pytest.approx(0.632, abs=0.01)  # the fake model's largest probability
     estimates = []
     for _ in range(30):
         (draft,) = drafting.propose([sequence])

@@ -1,4 +1,4 @@
-"""The figures of GPUs: units, what a driver does not know, and machines without GPU, driver or nvidia-ml-py."""
+"""The figures of GPUs: units, missing values, and machines without GPU, driver or nvidia-ml-py."""
 
 from __future__ import annotations
 

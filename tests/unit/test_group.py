@@ -56,7 +56,7 @@ class Worker:
 
 
 class Fleet:
-    """Three such workers behind a group."""
+    """Three such workers in a group."""
 
     def __init__(self) -> None:
         self.workers = [Worker() for _ in range(3)]

@@ -142,7 +142,7 @@ def test_a_schema_that_cannot_be_enforced_is_not_and_the_log_says_why(caplog: py
         given = SamplingParams(lazy_grammar=lazy, guided_choice=["a"])
         constraint = compiler.constraint(given)
         assert constraint
-        assert constraint.is_active  # another grammar says where calls may stand
+        assert constraint.is_active  # another grammar decides where calls may be
     finally:
         compiler.close()
 

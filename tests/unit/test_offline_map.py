@@ -16,7 +16,7 @@ SHORT, LONG = greedy(2, ignore_eos=True), greedy(30, ignore_eos=True)
 
 
 class Source:
-    """An endless iterable that knows how many were taken from it."""
+    """An endless iterable that counts the items taken from it."""
 
     def __init__(self) -> None:
         self.n_taken = 0
@@ -77,7 +77,7 @@ def test_nothing_gives_nothing() -> None:
     assert list(fake_engine().map([])) == []
 
 
-# --- as many as are needed ------------------------------------------------------------------------------------------
+# --- no more than needed --------------------------------------------------------------------------------------------
 
 
 def test_it_takes_what_runs_and_as_many_to_follow_and_no_more_from_an_endless_iterable() -> None:

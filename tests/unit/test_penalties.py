@@ -37,7 +37,7 @@ def logits(seed: int = 7) -> Row:
 
 
 def sequence_of(params: SamplingParams, known: list[int], n_prompt: int | None = None) -> Seq:
-    """A sequence that knows these tokens, the first `n_prompt` of them (all) from its prompt."""
+    """A sequence with these tokens, the first `n_prompt` of them (default: all) from its prompt."""
     n_prompt = len(known) if n_prompt is None else n_prompt
     request = GenerationRequest(id="a", prompt=known[:n_prompt], params=params)
     sequence = Seq(request, np.array(known[:n_prompt], np.int32), max_new=64, seed=1, now=0.0)

@@ -1,4 +1,4 @@
-"""Embedding requests through the step loop, over a fake model: who is computed when, and what becomes of each."""
+"""Embedding requests through the step loop, over a fake model: which are computed when, and their results."""
 
 from __future__ import annotations
 

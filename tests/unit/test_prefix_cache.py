@@ -272,7 +272,7 @@ def test_completions_of_one_prompt_hold_its_cells_once() -> None:
     assert n_computed(engine) == 40 + 7 + 8 * 9
 
 
-# --- who shares with whom -------------------------------------------------------------------------------------------
+# --- which requests share -------------------------------------------------------------------------------------------
 
 
 @ANY_KIND

@@ -462,7 +462,7 @@ def test_a_cancelled_request_leaves_its_read_to_others(model: Path, tmp_path: Pa
         ask(engine, LONG)
     with disk_engine(model, tmp_path / "d") as engine:
         name = engine.add_request(LONG, greedy(4))
-        engine.core.scheduler.plan()  # begins the read
+        engine.core.scheduler.plan()  # starts the read
         engine.cancel(name)
         drain(engine)
         end = time.monotonic() + 5

@@ -1,4 +1,4 @@
-"""Who goes first, who gives way, who has waited too long, and who is not let in."""
+"""Which requests are first, which are preempted, which time out, and which are refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The radix tree over token ids: every holder is found with as many tokens as it really has in common."""
+"""The radix tree over token ids: every holder is found with the exact number of tokens it has in common."""
 
 from __future__ import annotations
 

@@ -184,7 +184,7 @@ async def test_a_request_on_the_way_into_a_lost_group_is_sent_again() -> None:
         second = Reader(engine, request("second", 20))
         replica = cluster.replicas[0]
         await _until(lambda: len(replica.streams) == 2)
-        replica.streams[1].go.clear()  # the front does not know yet in which group the request is
+        replica.streams[1].go.clear()  # the front does not have the request's group yet
         replica.streams[0].break_off(keep=False)
         await settle()
         replica.streams[0].go.set()

@@ -1,4 +1,4 @@
-"""Windows of an input have bounded memory, and items in them stand so that common beginnings are computed once."""
+"""Windows of an input have bounded memory, and are sorted so that common prefixes are computed once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The scheduler's promises: who gets in, who waits, what a step holds, and what is free when."""
+"""The scheduler's promises: which requests are admitted or wait, what a step holds, and when cells are free."""
 
 from __future__ import annotations
 

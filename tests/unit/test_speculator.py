@@ -1,4 +1,4 @@
-"""How many draft tokens a step computes: as many as make tokens faster by the measured step times."""
+"""How many draft tokens a step computes: the number that is fastest by the measured step times."""
 
 from __future__ import annotations
 

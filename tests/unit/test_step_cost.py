@@ -14,7 +14,7 @@ TILED = {1: 5.1, 2: 8.6, 3: 11.1, 4: 10.2, 5: 13.1, 6: 15.6, 7: 17.8, 8: 13.3, 9
 
 
 def settled(n: int, ms: dict[int, float], *, most: int = 16, steps: int = 200) -> list[int]:
-    """The rows computed in each of the last 100 steps, where `n` are wanted, on a machine with these times."""
+    """The rows computed in each of the last 100 steps if `n` are requested, on a machine with these times."""
     cost, noise, computed = StepCost(), random.Random(n), []
     for _ in range(steps):
         rows = cost.rows_to_compute(n, most)

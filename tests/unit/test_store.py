@@ -1,4 +1,4 @@
-"""The books of files and batches, and the folder they are in: whatever a kill leaves behind is put right."""
+"""The database of files and batches, and its folder: leftovers of a kill are cleaned up."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What each strategy promises: who shares a step with whom, who joins when, and what padding costs."""
+"""What each strategy promises: which requests share a step, when they join, and what padding costs."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def running(engine: BatchInferenceEngine) -> set[str]:
 def test_every_strategy_gives_each_request_the_text_it_has_alone(name: str, unified: bool) -> None:
     engine = engine_with(KNOWN[name], unified=unified)
     expected = [reference(job.prompt, greedy(job.n_new, ignore_eos=True))[0] for job in jobs()]
-    for _ in range(2):  # the second time with what the first has left behind
+    for _ in range(2):  # the second time with the state that the first has left
         assert run_workload(engine, jobs()).tokens == expected
         engine.core.kv.check()
         assert engine.core.kv.n_used == 0

@@ -1,4 +1,4 @@
-"""`GenerationRequest.usage_events`: which events of a request tell its counts and times."""
+"""`GenerationRequest.usage_events`: which events of a request report its counts and times."""
 
 from __future__ import annotations
 

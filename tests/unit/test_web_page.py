@@ -1,4 +1,4 @@
-"""The files of the web page: what is served, with which headers, and to whom."""
+"""The files of the web page: what is served, with which headers, and to which clients."""
 
 from __future__ import annotations
 
