@@ -225,7 +225,7 @@ def test_system_prompt_and_settings_are_sent_and_new_conversations_start_with_th
         assert body["max_tokens"] == 4096  # a model that repeats itself comes to an end
 
 
-def test_settings_say_what_they_mean_what_the_server_has_and_what_is_wrong(chat: Page) -> None:
+def test_settings_show_their_meaning_the_servers_default_and_errors(chat: Page) -> None:
     chat.get_by_role("button", name="Conversation settings").click()
     dialog = chat.get_by_role("dialog")
     expect(dialog.get_by_label("Temperature")).to_have_attribute("placeholder", "0.8")
@@ -313,7 +313,7 @@ def test_arguments_of_a_call_that_are_nested_deep_are_shown_as_they_are(chat: Pa
     expect(chat.locator(".call pre")).to_have_text("[" * 10_000 + "]" * 10_000)
 
 
-def test_what_a_model_writes_is_shown_and_never_run(
+def test_model_output_is_shown_and_never_run(
     page: Page, tmp_path: Path, fresh_server: Callable[..., ServerProcess]
 ) -> None:
     server = fresh_server("-m", write_hostile_model(tmp_path / "hostile.gguf"), "-np", "2", "-c", "4096")
@@ -444,7 +444,7 @@ def exported(page: Page, menu: str, item: str) -> Path:
     return download.value.path()
 
 
-def test_a_message_is_sent_that_is_written_at_once_after_new_conversation(chat: Page) -> None:
+def test_a_message_typed_right_after_new_conversation_is_sent(chat: Page) -> None:
     """Within the frame in which the new conversation is not yet shown."""
     answer_with(chat, "Yes.")
     texts = [f"Question {i}" for i in range(12)]
@@ -635,7 +635,7 @@ def refusal(status: int, message: str, **fields: Any) -> Callable[[Route], None]
         (500, "internal error", "The answer failed: internal error."),
     ],
 )
-def test_an_error_says_what_to_do(chat: Page, errors: PageErrors, status: int, message: str, shown: str) -> None:
+def test_an_error_names_the_remedy(chat: Page, errors: PageErrors, status: int, message: str, shown: str) -> None:
     errors.allow(f"status of {status}")
     chat.route(CHAT, refusal(status, message))
     send(chat, "Hello")
@@ -647,9 +647,7 @@ def test_an_error_says_what_to_do(chat: Page, errors: PageErrors, status: int, m
     expect(chat.get_by_role("alert")).to_have_count(0)
 
 
-def test_a_server_that_is_busy_for_a_moment_is_asked_again_after_its_retry_after(
-    chat: Page, errors: PageErrors
-) -> None:
+def test_a_busy_server_is_retried_after_its_retry_after(chat: Page, errors: PageErrors) -> None:
     errors.allow("status of 429")
     times: list[float] = []
 
@@ -680,7 +678,7 @@ def test_a_conversation_that_is_too_long_for_the_context_says_so(
     expect(page.get_by_role("alert")).to_contain_text("start a new conversation")
 
 
-def test_a_server_that_goes_away_leaves_the_text_so_far(
+def test_a_server_that_ends_leaves_the_text_so_far(
     page: Page, default_model: Path, errors: PageErrors, fresh_server: Callable[..., ServerProcess]
 ) -> None:
     errors.allow("ERR_CONNECTION|ERR_INCOMPLETE|ERR_EMPTY_RESPONSE|status of 503")
@@ -722,7 +720,7 @@ def test_on_a_phone_conversations_are_behind_a_button_and_nothing_overflows(chat
 # --- what people met ------------------------------------------------------------------------------------------------
 
 
-def test_a_setting_out_of_range_is_said_and_not_sent(chat: Page) -> None:
+def test_a_setting_out_of_range_is_reported_and_not_sent(chat: Page) -> None:
     settings(chat, Temperature="-5", Maximum_tokens="7")
     answer_with(chat, "Hello.")
     with chat.expect_request(CHAT) as asked:

@@ -153,7 +153,7 @@ MAKE = """
 """
 
 
-def test_rows_become_requests_and_wrong_ones_say_what_to_do(page: Page, url: str) -> None:
+def test_rows_become_requests_and_invalid_ones_get_a_remedy(page: Page, url: str) -> None:
     page.goto(url)
     sampling = {"max_tokens": 8, "json_schema": '{"type":"object"}'}
     settings = SETTINGS | {"template": "Say {{x}} {text}", "system": "s", "sampling": sampling}
@@ -364,7 +364,7 @@ def test_requests_in_openais_form_go_up_as_they_are_and_failures_give_their_reas
     expect(page.get_by_text("The files of this job have been deleted")).to_be_visible()
 
 
-def test_a_job_is_cancelled_and_keeps_what_is_finished(page: Page, url: str, server: ServerProcess) -> None:
+def test_a_job_is_cancelled_and_keeps_its_finished_results(page: Page, url: str, server: ServerProcess) -> None:
     batch_id = start_slow_job(page, url, 400)
     page.get_by_role("button", name="Cancel job").click()
     dialog = page.get_by_role("dialog")
@@ -477,9 +477,7 @@ def test_a_job_is_started_by_keyboard_alone(page: Page, url: str) -> None:
     assert Path(saved.value.path()).read_text().startswith("custom_id,prompt,answer")
 
 
-def test_errors_are_said_in_a_sentence(
-    page: Page, errors: PageErrors, default_model: Path, fresh_server: Start
-) -> None:
+def test_errors_are_one_sentence(page: Page, errors: PageErrors, default_model: Path, fresh_server: Start) -> None:
     errors.allow("status of 413|ERR_CONNECTION|Failed to load")
     server = fresh_server("-m", default_model, "--max-file-mb", "1")
     open_tab(page, f"{server.url}/", "jobs")

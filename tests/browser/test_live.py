@@ -99,7 +99,7 @@ def test_16_streams_are_16_rows_and_their_shared_prompt_is_one_block(page: Page,
     expect(rows(page)).to_have_count(0)
 
 
-def test_rows_stay_where_they_are_until_their_sequences_end(page: Page, batch_server: ServerProcess) -> None:
+def test_rows_keep_their_positions_until_their_sequences_end(page: Page, batch_server: ServerProcess) -> None:
     open_tab(page, f"{batch_server.url}/", "live")
     streams = Streams(batch_server)
     expect(rows(page)).to_have_count(16)
@@ -120,7 +120,7 @@ def test_rows_stay_where_they_are_until_their_sequences_end(page: Page, batch_se
     assert all(numbers == ",".join(each for each in order if each in numbers.split(",")) for numbers in seen)
 
 
-def test_a_worker_is_killed_the_page_says_so_and_the_streams_go_on(page: Page, batch_server: ServerProcess) -> None:
+def test_a_killed_worker_is_shown_on_the_page_and_the_streams_continue(page: Page, batch_server: ServerProcess) -> None:
     open_tab(page, f"{batch_server.url}/", "live")
     streams = Streams(batch_server, max_tokens=80)
     expect(page.locator("tr[data-state=decode]")).to_have_count(16)
@@ -330,7 +330,7 @@ def test_a_silent_stream_is_given_up_and_opened_again(page: Page, url: str) -> N
     assert in_page(page, url, "follow.js", function) == ["event 1", "still there", silent, "event 2"]
 
 
-def test_a_server_that_falls_silent_in_the_middle_of_a_batch_is_noticed(
+def test_a_server_that_stops_sending_in_the_middle_of_a_batch_is_detected(
     page: Page, batch_server: ServerProcess
 ) -> None:
     """Its process is stopped: the connection stays open, and nothing comes."""

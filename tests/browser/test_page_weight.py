@@ -26,9 +26,7 @@ new MutationObserver((changes, observer) => {
 """
 
 
-def test_what_every_tab_loads_comes_from_this_server_and_weighs_less_than_300_kb(
-    page: Page, server: ServerProcess, url: str
-) -> None:
+def test_all_tabs_load_only_from_this_server_and_less_than_300_kb(page: Page, server: ServerProcess, url: str) -> None:
     """As a browser gets it, compressed."""
     responses: list[Response] = []
     page.on("response", lambda response: responses.append(response))  # noqa: PLW0108  # Playwright marks its handlers

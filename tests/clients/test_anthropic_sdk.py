@@ -150,7 +150,7 @@ async def test_a_cancelled_task_ends_its_request(server: Serving) -> None:
             await task
 
 
-def test_each_kind_of_error_is_an_exception_of_its_own(client: anthropic.Anthropic) -> None:
+def test_each_kind_of_error_has_its_own_exception(client: anthropic.Anthropic) -> None:
     with pytest.raises(anthropic.AuthenticationError):
         client.with_options(api_key="wrong").messages.create(messages=ASK, **GREEDY)
     with pytest.raises(anthropic.BadRequestError, match="temperature"):

@@ -84,7 +84,7 @@ def test_anthropics_tools_return_images(claude: anthropic.Anthropic) -> None:
     assert message.usage.input_tokens + (message.usage.cache_read_input_tokens or 0) > 16
 
 
-def test_what_cannot_be_seen_is_the_clients_own_exception(client: openai.OpenAI, claude: anthropic.Anthropic) -> None:
+def test_refused_media_raise_the_clients_own_exception(client: openai.OpenAI, claude: anthropic.Anthropic) -> None:
     remote: Any = {"type": "image_url", "image_url": {"url": "https://example.org/cat.png"}}
     with pytest.raises(openai.BadRequestError, match="--allowed-media-domains"):
         client.chat.completions.create(messages=asks(remote), **GREEDY)

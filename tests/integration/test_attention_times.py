@@ -129,7 +129,7 @@ def test_cells_get_the_faster_type_once_its_divergence_is_known(
     assert plan_attention(config, ()) == (config, None, None, None)
 
 
-def test_what_is_given_stays(config: EngineConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_given_settings_are_kept(config: EngineConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     use_times(monkeypatch, Attention("on", "q8_0", "q8_0"))
     know_quality(config, "q8_0 q8_0", 0.0)
     assert plan_attention(config, {"cache_type_k"}).config == config

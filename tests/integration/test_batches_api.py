@@ -334,7 +334,7 @@ def test_batches_are_listed_page_by_page_the_newest_first(client: OpenAI) -> Non
         wait_for(client, batch_id, "completed")
 
 
-def test_what_was_answered_before_a_cancel_stays(client: OpenAI) -> None:
+def test_results_before_a_cancel_are_kept(client: OpenAI) -> None:
     batch = make_batch(client, lines(10) + lines(400, **LONG).replace(b"item-", b"late-"))
     wait_until(lambda: counts(client.batches.retrieve(batch.id)).completed > 3)
     assert client.batches.cancel(batch.id).status in ("cancelling", "cancelled")
@@ -398,7 +398,7 @@ def test_results_are_read_while_a_batch_runs(client: OpenAI, server: AppThread) 
     assert client.files.content(output_id).content.startswith(first + more)
 
 
-def test_results_are_read_after_a_restart_before_the_batch_goes_on(start: Start, tmp_path: Path) -> None:
+def test_results_are_read_after_a_restart_before_the_batch_continues(start: Start, tmp_path: Path) -> None:
     first = start()
     batch = make_batch(client_of(first), lines(10) + lines(400, **LONG).replace(b"item-", b"late-"))
     wait_until(lambda: counts(client_of(first).batches.retrieve(batch.id)).completed > 3)

@@ -144,7 +144,7 @@ def test_typical_p_draws_among_the_most_typical_tokens(sampler: Sampler, p: floa
     assert_drawn_from(counts_of(sampler, row, typical_p=p), over(kept, row))
 
 
-def test_a_token_that_is_as_good_as_impossible_does_not_change_what_is_typical(sampler: Sampler) -> None:
+def test_a_practically_impossible_token_does_not_change_which_tokens_are_typical(sampler: Sampler) -> None:
     row = logits()
     row[5] = -3.0
     kept = is_typical(row, 0.5)
@@ -499,7 +499,7 @@ def test_every_sampler_is_tried_here() -> None:
 
 
 @pytest.mark.parametrize("name", SAMPLERS)
-def test_a_sampler_that_is_left_out_does_nothing_and_a_listed_one_does(engine: BatchInferenceEngine, name: str) -> None:
+def test_an_omitted_sampler_has_no_effect_and_a_listed_one_has(engine: BatchInferenceEngine, name: str) -> None:
     others = [other for other in SAMPLERS if other != name]
     listed, left_out, neutral = tokens_of(
         engine.generate(

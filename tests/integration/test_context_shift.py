@@ -128,7 +128,7 @@ def test_a_text_continues_in_shifted_cells_as_in_recomputed_ones(
 
 @pytest.mark.parametrize("kind", ["tiny_llama", "tiny_mamba", "tiny_swa", "tiny_hybrid"])
 @pytest.mark.parametrize("layout", ENGINES)
-def test_every_kind_of_memory_goes_on(
+def test_every_kind_of_memory_continues(
     request: pytest.FixtureRequest, open_engine: OpenEngine, kind: str, layout: str
 ) -> None:
     texts(open_engine(request.getfixturevalue(kind), **ENGINES[layout], context_shift=True))

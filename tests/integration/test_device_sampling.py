@@ -108,7 +108,7 @@ def test_the_device_finds_the_most_likely_tokens_and_whole_rows_remain_for_reque
         ({"spec": "off"}, "backend", False),
     ],
 )
-def test_a_gpu_samples_unless_drafts_are_asked_for(
+def test_a_gpu_samples_unless_drafts_are_requested(
     tiny_llama: Path, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], sampling: str, drafts: bool
 ) -> None:
     monkeypatch.setattr("cppbatch.engine.runtime._on_gpu", lambda config: True)

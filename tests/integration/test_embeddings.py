@@ -135,7 +135,7 @@ def test_a_model_that_is_pooled_by_its_file_needs_no_option(tmp_path: Path) -> N
             )
 
 
-def test_a_generating_model_says_that_it_gives_text(tiny_llama: Path) -> None:
+def test_a_generating_model_reports_that_it_returns_text(tiny_llama: Path) -> None:
     with opened(tiny_llama) as engine:
         assert engine.info.pooling is None
         assert engine.generate(["the cat"], SamplingParams(max_tokens=3))[0].usage.completion_tokens == 3

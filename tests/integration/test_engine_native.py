@@ -189,7 +189,7 @@ def test_requests_that_outgrow_a_tiny_cache_get_the_texts_of_an_ample_one(
     assert (stats.swaps > 0) == (swap_space > 0)
 
 
-def test_an_encoder_is_asked_for_text_in_vain(tiny_encoder: Path) -> None:
+def test_an_encoder_refuses_to_generate_text(tiny_encoder: Path) -> None:
     with (
         BatchInferenceEngine(tiny_encoder, n_ctx=256, n_parallel=1, n_threads=1) as engine,
         pytest.raises(InvalidRequest, match=r"tiny-encoder runs as an embedding model.*does not generate text"),
@@ -197,7 +197,7 @@ def test_an_encoder_is_asked_for_text_in_vain(tiny_encoder: Path) -> None:
         engine.generate(["hello"])
 
 
-def test_closing_an_engine_ends_what_runs(tiny_llama: Path) -> None:
+def test_closing_an_engine_ends_running_requests(tiny_llama: Path) -> None:
     engine = BatchInferenceEngine(tiny_llama, n_ctx=1024, n_parallel=4, n_threads=1)
     for prompt in PROMPTS:
         engine.add_request(prompt, GREEDY)

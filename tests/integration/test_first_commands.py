@@ -44,7 +44,7 @@ def test_texts_are_printed_in_the_order_of_the_prompts(run: Run, tiny_llama: Pat
     )
 
 
-def test_without_n_a_text_has_the_default_maximum_and_that_is_said(
+def test_without_n_a_text_has_the_default_maximum_and_a_note_says_so(
     run: Run, tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("cppbatch.engine.input_processor.DEFAULT_MAX_TOKENS", 64)
@@ -126,9 +126,7 @@ def test_after_ctrl_c_the_text_so_far_is_printed(tiny_llama: Path) -> None:
     assert re.fullmatch(r"--- 1: abc\n[a-z]{20,}\n", out)
 
 
-def test_layers_for_a_gpu_are_refused_aloud_where_the_build_has_none(
-    tiny_llama: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_gpu_layers_on_a_cpu_only_build_are_a_warning(tiny_llama: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING), BatchInferenceEngine(tiny_llama, n_ctx=256, n_gpu_layers=99):
         warned = "n_gpu_layers (-ngl) is 99, but this build of llama.cpp is CPU-only" in caplog.text
     assert warned is not Backend.get().supports_gpu
@@ -407,7 +405,7 @@ def test_the_installer_too_names_an_old_python_in_place_of_a_syntax_error() -> N
 
 
 @pytest.mark.parametrize("content", ["", "\n \n"])
-def test_a_file_without_prompts_is_said(run: Run, tiny_llama: Path, tmp_path: Path, content: str) -> None:
+def test_a_file_without_prompts_is_reported(run: Run, tiny_llama: Path, tmp_path: Path, content: str) -> None:
     source = tmp_path / "in.txt"
     source.write_text(content)
     code, _, err = run("batch", source, "-o", tmp_path / "out.jsonl", "-m", tiny_llama, *SMALL, "--in-process")

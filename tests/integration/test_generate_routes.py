@@ -94,7 +94,7 @@ async def test_log_probabilities_come_with_ids_and_the_most_likely_first(http: H
         assert entry["logprob"] == entry["top_logprobs"][0]["logprob"] > entry["top_logprobs"][1]["logprob"]
 
 
-async def test_a_stream_says_the_same_and_its_last_event_has_the_rest(http: Http) -> None:
+async def test_a_stream_has_the_same_text_and_the_other_fields_in_its_last_event(http: Http) -> None:
     body: dict[str, Any] = {**GREEDY, "prompt": "abc", "max_tokens": 200}
     _, whole = await post(http, "/generate", body)
     *events, last = await stream(http, "/generate", body)
@@ -133,7 +133,7 @@ async def test_a_bad_request_is_a_400_that_names_the_field(http: Http, body: obj
 # --- many prompts -----------------------------------------------------------------------------------------------------
 
 
-async def test_a_batch_says_what_each_prompt_alone_would_get(http: Http) -> None:
+async def test_a_batch_returns_what_each_prompt_alone_would_get(http: Http) -> None:
     prompts = ["abc", "Hello", "the cat", "zz top", "1 2 3", "x"]
     answer = await batch(http, prompts=prompts)
     assert [result["text"] for result in answer["results"]] == [await text_of(http, prompt) for prompt in prompts]
@@ -202,7 +202,7 @@ BAD_BATCHES = {
 
 
 @pytest.mark.parametrize(("body", "field"), BAD_BATCHES.values(), ids=BAD_BATCHES.keys())
-async def test_what_is_wrong_with_the_whole_batch_is_an_error_for_all(http: Http, body: object, field: str) -> None:
+async def test_an_error_of_the_whole_batch_is_a_400(http: Http, body: object, field: str) -> None:
     status, answer = await post(http, "/generate/batch", body)
     assert (status, answer["error"]["param"]) == (400, field)
 
@@ -320,7 +320,7 @@ async def test_timeouts_count_from_the_request_for_the_last_item_too(http: Http)
     assert (last["finish_reason"], last["completion_tokens"]) == ("timeout", 0), "its time was over before it ran"
 
 
-async def test_a_client_that_goes_away_frees_all_of_its_batch(tiny_llama: Path) -> None:
+async def test_a_client_that_disconnects_frees_its_whole_batch(tiny_llama: Path) -> None:
     async with LocalEngine(tiny_llama, n_ctx=4096, n_parallel=4, n_threads=1) as engine:
         app = create_app(engine)
         async with TestClient(TestServer(app, handler_cancellation=True)) as http:
@@ -399,7 +399,7 @@ async def cancel(http: Http, request_id: str, index: int) -> int:
     return (await post(http, "/generate/batch/cancel", {"request_id": request_id, "index": index}))[0]
 
 
-async def test_one_item_of_a_running_batch_is_ended_and_the_others_go_on(http: Http, engine: LocalEngine) -> None:
+async def test_one_item_of_a_running_batch_is_ended_and_the_others_continue(http: Http, engine: LocalEngine) -> None:
     body = {**LONG, "prompts": ["a"] * 12, "request_id": "b", "stream": True, "max_tokens": 60}
     ends: dict[int, Json] = {}
     async with http.post("/generate/batch", json=body) as answer:
@@ -434,7 +434,7 @@ async def test_only_an_item_of_a_running_batch_can_be_ended(http: Http) -> None:
     assert await cancel(http, "b", 0) == 404
 
 
-async def test_a_key_ends_items_of_its_own_batches_also_when_its_slots_are_taken(engine: LocalEngine) -> None:
+async def test_a_key_can_end_items_of_its_batches_even_if_its_slots_are_taken(engine: LocalEngine) -> None:
     keys = Keys([api_key("one", max_concurrent=1), api_key("two")])
     async with TestClient(TestServer(create_app(engine, ServerSettings(keys=keys)))) as http:
         one, two = ({"Authorization": f"Bearer {key}"} for key in ("one", "two"))

@@ -131,7 +131,7 @@ def test_each_kind_of_grammar_finishes_at_times(engine: BatchInferenceEngine, ki
     assert len({result.text for result in results}) > 1
 
 
-def test_a_constrained_text_is_the_same_alone_and_in_company(engine: BatchInferenceEngine) -> None:
+def test_a_constrained_text_is_the_same_alone_and_in_a_batch(engine: BatchInferenceEngine) -> None:
     params = [greedy(60, **fields) for fields, _ in KINDS.values()]
     together = engine.generate([PROMPT] * len(params), params)
     assert [one(engine, its).text for its in params] == [result.text for result in together]
@@ -344,7 +344,7 @@ def test_a_text_that_the_grammars_limits_cut_off_is_not_reported_as_ended(
     assert {(result.finish_reason, bool(result.error)) for result in results} == {(FinishReason.ERROR, True)}
 
 
-def test_what_one_request_needs_of_a_grammars_limits_is_not_missing_for_the_next(
+def test_grammar_limits_apply_to_each_request_separately(
     engine: BatchInferenceEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     params = limited(engine, monkeypatch, "([a-z ]*[aeo][a-z ]{20}d)+")
@@ -377,7 +377,7 @@ def test_closing_does_not_wait_for_a_grammar_that_is_being_read() -> None:
         checker.definition("guided_regex", "ready")
 
 
-async def test_nor_does_an_engine_on_a_thread(tiny_llama: Path) -> None:
+async def test_closing_an_engine_on_a_thread_does_not_wait_for_a_grammar_that_is_being_read(tiny_llama: Path) -> None:
     params = SamplingParams(json_schema={"type": "integer", "multipleOf": 99_999_989})
     async with LocalEngine(tiny_llama, **SETTINGS) as engine:
         await engine.loaded()
@@ -423,7 +423,7 @@ def test_preempted_constrained_texts_of_a_real_model_are_those_of_ample_cells(
 
 
 @pytest.mark.parametrize("fields", [{"ignore_eos": True}, {"min_tokens": 30}, {"ignore_eos": True, "min_tokens": 30}])
-def test_a_grammar_ends_its_text_whatever_is_said_of_ends(engine: BatchInferenceEngine, fields: Fields) -> None:
+def test_a_grammar_ends_its_text_regardless_of_end_settings(engine: BatchInferenceEngine, fields: Fields) -> None:
     for regex in ("[a-c]", "[a-c]{3}", "abc", "(ab|abc)"):
         result = one(engine, greedy(40, guided_regex=regex, **fields))
         assert result.finish_reason is FinishReason.STOP

@@ -49,7 +49,7 @@ async def answered(listener: Listener, data: bytes, go_on: tuple[HeldEngine, flo
     return came
 
 
-async def test_it_gets_what_is_answered_at_once_and_nothing_else(engine: HeldEngine) -> None:
+async def test_it_gets_only_the_immediate_answer(engine: HeldEngine) -> None:
     async with listening(create_app(engine)) as listener:
         for version in (b"1.1", b"1.0"):
             came = await answered(listener, HEALTH.replace(b"1.1", version))
@@ -123,7 +123,7 @@ async def test_a_request_of_http_1_0_that_takes_long_is_given_up(engine: HeldEng
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 @pytest.mark.parametrize("half_closed_before", [False, True])
-async def test_a_client_that_is_gone_before_the_first_token_is_noticed(
+async def test_a_disconnect_before_the_first_token_is_detected(
     engine: HeldEngine, stream: bool, half_closed_before: bool
 ) -> None:
     async with listening(create_app(engine)) as listener:
@@ -139,7 +139,7 @@ async def test_a_client_that_is_gone_before_the_first_token_is_noticed(
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
-async def test_a_client_that_is_gone_while_tokens_are_generated_is_noticed(engine: HeldEngine, stream: bool) -> None:
+async def test_a_disconnect_while_tokens_are_generated_is_detected(engine: HeldEngine, stream: bool) -> None:
     engine.go_on.set()
     async with listening(create_app(engine)) as listener:
         for half_closed_before in (False, True):
@@ -156,7 +156,7 @@ async def test_a_client_that_is_gone_while_tokens_are_generated_is_noticed(engin
             assert stats.generated_tokens - before < LONG["max_tokens"]  # it did not run to its end
 
 
-async def test_a_client_behind_a_proxy_that_passes_on_the_end_only_is_noticed(engine: HeldEngine) -> None:
+async def test_a_disconnect_behind_a_proxy_that_passes_on_only_the_end_is_detected(engine: HeldEngine) -> None:
     """The proxy learns that its client is gone from what it sends it, and the server from what it sends the proxy."""
     async with listening(create_app(engine)) as listener:
 
@@ -197,7 +197,7 @@ async def test_over_tls_the_end_of_its_client_ends_a_request(engine: HeldEngine,
         await until(lambda: engine.n_held == 0, SOON)
 
 
-async def test_an_engine_of_its_own_is_free_after_many_such_clients(tiny_llama: Path) -> None:
+async def test_an_engine_is_idle_after_many_such_clients(tiny_llama: Path) -> None:
     """40 clients at once: half of them read to the end, half are gone."""
     async with (
         LocalEngine(tiny_llama, n_ctx=4096, n_parallel=8, n_threads=1) as engine,

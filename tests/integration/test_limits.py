@@ -58,7 +58,7 @@ async def test_a_larger_max_tokens_than_allowed_is_a_400_that_names_it(engine: H
 
 
 @pytest.mark.parametrize("path", PATHS)
-async def test_a_request_without_max_tokens_gets_as_many_as_are_allowed(engine: HeldEngine, path: str) -> None:
+async def test_a_request_without_max_tokens_gets_the_allowed_maximum(engine: HeldEngine, path: str) -> None:
     engine.go_on.set()
     async with limited(engine, max_tokens=8) as http:
         for given, made in (({}, 8), ({"max_tokens": 8}, 8), ({"max_tokens": 3}, 3)):
@@ -147,7 +147,7 @@ async def test_megabytes_of_headers_are_refused(engine: HeldEngine) -> None:
 # --- how many at once -------------------------------------------------------------------------------------------------
 
 
-async def test_one_keys_requests_are_limited_and_the_others_go_on(engine: HeldEngine) -> None:
+async def test_one_keys_requests_are_limited_and_the_others_continue(engine: HeldEngine) -> None:
     body = {"prompt": "Hello", "max_tokens": 2}
     async with limited(engine, Keys(["a-key", "b-key"]), max_concurrent_per_key=2) as http:
 

@@ -198,7 +198,7 @@ async def test_readers_share_snapshots_and_without_a_reader_nothing_is_computed(
         await end(tasks)
 
 
-async def test_an_idle_engine_is_asked_once_and_its_readers_get_one_event(engine: CountedEngine) -> None:
+async def test_an_idle_engine_is_queried_once_and_its_readers_get_one_event(engine: CountedEngine) -> None:
     async with serving(engine) as (listener, session):
         readers = [Reader(session, listener.url) for _ in range(2)]
         for reader in readers:

@@ -100,7 +100,7 @@ def test_a_missing_file_and_a_folder_raise_an_error_with_their_path(tmp_path: Pa
             Model(path)
 
 
-def test_a_model_tells_what_its_file_says(llama_model: Model) -> None:
+def test_a_model_reports_the_metadata_of_its_file(llama_model: Model) -> None:
     assert llama_model.metadata["general.architecture"] == "llama"
     assert llama_model.metadata["llama.context_length"] == "4096"
     assert llama_model.n_ctx_train == 4096

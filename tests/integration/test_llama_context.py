@@ -145,7 +145,7 @@ def test_a_batch_without_room_raises_cache_full_and_changes_nothing(make_context
     assert np.array_equal(decode(context, [9], position=200), decode(untouched, [9], position=200))
 
 
-def test_after_cache_full_what_fits_still_computes(unified_context: Context) -> None:
+def test_after_cache_full_a_batch_that_fits_still_computes(unified_context: Context) -> None:
     decode(unified_context, [7] * 200)
     with pytest.raises(CacheFull):
         decode(unified_context, [8] * 57, seq_id=1)

@@ -214,7 +214,7 @@ def test_a_state_that_is_cut_off_is_refused(unified_context: Context, n_cut: int
     assert context.last_position(0) == -1
 
 
-def test_a_context_is_as_new_after_it_was_opened_again(make_context: Callable[..., Context]) -> None:
+def test_a_context_is_empty_after_it_was_opened_again(make_context: Callable[..., Context]) -> None:
     context, fresh = make_context(n_ctx=1024, kv_unified=False), make_context(n_ctx=512)
     expected = decode(fresh, PROMPT)
     decode(context, PROMPT, 1)

@@ -66,7 +66,7 @@ async def test_a_completion_has_every_field_of_llama_servers(http: Http, tiny_ll
     assert answer["has_new_line"] == ("\n" in answer["content"])
 
 
-async def test_the_settings_tell_what_was_used(http: Http) -> None:
+async def test_the_settings_report_what_was_used(http: Http) -> None:
     asked: dict[str, Any] = {
         "top_k": 7,
         "typical_p": 0.9,
@@ -147,7 +147,7 @@ async def test_several_texts_of_each_prompt(http: Http) -> None:
     assert answers[0]["content"] != answers[1]["content"]
 
 
-async def test_it_says_which_word_stopped_it(http: Http) -> None:
+async def test_it_reports_the_word_that_stopped_it(http: Http) -> None:
     text = (await complete(http))["content"]
     word = text[2:4]
     stopped = await complete(http, stop=["never", "", word])
@@ -164,7 +164,7 @@ async def test_the_models_own_end_is_an_eos(http: Http) -> None:
     assert (ended["stop_type"], ended["content"]) == ("eos", "yes")
 
 
-async def test_without_a_limit_the_context_is_one(http: Http) -> None:
+async def test_without_a_limit_the_context_is_the_limit(http: Http) -> None:
     for length in ({"n_predict": -1}, {"n_predict": 5000}, {"n_predict": None, "max_tokens": 5000}):
         answer = await complete(http, **length)
         assert (answer["stop_type"], answer["truncated"]) == ("limit", True)
@@ -208,7 +208,7 @@ async def test_response_fields_leave_only_those(http: Http) -> None:
     assert await complete(http, response_fields=[""]) == {}
 
 
-async def test_timings_per_token_tell_the_speed_so_far(http: Http) -> None:
+async def test_timings_per_token_report_the_speed_so_far(http: Http) -> None:
     *chunks, _ = await stream(http, n_predict=100, timings_per_token=True)
     assert [chunk["timings"]["predicted_n"] for chunk in chunks] == [chunk["tokens_predicted"] for chunk in chunks]
     assert chunks[-1]["timings"]["predicted_per_second"] > 0
@@ -307,7 +307,7 @@ async def test_a_bad_completion_request_is_a_400_that_names_the_field(http: Http
     assert answer["error"]["message"].startswith(field.split("[", maxsplit=1)[0])
 
 
-async def test_a_client_that_goes_away_frees_everything(tiny_llama: Path) -> None:
+async def test_a_client_that_disconnects_frees_everything(tiny_llama: Path) -> None:
     async with LocalEngine(tiny_llama, n_ctx=4096, n_parallel=4, n_threads=1) as engine:
         app = create_app(engine)
         async with TestClient(TestServer(app, handler_cancellation=True)) as http:
@@ -339,7 +339,7 @@ async def test_text_to_tokens_and_back(http: Http, engine: LocalEngine) -> None:
     assert (await post(http, "/detokenize", {"tokens": []}))[1] == {"content": "", "prompt": ""}
 
 
-async def test_tokenize_speaks_vllms_form_too(http: Http, engine: LocalEngine) -> None:
+async def test_tokenize_accepts_vllms_form_too(http: Http, engine: LocalEngine) -> None:
     plain = [token.id for token in await engine.tokenize("Hello", add_special=False)]
     bos = [token.id for token in await engine.tokenize("", add_special=True)]
     _, answer = await post(http, "/tokenize", {"model": "any", "prompt": "Hello"})
@@ -462,7 +462,7 @@ async def test_infill_asks_in_the_models_own_form(infill: Http) -> None:
     assert last["stop"] is True
 
 
-async def test_infill_keeps_what_is_nearest_to_the_cursor(infill: Http) -> None:
+async def test_infill_keeps_the_text_nearest_to_the_cursor(infill: Http) -> None:
     body: dict[str, Any] = {"input_prefix": "p" * 900 + "HERE", "input_suffix": "AFTER" + "s" * 900, "n_predict": 32}
     status, answer = await post(infill, "/infill", {**body, "input_extra": [{"text": "far" * 100}]})
     assert status == 200
@@ -559,7 +559,7 @@ async def test_adapters_are_listed_and_chosen_by_each_request(tiny_llama: Path, 
         assert (status, answer["error"]["param"]) == (400, "lora")
 
 
-async def test_routes_that_are_switched_off_say_so(engine: LocalEngine) -> None:
+async def test_disabled_routes_return_501_and_name_the_flag(engine: LocalEngine) -> None:
     settings = ServerSettings(metrics=False, slots=False)
     async with TestClient(TestServer(create_app(engine, settings))) as http:
         for path in ("/metrics", "/slots"):

@@ -96,7 +96,7 @@ CHANGED: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("changed", CHANGED.values(), ids=CHANGED)
-def test_they_are_of_the_model_before_anything_changes_its_logits(tiny_llama: Path, changed: dict[str, Any]) -> None:
+def test_logprobs_are_the_models_before_anything_changes_its_logits(tiny_llama: Path, changed: dict[str, Any]) -> None:
     prompt = LONG[:40]
     params = SamplingParams(max_tokens=24, ignore_eos=True, logprobs=3, **changed)
     result = assert_exact_alone(tiny_llama, prompt, params)
@@ -105,7 +105,7 @@ def test_they_are_of_the_model_before_anything_changes_its_logits(tiny_llama: Pa
 
 
 @pytest.mark.parametrize("n", [1, 2, 63, 64, 65, 66, 128, 129, 161])
-def test_those_of_a_prompt_are_exact_however_many_steps_it_takes(tiny_llama: Path, n: int) -> None:
+def test_logprobs_of_a_prompt_are_exact_however_many_steps_it_takes(tiny_llama: Path, n: int) -> None:
     params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, logprobs=5, echo=True)
     assert_exact_alone(tiny_llama, LONG[:n], params)
 
@@ -231,7 +231,7 @@ def test_the_parts_of_a_character_have_its_offset(tiny_llama: Path) -> None:
     assert b"".join(entry.piece for entry in result.logprobs[1:]).decode() == "é🙂!"
 
 
-def test_control_tokens_of_a_prompt_stand_where_they_are_written(tiny_llama: Path) -> None:
+def test_control_tokens_of_a_prompt_keep_their_places(tiny_llama: Path) -> None:
     with BatchInferenceEngine(tiny_llama, n_parallel=1, **SETTINGS) as engine:
         (result,) = engine.generate(["<|im_start|>x\n"], SamplingParams(max_tokens=0, logprobs=0, echo=True))
     pieces = [(entry.piece, entry.text_offset) for entry in result.logprobs]
@@ -254,7 +254,7 @@ def test_the_space_that_some_vocabularies_put_before_a_prompt_moves_no_offset(
         assert result.text.startswith(entry.piece.decode(), entry.text_offset)
 
 
-def test_a_prompt_with_half_a_surrogate_pair_is_echoed_and_scored_all_the_same(tiny_llama: Path) -> None:
+def test_a_prompt_with_an_unpaired_surrogate_is_echoed_and_scored(tiny_llama: Path) -> None:
     params = SamplingParams(max_tokens=0, logprobs=0, echo=True)
     with BatchInferenceEngine(tiny_llama, n_parallel=1, **SETTINGS) as engine:
         (result,) = engine.generate(["a\ud800b"], params)

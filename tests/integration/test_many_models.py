@@ -244,7 +244,7 @@ async def test_a_model_that_cannot_be_loaded_fails_its_own_requests_only(tmp_pat
         assert (await get(http, "/health"))[1]["models"] == {"loaded": 1, "loading": 0, "unloaded": 0, "failed": 1}
 
 
-async def test_the_folder_is_looked_at_again(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_folder_is_read_again(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(many, "_LOOK_AGAIN_S", 0.05)
     one, two = tmp_path / "one.gguf", tmp_path / "two.gguf"
     tiny_models.llama(one)

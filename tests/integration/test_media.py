@@ -200,7 +200,9 @@ def test_a_model_that_returns_vectors_takes_no_projector(files: Path, open_engin
         open_engine(text, mmproj=str(files / "vision.gguf"))
 
 
-def test_a_library_without_mtmd_says_how_to_build_it(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_library_without_mtmd_is_an_error_with_the_build_command(
+    files: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(__import__("sys").modules, "llama_cpp.mtmd_cpp", None)  # importing it fails
     monkeypatch.delattr(__import__("llama_cpp"), "mtmd_cpp", raising=False)
     media_encoder_module._mtmd.cache_clear()
@@ -383,7 +385,7 @@ def test_a_lora_adapter_computes_images_too(
     np.testing.assert_allclose(off, without, atol=1e-4)
 
 
-def test_what_is_refused_leaves_the_engine_at_work(open_media: Callable[..., BatchInferenceEngine]) -> None:
+def test_after_a_refused_prompt_the_engine_continues(open_media: Callable[..., BatchInferenceEngine]) -> None:
     engine = open_media()
     for bad in (b"", b"\x89PNG\r\n\x1a\n", picture(1)[:100]):
         with pytest.raises(InvalidRequest, match="prompt: contains an image"):

@@ -238,7 +238,7 @@ async def test_audio_is_heard(hearing: Http) -> None:
     assert "accepts only audio and text input" in answer["error"]["message"]
 
 
-async def test_a_server_says_what_its_model_takes(seeing: Http, hearing: Http) -> None:
+async def test_a_server_reports_the_modalities_of_its_model(seeing: Http, hearing: Http) -> None:
     for http, vision, audio in ((seeing, True, False), (hearing, False, True)):
         props = await (await http.get("/props")).json()
         assert props["modalities"] == {"vision": vision, "audio": audio, "video": False}
@@ -272,7 +272,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize(("part", "field"), REFUSED.values(), ids=REFUSED.keys())
-async def test_what_cannot_be_seen_is_refused_in_words(seeing: Http, part: Json, field: str) -> None:
+async def test_an_invalid_media_part_is_refused_with_a_short_message(seeing: Http, part: Json, field: str) -> None:
     for path in ("/v1/chat/completions", "/v1/chat/completions/input_tokens"):
         status, answer = await post(seeing, path, {"messages": asks(part), "max_tokens": 1})
         assert (status, answer["error"]["param"]) == (400, field)
@@ -281,7 +281,7 @@ async def test_what_cannot_be_seen_is_refused_in_words(seeing: Http, part: Json,
 
 
 @pytest.mark.parametrize("data", [TONE[:20], TONE[:12] + os.urandom(300), b"fLaC" + bytes(300), b"ID3" + bytes(300)])
-async def test_what_cannot_be_heard_is_refused_without_an_address_of_memory(hearing: Http, data: bytes) -> None:
+async def test_undecodable_audio_is_refused_without_a_memory_address(hearing: Http, data: bytes) -> None:
     body = {"messages": asks(sound(data)), "max_tokens": 1}
     status, answer = await post(hearing, "/v1/chat/completions", body)
     assert (status, answer["error"]["param"]) == (400, "messages")
@@ -289,7 +289,7 @@ async def test_what_cannot_be_heard_is_refused_without_an_address_of_memory(hear
     assert " object at 0x" not in answer["error"]["message"]
 
 
-async def test_a_model_without_a_projector_says_what_to_do(tiny_llama: Path) -> None:
+async def test_a_model_without_a_projector_is_an_error_with_the_remedy(tiny_llama: Path) -> None:
     async with LocalEngine(tiny_llama, **ENGINE) as engine, TestClient(TestServer(create_app(engine))) as http:
         status, answer = await post(http, "/v1/chat/completions", {"messages": asks(picture())})
         assert status == 400

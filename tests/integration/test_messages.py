@@ -119,7 +119,7 @@ def total_input(message: Message) -> int:
     return message.usage.input_tokens + (message.usage.cache_read_input_tokens or 0)
 
 
-def test_a_model_answers_to_any_name_and_says_its_alias(client: anthropic.Anthropic) -> None:
+def test_a_model_answers_to_any_name_and_returns_its_alias(client: anthropic.Anthropic) -> None:
     assert ask(client, model="claude-nine").model == ALIAS
 
 
@@ -325,7 +325,7 @@ def test_tools_thinking_and_a_schema_reach_the_template(
     assert form.asked["variables"] == {"enable_thinking": True, "reasoning_effort": "low"}
 
 
-def test_thinking_can_be_switched_off_and_is_else_the_templates_affair(
+def test_thinking_can_be_switched_off_and_is_otherwise_decided_by_the_template(
     server: ChatServer, client: anthropic.Anthropic
 ) -> None:
     server.use(form := ScriptedFormat([TextDelta("Hi.")], **ENDS))
@@ -476,7 +476,7 @@ STATE: list[tuple[str, Any]] = [
 
 
 @pytest.mark.parametrize(("field", "value"), STATE)
-def test_what_the_api_would_keep_or_change_is_refused(client: anthropic.Anthropic, field: str, value: Any) -> None:
+def test_stored_state_and_context_edits_are_refused(client: anthropic.Anthropic, field: str, value: Any) -> None:
     asked: Any = {"model": "m", "max_tokens": 4, "messages": [{"role": "user", "content": "x"}]}
     with pytest.raises(anthropic.BadRequestError, match=field):
         client.messages.create(**asked, extra_body={field: value})

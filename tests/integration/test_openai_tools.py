@@ -273,7 +273,7 @@ def test_wrong_fields_of_2023_are_refused(client: Any, fields: Json, field: str)
     assert refused.value.param == field
 
 
-def test_the_log_says_once_that_the_template_renders_no_tools(
+def test_one_log_line_says_that_the_template_renders_no_tools(
     server: ChatServer, client: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     models = server.app[MODELS]

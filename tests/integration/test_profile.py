@@ -24,7 +24,7 @@ def config(tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     return config
 
 
-def test_a_profile_gives_what_the_user_has_not(config: EngineConfig) -> None:
+def test_a_profile_sets_only_what_the_user_has_not_set(config: EngineConfig) -> None:
     used, line, _ = use_profile(config, given=())
     assert {name: getattr(used, name) for name in TunedSettings.__struct_fields__} == msgspec.structs.asdict(TUNED)
     assert line
@@ -88,7 +88,7 @@ def test_bytes_that_are_not_text_are_left_out_too(config: EngineConfig, caplog: 
     assert "is not used" in caplog.text
 
 
-def test_what_does_not_go_with_the_users_settings_is_left_out(
+def test_profile_settings_that_conflict_with_the_users_are_left_out(
     config: EngineConfig, caplog: pytest.LogCaptureFixture
 ) -> None:
     small = replace(config, n_batch=4, n_parallel=2)

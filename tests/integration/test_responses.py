@@ -185,7 +185,7 @@ def test_every_event_of_a_stream_is_one_of_the_clients_types_in_order(server: Ch
     assert events[-1][1]["response"]["output"] == ended
 
 
-def test_what_is_open_when_the_tokens_run_out_is_incomplete(server: ChatServer, client: openai.OpenAI) -> None:
+def test_items_open_at_max_tokens_are_incomplete(server: ChatServer, client: openai.OpenAI) -> None:
     server.use(ScriptedFormat(SCRIPT[:6]))
     response = streamed(client)
     assert (response.status, reason(response)) == ("incomplete", "max_output_tokens")
@@ -235,7 +235,7 @@ def test_a_text_is_the_users_message() -> None:
     ]
 
 
-def test_items_become_messages_and_those_of_one_turn_become_one() -> None:
+def test_items_become_messages_and_items_of_one_turn_are_merged() -> None:
     items: list[Json] = [
         {"role": "developer", "content": "Be kind."},
         {"role": "user", "content": [{"type": "input_text", "text": "How is"}, {"type": "input_text", "text": "it?"}]},
@@ -264,7 +264,7 @@ def test_items_become_messages_and_those_of_one_turn_become_one() -> None:
     ]
 
 
-def test_what_a_response_said_can_be_sent_back_as_it_is(server: ChatServer, client: openai.OpenAI) -> None:
+def test_the_output_of_a_response_can_be_sent_back_unchanged(server: ChatServer, client: openai.OpenAI) -> None:
     server.use(ScriptedFormat(SCRIPT, **ENDS))
     said = ask(client, max_output_tokens=40).output
     server.use(form := ScriptedFormat([TextDelta("Sunny.")], **ENDS))
@@ -368,7 +368,7 @@ def test_a_bad_request_is_the_clients_bad_request_error(
     assert refused.value.type == "invalid_request_error"
 
 
-def test_what_a_client_sends_to_leave_nothing_stored_is_taken(client: openai.OpenAI) -> None:
+def test_fields_that_request_no_storage_are_accepted(client: openai.OpenAI) -> None:
     extra: Json = {
         "previous_response_id": None,
         "background": False,

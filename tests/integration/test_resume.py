@@ -77,7 +77,7 @@ def test_it_continues_from_any_token_with_the_same_text(engine: BatchInferenceEn
         assert told(run(engine, request, progress)) == told(rest)
 
 
-def test_a_stop_string_that_began_before_still_ends_the_text(engine: BatchInferenceEngine) -> None:
+def test_a_stop_string_that_started_earlier_still_ends_the_text(engine: BatchInferenceEngine) -> None:
     free = GenerationRequest(id="a", prompt="Hello", params=KINDS["greedy"])
     text, tokens, *_ = told(run(engine, free, None))
     assert len(text) > 4

@@ -10,7 +10,7 @@ from pathlib import Path
 from cppbatch import BatchInferenceEngine, SamplingParams
 
 
-def test_a_request_without_a_seed_tells_which_it_had_and_another_one_differs(tiny_llama: Path) -> None:
+def test_a_request_without_a_seed_reports_its_seed_and_another_one_differs(tiny_llama: Path) -> None:
     hot = SamplingParams(temperature=2.0, max_tokens=20, ignore_eos=True)
     with BatchInferenceEngine(tiny_llama, n_ctx=512, n_parallel=4, n_threads=1, flash_attn="off") as engine:
         first, second = engine.generate(["Hello"] * 2, hot)

@@ -104,7 +104,7 @@ async def test_each_request_is_one_complete_line(http: Http, log: Log) -> None:
     assert "secret" not in log.text
 
 
-async def test_a_client_that_goes_away_is_logged_too(engine: HeldEngine, log: Log) -> None:
+async def test_a_client_that_disconnects_is_logged_too(engine: HeldEngine, log: Log) -> None:
     set_up("json")
     engine.go_on.clear()
     async with listening(create_app(engine)) as listener:

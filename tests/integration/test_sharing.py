@@ -76,7 +76,7 @@ def batch_of_nonsense(context: Context) -> None:
     context.decode(batch)
 
 
-def test_with_one_sequence_at_a_time_and_very_few_cells_all_is_well(kind: tuple[Path, KvLayout, Sharing]) -> None:
+def test_with_one_sequence_at_a_time_and_very_few_cells_texts_are_right(kind: tuple[Path, KvLayout, Sharing]) -> None:
     path, layout, _ = kind
     with BatchInferenceEngine(path, n_ctx=256, n_parallel=1, n_threads=1, kv_layout=layout, flash_attn="off") as engine:
         first = tokens_of(engine, [STORY])
@@ -104,7 +104,7 @@ def test_one_prompt_with_many_settings_is_read_once(open_kind: OpenEngine) -> No
     assert engine.stats().prefix_hit_tokens == 3 * (len(STORY) - 1)
 
 
-def test_a_conversation_reads_only_what_is_new(open_kind: OpenEngine) -> None:
+def test_a_conversation_computes_only_its_new_tokens(open_kind: OpenEngine) -> None:
     plain, engine = open_kind(prefix_cache=False), open_kind()
     conversation = STORY[:50]
     for turn in range(4):
@@ -116,7 +116,7 @@ def test_a_conversation_reads_only_what_is_new(open_kind: OpenEngine) -> None:
 
 
 @pytest.mark.parametrize("ram", [64, 0], ids=["host memory", "no host memory"])
-def test_what_had_to_leave_its_cells_comes_back_from_host_memory(
+def test_an_evicted_prefix_is_restored_from_host_memory(
     open_kind: OpenEngine, ram: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(save_cost, "_NEGLIGIBLE_S", 9.0)  # these models compute as fast as they are saved
@@ -134,7 +134,7 @@ def test_what_had_to_leave_its_cells_comes_back_from_host_memory(
         assert stats.prefix_hits == 12
 
 
-def test_a_tiny_cache_with_shared_prefixes_gives_the_texts_of_an_ample_one(open_kind: OpenEngine) -> None:
+def test_a_tiny_cache_with_shared_prefixes_gives_the_texts_of_a_large_one(open_kind: OpenEngine) -> None:
     prompts = [[*STORY[:n], 200 + i] for i, n in enumerate((30, 91, 60, 91, 10, 91, 60, 30))]
     params = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
     ample, tiny = open_kind(prefix_cache=False, n_ctx=4096), open_kind(n_ctx=1024)

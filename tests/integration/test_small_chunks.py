@@ -126,7 +126,9 @@ async def test_a_body_that_consists_of_framing_is_refused(
 
 
 @pytest.mark.usefixtures("short_lingering")
-async def test_nor_is_it_parsed_where_nothing_reads_it(engine: HeldEngine, caplog: pytest.LogCaptureFixture) -> None:
+async def test_framing_is_not_parsed_where_no_body_is_read(
+    engine: HeldEngine, caplog: pytest.LogCaptureFixture
+) -> None:
     """A client that sends it to an endpoint without a body, or after a refusal, is soon disconnected."""
     caplog.set_level(logging.INFO, "cppbatch")
     async with listening(create_app(engine)) as listener:

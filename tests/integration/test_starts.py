@@ -82,7 +82,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[list[EngineConfig]]:
     return questions
 
 
-def test_llama_cpp_is_asked_once_about_the_memory_of_an_engine(
+def test_llama_cpp_is_queried_once_for_the_memory_of_an_engine(
     asked: list[list[EngineConfig]], tiny_llama: Path
 ) -> None:
     config = EngineConfig(model_path=str(tiny_llama), n_ctx=512)
@@ -125,7 +125,7 @@ def test_a_footprint_is_of_these_settings_this_file_and_this_library(
     assert len(asked) == 5
 
 
-def test_an_estimate_that_failed_and_one_for_a_gpu_are_asked_for_again(
+def test_a_failed_estimate_and_one_for_a_gpu_are_computed_again(
     asked: list[list[EngineConfig]], tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     damaged = tmp_path / "damaged.gguf"

@@ -159,7 +159,7 @@ def test_a_batch_of_budgets_has_the_texts_of_each_alone(engine: BatchInferenceEn
 
 
 @pytest.mark.parametrize(("effort", "n"), [("none", 0), ("minimal", 128), ("low", 1024)])
-def test_efforts_are_budgets_for_templates_that_do_not_know_them(
+def test_efforts_become_budgets_for_templates_that_do_not_support_them(
     engine: BatchInferenceEngine, effort: str, n: int
 ) -> None:
     params = sampled(engine, n + 20)

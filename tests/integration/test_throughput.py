@@ -87,7 +87,7 @@ def test_a_row_has_its_speedup_its_memory_its_energy_and_its_price(tiny_llama: P
     assert "Energy: 100 W as given (--watts)." in report.notes
 
 
-def test_without_b_1_and_without_counters_the_report_says_what_is_not_known(
+def test_without_b_1_and_without_counters_the_report_marks_unknown_values(
     tiny_llama: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr("cppbatch.bench.resource_usage._POWERCAP", tmp_path)
@@ -170,7 +170,7 @@ def test_the_speedup_by_drafts_has_a_row_for_each_workload_and_batch_size(tiny_l
         (["strategies", "--max-wait-ms", "nan"], "--max-wait-ms is nan"),
     ],
 )
-def test_what_cannot_be_measured_is_refused_with_the_reason(
+def test_invalid_benchmark_options_are_refused_with_the_reason(
     arguments: list[str], message: str, tiny_llama: Path
 ) -> None:
     result = run(*arguments, "-m", tiny_llama)

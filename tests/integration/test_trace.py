@@ -65,7 +65,7 @@ def test_counters_show_how_many_run_and_wait(tiny_llama: Path, tmp_path: Path) -
     assert max(each.get("waiting", 0) for each in counts) == 3
 
 
-def test_what_has_ended_is_in_the_file_before_the_engine_is_closed(tiny_llama: Path, tmp_path: Path) -> None:
+def test_finished_events_are_in_the_file_before_the_engine_is_closed(tiny_llama: Path, tmp_path: Path) -> None:
     with BatchInferenceEngine(tiny_llama, trace=str(tmp_path / "t.json"), **SETTINGS) as engine:
         engine.generate(["Hello"], GREEDY)
         lines = [json.loads(line.removesuffix(",")) for line in (tmp_path / "t.json").read_text().splitlines()[1:]]
@@ -141,7 +141,7 @@ def test_a_trace_explains_where_the_time_went(tiny_llama: Path, tmp_path: Path) 
     assert all(sum(row["over_time"]) == pytest.approx(row["seconds"], abs=1e-6) for row in found["rows"])
 
 
-def test_what_is_lost_in_a_trace_is_what_the_engine_has_counted(tiny_llama: Path, tmp_path: Path) -> None:
+def test_the_lost_time_in_a_trace_is_that_of_the_engines_counters(tiny_llama: Path, tmp_path: Path) -> None:
     """Apart from the costs at best, which the engine had still to learn."""
     settings = {**SETTINGS, "n_ctx": 256, "kv_layout": "unified", "swap_space": 0, "prefix_cache": False}
     with BatchInferenceEngine(tiny_llama, trace=str(tmp_path / "t.json"), **settings) as engine:

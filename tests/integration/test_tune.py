@@ -15,7 +15,7 @@ from cppbatch.config import EngineConfig
 from cppbatch.sizing.profile import profiles_folder
 
 
-def test_a_process_that_cannot_load_the_model_says_why(tmp_path: Path) -> None:
+def test_a_process_that_cannot_load_the_model_reports_the_reason(tmp_path: Path) -> None:
     config = EngineConfig(model_path=str(tmp_path / "none.gguf"))
     assert "model file not found" in (measure_in_child(MeasurementTask(config=config, seconds=0.1), 60).error or "")
 

@@ -73,7 +73,7 @@ def replica_rows(status: str) -> list[list[str]]:
     return [line.split() for line in status.splitlines() if re.search(r" (STARTING|RUNNING|STOPPING) ", line)]
 
 
-def test_a_cluster_of_its_own_from_start_to_down(tiny_llama: Path, folder: Path) -> None:
+def test_a_cluster_started_by_the_command_from_start_to_down(tiny_llama: Path, folder: Path) -> None:
     with ServerProcess("--ray", "-m", tiny_llama, *SETTINGS, in_group=True) as server:
         server.wait_ready()
         printed = "".join(server.lines)
@@ -220,7 +220,7 @@ def ray_head(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[st
         psutil.wait_procs(processes, timeout=10)
 
 
-def test_a_joined_cluster_goes_on(tiny_llama: Path, ray_head: tuple[str, str]) -> None:
+def test_a_joined_cluster_continues(tiny_llama: Path, ray_head: tuple[str, str]) -> None:
     address, _ = ray_head
     with ServerProcess("--ray", "auto", "-m", tiny_llama, *SETTINGS, in_group=True) as server:
         server.wait_ready()

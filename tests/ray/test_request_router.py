@@ -98,7 +98,7 @@ async def test_a_request_that_was_cancelled_before_it_was_sent_is_dropped(
     assert await routing.choose(call(1)) == "a"
 
 
-async def test_a_replica_that_is_gone_has_no_prefixes(routing: Routing) -> None:
+async def test_a_lost_replica_has_no_prefixes(routing: Routing) -> None:
     await routing.send(call(0, WORDS))
     router = routing.router
     router.update_replicas(routing.replicas[1:])

@@ -127,7 +127,7 @@ def test_killed_20_times_in_a_job_of_500_items(tiny_llama: Path, tmp_path: Path,
     dies_and_goes_on(tiny_llama, tmp_path, n_items=500, n_kills=20, args=args)
 
 
-def test_ctrl_c_says_how_to_go_on(tiny_llama: Path, tmp_path: Path) -> None:
+def test_ctrl_c_shows_how_to_continue(tiny_llama: Path, tmp_path: Path) -> None:
     source, out = job_of(tmp_path / "in.jsonl", 400), tmp_path / "out.jsonl"
     process = subprocess.Popen(command(tiny_llama, source, out), stderr=subprocess.PIPE, text=True)
     deadline = time.monotonic() + 60
@@ -204,7 +204,7 @@ def test_a_bad_line_is_reported_with_its_number_and_the_others_finish(tiny_llama
     assert "3 done, 9 failed" in ended.stderr
 
 
-def test_failed_lines_are_tried_again_when_asked(tiny_llama: Path, tmp_path: Path) -> None:
+def test_failed_lines_are_retried_on_request(tiny_llama: Path, tmp_path: Path) -> None:
     source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     write_lines(source, [request("a", prompt="a", max_tokens=2), request("b", prompt="b", max_tokens=-2)])
     assert batch(tiny_llama, source, out).returncode == 1
@@ -276,7 +276,7 @@ def test_other_settings_do_not_mix_into_one_output(tiny_llama: Path, tmp_path: P
     assert "was started with temperature 0.0, but temperature is now 0.5" in ended.stderr
 
 
-def test_an_output_that_was_removed_is_begun_anew(tiny_llama: Path, tmp_path: Path) -> None:
+def test_a_removed_output_is_started_over(tiny_llama: Path, tmp_path: Path) -> None:
     source, out = job_of(tmp_path / "in.jsonl", 2), tmp_path / "out.jsonl"
     assert batch(tiny_llama, source, out).returncode == 0
     out.unlink()
@@ -297,7 +297,7 @@ def test_an_output_that_was_removed_is_begun_anew(tiny_llama: Path, tmp_path: Pa
         (["in.xyz", "-o", "out.jsonl"], ".jsonl"),
     ],
 )
-def test_what_cannot_be_is_said_before_a_model_is_loaded(
+def test_impossible_jobs_are_refused_before_a_model_is_loaded(
     tiny_llama: Path, tmp_path: Path, args: list[str], said: str
 ) -> None:
     job_of(tmp_path / "in.jsonl", 2)

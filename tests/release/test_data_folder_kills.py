@@ -182,7 +182,7 @@ def databases_first(data: Path, copy: Path) -> None:
 
 
 @pytest.mark.parametrize("n_kills", [3, pytest.param(200, marks=[pytest.mark.soak, pytest.mark.timeout(7200)])])
-def test_what_was_acknowledged_survives_kills_and_copies_made_meanwhile(tmp_path: Path, n_kills: int) -> None:
+def test_acknowledged_data_survives_kills_and_copies_made_meanwhile(tmp_path: Path, n_kills: int) -> None:
     """Every third life ends with the folder replaced by a copy that was made while the server ran."""
     seed = int(os.environ.get("SEED", random.randrange(2**32)))
     rng = random.Random(seed)

@@ -395,7 +395,7 @@ async def test_workers_that_keep_dying_fail_their_requests_and_a_later_one_bring
         assert told(events)[3] is FinishReason.LENGTH
 
 
-async def test_health_tells_how_far_loading_is_and_nothing_is_taken_meanwhile(tiny_llama: Path) -> None:
+async def test_health_reports_the_loading_progress_and_nothing_is_accepted_meanwhile(tiny_llama: Path) -> None:
     engine = EngineProcess(tiny_llama, **SETTINGS)
     assert engine.health().status == "loading"
     for use in (run(engine, request("a")), engine.check(request("a"))):
@@ -433,7 +433,7 @@ async def test_a_request_that_cannot_be_serialised_is_refused(tiny_llama: Path) 
 # --- what cannot be sent ----------------------------------------------------------------------------------------------
 
 
-async def test_a_full_queue_refuses_and_says_when_to_come_back(tiny_llama: Path) -> None:
+async def test_a_full_queue_refuses_with_a_retry_after(tiny_llama: Path) -> None:
     async with opened(tiny_llama, n_parallel=1, max_queue=2) as engine:
         running = [asyncio.ensure_future(run(engine, request(i, max_tokens=300))) for i in range(3)]
         await asyncio.sleep(0)

@@ -99,7 +99,7 @@ def test_the_short_programs_run_without_arguments(default_model: Path) -> None:
     assert (process.communicate(timeout=120)[1], process.returncode) == ("", 0)
 
 
-def test_ctrl_c_in_the_short_chat_cuts_an_answer_and_the_conversation_goes_on(default_model: Path) -> None:
+def test_ctrl_c_in_the_short_chat_stops_an_answer_and_the_conversation_continues(default_model: Path) -> None:
     process = start("short/chat", stdin=subprocess.PIPE)
     assert process.stdin
     assert process.stdout

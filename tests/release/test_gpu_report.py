@@ -85,13 +85,13 @@ def test_servers_are_compared_and_one_that_does_not_start_is_reported_and_left_o
     assert "| of them failed | 0 | 0 |" in section
 
 
-def test_swapping_and_the_tests_are_there(report: dict[str, str]) -> None:
+def test_the_report_has_swapping_times_and_the_test_result(report: dict[str, str]) -> None:
     assert "| per-sequence | 64 |" in report["Swapping 64 tokens"]
     assert "passed" in report["Tests"]
     assert "1 part failed;" in report["Tests"]
 
 
-def test_without_peers_and_without_time_every_part_says_why_it_is_empty(tmp_path: Path) -> None:
+def test_without_peers_and_without_time_every_part_gives_the_reason_that_it_is_empty(tmp_path: Path) -> None:
     sections = gpu_report(tmp_path, "-m", tmp_path / "none.gguf", "--minutes", "0.03")
     for name in ("unified", "per-sequence"):
         assert "was not measured: --peers was not given" in sections[f"llama-batched-bench, {name}"]
@@ -99,7 +99,7 @@ def test_without_peers_and_without_time_every_part_says_why_it_is_empty(tmp_path
         assert "not begun, because the time for the whole report" in sections[name]
 
 
-def test_what_it_cannot_do_is_said_at_once(tmp_path: Path) -> None:
+def test_invalid_options_are_refused_at_once(tmp_path: Path) -> None:
     for flags, message in (
         (["-o", tmp_path / "none" / "report.md"], "there is no folder"),
         (["--minutes", "0"], "--minutes is 0: must be above 0"),

@@ -86,7 +86,7 @@ async def test_on_shutdown_running_requests_finish_and_new_ones_are_refused(engi
         assert await drained == 0
 
 
-async def test_a_drain_that_takes_too_long_says_how_many_are_left(engine: HeldEngine) -> None:
+async def test_a_drain_that_takes_too_long_reports_how_many_requests_are_left(engine: HeldEngine) -> None:
     app = create_app(engine)
     async with TestClient(TestServer(app)) as http:
         running = [asyncio.create_task(http.post("/v1/completions", json=HELLO)) for _ in range(2)]
@@ -137,7 +137,7 @@ def test_a_second_signal_while_it_drains_ends_it_at_once(default_model: Path) ->
             assert server.wait() == 130
 
 
-def test_a_terminal_that_is_closed_lets_what_runs_finish(default_model: Path) -> None:
+def test_running_requests_finish_when_the_terminal_is_closed(default_model: Path) -> None:
     """It sends SIGHUP, to the whole group and often twice."""
     options = ["-c", "4096", "-np", "2", "--drain-timeout", "200"]
     with ServerProcess("-m", default_model, *options, in_group=True) as server:

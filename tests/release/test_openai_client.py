@@ -197,7 +197,7 @@ def test_a_required_tool_is_called_whole_and_streamed(client: openai.OpenAI) -> 
         assert (name, json.loads(streamed)) == ("get_weather", arguments)
 
 
-def test_tools_that_are_not_to_be_called_are_not(client: openai.OpenAI) -> None:
+def test_with_tool_choice_none_no_tool_is_called(client: openai.OpenAI) -> None:
     asked: Any = {"model": MODEL, "messages": HELLO, "tools": [WEATHER], "max_tokens": 8}
     assert client.chat.completions.create(**asked, tool_choice="none").choices[0].message.tool_calls is None
 

@@ -102,7 +102,7 @@ def test_a_batch_wakes_a_server_keeps_it_awake_and_continues_after_a_restart(tin
         wait_for_sleep(server)
 
 
-def test_a_server_sleeps_wakes_for_a_request_and_says_the_same(default_model: Path) -> None:
+def test_a_server_sleeps_and_wakes_for_a_request_with_the_same_answer(default_model: Path) -> None:
     with ServerProcess("-m", default_model, "-c", "2048", "--sleep-idle-seconds", "1") as server:
         server.wait_ready()
         said, awake = complete(server), memory(server)

@@ -81,7 +81,7 @@ def count_finished(requests: Requests, results: list[Completion]) -> int:
     return n_finished
 
 
-def test_all_that_finish_are_faultless_and_nine_of_ten_finish_with_free_texts_among_them(default_model: Path) -> None:
+def test_all_finished_texts_match_and_nine_of_ten_finish_beside_free_texts(default_model: Path) -> None:
     requests = mixed(constrained(1), free(5, max_tokens=64))
     with open_engine(default_model) as engine:
         _, results = run(engine, requests)

@@ -128,7 +128,7 @@ def test_the_size_is_computed_before_anything_is_written(tmp_path: Path, tiny_ll
         (["--type", "Q3_K"], "invalid choice: 'Q3_K'"),
     ],
 )
-def test_what_cannot_be_written_is_refused_with_its_name_and_leaves_nothing(
+def test_an_invalid_model_is_refused_with_the_flag_and_leaves_no_file(
     tmp_path: Path, tiny_llama: Path, flags: list[str], message: str
 ) -> None:
     donor: list[str | Path] = [] if "--vocab-from" in flags else ["--vocab-from", tiny_llama]

@@ -31,7 +31,7 @@ def test_the_first_line_counts_sequences(n: int, text: str) -> None:
     assert f": {text} over 256 KV cells" in announced(n=n)[0]
 
 
-def test_why_weights_are_not_repacked_is_said() -> None:
+def test_the_reason_for_not_repacking_weights_is_reported() -> None:
     assert announced(not_repacked="weights are not repacked: ...")[1] == "weights are not repacked: ..."
     assert "ready at" in announced()[1]
 

@@ -158,7 +158,7 @@ async def test_a_queue_starts_a_worker_which_gets_its_share_of_the_waiting_reque
     assert fleet.group.scaling().scale_ups == 2
 
 
-async def test_requests_that_have_begun_and_those_of_better_rank_stay(fleet: Fleet) -> None:
+async def test_requests_that_have_started_and_those_of_better_rank_stay(fleet: Fleet) -> None:
     begun = await fleet.submit(2, n_tokens=50)
     await fleet.step()
     urgent = await fleet.submit(2, priority=-1)
@@ -445,7 +445,7 @@ def test_whatever_happens_each_request_ends_once_with_its_own_events() -> None:
         ({"max_workers": 2, "downscale_delay": 0}, "--downscale-delay is 0; it must be more than 0"),
     ],
 )
-def test_what_cannot_be_is_refused(wrong: dict[str, Any], message: str) -> None:
+def test_invalid_values_are_refused(wrong: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         Deployment(**wrong)
 

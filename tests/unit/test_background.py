@@ -38,7 +38,7 @@ def test_the_lowest_priority_is_that_of_background_work() -> None:
 # --- the first token of others --------------------------------------------------------------------------------------
 
 
-def test_while_a_prompt_is_read_background_rows_and_prompts_stand_still_and_then_go_on() -> None:
+def test_while_a_prompt_is_read_background_rows_and_prompts_pause_and_then_continue() -> None:
     policy = Policy(n_ctx=512)
     streams = background(policy, 2)
     policy.step()
@@ -60,7 +60,7 @@ def test_a_prompt_is_read_in_whole_steps_as_if_background_streams_were_not_there
     assert [computed(policy.step(by_tokens)) for _ in range(2)] == [{urgent: 16}] * 2
 
 
-def test_beside_other_streams_it_is_read_in_pieces_for_their_sake_only() -> None:
+def test_beside_other_streams_it_is_read_in_pieces_to_limit_their_delay() -> None:
     policy = Policy(n_ctx=1024)
     stream = policy.add(NONE)
     background(policy, 2)
@@ -94,7 +94,7 @@ def test_a_prompt_that_is_cached_but_for_its_last_token_is_waited_for_too() -> N
     drain(engine)
 
 
-def test_background_work_with_other_adapters_has_no_turn_meanwhile() -> None:
+def test_background_work_with_other_adapters_waits_meanwhile() -> None:
     policy = Policy(n_ctx=512)
     policy.add(X, priority=BACKGROUND)
     stream = policy.add(Y)
@@ -182,7 +182,7 @@ def test_several_that_come_together_are_admitted_in_one_step() -> None:
     assert [its.status for its in streams] == [SeqStatus.DECODE, *[SeqStatus.SWAPPED] * 3]
 
 
-def test_the_step_in_which_cells_run_out_admits_one_of_higher_priority_all_the_same() -> None:
+def test_the_step_in_which_cells_run_out_still_admits_one_of_higher_priority() -> None:
     policy = Policy(n_ctx=64, n_parallel=4)
     streams = background(policy, 3)
     while policy.kv.n_free >= 3:
@@ -195,7 +195,7 @@ def test_the_step_in_which_cells_run_out_admits_one_of_higher_priority_all_the_s
 # --- no request starves ---------------------------------------------------------------------------------------------
 
 
-def test_prompts_that_never_cease_hold_background_work_up_until_it_ranks_before_them() -> None:
+def test_endless_prompts_delay_background_work_until_it_ranks_before_them() -> None:
     policy = Policy(n_ctx=1024, n_parallel=2)
     (patient,) = background(policy, 1)
     policy.step()

@@ -67,7 +67,7 @@ FAULTS = [
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-async def test_a_request_that_fails_is_counted_by_what_happened_and_the_others_go_on(fault: str) -> None:
+async def test_a_failed_request_is_counted_by_its_reason_and_the_others_continue(fault: str) -> None:
     outcomes = await send_all(FakeOpenAI(faults={1: fault}), n=3, timeout=0.5 if fault == "timeout" else 10)
     assert [outcome.failure.kind if outcome.failure else None for outcome in outcomes] == [None, fault, None]
     assert [outcome.output_tokens for outcome in outcomes] == [4, 0, 4]
@@ -92,7 +92,7 @@ async def test_without_usage_pieces_of_text_are_counted() -> None:
     assert [(each.output_tokens, each.prompt_tokens, each.has_usage) for each in outcomes] == [(4, None, False)] * 2
 
 
-async def test_usage_that_is_less_than_what_came_is_not_believed() -> None:
+async def test_usage_that_is_less_than_the_received_tokens_is_ignored() -> None:
     """llama-server reports the tokens of one text if `n` were requested."""
     outcomes = await send_all(FakeOpenAI(tokens_told=2), n=2)
     assert [(each.output_tokens, each.prompt_tokens, each.has_usage) for each in outcomes] == [(4, 3, False)] * 2
@@ -148,7 +148,7 @@ def test_servers_are_measured_in_turn_with_the_same_prompts_and_compared() -> No
     assert "slow sends no usage, or one that is too low" in table
 
 
-def test_failures_and_early_ends_stand_under_the_table() -> None:
+def test_failures_and_early_ends_are_below_the_table() -> None:
     with on_a_thread(FakeOpenAI(faults={4: "HTTP 500"}).app()) as url:
         report = compare_servers([Target("fake", url)], a_load(repeats=1), nobody_looks)
     assert report.rows[0]["failures"] == {"HTTP 500": 1}

@@ -58,7 +58,7 @@ def test_a_prefix_can_be_shared_on_from_one_that_shares_it() -> None:
 
 
 @pytest.mark.parametrize("n", [3, 8], ids=["inside", "at the end"])
-def test_those_that_share_a_prefix_grow_apart(n: int) -> None:
+def test_chains_that_share_a_prefix_grow_independently(n: int) -> None:
     cells = Cells()
     tip = cells.grow(None, 8)
     other = cells.share(tip, n)
@@ -87,7 +87,7 @@ def test_sharing_up_to_where_two_have_parted_cuts_nothing_anew() -> None:
     assert n_shared(second) == 6
 
 
-def test_what_is_left_alone_is_shared_no_more_and_grows_on() -> None:
+def test_a_chain_with_one_holder_left_is_not_shared_and_keeps_growing() -> None:
     cells = Cells()
     tip = cells.grow(None, 8)
     other = cells.share(tip, 5)
@@ -138,7 +138,7 @@ ACTIONS = st.lists(
 
 
 @randomised(ring=150, soak=500, actions=ACTIONS)
-def test_in_any_order_the_books_are_what_numbered_cells_would_give(actions: list[tuple[str, int, int]]) -> None:
+def test_in_any_order_the_accounting_equals_that_of_numbered_cells(actions: list[tuple[str, int, int]]) -> None:
     cells, fresh = Cells(), itertools.count()
     tips: list[Span | None] = [None]
     model: list[list[int]] = [[]]

@@ -149,7 +149,9 @@ def test_up_to_eight_of_all_tools_may_be_called_where_the_family_can(family: str
 @pytest.mark.parametrize("as_tokens", [True, False])
 @pytest.mark.parametrize("opened", [True, False])
 @pytest.mark.parametrize("family", ["hermes", "qwen_xml", "gemma4", "harmony"])
-def test_a_thought_may_come_first_and_must_if_the_prompt_began_one(family: str, opened: bool, as_tokens: bool) -> None:
+def test_a_thought_may_come_first_and_must_if_the_prompt_started_one(
+    family: str, opened: bool, as_tokens: bool
+) -> None:
     ids = vocabulary(family)[0].ids if as_tokens else {}
     its = turn(family, mode="required", parallel=False, tools=[PING], opened=opened, token_ids=ids)
     closing = {"gemma4": "<channel|>", "harmony": "<|end|>"}.get(family, "</think>")
@@ -252,7 +254,7 @@ def bad(parameters: Any, name: str = "f") -> list[Any]:
         ),
     ],
 )  # fmt: skip
-def test_what_cannot_be_asked_is_refused_with_its_field(asked: dict[str, Any], field: str, words: str) -> None:
+def test_invalid_chat_options_are_refused_with_their_field(asked: dict[str, Any], field: str, words: str) -> None:
     with pytest.raises(InvalidRequest, match=words) as caught:
         turn("hermes", **asked)
     assert caught.value.field == field
@@ -308,7 +310,7 @@ def test_without_tools_in_the_template_the_system_message_describes_them() -> No
     assert results == "user\nResult of get_weather: sunny\nResult of get_weather: 30 degrees\nSo?<|im_end|>\n"
 
 
-def test_a_template_without_a_system_message_tells_them_to_the_user() -> None:
+def test_without_a_system_role_in_the_template_the_user_message_describes_the_tools() -> None:
     source = (
         "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
         "{{ m.role }}: {{ m.content }}\n{% endfor %}"

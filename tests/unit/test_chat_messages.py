@@ -62,7 +62,7 @@ def test_one_role_may_take_parts_where_another_does_not() -> None:
     assert mixed.render([user([part("a"), part("b")]), {**FOUR, "content": [part("c"), part("d")]}]) == "a+b;c\nd;"
 
 
-def test_a_developer_is_the_system_where_the_template_does_not_know_the_role() -> None:
+def test_a_developer_message_becomes_a_system_message_if_the_template_lacks_the_role() -> None:
     message = {"role": "developer", "content": "x"}
     assert template_of(PLAIN).render([message]) == "[system] x\n"
     knows = "{% for m in messages %}{{ '!' if m.role == 'developer' else '?' }}{{ m.content }}{% endfor %}"
@@ -115,7 +115,7 @@ def test_the_content_of_a_message_with_calls_only_is_null_or_empty_as_the_templa
     assert prints.render([without]) == '<{"city": "Köln"}>'
 
 
-def test_fields_that_are_null_count_as_not_there() -> None:
+def test_fields_that_are_null_count_as_absent() -> None:
     source = "{{ messages[0].tool_calls is defined }} {{ messages[0].name is defined }} {{ messages[0].content }}"
     message: dict[str, Any] = {"role": "assistant", "content": None, "tool_calls": [], "name": None}
     assert template_of(source).render([message]) == "False False "

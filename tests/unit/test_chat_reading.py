@@ -225,7 +225,7 @@ def expected(name: str) -> tuple[str, str, list[Any]]:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_what_a_model_writes_means_the_same_whole_and_letter_by_letter(name: str) -> None:
+def test_model_output_is_parsed_the_same_whole_and_character_by_character(name: str) -> None:
     family, written, *_ = CASES[name]
     its = turn(family)
     whole = message(its, [written])
@@ -251,7 +251,7 @@ def test_any_text_means_the_same_however_it_is_split(family: str, data: st.DataO
     assert message(its, parts) == message(its, [written]) == message(its, written)
 
 
-def test_a_key_that_is_none_is_text_however_it_is_split() -> None:
+def test_an_invalid_key_is_text_however_it_is_split() -> None:
     its, key = turn("tags"), "a</arg_key}>\n<arg_key>b</arg_key>\n<arg_key>c"
     written = f"<tool_call>ping<arg_key>{key}</arg_key><arg_value>1</arg_value></tool_call>"
     whole = message(its, [written])
@@ -260,7 +260,7 @@ def test_a_key_that_is_none_is_text_however_it_is_split() -> None:
 
 
 @given(st.lists(st.text(min_size=1), max_size=10))
-def test_without_tools_and_thoughts_every_letter_passes_at_once(parts: list[str]) -> None:
+def test_without_tools_and_thoughts_every_character_passes_at_once(parts: list[str]) -> None:
     for its in (turn("generic", tools=[]), turn("llama3", mode="none"), turn("nemo", tools=[])):
         reader = its.output_parser()
         for part in parts:
@@ -386,7 +386,7 @@ def test_a_continued_message_is_parsed_from_its_current_state(
     assert (whole.reasoning, whole.text) == (thought, text)
 
 
-def test_tags_in_the_conversation_open_no_thought() -> None:
+def test_tags_in_the_conversation_start_no_thought() -> None:
     its = turn("hermes", messages=[{"role": "user", "content": "What does <think> mean?"}])
     assert message(its, "It opens a thought.").text == "It opens a thought."
 

@@ -109,7 +109,7 @@ def assistant(text: str) -> Json:
     return {"role": "assistant", "content": text}
 
 
-def test_each_message_is_asked_with_the_conversation_so_far(start: Start) -> None:
+def test_each_message_is_sent_with_the_conversation_so_far(start: Start) -> None:
     session, backend, shown = start(words("Hi", "!"), words("Fine"), system="Be brief.")
     assert session.handle("Hello")
     assert session.handle("How are you?")
@@ -152,7 +152,7 @@ def test_ctrl_c_before_the_first_token_takes_the_message_back(start: Start) -> N
     assert backend.asked[1] == [user("Hello")]
 
 
-def test_an_error_is_a_sentence_and_the_conversation_goes_on(start: Start) -> None:
+def test_an_error_is_a_sentence_and_the_conversation_continues(start: Start) -> None:
     session, backend, shown = start(words("Hi"), [CppBatchError("no server answers")], words("Fine"))
     session.handle("Hello")
     assert session.handle("How are you?")
@@ -250,13 +250,13 @@ def test_help_names_each_command_and_unknown_ones_are_refused(start: Start) -> N
     assert not session.handle("/exit")
 
 
-def test_a_blank_line_asks_nothing(start: Start) -> None:
+def test_a_blank_line_sends_nothing(start: Start) -> None:
     session, backend, _ = start()
     assert session.handle("  ")
     assert backend.asked == []
 
 
-def test_a_conversation_is_saved_and_taken_up_again(start: Start, tmp_path: Path) -> None:
+def test_a_conversation_is_saved_and_resumed(start: Start, tmp_path: Path) -> None:
     file = tmp_path / "talk.json"
     session, _, shown = start(words("Grüße"), system="Be brief.", save_to=file)
     session.handle("Hello")

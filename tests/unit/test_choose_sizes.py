@@ -40,7 +40,7 @@ def test_a_gpu_gets_32_sequences_and_a_single_text_may_fill_the_models_context_l
     assert sizes(on_gpu=True, n_ctx_train=2**20)[0] == (32, LONG)
 
 
-def test_what_is_given_stays() -> None:
+def test_given_settings_are_kept() -> None:
     assert sizes(("n_parallel", "n_ctx"), replace(CONFIG, n_parallel=3, n_ctx=700)) == [(3, 700)]
     assert sizes(("n_parallel",), replace(CONFIG, n_parallel=4)) == [(4, 16384), (4, 8192), (4, 4096), (4, 2048)]
     assert sizes(("n_parallel",), replace(CONFIG, n_parallel=64)) == [(64, 65536), (64, 32768)]

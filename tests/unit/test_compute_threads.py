@@ -92,7 +92,7 @@ def test_a_given_number_is_the_most() -> None:
     assert machine.run(3, others=0.0)[-1] == 6
 
 
-def test_what_happened_while_the_engine_was_idle_does_not_count() -> None:
+def test_load_while_the_engine_was_idle_does_not_count() -> None:
     machine = Machine(2)
     machine.run(1, others=0.0)
     machine.time += 60

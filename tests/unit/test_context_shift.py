@@ -85,7 +85,7 @@ def test_without_context_shift_a_text_ends_where_the_context_is_full() -> None:
 
 @pytest.mark.parametrize("n_discard", [0, 1, 5, 1000])
 @pytest.mark.parametrize("n_keep", [0, 2, -1, 1000])
-def test_a_full_context_drops_tokens_as_in_llama_server_and_the_text_goes_on(n_keep: int, n_discard: int) -> None:
+def test_a_full_context_drops_tokens_as_in_llama_server_and_the_text_continues(n_keep: int, n_discard: int) -> None:
     engine = shifting_engine()
     tokens = text(engine, [1, 2, 3, 4], endless(), n_keep=n_keep, n_discard=n_discard)
     assert tokens == shifted([1, 2, 3, 4], LONG, n_keep=n_keep, n_discard=n_discard)
@@ -120,7 +120,7 @@ def test_the_prompt_may_be_dropped_too() -> None:
     assert text(shifting_engine(), prompt, endless()) == shifted(prompt, LONG)
 
 
-def test_a_prompt_that_fills_the_context_is_refused_all_the_same() -> None:
+def test_a_prompt_that_fills_the_context_is_still_refused() -> None:
     with pytest.raises(InvalidRequest, match="prompt: has 24 tokens"):
         shifting_engine().add_request(list(range(24)), endless())
 

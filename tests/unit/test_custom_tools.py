@@ -116,7 +116,7 @@ def allows(lark: str, text: str) -> bool:
         ('start: "\\q"', "escapes"),
     ],
 )
-def test_what_cannot_be_rewritten_is_refused(source: str, said: str) -> None:
+def test_an_unsupported_grammar_is_refused(source: str, said: str) -> None:
     with pytest.raises(UnsupportedGrammar) as refused:
         escaped_lark(source)
     assert said in str(refused.value)

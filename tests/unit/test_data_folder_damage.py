@@ -413,7 +413,7 @@ async def test_a_wal_of_another_database_does_not_get_into_it(killed: Path, tmp_
 
 
 @pytest.mark.parametrize("name", SAID)
-async def test_a_damaged_folder_is_opened_with_a_line_in_the_log_and_everything_kept(
+async def test_a_damaged_folder_is_opened_with_a_log_line_and_everything_kept(
     killed: Path, tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     damage, line = SAID[name]
@@ -439,7 +439,7 @@ async def test_a_damaged_folder_is_opened_with_a_line_in_the_log_and_everything_
 
 
 @pytest.mark.parametrize("name", HARMLESS)
-async def test_what_nothing_hangs_on_is_not_missed(
+async def test_harmless_losses_are_tolerated(
     killed: Path, tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     folder = tmp_path / "data"

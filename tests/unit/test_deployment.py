@@ -61,7 +61,7 @@ def test_the_service_is_confined(service: configparser.SectionProxy) -> None:
     assert service["OOMPolicy"] == "continue", "a worker that is killed for memory must not stop the server"
 
 
-def test_the_image_runs_without_root_and_is_asked_for_its_health() -> None:
+def test_the_image_runs_without_root_and_has_a_health_check() -> None:
     last_stage = DOCKERFILE[DOCKERFILE.rindex("\nFROM ") :]
     assert re.search(r"^USER cppbatch$", last_stage, re.MULTILINE)
     assert re.search(r"^VOLUME \[\"/models\", \"/data\"\]$", last_stage, re.MULTILINE)
@@ -106,7 +106,7 @@ def test_the_installer_installs_the_dependency_groups_and_ci_has_a_version_of_ea
         assert WORKFLOW["jobs"][name]["env"]["PIP_CONSTRAINT"].endswith(".github/constraints.txt")
 
 
-def test_forms_for_issues_ask_for_what_doctor_says() -> None:
+def test_issue_forms_ask_for_the_output_of_doctor() -> None:
     forms = {path.stem: yaml.safe_load(path.read_text()) for path in (ROOT / ".github/ISSUE_TEMPLATE").glob("*.yml")}
     assert set(forms) == {"bug_report", "feature_request", "config"}
     (doctor,) = [field for field in forms["bug_report"]["body"] if field.get("id") == "doctor"]

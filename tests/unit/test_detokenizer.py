@@ -133,7 +133,7 @@ def test_a_stop_string_of_characters_split_over_bytes_is_found() -> None:
     assert stream.stopped
 
 
-def test_without_stop_strings_every_letter_comes_at_once() -> None:
+def test_without_stop_strings_every_character_is_returned_at_once() -> None:
     assert read(bytewise("abc"), ())[0] == ["a", "b", "c", ""]
 
 

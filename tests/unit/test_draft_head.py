@@ -123,7 +123,7 @@ def test_right_drafts_take_fewer_steps_and_one_decode_of_the_head_is_for_all_seq
     assert n_steps(2)[0] < n_without
 
 
-def test_a_head_that_is_always_wrong_is_hardly_asked() -> None:
+def test_a_head_that_is_always_wrong_is_hardly_used() -> None:
     """Its drafts are 1% of the time, and the first tries."""
     its = engine(wrong_each=1, flat=False)
     know(its, {1: 0.010, 4: 0.014, 64: 0.070})
@@ -240,7 +240,7 @@ def test_after_a_switch_of_the_layout_the_cells_are_empty_and_rows_are_kept(
     assert ("which lost its context: no memory" in caplog.text) == fails
 
 
-def test_a_head_that_cannot_compute_drafts_no_more(eager: None, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_head_that_cannot_compute_stops_drafting(eager: None, caplog: pytest.LogCaptureFixture) -> None:
     its, params = engine(), greedy(30, ignore_eos=True)
     _, context = head_of(its)
     context.fail_at, context.error = 6, DecodeFailed(-3, "made to fail")

@@ -350,7 +350,7 @@ def test_a_new_sequence_starts_with_the_acceptance_of_the_others(drafting: Draft
     assert draft.probabilities.mean() > 0.8
 
 
-def test_what_drafts_take_is_learned_from_the_decodes(drafting: Drafting) -> None:
+def test_the_time_of_drafts_is_learned_from_the_decodes(drafting: Drafting) -> None:
     proposer = drafting.proposer
     assert proposer.seconds(4, 3) == 0
     long = drafting.sequence([i % 50 for i in range(108)])
@@ -365,7 +365,7 @@ def test_what_drafts_take_is_learned_from_the_decodes(drafting: Drafting) -> Non
 # --- failures -----------------------------------------------------------------------------------------------------
 
 
-def test_a_draft_model_that_cannot_compute_drafts_no_more(drafting: Drafting, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_draft_model_that_cannot_compute_stops_drafting(drafting: Drafting, caplog: pytest.LogCaptureFixture) -> None:
     drafting.context.fail_at[1] = DecodeFailed(-2, "out of memory")
     with caplog.at_level(logging.ERROR):
         assert drafting.proposer.propose([drafting.sequence()], [4]) == [None]

@@ -61,7 +61,7 @@ def test_right_drafts_take_fewer_steps() -> None:
     assert n_steps(True) < 0.6 * n_steps(False)
 
 
-def test_a_request_can_do_without() -> None:
+def test_a_request_can_turn_drafts_off() -> None:
     its = engine(True)
     results = its.generate(
         [[1], [2]], [greedy(20, ignore_eos=True, speculate=speculate) for speculate in (True, False)]
@@ -114,7 +114,7 @@ class LetterVocab(FakeVocab):
         return np.array([PIECES.index(letter.encode()) for letter in text], np.int32)
 
 
-def test_what_a_grammar_forces_is_drafted() -> None:
+def test_text_that_a_grammar_forces_is_drafted() -> None:
     def result(drafts: bool) -> Completion:
         proposers = [GrammarProposer(LetterVocab())] if drafts else []
         its = fake_engine(n_ctx=400, n_batch=64, proposers=proposers)

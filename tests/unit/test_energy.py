@@ -62,7 +62,7 @@ def test_a_source_that_is_missing_is_named(tmp_path: Path, monkeypatch: pytest.M
     assert meter.source == f"Energy: NVML's counters of the GPUs; the CPU has no RAPL counters in {tmp_path}."
 
 
-def test_without_any_source_it_says_so_and_names_the_flag(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_any_source_the_error_names_the_flag(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch, None)
     meter = energy_meter(EnergySettings(), on_gpu=True, powercap=tmp_path)
     assert not meter.works
@@ -82,7 +82,7 @@ def test_counters_that_only_root_may_read_are_not_used(powercap: Path, monkeypat
     assert "readable for root only" in meter.source
 
 
-def test_a_given_power_takes_the_place_of_counters(powercap: Path) -> None:
+def test_a_given_power_replaces_counters(powercap: Path) -> None:
     meter = energy_meter(EnergySettings(watts=100), on_gpu=True, powercap=powercap)
     before = meter.joules()
     sleep(0.05)

@@ -125,7 +125,7 @@ async def test_a_short_prefix_decides_between_equals(fleet: Fleet) -> None:
     assert fleet.loads == [0, 1, 0]
 
 
-async def test_those_that_must_not_share_a_prefix_do_not_follow_it(fleet: Fleet) -> None:
+async def test_requests_that_must_not_share_a_prefix_are_not_routed_by_it(fleet: Fleet) -> None:
     await fleet.send("busy 0")
     await fleet.send(LONG, cache_salt="a")
     await fleet.finish()
@@ -191,7 +191,7 @@ def test_a_single_worker_gets_the_configuration_unchanged() -> None:
     "settings",
     [{"workers": 0}, {"workers": 65}, {"devices": (-1,)}, {"step_timeout": 0.5}, {"in_process": True, "workers": 2}],
 )
-def test_what_cannot_be_is_refused(settings: dict[str, Any]) -> None:
+def test_invalid_values_are_refused(settings: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="--"):
         Deployment(**settings)
 

@@ -129,7 +129,7 @@ def test_all_parts_of_a_split_model_are_fetched(hub: FakeHub, folder: Path) -> N
     ]
 
 
-def test_a_download_that_is_cut_off_leaves_no_model_and_goes_on(hub: FakeHub, folder: Path, model_bytes: bytes) -> None:
+def test_an_interrupted_download_leaves_no_model_and_continues(hub: FakeHub, folder: Path, model_bytes: bytes) -> None:
     hub.cut_after = 100
     try:
         path = pull_model(HubModel("owner/Tiny-GGUF", "Q8_0"))
@@ -158,7 +158,7 @@ def test_a_copy_with_other_weights_is_not_taken_for_the_file_of_the_hub(hub: Fak
         ("owner/broken-GGUF", "is not a GGUF file"),
     ],
 )
-def test_what_cannot_be_fetched_says_why(hub: FakeHub, folder: Path, name: str, message: str) -> None:
+def test_a_failed_fetch_is_an_error_with_the_reason(hub: FakeHub, folder: Path, name: str, message: str) -> None:
     with pytest.raises(ModelError, match=message):
         choose_model(name)
 
@@ -211,7 +211,7 @@ def test_pull_prints_the_path(hub: FakeHub, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["foo", "a/b/c:file.gguf", "name:file.gguf", "owner/name.gguf"])
-def test_a_name_that_is_none_is_refused_with_the_form_it_must_have(folder: Path, name: str) -> None:
+def test_an_invalid_name_is_refused_with_the_required_form(folder: Path, name: str) -> None:
     result = CliRunner().invoke(models, ["pull", name])
     assert result.exit_code == 2
     assert "OWNER/REPO:TYPE" in " ".join(result.output.split())

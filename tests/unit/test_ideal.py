@@ -150,7 +150,7 @@ def best_s(work: StepWork) -> float:
 
 @pytest.mark.parametrize("name", STEPS)
 @pytest.mark.parametrize("slower_s", [0.0, 0.02])
-def test_what_a_step_loses_is_found_in_its_place(name: str, slower_s: float) -> None:
+def test_the_lost_time_of_a_step_is_attributed_to_its_cause(name: str, slower_s: float) -> None:
     work, lost = STEPS[name]
     split = TimeSplit()
     decode_s = best_s(work) + slower_s

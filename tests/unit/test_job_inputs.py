@@ -160,7 +160,7 @@ def test_a_plain_line_is_named_by_custom_id_or_id_or_its_number(reading: Any) ->
 @pytest.mark.parametrize(
     "line", ["{}", "[1]", "1", "null", '{"a": 1}', '{"prompt": 1}', '{"prompt": "a", "input": "b"}']
 )
-def test_what_asks_for_nothing_clear_is_refused(reading: Any, line: str) -> None:
+def test_an_ambiguous_line_is_refused(reading: Any, line: str) -> None:
     assert codes(reading("in.jsonl", line)) == ["invalid_line"]
 
 
@@ -174,7 +174,7 @@ def test_an_unknown_endpoint_is_refused_for_plain_lines_too(tmp_path: Path) -> N
 # --- lines
 
 
-def test_blank_lines_a_byte_order_mark_and_line_ends_of_windows_are_nothing(reading: Any) -> None:
+def test_blank_lines_a_byte_order_mark_and_windows_line_ends_are_ignored(reading: Any) -> None:
     found = reading("in.jsonl", b'\xef\xbb\xbf"a"\r\n\r\n  \n\t\n"b"')
     assert [(item.line, item.body) for item in found] == [(1, {"prompt": "a"}), (5, {"prompt": "b"})]
     assert prompts(reading("in.txt", b"\xef\xbb\xbf a\r\n\r\n\nb \n")) == [" a", "b "], "spaces belong to a prompt"
@@ -343,7 +343,7 @@ def test_a_parquet_file_may_have_no_rows(tmp_path: Path) -> None:
     assert read(tmp_path / "in.parquet") == []
 
 
-def test_text_in_parquet_that_is_none_is_refused_alone(tmp_path: Path) -> None:
+def test_invalid_text_in_parquet_is_refused_alone(tmp_path: Path) -> None:
     offsets = pa.array([0, 1, 2, 3], pa.int32()).buffers()[1]
     texts = pa.Array.from_buffers(pa.string(), 3, [None, offsets, pa.py_buffer(b"a\xffb")])
     pq.write_table(pa.table({"prompt": texts}), tmp_path / "in.parquet")
@@ -375,7 +375,7 @@ def test_a_broken_parquet_file_is_an_error(tmp_path: Path) -> None:
             read(tmp_path / "in.parquet")
 
 
-def test_without_pyarrow_it_is_said_how_to_get_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_pyarrow_the_message_shows_how_to_install_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     with pytest.raises(ConfigError, match=r'requires pyarrow: pip install "cppbatch\[parquet\]"'):
         read(tmp_path / "in.parquet")
@@ -403,7 +403,9 @@ def test_a_missing_file_or_a_folder_is_an_error_when_it_is_read(tmp_path: Path, 
         ("in.txt", {"system": "Be brief."}, "requires --endpoint chat.*completions"),
     ],
 )
-def test_what_does_not_fit_a_file_is_an_error_at_once(name: str, options: dict[str, Any], said: str) -> None:
+def test_options_that_do_not_apply_to_the_format_are_an_error_at_once(
+    name: str, options: dict[str, Any], said: str
+) -> None:
     with pytest.raises(ConfigError, match=said):
         detect_input_format(name, **options)
 
@@ -428,7 +430,7 @@ def test_records_that_cannot_be_read_are_counted_too(reading: Any, tmp_path: Pat
     assert InputReader(detect_input_format(tmp_path / "in.csv"), URLS).count() == len(found)
 
 
-def test_a_reader_can_be_left_and_begun_again(tmp_path: Path) -> None:
+def test_a_reader_can_be_left_and_restarted(tmp_path: Path) -> None:
     (tmp_path / "in.txt").write_text("a\nb\n")
     reader = InputReader(detect_input_format(tmp_path / "in.txt"), URLS)
     assert next(iter(reader)).line == 1
@@ -483,7 +485,7 @@ def test_a_row_without_a_value_is_an_error_of_that_row_only(reading: Any) -> Non
         ("text}", "Single '}'"),
     ],
 )
-def test_a_template_that_is_none_is_an_error_at_once(template: str, problem: str) -> None:
+def test_an_invalid_template_is_an_error_at_once(template: str, problem: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(problem)):
         detect_input_format("in.csv", template=template)
 

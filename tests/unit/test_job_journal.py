@@ -22,7 +22,7 @@ from tests.support.job_results import ids_of, item, lines_of, opened, result
 # --- continuing -----------------------------------------------------------------------------------------------------
 
 
-def test_what_was_recorded_is_not_asked_again(tmp_path: Path) -> None:
+def test_recorded_items_are_not_run_again(tmp_path: Path) -> None:
     items = [item(i) for i in range(1, 6)]
     journal = opened(tmp_path)
     assert journal.register(items) == items
@@ -37,7 +37,7 @@ def test_what_was_recorded_is_not_asked_again(tmp_path: Path) -> None:
     assert ids_of(tmp_path / "errors.jsonl") == ["id-4"]
 
 
-def test_what_was_being_written_when_the_process_died_is_cut_off(tmp_path: Path) -> None:
+def test_a_partial_write_before_a_crash_is_cut_off(tmp_path: Path) -> None:
     items = [item(1), item(2)]
     journal = opened(tmp_path)
     journal.register(items)
@@ -164,7 +164,7 @@ def test_removed_errors_are_not_missed(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("ordered", [False, True])
 @pytest.mark.parametrize("failing", ["record", "release"])
-def test_what_the_ledger_could_not_note_is_not_in_the_files(
+def test_results_that_the_ledger_could_not_record_are_not_in_the_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: str, ordered: bool
 ) -> None:
     """Also if the same journal continues after that."""
@@ -188,7 +188,7 @@ def test_what_the_ledger_could_not_note_is_not_in_the_files(
     assert ids_of(tmp_path / "errors.jsonl") == ["id-2", "id-4"]
 
 
-def test_a_short_result_has_the_log_probabilities_that_were_asked_for() -> None:
+def test_a_short_result_has_the_requested_log_probabilities() -> None:
     plain = JobRequest(
         line=1, custom_id="a", url="/v1/completions", body={"prompt": "b"}, is_plain=True, content_hash=1
     )
@@ -238,7 +238,7 @@ def test_a_refused_line_is_written_once(tmp_path: Path) -> None:
     assert [line["error"]["message"] for line in lines_of(tmp_path / "errors.jsonl")] == ["is no JSON"]
 
 
-def test_a_failed_line_that_was_mended_is_answered(tmp_path: Path) -> None:
+def test_a_failed_line_that_was_corrected_is_answered(tmp_path: Path) -> None:
     journal = opened(tmp_path)
     journal.register([RejectedLine(line=1, code="invalid_json", message="is no JSON", content_hash=5), item(2)])
     journal.ledger.reopen_failed()
@@ -313,7 +313,7 @@ def test_a_broken_ledger_says_so(tmp_path: Path) -> None:
         Ledger(tmp_path / "job")
 
 
-def test_a_ledger_with_a_hole_in_it_says_so(tmp_path: Path) -> None:
+def test_a_ledger_with_a_gap_is_reported(tmp_path: Path) -> None:
     journal = opened(tmp_path)
     journal.register([item(i) for i in range(1, 2000)])
     journal.close()

@@ -64,6 +64,6 @@ def test_invalid_json_is_measured_too(data: bytes) -> None:
     ],
     ids=lambda value: None if isinstance(value, bytes) else str(value),
 )
-def test_what_is_too_much_is_said(text: bytes, says: str | None) -> None:
+def test_an_excess_is_named(text: bytes, says: str | None) -> None:
     found = excess(text)
     assert found is None if says is None else says in (found or "")

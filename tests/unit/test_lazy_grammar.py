@@ -129,7 +129,7 @@ def test_a_sequence_that_is_computed_again_is_where_it_was(family: str) -> None:
     assert not new.constraint.is_active
 
 
-def test_a_schema_that_cannot_be_enforced_is_not_and_the_log_says_why(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_schema_that_cannot_be_enforced_is_ignored_with_a_logged_reason(caplog: pytest.LogCaptureFixture) -> None:
     schema = {"type": "object", "properties": {"a": {"type": "string", "pattern": "(?=a)b"}}}
     tool = {"type": "function", "function": {"name": "look", "parameters": schema}}
     lazy = of_own_accord(LAZY[0], [tool]).params["lazy_grammar"]

@@ -106,7 +106,7 @@ def test_a_row_of_49152_logits_is_normalised_as_in_float64(spread: float, shift:
     assert [logprob for _, logprob in likelihoods.top()] == pytest.approx(np.sort(exact)[::-1][:20].tolist(), abs=EXACT)
 
 
-def test_what_is_done_to_a_row_afterwards_changes_nothing() -> None:
+def test_later_changes_of_a_row_have_no_effect() -> None:
     row = np.arange(100, dtype=np.float32)
     likelihoods = RowLogprobs(row, 3)
     before = likelihoods.of(5), likelihoods.top()
@@ -128,7 +128,7 @@ def test_in_a_batch_with_others_each_number_of_top_logprobs_is_exact() -> None:
 
 @pytest.mark.parametrize("temperature", [0, 5])
 @pytest.mark.parametrize("n_top", [0, 20])
-def test_asking_for_them_changes_no_text(temperature: float, n_top: int) -> None:
+def test_requesting_logprobs_changes_no_text(temperature: float, n_top: int) -> None:
     def tokens(logprobs: int | None) -> list[list[int]]:
         params = [
             SamplingParams(temperature=temperature, top_k=0, seed=i, max_tokens=12, logprobs=logprobs)
@@ -279,7 +279,7 @@ def test_an_echo_without_log_probabilities_is_only_text() -> None:
     assert (echoed.tokens, echoed.logprobs) == (plain.tokens, [])
 
 
-def test_a_text_that_ends_at_once_echoes_its_prompt_all_the_same() -> None:
+def test_a_text_that_ends_at_once_still_echoes_its_prompt() -> None:
     first = fake_engine().generate([[1, 2, 3]], greedy(1, ignore_eos=True))[0].tokens[0]
     (result,) = fake_engine().generate([[1, 2, 3]], greedy(6, echo=True, logprobs=1, stop_token_ids=(first,)))
     assert (result.tokens, result.finish_reason) == ([], "stop")

@@ -82,7 +82,7 @@ def test_sets_that_keep_coming_do_not_keep_one_from_its_turn() -> None:
     assert max(waits) <= 3 * _TURN
 
 
-def test_a_set_that_can_compute_nothing_makes_way() -> None:
+def test_a_set_that_cannot_compute_lets_the_next_one_run() -> None:
     turns = LoraRoundRobin()
     both = [sequence(X), sequence(Y)]
     assert turns.order(both) == [X, Y]
@@ -136,7 +136,7 @@ def test_step_times_are_learnt_for_each_set_and_without_the_switch() -> None:
     assert [budgets.of(its).cost.rows_s((1,)) for its in (NONE, X)] == pytest.approx([0.1, 0.5], rel=0.01)
 
 
-def test_a_set_that_has_only_read_prompts_goes_by_what_the_last_step_has_taught() -> None:
+def test_a_set_that_has_only_read_prompts_uses_the_times_of_the_last_step() -> None:
     budgets = StepBudgets(2048, prefer="latency")
     budgets.observe(X, (), 100, 1.0)
     assert budgets.of(X).prefill_tokens((), 1, n_others=8) == 2048

@@ -271,7 +271,7 @@ def test_a_text_with_images_ends_when_the_context_is_full() -> None:
     ],
     ids=["no text after it", "audio", "broken", "too long", "empty", "scored"],
 )
-def test_what_cannot_be_computed_is_refused(prompt: MediaPrompt, params: dict[str, Any], message: str) -> None:
+def test_invalid_media_prompts_are_refused(prompt: MediaPrompt, params: dict[str, Any], message: str) -> None:
     engine = media_engine()
     with pytest.raises(InvalidRequest, match=message):
         engine.add_request(prompt, greedy(4, **params))

@@ -75,7 +75,7 @@ def test_equal_files_that_arrive_together_are_encoded_once() -> None:
     assert encoder_of(media).n_calls == 3  # its rows
 
 
-def test_what_was_used_last_is_kept_within_the_bound_and_what_a_sequence_holds_is_found_too() -> None:
+def test_the_most_recently_used_images_are_kept_within_the_bound_and_those_of_sequences_are_found_too() -> None:
     n_bytes = encode(fake_media(), small_picture(0, 4)).n_bytes
     media = fake_media(cache_bytes=2 * n_bytes)
     held = encode(media, small_picture(0, 4))

@@ -149,7 +149,7 @@ def test_untyped_data_is_identified_by_its_first_bytes() -> None:
 # --- rendering --------------------------------------------------------------------------------------------------------
 
 
-def test_media_stand_where_they_stood_among_the_texts() -> None:
+def test_media_keep_their_places_among_the_texts() -> None:
     chat = prepare([user(text("What is"), IMAGE, text("and"), SOUND, BLUE_IMAGE, text("?"))])
     assert chat.parts is not None
     assert chat.parts == [
@@ -164,7 +164,7 @@ def test_texts_are_lines_and_media_are_not() -> None:
     assert chat.parts == ["<|im_start|>user\na\nb", RED_PICTURE, "c\nd<|im_end|>\n<|im_start|>assistant\n"]
 
 
-def test_a_conversation_without_media_is_rendered_as_ever() -> None:
+def test_a_conversation_without_media_is_rendered_as_usual() -> None:
     chat = prepare([user(text("a"), text("b"))])
     assert (chat.prompt, chat.parts) == ("<|im_start|>user\na\nb<|im_end|>\n<|im_start|>assistant\n", None)
 
@@ -315,7 +315,7 @@ def test_responses_accept_images_and_audio() -> None:
     assert (tool["role"], list(media_of([tool]))) == ("tool", [RED_PICTURE])
 
 
-def test_what_responses_cannot_read_is_refused_by_its_name() -> None:
+def test_unsupported_parts_of_responses_are_refused_by_name() -> None:
     with pytest.raises(InvalidRequest, match=r"input\[0\].content\[1\]: is of type 'input_file'"):
         responses([user({"type": "input_image", "image_url": as_url(RED)}, {"type": "input_file"})])
     with pytest.raises(InvalidRequest, match=r"input\[0\].content\[0\].image_url: is required"):
@@ -342,7 +342,7 @@ def test_python_takes_files_and_bytes(tmp_path: Path) -> None:
     )
 
 
-def test_python_says_which_file_is_missing(tmp_path: Path) -> None:
+def test_python_names_the_missing_file(tmp_path: Path) -> None:
     with pytest.raises(InvalidRequest, match=r"messages\[0\].content\[0\].path: .*No such file"):
         request_of([user({"type": "image", "path": tmp_path / "none.png"})])
     with pytest.raises(InvalidRequest, match=r"messages\[0\].content\[0\]: requires a path, or the bytes"):

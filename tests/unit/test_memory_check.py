@@ -42,12 +42,12 @@ def with_memory(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     return monkeypatch
 
 
-def test_what_fits_is_not_refused(with_memory: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_settings_that_fit_are_not_refused(with_memory: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     check_memory(replace(CONFIG, n_ctx=4096))
     assert not caplog.records
 
 
-def test_a_refusal_has_the_numbers_and_what_would_fit(with_memory: pytest.MonkeyPatch) -> None:
+def test_a_refusal_has_the_numbers_and_the_settings_that_would_fit(with_memory: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError) as refused:
         check_memory(replace(CONFIG, n_gpu_layers=0))
     message = str(refused.value)
@@ -126,7 +126,7 @@ def test_all_that_is_offered_takes_less_and_can_be_set() -> None:
     assert all(changed != CONFIG for group in alternatives(CONFIG, n_layers=4) for _, changed in group)
 
 
-def test_a_container_has_what_its_limit_leaves(tmp_path: Path) -> None:
+def test_a_container_has_the_memory_that_its_limit_leaves(tmp_path: Path) -> None:
     (tmp_path / "memory.max").write_text("1000000\n")
     (tmp_path / "memory.current").write_text("700000\n")
     (tmp_path / "memory.stat").write_text("anon 400000\ninactive_file 200000\nactive_file 50000\n")

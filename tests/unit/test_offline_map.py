@@ -66,14 +66,14 @@ def test_results_are_yielded_in_order_of_completion() -> None:
     assert [result.index for result in engine.map(pairs)] == [1, 2, 0]
 
 
-def test_pairs_have_params_of_their_own_and_the_others_those_of_all() -> None:
+def test_pairs_have_their_own_params_and_the_others_the_common_ones() -> None:
     engine = fake_engine(n_ctx=256)
     results = list(engine.map([prompt(0), (prompt(1), SHORT)], LONG, ordered=True))
     check(results[0], LONG)
     check(results[1], SHORT)
 
 
-def test_nothing_gives_nothing() -> None:
+def test_an_empty_iterable_gives_no_results() -> None:
     assert list(fake_engine().map([])) == []
 
 
@@ -127,7 +127,7 @@ def test_in_order_no_more_are_held_back_than_eight_times_as_many_as_run() -> Non
 
 
 @pytest.mark.parametrize("ordered", [False, True])
-def test_a_prompt_that_cannot_run_is_a_result_that_names_the_field_and_the_others_go_on(ordered: bool) -> None:
+def test_a_prompt_that_cannot_run_is_a_result_that_names_the_field_and_the_others_continue(ordered: bool) -> None:
     engine = fake_engine(n_ctx=256)
     items: list[Any] = [prompt(0), [], prompt(2), ([99999], SHORT), 5, (prompt(5), greedy(1000)), prompt(6)]
     results = {result.index: result for result in engine.map(items, SHORT, ordered=ordered)}
@@ -148,7 +148,7 @@ def test_an_endless_iterable_of_such_prompts_gives_an_endless_number_of_errors()
     assert [next(results).index for _ in range(500)] == list(range(500))
 
 
-def test_closing_it_cancels_what_is_left() -> None:
+def test_closing_it_cancels_the_remaining_requests() -> None:
     engine = fake_engine(n_ctx=256)
     results = engine.map(Source(), LONG)
     next(results)
@@ -159,7 +159,7 @@ def test_closing_it_cancels_what_is_left() -> None:
         next(results)
 
 
-def test_an_exception_of_the_iterable_comes_through_and_cancels_what_runs() -> None:
+def test_an_exception_of_the_iterable_is_raised_and_cancels_running_requests() -> None:
     def broken() -> Iterator[list[int]]:
         yield from map(prompt, range(10))
         raise OSError("the disk is gone")
@@ -172,7 +172,7 @@ def test_an_exception_of_the_iterable_comes_through_and_cancels_what_runs() -> N
     assert nothing_is_left(engine)
 
 
-def test_what_no_prompt_could_run_with_is_refused_at_once() -> None:
+def test_arguments_that_are_invalid_for_every_prompt_are_refused_at_once() -> None:
     engine = fake_engine()
     with pytest.raises(InvalidRequest, match=r"prompts.*a single string"):
         engine.map("once")
@@ -184,7 +184,7 @@ def test_what_no_prompt_could_run_with_is_refused_at_once() -> None:
         fake_engine(pooling="mean").map([])
 
 
-def test_an_engine_that_is_closed_meanwhile_gives_what_it_has_and_takes_no_more() -> None:
+def test_an_engine_that_is_closed_meanwhile_returns_its_results_and_accepts_no_more() -> None:
     engine, source = fake_engine(n_ctx=256, n_parallel=2), Source()
     results = engine.map(source, LONG)
     next(results)
@@ -228,7 +228,7 @@ def test_results_wait_for_their_iterator_whichever_one_steps_and_are_not_work() 
     assert nothing_is_left(engine)
 
 
-def test_one_may_feed_another() -> None:
+def test_one_map_may_feed_another() -> None:
     engine = fake_engine(n_ctx=512, n_parallel=4)
     first = engine.map((prompt(i) for i in range(20)), greedy(5, ignore_eos=True), ordered=True)
     second = engine.map((result.completion.tokens for result in first), SHORT, ordered=True)

@@ -190,7 +190,7 @@ def test_a_bias_for_a_token_that_does_not_exist_is_refused(key: int | str) -> No
         engine.generate(["abc"], greedy(1, logit_bias={key: 1.0}))
 
 
-def test_a_bias_for_more_digits_than_any_number_has_is_refused() -> None:
+def test_a_bias_for_a_token_id_with_too_many_digits_is_refused() -> None:
     with fake_engine() as engine, pytest.raises(InvalidRequest, match="logit_bias"):
         engine.generate(["abc"], greedy(1, logit_bias={"9" * 5000: 1.0}))
 

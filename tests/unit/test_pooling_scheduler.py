@@ -71,7 +71,7 @@ def test_a_long_prompt_is_not_starved_by_short_ones() -> None:
     assert {event.request_id for event in engine.step()} == {long}
 
 
-def test_a_prompt_of_a_whole_step_runs_and_one_token_more_is_refused_with_what_to_do() -> None:
+def test_a_prompt_of_a_whole_step_runs_and_one_token_more_is_refused_with_the_remedy() -> None:
     engine = fake_engine(n_batch=20, pooling="mean")
     name = add(engine, prompt(20))
     with pytest.raises(InvalidRequest, match=r"prompt: has 21 tokens.*holds only 20 \(raise n_batch \(-b\)"):
@@ -164,7 +164,7 @@ def test_scores_of_a_reranker_are_not_normalised() -> None:
     assert np.array_equal(engine.embed([[3, 4]]), vector(bytes([3, 4]))[None])
 
 
-def test_what_a_model_does_not_do_is_refused_and_said() -> None:
+def test_a_task_that_the_model_does_not_support_is_refused_with_the_reason() -> None:
     with pytest.raises(InvalidRequest, match=r"task: fake generates text.*--pooling mean"):
         add(fake_engine(), [1])
     with pytest.raises(

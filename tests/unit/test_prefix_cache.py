@@ -93,7 +93,7 @@ def test_a_shorter_prompt_computes_only_its_last_token(kind: str, n: int) -> Non
 
 
 @ANY_PREFIX
-def test_a_prompt_that_parts_from_another_computes_what_is_its_own(kind: str) -> None:
+def test_a_prompt_that_diverges_from_another_computes_only_its_own_part(kind: str) -> None:
     engine = engine_of(kind)
     ask(engine, [1] * 40 + [2] * 15)
     assert ask(engine, [1] * 40 + [3] * 15, 5) == 40
@@ -329,7 +329,7 @@ def test_turned_off_nothing_is_shared_or_kept(unified: bool) -> None:
 
 @ANY_KIND
 @pytest.mark.parametrize(("steps", "n_cached"), [(0, 0), (4, 32), (6, 41)], ids=["waiting", "reading", "writing"])
-def test_what_a_cancelled_request_has_computed_is_of_use(kind: str, steps: int, n_cached: int) -> None:
+def test_tokens_computed_for_a_cancelled_request_are_reused(kind: str, steps: int, n_cached: int) -> None:
     engine = engine_of(kind, n_batch=8)
     cancelled = engine.add_request([1] * 40, endless(9))
     for _ in range(steps):
@@ -341,7 +341,7 @@ def test_what_a_cancelled_request_has_computed_is_of_use(kind: str, steps: int, 
 
 
 @ANY_KIND
-def test_what_a_timed_out_request_has_computed_is_of_use(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tokens_computed_for_a_timed_out_request_are_reused(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = engine_of(kind, n_batch=8)
     engine.add_request([1] * 40, endless(9), timeout=1000)
     for _ in range(4):
@@ -354,7 +354,7 @@ def test_what_a_timed_out_request_has_computed_is_of_use(kind: str, monkeypatch:
 
 @ANY_KIND
 @pytest.mark.parametrize("error", [DecodeFailed(-3, "no reason"), CacheFull("no free KV cells")])
-def test_what_a_failed_request_has_computed_is_of_no_use(kind: str, error: LlamaError) -> None:
+def test_tokens_computed_for_a_failed_request_are_not_reused(kind: str, error: LlamaError) -> None:
     engine = engine_of(kind, n_batch=8)
     context_of(engine).fail_at[5] = error
     engine.add_request([1] * 40, endless(9))
@@ -504,7 +504,7 @@ def test_of_cells_that_all_share_at_most_a_quarter_stay_cached(kind: str, n: int
 
 
 @pytest.mark.parametrize("kind", ["copy", "whole in streams"])
-def test_streams_of_their_own_may_all_stay_cached(kind: str) -> None:
+def test_separate_streams_may_all_stay_cached(kind: str) -> None:
     engine = engine_of(kind, n_ctx=128)
     for i in range(4):
         ask(engine, [i] * 30)
@@ -561,7 +561,7 @@ def test_a_prefix_larger_than_the_host_memory_for_all_is_forgotten() -> None:
 
 
 @pytest.mark.parametrize(("n_more", "from_host"), [(-1, False), (1, True)])
-def test_host_memory_is_asked_only_for_much_more_than_cells_have(n_more: int, from_host: bool) -> None:
+def test_host_memory_is_used_only_for_a_prefix_much_longer_than_that_in_cells(n_more: int, from_host: bool) -> None:
     engine = engine_of("cells", n_ctx=128, n_batch=128)
     n = 10 + _COST_OF_COPYING - _COST_OF_TAKING + n_more
     ask(engine, [1] * n)
@@ -671,7 +671,7 @@ def test_a_repeated_request_evicts_no_other_from_a_full_cache() -> None:
     assert ask(engine, [1] * 45) == 40
 
 
-def test_what_came_back_from_host_memory_stays_in_cells() -> None:
+def test_a_prefix_restored_from_host_memory_stays_in_cells() -> None:
     engine = engine_of("cells", n_ctx=256, n_batch=256)
     ask(engine, [1] * 40)
     fill(engine, 250)
@@ -680,7 +680,7 @@ def test_what_came_back_from_host_memory_stays_in_cells() -> None:
     assert (engine.stats().prefixes_in_cells, engine.stats().prefixes_in_host) == (1, 0)
 
 
-def test_one_long_prefix_does_not_drive_all_others_out() -> None:
+def test_one_long_prefix_does_not_evict_all_others() -> None:
     engine = engine_of("cells", prefix_cache_ram=0)
     for i in (1, 2, 3, 4):
         ask(engine, [i] * 40)
@@ -688,7 +688,7 @@ def test_one_long_prefix_does_not_drive_all_others_out() -> None:
     assert engine.stats().prefixes_in_cells == 4
 
 
-def test_a_prefix_evicted_in_the_step_that_wants_it_is_still_found() -> None:
+def test_a_prefix_evicted_in_the_step_that_needs_it_is_still_found() -> None:
     engine = engine_of("copy", n_parallel=3, n_ctx=384)
     prompts = [[i] * 60 for i in (1, 2, 3)]
     for prompt in prompts:

@@ -94,7 +94,7 @@ def test_a_folder_that_cannot_be_written_is_refused_in_one_sentence(tmp_path: Pa
 # --- files ------------------------------------------------------------------------------------------------------------
 
 
-def test_a_file_is_private_and_what_was_written(model: Path, tmp_path: Path) -> None:
+def test_a_file_is_private_and_has_the_written_content(model: Path, tmp_path: Path) -> None:
     folder, key = PrefixFolder(tmp_path / "d", 10_000), key_of(model)
     name = write(folder, key, tokens_from(-5))
     assert names(folder) == [name]
@@ -160,7 +160,7 @@ def test_a_file_larger_than_the_bound_is_not_written_and_deletes_none(model: Pat
     assert names(folder) == [name]
 
 
-def test_leftovers_of_killed_writers_go_and_those_of_living_ones_stay(model: Path, tmp_path: Path) -> None:
+def test_files_of_killed_writers_are_removed_and_those_of_running_ones_kept(model: Path, tmp_path: Path) -> None:
     folder, key = PrefixFolder(tmp_path / "d", 5000), key_of(model)
     dead, living = folder.folder / ".prefix-dead.part", folder.folder / ".prefix-living.part"
     dead.touch()

@@ -96,7 +96,7 @@ def test_prefixes_double_in_length_and_are_equal_as_long_as_the_prompts_are() ->
     assert not set(ours[4:]) & set(theirs[4:])
 
 
-def test_what_is_remembered_of_a_member_is_bounded(router: PrefixRouter[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_prefixes_kept_for_a_member_are_bounded(router: PrefixRouter[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rules, "_MAX_PREFIXES", 100)
     for i in range(500):
         router.note(prefixes(f"{i} {WORDS}"), "a")

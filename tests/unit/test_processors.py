@@ -108,7 +108,7 @@ def test_an_object_with_both_is_called_by_process_rows_only() -> None:
     assert (len(result.tokens), len(seen.calls)) == (3, 3)
 
 
-def test_what_it_does_to_the_tokens_it_is_given_changes_nothing() -> None:
+def test_changing_the_passed_tokens_has_no_effect() -> None:
     def spoil(tokens: Tokens, _: Row) -> None:
         tokens[:] = 0
 
@@ -253,7 +253,7 @@ def later(bad: Any) -> Any:
 
 
 @each_mistake
-def test_a_mistake_in_midst_of_a_text_leaves_what_was_there(bad: Any, message: str) -> None:
+def test_an_error_in_the_middle_of_a_text_keeps_the_text_so_far(bad: Any, message: str) -> None:
     (result,) = fake_engine().generate([[1, 2, 3]], greedy(10, ignore_eos=True, logits_processor=later(bad)))
     start = reference([1, 2, 3], greedy(2, ignore_eos=True))[0]
     assert (result.tokens, result.text, result.finish_reason) == (start, text_of(start), FinishReason.ERROR)

@@ -91,7 +91,7 @@ def test_inserting_again_replaces_tokens_and_salt() -> None:
     assert len(tree._entries) == 1
 
 
-def test_a_discarded_holder_is_found_no_more() -> None:
+def test_a_discarded_holder_is_not_found_any_more() -> None:
     tree = tree_of(a=(1, 2, 3), b=(1, 2))
     tree.discard("a")
     assert ("a" in tree._entries, "b" in tree._entries, len(tree._entries)) == (False, True, 1)
@@ -200,7 +200,7 @@ def check_covers(tree: RadixTree[str], model: Entries) -> None:
         assert sorted(tree.covered_by(holder)) == sorted(o for o, its in others.items() if tokens[: len(its)] == its)
 
 
-def test_a_tree_is_as_small_as_those_in_it_whatever_has_come_and_gone() -> None:
+def test_a_tree_is_as_small_as_its_current_contents_allow() -> None:
     tree: RadixTree[str] = RadixTree()
     tokens = np.zeros(300, np.int32)
     tree.insert("stays", tokens, "")

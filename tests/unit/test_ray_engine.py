@@ -352,7 +352,7 @@ async def test_more_requests_than_all_replicas_run_wait_up_to_max_queue() -> Non
         late.assert_complete()
 
 
-async def test_what_a_replica_refuses_is_an_invalid_request() -> None:
+async def test_a_refusal_of_a_replica_is_an_invalid_request() -> None:
     async with opened(FakeReplicas(1)) as engine:
         with pytest.raises(InvalidRequest, match="prompt: is invalid") as refused:
             await anext(engine.submit(request("a", prompt="invalid")))
@@ -423,7 +423,7 @@ async def test_closing_ends_requests_here_and_in_the_replicas() -> None:
         await anext(engine.submit(request("b")))
 
 
-async def test_health_tells_what_the_replicas_do() -> None:
+async def test_health_reports_the_state_of_the_replicas() -> None:
     cluster = FakeReplicas(0)
     cluster.state = ReplicaSetStatus(status="starting", n_wanted=1, progress=0.25)
     engine = cluster.engine()

@@ -114,7 +114,7 @@ def test_the_record_of_a_killed_front_is_kept_while_its_replicas_may_run(record:
     assert ray_cluster.records() == []
 
 
-def test_a_killed_front_with_a_cluster_of_its_own_leaves_nothing(record: FrontRecord) -> None:
+def test_a_killed_front_with_its_own_cluster_leaves_nothing(record: FrontRecord) -> None:
     leave(record, owns_cluster=True)
     assert ray_cluster.records() == []
 

@@ -113,7 +113,7 @@ async def test_an_image_of_a_listed_host_is_fetched() -> None:
         assert await fetched(f"http://127.0.0.1:{port}/cat.png", "127.0.0.1") == RED
 
 
-async def test_a_host_that_is_not_listed_is_not_asked() -> None:
+async def test_a_host_that_is_not_listed_is_not_contacted() -> None:
     asked = []
 
     async def note(request: web.Request) -> web.Response:
@@ -201,7 +201,7 @@ async def test_a_host_that_does_not_answer_is_not_waited_for() -> None:
     assert message == "could not be fetched within 0.3 s"
 
 
-async def test_what_goes_wrong_is_said() -> None:
+async def test_fetch_errors_name_the_reason() -> None:
     async def missing(_: web.Request) -> web.Response:
         return web.Response(status=404, text="secret page")
 

@@ -334,7 +334,7 @@ def test_a_file_that_is_not_a_model_is_refused(tmp_path: Path) -> None:
         plan_auto(tmp_path / "none.gguf", times_of)
 
 
-def test_the_output_must_be_another_file_that_does_not_exist_yet(q4_k_m: Path, tmp_path: Path) -> None:
+def test_the_output_must_be_a_new_file(q4_k_m: Path, tmp_path: Path) -> None:
     plan = plan_auto(q4_k_m, times_of)
     with pytest.raises(ModelError, match="is the model itself"):
         check_target(plan, q4_k_m, overwrite=True)

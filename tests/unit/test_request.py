@@ -179,7 +179,7 @@ def test_without_temperature_among_the_samplers_nothing_is_greedy() -> None:
     assert not SamplingParams(temperature=0, samplers=("top_k",)).is_greedy
 
 
-def test_penalties_left_out_of_the_samplers_are_none() -> None:
+def test_penalties_left_out_of_the_samplers_are_off() -> None:
     assert SamplingParams(repetition_penalty=2).has_penalties
     assert not SamplingParams(repetition_penalty=2, samplers=("top_k", "temperature")).has_penalties
     assert not SamplingParams(repetition_penalty=2, penalty_last_n=0).has_penalties
@@ -237,7 +237,7 @@ def test_ids_of_numpy_become_pythons() -> None:
     assert [type(token) for token in [*request.prompt, *request.params.stop_token_ids]] == [int] * 3  # type: ignore[misc]
 
 
-def test_biases_are_not_without_number() -> None:
+def test_the_number_of_biases_is_limited() -> None:
     assert len(SamplingParams(logit_bias=dict.fromkeys(range(8192), 1.0)).logit_bias) == 8192
     assert "has 8,193 entries" in refusal("logit_bias", dict.fromkeys(range(8193), 1.0))
 
@@ -483,7 +483,7 @@ def test_without_max_tokens_an_answer_may_fill_the_context(n_ctx: int, n_paralle
     assert (len(result.tokens), result.finish_reason) == (expected, FinishReason.LENGTH)
 
 
-def test_a_closed_engine_ends_what_runs_and_takes_nothing_new() -> None:
+def test_a_closed_engine_ends_running_requests_and_accepts_no_new_ones() -> None:
     engine = fake_engine()
     engine.add_request([1], ENDLESS)
     engine.step()
@@ -514,7 +514,7 @@ def test_a_token_that_ends_the_text_is_not_part_of_it() -> None:
     assert not {first, *EOG} & set(result.tokens[:3])
 
 
-def test_an_interrupted_generate_cancels_what_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_generate_cancels_the_remaining_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = fake_engine()
 
     def interrupt(_: object) -> None:
@@ -637,7 +637,7 @@ def test_a_setting_that_is_not_a_number_is_refused_with_its_flag(name: str) -> N
         ({"lora": 5}, "lora (--lora) is 5; it must be a list of (file, scale) pairs"),
     ],
 )
-def test_a_setting_of_another_type_is_refused_with_what_it_must_be(settings: dict[str, Any], message: str) -> None:
+def test_a_setting_of_another_type_is_refused_with_the_expected_type(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(message)):
         EngineConfig("x", **settings)
 

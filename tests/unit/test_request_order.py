@@ -88,7 +88,7 @@ def test_short_common_prefixes_move_nothing() -> None:
     assert lines(order_requests(items, longest_first=False)) == [1, 2, 3, 4, 5]
 
 
-def test_conversations_with_the_same_first_messages_stand_together() -> None:
+def test_conversations_with_the_same_first_messages_are_grouped() -> None:
     system = "You are brief. " * 20
     parts = [{"type": "text", "text": system}]
     items = [chat(1, system, "a"), chat(2, parts, "a"), chat(3, "b"), chat(4, system, "c"), chat(5, parts, "c")]

@@ -71,7 +71,7 @@ def test_ports_out_of_range_are_refused(port: str) -> None:
         ({"tensor_split": (1.0,) * 17}, "17 shares"),
     ],
 )
-def test_settings_that_cannot_be_are_refused(settings: dict[str, Any], message: str) -> None:
+def test_invalid_settings_are_refused(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         EngineConfig("m.gguf", **settings)
 
@@ -176,7 +176,7 @@ def test_a_server_that_is_not_a_worker_is_refused() -> None:
         check_worker(endpoint)
 
 
-def test_a_tunnel_without_a_worker_is_worth_waiting_for() -> None:
+def test_a_tunnel_without_a_worker_is_a_retryable_error() -> None:
     with (
         listening(lambda connection: connection.recv(1024)) as endpoint,
         pytest.raises(RpcUnreachable, match=f"connection to {endpoint} was closed .*: it may be a tunnel without"),
@@ -194,7 +194,7 @@ def test_a_missing_worker_is_named() -> None:
             check_worker(endpoint)
 
 
-def test_a_busy_worker_accepts_the_connection_and_says_nothing() -> None:
+def test_a_busy_worker_accepts_the_connection_and_sends_nothing() -> None:
     release = threading.Event()
     with listening(lambda connection: release.wait(10)) as endpoint:
         with pytest.raises(RpcUnreachable, match="one engine at a time; it may be in use by another engine"):

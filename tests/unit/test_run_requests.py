@@ -102,7 +102,7 @@ async def test_no_requests_have_no_events() -> None:
     assert await read(run(FakeClient(), [], errors_as_events=True)) == []
 
 
-async def test_the_workers_are_asked_for_only_when_not_all_requests_can_run_at_once() -> None:
+async def test_the_number_of_workers_is_queried_only_if_not_all_requests_can_run_at_once() -> None:
     client = FakeClient(n_parallel=4)
     await read(run(client, requests(4)))
     assert (client.n_asked_for_workers, client.most_running) == (0, 4)
@@ -146,7 +146,7 @@ async def test_no_request_starts_when_one_prompt_is_invalid_and_each_prompt_is_c
     assert client.submitted == []
 
 
-async def test_unless_asked_for_only_long_prompts_are_checked_first() -> None:
+async def test_by_default_only_long_prompts_are_checked_first() -> None:
     client = FakeClient()
     long = GenerationRequest(id="long", prompt="x" * 40_000)
     await read(run(client, [*requests(2), long]))

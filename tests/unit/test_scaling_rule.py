@@ -124,7 +124,7 @@ def test_the_delay_separates_a_start_and_a_drain(phases: list[tuple[int, int]], 
             assert after.at - before.at >= DELAY
 
 
-def test_a_start_that_failed_is_tried_again_later_and_later() -> None:
+def test_a_failed_start_is_retried_with_growing_delays() -> None:
     rule = ScalingRule(min_workers=1, max_workers=2, n_parallel=N_PARALLEL, downscale_delay=DELAY)
     load, attempts = Load(100, 84, 9.0), []
     for second in range(1500):

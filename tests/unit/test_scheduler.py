@@ -313,7 +313,7 @@ def test_rows_do_not_pass_over_the_cells_of_a_far_longer_prompt_after_them() -> 
     assert orders[-1] == [3, 0, 1, 2]
 
 
-def test_a_step_says_how_many_tokens_it_has_and_how_many_of_them_decode() -> None:
+def test_a_step_reports_its_tokens_and_its_decode_rows() -> None:
     policy = Policy(step_tokens=8)
     policy.add("a", 2, 9)
     policy.step()
@@ -365,7 +365,7 @@ def test_cancelling_one_changes_nothing_for_the_others() -> None:
     assert tokens == reference([4, 5, 6], endless(9))[0]
 
 
-def test_cancelling_what_has_ended_or_never_was_is_false_and_says_nothing() -> None:
+def test_cancelling_an_ended_or_unknown_request_returns_false_without_an_event() -> None:
     engine = fake_engine()
     ended = engine.add_request([1], greedy(1))
     drain(engine)
@@ -389,7 +389,7 @@ def test_a_failed_step_ends_only_those_in_its_batch(error: LlamaError) -> None:
     assert beside not in engine.core.sequences
 
 
-def test_after_a_failed_step_new_requests_run_as_ever() -> None:
+def test_after_a_failed_step_new_requests_run_as_usual() -> None:
     engine = fake_engine()
     context_of(engine).fail_at[2] = DecodeFailed(-3, "no reason")
     engine.add_request([1], endless(4))

@@ -75,7 +75,7 @@ def test_no_drafts_where_every_row_costs_as_much_as_the_first(streams: bool) -> 
 
 
 @pytest.mark.parametrize("streams", [False, True])
-def test_whole_drafts_where_rows_cost_nothing(streams: bool) -> None:
+def test_drafts_are_whole_where_rows_cost_nothing(streams: bool) -> None:
     its, sequences = plan([(8, 0.95)] * 4, FLAT, streams=streams)
     assert its
     assert its.lengths == [8] * 4
@@ -146,7 +146,7 @@ def test_where_sequences_have_streams_all_rows_get_equally_many() -> None:
     assert sequences[2].tokens[2:10].tolist() == [1, 2, 3, 4, 5, 2, 2, 2]
 
 
-def test_few_drafts_among_many_rows_are_a_pass_of_their_own() -> None:
+def test_few_drafts_among_many_rows_are_a_separate_pass() -> None:
     times = {n: 0.100 + 0.001 * n for n in range(1, 257)}
     its, _ = plan([(12, 0.97) if i in (3, 4, 5) else (0, 0.0) for i in range(16)], times, streams=True)
     assert its
@@ -264,7 +264,7 @@ def test_wrong_drafts_do_not_end_speculation_for_good() -> None:
     assert sum(right[500:]) >= 484  # one of 33 steps measures rows without drafts
 
 
-def test_disturbed_steps_decide_nothing_for_long() -> None:
+def test_disturbed_steps_affect_no_decision_for_long() -> None:
     """16 rows take 26 ms and 32 take 43, so drafts of one token each, half of them right, do not pay; nor after steps
     that another program has made six times as long."""
     times = {16: 0.026, 32: 0.043}
@@ -334,7 +334,7 @@ class Unsure:
 
 
 @pytest.mark.parametrize(("every", "is_worth"), [(1, True), (2, True), (10, False)])
-def test_a_draft_model_that_is_often_unsure_is_asked_while_its_drafts_pay(every: int, is_worth: bool) -> None:
+def test_a_draft_model_that_is_often_unsure_is_used_while_its_drafts_pay(every: int, is_worth: bool) -> None:
     """A call without a draft costs one decode of the draft model. The times are those of a model four times as deep as
     the default model, in BF16."""
     cost, model = StepCost(), Unsure(every)
@@ -347,9 +347,7 @@ def test_a_draft_model_that_is_often_unsure_is_asked_while_its_drafts_pay(every:
 
 
 @pytest.mark.parametrize(("slower", "is_worth"), [(1.0, True), (2.0, False)])
-def test_a_draft_model_is_asked_as_long_as_its_steps_are_not_slower_than_rows_alone(
-    slower: float, is_worth: bool
-) -> None:
+def test_a_draft_model_is_used_while_its_steps_are_not_slower_than_rows_alone(slower: float, is_worth: bool) -> None:
     """By the estimates four tokens in 81 ms, instead of 41 ms for one; but the steps may take longer than that."""
     now = 0.0
     cost, model, sequences = StepCost(), Unsure(1), decoding(1)

@@ -70,7 +70,7 @@ def test_a_disturbed_step_does_not_decide() -> None:
     assert cost.rows_to_compute(15, 16) == 16
 
 
-def test_a_disturbed_first_step_does_not_make_a_number_of_rows_slow_for_good() -> None:
+def test_a_disturbed_first_step_does_not_mark_a_number_of_rows_as_slow_permanently() -> None:
     cost = StepCost()
     cost.observe_prompt(256, 0.256)
     for _ in range(4):

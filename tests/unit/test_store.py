@@ -53,7 +53,7 @@ def ended(record: BatchRecord) -> BatchRecord:
     return msgspec.structs.replace(record, batch=msgspec.structs.replace(record.batch, status="completed"))
 
 
-def test_a_file_is_what_it_was_after_a_restart(store: BatchStore, tmp_path: Path) -> None:
+def test_a_file_is_unchanged_after_a_restart(store: BatchStore, tmp_path: Path) -> None:
     store.add_file(file("a", expires_at=99))
     store.add_file(file("a", bytes=4))  # as when a batch puts its files in place again
     store.close()
@@ -81,7 +81,7 @@ def test_pages_follow_each_other_in_both_orders(store: BatchStore) -> None:
         store.files(Page(after="file-z", limit=2))
 
 
-def test_what_an_open_batch_needs_is_not_deleted(store: BatchStore) -> None:
+def test_the_files_of_an_open_batch_are_not_deleted(store: BatchStore) -> None:
     store.add_file(file("in", expires_at=10))
     store.add_batch(batch("a"))
     with pytest.raises(Conflict, match="batch_a"):
@@ -95,7 +95,7 @@ def test_what_an_open_batch_needs_is_not_deleted(store: BatchStore) -> None:
         store.delete_file("file-a-out")
 
 
-def test_a_batch_is_made_only_of_a_file_that_is_here_and_meant_for_it(store: BatchStore) -> None:
+def test_a_batch_is_created_only_from_an_existing_file_with_purpose_batch(store: BatchStore) -> None:
     with pytest.raises(InvalidRequest, match=r"input_file_id: file .* not found"):
         store.add_batch(batch("a"))
     store.add_file(file("in", purpose="vision"))

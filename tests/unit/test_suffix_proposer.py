@@ -57,7 +57,7 @@ def run(proposer: SuffixProposer, seq: Seq, completion: list[int], most: int = 8
 DISTINCT = list(range(100, 200))
 
 
-def test_what_followed_the_last_tokens_is_drafted() -> None:
+def test_the_earlier_continuation_of_the_last_tokens_is_drafted() -> None:
     seq = sequence([*DISTINCT, 110, 111, 112])
     assert draft(SuffixProposer(), seq, 4) == [113, 114, 115, 116]
 

@@ -178,7 +178,7 @@ def test_closing_ends_the_calls_of_other_threads(threads: ThreadPoolExecutor) ->
             continue
 
 
-def test_an_exception_in_a_step_reaches_one_thread_and_the_others_go_on(threads: ThreadPoolExecutor) -> None:
+def test_an_exception_in_a_step_reaches_one_thread_and_the_others_continue(threads: ThreadPoolExecutor) -> None:
     n_failures = 0
 
     def fail_once(plan: object) -> None:
@@ -234,7 +234,7 @@ def test_ctrl_c_while_another_thread_steps(threads: ThreadPoolExecutor) -> None:
     assert nothing_is_left(engine)
 
 
-def test_a_fork_is_refused_at_once_with_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fork_is_refused_at_once_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = fake_engine()
     monkeypatch.setattr(os, "getpid", lambda: 7)
     calls: list[Callable[[], object]] = [

@@ -147,7 +147,7 @@ async def test_other_files_are_not_served(client: TestClient[Any, Any], path: st
     assert "import" not in await answer.text()
 
 
-async def test_the_api_is_not_open_where_the_page_is(client: TestClient[Any, Any]) -> None:
+async def test_the_api_requires_a_key_although_the_page_does_not(client: TestClient[Any, Any]) -> None:
     for path in ("/v1/models", "/props", "/stats", "/live", "/pages"):
         assert (await client.get(URL(path, encoded=True))).status == 401, path
     assert (await client.post("/")).status == 405

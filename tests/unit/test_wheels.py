@@ -156,7 +156,7 @@ def test_one_line_says_which_wheel_is_taken(
     assert capsys.readouterr().err == f"Taking {CPU} from {place}\n"
 
 
-def test_without_a_fitting_wheel_the_message_says_what_was_looked_for(
+def test_without_a_fitting_wheel_the_message_names_the_required_one(
     install: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     place = folder_with(tmp_path / "wheels", [ARM, CPU.replace(VERSION, "0.3.1")])
@@ -199,7 +199,7 @@ def test_a_new_file_in_the_folder_is_a_new_key(install: Any, tmp_path: Path, mon
     assert install.plan_wheel("")[0] != before
 
 
-def test_a_wheel_that_was_taken_stays_until_something_else_is_asked_for(
+def test_an_installed_wheel_is_kept_until_another_one_is_requested(
     install: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else a second `./scripts/serve` without CPPBATCH_WHEELS would compile for minutes."""
