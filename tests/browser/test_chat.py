@@ -293,9 +293,7 @@ def test_text_that_is_nested_too_deep_is_shown_as_it_was_written(chat: Page) -> 
     expect(messages(chat, "assistant").last.locator("blockquote")).to_have_count(15)
 
 
-def test_a_link_with_its_target_defined_later_is_a_link_when_the_answer_is_complete_and_after_a_reload(
-    chat: Page
-) -> None:
+def test_a_link_with_a_later_target_is_rendered_when_the_answer_is_complete_and_after_a_reload(chat: Page) -> None:
     answer_with(chat, "See [this][1].\n\nMore.\n\n[1]: https://example.org/a")
     ask(chat, "Where?")
     for _ in range(2):
