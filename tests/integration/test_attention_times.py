@@ -34,7 +34,7 @@ SMALL = Shape(n_layer=2, n_head=4, n_head_kv=2, head_k=32, head_v=32)
 
 @pytest.fixture(autouse=True)
 def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """An empty folder for what is measured."""
+    """An empty folder for measurements."""
     monkeypatch.setattr(findings, "user_cache_path", lambda name: tmp_path / "cache")
     monkeypatch.setattr(quality, "english_text", lambda: "The north wind and the sun. " * 40)
     return tmp_path / "cache"

@@ -1,4 +1,4 @@
-"""A file that cannot be run, or a flag that makes no sense: exit code 2 and one line that says what to do."""
+"""A file that cannot be run, or an invalid flag: exit code 2 and one line with the remedy."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ class SmallVocab(FakeVocab):
 
 
 class NoContext:
-    """The tests sample rows of their own (`Sampler.sample_logits`)."""
+    """For tests that sample their own rows (`Sampler.sample_logits`)."""
 
     backend_sampling: BackendSampling | None = None
 
@@ -94,7 +94,7 @@ def close(sequences: list[Seq]) -> None:
 
 
 def counts_of(sampler: Sampler, row: Row, n: int = 2500, **fields: Any) -> Counts:
-    """How often each token is the first one of n requests with seeds of their own."""
+    """How often each token is the first one of n requests with different seeds."""
     params = SamplingParams(**{**OFF, **fields})
     seeds = np.random.default_rng(1).integers(2**63, size=n).tolist()
     sequences = [sequence_of(params, seed) for seed in seeds]

@@ -131,7 +131,7 @@ def test_a_known_name_writes_what_its_models_own_template_does(
 ) -> None:
     """But for the BOS token, and spaces around Mistral's markers, which differ between its generations."""
     messages = [HELLO, HI, SUM, FOUR, THANKS]
-    if name in ("chatml", "phi3"):  # the others have no place of its own for a system message
+    if name in ("chatml", "phi3"):  # the others have no separate place for a system message
         messages.insert(0, SYSTEM)
     text = template_of(find_template(name)).render(messages)
     own = models_templates[model].render(messages).removeprefix(BOS)

@@ -52,7 +52,7 @@ def logprobs(engine: BatchInferenceEngine, prompts: list[list[int]]) -> Results:
 
 @pytest.fixture(scope="module")
 def alone(model: Path) -> Results:
-    """What each prompt gives when nothing else is in the batch."""
+    """The result of each prompt alone in the batch."""
     with engine(model, prefix_cache=False) as alone:
         return [logprobs(alone, [prompt])[0] for prompt in PROMPTS]
 

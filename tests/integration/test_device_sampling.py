@@ -1,4 +1,4 @@
-"""--sampling backend: what the device finds gives the same texts as whole rows of logits. The CPU is a device too."""
+"""--sampling backend: sampling on the device gives the same texts as complete rows. The CPU is a device too."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Embedding models and rerankers: vectors and scores are what llama.cpp gives for each text by itself."""
+"""Embedding models and rerankers: vectors and scores are those of llama.cpp for each text alone."""
 
 from __future__ import annotations
 
@@ -236,7 +236,7 @@ def test_a_reranker_without_a_pooling_type_in_its_file_works_with_pooling_rank(
         assert np.array_equal(said.embed(PAIRS), engine.embed(PAIRS))
 
 
-# --- what is refused --------------------------------------------------------------------------------------------------
+# --- refusals ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("write", [tiny_models.diffusion, tiny_models.encoder_decoder])

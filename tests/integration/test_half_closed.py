@@ -157,7 +157,7 @@ async def test_a_disconnect_while_tokens_are_generated_is_detected(engine: HeldE
 
 
 async def test_a_disconnect_behind_a_proxy_that_passes_on_only_the_end_is_detected(engine: HeldEngine) -> None:
-    """The proxy learns that its client is gone from what it sends it, and the server from what it sends the proxy."""
+    """The proxy detects that its client is gone when it sends data to it, and so does the server with the proxy."""
     async with listening(create_app(engine)) as listener:
 
         async def pass_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -33,7 +33,7 @@ print(n, (max(taken) - before) >> 20)
 
 
 def memory_taken(path: Path) -> tuple[int, int]:
-    """How many things are in the file, and by how many MiB reading them makes a process grow."""
+    """The number of entries in the file, and the growth in MiB of a process that reads them."""
     done = subprocess.run([sys.executable, "-c", MOST_MEMORY, path], check=True, capture_output=True, text=True)
     n, grown = done.stdout.split()
     return int(n), int(grown)

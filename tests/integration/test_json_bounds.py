@@ -1,4 +1,4 @@
-"""JSON is measured on its bytes: as wide and as deep as it is, and what is too much is refused before it is decoded."""
+"""JSON is measured on its bytes, by size and depth, and refused before it is decoded if it exceeds the bounds."""
 
 from __future__ import annotations
 

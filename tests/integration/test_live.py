@@ -49,7 +49,7 @@ name = "bob"
 
 
 class CountedEngine(LocalEngine):
-    """Counts how often it is asked what it does, and how often its thread answers."""
+    """Counts how often its state is requested, and how often its thread answers."""
 
     n_live = n_states = 0
 

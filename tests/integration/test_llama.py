@@ -1,4 +1,4 @@
-"""Model, Backend, library and requantisation: loading says what it loads, and why it does not."""
+"""Model, Backend, library and requantisation: loading reports what it loads, or the reason for a failure."""
 
 from __future__ import annotations
 

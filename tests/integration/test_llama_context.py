@@ -13,7 +13,7 @@ from cppbatch.errors import CacheFull, LlamaError, OutOfRange
 from cppbatch.llama import Batch, Context, Model
 from tests.support.contexts import PROMPT, close, decode
 
-# --- what is refused ---------------------------------------------------------------------------------------------
+# --- refusals ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Log-probabilities are the model's own, whatever is sampled, batched, shared or preempted beside them."""
+"""Log-probabilities are the model's own, regardless of sampling, batching, sharing and preemption."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def tokens_of(engine: BatchInferenceEngine, prompt: str | list[int]) -> list[int
 
 
 def assert_exact_alone(path: Path, prompt: str | list[int], params: SamplingParams) -> Completion:
-    """Runs it alone, and the same tokens in the same runs in a context of their own."""
+    """Runs it alone, and the same tokens in the same runs in a separate context."""
     with BatchInferenceEngine(path, n_parallel=1, **SETTINGS) as engine:
         (result,) = engine.generate([prompt], params)
         start = tokens_of(engine, prompt)

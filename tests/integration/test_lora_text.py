@@ -1,4 +1,4 @@
-"""A request's text is that of its adapters alone, whatever others run beside it, and whatever becomes of the engine."""
+"""A request's text is that of its adapters alone, regardless of other requests and of restarts of the engine."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_a_request_without_lora_gets_the_adapters_with_their_startup_scales(
         assert engine.generate([PROMPTS[2]], GREEDY, lora={"x": 0, "y": 1e-50})[0].text == expected[OF.index({})]
 
 
-# --- what is refused ------------------------------------------------------------------------------------------------
+# --- refusals -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

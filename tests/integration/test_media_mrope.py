@@ -25,7 +25,7 @@ from tests.support.native_engines import OpenEngine
 
 KINDS = ("qwen2vl", "qwen2.5vl", "qwen3vl", "qwen35")
 SIZES = ((48, 40), (96, 64), (32, 144), (128, 48), (1, 1), (100, 1), (64, 64), (40, 128))
-"""Width and height; each gives another number of rows and columns."""
+"""Width and height; each gives a different number of rows and columns."""
 
 
 def write_pair(folder: Path, kind: str) -> None:

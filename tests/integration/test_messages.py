@@ -1,4 +1,4 @@
-"""Anthropic's API: what its own client makes of the answers, and what the model is given."""
+"""Anthropic's API: how its own client parses the answers, and what the model gets."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def client_of(server: ChatServer, key: str = "x") -> anthropic.Anthropic:
 
 
 def ask(client: anthropic.Anthropic, **fields: Any) -> Message:
-    """Fields that the client has no argument for go into the body all the same."""
+    """Fields without an argument in the client go into the body too."""
     extra = {name: fields.pop(name) for name in ("temperature", "top_k", "top_p", "timeout") if name in fields}
     return expect(Message, client.messages.create(**{**HELLO, **fields}, extra_body=extra))
 

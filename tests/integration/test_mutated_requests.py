@@ -149,7 +149,7 @@ async def text_of_a_normal_request(server: AppThread) -> str:
 
 
 async def weather(server: AppThread, n: int) -> None:
-    """A storm of `n` mutants, and what is to be true before and after it."""
+    """Sends `n` mutants, and checks what must be true before and after them."""
     before = await text_of_a_normal_request(server)
     wrong, answers, slowest = await storm(server, n)
     print(f"{n} mutants: {dict(answers)}, the slowest took {slowest:.2f} s")

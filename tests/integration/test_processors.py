@@ -1,4 +1,4 @@
-"""A request's own `logits_processor`: what it is given, what it may do, and that its mistakes are its own."""
+"""A request's own `logits_processor`: its arguments, what it may do, and that its errors affect no other request."""
 
 from __future__ import annotations
 

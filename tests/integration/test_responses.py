@@ -1,4 +1,4 @@
-"""OpenAI's responses: what its own client makes of the answers, and what the model is given."""
+"""OpenAI's responses: how its own client parses the answers, and what the model gets."""
 
 from __future__ import annotations
 
@@ -221,7 +221,7 @@ def test_log_probabilities_are_in_the_events_too(server: ChatServer) -> None:
     assert len(deltas) == 8
 
 
-# --- what the model is given ------------------------------------------------------------------------------------------
+# --- what the model gets ----------------------------------------------------------------------------------------------
 
 
 def read(items: str | list[Json], **fields: Any) -> list[Json]:

@@ -149,7 +149,7 @@ def test_a_draft_model_drafts_on_this_machine(split: dict[str, Any], tiny_llama:
         assert [each.text for each in engine.generate(PROMPTS, GREEDY)] == texts(tiny_llama)
 
 
-# --- what is refused --------------------------------------------------------------------------------------------------
+# --- refusals ---------------------------------------------------------------------------------------------------------
 
 
 def test_every_device_has_a_share(split: dict[str, Any], tiny_llama: Path) -> None:

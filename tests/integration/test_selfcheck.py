@@ -41,7 +41,7 @@ def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
 
 @pytest.fixture
 def children(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], list[bool]]:
-    """Sets what the child does with and without repacked weights; lists the children started."""
+    """Sets the behaviour of the child with and without repacked weights; lists the children started."""
     started: list[bool] = []
 
     def set_to(fast: str, plain: str) -> list[bool]:

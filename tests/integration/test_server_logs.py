@@ -1,4 +1,4 @@
-"""Request ids, the access log, and what the log's lines look like."""
+"""Request ids, the access log, and the format of log lines."""
 
 from __future__ import annotations
 

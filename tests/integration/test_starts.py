@@ -1,4 +1,4 @@
-"""What a start does not do again: importing what it has no use for, and finding out what is cached."""
+"""What a start avoids: importing unused modules, and repeating measurements that are cached."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ IMPORTS: dict[str, set[str]] = {
 
 @pytest.fixture(autouse=True)
 def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """An empty folder for what is found out."""
+    """An empty folder for cached measurements."""
     monkeypatch.setattr(findings, "user_cache_path", lambda name: tmp_path / "cache")
     return tmp_path / "cache"
 

@@ -1,4 +1,4 @@
-"""One engine, and what a program does to it: threads, a fork, Ctrl-C at any moment. Real llama.cpp, tiny model."""
+"""One engine under threads, a fork, and Ctrl-C at any moment. Real llama.cpp, tiny model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`cppbatch bench throughput` and `strategies`: what is measured, what is refused, and what becomes of the figures."""
+"""`cppbatch bench throughput` and `strategies`: measurements, refusals, and the output of the figures."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The ring over all architectures: a run complains of what is not known, and its page has a row for each."""
+"""The ring over all architectures: a run reports unknown failures, and its page has a row for each."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Work in the background (priority 100) takes the room that others leave, and gives it up at once."""
+"""Background work (priority 100) uses the capacity that others leave, and yields it at once."""
 
 from __future__ import annotations
 

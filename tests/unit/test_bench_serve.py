@@ -1,4 +1,4 @@
-"""`cppbatch bench serve`: what it counts is what came, whatever a server does, and it says what is wrong with one."""
+"""`cppbatch bench serve` counts what it receives, whatever a server does, and reports the problems of a server."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The books of shared cells: what is used, what is shared, and what is free when a sequence leaves."""
+"""The accounting of shared cells: which are used, which are shared, and which become free when a sequence ends."""
 
 from __future__ import annotations
 

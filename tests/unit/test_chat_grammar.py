@@ -1,4 +1,4 @@
-"""What is enforced when a tool must be called: whatever the grammar lets through is read as calls that match."""
+"""The grammar of required tool calls: all text that it allows is parsed as calls that match."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A model's text becomes a message while it comes: thoughts, text and calls, the same however it is split."""
+"""A model's text becomes a message while it streams: thoughts, text and calls, the same however it is split."""
 
 from __future__ import annotations
 

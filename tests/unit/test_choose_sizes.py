@@ -27,7 +27,7 @@ def sizes(
     return [(each.n_parallel, each.n_ctx) for each in candidates]
 
 
-# --- what there is to choose from -------------------------------------------------------------------------------------
+# --- the candidates ---------------------------------------------------------------------------------------------------
 
 
 def test_a_cpu_gets_16_sequences_with_1024_cells_each_then_halves() -> None:

@@ -272,7 +272,7 @@ def test_a_server_has_its_name_in_containers_and_if_others_can_reach_it_those_of
 
 
 class Reached(NamedTuple):
-    """The application on a port of its own, with all its middlewares and routes."""
+    """The application on a separate port, with all its middlewares and routes."""
 
     port: int
     routes: list[tuple[str, str]]

@@ -306,7 +306,7 @@ REFUSED: dict[str, tuple[Damage, str]] = {
     "files: a file": (both(removed("files"), written("files", b"mine")), NONE_OF),
     "batches: a file": (both(removed("batches"), written("batches", b"mine")), "batches"),
 }
-"""What is done, and what the refusal says."""
+"""The damage, and the text of the refusal."""
 SAID: dict[str, tuple[Damage, str]] = {
     "database: an earlier copy": (earlier("jobs.sqlite3"), ASIDE),
     "0.1.0, killed: a frame of its WAL flipped": (old_version(flipped_frame), ASIDE),
@@ -355,7 +355,7 @@ SAID: dict[str, tuple[Damage, str]] = {
         "its last 1 lines were not committed",
     ),
 }
-"""What is done, and what the log says."""
+"""The damage, and the text of the log."""
 HARMLESS: dict[str, Damage] = {
     "nothing": lambda *_: None,
     "WAL: gone": removed("jobs.sqlite3-wal"),

@@ -33,7 +33,7 @@ def bytewise(text: str) -> list[bytes]:
 
 
 def read(pieces: list[bytes], stop: tuple[str, ...], *, include_stop: bool = False) -> tuple[list[str], Detokenizer]:
-    """What the engine gives out: every push until a stop string comes, else the held back rest."""
+    """The engine's output: every push until a stop string matches, else also the text held back."""
     stream, shown = Detokenizer(stop, include_stop=include_stop), []
     for piece in pieces:
         shown.append(stream.push(piece))

@@ -1,4 +1,4 @@
-"""The draft head reads the hidden rows of its sequence whatever becomes of that, and never changes a text."""
+"""The draft head reads the hidden rows of its sequence whatever happens to it, and never changes a text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The draft model's cells follow the sequences whatever becomes of these, and drafts are what it would write."""
+"""The draft model's cells follow the sequences whatever happens to them, and drafts are the text it would write."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class Drafting:
         raise AssertionError("the prompts are never read")
 
     def check(self) -> None:
-        """The accounting is what the context holds."""
+        """The accounting matches the context."""
         context, cells = self.context, self.proposer.cells
         for draft in cells.all:
             expected = bytes(draft.tokens[: draft.n_known].tolist()) + bytes(draft.guessed)

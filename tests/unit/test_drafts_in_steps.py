@@ -1,4 +1,4 @@
-"""Drafts in the step: they change how many tokens a step gives, and nothing else."""
+"""Drafts in the step: they change the number of tokens per step, and nothing else."""
 
 from __future__ import annotations
 

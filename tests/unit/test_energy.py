@@ -1,4 +1,4 @@
-"""Tokens for each kWh and unit of money: what is counted, and what is said where nothing can be."""
+"""Tokens per kWh and per unit of money: what is counted, and the message if nothing can be."""
 
 from __future__ import annotations
 

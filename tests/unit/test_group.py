@@ -34,7 +34,7 @@ class Outputs:
 
 
 class Worker:
-    """Notes what it gets; each request runs until it is let go."""
+    """Records its requests; each of them runs until it is released."""
 
     config = EngineConfig(model_path="", n_parallel=16)
 

@@ -1,4 +1,4 @@
-"""Models of the hub by name: what is missing is fetched, what is there needs no network, and a wrong name says why."""
+"""Models of the hub by name: missing files are fetched, existing ones need no network, and wrong names get a reason."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ N_ROWS = 16
 
 
 class Simulation:
-    """An engine that computes a load, and what that takes. `losses`: it does at random what costs time."""
+    """An engine that computes a load, and its time. `losses`: it randomly does things that cost time."""
 
     def __init__(
         self, costs: BareCosts, requests: list[RequestSize], clients: int | None, losses: random.Random | None
@@ -143,7 +143,7 @@ STEPS = {
 
 
 def best_s(work: StepWork) -> float:
-    """What `llama_decode` takes for it."""
+    """The time of `llama_decode` for it."""
     tokens_s = work.prompt_tokens * AFFINE.token_s_of(work.prompt_tokens) if work.prompt_tokens else 0.0
     return sum(map(AFFINE.step_s, work.groups)) + tokens_s
 
@@ -184,7 +184,7 @@ def test_the_parts_of_any_steps_are_not_negative_and_add_up_to_the_time() -> Non
 
 
 class Machine:
-    """An engine over a fake context in virtual time: only what is said here takes time."""
+    """An engine over a fake context in virtual time: only the steps defined here take time."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, **settings: Any) -> None:
         self.now = 1000.0

@@ -1,4 +1,4 @@
-"""A job's results on disk: each line of the input is dealt with once, wherever the process dies."""
+"""A job's results on disk: each line of the input is answered once, wherever the process dies."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a job is worked through: side by side, group by group to the disk, and left in order whatever ends it."""
+"""How a job runs: lines in parallel, written to disk in groups, and consistent whatever ends it."""
 
 from __future__ import annotations
 

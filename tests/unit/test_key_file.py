@@ -1,4 +1,4 @@
-"""TOML files of API keys: what is read, and how a mistake is reported."""
+"""TOML files of API keys: what is read, and how errors are reported."""
 
 from __future__ import annotations
 

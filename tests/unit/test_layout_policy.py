@@ -1,4 +1,4 @@
-"""When the layout is switched: at once for what has no place, and otherwise seldom."""
+"""When the layout is switched: at once for a request without a place, and otherwise seldom."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class Engine:
         return self.layout
 
 
-# --- what has no place -------------------------------------------------------------------------------------------
+# --- requests without a place ------------------------------------------------------------------------------------
 
 
 def test_a_sequence_that_fills_its_stream_stays_and_one_that_outgrows_it_is_given_all_cells_at_once() -> None:

@@ -90,7 +90,7 @@ def test_a_long_request_waits_for_its_turn_and_delays_none_after_it_by_more_than
         assert tokens_of(events, name) == reference(prompt, greedy(3, **ENDLESS))[0]
 
 
-# --- what is carried -----------------------------------------------------------------------------------------------
+# --- what is kept --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("swap_space", [0, 1, 1024], ids=["recomputed", "one saved", "all saved"])

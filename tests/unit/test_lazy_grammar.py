@@ -1,4 +1,4 @@
-"""Calls that a model writes of its own accord: text is free up to the marker, and the call matches its schema."""
+"""Calls with tool_choice auto: text is free up to the marker, and the call matches its schema."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""docs/llama-server.md has the tables of what is known of llama-server's tests, and names flags that exist."""
+"""docs/llama-server.md has the tables of llama-server's tests, and names flags that exist."""
 
 from __future__ import annotations
 

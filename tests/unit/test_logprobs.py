@@ -1,4 +1,4 @@
-"""Log-probabilities over a fake model: exact, whatever is cached, batched or preempted."""
+"""Log-probabilities over a fake model: exact regardless of caching, batching and preemption."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def hashed(tokens: list[int]) -> Rows:
 def assert_those_of(
     rows: Rows, tokens: list[int], entries: list[TokenLogprob], *, n_top: int, within: float = EXACT
 ) -> None:
-    """`entries` are of the last `tokens`, and say what the row before each says."""
+    """`entries` are those of the last `tokens`, and equal the row before each."""
     first = len(tokens) - len(entries)
     assert [entry.token for entry in entries] == tokens[first:]
     for i, entry in enumerate(entries, first):

@@ -1,4 +1,4 @@
-"""Pictures among tokens: computed in batches of their own, shared like any prefix, and never taken for tokens."""
+"""Images among tokens: computed in separate batches, shared like any prefix, and never treated as tokens."""
 
 from __future__ import annotations
 
@@ -179,7 +179,7 @@ def test_requests_travel_to_workers_and_replicas_with_their_bytes() -> None:
     assert sent.prompt.media[0].digest == PROMPT.media[0].digest
 
 
-# --- what a placeholder must never reach ------------------------------------------------------------------------------
+# --- code that placeholders must never reach --------------------------------------------------------------------------
 
 
 def started(engine: BatchInferenceEngine, prompt: MediaPrompt = PROMPT, **params: Any) -> Any:

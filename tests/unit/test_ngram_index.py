@@ -1,4 +1,4 @@
-"""The index of n-grams finds every occurrence that it should, however tokens come into it."""
+"""The index of n-grams finds every occurrence that it should, however tokens are added."""
 
 from __future__ import annotations
 

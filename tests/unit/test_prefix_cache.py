@@ -64,11 +64,11 @@ def ask(engine: BatchInferenceEngine, prompt: list[int], n: int = 1, **options: 
 
 
 def fill(engine: BatchInferenceEngine, n: int) -> None:
-    """Runs a request that needs `n` cells and leaves none of them to others."""
+    """Runs a request that needs `n` cells and leaves none of them in the cache."""
     assert ask(engine, [50] * n, cache_prompt=False) == 0
 
 
-# --- what is taken --------------------------------------------------------------------------------------------------
+# --- cached prefixes ------------------------------------------------------------------------------------------------
 
 
 @ANY_KIND
@@ -170,7 +170,7 @@ def test_cached_prefixes_leave_the_lowest_seq_ids_to_those_that_run() -> None:
     assert engine.stats().prefixes_in_cells == 4
 
 
-# --- what is taken from those that run ------------------------------------------------------------------------------
+# --- prefixes of running sequences ----------------------------------------------------------------------------------
 
 
 @ANY_PREFIX
@@ -402,7 +402,7 @@ def test_where_only_all_can_be_taken_a_prompt_that_parts_earlier_computes_all(ki
     assert ask(engine, [1] * 39 + [3] * 9) == 0
 
 
-# --- streams of their own -------------------------------------------------------------------------------------------
+# --- separate streams -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("n", "taken_over"), [(50, True), (49, False)])

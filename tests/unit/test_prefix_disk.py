@@ -237,7 +237,7 @@ def test_a_salt_is_not_readable_in_the_file(model: Path, tmp_path: Path) -> None
     assert not index.best(tokens_from(0), ("another", ()), whole=False, max_bytes=10_000)
 
 
-# --- what is worth it -------------------------------------------------------------------------------------------------
+# --- when reading and writing pay off ---------------------------------------------------------------------------------
 
 
 def test_reading_is_compared_with_computing() -> None:

@@ -1,4 +1,4 @@
-"""A request's own `logits_processor` over a fake model: what it gets, what it may do, and its mistakes."""
+"""A request's own `logits_processor` over a fake model: its arguments, what it may do, and its errors."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from tests.support.logits_processors import (
 
 
 class Seen:
-    """Notes what it is called with, and changes nothing."""
+    """Records its arguments, and changes nothing."""
 
     def __init__(self) -> None:
         self.calls: list[list[tuple[list[int], Row]]] = []
@@ -63,7 +63,7 @@ class SeenTogether(Seen):
         self.note(tokens, rows)
 
 
-# --- what it is given ------------------------------------------------------------------------------------------------
+# --- its arguments ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", [SeenOneByOne, SeenTogether])

@@ -1,4 +1,4 @@
-"""Which types a model's matrices get: the rule, the plan of a file, names, and what is refused."""
+"""The types that a model's matrices get: the rule, the plan of a file, names, and refusals."""
 
 from __future__ import annotations
 

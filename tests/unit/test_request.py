@@ -1,4 +1,4 @@
-"""What is refused, and what it says; generate and stream."""
+"""Refusals and their messages; generate and stream."""
 
 from __future__ import annotations
 
@@ -287,7 +287,7 @@ def test_a_logits_processor_is_a_function_or_has_process_rows() -> None:
         assert SamplingParams(logits_processor=processor).logits_processor is processor
 
 
-# --- what the text must look like -----------------------------------------------------------------------------------
+# --- constraints on the text ----------------------------------------------------------------------------------------
 
 GIVEN: dict[str, Any] = {
     "json_schema": {"type": "object"}, "guided_regex": "a+", "guided_choice": ("a", "b"), "grammar": 'root ::= "a"',

@@ -241,7 +241,7 @@ def test_waiting_has_an_end_and_another_version_is_not_waited_for() -> None:
 def rpc_worker(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> Callable[..., tuple[list[RpcServerSetup], str]]:
-    """Runs the command with flags: what it would serve, and the errors."""
+    """Runs the command with flags; returns what it would serve, and the errors."""
 
     def run(*flags: str) -> tuple[list[RpcServerSetup], str]:
         served: list[RpcServerSetup] = []

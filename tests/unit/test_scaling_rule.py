@@ -1,4 +1,4 @@
-"""When a worker is started, and when one is drained. Loads and times are given; nothing runs."""
+"""When a worker is started, and when one is drained, for given loads and times; nothing runs."""
 
 from __future__ import annotations
 

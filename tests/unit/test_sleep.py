@@ -63,7 +63,7 @@ class Worker:
 
 
 class Listener:
-    """Has requests; notes what the supervisor calls."""
+    """Has requests; records the supervisor's calls."""
 
     def __init__(self) -> None:
         self.requests = InFlightRequests()

@@ -28,7 +28,7 @@ def test_a_seed_gives_the_same_prompts_and_another_seed_others(name: str) -> Non
 
 
 def test_answers_can_be_copied_from_the_prompt() -> None:
-    """What makes these prompts fit for drafts: the model's job is to repeat a part of them."""
+    """Why these prompts suit drafts: the model's task is to repeat a part of them."""
     (code,) = TEXT_WORKLOADS["code"].prompts(1, 1)
     assert code.count("result") == 4
     (orders,) = TEXT_WORKLOADS["json"].prompts(1, 1)

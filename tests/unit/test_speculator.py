@@ -363,7 +363,7 @@ def test_a_draft_model_is_used_while_its_steps_are_not_slower_than_rows_alone(sl
 
 @pytest.mark.parametrize("n_right", [2, 6])
 def test_the_acceptance_is_learned_by_token_so_drafts_are_as_long_as_they_are_right(n_right: int) -> None:
-    """Of each draft two tokens are right: a third one, and all after it, would be rows in vain."""
+    """Two tokens of each draft are right: a third one, and all after it, would be wasted rows."""
     cost = StepCost()
     cost.seed((n, 0.020 + 0.006 * n) for n in range(1, 257))
     speculator, lengths = Speculator([Given([(12, 0.95)])], 16), []

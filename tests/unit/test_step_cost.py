@@ -138,7 +138,7 @@ def test_pieces_are_whole_tiles() -> None:
 
 
 def test_whole_tiles_cost_no_more_than_the_prompt_tokens_that_they_have_more_than_any_smaller_number() -> None:
-    """5 rows are a tile and a row of its own, which says nothing about two tiles."""
+    """5 rows are a tile and a single row, which says nothing about two tiles."""
     cost = StepCost()
     cost.seed([(1, 0.014), (4, 0.033), (5, 0.056), (64, 1.0)])
     cost.observe_prompt(7, 7 * 0.004)

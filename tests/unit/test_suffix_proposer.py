@@ -332,7 +332,7 @@ def test_estimates_are_what_is_accepted_on_average(noise: float) -> None:
 
 
 def test_values_that_differ_from_record_to_record_are_less_probable_than_the_text_around_them() -> None:
-    """Each record is ten fixed tokens, and a value of its own after the fifth."""
+    """Each record is ten fixed tokens, with a different value after the fifth."""
     proposer, seq = SuffixProposer(), sequence([1, 2, 3])
     records = [[*range(50, 55), 1000 + i, *range(60, 65)] for i in range(6)]
     drafts = run(proposer, seq, [token for each in records for token in each], 10)

@@ -1,4 +1,4 @@
-"""A supervisor never gives a model up that has computed anything."""
+"""A supervisor never gives up on a model that has computed anything."""
 
 from __future__ import annotations
 

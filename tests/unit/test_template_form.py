@@ -1,5 +1,5 @@
 # ruff: noqa: E501  # templates
-"""What is learned of small chat templates, each of which writes calls, thoughts or text in a way of its own."""
+"""What is learned from small chat templates, each of which writes calls, thoughts or text in a different form."""
 
 from __future__ import annotations
 

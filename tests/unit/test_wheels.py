@@ -285,7 +285,7 @@ BUILT = {
 
 
 def repaired(build_wheel: Any, folder: Path) -> tuple[Path, list[tuple[str, dict[str, str]]]]:
-    """The repaired wheel, and what was asked of each library."""
+    """The repaired wheel, and the changes requested for each library."""
     asked: list[tuple[str, dict[str, str]]] = []
 
     def relink(name: str, data: bytes, names: dict[str, str]) -> bytes:
