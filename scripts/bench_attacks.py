@@ -177,7 +177,7 @@ async def without_end(url: str, start: bytes, repeated: bytes) -> None:
 
     async def one() -> None:
         reader, writer = await asyncio.open_connection(host, int(port))
-        reading = asyncio.create_task(reader.read())  # so that answers do not hold the server up
+        reading = asyncio.create_task(reader.read())  # so that answers do not delay the server
         try:
             writer.write(start)
             while True:

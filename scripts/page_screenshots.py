@@ -141,7 +141,7 @@ def streams(url: str, n: int = 22) -> Iterator[None]:
 
 
 def shoot(page: Page, path: Path) -> None:
-    """Writes a PNG; with 256 colours if it would be too large. Raises ValueError if it is too large all the same."""
+    """Writes a PNG; with 256 colours if it would be too large. Raises ValueError if it is still too large."""
     image = Image.open(io.BytesIO(page.screenshot(animations="disabled", caret="hide"))).convert("RGB")
     image.save(path, optimize=True)
     if path.stat().st_size >= MAX_BYTES:

@@ -59,7 +59,7 @@ def texts(engine: BatchInferenceEngine, name: str, n: int) -> list[Text]:
 
 
 class Machine:
-    """What steps take, and what the engine sees of it."""
+    """The times of steps, and the times that the engine measures."""
 
     def __init__(self, seed: int | None) -> None:
         """`seed`: of the disturbances; None: no disturbances, and the engine has the exact times."""
@@ -74,7 +74,7 @@ class Machine:
             self.cost.observe_prompt(256, 256 * PROMPT_TOKEN_S)
 
     def step(self, groups: Sequence[int]) -> float:
-        """Seconds of a step; the engine sees what it would measure."""
+        """Seconds of a step; the engine gets the time that it would measure."""
         seconds = sum(self._true_s[n] for n in groups)
         if self._random:
             factor = self._random.lognormvariate(0, 0.05)

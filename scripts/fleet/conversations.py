@@ -77,7 +77,7 @@ class Conversation:
         return request
 
     def answered(self, output: list[int]) -> None:
-        """The model gave another answer than the request said: the next one follows it."""
+        """The model gave a different answer than planned: the next request continues it."""
         self._history = np.concatenate([self._history[: -len(output)], np.array(output, np.int32)])
 
     def think_s(self) -> float:

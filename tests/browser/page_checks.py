@@ -98,7 +98,7 @@ def _thread(event: dict[str, Any]) -> tuple[int, int]:
 
 
 class Focused(NamedTuple):
-    """The element that has the keyboard's focus. `name`: what a screen reader says."""
+    """The element that has the keyboard's focus. `name`: the text of a screen reader."""
 
     tag: str
     tab: str

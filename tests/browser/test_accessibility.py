@@ -84,7 +84,7 @@ def test_the_keyboard_opens_each_tab_and_skips_the_header(page: Page, url: str) 
         page.keyboard.press("Enter")
         expect(page.locator(f"main > section.{tab}")).to_be_visible()
         expect(link).to_have_attribute("aria-current", "page")
-        expect(page).to_have_title(re.compile(f"^{tab.capitalize()}"))  # a screen reader says which tab it is
+        expect(page).to_have_title(re.compile(f"^{tab.capitalize()}"))  # a screen reader announces the tab
 
 
 def test_landmarks_and_the_language_are_named(page: Page, url: str) -> None:

@@ -1,4 +1,4 @@
-"""The Chat tab: streaming, stopping, versions of messages, settings, thoughts and tools, what is kept, and errors."""
+"""The Chat tab: streaming, stopping, versions of messages, settings, thoughts and tools, storage, and errors."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.support.server_process import ServerProcess
 CHAT = "**/v1/chat/completions"
 ANSWERED = 60_000  # milliseconds
 GROW = "(one) => { one.firstElementChild.style.paddingBottom = '500px'; one.dispatchEvent(new Event('scroll')) }"
-"""The event of a scroll comes after more text has come."""
+"""The scroll event arrives after more text has arrived."""
 FROM_END = "(one) => one.scrollHeight - one.scrollTop - one.clientHeight"
 
 
@@ -85,7 +85,7 @@ def sse(*chunks: dict[str, Any]) -> str:
 
 
 def answer_with(page: Page, text: str) -> None:
-    """The next answers are this text: for what is shown, whatever a model says."""
+    """The next answers are this text, regardless of the model."""
     delta = {"choices": [{"index": 0, "delta": {"content": text}}]}
     last = {"choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]}
     page.route(CHAT, lambda route: route.fulfill(content_type="text/event-stream", body=sse(delta, last)))
@@ -222,7 +222,7 @@ def test_system_prompt_and_settings_are_sent_and_new_conversations_start_with_th
         assert body["messages"][0] == {"role": "system", "content": "You are a pirate."}
         assert (body["temperature"], body["stop"], body["json_schema"]) == (0.25, ["END", "STOP"], {"a": 1})
         assert not {"top_p", "top_k", "seed"} & body.keys()  # the server's
-        assert body["max_tokens"] == 4096  # a model that repeats itself comes to an end
+        assert body["max_tokens"] == 4096  # the text of a model that repeats itself ends
 
 
 def test_settings_show_their_meaning_the_servers_default_and_errors(chat: Page) -> None:
@@ -402,7 +402,7 @@ def test_markdown_is_rendered_and_code_is_highlighted_and_copied(chat: Page) -> 
     assert axe_violations(chat) == []
 
 
-# --- what is kept ---------------------------------------------------------------------------------------------------
+# --- storage --------------------------------------------------------------------------------------------------------
 
 
 def test_conversations_are_kept_renamed_and_deleted(chat: Page) -> None:

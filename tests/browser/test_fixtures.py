@@ -1,4 +1,4 @@
-"""The fixtures notice what they promise to notice."""
+"""The fixtures detect the errors that they are meant to detect."""
 
 from __future__ import annotations
 

@@ -144,7 +144,7 @@ def test_a_text_that_streams_has_the_same_blocks_and_finished_ones_are_not_read_
 def test_a_formula_with_a_name_of_javascript_is_shown_and_the_page_keeps_working(
     page: Page, url: str, name: str
 ) -> None:
-    """An exception in it would stop the page for good, also after each reload."""
+    """An exception in it would break the page permanently, also after each reload."""
     page.add_init_script(STREAM)
     open_tab(page, url)
     wait_ready(page)

@@ -32,7 +32,7 @@ def rows(n: int) -> bytes:
 
 
 def slow_requests(n: int, max_tokens: int = 300) -> bytes:
-    """In OpenAI's form. The first of several is short, so that the first result comes soon on any machine."""
+    """In OpenAI's form. The first of several is short, so that the first result arrives soon on any machine."""
     fields = {"method": "POST", "url": "/v1/completions"}
     body = {"prompt": "Once upon a time", **SLOW, "max_tokens": max_tokens}
     bodies = [body | {"max_tokens": 3} if i == 0 else body for i in range(n)]
@@ -93,7 +93,7 @@ def content(server: ServerProcess, file_id: str) -> bytes:
 
 
 def evaluated(page: Page, module: str, script: str, *args: object) -> Any:
-    """What a script returns to which a module of the tab is given as `m`."""
+    """The result of a script that gets a module of the tab as `m`."""
     return page.evaluate(f"async ([args]) => {{ const m = await import('/page/jobs/{module}.js'); {script} }}", [args])
 
 

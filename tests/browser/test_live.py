@@ -301,7 +301,7 @@ def test_a_broken_stream_is_opened_again_and_a_refused_one_is_not(page: Page, ur
 
 
 def test_a_silent_stream_is_given_up_and_opened_again(page: Page, url: str) -> None:
-    """Whatever arrives, a comment too, says that the connection is there."""
+    """Any data, including a comment, shows that the connection is alive."""
     function = """async ({follow}) => {
         const sleep = (ms, signal) => new Promise((done, fail) => {
             setTimeout(done, ms);
@@ -333,7 +333,7 @@ def test_a_silent_stream_is_given_up_and_opened_again(page: Page, url: str) -> N
 def test_a_server_that_stops_sending_in_the_middle_of_a_batch_is_detected(
     page: Page, batch_server: ServerProcess
 ) -> None:
-    """Its process is stopped: the connection stays open, and nothing comes."""
+    """Its process is stopped: the connection stays open, and no data arrives."""
     tab = open_tab(page, f"{batch_server.url}/", "live")
     streams = Streams(batch_server)
     expect(rows(page)).to_have_count(16)

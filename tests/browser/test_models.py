@@ -1,4 +1,4 @@
-"""The Models tab: what is loaded and what the folder has; load, unload, a broken file, one model."""
+"""The Models tab: loaded models and those in the folder; load, unload, a broken file, one model."""
 
 from __future__ import annotations
 

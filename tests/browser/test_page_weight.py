@@ -1,4 +1,4 @@
-"""The page is small, soon usable, and comes from this server alone."""
+"""The page is small, usable quickly, and served by this server alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`cppbatch serve --ray`, `cppbatch ray` and `serve deploy` as their users run them, each in a process of its own."""
+"""`cppbatch serve --ray`, `cppbatch ray` and `serve deploy` as users run them, each in a separate process."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def test_a_killed_front_takes_its_cluster_with_it(tiny_llama: Path) -> None:
             _, left = psutil.wait_procs([process for process in processes if process not in agents], timeout=30)
             assert left == []
         finally:
-            for agent in agents:  # they end too, when they notice, after a minute
+            for agent in agents:  # they end too, after a minute
                 with contextlib.suppress(psutil.NoSuchProcess):
                     agent.kill()
         assert command("ray", "status").stdout == "this user has no `cppbatch serve --ray` running on this machine\n"

@@ -91,7 +91,7 @@ def within(request: pytest.FixtureRequest) -> float:
 
 
 async def a_normal_request_is_answered(server: ServerProcess, within: float, **more: Any) -> None:
-    """Three times, to a client in a process of its own: this one is busy with being many. A 429 makes it try again."""
+    """Three times, to a client in a separate process: this one is busy with its many connections. A 429 is retried."""
     for _ in range(3):
         body = json.dumps({**NORMAL, **more})
         command = [sys.executable, "-c", CLIENT, f"{server.url}/v1/completions", body]

@@ -254,7 +254,7 @@ def test_prompts_become_vectors_with_an_embedding_model(tiny_llama: Path, tmp_pa
     assert all(sum(x * x for x in line["embedding"]) == pytest.approx(1) for line in lines_of(tmp_path / "out.jsonl"))
 
 
-# --- what is refused before anything runs -----------------------------------------------------------------------------
+# --- refusals before anything runs ------------------------------------------------------------------------------------
 
 
 def test_a_foreign_output_is_not_touched(tiny_llama: Path, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The promise: kill -9 at any moment, and each line of a batch has one answer, the one it would have had."""
+"""The promise: kill -9 at any moment, and each line of a batch has exactly one answer, that of an undisturbed run."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ OTHER = os.urandom(400_000)
 
 
 class Uploads:
-    """Sends files, one after the other, until the server is gone."""
+    """Sends files, one after the other, until the server has ended."""
 
     def __init__(self, server: ServerProcess) -> None:
         self.acknowledged: list[str] = []

@@ -1,4 +1,4 @@
-"""The promise: kill -9 and copies made at any moment; what was acknowledged is there, or the start says what is not."""
+"""The promise: kill -9 and copies made at any moment; acknowledged data exists, or the start names what is missing."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ENDED = ("completed", "failed", "expired", "cancelled")
 
 @dataclass
 class Acknowledged:
-    """What a server has said that it keeps."""
+    """What a server has acknowledged."""
 
     files: dict[str, str] = field(default_factory=dict)
     """SHA-256 by ID."""
@@ -40,7 +40,7 @@ class Acknowledged:
 
 
 class Load:
-    """Uploads files, deletes some, runs batches and reads their results, until the server is gone."""
+    """Uploads files, deletes some, runs batches and reads their results, until the server has ended."""
 
     def __init__(self, server: ServerProcess, known: Acknowledged, rng: random.Random) -> None:
         self._known, self._rng = known, rng

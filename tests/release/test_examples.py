@@ -1,4 +1,4 @@
-"""examples/: each program runs from the root of the repository and shows what its docstring says."""
+"""examples/: each program runs from the root of the repository and prints what its docstring states."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def test_speculative_decoding_saves_a_step_for_each_accepted_token(tiny_llama: P
     assert plain[2:] == [0, 0]
     n_tokens, steps, n_accepted, n_drafted = drafted
     assert n_accepted <= n_drafted
-    n_ends = steps + n_accepted - n_tokens  # a token that ends a text is none of its tokens
+    n_ends = steps + n_accepted - n_tokens  # a token that ends a text is not one of its tokens
     assert 0 <= n_ends <= 4
     assert "of 4 texts are the same" in shown
 

@@ -1,4 +1,4 @@
-"""scripts/gpu_report.py, run without a GPU on a tiny model; what it needs to survive what its parts do."""
+"""scripts/gpu_report.py, run without a GPU on a tiny model, with parts that fail."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The default model's weights: advice is given exactly where timing says that others are clearly faster."""
+"""The default model's weights: advice is given exactly where other types are clearly faster by timing."""
 
 from __future__ import annotations
 

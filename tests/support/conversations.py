@@ -18,7 +18,7 @@ def template_of(source: str | None) -> ChatTemplate:
 
 
 class Conversation(NamedTuple):
-    """What a template is given."""
+    """The arguments of a template."""
 
     messages: list[Message]
     tools: list[dict[str, Any]] | None = None

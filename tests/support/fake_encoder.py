@@ -87,7 +87,7 @@ class FakeEncoder:
 
 
 def bytes_of(row: npt.NDArray[np.uint8]) -> npt.NDArray[np.int64]:
-    """What the cells of the fake context hold of a row of pixels."""
+    """The content of the fake context's cells for a row of pixels."""
     return N_VOCAB + row.astype(np.int64) % (256 - N_VOCAB)
 
 
@@ -104,7 +104,7 @@ def small_picture(number: int, width: int, height: int = 1) -> Media:
 
 
 def as_read(prompt: MediaPrompt, *, has_dimensions: bool = False) -> list[int]:
-    """What the cells of the fake context hold of a prompt: the argument of `reference`."""
+    """The content of the fake context's cells for a prompt: the argument of `reference`."""
     from cppbatch.engine.media.files import decode_image
 
     read: list[int] = []

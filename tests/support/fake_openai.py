@@ -13,7 +13,7 @@ from aiohttp import web
 
 
 class FakeOpenAI:
-    """`app` is the application. Everything may be set before requests come."""
+    """`app` is the application. All attributes may be set before the first request."""
 
     def __init__(self, **settings: Any) -> None:
         self.model = "fake"
@@ -30,9 +30,9 @@ class FakeOpenAI:
         self.known_fields: set[str] | None = None
         """Others are refused; None: all are known."""
         self.faults: dict[int, str] = {}
-        """What goes wrong, by the number of the completion."""
+        """The fault, by the number of the completion."""
         self.requests_per_connection = 10**9
-        """Then it closes the connection when the next request comes."""
+        """It then closes the connection at the next request."""
         for name, value in settings.items():
             setattr(self, name, value)
         self.bodies: list[dict[str, Any]] = []
@@ -112,7 +112,7 @@ class FakeOpenAI:
 
 @contextlib.contextmanager
 def on_a_thread(app: web.Application) -> Iterator[str]:
-    """Serves it, for clients that have a loop of their own, or none. Gives its URL."""
+    """Serves it, for clients with their own event loop, or none. Returns its URL."""
     ready, stop, url = threading.Event(), asyncio.Event(), ""
     loop: asyncio.AbstractEventLoop | None = None
 

@@ -54,7 +54,7 @@ class FakeWorker:
         """Unfinished requests that it had when it was ended without having died."""
         self.threads = config.n_threads
         self.n_live = 0
-        """How often it was asked what it does."""
+        """How often its live state was requested."""
         self.answers_live = True
         """False: as in a long step."""
         self.pid = len(self.started)

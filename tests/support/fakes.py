@@ -642,7 +642,7 @@ def context_of(engine: BatchInferenceEngine) -> FakeContext:
 
 
 def drain(engine: BatchInferenceEngine) -> list[GenerationEvent]:
-    """Steps until there is nothing to do, and returns the events; fails if that never comes."""
+    """Steps until there is nothing to do, and returns the events; fails if that never happens."""
     events: list[GenerationEvent] = []
     for _ in range(3000):
         if not engine.has_work:

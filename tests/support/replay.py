@@ -13,7 +13,7 @@ _WRONG_AT = 5  # every fifth token of a text is drafted wrong
 
 
 class Replay:
-    """Drafts what the last request with the same prompt said, with some tokens wrong."""
+    """Drafts the text of the last request with the same prompt, with some wrong tokens."""
 
     costs_compute = False
 

@@ -11,7 +11,7 @@ Schema = dict[str, Any]
 
 
 def fault(answer: str, schema: Schema) -> str | None:
-    """What is wrong with an answer: no JSON at all, or, as jsonschema says, not JSON of this schema."""
+    """The fault of an answer: not JSON, or, according to jsonschema, not JSON of this schema."""
     try:
         parsed = json.loads(answer)
     except ValueError as error:
@@ -155,4 +155,4 @@ SCHEMAS: dict[str, tuple[str, Schema]] = {
         },
     ),
 }
-"""By what is special in each: a question, and the schema of its answer, which takes a small model 10 to 60 tokens."""
+"""By the feature of each: a question, and the schema of its answer, which takes a small model 10 to 60 tokens."""

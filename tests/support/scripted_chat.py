@@ -56,7 +56,7 @@ class ScriptedReader:
 
 
 class ScriptedFormat:
-    """Remembers what it was asked for, and reads the script whatever the model says."""
+    """Records its requests, and returns the script regardless of the model's output."""
 
     def __init__(self, script: list[Delta], **params: Any) -> None:
         self._script, self._params = script, params

@@ -56,7 +56,7 @@ def random_said(chance: random.Random) -> Said:
 
 
 def ask(oracle: Path, lines: Sequence[Json]) -> list[Json]:
-    """What llama.cpp says of each."""
+    """llama.cpp's result for each."""
     given = "".join(json.dumps(line) + "\n" for line in lines)
     done = subprocess.run([oracle], input=given, capture_output=True, text=True, check=True)
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]

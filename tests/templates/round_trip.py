@@ -1,4 +1,4 @@
-"""Messages with tool calls that a chat template itself renders, and what is read out of the rendering."""
+"""Messages with tool calls that a chat template itself renders, and the result of parsing the rendering."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def read(asked: PreparedChat, text: str) -> AssistantMessage:
 
 
 def differs(said: Said, got: AssistantMessage) -> str:
-    """What was not read as it was said; "" if nothing."""
+    """What was not parsed as it was written; "" if nothing."""
     calls = [(call.name, json.loads(call.arguments)) for call in got.calls]
     if calls != list(said.calls):
         return f"calls {calls}"
