@@ -110,7 +110,7 @@ async def test_a_stream_has_the_same_text_and_the_other_fields_in_its_last_event
 BAD = {
     "no prompt": ({}, "prompt"),
     "a prompt and messages": ({"prompt": "a", "messages": [{"role": "user", "content": "a"}]}, "prompt"),
-    "messages of nobody": ({"messages": [{"role": "cat", "content": "a"}]}, "messages[0].role"),
+    "messages with an unknown role": ({"messages": [{"role": "cat", "content": "a"}]}, "messages[0].role"),
     "messages too long": ({"messages": [{"role": "user", "content": TOO_LONG}]}, "messages"),
     "an empty prompt": ({"prompt": ""}, "prompt"),
     "a prompt too long": ({"prompt": TOO_LONG}, "prompt"),
@@ -147,7 +147,7 @@ async def test_a_batch_returns_what_each_prompt_alone_would_get(http: Http) -> N
 BAD_ITEMS = {
     "an empty prompt": ("", "prompts[1]"),
     "no prompt at all": ({"temperature": 1}, "prompts[1].prompt"),
-    "messages of nobody": ({"messages": [{"role": "cat", "content": "a"}]}, "prompts[1].messages[0].role"),
+    "messages with an unknown role": ({"messages": [{"role": "cat", "content": "a"}]}, "prompts[1].messages[0].role"),
     "a number": (5, "prompts[1]"),
     "nothing": (None, "prompts[1]"),
     "an unknown token": ([1, 10**6], "prompts[1][1]"),
@@ -158,7 +158,7 @@ BAD_ITEMS = {
     "a schema that is none": ({"prompt": "a", "json_schema": {"type": 5}}, "prompts[1].json_schema"),
     "a stop string that is empty": ({"prompt": "a", "stop": [""]}, "prompts[1].stop"),
     "a priority out of range": ({"prompt": "a", "priority": 1000}, "prompts[1].priority"),
-    "a model that is no name": ({"prompt": "a", "model": 9}, "prompts[1].model"),
+    "a model name that is not a string": ({"prompt": "a", "model": 9}, "prompts[1].model"),
     "a stream of its own": ({"prompt": "a", "stream": True}, "prompts[1].stream"),
     "several texts": ({"prompt": "a", "n": 2}, "prompts[1].n"),
 }
@@ -194,7 +194,7 @@ BAD_BATCHES = {
     "prompts with no params": ({"prompts": ["a"], "params": []}, "params"),
     "too many prompts with params": ({"prompts": ["a"] * 16, "params": [{}] * 17}, "params"),
     "a default that all items have": ({"prompts": ["a"], "temperature": -1}, "temperature"),
-    "a model that is no name": ({"prompts": ["a"], "model": 9}, "model"),
+    "a model name that is not a string": ({"prompts": ["a"], "model": 9}, "model"),
     "several texts": ({"prompts": ["a"], "n": 2}, "n"),
     "not an object": ("[]", "body"),
     "no JSON": ("{", "body"),

@@ -128,7 +128,7 @@ def test_without_a_writable_cache_times_are_kept_in_a_folder_of_the_user(
     assert own.stat().st_mode & 0o077 == 0
     other = own.stat().st_uid + 1
     monkeypatch.setattr(os, "getuid", lambda: other)
-    own.rename(tmp_path / f"cppbatch-{other}")  # of another user, who could write any times into it
+    own.rename(tmp_path / f"cppbatch-{other}")  # of another user, which could contain any times
     kernel_times(["F16"])
     assert children == [["F16"], ["F16"]]
 

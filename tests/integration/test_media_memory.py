@@ -63,7 +63,7 @@ for path in sys.argv[3:]:
     print(json.dumps(measured(work)))
 """
 _MB = 1_000_000
-_SIDE = 2000  # of pictures; 50 million pixels take seconds
+_SIDE = 2000  # of images; 50 million pixels take seconds
 
 
 def peaks(folder: Path, kind: str, files: dict[str, bytes], n_at_once: int = 1) -> dict[str, tuple[int, Any]]:

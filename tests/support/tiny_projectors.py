@@ -87,7 +87,7 @@ def qwen_vision(
 ) -> Path:
     """Qwen2-VL, Qwen2.5-VL or Qwen3-VL (`QWEN_PROJECTORS`): an image has a token for each 16 x 16 pixels.
 
-    `n_deepstack`: layers whose output becomes a part of the vectors too. `without`: leaves out this tensor.
+    `n_deepstack`: layers with outputs that become a part of the vectors too. `without`: leaves out this tensor.
     """
     is_25, is_3 = kind == "qwen2.5vl", kind == "qwen3vl"
     shape = EncoderShape(image_size=16 * TINY.patch_size)
