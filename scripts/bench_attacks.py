@@ -156,7 +156,7 @@ async def huge_schemas(session: aiohttp.ClientSession, url: str) -> None:
 
 
 async def cancelled_requests(session: aiohttp.ClientSession, url: str) -> None:
-    """Sends 100 requests whose clients disconnect at once; over 10,000 in total."""
+    """Sends 100 requests from clients that disconnect at once; over 10,000 in total."""
     host, port = url.removeprefix("http://").split(":")
     body = encoded(prompt="Hello, " * 50, max_tokens=100, stream=True)
     request = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body)
@@ -177,7 +177,7 @@ async def without_end(url: str, start: bytes, repeated: bytes) -> None:
 
     async def one() -> None:
         reader, writer = await asyncio.open_connection(host, int(port))
-        reading = asyncio.create_task(reader.read())  # so that answers do not hold the server up
+        reading = asyncio.create_task(reader.read())  # so that answers do not delay the server
         try:
             writer.write(start)
             while True:

@@ -53,7 +53,7 @@ class Size:
 
 
 def write_model(path: Path, kind: str, size: Size) -> Path:
-    """Writes a model of random weights in Q8_0, whose chats are ChatML."""
+    """Writes a model with random weights in Q8_0 and a ChatML template."""
     n, heads, heads_kv, vocab = size.width, size.heads, max(1, size.heads // 4), byte_vocab()
     n_kv, n_ff = heads_kv * 64, 3 * size.width
     writer = gguf.GGUFWriter(path, {"plain": "llama", "window": "gemma3", "hybrid": "lfm2"}[kind])

@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """What a draft head in the model's file (MTP) gains at a known acceptance, beside llama-server's draft-mtp.
 
-The model has random weights whose layers change nothing: the next token is a function of the last one, and the text
-goes round through all tokens. The head computes the same function, but for the share of tokens that it is to miss. So
+The model has random weights and layers that change nothing: the next token is a function of the last one, and the text
+cycles through all tokens. The head computes the same function, except for the share of tokens that it is to miss. So
 speed and acceptance are those of a real model of this size, and the text is known.
 
     .venv/bin/python scripts/bench_draft_head.py PEERS/llama-server [--acceptance 60,80,100] [-B 1,4,16] [--turns 3]
@@ -85,8 +85,8 @@ def write_model(path: Path, size: Size, acceptance: float) -> Path:
 
 
 def _tables(n: int, acceptance: float) -> tuple[Any, Any, Any]:
-    """Orthogonal embeddings, an output matrix whose row of the next token is the embedding of each token, and the
-    matrix of the head, which turns the embedding of a token that it misses into another one."""
+    """Orthogonal embeddings, an output matrix with each token's embedding as the row of its next token, and the
+    matrix of the head, which maps the embedding of a token that it misses to another one."""
     rng = np.random.default_rng(0)
     directions = np.linalg.qr(rng.standard_normal((n, N_VOCAB)))[0].T  # float64[N_VOCAB, n], orthonormal
     order = np.arange(FIRST, N_VOCAB)

@@ -109,7 +109,7 @@ async def measure(url: str, front: psutil.Process, args: argparse.Namespace) -> 
 async def end(tasks: list[asyncio.Task[None]]) -> None:
     for task in tasks:
         if task.done():
-            task.result()  # raises: it should have gone on
+            task.result()  # raises: it should have continued
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
 

@@ -27,7 +27,7 @@ QUESTIONS = [f"Name {n} things that one finds in a {place}." for n, place in enu
 
 
 def measure(which: str, model: str, n_threads: int, max_tokens: int, compute_threads: int) -> dict[str, float]:
-    """Run in a process of its own: seconds of imports and loading, of the first answer, and tokens/s after it."""
+    """Runs in a separate process: seconds of imports and loading, of the first answer, and tokens/s after it."""
     began = time.perf_counter()
     if which == "cppbatch":
         from cppbatch import Llama

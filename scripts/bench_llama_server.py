@@ -6,7 +6,7 @@ attention and with smaller cache types, and the fastest flags are kept. Then bot
 one after the other. The load comes from `cppbatch bench serve`, or from AIPerf (--aiperf), which makes prompts of its
 own. Ratios are medians of the turns' ratios. --busy-core measures each turn again beside a process that keeps one core
 busy. For the loads of speculative decoding (quote, json, code, job, free) llama-server's kinds of n-gram drafts are
-tried as well, and with --clients 1,4,16 each load is measured with as many clients.
+tried as well, and with --clients 1,4,16 each load is measured with that many clients.
 
     .venv/bin/python scripts/bench_llama_server.py PEERS/llama-server [-m model.gguf] [--load mixed,fan-out] [--turns 3]
 """
@@ -152,7 +152,7 @@ class Generator:
     tokenizer: Path
     """For AIPerf: a folder with a tokenizer in the format of Hugging Face."""
     end: float
-    """When no more runs may begin, on the clock of `time.monotonic`."""
+    """The time after which no run may start, on the clock of `time.monotonic`."""
 
     def measure(self, urls: Urls, seed: int, n_requests: int | None = None) -> Turn:
         """Measures these servers one after the other, with the same prompts. Returns the figures by label."""

@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""What running streams notice of pictures: the time between two tokens of 8 streams, alone and while pictures arrive.
+"""How images affect running streams: the time between two tokens of 8 streams, alone and while images arrive.
 
 .venv/bin/python scripts/bench_media.py [-m model.gguf] [--mmproj mmproj.gguf] [--prefer latency] [--repeats 3]
 
 Without --mmproj, a projector with random weights is written, of the size of SigLIP base at 224 pixels (86 million
-weights, 196 tokens a picture). Each repeat measures the streams alone, with pictures (a new one as soon as the last
-one's text begins), and with texts of as many tokens in their place.
+weights, 196 tokens per image). Each repeat measures the streams alone, with images (a new one as soon as the text of
+the last one starts), and with texts of the same number of tokens instead.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from tests.support.media_files import picture
 from tests.support.tiny_projectors import SIGLIP_BASE, vision
 
 N_STREAMS = 8
-N_TEXT = 20  # tokens of text after a picture
+N_TEXT = 20  # tokens of text after an image
 
 Prompts = Callable[[int], str | MediaPrompt]
 

@@ -139,7 +139,7 @@ def readers(url: str, n: int) -> Iterator[None]:
 
 
 class Browsers:
-    """Browsers of a low priority, each a process tree of its own."""
+    """Browsers with a low priority, each with its own process tree."""
 
     def __init__(self, playwright: Any, n: int, nice: int) -> None:
         self._playwright, self._n, self._nice = playwright, n, nice

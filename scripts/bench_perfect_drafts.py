@@ -65,7 +65,7 @@ def speedups(engine: BatchInferenceEngine, name: str, at_once: int, repeats: int
         without, texts = run(engine, prompts, plain, at_once, [None] * n)
         with_predictions, _ = run(engine, prompts, drafted, at_once, texts)
         ratios.append(with_predictions / without)
-    return ratios[1:]  # in the first turn the engine learns what a step costs
+    return ratios[1:]  # in the first turn the engine measures the cost of steps
 
 
 def main() -> None:

@@ -108,7 +108,7 @@ def tokens_of(url: str, text: str) -> list[int]:
 
 
 def english(url: str, n: int) -> list[int]:
-    """The first tokens of the documentation: in random text the likeliest tokens are nearly tied."""
+    """The first tokens of the documentation: in random text the most likely tokens are nearly tied."""
     text = "\n\n".join(path.read_text("utf-8") for path in sorted(DOCS.glob("*.md")))
     return tokens_of(url, text[: 8 * n])[:n]
 

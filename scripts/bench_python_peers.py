@@ -59,10 +59,10 @@ class Stream:
 Run = Callable[[range], list[Stream]]
 """Runs these requests of a job."""
 STREAM_CELLS = 2048  # of each sequence
-WARM_UP = 2  # requests, whose prompts are not measured
+WARM_UP = 2  # requests with prompts that are not measured
 
 
-# --- the programs: each runs in a process of its own, with a Python that may have no cppbatch ----------------------
+# --- the programs: each runs in a separate process, with a Python that may not have cppbatch ------------------------
 
 
 def run_cppbatch(job: Job) -> Run:

@@ -64,7 +64,7 @@ class CountingProxy:
         self._thread.join()
 
     async def _close(self) -> None:
-        """Ends the connections too: the worker serves nobody else before."""
+        """Closes the connections too: the worker serves no other client until then."""
         self._server.close()
         tasks = asyncio.all_tasks() - {asyncio.current_task()}
         for task in tasks:

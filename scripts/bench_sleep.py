@@ -52,7 +52,7 @@ class Server:
             time.sleep(0.02)
 
     def wait_for_sleep(self) -> None:
-        """Waits until it says that it sleeps and no process but its own is left."""
+        """Waits until it reports that it sleeps and only its own process is left."""
         self.wait_for(lambda: self._status() == "sleeping" and len(self._tree()) == 1)
 
     def _tree(self) -> list[psutil.Process]:

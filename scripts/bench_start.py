@@ -66,7 +66,7 @@ class Parts:
 
 
 def parts_of_server(model: Path) -> dict[str, float]:
-    """Run in a process of its own: what `cppbatch serve` does itself."""
+    """Runs in a separate process: the part of `cppbatch serve` itself."""
     parts = Parts()
     import cppbatch.cli.plan_start as planning
     import cppbatch.cli.serve_command
@@ -83,7 +83,7 @@ def parts_of_server(model: Path) -> dict[str, float]:
 
 
 def parts_of_worker(model: Path) -> dict[str, float]:
-    """Run in a process of its own: what a worker does."""
+    """Runs in a separate process: the part of a worker."""
     parts = Parts()
     import cppbatch.cluster.worker.main  # noqa: F401
 

@@ -224,7 +224,7 @@ class Measurement:
                 self._load(urls)
 
     def _start(self, stack: ExitStack, name: str, command: Command, port: int) -> bool:
-        """Starts a server. Returns whether it is ready; if not, the page says why."""
+        """Starts a server. Returns whether it is ready; if not, the report gives the reason."""
         self.page.add(shell_line(command))
         try:
             server = stack.enter_context(ChildProcess(list(map(str, command)), env=environment(), cwd=ROOT))
@@ -343,7 +343,7 @@ def gpu_tests(page: Page, sizes: Sizes) -> None:
 
 
 def main() -> None:
-    """Writes the report. The exit code is 0 even if parts failed: the report says so."""
+    """Writes the report. The exit code is 0 even if parts failed; the report names them."""
     args = _arguments()
     page = Page(args.output, args.minutes * 60)
     page.add(f"# GPU report\n\nWritten by scripts/gpu_report.py, {time.strftime('%Y-%m-%d %H:%M UTC', time.gmtime())}.")

@@ -51,7 +51,7 @@ COMPILER_HELP = {
 
 
 class Build(NamedTuple):
-    """One way to build llama-cpp-python. `key` names it; `covers` is the text whose hash is in the key."""
+    """One way to build llama-cpp-python. `key` names it; `covers` is the text that the key contains a hash of."""
 
     version: str
     backend: str
@@ -106,7 +106,7 @@ def nvidia_gpus() -> "list[str]":
 
 
 def pick_backend() -> "tuple[str, str]":
-    """The backend, and a remark for the user ("" when there is nothing to say)."""
+    """The backend, and a note for the user (may be "")."""
     wanted = os.environ.get("CPPBATCH_BACKEND")
     if wanted and wanted not in BACKENDS:
         fail(f"CPPBATCH_BACKEND={wanted} is not known; it can be one of: {', '.join(BACKENDS)}.", 2)
@@ -114,7 +114,7 @@ def pick_backend() -> "tuple[str, str]":
         return wanted, ""
     if SYSTEM == "Darwin" and platform.machine() == "arm64":
         return "metal", ""
-    if not nvidia_gpus():  # nvcc alone is no GPU
+    if not nvidia_gpus():  # nvcc alone does not mean a GPU
         return "cpu", ""
     if find_nvcc():
         return "cuda", ""
@@ -181,7 +181,7 @@ def wheels_folder() -> Path:
 
 
 def check_build_tools(build: Build) -> None:
-    """CMake and ninja come from pip; what pip cannot bring is named before minutes are spent."""
+    """CMake and ninja come from pip; missing programs that pip cannot install are named before the build."""
     if not find_compiler():
         tried = f" (CXX is {os.environ['CXX']})" if os.environ.get("CXX") else ""
         fail(f"No C++ compiler found{tried}. {COMPILER_HELP.get(SYSTEM, 'Please install one.')}")
@@ -214,7 +214,7 @@ def stop(process: "subprocess.Popen[Any]") -> None:
 
 
 def compile_wheel(build: Build, folder: Path, python: str) -> int:
-    """Runs the build with its output in folder/build.log, in a process group of its own for stop()."""
+    """Runs the build with its output in folder/build.log, in a separate process group for stop()."""
     env = {**os.environ, "CMAKE_ARGS": build.cmake_args}
     if build.backend == "cuda":
         env.setdefault("CUDACXX", find_nvcc() or "nvcc")  # CMake itself looks on the PATH only
@@ -347,7 +347,7 @@ def plan_wheel(installed: str) -> "tuple[str, Callable[[], str] | None]":
     if not place:
         build = plan_build(backend)
         return build.key, functools.partial(built_wheel, build, remark)
-    # The files of a folder are part of the key. A page is not read at each start: its wheels have names of their own.
+    # The files of a folder are part of the key. A page is not read at each start: its wheels have different names.
     files = listed_wheels(place).values() if "://" not in place else ()
     stamps = [(each, os.stat(each).st_size, os.stat(each).st_mtime_ns) for each in sorted(files)]
     digest = hashlib.sha256(repr(stamps).encode()).hexdigest()[:12]
@@ -355,7 +355,7 @@ def plan_wheel(installed: str) -> "tuple[str, Callable[[], str] | None]":
 
 
 def venv_works() -> bool:
-    """False also for a .venv without pip, or one whose Python was replaced by an older or newer one."""
+    """False also for a .venv without pip, or with a Python that was replaced by an older or newer one."""
     test = f"import sys, pip; print(sys.version_info >= {OLDEST_PYTHON})"
     return output_of(str(PYTHON), "-c", test) == "True"
 

@@ -38,7 +38,7 @@ def main() -> None:
 
 
 def write_larger(model: Path, output: Path, *, deeper: int, wider: int) -> None:
-    """Writes the copy. Each layer is followed by `deeper` - 1 copies whose outputs are zero."""
+    """Writes the copy. Each layer is followed by `deeper` - 1 copies with outputs of zero."""
     reader = gguf.GGUFReader(model)
     arch = reader.fields["general.architecture"].contents()
     sizes = {f"{arch}.block_count": deeper, f"{arch}.feed_forward_length": wider}

@@ -277,7 +277,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--prompts", type=int, default=2, help="prompts for each case (2)")
     parser.add_argument("--layouts", type=words, default=["per-sequence", "unified"], metavar="NAME,NAME")
     parser.add_argument("--flash-attns", type=words, default=["on", "off"], metavar="on,off")
-    parser.add_argument("--cases", default="", help="only the first case and those whose name contains this")
+    parser.add_argument("--cases", default="", help="only the first case and those with a name that contains this")
     parser.add_argument("--cache-type", default="f16", help="of keys and values (f16)")
     parser.add_argument("-ub", "--n-ubatch", type=int, default=512)
     parser.add_argument("-t", "--threads", type=int, default=available_threads())

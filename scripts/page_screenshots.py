@@ -35,7 +35,7 @@ from tests.support import tiny_models
 FOLDER = Path(__file__).parents[1] / "docs" / "images" / "page"
 MAX_BYTES = 120_000
 WIDE = {"width": 1280, "height": 800}
-TALL = {"width": 1280, "height": 1240}  # of the Live tab, whose curves are below its batch
+TALL = {"width": 1280, "height": 1240}  # of the Live tab, with its curves below the batch
 SYSTEM = (
     "You are a guide who answers travellers' questions about cities in Europe. Answer in plain English, name places by "
     "their local names, mention how long a visit takes and what it costs, and do not repeat the question. "
@@ -113,7 +113,7 @@ ON_PHONE = ("chat", "live")
 
 @contextlib.contextmanager
 def streams(url: str, n: int = 22) -> Iterator[None]:
-    """Keeps so many streams open, each with another question behind the same system prompt."""
+    """Keeps this number of streams open, each with another question after the same system prompt."""
     stop = threading.Event()
 
     def ask(topic: str) -> None:
@@ -141,7 +141,7 @@ def streams(url: str, n: int = 22) -> Iterator[None]:
 
 
 def shoot(page: Page, path: Path) -> None:
-    """Writes a PNG; with 256 colours if it would be too large. Raises ValueError if it is too large all the same."""
+    """Writes a PNG; with 256 colours if it would be too large. Raises ValueError if it is still too large."""
     image = Image.open(io.BytesIO(page.screenshot(animations="disabled", caret="hide"))).convert("RGB")
     image.save(path, optimize=True)
     if path.stat().st_size >= MAX_BYTES:

@@ -7,7 +7,7 @@ The model writes the texts of each workload once. Then these texts are generated
 `SuffixProposer` and `Speculator` draft, a draft token is accepted if it is the next one of the text, and a step takes
 the time that decision 0033 gives for its rows. Prompts, grammars and sampling take no time, so this is the gain of
 decode alone. `best copies`: the tokens of a step of one sequence if it always knew which earlier occurrence of its last
-token goes on longest: no choice among copies gives more.
+token matches longest: no choice among copies gives more.
 
 With `--disturbed N` the engine does not know the step times but learns them, and another program disturbs it: 4% of the
 steps seem to take 2 to 8 times as long, and half of the first steps of a number of rows 5 times. Medians of N runs.
@@ -33,7 +33,7 @@ from cppbatch.engine.speculation.suffix_proposer import SuffixProposer
 from cppbatch.engine.steps import StepCost
 
 STEP_MS = {1: 10.4, 4: 13.6, 8: 17.8, 16: 26.0, 32: 43.0, 64: 76.0, 128: 143.0, 256: 280.0}
-"""Of so many rows: BF16, two AVX-512 cores, per-sequence layout, flash attention (0033; 256 is extrapolated)."""
+"""Per number of rows: BF16, two AVX-512 cores, per-sequence layout, flash attention (0033; 256 is extrapolated)."""
 PROMPT_TOKEN_S = 0.00105
 DRAFT_MAX = 16
 
@@ -59,10 +59,10 @@ def texts(engine: BatchInferenceEngine, name: str, n: int) -> list[Text]:
 
 
 class Machine:
-    """What steps take, and what the engine sees of it."""
+    """The times of steps, and the times that the engine measures."""
 
     def __init__(self, seed: int | None) -> None:
-        """`seed`: of the disturbances; None: there are none, and the engine knows the times."""
+        """`seed`: of the disturbances; None: no disturbances, and the engine has the exact times."""
         known, times = list(STEP_MS), list(STEP_MS.values())
         self._true_s = {n: float(np.interp(n, known, times)) / 1000 for n in range(1, known[-1] + 1)}
         self._random = None if seed is None else Random(seed)
@@ -74,7 +74,7 @@ class Machine:
             self.cost.observe_prompt(256, 256 * PROMPT_TOKEN_S)
 
     def step(self, groups: Sequence[int]) -> float:
-        """Seconds of a step; the engine sees what it would measure."""
+        """Seconds of a step; the engine gets the time that it would measure."""
         seconds = sum(self._true_s[n] for n in groups)
         if self._random:
             factor = self._random.lognormvariate(0, 0.05)
@@ -87,7 +87,7 @@ class Machine:
         return seconds
 
     def plain_s(self, n: int) -> float:
-        """Seconds of a step of so many rows."""
+        """Seconds of a step of this number of rows."""
         return self._true_s[n]
 
 
@@ -139,7 +139,7 @@ def extend(sequence: Seq, tokens: list[int]) -> None:
 
 
 def best_copies(cases: Sequence[Text]) -> float:
-    """Tokens of a step where a draft is always the longest copy behind an earlier occurrence of the last token."""
+    """Tokens of a step if a draft is always the longest copy after an earlier occurrence of the last token."""
     n_steps = n_tokens = 0
     for prompt, completion in cases:
         text, at = prompt + completion, len(prompt)

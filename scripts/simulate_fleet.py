@@ -106,7 +106,7 @@ def simulate(args: argparse.Namespace) -> None:
 
 
 def make_load(args: argparse.Namespace, *, n_replicas: int, times: StepTimes) -> Load:
-    """The load of the options, for so many replicas."""
+    """The load of the options, for this number of replicas."""
     fields = {
         "rate": args.rate * n_replicas, "seconds": args.seconds, "seed": args.seed, "day_s": args.day,
         "max_tokens": times.stream_cells - 16,

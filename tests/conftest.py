@@ -32,7 +32,7 @@ def pytest_configure() -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def no_profiles(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """What somebody has tuned on this machine is nothing to the tests."""
+    """Tuning profiles of this machine do not affect the tests."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("CPPBATCH_CONFIG", str(tmp_path_factory.mktemp("config")))
         yield
@@ -136,7 +136,7 @@ def llama_model(tiny_llama: Path) -> Iterator[Model]:
 
 @pytest.fixture
 def make_context(llama_model: Model) -> Iterator[Callable[..., Context]]:
-    """Makes contexts, of the tiny Llama unless told otherwise, and closes them at the end."""
+    """Creates contexts, of the tiny Llama by default, and closes them at the end."""
     with contextlib.ExitStack() as stack:
 
         def make_context(model: Model = llama_model, **sizes: Any) -> Context:

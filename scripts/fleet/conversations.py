@@ -1,4 +1,4 @@
-"""The load of a simulated fleet: conversations that begin in bursts over a day, with system prompts in common."""
+"""The load of a simulated fleet: conversations that start in bursts over a day, with system prompts in common."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
     think_s: LogNormal = LogNormal(15, 0.8)
     """From the end of an answer to the user's next request."""
     max_tokens: int = 4096
-    """A conversation whose next request would be longer ends."""
+    """A conversation ends if its next request would be longer."""
     n_vocab: int = 32000
 
 
@@ -77,7 +77,7 @@ class Conversation:
         return request
 
     def answered(self, output: list[int]) -> None:
-        """The model gave another answer than the request said: the next one follows it."""
+        """The model gave a different answer than planned: the next request continues it."""
         self._history = np.concatenate([self._history[: -len(output)], np.array(output, np.int32)])
 
     def think_s(self) -> float:
@@ -86,7 +86,7 @@ class Conversation:
 
 
 def conversations(load: Load) -> Iterator[tuple[float, Conversation]]:
-    """Conversations with the times at which they begin, rising.
+    """Conversations with their start times, ascending.
 
     The gaps are those of a Gamma process in time that runs as fast as the rate of the day.
     """
@@ -108,7 +108,7 @@ def conversations(load: Load) -> Iterator[tuple[float, Conversation]]:
 
 
 def rate_at(load: Load, seconds: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-    """Requests a second that are expected at these times; a day begins at midnight."""
+    """Expected requests per second at these times; a day starts at midnight."""
     if not load.day_s:
         return np.full_like(seconds, load.rate)
     return load.rate * (1 - load.day_swing * np.cos(2 * np.pi * seconds / load.day_s))

@@ -64,7 +64,7 @@ class RecordingScheduler(Scheduler):
 def open_engine(
     model: str, *, n_parallel: int, stream_cells: int, cache_mib: int, n_threads: int = 0
 ) -> BatchInferenceEngine:
-    """An engine in the per-sequence layout, without drafts: what a simulated replica is."""
+    """An engine in the per-sequence layout, without drafts, like a simulated replica."""
     return BatchInferenceEngine(
         model, n_parallel=n_parallel, n_ctx=n_parallel * stream_cells, kv_layout="per-sequence", spec="off",
         prefix_cache_ram=cache_mib, swap_space=cache_mib, n_threads=n_threads, policy=RecordingScheduler,

@@ -13,7 +13,7 @@ from fleet.simulation import FleetRun
 
 
 class FleetResult(msgspec.Struct, kw_only=True):
-    """Of the requests that arrived after the warm-up, unless it says otherwise."""
+    """For the requests that arrived after the warm-up, unless stated otherwise."""
 
     routing: str
     replicas: float

@@ -23,7 +23,7 @@ class SimulatedRequest:
 
     def __init__(self, conversation: int, turn: int, prompt: Tokens, output: Tokens, *, n_system: int = 0) -> None:
         """`prompt`, `output`: token ids; the output is what the engine will generate. `n_system`: tokens of the system
-        prompt, with which the prompt begins."""
+        prompt, with which the prompt starts."""
         self.conversation, self.turn, self.n_system = conversation, turn, n_system
         self.id = f"{conversation}.{turn}"
         self.prompt, self.output = prompt, output.tolist()

@@ -22,9 +22,9 @@ class StepTimes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     source: str
     """Where the figures come from."""
     rows_ms: Curve
-    """A step of so many decode rows, computed together, of short sequences."""
+    """A step of this number of decode rows, computed together, of short sequences."""
     prompt_ms: Curve
-    """A ubatch of so many tokens of a new prompt."""
+    """A ubatch of this number of tokens of a new prompt."""
     row_cell_us: float
     """Microseconds for each cell that a decode row passes over."""
     prompt_cell_us: float

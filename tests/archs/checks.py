@@ -52,7 +52,7 @@ class Finding(msgspec.Struct, frozen=True):
     """What a check found."""
 
     word: str
-    """yes, or what does not hold."""
+    """yes, or what fails."""
     detail: str = ""
 
 
@@ -78,7 +78,7 @@ class Subject:
 
     @contextmanager
     def engine(self, *, proposers: Sequence[Any] = (), **settings: Any) -> Iterator[BatchInferenceEngine]:
-        """An engine with a context of its own for the model that is loaded.
+        """An engine with a separate context for the loaded model.
 
         `proposers`: in place of those that the settings give, where the model allows drafts.
         """
@@ -159,7 +159,7 @@ def check_swap(subject: Subject) -> Finding:
 
 
 def check_prefix(subject: Subject) -> Finding:
-    """Requests that follow one another take what they have in common from the cache."""
+    """Consecutive requests take their common prefix from the cache."""
     common = subject.tokens(PREFIX)
     prompts = [[*common, *subject.tokens(12)] for _ in range(N_SEQUENCES)]
     with subject.engine() as engine:
@@ -247,7 +247,7 @@ def check_suffix_drafts(subject: Subject) -> Finding:
 
 
 def check_rollback(subject: Subject) -> Finding:
-    """Logits after random drafts are those without, whichever of them are removed in whichever order."""
+    """Logits after random drafts are those without, regardless of which are removed and in which order."""
     outcome = run_schedule(subject.model, unified=subject.config.kv_layout == "unified", seed=0)
     if outcome is None:
         return Finding("yes", "nothing is removed: cells alone, or no drafts")
@@ -310,7 +310,7 @@ def check_slots(subject: Subject) -> Finding:
         disk: dict[str, Any] = {"prefix_cache": True, "prefix_cache_disk": f"{folder}/disk"}
         with subject.engine(**disk) as engine:
             assert engine.core.kv.cache.disk
-            engine.core.kv.cache.disk._min_tokens = 20  # these models know 256 tokens, fewer than a file has
+            engine.core.kv.cache.disk._min_tokens = 20  # these models have 256 tokens, fewer than a file has
             engine.generate([prompt], _GREEDY, id_slot=0)
             answer = said(engine, prompt)
             engine.core.slots.write(file, engine.core.slots.take(0))
@@ -333,7 +333,7 @@ def check_slots(subject: Subject) -> Finding:
 
 
 def check_memory(subject: Subject) -> Finding:
-    """What the estimate says of cells, states and buffers is what llama.cpp allocates."""
+    """The estimate of cells, states and buffers is what llama.cpp allocates."""
     (footprint,) = estimate_memory([subject.config]).footprints
     if footprint.error:
         return Finding("none", footprint.error)

@@ -1,4 +1,4 @@
-"""docs/models-supported.md: what the ring found, and the reasons for what does not hold."""
+"""docs/models-supported.md: the results of the ring, and the reasons for failed checks."""
 
 from __future__ import annotations
 
@@ -55,13 +55,13 @@ def limits() -> tuple[Limit, ...]:
 
 
 def limit_for(architecture: str, found: Found, check: str) -> Limit | None:
-    """Why a check says something else than "yes"; None if that is not known."""
+    """The reason for a result other than "yes"; None if it is unknown."""
     word = found.words[check]
     return next((each for each in limits() if each.covers(architecture, found.memory, check, word)), None)
 
 
 def surprises(name: str, found: Found) -> Iterator[str]:
-    """A line for each check that does not hold, of which that is not known."""
+    """A line for each failed check without a known reason."""
     for check, word in found.words.items():
         if word != "yes" and not limit_for(architecture_of(name), found, check):
             yield f"{check}: {word}: {found.details.get(check, '')}"

@@ -1,4 +1,4 @@
-"""Runs the checks on models, each model and layout in a child process of its own, which may crash."""
+"""Runs the checks on models, each model and layout in a separate child process, which may crash."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def run(file: Path, layout: str, checks: Sequence[str]) -> Found:
 
 
 def _run_child(file: Path, layout: str, checks: Sequence[str]) -> tuple[list[dict[str, Any]], int | None, str]:
-    """Its lines, its exit code (None: it was ended) and the last line of its errors that says something."""
+    """Its lines, its exit code (None: it was killed) and the last informative line of its errors."""
     command = [sys.executable, "-m", "tests.archs.child", str(file), layout, *checks]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "GGML_NO_BACKTRACE": "1"}
     code: int | None

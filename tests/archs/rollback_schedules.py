@@ -1,4 +1,4 @@
-"""Random schedules of drafts in a context, whose wrong tokens are removed where `Context.remove` allows it."""
+"""Random schedules of drafts in a context; wrong draft tokens are removed if `Context.remove` allows it."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Ring of its own: the web page in a real Chromium, on a real server. `./scripts/test browser`."""
+"""Separate ring: the web page in a real Chromium, on a real server. `./scripts/test browser`."""

@@ -1,4 +1,4 @@
-"""Finds the Chromium of tests/browser. `python -m tests.browser.chromium` prints its path, or says how to get one."""
+"""Finds the Chromium of tests/browser. `python -m tests.browser.chromium` prints its path, or shows how to get one."""
 
 from __future__ import annotations
 

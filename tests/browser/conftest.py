@@ -1,4 +1,4 @@
-"""One `cppbatch serve` with the default model and one Chromium for all tests; every test gets a page of its own."""
+"""One `cppbatch serve` with the default model and one Chromium for all tests; every test gets a separate page."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ expect.set_options(timeout=TIMEOUT_MS)
 
 
 class PageErrors:
-    """What went wrong in the pages of a test: console errors, exceptions, failed requests, requests to other hosts.
+    """The errors in the pages of a test: console errors, exceptions, failed requests, requests to other hosts.
 
-    A test that causes an error says so with `allow`; any other error fails it when it ends.
+    A test that causes an error declares it with `allow`; any other error fails it when it ends.
     """
 
     def __init__(self) -> None:
@@ -70,7 +70,7 @@ class PageErrors:
 
 @pytest.fixture(scope="session")
 def server(default_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    """The server of all tests that need no flags of their own. Its data folder is empty at the start."""
+    """The server of all tests that need no special flags. Its data folder is empty at the start."""
     data = tmp_path_factory.mktemp("server-data")
     with ServerProcess("-m", default_model, "--data-dir", data) as process:
         yield process.wait_ready()
@@ -84,7 +84,7 @@ def url(server: ServerProcess) -> str:
 
 @pytest.fixture
 def fresh_server(tmp_path: Path) -> Iterator[Callable[..., ServerProcess]]:
-    """Starts a server with these flags and a data folder of its own, and ends it after the test.
+    """Starts a server with these flags and a separate data folder, and ends it after the test.
 
     `ready=False`: does not wait for it. Name the model with -m: `default_model`, or a tiny one.
     """
@@ -142,5 +142,5 @@ def new_context(chromium: Browser, errors: PageErrors, fresh_server: object) -> 
 
 @pytest.fixture
 def page(new_context: Callable[..., BrowserContext]) -> Page:
-    """An empty page in a context of its own: nothing stored, light theme, 1280 x 800."""
+    """An empty page in a separate context: nothing stored, light theme, 1280 x 800."""
     return new_context().new_page()

@@ -41,7 +41,7 @@ MARKS = """() => ({
     .some(({name, value}) => name.startsWith('on') || /^\\\\s*javascript:/i.test(value)))
     .map((element) => element.outerHTML.slice(0, 100)),
 })"""
-"""What a script of the model would leave behind in a page. Evaluates to `UNMARKED` in a safe one."""
+"""The marks that a script of the model would leave in a page. Evaluates to `UNMARKED` in a safe one."""
 UNMARKED = {"hacked": False, "elements": [], "handlers": []}
 
 

@@ -22,7 +22,7 @@ def open_tab(page: Page, url: str, tab: str = "chat") -> Locator:
 
 
 def wait_ready(page: Page) -> None:
-    """Until the header says that the server is ready, and the page knows its model."""
+    """Until the header says that the server is ready, and the page has its model's name."""
     expect(page.locator("header .health")).to_have_text("ready")
     expect(page.locator("header .model")).to_be_visible()
 
@@ -32,7 +32,7 @@ def phone(page: Page) -> None:
 
 
 def dark(page: Page) -> None:
-    """The system asks for dark colours; the page's theme is `auto` until somebody changes it. They do not fade in."""
+    """The system prefers dark colours, and the page's theme is `auto` by default. The colours do not fade in."""
     page.emulate_media(color_scheme="dark", reduced_motion="reduce")
 
 
@@ -98,7 +98,7 @@ def _thread(event: dict[str, Any]) -> tuple[int, int]:
 
 
 class Focused(NamedTuple):
-    """The element that has the keyboard's focus. `name`: what a screen reader says."""
+    """The element that has the keyboard's focus. `name`: the text of a screen reader."""
 
     tag: str
     tab: str
@@ -149,7 +149,7 @@ def to_start(page: Page) -> None:
 
 
 def walk_by_tab_key(page: Page, limit: int = 200) -> list[Focused]:
-    """The elements that the Tab key reaches, from the beginning of the document until it leaves it.
+    """The elements that the Tab key reaches, from the start of the document until it leaves it.
 
     Raises `AssertionError` when the focus is caught: the same element twice in a row, or more than `limit` elements.
     """

@@ -1,4 +1,4 @@
-"""Every tab for everybody: axe-core, the keyboard alone, a phone's width, both themes, reduced motion."""
+"""Accessibility of every tab: axe-core, keyboard only, a phone's width, both themes, reduced motion."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_the_keyboard_opens_each_tab_and_skips_the_header(page: Page, url: str) 
         page.keyboard.press("Enter")
         expect(page.locator(f"main > section.{tab}")).to_be_visible()
         expect(link).to_have_attribute("aria-current", "page")
-        expect(page).to_have_title(re.compile(f"^{tab.capitalize()}"))  # a screen reader says which tab it is
+        expect(page).to_have_title(re.compile(f"^{tab.capitalize()}"))  # a screen reader announces the tab
 
 
 def test_landmarks_and_the_language_are_named(page: Page, url: str) -> None:
@@ -113,7 +113,7 @@ def test_the_theme_follows_the_system_until_it_is_chosen_and_the_choice_is_kept(
 
 
 @pytest.mark.parametrize("tab", TABS)
-def test_nothing_moves_for_readers_who_asked_for_reduced_motion(
+def test_nothing_moves_when_reduced_motion_is_preferred(
     new_context: Callable[..., BrowserContext], url: str, tab: str
 ) -> None:
     page = new_context(reduced_motion="reduce").new_page()

@@ -1,4 +1,4 @@
-"""Pictures and sound of a message in the Chat tab."""
+"""Images and audio in messages of the Chat tab."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.support.server_process import ServerProcess
 
 
 def png(width: int = 8, height: int = 8) -> bytes:
-    """A red picture."""
+    """A red image."""
 
     def chunk(name: bytes, data: bytes) -> bytes:
         return struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
@@ -44,7 +44,7 @@ def file(name: str, media_type: str, content: bytes) -> Any:
 
 @pytest.fixture
 def chat(page: Page, url: str) -> Page:
-    """The Chat tab of a server whose model takes pictures and sound, as `/props` says."""
+    """The Chat tab of a server that accepts images and audio, according to `/props`."""
     takes(page, vision=True, audio=True)
     open_tab(page, url)
     wait_ready(page)
@@ -80,7 +80,7 @@ def sent_content(page: Page, text: str) -> Any:
     return sent.value.post_data_json["messages"][-1]["content"]
 
 
-def test_pictures_and_sound_are_attached_shown_sent_and_kept(chat: Page) -> None:
+def test_images_and_audio_are_attached_shown_sent_and_kept(chat: Page) -> None:
     answer_with(chat, "A red square.")
     choose(chat, file("red.png", "image/png", png()), file("silence.wav", "audio/wav", wav()))
     expect(attached(chat)).to_have_count(2)
@@ -101,7 +101,7 @@ def test_pictures_and_sound_are_attached_shown_sent_and_kept(chat: Page) -> None
     assert sent.value.post_data_json["messages"][0]["content"] == content
 
 
-def test_a_picture_alone_is_a_message_and_can_be_removed_before(chat: Page) -> None:
+def test_an_image_alone_is_a_message_and_can_be_removed_before_sending(chat: Page) -> None:
     answer_with(chat, "Red.")
     button = chat.get_by_role("button", name="Send", exact=True)
     choose(chat, file("a.png", "image/png", png()), file("b.png", "image/png", png(4, 4)))
@@ -124,7 +124,7 @@ GIVE = """([name, type, data, kind]) => {
 
 
 @pytest.mark.parametrize("kind", ["paste", "drop"])
-def test_a_picture_is_pasted_or_dropped(chat: Page, kind: str) -> None:
+def test_an_image_is_pasted_or_dropped(chat: Page, kind: str) -> None:
     chat.evaluate(GIVE, ["shot.png", "image/png", base64.b64encode(png()).decode(), kind])
     expect(chat.locator(".composer").get_by_role("img", name="shot.png")).to_be_visible()
     chat.evaluate(GIVE, ["notes.pdf", "application/pdf", "AAAA", kind])
@@ -133,7 +133,7 @@ def test_a_picture_is_pasted_or_dropped(chat: Page, kind: str) -> None:
     )
 
 
-def test_a_large_picture_is_scaled_down_before_it_is_sent(chat: Page) -> None:
+def test_a_large_image_is_scaled_down_before_it_is_sent(chat: Page) -> None:
     answer_with(chat, "Red.")
     choose(chat, file("large.png", "image/png", png(3000, 1500)))
     expect(attached(chat)).to_have_count(1)
@@ -142,7 +142,7 @@ def test_a_large_picture_is_scaled_down_before_it_is_sent(chat: Page) -> None:
     assert struct.unpack(">II", data[16:24]) == (1536, 768)
 
 
-def test_a_picture_that_the_server_cannot_read_is_made_one_that_it_can(chat: Page) -> None:
+def test_an_image_in_a_format_that_the_server_cannot_read_is_converted(chat: Page) -> None:
     answer_with(chat, "Red.")
     drawing = b'<svg xmlns="http://www.w3.org/2000/svg" width="20" height="10"><rect width="20" height="10"/></svg>'
     choose(chat, file("drawing.svg", "image/svg+xml", drawing), file("broken.png", "image/png", b"no picture"))
@@ -154,7 +154,7 @@ def test_a_picture_that_the_server_cannot_read_is_made_one_that_it_can(chat: Pag
 
 
 @pytest.mark.parametrize("modalities", [{}, {"vision": False, "audio": False}])
-def test_a_model_of_text_alone_has_no_button_and_says_so_to_a_picture(
+def test_a_text_only_model_has_no_button_and_rejects_an_image_with_a_message(
     page: Page, url: str, modalities: dict[str, bool]
 ) -> None:
     takes(page, **modalities)
@@ -213,10 +213,10 @@ def test_attached_media_are_accessible_and_fit_a_phone(chat: Page) -> None:
     assert axe_violations(chat) == []
 
 
-def test_a_model_with_a_projector_answers_a_picture(
+def test_a_model_with_a_projector_answers_about_an_image(
     page: Page, fresh_server: Callable[..., ServerProcess], tiny_llama: Path, tmp_path: Path
 ) -> None:
-    """What the page sends is what the server takes: 16 tokens of the prompt are the picture."""
+    """The server accepts what the page sends: 16 tokens of the prompt are the image."""
     projector = tiny_projectors.vision(tmp_path / "mmproj.gguf", n_embd=tiny_models.N_EMBD)
     server = fresh_server("-m", tiny_llama, "--mmproj", projector, "-np", "2", "-c", "1024", "-n", "8", "--ignore-eos")
     open_tab(page, f"{server.url}/")

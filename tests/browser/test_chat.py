@@ -1,4 +1,4 @@
-"""The Chat tab: streaming, stopping, versions of messages, settings, thoughts and tools, what is kept, and errors."""
+"""The Chat tab: streaming, stopping, versions of messages, settings, thoughts and tools, storage, and errors."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.support.server_process import ServerProcess
 CHAT = "**/v1/chat/completions"
 ANSWERED = 60_000  # milliseconds
 GROW = "(one) => { one.firstElementChild.style.paddingBottom = '500px'; one.dispatchEvent(new Event('scroll')) }"
-"""The event of a scroll comes after more text has come."""
+"""The scroll event arrives after more text has arrived."""
 FROM_END = "(one) => one.scrollHeight - one.scrollTop - one.clientHeight"
 
 
@@ -54,7 +54,7 @@ def send(page: Page, text: str) -> None:
 
 
 def send_without_end(page: Page, text: str = "Count from one to five hundred, in words.") -> None:
-    """Sends a message whose answer ends only when it is stopped."""
+    """Sends a message with an answer that ends only when it is stopped."""
 
     def endless(route: Route) -> None:
         route.continue_(post_data=json.dumps(route.request.post_data_json | {"ignore_eos": True}))
@@ -85,7 +85,7 @@ def sse(*chunks: dict[str, Any]) -> str:
 
 
 def answer_with(page: Page, text: str) -> None:
-    """The next answers are this text: for what is shown, whatever a model says."""
+    """The next answers are this text, regardless of the model."""
     delta = {"choices": [{"index": 0, "delta": {"content": text}}]}
     last = {"choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]}
     page.route(CHAT, lambda route: route.fulfill(content_type="text/event-stream", body=sse(delta, last)))
@@ -122,7 +122,7 @@ def test_an_answer_shows_its_tokens_speed_and_time_to_the_first_token(chat: Page
     expect(messages(chat, "assistant")).to_contain_text("Reached the maximum number of tokens.")
 
 
-def test_enter_sends_and_shift_enter_begins_a_line(chat: Page) -> None:
+def test_enter_sends_and_shift_enter_starts_a_line(chat: Page) -> None:
     answer_with(chat, "Yes.")
     field = chat.get_by_role("textbox", name="Message")
     expect(field).to_be_focused()
@@ -135,7 +135,7 @@ def test_enter_sends_and_shift_enter_begins_a_line(chat: Page) -> None:
     expect(field).to_have_value("")
 
 
-def test_an_answer_goes_on_while_another_tab_or_conversation_is_shown(chat: Page) -> None:
+def test_an_answer_continues_while_another_tab_or_conversation_is_shown(chat: Page) -> None:
     settings(chat, Maximum_tokens="40")
     send(chat, "Tell me about the sea.")
     chat.get_by_role("button", name="New conversation").click()
@@ -206,7 +206,7 @@ def test_an_answer_can_be_made_again_edited_and_deleted(chat: Page) -> None:
 # --- settings -------------------------------------------------------------------------------------------------------
 
 
-def test_system_prompt_and_settings_are_sent_and_new_conversations_begin_with_them(chat: Page) -> None:
+def test_system_prompt_and_settings_are_sent_and_new_conversations_start_with_them(chat: Page) -> None:
     answer_with(chat, "Ahoy.")
     settings(
         chat, System_prompt="You are a pirate.", Temperature="0.25", Stop_strings="END\nSTOP", JSON_schema='{"a": 1}'
@@ -222,10 +222,10 @@ def test_system_prompt_and_settings_are_sent_and_new_conversations_begin_with_th
         assert body["messages"][0] == {"role": "system", "content": "You are a pirate."}
         assert (body["temperature"], body["stop"], body["json_schema"]) == (0.25, ["END", "STOP"], {"a": 1})
         assert not {"top_p", "top_k", "seed"} & body.keys()  # the server's
-        assert body["max_tokens"] == 4096  # a model that repeats itself comes to an end
+        assert body["max_tokens"] == 4096  # the text of a model that repeats itself ends
 
 
-def test_settings_say_what_they_mean_what_the_server_has_and_what_is_wrong(chat: Page) -> None:
+def test_settings_show_their_meaning_the_servers_default_and_errors(chat: Page) -> None:
     chat.get_by_role("button", name="Conversation settings").click()
     dialog = chat.get_by_role("dialog")
     expect(dialog.get_by_label("Temperature")).to_have_attribute("placeholder", "0.8")
@@ -293,7 +293,7 @@ def test_text_that_is_nested_too_deep_is_shown_as_it_was_written(chat: Page) -> 
     expect(messages(chat, "assistant").last.locator("blockquote")).to_have_count(15)
 
 
-def test_a_link_whose_target_comes_later_is_one_when_the_answer_is_complete_and_after_a_reload(chat: Page) -> None:
+def test_a_link_with_a_later_target_is_rendered_when_the_answer_is_complete_and_after_a_reload(chat: Page) -> None:
     answer_with(chat, "See [this][1].\n\nMore.\n\n[1]: https://example.org/a")
     ask(chat, "Where?")
     for _ in range(2):
@@ -311,7 +311,7 @@ def test_arguments_of_a_call_that_are_nested_deep_are_shown_as_they_are(chat: Pa
     expect(chat.locator(".call pre")).to_have_text("[" * 10_000 + "]" * 10_000)
 
 
-def test_what_a_model_writes_is_shown_and_never_run(
+def test_model_output_is_shown_and_never_run(
     page: Page, tmp_path: Path, fresh_server: Callable[..., ServerProcess]
 ) -> None:
     server = fresh_server("-m", write_hostile_model(tmp_path / "hostile.gguf"), "-np", "2", "-c", "4096")
@@ -402,7 +402,7 @@ def test_markdown_is_rendered_and_code_is_highlighted_and_copied(chat: Page) -> 
     assert axe_violations(chat) == []
 
 
-# --- what is kept ---------------------------------------------------------------------------------------------------
+# --- storage --------------------------------------------------------------------------------------------------------
 
 
 def test_conversations_are_kept_renamed_and_deleted(chat: Page) -> None:
@@ -442,7 +442,7 @@ def exported(page: Page, menu: str, item: str) -> Path:
     return download.value.path()
 
 
-def test_a_message_is_sent_that_is_written_at_once_after_new_conversation(chat: Page) -> None:
+def test_a_message_typed_right_after_new_conversation_is_sent(chat: Page) -> None:
     """Within the frame in which the new conversation is not yet shown."""
     answer_with(chat, "Yes.")
     texts = [f"Question {i}" for i in range(12)]
@@ -633,7 +633,7 @@ def refusal(status: int, message: str, **fields: Any) -> Callable[[Route], None]
         (500, "internal error", "The answer failed: internal error."),
     ],
 )
-def test_an_error_says_what_to_do(chat: Page, errors: PageErrors, status: int, message: str, shown: str) -> None:
+def test_an_error_names_the_remedy(chat: Page, errors: PageErrors, status: int, message: str, shown: str) -> None:
     errors.allow(f"status of {status}")
     chat.route(CHAT, refusal(status, message))
     send(chat, "Hello")
@@ -645,9 +645,7 @@ def test_an_error_says_what_to_do(chat: Page, errors: PageErrors, status: int, m
     expect(chat.get_by_role("alert")).to_have_count(0)
 
 
-def test_a_server_that_is_busy_for_a_moment_is_asked_again_after_its_retry_after(
-    chat: Page, errors: PageErrors
-) -> None:
+def test_a_busy_server_is_retried_after_its_retry_after(chat: Page, errors: PageErrors) -> None:
     errors.allow("status of 429")
     times: list[float] = []
 
@@ -678,7 +676,7 @@ def test_a_conversation_that_is_too_long_for_the_context_says_so(
     expect(page.get_by_role("alert")).to_contain_text("start a new conversation")
 
 
-def test_a_server_that_goes_away_leaves_the_text_so_far(
+def test_a_server_that_ends_leaves_the_text_so_far(
     page: Page, default_model: Path, errors: PageErrors, fresh_server: Callable[..., ServerProcess]
 ) -> None:
     errors.allow("ERR_CONNECTION|ERR_INCOMPLETE|ERR_EMPTY_RESPONSE|status of 503")
@@ -720,7 +718,7 @@ def test_on_a_phone_conversations_are_behind_a_button_and_nothing_overflows(chat
 # --- what people met ------------------------------------------------------------------------------------------------
 
 
-def test_a_setting_out_of_range_is_said_and_not_sent(chat: Page) -> None:
+def test_a_setting_out_of_range_is_reported_and_not_sent(chat: Page) -> None:
     settings(chat, Temperature="-5", Maximum_tokens="7")
     answer_with(chat, "Hello.")
     with chat.expect_request(CHAT) as asked:
@@ -801,7 +799,7 @@ def test_formulas_are_mathml_and_prices_are_text(chat: Page) -> None:
     block = drawn.locator("math[display=block]")
     assert block.locator("munderover").count() == 1
     assert block.locator("mtr").count() == 2
-    expect(block.locator("mtext")).to_have_text("\\foo")  # what is not known stands as it is written
+    expect(block.locator("mtext")).to_have_text("\\foo")  # unknown elements are shown as written
     expect(drawn).to_contain_text("between $5 and $6, and")
     expect(drawn.locator("code")).to_have_text("$code$")
     nested = "$" + "\\sqrt{" * 60 + "x" + "}" * 60 + "$"

@@ -1,4 +1,4 @@
-"""The fixtures notice what they promise to notice."""
+"""The fixtures detect the errors that they are meant to detect."""
 
 from __future__ import annotations
 
@@ -35,8 +35,6 @@ def test_missing_labels_wide_elements_and_the_tab_key_are_seen(new_context: Call
     assert overflow(page) == ["button.w"]
 
 
-def test_a_server_of_its_own_has_the_flags_that_it_is_given(
-    fresh_server: Callable[..., ServerProcess], tiny_llama: str
-) -> None:
+def test_a_separate_server_has_its_flags(fresh_server: Callable[..., ServerProcess], tiny_llama: str) -> None:
     own = fresh_server("-m", tiny_llama, "-np", "3", "-c", "256", "--no-metrics")
     assert own.get("/props")["total_slots"] == 3

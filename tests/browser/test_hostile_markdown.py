@@ -47,7 +47,7 @@ SETTLED = """(least) => new Promise((done) => {
   }
   look()
 })"""
-"""Until so many answers are shown and no more elements come. (Playwright's search for roles would be a long task.)"""
+"""Until that many answers are shown and no more elements are added. (Playwright's role selectors would be slow.)"""
 
 
 def conversation(texts: dict[str, str]) -> dict[str, Any]:
@@ -141,8 +141,10 @@ def test_a_text_that_streams_has_the_same_blocks_and_finished_ones_are_not_read_
 
 
 @pytest.mark.parametrize("name", ["constructor", "toString", "__proto__", "valueOf"])
-def test_a_formula_with_a_name_of_javascript_is_shown_and_the_page_goes_on(page: Page, url: str, name: str) -> None:
-    """An exception in it would stop the page for good, also after each reload."""
+def test_a_formula_with_a_name_of_javascript_is_shown_and_the_page_keeps_working(
+    page: Page, url: str, name: str
+) -> None:
+    """An exception in it would break the page permanently, also after each reload."""
     page.add_init_script(STREAM)
     open_tab(page, url)
     wait_ready(page)

@@ -21,7 +21,7 @@ SAMPLING = ("--temp", "2", "--top-k", "0", "--top-p", "1", "--min-p", "0", "--ig
 
 @pytest.fixture(scope="module")
 def hostile_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """A server whose model writes HTML and scripts, and whose names have some too."""
+    """A server with a model that writes HTML and scripts, and with HTML in its names."""
     folder = tmp_path_factory.mktemp("hostile")
     model = write_hostile_model(folder / "hostile.gguf")
     flags = ("-m", model, "--alias", NAME, "--data-dir", folder / "data", "-np", "8", "-c", "16384")
@@ -57,7 +57,7 @@ def test_chat_shows_scripts_and_html_of_a_model_as_text(page: Page, hostile_url:
     check_safe(page)
 
 
-def test_links_of_a_model_do_not_run_scripts_and_tell_nobody_where_they_were(page: Page, hostile_url: str) -> None:
+def test_links_of_a_model_do_not_run_scripts_and_send_no_referrer(page: Page, hostile_url: str) -> None:
     chat = open_tab(page, hostile_url, "chat")
     wait_ready(page)
     for text in ("links", "more links"):

@@ -32,7 +32,7 @@ def rows(n: int) -> bytes:
 
 
 def slow_requests(n: int, max_tokens: int = 300) -> bytes:
-    """In OpenAI's form. The first of several is short, so that the first result comes soon on any machine."""
+    """In OpenAI's form. The first of several is short, so that the first result arrives soon on any machine."""
     fields = {"method": "POST", "url": "/v1/completions"}
     body = {"prompt": "Once upon a time", **SLOW, "max_tokens": max_tokens}
     bodies = [body | {"max_tokens": 3} if i == 0 else body for i in range(n)]
@@ -93,7 +93,7 @@ def content(server: ServerProcess, file_id: str) -> bytes:
 
 
 def evaluated(page: Page, module: str, script: str, *args: object) -> Any:
-    """What a script returns to which a module of the tab is given as `m`."""
+    """The result of a script that gets a module of the tab as `m`."""
     return page.evaluate(f"async ([args]) => {{ const m = await import('/page/jobs/{module}.js'); {script} }}", [args])
 
 
@@ -153,7 +153,7 @@ MAKE = """
 """
 
 
-def test_rows_become_requests_and_wrong_ones_say_what_to_do(page: Page, url: str) -> None:
+def test_rows_become_requests_and_invalid_ones_get_a_remedy(page: Page, url: str) -> None:
     page.goto(url)
     sampling = {"max_tokens": 8, "json_schema": '{"type":"object"}'}
     settings = SETTINGS | {"template": "Say {{x}} {text}", "system": "s", "sampling": sampling}
@@ -329,7 +329,7 @@ def test_lines_are_uploaded_watched_and_downloaded_while_a_worker_is_killed(
     assert json.loads(sent[0]) == edited
 
 
-def test_lines_that_are_wrong_are_told_and_left_out(page: Page, url: str, server: ServerProcess) -> None:
+def test_invalid_lines_are_reported_and_left_out(page: Page, url: str, server: ServerProcess) -> None:
     open_tab(page, url, "jobs")
     choose(page, "few.csv", b'id,text\n1,"What, now?"\n2,a,b\n3,"is"it"\n\n1,again\n5,Hello\n')
     expect(page.get_by_text("2 lines ready, 3 invalid")).to_be_visible()
@@ -364,7 +364,7 @@ def test_requests_in_openais_form_go_up_as_they_are_and_failures_give_their_reas
     expect(page.get_by_text("The files of this job have been deleted")).to_be_visible()
 
 
-def test_a_job_is_cancelled_and_keeps_what_is_finished(page: Page, url: str, server: ServerProcess) -> None:
+def test_a_job_is_cancelled_and_keeps_its_finished_results(page: Page, url: str, server: ServerProcess) -> None:
     batch_id = start_slow_job(page, url, 400)
     page.get_by_role("button", name="Cancel job").click()
     dialog = page.get_by_role("dialog")
@@ -477,9 +477,7 @@ def test_a_job_is_started_by_keyboard_alone(page: Page, url: str) -> None:
     assert Path(saved.value.path()).read_text().startswith("custom_id,prompt,answer")
 
 
-def test_errors_are_said_in_a_sentence(
-    page: Page, errors: PageErrors, default_model: Path, fresh_server: Start
-) -> None:
+def test_errors_are_one_sentence(page: Page, errors: PageErrors, default_model: Path, fresh_server: Start) -> None:
     errors.allow("status of 413|ERR_CONNECTION|Failed to load")
     server = fresh_server("-m", default_model, "--max-file-mb", "1")
     open_tab(page, f"{server.url}/", "jobs")

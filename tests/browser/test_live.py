@@ -99,7 +99,7 @@ def test_16_streams_are_16_rows_and_their_shared_prompt_is_one_block(page: Page,
     expect(rows(page)).to_have_count(0)
 
 
-def test_rows_stay_where_they_are_until_their_sequences_end(page: Page, batch_server: ServerProcess) -> None:
+def test_rows_keep_their_positions_until_their_sequences_end(page: Page, batch_server: ServerProcess) -> None:
     open_tab(page, f"{batch_server.url}/", "live")
     streams = Streams(batch_server)
     expect(rows(page)).to_have_count(16)
@@ -120,7 +120,7 @@ def test_rows_stay_where_they_are_until_their_sequences_end(page: Page, batch_se
     assert all(numbers == ",".join(each for each in order if each in numbers.split(",")) for numbers in seen)
 
 
-def test_a_worker_is_killed_the_page_says_so_and_the_streams_go_on(page: Page, batch_server: ServerProcess) -> None:
+def test_a_killed_worker_is_shown_on_the_page_and_the_streams_continue(page: Page, batch_server: ServerProcess) -> None:
     open_tab(page, f"{batch_server.url}/", "live")
     streams = Streams(batch_server, max_tokens=80)
     expect(page.locator("tr[data-state=decode]")).to_have_count(16)
@@ -154,7 +154,7 @@ def n_connections(url: str) -> int:
     return sum(fields[1].endswith(port) and fields[3] == "01" for fields in map(str.split, lines))
 
 
-def test_the_stream_is_closed_while_nobody_looks(page: Page, server: ServerProcess, url: str) -> None:
+def test_the_stream_is_closed_while_the_live_tab_is_hidden(page: Page, server: ServerProcess, url: str) -> None:
     started: list[str] = []
     ended: list[str] = []
     page.on("request", lambda request: started.append(request.url))
@@ -301,7 +301,7 @@ def test_a_broken_stream_is_opened_again_and_a_refused_one_is_not(page: Page, ur
 
 
 def test_a_silent_stream_is_given_up_and_opened_again(page: Page, url: str) -> None:
-    """Whatever arrives, a comment too, says that the connection is there."""
+    """Any data, including a comment, shows that the connection is alive."""
     function = """async ({follow}) => {
         const sleep = (ms, signal) => new Promise((done, fail) => {
             setTimeout(done, ms);
@@ -330,10 +330,10 @@ def test_a_silent_stream_is_given_up_and_opened_again(page: Page, url: str) -> N
     assert in_page(page, url, "follow.js", function) == ["event 1", "still there", silent, "event 2"]
 
 
-def test_a_server_that_falls_silent_in_the_middle_of_a_batch_is_noticed(
+def test_a_server_that_stops_sending_in_the_middle_of_a_batch_is_detected(
     page: Page, batch_server: ServerProcess
 ) -> None:
-    """Its process is stopped: the connection stays open, and nothing comes."""
+    """Its process is stopped: the connection stays open, and no data arrives."""
     tab = open_tab(page, f"{batch_server.url}/", "live")
     streams = Streams(batch_server)
     expect(rows(page)).to_have_count(16)

@@ -1,4 +1,4 @@
-"""The Models tab: what is loaded and what the folder has; load, unload, a broken file, one model."""
+"""The Models tab: loaded models and those in the folder; load, unload, a broken file, one model."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_models_are_loaded_and_unloaded(several: ServerProcess, page: Page) -> N
     expect(one.get_by_text("unloaded", exact=True)).to_be_visible()
 
 
-def test_a_model_that_cannot_be_loaded_says_why(several: ServerProcess, page: Page) -> None:
+def test_a_model_that_cannot_be_loaded_is_an_error_with_the_reason(several: ServerProcess, page: Page) -> None:
     page.goto(f"{several.url}/#models")
     broken = row(page, "tiny-broken")
     broken.get_by_role("button", name="Load tiny-broken").click()
@@ -61,7 +61,7 @@ def test_a_new_file_is_found(several: ServerProcess, page: Page, tmp_path: Path)
     expect(row(page, "tiny-new")).to_contain_text("unloaded")
 
 
-def test_a_server_with_one_model_says_how_to_serve_several(url: str, page: Page) -> None:
+def test_a_server_with_one_model_shows_how_to_serve_several(url: str, page: Page) -> None:
     page.goto(f"{url}#models")
     expect(page.get_by_role("status").filter(has_text="--models-dir")).to_be_visible()
     expect(page.get_by_role("row")).to_have_count(2)

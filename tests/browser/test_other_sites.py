@@ -131,7 +131,7 @@ FORM = """([action, enctype, body]) => {
 def test_a_page_on_another_port_or_of_another_site_reads_nothing_and_changes_nothing(
     page: Page, machine: Machine, errors: PageErrors, name: str
 ) -> None:
-    errors.allow(".")  # whatever the browser says of its requests
+    errors.allow(".")  # whatever headers the browser sends
     url, before = machine.server.url, machine.state()
     assert before["/v1/files"] == [machine.file]
     page.goto(machine.site(name))

@@ -1,4 +1,4 @@
-"""A server with an API key: the page asks for it once, keeps it, shows it to nobody, and forgets it on demand."""
+"""A server with an API key: the page asks for it once, keeps it, never shows it, and forgets it on demand."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def give_key(page: Page, key: str) -> None:
     key_dialog(page).get_by_role("button", name="Use key").click()
 
 
-def test_without_a_key_the_page_asks_once_and_says_when_it_is_wrong(page: Page, keyed_url: str) -> None:
+def test_without_a_key_the_page_asks_once_and_reports_a_wrong_one(page: Page, keyed_url: str) -> None:
     page.goto(keyed_url)
     expect(key_dialog(page)).to_have_count(1)
     give_key(page, "sk-wrong-key")
@@ -86,7 +86,7 @@ def test_a_key_can_be_forgotten(page: Page, keyed_url: str) -> None:
     expect(key_dialog(page)).to_be_visible()
 
 
-def test_a_key_that_is_no_longer_valid_is_asked_for_again(page: Page, keyed_url: str) -> None:
+def test_an_invalidated_key_is_asked_for_again(page: Page, keyed_url: str) -> None:
     page.goto(keyed_url)
     page.evaluate("localStorage.setItem('cppbatch.key', 'sk-of-last-year')")
     page.reload()
@@ -95,7 +95,7 @@ def test_a_key_that_is_no_longer_valid_is_asked_for_again(page: Page, keyed_url:
     wait_ready(page)
 
 
-def test_without_keys_nothing_is_asked(page: Page, url: str) -> None:
+def test_without_keys_the_page_asks_for_no_key(page: Page, url: str) -> None:
     for tab in TABS:
         open_tab(page, url, tab)
     wait_ready(page)

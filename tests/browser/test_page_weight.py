@@ -1,4 +1,4 @@
-"""The page is small, soon usable, and comes from this server alone."""
+"""The page is small, usable quickly, and served by this server alone."""
 
 from __future__ import annotations
 
@@ -26,9 +26,7 @@ new MutationObserver((changes, observer) => {
 """
 
 
-def test_what_every_tab_loads_comes_from_this_server_and_weighs_less_than_300_kb(
-    page: Page, server: ServerProcess, url: str
-) -> None:
+def test_all_tabs_load_only_from_this_server_and_less_than_300_kb(page: Page, server: ServerProcess, url: str) -> None:
     """As a browser gets it, compressed."""
     responses: list[Response] = []
     page.on("response", lambda response: responses.append(response))  # noqa: PLW0108  # Playwright marks its handlers
@@ -45,7 +43,7 @@ def test_what_every_tab_loads_comes_from_this_server_and_weighs_less_than_300_kb
 
 
 def test_all_files_of_the_page_weigh_less_than_300_kb_as_they_are() -> None:
-    """Not compressed. The licences of the libraries stand beside them, and are not served."""
+    """Not compressed. The licences of the libraries are in the same folder, and are not served."""
     sizes = {name: len(file.content) for name, file in page_files().items()}
     assert {"index.html", "app.js", "style.css", "vendor/preact.js"} <= sizes.keys()
     assert sum(sizes.values()) < MAX_BYTES, sorted(sizes.items(), key=lambda item: -item[1])[:10]
@@ -70,12 +68,12 @@ def test_a_second_visit_transfers_no_file_again(page: Page, url: str) -> None:
 def test_the_page_is_usable_within_200_ms(
     new_context: Callable[..., BrowserContext], errors: PageErrors, url: str
 ) -> None:
-    """From the beginning of the navigation, with an empty cache, until the first tab takes input.
+    """From the start of the navigation, with an empty cache, until the first tab accepts input.
 
-    Loading one small picture in the same way is the measure of a slow machine: the page may take 4 times as long. The
+    Loading one small image in the same way calibrates for slow machines: the page may take 4 times as long. The
     lower quartile of 9 loads of each, in turns: other programs only make one longer.
     """
-    errors.allow("favicon.ico")  # which Chromium looks for beside the picture
+    errors.allow("favicon.ico")  # which Chromium requests besides the image
     times, picture_times = [], []
     for _ in range(9):
         page = new_context().new_page()

@@ -70,7 +70,7 @@ def test_16_streams_fill_side_by_side_and_their_prompt_is_computed_once(tab: Pag
     expect(tab.locator(".run-status strong")).to_have_text("16 of 16 cells ended")
 
 
-def test_a_table_fills_a_template_and_each_row_is_asked(tab: Page) -> None:
+def test_a_table_fills_a_template_and_each_row_is_sent(tab: Page) -> None:
     tab.get_by_text("Table of variables").click()
     tab.get_by_label("Rows").fill("country\tcontinent\nFrance\tEurope\nPeru\tSouth America\n")
     fill(tab, "The capital of {country} ({{{continent}}}) is", "0", Maximum_tokens=4)
@@ -102,7 +102,7 @@ def test_one_cell_is_stopped_and_then_all(tab: Page, server: ServerProcess) -> N
     server.wait_idle()
 
 
-def test_a_cell_that_fails_says_why_and_the_others_go_on(tab: Page) -> None:
+def test_a_cell_that_fails_shows_the_reason_and_the_others_continue(tab: Page) -> None:
     fill(tab, "Say hello.", "0, 101", Maximum_tokens=5)
     cells = run(tab)
     expect(cells.nth(0)).to_have_class("cell done")
@@ -133,7 +133,7 @@ def cells(tab: Page) -> Locator:
     return run(tab)
 
 
-def test_cells_are_sorted_and_the_likeliest_one_is_marked_as_that(tab: Page, cells: Locator) -> None:
+def test_cells_are_sorted_and_the_most_likely_one_is_marked(tab: Page, cells: Locator) -> None:
     def order(by: str) -> list[str]:
         tab.get_by_role("combobox", name="Order").select_option(by)
         return cells.locator("h3").all_text_contents()
@@ -227,7 +227,7 @@ def test_a_run_as_curl_and_as_python_asks_for_all_cells(tab: Page, tmp_path: Pat
 
 
 @pytest.mark.parametrize("kind", ["chat", "text"])
-def test_a_batch_file_is_taken_as_it_is_and_every_line_is_answered(tab: Page, server: ServerProcess, kind: str) -> None:
+def test_a_batch_file_is_used_unchanged_and_every_line_is_answered(tab: Page, server: ServerProcess, kind: str) -> None:
     tab.get_by_label("Send prompt as").select_option(kind)
     fill(tab, "Blue is", "0, 0.5, 1", Maximum_tokens=3)
     tab.get_by_role("button", name="Export").click()
@@ -245,7 +245,7 @@ def test_a_batch_file_is_taken_as_it_is_and_every_line_is_answered(tab: Page, se
 # --- the form ---------------------------------------------------------------------------------------------------------
 
 
-def test_wrong_input_is_said_beside_its_field_and_nothing_is_sent(tab: Page) -> None:
+def test_invalid_input_is_reported_beside_its_field_and_nothing_is_sent(tab: Page) -> None:
     sent: list[str] = []
     tab.on("request", lambda request: sent.append(request.url) if "generate" in request.url else None)
 
@@ -288,7 +288,7 @@ def test_the_form_is_kept_and_works_by_keyboard(tab: Page) -> None:
     assert tab.evaluate("navigator.clipboard.readText()").strip() == texts(tab.locator(".cell"))[1].strip()
 
 
-def test_a_run_goes_on_while_another_tab_is_shown(tab: Page) -> None:
+def test_a_run_continues_while_another_tab_is_shown(tab: Page) -> None:
     fill(tab, STORY, "0.5, 1", Maximum_tokens=60)
     tab.get_by_role("button", name="Run", exact=True).click()
     expect(tab.locator(".cell.running")).to_have_count(2)

@@ -154,7 +154,7 @@ BAD_FORMS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("message", BAD_FORMS)
-def test_a_form_that_makes_no_run_says_why(call: Call, message: str) -> None:
+def test_a_form_that_makes_no_run_shows_the_reason(call: Call, message: str) -> None:
     assert plan(call, **BAD_FORMS[message]).startswith(f"ERROR {message}")
 
 

@@ -23,7 +23,7 @@ def health(page: Page, text: str) -> None:
     expect(page.locator("header .health")).to_contain_text(text)
 
 
-def test_the_page_shows_that_the_model_loads_and_goes_on_by_itself(
+def test_the_page_shows_that_the_model_loads_and_continues_by_itself(
     page: Page, errors: PageErrors, fresh_server: Callable[..., ServerProcess], tiny_llama: Path
 ) -> None:
     errors.allow("status of 503")
@@ -42,7 +42,7 @@ def test_the_page_shows_that_the_model_loads_and_goes_on_by_itself(
     wait_ready(page)
 
 
-def test_the_page_says_that_the_server_is_gone_and_goes_on_when_it_is_back(
+def test_the_page_says_that_the_server_is_gone_and_continues_when_it_is_back(
     page: Page, errors: PageErrors, fresh_server: Callable[..., ServerProcess], tiny_llama: Path
 ) -> None:
     errors.allow("net::ERR_")
@@ -88,7 +88,7 @@ def test_a_reload_in_the_middle_of_a_stream_ends_the_request_and_keeps_the_conve
     page.get_by_role("button", name="Stop").or_(page.get_by_role("button", name="Send")).click()
 
 
-def test_a_stream_whose_server_ends_says_so_and_can_be_tried_again(
+def test_a_stream_cut_off_by_the_end_of_the_server_says_so_and_can_be_retried(
     page: Page, errors: PageErrors, fresh_server: Callable[..., ServerProcess], default_model: Path
 ) -> None:
     errors.allow("net::ERR_|status of 503")
@@ -121,7 +121,7 @@ def test_a_server_without_the_page_has_its_api_alone(
         assert refused.value.code == 404
 
 
-def test_a_tab_that_is_first_opened_while_the_server_is_away_is_there_when_it_is_back(
+def test_a_tab_first_opened_while_the_server_is_down_appears_when_it_is_back(
     page: Page, errors: PageErrors, fresh_server: Callable[..., ServerProcess], tiny_llama: Path
 ) -> None:
     errors.allow("net::ERR_")
@@ -140,7 +140,7 @@ def test_a_tab_that_is_first_opened_while_the_server_is_away_is_there_when_it_is
 
 
 @pytest.mark.parametrize(("failures", "fetches"), [(1, 2), (99, 2)])
-def test_a_tab_whose_module_failed_is_loaded_by_one_reload_of_the_page(
+def test_a_tab_with_a_failed_module_is_loaded_by_one_reload_of_the_page(
     page: Page, errors: PageErrors, url: str, failures: int, fetches: int
 ) -> None:
     """Also if the server is back before the page looks; and no endless reloads if the module is missing."""

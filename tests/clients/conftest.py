@@ -52,7 +52,7 @@ def serve(*args: str | Path) -> Iterator[Serving]:
 
 
 TOOL_FORMS = ["", "tags", "typed_tags", "numbered", "nemo"]
-"""Names in tests.support.chat_families, whose templates show the form of calls; "": the default model, without one."""
+"""Names in tests.support.chat_families with templates that show the form of calls; "": the default model's."""
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -103,13 +103,13 @@ def tiny_files(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def seeing_server(tiny_files: Path) -> Iterator[Serving]:
-    """A tiny model with random weights that takes pictures."""
+    """A tiny model with random weights that accepts images."""
     yield from serve("-m", tiny_files / "tiny.gguf", "--mmproj", tiny_files / "eyes.gguf", "-np", "16", "-c", "8192")
 
 
 @pytest.fixture(scope="session")
 def qwen_server(tiny_files: Path) -> Iterator[Serving]:
-    """The shape of Qwen2-VL, whose pictures have rows and columns."""
+    """A tiny Qwen2-VL, in which images have rows and columns."""
     exact = "-ctk", "f32", "-ctv", "f32", "-fa", "off"
     files = "-m", tiny_files / "qwen.gguf", "--mmproj", tiny_files / "qwen-eyes.gguf"
     yield from serve(*files, *exact, "-np", "8", "-c", "8192")
@@ -117,7 +117,7 @@ def qwen_server(tiny_files: Path) -> Iterator[Serving]:
 
 @pytest.fixture(scope="session")
 def hearing_server(tiny_files: Path) -> Iterator[Serving]:
-    """The same with sound."""
+    """The same with audio."""
     yield from serve("-m", tiny_files / "tiny.gguf", "--mmproj", tiny_files / "ears.gguf", "-np", "2", "-c", "2048")
 
 

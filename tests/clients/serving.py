@@ -1,4 +1,4 @@
-"""What the tests of clients know of a server, and the questions that they ask it."""
+"""The server for tests of clients, and the requests that they send to it."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Serving:
         self.v1 = f"{process.url}/v1"
 
     def post(self, path: str, body: dict[str, Any]) -> Any:
-        """A JSON answer without any client in between."""
+        """A JSON answer, without a client library."""
         headers = {"Authorization": f"Bearer {KEY}", "Content-Type": "application/json"}
         request = urllib.request.Request(self.url + path, json.dumps(body).encode(), headers)
         with urllib.request.urlopen(request, timeout=60) as answer:

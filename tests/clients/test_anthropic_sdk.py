@@ -91,10 +91,10 @@ def test_a_streamed_tool_call_has_the_input_of_the_whole_one(client: anthropic.A
 
 
 @pytest.mark.parametrize("thread", [{}, {"thread": False}], ids=["thread", "no thread"])
-def test_the_tool_runner_calls_a_function_and_goes_on_with_the_whole_conversation(
+def test_the_tool_runner_calls_a_function_and_continues_with_the_whole_conversation(
     client: anthropic.Anthropic, thread: Any
 ) -> None:
-    """It begins a thread on the server, unless told otherwise, and then sends only what is new: not to this one."""
+    """By default it starts a thread on the server and then sends only new messages; not to this server."""
     asked: list[Any] = []
 
     @anthropic.beta_tool
@@ -150,7 +150,7 @@ async def test_a_cancelled_task_ends_its_request(server: Serving) -> None:
             await task
 
 
-def test_each_kind_of_error_is_an_exception_of_its_own(client: anthropic.Anthropic) -> None:
+def test_each_kind_of_error_has_its_own_exception(client: anthropic.Anthropic) -> None:
     with pytest.raises(anthropic.AuthenticationError):
         client.with_options(api_key="wrong").messages.create(messages=ASK, **GREEDY)
     with pytest.raises(anthropic.BadRequestError, match="temperature"):

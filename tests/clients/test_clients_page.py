@@ -1,4 +1,4 @@
-"""docs/clients.md: its programs run as they stand there, and its versions are those of the requirements files."""
+"""docs/clients.md: its programs run as printed, and its versions are those of the requirements files."""
 
 from __future__ import annotations
 

@@ -89,6 +89,6 @@ async def test_the_asynchronous_client(server: Serving) -> None:
     assert all(isinstance(item, Forecast) for item in cities)
 
 
-def test_an_answer_that_is_cut_off_is_said_to_be(server: Serving) -> None:
+def test_an_answer_that_is_cut_off_is_marked_as_such(server: Serving) -> None:
     with pytest.raises(IncompleteOutputException):
         client_of(server, instructor.Mode.JSON_SCHEMA).create(**asked("Oslo"), max_tokens=2)

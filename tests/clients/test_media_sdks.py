@@ -1,4 +1,4 @@
-"""Pictures and sound with the packages of OpenAI and Anthropic, on a tiny model with random weights."""
+"""Images and audio with the packages of OpenAI and Anthropic, on a tiny model with random weights."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def claude(seeing_server: Serving) -> anthropic.Anthropic:
     return anthropic.Anthropic(base_url=seeing_server.url, api_key=KEY, max_retries=0, timeout=60)
 
 
-def test_16_pictures_at_once_answer_as_alone_and_as_streams(client: openai.OpenAI) -> None:
+def test_16_concurrent_images_answer_as_alone_and_as_streams(client: openai.OpenAI) -> None:
     def whole(data: bytes) -> tuple[str, int]:
         answer = client.chat.completions.create(messages=asks(picture(data)), **GREEDY)
         assert answer.usage
@@ -76,7 +76,7 @@ def test_responses_and_anthropics_messages_see_the_same(client: openai.OpenAI, c
         assert "".join(stream.text_stream) == chat
 
 
-def test_anthropics_tools_return_pictures(claude: anthropic.Anthropic) -> None:
+def test_anthropics_tools_return_images(claude: anthropic.Anthropic) -> None:
     use: Any = {"role": "assistant", "content": [{"type": "tool_use", "id": "t1", "name": "look", "input": {}}]}
     result: Any = {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t1", "content": [block()]}]}
     tools: Any = [{"name": "look", "input_schema": {"type": "object", "properties": {}}}]
@@ -84,7 +84,7 @@ def test_anthropics_tools_return_pictures(claude: anthropic.Anthropic) -> None:
     assert message.usage.input_tokens + (message.usage.cache_read_input_tokens or 0) > 16
 
 
-def test_what_cannot_be_seen_is_the_clients_own_exception(client: openai.OpenAI, claude: anthropic.Anthropic) -> None:
+def test_refused_media_raise_the_clients_own_exception(client: openai.OpenAI, claude: anthropic.Anthropic) -> None:
     remote: Any = {"type": "image_url", "image_url": {"url": "https://example.org/cat.png"}}
     with pytest.raises(openai.BadRequestError, match="--allowed-media-domains"):
         client.chat.completions.create(messages=asks(remote), **GREEDY)
@@ -95,7 +95,7 @@ def test_what_cannot_be_seen_is_the_clients_own_exception(client: openai.OpenAI,
         claude.messages.create(model="tiny", max_tokens=4, messages=asks(by_url))
 
 
-def test_a_batch_of_16_pictures(client: openai.OpenAI) -> None:
+def test_a_batch_of_16_images(client: openai.OpenAI) -> None:
     lines = [
         {
             "custom_id": str(i),
@@ -121,13 +121,13 @@ def test_a_batch_of_16_pictures(client: openai.OpenAI) -> None:
     assert counts == [16] * 16
 
 
-def test_a_conversation_about_pictures_with_rows_and_columns(qwen_server: Serving) -> None:
-    """Each turn sends all before again, whose pictures are computed once: alone, streamed and beside others."""
+def test_a_conversation_about_images_with_rows_and_columns(qwen_server: Serving) -> None:
+    """Each turn resends all earlier ones, with images that are computed once: alone, streamed and with others."""
     completions: Any = openai.OpenAI(base_url=qwen_server.v1, api_key=KEY, max_retries=0, timeout=60).chat.completions
     wide, tall = png(96, 64, (255, 0, 0)), png(32, 144, (0, 0, 255))  # 4 rows of 6 tokens, 9 rows of 2
 
     def converse(number: int) -> list[tuple[str, int, int, int]]:
-        """(answer, tokens of the prompt, of its pictures, and from the cache) of each turn."""
+        """(answer, tokens of the prompt, of its images, and from the cache) of each turn."""
         messages: Any = [
             {"role": "user", "content": [picture(wide), {"type": "text", "text": f"What is it? {number}"}]}
         ]
@@ -150,7 +150,7 @@ def test_a_conversation_about_pictures_with_rows_and_columns(qwen_server: Servin
     assert len({turns[-1][0] for turns in together}) > 4
 
 
-def test_sound_is_heard(hearing_server: Serving) -> None:
+def test_audio_is_heard(hearing_server: Serving) -> None:
     client = openai.OpenAI(base_url=hearing_server.v1, api_key=KEY, max_retries=0, timeout=60)
     sound: Any = {"type": "input_audio", "input_audio": {"data": as_base64(TONE), "format": "wav"}}
     answer = client.chat.completions.create(messages=asks(sound), **GREEDY)

@@ -166,7 +166,7 @@ async def test_a_cancelled_task_ends_its_request(server: Serving) -> None:
             await task
 
 
-def test_each_kind_of_error_is_an_exception_of_its_own(client: openai.OpenAI) -> None:
+def test_each_kind_of_error_has_its_own_exception(client: openai.OpenAI) -> None:
     with pytest.raises(openai.AuthenticationError) as wrong_key:
         client.with_options(api_key="wrong").chat.completions.create(messages=ASK, **GREEDY)
     assert wrong_key.value.code == "invalid_api_key"

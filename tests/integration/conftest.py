@@ -21,7 +21,7 @@ from tests.support.native_engines import SETTINGS, OpenEngine, assert_everything
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Long tests whose requests are made up while pytest collects them are read with -m soak only."""
+    """Long tests that generate their requests while pytest collects them are imported with -m soak only."""
     is_long = collection_path.name.endswith("_for_long.py")
     return True if is_long and config.option.markexpr == "not soak" else None
 
@@ -41,7 +41,7 @@ def open_engine() -> Iterator[OpenEngine]:
 
 @pytest.fixture
 async def engine(tiny_llama: Path) -> AsyncIterator[LocalEngine]:
-    """What `http` serves. Modules whose tests need other sizes have an engine of this name."""
+    """The engine behind `http`. Modules that need other sizes override this fixture."""
     async with LocalEngine(tiny_llama, n_ctx=1024, n_parallel=4, n_threads=1) as engine:
         yield engine
 

@@ -40,7 +40,7 @@ def test_paging_ends_before_and_after_the_one_model(client: anthropic.Anthropic)
 
 
 @pytest.mark.parametrize("query", [{"after_id": "x"}, {"before_id": "x"}, {"limit": 0}, {"limit": 1001}])
-def test_a_page_that_is_not_there_is_refused(client: anthropic.Anthropic, query: dict[str, Any]) -> None:
+def test_a_page_that_does_not_exist_is_refused(client: anthropic.Anthropic, query: dict[str, Any]) -> None:
     with pytest.raises(anthropic.BadRequestError, match=next(iter(query))) as refused:
         client.models.list(**query)
     assert refused.value.body["error"]["type"] == "invalid_request_error"  # type: ignore[index]

@@ -46,7 +46,7 @@ class Client:
     ) -> tuple[int, dict[bytes, bytes], list[bytes]]:
         """Sends the parts of a body; returns status, headers and the parts of the answer.
 
-        `leave_after`: the client disconnects after so many parts of the answer.
+        `leave_after`: the client disconnects after this number of parts of the answer.
         """
         incoming: asyncio.Queue[MutableMapping[str, Any]] = asyncio.Queue()
         for i, part in enumerate(body or (b"",)):

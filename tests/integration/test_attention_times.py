@@ -34,7 +34,7 @@ SMALL = Shape(n_layer=2, n_head=4, n_head_kv=2, head_k=32, head_v=32)
 
 @pytest.fixture(autouse=True)
 def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """An empty folder for what is measured."""
+    """An empty folder for measurements."""
     monkeypatch.setattr(findings, "user_cache_path", lambda name: tmp_path / "cache")
     monkeypatch.setattr(quality, "english_text", lambda: "The north wind and the sun. " * 40)
     return tmp_path / "cache"
@@ -70,7 +70,9 @@ def test_the_second_time_they_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
     assert attention_times(replace(task, kv_layout="unified")) is None  # a child that crashes
 
 
-def test_only_plain_attention_has_a_shape(tiny_llama: Path, tiny_swa: Path, tiny_mamba: Path) -> None:
+def test_the_attention_shape_is_known_for_plain_attention_only(
+    tiny_llama: Path, tiny_swa: Path, tiny_mamba: Path
+) -> None:
     assert attention_shape(tiny_llama)
     assert attention_shape(tiny_swa) is None
     assert attention_shape(tiny_mamba) is None
@@ -81,7 +83,7 @@ def test_only_plain_attention_has_a_shape(tiny_llama: Path, tiny_swa: Path, tiny
 
 @pytest.fixture
 def config(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> EngineConfig:
-    """A model whose attention is timed, on a CPU, with weights that take no time."""
+    """A model with timed attention, on a CPU, and weights that take no time."""
     shape = LlamaShape(n_layer=16, n_embd=256, n_head=4, n_head_kv=4, n_ff=256)
     monkeypatch.setattr(attention, "has_gpu", lambda: False)
     monkeypatch.setattr(attention, "kernel_times", lambda types: {})
@@ -127,7 +129,7 @@ def test_cells_get_the_faster_type_once_its_divergence_is_known(
     assert plan_attention(config, ()) == (config, None, None, None)
 
 
-def test_what_is_given_stays(config: EngineConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_given_settings_are_kept(config: EngineConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     use_times(monkeypatch, Attention("on", "q8_0", "q8_0"))
     know_quality(config, "q8_0 q8_0", 0.0)
     assert plan_attention(config, {"cache_type_k"}).config == config

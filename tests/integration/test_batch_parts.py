@@ -1,4 +1,4 @@
-"""Logits are right in batches for which llama.cpp computes wrong ones, and of copies whose cells come later."""
+"""Logits are right in batches that llama.cpp computes wrong, and for copies with cells that are computed later."""
 
 from __future__ import annotations
 

@@ -192,7 +192,7 @@ def test_a_file_that_is_too_large_is_refused_before_and_while_it_comes(server: A
     [EMPTY_PART, b"\n", FILE_PART + PURPOSE_PART + b"--b--\r\n" + b"x" * 1000],
     ids=["of parts", "before the first part", "behind the last part"],
 )
-def test_a_form_without_end_is_refused_and_holds_up_nobody(server: AppThread, piece: bytes) -> None:
+def test_a_form_without_end_is_refused_and_delays_no_other_request(server: AppThread, piece: bytes) -> None:
     answer = b""
     with socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2])), timeout=10) as connection:
         head = "POST /v1/files HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n"
@@ -262,7 +262,7 @@ def test_chats_and_plain_prompts_are_answered_too(client: OpenAI) -> None:
     assert {answer["custom_id"] for answer in results(client, batch.output_file_id)} == {"chat", "line-2"}
 
 
-def test_bad_lines_are_told_by_their_numbers_and_the_others_are_answered(client: OpenAI) -> None:
+def test_bad_lines_are_reported_with_their_numbers_and_the_others_are_answered(client: OpenAI) -> None:
     data = b"\n".join([
         line("good-1"),
         b"{no json",
@@ -334,7 +334,7 @@ def test_batches_are_listed_page_by_page_the_newest_first(client: OpenAI) -> Non
         wait_for(client, batch_id, "completed")
 
 
-def test_what_was_answered_before_a_cancel_stays(client: OpenAI) -> None:
+def test_results_before_a_cancel_are_kept(client: OpenAI) -> None:
     batch = make_batch(client, lines(10) + lines(400, **LONG).replace(b"item-", b"late-"))
     wait_until(lambda: counts(client.batches.retrieve(batch.id)).completed > 3)
     assert client.batches.cancel(batch.id).status in ("cancelling", "cancelled")
@@ -398,7 +398,7 @@ def test_results_are_read_while_a_batch_runs(client: OpenAI, server: AppThread) 
     assert client.files.content(output_id).content.startswith(first + more)
 
 
-def test_results_are_read_after_a_restart_before_the_batch_goes_on(start: Start, tmp_path: Path) -> None:
+def test_results_are_read_after_a_restart_before_the_batch_continues(start: Start, tmp_path: Path) -> None:
     first = start()
     batch = make_batch(client_of(first), lines(10) + lines(400, **LONG).replace(b"item-", b"late-"))
     wait_until(lambda: counts(client_of(first).batches.retrieve(batch.id)).completed > 3)
@@ -430,7 +430,7 @@ def test_the_input_of_a_running_batch_cannot_be_deleted(client: OpenAI) -> None:
     assert client.files.delete(batch.input_file_id).deleted
 
 
-def test_batches_are_in_the_figures_and_wait_for_those_who_wait(server: AppThread, client: OpenAI) -> None:
+def test_batches_are_in_the_figures_and_wait_for_interactive_requests(server: AppThread, client: OpenAI) -> None:
     batch = make_batch(client, lines(200, **LONG))
     wait_for(client, batch.id, "in_progress")
     client.completions.create(model="tiny-llama", prompt="Quick", max_tokens=2)
@@ -451,7 +451,7 @@ def test_batches_are_in_the_figures_and_wait_for_those_who_wait(server: AppThrea
 # --- across starts ----------------------------------------------------------------------------------------------------
 
 
-def test_a_batch_goes_on_after_a_restart(start: Start) -> None:
+def test_a_batch_continues_after_a_restart(start: Start) -> None:
     first = start()
     batch = make_batch(client_of(first), lines(60, max_tokens=30))
     wait_until(lambda: counts(client_of(first).batches.retrieve(batch.id)).completed > 5)
@@ -479,7 +479,7 @@ def test_a_batch_waits_for_its_model(start: Start, tmp_path: Path, caplog: pytes
     wait_for(client, batch.id, "cancelled")
 
 
-def test_files_whose_time_is_up_are_gone(start: Start, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_expired_files_are_gone(start: Start, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     first = start()
     client = client_of(first)
     expires: Any = {"anchor": "created_at", "seconds": 3600}
@@ -522,7 +522,7 @@ def gone(path: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", [emptied, shortened, changed, gone])
-def test_a_batch_whose_input_was_damaged_meanwhile_fails_and_keeps_its_results(
+def test_a_batch_with_an_input_damaged_meanwhile_fails_and_keeps_its_results(
     start: Start, tmp_path: Path, damage: Callable[[Path], None]
 ) -> None:
     first = start()
@@ -545,7 +545,7 @@ def assert_failed(client: OpenAI, batch_id: str, code: str) -> None:
     assert len(results(client, batch.output_file_id)) == counts(batch).completed
 
 
-def test_a_batch_whose_input_is_emptied_while_it_is_read_fails_at_its_end(start: Start, tmp_path: Path) -> None:
+def test_a_batch_with_an_input_emptied_while_it_is_read_fails_at_its_end(start: Start, tmp_path: Path) -> None:
     client = client_of(start())
     long_lines = lines(3000, max_tokens=1, user="x" * 1000)  # more than what is read ahead
     batch = make_batch(client, long_lines)
@@ -595,7 +595,7 @@ def full(*_: object) -> None:
     raise OSError(28, "No space left on device")
 
 
-def test_a_batch_stands_still_while_the_disk_is_full(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_batch_pauses_while_the_disk_is_full(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(active_batch, "FIRST_RETRY_S", 0.1)
     client = client_of(start())
     with monkeypatch.context() as patch:
@@ -612,7 +612,7 @@ def outputs_full() -> None:
     raise durable_files.storage_error(Path("output.jsonl"), OSError(28, "No space left on device"))
 
 
-def test_a_batch_goes_on_when_the_engine_is_back(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_batch_continues_when_the_engine_is_back(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(active_batch, "FIRST_RETRY_S", 0.1)
 
     async def gone(*_: object) -> None:
@@ -628,7 +628,7 @@ def test_a_batch_goes_on_when_the_engine_is_back(start: Start, monkeypatch: pyte
     assert counts(wait_for(client, batch.id, "completed")) == (10, 10, 0)
 
 
-def test_an_upload_to_a_full_disk_is_told_so_and_leaves_nothing(
+def test_an_upload_to_a_full_disk_gets_an_error_that_says_so_and_leaves_nothing(
     start: Start, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     client = client_of(start())
@@ -646,7 +646,7 @@ def test_an_upload_to_a_full_disk_is_told_so_and_leaves_nothing(
 def test_a_disk_that_is_full_at_the_start_is_tried_again(
     start: Start, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """With a batch that was begun before: it goes on as soon as there is room."""
+    """An earlier batch continues as soon as there is room."""
     monkeypatch.setattr(storage, "RETRY_S", 0.2)
     first = start()
     batch = make_batch(client_of(first), lines(20, **LONG))
@@ -688,7 +688,7 @@ def is_kept(client: OpenAI) -> bool:
         return False
 
 
-def test_what_is_wrong_with_the_disk_is_told_without_the_servers_paths(
+def test_disk_errors_do_not_show_the_servers_paths(
     start: Start, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     client = client_of(start())

@@ -1,4 +1,4 @@
-"""A file that cannot be run, or a flag that makes no sense: exit code 2 and one line that says what to do."""
+"""A file that cannot be run, or an invalid flag: exit code 2 and one line with the remedy."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_flags_that_make_no_sense_end_with_one_line_that_names_them(
     assert out == ""
 
 
-def test_generate_with_vectors_in_place_of_text_says_what_the_model_is(
+def test_generate_with_an_embedding_model_names_its_kind(
     run: Callable[..., tuple[int, str, str]], tiny_llama: Path
 ) -> None:
     code, _, err = run("generate", "-m", tiny_llama, "-np", "1", "-t", "1", "--pooling", "mean", "-p", "x")
@@ -115,7 +115,7 @@ def test_generate_with_vectors_in_place_of_text_says_what_the_model_is(
     )
 
 
-def test_generate_without_a_prompt_says_how_to_give_one(
+def test_generate_without_a_prompt_shows_how_to_give_one(
     run: Callable[..., tuple[int, str, str]], tiny_llama: Path
 ) -> None:
     code, _, err = run("generate", "-m", tiny_llama, "-np", "1")
@@ -126,7 +126,7 @@ def test_generate_without_a_prompt_says_how_to_give_one(
 # --- models inspect, models list -------------------------------------------------------------------------------------
 
 
-def test_inspect_refuses_what_is_no_model_with_one_helpful_line(
+def test_inspect_refuses_a_file_that_is_not_a_model_with_one_helpful_line(
     broken: tuple[Path, str], run: Callable[..., tuple[int, str, str]]
 ) -> None:
     path, advice = broken
@@ -217,7 +217,7 @@ def test_list_shows_each_model_with_its_whole_path_and_size(
     assert "notes.txt" not in out
 
 
-def test_list_of_an_empty_folder_says_how_to_get_a_model(
+def test_list_of_an_empty_folder_shows_how_to_get_a_model(
     run: Callable[..., tuple[int, str, str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CPPBATCH_MODELS", str(tmp_path / "not-there-yet"))

@@ -64,7 +64,7 @@ def test_doctor_names_the_programs_that_keep_cores_busy(monkeypatch: pytest.Monk
     assert "stop them" in line
 
 
-def test_doctor_says_nothing_of_cores_that_are_free(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_does_not_mention_free_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     quiet = resource_usage.OtherPrograms(0.1, [])
     monkeypatch.setattr(resource_usage, "watch_other_programs", lambda seconds: quiet)
     assert "ok cores        not used by other programs" in CliRunner().invoke(doctor_command.doctor).output

@@ -59,7 +59,7 @@ class SmallVocab(FakeVocab):
 
 
 class NoContext:
-    """The tests sample rows of their own (`Sampler.sample_logits`)."""
+    """For tests that sample their own rows (`Sampler.sample_logits`)."""
 
     backend_sampling: BackendSampling | None = None
 
@@ -94,7 +94,7 @@ def close(sequences: list[Seq]) -> None:
 
 
 def counts_of(sampler: Sampler, row: Row, n: int = 2500, **fields: Any) -> Counts:
-    """How often each token is the first one of n requests with seeds of their own."""
+    """How often each token is the first one of n requests with different seeds."""
     params = SamplingParams(**{**OFF, **fields})
     seeds = np.random.default_rng(1).integers(2**63, size=n).tolist()
     sequences = [sequence_of(params, seed) for seed in seeds]
@@ -106,7 +106,7 @@ def counts_of(sampler: Sampler, row: Row, n: int = 2500, **fields: Any) -> Count
 
 
 def text_of(sampler: Sampler, row: Row, n: int, **fields: Any) -> list[int]:
-    """The tokens of one request whose model says the same each time."""
+    """The tokens of one request to a model that returns the same logits each time."""
     sequence = sequence_of(SamplingParams(**{**OFF, **fields}))
     for _ in range(n):
         choice = sampler.sample_logits([sequence], row[None].copy())[0]
@@ -126,7 +126,7 @@ def over(kept: npt.NDArray[np.bool_], row: Row, temperature: float = 1.0) -> Dou
 
 
 def is_typical(row: Row, p: float) -> npt.NDArray[np.bool_]:
-    """Those whose surprise is nearest to the entropy, until their probabilities exceed p."""
+    """The tokens with a surprise nearest to the entropy, until their probabilities exceed p."""
     probabilities = softmax(row.astype(np.float64))
     possible = probabilities > 0
     surprise = -np.log(probabilities, where=possible, out=np.full(len(row), np.inf))
@@ -144,7 +144,7 @@ def test_typical_p_draws_among_the_most_typical_tokens(sampler: Sampler, p: floa
     assert_drawn_from(counts_of(sampler, row, typical_p=p), over(kept, row))
 
 
-def test_a_token_that_is_as_good_as_impossible_does_not_change_what_is_typical(sampler: Sampler) -> None:
+def test_a_practically_impossible_token_does_not_change_which_tokens_are_typical(sampler: Sampler) -> None:
     row = logits()
     row[5] = -3.0
     kept = is_typical(row, 0.5)
@@ -153,14 +153,14 @@ def test_a_token_that_is_as_good_as_impossible_does_not_change_what_is_typical(s
 
 
 @pytest.mark.parametrize("n", [0.5, 1.0, 2.0])
-def test_top_n_sigma_draws_among_the_tokens_within_n_deviations_of_the_likeliest(sampler: Sampler, n: float) -> None:
+def test_top_n_sigma_draws_among_the_tokens_within_n_deviations_of_the_most_likely(sampler: Sampler, n: float) -> None:
     row = logits()
     kept = row >= row.max() - n * row.std()
     assert kept.sum() < N
     assert_drawn_from(counts_of(sampler, row, top_n_sigma=n, temperature=2.0), over(kept, row, 2.0))
 
 
-def test_top_n_sigma_knows_nothing_of_impossible_tokens(sampler: Sampler) -> None:
+def test_top_n_sigma_ignores_impossible_tokens(sampler: Sampler) -> None:
     row = logits()
     row[row > 4] = -np.inf
     possible = np.isfinite(row)
@@ -178,7 +178,7 @@ def is_left_by_xtc(row: Row, threshold: float) -> npt.NDArray[np.bool_]:
 
 
 @pytest.mark.parametrize("probability", [0.3, 1.0])
-def test_xtc_excludes_the_likeliest_tokens_as_often_as_asked(sampler: Sampler, probability: float) -> None:
+def test_xtc_excludes_the_most_likely_tokens_with_the_given_probability(sampler: Sampler, probability: float) -> None:
     row = logits()
     kept = is_left_by_xtc(row, 0.03)
     assert 1 < (~kept).sum() < 20
@@ -247,7 +247,7 @@ def test_mirostat_replaces_the_filters(sampler: Sampler, version: int) -> None:
 
 
 @pytest.mark.parametrize("target", [0.05, 0.3, 0.9])
-def test_the_first_draw_of_adaptive_p_prefers_tokens_of_the_wanted_probability(sampler: Sampler, target: float) -> None:
+def test_the_first_draw_of_adaptive_p_prefers_tokens_of_the_target_probability(sampler: Sampler, target: float) -> None:
     row = logits(3.0)
     distance = abs(softmax(row.astype(np.float64)) - target) / 0.3
     expected = softmax(5 - 10 * distance**2 / (1 + distance))
@@ -276,7 +276,7 @@ def test_adaptive_p_draws_among_what_the_filters_leave(sampler: Sampler) -> None
 
 @pytest.fixture
 def next_token(llama_model: Model) -> Iterator[Callable[..., bytes]]:
-    """What follows a text when the model wants `wanted` and its second choice is "#"."""
+    """The next token of a text if the model prefers `wanted` and its second choice is "#"."""
     vocab = llama_model.vocab
     sampler = Sampler(vocab, NoContext())
 
@@ -305,7 +305,7 @@ def test_dry_breaks_a_repetition_in_drawn_texts_too(next_token: Callable[..., by
     assert next_token("xyzq1xyz", "q", temperature=0.1, top_k=2, seed=1, dry_multiplier=0.0) == b"q"
 
 
-def test_dry_lets_pass_what_is_no_repetition(next_token: Callable[..., bytes]) -> None:
+def test_dry_does_not_penalise_text_without_repetition(next_token: Callable[..., bytes]) -> None:
     assert next_token("xyzq1xyz", "k") == b"k"
     assert next_token("xyzq1xkz", "q") == b"q"
 
@@ -330,7 +330,7 @@ def test_no_repetition_reaches_over_a_breaker(next_token: Callable[..., bytes]) 
     assert next_token("xyzq1xyz", "q", dry_sequence_breakers=["kz", "zy"]) == b"#"
 
 
-def test_dry_searches_as_many_tokens_as_it_is_told(next_token: Callable[..., bytes]) -> None:
+def test_dry_searches_the_given_number_of_tokens(next_token: Callable[..., bytes]) -> None:
     text = "xyzq" + "0123456789" * 12 + "xyz"
     assert next_token(text, "q", dry_penalty_last_n=64) == b"q"
     assert next_token(text, "q", dry_penalty_last_n=0) == b"q"
@@ -361,7 +361,7 @@ def test_penalties_may_come_after_the_filters(sampler: Sampler) -> None:
     assert counts_of(sampler, row, 50, top_n_sigma=100.0, **fields)[seen] == 0
 
 
-def test_a_chain_knows_the_tokens_that_it_has_given(sampler: Sampler) -> None:
+def test_a_chain_penalises_the_tokens_that_it_has_sampled(sampler: Sampler) -> None:
     row = logits()
     fields: dict[str, Any] = {"top_n_sigma": 100.0, "top_k": 1, "penalty_last_n": 3, "repetition_penalty": 1e2}
     best = np.argsort(-row)[:4].tolist()
@@ -460,7 +460,7 @@ def test_sixteen_chains_sampled_together_give_the_texts_they_give_alone(engine: 
 
 
 @pytest.mark.parametrize(("swap_space", "way"), [(0, "recomputes"), (16, "swaps")])
-def test_preempted_sequences_go_on_as_if_nothing_had_been(
+def test_preempted_sequences_continue_unchanged(
     engine: BatchInferenceEngine, tiny_llama: Path, swap_space: int, way: str
 ) -> None:
     params = [params_of(kind, seed, max_tokens=60) for seed, kind in enumerate(KINDS.values())]
@@ -499,7 +499,7 @@ def test_every_sampler_is_tried_here() -> None:
 
 
 @pytest.mark.parametrize("name", SAMPLERS)
-def test_a_sampler_that_is_left_out_does_nothing_and_a_listed_one_does(engine: BatchInferenceEngine, name: str) -> None:
+def test_an_omitted_sampler_has_no_effect_and_a_listed_one_has(engine: BatchInferenceEngine, name: str) -> None:
     others = [other for other in SAMPLERS if other != name]
     listed, left_out, neutral = tokens_of(
         engine.generate(

@@ -66,7 +66,7 @@ def test_a_server_answers_the_same(
     assert [each["role"] for each in json.loads((tmp_path / "talk.json").read_text())] == ["user", "assistant"]
 
 
-def test_a_saved_conversation_goes_on(
+def test_a_saved_conversation_continues(
     run: Run, pipe: Callable[[str], None], tiny_llama: Path, server: ChatServer, tmp_path: Path
 ) -> None:
     file = tmp_path / "talk.json"
@@ -78,7 +78,7 @@ def test_a_saved_conversation_goes_on(
 
 
 @pytest.mark.parametrize("where", ["here", "server"])
-def test_a_full_context_is_said_and_the_conversation_goes_on(
+def test_a_full_context_is_reported_and_the_conversation_continues(
     run: Run, pipe: Callable[[str], None], tiny_llama: Path, server: ChatServer, where: str
 ) -> None:
     pipe(f"{'long ' * 3000}\nHello\n")
@@ -119,7 +119,7 @@ def test_stopping_an_answer_cancels_it_in_the_server(server: ChatServer) -> None
         backend.close()
 
 
-def test_keys_and_failures_of_servers_are_said() -> None:
+def test_keys_and_failures_of_servers_are_reported() -> None:
     fake = FakeOpenAI(has_chat=True, api_key="secret", faults={0: "HTTP 500", 1: "error in the stream"})
     fake.faults |= {2: "stream cut short", 3: "connection closed", 4: "unreadable answer"}
     with on_a_thread(fake.app()) as url:

@@ -131,7 +131,7 @@ def test_a_known_name_writes_what_its_models_own_template_does(
 ) -> None:
     """But for the BOS token, and spaces around Mistral's markers, which differ between its generations."""
     messages = [HELLO, HI, SUM, FOUR, THANKS]
-    if name in ("chatml", "phi3"):  # the others have no place of its own for a system message
+    if name in ("chatml", "phi3"):  # the others have no separate place for a system message
         messages.insert(0, SYSTEM)
     text = template_of(find_template(name)).render(messages)
     own = models_templates[model].render(messages).removeprefix(BOS)
@@ -149,7 +149,7 @@ def test_twenty_messages_are_rendered_within_five_milliseconds(models_templates:
     turns: list[Message] = [SUM, CALL, RESULT, CLEAR] * 5
     best = {}
     for name, template in models_templates.items():
-        if ours(template, Conversation(turns, TOOLS)) is None:  # knows no tools
+        if ours(template, Conversation(turns, TOOLS)) is None:  # without tools
             continue
         times = []
         for _ in range(7):

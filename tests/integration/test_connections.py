@@ -123,7 +123,7 @@ async def test_a_connection_that_is_idle_after_a_request_is_closed(
         writer.close()
 
 
-async def test_a_request_that_takes_long_is_no_idle_connection(engine: HeldEngine) -> None:
+async def test_a_long_request_is_not_an_idle_connection(engine: HeldEngine) -> None:
     async with listening(create_app(engine), idle_timeout=0.1, head_timeout=0.1) as listener:
         reader, writer = await connect(listener)
         writer.write(post("/v1/completions", HELLO))
@@ -133,7 +133,7 @@ async def test_a_request_that_takes_long_is_no_idle_connection(engine: HeldEngin
         writer.close()
 
 
-async def test_many_silent_connections_lock_nobody_out(engine: HeldEngine) -> None:
+async def test_many_silent_connections_lock_out_no_client(engine: HeldEngine) -> None:
     async with listening(create_app(engine), most=50) as listener:
         reader, busy = await connect(listener)
         busy.write(post("/v1/completions", HELLO))
@@ -193,7 +193,7 @@ async def deaf(listener: Listener, body: object) -> Streams:
     return reader, writer
 
 
-async def test_a_download_that_nobody_reads_is_cut_off(
+async def test_a_download_that_the_client_does_not_read_is_cut_off(
     engine: HeldEngine, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "cppbatch")

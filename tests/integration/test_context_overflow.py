@@ -1,4 +1,4 @@
-"""A prompt that is longer than the context, in every API, as the clients of llama-server and of each API know it."""
+"""A prompt that is longer than the context, in every API, with the error that llama-server's and its clients expect."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ SHORT: dict[str, dict[str, Any]] = {
     "/completion": {"prompt": "Hello", "n_predict": 10**6},
     "/generate": {"prompt": "Hello", "max_tokens": 10**6},
 }
-"""Paths with a short prompt, and more tokens wanted than the context holds."""
+"""Paths with a short prompt, and a request for more tokens than the context holds."""
 
 
 @pytest.fixture
@@ -123,7 +123,7 @@ async def test_more_messages_than_the_context_has_tokens_are_an_overflow_too(htt
     assert (error["type"], error["n_prompt_tokens"], error["n_ctx"]) == ("exceed_context_size_error", 300, N_CTX)
 
 
-async def test_a_prediction_that_is_too_long_is_no_overflow_of_the_prompt(http: Http) -> None:
+async def test_a_prediction_that_is_too_long_is_not_a_prompt_overflow(http: Http) -> None:
     body = {"messages": [{"role": "user", "content": "a"}], "prediction": {"type": "content", "content": TEXT}}
     error = await refusal(http, "/v1/chat/completions", body)
     assert (error["type"], error["code"]) == ("invalid_request_error", None)

@@ -113,7 +113,7 @@ def texts(engine: BatchInferenceEngine) -> list[Completion]:
 
 
 @pytest.mark.parametrize("layout", ENGINES)
-def test_a_text_goes_on_in_shifted_cells_as_if_they_were_computed_again(
+def test_a_text_continues_in_shifted_cells_as_in_recomputed_ones(
     one_layer: Path, open_engine: OpenEngine, layout: str
 ) -> None:
     """With drafts, and in the unified layout with sequences that take turns in the cells of one."""
@@ -128,7 +128,7 @@ def test_a_text_goes_on_in_shifted_cells_as_if_they_were_computed_again(
 
 @pytest.mark.parametrize("kind", ["tiny_llama", "tiny_mamba", "tiny_swa", "tiny_hybrid"])
 @pytest.mark.parametrize("layout", ENGINES)
-def test_every_kind_of_memory_goes_on(
+def test_every_kind_of_memory_continues(
     request: pytest.FixtureRequest, open_engine: OpenEngine, kind: str, layout: str
 ) -> None:
     texts(open_engine(request.getfixturevalue(kind), **ENGINES[layout], context_shift=True))

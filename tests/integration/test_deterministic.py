@@ -39,20 +39,20 @@ def engine(model: Path, **settings: Any) -> BatchInferenceEngine:
 
 
 def top(events: list[GenerationEvent], request_id: str) -> list[tuple[int, float]]:
-    """The exact log-probabilities of the likeliest tokens in these events of a request."""
+    """The exact log-probabilities of the most likely tokens in these events of a request."""
     entries = [entry for event in events if event.request_id == request_id for entry in event.logprobs]
     return [(id, logprob) for entry in entries for id, _, logprob in entry.top]
 
 
 def logprobs(engine: BatchInferenceEngine, prompts: list[list[int]]) -> Results:
-    """The exact log-probabilities of the likeliest tokens at every position."""
+    """The exact log-probabilities of the most likely tokens at every position."""
     results = engine.generate(prompts, PARAMS)
     return [[(id, logprob) for each in r.logprobs or () for id, _, logprob in each.top] for r in results]
 
 
 @pytest.fixture(scope="module")
 def alone(model: Path) -> Results:
-    """What each prompt gives when nothing else is in the batch."""
+    """The result of each prompt alone in the batch."""
     with engine(model, prefix_cache=False) as alone:
         return [logprobs(alone, [prompt])[0] for prompt in PROMPTS]
 
@@ -104,7 +104,7 @@ def test_every_bit_is_the_same_where_another_engine_continues(model: Path, alone
         assert top(events, str(i)) == each[len(known[i]) * N_TOP :]
 
 
-def test_a_model_whose_bits_depend_on_the_rows_all_the_same_is_refused_with_the_remedy(
+def test_a_model_with_logits_that_still_depend_on_the_rows_is_refused_with_the_remedy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = write_llama(tmp_path / "tiny.gguf", SHAPE)

@@ -1,4 +1,4 @@
-"""--sampling backend: what the device finds gives the same texts as whole rows of logits. The CPU is a device too."""
+"""--sampling backend: sampling on the device gives the same texts as complete rows. The CPU is a device too."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_prompts_are_scored_where_the_device_samples(tiny_llama: Path) -> None:
     assert len(backend[0].logprobs) == backend[0].usage.prompt_tokens + 4
 
 
-def test_the_device_finds_the_likeliest_tokens_and_whole_rows_remain_for_those_who_want_them(
+def test_the_device_finds_the_most_likely_tokens_and_whole_rows_remain_for_requests_that_need_them(
     llama_model: Model, context: Context
 ) -> None:
     assert context.enable_backend_sampling(16)
@@ -108,7 +108,7 @@ def test_the_device_finds_the_likeliest_tokens_and_whole_rows_remain_for_those_w
         ({"spec": "off"}, "backend", False),
     ],
 )
-def test_a_gpu_samples_unless_drafts_are_asked_for(
+def test_a_gpu_samples_unless_drafts_are_requested(
     tiny_llama: Path, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], sampling: str, drafts: bool
 ) -> None:
     monkeypatch.setattr("cppbatch.engine.runtime._on_gpu", lambda config: True)

@@ -94,7 +94,7 @@ async def test_several_completions_are_added_up(http: Http) -> None:
     assert both > alone["usage"]["completion_tokens_details"]["accepted_prediction_tokens"] > 0
 
 
-async def test_llama_server_s_timings_have_them_where_there_were_drafts(http: Http) -> None:
+async def test_llama_servers_timings_have_draft_counts_if_there_were_drafts(http: Http) -> None:
     path, body = "/completion", {"prompt": "the cat"}
     first, again, off = [await post(http, path, **body, **more) for more in ({}, {}, {"speculative.n_max": 0})]
     assert not {"draft_n", "draft_n_accepted"} & (first["timings"].keys() | off["timings"].keys())

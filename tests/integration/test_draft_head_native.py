@@ -200,7 +200,7 @@ def test_samples_and_chats_share_prefixes_with_the_head(models: dict[str, Path],
     assert answers[1:] == answers[:1] * 2
 
 
-def test_the_head_goes_on_when_the_layout_is_switched(models: dict[str, Path], eager: None) -> None:
+def test_the_head_continues_when_the_layout_is_switched(models: dict[str, Path], eager: None) -> None:
     """A prompt that is longer than a stream."""
     prompts, params = [*PROMPTS[:3], "x" * 700], SamplingParams(temperature=0.8, seed=3, max_tokens=30, ignore_eos=True)
     answers = []
@@ -260,7 +260,7 @@ def test_a_head_that_is_not_used_is_not_loaded(models: dict[str, Path], spec: An
                     type_v="f16")  # fmt: skip
 
 
-def test_where_the_library_lacks_the_functions_there_is_one_line_in_the_log(
+def test_functions_missing_in_the_library_are_one_line_in_the_log(
     models: dict[str, Path], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     library.nextn.cache_clear()

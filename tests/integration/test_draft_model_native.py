@@ -65,7 +65,7 @@ def test_drafts_are_the_greedy_text_of_the_draft_model(tiny_llama: Path, other_l
                 is_read = proposer.read_seconds(sequence) == 0
                 for token in left[
                     : min((turn + i) % 4, n - written[i]) if is_read else 0
-                ]:  # as if so many were accepted
+                ]:  # as if that many were accepted
                     sequence.append(token)
                     written[i] += 1
             if min(written) >= n:
@@ -190,7 +190,7 @@ def test_the_memory_of_the_draft_model_is_predicted(tiny_llama: Path, other_llam
     assert not any(row["what"].startswith("draft model") for row in alone.rows)
 
 
-def test_the_likeliest_token_is_that_of_the_logits(tiny_llama: Path) -> None:
+def test_the_most_likely_token_is_that_of_the_logits(tiny_llama: Path) -> None:
     with BatchInferenceEngine(tiny_llama, draft_model=str(tiny_llama), **SETTINGS) as engine:
         proposer = draft_of(engine)
         tokens = np.arange(20, 26, dtype=np.int32)

@@ -1,4 +1,4 @@
-"""Embedding models and rerankers: vectors and scores are what llama.cpp gives for each text by itself."""
+"""Embedding models and rerankers: vectors and scores are those of llama.cpp for each text alone."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def test_a_model_that_is_pooled_by_its_file_needs_no_option(tmp_path: Path) -> N
             )
 
 
-def test_a_generating_model_says_that_it_gives_text(tiny_llama: Path) -> None:
+def test_a_generating_model_reports_that_it_returns_text(tiny_llama: Path) -> None:
     with opened(tiny_llama) as engine:
         assert engine.info.pooling is None
         assert engine.generate(["the cat"], SamplingParams(max_tokens=3))[0].usage.completion_tokens == 3
@@ -228,13 +228,15 @@ def test_rank_without_a_classification_head_is_refused(tiny_llama: Path, tiny_en
             BatchInferenceEngine(model, n_ctx=256, pooling="rank", **EXACT)
 
 
-def test_a_reranker_whose_file_does_not_say_so_is_one_with_pooling_rank(tmp_path: Path, tiny_reranker: Path) -> None:
+def test_a_reranker_without_a_pooling_type_in_its_file_works_with_pooling_rank(
+    tmp_path: Path, tiny_reranker: Path
+) -> None:
     model = tiny_models.reranker(tmp_path / "unsaid.gguf", pooling=None)
     with opened(model, pooling="rank") as said, opened(tiny_reranker) as engine:
         assert np.array_equal(said.embed(PAIRS), engine.embed(PAIRS))
 
 
-# --- what is refused --------------------------------------------------------------------------------------------------
+# --- refusals ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("write", [tiny_models.diffusion, tiny_models.encoder_decoder])
@@ -252,7 +254,7 @@ def test_an_encoder_that_does_not_say_how_it_is_pooled_asks_for_it(tmp_path: Pat
         assert engine.info.pooling == "cls"
 
 
-def test_a_pooling_that_there_is_not_is_refused() -> None:
+def test_an_unknown_pooling_type_is_refused() -> None:
     with pytest.raises(ConfigError, match="'max'; it must be one of none, mean, cls, last, rank"):
         EngineConfig(model_path="", pooling="max")  # type: ignore[arg-type]
 

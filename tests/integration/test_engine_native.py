@@ -137,7 +137,7 @@ def test_another_seed_gives_another_text(open_engine: OpenEngine, kind: tuple[Pa
     assert len({tuple(result.tokens) for result in results}) == 8
 
 
-def test_a_text_continued_from_its_own_tokens_goes_on_alike(open_engine: OpenEngine, kind: tuple[Path, str]) -> None:
+def test_a_text_continued_from_its_own_tokens_is_the_same(open_engine: OpenEngine, kind: tuple[Path, str]) -> None:
     path, layout = kind
     engine = open_engine(path, kv_layout=layout)
     prompt = [1, *range(300, 380)]  # well beyond the sliding window
@@ -189,7 +189,7 @@ def test_requests_that_outgrow_a_tiny_cache_get_the_texts_of_an_ample_one(
     assert (stats.swaps > 0) == (swap_space > 0)
 
 
-def test_an_encoder_is_asked_for_text_in_vain(tiny_encoder: Path) -> None:
+def test_an_encoder_refuses_to_generate_text(tiny_encoder: Path) -> None:
     with (
         BatchInferenceEngine(tiny_encoder, n_ctx=256, n_parallel=1, n_threads=1) as engine,
         pytest.raises(InvalidRequest, match=r"tiny-encoder runs as an embedding model.*does not generate text"),
@@ -197,7 +197,7 @@ def test_an_encoder_is_asked_for_text_in_vain(tiny_encoder: Path) -> None:
         engine.generate(["hello"])
 
 
-def test_closing_an_engine_ends_what_runs(tiny_llama: Path) -> None:
+def test_closing_an_engine_ends_running_requests(tiny_llama: Path) -> None:
     engine = BatchInferenceEngine(tiny_llama, n_ctx=1024, n_parallel=4, n_threads=1)
     for prompt in PROMPTS:
         engine.add_request(prompt, GREEDY)

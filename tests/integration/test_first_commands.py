@@ -44,7 +44,7 @@ def test_texts_are_printed_in_the_order_of_the_prompts(run: Run, tiny_llama: Pat
     )
 
 
-def test_without_n_a_text_has_the_default_maximum_and_that_is_said(
+def test_without_n_a_text_has_the_default_maximum_and_a_note_says_so(
     run: Run, tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("cppbatch.engine.input_processor.DEFAULT_MAX_TOKENS", 64)
@@ -126,9 +126,7 @@ def test_after_ctrl_c_the_text_so_far_is_printed(tiny_llama: Path) -> None:
     assert re.fullmatch(r"--- 1: abc\n[a-z]{20,}\n", out)
 
 
-def test_layers_for_a_gpu_are_refused_aloud_where_the_build_has_none(
-    tiny_llama: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_gpu_layers_on_a_cpu_only_build_are_a_warning(tiny_llama: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING), BatchInferenceEngine(tiny_llama, n_ctx=256, n_gpu_layers=99):
         warned = "n_gpu_layers (-ngl) is 99, but this build of llama.cpp is CPU-only" in caplog.text
     assert warned is not Backend.get().supports_gpu
@@ -157,7 +155,7 @@ def test_a_name_that_the_list_shows_is_a_model_to_run(
 # --- batch ------------------------------------------------------------------------------------------------------------
 
 
-def test_a_wrong_column_leaves_no_job_behind(run: Run, tiny_llama: Path, tmp_path: Path) -> None:
+def test_a_wrong_column_leaves_no_job(run: Run, tiny_llama: Path, tmp_path: Path) -> None:
     source, output = tmp_path / "in.csv", tmp_path / "out.jsonl"
     source.write_text("text,id\nabc,a\n")
     batch = ["batch", source, "-o", output, "-m", tiny_llama, *SMALL, "--in-process"]
@@ -189,7 +187,7 @@ def test_a_profile_that_is_used_is_named(
     assert re.search(rf"using the profile {re.escape(str(path))} of .*: -np 3 -c 512 -t 1; use --no-profile", err)
 
 
-def test_settings_may_change_until_there_are_results(run: Run, tiny_llama: Path, tmp_path: Path) -> None:
+def test_settings_may_change_until_the_first_result(run: Run, tiny_llama: Path, tmp_path: Path) -> None:
     source, output = tmp_path / "in.txt", tmp_path / "out.jsonl"
     source.write_text("abc\n")
     batch = ["batch", source, "-o", output, *SMALL, "--in-process"]
@@ -407,7 +405,7 @@ def test_the_installer_too_names_an_old_python_in_place_of_a_syntax_error() -> N
 
 
 @pytest.mark.parametrize("content", ["", "\n \n"])
-def test_a_file_without_prompts_is_said(run: Run, tiny_llama: Path, tmp_path: Path, content: str) -> None:
+def test_a_file_without_prompts_is_reported(run: Run, tiny_llama: Path, tmp_path: Path, content: str) -> None:
     source = tmp_path / "in.txt"
     source.write_text(content)
     code, _, err = run("batch", source, "-o", tmp_path / "out.jsonl", "-m", tiny_llama, *SMALL, "--in-process")

@@ -53,7 +53,7 @@ def test_more_than_a_batch_holds_is_computed_in_several(engine: BatchInferenceEn
         ([[1], ["a"]], r"token_lists\[1\]"),
     ],
 )
-def test_what_does_not_fit_is_refused_with_its_size_before_anything_runs(
+def test_lists_that_do_not_fit_are_refused_with_their_size_before_anything_runs(
     lists: list[list[int]], message: str, engine: BatchInferenceEngine
 ) -> None:
     with pytest.raises(InvalidRequest, match=message):
@@ -102,7 +102,7 @@ def test_generate_batch_takes_plain_keywords_and_a_loaded_engine(
     assert [each.text for each in generate_batch(tiny_llama, prompts, [params] * 2, **SETTINGS)] == expected
 
 
-def test_generate_batch_refuses_what_contradicts_itself(engine: BatchInferenceEngine) -> None:
+def test_generate_batch_refuses_contradictory_arguments(engine: BatchInferenceEngine) -> None:
     with pytest.raises(InvalidRequest, match="params: cannot be combined with max_tokens"):
         generate_batch(engine, ["a"], SamplingParams(), max_tokens=5)
     with pytest.raises(ConfigError, match="n_ctx: the engine is already loaded"):

@@ -86,7 +86,7 @@ async def test_without_max_tokens_the_context_is_the_limit(http: Http) -> None:
     assert answer["prompt_tokens"] + answer["completion_tokens"] == 1024
 
 
-async def test_log_probabilities_come_with_ids_and_the_likeliest_first(http: Http) -> None:
+async def test_log_probabilities_come_with_ids_and_the_most_likely_first(http: Http) -> None:
     _, answer = await post(http, "/generate", {**GREEDY, "prompt": "abc", "logprobs": 2})
     assert [entry["id"] for entry in answer["logprobs"]] == answer["tokens"]
     for entry in answer["logprobs"]:
@@ -94,7 +94,7 @@ async def test_log_probabilities_come_with_ids_and_the_likeliest_first(http: Htt
         assert entry["logprob"] == entry["top_logprobs"][0]["logprob"] > entry["top_logprobs"][1]["logprob"]
 
 
-async def test_a_stream_says_the_same_and_its_last_event_has_the_rest(http: Http) -> None:
+async def test_a_stream_has_the_same_text_and_the_other_fields_in_its_last_event(http: Http) -> None:
     body: dict[str, Any] = {**GREEDY, "prompt": "abc", "max_tokens": 200}
     _, whole = await post(http, "/generate", body)
     *events, last = await stream(http, "/generate", body)
@@ -110,7 +110,7 @@ async def test_a_stream_says_the_same_and_its_last_event_has_the_rest(http: Http
 BAD = {
     "no prompt": ({}, "prompt"),
     "a prompt and messages": ({"prompt": "a", "messages": [{"role": "user", "content": "a"}]}, "prompt"),
-    "messages of nobody": ({"messages": [{"role": "cat", "content": "a"}]}, "messages[0].role"),
+    "messages with an unknown role": ({"messages": [{"role": "cat", "content": "a"}]}, "messages[0].role"),
     "messages too long": ({"messages": [{"role": "user", "content": TOO_LONG}]}, "messages"),
     "an empty prompt": ({"prompt": ""}, "prompt"),
     "a prompt too long": ({"prompt": TOO_LONG}, "prompt"),
@@ -133,7 +133,7 @@ async def test_a_bad_request_is_a_400_that_names_the_field(http: Http, body: obj
 # --- many prompts -----------------------------------------------------------------------------------------------------
 
 
-async def test_a_batch_says_what_each_prompt_alone_would_get(http: Http) -> None:
+async def test_a_batch_returns_what_each_prompt_alone_would_get(http: Http) -> None:
     prompts = ["abc", "Hello", "the cat", "zz top", "1 2 3", "x"]
     answer = await batch(http, prompts=prompts)
     assert [result["text"] for result in answer["results"]] == [await text_of(http, prompt) for prompt in prompts]
@@ -147,7 +147,7 @@ async def test_a_batch_says_what_each_prompt_alone_would_get(http: Http) -> None
 BAD_ITEMS = {
     "an empty prompt": ("", "prompts[1]"),
     "no prompt at all": ({"temperature": 1}, "prompts[1].prompt"),
-    "messages of nobody": ({"messages": [{"role": "cat", "content": "a"}]}, "prompts[1].messages[0].role"),
+    "messages with an unknown role": ({"messages": [{"role": "cat", "content": "a"}]}, "prompts[1].messages[0].role"),
     "a number": (5, "prompts[1]"),
     "nothing": (None, "prompts[1]"),
     "an unknown token": ([1, 10**6], "prompts[1][1]"),
@@ -158,14 +158,14 @@ BAD_ITEMS = {
     "a schema that is none": ({"prompt": "a", "json_schema": {"type": 5}}, "prompts[1].json_schema"),
     "a stop string that is empty": ({"prompt": "a", "stop": [""]}, "prompts[1].stop"),
     "a priority out of range": ({"prompt": "a", "priority": 1000}, "prompts[1].priority"),
-    "a model that is no name": ({"prompt": "a", "model": 9}, "prompts[1].model"),
+    "a model name that is not a string": ({"prompt": "a", "model": 9}, "prompts[1].model"),
     "a stream of its own": ({"prompt": "a", "stream": True}, "prompts[1].stream"),
     "several texts": ({"prompt": "a", "n": 2}, "prompts[1].n"),
 }
 
 
 @pytest.mark.parametrize(("item", "field"), BAD_ITEMS.values(), ids=BAD_ITEMS.keys())
-async def test_one_bad_item_fails_alone_and_is_told_why(http: Http, item: object, field: str) -> None:
+async def test_one_bad_item_fails_alone_with_the_reason(http: Http, item: object, field: str) -> None:
     first, bad, last = (await batch(http, prompts=["abc", item, "abc"]))["results"]
     assert first["text"] == last["text"] == await text_of(http, "abc")
     assert set(bad) == {"index", "error"}
@@ -194,7 +194,7 @@ BAD_BATCHES = {
     "prompts with no params": ({"prompts": ["a"], "params": []}, "params"),
     "too many prompts with params": ({"prompts": ["a"] * 16, "params": [{}] * 17}, "params"),
     "a default that all items have": ({"prompts": ["a"], "temperature": -1}, "temperature"),
-    "a model that is no name": ({"prompts": ["a"], "model": 9}, "model"),
+    "a model name that is not a string": ({"prompts": ["a"], "model": 9}, "model"),
     "several texts": ({"prompts": ["a"], "n": 2}, "n"),
     "not an object": ("[]", "body"),
     "no JSON": ("{", "body"),
@@ -202,7 +202,7 @@ BAD_BATCHES = {
 
 
 @pytest.mark.parametrize(("body", "field"), BAD_BATCHES.values(), ids=BAD_BATCHES.keys())
-async def test_what_is_wrong_with_the_whole_batch_is_an_error_for_all(http: Http, body: object, field: str) -> None:
+async def test_an_error_of_the_whole_batch_is_a_400(http: Http, body: object, field: str) -> None:
     status, answer = await post(http, "/generate/batch", body)
     assert (status, answer["error"]["param"]) == (400, field)
 
@@ -320,7 +320,7 @@ async def test_timeouts_count_from_the_request_for_the_last_item_too(http: Http)
     assert (last["finish_reason"], last["completion_tokens"]) == ("timeout", 0), "its time was over before it ran"
 
 
-async def test_a_client_that_goes_away_frees_all_of_its_batch(tiny_llama: Path) -> None:
+async def test_a_client_that_disconnects_frees_its_whole_batch(tiny_llama: Path) -> None:
     async with LocalEngine(tiny_llama, n_ctx=4096, n_parallel=4, n_threads=1) as engine:
         app = create_app(engine)
         async with TestClient(TestServer(app, handler_cancellation=True)) as http:
@@ -399,7 +399,7 @@ async def cancel(http: Http, request_id: str, index: int) -> int:
     return (await post(http, "/generate/batch/cancel", {"request_id": request_id, "index": index}))[0]
 
 
-async def test_one_item_of_a_running_batch_is_ended_and_the_others_go_on(http: Http, engine: LocalEngine) -> None:
+async def test_one_item_of_a_running_batch_is_ended_and_the_others_continue(http: Http, engine: LocalEngine) -> None:
     body = {**LONG, "prompts": ["a"] * 12, "request_id": "b", "stream": True, "max_tokens": 60}
     ends: dict[int, Json] = {}
     async with http.post("/generate/batch", json=body) as answer:
@@ -434,7 +434,7 @@ async def test_only_an_item_of_a_running_batch_can_be_ended(http: Http) -> None:
     assert await cancel(http, "b", 0) == 404
 
 
-async def test_a_key_ends_items_of_its_own_batches_also_when_its_slots_are_taken(engine: LocalEngine) -> None:
+async def test_a_key_can_end_items_of_its_batches_even_if_its_slots_are_taken(engine: LocalEngine) -> None:
     keys = Keys([api_key("one", max_concurrent=1), api_key("two")])
     async with TestClient(TestServer(create_app(engine, ServerSettings(keys=keys)))) as http:
         one, two = ({"Authorization": f"Bearer {key}"} for key in ("one", "two"))

@@ -131,7 +131,7 @@ def test_each_kind_of_grammar_finishes_at_times(engine: BatchInferenceEngine, ki
     assert len({result.text for result in results}) > 1
 
 
-def test_a_constrained_text_is_the_same_alone_and_in_company(engine: BatchInferenceEngine) -> None:
+def test_a_constrained_text_is_the_same_alone_and_in_a_batch(engine: BatchInferenceEngine) -> None:
     params = [greedy(60, **fields) for fields, _ in KINDS.values()]
     together = engine.generate([PROMPT] * len(params), params)
     assert [one(engine, its).text for its in params] == [result.text for result in together]
@@ -157,7 +157,7 @@ def test_a_stream_gives_the_text_piece_by_piece(engine: BatchInferenceEngine) ->
     assert sum(len(event.tokens) for event in events) == events[-1].usage.completion_tokens  # type: ignore[union-attr]
 
 
-def test_an_echoed_prompt_stands_before_the_text(engine: BatchInferenceEngine) -> None:
+def test_an_echoed_prompt_precedes_the_text(engine: BatchInferenceEngine) -> None:
     assert one(engine, greedy(20, guided_choice=["answer"], echo=True)).text == PROMPT + "answer"
 
 
@@ -198,9 +198,9 @@ BAD: dict[str, tuple[Fields, str, str]] = {
         "json_schema",
         "nested too deeply",
     ),
-    "text that is no JSON": ({"json_schema": "{'type': 'object'}"}, "json_schema", "is not valid JSON"),
-    "JSON that is no schema": ({"json_schema": "[1, 2]"}, "json_schema", "a schema must be an object, true or false"),
-    "a schema that is no JSON": ({"json_schema": {"enum": {1, 2}}}, "json_schema", "is not valid JSON"),
+    "text that is not JSON": ({"json_schema": "{'type': 'object'}"}, "json_schema", "is not valid JSON"),
+    "JSON but not a schema": ({"json_schema": "[1, 2]"}, "json_schema", "a schema must be an object, true or false"),
+    "a schema that is not JSON": ({"json_schema": {"enum": {1, 2}}}, "json_schema", "is not valid JSON"),
     "not a number": ({"json_schema": {"const": float("nan")}}, "json_schema", "is not valid JSON"),
     "no finite instance": (
         {"json_schema": {"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]}},
@@ -303,7 +303,9 @@ HARD: dict[str, Fields] = {
 
 
 @pytest.mark.parametrize("fields", HARD.values(), ids=HARD)
-def test_a_hard_grammar_stalls_nobody_and_ends_or_is_refused(engine: BatchInferenceEngine, fields: Fields) -> None:
+def test_a_hard_grammar_stalls_no_other_request_and_ends_or_is_refused(
+    engine: BatchInferenceEngine, fields: Fields
+) -> None:
     beside = greedy(60, ignore_eos=True)
     alone = one(engine, beside).text
     neighbour = engine.add_request(PROMPT, beside)
@@ -334,7 +336,7 @@ def limited(engine: BatchInferenceEngine, monkeypatch: pytest.MonkeyPatch, regex
     return params
 
 
-def test_a_text_that_the_grammars_limits_cut_off_is_no_text_that_has_ended(
+def test_a_text_that_the_grammars_limits_cut_off_is_not_reported_as_ended(
     engine: BatchInferenceEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     params = limited(engine, monkeypatch, "([a-z ]*[aei][a-z ]{20}c)+")
@@ -342,7 +344,7 @@ def test_a_text_that_the_grammars_limits_cut_off_is_no_text_that_has_ended(
     assert {(result.finish_reason, bool(result.error)) for result in results} == {(FinishReason.ERROR, True)}
 
 
-def test_what_one_request_needs_of_a_grammars_limits_is_not_missing_for_the_next(
+def test_grammar_limits_apply_to_each_request_separately(
     engine: BatchInferenceEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     params = limited(engine, monkeypatch, "([a-z ]*[aeo][a-z ]{20}d)+")
@@ -375,7 +377,7 @@ def test_closing_does_not_wait_for_a_grammar_that_is_being_read() -> None:
         checker.definition("guided_regex", "ready")
 
 
-async def test_nor_does_an_engine_on_a_thread(tiny_llama: Path) -> None:
+async def test_closing_an_engine_on_a_thread_does_not_wait_for_a_grammar_that_is_being_read(tiny_llama: Path) -> None:
     params = SamplingParams(json_schema={"type": "integer", "multipleOf": 99_999_989})
     async with LocalEngine(tiny_llama, **SETTINGS) as engine:
         await engine.loaded()
@@ -387,7 +389,7 @@ async def test_nor_does_an_engine_on_a_thread(tiny_llama: Path) -> None:
         await checking
 
 
-def test_ctrl_c_while_a_grammar_is_read_leaves_nothing_behind_for_the_next(tiny_llama: Path) -> None:
+def test_ctrl_c_while_a_grammar_is_read_does_not_affect_the_next(tiny_llama: Path) -> None:
     with BatchInferenceEngine(tiny_llama, **SETTINGS) as engine:
         prepare(engine, guided_regex="ready")
         timer = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT))
@@ -421,7 +423,7 @@ def test_preempted_constrained_texts_of_a_real_model_are_those_of_ample_cells(
 
 
 @pytest.mark.parametrize("fields", [{"ignore_eos": True}, {"min_tokens": 30}, {"ignore_eos": True, "min_tokens": 30}])
-def test_a_grammar_ends_its_text_whatever_is_said_of_ends(engine: BatchInferenceEngine, fields: Fields) -> None:
+def test_a_grammar_ends_its_text_regardless_of_end_settings(engine: BatchInferenceEngine, fields: Fields) -> None:
     for regex in ("[a-c]", "[a-c]{3}", "abc", "(ab|abc)"):
         result = one(engine, greedy(40, guided_regex=regex, **fields))
         assert result.finish_reason is FinishReason.STOP

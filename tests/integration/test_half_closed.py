@@ -1,6 +1,6 @@
 """A client that closes only its sending side gets its answers; one that is gone keeps nothing running.
 
-TCP tells the server the same of both: that nothing more will come.
+TCP signals the same to the server in both cases: no more data will come.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ async def engine(tiny_llama: Path) -> AsyncIterator[HeldEngine]:
 
 
 async def answered(listener: Listener, data: bytes, go_on: tuple[HeldEngine, float] | None = None) -> bytes:
-    """All that comes to a client that sends this and closes its sending side; the engine goes on after some seconds."""
+    """All data received by a client that sends this and closes its sending side; the engine resumes after seconds."""
     reader, writer = await connect(listener)
     writer.write(data)
     writer.write_eof()
@@ -49,7 +49,7 @@ async def answered(listener: Listener, data: bytes, go_on: tuple[HeldEngine, flo
     return came
 
 
-async def test_it_gets_what_is_answered_at_once_and_nothing_else(engine: HeldEngine) -> None:
+async def test_it_gets_only_the_immediate_answer(engine: HeldEngine) -> None:
     async with listening(create_app(engine)) as listener:
         for version in (b"1.1", b"1.0"):
             came = await answered(listener, HEALTH.replace(b"1.1", version))
@@ -95,7 +95,7 @@ async def test_it_uploads_and_downloads(engine: HeldEngine, tmp_path: Path) -> N
         assert came.partition(b"\r\n\r\n")[2] == content
 
 
-async def test_a_request_whose_body_is_cut_off_is_dropped_at_once(engine: HeldEngine) -> None:
+async def test_a_request_with_a_truncated_body_is_dropped_at_once(engine: HeldEngine) -> None:
     async with listening(create_app(engine)) as listener:
         cut = post("/v1/completions", SHORT)[:-1]
         assert await answered(listener, cut) == b""
@@ -112,7 +112,7 @@ async def test_a_connection_without_a_request_is_closed_at_once(engine: HeldEngi
 
 
 async def test_a_request_of_http_1_0_that_takes_long_is_given_up(engine: HeldEngine) -> None:
-    """Its client takes no interim response, so nothing tells whether it reads; usually it is gone, as behind nginx."""
+    """An HTTP/1.0 client takes no interim response, so it cannot be probed; usually it is gone, as with nginx."""
     async with listening(create_app(engine)) as listener:
         assert await answered(listener, post("/v1/completions", SHORT).replace(b"HTTP/1.1", b"HTTP/1.0")) == b""
         assert engine.n_held == 0
@@ -123,7 +123,7 @@ async def test_a_request_of_http_1_0_that_takes_long_is_given_up(engine: HeldEng
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 @pytest.mark.parametrize("half_closed_before", [False, True])
-async def test_a_client_that_is_gone_before_the_first_token_is_noticed(
+async def test_a_disconnect_before_the_first_token_is_detected(
     engine: HeldEngine, stream: bool, half_closed_before: bool
 ) -> None:
     async with listening(create_app(engine)) as listener:
@@ -139,7 +139,7 @@ async def test_a_client_that_is_gone_before_the_first_token_is_noticed(
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
-async def test_a_client_that_is_gone_while_tokens_are_generated_is_noticed(engine: HeldEngine, stream: bool) -> None:
+async def test_a_disconnect_while_tokens_are_generated_is_detected(engine: HeldEngine, stream: bool) -> None:
     engine.go_on.set()
     async with listening(create_app(engine)) as listener:
         for half_closed_before in (False, True):
@@ -156,8 +156,8 @@ async def test_a_client_that_is_gone_while_tokens_are_generated_is_noticed(engin
             assert stats.generated_tokens - before < LONG["max_tokens"]  # it did not run to its end
 
 
-async def test_a_client_behind_a_proxy_that_passes_on_the_end_only_is_noticed(engine: HeldEngine) -> None:
-    """The proxy learns that its client is gone from what it sends it, and the server from what it sends the proxy."""
+async def test_a_disconnect_behind_a_proxy_that_passes_on_only_the_end_is_detected(engine: HeldEngine) -> None:
+    """The proxy detects that its client is gone when it sends data to it, and so does the server with the proxy."""
     async with listening(create_app(engine)) as listener:
 
         async def pass_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -197,7 +197,7 @@ async def test_over_tls_the_end_of_its_client_ends_a_request(engine: HeldEngine,
         await until(lambda: engine.n_held == 0, SOON)
 
 
-async def test_an_engine_of_its_own_is_free_after_many_such_clients(tiny_llama: Path) -> None:
+async def test_an_engine_is_idle_after_many_such_clients(tiny_llama: Path) -> None:
     """40 clients at once: half of them read to the end, half are gone."""
     async with (
         LocalEngine(tiny_llama, n_ctx=4096, n_parallel=8, n_threads=1) as engine,

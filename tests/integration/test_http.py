@@ -1,4 +1,4 @@
-"""The HTTP surface on a tiny model: every bad request gets OpenAI's error object and harms nobody else."""
+"""The HTTP API on a tiny model: every bad request gets OpenAI's error object and does not affect other requests."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ BAD_COMPLETIONS = {
     "unknown token id": ({"prompt": [1, 10**6]}, "prompt[1]"),
     "negative token id": ({"prompt": [-1]}, "prompt[0]"),
     "no tokens wanted": ({"prompt": "x", "max_tokens": 0}, "max_tokens"),
-    "a model that is no name": ({"prompt": "x", "model": 9}, "model"),
+    "a model name that is not a string": ({"prompt": "x", "model": 9}, "model"),
     "temperature as text": ({"prompt": "x", "temperature": "hot"}, "temperature"),
     "negative temperature": ({"prompt": "x", "temperature": -0.5}, "temperature"),
     "NaN": ('{"prompt": "x", "temperature": NaN}', "temperature"),
@@ -167,7 +167,7 @@ async def test_a_stream_is_server_sent_events_that_end_with_done(http: Http) -> 
     assert all(json.loads(event.removeprefix("data: "))["object"] == "chat.completion.chunk" for event in events)
 
 
-async def test_a_step_that_fails_is_a_500_and_the_server_goes_on(
+async def test_a_failed_step_is_a_500_and_the_server_continues(
     http: Http, engine: LocalEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(_batch: object) -> None:
@@ -181,7 +181,7 @@ async def test_a_step_that_fails_is_a_500_and_the_server_goes_on(
     assert (await post(http, "/v1/chat/completions", HELLO))[0] == 200
 
 
-async def test_while_the_model_loads_health_says_how_far_it_is(
+async def test_while_the_model_loads_health_reports_the_progress(
     tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reached, go_on, load = threading.Event(), threading.Event(), load_runtime
@@ -209,7 +209,7 @@ async def test_while_the_model_loads_health_says_how_far_it_is(
         await engine.close()
 
 
-async def test_the_http_answer_is_what_the_engine_says(http: Http, tiny_llama: Path) -> None:
+async def test_the_http_answer_has_the_engines_values(http: Http, tiny_llama: Path) -> None:
     with BatchInferenceEngine(tiny_llama, n_ctx=1024, n_parallel=4, n_threads=1) as engine:
         (expected,) = engine.generate(["abc"], SamplingParams(temperature=0, max_tokens=20))
     _, answer = await post(http, "/v1/completions", {"prompt": "abc", "temperature": 0, "max_tokens": 20})
@@ -217,7 +217,7 @@ async def test_the_http_answer_is_what_the_engine_says(http: Http, tiny_llama: P
     assert answer["usage"]["completion_tokens"] == len(expected.tokens)
 
 
-def test_a_chat_template_runs_in_a_sandbox_and_its_complaint_is_the_clients() -> None:
+def test_a_chat_template_runs_in_a_sandbox_and_its_error_is_returned_to_the_client() -> None:
     from cppbatch.errors import InvalidRequest
 
     message = [{"role": "user", "content": "hi"}]
@@ -227,7 +227,7 @@ def test_a_chat_template_runs_in_a_sandbox_and_its_complaint_is_the_clients() ->
             ChatTemplate(source, bos="", eos="").render(message)
 
 
-async def test_the_chat_template_of_the_settings_takes_the_place_of_the_models(engine: LocalEngine) -> None:
+async def test_the_chat_template_of_the_settings_replaces_the_models(engine: LocalEngine) -> None:
     settings = ServerSettings(chat_template="{{ raise_exception('mine') }}")
     async with TestClient(TestServer(create_app(engine, settings))) as http:
         status, answer = await post(http, "/v1/chat/completions", HELLO)
@@ -292,7 +292,7 @@ async def test_a_timeout_gives_the_text_so_far(http: Http) -> None:
     assert answer["choices"][0]["text"]
 
 
-async def test_usage_tells_how_much_of_the_prompt_was_cached(http: Http) -> None:
+async def test_usage_reports_how_much_of_the_prompt_was_cached(http: Http) -> None:
     async def cached(**fields: Any) -> int:
         body = {"prompt": "the cat sat on the mat and " * 12, "max_tokens": 2, **fields}
         _, answer = await post(http, "/v1/completions", body)

@@ -121,7 +121,7 @@ async def test_half_a_character_is_shown_as_its_bytes(http: Http) -> None:
     assert choice["logprobs"]["tokens"] == ["<s>", "bytes:\\xc3", "bytes:\\xa9"]
 
 
-async def test_without_logprobs_there_are_none(http: Http) -> None:
+async def test_without_logprobs_the_field_is_absent(http: Http) -> None:
     assert (await complete(http, **GREEDY))["logprobs"] is None
     assert (await complete(http, **GREEDY, echo=True))["logprobs"] is None
     assert (await chat(http))["logprobs"] is None
@@ -338,7 +338,7 @@ async def test_the_best_are_those_of_the_highest_mean_logprob_of_all_that_n_woul
     assert [choice["logprobs"] for choice in best] == [None] * 2 * n
 
 
-async def test_the_best_show_their_logprobs_when_these_are_asked_for(http: Http) -> None:
+async def test_the_best_have_logprobs_on_request(http: Http) -> None:
     body: dict[str, Any] = {**DIFFERENT, "logprobs": 2}
     everything = await complete_all(http, **body, n=6)
     (best,) = await complete_all(http, **body, best_of=6)
@@ -383,7 +383,7 @@ async def test_a_chat_may_have_the_best_of_many_too(http: Http) -> None:
         ({"best_of": "2"}, "expected `int | null`"),
     ],
 )
-async def test_a_best_of_that_cannot_be_is_refused(http: Http, more: Json, message: str) -> None:
+async def test_an_invalid_best_of_is_refused(http: Http, more: Json, message: str) -> None:
     field, why = await refusal(http, {**GREEDY, **more})
     assert field == "best_of"
     assert message in why
@@ -417,7 +417,7 @@ async def test_with_a_response_format_the_text_is_json_of_the_schema(http: Http,
         jsonschema.validate(json.loads(chosen["text"]), SIZES)
 
 
-async def test_a_json_object_is_one(http: Http) -> None:
+async def test_a_json_object_answer_is_a_json_object(http: Http) -> None:
     texts = []
     for seed in range(8):
         wanted: dict[str, Any] = {"response_format": {"type": "json_object"}, "logit_bias": {"}": 8}}
@@ -563,7 +563,7 @@ async def test_include_stop_leaves_the_stop_string_in_the_text(http: Http) -> No
     assert "".join(chunk["text"] for chunk in chunks) == "GGG"
 
 
-async def test_control_tokens_are_in_the_text_only_where_they_are_asked_for(http: Http) -> None:
+async def test_control_tokens_are_in_the_text_only_on_request(http: Http) -> None:
     body: dict[str, Any] = {**GREEDY, "max_tokens": 3, "logit_bias": {"3": 100}}
     assert (await complete(http, **body))["text"] == ""
     assert (await complete(http, **body, skip_special_tokens=False))["text"] == "<|im_start|>" * 3
@@ -572,7 +572,7 @@ async def test_control_tokens_are_in_the_text_only_where_they_are_asked_for(http
         assert (await complete(http, **body, visible_tokens=names))["text"] == seen
 
 
-async def test_samplers_say_what_is_applied(http: Http) -> None:
+async def test_samplers_reports_what_is_applied(http: Http) -> None:
     greedy = (await complete(http, **GREEDY))["text"]
     hot: dict[str, Any] = {**SAMPLED, "max_tokens": 8, "temperature": 50, "top_k": 1, "seed": 1}
     assert (await complete(http, **hot, samplers=["top_k", "temperature"]))["text"] == greedy
@@ -583,7 +583,7 @@ async def test_samplers_say_what_is_applied(http: Http) -> None:
 @pytest.mark.parametrize(
     ("alias", "name", "value"), [("repeat_penalty", "repetition_penalty", 5), ("repeat_last_n", "penalty_last_n", 2)]
 )
-async def test_llama_cpps_names_of_the_penalties_are_known(http: Http, alias: str, name: str, value: float) -> None:
+async def test_llama_cpps_names_of_the_penalties_are_accepted(http: Http, alias: str, name: str, value: float) -> None:
     body: dict[str, Any] = {**GREEDY, "max_tokens": 40} | (
         {} if name == "repetition_penalty" else {"repetition_penalty": 5}
     )
@@ -682,7 +682,9 @@ REFUSED_FIELDS: list[tuple[str, Json]] = [
 
 
 @pytest.mark.parametrize(("field", "fields"), REFUSED_FIELDS)
-async def test_what_would_change_the_answer_is_refused_with_its_name(http: Http, field: str, fields: Json) -> None:
+async def test_unknown_fields_that_would_change_the_answer_are_refused_with_their_name(
+    http: Http, field: str, fields: Json
+) -> None:
     status, answer = await post(http, "/v1/chat/completions", {**CHAT, **fields})
     assert (status, answer["error"]["param"]) == (400, field)
 
@@ -711,6 +713,6 @@ async def test_constraints_under_other_servers_names_hold(http: Http, path: str)
 
 
 @pytest.mark.parametrize("field", [b'"\xed\xa0": 1', b'"bad_words": ["\xff"]', b'"other": "\xff"'])
-async def test_unknown_fields_that_are_no_utf8_are_no_json(http: Http, field: bytes) -> None:
+async def test_unknown_fields_that_are_not_utf8_are_not_json(http: Http, field: bytes) -> None:
     async with http.post("/v1/completions", data=b'{"prompt": "x", "max_tokens": 1, ' + field + b"}") as answer:
         assert (answer.status, (await answer.json())["error"]["param"]) == (400, "body")

@@ -33,7 +33,7 @@ print(n, (max(taken) - before) >> 20)
 
 
 def memory_taken(path: Path) -> tuple[int, int]:
-    """How many things are in the file, and by how many MiB reading them makes a process grow."""
+    """The number of entries in the file, and the growth in MiB of a process that reads them."""
     done = subprocess.run([sys.executable, "-c", MOST_MEMORY, path], check=True, capture_output=True, text=True)
     n, grown = done.stdout.split()
     return int(n), int(grown)
@@ -56,7 +56,7 @@ def test_a_line_without_end_takes_little_memory(tmp_path: Path, name: str, first
     assert (n, grown < 100) == (2, True), grown
 
 
-def test_short_lines_behind_an_open_quote_take_little_memory(tmp_path: Path) -> None:
+def test_short_lines_after_an_open_quote_take_little_memory(tmp_path: Path) -> None:
     (tmp_path / "in.csv").write_bytes(b'prompt\n"open quote\n' + b"b\n" * 1_000_000)
     n, grown = memory_taken(tmp_path / "in.csv")
     assert (n, grown < 100) == (1_000_001, True), grown

@@ -35,7 +35,7 @@ time.sleep(60)
 
 
 def test_a_full_disk_leaves_nothing_half_written(tmp_path: Path) -> None:
-    """The limit on a file's size stands in for the disk's."""
+    """The limit on a file's size simulates a full disk."""
     code = f"""
 import resource, signal
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""JSON is measured on its bytes: as wide and as deep as it is, and what is too much is refused before it is decoded."""
+"""JSON is measured on its bytes, by size and depth, and refused before it is decoded if it exceeds the bounds."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ HOSTILE: dict[str, tuple[str, dict[str, Any], str]] = {
 }
 
 
-async def test_bodies_of_many_small_things_are_refused_and_hold_up_nobody(http: Http) -> None:
+async def test_bodies_of_many_small_values_are_refused_and_delay_no_other_request(http: Http) -> None:
     bodies = {name: (path, json.dumps(body).encode(), field) for name, (path, body, field) in HOSTILE.items()}
     longest = 0.0
 

@@ -94,7 +94,7 @@ def test_types_that_are_not_timed_are_left_out(children: list[list[str]]) -> Non
 
 @pytest.mark.usefixtures("untimed_kernels")
 @pytest.mark.parametrize("command", [["false"], ["echo", "no JSON"], ["/no/such/program"]])
-def test_a_child_that_fails_gives_no_times_and_is_asked_again(
+def test_a_child_that_fails_gives_no_times_and_is_started_again(
     command: list[str], monkeypatch: pytest.MonkeyPatch, cache: Path
 ) -> None:
     with monkeypatch.context() as patch:
@@ -115,7 +115,7 @@ def test_an_unreadable_cache_is_replaced(cache: Path, content: str) -> None:
 
 
 @pytest.mark.usefixtures("untimed_kernels")
-def test_without_a_cache_that_can_be_written_times_are_kept_in_a_folder_of_the_users_own(
+def test_without_a_writable_cache_times_are_kept_in_a_folder_of_the_user(
     children: list[list[str]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     (tmp_path / "file").touch()
@@ -128,12 +128,12 @@ def test_without_a_cache_that_can_be_written_times_are_kept_in_a_folder_of_the_u
     assert own.stat().st_mode & 0o077 == 0
     other = own.stat().st_uid + 1
     monkeypatch.setattr(os, "getuid", lambda: other)
-    own.rename(tmp_path / f"cppbatch-{other}")  # of another user, who could write any times into it
+    own.rename(tmp_path / f"cppbatch-{other}")  # of another user, which could contain any times
     kernel_times(["F16"])
     assert children == [["F16"], ["F16"]]
 
 
-def test_without_llama_cpp_python_there_are_no_times(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_llama_cpp_python_no_times_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert kernel_times(["F16"]) == {}
 
@@ -172,7 +172,7 @@ def row_by_row(untimed_kernels: None, monkeypatch: pytest.MonkeyPatch, tmp_path:
     return tiny_models.llama(folder / "tiny.gguf", quant="Q4_1")
 
 
-def test_inspect_says_which_types_are_computed_row_by_row(row_by_row: Path) -> None:
+def test_inspect_shows_which_types_are_computed_row_by_row(row_by_row: Path) -> None:
     result = CliRunner().invoke(models, ["inspect", str(row_by_row)])
     assert "Q4_1 row by row. all 15 matrices are Q4_1" in result.output
     gain = "makes matrix products of 16 sequences, and of their prompts, about 2.0x faster"

@@ -1,4 +1,4 @@
-"""API keys with rules, over HTTP: what they may do, and what they share with other keys."""
+"""API keys with rules, over HTTP: their permissions, and what they share with other keys."""
 
 from __future__ import annotations
 

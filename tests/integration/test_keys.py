@@ -1,4 +1,4 @@
-"""API keys, and who else is let in."""
+"""API keys, and requests that are accepted without one."""
 
 from __future__ import annotations
 

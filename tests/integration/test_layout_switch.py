@@ -30,7 +30,7 @@ def switch(engine: BatchInferenceEngine) -> None:
 
 
 def texts(engine: BatchInferenceEngine, prompts: list[str], params: SamplingParams, *, every: int = 0) -> list[str]:
-    """Greedy texts. `every`: the layout is switched after so many steps, again and again."""
+    """Greedy texts. `every`: the layout is switched after each group of this number of steps."""
     names = [engine.add_request(prompt, params) for prompt in prompts]
     found = dict.fromkeys(names, "")
     for step in range(1, 2000):
@@ -103,7 +103,7 @@ def test_a_prompt_longer_than_a_stream_is_answered_as_in_the_unified_layout(
     assert (engine.stats().kv_layout, engine.stats().layout_switches) == ("unified", 1)
 
 
-def test_a_text_goes_on_beyond_the_end_of_its_stream(open_engine: OpenEngine, tiny_llama: Path) -> None:
+def test_a_text_continues_beyond_the_end_of_its_stream(open_engine: OpenEngine, tiny_llama: Path) -> None:
     long = SamplingParams(temperature=0, max_tokens=STREAM + 60, ignore_eos=True)
     prompts = ["Hello", "the cat "]
     expected = texts(open_engine(tiny_llama, kv_layout="unified"), prompts, long)
@@ -174,7 +174,7 @@ def test_prompts_that_share_1600_tokens_end_in_unified_cells(open_engine: OpenEn
     assert engine.stats().recomputes == 0
 
 
-# --- who switches --------------------------------------------------------------------------------------------------
+# --- which engines switch -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -200,7 +200,9 @@ def test_engines_of_models_that_have_only_kv_cells_switch(
 
 
 @pytest.mark.parametrize("n_ctx", [1024, 1025, 1500, 2047])
-def test_the_unified_layout_has_the_cells_that_were_told(open_engine: OpenEngine, tiny_llama: Path, n_ctx: int) -> None:
+def test_the_unified_layout_has_the_configured_number_of_cells(
+    open_engine: OpenEngine, tiny_llama: Path, n_ctx: int
+) -> None:
     engine = open_engine(tiny_llama, n_ctx=n_ctx)
     assert engine.core.kv.n_ctx_seq == n_ctx // 4 // 256 * 256
     switch(engine)

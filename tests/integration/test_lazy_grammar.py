@@ -1,4 +1,4 @@
-"""A model that calls a function of its own accord writes valid arguments, whatever else it writes is its own."""
+"""With tool_choice auto, a call has valid arguments, and all other text is free."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def engine(tiny_llama: Path, request: pytest.FixtureRequest) -> Iterator[BatchIn
 
 
 class CallsSoon:
-    """Makes a random model write the marker after some tokens, as a trained one does by itself."""
+    """Makes a random model write the marker after some tokens, as a trained one would."""
 
     def __init__(self, marker: int) -> None:
         self.marker, self.n_prompt = marker, 0

@@ -58,7 +58,7 @@ async def test_a_larger_max_tokens_than_allowed_is_a_400_that_names_it(engine: H
 
 
 @pytest.mark.parametrize("path", PATHS)
-async def test_a_request_without_max_tokens_gets_as_many_as_are_allowed(engine: HeldEngine, path: str) -> None:
+async def test_a_request_without_max_tokens_gets_the_allowed_maximum(engine: HeldEngine, path: str) -> None:
     engine.go_on.set()
     async with limited(engine, max_tokens=8) as http:
         for given, made in (({}, 8), ({"max_tokens": 8}, 8), ({"max_tokens": 3}, 3)):
@@ -147,7 +147,7 @@ async def test_megabytes_of_headers_are_refused(engine: HeldEngine) -> None:
 # --- how many at once -------------------------------------------------------------------------------------------------
 
 
-async def test_one_keys_requests_are_limited_and_the_others_go_on(engine: HeldEngine) -> None:
+async def test_one_keys_requests_are_limited_and_the_others_continue(engine: HeldEngine) -> None:
     body = {"prompt": "Hello", "max_tokens": 2}
     async with limited(engine, Keys(["a-key", "b-key"]), max_concurrent_per_key=2) as http:
 
@@ -187,7 +187,7 @@ async def test_a_place_is_free_again_however_its_request_ends(engine: HeldEngine
             await until(lambda: not engine._by_id)
 
 
-async def test_a_client_that_is_slow_to_send_takes_nobodys_place(engine: HeldEngine) -> None:
+async def test_a_client_that_is_slow_to_send_does_not_count_as_concurrent(engine: HeldEngine) -> None:
     engine.go_on.set()
     app = create_app(engine, ServerSettings(limits=Limits(max_concurrent=1)))
     async with listening(app) as listener:

@@ -1,4 +1,4 @@
-"""`GET /live` over HTTP, with tiny models: what it shows, to whom, and what it costs those who do not look."""
+"""`GET /live` over HTTP, with tiny models: what it shows, with which keys, and its cost without readers."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ name = "bob"
 
 
 class CountedEngine(LocalEngine):
-    """Counts how often it is asked what it does, and how often its thread answers."""
+    """Counts how often its state is requested, and how often its thread answers."""
 
     n_live = n_states = 0
 
@@ -92,7 +92,7 @@ class Reader:
                     self.raw.append(line[6:])
 
     async def has(self, n: int) -> None:
-        """Waits until it has so many events."""
+        """Waits until it has that many events."""
         await until(lambda: len(self.raw) >= n)
 
     async def until(self, condition: Callable[[LiveSnapshot], object]) -> LiveSnapshot:
@@ -124,7 +124,7 @@ async def serving(
 def start(
     session: aiohttp.ClientSession, url: str, prompt: str, *, key: str | None = None, **fields: Any
 ) -> asyncio.Task[None]:
-    """A completion that goes on until its task is cancelled."""
+    """A completion that runs until its task is cancelled."""
 
     async def read() -> None:
         body = {"prompt": prompt, "max_tokens": 2000, "ignore_eos": True, "stream": True, **fields}
@@ -198,7 +198,7 @@ async def test_readers_share_snapshots_and_without_a_reader_nothing_is_computed(
         await end(tasks)
 
 
-async def test_an_idle_engine_is_asked_once_and_its_readers_get_one_event(engine: CountedEngine) -> None:
+async def test_an_idle_engine_is_queried_once_and_its_readers_get_one_event(engine: CountedEngine) -> None:
     async with serving(engine) as (listener, session):
         readers = [Reader(session, listener.url) for _ in range(2)]
         for reader in readers:

@@ -1,4 +1,4 @@
-"""Model, Backend, library and requantisation: loading says what it loads, and why it does not."""
+"""Model, Backend, library and requantisation: loading reports what it loads, or the reason for a failure."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_a_missing_file_and_a_folder_raise_an_error_with_their_path(tmp_path: Pa
             Model(path)
 
 
-def test_a_model_tells_what_its_file_says(llama_model: Model) -> None:
+def test_a_model_reports_the_metadata_of_its_file(llama_model: Model) -> None:
     assert llama_model.metadata["general.architecture"] == "llama"
     assert llama_model.metadata["llama.context_length"] == "4096"
     assert llama_model.n_ctx_train == 4096
@@ -133,12 +133,12 @@ def test_long_metadata_comes_whole(tmp_path: Path) -> None:
         ("encoder", False, False),
     ],
 )
-def test_a_model_knows_its_kind(kind: str, recurrent: bool, generates: bool, request: pytest.FixtureRequest) -> None:
+def test_a_model_reports_its_kind(kind: str, recurrent: bool, generates: bool, request: pytest.FixtureRequest) -> None:
     with Model(request.getfixturevalue(f"tiny_{kind}")) as model:
         assert (model.is_recurrent, model.can_generate) == (recurrent, generates)
 
 
-def test_a_sliding_window_is_told(tiny_swa: Path) -> None:
+def test_a_sliding_window_is_reported(tiny_swa: Path) -> None:
     with Model(tiny_swa) as model:
         assert model.n_swa == tiny_models.WINDOW
 
@@ -243,7 +243,7 @@ def test_a_requantised_model_loads_and_computes(tiny_llama: Path, tmp_path: Path
         assert np.isfinite(context.logits(1)).all()
 
 
-def test_requantising_what_is_no_model_raises_an_error_with_its_path(tmp_path: Path) -> None:
+def test_requantising_a_file_that_is_not_a_model_raises_an_error_with_its_path(tmp_path: Path) -> None:
     source = tiny_models.not_gguf(tmp_path / "page.gguf")
     with pytest.raises(ModelError, match=str(source)):
         quantize(source, tmp_path / "out.gguf", "Q8_0")

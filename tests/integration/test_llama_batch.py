@@ -51,7 +51,7 @@ def test_rows_and_runs_follow_each_other(batch: Batch) -> None:
     assert as_llama_cpp_reads_it(batch) == [(5, 10, 1, 1), (100, 0, 2, 0), (101, 1, 2, 1)]
 
 
-def test_a_refilled_batch_keeps_nothing_of_the_last_step(batch: Batch) -> None:
+def test_a_refilled_batch_has_no_tokens_of_the_last_step(batch: Batch) -> None:
     batch.add_rows([1] * 16, [2] * 16, [3] * 16)
     batch.clear()
     assert (batch.struct.n_tokens, batch.n_outputs) == (0, 0)

@@ -13,7 +13,7 @@ from cppbatch.errors import CacheFull, LlamaError, OutOfRange
 from cppbatch.llama import Batch, Context, Model
 from tests.support.contexts import PROMPT, close, decode
 
-# --- what is refused ---------------------------------------------------------------------------------------------
+# --- refusals ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -40,7 +40,7 @@ def test_a_batch_may_be_as_small_as_a_token_for_each_sequence(
     assert context.logits(4).shape[0] == 4
 
 
-def test_the_sizes_told_are_the_actual_ones(make_context: Callable[..., Context]) -> None:
+def test_the_reported_sizes_are_the_actual_ones(make_context: Callable[..., Context]) -> None:
     assert make_context(n_ctx=100).n_ctx == 256
     context = make_context(n_ctx=1024, kv_unified=False, n_ubatch=32)
     assert (context.n_ctx, context.n_ctx_seq, context.n_seq_max, context.n_ubatch) == (1024, 256, 4, 32)
@@ -145,7 +145,7 @@ def test_a_batch_without_room_raises_cache_full_and_changes_nothing(make_context
     assert np.array_equal(decode(context, [9], position=200), decode(untouched, [9], position=200))
 
 
-def test_after_cache_full_what_fits_still_computes(unified_context: Context) -> None:
+def test_after_cache_full_a_batch_that_fits_still_computes(unified_context: Context) -> None:
     decode(unified_context, [7] * 200)
     with pytest.raises(CacheFull):
         decode(unified_context, [8] * 57, seq_id=1)

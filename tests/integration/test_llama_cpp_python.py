@@ -144,7 +144,7 @@ def test_the_vocabulary_and_the_sizes_are_those_of_the_original(opened: Open, ti
         {"suffix": None, "max_tokens": 1},
     ],
 )
-def test_a_greedy_completion_is_that_of_the_original(opened: Open, floats: Path, given: dict[str, Any]) -> None:
+def test_a_greedy_completion_is_that_of_llama_cpp_python(opened: Open, floats: Path, given: dict[str, Any]) -> None:
     ours, theirs = opened(floats), opened(floats, cls=llama_cpp.Llama)
     for prompt in PROMPTS:
         assert plain(ours(prompt, **GREEDY | given)) == plain(theirs(prompt, **GREEDY | given))
@@ -222,7 +222,7 @@ def test_a_stream_holds_its_object(tiny_llama: Path) -> None:
     assert list(stream)[-1]["choices"][0]["finish_reason"] == "length"
 
 
-def test_an_object_that_nobody_holds_is_closed_at_once(tiny_llama: Path) -> None:
+def test_an_unreferenced_object_is_closed_at_once(tiny_llama: Path) -> None:
     gc.disable()
     try:
         llm = Llama(str(tiny_llama), n_threads=1, verbose=False)
@@ -258,7 +258,7 @@ def test_sixteen_threads_get_the_texts_of_one_in_fewer_steps(opened: Open, float
     assert llm.engine.stats().steps - n_alone < n_alone / 2
 
 
-def test_a_prompt_that_fills_the_context_is_refused_as_in_the_original(opened: Open, tiny_llama: Path) -> None:
+def test_a_prompt_that_fills_the_context_is_refused_as_in_llama_cpp_python(opened: Open, tiny_llama: Path) -> None:
     llm = opened(tiny_llama, n_ctx=32)
     with pytest.raises(ValueError, match=r"Requested tokens \(40\) exceed context window of 32"):
         llm([70] * 40)
@@ -301,7 +301,7 @@ def test_a_logits_processor_sees_and_changes_what_the_original_shows_it(opened: 
     assert run(Llama) == run(llama_cpp.Llama)
 
 
-def test_what_a_processor_raises_is_raised_to_its_caller_alone(opened: Open, tiny_llama: Path) -> None:
+def test_an_exception_in_a_processor_is_raised_only_to_its_caller(opened: Open, tiny_llama: Path) -> None:
     def broken(input_ids: Any, scores: Any) -> Any:
         raise KeyError("mine")
 
@@ -366,7 +366,7 @@ def test_generate_ends_with_the_end_token(opened: Open, tiny_llama: Path) -> Non
     assert tokens[-1] == llm.token_eos()
 
 
-def test_low_level_members_work_on_a_context_of_their_own(opened: Open, tiny_llama: Path) -> None:
+def test_low_level_members_work_on_a_separate_context(opened: Open, tiny_llama: Path) -> None:
     ours, theirs = (opened(tiny_llama, cls=cls, logits_all=True) for cls in (Llama, llama_cpp.Llama))
     tokens = theirs.tokenize(b"Hello")
     for llm in (ours, theirs):
@@ -444,7 +444,7 @@ def test_answers_are_openais_objects_too(opened: Open, tiny_chat: Path) -> None:
     assert called.choices[0].message.tool_calls[0].function.name == "weather"
 
 
-def test_a_handler_for_pictures_becomes_a_projector(opened: Open, tiny_chat: Path, tiny_folder: Path) -> None:
+def test_a_handler_for_images_becomes_a_projector(opened: Open, tiny_chat: Path, tiny_folder: Path) -> None:
     handler = llama_cpp.llama_chat_format.Llava15ChatHandler(
         str(tiny_projectors.vision(tiny_folder / "eyes.gguf")), verbose=False
     )
@@ -543,7 +543,7 @@ def test_a_vocabulary_alone_reads_and_writes_tokens(opened: Open, tiny_folder: P
         llm("Hello")
 
 
-def test_a_pickled_object_loads_its_model_again(opened: Open, tiny_llama: Path) -> None:
+def test_a_pickled_object_reloads_its_model(opened: Open, tiny_llama: Path) -> None:
     llm = opened(tiny_llama, n_parallel=2)
     again = pickle.loads(pickle.dumps(llm))
     assert again("Hello", **GREEDY)["choices"] == llm("Hello", **GREEDY)["choices"]

@@ -53,7 +53,7 @@ def test_a_recurrent_model_refuses_to_remove_a_part_and_removes_everything(
         assert context.last_position(0) == -1
 
 
-def test_a_recurrent_model_does_not_claim_to_have_removed_a_beginning(
+def test_a_recurrent_model_does_not_claim_to_have_removed_a_prefix(
     make_context: Callable[..., Context], tiny_mamba: Path
 ) -> None:
     with Model(tiny_mamba) as mamba:
@@ -80,7 +80,7 @@ def test_a_copied_prefix_gives_the_logits_of_recomputing_it(unified_context: Con
     assert close(decode(unified_context, PROMPT[20:], 1, 20), whole)
 
 
-def test_a_whole_sequence_copied_to_another_stream_goes_on_alike(streams_context: Context) -> None:
+def test_a_whole_sequence_copied_to_another_stream_continues_identically(streams_context: Context) -> None:
     decode(streams_context, PROMPT)
     streams_context.copy(0, 2)
     assert np.array_equal(decode(streams_context, [50], 2, 30), decode(streams_context, [50], 0, 30))
@@ -96,7 +96,7 @@ def test_a_shared_prefix_takes_its_cells_once(unified_context: Context) -> None:
 # --- saving and restoring ----------------------------------------------------------------------------------------
 
 
-def test_a_restored_sequence_goes_on_bit_for_bit_under_another_seq_id(context: Context) -> None:
+def test_a_restored_sequence_continues_bit_for_bit_under_another_seq_id(context: Context) -> None:
     decode(context, PROMPT)
     state = context.save_sequence(0)
     expected = decode(context, [50], 0, 30)
@@ -162,7 +162,7 @@ def test_a_state_is_carried_to_another_kind_of_cache_bit_for_bit(
 ) -> None:
     context = any_context
     reopen(context, before)
-    decode(context, [7] * 40, 2)  # so that cells of others are before, between and behind
+    decode(context, [7] * 40, 2)  # so that cells of others are before, between and after
     decode(context, PROMPT, seq_id)
     decode(context, [8] * 20, 2, 40)
     decode(context, [9] * 15, seq_id, 30)
@@ -179,7 +179,7 @@ def test_a_state_is_carried_to_another_kind_of_cache_bit_for_bit(
 
 
 @pytest.mark.parametrize("after", KINDS)
-def test_a_carried_sequence_goes_on_as_where_it_came_from(any_context: Context, after: Kind) -> None:
+def test_a_carried_sequence_continues_as_in_its_original_context(any_context: Context, after: Kind) -> None:
     reopen(any_context, Kind(kv_unified=False, flash_attn="off"))
     decode(any_context, PROMPT, 3)
     state = any_context.save_sequence(3)
@@ -214,7 +214,7 @@ def test_a_state_that_is_cut_off_is_refused(unified_context: Context, n_cut: int
     assert context.last_position(0) == -1
 
 
-def test_a_context_is_as_new_after_it_was_opened_again(make_context: Callable[..., Context]) -> None:
+def test_a_context_is_empty_after_it_was_opened_again(make_context: Callable[..., Context]) -> None:
     context, fresh = make_context(n_ctx=1024, kv_unified=False), make_context(n_ctx=512)
     expected = decode(fresh, PROMPT)
     decode(context, PROMPT, 1)
@@ -248,7 +248,7 @@ def test_a_sequence_takes_the_cells_of_an_equal_prefix_in_place_of_its_own(unifi
     decode(context, [9] * 140, 2)  # only if 95 cells became free
 
 
-def test_a_longer_prefix_than_there_is_cannot_be_shared(unified_context: Context) -> None:
+def test_a_prefix_longer_than_the_sequence_cannot_be_shared(unified_context: Context) -> None:
     decode(unified_context, PROMPT, 0)
     decode(unified_context, PROMPT[:20], 1)
     for n in (0, 21):

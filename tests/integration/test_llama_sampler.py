@@ -26,7 +26,7 @@ def draws(seed: int, row: Row, n: int = 30) -> list[int]:
         return [chain.sample(row, seed + i) for i in range(n)]
 
 
-def test_greedy_takes_the_likeliest_token(row: Row) -> None:
+def test_greedy_takes_the_most_likely_token(row: Row) -> None:
     with SamplerChain(N_VOCAB).greedy() as chain:
         assert chain.sample(row) == row.argmax()
 
@@ -43,7 +43,7 @@ def test_top_k_of_one_is_greedy(row: Row) -> None:
         assert [chain.sample(row, seed) for seed in range(20)] == [row.argmax()] * 20
 
 
-def test_top_k_draws_among_the_k_likeliest(row: Row) -> None:
+def test_top_k_draws_among_the_k_most_likely_tokens(row: Row) -> None:
     with SamplerChain(N_VOCAB).top_k(3).temperature(5.0).dist() as chain:
         assert {chain.sample(row, seed) for seed in range(100)} == set(np.argsort(row)[-3:])
 

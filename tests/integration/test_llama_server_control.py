@@ -115,7 +115,7 @@ async def metrics_of(http: Http) -> dict[str, tuple[str, float]]:
     return {name.removeprefix("llamacpp:"): (kinds[name], float(value)) for name, value in values.items()}
 
 
-async def test_metrics_have_llama_servers_names_and_count_what_its_timings_say(tiny_llama: Path) -> None:
+async def test_metrics_have_llama_servers_names_and_agree_with_its_timings(tiny_llama: Path) -> None:
     async with serve(tiny_llama) as http:
         timings: list[Json] = []
         for n_predict in (1, 4, 16):

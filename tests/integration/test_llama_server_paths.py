@@ -133,7 +133,7 @@ async def test_texts_are_ranked_in_teis_form(reranker: Http) -> None:
 
 @pytest.mark.parametrize("field", ["documents", "texts"])
 @pytest.mark.parametrize("given", [[], None, 123, [1, 2, 3]])
-async def test_what_cannot_be_ranked_is_refused(reranker: Http, field: str, given: object) -> None:
+async def test_invalid_rerank_requests_are_refused(reranker: Http, field: str, given: object) -> None:
     status, param = await refused(reranker, "/rerank", {"query": "cat", field: given})
     assert status == 400
     assert param.startswith(field) or given is None

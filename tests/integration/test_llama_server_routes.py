@@ -66,7 +66,7 @@ async def test_a_completion_has_every_field_of_llama_servers(http: Http, tiny_ll
     assert answer["has_new_line"] == ("\n" in answer["content"])
 
 
-async def test_the_settings_tell_what_was_used(http: Http) -> None:
+async def test_the_settings_report_what_was_used(http: Http) -> None:
     asked: dict[str, Any] = {
         "top_k": 7,
         "typical_p": 0.9,
@@ -134,7 +134,7 @@ async def test_prompts_may_be_texts_ids_both_mixed_or_several(http: Http, engine
         assert (await complete(http, same))["content"] == one["content"]
     mixed = await complete(http, ["a", *tail, "x"])
     assert mixed["prompt"] == "<s>abc" + "x"
-    assert (await complete(http, [ids[1], "bc"]))["prompt"] == "abc"  # begins with an id: no BOS
+    assert (await complete(http, [ids[1], "bc"]))["prompt"] == "abc"  # starts with an id: no BOS
     several = await complete(http, ["abc", ids, [*ids[:1], "abc"], {"prompt_string": "abc"}])
     assert [answer["index"] for answer in several] == [0, 1, 2, 3]
     assert {answer["content"] for answer in several} == {one["content"]}
@@ -147,7 +147,7 @@ async def test_several_texts_of_each_prompt(http: Http) -> None:
     assert answers[0]["content"] != answers[1]["content"]
 
 
-async def test_it_says_which_word_stopped_it(http: Http) -> None:
+async def test_it_reports_the_word_that_stopped_it(http: Http) -> None:
     text = (await complete(http))["content"]
     word = text[2:4]
     stopped = await complete(http, stop=["never", "", word])
@@ -164,7 +164,7 @@ async def test_the_models_own_end_is_an_eos(http: Http) -> None:
     assert (ended["stop_type"], ended["content"]) == ("eos", "yes")
 
 
-async def test_without_a_limit_the_context_is_one(http: Http) -> None:
+async def test_without_a_limit_the_context_is_the_limit(http: Http) -> None:
     for length in ({"n_predict": -1}, {"n_predict": 5000}, {"n_predict": None, "max_tokens": 5000}):
         answer = await complete(http, **length)
         assert (answer["stop_type"], answer["truncated"]) == ("limit", True)
@@ -183,7 +183,7 @@ async def test_n_predict_0_only_warms_the_cache(http: Http) -> None:
     assert (await complete(http, prompt, cache_prompt=False))["timings"]["cache_n"] == 0
 
 
-async def test_n_probs_shows_the_likeliest_tokens(http: Http) -> None:
+async def test_n_probs_shows_the_most_likely_tokens(http: Http) -> None:
     whole = await complete(http, n_probs=3, return_tokens=True)
     shown = whole["completion_probabilities"]
     assert [entry["id"] for entry in shown] == whole["tokens"]
@@ -208,7 +208,7 @@ async def test_response_fields_leave_only_those(http: Http) -> None:
     assert await complete(http, response_fields=[""]) == {}
 
 
-async def test_timings_per_token_tell_the_speed_so_far(http: Http) -> None:
+async def test_timings_per_token_report_the_speed_so_far(http: Http) -> None:
     *chunks, _ = await stream(http, n_predict=100, timings_per_token=True)
     assert [chunk["timings"]["predicted_n"] for chunk in chunks] == [chunk["tokens_predicted"] for chunk in chunks]
     assert chunks[-1]["timings"]["predicted_per_second"] > 0
@@ -282,7 +282,7 @@ BAD = {
         {"prompt": {"prompt_string": MEDIA_MARKER, "multimodal_data": ["abc"]}},
         "prompt.multimodal_data[0]",
     ),
-    "data that are no list": ({"prompt": {"prompt_string": "x", "multimodal_data": 5}}, "prompt.multimodal_data"),
+    "data that is not a list": ({"prompt": {"prompt_string": "x", "multimodal_data": 5}}, "prompt.multimodal_data"),
     "something else in a list": ({"prompt": ["a", 2.5]}, "prompt[1]"),
     "too many prompts": ({"prompt": ["a"] * 300}, "prompt"),
     "n_predict as text": ({"prompt": "a", "n_predict": "all"}, "n_predict"),
@@ -307,7 +307,7 @@ async def test_a_bad_completion_request_is_a_400_that_names_the_field(http: Http
     assert answer["error"]["message"].startswith(field.split("[", maxsplit=1)[0])
 
 
-async def test_a_client_that_goes_away_frees_everything(tiny_llama: Path) -> None:
+async def test_a_client_that_disconnects_frees_everything(tiny_llama: Path) -> None:
     async with LocalEngine(tiny_llama, n_ctx=4096, n_parallel=4, n_threads=1) as engine:
         app = create_app(engine)
         async with TestClient(TestServer(app, handler_cancellation=True)) as http:
@@ -339,7 +339,7 @@ async def test_text_to_tokens_and_back(http: Http, engine: LocalEngine) -> None:
     assert (await post(http, "/detokenize", {"tokens": []}))[1] == {"content": "", "prompt": ""}
 
 
-async def test_tokenize_speaks_vllms_form_too(http: Http, engine: LocalEngine) -> None:
+async def test_tokenize_accepts_vllms_form_too(http: Http, engine: LocalEngine) -> None:
     plain = [token.id for token in await engine.tokenize("Hello", add_special=False)]
     bos = [token.id for token in await engine.tokenize("", add_special=True)]
     _, answer = await post(http, "/tokenize", {"model": "any", "prompt": "Hello"})
@@ -452,7 +452,7 @@ async def test_infill_asks_in_the_models_own_form(infill: Http) -> None:
     assert (status, set(answer)) == (200, FINAL)
     assert answer["prompt"] == "<s><fim_prefix>def f(x<fim_suffix><s> end<fim_middle>"
     n_read = len((await post(infill, "/tokenize", {"content": answer["prompt"]}))[1]["tokens"])
-    assert answer["tokens_evaluated"] == n_read + 2  # the suffix's "<s>" is no control token
+    assert answer["tokens_evaluated"] == n_read + 2  # the suffix's "<s>" is not a control token
     extra = [{"filename": "a.py", "text": "A"}, {"text": "B"}]
     _, answer = await post(infill, "/infill", {**body, "input_extra": extra})
     files = "<reponame>project\n<|file_sep|>a.py\nA\n<|file_sep|>tmp\nB\n<|file_sep|>current\n"
@@ -462,7 +462,7 @@ async def test_infill_asks_in_the_models_own_form(infill: Http) -> None:
     assert last["stop"] is True
 
 
-async def test_infill_keeps_what_is_nearest_to_the_cursor(infill: Http) -> None:
+async def test_infill_keeps_the_text_nearest_to_the_cursor(infill: Http) -> None:
     body: dict[str, Any] = {"input_prefix": "p" * 900 + "HERE", "input_suffix": "AFTER" + "s" * 900, "n_predict": 32}
     status, answer = await post(infill, "/infill", {**body, "input_extra": [{"text": "far" * 100}]})
     assert status == 200
@@ -526,7 +526,7 @@ async def test_slots_show_how_many_sequences_run(http: Http, engine: LocalEngine
     await asking
 
 
-async def test_routes_that_others_have_are_there_by_llama_servers_names(http: Http) -> None:
+async def test_routes_with_v1_also_have_llama_servers_names_without_it(http: Http) -> None:
     assert await get(http, "/models") == await get(http, "/v1/models")
     assert (await get(http, "/v1/health"))[1]["status"] == "ok"
     body: dict[str, Any] = {"messages": [{"role": "user", "content": "x"}], "temperature": 0, "max_tokens": 4}
@@ -559,7 +559,7 @@ async def test_adapters_are_listed_and_chosen_by_each_request(tiny_llama: Path, 
         assert (status, answer["error"]["param"]) == (400, "lora")
 
 
-async def test_routes_that_are_switched_off_say_so(engine: LocalEngine) -> None:
+async def test_disabled_routes_return_501_and_name_the_flag(engine: LocalEngine) -> None:
     settings = ServerSettings(metrics=False, slots=False)
     async with TestClient(TestServer(create_app(engine, settings))) as http:
         for path in ("/metrics", "/slots"):

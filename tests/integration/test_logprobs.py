@@ -1,4 +1,4 @@
-"""Log-probabilities are the model's own, whatever is sampled, batched, shared or preempted beside them."""
+"""Log-probabilities are the model's own, regardless of sampling, batching, sharing and preemption."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def tokens_of(engine: BatchInferenceEngine, prompt: str | list[int]) -> list[int
 
 
 def assert_exact_alone(path: Path, prompt: str | list[int], params: SamplingParams) -> Completion:
-    """Runs it alone, and the same tokens in the same runs in a context of their own."""
+    """Runs it alone, and the same tokens in the same runs in a separate context."""
     with BatchInferenceEngine(path, n_parallel=1, **SETTINGS) as engine:
         (result,) = engine.generate([prompt], params)
         start = tokens_of(engine, prompt)
@@ -96,7 +96,7 @@ CHANGED: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("changed", CHANGED.values(), ids=CHANGED)
-def test_they_are_of_the_model_before_anything_changes_its_logits(tiny_llama: Path, changed: dict[str, Any]) -> None:
+def test_logprobs_are_the_models_before_anything_changes_its_logits(tiny_llama: Path, changed: dict[str, Any]) -> None:
     prompt = LONG[:40]
     params = SamplingParams(max_tokens=24, ignore_eos=True, logprobs=3, **changed)
     result = assert_exact_alone(tiny_llama, prompt, params)
@@ -105,7 +105,7 @@ def test_they_are_of_the_model_before_anything_changes_its_logits(tiny_llama: Pa
 
 
 @pytest.mark.parametrize("n", [1, 2, 63, 64, 65, 66, 128, 129, 161])
-def test_those_of_a_prompt_are_exact_however_many_steps_it_takes(tiny_llama: Path, n: int) -> None:
+def test_logprobs_of_a_prompt_are_exact_however_many_steps_it_takes(tiny_llama: Path, n: int) -> None:
     params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, logprobs=5, echo=True)
     assert_exact_alone(tiny_llama, LONG[:n], params)
 
@@ -122,7 +122,7 @@ def test_with_max_tokens_0_only_the_prompt_is_scored(tiny_llama: Path, prompt: s
 
 
 def params_of_a_crowd(*, echo: bool) -> list[SamplingParams]:
-    """Half of them greedy, half sampled; each wants another number of likeliest tokens."""
+    """Half of them greedy, half sampled; each with a different number of top logprobs."""
     return [
         SamplingParams(
             temperature=i % 2, seed=i, max_tokens=20, ignore_eos=True, logprobs=N_TOPS[i % 4], echo=echo and i % 3 > 0
@@ -148,7 +148,7 @@ def assert_those_of_the_model_alone(
 
 @pytest.mark.parametrize("sampling", ["host", "backend"])
 @pytest.mark.parametrize("kv_layout", ["unified", "per-sequence"])
-def test_in_a_batch_everybody_gets_as_many_as_he_asks_for_and_his_own(
+def test_in_a_batch_each_request_gets_its_own_logprobs_and_the_number_it_asked_for(
     tiny_llama: Path, kv_layout: str, sampling: str
 ) -> None:
     params = params_of_a_crowd(echo=True)
@@ -199,7 +199,7 @@ def test_preemption_in_a_tiny_cache_changes_no_scores(tiny_llama: Path, swap_spa
         assert_those_of_the_model_alone(engine, tiny_llama, PROMPTS, params, results)
 
 
-# --- where a token stands in the text --------------------------------------------------------------------------------
+# --- the offset of a token in the text -------------------------------------------------------------------------------
 
 
 NO_BYTES = tuple(range(5, 261))  # of the tiny models: so that every piece is whole characters
@@ -207,7 +207,7 @@ NO_BYTES = tuple(range(5, 261))  # of the tiny models: so that every piece is wh
 
 @pytest.mark.parametrize("echo", [False, True])
 @pytest.mark.parametrize("prompt", ["Hello", " Hello ", "a\nb", LONG[:80]], ids=lambda prompt: str(prompt)[:8])
-def test_at_its_offset_the_text_begins_with_the_token(tiny_llama: Path, prompt: str | list[int], echo: bool) -> None:
+def test_at_its_offset_the_text_starts_with_the_token(tiny_llama: Path, prompt: str | list[int], echo: bool) -> None:
     params = SamplingParams(
         temperature=2, seed=1, max_tokens=30, ignore_eos=True, logprobs=0, echo=echo, suppress_tokens=NO_BYTES
     )
@@ -224,14 +224,14 @@ def test_at_its_offset_the_text_begins_with_the_token(tiny_llama: Path, prompt: 
         assert result.text.startswith(entry.piece.decode(), entry.text_offset)
 
 
-def test_the_parts_of_a_character_stand_where_it_stands(tiny_llama: Path) -> None:
+def test_the_parts_of_a_character_have_its_offset(tiny_llama: Path) -> None:
     with BatchInferenceEngine(tiny_llama, n_parallel=1, **SETTINGS) as engine:
         (result,) = engine.generate(["é🙂!"], SamplingParams(max_tokens=0, logprobs=0, echo=True))
     assert [entry.text_offset for entry in result.logprobs] == [0, 0, 0, 1, 1, 1, 1, 2]
     assert b"".join(entry.piece for entry in result.logprobs[1:]).decode() == "é🙂!"
 
 
-def test_control_tokens_of_a_prompt_stand_where_they_are_written(tiny_llama: Path) -> None:
+def test_control_tokens_of_a_prompt_keep_their_places(tiny_llama: Path) -> None:
     with BatchInferenceEngine(tiny_llama, n_parallel=1, **SETTINGS) as engine:
         (result,) = engine.generate(["<|im_start|>x\n"], SamplingParams(max_tokens=0, logprobs=0, echo=True))
     pieces = [(entry.piece, entry.text_offset) for entry in result.logprobs]
@@ -254,7 +254,7 @@ def test_the_space_that_some_vocabularies_put_before_a_prompt_moves_no_offset(
         assert result.text.startswith(entry.piece.decode(), entry.text_offset)
 
 
-def test_a_prompt_with_half_a_surrogate_pair_is_echoed_and_scored_all_the_same(tiny_llama: Path) -> None:
+def test_a_prompt_with_an_unpaired_surrogate_is_echoed_and_scored(tiny_llama: Path) -> None:
     params = SamplingParams(max_tokens=0, logprobs=0, echo=True)
     with BatchInferenceEngine(tiny_llama, n_parallel=1, **SETTINGS) as engine:
         (result,) = engine.generate(["a\ud800b"], params)

@@ -72,7 +72,7 @@ def test_adapters_change_the_logits_by_their_scale_and_can_be_taken_off_again(co
     assert not any(close(a, b) for i, a in enumerate(rows[:-1]) for b in rows[:i])
 
 
-def test_an_adapter_that_there_is_none_of_is_out_of_range(context: Context) -> None:
+def test_a_missing_adapter_is_out_of_range(context: Context) -> None:
     for number in (-1, 2):
         with pytest.raises(OutOfRange, match="the model has 2"):
             context.use_adapters(((number, 1.0),))
@@ -80,7 +80,7 @@ def test_an_adapter_that_there_is_none_of_is_out_of_range(context: Context) -> N
 
 @pytest.mark.parametrize("quant", ["F32", "F16"])
 def test_an_adapter_is_the_product_of_its_matrices_times_scale_and_alpha_by_rank(tmp_path: Path, quant: str) -> None:
-    """Against a model whose weights have it added: W + scale * alpha / rank * B A."""
+    """Compared with a model with the adapter merged into its weights: W + scale * alpha / rank * B A."""
     path = lora(tmp_path / "a.gguf", pair(), quant=quant)
     read = {t.name: t.data.astype(np.float32) for t in gguf.GGUFReader(path).tensors}
     plain = write_llama(tmp_path / "plain.gguf")

@@ -1,4 +1,4 @@
-"""A request's text is that of its adapters alone, whatever others run beside it, and whatever becomes of the engine."""
+"""A request's text is that of its adapters alone, regardless of other requests and of restarts of the engine."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def expected(tiny_llama: Path, adapters: Files) -> list[str]:
     return texts_apart(tiny_llama, adapters)
 
 
-# --- whoever runs beside it -----------------------------------------------------------------------------------------
+# --- in a batch with others -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("layout", ["unified", "per-sequence"])
@@ -80,7 +80,7 @@ def test_one_prompt_under_different_adapters_never_gets_the_prefix_of_another(
                 assert i == 0 or all(result.usage.cached_tokens > 0 for result in results)
 
 
-def test_a_request_that_does_not_say_gets_the_adapters_as_they_were_started(
+def test_a_request_without_lora_gets_the_adapters_with_their_startup_scales(
     tiny_llama: Path, adapters: Files, expected: list[str]
 ) -> None:
     at_start: Lora = {"x": 1, "y": 0.5}
@@ -93,7 +93,7 @@ def test_a_request_that_does_not_say_gets_the_adapters_as_they_were_started(
         assert engine.generate([PROMPTS[2]], GREEDY, lora={"x": 0, "y": 1e-50})[0].text == expected[OF.index({})]
 
 
-# --- what is refused ------------------------------------------------------------------------------------------------
+# --- refusals -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -117,7 +117,7 @@ def test_a_request_that_does_not_say_gets_the_adapters_as_they_were_started(
         ("x", "must be an object that maps adapters to scales"),
     ],
 )
-def test_adapters_that_cannot_be_are_refused(tiny_llama: Path, adapters: Files, lora: Any, reason: str) -> None:
+def test_invalid_adapters_are_refused(tiny_llama: Path, adapters: Files, lora: Any, reason: str) -> None:
     with open_engine(tiny_llama, adapters, n_ctx=256, n_parallel=1) as engine:
         with pytest.raises(InvalidRequest, match=reason) as raised:
             engine.add_request("a", lora=lora)
@@ -125,7 +125,7 @@ def test_adapters_that_cannot_be_are_refused(tiny_llama: Path, adapters: Files, 
         assert not engine.has_work
 
 
-def test_an_engine_without_adapters_says_so(tiny_llama: Path) -> None:
+def test_an_adapter_is_refused_by_an_engine_without_adapters(tiny_llama: Path) -> None:
     with BatchInferenceEngine(tiny_llama, n_ctx=256, n_threads=1) as engine:
         with pytest.raises(InvalidRequest, match=r"adapter 'x' not found; available: none"):
             engine.add_request("a", lora={"x": 1})

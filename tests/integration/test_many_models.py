@@ -217,7 +217,7 @@ async def test_a_stream_is_not_cut_off_when_another_model_needs_its_place(folder
         assert (await states(http))["one"] == "unloaded"
 
 
-async def test_a_request_waits_for_its_model_no_longer_than_its_timeout(folder: Path) -> None:
+async def test_a_request_waits_for_its_model_at_most_for_its_timeout(folder: Path) -> None:
     async with serve(folder) as http:
         body = {"prompt": "a", "max_tokens": 1, "model": "one"}
         for field in ("timeout", "queue_timeout"):
@@ -244,7 +244,7 @@ async def test_a_model_that_cannot_be_loaded_fails_its_own_requests_only(tmp_pat
         assert (await get(http, "/health"))[1]["models"] == {"loaded": 1, "loading": 0, "unloaded": 0, "failed": 1}
 
 
-async def test_the_folder_is_looked_at_again(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_folder_is_read_again(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(many, "_LOOK_AGAIN_S", 0.05)
     one, two = tmp_path / "one.gguf", tmp_path / "two.gguf"
     tiny_models.llama(one)

@@ -1,4 +1,4 @@
-"""Pictures and sound in llama.cpp: tiny random encoders, compared with mtmd's own way of computing a prompt."""
+"""Images and audio in llama.cpp: tiny random encoders, compared with mtmd's own evaluation of a prompt."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def first_rows(engine: BatchInferenceEngine, prompts: list[Any], **options: Any)
 # --- the encoder ------------------------------------------------------------------------------------------------------
 
 
-def test_a_picture_becomes_vectors_for_the_text_model(files: Path) -> None:
+def test_an_image_becomes_vectors_for_the_text_model(files: Path) -> None:
     model, encoder = load(files, "vision")
     with model:
         assert (encoder.modalities, encoder.n_embd, encoder.images_are_whole) == (("image",), 64, False)
@@ -95,7 +95,7 @@ def test_a_picture_becomes_vectors_for_the_text_model(files: Path) -> None:
         encoder.encode(chunk)
 
 
-def test_gemmas_pictures_see_each_other_and_have_text_around_them(files: Path) -> None:
+def test_gemmas_images_attend_to_each_other_and_have_text_around_them(files: Path) -> None:
     model, encoder = load(files, "non_causal_vision")
     with model:
         before, chunk, after = encoder.split_image(decode_image(picture(1)))
@@ -104,7 +104,7 @@ def test_gemmas_pictures_see_each_other_and_have_text_around_them(files: Path) -
         assert text_of(model, after.tokens) == "<end_of_image>"
 
 
-def test_half_minutes_of_sound_are_encoded_each_by_itself(files: Path) -> None:
+def test_half_minutes_of_audio_are_encoded_separately(files: Path) -> None:
     model, encoder = load(files, "audio")
     with model:
         assert (encoder.modalities, encoder.sample_rate) == (("audio",), SAMPLE_RATE)
@@ -114,7 +114,7 @@ def test_half_minutes_of_sound_are_encoded_each_by_itself(files: Path) -> None:
         assert encoder.encode(chunks[1]).shape == (SOUND_TOKENS, 64)
 
 
-def test_a_large_picture_becomes_tiles_between_control_tokens(tmp_path: Path) -> None:
+def test_a_large_image_becomes_tiles_between_control_tokens(tmp_path: Path) -> None:
     vocab = byte_vocab()
     marks = ["\n\n", "<fake_token_around_image>", "<global-img>"]
     kinds = [gguf.TokenType.NORMAL, gguf.TokenType.CONTROL, gguf.TokenType.CONTROL]
@@ -134,7 +134,7 @@ def test_a_large_picture_becomes_tiles_between_control_tokens(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("projector", ["vision", "non_causal_vision"])
-def test_pictures_of_any_size_are_encoded(files: Path, projector: str) -> None:
+def test_images_of_any_size_are_encoded(files: Path, projector: str) -> None:
     model, encoder = load(files, projector)
     with model:
         for size in SIZES:
@@ -169,7 +169,7 @@ def test_samples_that_cannot_be_encoded_never_reach_c(files: Path, samples: npt.
         ("noise", "cannot be read as a GGUF file"),
     ],
 )
-def test_a_file_that_is_no_projector_of_this_model_is_refused(files: Path, projector: str, message: str) -> None:
+def test_a_file_that_is_not_a_projector_of_this_model_is_refused(files: Path, projector: str, message: str) -> None:
     tiny_projectors.vision(files / "wide.gguf", n_embd=128)
     whole = (files / "vision.gguf").read_bytes()
     (files / "torn.gguf").write_bytes(whole[: len(whole) // 2])
@@ -178,18 +178,18 @@ def test_a_file_that_is_no_projector_of_this_model_is_refused(files: Path, proje
         MediaEncoder(model, files / f"{projector}.gguf", n_threads=1)
 
 
-def test_a_projector_is_no_model(files: Path) -> None:
+def test_a_projector_is_not_a_model(files: Path) -> None:
     with pytest.raises(ModelError, match="use it with --mmproj instead"):
         Model(files / "vision.gguf")
 
 
-def test_a_ubatch_that_is_too_small_for_a_picture_is_refused(open_media: Callable[..., BatchInferenceEngine]) -> None:
+def test_a_ubatch_that_is_too_small_for_an_image_is_refused(open_media: Callable[..., BatchInferenceEngine]) -> None:
     with pytest.raises(ModelError, match=r"an image has 16 tokens.* n_ubatch \(-ub\) is 8; set it to 16"):
         open_media("non_causal_vision", n_ubatch=8)
     open_media("vision", n_ubatch=8)
 
 
-def test_deterministic_logits_with_pictures_are_refused(open_media: Callable[..., BatchInferenceEngine]) -> None:
+def test_deterministic_logits_with_images_are_refused(open_media: Callable[..., BatchInferenceEngine]) -> None:
     with pytest.raises(ModelError, match="works for text only"):
         open_media(deterministic=True, flash_attn="auto")
 
@@ -200,7 +200,9 @@ def test_a_model_that_returns_vectors_takes_no_projector(files: Path, open_engin
         open_engine(text, mmproj=str(files / "vision.gguf"))
 
 
-def test_a_library_without_mtmd_says_how_to_build_it(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_library_without_mtmd_is_an_error_with_the_build_command(
+    files: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(__import__("sys").modules, "llama_cpp.mtmd_cpp", None)  # importing it fails
     monkeypatch.delattr(__import__("llama_cpp"), "mtmd_cpp", raising=False)
     media_encoder_module._mtmd.cache_clear()
@@ -217,7 +219,7 @@ def test_a_library_without_mtmd_says_how_to_build_it(files: Path, monkeypatch: p
 def reference_row(
     files: Path, projector: str, prompt: MediaPrompt | str, text: str = "text"
 ) -> npt.NDArray[np.float32]:
-    """The logits after a prompt as `mtmd_helper_eval_chunks` computes it, with a marker for each picture."""
+    """The logits after a prompt as `mtmd_helper_eval_chunks` computes it, with a marker for each image."""
     from llama_cpp import llama_cpp, mtmd_cpp
 
     parts = [prompt] if isinstance(prompt, str) else prompt.parts
@@ -276,7 +278,7 @@ def mixed_prompts(medium: Callable[[int], Media]) -> list[MediaPrompt | str]:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("projector", ["vision", "non_causal_vision", "audio"])
-def test_a_text_with_pictures_or_sound_is_the_same_alone_and_among_seven_others(
+def test_a_text_with_images_or_audio_is_the_same_alone_and_among_seven_others(
     open_media: Callable[..., BatchInferenceEngine], projector: str, layout: str
 ) -> None:
     engine = open_media(projector, kv_layout=layout)
@@ -299,7 +301,7 @@ def test_a_text_with_pictures_or_sound_is_the_same_alone_and_among_seven_others(
 
 @pytest.mark.parametrize("kind", ["mamba", "hybrid", "sliding_window"])
 @pytest.mark.parametrize("projector", ["vision", "non_causal_vision"])
-def test_models_with_other_memory_take_pictures_too(
+def test_models_with_other_memory_take_images_too(
     files: Path, open_media: Callable[..., BatchInferenceEngine], kind: str, projector: str
 ) -> None:
     if not (files / f"{kind}.gguf").exists():
@@ -312,7 +314,7 @@ def test_models_with_other_memory_take_pictures_too(
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_second_request_shares_the_picture_and_does_not_encode_it(
+def test_a_second_request_shares_the_image_and_does_not_encode_it(
     open_media: Callable[..., BatchInferenceEngine], layout: str
 ) -> None:
     engine = open_media(kv_layout=layout)
@@ -328,7 +330,7 @@ def test_a_second_request_shares_the_picture_and_does_not_encode_it(
     assert media.n_encoded == 1
 
 
-def test_a_prefix_with_a_picture_is_on_disk_after_a_restart_and_belongs_to_its_projector(
+def test_a_prefix_with_an_image_is_on_disk_after_a_restart_and_belongs_to_its_projector(
     files: Path, tmp_path: Path, open_media: Callable[..., BatchInferenceEngine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(DiskCost, "is_worth", lambda *of: True)  # a tiny model computes faster than any disk reads
@@ -347,7 +349,7 @@ def test_a_prefix_with_a_picture_is_on_disk_after_a_restart_and_belongs_to_its_p
     assert cached == [False, True, False]
 
 
-def test_preempted_sequences_with_pictures_go_on_with_the_same_text(
+def test_preempted_sequences_with_images_continue_with_the_same_text(
     open_media: Callable[..., BatchInferenceEngine],
 ) -> None:
     prompts = mixed_prompts(image)
@@ -361,7 +363,7 @@ def test_preempted_sequences_with_pictures_go_on_with_the_same_text(
         assert (stats.swaps if swap_space else stats.recomputes) > 0
 
 
-def test_an_engine_switches_its_layout_with_pictures_in_flight(
+def test_an_engine_switches_its_layout_with_images_in_flight(
     open_media: Callable[..., BatchInferenceEngine],
 ) -> None:
     prompts = [*mixed_prompts(image), "x" * 600]  # the last one is longer than a stream
@@ -372,7 +374,7 @@ def test_an_engine_switches_its_layout_with_pictures_in_flight(
     assert engine.stats().layout_switches > 0
 
 
-def test_a_lora_adapter_computes_pictures_too(
+def test_a_lora_adapter_computes_images_too(
     files: Path, tmp_path: Path, open_media: Callable[..., BatchInferenceEngine]
 ) -> None:
     engine = open_media(lora=((str(write_lora(tmp_path / "x.gguf")), 0.0),))
@@ -383,7 +385,7 @@ def test_a_lora_adapter_computes_pictures_too(
     np.testing.assert_allclose(off, without, atol=1e-4)
 
 
-def test_what_is_refused_leaves_the_engine_at_work(open_media: Callable[..., BatchInferenceEngine]) -> None:
+def test_after_a_refused_prompt_the_engine_continues(open_media: Callable[..., BatchInferenceEngine]) -> None:
     engine = open_media()
     for bad in (b"", b"\x89PNG\r\n\x1a\n", picture(1)[:100]):
         with pytest.raises(InvalidRequest, match="prompt: contains an image"):

@@ -1,4 +1,4 @@
-"""Pictures and sound over HTTP, with a tiny model and tiny random projectors: every API, and every refusal."""
+"""Images and audio over HTTP, with a tiny model and tiny random projectors: every API, and every refusal."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ async def test_without_its_decoder_an_image_is_refused_and_text_is_answered(
 # --- every API --------------------------------------------------------------------------------------------------------
 
 
-async def test_every_api_gives_the_same_text_to_the_same_picture(seeing: Http) -> None:
+async def test_every_api_gives_the_same_text_for_the_same_image(seeing: Http) -> None:
     chat = await answered(seeing, "/v1/chat/completions", {"messages": asks(picture()), **GREEDY})
     text = chat["choices"][0]["message"]["content"]
     assert chat["usage"]["prompt_tokens_details"]["image_tokens"] == IMAGE_TOKENS
@@ -136,7 +136,7 @@ async def test_every_api_gives_the_same_text_to_the_same_picture(seeing: Http) -
     assert verbose["__verbose"]["content"] == text
 
 
-async def test_the_tokens_of_a_picture_are_counted_before_they_are_computed(seeing: Http) -> None:
+async def test_the_tokens_of_an_image_are_counted_before_they_are_computed(seeing: Http) -> None:
     block = {"type": "image", "source": {"type": "url", "url": as_url(BLUE)}}
     counts = [
         (await answered(seeing, "/v1/messages/count_tokens", {"messages": asks(block)}))["input_tokens"],
@@ -156,7 +156,7 @@ async def test_the_tokens_of_a_picture_are_counted_before_they_are_computed(seei
     assert counts == [chat["usage"]["prompt_tokens"]] * 4
 
 
-async def test_a_picture_that_was_seen_before_is_cached_and_another_one_is_not(seeing: Http) -> None:
+async def test_an_image_that_was_sent_before_is_cached_and_another_one_is_not(seeing: Http) -> None:
     async def cached(data: bytes) -> int:
         answer = await answered(seeing, "/v1/chat/completions", {"messages": asks(picture(data)), **GREEDY})
         n: int = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
@@ -167,7 +167,7 @@ async def test_a_picture_that_was_seen_before_is_cached_and_another_one_is_not(s
     assert await cached(BLUE) < IMAGE_TOKENS
 
 
-async def test_what_a_picture_shows_changes_the_answer(seeing: Http) -> None:
+async def test_the_content_of_an_image_changes_the_answer(seeing: Http) -> None:
     async def first(data: bytes) -> float:
         body = {"messages": asks(picture(data)), "logprobs": True, **GREEDY}
         answer = await answered(seeing, "/v1/chat/completions", body)
@@ -177,7 +177,7 @@ async def test_what_a_picture_shows_changes_the_answer(seeing: Http) -> None:
     assert await first(RED) != await first(BLUE)
 
 
-async def test_several_pictures_choices_and_a_stream(seeing: Http) -> None:
+async def test_several_images_choices_and_a_stream(seeing: Http) -> None:
     body = {"messages": asks(picture(), SAID, picture(BLUE)), "n": 2, **GREEDY}
     whole = await answered(seeing, "/v1/chat/completions", body)
     assert whole["usage"]["prompt_tokens_details"]["image_tokens"] == 2 * IMAGE_TOKENS
@@ -191,7 +191,7 @@ async def test_several_pictures_choices_and_a_stream(seeing: Http) -> None:
     assert texts == [choice["message"]["content"] for choice in whole["choices"]]
 
 
-async def test_tool_results_may_be_pictures(seeing: Http) -> None:
+async def test_tool_results_may_be_images(seeing: Http) -> None:
     call = {"type": "tool_use", "id": "t", "name": "look", "input": {}}
     block = {"type": "image", "source": {"type": "base64", "data": as_base64(RED)}}
     result = {"type": "tool_result", "tool_use_id": "t", "content": [block]}
@@ -201,7 +201,7 @@ async def test_tool_results_may_be_pictures(seeing: Http) -> None:
     assert answer["usage"]["input_tokens"] + answer["usage"]["cache_read_input_tokens"] > IMAGE_TOKENS
 
 
-async def test_the_items_of_a_batch_share_a_picture_and_fail_alone(seeing: Http) -> None:
+async def test_the_items_of_a_batch_share_an_image_and_fail_alone(seeing: Http) -> None:
     several = await answered(
         seeing, "/generate/batch", {"messages": asks(picture()), "params": [{"seed": 1}, {"seed": 2}], **GREEDY}
     )
@@ -215,7 +215,7 @@ async def test_the_items_of_a_batch_share_a_picture_and_fail_alone(seeing: Http)
     assert errors == [None, "prompts[1].messages[0].content[0].image_url", None, "prompts[3].messages"]
 
 
-async def test_16_chats_with_pictures_at_once_answer_as_alone(seeing: Http) -> None:
+async def test_16_concurrent_chats_with_images_answer_as_alone(seeing: Http) -> None:
     pictures = [png(color=(i * 16, 255 - i * 16, 0)) for i in range(16)]
     bodies = [{"messages": asks(picture(data)), **GREEDY} for data in pictures]
     together = await asyncio.gather(*(answered(seeing, "/v1/chat/completions", body) for body in bodies))
@@ -224,7 +224,7 @@ async def test_16_chats_with_pictures_at_once_answer_as_alone(seeing: Http) -> N
     assert texts[0] == texts[1]
 
 
-async def test_sound_is_heard(hearing: Http) -> None:
+async def test_audio_is_heard(hearing: Http) -> None:
     chat = await answered(hearing, "/v1/chat/completions", {"messages": asks(sound()), **GREEDY})
     assert chat["usage"]["prompt_tokens_details"]["audio_tokens"] == SOUND_TOKENS
     assert "image_tokens" not in chat["usage"]["prompt_tokens_details"]
@@ -238,7 +238,7 @@ async def test_sound_is_heard(hearing: Http) -> None:
     assert "accepts only audio and text input" in answer["error"]["message"]
 
 
-async def test_a_server_says_what_its_model_takes(seeing: Http, hearing: Http) -> None:
+async def test_a_server_reports_the_modalities_of_its_model(seeing: Http, hearing: Http) -> None:
     for http, vision, audio in ((seeing, True, False), (hearing, False, True)):
         props = await (await http.get("/props")).json()
         assert props["modalities"] == {"vision": vision, "audio": audio, "video": False}
@@ -252,18 +252,18 @@ async def test_a_server_says_what_its_model_takes(seeing: Http, hearing: Http) -
 
 
 def bomb() -> bytes:
-    """A picture of a few hundred bytes whose header promises 60,000 x 60,000 pixels."""
+    """An image of a few hundred bytes with a header that declares 60,000 x 60,000 pixels."""
     header = struct.pack(">IIBBBBB", 60_000, 60_000, 8, 2, 0, 0, 0)
     chunk = b"IHDR" + header
     return RED[:8] + struct.pack(">I", len(header)) + chunk + struct.pack(">I", zlib.crc32(chunk)) + RED[33:]
 
 
 REFUSED = {
-    "a picture that is cut off": (picture(RED[:40]), "messages"),
-    "a picture that is too large": (picture(bomb()), "messages"),
+    "a truncated image": (picture(RED[:40]), "messages"),
+    "an image that is too large": (picture(bomb()), "messages"),
     "noise after the first bytes": (picture(RED[:8] + os.urandom(300)), "messages"),
-    "a sound": (sound(), "messages[0].content[0].input_audio.data"),
-    "a remote picture": (
+    "audio": (sound(), "messages[0].content[0].input_audio.data"),
+    "a remote image": (
         {"type": "image_url", "image_url": {"url": "http://169.254.169.254/latest"}},
         "messages[0].content[0].image_url.url",
     ),
@@ -272,7 +272,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize(("part", "field"), REFUSED.values(), ids=REFUSED.keys())
-async def test_what_cannot_be_seen_is_refused_in_words(seeing: Http, part: Json, field: str) -> None:
+async def test_an_invalid_media_part_is_refused_with_a_short_message(seeing: Http, part: Json, field: str) -> None:
     for path in ("/v1/chat/completions", "/v1/chat/completions/input_tokens"):
         status, answer = await post(seeing, path, {"messages": asks(part), "max_tokens": 1})
         assert (status, answer["error"]["param"]) == (400, field)
@@ -281,7 +281,7 @@ async def test_what_cannot_be_seen_is_refused_in_words(seeing: Http, part: Json,
 
 
 @pytest.mark.parametrize("data", [TONE[:20], TONE[:12] + os.urandom(300), b"fLaC" + bytes(300), b"ID3" + bytes(300)])
-async def test_what_cannot_be_heard_is_refused_without_an_address_of_memory(hearing: Http, data: bytes) -> None:
+async def test_undecodable_audio_is_refused_without_a_memory_address(hearing: Http, data: bytes) -> None:
     body = {"messages": asks(sound(data)), "max_tokens": 1}
     status, answer = await post(hearing, "/v1/chat/completions", body)
     assert (status, answer["error"]["param"]) == (400, "messages")
@@ -289,7 +289,7 @@ async def test_what_cannot_be_heard_is_refused_without_an_address_of_memory(hear
     assert " object at 0x" not in answer["error"]["message"]
 
 
-async def test_a_model_without_a_projector_says_what_to_do(tiny_llama: Path) -> None:
+async def test_a_model_without_a_projector_is_an_error_with_the_remedy(tiny_llama: Path) -> None:
     async with LocalEngine(tiny_llama, **ENGINE) as engine, TestClient(TestServer(create_app(engine))) as http:
         status, answer = await post(http, "/v1/chat/completions", {"messages": asks(picture())})
         assert status == 400
@@ -297,7 +297,7 @@ async def test_a_model_without_a_projector_says_what_to_do(tiny_llama: Path) -> 
         assert (await engine.stats()).prompt_tokens == 0
 
 
-async def test_remote_pictures_come_from_listed_hosts(tiny_llama: Path, eyes: Path) -> None:
+async def test_remote_images_come_from_listed_hosts(tiny_llama: Path, eyes: Path) -> None:
     async def serve(_: web.Request) -> web.Response:
         return web.Response(body=RED)
 
@@ -318,7 +318,7 @@ async def test_remote_pictures_come_from_listed_hosts(tiny_llama: Path, eyes: Pa
             assert (status, answer["error"]["param"]) == (400, "messages[0].content[0].image_url.url")
 
 
-async def test_pictures_of_all_completions_are_bounded(tiny_llama: Path, eyes: Path) -> None:
+async def test_images_of_all_completions_are_bounded(tiny_llama: Path, eyes: Path) -> None:
     limits = Limits(max_media=2, max_media_mb=1)
     noise = png() + os.urandom(1 << 18)
     async with (
@@ -337,7 +337,7 @@ async def test_pictures_of_all_completions_are_bounded(tiny_llama: Path, eyes: P
 # --- nothing leaks, nothing breaks ------------------------------------------------------------------------------------
 
 
-async def test_no_log_has_a_picture_and_live_shows_the_request(
+async def test_no_log_has_an_image_and_live_shows_the_request(
     seeing: Http, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
 ) -> None:
     caplog.set_level(logging.DEBUG)
@@ -472,7 +472,7 @@ def test_generate_takes_files(
     assert "leave out --raw" in err
 
 
-def test_a_batch_file_with_16_pictures(
+def test_a_batch_file_with_16_images(
     run: Callable[..., tuple[int, str, str]], tiny_llama: Path, eyes: Path, tmp_path: Path
 ) -> None:
     lines = io.StringIO()

@@ -63,7 +63,7 @@ for path in sys.argv[3:]:
     print(json.dumps(measured(work)))
 """
 _MB = 1_000_000
-_SIDE = 2000  # of pictures; 50 million pixels take seconds
+_SIDE = 2000  # of images; 50 million pixels take seconds
 
 
 def peaks(folder: Path, kind: str, files: dict[str, bytes], n_at_once: int = 1) -> dict[str, tuple[int, Any]]:
@@ -99,7 +99,7 @@ SOUNDS = [
 ]
 
 
-def test_a_sound_takes_hardly_more_than_its_samples_at_the_encoders_rate(tmp_path: Path) -> None:
+def test_audio_takes_hardly_more_memory_than_its_samples_at_the_encoders_rate(tmp_path: Path) -> None:
     files = {" ".join(map(str, form)): sound(*form) for form in SOUNDS}
     taken = peaks(tmp_path, "audio", files)
     for (name, (n, n_result)), (*_, seconds) in zip(taken.items(), SOUNDS, strict=True):
@@ -115,8 +115,8 @@ def picture(mode: str, kind: str, **options: Any) -> bytes:
     return encoded(Image.new(mode, (_SIDE, _SIDE)), kind, **options)
 
 
-def test_a_picture_takes_hardly_more_than_its_pixels(tmp_path: Path) -> None:
-    """Bytes a pixel: 3 of the result and 1 or 4 of Pillow; libjpeg holds a progressive picture once more, and libwebp
+def test_an_image_takes_hardly_more_memory_than_its_pixels(tmp_path: Path) -> None:
+    """Bytes per pixel: 3 of the result and 1 or 4 of Pillow; libjpeg holds a progressive image once more, and libwebp
     three copies."""
     frames = [Image.new("RGB", (_SIDE, _SIDE), (i, 0, 0)) for i in range(4)]
     many: dict[str, Any] = {"save_all": True, "append_images": frames[1:]}

@@ -1,4 +1,4 @@
-"""Pictures in models whose positions have several dimensions (M-RoPE): Qwen2-VL, Qwen2.5-VL, Qwen3-VL, Qwen 3.5."""
+"""Images in models with multi-dimensional positions (M-RoPE): Qwen2-VL, Qwen2.5-VL, Qwen3-VL, Qwen 3.5."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.support.native_engines import OpenEngine
 
 KINDS = ("qwen2vl", "qwen2.5vl", "qwen3vl", "qwen35")
 SIZES = ((48, 40), (96, 64), (32, 144), (128, 48), (1, 1), (100, 1), (64, 64), (40, 128))
-"""Width and height; each gives another number of rows and columns."""
+"""Width and height; each gives a different number of rows and columns."""
 
 
 def write_pair(folder: Path, kind: str) -> None:
@@ -59,7 +59,7 @@ def open_kind(files: Path, open_engine: OpenEngine) -> Callable[..., BatchInfere
 
 
 def image(number: int) -> Media:
-    """Another picture, of another size, for each number up to 7."""
+    """An image with a different size for each number up to 7."""
     return Media("image", picture(number, size=SIZES[number]))
 
 
@@ -106,7 +106,7 @@ def test_logits_are_those_of_mtmds_own_helper_alone_and_among_seven_others(
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_logits_are_the_same_where_pictures_are_computed_in_pieces(
+def test_logits_are_the_same_if_images_are_computed_in_pieces(
     kind: str,
     layout: str,
     open_kind: Callable[..., BatchInferenceEngine],
@@ -118,7 +118,7 @@ def test_logits_are_the_same_where_pictures_are_computed_in_pieces(
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_picture_in_a_conversation_is_encoded_and_computed_once(
+def test_an_image_in_a_conversation_is_encoded_and_computed_once(
     kind: str, layout: str, open_kind: Callable[..., BatchInferenceEngine]
 ) -> None:
     engine = open_kind(kind, kv_layout=layout)
@@ -138,7 +138,7 @@ def test_a_picture_in_a_conversation_is_encoded_and_computed_once(
 
 
 @pytest.mark.parametrize("kind", ["qwen2vl", "qwen35"])
-def test_requests_at_once_share_a_picture_that_is_being_computed(
+def test_concurrent_requests_share_an_image_that_is_being_computed(
     kind: str, open_kind: Callable[..., BatchInferenceEngine]
 ) -> None:
     prompts = [MediaPrompt(["Look: " * 5, image(3), f" what is {i}?"]) for i in range(6)]
@@ -151,13 +151,13 @@ def test_requests_at_once_share_a_picture_that_is_being_computed(
 
 
 def prompts_tokens_before_the_end(engine: BatchInferenceEngine, prompt: MediaPrompt) -> int:
-    """Up to the end of its picture."""
+    """Up to the end of its image."""
     return len(engine.tokens(MediaPrompt(prompt.parts[:2])))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_sequence_that_is_swapped_out_within_a_picture_goes_on_with_it(
+def test_a_sequence_that_is_swapped_out_within_an_image_continues_with_it(
     kind: str,
     layout: str,
     open_kind: Callable[..., BatchInferenceEngine],
@@ -185,7 +185,7 @@ def test_a_sequence_that_is_swapped_out_within_a_picture_goes_on_with_it(
     np.testing.assert_allclose(rows, references(kind), atol=2e-4)
 
 
-def test_sequences_go_on_with_the_same_text_when_cells_run_out(
+def test_sequences_continue_with_the_same_text_when_cells_run_out(
     open_kind: Callable[..., BatchInferenceEngine],
 ) -> None:
     roomy = open_kind("qwen2vl", kv_layout="unified")
@@ -198,7 +198,7 @@ def test_sequences_go_on_with_the_same_text_when_cells_run_out(
         assert (stats.swaps if swap_space else stats.recomputes) > 0
 
 
-def test_an_engine_switches_its_layout_with_pictures_in_flight(open_kind: Callable[..., BatchInferenceEngine]) -> None:
+def test_an_engine_switches_its_layout_with_images_in_flight(open_kind: Callable[..., BatchInferenceEngine]) -> None:
     prompts = [*PROMPTS, "x" * 600]  # the last one is longer than a stream
     expected = open_kind("qwen2vl", kv_layout="unified").generate(prompts, greedy(12))
     engine = open_kind("qwen2vl", kv_layout="auto")
@@ -207,7 +207,7 @@ def test_an_engine_switches_its_layout_with_pictures_in_flight(open_kind: Callab
 
 
 @pytest.mark.parametrize("kind", ["qwen2vl", "qwen35"])
-def test_a_prefix_with_a_picture_is_on_disk_and_in_slots_after_a_restart(
+def test_a_prefix_with_an_image_is_on_disk_and_in_slots_after_a_restart(
     kind: str, files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(DiskCost, "is_worth", lambda *of: True)  # a tiny model computes faster than any disk reads
@@ -231,7 +231,7 @@ def test_a_prefix_with_a_picture_is_on_disk_and_in_slots_after_a_restart(
         assert (result.usage.cached_tokens, result.tokens) == (n, expected)
 
 
-def test_a_lost_worker_is_no_more_than_a_prompt_that_is_computed_again(
+def test_a_lost_worker_costs_only_a_recomputed_prompt(
     open_kind: Callable[..., BatchInferenceEngine],
 ) -> None:
     engine = open_kind("qwen3vl", n_batch=16, n_ubatch=16)
@@ -248,7 +248,7 @@ def test_a_lost_worker_is_no_more_than_a_prompt_that_is_computed_again(
 # --- sizes ------------------------------------------------------------------------------------------------------------
 
 
-def test_a_picture_has_rows_and_columns_by_its_size(files: Path) -> None:
+def test_an_image_has_rows_and_columns_by_its_size(files: Path) -> None:
     with Model(files / "qwen2vl.gguf") as model:
         assert model.n_dimensions == 4
         encoder = MediaEncoder(model, files / "qwen2vl-mmproj.gguf", n_threads=1)
@@ -266,9 +266,7 @@ def test_a_picture_has_rows_and_columns_by_its_size(files: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS[:3])
-def test_pictures_of_any_size_are_computed_or_refused(
-    kind: str, open_kind: Callable[..., BatchInferenceEngine]
-) -> None:
+def test_images_of_any_size_are_computed_or_refused(kind: str, open_kind: Callable[..., BatchInferenceEngine]) -> None:
     engine = open_kind(kind)
     for size in ((1, 1), (2, 1), (1, 100), (100, 1), (200, 3), (200, 150), (31, 33)):
         assert engine.generate([MediaPrompt([Media("image", picture(1, size=size)), "x"])], greedy(2))[0].tokens

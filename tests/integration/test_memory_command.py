@@ -23,7 +23,7 @@ def cells_mib(model: Path, folder: Path, *arguments: str) -> float:
     return float(sum(row["predicted_mib"] for row in rows if row["kind"] == "cells"))
 
 
-def test_the_length_of_a_sequence_takes_the_place_of_the_cells(tiny_llama: Path, tmp_path: Path) -> None:
+def test_seq_len_replaces_the_number_of_cells(tiny_llama: Path, tmp_path: Path) -> None:
     by_length = cells_mib(tiny_llama, tmp_path, "-np", "8", "--seq-len", "512")
     assert by_length == cells_mib(tiny_llama, tmp_path, "-np", "8", "-c", "4096") > 0
     assert by_length == pytest.approx(2 * cells_mib(tiny_llama, tmp_path, "-np", "4", "--seq-len", "512"))
@@ -53,7 +53,7 @@ def test_the_overhead_over_one_sequence_is_shown_by_number_and_length_with_the_g
     assert report["rows"][2]["over_240"] == pytest.approx(100 * (totals[1] / totals[0] - 1), abs=0.5)
 
 
-def test_the_logits_of_draft_tokens_are_counted_where_there_are_drafts(tiny_llama: Path) -> None:
+def test_the_logits_of_draft_tokens_are_counted_if_there_are_drafts(tiny_llama: Path) -> None:
     assert "logits of drafts" in run("memory", "-m", tiny_llama).output
     assert "logits of drafts" not in run("memory", "-m", tiny_llama, "--spec", "off").output
 
@@ -81,13 +81,13 @@ def test_windows_and_states_are_shown_with_the_checkpoints_that_fit(tiny_swa: Pa
         (["tune", "--batch-sizes", "1,4", "-np", "2"], "--batch-sizes and -np cannot be combined"),
     ],
 )
-def test_flags_that_say_the_same_twice_are_refused(arguments: list[str], message: str, tiny_llama: Path) -> None:
+def test_duplicate_flags_are_refused(arguments: list[str], message: str, tiny_llama: Path) -> None:
     result = run(*arguments, "-m", tiny_llama)
     assert result.exit_code != 0
     assert message in result.output + str(result.exception)
 
 
-def test_a_shape_takes_the_place_of_a_file(tmp_path: Path) -> None:
+def test_shape_replaces_a_file(tmp_path: Path) -> None:
     file = tmp_path / "memory.json"
     small = ("--type", "Q8_0", "-np", "2", "--seq-len", "256", "--json", file)
     assert run("memory", "--shape", "1B", *small).exit_code in (0, 1)
@@ -97,7 +97,7 @@ def test_a_shape_takes_the_place_of_a_file(tmp_path: Path) -> None:
     assert mib["cells"] == pytest.approx(16 * 2 * 2 * 8 * 64 * 512 / 2**20)
 
 
-def test_the_exit_code_says_whether_it_fits(tiny_llama: Path) -> None:
+def test_the_exit_code_shows_whether_it_fits(tiny_llama: Path) -> None:
     assert run("memory", "-m", tiny_llama).exit_code == 0
     result = run("memory", "-m", tiny_llama, "-c", str(2**31 - 1))
     assert (result.exit_code, "will NOT fit" in result.output) == (1, True)

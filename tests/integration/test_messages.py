@@ -1,4 +1,4 @@
-"""Anthropic's API: what its own client makes of the answers, and what the model is given."""
+"""Anthropic's API: how its own client parses the answers, and what the model gets."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def client_of(server: ChatServer, key: str = "x") -> anthropic.Anthropic:
 
 
 def ask(client: anthropic.Anthropic, **fields: Any) -> Message:
-    """Fields that the client has no argument for go into the body all the same."""
+    """Fields without an argument in the client go into the body too."""
     extra = {name: fields.pop(name) for name in ("temperature", "top_k", "top_p", "timeout") if name in fields}
     return expect(Message, client.messages.create(**{**HELLO, **fields}, extra_body=extra))
 
@@ -119,7 +119,7 @@ def total_input(message: Message) -> int:
     return message.usage.input_tokens + (message.usage.cache_read_input_tokens or 0)
 
 
-def test_a_model_answers_to_any_name_and_says_its_alias(client: anthropic.Anthropic) -> None:
+def test_a_model_answers_to_any_name_and_returns_its_alias(client: anthropic.Anthropic) -> None:
     assert ask(client, model="claude-nine").model == ALIAS
 
 
@@ -169,7 +169,7 @@ def test_a_call_that_was_cut_off_is_left_out(server: ChatServer, client: anthrop
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_the_stop_sequence_that_came_is_told_and_no_part_of_the_text(
+def test_the_matched_stop_sequence_is_reported_and_not_part_of_the_text(
     client: anthropic.Anthropic, *, stream: bool
 ) -> None:
     text = text_of(ask(client, max_tokens=20, **GREEDY))
@@ -193,7 +193,7 @@ def test_max_tokens_may_exceed_the_context_but_the_prompt_may_not(client: anthro
         ask(client, messages=[{"role": "user", "content": "x" * 5000}])
 
 
-def test_a_message_whose_time_is_up_is_paused(client: anthropic.Anthropic) -> None:
+def test_a_message_that_times_out_is_paused(client: anthropic.Anthropic) -> None:
     assert ask(client, max_tokens=1000, timeout=0.05).stop_reason == "pause_turn"
 
 
@@ -291,7 +291,7 @@ UNREADABLE = {
 
 
 @pytest.mark.parametrize(("messages", "field"), UNREADABLE.values(), ids=UNREADABLE.keys())
-def test_what_is_no_text_is_refused_with_the_place_where_it_stands(messages: list[Json], field: str) -> None:
+def test_content_that_is_not_text_is_refused_with_its_place(messages: list[Json], field: str) -> None:
     with pytest.raises(InvalidRequest) as refused:
         read(messages)
     assert refused.value.field == field
@@ -325,7 +325,7 @@ def test_tools_thinking_and_a_schema_reach_the_template(
     assert form.asked["variables"] == {"enable_thinking": True, "reasoning_effort": "low"}
 
 
-def test_thinking_can_be_switched_off_and_is_else_the_templates_affair(
+def test_thinking_can_be_switched_off_and_is_otherwise_decided_by_the_template(
     server: ChatServer, client: anthropic.Anthropic
 ) -> None:
     server.use(form := ScriptedFormat([TextDelta("Hi.")], **ENDS))
@@ -388,7 +388,7 @@ def test_an_unknown_model_is_the_clients_not_found_error(tiny_llama: Path) -> No
         ("/v1/messages", "POST", 413, "request_too_large"),
     ],
 )
-def test_errors_of_the_server_itself_have_anthropics_shape_too(
+def test_errors_of_the_server_itself_have_anthropics_form_too(
     server: ChatServer, path: str, method: str, status: int, kind: str
 ) -> None:
     connection = http.client.HTTPConnection(server.url.removeprefix("http://"), timeout=30)
@@ -401,7 +401,7 @@ def test_errors_of_the_server_itself_have_anthropics_shape_too(
     assert error["error"]["message"]
 
 
-def test_other_paths_keep_openais_shape(server: ChatServer) -> None:
+def test_other_paths_keep_openais_form(server: ChatServer) -> None:
     for path in ("/v1/messagesx", "/v1/chat/completions"):
         with pytest.raises(urllib.error.HTTPError) as refused:
             urllib.request.urlopen(f"{server.url}{path}", b"{", timeout=30)
@@ -451,7 +451,9 @@ def test_an_error_in_midstream_is_raised_by_the_client(
 
 
 @pytest.mark.parametrize("thread", [{"type": "create"}, {"type": "continue", "previous_message_id": "msg_1"}])
-def test_a_thread_is_refused_as_the_client_knows_it(client: anthropic.Anthropic, thread: Any) -> None:
+def test_threads_are_refused_with_the_error_code_that_the_client_recognises(
+    client: anthropic.Anthropic, thread: Any
+) -> None:
     for path in ("/v1/messages", "/v1/messages/count_tokens"):
         body = {"model": "m", "max_tokens": 4, "messages": [{"role": "user", "content": "x"}], "thread": thread}
         with pytest.raises(anthropic.BadRequestError) as refused:
@@ -474,7 +476,7 @@ STATE: list[tuple[str, Any]] = [
 
 
 @pytest.mark.parametrize(("field", "value"), STATE)
-def test_what_the_api_would_keep_or_change_is_refused(client: anthropic.Anthropic, field: str, value: Any) -> None:
+def test_stored_state_and_context_edits_are_refused(client: anthropic.Anthropic, field: str, value: Any) -> None:
     asked: Any = {"model": "m", "max_tokens": 4, "messages": [{"role": "user", "content": "x"}]}
     with pytest.raises(anthropic.BadRequestError, match=field):
         client.messages.create(**asked, extra_body={field: value})

@@ -55,7 +55,7 @@ async def ask(http: Http, path: str = COMPLETIONS, **fields: Any) -> Any:
         return await answer.json() if answer.content_type == "application/json" else await answer.text()
 
 
-async def test_prometheus_gets_what_was_done(http: Http) -> None:
+async def test_prometheus_gets_the_counts_of_requests_and_tokens(http: Http) -> None:
     for _ in range(3):
         await ask(http)
     await ask(http, n=2, stream=True)
@@ -78,7 +78,7 @@ async def test_prometheus_gets_what_was_done(http: Http) -> None:
     assert seen["prompt_tokens_total", COMPLETIONS] > seen["cached_prompt_tokens_total", COMPLETIONS]
 
 
-async def test_prometheus_gets_what_each_worker_tells(http: Http, engine: LocalEngine) -> None:
+async def test_prometheus_gets_the_figures_of_each_worker(http: Http, engine: LocalEngine) -> None:
     await asyncio.gather(*(ask(http, seed=i) for i in range(4)))
     seen, stats = await scrape(http), await engine.stats()
     assert (seen["worker_up", "local"], seen["worker_restarts_total", "local"]) == (1, 0)
@@ -93,7 +93,7 @@ async def test_prometheus_gets_what_each_worker_tells(http: Http, engine: LocalE
     assert seen["worker_running", "local"] == seen["worker_waiting", "local"] == seen["worker_in_flight", "local"] == 0
 
 
-async def test_a_client_that_goes_away_is_counted_as_such(http: Http) -> None:
+async def test_a_client_that_disconnects_is_counted_as_such(http: Http) -> None:
     async with http.post(COMPLETIONS, json={**BODY, "max_tokens": 900, "stream": True}) as answer:
         await answer.content.readline()
         assert (await scrape(http))["requests_in_flight", COMPLETIONS] == 1
@@ -172,7 +172,7 @@ async def test_figures_can_be_had_while_a_worker_restarts(
     assert ("worker_steps_total", "0") not in seen
 
 
-async def test_workers_that_come_and_go_are_counted(
+async def test_workers_that_start_and_end_are_counted(
     http: Http, engine: LocalEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with http.get("/health") as answer:

@@ -47,7 +47,7 @@ async def test_any_name_is_answered_by_every_api_with_the_models_own_name(tiny_l
         assert (await post(http, "/v1/messages/count_tokens", {"messages": HELLO, "model": "claude-9"}))[0] == 200
 
 
-async def test_streams_say_the_models_own_name_too(tiny_llama: Path) -> None:
+async def test_streams_have_the_models_own_name_too(tiny_llama: Path) -> None:
     async with serve(tiny_llama, aliases=("shown",)) as http:
         for path, body in GENERATING.items():
             async with http.post(path, json={**body, "model": "gpt-9", "stream": True}) as answer:

@@ -78,7 +78,7 @@ def _joined(chunked: bytes) -> bytes:
 
 def complaint(sent: Mutant, answer: bytes) -> str | None:
     """What is wrong with an answer, if anything is."""
-    if not answer:  # what is no HTTP is refused before it is read; the kernel may then drop the refusal
+    if not answer:  # invalid HTTP is refused before it is read; the kernel may then drop the refusal
         return "no answer" if sent.whole and len(sent.data) < UNREAD else None
     status, headers, body = parsed(answer)
     kind, _, _ = headers.get("content-type", "").partition(";")
@@ -86,7 +86,7 @@ def complaint(sent: Mutant, answer: bytes) -> str | None:
         return f"{status}: {body[:300]!r}"
     if sent.method in ("HEAD", "OPTIONS") or (
         status in (400, 417) and kind == "text/plain"
-    ):  # aiohttp on what is no HTTP
+    ):  # aiohttp's answer to invalid HTTP
         return None
     if kind == "text/event-stream":
         return _stream_complaint(body)
@@ -149,7 +149,7 @@ async def text_of_a_normal_request(server: AppThread) -> str:
 
 
 async def weather(server: AppThread, n: int) -> None:
-    """A storm of `n` mutants, and what is to be true before and after it."""
+    """Sends `n` mutants, and checks what must be true before and after them."""
     before = await text_of_a_normal_request(server)
     wrong, answers, slowest = await storm(server, n)
     print(f"{n} mutants: {dict(answers)}, the slowest took {slowest:.2f} s")

@@ -129,7 +129,7 @@ def test_calls_of_custom_tools_are_streamed(server: ChatServer) -> None:
     assert done["input"] == "1 + 2"
 
 
-def test_chunks_of_a_custom_call_begin_with_its_name(server: ChatServer, client: Any) -> None:
+def test_chunks_of_a_custom_call_start_with_its_name(server: ChatServer, client: Any) -> None:
     scripted(server, CALLS)
     stream = client.chat.completions.create(model="tiny", messages=HELLO, tools=CHAT_TOOLS, stream=True)
     calls = [call.to_dict() for chunk in stream if chunk.choices for call in chunk.choices[0].delta.tool_calls or []]
@@ -273,7 +273,7 @@ def test_wrong_fields_of_2023_are_refused(client: Any, fields: Json, field: str)
     assert refused.value.param == field
 
 
-def test_the_log_says_once_that_the_template_renders_no_tools(
+def test_one_log_line_says_that_the_template_renders_no_tools(
     server: ChatServer, client: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     models = server.app[MODELS]

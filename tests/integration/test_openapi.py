@@ -1,4 +1,4 @@
-"""The OpenAPI document: of every route, of the ranges that are checked, and of what the server really answers."""
+"""The OpenAPI document: every route, the ranges that are checked, and the server's actual answers."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def test_answers_to_a_good_prompt_with_any_options_are_as_documented(case: Case,
 
 
 def tame(case: Case) -> None:
-    """Gives a request what it needs to get as far as the engine; what else it asks for stays."""
+    """Completes a request so that it reaches the engine; its other fields are kept."""
     if not isinstance(case.body, dict) or case.media_type == "multipart/form-data":
         return
     case.body |= GOOD
@@ -130,5 +130,5 @@ def tame(case: Case) -> None:
 
 
 def check(case: Case, server: AppThread) -> float:
-    """Raises for what is wrong with the answer; the seconds that it took."""
+    """Raises if the answer is wrong; returns the seconds that it took."""
     return float(case.call_and_validate(base_url=server.url, checks=CHECKS, timeout=30).elapsed)

@@ -75,7 +75,7 @@ def test_penalised_logits_are_those_of_llama_cpp(numbers: tuple[float, float, fl
     last_n=st.integers(1, 45),
     seed=st.integers(0, 1000),
 )
-def test_the_likeliest_token_is_that_of_llama_cpp_for_any_history(
+def test_the_most_likely_token_is_that_of_llama_cpp_for_any_history(
     known: list[int], numbers: tuple[float, float, float], last_n: int, seed: int
 ) -> None:
     row = logits(seed)

@@ -150,7 +150,7 @@ N_KILLS, N_PROMPTS, N_TOKENS, BOUND, NEAR = 20, 6, 1200, 32_000_000, 0.09
 
 @pytest.fixture
 def wide_llama(tmp_path: Path) -> Path:
-    """Random F32 weights with 8 KB a token in an f32 cache, so that writing takes a while."""
+    """Random F32 weights with 8 KB per token in an f32 cache, so that writing takes some time."""
     shape = LlamaShape(n_embd=256, n_layer=4, n_head=4, n_head_kv=4, n_ff=256)
     return write_llama(tmp_path / "wide.gguf", shape)
 

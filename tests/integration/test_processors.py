@@ -1,4 +1,4 @@
-"""A request's own `logits_processor`: what it is given, what it may do, and that its mistakes are its own."""
+"""A request's own `logits_processor`: its arguments, what it may do, and that its errors affect no other request."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_one_that_changes_nothing_leaves_every_seeded_text_as_it_is(kind: dict[s
 
 
 @each_kind
-def test_its_mistakes_change_nobodys_seeded_text(kind: dict[str, Any]) -> None:
+def test_its_mistakes_change_no_seeded_text(kind: dict[str, Any]) -> None:
     alone = tokens_of(fake_engine().generate(PROMPTS, seeded(kind)))
     for bad in (raise_it, fill_with_nan, Together(forbid_all), Together(raise_it)):
         engine = fake_engine(n_parallel=6)

@@ -24,7 +24,7 @@ def config(tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     return config
 
 
-def test_a_profile_gives_what_the_user_has_not(config: EngineConfig) -> None:
+def test_a_profile_sets_only_what_the_user_has_not_set(config: EngineConfig) -> None:
     used, line, _ = use_profile(config, given=())
     assert {name: getattr(used, name) for name in TunedSettings.__struct_fields__} == msgspec.structs.asdict(TUNED)
     assert line
@@ -82,13 +82,13 @@ def test_a_profile_that_makes_no_sense_is_left_out_with_a_warning(
     assert "cppbatch tune" in caplog.text
 
 
-def test_bytes_that_are_no_text_are_left_out_too(config: EngineConfig, caplog: pytest.LogCaptureFixture) -> None:
+def test_bytes_that_are_not_text_are_left_out_too(config: EngineConfig, caplog: pytest.LogCaptureFixture) -> None:
     profile_path(config).write_bytes(b"\xff\x00\xfe")
     assert use_profile(config, given=()) == Used(config)
     assert "is not used" in caplog.text
 
 
-def test_what_does_not_go_with_the_users_settings_is_left_out(
+def test_profile_settings_that_conflict_with_the_users_are_left_out(
     config: EngineConfig, caplog: pytest.LogCaptureFixture
 ) -> None:
     small = replace(config, n_batch=4, n_parallel=2)
@@ -96,7 +96,7 @@ def test_what_does_not_go_with_the_users_settings_is_left_out(
     assert "less than n_parallel (-np), which is 8" in caplog.text
 
 
-def test_the_engine_begins_with_the_step_times_of_the_profile_if_it_runs_with_the_settings_of_the_profile(
+def test_the_engine_starts_with_the_step_times_of_the_profile_if_its_settings_are_those_of_the_profile(
     config: EngineConfig,
 ) -> None:
     save_profile(config, TUNED, {}, {"1": 5.0, "8": 12.5})

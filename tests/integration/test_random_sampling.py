@@ -59,7 +59,7 @@ def test_a_top_k_of_many_hundreds_is_that_of_llama_cpp(n_cases: int) -> None:
 
 
 @pytest.mark.parametrize("filters", SMALL.values(), ids=SMALL)
-def test_what_a_chain_of_llama_cpp_leaves_is_that_distribution(filters: Filters) -> None:
+def test_a_chain_of_llama_cpp_leaves_that_distribution(filters: Filters) -> None:
     row = logits(250)
     with SamplerChain(len(row)) as chain:
         chain.top_k(filters.top_k).top_p(filters.top_p).min_p(filters.min_p).temperature(filters.temperature).dist()
@@ -100,8 +100,8 @@ def test_as_many_of_tied_tokens_are_kept_as_llama_cpp_keeps(filters: Filters) ->
     assert (row[ours] == row.max()).all()
 
 
-def test_a_batch_of_greedy_rows_is_chosen_alike_the_quick_way_and_the_long_way(tiny_llama: Path) -> None:
-    """The quick way does for rows whose largest logit may come; a ban, a penalty or a NaN sends all the long way."""
+def test_a_batch_of_greedy_rows_is_sampled_identically_on_the_fast_and_the_slow_path(tiny_llama: Path) -> None:
+    """The fast path suffices for rows with an allowed largest logit; a ban, a penalty or a NaN needs the slow path."""
     with BatchInferenceEngine(tiny_llama, n_ctx=256, n_parallel=4, n_threads=1) as engine:
         plain = engine.generate(["Hello"], SamplingParams(temperature=0, max_tokens=8, ignore_eos=True))[0].tokens
         banned = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, suppress_tokens=(plain[0],))

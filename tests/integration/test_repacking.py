@@ -65,7 +65,7 @@ def test_both_ways_have_the_same_logits_but_for_rounding(q4_k: Path, n: int) -> 
 
 
 @pytest.mark.parametrize("n", [1, 40])
-def test_floats_are_computed_alike_both_ways(tmp_path: Path, n: int) -> None:
+def test_floats_are_computed_identically_both_ways(tmp_path: Path, n: int) -> None:
     floats = write_llama(tmp_path / "floats.gguf", SHAPE)
     assert np.array_equal(logits(floats, n, repack=True), logits(floats, n, repack=False))
 
@@ -102,7 +102,7 @@ def test_memory_is_predicted_for_the_weights_that_are_loaded(q4_k: Path, faster_
     assert few == on
 
 
-def test_doctor_says_that_weights_are_not_repacked(
+def test_doctor_reports_that_weights_are_not_repacked(
     q4_k: Path, faster_plain: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CPPBATCH_MODELS", str(q4_k.parent))

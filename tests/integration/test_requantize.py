@@ -1,4 +1,4 @@
-"""Other types of weights: what changes, what stays byte for byte, and what a failure leaves."""
+"""Other types of weights: what changes, what is copied byte for byte, and the state after a failure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""OpenAI's responses: what its own client makes of the answers, and what the model is given."""
+"""OpenAI's responses: how its own client parses the answers, and what the model gets."""
 
 from __future__ import annotations
 
@@ -185,7 +185,7 @@ def test_every_event_of_a_stream_is_one_of_the_clients_types_in_order(server: Ch
     assert events[-1][1]["response"]["output"] == ended
 
 
-def test_what_is_open_when_the_tokens_run_out_is_incomplete(server: ChatServer, client: openai.OpenAI) -> None:
+def test_items_open_at_max_tokens_are_incomplete(server: ChatServer, client: openai.OpenAI) -> None:
     server.use(ScriptedFormat(SCRIPT[:6]))
     response = streamed(client)
     assert (response.status, reason(response)) == ("incomplete", "max_output_tokens")
@@ -193,7 +193,7 @@ def test_what_is_open_when_the_tokens_run_out_is_incomplete(server: ChatServer, 
     assert expect(ResponseFunctionToolCall, response.output[-1]).arguments == '{"city": '
 
 
-def test_a_response_whose_time_is_up_is_incomplete(client: openai.OpenAI) -> None:
+def test_a_response_that_times_out_is_incomplete(client: openai.OpenAI) -> None:
     response = ask(client, max_output_tokens=900, extra_body={"timeout": 0.05, "ignore_eos": True})
     assert (response.status, reason(response)) == ("incomplete", "timeout")
 
@@ -221,7 +221,7 @@ def test_log_probabilities_are_in_the_events_too(server: ChatServer) -> None:
     assert len(deltas) == 8
 
 
-# --- what the model is given ------------------------------------------------------------------------------------------
+# --- what the model gets ----------------------------------------------------------------------------------------------
 
 
 def read(items: str | list[Json], **fields: Any) -> list[Json]:
@@ -235,7 +235,7 @@ def test_a_text_is_the_users_message() -> None:
     ]
 
 
-def test_items_become_messages_and_those_of_one_turn_become_one() -> None:
+def test_items_become_messages_and_items_of_one_turn_are_merged() -> None:
     items: list[Json] = [
         {"role": "developer", "content": "Be kind."},
         {"role": "user", "content": [{"type": "input_text", "text": "How is"}, {"type": "input_text", "text": "it?"}]},
@@ -264,7 +264,7 @@ def test_items_become_messages_and_those_of_one_turn_become_one() -> None:
     ]
 
 
-def test_what_a_response_said_can_be_sent_back_as_it_is(server: ChatServer, client: openai.OpenAI) -> None:
+def test_the_output_of_a_response_can_be_sent_back_unchanged(server: ChatServer, client: openai.OpenAI) -> None:
     server.use(ScriptedFormat(SCRIPT, **ENDS))
     said = ask(client, max_output_tokens=40).output
     server.use(form := ScriptedFormat([TextDelta("Sunny.")], **ENDS))
@@ -327,7 +327,7 @@ UNREADABLE = {
 
 
 @pytest.mark.parametrize(("items", "field"), UNREADABLE.values(), ids=UNREADABLE.keys())
-def test_what_is_no_text_is_refused_with_the_place_where_it_stands(items: list[Json], field: str) -> None:
+def test_content_that_is_not_text_is_refused_with_its_place(items: list[Json], field: str) -> None:
     with pytest.raises(InvalidRequest) as refused:
         read(items)
     assert refused.value.field == field
@@ -368,7 +368,7 @@ def test_a_bad_request_is_the_clients_bad_request_error(
     assert refused.value.type == "invalid_request_error"
 
 
-def test_what_a_client_sends_to_leave_nothing_stored_is_taken(client: openai.OpenAI) -> None:
+def test_fields_that_request_no_storage_are_accepted(client: openai.OpenAI) -> None:
     extra: Json = {
         "previous_response_id": None,
         "background": False,

@@ -1,4 +1,4 @@
-"""A request that goes on in another engine, from any token on, tells what it would have told in the first one."""
+"""A request that continues in another engine, from any token on, has the same events as in the first one."""
 
 from __future__ import annotations
 
@@ -67,9 +67,7 @@ def told(events: list[GenerationEvent]) -> tuple[str, list[int], list[tuple[int,
 
 
 @pytest.mark.parametrize("params", KINDS.values(), ids=KINDS.keys())
-def test_it_goes_on_from_any_token_as_if_nothing_had_happened(
-    engine: BatchInferenceEngine, params: SamplingParams
-) -> None:
+def test_it_continues_from_any_token_with_the_same_text(engine: BatchInferenceEngine, params: SamplingParams) -> None:
     request = GenerationRequest(id="a", prompt="Once upon a time", params=params, cache_prompt=False)
     whole = run(engine, request, None)
     for n_events in range(len(whole)):
@@ -79,7 +77,7 @@ def test_it_goes_on_from_any_token_as_if_nothing_had_happened(
         assert told(run(engine, request, progress)) == told(rest)
 
 
-def test_a_stop_string_that_began_before_still_ends_the_text(engine: BatchInferenceEngine) -> None:
+def test_a_stop_string_that_started_earlier_still_ends_the_text(engine: BatchInferenceEngine) -> None:
     free = GenerationRequest(id="a", prompt="Hello", params=KINDS["greedy"])
     text, tokens, *_ = told(run(engine, free, None))
     assert len(text) > 4
@@ -123,7 +121,7 @@ NOISE = 0.001  # what orders of sums may change in F32; one that is rounded to F
 
 
 def logprobs(events: list[GenerationEvent], request_id: str) -> list[float | None]:
-    """Of the tokens in these events of a request, each the likeliest."""
+    """The log-probabilities of the tokens in these events of a request, each the most likely one."""
     return [entry.logprob for event in events if event.request_id == request_id for entry in event.logprobs]
 
 
@@ -133,10 +131,10 @@ def numbered(n: int) -> list[int]:
 
 @pytest.mark.parametrize("layout", ["per-sequence", "unified"])
 @pytest.mark.parametrize("name", MODELS)
-def test_f32_logits_stay_where_the_text_goes_on_in_another_engine(
+def test_f32_logits_are_kept_when_the_text_continues_in_another_engine(
     request: pytest.FixtureRequest, name: str, layout: KvLayout
 ) -> None:
-    """Whether tokens are computed one by one, in pieces of 64 and more, or behind 512 cells, from where ggml's flash
+    """Whether tokens are computed one by one, in pieces of 64 and more, or after 512 cells, from where ggml's flash
     attention adds in other orders."""
     settings: dict[str, Any] = {**SETTINGS, "n_ctx": 2048, "n_parallel": 2, "kv_layout": layout, **FLOATS}
     with BatchInferenceEngine(request.getfixturevalue(name), **settings) as engine:

@@ -186,7 +186,7 @@ def test_texts_are_those_without_drafts(
 
 
 @MODELS
-def test_preempted_sequences_go_on_with_the_same_text(name: str, request: pytest.FixtureRequest) -> None:
+def test_preempted_sequences_continue_with_the_same_text(name: str, request: pytest.FixtureRequest) -> None:
     path = request.getfixturevalue(name)
     prompts = ["x" * 50 + str(i) for i in range(4)]
     params = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
@@ -201,7 +201,7 @@ def test_preempted_sequences_go_on_with_the_same_text(name: str, request: pytest
         assert_everything_is_free(engine)
 
 
-def test_where_drafts_cannot_be_removed_the_log_says_so(tiny_mamba: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_if_drafts_cannot_be_removed_the_log_says_so(tiny_mamba: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "cppbatch.engine")
     with BatchInferenceEngine(tiny_mamba, **SETTINGS) as engine:
         assert not engine.core.runtime.proposers

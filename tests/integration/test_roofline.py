@@ -27,7 +27,7 @@ def test_a_device_is_measured_with_matrices_of_the_models_type(kind: str) -> Non
     assert 1e7 < speed.flops < 1e16
 
 
-def test_a_device_that_is_not_there_is_named() -> None:
+def test_a_missing_device_is_named() -> None:
     with pytest.raises(LlamaError, match=r"device 'CUDA7' not found; available: .*CPU"):
         measure_device("CUDA7", "F16", n_threads=1)
 

@@ -174,7 +174,7 @@ class Alone:
         return drafted
 
     def _draft_assistant(self, known: Any, n: int) -> list[int]:
-        """The cells of the target hold all tokens but the last one, at whose position all are drafted."""
+        """The cells of the target hold all tokens but the last one; all drafts start at its position."""
         assert self.assistant
         before = Batch(512)
         before.add_run(known[:-1], 0, 0, n_logits=1)
@@ -431,7 +431,7 @@ def test_matrices_of_the_model_on_other_devices_are_refused(
     assert choose_row_draft(files.config("eagle3-shared"))[0]
 
 
-def test_where_the_library_lacks_a_function_there_is_one_line_in_the_log(
+def test_a_function_missing_in_the_library_is_one_line_in_the_log(
     files: Files, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     library.layer_rows.cache_clear()

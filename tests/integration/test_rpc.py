@@ -67,7 +67,7 @@ def test_layers_may_stay_on_this_machine(n_gpu_layers: int, split: dict[str, Any
     assert texts(tiny_llama, n_gpu_layers=n_gpu_layers, **split) == texts(tiny_llama)
 
 
-def test_the_device_samples_unless_it_is_said_otherwise(split: dict[str, Any], tiny_llama: Path) -> None:
+def test_the_device_samples_unless_configured_otherwise(split: dict[str, Any], tiny_llama: Path) -> None:
     with BatchInferenceEngine(tiny_llama, **SETTINGS, **split) as engine:
         assert engine.info.sampling == "backend"
 
@@ -149,7 +149,7 @@ def test_a_draft_model_drafts_on_this_machine(split: dict[str, Any], tiny_llama:
         assert [each.text for each in engine.generate(PROMPTS, GREEDY)] == texts(tiny_llama)
 
 
-# --- what is refused --------------------------------------------------------------------------------------------------
+# --- refusals ---------------------------------------------------------------------------------------------------------
 
 
 def test_every_device_has_a_share(split: dict[str, Any], tiny_llama: Path) -> None:
@@ -180,7 +180,7 @@ def test_a_build_without_rpc_says_so_in_one_line(
     assert "\n" not in str(refused.value)
 
 
-def test_a_device_that_a_machine_has_not_is_refused() -> None:
+def test_a_missing_device_is_refused() -> None:
     with (
         pytest.raises(AssertionError, match="device 'CUDA7' not found; available: CPU"),
         RpcWorker("--devices", "CUDA7"),
@@ -196,7 +196,7 @@ async def test_deterministic_is_refused(split: dict[str, Any], tiny_llama: Path)
 # --- commands ---------------------------------------------------------------------------------------------------------
 
 
-def test_memory_says_what_goes_where(split: dict[str, Any], tiny_llama: Path, run: Callable[..., Any]) -> None:
+def test_memory_shows_what_goes_where(split: dict[str, Any], tiny_llama: Path, run: Callable[..., Any]) -> None:
     code, out, error = run("memory", "-m", tiny_llama, "-c", "1024", "--rpc", ",".join(split["rpc"]), "-ts", "1,1")
     assert code == 0, error
     for endpoint in split["rpc"]:
@@ -204,7 +204,7 @@ def test_memory_says_what_goes_where(split: dict[str, Any], tiny_llama: Path, ru
     assert out.count("will fit") >= 3  # the host and both workers
 
 
-def test_doctor_knows_whether_the_build_has_rpc(run: Callable[..., Any]) -> None:
+def test_doctor_reports_whether_the_build_has_rpc(run: Callable[..., Any]) -> None:
     _, out, _ = run("doctor")
     assert "RPC          version 7.0.0" in out
 
@@ -250,7 +250,7 @@ async def test_a_worker_that_is_killed_in_mid_stream_costs_no_text(
     assert any(error and f"lost the RPC worker at {split['rpc'][1]}" in error for error in errors), errors
 
 
-async def test_a_worker_that_dies_while_nothing_runs_is_noticed_too(
+async def test_a_worker_that_dies_while_idle_is_detected_too(
     workers: list[RpcWorker], split: dict[str, Any], tiny_llama: Path
 ) -> None:
     async with EngineProcess(tiny_llama, **SETTINGS, **split) as engine:
@@ -284,7 +284,7 @@ async def test_an_engine_that_sleeps_leaves_its_workers_to_others(split: dict[st
         assert await one_text(engine, 0, 5, lambda: None)
 
 
-def test_a_worker_that_was_used_once_and_is_gone_harms_nothing(tiny_llama: Path) -> None:
+def test_a_worker_that_was_used_once_and_ended_has_no_effect(tiny_llama: Path) -> None:
     with RpcWorker() as worker:
         texts(tiny_llama, ["a"], rpc=(worker.endpoint,))
     assert not any(worker.endpoint in device.description for device in Backend.get().devices())

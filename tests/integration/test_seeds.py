@@ -10,7 +10,7 @@ from pathlib import Path
 from cppbatch import BatchInferenceEngine, SamplingParams
 
 
-def test_a_request_without_a_seed_tells_which_it_had_and_another_one_differs(tiny_llama: Path) -> None:
+def test_a_request_without_a_seed_reports_its_seed_and_another_one_differs(tiny_llama: Path) -> None:
     hot = SamplingParams(temperature=2.0, max_tokens=20, ignore_eos=True)
     with BatchInferenceEngine(tiny_llama, n_ctx=512, n_parallel=4, n_threads=1, flash_attn="off") as engine:
         first, second = engine.generate(["Hello"] * 2, hot)
@@ -19,7 +19,7 @@ def test_a_request_without_a_seed_tells_which_it_had_and_another_one_differs(tin
         assert engine.generate(["Hello"], again)[0].text == first.text
 
 
-def test_n_completions_differ_and_can_be_had_again_and_best_of_takes_the_likeliest(tiny_llama: Path) -> None:
+def test_n_completions_differ_and_are_reproducible_and_best_of_takes_the_most_likely(tiny_llama: Path) -> None:
     with BatchInferenceEngine(tiny_llama, n_ctx=512, n_parallel=4, n_threads=1, flash_attn="off") as engine:
         hot = SamplingParams(temperature=1.5, max_tokens=12, seed=7, logprobs=0)
         four = engine.generate(["Hello", "Bye"], hot, n=4)

@@ -41,7 +41,7 @@ def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
 
 @pytest.fixture
 def children(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], list[bool]]:
-    """Sets what the child does with and without repacked weights; lists the children started."""
+    """Sets the behaviour of the child with and without repacked weights; lists the children started."""
     started: list[bool] = []
 
     def set_to(fast: str, plain: str) -> list[bool]:
@@ -108,7 +108,7 @@ def test_a_hanging_child_is_ended_and_counts_as_a_failure(
     assert selfcheck.check() == Verdict(False, True, "no result within 0.5 s", is_certain=False)
 
 
-def test_a_child_that_only_hung_is_asked_again_next_time(
+def test_a_child_that_only_hung_is_started_again_next_time(
     children: Callable[[str, str], list[bool]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(selfcheck, "_TIMEOUT_S", 0.5)
@@ -168,7 +168,7 @@ def test_an_unreadable_verdict_is_found_out_again_and_replaced(
     assert json.loads(file.read_text())["fast_path_works"] is True
 
 
-def test_a_cache_that_cannot_be_written_does_not_matter(
+def test_a_cache_that_cannot_be_written_is_ignored(
     children: Callable[[str, str], list[bool]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     (tmp_path / "file").touch()
@@ -198,7 +198,7 @@ def test_doctor_finds_all_well(children: Callable[[str, str], list[bool]], model
 
 
 @pytest.mark.parametrize(("plain", "state"), [(FINE, "works only without its fast path"), (SIGILL, "does not work")])
-def test_doctor_says_how_to_rebuild_a_crashing_library(
+def test_doctor_shows_how_to_rebuild_a_crashing_library(
     children: Callable[[str, str], list[bool]], models: Path, plain: Any, state: str
 ) -> None:
     children(SIGSEGV, plain)
@@ -210,7 +210,7 @@ def test_doctor_says_how_to_rebuild_a_crashing_library(
     assert "1 problem\n" in result.output
 
 
-def test_doctor_says_how_to_get_a_model(children: Callable[[str, str], list[bool]], models: Path) -> None:
+def test_doctor_shows_how_to_get_a_model(children: Callable[[str, str], list[bool]], models: Path) -> None:
     children(FINE, FINE)
     result = CliRunner().invoke(doctor)
     assert result.exit_code == 1
@@ -228,7 +228,7 @@ def test_doctor_names_the_kernels_of_a_portable_build_and_a_missing_decoder(
     assert 'audio input requires soxr: pip install "cppbatch[media]"' in result.output
 
 
-def test_doctor_says_what_is_wrong_with_the_model(children: Callable[[str, str], list[bool]], models: Path) -> None:
+def test_doctor_names_the_problem_of_the_model(children: Callable[[str, str], list[bool]], models: Path) -> None:
     children(FINE, FINE)
     tiny_models.not_gguf(models / "page.gguf")
     result = CliRunner().invoke(doctor)

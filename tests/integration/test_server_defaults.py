@@ -70,7 +70,7 @@ async def serving(engine: LocalEngine, **settings: Any) -> AsyncIterator[Http]:
 
 
 async def params_of(http: Http, engine: Recording, path: str, body: Json) -> SamplingParams:
-    """What the engine is told for a request."""
+    """The sampling parameters that the engine gets for a request."""
     engine.requests.clear()
     body = body | ({"model": engine.info.name} if "model" in body else {})
     async with http.post(path, json=body) as answer:

@@ -1,4 +1,4 @@
-"""Request ids, the access log, and what the log's lines look like."""
+"""Request ids, the access log, and the format of log lines."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ async def test_an_id_that_cannot_be_shown_is_replaced(engine: HeldEngine, given:
         writer.close()
 
 
-async def test_each_request_is_one_line_with_what_there_is_to_know(http: Http, log: Log) -> None:
+async def test_each_request_is_one_complete_line(http: Http, log: Log) -> None:
     set_up("json")
     async with http.post("/v1/completions?secret=1", json=HELLO, headers={"X-Request-Id": "a"}) as answer:
         size = len(await answer.read())
@@ -104,7 +104,7 @@ async def test_each_request_is_one_line_with_what_there_is_to_know(http: Http, l
     assert "secret" not in log.text
 
 
-async def test_a_client_that_goes_away_is_logged_too(engine: HeldEngine, log: Log) -> None:
+async def test_a_client_that_disconnects_is_logged_too(engine: HeldEngine, log: Log) -> None:
     set_up("json")
     engine.go_on.clear()
     async with listening(create_app(engine)) as listener:
@@ -183,7 +183,7 @@ async def test_the_level_and_the_access_log_are_settings(
     assert all(part in line for part, line in zip(shown, lines, strict=True))
 
 
-async def test_bytes_that_are_no_http_are_one_line_that_does_not_quote_them(engine: HeldEngine, log: Log) -> None:
+async def test_bytes_that_are_not_http_are_one_line_that_does_not_quote_them(engine: HeldEngine, log: Log) -> None:
     set_up("json")
     async with listening(create_app(engine)) as listener:
         reader, writer = await connect(listener)

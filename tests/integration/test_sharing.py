@@ -58,7 +58,7 @@ def test_each_kind_of_model_shares_as_far_as_its_memory_allows(kind: tuple[Path,
 def test_a_memory_that_does_not_do_what_it_should_shares_nothing(
     tiny_llama: Path, broken: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A kind of memory that nobody has met: sharing seems to work there, and gives another text."""
+    """An unknown kind of memory: sharing seems to work there, but gives another text."""
     with Model(tiny_llama) as model:
         context = Context(model, n_ctx=1024, n_seq_max=4, n_threads=1, kv_unified=broken == "copy")
 
@@ -76,7 +76,7 @@ def batch_of_nonsense(context: Context) -> None:
     context.decode(batch)
 
 
-def test_with_one_sequence_at_a_time_and_very_few_cells_all_is_well(kind: tuple[Path, KvLayout, Sharing]) -> None:
+def test_with_one_sequence_at_a_time_and_very_few_cells_texts_are_right(kind: tuple[Path, KvLayout, Sharing]) -> None:
     path, layout, _ = kind
     with BatchInferenceEngine(path, n_ctx=256, n_parallel=1, n_threads=1, kv_layout=layout, flash_attn="off") as engine:
         first = tokens_of(engine, [STORY])
@@ -84,7 +84,7 @@ def test_with_one_sequence_at_a_time_and_very_few_cells_all_is_well(kind: tuple[
         engine.core.kv.check()
 
 
-def test_prompts_that_begin_alike_get_the_texts_they_get_without_a_cache(open_kind: OpenEngine) -> None:
+def test_prompts_with_a_common_prefix_get_the_texts_they_get_without_a_cache(open_kind: OpenEngine) -> None:
     prompts = [STORY[:n] + [200 + i] * 3 for i, n in enumerate((91, 91, 60, 40, 91, 13, 60, 91))] + [STORY, STORY]
     expected = tokens_of(open_kind(prefix_cache=False), prompts)
     engine = open_kind()
@@ -104,7 +104,7 @@ def test_one_prompt_with_many_settings_is_read_once(open_kind: OpenEngine) -> No
     assert engine.stats().prefix_hit_tokens == 3 * (len(STORY) - 1)
 
 
-def test_a_conversation_reads_only_what_is_new(open_kind: OpenEngine) -> None:
+def test_a_conversation_computes_only_its_new_tokens(open_kind: OpenEngine) -> None:
     plain, engine = open_kind(prefix_cache=False), open_kind()
     conversation = STORY[:50]
     for turn in range(4):
@@ -116,7 +116,7 @@ def test_a_conversation_reads_only_what_is_new(open_kind: OpenEngine) -> None:
 
 
 @pytest.mark.parametrize("ram", [64, 0], ids=["host memory", "no host memory"])
-def test_what_had_to_leave_its_cells_comes_back_from_host_memory(
+def test_an_evicted_prefix_is_restored_from_host_memory(
     open_kind: OpenEngine, ram: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(save_cost, "_NEGLIGIBLE_S", 9.0)  # these models compute as fast as they are saved
@@ -134,7 +134,7 @@ def test_what_had_to_leave_its_cells_comes_back_from_host_memory(
         assert stats.prefix_hits == 12
 
 
-def test_a_tiny_cache_with_shared_prefixes_gives_the_texts_of_an_ample_one(open_kind: OpenEngine) -> None:
+def test_a_tiny_cache_with_shared_prefixes_gives_the_texts_of_a_large_one(open_kind: OpenEngine) -> None:
     prompts = [[*STORY[:n], 200 + i] for i, n in enumerate((30, 91, 60, 91, 10, 91, 60, 30))]
     params = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
     ample, tiny = open_kind(prefix_cache=False, n_ctx=4096), open_kind(n_ctx=1024)

@@ -155,7 +155,7 @@ async def test_slots_and_actions_that_do_not_exist_are_refused(tiny_llama: Path,
         assert (await post(http, f"/slots/{path}", {"filename": "a.bin"}))[0] == 400
 
 
-async def test_without_a_folder_there_are_no_actions(tiny_llama: Path) -> None:
+async def test_without_a_folder_slot_actions_are_refused(tiny_llama: Path) -> None:
     async with LocalEngine(tiny_llama, **ENGINE) as client, TestClient(TestServer(create_app(client))) as http:
         status, answer = await act(http, 0, "erase")
         assert status == 501

@@ -60,7 +60,7 @@ async def answer(listener: Listener, data: bytes) -> tuple[int, dict[str, Any]]:
 
 
 def completion(n_bytes: int) -> bytes:
-    """A body of so many bytes, most of which are spaces."""
+    """A body of this number of bytes, mostly spaces."""
     body = json.dumps({"prompt": "Hello", "max_tokens": 1}).encode()
     return body.replace(b" ", b" " * (n_bytes - len(body) + 1), 1)
 
@@ -126,7 +126,9 @@ async def test_a_body_that_consists_of_framing_is_refused(
 
 
 @pytest.mark.usefixtures("short_lingering")
-async def test_nor_is_it_parsed_where_nothing_reads_it(engine: HeldEngine, caplog: pytest.LogCaptureFixture) -> None:
+async def test_framing_is_not_parsed_where_no_body_is_read(
+    engine: HeldEngine, caplog: pytest.LogCaptureFixture
+) -> None:
     """A client that sends it to an endpoint without a body, or after a refusal, is soon disconnected."""
     caplog.set_level(logging.INFO, "cppbatch")
     async with listening(create_app(engine)) as listener:
@@ -191,7 +193,7 @@ async def test_parsing_takes_turns_of_half_a_millisecond(monkeypatch: pytest.Mon
     assert receive(20)[-1] >= 1 << 18
     http.seconds = 5e-7  # chunks of one byte
     assert receive(20)[-1] * http.seconds <= 0.0005
-    http.seconds = 1.0  # nothing is too slow to go on
+    http.seconds = 1.0  # no request is too slow to continue
     assert receive(20)[-1] == 512
     http.seconds = 1e-9
     assert receive(20)[-1] >= 1 << 18

@@ -1,4 +1,4 @@
-"""What a start does not do again: importing what it has no use for, and finding out what is cached."""
+"""What a start avoids: importing unused modules, and repeating measurements that are cached."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ IMPORTS: dict[str, set[str]] = {
 
 @pytest.fixture(autouse=True)
 def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """An empty folder for what is found out."""
+    """An empty folder for cached measurements."""
     monkeypatch.setattr(findings, "user_cache_path", lambda name: tmp_path / "cache")
     return tmp_path / "cache"
 
@@ -82,7 +82,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[list[EngineConfig]]:
     return questions
 
 
-def test_llama_cpp_is_asked_once_about_the_memory_of_an_engine(
+def test_llama_cpp_is_queried_once_for_the_memory_of_an_engine(
     asked: list[list[EngineConfig]], tiny_llama: Path
 ) -> None:
     config = EngineConfig(model_path=str(tiny_llama), n_ctx=512)
@@ -125,7 +125,7 @@ def test_a_footprint_is_of_these_settings_this_file_and_this_library(
     assert len(asked) == 5
 
 
-def test_an_estimate_that_failed_and_one_for_a_gpu_are_asked_for_again(
+def test_a_failed_estimate_and_one_for_a_gpu_are_computed_again(
     asked: list[list[EngineConfig]], tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     damaged = tmp_path / "damaged.gguf"
@@ -149,7 +149,7 @@ def test_an_estimate_that_failed_and_one_for_a_gpu_are_asked_for_again(
         (["libllama.so"], False),
     ],
 )
-def test_a_build_for_gpus_is_known_by_its_libraries(files: list[str], is_cpu_only: bool, tmp_path: Path) -> None:
+def test_a_build_for_gpus_is_detected_by_its_libraries(files: list[str], is_cpu_only: bool, tmp_path: Path) -> None:
     for name in files:
         (tmp_path / name).touch()
     assert findings.computes_on_cpu_only(tmp_path) == is_cpu_only

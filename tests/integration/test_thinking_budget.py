@@ -34,7 +34,7 @@ QUESTION = "What now?"
 
 
 def opened(start: str) -> str:
-    """A template whose prompts end with this marker."""
+    """A template that ends prompts with this marker."""
     return TEMPLATES["generic"] + start
 
 
@@ -48,7 +48,7 @@ def engine(tiny_llama: Path) -> Iterator[BatchInferenceEngine]:
 
 
 def sampled(engine: BatchInferenceEngine, max_tokens: int = 120, **others: Any) -> SamplingParams:
-    """A model with random weights is not to write a marker itself: each begins with one of these letters."""
+    """Keeps a model with random weights from writing a marker itself: each starts with one of these letters."""
     never = [i for i in range(engine.info.n_vocab) if engine.core.runtime.vocab.piece(i)[-1:] in (b"<", b"[")]
     return SamplingParams(max_tokens=max_tokens, seed=3, ignore_eos=True, suppress_tokens=never, **others)
 
@@ -124,7 +124,7 @@ def test_a_budget_ends_between_two_characters_where_a_grammar_reads_the_text(eng
 
 
 @pytest.mark.parametrize("start", [*TAGS, ANALYSIS])
-def test_a_model_that_begins_to_reason_itself_has_the_same_budget(engine: BatchInferenceEngine, start: str) -> None:
+def test_a_model_that_starts_to_reason_by_itself_has_the_same_budget(engine: BatchInferenceEngine, start: str) -> None:
     end = TAGS.get(start, "<|end|>")
     template = TEMPLATES["harmony"] if start == ANALYSIS else TEMPLATES["generic"] + f"{{# {start} {end} #}}"
     first = [token.id for token in engine.tokens(start, add_special=False)]
@@ -159,7 +159,7 @@ def test_a_batch_of_budgets_has_the_texts_of_each_alone(engine: BatchInferenceEn
 
 
 @pytest.mark.parametrize(("effort", "n"), [("none", 0), ("minimal", 128), ("low", 1024)])
-def test_efforts_are_budgets_for_templates_that_do_not_know_them(
+def test_efforts_become_budgets_for_templates_that_do_not_support_them(
     engine: BatchInferenceEngine, effort: str, n: int
 ) -> None:
     params = sampled(engine, n + 20)
@@ -182,7 +182,7 @@ def test_a_model_that_does_not_reason_ignores_the_budget(engine: BatchInferenceE
 
 @pytest.fixture(scope="module")
 def url(tiny_llama: Path) -> Iterator[str]:
-    """Of a server whose model begins with reasoning, 20 tokens of it by default."""
+    """URL of a server with a model that starts with reasoning, limited to 20 tokens by default."""
     settings = ServerSettings(chat_template=opened("<think>"), thinking_tokens=20)
     engine = {"model": tiny_llama, **SETTINGS, "n_ctx": 4096}
     server = AppThread(engine, lambda client: create_app(client, settings))

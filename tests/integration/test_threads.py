@@ -1,4 +1,4 @@
-"""One engine, and what a program does to it: threads, a fork, Ctrl-C at any moment. Real llama.cpp, tiny model."""
+"""One engine under threads, a fork, and Ctrl-C at any moment. Real llama.cpp, tiny model."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ with BatchInferenceEngine(sys.argv[1], n_ctx=256, n_parallel=2) as engine:
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="Windows has no fork")
-def test_a_forked_child_raises_at_once_and_the_parent_goes_on(tiny_llama: Path) -> None:
+def test_a_forked_child_raises_at_once_and_the_parent_continues(tiny_llama: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", FORKED, str(tiny_llama)], capture_output=True, text=True, timeout=60, check=False
     )

@@ -1,4 +1,4 @@
-"""`cppbatch bench throughput` and `strategies`: what is measured, what is refused, and what becomes of the figures."""
+"""`cppbatch bench throughput` and `strategies`: measurements, refusals, and the output of the figures."""
 
 from __future__ import annotations
 
@@ -81,13 +81,13 @@ def test_a_row_has_its_speedup_its_memory_its_energy_and_its_price(tiny_llama: P
     assert four["memory_overhead"] == pytest.approx(100 * (four["memory_mib"] / one["memory_mib"] - 1))
     assert four["memory_overhead"] > 0
     for row in report.rows:
-        # 100 W for as long as the run takes; the time of tokens/s begins a little earlier, and ends later
+        # 100 W for the duration of the run; the time of tokens/s starts a little earlier, and ends later
         assert 1 <= row["tokens_per_kwh"].median / (row["tokens_per_s"].median * 36_000) < 3
         assert row["tokens_per_unit"] == pytest.approx(2 * row["tokens_per_kwh"].median)
     assert "Energy: 100 W as given (--watts)." in report.notes
 
 
-def test_without_b_1_and_without_counters_the_report_says_what_is_not_known(
+def test_without_b_1_and_without_counters_the_report_marks_unknown_values(
     tiny_llama: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr("cppbatch.bench.resource_usage._POWERCAP", tmp_path)
@@ -117,7 +117,7 @@ def test_one_model_serves_all_contexts(tiny_llama: Path, monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("command", ["throughput", "strategies"])
-def test_figures_go_to_a_table_a_file_and_a_picture(command: str, tiny_llama: Path, tmp_path: Path) -> None:
+def test_figures_go_to_a_table_a_file_and_an_image(command: str, tiny_llama: Path, tmp_path: Path) -> None:
     few = ["-B", "1,2"] if command == "throughput" else ["--requests", "3", "-np", "2"]
     files: list[str | Path] = ["--json", tmp_path / "figures.json", "--plot", tmp_path / "figures.png"]
     result = run(command, "-m", tiny_llama, *few, *SMALL, *files)
@@ -170,7 +170,7 @@ def test_the_speedup_by_drafts_has_a_row_for_each_workload_and_batch_size(tiny_l
         (["strategies", "--max-wait-ms", "nan"], "--max-wait-ms is nan"),
     ],
 )
-def test_what_cannot_be_measured_is_refused_with_the_reason(
+def test_invalid_benchmark_options_are_refused_with_the_reason(
     arguments: list[str], message: str, tiny_llama: Path
 ) -> None:
     result = run(*arguments, "-m", tiny_llama)

@@ -85,7 +85,7 @@ def test_progress_grows_from_nothing_to_the_whole_prompt(server: ChatServer, pat
 
 
 @paths
-def test_progress_begins_behind_a_cached_prefix(server: ChatServer, path: str) -> None:
+def test_progress_starts_after_a_cached_prefix(server: ChatServer, path: str) -> None:
     salt = fresh()
     post(server, path, **salt)
     events = stream(server, path, return_progress=True, **salt)
@@ -94,7 +94,7 @@ def test_progress_begins_behind_a_cached_prefix(server: ChatServer, path: str) -
 
 
 @paths
-def test_without_asking_there_is_no_progress(server: ChatServer, path: str) -> None:
+def test_progress_is_sent_only_on_request(server: ChatServer, path: str) -> None:
     assert not any("prompt_progress" in event for event in stream(server, path))
 
 
@@ -127,7 +127,7 @@ def test_timings_per_token_count_up(server: ChatServer, path: str) -> None:
     assert len({each["prompt_ms"] for each in shown}) == 1  # known with the first token
 
 
-def test_timings_of_progress_begin_with_nothing(server: ChatServer) -> None:
+def test_timings_of_progress_start_at_zero(server: ChatServer) -> None:
     events = stream(server, "/completion", return_progress=True, timings_per_token=True, **fresh())
     shown = [event["timings"] for event in events if "prompt_progress" in event]
     first = {name: shown[0][name] for name in ("prompt_n", "prompt_ms", "predicted_n", "predicted_ms")}
@@ -203,7 +203,7 @@ def test_a_message_starts_before_its_prompt_is_computed(server: ChatServer, monk
 # --- the first chunks of OpenAI's streams ---------------------------------------------------------------------------
 
 
-def test_a_chat_begins_with_the_role_and_null_content(server: ChatServer) -> None:
+def test_a_chat_stream_starts_with_the_role_and_null_content(server: ChatServer) -> None:
     events = stream(server, "/v1/chat/completions")
     assert events[0]["choices"][0]["delta"] == {"role": "assistant", "content": None}
     assert not any("role" in event["choices"][0]["delta"] for event in events[1:])

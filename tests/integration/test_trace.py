@@ -1,4 +1,4 @@
-"""`--trace`: what each step did, and who was in which seq_id, in a file that Perfetto reads."""
+"""`--trace`: what each step did, and which request had which seq_id, in a file that Perfetto reads."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_every_step_has_its_phases_one_after_the_other(tiny_llama: Path, tmp_pat
         assert one["ts"] + one["dur"] <= next_one["ts"] + 0.5
 
 
-def test_a_seq_id_shows_who_prefills_and_decodes_in_it(tiny_llama: Path, tmp_path: Path) -> None:
+def test_a_seq_id_shows_which_request_prefills_and_decodes_in_it(tiny_llama: Path, tmp_path: Path) -> None:
     with BatchInferenceEngine(tiny_llama, trace=str(tmp_path / "t.json"), **SETTINGS) as engine:
         engine.generate([[5] * 20, [6] * 30, [7] * 10], GREEDY)
     lives = [span for span in spans(tmp_path / "t.json") if span["tid"] not in TRACKS.values()]
@@ -65,14 +65,14 @@ def test_counters_show_how_many_run_and_wait(tiny_llama: Path, tmp_path: Path) -
     assert max(each.get("waiting", 0) for each in counts) == 3
 
 
-def test_what_has_ended_is_in_the_file_before_the_engine_is_closed(tiny_llama: Path, tmp_path: Path) -> None:
+def test_finished_events_are_in_the_file_before_the_engine_is_closed(tiny_llama: Path, tmp_path: Path) -> None:
     with BatchInferenceEngine(tiny_llama, trace=str(tmp_path / "t.json"), **SETTINGS) as engine:
         engine.generate(["Hello"], GREEDY)
         lines = [json.loads(line.removesuffix(",")) for line in (tmp_path / "t.json").read_text().splitlines()[1:]]
         assert sum(line["name"] == "advance" for line in lines) == engine.stats().steps
 
 
-def test_a_trace_that_is_there_is_not_overwritten(tiny_llama: Path, tmp_path: Path) -> None:
+def test_an_existing_trace_is_not_overwritten(tiny_llama: Path, tmp_path: Path) -> None:
     for _ in range(2):
         with BatchInferenceEngine(tiny_llama, trace=str(tmp_path / "t.json"), **SETTINGS) as engine:
             engine.generate(["Hello"], GREEDY)
@@ -141,7 +141,7 @@ def test_a_trace_explains_where_the_time_went(tiny_llama: Path, tmp_path: Path) 
     assert all(sum(row["over_time"]) == pytest.approx(row["seconds"], abs=1e-6) for row in found["rows"])
 
 
-def test_what_is_lost_in_a_trace_is_what_the_engine_has_counted(tiny_llama: Path, tmp_path: Path) -> None:
+def test_the_lost_time_in_a_trace_is_that_of_the_engines_counters(tiny_llama: Path, tmp_path: Path) -> None:
     """Apart from the costs at best, which the engine had still to learn."""
     settings = {**SETTINGS, "n_ctx": 256, "kv_layout": "unified", "swap_space": 0, "prefix_cache": False}
     with BatchInferenceEngine(tiny_llama, trace=str(tmp_path / "t.json"), **settings) as engine:
@@ -165,7 +165,7 @@ def test_a_trace_that_was_cut_off_is_explained_as_far_as_it_goes(tiny_llama: Pat
 
 
 @pytest.mark.parametrize("content", [b"", b"{}", b"[\n", b"[\n{\n", b"[\n\xff,\n"])
-def test_a_file_that_is_no_trace_is_refused(tmp_path: Path, content: bytes) -> None:
+def test_a_file_that_is_not_a_trace_is_refused(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "t.json").write_bytes(content)
     with pytest.raises(ConfigError, match="--trace"):
         read_steps(tmp_path / "t.json")

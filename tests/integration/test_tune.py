@@ -15,12 +15,12 @@ from cppbatch.config import EngineConfig
 from cppbatch.sizing.profile import profiles_folder
 
 
-def test_a_process_that_cannot_load_the_model_says_why(tmp_path: Path) -> None:
+def test_a_process_that_cannot_load_the_model_reports_the_reason(tmp_path: Path) -> None:
     config = EngineConfig(model_path=str(tmp_path / "none.gguf"))
     assert "model file not found" in (measure_in_child(MeasurementTask(config=config, seconds=0.1), 60).error or "")
 
 
-def test_speed_is_of_the_tokens_that_came_not_of_the_sequences_that_there_might_be(tiny_llama: Path) -> None:
+def test_speed_counts_the_generated_tokens_and_not_the_configured_sequences(tiny_llama: Path) -> None:
     config = EngineConfig(model_path=str(tiny_llama), n_ctx=160, n_parallel=4, n_batch=4, n_threads=1)
     point = measure_in_child(
         MeasurementTask(config=config, seconds=0.05), 60

@@ -52,7 +52,7 @@ ROUTER_MODELS = {
     "ggml-org/test-model-stories260K:F32": "test-model-stories260K.gguf",
     "ggml-org/test-model-stories260K-infill:F32": "test-model-stories260K-infill.gguf",
 }
-"""The models that the router's tests name, and what stands for them."""
+"""The models that the router's tests name, and their replacements."""
 
 
 def router_settings() -> str:

@@ -1,4 +1,4 @@
-"""What is known of llama-server's tests (`known.toml`), and what a run says against it."""
+"""The known results of llama-server's tests (`known.toml`), and the deviations of a run."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import msgspec
 from tests.llama_server.ring import Outcome
 
 BESIDE_INFERENCE = ("test_mcp_servers", "test_proxy", "test_router", "test_tools_builtin")
-"""Files whose tests ask for no text: a router of several models, and what serves llama-server's web page."""
+"""Files with tests that request no text: a router of several models, and what serves llama-server's web page."""
 
 
 class KnownFile(msgspec.Struct, forbid_unknown_fields=True):
@@ -45,7 +45,7 @@ def read_known() -> dict[str, KnownFile]:
 
 
 def surprises_of_llama_server(known: KnownFile, outcomes: Mapping[str, Outcome]) -> Iterable[str]:
-    """What is otherwise than `known` says, where llama-server was run."""
+    """The deviations from `known`, if llama-server was run."""
     for test, outcome in outcomes.items():
         listed = known.is_not_here(test)
         if outcome.result == "failed" and not listed:

@@ -28,7 +28,7 @@ def make_models(folder: Path) -> None:
 
 
 def made_model(repo: str, file: str | None) -> str | None:
-    """The name in `MODELS` of the model that stands for this one of a model hub; None if there is none."""
+    """The name in `MODELS` of the model that replaces this one of a model hub; None if there is none."""
     name = file.replace("/", "-") if file else f"{repo.partition('/')[2]}.gguf"
     return name if name in MODELS else None
 

@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[2]
 
 @dataclass(frozen=True)
 class Outcome:
-    """Of one test: "passed", "failed" or "skipped", and the line that says why."""
+    """Of one test: "passed", "failed" or "skipped", and the line with the reason."""
 
     result: str
     why: str

@@ -1,4 +1,4 @@
-"""Vocabularies of the made models: llama-server's tests know how many tokens their texts are.
+"""Vocabularies of the made models: llama-server's tests expect certain numbers of tokens.
 
 The models that they were written for have a vocabulary of 512 tokens, trained on stories for children. These words were
 chosen by a search so that the counts are the same.

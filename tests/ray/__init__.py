@@ -1,1 +1,1 @@
-"""Ring of its own: real Ray. `./scripts/test ray`."""
+"""Separate ring: real Ray. `./scripts/test ray`."""

@@ -15,7 +15,7 @@ import cppbatch.ray  # noqa: F401  # before Ray: its settings
 # Before Ray is imported. Not where others look for a cluster of this machine, and a short path: those of sockets have a
 # limit.
 os.environ["RAY_TMPDIR"] = tempfile.mkdtemp(prefix="cppbatch-ray-", dir="/tmp")
-# A token of its own: the user's file with one is neither read nor written.
+# A separate token: the user's token file is neither read nor written.
 os.environ.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=uuid.uuid4().hex, RAY_USAGE_STATS_ENABLED="0")
 os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # Ray's name for: take the loopback address as the node's
 

@@ -1,4 +1,4 @@
-"""A front in a process of its own: `python -m tests.ray.front_process ADDRESS MODEL`. Runs eight endless requests, and
+"""A front in a separate process: `python -m tests.ray.front_process ADDRESS MODEL`. Runs eight endless requests, and
 prints a line when each has a token."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`cppbatch serve --ray`, `cppbatch ray` and `serve deploy` as their users run them, each in a process of its own."""
+"""`cppbatch serve --ray`, `cppbatch ray` and `serve deploy` as users run them, each in a separate process."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def replica_rows(status: str) -> list[list[str]]:
     return [line.split() for line in status.splitlines() if re.search(r" (STARTING|RUNNING|STOPPING) ", line)]
 
 
-def test_a_cluster_of_its_own_from_start_to_down(tiny_llama: Path, folder: Path) -> None:
+def test_a_cluster_started_by_the_command_from_start_to_down(tiny_llama: Path, folder: Path) -> None:
     with ServerProcess("--ray", "-m", tiny_llama, *SETTINGS, in_group=True) as server:
         server.wait_ready()
         printed = "".join(server.lines)
@@ -132,7 +132,7 @@ def test_a_killed_front_takes_its_cluster_with_it(tiny_llama: Path) -> None:
             _, left = psutil.wait_procs([process for process in processes if process not in agents], timeout=30)
             assert left == []
         finally:
-            for agent in agents:  # they end too, when they notice, after a minute
+            for agent in agents:  # they end too, after a minute
                 with contextlib.suppress(psutil.NoSuchProcess):
                     agent.kill()
         assert command("ray", "status").stdout == "this user has no `cppbatch serve --ray` running on this machine\n"
@@ -220,7 +220,7 @@ def ray_head(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[st
         psutil.wait_procs(processes, timeout=10)
 
 
-def test_a_joined_cluster_goes_on(tiny_llama: Path, ray_head: tuple[str, str]) -> None:
+def test_a_joined_cluster_continues(tiny_llama: Path, ray_head: tuple[str, str]) -> None:
     address, _ = ray_head
     with ServerProcess("--ray", "auto", "-m", tiny_llama, *SETTINGS, in_group=True) as server:
         server.wait_ready()
@@ -236,7 +236,7 @@ def test_a_joined_cluster_goes_on(tiny_llama: Path, ray_head: tuple[str, str]) -
         server.wait_ready()
         server.process.kill()
         server.wait()
-        status = command("ray", "status")  # its replicas go on, and are found
+        status = command("ray", "status")  # its replicas continue, and are found
         assert "(killed: `cppbatch ray down` stops its replicas)" in status.stdout
         assert [row[1] for row in replica_rows(status.stdout)] == ["RUNNING"]
         down = command("ray", "down")

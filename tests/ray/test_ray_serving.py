@@ -47,7 +47,7 @@ def request(i: int, n_tokens: int = N_TOKENS) -> GenerationRequest:
 
 
 class Load:
-    """64 requests at once, whose events are read as they come."""
+    """64 concurrent requests with events read as they arrive."""
 
     def __init__(self, engine: EngineClient) -> None:
         self.events: list[list[GenerationEvent]] = [[] for _ in range(N_REQUESTS)]
@@ -62,7 +62,7 @@ class Load:
         return sum(len(event.tokens) for events in self.events for event in events)
 
     async def reach(self, share: float) -> None:
-        """Waits until this share of all tokens has come."""
+        """Waits until this share of all tokens has arrived."""
         while self.n_tokens < share * N_REQUESTS * N_TOKENS:  # noqa: ASYNC110
             await asyncio.sleep(0.005)
 
@@ -88,7 +88,7 @@ async def expected(config: EngineConfig) -> list[str]:
 
 @contextlib.asynccontextmanager
 async def serving(config: EngineConfig, **options: Any) -> AsyncIterator[RayEngine]:
-    """Deploys replicas, each on a CPU of its own, and opens a front."""
+    """Deploys replicas, each on a separate CPU, and opens a front."""
     application = engine_application(config, ray_actor_options={"num_cpus": 1}, **options)
     await asyncio.to_thread(serve.run, application, name=APPLICATION, route_prefix=None)
     try:
@@ -177,7 +177,7 @@ async def test_more_replicas_start_under_load_and_end_when_idle(
 
 
 async def test_the_promises_of_an_engine_hold(cluster: Cluster, config: EngineConfig, expected: list[str]) -> None:
-    """What replicas refuse, and what is cancelled here, over the calls of a real handle."""
+    """Refusals of replicas, and cancels of this side, over the calls of a real handle."""
     config = msgspec.structs.replace(config, n_parallel=4, max_queue=4)
     async with serving(config) as engine:
         assert engine.health() == Health(status="ok", progress=1.0)

@@ -69,7 +69,7 @@ async def test_a_request_follows_its_prefix_until_that_queue_is_longer_by_a_marg
     assert [await routing.send(call(i, WORDS + str(i))) for i in range(1, 7)] == ["b"] * 5 + ["c"]
 
 
-async def test_a_request_that_has_ended_no_longer_counts(routing: Routing) -> None:
+async def test_an_ended_request_does_not_count(routing: Routing) -> None:
     assert [await routing.send(call(i)) for i in range(3)] == ["a", "b", "c"]
     routing.complete(1, "b")
     assert await routing.choose(call(3)) == "b"
@@ -98,7 +98,7 @@ async def test_a_request_that_was_cancelled_before_it_was_sent_is_dropped(
     assert await routing.choose(call(1)) == "a"
 
 
-async def test_a_replica_that_is_gone_has_no_prefixes(routing: Routing) -> None:
+async def test_a_lost_replica_has_no_prefixes(routing: Routing) -> None:
     await routing.send(call(0, WORDS))
     router = routing.router
     router.update_replicas(routing.replicas[1:])

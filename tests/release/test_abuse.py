@@ -91,7 +91,7 @@ def within(request: pytest.FixtureRequest) -> float:
 
 
 async def a_normal_request_is_answered(server: ServerProcess, within: float, **more: Any) -> None:
-    """Three times, to a client in a process of its own: this one is busy with being many. A 429 makes it try again."""
+    """Three times, to a client in a separate process: this one is busy with its many connections. A 429 is retried."""
     for _ in range(3):
         body = json.dumps({**NORMAL, **more})
         command = [sys.executable, "-c", CLIENT, f"{server.url}/v1/completions", body]
@@ -123,7 +123,7 @@ async def test_200_readers_that_do_not_read(server: ServerProcess, within: float
             writer.write(request)
         await asyncio.sleep(1)
         await a_normal_request_is_answered(server, within, priority=-100)
-        await asyncio.to_thread(server.wait_idle, 60)  # the engine waits for nobody
+        await asyncio.to_thread(server.wait_idle, 60)  # the engine does not wait for clients
         await a_normal_request_is_answered(server, within)
         for _, writer in connections:
             writer.close()
@@ -188,7 +188,7 @@ async def test_bodies_in_chunks_of_one_byte(server: ServerProcess, within: float
 
 @pytest.mark.parametrize("n", [5_000, pytest.param(10_000, marks=pytest.mark.soak)])
 async def test_more_requests_than_the_queue_holds(server: ServerProcess, within: float, n: int) -> None:
-    """What the queue does not take is told to come back; whoever has priority does not wait behind the others."""
+    """Requests beyond the queue get Retry-After; a request with priority does not wait for the others."""
     statuses: Counter[int] = Counter()
     body = {"prompt": "Hello", "max_tokens": 450, "ignore_eos": True}
     connector, timeout = aiohttp.TCPConnector(limit=0), aiohttp.ClientTimeout(total=240)

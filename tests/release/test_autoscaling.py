@@ -64,7 +64,7 @@ async def text(group: AutoscaledGroup, i: int, n_tokens: int) -> str:
 
 
 async def clients(group: AutoscaledGroup, n: int, end: asyncio.Event) -> list[list[str]]:
-    """Texts of `n` clients: each asks for the same text again and again, until `end`."""
+    """Texts of `n` clients: each requests the same text repeatedly, until `end`."""
 
     async def client(i: int) -> list[str]:
         texts = [await text(group, i, 100)]
@@ -129,7 +129,7 @@ async def test_a_worker_that_memory_forbids_is_not_started(
     assert "MiB of the host's memory, but only 5.0 MiB are free. Next attempt in 30 s" in line
 
 
-def test_a_server_says_which_workers_come_and_go(tmp_path: Path) -> None:
+def test_a_server_logs_which_workers_start_and_end(tmp_path: Path) -> None:
     model = tiny_models.llama(tmp_path / "tiny.gguf")
     flags = ("--workers", "1..2", "--downscale-delay", "1", "-np", "2", "-c", "1024", "-t", "1", "--data-dir", tmp_path)
     with ServerProcess("-m", model, *flags) as server, ThreadPoolExecutor(64) as clients:

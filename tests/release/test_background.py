@@ -1,4 +1,4 @@
-"""Background work on the default model: a first token comes nearly as early as on an idle engine."""
+"""Background work on the default model: a first token is nearly as early as on an idle engine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`cppbatch batch` as its users start it: a process of its own, that dies at any moment and goes on."""
+"""`cppbatch batch` as users start it: a separate process that may be killed at any moment and continues."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def choices_of(path: Path) -> dict[str, Any]:
     return {line["custom_id"]: line["response"]["body"]["choices"][0] for line in lines_of(path)}
 
 
-# --- it goes on -----------------------------------------------------------------------------------------------------
+# --- it continues ---------------------------------------------------------------------------------------------------
 
 
 def kill(process: subprocess.Popen[bytes]) -> None:
@@ -80,7 +80,7 @@ def kill(process: subprocess.Popen[bytes]) -> None:
 
 
 def dies_and_goes_on(model: Path, tmp_path: Path, *, n_items: int, n_kills: int, args: tuple[str, ...] = ()) -> None:
-    """Kills a job again and again, at random moments; in the end its output is that of one that was left alone."""
+    """Kills a job repeatedly, at random moments; its final output is that of an undisturbed one."""
     source, out, alone = job_of(tmp_path / "in.jsonl", n_items), tmp_path / "out.jsonl", tmp_path / "alone.jsonl"
     assert batch(model, source, alone, *FLOATS, *args).returncode == 0
     rng = random.Random(n_items)
@@ -107,14 +107,14 @@ def dies_and_goes_on(model: Path, tmp_path: Path, *, n_items: int, n_kills: int,
 
 
 def ids_of_whole(path: Path) -> list[str]:
-    """Of a file that somebody is writing to."""
+    """For a file that another program is writing to."""
     if not path.exists():
         return []
     return [json.loads(line)["custom_id"] for line in path.read_bytes().splitlines(keepends=True) if line[-1:] == b"\n"]
 
 
 @pytest.mark.parametrize(("n_kills", "args"), [(2, ()), (1, ("--ordered",))], ids=["as they come", "ordered"])
-def test_killed_at_random_moments_every_item_is_there_once_with_the_same_text(
+def test_killed_at_random_moments_every_item_is_written_once_with_the_same_text(
     tiny_llama: Path, tmp_path: Path, n_kills: int, args: tuple[str, ...]
 ) -> None:
     dies_and_goes_on(tiny_llama, tmp_path, n_items=100, n_kills=n_kills, args=args)
@@ -127,7 +127,7 @@ def test_killed_20_times_in_a_job_of_500_items(tiny_llama: Path, tmp_path: Path,
     dies_and_goes_on(tiny_llama, tmp_path, n_items=500, n_kills=20, args=args)
 
 
-def test_ctrl_c_says_how_to_go_on(tiny_llama: Path, tmp_path: Path) -> None:
+def test_ctrl_c_shows_how_to_continue(tiny_llama: Path, tmp_path: Path) -> None:
     source, out = job_of(tmp_path / "in.jsonl", 400), tmp_path / "out.jsonl"
     process = subprocess.Popen(command(tiny_llama, source, out), stderr=subprocess.PIPE, text=True)
     deadline = time.monotonic() + 60
@@ -168,9 +168,7 @@ def test_two_at_once_on_one_output_are_refused(tiny_llama: Path, tmp_path: Path)
 # --- lines that are wrong -------------------------------------------------------------------------------------------
 
 
-def test_what_is_wrong_with_a_line_is_told_with_its_number_and_the_others_finish(
-    tiny_llama: Path, tmp_path: Path
-) -> None:
+def test_a_bad_line_is_reported_with_its_number_and_the_others_finish(tiny_llama: Path, tmp_path: Path) -> None:
     source = tmp_path / "in.jsonl"
     lines = [
         request("good-1", prompt="a", max_tokens=2),
@@ -206,7 +204,7 @@ def test_what_is_wrong_with_a_line_is_told_with_its_number_and_the_others_finish
     assert "3 done, 9 failed" in ended.stderr
 
 
-def test_failed_lines_are_tried_again_when_asked(tiny_llama: Path, tmp_path: Path) -> None:
+def test_failed_lines_are_retried_on_request(tiny_llama: Path, tmp_path: Path) -> None:
     source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     write_lines(source, [request("a", prompt="a", max_tokens=2), request("b", prompt="b", max_tokens=-2)])
     assert batch(tiny_llama, source, out).returncode == 1
@@ -256,7 +254,7 @@ def test_prompts_become_vectors_with_an_embedding_model(tiny_llama: Path, tmp_pa
     assert all(sum(x * x for x in line["embedding"]) == pytest.approx(1) for line in lines_of(tmp_path / "out.jsonl"))
 
 
-# --- what is refused before anything runs -----------------------------------------------------------------------------
+# --- refusals before anything runs ------------------------------------------------------------------------------------
 
 
 def test_a_foreign_output_is_not_touched(tiny_llama: Path, tmp_path: Path) -> None:
@@ -278,7 +276,7 @@ def test_other_settings_do_not_mix_into_one_output(tiny_llama: Path, tmp_path: P
     assert "was started with temperature 0.0, but temperature is now 0.5" in ended.stderr
 
 
-def test_an_output_that_was_removed_is_begun_anew(tiny_llama: Path, tmp_path: Path) -> None:
+def test_a_removed_output_is_started_over(tiny_llama: Path, tmp_path: Path) -> None:
     source, out = job_of(tmp_path / "in.jsonl", 2), tmp_path / "out.jsonl"
     assert batch(tiny_llama, source, out).returncode == 0
     out.unlink()
@@ -299,7 +297,7 @@ def test_an_output_that_was_removed_is_begun_anew(tiny_llama: Path, tmp_path: Pa
         (["in.xyz", "-o", "out.jsonl"], ".jsonl"),
     ],
 )
-def test_what_cannot_be_is_said_before_a_model_is_loaded(
+def test_impossible_jobs_are_refused_before_a_model_is_loaded(
     tiny_llama: Path, tmp_path: Path, args: list[str], said: str
 ) -> None:
     job_of(tmp_path / "in.jsonl", 2)

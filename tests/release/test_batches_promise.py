@@ -1,4 +1,4 @@
-"""The promise: kill -9 at any moment, and each line of a batch has one answer, the one it would have had."""
+"""The promise: kill -9 at any moment, and each line of a batch has exactly one answer, that of an undisturbed run."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ OTHER = os.urandom(400_000)
 
 
 class Uploads:
-    """Sends files, one after the other, until the server is gone."""
+    """Sends files, one after the other, until the server has ended."""
 
     def __init__(self, server: ServerProcess) -> None:
         self.acknowledged: list[str] = []
@@ -55,7 +55,7 @@ def choices(answers: list[Json]) -> dict[str, Json]:
         pytest.param(20, 500, 250, marks=[pytest.mark.soak, pytest.mark.timeout(600)]),
     ],
 )
-def test_a_batch_survives_kill_9_and_is_what_it_would_have_been(
+def test_a_batch_survives_kill_9_with_the_same_results(
     tiny_llama: Path, tmp_path: Path, n_kills: int, n_items: int, n_tokens: int
 ) -> None:
     seed = random.randrange(2**32)

@@ -166,10 +166,10 @@ def test_a_sleeping_server_needs_little_memory_and_wakes_with_the_first_request(
     assert "1 different texts" in printed
 
 
-# --- streams beside pictures ---
+# --- streams beside images ---
 
 
-def test_streams_are_measured_alone_beside_pictures_and_beside_texts(default_model: Path) -> None:
+def test_streams_are_measured_alone_beside_images_and_beside_texts(default_model: Path) -> None:
     printed = script("bench_media.py", "-m", default_model, "--repeats", 1, "--seconds", 2)
     figures = rows(printed)
     for name in ("8 streams alone", "with pictures", "with texts of as many tokens"):

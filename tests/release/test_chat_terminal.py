@@ -32,7 +32,7 @@ _SUMMARY = r"(\d+) tokens ·(?: [\d.]+ tokens/s ·)? TTFT [\d.]+ s"
 _WITH_CTRL_C = (
     "import fcntl, os, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); os.execv(sys.argv[1], sys.argv[1:])"
 )
-"""Runs a program whose controlling terminal is its standard input, so that Ctrl-C there is a signal."""
+"""Runs a program with its standard input as controlling terminal, so that Ctrl-C there is a signal."""
 
 
 class Terminal:

@@ -47,7 +47,7 @@ async def sixteen_streams(
     url: str, n_tokens: int, first: int = 0, disturb: Callable[[int], None] = lambda n_chunks: None
 ) -> list[str]:
     """Half greedy, half seeded; a quarter has long prompts, which are computed in other pieces with what follows them.
-    `disturb` is told how many chunks all of them have had so far."""
+    `disturb` is called with the number of chunks that all of them have received so far."""
     n_chunks = 0
 
     async def one(session: aiohttp.ClientSession, i: int) -> str:

@@ -46,7 +46,7 @@ def test_a_named_folder_that_cannot_be_used_ends_the_server(tiny_llama: Path, tm
     other.stop()
 
 
-def test_what_is_unknown_is_moved_aside_and_said(tiny_llama: Path, tmp_path: Path) -> None:
+def test_unknown_files_are_moved_aside_and_logged(tiny_llama: Path, tmp_path: Path) -> None:
     other = start_server(tiny_llama, tmp_path)
     mine = client_of(other).files.create(file=b"mine", purpose="user_data")
     other.stop()
@@ -60,7 +60,7 @@ def test_what_is_unknown_is_moved_aside_and_said(tiny_llama: Path, tmp_path: Pat
     assert f"to {aside}; nothing was deleted: files/stray" in log
 
 
-def test_a_folder_nobody_named_may_be_in_use(tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_default_folder_may_be_in_use(tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
     other = start_server(tiny_llama, tmp_path / "cppbatch")
     with ServerProcess("-m", tiny_llama) as process:

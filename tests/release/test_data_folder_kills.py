@@ -1,4 +1,4 @@
-"""The promise: kill -9 and copies made at any moment; what was acknowledged is there, or the start says what is not."""
+"""The promise: kill -9 and copies made at any moment; acknowledged data exists, or the start names what is missing."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ ENDED = ("completed", "failed", "expired", "cancelled")
 
 @dataclass
 class Acknowledged:
-    """What a server has said that it keeps."""
+    """What a server has acknowledged."""
 
     files: dict[str, str] = field(default_factory=dict)
     """SHA-256 by ID."""
     batches: dict[str, set[str]] = field(default_factory=dict)
-    """The lines whose results were read, by batch."""
+    """The lines with results that were read, by batch."""
 
     def copy(self) -> Acknowledged:
         return Acknowledged(dict(self.files), {each: set(lines) for each, lines in list(self.batches.items())})
 
 
 class Load:
-    """Uploads files, deletes some, runs batches and reads their results, until the server is gone."""
+    """Uploads files, deletes some, runs batches and reads their results, until the server has ended."""
 
     def __init__(self, server: ServerProcess, known: Acknowledged, rng: random.Random) -> None:
         self._known, self._rng = known, rng
@@ -95,7 +95,7 @@ def output_id(client: OpenAI, batch_id: str) -> str | None:
 
 
 def answered(client: OpenAI, batch_id: str) -> set[str]:
-    """The lines of a batch whose results can be read."""
+    """The lines of a batch with readable results."""
     found = [each["custom_id"] for each in results(client, output_id(client, batch_id))]
     assert len(found) == len(set(found)), "a line was answered twice"
     return set(found)
@@ -148,7 +148,7 @@ def losses(server: ServerProcess, known: Acknowledged, data: Path, *, is_copy: b
 
 
 def torn_copy(data: Path, copy: Path) -> None:
-    """`cp -r` of a folder in use, which goes on when a file has just been renamed or deleted."""
+    """`cp -r` of a folder in use, which continues if a file has just been renamed or deleted."""
     for folder, _, names in os.walk(data):
         target = copy / Path(folder).relative_to(data)
         target.mkdir(parents=True, exist_ok=True)
@@ -182,7 +182,7 @@ def databases_first(data: Path, copy: Path) -> None:
 
 
 @pytest.mark.parametrize("n_kills", [3, pytest.param(200, marks=[pytest.mark.soak, pytest.mark.timeout(7200)])])
-def test_what_was_acknowledged_survives_kills_and_copies_made_meanwhile(tmp_path: Path, n_kills: int) -> None:
+def test_acknowledged_data_survives_kills_and_copies_made_meanwhile(tmp_path: Path, n_kills: int) -> None:
     """Every third life ends with the folder replaced by a copy that was made while the server ran."""
     seed = int(os.environ.get("SEED", random.randrange(2**32)))
     rng = random.Random(seed)

@@ -1,4 +1,4 @@
-"""Every command and program in the README and in docs/ runs as it stands there."""
+"""Every command and program in the README and in docs/ runs as printed."""
 
 from __future__ import annotations
 

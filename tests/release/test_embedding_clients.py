@@ -71,7 +71,7 @@ async def test_a_hundred_texts_each_get_their_vector(engine: Engine, expected: l
     assert (engine.info.pooling, engine.info.n_embd) == ("last", len(expected[0]) // 4)
 
 
-async def test_what_cannot_run_is_refused_alone(engine: Engine, expected: list[bytes]) -> None:
+async def test_requests_that_cannot_run_are_refused_alone(engine: Engine, expected: list[bytes]) -> None:
     bad = [
         (wanted("long", [5] * 1025), "has 1025 tokens.*holds only 1024"),
         (wanted("pair", Pair("a", "b")), "is a pair of texts"),

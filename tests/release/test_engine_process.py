@@ -151,7 +151,7 @@ async def test_clients_do_not_notice_that_workers_die_or_hang(tiny_llama: Path, 
         assert (await engine.stats()).running == 0
 
 
-async def test_requests_that_come_while_there_is_no_worker_wait_for_the_next(tiny_llama: Path) -> None:
+async def test_requests_that_arrive_without_a_worker_wait_for_the_next(tiny_llama: Path) -> None:
     async with opened(tiny_llama) as engine:
         os.kill(pid_of(engine) or 0, signal.SIGKILL)
         await until(lambda: engine.health().status == "restarting")
@@ -161,7 +161,7 @@ async def test_requests_that_come_while_there_is_no_worker_wait_for_the_next(tin
         await engine.check(request("also late"))
 
 
-async def test_a_cancel_while_there_is_no_worker_ends_the_request(tiny_llama: Path) -> None:
+async def test_a_cancel_without_a_worker_ends_the_request(tiny_llama: Path) -> None:
     async with opened(tiny_llama) as engine:
         os.kill(pid_of(engine) or 0, signal.SIGKILL)
         await until(lambda: pid_of(engine) is None)
@@ -251,7 +251,9 @@ async def test_a_text_that_crashes_the_tokeniser_fails_alone(tiny_llama: Path) -
             await engine.check(request("bad", "this is poison"))
 
 
-async def test_a_prompt_whose_preparation_hangs_fails_alone(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_prompt_that_hangs_in_preparation_fails_alone(
+    tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(handle, "_MAX_PREPARATION_S", 0.5)
     async with opened(tiny_llama, "hangs_on_texts", step_timeout=1) as engine:
         texts = [*(request(i, max_tokens=200) for i in range(6)), request("bad", "this is poison")]
@@ -363,7 +365,7 @@ async def test_a_model_that_no_worker_can_compute_is_named_with_llama_cpps_asser
             assert (answer.status, "GGML_ASSERT(view) failed" in (await answer.json())["error"]) == (503, True)
 
 
-async def test_a_build_whose_fast_path_kills_the_worker_is_used_without_it(tiny_llama: Path) -> None:
+async def test_a_build_with_a_fast_path_that_kills_the_worker_is_used_without_it(tiny_llama: Path) -> None:
     async with opened(tiny_llama, "dies_on_the_fast_path") as engine:
         (events,) = await together(engine, [request("a")])
         assert told(events)[3] is FinishReason.LENGTH
@@ -393,7 +395,7 @@ async def test_workers_that_keep_dying_fail_their_requests_and_a_later_one_bring
         assert told(events)[3] is FinishReason.LENGTH
 
 
-async def test_health_tells_how_far_loading_is_and_nothing_is_taken_meanwhile(tiny_llama: Path) -> None:
+async def test_health_reports_the_loading_progress_and_nothing_is_accepted_meanwhile(tiny_llama: Path) -> None:
     engine = EngineProcess(tiny_llama, **SETTINGS)
     assert engine.health().status == "loading"
     for use in (run(engine, request("a")), engine.check(request("a"))):
@@ -431,7 +433,7 @@ async def test_a_request_that_cannot_be_serialised_is_refused(tiny_llama: Path) 
 # --- what cannot be sent ----------------------------------------------------------------------------------------------
 
 
-async def test_a_full_queue_refuses_and_says_when_to_come_back(tiny_llama: Path) -> None:
+async def test_a_full_queue_refuses_with_a_retry_after(tiny_llama: Path) -> None:
     async with opened(tiny_llama, n_parallel=1, max_queue=2) as engine:
         running = [asyncio.ensure_future(run(engine, request(i, max_tokens=300))) for i in range(3)]
         await asyncio.sleep(0)
@@ -525,7 +527,7 @@ def test_interrupting_the_whole_group_leaves_the_worker_to_the_servers_process(t
 
 
 @pytest.mark.parametrize("n_bytes", [0, 20, None], ids=["no setup", "half a setup", "a setup"])
-def test_a_worker_whose_server_has_ended_says_nothing(tiny_llama: Path, tmp_path: Path, n_bytes: int | None) -> None:
+def test_a_worker_without_its_server_logs_nothing(tiny_llama: Path, tmp_path: Path, n_bytes: int | None) -> None:
     """Its folder is removed while it starts. Ctrl-C while the model loads showed a traceback of the worker."""
     (tmp_path / "link").mkdir()
     setup = link.WorkerSetup(

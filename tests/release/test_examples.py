@@ -1,4 +1,4 @@
-"""examples/: each program runs from the root of the repository and shows what its docstring says."""
+"""examples/: each program runs from the root of the repository and prints what its docstring states."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_the_short_programs_run_without_arguments(default_model: Path) -> None:
     assert (process.communicate(timeout=120)[1], process.returncode) == ("", 0)
 
 
-def test_ctrl_c_in_the_short_chat_cuts_an_answer_and_the_conversation_goes_on(default_model: Path) -> None:
+def test_ctrl_c_in_the_short_chat_stops_an_answer_and_the_conversation_continues(default_model: Path) -> None:
     process = start("short/chat", stdin=subprocess.PIPE)
     assert process.stdin
     assert process.stdout
@@ -135,7 +135,7 @@ def test_speculative_decoding_saves_a_step_for_each_accepted_token(tiny_llama: P
     assert plain[2:] == [0, 0]
     n_tokens, steps, n_accepted, n_drafted = drafted
     assert n_accepted <= n_drafted
-    n_ends = steps + n_accepted - n_tokens  # a token that ends a text is none of its tokens
+    n_ends = steps + n_accepted - n_tokens  # a token that ends a text is not one of its tokens
     assert 0 <= n_ends <= 4
     assert "of 4 texts are the same" in shown
 
@@ -186,7 +186,7 @@ def test_classify_csv_gives_every_row_one_of_the_labels(default_model: Path) -> 
     assert [row["label"] for row in rows] == ["positive", "negative"] * 3
 
 
-def test_describe_pictures_has_a_line_per_picture_with_its_tokens(tiny_llama: Path, tmp_path: Path) -> None:
+def test_describe_pictures_has_a_line_per_image_with_its_tokens(tiny_llama: Path, tmp_path: Path) -> None:
     for name, data in (("red.png", RED), ("blue.png", BLUE)):
         (tmp_path / name).write_bytes(data)
     projector = tiny_projectors.vision(tmp_path / "mmproj.gguf")

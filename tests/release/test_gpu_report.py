@@ -1,4 +1,4 @@
-"""scripts/gpu_report.py, run without a GPU on a tiny model; what it needs to survive what its parts do."""
+"""scripts/gpu_report.py, run without a GPU on a tiny model, with parts that fail."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def report(tmp_path_factory: pytest.TempPathFactory, tiny_llama: Path, peers: Pa
     return gpu_report(tmp_path_factory.mktemp("report"), "-m", tiny_llama, "--peers", peers)
 
 
-def test_it_says_what_it_ran_on_and_that_there_was_no_gpu(report: dict[str, str]) -> None:
+def test_it_reports_the_machine_and_that_there_is_no_gpu(report: dict[str, str]) -> None:
     assert f"| cpu | {this_machine(with_llama=False).cpu} |" in report["Machine and build"]
     assert "**No GPU was there" in report["Machine and build"]
 
@@ -77,7 +77,7 @@ def test_sampling_is_measured_on_the_host_and_on_the_device(report: dict[str, st
     assert "sampling on the device" in report["Sampling: backend"]
 
 
-def test_servers_are_compared_and_one_that_does_not_start_is_told_and_left_out(report: dict[str, str]) -> None:
+def test_servers_are_compared_and_one_that_does_not_start_is_reported_and_left_out(report: dict[str, str]) -> None:
     section = report["Servers under load"]
     assert "**Failed**: llama-server-bs ended with exit code 1." in section
     assert "this device cannot sample" in section
@@ -85,13 +85,13 @@ def test_servers_are_compared_and_one_that_does_not_start_is_told_and_left_out(r
     assert "| of them failed | 0 | 0 |" in section
 
 
-def test_swapping_and_the_tests_are_there(report: dict[str, str]) -> None:
+def test_the_report_has_swapping_times_and_the_test_result(report: dict[str, str]) -> None:
     assert "| per-sequence | 64 |" in report["Swapping 64 tokens"]
     assert "passed" in report["Tests"]
     assert "1 part failed;" in report["Tests"]
 
 
-def test_without_peers_and_without_time_every_part_says_why_it_is_empty(tmp_path: Path) -> None:
+def test_without_peers_and_without_time_every_part_gives_the_reason_that_it_is_empty(tmp_path: Path) -> None:
     sections = gpu_report(tmp_path, "-m", tmp_path / "none.gguf", "--minutes", "0.03")
     for name in ("unified", "per-sequence"):
         assert "was not measured: --peers was not given" in sections[f"llama-batched-bench, {name}"]
@@ -99,7 +99,7 @@ def test_without_peers_and_without_time_every_part_says_why_it_is_empty(tmp_path
         assert "not begun, because the time for the whole report" in sections[name]
 
 
-def test_what_it_cannot_do_is_said_at_once(tmp_path: Path) -> None:
+def test_invalid_options_are_refused_at_once(tmp_path: Path) -> None:
     for flags, message in (
         (["-o", tmp_path / "none" / "report.md"], "there is no folder"),
         (["--minutes", "0"], "--minutes is 0: must be above 0"),
@@ -148,7 +148,7 @@ def test_sigterm_ends_a_script_with_the_servers_that_it_started() -> None:
     assert not psutil.pid_exists(child)
 
 
-def test_a_server_that_never_answers_or_ends_is_not_waited_for_longer_than_told() -> None:
+def test_waiting_for_a_server_that_never_answers_or_ends_stops_at_the_timeout() -> None:
     url = f"http://127.0.0.1:{free_port()}/health"
     with ChildProcess(python("import time; time.sleep(60)")) as child:
         assert child.wait_for(url, 0.5) == "was not ready after 0 s"

@@ -16,7 +16,7 @@ from cppbatch.config import EngineConfig
 from cppbatch.errors import ModelError
 
 
-async def test_a_device_that_is_not_there_is_an_error(tiny_llama: Path) -> None:
+async def test_a_missing_device_is_an_error(tiny_llama: Path) -> None:
     engine = Deployment(devices=(7,)).start(EngineConfig(model_path=str(tiny_llama), n_ctx=256, n_parallel=2))
     with pytest.raises(ModelError, match="GPU 7 not found"):
         await engine.loaded()

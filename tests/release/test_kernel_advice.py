@@ -1,4 +1,4 @@
-"""The default model's weights: advice is given exactly where timing says that others are clearly faster."""
+"""The default model's weights: advice is given exactly where other types are clearly faster by timing."""
 
 from __future__ import annotations
 
@@ -40,5 +40,5 @@ def test_the_default_model_as_downloaded_is_advised_exactly_where_other_types_ar
         assert f"`cppbatch models requantize {q4_1}`" in found["advice"]
 
 
-def test_for_the_file_that_pull_has_chosen_there_is_nothing_to_gain(default_model: Path) -> None:
+def test_the_file_that_pull_has_chosen_cannot_be_improved(default_model: Path) -> None:
     assert kernels_of(default_model)["advice"] is None

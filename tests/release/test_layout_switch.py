@@ -1,4 +1,4 @@
-"""A switch of the KV layout behind LocalEngine and EngineProcess: no client notices it, nor a crash around it."""
+"""A switch of the KV layout in LocalEngine and EngineProcess: no client notices it, nor a crash around it."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Clients:
 
 
 @pytest.mark.parametrize("kind", [LocalEngine, EngineProcess])
-async def test_texts_go_on_through_a_switch(
+async def test_texts_continue_through_a_switch(
     kind: Callable[..., Any], tiny_llama: Path, expected: dict[str, str]
 ) -> None:
     async with kind(tiny_llama, **SETTINGS) as engine:

@@ -1,4 +1,4 @@
-"""From loading to the last goodbye: what /health and /ready say, and whose requests are finished."""
+"""From loading to shutdown: what /health and /ready report, and which requests are finished."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ async def test_health_and_ready_follow_the_engine(
         monkeypatch.undo()
 
 
-async def test_on_the_way_down_what_runs_is_finished_and_nothing_new_begins(engine: HeldEngine) -> None:
+async def test_on_shutdown_running_requests_finish_and_new_ones_are_refused(engine: HeldEngine) -> None:
     app = create_app(engine)
     async with TestClient(TestServer(app)) as http:
         running = asyncio.create_task(http.post("/v1/completions", json=HELLO))
@@ -86,7 +86,7 @@ async def test_on_the_way_down_what_runs_is_finished_and_nothing_new_begins(engi
         assert await drained == 0
 
 
-async def test_a_drain_that_takes_too_long_says_how_many_are_left(engine: HeldEngine) -> None:
+async def test_a_drain_that_takes_too_long_reports_how_many_requests_are_left(engine: HeldEngine) -> None:
     app = create_app(engine)
     async with TestClient(TestServer(app)) as http:
         running = [asyncio.create_task(http.post("/v1/completions", json=HELLO)) for _ in range(2)]
@@ -107,7 +107,7 @@ def test_a_drain_timeout_out_of_range_is_refused() -> None:
 ENDLESS: dict[str, Any] = {"prompt": "A long story:", "max_tokens": 1900, "ignore_eos": True}
 
 
-def test_requests_that_outlast_the_drain_timeout_are_told_and_counted(default_model: Path) -> None:
+def test_requests_that_outlast_the_drain_timeout_get_an_error_and_are_counted(default_model: Path) -> None:
     with ServerProcess("-m", default_model, "-c", "4096", "-np", "2", "--drain-timeout", "2") as server:
         server.wait_ready()
         with server.stream("/v1/completions", {**ENDLESS, "stream": True}) as answer:
@@ -137,7 +137,7 @@ def test_a_second_signal_while_it_drains_ends_it_at_once(default_model: Path) ->
             assert server.wait() == 130
 
 
-def test_a_terminal_that_is_closed_lets_what_runs_finish(default_model: Path) -> None:
+def test_running_requests_finish_when_the_terminal_is_closed(default_model: Path) -> None:
     """It sends SIGHUP, to the whole group and often twice."""
     options = ["-c", "4096", "-np", "2", "--drain-timeout", "200"]
     with ServerProcess("-m", default_model, *options, in_group=True) as server:
@@ -154,7 +154,7 @@ def test_a_terminal_that_is_closed_lets_what_runs_finish(default_model: Path) ->
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "127.0.0.1"])
-def test_a_server_that_is_open_to_anybody_says_so_in_one_line(tiny_llama: Path, host: str) -> None:
+def test_a_server_without_access_control_logs_one_line_that_says_so(tiny_llama: Path, host: str) -> None:
     with ServerProcess("-m", tiny_llama, "-c", "256", "-np", "2", "--host", host) as server:
         server.wait_ready()
         server.interrupt()

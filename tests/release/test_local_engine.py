@@ -93,13 +93,13 @@ async def test_sixteen_requests_at_once_get_the_texts_they_get_alone(engine: Eng
     await assert_everything_is_free(engine)
 
 
-async def test_a_bad_request_is_refused_and_the_engine_goes_on(engine: EngineClient) -> None:
+async def test_a_bad_request_is_refused_and_the_engine_continues(engine: EngineClient) -> None:
     with pytest.raises(InvalidRequest, match="prompt"):
         await soon(run(engine, request(prompt="x" * 2000)))
     assert_ends_once(await soon(run(engine, request())), FinishReason.LENGTH)
 
 
-async def test_the_loaded_engine_tells_its_model_and_health(engine: EngineClient) -> None:
+async def test_the_loaded_engine_reports_its_model_and_health(engine: EngineClient) -> None:
     assert engine.info.name == "tiny-llama"
     assert (engine.health().status, engine.health().progress) == ("ok", 1.0)
 
@@ -122,7 +122,7 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     gate.set()
 
 
-async def test_health_tells_how_far_loading_is_and_requests_are_refused_until_then(
+async def test_health_reports_the_loading_progress_and_requests_are_refused_until_then(
     tiny_llama: Path, gate: threading.Event
 ) -> None:
     engine = LocalEngine(tiny_llama, **SETTINGS)
@@ -218,7 +218,7 @@ async def test_cancelling_the_task_that_iterates_cancels_the_request(engine: Eng
     await assert_everything_is_free(engine)
 
 
-async def test_two_hundred_random_cancels_leave_no_cell_and_no_seq_id_behind(engine: EngineClient) -> None:
+async def test_two_hundred_random_cancels_leak_no_cell_and_no_seq_id(engine: EngineClient) -> None:
     rng = random.Random(2024)
 
     async def one(i: int) -> None:
@@ -266,7 +266,7 @@ async def test_an_id_used_again_right_after_its_iterator_was_closed_gets_only_it
     assert sum(len(event.tokens) for event in events) == 16
 
 
-async def test_an_id_used_again_while_its_last_events_lie_unread_gets_its_own(engine: EngineClient) -> None:
+async def test_an_id_reused_while_its_last_events_are_unread_gets_its_own_events(engine: EngineClient) -> None:
     async with contextlib.aclosing(engine.submit(request(max_tokens=4))) as events:
         await soon(anext(events))
         while (await soon(engine.stats())).running:  # each answer takes a step
@@ -298,7 +298,7 @@ async def test_close_ends_running_and_waiting_requests_with_one_last_event(tiny_
     assert engine.health().status == "closed"
 
 
-async def test_a_closed_engine_takes_nothing_and_may_be_closed_again(tiny_llama: Path) -> None:
+async def test_a_closed_engine_accepts_nothing_and_may_be_closed_again(tiny_llama: Path) -> None:
     async with LocalEngine(tiny_llama, **SETTINGS) as engine:
         pass
     with pytest.raises(EngineClosed, match="closed"):
@@ -385,7 +385,7 @@ def test_closing_while_a_long_prompt_is_tokenised_does_not_crash(tiny_llama: Pat
     assert done.returncode == 0, done.stderr
 
 
-async def test_a_full_queue_refuses_and_those_before_it_end_well(tiny_llama: Path) -> None:
+async def test_a_full_queue_refuses_and_earlier_requests_finish(tiny_llama: Path) -> None:
     async with LocalEngine(tiny_llama, **{**SETTINGS, "n_parallel": 1, "max_queue": 1}) as engine:
         running = await started(engine, request("running", max_tokens=900))
         waiting = asyncio.create_task(run(engine, request("waiting")))

@@ -28,7 +28,7 @@ from tests.support.lora_texts import (
     texts_together,
 )
 
-# --- whoever runs beside it -----------------------------------------------------------------------------------------
+# --- in a batch with others -----------------------------------------------------------------------------------------
 
 
 def test_on_the_default_model_too(f32_model: Path, tmp_path: Path) -> None:
@@ -47,7 +47,7 @@ def test_on_the_default_model_too(f32_model: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("no_pause")
-async def test_a_killed_workers_requests_go_on_with_their_adapters(tiny_llama: Path, tmp_path: Path) -> None:
+async def test_a_killed_workers_requests_continue_with_their_adapters(tiny_llama: Path, tmp_path: Path) -> None:
     adapters = make_adapters(tmp_path)
     at_start = chosen(adapters, {"x": 1, "y": 0})
     settings: dict[str, Any] = {"n_ctx": 16384, "n_parallel": 16, **FLOATS, "lora": at_start}

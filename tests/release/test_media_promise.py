@@ -1,4 +1,4 @@
-"""Pictures through worker processes: crashes are invisible, and a picture that causes them fails alone."""
+"""Images through worker processes: crashes are invisible, and an image that causes them fails alone."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def request(name: object, *parts: str | Media, max_tokens: int = 60) -> Generati
 
 
 def seven() -> list[GenerationRequest]:
-    """Five with pictures, two of them equal, and two texts."""
+    """Five with images, two of them equal, and two texts."""
     pictures = [request(f"p{i}", "See ", image(i % 4), f" number {i}") for i in range(5)]
     return [*pictures, request("a"), request("b")]
 
@@ -56,7 +56,9 @@ def text(events: list[GenerationEvent]) -> str:
     return "".join(event.text for event in events)
 
 
-async def test_a_worker_that_is_killed_goes_on_with_pictures_and_texts(tiny_llama: Path, projector: str) -> None:
+async def test_requests_with_images_and_texts_continue_after_a_worker_is_killed(
+    tiny_llama: Path, projector: str
+) -> None:
     with BatchInferenceEngine(tiny_llama, mmproj=projector, **SETTINGS) as alone:
         expected = [alone.generate([its.prompt], greedy(200, ignore_eos=True))[0].text for its in seven()]
     async with EngineProcess(tiny_llama, mmproj=projector, **SETTINGS) as engine:
@@ -75,7 +77,7 @@ async def test_a_worker_that_is_killed_goes_on_with_pictures_and_texts(tiny_llam
         assert engine._supervisor.restarts >= 1
 
 
-async def test_a_picture_that_crashes_the_encoder_fails_alone(tiny_llama: Path, projector: str) -> None:
+async def test_an_image_that_crashes_the_encoder_fails_alone(tiny_llama: Path, projector: str) -> None:
     runtime = "tests.support.failing_runtimes:dies_of_black_pictures"
     black = Media("image", encoded(Image.new("RGB", (8, 8))))
     async with EngineProcess(tiny_llama, runtime=runtime, mmproj=projector, **SETTINGS) as engine:
@@ -85,10 +87,10 @@ async def test_a_picture_that_crashes_the_encoder_fails_alone(tiny_llama: Path, 
         assert all(text(events) for events in others)
 
 
-async def test_texts_do_not_wait_for_an_encoder_and_a_waiting_picture_is_cancelled(
+async def test_texts_do_not_wait_for_an_encoder_and_a_waiting_image_is_cancelled(
     tiny_llama: Path, projector: str
 ) -> None:
-    """Each of 40 pictures takes 50 ms here."""
+    """Each of 40 images takes 50 ms here."""
     runtime = "tests.support.failing_runtimes:dies_of_black_pictures"
     async with EngineProcess(tiny_llama, runtime=runtime, mmproj=projector, **SETTINGS) as engine:
         many = [request(f"p{i}", image(100 + i), "x", max_tokens=1) for i in range(40)]
@@ -101,9 +103,7 @@ async def test_texts_do_not_wait_for_an_encoder_and_a_waiting_picture_is_cancell
         assert pictures[-2].cancelled()
 
 
-def test_the_default_model_gives_the_same_text_with_pictures_alone_and_together(
-    f32_model: Path, tmp_path: Path
-) -> None:
+def test_the_default_model_gives_the_same_text_with_images_alone_and_together(f32_model: Path, tmp_path: Path) -> None:
     projector = tiny_projectors.vision(tmp_path / "mmproj.gguf", n_embd=576)
     prompts = [MediaPrompt([f"Picture {i}: ", image(i), "\nThis is"]) for i in range(8)]
     with BatchInferenceEngine(f32_model, mmproj=str(projector), **{**SETTINGS, "n_threads": 0}) as engine:

@@ -1,4 +1,4 @@
-"""What is predicted is what llama.cpp takes, and what a process grows by."""
+"""The predicted memory is what llama.cpp allocates, and the growth of a process."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ print(msgspec.json.encode(measure_memory(msgspec.json.decode(sys.argv[1], type=E
 
 
 def taken(config: EngineConfig) -> MeasuredMemory:
-    """Measured in a process of its own."""
+    """Measured in a separate process."""
     command = [sys.executable, "-c", GROWTH, msgspec.json.encode(config).decode()]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
     assert done.returncode == 0, done.stderr
@@ -100,8 +100,8 @@ def taken(config: EngineConfig) -> MeasuredMemory:
 
 
 @pytest.mark.parametrize("layout", ["unified", "per-sequence"])
-def test_what_16_sequences_take_more_than_one_is_predicted_to_5_percent(layout: KvLayout, default_model: Path) -> None:
-    """In what llama.cpp allocates, and in what the process grows by when each has had its tokens."""
+def test_the_extra_memory_of_16_sequences_is_predicted_to_5_percent(layout: KvLayout, default_model: Path) -> None:
+    """In llama.cpp's allocations, and in the growth of the process once each sequence has its tokens."""
     config = EngineConfig(
         model_path=str(default_model), n_ubatch=64, kv_layout=layout, prefix_cache=False, swap_space=0
     )
@@ -126,7 +126,9 @@ def test_a_simulated_model_has_nothing_to_compute_with(tiny_llama: Path) -> None
             context.decode(batch)
 
 
-def test_a_process_that_dies_says_how(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_estimate_process_that_dies_is_reported_with_its_exit_code(
+    tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(sys, "executable", "/bin/false")
     with pytest.raises(EstimateFailed, match="ended with code 1: no reason given"):
         estimate_memory([EngineConfig(model_path=str(tiny_llama))])

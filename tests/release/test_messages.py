@@ -63,7 +63,7 @@ def test_the_default_model_continues_the_assistants_message(real: anthropic.Anth
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_the_default_model_calls_a_tool_and_is_told_what_it_gave(real: anthropic.Anthropic, *, stream: bool) -> None:
+def test_the_default_model_calls_a_tool_and_gets_its_result(real: anthropic.Anthropic, *, stream: bool) -> None:
     city = {"type": "object", "properties": {"city": {"type": "string", "maxLength": 12}}, "required": ["city"]}
     question = {"role": "user", "content": "How is the weather in Oslo?"}
     fields: Json = {"model": ALIAS, "max_tokens": 60, "tools": [{"name": "weather", "input_schema": city}]}

@@ -163,7 +163,7 @@ def test_a_streamed_chat_has_the_same_text_and_its_usage(client: openai.OpenAI) 
     assert last.usage.completion_tokens == whole.usage.completion_tokens if whole.usage else 0
 
 
-def test_what_the_template_may_be_told_is_passed_on(client: openai.OpenAI) -> None:
+def test_template_variables_are_passed_on(client: openai.OpenAI) -> None:
     answer = client.chat.completions.create(
         model=MODEL,
         messages=HELLO,
@@ -197,7 +197,7 @@ def test_a_required_tool_is_called_whole_and_streamed(client: openai.OpenAI) -> 
         assert (name, json.loads(streamed)) == ("get_weather", arguments)
 
 
-def test_tools_that_are_not_to_be_called_are_not(client: openai.OpenAI) -> None:
+def test_with_tool_choice_none_no_tool_is_called(client: openai.OpenAI) -> None:
     asked: Any = {"model": MODEL, "messages": HELLO, "tools": [WEATHER], "max_tokens": 8}
     assert client.chat.completions.create(**asked, tool_choice="none").choices[0].message.tool_calls is None
 
@@ -274,7 +274,9 @@ def test_fewer_dimensions_are_the_first_ones(embedder: openai.OpenAI) -> None:
     assert refused.value.param == "dimensions"
 
 
-def test_who_has_no_text_and_who_no_vectors_says_so(client: openai.OpenAI, embedder: openai.OpenAI) -> None:
+def test_a_model_without_text_and_a_model_without_vectors_are_refused_with_the_reason(
+    client: openai.OpenAI, embedder: openai.OpenAI
+) -> None:
     with pytest.raises(openai.BadRequestError, match="--pooling mean"):
         client.embeddings.create(model=MODEL, input="A cat.")
     with pytest.raises(openai.BadRequestError, match="does not generate text"):

@@ -1,4 +1,4 @@
-"""What sharing and preemption promise, on the default model. scripts/bench_prefix.py measures the same at full size."""
+"""The promises of sharing and preemption, on the default model. scripts/bench_prefix.py measures them at full size."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_requests_that_outgrow_the_cells_all_finish_with_the_text_of_ample_ones(
 
 
 @pytest.mark.parametrize("n_tokens", [500, pytest.param(2000, marks=pytest.mark.soak)])
-def test_a_prefix_on_disk_is_there_after_a_restart_and_five_times_as_fast_if_it_is_long(
+def test_a_prefix_on_disk_persists_across_a_restart_and_is_five_times_as_fast_if_it_is_long(
     default_model: Path, tmp_path: Path, n_tokens: int
 ) -> None:
     prompt = [100 + i * 37 % 9000 for i in range(n_tokens)]

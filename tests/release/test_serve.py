@@ -140,7 +140,7 @@ async def stream_together(url: str, model: str, n: int) -> list[str | None]:
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_a_client_that_goes_away_frees_its_cells_within_a_second(server: ServerProcess, stream: bool) -> None:
+def test_a_client_that_disconnects_frees_its_cells_within_a_second(server: ServerProcess, stream: bool) -> None:
     server.wait_idle()
     body = json.dumps({"prompt": "Tell me", "max_tokens": 1000, "ignore_eos": True, "stream": stream})
     with raw_post(server, "/v1/completions", body) as connection:
@@ -151,7 +151,7 @@ def test_a_client_that_goes_away_frees_its_cells_within_a_second(server: ServerP
     assert stats["kv_cells_used"] == 0
     assert stats["seq_ids_free"] + stats["prefixes_in_cells"] == stats["seq_ids"]
     n_more = 20 if stream else 200  # whether a client that sends nothing more still reads is asked after 0.1 s
-    assert stats["steps"] - steps < n_more, "it went on generating for a client that had left"
+    assert stats["steps"] - steps < n_more, "it continued generating for a client that had left"
 
 
 def raw_post(server: ServerProcess, path: str, body: str) -> socket.socket:
@@ -161,7 +161,7 @@ def raw_post(server: ServerProcess, path: str, body: str) -> socket.socket:
     return connection
 
 
-def test_ctrl_c_finishes_what_runs_and_exits_0(default_model: Path) -> None:
+def test_ctrl_c_finishes_running_requests_and_exits_0(default_model: Path) -> None:
     with ServerProcess("-m", default_model) as server:
         server.wait_ready()
         body = {"prompt": "A long story:", "max_tokens": 100, "ignore_eos": True, "stream": True}

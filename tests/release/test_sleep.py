@@ -78,7 +78,7 @@ def test_looking_at_a_sleeping_server_does_not_wake_it_and_counting_tokens_does(
         assert "killed" not in "".join(server.errors), "its worker ends by itself"
 
 
-def test_a_batch_wakes_a_server_keeps_it_awake_and_goes_on_after_a_restart(tiny_llama: Path, tmp_path: Path) -> None:
+def test_a_batch_wakes_a_server_keeps_it_awake_and_continues_after_a_restart(tiny_llama: Path, tmp_path: Path) -> None:
     flags = ("-m", tiny_llama, "-c", "2048", "-np", "2", "--sleep-idle-seconds", "1", "--data-dir", tmp_path)
     work = b"\n".join(line(f"item-{i}", max_tokens=400, ignore_eos=True) for i in range(20))
     with ServerProcess(*flags, in_group=True) as server:
@@ -102,7 +102,7 @@ def test_a_batch_wakes_a_server_keeps_it_awake_and_goes_on_after_a_restart(tiny_
         wait_for_sleep(server)
 
 
-def test_a_server_sleeps_wakes_for_a_request_and_says_the_same(default_model: Path) -> None:
+def test_a_server_sleeps_and_wakes_for_a_request_with_the_same_answer(default_model: Path) -> None:
     with ServerProcess("-m", default_model, "-c", "2048", "--sleep-idle-seconds", "1") as server:
         server.wait_ready()
         said, awake = complete(server), memory(server)

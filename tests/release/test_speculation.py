@@ -71,7 +71,7 @@ def test_with_float_weights_16_of_16_texts_are_those_without_drafts(
     assert all(result.usage.drafted_tokens == 0 for result in with_drafts[8:])
 
 
-def test_texts_stay_where_sequences_are_preempted_between_drafts(f16_model: Path) -> None:
+def test_texts_stay_the_same_if_sequences_are_preempted_between_drafts(f16_model: Path) -> None:
     without = without_drafts(f16_model, "unified", greedy=True)
     with_drafts, engine = results(f16_model, "auto", "unified", n_ctx=384, greedy=True)
     stats = engine.stats()

@@ -81,7 +81,7 @@ def count_finished(requests: Requests, results: list[Completion]) -> int:
     return n_finished
 
 
-def test_all_that_finish_are_faultless_and_nine_of_ten_finish_with_free_texts_among_them(default_model: Path) -> None:
+def test_all_finished_texts_match_and_nine_of_ten_finish_beside_free_texts(default_model: Path) -> None:
     requests = mixed(constrained(1), free(5, max_tokens=64))
     with open_engine(default_model) as engine:
         _, results = run(engine, requests)
@@ -102,7 +102,7 @@ def test_free_texts_are_the_same_with_and_without_constrained_ones_among_them(f1
 
 
 def without_schemas(requests: Requests, results: list[Completion]) -> Requests:
-    """The same prompts, and as many tokens for each, as text of any kind."""
+    """The same prompts, and the same number of tokens for each, as free text."""
     return [
         (prompt, SamplingParams(temperature=0.8, seed=its.seed, max_tokens=len(result.tokens), ignore_eos=True))
         for (prompt, its), result in zip(requests, results, strict=True)
@@ -114,7 +114,7 @@ def without_schemas(requests: Requests, results: list[Completion]) -> Requests:
 def test_a_constrained_batch_is_nine_tenths_as_fast_as_the_same_without_its_schemas(default_model: Path) -> None:
     n_finished, ratios, n_tokens, seconds = 0, [], 0, [0.0, 0.0]
     with open_engine(default_model) as engine:
-        for part in range(5):  # taking turns, as nobody knows what else the machine does
+        for part in range(5):  # in turns, because other programs may disturb the machine
             requests = mixed(constrained(2, first_seed=2 * part), free(8, max_tokens=160, first_seed=8 * part))
             constrained_s, results = run(engine, requests)
             unconstrained_s, others = run(engine, without_schemas(requests, results))

@@ -45,7 +45,7 @@ def synthetic(tmp_path_factory: pytest.TempPathFactory, default_model: Path) -> 
     return path
 
 
-def test_the_file_is_of_the_shape_asked_for_and_of_the_preset_where_nothing_was_asked(synthetic: Path) -> None:
+def test_the_file_has_the_given_dimensions_and_those_of_the_preset_otherwise(synthetic: Path) -> None:
     facts = inspect_model(synthetic)
     assert (facts.n_layer, facts.n_embd, facts.n_head, facts.n_head_kv, facts.n_ctx_train) == (2, 64, 4, 2, 512)
     assert facts.n_vocab == 50_000
@@ -89,7 +89,7 @@ def test_a_sentencepiece_vocabulary_is_copied_and_filled_up_too(tmp_path: Path, 
             assert copy.vocab.tokenize(text).tolist() == donor.vocab.tokenize(text).tolist()
 
 
-def test_without_another_file_there_is_a_vocabulary_of_bytes(tmp_path: Path) -> None:
+def test_without_another_file_the_vocabulary_is_bytes(tmp_path: Path) -> None:
     path = tmp_path / "bytes.gguf"
     assert script(path, *SMALL, "--vocab-from", "bytes", "--vocab-size", "600").returncode == 0
     with Model(path) as model:
@@ -107,7 +107,7 @@ def test_the_presets_are_as_large_as_the_models_they_are_called_after(default_mo
     assert parameters == {name: pytest.approx(n, rel=0.001) for name, n in published.items()}
 
 
-def test_the_size_is_known_before_anything_is_written(tmp_path: Path, tiny_llama: Path) -> None:
+def test_the_size_is_computed_before_anything_is_written(tmp_path: Path, tiny_llama: Path) -> None:
     vocab = copied_vocab(tiny_llama, 512)
     shape = LlamaShape(n_embd=64, tied=True)
     written = write_llama(tmp_path / "m.gguf", shape, quant="Q4_0", vocab=vocab)
@@ -128,7 +128,7 @@ def test_the_size_is_known_before_anything_is_written(tmp_path: Path, tiny_llama
         (["--type", "Q3_K"], "invalid choice: 'Q3_K'"),
     ],
 )
-def test_what_cannot_be_written_is_refused_with_its_name_and_leaves_nothing(
+def test_an_invalid_model_is_refused_with_the_flag_and_leaves_no_file(
     tmp_path: Path, tiny_llama: Path, flags: list[str], message: str
 ) -> None:
     donor: list[str | Path] = [] if "--vocab-from" in flags else ["--vocab-from", tiny_llama]
@@ -139,7 +139,7 @@ def test_what_cannot_be_written_is_refused_with_its_name_and_leaves_nothing(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_file_that_is_there_is_never_written_over(tiny_llama: Path) -> None:
+def test_an_existing_file_is_never_overwritten(tiny_llama: Path) -> None:
     before = tiny_llama.read_bytes()
     assert "is there already" in script(tiny_llama, "--vocab-from", tiny_llama).stderr
     assert tiny_llama.read_bytes() == before

@@ -1,4 +1,4 @@
-"""`cppbatch tune` beside a program that keeps a core busy: what it chooses is not slower than what it measured."""
+"""`cppbatch tune` beside a program that keeps a core busy: its choice is not slower than what it measured."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The application behind a real socket, for clients that are not asyncio's: an engine and a server on a thread."""
+"""The application on a real socket, for clients without asyncio: an engine and a server on a thread."""
 
 from __future__ import annotations
 

@@ -81,8 +81,8 @@ def results(client: OpenAI, file_id: str | None) -> list[Json]:
 
 
 def is_same_text(one: Json, other: Json) -> bool:
-    """Whether two greedy texts are the same, but for a tie of the two likeliest tokens, after which they may differ:
-    in another batch the last bits of their logits are other ones."""
+    """Whether two greedy texts are equal, except for a tie of the two most likely tokens, after which they may differ:
+    in another batch the last bits of their logits differ."""
     if one["text"] == other["text"]:
         return True
     tokens = zip(one["logprobs"]["tokens"], other["logprobs"]["tokens"], strict=True)

@@ -140,7 +140,7 @@ def turn(family: str, *, tools: list[Json] = TOOLS, mode: Any = "auto", **more: 
 
 
 def pieces(its: PreparedChat, parts: Iterable[str]) -> list[Delta]:
-    """What a reader tells of a text that comes in these parts."""
+    """What a reader returns for a text that comes in these parts."""
     reader = its.output_parser()
     return [piece for part in parts for piece in reader.push(part)] + reader.close()
 

@@ -18,11 +18,11 @@ def template_of(source: str | None) -> ChatTemplate:
 
 
 class Conversation(NamedTuple):
-    """What a template is given."""
+    """The arguments of a template."""
 
     messages: list[Message]
     tools: list[dict[str, Any]] | None = None
-    kwargs: dict[str, Any] = {}  # noqa: RUF012 (nobody changes it)
+    kwargs: dict[str, Any] = {}  # noqa: RUF012 (never changed)
     continue_final_message: bool = False
 
 

@@ -40,7 +40,7 @@ def softmax(values: Doubles) -> Doubles:
 
 
 def drawn(row: Row, filters: Filters, numbers: UInt64, at_once: int = 500) -> Counts:
-    """How often each token comes, drawn in batches of equal rows."""
+    """How often each token is drawn, in batches of equal rows."""
     counts = np.zeros(len(row), np.int64)
     for part in np.array_split(numbers, max(1, len(numbers) // at_once)):
         tokens = random_sample(np.broadcast_to(row, (len(part), len(row))), [filters] * len(part), part)

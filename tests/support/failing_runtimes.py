@@ -104,7 +104,7 @@ def hangs_on_texts(config: EngineConfig, progress: Progress) -> Runtime:
 
 
 class _PoisonedEncoder(_Wrapped):
-    """Aborts the process at a picture that is all black; waits a while at others."""
+    """Aborts the process at an image that is all black; waits a while at others."""
 
     def __init__(self, real: Any) -> None:
         super().__init__(real)
@@ -191,7 +191,7 @@ def dies_while_loading(config: EngineConfig, progress: Progress) -> Runtime:
 
 
 def aborts_in_every_step(config: EngineConfig, progress: Progress) -> Runtime:
-    """As llama.cpp does with a model whose graph it builds wrongly."""
+    """As llama.cpp does with a model for which it builds a wrong graph."""
     runtime = load_runtime(config, progress)
     context: Any = _Wrapped(runtime.context)
     llama = ctypes.CDLL(library_path())

@@ -1,4 +1,4 @@
-"""An encoder of pictures for the fake model: a pixel is a vector whose first number is a byte that is no token."""
+"""An image encoder for the fake model: a pixel is a vector with a byte that is not a token as its first number."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from tests.support.fakes import N_VOCAB, FakeVocab
 from tests.support.media_files import encoded
 
 SEPARATOR = 5
-"""The token of text between two rows of a picture."""
+"""The token of text between two rows of an image."""
 
 
 @dataclass
 class FakeChunk:
-    """Text, or a row of pixels; a picture with multi-dimensional positions is all of its pixels in one row."""
+    """Text, or a row of pixels; an image with multi-dimensional positions has all its pixels in one row."""
 
     kind: Modality | None
     tokens: npt.NDArray[np.int32]
     row: npt.NDArray[np.uint8]
     is_whole: bool
     n_columns: int = 0
-    """Of a picture with multi-dimensional positions."""
+    """Of an image with multi-dimensional positions."""
 
     @property
     def n_tokens(self) -> int:
@@ -48,8 +48,8 @@ class FakeChunk:
 
 @dataclass
 class FakeEncoder:
-    """Each row of a picture is a chunk, with a token of text between two rows; with `has_dimensions` it is one chunk,
-    whose pixels have rows and columns. `encoding`: set while it encodes; it waits for `may_encode` then."""
+    """Each row of an image is a chunk, with a token of text between two rows; with `has_dimensions` the image is one
+    chunk of pixels with rows and columns. `encoding`: set while it encodes; it then waits for `may_encode`."""
 
     is_whole: bool = False
     has_dimensions: bool = False
@@ -74,7 +74,7 @@ class FakeEncoder:
         return chunks
 
     def split_audio(self, samples: npt.NDArray[np.float32]) -> list[FakeChunk]:
-        raise AssertionError("the fake model takes no sound")
+        raise AssertionError("the fake model does not accept audio")
 
     def encode(self, chunk: Any) -> npt.NDArray[np.float32]:
         """float32[n, 3]: the byte of a pixel, its place in the chunk, and the length of a row."""
@@ -87,7 +87,7 @@ class FakeEncoder:
 
 
 def bytes_of(row: npt.NDArray[np.uint8]) -> npt.NDArray[np.int64]:
-    """What the cells of the fake context hold of a row of pixels."""
+    """The content of the fake context's cells for a row of pixels."""
     return N_VOCAB + row.astype(np.int64) % (256 - N_VOCAB)
 
 
@@ -97,14 +97,14 @@ def fake_media(*, is_whole: bool = False, has_dimensions: bool = False, **option
 
 @cache
 def small_picture(number: int, width: int, height: int = 1) -> Media:
-    """A picture of `width` x `height` tokens, and the separators; other numbers are other pictures."""
+    """An image of `width` x `height` tokens, plus separators; each number gives a different image."""
     rng = np.random.default_rng([number, width, height])
     pixels = np.repeat(rng.integers(0, 192, (height, width, 1), np.uint8), 3, axis=2)
     return Media("image", encoded(Image.fromarray(pixels)))
 
 
 def as_read(prompt: MediaPrompt, *, has_dimensions: bool = False) -> list[int]:
-    """What the cells of the fake context hold of a prompt: the argument of `reference`."""
+    """The content of the fake context's cells for a prompt: the argument of `reference`."""
     from cppbatch.engine.media.files import decode_image
 
     read: list[int] = []

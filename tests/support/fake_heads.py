@@ -1,4 +1,4 @@
-"""Draft heads, an EAGLE-3 and a DFlash draft model of the fake model: they know the text only by the hidden rows, and
+"""Draft heads, an EAGLE-3 and a DFlash draft model of the fake model: they see the text only by the hidden rows, and
 refuse wrong ones."""
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ N_EMBD = 4
 
 
 def hidden_row(crc: int, n: int, *, of_head: bool = False) -> list[float]:
-    """The hidden row behind a text of `n` tokens with this CRC, as the fake model or its head yields it."""
+    """The hidden row after a text of `n` tokens with this CRC, as the fake model or its head yields it."""
     return [crc >> 16, crc & 0xFFFF, n, of_head]
 
 
@@ -232,7 +232,7 @@ CONTEXTS: dict[str, type[FakeCells]] = {
 def fake_head(
     context: FakeContext, clock: Callable[[], float], *, wrong_each: int = 4, kind: str = "mtp"
 ) -> RowProposer:
-    """The head or draft model of a fake model, with as many cells as its context."""
+    """The head or draft model of a fake model, with the number of cells of its context."""
     n_batch = max(context.n_batch, 3 * context.n_seq_max, FakeDFlashContext.block)
     sizes = {"n_ctx": context.n_ctx, "n_batch": n_batch, "n_seq_max": context.n_seq_max, "wrong_each": wrong_each}
     head = CONTEXTS[kind](**sizes)

@@ -1,4 +1,4 @@
-"""A `pynvml` without a driver: a GPU, and a part of one (MIG), of which the driver knows little."""
+"""A `pynvml` without a driver: a GPU, and a part of one (MIG), for which the driver reports little."""
 
 from __future__ import annotations
 

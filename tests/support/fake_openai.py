@@ -1,4 +1,4 @@
-"""A server with OpenAI's API and no model: it says as many words as asked, at set times, and fails when told to."""
+"""A server with OpenAI's API and no model: sends up to max_tokens words at set times, and fails on request."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from aiohttp import web
 
 
 class FakeOpenAI:
-    """`app` is the application. Everything may be set before requests come."""
+    """`app` is the application. All attributes may be set before the first request."""
 
     def __init__(self, **settings: Any) -> None:
         self.model = "fake"
@@ -26,13 +26,13 @@ class FakeOpenAI:
         """Whether it has /v1/chat/completions."""
         self.has_usage = True
         self.tokens_told: int | None = None
-        """By its usage; None: as many as it says."""
+        """The number in its usage; None: the actual number."""
         self.known_fields: set[str] | None = None
         """Others are refused; None: all are known."""
         self.faults: dict[int, str] = {}
-        """What goes wrong, by the number of the completion."""
+        """The fault, by the number of the completion."""
         self.requests_per_connection = 10**9
-        """Then it closes the connection when the next request comes."""
+        """It then closes the connection at the next request."""
         for name, value in settings.items():
             setattr(self, name, value)
         self.bodies: list[dict[str, Any]] = []
@@ -112,7 +112,7 @@ class FakeOpenAI:
 
 @contextlib.contextmanager
 def on_a_thread(app: web.Application) -> Iterator[str]:
-    """Serves it, for clients that have a loop of their own, or none. Gives its URL."""
+    """Serves it, for clients with their own event loop, or none. Returns its URL."""
     ready, stop, url = threading.Event(), asyncio.Event(), ""
     loop: asyncio.AbstractEventLoop | None = None
 

@@ -1,4 +1,4 @@
-"""Programs in the place of other projects' ones: a llama-server that says words, and a load generator."""
+"""Replacements for programs of other projects: a llama-server that sends words, and a load generator."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ folder.mkdir()
 
 
 def write_program(path: Path, program: str) -> Path:
-    """Writes an executable Python program, which can import this package if PYTHONPATH says where it is."""
+    """Writes an executable Python program, which can import this package if it is in PYTHONPATH."""
     path.parent.mkdir(exist_ok=True)
     path.write_text(f"#!{sys.executable}\n{program}")
     path.chmod(path.stat().st_mode | stat.S_IXUSR)

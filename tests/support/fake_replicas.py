@@ -107,7 +107,7 @@ class FakeEngine:
 
 
 class FakeReplica:
-    """A replica that can be killed, and whose streams can be broken or held up."""
+    """A replica that can be killed, with streams that can be broken or delayed."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -242,7 +242,7 @@ class FakeReplicas:
         return RayEngine(EngineConfig(model_path="", **settings), self)
 
     async def step(self, n: int = 1) -> None:
-        """So many steps of all replicas, whose events have arrived when it returns."""
+        """`n` steps of all replicas. Their events have arrived when it returns."""
         for _ in range(n):
             for replica in self.alive:
                 replica.engine.step()

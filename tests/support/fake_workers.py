@@ -1,4 +1,4 @@
-"""Workers without a process, behind a real `EngineProcess`: each step, when a test says so, makes a token of each."""
+"""Workers without a process, in a real `EngineProcess`: each step, started by a test, makes a token of each."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class FakeWorker:
         """Unfinished requests that it had when it was ended without having died."""
         self.threads = config.n_threads
         self.n_live = 0
-        """How often it was asked what it does."""
+        """How often its live state was requested."""
         self.answers_live = True
         """False: as in a long step."""
         self.pid = len(self.started)
@@ -94,7 +94,7 @@ class FakeWorker:
             return msgspec.structs.replace(engine.stats(), waiting=waiting, running=len(self.sequences) - waiting)
 
     def answer_live(self) -> None:
-        """Says what an engine does that has as many requests."""
+        """Reports what an engine with that many requests does."""
         with fake_engine(n_parallel=8) as engine:
             for _ in self.sequences:
                 engine.add_request([1, 2, 3], greedy(20))

@@ -104,7 +104,7 @@ class _GrammarVocab:
 
 
 Place = tuple[int, int, int]
-"""The position of a cell in time, row and column: three times the same, but in pictures."""
+"""The position of a cell in time, row and column: all three are equal, except in images."""
 
 
 @dataclass(frozen=True)
@@ -133,7 +133,7 @@ class FakeContext:
 
     `cells[seq_id]`: the tokens held, in order; `places[seq_id]`: their positions; `owned[seq_id]`: the numbers of those
     cells, which sequences may share; `made_with[seq_id]`: the LoRA adapters that each was computed with, which must be
-    those at work. Sequences are cut by positions in time, so never within a picture with rows and columns. `sharing`:
+    those at work. Sequences are cut by positions in time, so never within an image with rows and columns. `sharing`:
     what of it works, as in a real context; the rest fails the test. `steps`: for each decode, the number of tokens of
     every seq_id; `sets`: the adapters at work. `fail_at[n] = error` lets the n-th decode (from 1) raise it: `CacheFull`
     changes nothing, others leave cells half-written, as in llama.cpp. `min_rows`: tokens, and rows of logits if it
@@ -161,7 +161,7 @@ class FakeContext:
         self.sets: list[AdapterSet] = []  # of each decode
         self._numbers = itertools.count()
         self.steps: list[dict[int, int]] = []
-        self.vector_steps: list[dict[int, int]] = []  # of decodes of pictures
+        self.vector_steps: list[dict[int, int]] = []  # of decodes of images
         self.reopen(n_ctx=n_ctx, kv_unified=kv_unified, sharing=sharing, n_more_ids=n_more_ids)
         self.fail_at: dict[int, LlamaError] = {}
         self.fail_restore = False
@@ -258,14 +258,14 @@ class FakeContext:
         assert max(map(len, self.cells)) <= self.n_ctx_seq, f"a sequence is longer than {self.n_ctx_seq}"
 
     def decode_vectors(self, batch: EmbeddingBatch, *, causal: bool) -> None:
-        """The first number of a vector is the byte that a cell holds of it: one that is no token. With positions of
-        several dimensions, the second is its place in the picture, the third the number of columns."""
+        """The first number of a vector is the byte that its cell holds, which is not a token. With multi-dimensional
+        positions, the second is its place in the image, the third the number of columns."""
         n = batch.n_tokens
         seq_ids = batch.seq_ids[:n].tolist()
         assert 1 <= n <= self.n_batch, f"a batch of {n} vectors; the limit is {self.n_batch}"
-        if not causal:  # these see each other: the second number is the place in the picture, the third its length
+        if not causal:  # these attend to each other: the second number is the place in the image, the third its length
             assert n <= self.n_ubatch, f"{n} vectors in ubatches of {self.n_ubatch}"
-            assert batch.vectors[:n, 1:].tolist() == [[i, n] for i in range(n)], "not one whole picture"
+            assert batch.vectors[:n, 1:].tolist() == [[i, n] for i in range(n)], "not one whole image"
         self.vector_steps.append(dict(Counter(seq_ids)))
         for vector, given, seq_id in zip(batch.vectors[:n], batch.positions_by_dimension.T, seq_ids, strict=True):
             free = self._free_position(seq_id)
@@ -277,7 +277,7 @@ class FakeContext:
                 place = start, start + at // n_columns, start + at % n_columns
             expected = place[:1] if batch.n_dimensions == 1 else (*place, 0)
             assert (*given.tolist(),) == expected, f"seq_id {seq_id} gets {given} in place of {expected}"
-            assert N_VOCAB <= vector[0] < 256, f"{vector} is no vector of the fake encoder"
+            assert N_VOCAB <= vector[0] < 256, f"{vector} is not a vector of the fake encoder"
             self._append(seq_id, int(vector[0]), place)
         assert self.n_used <= self.n_ctx, f"{self.n_used} cells used of {self.n_ctx}"
         assert max(map(len, self.cells)) <= self.n_ctx_seq, f"a sequence is longer than {self.n_ctx_seq}"
@@ -312,7 +312,7 @@ class FakeContext:
         return True
 
     def shift(self, seq_id: int, start: int, by: int) -> None:
-        """The cells from `start` on have positions that begin after a gap, which `remove` has made."""
+        """The cells from `start` on have positions that start after a gap, which `remove` has left."""
         assert self.can_shift, "a memory that is not all cells"
         assert self.gaps.pop(seq_id) == (start + by, start), f"no gap before {start}"
         held = self.owned[seq_id]
@@ -354,7 +354,7 @@ class FakeContext:
         return self._first(seq_id, len(self.states[seq_id]))
 
     def _first(self, seq_id: int, n: int) -> FakeState:
-        """The part that a sequence has behind its first `n` cells."""
+        """The part of a sequence after its first `n` cells."""
         adapters, places = tuple(self.made_with[seq_id][:n]), tuple(self.places[seq_id][:n])
         return FakeState(self.states[seq_id][:n], 1 << 18, adapters, places)
 
@@ -430,7 +430,7 @@ class FakeContext:
         return bisect_left(self.places[seq_id], position, key=lambda place: place[0])
 
     def _free_position(self, seq_id: int) -> int:
-        """The first position behind all cells, in all dimensions."""
+        """The first position after all cells, in all dimensions."""
         at_end = self.places[seq_id][self._index(seq_id, self.last_position(seq_id)) :]
         return 1 + max((number for place in at_end for number in place), default=-1)
 
@@ -522,7 +522,7 @@ def vector(tokens: bytes) -> npt.NDArray[np.float32]:
 
 
 class FakeProposer:
-    """Drafts the likeliest tokens of the fake model; one in `wrong_each` is another one."""
+    """Drafts the most likely tokens of the fake model; one in `wrong_each` is wrong."""
 
     costs_compute = False
 
@@ -581,7 +581,7 @@ def fake_engine(
     """An engine over a fresh `FakeContext`, which `context_of` gives; with `pooling`, a `FakePooledContext`.
 
     `head`: makes the draft head of the model (`tests.support.fake_heads.fake_head`).
-    `n_more_ids`: seq_ids beyond `n_parallel`, where cells can be shared. `switches`: it begins with the layout that
+    `n_more_ids`: seq_ids beyond `n_parallel`, where cells can be shared. `switches`: it starts with the layout that
     `unified` says, and may switch; `sharing` "cells" or "copy" is then what the layout has.
     """
     if switches and sharing in ("cells", "copy"):
@@ -642,7 +642,7 @@ def context_of(engine: BatchInferenceEngine) -> FakeContext:
 
 
 def drain(engine: BatchInferenceEngine) -> list[GenerationEvent]:
-    """Steps until there is nothing to do, and returns the events; fails if that never comes."""
+    """Steps until there is nothing to do, and returns the events; fails if that never happens."""
     events: list[GenerationEvent] = []
     for _ in range(3000):
         if not engine.has_work:
@@ -719,7 +719,7 @@ def spell(text: str) -> list[int]:
 
 
 def know(engine: BatchInferenceEngine | EngineCore, times: Mapping[int, float]) -> None:
-    """Lets the scheduler know these times, seconds by numbers of rows, and learn no others."""
+    """Gives the scheduler these times, in seconds by numbers of rows, and stops it from measuring others."""
     scheduler = (engine if isinstance(engine, EngineCore) else engine.core).scheduler
     scheduler._budgets.of(()).cost.seed(times.items())
     scheduler.computed = lambda plan, seconds, decode_s=None: None  # type: ignore[method-assign]

@@ -27,7 +27,7 @@ NOT_THERE = (
 
 @contextlib.contextmanager
 def interrupted_after(n_lines: int) -> Iterator[None]:
-    """Raises KeyboardInterrupt in here when so many lines of the engine have run."""
+    """Raises KeyboardInterrupt within this context after this number of lines of the engine."""
     left = n_lines
 
     def trace(frame: FrameType, what: str, _: object) -> TraceFunction | None:

@@ -1,4 +1,4 @@
-"""Items and results of a job, and what its output files hold."""
+"""Items and results of a job, and the contents of its output files."""
 
 from __future__ import annotations
 

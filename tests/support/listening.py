@@ -1,4 +1,4 @@
-"""The application on a real port, and clients that know no manners."""
+"""The application on a real port, and clients that violate the protocol."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Parts of llama.cpp's sources, out of the source package of the pinned llama-cpp-python. None is kept here.
+"""Parts of llama.cpp's sources, from the source package of the pinned llama-cpp-python. They are not in this repo.
 
-They are fetched once a machine (76 MB). pip fetches them, since it knows the user's index and proxies. It prepares the
-package's metadata too, for which it installs build tools aside: most of the 45 seconds that it takes (7 when pip has it
-all in its cache).
+They are fetched once per machine (76 MB), by pip, because it uses the user's index and proxies. It prepares the
+package's metadata too, with build tools that it installs separately: most of the 45 seconds that it takes (7 if all is
+in pip's cache).
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def _wanted(path: PurePosixPath) -> bool:
 
 
 def _fetched() -> Path:
-    """A folder with the wanted files, laid out as in llama.cpp's repository."""
+    """A folder with the required files, laid out as in llama.cpp's repository."""
     folder = user_cache_path("cppbatch") / "sources" / f"llama-cpp-python-{PINNED_VERSION}-templates-and-tests"
     if not folder.is_dir():
         folder.parent.mkdir(parents=True, exist_ok=True)

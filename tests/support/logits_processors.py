@@ -1,4 +1,4 @@
-"""Logits processors, good and bad, and how the tests look at what they did."""
+"""Logits processors, good and bad, and helpers to check their effects."""
 
 from __future__ import annotations
 

@@ -58,5 +58,5 @@ class Policy:
         return plan
 
     def turns(self, n_steps: int) -> list[AdapterSet]:
-        """Whose step each was."""
+        """The set of each step."""
         return [self.step().adapters for _ in range(n_steps)]

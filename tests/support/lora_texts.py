@@ -1,4 +1,4 @@
-"""Texts with LoRA adapters: each alone in an engine of its own, and all together."""
+"""Texts with LoRA adapters: each alone in a separate engine, and all together."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files of pictures and sounds for tests."""
+"""Image and audio files for tests."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ def picture(seed: int = 0, *, size: tuple[int, int] = (48, 40), kind: str = "PNG
 
 
 def encoded(image: Image.Image, kind: str = "PNG", **options: Any) -> bytes:
-    """The bytes of a picture's file."""
+    """The bytes of an image file."""
     file = io.BytesIO()
     image.save(file, kind, **options)
     return file.getvalue()
 
 
 def image(seed: int = 0) -> Media:
-    """A picture for a prompt; another seed is another picture."""
+    """An image for a prompt; each seed gives a different image."""
     return Media("image", picture(seed))
 
 
@@ -50,25 +50,25 @@ def wav(samples: npt.NDArray[np.float32], *, rate: int = 16_000) -> bytes:
 
 
 def sound(seconds: float = 1.0, *, hertz: float = 440.0) -> Media:
-    """A sound for a prompt."""
+    """Audio for a prompt."""
     return Media("audio", wav(tone(seconds, hertz=hertz)))
 
 
 def jpeg_of_many_scans(n: int, *, side: int) -> bytes:
-    """A progressive picture whose last scan comes `n` times more: each goes over all pixels and takes a few bytes."""
+    """A progressive image with `n` copies of its last scan: each processes all pixels and takes a few bytes."""
     data = encoded(Image.new("RGB", (side, side)), "JPEG", progressive=True)
     last = data[data.rindex(b"\xff\xc4") : -2]  # its table and the scan
     return data[:-2] + n * last + data[-2:]
 
 
 def gif_of_many_comments(n: int) -> bytes:
-    """A picture with a comment in `n` pieces of one byte, which Pillow joins one after the other."""
+    """An image with a comment in `n` pieces of one byte, which Pillow joins one after the other."""
     data = encoded(Image.new("P", (8, 8)), "GIF")
     head = 13 + 3 * 2 ** ((data[10] & 7) + 1)  # with the palette
     return data[:head] + b"\x21\xfe" + n * b"\x01x" + b"\0" + data[head:]
 
 
 def jpeg_of_many_segments(n: int) -> bytes:
-    """A picture with `n` pieces of Exif data, which Pillow joins one after the other."""
+    """An image with `n` pieces of Exif data, which Pillow joins one after the other."""
     data = encoded(Image.new("RGB", (8, 8)), "JPEG")
     return data[:2] + n * b"\xff\xe1\x00\x09Exif\0\0x" + data[2:]

@@ -1,4 +1,4 @@
-"""Small pictures and sounds, made of nothing but the standard library."""
+"""Small images and audio files, made with the standard library only."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import zlib
 
 
 def png(width: int = 8, height: int = 8, color: tuple[int, int, int] = (255, 0, 0)) -> bytes:
-    """A picture of one colour."""
+    """An image of one colour."""
 
     def chunk(kind: bytes, data: bytes) -> bytes:
         return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))

@@ -157,7 +157,7 @@ def _request(rng: random.Random, path: str, body: bytes, names: list[str]) -> Mu
 
 
 def _dumped(rng: random.Random, fields: Json) -> bytes:
-    """As JSON; sometimes with lone surrogates as bytes, which is no UTF-8."""
+    """As JSON; sometimes with lone surrogates as bytes, which is not valid UTF-8."""
     if rng.random() < 0.5:
         return json.dumps(fields).encode()
     return json.dumps(fields, ensure_ascii=False).encode("utf-8", "surrogatepass")

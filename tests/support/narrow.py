@@ -9,7 +9,7 @@ T = TypeVar("T")
 
 def expect(kind: type[T], value: object) -> T:
     """The value, which must be of this type."""
-    assert isinstance(value, kind), f"{value!r} is no {kind.__name__}"
+    assert isinstance(value, kind), f"{value!r} is not of type {kind.__name__}"
     return value
 
 

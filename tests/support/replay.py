@@ -1,4 +1,4 @@
-"""A proposer that knows what comes, but for some tokens."""
+"""A proposer that drafts the actual text, except for some wrong tokens."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _WRONG_AT = 5  # every fifth token of a text is drafted wrong
 
 
 class Replay:
-    """Drafts what the last request with the same prompt said, with some tokens wrong."""
+    """Drafts the text of the last request with the same prompt, with some wrong tokens."""
 
     costs_compute = False
 

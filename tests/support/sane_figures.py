@@ -1,4 +1,4 @@
-"""What a server shows of itself after a storm of requests: figures that can be true, and nothing left behind."""
+"""What a server reports after many requests: plausible figures, and no leftovers."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ Schema = dict[str, Any]
 
 
 def fault(answer: str, schema: Schema) -> str | None:
-    """What is wrong with an answer: no JSON at all, or, as jsonschema says, not JSON of this schema."""
+    """The fault of an answer: not JSON, or, according to jsonschema, not JSON of this schema."""
     try:
         parsed = json.loads(answer)
     except ValueError as error:
@@ -123,7 +123,7 @@ SCHEMAS: dict[str, tuple[str, Schema]] = {
         "What is the article's number?",
         record({"article": {"anyOf": [whole(1, 9999), pattern("[A-Z]{2}[0-9]{2}")]}}),
     ),
-    "objects told apart by a constant": (
+    "objects distinguished by a constant": (
         "Draw a shape.",
         {
             "anyOf": [
@@ -140,7 +140,7 @@ SCHEMAS: dict[str, tuple[str, Schema]] = {
         "Configure the server.",
         record({"host": text(12), "port": whole(1, 65535), "secure": FLAG, "note": text(16)}, "port", "secure", "note"),
     ),
-    "names that are no words": (
+    "names that are not words": (
         "Translate.",
         record({'naïve "quotes"': {"const": "\\ / \n é 日本 🙂"}, "日本": text(6), "": NULL}),
     ),
@@ -155,4 +155,4 @@ SCHEMAS: dict[str, tuple[str, Schema]] = {
         },
     ),
 }
-"""By what is special in each: a question, and the schema of its answer, which takes a small model 10 to 60 tokens."""
+"""By the feature of each: a question, and the schema of its answer, which takes a small model 10 to 60 tokens."""

@@ -1,4 +1,4 @@
-"""A chat format whose messages are written in the test, and servers that use it: tool calls without a clever model."""
+"""A chat format with messages from the test, and servers that use it: tool calls without a capable model."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class ScriptedReader:
 
 
 class ScriptedFormat:
-    """Remembers what it was asked for, and reads the script whatever the model says."""
+    """Records its requests, and returns the script regardless of the model's output."""
 
     def __init__(self, script: list[Delta], **params: Any) -> None:
         self._script, self._params = script, params
@@ -125,7 +125,7 @@ def _parsed(text: str) -> Iterator[tuple[str, Json]]:
 
 
 def strictly(kind: Any, data: object, *more: str) -> Any:
-    """The data as a client's type, which knows each of its fields, but for those named in `more`."""
+    """The data as a client's type, which declares each of its fields, except for those named in `more`."""
     value = pydantic.TypeAdapter(kind).validate_python(data, strict=True)
     assert not (unknown := _unknown(value) - set(more)), f"{unknown} in {data}"
     return value

@@ -1,4 +1,4 @@
-"""A `cppbatch` server as its users start it: a process of its own, on a free port of this machine."""
+"""A `cppbatch` server as users start it: a separate process, on a free port of this machine."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ COMMAND = [sys.executable, "-m", "cppbatch"]
 
 
 class ServerProcess:
-    """`cppbatch serve` with these arguments. `wait_ready` returns once it says where it listens.
+    """`cppbatch serve` with these arguments. `wait_ready` returns once it prints its address.
 
     `in_group`: its processes are a group of their own, which `kill_group` ends. `python`: the interpreter that has
     cppbatch, if it is not the one of the test.
@@ -104,7 +104,7 @@ class ServerProcess:
         raise AssertionError(f"still busy after {seconds} s: {stats}")
 
     def wait_line(self, part: str, seconds: float = 10) -> None:
-        """Until it says or logs this."""
+        """Until it prints or logs this."""
         end = time.monotonic() + seconds
         while not any(part in line for line in [*self.lines, *self.errors]):
             assert time.monotonic() < end, f"it does not say {part!r} but {self.lines} {self.errors}"
@@ -124,7 +124,7 @@ class ServerProcess:
         return self.process.wait(seconds)
 
     def stop(self) -> str:
-        """Ends it, whatever it does, and returns what it wrote to stderr."""
+        """Ends it, whatever its state, and returns its stderr."""
         if self.process.poll() is None:
             self.process.kill()
         self.process.wait(30)

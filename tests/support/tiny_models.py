@@ -29,7 +29,7 @@ def llama(path: PathLike, **kwargs: Any) -> Path:
 
 
 def patched(path: PathLike, key: str, value: float) -> Path:
-    """A plain transformer in whose metadata `llama.{key}` is something else."""
+    """A plain transformer with another value of `llama.{key}` in its metadata."""
     written = llama(path)
     reader = gguf.GGUFReader(written, "r+")
     field = reader.get_field(f"llama.{key}")
@@ -82,9 +82,9 @@ def sliding_window(path: PathLike) -> Path:
 
 
 def two_dimensional(path: PathLike, *, architecture: str = "qwen2vl", n_deepstack: int = 0) -> Path:
-    """Qwen2-VL, or Qwen3-VL ("qwen3vl"): tokens of pictures have positions of two dimensions (M-RoPE).
+    """Qwen2-VL, or Qwen3-VL ("qwen3vl"): tokens of images have positions of two dimensions (M-RoPE).
 
-    `n_deepstack`: so many layers add a part of a picture's vectors, which are that much longer.
+    `n_deepstack`: the number of layers that add a part of an image's vectors, which are that much longer.
     """
     writer = _mrope_writer(path, architecture)
     if n_deepstack:
@@ -135,7 +135,7 @@ def two_dimensional_hybrid(path: PathLike, *, has_head: bool = False) -> Path:
 
 
 def _mrope_writer(path: PathLike, architecture: str) -> Any:
-    """With pairs of rotated numbers for time, row and column, and the tokens around a picture."""
+    """With pairs of rotated numbers for time, row and column, and the tokens around an image."""
     writer = _writer(path, architecture, vision_vocab())
     _add_attention(writer, N_HEAD_KV)
     writer.add_rope_dimension_sections([2, 3, 3, 0])
@@ -187,8 +187,8 @@ def _head(writer: Any, architecture: str, n_layers: int = 2, n_heads: int = 1) -
 
 
 def echo(path: PathLike, *, n_layers: int = 4) -> Path:
-    """A plain transformer whose layers change nothing and whose output matrix is that of the embeddings: the likeliest
-    next token is the last one."""
+    """A plain transformer with layers that change nothing and the embeddings as output matrix: the most likely next
+    token is the last one."""
     writer = _writer(path, "llama", n_layers=n_layers)
     _add_attention(writer, N_HEAD_KV)
     layers = [each for i in range(n_layers) for each in (*_plain_attention(f"blk.{i}"), *_feed_forward(f"blk.{i}"))]
@@ -316,8 +316,8 @@ def dflash(
     """DFlash of two layers, which reads the rows that enter `layers` of a model with vectors of N_EMBD numbers.
 
     `kind`: "dflash"; "swa", with a sliding window in its first layer; "dflash2", with a selector; "dspark", with a
-    Markov head; or "dspark-bonus", whose newest token drafts none itself. `own`: embeddings and output matrix of its
-    own. `echoes`: right by construction for `echo`, if the text is one token again and again.
+    Markov head; or "dspark-bonus", in which the newest token drafts none itself. `own`: separate embeddings and output
+    matrix. `echoes`: right by construction for `echo`, if the text repeats one token.
     """
     writer = _draft_writer(path, "dflash", layers, vocab, n_embd=N_EMBD, n_layers=2)
     if mask is not None:
@@ -384,7 +384,7 @@ def _draft_writer(
 
 
 def _draft_layer(blk: str, n_embd: int, n_read: int) -> list[Weight]:
-    """A layer with vectors of `n_embd` numbers, whose attention reads `n_read`."""
+    """A layer with vectors of `n_embd` numbers and attention that reads `n_read`."""
     return [
         norm(f"{blk}.attn_norm", n_embd),
         matrix(f"{blk}.attn_q", N_EMBD, n_read, 2.0),
@@ -478,7 +478,7 @@ def states_in_ubatches(path: PathLike) -> Path:
 
 
 def rows_of_all_tokens(path: PathLike) -> Path:
-    """CogVLM: its layers have other weights for pictures, and it computes logits of all tokens."""
+    """CogVLM: its layers have other weights for images, and it computes logits of all tokens."""
     writer = _writer(path, "cogvlm")
     _add_attention(writer, N_HEAD)
     weights = [_embedding(), norm("output_norm", N_EMBD), _output()]
@@ -507,10 +507,10 @@ def encoder_only(
     eos_in_pairs: bool = False,
     seed: int = 0,
 ) -> Path:
-    """BERT, with mean pooling unless told otherwise: embeds text, cannot continue it.
+    """BERT, with mean pooling by default: embeds text, cannot continue it.
 
-    `n_scores`: it is a reranker with so many outputs, labelled "0", "1" ... `rotary`: Nomic's kind, whose SiLU is exact
-    on a CPU, where GELU is looked up in a table of 16-bit floats. `words`: lower-case words
+    `n_scores`: a reranker with that many outputs, labelled "0", "1" ... `rotary`: Nomic's kind, with SiLU, which is
+    exact on a CPU; GELU is looked up in a table of 16-bit floats. `words`: lower-case words
     that are one token; with ## in front, ends of words. `eos_in_pairs`: query and document each end with an EOS token,
     in place of one SEP token between them.
     """
@@ -567,7 +567,7 @@ def reranker(path: PathLike, **kwargs: Any) -> Path:
 
 
 def diffusion(path: PathLike) -> Path:
-    """LLaDA: its layers are Llama's, but it fills in all tokens of a text at once, again and again."""
+    """LLaDA: its layers are Llama's, but it repeatedly fills in all tokens of a text at once."""
     writer = _writer(path, "llada")
     _add_attention(writer, N_HEAD_KV)
     writer.add_rope_dimension_count(N_EMBD // N_HEAD)
@@ -594,7 +594,7 @@ def encoder_decoder(path: PathLike) -> Path:
 
 
 def truncated(path: PathLike) -> Path:
-    """A Llama model whose last third is missing, as after a broken download: metadata whole, weights not."""
+    """A Llama model without its last third, as after an incomplete download: complete metadata, incomplete weights."""
     llama(path)
     os.truncate(path, os.path.getsize(path) * 2 // 3)
     return Path(path)
@@ -607,7 +607,7 @@ def empty(path: PathLike) -> Path:
 
 
 def not_gguf(path: PathLike) -> Path:
-    """A web page under a model's name, as a download behind a login leaves it."""
+    """A web page under a model's name, as after a download that needs a login."""
     Path(path).write_text("<!DOCTYPE html><html><body>Please log in.</body></html>\n" * 20)
     return Path(path)
 

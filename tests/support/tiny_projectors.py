@@ -1,4 +1,4 @@
-"""Small GGUF files with random encoders of pictures and sound and their projectors (llama.cpp's mmproj), for tests."""
+"""Small GGUF files with random image and audio encoders and their projectors (llama.cpp's mmproj), for tests."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.support.tiny_models import PathLike
 
 @dataclass(frozen=True)
 class EncoderShape:
-    """The sizes of an encoder. A picture is scaled to `image_size` and cut into patches, each of which is a token."""
+    """The sizes of an encoder. An image is scaled to `image_size` and cut into patches, each of which is a token."""
 
     n_embd: int = 64
     n_head: int = 4
@@ -25,7 +25,7 @@ class EncoderShape:
 
     @property
     def n_tokens(self) -> int:
-        """Of any picture, with `vision`."""
+        """Of any image, with `vision`."""
         return (self.image_size // self.patch_size) ** 2
 
 
@@ -36,7 +36,7 @@ SIGLIP_BASE = EncoderShape(n_embd=768, n_head=12, n_ff=3072, n_layer=12, image_s
 """SigLIP base at 224 pixels: 86 million weights, 196 tokens."""
 N_MEL, SOUND_POSITIONS, STACK = 80, 1500, 250
 SOUND_TOKENS = SOUND_POSITIONS // STACK
-"""Tokens of each half minute of sound with `audio`."""
+"""Tokens of each half minute of audio with `audio`."""
 SAMPLE_RATE = 16_000
 
 
@@ -49,7 +49,7 @@ def vision(
     without: str = "",
     seed: int = 0,
 ) -> Path:
-    """LLaVA: a picture becomes tokens of a text model with `n_embd`, without control tokens around them.
+    """LLaVA: an image becomes tokens of a text model with `n_embd`, without control tokens around them.
 
     `without`: leaves out this tensor.
     """
@@ -60,7 +60,7 @@ def vision(
 
 
 def non_causal_vision(path: PathLike, *, n_embd: int = 64, seed: int = 0) -> Path:
-    """Gemma 3: all 16 tokens of a picture see each other. Texts stand around it."""
+    """Gemma 3: all 16 tokens of an image attend to each other, with text around them."""
     writer = _writer(path, "vision", n_embd, "gemma3")
     writer.add_uint32("clip.vision.projector.scale_factor", 1)
     projector = [norm("mm.soft_emb_norm", N_EMBD), matrix("mm.input_projection", N_EMBD, n_embd, 4.0)]
@@ -69,7 +69,7 @@ def non_causal_vision(path: PathLike, *, n_embd: int = 64, seed: int = 0) -> Pat
 
 
 def tiled_vision(path: PathLike, *, n_embd: int = 64, seed: int = 0) -> Path:
-    """SmolVLM (Idefics 3): a large picture becomes several tiles, with control tokens around each."""
+    """SmolVLM (Idefics 3): a large image becomes several tiles, with control tokens around each."""
     writer = _writer(path, "vision", n_embd, "idefics3")
     writer.add_uint32("clip.vision.projector.scale_factor", 2)
     writer.add_uint32("clip.vision.preproc_image_size", 2 * IMAGE_SIZE)
@@ -85,9 +85,9 @@ MERGED = 2
 def qwen_vision(
     path: PathLike, kind: str = "qwen2vl", *, n_embd: int = 64, n_deepstack: int = 0, without: str = "", seed: int = 0
 ) -> Path:
-    """Qwen2-VL, Qwen2.5-VL or Qwen3-VL (`QWEN_PROJECTORS`): a picture has a token for each 16 x 16 pixels.
+    """Qwen2-VL, Qwen2.5-VL or Qwen3-VL (`QWEN_PROJECTORS`): an image has a token for each 16 x 16 pixels.
 
-    `n_deepstack`: layers whose output becomes a part of the vectors too. `without`: leaves out this tensor.
+    `n_deepstack`: layers with outputs that become a part of the vectors too. `without`: leaves out this tensor.
     """
     is_25, is_3 = kind == "qwen2.5vl", kind == "qwen3vl"
     shape = EncoderShape(image_size=16 * TINY.patch_size)
@@ -121,7 +121,7 @@ def qwen_vision(
 
 
 def audio(path: PathLike, *, n_embd: int = 64, seed: int = 0) -> Path:
-    """Ultravox, with Whisper's encoder: each half minute of sound becomes 6 tokens."""
+    """Ultravox, with Whisper's encoder: each half minute of audio becomes 6 tokens."""
     writer = _writer(path, "audio", n_embd, "ultravox")
     weights = [
         Weight("a.position_embd.weight", (SOUND_POSITIONS, N_EMBD), std=0.5),

@@ -1,4 +1,4 @@
-"""Time that tests let pass: a clock, and an asyncio event loop whose clock jumps to the next timer."""
+"""Time controlled by tests: a clock, and an asyncio event loop with a clock that jumps to the next timer."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Result = TypeVar("Result")
 
 
 class Clock:
-    """Seconds that pass when a test says so, and `tick` of them with each look. Replaces a function, or `time`."""
+    """Seconds that advance under the test's control, and by `tick` with each call. Replaces a function, or `time`."""
 
     def __init__(self, now: float = 0.0, *, tick: float = 0.0) -> None:
         self.now, self._tick = now, tick

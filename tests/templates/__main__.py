@@ -17,7 +17,7 @@ from tests.templates.round_trip import check
 
 
 def templates(names: list[str]) -> list[Path]:
-    """The templates in the folder CPPBATCH_TEMPLATES, or those whose names have one of these parts."""
+    """The templates in the folder CPPBATCH_TEMPLATES, or those with a name that contains one of these parts."""
     folder = Path(os.environ.get("CPPBATCH_TEMPLATES", ""))
     files = sorted(folder.glob("*.jinja"))
     if not files:

@@ -16,7 +16,7 @@ from tests.unit.test_lazy_grammar import writer_of
 
 
 def sample_calls(files: Sequence[Path], n: int) -> bool:
-    """Whether all texts are read as calls whose arguments match their schemas."""
+    """Whether all texts are parsed as calls with arguments that match their schemas."""
     n_faults = n_lazy = 0
     for file in files:
         template = ChatTemplate(file.read_text("utf-8"), bos="", eos="")

@@ -56,7 +56,7 @@ def random_said(chance: random.Random) -> Said:
 
 
 def ask(oracle: Path, lines: Sequence[Json]) -> list[Json]:
-    """What llama.cpp says of each."""
+    """llama.cpp's result for each."""
     given = "".join(json.dumps(line) + "\n" for line in lines)
     done = subprocess.run([oracle], input=given, capture_output=True, text=True, check=True)
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
@@ -74,7 +74,7 @@ def calls_of(message: Json) -> list[tuple[str, Any]]:
 
 
 def compare(oracle: Path, files: Sequence[Path], n: int) -> Iterator[tuple[str, Counter[str], list[str]]]:
-    """For each template: how many of `n` messages were read by whom, and those that only llama.cpp reads."""
+    """For each template: how many of `n` messages each side read, and those that only llama.cpp reads."""
 
     def one(file: Path) -> tuple[str, Counter[str], list[str]]:
         chance = random.Random(file.stem)
@@ -100,7 +100,7 @@ def compare(oracle: Path, files: Sequence[Path], n: int) -> Iterator[tuple[str, 
 def compare_prompts(oracle: Path, files: Sequence[Path]) -> Iterator[tuple[str, str]]:
     """For each template: its name, and where our prompts differ from llama.cpp's; "" if nowhere.
 
-    Talks that llama.cpp refuses, or whose tools or calls it leaves out, are not compared.
+    Conversations that llama.cpp refuses, or renders without their tools or calls, are not compared.
     """
     call = {"id": "callid000", "type": "function", "function": {"name": TOOL, "arguments": '{"city": "Paris"}'}}
     talks: list[tuple[list[Json], list[Json]]] = [

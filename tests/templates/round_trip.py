@@ -1,4 +1,4 @@
-"""Messages with tool calls that a chat template itself renders, and what is read out of the rendering."""
+"""Messages with tool calls that a chat template itself renders, and the result of parsing the rendering."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ SAID = {
 def completion(form: ChatFormat, said: Said, tools: Sequence[Json] = TOOLS) -> tuple[PreparedChat, str] | None:
     """The prompt and what the template writes for the message after it; None: it does not write all of it.
 
-    Where the prompt leaves a thought open and the rendering has none, the text begins with the end of the thought.
+    Where the prompt leaves a thought open and the rendering has none, the text starts with the end of the thought.
     """
     template = form.template
     try:
@@ -99,7 +99,7 @@ def completion(form: ChatFormat, said: Said, tools: Sequence[Json] = TOOLS) -> t
 
 
 def _common_start(a: str, b: str) -> str:
-    """Up to where they differ, without the beginning of a tag."""
+    """Up to where they differ, without the start of a tag."""
     n = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
     return a[: a.rfind("<", 0, n)] if a.rfind("<", 0, n) > a.rfind(">", 0, n) else a[:n]
 
@@ -118,7 +118,7 @@ def read(asked: PreparedChat, text: str) -> AssistantMessage:
 
 
 def differs(said: Said, got: AssistantMessage) -> str:
-    """What was not read as it was said; "" if nothing."""
+    """What was not parsed as it was written; "" if nothing."""
     calls = [(call.name, json.loads(call.arguments)) for call in got.calls]
     if calls != list(said.calls):
         return f"calls {calls}"

@@ -78,7 +78,7 @@ def test_each_flag_of_the_page_is_a_flag_of_a_command(page: str) -> None:
     assert {flag for flag in named if "_" not in flag} - known - OF_OTHERS == set()
 
 
-def test_what_a_gpu_needs_is_on_one_page_with_what_the_programs_say() -> None:
+def test_the_gpu_page_has_the_names_that_the_programs_use() -> None:
     """Other pages link to it. The variables, flags and places are those of the installer and of the commands."""
     page, root = (DOCS / "gpu.md").read_text(), DOCS.parent
     installer = (root / "scripts/install.py").read_text()

@@ -31,7 +31,7 @@ def test_the_first_line_counts_sequences(n: int, text: str) -> None:
     assert f": {text} over 256 KV cells" in announced(n=n)[0]
 
 
-def test_why_weights_are_not_repacked_is_said() -> None:
+def test_the_reason_for_not_repacking_weights_is_reported() -> None:
     assert announced(not_repacked="weights are not repacked: ...")[1] == "weights are not repacked: ..."
     assert "ready at" in announced()[1]
 
@@ -55,7 +55,7 @@ def test_a_request_to_try_has_the_key_if_one_is_required() -> None:
     assert "Authorization" not in announced()[-1]
 
 
-def test_the_address_is_the_web_page_unless_there_is_none() -> None:
+def test_the_address_is_that_of_the_web_page_unless_it_is_disabled() -> None:
     assert "ready at http://x  (the web page; OpenAI-compatible API under http://x/v1;" in announced()[1]
     assert "ready at http://x  (OpenAI-compatible API under http://x/v1;" in announced(has_page=False)[1]
 

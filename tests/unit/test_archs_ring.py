@@ -1,4 +1,4 @@
-"""The ring over all architectures: a run complains of what is not known, and its page has a row for each."""
+"""The ring over all architectures: a run reports unknown failures, and its page has a row for each."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from tests.archs.page import PAGE, reasons, surprises, table
 from tests.archs.ring import Found
 
 
-def test_a_run_complains_of_what_is_not_known() -> None:
+def test_a_run_reports_unknown_failures() -> None:
     words = {"load": "yes", "batch": "crash", "drafts": "none", "shift": "again"}
     found = Found(memory="window 32", words=words, details={"batch": "GGML_ASSERT(x)"})
     assert list(surprises("gemma3-dense", found)) == ["batch: crash: GGML_ASSERT(x)", "drafts: none: "]

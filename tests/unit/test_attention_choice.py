@@ -73,7 +73,7 @@ def test_a_type_that_changes_texts_is_neither_chosen_nor_proposed() -> None:
     assert choose({F16_ON: (2, 1), Q8_ON: (1, 1)}, excess={"q8_0 q8_0": MAX_EXCESS_KL}) == (None, None)
 
 
-def test_a_proposal_is_clearly_faster_than_what_is_chosen() -> None:
+def test_a_proposal_is_clearly_faster_than_the_chosen_one() -> None:
     rows = {F16_ON: (2.0, 0.0), BF16_ON: (1.0, 0.0), Q8_ON: (0.95, 0.0)}
     best, proposal = choose(rows, excess={"bf16 bf16": CLOSE})
     assert best
@@ -104,7 +104,7 @@ def test_long_contexts_weigh_more_than_the_weights() -> None:
     assert choose(rows, load=Load(16, 8000), weights=weights).best
 
 
-def test_what_the_cpu_cannot_compute_is_not_chosen_and_without_the_present_one_nothing_is() -> None:
+def test_without_times_of_both_attentions_nothing_is_chosen() -> None:
     assert choose({F16_ON: (2, 1)}) == (None, None)
     assert choose({F16_OFF: (2, 1)}) == (None, None)
 

@@ -66,7 +66,7 @@ class Stream:
 
 
 class Fleet:
-    """An autoscaled group whose time and steps pass when a test says so."""
+    """An autoscaled group with time and steps under the test's control."""
 
     def __init__(
         self, monkeypatch: pytest.MonkeyPatch, most: int = 3, least: int = 1, n_threads: int = 1, delay: float = 60.0
@@ -158,7 +158,7 @@ async def test_a_queue_starts_a_worker_which_gets_its_share_of_the_waiting_reque
     assert fleet.group.scaling().scale_ups == 2
 
 
-async def test_requests_that_have_begun_and_those_of_better_rank_stay(fleet: Fleet) -> None:
+async def test_requests_that_have_started_and_those_of_better_rank_stay(fleet: Fleet) -> None:
     begun = await fleet.submit(2, n_tokens=50)
     await fleet.step()
     urgent = await fleet.submit(2, priority=-1)
@@ -214,7 +214,7 @@ async def test_a_draining_worker_gets_requests_again_when_the_load_returns(fleet
     await fleet.finish()
 
 
-async def test_a_draining_worker_that_is_killed_goes_on_in_another_process(fleet: Fleet) -> None:
+async def test_requests_of_a_killed_draining_worker_continue_in_another_process(fleet: Fleet) -> None:
     await fleet.submit(5)
     await fleet.wait(6)
     await fleet.finish()
@@ -322,7 +322,7 @@ async def test_workers_that_compute_share_the_cores(
     assert [worker.threads for worker in alive()] == [2, 2]
     alive()[1].die()
     await asyncio.sleep(0.01)
-    assert [worker.threads for worker in alive()] == [2, 2], "the next process is told again"
+    assert [worker.threads for worker in alive()] == [2, 2], "the next process gets the setting again"
     await fleet.wait(3)
     assert [worker.threads for worker in alive()] == [1, 1, 1]
     await fleet.finish()
@@ -445,7 +445,7 @@ def test_whatever_happens_each_request_ends_once_with_its_own_events() -> None:
         ({"max_workers": 2, "downscale_delay": 0}, "--downscale-delay is 0; it must be more than 0"),
     ],
 )
-def test_what_cannot_be_is_refused(wrong: dict[str, Any], message: str) -> None:
+def test_invalid_values_are_refused(wrong: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         Deployment(**wrong)
 
@@ -496,7 +496,7 @@ def test_workers_are_a_number_or_a_range(given: str, counts: tuple[int, int | No
 
 
 @pytest.mark.parametrize("given", ["many", "1..", "1-4", "1...4", "1.5", ""])
-def test_what_is_no_number_of_workers_is_refused_with_an_example(given: str) -> None:
+def test_an_invalid_number_of_workers_is_refused_with_an_example(given: str) -> None:
     command = click.command()(deployment_options(lambda deployment: None))
     result = CliRunner().invoke(command, ["--workers", given])
     assert f"{given!r} is neither a number, such as 2, nor a range, such as 1..4" in result.output

@@ -1,4 +1,4 @@
-"""Work in the background (priority 100) takes the room that others leave, and gives it up at once."""
+"""Background work (priority 100) uses the capacity that others leave, and yields it at once."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def by_tokens(plan: StepPlan) -> float:
     return 0.1 * plan.n_tokens
 
 
-def test_the_lowest_priority_there_is_is_that_of_background_work() -> None:
+def test_the_lowest_priority_is_that_of_background_work() -> None:
     assert BACKGROUND == 100
     assert GenerationRequest(id="", prompt="", priority=BACKGROUND).priority == BACKGROUND
 
@@ -38,7 +38,7 @@ def test_the_lowest_priority_there_is_is_that_of_background_work() -> None:
 # --- the first token of others --------------------------------------------------------------------------------------
 
 
-def test_while_a_prompt_is_read_background_rows_and_prompts_stand_still_and_then_go_on() -> None:
+def test_while_a_prompt_is_read_background_rows_and_prompts_pause_and_then_continue() -> None:
     policy = Policy(n_ctx=512)
     streams = background(policy, 2)
     policy.step()
@@ -60,7 +60,7 @@ def test_a_prompt_is_read_in_whole_steps_as_if_background_streams_were_not_there
     assert [computed(policy.step(by_tokens)) for _ in range(2)] == [{urgent: 16}] * 2
 
 
-def test_beside_other_streams_it_is_read_in_pieces_for_their_sake_only() -> None:
+def test_beside_other_streams_it_is_read_in_pieces_to_limit_their_delay() -> None:
     policy = Policy(n_ctx=1024)
     stream = policy.add(NONE)
     background(policy, 2)
@@ -70,10 +70,10 @@ def test_beside_other_streams_it_is_read_in_pieces_for_their_sake_only() -> None
     while not urgent.n_generated:
         plan = policy.step(by_tokens)
         assert set(computed(plan)) <= {stream, urgent}
-        assert plan.n_tokens <= 1 + 4, "2.5 times a step of one row, but always so many"
+        assert plan.n_tokens <= 1 + 4, "2.5 times a step of one row, but always at least that many"
 
 
-def test_no_other_priority_stands_still() -> None:
+def test_no_other_priority_is_paused() -> None:
     policy = Policy(n_ctx=512)
     low = policy.add(NONE, priority=BACKGROUND - 1)
     policy.step()
@@ -94,7 +94,7 @@ def test_a_prompt_that_is_cached_but_for_its_last_token_is_waited_for_too() -> N
     drain(engine)
 
 
-def test_background_work_with_other_adapters_has_no_turn_meanwhile() -> None:
+def test_background_work_with_other_adapters_waits_meanwhile() -> None:
     policy = Policy(n_ctx=512)
     policy.add(X, priority=BACKGROUND)
     stream = policy.add(Y)
@@ -107,7 +107,7 @@ def test_background_work_with_other_adapters_has_no_turn_meanwhile() -> None:
     assert stream.n_generated > 3
 
 
-def test_rows_that_stand_still_are_no_rows_of_the_steps_that_are_learnt_from() -> None:
+def test_paused_rows_are_not_counted_in_measured_steps() -> None:
     def cost(plan: StepPlan) -> float:
         return 0.1 * plan.n_decode + 0.01 * (plan.n_tokens - plan.n_decode)
 
@@ -182,7 +182,7 @@ def test_several_that_come_together_are_admitted_in_one_step() -> None:
     assert [its.status for its in streams] == [SeqStatus.DECODE, *[SeqStatus.SWAPPED] * 3]
 
 
-def test_the_step_in_which_cells_run_out_admits_one_of_higher_priority_all_the_same() -> None:
+def test_the_step_in_which_cells_run_out_still_admits_one_of_higher_priority() -> None:
     policy = Policy(n_ctx=64, n_parallel=4)
     streams = background(policy, 3)
     while policy.kv.n_free >= 3:
@@ -192,10 +192,10 @@ def test_the_step_in_which_cells_run_out_admits_one_of_higher_priority_all_the_s
     assert streams[0].status is SeqStatus.DECODE
 
 
-# --- nobody starves -------------------------------------------------------------------------------------------------
+# --- no request starves ---------------------------------------------------------------------------------------------
 
 
-def test_prompts_that_never_cease_hold_background_work_up_until_it_ranks_before_them() -> None:
+def test_endless_prompts_delay_background_work_until_it_ranks_before_them() -> None:
     policy = Policy(n_ctx=1024, n_parallel=2)
     (patient,) = background(policy, 1)
     policy.step()
@@ -222,7 +222,7 @@ ARRIVALS = st.tuples(
     n_ctx=st.sampled_from((64, 100, 400)),
     unified=st.booleans(),
 )
-def test_in_any_schedule_nobody_waits_for_background_rows_and_every_step_computes_something(
+def test_in_any_schedule_no_request_waits_for_background_rows_and_every_step_computes_something(
     arrivals: list[tuple[AdapterSet, int, int, int]], pauses: list[int], n_ctx: int, unified: bool
 ) -> None:
     policy = Policy(n_ctx=n_ctx if unified else 400, n_parallel=4, unified=unified)

@@ -22,7 +22,7 @@ TIMES = {
     ("speeds", "first"),
     [
         ({1: 107, 2: 108, 3: 139, 8: 250}, 3),
-        ({1: 100, 2: 130, 4: 110, 8: 200}, 8),  # a disturbed measurement is no gain
+        ({1: 100, 2: 130, 4: 110, 8: 200}, 8),  # a disturbed measurement is not a gain
         ({1: 100, 2: 119}, None),
         ({1: 100}, None),
     ],
@@ -33,7 +33,7 @@ def test_a_file_gains_from_the_first_batch_that_and_all_larger_ones_are_clearly_
     assert gains_from(speeds) == first
 
 
-def test_the_report_says_from_which_batch_on_a_file_gains_and_which_type_gains_earlier(
+def test_the_report_shows_from_which_batch_size_on_a_file_gains_and_which_type_gains_earlier(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(

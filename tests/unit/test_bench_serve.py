@@ -1,4 +1,4 @@
-"""`cppbatch bench serve`: what it counts is what came, whatever a server does, and it says what is wrong with one."""
+"""`cppbatch bench serve` counts what it receives, whatever a server does, and reports the problems of a server."""
 
 from __future__ import annotations
 
@@ -67,13 +67,13 @@ FAULTS = [
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-async def test_a_request_that_fails_is_counted_by_what_happened_and_the_others_go_on(fault: str) -> None:
+async def test_a_failed_request_is_counted_by_its_reason_and_the_others_continue(fault: str) -> None:
     outcomes = await send_all(FakeOpenAI(faults={1: fault}), n=3, timeout=0.5 if fault == "timeout" else 10)
     assert [outcome.failure.kind if outcome.failure else None for outcome in outcomes] == [None, fault, None]
     assert [outcome.output_tokens for outcome in outcomes] == [4, 0, 4]
 
 
-async def test_a_kept_alive_connection_that_is_closed_is_no_failure() -> None:
+async def test_a_kept_alive_connection_that_is_closed_is_not_a_failure() -> None:
     fake = FakeOpenAI(requests_per_connection=2)
     outcomes = await send_all(fake, n=7)
     assert not any(outcome.failure for outcome in outcomes)
@@ -92,8 +92,8 @@ async def test_without_usage_pieces_of_text_are_counted() -> None:
     assert [(each.output_tokens, each.prompt_tokens, each.has_usage) for each in outcomes] == [(4, None, False)] * 2
 
 
-async def test_usage_that_is_less_than_what_came_is_not_believed() -> None:
-    """llama-server tells the tokens of one text where `n` were asked for."""
+async def test_usage_that_is_less_than_the_received_tokens_is_ignored() -> None:
+    """llama-server reports the tokens of one text if `n` were requested."""
     outcomes = await send_all(FakeOpenAI(tokens_told=2), n=2)
     assert [(each.output_tokens, each.prompt_tokens, each.has_usage) for each in outcomes] == [(4, 3, False)] * 2
 
@@ -148,14 +148,14 @@ def test_servers_are_measured_in_turn_with_the_same_prompts_and_compared() -> No
     assert "slow sends no usage, or one that is too low" in table
 
 
-def test_failures_and_early_ends_stand_under_the_table() -> None:
+def test_failures_and_early_ends_are_below_the_table() -> None:
     with on_a_thread(FakeOpenAI(faults={4: "HTTP 500"}).app()) as url:
         report = compare_servers([Target("fake", url)], a_load(repeats=1), nobody_looks)
     assert report.rows[0]["failures"] == {"HTTP 500": 1}
     assert "fake: 1 of 6 requests failed: HTTP 500 (out of luck)" in shown(report)
 
 
-async def test_a_strict_server_gets_only_the_fields_it_knows() -> None:
+async def test_a_strict_server_gets_only_its_own_fields() -> None:
     fake = FakeOpenAI(known_fields={"model", "prompt", "max_tokens", "temperature", "stream"})
     async with TestServer(fake.app()) as http:
         server = await look_at(http)
@@ -181,14 +181,14 @@ UNUSABLE: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("case", UNUSABLE)
-async def test_a_server_that_cannot_be_measured_is_told_before_the_load(case: str) -> None:
+async def test_a_server_that_cannot_be_measured_is_reported_before_the_load(case: str) -> None:
     settings, given, message = UNUSABLE[case]
     async with TestServer(FakeOpenAI(**settings).app()) as http:
         with pytest.raises(UnusableServer, match=message):
             await look_at(http, **given)
 
 
-async def test_a_web_server_of_another_kind_is_told_as_well() -> None:
+async def test_a_web_server_of_another_kind_is_reported_as_well() -> None:
     async with TestServer(web.Application()) as http:
         with pytest.raises(UnusableServer, match="not an OpenAI-compatible server: GET /v1/models returned status 404"):
             await look_at(http)

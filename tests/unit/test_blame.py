@@ -1,4 +1,4 @@
-"""Whose fault it is that a text cannot go on: the request's own field, or nobody's but the engine's."""
+"""What is blamed if a text cannot continue: a field of the request, or the engine."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_a_field_that_leaves_no_token_is_named(fields: dict[str, Any], blamed: s
     assert last.error
 
 
-def test_logits_that_are_no_numbers_are_not_the_requests_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nan_logits_are_not_the_requests_fault(monkeypatch: pytest.MonkeyPatch) -> None:
     with fake_engine() as engine:
         monkeypatch.setattr(context_of(engine), "logits", lambda n: np.full((n, N_VOCAB), np.nan, np.float32))
         engine.add_request("abc", SamplingParams(max_tokens=8, suppress_tokens=(3,)))

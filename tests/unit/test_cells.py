@@ -1,4 +1,4 @@
-"""The books of shared cells: what is used, what is shared, and what is free when a sequence leaves."""
+"""The accounting of shared cells: which are used, which are shared, and which become free when a sequence ends."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_a_prefix_can_be_shared_on_from_one_that_shares_it() -> None:
 
 
 @pytest.mark.parametrize("n", [3, 8], ids=["inside", "at the end"])
-def test_those_that_share_a_prefix_grow_apart(n: int) -> None:
+def test_chains_that_share_a_prefix_grow_independently(n: int) -> None:
     cells = Cells()
     tip = cells.grow(None, 8)
     other = cells.share(tip, n)
@@ -68,7 +68,7 @@ def test_those_that_share_a_prefix_grow_apart(n: int) -> None:
 
 
 @pytest.mark.parametrize("order", list(permutations(range(4))))
-def test_a_cell_is_free_when_its_last_holder_goes_whoever_that_is(order: tuple[int, ...]) -> None:
+def test_a_cell_is_free_when_its_last_holder_leaves_in_any_order(order: tuple[int, ...]) -> None:
     cells = Cells()
     first = cells.grow(None, 10)
     second, third = cells.grow(cells.share(first, 6), 3), cells.share(first, 10)
@@ -87,7 +87,7 @@ def test_sharing_up_to_where_two_have_parted_cuts_nothing_anew() -> None:
     assert n_shared(second) == 6
 
 
-def test_what_is_left_alone_is_shared_no_more_and_grows_on() -> None:
+def test_a_chain_with_one_holder_left_is_not_shared_and_keeps_growing() -> None:
     cells = Cells()
     tip = cells.grow(None, 8)
     other = cells.share(tip, 5)
@@ -105,7 +105,7 @@ def test_freeing_no_cells_changes_nothing() -> None:
 
 
 @pytest.mark.parametrize("n", [0, 1, 5, 8])
-def test_cutting_frees_the_cells_behind(n: int) -> None:
+def test_cutting_frees_the_cells_after_the_cut(n: int) -> None:
     cells = Cells()
     tip = cells.cut(cells.grow(None, 8), n)
     assert (cells.n_used, length(tip), n_shared(tip)) == (n, n, 0)
@@ -138,7 +138,7 @@ ACTIONS = st.lists(
 
 
 @randomised(ring=150, soak=500, actions=ACTIONS)
-def test_in_any_order_the_books_are_what_numbered_cells_would_give(actions: list[tuple[str, int, int]]) -> None:
+def test_in_any_order_the_accounting_equals_that_of_numbered_cells(actions: list[tuple[str, int, int]]) -> None:
     cells, fresh = Cells(), itertools.count()
     tips: list[Span | None] = [None]
     model: list[list[int]] = [[]]
@@ -170,7 +170,7 @@ def check(cells: Cells, tips: list[Span | None], model: list[list[int]]) -> None
         assert n_held(tips[: i + 1]) == len(set().union(*model[: i + 1]))
 
 
-def test_a_chain_is_as_short_as_those_that_share_it_whoever_has_come_and_gone() -> None:
+def test_a_chain_is_as_short_as_its_current_holders_allow() -> None:
     cells = Cells()
     tip = cells.grow(None, 100)
     for n in range(1, 99):

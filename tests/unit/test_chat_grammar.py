@@ -1,4 +1,4 @@
-"""What is enforced when a tool must be called: whatever the grammar lets through is read as calls that match."""
+"""The grammar of required tool calls: all text that it allows is parsed as calls that match."""
 
 from __future__ import annotations
 
@@ -149,7 +149,9 @@ def test_up_to_eight_of_all_tools_may_be_called_where_the_family_can(family: str
 @pytest.mark.parametrize("as_tokens", [True, False])
 @pytest.mark.parametrize("opened", [True, False])
 @pytest.mark.parametrize("family", ["hermes", "qwen_xml", "gemma4", "harmony"])
-def test_a_thought_may_come_first_and_must_if_the_prompt_began_one(family: str, opened: bool, as_tokens: bool) -> None:
+def test_a_thought_may_come_first_and_must_if_the_prompt_started_one(
+    family: str, opened: bool, as_tokens: bool
+) -> None:
     ids = vocabulary(family)[0].ids if as_tokens else {}
     its = turn(family, mode="required", parallel=False, tools=[PING], opened=opened, token_ids=ids)
     closing = {"gemma4": "<channel|>", "harmony": "<|end|>"}.get(family, "</think>")
@@ -252,7 +254,7 @@ def bad(parameters: Any, name: str = "f") -> list[Any]:
         ),
     ],
 )  # fmt: skip
-def test_what_cannot_be_asked_is_refused_with_its_field(asked: dict[str, Any], field: str, words: str) -> None:
+def test_invalid_chat_options_are_refused_with_their_field(asked: dict[str, Any], field: str, words: str) -> None:
     with pytest.raises(InvalidRequest, match=words) as caught:
         turn("hermes", **asked)
     assert caught.value.field == field
@@ -295,7 +297,7 @@ TALK: list[Any] = [
 ]
 
 
-def test_a_template_without_tools_is_told_them_in_the_system_message() -> None:
+def test_without_tools_in_the_template_the_system_message_describes_them() -> None:
     prompt = turn("generic", messages=[{"role": "system", "content": "Be brief."}, *TALK]).prompt
     system, user, assistant, results = prompt.split("<|im_start|>")[1:5]
     assert system.startswith("system\nBe brief.\n\n")
@@ -308,7 +310,7 @@ def test_a_template_without_tools_is_told_them_in_the_system_message() -> None:
     assert results == "user\nResult of get_weather: sunny\nResult of get_weather: 30 degrees\nSo?<|im_end|>\n"
 
 
-def test_a_template_without_a_system_message_tells_them_to_the_user() -> None:
+def test_without_a_system_role_in_the_template_the_user_message_describes_the_tools() -> None:
     source = (
         "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
         "{{ m.role }}: {{ m.content }}\n{% endfor %}"

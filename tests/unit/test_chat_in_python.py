@@ -58,7 +58,7 @@ def test_several_conversations_share_the_steps(engine: BatchInferenceEngine) -> 
     assert max(len(step) for step in context_of(engine).steps) == 4
 
 
-def test_each_conversation_may_have_params_of_its_own(engine: BatchInferenceEngine) -> None:
+def test_each_conversation_may_have_its_own_params(engine: BatchInferenceEngine) -> None:
     answers = engine.chat(["a", "b"], [greedy(2, ignore_eos=True), greedy(5, ignore_eos=True)])
     assert [len(answer.tokens) for answer in answers] == [2, 5]
     with pytest.raises(InvalidRequest, match="params: has 1 entries for 2 conversations"):
@@ -118,7 +118,7 @@ def test_on_event_gets_the_events_of_each_conversation(engine: BatchInferenceEng
         assert "".join(event.text for index, event in seen if index == i) == "yes"
 
 
-def test_a_stream_that_is_left_is_cancelled_and_keeps_what_there_is(engine: BatchInferenceEngine) -> None:
+def test_a_stream_that_is_left_is_cancelled_and_keeps_the_partial_text(engine: BatchInferenceEngine) -> None:
     with engine.chat_stream("hello", greedy(200, ignore_eos=True)) as stream:
         text = next(stream).text + next(stream).text + next(stream).text
     assert stream.message == {"role": "assistant", "content": text}
@@ -136,7 +136,7 @@ def test_a_conversation_that_fails_says_so_and_has_no_message_of_another(engine:
 # --- options --------------------------------------------------------------------------------------------------------
 
 
-def test_options_reach_the_template_as_on_the_server(engine: BatchInferenceEngine) -> None:
+def test_template_options_work_as_on_the_server(engine: BatchInferenceEngine) -> None:
     form = scripted(engine)
     choice = {"type": "function", "function": {"name": "weather"}}
     variables = {"a": 1}
@@ -187,7 +187,7 @@ def test_another_template_may_be_given(engine: BatchInferenceEngine) -> None:
         ),
     ],
 )
-def test_what_is_wrong_is_named_before_anything_runs(
+def test_invalid_arguments_are_named_before_anything_runs(
     engine: BatchInferenceEngine, wrong: Callable[[BatchInferenceEngine], object], message: str
 ) -> None:
     with pytest.raises(InvalidRequest, match=message):
@@ -216,7 +216,7 @@ def test_generate_stream_and_map_take_messages_beside_texts(engine: BatchInferen
     assert "usr" in str(mapped[2].completion.error)
 
 
-def test_map_tells_reasoning_and_calls_from_the_answer(engine: BatchInferenceEngine) -> None:
+def test_map_separates_reasoning_and_calls_from_the_answer(engine: BatchInferenceEngine) -> None:
     scripted(engine)
     (result,) = engine.map([HELLO], SHORT)
     assert isinstance(result.completion, ChatCompletion)
@@ -224,7 +224,7 @@ def test_map_tells_reasoning_and_calls_from_the_answer(engine: BatchInferenceEng
     assert result.completion.tool_calls[0].name == "weather"
 
 
-def test_map_shows_progress_on_stderr_where_it_is_asked_to(
+def test_map_shows_progress_on_stderr_on_request(
     engine: BatchInferenceEngine, capsys: pytest.CaptureFixture[str]
 ) -> None:
     list(engine.map([[1, 2], [3], [64]], SHORT))  # the last one is refused

@@ -1,4 +1,4 @@
-"""What is adapted to a chat template on the way, and prompts that go on with the last message."""
+"""How messages are adapted to a chat template, and prompts that continue the last message."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_one_role_may_take_parts_where_another_does_not() -> None:
     assert mixed.render([user([part("a"), part("b")]), {**FOUR, "content": [part("c"), part("d")]}]) == "a+b;c\nd;"
 
 
-def test_a_developer_is_the_system_where_the_template_does_not_know_the_role() -> None:
+def test_a_developer_message_becomes_a_system_message_if_the_template_lacks_the_role() -> None:
     message = {"role": "developer", "content": "x"}
     assert template_of(PLAIN).render([message]) == "[system] x\n"
     knows = "{% for m in messages %}{{ '!' if m.role == 'developer' else '?' }}{{ m.content }}{% endfor %}"
@@ -86,7 +86,7 @@ def test_arguments_are_an_object_or_text_as_the_template_writes_them(written: st
     assert template_of(source).render([CALL]).endswith(expected)
 
 
-def test_arguments_that_are_no_object_stay_as_the_model_wrote_them() -> None:
+def test_arguments_that_are_not_an_object_stay_as_the_model_wrote_them() -> None:
     template = template_of(CALLS.replace("ARGUMENTS", "c.function.arguments | tojson").replace("m.content", "''"))
     for arguments, expected in (("{not json", '"{not json"'), ("[1]", '"[1]"'), ("", "{}"), ("[" * 50_000, None)):
         message = {**CALL, "tool_calls": [{"id": "1", "function": {"name": "f", "arguments": arguments}}]}
@@ -115,7 +115,7 @@ def test_the_content_of_a_message_with_calls_only_is_null_or_empty_as_the_templa
     assert prints.render([without]) == '<{"city": "Köln"}>'
 
 
-def test_fields_that_are_null_count_as_not_there() -> None:
+def test_fields_that_are_null_count_as_absent() -> None:
     source = "{{ messages[0].tool_calls is defined }} {{ messages[0].name is defined }} {{ messages[0].content }}"
     message: dict[str, Any] = {"role": "assistant", "content": None, "tool_calls": [], "name": None}
     assert template_of(source).render([message]) == "False False "
@@ -156,7 +156,7 @@ def test_templates_see_llama_servers_variables() -> None:
     assert template_of("{{ functions }}.").render([SUM]) == "."
 
 
-# --- the last message goes on -----------------------------------------------------------------------------------------
+# --- the last message is continued ------------------------------------------------------------------------------------
 
 
 def test_the_prompt_ends_with_the_unfinished_message() -> None:
@@ -177,17 +177,17 @@ def test_the_prompt_ends_with_the_unfinished_message() -> None:
         ("{% for m in messages %}{{ m.content | replace('four', '4') }}{% endfor %}", [SUM, FOUR], "omits a part"),
     ],
 )
-def test_a_message_that_cannot_go_on_is_refused(source: str, messages: list[Any], complaint: str) -> None:
+def test_a_message_that_cannot_be_continued_is_refused(source: str, messages: list[Any], complaint: str) -> None:
     with pytest.raises(InvalidRequest, match=complaint) as refused:
         template_of(source).render(messages, continue_final_message=True)
     assert refused.value.field == "continue_final_message"
 
 
-def test_an_empty_message_is_one_to_go_on_with() -> None:
+def test_an_empty_message_can_be_continued() -> None:
     empty = {"role": "assistant", "content": ""}
     assert template_of(PLAIN).render([SUM, empty], continue_final_message=True).endswith("[assistant] ")
 
 
-def test_going_on_and_a_new_turn_exclude_each_other() -> None:
+def test_continuing_and_a_new_turn_are_mutually_exclusive() -> None:
     with pytest.raises(InvalidRequest, match="cannot be combined"):
         template_of(None).render([SUM, FOUR], continue_final_message=True, add_generation_prompt=True)

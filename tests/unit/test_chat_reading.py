@@ -1,4 +1,4 @@
-"""A model's text becomes a message while it comes: thoughts, text and calls, the same however it is split."""
+"""A model's text becomes a message while it streams: thoughts, text and calls, the same however it is split."""
 
 from __future__ import annotations
 
@@ -210,7 +210,7 @@ CASES: dict[str, tuple[str, str, str, str, list[Any]]] = {
 }  # fmt: skip
 
 
-def test_a_family_is_known_by_its_template() -> None:
+def test_a_family_is_recognised_by_its_template() -> None:
     known = {name: chat_format(name).tool_format.name for name in TEMPLATES}
     learned = {
         "hermes": "json", "nemo": "json", "mistral": "named", "numbered": "named", "qwen_xml": "tagged",
@@ -225,7 +225,7 @@ def expected(name: str) -> tuple[str, str, list[Any]]:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_what_a_model_writes_means_the_same_whole_and_letter_by_letter(name: str) -> None:
+def test_model_output_is_parsed_the_same_whole_and_character_by_character(name: str) -> None:
     family, written, *_ = CASES[name]
     its = turn(family)
     whole = message(its, [written])
@@ -251,7 +251,7 @@ def test_any_text_means_the_same_however_it_is_split(family: str, data: st.DataO
     assert message(its, parts) == message(its, [written]) == message(its, written)
 
 
-def test_a_key_that_is_none_is_text_however_it_is_split() -> None:
+def test_an_invalid_key_is_text_however_it_is_split() -> None:
     its, key = turn("tags"), "a</arg_key}>\n<arg_key>b</arg_key>\n<arg_key>c"
     written = f"<tool_call>ping<arg_key>{key}</arg_key><arg_value>1</arg_value></tool_call>"
     whole = message(its, [written])
@@ -260,7 +260,7 @@ def test_a_key_that_is_none_is_text_however_it_is_split() -> None:
 
 
 @given(st.lists(st.text(min_size=1), max_size=10))
-def test_without_tools_and_thoughts_every_letter_passes_at_once(parts: list[str]) -> None:
+def test_without_tools_and_thoughts_every_character_passes_at_once(parts: list[str]) -> None:
     for its in (turn("generic", tools=[]), turn("llama3", mode="none"), turn("nemo", tools=[])):
         reader = its.output_parser()
         for part in parts:
@@ -276,13 +276,13 @@ def test_text_without_calls_is_as_it_was_written(written: str) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if not CASES[name][4]])
-def test_where_there_is_no_call_there_is_no_letter_lost(name: str) -> None:
+def test_without_a_call_no_character_is_lost(name: str) -> None:
     family, written, _, thought, _ = CASES[name]
     if not thought and family != "harmony" and "think" not in written:
         assert message(turn(family), written).text == written
 
 
-def test_the_name_is_told_before_the_arguments_and_those_while_they_come() -> None:
+def test_the_name_is_streamed_before_the_arguments_and_those_as_they_are_generated() -> None:
     for family, first, more in (
         ("hermes", '<tool_call>\n{"name": "get_weather"', ', "arguments": {"city": "Par'),
         ("qwen_xml", "<tool_call>\n<function=get_weather>", "\n<parameter=city>\nPar"),
@@ -297,7 +297,7 @@ def test_the_name_is_told_before_the_arguments_and_those_while_they_come() -> No
         assert [(piece.index, piece.name) for piece in began] == [(0, "get_weather")], family
         told = reader.push(more)
         assert "Par" in "".join(piece.text for piece in told if isinstance(piece, ArgumentsDelta)), family
-        assert reader.close() == [], family  # what is told stays told
+        assert reader.close() == [], family  # nothing that was sent changes
 
 
 @cases(ring=5_000, soak=50_000)
@@ -362,7 +362,7 @@ def test_after_a_thought_that_the_prompt_closed_comes_the_answer() -> None:
     assert message(its, "Hello").text == "Hello"
 
 
-def test_parts_of_a_message_that_goes_on_are_paragraphs_as_in_llama_server() -> None:
+def test_parts_of_a_continued_message_are_paragraphs_as_in_llama_server() -> None:
     parts = [{"type": "text", "text": "Wh"}, {"type": "text", "text": "ill"}]
     assert turn("hermes", messages=[*QUESTION, {"role": "assistant", "content": parts}]).prompt.endswith("Wh\n\nill")
 
@@ -377,19 +377,21 @@ def test_parts_of_a_message_that_goes_on_are_paragraphs_as_in_llama_server() -> 
         ("What does <think> mean?</think>", " It", "", " It"),
     ],
 )
-def test_a_message_that_goes_on_is_read_from_where_it_is(prefill: str, written: str, thought: str, text: str) -> None:
+def test_a_continued_message_is_parsed_from_its_current_state(
+    prefill: str, written: str, thought: str, text: str
+) -> None:
     its = turn("hermes", messages=[*QUESTION, {"role": "assistant", "content": prefill}])
     assert its.prompt.endswith(prefill)
     whole = message(its, written)
     assert (whole.reasoning, whole.text) == (thought, text)
 
 
-def test_tags_in_the_conversation_open_no_thought() -> None:
+def test_tags_in_the_conversation_start_no_thought() -> None:
     its = turn("hermes", messages=[{"role": "user", "content": "What does <think> mean?"}])
     assert message(its, "It opens a thought.").text == "It opens a thought."
 
 
-def test_a_channel_that_goes_on_is_read_as_that_channel() -> None:
+def test_a_continued_channel_is_parsed_as_that_channel() -> None:
     half = [*QUESTION, {"role": "assistant", "content": "The answer"}]
     its = turn("harmony", messages=half)
     assert its.prompt.endswith("<|channel|>final<|message|>The answer")

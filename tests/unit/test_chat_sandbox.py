@@ -21,7 +21,7 @@ from tests.support.conversations import SUM, template_of
 # --- the sandbox ------------------------------------------------------------------------------------------------------
 
 
-def test_the_templates_own_complaint_is_told() -> None:
+def test_the_templates_own_error_is_reported() -> None:
     with pytest.raises(InvalidRequest, match="roles must alternate") as refused:
         template_of("{{ raise_exception('roles must alternate') }}").render([SUM])
     assert refused.value.field == "messages"
@@ -42,12 +42,12 @@ def test_the_templates_own_complaint_is_told() -> None:
         "{{ 'a' | tojson(nonsense=1) }}",
     ],
 )
-def test_a_template_that_does_what_it_may_not_is_the_requests_error(source: str) -> None:
+def test_a_template_that_violates_the_sandbox_is_an_error_of_the_request(source: str) -> None:
     with pytest.raises(InvalidRequest, match="do not fit this model's chat template"):
         template_of(source).render([SUM])
 
 
-def test_a_template_that_writes_for_ever_is_stopped() -> None:
+def test_a_template_that_writes_forever_is_stopped() -> None:
     endless = "{% for a in range(99999) %}{% for b in range(99999) %}{{ TEXT }}{% endfor %}{% endfor %}"
     with pytest.raises(jinja2.TemplateError, match=r"longer than 0\.1 seconds"):
         render_template(compile_template(endless.replace("TEXT", "b")), {}, seconds=0.1)
@@ -70,7 +70,7 @@ def test_templates_find_what_transformers_gives_them() -> None:
 
 
 @pytest.mark.parametrize("source", ["{% if %}", "{{ a", "{% nonsense %}", "{{ a | nonsense }}", "{% for %}"])
-def test_a_broken_template_is_told_as_such(source: str) -> None:
+def test_a_broken_template_is_reported_as_broken(source: str) -> None:
     with pytest.raises(InvalidRequest, match="template failed"):
         template_of(source)
     with pytest.raises(ConfigError, match="template failed"):
@@ -96,13 +96,13 @@ def test_words_are_a_template_with_a_warning_as_in_llama_server(caplog: pytest.L
 
 
 @pytest.mark.parametrize("value", ["nosuch", "x" * 5000, "a\0b", ".", ""])
-def test_what_is_no_template_is_refused_with_the_names(value: str) -> None:
+def test_an_invalid_template_name_is_refused_with_the_valid_names(value: str) -> None:
     with pytest.raises(ConfigError, match=r"chatml, gemma, .*zephyr"):
         find_template(value)
 
 
 @pytest.mark.parametrize("value", ["my template.jinja", "a folder/template"])
-def test_what_looks_like_a_file_is_refused_with_the_reason(value: str) -> None:
+def test_a_missing_template_file_is_refused_with_the_reason(value: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(f"the file {value!r} cannot be read (No such file or directory)")):
         find_template(value)
 

@@ -109,7 +109,7 @@ def assistant(text: str) -> Json:
     return {"role": "assistant", "content": text}
 
 
-def test_each_message_is_asked_with_the_conversation_so_far(start: Start) -> None:
+def test_each_message_is_sent_with_the_conversation_so_far(start: Start) -> None:
     session, backend, shown = start(words("Hi", "!"), words("Fine"), system="Be brief.")
     assert session.handle("Hello")
     assert session.handle("How are you?")
@@ -134,7 +134,7 @@ def test_reasoning_is_shown_and_kept_but_not_sent_again(start: Start) -> None:
     assert backend.asked[1][1] == assistant("Yes")
 
 
-def test_ctrl_c_ends_the_answer_and_keeps_what_there_is(start: Start) -> None:
+def test_ctrl_c_ends_the_answer_and_keeps_the_partial_text(start: Start) -> None:
     session, backend, shown = start([AnswerPart(text="One, two", n_tokens=3), KeyboardInterrupt()], words("three"))
     assert session.handle("Count")
     assert session.messages == [user("Count"), assistant("One, two")]
@@ -152,7 +152,7 @@ def test_ctrl_c_before_the_first_token_takes_the_message_back(start: Start) -> N
     assert backend.asked[1] == [user("Hello")]
 
 
-def test_an_error_is_a_sentence_and_the_conversation_goes_on(start: Start) -> None:
+def test_an_error_is_a_sentence_and_the_conversation_continues(start: Start) -> None:
     session, backend, shown = start(words("Hi"), [CppBatchError("no server answers")], words("Fine"))
     session.handle("Hello")
     assert session.handle("How are you?")
@@ -219,7 +219,7 @@ def test_the_system_message_is_shown_set_and_removed(start: Start) -> None:
     ]  # fmt: skip
 
 
-def test_clear_begins_a_new_conversation_with_the_same_system_message(start: Start) -> None:
+def test_clear_starts_a_new_conversation_with_the_same_system_message(start: Start) -> None:
     session, _, _ = start(words("A"), system="Be brief.")
     session.handle("x")
     session.handle("/clear")
@@ -250,13 +250,13 @@ def test_help_names_each_command_and_unknown_ones_are_refused(start: Start) -> N
     assert not session.handle("/exit")
 
 
-def test_a_blank_line_asks_nothing(start: Start) -> None:
+def test_a_blank_line_sends_nothing(start: Start) -> None:
     session, backend, _ = start()
     assert session.handle("  ")
     assert backend.asked == []
 
 
-def test_a_conversation_is_saved_and_taken_up_again(start: Start, tmp_path: Path) -> None:
+def test_a_conversation_is_saved_and_resumed(start: Start, tmp_path: Path) -> None:
     file = tmp_path / "talk.json"
     session, _, shown = start(words("Grüße"), system="Be brief.", save_to=file)
     session.handle("Hello")
@@ -298,7 +298,7 @@ def test_a_file_that_cannot_be_written_is_named(start: Start, tmp_path: Path) ->
         ('[{"role": "me", "content": "x"}]', "is not a saved conversation"),
     ],
 )
-def test_a_file_that_is_no_conversation_is_refused(tmp_path: Path, content: str, said: str) -> None:
+def test_a_file_that_is_not_a_conversation_is_refused(tmp_path: Path, content: str, said: str) -> None:
     file = tmp_path / "talk.json"
     file.write_text(content)
     with pytest.raises(ConfigError, match=f"talk.json {said}"):
@@ -307,7 +307,7 @@ def test_a_file_that_is_no_conversation_is_refused(tmp_path: Path, content: str,
         read_messages(tmp_path / "none.json")
 
 
-def test_pictures_and_sounds_go_before_the_next_message(tmp_path: Path) -> None:
+def test_images_and_audio_precede_the_next_message(tmp_path: Path) -> None:
     (tmp_path / "red.png").write_bytes(RED)
     (tmp_path / "tone.wav").write_bytes(TONE)
     backend, shown = FakeBackend(words("A red one."), words("Yes.")), Shown()

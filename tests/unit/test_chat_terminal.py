@@ -31,7 +31,7 @@ def shown(pieces: list[str], *, reasoning: str = "", colours: bool = False) -> s
 
 
 @pytest.mark.parametrize("size", [1, 3, 7, 1000])
-def test_an_answer_looks_the_same_in_whatever_pieces_it_comes(size: int) -> None:
+def test_an_answer_looks_the_same_however_it_is_split(size: int) -> None:
     text = shown([ANSWER[i : i + size] for i in range(0, len(ANSWER), size)])
     lines = [line.strip() for line in text.splitlines()]
     for once in ("Title", "Some text of two lines.", "1 one", "2 two", "print('a')", "print('b')", "The end."):

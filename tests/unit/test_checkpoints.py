@@ -59,7 +59,7 @@ def places(prompt: list[int], start: int = 0, min_step: int = 16, most: int = 32
     return CheckpointPlaces(markers, most=most).of_prompt(np.array(prompt, np.int32), start, min_step)
 
 
-def test_a_conversation_gets_checkpoints_around_its_last_message_and_behind_its_system_prompt() -> None:
+def test_a_conversation_gets_checkpoints_around_its_last_message_and_after_its_system_prompt() -> None:
     prompt = SYSTEM + message(2, 50) + message(3, 50) + message(2, 60) + HEADER
     before_last = len(prompt) - len(HEADER) - len(message(2, 60))
     found = places(prompt)
@@ -85,7 +85,7 @@ def test_checkpoints_are_as_far_apart_as_their_cost_demands_and_no_more_than_all
     assert all(place > 150 for place in places(prompt, start=150))
 
 
-def test_placeholders_of_pictures_are_no_markers() -> None:
+def test_placeholders_of_images_are_not_markers() -> None:
     assert places([10] * 50 + [-5] * 300 + [10] * 90, min_step=1) == places([10] * 440, min_step=1)
 
 
@@ -132,7 +132,7 @@ def test_where_texts_part_a_checkpoint_stays(kind: str) -> None:
 
 
 @ANY_MEMORY
-def test_many_that_begin_alike_at_once_compute_the_beginning_once(kind: str) -> None:
+def test_concurrent_prompts_with_a_common_prefix_compute_it_once(kind: str) -> None:
     engine = engine_of(kind)
     assert ask(engine, *([*SYSTEM, *[30 + i] * 5] for i in range(4))) == [0, *[len(SYSTEM)] * 3]
     assert ask(engine, *([*SYSTEM, *[40 + i] * 5] for i in range(4))) == [len(SYSTEM)] * 4

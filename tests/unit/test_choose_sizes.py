@@ -17,7 +17,7 @@ from cppbatch.sizing.sizes import MARGIN, check_planned, first_ample, size_candi
 
 GIB, MIB = 2**30, 2**20
 CONFIG = EngineConfig("model.gguf")
-LONG = 131_072  # tokens of the longest text that a model knows
+LONG = 131_072  # the model's context length
 
 
 def sizes(
@@ -27,27 +27,27 @@ def sizes(
     return [(each.n_parallel, each.n_ctx) for each in candidates]
 
 
-# --- what there is to choose from -------------------------------------------------------------------------------------
+# --- the candidates ---------------------------------------------------------------------------------------------------
 
 
 def test_a_cpu_gets_16_sequences_with_1024_cells_each_then_halves() -> None:
     assert sizes() == [(16, 16384), (16, 8192), (8, 4096), (4, 2048), (2, 2048), (1, 2048)]
 
 
-def test_a_gpu_gets_32_sequences_and_one_text_may_be_as_long_as_the_model_knows() -> None:
+def test_a_gpu_gets_32_sequences_and_a_single_text_may_fill_the_models_context_length() -> None:
     assert sizes(on_gpu=True)[:4] == [(32, LONG), (32, LONG // 2), (32, 32768), (32, 16384)]
     assert sizes(on_gpu=True, n_ctx_train=8192)[0] == (32, 32768)
     assert sizes(on_gpu=True, n_ctx_train=2**20)[0] == (32, LONG)
 
 
-def test_what_is_given_stays() -> None:
+def test_given_settings_are_kept() -> None:
     assert sizes(("n_parallel", "n_ctx"), replace(CONFIG, n_parallel=3, n_ctx=700)) == [(3, 700)]
     assert sizes(("n_parallel",), replace(CONFIG, n_parallel=4)) == [(4, 16384), (4, 8192), (4, 4096), (4, 2048)]
     assert sizes(("n_parallel",), replace(CONFIG, n_parallel=64)) == [(64, 65536), (64, 32768)]
     assert sizes(("n_ctx",), replace(CONFIG, n_ctx=2048)) == [(8, 2048), (4, 2048), (2, 2048), (1, 2048)]
 
 
-def test_a_single_sequence_may_be_as_long_as_the_model_knows() -> None:
+def test_a_single_sequence_may_fill_the_models_context_length() -> None:
     one = replace(CONFIG, n_parallel=1)
     assert sizes(("n_parallel",), one, n_ctx_train=8192) == [(1, 8192), (1, 4096), (1, 2048)]
     assert sizes(("n_parallel",), one)[:2] == [(1, 32768), (1, 16384)]

@@ -70,7 +70,7 @@ def test_a_property_may_have_the_name_of_a_keyword() -> None:
     assert not accepts(closed, {"if": 1})
 
 
-def test_a_deep_schema_is_no_recursion() -> None:
+def test_a_deep_schema_does_not_recurse() -> None:
     schema: Any = A
     for _ in range(5000):
         schema = {"type": "array", "items": schema}

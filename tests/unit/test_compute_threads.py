@@ -48,7 +48,7 @@ def test_a_program_that_pauses_for_less_than_a_second_does_not_get_its_core_take
         assert set(machine.run(0.6, others=1.0)) == {1}
 
 
-def test_an_engine_that_is_loaded_beside_a_busy_program_begins_with_fewer_threads() -> None:
+def test_an_engine_that_is_loaded_beside_a_busy_program_starts_with_fewer_threads() -> None:
     machine = Machine(2)
     machine.time, machine.own_s, machine.others_s = 0.3, 0.3, 0.3
     assert machine.run(1, others=1.0)[0] == 1
@@ -92,7 +92,7 @@ def test_a_given_number_is_the_most() -> None:
     assert machine.run(3, others=0.0)[-1] == 6
 
 
-def test_what_happened_while_the_engine_was_idle_does_not_count() -> None:
+def test_load_while_the_engine_was_idle_does_not_count() -> None:
     machine = Machine(2)
     machine.run(1, others=0.0)
     machine.time += 60

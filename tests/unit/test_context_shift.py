@@ -1,4 +1,4 @@
-"""Context shift: a text goes on when its context is full, whatever else runs, is swapped out or fails."""
+"""Context shift: a text continues when its context is full, whatever else runs, is swapped out or fails."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def small_prefixes() -> Iterator[None]:
 
 
 def shifted(prompt: list[int], n: int, *, n_ctx: int = N_CTX, n_keep: int = 0, n_discard: int = 0) -> list[int]:
-    """The fake model's `n` likeliest tokens, where a full context drops tokens by llama-server's rule."""
+    """The fake model's `n` most likely tokens, if a full context drops tokens by llama-server's rule."""
     context = list(prompt)
     tokens: list[int] = []
     keep = min(len(prompt) if n_keep < 0 else n_keep, n_ctx - 4)
@@ -85,7 +85,7 @@ def test_without_context_shift_a_text_ends_where_the_context_is_full() -> None:
 
 @pytest.mark.parametrize("n_discard", [0, 1, 5, 1000])
 @pytest.mark.parametrize("n_keep", [0, 2, -1, 1000])
-def test_a_full_context_drops_tokens_as_in_llama_server_and_the_text_goes_on(n_keep: int, n_discard: int) -> None:
+def test_a_full_context_drops_tokens_as_in_llama_server_and_the_text_continues(n_keep: int, n_discard: int) -> None:
     engine = shifting_engine()
     tokens = text(engine, [1, 2, 3, 4], endless(), n_keep=n_keep, n_discard=n_discard)
     assert tokens == shifted([1, 2, 3, 4], LONG, n_keep=n_keep, n_discard=n_discard)
@@ -97,7 +97,7 @@ def test_a_full_context_drops_tokens_as_in_llama_server_and_the_text_goes_on(n_k
 def test_a_looping_text_ends_after_the_default_maximum_and_after_minus_one_with_the_context(
     monkeypatch: pytest.MonkeyPatch, *, context_shift: bool
 ) -> None:
-    """One rule, whoever asks: the command line, Python, or the terminal."""
+    """One rule for the command line, Python and the terminal."""
     monkeypatch.setattr("cppbatch.engine.input_processor.DEFAULT_MAX_TOKENS", 9)
     engine = fake_engine(n_ctx=N_CTX, n_parallel=1, context_shift=context_shift, n_ctx_train=100)
 
@@ -116,11 +116,11 @@ def test_keep_is_the_default_of_requests_without_n_keep() -> None:
 
 
 def test_the_prompt_may_be_dropped_too() -> None:
-    prompt = list(range(1, N_CTX))  # one token fits behind it
+    prompt = list(range(1, N_CTX))  # one token fits after it
     assert text(shifting_engine(), prompt, endless()) == shifted(prompt, LONG)
 
 
-def test_a_prompt_that_fills_the_context_is_refused_all_the_same() -> None:
+def test_a_prompt_that_fills_the_context_is_still_refused() -> None:
     with pytest.raises(InvalidRequest, match="prompt: has 24 tokens"):
         shifting_engine().add_request(list(range(24)), endless())
 
@@ -185,7 +185,7 @@ def test_shared_cells_are_not_shifted_under_another_sequence() -> None:
 
 @pytest.mark.parametrize("n_keep", [0, 6])
 def test_only_the_kept_tokens_of_a_shifted_text_become_a_prefix(n_keep: int) -> None:
-    """The keys and values behind them have seen tokens that are gone: they are not those of a prompt."""
+    """The keys and values after them have seen dropped tokens: they are not those of a prompt."""
     engine = shifting_engine(n_ctx=2 * N_CTX, n_ctx_train=N_CTX, sharing="cells")
     prompt = [1, 2, 3, 4, 5, 6, 7]
     tokens = text(engine, prompt, endless(30), n_keep=n_keep)
@@ -220,7 +220,7 @@ def test_with_deterministic_nothing_is_shifted_in_its_cells() -> None:
 
 
 @pytest.mark.parametrize("n_known", [0, 1, N_CTX - 5, N_CTX - 4, N_CTX - 3, 35, 59])
-def test_a_text_goes_on_in_another_engine_after_a_crash(n_known: int) -> None:
+def test_a_text_continues_in_another_engine_after_a_crash(n_known: int) -> None:
     prompt = [1, 2, 3, 4]
     expected = shifted(prompt, LONG, n_keep=2)
     engine = shifting_engine()

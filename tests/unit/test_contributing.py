@@ -33,7 +33,7 @@ def test_every_function_and_class_is_defined_where_it_says(path: str, name: str)
     assert name in defined_in(ROOT / path)
 
 
-def test_every_test_command_is_one_that_the_script_knows() -> None:
+def test_every_test_command_is_one_of_the_script() -> None:
     script = (ROOT / "scripts" / "test").read_text()
     rings = set(re.findall(r"`\./scripts/test ([\w-]+)", PAGE))
     assert {"unit", "integration", "release"} <= rings

@@ -236,7 +236,7 @@ def test_a_star_allows_every_host_or_every_page() -> None:
 
 
 @pytest.mark.parametrize("host", ["", "http://example.org", "example.org:8080", "a b", "a.*.example"])
-def test_what_is_no_name_of_a_host_is_refused_at_the_start(host: str) -> None:
+def test_an_invalid_host_name_is_refused_at_startup(host: str) -> None:
     with pytest.raises(ConfigError, match="--allowed-hosts"):
         ServerSettings(allowed_hosts=(host,))
 
@@ -272,7 +272,7 @@ def test_a_server_has_its_name_in_containers_and_if_others_can_reach_it_those_of
 
 
 class Reached(NamedTuple):
-    """The application on a port of its own, with all its middlewares and routes."""
+    """The application on a separate port, with all its middlewares and routes."""
 
     port: int
     routes: list[tuple[str, str]]

@@ -1,4 +1,4 @@
-"""Custom tools: the model writes a call with the argument `input`, whose text obeys the tool's grammar."""
+"""Custom tools: the model writes a call with the argument `input`, a text that obeys the tool's grammar."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def allows(lark: str, text: str) -> bool:
         ('start: "\\q"', "escapes"),
     ],
 )
-def test_what_cannot_be_rewritten_is_refused(source: str, said: str) -> None:
+def test_an_unsupported_grammar_is_refused(source: str, said: str) -> None:
     with pytest.raises(UnsupportedGrammar) as refused:
         escaped_lark(source)
     assert said in str(refused.value)
@@ -168,7 +168,7 @@ def test_other_arguments_than_the_input_are_its_text() -> None:
         assert call.arguments == arguments
 
 
-def test_the_model_is_told_of_a_function_with_an_input() -> None:
+def test_the_model_sees_a_function_with_an_input() -> None:
     prompt = turn("hermes", tools=[custom("regex", "[ab]+")]).prompt
     assert '"run"' in prompt
     assert "Runs it." in prompt

@@ -191,7 +191,7 @@ def earlier(*names: str) -> Damage:
 
 
 def old_version(damage: Damage) -> Damage:
-    """A server of 0.1.0 was killed, whose changes are all in the WAL."""
+    """A server of 0.1.0 was killed with all its changes in the WAL."""
 
     def replace(folder: Path, killed: Path) -> None:
         for path in (database(folder), wal(folder)):
@@ -306,7 +306,7 @@ REFUSED: dict[str, tuple[Damage, str]] = {
     "files: a file": (both(removed("files"), written("files", b"mine")), NONE_OF),
     "batches: a file": (both(removed("batches"), written("batches", b"mine")), "batches"),
 }
-"""What is done, and what the refusal says."""
+"""The damage, and the text of the refusal."""
 SAID: dict[str, tuple[Damage, str]] = {
     "database: an earlier copy": (earlier("jobs.sqlite3"), ASIDE),
     "0.1.0, killed: a frame of its WAL flipped": (old_version(flipped_frame), ASIDE),
@@ -355,7 +355,7 @@ SAID: dict[str, tuple[Damage, str]] = {
         "its last 1 lines were not committed",
     ),
 }
-"""What is done, and what the log says."""
+"""The damage, and the text of the log."""
 HARMLESS: dict[str, Damage] = {
     "nothing": lambda *_: None,
     "WAL: gone": removed("jobs.sqlite3-wal"),
@@ -413,7 +413,7 @@ async def test_a_wal_of_another_database_does_not_get_into_it(killed: Path, tmp_
 
 
 @pytest.mark.parametrize("name", SAID)
-async def test_a_damaged_folder_is_opened_with_a_line_in_the_log_and_everything_kept(
+async def test_a_damaged_folder_is_opened_with_a_log_line_and_everything_kept(
     killed: Path, tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     damage, line = SAID[name]
@@ -439,7 +439,7 @@ async def test_a_damaged_folder_is_opened_with_a_line_in_the_log_and_everything_
 
 
 @pytest.mark.parametrize("name", HARMLESS)
-async def test_what_nothing_hangs_on_is_not_missed(
+async def test_harmless_losses_are_tolerated(
     killed: Path, tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     folder = tmp_path / "data"

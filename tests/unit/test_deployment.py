@@ -61,7 +61,7 @@ def test_the_service_is_confined(service: configparser.SectionProxy) -> None:
     assert service["OOMPolicy"] == "continue", "a worker that is killed for memory must not stop the server"
 
 
-def test_the_image_runs_without_root_and_is_asked_for_its_health() -> None:
+def test_the_image_runs_without_root_and_has_a_health_check() -> None:
     last_stage = DOCKERFILE[DOCKERFILE.rindex("\nFROM ") :]
     assert re.search(r"^USER cppbatch$", last_stage, re.MULTILINE)
     assert re.search(r"^VOLUME \[\"/models\", \"/data\"\]$", last_stage, re.MULTILINE)
@@ -93,7 +93,7 @@ def test_the_workflow_runs_the_unit_tests_on_the_systems_of_the_package() -> Non
     assert {runner.partition("-")[0] for runner in runners} == {names[system] for system in systems}
 
 
-def test_the_installer_knows_the_dependency_groups_and_ci_has_a_version_of_each_tool() -> None:
+def test_the_installer_installs_the_dependency_groups_and_ci_has_a_version_of_each_tool() -> None:
     block = PYPROJECT[PYPROJECT.index("[dependency-groups]") : PYPROJECT.index("[project.urls]")]
     groups = re.findall(r"^(\w+) = \[", block, re.MULTILINE)
     installer = re.search(r"^GROUPS = \((.*?)\)", (ROOT / "scripts" / "install.py").read_text(), re.MULTILINE)
@@ -106,7 +106,7 @@ def test_the_installer_knows_the_dependency_groups_and_ci_has_a_version_of_each_
         assert WORKFLOW["jobs"][name]["env"]["PIP_CONSTRAINT"].endswith(".github/constraints.txt")
 
 
-def test_forms_for_issues_ask_for_what_doctor_says() -> None:
+def test_issue_forms_ask_for_the_output_of_doctor() -> None:
     forms = {path.stem: yaml.safe_load(path.read_text()) for path in (ROOT / ".github/ISSUE_TEMPLATE").glob("*.yml")}
     assert set(forms) == {"bug_report", "feature_request", "config"}
     (doctor,) = [field for field in forms["bug_report"]["body"] if field.get("id") == "doctor"]

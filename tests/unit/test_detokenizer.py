@@ -33,7 +33,7 @@ def bytewise(text: str) -> list[bytes]:
 
 
 def read(pieces: list[bytes], stop: tuple[str, ...], *, include_stop: bool = False) -> tuple[list[str], Detokenizer]:
-    """What the engine gives out: every push until a stop string comes, else the held back rest."""
+    """The engine's output: every push until a stop string matches, else also the text held back."""
     stream, shown = Detokenizer(stop, include_stop=include_stop), []
     for piece in pieces:
         shown.append(stream.push(piece))
@@ -78,7 +78,7 @@ def test_only_what_may_become_a_stop_string_or_a_character_is_held_back(
 
 
 @many(data=st.data(), raw=st.binary(max_size=24))
-def test_bytes_that_are_no_utf8_become_replacement_characters(data: st.DataObject, raw: bytes) -> None:
+def test_bytes_that_are_not_utf8_become_replacement_characters(data: st.DataObject, raw: bytes) -> None:
     assert "".join(read(data.draw(pieces_of(raw)), ())[0]) == raw.decode("utf-8", "replace")
 
 
@@ -93,13 +93,13 @@ def test_half_a_character_at_the_very_end_becomes_a_replacement_character() -> N
     assert stream.flush() == "\ufffd"
 
 
-def test_the_beginning_of_a_stop_string_waits_and_comes_when_it_was_none() -> None:
+def test_the_start_of_a_stop_string_is_held_back_and_released_if_it_does_not_match() -> None:
     shown, stream = read([b"1 <", b"/", b"b>"], ("</s>",))
     assert shown == ["1 ", "", "</b>", ""]
     assert not stream.stopped
 
 
-def test_flush_gives_the_beginning_of_a_stop_string_that_never_came() -> None:
+def test_flush_returns_the_start_of_a_stop_string_that_was_not_completed() -> None:
     shown, stream = read([b"end <", b"/s"], ("</s>",))
     assert shown == ["end ", "", "</s"]
     assert not stream.stopped
@@ -133,7 +133,7 @@ def test_a_stop_string_of_characters_split_over_bytes_is_found() -> None:
     assert stream.stopped
 
 
-def test_without_stop_strings_every_letter_comes_at_once() -> None:
+def test_without_stop_strings_every_character_is_returned_at_once() -> None:
     assert read(bytewise("abc"), ())[0] == ["a", "b", "c", ""]
 
 
@@ -239,7 +239,7 @@ class Compared(str):
 
 
 def comparisons_a_push(stop: tuple[str, ...]) -> float:
-    """Of a text that holds the beginnings of stop strings back again and again but never stops."""
+    """With a text that repeatedly has a start of a stop string held back but never stops."""
     pieces = [piece.encode() for string in THOUSAND for piece in (string[:3], " ")]
     stream = Detokenizer([Compared(string) for string in stop])
     Compared.n = 0
@@ -271,7 +271,7 @@ def test_n_characters_counts_those_that_are_complete_shown_or_held_back(
     assert stream.n_characters == complete + len(decoder.decode(b"", final=True)) == len(raw.decode("utf-8", "replace"))
 
 
-def test_n_characters_is_where_the_next_token_stands() -> None:
+def test_n_characters_is_the_offset_of_the_next_token() -> None:
     stream, places = Detokenizer(("</s>",)), []
     for piece in (b"a", b"\xc3", b"\xa9", b"<", b"/s", b"x"):
         places.append(stream.n_characters)
@@ -280,7 +280,7 @@ def test_n_characters_is_where_the_next_token_stands() -> None:
 
 
 @many(text=TEXTS, stop=STOPS)
-def test_it_knows_which_stop_string_has_come(text: str, stop: tuple[str, ...]) -> None:
+def test_it_reports_the_stop_string_that_matched(text: str, stop: tuple[str, ...]) -> None:
     shown, stream = read(bytewise(text), stop)
     if stream.stop is None:
         assert not stream.stopped
@@ -290,7 +290,7 @@ def test_it_knows_which_stop_string_has_come(text: str, stop: tuple[str, ...]) -
 
 
 def test_long_stop_strings_take_no_memory_of_their_own() -> None:
-    """Every beginning of every string was kept: 18 MB for each sequence of 128."""
+    """Every prefix of every string was kept: 18 MB for each sequence of 128."""
     stop = tuple(chr(0x1F600 + i) * 512 for i in range(32))
     tracemalloc.start()
     streams = [Detokenizer(stop) for _ in range(16)]

@@ -101,7 +101,7 @@ def test_some_models_also_give_the_rows_after_the_last_layer(tmp_path: Path, tar
         ("dflash", {"markov_w1.weight": (N_VOCAB, 2)}, {"block_size": None}, "blocks of None tokens"),
     ],
 )
-def test_what_would_abort_the_process_is_refused(
+def test_draft_files_that_would_abort_the_process_are_refused(
     tmp_path: Path, architecture: str, tensors: Any, keys: dict[str, Any], reason: str
 ) -> None:
     with pytest.raises(

@@ -1,4 +1,4 @@
-"""The draft head reads the hidden rows of its sequence whatever becomes of that, and never changes a text."""
+"""The draft head reads the hidden rows of its sequence whatever happens to it, and never changes a text."""
 
 from __future__ import annotations
 
@@ -119,11 +119,11 @@ def test_right_drafts_take_fewer_steps_and_one_decode_of_the_head_is_for_all_seq
     n_without = len(context_of(plain).steps)
     n_right, n_decodes = n_steps(1 << 40)
     assert n_right < 0.3 * n_without
-    assert n_decodes < 0.55 * 4 * 60  # one for each sequence's token would be nearly twice as many
+    assert n_decodes < 0.55 * 4 * 60  # one per token of each sequence would be nearly twice as many
     assert n_steps(2)[0] < n_without
 
 
-def test_a_head_that_is_always_wrong_is_hardly_asked() -> None:
+def test_a_head_that_is_always_wrong_is_hardly_used() -> None:
     """Its drafts are 1% of the time, and the first tries."""
     its = engine(wrong_each=1, flat=False)
     know(its, {1: 0.010, 4: 0.014, 64: 0.070})
@@ -154,7 +154,7 @@ def test_samples_of_one_prompt_share_the_cells_of_the_head(eager: None, kind: st
     assert n_cells - context.n_used >= 2 * (len(STEM) * 3 - 1)  # one sequence was tried before the prompt was read
 
 
-def test_behind_a_cached_prefix_the_head_begins_where_rows_are_known(eager: None) -> None:
+def test_after_a_cached_prefix_the_head_starts_at_the_first_computed_row(eager: None) -> None:
     its = engine(n_parallel=2)
     its.generate([STEM * 3], greedy(4, ignore_eos=True, speculate=False))
     (result,) = its.generate([[*STEM * 3, 20]], greedy(20, ignore_eos=True))
@@ -240,7 +240,7 @@ def test_after_a_switch_of_the_layout_the_cells_are_empty_and_rows_are_kept(
     assert ("which lost its context: no memory" in caplog.text) == fails
 
 
-def test_a_head_that_cannot_compute_drafts_no_more(eager: None, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_head_that_cannot_compute_stops_drafting(eager: None, caplog: pytest.LogCaptureFixture) -> None:
     its, params = engine(), greedy(30, ignore_eos=True)
     _, context = head_of(its)
     context.fail_at, context.error = 6, DecodeFailed(-3, "made to fail")

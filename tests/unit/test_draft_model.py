@@ -1,4 +1,4 @@
-"""The draft model's cells follow the sequences whatever becomes of these, and drafts are what it would write."""
+"""The draft model's cells follow the sequences whatever happens to them, and drafts are the text it would write."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class TimedContext(FakeContext):
 
 
 class Drafting:
-    """A proposer over a fake context, with sequences whose tokens the test decides."""
+    """A proposer over a fake context, with sequences of tokens that the test chooses."""
 
     def __init__(self, *, n_ctx: int = 256, n_batch: int = 64, n_parallel: int = 4, longest: int = 256) -> None:
         self.context = TimedContext(
@@ -55,7 +55,7 @@ class Drafting:
         return drafts
 
     def first_draft(self, sequences: Sequence[Seq], most: int = 4) -> list[Draft | None]:
-        """The drafts after so many calls that all prompts are read."""
+        """The drafts once all prompts are read."""
         for _ in range(100):
             drafts = self.propose(sequences, most)
             if all(drafts):
@@ -63,7 +63,7 @@ class Drafting:
         raise AssertionError("the prompts are never read")
 
     def check(self) -> None:
-        """The accounting is what the context holds."""
+        """The accounting matches the context."""
         context, cells = self.context, self.proposer.cells
         for draft in cells.all:
             expected = bytes(draft.tokens[: draft.n_known].tolist()) + bytes(draft.guessed)
@@ -166,7 +166,7 @@ def test_drafting_ends_where_a_decode_takes_longer_than_the_tokens_save(drafting
     assert sum(lengths[1.0]) > 8
 
 
-def test_a_sequence_is_as_long_as_the_draft_model_knows_and_no_longer() -> None:
+def test_a_sequence_is_at_most_as_long_as_the_draft_models_context() -> None:
     drafting = Drafting(longest=len(PROMPT) + 2)
     sequence = drafting.sequence()
     (draft,) = drafting.propose([sequence], 10)
@@ -326,7 +326,7 @@ def test_the_acceptance_is_learned_from_what_came_true(
     sequence = drafting.sequence()
     (draft,) = drafting.propose([sequence])
     assert draft
-    assert draft.probabilities.mean() == pytest.approx(0.632, abs=0.01)  # what the fake model gives its likeliest token
+    assert draft.probabilities.mean() == pytest.approx(0.632, abs=0.01)  # the fake model's largest probability
     estimates = []
     for _ in range(30):
         (draft,) = drafting.propose([sequence])
@@ -339,7 +339,7 @@ def test_the_acceptance_is_learned_from_what_came_true(
     assert low <= estimates[-1] <= high
 
 
-def test_a_new_sequence_begins_with_the_acceptance_of_the_others(drafting: Drafting) -> None:
+def test_a_new_sequence_starts_with_the_acceptance_of_the_others(drafting: Drafting) -> None:
     first = drafting.sequence()
     for _ in range(20):
         (draft,) = drafting.propose([first])
@@ -350,7 +350,7 @@ def test_a_new_sequence_begins_with_the_acceptance_of_the_others(drafting: Draft
     assert draft.probabilities.mean() > 0.8
 
 
-def test_what_drafts_take_is_learned_from_the_decodes(drafting: Drafting) -> None:
+def test_the_time_of_drafts_is_learned_from_the_decodes(drafting: Drafting) -> None:
     proposer = drafting.proposer
     assert proposer.seconds(4, 3) == 0
     long = drafting.sequence([i % 50 for i in range(108)])
@@ -365,7 +365,7 @@ def test_what_drafts_take_is_learned_from_the_decodes(drafting: Drafting) -> Non
 # --- failures -----------------------------------------------------------------------------------------------------
 
 
-def test_a_draft_model_that_cannot_compute_drafts_no_more(drafting: Drafting, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_draft_model_that_cannot_compute_stops_drafting(drafting: Drafting, caplog: pytest.LogCaptureFixture) -> None:
     drafting.context.fail_at[1] = DecodeFailed(-2, "out of memory")
     with caplog.at_level(logging.ERROR):
         assert drafting.proposer.propose([drafting.sequence()], [4]) == [None]

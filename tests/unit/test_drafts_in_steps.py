@@ -1,4 +1,4 @@
-"""Drafts in the step: they change how many tokens a step gives, and nothing else."""
+"""Drafts in the step: they change the number of tokens per step, and nothing else."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_right_drafts_take_fewer_steps() -> None:
     assert n_steps(True) < 0.6 * n_steps(False)
 
 
-def test_a_request_can_do_without() -> None:
+def test_a_request_can_turn_drafts_off() -> None:
     its = engine(True)
     results = its.generate(
         [[1], [2]], [greedy(20, ignore_eos=True, speculate=speculate) for speculate in (True, False)]
@@ -97,7 +97,7 @@ def test_a_failed_step_with_drafts_ends_its_requests_and_no_others() -> None:
     assert result.tokens == engine(False).generate([[0, 1]], greedy(40, ignore_eos=True))[0].tokens
 
 
-def test_a_sequence_whose_draft_cannot_be_removed_is_computed_again() -> None:
+def test_a_sequence_is_computed_again_if_its_draft_cannot_be_removed() -> None:
     its = engine(True)
     context = context_of(its)
     remove = context.remove
@@ -108,13 +108,13 @@ def test_a_sequence_whose_draft_cannot_be_removed_is_computed_again() -> None:
 
 
 class LetterVocab(FakeVocab):
-    """Tokenises each letter from a to p as the token whose piece it is."""
+    """Tokenises each letter from a to p as its own token."""
 
     def tokenize(self, text: str, **options: Any) -> npt.NDArray[np.int32]:
         return np.array([PIECES.index(letter.encode()) for letter in text], np.int32)
 
 
-def test_what_a_grammar_forces_is_drafted() -> None:
+def test_text_that_a_grammar_forces_is_drafted() -> None:
     def result(drafts: bool) -> Completion:
         proposers = [GrammarProposer(LetterVocab())] if drafts else []
         its = fake_engine(n_ctx=400, n_batch=64, proposers=proposers)

@@ -67,7 +67,7 @@ def test_a_ledger_is_checkpointed_every_second_and_when_it_is_closed(
     assert not wal.exists()
 
 
-def test_a_checkpoint_that_fails_loses_nothing_and_is_said(
+def test_a_checkpoint_that_fails_loses_nothing_and_is_logged(
     store: BatchStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     real = store._db._db
@@ -126,7 +126,7 @@ async def test_an_upload_is_on_the_disk_before_its_row_and_in_its_place_before_t
     data.close()
 
 
-async def test_a_client_that_goes_away_at_the_end_of_its_upload_loses_nothing(
+async def test_a_client_that_disconnects_at_the_end_of_its_upload_loses_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The handler deletes what is left of the upload when `add_file` returns: that must not be what is to be added."""
@@ -210,9 +210,7 @@ def test_results_without_their_ledger_are_not_written_to(tmp_path: Path, damage:
     assert ids_of(tmp_path / "out.jsonl") == ["id-1"]
 
 
-def test_results_that_an_earlier_ledger_does_not_know_are_kept(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_results_that_an_older_ledger_lacks_are_kept(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     lines = [item(i) for i in range(1, 5)]
     journal = opened(tmp_path)
     journal.register(lines)

@@ -1,4 +1,4 @@
-"""Tokens for each kWh and unit of money: what is counted, and what is said where nothing can be."""
+"""Tokens per kWh and per unit of money: what is counted, and the message if nothing can be."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def grow(powercap: Path, zone: str, microjoules: int) -> None:
     (powercap / zone / "energy_uj").write_text(f"{microjoules}\n")
 
 
-def test_the_counters_of_all_cpu_packages_are_added_up_and_may_begin_again_at_0(powercap: Path) -> None:
+def test_the_counters_of_all_cpu_packages_are_added_up_and_may_wrap_to_0(powercap: Path) -> None:
     meter = energy_meter(EnergySettings(), on_gpu=False, powercap=powercap)
     before = meter.joules()
     grow(powercap, "intel-rapl:0", 8_000_000)  # + 3 J
@@ -62,7 +62,7 @@ def test_a_source_that_is_missing_is_named(tmp_path: Path, monkeypatch: pytest.M
     assert meter.source == f"Energy: NVML's counters of the GPUs; the CPU has no RAPL counters in {tmp_path}."
 
 
-def test_without_any_source_it_says_so_and_names_the_flag(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_any_source_the_error_names_the_flag(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch, None)
     meter = energy_meter(EnergySettings(), on_gpu=True, powercap=tmp_path)
     assert not meter.works
@@ -72,7 +72,7 @@ def test_without_any_source_it_says_so_and_names_the_flag(tmp_path: Path, monkey
     )
 
 
-def test_counters_that_only_root_may_read_are_no_source(powercap: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_counters_that_only_root_may_read_are_not_used(powercap: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refused(path: Path) -> int:
         raise PermissionError(path)
 
@@ -82,7 +82,7 @@ def test_counters_that_only_root_may_read_are_no_source(powercap: Path, monkeypa
     assert "readable only by root" in meter.source
 
 
-def test_a_given_power_takes_the_place_of_counters(powercap: Path) -> None:
+def test_a_given_power_replaces_counters(powercap: Path) -> None:
     meter = energy_meter(EnergySettings(watts=100), on_gpu=True, powercap=powercap)
     before = meter.joules()
     sleep(0.05)

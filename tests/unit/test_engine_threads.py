@@ -1,4 +1,4 @@
-"""StepLoop and OutputThread: events are sent in order by a thread of their own, and none is lost."""
+"""StepLoop and OutputThread: events are sent in order by a separate thread, and none is lost."""
 
 from __future__ import annotations
 

@@ -71,7 +71,7 @@ def test_the_other_kind_of_media_works(monkeypatch: pytest.MonkeyPatch) -> None:
         files.decode_audio(wav(tone(0.1)), 16_000)
 
 
-def test_chat_in_a_terminal_says_what_to_install_before_a_model_is_loaded(
+def test_chat_in_a_terminal_names_the_missing_package_before_a_model_is_loaded(
     no_extras: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("cppbatch.cli.chat.terminal.is_terminal", lambda: True)
@@ -88,7 +88,7 @@ def test_chat_with_a_pipe_needs_no_package_of_an_extra(
     assert "missing.gguf" in capsys.readouterr().err
 
 
-def test_pull_says_what_to_install(
+def test_pull_names_the_package_to_install(
     no_extras: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     monkeypatch.setenv("CPPBATCH_MODELS", str(tmp_path))

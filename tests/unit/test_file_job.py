@@ -1,4 +1,4 @@
-"""Which files a job takes for its own: it never cuts off or removes somebody else's."""
+"""Which files a job treats as its own: it never truncates or removes others."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_another_file_for_errors_is_left_as_it_is(tmp_path: Path, is_output_gone
     assert notes.read_text() == "mine\n"
 
 
-def test_a_job_goes_on_where_its_folder_was_moved_to(tmp_path: Path) -> None:
+def test_a_job_continues_in_a_moved_folder(tmp_path: Path) -> None:
     (tmp_path / "here").mkdir()
     begun(tmp_path / "here")
     (tmp_path / "here").rename(tmp_path / "there")
@@ -55,7 +55,7 @@ def test_a_job_goes_on_where_its_folder_was_moved_to(tmp_path: Path) -> None:
     journal.close()
 
 
-def test_a_job_whose_results_are_gone_begins_anew(tmp_path: Path) -> None:
+def test_a_job_with_deleted_results_starts_over(tmp_path: Path) -> None:
     begun(tmp_path)
     (tmp_path / "out.jsonl").unlink()
     journal = opened(a_job(tmp_path))
@@ -64,7 +64,7 @@ def test_a_job_whose_results_are_gone_begins_anew(tmp_path: Path) -> None:
     journal.close()
 
 
-def test_results_are_not_overwritten_for_an_input_that_is_not_there(tmp_path: Path) -> None:
+def test_results_are_not_overwritten_for_a_missing_input(tmp_path: Path) -> None:
     begun(tmp_path)
     job = a_job(tmp_path)
     (tmp_path / "in.txt").unlink()
@@ -84,7 +84,7 @@ def with_defaults(job: FileJob, *assumed: str) -> FileJob:
     return replace(job, defaults={"compact_json": True}, plain_max_tokens=512, assumed=frozenset(assumed))
 
 
-def test_a_job_that_an_earlier_version_began_continues_with_the_defaults_of_then(tmp_path: Path) -> None:
+def test_a_job_started_by_an_earlier_version_continues_with_its_defaults(tmp_path: Path) -> None:
     """Plain prompts had another maximum, or none."""
     begun(tmp_path)
     said: list[str] = []
@@ -98,20 +98,20 @@ def test_a_job_that_an_earlier_version_began_continues_with_the_defaults_of_then
     assert begun_with(job)["endpoint"] == "completions"
 
 
-def test_a_setting_that_is_given_must_be_that_of_the_beginning(tmp_path: Path) -> None:
+def test_a_setting_that_is_given_must_be_that_of_the_first_run(tmp_path: Path) -> None:
     begun(tmp_path)
     job = as_begun(with_defaults(a_job(tmp_path), "compact_json"), say=lambda _: None)
     with pytest.raises(ConfigError, match="was started with max_tokens unset, but max_tokens is now 512"):
         opened(job)
 
 
-def test_a_job_without_results_takes_the_defaults_of_today(tmp_path: Path) -> None:
+def test_a_job_without_results_takes_the_current_defaults(tmp_path: Path) -> None:
     opened(a_job(tmp_path)).close()
     job = with_defaults(a_job(tmp_path), "max_tokens", "compact_json")
     assert as_begun(job, say=pytest.fail) == job
 
 
-def test_a_job_of_another_model_says_how_to_name_it(tmp_path: Path) -> None:
+def test_a_job_of_another_model_shows_how_to_name_it(tmp_path: Path) -> None:
     begun(tmp_path)
     with pytest.raises(ConfigError, match=r"use -m models/model\.gguf to resume"):
         open_job(a_job(tmp_path), "models/model-BF16.gguf", say=lambda _: None)

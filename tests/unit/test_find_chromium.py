@@ -1,4 +1,4 @@
-"""Which Chromium tests/browser drives, and what the command says when there is none."""
+"""The Chromium that tests/browser uses, and the message if there is none."""
 
 from __future__ import annotations
 

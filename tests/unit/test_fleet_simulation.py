@@ -127,7 +127,7 @@ def test_conversations_come_at_the_rate_of_the_day_and_in_bursts() -> None:
     assert counts.var() / counts.mean() == pytest.approx(4.0, rel=0.3)  # burstiness 2
 
 
-def test_a_conversation_says_the_same_whatever_is_answered_when() -> None:
+def test_a_conversation_is_the_same_in_any_order_of_answers() -> None:
     load = Load(rate=1.0, seconds=100.0)
 
     def texts() -> list[list[int]]:

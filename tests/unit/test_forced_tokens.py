@@ -95,7 +95,7 @@ def test_a_stop_string_within_forced_text_ends_it(
     assert result.tokens == spell("dponmlkji")
 
 
-def test_a_stop_token_within_forced_text_ends_it_and_is_no_part_of_it(
+def test_a_stop_token_within_forced_text_ends_it_and_is_not_part_of_it(
     fakes: Callable[..., BatchInferenceEngine],
 ) -> None:
     result = one(fakes(), greedy(40, guided_regex=LETTERS, stop_token_ids=tuple(spell("k"))), [1, 2])
@@ -217,7 +217,7 @@ def test_where_a_grammar_allows_both_the_model_says_whether_its_text_ends(
     assert len({len(result.text) for result in ends}) > 3
 
 
-def test_a_grammar_that_the_vocabulary_cannot_spell_is_no_text_that_has_ended(
+def test_a_grammar_that_the_vocabulary_cannot_spell_is_not_reported_as_an_ended_text(
     fakes: Callable[..., BatchInferenceEngine],
 ) -> None:
     with contextlib.suppress(InvalidRequest):  # the earlier the better

@@ -19,7 +19,7 @@ def event(text: str, *, last: bool = False) -> GenerationEvent:
     return msgspec.structs.replace(GenerationEvent(request_id="", text=text, tokens=[5]), **end)
 
 
-def test_a_text_is_printed_as_it_grows_and_the_next_one_when_it_has_ended(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_text_is_printed_while_it_is_generated_and_the_next_one_after_it(capsys: pytest.CaptureFixture[str]) -> None:
     printer = _TextPrinter(["one", "two"])
     steps = [
         (0, event("a"), "--- 1: one\na"),
@@ -42,7 +42,7 @@ def test_after_ctrl_c_every_text_so_far_is_printed_once(capsys: pytest.CaptureFi
     assert capsys.readouterr().out == "--- 1: one\na\n\n--- 3: three\nx\n"
 
 
-def test_json_lines_come_in_the_order_of_the_prompts_and_after_ctrl_c_with_what_there_is(
+def test_json_lines_come_in_the_order_of_the_prompts_and_after_ctrl_c_with_the_partial_texts(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     printer = _JsonPrinter(["one", "two", "three"])

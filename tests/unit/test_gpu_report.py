@@ -31,7 +31,7 @@ def test_a_reports_table_is_markdown_with_its_notes_below() -> None:
     assert markdown_table(["x", "y"], []) == "| x | y |\n| --- | ---: |"
 
 
-def test_servers_stand_side_by_side() -> None:
+def test_servers_are_shown_side_by_side() -> None:
     columns = [Column("failed", "failed"), Column("speed", "tok/s", 0)]
     rows = [{"server": "ours", "failed": 0, "speed": 5.0}, {"server": "other", "failed": 1, "speed": 4.0}]
     served = msgspec.structs.replace(REPORT, kind="serve", columns=columns, rows=rows, notes=[])

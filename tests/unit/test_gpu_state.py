@@ -1,4 +1,4 @@
-"""The figures of GPUs: units, what a driver does not know, and machines without GPU, driver or nvidia-ml-py."""
+"""The figures of GPUs: units, missing values, and machines without GPU, driver or nvidia-ml-py."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ WITHOUT = pytest.mark.parametrize(
 
 
 class NoStats:
-    """An engine whose worker does not answer."""
+    """An engine with a worker that does not answer."""
 
     def health(self) -> Health:
         return Health(status="ok")
@@ -76,7 +76,7 @@ def test_figures_have_base_units_and_those_that_the_driver_does_not_know_are_non
 
 
 @WITHOUT
-def test_without_a_gpu_there_are_no_figures_and_no_error(
+def test_without_a_gpu_the_figures_are_absent_without_an_error(
     nvml: FakeNvml | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     install(monkeypatch, nvml)

@@ -42,7 +42,7 @@ def test_any_json_has_a_finite_instance_or_none(schema: Any) -> None:
 
 
 @randomised(ring=100, soak=500, schema=ANYTHING)
-def test_what_refers_to_nothing_does_not_go_on_for_ever(schema: Any) -> None:
+def test_references_without_a_base_case_are_replaced(schema: Any) -> None:
     assert has_finite_instance(without_references(schema))
 
 
@@ -57,7 +57,7 @@ FINITE: dict[str, Any] = {
     "one of them ends": {"oneOf": [{"$ref": "#"}, {"type": "integer"}]},
     "objects, or no objects": {**LOOP, "type": ["object", "string"]},
     "an array that may be empty": {"type": "array", "items": {"$ref": "#"}},
-    "an array whose tuple is enough": {
+    "an array with a sufficient tuple": {
         "type": "array", "prefixItems": [{"type": "null"}], "items": {"$ref": "#"}, "minItems": 1,
     },
     "no type": {"properties": {"a": {"$ref": "#"}}, "required": ["a"]},
@@ -123,7 +123,7 @@ def test_a_schema_of_many_branches_is_looked_at_in_bounded_time() -> None:
     assert thread_time() - began < 5
 
 
-def test_a_schema_whose_references_are_long_is_searched_within_bounds() -> None:
+def test_a_schema_with_long_references_is_searched_within_bounds() -> None:
     """It took minutes, beyond all limits: each step may walk a path of tens of thousands of parts."""
     defs: dict[str, Any] = {f"d{i}": {"allOf": [{"$ref": f"#/$defs/d{i + 1}"}] * 2} for i in range(14)}
     defs["d14"] = {"$ref": "#/" + "/" * 60_000}

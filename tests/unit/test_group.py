@@ -34,7 +34,7 @@ class Outputs:
 
 
 class Worker:
-    """Notes what it gets; each request runs until it is let go."""
+    """Records its requests; each of them runs until it is released."""
 
     config = EngineConfig(model_path="", n_parallel=16)
 
@@ -56,7 +56,7 @@ class Worker:
 
 
 class Fleet:
-    """Three such workers behind a group."""
+    """Three such workers in a group."""
 
     def __init__(self) -> None:
         self.workers = [Worker() for _ in range(3)]
@@ -125,7 +125,7 @@ async def test_a_short_prefix_decides_between_equals(fleet: Fleet) -> None:
     assert fleet.loads == [0, 1, 0]
 
 
-async def test_those_that_must_not_share_a_prefix_do_not_follow_it(fleet: Fleet) -> None:
+async def test_requests_that_must_not_share_a_prefix_are_not_routed_by_it(fleet: Fleet) -> None:
     await fleet.send("busy 0")
     await fleet.send(LONG, cache_salt="a")
     await fleet.finish()
@@ -183,7 +183,7 @@ def test_more_workers_than_devices_take_turns() -> None:
     assert [config.device for config in Deployment(workers=3, devices=(1, 0)).configs(CONFIG)] == [1, 0, 1]
 
 
-def test_one_worker_has_what_it_was_told() -> None:
+def test_a_single_worker_gets_the_configuration_unchanged() -> None:
     assert Deployment().configs(CONFIG) == [CONFIG]
 
 
@@ -191,7 +191,7 @@ def test_one_worker_has_what_it_was_told() -> None:
     "settings",
     [{"workers": 0}, {"workers": 65}, {"devices": (-1,)}, {"step_timeout": 0.5}, {"in_process": True, "workers": 2}],
 )
-def test_what_cannot_be_is_refused(settings: dict[str, Any]) -> None:
+def test_invalid_values_are_refused(settings: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="--"):
         Deployment(**settings)
 

@@ -19,7 +19,7 @@ def header(architecture: str, *names: str, n: Any = 1, **more: Any) -> FileHeade
     )
 
 
-def test_a_head_is_a_layer_whose_tensors_are_in_the_file() -> None:
+def test_a_head_is_a_layer_with_its_tensors_in_the_file() -> None:
     head = "blk.2.nextn.eh_proj.weight"
     assert heads_in([header("qwen35", head)]) == DraftHeads(1, "qwen35")
     assert heads_in([header("qwen35"), FileHeader({}, [TensorInfo(head, "F32", (8,))])]).n == 1  # in the second part

@@ -47,7 +47,7 @@ def test_every_field_of_sampling_params_may_be_given_in_a_request() -> None:
 
 
 @pytest.mark.parametrize("field", OTHERS)
-def test_what_a_request_says_is_what_the_engine_is_told(field: str) -> None:
+def test_the_engine_gets_the_values_of_the_request(field: str) -> None:
     fields: dict[str, Any] = {field: OTHERS[field]}
     expected = SamplingParams(**fields)
     assert expected != SamplingParams()

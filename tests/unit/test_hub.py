@@ -1,4 +1,4 @@
-"""Models of the hub by name: what is missing is fetched, what is there needs no network, and a wrong name says why."""
+"""Models of the hub by name: missing files are fetched, existing ones need no network, and wrong names get a reason."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def test_all_parts_of_a_split_model_are_fetched(hub: FakeHub, folder: Path) -> N
     ]
 
 
-def test_a_download_that_is_cut_off_leaves_no_model_and_goes_on(hub: FakeHub, folder: Path, model_bytes: bytes) -> None:
+def test_an_interrupted_download_leaves_no_model_and_continues(hub: FakeHub, folder: Path, model_bytes: bytes) -> None:
     hub.cut_after = 100
     try:
         path = pull_model(HubModel("owner/Tiny-GGUF", "Q8_0"))
@@ -158,13 +158,13 @@ def test_a_copy_with_other_weights_is_not_taken_for_the_file_of_the_hub(hub: Fak
         ("owner/broken-GGUF", "is not a GGUF file"),
     ],
 )
-def test_what_cannot_be_fetched_says_why(hub: FakeHub, folder: Path, name: str, message: str) -> None:
+def test_a_failed_fetch_is_an_error_with_the_reason(hub: FakeHub, folder: Path, name: str, message: str) -> None:
     with pytest.raises(ModelError, match=message):
         choose_model(name)
 
 
 def test_without_a_network_the_address_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")  # the discard port: nobody listens
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")  # the discard port: nothing listens
     pauses: list[float] = []
     monkeypatch.setattr(time, "sleep", pauses.append)
     with pytest.raises(ModelError, match=r"could not be downloaded from http://127\.0\.0\.1:9: .*Check the network"):
@@ -211,7 +211,7 @@ def test_pull_prints_the_path(hub: FakeHub, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["foo", "a/b/c:file.gguf", "name:file.gguf", "owner/name.gguf"])
-def test_a_name_that_is_none_is_refused_with_the_form_it_must_have(folder: Path, name: str) -> None:
+def test_an_invalid_name_is_refused_with_the_required_form(folder: Path, name: str) -> None:
     result = CliRunner().invoke(models, ["pull", name])
     assert result.exit_code == 2
     assert "OWNER/REPO:TYPE" in " ".join(result.output.split())
@@ -240,7 +240,7 @@ def test_the_projector_of_a_model_is_the_one_that_llama_cpp_takes(
     assert choose_file([*files, model], "") in (model, "other.gguf")
 
 
-def test_a_projector_is_fetched_before_its_model_and_is_there_afterwards(hub: FakeHub, folder: Path) -> None:
+def test_a_projector_is_fetched_before_its_model_and_kept(hub: FakeHub, folder: Path) -> None:
     of_repository = folder / "owner" / "Tiny-GGUF"
     assert pull.choose_projector("owner/Tiny-GGUF:Q4_0") == of_repository / "mmproj-F16.gguf"
     assert [path.name for path in of_repository.glob("*.gguf")] == ["mmproj-F16.gguf"]
@@ -266,7 +266,7 @@ def config_of(*flags: str) -> EngineConfig:
 
 
 @pytest.mark.usefixtures("hub")
-def test_a_model_of_the_hub_has_its_projector_unless_told_otherwise(
+def test_a_model_of_the_hub_has_its_projector_unless_disabled(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("cppbatch.llama.media_encoder.has_mtmd", lambda: True)

@@ -27,7 +27,7 @@ N_ROWS = 16
 
 
 class Simulation:
-    """An engine that computes a load, and what that takes. `losses`: it does at random what costs time."""
+    """An engine that computes a load, and its time. `losses`: it randomly does things that cost time."""
 
     def __init__(
         self, costs: BareCosts, requests: list[RequestSize], clients: int | None, losses: random.Random | None
@@ -100,7 +100,7 @@ def test_an_engine_without_losses_reaches_the_ideal_time_of_a_closed_loop(
         assert least <= of_ideal <= 1 + 1e-9
 
 
-def test_the_tail_of_one_long_output_is_no_loss() -> None:
+def test_the_tail_of_one_long_output_is_not_a_loss() -> None:
     requests = [RequestSize(100, 20)] * 15 + [RequestSize(100, 400)]
     needed = ideal_seconds(requests, AFFINE, N_ROWS)
     assert needed == pytest.approx(1600 * 0.001 + 19 * AFFINE.step_s(16) + 380 * AFFINE.step_s(1))
@@ -143,14 +143,14 @@ STEPS = {
 
 
 def best_s(work: StepWork) -> float:
-    """What `llama_decode` takes for it."""
+    """The time of `llama_decode` for it."""
     tokens_s = work.prompt_tokens * AFFINE.token_s_of(work.prompt_tokens) if work.prompt_tokens else 0.0
     return sum(map(AFFINE.step_s, work.groups)) + tokens_s
 
 
 @pytest.mark.parametrize("name", STEPS)
 @pytest.mark.parametrize("slower_s", [0.0, 0.02])
-def test_what_a_step_loses_is_found_in_its_place(name: str, slower_s: float) -> None:
+def test_the_lost_time_of_a_step_is_attributed_to_its_cause(name: str, slower_s: float) -> None:
     work, lost = STEPS[name]
     split = TimeSplit()
     decode_s = best_s(work) + slower_s
@@ -184,7 +184,7 @@ def test_the_parts_of_any_steps_are_not_negative_and_add_up_to_the_time() -> Non
 
 
 class Machine:
-    """An engine over a fake context in virtual time: only what is said here takes time."""
+    """An engine over a fake context in virtual time: only the steps defined here take time."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, **settings: Any) -> None:
         self.now = 1000.0
@@ -248,7 +248,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
     drain(machine.engine)
 
 
-def test_an_engine_that_wastes_nothing_knows_that_it_does(machine: Machine) -> None:
+def test_an_engine_that_wastes_nothing_reports_no_loss(machine: Machine) -> None:
     parts = machine.lost(lambda: machine.run(16))
     assert parts["ideal"] >= 0.95
     assert machine.engine.stats().recent_steps.of_ideal is not None
@@ -268,7 +268,7 @@ def test_an_engine_finds_what_its_own_phases_take(machine: Machine, reason: str,
     assert parts["ideal"] == pytest.approx(clean["ideal"] - injected, abs=0.02)
 
 
-def test_time_between_steps_is_serving_while_there_is_work_and_waiting_otherwise(machine: Machine) -> None:
+def test_time_between_steps_counts_as_serving_while_there_is_work_and_as_waiting_otherwise(machine: Machine) -> None:
     n_before, began = machine.engine.stats().steps, machine.now
     machine.now += 7.0
     parts = machine.lost(lambda: machine.run(16, pause_s=0.001))

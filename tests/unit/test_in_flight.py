@@ -64,7 +64,7 @@ async def test_events_for_the_old_id_of_a_requeued_request_have_no_reader(in_fli
     assert len(in_flight) == 5
 
 
-async def test_a_suspect_that_ends_makes_way_for_the_next(in_flight: InFlightRequests) -> None:
+async def test_after_a_suspect_ends_the_next_one_runs(in_flight: InFlightRequests) -> None:
     for _ in range(2):
         in_flight.worker_died({1, 2})
     (first,) = in_flight.take_sendable()

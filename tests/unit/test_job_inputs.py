@@ -154,17 +154,17 @@ def test_a_plain_line_is_named_by_custom_id_or_id_or_its_number(reading: Any) ->
     lines = ['{"prompt": "a", "custom_id": "x", "id": 1}', '{"prompt": "a", "id": 5}', '{"prompt": "a", "id": null}']
     found = reading("in.jsonl", "\n".join([*lines, '{"prompt": "a", "id": 1.5}', '{"prompt": "a", "id": true}']))
     assert codes(found) == ["x", "5", "line-3", "invalid_custom_id", "invalid_custom_id"]
-    assert found[0].body == {"prompt": "a"}, "a name is no field of the request"
+    assert found[0].body == {"prompt": "a"}, "a name is not a field of the request"
 
 
 @pytest.mark.parametrize(
     "line", ["{}", "[1]", "1", "null", '{"a": 1}', '{"prompt": 1}', '{"prompt": "a", "input": "b"}']
 )
-def test_what_asks_for_nothing_clear_is_refused(reading: Any, line: str) -> None:
+def test_an_ambiguous_line_is_refused(reading: Any, line: str) -> None:
     assert codes(reading("in.jsonl", line)) == ["invalid_line"]
 
 
-def test_an_endpoint_that_is_not_there_is_refused_for_plain_lines_too(tmp_path: Path) -> None:
+def test_an_unknown_endpoint_is_refused_for_plain_lines_too(tmp_path: Path) -> None:
     path = tmp_path / "in.jsonl"
     path.write_text('"Hi"\n{"messages": []}\n')
     found = list(InputReader(detect_input_format(path), {"/v1/embeddings"}))
@@ -174,7 +174,7 @@ def test_an_endpoint_that_is_not_there_is_refused_for_plain_lines_too(tmp_path: 
 # --- lines
 
 
-def test_blank_lines_a_byte_order_mark_and_line_ends_of_windows_are_nothing(reading: Any) -> None:
+def test_blank_lines_a_byte_order_mark_and_windows_line_ends_are_ignored(reading: Any) -> None:
     found = reading("in.jsonl", b'\xef\xbb\xbf"a"\r\n\r\n  \n\t\n"b"')
     assert [(item.line, item.body) for item in found] == [(1, {"prompt": "a"}), (5, {"prompt": "b"})]
     assert prompts(reading("in.txt", b"\xef\xbb\xbf a\r\n\r\n\nb \n")) == [" a", "b "], "spaces belong to a prompt"
@@ -295,13 +295,13 @@ def test_a_bad_record_is_refused_and_the_next_ones_are_read(reading: Any, row: b
     assert found[1].line == 3
 
 
-def test_lines_behind_an_open_quote_are_read_though_it_is_megabytes_to_the_end(reading: Any) -> None:
+def test_lines_after_an_open_quote_are_read_though_it_is_megabytes_to_the_end(reading: Any) -> None:
     found = reading("in.csv", "prompt\n" + '"open\n' + "a\n" * 1000 + "b" * (MAX_LINE_BYTES + 1) + "\nc\n")
     assert codes(found) == ["invalid_record", *[f"line-{n}" for n in range(3, 1003)], "line_too_long", "line-1004"]
 
 
 def test_a_csv_file_made_to_be_read_again_and_again_comes_to_an_end(reading: Any) -> None:
-    found = reading("in.csv", "prompt,x\n" + 'a","\n' * 300_000)  # each line opens a quote, wherever reading begins
+    found = reading("in.csv", "prompt,x\n" + 'a","\n' * 300_000)  # each line opens a quote, wherever reading starts
     assert set(codes(found)) == {"invalid_record"}
     assert "skipping the lines up to 300001" in found[-1].message
 
@@ -312,7 +312,7 @@ def test_a_csv_file_made_to_be_read_again_and_again_comes_to_an_end(reading: Any
         b"".join
     )
 )
-def test_whatever_the_records_reading_a_csv_file_goes_on_to_the_end(tmp_path: Path, data: bytes) -> None:
+def test_a_csv_file_is_read_to_its_end_whatever_its_records_are(tmp_path: Path, data: bytes) -> None:
     (tmp_path / "in.csv").write_bytes(b"prompt,x\n" + data + b'"\n1,1\nlast,1\n')
     found = read(tmp_path / "in.csv")
     assert prompts(found)[-1] == "last"
@@ -343,14 +343,14 @@ def test_a_parquet_file_may_have_no_rows(tmp_path: Path) -> None:
     assert read(tmp_path / "in.parquet") == []
 
 
-def test_text_in_parquet_that_is_none_is_refused_alone(tmp_path: Path) -> None:
+def test_invalid_text_in_parquet_is_refused_alone(tmp_path: Path) -> None:
     offsets = pa.array([0, 1, 2, 3], pa.int32()).buffers()[1]
     texts = pa.Array.from_buffers(pa.string(), 3, [None, offsets, pa.py_buffer(b"a\xffb")])
     pq.write_table(pa.table({"prompt": texts}), tmp_path / "in.parquet")
     assert codes(read(tmp_path / "in.parquet")) == ["line-1", "invalid_text", "line-3"]
 
 
-def test_a_folder_is_no_input(tmp_path: Path) -> None:
+def test_a_folder_is_not_an_input(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r": is a folder; give a file$"):
         detect_input_format(tmp_path)
 
@@ -375,7 +375,7 @@ def test_a_broken_parquet_file_is_an_error(tmp_path: Path) -> None:
             read(tmp_path / "in.parquet")
 
 
-def test_without_pyarrow_it_is_said_how_to_get_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_pyarrow_the_message_shows_how_to_install_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     with pytest.raises(ConfigError, match=r'requires pyarrow: pip install "cppbatch\[parquet\]"'):
         read(tmp_path / "in.parquet")
@@ -385,7 +385,7 @@ def test_without_pyarrow_it_is_said_how_to_get_it(tmp_path: Path, monkeypatch: p
 
 
 @pytest.mark.parametrize("name", ["in.jsonl", "in.txt", "in.csv", "in.parquet"])
-def test_a_file_that_is_not_there_or_is_a_folder_is_an_error_when_it_is_read(tmp_path: Path, name: str) -> None:
+def test_a_missing_file_or_a_folder_is_an_error_when_it_is_read(tmp_path: Path, name: str) -> None:
     reader = InputReader(detect_input_format(tmp_path / name), URLS)
     with pytest.raises(ConfigError, match=rf"{name}: cannot be read: No such file"):
         next(iter(reader))
@@ -403,7 +403,9 @@ def test_a_file_that_is_not_there_or_is_a_folder_is_an_error_when_it_is_read(tmp
         ("in.txt", {"system": "Be brief."}, "requires --endpoint chat.*completions"),
     ],
 )
-def test_what_does_not_fit_a_file_is_an_error_at_once(name: str, options: dict[str, Any], said: str) -> None:
+def test_options_that_do_not_apply_to_the_format_are_an_error_at_once(
+    name: str, options: dict[str, Any], said: str
+) -> None:
     with pytest.raises(ConfigError, match=said):
         detect_input_format(name, **options)
 
@@ -428,7 +430,7 @@ def test_records_that_cannot_be_read_are_counted_too(reading: Any, tmp_path: Pat
     assert InputReader(detect_input_format(tmp_path / "in.csv"), URLS).count() == len(found)
 
 
-def test_a_reader_can_be_left_and_begun_again(tmp_path: Path) -> None:
+def test_a_reader_can_be_left_and_restarted(tmp_path: Path) -> None:
     (tmp_path / "in.txt").write_text("a\nb\n")
     reader = InputReader(detect_input_format(tmp_path / "in.txt"), URLS)
     assert next(iter(reader)).line == 1
@@ -483,7 +485,7 @@ def test_a_row_without_a_value_is_an_error_of_that_row_only(reading: Any) -> Non
         ("text}", "Single '}'"),
     ],
 )
-def test_a_template_that_is_none_is_an_error_at_once(template: str, problem: str) -> None:
+def test_an_invalid_template_is_an_error_at_once(template: str, problem: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(problem)):
         detect_input_format("in.csv", template=template)
 

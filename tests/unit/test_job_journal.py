@@ -1,4 +1,4 @@
-"""A job's results on disk: each line of the input is dealt with once, wherever the process dies."""
+"""A job's results on disk: each line of the input is answered once, wherever the process dies."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from cppbatch.jobs.job_request import JobRequest, JobResponse, RejectedLine
 from cppbatch.jobs.journal import Journal, Ledger, rejection_line, response_line
 from tests.support.job_results import ids_of, item, lines_of, opened, result
 
-# --- going on -------------------------------------------------------------------------------------------------------
+# --- continuing -----------------------------------------------------------------------------------------------------
 
 
-def test_what_was_recorded_is_not_asked_again(tmp_path: Path) -> None:
+def test_recorded_items_are_not_run_again(tmp_path: Path) -> None:
     items = [item(i) for i in range(1, 6)]
     journal = opened(tmp_path)
     assert journal.register(items) == items
@@ -37,7 +37,7 @@ def test_what_was_recorded_is_not_asked_again(tmp_path: Path) -> None:
     assert ids_of(tmp_path / "errors.jsonl") == ["id-4"]
 
 
-def test_what_was_being_written_when_the_process_died_is_cut_off(tmp_path: Path) -> None:
+def test_a_partial_write_before_a_crash_is_cut_off(tmp_path: Path) -> None:
     items = [item(1), item(2)]
     journal = opened(tmp_path)
     journal.register(items)
@@ -57,7 +57,7 @@ class PowerLoss(Exception):
 
 @pytest.mark.parametrize("ordered", [False, True])
 @pytest.mark.parametrize("seed", range(8))
-def test_wherever_it_dies_each_line_is_there_once(
+def test_wherever_it_dies_each_line_is_written_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int, ordered: bool
 ) -> None:
     """Dies before or after any step to the disk, with random results in random groups, until all are done."""
@@ -130,7 +130,7 @@ def test_ordered_results_wait_for_earlier_lines_on_the_disk(tmp_path: Path) -> N
     assert journal.register(items) == items[:2]
     journal.record([result(items[0])])
     assert ids_of(tmp_path / "out.jsonl") == ["id-1"]
-    journal.record([result(items[1], status=400)])  # refused: nobody waits for it any more
+    journal.record([result(items[1], status=400)])  # refused: nothing waits for it any more
     assert ids_of(tmp_path / "out.jsonl") == ["id-1", "id-3", "id-4"]
 
 
@@ -149,7 +149,7 @@ def test_failed_lines_can_be_tried_again(tmp_path: Path) -> None:
     assert ids_of(tmp_path / "errors.jsonl") == []
 
 
-def test_errors_that_somebody_has_removed_are_not_missed(tmp_path: Path) -> None:
+def test_removed_errors_are_not_missed(tmp_path: Path) -> None:
     journal = opened(tmp_path)
     journal.register([item(1), item(2)])
     journal.record([result(item(1), status=500)])
@@ -164,10 +164,10 @@ def test_errors_that_somebody_has_removed_are_not_missed(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("ordered", [False, True])
 @pytest.mark.parametrize("failing", ["record", "release"])
-def test_what_the_ledger_could_not_note_is_not_in_the_files(
+def test_results_that_the_ledger_could_not_record_are_not_in_the_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: str, ordered: bool
 ) -> None:
-    """Also when the same journal goes on after that."""
+    """Also if the same journal continues after that."""
     items = [item(i) for i in range(1, 5)]
     journal = opened(tmp_path, ordered=ordered)
     journal.register(items)
@@ -188,7 +188,7 @@ def test_what_the_ledger_could_not_note_is_not_in_the_files(
     assert ids_of(tmp_path / "errors.jsonl") == ["id-2", "id-4"]
 
 
-def test_a_short_result_has_the_log_probabilities_that_were_asked_for() -> None:
+def test_a_short_result_has_the_requested_log_probabilities() -> None:
     plain = JobRequest(
         line=1, custom_id="a", url="/v1/completions", body={"prompt": "b"}, is_plain=True, content_hash=1
     )
@@ -238,7 +238,7 @@ def test_a_refused_line_is_written_once(tmp_path: Path) -> None:
     assert [line["error"]["message"] for line in lines_of(tmp_path / "errors.jsonl")] == ["is no JSON"]
 
 
-def test_a_failed_line_that_was_mended_is_answered(tmp_path: Path) -> None:
+def test_a_failed_line_that_was_corrected_is_answered(tmp_path: Path) -> None:
     journal = opened(tmp_path)
     journal.register([RejectedLine(line=1, code="invalid_json", message="is no JSON", content_hash=5), item(2)])
     journal.ledger.reopen_failed()
@@ -273,7 +273,7 @@ def test_a_line_that_changed_before_it_was_answered_is_taken_as_it_is_now(tmp_pa
     ["xabcd", "bcd", "badc", "axbcd", "dcba", "ab"],
     ids=["inserted first", "first removed", "swapped", "inserted", "reversed", "shortened"],
 )
-def test_lines_that_nobody_has_answered_may_be_edited_at_will(tmp_path: Path, ids_now: str) -> None:
+def test_unanswered_lines_may_be_edited(tmp_path: Path, ids_now: str) -> None:
     journal = opened(tmp_path)
     journal.register([item(line, custom_id) for line, custom_id in enumerate("abcd", 1)])
     journal.close()
@@ -282,7 +282,7 @@ def test_lines_that_nobody_has_answered_may_be_edited_at_will(tmp_path: Path, id
     assert journal.register(now[:2]) + (journal.register(now[2:]) if now[2:] else []) == now
 
 
-def test_ordered_results_do_not_wait_for_a_line_that_is_not_there_any_more(tmp_path: Path) -> None:
+def test_ordered_results_do_not_wait_for_a_removed_line(tmp_path: Path) -> None:
     journal = opened(tmp_path, ordered=True)
     journal.register([item(1), item(2), item(3)])
     journal.record([result(item(3))])
@@ -313,7 +313,7 @@ def test_a_broken_ledger_says_so(tmp_path: Path) -> None:
         Ledger(tmp_path / "job")
 
 
-def test_a_ledger_with_a_hole_in_it_says_so(tmp_path: Path) -> None:
+def test_a_ledger_with_a_gap_is_reported(tmp_path: Path) -> None:
     journal = opened(tmp_path)
     journal.register([item(i) for i in range(1, 2000)])
     journal.close()
@@ -345,7 +345,7 @@ def test_a_full_database_says_so_and_keeps_what_it_has(tmp_path: Path) -> None:
     assert ledger.register([item(1), item(2)]) == ([item(1), item(2)], [])
 
 
-def test_a_folder_that_is_not_there_is_named(tmp_path: Path) -> None:
+def test_a_missing_folder_is_named(tmp_path: Path) -> None:
     with pytest.raises(StorageError, match="nowhere/job cannot be opened: its folder must exist"):
         Ledger(tmp_path / "nowhere" / "job")
 

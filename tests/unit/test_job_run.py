@@ -1,4 +1,4 @@
-"""How a job is worked through: side by side, group by group to the disk, and left in order whatever ends it."""
+"""How a job runs: lines in parallel, written to disk in groups, and consistent whatever ends it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def a_run(
     return JobRunner(windows, journal, work, places or asyncio.Semaphore(at_once))
 
 
-async def test_every_item_is_answered_and_never_more_than_there_are_places_for(tmp_path: Path) -> None:
+async def test_every_item_is_answered_within_the_concurrency_limit(tmp_path: Path) -> None:
     running, most = 0, 0
 
     async def work(_: JobRequest) -> JobResponse:
@@ -104,7 +104,7 @@ async def test_cancelled_it_records_what_was_answered(tmp_path: Path) -> None:
         await asyncio.wait_for(places.acquire(), 30)
 
 
-async def test_a_run_that_is_cancelled_reads_no_further_and_holds_up_nobody(tmp_path: Path) -> None:
+async def test_a_cancelled_run_stops_reading_without_blocking_the_event_loop(tmp_path: Path) -> None:
     """As when a million lines that are done already are skipped."""
     journal = opened(tmp_path)
     n_read = 0
@@ -124,7 +124,7 @@ async def test_a_run_that_is_cancelled_reads_no_further_and_holds_up_nobody(tmp_
     run = asyncio.create_task(JobRunner(windows(), journal, work, asyncio.Semaphore(1)).run())
     assert await asyncio.to_thread(is_reading.wait, 60)
     run.cancel()
-    await asyncio.sleep(0.05)  # the loop runs while the read goes on
+    await asyncio.sleep(0.05)  # the loop runs during the read
     assert n_read == 0
     go_on.set()
     with pytest.raises(asyncio.CancelledError):

@@ -36,14 +36,14 @@ def walked(value: Any) -> JsonShape:
 @pytest.mark.parametrize("chunk", [3, 7, 1 << 20])
 @given(value=VALUES, ascii_only=st.booleans())
 @settings(max_examples=200, deadline=None)
-def test_the_bytes_tell_the_shape_of_the_value(chunk: int, value: Any, ascii_only: bool) -> None:
+def test_json_shape_of_the_bytes_is_that_of_the_value(chunk: int, value: Any, ascii_only: bool) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(json_bounds, "_CHUNK", chunk)
         assert json_shape(json.dumps(value, ensure_ascii=ascii_only).encode()) == walked(value)
 
 
 @given(data=st.binary(max_size=200))
-def test_what_is_no_json_is_measured_too(data: bytes) -> None:
+def test_invalid_json_is_measured_too(data: bytes) -> None:
     assert min(json_shape(data)) >= 0
 
 
@@ -64,6 +64,6 @@ def test_what_is_no_json_is_measured_too(data: bytes) -> None:
     ],
     ids=lambda value: None if isinstance(value, bytes) else str(value),
 )
-def test_what_is_too_much_is_said(text: bytes, says: str | None) -> None:
+def test_an_excess_is_named(text: bytes, says: str | None) -> None:
     found = excess(text)
     assert found is None if says is None else says in (found or "")

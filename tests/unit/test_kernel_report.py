@@ -97,7 +97,7 @@ def test_a_type_without_times_counts_as_slow_so_that_the_gain_is_not_overstated(
     assert (advice([matrix("a", "Q4_1"), untimed], a="Q8_0") or "") == ""
 
 
-def test_without_changes_there_is_nothing_to_say() -> None:
+def test_without_changes_nothing_is_reported() -> None:
     assert advice([matrix("a", "Q8_0")]) is None
 
 
@@ -147,7 +147,7 @@ def test_a_model_of_the_fastest_type_is_not(tmp_path: Path, timed: None) -> None
     assert str(report) == "F16 batched. Other types would not be faster"
 
 
-def test_on_a_gpu_there_is_nothing_to_do(q4_1: Path, timed: None, gpu: None) -> None:
+def test_on_a_gpu_nothing_is_recommended(q4_1: Path, timed: None, gpu: None) -> None:
     report = kernel_report(q4_1)
     assert (report.on_gpu, report.advice) == (True, None)
     assert "GPU" in str(report)
@@ -164,9 +164,7 @@ def test_a_tied_embedding_is_an_output_matrix_too(tmp_path: Path, timed: None) -
     assert report.advice.startswith("all 15 matrices are Q4_1")
 
 
-def test_the_types_of_a_split_model_are_those_of_all_its_parts_and_there_is_no_advice(
-    tmp_path: Path, timed: None
-) -> None:
+def test_the_types_of_a_split_model_are_those_of_all_its_parts_without_advice(tmp_path: Path, timed: None) -> None:
     for i, quant in enumerate(("Q4_1", "Q8_0"), 1):
         _part(tmp_path / f"m-{i:05d}-of-00002.gguf", quant)
     report = kernel_report(tmp_path / "m-00001-of-00002.gguf")

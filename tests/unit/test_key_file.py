@@ -1,4 +1,4 @@
-"""TOML files of API keys: what is read, and how a mistake is reported."""
+"""TOML files of API keys: what is read, and how errors are reported."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_a_key_has_the_rules_of_its_tier_and_its_own(tmp_path: Path) -> None:
         ("priority = 20", "priority = ", 3, "not valid TOML.*line 3"),
     ],
 )
-def test_a_mistake_is_reported_with_its_line_and_without_keys(
+def test_an_error_is_reported_with_its_line_and_without_keys(
     tmp_path: Path, old: str, new: str, line: int, says: str
 ) -> None:
     assert old in GOOD

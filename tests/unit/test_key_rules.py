@@ -1,4 +1,4 @@
-"""Rules of API keys: what becomes of their engine requests, and what is refused."""
+"""Rules of API keys: their effect on engine requests, and what is refused."""
 
 from __future__ import annotations
 

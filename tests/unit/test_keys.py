@@ -56,6 +56,6 @@ def test_a_key_with_two_sets_of_rules_is_refused() -> None:
 
 
 @pytest.mark.parametrize("origin", ["example.org", "https://example.org/", "https://example.org/page", ""])
-def test_what_is_no_origin_is_refused(origin: str) -> None:
+def test_an_invalid_origin_is_refused(origin: str) -> None:
     with pytest.raises(ConfigError, match="--cors-origin"):
         ServerSettings(cors_origins=(origin,))

@@ -73,7 +73,7 @@ def test_ctrl_c_while_memory_is_moved_leaves_every_text_right(
     params = greedy(12, ignore_eos=True)
     prompts = {engine.add_request([i] * 3, params, priority=1): [i] * 3 for i in range(4)}
     events = run_steps(engine, 3)
-    prompts[engine.add_request([9] * 3, params)] = [9] * 3  # displaces one, whose memory is saved
+    prompts[engine.add_request([9] * 3, params)] = [9] * 3  # preempts one and saves its memory
 
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt

@@ -27,7 +27,7 @@ def config(**settings: Any) -> EngineConfig:
         ({"n_ctx": 2048, "n_parallel": 1}, True, "per-sequence", False),  # all that the model can read
     ],
 )
-def test_an_engine_begins_with_streams_and_switches_if_they_are_large_enough(
+def test_an_engine_starts_with_streams_and_switches_if_they_are_large_enough(
     settings: dict[str, Any], has_kv_cells: bool, layout: str, switches: bool
 ) -> None:
     its = config(**settings)
@@ -43,7 +43,7 @@ def test_streams_take_no_more_memory_than_the_unified_layout(n_ctx: int) -> None
 
 
 @pytest.mark.parametrize("layout", ["unified", "per-sequence"])
-def test_a_layout_that_was_asked_for_is_kept(layout: str) -> None:
+def test_a_requested_layout_is_kept(layout: str) -> None:
     for n_ctx in (1024, 1 << 20):
         asked = config(n_ctx=n_ctx, kv_layout=layout)
         assert choose_layout(asked, n_ctx_train=2048, has_kv_cells=True) == layout
@@ -86,6 +86,6 @@ def test_flash_attention_is_on_where_it_is_needed(settings: dict[str, Any]) -> N
 
 
 @pytest.mark.parametrize("setting", ["on", "off"])
-def test_flash_attention_that_was_asked_for_is_kept(setting: str) -> None:
+def test_requested_flash_attention_is_kept(setting: str) -> None:
     for layout in ("unified", "per-sequence"):
         assert choose_flash_attn(config(flash_attn=setting), layout, on_gpu=False, has_amx=True) == setting

@@ -1,4 +1,4 @@
-"""When the layout is switched: at once for what has no place, and otherwise seldom."""
+"""When the layout is switched: at once for a request without a place, and otherwise seldom."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ SHARED = sharing(16, 1500, 36)
 
 
 class Engine:
-    """A clock and the policy of an engine, which does what it is told; a switch takes `cost` seconds."""
+    """A clock and the policy of an engine, which follows its decisions; a switch takes `cost` seconds."""
 
     def __init__(
         self, layout: KvLayout = "per-sequence", *, cost: float = 0.1, n_cached: int | None = N_CACHED
@@ -66,7 +66,7 @@ class Engine:
         return self.layout
 
 
-# --- what has no place -------------------------------------------------------------------------------------------
+# --- requests without a place ------------------------------------------------------------------------------------
 
 
 def test_a_sequence_that_fills_its_stream_stays_and_one_that_outgrows_it_is_given_all_cells_at_once() -> None:
@@ -84,7 +84,7 @@ def test_a_request_without_a_place_is_given_one_at_once_however_short_ago_the_la
     assert engine.step(blocked=sequence([1] * 3000)) == "unified"
 
 
-def test_a_long_request_in_the_queue_waits_for_its_turn_in_the_layout_there_is() -> None:
+def test_a_long_request_in_the_queue_waits_for_its_turn_in_the_current_layout() -> None:
     assert Engine().run(60, CHAT, waiting=[sequence([1] * 3000)]) == "per-sequence"
 
 
@@ -112,7 +112,7 @@ def test_each_load_gets_the_layout_in_which_it_is_faster(load: list[Seq], layout
             assert when < began + 20
 
 
-def test_where_cells_cannot_be_shared_a_shared_prefix_is_no_reason() -> None:
+def test_where_cells_cannot_be_shared_a_shared_prefix_does_not_cause_a_switch() -> None:
     assert Engine(n_cached=None).run(60, SHARED) == "per-sequence"
     assert Engine("unified", n_cached=None).run(60, SHARED) == "per-sequence"
 
@@ -124,7 +124,7 @@ def test_between_the_measured_loads_the_layout_stays() -> None:
         assert engine.run(300, sharing(16, 900, 36)) == start
 
 
-def test_a_burst_of_two_seconds_is_no_reason() -> None:
+def test_a_burst_of_two_seconds_does_not_cause_a_switch() -> None:
     engine = Engine()
     for _ in range(20):
         engine.run(2, SHARED)
@@ -132,7 +132,7 @@ def test_a_burst_of_two_seconds_is_no_reason() -> None:
     assert not engine.switches
 
 
-def test_an_engine_that_has_computed_for_a_second_knows_too_little() -> None:
+def test_an_engine_that_has_computed_for_a_second_has_too_little_data() -> None:
     engine = Engine()
     for _ in range(4):
         engine.run(0.5, SHARED)
@@ -163,7 +163,7 @@ def test_the_streams_do_not_come_back_while_a_sequence_hardly_fits_or_a_long_one
         assert engine.run(60, CHAT) == "per-sequence"
 
 
-def test_the_streams_come_back_when_prefixes_are_no_longer_shared() -> None:
+def test_the_streams_come_back_when_prefixes_are_not_shared_any_more() -> None:
     engine = Engine()
     assert engine.run(60, SHARED) == "unified"
     assert engine.run(40, CHAT) == "per-sequence"

@@ -42,7 +42,7 @@ def test_a_prompt_that_is_longer_than_a_stream_is_answered() -> None:
     assert engine.stats().kv_layout == "unified"
 
 
-def test_a_text_goes_on_beyond_the_end_of_its_stream() -> None:
+def test_a_text_continues_beyond_the_end_of_its_stream() -> None:
     engine = auto_engine()
     [result] = engine.generate([[1] * 10], greedy(**ENDLESS))
     assert len(result.tokens) == N_CTX - 10  # as far as unified cells reach
@@ -76,7 +76,7 @@ def test_a_fixed_layout_keeps_its_limit() -> None:
         engine.add_request([1] * STREAM)
 
 
-def test_a_long_request_waits_for_its_turn_and_delays_none_behind_it_by_more_than_a_step() -> None:
+def test_a_long_request_waits_for_its_turn_and_delays_none_after_it_by_more_than_a_step() -> None:
     engine = auto_engine()
     running = [engine.add_request([i] * 5, greedy(20, **ENDLESS)) for i in range(3)]
     long, short = engine.add_request([7] * 60, greedy(3, **ENDLESS)), engine.add_request([8] * 5, greedy(3, **ENDLESS))
@@ -90,11 +90,11 @@ def test_a_long_request_waits_for_its_turn_and_delays_none_behind_it_by_more_tha
         assert tokens_of(events, name) == reference(prompt, greedy(3, **ENDLESS))[0]
 
 
-# --- what is carried -----------------------------------------------------------------------------------------------
+# --- what is kept --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("swap_space", [0, 1, 1024], ids=["recomputed", "one saved", "all saved"])
-def test_running_sequences_go_on_where_they_were(swap_space: int) -> None:
+def test_running_sequences_continue_where_they_were(swap_space: int) -> None:
     engine, params = auto_engine(swap_space=swap_space), greedy(25, **ENDLESS)
     prompts = {engine.add_request([i] * 9, params): [i] * 9 for i in range(5)}
     events = run_steps(engine, 6)
@@ -196,7 +196,7 @@ def test_ctrl_c_anywhere_in_a_switch_leaves_a_working_engine(n_cases: int) -> No
         assert_survives_ctrl_c(auto_engine(), prompts, params, after=line)
 
 
-def test_a_context_that_cannot_be_made_is_an_error_and_the_engine_goes_on_in_the_layout_it_had(
+def test_a_context_that_cannot_be_created_is_an_error_and_the_engine_continues_in_its_previous_layout(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     engine, params = auto_engine(), greedy(8, **ENDLESS)
@@ -224,7 +224,7 @@ def test_a_context_that_cannot_be_made_is_an_error_and_the_engine_goes_on_in_the
     assert tokens_of(events, long) == reference([2] * 60, params)[0]
 
 
-# --- what is told --------------------------------------------------------------------------------------------------
+# --- what is reported ----------------------------------------------------------------------------------------------
 
 
 def test_a_switch_is_logged_once_with_its_reason(caplog: pytest.LogCaptureFixture) -> None:

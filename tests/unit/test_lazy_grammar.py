@@ -1,4 +1,4 @@
-"""Calls that a model writes of its own accord: text is free up to the marker, and the call matches its schema."""
+"""Calls with tool_choice auto: text is free up to the marker, and the call matches its schema."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_calls_after_the_marker_match_their_schemas_and_text_before_it_is_free(f
 
 
 @pytest.mark.parametrize("family", LAZY)
-def test_a_marker_within_a_thought_begins_nothing(family: str) -> None:
+def test_a_marker_within_a_thought_starts_no_call(family: str) -> None:
     lazy = of_own_accord(family).params["lazy_grammar"]
     if lazy.thought is None:
         assert not lazy.in_thought
@@ -129,7 +129,7 @@ def test_a_sequence_that_is_computed_again_is_where_it_was(family: str) -> None:
     assert not new.constraint.is_active
 
 
-def test_a_schema_that_cannot_be_enforced_is_not_and_the_log_says_why(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_schema_that_cannot_be_enforced_is_ignored_with_a_logged_reason(caplog: pytest.LogCaptureFixture) -> None:
     schema = {"type": "object", "properties": {"a": {"type": "string", "pattern": "(?=a)b"}}}
     tool = {"type": "function", "function": {"name": "look", "parameters": schema}}
     lazy = of_own_accord(LAZY[0], [tool]).params["lazy_grammar"]
@@ -142,7 +142,7 @@ def test_a_schema_that_cannot_be_enforced_is_not_and_the_log_says_why(caplog: py
         given = SamplingParams(lazy_grammar=lazy, guided_choice=["a"])
         constraint = compiler.constraint(given)
         assert constraint
-        assert constraint.is_active  # another grammar says where calls may stand
+        assert constraint.is_active  # another grammar decides where calls may be
     finally:
         compiler.close()
 

@@ -41,7 +41,7 @@ async def one(engine: EngineClient) -> WorkerLive:
     return worker
 
 
-async def test_a_busy_worker_shows_its_rows_and_an_idle_one_is_not_asked(fake_workers: list[FakeWorker]) -> None:
+async def test_a_busy_worker_shows_its_rows_and_an_idle_one_is_not_queried(fake_workers: list[FakeWorker]) -> None:
     async with EngineProcess(CONFIG) as engine:
         (process,) = fake_workers
         running = [run(engine, "a"), run(engine, "b")]
@@ -87,7 +87,7 @@ async def test_a_worker_that_dies_shows_its_restart_and_no_rows_of_before(
         running.cancel()
 
 
-async def test_a_question_dies_with_its_worker(fake_workers: list[FakeWorker]) -> None:
+async def test_a_live_query_ends_with_its_worker(fake_workers: list[FakeWorker]) -> None:
     async with EngineProcess(CONFIG) as engine:
         fake_workers[0].answers_live = False
         running = run(engine, "a")
@@ -124,7 +124,7 @@ async def test_a_group_shows_each_of_its_workers(fake_workers: list[FakeWorker])
         assert [worker.engine is None for worker in live] == [False, True, False]
 
 
-async def test_each_replica_that_answers_is_shown_and_an_idle_cluster_is_asked_once_a_second() -> None:
+async def test_each_replica_that_answers_is_shown_and_an_idle_cluster_is_polled_once_a_second() -> None:
     cluster = FakeReplicas(2)
     engine = cluster.engine()
     await settle()

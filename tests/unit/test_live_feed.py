@@ -1,4 +1,4 @@
-"""`GET /live` without HTTP: snapshots are shared, never queued, and made only while somebody reads."""
+"""`GET /live` without HTTP: snapshots are shared, never queued, and taken only while a client reads."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ async def test_a_slow_reader_gets_the_latest_snapshot_and_none_of_those_between(
     assert second >= n_made
 
 
-async def test_what_is_not_new_goes_to_new_readers_only_and_the_others_get_a_heartbeat() -> None:
+async def test_an_unchanged_snapshot_goes_to_new_readers_only_and_the_others_get_a_heartbeat() -> None:
     source = Source()
     feed = source.feed(heartbeat=0.05)
     async with contextlib.aclosing(feed.snapshots()) as old, contextlib.aclosing(feed.snapshots()) as new:
@@ -112,7 +112,7 @@ async def test_what_is_not_new_goes_to_new_readers_only_and_the_others_get_a_hea
         assert latest >= n_made
 
 
-async def test_a_closed_feed_ends_its_readers_at_once_even_one_whose_client_does_not_read() -> None:
+async def test_a_closed_feed_ends_its_readers_at_once_even_if_a_client_does_not_read() -> None:
     feed = Source().feed(interval=60, heartbeat=60)
 
     async def read() -> None:
@@ -154,7 +154,7 @@ def engine_after(n_steps: int) -> LiveEngine:
         return engine.live()
 
 
-async def test_a_busy_worker_is_asked_each_time_and_an_idle_one_once() -> None:
+async def test_a_busy_worker_is_queried_each_time_and_an_idle_one_once() -> None:
     latest, asked = LatestLive(), []
 
     def ask() -> None:
@@ -174,7 +174,7 @@ async def test_a_busy_worker_is_asked_each_time_and_an_idle_one_once() -> None:
     assert 0 <= age < SOON
 
 
-async def test_a_worker_in_a_long_step_is_asked_once_and_shows_its_earlier_state() -> None:
+async def test_a_worker_in_a_long_step_is_queried_once_and_shows_its_earlier_state() -> None:
     latest, asked = LatestLive(), []
     assert await latest.get(lambda: asked.append(1), 0.0) == (None, None)
     latest.received(engine_after(1))
@@ -226,7 +226,7 @@ def test_an_interval_is_what_was_done_between_two_states() -> None:
     assert idle.interval is None
 
 
-def test_a_restarted_worker_begins_again() -> None:
+def test_a_restarted_worker_starts_a_new_interval() -> None:
     intervals = LiveIntervals()
     intervals.add([worker(at(100.0, steps=500))])
     for restarted in (worker(None, pid=1), worker(at(3.0, steps=2), pid=2)):

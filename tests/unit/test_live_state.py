@@ -139,7 +139,7 @@ def test_a_swapped_sequence_is_a_row_without_a_seq_id() -> None:
     drain(engine)
 
 
-def test_neither_text_nor_the_name_of_a_request_leaves_the_engine() -> None:
+def test_snapshots_contain_neither_the_text_nor_the_id_of_a_request() -> None:
     engine = fake_engine(n_parallel=2)
     engine.add_request("hello", greedy(20), request_id="SECRET-NAME", cache_salt="SECRET-SALT")
     engine.add_request("hello", greedy(20), request_id="SECRET-TOO", cache_salt="SECRET-SALT")

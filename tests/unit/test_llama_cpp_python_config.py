@@ -62,7 +62,7 @@ def test_a_value_of_another_type_is_named(tmp_path: Path, content: dict[str, Any
         read_llama_cpp_python_config(file)
 
 
-def test_what_the_original_reads_is_read(tmp_path: Path) -> None:
+def test_values_that_llama_cpp_python_accepts_are_read(tmp_path: Path) -> None:
     file = written(tmp_path, MODEL | {"n_ctx": "2048", "n_threads": "4", "n_gpu_layers": None}, host=None, port="8001")
     found = read_llama_cpp_python_config(file)
     assert (found.server["hosts"], found.server["port"]) == (("localhost",), 8001)
@@ -120,12 +120,12 @@ def test_the_server_is_where_the_file_says_unless_flags_say_otherwise(tmp_path: 
         ({"n_ctxx": 5}, "unknown setting n_ctxx"),
     ],
 )
-def test_what_has_no_counterpart_is_refused(tmp_path: Path, settings: dict[str, Any], message: str) -> None:
+def test_settings_without_a_counterpart_are_refused(tmp_path: Path, settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(message)):
         catalog(written(tmp_path, MODEL | settings))
 
 
-def test_a_file_that_is_none_is_refused(tmp_path: Path) -> None:
+def test_an_invalid_file_is_refused(tmp_path: Path) -> None:
     for text, message in (
         ("{", "Expecting property name"),
         ('{"models": []}', "models must be a list"),

@@ -74,7 +74,7 @@ def test_the_kinds_of_draft_models_have_llama_servers_names(tmp_path: Path, name
         ("LLAMA_ARG_SPEC_TYPE", "none", {"spec": "off"}),
     ],
 )
-def test_so_does_its_variable(variable: str, value: str, expected: dict[str, Any]) -> None:
+def test_llama_servers_variables_change_the_same_settings(variable: str, value: str, expected: dict[str, Any]) -> None:
     assert config_of(**{variable: value}) == EngineConfig("m.gguf", **expected)
 
 

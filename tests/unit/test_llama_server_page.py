@@ -1,4 +1,4 @@
-"""docs/llama-server.md has the tables of what is known of llama-server's tests, and names flags that exist."""
+"""docs/llama-server.md has the tables of llama-server's tests, and names flags that exist."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_the_page_lists_the_flags_that_need_nothing() -> None:
     assert "\n".join(rows) + "\n" in PAGE
 
 
-def test_a_run_complains_of_failures_that_are_not_known_and_of_exceptions_that_pass() -> None:
+def test_a_run_reports_unknown_failures_and_exceptions_that_pass() -> None:
     known = KnownFile(not_here={"elsewhere": "a text"}, exceptions={"ever": "no such thing", "one[b]": "not so"})
     outcomes = {
         "elsewhere[a]": Outcome("failed", "E"),

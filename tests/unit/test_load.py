@@ -198,7 +198,7 @@ def test_of_ideal_is_not_known_without_usage_or_costs() -> None:
     assert server_row([a_run([made_up(1, prompt_tokens=7)])], None)["of_ideal"] is None
 
 
-def test_what_was_not_measured_is_none() -> None:
+def test_unmeasured_figures_are_none() -> None:
     figures = server_row([a_run([RequestOutcome(failure=RequestFailure("timeout"))])], bound_ms=None)
     assert figures["output_tokens_per_second"].median == 0
     assert [figures[name] for name in ("ttft_ms_p50", "total_tokens_per_second", "goodput_per_second")] == [None] * 3

@@ -41,7 +41,7 @@ def test_an_error_of_loading_passes_and_ends_the_bar(written: io.StringIO) -> No
     assert "\x1b[?25h" in written.getvalue()  # the cursor is back
 
 
-def test_a_file_gets_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_bar_is_written_to_a_file(capsys: pytest.CaptureFixture[str]) -> None:
     with loading_bar(lambda: 0.42):
         pass
     assert capsys.readouterr() == ("", "")

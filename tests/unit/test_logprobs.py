@@ -1,4 +1,4 @@
-"""Log-probabilities over a fake model: exact, whatever is cached, batched or preempted."""
+"""Log-probabilities over a fake model: exact regardless of caching, batching and preemption."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def hashed(tokens: list[int]) -> Rows:
 def assert_those_of(
     rows: Rows, tokens: list[int], entries: list[TokenLogprob], *, n_top: int, within: float = EXACT
 ) -> None:
-    """`entries` are of the last `tokens`, and say what the row before each says."""
+    """`entries` are those of the last `tokens`, and equal the row before each."""
     first = len(tokens) - len(entries)
     assert [entry.token for entry in entries] == tokens[first:]
     for i, entry in enumerate(entries, first):
@@ -106,7 +106,7 @@ def test_a_row_of_49152_logits_is_normalised_as_in_float64(spread: float, shift:
     assert [logprob for _, logprob in likelihoods.top()] == pytest.approx(np.sort(exact)[::-1][:20].tolist(), abs=EXACT)
 
 
-def test_what_is_done_to_a_row_afterwards_changes_nothing() -> None:
+def test_later_changes_of_a_row_have_no_effect() -> None:
     row = np.arange(100, dtype=np.float32)
     likelihoods = RowLogprobs(row, 3)
     before = likelihoods.of(5), likelihoods.top()
@@ -115,10 +115,10 @@ def test_what_is_done_to_a_row_afterwards_changes_nothing() -> None:
     assert [token for token, _ in before[1]] == [99, 98, 97]
 
 
-# --- a fake model, whose logits no batch can change: exact always ----------------------------------------------------
+# --- a fake model with logits that do not depend on the batch: always exact ------------------------------------------
 
 
-def test_side_by_side_with_others_each_number_of_likeliest_tokens_is_exact() -> None:
+def test_in_a_batch_with_others_each_number_of_top_logprobs_is_exact() -> None:
     prompts = [[i, 2 * i, 3] for i in range(12)]
     params = [greedy(5, ignore_eos=True, logprobs=N_TOPS[i % 4], echo=i % 2 == 0) for i in range(12)]
     results = fake_engine().generate(prompts, params)
@@ -128,7 +128,7 @@ def test_side_by_side_with_others_each_number_of_likeliest_tokens_is_exact() -> 
 
 @pytest.mark.parametrize("temperature", [0, 5])
 @pytest.mark.parametrize("n_top", [0, 20])
-def test_asking_for_them_changes_no_text(temperature: float, n_top: int) -> None:
+def test_requesting_logprobs_changes_no_text(temperature: float, n_top: int) -> None:
     def tokens(logprobs: int | None) -> list[list[int]]:
         params = [
             SamplingParams(temperature=temperature, top_k=0, seed=i, max_tokens=12, logprobs=logprobs)
@@ -198,7 +198,7 @@ def test_prompts_are_scored_exactly_whatever_is_cached(sharing: Sharing) -> None
 
 
 @pytest.mark.parametrize("swap_space", [1024, 0], ids=["swapped", "recomputed"])
-def test_scoring_goes_on_where_a_preemption_stopped_it(swap_space: int) -> None:
+def test_scoring_continues_where_a_preemption_stopped_it(swap_space: int) -> None:
     engine = fake_engine(n_parallel=1, swap_space=swap_space)
     prompt, params = [5, 6, 7] * 10, greedy(3, ignore_eos=True, logprobs=2, echo=True)
     engine.add_request(prompt, params, request_id="low", priority=1)
@@ -279,7 +279,7 @@ def test_an_echo_without_log_probabilities_is_only_text() -> None:
     assert (echoed.tokens, echoed.logprobs) == (plain.tokens, [])
 
 
-def test_a_text_that_ends_at_once_echoes_its_prompt_all_the_same() -> None:
+def test_a_text_that_ends_at_once_still_echoes_its_prompt() -> None:
     first = fake_engine().generate([[1, 2, 3]], greedy(1, ignore_eos=True))[0].tokens[0]
     (result,) = fake_engine().generate([[1, 2, 3]], greedy(6, echo=True, logprobs=1, stop_token_ids=(first,)))
     assert (result.tokens, result.finish_reason) == ([], "stop")

@@ -21,7 +21,7 @@ from tests.support.randomised import randomised
 KNOWN = tuple(AdapterInfo(name=name, path="", scale=0) for name in "xyz")
 
 
-# --- whose turn it is -----------------------------------------------------------------------------------------------
+# --- the order of turns ---------------------------------------------------------------------------------------------
 
 
 def test_each_set_has_a_few_steps_then_the_next_one_has() -> None:
@@ -41,7 +41,7 @@ def test_a_set_that_is_alone_computes_in_every_step_and_nothing_is_switched() ->
     assert all(len(plan.chunks) == 2 for plan in plans)
 
 
-def test_sets_are_told_apart_by_scale_too() -> None:
+def test_sets_are_distinguished_by_scale_too() -> None:
     policy = Policy()
     policy.add(((0, 1.0),))
     policy.add(((0, 0.5),))
@@ -63,7 +63,7 @@ def test_when_the_last_of_a_set_ends_its_turn_does() -> None:
     assert policy.turns(5) == [X, X, Y, Y, Y]
 
 
-def test_who_has_priority_is_first_in_the_round_that_is_under_way() -> None:
+def test_the_highest_priority_is_first_in_the_current_round() -> None:
     policy = Policy()
     policy.add(X)
     policy.add(Y)
@@ -82,7 +82,7 @@ def test_sets_that_keep_coming_do_not_keep_one_from_its_turn() -> None:
     assert max(waits) <= 3 * _TURN
 
 
-def test_a_set_that_can_compute_nothing_makes_way() -> None:
+def test_a_set_that_cannot_compute_lets_the_next_one_run() -> None:
     turns = LoraRoundRobin()
     both = [sequence(X), sequence(Y)]
     assert turns.order(both) == [X, Y]
@@ -97,7 +97,7 @@ def test_a_set_that_can_compute_nothing_makes_way() -> None:
 # --- what a step holds ----------------------------------------------------------------------------------------------
 
 
-def test_a_prompt_whose_set_has_its_turn_is_read_in_pieces_for_the_streams_of_other_sets() -> None:
+def test_a_prompt_is_read_in_pieces_in_its_sets_turn_for_the_streams_of_other_sets() -> None:
     def cost(plan: StepPlan) -> float:
         return 0.1 * plan.n_tokens
 
@@ -136,7 +136,7 @@ def test_step_times_are_learnt_for_each_set_and_without_the_switch() -> None:
     assert [budgets.of(its).cost.rows_s((1,)) for its in (NONE, X)] == pytest.approx([0.1, 0.5], rel=0.01)
 
 
-def test_a_set_that_has_only_read_prompts_goes_by_what_the_last_step_has_taught() -> None:
+def test_a_set_that_has_only_read_prompts_uses_the_times_of_the_last_step() -> None:
     budgets = StepBudgets(2048, prefer="latency")
     budgets.observe(X, (), 100, 1.0)
     assert budgets.of(X).prefill_tokens((), 1, n_others=8) == 2048
@@ -152,7 +152,7 @@ def test_the_times_of_few_sets_are_kept() -> None:
     assert len(budgets._budgets) <= 64
 
 
-# --- nobody starves -------------------------------------------------------------------------------------------------
+# --- no request starves ---------------------------------------------------------------------------------------------
 
 ARRIVALS = st.tuples(st.sampled_from((NONE, X, Y, Z)), st.integers(1, 30), st.integers(1, 30))
 

@@ -1,4 +1,4 @@
-"""Pictures and sounds are decoded as they look and sound, within bounds, and any other file is refused in words."""
+"""Images and audio are decoded correctly and within limits, and any other file is refused with the reason."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_transparent_pixels_are_on_white() -> None:
     assert decode_image(encoded(palette, transparency=0)).tolist() == [[[255, 255, 255]]]
 
 
-def test_a_picture_is_upright_as_its_exif_orientation_says() -> None:
+def test_an_image_is_rotated_by_its_exif_orientation() -> None:
     image = Image.new("RGB", (3, 2), "black")
     image.putpixel((0, 0), (255, 255, 255))
     exif = image.getexif()
@@ -95,7 +95,7 @@ def header_of_png(width: int, height: int) -> bytes:
     ],
     ids=["large", "bomb", "ribbon", "cut", "empty", "svg", "sound", "tiff"],
 )
-def test_what_is_no_usable_picture_is_refused_in_words(data: bytes, message: str) -> None:
+def test_an_unusable_image_is_refused_with_the_reason(data: bytes, message: str) -> None:
     with pytest.raises(InvalidRequest, match=message):
         decode_image(data)
 
@@ -109,7 +109,7 @@ def damaged(data: bytes, number: int) -> bytes:
     return bytes(changed[: rng.choice((len(data), len(data), rng.randrange(len(data))))])
 
 
-def test_a_thousand_damaged_pictures_are_decoded_or_refused() -> None:
+def test_a_thousand_damaged_images_are_decoded_or_refused() -> None:
     files = [picture(i, size=(24, 20), kind=kind) for i, kind in enumerate(("PNG", "JPEG", "WEBP", "GIF", "BMP"))]
     messages: list[str] = []
     for number in range(1000):
@@ -129,7 +129,7 @@ def test_a_thousand_damaged_pictures_are_decoded_or_refused() -> None:
     ids=["scans", "segments", "comments"],
 )
 def test_a_small_file_that_takes_long_to_decode_is_refused(monkeypatch: pytest.MonkeyPatch, data: bytes) -> None:
-    """A second passes with each read, of which the head of a picture takes 30. Few bytes are decoded between two."""
+    """Each read takes a second; the header of an image takes 30 reads. Few bytes are decoded between two."""
     timed = media_files._TimedFile
     files: list[io.BytesIO] = []
 
@@ -146,7 +146,7 @@ def test_a_small_file_that_takes_long_to_decode_is_refused(monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("orientation", range(1, 9))
-def test_a_picture_larger_than_a_strip_is_upright_in_every_orientation(
+def test_an_image_larger_than_a_strip_is_upright_in_every_orientation(
     monkeypatch: pytest.MonkeyPatch, orientation: int
 ) -> None:
     monkeypatch.setattr(media_files, "_STRIP_PIXELS", 50)
@@ -158,7 +158,7 @@ def test_a_picture_larger_than_a_strip_is_upright_in_every_orientation(
     np.testing.assert_array_equal(decode_image(data), np.asarray(wanted))
 
 
-# --- sound ------------------------------------------------------------------------------------------------------------
+# --- audio ------------------------------------------------------------------------------------------------------------
 
 
 def written(samples: np.ndarray, kind: str, *, rate: int = RATE, **options: str) -> bytes:
@@ -186,7 +186,7 @@ def test_channels_are_averaged() -> None:
     np.testing.assert_allclose(decode_audio(wav(np.stack([left, right], 1)), RATE), 0.125, atol=1e-4)
 
 
-def test_a_sound_that_is_too_long_is_refused_before_it_is_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_audio_that_is_too_long_is_refused_before_it_is_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(media_files, "MAX_SOUND_S", 2)
     bomb = written(np.zeros(60 * RATE, np.float32), "FLAC")  # silence takes next to nothing
     assert len(bomb) < 100_000
@@ -206,7 +206,7 @@ def test_seconds_rate_and_channels_are_bounded_together(
         decode_audio(longer, RATE)
 
 
-def test_a_sound_that_takes_long_to_decode_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_audio_that_takes_long_to_decode_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(media_files, "MAX_DECODE_S", 0.01)
     with pytest.raises(InvalidRequest, match=r"takes more than 0\.01 seconds to decode"):
         decode_audio(written(np.zeros(600 * RATE, np.float32), "FLAC"), RATE)
@@ -219,7 +219,7 @@ def test_blocks_are_resampled_as_the_whole(monkeypatch: pytest.MonkeyPatch) -> N
     np.testing.assert_allclose(decode_audio(data, RATE), soxr.resample(samples, 44_100, RATE), atol=1e-5)
 
 
-def test_a_header_that_lies_about_the_length_gains_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_header_with_a_false_length_does_not_bypass_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(media_files, "MAX_SOUND_S", 2)
     data = bytearray(written(np.zeros(60 * RATE, np.float32), "FLAC"))
     data[21] &= 0xF0  # the number of samples, 36 bits: 0 means unknown
@@ -243,12 +243,12 @@ def test_a_header_that_lies_about_the_length_gains_nothing(monkeypatch: pytest.M
     ],
     ids=["empty", "picture", "channels", "rate", "short", "aiff", "nan"],
 )
-def test_what_is_no_usable_sound_is_refused_in_words(data: bytes, message: str) -> None:
+def test_unusable_audio_is_refused_with_the_reason(data: bytes, message: str) -> None:
     with pytest.raises(InvalidRequest, match=message):
         decode_audio(data, RATE)
 
 
-def test_a_thousand_damaged_sounds_are_decoded_or_refused() -> None:
+def test_a_thousand_damaged_audio_files_are_decoded_or_refused() -> None:
     files = [written(tone(0.1), kind) for kind in ("WAV", "FLAC", "MP3")]
     messages: list[str] = []
     for number in range(1000):

@@ -1,4 +1,4 @@
-"""Pictures among tokens: computed in batches of their own, shared like any prefix, and never taken for tokens."""
+"""Images among tokens: computed in separate batches, shared like any prefix, and never treated as tokens."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def n_encoded(engine: BatchInferenceEngine) -> int:
 
 
 @pytest.mark.parametrize("is_whole", [False, True])
-def test_a_picture_is_computed_in_pieces_between_texts_and_counted(is_whole: bool) -> None:
+def test_an_image_is_computed_in_pieces_between_texts_and_counted(is_whole: bool) -> None:
     engine = media_engine(is_whole=is_whole)
     result = engine.generate([PROMPT], greedy(8, ignore_eos=True))[0]
     assert result.tokens == reference(as_read(PROMPT), greedy(8, ignore_eos=True))[0]
@@ -48,7 +48,7 @@ def test_a_picture_is_computed_in_pieces_between_texts_and_counted(is_whole: boo
     assert [sum(step.values()) for step in context.steps[:3]] == [3, 1, 2]  # the texts, and then tokens
 
 
-def test_pictures_of_several_sequences_are_one_batch_beside_tokens_of_others() -> None:
+def test_images_of_several_sequences_are_one_batch_beside_tokens_of_others() -> None:
     engine = media_engine()
     prompts = [MediaPrompt(["ab" * (i + 1), small_picture(i, 4), "c"]) for i in range(4)]
     results = engine.generate(prompts, greedy(4, ignore_eos=True))
@@ -58,7 +58,7 @@ def test_pictures_of_several_sequences_are_one_batch_beside_tokens_of_others() -
     assert max(len(step) for step in context_of(engine).vector_steps) == 4
 
 
-def test_a_second_request_takes_the_picture_from_the_prefix_cache_and_the_encoder_is_not_called() -> None:
+def test_a_second_request_takes_the_image_from_the_prefix_cache_and_the_encoder_is_not_called() -> None:
     engine = media_engine()
     prompt = MediaPrompt(["abcdefgh" * 2, small_picture(1, 12), "ij"])
     first = engine.generate([prompt], greedy(4))[0]
@@ -82,11 +82,11 @@ def test_only_where_another_thread_steps_a_request_waits_for_room(monkeypatch: p
 
 @pytest.mark.parametrize("unified", [False, True])
 @pytest.mark.parametrize("has_dimensions", [False, True])
-def test_a_prefix_never_ends_within_a_picture(has_dimensions: bool, unified: bool) -> None:
+def test_a_prefix_never_ends_within_an_image(has_dimensions: bool, unified: bool) -> None:
     layout = {"n_batch": 8, "unified": unified, "sharing": "cells" if unified else "copy"}
     engine = fake_engine(media=fake_media(has_dimensions=has_dimensions), **{**SIZES_OF_ENGINE, **layout})
     prompt = MediaPrompt(["abcdefgh" * 3, small_picture(2, 2, 3), "fg", small_picture(1, 20, 1), "ij"])
-    start = 24 + (6 if has_dimensions else 6 + 2) + 2  # of the second picture; between rows are separators else
+    start = 24 + (6 if has_dimensions else 6 + 2) + 2  # of the second image; with separators between rows otherwise
     request_id = engine.add_request(prompt, greedy(4))
     while (sequence := engine.core.sequences[request_id]).n_computed <= start:
         engine.step()
@@ -100,7 +100,7 @@ def test_a_prefix_never_ends_within_a_picture(has_dimensions: bool, unified: boo
 
 
 @pytest.mark.parametrize("has_dimensions", [False, True])
-def test_a_checkpoint_is_never_within_a_picture(has_dimensions: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_checkpoint_is_never_within_an_image(has_dimensions: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The places chosen by distance from the end are all within this one; such a checkpoint could never be taken."""
     monkeypatch.setattr(pool, "_MIN_CACHED", 8)
     engine = fake_engine(media=fake_media(has_dimensions=has_dimensions), n_ctx=2048, n_batch=64, sharing="checkpoints")
@@ -115,9 +115,9 @@ def test_a_checkpoint_is_never_within_a_picture(has_dimensions: bool, monkeypatc
 @pytest.mark.parametrize(
     ("n_before", "n_positions"),
     [(30, 24), (44, 25), (45, 31)],
-    ids=["within the picture", "behind it", "in the answer"],
+    ids=["within the image", "after it", "in the answer"],
 )
-def test_a_sequence_that_comes_back_shares_whole_pictures(n_before: int, n_positions: int) -> None:
+def test_a_sequence_that_comes_back_shares_whole_images(n_before: int, n_positions: int) -> None:
     """With rows and columns: its state is restored, then it gives up the cells that a cached prefix has too."""
     engine = fake_engine(media=fake_media(has_dimensions=True), **{**SIZES_OF_ENGINE, "n_batch": 6, "n_parallel": 1})
     context, params = context_of(engine), greedy(8, ignore_eos=True)
@@ -145,7 +145,7 @@ def test_a_sequence_that_comes_back_shares_whole_pictures(n_before: int, n_posit
     assert shared == [n_positions]
 
 
-def test_a_request_that_moves_to_another_engine_goes_on_with_the_same_text() -> None:
+def test_a_request_that_moves_to_another_engine_continues_with_the_same_text() -> None:
     expected = reference(as_read(PROMPT), greedy(10, ignore_eos=True))[0]
     engine = media_engine()
     request = GenerationRequest(id="1", prompt=PROMPT, params=greedy(10, ignore_eos=True))
@@ -153,7 +153,7 @@ def test_a_request_that_moves_to_another_engine_goes_on_with_the_same_text() -> 
     assert tokens_of(drain(engine), "1") == expected[4:]
 
 
-def test_an_interrupted_engine_computes_pictures_again() -> None:
+def test_an_interrupted_engine_computes_images_again() -> None:
     engine = media_engine()
     engine.add_request(PROMPT, greedy(6, ignore_eos=True), request_id="1")
     events = [event for _ in range(4) for event in engine.step()]
@@ -179,7 +179,7 @@ def test_requests_travel_to_workers_and_replicas_with_their_bytes() -> None:
     assert sent.prompt.media[0].digest == PROMPT.media[0].digest
 
 
-# --- what a placeholder must never reach ------------------------------------------------------------------------------
+# --- code that placeholders must never reach --------------------------------------------------------------------------
 
 
 def started(engine: BatchInferenceEngine, prompt: MediaPrompt = PROMPT, **params: Any) -> Any:
@@ -209,14 +209,14 @@ def test_a_logits_processor_gets_no_placeholders() -> None:
     assert min(tokens.min() for tokens in seen) >= 0
 
 
-def test_penalties_change_a_text_with_a_picture_as_one_without() -> None:
+def test_penalties_change_a_text_with_an_image_as_one_without() -> None:
     engine = media_engine()
     result = engine.generate([PROMPT], greedy(12, ignore_eos=True, repetition_penalty=100))[0]
     assert len(set(result.tokens)) == 12
     assert not {*result.tokens} & {*FakeVocab().tokenize("abcde").tolist(), SEPARATOR}
 
 
-def test_no_proposer_reads_a_sequence_with_pictures() -> None:
+def test_no_proposer_reads_a_sequence_with_images() -> None:
     proposer = FakeProposer()
     engine = media_engine(proposers=[proposer])
     read: list[Any] = []
@@ -246,7 +246,7 @@ def test_echo_is_the_text_of_the_prompt() -> None:
     assert result.text.startswith("abcde")
 
 
-def test_a_text_with_pictures_ends_when_the_context_is_full() -> None:
+def test_a_text_with_images_ends_when_the_context_is_full() -> None:
     engine = media_engine(n_ctx=32, n_parallel=1, context_shift=True)
     result = engine.generate([PROMPT], greedy(100, ignore_eos=True), fit=True)[0]
     assert result.finish_reason is FinishReason.LENGTH
@@ -269,15 +269,15 @@ def test_a_text_with_pictures_ends_when_the_context_is_full() -> None:
         (MediaPrompt([]), {}, "prompt: is empty"),
         (PROMPT, {"echo": True, "logprobs": 1}, "echo: requests log-probabilities of a prompt with images"),
     ],
-    ids=["no text behind it", "sound", "broken", "too long", "empty", "scored"],
+    ids=["no text after it", "audio", "broken", "too long", "empty", "scored"],
 )
-def test_what_cannot_be_computed_is_refused(prompt: MediaPrompt, params: dict[str, Any], message: str) -> None:
+def test_invalid_media_prompts_are_refused(prompt: MediaPrompt, params: dict[str, Any], message: str) -> None:
     engine = media_engine()
     with pytest.raises(InvalidRequest, match=message):
         engine.add_request(prompt, greedy(4, **params))
 
 
-def test_an_engine_without_a_projector_refuses_pictures() -> None:
+def test_an_engine_without_a_projector_refuses_images() -> None:
     with pytest.raises(InvalidRequest, match=r"contains images, but fake accepts text only \(images require mmproj"):
         fake_engine(**SIZES_OF_ENGINE).add_request(PROMPT, greedy(4))
 

@@ -1,4 +1,4 @@
-"""A picture becomes the same tokens wherever it comes, is encoded once, and can be cancelled while it waits."""
+"""An image becomes the same tokens in any prompt, is encoded once, and can be cancelled while it waits."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_equal_files_that_arrive_together_are_encoded_once() -> None:
     assert encoder_of(media).n_calls == 3  # its rows
 
 
-def test_what_was_used_last_is_kept_within_the_bound_and_what_a_sequence_holds_is_found_too() -> None:
+def test_the_most_recently_used_images_are_kept_within_the_bound_and_those_of_sequences_are_found_too() -> None:
     n_bytes = encode(fake_media(), small_picture(0, 4)).n_bytes
     media = fake_media(cache_bytes=2 * n_bytes)
     held = encode(media, small_picture(0, 4))
@@ -90,7 +90,7 @@ def test_what_was_used_last_is_kept_within_the_bound_and_what_a_sequence_holds_i
     assert media._kept_bytes <= 2 * n_bytes
 
 
-def test_a_picture_that_waits_for_the_encoder_can_be_cancelled() -> None:
+def test_an_image_that_waits_for_the_encoder_can_be_cancelled() -> None:
     media = fake_media()
     encoder_of(media).may_encode.clear()
     is_cancelled = threading.Event()
@@ -106,7 +106,7 @@ def test_a_picture_that_waits_for_the_encoder_can_be_cancelled() -> None:
     assert encoder_of(media).n_calls == 1
 
 
-def test_a_picture_is_cancelled_between_two_of_its_pieces() -> None:
+def test_an_image_is_cancelled_between_two_of_its_pieces() -> None:
     media = fake_media()
     answers = iter((False, False, True))
     with pytest.raises(RequestCancelled):
@@ -128,7 +128,7 @@ def test_the_number_of_tokens_is_checked_before_they_are_encoded() -> None:
     assert encoder_of(media).n_calls == 0
 
 
-def test_a_picture_that_the_encoder_refuses_is_an_invalid_request(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_image_that_the_encoder_refuses_is_an_invalid_request(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(self: FakeEncoder, chunk: object) -> None:
         raise LlamaError("out of memory")
 

@@ -1,4 +1,4 @@
-"""Pictures and sounds in messages: which parts there are, how they are rendered, what they are decoded to."""
+"""Images and audio in messages: the kinds of parts, their rendering, and what they are decoded to."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ REFUSED = {
     "a video": ({"type": "video_url", "video_url": {"url": "x"}}, "messages[0].content[0]", "supported types are text"),
     "a file": ({"type": "file", "file": {}}, "messages[0].content[0]", "'file'"),
     "no image": ({"type": "image_url"}, AT, "required"),
-    "no sound": ({"type": "input_audio"}, "messages[0].content[0].input_audio.url", "required"),
+    "no audio": ({"type": "input_audio"}, "messages[0].content[0].input_audio.url", "required"),
     "another host": (
         {"type": "image_url", "image_url": {"url": "https://example.org/cat.png"}},
         "messages[0].content[0].image_url.url",
@@ -96,13 +96,13 @@ REFUSED = {
     ),
     "no base64": ({"type": "image_url", "image_url": as_url(RED)[:-9] + "*" + "A" * 8}, AT, "'*'"),
     "base64 without its end": ({"type": "image_url", "image_url": "data:;base64,AAAAA"}, AT, "truncated"),
-    "a text as picture": (
+    "a text as an image": (
         {"type": "image_url", "image_url": as_url(b"<svg></svg>", "image/png")},
         AT,
         "are not PNG, JPEG, GIF, BMP, WebP",
     ),
-    "a sound as picture": ({"type": "image_url", "image_url": as_url(TONE)}, AT, "WAV"),
-    "a picture as sound": (
+    "audio as an image": ({"type": "image_url", "image_url": as_url(TONE)}, AT, "WAV"),
+    "an image as audio": (
         {"type": "input_audio", "input_audio": {"data": as_base64(RED), "format": "mp3"}},
         "messages[0].content[0].input_audio.data",
         "is an image (PNG)",
@@ -138,7 +138,7 @@ def test_any_text_as_data_is_decoded_or_refused(given_text: str) -> None:
         assert decoded(MediaSource("image", "field", given_text)).kind == "image"
 
 
-def test_data_that_does_not_say_what_it_is_is_known_by_its_first_bytes() -> None:
+def test_untyped_data_is_identified_by_its_first_bytes() -> None:
     kinds = [
         source_of_data("x", as_base64(each)).kind for each in (RED, TONE, b"ID3 a sound with a tag", b"\xff\xfb\x90")
     ]
@@ -149,7 +149,7 @@ def test_data_that_does_not_say_what_it_is_is_known_by_its_first_bytes() -> None
 # --- rendering --------------------------------------------------------------------------------------------------------
 
 
-def test_media_stand_where_they_stood_among_the_texts() -> None:
+def test_media_keep_their_places_among_the_texts() -> None:
     chat = prepare([user(text("What is"), IMAGE, text("and"), SOUND, BLUE_IMAGE, text("?"))])
     assert chat.parts is not None
     assert chat.parts == [
@@ -164,13 +164,13 @@ def test_texts_are_lines_and_media_are_not() -> None:
     assert chat.parts == ["<|im_start|>user\na\nb", RED_PICTURE, "c\nd<|im_end|>\n<|im_start|>assistant\n"]
 
 
-def test_a_conversation_without_media_is_rendered_as_ever() -> None:
+def test_a_conversation_without_media_is_rendered_as_usual() -> None:
     chat = prepare([user(text("a"), text("b"))])
     assert (chat.prompt, chat.parts) == ("<|im_start|>user\na\nb<|im_end|>\n<|im_start|>assistant\n", None)
 
 
 @pytest.mark.parametrize("role", ["system", "user", "assistant", "tool"])
-def test_every_role_may_have_a_picture(role: str) -> None:
+def test_every_role_may_have_an_image(role: str) -> None:
     said: Json = {"role": role, "content": [text("here: "), IMAGE]}
     messages = [said, user(text("x"))]
     if role == "tool":
@@ -191,7 +191,7 @@ VISION = (
 
 
 @pytest.mark.parametrize("source", [TYPED, VISION, CHATML])
-def test_templates_of_every_kind_keep_the_place_of_a_picture(source: str) -> None:
+def test_templates_of_every_kind_keep_the_place_of_an_image(source: str) -> None:
     chat = prepare([user(text("before"), IMAGE, text("after"))], source)
     assert chat.parts is not None
     before, picture, after = chat.parts
@@ -201,19 +201,19 @@ def test_templates_of_every_kind_keep_the_place_of_a_picture(source: str) -> Non
     assert "image_pad" not in chat.prompt
 
 
-def test_a_template_that_leaves_out_a_picture_is_an_error_that_counts_it() -> None:
+def test_a_template_that_leaves_out_an_image_is_an_error_with_the_count() -> None:
     last_only = "{{ messages[-1].content }}"
     with pytest.raises(InvalidRequest, match="omits number 1") as refused:
         prepare([user(IMAGE), user(BLUE_IMAGE)], last_only)
     assert refused.value.field == "messages"
 
 
-def test_a_template_that_repeats_a_message_repeats_its_picture() -> None:
+def test_a_template_that_repeats_a_message_repeats_its_image() -> None:
     chat = prepare([user(text("a"), IMAGE)], "{{ messages[0].content }}{{ messages[0].content }}.")
     assert chat.parts == ["a", RED_PICTURE, "a", RED_PICTURE, "."]
 
 
-def test_the_last_message_may_be_continued_after_a_picture() -> None:
+def test_the_last_message_may_be_continued_after_an_image() -> None:
     messages = [user(text("x")), {"role": "assistant", "content": [text("It is "), IMAGE, text("a c")]}]
     chat = prepare(messages)
     assert chat.parts is not None
@@ -304,7 +304,7 @@ def responses(items: list[Json]) -> list[Json]:
     return local_media(create_response.response_turn(msgspec.convert({"input": items}, ResponsesRequest)).messages)
 
 
-def test_responses_have_pictures_and_sounds() -> None:
+def test_responses_accept_images_and_audio() -> None:
     image = {"type": "input_image", "image_url": as_url(RED), "detail": "auto"}
     (message,) = responses([user({"type": "input_text", "text": "What?"}, image, SOUND)])
     assert message["content"][0] == text("What?")
@@ -315,7 +315,7 @@ def test_responses_have_pictures_and_sounds() -> None:
     assert (tool["role"], list(media_of([tool]))) == ("tool", [RED_PICTURE])
 
 
-def test_what_responses_cannot_read_is_refused_by_its_name() -> None:
+def test_unsupported_parts_of_responses_are_refused_by_name() -> None:
     with pytest.raises(InvalidRequest, match=r"input\[0\].content\[1\]: is of type 'input_file'"):
         responses([user({"type": "input_image", "image_url": as_url(RED)}, {"type": "input_file"})])
     with pytest.raises(InvalidRequest, match=r"input\[0\].content\[0\].image_url: is required"):
@@ -342,7 +342,7 @@ def test_python_takes_files_and_bytes(tmp_path: Path) -> None:
     )
 
 
-def test_python_says_which_file_is_missing(tmp_path: Path) -> None:
+def test_python_names_the_missing_file(tmp_path: Path) -> None:
     with pytest.raises(InvalidRequest, match=r"messages\[0\].content\[0\].path: .*No such file"):
         request_of([user({"type": "image", "path": tmp_path / "none.png"})])
     with pytest.raises(InvalidRequest, match=r"messages\[0\].content\[0\]: requires a path, or the bytes"):

@@ -1,4 +1,4 @@
-"""Random schedules of requests with pictures among others: every request gets the text that it gets alone."""
+"""Random schedules of requests with and without images: every request gets the text that it gets alone."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ BEGINNINGS: tuple[tuple[str | Media, ...], ...] = (
 
 @st.composite
 def arrivals_with_pictures(draw: st.DrawFn) -> Arrive:
-    """At most LONGEST tokens, also with separators between rows: a text, one or two pictures, a text.
+    """At most LONGEST tokens, also with separators between rows: a text, one or two images, a text.
 
-    There are few beginnings, so that they meet in the prefix cache.
+    There are few distinct prefixes, so that requests share them in the prefix cache.
     """
     arrival = draw(arrivals())
     parts: list[str | Media] = [*draw(st.sampled_from(BEGINNINGS))]
@@ -61,7 +61,7 @@ class Rest:
 
 @dataclass
 class MediaRun(Run):
-    """Requests with pictures among others. `has_dimensions`: as in `FakeEncoder`."""
+    """Requests with and without images. `has_dimensions`: as in `FakeEncoder`."""
 
     has_dimensions: bool = False
 
@@ -80,7 +80,7 @@ class MediaRun(Run):
 
 
 PICTURES = st.sampled_from(("causal", "whole", "rows and columns", "rows and columns"))
-"""What the positions and the mask of pictures are."""
+"""The kinds of positions and attention masks of images."""
 
 
 @randomised(
@@ -96,7 +96,7 @@ PICTURES = st.sampled_from(("causal", "whole", "rows and columns", "rows and col
     sizes=SIZES,
     pictures=PICTURES,
 )
-def test_in_any_schedule_with_pictures_every_request_gets_the_text_it_gets_alone(**schedule: Any) -> None:
+def test_in_any_schedule_with_images_every_request_gets_the_text_it_gets_alone(**schedule: Any) -> None:
     run_and_check(**schedule)
 
 
@@ -113,7 +113,7 @@ def test_in_any_schedule_with_pictures_every_request_gets_the_text_it_gets_alone
     sharing=st.sampled_from(("copy", "checkpoints", "whole", "none")),
     sizes=SIZES,
 )
-def test_whenever_the_layout_is_switched_pictures_with_rows_and_columns_stay(
+def test_whenever_the_layout_is_switched_images_with_rows_and_columns_stay(
     actions: list[Action | Rest], sharing: Sharing, sizes: dict[str, Any]
 ) -> None:
     run_and_check(actions, (False, sharing), N_CTX, {**sizes, "switches": True}, "rows and columns")

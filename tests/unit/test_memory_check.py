@@ -42,12 +42,12 @@ def with_memory(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     return monkeypatch
 
 
-def test_what_fits_is_not_refused(with_memory: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_settings_that_fit_are_not_refused(with_memory: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     check_memory(replace(CONFIG, n_ctx=4096))
     assert not caplog.records
 
 
-def test_a_refusal_has_the_numbers_and_what_would_fit(with_memory: pytest.MonkeyPatch) -> None:
+def test_a_refusal_has_the_numbers_and_the_settings_that_would_fit(with_memory: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError) as refused:
         check_memory(replace(CONFIG, n_gpu_layers=0))
     message = str(refused.value)
@@ -86,7 +86,9 @@ def test_weights_that_would_be_read_again_and_again_are_a_warning(
     assert "8.50 GiB are needed in addition to 1.00 GiB of weights" in caplog.text
 
 
-def test_an_estimate_that_fails_stops_nobody(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_failed_estimate_does_not_prevent_a_start(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     def fail(configs: list[EngineConfig]) -> MemoryEstimate:
         raise EstimateFailed("the process ended with code -6")
 
@@ -106,7 +108,7 @@ def test_a_model_that_cannot_be_opened_is_left_to_the_loading(
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
 
 
-def test_a_device_that_does_not_tell_is_not_held_against_anybody() -> None:
+def test_a_device_without_memory_figures_does_not_prevent_a_start() -> None:
     silent = replace(GPU, free=0, total=0)
     assert all(demand.will_fit for demand in memory_demands(MemoryEstimate([footprint(CONFIG)], [silent]), 9 * GIB))
 
@@ -124,7 +126,7 @@ def test_all_that_is_offered_takes_less_and_can_be_set() -> None:
     assert all(changed != CONFIG for group in alternatives(CONFIG, n_layers=4) for _, changed in group)
 
 
-def test_a_container_has_what_its_limit_leaves(tmp_path: Path) -> None:
+def test_a_container_has_the_memory_that_its_limit_leaves(tmp_path: Path) -> None:
     (tmp_path / "memory.max").write_text("1000000\n")
     (tmp_path / "memory.current").write_text("700000\n")
     (tmp_path / "memory.stat").write_text("anon 400000\ninactive_file 200000\nactive_file 50000\n")

@@ -70,7 +70,7 @@ def test_weights_that_stay_in_the_file_are_all_from_the_first_to_the_last() -> N
     ]
 
 
-def test_layers_on_a_gpu_take_their_weights_there_and_a_shared_output_lies_in_both() -> None:
+def test_layers_on_a_gpu_take_their_weights_there_and_a_shared_output_is_in_both() -> None:
     lines = [f"load_tensors: layer {i} assigned to device {'CPU' if i < 1 else 'CUDA0'}, is_swa = 0" for i in range(3)]
     tensors = [
         InFile("token_embd.weight", 0, 100),

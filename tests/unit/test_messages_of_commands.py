@@ -1,4 +1,4 @@
-"""Messages that name what the user wrote: a setting in Python, a flag on the command line."""
+"""Messages name what the user wrote: a setting in Python, a flag on the command line."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ from tests.support.virtual_time import Clock
 # --- counting ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_value_is_counted_in_the_bin_whose_bound_it_does_not_exceed() -> None:
+def test_a_value_is_counted_in_the_first_bin_with_a_bound_it_does_not_exceed() -> None:
     bins = Bins((1, 2, 4))
     for value in (0, 1, 1.5, 2, 4, 4.5, 100):
         bins.add(value)
@@ -43,7 +43,7 @@ def test_a_percentile_is_the_smallest_value_that_is_enough(share: float) -> None
     assert percentile([], share) is None
 
 
-def test_a_window_forgets_after_a_minute_and_says_how_long_a_time_it_knows() -> None:
+def test_a_window_drops_values_after_a_minute_and_reports_the_time_it_covers() -> None:
     clock = Clock(now=1000)
     window: Window[tuple[int]] = Window(100, clock)
     for i in range(50):
@@ -57,7 +57,7 @@ def test_a_window_forgets_after_a_minute_and_says_how_long_a_time_it_knows() -> 
     assert window.rows() == []
 
 
-def test_a_full_window_knows_of_a_shorter_time() -> None:
+def test_a_full_window_covers_a_shorter_time() -> None:
     clock = Clock(now=1000)
     window: Window[tuple[int]] = Window(10, clock)
     for i in range(50):

@@ -159,7 +159,7 @@ def test_an_idle_model_leaves_instead_of_one_that_is_being_drained() -> None:
         a, b = asyncio.create_task(use(pool, "a", 1000)), asyncio.create_task(use(pool, "b", 50))
         await asyncio.sleep(20)
         c, more_a = asyncio.create_task(use(pool, "c", 1)), asyncio.create_task(later(1, pool, "a", 1))
-        assert await c < 70, "it waited for b, whose request was shorter"
+        assert await c < 70, "it waited for the shorter request of b"
         assert await more_a < 70, "a gets requests again"
         assert states(pool) == {"a": "loaded", "b": "unloaded", "c": "loaded"}
         assert await a + 1000 > await b + 50
@@ -168,7 +168,7 @@ def test_an_idle_model_leaves_instead_of_one_that_is_being_drained() -> None:
     run_in_virtual_time(main())
 
 
-def test_a_client_that_leaves_costs_no_model_its_place() -> None:
+def test_a_client_that_disconnects_causes_no_model_to_be_unloaded() -> None:
     async def main() -> None:
         pool = pool_of(FakeLoader({"a": 1, "b": 1}, budget=1))
         busy = asyncio.create_task(use(pool, "a", 30))
@@ -248,7 +248,7 @@ def test_an_idle_model_leaves_after_its_ttl() -> None:
     run_in_virtual_time(main())
 
 
-def test_a_failure_to_load_hurts_only_its_requests_and_is_tried_again_after_a_growing_pause() -> None:
+def test_a_failure_to_load_affects_only_its_requests_and_is_retried_with_growing_delays() -> None:
     async def main() -> None:
         loader = FakeLoader({"a": 1, "bad": 1})
         loader.errors["bad"] = [ModelError("broken file"), ModelError("still broken")]

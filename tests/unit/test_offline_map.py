@@ -16,7 +16,7 @@ SHORT, LONG = greedy(2, ignore_eos=True), greedy(30, ignore_eos=True)
 
 
 class Source:
-    """An endless iterable that knows how many were taken from it."""
+    """An endless iterable that counts the items taken from it."""
 
     def __init__(self) -> None:
         self.n_taken = 0
@@ -60,30 +60,30 @@ def test_each_prompt_gets_the_text_it_gets_alone_once(ordered: bool) -> None:
     assert nothing_is_left(engine)
 
 
-def test_who_ends_first_is_given_first() -> None:
+def test_results_are_yielded_in_order_of_completion() -> None:
     engine = fake_engine(n_ctx=256)
     pairs = [(prompt(0), LONG), (prompt(1), SHORT), (prompt(2), SHORT)]
     assert [result.index for result in engine.map(pairs)] == [1, 2, 0]
 
 
-def test_pairs_have_params_of_their_own_and_the_others_those_of_all() -> None:
+def test_pairs_have_their_own_params_and_the_others_the_common_ones() -> None:
     engine = fake_engine(n_ctx=256)
     results = list(engine.map([prompt(0), (prompt(1), SHORT)], LONG, ordered=True))
     check(results[0], LONG)
     check(results[1], SHORT)
 
 
-def test_nothing_gives_nothing() -> None:
+def test_an_empty_iterable_gives_no_results() -> None:
     assert list(fake_engine().map([])) == []
 
 
-# --- as many as are needed ------------------------------------------------------------------------------------------
+# --- no more than needed --------------------------------------------------------------------------------------------
 
 
 def test_it_takes_what_runs_and_as_many_to_follow_and_no_more_from_an_endless_iterable() -> None:
     engine, source = fake_engine(n_ctx=256, n_parallel=4), Source()
     results = engine.map(source, SHORT)
-    assert source.n_taken == 0, "nothing is done before somebody asks"
+    assert source.n_taken == 0, "nothing is done before a result is requested"
     for i in range(1, 200):
         check(next(results), SHORT)
         assert source.n_taken <= i + 2 * 4
@@ -99,7 +99,7 @@ def test_all_places_are_kept_busy() -> None:
     assert stats.steps <= 110, "of two steps for each prompt, in four places, 100"
 
 
-def test_the_engine_steps_only_while_somebody_asks() -> None:
+def test_the_engine_steps_only_while_a_result_is_requested() -> None:
     engine = fake_engine(n_ctx=256)
     results = engine.map(Source(), SHORT)
     next(results)
@@ -127,7 +127,7 @@ def test_in_order_no_more_are_held_back_than_eight_times_as_many_as_run() -> Non
 
 
 @pytest.mark.parametrize("ordered", [False, True])
-def test_a_prompt_that_cannot_run_is_a_result_that_names_the_field_and_the_others_go_on(ordered: bool) -> None:
+def test_a_prompt_that_cannot_run_is_a_result_that_names_the_field_and_the_others_continue(ordered: bool) -> None:
     engine = fake_engine(n_ctx=256)
     items: list[Any] = [prompt(0), [], prompt(2), ([99999], SHORT), 5, (prompt(5), greedy(1000)), prompt(6)]
     results = {result.index: result for result in engine.map(items, SHORT, ordered=ordered)}
@@ -148,7 +148,7 @@ def test_an_endless_iterable_of_such_prompts_gives_an_endless_number_of_errors()
     assert [next(results).index for _ in range(500)] == list(range(500))
 
 
-def test_closing_it_cancels_what_is_left() -> None:
+def test_closing_it_cancels_the_remaining_requests() -> None:
     engine = fake_engine(n_ctx=256)
     results = engine.map(Source(), LONG)
     next(results)
@@ -159,7 +159,7 @@ def test_closing_it_cancels_what_is_left() -> None:
         next(results)
 
 
-def test_an_exception_of_the_iterable_comes_through_and_cancels_what_runs() -> None:
+def test_an_exception_of_the_iterable_is_raised_and_cancels_running_requests() -> None:
     def broken() -> Iterator[list[int]]:
         yield from map(prompt, range(10))
         raise OSError("the disk is gone")
@@ -172,7 +172,7 @@ def test_an_exception_of_the_iterable_comes_through_and_cancels_what_runs() -> N
     assert nothing_is_left(engine)
 
 
-def test_what_no_prompt_could_run_with_is_refused_at_once() -> None:
+def test_arguments_that_are_invalid_for_every_prompt_are_refused_at_once() -> None:
     engine = fake_engine()
     with pytest.raises(InvalidRequest, match=r"prompts.*a single string"):
         engine.map("once")
@@ -184,7 +184,7 @@ def test_what_no_prompt_could_run_with_is_refused_at_once() -> None:
         fake_engine(pooling="mean").map([])
 
 
-def test_an_engine_that_is_closed_meanwhile_gives_what_it_has_and_takes_no_more() -> None:
+def test_an_engine_that_is_closed_meanwhile_returns_its_results_and_accepts_no_more() -> None:
     engine, source = fake_engine(n_ctx=256, n_parallel=2), Source()
     results = engine.map(source, LONG)
     next(results)
@@ -216,11 +216,11 @@ def test_requests_beside_it_advance_and_get_their_own_events() -> None:
     assert [token for event in events for token in event.tokens] == reference([1, 2, 3], LONG)[0]
 
 
-def test_whoever_steps_its_results_wait_for_it_and_are_no_work() -> None:
+def test_results_wait_for_their_iterator_whichever_one_steps_and_are_not_work() -> None:
     engine = fake_engine(n_ctx=256, n_parallel=2)
     results = engine.map((prompt(i) for i in range(9)), SHORT)
     given = [next(results)]
-    assert drain(engine) == [], "all that it has taken ends, and nothing of that is told to others"
+    assert drain(engine) == [], "all that it has taken ends, without events for other callers"
     given += results
     assert len(given) == 9
     for result in given:
@@ -228,7 +228,7 @@ def test_whoever_steps_its_results_wait_for_it_and_are_no_work() -> None:
     assert nothing_is_left(engine)
 
 
-def test_one_may_feed_another() -> None:
+def test_one_map_may_feed_another() -> None:
     engine = fake_engine(n_ctx=512, n_parallel=4)
     first = engine.map((prompt(i) for i in range(20)), greedy(5, ignore_eos=True), ordered=True)
     second = engine.map((result.completion.tokens for result in first), SHORT, ordered=True)

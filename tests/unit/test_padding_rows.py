@@ -25,7 +25,7 @@ def test_a_step_computes_whole_tiles(unified: bool, n: int, rows: int) -> None:
     drain(engine)
     steps = context_of(engine).steps
     assert [sum(step.values()) for step in steps[1:]] == [rows] * 19
-    assert engine.stats().decode_rows == 19 * n, "padding rows are no sequences"
+    assert engine.stats().decode_rows == 19 * n, "padding rows are not sequences"
     assert engine.stats().kv_cells_used == 0
 
 

@@ -37,7 +37,7 @@ def logits(seed: int = 7) -> Row:
 
 
 def sequence_of(params: SamplingParams, known: list[int], n_prompt: int | None = None) -> Seq:
-    """A sequence that knows these tokens, the first `n_prompt` of them (all) from its prompt."""
+    """A sequence with these tokens, the first `n_prompt` of them (default: all) from its prompt."""
     n_prompt = len(known) if n_prompt is None else n_prompt
     request = GenerationRequest(id="a", prompt=known[:n_prompt], params=params)
     sequence = Seq(request, np.array(known[:n_prompt], np.int32), max_new=64, seed=1, now=0.0)
@@ -179,7 +179,7 @@ def test_a_text_stands_for_each_of_its_tokens() -> None:
 
 
 @pytest.mark.parametrize("text", ["-5", "1.5", "5 6", "½", "x5"])
-def test_a_text_that_is_no_whole_number_is_no_token_id(text: str) -> None:
+def test_a_text_that_is_not_a_whole_number_is_not_a_token_id(text: str) -> None:
     wanted = set(FakeVocab().tokenize(text, add_special=False).tolist())
     assert set(np.flatnonzero(biased({text: 4.0})).tolist()) == wanted
 
@@ -190,7 +190,7 @@ def test_a_bias_for_a_token_that_does_not_exist_is_refused(key: int | str) -> No
         engine.generate(["abc"], greedy(1, logit_bias={key: 1.0}))
 
 
-def test_a_bias_for_more_digits_than_any_number_has_is_refused() -> None:
+def test_a_bias_for_a_token_id_with_too_many_digits_is_refused() -> None:
     with fake_engine() as engine, pytest.raises(InvalidRequest, match="logit_bias"):
         engine.generate(["abc"], greedy(1, logit_bias={"9" * 5000: 1.0}))
 

@@ -1,4 +1,4 @@
-"""Embedding requests through the step loop, over a fake model: who is computed when, and what becomes of each."""
+"""Embedding requests through the step loop, over a fake model: which are computed when, and their results."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_a_long_prompt_is_not_starved_by_short_ones() -> None:
     assert {event.request_id for event in engine.step()} == {long}
 
 
-def test_a_prompt_of_a_whole_step_runs_and_one_token_more_is_refused_with_what_to_do() -> None:
+def test_a_prompt_of_a_whole_step_runs_and_one_token_more_is_refused_with_the_remedy() -> None:
     engine = fake_engine(n_batch=20, pooling="mean")
     name = add(engine, prompt(20))
     with pytest.raises(InvalidRequest, match=r"prompt: has 21 tokens.*holds only 20 \(raise n_batch \(-b\)"):
@@ -79,7 +79,7 @@ def test_a_prompt_of_a_whole_step_runs_and_one_token_more_is_refused_with_what_t
     assert [event.request_id for event in drain(engine)] == [name]
 
 
-def test_a_prompt_longer_than_the_model_knows_is_refused_with_its_limit() -> None:
+def test_a_prompt_longer_than_the_models_context_is_refused_with_its_limit() -> None:
     with pytest.raises(InvalidRequest, match="has 11 tokens, but the limit of this model is 10"):
         add(fake_engine(n_batch=20, n_ctx_train=10, pooling="mean"), prompt(11))
 
@@ -125,7 +125,7 @@ def test_an_interrupted_step_is_computed_again(monkeypatch: pytest.MonkeyPatch) 
     assert all(right(events[name], its) for name, its in zip(names, tokens, strict=True))
 
 
-def test_a_vector_that_is_no_number_ends_in_an_error_not_in_an_answer() -> None:
+def test_a_vector_with_nan_is_an_error_and_not_an_answer() -> None:
     engine = fake_engine(n_batch=20, pooling="mean")
     add(engine, [1, BAD, 2])
     (event,) = drain(engine)
@@ -164,7 +164,7 @@ def test_scores_of_a_reranker_are_not_normalised() -> None:
     assert np.array_equal(engine.embed([[3, 4]]), vector(bytes([3, 4]))[None])
 
 
-def test_what_a_model_does_not_do_is_refused_and_said() -> None:
+def test_a_task_that_the_model_does_not_support_is_refused_with_the_reason() -> None:
     with pytest.raises(InvalidRequest, match=r"task: fake generates text.*--pooling mean"):
         add(fake_engine(), [1])
     with pytest.raises(
@@ -195,7 +195,7 @@ def test_normalised_vectors_have_length_one_after_they_were_cut() -> None:
 
 
 @pytest.mark.parametrize("dimensions", [0, -1, 4])
-def test_dimensions_that_are_not_there_are_refused(dimensions: int) -> None:
+def test_dimensions_out_of_range_are_refused(dimensions: int) -> None:
     with pytest.raises(InvalidRequest, match=f"dimensions: is {dimensions}.*1 to 3"):
         normalised(np.ones((2, 3), np.float32), dimensions)
     check_dimensions(None, 3)

@@ -30,7 +30,7 @@ def test_a_text_is_tokenised_and_token_ids_are_taken_unchanged(processor: InputP
 
 
 @pytest.mark.parametrize("nothing", [None, "", [], " "])
-def test_without_tokens_there_is_no_prediction(processor: InputProcessor, nothing: object) -> None:
+def test_an_empty_prediction_is_ignored(processor: InputProcessor, nothing: object) -> None:
     assert processor.prepare(request(nothing)).prediction is None
 
 

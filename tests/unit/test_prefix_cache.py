@@ -1,4 +1,4 @@
-"""The prefix cache's promises: what is computed only once, for whom, how long it is kept, and whose text it changes."""
+"""The prefix cache: what is computed only once, for which requests, how long it is kept, and that texts stay equal."""
 
 from __future__ import annotations
 
@@ -64,11 +64,11 @@ def ask(engine: BatchInferenceEngine, prompt: list[int], n: int = 1, **options: 
 
 
 def fill(engine: BatchInferenceEngine, n: int) -> None:
-    """Runs a request that needs `n` cells and leaves none of them to others."""
+    """Runs a request that needs `n` cells and leaves none of them in the cache."""
     assert ask(engine, [50] * n, cache_prompt=False) == 0
 
 
-# --- what is taken --------------------------------------------------------------------------------------------------
+# --- cached prefixes ------------------------------------------------------------------------------------------------
 
 
 @ANY_KIND
@@ -93,7 +93,7 @@ def test_a_shorter_prompt_computes_only_its_last_token(kind: str, n: int) -> Non
 
 
 @ANY_PREFIX
-def test_a_prompt_that_parts_from_another_computes_what_is_its_own(kind: str) -> None:
+def test_a_prompt_that_diverges_from_another_computes_only_its_own_part(kind: str) -> None:
     engine = engine_of(kind)
     ask(engine, [1] * 40 + [2] * 15)
     assert ask(engine, [1] * 40 + [3] * 15, 5) == 40
@@ -109,14 +109,14 @@ def test_the_longest_prefix_is_taken(kind: str) -> None:
 
 
 @ANY_KIND
-def test_a_prompt_with_another_beginning_takes_nothing(kind: str) -> None:
+def test_a_prompt_with_another_prefix_takes_nothing(kind: str) -> None:
     engine = engine_of(kind)
     ask(engine, [1, *[2] * 30])
     assert ask(engine, [3, *[2] * 30]) == 0
 
 
 @ANY_KIND
-def test_a_conversation_that_goes_on_computes_only_what_is_new(kind: str) -> None:
+def test_a_continued_conversation_computes_only_its_new_tokens(kind: str) -> None:
     engine = engine_of(kind)
     conversation = [1] * 40
     n_known = 0
@@ -170,7 +170,7 @@ def test_cached_prefixes_leave_the_lowest_seq_ids_to_those_that_run() -> None:
     assert engine.stats().prefixes_in_cells == 4
 
 
-# --- what is taken from those that run ------------------------------------------------------------------------------
+# --- prefixes of running sequences ----------------------------------------------------------------------------------
 
 
 @ANY_PREFIX
@@ -226,7 +226,7 @@ def test_only_a_long_prefix_is_worth_waiting_for(kind: str, n: int, waits: bool)
 
 
 @ANY_KIND
-def test_who_waits_for_a_prefix_lets_others_pass(kind: str) -> None:
+def test_a_request_that_waits_for_a_prefix_lets_others_pass(kind: str) -> None:
     engine = engine_of(kind, n_batch=8)
     engine.add_request([1] * 80, endless(1))
     waiting = engine.add_request([1] * 80, endless(1))
@@ -237,7 +237,7 @@ def test_who_waits_for_a_prefix_lets_others_pass(kind: str) -> None:
 
 
 @ANY_KIND
-def test_who_waits_for_a_prefix_goes_on_with_what_a_cancelled_request_had_of_it(kind: str) -> None:
+def test_a_request_that_waits_for_a_prefix_continues_with_the_part_that_a_cancelled_request_computed(kind: str) -> None:
     engine = engine_of(kind, n_batch=8)
     first = engine.add_request([1] * 80, endless(1))
     second = engine.add_request([1] * 80, endless(5))
@@ -250,7 +250,7 @@ def test_who_waits_for_a_prefix_goes_on_with_what_a_cancelled_request_had_of_it(
 
 
 @ANY_KIND
-def test_who_waits_for_a_prefix_computes_it_when_the_other_fails(kind: str) -> None:
+def test_a_request_that_waits_for_a_prefix_computes_it_if_the_other_fails(kind: str) -> None:
     engine = engine_of(kind, n_batch=8)
     context_of(engine).fail_at[3] = DecodeFailed(-3, "made to fail")
     engine.add_request([1] * 80, endless(1))
@@ -272,7 +272,7 @@ def test_completions_of_one_prompt_hold_its_cells_once() -> None:
     assert n_computed(engine) == 40 + 7 + 8 * 9
 
 
-# --- who shares with whom -------------------------------------------------------------------------------------------
+# --- which requests share -------------------------------------------------------------------------------------------
 
 
 @ANY_KIND
@@ -329,7 +329,7 @@ def test_turned_off_nothing_is_shared_or_kept(unified: bool) -> None:
 
 @ANY_KIND
 @pytest.mark.parametrize(("steps", "n_cached"), [(0, 0), (4, 32), (6, 41)], ids=["waiting", "reading", "writing"])
-def test_what_a_cancelled_request_has_computed_is_of_use(kind: str, steps: int, n_cached: int) -> None:
+def test_tokens_computed_for_a_cancelled_request_are_reused(kind: str, steps: int, n_cached: int) -> None:
     engine = engine_of(kind, n_batch=8)
     cancelled = engine.add_request([1] * 40, endless(9))
     for _ in range(steps):
@@ -341,7 +341,7 @@ def test_what_a_cancelled_request_has_computed_is_of_use(kind: str, steps: int, 
 
 
 @ANY_KIND
-def test_what_a_timed_out_request_has_computed_is_of_use(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tokens_computed_for_a_timed_out_request_are_reused(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = engine_of(kind, n_batch=8)
     engine.add_request([1] * 40, endless(9), timeout=1000)
     for _ in range(4):
@@ -354,7 +354,7 @@ def test_what_a_timed_out_request_has_computed_is_of_use(kind: str, monkeypatch:
 
 @ANY_KIND
 @pytest.mark.parametrize("error", [DecodeFailed(-3, "no reason"), CacheFull("no free KV cells")])
-def test_what_a_failed_request_has_computed_is_of_no_use(kind: str, error: LlamaError) -> None:
+def test_tokens_computed_for_a_failed_request_are_not_reused(kind: str, error: LlamaError) -> None:
     engine = engine_of(kind, n_batch=8)
     context_of(engine).fail_at[5] = error
     engine.add_request([1] * 40, endless(9))
@@ -402,7 +402,7 @@ def test_where_only_all_can_be_taken_a_prompt_that_parts_earlier_computes_all(ki
     assert ask(engine, [1] * 39 + [3] * 9) == 0
 
 
-# --- streams of their own -------------------------------------------------------------------------------------------
+# --- separate streams -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("n", "taken_over"), [(50, True), (49, False)])
@@ -504,7 +504,7 @@ def test_of_cells_that_all_share_at_most_a_quarter_stay_cached(kind: str, n: int
 
 
 @pytest.mark.parametrize("kind", ["copy", "whole in streams"])
-def test_streams_of_their_own_may_all_stay_cached(kind: str) -> None:
+def test_separate_streams_may_all_stay_cached(kind: str) -> None:
     engine = engine_of(kind, n_ctx=128)
     for i in range(4):
         ask(engine, [i] * 30)
@@ -561,7 +561,7 @@ def test_a_prefix_larger_than_the_host_memory_for_all_is_forgotten() -> None:
 
 
 @pytest.mark.parametrize(("n_more", "from_host"), [(-1, False), (1, True)])
-def test_host_memory_is_asked_only_for_much_more_than_cells_have(n_more: int, from_host: bool) -> None:
+def test_host_memory_is_used_only_for_a_prefix_much_longer_than_that_in_cells(n_more: int, from_host: bool) -> None:
     engine = engine_of("cells", n_ctx=128, n_batch=128)
     n = 10 + _COST_OF_COPYING - _COST_OF_TAKING + n_more
     ask(engine, [1] * n)
@@ -663,7 +663,7 @@ def test_a_request_preempted_while_its_prompt_is_read_is_counted_once(swap_space
     assert stats.swaps + stats.recomputes == 1
 
 
-def test_a_repeated_request_drives_nobody_else_out_of_a_full_cache() -> None:
+def test_a_repeated_request_evicts_no_other_from_a_full_cache() -> None:
     engine = engine_of("cells", n_more_ids=2, prefix_cache_ram=0)
     for prompt in ([1] * 40, [2] * 40, [2] * 40, [2] * 50):
         ask(engine, prompt)
@@ -671,7 +671,7 @@ def test_a_repeated_request_drives_nobody_else_out_of_a_full_cache() -> None:
     assert ask(engine, [1] * 45) == 40
 
 
-def test_what_came_back_from_host_memory_stays_in_cells() -> None:
+def test_a_prefix_restored_from_host_memory_stays_in_cells() -> None:
     engine = engine_of("cells", n_ctx=256, n_batch=256)
     ask(engine, [1] * 40)
     fill(engine, 250)
@@ -680,7 +680,7 @@ def test_what_came_back_from_host_memory_stays_in_cells() -> None:
     assert (engine.stats().prefixes_in_cells, engine.stats().prefixes_in_host) == (1, 0)
 
 
-def test_one_long_prefix_does_not_drive_all_others_out() -> None:
+def test_one_long_prefix_does_not_evict_all_others() -> None:
     engine = engine_of("cells", prefix_cache_ram=0)
     for i in (1, 2, 3, 4):
         ask(engine, [i] * 40)
@@ -688,7 +688,7 @@ def test_one_long_prefix_does_not_drive_all_others_out() -> None:
     assert engine.stats().prefixes_in_cells == 4
 
 
-def test_a_prefix_evicted_in_the_step_that_wants_it_is_still_found() -> None:
+def test_a_prefix_evicted_in_the_step_that_needs_it_is_still_found() -> None:
     engine = engine_of("copy", n_parallel=3, n_ctx=384)
     prompts = [[i] * 60 for i in (1, 2, 3)]
     for prompt in prompts:

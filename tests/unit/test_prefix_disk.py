@@ -94,7 +94,7 @@ def test_a_folder_that_cannot_be_written_is_refused_in_one_sentence(tmp_path: Pa
 # --- files ------------------------------------------------------------------------------------------------------------
 
 
-def test_a_file_is_private_and_what_was_written(model: Path, tmp_path: Path) -> None:
+def test_a_file_is_private_and_has_the_written_content(model: Path, tmp_path: Path) -> None:
     folder, key = PrefixFolder(tmp_path / "d", 10_000), key_of(model)
     name = write(folder, key, tokens_from(-5))
     assert names(folder) == [name]
@@ -160,7 +160,7 @@ def test_a_file_larger_than_the_bound_is_not_written_and_deletes_none(model: Pat
     assert names(folder) == [name]
 
 
-def test_leftovers_of_killed_writers_go_and_those_of_living_ones_stay(model: Path, tmp_path: Path) -> None:
+def test_files_of_killed_writers_are_removed_and_those_of_running_ones_kept(model: Path, tmp_path: Path) -> None:
     folder, key = PrefixFolder(tmp_path / "d", 5000), key_of(model)
     dead, living = folder.folder / ".prefix-dead.part", folder.folder / ".prefix-living.part"
     dead.touch()
@@ -180,7 +180,7 @@ def test_leftovers_of_killed_writers_go_and_those_of_living_ones_stay(model: Pat
     assert not living.exists()
 
 
-def test_a_full_disk_leaves_nothing_behind(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_leaves_no_files(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder, key = PrefixFolder(tmp_path / "d", 5000), key_of(model)
     name = write(folder, key, tokens_from(0))
 
@@ -237,13 +237,13 @@ def test_a_salt_is_not_readable_in_the_file(model: Path, tmp_path: Path) -> None
     assert not index.best(tokens_from(0), ("another", ()), whole=False, max_bytes=10_000)
 
 
-# --- what is worth it -------------------------------------------------------------------------------------------------
+# --- when reading and writing pay off ---------------------------------------------------------------------------------
 
 
 def test_reading_is_compared_with_computing() -> None:
     token_s = 0.0
     cost = DiskCost(lambda: token_s)
-    assert cost.is_worth(1, 10**12), "nobody knows"
+    assert cost.is_worth(1, 10**12), "without measurements"
     token_s = 1e-4
     cost.observe_read(10**6, 0.1)
     assert cost.is_worth(1000, 10**5)
@@ -294,7 +294,7 @@ def files(folder: Path) -> int:
 
 
 @pytest.mark.parametrize("sharing", ["cells", "copy"])
-def test_a_prefix_is_there_after_a_restart(model: Path, tmp_path: Path, sharing: str) -> None:
+def test_a_prefix_persists_across_a_restart(model: Path, tmp_path: Path, sharing: str) -> None:
     layout = {"sharing": sharing, "unified": sharing == "cells"}
     with disk_engine(model, tmp_path / "d", **layout) as engine:
         assert ask(engine, LONG) == 0
@@ -462,7 +462,7 @@ def test_a_cancelled_request_leaves_its_read_to_others(model: Path, tmp_path: Pa
         ask(engine, LONG)
     with disk_engine(model, tmp_path / "d") as engine:
         name = engine.add_request(LONG, greedy(4))
-        engine.core.scheduler.plan()  # begins the read
+        engine.core.scheduler.plan()  # starts the read
         engine.cancel(name)
         drain(engine)
         end = time.monotonic() + 5

@@ -70,7 +70,7 @@ def test_members_come_and_go(router: PrefixRouter[str]) -> None:
 
 
 @pytest.mark.parametrize(("one", "other"), [({"cache_salt": "x"}, {"cache_salt": "y"}), ({"lora": {"x": 1.0}}, {})])
-def test_prompts_that_share_no_cells_share_no_prefix(one: dict[str, Any], other: dict[str, Any]) -> None:
+def test_prompts_without_shared_cells_share_no_prefix(one: dict[str, Any], other: dict[str, Any]) -> None:
     assert prefixes(**one) == prefixes(**one)
     assert not set(prefixes(**one)) & set(prefixes(**other))
 
@@ -96,7 +96,7 @@ def test_prefixes_double_in_length_and_are_equal_as_long_as_the_prompts_are() ->
     assert not set(ours[4:]) & set(theirs[4:])
 
 
-def test_what_is_remembered_of_a_member_is_bounded(router: PrefixRouter[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_prefixes_kept_for_a_member_are_bounded(router: PrefixRouter[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rules, "_MAX_PREFIXES", 100)
     for i in range(500):
         router.note(prefixes(f"{i} {WORDS}"), "a")

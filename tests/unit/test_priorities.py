@@ -1,4 +1,4 @@
-"""Who goes first, who gives way, who has waited too long, and who is not let in."""
+"""Which requests are first, which are preempted, which time out, and which are refused."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_a_lower_number_runs_first_and_equals_in_order_of_arrival() -> None:
     assert in_order_of_end(engine) == ["a1", "a2", "b1", "b2", "c1", "c2"]
 
 
-def test_a_running_request_gives_way_to_one_of_higher_priority_and_keeps_its_text() -> None:
+def test_a_running_request_is_preempted_for_one_of_higher_priority_and_keeps_its_text() -> None:
     engine = fake_engine(n_parallel=1)
     engine.add_request([1, 2, 3], endless(20), request_id="background", priority=1)
     events = run_steps(engine, 5)
@@ -52,7 +52,7 @@ def test_a_running_request_gives_way_to_one_of_higher_priority_and_keeps_its_tex
     assert engine.stats().swaps == 1
 
 
-def test_cells_too_are_given_up_for_a_higher_priority_and_no_more_than_needed() -> None:
+def test_cells_are_freed_for_a_higher_priority_but_no_more_than_needed() -> None:
     engine = fake_engine(n_ctx=64, n_parallel=4)
     for name in ("x", "y"):
         engine.add_request([1] * 20, endless(10), request_id=name, priority=1)
@@ -63,7 +63,7 @@ def test_cells_too_are_given_up_for_a_higher_priority_and_no_more_than_needed() 
     assert list(ends(drain_some + drain(engine))) == ["urgent", "x", "y"]
 
 
-def test_nobody_gives_way_to_an_equal() -> None:
+def test_no_sequence_is_preempted_for_an_equal_priority() -> None:
     engine = fake_engine(n_parallel=1)
     engine.add_request([1, 2, 3], endless(20), request_id="first")
     engine.step()
@@ -72,7 +72,7 @@ def test_nobody_gives_way_to_an_equal() -> None:
     assert (engine.stats().swaps, engine.stats().recomputes) == (0, 0)
 
 
-def test_a_higher_priority_that_would_not_fit_even_then_displaces_nobody() -> None:
+def test_a_higher_priority_that_would_not_fit_even_then_preempts_no_sequence() -> None:
     engine = fake_engine(n_ctx=64, n_parallel=4)
     engine.add_request([1] * 40, endless(20), request_id="first", priority=0)
     engine.add_request([2] * 4, endless(9), request_id="low", priority=1)
@@ -84,7 +84,7 @@ def test_a_higher_priority_that_would_not_fit_even_then_displaces_nobody() -> No
     drain(engine)
 
 
-def test_waiting_makes_up_for_priority_so_that_nobody_starves(clock: Clock) -> None:
+def test_waiting_makes_up_for_priority_so_that_no_request_starves(clock: Clock) -> None:
     engine = fake_engine(n_parallel=1)
     engine.add_request([9], endless(2), request_id="running")
     engine.step()
@@ -94,7 +94,7 @@ def test_waiting_makes_up_for_priority_so_that_nobody_starves(clock: Clock) -> N
     assert in_order_of_end(engine) == ["running", "patient", "late"]
 
 
-def test_one_that_has_waited_its_way_up_does_not_give_way_to_the_next_arrival(clock: Clock) -> None:
+def test_a_request_that_gained_rank_by_waiting_is_not_preempted_for_the_next_arrival(clock: Clock) -> None:
     engine = fake_engine(n_parallel=1)
     engine.add_request([1], endless(9), request_id="patient", priority=3)
     clock.now += 31
@@ -120,7 +120,7 @@ def test_a_priority_out_of_range_is_refused(priority: Any) -> None:
 # --- timeouts -------------------------------------------------------------------------------------------------------
 
 
-def test_a_running_request_ends_with_what_it_has_when_its_time_is_over(clock: Clock) -> None:
+def test_a_running_request_ends_with_its_text_so_far_at_its_timeout(clock: Clock) -> None:
     engine = fake_engine()
     engine.add_request([1, 2, 3], endless(30), timeout=10)
     events = run_steps(engine, 4)
@@ -133,7 +133,7 @@ def test_a_running_request_ends_with_what_it_has_when_its_time_is_over(clock: Cl
 
 
 @pytest.mark.parametrize("limit", ["timeout", "queue_timeout"])
-def test_a_request_that_never_got_its_turn_ends_too(clock: Clock, limit: str) -> None:
+def test_a_request_that_never_ran_ends_too(clock: Clock, limit: str) -> None:
     limits: dict[str, Any] = {limit: 5}
     engine = fake_engine(n_parallel=1)
     engine.add_request([1], endless(30), request_id="running")
@@ -157,7 +157,7 @@ def test_the_queue_timeout_is_over_once_a_request_has_run(clock: Clock) -> None:
     assert set(ends(drain(engine)).values()) == {FinishReason.LENGTH}
 
 
-def test_what_has_ended_in_time_leaves_nothing_behind(clock: Clock) -> None:
+def test_requests_that_end_in_time_leave_no_timeouts(clock: Clock) -> None:
     engine = fake_engine()
     for i in range(5):
         engine.add_request([i], endless(2), timeout=1000, queue_timeout=1000)
@@ -170,7 +170,7 @@ def test_what_has_ended_in_time_leaves_nothing_behind(clock: Clock) -> None:
 
 @pytest.mark.parametrize("limit", ["timeout", "queue_timeout"])
 @pytest.mark.parametrize("seconds", [-1, float("nan"), float("inf"), "5", True])
-def test_a_timeout_that_is_no_time_is_refused(limit: str, seconds: Any) -> None:
+def test_an_invalid_timeout_is_refused(limit: str, seconds: Any) -> None:
     with pytest.raises(InvalidRequest, match=limit):
         fake_engine().add_request([1], **{limit: seconds})
 
@@ -178,7 +178,7 @@ def test_a_timeout_that_is_no_time_is_refused(limit: str, seconds: Any) -> None:
 # --- the queue ------------------------------------------------------------------------------------------------------
 
 
-def test_a_full_queue_refuses_at_once_and_says_when_to_come_back() -> None:
+def test_a_full_queue_refuses_at_once_with_a_retry_after() -> None:
     engine = fake_engine(n_parallel=1, max_queue=2)
     for _ in range(2):
         engine.add_request([1], endless(2))
@@ -199,7 +199,7 @@ def test_generate_takes_any_number_of_prompts() -> None:
 
 
 @pytest.mark.parametrize("n_parallel", [1, 2])
-def test_one_that_shares_its_prefix_with_those_it_displaces_does_not_wait_for_them(n_parallel: int) -> None:
+def test_a_request_that_shares_its_prefix_with_those_it_preempts_does_not_wait_for_them(n_parallel: int) -> None:
     engine = fake_engine(n_ctx=256, n_batch=64, n_parallel=n_parallel, sharing="cells")
     prompt = [1] * 40
     for i in range(n_parallel):
@@ -214,7 +214,7 @@ def test_one_that_shares_its_prefix_with_those_it_displaces_does_not_wait_for_th
         assert tokens == reference([*prompt, i], endless(60))[0]
 
 
-def test_nobody_waits_for_a_prefix_that_a_lower_priority_is_computing() -> None:
+def test_no_request_waits_for_a_prefix_that_a_lower_priority_is_computing() -> None:
     engine = fake_engine(n_ctx=512, n_batch=8, n_parallel=3, sharing="cells")
     engine.add_request([1] * 120, endless(2), request_id="low", priority=5)
     engine.step()

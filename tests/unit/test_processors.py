@@ -1,4 +1,4 @@
-"""A request's own `logits_processor` over a fake model: what it gets, what it may do, and its mistakes."""
+"""A request's own `logits_processor` over a fake model: its arguments, what it may do, and its errors."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from tests.support.logits_processors import (
 
 
 class Seen:
-    """Notes what it is called with, and changes nothing."""
+    """Records its arguments, and changes nothing."""
 
     def __init__(self) -> None:
         self.calls: list[list[tuple[list[int], Row]]] = []
@@ -63,7 +63,7 @@ class SeenTogether(Seen):
         self.note(tokens, rows)
 
 
-# --- what it is given ------------------------------------------------------------------------------------------------
+# --- its arguments ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", [SeenOneByOne, SeenTogether])
@@ -108,7 +108,7 @@ def test_an_object_with_both_is_called_by_process_rows_only() -> None:
     assert (len(result.tokens), len(seen.calls)) == (3, 3)
 
 
-def test_what_it_does_to_the_tokens_it_is_given_changes_nothing() -> None:
+def test_changing_the_passed_tokens_has_no_effect() -> None:
     def spoil(tokens: Tokens, _: Row) -> None:
         tokens[:] = 0
 
@@ -253,7 +253,7 @@ def later(bad: Any) -> Any:
 
 
 @each_mistake
-def test_a_mistake_in_midst_of_a_text_leaves_what_was_there(bad: Any, message: str) -> None:
+def test_an_error_in_the_middle_of_a_text_keeps_the_text_so_far(bad: Any, message: str) -> None:
     (result,) = fake_engine().generate([[1, 2, 3]], greedy(10, ignore_eos=True, logits_processor=later(bad)))
     start = reference([1, 2, 3], greedy(2, ignore_eos=True))[0]
     assert (result.tokens, result.text, result.finish_reason) == (start, text_of(start), FinishReason.ERROR)
@@ -284,7 +284,7 @@ def test_of_two_objects_only_the_one_at_fault_ends_its_requests() -> None:
     assert [result.text for result in results[1::2]] == [reference(p, params(None))[1] for p in PROMPTS[1::2]]
 
 
-def test_the_engine_goes_on_after_a_mistake() -> None:
+def test_the_engine_continues_after_an_error() -> None:
     engine = fake_engine()
     (failed,) = engine.generate([[1]], greedy(4, logits_processor=raise_it))
     (next_one,) = engine.generate([[1]], greedy(4))

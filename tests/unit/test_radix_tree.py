@@ -1,4 +1,4 @@
-"""The radix tree over token ids: every holder is found with as many tokens as it really has in common."""
+"""The radix tree over token ids: every holder is found with the exact number of tokens it has in common."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_inserting_again_replaces_tokens_and_salt() -> None:
     assert len(tree._entries) == 1
 
 
-def test_a_discarded_holder_is_found_no_more() -> None:
+def test_a_discarded_holder_is_not_found_any_more() -> None:
     tree = tree_of(a=(1, 2, 3), b=(1, 2))
     tree.discard("a")
     assert ("a" in tree._entries, "b" in tree._entries, len(tree._entries)) == (False, True, 1)
@@ -134,7 +134,7 @@ def test_a_holder_of_no_tokens_is_never_found() -> None:
     assert n_nodes(tree) == 0
 
 
-def test_covered_by_gives_those_it_begins_with_and_covers_those_that_begin_with_it() -> None:
+def test_covered_by_returns_its_prefixes_and_covers_returns_its_extensions() -> None:
     tree = tree_of(short=(1, 2), same=(1, 2, 3), long=(1, 2, 3, 4), parted=(1, 2, 9), me=(1, 2, 3))
     assert set(tree.covered_by("me")) == {"short", "same"}
     assert set(tree.covers("me")) == {"long", "same"}
@@ -200,7 +200,7 @@ def check_covers(tree: RadixTree[str], model: Entries) -> None:
         assert sorted(tree.covered_by(holder)) == sorted(o for o, its in others.items() if tokens[: len(its)] == its)
 
 
-def test_a_tree_is_as_small_as_those_in_it_whatever_has_come_and_gone() -> None:
+def test_a_tree_is_as_small_as_its_current_contents_allow() -> None:
     tree: RadixTree[str] = RadixTree()
     tokens = np.zeros(300, np.int32)
     tree.insert("stays", tokens, "")

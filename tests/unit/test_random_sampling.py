@@ -83,7 +83,7 @@ def test_a_vocabulary_as_large_as_real_ones_is_drawn_from_the_exact_distribution
 
 
 @pytest.mark.parametrize("filters", [DEFAULTS, Filters(3, 1.0, 0.0, 1.0), Filters(0, 0.9, 0.0, 1.0)])
-def test_the_likeliest_tokens_may_be_the_last_ones_of_the_vocabulary(filters: Filters) -> None:
+def test_the_most_likely_tokens_may_be_the_last_ones_of_the_vocabulary(filters: Filters) -> None:
     row = logits(2500, 4.0)
     row[-5:] = row.max() + np.arange(5, dtype=np.float32) / 2
     assert_drawn_from(drawn(row, filters, keys()), exact(row, filters))
@@ -157,7 +157,7 @@ def test_a_row_gives_the_same_token_alone_and_in_any_batch(data: st.DataObject) 
 @pytest.mark.parametrize("n", [3, 300, 1500])
 def test_extreme_keys_stay_within_what_is_possible(filters: Filters, n: int) -> None:
     row = logits(n, 0.1)
-    row[[0, -1]] = -np.inf  # the first and the last place are no tokens
+    row[[0, -1]] = -np.inf  # the first and the last place are not tokens
     extreme = np.array([0, 1, 2**63, 2**64 - 2**11, 2**64 - 1], np.uint64)
     tokens = random_sample(np.stack([row] * 5), [filters] * 5, extreme)
     assert np.isfinite(row[tokens]).all()
@@ -166,7 +166,7 @@ def test_extreme_keys_stay_within_what_is_possible(filters: Filters, n: int) -> 
 
 @pytest.mark.parametrize("n", [300, 2500])
 @pytest.mark.parametrize("others", [(0, 1.0, 0.0), (40, 0.95, 0.05)])
-def test_a_temperature_near_zero_takes_the_likeliest_token(n: int, others: tuple[int, float, float]) -> None:
+def test_a_temperature_near_zero_takes_the_most_likely_token(n: int, others: tuple[int, float, float]) -> None:
     rows = np.random.default_rng(3).permuted(np.tile(np.arange(n, dtype=np.float32), (50, 1)), axis=1)
     tokens = random_sample(rows, [Filters(*others, 0.001)] * 50, keys(50))
     assert tokens.tolist() == rows.argmax(axis=1).tolist()
@@ -174,7 +174,7 @@ def test_a_temperature_near_zero_takes_the_likeliest_token(n: int, others: tuple
 
 @pytest.mark.parametrize("n", [300, 2500])
 @pytest.mark.parametrize("filters", [DEFAULTS, Filters(0, 1.0, 0.0, 5.0)])
-def test_a_top_p_of_zero_takes_the_likeliest_token(n: int, filters: Filters) -> None:
+def test_a_top_p_of_zero_takes_the_most_likely_token(n: int, filters: Filters) -> None:
     rows = np.stack([logits(n, seed=seed) for seed in range(50)])
     tokens = random_sample(rows, [filters._replace(top_p=0.0)] * 50, keys(50))
     assert tokens.tolist() == rows.argmax(axis=1).tolist()

@@ -1,4 +1,4 @@
-"""Thousands of random schedules: whatever arrives, ends or is cancelled when, every request gets its own text."""
+"""Thousands of random schedules of arrivals, ends and cancels: every request gets its own text."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ ACTIONS = st.lists(
 
 @dataclass
 class Run:
-    """An engine, what was asked of it and what came back."""
+    """An engine, its requests and its events."""
 
     engine: BatchInferenceEngine
     asked: dict[str, Arrive] = field(default_factory=dict)

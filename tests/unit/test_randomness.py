@@ -42,7 +42,7 @@ def splitmix64(state: int) -> Iterator[int]:
 
 
 def number(seed: int, position: int) -> int:
-    """The seed's first number begins a stream of its own; the position counts within that."""
+    """The seed's first number starts a separate stream; the position counts within it."""
     return next(itertools.islice(splitmix64(next(splitmix64(seed))), position, None))
 
 

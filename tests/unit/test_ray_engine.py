@@ -145,7 +145,7 @@ async def test_the_requests_of_a_killed_replica_continue_elsewhere(unread: bool)
             reader.assert_complete()
 
 
-async def test_a_request_waits_until_there_is_a_replica() -> None:
+async def test_a_request_waits_until_a_replica_is_available() -> None:
     cluster = FakeReplicas(1)
     async with opened(cluster) as engine:
         readers = await start(engine, 3)
@@ -167,7 +167,7 @@ async def test_a_broken_stream_of_a_living_replica_leaves_no_hole() -> None:
         carrier = cluster.replicas[0].streams[0]
         carrier.go.clear()
         await cluster.step(2)
-        carrier.break_off(keep=False)  # its messages are lost; the other streams go on
+        carrier.break_off(keep=False)  # its messages are lost; the other streams continue
         await settle()
         assert len(cluster.replicas[0].engine.running) == 4, "the requests of the lost group have ended in the replica"
         late = Reader(engine, request("late", 20))
@@ -184,7 +184,7 @@ async def test_a_request_on_the_way_into_a_lost_group_is_sent_again() -> None:
         second = Reader(engine, request("second", 20))
         replica = cluster.replicas[0]
         await _until(lambda: len(replica.streams) == 2)
-        replica.streams[1].go.clear()  # the front does not know yet in which group the request is
+        replica.streams[1].go.clear()  # the front does not have the request's group yet
         replica.streams[0].break_off(keep=False)
         await settle()
         replica.streams[0].go.set()
@@ -240,7 +240,7 @@ async def test_a_token_resets_the_count_of_lost_replicas() -> None:
         reader.assert_complete()
 
 
-async def test_a_replica_whose_engine_has_failed_passes_its_requests_on() -> None:
+async def test_a_replica_with_a_failed_engine_passes_its_requests_on() -> None:
     cluster = FakeReplicas(2)
     async with opened(cluster) as engine:
         failed, other = cluster.replicas
@@ -352,7 +352,7 @@ async def test_more_requests_than_all_replicas_run_wait_up_to_max_queue() -> Non
         late.assert_complete()
 
 
-async def test_what_a_replica_refuses_is_an_invalid_request() -> None:
+async def test_a_refusal_of_a_replica_is_an_invalid_request() -> None:
     async with opened(FakeReplicas(1)) as engine:
         with pytest.raises(InvalidRequest, match="prompt: is invalid") as refused:
             await anext(engine.submit(request("a", prompt="invalid")))
@@ -423,7 +423,7 @@ async def test_closing_ends_requests_here_and_in_the_replicas() -> None:
         await anext(engine.submit(request("b")))
 
 
-async def test_health_tells_what_the_replicas_do() -> None:
+async def test_health_reports_the_state_of_the_replicas() -> None:
     cluster = FakeReplicas(0)
     cluster.state = ReplicaSetStatus(status="starting", n_wanted=1, progress=0.25)
     engine = cluster.engine()

@@ -99,7 +99,7 @@ def test_a_record_lives_as_long_as_its_front(record: FrontRecord) -> None:
 
 
 def leave(record: FrontRecord, *, owns_cluster: bool) -> FrontRecord:
-    """The record of a front that was killed, and whose number another process has now."""
+    """The record of a front that was killed and that has a pid now used by another process."""
     cluster = msgspec.structs.replace(record.cluster, is_own=owns_cluster)
     killed = msgspec.structs.replace(record, created=record.created - 100, cluster=cluster)
     ray_cluster.remember(killed)
@@ -114,7 +114,7 @@ def test_the_record_of_a_killed_front_is_kept_while_its_replicas_may_run(record:
     assert ray_cluster.records() == []
 
 
-def test_a_killed_front_with_a_cluster_of_its_own_leaves_nothing(record: FrontRecord) -> None:
+def test_a_killed_front_with_its_own_cluster_leaves_nothing(record: FrontRecord) -> None:
     leave(record, owns_cluster=True)
     assert ray_cluster.records() == []
 

@@ -1,4 +1,4 @@
-"""Fetching pictures and sounds: only from listed hosts, under listed or public addresses, and never too much."""
+"""Fetching images and audio: only from listed hosts, at listed or public addresses, and within size limits."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_no_private_address_is_connected_to_unless_it_is_listed(address: Any) ->
 
 
 @pytest.mark.parametrize("entry", ["https://example.org", "example.org/cats", "10.0.0.0/99", "a b", "exa*mple.org"])
-def test_an_entry_that_is_no_host_is_refused(entry: str) -> None:
+def test_an_entry_that_is_not_a_host_is_refused(entry: str) -> None:
     with pytest.raises(ConfigError, match="--allowed-media-domains"):
         ServerSettings(allowed_media_domains=(entry,))
 
@@ -108,12 +108,12 @@ async def refusal(url: str, *domains: str, **options: Any) -> str:
     return refused.value.message
 
 
-async def test_a_picture_of_a_listed_host_is_fetched() -> None:
+async def test_an_image_of_a_listed_host_is_fetched() -> None:
     async with serving(picture) as port:
         assert await fetched(f"http://127.0.0.1:{port}/cat.png", "127.0.0.1") == RED
 
 
-async def test_a_host_that_is_not_listed_is_not_asked() -> None:
+async def test_a_host_that_is_not_listed_is_not_contacted() -> None:
     asked = []
 
     async def note(request: web.Request) -> web.Response:
@@ -201,7 +201,7 @@ async def test_a_host_that_does_not_answer_is_not_waited_for() -> None:
     assert message == "could not be fetched within 0.3 s"
 
 
-async def test_what_goes_wrong_is_said() -> None:
+async def test_fetch_errors_name_the_reason() -> None:
     async def missing(_: web.Request) -> web.Response:
         return web.Response(status=404, text="secret page")
 
@@ -209,7 +209,7 @@ async def test_what_goes_wrong_is_said() -> None:
         message = await refusal(f"http://127.0.0.1:{port}/", "127.0.0.1")
     assert message == "could not be fetched: 127.0.0.1 returned status 404"
     assert "user name" in await refusal(f"http://user:word@127.0.0.1:{port}/", "127.0.0.1")
-    assert "could not be fetched" in await refusal(f"http://127.0.0.1:{port}/", "127.0.0.1")  # nobody listens any more
+    assert "could not be fetched" in await refusal(f"http://127.0.0.1:{port}/", "127.0.0.1")  # the server is closed
     assert "http" in await refusal("http://", "127.0.0.1")
 
 

@@ -1,4 +1,4 @@
-"""What Ray Serve is told about replicas: how many, their CPUs and GPUs, and what no machine can hold."""
+"""The options of replicas for Ray Serve: their number, CPUs and GPUs, and what does not fit on any machine."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_given_threads_are_the_cpus_of_a_replica() -> None:
     assert same.n_threads == 3
 
 
-def test_a_replica_with_a_machine_for_itself_has_a_thread_for_each_of_its_cores() -> None:
+def test_a_replica_alone_on_a_machine_has_a_thread_for_each_core() -> None:
     options, config = for_nodes(ReplicaOptions(max_replicas=2), CONFIG, [Node("a", 8, 0), Node("b", 4, 0)])
     assert options.num_cpus == 4  # fits both
     assert config.n_threads == 0
@@ -64,7 +64,7 @@ def test_replicas_of_one_node_divide_its_cpus() -> None:
     assert for_nodes(ReplicaOptions(max_replicas=100), CONFIG, nodes)[0].num_cpus == 1
 
 
-def test_each_replica_takes_a_gpu_where_there_are_any() -> None:
+def test_each_replica_takes_a_gpu_if_there_are_any() -> None:
     assert with_gpus(ReplicaOptions(), [Node("a", 8, 0)], grows=False).num_gpus == 0
     assert with_gpus(ReplicaOptions(max_replicas=2), [Node("a", 8, 2)], grows=False).num_gpus == 1
     with pytest.raises(ConfigError, match=r"--replicas 1\.\.3: each replica needs a GPU.* has 2.*-ngl 0"):
@@ -72,7 +72,7 @@ def test_each_replica_takes_a_gpu_where_there_are_any() -> None:
     assert with_gpus(ReplicaOptions(max_replicas=3), [Node("a", 8, 2)], grows=True).num_gpus == 1
 
 
-def test_what_no_machine_can_hold_is_said_with_what_each_has() -> None:
+def test_a_replica_that_fits_no_machine_is_reported_with_their_resources() -> None:
     nodes = [Node("10.0.0.1", 4, 0), Node("10.0.0.2", 2, 1)]
     assert why_unplaceable(ReplicaOptions(num_cpus=4), nodes) is None
     assert why_unplaceable(ReplicaOptions(num_cpus=2, num_gpus=1), nodes) is None

@@ -10,7 +10,7 @@ STOPPING = SeenReplica("stopping", 7, "10.0.0.5")
 NEEDS = "it needs 2 CPUs (0 of 4 in the cluster are free) on one machine"
 
 
-def test_each_change_is_said_once() -> None:
+def test_each_change_is_reported_once() -> None:
     changes = ReplicaChanges()
     assert list(changes.lines(0, 1, {"a": STARTING}, NEEDS)) == []
     assert list(changes.lines(1, 1, {"a": RUNNING}, NEEDS)) == ["replica a runs on 10.0.0.5 (pid 7)"]
@@ -29,7 +29,7 @@ def test_a_replica_that_vanishes_while_it_runs_has_died() -> None:
     assert list(changes.lines(1, 1, {"c": STARTING}, NEEDS)) == ["replica a has died"]
 
 
-def test_a_replica_that_no_machine_has_room_for_is_said_once_with_what_it_needs() -> None:
+def test_a_replica_that_fits_no_machine_is_logged_once_with_its_requirements() -> None:
     changes = ReplicaChanges()
     said = [line for second in range(30) for line in changes.lines(second, 1, {"a": STARTING}, NEEDS)]
     assert said == [f"replica a is waiting for resources: {NEEDS}"]

@@ -1,4 +1,4 @@
-"""Which types a model's matrices get: the rule, the plan of a file, names, and what is refused."""
+"""The types that a model's matrices get: the rule, the plan of a file, names, and refusals."""
 
 from __future__ import annotations
 
@@ -185,7 +185,7 @@ def test_a_repacked_type_counts_in_the_way_that_the_engine_keeps_it() -> None:
     assert q4_k.batch_ms == pytest.approx(0.101 / 16 + 1.04 / 256)
 
 
-def test_a_type_whose_kernel_is_not_known_stays() -> None:
+def test_a_type_with_an_unknown_kernel_is_kept() -> None:
     assert target_type("NVFP4", times()) == "NVFP4"
     assert target_type("Q4_1", {}) == "Q4_1"
 
@@ -234,7 +234,7 @@ def test_experts_stay_because_another_operation_multiplies_them(tmp_path: Path) 
     assert plan_type(path, "Q8_0").counts == {("Q6_K", "Q8_0"): 1, ("Q4_K", "Q8_0"): 1}
 
 
-def test_rows_that_are_no_whole_blocks_of_a_type_do_not_get_it(tmp_path: Path) -> None:
+def test_rows_that_are_not_whole_blocks_of_a_type_do_not_get_it(tmp_path: Path) -> None:
     path = gguf_file(tmp_path / "m.gguf", {"a.weight": ("Q8_0", (64, 576))}, gguf.LlamaFileType.MOSTLY_Q8_0)
     fast_k = {**times(), "Q4_K": times({}, {"Q4_K": 0.01})["Q4_K"]}
     assert plan_auto(path, lambda _kinds: fast_k, lossy=True).changes == {"a.weight": ("Q8_0", "IQ4_NL")}
@@ -327,14 +327,14 @@ def test_an_adapter_and_a_part_of_a_model_are_refused(tmp_path: Path) -> None:
         plan_auto(part, times_of)
 
 
-def test_what_is_no_model_is_refused(tmp_path: Path) -> None:
+def test_a_file_that_is_not_a_model_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="is not a GGUF file"):
         plan_auto(tiny_models.not_gguf(tmp_path / "page.gguf"), times_of)
     with pytest.raises(ModelError, match="file not found"):
         plan_auto(tmp_path / "none.gguf", times_of)
 
 
-def test_the_output_must_be_another_file_that_does_not_exist_yet(q4_k_m: Path, tmp_path: Path) -> None:
+def test_the_output_must_be_a_new_file(q4_k_m: Path, tmp_path: Path) -> None:
     plan = plan_auto(q4_k_m, times_of)
     with pytest.raises(ModelError, match="is the model itself"):
         check_target(plan, q4_k_m, overwrite=True)
@@ -370,7 +370,7 @@ def test_where_nothing_is_to_be_gained_the_command_says_so_and_writes_nothing(
     assert list(q4_k_m.parent.iterdir()) == [q4_k_m]
 
 
-def test_on_a_gpu_there_is_nothing_to_do_and_no_kernel_is_timed(q4_k_m: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_a_gpu_nothing_is_requantised_and_no_kernel_is_timed(q4_k_m: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "kernel_times", lambda _kinds: pytest.fail("kernels were timed"))
     monkeypatch.setattr(kernels, "has_gpu", lambda: True)
     result = CliRunner().invoke(models, ["requantize", str(q4_k_m)])
@@ -379,7 +379,7 @@ def test_on_a_gpu_there_is_nothing_to_do_and_no_kernel_is_timed(q4_k_m: Path, mo
     assert list(q4_k_m.parent.iterdir()) == [q4_k_m]
 
 
-def test_on_a_gpu_too_a_file_that_is_no_model_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_a_gpu_too_a_file_that_is_not_a_model_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "has_gpu", lambda: True)
     (tmp_path / "text.gguf").write_text("no model")
     result = CliRunner().invoke(models, ["requantize", str(tmp_path / "text.gguf")])

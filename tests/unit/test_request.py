@@ -1,4 +1,4 @@
-"""What is refused, and what it says; generate and stream."""
+"""Refusals and their messages; generate and stream."""
 
 from __future__ import annotations
 
@@ -107,19 +107,21 @@ def test_a_number_that_is_not_finite_is_refused(field: str, value: float) -> Non
 
 @pytest.mark.parametrize("field", BOUNDS)
 @pytest.mark.parametrize("value", ["1", [1], True, False, 1j])
-def test_what_is_no_number_is_refused_with_the_value_and_the_kind_wanted(field: str, value: object) -> None:
+def test_a_value_that_is_not_a_number_is_refused_with_the_value_and_the_expected_type(
+    field: str, value: object
+) -> None:
     kind = "a whole number" if field in WHOLE else "a number"
     assert refusal(field, value) == f"{field}: is {value!r}; it must be {kind}"
 
 
 @pytest.mark.parametrize("field", WHOLE)
 @pytest.mark.parametrize("value", [1.0, 1.5, NAN, INF])
-def test_a_fraction_is_no_whole_number(field: str, value: float) -> None:
+def test_a_fraction_is_not_a_whole_number(field: str, value: float) -> None:
     assert refusal(field, value) == f"{field}: is {value!r}; it must be a whole number"
 
 
 @pytest.mark.parametrize("field", [field for field in BOUNDS if field not in OPTIONAL])
-def test_none_is_refused_where_there_is_no_default_to_find(field: str) -> None:
+def test_none_is_refused_for_a_field_without_a_default(field: str) -> None:
     assert "is None; it must be" in refusal(field, None)
 
 
@@ -154,7 +156,7 @@ def test_samplers_are_names(value: object) -> None:
     assert refusal("samplers", value) == f"samplers: is {value!r}; it must be a list of names"
 
 
-def test_an_unknown_sampler_is_refused_with_its_place_and_all_there_are() -> None:
+def test_an_unknown_sampler_is_refused_with_its_place_and_the_valid_names() -> None:
     with pytest.raises(
         InvalidRequest, match=r"^samplers\[1\]: is 'top_q'; it must be one of penalties, dry, .*, temperature$"
     ):
@@ -177,7 +179,7 @@ def test_without_temperature_among_the_samplers_nothing_is_greedy() -> None:
     assert not SamplingParams(temperature=0, samplers=("top_k",)).is_greedy
 
 
-def test_penalties_left_out_of_the_samplers_are_none() -> None:
+def test_penalties_left_out_of_the_samplers_are_off() -> None:
     assert SamplingParams(repetition_penalty=2).has_penalties
     assert not SamplingParams(repetition_penalty=2, samplers=("top_k", "temperature")).has_penalties
     assert not SamplingParams(repetition_penalty=2, penalty_last_n=0).has_penalties
@@ -235,7 +237,7 @@ def test_ids_of_numpy_become_pythons() -> None:
     assert [type(token) for token in [*request.prompt, *request.params.stop_token_ids]] == [int] * 3  # type: ignore[misc]
 
 
-def test_biases_are_not_without_number() -> None:
+def test_the_number_of_biases_is_limited() -> None:
     assert len(SamplingParams(logit_bias=dict.fromkeys(range(8192), 1.0)).logit_bias) == 8192
     assert "has 8,193 entries" in refusal("logit_bias", dict.fromkeys(range(8193), 1.0))
 
@@ -257,7 +259,7 @@ def test_visible_tokens_are_a_few_strings() -> None:
     assert refusal("visible_tokens", ["x"] * 65) == "visible_tokens: has 65 entries; the limit is 64"
 
 
-def test_no_tokens_may_be_wanted_only_where_the_prompt_is_echoed() -> None:
+def test_max_tokens_may_be_0_only_if_the_prompt_is_echoed() -> None:
     assert SamplingParams(max_tokens=0, echo=True).max_tokens == 0
     assert refusal("max_tokens", 0) == f"max_tokens: is 0; it must be from 1 to {2**31 - 1}"
     with pytest.raises(InvalidRequest, match=f"^max_tokens: is -2; it must be from 0 to {2**31 - 1}$"):
@@ -285,14 +287,14 @@ def test_a_logits_processor_is_a_function_or_has_process_rows() -> None:
         assert SamplingParams(logits_processor=processor).logits_processor is processor
 
 
-# --- what the text must look like -----------------------------------------------------------------------------------
+# --- constraints on the text ----------------------------------------------------------------------------------------
 
 GIVEN: dict[str, Any] = {
     "json_schema": {"type": "object"}, "guided_regex": "a+", "guided_choice": ("a", "b"), "grammar": 'root ::= "a"',
 }  # fmt: skip
 
 
-def test_every_kind_of_grammar_is_known() -> None:
+def test_every_kind_of_grammar_is_accepted() -> None:
     assert tuple(GIVEN) == GRAMMARS
     assert not SamplingParams().is_constrained
     assert all(SamplingParams(**{field: value}).is_constrained for field, value in GIVEN.items())
@@ -356,7 +358,7 @@ def circular() -> dict[str, object]:
     ["", "{", "{'a': 1}", {"a": {1, 2}}, {(1, 2): 3}, {"minimum": NAN}, '{"a": NaN}', b"{}", circular()],
     ids=str,
 )
-def test_a_schema_that_is_no_json_is_refused(value: object) -> None:
+def test_a_schema_that_is_not_json_is_refused(value: object) -> None:
     assert refusal("json_schema", value).startswith(
         "json_schema: is b'{}'; a schema" if isinstance(value, bytes) else "json_schema: is not valid JSON: "
     )
@@ -467,7 +469,7 @@ def test_an_id_can_be_used_again_only_after_its_request_has_ended() -> None:
     assert engine.add_request([2], greedy(1), request_id="mine") == "mine"
 
 
-def test_an_id_that_somebody_chose_is_in_nobodys_way() -> None:
+def test_a_given_request_id_does_not_collide_with_generated_ones() -> None:
     engine = fake_engine()
     engine.add_request([1], greedy(1), request_id="request-2")
     results = engine.generate([[2], [3]], greedy(1))
@@ -481,7 +483,7 @@ def test_without_max_tokens_an_answer_may_fill_the_context(n_ctx: int, n_paralle
     assert (len(result.tokens), result.finish_reason) == (expected, FinishReason.LENGTH)
 
 
-def test_a_closed_engine_ends_what_runs_and_takes_nothing_new() -> None:
+def test_a_closed_engine_ends_running_requests_and_accepts_no_new_ones() -> None:
     engine = fake_engine()
     engine.add_request([1], ENDLESS)
     engine.step()
@@ -503,7 +505,7 @@ def test_generate_returns_the_results_in_the_prompts_order() -> None:
     assert fake_engine().generate([]) == []
 
 
-def test_a_token_that_ends_the_text_is_no_part_of_it() -> None:
+def test_a_token_that_ends_the_text_is_not_part_of_it() -> None:
     first = reference([1, 2], greedy(1, ignore_eos=True))[0][0]
     (result,) = fake_engine().generate([[1, 2]], greedy(9, stop_token_ids=(first,)))
     assert result_of(result) == ([], "", FinishReason.STOP)
@@ -512,7 +514,7 @@ def test_a_token_that_ends_the_text_is_no_part_of_it() -> None:
     assert not {first, *EOG} & set(result.tokens[:3])
 
 
-def test_an_interrupted_generate_cancels_what_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_generate_cancels_the_remaining_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = fake_engine()
 
     def interrupt(_: object) -> None:
@@ -635,7 +637,7 @@ def test_a_setting_that_is_not_a_number_is_refused_with_its_flag(name: str) -> N
         ({"lora": 5}, "lora (--lora) is 5; it must be a list of (file, scale) pairs"),
     ],
 )
-def test_a_setting_of_another_type_is_refused_with_what_it_must_be(settings: dict[str, Any], message: str) -> None:
+def test_a_setting_of_another_type_is_refused_with_the_expected_type(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(message)):
         EngineConfig("x", **settings)
 
@@ -667,7 +669,7 @@ def test_one_rpc_worker_may_be_given_without_a_list() -> None:
         EngineConfig("x", rpc=5)  # type: ignore[arg-type]
 
 
-def test_update_request_appends_given_tokens_and_the_text_continues_behind_them() -> None:
+def test_update_request_appends_given_tokens_and_the_text_continues_after_them() -> None:
     engine = fake_engine()
     other = engine.add_request([9, 9, 3], greedy(12))
     name = engine.add_request([5, 6], greedy(12, ignore_eos=True))

@@ -1,4 +1,4 @@
-"""Windows of an input have bounded memory, and items in them stand so that common beginnings are computed once."""
+"""Windows of an input have bounded memory, and are sorted so that common prefixes are computed once."""
 
 from __future__ import annotations
 
@@ -76,26 +76,26 @@ def test_windows_lose_nothing_and_keep_the_order(lengths: list[int], most_items:
 # --- arranged
 
 
-def test_prompts_that_begin_alike_stand_together_in_the_order_of_the_file() -> None:
+def test_prompts_with_a_common_prefix_are_grouped_in_the_order_of_the_file() -> None:
     document, other = "d" * ALIKE, "o" * ALIKE
     items = [item(1, document + "1"), item(2, other), item(3, "short"), item(4, document + "2"), item(5, other + "5")]
     assert lines(order_requests(items, longest_first=False)) == [1, 4, 2, 5, 3]
 
 
-def test_short_common_beginnings_move_nothing() -> None:
+def test_short_common_prefixes_move_nothing() -> None:
     common = "c" * (ALIKE - 1)
     items = [item(1, common + "1"), item(2, "b" * 300), item(3, common + "3"), item(4, common), item(5, common)]
     assert lines(order_requests(items, longest_first=False)) == [1, 2, 3, 4, 5]
 
 
-def test_conversations_with_the_same_first_messages_stand_together() -> None:
+def test_conversations_with_the_same_first_messages_are_grouped() -> None:
     system = "You are brief. " * 20
     parts = [{"type": "text", "text": system}]
     items = [chat(1, system, "a"), chat(2, parts, "a"), chat(3, "b"), chat(4, system, "c"), chat(5, parts, "c")]
     assert lines(order_requests(items, longest_first=False)) == [1, 4, 2, 5, 3]
 
 
-def test_the_same_tools_are_a_common_beginning() -> None:
+def test_the_same_tools_are_a_common_prefix() -> None:
     tools = [{"type": "function", "function": {"name": "f", "description": "long " * 60}}]
     items = [item(1, "a", tools=tools), item(2, "b"), item(3, "c", tools=tools)]
     assert lines(order_requests(items, longest_first=False)) == [1, 3, 2]
@@ -107,7 +107,7 @@ def test_token_ids_are_compared_as_texts_are() -> None:
     assert lines(order_requests(items, longest_first=False)) == [1, 3, 2, 4, 5]
 
 
-def test_the_same_text_for_another_endpoint_is_not_the_same_beginning() -> None:
+def test_the_same_text_for_another_endpoint_is_not_a_common_prefix() -> None:
     text = "t" * 300
     items = [item(1, text), item(2, text, url="/v1/embeddings"), item(3, text)]
     assert lines(order_requests(items, longest_first=False)) == [1, 3, 2]

@@ -21,7 +21,7 @@ USAGE = {"prompt_tokens": 3, "completion_tokens": 2, "total_tokens": 5}
 
 
 def table(folder: Path, name: str, *, output: str, fails: str = "-", **message: Any) -> Path:
-    """The table of a job whose answers are the prompts in capitals. They are written last line first."""
+    """The table of a job that answers with the prompt in capitals. The lines are written in reverse order."""
     input_format = detect_input_format(folder / name, template="{text}")
     results, errors = [], []
     for entry in InputReader(input_format, {"/v1/completions"}):
@@ -58,7 +58,7 @@ def test_rows_of_a_csv_file_get_their_answers_in_the_order_of_the_input(tmp_path
     assert {(row["finish_reason"], row["prompt_tokens"], row["error"]) for row in rows} == {("stop", "3", "")}
 
 
-def test_a_row_that_failed_is_there_with_its_error(tmp_path: Path) -> None:
+def test_a_failed_row_is_included_with_its_error(tmp_path: Path) -> None:
     (tmp_path / "in.jsonl").write_text('{"text": "a"}\n{"txt": "b"}\n{"text": "c", "n": [1]}\n')
     rows = read_csv(table(tmp_path, "in.jsonl", output="out.tsv", fails="c"), "\t")
     assert [(row["text"], row["txt"], row["n"], row["answer"], row["error"]) for row in rows] == [
@@ -75,7 +75,7 @@ def test_an_output_can_be_the_input_of_the_next_job(tmp_path: Path) -> None:
     assert (row["text"], row["answer"], row["answer_2"], row["finish_reason_2"]) == ("a", "A", "A", "stop")
 
 
-def test_reasoning_and_calls_have_columns_where_there_are_any(tmp_path: Path) -> None:
+def test_reasoning_and_calls_have_columns_if_any_result_has_them(tmp_path: Path) -> None:
     (tmp_path / "in.csv").write_text("text\na\n")
     calls = [{"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}]
     (row,) = read_csv(table(tmp_path, "in.csv", output="out.csv", reasoning_content="hm", tool_calls=calls))

@@ -1,4 +1,4 @@
-"""RPC workers: what is refused before anything starts, who waits for whom, and whose fault a lost worker is."""
+"""RPC workers: what is refused at startup, what waits for what, and which process a lost worker is blamed on."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_an_address_is_a_host_and_a_port() -> None:
 @pytest.mark.parametrize(
     "text", ["", "gpu-box", ":50052", "gpu-box:", "::1:50052", "[::1]:50052", "a b:1", "http://a:1"]
 )
-def test_what_is_no_address_is_refused_with_the_form(text: str) -> None:
+def test_an_invalid_address_is_refused_with_the_form(text: str) -> None:
     with pytest.raises(ConfigError, match=r"HOST:PORT|port"):
         parse_endpoint(text)
 
@@ -71,7 +71,7 @@ def test_ports_out_of_range_are_refused(port: str) -> None:
         ({"tensor_split": (1.0,) * 17}, "17 shares"),
     ],
 )
-def test_settings_that_cannot_be_are_refused(settings: dict[str, Any], message: str) -> None:
+def test_invalid_settings_are_refused(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         EngineConfig("m.gguf", **settings)
 
@@ -168,7 +168,7 @@ def test_a_worker_of_another_version_is_refused_in_one_line(version: tuple[int, 
     assert "\n" not in line
 
 
-def test_what_is_no_worker_is_refused() -> None:
+def test_a_server_that_is_not_a_worker_is_refused() -> None:
     with (
         listening(lambda connection: connection.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")) as endpoint,
         pytest.raises(ConfigError, match=f"{endpoint} is not an RPC worker"),
@@ -176,7 +176,7 @@ def test_what_is_no_worker_is_refused() -> None:
         check_worker(endpoint)
 
 
-def test_a_tunnel_without_a_worker_is_worth_waiting_for() -> None:
+def test_a_tunnel_without_a_worker_is_a_retryable_error() -> None:
     with (
         listening(lambda connection: connection.recv(1024)) as endpoint,
         pytest.raises(RpcUnreachable, match=f"connection to {endpoint} was closed .*: it may be a tunnel without"),
@@ -184,7 +184,7 @@ def test_a_tunnel_without_a_worker_is_worth_waiting_for() -> None:
         check_worker(endpoint)
 
 
-def test_a_worker_that_is_not_there_is_named() -> None:
+def test_a_missing_worker_is_named() -> None:
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         endpoint = Endpoint(*unused.getsockname())
@@ -194,7 +194,7 @@ def test_a_worker_that_is_not_there_is_named() -> None:
             check_worker(endpoint)
 
 
-def test_a_busy_worker_accepts_the_connection_and_says_nothing() -> None:
+def test_a_busy_worker_accepts_the_connection_and_sends_nothing() -> None:
     release = threading.Event()
     with listening(lambda connection: release.wait(10)) as endpoint:
         with pytest.raises(RpcUnreachable, match="one engine at a time; it may be in use by another engine"):
@@ -241,7 +241,7 @@ def test_waiting_has_an_end_and_another_version_is_not_waited_for() -> None:
 def rpc_worker(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> Callable[..., tuple[list[RpcServerSetup], str]]:
-    """Runs the command with flags: what it would serve, and the errors."""
+    """Runs the command with flags; returns what it would serve, and the errors."""
 
     def run(*flags: str) -> tuple[list[RpcServerSetup], str]:
         served: list[RpcServerSetup] = []
@@ -282,7 +282,7 @@ def test_a_port_in_use_is_refused_with_the_reason() -> None:
         free_port("127.0.0.1", server.getsockname()[1])
 
 
-def test_pauses_before_the_next_start_grow_and_begin_again_after_a_long_life() -> None:
+def test_restart_delays_grow_and_are_reset_after_a_long_run() -> None:
     pauses = RestartPauses()
     assert [round(pauses.next(0.1), 1) for _ in range(9)] == [0.2, 0.4, 0.8, 1.6, 3.2, 6.4, 12.8, 25.6, 30.0]
     assert round(pauses.next(3600), 1) == 0.2

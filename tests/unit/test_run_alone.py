@@ -42,6 +42,6 @@ def test_a_few_failures_of_this_ring_run_again_and_decide(again: Any, capsys: py
     assert few[0] not in capsys.readouterr().out
 
 
-def test_many_failures_and_none_that_is_known_stay_a_failure(again: Any) -> None:
+def test_many_failures_or_no_recorded_one_stay_a_failure(again: Any) -> None:
     assert again(FAILED, 0) == (1, [])
     assert again([], 0) == (1, [])

@@ -102,7 +102,7 @@ async def test_no_requests_have_no_events() -> None:
     assert await read(run(FakeClient(), [], errors_as_events=True)) == []
 
 
-async def test_the_workers_are_asked_for_only_when_not_all_requests_can_run_at_once() -> None:
+async def test_the_number_of_workers_is_queried_only_if_not_all_requests_can_run_at_once() -> None:
     client = FakeClient(n_parallel=4)
     await read(run(client, requests(4)))
     assert (client.n_asked_for_workers, client.most_running) == (0, 4)
@@ -146,7 +146,7 @@ async def test_no_request_starts_when_one_prompt_is_invalid_and_each_prompt_is_c
     assert client.submitted == []
 
 
-async def test_unless_asked_for_only_long_prompts_are_checked_first() -> None:
+async def test_by_default_only_long_prompts_are_checked_first() -> None:
     client = FakeClient()
     long = GenerationRequest(id="long", prompt="x" * 40_000)
     await read(run(client, [*requests(2), long]))
@@ -209,7 +209,7 @@ async def test_closing_cancels_every_running_request_and_starts_no_more(n: int) 
 
 
 def full_for(client: FakeClient, times: dict[str, int]) -> None:
-    """The queue is full the first so many times that a request comes."""
+    """The queue is full for this number of first requests."""
     left = Counter(times)
 
     def refuse(request: GenerationRequest) -> None:
@@ -238,7 +238,7 @@ async def test_of_many_requests_the_first_is_refused_and_the_others_wait() -> No
 
 
 @pytest.mark.parametrize("n", [1, 2, 9])
-async def test_all_can_wait_and_their_times_count_from_the_beginning(n: int) -> None:
+async def test_all_requests_may_wait_and_their_times_count_from_the_start(n: int) -> None:
     client = FakeClient()
     full_for(client, {f"r{i}": 4 for i in range(n)})
     events = await read(run(client, requests(n, timeout=60.0, queue_timeout=30.0), wait_when_full=True))

@@ -6,7 +6,7 @@ import pytest
 
 from cppbatch.engine.kv.save_cost import SaveCost
 
-LATER = 0.1  # the chance that anybody takes a prefix that none has taken yet
+LATER = 0.1  # the probability that a prefix is reused that has not been reused yet
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""When a worker is started, and when one is drained. Loads and times are given; nothing runs."""
+"""When a worker is started, and when one is drained, for given loads and times; nothing runs."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def test_a_steady_load_never_makes_the_number_go_up_and_down(
 
 @settings(deadline=None, derandomize=True, database=None)
 @given(st.lists(st.tuples(st.integers(1, 200), st.integers(0, 100)), max_size=30), st.integers(1, 3))
-def test_between_a_start_and_a_drain_lies_the_delay(phases: list[tuple[int, int]], least: int) -> None:
+def test_the_delay_separates_a_start_and_a_drain(phases: list[tuple[int, int]], least: int) -> None:
     simulation = Simulation(most=4, least=least)
     for seconds, in_flight in phases:
         simulation.run(seconds, in_flight)
@@ -124,7 +124,7 @@ def test_between_a_start_and_a_drain_lies_the_delay(phases: list[tuple[int, int]
             assert after.at - before.at >= DELAY
 
 
-def test_a_start_that_failed_is_tried_again_later_and_later() -> None:
+def test_a_failed_start_is_retried_with_growing_delays() -> None:
     rule = ScalingRule(min_workers=1, max_workers=2, n_parallel=N_PARALLEL, downscale_delay=DELAY)
     load, attempts = Load(100, 84, 9.0), []
     for second in range(1500):

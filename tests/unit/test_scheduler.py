@@ -1,4 +1,4 @@
-"""The scheduler's promises: who gets in, who waits, what a step holds, and what is free when."""
+"""The scheduler's promises: which requests are admitted or wait, what a step holds, and when cells are free."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def test_one_cell_too_few_keeps_a_sequence_out() -> None:
     assert ids(policy.step().admitted) == ["a"]
 
 
-def test_headroom_is_no_more_than_what_may_still_be_generated() -> None:
+def test_headroom_is_at_most_what_may_still_be_generated() -> None:
     policy = Policy(n_ctx=64)
     policy.add("a", 24, 1)
     policy.add("b", 38, 1)
@@ -135,7 +135,7 @@ def test_when_the_cells_are_full_the_latest_arrived_gives_its_own_up_and_resumes
     assert chunks(policy.step())["third"] == 1
 
 
-def test_the_oldest_goes_on_in_every_step() -> None:
+def test_the_oldest_progresses_in_every_step() -> None:
     policy = Policy(n_ctx=64, n_seq_ids=4, step_tokens=64)
     sequences = [policy.add(f"r{i}", 8, 50) for i in range(6)]
     while policy.scheduler.has_work:
@@ -185,7 +185,7 @@ def test_in_the_per_sequence_layout_every_seq_id_has_its_own_cells() -> None:
     assert ids(policy.step().admitted) == ["a", "b", "c", "d"]
 
 
-def test_a_big_request_is_not_starved_by_small_ones_behind_it() -> None:
+def test_a_big_request_is_not_starved_by_small_ones_after_it() -> None:
     policy = Policy(n_ctx=64)
     first = policy.add("small", 4, 50)
     policy.add("big", 54, 10)
@@ -279,7 +279,7 @@ def test_prompts_are_computed_in_order_of_arrival() -> None:
     assert [chunks(policy.step()) for _ in range(3)] == [{"a": 6, "b": 2}, {"b": 4, "c": 4}, {"c": 2}]
 
 
-def test_decode_rows_are_in_order_of_seq_id_whoever_came_first() -> None:
+def test_decode_rows_are_in_order_of_seq_id_regardless_of_arrival() -> None:
     policy = Policy(n_seq_ids=6)
     first = [policy.add(name, 1, 9) for name in "abcd"]
     policy.step()
@@ -300,7 +300,7 @@ def test_short_prompts_are_computed_together_and_long_ones_apart(n_prompt: int, 
     assert seq_ids == (sorted(order) if n_prompt < 128 else order)
 
 
-def test_rows_do_not_pass_over_the_cells_of_a_far_longer_prompt_behind_them() -> None:
+def test_rows_do_not_pass_over_the_cells_of_a_far_longer_prompt_after_them() -> None:
     policy = Policy(n_seq_ids=4, step_tokens=800, n_ctx=8192)
     sequences = [policy.add(str(i), 1, 9) for i in range(4)]
     policy.step()
@@ -313,7 +313,7 @@ def test_rows_do_not_pass_over_the_cells_of_a_far_longer_prompt_behind_them() ->
     assert orders[-1] == [3, 0, 1, 2]
 
 
-def test_a_step_says_how_many_tokens_it_has_and_how_many_of_them_decode() -> None:
+def test_a_step_reports_its_tokens_and_its_decode_rows() -> None:
     policy = Policy(step_tokens=8)
     policy.add("a", 2, 9)
     policy.step()
@@ -365,7 +365,7 @@ def test_cancelling_one_changes_nothing_for_the_others() -> None:
     assert tokens == reference([4, 5, 6], endless(9))[0]
 
 
-def test_cancelling_what_has_ended_or_never_was_is_false_and_says_nothing() -> None:
+def test_cancelling_an_ended_or_unknown_request_returns_false_without_an_event() -> None:
     engine = fake_engine()
     ended = engine.add_request([1], greedy(1))
     drain(engine)
@@ -389,7 +389,7 @@ def test_a_failed_step_ends_only_those_in_its_batch(error: LlamaError) -> None:
     assert beside not in engine.core.sequences
 
 
-def test_after_a_failed_step_new_requests_run_as_ever() -> None:
+def test_after_a_failed_step_new_requests_run_as_usual() -> None:
     engine = fake_engine()
     context_of(engine).fail_at[2] = DecodeFailed(-3, "no reason")
     engine.add_request([1], endless(4))

@@ -21,7 +21,7 @@ llama_memory_recurrent: size =   40.00 MiB (     8 cells,   2 layers,  8 seqs  4
 """.splitlines()
 
 
-def test_a_sequence_of_a_window_grows_slower_behind_it() -> None:
+def test_a_sequence_with_a_sliding_window_grows_slower_beyond_it() -> None:
     memory = read_sequence_memory(WINDOW, window=512, n_sequences=8)
     assert memory == SequenceMemory(token_bytes=1024, window=512, window_token_bytes=8192)
     assert memory.bytes_of(100) == 100 * (1024 + 8192)
@@ -35,7 +35,7 @@ def test_the_states_of_a_sequence_are_without_their_snapshots_and_as_large_when_
     assert memory.checkpoint_bytes(1) == memory.checkpoint_bytes(4096) == MIB
 
 
-def test_the_report_says_what_sequences_take_and_how_many_checkpoints_fit() -> None:
+def test_the_report_shows_the_memory_of_sequences_and_how_many_checkpoints_fit() -> None:
     config = EngineConfig(model_path="x.gguf", prefix_cache_ram=1000)
     memory = SequenceMemory(token_bytes=1024, window=512, window_token_bytes=8192, state_bytes=MIB)
     footprint = Footprint(buffers=[Buffer("cells", "CPU", MIB)], sequence_cells=4096, n_ctx_train=2048, sequence=memory)

@@ -160,7 +160,7 @@ def test_variables_of_the_chat_template(read: Read, flags: list[str], expected: 
 
 
 @pytest.mark.parametrize("value", ["{", "[1]", "1"])
-def test_variables_that_are_no_json_object_are_refused(read: Read, value: str) -> None:
+def test_variables_that_are_not_a_json_object_are_refused(read: Read, value: str) -> None:
     with pytest.raises(SystemExit):
         read("--chat-template-kwargs", value)
 

@@ -1,4 +1,4 @@
-"""Keyword arguments of the public API are typed: type checkers and editors know each of them."""
+"""Keyword arguments of the public API are typed: type checkers and editors see each of them."""
 
 from __future__ import annotations
 

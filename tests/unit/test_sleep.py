@@ -63,7 +63,7 @@ class Worker:
 
 
 class Listener:
-    """Has requests; notes what the supervisor calls."""
+    """Has requests; records the supervisor's calls."""
 
     def __init__(self) -> None:
         self.requests = InFlightRequests()
@@ -188,6 +188,6 @@ async def test_without_the_setting_no_worker_sleeps(workers: list[Worker]) -> No
 @pytest.mark.parametrize(
     "wrong", [{"sleep_idle_seconds": 0}, {"sleep_idle_seconds": -2}, {"sleep_idle_seconds": 5, "in_process": True}]
 )
-def test_a_time_that_cannot_be_is_refused(wrong: dict[str, Any]) -> None:
+def test_an_invalid_time_is_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="--sleep-idle-seconds"):
         Deployment(**wrong)

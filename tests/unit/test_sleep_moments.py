@@ -138,7 +138,7 @@ async def test_requests_at_the_moment_at_which_each_of_several_workers_falls_asl
         await group.close()
 
 
-async def test_workers_that_come_and_go_sleep_too(fake_workers: list[FakeWorker], stepping: random.Random) -> None:
+async def test_workers_that_start_and_end_sleep_too(fake_workers: list[FakeWorker], stepping: random.Random) -> None:
     config = EngineConfig("model.gguf", n_parallel=2)
 
     async def fits(number: int) -> str | None:

@@ -28,7 +28,7 @@ def test_a_seed_gives_the_same_prompts_and_another_seed_others(name: str) -> Non
 
 
 def test_answers_can_be_copied_from_the_prompt() -> None:
-    """What makes these prompts fit for drafts: the model's job is to repeat a part of them."""
+    """Why these prompts suit drafts: the model's task is to repeat a part of them."""
     (code,) = TEXT_WORKLOADS["code"].prompts(1, 1)
     assert code.count("result") == 4
     (orders,) = TEXT_WORKLOADS["json"].prompts(1, 1)
@@ -46,7 +46,7 @@ def drafting_engine(**settings: Any) -> BatchInferenceEngine:
     return engine
 
 
-def test_a_run_has_so_many_requests_at_once_and_their_answers_in_order() -> None:
+def test_a_run_keeps_that_many_requests_in_flight_and_returns_their_answers_in_order() -> None:
     at_once: Counter[int] = Counter()
     engine = drafting_engine(on_plan=lambda plan: at_once.update([len({sequence.id for sequence, _ in plan.chunks})]))
     prompts = ["ab" * (1 + i) for i in range(7)]
@@ -107,7 +107,7 @@ def test_ratios_are_those_of_the_turns() -> None:
     assert figures["same_texts"] == "3 of 6"
 
 
-def test_without_drafts_there_is_no_acceptance() -> None:
+def test_without_drafts_no_acceptance_is_reported() -> None:
     run = WorkloadRun(1.0, [answer([1, 2])])
     assert speedup_figures([Turn(run, run)])["acceptance_percent"] is None
 

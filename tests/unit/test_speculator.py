@@ -1,4 +1,4 @@
-"""How many draft tokens a step computes: as many as make tokens faster by the measured step times."""
+"""How many draft tokens a step computes: the number that is fastest by the measured step times."""
 
 from __future__ import annotations
 
@@ -75,14 +75,14 @@ def test_no_drafts_where_every_row_costs_as_much_as_the_first(streams: bool) -> 
 
 
 @pytest.mark.parametrize("streams", [False, True])
-def test_whole_drafts_where_rows_cost_nothing(streams: bool) -> None:
+def test_drafts_are_whole_where_rows_cost_nothing(streams: bool) -> None:
     its, sequences = plan([(8, 0.95)] * 4, FLAT, streams=streams)
     assert its
     assert its.lengths == [8] * 4
     assert [sequence.draft for sequence in sequences] == [list(range(1, 9))] * 4
 
 
-def test_the_likeliest_tokens_fill_whole_tiles() -> None:
+def test_the_most_likely_tokens_fill_whole_tiles() -> None:
     its, _ = plan([(16, 0.9), (16, 0.3), (0, 0.0)], TILED)
     assert its
     assert sum(its.groups) % 4 == 0
@@ -141,7 +141,7 @@ def test_where_sequences_have_streams_all_rows_get_equally_many() -> None:
     assert its.lengths == [8] * 4
     assert its.groups == (36,)
     assert its.n_padding == 8
-    assert sequences[2].draft == [1, 2, 3, 4, 5], "filling tokens are no draft"
+    assert sequences[2].draft == [1, 2, 3, 4, 5], "filling tokens are not a draft"
     assert sequences[2].tokens[2:10].tolist() == [1, 2, 3, 4, 5, 2, 2, 2]
 
 
@@ -181,7 +181,7 @@ def test_the_longest_confident_draft_wins() -> None:
 
 
 def test_drafts_that_are_almost_worth_it_are_tried_now_and_then() -> None:
-    """The time of so many rows may have been measured while the machine was busy."""
+    """The time of this number of rows may have been measured while the machine was busy."""
     cost = StepCost()
     cost.seed([(1, 0.010), (5, 0.045), (256, 2.0)])
     speculator = Speculator([Given([(4, 0.9)])], 16)
@@ -250,7 +250,7 @@ def test_wrong_drafts_do_not_end_speculation_for_good() -> None:
     assert sum(right[500:]) >= 484  # one of 33 steps measures rows without drafts
 
 
-def test_disturbed_steps_decide_nothing_for_long() -> None:
+def test_disturbed_steps_affect_no_decision_for_long() -> None:
     """16 rows take 26 ms and 32 take 43, so drafts of one token each, half of them right, do not pay; nor after steps
     that another program has made six times as long."""
     times = {16: 0.026, 32: 0.043}
@@ -320,7 +320,7 @@ class Unsure:
 
 
 @pytest.mark.parametrize(("every", "is_worth"), [(1, True), (2, True), (10, False)])
-def test_a_draft_model_that_is_often_unsure_is_asked_while_its_drafts_pay(every: int, is_worth: bool) -> None:
+def test_a_draft_model_that_is_often_unsure_is_used_while_its_drafts_pay(every: int, is_worth: bool) -> None:
     """A call without a draft costs one decode of the draft model. The times are those of a model four times as deep as
     the default model, in BF16."""
     cost, model = StepCost(), Unsure(every)
@@ -333,9 +333,7 @@ def test_a_draft_model_that_is_often_unsure_is_asked_while_its_drafts_pay(every:
 
 
 @pytest.mark.parametrize(("slower", "is_worth"), [(1.0, True), (2.0, False)])
-def test_a_draft_model_is_asked_as_long_as_its_steps_are_not_slower_than_rows_alone(
-    slower: float, is_worth: bool
-) -> None:
+def test_a_draft_model_is_used_while_its_steps_are_not_slower_than_rows_alone(slower: float, is_worth: bool) -> None:
     """By the estimates four tokens in 81 ms, instead of 41 ms for one; but the steps may take longer than that."""
     now = 0.0
     cost, model, sequences = StepCost(), Unsure(1), decoding(1)
@@ -351,7 +349,7 @@ def test_a_draft_model_is_asked_as_long_as_its_steps_are_not_slower_than_rows_al
 
 @pytest.mark.parametrize("n_right", [2, 6])
 def test_the_acceptance_is_learned_by_token_so_drafts_are_as_long_as_they_are_right(n_right: int) -> None:
-    """Of each draft two tokens are right: a third one, and all after it, would be rows in vain."""
+    """Two tokens of each draft are right: a third one, and all after it, would be wasted rows."""
     cost = StepCost()
     cost.seed((n, 0.020 + 0.006 * n) for n in range(1, 257))
     speculator, lengths = Speculator([Given([(12, 0.95)])], 16), []

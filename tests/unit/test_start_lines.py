@@ -44,7 +44,9 @@ def test_the_model_its_weights_and_the_device() -> None:
 
 
 @pytest.mark.parametrize(("write", "kinds"), [(tiny_projectors.vision, "images"), (tiny_projectors.audio, "audio")])
-def test_a_projector_is_named_by_what_it_encodes(tmp_path: Path, write: Callable[[Path], Path], kinds: str) -> None:
+def test_a_projector_is_named_after_its_kind_of_media(
+    tmp_path: Path, write: Callable[[Path], Path], kinds: str
+) -> None:
     config = replace(CONFIG, mmproj=str(write(tmp_path / "mmproj.gguf")))
     assert model_line(config, FACTS, None) == f"Some-8B.Q4_K_M: 8.0B weights, mostly Q4_K, 4.92 GB, with {kinds}"
 

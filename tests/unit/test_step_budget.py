@@ -1,4 +1,4 @@
-"""Prefill beside running streams: short steps while anybody decodes, full-size ones when nobody does."""
+"""Prefill beside running streams: short steps while any request decodes, full-size steps otherwise."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_now_and_then_a_step_without_prefill_tells_what_decoding_takes_now() -> 
     run(budget, decode_s=0.05, token_s=1e-3)
     times = run_on(budget, decode_s=0.08, token_s=1e-3, steps=200)  # the prompt's cells slow decoding down
     assert 0 < times.count(0.08) <= 200 / 15
-    assert max(times[40:100]) <= 2.7 * 0.05, "slower streams are no reason to slow them further"
+    assert max(times[40:100]) <= 2.7 * 0.05, "slower streams do not justify slowing them further"
 
 
 def test_streams_that_are_slower_for_good_are_the_new_measure() -> None:
@@ -57,19 +57,19 @@ def test_a_fast_machine_is_not_slowed_by_tiny_steps() -> None:
     assert 0.018 < times[-1] <= 0.026
 
 
-def test_a_prompt_goes_on_however_slow_the_machine_is() -> None:
+def test_a_prompt_progresses_however_slow_the_machine_is() -> None:
     budget = StepBudget(2048, 0.001)
     run(budget, decode_s=0.5, token_s=0.1)
     assert budget.prefill_tokens((8,), 1) == 4
 
 
-def test_nobody_decoding_means_large_steps() -> None:
+def test_without_decode_rows_steps_are_large() -> None:
     budget = StepBudget(2048, prefer="latency")
     run(budget, decode_s=0.05, token_s=1e-3)
     assert budget.prefill_tokens((), 1) == 2048
 
 
-def test_a_step_is_no_larger_than_what_is_computed_at_once() -> None:
+def test_without_streams_a_step_has_at_most_max_alone_tokens() -> None:
     budget = StepBudget(2048, max_alone=512)
     run(budget, decode_s=0.05, token_s=1e-5)
     assert budget.prefill_tokens((), 3) == 512
@@ -105,10 +105,10 @@ def test_a_number_of_streams_that_was_not_seen_is_looked_at_alone_first() -> Non
     assert budget.prefill_tokens((16,), 1) == 0
     budget.observe((16,), 0, 0.02)
     assert budget.prefill_tokens((16,), 1) == 16  # whole tiles of 1.5 * 18: 8 rows take 10 ms, a token 1 ms
-    assert budget.prefill_tokens((8,), 1) == 12, "what 16 take is no measure for 8"
+    assert budget.prefill_tokens((8,), 1) == 12, "the time of 16 rows is not used for 8"
 
 
-def test_prompts_in_a_step_without_streams_hold_up_those_of_other_steps_no_longer() -> None:
+def test_a_step_without_streams_is_bounded_by_latency_only_if_other_requests_wait() -> None:
     budget = StepBudget(2048, prefer="latency")
     run(budget, decode_s=0.05, token_s=1e-3)
     assert budget.prefill_tokens((), 1, n_others=8) == 112  # whole tiles of 2.5 * 50 tokens
@@ -126,7 +126,7 @@ def test_background_prompts_take_a_fifth_of_a_second_of_a_step_where_that_is_a_p
     assert budget.prefill_tokens((), 3) == 512
 
 
-def test_background_prompts_go_on_however_slow_the_machine_is() -> None:
+def test_background_prompts_progress_however_slow_the_machine_is() -> None:
     budget = StepBudget(16)
     budget.observe((), 1, 10.0)
     assert budget.prefill_tokens((), 1, background=True) == 4

@@ -14,7 +14,7 @@ TILED = {1: 5.1, 2: 8.6, 3: 11.1, 4: 10.2, 5: 13.1, 6: 15.6, 7: 17.8, 8: 13.3, 9
 
 
 def settled(n: int, ms: dict[int, float], *, most: int = 16, steps: int = 200) -> list[int]:
-    """The rows computed in each of the last 100 steps, where `n` are wanted, on a machine with these times."""
+    """The rows computed in each of the last 100 steps if `n` are requested, on a machine with these times."""
     cost, noise, computed = StepCost(), random.Random(n), []
     for _ in range(steps):
         rows = cost.rows_to_compute(n, most)
@@ -70,7 +70,7 @@ def test_a_disturbed_step_does_not_decide() -> None:
     assert cost.rows_to_compute(15, 16) == 16
 
 
-def test_a_disturbed_first_step_does_not_make_a_number_of_rows_slow_for_good() -> None:
+def test_a_disturbed_first_step_does_not_mark_a_number_of_rows_as_slow_permanently() -> None:
     cost = StepCost()
     cost.observe_prompt(256, 0.256)
     for _ in range(4):
@@ -83,7 +83,7 @@ def test_a_disturbed_first_step_does_not_make_a_number_of_rows_slow_for_good() -
     assert cost.rows_s((8,)) == pytest.approx(0.018)
 
 
-def test_a_number_of_rows_that_is_slow_every_time_is_known_to_be_slow() -> None:
+def test_a_number_of_rows_that_is_slow_every_time_is_recorded_as_slow() -> None:
     cost = StepCost()
     cost.observe_prompt(256, 0.256)
     for _ in range(4):
@@ -138,7 +138,7 @@ def test_pieces_are_whole_tiles() -> None:
 
 
 def test_whole_tiles_cost_no_more_than_the_prompt_tokens_that_they_have_more_than_any_smaller_number() -> None:
-    """5 rows are a tile and a row of its own, which says nothing about two tiles."""
+    """5 rows are a tile and a single row, which says nothing about two tiles."""
     cost = StepCost()
     cost.seed([(1, 0.014), (4, 0.033), (5, 0.056), (64, 1.0)])
     cost.observe_prompt(7, 7 * 0.004)

@@ -1,4 +1,4 @@
-"""The books of files and batches, and the folder they are in: whatever a kill leaves behind is put right."""
+"""The database of files and batches, and its folder: leftovers of a kill are cleaned up."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def ended(record: BatchRecord) -> BatchRecord:
     return msgspec.structs.replace(record, batch=msgspec.structs.replace(record.batch, status="completed"))
 
 
-def test_a_file_is_what_it_was_after_a_restart(store: BatchStore, tmp_path: Path) -> None:
+def test_a_file_is_unchanged_after_a_restart(store: BatchStore, tmp_path: Path) -> None:
     store.add_file(file("a", expires_at=99))
     store.add_file(file("a", bytes=4))  # as when a batch puts its files in place again
     store.close()
@@ -81,7 +81,7 @@ def test_pages_follow_each_other_in_both_orders(store: BatchStore) -> None:
         store.files(Page(after="file-z", limit=2))
 
 
-def test_what_an_open_batch_needs_is_not_deleted(store: BatchStore) -> None:
+def test_the_files_of_an_open_batch_are_not_deleted(store: BatchStore) -> None:
     store.add_file(file("in", expires_at=10))
     store.add_batch(batch("a"))
     with pytest.raises(Conflict, match="batch_a"):
@@ -95,7 +95,7 @@ def test_what_an_open_batch_needs_is_not_deleted(store: BatchStore) -> None:
         store.delete_file("file-a-out")
 
 
-def test_a_batch_is_made_only_of_a_file_that_is_here_and_meant_for_it(store: BatchStore) -> None:
+def test_a_batch_is_created_only_from_an_existing_file_with_purpose_batch(store: BatchStore) -> None:
     with pytest.raises(InvalidRequest, match=r"input_file_id: file .* not found"):
         store.add_batch(batch("a"))
     store.add_file(file("in", purpose="vision"))
@@ -133,7 +133,7 @@ def open_folder(tmp_path: Path) -> Iterator[Callable[[], DataFolder]]:
     opened.pop().close()
 
 
-async def test_what_a_kill_left_behind_is_settled_at_the_next_start(
+async def test_leftovers_of_a_kill_are_cleaned_up_at_the_next_start(
     open_folder: Callable[[], DataFolder], caplog: pytest.LogCaptureFixture
 ) -> None:
     data = open_folder()
@@ -158,7 +158,7 @@ async def test_what_a_kill_left_behind_is_settled_at_the_next_start(
     assert not caplog.records
 
 
-async def test_a_file_whose_row_cannot_be_written_is_not_kept(
+async def test_a_file_is_not_kept_if_its_row_cannot_be_written(
     open_folder: Callable[[], DataFolder], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*_: object) -> None:
@@ -182,7 +182,7 @@ def failing(*_: object) -> None:
     raise OSError(5, "no such disk")
 
 
-async def test_files_whose_time_is_up_are_swept(open_folder: Callable[[], DataFolder]) -> None:
+async def test_expired_files_are_deleted(open_folder: Callable[[], DataFolder]) -> None:
     data = open_folder()
     for name, expires_at in (("a", 10), ("b", None)):
         data.incoming(f"file-{name}").write_bytes(b"abc")
@@ -192,7 +192,7 @@ async def test_files_whose_time_is_up_are_swept(open_folder: Callable[[], DataFo
 
 
 @pytest.mark.parametrize("part", ["incoming", "files", "batches"])
-def test_a_folder_of_somebody_else_is_left_as_it_is(tmp_path: Path, part: str) -> None:
+def test_a_folder_with_other_files_is_not_touched(tmp_path: Path, part: str) -> None:
     mine = tmp_path / part / "mine" if part != "batches" else tmp_path / part / "of" / "mine"
     mine.parent.mkdir(parents=True)
     mine.write_text("x")
@@ -217,7 +217,7 @@ def test_a_folder_that_cannot_be_used_says_why(tmp_path: Path, monkeypatch: pyte
             open_data_folder(tmp_path / "new")
 
 
-async def test_a_batch_whose_client_goes_away_meanwhile_is_worked_on(
+async def test_a_batch_runs_even_if_its_client_disconnects_meanwhile(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     data = open_data_folder(tmp_path)

@@ -1,4 +1,4 @@
-"""What each strategy promises: who shares a step with whom, who joins when, and what padding costs."""
+"""What each strategy promises: which requests share a step, when they join, and what padding costs."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def running(engine: BatchInferenceEngine) -> set[str]:
     return {sequence.id for sequence in engine.core.scheduler.running}
 
 
-# --- the same work, whoever schedules it ----------------------------------------------------------------------------
+# --- the same work with any scheduler -------------------------------------------------------------------------------
 
 
 @LAYOUTS
@@ -64,7 +64,7 @@ def running(engine: BatchInferenceEngine) -> set[str]:
 def test_every_strategy_gives_each_request_the_text_it_has_alone(name: str, unified: bool) -> None:
     engine = engine_with(KNOWN[name], unified=unified)
     expected = [reference(job.prompt, greedy(job.n_new, ignore_eos=True))[0] for job in jobs()]
-    for _ in range(2):  # the second time with what the first has left behind
+    for _ in range(2):  # the second time with the state that the first has left
         assert run_workload(engine, jobs()).tokens == expected
         engine.core.kv.check()
         assert engine.core.kv.n_used == 0
@@ -74,7 +74,7 @@ def test_every_strategy_gives_each_request_the_text_it_has_alone(name: str, unif
 def test_without_padding_each_token_is_computed_once(name: str) -> None:
     engine = engine_with(KNOWN[name])
     run_workload(engine, jobs())
-    needed = sum(PROMPTS) + sum(NEW) - len(NEW)  # nobody computes the last token
+    needed = sum(PROMPTS) + sum(NEW) - len(NEW)  # the last token is never computed
     assert (n_computed(engine) == needed) == (name not in ("static-padded", "static-buckets"))
 
 
@@ -122,7 +122,7 @@ def test_concurrent_runs_many_and_computes_one_a_step() -> None:
     assert engine.stats().mean_decode_batch == 1
 
 
-def test_concurrent_gives_everybody_a_turn_before_anybody_has_a_second() -> None:
+def test_concurrent_gives_every_request_a_turn_before_any_has_a_second() -> None:
     engine = engine_with(ConcurrentScheduler)
     for i in range(3):
         add(engine, str(i), 3, 6)
@@ -145,7 +145,7 @@ def test_concurrent_reads_a_prompt_longer_than_a_step_in_turns_too() -> None:
 
 
 @pytest.mark.parametrize("bucket", [0, 8])
-def test_nobody_joins_a_batch_and_its_places_stay_taken_until_all_of_it_has_ended(bucket: int) -> None:
+def test_no_request_joins_a_running_batch_and_its_places_stay_taken_until_all_of_it_has_ended(bucket: int) -> None:
     engine = engine_with(partial(StaticScheduler, max_wait_s=0.0, bucket=bucket))
     for name, n_new in {"a": 2, "b": 4, "c": 9}.items():
         add(engine, name, 3, n_new)
@@ -243,7 +243,7 @@ def test_a_padded_batch_computes_a_rectangle_of_prompts_and_one_of_rows(n_batch:
     prompts, new = [3, 9, 1, 14], [5, 1, 9, 2]
     run_workload(engine, jobs(prompts, new))
     assert n_computed(engine) == 4 * 16 + 4 * (max(new) - 1)
-    assert engine.stats().decode_rows == sum(new) - 4  # those that somebody has asked for
+    assert engine.stats().decode_rows == sum(new) - 4  # only those that were requested
 
 
 # --- what is measured -----------------------------------------------------------------------------------------------

@@ -115,7 +115,7 @@ def test_every_form_reaches_the_sampler(kind: type[SamplingFields], form: str) -
 
 @pytest.mark.parametrize("kind", [ChatCompletionRequest, CompletionRequest, GenerateRequest])
 @pytest.mark.parametrize("form", REFUSED)
-def test_what_cannot_be_done_is_refused_with_its_field(kind: type[SamplingFields], form: str) -> None:
+def test_unsupported_constraints_are_refused_with_their_field(kind: type[SamplingFields], form: str) -> None:
     fields, field = REFUSED[form]
     with pytest.raises(InvalidRequest) as refused:
         params(kind, fields)

@@ -57,7 +57,7 @@ def run(proposer: SuffixProposer, seq: Seq, completion: list[int], most: int = 8
 DISTINCT = list(range(100, 200))
 
 
-def test_what_followed_the_last_tokens_is_drafted() -> None:
+def test_the_earlier_continuation_of_the_last_tokens_is_drafted() -> None:
     seq = sequence([*DISTINCT, 110, 111, 112])
     assert draft(SuffixProposer(), seq, 4) == [113, 114, 115, 116]
 
@@ -68,7 +68,7 @@ def test_nothing_is_drafted_without_an_occurrence_or_without_room() -> None:
     assert draft(SuffixProposer(), sequence([1])) == []
 
 
-def test_a_match_goes_on_token_by_token_and_ends_where_the_text_differs() -> None:
+def test_a_match_continues_token_by_token_and_ends_where_the_text_differs() -> None:
     proposer, seq = SuffixProposer(), sequence([*DISTINCT, 110, 111, 112])
     draft(proposer, seq)
     generate(seq, 113, 114)
@@ -137,7 +137,7 @@ def test_a_prediction_is_drafted_from_its_start_and_found_again_after_a_change()
 @pytest.mark.parametrize(
     ("changed", "rest"), [([7], 113), ([7, 113], 114), ([7, 112], 113), ([7, 8, 112, 113], 114), ([113], 114)]
 )
-def test_a_long_match_goes_on_after_a_change_of_a_few_tokens(changed: list[int], rest: int) -> None:
+def test_a_long_match_continues_after_a_change_of_a_few_tokens(changed: list[int], rest: int) -> None:
     proposer, seq = SuffixProposer(), sequence([*DISTINCT, 1, *DISTINCT[:3]])
     run(proposer, seq, DISTINCT[3:12])
     generate(seq, *changed)
@@ -155,7 +155,7 @@ def test_a_long_prompt_is_indexed_in_several_calls() -> None:
     assert found.tokens.tolist() == prompt[54:58]
 
 
-def test_choices_of_a_prompt_are_no_separate_sources() -> None:
+def test_choices_of_a_prompt_are_not_separate_sources() -> None:
     prompt = [i % 997 for i in range(3000)]
     proposer = SuffixProposer()
     seqs = [sequence(prompt) for _ in range(8)]
@@ -331,8 +331,8 @@ def test_estimates_are_what_is_accepted_on_average(noise: float) -> None:
     assert expected == pytest.approx(accepted, rel=0.25)
 
 
-def test_values_that_differ_from_record_to_record_are_less_probable_than_what_stands_around_them() -> None:
-    """Each record is ten fixed tokens, and a value of its own after the fifth."""
+def test_values_that_differ_from_record_to_record_are_less_probable_than_the_text_around_them() -> None:
+    """Each record is ten fixed tokens, with a different value after the fifth."""
     proposer, seq = SuffixProposer(), sequence([1, 2, 3])
     records = [[*range(50, 55), 1000 + i, *range(60, 65)] for i in range(6)]
     drafts = run(proposer, seq, [token for each in records for token in each], 10)

@@ -1,4 +1,4 @@
-"""A supervisor never gives a model up that has computed anything."""
+"""A supervisor never gives up on a model that has computed anything."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ async def test_a_file_that_became_another_model_is_refused_until_it_is_back(
 async def test_a_caller_of_stats_that_is_cancelled_when_the_answer_arrives_ends(
     fake_workers: list[FakeWorker],
 ) -> None:
-    """At any turn of the event loop. Otherwise a monitor that is cancelled would go on for ever."""
+    """At any iteration of the event loop. Otherwise a cancelled monitor would run forever."""
     async with EngineProcess(EngineConfig("model.gguf")) as engine:
         await engine.loaded()
         for n_turns in range(30):

@@ -1,5 +1,5 @@
 # ruff: noqa: E501  # templates
-"""What is learned of small chat templates, each of which writes calls, thoughts or text in a way of its own."""
+"""What is learned from small chat templates, each of which writes calls, thoughts or text in a different form."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ WRITTEN = {
 
 
 @pytest.mark.parametrize("name", WRITTEN)
-def test_what_a_template_writes_is_read_back(name: str) -> None:
+def test_calls_that_a_template_writes_are_parsed_back(name: str) -> None:
     assert ChatFormat(ChatTemplate(WRITTEN[name], bos="", eos="")).tool_format.name in ("json", "named", "tagged")
     faults = {kind: fault for kind, fault in check(WRITTEN[name]) if fault}
     assert not faults
@@ -117,7 +117,7 @@ def test_values_that_are_nested_very_deeply_do_not_end_the_request() -> None:
     assert [call.name for call in said.calls] == ["set"]
 
 
-def test_a_template_without_calls_is_told_a_form_and_one_without_tools_is_told_its_own() -> None:
+def test_a_template_without_calls_gets_a_default_form_and_one_without_tools_its_own() -> None:
     none = form_of(TEMPLATES["generic"])
     assert (none.forms.tools_described_by, none.tool_format.name) == ("message", "generic")
     own = form_of(talk(each(f"<call>{JSON}</call>")).replace("{{ tools | tojson if tools }}", ""))
@@ -134,7 +134,7 @@ def test_forms_are_shown_with_placeholders() -> None:
     assert form_of(TEMPLATES["llama3"]).forms.thoughts is None
 
 
-def test_a_strict_function_is_enforced_when_it_is_called_of_free_will() -> None:
+def test_a_strict_function_is_enforced_with_tool_choice_auto() -> None:
     form, asked = form_of(WRITTEN["JSON between tags"]), [{"role": "user", "content": "Hi."}]
     strict = [{**tool, "function": {**tool["function"], "strict": True}} for tool in TOOLS]
     assert "grammar" in form.prepare(ChatTurn(asked, tools=strict, choice=_auto())).params
@@ -153,7 +153,7 @@ def test_a_thought_between_two_calls_is_a_thought() -> None:
         assert "Two." in whole.reasoning
 
 
-def test_a_template_that_loops_is_given_up_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_template_that_loops_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock(tick=0.001)
     for module in (sandbox, template_module):
         monkeypatch.setattr(module, "time", clock)

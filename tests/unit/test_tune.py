@@ -117,7 +117,7 @@ def machine(task: MeasurementTask, timeout: float) -> Measurement:
 
 @pytest.fixture
 def memory_for(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
-    """Room for so many sequences by the estimate."""
+    """Room for this number of sequences by the estimate."""
 
     def room(n: int) -> None:
         def survey(configs: list[EngineConfig]) -> MemoryEstimate:
@@ -247,7 +247,7 @@ def test_beside_a_busy_core_nothing_slower_is_chosen_than_what_was_measured(slow
 
 
 @pytest.mark.usefixtures("memory_for")
-def test_what_was_slower_than_another_point_is_measured_again() -> None:
+def test_a_candidate_slower_than_another_point_is_measured_again() -> None:
     """Other programs were quiet only while one thread was measured, and are quiet again after the curve."""
     tries = 0
 
@@ -273,7 +273,7 @@ def test_nothing_is_chosen_that_is_clearly_slower_than_what_was_measured_with_ot
 
 
 @pytest.mark.usefixtures("memory_for")
-def test_what_the_user_has_given_stays() -> None:
+def test_settings_given_by_the_user_are_kept() -> None:
     given = {"n_parallel", "flash_attn", "n_ubatch", "n_threads", "kv_layout"}
     config = EngineConfig(model_path="model.gguf", n_parallel=3, n_ctx=999, flash_attn="on", n_ubatch=64, n_threads=4)
     found = tuned(config, given=given)
@@ -314,7 +314,7 @@ def test_memory_bounds_parallelism_by_estimate_and_by_trying(memory_for: Callabl
 
 
 @pytest.mark.usefixtures("memory_for")
-def test_when_the_time_is_over_what_is_known_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_when_the_time_is_over_the_results_so_far_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter(range(10_000))
     monkeypatch.setattr(tuner, "monotonic", lambda: float(next(clock)))
     found = tuned(seconds=10.5)  # memory, 3 threads, 4 layouts with 16 sequences, 2 of the curve
@@ -330,7 +330,7 @@ def test_a_model_that_does_not_run_is_an_error_with_the_reason() -> None:
 
 
 @pytest.mark.usefixtures("memory_for")
-def test_a_latency_that_nothing_keeps_to_is_said() -> None:
+def test_an_unreachable_latency_is_reported() -> None:
     found = tuned(target_ms=0.001)
     assert found.settings().n_parallel == 1
     assert found.notes == ["even a single sequence needs more than 0.001 ms per token here"]

@@ -1,4 +1,4 @@
-"""Several threads call one engine: their requests share batches, and nobody waits for longer than a step or two."""
+"""Several threads call one engine: their requests share batches, and no thread waits longer than a step or two."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_a_short_call_does_not_wait_for_a_long_one(threads: ThreadPoolExecutor) 
     assert not long.done()
 
 
-def test_a_stream_that_nobody_reads_holds_up_nobody(threads: ThreadPoolExecutor) -> None:
+def test_an_unread_stream_delays_no_other_request(threads: ThreadPoolExecutor) -> None:
     engine = fake_engine(n_ctx=1024)
     stream = engine.stream([1], LONG)
     first = next(stream)
@@ -178,7 +178,7 @@ def test_closing_ends_the_calls_of_other_threads(threads: ThreadPoolExecutor) ->
             continue
 
 
-def test_an_exception_in_a_step_reaches_one_thread_and_the_others_go_on(threads: ThreadPoolExecutor) -> None:
+def test_an_exception_in_a_step_reaches_one_thread_and_the_others_continue(threads: ThreadPoolExecutor) -> None:
     n_failures = 0
 
     def fail_once(plan: object) -> None:
@@ -234,7 +234,7 @@ def test_ctrl_c_while_another_thread_steps(threads: ThreadPoolExecutor) -> None:
     assert nothing_is_left(engine)
 
 
-def test_a_fork_is_refused_at_once_with_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fork_is_refused_at_once_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = fake_engine()
     monkeypatch.setattr(os, "getpid", lambda: 7)
     calls: list[Callable[[], object]] = [

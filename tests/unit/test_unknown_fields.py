@@ -59,7 +59,7 @@ def refusal(kind: type, **fields: Any) -> InvalidRequest:
 
 @each_kind
 @pytest.mark.parametrize("name", CHANGES)
-def test_what_would_change_the_answer_is_refused_with_its_name(kind: type, name: str) -> None:
+def test_unknown_fields_that_would_change_the_answer_are_refused_with_their_name(kind: type, name: str) -> None:
     assert refusal(kind, **{name: CHANGES[name]}).field == name
 
 
@@ -79,7 +79,7 @@ def test_harmless_ones_are_listed_in_their_order(kind: type) -> None:
 
 @each_kind
 @pytest.mark.parametrize("name", WITHOUT_EFFECT)
-def test_values_that_ask_for_nothing_are_taken(kind: type, name: str) -> None:
+def test_values_without_effect_are_accepted(kind: type, name: str) -> None:
     refuse_unknown({name: WITHOUT_EFFECT[name]}, kind)
 
 
@@ -93,7 +93,7 @@ def test_values_that_ask_for_nothing_are_taken(kind: type, name: str) -> None:
         ("guided_regexp", "guided_regex"),
     ],
 )  # fmt: skip
-def test_a_misspelt_field_is_refused_with_the_one_that_is_meant(written: str, meant: str) -> None:
+def test_a_misspelt_field_is_refused_with_the_likely_name(written: str, meant: str) -> None:
     error = refusal(ChatCompletionRequest, **{written: 1})
     assert (error.field, error.message) == (written, f"is an unknown field; did you mean {meant}?")
 
@@ -122,7 +122,7 @@ def test_a_misspelt_field_is_refused_with_the_one_that_is_meant(written: str, me
         (ChatCompletionRequest, b'{"mesages": [], "messages": 1}', "messages: expected `array`, got `int`"),
     ],
 )
-def test_a_missing_field_is_named_with_the_unknown_one_that_may_stand_for_it(
+def test_a_missing_field_is_named_with_an_unknown_field_that_may_be_its_misspelling(
     kind: type[msgspec.Struct], body: bytes, message: str
 ) -> None:
     with pytest.raises(InvalidRequest) as refused:
@@ -130,7 +130,7 @@ def test_a_missing_field_is_named_with_the_unknown_one_that_may_stand_for_it(
     assert str(refused.value) == message
 
 
-def test_clients_of_several_servers_may_send_every_name_of_a_field() -> None:
+def test_a_field_may_be_sent_under_several_servers_names_at_once() -> None:
     fields = {"max_tokens": 5, "n_predict": 5, "max_new_tokens": 5, "top_p": 0.5, "topP": 0.5}
     assert refuse_unknown(fields, ChatCompletionRequest) == ("n_predict", "max_new_tokens", "topP")
 

@@ -1,4 +1,4 @@
-"""`GenerationRequest.usage_events`: which events of a request tell its counts and times."""
+"""`GenerationRequest.usage_events`: which events of a request report its counts and times."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_the_admission_and_each_step_of_the_prefill_are_reported() -> None:
     assert times == sorted(times)
 
 
-def test_a_cached_prefix_is_known_at_the_admission() -> None:
+def test_a_cached_prefix_is_reported_at_admission() -> None:
     used = engine()
     events_of(used, "end")
     first = events_of(used, "prefill")[0].usage
@@ -121,7 +121,7 @@ async def test_reports_come_one_by_one_and_before_tokens() -> None:
     assert (read[3].tokens, read[3].text) == ([1, 2], "12")
 
 
-async def test_a_report_is_no_token() -> None:
+async def test_a_report_is_not_a_token() -> None:
     """Otherwise a request that always crashes its worker while its prompt is computed would never be blamed."""
     request = InFlightRequest("0", GenerationRequest(id="a", prompt="x"))
     report = GenerationEvent(request_id="0", usage=usage_at(16))
@@ -135,7 +135,7 @@ async def test_a_report_is_no_token() -> None:
 
 
 def usage_at(n: int) -> RequestUsage:
-    """Of a request whose prompt is computed up to token `n`."""
+    """An event of a request with its prompt computed up to token `n`."""
     return RequestUsage(
         prompt_tokens=40,
         prefilled_tokens=n,

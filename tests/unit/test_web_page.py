@@ -1,4 +1,4 @@
-"""The files of the web page: what is served, with which headers, and to whom."""
+"""The files of the web page: what is served, with which headers, and to which clients."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SERVED = sorted(path for path in FOLDER.rglob("*") if path.suffix in MEDIA_TYPES
 
 
 class Loading:
-    """An engine whose model is still loading: a page that is served needs none."""
+    """An engine with a model that is still loading: the page is served without one."""
 
     def health(self) -> Health:
         return Health(status="loading", progress=0.5)
@@ -109,7 +109,9 @@ async def test_files_are_compressed_for_clients_that_accept_it(client: TestClien
 
 
 @pytest.mark.parametrize("path", ["/", "/page/app.js"])
-async def test_the_browser_is_told_to_load_nothing_from_elsewhere(client: TestClient[Any, Any], path: str) -> None:
+async def test_the_browser_is_instructed_to_load_nothing_from_other_origins(
+    client: TestClient[Any, Any], path: str
+) -> None:
     answer = await client.get(path)
     policy = policy_of(answer)
     assert policy["default-src"] == policy["base-uri"] == policy["form-action"] == policy["frame-ancestors"] == "'none'"
@@ -141,11 +143,11 @@ async def test_a_file_that_has_not_changed_is_not_sent_again(client: TestClient[
 )  # fmt: skip
 async def test_other_files_are_not_served(client: TestClient[Any, Any], path: str) -> None:
     answer = await client.get(URL(path, encoded=True))
-    assert answer.status in (401, 404), path  # 401: the path is no longer below /page/
+    assert answer.status in (401, 404), path  # 401: the path is not below /page/ any more
     assert "import" not in await answer.text()
 
 
-async def test_the_api_is_not_open_where_the_page_is(client: TestClient[Any, Any]) -> None:
+async def test_the_api_requires_a_key_although_the_page_does_not(client: TestClient[Any, Any]) -> None:
     for path in ("/v1/models", "/props", "/stats", "/live", "/pages"):
         assert (await client.get(URL(path, encoded=True))).status == 401, path
     assert (await client.post("/")).status == 405

@@ -156,7 +156,7 @@ def test_one_line_says_which_wheel_is_taken(
     assert capsys.readouterr().err == f"Taking {CPU} from {place}\n"
 
 
-def test_without_a_fitting_wheel_the_message_says_what_was_looked_for(
+def test_without_a_fitting_wheel_the_message_names_the_required_one(
     install: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     place = folder_with(tmp_path / "wheels", [ARM, CPU.replace(VERSION, "0.3.1")])
@@ -199,7 +199,7 @@ def test_a_new_file_in_the_folder_is_a_new_key(install: Any, tmp_path: Path, mon
     assert install.plan_wheel("")[0] != before
 
 
-def test_a_wheel_that_was_taken_stays_until_something_else_is_asked_for(
+def test_an_installed_wheel_is_kept_until_another_one_is_requested(
     install: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else a second `./scripts/serve` without CPPBATCH_WHEELS would compile for minutes."""
@@ -285,7 +285,7 @@ BUILT = {
 
 
 def repaired(build_wheel: Any, folder: Path) -> tuple[Path, list[tuple[str, dict[str, str]]]]:
-    """The repaired wheel, and what was asked of each library."""
+    """The repaired wheel, and the changes requested for each library."""
     asked: list[tuple[str, dict[str, str]]] = []
 
     def relink(name: str, data: bytes, names: dict[str, str]) -> bytes:
@@ -346,7 +346,7 @@ def test_libraries_of_windows_move_and_stay_as_they_are(build_wheel: Any) -> Non
     }
 
 
-def test_the_installer_knows_the_names_that_the_repair_gives(install: Any, build_wheel: Any) -> None:
+def test_the_installer_recognises_the_names_of_repaired_wheels(install: Any, build_wheel: Any) -> None:
     assert set(build_wheel.BUILD_TAGS) == set(install.BACKENDS)
     for backend, tag in build_wheel.BUILD_TAGS.items():
         name = f"llama_cpp_python-{VERSION}-{tag}-py3-none-linux_x86_64.whl"

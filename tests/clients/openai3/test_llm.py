@@ -58,7 +58,7 @@ def test_a_question_is_answered_and_logged_with_its_tokens(llm: Llm, model: str,
     assert all(count > 0 for count in counts[0])
 
 
-def test_a_conversation_goes_on(llm: Llm) -> None:
+def test_a_conversation_continues(llm: Llm) -> None:
     options = ["-m", "chat", "-o", "temperature", "0", "-o", "max_tokens", "24"]
     assert llm(*options, "My name is Zorro.").returncode == 0
     assert "Zorro" in llm(*options, "-c", "What is my name?").stdout
@@ -76,14 +76,14 @@ def test_a_completion_continues_a_text(llm: Llm) -> None:
     assert "four" in done.stdout, done.stderr
 
 
-def test_several_at_once(llm: Llm) -> None:
+def test_several_requests_at_once(llm: Llm) -> None:
     options = ["-m", "chat", "-o", "temperature", "0", "-o", "max_tokens", "8"]
     assert llm(*options, QUESTION).returncode == 0  # makes the database that the others write to
     answers = at_once(lambda city: llm(*options, f"Where is {city}?").stdout, list(CITIES))
     assert all(len(answer) > 3 for answer in answers)
 
 
-def test_a_wrong_key_is_said_to_be_wrong(llm: Llm) -> None:
+def test_a_wrong_key_is_reported_as_wrong(llm: Llm) -> None:
     refused = llm("-m", "chat", QUESTION, key="wrong")
     assert refused.returncode == 1
     assert "401" in refused.stderr

@@ -63,10 +63,10 @@ async def test_16_at_once_are_the_same_as_alone_and_as_streams(api: str, server:
     assert streamed.context_wrapper.usage.output_tokens == alone[0].context_wrapper.usage.output_tokens
 
 
-async def test_a_forced_tool_is_called_and_the_agent_goes_on(api: str, server: Serving) -> None:
+async def test_a_forced_tool_is_called_and_the_agent_continues(api: str, server: Serving) -> None:
     asked: list[Forecast] = []
 
-    @function_tool(is_enabled=lambda _context, _agent: not asked)  # or this small model calls it again and again
+    @function_tool(is_enabled=lambda _context, _agent: not asked)  # or this small model calls it repeatedly
     def get_weather(forecast: Forecast) -> str:
         """The weather in a city."""
         asked.append(forecast)

@@ -88,7 +88,7 @@ async def test_a_forced_tool_is_called_and_its_result_continues_the_conversation
 @pytest.mark.parametrize(
     ("api", "form"),
     [(api, ToolOutput) for api in APIS] + [(api, NativeOutput) for api in APIS if api != "messages"],
-)  # of Anthropic's models only those that it knows by name have native output
+)  # it has native output only for Anthropic's models in its list of names
 async def test_a_pydantic_class_is_filled(api: str, form: Any, server: Serving) -> None:
     agent = agent_of(server, api, n=200, output_type=form(Forecast), retries=0)
     answers = await asyncio.gather(*(agent.run(f"The weather in {city}?") for city in ("Oslo", "Lima") * 8))
