@@ -47,8 +47,7 @@ def check_can_run(info: ModelInfo, n_prompt: int, n_new: int) -> None:
     """Raises `ConfigError` for an embedding model, and for requests longer than the model allows."""
     if info.pooling:
         raise ConfigError(
-            f"{info.name} is an embedding model; this command measures text generation. Choose another "
-            "model (-m)"
+            f"{info.name} is an embedding model; this command measures text generation. Choose another model (-m)"
         )
     if n_prompt + n_new > info.max_sequence:
         raise ConfigError(
