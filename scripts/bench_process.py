@@ -36,7 +36,7 @@ from cppbatch.bench.report import markdown_table
 from cppbatch.bench.throughput import bare_loop
 from cppbatch.cluster.engines.client import EngineClient
 from cppbatch.cluster.engines.process import EngineProcess
-from cppbatch.config import EngineConfig
+from cppbatch.config import EngineConfig, available_threads
 from cppbatch.engine.runtime import load_runtime
 from cppbatch.llama import Batch, Context
 from cppbatch.models.pull import choose_model
@@ -123,6 +123,7 @@ async def turns() -> AsyncIterator[None]:
 
 def measure_bare_loop(setting: Setting) -> None:
     runtime = load_runtime(setting.config())
+    runtime.context.use_threads(setting.threads or available_threads())  # not as many as were free while loading
     assert isinstance(runtime.context, Context)
     draw = np.random.default_rng(0)
     prompts = [random_prompt(draw, PROMPT_TOKENS, runtime.info.n_vocab) for _ in range(setting.streams)]

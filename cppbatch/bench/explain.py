@@ -12,7 +12,7 @@ import numpy as np
 
 from cppbatch.bench.prompts import random_prompt
 from cppbatch.bench.report import Column, Report, new_figure
-from cppbatch.config import EngineConfig
+from cppbatch.config import EngineConfig, available_threads
 from cppbatch.engine.ideal import LOST, BareCosts, StepWork, TimeSplit
 from cppbatch.engine.observe.trace import TRACKS
 from cppbatch.engine.runtime import Computation, Runtime, load_runtime
@@ -233,6 +233,7 @@ def bare_costs_of_model(model_path: str, most_rows: int) -> BareCosts:
     n_ctx = most_rows * max(2 * _LONG[0] + 2 * _SHORT, _PIECES[-1])
     config = EngineConfig(model_path=model_path, n_parallel=most_rows, n_ctx=n_ctx, spec="off", prefix_cache=False)
     runtime = load_runtime(config)
+    runtime.context.use_threads(available_threads())  # a program that was busy while loading may be idle now
     try:
         return measure_bare_costs(runtime, most_rows)
     finally:

@@ -77,6 +77,7 @@ def measure_roofline(
     n_threads = config.n_threads or available_threads()
     speed = measure_device(device, work.main_type, n_threads=n_threads)
     runtime = load_runtime(config)
+    runtime.context.use_threads(n_threads)  # also if other programs keep cores busy
     try:
         check_can_run(runtime.info, sizes.prompt_tokens, _NEW_TOKENS)
         n_past = sizes.prompt_tokens + _NEW_TOKENS // 2
