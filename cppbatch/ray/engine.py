@@ -485,7 +485,7 @@ class SentGroup:
         """Yields this message and those that waited for it; nothing if it must wait for another one. Raises
         `ReplicaLost` for a repeated number: the replica has recreated the group."""
         if message.number < self._n_received:
-            raise ReplicaLost("it no longer has the requests")
+            raise ReplicaLost("it has lost the requests")
         self._early[message.number] = message
         while not self.is_lost and (following := self._early.pop(self._n_received, None)):
             self._n_received += 1
