@@ -311,7 +311,7 @@ def measure_proposal(
 ) -> str | None:
     """Measures the proposed cache types for a small model, so that later starts may use them.
 
-    Returns a sentence with the result; None if there is no proposal or the model is large. Raises the exceptions of
+    Returns a sentence with the result; None without a proposal, or for a large model. Raises the exceptions of
     loading a model.
     """
     unmeasured = plan_attention(config, given).unmeasured

@@ -374,7 +374,7 @@ class _BufferTypeOverride(ctypes.Structure):
 def _set_no_alloc(params: Any, *, on_cpu: bool) -> None:
     """Sets `no_alloc` in these `llama_model_params`.
 
-    `on_cpu`: there are no other devices. All tensors are then "overridden" to CPU buffers, where they would be anyway,
+    `on_cpu`: the CPU is the only device. All tensors are then "overridden" to CPU buffers, where they would be anyway,
     so that llama.cpp logs which tensors it would repack for this CPU. Those are not in the memory-mapped file.
     """
     params.no_alloc = True
@@ -428,7 +428,7 @@ class ModelDevices:
 
 
 def _local_gpus() -> list[int]:
-    """The GPUs that llama.cpp would choose: integrated ones only if there are no others."""
+    """The GPUs that llama.cpp would choose: integrated ones only if all are integrated."""
     lib = ggml()
     local = [lib.ggml_backend_dev_get(i) for i in range(lib.ggml_backend_dev_count())]
     by_type = {

@@ -281,7 +281,7 @@ class BackendSampling:
     makes llama.cpp reserve its compute buffers again in the next decode. So every seq_id has a chain from the start,
     and only loses it for requests that need whole rows.
 
-    A decode computes at most one row of each sequence, so there are no drafts. llama.cpp 0.5 can compute more
+    A decode computes at most one row of each sequence, so drafts are off. llama.cpp 0.5 can compute more
     (`n_outputs_max_per_seq`), but it then overwrites the ids of rows if another seq_id has no row: its graph allocator
     reuses the plan of a graph with the same number of nodes but other output tensors.
     """

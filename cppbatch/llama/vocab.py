@@ -55,7 +55,7 @@ class Vocab:
 
     def __init__(self, handle: Any, path: Path) -> None:
         """`handle`: llama.cpp's pointer, of the model loaded from `path`. The slow-to-read properties of a large
-        vocabulary are cached for this file. Raises `ModelError` if there is no tokenizer, or if it would crash."""
+        vocabulary are cached for this file. Raises `ModelError` if the tokenizer is missing or would crash."""
         model_name = path.name
         if C.llama_vocab_type(handle) == _VOCAB_TYPE_NONE:  # llama_tokenize would abort the process
             raise ModelError(f"{model_name} contains no tokenizer, so it cannot process text")

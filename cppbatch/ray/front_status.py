@@ -27,7 +27,7 @@ class ReplicaState(msgspec.Struct, frozen=True, kw_only=True):
     """Ray Serve's state: STARTING, RUNNING, STOPPING ..."""
     num_cpus: float
     pid: int | None = None
-    """The pid of the replica's process; None if there is no process."""
+    """The pid of the replica's process; None without a process."""
     machine: str | None = None
     in_flight: int | None = None
     """Unfinished requests; None if the replica does not respond."""

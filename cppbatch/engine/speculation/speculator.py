@@ -114,10 +114,9 @@ class Speculator:
         clock: Callable[[], float] | None = None,
         wall: Callable[[], float] | None = None,
     ) -> None:
-        """`draft_max`: draft tokens of a sequence in a step at most. `one_group_only`: drafts can be removed
-        only if all rows are computed together. `clock`: the
-        CPU time of this thread; None: looking for drafts counts as free. `wall`: the time; None: the time of a draft
-        model's steps is not measured.
+        """`draft_max`: draft tokens of a sequence in a step at most. `one_group_only`: drafts can only be
+        removed if all rows are computed together. `clock`: the CPU time of this thread; None: looking for drafts counts
+        as free. `wall`: the time; None: the time of a draft model's steps is not measured.
         """
         self._looks = _Looks(clock) if clock else None
         self._model_time = _ModelTime(wall)
