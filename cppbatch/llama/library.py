@@ -19,7 +19,8 @@ from cppbatch.errors import LibraryError, LlamaError
 PINNED_VERSION = "0.3.36"
 
 REINSTALL = (
-    'CMAKE_ARGS="-DCMAKE_C_FLAGS=-fno-dse -DCMAKE_CXX_FLAGS=-fno-dse" pip install --no-cache-dir '
+    "CMAKE_ARGS=\"-DCMAKE_C_FLAGS='-fno-dse -fno-semantic-interposition' "
+    "-DCMAKE_CXX_FLAGS='-fno-dse -fno-semantic-interposition'\" pip install --no-cache-dir "
     f"--force-reinstall --no-deps --no-binary llama-cpp-python llama-cpp-python=={PINNED_VERSION}"
 )
 """The command that rebuilds the library for this CPU (GCC on x86-64 needs -fno-dse: llama.cpp PR #26954)."""

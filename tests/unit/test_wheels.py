@@ -9,6 +9,7 @@ import importlib
 import io
 import os
 import re
+import shlex
 import sys
 import urllib.request
 import zipfile
@@ -93,17 +94,19 @@ def folder_with(folder: Path, names: list[str]) -> Path:
 
 
 def test_a_portable_build_has_all_cpu_variants_rpc_and_media_and_no_dse_for_gcc(install: Any) -> None:
-    flags = install.cmake_flags("cpu", GCC, portable=True).split()
+    flags = shlex.split(install.cmake_flags("cpu", GCC, portable=True))
     assert {
         "-DGGML_BACKEND_DL=ON", "-DGGML_CPU_ALL_VARIANTS=ON", "-DGGML_NATIVE=OFF", "-DGGML_RPC=ON", "-DLLAVA_BUILD=ON",
-        "-DMTMD_VIDEO=OFF", "-DCMAKE_C_FLAGS=-fno-dse", "-DCMAKE_CXX_FLAGS=-fno-dse",
+        "-DMTMD_VIDEO=OFF", "-DCMAKE_C_FLAGS=-fno-dse -fno-semantic-interposition",
+        "-DCMAKE_CXX_FLAGS=-fno-dse -fno-semantic-interposition",
     } == set(flags)  # fmt: skip
     assert "-DGGML_CUDA=on" in install.cmake_flags("cuda", GCC, portable=True)
 
 
 def test_a_native_build_has_the_flags_that_it_had(install: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """They are part of the key of wheels in users' caches."""
-    given = "-DLLAVA_BUILD=ON -DMTMD_VIDEO=OFF -DGGML_RPC=ON -DCMAKE_C_FLAGS=-fno-dse -DCMAKE_CXX_FLAGS=-fno-dse"
+    gcc = "'-fno-dse -fno-semantic-interposition'"
+    given = f"-DLLAVA_BUILD=ON -DMTMD_VIDEO=OFF -DGGML_RPC=ON -DCMAKE_C_FLAGS={gcc} -DCMAKE_CXX_FLAGS={gcc}"
     assert install.cmake_flags("cpu", GCC, portable=False) == given
     monkeypatch.setenv("CMAKE_ARGS", "-DX=1")
     assert install.cmake_flags("cpu", "clang", portable=False).endswith("-DGGML_RPC=ON -DX=1")
