@@ -134,7 +134,7 @@ def cmake_flags(backend: str, compiler: str, portable: bool) -> str:
         flags.append("-DGGML_METAL=off")  # on a Mac it is on by default
     # GCC 12 removes a store that AMX needs, as dead, and the library then crashes at the first decode on
     # a CPU with AMX (llama.cpp PR #26954). And for a shared library GCC neither inlines nor specialises exported
-    # functions: with BF16 weights, a row takes 5 to 9% longer.
+    # functions: with BF16 weights, a row takes 5 to 10% longer.
     if "Free Software Foundation" in compiler and platform.machine() in ("x86_64", "AMD64"):
         flags += [f"-DCMAKE_{language}_FLAGS='-fno-dse -fno-semantic-interposition'" for language in ("C", "CXX")]
     return " ".join([*flags, os.environ.get("CMAKE_ARGS", "")]).strip()

@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
@@ -248,15 +248,15 @@ def can_use_files(folder: Path) -> bool:
     return bool(zmq.has("ipc")) and len(str(folder)) < _MAX_FOLDER_PATH
 
 
-def _with_readers(loop: asyncio.AbstractEventLoop) -> asyncio.AbstractEventLoop:
-    """The loop, or an object that adds `add_reader` to it on Windows, whose loop has none.
+def _with_readers(loop: asyncio.AbstractEventLoop) -> Any:
+    """The loop, or on Windows, whose loop has no `add_reader`, a thread that has it.
 
     `zmq.asyncio` would do the same, but a message through it takes 0.1 ms more of the server's time.
     """
     if sys.platform == "win32":
-        from tornado.platform.asyncio import AddThreadSelectorEventLoop
+        from tornado.platform.asyncio import SelectorThread
 
-        return AddThreadSelectorEventLoop(loop)
+        return SelectorThread(loop)
     return loop
 
 

@@ -23,7 +23,7 @@ REINSTALL = (
     "-DCMAKE_CXX_FLAGS='-fno-dse -fno-semantic-interposition'\" pip install --no-cache-dir "
     f"--force-reinstall --no-deps --no-binary llama-cpp-python llama-cpp-python=={PINNED_VERSION}"
 )
-"""The command that rebuilds the library for this CPU (GCC on x86-64 needs -fno-dse: llama.cpp PR #26954)."""
+"""The command that rebuilds the library for this CPU (-fno-dse is for GCC on x86-64: llama.cpp PR #26954)."""
 
 _NEEDED = """
     llama_backend_init llama_log_set llama_print_system_info llama_version

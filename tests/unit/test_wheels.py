@@ -103,7 +103,7 @@ def test_a_portable_build_has_all_cpu_variants_rpc_and_media_and_no_dse_for_gcc(
     assert "-DGGML_CUDA=on" in install.cmake_flags("cuda", GCC, portable=True)
 
 
-def test_a_native_build_has_the_flags_that_it_had(install: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_native_build_has_these_flags(install: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """They are part of the key of wheels in users' caches."""
     gcc = "'-fno-dse -fno-semantic-interposition'"
     given = f"-DLLAVA_BUILD=ON -DMTMD_VIDEO=OFF -DGGML_RPC=ON -DCMAKE_C_FLAGS={gcc} -DCMAKE_CXX_FLAGS={gcc}"
