@@ -169,7 +169,7 @@ def measure(args: argparse.Namespace, model: Path, at_once: int, threads: str) -
     sizes = ["-m", str(model), "-np", str(at_once), "-c", str(512 * at_once), "-t", threads]
     ours = [sys.executable, "-m", "cppbatch", "serve", *sizes, "--spec"]
     theirs = [str(args.llama_server), *sizes, "--no-ui", "--cache-ram", "0", "--spec-type"]
-    commands = [[*ours, "off"], [*ours, "auto"], [*theirs, "none"], [*theirs, "draft-mtp"]]
+    commands = [[*ours, "off"], [*ours, "mtp"], [*theirs, "none"], [*theirs, "draft-mtp"]]
     speeds: list[list[float]] = [[] for _ in commands]
     n_requests = args.answers * at_once
     with contextlib.ExitStack() as stack:

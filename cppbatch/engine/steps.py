@@ -26,6 +26,7 @@ _MAX_ERROR = 0.25  # a step that takes longer than expected counts as at most th
 _MAX_RATIO = 2.0  # the same for a number of rows with few measurements
 _WORTH = 0.98  # padded rows must take less than this fraction of the time
 _MIN_SEEN = 3  # steps before the time of a number of rows is used in comparisons
+_WELL_SEEN = 10
 _TRY_EVERY = 64  # steps with a number of rows; then one with another number in turn, to update its time
 _FLAT = 1.3  # if rows cost less than this times a quarter of them, padding cannot help
 _GUESSED_TOKEN_S = 0.001
@@ -58,6 +59,7 @@ class StepCost:
         self._seen: Counter[int] = Counter()
         self._steps: Counter[int] = Counter()  # steps by number of rows to compute, padded or not
         self._level = self._decode_level = self._best_level = 1.0
+        self._errors: list[float] = []  # of the last three steps
         self._token_s: dict[int, float] = {}
         self._nearest: dict[int, int] = {}  # the nearest known size, by requested size
         self._best_token_s: dict[int, float] = {}
@@ -79,6 +81,10 @@ class StepCost:
     def has_seen(self, groups: Groups) -> bool:
         """Whether exactly these numbers of rows have been measured often enough."""
         return all(self._seen[n] >= _MIN_SEEN for n in groups)
+
+    def is_learning(self, groups: Groups) -> bool:
+        """Whether one of these numbers of rows has been measured, but not often enough."""
+        return any(n in self._shape and self._seen[n] < _MIN_SEEN for n in groups)
 
     def rows_s(self, groups: Groups) -> float:
         """Seconds of a step of these rows without prompt tokens; call it when `knows_rows`."""
@@ -134,7 +140,9 @@ class StepCost:
             return
         relative = self.relative(groups)
         error = min(seconds / (self._level * relative) - 1, _MAX_ERROR)
-        self._level *= 1 + _NEW_LEVEL * error
+        self._errors = [*self._errors[-2:], error]
+        weight = _NEW_LEVEL * min(1.0, min(self._seen[n] for n in groups) / _WELL_SEEN)
+        self._level *= 1 + weight * sorted(self._errors)[len(self._errors) // 2]
         self._decode_level *= 1 + _NEW_LEVEL * min(decode_s / (self._decode_level * relative) - 1, _MAX_ERROR)
         best = self._best_level + _FORGET_LEVEL * (self._decode_level - self._best_level)
         self._best_level = min(self._decode_level, best)

@@ -33,6 +33,8 @@ from cppbatch.models.inspect import DraftFile
 HiddenRows = npt.NDArray[np.float32]
 """float32[n, n_embd]"""
 
+_LOGITS_BYTES = 32 << 20  # of a decode
+
 
 class HeadBatch(Batch):
     """A batch for a `HeadContext`: `hidden`, float32[capacity, n_embd], has the previous hidden row of each token."""
@@ -123,8 +125,8 @@ class HeadContext(Context):
 
     @property
     def n_logits(self) -> int:
-        """The maximum number of rows of logits for which llama.cpp reserves memory."""
-        return self.n_seq_max
+        """The maximum number of rows of logits: at least one of each sequence."""
+        return max(self.n_seq_max, min(self.n_ubatch, _LOGITS_BYTES // (4 * self._n_vocab)))
 
     def new_batch(self) -> HeadBatch:
         """An empty batch of `n_batch` tokens."""
@@ -136,9 +138,6 @@ class HeadContext(Context):
 
 
 # --- row contexts ----------------------------------------------------------------------------------------------------
-
-
-_ENCODED_BYTES = 32 << 20  # of the rows of logits that llama.cpp also reserves for encoded rows
 
 
 class EagleContext(HeadContext):
@@ -159,11 +158,6 @@ class EagleContext(HeadContext):
     def n_row(self) -> int:
         """Numbers that it reads of a token: rows of all its layers."""
         return self._file.n_row
-
-    @property
-    def n_logits(self) -> int:
-        """As `HeadContext.n_logits`: llama.cpp reserves rows for encoded tokens, although it does not compute them."""
-        return max(self.n_seq_max, min(self.n_ubatch, _ENCODED_BYTES // (4 * self._n_vocab)))
 
     def encode(self, rows: FloatArray) -> FloatArray:
         """The output of the encoder, float32[n, n_embd], for rows of the target, float32[n, n_row]; no cells change.

@@ -155,8 +155,7 @@ class _SimulatedModel:
                 Backend.get().lines() as lines,
                 make_row_context(draft, self._row_draft, self._draft, target) as reader,
             ):
-                logits = (reader.n_logits - reader.n_seq_max) * model.vocab.n_tokens * _FLOAT_BYTES
-                more = [*_hidden_rows(config, reader), Buffer("output", "CPU", max(0, logits))]
+                more = [*_hidden_rows(config, reader), _more_logits(reader)]
                 of_draft = _of([*_context_buffers(lines, factors), *more], "draft model")
         elif self._draft and (draft := draft_config(smaller)):
             with Backend.get().lines() as lines, make_draft_context(draft, self._draft):
@@ -164,8 +163,8 @@ class _SimulatedModel:
         if model.has_head:
             for i in range(model.n_draft_heads):
                 with Backend.get().lines() as lines, make_head_context(smaller, model, i) as head:
-                    rows = [] if i else _hidden_rows(config, head)
-                    of_draft += _of([*_context_buffers(lines, factors), *rows], "draft head")
+                    more = [] if i else [*_hidden_rows(config, head), _more_logits(head)]
+                    of_draft += _of([*_context_buffers(lines, factors), *more], "draft head")
         with Backend.get().lines() as lines, make_context(smaller, model) as context:
             buffers = [*_context_buffers(lines, factors), *_output_rows(config, model, context)]
             return Footprint(
@@ -209,6 +208,12 @@ def _context_buffers(lines: list[str], factors: dict[str, float]) -> list[Buffer
 
 def _of(buffers: list[Buffer], owner: Owner) -> list[Buffer]:
     return [replace(buffer, owner=owner) for buffer in buffers]
+
+
+def _more_logits(reader: HeadContext) -> Buffer:
+    """The rows of logits for which llama.cpp reserves no memory yet."""
+    n = max(0, reader.n_logits - reader.n_seq_max)
+    return Buffer("output", "CPU", n * reader.model.vocab.n_tokens * _FLOAT_BYTES)
 
 
 def _hidden_rows(config: EngineConfig, head: HeadContext) -> Iterator[Buffer]:

@@ -19,6 +19,7 @@ from cppbatch.config import EngineConfig
 from cppbatch.engine.runtime import load_runtime
 from cppbatch.engine.sequence import Seq
 from cppbatch.engine.speculation import draft_model, runtimes, speculator
+from cppbatch.engine.speculation.chain_proposer import ChainProposer
 from cppbatch.engine.speculation.head_proposer import HeadProposer
 from cppbatch.engine.speculation.proposer import Draft
 from cppbatch.engine.steps import StepCost
@@ -57,7 +58,8 @@ def eager() -> Iterator[None]:
     """The head is asked in every step, and drafts as far as it may."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(StepCost, "rows_s", lambda cost, groups: 0.01)
-        patch.setattr(HeadProposer, "seconds", lambda proposer, n, k: 0.0)
+        for proposer in (HeadProposer, ChainProposer):
+            patch.setattr(proposer, "seconds", lambda proposer, n, k: 0.0)
         patch.setattr(HeadProposer, "_is_worth_another", lambda proposer, n_expected, n_sequences: True)
         patch.setattr(speculator, "_WORTH", 0.0)
         patch.setattr(draft_model, "_LEAST_PROBABLE", 0.0)

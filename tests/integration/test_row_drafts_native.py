@@ -316,7 +316,7 @@ def test_a_draft_model_that_is_right_by_construction_is_always_right(
     with BatchInferenceEngine(
         files.target(kind), draft_model=str(files.draft(kind)), **settings, spec=spec, draft_max=5
     ) as engine:
-        engine.generate([[70 + i] * 8 for i in range(n_parallel)], greedy(64, ignore_eos=True))
+        engine.generate([[70 + i] * 3 for i in range(n_parallel)], greedy(64, ignore_eos=True))
         stats = engine.stats()
     assert stats.accepted_tokens == stats.drafted_tokens
     assert stats.accepted_tokens > 0.7 * 64 * n_parallel

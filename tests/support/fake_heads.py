@@ -108,6 +108,7 @@ class FakeHeadContext(FakeCells):
 
     def __init__(self, **sizes: int) -> None:
         super().__init__(**sizes)
+        self.n_logits = self.n_batch
         self._outputs: list[tuple[int, int]] = []
 
     def new_batch(self) -> HeadBatch:

@@ -11,7 +11,7 @@ from cppbatch.engine.sequence import Seq
 from cppbatch.engine.speculation.draft_cells import DraftSequence
 from cppbatch.engine.speculation.draft_model import Guess
 from cppbatch.engine.speculation.head_proposer import HeadProposer, HeadRuntime
-from cppbatch.engine.speculation.row_proposer import Row, Rows
+from cppbatch.engine.speculation.row_proposer import Row, RowProposer, Rows
 
 
 class _LaterHead(HeadProposer):
@@ -23,6 +23,8 @@ class _LaterHead(HeadProposer):
     ) -> None:
         super().__init__(context, first._hidden_rows, longest, eog, **more)
         self._rows, self.cost = first._rows, first.cost
+
+    _most_joined = RowProposer._most_joined
 
     def _forget(self, draft: DraftSequence, n: int) -> None:
         """The first head does."""
@@ -66,6 +68,8 @@ class ChainProposer(HeadProposer):
         """`contexts`: of the heads, in order. The others as in `HeadProposer`."""
         super().__init__(contexts[0], hidden_rows, longest, eog, **more)
         self._later = [_LaterHead(self, context, longest, eog, **more) for context in contexts[1:]]
+
+    _most_joined = RowProposer._most_joined  # each head computes these tokens again
 
     @property
     def heads(self) -> list[HeadProposer]:

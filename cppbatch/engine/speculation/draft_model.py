@@ -126,7 +126,6 @@ class DraftModelProposer:
         self.cost = StepCost()
         """The time of a decode of the draft context."""
         self._batch = self._new_batch()
-        self._most_joined = min(JOINED, self._context.n_batch // self._context.n_seq_max)
         self._followed: dict[Seq, _Followed] = {}
         self._acceptance = _Acceptance()
         self._returned_at = clock()
@@ -211,8 +210,13 @@ class DraftModelProposer:
                 self.cells.share_more(draft)
         length_of = dict(zip(drafts, lengths, strict=True))
         fitting = self._fitting(length_of)
-        self._read([draft for draft in fitting if draft.n_missing > self._most_joined])
-        return {draft: length_of[draft] for draft in fitting if draft.n_missing <= self._most_joined}
+        most = self._most_joined(fitting)
+        self._read([draft for draft in fitting if draft.n_missing > most])
+        return {draft: length_of[draft] for draft in fitting if draft.n_missing <= most}
+
+    def _most_joined(self, drafts: list[DraftSequence]) -> int:
+        """Up to how many missing tokens of each are computed with its first draft token."""
+        return min(JOINED, self._context.n_batch // self._context.n_seq_max)
 
     def _learn(self, sequence: Seq) -> None:
         """Compares the last guess with the actual tokens."""
@@ -245,7 +249,8 @@ class DraftModelProposer:
         if not unread:
             return
         seconds = min(_LONGEST_READ_S, _READ_SHARE * (self._clock() - self._returned_at))
-        n_left = min(self._context.n_batch, max(_LEAST_READ, self.cost.prompt_tokens_in(seconds)))
+        n_few = sum(draft.n_missing - 1 for draft in unread if draft.n_missing <= JOINED)
+        n_left = min(self._context.n_batch, max(_LEAST_READ, n_few, self.cost.prompt_tokens_in(seconds)))
         pieces: list[tuple[DraftSequence, int]] = []
         for draft in sorted(unread, key=lambda each: each.n_missing):
             if n_left and not any(_has_prefix_of(draft, first) for first, _ in pieces):
@@ -309,7 +314,7 @@ class DraftModelProposer:
                 self.cells.computed(draft, draft.n_missing)
             else:
                 self.cells.guessed(draft, guesses[draft].tokens[-1])
-        rows = self._context.logits(len(growing))
+        rows = self._logits(growing)
         tokens: list[int] = rows.argmax(axis=1).tolist()
         top = rows[np.arange(len(growing)), tokens]
         probabilities: list[float] = (1 / np.exp(rows - top[:, None]).sum(axis=1)).tolist()
@@ -318,8 +323,12 @@ class DraftModelProposer:
         return tokens, probabilities
 
     def _decode(self, growing: list[DraftSequence]) -> None:
-        """Decodes the batch, with a row of logits for each of these."""
+        """Decodes the batch, whose tokens are those of these sequences."""
         self._context.decode(self._batch)
+
+    def _logits(self, growing: list[DraftSequence]) -> npt.NDArray[np.float32]:
+        """The logits of the last token of each, float32[n, n_vocab]."""
+        return self._context.logits(len(growing))
 
     def _add_known(self, pieces: Sequence[tuple[DraftSequence, int]], *, n_logits: int) -> None:
         """Adds the next `n` tokens that the cells of each lack to the batch."""

@@ -11,20 +11,28 @@ from time import perf_counter
 from typing import Protocol
 
 import numpy as np
+import numpy.typing as npt
 
 from cppbatch.engine.compute_threads import ComputeThreads
 from cppbatch.engine.sequence import Seq
 from cppbatch.engine.speculation.draft_cells import DraftSequence, TargetCells
-from cppbatch.engine.speculation.draft_model import Guess
+from cppbatch.engine.speculation.draft_model import JOINED, Guess
 from cppbatch.engine.speculation.row_proposer import RowProposer, RowRuntime, Rows
 from cppbatch.errors import CacheFull
 from cppbatch.llama import HeadBatch
+
+_APART_EVERY = 64  # drafts; then one whose tokens since the last draft have a decode of their own, to update its time
 
 
 class HeadRuntime(RowRuntime, Protocol):
     """The context of a draft head or an EAGLE-3 draft model (`cppbatch.llama.HeadContext`, `EagleContext`)."""
 
     reads_first: bool
+
+    @property
+    def n_logits(self) -> int:
+        """Rows of logits that a decode may have."""
+        ...
 
     def new_batch(self) -> HeadBatch: ...
     def encode(self, rows: Rows) -> Rows: ...
@@ -48,7 +56,8 @@ class HeadProposer(RowProposer):
         """`kind`: for messages. The others as in `RowProposer`."""
         self.kind = kind
         self._head = context
-        self._places: dict[DraftSequence, int] = {}  # which row of the last decode is of which sequence
+        self._n_catch_ups = 0
+        self._places: dict[DraftSequence, int] = {}  # the row of each sequence's last token in the last decode
         super().__init__(context, hidden_rows, longest, eog, threads=threads, clock=clock)
 
     def _new_batch(self) -> HeadBatch:
@@ -61,13 +70,31 @@ class HeadProposer(RowProposer):
         start = self._rows[sequence].start
         return start + 1 if start or not self._head.reads_first else 0
 
+    def _most_joined(self, drafts: list[DraftSequence]) -> int:
+        """As `DraftModelProposer._most_joined`. Beside a token without logits some heads yield wrong hidden rows. So
+        the tokens since the last draft have a decode of their own, or logits too, if that takes less time."""
+        missing = [draft.n_missing for draft in drafts if draft.n_missing <= JOINED]
+        n, n_apart = sum(missing), sum(missing) - len(missing)
+        fits = sum(min(draft.n_missing, JOINED) for draft in drafts) <= self._head.n_logits
+        if not (n_apart and fits and self.cost.knows_rows and self.cost.knows_prompts):
+            return 1
+        more_s = self.cost.rows_s((n,)) - self.cost.rows_s((len(missing),))
+        self._n_catch_ups += 1
+        if self._n_catch_ups % _APART_EVERY == 0 or more_s >= n_apart * self.cost.token_s(n_apart):
+            return 1
+        self._caught_up(more_s)
+        return JOINED
+
     def _add_known(self, pieces: Sequence[tuple[DraftSequence, int]], *, n_logits: int) -> None:
         rows = self._head.encode(np.concatenate([self._rows_before(draft, n) for draft, n in pieces]))
         at = 0
         for draft, n in pieces:
             start, stop = draft.n_known, draft.n_known + n
             of_piece, at = rows[at : at + n], at + n
-            self._head_batch.add_hidden_run(draft.tokens[start:stop], of_piece, start, draft.seq_id, n_logits=n_logits)
+            n_of_piece = n if n_logits else 0
+            self._head_batch.add_hidden_run(
+                draft.tokens[start:stop], of_piece, start, draft.seq_id, n_logits=n_of_piece
+            )
             self._forget(draft, stop)
 
     def _forget(self, draft: DraftSequence, n: int) -> None:
@@ -90,7 +117,13 @@ class HeadProposer(RowProposer):
 
     def _decode(self, growing: list[DraftSequence]) -> None:
         super()._decode(growing)
-        self._places = {draft: i for i, draft in enumerate(growing)}
+        ends = np.cumsum([max(1, draft.n_missing) for draft in growing])
+        self._places = dict(zip(growing, (ends - 1).tolist(), strict=True))
+
+    def _logits(self, growing: list[DraftSequence]) -> npt.NDArray[np.float32]:
+        n = self._batch.n_outputs
+        rows = self._context.logits(n)
+        return rows if n == len(growing) else rows[[self._places[draft] for draft in growing]]
 
 
 class AssistantProposer(HeadProposer):

@@ -77,8 +77,6 @@ class RowProposer(DraftModelProposer, ABC):
         super().__init__(DraftModel(context, longest), eog, threads=threads, clock=clock)
         self._n_row = context.n_row
         self._most_rows = most_rows(context.n_seq_max, self._n_row)
-        # A token without logits is computed by a decode of its own: some heads yield wrong hidden rows beside it.
-        self._most_joined = 1
 
     def _new_cells(self) -> DraftCells | TargetCells:
         # Drafted tokens were computed from other rows than those of the model.
@@ -148,6 +146,9 @@ class RowProposer(DraftModelProposer, ABC):
 
     # --- drafting -----------------------------------------------------------------------------------------------------
 
+    def _most_joined(self, drafts: list[DraftSequence]) -> int:
+        return 1
+
     def _read(self, unread: list[DraftSequence]) -> None:
         # Others wait for a prefix that one of these reads.
         unread = [draft for draft in unread if draft.sequence and draft.n_known >= self._first_of(draft.sequence)]
@@ -155,7 +156,12 @@ class RowProposer(DraftModelProposer, ABC):
         is_usual = bool(unread) and all(draft.n_missing <= JOINED for draft in unread)
         super()._read(unread)
         if is_usual:
-            self._catch_up_s += _NEW * (self._clock() - began - self._catch_up_s)
+            self._caught_up(self._clock() - began)
+
+    def _caught_up(self, seconds: float) -> None:
+        """Reading the tokens since the last draft took this long, in addition to the draft tokens."""
+        usual = self._catch_up_s or seconds
+        self._catch_up_s = usual + _NEW * (seconds - usual)
 
 
 def _may_draft(sequence: Seq) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple, cast
 
 import numpy as np
@@ -94,6 +95,10 @@ class Usual(NamedTuple):
     """The fraction of draft tokens followed by another one, if the draft may be longer."""
 
 
+def _no_time(n: int) -> float:
+    return 0.0
+
+
 _FIRST_GUESS = Usual(acceptance=0.7, made=0.8, goes_on=0.9)  # before anything is known
 _NO_DRAFT: Probabilities = np.zeros(0)
 
@@ -139,7 +144,7 @@ class Speculator:
 
         `rows`: by ascending seq_id. `groups`: as `StepPlan.row_groups`, without drafts.
         """
-        if not cost.knows_rows or (self._one_group_only and not limits.is_one_group):
+        if not cost.knows_rows or cost.is_learning(groups) or (self._one_group_only and not limits.is_one_group):
             return None
         if self._since_plain >= _PLAIN_EVERY:
             self._since_plain = 0
@@ -225,10 +230,15 @@ class Speculator:
             for sequence, each, n in zip(step.rows, usual, most, strict=True)
         ]
         is_better = [
-            each.made * guess.sum() > known.sum() for each, guess, known in zip(usual, guesses, before, strict=True)
+            bool(each.made * guess.sum() > known.sum())
+            for each, guess, known in zip(usual, guesses, before, strict=True)
         ]
+        n_asked = sum(is_better)
+        if not n_asked:
+            return 0.0
         plan, rate = step.best(
-            [guess if better else known for guess, known, better in zip(guesses, before, is_better, strict=True)]
+            [guess if better else known for guess, known, better in zip(guesses, before, is_better, strict=True)],
+            partial(model.seconds, n_asked),
         )
         if plan is None:
             return 0.0
@@ -236,37 +246,36 @@ class Speculator:
         n_asked = sum(n > 0 for n in asked)
         if not n_asked:
             return 0.0
-        seconds = model.seconds(n_asked, max(asked)) + sum(
+        read_s = sum(
             model.read_seconds(sequence) * min(1.0, (1 + float(guess.sum())) / sequence.n_left)
             for sequence, guess, n in zip(step.rows, guesses, asked, strict=True)
             if n
         )
         share = sum(each.made for each, n in zip(usual, asked, strict=True) if n) / n_asked
-        n_tokens = len(step.rows) + plan.value
-        with_drafts, without = n_tokens / rate + seconds, step.seconds + model.seconds(n_asked, 1)
-        rate = (len(step.rows) + share * plan.value) / (share * with_drafts + (1 - share) * without)
-        rate *= self._model_time.trust
-        is_worth = rate > self._model_time.worth * max(step.rate_without, step.best(before)[1])
+        n_tokens = len(step.rows) + share * plan.value
+        with_drafts, without = (len(step.rows) + plan.value) / rate, step.seconds + model.seconds(n_asked, 1)
+        expected_s = (read_s + share * with_drafts + (1 - share) * without) / self._model_time.trust
+        rate_before = max(step.rate_without, step.best(before)[1])
         self._model_tried.step(step.seconds)
-        if not is_worth:
-            # A try is for one sequence: the draft model may have to read the whole prompt of each.
-            one = min((i for i, n in enumerate(asked) if n), key=lambda i: model.read_seconds(step.rows[i]))
-            asked = [n if i == one else 0 for i, n in enumerate(asked)]
-            seconds /= n_asked
-            if not self._model_tried.may_take(seconds):
-                return 0.0
+        if n_tokens / expected_s <= self._model_time.worth * rate_before:
+            unread = [model.read_seconds(sequence) if n else 0.0 for sequence, n in zip(step.rows, asked, strict=True)]
+            if not self._model_tried.may_take(max(0.0, expected_s - n_tokens / rate_before) + sum(unread)):
+                # The draft model may have to read long prompts: it drafts for one sequence, only to be compared.
+                one = min((i for i, n in enumerate(asked) if n), key=unread.__getitem__)
+                asked = [n if i == one else 0 for i, n in enumerate(asked)]
+                if not self._model_tried.may_take(model.seconds(1, max(asked)) + unread[one]):
+                    return 0.0
         model.token_s = 1 / step.rate_without
-        longest = [min(n + 1, limit) if n else 0 for n, limit in zip(asked, most, strict=True)]
         with self._looks.paused() if self._looks else nullcontext():
-            made = model.propose(step.rows, longest)
-        for sequence, draft, n in zip(step.rows, made, longest, strict=True):
+            made = model.propose(step.rows, asked)
+        for sequence, draft, n in zip(step.rows, made, asked, strict=True):
             if n and (draft or not model.read_seconds(sequence)):
                 self._n_usual += 1
                 usual_of_all = _mean(self._usual_of_all, draft, n, max(_NEW_OF_ALL, 1 / self._n_usual))
                 self._usual[sequence] = _mean(self._usual.get(sequence, usual_of_all), draft, n, _NEW)
                 self._usual_of_all = usual_of_all
         _take_better(drafts, made)
-        return seconds
+        return model.seconds(n_asked, max(asked)) + read_s
 
     def finished(self, sequence: Seq) -> None:
         """Called when the sequence has ended, or has a new array of tokens (`Seq.shift`)."""
@@ -349,6 +358,7 @@ class _ModelTime:
         self._clock = clock
         self._n_cold = _COLD
         self._n_measured = self._taken = 0.0  # the latest steps, and their times as multiples of the expected ones
+        self._latest: list[float] = []  # the last three of them: the one in the middle counts
         self._began = self._expects_s = 0.0
         self._is_warm = False  # the step before had drafts of the model
 
@@ -374,9 +384,9 @@ class _ModelTime:
         if self._n_cold:
             self._n_cold -= 1
             return
-        took = (self._clock() - self._began) / self._expects_s
+        self._latest = [*self._latest[-2:], (self._clock() - self._began) / self._expects_s]
         self._n_measured = kept * self._n_measured + 1
-        self._taken = kept * self._taken + min(took, _MAX_LONGER)
+        self._taken = kept * self._taken + min(sorted(self._latest)[len(self._latest) // 2], _MAX_LONGER)
 
     @property
     def worth(self) -> float:
@@ -437,8 +447,9 @@ class _Step:
         saved = np.sort(self._ahead + gains) - np.sort(self._ahead)  # steps with one row, with two ...
         return float(len(gains) * (self._row_s @ saved) / self._row_s.sum())
 
-    def best(self, drafts: Sequence[Probabilities]) -> Choice:
-        """The best plan for these drafts, given as the acceptance probabilities of their tokens (`_accepted`)."""
+    def best(self, drafts: Sequence[Probabilities], draft_s: Callable[[int], float] = _no_time) -> Choice:
+        """The best plan for these drafts, given as the acceptance probabilities of their tokens (`_accepted`).
+        `draft_s`: the seconds that drafts of this length take before the step."""
         longest = max(map(len, drafts))
         if not longest:
             return None, 0.0
@@ -447,10 +458,10 @@ class _Step:
             row[: len(draft)] = draft
         expected *= self._trust ** np.arange(1, longest + 1)
         if self.limits.has_streams:
-            return self._best_in_streams(expected)
-        return self._best_in_unified(expected)
+            return self._best_in_streams(expected, draft_s)
+        return self._best_in_unified(expected, draft_s)
 
-    def _best_in_unified(self, expected: Probabilities) -> Choice:
+    def _best_in_unified(self, expected: Probabilities, draft_s: Callable[[int], float]) -> Choice:
         """The draft tokens most likely to be accepted, as many as are worth their rows."""
         n_rows = len(expected)
         n_most = min(self.limits.tokens, int(np.count_nonzero(expected)))
@@ -465,13 +476,13 @@ class _Step:
         best_rate = 0.0
         for n in sorted(counts):
             gain = np.bincount(rows[:n], chosen[:n], n_rows).astype(np.float64, copy=False)
-            rate = self._rate(value := self._value(gain), (n_rows + n,), gain.min)
+            lengths = np.bincount(rows[:n], minlength=n_rows).tolist()
+            rate = self._rate(value := self._value(gain), (n_rows + n,), gain.min, draft_s(max(lengths)))
             if rate and rate >= best_rate:
-                lengths = np.bincount(rows[:n], minlength=n_rows).tolist()
                 best, best_rate = DraftPlan(lengths, (n_rows + n,), value), rate
         return best, best_rate
 
-    def _best_in_streams(self, expected: Probabilities) -> Choice:
+    def _best_in_streams(self, expected: Probabilities, draft_s: Callable[[int], float]) -> Choice:
         """The same number of tokens for every row.
 
         llama.cpp computes as many tokens of each sequence together as the shortest has. So equal lengths are one pass
@@ -489,15 +500,16 @@ class _Step:
                 break
             groups = tuple(size * (1 + n) for size in self.groups)
             value = self._value(gain)
-            rate = self._rate(value, groups, gain.min)
+            rate = self._rate(value, groups, gain.min, draft_s(n))
             if rate > best_rate:
                 best, best_rate = DraftPlan([n] * n_rows, groups, value, n_padding=n), rate
         return best, best_rate
 
-    def _rate(self, value: float, groups: Groups, least: Callable[[], float]) -> float:
+    def _rate(self, value: float, groups: Groups, least: Callable[[], float], draft_s: float) -> float:
         """Tokens/s of a step whose accepted draft tokens save the time of `value` rows; `least()`: those accepted of
-        the sequence with the fewest. 0 if it would wait too long for its next token."""
-        seconds = self.cost.rows_s(groups)
+        the sequence with the fewest; `draft_s`: seconds before the step. 0 if it would wait too long for its next
+        token."""
+        seconds = draft_s + self.cost.rows_s(groups)
         if seconds > self.max_seconds and seconds > self.max_seconds * (1 + least()):
             return 0.0
         return (len(self.rows) + value) / (seconds + self._accepted_s * value)

@@ -1,0 +1,224 @@
+"""What a draft head (MTP) gains at a known acceptance, without the noise of a machine: given step times.
+
+Usage: python scripts/simulate_heads.py [-B 1,4,16] [--acceptance 0,60,80,100] [--tokens 64] [--requests 8] [--runs 8]
+
+The engine's `Speculator` and `HeadProposer` draft for texts in simulated steps. The head drafts the next token, except
+for the share of tokens that it misses. The target and the head take the times that `scripts/bench_draft_head.py`'s
+model takes (1.1 GB, Q8_0). The engine learns the times beside another program: 4% of the decodes seem to take 2 to 8
+times as long. Prints the speedup of decode: medians of the runs with their quartiles, and at best, if the number of
+draft tokens was always the best one.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from itertools import islice, takewhile
+from random import Random
+from statistics import quantiles
+from typing import Any
+
+import numpy as np
+
+from cppbatch import GenerationRequest
+from cppbatch.engine.sequence import Seq
+from cppbatch.engine.speculation.head_proposer import HeadProposer
+from cppbatch.engine.speculation.speculator import DraftLimits, Speculator
+from cppbatch.engine.steps import StepCost
+from cppbatch.llama import Batch, HeadBatch
+
+STEP_MS = {1: 39.0, 2: 67.0, 4: 81.0, 8: 122.0, 12: 160.0, 16: 199.0, 24: 294.0, 32: 370.0, 64: 735.0, 256: 2940.0}
+"""Per number of rows: two AVX-512 cores, per-sequence layout, flash attention."""
+PROMPT_TOKEN_S = 0.0105
+HEAD = 0.08
+"""The time of a decode of the head, relative to one of the model."""
+DRAFT_MAX = 16
+N_VOCAB = 512
+N_PROMPT = 32
+
+
+class Machine:
+    """The times of decodes, and the clock. The engine measures both."""
+
+    def __init__(self, seed: int) -> None:
+        self._random = Random(seed)
+        self.now = 0.0
+
+    def clock(self) -> float:
+        """The time in seconds."""
+        return self.now
+
+    def decode(self, n: int, factor: float = 1.0) -> float:
+        """Computes `n` rows. Returns their usual time; the clock may advance more."""
+        seconds = factor * usual_s(n)
+        disturbed = self._random.uniform(2, 8) if self._random.random() < 0.04 else 1.0
+        self.now += seconds * disturbed * self._random.lognormvariate(0, 0.05)
+        return seconds
+
+
+class Head:
+    """The context of a head that drafts the next token of a text, except after the tokens that it misses."""
+
+    n_row = 4
+    n_seq_max = 16
+    n_logits = 256
+    reads_first = True
+
+    def __init__(self, machine: Machine, acceptance: float, seed: int) -> None:
+        self.n_ctx = self.n_batch = 1 << 16
+        tokens = list(range(N_VOCAB))
+        Random(seed).shuffle(tokens)
+        self.missed = set(tokens[: round((1 - acceptance) * N_VOCAB)])
+        self._machine = machine
+        self._outputs: list[int] = []
+        self.seconds = 0.0
+        """The usual time of its decodes."""
+
+    def new_batch(self) -> HeadBatch:
+        """As `HeadContext.new_batch`."""
+        return HeadBatch(4096, self.n_row)
+
+    def decode(self, batch: Batch) -> None:
+        """As `Context.decode`."""
+        n = batch.n_tokens
+        self.seconds += self._machine.decode(n, HEAD)
+        self._outputs = batch.tokens[:n][batch.wants_logits[:n] > 0].tolist()
+
+    def logits(self, n_outputs: int) -> Any:
+        """As `Context.logits`."""
+        rows = np.zeros((n_outputs, N_VOCAB), np.float32)
+        rows[np.arange(n_outputs), [self.draft(token) for token in self._outputs]] = 12
+        return rows
+
+    def draft(self, token: int) -> int:
+        """The token that it drafts after this one."""
+        return (token + 1 + (token in self.missed)) % N_VOCAB
+
+    def hidden_rows(self, n: int) -> Any:
+        """As `Context.hidden_rows`."""
+        return np.zeros((n, self.n_row), np.float32)
+
+    def encode(self, rows: Any) -> Any:
+        """As `HeadContext.encode`."""
+        return rows
+
+    def remove(self, seq_id: int, start: int = 0, stop: int = -1) -> bool:
+        """As `Context.remove`."""
+        return True
+
+    def copy(self, source: int, target: int, start: int = 0, stop: int = -1) -> None:
+        """As `Context.copy`."""
+
+    def clear(self) -> None:
+        """As `Context.clear`."""
+
+    def use_threads(self, n: int) -> None:
+        """As `Context.use_threads`."""
+
+    def close(self) -> None:
+        """As `Context.close`."""
+
+    def open_again(self) -> None:
+        """As `HeadContext.open_again`."""
+
+
+def simulate(acceptance: float, batch_size: int, n_requests: int, n_tokens: int, seed: int) -> float:
+    """The speedup of decode."""
+    machine, chance = Machine(seed), Random(seed)
+    head = Head(machine, acceptance, seed)
+    proposer = HeadProposer(head, lambda n: np.zeros((n, head.n_row), np.float32), 1 << 16, clock=machine.clock)
+    speculator, cost = Speculator([proposer], DRAFT_MAX, wall=machine.clock), StepCost()
+    cost.observe_prompt(N_PROMPT, N_PROMPT * PROMPT_TOKEN_S)
+    waiting, running = n_requests, list[Seq]()
+    seconds = plain_seconds = 0.0
+    while waiting or running:
+        while waiting and len(running) < batch_size:
+            sequence = new_sequence(str(waiting), chance.randrange(N_VOCAB), n_tokens)
+            sequence.seq_id = min(set(range(batch_size)) - {other.seq_id for other in running})
+            machine.now += N_PROMPT * PROMPT_TOKEN_S
+            proposer.computed([(sequence, N_PROMPT)])
+            sequence.n_computed = N_PROMPT
+            extend(sequence, 1)
+            running.append(sequence)
+            waiting -= 1
+        rows = sorted(running, key=lambda each: each.seq_id)
+        limits = DraftLimits(256 - len(rows), [DRAFT_MAX] * len(rows), has_streams=True, is_queue_empty=not waiting)
+        before = head.seconds
+        plan = speculator.plan(rows, (len(rows),), cost, limits)
+        groups, began = plan.groups if plan else (len(rows),), machine.now
+        seconds += head.seconds - before + sum(map(machine.decode, groups))
+        cost.observe_rows(groups, machine.now - began)
+        proposer.computed([(sequence, 1 + len(sequence.draft)) for sequence in rows])
+        accepted: dict[Seq, int] = {}
+        for sequence in rows:
+            pairs = zip(sequence.draft, following(sequence), strict=False)
+            n_right = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+            n = accepted[sequence] = min(n_right, N_PROMPT + n_tokens - sequence.n_tokens - 1)
+            sequence.draft = []
+            sequence.n_computed += 1 + n
+            extend(sequence, 1 + n)
+            plain_seconds += (1 + n) * usual_s(len(rows)) / len(rows)
+        if plan:
+            speculator.verified(accepted, 0.0)
+        for sequence in rows:
+            if sequence.n_tokens >= N_PROMPT + n_tokens:
+                speculator.finished(sequence)
+                running.remove(sequence)
+    return plain_seconds / seconds
+
+
+def new_sequence(name: str, first: int, n_tokens: int) -> Seq:
+    prompt = (np.arange(first, first + N_PROMPT) % N_VOCAB).astype(np.int32)
+    request = GenerationRequest(id=name, prompt=prompt.tolist(), cache_prompt=False)
+    return Seq(request, prompt, max_new=n_tokens + DRAFT_MAX, seed=0, now=0.0)
+
+
+def usual_s(n: int) -> float:
+    """Seconds of a step of this number of rows."""
+    return float(np.interp(n, list(STEP_MS), list(STEP_MS.values()))) / 1000
+
+
+def following(sequence: Seq) -> Iterator[int]:
+    """The next tokens of its text."""
+    token = int(sequence.tokens[sequence.n_tokens - 1])
+    while True:
+        token = (token + 1) % N_VOCAB
+        yield token
+
+
+def extend(sequence: Seq, n: int) -> None:
+    """Appends the next `n` tokens."""
+    tokens = list(islice(following(sequence), n))
+    sequence.tokens[sequence.n_tokens : sequence.n_tokens + n] = tokens
+    sequence.n_tokens += n
+
+
+def best(acceptance: float, n: int) -> float:
+    """The speedup with the best number of draft tokens: the first decode of the head also reads the accepted tokens."""
+    expected = [sum(acceptance**i for i in range(k + 1)) for k in range(DRAFT_MAX)]
+    reads = [HEAD * usual_s(round(n * tokens)) if k else 0.0 for k, tokens in enumerate(expected)]
+    times = [usual_s((1 + k) * n) + max(0, k - 1) * HEAD * usual_s(n) + reads[k] for k in range(DRAFT_MAX)]
+    return max(tokens * usual_s(n) / seconds for tokens, seconds in zip(expected, times, strict=True))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("-B", dest="batch_sizes", default="1,4,16")
+    parser.add_argument("--acceptance", default="0,60,80,100", help="percent of the tokens")
+    parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--requests", type=int, default=8, help="of each sequence of the batch")
+    parser.add_argument("--runs", type=int, default=8)
+    args = parser.parse_args()
+    for percent in map(int, args.acceptance.split(",")):
+        for n in map(int, args.batch_sizes.split(",")):
+            acceptance = percent / 100
+            runs = [simulate(acceptance, n, args.requests * n, args.tokens, i) for i in range(args.runs)]
+            low, middle, high = quantiles(runs, n=4)
+            print(
+                f"{percent}%, B = {n}: {middle:.2f} ({low:.2f} to {high:.2f}), at best {best(acceptance, n):.2f}",
+                flush=True,
+            )
+
+
+if __name__ == "__main__":
+    main()
