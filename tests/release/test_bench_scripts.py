@@ -147,6 +147,18 @@ def test_the_gain_of_drafts_is_simulated_on_texts_of_the_model(default_model: Pa
     assert 0 < accepted <= 100
 
 
+def test_the_gain_of_a_draft_head_is_simulated_at_a_known_acceptance() -> None:
+    printed = script("simulate_heads.py", "-B", "1,4", "--acceptance", "0,80,100", "--requests", 4, "--runs", 4)
+    gains = [float(gain) for gain in re.findall(r": ([\d.]+) \(", printed)]
+    assert len(gains) == 6
+    assert all(gain >= 0.96 for gain in gains), (
+        "tries are expected to cost 1%, and the first ones the time of four steps"
+    )
+    assert gains[2] > 1.05
+    assert gains[4] > 1.6
+    assert gains[5] > 1.15
+
+
 def test_drafts_that_are_all_right_show_what_rows_cost(default_model: Path) -> None:
     few = ("--workloads", "quote", "--repeats", 1, "--new-tokens", 8)
     printed = script("bench_perfect_drafts.py", default_model, "-B", "1", *few)

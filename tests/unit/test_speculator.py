@@ -250,6 +250,17 @@ def test_wrong_drafts_do_not_end_speculation_for_good() -> None:
     assert sum(right[500:]) >= 484  # one of 33 steps measures rows without drafts
 
 
+def test_a_number_of_rows_is_measured_without_drafts_first() -> None:
+    cost = StepCost()
+    speculator, n_without = Speculator([Given([(8, 0.95)] * 4)], 16), 0
+    limits = DraftLimits(100, [100] * 4, has_streams=True)
+    while not (its := speculator.plan(decoding(4), (4,), cost, limits)):
+        cost.observe_rows((4,), 0.080)
+        n_without += 1
+    assert n_without == 4
+    assert its.groups[0] > 4
+
+
 def test_disturbed_steps_affect_no_decision_for_long() -> None:
     """16 rows take 26 ms and 32 take 43, so drafts of one token each, half of them right, do not pay; nor after steps
     that another program has made six times as long."""
@@ -330,6 +341,35 @@ def test_a_draft_model_that_is_often_unsure_is_used_while_its_drafts_pay(every: 
         if speculator.plan(sequences, (1,), cost, DraftLimits(100, [100], False)):
             speculator.verified({sequences[0]: 3}, 0.0)
     assert (model.n_calls > 250) if is_worth else (model.n_calls < 100)
+
+
+class Constant(Unsure):
+    """A draft model whose drafts of one token are for all sequences, and take 10 ms."""
+
+    def __init__(self) -> None:
+        super().__init__(1)
+        self.n_asked: list[int] = []
+
+    def propose(self, sequences: Sequence[Seq], most: Sequence[int]) -> list[Draft | None]:
+        self.n_asked.append(sum(n > 0 for n in most))
+        return [Draft(np.arange(1, dtype=np.int32), np.full(1, 0.8)) if n else None for n in most]
+
+    def seconds(self, n_sequences: int, k: int) -> float:
+        return 0.010
+
+
+@pytest.mark.parametrize(("rows_ms", "share"), [(120, 0.9), (135, 0.5), (140, 0.15), (170, 0.02)])
+def test_a_draft_model_is_tried_the_more_often_the_less_a_try_is_expected_to_lose(rows_ms: int, share: float) -> None:
+    """Four rows take 80 ms, and eight with drafts, of which 80% are right, `rows_ms`: 1.8 tokens in 135 + 10 ms are
+    0.99 times as fast. A try is for all sequences: drafts for one of them would not be computed."""
+    cost, model, sequences = StepCost(), Constant(), decoding(4)
+    cost.seed([(4, 0.080), (8, rows_ms / 1000)])
+    speculator = Speculator([model], 1)
+    for step in range(2000):
+        if speculator.plan(sequences, (4,), cost, DraftLimits(100, [100] * 4, has_streams=True)):
+            speculator.verified(dict.fromkeys(sequences, 1) if step % 5 else {}, 0.0)
+    assert 0.5 * share < len(model.n_asked) / 2000 < 1.5 * share
+    assert set(model.n_asked) == {4}
 
 
 @pytest.mark.parametrize(("slower", "is_worth"), [(1.0, True), (2.0, False)])

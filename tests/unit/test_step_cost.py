@@ -83,6 +83,16 @@ def test_a_disturbed_first_step_does_not_mark_a_number_of_rows_as_slow_permanent
     assert cost.rows_s((8,)) == pytest.approx(0.018)
 
 
+def test_a_disturbed_step_does_not_make_the_next_new_number_of_rows_look_fast() -> None:
+    cost = StepCost()
+    for _ in range(20):
+        cost.observe_rows((4,), 0.080)
+    cost.observe_rows((4,), 0.400)
+    for _ in range(4):
+        cost.observe_rows((8,), 0.120)
+    assert cost.relative((8,)) / cost.relative((4,)) == pytest.approx(1.5, rel=0.03)
+
+
 def test_a_number_of_rows_that_is_slow_every_time_is_recorded_as_slow() -> None:
     cost = StepCost()
     cost.observe_prompt(256, 0.256)

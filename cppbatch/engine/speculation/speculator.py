@@ -258,13 +258,10 @@ class Speculator:
         rate_before = max(step.rate_without, step.best(before)[1])
         self._model_tried.step(step.seconds)
         if n_tokens / expected_s <= self._model_time.worth * rate_before:
-            unread = [model.read_seconds(sequence) if n else 0.0 for sequence, n in zip(step.rows, asked, strict=True)]
-            if not self._model_tried.may_take(max(0.0, expected_s - n_tokens / rate_before) + sum(unread)):
-                # The draft model may have to read long prompts: it drafts for one sequence, only to be compared.
-                one = min((i for i, n in enumerate(asked) if n), key=unread.__getitem__)
-                asked = [n if i == one else 0 for i, n in enumerate(asked)]
-                if not self._model_tried.may_take(model.seconds(1, max(asked)) + unread[one]):
-                    return 0.0
+            asked = self._try_model(model, step, asked, max(0.0, expected_s - n_tokens / rate_before))
+            n_asked = sum(n > 0 for n in asked)
+            if not n_asked:
+                return 0.0
         model.token_s = 1 / step.rate_without
         with self._looks.paused() if self._looks else nullcontext():
             made = model.propose(step.rows, asked)
@@ -276,6 +273,18 @@ class Speculator:
                 self._usual_of_all = usual_of_all
         _take_better(drafts, made)
         return model.seconds(n_asked, max(asked)) + read_s
+
+    def _try_model(self, model: ModelProposer, step: _Step, asked: list[int], lost_s: float) -> list[int]:
+        """What to ask of the draft model although its drafts are expected to lose `lost_s`: that is what a try takes of
+        the time for tries, and what reading prompts takes. If there are prompts to read, and not enough time for all, a
+        draft for one sequence, which is only compared with its text. Else nothing."""
+        unread = [model.read_seconds(sequence) if n else 0.0 for sequence, n in zip(step.rows, asked, strict=True)]
+        if self._model_tried.may_take(lost_s + sum(unread)):
+            return asked
+        one = min((i for i, n in enumerate(asked) if n), key=unread.__getitem__)
+        if any(unread) and self._model_tried.may_take(model.seconds(1, asked[one]) + unread[one]):
+            return [n if i == one else 0 for i, n in enumerate(asked)]
+        return [0] * len(asked)
 
     def finished(self, sequence: Seq) -> None:
         """Called when the sequence has ended, or has a new array of tokens (`Seq.shift`)."""
