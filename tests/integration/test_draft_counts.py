@@ -14,6 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from cppbatch import BatchInferenceEngine, EngineConfig, LocalEngine
 from cppbatch.engine import core as core_module
 from cppbatch.engine.runtime import Runtime, load_runtime
+from cppbatch.engine.speculation import speculator
 from cppbatch.jobs.job_request import JobRequest, Json
 from cppbatch.jobs.journal import response_line
 from cppbatch.server.api.batches.handler import BatchRequestHandler
@@ -29,12 +30,13 @@ GREEDY = {"temperature": 0, "max_tokens": 24, "ignore_eos": True}
 
 @pytest.fixture(autouse=True)
 def replayed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Engines get their drafts from `Replay` only."""
+    """Engines get their drafts from `Replay` only, and look for them in every step."""
 
     def load(config: EngineConfig, progress: Callable[[float], bool] | None = None) -> Runtime:
         return dataclasses.replace(load_runtime(config, progress), proposers=[Replay()])
 
     monkeypatch.setattr(core_module, "load_runtime", load)
+    monkeypatch.setattr(speculator, "_VAIN", 1 << 40)
 
 
 @pytest.fixture
