@@ -26,7 +26,9 @@ _MAX_ERROR = 0.25  # a step that takes longer than expected counts as at most th
 _MAX_RATIO = 2.0  # the same for a number of rows with few measurements
 _WORTH = 0.98  # padded rows must take less than this fraction of the time
 _MIN_SEEN = 3  # steps before the time of a number of rows is used in comparisons
-_WELL_SEEN = 10
+_WELL_SEEN = 10  # steps with a number of rows before they change the level with full weight
+_STALE = 0.4  # maximum weight in the shape of a number of rows that was not measured for long: each step adds 1/80
+_STALE_STEP = 1 / 80
 _TRY_EVERY = 64  # steps with a number of rows; then one with another number in turn, to update its time
 _FLAT = 1.3  # if rows cost less than this times a quarter of them, padding cannot help
 _GUESSED_TOKEN_S = 0.001
@@ -45,7 +47,8 @@ class StepCost:
 
     The time of a group of `n` rows is `level * shape[n]`. The level tracks effects on all steps: longer sequences,
     other programs. The shape is the cost of one number of rows relative to another, so times measured at different
-    moments can be compared.
+    moments can be compared. A step with a number of rows that was not measured for long says more about its shape than
+    about the level: while sequences join one after the other, it must not change what is known of the full batch.
 
     The time of prompt tokens is a running mean per size of prompt piece: 4-7 tokens, 8-15, 16-31 ...
 
@@ -60,6 +63,8 @@ class StepCost:
         self._steps: Counter[int] = Counter()  # steps by number of rows to compute, padded or not
         self._level = self._decode_level = self._best_level = 1.0
         self._errors: list[float] = []  # of the last three steps
+        self._n_observed = 0  # steps
+        self._observed_at: dict[int, int] = {}  # ... until the last one with a number of rows
         self._token_s: dict[int, float] = {}
         self._nearest: dict[int, int] = {}  # the nearest known size, by requested size
         self._best_token_s: dict[int, float] = {}
@@ -141,7 +146,9 @@ class StepCost:
         relative = self.relative(groups)
         error = min(seconds / (self._level * relative) - 1, _MAX_ERROR)
         self._errors = [*self._errors[-2:], error]
-        weight = _NEW_LEVEL * min(1.0, min(self._seen[n] for n in groups) / _WELL_SEEN)
+        self._n_observed += 1
+        stale = max(min(_STALE, (self._n_observed - self._observed_at.get(n, 0)) * _STALE_STEP) for n in groups)
+        weight = _NEW_LEVEL * min(1.0, min(self._seen[n] for n in groups) / _WELL_SEEN) * (1 - stale / _STALE)
         self._level *= 1 + weight * sorted(self._errors)[len(self._errors) // 2]
         self._decode_level *= 1 + _NEW_LEVEL * min(decode_s / (self._decode_level * relative) - 1, _MAX_ERROR)
         best = self._best_level + _FORGET_LEVEL * (self._decode_level - self._best_level)
@@ -149,7 +156,8 @@ class StepCost:
         if len(groups) == 1:
             n = groups[0]
             self._seen[n] += 1
-            self._shape[n] *= 1 + max(_NEW_SHAPE, 0.5 / self._seen[n]) * error
+            self._shape[n] *= 1 + max(_NEW_SHAPE, 0.5 / self._seen[n], stale) * error
+            self._observed_at[n] = self._n_observed
 
     def _observe_new(self, new: set[int], groups: Groups, seconds: float) -> None:
         """Attributes the deviation of a step to the numbers of rows with few measurements. For steps with one group,

@@ -93,6 +93,20 @@ def test_a_disturbed_step_does_not_make_the_next_new_number_of_rows_look_fast() 
     assert cost.relative((8,)) / cost.relative((4,)) == pytest.approx(1.5, rel=0.03)
 
 
+def test_a_number_of_rows_that_is_seldom_computed_does_not_change_the_level() -> None:
+    """One row takes longer than before; most steps have four."""
+    cost = StepCost()
+    for _ in range(20):
+        cost.observe_rows((1,), 0.030)
+        cost.observe_rows((4,), 0.080)
+    for _ in range(10):
+        for _ in range(40):
+            cost.observe_rows((4,), 0.080)
+        cost.observe_rows((1,), 0.040)
+        assert cost.rows_s((4,)) == pytest.approx(0.080, rel=0.015)
+    assert cost.rows_s((1,)) == pytest.approx(0.040, rel=0.03)
+
+
 def test_a_number_of_rows_that_is_slow_every_time_is_recorded_as_slow() -> None:
     cost = StepCost()
     cost.observe_prompt(256, 0.256)
