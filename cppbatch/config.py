@@ -233,7 +233,7 @@ class EngineConfig(_Model, frozen=True, kw_only=True):
         "generating; balanced: a compromise.",
     )] = "balanced"
     """Limits the time of a step while a sequence decodes, unless `target_itl_ms` is set. latency: 2.5 times a step
-    without prompts; balanced: 8 times."""
+    without prompts; balanced: 7 times."""
     target_itl_ms: Annotated[float, _speed(
         "--target-itl-ms",
         "Target inter-token latency while prompts are being computed, in ms; 0: set by --prefer.",

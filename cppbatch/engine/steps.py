@@ -271,7 +271,7 @@ def whole_tiles(n: int) -> int:
 
 _MIN_CHUNK = 4  # tokens: a prompt always makes progress
 _MIN_TARGET_S = 0.025  # shorter steps cost throughput without a noticeable benefit
-_SLOWDOWN: dict[Preference, float] = {"latency": 1.5, "balanced": 7.0, "throughput": 1e9}
+_SLOWDOWN: dict[Preference, float] = {"latency": 1.5, "balanced": 6.0, "throughput": 1e9}
 """Time that prompts may add to a step, in multiples of a step without prefill. Guarantee for `latency`: at most twice
 that time is added to 95% of the steps."""
 _REFRESH_EVERY = 16  # steps with prefill; then one without measures the current time of decoding alone
@@ -290,7 +290,7 @@ class StepBudget:
     both, never more (docs/decisions/0002). `StepCost` learns both from the steps. Example: 8 rows take 50 ms, a prompt
     token 1 ms; a step may take 125 ms, so it gets 64 prompt tokens, a multiple of the tile size.
 
-    `target_s`: maximum seconds of a step. None: 8 times a step without prefill (`prefer` "balanced"; 2.5 times for
+    `target_s`: maximum seconds of a step. None: 7 times a step without prefill (`prefer` "balanced"; 2.5 times for
     "latency", no limit for "throughput"), at least 25 ms; longer with several prompts, so that a few decoding sequences
     do not delay many first tokens.
     """
