@@ -6,6 +6,11 @@ cycles through all tokens. The head computes the same function, except for the s
 speed and acceptance are those of a real model of this size, and the text is known.
 
     .venv/bin/python scripts/bench_draft_head.py PEERS/llama-server [--acceptance 60,80,100] [-B 1,4,16] [--turns 3]
+
+A shared machine changes by a tenth from turn to turn. Engines that step in turns show more exactly what the head gains:
+
+    .venv/bin/python scripts/bench_draft_head.py --models FOLDER --acceptance 80
+    .venv/bin/python scripts/bench_steps_in_turns.py --cycle -m FOLDER/head-80.gguf -B 4 off=. mtp='.:{"spec": "mtp"}'
 """
 
 from __future__ import annotations
@@ -132,7 +137,8 @@ async def tokens_per_second(url: str, at_once: int, n_requests: int, n_new: int,
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("llama_server", type=Path)
+    parser.add_argument("llama_server", type=Path, nargs="?", help="without it, only writes the models")
+    parser.add_argument("--models", type=Path, metavar="FOLDER", help="keep the models there")
     parser.add_argument("--acceptance", default="60,80,100", help="percent of the tokens")
     parser.add_argument("-B", dest="at_once", default="1,4,16")
     parser.add_argument("--layers", type=int, default=Size.layers)
@@ -144,9 +150,11 @@ def main() -> None:
     size = Size(args.layers, args.width, 4 * args.width)
     threads = str(available_threads())
     for acceptance in map(int, args.acceptance.split(",")):
-        with tempfile.TemporaryDirectory() as folder:
-            model = write_model(Path(folder, "head.gguf"), size, acceptance / 100)
+        with contextlib.nullcontext(args.models) if args.models else tempfile.TemporaryDirectory() as folder:
+            model = write_model(Path(folder, f"head-{acceptance}.gguf"), size, acceptance / 100)
             print(f"\nacceptance {acceptance}%, {model.stat().st_size / 1e6:,.0f} MB\n", flush=True)
+            if not args.llama_server:
+                continue
             rows = []
             for n in args.at_once.split(","):
                 rows.append(measure(args, model, int(n), threads))

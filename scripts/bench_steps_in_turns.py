@@ -8,6 +8,8 @@ during its own steps. The ratio of two variants changes by some percent from rou
     .venv/bin/python scripts/bench_steps_in_turns.py -m model.gguf before=../old-tree now=.
     .venv/bin/python scripts/bench_steps_in_turns.py -m model.gguf f16=. q8_0='.:{"cache_type_k": "q8_0"}'
     .venv/bin/python scripts/bench_steps_in_turns.py -m model.gguf -B 4 off=. auto='.:{"spec": "auto"}'
+
+With a model that `scripts/bench_draft_head.py --write` made, --cycle measures its head: off=. mtp='.:{"spec": "mtp"}'.
 """
 
 from __future__ import annotations
@@ -28,7 +30,8 @@ from typing import Any
 from cppbatch.bench.report import markdown_table
 
 MIN_NEW, MAX_NEW = 16, 128  # tokens
-SAMPLES_NEW = 64  # of each sample
+SAMPLES_NEW = 64  # of each sample, and of each text of the cycle
+CYCLE = range(8, 512)  # tokens, in the order in which the model of bench_draft_head.py writes them
 SPIN_S = 0.006  # how long compute threads of the engine that stepped last wait on their cores for more (libgomp)
 WORKER = "worker"
 
@@ -46,13 +49,19 @@ class Worker:
         self._engine = BatchInferenceEngine(EngineConfig(model, **{**sizes, **settings}))
         self._at_once = at_once
 
-    def begin(self, seed: int, n_requests: int, shortest: int, longest: int, are_samples: bool) -> None:
-        """Begins a round of requests, the same for all workers. `are_samples`: of one prompt, the shortest."""
+    def begin(self, seed: int, n_requests: int, shortest: int, longest: int, load: str) -> None:
+        """Begins a round of requests, the same for all workers. `load`: mixed, samples or cycle."""
         from cppbatch.bench.prompts import random_text
 
         chance = random.Random(seed)
-        if are_samples:
+        self._temperature = 0.8
+        self._waiting: list[tuple[str | list[int], int]]
+        if load == "samples":
             self._waiting = [(random_text(chance, shortest), SAMPLES_NEW)] * n_requests
+        elif load == "cycle":
+            self._temperature = 0.0
+            starts = [chance.randrange(len(CYCLE)) for _ in range(n_requests)]
+            self._waiting = [([*CYCLE, *CYCLE][start : start + shortest], SAMPLES_NEW) for start in starts]
         else:
             self._waiting = [
                 (
@@ -75,7 +84,9 @@ class Worker:
 
         if self._waiting:
             prompt, n_new = self._waiting.pop()
-            params = SamplingParams(max_tokens=n_new, temperature=0.8, seed=len(self._waiting), ignore_eos=True)
+            params = SamplingParams(
+                max_tokens=n_new, temperature=self._temperature, seed=len(self._waiting), ignore_eos=True
+            )
             self._started[self._engine.add_request(prompt, params)] = self._now_s
 
     def step(self) -> bool:
@@ -123,7 +134,7 @@ class Variant:
         )  # fmt: skip
         self._answer()
 
-    def ask(self, name: str, *args: int) -> Any:
+    def ask(self, name: str, *args: int | str) -> Any:
         assert self._process.stdin
         self._process.stdin.write(json.dumps([name, *args]) + "\n")
         self._process.stdin.flush()
@@ -142,7 +153,7 @@ class Variant:
         self._process.wait()
 
 
-def run_round(variants: Sequence[Variant], seed: int, *load: int) -> list[dict[str, float]]:
+def run_round(variants: Sequence[Variant], seed: int, *load: int | str) -> list[dict[str, float]]:
     """The report of each variant for one round. `load`: as `Worker.begin`."""
     for variant in variants:
         variant.ask("begin", seed, *load)
@@ -168,7 +179,15 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=32, help="of a round")
     parser.add_argument("--shortest", type=int, default=20, help="prompt tokens (20)")
     parser.add_argument("--longest", type=int, default=500, help="prompt tokens (500)")
-    parser.add_argument("--samples", action="store_true", help="all requests of a round are samples of one prompt")
+    loads = parser.add_mutually_exclusive_group()
+    loads.add_argument(
+        "--samples", dest="load", action="store_const", const="samples",
+        help="all requests of a round are samples of one prompt",
+    )  # fmt: skip
+    loads.add_argument(
+        "--cycle", dest="load", action="store_const", const="cycle", help="the text of bench_draft_head.py's model"
+    )
+    parser.set_defaults(load="mixed")
     parser.add_argument("--rounds", type=int, default=5)
     if sys.argv[1:2] == [WORKER]:
         args = parser.parse_args(sys.argv[2:])
@@ -177,7 +196,7 @@ def main() -> None:
     named = [each.partition("=") for each in args.variants]
     parts = {name: value.partition(":") for name, _, value in named}
     variants = [Variant(args.model, args.at_once, tree, settings or "{}") for tree, _, settings in parts.values()]
-    load = args.requests, args.shortest, args.longest, args.samples
+    load = args.requests, args.shortest, args.longest, args.load
     rounds = [run_round(variants, seed, *load) for seed in range(args.rounds + 1)][1:]
     for variant in variants:
         variant.close()

@@ -95,6 +95,23 @@ def test_two_settings_are_compared_step_by_step(tiny_llama: Path) -> None:
     assert ratio == pytest.approx(speeds[1] / speeds[0], abs=0.02)
 
 
+def test_a_draft_head_is_compared_step_by_step_on_the_text_that_it_knows(tmp_path: Path) -> None:
+    script("bench_draft_head.py", "--models", tmp_path, "--acceptance", 100, "--layers", 1, "--width", 512)
+    few = ["-B", 1, "--requests", 1, "--rounds", 1, "--cycle"]
+    figures = rows(
+        script(
+            "bench_steps_in_turns.py",
+            "-m",
+            tmp_path / "head-100.gguf",
+            *few,
+            f"off={ROOT}",
+            f'mtp={ROOT}:{{"spec": "mtp"}}',
+        )
+    )
+    assert number(figures["off"][0]) > 0
+    assert number(figures["mtp"][0]) > 0
+
+
 def test_open_pages_are_measured_in_turns_and_snapshots_are_timed(tiny_llama: Path) -> None:
     printed = script("bench_live.py", "-m", tiny_llama, "--pages", 2, "--turns", 1, "--seconds", 1)
     figures = rows(printed)
