@@ -147,6 +147,10 @@ def main() -> None:
     parser.add_argument("--answers", type=int, default=2, help="of each client in each turn")
     parser.add_argument("--turns", type=int, default=3)
     args = parser.parse_args()
+    if not (args.llama_server or args.models):
+        parser.error("name the program llama-server, or --models FOLDER, or both")
+    if args.models:
+        args.models.mkdir(parents=True, exist_ok=True)
     size = Size(args.layers, args.width, 4 * args.width)
     threads = str(available_threads())
     for acceptance in map(int, args.acceptance.split(",")):

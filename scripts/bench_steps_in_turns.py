@@ -9,7 +9,7 @@ during its own steps. The ratio of two variants changes by some percent from rou
     .venv/bin/python scripts/bench_steps_in_turns.py -m model.gguf f16=. q8_0='.:{"cache_type_k": "q8_0"}'
     .venv/bin/python scripts/bench_steps_in_turns.py -m model.gguf -B 4 off=. auto='.:{"spec": "auto"}'
 
-With a model that `scripts/bench_draft_head.py --write` made, --cycle measures its head: off=. mtp='.:{"spec": "mtp"}'.
+With a model that `scripts/bench_draft_head.py --models` kept, --cycle measures its head: off=. mtp='.:{"spec": "mtp"}'.
 """
 
 from __future__ import annotations

@@ -268,6 +268,7 @@ def test_pieces_that_are_shorter_for_the_streams_are_a_loss(monkeypatch: pytest.
         lost[prefer] = machine.lost(partial(machine.run, 16))["small_pieces"]
         drain(machine.engine)
     assert lost["throughput"] < lost["balanced"] < lost["latency"]
+    assert lost["balanced"] < 0.08
 
 
 @pytest.mark.parametrize(
