@@ -10,7 +10,7 @@
 | when background work pauses | `Scheduler._may_compute` |
 | which padding rows make a step faster | `Scheduler._pad`, `_join_rows` |
 | which sequence moves so that decode rows are adjacent | `Scheduler._close_gaps` |
-| which padding rows prevent ubatches that are too small | `padding_rows.with_min_rows` |
+| which padding rows prevent ubatches that are too small | `batch_order.with_min_rows` |
 """
 
 from __future__ import annotations
@@ -21,10 +21,17 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 from operator import attrgetter
-from typing import TypeVar
 
 from cppbatch.engine.ideal import StepWork
-from cppbatch.engine.kv.padding_rows import BatchEntry, PaddingRow, padded_size, tokens_before_padding, with_min_rows
+from cppbatch.engine.kv.batch_order import (
+    BatchEntry,
+    PaddingRow,
+    PromptPart,
+    in_batch_order,
+    padded_size,
+    tokens_before_padding,
+    with_min_rows,
+)
 from cppbatch.engine.kv.pool import KVPool
 from cppbatch.engine.kv.prefix_cache import Match
 from cppbatch.engine.lora_sets import AdapterSet
@@ -34,8 +41,6 @@ from cppbatch.engine.steps import Groups, LoraRoundRobin, StepBudgets, StepCost,
 
 _MAX_HEADROOM = 32  # cells reserved for the growth of each running sequence when another one is admitted
 _MAX_STALE_DEADLINES = 1000
-_LONG_PIECE = 128  # tokens: ggml's flash attention is faster with at least 64 tokens of a sequence
-_NEAR = 1024  # cells: decode rows computed with the first token of a prompt also iterate over its cells
 _GAP_STEPS = 4  # steps that a gap between decode rows must last before it is closed
 _GAP_AHEAD = 64  # maximum number of steps for which closing a gap is expected to pay off
 _MIN_PIECE = 4  # minimum prompt tokens after rounding down to whole tiles
@@ -56,8 +61,8 @@ class StepPlan:
     media: list[Chunk] = field(default_factory=list)
     """Sequences with the number of image or audio vectors to compute, in a separate batch before that of `chunks`."""
     padding: list[PaddingRow] = field(default_factory=list)
-    padded: list[BatchEntry] = field(default_factory=list)
-    """If there are padding rows: chunks and padding rows in batch order."""
+    entries: list[BatchEntry] = field(default_factory=list)
+    """If the batch has more than the chunks: chunks, parts of them and padding rows in batch order."""
     row_groups: Groups = ()
     """Decode rows that llama.cpp computes together, including padding rows and prompt tokens among them."""
     adapters: AdapterSet = ()
@@ -81,8 +86,8 @@ class StepPlan:
 
     @property
     def batch(self) -> Sequence[BatchEntry]:
-        """The entries of the step, in order: chunks and padding rows."""
-        return self.padded or self.chunks
+        """The entries of the step, in order: chunks, parts of them and padding rows."""
+        return self.entries or self.chunks
 
     @property
     def n_rows(self) -> int:
@@ -101,7 +106,7 @@ class StepPlan:
         return [
             end - 1 - (n - entry.n_pending)
             for (entry, n), end in zip(batch, last, strict=True)
-            if isinstance(entry, Seq) and n >= entry.n_pending
+            if not isinstance(entry, PaddingRow) and n >= entry.n_pending
         ]
 
     @property
@@ -306,19 +311,27 @@ class Scheduler:
         return [(s, 1 + n) for s, n in zip(sequences, drafted.lengths, strict=True)], drafted.n_padding
 
     def _fill(self, plan: StepPlan, rows: list[Chunk], prefill: list[Chunk], beside: list[Seq], n_padding: int) -> None:
-        """Sets the chunks, and `padded` if there are padding rows. `beside`: prompts with a token among the rows.
-        `n_padding`: draft tokens per padding row."""
+        """Sets the chunks, and the batch's entries. `beside`: prompts with a token among the rows. `n_padding`: draft
+        tokens per padding row."""
         n_of = dict(prefill)
-        together: list[BatchEntry] = [*rows, *((sequence, n_of.pop(sequence, 1)) for sequence in beside)]
-        together += [(padding, 1 + n_padding) for padding in plan.padding]
+        together: list[BatchEntry] = [*rows, *((padding, 1 + n_padding) for padding in plan.padding)]
+        others: list[BatchEntry] = []
+        for sequence in beside:
+            n = n_of.pop(sequence, 1)
+            if n == 1 or sequence.n_logits(1):
+                together.append((sequence, n))
+            else:
+                together.append((PromptPart(sequence, 0), 1))
+                others.append((PromptPart(sequence, 1), n - 1))
         if self._min_rows == 1:
-            others: list[BatchEntry] = [*n_of.items()]
-            batch = in_batch_order(together, others, on_gpu=self._on_gpu)
+            batch = in_batch_order(together, [*others, *n_of.items()], on_gpu=self._on_gpu)
         else:
             batch = with_min_rows(together, prefill, ubatch_tokens=self._ubatch_tokens, min_rows=self._min_rows)
             plan.padding = [entry for entry, _ in batch if isinstance(entry, PaddingRow)]
         plan.chunks = [(entry, n) for entry, n in batch if isinstance(entry, Seq)]
-        plan.padded = batch if plan.padding else []
+        if len(plan.chunks) < len(batch):
+            plan.entries = batch
+            plan.chunks = [chunk for entry, n in batch if (chunk := _chunk(entry, n))]
 
     def _pad(self, plan: StepPlan, n_rows: int, cost: StepCost) -> None:
         """Adds padding rows that speed up a step without prompts, and sets `row_groups`."""
@@ -328,32 +341,34 @@ class Scheduler:
         plan.padding, plan.row_groups = [PaddingRow(seq_id) for seq_id in spare[: n - n_rows]], (n,)
 
     def _close_gaps(self, rows: list[Chunk], cost: StepCost) -> None:
-        """Moves the last rows' sequences into gaps between the rows, if that saves more time in the next steps than the
-        moves take. Only after gaps have lasted for some steps: usually a new sequence soon fills them. A moving
-        sequence computes nothing in this step."""
+        """Moves sequences so that all rows are adjacent, if that saves more time in the next steps than the moves take.
+        Only after gaps have lasted for some steps: usually a new sequence soon fills them. A moving sequence computes
+        nothing in this step."""
         by_id = {sequence.seq_id: sequence for sequence, _ in rows}
         if self.waiting or len(self.running) > len(rows) or max(by_id) - min(by_id) + 1 == len(by_id):
             self._n_gap_steps = 0
             return
         self._n_gap_steps += 1
-        if self._n_gap_steps < _GAP_STEPS or not cost.knows_rows:
+        if self._n_gap_steps % _GAP_STEPS or not cost.knows_rows:
             return
         free = {*self._kv.spare_ids(), *self._kv.cached_ids()}
-        while len(by_id) > 1:
-            first, last = min(by_id), max(by_id)
-            gap = next((seq_id for seq_id in range(first, last) if seq_id not in by_id), None)
-            sequence = by_id.pop(last)
-            if gap is None or gap not in free or not self._kv.can_move(sequence):
-                return
-            before, after = (
-                cost.rows_s([stop - start for start, stop in _joined(sorted(seq_ids), free | {last}, cost)])
-                for seq_ids in ([*by_id, last], [*by_id, gap])
-            )
-            if min(sequence.n_left, _GAP_AHEAD) * (before - after) < before + self._kv.move_s(sequence):
-                return
-            self._kv.move_to(gap, sequence)
-            by_id[gap] = sequence
-            free = free - {gap} | {last}
+        start = _best_start(sorted(by_id), free)
+        if start is None:
+            return
+        block = range(start, start + len(by_id))
+        moving = [sequence for seq_id, sequence in by_id.items() if seq_id not in block]
+        staying = [sequence for seq_id, sequence in by_id.items() if seq_id in block]
+        if not all(self._kv.can_move(sequence) for sequence in moving):
+            return
+        # Once all of one side have ended, there is no gap.
+        n_steps = min(_GAP_AHEAD, *(max(s.n_left for s in side) for side in (moving, staying) if side))
+        before = cost.rows_s([stop - first for first, stop in _joined(sorted(by_id), free, cost)])
+        after = cost.rows_s([len(by_id)])
+        if n_steps * (before - after) < before + sum(map(self._kv.move_s, moving)):
+            return
+        gaps = (seq_id for seq_id in block if seq_id not in by_id)
+        for sequence, seq_id in zip(moving, gaps, strict=True):
+            self._kv.move_to(seq_id, sequence)
 
     def _join_rows(self, plan: StepPlan, rows: list[Chunk], prompts: list[Seq], cost: StepCost) -> list[Seq]:
         """If sequences have streams: fills the gaps between rows, and the last tile, if that makes the step faster.
@@ -571,6 +586,15 @@ def _groups(seq_ids: list[int]) -> list[tuple[int, int]]:
     return list(zip(starts, stops, strict=True))
 
 
+def _best_start(seq_ids: list[int], free: set[int]) -> int | None:
+    """The start of the block of as many seq_ids as rows that needs the fewest moves: its other seq_ids are `free`.
+    `seq_ids`: of the rows, ascending."""
+    n, held = len(seq_ids), set(seq_ids)
+    starts = [start for first in seq_ids for start in (first, first - n + 1) if start >= 0]
+    possible = [start for start in starts if all(i in held or i in free for i in range(start, start + n))]
+    return max(possible, key=lambda start: len(held.intersection(range(start, start + n))), default=None)
+
+
 def _joined(seq_ids: list[int], free: set[int], cost: StepCost) -> list[tuple[int, int]]:
     """The groups of rows that a step computes, as (first, last + 1): gaps of free seq_ids, and the last tile, are
     filled where that is faster."""
@@ -592,27 +616,11 @@ def _joined(seq_ids: list[int], free: set[int], cost: StepCost) -> list[tuple[in
     return joined
 
 
-Entry = TypeVar("Entry", bound=BatchEntry)
-
-
-def in_batch_order(rows: list[Entry], prefill: list[Entry], *, on_gpu: bool = False) -> list[Entry]:
-    """First the rows by ascending seq_id, with the tokens computed among them; then the other prompt pieces.
-
-    In the per-sequence layout and in recurrent models, llama.cpp computes consecutive ascending seq_ids together,
-    wherever they are in the batch: of each, as many tokens as the shortest has, over as many cells as the longest has.
-    Short prompt pieces gain from that. On a CPU, long ones are listed by descending seq_id, which keeps them apart:
-    together, each gets a small part of a ubatch, for which attention is slower. A GPU needs full ubatches: separate
-    prompts of 128 tokens take 1.6 times as long there. One prompt may follow the rows' seq_ids: its first token joins
-    them, unless it is far longer.
-    """
-    rows.sort(key=_seq_id)
-    prefill.sort(key=_seq_id, reverse=not on_gpu and any(n >= _LONG_PIECE for _, n in prefill))
-    if not rows or not prefill:
-        return rows + prefill
-    following = rows[-1][0].seq_id + 1
-    most = max(entry.n_computed for entry, _ in rows) + _NEAR
-    first = [chunk for chunk in prefill if chunk[0].seq_id == following and chunk[0].n_computed > most]
-    return first + rows + [chunk for chunk in prefill if chunk not in first]
+def _chunk(entry: Seq | PaddingRow | PromptPart, n: int) -> Chunk | None:
+    """All tokens that a sequence computes, at the place of its last ones."""
+    if isinstance(entry, PromptPart):
+        return (entry.sequence, 1 + n) if entry.n_before else None
+    return (entry, n) if isinstance(entry, Seq) else None
 
 
 def _remove(ordered: list[Seq], sequence: Seq) -> None:
@@ -630,7 +638,3 @@ def _due(sequence: Seq, cost: StepCost) -> float:
     """The sort key of prompts: rank in seconds, plus four times the prefill time. Short prompts overtake long ones, but
     not indefinitely."""
     return sequence.rank[0] * _AGING_S + _FAIRNESS_FACTOR * sequence.n_pending * cost.token_s(sequence.n_pending)
-
-
-def _seq_id(chunk: BatchEntry) -> int:
-    return chunk[0].seq_id

@@ -161,6 +161,8 @@ class FakeContext:
         self.sets: list[AdapterSet] = []  # of each decode
         self._numbers = itertools.count()
         self.steps: list[dict[int, int]] = []
+        self.n_unordered = 0
+        """Steps with streams whose rows of logits are not computed in batch order."""
         self.vector_steps: list[dict[int, int]] = []  # of decodes of images
         self.reopen(n_ctx=n_ctx, kv_unified=kv_unified, sharing=sharing, n_more_ids=n_more_ids)
         self.fail_at: dict[int, LlamaError] = {}
@@ -211,7 +213,10 @@ class FakeContext:
         assert 1 <= n <= self.n_batch, f"a batch of {n} tokens; the limit is {self.n_batch}"
         seq_ids = batch.seq_ids[:n].tolist()
         assert 0 <= min(seq_ids) <= max(seq_ids) < self.n_seq_max, f"seq_ids out of range: {seq_ids}"
-        assert len(list(itertools.groupby(seq_ids))) == len(set(seq_ids)), f"a sequence in parts: {seq_ids}"
+        runs = [(seq_id, len(list(run))) for seq_id, run in itertools.groupby(seq_ids)]
+        later = {seq_id for i, (seq_id, _) in enumerate(runs) if seq_id in dict(runs[:i])}
+        assert len(runs) == len(set(seq_ids)) + len(later), f"a sequence in more than two parts: {seq_ids}"
+        assert all(dict(reversed(runs))[seq_id] == 1 for seq_id in later), f"the first part has more tokens: {seq_ids}"
         self.steps.append(dict(Counter(seq_ids)))
         self.sets.append(self.adapters)
         error = self.fail_at.get(len(self.steps))
@@ -232,9 +237,12 @@ class FakeContext:
         wants_logits = batch.wants_logits[:n].tolist()
         asked = [seq_id for seq_id, wants in zip(seq_ids, wants_logits, strict=True) if wants]
         assert len(asked) == batch.n_outputs, f"logits asked for by seq_ids {asked}"
-        for seq_id, places in itertools.groupby(range(n), key=seq_ids.__getitem__):
-            flags = [wants_logits[place] for place in places]
+        for seq_id in set(seq_ids):
+            flags = [wants_logits[place] for place in range(n) if seq_ids[place] == seq_id]
             assert flags == sorted(flags), f"seq_id {seq_id} wants logits of tokens that are not its last ones"
+        if self.has_streams:
+            rows = [place for ubatch in ubatches(seq_ids, self.n_ubatch) for place in ubatch if wants_logits[place]]
+            self.n_unordered += rows != sorted(rows)
         if self.min_rows > 1:
             for ubatch in ubatches(seq_ids, self.n_ubatch):
                 n_rows = sum(wants_logits[place] for place in ubatch)

@@ -8,7 +8,7 @@ import pytest
 
 from cppbatch import BatchInferenceEngine, Completion
 from cppbatch.config import Sharing
-from cppbatch.engine.kv.padding_rows import BatchEntry, PaddingRow, with_min_rows
+from cppbatch.engine.kv.batch_order import BatchEntry, PaddingRow, with_min_rows
 from tests.support.fakes import context_of, drain, fake_engine, greedy, know, ubatches
 
 TILES = {1: 0.005} | {n: 0.010 if n in (4, 8, 16) else 0.030 for n in range(2, 17)}
@@ -76,6 +76,16 @@ def test_a_gap_that_lasts_is_closed_and_texts_are_those_of_each_alone(sharing: S
     assert texts == [engine().generate([p], g)[0].tokens for p, g in zip(prompts, params, strict=True)]
 
 
+def test_a_gap_of_several_seq_ids_is_closed_by_moving_the_smaller_group() -> None:
+    engine = fake_engine(n_ctx=800, n_batch=80, n_parallel=8, unified=False, sharing="copy", may_pad=True)
+    know(engine, STEEP)
+    lengths = (60, 60, 4, 4, 4, 60, 60, 60)
+    engine.generate([[i + 1] * 8 for i in range(8)], [greedy(n, ignore_eos=True) for n in lengths])
+    assert [0, 1, 5, 6, 7] in map(list, context_of(engine).steps), "usually a new sequence soon fills a gap"
+    assert list(context_of(engine).steps[30]) == [3, 4, 5, 6, 7]
+    engine.core.kv.check()
+
+
 def test_a_gap_stays_while_a_request_waits_for_it_or_where_little_is_left_to_gain() -> None:
     engine = fake_engine(n_ctx=800, n_batch=40, n_parallel=4, unified=False, may_pad=True)
     know(engine, STEEP)
@@ -132,6 +142,20 @@ def test_tokens_of_prompts_fill_the_gaps_between_rows_first() -> None:
     assert list(step)[:6] == [0, 1, 2, 3, 4, 5]
     assert step[1] > 1, "the new prompt has seq_id 1"
     assert step[4] == 1, "and seq_id 4 is padding"
+
+
+def test_a_prompt_that_ends_among_the_rows_keeps_their_logits_in_batch_order() -> None:
+    engine = fake_engine(n_ctx=8 * 300, n_batch=80, n_parallel=8, unified=False, may_pad=True)
+    know(engine, dict.fromkeys(range(1, 9), 0.01))
+    for i in range(6):
+        engine.add_request([i + 1, 1], greedy(4 if i == 1 else 60, ignore_eos=True))
+    for _ in range(8):
+        engine.step()
+    engine.add_request([9] * 30, greedy(20, ignore_eos=True))
+    n_before = context_of(engine).n_unordered
+    engine.step()
+    assert context_of(engine).steps[-1] == {0: 1, 1: 30, 2: 1, 3: 1, 4: 1, 5: 1}
+    assert context_of(engine).n_unordered == n_before, "llama.cpp would swap rows"
 
 
 @pytest.mark.parametrize("min_rows", [1, 2, 8])

@@ -8,10 +8,11 @@ from typing import Any
 
 import numpy as np
 
+from cppbatch.engine.kv.batch_order import in_batch_order
 from cppbatch.engine.kv.pool import KVPool
 from cppbatch.engine.lora_sets import AdapterSet
 from cppbatch.engine.request import GenerationRequest
-from cppbatch.engine.scheduler import Chunk, Scheduler, StepPlan, in_batch_order
+from cppbatch.engine.scheduler import Chunk, Scheduler, StepPlan
 from cppbatch.engine.sequence import Seq, SeqStatus
 
 

@@ -14,9 +14,9 @@ import numpy.typing as npt
 
 from cppbatch.config import KvLayout, Sharing
 from cppbatch.engine.cells import Cells, n_held, n_shared
+from cppbatch.engine.kv.batch_order import PaddingRow
 from cppbatch.engine.kv.checkpoints import CheckpointPlaces, StateWithParts
 from cppbatch.engine.kv.invariants import check_invariants, dump_cells, require
-from cppbatch.engine.kv.padding_rows import PaddingRow
 from cppbatch.engine.kv.prefix_cache import CachedPrefix, Checkpoint, Match, PrefixCache, Salt
 from cppbatch.engine.kv.radix_tree import Tokens
 from cppbatch.engine.kv.save_cost import SaveCost
@@ -346,8 +346,9 @@ class KVPool:
         self._move(sequence, partial(self._move_stream, old, sequence))
 
     def move_s(self, sequence: Seq) -> float:
-        """The estimated seconds of `move_to`: saving and restoring the sequence's state. 0 before any measurement."""
-        return self._save_cost.round_trip_s(sequence.n_computed)
+        """The estimated seconds of `move_to`: saving and restoring the sequence's state. 0 before any measurement, and
+        on a GPU, which copies it within its memory."""
+        return 0.0 if self._on_gpu else self._save_cost.round_trip_s(sequence.n_computed)
 
     def move_all_out(self) -> None:
         """Empties the memory, so that it can be recreated. Cached prefixes move to host memory, as far as they fit.

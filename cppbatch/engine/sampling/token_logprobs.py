@@ -8,7 +8,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from cppbatch.engine.kv.padding_rows import BatchEntry
+from cppbatch.engine.kv.batch_order import BatchEntry
 from cppbatch.engine.request import TokenLogprob
 from cppbatch.engine.sequence import Seq
 from cppbatch.engine.vocabulary import Vocabulary

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cppbatch.engine.compute_threads import ComputeThreads
-from cppbatch.engine.kv.padding_rows import BatchEntry
+from cppbatch.engine.kv.batch_order import BatchEntry, PromptPart
 from cppbatch.engine.sequence import Seq
 from cppbatch.engine.speculation.draft_cells import DraftCells, DraftSequence, TargetCells
 from cppbatch.engine.speculation.draft_model import JOINED, DraftContext, DraftModel, DraftModelProposer
@@ -89,12 +89,13 @@ class RowProposer(DraftModelProposer, ABC):
         if self._failed:
             return
         if len(self._rows) > self._context.n_seq_max:  # those of preempted sequences count beyond the memory plan
-            for sequence in [each for each in self._rows if each.seq_id < 0]:
-                del self._rows[sequence]
+            for preempted in [each for each in self._rows if each.seq_id < 0]:
+                del self._rows[preempted]
         rows = self._hidden_rows(sum(n for _, n in entries))
         at = 0
         for entry, n in entries:
-            if isinstance(entry, Seq) and (known := self._rows_of(entry)):
+            sequence = entry if isinstance(entry, Seq) else entry.sequence if isinstance(entry, PromptPart) else None
+            if sequence and (known := self._rows_of(sequence)):
                 known.put(entry.n_computed, rows[at : at + n], self._most_rows)
             at += n
 
