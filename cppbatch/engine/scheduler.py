@@ -342,8 +342,8 @@ class Scheduler:
 
     def _close_gaps(self, rows: list[Chunk], cost: StepCost) -> None:
         """Moves sequences so that all rows are adjacent, if that saves more time in the next steps than the moves take.
-        Only after gaps have lasted for some steps: usually a new sequence soon fills them. A moving sequence computes
-        nothing in this step."""
+        Only after gaps have lasted for some steps: usually a new sequence soon fills them. On a CPU, a moving sequence
+        computes nothing in this step."""
         by_id = {sequence.seq_id: sequence for sequence, _ in rows}
         if self.waiting or len(self.running) > len(rows) or max(by_id) - min(by_id) + 1 == len(by_id):
             self._n_gap_steps = 0
@@ -358,35 +358,34 @@ class Scheduler:
         block = range(start, start + len(by_id))
         moving = [sequence for seq_id, sequence in by_id.items() if seq_id not in block]
         staying = [sequence for seq_id, sequence in by_id.items() if seq_id in block]
+        moves = list(zip([seq_id for seq_id in block if seq_id not in by_id], moving, strict=True))
         if not all(self._kv.can_move(sequence) for sequence in moving):
             return
         # Once all of one side have ended, there is no gap.
         n_steps = min(_GAP_AHEAD, *(max(s.n_left for s in side) for side in (moving, staying) if side))
-        before = cost.rows_s([stop - first for first, stop in _joined(sorted(by_id), free, cost)])
-        after = cost.rows_s([len(by_id)])
-        if n_steps * (before - after) < before + sum(map(self._kv.move_s, moving)):
+        gain = cost.rows_s(_sizes(_joined(sorted(by_id), free, cost))) - cost.rows_s([len(by_id)])
+        lost = sum(self._kv.move_s(seq_id, sequence) for seq_id, sequence in moves)
+        if staying and not self._on_gpu:
+            lost += cost.rows_s(_sizes(_groups(sorted(s.seq_id for s in staying))))
+        if n_steps * gain <= lost:
             return
-        gaps = (seq_id for seq_id in block if seq_id not in by_id)
-        for sequence, seq_id in zip(moving, gaps, strict=True):
+        for seq_id, sequence in moves:
             self._kv.move_to(seq_id, sequence)
 
     def _join_rows(self, plan: StepPlan, rows: list[Chunk], prompts: list[Seq], cost: StepCost) -> list[Seq]:
         """If sequences have streams: fills the gaps between rows, and the last tile, if that makes the step faster.
 
         With streams, llama.cpp only computes rows of consecutive seq_ids together. A gap is filled with a token of the
-        prompt with that seq_id, or with a padding row, for which a cached prefix moves to host memory. Sets
-        `row_groups` and `padding`, and returns the prompts.
+        prompt with that seq_id, or with a padding row. Sets `row_groups` and `padding`, and returns the prompts.
         """
         spare = [*self._kv.spare_ids(), *self._kv.cached_ids()]
         by_id = {sequence.seq_id: sequence for sequence in prompts}
         free = {*by_id, *spare[: self._step_tokens - len(rows) - len(prompts)]}
         joined = _joined(sorted(sequence.seq_id for sequence, _ in rows), free, cost)
-        plan.row_groups = tuple(stop - start for start, stop in joined)
+        plan.row_groups = _sizes(joined)
         ids = {sequence.seq_id for sequence, _ in rows}
         more = [seq_id for start, stop in joined for seq_id in range(start, stop) if seq_id not in ids]
-        spare = [seq_id for seq_id in more if seq_id not in by_id]
-        self._kv.vacate(spare)
-        plan.padding = [PaddingRow(seq_id) for seq_id in spare]
+        plan.padding = self._kv.padding_rows([seq_id for seq_id in more if seq_id not in by_id])
         return [by_id[seq_id] for seq_id in more if seq_id in by_id]
 
     def _may_compute(self) -> list[Seq]:
@@ -584,6 +583,10 @@ def _groups(seq_ids: list[int]) -> list[tuple[int, int]]:
     starts = [n for n, before in zip(seq_ids, [-2, *seq_ids], strict=False) if n != before + 1]
     stops = [n + 1 for n, after in zip(seq_ids, [*seq_ids[1:], -1], strict=True) if after != n + 1]
     return list(zip(starts, stops, strict=True))
+
+
+def _sizes(groups: list[tuple[int, int]]) -> Groups:
+    return tuple(stop - start for start, stop in groups)
 
 
 def _best_start(seq_ids: list[int], free: set[int]) -> int | None:

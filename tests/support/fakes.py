@@ -161,6 +161,8 @@ class FakeContext:
         self.sets: list[AdapterSet] = []  # of each decode
         self._numbers = itertools.count()
         self.steps: list[dict[int, int]] = []
+        self.copying: set[int] = set()
+        """seq_ids from or to which streams are copied in the next decode."""
         self.n_unordered = 0
         """Steps with streams whose rows of logits are not computed in batch order."""
         self.vector_steps: list[dict[int, int]] = []  # of decodes of images
@@ -224,6 +226,7 @@ class FakeContext:
             raise error
         self._write(batch, seq_ids)
         self.shifted.clear()
+        self.copying.clear()
         if error:
             for seq_id in set(seq_ids):
                 for held in self._held(seq_id):
@@ -340,8 +343,16 @@ class FakeContext:
         self.states[seq_id] = self.states[seq_id][:at]
 
     def copy(self, source: int, target: int, start: int = 0, stop: int = -1) -> None:
-        assert self.sharing == "cells", "cells cannot be shared here"
         assert not self.cells[target], f"seq_id {target} holds tokens already"
+        if not self.kv_unified or self.sharing == "whole":
+            assert (start, stop) == (0, -1), "only whole sequences can be copied"
+            for of_source, of_target in zip(self._held(source), self._held(target), strict=True):
+                of_target.extend(of_source)
+            self.owned[target][:] = [next(self._numbers) for _ in self.owned[source]]
+            self.states[target] = self.states[source]
+            self.copying |= set() if self.kv_unified else {source, target}
+            return
+        assert self.sharing == "cells", "cells cannot be shared here"
         assert start == 0 <= stop <= 1 + self.last_position(source), f"{stop} of {self.last_position(source) + 1}"
         at = self._index(source, stop)
         for of_source, of_target in zip(self._held(source), self._held(target), strict=True):
@@ -446,6 +457,8 @@ class FakeContext:
         assert 0 <= seq_id < self.n_seq_ids, f"seq_id {seq_id}"
         if seq_id in self.shifted:
             raise LlamaError("shifted after the last decode")
+        if seq_id in self.copying:
+            raise LlamaError("only copied in the next decode")
         adapters, places = tuple(self.made_with[seq_id]), tuple(self.places[seq_id])
         return FakeState(bytes(self.cells[seq_id]), adapters=adapters, places=places)
 
@@ -455,8 +468,8 @@ class FakeContext:
 
     def restore_sequence(self, seq_id: int, state: FakeState) -> None:
         assert not self.cells[seq_id], f"seq_id {seq_id} holds tokens already"
-        if self.fail_restore:
-            raise LlamaError("no room")
+        if self.fail_restore or seq_id in self.copying:
+            raise LlamaError("no room, or only copied in the next decode")
         self.cells[seq_id] += state.tokens
         self.states[seq_id] = state.tokens
         self.owned[seq_id] += [next(self._numbers) for _ in state.tokens]
@@ -576,6 +589,7 @@ def fake_engine(
     pooling: str | None = None,
     adapters: Sequence[AdapterInfo] = (),
     may_pad: bool = False,
+    on_gpu: bool = False,
     min_rows: int = 1,
     n_ubatch: int = 0,
     keeps: int = 0,
@@ -632,6 +646,7 @@ def fake_engine(
         sharing,
         context.close,
         may_pad=may_pad,
+        on_gpu=on_gpu,
         min_rows=min_rows,
         layouts=layouts,
         proposers=(*proposers, its_head) if its_head else proposers,

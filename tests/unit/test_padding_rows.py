@@ -76,13 +76,17 @@ def test_a_gap_that_lasts_is_closed_and_texts_are_those_of_each_alone(sharing: S
     assert texts == [engine().generate([p], g)[0].tokens for p, g in zip(prompts, params, strict=True)]
 
 
-def test_a_gap_of_several_seq_ids_is_closed_by_moving_the_smaller_group() -> None:
-    engine = fake_engine(n_ctx=800, n_batch=80, n_parallel=8, unified=False, sharing="copy", may_pad=True)
+@pytest.mark.parametrize("on_gpu", [False, True])
+def test_a_gap_of_several_seq_ids_is_closed_by_moving_the_smaller_group(on_gpu: bool) -> None:
+    sizes: dict[str, Any] = {"n_ctx": 800, "n_batch": 80, "n_parallel": 8}
+    engine = fake_engine(unified=False, sharing="copy", may_pad=True, on_gpu=on_gpu, **sizes)
     know(engine, STEEP)
     lengths = (60, 60, 4, 4, 4, 60, 60, 60)
     engine.generate([[i + 1] * 8 for i in range(8)], [greedy(n, ignore_eos=True) for n in lengths])
     assert [0, 1, 5, 6, 7] in map(list, context_of(engine).steps), "usually a new sequence soon fills a gap"
     assert list(context_of(engine).steps[30]) == [3, 4, 5, 6, 7]
+    has_paused = [5, 6, 7] in map(list, context_of(engine).steps)
+    assert has_paused != on_gpu, "a GPU copies cells in the decode that computes the moved sequences"
     engine.core.kv.check()
 
 
@@ -119,8 +123,11 @@ def test_prompts_are_computed_in_whole_tiles_beside_the_rows() -> None:
     assert all(size % 16 == 0 for size in pieces)
 
 
-def test_cached_prefixes_between_rows_make_way_for_padding_and_are_found_again() -> None:
-    engine = fake_engine(n_ctx=8 * 64, n_batch=80, n_parallel=8, unified=False, sharing="copy", may_pad=True)
+@pytest.mark.parametrize("on_gpu", [False, True])
+def test_cached_prefixes_between_rows_make_way_for_padding_and_are_found_again(on_gpu: bool) -> None:
+    """On a GPU, padding rows follow the prefixes in their streams."""
+    sizes: dict[str, Any] = {"n_ctx": 8 * 64, "n_batch": 80, "n_parallel": 8}
+    engine = fake_engine(unified=False, sharing="copy", may_pad=True, on_gpu=on_gpu, **sizes)
     know(engine, dict.fromkeys(range(1, 9), 0.01))
     prompts = [[i + 1] * 30 for i in range(6)]
     engine.generate(prompts, [greedy(n, ignore_eos=True) for n in (30, 4, 30, 30, 4, 30)])

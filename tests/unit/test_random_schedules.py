@@ -217,6 +217,7 @@ SIZES = st.fixed_dictionaries(
         "swap_space": HOST_MEMORY,
         "prefix_cache_ram": HOST_MEMORY,
         "may_pad": st.booleans(),
+        "on_gpu": st.booleans(),
         "drafts": st.sampled_from(("", "lookup", "mtp", "eagle3", "dflash", "both")),
         "keeps": st.sampled_from((0, 0, 3)),
     }

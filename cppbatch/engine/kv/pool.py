@@ -176,10 +176,19 @@ class KVPool:
         """seq_ids that may be in a batch and only hold a cached prefix."""
         return [cached.seq_id for cached in self.cache.in_cells if cached.seq_id < self._memory.n_seq_max]
 
-    def vacate(self, seq_ids: Collection[int]) -> None:
-        """Moves the cached prefixes of these seq_ids to host memory."""
+    def padding_rows(self, seq_ids: Collection[int]) -> list[PaddingRow]:
+        """Padding rows for these seq_ids, each of which is empty or only holds a cached prefix.
+
+        On a GPU, the row follows the prefix. On a CPU, attention to the prefix would take time, so it moves to host
+        memory; as it does where a row would remove cells of a window or change a state.
+        """
+        start_of: dict[int, int] = {}
         for cached in [cached for cached in self.cache.in_cells if cached.seq_id in seq_ids]:
-            self._move_out(cached)
+            if self._on_gpu and not (self.n_window or self.has_states) and cached.n_positions < self._memory.n_ctx_seq:
+                start_of[cached.seq_id] = cached.n_positions
+            else:
+                self._move_out(cached)
+        return [PaddingRow(seq_id, start_of.get(seq_id, 0)) for seq_id in seq_ids]
 
     def remove_padding(self, rows: Iterable[PaddingRow]) -> None:
         """Removes the cells of padding rows, after a step."""
@@ -335,20 +344,31 @@ class KVPool:
         return not self.has_states and not sequence.moving
 
     def move_to(self, seq_id: int, sequence: Seq) -> None:
-        """Moves a running sequence to this seq_id, which is empty or only holds a cached prefix."""
-        self.vacate([seq_id])
+        """Moves a running sequence to this seq_id, which is empty or only holds a cached prefix. On a GPU, the next
+        decode first copies its cells, and can compute it."""
+        if cached := self._cached_at(seq_id):
+            self._move_out(cached)
         self._free_ids.remove(seq_id)
         heapify(self._free_ids)
         old = sequence.seq_id
         del self.running[old]
         self.running[seq_id], sequence.seq_id = sequence, seq_id
         self._free_id(old)
-        self._move(sequence, partial(self._move_stream, old, sequence))
+        if self._on_gpu:
+            self._moves.append(partial(self._memory.copy, old, seq_id))
+            self._moves.append(partial(self._memory.remove, old))
+        else:
+            self._move(sequence, partial(self._move_stream, old, sequence))
 
-    def move_s(self, sequence: Seq) -> float:
-        """The estimated seconds of `move_to`: saving and restoring the sequence's state. 0 before any measurement, and
-        on a GPU, which copies it within its memory."""
-        return 0.0 if self._on_gpu else self._save_cost.round_trip_s(sequence.n_computed)
+    def move_s(self, seq_id: int, sequence: Seq) -> float:
+        """The estimated seconds of `move_to`: saving the prefix cached there, and saving and restoring the sequence's
+        state, except on a GPU. 0 before any measurement."""
+        cached = self._cached_at(seq_id)
+        save_s = self._save_cost.save_s(cached.n_computed) if cached else 0.0
+        return save_s if self._on_gpu else save_s + self._save_cost.round_trip_s(sequence.n_computed)
+
+    def _cached_at(self, seq_id: int) -> CachedPrefix | None:
+        return next((cached for cached in self.cache.in_cells if cached.seq_id == seq_id), None)
 
     def move_all_out(self) -> None:
         """Empties the memory, so that it can be recreated. Cached prefixes move to host memory, as far as they fit.
@@ -443,13 +463,10 @@ class KVPool:
     def _move_stream(self, seq_id: int, sequence: Seq) -> None:
         """Moves a sequence's memory from `seq_id` to its current seq_id."""
         try:
-            if self._on_gpu:
-                self._memory.copy(seq_id, sequence.seq_id)
-            else:
-                began = self._clock()
-                state = self._memory.save_sequence(seq_id)
-                self._save_cost.observe(sequence.n_computed, self._clock() - began)
-                self._memory.restore_sequence(sequence.seq_id, state)
+            began = self._clock()
+            state = self._memory.save_sequence(seq_id)
+            self._save_cost.observe(sequence.n_computed, self._clock() - began)
+            self._memory.restore_sequence(sequence.seq_id, state)
         except OUT_OF_MEMORY as error:
             self._recompute(sequence, error)
         self._memory.remove(seq_id)

@@ -33,9 +33,13 @@ class SaveCost:
         self._declined = (self._declined + 1) % _TRY_EVERY
         return self._declined == 0
 
+    def save_s(self, n: int) -> float:
+        """Seconds to save a state of `n` tokens; 0 before any was saved."""
+        return n * self._save_s
+
     def round_trip_s(self, n: int) -> float:
-        """Seconds to save and restore a state of `n` tokens; 0 before any was saved."""
-        return (1 + _RESTORE) * n * self._save_s
+        """Seconds to save and restore it."""
+        return (1 + _RESTORE) * self.save_s(n)
 
     def tokens_for(self, share: float) -> int:
         """The number of tokens whose computation takes so long that saving one "token" takes this share of the time.
