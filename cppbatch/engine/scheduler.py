@@ -324,7 +324,9 @@ class Scheduler:
                 together.append((PromptPart(sequence, 0), 1))
                 others.append((PromptPart(sequence, 1), n - 1))
         if self._min_rows == 1:
-            batch = in_batch_order(together, [*others, *n_of.items()], on_gpu=self._on_gpu)
+            batch = in_batch_order(
+                together, [*others, *n_of.items()], gpu_ubatch=self._ubatch_tokens if self._on_gpu else 0
+            )
         else:
             batch = with_min_rows(together, prefill, ubatch_tokens=self._ubatch_tokens, min_rows=self._min_rows)
             plan.padding = [entry for entry, _ in batch if isinstance(entry, PaddingRow)]

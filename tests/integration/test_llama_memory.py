@@ -13,7 +13,7 @@ import pytest
 
 from cppbatch.config import FlashAttention
 from cppbatch.errors import LlamaError, OutOfRange
-from cppbatch.llama import Context, Model
+from cppbatch.llama import Batch, Context, Model
 from cppbatch.llama.library import C
 from tests.support.contexts import PROMPT, close, decode
 
@@ -84,6 +84,41 @@ def test_a_whole_sequence_copied_to_another_stream_continues_identically(streams
     decode(streams_context, PROMPT)
     streams_context.copy(0, 2)
     assert np.array_equal(decode(streams_context, [50], 2, 30), decode(streams_context, [50], 0, 30))
+
+
+def test_a_sequence_computes_in_the_decode_that_moves_it_while_padding_takes_its_old_stream(
+    streams_context: Context,
+) -> None:
+    expected = decode(streams_context, PROMPT, seq_id=1)
+    decode(streams_context, PROMPT[:29], seq_id=3)
+    streams_context.copy(3, 2)
+    streams_context.remove(3)
+    batch = Batch(8)
+    for seq_id, token, position in ((1, 7, 30), (2, PROMPT[29], 29), (3, 0, 0)):
+        batch.add_run(np.array([token], np.int32), position, seq_id, n_logits=1)
+    streams_context.decode(batch)
+    assert close(streams_context.logits(3)[1], expected)
+    streams_context.remove_padding(3, 0)
+    assert [streams_context.last_position(i) for i in (1, 2, 3)] == [30, 29, -1]
+
+
+def test_padding_behind_a_prefix_leaves_no_trace(streams_context: Context) -> None:
+    expected = decode(streams_context, PROMPT, seq_id=0)
+    decode(streams_context, PROMPT[:29], seq_id=1)
+    decode(streams_context, [0], seq_id=1, position=29)
+    streams_context.remove_padding(1, 29)
+    assert close(decode(streams_context, PROMPT[29:], seq_id=1, position=29), expected)
+
+
+def test_a_prompt_may_begin_among_the_rows_and_end_behind_them(streams_context: Context) -> None:
+    expected = decode(streams_context, PROMPT, seq_id=3)
+    decode(streams_context, PROMPT[:29], seq_id=0)
+    decode(streams_context, PROMPT[:29], seq_id=2)
+    batch = Batch(64)
+    for seq_id, start, stop in ((0, 29, 30), (1, 0, 1), (2, 29, 30), (1, 1, 30)):
+        batch.add_run(PROMPT[start:stop], start, seq_id, n_logits=int(stop == 30))
+    streams_context.decode(batch)
+    assert all(close(row, expected) for row in streams_context.logits(3))
 
 
 def test_a_shared_prefix_takes_its_cells_once(unified_context: Context) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from cppbatch import BatchInferenceEngine, Completion
 from cppbatch.config import Sharing
-from cppbatch.engine.kv.batch_order import BatchEntry, PaddingRow, with_min_rows
+from cppbatch.engine.kv.batch_order import BatchEntry, PaddingRow, in_batch_order, with_min_rows
 from tests.support.fakes import context_of, drain, fake_engine, greedy, know, ubatches
 
 TILES = {1: 0.005} | {n: 0.010 if n in (4, 8, 16) else 0.030 for n in range(2, 17)}
@@ -198,3 +198,20 @@ def test_rows_are_padded_to_the_number_that_is_computed_together_at_least(
     assert [entry.seq_id for entry, n in entries for _ in range(n)] == batch
     sizes = [len(places) for places in ubatches(batch, 16)]
     assert min(sizes) >= min_rows
+
+
+@pytest.mark.parametrize(
+    ("lengths", "is_together"),
+    [([128] * 16, True), ([128] * 15 + [60], True), ([20, 900, 130, 300], False), ([600, 600], True), ([500, 40], False)],
+)
+def test_on_a_gpu_neighbouring_prompts_are_computed_together_if_that_takes_fewer_ubatches(
+    lengths: list[int], is_together: bool
+) -> None:
+    prompts: list[BatchEntry] = [(PaddingRow(i), n) for i, n in enumerate(lengths)]
+    batch = in_batch_order([], list(prompts), gpu_ubatch=512)
+    assert batch == (prompts if is_together else prompts[::-1])
+
+    def n_ubatches(batch: list[BatchEntry]) -> int:
+        return len(ubatches([entry.seq_id for entry, n in batch for _ in range(n)], 512))
+
+    assert n_ubatches(batch) == min(n_ubatches(prompts), n_ubatches(prompts[::-1]))

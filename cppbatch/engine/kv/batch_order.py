@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import groupby
 from typing import TypeVar
 
 import numpy as np
@@ -62,24 +63,58 @@ BatchEntry = tuple[Seq | PaddingRow | PromptPart, int]
 Entry = TypeVar("Entry", bound=BatchEntry)
 
 
-def in_batch_order(rows: list[Entry], prefill: list[Entry], *, on_gpu: bool = False) -> list[Entry]:
+def in_batch_order(rows: list[Entry], prefill: list[Entry], *, gpu_ubatch: int = 0) -> list[Entry]:
     """First the rows by ascending seq_id, with the tokens computed among them; then the other prompt pieces.
 
     In the per-sequence layout and in recurrent models, llama.cpp computes consecutive ascending seq_ids together,
     wherever they are in the batch: of each, as many tokens as the shortest has, over as many cells as the longest has.
-    Short prompt pieces gain from that. On a CPU, long ones are listed by descending seq_id, which keeps them apart:
-    together, each gets a small part of a ubatch, for which attention is slower. A GPU needs full ubatches: separate
-    prompts of 128 tokens take 1.6 times as long there. One prompt may follow the rows' seq_ids: its first token joins
-    them, unless it is far longer.
+    Listed by descending seq_id, prompt pieces are computed one by one. One prompt may follow the rows' seq_ids: its
+    first token joins them, unless it is far longer.
+
+    On a CPU, short pieces are computed together, long ones one by one: together, each gets a small part of a ubatch,
+    for which attention is slower. `gpu_ubatch`: the tokens of a ubatch on a GPU. There, each ubatch costs as much as
+    100 more tokens, so neighbours are computed together if that takes fewer ubatches: 16 prompts of 128 tokens do (1.6
+    times as fast), 15 of different lengths do not.
     """
     rows.sort(key=_seq_id)
-    prefill.sort(key=_seq_id, reverse=not on_gpu and any(n >= _LONG_PIECE for _, n in prefill))
+    prefill.sort(key=_seq_id)
+    if gpu_ubatch:
+        prefill = [piece for run in _neighbours(prefill) for piece in _fewest_ubatches(run, gpu_ubatch)]
+    elif any(n >= _LONG_PIECE for _, n in prefill):
+        prefill.reverse()
     if not rows or not prefill:
         return rows + prefill
     following = rows[-1][0].seq_id + 1
     most = max(entry.n_computed for entry, _ in rows) + _NEAR
     first = [piece for piece in prefill if piece[0].seq_id == following and piece[0].n_computed > most]
     return first + rows + [piece for piece in prefill if piece not in first]
+
+
+def _neighbours(pieces: list[Entry]) -> list[list[Entry]]:
+    """Runs of consecutive seq_ids."""
+    runs: list[list[Entry]] = []
+    for piece in pieces:
+        if runs and _seq_id(piece) == _seq_id(runs[-1][-1]) + 1:
+            runs[-1].append(piece)
+        else:
+            runs.append([piece])
+    return runs
+
+
+def _fewest_ubatches(run: list[Entry], ubatch_tokens: int) -> list[Entry]:
+    lengths = [n for _, n in run]
+    one_by_one = sum(-(-n // ubatch_tokens) for n in lengths)
+    return run if _n_ubatches(lengths, ubatch_tokens) < one_by_one else run[::-1]
+
+
+def _n_ubatches(lengths: list[int], ubatch_tokens: int) -> int:
+    """Of pieces with consecutive seq_ids that are computed together, until the shortest ends; then the pieces on either
+    side of it are."""
+    shortest = min(lengths)
+    n = -(-shortest // max(1, ubatch_tokens // len(lengths)))
+    left = [n - shortest for n in lengths]
+    runs = (list(run) for is_left, run in groupby(left, bool) if is_left)
+    return n + sum(_n_ubatches(run, ubatch_tokens) for run in runs)
 
 
 def with_min_rows(
