@@ -315,10 +315,9 @@ class BackendSampling:
         `n_outputs`: the number of rows of that decode. Raises `LlamaError` if the device did not compute candidates.
         """
         handle, first = self._context.handle, rows[0] - n_outputs
-        # A negative index counts outputs from the end, wherever they are in the batch.
-        for row in rows:
-            if C.llama_get_sampled_candidates_count_ith(handle, row - n_outputs) != self.n_candidates:
-                raise LlamaError("llama.cpp returned no candidates from the device")
+        # A negative index counts outputs from the end, wherever they are in the batch. All rows have the same chain.
+        if C.llama_get_sampled_candidates_count_ith(handle, first) != self.n_candidates:
+            raise LlamaError("llama.cpp returned no candidates from the device")
         ids = self._rows(C.llama_get_sampled_candidates_ith(handle, first), rows, np.int32)
         logits = self._rows(C.llama_get_sampled_logits_ith(handle, first), rows, np.float32)
         return ids.astype(np.int64), logits

@@ -82,10 +82,10 @@ class Bins:
         self._counts = [0] * (len(bounds) + 1)
         self._sum = 0.0
 
-    def add(self, value: float) -> None:
-        """Counts a value."""
-        self._counts[bisect_left(self._bounds, value)] += 1
-        self._sum += value
+    def add(self, value: float, n: int = 1) -> None:
+        """Counts a value `n` times."""
+        self._counts[bisect_left(self._bounds, value)] += n
+        self._sum += n * value
 
     def histogram(self) -> Histogram:
         """The values so far."""

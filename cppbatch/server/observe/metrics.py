@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter as Counts
+from collections import defaultdict
 from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+from functools import partial
 from itertools import accumulate, chain
 from time import perf_counter
 from typing import Any, cast
 
 from aiohttp import web
 from aiohttp.typedefs import Handler
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from cppbatch.cluster.engines.client import ScalingState, WorkerState
 from cppbatch.engine.observe.metrics import EngineStats
-from cppbatch.engine.observe.windows import Histogram as EngineHistogram
+from cppbatch.engine.observe.windows import Bins, Histogram
 from cppbatch.engine.request import GenerationEvent, RequestUsage
 from cppbatch.gpu_state import GpuSampler, GpuState
 from cppbatch.server.observe.live import LiveTimes
@@ -31,6 +33,10 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _WAIT_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
 _GAP_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5)
 _COMPLETION_BUCKETS = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1800.0)
+
+Labels = tuple[str, ...]
+"""The values of `endpoint` and, with several models, `model`."""
+Histograms = defaultdict[Labels, Bins]
 
 
 class ServerMetrics:
@@ -68,12 +74,7 @@ class ServerMetrics:
             by_endpoint,
             registry=registry,
         )
-        self.generated_tokens = Counter(
-            "cppbatch_generated_tokens",
-            "Generated tokens, counted as they are produced",
-            by_endpoint,
-            registry=registry,
-        )
+        self.generated_tokens: Counts[Labels] = Counts()
         self.open_batches = Gauge("cppbatch_batches_open", "Unfinished batch jobs", registry=registry)
         self.batch_lines = Gauge(
             "cppbatch_batch_lines",
@@ -81,22 +82,15 @@ class ServerMetrics:
             ["state"],
             registry=registry,
         )
-        self.first_token = self._histogram(
-            "time_to_first_token", "Time from the request to its first token", _WAIT_BUCKETS
-        )
-        self.gap = self._histogram("inter_token", "Time between consecutive tokens", _GAP_BUCKETS)
-        self.queue = self._histogram("queue_time", "Time from arrival in the engine to the first step", _WAIT_BUCKETS)
-        self.completion_time = self._histogram(
-            "completion_time", "Time from the request to the end of the text", _COMPLETION_BUCKETS
-        )
+        self.first_token: Histograms = defaultdict(partial(Bins, _WAIT_BUCKETS))
+        self.gap: Histograms = defaultdict(partial(Bins, _GAP_BUCKETS))
+        self.queue: Histograms = defaultdict(partial(Bins, _WAIT_BUCKETS))
+        self.completion_time: Histograms = defaultdict(partial(Bins, _COMPLETION_BUCKETS))
         self.recent = RecentCompletions()
         self.live: LiveTimes | None = None
         """Set while `GET /live` is read."""
         self.sums = CompletionSums()
         self._recent_sums = CompletionSums()
-
-    def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
-        return Histogram(f"cppbatch_{name}_seconds", text, self._by_endpoint, registry=self._registry, buckets=buckets)
 
     def set_batches(self, batches: BatchStats) -> None:
         """Sets the gauges of open batch jobs."""
@@ -118,12 +112,27 @@ class ServerMetrics:
     ) -> bytes:
         """All metrics in Prometheus' text format, with the current state of workers and GPUs, and `others`."""
         present = chain(
+            self._token_families(),
             worker_families(workers, by_model=self.by_model),
             families(ScalingState, "", [], [((), scaling)]) if scaling else (),
             gpu_families(gpus),
             others,
         )
         return generate_latest(self._registry) + generate_latest(_Page(present))
+
+    def _token_families(self) -> Iterator[Metric]:
+        """What is counted with each token: `prometheus_client` takes several times as long to add to a metric."""
+        text, counts = "Generated tokens, counted as they are produced", self.generated_tokens
+        yield family("counter", "generated_tokens", text, self._by_endpoint, counts.items())
+        histograms = (
+            ("time_to_first_token", "Time from the request to its first token", self.first_token),
+            ("inter_token", "Time between consecutive tokens", self.gap),
+            ("queue_time", "Time from arrival in the engine to the first step", self.queue),
+            ("completion_time", "Time from the request to the end of the text", self.completion_time),
+        )
+        for name, text, of in histograms:
+            samples = [(labels, bins.histogram()) for labels, bins in of.items()]
+            yield family("histogram", f"{name}_seconds", text, self._by_endpoint, samples)
 
     def add_to_sums(self, usage: RequestUsage) -> None:
         """Adds a finished completion."""
@@ -158,41 +167,40 @@ class _RequestObserver:
         self._began = perf_counter()
         self._last_token_at: dict[int, float] = {}  # by completion
         self._n_counted: Counts[int] = Counts()
-        self._tokens = metrics.generated_tokens.labels(*labels)
-        self._gap = metrics.gap.labels(*labels)
+        self._gap = metrics.gap[labels]
 
     def record(self, index: int, event: GenerationEvent) -> None:
         """Counts an event that has just arrived."""
         self.has_begun = True
         now, live = perf_counter(), self._metrics.live
         if n := len(event.tokens):
-            self._tokens.inc(n)
+            self._metrics.generated_tokens[self._labels] += n
             self._n_counted[index] += n
             if index in self._last_token_at:
                 gap = (now - self._last_token_at[index]) / n  # treats the tokens of a merged event as evenly spaced
-                for _ in range(n):
-                    self._gap.observe(gap)
+                self._gap.add(gap, n)
                 if live:
                     live.add_gap(now, gap, n)
             else:
-                self._metrics.first_token.labels(*self._labels).observe(now - self._began)
+                self._metrics.first_token[self._labels].add(now - self._began)
                 if live:
                     live.add_first_token(now, now - self._began)
             self._last_token_at[index] = now
         if event.finish_reason:
             self.n_ended += 1
             self._metrics.completions.labels(*self._labels, event.finish_reason.value).inc()
-            self._metrics.completion_time.labels(*self._labels).observe(now - self._began)
+            self._metrics.completion_time[self._labels].add(now - self._began)
             if event.usage:
-                # The end token has no text. Never negative: a counter would raise.
-                self._tokens.inc(max(0, event.usage.completion_tokens - self._n_counted[index]))
+                # The end token has no text. Never negative: a counter does not fall.
+                n_more = max(0, event.usage.completion_tokens - self._n_counted[index])
+                self._metrics.generated_tokens[self._labels] += n_more
                 self._record_usage(event.usage)
 
     def _record_usage(self, usage: RequestUsage) -> None:
         metrics, labels = self._metrics, self._labels
         metrics.prompt_tokens.labels(*labels).inc(usage.prompt_tokens)
         metrics.cached_prompt_tokens.labels(*labels).inc(usage.cached_tokens)
-        metrics.queue.labels(*labels).observe(usage.queue_seconds)
+        metrics.queue[labels].add(usage.queue_seconds)
         metrics.recent.add(usage)
         metrics.add_to_sums(usage)
 
@@ -237,7 +245,7 @@ def family(kind: StatisticKind, name: str, text: str, labels: Sequence[str], sam
     label of a metric with value 1; None is omitted."""
     made: Any = _FAMILIES[kind](f"cppbatch_{name}", text, labels=labels)
     for key, value in samples:
-        if isinstance(value, EngineHistogram):
+        if isinstance(value, Histogram):
             bounds = [*map(str, value.bounds), "+Inf"]
             made.add_metric(key, list(zip(bounds, accumulate(value.counts), strict=True)), value.sum)
         elif isinstance(value, dict | str):
