@@ -81,16 +81,26 @@ class Batch:
         """
         self.clear()
         if n_rows == len(entries):
-            sequences = [sequence for sequence, _ in entries]
+            self._add_rows_of([sequence for sequence, _ in entries])
+            return
+        rows: list[PendingTokens] = []
+        for s, n in entries:
+            if n == 1 and s.n_logits(1):
+                rows.append(s)
+                continue
+            self._add_rows_of(rows)
+            rows = []
+            run = s.tokens[s.n_computed : s.n_computed + n]
+            self.add_run(run, s.position, s.seq_id, n_logits=s.n_logits(n))
+        self._add_rows_of(rows)
+
+    def _add_rows_of(self, sequences: list[PendingTokens]) -> None:
+        if sequences:
             self.add_rows(
                 [s.tokens[s.n_computed] for s in sequences],
                 [s.position for s in sequences],
                 [s.seq_id for s in sequences],
             )
-            return
-        for s, n in entries:
-            run = s.tokens[s.n_computed : s.n_computed + n]
-            self.add_run(run, s.position, s.seq_id, n_logits=s.n_logits(n))
 
     def clear(self) -> None:
         """Empties the batch."""

@@ -309,31 +309,32 @@ class BackendSampling:
         """Whether this seq_id's rows are candidates."""
         return self._chains[seq_id] is not None
 
-    def candidates(self, rows: list[int], n_outputs: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
+    def candidates(self, rows: list[int], n_outputs: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]:
         """Token ids, unordered, and logits of these rows of the last decode: each [len(rows), n_candidates].
 
-        `n_outputs`: the number of rows of that decode. Raises `LlamaError` if the device did not compute candidates.
+        They may be views of llama.cpp's buffers, valid until the next decode. `n_outputs`: the number of rows of that
+        decode. Raises `LlamaError` if the device did not compute candidates.
         """
         handle, first = self._context.handle, rows[0] - n_outputs
         # A negative index counts outputs from the end, wherever they are in the batch. All rows have the same chain.
         if C.llama_get_sampled_candidates_count_ith(handle, first) != self.n_candidates:
             raise LlamaError("llama.cpp returned no candidates from the device")
         ids = self._rows(C.llama_get_sampled_candidates_ith(handle, first), rows, np.int32)
-        logits = self._rows(C.llama_get_sampled_logits_ith(handle, first), rows, np.float32)
-        return ids.astype(np.int64), logits
+        return ids, self._rows(C.llama_get_sampled_logits_ith(handle, first), rows, np.float32)
 
     def _rows(self, first: Any, rows: list[int], dtype: type[Any]) -> npt.NDArray[Any]:
-        """A copy of these rows of one of llama.cpp's output buffers, which have n_vocab values per row.
+        """These rows of one of llama.cpp's output buffers, which have n_vocab values per row; a view if they are
+        neighbours.
 
         `first`: a pointer to the first value of `rows[0]`.
         """
-        stride, lowest = self._n_vocab, min(rows)
+        stride, lowest, highest = self._n_vocab, min(rows), max(rows)
         address = (ctypes.cast(first, ctypes.c_void_p).value or 0) - (rows[0] - lowest) * stride * 4
-        n_values = (max(rows) - lowest) * stride + self.n_candidates
-        shape = max(rows) - lowest + 1, self.n_candidates
+        n_values = (highest - lowest) * stride + self.n_candidates
+        shape = highest - lowest + 1, self.n_candidates
         buffer = memoryview((ctypes.c_byte * (4 * n_values)).from_address(address))
         table: npt.NDArray[Any] = np.ndarray(shape, dtype, buffer, strides=(4 * stride, 4))
-        return table[np.subtract(rows, lowest)]
+        return table if rows == list(range(lowest, highest + 1)) else table[np.subtract(rows, lowest)]
 
     def close(self) -> None:
         """Frees the chains. The context must be freed, or all seq_ids disabled, first."""

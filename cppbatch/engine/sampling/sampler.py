@@ -36,7 +36,7 @@ Logits = npt.NDArray[np.float32]
 Row = npt.NDArray[np.float32]
 Ids = npt.NDArray[np.int64]
 
-_NO_ID = np.iinfo(np.int64).max
+_NO_ID = np.iinfo(np.int32).max
 
 
 class SamplerOutput(NamedTuple):
@@ -271,17 +271,18 @@ def _sample_rows_greedily(sequences: list[Seq], rows: list[int], logits: Logits)
     return [SamplerOutput(token) for token in tokens]
 
 
-def _sample_candidates(sequences: list[Seq], ids: Ids, logits: Logits) -> list[SamplerOutput]:
-    """Samples from the rows' largest logits, found by the backend; `logits` is changed in place.
+def _sample_candidates(sequences: list[Seq], ids: npt.NDArray[np.int32], logits: Logits) -> list[SamplerOutput]:
+    """Samples from the rows' largest logits, found by the backend.
 
-    `ids`, int64[n, n_candidates]: their token ids. `SamplingPlan.n_candidates` is large enough to give the same token
+    `ids`, int32[n, n_candidates]: their token ids. `SamplingPlan.n_candidates` is large enough to give the same token
     as the whole row.
     """
     if outputs := _sample_candidates_greedily(sequences, ids, logits):
         return outputs
     order = np.argsort(ids, axis=1)
-    ids, logits = np.take_along_axis(ids, order, 1), np.take_along_axis(logits, order, 1)
-    for sequence, row_ids, row in zip(sequences, ids, logits, strict=True):
+    ordered: Ids = np.take_along_axis(ids, order, 1).astype(np.int64)
+    logits = np.take_along_axis(logits, order, 1)
+    for sequence, row_ids, row in zip(sequences, ordered, logits, strict=True):
         apply_bans_and_biases(sequence, row, row_ids)
         if sequence.params.has_penalties:
             apply_penalties(sequence, row, row_ids)
@@ -289,17 +290,19 @@ def _sample_candidates(sequences: list[Seq], ids: Ids, logits: Logits) -> list[S
     columns = [NO_TOKEN if random else _argmax(row) for random, row in zip(is_random, logits, strict=True)]
     random_rows = [i for i, random in enumerate(is_random) if random]
     if random_rows:
-        for i, column in zip(random_rows, _sample_randomly(sequences, random_rows, logits, ids), strict=True):
+        for i, column in zip(random_rows, _sample_randomly(sequences, random_rows, logits, ordered), strict=True):
             columns[i] = column
     return [
-        SamplerOutput(int(ids[i, column]))
+        SamplerOutput(int(ordered[i, column]))
         if column != NO_TOKEN
         else SamplerOutput(error=_no_token_message(logits[i]), error_field=field_at_fault(sequences[i], logits[i]))
         for i, column in enumerate(columns)
     ]
 
 
-def _sample_candidates_greedily(sequences: list[Seq], ids: Ids, logits: Logits) -> list[SamplerOutput] | None:
+def _sample_candidates_greedily(
+    sequences: list[Seq], ids: npt.NDArray[np.int32], logits: Logits
+) -> list[SamplerOutput] | None:
     """As `_sample_all_greedily`; for equal logits, the lowest token id."""
     if any(sequence.sampling.greedy_unless is None for sequence in sequences):
         return None
