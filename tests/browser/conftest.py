@@ -17,6 +17,7 @@ from tests.support.server_process import ServerProcess
 FLAGS = (
     "--no-sandbox",  # root, and containers without user namespaces
     "--disable-dev-shm-usage",
+    "--disable-gpu",
     # no other host can be reached; names below .test are this machine, for pages of other sites
     "--host-resolver-rules=MAP *.test 127.0.0.1 , MAP * ~NOTFOUND , EXCLUDE 127.0.0.1",
 )
