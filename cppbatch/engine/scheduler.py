@@ -363,7 +363,7 @@ class Scheduler:
         moves = list(zip([seq_id for seq_id in block if seq_id not in by_id], moving, strict=True))
         if not all(self._kv.can_move(sequence) for sequence in moving):
             return
-        # Once all of one side have ended, there is no gap.
+        # The gap ends with the last sequence of either side.
         n_steps = min(_GAP_AHEAD, *(max(s.n_left for s in side) for side in (moving, staying) if side))
         gain = cost.rows_s(_sizes(_joined(sorted(by_id), free, cost))) - cost.rows_s([len(by_id)])
         lost = sum(self._kv.move_s(seq_id, sequence) for seq_id, sequence in moves)

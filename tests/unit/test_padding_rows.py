@@ -202,7 +202,13 @@ def test_rows_are_padded_to_the_number_that_is_computed_together_at_least(
 
 @pytest.mark.parametrize(
     ("lengths", "is_together"),
-    [([128] * 16, True), ([128] * 15 + [60], True), ([20, 900, 130, 300], False), ([600, 600], True), ([500, 40], False)],
+    [
+        ([128] * 16, True),
+        ([128] * 15 + [60], True),
+        ([600, 600], True),
+        ([20, 900, 130, 300], False),
+        ([500, 40], False),
+    ],
 )
 def test_on_a_gpu_neighbouring_prompts_are_computed_together_if_that_takes_fewer_ubatches(
     lengths: list[int], is_together: bool

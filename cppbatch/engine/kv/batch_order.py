@@ -102,6 +102,7 @@ def _neighbours(pieces: list[Entry]) -> list[list[Entry]]:
 
 
 def _fewest_ubatches(run: list[Entry], ubatch_tokens: int) -> list[Entry]:
+    """A run by ascending seq_id, or by descending."""
     lengths = [n for _, n in run]
     one_by_one = sum(-(-n // ubatch_tokens) for n in lengths)
     return run if _n_ubatches(lengths, ubatch_tokens) < one_by_one else run[::-1]
@@ -111,10 +112,10 @@ def _n_ubatches(lengths: list[int], ubatch_tokens: int) -> int:
     """Of pieces with consecutive seq_ids that are computed together, until the shortest ends; then the pieces on either
     side of it are."""
     shortest = min(lengths)
-    n = -(-shortest // max(1, ubatch_tokens // len(lengths)))
     left = [n - shortest for n in lengths]
-    runs = (list(run) for is_left, run in groupby(left, bool) if is_left)
-    return n + sum(_n_ubatches(run, ubatch_tokens) for run in runs)
+    runs = [list(run) for is_left, run in groupby(left, bool) if is_left]
+    together = -(-shortest // max(1, ubatch_tokens // len(lengths)))
+    return together + sum(_n_ubatches(run, ubatch_tokens) for run in runs)
 
 
 def with_min_rows(
