@@ -136,7 +136,7 @@ def test_enter_sends_and_shift_enter_starts_a_line(chat: Page) -> None:
 
 
 def test_an_answer_continues_while_another_tab_or_conversation_is_shown(chat: Page) -> None:
-    settings(chat, Maximum_tokens="40")
+    settings(chat, Maximum_tokens="100")  # the first lasts until the second runs
     send(chat, "Tell me about the sea.")
     chat.get_by_role("button", name="New conversation").click()
     send(chat, "Tell me about the hills.")
