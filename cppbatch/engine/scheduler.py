@@ -330,10 +330,8 @@ class Scheduler:
         else:
             batch = with_min_rows(together, prefill, ubatch_tokens=self._ubatch_tokens, min_rows=self._min_rows)
             plan.padding = [entry for entry, _ in batch if isinstance(entry, PaddingRow)]
-        plan.chunks = [(entry, n) for entry, n in batch if isinstance(entry, Seq)]
-        if len(plan.chunks) < len(batch):
-            plan.entries = batch
-            plan.chunks = [chunk for entry, n in batch if (chunk := _chunk(entry, n))]
+        plan.chunks = [chunk for entry, n in batch if (chunk := _chunk(entry, n))]
+        plan.entries = batch if len(plan.chunks) < len(batch) else []
 
     def _pad(self, plan: StepPlan, n_rows: int, cost: StepCost) -> None:
         """Adds padding rows that speed up a step without prompts, and sets `row_groups`."""
@@ -623,9 +621,9 @@ def _joined(seq_ids: list[int], free: set[int], cost: StepCost) -> list[tuple[in
 
 def _chunk(entry: Seq | PaddingRow | PromptPart, n: int) -> Chunk | None:
     """All tokens that a sequence computes, at the place of its last ones."""
-    if isinstance(entry, PromptPart):
-        return (entry.sequence, 1 + n) if entry.n_before else None
-    return (entry, n) if isinstance(entry, Seq) else None
+    if isinstance(entry, Seq):
+        return entry, n
+    return (entry.sequence, 1 + n) if isinstance(entry, PromptPart) and entry.n_before else None
 
 
 def _remove(ordered: list[Seq], sequence: Seq) -> None:

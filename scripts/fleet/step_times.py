@@ -66,7 +66,8 @@ class StepTimes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         return n * n_before + self.n_ubatch**2 * whole * (whole - 1) // 2 + rest * whole * self.n_ubatch
 
     def prompts_ms(self, pieces: Sequence[int]) -> float:
-        """Of pieces of prompts. On a GPU they fill ubatches together, on a CPU each has its own (`in_batch_order`)."""
+        """Of pieces of prompts. On a CPU each has its own ubatches; on a GPU they fill ubatches together, as pieces of
+        one length do (`in_batch_order`)."""
         together: Iterable[int] = [sum(pieces)] if self.on_gpu else pieces
         milliseconds = 0.0
         for n in together:

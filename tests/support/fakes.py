@@ -163,8 +163,8 @@ class FakeContext:
         self.steps: list[dict[int, int]] = []
         self.copying: set[int] = set()
         """seq_ids from or to which streams are copied in the next decode."""
-        self.n_unordered = 0
-        """Steps with streams whose rows of logits are not computed in batch order."""
+        self.last_rows: tuple[list[int], list[int]] = [], []
+        """The last decode's seq_ids, and whether each token wants logits."""
         self.vector_steps: list[dict[int, int]] = []  # of decodes of images
         self.reopen(n_ctx=n_ctx, kv_unified=kv_unified, sharing=sharing, n_more_ids=n_more_ids)
         self.fail_at: dict[int, LlamaError] = {}
@@ -243,9 +243,7 @@ class FakeContext:
         for seq_id in set(seq_ids):
             flags = [wants_logits[place] for place in range(n) if seq_ids[place] == seq_id]
             assert flags == sorted(flags), f"seq_id {seq_id} wants logits of tokens that are not its last ones"
-        if self.has_streams:
-            rows = [place for ubatch in ubatches(seq_ids, self.n_ubatch) for place in ubatch if wants_logits[place]]
-            self.n_unordered += rows != sorted(rows)
+        self.last_rows = seq_ids, wants_logits
         if self.min_rows > 1:
             for ubatch in ubatches(seq_ids, self.n_ubatch):
                 n_rows = sum(wants_logits[place] for place in ubatch)
@@ -267,6 +265,12 @@ class FakeContext:
                 self._moods.append(mood(cells, self.adapters))
         assert self.n_used <= self.n_ctx, f"{self.n_used} cells used of {self.n_ctx}"
         assert max(map(len, self.cells)) <= self.n_ctx_seq, f"a sequence is longer than {self.n_ctx_seq}"
+
+    def computes_rows_in_order(self) -> bool:
+        """Whether the last decode computes its rows of logits in batch order, where sequences have streams."""
+        seq_ids, wants_logits = self.last_rows
+        rows = [place for ubatch in ubatches(seq_ids, self.n_ubatch) for place in ubatch if wants_logits[place]]
+        return rows == sorted(rows)
 
     def decode_vectors(self, batch: EmbeddingBatch, *, causal: bool) -> None:
         """The first number of a vector is the byte that its cell holds, which is not a token. With multi-dimensional

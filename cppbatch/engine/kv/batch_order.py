@@ -73,8 +73,8 @@ def in_batch_order(rows: list[Entry], prefill: list[Entry], *, gpu_ubatch: int =
 
     On a CPU, short pieces are computed together, long ones one by one: together, each gets a small part of a ubatch,
     for which attention is slower. `gpu_ubatch`: the tokens of a ubatch on a GPU. There, each ubatch costs as much as
-    100 more tokens, so neighbours are computed together if that takes fewer ubatches: 16 prompts of 128 tokens do (1.6
-    times as fast), 15 of different lengths do not.
+    100 more tokens (an 8B in Q4_0 on an H100), so neighbours are computed together if that takes fewer ubatches: 16
+    prompts of 128 tokens do (1.6 times as fast), 15 of different lengths do not.
     """
     rows.sort(key=_seq_id)
     prefill.sort(key=_seq_id)
