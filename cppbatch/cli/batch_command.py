@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from collections import deque
+from collections.abc import Mapping
 from datetime import timedelta
 from functools import partial, wraps
 from itertools import islice
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from cppbatch.jobs.file_job import FileJob
     from cppbatch.jobs.input.format import Endpoint
     from cppbatch.server.api.batches.offline import OfflineJob
+    from cppbatch.sizing.attention import Load
 
 _SAMPLE_S = 0.25  # between two updates of the bar
 _N_SAMPLES = 20  # for the speed in the bar
@@ -142,11 +144,23 @@ def job_options(command: Command) -> Command:
     return with_options(with_job, _JOB_OPTIONS)
 
 
+def _load_of_job(arguments: Mapping[str, Any], config: EngineConfig) -> Load | None:
+    from cppbatch.jobs.input.reader import InputReader
+    from cppbatch.jobs.job_runner import expected_sizes
+    from cppbatch.server.api.batches.handler import URLS
+    from cppbatch.sizing.attention import load_of
+
+    job: FileJob = arguments["job"]
+    with InputReader(job.input_format, URLS) as reader:
+        sizes = expected_sizes(reader, job.defaults)
+    return load_of(sizes, config, f"as in {job.input_format.path.name}") if sizes else None
+
+
 @click.command(cls=GroupedCommand)
 @job_options  # first, so that their errors come before a model is downloaded
 @deployment_options
 @partial(engine_options, without=("max_wait_ms",))
-@profile_and_memory_options
+@partial(profile_and_memory_options, load_of=_load_of_job)
 def batch(
     *,
     config: EngineConfig,

@@ -169,8 +169,8 @@ def _attention(model: Path) -> Iterator[Finding]:
 
     plan = plan_attention(EngineConfig(str(model)), ())
     if plan.line or not plan.proposal:
-        yield Finding(
-            "attention", plan.line or "llama.cpp's choice, with cells in f16: no alternative is clearly faster"
-        )
+        with_load = f" with {plan.load}" if plan.load else ""
+        kept = f"llama.cpp's choice, with cells in f16: no alternative is clearly faster{with_load}"
+        yield Finding("attention", plan.line or kept)
     if plan.proposal:
         yield Finding("attention", plan.proposal, is_note=True)

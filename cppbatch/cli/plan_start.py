@@ -13,13 +13,15 @@ from cppbatch.config import EngineConfig, available_threads
 from cppbatch.errors import ModelError
 from cppbatch.models.file_header import read_header
 from cppbatch.models.inspect import ModelFacts, describe_draft, inspect_model
-from cppbatch.sizing.attention import ATTENTION, plan_attention
+from cppbatch.sizing.attention import ATTENTION, Load, plan_attention
 from cppbatch.sizing.demand import HOST, format_gib, location, memory_demands
 from cppbatch.sizing.estimate import MemoryEstimate
 from cppbatch.sizing.machine import free_host_memory
 from cppbatch.sizing.profile import profile_path
 from cppbatch.sizing.profile import use_profile as with_profile
 from cppbatch.sizing.sizes import SIZES, Engines, Planned, candidates_for, check_planned, first_ample
+
+LoadOf = Callable[[EngineConfig], Load | None]
 
 
 def plan_start(
@@ -31,11 +33,13 @@ def plan_start(
     memory_check: bool,
     say: Callable[[str], object],
     says_start: bool = True,
+    load: LoadOf = lambda config: None,
 ) -> EngineConfig:
     """`config` with the settings of its profile, and with sizes that fit where neither sets them.
 
     `given`: the settings that the user has given. `engines`: the settings of all engines. `memory_check`: False skips
-    the memory estimate. `say` gets the lines; without `says_start` only the one about the profile in use.
+    the memory estimate. `say` gets the lines; without `says_start` only the one about the profile in use. `load`:
+    the load to choose attention for, if it is known.
     Raises `ConfigError` if the engines need more memory than is free.
     """
     decided = set(given)
@@ -45,7 +49,7 @@ def plan_start(
         if used.line:
             say(used.line)
     candidates = candidates_for(config, decided) if memory_check else [config]
-    attention = plan_attention(candidates[0], decided)
+    attention = plan_attention(candidates[0], decided, load(candidates[0]))
     planned = Planned(attention.config, None)
     if memory_check:
         planned = first_ample([_with_attention(each, attention.config) for each in candidates], engines)

@@ -7,11 +7,15 @@ import sys
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from itertools import islice
 from operator import itemgetter
 from typing import Any, Protocol, TypeVar
 
+import msgspec
+
+from cppbatch.engine.observe.request_sizes import RequestSizes
 from cppbatch.errors import StorageError
-from cppbatch.jobs.job_request import JobRequest, RejectedLine, RequestHandler
+from cppbatch.jobs.job_request import JobRequest, Json, RejectedLine, RequestHandler
 from cppbatch.jobs.journal import Journal, ResultLine, response_line
 
 T = TypeVar("T")
@@ -180,6 +184,7 @@ _CHARS_PER_TOKEN = 4
 _PROMPT_FIELDS = ("tools", "system", "instructions", "messages", "prompt", "input")
 """The prompt fields of all endpoints, in the order in which they appear in a prompt."""
 _MAX_TOKENS_FIELDS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
+_SIZED_REQUESTS, _MAX_OUTPUT_TOKENS = 256, 1 << 20
 _DEFAULT_OUTPUT_TOKENS = 256
 """The estimated output length of a request that does not limit it."""
 
@@ -223,6 +228,20 @@ def order_requests(requests: list[JobRequest], *, longest_first: bool) -> list[J
         group.sort(key=itemgetter(0), reverse=True)
     by_longest = sorted(groups.values(), key=lambda group: group[0][0], reverse=True)
     return [request for group in by_longest for _, request in group]
+
+
+def expected_sizes(lines: Iterable[JobRequest | RejectedLine], defaults: Json) -> RequestSizes | None:
+    """The estimated sizes of a job's first requests, with answers as long as allowed; None without requests.
+
+    `defaults`: body fields for requests that do not set them.
+    """
+    first = [line for line in islice(lines, _SIZED_REQUESTS) if isinstance(line, JobRequest)]
+    requests = [msgspec.structs.replace(request, body=defaults | request.body) for request in first]
+    if not requests:
+        return None
+    prompt_tokens = sum(_prompt_prefix(request)[1] for request in requests) / _CHARS_PER_TOKEN
+    output_tokens = sum(min(max(_output_tokens(request), 1), _MAX_OUTPUT_TOKENS) for request in requests)
+    return RequestSizes(len(requests), prompt_tokens, prompt_tokens, output_tokens)
 
 
 def _prompt_prefix(request: JobRequest) -> tuple[str, int]:

@@ -13,6 +13,7 @@ from msgspec.structs import replace
 
 from cppbatch.config import CacheType, EngineConfig, KvLayout
 from cppbatch.engine.kv.layout import choose_flash_attn, choose_layout, switches_layout
+from cppbatch.engine.observe.request_sizes import RequestSizes, known_sizes
 from cppbatch.errors import ModelError
 from cppbatch.findings import finding_path, read_finding, write_finding
 from cppbatch.models.attention_times import (
@@ -45,12 +46,15 @@ class AttentionPlan(NamedTuple):
     """A faster alternative, and the command that enables it."""
     unmeasured: Attention | None = None
     """The attention of the proposal."""
+    load: str | None = None
+    """The load for which attention was compared; None: it was not."""
 
 
-def plan_attention(config: EngineConfig, given: Collection[str]) -> AttentionPlan:
-    """`config` with the attention that is clearly fastest here for the load of its sizes.
+def plan_attention(config: EngineConfig, given: Collection[str], load: Load | None = None) -> AttentionPlan:
+    """`config` with the attention that is clearly fastest here for a load.
 
-    `given`: the settings set by the user or a profile. Nothing changes on a GPU, with `deterministic`, a draft model,
+    `given`: the settings set by the user or a profile. `load`: None means that of the model's earlier requests, or one
+    that follows from the sizes. Nothing changes on a GPU, with `deterministic`, a draft model,
     or layers with other kinds of attention. Takes a second or two if attention has never been timed here for these
     heads, else milliseconds.
     """
@@ -75,11 +79,11 @@ def plan_attention(config: EngineConfig, given: Collection[str]) -> AttentionPla
     present = choose_flash_attn(config, layout, on_gpu=False, has_amx=times.has_amx)  # llama.cpp's auto is on
     now = Attention("off" if present == "off" else "on", config.cache_type_k, config.cache_type_v)
     costs = Costs(times, shape.n_layer, WeightTimes(*of_weights) if of_weights else None)
-    load, allowed = usual_load(config), _allowed(config, given, now)
+    load, allowed = load or earlier_load(config) or usual_load(config), _allowed(config, given, now)
     if switches_layout(config, has_kv_cells=True):
         allowed = (each for each in allowed if each.types == now.types or suits_unified(costs, load, each))
     choice = choose_attention(costs, load, now, allowed, known_excess(model))
-    return _plan(config, now, choice, "steps" if of_weights else "attention")
+    return _plan(config, now, choice, load, "steps" if of_weights else "attention")
 
 
 def _task(config: EngineConfig, shape: Shape, layout: KvLayout) -> AttentionTask:
@@ -103,9 +107,9 @@ def _allowed(config: EngineConfig, given: Collection[str], now: Attention) -> It
             yield Attention("on", k, v)
 
 
-def _plan(config: EngineConfig, now: Attention, choice: AttentionChoice, what: str) -> AttentionPlan:
-    n = config.n_parallel
-    cells = f"{usual_load(config).n_cells:,.0f} tokens in " + (f"each of {n} sequences" if n > 1 else "a sequence")
+def _plan(config: EngineConfig, now: Attention, choice: AttentionChoice, load: Load, what: str) -> AttentionPlan:
+    n = load.n_parallel
+    cells = f"{load.n_cells:,.0f} tokens in " + (f"each of {n} sequences" if n > 1 else "a sequence") + load.source
     proposal = None
     if choice.proposal:
         file = shlex.quote(config.model_path)
@@ -116,12 +120,12 @@ def _plan(config: EngineConfig, now: Attention, choice: AttentionChoice, what: s
         )
     unmeasured = choice.proposal and choice.proposal.attention
     if choice.best is None:
-        return AttentionPlan(config, None, proposal, unmeasured)
+        return AttentionPlan(config, None, proposal, unmeasured, cells)
     best, gain = choice.best
     line = (
         f"{_named(best)}: {what} about {gain:.2f}x as fast as with {_named(now)}, with {cells}; set it with these flags"
     )
-    return AttentionPlan(_with(config, choice.best), line, proposal, unmeasured)
+    return AttentionPlan(_with(config, choice.best), line, proposal, unmeasured, cells)
 
 
 def _with(config: EngineConfig, best: Faster) -> EngineConfig:
@@ -161,7 +165,9 @@ class Load(NamedTuple):
     n_cells: float
     """Of a sequence that decodes, on average."""
     prompt_tokens: float = 1.0
-    """Per generated token."""
+    """Computed per generated token."""
+    source: str = ""
+    """Where it is known from, after the number of tokens: " (as in earlier requests)"."""
 
 
 class WeightTimes(NamedTuple):
@@ -202,6 +208,18 @@ class AttentionChoice(NamedTuple):
 def usual_load(config: EngineConfig) -> Load:
     """The assumed load if only the sizes are known: sequences are half full, at most half of 1,024 cells."""
     return Load(config.n_parallel, min(config.n_ctx // config.n_parallel, _MOST_CELLS) / 2)
+
+
+def earlier_load(config: EngineConfig) -> Load | None:
+    """The load of the model's earlier requests on this machine; None if there were few."""
+    sizes = known_sizes(Path(config.model_path))
+    return load_of(sizes, config, "as in earlier requests") if sizes else None
+
+
+def load_of(sizes: RequestSizes, config: EngineConfig, source: str) -> Load:
+    """The load of requests of these sizes. `source`: where they are from, for messages."""
+    n_cells = min(sizes.context, config.n_ctx)
+    return Load(config.n_parallel, n_cells, sizes.computed_tokens / sizes.output_tokens, f" ({source})")
 
 
 def choose_attention(

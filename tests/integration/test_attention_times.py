@@ -15,6 +15,7 @@ from cppbatch.bench.quality import measure_proposal
 from cppbatch.cli.models_command import models
 from cppbatch.config import EngineConfig
 from cppbatch.engine.engine import BatchInferenceEngine
+from cppbatch.engine.observe.request_sizes import keep_sizes
 from cppbatch.engine.params import SamplingParams
 from cppbatch.models import attention_times as module
 from cppbatch.models.attention_times import (
@@ -27,7 +28,7 @@ from cppbatch.models.attention_times import (
 )
 from cppbatch.models.synthetic import LlamaShape, write_llama
 from cppbatch.sizing import attention
-from cppbatch.sizing.attention import keep_excess, known_excess, plan_attention
+from cppbatch.sizing.attention import AttentionPlan, Load, keep_excess, known_excess, plan_attention
 
 SMALL = Shape(n_layer=2, n_head=4, n_head_kv=2, head_k=32, head_v=32)
 
@@ -126,7 +127,28 @@ def test_cells_get_the_faster_type_once_its_divergence_is_known(
     assert after.config == replace(config, cache_type_k="q8_0", cache_type_v="q8_0", stream_flash_attn="on")
     assert after.proposal is None
     know_quality(config, "q8_0 q8_0", 0.002)
-    assert plan_attention(config, ()) == (config, None, None, None)
+    assert plan_attention(config, ())[:3] == (config, None, None)
+
+
+def test_attention_is_chosen_for_the_lengths_of_earlier_requests(
+    config: EngineConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Up to 512 tokens both take the same time, beyond that flash attention takes longer."""
+    short, long = {128: 1.0, 512: 4.0}, {128: 1.0, 512: 4.0, 2048: 8.0}
+    rows = {"on f16 f16": {**short, 2048: 32.0}, "off f16 f16": long}
+    monkeypatch.setattr(attention, "attention_times", lambda task: AttentionTimes(rows, rows))
+    with BatchInferenceEngine(config) as engine:
+        stats = replace(engine.stats(), finished={"stop": 20}, prompt_tokens=30_000, generated_tokens=2_000)
+    model = Path(config.model_path)
+    assert plan_attention(config, ()).line is None
+    keep_sizes(model, replace(stats, finished={"stop": 2}))
+    assert plan_attention(config, ()).line is None, "two requests say nothing"
+    keep_sizes(model, stats)
+    line = plan_attention(config, ()).line
+    assert line
+    assert "tokens in each of 2 sequences (as in earlier requests)" in line
+    from_file = Load(2, 100.0, source=" (as in a.jsonl)")
+    assert plan_attention(config, (), from_file).line is None, "the lengths of a file come first"
 
 
 def test_given_settings_are_kept(config: EngineConfig, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -144,7 +166,7 @@ def test_llama_cpp_decides_on_a_gpu_and_deterministic_keeps_its_cache(
     for other in (replace(config, deterministic=True), replace(config, draft_model="draft.gguf")):
         assert plan_attention(other, ()).config == other
     monkeypatch.setattr(attention, "has_gpu", lambda: True)
-    assert plan_attention(config, ()) == (config, None, None, None)
+    assert plan_attention(config, ()) == AttentionPlan(config)
     assert plan_attention(replace(config, n_gpu_layers=0), ()).line
 
 

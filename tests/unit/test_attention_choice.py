@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from cppbatch.config import EngineConfig
+from cppbatch.engine.observe.request_sizes import RequestSizes
 from cppbatch.models.attention_times import Attention, AttentionTimes
 from cppbatch.sizing.attention import (
     CLEAR_GAIN,
@@ -14,6 +15,7 @@ from cppbatch.sizing.attention import (
     Load,
     WeightTimes,
     choose_attention,
+    load_of,
     suits_unified,
     usual_load,
 )
@@ -110,8 +112,15 @@ def test_without_times_of_both_attentions_nothing_is_chosen() -> None:
 
 
 def test_the_usual_load_is_half_of_a_chat_or_of_a_shorter_stream() -> None:
-    assert usual_load(EngineConfig("model.gguf", n_ctx=65536, n_parallel=16)) == (16, 512, 1)
-    assert usual_load(EngineConfig("model.gguf", n_ctx=4096, n_parallel=16)) == (16, 128, 1)
+    assert usual_load(EngineConfig("model.gguf", n_ctx=65536, n_parallel=16)) == Load(16, 512)
+    assert usual_load(EngineConfig("model.gguf", n_ctx=4096, n_parallel=16)) == Load(16, 128)
+
+
+def test_the_load_of_known_requests_has_their_contexts_and_computed_prompts() -> None:
+    sizes = RequestSizes(requests=10, prompt_tokens=20_000, computed_tokens=5_000, output_tokens=1_000)
+    config = EngineConfig("model.gguf", n_ctx=65536, n_parallel=16)
+    assert load_of(sizes, config, "as in a.jsonl") == Load(16, 2050, 5, " (as in a.jsonl)")
+    assert load_of(sizes, EngineConfig("model.gguf", n_ctx=512, n_parallel=1), "").n_cells == 512
 
 
 def test_times_beyond_the_longest_context_grow_with_its_cells() -> None:

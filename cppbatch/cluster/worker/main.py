@@ -53,6 +53,7 @@ from cppbatch.cluster.worker.threads import InputThreads, StepLoop
 from cppbatch.config import EngineConfig
 from cppbatch.engine.core import EngineCore
 from cppbatch.engine.disk.slots import SlotPrefix, SlotReport
+from cppbatch.engine.observe.request_sizes import keep_sizes
 from cppbatch.engine.request import FinishReason, GenerationEvent
 from cppbatch.engine.runtime import Runtime
 from cppbatch.engine.sequence import Seq
@@ -81,6 +82,8 @@ class Worker:
         """Runs until the server sends `Stop` or kills this process."""
         threading.Thread(target=self._receive, name="cppbatch-receiver", daemon=True).start()
         self._step_loop.run(self._engine)
+        with contextlib.suppress(OSError):  # the model's file was removed meanwhile
+            keep_sizes(Path(self._engine.config.model_path), self._engine.stats())
         self._engine.close()
 
     # --- on the receiver's thread -----------------------------------------------------------------------------------
