@@ -13,10 +13,10 @@ from typing import Any, Protocol, TypeVar
 
 import msgspec
 
-from cppbatch.engine.observe.request_sizes import RequestSizes
 from cppbatch.errors import StorageError
 from cppbatch.jobs.job_request import JobRequest, Json, RejectedLine, RequestHandler
 from cppbatch.jobs.journal import Journal, ResultLine, response_line
+from cppbatch.models.attention_times import RequestSizes
 
 T = TypeVar("T")
 

@@ -1,4 +1,5 @@
-"""The cost of attention on this CPU by cache types and flash attention, timed in a child process and cached."""
+"""What attention is chosen by: its cost on this CPU by cache types and flash attention, timed in a child process and
+cached, and the sizes of a model's requests."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ import msgspec
 from cppbatch.config import CacheType, KvLayout
 from cppbatch.findings import build_key, finding_path, library_folder, read_finding, write_finding
 from cppbatch.models.file_header import read_header
-from cppbatch.models.find import model_parts
+from cppbatch.models.find import file_identity, model_parts
 from cppbatch.models.kernels import interpolate
 
 log = logging.getLogger("cppbatch.kernels")
@@ -145,3 +146,43 @@ def attention_times(task: AttentionTask) -> AttentionTimes | None:
 def child_command() -> list[str]:
     """The command of the child process."""
     return [sys.executable, "-m", "cppbatch.llama.attention_child"]
+
+
+# --- request sizes ---------------------------------------------------------------------------------------------------
+# Kept when an engine ends, so that later starts can choose attention for them.
+
+
+_LEAST_REQUESTS = 16  # fewer say little about the next ones
+
+
+class RequestSizes(NamedTuple):
+    """Sums over requests. Those of earlier engines count half as much each time another one ends."""
+
+    requests: float
+    prompt_tokens: float
+    """Including those from the prefix cache."""
+    computed_tokens: float
+    """Of the prompts."""
+    output_tokens: float
+
+    @property
+    def context(self) -> float:
+        """Tokens of a sequence while it decodes, on average."""
+        return (self.prompt_tokens + self.output_tokens / 2) / self.requests
+
+
+def known_sizes(model: Path) -> RequestSizes | None:
+    """The sizes of earlier requests to this file; None if there were few. Raises `OSError` if it cannot be read."""
+    known = read_finding(_sizes_path(model), RequestSizes)
+    return known if known and known.requests >= _LEAST_REQUESTS and known.output_tokens else None
+
+
+def keep_sizes(model: Path, sizes: RequestSizes) -> None:
+    """Adds the requests of an engine to those of earlier ones. Raises `OSError` if the file cannot be read."""
+    path = _sizes_path(model)
+    before = read_finding(path, RequestSizes) or RequestSizes(0, 0, 0, 0)
+    write_finding(path, RequestSizes(*(new + old / 2 for new, old in zip(sizes, before, strict=True))))
+
+
+def _sizes_path(model: Path) -> Path:
+    return finding_path("request-sizes", hashlib.sha256(repr(file_identity(model)).encode()).hexdigest()[:16])

@@ -13,16 +13,17 @@ from msgspec.structs import replace
 
 from cppbatch.config import CacheType, EngineConfig, KvLayout
 from cppbatch.engine.kv.layout import choose_flash_attn, choose_layout, switches_layout
-from cppbatch.engine.observe.request_sizes import RequestSizes, known_sizes
 from cppbatch.errors import ModelError
 from cppbatch.findings import finding_path, read_finding, write_finding
 from cppbatch.models.attention_times import (
     Attention,
     AttentionTask,
     AttentionTimes,
+    RequestSizes,
     Shape,
     attention_shape,
     attention_times,
+    known_sizes,
 )
 from cppbatch.models.find import file_identity
 from cppbatch.models.inspect import inspect_model

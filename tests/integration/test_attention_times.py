@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from pathlib import Path
 
@@ -13,18 +14,22 @@ from cppbatch import findings
 from cppbatch.bench import quality
 from cppbatch.bench.quality import measure_proposal
 from cppbatch.cli.models_command import models
+from cppbatch.cluster.engines.process import EngineProcess
 from cppbatch.config import EngineConfig
 from cppbatch.engine.engine import BatchInferenceEngine
-from cppbatch.engine.observe.request_sizes import keep_sizes
 from cppbatch.engine.params import SamplingParams
+from cppbatch.engine.request import GenerationRequest
 from cppbatch.models import attention_times as module
 from cppbatch.models.attention_times import (
     Attention,
     AttentionTask,
     AttentionTimes,
+    RequestSizes,
     Shape,
     attention_shape,
     attention_times,
+    keep_sizes,
+    known_sizes,
 )
 from cppbatch.models.synthetic import LlamaShape, write_llama
 from cppbatch.sizing import attention
@@ -137,18 +142,37 @@ def test_attention_is_chosen_for_the_lengths_of_earlier_requests(
     short, long = {128: 1.0, 512: 4.0}, {128: 1.0, 512: 4.0, 2048: 8.0}
     rows = {"on f16 f16": {**short, 2048: 32.0}, "off f16 f16": long}
     monkeypatch.setattr(attention, "attention_times", lambda task: AttentionTimes(rows, rows))
-    with BatchInferenceEngine(config) as engine:
-        stats = replace(engine.stats(), finished={"stop": 20}, prompt_tokens=30_000, generated_tokens=2_000)
-    model = Path(config.model_path)
+    model, sizes = Path(config.model_path), RequestSizes(20, 30_000, 30_000, 2_000)
     assert plan_attention(config, ()).line is None
-    keep_sizes(model, replace(stats, finished={"stop": 2}))
+    keep_sizes(model, sizes._replace(requests=2))
     assert plan_attention(config, ()).line is None, "two requests say nothing"
-    keep_sizes(model, stats)
+    keep_sizes(model, sizes)
     line = plan_attention(config, ()).line
     assert line
     assert "tokens in each of 2 sequences (as in earlier requests)" in line
     from_file = Load(2, 100.0, source=" (as in a.jsonl)")
     assert plan_attention(config, (), from_file).line is None, "the lengths of a file come first"
+
+
+async def test_a_worker_keeps_the_sizes_of_its_requests(
+    tiny_llama: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
+    monkeypatch.setattr(findings, "user_cache_path", lambda name: cache / name)  # that of the worker
+    params = SamplingParams(max_tokens=5, ignore_eos=True)
+
+    async def run(engine: EngineProcess, number: int) -> None:
+        request = GenerationRequest(id=f"{number}", prompt=list(range(3, 23)), params=params)
+        assert [event async for event in engine.submit(request)][-1].finish_reason == "length"
+
+    async with EngineProcess(tiny_llama, n_ctx=512, n_parallel=4, n_threads=1) as engine:
+        await run(engine, 0)
+        await asyncio.gather(*(run(engine, number) for number in range(1, 20)))
+    sizes = known_sizes(tiny_llama)
+    assert sizes
+    assert (sizes.requests, sizes.output_tokens) == (20, 100)
+    assert sizes.prompt_tokens == pytest.approx(400, abs=20), "the last token of a cached prompt may be a decode row"
+    assert sizes.computed_tokens < 60, "the other prompts are in the prefix cache"
 
 
 def test_given_settings_are_kept(config: EngineConfig, monkeypatch: pytest.MonkeyPatch) -> None:

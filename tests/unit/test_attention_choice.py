@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from cppbatch.config import EngineConfig
-from cppbatch.engine.observe.request_sizes import RequestSizes
-from cppbatch.models.attention_times import Attention, AttentionTimes
+from cppbatch.models.attention_times import Attention, AttentionTimes, RequestSizes
 from cppbatch.sizing.attention import (
     CLEAR_GAIN,
     MAX_EXCESS_KL,

@@ -53,12 +53,12 @@ from cppbatch.cluster.worker.threads import InputThreads, StepLoop
 from cppbatch.config import EngineConfig
 from cppbatch.engine.core import EngineCore
 from cppbatch.engine.disk.slots import SlotPrefix, SlotReport
-from cppbatch.engine.observe.request_sizes import keep_sizes
 from cppbatch.engine.request import FinishReason, GenerationEvent
 from cppbatch.engine.runtime import Runtime
 from cppbatch.engine.sequence import Seq
 from cppbatch.errors import CppBatchError, EngineClosed, InvalidRequest, RequestCancelled
 from cppbatch.llama.backend import Backend
+from cppbatch.models.attention_times import RequestSizes, keep_sizes
 
 log = logging.getLogger("cppbatch.worker")
 
@@ -82,9 +82,16 @@ class Worker:
         """Runs until the server sends `Stop` or kills this process."""
         threading.Thread(target=self._receive, name="cppbatch-receiver", daemon=True).start()
         self._step_loop.run(self._engine)
-        with contextlib.suppress(OSError):  # the model's file was removed meanwhile
-            keep_sizes(Path(self._engine.config.model_path), self._engine.stats())
+        self._keep_sizes()
         self._engine.close()
+
+    def _keep_sizes(self) -> None:
+        stats = self._engine.stats()
+        prompt_tokens = stats.prompt_tokens + stats.prefix_hit_tokens
+        sizes = RequestSizes(sum(stats.finished.values()), prompt_tokens, stats.prompt_tokens, stats.generated_tokens)
+        if sizes.output_tokens:
+            with contextlib.suppress(OSError):  # the model's file was removed meanwhile
+                keep_sizes(Path(self._engine.config.model_path), sizes)
 
     # --- on the receiver's thread -----------------------------------------------------------------------------------
 
