@@ -83,6 +83,8 @@ class Worker:
         threading.Thread(target=self._receive, name="cppbatch-receiver", daemon=True).start()
         self._step_loop.run(self._engine)
         self._keep_sizes()
+        self._engine.inputs.close()  # a grammar may take 10 s to compile
+        self._input_threads.close()  # these threads read the model
         self._engine.close()
 
     def _keep_sizes(self) -> None:
