@@ -14,6 +14,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pyarrow.parquet as pq
@@ -21,6 +22,7 @@ import pytest
 
 from cppbatch import BatchInferenceEngine, EngineConfig, SamplingParams
 from cppbatch.llama import Backend
+from cppbatch.llama.backend import Device
 from cppbatch.models.file_header import read_header
 from cppbatch.sizing.profile import TunedSettings, save_profile
 from tests.support import tiny_models
@@ -130,6 +132,21 @@ def test_gpu_layers_on_a_cpu_only_build_are_a_warning(tiny_llama: Path, caplog: 
     with caplog.at_level(logging.WARNING), BatchInferenceEngine(tiny_llama, n_ctx=256, n_gpu_layers=99):
         warned = "n_gpu_layers (-ngl) is 99, but this build of llama.cpp is CPU-only" in caplog.text
     assert warned is not Backend.get().supports_gpu
+
+
+@pytest.mark.parametrize("settings", [{}, {"kv_layout": "unified", "flash_attn": "on"}, {"n_gpu_layers": 0}])
+def test_an_openvino_device_is_named_with_the_settings_that_work_on_it(
+    tiny_llama: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any]
+) -> None:
+    device = Device("OPENVINO0", "OpenVINO Runtime", "GPU", 0, 0)
+    monkeypatch.setattr(Backend, "devices", lambda backend: [device])
+    with BatchInferenceEngine(tiny_llama, n_ctx=256, **settings):
+        pass
+    expected = (
+        "OPENVINO0 (OpenVINO Runtime) computes only with kv_layout (--kv-layout) unified and flash_attn (-fa) on; set "
+        "both, or n_gpu_layers (-ngl) to 0"
+    )
+    assert (expected in caplog.text) is not bool(settings)
 
 
 def test_the_description_has_the_number_of_weights(tiny_llama: Path) -> None:

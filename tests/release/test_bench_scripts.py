@@ -38,11 +38,9 @@ def llama_server(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_llama_server(tmp_path_factory.mktemp("peers") / "llama-server")
 
 
-def test_both_servers_are_measured_in_turns_alone_and_beside_a_busy_core(
-    llama_server: Path, default_model: Path
-) -> None:
+def test_both_servers_are_measured_in_turns_alone_and_beside_a_busy_core(llama_server: Path, tiny_llama: Path) -> None:
     few = ["--load", "shared-prefix", "--clients", "2", "--requests", 2, "--turns", 1]
-    printed = script("bench_llama_server.py", llama_server, "-m", default_model, *few, "--busy-core", "--ours=-np 2")
+    printed = script("bench_llama_server.py", llama_server, "-m", tiny_llama, *few, "--busy-core", "--ours=-np 2")
     assert "Kept: `--no-kv-unified -fa on -ctk q8_0 -ctv q8_0`" in printed
     figures = rows(printed)
     for state in ("shared-prefix", "shared-prefix beside a busy core"):
@@ -54,19 +52,19 @@ def test_both_servers_are_measured_in_turns_alone_and_beside_a_busy_core(
     assert len(figures["shared-prefix: tokens/s beside a busy core / alone"]) == 2
 
 
-def test_llama_server_s_drafts_are_tried_where_texts_repeat(llama_server: Path, default_model: Path) -> None:
+def test_llama_server_s_drafts_are_tried_where_texts_repeat(llama_server: Path, tiny_llama: Path) -> None:
     few = ["--load", "job", "--clients", "2", "--requests", 2, "--turns", 1, "--ours=-np 2"]
     known = "--theirs=--no-kv-unified -fa on"
-    printed = script("bench_llama_server.py", llama_server, "-m", default_model, *few, known)
+    printed = script("bench_llama_server.py", llama_server, "-m", tiny_llama, *few, known)
     assert "Kept: `--no-kv-unified -fa on --spec-type ngram-mod" in printed
     assert "2 requests, 2 at once" in printed
     assert rows(printed)["job: failed requests"][:2] == ["0 of 2", "0 of 2"]
 
 
-def test_aiperf_can_make_the_load(llama_server: Path, default_model: Path, tmp_path: Path) -> None:
+def test_aiperf_can_make_the_load(llama_server: Path, tiny_llama: Path, tmp_path: Path) -> None:
     aiperf = write_aiperf(tmp_path / "aiperf")
     few = ["--load", "full-cells", "--requests", 4, "--turns", 1, "--theirs=-kvu -fa on"]
-    figures = rows(script("bench_llama_server.py", llama_server, "-m", default_model, *few, "--aiperf", aiperf))
+    figures = rows(script("bench_llama_server.py", llama_server, "-m", tiny_llama, *few, "--aiperf", aiperf))
     assert figures["full-cells: output tokens/s"] == ["600.0", "300.0", "2.00 (2.00 to 2.00)"]
     assert figures["full-cells: longest gap, ms"][:2] == ["50.0", "50.0"]
     assert figures["full-cells: failed requests"][:2] == ["1 of 4", "1 of 4"]
@@ -176,9 +174,9 @@ def test_the_gain_of_a_draft_head_is_simulated_at_a_known_acceptance() -> None:
     assert gains[5] > 1.15
 
 
-def test_drafts_that_are_all_right_show_what_rows_cost(default_model: Path) -> None:
+def test_drafts_that_are_all_right_show_what_rows_cost(tiny_llama: Path) -> None:
     few = ("--workloads", "quote", "--repeats", 1, "--new-tokens", 8)
-    printed = script("bench_perfect_drafts.py", default_model, "-B", "1", *few)
+    printed = script("bench_perfect_drafts.py", tiny_llama, "-B", "1", *few)
     assert re.fullmatch(r"quote, B = 1: [\d.]+x \([\d.]+\)\n", printed)
 
 
@@ -198,8 +196,8 @@ def test_a_sleeping_server_needs_little_memory_and_wakes_with_the_first_request(
 # --- streams beside images ---
 
 
-def test_streams_are_measured_alone_beside_images_and_beside_texts(default_model: Path) -> None:
-    printed = script("bench_media.py", "-m", default_model, "--repeats", 1, "--seconds", 2)
+def test_streams_are_measured_alone_beside_images_and_beside_texts(tiny_llama: Path) -> None:
+    printed = script("bench_media.py", "-m", tiny_llama, "--repeats", 1, "--seconds", 2)
     figures = rows(printed)
     for name in ("8 streams alone", "with pictures", "with texts of as many tokens"):
         p50, p95, longest = map(number, figures[name][:3])
