@@ -61,10 +61,10 @@ def test_llama_server_s_drafts_are_tried_where_texts_repeat(llama_server: Path, 
     assert rows(printed)["job: failed requests"][:2] == ["0 of 2", "0 of 2"]
 
 
-def test_aiperf_can_make_the_load(llama_server: Path, tiny_llama: Path, tmp_path: Path) -> None:
+def test_aiperf_can_make_the_load(llama_server: Path, default_model: Path, tmp_path: Path) -> None:
     aiperf = write_aiperf(tmp_path / "aiperf")
     few = ["--load", "full-cells", "--requests", 4, "--turns", 1, "--theirs=-kvu -fa on"]
-    figures = rows(script("bench_llama_server.py", llama_server, "-m", tiny_llama, *few, "--aiperf", aiperf))
+    figures = rows(script("bench_llama_server.py", llama_server, "-m", default_model, *few, "--aiperf", aiperf))
     assert figures["full-cells: output tokens/s"] == ["600.0", "300.0", "2.00 (2.00 to 2.00)"]
     assert figures["full-cells: longest gap, ms"][:2] == ["50.0", "50.0"]
     assert figures["full-cells: failed requests"][:2] == ["1 of 4", "1 of 4"]
@@ -174,9 +174,9 @@ def test_the_gain_of_a_draft_head_is_simulated_at_a_known_acceptance() -> None:
     assert gains[5] > 1.15
 
 
-def test_drafts_that_are_all_right_show_what_rows_cost(tiny_llama: Path) -> None:
+def test_drafts_that_are_all_right_show_what_rows_cost(default_model: Path) -> None:
     few = ("--workloads", "quote", "--repeats", 1, "--new-tokens", 8)
-    printed = script("bench_perfect_drafts.py", tiny_llama, "-B", "1", *few)
+    printed = script("bench_perfect_drafts.py", default_model, "-B", "1", *few)
     assert re.fullmatch(r"quote, B = 1: [\d.]+x \([\d.]+\)\n", printed)
 
 
@@ -196,8 +196,8 @@ def test_a_sleeping_server_needs_little_memory_and_wakes_with_the_first_request(
 # --- streams beside images ---
 
 
-def test_streams_are_measured_alone_beside_images_and_beside_texts(tiny_llama: Path) -> None:
-    printed = script("bench_media.py", "-m", tiny_llama, "--repeats", 1, "--seconds", 2)
+def test_streams_are_measured_alone_beside_images_and_beside_texts(default_model: Path) -> None:
+    printed = script("bench_media.py", "-m", default_model, "--repeats", 1, "--seconds", 2)
     figures = rows(printed)
     for name in ("8 streams alone", "with pictures", "with texts of as many tokens"):
         p50, p95, longest = map(number, figures[name][:3])
