@@ -150,6 +150,8 @@ def _load_of_job(arguments: Mapping[str, Any], config: EngineConfig) -> Load | N
     from cppbatch.server.api.batches.handler import URLS
     from cppbatch.sizing.attention import load_of
 
+    if config.mmproj:
+        return None  # the tokens of images and audio do not follow from their bytes
     job: FileJob = arguments["job"]
     with InputReader(job.input_format, URLS) as reader:
         sizes = expected_sizes(reader, job.defaults)
