@@ -36,8 +36,8 @@ if TYPE_CHECKING:
     from cppbatch.cluster.deployment import Deployment
     from cppbatch.jobs.file_job import FileJob
     from cppbatch.jobs.input.format import Endpoint
+    from cppbatch.models.attention_times import RequestSizes
     from cppbatch.server.api.batches.offline import OfflineJob
-    from cppbatch.sizing.attention import Load
 
 _SAMPLE_S = 0.25  # between two updates of the bar
 _N_SAMPLES = 20  # for the speed in the bar
@@ -144,25 +144,23 @@ def job_options(command: Command) -> Command:
     return with_options(with_job, _JOB_OPTIONS)
 
 
-def _load_of_job(arguments: Mapping[str, Any], config: EngineConfig) -> Load | None:
+def _job_sizes(arguments: Mapping[str, Any], config: EngineConfig) -> RequestSizes | None:
     from cppbatch.jobs.input.reader import InputReader
     from cppbatch.jobs.job_runner import expected_sizes
     from cppbatch.server.api.batches.handler import URLS
-    from cppbatch.sizing.attention import load_of
 
     if config.mmproj:
         return None  # the tokens of images and audio do not follow from their bytes
     job: FileJob = arguments["job"]
     with InputReader(job.input_format, URLS) as reader:
-        sizes = expected_sizes(reader, job.defaults)
-    return load_of(sizes, config, f"as in {job.input_format.path.name}") if sizes else None
+        return expected_sizes(reader, job.defaults)
 
 
 @click.command(cls=GroupedCommand)
 @job_options  # first, so that their errors come before a model is downloaded
 @deployment_options
 @partial(engine_options, without=("max_wait_ms",))
-@partial(profile_and_memory_options, load_of=_load_of_job)
+@partial(profile_and_memory_options, sizes_of=_job_sizes)
 def batch(
     *,
     config: EngineConfig,

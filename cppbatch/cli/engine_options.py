@@ -21,7 +21,7 @@ from cppbatch.errors import ConfigError
 
 if TYPE_CHECKING:
     from cppbatch.cluster.deployment import Deployment
-    from cppbatch.sizing.attention import Load
+    from cppbatch.models.attention_times import RequestSizes
 
 Command = Callable[..., Any]
 Option = Callable[[Command], Command]
@@ -444,11 +444,11 @@ def profile_and_memory_options(
     *,
     says_start: Callable[[], bool] = lambda: True,
     to_stderr: bool = True,
-    load_of: Callable[[Mapping[str, Any], EngineConfig], Load | None] = lambda arguments, config: None,
+    sizes_of: Callable[[Mapping[str, Any], EngineConfig], RequestSizes | None] | None = None,
 ) -> Command:
     """Adds --no-profile and --no-memory-check. The command gets its `config` with the profile's settings or sizes that
-    fit, checked against free memory. If `says_start()`, prints what runs where; `to_stderr`: to stderr. `load_of`: the
-    load that the command's arguments describe."""
+    fit, checked against free memory. If `says_start()`, prints what runs where; `to_stderr`: to stderr. `sizes_of`: the
+    sizes of the requests that the command's arguments name."""
 
     @wraps(command)
     def with_checked_config(config: EngineConfig, use_profile: bool, memory_check: bool, **arguments: Any) -> Any:
@@ -470,7 +470,7 @@ def profile_and_memory_options(
             memory_check=memory_check,
             say=partial(click.echo, err=to_stderr),
             says_start=says_start(),
-            load=partial(load_of, arguments),
+            sizes=sizes_of(arguments, config) if sizes_of else None,
         )
         if memory_check and deployment and deployment.is_autoscaled:
             arguments["deployment"] = _with_memory_check(deployment)

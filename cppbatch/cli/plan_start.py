@@ -11,17 +11,16 @@ from msgspec.structs import replace
 from cppbatch.cli.output import format_bytes, format_count
 from cppbatch.config import EngineConfig, available_threads
 from cppbatch.errors import ModelError
+from cppbatch.models.attention_times import RequestSizes
 from cppbatch.models.file_header import read_header
 from cppbatch.models.inspect import ModelFacts, describe_draft, inspect_model
-from cppbatch.sizing.attention import ATTENTION, Load, plan_attention
+from cppbatch.sizing.attention import ATTENTION, plan_attention
 from cppbatch.sizing.demand import HOST, format_gib, location, memory_demands
 from cppbatch.sizing.estimate import MemoryEstimate
 from cppbatch.sizing.machine import free_host_memory
 from cppbatch.sizing.profile import profile_path
 from cppbatch.sizing.profile import use_profile as with_profile
 from cppbatch.sizing.sizes import SIZES, Engines, Planned, candidates_for, check_planned, first_ample
-
-LoadOf = Callable[[EngineConfig], Load | None]
 
 
 def plan_start(
@@ -33,14 +32,13 @@ def plan_start(
     memory_check: bool,
     say: Callable[[str], object],
     says_start: bool = True,
-    load: LoadOf = lambda config: None,
+    sizes: RequestSizes | None = None,
 ) -> EngineConfig:
     """`config` with the settings of its profile, and with sizes that fit where neither sets them.
 
     `given`: the settings that the user has given. `engines`: the settings of all engines. `memory_check`: False skips
-    the memory estimate. `say` gets the lines; without `says_start` only the one about the profile in use. `load`:
-    the load to choose attention for, if it is known.
-    Raises `ConfigError` if the engines need more memory than is free.
+    the memory estimate. `say` gets the lines; without `says_start` only the one about the profile in use. `sizes`:
+    those of the requests, if they are known. Raises `ConfigError` if the engines need more memory than is free.
     """
     decided = set(given)
     if use_profile:
@@ -49,7 +47,7 @@ def plan_start(
         if used.line:
             say(used.line)
     candidates = candidates_for(config, decided) if memory_check else [config]
-    attention = plan_attention(candidates[0], decided, load(candidates[0]))
+    attention = plan_attention(candidates[0], decided, sizes)
     planned = Planned(attention.config, None)
     if memory_check:
         planned = first_ample([_with_attention(each, attention.config) for each in candidates], engines)

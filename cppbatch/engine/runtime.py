@@ -170,17 +170,14 @@ def load_model(
             named("n_gpu_layers"),
             config.n_gpu_layers,
         )
-    if config.n_gpu_layers and not no_alloc and (config.kv_layout, config.flash_attn) != ("unified", "on"):
-        for device in Backend.get().devices():
-            if device.name.startswith("OPENVINO"):
-                log.warning(
-                    "%s (%s) computes only with %s unified and %s on; set both, or %s to 0",
-                    device.name,
-                    device.description,
-                    named("kv_layout"),
-                    named("flash_attn"),
-                    named("n_gpu_layers"),
-                )
+    is_translated = config.n_gpu_layers != 0 and Backend.get().supports_openvino and not no_alloc
+    if is_translated and (config.kv_layout, config.flash_attn) != ("unified", "on"):
+        log.warning(
+            "OpenVINO devices compute only with %s unified and %s on; set both, or %s to 0",
+            named("kv_layout"),
+            named("flash_attn"),
+            named("n_gpu_layers"),
+        )
     return Model(
         config.model_path,
         n_gpu_layers=config.n_gpu_layers,

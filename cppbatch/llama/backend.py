@@ -194,6 +194,11 @@ class Backend:
         """Whether this build can use devices of other machines, and serve its own devices."""
         return has_rpc()
 
+    @property
+    def supports_openvino(self) -> bool:
+        """Whether this build translates graphs for OpenVINO devices."""
+        return bool(ggml().ggml_backend_reg_by_name(b"OPENVINO"))
+
     def offloads(self, n_gpu_layers: int, rpc: Sequence[str] = ()) -> bool:
         """Whether a model with these settings computes on a GPU or on devices of RPC workers, which count as GPUs."""
         return n_gpu_layers != 0 and (bool(rpc) or self.supports_gpu)

@@ -51,13 +51,13 @@ class AttentionPlan(NamedTuple):
     """The load for which attention was compared; None: it was not."""
 
 
-def plan_attention(config: EngineConfig, given: Collection[str], load: Load | None = None) -> AttentionPlan:
+def plan_attention(config: EngineConfig, given: Collection[str], sizes: RequestSizes | None = None) -> AttentionPlan:
     """`config` with the attention that is clearly fastest here for a load.
 
-    `given`: the settings set by the user or a profile. `load`: None means that of the model's earlier requests, or one
-    that follows from the sizes. Nothing changes on a GPU, with `deterministic`, a draft model,
-    or layers with other kinds of attention. Takes a second or two if attention has never been timed here for these
-    heads, else milliseconds.
+    `given`: the settings set by the user or a profile. `sizes`: of the requests to come; None: those of the model's
+    earlier requests, or sizes that follow from `n_ctx` and `n_parallel`. Nothing changes on a GPU, with
+    `deterministic`, a draft model, or layers with other kinds of attention. Takes a second or two if attention has
+    never been timed here for these heads, else milliseconds.
     """
     if config.rpc or config.pooling or config.deterministic or config.draft_model:
         return AttentionPlan(config)
@@ -80,7 +80,7 @@ def plan_attention(config: EngineConfig, given: Collection[str], load: Load | No
     present = choose_flash_attn(config, layout, on_gpu=False, has_amx=times.has_amx)  # llama.cpp's auto is on
     now = Attention("off" if present == "off" else "on", config.cache_type_k, config.cache_type_v)
     costs = Costs(times, shape.n_layer, WeightTimes(*of_weights) if of_weights else None)
-    load, allowed = load or earlier_load(config) or usual_load(config), _allowed(config, given, now)
+    load, allowed = _load(config, sizes), _allowed(config, given, now)
     if switches_layout(config, has_kv_cells=True):
         allowed = (each for each in allowed if each.types == now.types or suits_unified(costs, load, each))
     choice = choose_attention(costs, load, now, allowed, known_excess(model))
@@ -211,10 +211,13 @@ def usual_load(config: EngineConfig) -> Load:
     return Load(config.n_parallel, min(config.n_ctx // config.n_parallel, _MOST_CELLS) / 2)
 
 
-def earlier_load(config: EngineConfig) -> Load | None:
-    """The load of the model's earlier requests on this machine; None if there were few."""
-    sizes = known_sizes(Path(config.model_path))
-    return load_of(sizes, config, "as in earlier requests") if sizes else None
+def _load(config: EngineConfig, sizes: RequestSizes | None) -> Load:
+    """`sizes`: of the input file, if there is one."""
+    if sizes:
+        return load_of(sizes, config, "as in the input file")
+    if earlier := known_sizes(Path(config.model_path)):
+        return load_of(earlier, config, "as in earlier requests")
+    return usual_load(config)
 
 
 def load_of(sizes: RequestSizes, config: EngineConfig, source: str) -> Load:

@@ -33,7 +33,7 @@ from cppbatch.models.attention_times import (
 )
 from cppbatch.models.synthetic import LlamaShape, write_llama
 from cppbatch.sizing import attention
-from cppbatch.sizing.attention import AttentionPlan, Load, keep_excess, known_excess, plan_attention
+from cppbatch.sizing.attention import AttentionPlan, keep_excess, known_excess, plan_attention
 
 SMALL = Shape(n_layer=2, n_head=4, n_head_kv=2, head_k=32, head_v=32)
 
@@ -150,8 +150,9 @@ def test_attention_is_chosen_for_the_lengths_of_earlier_requests(
     line = plan_attention(config, ()).line
     assert line
     assert "tokens in each of 2 sequences (as in earlier requests)" in line
-    from_file = Load(2, 100.0, source=" (as in a.jsonl)")
-    assert plan_attention(config, (), from_file).line is None, "the lengths of a file come first"
+    of_file = plan_attention(config, (), RequestSizes(1, 80, 80, 40))
+    assert of_file.line is None
+    assert of_file.load == "100 tokens in each of 2 sequences (as in the input file)"
 
 
 async def test_a_worker_keeps_the_sizes_of_its_requests(
