@@ -372,8 +372,8 @@ _SIZES = {  # of each workload, in tokens: prompt, output
 @click.option("--model", help="The model's name on the server.  [default: the first of /v1/models]")
 @click.option(
     "-m", "--model-file", metavar="MODEL",
-    help="Use this GGUF file to report how close the servers come to the lowest possible cost (`of ideal`). Takes a "
-    "few seconds before the load; run it on the same machine as the servers. Uses the engine's default settings.",
+    help="Use this GGUF file to report how close the servers come to the lowest possible cost (`of ideal`). Takes "
+    "seconds before and after each load; run it on the servers' machine. Uses the engine's default settings.",
 )  # fmt: skip
 @click.option(
     "--api-key",
@@ -403,13 +403,16 @@ def serve(urls: tuple[str, ...], label: str | None, model_file: str | None, **se
     from cppbatch.bench.load.results import plot_load
 
     targets, load = _targets(urls, label), _load(**settings)
-    ideal = _load_ideal(model_file, load) if model_file else None
-    with _progress(load) as progress:
+    with _load_ideal(model_file, load) as ideal, _progress(load) as progress:
         report = compare_servers(targets, load, progress, ideal)
     return report, plot_load
 
 
-def _load_ideal(model_file: str, load: LoadSettings) -> LoadIdeal:
+@contextlib.contextmanager
+def _load_ideal(model_file: str | None, load: LoadSettings) -> Iterator[LoadIdeal | None]:
+    if not model_file:
+        yield None
+        return
     from cppbatch.bench.explain import bare_costs_of_model
     from cppbatch.bench.load.results import LoadIdeal
     from cppbatch.models.pull import choose_model
@@ -417,7 +420,8 @@ def _load_ideal(model_file: str, load: LoadSettings) -> LoadIdeal:
     clients = None if load.rate else load.concurrency
     samples = load.workload.samples if load.workload.samples_by == "n" else 1
     most_rows = min(_MAX_ROWS, (clients or _MAX_ROWS) * samples)
-    return LoadIdeal(bare_costs_of_model(str(choose_model(model_file)), most_rows), most_rows, clients)
+    with bare_costs_of_model(str(choose_model(model_file)), most_rows) as measure:
+        yield LoadIdeal(measure, most_rows, clients)
 
 
 def _targets(urls: tuple[str, ...], label: str | None) -> list[Target]:
@@ -484,6 +488,7 @@ def _progress(load: LoadSettings) -> Iterator[Progress]:
 
         def show(label: str, repeat: int, n_done: int, n_requests: int) -> None:
             what = f"repeat {repeat + 1} of {load.repeats}" if repeat >= 0 else "warming up"
-            status.update(Text(f"{label}: {what}, {n_done} of {n_requests} requests done"))
+            done = f", {n_done} of {n_requests} requests done" if n_requests else ""
+            status.update(Text(f"{label}: {what}{done}"))
 
         yield show

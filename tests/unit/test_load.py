@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Sequence
 from time import perf_counter
 from typing import Any
 
@@ -154,9 +155,16 @@ def made_up(ttft: float, **fields: Any) -> RequestOutcome:
     return RequestOutcome(time_to_first_token=ttft, end_to_end=ttft + 1, gaps=[0.01, 0.03], output_tokens=3, **fields)
 
 
-def a_run(outcomes: list[RequestOutcome], seconds: float = 10) -> ServerRun:
-    server = TargetServer(label="fake", url="http://someone:secret@127.0.0.1:1", model="fake")
-    return ServerRun(server=server, repeat=0, n_requests=101, outcomes=outcomes, seconds=seconds, is_complete=True)
+def a_run(outcomes: list[RequestOutcome], seconds: float = 10, costs: Sequence[BareCosts] = ()) -> ServerRun:
+    return ServerRun(
+        server=TargetServer(label="fake", url="http://someone:secret@127.0.0.1:1", model="fake"),
+        repeat=0,
+        n_requests=101,
+        outcomes=outcomes,
+        seconds=seconds,
+        is_complete=True,
+        costs=list(costs),
+    )
 
 
 def test_rates_percentiles_and_goodput_are_right() -> None:
@@ -184,17 +192,23 @@ def test_of_ideal_counts_what_was_answered_without_cached_prompts() -> None:
         made_up(1, due=5.0, prompt_tokens=100, cached_tokens=0, samples=1),
         RequestOutcome(failure=RequestFailure("HTTP 500", "full")),
     ]
-    figures = server_row([a_run(answered, seconds=2)], None, LoadIdeal(costs, most_rows=16, clients=2))
+    closed = LoadIdeal(measure=lambda: costs, most_rows=16, clients=2)
+    figures = server_row([a_run(answered, seconds=2, costs=[costs])], None, closed)
     needed = (400 + 100) * 0.001 + 2 * 0.016  # of 3 tokens each, the first comes from the prompt
     assert figures["of_ideal"].median == pytest.approx(needed / 2)
+    twice = BareCosts.of([(1, 0.020), (2, 0.032)], [(64, 0.002)])  # the machine was slower after the run
+    figures = server_row([a_run(answered, seconds=2, costs=[costs, twice])], None, closed)
+    assert figures["of_ideal"].median == pytest.approx(1.5 * needed / 2)
     late = [made_up(1, due=5.0, prompt_tokens=100), made_up(1, due=6.0, prompt_tokens=100)]
-    figures = server_row([a_run(late, seconds=2)], None, LoadIdeal(costs, most_rows=16, clients=None))
+    figures = server_row([a_run(late, seconds=2, costs=[costs])], None, LoadIdeal(closed.measure, 16, clients=None))
     assert figures["of_ideal"].median == pytest.approx((1 + 0.1 + 2 * 0.010) / 2)
 
 
 def test_of_ideal_is_not_known_without_usage_or_costs() -> None:
     costs = BareCosts.of([(1, 0.010)], [(64, 0.001)])
-    assert server_row([a_run([made_up(1)])], None, LoadIdeal(costs, 16, 2))["of_ideal"] is None
+    ideal = LoadIdeal(lambda: costs, 16, 2)
+    assert server_row([a_run([made_up(1)], costs=[costs])], None, ideal)["of_ideal"] is None
+    assert server_row([a_run([made_up(1, prompt_tokens=7)])], None, ideal)["of_ideal"] is None
     assert server_row([a_run([made_up(1, prompt_tokens=7)])], None)["of_ideal"] is None
 
 

@@ -17,29 +17,40 @@ from yarl import URL
 from cppbatch.bench.load.client import LoadClient, RequestFailure, TargetServer, authorization, error_text
 from cppbatch.bench.load.results import LoadIdeal, LoadReport, ServerRun, make_load_report
 from cppbatch.bench.load.workload import Endpoint, LoadRequest, LoadSettings, warm_up
+from cppbatch.engine.ideal import BareCosts
 from cppbatch.errors import ConfigError, UnusableServer
 
 Progress = Callable[[str, int, int, int], None]
-"""Gets a server's label, the repeat (-1: the warm-up), how many of its requests have ended, and how many there are."""
+"""Gets a server's label, the repeat (-1: the warm-up), how many of its requests have ended, and how many there are
+(0: no load)."""
 
 
 def compare_servers(
     targets: Sequence[Target], load: LoadSettings, progress: Progress, ideal: LoadIdeal | None = None
 ) -> LoadReport:
-    """Measures these servers in turn, repeat by repeat, with new prompts in each repeat. `ideal`: for `of ideal`.
+    """Measures these servers in turn, repeat by repeat, with new prompts in each repeat. `ideal`: for `of ideal`, whose
+    costs are measured before and after each run, because the speed of a shared machine changes.
 
     Raises `UnusableServer` before any load. Ctrl-C ends the measurement; the report then contains what was measured.
     """
     runs: list[ServerRun] = []
     try:
-        asyncio.run(_measure(targets, load, runs, progress))
+        asyncio.run(_measure(targets, load, runs, progress, ideal))
     except KeyboardInterrupt:
         if not any(run.outcomes for run in runs):
             raise
     return make_load_report(runs, load, len(targets), ideal)
 
 
-async def _measure(targets: Sequence[Target], load: LoadSettings, runs: list[ServerRun], progress: Progress) -> None:
+async def _measure(
+    targets: Sequence[Target], load: LoadSettings, runs: list[ServerRun], progress: Progress, ideal: LoadIdeal | None
+) -> None:
+    def bare_costs(repeat: int) -> list[BareCosts]:
+        if ideal is None:
+            return []
+        progress("cost of the work", repeat, 0, 0)
+        return [ideal.measure()]
+
     servers = [
         await probe_server(target, model=load.model, endpoint=load.endpoint, api_key=load.api_key, timeout=load.timeout)
         for target in targets
@@ -47,11 +58,14 @@ async def _measure(targets: Sequence[Target], load: LoadSettings, runs: list[Ser
     for server in servers:
         run = ServerRun(server=server, repeat=-1, n_requests=load.warmup)
         await _run(run, warm_up(load.workload, load.warmup, load.seed), load, progress)
+    before = bare_costs(0)
     for repeat in range(load.repeats):
         requests = load.workload.requests(load.seed, repeat)
         for server in servers:
-            runs.append(ServerRun(server=server, repeat=repeat, n_requests=len(requests)))
+            runs.append(ServerRun(server=server, repeat=repeat, n_requests=len(requests), costs=before))
             await _run(runs[-1], requests, load, progress)
+            after = bare_costs(repeat)
+            runs[-1].costs, before = before + after, after
 
 
 async def _run(run: ServerRun, requests: Sequence[LoadRequest], load: LoadSettings, progress: Progress) -> None:

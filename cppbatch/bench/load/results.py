@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from statistics import fmean, median
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
@@ -45,13 +46,15 @@ _LATENCIES = (
 class LoadIdeal(NamedTuple):
     """How the ideal time of a load is computed."""
 
-    costs: BareCosts
+    measure: Callable[[], BareCosts]
+    """Takes seconds."""
     most_rows: int
     clients: int | None
     """Of a closed loop."""
 
     def of(self, run: ServerRun) -> float | None:
-        """The ideal time of what was answered, by the run's; None: the server does not tell the prompts' tokens."""
+        """The ideal time of what was answered, by the run's; the mean for the costs before and after the run. None: the
+        server does not tell the prompts' tokens."""
         done = sorted((outcome for outcome in run.outcomes if not outcome.failure), key=lambda outcome: outcome.due)
         sizes = []
         for outcome in done:
@@ -61,7 +64,9 @@ class LoadIdeal(NamedTuple):
             n_output = max(1, round(outcome.output_tokens / outcome.samples))
             arrives = outcome.due - done[0].due
             sizes.append(RequestSize(outcome.prompt_tokens - cached, n_output, cached, outcome.samples, arrives))
-        return ideal_seconds(sizes, self.costs, self.most_rows, self.clients) / run.seconds if sizes else None
+        if not sizes or not run.costs:
+            return None
+        return fmean(ideal_seconds(sizes, costs, self.most_rows, self.clients) for costs in run.costs) / run.seconds
 
 
 class ServerRun(msgspec.Struct, kw_only=True):
@@ -77,6 +82,8 @@ class ServerRun(msgspec.Struct, kw_only=True):
     client_seconds: float = 0
     """CPU time of this process."""
     is_complete: bool = False
+    costs: list[BareCosts] = []
+    """For `of ideal`: before and after the run."""
 
 
 def table_columns(rows: Sequence[dict[str, Any]]) -> list[Column]:
@@ -197,7 +204,7 @@ def make_load_report(
     runs: Sequence[ServerRun], load: LoadSettings, n_servers: int, ideal: LoadIdeal | None = None
 ) -> LoadReport:
     """Builds the report of runs, in at least one of which a request has ended."""
-    sentences = [*_legend(load), _about_ideal(ideal)]
+    sentences = [*_legend(load), _about_ideal(runs, ideal)]
     servers = {run.server.label: run.server for run in runs}
     sentences.append("Models: " + ", ".join(f"{label}: {server.model}" for label, server in servers.items()))
     rows = []
@@ -240,13 +247,16 @@ def _legend(load: LoadSettings) -> list[str]:
     return sentences
 
 
-def _about_ideal(ideal: LoadIdeal | None) -> str:
+def _about_ideal(runs: Sequence[ServerRun], ideal: LoadIdeal | None) -> str:
     if ideal is None:
-        return "-m MODEL adds the row `of ideal`: the minimum cost of the answered requests, measured before the load."
-    token_ms, row_ms = 1000 * ideal.costs.token_s, 1000 * ideal.costs.row_s(ideal.most_rows)
+        return "-m MODEL adds the row `of ideal`: the minimum cost of the answered requests, divided by the time taken."
+    costs = [each for run in runs for each in run.costs]
+    token_ms = 1000 * median(each.token_s for each in costs)
+    row_ms = 1000 * median(each.row_s(ideal.most_rows) for each in costs)
     return (
-        "of ideal: the minimum cost of the answered requests, divided by the time taken. Measured before the load: "
-        f"a prompt token {token_ms:.3g} ms, a row {row_ms:.3g} ms (in steps of up to {ideal.most_rows})."
+        "of ideal: the minimum cost of the answered requests, divided by the time taken. Medians of the costs "
+        f"measured between the runs: a prompt token {token_ms:.3g} ms, a row {row_ms:.3g} ms (in steps of up to "
+        f"{ideal.most_rows})."
     )
 
 
