@@ -10,10 +10,11 @@ from aiohttp.test_utils import BaseTestServer, TestServer
 
 from cppbatch.bench.load.client import LoadClient, RequestOutcome, TargetServer
 from cppbatch.bench.load.compare_servers import Target, closed_loop, compare_servers, probe_server
-from cppbatch.bench.load.results import LoadReport
+from cppbatch.bench.load.results import LoadIdeal, LoadReport
 from cppbatch.bench.load.workload import LoadRequest, LoadSettings, Workload
 from cppbatch.bench.prompts import Lengths
 from cppbatch.cli.main import cli
+from cppbatch.engine.ideal import BareCosts
 from cppbatch.errors import ConfigError, UnusableServer
 from tests.support.fake_openai import FakeOpenAI, on_a_thread
 
@@ -146,6 +147,24 @@ def test_servers_are_measured_in_turn_with_the_same_prompts_and_compared() -> No
     assert "slow / quick" in table
     assert f"{ratio:.2f}" in table
     assert "slow sends no usage, or one that is too low" in table
+
+
+def test_the_costs_of_the_ideal_are_those_around_each_run() -> None:
+    fake = FakeOpenAI()
+    requests_before: list[int] = []
+
+    def measure() -> BareCosts:  # each time twice as slow as before
+        slower = 2 ** len(requests_before)
+        requests_before.append(len(fake.bodies))
+        return BareCosts.of([(1, 0.010 * slower)], [(8, 0.001 * slower)])
+
+    with on_a_thread(fake.app()) as url:
+        report = compare_servers(
+            [Target("fake", url)], a_load(), nobody_looks, LoadIdeal(measure, most_rows=1, clients=None)
+        )
+    assert requests_before == [3, 9, 15]  # after the warm-up, and after each repeat of 6
+    assert report.rows[0]["of_ideal"].low > 0
+    assert "a prompt token 2 ms, a row 20 ms" in " ".join(report.notes)
 
 
 def test_failures_and_early_ends_are_below_the_table() -> None:
