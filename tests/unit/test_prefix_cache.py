@@ -11,6 +11,7 @@ from cppbatch import BatchInferenceEngine, FinishReason
 from cppbatch.engine import core as core_module
 from cppbatch.engine.kv import pool
 from cppbatch.engine.kv.prefix_cache import _COST_OF_COPYING, _COST_OF_TAKING, _WORTH_WAITING, CachedPrefix, PrefixCache
+from cppbatch.engine.kv.save_cost import SaveCost
 from cppbatch.errors import CacheFull, DecodeFailed, LlamaError
 from tests.support.fakes import (
     FakeState,
@@ -464,6 +465,25 @@ def test_no_cached_stream_stays_between_those_that_run(kind: str) -> None:
 
 
 # --- eviction, and host memory --------------------------------------------------------------------------------------
+
+
+def test_of_prefixes_with_a_common_start_only_the_last_one_is_saved_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    chances: list[float] = []
+
+    def is_worth(_cost: SaveCost, _n: int, chance: float) -> bool:
+        chances.append(chance)
+        return chance > 0.05
+
+    monkeypatch.setattr(SaveCost, "is_worth", is_worth)
+    engine = engine_of("copy", n_parallel=3, n_more_ids=0, n_batch=512)
+    common, others = [1] * 90, [[i] * 50 for i in (6, 7, 8)]
+    for prompts in ([[*common, *[i] * 9] for i in (2, 3, 4)], others):
+        for prompt in prompts:
+            engine.add_request(prompt, endless(2))
+        drain(engine)
+    assert engine.stats().prefixes_in_host == 1
+    assert chances == pytest.approx([0.1 * 10 / 100, 0.1 * 10 / 100, 0.1])  # 100 tokens are computed, 10 their own
+    assert ask(engine, [*common, 5, 5]) == 90
 
 
 def test_the_least_recently_used_prefix_gives_up_its_cells_first() -> None:

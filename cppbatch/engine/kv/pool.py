@@ -407,13 +407,22 @@ class KVPool:
         return False
 
     def _move_out(self, cached: CachedPrefix) -> None:
-        chance = 1.0 if cached.is_taken else _CHANCE_OF_TAKING
         self._moves.append(partial(self._save, cached, cached.seq_id))
-        self.cache.leave_cells(cached, for_host=self._save_cost.is_worth(cached.n_computed, chance))
+        self.cache.leave_cells(cached, for_host=self._save_cost.is_worth(cached.n_computed, self._chance_of(cached)))
         self._cells.free(cached.cells)
         cached.cells = None
         self._free_id(cached.seq_id)
         cached.seq_id = -1
+
+    def _chance_of(self, cached: CachedPrefix) -> float:
+        """The estimated probability that a token of a cached prefix will be reused from it: the mean over its tokens.
+
+        Tokens that others have too will be reused from those. So of many prefixes with a common start, all but the last
+        one are only worth their own tokens.
+        """
+        n, n_elsewhere = cached.n_computed, self.cache.n_elsewhere(cached)
+        n_taken = max(0, cached.n_taken - n_elsewhere)
+        return (n_taken + _CHANCE_OF_TAKING * (n - n_elsewhere - n_taken)) / n
 
     def _shares_cells(self, match: Match) -> bool:
         shares = self.cache.sharing == "cells" or (self.cache.sharing == "checkpoints" and self._memory.shares_cells)
@@ -745,7 +754,7 @@ class KVPool:
     def add_cached(self, tokens: Tokens, salt: Salt, state: SavedState) -> None:
         """Adds a state with its checkpoints as a cached prefix in host memory, if it fits."""
         cached = CachedPrefix(tokens, salt, -1, None)
-        cached.is_taken = True
+        cached.n_taken = len(tokens)
         self._add_to_host(cached, state)
 
     def _add_to_host(self, cached: CachedPrefix, state: SavedState) -> None:

@@ -29,7 +29,7 @@ Salt = tuple[str, AdapterSet]
 class CachedPrefix:
     """The computed tokens of a finished sequence: in cells (`seq_id` >= 0) or saved in host memory (`saved`)."""
 
-    __slots__ = ("cells", "is_taken", "n_positions", "salt", "saved", "seq_id", "tokens", "used_at")
+    __slots__ = ("cells", "n_positions", "n_taken", "salt", "saved", "seq_id", "tokens", "used_at")
 
     def __init__(
         self, tokens: Tokens, salt: Salt, seq_id: int, cells: Span | None, n_positions: int | None = None
@@ -41,8 +41,8 @@ class CachedPrefix:
         self.seq_id = seq_id
         self.cells = cells
         self.saved: SavedState | None = None
-        self.is_taken = False
-        """Whether a sequence has reused tokens of it."""
+        self.n_taken = 0
+        """The maximum number of its tokens that a sequence has reused."""
         self.used_at = 0
         """The number of the last query that used it."""
 
@@ -50,6 +50,11 @@ class CachedPrefix:
     def n_computed(self) -> int:
         """The number of its tokens, which are all computed."""
         return len(self.tokens)
+
+    @property
+    def is_taken(self) -> bool:
+        """Whether a sequence has reused tokens of it."""
+        return self.n_taken > 0
 
 
 @dataclass(slots=True, eq=False)
@@ -258,7 +263,7 @@ class PrefixCache:
             self.hit_tokens += match.n
             sequence.n_cached = match.n
             if isinstance(match.source, CachedPrefix):
-                match.source.is_taken = True
+                match.source.n_taken = max(match.source.n_taken, match.n)
                 self._touch(match.source)
             if (end := match.checkpoint) in self.checkpoints:
                 end.is_taken = True
@@ -305,6 +310,16 @@ class PrefixCache:
         matches = [source for source, n in self._tree.matches(tokens, salt) if n == len(tokens)]
         prefixes = [cached for cached in matches if isinstance(cached, CachedPrefix)]
         return min(prefixes, key=lambda cached: len(cached.tokens), default=None)
+
+    def n_elsewhere(self, cached: CachedPrefix) -> int:
+        """How many of its first tokens others have computed as well, if sequences can reuse any prefix of them."""
+        most = 0
+        for other, n in self._tree.matches(cached.tokens, cached.salt) if self.takes_any else ():
+            if n <= most:
+                break
+            if other is not cached:
+                most = max(most, min(n, other.n_computed))
+        return most
 
     def has(self, cached: CachedPrefix) -> bool:
         """Whether a prefix is cached, in cells or in host memory."""
