@@ -44,6 +44,7 @@ _MAX_STALE_DEADLINES = 1000
 _GAP_STEPS = 4  # steps that a gap between decode rows must last before it is closed
 _GAP_AHEAD = 64  # maximum number of steps for which closing a gap is expected to pay off
 _MIN_PIECE = 4  # minimum prompt tokens after rounding down to whole tiles
+_LONG = 512  # tokens: after that many, a tile of the attention takes about as long as three quarters of it
 _MAX_SCORED = 64  # prompt tokens per step if each gets a row of logits (192 KiB with a vocabulary of 49,152)
 _AGING_S = 10.0  # seconds of waiting that count as much as one level of priority
 _FAIRNESS_FACTOR = 4.0  # how long shorter prompts may overtake a prompt, in multiples of its own prefill time
@@ -452,8 +453,12 @@ class Scheduler:
                 if budget <= 0 or (chunks and n > budget) or not has_cells:
                     continue
             elif n < until - sequence.n_computed and self._kv.has_streams:
-                joins_rows = n_decode and n > 1 and self._min_rows == 1  # its first token does
-                n = self._whole_ubatches(n - 1) + 1 if joins_rows else self._whole_ubatches(n)
+                n_among_rows = int(n_decode > 0 and n > 1 and self._min_rows == 1)  # its first token
+                n = n_among_rows + self._whole_ubatches(n - n_among_rows)
+                left = self._step_tokens - sum(groups) - sum(n for _, n in chunks)
+                if sequence.n_computed >= _LONG:
+                    most = min(left, until - sequence.n_computed) - n_among_rows
+                    n = n_among_rows + self._whole_attention_tile(n - n_among_rows, most)
             if self._min_rows > 1:
                 n = min(n, room - self._min_rows + 1)
                 if n == sequence.n_pending:
@@ -468,6 +473,11 @@ class Scheduler:
         """The largest multiple of the ubatch size within `n` tokens: on a GPU, a small remainder costs as much as many
         tokens. Below one ubatch, whole tiles."""
         return n - n % self._ubatch_tokens if n > self._ubatch_tokens else whole_tiles(n)
+
+    def _whole_attention_tile(self, n: int, most: int) -> int:
+        """`n` tokens of a long prompt, or a tile of the attention (at most `most` tokens), if `n` are most of it."""
+        tile = self._kv.attention_tile
+        return tile if 0.75 * tile <= n < tile <= min(most, self._ubatch_tokens) else n
 
     def _preempt_until_free(self) -> None:
         """Preempts the last sequences in rank until every decoding sequence can grow by a cell.

@@ -186,6 +186,14 @@ class Context:
         return not self.kv_unified or self._is_recurrent
 
     @property
+    def attention_tile(self) -> int:
+        """The number of a sequence's tokens that flash attention computes together on a CPU (ggml-cpu `common.h`:
+        `GGML_FA_TILE_Q`); it computes fewer one by one, each over all cells. 1: any number at once."""
+        types = {self._params.type_k, self._params.type_v}
+        has_tiles = self.flash_attn != "off" and types in ({_CACHE_TYPES["f16"]}, {_CACHE_TYPES["f32"]})
+        return 64 if has_tiles else 1
+
+    @property
     def n_window(self) -> int:
         """Tokens of the sliding window; 0: no window."""
         return self._n_swa

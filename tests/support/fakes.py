@@ -184,6 +184,7 @@ class FakeContext:
         self.n_seq_ids = n_seq_ids = self.n_seq_max + n_more_ids
         self.kv_unified = kv_unified
         self.has_streams = not kv_unified
+        self.attention_tile = 1
         self.shares_cells = kv_unified
         self.n_window, self.has_states = 0, sharing in ("checkpoints", "whole")
         self.sharing = sharing

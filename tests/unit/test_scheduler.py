@@ -13,7 +13,7 @@ from cppbatch import (
 from cppbatch.engine.kv.pool import KVPool
 from cppbatch.engine.scheduler import Scheduler, StepPlan
 from cppbatch.engine.sequence import Seq, SeqStatus
-from cppbatch.engine.steps import StepBudgets
+from cppbatch.engine.steps import StepBudget, StepBudgets
 from cppbatch.errors import CacheFull, DecodeFailed, LlamaError
 from tests.support.fakes import (
     FakeContext,
@@ -446,3 +446,31 @@ def test_a_long_prompt_is_not_overtaken_by_short_ones_for_ever() -> None:
     else:
         pytest.fail("it was not read")
     assert n_shorts > 5, "short ones go before it for a while"
+
+
+@pytest.mark.parametrize(("tile", "long_piece"), [(1, 49), (64, 65)])
+def test_a_piece_of_a_long_prompt_fills_most_of_a_tile_of_the_attention_or_all(
+    tile: int, long_piece: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(StepBudget, "prefill_tokens", lambda *_args, **_options: 50)
+    policy = Policy(n_ctx=4096, unified=False, step_tokens=256)
+    policy.memory.attention_tile = tile
+    policy.add("stream", 4, max_new=100)
+    policy.step()
+    prompt, pieces = policy.add("prompt", 800, max_new=1), []
+    for _ in range(12):
+        before = prompt.n_computed
+        policy.step()
+        pieces.append((before, prompt.n_computed - before))
+    assert {n for before, n in pieces if before < 512} == {49}  # the first token is among the rows
+    assert {n for before, n in pieces if before >= 512} == {long_piece}
+
+
+def test_a_whole_tile_of_the_attention_never_exceeds_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(StepBudget, "prefill_tokens", lambda *_args, **_options: 50)
+    policy = Policy(n_ctx=4096, unified=False, step_tokens=65)
+    policy.memory.attention_tile = 64
+    policy.add("stream", 4, max_new=100)
+    policy.step()
+    policy.add("prompt", 800, max_new=1)
+    assert max(policy.step().n_tokens for _ in range(17)) == 50

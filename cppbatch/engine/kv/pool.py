@@ -53,6 +53,8 @@ class Memory(Protocol):
     @property
     def shares_cells(self) -> bool: ...
     @property
+    def attention_tile(self) -> int: ...
+    @property
     def n_window(self) -> int: ...
     @property
     def has_states(self) -> bool: ...
@@ -199,6 +201,11 @@ class KVPool:
     def has_streams(self) -> bool:
         """Whether each seq_id has its own memory, so that only rows of consecutive seq_ids are computed together."""
         return self._memory.has_streams
+
+    @property
+    def attention_tile(self) -> int:
+        """As `Context.attention_tile`; 1 on a GPU."""
+        return 1 if self._on_gpu else self._memory.attention_tile
 
     @property
     def n_window(self) -> int:
