@@ -39,6 +39,7 @@ class SimulatedMemory:
 
     kv_unified = False
     has_streams = True
+    attention_tile = 64  # as of FP16 KV cells with flash attention
     can_shift = False
     shares_cells = has_states = False
     n_window = 0
