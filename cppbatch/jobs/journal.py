@@ -377,9 +377,9 @@ class Ledger:
         """The first held results, (line, data) in order, that are not preceded by open or unregistered lines."""
         return self._db.execute(
             "SELECT line, result FROM held "
-            "WHERE line <= ?1 AND line < ifnull((SELECT min(line) FROM items WHERE state = 0), ?1 + 1) "
-            "ORDER BY line LIMIT ?2",
-            (self._last_registered, limit),
+            "WHERE line <= ? AND line < ifnull((SELECT min(line) FROM items WHERE state = 0), ? + 1) "
+            "ORDER BY line LIMIT ?",
+            (self._last_registered, self._last_registered, limit),
         )
 
     def release(self, lines: Iterable[int], numbers: dict[str, int]) -> None:

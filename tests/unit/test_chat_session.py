@@ -293,7 +293,7 @@ def test_a_file_that_cannot_be_written_is_named(start: Start, tmp_path: Path) ->
     ("content", "said"),
     [
         ("no", "is not valid JSON"),
-        ("[" * 5000 + "]" * 5000, "is not valid JSON"),
+        ("[" * 100_000 + "]" * 100_000, "is not valid JSON"),
         ("{}", "is not a saved conversation"),
         ('[{"role": "me", "content": "x"}]', "is not a saved conversation"),
     ],
