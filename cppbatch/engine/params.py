@@ -19,6 +19,7 @@ from cppbatch.chat.lark_grammar import LazyGrammar
 from cppbatch.chat.reasoning import ThinkingBudget
 from cppbatch.config import Range
 from cppbatch.errors import InvalidRequest
+from cppbatch.json_bounds import excess
 from cppbatch.json_schema import compact_schema
 
 Checked = TypeVar("Checked", bound=msgspec.Struct)
@@ -458,7 +459,10 @@ def _compact_text(text: str) -> str:
 def _written_schema(schema: object) -> str:
     if not isinstance(schema, (dict, bool)):
         raise InvalidRequest("json_schema", f"is {schema!r:.80}; a schema must be an object, true or false")
-    return json.dumps(schema, allow_nan=False, ensure_ascii=False)
+    text = json.dumps(schema, allow_nan=False, ensure_ascii=False)
+    if reason := excess(text.encode(errors="surrogatepass")):
+        raise InvalidRequest("json_schema", reason)
+    return text
 
 
 def _set_tuple(params: SamplingParams, name: str, kind: type, wanted: str) -> None:
