@@ -19,7 +19,6 @@ from cppbatch.chat.lark_grammar import LazyGrammar
 from cppbatch.chat.reasoning import ThinkingBudget
 from cppbatch.config import Range
 from cppbatch.errors import InvalidRequest
-from cppbatch.json_bounds import excess
 from cppbatch.json_schema import compact_schema
 
 Checked = TypeVar("Checked", bound=msgspec.Struct)
@@ -459,6 +458,8 @@ def _compact_text(text: str) -> str:
 def _written_schema(schema: object) -> str:
     if not isinstance(schema, (dict, bool)):
         raise InvalidRequest("json_schema", f"is {schema!r:.80}; a schema must be an object, true or false")
+    from cppbatch.json_bounds import excess  # imports numpy, which `import cppbatch` does without
+
     text = json.dumps(schema, allow_nan=False, ensure_ascii=False)
     if reason := excess(text.encode(errors="surrogatepass")):
         raise InvalidRequest("json_schema", reason)

@@ -217,9 +217,12 @@ async def listen(
             for listening in servers:
                 listening.close()
             await runner.cleanup()
-            reason = error.strerror if isinstance(error, OSError) else str(error)
+            reason = getattr(error, "strerror", None) or str(error)
             remedy = "Choose another --port, or stop the program that uses this one"
-            if isinstance(error, socket.gaierror) or getattr(error, "errno", None) == errno.EADDRNOTAVAIL:
+            # Python 3.14 gives no errno for an address of another machine.
+            if isinstance(error, OSError) and (
+                isinstance(error, socket.gaierror) or error.errno in (None, errno.EADDRNOTAVAIL)
+            ):
                 remedy = "Set --host to an address of this machine, such as 127.0.0.1, or to 0.0.0.0 for all addresses"
             elif isinstance(error, PermissionError):
                 remedy = "Choose a --port of at least 1024"
