@@ -33,7 +33,7 @@ def main() -> None:
     ]
     texts, seconds = [], []
     with BatchInferenceEngine(args.model or pull_default(), n_parallel=1) as engine:
-        engine.generate(prompts, SamplingParams(max_tokens=args.max_tokens), cache_salt="warm-up")
+        engine.generate(prompts[:1], SamplingParams(max_tokens=args.max_tokens), cache_salt="warm-up")
         for name, speculate in (("without drafts", False), ("with drafts", True)):
             params = SamplingParams(max_tokens=args.max_tokens, temperature=0, speculate=speculate)
             began, first_step = perf_counter(), engine.stats().steps

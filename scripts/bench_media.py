@@ -104,7 +104,7 @@ async def run(args: argparse.Namespace, projector: Path) -> None:
     files = {n: picture(n, size=(320, 240)) for n in range(64)}
     kinds: dict[str, Prompts | None] = {
         "8 streams alone": None,
-        "with pictures": lambda n: MediaPrompt(
+        "with images": lambda n: MediaPrompt(
             [Media("image", files[n % 64] + bytes(n % 251)), random_text(Random(n), N_TEXT)]
         ),
         "with texts of as many tokens": lambda n: f"{n} " + random_text(Random(n), SIGLIP_BASE.n_tokens + N_TEXT),
@@ -124,10 +124,10 @@ async def run(args: argparse.Namespace, projector: Path) -> None:
         idle: list[float] = []
         for n in range(5):
             began = perf_counter()
-            pictures = kinds["with pictures"]
-            assert pictures
+            images = kinds["with images"]
+            assert images
             async for _ in engine.submit(
-                GenerationRequest(id=f"i{n}", prompt=pictures(5000 + n), params=SamplingParams(max_tokens=1))
+                GenerationRequest(id=f"i{n}", prompt=images(5000 + n), params=SamplingParams(max_tokens=1))
             ):
                 pass
             idle.append(perf_counter() - began)
@@ -139,7 +139,7 @@ async def run(args: argparse.Namespace, projector: Path) -> None:
         row = f"| {name} | {1000 * median(p50s[name]):.0f} | {1000 * median(p95s[name]):.0f} "
         row += f"| {1000 * median(longest[name]):.0f} "
         print(f"{row}| {len(first[name]) or ''} | {ttft} |")
-    print(f"TTFT of a picture on the idle engine: {1000 * median(idle):.0f} ms")
+    print(f"TTFT of an image on the idle engine: {1000 * median(idle):.0f} ms")
 
 
 def main() -> None:

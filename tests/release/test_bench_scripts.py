@@ -199,11 +199,11 @@ def test_a_sleeping_server_needs_little_memory_and_wakes_with_the_first_request(
 def test_streams_are_measured_alone_beside_images_and_beside_texts(default_model: Path) -> None:
     printed = script("bench_media.py", "-m", default_model, "--repeats", 1, "--seconds", 2)
     figures = rows(printed)
-    for name in ("8 streams alone", "with pictures", "with texts of as many tokens"):
+    for name in ("8 streams alone", "with images", "with texts of as many tokens"):
         p50, p95, longest = map(number, figures[name][:3])
         assert 0 < p50 <= p95 <= longest
-    assert number(figures["with pictures"][3]) >= 1
-    assert re.search(r"TTFT of a picture on the idle engine: \d+ ms", printed)
+    assert number(figures["with images"][3]) >= 1
+    assert re.search(r"TTFT of an image on the idle engine: \d+ ms", printed)
 
 
 # --- beside OpenVINO GenAI and mistral.rs ---

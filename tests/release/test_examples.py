@@ -186,11 +186,11 @@ def test_classify_csv_gives_every_row_one_of_the_labels(default_model: Path) -> 
     assert [row["label"] for row in rows] == ["positive", "negative"] * 3
 
 
-def test_describe_pictures_has_a_line_per_image_with_its_tokens(tiny_llama: Path, tmp_path: Path) -> None:
+def test_describe_images_has_a_line_per_image_with_its_tokens(tiny_llama: Path, tmp_path: Path) -> None:
     for name, data in (("red.png", RED), ("blue.png", BLUE)):
         (tmp_path / name).write_bytes(data)
     projector = tiny_projectors.vision(tmp_path / "mmproj.gguf")
-    lines = run("describe_pictures", tmp_path, "--model", tiny_llama, "--mmproj", projector, "--max-tokens", "4")
+    lines = run("describe_images", tmp_path, "--model", tiny_llama, "--mmproj", projector, "--max-tokens", "4")
     assert [line.split(": ")[0] for line in lines.splitlines()] == ["blue.png (16 tokens)", "red.png (16 tokens)"]
 
 

@@ -57,8 +57,15 @@ def without_drafts(model: Path, layout: KvLayout, *, greedy: bool) -> list[Compl
     return completions
 
 
-@pytest.mark.parametrize("layout", ["unified", "per-sequence"])
-@pytest.mark.parametrize("greedy", [True, False], ids=["greedy", "sampled"])
+@pytest.mark.parametrize(
+    ("layout", "greedy"),
+    [
+        pytest.param("unified", True, id="unified-greedy"),
+        pytest.param("per-sequence", False, id="per-sequence-sampled"),
+        pytest.param("unified", False, id="unified-sampled", marks=pytest.mark.soak),
+        pytest.param("per-sequence", True, id="per-sequence-greedy", marks=pytest.mark.soak),
+    ],
+)
 def test_with_float_weights_16_of_16_texts_are_those_without_drafts(
     f16_model: Path, layout: KvLayout, greedy: bool
 ) -> None:

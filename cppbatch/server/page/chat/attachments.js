@@ -1,13 +1,13 @@
 // @ts-check
-// Pictures and sound of a message: read from files, made smaller, and as the API takes them.
+// Images and audio of a message: read from files, made smaller, and as the API takes them.
 //
 //   readMedia(file, modalities) -> medium {kind: 'image' | 'audio', name, url}   url: a data URL, kept with the message
 //   modalities: of GET /props. The API's form of a medium is made by conversation.js.
 import {bytes} from '../format.js';
 
-const LONGEST_SIDE = 1536; // pixels; models scale larger pictures down
+const LONGEST_SIDE = 1536; // pixels; models scale larger images down
 const LARGEST = 16 * 2 ** 20; // bytes of sound, which is not made smaller
-const PICTURES = ['image/png', 'image/jpeg', 'image/webp', 'image/gif', 'image/bmp']; // which the server reads
+const IMAGES = ['image/png', 'image/jpeg', 'image/webp', 'image/gif', 'image/bmp']; // which the server reads
 const SOUNDS = {'audio/wav': 'wav', 'audio/x-wav': 'wav', 'audio/wave': 'wav', 'audio/mpeg': 'mp3', 'audio/mp3': 'mp3',
   'audio/flac': 'flac', 'audio/x-flac': 'flac'};
 const NAMES = {image: 'images', audio: 'audio'};
@@ -27,13 +27,13 @@ export async function readMedia(file, modalities) {
   return {kind, name: file.name || NAMES[kind], url: await dataUrl(content)};
 }
 
-/** The picture; a large one scaled down, and one of a type that the server does not read, as PNG. */
+/** The image; a large one scaled down, and one of a type that the server does not read, as PNG. */
 async function scaled(file) {
   const picture = await createImageBitmap(file).catch(() => {
     throw new Error('the browser cannot decode this image');
   });
   const factor = Math.min(1, LONGEST_SIDE / Math.max(picture.width, picture.height));
-  if (factor === 1 && PICTURES.includes(file.type)) return file;
+  if (factor === 1 && IMAGES.includes(file.type)) return file;
   const canvas = new OffscreenCanvas(Math.max(1, Math.round(picture.width * factor)),
     Math.max(1, Math.round(picture.height * factor)));
   const context = canvas.getContext('2d');

@@ -1,5 +1,5 @@
 // @ts-check
-// Where the next message is written, and pictures and sound are attached to it: chosen, pasted or dropped. onSend returns
+// Where the next message is written, and images and audio are attached to it: chosen, pasted or dropped. onSend returns
 // whether it has taken the message. Enter sends, Shift+Enter begins a new line; on touch screens the button sends.
 import {Button, html, lazy, toast, useEffect, useRef, useState} from '../components.js';
 

@@ -112,7 +112,7 @@ function requestMessage({role, content, media, calls, callId}) {
 
 const AUDIO_URL = /^data:audio\/(?:x-)?(\w+);base64,/;
 
-/** A picture or sound as a part of a message, in OpenAI's format. */
+/** An image or audio file as a part of a message, in OpenAI's format. */
 function partOf({kind, url}) {
   if (kind === 'image') return {type: 'image_url', image_url: {url}};
   const [start, type] = AUDIO_URL.exec(url);

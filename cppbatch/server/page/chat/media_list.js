@@ -1,5 +1,5 @@
 // @ts-check
-// The pictures and sounds of a message, to look at and to listen to. With onRemove(index), each has a button.
+// The images and audio of a message, to look at and to listen to. With onRemove(index), each has a button.
 import {Button, html} from '../components.js';
 
 export const Media = ({media, onRemove}) => media?.length > 0 && html`<ul class="media" aria-label="Attached">

@@ -1,6 +1,6 @@
 """Describes every image in a folder, all in one batch. The model and its projector are two GGUF files.
 
-.venv/bin/python examples/describe_pictures.py docs/images --model model.gguf --mmproj mmproj.gguf
+.venv/bin/python examples/describe_images.py docs/images --model model.gguf --mmproj mmproj.gguf
 """
 
 from __future__ import annotations
