@@ -84,6 +84,7 @@ class Tasks:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._page.evaluate("new Promise((done) => setTimeout(done))")  # a task more: the last one has ended
         events = json.loads(self._browser.stop_tracing())["traceEvents"]
         main = {_thread(e) for e in events if e["name"] == "thread_name" and e["args"]["name"] == "CrRendererMain"}
         tasks = [e for e in events if e["name"] == "ThreadControllerImpl::RunTask" and _thread(e) in main]
