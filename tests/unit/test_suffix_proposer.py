@@ -205,6 +205,22 @@ def test_a_sequence_longer_than_the_bound_is_not_kept() -> None:
     assert not proposer._groups
 
 
+def test_a_lost_match_continues_in_a_finished_text_that_has_been_dropped() -> None:
+    proposer, first = SuffixProposer(max_tokens=200), sequence(list(range(100, 220)))
+    proposer.propose([first], [1])
+    proposer.finished(first)
+    seq = sequence(list(range(100, 140)))
+    assert draft(proposer, seq, 1) == [140]
+    generate(seq, 999)  # not 140: the match is lost
+    assert draft(proposer, seq, 1) == []
+    other = sequence(list(range(1000, 1150)))
+    proposer.propose([other], [1])
+    proposer.finished(other)
+    assert proposer.n_tokens == 150, "the first text is dropped"
+    generate(seq, 142)
+    assert draft(proposer, seq, 2) == [143, 144]
+
+
 def test_closing_frees_everything_and_unknown_sequences_may_finish() -> None:
     proposer, seq = SuffixProposer(), sequence(DISTINCT)
     proposer.finished(sequence([1]))

@@ -256,7 +256,7 @@ class SuffixProposer:
         if best is None and state.lost is not None:
             best = self._continued(state, state.lost)
         state.match = best
-        if best is not None and best.source == Source.FINISHED:
+        if best is not None and best.text in self._finished:  # a lost match's text may have been dropped
             self._finished[best.text] = self._finished.pop(best.text)  # used last
 
     def _continued(self, state: _State, lost: _Match) -> _Match | None:
