@@ -455,8 +455,8 @@ class Scheduler:
             elif n < until - sequence.n_computed and self._kv.has_streams:
                 n_among_rows = int(n_decode > 0 and n > 1 and self._min_rows == 1)  # its first token
                 n = n_among_rows + self._whole_ubatches(n - n_among_rows)
-                left = self._step_tokens - sum(groups) - sum(n for _, n in chunks)
-                if sequence.n_computed >= _LONG:
+                if sequence.n_computed >= _LONG and not sequence.is_scored:
+                    left = room - sum(n for _, n in chunks)
                     most = min(left, until - sequence.n_computed) - n_among_rows
                     n = n_among_rows + self._whole_attention_tile(n - n_among_rows, most)
             if self._min_rows > 1:

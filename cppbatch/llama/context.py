@@ -190,7 +190,8 @@ class Context:
         """The number of a sequence's tokens that flash attention computes together on a CPU (ggml-cpu `common.h`:
         `GGML_FA_TILE_Q`); it computes fewer one by one, each over all cells. 1: any number at once."""
         types = {self._params.type_k, self._params.type_v}
-        has_tiles = self.flash_attn != "off" and types in ({_CACHE_TYPES["f16"]}, {_CACHE_TYPES["f32"]})
+        is_float = types in ({_CACHE_TYPES["f16"]}, {_CACHE_TYPES["f32"]})
+        has_tiles = is_float and self.flash_attn != "off" and not self._is_recurrent
         return 64 if has_tiles else 1
 
     @property

@@ -474,3 +474,16 @@ def test_a_whole_tile_of_the_attention_never_exceeds_the_step(monkeypatch: pytes
     policy.step()
     policy.add("prompt", 800, max_new=1)
     assert max(policy.step().n_tokens for _ in range(17)) == 50
+
+
+def test_a_scored_prompt_gets_no_more_rows_of_logits_for_a_tile_of_the_attention(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(StepBudget, "prefill_tokens", lambda *_args, **_options: 64)
+    monkeypatch.setattr(Seq, "is_scored", property(lambda sequence: sequence.n_prompt == 800))
+    policy = Policy(n_ctx=4096, unified=False, step_tokens=256)
+    policy.memory.attention_tile = 64
+    policy.add("stream", 4, max_new=100)
+    policy.step()
+    policy.add("prompt", 800, max_new=1)
+    assert max(policy.step().n_tokens for _ in range(12)) <= 1 + 64
