@@ -38,7 +38,7 @@ from cppbatch.models.synthetic import Weight, add_vocab, byte_vocab, matrix, nor
 from cppbatch.sizing.child_process import running_server
 
 FIRST = 8  # the first token of the round; those before it mean something to the tokenizer
-N_VOCAB = 512
+N_ROUND = 512  # tokens of the round, and those before it
 HEAD_SIZE = 64
 
 
@@ -49,6 +49,8 @@ class Size:
     layers: int = 16
     width: int = 2048
     ff: int = 8192
+    vocab: int = N_ROUND
+    """Tokens; those after the round are never generated."""
 
 
 def write_model(path: Path, size: Size, acceptance: float) -> Path:
@@ -67,9 +69,10 @@ def write_model(path: Path, size: Size, acceptance: float) -> Path:
     writer.add_value_length(HEAD_SIZE)
     writer.add_rope_dimension_count(HEAD_SIZE)
     writer.add_layer_norm_rms_eps(1e-5)
-    writer.add_vocab_size(N_VOCAB)
-    add_vocab(writer, byte_vocab(N_VOCAB))
-    weights: list[Weight] = [matrix("token_embd", N_VOCAB, n), norm("output_norm", n), matrix("output", N_VOCAB, n)]
+    writer.add_vocab_size(size.vocab)
+    add_vocab(writer, byte_vocab(size.vocab))
+    weights: list[Weight] = [Weight("token_embd.weight", (size.vocab, n)), norm("output_norm", n)]
+    weights.append(Weight("output.weight", (size.vocab, n)))
     for i in range(size.layers + 1):
         blk = f"blk.{i}"
         weights += [norm(f"{blk}.{name}_norm", n) for name in ("attn", "ffn")]
@@ -85,7 +88,7 @@ def write_model(path: Path, size: Size, acceptance: float) -> Path:
     arrays = {"token_embd.weight": embeddings, "output.weight": output, f"{nextn}.eh_proj.weight": head}
     for tensor in gguf.GGUFReader(written, "r+").tensors:
         if (array := arrays.get(tensor.name)) is not None:
-            tensor.data[:] = quantize(array.astype(np.float32), gguf.GGMLQuantizationType.Q8_0)
+            tensor.data[: len(array)] = quantize(array.astype(np.float32), gguf.GGMLQuantizationType.Q8_0)
     return written
 
 
@@ -93,9 +96,9 @@ def _tables(n: int, acceptance: float) -> tuple[Any, Any, Any]:
     """Orthogonal embeddings, an output matrix with each token's embedding as the row of its next token, and the
     matrix of the head, which maps the embedding of a token that it misses to another one."""
     rng = np.random.default_rng(0)
-    directions = np.linalg.qr(rng.standard_normal((n, N_VOCAB)))[0].T  # float64[N_VOCAB, n], orthonormal
-    order = np.arange(FIRST, N_VOCAB)
-    output = np.zeros((N_VOCAB, n))
+    directions = np.linalg.qr(rng.standard_normal((n, N_ROUND)))[0].T  # float64[N_ROUND, n], orthonormal
+    order = np.arange(FIRST, N_ROUND)
+    output = np.zeros((N_ROUND, n))
     output[np.roll(order, -1)] = 20 * directions[order]
     missed = rng.permutation(order)[: round((1 - acceptance) * len(order))]
     others = np.roll(missed, 1) if len(missed) > 1 else missed
@@ -105,7 +108,7 @@ def _tables(n: int, acceptance: float) -> tuple[Any, Any, Any]:
 
 async def answer(session: aiohttp.ClientSession, url: str, start: int, n_new: int) -> dict[str, Any]:
     """The answer to a prompt of 32 tokens of the round. Raises `AssertionError` for another text than the model's."""
-    round_ = [*range(FIRST, N_VOCAB)] * 3
+    round_ = [*range(FIRST, N_ROUND)] * 3
     prompt = round_[start : start + 32]
     body = {
         "prompt": prompt, "n_predict": n_new, "temperature": 0, "ignore_eos": True, "cache_prompt": False,
@@ -121,7 +124,7 @@ async def answer(session: aiohttp.ClientSession, url: str, start: int, n_new: in
 
 async def tokens_per_second(url: str, at_once: int, n_requests: int, n_new: int, seed: int) -> float:
     """Of `n_requests` answers, `at_once` of them at a time."""
-    starts = random.Random(f"{seed} {at_once}").sample(range(N_VOCAB - FIRST), n_requests)
+    starts = random.Random(f"{seed} {at_once}").sample(range(N_ROUND - FIRST), n_requests)
     timeout, headers = aiohttp.ClientTimeout(total=1800), {"Connection": "close"}
     turn = asyncio.Semaphore(at_once)
 
@@ -143,6 +146,7 @@ def main() -> None:
     parser.add_argument("-B", dest="at_once", default="1,4,16")
     parser.add_argument("--layers", type=int, default=Size.layers)
     parser.add_argument("--width", type=int, default=Size.width)
+    parser.add_argument("--vocab", type=int, default=Size.vocab, help="tokens")
     parser.add_argument("--new-tokens", type=int, default=64)
     parser.add_argument("--answers", type=int, default=2, help="of each client in each turn")
     parser.add_argument("--turns", type=int, default=3)
@@ -151,7 +155,7 @@ def main() -> None:
         parser.error("name the program llama-server, or --models FOLDER, or both")
     if args.models:
         args.models.mkdir(parents=True, exist_ok=True)
-    size = Size(args.layers, args.width, 4 * args.width)
+    size = Size(args.layers, args.width, 4 * args.width, args.vocab)
     threads = str(available_threads())
     for acceptance in map(int, args.acceptance.split(",")):
         with contextlib.nullcontext(args.models) if args.models else tempfile.TemporaryDirectory() as folder:

@@ -106,6 +106,8 @@ class Context:
         self.is_pooled = pooling is not None
         self._logits_key: tuple[int, int] = (0, 0)
         self._logits: npt.NDArray[np.float32]
+        self._hidden_key: tuple[int, int] = (0, 0)
+        self._hidden: npt.NDArray[np.float32]
         self._part_logits: npt.NDArray[np.float32] | None = None  # of a batch decoded in parts
         self.backend_sampling: BackendSampling | None = None
         """Top-k on the device, once `enable_backend_sampling` has returned True."""
@@ -395,10 +397,14 @@ class Context:
             rows = [layer_rows().get_rows(self.handle, layer) for layer in self._row_layers]
             n_embd = C.llama_model_n_embd(self.model.handle)
             return np.concatenate([np.ctypeslib.as_array(each, (n, n_embd)) for each in rows], axis=1)
-        address = nextn().llama_get_embeddings_nextn(self.handle)
-        if not address:
+        pointer = nextn().llama_get_embeddings_nextn(self.handle)
+        if not pointer:
             raise LlamaError("llama.cpp returns no hidden rows for this model")
-        return np.ctypeslib.as_array(address, (n, self.model.n_embd))
+        address = ctypes.addressof(pointer.contents)
+        if self._hidden_key != (address, n):
+            self._hidden = np.ctypeslib.as_array(pointer, (n, self.model.n_embd))
+            self._hidden_key = (address, n)
+        return self._hidden
 
     def embedding(self, seq_id: int) -> npt.NDArray[np.float32]:
         """A copy of a sequence's vector from the last decode, float32[n_embd]; for a reranker, float32[n_scores]."""

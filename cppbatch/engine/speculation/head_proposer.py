@@ -72,15 +72,18 @@ class HeadProposer(RowProposer):
 
     def _most_joined(self, drafts: list[DraftSequence]) -> int:
         """As `DraftModelProposer._most_joined`. Beside a token without logits some heads yield wrong hidden rows. So
-        the tokens since the last draft have a decode of their own, or logits too, if that takes less time."""
+        the tokens since the last draft have logits too, or a decode of their own, if that takes less time."""
         missing = [draft.n_missing for draft in drafts if draft.n_missing <= JOINED]
         n, n_apart = sum(missing), sum(missing) - len(missing)
-        fits = sum(min(draft.n_missing, JOINED) for draft in drafts) <= self._head.n_logits
-        if not (n_apart and fits and self.cost.knows_rows and self.cost.knows_prompts):
+        if not n_apart or sum(min(draft.n_missing, JOINED) for draft in drafts) > self._head.n_logits:
             return 1
+        if not self.cost.knows_about((n,)):
+            return JOINED
         more_s = self.cost.rows_s((n,)) - self.cost.rows_s((len(missing),))
         self._n_catch_ups += 1
-        if self._n_catch_ups % _APART_EVERY == 0 or more_s >= n_apart * self.cost.token_s(n_apart):
+        if self.cost.knows_prompts and more_s >= n_apart * self.cost.token_s(n_apart):
+            return 1
+        if self._n_catch_ups % _APART_EVERY == 0:
             return 1
         self._caught_up(more_s)
         return JOINED
