@@ -224,7 +224,7 @@ class EngineConfig(_Model, frozen=True, kw_only=True):
     sampling: Annotated[Sampling, _speed(
         "--sampling",
         "Where the most likely tokens are selected. backend: on the GPU; host: on the CPU; auto: backend if there is a "
-        "GPU.",
+        "GPU and the vocabulary has more than 32,768 tokens.",
     )] = "auto"
     """backend: rows of logits are copied only for requests that need them."""
     prefer: Annotated[Preference, _speed(

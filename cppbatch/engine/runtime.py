@@ -73,6 +73,7 @@ from cppbatch.llama.vocab import Vocab
 
 log = logging.getLogger("cppbatch.engine")
 
+_FEW_TOKENS = 32_768  # of a vocabulary: copying and reading whole rows takes less time than selecting on the GPU
 _CACHED_SHARE_ON_CPU = 1 / 16  # attention is more expensive there, and restoring a prefix from host memory is cheap
 
 
@@ -343,7 +344,8 @@ def _open_runtime(
     min_rows = _min_rows(context, on_gpu=on_gpu) if config.deterministic else 1
     sharing = _sharing(config, context)
     wants_drafts = may_draft(config)
-    if config.sampling == "backend" or (config.sampling == "auto" and on_gpu and not wants_drafts):
+    is_better = on_gpu and not wants_drafts and model.vocab.n_tokens > _FEW_TOKENS
+    if config.sampling == "backend" or (config.sampling == "auto" and is_better):
         is_enabled = context.enable_backend_sampling()
         if not is_enabled and config.sampling == "backend":
             raise LlamaError(

@@ -6,11 +6,12 @@ compute rows in tiles of 4 and 16, and the rest row by row. So 15 rows are compu
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from copy import deepcopy
 from functools import partial
+from math import inf
 
 from cppbatch.config import Preference
 from cppbatch.engine.ideal import BareCosts
@@ -30,6 +31,7 @@ _WELL_SEEN = 10  # steps with a number of rows before they change the level with
 _STALE = 0.4  # maximum weight in the shape of a number of rows that was not measured for long: each step adds 1/80
 _STALE_STEP = 1 / 80
 _TRY_EVERY = 64  # steps with a number of rows; then one with another number in turn, to update its time
+_FLAT_ROW = 0.5  # a row that costs less than this, relative to a prompt token, is cheap
 _FLAT = 1.3  # if rows cost less than this times a quarter of them, padding cannot help
 _GUESSED_TOKEN_S = 0.001
 _NEW_TOKEN_S = 0.3
@@ -124,11 +126,22 @@ class StepCost:
         smaller = counts[:at] if is_tile else counts[at - 1 : at]
         with_more = min(self._shape[known] + (n - known) * self.token_s(n - known) / self._level for known in smaller)
         if at == len(counts):
-            return with_more
+            return min(with_more, self._on_slope(n))
         low, high = counts[at - 1], counts[at]
         part = (n - low) / (high - low)
         on_line = self._shape[low] + part * (self._shape[high] - self._shape[low])
         return min(on_line, with_more) if is_tile else on_line
+
+    def _on_slope(self, n: int) -> float:
+        """Beyond the largest known number of rows: additional rows cost as much as those from half of it on, if that is
+        much less than prompt tokens, as on a GPU; else infinity."""
+        last = self._counts[-1]
+        if not (n_half := bisect_right(self._counts, last // 2)):
+            return inf
+        few = self._counts[n_half - 1]
+        row = (self._shape[last] - self._shape[few]) / (last - few)
+        is_flat = self._level * row < _FLAT_ROW * self.token_s(n - last)
+        return self._shape[last] + (n - last) * max(0.0, row) if is_flat else inf
 
     def observe_rows(self, groups: Groups, seconds: float, decode_s: float | None = None) -> None:
         """Learns from a step without prompt tokens. `groups`: its rows, padding included. `decode_s`: the time in

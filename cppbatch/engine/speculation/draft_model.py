@@ -132,7 +132,8 @@ class DraftModelProposer:
         self._failed = False
         self.token_s = 0.0
         """As `ModelProposer.token_s`."""
-        self._decoded: set[int] = set()  # numbers of tokens of the decodes so far
+        self._decoded: set[int] = set()  # numbers of tokens of the decodes with drafts so far
+        self._has_read = False
 
     def _new_cells(self) -> DraftCells | TargetCells:
         return DraftCells(self._context)
@@ -150,10 +151,13 @@ class DraftModelProposer:
         return True
 
     def read_seconds(self, sequence: Seq) -> float:
-        """The time to read the unread part of a sequence: at first, its prompt."""
+        """The time to read the unread part of a sequence: at first, its prompt. 0 before any time is known."""
         draft = self.cells.get(sequence)
-        n = sequence.n_tokens - (draft.n_known if draft else 0) - JOINED
-        return n * self.cost.token_s(n) if n > 0 else 0.0
+        return self._read_s(sequence.n_tokens - (draft.n_known if draft else 0) - JOINED)
+
+    def _read_s(self, n: int) -> float:
+        # Prompts are read together: each token costs as much as in the largest pieces so far.
+        return n * self.cost.token_s(self._context.n_batch) if n > 0 and self.cost.knows_prompts else 0.0
 
     def propose(self, sequences: Sequence[Seq], most: Sequence[int]) -> list[Draft | None]:
         """As `Proposer.propose`. Skips sequences for which `most` is 0: their prompts are not read either."""
@@ -262,7 +266,9 @@ class DraftModelProposer:
         self._add_known(pieces, n_logits=0)
         began = self._clock()
         self._context.decode(self._batch)
-        self.cost.observe_prompt(self._batch.n_tokens, self._clock() - began)
+        if self._has_read:  # in the first decode, a GPU loads its kernels
+            self.cost.observe_prompt(self._batch.n_tokens, self._clock() - began)
+        self._has_read = True
         for draft, n in pieces:
             self.cells.computed(draft, n)
 

@@ -123,8 +123,7 @@ class RowProposer(DraftModelProposer, ABC):
     def read_seconds(self, sequence: Seq) -> float:
         """As `ModelProposer.read_seconds`: rows that were forgotten are not read any more."""
         draft = self.cells.get(sequence)
-        n = sequence.n_tokens - max(self._first_of(sequence), draft.n_known if draft else 0) - JOINED
-        return n * self.cost.token_s(n) if n > 0 else 0.0
+        return self._read_s(sequence.n_tokens - max(self._first_of(sequence), draft.n_known if draft else 0) - JOINED)
 
     def finished(self, sequence: Seq) -> None:
         """As `Proposer.finished`."""

@@ -29,6 +29,7 @@ _TRY_SHARE = 0.01  # of the time for such tries
 _LOOK_SHARE = 0.005  # of the time for drafts that are looked for in vain, after this number of steps in a row:
 _VAIN = 16
 _FIRST_TRIES = 4.0  # steps whose time the first tries of unknown numbers of rows, and of a draft model, may take
+_FIRST_TRIES_S = 0.05  # ... those of a draft model this much longer: first decodes on a GPU take as long as many steps
 _SLOWDOWN = 2.5  # times the time of a token without drafts, for the sequence with the least expected tokens
 _SHORT_S = 0.05  # a step that is shorter may have drafts in any case
 _ALMOST_CERTAIN = 0.99  # no draft counts as more probable: so longer ones are worth less and less
@@ -48,6 +49,7 @@ _PRIOR = 8.0  # accepted tokens that are expected right before anything is known
 _NEW = 0.2  # weight of a new draft in what is usual of a sequence's drafts of the draft model
 _NEW_OF_ALL = 0.02  # the same for all sequences together: a few bad drafts must not be the last ones
 _GUESSED = 2  # first drafts that weigh as much as the guess before them
+_WELL_KNOWN = 10  # drafts after which typical ones are known well enough to be tried for all sequences together
 _NEW_LOOK = 0.1  # weight of a new time in that of looking for drafts
 _NEW_VERIFIED = 0.1  # weight of a new time in that of an accepted token
 
@@ -186,6 +188,7 @@ class Speculator:
             n_steps = 0.0 if cost.has_seen(plan.groups) else seconds / step.seconds
             if rate >= _TRIED * step.rate_without and 0 < n_steps <= self._left_for_unknown:
                 self._left_for_unknown -= n_steps
+                is_worth = True  # to know it
             elif rate < _TRIED * step.rate_without or not self._drafts_tried.may_take(seconds):
                 self._since_plain = 0
                 return None, False
@@ -277,12 +280,13 @@ class Speculator:
     def _try_model(self, model: ModelProposer, step: _Step, asked: list[int], lost_s: float) -> list[int]:
         """What to ask of the draft model although its drafts are expected to lose `lost_s`: that is what a try takes of
         the time for tries, and what reading prompts takes. If there are prompts to read, and not enough time for all, a
-        draft for one sequence, which is only compared with its text. Else nothing."""
+        draft for one sequence, which is only compared with its text, until typical drafts are known. Else nothing."""
         unread = [model.read_seconds(sequence) if n else 0.0 for sequence, n in zip(step.rows, asked, strict=True)]
         if self._model_tried.may_take(lost_s + sum(unread)):
             return asked
         one = min((i for i, n in enumerate(asked) if n), key=unread.__getitem__)
-        if any(unread) and self._model_tried.may_take(model.seconds(1, asked[one]) + unread[one]):
+        one_s = model.seconds(1, asked[one]) + unread[one]
+        if any(unread) and self._n_usual < _WELL_KNOWN and self._model_tried.may_take(one_s):
             return [n if i == one else 0 for i, n in enumerate(asked)]
         return [0] * len(asked)
 
@@ -307,8 +311,9 @@ class _Tries:
     """The time budget for drafts that are probably not worth it, since estimates may be wrong."""
 
     def __init__(self, n_first: float) -> None:
-        """`n_first`: steps whose time may be used at the start."""
+        """`n_first`: steps whose time may be used at the start; 0: none."""
         self._n_first = n_first
+        self._first_s = _FIRST_TRIES_S if n_first else 0.0
         self._left_s: float | None = None
 
     def step(self, seconds: float) -> None:
@@ -318,6 +323,9 @@ class _Tries:
     def may_take(self, seconds: float) -> bool:
         """Whether a try may take this long; if so, takes it from the budget."""
         assert self._left_s is not None
+        if seconds <= self._first_s:
+            self._first_s -= seconds
+            return True
         if seconds > self._left_s:
             return False
         self._left_s = min(self._left_s - seconds, self._n_first * seconds)  # no series of tries after a long time
