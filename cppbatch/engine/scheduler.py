@@ -176,6 +176,7 @@ class Scheduler:
         self._just_preempted: set[Seq] = set()  # in this step, which must not readmit them
         self._n_added = 0
         self._serves_first_prompt = False
+        self._last_groups: Groups = ()  # of the last step
         self._n_gap_steps = 0  # consecutive steps with a gap between the rows
         self._timed: dict[int, Seq] = {}  # sequences with a timeout, by their number (`rank[1]`)
         self._deadlines: list[tuple[float, int]] = []  # a heap of (time, number of the sequence)
@@ -397,9 +398,11 @@ class Scheduler:
 
     def computed(self, plan: StepPlan, seconds: float, decode_s: float | None = None) -> None:
         """Learns from the duration of a step, and its time in `llama_decode` (None: all of it); but not if it switched
-        adapters, because llama.cpp then replans its graph."""
-        if not plan.is_switch:
-            n_prefill = plan.n_tokens - plan.n_decode - plan.n_beside
+        adapters, because llama.cpp then replans its graph. On a GPU it does so for each new number of rows, which takes
+        as long as the computation of a small model: only what is repeated counts."""
+        n_prefill = plan.n_tokens - plan.n_decode - plan.n_beside
+        is_repeated, self._last_groups = plan.row_groups == self._last_groups, plan.row_groups
+        if not plan.is_switch and (is_repeated or n_prefill or not self._on_gpu):
             self._budgets.observe(plan.adapters, plan.row_groups, n_prefill, seconds, decode_s)
 
     def work(self, plan: StepPlan) -> StepWork:

@@ -228,13 +228,11 @@ class Speculator:
         0: the model is not asked, or its time is not known."""
         before = [_accepted(draft) for draft in drafts]
         usual = [self._usual.get(sequence, self._usual_of_all) for sequence in step.rows]
-        guesses = [
-            _of_usual(each, n) if n and model.serves(sequence) else _NO_DRAFT
-            for sequence, each, n in zip(step.rows, usual, most, strict=True)
-        ]
+        served = [n if n and model.serves(sequence) else 0 for sequence, n in zip(step.rows, most, strict=True)]
+        guesses, n_guessed = _of_usual(usual, served)
         is_better = [
-            bool(each.made * guess.sum() > known.sum())
-            for each, guess, known in zip(usual, guesses, before, strict=True)
+            each.made * n > (float(known.sum()) if len(known) else 0.0)
+            for each, n, known in zip(usual, n_guessed, before, strict=True)
         ]
         n_asked = sum(is_better)
         if not n_asked:
@@ -250,8 +248,8 @@ class Speculator:
         if not n_asked:
             return 0.0
         read_s = sum(
-            model.read_seconds(sequence) * min(1.0, (1 + float(guess.sum())) / sequence.n_left)
-            for sequence, guess, n in zip(step.rows, guesses, asked, strict=True)
+            model.read_seconds(sequence) * min(1.0, (1 + expected) / sequence.n_left)
+            for sequence, expected, n in zip(step.rows, n_guessed, asked, strict=True)
             if n
         )
         share = sum(each.made for each, n in zip(usual, asked, strict=True) if n) / n_asked
@@ -271,8 +269,10 @@ class Speculator:
         for sequence, draft, n in zip(step.rows, made, asked, strict=True):
             if n and (draft or not model.read_seconds(sequence)):
                 self._n_usual += 1
-                usual_of_all = _mean(self._usual_of_all, draft, n, max(_NEW_OF_ALL, 1 / self._n_usual))
-                self._usual[sequence] = _mean(self._usual.get(sequence, usual_of_all), draft, n, _NEW)
+                acceptance = float(draft.probabilities.sum()) / len(draft.tokens) if draft else 0.0
+                new_of_all = max(_NEW_OF_ALL, 1 / self._n_usual)
+                usual_of_all = _mean(self._usual_of_all, draft, acceptance, n, new_of_all)
+                self._usual[sequence] = _mean(self._usual.get(sequence, usual_of_all), draft, acceptance, n, _NEW)
                 self._usual_of_all = usual_of_all
         _take_better(drafts, made)
         return model.seconds(n_asked, max(asked)) + read_s
@@ -457,12 +457,17 @@ class _Step:
         if self._ahead is not None:
             self._row_s = np.diff(np.maximum.accumulate(cost.relative_up_to(len(rows))))  # of the first row, the second
 
-    def _value(self, gains: Probabilities) -> float:
-        """The time saved, in rows, if this many tokens of each sequence are accepted."""
+    def _values(self, gains: Probabilities) -> list[float]:
+        """The time saved, in rows, if this many tokens of each sequence are accepted. `gains`: float64[rows, cases]."""
+        n = len(gains)
         if self._ahead is None:
-            return float(len(gains) * np.expm1(np.log1p(gains).mean()))
-        saved = np.sort(self._ahead + gains) - np.sort(self._ahead)  # steps with one row, with two ...
-        return float(len(gains) * (self._row_s @ saved) / self._row_s.sum())
+            shares = np.expm1(np.log1p(gains).sum(axis=0) / n)
+        else:
+            before = self._ahead[:, None]
+            saved = np.sort(before + gains, axis=0) - np.sort(before, axis=0)  # steps with one row, with two ...
+            shares = (self._row_s @ saved) / self._row_s.sum()
+        values: list[float] = (n * shares).tolist()
+        return values
 
     def best(self, drafts: Sequence[Probabilities], draft_s: Callable[[int], float] = _no_time) -> Choice:
         """The best plan for these drafts, given as the acceptance probabilities of their tokens (`_accepted`).
@@ -494,7 +499,8 @@ class _Step:
         for n in sorted(counts):
             gain = np.bincount(rows[:n], chosen[:n], n_rows).astype(np.float64, copy=False)
             lengths = np.bincount(rows[:n], minlength=n_rows).tolist()
-            rate = self._rate(value := self._value(gain), (n_rows + n,), gain.min, draft_s(max(lengths)))
+            (value,) = self._values(gain[:, None])
+            rate = self._rate(value, (n_rows + n,), gain.min, draft_s(max(lengths)))
             if rate and rate >= best_rate:
                 best, best_rate = DraftPlan(lengths, (n_rows + n,), value), rate
         return best, best_rate
@@ -507,17 +513,16 @@ class _Step:
         """
         n_rows, longest = expected.shape
         n_computed, least = sum(self.groups), min(self.limits.each)
-        n_most = self.limits.tokens
-        gains = np.cumsum(expected, axis=1)
+        n_most = min(least, self.limits.tokens // n_computed)
+        lengths = [n for n in (*(length for length in _LENGTHS if length < longest), longest) if n <= n_most]
+        if not lengths:
+            return None, 0.0
+        gains = np.cumsum(expected, axis=1)[:, [n - 1 for n in lengths]]
         best: DraftPlan | None = None
         best_rate = 0.0
-        for n in (*(length for length in _LENGTHS if length < longest), longest):
-            gain = gains[:, n - 1]
-            if n > least or n * n_computed > n_most:
-                break
+        for i, (n, value) in enumerate(zip(lengths, self._values(gains), strict=True)):
             groups = tuple(size * (1 + n) for size in self.groups)
-            value = self._value(gain)
-            rate = self._rate(value, groups, gain.min, draft_s(n))
+            rate = self._rate(value, groups, gains[:, i].min, draft_s(n))
             if rate > best_rate:
                 best, best_rate = DraftPlan([n] * n_rows, groups, value, n_padding=n), rate
         return best, best_rate
@@ -537,22 +542,26 @@ def _accepted(draft: Draft | None) -> Probabilities:
     return _NO_DRAFT if draft is None else np.minimum(draft.probabilities, _ALMOST_CERTAIN).cumprod()
 
 
-def _of_usual(usual: Usual, most: int) -> Probabilities:
-    """The same for a typical draft of up to this many tokens."""
-    probabilities = np.full(most, min(usual.acceptance, _ALMOST_CERTAIN))
-    probabilities[1:] *= usual.goes_on
-    return probabilities.cumprod()
+def _of_usual(usual: Sequence[Usual], most: Sequence[int]) -> tuple[list[Probabilities], list[float]]:
+    """The same for typical drafts of up to this many tokens, and the numbers of tokens to expect."""
+    at = np.arange(max(most))
+    acceptance = np.minimum([each.acceptance for each in usual], _ALMOST_CERTAIN)[:, None]
+    goes_on = np.array([each.goes_on for each in usual])[:, None]
+    probabilities = acceptance ** (at + 1) * goes_on**at
+    n_expected: list[float] = (probabilities * (at < np.array(most)[:, None])).sum(axis=1).tolist()
+    return [row[:n] for row, n in zip(probabilities, most, strict=True)], n_expected
 
 
-def _mean(old: Usual, draft: Draft | None, longest: int, new: float) -> Usual:
-    """Running means. `longest`: tokens that the draft could have. `new`: its weight."""
+def _mean(old: Usual, draft: Draft | None, acceptance: float, longest: int, new: float) -> Usual:
+    """Running means. `acceptance`: mean probability of its tokens. `longest`: tokens that the draft could have. `new`:
+    its weight."""
     if draft is None:
         return old._replace(made=(1 - new) * old.made)
     n = len(draft.tokens)
     n_tried = n - 1 + (n < longest)
     went_on = (n - 1) / n_tried if n_tried else old.goes_on
     return Usual(
-        old.acceptance + new * (float(draft.probabilities.mean()) - old.acceptance),
+        old.acceptance + new * (acceptance - old.acceptance),
         old.made + new * (1 - old.made),
         old.goes_on + new * (went_on - old.goes_on),
     )
