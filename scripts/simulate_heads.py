@@ -1,18 +1,21 @@
 """What a draft head (MTP) gains at a known acceptance, without the noise of a machine: given step times.
 
 Usage: python scripts/simulate_heads.py [-B 1,4,16] [--acceptance 0,60,80,100] [--tokens 64] [--requests 8] [--runs 8]
+[--gpu]
 
 The engine's `Speculator` and `HeadProposer` draft for texts in simulated steps. The head drafts the next token, except
 for the share of tokens that it misses. The target and the head take the times that `scripts/bench_draft_head.py`'s
 model takes (1.1 GB, Q8_0). The engine learns the times beside another program: 4% of the decodes seem to take 2 to 8
-times as long. Prints the speedup of decode: medians of the runs with their quartiles, and at best, if the number of
-draft tokens was always the best one.
+times as long. --gpu: the times of an H100, where the first decode of each size takes longer, and so does a step with
+another number of rows than the last one. Prints the speedup of decode: medians of the runs with their quartiles, and at
+best, if the number of draft tokens was always the best one.
 """
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator
+from dataclasses import dataclass
 from itertools import islice, takewhile
 from random import Random
 from statistics import quantiles
@@ -24,34 +27,84 @@ from cppbatch import GenerationRequest
 from cppbatch.engine.sequence import Seq
 from cppbatch.engine.speculation.head_proposer import HeadProposer
 from cppbatch.engine.speculation.speculator import DraftLimits, Speculator
-from cppbatch.engine.steps import StepCost
+from cppbatch.engine.steps import Groups, StepCost
 from cppbatch.llama import Batch, HeadBatch
 
-STEP_MS = {1: 39.0, 2: 67.0, 4: 81.0, 8: 122.0, 12: 160.0, 16: 199.0, 24: 294.0, 32: 370.0, 64: 735.0, 256: 2940.0}
-"""Per number of rows: two AVX-512 cores, per-sequence layout, flash attention."""
-PROMPT_TOKEN_S = 0.0105
-HEAD = 0.08
-"""The time of a decode of the head, relative to one of the model."""
 DRAFT_MAX = 16
 N_VOCAB = 512
 N_PROMPT = 32
 
 
+@dataclass(frozen=True)
+class Device:
+    """Where the decodes run."""
+
+    step_ms: dict[int, float]
+    """By number of rows."""
+    prompt_token_s: float
+    head: float
+    """The time of a decode of the head, relative to one of the model with as many rows."""
+    head_ms: float = 0.0
+    """In addition to that."""
+    first_ms: float = 0.0
+    """In addition, for the first decode of a size."""
+    other_rows_ms: float = 0.0
+    """In addition, for a step with another number of rows than the last one."""
+
+    def step_s(self, n: int) -> float:
+        """Seconds of a step of this number of rows."""
+        return float(np.interp(n, list(self.step_ms), list(self.step_ms.values()))) / 1000
+
+    def head_s(self, n: int) -> float:
+        """The same of the head."""
+        return self.head * self.step_s(n) + self.head_ms / 1000
+
+
+CPU = Device(
+    step_ms={
+        1: 39.0, 2: 67.0, 4: 81.0, 8: 122.0, 12: 160.0, 16: 199.0, 24: 294.0, 32: 370.0, 64: 735.0, 256: 2940.0,
+    },
+    prompt_token_s=0.0105,
+    head=0.08,
+)  # fmt: skip
+"""Two AVX-512 cores, per-sequence layout, flash attention."""
+GPU = Device(
+    step_ms={1: 1.35, 2: 1.5, 4: 1.9, 8: 2.3, 16: 3.2, 32: 4.0, 64: 5.5, 256: 12.0},
+    prompt_token_s=0.00015,
+    head=0.03,
+    head_ms=0.5,
+    first_ms=2.0,
+    other_rows_ms=1.0,
+)
+"""An H100, with the time of Python."""
+
+
 class Machine:
     """The times of decodes, and the clock. The engine measures both."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, device: Device, seed: int) -> None:
+        self.device = device
         self._random = Random(seed)
+        self._seen: set[tuple[bool, int]] = set()
+        self._last = 0  # rows of the last step
         self.now = 0.0
 
     def clock(self) -> float:
         """The time in seconds."""
         return self.now
 
-    def decode(self, n: int, factor: float = 1.0) -> float:
+    def decode(self, n: int, *, head: bool = False) -> float:
         """Computes `n` rows. Returns their usual time; the clock may advance more."""
-        seconds = factor * usual_s(n)
+        device = self.device
+        seconds = device.head_s(n) if head else device.step_s(n)
         disturbed = self._random.uniform(2, 8) if self._random.random() < 0.04 else 1.0
+        size = head, n if n <= 8 else 8 + n.bit_length()
+        if size not in self._seen:
+            self.now += device.first_ms / 1000
+        self._seen.add(size)
+        if not head:
+            seconds += device.other_rows_ms / 1000 if n != self._last else 0.0
+            self._last = n
         self.now += seconds * disturbed * self._random.lognormvariate(0, 0.05)
         return seconds
 
@@ -81,7 +134,7 @@ class Head:
     def decode(self, batch: Batch) -> None:
         """As `Context.decode`."""
         n = batch.n_tokens
-        self.seconds += self._machine.decode(n, HEAD)
+        self.seconds += self._machine.decode(n, head=True)
         self._outputs = batch.tokens[:n][batch.wants_logits[:n] > 0].tolist()
 
     def logits(self, n_outputs: int) -> Any:
@@ -122,32 +175,39 @@ class Head:
         """As `HeadContext.open_again`."""
 
 
-def simulate(acceptance: float, batch_size: int, n_requests: int, n_tokens: int, seed: int) -> float:
-    """The speedup of decode."""
-    machine, chance = Machine(seed), Random(seed)
+def simulate(device: Device, acceptance: float, batch_size: int, texts: tuple[int, int], seed: int) -> float:
+    """The speedup of decode. `texts`: their number, and their tokens."""
+    n_requests, n_tokens = texts
+    machine, chance = Machine(device, seed), Random(seed)
+    prompt_s, on_gpu = N_PROMPT * device.prompt_token_s, device is GPU
     head = Head(machine, acceptance, seed)
     proposer = HeadProposer(head, lambda n: np.zeros((n, head.n_row), np.float32), 1 << 16, clock=machine.clock)
     speculator, cost = Speculator([proposer], DRAFT_MAX, wall=machine.clock), StepCost()
-    cost.observe_prompt(N_PROMPT, N_PROMPT * PROMPT_TOKEN_S)
+    cost.observe_prompt(N_PROMPT, prompt_s)
+    last_groups: Groups = ()
     waiting, running = n_requests, list[Seq]()
     seconds = plain_seconds = 0.0
     while waiting or running:
         while waiting and len(running) < batch_size:
             sequence = new_sequence(str(waiting), chance.randrange(N_VOCAB), n_tokens)
             sequence.seq_id = min(set(range(batch_size)) - {other.seq_id for other in running})
-            machine.now += N_PROMPT * PROMPT_TOKEN_S
+            machine.now += prompt_s
             proposer.computed([(sequence, N_PROMPT)])
             sequence.n_computed = N_PROMPT
             extend(sequence, 1)
             running.append(sequence)
             waiting -= 1
         rows = sorted(running, key=lambda each: each.seq_id)
-        limits = DraftLimits(256 - len(rows), [DRAFT_MAX] * len(rows), has_streams=True, is_queue_empty=not waiting)
+        limits = DraftLimits(
+            256 - len(rows), [DRAFT_MAX] * len(rows), has_streams=True, on_gpu=on_gpu, is_queue_empty=not waiting
+        )
         before = head.seconds
         plan = speculator.plan(rows, (len(rows),), cost, limits)
         groups, began = plan.groups if plan else (len(rows),), machine.now
         seconds += head.seconds - before + sum(map(machine.decode, groups))
-        cost.observe_rows(groups, machine.now - began)
+        if groups == last_groups or not (on_gpu and cost.has_seen(groups)):  # as `Scheduler.computed`
+            cost.observe_rows(groups, machine.now - began)
+        last_groups = groups
         proposer.computed([(sequence, 1 + len(sequence.draft)) for sequence in rows])
         accepted: dict[Seq, int] = {}
         for sequence in rows:
@@ -157,7 +217,7 @@ def simulate(acceptance: float, batch_size: int, n_requests: int, n_tokens: int,
             sequence.draft = []
             sequence.n_computed += 1 + n
             extend(sequence, 1 + n)
-            plain_seconds += (1 + n) * usual_s(len(rows)) / len(rows)
+            plain_seconds += (1 + n) * device.step_s(len(rows)) / len(rows)
         if plan:
             speculator.verified(accepted, 0.0)
         for sequence in rows:
@@ -171,11 +231,6 @@ def new_sequence(name: str, first: int, n_tokens: int) -> Seq:
     prompt = (np.arange(first, first + N_PROMPT) % N_VOCAB).astype(np.int32)
     request = GenerationRequest(id=name, prompt=prompt.tolist(), cache_prompt=False)
     return Seq(request, prompt, max_new=n_tokens + DRAFT_MAX, seed=0, now=0.0)
-
-
-def usual_s(n: int) -> float:
-    """Seconds of a step of this number of rows."""
-    return float(np.interp(n, list(STEP_MS), list(STEP_MS.values()))) / 1000
 
 
 def following(sequence: Seq) -> Iterator[int]:
@@ -193,12 +248,14 @@ def extend(sequence: Seq, n: int) -> None:
     sequence.n_tokens += n
 
 
-def best(acceptance: float, n: int) -> float:
+def best(device: Device, acceptance: float, n: int) -> float:
     """The speedup with the best number of draft tokens: the first decode of the head also reads the accepted tokens."""
     expected = [sum(acceptance**i for i in range(k + 1)) for k in range(DRAFT_MAX)]
-    reads = [HEAD * usual_s(round(n * tokens)) if k else 0.0 for k, tokens in enumerate(expected)]
-    times = [usual_s((1 + k) * n) + max(0, k - 1) * HEAD * usual_s(n) + reads[k] for k in range(DRAFT_MAX)]
-    return max(tokens * usual_s(n) / seconds for tokens, seconds in zip(expected, times, strict=True))
+    reads = [device.head_s(round(n * tokens)) if k else 0.0 for k, tokens in enumerate(expected)]
+    steps = [device.step_s((1 + k) * n) + max(0, k - 1) * device.head_s(n) for k in range(DRAFT_MAX)]
+    return max(
+        tokens * device.step_s(n) / (step + read) for tokens, step, read in zip(expected, steps, reads, strict=True)
+    )
 
 
 def main() -> None:
@@ -208,16 +265,16 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--requests", type=int, default=8, help="of each sequence of the batch")
     parser.add_argument("--runs", type=int, default=8)
+    parser.add_argument("--gpu", action="store_true")
     args = parser.parse_args()
+    device = GPU if args.gpu else CPU
     for percent in map(int, args.acceptance.split(",")):
         for n in map(int, args.batch_sizes.split(",")):
             acceptance = percent / 100
-            runs = [simulate(acceptance, n, args.requests * n, args.tokens, i) for i in range(args.runs)]
+            runs = [simulate(device, acceptance, n, (args.requests * n, args.tokens), i) for i in range(args.runs)]
             low, middle, high = quantiles(runs, n=4)
-            print(
-                f"{percent}%, B = {n}: {middle:.2f} ({low:.2f} to {high:.2f}), at best {best(acceptance, n):.2f}",
-                flush=True,
-            )
+            most = best(device, acceptance, n)
+            print(f"{percent}%, B = {n}: {middle:.2f} ({low:.2f} to {high:.2f}), at best {most:.2f}", flush=True)
 
 
 if __name__ == "__main__":

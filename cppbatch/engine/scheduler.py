@@ -304,7 +304,9 @@ class Scheduler:
         span = sequences[-1].seq_id + 1 - sequences[0].seq_id
         is_one_group = len(plan.row_groups) == 1 and not beside and (kv.unified or span <= n_rows)
         each = [min(kv.n_ctx_seq, s.n_ctx) - s.n_tokens for s in sequences]
-        limits = DraftLimits(most, each, kv.has_streams, is_one_group, is_queue_empty=not self.waiting)
+        limits = DraftLimits(
+            most, each, kv.has_streams, is_one_group, on_gpu=self._on_gpu, is_queue_empty=not self.waiting
+        )
         drafted = speculator.plan(sequences, plan.row_groups, cost, limits)
         if drafted is None:
             return rows, 0
@@ -399,10 +401,11 @@ class Scheduler:
     def computed(self, plan: StepPlan, seconds: float, decode_s: float | None = None) -> None:
         """Learns from the duration of a step, and its time in `llama_decode` (None: all of it); but not if it switched
         adapters, because llama.cpp then replans its graph. On a GPU it does so for each new number of rows, which takes
-        as long as the computation of a small model: only what is repeated counts."""
+        as long as the computation of a small model: only what is repeated counts, once its time is known."""
         n_prefill = plan.n_tokens - plan.n_decode - plan.n_beside
         is_repeated, self._last_groups = plan.row_groups == self._last_groups, plan.row_groups
-        if not plan.is_switch and (is_repeated or n_prefill or not self._on_gpu):
+        is_usual = is_repeated or n_prefill or not self._on_gpu
+        if not plan.is_switch and (is_usual or not self._budgets.of(plan.adapters).cost.has_seen(plan.row_groups)):
             self._budgets.observe(plan.adapters, plan.row_groups, n_prefill, seconds, decode_s)
 
     def work(self, plan: StepPlan) -> StepWork:

@@ -172,6 +172,10 @@ def test_the_gain_of_a_draft_head_is_simulated_at_a_known_acceptance() -> None:
     assert gains[2] > 1.05
     assert gains[4] > 1.6
     assert gains[5] > 1.15
+    printed = script("simulate_heads.py", "--gpu", "-B", "4,16", "--acceptance", "80,100", "--requests", 4, "--runs", 4)
+    gains = [float(gain) for gain in re.findall(r": ([\d.]+) \(", printed)]
+    assert min(gains) > 1.02
+    assert min(gains[2:]) > 1.5
 
 
 def test_drafts_that_are_all_right_show_what_rows_cost(default_model: Path) -> None:

@@ -362,6 +362,24 @@ def test_the_time_of_drafts_is_learned_from_the_decodes(drafting: Drafting) -> N
     assert proposer.read_seconds(long) == 0
 
 
+def test_the_first_decodes_of_a_gpu_which_load_its_kernels_are_not_learned(drafting: Drafting) -> None:
+    decode, seen = drafting.context.decode, set()
+
+    def slow_at_first(batch: Batch) -> None:
+        drafting.clock.now += 0 if batch.n_tokens in seen else 1.0
+        seen.add(batch.n_tokens)
+        decode(batch)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(drafting.context, "decode", slow_at_first)
+        sequence = drafting.sequence()
+        for _ in range(20):
+            for draft in drafting.propose([sequence]):
+                add(sequence, draft.tokens.tolist() if draft else [])
+            add(sequence, [1])
+            assert drafting.proposer.seconds(1, 4) < 0.1
+
+
 # --- failures -----------------------------------------------------------------------------------------------------
 
 

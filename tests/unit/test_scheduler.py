@@ -487,3 +487,16 @@ def test_a_scored_prompt_gets_no_more_rows_of_logits_for_a_tile_of_the_attention
     policy.step()
     policy.add("prompt", 800, max_new=1)
     assert max(policy.step().n_tokens for _ in range(12)) <= 1 + 64
+
+
+@pytest.mark.parametrize("on_gpu", [False, True])
+def test_on_a_gpu_known_numbers_of_rows_are_measured_only_when_they_are_repeated(on_gpu: bool) -> None:
+    budgets = StepBudgets(16)
+    kv = Policy().kv
+    scheduler = Scheduler(kv, budgets=budgets, step_tokens=16, n_parallel=4, on_gpu=on_gpu)
+    cost = budgets.of(()).cost
+    cost.seed([(1, 0.001), (4, 0.002)])
+    for i in range(100):
+        n = (1, 4)[i % 2]
+        scheduler.computed(StepPlan(row_groups=(n,), n_tokens=n, n_decode=n), 0.01)  # llama.cpp plans its graph again
+    assert budgets.of(()).cost.rows_s((1,)) == pytest.approx(0.001 if on_gpu else 0.01, rel=0.5)

@@ -82,6 +82,21 @@ def test_drafts_are_whole_where_rows_cost_nothing(streams: bool) -> None:
     assert [sequence.draft for sequence in sequences] == [list(range(1, 9))] * 4
 
 
+@pytest.mark.parametrize("streams", [False, True])
+def test_a_gpu_computes_few_different_numbers_of_rows(streams: bool) -> None:
+    for n_rows in (1, 4):
+        sizes = set[int]()
+        for length in range(1, 17):
+            cost = StepCost()
+            cost.seed(FLAT.items())
+            limits = DraftLimits(1000, [1000] * n_rows, streams, on_gpu=True)
+            drafts = Given([(length, 0.95)] * n_rows)
+            its = Speculator([drafts], 16).plan(decoding(n_rows), (n_rows,), cost, limits)
+            assert its
+            sizes.update(its.groups)
+        assert sizes <= {2 * n_rows, 4 * n_rows, 8 * n_rows, 16 * n_rows}
+
+
 def test_the_most_likely_tokens_fill_whole_tiles() -> None:
     its, _ = plan([(16, 0.9), (16, 0.3), (0, 0.0)], TILED)
     assert its

@@ -135,6 +135,13 @@ def test_a_step_of_several_groups_corrects_the_one_that_is_hardly_known() -> Non
     assert cost.rows_s((7,)) == pytest.approx(0.020, rel=0.2)
 
 
+def test_more_rows_than_were_ever_measured_cost_as_little_as_the_last_ones_of_a_gpu() -> None:
+    cost = StepCost()
+    cost.observe_prompt(64, 0.010)
+    cost.seed([(1, 0.0013), (16, 0.0032), (32, 0.0040)])
+    assert cost.rows_s((48,)) == pytest.approx(0.0048)
+
+
 def test_more_rows_than_were_ever_measured_cost_as_much_more_as_prompt_tokens() -> None:
     cost = StepCost()
     cost.seed([(4, 0.010)])

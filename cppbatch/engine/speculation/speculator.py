@@ -42,6 +42,8 @@ _LOGITS_BYTES = 32 << 20  # of a step with drafts: 170 rows with a vocabulary of
 
 _LENGTHS = (1, 2, 3, 4, 5, 7, 9, 11, 13, 15, 16, 23, 31, 47, 63, 64)
 """Of drafts, where sequences have streams: the lengths to choose from."""
+_LENGTHS_ON_GPU = (1, 3, 7, 15, 31, 63)
+"""The same on a GPU, where llama.cpp plans its graph again for each new number of rows."""
 _NEW_VERIFIED_STEP = 0.05  # maximum weight of a new step with drafts in what is known of the latest ones
 _FEW_VERIFIED = 600.0  # a step that verifies n draft tokens weighs n / 600 if that is less: few tokens are chance
 _REMEMBERED = 0.998  # of the same, for each step: texts change, and wrong drafts must not be the last ones
@@ -82,6 +84,7 @@ class DraftLimits:
     """As `KVPool.has_streams`: llama.cpp computes only equally long pieces of consecutive seq_ids together."""
     is_one_group: bool = True
     """Whether llama.cpp computes all rows together if they have equally many tokens."""
+    on_gpu: bool = False
     is_queue_empty: bool = False
     """Whether the rows of finished sequences stay empty."""
 
@@ -494,6 +497,8 @@ class _Step:
         rows = order // expected.shape[1]
 
         counts = {n for tile in TILES for n in range(tile - n_rows % tile, n_most + 1, tile)} | {n_most}
+        if self.limits.on_gpu:
+            counts = {n_rows * n for n in _LENGTHS_ON_GPU if n_rows * n <= n_most} or {n_most}
         best: DraftPlan | None = None
         best_rate = 0.0
         for n in sorted(counts):
@@ -514,10 +519,13 @@ class _Step:
         n_rows, longest = expected.shape
         n_computed, least = sum(self.groups), min(self.limits.each)
         n_most = min(least, self.limits.tokens // n_computed)
-        lengths = [n for n in (*(length for length in _LENGTHS if length < longest), longest) if n <= n_most]
+        lengths = [n for n in _LENGTHS_ON_GPU if 2 * n <= 3 * longest]  # somewhat shorter drafts are filled
+        if not self.limits.on_gpu:
+            lengths = [*(n for n in _LENGTHS if n < longest), longest]
+        lengths = [n for n in lengths if n <= n_most]
         if not lengths:
             return None, 0.0
-        gains = np.cumsum(expected, axis=1)[:, [n - 1 for n in lengths]]
+        gains = np.cumsum(expected, axis=1)[:, [min(n, longest) - 1 for n in lengths]]
         best: DraftPlan | None = None
         best_rate = 0.0
         for i, (n, value) in enumerate(zip(lengths, self._values(gains), strict=True)):
