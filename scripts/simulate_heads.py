@@ -205,7 +205,7 @@ def simulate(device: Device, acceptance: float, batch_size: int, texts: tuple[in
         plan = speculator.plan(rows, (len(rows),), cost, limits)
         groups, began = plan.groups if plan else (len(rows),), machine.now
         seconds += head.seconds - before + sum(map(machine.decode, groups))
-        if groups == last_groups or not (on_gpu and cost.has_seen(groups)):  # as `Scheduler.computed`
+        if groups == last_groups or not on_gpu:  # as `Scheduler.computed`
             cost.observe_rows(groups, machine.now - began)
         last_groups = groups
         proposer.computed([(sequence, 1 + len(sequence.draft)) for sequence in rows])

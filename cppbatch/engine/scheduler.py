@@ -401,11 +401,14 @@ class Scheduler:
     def computed(self, plan: StepPlan, seconds: float, decode_s: float | None = None) -> None:
         """Learns from the duration of a step, and its time in `llama_decode` (None: all of it); but not if it switched
         adapters, because llama.cpp then replans its graph. On a GPU it does so for each new number of rows, which takes
-        as long as the computation of a small model: only what is repeated counts, once its time is known."""
+        as long as the computation of a small model: only what is repeated counts, and unknown numbers of rows without
+        drafts, for which prompts wait."""
         n_prefill = plan.n_tokens - plan.n_decode - plan.n_beside
-        is_repeated, self._last_groups = plan.row_groups == self._last_groups, plan.row_groups
-        is_usual = is_repeated or n_prefill or not self._on_gpu
-        if not plan.is_switch and (is_usual or not self._budgets.of(plan.adapters).cost.has_seen(plan.row_groups)):
+        counts = not self._on_gpu or n_prefill > 0 or plan.row_groups == self._last_groups
+        self._last_groups = plan.row_groups
+        if not (counts or plan.n_drafted):
+            counts = not self._budgets.of(plan.adapters).cost.has_seen(plan.row_groups)
+        if counts and not plan.is_switch:
             self._budgets.observe(plan.adapters, plan.row_groups, n_prefill, seconds, decode_s)
 
     def work(self, plan: StepPlan) -> StepWork:

@@ -490,7 +490,7 @@ def test_a_scored_prompt_gets_no_more_rows_of_logits_for_a_tile_of_the_attention
 
 
 @pytest.mark.parametrize("on_gpu", [False, True])
-def test_on_a_gpu_known_numbers_of_rows_are_measured_only_when_they_are_repeated(on_gpu: bool) -> None:
+def test_on_a_gpu_numbers_of_rows_are_measured_only_when_they_are_repeated(on_gpu: bool) -> None:
     budgets = StepBudgets(16)
     kv = Policy().kv
     scheduler = Scheduler(kv, budgets=budgets, step_tokens=16, n_parallel=4, on_gpu=on_gpu)
