@@ -180,24 +180,28 @@ def batch(
     """
     from cppbatch.jobs.file_job import as_begun, begun_with, open_job
     from cppbatch.jobs.input.reader import InputReader
+    from cppbatch.jobs.job_request import JobRequest
     from cppbatch.jobs.result_table import write_table
     from cppbatch.server.api.batches.handler import URLS
     from cppbatch.server.api.batches.offline import OfflineJob, run_offline
     from cppbatch.server.settings import ServerSettings
 
+    with InputReader(job.input_format, URLS) as reader:
+        first = reader.first()  # before anything is written
+    has_prompts = isinstance(first, JobRequest) and first.is_plain
     if not is_endpoint_given:
         if begun := None if overwrite else begun_with(job).get("endpoint"):  # even if the model has since been removed
             _say(f"the job was started with --endpoint {begun} and continues with it")
-        endpoint = begun or ("chat" if are_chats(config, job.chat_template, None) else "completions")
+        is_chat = not begun and are_chats(config, job.chat_template, None, says=has_prompts)
+        endpoint = begun or ("chat" if is_chat else "completions")
         job = msgspec.structs.replace(job, input_format=msgspec.structs.replace(job.input_format, endpoint=endpoint))
     settings = ServerSettings(
         chat_template=job.chat_template, allowed_media_domains=allowed_media_domains, media_path=media_path
     )
     with InputReader(job.input_format, URLS) as reader:
-        reader.check()  # before anything is written
         job = job if overwrite else as_begun(job, say=_say)
         journal = open_job(job, config.model_path, overwrite=overwrite, retry_failed=retry_failed, say=_say)
-        if job.plain_max_tokens:
+        if job.plain_max_tokens and has_prompts:
             _say(
                 f"plain prompts get at most {job.plain_max_tokens} tokens; change the limit with -n N, or "
                 "remove it with -n -1"

@@ -189,6 +189,18 @@ def test_a_wrong_column_leaves_no_job(run: Run, tiny_llama: Path, tmp_path: Path
     assert msgspec.json.decode(output.read_bytes())["usage"]["completion_tokens"] <= 1024
 
 
+def test_nothing_is_said_of_plain_prompts_if_a_file_has_requests(run: Run, tiny_llama: Path, tmp_path: Path) -> None:
+    source = tmp_path / "in.jsonl"
+    body = {"prompt": "abc", "max_tokens": 2}
+    source.write_bytes(
+        msgspec.json.encode({"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": body})
+    )
+    code, _, err = run("batch", source, "-o", tmp_path / "out.jsonl", "-m", tiny_llama, *SMALL, "--in-process")
+    assert code == 0, err
+    assert "1 done, 0 failed" in err
+    assert "plain prompts" not in err
+
+
 def test_a_profile_that_is_used_is_named(
     run: Run, tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -42,10 +42,12 @@ class InputReader:
         yield from self._source
         self.close()
 
-    def check(self) -> None:
-        """Reads the first line. Raises `ConfigError` if the file cannot be read or a table lacks its columns."""
-        next(iter(self), None)
+    def first(self) -> JobRequest | RejectedLine | None:
+        """The first entry; None for a file without entries. Raises `ConfigError` if the file cannot be read or a table
+        lacks its columns."""
+        entry = next(iter(self), None)
         self.close()
+        return entry
 
     def count(self, is_stopped: Callable[[], bool] = lambda: False) -> int | None:
         """The number of entries that iterating yields; None if stopped. Opens the file again. Thread-safe."""
