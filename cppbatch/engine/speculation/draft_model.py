@@ -151,13 +151,15 @@ class DraftModelProposer:
         return True
 
     def read_seconds(self, sequence: Seq) -> float:
-        """The time to read the unread part of a sequence: at first, its prompt. 0 before any time is known."""
+        """The time to read the unread part of a sequence: at first, its prompt."""
         draft = self.cells.get(sequence)
         return self._read_s(sequence.n_tokens - (draft.n_known if draft else 0) - JOINED)
 
     def _read_s(self, n: int) -> float:
-        # Prompts are read together: each token costs as much as in the largest pieces so far.
-        return n * self.cost.token_s(self._context.n_batch) if n > 0 and self.cost.knows_prompts else 0.0
+        """The time to read `n` tokens. Prompts are read together: a token costs as much as in the largest pieces so
+        far; before any is known, at most a tenth of a token of the model."""
+        token_s = self.cost.token_s(self._context.n_batch)
+        return max(0, n) * (token_s if self.cost.knows_prompts else min(token_s, 0.1 * self.token_s))
 
     def propose(self, sequences: Sequence[Seq], most: Sequence[int]) -> list[Draft | None]:
         """As `Proposer.propose`. Skips sequences for which `most` is 0: their prompts are not read either."""

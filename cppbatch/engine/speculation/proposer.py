@@ -49,7 +49,7 @@ class ModelProposer(Proposer, Protocol):
     """A proposer that runs a model, and is only called if its drafts are worth their time."""
 
     token_s: float
-    """Seconds per token without drafts; set before each call of `propose`. 0: unknown."""
+    """Seconds per token without drafts; set before each step. 0: unknown."""
 
     def serves(self, sequence: Seq) -> bool:
         """Whether it can currently draft for this sequence."""

@@ -85,6 +85,7 @@ class DraftLimits:
     is_one_group: bool = True
     """Whether llama.cpp computes all rows together if they have equally many tokens."""
     on_gpu: bool = False
+    """Whether only a few different numbers of rows are computed."""
     is_queue_empty: bool = False
     """Whether the rows of finished sequences stay empty."""
 
@@ -229,6 +230,7 @@ class Speculator:
     def _ask_model(self, model: ModelProposer, step: _Step, drafts: list[Draft | None], most: list[int]) -> float:
         """Gets drafts from the draft model if its typical ones are worth their time. Returns their expected seconds;
         0: the model is not asked, or its time is not known."""
+        model.token_s = 1 / step.rate_without
         before = [_accepted(draft) for draft in drafts]
         usual = [self._usual.get(sequence, self._usual_of_all) for sequence in step.rows]
         served = [n if n and model.serves(sequence) else 0 for sequence, n in zip(step.rows, most, strict=True)]
@@ -266,7 +268,6 @@ class Speculator:
             n_asked = sum(n > 0 for n in asked)
             if not n_asked:
                 return 0.0
-        model.token_s = 1 / step.rate_without
         with self._looks.paused() if self._looks else nullcontext():
             made = model.propose(step.rows, asked)
         for sequence, draft, n in zip(step.rows, made, asked, strict=True):
