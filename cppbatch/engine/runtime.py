@@ -344,7 +344,7 @@ def _open_runtime(
     min_rows = _min_rows(context, on_gpu=on_gpu) if config.deterministic else 1
     sharing = _sharing(config, context)
     wants_drafts = may_draft(config)
-    is_better = on_gpu and not wants_drafts and model.vocab.n_tokens > _FEW_TOKENS
+    is_better = on_gpu and not wants_drafts and (model.vocab.n_tokens > _FEW_TOKENS or bool(config.rpc))
     if config.sampling == "backend" or (config.sampling == "auto" and is_better):
         is_enabled = context.enable_backend_sampling()
         if not is_enabled and config.sampling == "backend":

@@ -112,10 +112,17 @@ def test_a_gpu_samples_unless_drafts_are_requested(
     tiny_llama: Path, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], sampling: str, drafts: bool
 ) -> None:
     monkeypatch.setattr("cppbatch.engine.runtime._on_gpu", lambda config: True)
+    monkeypatch.setattr("cppbatch.engine.runtime._FEW_TOKENS", 100)
     with BatchInferenceEngine(tiny_llama, n_ctx=2048, n_parallel=4, n_threads=1, **settings) as engine:
         assert engine.info.sampling == sampling
         assert bool(engine.core.runtime.proposers) == drafts
         assert len(engine.generate(["Hello there " * 3] * 4, SamplingParams(max_tokens=12))) == 4
+
+
+def test_a_gpu_leaves_short_rows_of_logits_to_the_host(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cppbatch.engine.runtime._on_gpu", lambda config: True)
+    with BatchInferenceEngine(tiny_llama, n_ctx=512, n_threads=1) as engine:
+        assert engine.info.sampling == "host"
 
 
 def test_on_a_gpu_equal_prompts_in_streams_are_computed_once_and_copied_there(
