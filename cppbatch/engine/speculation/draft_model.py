@@ -36,6 +36,8 @@ _LONGEST_READ_S = 0.2
 _PRIOR = 8.0  # weight of the prior of an acceptance rate, in draft tokens
 _DECAY = 0.98  # of older tokens' weight, per new token
 _MOST_CERTAIN = 0.99
+_FEW_TOKENS = 65_536  # of a vocabulary; for more, see `most_likely`
+_SET, _BEST = 64, 24
 
 
 class DraftContext(DraftMemory, Protocol):
@@ -323,10 +325,7 @@ class DraftModelProposer:
                 self.cells.computed(draft, draft.n_missing)
             else:
                 self.cells.guessed(draft, guesses[draft].tokens[-1])
-        rows = self._logits(growing)
-        tokens: list[int] = rows.argmax(axis=1).tolist()
-        top = rows[np.arange(len(growing)), tokens]
-        probabilities: list[float] = (1 / np.exp(rows - top[:, None]).sum(axis=1)).tolist()
+        tokens, probabilities = most_likely(self._logits(growing))
         n = batch.n_tokens
         is_usual = n == batch.n_outputs or n <= 2 * len(growing)  # more tokens without logits take less time than rows
         if is_usual and n in self._decoded:  # in the first decode of `n` tokens, a GPU loads its kernels
@@ -363,6 +362,29 @@ class DraftModelProposer:
 
     def close(self) -> None:
         """Frees nothing: the runtime closes the draft model."""
+
+
+def most_likely(rows: npt.NDArray[np.float32]) -> tuple[list[int], list[float]]:
+    """The most likely token of each row of logits, float32[n, n_vocab], and its probability.
+
+    Of a large vocabulary the probability is somewhat too high if it is small, and takes half of the time: the tokens
+    are divided into sets of `_SET`. Of the sets with the largest logits all tokens count, of others only the likeliest.
+    """
+    n, n_vocab = rows.shape
+    tokens = rows.argmax(axis=1)
+    top = rows[np.arange(n), tokens][:, None]
+    if n_vocab <= _FEW_TOKENS:
+        sums = np.exp(rows - top).sum(axis=1)
+    else:
+        n_sets = n_vocab // _SET
+        strides = rows.strides[0], n_sets * rows.strides[1], rows.strides[1]
+        sets = np.lib.stride_tricks.as_strided(rows, (n, _SET, n_sets), strides, writeable=False)
+        largest = sets.max(axis=1)
+        best = np.argpartition(largest, -_BEST, axis=1)[:, -_BEST:]
+        sums = np.exp(np.take_along_axis(sets, best[:, None], axis=2) - top[:, None]).sum(axis=(1, 2))
+        np.put_along_axis(largest, best, -np.inf, axis=1)
+        sums += np.exp(largest - top).sum(axis=1) + np.exp(rows[:, n_sets * _SET :] - top).sum(axis=1)
+    return tokens.tolist(), (1 / sums).tolist()
 
 
 def _has_prefix_of(draft: DraftSequence, first: DraftSequence) -> bool:
