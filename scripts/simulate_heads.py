@@ -185,6 +185,7 @@ def simulate(device: Device, acceptance: float, batch_size: int, texts: tuple[in
     speculator, cost = Speculator([proposer], DRAFT_MAX, wall=machine.clock), StepCost()
     cost.observe_prompt(N_PROMPT, prompt_s)
     last_groups: Groups = ()
+    had_drafts = False
     waiting, running = n_requests, list[Seq]()
     seconds = plain_seconds = 0.0
     while waiting or running:
@@ -205,9 +206,10 @@ def simulate(device: Device, acceptance: float, batch_size: int, texts: tuple[in
         plan = speculator.plan(rows, (len(rows),), cost, limits)
         groups, began = plan.groups if plan else (len(rows),), machine.now
         seconds += head.seconds - before + sum(map(machine.decode, groups))
-        if groups == last_groups or not on_gpu:  # as `Scheduler.computed`
+        changes_for_drafts = groups != last_groups and (plan or had_drafts)
+        if not (on_gpu and changes_for_drafts):  # as `Scheduler.computed`
             cost.observe_rows(groups, machine.now - began)
-        last_groups = groups
+        last_groups, had_drafts = groups, plan is not None
         proposer.computed([(sequence, 1 + len(sequence.draft)) for sequence in rows])
         accepted: dict[Seq, int] = {}
         for sequence in rows:

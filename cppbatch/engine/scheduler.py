@@ -177,6 +177,7 @@ class Scheduler:
         self._n_added = 0
         self._serves_first_prompt = False
         self._last_groups: Groups = ()  # of the last step
+        self._had_drafts = False  # the last step
         self._n_gap_steps = 0  # consecutive steps with a gap between the rows
         self._timed: dict[int, Seq] = {}  # sequences with a timeout, by their number (`rank[1]`)
         self._deadlines: list[tuple[float, int]] = []  # a heap of (time, number of the sequence)
@@ -401,14 +402,12 @@ class Scheduler:
     def computed(self, plan: StepPlan, seconds: float, decode_s: float | None = None) -> None:
         """Learns from the duration of a step, and its time in `llama_decode` (None: all of it); but not if it switched
         adapters, because llama.cpp then replans its graph. On a GPU it does so for each new number of rows, which takes
-        as long as the computation of a small model: only what is repeated counts, and unknown numbers of rows without
-        drafts, for which prompts wait."""
+        as long as the computation of a small model: drafts, and the step after them, count if the number is repeated.
+        """
         n_prefill = plan.n_tokens - plan.n_decode - plan.n_beside
-        counts = not self._on_gpu or n_prefill > 0 or plan.row_groups == self._last_groups
-        self._last_groups = plan.row_groups
-        if not (counts or plan.n_drafted):
-            counts = not self._budgets.of(plan.adapters).cost.has_seen(plan.row_groups)
-        if counts and not plan.is_switch:
+        changes_for_drafts = plan.row_groups != self._last_groups and (plan.n_drafted or self._had_drafts)
+        self._last_groups, self._had_drafts = plan.row_groups, plan.n_drafted > 0
+        if not (plan.is_switch or (self._on_gpu and changes_for_drafts)):
             self._budgets.observe(plan.adapters, plan.row_groups, n_prefill, seconds, decode_s)
 
     def work(self, plan: StepPlan) -> StepWork:

@@ -177,7 +177,7 @@ def test_a_sequence_is_at_most_as_long_as_the_draft_models_context() -> None:
 
 
 @pytest.mark.parametrize("n_vocab", [50, 49_152, 128_256, 151_937])
-def test_the_probability_of_the_likeliest_token_is_nearly_exact(n_vocab: int) -> None:
+def test_the_probability_of_the_most_likely_token_is_nearly_exact(n_vocab: int) -> None:
     chance = np.random.default_rng(0)
     rows = chance.normal(0, 2, (40, n_vocab)).astype(np.float32)
     for i, row in enumerate(rows):  # from nearly certain ones to flat ones

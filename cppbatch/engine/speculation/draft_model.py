@@ -368,7 +368,8 @@ def most_likely(rows: npt.NDArray[np.float32]) -> tuple[list[int], list[float]]:
     """The most likely token of each row of logits, float32[n, n_vocab], and its probability.
 
     Of a large vocabulary the probability is somewhat too high if it is small, and takes half of the time: the tokens
-    are divided into sets of `_SET`. Of the sets with the largest logits all tokens count, of others only the likeliest.
+    are divided into sets of `_SET`. All tokens of the `_BEST` sets with the largest logits count, and the most likely
+    one of each other set.
     """
     n, n_vocab = rows.shape
     tokens = rows.argmax(axis=1)
