@@ -7,6 +7,7 @@ until the other side is available, a bound one does not.
 from __future__ import annotations
 
 import contextlib
+import logging
 import mmap
 import sys
 import threading
@@ -24,10 +25,12 @@ from cppbatch.engine.model_info import ModelInfo
 from cppbatch.engine.observe.live_state import LiveEngine
 from cppbatch.engine.observe.metrics import EngineStats
 from cppbatch.engine.request import GenerationEvent, GenerationRequest, MediaPrompt, ResumeState, TokenPiece
-from cppbatch.errors import ContextOverflow
+from cppbatch.errors import ContextOverflow, InvalidRequest
 
 if TYPE_CHECKING:
     import asyncio
+
+log = logging.getLogger("cppbatch.worker")
 
 _MAX_FOLDER_PATH = 100  # characters; a socket's path may have about 107
 _FLUSH_TIMEOUT_MS = 5000
@@ -234,6 +237,12 @@ class Log(msgspec.Struct, frozen=True, tag=True):
 Answer = Checked | Tokenized | SlotDone | Updated
 FromWorker = Hello | Loading | Loaded | LoadFailed | Events | Refused | Answer | Stats | Live | Log
 
+
+def refused(request_id: str, error: InvalidRequest) -> Refused:
+    """The message for a refused request or question."""
+    return Refused(request_id, error.field, error.message, error.overflow)
+
+
 encode = msgspec.msgpack.Encoder().encode
 _for_worker: msgspec.msgpack.Decoder[ToWorker] = msgspec.msgpack.Decoder(ToWorker)
 _from_worker: msgspec.msgpack.Decoder[FromWorker] = msgspec.msgpack.Decoder(FromWorker)
@@ -360,8 +369,24 @@ class WorkerLink:
             self._outgoing.send(data)
 
     def receive(self) -> ToWorker:
-        """Waits for the next message."""
-        return decode_for_worker(self._incoming.recv())
+        """Waits for the next message.
+
+        Answers a request that validation refuses here, though it did not in the server: an exception would end this
+        worker, and each later one that gets the request.
+        """
+        while True:
+            data = self._incoming.recv()
+            try:
+                return decode_for_worker(data)
+            except msgspec.ValidationError as error:
+                fields = msgspec.msgpack.decode(data)
+                request_id = fields.get("request", fields).get("id")
+                if request_id is None:
+                    raise
+                log.warning("refused a request that cannot be decoded: %s", error)
+                why = error.__cause__
+                invalid = why if isinstance(why, InvalidRequest) else InvalidRequest("request", f"is invalid: {error}")
+                self.send(refused(request_id, invalid))
 
     def flush(self) -> None:
         """Sends the queued messages and closes the link for sending."""

@@ -6,6 +6,7 @@ import asyncio
 import json
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -175,9 +176,13 @@ async def test_the_engine_gets_every_request_with_the_salt_and_the_priority_of_i
         engine.submitted.clear()
         status, answer, _ = await ask(http, "bob", path, body)
         assert engine.submitted or status == 400, (path, answer)  # this model may be unable to embed, or to infill
-        assert {(each.cache_salt, each.priority) for each in engine.submitted} <= {("key:bob\n", -10)}, path
+        assert {(each.cache_salt, each.priority) for each in engine.submitted} <= {(salt_of("key:bob"), -10)}, path
         status, _, _ = await ask(http, "grace", path, body)
         assert status == 403, path
+
+
+def salt_of(owner: str) -> str:
+    return sha256(f"{owner}\n".encode()).hexdigest()
 
 
 # --- prefixes ---------------------------------------------------------------------------------------------------------
@@ -344,7 +349,7 @@ async def test_the_lines_of_a_batch_have_the_rules_of_its_key(http: Http, engine
     _, batch = await start_batch(http, "heidi", await upload(http, "heidi", 2, priority=-5))
     batch = await finished(http, "heidi", batch["id"])
     assert batch["request_counts"] == {"total": 2, "completed": 2, "failed": 0}
-    assert {(each.cache_salt, each.priority) for each in engine.submitted} == {("key:heidi\n", 100)}
+    assert {(each.cache_salt, each.priority) for each in engine.submitted} == {(salt_of("key:heidi"), 100)}
     for fields in ({"lora": {"sql": 1}}, {"model": "gpt-4o"}):
         _, batch = await start_batch(http, "heidi", await upload(http, "heidi", 2, **fields))
         batch = await finished(http, "heidi", batch["id"])
@@ -365,7 +370,7 @@ async def test_a_batch_keeps_the_rules_of_its_key_over_a_restart(tiny_llama: Pat
     ):
         assert (await get(http, "alice", f"/v1/batches/{batch['id']}"))[0] == 404
         await finished(http, "dave", batch["id"])
-        assert {each.cache_salt for each in engine.submitted} == {"group:team\n"}
+        assert {each.cache_salt for each in engine.submitted} == {salt_of("group:team")}
 
 
 async def test_the_lines_of_a_batch_leave_half_of_the_slots_of_their_key_free(

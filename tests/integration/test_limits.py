@@ -66,6 +66,14 @@ async def test_a_request_without_max_tokens_gets_the_allowed_maximum(engine: Hel
             assert (status, answer["usage"]["completion_tokens"]) == (200, made)
 
 
+async def test_a_minimum_above_the_allowed_maximum_is_a_400_that_names_it(engine: HeldEngine) -> None:
+    async with limited(engine, max_tokens=8) as http:
+        for path, body in PATHS.items():
+            for given in ({}, {"max_tokens": -1}):
+                status, answer = await ask(http, path, {**body, **given, "min_tokens": 9})
+                assert (status, answer["error"]["param"]) == (400, "min_tokens"), (path, given)
+
+
 async def test_more_choices_than_allowed_are_a_400_that_names_the_field(engine: HeldEngine) -> None:
     async with limited(engine, max_n=2) as http:
         for field in ("n", "best_of"):

@@ -31,6 +31,7 @@ from cppbatch.cluster.engines.process import EngineProcess
 from cppbatch.cluster.link import LoadFailed
 from cppbatch.cluster.worker import handle
 from cppbatch.config import EngineConfig
+from cppbatch.engine.params import replaced
 from cppbatch.engine.request import ResumeState
 from cppbatch.errors import EngineClosed, GenerationFailed, InvalidRequest, LibraryError, ModelError, QueueFull
 from cppbatch.server.app import create_app
@@ -239,6 +240,24 @@ async def test_a_request_that_crashes_workers_fails_alone(tiny_llama: Path, runt
         assert [told(events) for events in others] == undisturbed
         assert engine._supervisor.restarts == 3
         assert told((await together(engine, neighbours))[0]) == undisturbed[0]
+
+
+async def test_a_request_that_a_worker_cannot_decode_is_refused_alone(tiny_llama: Path) -> None:
+    def broken(name: str, **fields: object) -> GenerationRequest:
+        return replaced(request(name), **fields)  # without the validation that the server does
+
+    async with opened(tiny_llama) as engine:
+        asked = asyncio.create_task(together(engine, sixteen()[:4]))
+        for refused, why in (
+            (broken("salt", cache_salt="x" * 2000), "cache_salt: has 2,000 characters"),
+            (broken("type", fit="x"), "request: is invalid"),
+        ):
+            with pytest.raises(InvalidRequest, match=why):
+                await together(engine, [refused])
+            with pytest.raises(InvalidRequest, match=why):
+                await engine.check(refused)
+        assert all(events[-1].finish_reason is not FinishReason.ERROR for events in await asked)
+        assert engine._supervisor.restarts == 0
 
 
 async def test_a_text_that_crashes_the_tokeniser_fails_alone(tiny_llama: Path) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from cppbatch.cluster.link import Check, decode_for_worker, encode
 from cppbatch.engine.model_info import AdapterInfo
 from cppbatch.engine.request import BACKGROUND, GenerationRequest
 from cppbatch.errors import Forbidden, InvalidRequest
@@ -47,6 +48,11 @@ def test_only_keys_of_a_group_share_salts() -> None:
     assert salts_of(team[0]) == salts_of(team[1])
     different = [salts_of(key) for key in (alice, bob, named_as_group, team[0])]
     assert len(set.union(*different)) == sum(map(len, different))
+
+
+def test_the_longest_salt_of_the_longest_name_reaches_a_worker() -> None:
+    request = allowed(rules(id="k" * 1000), cache_salt="s" * 1024)
+    assert decode_for_worker(encode(Check(request))) == Check(request)
 
 
 @pytest.mark.parametrize(

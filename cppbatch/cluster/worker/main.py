@@ -34,7 +34,6 @@ from cppbatch.cluster.link import (
     Loading,
     Log,
     Question,
-    Refused,
     SharedStatus,
     SlotAction,
     SlotDone,
@@ -48,6 +47,7 @@ from cppbatch.cluster.link import (
     Updated,
     WorkerLink,
     WorkerSetup,
+    refused,
 )
 from cppbatch.cluster.worker.threads import InputThreads, StepLoop
 from cppbatch.config import EngineConfig
@@ -142,8 +142,8 @@ class Worker:
         try:
             command = self._prepared(message, thread)
         except InvalidRequest as error:
-            refused = _refused(request_id, error)
-            self._step_loop.post(lambda engine: self._answer(request_id, refused))
+            answer = refused(request_id, error)
+            self._step_loop.post(lambda engine: self._answer(request_id, answer))
         except RequestCancelled:
             self._step_loop.post(lambda engine: self._answer(request_id, _cancelled_event(request_id)))
         except EngineClosed:
@@ -197,7 +197,7 @@ class Worker:
             try:
                 prefix = slots.take(message.slot)
             except InvalidRequest as error:
-                self._answer(request_id, _refused(request_id, error))
+                self._answer(request_id, refused(request_id, error))
             else:
                 self._input_threads.for_files().submit(write, prefix)
 
@@ -205,8 +205,8 @@ class Worker:
             try:
                 report = slots.write(path, prefix)
             except InvalidRequest as error:
-                refused = _refused(request_id, error)
-                self._step_loop.post(lambda engine: self._answer(request_id, refused))
+                answer = refused(request_id, error)
+                self._step_loop.post(lambda engine: self._answer(request_id, answer))
             except Exception:
                 _crash(self._link, "failed to save a slot")
             else:
@@ -220,7 +220,7 @@ class Worker:
         try:
             answer: FromWorker = SlotDone(request_id, change())
         except InvalidRequest as error:
-            answer = _refused(request_id, error)
+            answer = refused(request_id, error)
         self._answer(request_id, answer)
 
     def _answer_update(self, message: Update, engine: EngineCore) -> None:
@@ -228,7 +228,7 @@ class Worker:
             found = engine.update(message.request_id, message.tokens)
             answer: FromWorker = Updated(message.id, found)
         except InvalidRequest as error:
-            answer = _refused(message.id, error)
+            answer = refused(message.id, error)
         self._answer(message.id, answer)
 
     def _add(self, engine: EngineCore, request_id: str, sequence: Seq) -> None:
@@ -247,10 +247,6 @@ class Worker:
         engine.cancel(request_id)
         if request_id not in self._preparing:  # the request is already in the engine, or has ended
             self._cancelled.discard(request_id)
-
-
-def _refused(request_id: str, error: InvalidRequest) -> Refused:
-    return Refused(request_id, error.field, error.message, error.overflow)
 
 
 def _cancelled_event(request_id: str) -> Events:

@@ -64,8 +64,9 @@ class KeyRules(msgspec.Struct, frozen=True, kw_only=True):
     def _engine_request(self, request: GenerationRequest, adapters: Sequence[AdapterInfo]) -> GenerationRequest:
         if self.adapters is not None:
             self._check_adapters(request, adapters)
-        salt = f"{self.owner}\n{request.cache_salt}"
-        return replaced(request, cache_salt=salt, priority=self._priority(request.priority))
+        # A digest, because with the owner a salt can exceed the length that requests may have.
+        salt = sha256(f"{self.owner}\n{request.cache_salt}".encode(errors="surrogatepass"))
+        return replaced(request, cache_salt=salt.hexdigest(), priority=self._priority(request.priority))
 
     def _priority(self, asked: int) -> int:
         if self.priority is None or asked >= BACKGROUND:  # background requests cannot overtake other keys

@@ -13,6 +13,8 @@ from hashlib import sha256
 from importlib.metadata import version
 from typing import Any, NamedTuple
 
+import msgspec
+
 from cppbatch import __version__
 from cppbatch.chat.chat_format import ChatFormat, ChatForms, ChatTurn, PreparedChat
 from cppbatch.chat.template import ChatTemplate
@@ -242,8 +244,10 @@ class Serving:
             schema = body.schema()
             required = {} if schema is None else {"json_schema": schema}
         params = body.params(**self.default_params(max_tokens) | required)
-        is_unlimited = params.max_tokens == UNLIMITED
-        return replaced(params, max_tokens=self.limits.default_tokens(UNLIMITED)) if is_unlimited else params
+        limit = self.limits.default_tokens(UNLIMITED)
+        if params.max_tokens != UNLIMITED or limit == UNLIMITED:
+            return params
+        return msgspec.structs.replace(params, max_tokens=limit)  # validates again: min_tokens may exceed the limit
 
     def engine_requests(
         self,
