@@ -97,6 +97,18 @@ def test_a_gpu_computes_few_different_numbers_of_rows(streams: bool) -> None:
         assert sizes <= {2 * n_rows, 4 * n_rows, 8 * n_rows, 16 * n_rows}
 
 
+@pytest.mark.parametrize("draft_max", [1, 2, 5, 10, 16])
+def test_filled_drafts_on_a_gpu_have_at_most_the_allowed_length(draft_max: int) -> None:
+    for length in range(1, draft_max + 1):
+        cost = StepCost()
+        cost.seed(FLAT.items())
+        limits = DraftLimits(1000, [1000] * 4, has_streams=True, on_gpu=True)
+        its = Speculator([Given([(length, 0.95)] * 4)], draft_max).plan(decoding(4), (4,), cost, limits)
+        assert its
+        assert max(its.lengths) <= draft_max
+        assert its.n_padding <= draft_max
+
+
 def test_the_most_likely_tokens_fill_whole_tiles() -> None:
     its, _ = plan([(16, 0.9), (16, 0.3), (0, 0.0)], TILED)
     assert its

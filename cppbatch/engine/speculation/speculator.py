@@ -179,7 +179,9 @@ class Speculator:
         drafts: list[Draft | None] = [None] * len(rows)
         for proposer in self._lookups:
             _take_better(drafts, _of_text(proposer, rows, most))
-        step = _Step(rows, groups, cost, limits, trust=self._trust, accepted_s=self._accepted_s)
+        step = _Step(
+            rows, groups, cost, limits, draft_max=self._draft_max, trust=self._trust, accepted_s=self._accepted_s
+        )
         asked_s = self._ask_model(self._model, step, drafts, most) if self._model else 0.0
         plan, rate = step.best([_accepted(draft) for draft in drafts])
         self._drafts_tried.step(step.seconds)
@@ -439,9 +441,11 @@ class _Step:
         cost: StepCost,
         limits: DraftLimits,
         *,
+        draft_max: int,
         trust: float,
         accepted_s: float,
     ) -> None:
+        self._draft_max = draft_max
         self._trust = trust
         self._accepted_s = accepted_s
         self.rows = rows
@@ -520,8 +524,10 @@ class _Step:
         n_rows, longest = expected.shape
         n_computed, least = sum(self.groups), min(self.limits.each)
         n_most = min(least, self.limits.tokens // n_computed)
-        lengths = [n for n in _LENGTHS_ON_GPU if 2 * n <= 3 * longest]  # somewhat shorter drafts are filled
-        if not self.limits.on_gpu:
+        if self.limits.on_gpu:
+            n_most = min(n_most, self._draft_max)
+            lengths = [n for n in _LENGTHS_ON_GPU if 2 * n <= 3 * longest]  # somewhat shorter drafts are filled
+        else:
             lengths = [*(n for n in _LENGTHS if n < longest), longest]
         lengths = [n for n in lengths if n <= n_most]
         if not lengths:
