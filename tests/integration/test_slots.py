@@ -8,12 +8,14 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from aiohttp.test_utils import TestClient, TestServer
 
 from cppbatch import LocalEngine
 from cppbatch.cluster.engines.client import EngineClient
 from cppbatch.cluster.engines.process import EngineProcess
+from cppbatch.engine.disk.slots import read_slot_file, write_slot_file
 from cppbatch.models.synthetic import write_lora
 from cppbatch.server.app import create_app
 from cppbatch.server.settings import ServerSettings
@@ -134,6 +136,34 @@ async def test_files_that_do_not_fit_are_refused_in_one_sentence(
             status, answer = await act(http, 0, "restore")
             assert status == 400
             assert why in answer["error"]["message"]
+
+
+async def test_files_of_other_versions_and_settings_are_refused_and_the_worker_lives(
+    tiny_llama: Path, tmp_path: Path
+) -> None:
+    async with serve(tiny_llama, tmp_path, EngineProcess) as http:
+        await ask(http, id_slot=0)
+        assert (await act(http, 0, "save"))[0] == 200
+        tokens, state, footer, _ = read_slot_file(tmp_path / "a.bin")
+        form = {name: value for name, value in footer.form.items() if name != "n_window_bytes"}
+        assert form != footer.form
+        write_slot_file(tmp_path / "form.bin", tokens, state, msgspec.structs.replace(footer, form=form))
+        write_slot_file(tmp_path / "more.bin", tokens, state, msgspec.structs.replace(footer, form={**form, "new": 1}))
+        other = {**footer.settings, "llama-cpp-python": "0.1"}
+        write_slot_file(tmp_path / "library.bin", tokens, state, msgspec.structs.replace(footer, settings=other))
+        write_slot_file(tmp_path / "none.bin", tokens, state, msgspec.structs.replace(footer, settings={}))
+        for file, why in (
+            ("form.bin", "another version of cppbatch"),
+            ("more.bin", "another version of cppbatch"),
+            ("library.bin", "other settings (llama-cpp-python); save it again"),
+            ("none.bin", "other settings (llama-cpp-python); save it again"),
+        ):
+            status, answer = await act(http, 0, "restore", file)
+            assert (status, answer["error"]["param"]) == (400, "filename"), answer
+            assert why in answer["error"]["message"]
+        assert (await act(http, 0, "restore"))[0] == 200
+        async with http.get("/metrics") as metrics:
+            assert 'cppbatch_worker_restarts_total{worker="0"} 0' in await metrics.text()
 
 
 @pytest.mark.parametrize("name", ["../a.bin", "/tmp/a.bin", "a/b", "a\\b", ".", "..", ".a", "", "a\n", "c:a", "a" * 65])

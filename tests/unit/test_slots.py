@@ -48,6 +48,17 @@ def test_a_slot_has_the_tokens_of_its_last_request_as_long_as_they_are_cached() 
             engine.core.slots.take(3)
 
 
+def test_slots_of_evicted_prefixes_are_forgotten() -> None:
+    with fake_engine(**CELLS, prefix_cache_ram=0) as engine:
+        for slot in range(60):
+            ask(engine, [slot] * 30, id_slot=slot)
+        slots = engine.core.kv.cache.slots
+        assert engine.core.slots.take(59).tokens.tolist() == [59] * 30
+        assert len(slots) <= 256 // 30 + 2
+        engine.clear_prefix_cache()
+        assert not slots
+
+
 def test_an_erased_slot_leaves_no_prefix_and_no_memory() -> None:
     with fake_engine(**CELLS) as engine:
         ask(engine, [1] * 30, id_slot=0)

@@ -30,7 +30,7 @@ from cppbatch.engine.kv.pool import OUT_OF_MEMORY, KVPool
 from cppbatch.engine.lora_sets import AdapterSet
 from cppbatch.engine.model_info import ModelInfo
 from cppbatch.engine.sequence import SavedState
-from cppbatch.errors import InvalidRequest
+from cppbatch.errors import CppBatchError, InvalidRequest
 from cppbatch.models.find import model_parts
 
 _MAGIC, _VERSION = b"qsgg", 2  # LLAMA_STATE_SEQ_MAGIC, little-endian; LLAMA_STATE_SEQ_VERSION
@@ -57,7 +57,7 @@ class Footer(msgspec.Struct, forbid_unknown_fields=True):
     form: dict[str, Any]
     """The layout of the state in the context that wrote it."""
     settings: dict[str, str] = {}
-    """In the files of `--prefix-cache-disk`: further settings that the state depends on (`Runtime.state_settings`)."""
+    """Further settings that the state depends on (`Runtime.state_settings`)."""
     checksum: int = 0
     """CRC-32 of the tokens, the state, and the rest of the footer."""
 
@@ -291,6 +291,7 @@ class Slots:
             cache_salt=prefix.cache_salt,
             adapters=list(self._key.adapter_digests(prefix.adapters)),
             form=prefix.state.form,
+            settings=self._key.settings,
         )
         try:
             n_bytes = write_slot_file(path, prefix.tokens, data, footer)
@@ -299,7 +300,7 @@ class Slots:
         return SlotReport(n_tokens=len(prefix.tokens), n_bytes=n_bytes)
 
     def read(self, path: Path) -> SlotPrefix:
-        """Reads a file. Raises `InvalidRequest` if it is damaged, or of another model, adapter or cache type."""
+        """Reads a file. Raises `InvalidRequest` if it is damaged, or written with other settings or another version."""
         tokens, data, footer, n_bytes = read_slot_file(path)
         key = self._key
         if footer.digest != key.digest:
@@ -309,10 +310,17 @@ class Slots:
             theirs, ours = ("/".join(types) for types in (footer.cache_types, key.cache_types))
             message = f"{path.name!r} has KV cache types {theirs}; this server uses {ours} (-ctk, -ctv)"
             raise InvalidRequest("filename", message)
+        if differing := sorted(name for name, _ in footer.settings.items() ^ key.settings.items()):
+            message = f"{path.name!r} was saved with other settings ({', '.join(dict.fromkeys(differing))})"
+            raise InvalidRequest("filename", f"{message}; save it again with this server")
         adapters = key.adapter_set(footer.adapters)
         if adapters is None:
             raise InvalidRequest("filename", f"{path.name!r} was computed with a LoRA adapter that is not loaded")
-        state = self._kv.read_state(data, footer.form)
+        try:
+            state = self._kv.read_state(data, footer.form)
+        except (TypeError, CppBatchError) as error:
+            message = f"{path.name!r} was saved by another version of cppbatch: {error}; save it again with this server"
+            raise InvalidRequest("filename", message) from error
         return SlotPrefix(tokens, footer.cache_salt, adapters, state, n_bytes)
 
     def put(self, slot: int, prefix: SlotPrefix) -> SlotReport:

@@ -687,7 +687,7 @@ class KVPool:
     def _keep_as_prefix(self, sequence: Seq) -> None:
         tokens = sequence.tokens[: sequence.n_computed].copy()
         if sequence.request.id_slot >= 0:
-            self.cache.slots[sequence.request.id_slot] = tokens, sequence.salt
+            self.cache.assign_slot(sequence.request.id_slot, tokens, sequence.salt)
         cached = CachedPrefix(tokens, sequence.salt, sequence.seq_id, sequence.cells, sequence.n_positions)
         self.cache.forget(sequence)
         del self.running[sequence.seq_id]
@@ -780,7 +780,7 @@ class KVPool:
 
     def restore_slot(self, slot: int, tokens: Tokens, salt: Salt, state: SavedState) -> bool:
         """Adds a state as a cached prefix in host memory, and assigns it to a slot. False if it does not fit."""
-        self.cache.slots[slot] = tokens, salt
+        self.cache.assign_slot(slot, tokens, salt)
         if self.cache.of_slot(slot) is None:
             self._add_to_host(CachedPrefix(tokens, salt, -1, None), state)
         return self.cache.of_slot(slot) is not None
@@ -799,6 +799,7 @@ class KVPool:
             self._drop(cached)
         for end in list(self.cache.checkpoints):
             self.cache.drop_checkpoint(end)
+        self.cache.slots.clear()
 
     def _free_cells_and_id(self, sequence: Seq) -> None:
         self.cache.forget(sequence)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import islice
 from typing import TYPE_CHECKING
 
 from cppbatch.config import Sharing
@@ -300,6 +301,17 @@ class PrefixCache:
         if self.sharing == "checkpoints":
             covered = [other for other in covered if other.seq_id >= 0 or self.has_end(other.tokens, other.salt)]
         return [other for other in covered if not only_whole or len(other.tokens) == len(cached.tokens)]
+
+    def assign_slot(self, slot: int, tokens: Tokens, salt: Salt) -> None:
+        """Sets the tokens and the salt of a slot's last request.
+
+        Two other slots are looked at, and forgotten if their prefix was evicted: clients may use any number of slots.
+        """
+        for other in list(islice(self.slots, 2)):
+            is_cached, entry = self.of_slot(other) is not None, self.slots.pop(other)
+            if is_cached:
+                self.slots[other] = entry
+        self.slots[slot] = tokens, salt
 
     def of_slot(self, slot: int) -> CachedPrefix | None:
         """The shortest cached prefix that starts with all tokens of a slot's last request; None if it was evicted, or
