@@ -65,7 +65,7 @@ class _Search:
         self._steps += len(parts)
         for part in parts:
             name = part.replace("~1", "/").replace("~0", "~")
-            if isinstance(target, list) and name.isdecimal() and int(name) < len(target):
+            if isinstance(target, list) and name.isdecimal() and len(name) < 10 and int(name) < len(target):
                 target = target[int(name)]
             else:
                 target = target.get(name, True) if isinstance(target, dict) else True

@@ -313,6 +313,13 @@ def actual_seed(wanted: int | None) -> int:
     return secrets.randbelow(_FRESH_SEEDS) if wanted is None or wanted == -1 else wanted % 2**64
 
 
+def token_id(key: str) -> int | None:
+    """The token id that a key of `logit_bias` is in decimal digits, at most `INT32_MAX`; None: it is a text."""
+    if not (key.isascii() and key.isdecimal()):
+        return None
+    return int(key) if len(key) < 10 else INT32_MAX  # which no vocabulary has
+
+
 def token_ids(field: str, given: Sequence[Any]) -> Sequence[int]:
     """Checks that these are token ids: int32, not negative. Converts numpy's integers to Python's, as msgspec requires.
 
@@ -390,7 +397,7 @@ def _check_bias(params: SamplingParams) -> None:
         more = f"suppress_tokens allows {_MAX_SUPPRESSED:,}"
         message = f"has {len(params.logit_bias):,} entries; the limit is {MOST_BIASES:,} ({more})"
         raise InvalidRequest("logit_bias", message)
-    texts = [key for key in params.logit_bias if isinstance(key, str) and not key.isdecimal()]
+    texts = [key for key in params.logit_bias if isinstance(key, str) and token_id(key) is None]
     if len(texts) > _MAX_TEXTS or max(map(len, texts), default=0) > _MAX_TEXT:
         limits = f"the limits are {_MAX_TEXTS:,} texts and {_MAX_TEXT} characters each"
         message = f"has {len(texts):,} texts as keys; {limits}"

@@ -417,8 +417,12 @@ def seeded(params: SamplingParams, i: int) -> SamplingParams:
 
 
 def mean_logprob(logprobs: list[TokenLogprob], n_tokens: int) -> float:
-    """The mean of the last `n_tokens` log-probabilities, those of the completion; 0 if there are none."""
-    own = [entry.logprob or 0.0 for entry in logprobs[len(logprobs) - n_tokens :]]
+    """The mean log-probability of a completion of `n_tokens`; 0 if it has none.
+
+    `logprobs`: those of the completion, after those of the prompt, if any. Tokens that end the reasoning at its budget
+    have none.
+    """
+    own = [entry.logprob or 0.0 for entry in logprobs[max(0, len(logprobs) - n_tokens) :]]
     return sum(own) / len(own) if own else 0.0
 
 

@@ -26,6 +26,17 @@ HOSTILE: dict[str, tuple[str, dict[str, Any], str]] = {
     "ids": ("/v1/completions", {"prompt": [12] * 3_200_000}, "body"),
     "some ids": ("/v1/completions", {"prompt": [12] * 400_000, "n": 128}, "prompt"),
     "anything": ("/v1/completions", {"prompt": "a", "unknown": [[0]] * 2_000_000}, "body"),
+    "a number of 5000 digits": ("/completion", {"prompt": "a", "logit_bias": {"1" * 5000: 1}}, "logit_bias"),
+    "an index of 5000 digits": (
+        "/v1/completions",
+        {"prompt": "a", "json_schema": {"anyOf": [{"type": "null"}], "$ref": "#/anyOf/" + "1" * 5000}},
+        "json_schema",
+    ),
+    "biases of texts of digits": (
+        "/v1/completions",
+        {"prompt": "a", "logit_bias": {"\u0663" * i: 1 for i in range(1, 400)}},
+        "logit_bias",
+    ),
     "adapters": ("/v1/completions", {"prompt": "a", "lora": [{"id": 0, "scale": 1}] * 49_000}, "lora[1].id"),
     "texts to fill in": (
         "/infill",

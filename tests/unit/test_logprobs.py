@@ -321,6 +321,11 @@ def test_of_a_text_that_ends_otherwise_only_its_own_tokens_are_listed() -> None:
         assert len(result.logprobs) == len(result.tokens) == result.usage.completion_tokens
 
 
+def test_best_of_weighs_all_log_probabilities_if_inserted_tokens_have_none() -> None:
+    logprobs = [TokenLogprob(token=1, piece=b"a", logprob=float(-i)) for i in range(5)]
+    assert mean_logprob(logprobs, 8) == -2.0
+
+
 def test_best_of_weighs_the_end_token_as_any_other() -> None:
     (result,) = fake_engine().generate([[1, 2, 3]], greedy(40, logprobs=0, logit_bias={min(EOG): 3.0}))
     assert result.finish_reason == "stop"

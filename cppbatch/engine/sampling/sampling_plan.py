@@ -10,14 +10,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from cppbatch.engine.params import SamplingParams
+from cppbatch.engine.params import SamplingParams, token_id
 from cppbatch.engine.sampling.random_sampling import Filters
 from cppbatch.engine.vocabulary import Vocabulary
 from cppbatch.errors import InvalidRequest
 
 Ids = npt.NDArray[np.int64]
 
-_MAX_ID_DIGITS = 10
 
 _VECTORISED = ("penalties", "top_k", "top_p", "min_p", "temperature")
 """The samplers that numpy applies to all rows at once, if they are in this order, which is llama.cpp's."""
@@ -128,12 +127,8 @@ def _biases(params: SamplingParams, vocab: Vocabulary) -> dict[int, float]:
     """Biases by token id; the bias of a text is added to each of its tokens."""
     biases: dict[int, float] = {}
     for key, bias in params.logit_bias.items():
-        if isinstance(key, str) and not (key.isascii() and key.isdecimal()):
-            tokens = vocab.tokenize(key, add_special=False).tolist()
-        elif isinstance(key, int) or len(key) <= _MAX_ID_DIGITS:
-            tokens = [int(key)]
-        else:
-            tokens = [vocab.n_tokens]
+        given = key if isinstance(key, int) else token_id(key)
+        tokens = vocab.tokenize(str(key), add_special=False).tolist() if given is None else [given]
         for token in tokens:
             if not 0 <= token < vocab.n_tokens:
                 message = f"contains the token id {str(key)[:20]}; token ids are 0 to {vocab.n_tokens - 1}"

@@ -6,7 +6,7 @@ from typing import Any, ClassVar, TypeVar
 
 import msgspec
 
-from cppbatch.engine.params import MOST_BIASES, RANGES, SAMPLERS, shown
+from cppbatch.engine.params import MOST_BIASES, RANGES, SAMPLERS, shown, token_id
 from cppbatch.errors import InvalidRequest
 from cppbatch.server.answer.llama_result import LLAMA_NAMES, RANDOM_SEED
 from cppbatch.server.answer.mixed_prompts import tokenize
@@ -142,7 +142,7 @@ async def _biases(body: LlamaFields, serving: Serving) -> Json:
     if len(body.logit_bias) > MOST_BIASES:
         raise InvalidRequest("logit_bias", f"has {len(body.logit_bias):,} entries; the limit is {MOST_BIASES:,}")
     if isinstance(body.logit_bias, dict):
-        pairs = [(int(key) if key.isascii() and key.isdigit() else key, bias) for key, bias in body.logit_bias.items()]
+        pairs = [(key if (number := token_id(key)) is None else number, bias) for key, bias in body.logit_bias.items()]
     else:
         pairs = [_bias_pair(i, entry) for i, entry in enumerate(body.logit_bias)]
     if sum(isinstance(key, str) for key, _ in pairs) > _MAX_BIAS_TEXTS:
