@@ -15,8 +15,10 @@ from aiohttp.test_utils import TestClient, TestServer
 from prometheus_client.parser import text_string_to_metric_families
 
 from cppbatch.config import EngineConfig
+from cppbatch.errors import ModelLoadFailed
+from cppbatch.jobs.job_request import JobRequest
 from cppbatch.models.find import models_below, short_name
-from cppbatch.server.api.batches.handler import URLS
+from cppbatch.server.api.batches.handler import URLS, BatchRequestHandler
 from cppbatch.server.app import create_app
 from cppbatch.server.auth.rules import Keys, api_key
 from cppbatch.server.models import many
@@ -324,6 +326,26 @@ async def test_a_model_leaves_after_its_ttl_and_a_pinned_one_stays(folder: Path)
         await wait_for(http, "one", "unloaded")
         assert await states(http) == {"one": "unloaded", "two": "loaded", "vectors": "unloaded"}
         assert (await metrics(http))["cppbatch_model_unloads_total", "one", "idle"] == 1
+
+
+@pytest.mark.parametrize(("patience", "status"), [(60.0, 200), (0.5, 503), (0.0, 503)])
+async def test_lines_of_a_batch_wait_while_their_model_cannot_be_loaded(
+    folder: Path, patience: float, status: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with serve(folder) as http:
+        models = http.server.app[MODELS]  # type: ignore[attr-defined]
+        lease, failures = models.lease, [ModelLoadFailed("free memory is short", retry_after=0.1)] * 2
+
+        async def fails_at_first(*args: Any, **options: Any) -> Any:
+            if failures:
+                raise failures.pop()
+            return await lease(*args, **options)
+
+        monkeypatch.setattr(models, "lease", fails_at_first)
+        handle = BatchRequestHandler(models, load_patience=patience)
+        body = {"model": "one", "prompt": "a", "max_tokens": 1}
+        answer = await handle(JobRequest(line=1, custom_id="a", url="/v1/completions", body=body, content_hash=0))
+        assert answer.status == status
 
 
 async def test_memory_decides_how_many_models_are_loaded(folder: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -14,7 +15,7 @@ from aiohttp import web
 
 from cppbatch.engine.params import UNLIMITED, replaced
 from cppbatch.engine.request import BACKGROUND
-from cppbatch.errors import CppBatchError, EngineClosed, InvalidRequest
+from cppbatch.errors import CppBatchError, EngineClosed, InvalidRequest, ModelLoadFailed
 from cppbatch.jobs.batches.active_batch import BatchResources
 from cppbatch.jobs.batches.store import BatchRecord
 from cppbatch.jobs.job_request import JobRequest, JobResponse, RequestHandler
@@ -29,7 +30,7 @@ from cppbatch.server.auth.rules import KeyRules
 from cppbatch.server.fields.parse import read_json, refuse_unknown, with_unknown
 from cppbatch.server.fields.sampling import SamplingFields, merge_fields
 from cppbatch.server.http.api_errors import api_error, error_body, json_response
-from cppbatch.server.models.served import MODELS, ServedModels
+from cppbatch.server.models.served import MODELS, ModelLease, ServedModels
 from cppbatch.server.models.serving import new_id
 from cppbatch.server.observe.metrics import METRICS
 from cppbatch.server.run_requests import OnEvent, run_requests
@@ -57,7 +58,7 @@ def _observe_nothing(_n: int, _model: str) -> AbstractContextManager[OnEvent]:
 class BatchRequestHandler:
     """A `cppbatch.jobs.job_request.RequestHandler`. Raises `EngineClosed` when the engine is closed or has failed.
 
-    While the engine's queue is full, a request waits.
+    A request waits while the engine's queue is full.
     """
 
     def __init__(
@@ -68,17 +69,21 @@ class BatchRequestHandler:
         plain_max_tokens: int | None = None,
         rules: KeyRules | None = None,
         priority: int | None = None,
+        load_patience: float = 0.0,
         observe: ObserveEvents = _observe_nothing,
     ) -> None:
         """`defaults`: body fields for requests that do not set them. `plain_max_tokens`: as in `FileJob`. `rules`:
-        those of the requests' key. `priority`: overrides the requests' own. `observe`: for the events of each
-        request."""
+        those of the requests' key. `priority`: overrides the requests' own. `load_patience`: seconds for which
+        requests wait while their model cannot be loaded; later ones fail until it is loaded. `observe`: for the events
+        of each request."""
         self._models = models
         self._defaults = defaults or {}
         self._plain_max_tokens = plain_max_tokens
         self._rules = rules
         self._priority = priority
         self._observe = observe
+        self._load_patience = load_patience
+        self._cannot_load_since: dict[str | None, float] = {}
 
     async def __call__(self, request: JobRequest) -> JobResponse:
         """The response of the request's endpoint, possibly an error."""
@@ -118,7 +123,7 @@ class BatchRequestHandler:
                 raise better from error
             raise
         refuse_unknown(request.body, kind)  # excludes the defaults: a field similar to one of them is still a mistake
-        with await self._models.lease(body.model, self._rules, load=True) as lease:
+        with await self._lease(body.model) as lease:
             prepared = await prepare(body, lease.serving)
             requests = prepared.requests
             if self._priority is not None:
@@ -127,6 +132,19 @@ class BatchRequestHandler:
             with self._observe(len(requests), lease.serving.name) as observe:
                 return prepared, await prepared.gather(events, observe)
 
+    async def _lease(self, model: str | None) -> ModelLease:
+        while True:
+            try:
+                lease = await self._models.lease(model, self._rules, load=True)
+            except ModelLoadFailed as error:
+                now = time.monotonic()
+                if now - self._cannot_load_since.setdefault(model, now) >= self._load_patience:
+                    raise
+                await asyncio.sleep(max(1.0, error.retry_after))
+            else:
+                self._cannot_load_since.pop(model, None)
+                return lease
+
 
 # --- batch background ------------------------------------------------------------------------------------------------
 # Runs a server's batches while the application runs.
@@ -134,6 +152,7 @@ class BatchRequestHandler:
 
 log = logging.getLogger("cppbatch.server")
 
+_LOAD_PATIENCE_S = 600.0  # memory may be short for some minutes
 _ENDPOINT = "/v1/batches"  # the metrics' endpoint label of the batches' requests
 
 
@@ -165,7 +184,9 @@ async def _start(app: web.Application) -> None:
 
     def execution(record: BatchRecord) -> tuple[RequestHandler, RequestSlots]:
         rules = msgspec.convert(record.key, KeyRules) if record.key else None
-        handler = BatchRequestHandler(models, rules=rules, priority=BACKGROUND, observe=observe)
+        handler = BatchRequestHandler(
+            models, rules=rules, priority=BACKGROUND, load_patience=_LOAD_PATIENCE_S, observe=observe
+        )
         return handler, KeyLineSlots(request_slots, usage, rules) if rules else request_slots
 
     batches.start(BatchResources(models.serves_batch, execution))
