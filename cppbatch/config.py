@@ -124,10 +124,9 @@ class EngineConfig(_Model, frozen=True, kw_only=True):
         range=Range(1, MAX_SEQ_IDS), range_words=f"from 1 to {MAX_SEQ_IDS}, the number of sequence ids in llama.cpp",
     )] = 16
     n_ctx: Annotated[int, _memory(
-        "-c --ctx-size", "Total KV cells for all sequences; 0: the model's context length.", "LLAMA_ARG_CTX_SIZE",
-        range=Range(1),
+        "-c --ctx-size", "Total KV cells for all sequences; 0 on the command line: the model's context length.",
+        "LLAMA_ARG_CTX_SIZE", range=Range(1),
     )] = 16384
-    """0 is only valid on the command line."""
     n_batch: Annotated[int, _memory(
         "-b --batch-size", "Maximum tokens per step.", "LLAMA_ARG_BATCH", range=Range(1),
     )] = 2048
@@ -170,11 +169,15 @@ class EngineConfig(_Model, frozen=True, kw_only=True):
         range=Range(0), range_words="0 (none) or more MiB",
     )] = 1024
     cache_type_k: Annotated[CacheType, _memory(
-        "-ctk --cache-type-k", "Data type of keys in the KV cache.", "LLAMA_ARG_CACHE_TYPE_K",
+        "-ctk --cache-type-k",
+        "Data type of keys in the KV cache. On a CPU the commands may choose a faster one if its effect on texts was "
+        "measured (`cppbatch models cache-types`).",
+        "LLAMA_ARG_CACHE_TYPE_K",
     )] = "f16"
     """Rounding in f16 can flip near-tied tokens between batches; f32 with f32 weights practically never does."""
     cache_type_v: Annotated[CacheType, _memory(
-        "-ctv --cache-type-v", "Data type of values in the KV cache; quantised types need flash attention.",
+        "-ctv --cache-type-v",
+        "Data type of values in the KV cache, chosen as for keys. Quantised types need flash attention.",
         "LLAMA_ARG_CACHE_TYPE_V",
     )] = "f16"
     context_shift: Annotated[bool, _memory(
@@ -201,11 +204,11 @@ class EngineConfig(_Model, frozen=True, kw_only=True):
     kv_layout: Annotated[KvLayout, _speed(
         "--kv-layout",
         "unified: all sequences share the KV cells; per-sequence: each sequence has its own ctx-size / parallel cells; "
-        "auto: switch at runtime (CPU only).",
+        "auto: per-sequence, and unified while a sequence needs more cells (on a CPU also while a long prefix is "
+        "shared).",
         "LLAMA_ARG_KV_UNIFIED",
     )] = "auto"
-    """auto: per-sequence on a CPU, and unified while a request needs more cells or a long prefix is shared
-    (docs/decisions/0006)."""
+    """For auto, see docs/decisions/0006."""
     flash_attn: Annotated[FlashAttention, _speed(
         "-fa --flash-attn", "Flash attention.", "LLAMA_ARG_FLASH_ATTN",
     )] = "auto"
@@ -224,7 +227,7 @@ class EngineConfig(_Model, frozen=True, kw_only=True):
     sampling: Annotated[Sampling, _speed(
         "--sampling",
         "Where the most likely tokens are selected. backend: on the GPU; host: on the CPU; auto: backend if there is a "
-        "GPU and the vocabulary has more than 32,768 tokens.",
+        "GPU, no drafts are requested, and the vocabulary has more than 32,768 tokens (with --rpc: any vocabulary).",
     )] = "auto"
     """backend: rows of logits are copied only for requests that need them."""
     prefer: Annotated[Preference, _speed(
@@ -260,7 +263,7 @@ class EngineConfig(_Model, frozen=True, kw_only=True):
         "--spec --spec-type",
         "Source of drafts for speculative decoding. suffix: earlier text; draft: the draft model (-md); eagle3, "
         "dflash: a draft model of this kind; mtp: the draft head in the model's file, or Gemma 4's assistant (-md); "
-        "auto: suffix plus draft or mtp, on a GPU only draft; off: none. Does not change the output.",
+        "auto: suffix plus draft or mtp, on a GPU only with -md; off: none. Drafts change the output only by rounding.",
         "LLAMA_ARG_SPEC_TYPE",
     )] = "auto"
     draft_max: Annotated[int, _drafts(

@@ -49,11 +49,11 @@ _JOB_OPTIONS: list[Option] = [
     click.option(
         "-o", "--output", required=True, metavar="OUT", type=click.Path(path_type=Path),
         help="File for the results: JSON Lines, or a .csv, .tsv or .parquet file with the input columns plus the "
-        "answers. Progress is stored next to it in OUT.job.",
+        "answers. Progress is stored next to it: for out.jsonl, in out.jsonl.job.",
     ),
     click.option(
         "--errors", metavar="FILE", type=click.Path(path_type=Path), default=None,
-        help="File for lines that are rejected or fail. Default: OUT.errors.jsonl.",
+        help="File for lines that are rejected or fail. Default: next to the output; for out.jsonl, out.errors.jsonl.",
     ),
     click.option(
         "--column", default=None, help="Column of a CSV or Parquet file that contains the prompts. Default: prompt."

@@ -166,10 +166,9 @@ _MODEL = [
     ),
 ]  # fmt: skip
 
-_SIZES_DEFAULT = "{}, or what fits into memory"
 _CONVERSIONS: dict[str, dict[str, Any]] = {
-    "n_ctx": {"show_default": _SIZES_DEFAULT.format(_DEFAULTS.n_ctx)},
-    "n_parallel": {"show_default": _SIZES_DEFAULT.format(_DEFAULTS.n_parallel)},
+    "n_ctx": {"show_default": "1,024 per sequence, on a GPU more, or what fits into memory"},
+    "n_parallel": {"show_default": "16, on a GPU 32, or what fits into memory"},
     "n_gpu_layers": {"type": _Layers()},
     "draft_gpu_layers": {"type": _Layers()},
     "kv_layout": {

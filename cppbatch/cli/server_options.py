@@ -115,7 +115,8 @@ _MODEL_OPTIONS = [
     ),
     option(
         "-rea", "--reasoning", llama_env="LLAMA_ARG_REASONING", type=Switch(), default="auto",
-        help="Default of the chat template variable enable_thinking. auto: true, unless set by --chat-template-kwargs.",
+        help="Default of the chat template variable enable_thinking. auto: true if the template supports reasoning, "
+        "unless set by --chat-template-kwargs.",
     ),
     option(
         "--reasoning-budget", "thinking_tokens", llama_env="LLAMA_ARG_THINK_BUDGET",

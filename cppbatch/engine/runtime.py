@@ -469,7 +469,10 @@ def make_context(config: EngineConfig, model: Model) -> Context:
     """Creates the context of an engine, and loads the adapters into the model. Raises `ModelError` or `LlamaError`."""
     if pooling := _pooling(config, model):
         if config.lora:
-            raise ModelError(f"{named('lora')} requires a model that generates text, but {model.path} returns vectors")
+            raise ModelError(
+                f"{named('lora')} requires a model that generates text, but {model.path} returns vectors; leave out "
+                f"{named('lora')}, or use another model"
+            )
         return _pooled_context(config, model, pooling)
     for path, _ in config.lora[len(model.adapters) :]:
         model.add_adapter(path)

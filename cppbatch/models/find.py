@@ -112,7 +112,10 @@ def check_file(path: Path) -> Path:
                 f"file not found: {path}. Run `cppbatch models list` to list the models in the models folder"
             )
         if not path.is_file():
-            raise ModelError(f"{path} is a folder, not a GGUF file")
+            raise ModelError(
+                f"{path} is a folder, not a GGUF file. Give a .gguf file in it, or serve the whole folder with "
+                "`cppbatch serve --models-dir`"
+            )
         with path.open("rb") as file:
             header = file.read(_HEADER.size)
     except OSError as error:

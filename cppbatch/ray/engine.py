@@ -93,7 +93,7 @@ class RayEngine(EngineClient):
     def info(self) -> ModelInfo:
         """The loaded model. Raises `EngineClosed` before it is loaded."""
         if self._info is None:
-            raise EngineClosed("the model is not loaded")
+            raise EngineClosed("the model is not loaded yet; use `async with`, or await `loaded()` first")
         return self._info
 
     def health(self) -> Health:

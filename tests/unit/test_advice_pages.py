@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import functools
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import click
@@ -27,32 +27,102 @@ OF_OTHERS = {
 """Flags of other programs on these pages. Those with underscores are llama-cpp-python's."""
 
 
-def tables(page: str) -> Iterator[list[str]]:
-    """The cells of each line of each table, without the heads."""
-    for line in (DOCS / page).read_text().splitlines():
-        if line.startswith("| ") and not line.startswith("| you see "):
-            yield line.strip("| ").split(" | ")
+def tables(page: str, head: str = "") -> Iterator[list[str]]:
+    """The cells of each line of each table, or of those with this head; without their heads."""
+    for table in re.findall(r"(?:^\|.*\n)+", (DOCS / page).read_text(), re.MULTILINE):
+        first, _, *lines = table.splitlines()
+        if first.startswith(head):
+            yield from (line.strip("| ").split(" | ") for line in lines)
 
 
 def messages() -> list[str]:
-    return [
-        text for cells in tables("troubleshooting.md") for text in re.findall(r"`([^`]*)`", cells[0]) if " " in text
-    ]
+    """The quotes in the tables of messages."""
+    heads = {"troubleshooting.md": "| you see |", "ray.md": "| line | meaning |"}
+    cells = [row[0] for page, head in heads.items() for row in tables(page, head)]
+    return [text for cell in cells for text in re.findall(r"`([^`]*)`", cell) if " " in text]
+
+
+@functools.cache
+def trees() -> tuple[ast.AST, ...]:
+    """The package's source."""
+    return tuple(ast.parse(file.read_text()) for file in sorted(Path(cppbatch.__file__).parent.rglob("*.py")))
 
 
 @functools.cache
 def texts_of_the_program() -> tuple[str, ...]:
-    """Every text in the package's source, with `{}` for the values in it."""
+    """Every text in the package's source except docstrings, with `{}` for the values in it."""
     found = []
-    for file in Path(cppbatch.__file__).parent.rglob("*.py"):
-        for node in ast.walk(ast.parse(file.read_text())):
-            if isinstance(node, ast.JoinedStr):
-                found.append(
-                    "".join(str(part.value) if isinstance(part, ast.Constant) else "{}" for part in node.values)
-                )
-            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-                found.append(node.value)
-    return tuple(found)
+    for tree in trees():
+        docstrings = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+        for node in ast.walk(tree):
+            if id(node) not in docstrings and (text := text_of(node)) != "{}":
+                found.append(text)
+    return tuple(dict.fromkeys(found))
+
+
+def text_of(node: ast.AST) -> str:
+    """A string, an f-string or a sum of them; `{}` for anything else."""
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        return node.value
+    if isinstance(node, ast.JoinedStr):
+        return "".join(map(text_of, node.values))
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
+        left, right = text_of(node.left), text_of(node.right)
+        return "{}" if left == right == "{}" else left + right
+    return "{}"
+
+
+# A quoted line is known if it is a text of the program, with values in its holes: numbers, names, or known texts again.
+
+PROSE = re.compile(r"(?<![\w./-])[a-z]{2,}(?![\w./-]*[\w/-])")
+"""A word of a sentence, unlike a number, a name, a path or a flag."""
+FLAGS = re.compile(r"--?[a-z][\w-]*( [\w-]+)?(?=,? |$)")
+VALUES = {"llama 135M BF16", "Answer in one word.", "cells 85.83 GiB, compute 3.98 GiB, process 70.8 MiB"}
+"""Values in the pages that look like texts: the description of a model, what the user types, the parts of a sum."""
+
+
+@functools.cache
+def templates() -> tuple[tuple[str, ...], ...]:
+    """The texts that have words, each as the parts around its values, including those of %d and %s."""
+    split = (tuple(re.split(r"\{\}|%[.\d]*[sdfg]", text)) for text in texts_of_the_program())
+    return tuple(parts for parts in split if any(map(PROSE.search, parts)))
+
+
+@functools.cache
+def separators() -> tuple[str, ...]:
+    """What the program joins texts with."""
+    calls = [node.func for tree in trees() for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    joins = {text_of(call.value) for call in calls if isinstance(call, ast.Attribute) and call.attr == "join"}
+    return (": ", "; ", ". ", *sorted(text for text in joins - {"{}"} if text.strip()))
+
+
+@functools.cache
+def is_known(text: str) -> bool:
+    """Whether a text has no words, is one of the program's, or consists of such texts."""
+    if text in VALUES or not PROSE.search(FLAGS.sub("", text)):
+        return True
+    return any(all(part in text for part in parts) and fits(parts, text) for parts in templates()) or any(
+        separator in text and all(map(is_known, text.split(separator))) for separator in separators()
+    )
+
+
+def fits(parts: Sequence[str], text: str) -> bool:
+    """Whether the text is these parts with known texts between them."""
+    first, *others = parts
+    if not others:
+        return text == first
+    if not text.startswith(first):
+        return False
+    rest = text[len(first) :]
+    ends = [match.start() for match in re.finditer(re.escape(others[0]), rest)]
+    return any(fits(others, rest[end:]) and is_known(rest[:end]) for end in ends)
+
+
+def quoted_output(page: str) -> list[str]:
+    """The lines of a page's blocks without a language, except commands, what the user types and what a model writes."""
+    blocks = re.findall(r"^```(.*?)\n(.*?)^```$", (DOCS / page).read_text(), re.DOTALL | re.MULTILINE)
+    lines = [line for language, block in blocks if language in ("", "text") for line in block.splitlines()]
+    return [line for line in lines if line and not line.startswith(("$ ", "> ", " "))]
 
 
 def commands(group: click.Group = cli) -> Iterator[click.Command]:
@@ -67,7 +137,21 @@ def test_the_page_quotes_messages() -> None:
 @pytest.mark.parametrize("message", messages())
 def test_the_program_has_each_message_of_the_page(message: str) -> None:
     parts = [re.escape(part.strip()) for part in message.split("...")]
-    assert any(re.search(".*".join(parts), text, re.DOTALL) for text in texts_of_the_program())
+    assert is_known(message) or any(re.search(".*".join(parts), text, re.DOTALL) for text in texts_of_the_program())
+
+
+PAGES_WITH_OUTPUT = ("operations.md", "ray.md", "guide.md", "tuning.md", "strategies.md", "memory.md", "rpc.md")
+
+
+@pytest.mark.parametrize("page", PAGES_WITH_OUTPUT)
+def test_the_program_has_each_line_of_output_that_the_page_quotes(page: str) -> None:
+    assert quoted_output(page)
+    assert [line for line in quoted_output(page) if not is_known(line)] == []
+
+
+@pytest.mark.parametrize("line", ["worker 1 has ended; running: 1", "workers: 1, up to 2 while requests wait"])
+def test_another_wording_is_not_a_line_of_the_program(line: str) -> None:
+    assert not is_known(line)
 
 
 @pytest.mark.parametrize("page", ["troubleshooting.md", "migration.md", "choosing.md"])
@@ -102,7 +186,7 @@ def test_the_gpu_page_has_the_names_that_the_programs_use() -> None:
 def test_choosing_has_a_decision_tree_a_comparison_with_pagedattention_and_the_bound_of_its_formula() -> None:
     page = (DOCS / "choosing.md").read_text()
     assert "```mermaid\nflowchart" in page
-    assert "### The KV cache beside PagedAttention" in page
+    assert "### The KV cache compared with PagedAttention" in page
     assert "tokens/s <= B x bandwidth / (weights + B x tokens of a sequence x bytes of a cell)" in page
     facts: dict[str, tuple[float, float]] = {}  # of a model: GB of weights, GB of the cells of 1,024 tokens
     rows = 0

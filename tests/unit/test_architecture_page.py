@@ -1,4 +1,4 @@
-"""docs/architecture.md and docs/glossary.md name rooms, files, functions and classes that exist."""
+"""docs/architecture.md and docs/glossary.md name packages, files, functions and classes that exist."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "cppbatch"
 ARCHITECTURE = (ROOT / "docs/architecture.md").read_text()
 GLOSSARY = (ROOT / "docs/glossary.md").read_text()
-ROOMS = sorted(folder.name for folder in PACKAGE.iterdir() if (folder / "__init__.py").exists())
-PATHS = sorted(set(re.findall(rf"`((?:{'|'.join(ROOMS)})/[\w/]*(?:\.py)?)", ARCHITECTURE + GLOSSARY)))
+PACKAGES = sorted(folder.name for folder in PACKAGE.iterdir() if (folder / "__init__.py").exists())
+PATHS = sorted(set(re.findall(rf"`((?:{'|'.join(PACKAGES)})/[\w/]*(?:\.py)?)", ARCHITECTURE + GLOSSARY)))
 NAMES = sorted(set(re.findall(r"`(\w+/[\w/]+\.py): ([\w.]+)`", ARCHITECTURE)))
 CLASSES = re.findall(r"^\| [^|]+ \| [^|]*`([A-Z]\w+)` \| `(\w+/[\w/]+\.py)`", GLOSSARY, re.MULTILINE)
 
 
-def test_every_room_is_in_the_table() -> None:
-    assert set(re.findall(r"^\| `(\w+)` \|", ARCHITECTURE, re.MULTILINE)) == set(ROOMS)
+def test_every_package_is_in_the_table() -> None:
+    assert set(re.findall(r"^\| `(\w+)` \|", ARCHITECTURE, re.MULTILINE)) == set(PACKAGES)
 
 
 @pytest.mark.parametrize("path", PATHS)

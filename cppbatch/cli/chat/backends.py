@@ -147,7 +147,7 @@ class ServerBackend:
         try:
             listed = self._listed()
             if not (model or listed):
-                raise CppBatchError(f"{self._url} serves no models")
+                raise CppBatchError(f"{self._url} serves no models; add one there, or name another server with --url")
             self._model = model or next((each["id"] for each in listed if _is_loaded(each)), listed[0]["id"])
         except BaseException:
             self.close()
@@ -242,9 +242,14 @@ class ServerBackend:
         except aiohttp.InvalidURL as error:
             raise CppBatchError(f"{self._url!r} is not a URL; give one such as http://127.0.0.1:8080") from error
         except aiohttp.ClientConnectorError as error:
-            raise CppBatchError(f"cannot connect to {self._url}: {error.strerror or error}") from error
+            raise CppBatchError(
+                f"cannot connect to {self._url}: {error.strerror or error}; check the address (--url), and that the "
+                "server is running"
+            ) from error
         except asyncio.TimeoutError as error:
-            raise CppBatchError(f"{self._url} did not answer in time") from error
+            raise CppBatchError(
+                f"{self._url} did not answer in time; check that the server is running, and try again"
+            ) from error
         except (aiohttp.ClientError, OSError, ValueError) as error:
             raise CppBatchError(f"lost the connection to {self._url}: {error}") from error
 

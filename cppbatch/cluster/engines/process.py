@@ -125,7 +125,7 @@ class EngineProcess(EngineClient):
     def info(self) -> ModelInfo:
         """The loaded model. Raises `EngineClosed` before it is loaded."""
         if self._supervisor.info is None:
-            raise EngineClosed("the model is not loaded")
+            raise EngineClosed("the model is not loaded yet; use `async with`, or await `loaded()` first")
         return self._supervisor.info
 
     def health(self) -> Health:

@@ -91,7 +91,9 @@ class _TimedFile(io.BytesIO):
 
     def read(self, size: int | None = -1, /) -> bytes:
         if thread_time() > self._end:
-            raise _refused(f"contains an image that takes more than {MAX_DECODE_S:g} seconds to decode")
+            raise _refused(
+                f"contains an image that takes more than {MAX_DECODE_S:g} seconds to decode; send a smaller image"
+            )
         return super().read(size)
 
 
@@ -174,7 +176,10 @@ def _blocks(file: Any, sample_rate: int) -> Iterator[npt.NDArray[np.float32]]:
     if file.format not in _SOUNDS:
         raise _refused(f"contains audio in the format {file.format}; it must be WAV, MP3 or FLAC")
     if not 0 < rate <= _MAX_SAMPLE_RATE or not 0 < channels <= _MAX_CHANNELS:
-        raise _refused(f"contains audio with {channels} channels and {rate} samples per second")
+        raise _refused(
+            f"contains audio with {channels} channels and {rate} samples per second; the limits are {_MAX_CHANNELS} "
+            f"channels and {_MAX_SAMPLE_RATE:,} samples per second"
+        )
     most = min(MAX_SOUND_S * rate, MAX_SAMPLES // channels)
     limit = f"the limit is {most / rate:,.0f} seconds with {rate:,} samples per second and {channels} channels"
     if most < frames < 2**62:
@@ -186,7 +191,9 @@ def _blocks(file: Any, sample_rate: int) -> Iterator[npt.NDArray[np.float32]]:
         if n > most:  # contrary to the header
             raise _refused(f"contains audio that is longer than its header states; {limit}")
         if thread_time() > end:
-            raise _refused(f"contains audio that takes more than {MAX_DECODE_S:g} seconds to decode")
+            raise _refused(
+                f"contains audio that takes more than {MAX_DECODE_S:g} seconds to decode; send a shorter recording"
+            )
         mixed = block.mean(axis=1)
         if not np.isfinite(mixed).all():
             raise _refused("contains audio with samples that are not finite numbers")

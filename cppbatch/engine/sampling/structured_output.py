@@ -288,7 +288,8 @@ class GrammarChecker:
             line = self._ask(field, text) or self._ask(field, text)
         if not line:
             raise CheckFailed(
-                "could not be checked: the process that compiles it died, possibly because it needs too much memory"
+                "could not be checked: the process that compiles it died, possibly because it needs too much memory; "
+                "use smaller bounds or fewer alternatives"
             )
         answer = json.loads(line)
         if "error" in answer:

@@ -86,7 +86,7 @@ class PoolingBuilder(ResponseBuilder):
 def check_count(field: str, n: int) -> None:
     """Raises `InvalidRequest` for more inputs than the limit per request."""
     if n > _MAX_INPUTS:
-        raise InvalidRequest(field, f"has {n} entries; the limit per request is {_MAX_INPUTS}")
+        raise InvalidRequest(field, f"has {n} entries; the limit per request is {_MAX_INPUTS}; send fewer inputs")
 
 
 def pooling_requests(

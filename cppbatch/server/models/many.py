@@ -135,7 +135,7 @@ class ManyModels(ServedModels):
         if found is not None and rules:
             rules.check_model(self.names_of(found), name)
         if found is None:
-            known = ", ".join(repr(each) for each in self._visible(rules)) or "none"
+            known = self._available(rules)
             if name is None:
                 raise InvalidRequest("model", f"is required; available: {known}")
             raise ModelNotFound(f"{name!r} not found; available: {known}")
@@ -145,6 +145,10 @@ class ManyModels(ServedModels):
         for name in self._specs:
             if not rules or rules.may_use(self.names_of(name)):
                 yield name
+
+    def _available(self, rules: KeyRules | None) -> str:
+        """The models in a message."""
+        return ", ".join(map(repr, self._visible(rules))) or "none"
 
     def check_key(self, rules: KeyRules) -> None:
         """As in `ServedModels`."""
@@ -224,7 +228,7 @@ class ManyModels(ServedModels):
         """As in `ServedModels`."""
         found = self._find(name)
         if found is None or found not in self._visible(rules):
-            raise ModelNotFound(f"model {name!r} not found")
+            raise ModelNotFound(f"{name!r} not found; available: {self._available(rules)}")
         return await self._entry(found)
 
     async def _entry(self, name: str) -> ModelEntry:
