@@ -5,17 +5,19 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Iterable, Sized
 from time import perf_counter
-from typing import Annotated, Any, NamedTuple, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, get_type_hints
 
 import msgspec
 
 from cppbatch.engine.ideal import BareCosts, StepWork, TimeSplit
-from cppbatch.engine.kv.pool import KVPool
 from cppbatch.engine.media.input import MediaInput
 from cppbatch.engine.observe.trace import Trace
 from cppbatch.engine.observe.windows import ROWS, SECONDS, SPAN, Bins, Histogram, Window, merged, percentile
-from cppbatch.engine.scheduler import Scheduler
 from cppbatch.statistic import counter, gauge, histogram, statistics_of, value
+
+if TYPE_CHECKING:
+    from cppbatch.engine.kv.pool import KVPool
+    from cppbatch.engine.scheduler import Scheduler
 
 _OUTPUT_PHASES = ("text", "emit")
 PHASES = ("schedule", "fill", "decode", "sample", "advance", *_OUTPUT_PHASES)
