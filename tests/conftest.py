@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -28,6 +29,12 @@ def pytest_configure() -> None:
     if worker and count and sys.platform == "linux":
         cores = sorted(os.sched_getaffinity(0))
         os.sched_setaffinity(0, cores[int(worker.removeprefix("gw")) :: int(count)] or cores)
+
+
+def pytest_collection_finish() -> None:
+    """Excludes the tests, a million objects, from garbage collections, which took a sixth of the unit ring's time."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -24,6 +24,7 @@ from cppbatch.cluster.rules import ScalingRule
 from cppbatch.config import available_threads
 from cppbatch.errors import ConfigError
 from tests.support.fake_workers import FakeWorker, fake_workers, text_of
+from tests.support.listening import until
 
 __all__ = ["fake_workers"]
 
@@ -320,9 +321,9 @@ async def test_workers_that_compute_share_the_cores(
     await fleet.submit(8, n_tokens=2)
     await fleet.wait(2.5)
     assert [worker.threads for worker in alive()] == [2, 2]
-    alive()[1].die()
-    await asyncio.sleep(0.01)
-    assert [worker.threads for worker in alive()] == [2, 2], "the next process gets the setting again"
+    died = alive()[1]
+    died.die()
+    await until(lambda: died not in alive() and [worker.threads for worker in alive()] == [2, 2])  # the next one, too
     await fleet.wait(3)
     assert [worker.threads for worker in alive()] == [1, 1, 1]
     await fleet.finish()
