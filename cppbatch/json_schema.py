@@ -34,9 +34,9 @@ class _Search:
             return True
         return (
             self._reference_is_finite(schema)
-            and all(self.is_finite(part) for part in _list(schema, "allOf"))
-            and all(any(map(self.is_finite, parts)) for key in ("anyOf", "oneOf") if (parts := _list(schema, key)))
-            and (self._object_is_finite(schema) or self._array_is_finite(schema) or not _must_nest(schema))
+            and all(self.is_finite(part) for part in self._list(schema, "allOf"))
+            and all(any(map(self.is_finite, parts)) for key in ("anyOf", "oneOf") if (parts := self._list(schema, key)))
+            and (self._object_is_finite(schema) or self._array_is_finite(schema) or not self._must_nest(schema))
         )
 
     def _reference_is_finite(self, schema: dict[str, Any]) -> bool:
@@ -74,34 +74,34 @@ class _Search:
     def _object_is_finite(self, schema: dict[str, Any]) -> bool:
         given = schema.get("properties")
         properties = given if isinstance(given, dict) else {}
-        required = [name for name in _list(schema, "required") if isinstance(name, str) and name in properties]
-        return "object" in _types(schema) and all(self.is_finite(properties[name]) for name in required)
+        required = [name for name in self._list(schema, "required") if isinstance(name, str) and name in properties]
+        return "object" in self._types(schema) and all(self.is_finite(properties[name]) for name in required)
 
     def _array_is_finite(self, schema: dict[str, Any]) -> bool:
         least = schema.get("minItems", 0)
-        first = _list(schema, "prefixItems")
+        first = self._list(schema, "prefixItems")
         if not isinstance(least, int) or least <= 0:
-            return "array" in _types(schema)
+            return "array" in self._types(schema)
         mandatory = first[:least] if least <= len(first) else [*first, schema.get("items", True)]
-        return "array" in _types(schema) and all(map(self.is_finite, mandatory))
+        return "array" in self._types(schema) and all(map(self.is_finite, mandatory))
 
+    def _must_nest(self, schema: dict[str, Any]) -> bool:
+        """Whether every instance is an object or an array."""
+        if "const" in schema or "enum" in schema:
+            return False
+        kinds = self._types(schema)
+        return "type" in schema and len(kinds) > 0 and all(kind in ("object", "array") for kind in kinds)
 
-def _types(schema: dict[str, Any]) -> tuple[Any, ...]:
-    given = schema.get("type", ("object", "array"))
-    return tuple(given) if isinstance(given, (list, tuple)) else (given,)
+    def _types(self, schema: dict[str, Any]) -> list[Any]:
+        return self._list(schema, "type") or [schema["type"]] if "type" in schema else ["object", "array"]
 
-
-def _must_nest(schema: dict[str, Any]) -> bool:
-    """Whether every instance is an object or an array."""
-    if "const" in schema or "enum" in schema:
-        return False
-    kinds = _types(schema)
-    return "type" in schema and len(kinds) > 0 and all(kind in ("object", "array") for kind in kinds)
-
-
-def _list(schema: dict[str, Any], key: str) -> list[Any]:
-    value = schema.get(key)
-    return value if isinstance(value, list) else []
+    def _list(self, schema: dict[str, Any], key: str) -> list[Any]:
+        """The list with this key, each of whose entries is a step, as it is read again for each reference to it."""
+        value = schema.get(key)
+        if not isinstance(value, list):
+            return []
+        self._steps += len(value)
+        return value
 
 
 # --- closed objects --------------------------------------------------------------------------------------------------
@@ -170,7 +170,7 @@ def _names_all_properties(part: dict[str, Any]) -> bool:
     properties, required = part.get("properties"), part.get("required", [])
     if not isinstance(properties, dict) or not isinstance(required, list):
         return False
-    return _OPENERS.isdisjoint(part) and all(name in properties for name in required)
+    return _OPENERS.isdisjoint(part) and all(isinstance(name, str) and name in properties for name in required)
 
 
 def compact_schema(schema: dict[str, Any] | bool) -> dict[str, Any] | bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 import sys
@@ -10,6 +11,7 @@ from typing import Any
 
 import msgspec
 
+from cppbatch.errors import InvalidRequest
 from cppbatch.json_schema import GUIDANCE, closed_objects
 
 if sys.version_info >= (3, 11):
@@ -20,6 +22,8 @@ else:
     import sre_parse as sre_parser
 
 
+MAX_GRAMMAR = 128 << 10
+"""Characters of a grammar or a schema, which take about a second to compile."""
 MAX_TOOL_CALLS = 8
 """Per message, if a tool call is required: a weak model could write calls forever."""
 
@@ -76,7 +80,10 @@ class LarkGrammar:
     def json(self, schema: dict[str, Any] | bool) -> str:
         """JSON text that matches a schema."""
         if isinstance(schema, dict) and (source := input_grammar(schema)):
-            inner = self.rule(f"%lark {{\n{escaped_lark(source)}\n}}")
+            try:
+                inner = self.rule(f"%lark {{\n{escaped_lark(source)}\n}}")
+            except UnsupportedGrammar as error:
+                raise InvalidRequest("tools", f"has a property with a Lark grammar that {error}") from error
             return " ".join([self.literal('{"input": "'), inner, self.literal('"}')])
         given = closed_objects(schema) if isinstance(schema, dict) else {} if schema else {"not": {}}
         options = {GUIDANCE: {"whitespace_pattern": _WHITE_SPACE}}
@@ -138,6 +145,7 @@ _ITEM = re.compile(
   | (?P<regex> /(?:[^/\\\n]|\\.)+/ [imsux]* )
   | (?P<common> %import\s+common\.(?P<name>\w+) (?:\s*->\s*(?P<alias>\w+))? )
   | (?P<refused> %(?!ignore\b)\w+ | @\w+ | <[^>\n]*> )
+  | (?P<unclosed> ["/<] )
     """,
     re.VERBOSE,
 )
@@ -183,6 +191,8 @@ def escaped_lark(source: str) -> str:
 
     Only strings and regular expressions change, because all else consists of them.
     """
+    if len(source) > MAX_GRAMMAR:
+        raise UnsupportedGrammar(f"has {len(source):,} characters; the limit is {MAX_GRAMMAR:,}")
     return _ITEM.sub(_rewritten, source)
 
 
@@ -204,6 +214,9 @@ def _rewritten(found: re.Match[str]) -> str:
         if found["name"] not in _COMMON:
             raise UnsupportedGrammar(f"imports common.{found['name']}, which is unknown; define it")
         return f"{found['alias'] or found['name']}: {_escaped_regex(_COMMON[found['name']][1:-1])}"
+    if found["unclosed"] is not None:  # also so that the rest is not searched for its end again and again
+        rest = found.string[found.start() :].partition("\n")[0]
+        raise UnsupportedGrammar(f"contains {rest!r:.80}, which is not closed by {'>' if item == '<' else item}")
     raise UnsupportedGrammar(f"contains {item!r:.80}, which is not supported ({kind})")
 
 
@@ -266,9 +279,15 @@ def _characters(op: Any, argument: Any, flags: int) -> str:
         source = f"[{''.join(_member(*each) for each in argument)}]"
     else:
         source = f"[{'^' if op is sre.NOT_LITERAL else ''}{_class_character(argument)}]"
-    matcher = re.compile(source, flags & re.IGNORECASE)
+    return _escapable(source, flags & re.IGNORECASE)
+
+
+@functools.lru_cache(1024)
+def _escapable(source: str, flags: int) -> str:
+    """One of these characters, possibly as its escape. `source`: a class; `flags`: `re.IGNORECASE` or 0."""
+    matcher = re.compile(source, flags)
     escapes = [re.escape(_escaped(character)) for character in _SPECIAL[:-1] if matcher.fullmatch(character)]
-    ignore_case = "(?i)" if flags & re.IGNORECASE else ""
+    ignore_case = "(?i)" if flags else ""
     return f"(?:{'|'.join([f'{ignore_case}[{source}&&{_SAFE}]', *escapes])})"
 
 

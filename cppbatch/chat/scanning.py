@@ -269,4 +269,8 @@ def standalone_schema(schema: Any, root: Json) -> Any:
     references = re.findall(r'"\$ref": "([^"]*)', dump_json([schema, definitions]))
     if any(not reference.startswith(("#/$defs/", "#/definitions/")) for reference in references):
         raise UnsupportedSchema
-    return definitions | schema if references else schema
+    if not references:
+        return schema
+    if not isinstance(schema, dict):  # true or false
+        raise UnsupportedSchema
+    return definitions | schema

@@ -15,7 +15,7 @@ from typing import Annotated, Any, NamedTuple, TypeVar, get_type_hints
 
 import msgspec
 
-from cppbatch.chat.lark_grammar import LazyGrammar
+from cppbatch.chat.lark_grammar import MAX_GRAMMAR, LazyGrammar
 from cppbatch.chat.reasoning import ThinkingBudget
 from cppbatch.config import Range
 from cppbatch.errors import InvalidRequest
@@ -36,7 +36,6 @@ _MAX_BREAKERS = 32  # each is searched for in the whole vocabulary
 _MAX_SHOWN = 200  # characters of a value in an error message
 _SHOWN_DIGITS = 40
 _MAX_SHOWN_INT = 10**_SHOWN_DIGITS  # Python refuses to print integers of thousands of digits
-_MAX_GRAMMAR = 128 << 10  # characters, which take about a second to compile
 _MAX_BREAKER = 40  # characters: llama.cpp truncates DRY's sequence breakers to this length
 
 SAMPLERS = (
@@ -432,8 +431,8 @@ def _check_grammars(params: SamplingParams) -> None:
 
 def _check_grammar_length(name: str, grammar: str | tuple[str, ...]) -> None:
     n_characters = len(grammar) if isinstance(grammar, str) else sum(map(len, grammar))
-    if n_characters > _MAX_GRAMMAR:
-        raise InvalidRequest(name, f"has {n_characters:,} characters; the limit is {_MAX_GRAMMAR:,}")
+    if n_characters > MAX_GRAMMAR:
+        raise InvalidRequest(name, f"has {n_characters:,} characters; the limit is {MAX_GRAMMAR:,}")
 
 
 def _schema_text(schema: object) -> str:

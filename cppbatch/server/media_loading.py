@@ -6,6 +6,8 @@ import asyncio
 import contextlib
 import socket
 from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
@@ -207,12 +209,25 @@ def _check(field: str, url: URL, domains: MediaDomains) -> None:
         raise InvalidRequest(field, f"{message} {url.host:.80}, or send the file as a data URL")
 
 
+class _Lookups:
+    """The event loop's name lookups, on separate threads: chats need the loop's threads, and a lookup may take long."""
+
+    _threads = ThreadPoolExecutor(4, thread_name_prefix="cppbatch-dns")
+
+    async def getaddrinfo(self, host: str, port: int, **options: Any) -> Any:
+        lookup = partial(socket.getaddrinfo, host, port, **options)
+        return await asyncio.get_running_loop().run_in_executor(self._threads, lookup)
+
+    async def getnameinfo(self, address: Any, flags: int) -> Any:
+        return await asyncio.get_running_loop().run_in_executor(self._threads, socket.getnameinfo, address, flags)
+
+
 class _CheckedResolver(AbstractResolver):
     """Filters out addresses that connections are not allowed to."""
 
     def __init__(self, field: str, domains: MediaDomains) -> None:
         self._field, self._domains = field, domains
-        self._resolver = aiohttp.ThreadedResolver()
+        self._resolver = aiohttp.ThreadedResolver(_Lookups())  # type: ignore[arg-type]  # it only calls these two
 
     async def resolve(
         self, host: str, port: int = 0, family: socket.AddressFamily = socket.AF_INET

@@ -527,3 +527,6 @@ def test_a_marker_that_is_a_control_token_is_enforced_as_that_and_seen(tiny_llam
             assert result.text == text
         with pytest.raises(InvalidRequest, match="99999"):
             engine.generate(["x"], SamplingParams(grammar="start: <[99999]>"))
+        negated = SamplingParams(grammar=f"start: <[^0-{token - 1},{token + 1}-511]>", max_tokens=20)
+        (result,) = engine.generate(["x"], negated)
+        assert result.tokens == [token]

@@ -270,6 +270,17 @@ async def test_a_text_that_crashes_the_tokeniser_fails_alone(tiny_llama: Path) -
             await engine.check(request("bad", "this is poison"))
 
 
+async def test_a_bug_in_preparation_fails_its_request_and_ends_no_worker(tiny_llama: Path) -> None:
+    async with opened(tiny_llama, "raises_on_texts") as engine:
+        *others, (failed,) = await together(engine, [*sixteen()[:4], request("bad", "this is poison")])
+        assert failed.finish_reason is FinishReason.ERROR
+        assert "TypeError: a bug" in (failed.error or "")
+        assert all(events[-1].finish_reason is not FinishReason.ERROR for events in others)
+        with pytest.raises(InvalidRequest, match="TypeError: a bug"):
+            await engine.check(request("bad", "this is poison"))
+        assert engine._supervisor.restarts == 0
+
+
 async def test_a_prompt_that_hangs_in_preparation_fails_alone(
     tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

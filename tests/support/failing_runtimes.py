@@ -97,6 +97,16 @@ def dies_of_texts(config: EngineConfig, progress: Progress) -> Runtime:
     return _with_vocab(runtime, _PoisonedVocab(runtime.vocab, lambda: ctypes.string_at(0)))
 
 
+def raises_on_texts(config: EngineConfig, progress: Progress) -> Runtime:
+    """As a bug in this program does."""
+
+    def fail() -> None:
+        raise TypeError("a bug")
+
+    runtime = load_runtime(config, progress)
+    return _with_vocab(runtime, _PoisonedVocab(runtime.vocab, fail))
+
+
 def hangs_on_texts(config: EngineConfig, progress: Progress) -> Runtime:
     """As a tokeniser with a quadratic part does."""
     runtime = load_runtime(config, progress)

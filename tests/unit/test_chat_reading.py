@@ -130,6 +130,11 @@ CASES: dict[str, tuple[str, str, str, str, list[Any]]] = {
     "Llama's built-in tools": (
         "llama3", r'<|python_tag|>get_weather.call(city="R\"o}m\ne", days=3)', "", "", [ROME],
     ),
+    "Llama's tag and many spaces": ("llama3", f"<|python_tag|>ping.call(a={' ' * 3000}\")", "", "", []),
+    "Llama's words": (
+        "llama3", "<|python_tag|>get_weather.call(city= Rome , days=3)", "", "",
+        [("get_weather", {"city": "Rome", "days": 3})],
+    ),
     "text before Llama's tag": ("llama3", "I look. <|python_tag|>ping.call()", "I look.", "", [PING]),
     "Llama's program": ("llama3", "<|python_tag|>print(1)", "", "", []),
     "JSON of no tool": ("llama3", ' {"name": "other", "parameters": {"a": 1}}', "", "", []),

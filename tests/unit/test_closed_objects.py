@@ -52,6 +52,7 @@ def test_properties_that_are_not_named_are_left_out(schema: Any, value: Any) -> 
         {**A, "patternProperties": {"^x": INTEGER}},
         {**A, "minProperties": 3},
         {**A, "required": ["a", "unnamed"]},
+        {**A, "required": [["a"]]},
         {"allOf": [A, {"properties": {"b": INTEGER}}]},
         {**A, "anyOf": [{"required": ["b"]}, {"properties": {"c": INTEGER}}]},
         {"$defs": {"A": A}, "$ref": "#/$defs/A", "properties": {"b": INTEGER}},

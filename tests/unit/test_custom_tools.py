@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from typing import Any
 
 import pytest
@@ -123,6 +124,20 @@ def test_an_unsupported_grammar_is_refused(source: str, said: str) -> None:
     with pytest.raises(InvalidRequest) as invalid:
         turn("hermes", tools=[custom("lark", source)])
     assert invalid.value.field == "tools[0].custom.format.grammar.definition"
+
+
+@pytest.mark.parametrize("source", ["<" * 100_000, '"' + '\\"' * 50_000, "/" + "x" * 100_000, "x" * 200_000])
+def test_a_grammar_is_refused_in_linear_time(source: str) -> None:
+    began = time.thread_time()
+    with pytest.raises(UnsupportedGrammar, match=r"is not closed by|the limit is"):
+        escaped_lark(source)
+    assert time.thread_time() - began < 1  # it was minutes
+
+
+def test_dots_take_no_time_each() -> None:
+    began = time.thread_time()
+    escaped_lark(f"start: /{'.' * 20_000}/")
+    assert time.thread_time() - began < 2  # it was 4 s
 
 
 def test_other_formats_are_refused() -> None:

@@ -123,6 +123,13 @@ def test_a_schema_of_many_branches_is_looked_at_in_bounded_time() -> None:
     assert thread_time() - began < 5
 
 
+def test_lists_that_many_references_share_are_read_within_bounds() -> None:
+    defs = {"a": {"type": "object", "required": ["x"] * 200_000, "properties": {}}}
+    began = thread_time()
+    assert has_finite_instance({"$defs": defs, "allOf": [{"$ref": "#/$defs/a"}] * 20_000})
+    assert thread_time() - began < 5  # it took minutes
+
+
 def test_a_schema_with_long_references_is_searched_within_bounds() -> None:
     """It took minutes, beyond all limits: each step may walk a path of tens of thousands of parts."""
     defs: dict[str, Any] = {f"d{i}": {"allOf": [{"$ref": f"#/$defs/d{i + 1}"}] * 2} for i in range(14)}

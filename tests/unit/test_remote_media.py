@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -147,6 +148,21 @@ async def test_a_name_is_resolved_once_and_that_address_is_connected_to(monkeypa
     async with serving(picture) as port:
         assert await fetched(f"http://cats.example:{port}/", "cats.example", "127.0.0.1") == RED
     assert asked == ["cats.example"]
+
+
+async def test_slow_lookups_leave_the_event_loops_threads_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    go_on = threading.Event()
+
+    def slow(*_: object, **__: object) -> Any:
+        go_on.wait(30)
+        raise socket.gaierror(socket.EAI_NONAME, "no such name")
+
+    monkeypatch.setattr(socket, "getaddrinfo", slow)
+    fetching = [asyncio.create_task(refusal(f"http://{i}.example/", "*")) for i in range(100)]
+    await asyncio.sleep(0.1)
+    assert await asyncio.wait_for(asyncio.to_thread(lambda: "free"), 10) == "free"
+    go_on.set()
+    assert all("could not be fetched" in message for message in await asyncio.gather(*fetching))
 
 
 @pytest.mark.parametrize(

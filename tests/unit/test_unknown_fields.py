@@ -147,6 +147,15 @@ def test_no_field_of_this_server_is_unknown() -> None:
         assert refuse_unknown(dict.fromkeys(names, 1), kind) == ()
 
 
+def test_more_than_a_hundred_unknown_fields_are_refused_unread(monkeypatch: pytest.MonkeyPatch) -> None:
+    fields = {"prompt": "a", **{f"zqwkey{i}": 1 for i in range(100)}}
+    assert len(refuse_unknown(fields, CompletionRequest)) == 100
+    monkeypatch.setattr("difflib.get_close_matches", lambda *_, **__: pytest.fail("each would be compared"))
+    fields |= {f"{name}2": 1 for name in known_fields(CompletionRequest)}
+    with pytest.raises(InvalidRequest, match="zqwkey0: is one of more than 100 unknown fields"):
+        refuse_unknown(fields, CompletionRequest)
+
+
 def test_the_header_has_names_of_any_characters_and_not_too_many() -> None:
     assert listed(["a", "b c", "é\r\nSet-Cookie: x"]) == "a, b%20c, %C3%A9%0D%0ASet-Cookie%3A%20x"
     assert listed(["x" * 1000]) == "x" * 64

@@ -271,7 +271,7 @@ def json_calls_grammar(lark: LarkGrammar, tools: ToolSchemas, *, key: str = "arg
 
 _TAG = "<|python_tag|>"
 _CALL = re.compile(r"\s*([\w\-]+)\.call\((.*)\)\s*", re.DOTALL)
-_ARGUMENT = re.compile(r'\s*(\w+)\s*=\s*("(?:[^"\\]|\\.)*"|[^,"]+)\s*(?:,|$)', re.DOTALL)
+_ARGUMENT = re.compile(r'\s*(\w+)\s*=\s*("(?:[^"\\]|\\.)*"\s*|[^,"\s][^,"]*)(?:,|$)', re.DOTALL)
 
 
 class Llama3Format(ToolCallFormat):

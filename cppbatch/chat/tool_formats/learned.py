@@ -474,4 +474,5 @@ def _member_schema(schema: Any, root: Any, key: str) -> Any:
     known = resolve_ref(schema, root)
     if not isinstance(known, dict):
         return {}
-    return known.get("items") or (known.get("properties") or {}).get(key) or {}
+    properties = known.get("properties")
+    return known.get("items") or (properties.get(key) if isinstance(properties, dict) else None) or {}

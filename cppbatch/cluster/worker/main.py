@@ -148,8 +148,10 @@ class Worker:
             self._step_loop.post(lambda engine: self._answer(request_id, _cancelled_event(request_id)))
         except EngineClosed:
             log.debug("request %s was being prepared when the engine closed", request_id)
-        except Exception:
-            _crash(self._link, "failed to prepare a request")
+        except Exception as error:  # a bug; preparation changes nothing that other requests use
+            log.exception("failed to prepare a request")
+            failed = _failed(message, error)
+            self._step_loop.post(lambda engine: self._answer(request_id, failed))
         else:
             self._step_loop.post(command)
         finally:
@@ -247,6 +249,14 @@ class Worker:
         engine.cancel(request_id)
         if request_id not in self._preparing:  # the request is already in the engine, or has ended
             self._cancelled.discard(request_id)
+
+
+def _failed(message: Submit | Question, error: Exception) -> FromWorker:
+    """The answer to a request or question whose preparation failed."""
+    why = f"it could not be prepared: {type(error).__name__}: {error}"
+    if isinstance(message, Submit):
+        return Events([GenerationEvent(request_id=message.id, finish_reason=FinishReason.ERROR, error=why)])
+    return refused(message.id, InvalidRequest("request", why))
 
 
 def _cancelled_event(request_id: str) -> Events:

@@ -25,7 +25,7 @@ _ADVICE = (
 )
 _MAX_SECONDS = 12  # a little more than the timeout of the parent
 _MAX_MEMORY = 2 << 30  # bytes
-_TOKEN_IDS = re.compile(r"<\[[\d,\- ]*\]>")
+_TOKEN_IDS = re.compile(r"<\[\^?[\d,\- ]*\]>")
 _WHITESPACE = r"( |\r?\n[ \t]{0,32})?"  # between parts of JSON: bounded, or a small model would never stop
 
 

@@ -30,8 +30,6 @@ class MarkedPrompt(NamedTuple):
 MixedPrompt = str | list[str | int] | MarkedPrompt
 """A text; a mix of texts and token ids; or a text with images and audio."""
 
-_MIN_LENGTH_LIMIT = 1 << 20  # characters or token ids that are always accepted, whatever the model's context
-_MAX_CHARS_PER_TOKEN = 32  # more than any text has on average
 MAX_TEXTS = 1000
 """Maximum texts per request that are tokenised separately."""
 
@@ -109,10 +107,8 @@ async def tokenize(
     `add_special`: start with BOS if the model uses it and the prompt does not start with a token id. A prompt far
     longer than the context is rejected by its length, before objects are created for its tokens.
     """
-    limit = max(_MIN_LENGTH_LIMIT, _MAX_CHARS_PER_TOKEN * serving.info.max_sequence)
     size = len(prompt) if isinstance(prompt, str) else sum(len(part) if isinstance(part, str) else 1 for part in prompt)
-    if size > limit:
-        raise InvalidRequest(field, f"is {size:,} long; the limit is {limit:,} characters or token ids")
+    serving.check_length(field, size)
     if isinstance(prompt, str):
         return await serving.client.tokenize(prompt, add_special=add_special, parse_special=parse_special)
     if sum(isinstance(part, str) for part in prompt) > MAX_TEXTS:

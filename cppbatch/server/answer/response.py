@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator
@@ -136,6 +137,9 @@ def raise_failure(event: GenerationEvent) -> None:
         raise EngineClosed("the server is shutting down")
 
 
+_LARGE = 20_000  # values; larger responses are built on another thread, so that other requests do not wait
+
+
 @dataclass(frozen=True)
 class PreparedRequest:
     """The engine requests of one HTTP request, and how its response is built."""
@@ -156,7 +160,9 @@ class PreparedRequest:
                     observe(index, event)
                     self.builder.record(index, event)
                     completions[index].append(event)
-            return self.builder.build(completions)
+            if sum(map(_size, completions)) <= _LARGE:
+                return self.builder.build(completions)
+            return await asyncio.to_thread(self.builder.build, completions)
 
     @contextlib.contextmanager
     def client_field_names(self) -> Iterator[None]:
@@ -167,6 +173,12 @@ class PreparedRequest:
             names = {"task": "model", **self.field_names}
             name, bracket, rest = error.field.partition("[")
             raise error.renamed(f"{names.get(name, name)}{bracket}{rest}") from error
+
+
+def _size(events: list[GenerationEvent]) -> int:
+    """Roughly the number of values in the response for a completion."""
+    n_top = sum(len(entry.top) for event in events for entry in event.logprobs)
+    return n_top + sum(len(event.tokens) + len(event.embedding or b"") // 4 for event in events)
 
 
 async def respond(

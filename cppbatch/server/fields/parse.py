@@ -94,6 +94,7 @@ IGNORED = web.RequestKey("ignored_fields", tuple)
 """The names of a request's fields without effect."""
 
 _MOST_LISTED, _LONGEST_NAME = 20, 64
+_MOST_UNKNOWN = 100
 _SIMILAR = 0.85  # difflib's ratio
 
 
@@ -240,6 +241,10 @@ def refuse_unknown(fields: Mapping[str, Any], kind: type) -> tuple[str, ...]:
     would change the answer or require state on the server.
     """
     known = known_fields(kind)
+    if len(fields) > len(known) + _MOST_UNKNOWN:  # each is compared with all known names
+        name = next(name for name in fields if name not in known)
+        message = f"is one of more than {_MOST_UNKNOWN} unknown fields; leave them out"
+        raise InvalidRequest(name[:_LONGEST_NAME], message)
     ignored = []
     for name, value in fields.items():
         if name not in known:
@@ -253,7 +258,7 @@ def with_unknown(error: InvalidRequest, fields: Mapping[str, Any], kind: type) -
     """The error about a field that is missing, with the unknown one that may stand for it; None: it is another error,
     or no field is unknown. `fields` and `kind`: as in `refuse_unknown`."""
     known = known_fields(kind)
-    unknown = [name for name in fields if name not in known]
+    unknown = [name for name in fields if name not in known][:_MOST_UNKNOWN]
     if not unknown or error.field in fields or error.field not in known:
         return None
     name = next((name for name in unknown if _similar(_squeezed(name), {error.field})), unknown[0])
@@ -305,7 +310,7 @@ def _unknown(similar: str) -> str:
 
 def _similar(squeezed: str, known: Set[str]) -> str | None:
     """The field that a name means, as `topP` means `top_p` and `temprature` means `temperature`."""
-    names = {_squeezed(name): name for name in sorted(known)}
+    names = {_squeezed_known(name): name for name in sorted(known)}
     if squeezed in names:
         return names[squeezed]
     found = difflib.get_close_matches(squeezed[:_LONGEST_NAME], names, n=1, cutoff=_SIMILAR)
@@ -314,6 +319,9 @@ def _similar(squeezed: str, known: Set[str]) -> str | None:
 
 def _squeezed(name: str) -> str:
     return re.sub(r"[^a-z0-9]", "", name.lower())
+
+
+_squeezed_known = functools.cache(_squeezed)
 
 
 async def add_ignored_fields(request: web.Request, response: web.StreamResponse) -> None:

@@ -40,6 +40,8 @@ Prompt = str | list[int] | MediaPrompt
 
 _MAX_TOOLS = 1024  # OpenAI's API accepts 128
 _MAX_SEQUENCES = 1024
+_MIN_LENGTH_LIMIT = 1 << 20  # characters or token ids that are always accepted, whatever the model's context
+_MAX_CHARS_PER_TOKEN = 32  # more than any text has on average
 
 
 def new_id(prefix: str) -> str:
@@ -219,9 +221,20 @@ class Serving:
         with turn.client_names():
             return tools.format.prepare(turn)
 
+    @property
+    def max_length(self) -> int:
+        """The characters or token ids of a prompt that is tokenised for a response: enough for the context."""
+        return max(_MIN_LENGTH_LIMIT, _MAX_CHARS_PER_TOKEN * self.info.max_sequence)
+
+    def check_length(self, field: str, n: int) -> None:
+        """Raises `InvalidRequest` for a prompt of more than `max_length` characters or token ids."""
+        if n > self.max_length:
+            raise InvalidRequest(field, f"is {n:,} long; the limit is {self.max_length:,} characters or token ids")
+
     async def chat_tokens(self, chat: PreparedChat) -> list[TokenPiece]:
         """The tokens of a chat's prompt. Raises `InvalidRequest`."""
         try:
+            self.check_length("prompt", len(chat.prompt))
             return await self.client.tokenize(prompt_of_chat(chat))
         except InvalidRequest as error:
             raise error.renamed(chat.renames.get(error.field, error.field)) from error

@@ -96,7 +96,7 @@ async def receive_upload(request: web.Request, path: Path, max_mb: int) -> Uploa
                 await form.handle(event)
             await asyncio.sleep(0)  # readany does not yield to other tasks while data is buffered
         parser.close()
-    except (MultipartError, web.RequestPayloadError) as error:
+    except (MultipartError, UnicodeEncodeError, web.RequestPayloadError) as error:  # a boundary may be any bytes
         raise InvalidRequest("body", f"is not a complete multipart form: {_reason(error)}") from error
     finally:
         form.close()

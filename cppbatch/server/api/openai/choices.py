@@ -86,7 +86,11 @@ async def verbose_results(
     if not (log.isEnabledFor(logging.DEBUG) if body.verbose is None else body.verbose):
         return None
     prompts = [request.prompt for request in requests[:: body.n_candidates]]
-    tokens = [await serving.client.tokenize(prompt) for prompt in prompts if not isinstance(prompt, Pair)]
+    tokens = []
+    for prompt in prompts:
+        if not isinstance(prompt, Pair):  # one that is too long has no response
+            is_long = isinstance(prompt, str) and len(prompt) > serving.max_length
+            tokens.append([] if is_long else await serving.client.tokenize(prompt))
     return LlamaResults(body, requests, tokens, serving)
 
 
