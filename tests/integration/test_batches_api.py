@@ -628,6 +628,14 @@ def test_a_batch_continues_when_the_engine_is_back(start: Start, monkeypatch: py
     assert counts(wait_for(client, batch.id, "completed")) == (10, 10, 0)
 
 
+def test_an_upload_whose_boundary_is_no_text_is_refused(start: Start) -> None:
+    headers = {"Content-Type": 'multipart/form-data; boundary="\xff"'}
+    with pytest.raises(urllib.error.HTTPError) as refused:
+        urllib.request.urlopen(urllib.request.Request(f"{start().url}/v1/files", b"x", headers), timeout=30)
+    with refused.value:
+        assert refused.value.code == 400
+
+
 def test_an_upload_to_a_full_disk_gets_an_error_that_says_so_and_leaves_nothing(
     start: Start, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

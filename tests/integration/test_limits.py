@@ -106,20 +106,11 @@ async def test_a_declared_gigabyte_is_refused_unread(engine: HeldEngine) -> None
         writer.close()
 
 
-@pytest.mark.parametrize(
-    ("header", "status"),
-    [
-        (b"GET /health HTTP/1.1\r\nHost: \xff\xfe", b" 403 "),
-        (b"POST /v1/files HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1\r\n"
-         b'Content-Type: multipart/form-data; boundary="\xff"', b" 4"),
-    ],
-    ids=["host", "boundary"],
-)  # fmt: skip
-async def test_bytes_in_headers_that_are_no_text_are_refused(engine: HeldEngine, header: bytes, status: bytes) -> None:
+async def test_a_host_of_bytes_that_are_no_text_is_refused(engine: HeldEngine) -> None:
     async with listening(create_app(engine)) as listener:
         reader, writer = await connect(listener)
-        writer.write(header + b"\r\n\r\nx")
-        assert status in (await asyncio.wait_for(reader.readline(), 30))
+        writer.write(b"GET /health HTTP/1.1\r\nHost: \xff\xfe\r\n\r\n")
+        assert b" 403 " in (await asyncio.wait_for(reader.readline(), 30))
         writer.close()
 
 
