@@ -15,7 +15,7 @@ from cppbatch.chat.messages import (
     ChatMessage,
     Tool,
     ToolChoiceObject,
-    checked_variables,
+    check_variables,
     choice_of,
     conversation_of,
 )
@@ -28,7 +28,7 @@ from cppbatch.chat.output_parser import (
     ToolCall,
     openai_message,
 )
-from cppbatch.chat.reasoning import effort_variables, given_budget
+from cppbatch.chat.reasoning import check_budget, effort_variables
 from cppbatch.chat.template import ApplyNamed, ChatTemplate, find_template
 from cppbatch.engine.media.sources import local_media, prompt_of_chat, with_files
 from cppbatch.engine.model_info import ModelInfo
@@ -113,8 +113,8 @@ class ChatRequests:
             [],
             tools=[tool.as_dict(f"tools[{i}]") for i, tool in enumerate(tools)],
             choice=choice_of(wanted, parallel=given.get("parallel_tool_calls", True)),
-            variables=checked_variables(effort | dict(given.get("chat_template_kwargs") or {})),
-            thinking_tokens=given_budget(thinking_budget=given.get("thinking_budget")),
+            variables=check_variables(effort | dict(given.get("chat_template_kwargs") or {})),
+            thinking_tokens=check_budget(thinking_budget=given.get("thinking_budget")),
             continue_final_message=given.get("continue_final_message"),
             field_names={"response_format": "json_schema"},
         )

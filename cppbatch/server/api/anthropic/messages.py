@@ -11,7 +11,7 @@ from msgspec import UNSET, UnsetType
 
 from cppbatch.chat.chat_format import ChatTurn
 from cppbatch.chat.messages import MediaSource
-from cppbatch.chat.reasoning import effort_variables, given_budget
+from cppbatch.chat.reasoning import check_budget, effort_variables
 from cppbatch.engine.chats import AssistantOutput
 from cppbatch.engine.request import GenerationEvent, RequestUsage
 from cppbatch.errors import InvalidRequest
@@ -260,7 +260,7 @@ def message_turn(body: CountTokensRequest) -> ChatTurn:
         choice=body.choice(),
         schema=body.schema(),
         variables=effort | ({"enable_thinking": thinking.type != "disabled"} if thinking else {}),
-        thinking_tokens=given_budget(**{"thinking.budget_tokens": thinking.budget_tokens if thinking else None}),
+        thinking_tokens=check_budget(**{"thinking.budget_tokens": thinking.budget_tokens if thinking else None}),
         field_names={**_FIELD_NAMES, "response_format": body.constraint_field("output_config.format")},
     )
 

@@ -9,7 +9,7 @@ from msgspec import UNSET, UnsetType
 
 from cppbatch.chat.chat_format import ChatTurn
 from cppbatch.chat.lark_grammar import INPUT
-from cppbatch.chat.reasoning import effort_variables, given_budget
+from cppbatch.chat.reasoning import check_budget, effort_variables
 from cppbatch.engine.chats import AssistantOutput
 from cppbatch.engine.params import SamplingParams
 from cppbatch.engine.request import GenerationEvent
@@ -245,7 +245,7 @@ def response_turn(body: ResponsesRequest) -> ChatTurn:
         choice=body.choice(),
         schema=body.schema(),
         variables=effort_variables("reasoning.effort", body.reasoning.effort if body.reasoning else None),
-        thinking_tokens=given_budget(thinking_budget=body.thinking_budget),
+        thinking_tokens=check_budget(thinking_budget=body.thinking_budget),
         field_names={**_FIELD_NAMES, "response_format": body.constraint_field("text.format")},
     )
 
