@@ -10,7 +10,7 @@ from time import perf_counter
 import numpy as np
 import numpy.typing as npt
 
-from cppbatch.config import named
+from cppbatch.config import setting_name
 from cppbatch.engine.lora_sets import adapter_set
 from cppbatch.engine.media.input import MediaInput
 from cppbatch.engine.model_info import ModelInfo
@@ -173,7 +173,7 @@ class InputProcessor:
             kind = (
                 "a reranker"
                 if info.pooling == "rank"
-                else f"an embedding model ({named('pooling')} is {info.pooling!r})"
+                else f"an embedding model ({setting_name('pooling')} is {info.pooling!r})"
             )
             raise InvalidRequest(
                 "task", f"{info.name} runs as {kind} and does not generate text; use a model that does"
@@ -209,9 +209,9 @@ class InputProcessor:
         if limit == self._info.n_ctx_train:
             return ""
         if self._info.pooling:
-            return f"raise {named('n_batch')}, and {named('n_ctx')} if lower,"
-        raised = f"raise {named('n_ctx')}"
-        return raised if limit == self._info.n_ctx else f"{raised} or lower {named('n_parallel')}"
+            return f"raise {setting_name('n_batch')}, and {setting_name('n_ctx')} if lower,"
+        raised = f"raise {setting_name('n_ctx')}"
+        return raised if limit == self._info.n_ctx else f"{raised} or lower {setting_name('n_parallel')}"
 
     def _prediction(self, request: GenerationRequest, cancelled: IsCancelled) -> npt.NDArray[np.int32] | None:
         """The tokens of the request's `prediction`, int32[n]; None: no prediction."""
@@ -303,7 +303,7 @@ class InputProcessor:
                 takes = (
                     f"accepts only text and {known}"
                     if known
-                    else f"accepts text only (images require {named('mmproj')})"
+                    else f"accepts text only (images require {setting_name('mmproj')})"
                 )
                 raise InvalidRequest("prompt", f"contains {_MODALITIES[medium.kind]}, but {self._info.name} {takes}")
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from cppbatch.config import FlashAttention, Pooling, named
+from cppbatch.config import FlashAttention, Pooling, setting_name
 from cppbatch.errors import CacheFull, DecodeFailed, LlamaError, OutOfRange
 from cppbatch.interrupts import interrupts_deferred
 from cppbatch.llama.backend import Backend
@@ -122,7 +122,8 @@ class Context:
         if self._memory is None and pooling is None:
             self.close()
             raise LlamaError(
-                f"{model.description} has no KV cache, so it cannot generate text, only embeddings ({named('pooling')})"
+                f"{model.description} has no KV cache, so it cannot generate text, only embeddings "
+                f"({setting_name('pooling')})"
             )
 
     def reopen(self, *, n_ctx: int, kv_unified: bool, flash_attn: FlashAttention = "auto") -> None:
@@ -146,7 +147,7 @@ class Context:
             self._handle = C.llama_init_from_model(model.handle, params) or None
         if self._handle is None:
             step = "n_batch" if self.is_pooled else "n_ubatch"
-            smaller = f"{named('n_ctx')}, {named(step)} or {named('n_parallel')}"
+            smaller = f"{setting_name('n_ctx')}, {setting_name(step)} or {setting_name('n_parallel')}"
             raise LlamaError(
                 f"cannot create a context of {n_ctx} cells for {self.n_seq_max} sequences: "
                 f"{lines[-1] if lines else 'llama.cpp gave no reason'}. To use less memory, lower {smaller}"

@@ -28,7 +28,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from cppbatch.config import named
+from cppbatch.config import setting_name
 from cppbatch.engine.disk.slots import (
     AdapterDigests,
     Footer,
@@ -67,7 +67,9 @@ class PrefixFolder:
         self.folder = folder
         self.max_bytes = max_bytes
         if sys.platform == "win32":
-            raise ConfigError(f"{named('prefix_cache_disk')} requires POSIX file locks, which Windows does not support")
+            raise ConfigError(
+                f"{setting_name('prefix_cache_disk')} requires POSIX file locks, which Windows does not support"
+            )
         try:
             with self._locked():
                 self._remove_leftovers()
@@ -76,7 +78,8 @@ class PrefixFolder:
                 os.unlink(path)
         except OSError as error:
             raise ConfigError(
-                f"{named('prefix_cache_disk')}: {folder} is not writable ({error.strerror}); choose another folder"
+                f"{setting_name('prefix_cache_disk')}: {folder} is not writable ({error.strerror}); choose another "
+                "folder"
             ) from error
 
     # --- existing files -----------------------------------------------------------------------------------------
