@@ -282,7 +282,7 @@ class BatchProgress:
             self._show_bar()
         else:
             while not self._ended.wait(_LINE_INTERVAL_S):
-                _say(f"{self._counts()}; {self.speed()}{self._left()}")
+                _say(f"{self._counts()}; {self.speed()}{self._time_left()}")
 
     @property
     def _n_ended(self) -> int:
@@ -293,7 +293,7 @@ class BatchProgress:
         of = "" if total is None else f" of {total}"
         return f"{journal.n_completed} done, {journal.n_failed} failed{of}"
 
-    def _left(self) -> str:
+    def _time_left(self) -> str:
         """The remaining time at the speed so far; empty if unknown."""
         n, seconds = self._n_ended - self._n_before, time.perf_counter() - self._began
         if not n or self._job.n_lines is None:
