@@ -91,9 +91,9 @@ class ChatRequest(NamedTuple):
     chat: PreparedChat
     """Creates the parser of the answer."""
 
-    def renamed(self, error: InvalidRequest) -> InvalidRequest:
+    def rename_field(self, error: InvalidRequest) -> InvalidRequest:
         """The engine's error, naming the conversation's field instead of the prompt's."""
-        return error.renamed(self.chat.renames.get(error.field, error.field))
+        return error.with_field(self.chat.renames.get(error.field, error.field))
 
 
 class ChatRequests:
@@ -157,7 +157,7 @@ def _params_of_chat(params: SamplingParams, chat: PreparedChat) -> SamplingParam
     try:
         return msgspec.structs.replace(params, **required)
     except InvalidRequest as error:
-        raise error.renamed(chat.renames.get(error.field, error.field)) from error
+        raise error.with_field(chat.renames.get(error.field, error.field)) from error
 
 
 def is_conversation(prompt: object) -> bool:

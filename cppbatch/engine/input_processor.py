@@ -86,7 +86,7 @@ class InputProcessor:
             seed=actual_seed(request.params.seed),
             now=arrived_at,
             n_ctx=limit,
-            n_keep=self._kept(request, n) if shifts else 0,
+            n_keep=self._resolve_n_keep(request, n) if shifts else 0,
             adapters=adapters,
             prediction=prediction,
             media=runs,
@@ -120,7 +120,7 @@ class InputProcessor:
             raise InvalidRequest("max_tokens", message)
         return min(wanted, room)
 
-    def _kept(self, request: GenerationRequest, n: int) -> int:
+    def _resolve_n_keep(self, request: GenerationRequest, n: int) -> int:
         """The number of initial tokens kept when the context is full, as in llama-server. `n`: tokens of the prompt."""
         wanted = self._n_keep if request.n_keep is None else request.n_keep
         wanted = (n if wanted < 0 else wanted) + self._vocab.adds_bos
@@ -231,7 +231,7 @@ class InputProcessor:
         self._refuse_long("prompt", prompt)
         if isinstance(prompt, str):
             is_empty = not prompt and not self._info.pooling  # embedding models add special tokens
-            tokens = np.empty(0, np.int32) if is_empty else self._tokenized(prompt, cancelled)
+            tokens = np.empty(0, np.int32) if is_empty else self._tokenize(prompt, cancelled)
         elif isinstance(prompt, list):
             tokens = check_ids("prompt", prompt, self._vocab.n_tokens)
         else:
@@ -274,7 +274,7 @@ class InputProcessor:
             if part is None:
                 break
             assert self._media
-            for piece in self._media.encoded(part, check, cancelled, salt=request.cache_salt).pieces:
+            for piece in self._media.encode(part, check, cancelled, salt=request.cache_salt).pieces:
                 if piece.vectors is not None:
                     run = (piece.vectors, piece.is_whole, part.kind, piece.n_positions, piece.positions)
                     runs.append(MediaRun(n_tokens(), *run))
@@ -307,7 +307,7 @@ class InputProcessor:
                 )
                 raise InvalidRequest("prompt", f"contains {_MODALITIES[medium.kind]}, but {self._info.name} {takes}")
 
-    def _tokenized(self, text: str, cancelled: IsCancelled) -> npt.NDArray[np.int32]:
+    def _tokenize(self, text: str, cancelled: IsCancelled) -> npt.NDArray[np.int32]:
         """Caches the tokens of the last long text: `n` choices of one prompt are prepared one after another."""
         if not is_long(text):
             return self._vocab.tokenize(text, cancelled=cancelled)

@@ -10,9 +10,9 @@ from functools import partial
 from pathlib import Path
 from typing import Protocol, TypedDict
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
-from msgspec.structs import replace as replace_fields
 
 from cppbatch.config import (
     DRAFT_MODELS,
@@ -313,7 +313,7 @@ def _with_media(config: EngineConfig, model: Model, runtime: Runtime) -> Runtime
         )
     lent = nullcontext if runtime.threads is None else partial(runtime.threads.lent, n_threads)
     media = MediaInput(encoder, projector=file_digest(config.mmproj), compute=lent)
-    return replace(runtime, media=media, info=replace_fields(runtime.info, modalities=encoder.modalities))
+    return replace(runtime, media=media, info=msgspec.structs.replace(runtime.info, modalities=encoder.modalities))
 
 
 def open_encoder(config: EngineConfig, model: Model, n_threads: int) -> MediaEncoder:
@@ -475,7 +475,7 @@ def make_context(config: EngineConfig, model: Model) -> Context:
                 f"{setting_name('lora')} requires a model that generates text, but {model.path} returns vectors; leave "
                 f"out {setting_name('lora')}, or use another model"
             )
-        return _pooled_context(config, model, pooling)
+        return _pooling_context(config, model, pooling)
     for path, _ in config.lora[len(model.adapters) :]:
         model.add_adapter(path)
     has_kv_cells = not model.is_recurrent
@@ -560,7 +560,7 @@ def _pooling(config: EngineConfig, model: Model) -> Pooling | None:
     return pooling
 
 
-def _pooled_context(config: EngineConfig, model: Model, pooling: Pooling) -> Context:
+def _pooling_context(config: EngineConfig, model: Model, pooling: Pooling) -> Context:
     """A context with cells for one step, because no sequence keeps its cells longer.
 
     llama.cpp reserves the same number of tokens per sequence, and aborts if the step is not a multiple of that.

@@ -10,7 +10,7 @@ from time import perf_counter
 import msgspec
 
 from cppbatch.cluster.engines.client import EngineClient
-from cppbatch.engine.params import replaced
+from cppbatch.engine.params import replace_fields
 from cppbatch.engine.request import FinishReason, GenerationEvent, GenerationRequest, is_long
 from cppbatch.errors import EngineClosed, InvalidRequest, QueueFull
 from cppbatch.server.http.api_errors import api_error
@@ -136,7 +136,7 @@ def _with_less_time(request: GenerationRequest, waited: float) -> GenerationRequ
         for name in ("timeout", "queue_timeout")
         if (seconds := getattr(request, name)) is not None
     }
-    return replaced(request, **left) if left else request
+    return replace_fields(request, **left) if left else request
 
 
 def _with_wait(event: GenerationEvent, waited: float) -> GenerationEvent:

@@ -71,7 +71,7 @@ class PrefixFolder:
                 f"{setting_name('prefix_cache_disk')} requires POSIX file locks, which Windows does not support"
             )
         try:
-            with self._locked():
+            with self._lock_folder():
                 self._remove_leftovers()
                 handle, path = tempfile.mkstemp(prefix=_PART_PREFIX, suffix=_PART_SUFFIX, dir=folder)
                 os.close(handle)
@@ -135,7 +135,7 @@ class PrefixFolder:
         n_bytes = sum(part.nbytes for part in parts)
         if n_bytes > self.max_bytes:
             return 0
-        with self._locked():
+        with self._lock_folder():
             self._remove_leftovers()
             self._make_room(n_bytes)
             handle, temporary = tempfile.mkstemp(prefix=_PART_PREFIX, suffix=_PART_SUFFIX, dir=self.folder)
@@ -191,7 +191,7 @@ class PrefixFolder:
                     os.close(handle)
 
     @contextlib.contextmanager
-    def _locked(self) -> Iterator[None]:
+    def _lock_folder(self) -> Iterator[None]:
         self.folder.mkdir(mode=_PRIVATE_FOLDER, parents=True, exist_ok=True)
         handle = os.open(self.folder / _LOCK, os.O_RDWR | os.O_CREAT, _PRIVATE_FILE)
         try:

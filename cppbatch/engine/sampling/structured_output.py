@@ -200,7 +200,7 @@ class Constraint:
         """Whether the text is complete and no token may follow."""
         return bool(self.is_active and self.matcher.is_stopped() and self.matcher.is_accepting())
 
-    def forced(self) -> list[int]:
+    def forced_tokens(self) -> list[int]:
         """The next tokens, as long as the grammar allows only one: they need no logits. Empty if none is forced."""
         return list(self.matcher.compute_ff_tokens()) if self._allow_forced and self.is_active else []
 

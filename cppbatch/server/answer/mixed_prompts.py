@@ -138,4 +138,4 @@ async def _pieces_of(serving: Serving, ids: list[int], field: str, start: int) -
         return await serving.client.tokenize(ids)
     except InvalidRequest as error:
         wrong = next((i for i, token in enumerate(ids) if not 0 <= token < serving.info.n_vocab), 0)
-        raise error.renamed(f"{field}[{start + wrong}]") from error
+        raise error.with_field(f"{field}[{start + wrong}]") from error

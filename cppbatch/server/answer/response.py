@@ -166,7 +166,7 @@ class PreparedRequest:
         except InvalidRequest as error:
             names = {"task": "model", **self.field_names}
             name, bracket, rest = error.field.partition("[")
-            raise error.renamed(f"{names.get(name, name)}{bracket}{rest}") from error
+            raise error.with_field(f"{names.get(name, name)}{bracket}{rest}") from error
 
 
 async def respond(

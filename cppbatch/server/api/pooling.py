@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 from msgspec import UNSET, UnsetType
 
-from cppbatch.engine.embeddings import Vector, check_dimensions, normalised, vector_of
+from cppbatch.engine.embeddings import Vector, check_dimensions, normalise_vectors, vector_of
 from cppbatch.engine.request import FinishReason, GenerationEvent, GenerationRequest, Pair
 from cppbatch.engine.request import Prompt as AnyPrompt
 from cppbatch.errors import GenerationFailed, InvalidRequest
@@ -203,7 +203,7 @@ class EmbeddingBuilder(PoolingBuilder):
         """As in `ResponseBuilder`."""
         data = [
             Embedding(index=index, embedding=_base64(vector) if self._as_base64 else vector.tolist())
-            for index, vector in enumerate(normalised(self.vectors(), self._dimensions))
+            for index, vector in enumerate(normalise_vectors(self.vectors(), self._dimensions))
         ]
         return EmbeddingResponse(data=data, model=self.model, usage=self.usage())
 

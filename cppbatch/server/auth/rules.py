@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from cppbatch.engine.model_info import AdapterInfo
-from cppbatch.engine.params import replaced
+from cppbatch.engine.params import replace_fields
 from cppbatch.engine.request import BACKGROUND, GenerationRequest
 from cppbatch.errors import ConfigError, Forbidden, InvalidRequest
 
@@ -66,7 +66,7 @@ class KeyRules(msgspec.Struct, frozen=True, kw_only=True):
             self._check_adapters(request, adapters)
         # A digest, because with the owner a salt can exceed the length that requests may have.
         salt = sha256(f"{self.owner}\n{request.cache_salt}".encode(errors="surrogatepass"))
-        return replaced(request, cache_salt=salt.hexdigest(), priority=self._priority(request.priority))
+        return replace_fields(request, cache_salt=salt.hexdigest(), priority=self._priority(request.priority))
 
     def _priority(self, asked: int) -> int:
         if self.priority is None or asked >= BACKGROUND:  # background requests cannot overtake other keys

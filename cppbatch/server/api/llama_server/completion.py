@@ -139,7 +139,7 @@ async def prepare_llama_completion(
         for_engine = [prompt.for_engine() for prompt in prompts]
         requests = serving.engine_requests(body, new_id("llama-"), for_engine)
     except InvalidRequest as error:
-        raise error.renamed(field_names.get(error.field, error.field)) from error
+        raise error.with_field(field_names.get(error.field, error.field)) from error
     builder = LlamaCompletionBuilder(body, requests, [prompt.tokens for prompt in prompts], serving)
     return PreparedRequest(requests, builder, stream=bool(body.stream), field_names=field_names)
 

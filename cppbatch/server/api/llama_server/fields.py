@@ -6,7 +6,7 @@ from typing import Any, ClassVar, TypeVar
 
 import msgspec
 
-from cppbatch.engine.params import MOST_BIASES, RANGES, SAMPLERS, shown, token_id
+from cppbatch.engine.params import MOST_BIASES, RANGES, SAMPLERS, format_value, token_id
 from cppbatch.errors import InvalidRequest
 from cppbatch.server.answer.llama_result import LLAMA_NAMES, RANDOM_SEED
 from cppbatch.server.answer.mixed_prompts import tokenize
@@ -159,7 +159,7 @@ async def _biases(body: LlamaFields, serving: Serving) -> Json:
             suppressed.extend(ids)
             continue
         if isinstance(bias, bool) or not isinstance(bias, (int, float)) or not -100 <= bias <= 100:
-            message = f"is {shown(bias)} for {shown(key)}; it must be a number from -100 to 100, or false"
+            message = f"is {format_value(bias)} for {format_value(key)}; it must be a number from -100 to 100, or false"
             raise InvalidRequest("logit_bias", message)
         for token in ids:  # as in llama-server, the biases of a token add up
             biases[str(token)] = max(-100.0, min(100.0, biases.get(str(token), 0.0) + bias))
