@@ -146,14 +146,14 @@ def job_options(command: Command) -> Command:
 
 def _job_sizes(arguments: Mapping[str, Any], config: EngineConfig) -> RequestSizes | None:
     from cppbatch.jobs.input.reader import InputReader
-    from cppbatch.jobs.job_runner import expected_sizes
+    from cppbatch.jobs.job_runner import estimate_sizes
     from cppbatch.server.api.batches.handler import URLS
 
     if config.mmproj:
         return None  # the tokens of images and audio do not follow from their bytes
     job: FileJob = arguments["job"]
     with InputReader(job.input_format, URLS) as reader:
-        return expected_sizes(reader, job.defaults)
+        return estimate_sizes(reader, job.defaults)
 
 
 @click.command(cls=GroupedCommand)
