@@ -278,7 +278,7 @@ class Context:
         self._shifted.clear()
         self._copy_sources.clear()
         self._copy_targets.clear()
-        self._rollback.decoded(batch, self.n_ubatch)
+        self._rollback.record_decode(batch, self.n_ubatch)
 
     def _decode(self, struct: Any) -> None:
         self._n_decoded = 0
@@ -470,9 +470,9 @@ class Context:
                 return True
             if stop >= 0 or last - start >= self._rollback.removable(seq_id):
                 return False  # llama.cpp would return True
-            self._rollback.removed_part(seq_id)
+            self._rollback.record_partial_removal(seq_id)
         else:
-            self._rollback.removed(seq_id)
+            self._rollback.record_removal(seq_id)
         return bool(C.llama_memory_seq_rm(self._open_memory(), native, start, stop))
 
     def remove_padding(self, seq_id: int, position: int) -> None:
@@ -514,7 +514,7 @@ class Context:
         if self._rollback.is_pending(source):
             self.restore_sequence(target, self.save_sequence(source))
             return
-        self._rollback.moved()
+        self._rollback.record_move()
         if not self.kv_unified:
             self._copy_sources.add(source)
             self._copy_targets.add(target)
@@ -646,7 +646,7 @@ class Context:
         if n < self.first_cut(seq_id):
             self.remove(seq_id)
             raise LlamaError(f"the window of sequence {seq_id} no longer has all cells before position {n}")
-        self._rollback.moved()
+        self._rollback.record_move()
         C.llama_memory_seq_rm(self._open_memory(), self._native(seq_id), n, -1)
 
     def copy_cut(self, source: int, target: int, n: int) -> SequenceState | None:
@@ -679,7 +679,7 @@ class Context:
             self.remove(seq_id)
             raise LlamaError(f"the cells of sequence {seq_id} are only copied in the next decode")
         data = state.for_context(self._n_streams, self.flash_attn)
-        self._rollback.moved()
+        self._rollback.record_move()
         n = C.llama_state_seq_set_data_ext(self.handle, _bytes_pointer(data), data.size, self._native(seq_id), flags)
         return bool(n == data.size)
 

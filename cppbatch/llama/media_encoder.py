@@ -290,7 +290,7 @@ def check_tensors(path: Path, projector: str) -> None:
     if projector not in _NEEDED:
         return
     there = {tensor.name for tensor in list_tensors(path)}
-    missing = [name for name in _needed(path, projector, there) if name not in there]
+    missing = [name for name in _needed_tensors(path, projector, there) if name not in there]
     if missing:
         more = f" and {len(missing) - _MAX_NAMED} more" if len(missing) > _MAX_NAMED else ""
         names = ", ".join(missing[:_MAX_NAMED])
@@ -299,7 +299,7 @@ def check_tensors(path: Path, projector: str) -> None:
         )
 
 
-def _needed(path: Path, projector: str, there: set[str]) -> Iterator[str]:
+def _needed_tensors(path: Path, projector: str, there: set[str]) -> Iterator[str]:
     of_file, of_block = _NEEDED[projector]
     yield from of_file
     for i in range(min(_MAX_BLOCKS, int(number_of(path, "clip.vision.block_count") or 0))):

@@ -155,7 +155,7 @@ class Llama(_ORIGINAL):  # type: ignore[misc]  # mypy does not follow imports of
         """The engine for text or for embeddings. Each is created on first use; both use the same weights."""
         with self._lock:
             if self._is_closed:
-                raise _closed()
+                raise _closed_error()
             if embeds in self._engines:
                 return self._engines[embeds]
             if self._values["vocab_only"]:
@@ -433,7 +433,7 @@ class Llama(_ORIGINAL):  # type: ignore[misc]  # mypy does not follow imports of
         return internals.LlamaTokenDataArray(n_vocab=self._n_vocab)
 
 
-def _closed() -> EngineClosed:
+def _closed_error() -> EngineClosed:
     return EngineClosed("this Llama object is closed: create a new one")
 
 
@@ -473,5 +473,5 @@ class _Borrowed(internals.LlamaModel):  # type: ignore[misc]
 
     def __getattr__(self, name: str) -> Any:
         if name in ("model", "vocab"):
-            raise _closed()
+            raise _closed_error()
         raise AttributeError(name)
