@@ -38,7 +38,7 @@ class MediaLoader:
         self._loaded: dict[tuple[str, str], Media] = {}  # by kind and URL
 
     async def fetch(self, conversations: Iterable[list[Json]]) -> None:
-        """Fetches media from other hosts, unless they are refused unread. Raises the same errors as `loaded`."""
+        """Fetches media from other hosts, unless they are refused unread. Raises the same errors as `load`."""
         remote: dict[str, MediaSource] = {}
         for messages in conversations:
             with contextlib.suppress(InvalidRequest):
@@ -46,7 +46,7 @@ class MediaLoader:
         at_once = asyncio.Semaphore(_FETCHED_AT_ONCE)
         await asyncio.gather(*(self._fetch(source, at_once) for source in remote.values()))
 
-    def loaded(self, messages: list[Json]) -> list[Json]:
+    def load(self, messages: list[Json]) -> list[Json]:
         """The conversation with its media loaded, which takes time. Media on other hosts must be fetched first.
 
         Raises `InvalidRequest`.

@@ -94,7 +94,7 @@ async def run_requests(
                 if not errors_as_events:
                     await events.put(error)
                     return
-                await events.put((index, _failed(requests[index], error)))
+                await events.put((index, _error_event(requests[index], error)))
 
     tasks = [asyncio.create_task(run_one_after_another()) for _ in range(at_once)]
     n_running = len(requests)
@@ -152,7 +152,7 @@ def _with_wait(event: GenerationEvent, waited: float) -> GenerationEvent:
     return msgspec.structs.replace(event, usage=usage)
 
 
-def _failed(request: GenerationRequest, error: Exception) -> GenerationEvent:
+def _error_event(request: GenerationRequest, error: Exception) -> GenerationEvent:
     """The last event of a request that ended with an exception."""
     if isinstance(error, InvalidRequest):
         return GenerationEvent(

@@ -119,7 +119,7 @@ class ResponseBuilder(ABC):
         )
 
 
-def shown_media(counts: TokenCounts) -> dict[str, Any]:
+def media_details(counts: TokenCounts) -> dict[str, Any]:
     """`image_tokens` and `audio_tokens` for the details of the prompt's tokens, if there are any."""
     given = {"image_tokens": counts.image, "audio_tokens": counts.audio}
     return {name: n for name, n in given.items() if n}

@@ -45,7 +45,7 @@ class KeyRules(msgspec.Struct, frozen=True, kw_only=True):
             return
         if not self.may_use(names) or (asked is not None and asked not in names):
             wanted = "this server's model" if asked is None else repr(asked)
-            raise Forbidden("model", f"{wanted} is not allowed with this API key; allowed: {_listed(self.models)}")
+            raise Forbidden("model", f"{wanted} is not allowed with this API key; allowed: {_join_names(self.models)}")
 
     def may_use(self, names: Collection[str]) -> bool:
         """Whether the key may use the model with these names."""
@@ -85,8 +85,8 @@ class KeyRules(msgspec.Struct, frozen=True, kw_only=True):
         if wrong := [name for name in names if name not in self.adapters]:
             raise Forbidden(
                 "lora",
-                f"{_listed(wrong)} is not allowed with this API key; allowed: {_listed(self.adapters)}. Use these in "
-                "`lora`, or send {} to use the model without adapters",
+                f"{_join_names(wrong)} is not allowed with this API key; allowed: {_join_names(self.adapters)}. Use "
+                "these in `lora`, or send {} to use the model without adapters",
             )
 
     def check_sets_adapters(self) -> None:
@@ -97,7 +97,7 @@ class KeyRules(msgspec.Struct, frozen=True, kw_only=True):
             )
 
 
-def _listed(names: Sequence[str]) -> str:
+def _join_names(names: Sequence[str]) -> str:
     return ", ".join(map(repr, names)) or "none"
 
 

@@ -212,7 +212,7 @@ class Serving:
         limit = self.settings.thinking_tokens if turn.thinking_tokens is None else turn.thinking_tokens
         turn = replace(
             turn,
-            messages=tools.media.loaded(turn.messages),
+            messages=tools.media.load(turn.messages),
             variables=self.settings.template_variables | turn.variables,
             thinking_tokens=limit,
         )

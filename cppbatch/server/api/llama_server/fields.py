@@ -88,7 +88,7 @@ async def to_sampling_fields(body: Fields, serving: Serving) -> Fields:
         grammar=body.grammar or None,
         json_schema={"type": "object"} if body.json_schema == {} else body.json_schema,
         samplers=None if body.samplers is None else sampler_names(body.samplers),
-        **_clamped(body),
+        **_clamp(body),
         **await _biases(body, serving),
     )
 
@@ -112,7 +112,7 @@ def _without_empty(stop: str | list[str] | None) -> list[str] | None:
     return None if stop is None else [string for string in ([stop] if isinstance(stop, str) else stop) if string]
 
 
-def _clamped(body: LlamaFields) -> Json:
+def _clamp(body: LlamaFields) -> Json:
     given = {name: getattr(body, name) for name in _CLAMPED}
     return {
         name: type(value)(max(RANGES[name].low, min(RANGES[name].high, value)))
