@@ -92,7 +92,7 @@ def env_of(flags: Iterable[str]) -> str:
     return long.partition("/")[0][2:].replace("-", "_").upper()
 
 
-def named(setting: str) -> str:
+def setting_name(setting: str) -> str:
     """A setting in an error message, by its name in Python and its flag: "n_ctx (-c)", "max_queue (--max-queue)"."""
     flag = flag_of(setting)
     return f"{setting} ({flag})" if flag else setting
@@ -332,25 +332,27 @@ class EngineConfig(_Model, frozen=True, kw_only=True):
                 continue
             value = _convert(name, getattr(self, name))
             if setting.range and not setting.range.low <= value <= setting.range.high:
-                raise ConfigError(f"{named(name)} is {value!r}; it must be {setting.range_text}")
+                raise ConfigError(f"{setting_name(name)} is {value!r}; it must be {setting.range_text}")
             if KINDS[name] is not float:  # a default of 0 stays 0 in --help
                 msgspec.structs.force_setattr(self, name, value)
         if self.n_batch < self.n_parallel:
             raise ConfigError(
-                f"{named('n_batch')} is {self.n_batch}, less than {named('n_parallel')}, which is {self.n_parallel}; a "
-                "step needs one token for each running sequence: raise the former or lower the latter"
+                f"{setting_name('n_batch')} is {self.n_batch}, less than {setting_name('n_parallel')}, which is "
+                f"{self.n_parallel}; a step needs one token for each running sequence: raise the former or lower the "
+                "latter"
             )
         if self.n_ctx < self.n_parallel:
             raise ConfigError(
-                f"{named('n_ctx')} is {self.n_ctx}, less than {named('n_parallel')}, which is {self.n_parallel}: raise "
-                "the former or lower the latter"
+                f"{setting_name('n_ctx')} is {self.n_ctx}, less than {setting_name('n_parallel')}, which is "
+                f"{self.n_parallel}: raise the former or lower the latter"
             )
         if self.device is not None and not 0 <= self.device <= _INT32_MAX:
-            raise ConfigError(f"{named('device')} is {self.device}; devices are numbered from 0")
+            raise ConfigError(f"{setting_name('device')} is {self.device}; devices are numbered from 0")
         disk_folder(self.prefix_cache_disk)
         if self.prefix_cache_disk and self.prefix_cache and not self.prefix_cache_ram:
             raise ConfigError(
-                f"{named('prefix_cache_disk')} needs host memory, but {named('prefix_cache_ram')} is 0: set it above 0"
+                f"{setting_name('prefix_cache_disk')} needs host memory, but {setting_name('prefix_cache_ram')} is 0: "
+                "set it above 0"
             )
         self._check_kernels()
         self._check_rpc()
@@ -358,57 +360,59 @@ class EngineConfig(_Model, frozen=True, kw_only=True):
         self._check_lora()
         if self.mmproj and self.pooling:
             raise ConfigError(
-                f"{named('mmproj')} requires a model that generates text, but {named('pooling')} is {self.pooling!r}; "
-                "leave one of them out"
+                f"{setting_name('mmproj')} requires a model that generates text, but {setting_name('pooling')} is "
+                f"{self.pooling!r}; leave one of them out"
             )
 
     def _check_kernels(self) -> None:
         if self.deterministic and (self.kv_layout == "unified" or self.flash_attn == "off"):
             raise ConfigError(
-                f"{named('deterministic')} requires the per-sequence layout and flash attention: leave out "
-                f"{named('kv_layout')} and {named('flash_attn')}"
+                f"{setting_name('deterministic')} requires the per-sequence layout and flash attention: leave out "
+                f"{setting_name('kv_layout')} and {setting_name('flash_attn')}"
             )
         if self.flash_attn == "off" and self.cache_type_v in ("q8_0", "q4_0"):
             raise ConfigError(
-                f"{named('cache_type_v')} is {self.cache_type_v!r}, and quantised values require flash attention: "
-                f"leave out {named('flash_attn')}, or use f16"
+                f"{setting_name('cache_type_v')} is {self.cache_type_v!r}, and quantised values require flash "
+                f"attention: leave out {setting_name('flash_attn')}, or use f16"
             )
 
     def _check_rpc(self) -> None:
         endpoints = [parse_endpoint(each) for each in self.rpc]
         if len(set(endpoints)) != len(endpoints):
-            raise ConfigError(f"{named('rpc')} lists a worker twice: {', '.join(self.rpc)}")
+            raise ConfigError(f"{setting_name('rpc')} lists a worker twice: {', '.join(self.rpc)}")
         if len(endpoints) > _MAX_RPC_WORKERS:
             raise ConfigError(
-                f"{named('rpc')} lists {len(endpoints)} workers; llama.cpp supports at most {_MAX_RPC_WORKERS}"
+                f"{setting_name('rpc')} lists {len(endpoints)} workers; llama.cpp supports at most {_MAX_RPC_WORKERS}"
             )
         if self.rpc and self.device is not None:
             raise ConfigError(
-                f"{named('device')} selects a single local GPU and cannot be combined with {named('rpc')}: leave it "
-                f"out, and set the share of each device with {named('tensor_split')}"
+                f"{setting_name('device')} selects a single local GPU and cannot be combined with "
+                f"{setting_name('rpc')}: leave it out, and set the share of each device with "
+                f"{setting_name('tensor_split')}"
             )
         if self.rpc and self.deterministic:
             raise ConfigError(
-                f"{named('deterministic')} works on this machine's CPU only, but {named('rpc')} computes on other "
-                "machines; leave one of them out"
+                f"{setting_name('deterministic')} works on this machine's CPU only, but {setting_name('rpc')} computes "
+                "on other machines; leave one of them out"
             )
         if len(self.tensor_split) > _MAX_DEVICES:
             raise ConfigError(
-                f"{named('tensor_split')} has {len(self.tensor_split)} shares; the limit is {_MAX_DEVICES}"
+                f"{setting_name('tensor_split')} has {len(self.tensor_split)} shares; the limit is {_MAX_DEVICES}"
             )
         if any(not (math.isfinite(share) and share >= 0) for share in self.tensor_split) or (
             self.tensor_split and not any(self.tensor_split)
         ):
             shares = ",".join(f"{share:g}" for share in self.tensor_split)
             raise ConfigError(
-                f"{named('tensor_split')} is {shares}; shares must be at least 0, and at least one must be above 0"
+                f"{setting_name('tensor_split')} is {shares}; shares must be at least 0, and at least one must be "
+                "above 0"
             )
 
     def _check_speculation(self) -> None:
         if self.spec in DRAFT_MODELS and not self.draft_model:
             raise ConfigError(
-                f"{named('spec')} is '{self.spec}', which requires a draft model: set {named('draft_model')}, or leave "
-                "out this setting"
+                f"{setting_name('spec')} is '{self.spec}', which requires a draft model: set "
+                f"{setting_name('draft_model')}, or leave out this setting"
             )
 
     def _check_lora(self) -> None:
@@ -416,18 +420,19 @@ class EngineConfig(_Model, frozen=True, kw_only=True):
             lora = tuple((str(path), float(scale)) for path, scale in self.lora)
         except (TypeError, ValueError):
             raise ConfigError(
-                f"{named('lora')} is {self.lora!r:.200}; it must be a list of (file, scale) pairs"
+                f"{setting_name('lora')} is {self.lora!r:.200}; it must be a list of (file, scale) pairs"
             ) from None
         msgspec.structs.force_setattr(self, "lora", lora)
         names: dict[str, str] = {}
         for path, scale in lora:
             if not math.isfinite(scale) or abs(scale) > MOST_LORA_SCALE:
                 message = f"it must be from {-MOST_LORA_SCALE:g} to {MOST_LORA_SCALE:g}"
-                raise ConfigError(f"{named('lora')}: the scale of {path} is {scale}; {message}")
+                raise ConfigError(f"{setting_name('lora')}: the scale of {path} is {scale}; {message}")
             name = adapter_name(path)
             if name in names:
                 raise ConfigError(
-                    f"{named('lora')}: {names[name]} and {path} have the same name {name!r}; rename one of the files"
+                    f"{setting_name('lora')}: {names[name]} and {path} have the same name {name!r}; rename one of the "
+                    "files"
                 )
             names[name] = path
 
@@ -480,7 +485,7 @@ def _convert(name: str, value: Any) -> Any:
     except msgspec.ValidationError:
         form = f"one of {', '.join(CHOICES[name])}" if name in CHOICES else _FORMS[kind]
         must = ", ".join(filter(None, (form, SETTINGS[name].range_text)))
-        raise ConfigError(f"{named(name)} is {given!r:.200}; it must be {must}") from None
+        raise ConfigError(f"{setting_name(name)} is {given!r:.200}; it must be {must}") from None
 
 
 class EngineSettings(TypedDict, total=False):
@@ -542,7 +547,9 @@ def disk_folder(setting: str) -> tuple[Path, int] | None:
     except ValueError:
         gb = math.nan
     if not folder or not 0 < gb < math.inf:
-        raise ConfigError(f"{named('prefix_cache_disk')} is {setting!r}; it must be DIR or DIR,GB with more than 0 GB")
+        raise ConfigError(
+            f"{setting_name('prefix_cache_disk')} is {setting!r}; it must be DIR or DIR,GB with more than 0 GB"
+        )
     return Path(folder).expanduser().absolute(), round(gb * _GB)
 
 

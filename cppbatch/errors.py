@@ -114,7 +114,7 @@ class InvalidRequest(CppBatchError, ValueError):
         super().__init__(f"{field}: {message}")
         self.field, self.message, self.overflow = field, message, overflow
 
-    def renamed(self, field: str) -> InvalidRequest:
+    def with_field(self, field: str) -> InvalidRequest:
         """The same error with another field name."""
         return InvalidRequest(field, self.message, self.overflow)
 

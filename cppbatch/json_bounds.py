@@ -47,7 +47,7 @@ def json_shape(text: bytes) -> JsonShape:
         data = np.frombuffer(text, np.uint8, min(_CHUNK, len(text) - start), start)
         quotes = data == _QUOTE
         if escaped or b"\\" in text[start : start + _CHUNK]:
-            hidden = _escaped(data, escaped)
+            hidden = _find_escaped(data, escaped)
             quotes &= ~hidden[:-1]
             escaped = bool(hidden[-1])
         inside = np.logical_xor.accumulate(quotes)  # from an opening quote up to its closing one, exclusive
@@ -66,7 +66,7 @@ def json_shape(text: bytes) -> JsonShape:
     return JsonShape(deepest, containers, members, commas + containers)
 
 
-def _escaped(data: Bytes, first: bool) -> Mask:
+def _find_escaped(data: Bytes, first: bool) -> Mask:
     """Which bytes follow an odd number of backslashes: bool[n + 1]; the last entry is for the byte after `data`.
 
     `first`: whether byte 0 is escaped by a backslash before `data`.

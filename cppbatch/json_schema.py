@@ -127,7 +127,7 @@ GUIDANCE = "x-guidance"
 _Put = Callable[[Any], None]
 
 
-def closed_objects(schema: Any) -> Any:
+def close_objects(schema: Any) -> Any:
     """The schema with `"additionalProperties": false` where an object names properties and does not mention others.
 
     Unchanged if a value must match several of its schemas at once (`allOf` ...). The argument is not modified.

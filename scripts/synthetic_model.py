@@ -27,7 +27,7 @@ from cppbatch.models.synthetic import (
     GgufVocab,
     LlamaShape,
     byte_vocab,
-    copied_vocab,
+    copy_vocab,
     llama_bytes,
     write_llama,
 )
@@ -91,7 +91,7 @@ def _write(args: argparse.Namespace) -> None:
 def _vocab(source: str | None, size: int | None) -> GgufVocab:
     if source == "bytes":
         return byte_vocab(LLAMA3_VOCAB if size is None else size)
-    return copied_vocab(check_file(Path(source)) if source else pull_default(), size)
+    return copy_vocab(check_file(Path(source)) if source else pull_default(), size)
 
 
 def _gigabytes(n_bytes: int) -> str:

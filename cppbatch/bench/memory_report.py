@@ -48,7 +48,7 @@ def memory_report(config: EngineConfig, *, margin: float = 0.0) -> Report:
     `margin`: the fraction of free memory that must stay free, 0 to 1.
     """
     estimate = estimate_memory([config])
-    footprint = _checked(estimate)[0]
+    footprint = _check_footprints(estimate)[0]
     needed = memory_demands(estimate, free_host_memory(), margin=margin)
     return Report(
         kind="memory",
@@ -63,7 +63,7 @@ def memory_report(config: EngineConfig, *, margin: float = 0.0) -> Report:
             "devices": estimate.devices,
         },
         columns=[Column("what", ""), Column("where", "where"), Column("predicted_mib", "MiB", 1)],
-        rows=[_row(buffer, estimate.devices) for buffer in _sorted(footprint.buffers)],
+        rows=[_row(buffer, estimate.devices) for buffer in _merge_buffers(footprint.buffers)],
         notes=[*map(_verdict, needed), _limits(config), *describe_sequences(footprint, config)],
     )
 
@@ -112,7 +112,7 @@ def plot_memory(report: Report) -> Figure:
     by_parallel = [replace(config, n_parallel=n, n_ctx=n * each) for n in parallel]
     estimate = estimate_memory([*by_context, *by_parallel])
     demand = max(report.settings["demands"], key=lambda demand: demand.where != HOST)  # a GPU, if one is used
-    layers = [_layers(footprint, estimate.devices, demand.where) for footprint in _checked(estimate)]
+    layers = [_layers(footprint, estimate.devices, demand.where) for footprint in _check_footprints(estimate)]
     figure, (left, right) = new_figure(report, 2)
     _areas(left, contexts, layers[: len(contexts)], demand)
     left.set_xlabel(f"-c, with -np {config.n_parallel}")
@@ -144,14 +144,14 @@ def _areas(axes: Any, sizes: list[int], layers: list[dict[str, float]], demand: 
     axes.set_ylabel(f"MiB, {demand.where}")
 
 
-def _checked(estimate: MemoryEstimate) -> list[Footprint]:
+def _check_footprints(estimate: MemoryEstimate) -> list[Footprint]:
     for footprint in estimate.footprints:
         if footprint.error:
             raise ModelError(footprint.error)
     return estimate.footprints
 
 
-def _sorted(buffers: list[Buffer]) -> list[Buffer]:
+def _merge_buffers(buffers: list[Buffer]) -> list[Buffer]:
     """Merges buffers of the same kind and type, in the order of `_NAMES`, then those of a draft model or head."""
     sizes: Counter[Buffer] = Counter()
     for buffer in buffers:

@@ -57,7 +57,7 @@ class TemplateCapabilities(msgspec.Struct, frozen=True, kw_only=True):
 def detect_capabilities(render: Render) -> TemplateCapabilities:
     """Renders about twenty conversations, in 1 to 5 ms."""
 
-    def rendered(messages: list[ChatMessage]) -> str:
+    def try_render(messages: list[ChatMessage]) -> str:
         """Some templates fail without tools."""
         return render(messages, None) or render(messages, [_TOOL]) or ""
 
@@ -75,10 +75,10 @@ def detect_capabilities(render: Render) -> TemplateCapabilities:
             return [_USER, call, {**message, "tool_call_id": _CALL_ID, "name": "probe_tool"}]
         return [message]
 
-    strings = frozenset(role for role in _ROLES if _FIRST in rendered(around(role, _FIRST)))
-    parts = frozenset(role for role in _ROLES if _has_both(rendered(around(role, [_part(_FIRST), _part(_SECOND)]))))
-    developer = rendered([{"role": "developer", "content": _FIRST}, _USER])
-    unknown = rendered([{"role": "stranger", "content": _FIRST}, _USER])
+    strings = frozenset(role for role in _ROLES if _FIRST in try_render(around(role, _FIRST)))
+    parts = frozenset(role for role in _ROLES if _has_both(try_render(around(role, [_part(_FIRST), _part(_SECOND)]))))
+    developer = try_render([{"role": "developer", "content": _FIRST}, _USER])
+    unknown = try_render([{"role": "stranger", "content": _FIRST}, _USER])
     return TemplateCapabilities(
         tools="probe_tool" in (render([_USER], [_TOOL]) or ""),
         tool_calls=calls is not None,

@@ -58,7 +58,7 @@ class ChatTurn:
         try:
             yield
         except InvalidRequest as error:
-            raise error.renamed(self.client_name(error.field)) from error
+            raise error.with_field(self.client_name(error.field)) from error
 
     def client_name(self, name: str) -> str:
         """The client's name for a field of OpenAI's chat completions."""

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from cppbatch.errors import InvalidRequest
-from cppbatch.json_schema import GUIDANCE, closed_objects
+from cppbatch.json_schema import GUIDANCE, close_objects
 
 if sys.version_info >= (3, 11):
     from re import _constants as sre
@@ -81,11 +81,11 @@ class LarkGrammar:
         """JSON text that matches a schema."""
         if isinstance(schema, dict) and (source := input_grammar(schema)):
             try:
-                inner = self.rule(f"%lark {{\n{escaped_lark(source)}\n}}")
+                inner = self.rule(f"%lark {{\n{escape_lark(source)}\n}}")
             except UnsupportedGrammar as error:
                 raise InvalidRequest("tools", f"has a property with a Lark grammar that {error}") from error
             return " ".join([self.literal('{"input": "'), inner, self.literal('"}')])
-        given = closed_objects(schema) if isinstance(schema, dict) else {} if schema else {"not": {}}
+        given = close_objects(schema) if isinstance(schema, dict) else {} if schema else {"not": {}}
         options = {GUIDANCE: {"whitespace_pattern": _WHITE_SPACE}}
         return self.rule(f"%json {json.dumps(options | given)}")
 
@@ -112,7 +112,7 @@ class LarkGrammar:
         parts = ["/(?s:.*)/", *(f"~/{regex.replace('/', chr(92) + '/')}/" for regex in refused)]
         return self.terminal(" & ".join(parts))
 
-    def repeated(self, expression: str, separator: str, *, several: bool) -> str:
+    def repeat(self, expression: str, separator: str, *, several: bool) -> str:
         """Once; with `several` up to `most_calls` times, with the separator in between."""
         if not several:
             return expression
@@ -186,34 +186,34 @@ class UnsupportedGrammar(ValueError):
     """The grammar contains something that cannot be rewritten, named in the message."""
 
 
-def escaped_lark(source: str) -> str:
+def escape_lark(source: str) -> str:
     """The grammar whose texts are those of `source`, each as the content of a JSON string. Raises `UnsupportedGrammar`.
 
     Only strings and regular expressions change, because all else consists of them.
     """
     if len(source) > MAX_GRAMMAR:
         raise UnsupportedGrammar(f"has {len(source):,} characters; the limit is {MAX_GRAMMAR:,}")
-    return _ITEM.sub(_rewritten, source)
+    return _ITEM.sub(_rewrite, source)
 
 
-def _rewritten(found: re.Match[str]) -> str:
+def _rewrite(found: re.Match[str]) -> str:
     item, kind = found[0], found.lastgroup
     if found["comment"] is not None:
         return ""
     if found["range"] is not None:
         first, last = re.findall(r'"(?:[^"\\\n]|\\.)+"', item)
-        return _escaped_regex(f"[{re.escape(_text(first))}-{re.escape(_text(last))}]")
+        return _escape_regex(f"[{re.escape(_text(first))}-{re.escape(_text(last))}]")
     if found["string"] is not None:
         text = _text(item.removesuffix("i"))
-        return _escaped_regex(f"(?i:{re.escape(text)})") if item.endswith("i") else json.dumps(_escaped(text))
+        return _escape_regex(f"(?i:{re.escape(text)})") if item.endswith("i") else json.dumps(_escape(text))
     if found["regex"] is not None:
         end = item.rindex("/")
         flags, regex = item[end + 1 :], item[1:end].replace("\\/", "/")
-        return _escaped_regex(f"(?{flags}:{regex})" if flags else regex)
+        return _escape_regex(f"(?{flags}:{regex})" if flags else regex)
     if found["common"] is not None:
         if found["name"] not in _COMMON:
             raise UnsupportedGrammar(f"imports common.{found['name']}, which is unknown; define it")
-        return f"{found['alias'] or found['name']}: {_escaped_regex(_COMMON[found['name']][1:-1])}"
+        return f"{found['alias'] or found['name']}: {_escape_regex(_COMMON[found['name']][1:-1])}"
     if found["unclosed"] is not None:  # also so that the rest is not searched for its end again and again
         rest = found.string[found.start() :].partition("\n")[0]
         raise UnsupportedGrammar(f"contains {rest!r:.80}, which is not closed by {'>' if item == '<' else item}")
@@ -230,11 +230,11 @@ def _text(string: str) -> str:
         ) from None
 
 
-def _escaped(text: str) -> str:
+def _escape(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)[1:-1]
 
 
-def _escaped_regex(regex: str) -> str:
+def _escape_regex(regex: str) -> str:
     """The terminal for the escaped texts of a regular expression."""
     try:
         with warnings.catch_warnings():
@@ -256,7 +256,7 @@ def _sequence(parsed: Any, flags: int) -> str:
 def _node(op: Any, argument: Any, flags: int) -> str:
     """One node of Python's syntax tree of a regular expression, rewritten."""
     if op is sre.LITERAL and not flags & re.IGNORECASE:
-        return re.escape(_escaped(chr(argument)))
+        return re.escape(_escape(chr(argument)))
     if op in (sre.LITERAL, sre.NOT_LITERAL, sre.IN, sre.ANY):
         return _characters(op, argument, flags)
     if op is sre.BRANCH:
@@ -286,7 +286,7 @@ def _characters(op: Any, argument: Any, flags: int) -> str:
 def _escapable(source: str, flags: int) -> str:
     """One of these characters, possibly as its escape. `source`: a class; `flags`: `re.IGNORECASE` or 0."""
     matcher = re.compile(source, flags)
-    escapes = [re.escape(_escaped(character)) for character in _SPECIAL[:-1] if matcher.fullmatch(character)]
+    escapes = [re.escape(_escape(character)) for character in _SPECIAL[:-1] if matcher.fullmatch(character)]
     ignore_case = "(?i)" if flags else ""
     return f"(?:{'|'.join([f'{ignore_case}[{source}&&{_SAFE}]', *escapes])})"
 

@@ -108,11 +108,11 @@ def with_media(messages: list[Json], loaded: list[Any]) -> list[Json]:
     """The conversation with its images and audio replaced by these. Returns new messages."""
     each = iter(loaded)
 
-    def replaced(content: list[Json]) -> list[Json]:
+    def replace(content: list[Json]) -> list[Json]:
         return [{**part, "media": next(each)} if part["type"] == _MEDIA else part for part in content]
 
     return [
-        {**message, "content": replaced(message["content"])} if isinstance(message.get("content"), list) else message
+        {**message, "content": replace(message["content"])} if isinstance(message.get("content"), list) else message
         for message in messages
     ]
 
@@ -126,7 +126,7 @@ class MarkedMedia:
     def __init__(self, messages: list[Json]) -> None:
         self._media = list(media_of(messages))
         self._name = f"<__media_{secrets.token_hex(16)}_" if self._media else ""
-        self.messages = [self._marked(message, first) for message, first in _with_numbers(messages)]
+        self.messages = [self._insert_markers(message, first) for message, first in _with_numbers(messages)]
         """The messages. Contents with media become texts."""
 
     def parts(self, prompt: str) -> list[Any] | None:
@@ -148,7 +148,7 @@ class MarkedMedia:
         parts[1::2] = [self._media[number] for number in numbers]
         return [part for part in parts if part != ""]
 
-    def _marked(self, message: Json, first: int) -> Json:
+    def _insert_markers(self, message: Json, first: int) -> Json:
         """The message with markers; its first medium has the number `first`."""
         content = message.get("content")
         if not isinstance(content, list) or not any(part["type"] == _MEDIA for part in content):
@@ -394,7 +394,7 @@ def choice_of(wanted: str | ToolChoiceObject, *, parallel: bool) -> ToolChoice:
     return allowed_choice(f"{field}.mode", allowed.mode, names, parallel=parallel)
 
 
-def checked_variables(variables: Json) -> Json:
+def check_variables(variables: Json) -> Json:
     """`chat_template_kwargs` with the reasoning effort. Raises `InvalidRequest` for a variable that has its own
     field."""
     if reserved := [name for name in _RESERVED_VARIABLES if name in variables]:

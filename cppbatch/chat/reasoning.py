@@ -135,7 +135,7 @@ def effort_tokens(variables: dict[str, Any]) -> int | None:
     return _EFFORT_TOKENS.get(effort) if isinstance(effort, str) else None
 
 
-def given_budget(**fields: int | None) -> int | None:
+def check_budget(**fields: int | None) -> int | None:
     """The first given field among these; None if none is given. Raises `InvalidRequest`."""
     field, wanted = next(((name, value) for name, value in fields.items() if value is not None), ("", None))
     if wanted is not None and (type(wanted) is not int or not UNLIMITED <= wanted <= _MOST):

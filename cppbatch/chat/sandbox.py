@@ -94,11 +94,11 @@ def _tojson(
 ) -> str:
     """Jinja's own filter escapes for HTML."""
     return json.dumps(
-        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys, default=_listed
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys, default=_to_list
     )
 
 
-def _listed(value: Any) -> list[Any]:
+def _to_list(value: Any) -> list[Any]:
     """What Jinja's `map` makes; anything else is refused as by `json`."""
     if isinstance(value, Iterator):
         return list(value)

@@ -132,7 +132,7 @@ class ChatTemplate:
     def form(self) -> TemplateForm:
         """How the template writes the model's messages, learned on first use by rendering some."""
 
-        def rendered(messages: list[ChatMessage], tools: list[dict[str, Any]], add_prompt: bool) -> str | None:
+        def try_render(messages: list[ChatMessage], tools: list[dict[str, Any]], add_prompt: bool) -> str | None:
             if time.monotonic() > deadline:
                 return None
             try:
@@ -143,7 +143,7 @@ class ChatTemplate:
         self._is_learning = True
         deadline = time.monotonic() + _LEARNING_SECONDS
         try:
-            return learn(rendered)
+            return learn(try_render)
         finally:
             self._is_learning = False
 

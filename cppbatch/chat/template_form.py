@@ -353,9 +353,9 @@ def _form(section: str, spans: list[_Span], probe: _Probe) -> CallForm | None:
         closing = _common_start(between, rest)
     begin, end = before[: len(before) - len(opening)], rest[len(closing) :]
     tagged: Json = {}
-    head = _numbered(spans)
+    head = _common_head(spans)
     if first.after_value:
-        found = _tagged(first, closing, probe)
+        found = _learn_tags(first, closing, probe)
         if found is None:
             return None
         tagged, head = found, head.removesuffix(found["key_open"])
@@ -380,7 +380,7 @@ def _form(section: str, spans: list[_Span], probe: _Probe) -> CallForm | None:
     return form if marked or form.is_json else None
 
 
-def _numbered(spans: list[_Span]) -> str:
+def _common_head(spans: list[_Span]) -> str:
     """The head of the first call, with a placeholder where only the number of the second one differs."""
     heads = [span.head for span in spans]
     if len(set(heads)) == 1:
@@ -389,7 +389,7 @@ def _numbered(spans: list[_Span]) -> str:
     return numbered.pop() if len(numbered) == 1 else heads[0]
 
 
-def _tagged(first: _Span, closing: str, probe: _Probe) -> Json | None:
+def _learn_tags(first: _Span, closing: str, probe: _Probe) -> Json | None:
     """The text around keys and values."""
     key_open = _common_end(first.after_name, first.after_value)
     value_close = _common_start(first.after_value[: len(first.after_value) - len(key_open)], closing)

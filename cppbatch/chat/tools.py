@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple
 
 import msgspec
 
-from cppbatch.chat.lark_grammar import INPUT, LARK, UnsupportedGrammar, escaped_lark
+from cppbatch.chat.lark_grammar import INPUT, LARK, UnsupportedGrammar, escape_lark
 from cppbatch.chat.output_parser import ArgumentsDelta, Delta, OutputParser, ToolCallStart
 from cppbatch.errors import InvalidRequest
 from cppbatch.json_schema import has_finite_instance
@@ -159,7 +159,7 @@ def as_function(i: int, custom: Json) -> Json:
         elif syntax == "lark":
             schema[LARK] = definition
             try:
-                escaped_lark(definition)
+                escape_lark(definition)
             except UnsupportedGrammar as error:
                 raise InvalidRequest(f"{field}.grammar.definition", str(error)) from error
         else:
@@ -193,13 +193,13 @@ class CustomCallParser:
 
     def push(self, text: str) -> list[Delta]:
         """As `OutputParser.push`."""
-        return self._converted(self._parser.push(text))
+        return self._convert(self._parser.push(text))
 
     def close(self) -> list[Delta]:
         """As `OutputParser.close`."""
-        return [*self._converted(self._parser.close()), *self._end()]
+        return [*self._convert(self._parser.close()), *self._end()]
 
-    def _converted(self, deltas: list[Delta]) -> list[Delta]:
+    def _convert(self, deltas: list[Delta]) -> list[Delta]:
         converted: list[Delta] = []
         for delta in deltas:
             if isinstance(delta, ToolCallStart):

@@ -146,14 +146,14 @@ def job_options(command: Command) -> Command:
 
 def _job_sizes(arguments: Mapping[str, Any], config: EngineConfig) -> RequestSizes | None:
     from cppbatch.jobs.input.reader import InputReader
-    from cppbatch.jobs.job_runner import expected_sizes
+    from cppbatch.jobs.job_runner import estimate_sizes
     from cppbatch.server.api.batches.handler import URLS
 
     if config.mmproj:
         return None  # the tokens of images and audio do not follow from their bytes
     job: FileJob = arguments["job"]
     with InputReader(job.input_format, URLS) as reader:
-        return expected_sizes(reader, job.defaults)
+        return estimate_sizes(reader, job.defaults)
 
 
 @click.command(cls=GroupedCommand)
@@ -282,7 +282,7 @@ class BatchProgress:
             self._show_bar()
         else:
             while not self._ended.wait(_LINE_INTERVAL_S):
-                _say(f"{self._counts()}; {self.speed()}{self._left()}")
+                _say(f"{self._counts()}; {self.speed()}{self._time_left()}")
 
     @property
     def _n_ended(self) -> int:
@@ -293,7 +293,7 @@ class BatchProgress:
         of = "" if total is None else f" of {total}"
         return f"{journal.n_completed} done, {journal.n_failed} failed{of}"
 
-    def _left(self) -> str:
+    def _time_left(self) -> str:
         """The remaining time at the speed so far; empty if unknown."""
         n, seconds = self._n_ended - self._n_before, time.perf_counter() - self._began
         if not n or self._job.n_lines is None:

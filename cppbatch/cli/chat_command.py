@@ -120,7 +120,7 @@ def chat(
         backend = ServerBackend(url, model=on_server, api_key=api_key, **options)
     else:
         plan = partial(
-            _planned, settings={**engine, **_ONE_SEQUENCE}, given=given_settings() | set(_ONE_SEQUENCE),
+            _plan, settings={**engine, **_ONE_SEQUENCE}, given=given_settings() | set(_ONE_SEQUENCE),
             use_profile=use_profile, memory_check=memory_check, says_start=is_terminal(),
         )  # fmt: skip
         backend = EngineBackend(partial(_load, plan), model, chat_template=chat_template, **options)
@@ -164,7 +164,7 @@ def _refuse_engine_options() -> None:
             )
 
 
-def _planned(
+def _plan(
     path: str, *, settings: dict[str, Any], given: set[str], use_profile: bool, memory_check: bool, says_start: bool
 ) -> EngineConfig:
     from cppbatch.cli.plan_start import plan_start

@@ -15,8 +15,7 @@ import click
 import msgspec
 from click.core import ParameterSource
 
-from cppbatch.config import CHOICES, KINDS, OPTIONS, SETTINGS, EngineConfig, disk_folder, env_of
-from cppbatch.config import named as setting_name
+from cppbatch.config import CHOICES, KINDS, OPTIONS, SETTINGS, EngineConfig, disk_folder, env_of, setting_name
 from cppbatch.errors import ConfigError
 
 if TYPE_CHECKING:

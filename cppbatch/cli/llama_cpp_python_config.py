@@ -71,7 +71,7 @@ def read_llama_cpp_python_config(path: Path) -> LlamaCppPythonConfig:
     models = content.get("models") if isinstance(content, dict) else None
     if not isinstance(models, list) or not models or not all(isinstance(each, dict) for each in models):
         raise ConfigError(f"{where}: models must be a list with the settings of each model")
-    values = {name: _converted(content.get(name), kind, f"{where}: {name}") for name, kind in _SERVER.items()}
+    values = {name: _convert(content.get(name), kind, f"{where}: {name}") for name, kind in _SERVER.items()}
     server: Json = {"hosts": (values["host"] or "localhost",), "port": values["port"] or _PORT, "any_model": True}
     server |= {name: values[name] for name in ("ssl_keyfile", "ssl_certfile") if values[name]}
     if key := values["api_key"]:
@@ -80,7 +80,7 @@ def read_llama_cpp_python_config(path: Path) -> LlamaCppPythonConfig:
     own: dict[str, Json] = {}
     for i, settings in enumerate(models):
         for key in ("model", "model_alias", "hf_model_repo_id"):
-            _converted(settings.get(key), str, f"{where}: models[{i}].{key}")
+            _convert(settings.get(key), str, f"{where}: models[{i}].{key}")
         if not settings.get("model"):
             raise ConfigError(f"{where}: models[{i}].model is required: the path of a GGUF file")
         name = settings.get("model_alias") or Path(settings["model"]).stem
@@ -107,7 +107,7 @@ def _decode(path: Path) -> Any:
 def _flags(settings: Json, where: str) -> Json:
     """The settings of a model, as in `ModelFile`."""
     settings = {
-        name: _converted(value, _TYPES[name], f"{where}: {name}") if name in _TYPES else value
+        name: _convert(value, _TYPES[name], f"{where}: {name}") if name in _TYPES else value
         for name, value in settings.items()
     }
     flags: Json = {"model": _model(settings)}
@@ -172,7 +172,7 @@ _TYPES: dict[str, Any] = {
 _SERVER: dict[str, Any] = {"host": str, "port": int, "ssl_keyfile": str, "ssl_certfile": str, "api_key": str}
 
 
-def _converted(value: Any, kind: Any, where: str) -> Any:
+def _convert(value: Any, kind: Any, where: str) -> Any:
     """The value as this type. Accepts text such as "2048", as pydantic does. Raises `ConfigError`."""
     try:
         return msgspec.convert(value, kind | None, strict=False)

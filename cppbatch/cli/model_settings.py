@@ -95,7 +95,7 @@ class ModelSettings(msgspec.Struct, frozen=True, kw_only=True):
         return msgspec.structs.replace(base, **{"aliases": (), "tags": (), **given})
 
 
-def checked(settings: Settings, where: str) -> ModelSettings:
+def parse_settings(settings: Settings, where: str) -> ModelSettings:
     """Validates settings like the flags of `cppbatch serve`. `where`: for errors. Raises `ConfigError`."""
     arguments = [part for key, value in settings.items() for part in _arguments(key, value, where)]
     try:

@@ -142,7 +142,7 @@ class Catalog:
 
     def read(self) -> CatalogContent:
         """The current models. Raises `ConfigError` and `ModelError`."""
-        from cppbatch.cli.model_settings import ModelFile, checked, read_settings
+        from cppbatch.cli.model_settings import ModelFile, parse_settings, read_settings
         from cppbatch.server.models.many import CatalogContent
 
         file = self._sources.settings_file
@@ -165,7 +165,7 @@ class Catalog:
                 log.info(
                     "stop-timeout: no effect; a model is unloaded when its last request ends, however long that takes"
                 )
-            spec = self._spec(name, path, checked(given, f"--models-config, model {name!r}"))
+            spec = self._spec(name, path, parse_settings(given, f"--models-config, model {name!r}"))
             specs.append(msgspec.structs.replace(spec, pinned=pinned, preload=preload))
         _check_aliases(specs)
         return CatalogContent(specs, self._default(content, [spec.name for spec in specs]))
@@ -176,10 +176,10 @@ class Catalog:
         folder = self._sources.folder
         paths: dict[str, Path] = {}
         for path in self._sources.files:
-            paths[_unused(short_name(path), path.parent.name, paths)] = path
+            paths[_unused_name(short_name(path), path.parent.name, paths)] = path
         for path in models_below(folder) if folder else ():
             if path not in paths.values():
-                paths[_unused(short_name(path), path.parent.relative_to(folder or "").as_posix(), paths)] = path
+                paths[_unused_name(short_name(path), path.parent.relative_to(folder or "").as_posix(), paths)] = path
         return paths
 
     @staticmethod
@@ -233,7 +233,7 @@ class Catalog:
         return names[0] if len(names) == 1 else None
 
 
-def _unused(name: str, folder: str, taken: dict[str, Path]) -> str:
+def _unused_name(name: str, folder: str, taken: dict[str, Path]) -> str:
     return f"{folder}/{name}" if name in taken else name
 
 

@@ -63,7 +63,7 @@ class GroupedCommand(click.Command):
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Writes a section for each heading."""
-        for heading, options in grouped(self.get_params(ctx)):
+        for heading, options in group_options(self.get_params(ctx)):
             is_whole = not self._common or heading == _OTHERS or _HELP_ALL in ctx.meta
             shown = [option for option in options if is_whole or option.name in self._common]
             records = [record for option in shown if (record := option.get_help_record(ctx))]
@@ -79,7 +79,7 @@ def _show_all(ctx: click.Context, _option: object, given: bool) -> None:
         ctx.exit()
 
 
-def grouped(options: Iterable[click.Parameter]) -> Iterator[tuple[str, list[click.Parameter]]]:
+def group_options(options: Iterable[click.Parameter]) -> Iterator[tuple[str, list[click.Parameter]]]:
     """Yields each heading with its options, in the order of `GROUPS`; ungrouped options come last."""
     left = {option.name: option for option in options}
     for heading, names in GROUPS.items():

@@ -71,7 +71,7 @@ def rpc_worker(
     logging.basicConfig(
         level=logging.DEBUG if verbose else logging.WARNING, format="%(levelname)s %(name)s: %(message)s"
     )
-    host = _checked_host(host, consent=consent)
+    host = _check_host(host, consent=consent)
     if cache:
         folder = Path(cache).expanduser()
         try:
@@ -93,7 +93,7 @@ def rpc_worker(
         click.echo("stopped")
 
 
-def _checked_host(host: str, *, consent: bool) -> str:
+def _check_host(host: str, *, consent: bool) -> str:
     """The IPv4 address. Raises `ConfigError`, also for an address that other machines can reach, unless confirmed."""
     try:
         address = ipaddress.IPv4Address("127.0.0.1" if host == "localhost" else host)

@@ -100,7 +100,7 @@ def sampling_options(command: Command) -> Command:
 
     @wraps(command)
     def with_params(n_predict: int | None, **arguments: Any) -> Any:
-        params = _given(arguments, (*PARAMS, *_OUTPUT_NAMES))
+        params = _pop_given(arguments, (*PARAMS, *_OUTPUT_NAMES))
         params |= {name: list(params[name]) for name in ("stop", "guided_choice") if name in params}
         if n_predict is not None and n_predict != -1 and n_predict < 1:
             raise ConfigError(f"max_tokens (-n) is {n_predict}; it must be at least 1, or -1 for no maximum")
@@ -122,7 +122,7 @@ def sampling_default_options(command: Command) -> Command:
 
     @wraps(command)
     def with_defaults(n_predict: int | None, **arguments: Any) -> Any:
-        sampling = _given(arguments, PARAMS)
+        sampling = _pop_given(arguments, PARAMS)
         if n_predict is not None:
             sampling["max_tokens"] = n_predict
         return command(sampling_defaults=sampling, **arguments)
@@ -134,7 +134,7 @@ def sampling_default_options(command: Command) -> Command:
     return with_options(with_defaults, [n_predict, *_SAMPLING])
 
 
-def _given(arguments: dict[str, Any], names: Iterable[str]) -> dict[str, Any]:
+def _pop_given(arguments: dict[str, Any], names: Iterable[str]) -> dict[str, Any]:
     """Removes these options from `arguments`, and returns those that the user has given."""
     taken = {name: arguments.pop(name) for name in names}
     return {name: value for name, value in taken.items() if value is not None and value != ()}

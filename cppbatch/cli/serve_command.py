@@ -182,9 +182,9 @@ def serve(
             "--rpc and --ray cannot be combined: --rpc is for one engine on this machine, --ray "
             "runs engines on a cluster"
         )
-    from cppbatch.ray.deployment import deployed
+    from cppbatch.ray.deployment import deploy
 
-    with deployed(ray.address, config, ray.options, step_timeout=deployment.step_timeout, say=say) as replicas:
+    with deploy(ray.address, config, ray.options, step_timeout=deployment.step_timeout, say=say) as replicas:
         asyncio.run(run_one(replicas.config, replicas, start_early=False))
 
 

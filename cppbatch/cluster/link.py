@@ -238,7 +238,7 @@ Answer = Checked | Tokenized | SlotDone | Updated
 FromWorker = Hello | Loading | Loaded | LoadFailed | Events | Refused | Answer | Stats | Live | Log
 
 
-def refused(request_id: str, error: InvalidRequest) -> Refused:
+def refusal(request_id: str, error: InvalidRequest) -> Refused:
     """The message for a refused request or question."""
     return Refused(request_id, error.field, error.message, error.overflow)
 
@@ -386,7 +386,7 @@ class WorkerLink:
                 log.warning("refused a request that cannot be decoded: %s", error)
                 why = error.__cause__
                 invalid = why if isinstance(why, InvalidRequest) else InvalidRequest("request", f"is invalid: {error}")
-                self.send(refused(request_id, invalid))
+                self.send(refusal(request_id, invalid))
 
     def flush(self) -> None:
         """Sends the queued messages and closes the link for sending."""

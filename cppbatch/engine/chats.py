@@ -15,7 +15,7 @@ from cppbatch.chat.messages import (
     ChatMessage,
     Tool,
     ToolChoiceObject,
-    checked_variables,
+    check_variables,
     choice_of,
     conversation_of,
 )
@@ -28,7 +28,7 @@ from cppbatch.chat.output_parser import (
     ToolCall,
     openai_message,
 )
-from cppbatch.chat.reasoning import effort_variables, given_budget
+from cppbatch.chat.reasoning import check_budget, effort_variables
 from cppbatch.chat.template import ApplyNamed, ChatTemplate, find_template
 from cppbatch.engine.media.sources import local_media, prompt_of_chat, with_files
 from cppbatch.engine.model_info import ModelInfo
@@ -91,9 +91,9 @@ class ChatRequest(NamedTuple):
     chat: PreparedChat
     """Creates the parser of the answer."""
 
-    def renamed(self, error: InvalidRequest) -> InvalidRequest:
+    def rename_field(self, error: InvalidRequest) -> InvalidRequest:
         """The engine's error, naming the conversation's field instead of the prompt's."""
-        return error.renamed(self.chat.renames.get(error.field, error.field))
+        return error.with_field(self.chat.renames.get(error.field, error.field))
 
 
 class ChatRequests:
@@ -113,8 +113,8 @@ class ChatRequests:
             [],
             tools=[tool.as_dict(f"tools[{i}]") for i, tool in enumerate(tools)],
             choice=choice_of(wanted, parallel=given.get("parallel_tool_calls", True)),
-            variables=checked_variables(effort | dict(given.get("chat_template_kwargs") or {})),
-            thinking_tokens=given_budget(thinking_budget=given.get("thinking_budget")),
+            variables=check_variables(effort | dict(given.get("chat_template_kwargs") or {})),
+            thinking_tokens=check_budget(thinking_budget=given.get("thinking_budget")),
             continue_final_message=given.get("continue_final_message"),
             field_names={"response_format": "json_schema"},
         )
@@ -157,7 +157,7 @@ def _params_of_chat(params: SamplingParams, chat: PreparedChat) -> SamplingParam
     try:
         return msgspec.structs.replace(params, **required)
     except InvalidRequest as error:
-        raise error.renamed(chat.renames.get(error.field, error.field)) from error
+        raise error.with_field(chat.renames.get(error.field, error.field)) from error
 
 
 def is_conversation(prompt: object) -> bool:

@@ -241,7 +241,7 @@ class EngineCore:
             disk.collect()
         try:
             if policy := self._layout_policy:
-                switch = policy.wanted(
+                switch = policy.choose_switch(
                     perf_counter(), kv.layout, scheduler.running, scheduler.waiting, scheduler.blocked
                 )
                 if switch:
@@ -284,7 +284,7 @@ class EngineCore:
         if self._layout_before:
             self._make_context(self._layout_before)
         self.kv.rebuild()
-        for request_id in self.outputs.ended():
+        for request_id in self.outputs.finished_ids():
             self.sequences.pop(request_id, None)  # its last event is queued already
         for sequence in self.sequences.values():
             sequence.restarted()
@@ -331,7 +331,7 @@ class EngineCore:
         self._layout_before = None
 
     def _plan(self) -> StepPlan:
-        for sequence in self.scheduler.expired(perf_counter()):
+        for sequence in self.scheduler.pop_expired(perf_counter()):
             self._finish(sequence, FinishReason.TIMEOUT)
         plan = self.scheduler.plan()
         if plan.admitted:

@@ -23,7 +23,7 @@ def check_dimensions(dimensions: int | None, n_embd: int) -> None:
         )
 
 
-def normalised(vectors: Vector, dimensions: int | None = None) -> Vector:
+def normalise_vectors(vectors: Vector, dimensions: int | None = None) -> Vector:
     """Vectors of length 1, float32[..., dimensions]: their dot product is their cosine similarity.
 
     `vectors`: float32[..., n_embd]. `dimensions`: keep the first numbers of each vector (models trained for this with

@@ -10,7 +10,7 @@ from time import perf_counter
 import numpy as np
 import numpy.typing as npt
 
-from cppbatch.config import named
+from cppbatch.config import setting_name
 from cppbatch.engine.lora_sets import adapter_set
 from cppbatch.engine.media.input import MediaInput
 from cppbatch.engine.model_info import ModelInfo
@@ -86,7 +86,7 @@ class InputProcessor:
             seed=actual_seed(request.params.seed),
             now=arrived_at,
             n_ctx=limit,
-            n_keep=self._kept(request, n) if shifts else 0,
+            n_keep=self._resolve_n_keep(request, n) if shifts else 0,
             adapters=adapters,
             prediction=prediction,
             media=runs,
@@ -120,7 +120,7 @@ class InputProcessor:
             raise InvalidRequest("max_tokens", message)
         return min(wanted, room)
 
-    def _kept(self, request: GenerationRequest, n: int) -> int:
+    def _resolve_n_keep(self, request: GenerationRequest, n: int) -> int:
         """The number of initial tokens kept when the context is full, as in llama-server. `n`: tokens of the prompt."""
         wanted = self._n_keep if request.n_keep is None else request.n_keep
         wanted = (n if wanted < 0 else wanted) + self._vocab.adds_bos
@@ -173,7 +173,7 @@ class InputProcessor:
             kind = (
                 "a reranker"
                 if info.pooling == "rank"
-                else f"an embedding model ({named('pooling')} is {info.pooling!r})"
+                else f"an embedding model ({setting_name('pooling')} is {info.pooling!r})"
             )
             raise InvalidRequest(
                 "task", f"{info.name} runs as {kind} and does not generate text; use a model that does"
@@ -209,9 +209,9 @@ class InputProcessor:
         if limit == self._info.n_ctx_train:
             return ""
         if self._info.pooling:
-            return f"raise {named('n_batch')}, and {named('n_ctx')} if lower,"
-        raised = f"raise {named('n_ctx')}"
-        return raised if limit == self._info.n_ctx else f"{raised} or lower {named('n_parallel')}"
+            return f"raise {setting_name('n_batch')}, and {setting_name('n_ctx')} if lower,"
+        raised = f"raise {setting_name('n_ctx')}"
+        return raised if limit == self._info.n_ctx else f"{raised} or lower {setting_name('n_parallel')}"
 
     def _prediction(self, request: GenerationRequest, cancelled: IsCancelled) -> npt.NDArray[np.int32] | None:
         """The tokens of the request's `prediction`, int32[n]; None: no prediction."""
@@ -231,7 +231,7 @@ class InputProcessor:
         self._refuse_long("prompt", prompt)
         if isinstance(prompt, str):
             is_empty = not prompt and not self._info.pooling  # embedding models add special tokens
-            tokens = np.empty(0, np.int32) if is_empty else self._tokenized(prompt, cancelled)
+            tokens = np.empty(0, np.int32) if is_empty else self._tokenize(prompt, cancelled)
         elif isinstance(prompt, list):
             tokens = check_ids("prompt", prompt, self._vocab.n_tokens)
         else:
@@ -274,7 +274,7 @@ class InputProcessor:
             if part is None:
                 break
             assert self._media
-            for piece in self._media.encoded(part, check, cancelled, salt=request.cache_salt).pieces:
+            for piece in self._media.encode(part, check, cancelled, salt=request.cache_salt).pieces:
                 if piece.vectors is not None:
                     run = (piece.vectors, piece.is_whole, part.kind, piece.n_positions, piece.positions)
                     runs.append(MediaRun(n_tokens(), *run))
@@ -303,11 +303,11 @@ class InputProcessor:
                 takes = (
                     f"accepts only text and {known}"
                     if known
-                    else f"accepts text only (images require {named('mmproj')})"
+                    else f"accepts text only (images require {setting_name('mmproj')})"
                 )
                 raise InvalidRequest("prompt", f"contains {_MODALITIES[medium.kind]}, but {self._info.name} {takes}")
 
-    def _tokenized(self, text: str, cancelled: IsCancelled) -> npt.NDArray[np.int32]:
+    def _tokenize(self, text: str, cancelled: IsCancelled) -> npt.NDArray[np.int32]:
         """Caches the tokens of the last long text: `n` choices of one prompt are prepared one after another."""
         if not is_long(text):
             return self._vocab.tokenize(text, cancelled=cancelled)

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from cppbatch.engine.model_info import AdapterInfo
-from cppbatch.engine.params import shown
+from cppbatch.engine.params import format_value
 from cppbatch.errors import InvalidRequest
 
 AdapterSet = tuple[tuple[int, float], ...]
@@ -28,7 +28,7 @@ def adapter_set(wanted: Mapping[str | int, float] | None, known: Sequence[Adapte
             number = numbers.get(key) if isinstance(key, str) else key
             if number is None or not 0 <= number < len(known):
                 names = ", ".join(f"{adapter.name!r} ({i})" for i, adapter in enumerate(known))
-                raise InvalidRequest("lora", f"adapter {shown(key)} not found; available: {names or 'none'}")
+                raise InvalidRequest("lora", f"adapter {format_value(key)} not found; available: {names or 'none'}")
             if number in scales:
                 raise InvalidRequest(
                     "lora", f"contains the adapter {known[number].name!r} twice, by name and by number"

@@ -23,7 +23,7 @@ from cppbatch.engine.chats import (
     chat_completion,
     is_conversation,
 )
-from cppbatch.engine.embeddings import Vector, check_dimensions, normalised, vector_of
+from cppbatch.engine.embeddings import Vector, check_dimensions, normalise_vectors, vector_of
 from cppbatch.engine.params import Params, SamplingParams, sampling_params
 from cppbatch.engine.request import (
     Completion,
@@ -178,7 +178,7 @@ def embed(
     """The vectors of all texts in order, float32[n, dimensions]; with a reranker, the scores of each `Pair`.
 
     `normalise`: scale vectors to length 1 (not scores). `dimensions`: keep the first numbers of each vector; see
-    `cppbatch.engine.embeddings.normalised`. `progress`, `options`: as in `generate`.
+    `cppbatch.engine.embeddings.normalise_vectors`. `progress`, `options`: as in `generate`.
 
     Raises `InvalidRequest` naming the invalid text, before any of them runs; `GenerationFailed` if a text gets no
     vector.
@@ -200,7 +200,7 @@ def embed(
             raise GenerationFailed(f"texts[{i}] has no vector: {last.error or last.finish_reason.value}")
         vectors[i] = vector_of(last.embedding)
     is_score = info.pooling == "rank"
-    return normalised(vectors, dimensions) if normalise and not is_score else vectors[:, :dimensions]
+    return normalise_vectors(vectors, dimensions) if normalise and not is_score else vectors[:, :dimensions]
 
 
 def map_prompts(
@@ -287,18 +287,18 @@ def _prepare(
     request_id = engine.new_request_id()
     if is_conversation(prompt):
         chats = ChatRequests(engine.chat_format(), cast(ChatOptions, options))
-        return prepared_chat(engine, chats.request(request_id, cast(Conversation, prompt), params))
+        return prepare_chat(engine, chats.request(request_id, cast(Conversation, prompt), params))
     plain = cast(Prompt, prompt)
     request = GenerationRequest(id=request_id, prompt=plain, params=sampling_params(params), **options)
     return Prepared(engine.prepare(request))
 
 
-def prepared_chat(engine: BatchInferenceEngine, made: ChatRequest) -> Prepared:
+def prepare_chat(engine: BatchInferenceEngine, made: ChatRequest) -> Prepared:
     """A conversation's request as a sequence. Raises `InvalidRequest`."""
     try:
         return Prepared(engine.prepare(made.request), made.chat)
     except InvalidRequest as error:
-        raise made.renamed(error) from error
+        raise made.rename_field(error) from error
 
 
 def _prepare_all(
@@ -499,7 +499,7 @@ class _Mapper:
                 self._is_exhausted = True
                 break
             index, self._n_taken = self._n_taken, self._n_taken + 1
-            sequences += self._prepared(index, item)
+            sequences += self._prepare_item(index, item)
         if sequences:
             self._requests.add(sequences)
 
@@ -507,7 +507,7 @@ class _Mapper:
     def _is_full(self) -> bool:
         return len(self._running) >= self._max_running or self._n_taken - self._n_returned >= self._max_taken
 
-    def _prepared(self, index: int, item: Any) -> list[Seq]:
+    def _prepare_item(self, index: int, item: Any) -> list[Seq]:
         """The sequence of a prompt; empty if the prompt is refused."""
         prompt, params = item, self._params
         if isinstance(item, tuple) and len(item) == 2 and isinstance(item[1], SamplingParams):
@@ -515,7 +515,7 @@ class _Mapper:
         try:
             prepared = _prepare(self._engine, prompt, params, self._options)
         except InvalidRequest as error:
-            self._ended[index] = Mapped(index, prompt, _refused(error))
+            self._ended[index] = Mapped(index, prompt, _error_completion(error))
             self._line.refused()
             return []
         self._running[prepared.sequence.id] = _Started(index, prompt, prepared)
@@ -535,7 +535,7 @@ class _Mapper:
             self._ended[started.index] = Mapped(started.index, started.prompt, started.prepared.result(started.events))
 
 
-def _refused(error: InvalidRequest) -> Completion:
+def _error_completion(error: InvalidRequest) -> Completion:
     usage = RequestUsage(
         prompt_tokens=0, completion_tokens=0, queue_seconds=0.0, first_token_seconds=0.0, total_seconds=0.0
     )

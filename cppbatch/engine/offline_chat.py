@@ -15,7 +15,7 @@ from cppbatch.engine.chats import (
     Conversation,
     several_conversations,
 )
-from cppbatch.engine.offline import Prepared, complete, params_for_each, prepared_chat, run
+from cppbatch.engine.offline import Prepared, complete, params_for_each, prepare_chat, run
 from cppbatch.engine.params import Params, SamplingParams
 from cppbatch.engine.request import GenerationEvent
 from cppbatch.errors import InvalidRequest
@@ -84,7 +84,7 @@ def chat(
     prepared: list[Prepared] = []
     for i, (conversation, its) in enumerate(zip(several, each_params, strict=True)):
         try:
-            prepared.append(prepared_chat(engine, requests.request(engine.new_request_id(), conversation, its)))
+            prepared.append(prepare_chat(engine, requests.request(engine.new_request_id(), conversation, its)))
         except InvalidRequest as error:
             if is_one:
                 raise
@@ -110,6 +110,6 @@ def chat_stream(
     `ConfigError`, and at the first event `QueueFull`.
     """
     requests = ChatRequests(engine.chat_format(options.get("chat_template")), options)
-    prepared = prepared_chat(engine, requests.request(engine.new_request_id(), conversation, params))
+    prepared = prepare_chat(engine, requests.request(engine.new_request_id(), conversation, params))
     assert prepared.chat
     return ChatStream(run(engine, [prepared.sequence], limited=True), prepared.chat)

@@ -131,7 +131,7 @@ class OutputProcessor:
         if sequence.constraint is None:
             return None
         most = min(_MAX_FORCED, sequence.n_room)  # the rest follows in the next step
-        for token in sequence.constraint.forced()[:most]:
+        for token in sequence.constraint.forced_tokens()[:most]:
             if self._ends_text(sequence, token) or token in sequence.sampling.banned_ids:
                 return None  # the next step samples this position instead
             self.n_forced_tokens += 1
@@ -275,7 +275,7 @@ class OutputProcessor:
         self._pending = [output for output in self._pending if output.sequence.id not in ids]
         self._inboxes = {request_id: inbox for request_id, inbox in self._inboxes.items() if request_id not in ids}
 
-    def ended(self) -> set[str]:
+    def finished_ids(self) -> set[str]:
         """Ids of the requests with their last output in the last step."""
         return {output.sequence.id for output in self._pending if output.finish_reason}
 

@@ -299,7 +299,7 @@ def sampling_params(given: Params) -> SamplingParams:
     return SamplingParams(**given or {})
 
 
-def replaced(request: Checked, **values: Any) -> Checked:
+def replace_fields(request: Checked, **values: Any) -> Checked:
     """A copy of a request or its params with some fields replaced by valid values, without validation."""
     copied = copy.copy(request)
     for name, value in values.items():
@@ -334,10 +334,10 @@ def token_ids(field: str, given: Sequence[Any]) -> Sequence[int]:
     i, token = next(
         (i, token) for i, token in enumerate(given) if type(token) is not int or not 0 <= token <= INT32_MAX
     )
-    raise InvalidRequest(f"{field}[{i}]", f"is {shown(token)}; token ids are 0 to {INT32_MAX}")
+    raise InvalidRequest(f"{field}[{i}]", f"is {format_value(token)}; token ids are 0 to {INT32_MAX}")
 
 
-def shown(value: object) -> str:
+def format_value(value: object) -> str:
     """A value for an error message, shortened."""
     if isinstance(value, int) and abs(value) >= _MAX_SHOWN_INT:
         return f"a number of more than {_SHOWN_DIGITS} digits"
@@ -390,7 +390,9 @@ def _check_samplers(params: SamplingParams) -> None:
 
 def _check_bias(params: SamplingParams) -> None:
     if not isinstance(params.logit_bias, Mapping):
-        message = f"is {shown(params.logit_bias)}; it must be an object that maps token ids (or strings) to biases"
+        message = (
+            f"is {format_value(params.logit_bias)}; it must be an object that maps token ids (or strings) to biases"
+        )
         raise InvalidRequest("logit_bias", message)
     if len(params.logit_bias) > MOST_BIASES:
         more = f"suppress_tokens allows {_MAX_SUPPRESSED:,}"
@@ -405,9 +407,13 @@ def _check_bias(params: SamplingParams) -> None:
         if not isinstance(key, (int, str)) or isinstance(key, bool) or key == "":
             raise InvalidRequest("logit_bias", f"has the key {key!r}; keys are token ids or strings")
         if isinstance(key, int) and not 0 <= key <= INT32_MAX:
-            raise InvalidRequest("logit_bias", f"contains the token id {shown(key)}; token ids are 0 to {INT32_MAX}")
+            raise InvalidRequest(
+                "logit_bias", f"contains the token id {format_value(key)}; token ids are 0 to {INT32_MAX}"
+            )
         if isinstance(bias, bool) or not isinstance(bias, (int, float)) or not -100 <= bias <= 100:
-            raise InvalidRequest("logit_bias", f"is {shown(bias)} for {shown(key)}; it must be from -100 to 100")
+            raise InvalidRequest(
+                "logit_bias", f"is {format_value(bias)} for {format_value(key)}; it must be from -100 to 100"
+            )
 
 
 def _check_grammars(params: SamplingParams) -> None:
@@ -440,8 +446,8 @@ def _schema_text(schema: object) -> str:
     try:
         if isinstance(schema, str):
             _check_grammar_length("json_schema", schema)
-            return _rewritten_schema(schema)
-        return _written_schema(schema)
+            return _reencode_schema(schema)
+        return _encode_schema(schema)
     except RecursionError:
         raise InvalidRequest("json_schema", "is nested too deeply") from None
     except (TypeError, ValueError) as error:
@@ -451,17 +457,17 @@ def _schema_text(schema: object) -> str:
 
 
 @functools.lru_cache(maxsize=64)
-def _rewritten_schema(text: str) -> str:
+def _reencode_schema(text: str) -> str:
     """Cached, because a worker gets the same text once per choice of a prompt."""
-    return _written_schema(json.loads(text))
+    return _encode_schema(json.loads(text))
 
 
 @functools.lru_cache(maxsize=64)
 def _compact_text(text: str) -> str:
-    return _written_schema(compact_schema(json.loads(text)))
+    return _encode_schema(compact_schema(json.loads(text)))
 
 
-def _written_schema(schema: object) -> str:
+def _encode_schema(schema: object) -> str:
     if not isinstance(schema, (dict, bool)):
         raise InvalidRequest("json_schema", f"is {schema!r:.80}; a schema must be an object, true or false")
     from cppbatch.json_bounds import excess  # imports numpy, which `import cppbatch` does without
@@ -484,14 +490,14 @@ def instance(request: msgspec.Struct, name: str, kind: type, wanted: str) -> Non
     """Raises `InvalidRequest` unless the field is an instance of `kind`."""
     value = getattr(request, name)
     if not isinstance(value, kind):
-        raise InvalidRequest(name, f"is {shown(value)}; it must be {wanted}")
+        raise InvalidRequest(name, f"is {format_value(value)}; it must be {wanted}")
 
 
 def number(params: msgspec.Struct, name: str, low: float, high: float, *, integer: bool = False) -> None:
     """Raises `InvalidRequest` unless the field is a number from `low` to `high`."""
     value = getattr(params, name)
     if not isinstance(value, int if integer else (int, float)) or isinstance(value, bool):
-        message = f"is {shown(value)}; it must be {'a whole number' if integer else 'a number'}"
+        message = f"is {format_value(value)}; it must be {'a whole number' if integer else 'a number'}"
         raise InvalidRequest(name, message)
     if not low <= value <= high:  # also false for NaN
-        raise InvalidRequest(name, f"is {shown(value)}; it must be from {low} to {high}")
+        raise InvalidRequest(name, f"is {format_value(value)}; it must be from {low} to {high}")

@@ -11,7 +11,7 @@ from typing import Any, Literal, TypedDict, get_args
 import msgspec
 
 from cppbatch.config import MOST_LORA_SCALE
-from cppbatch.engine.params import INT32_MAX, SamplingParams, instance, number, replaced, shown, token_ids
+from cppbatch.engine.params import INT32_MAX, SamplingParams, format_value, instance, number, replace_fields, token_ids
 from cppbatch.errors import ContextOverflow, InvalidRequest
 
 _MAX_TIMEOUT = 30 * 24 * 3600  # seconds
@@ -65,10 +65,10 @@ class Media(msgspec.Struct, frozen=True, dict=True):
 
     def __post_init__(self) -> None:
         if self.kind not in get_args(Modality):
-            raise InvalidRequest("prompt", f"has media of kind {shown(self.kind)}; it must be image or audio")
+            raise InvalidRequest("prompt", f"has media of kind {format_value(self.kind)}; it must be image or audio")
         if not isinstance(self.data, bytes):
             raise InvalidRequest(
-                "prompt", f"has {shown(self.data)} as {self.kind} data; it must be the bytes of a file"
+                "prompt", f"has {format_value(self.data)} as {self.kind} data; it must be the bytes of a file"
             )
 
     @cached_property
@@ -91,7 +91,7 @@ class MediaPrompt(msgspec.Struct, frozen=True, tag=True):
     def __post_init__(self) -> None:
         if not isinstance(self.parts, list) or not all(isinstance(part, str | Media) for part in self.parts):
             raise InvalidRequest(
-                "prompt", f"is {shown(self.parts)}; its parts must be a list of strings and `Media` objects"
+                "prompt", f"is {format_value(self.parts)}; its parts must be a list of strings and `Media` objects"
             )
 
     @property
@@ -172,7 +172,9 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
         if isinstance(self.prompt, list):
             msgspec.structs.force_setattr(self, "prompt", token_ids("prompt", self.prompt))
         elif not isinstance(self.prompt, (str, Pair, MediaPrompt)):
-            raise InvalidRequest("prompt", f"is {shown(self.prompt)}; it must be a string or a list of token ids")
+            raise InvalidRequest(
+                "prompt", f"is {format_value(self.prompt)}; it must be a string or a list of token ids"
+            )
         number(self, "priority", *OPTION_RANGES["priority"], integer=True)
         for name in ("timeout", "queue_timeout"):
             if getattr(self, name) is not None:
@@ -187,14 +189,14 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
             raise InvalidRequest("task", f"is {self.task!r}; it must be one of {', '.join(get_args(Task))}")
         if self.usage_events not in get_args(UsageEvents):
             names = ", ".join(get_args(UsageEvents))
-            raise InvalidRequest("usage_events", f"is {shown(self.usage_events)}; it must be one of {names}")
+            raise InvalidRequest("usage_events", f"is {format_value(self.usage_events)}; it must be one of {names}")
         instance(self, "cache_salt", str, "a string")
         if len(self.cache_salt) > _MAX_NAME:
             raise InvalidRequest("cache_salt", f"has {len(self.cache_salt):,} characters; the limit is {_MAX_NAME}")
         if isinstance(self.prediction, list):
             msgspec.structs.force_setattr(self, "prediction", token_ids("prediction", self.prediction))
         elif not isinstance(self.prediction, str | None):
-            message = f"is {shown(self.prediction)}; it must be a string or a list of token ids"
+            message = f"is {format_value(self.prediction)}; it must be a string or a list of token ids"
             raise InvalidRequest("prediction", message)
         if self.lora is not None:
             self._check_lora(self.lora)
@@ -203,7 +205,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     def _check_lora(lora: object) -> None:
         """Checks types and ranges. The engine checks whether these adapters exist."""
         if not isinstance(lora, Mapping):
-            raise InvalidRequest("lora", f"is {shown(lora)}; it must be an object that maps adapters to scales")
+            raise InvalidRequest("lora", f"is {format_value(lora)}; it must be an object that maps adapters to scales")
         if len(lora) > _MAX_ADAPTERS or any(isinstance(key, str) and len(key) > _MAX_NAME for key in lora):
             raise InvalidRequest(
                 "lora", f"has more than {_MAX_ADAPTERS} adapters, or a name of more than {_MAX_NAME} characters"
@@ -211,11 +213,12 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
         for key, scale in lora.items():
             if isinstance(key, bool) or not (isinstance(key, str) or (isinstance(key, int) and 0 <= key <= INT32_MAX)):
                 raise InvalidRequest(
-                    "lora", f"has the key {shown(key)}; a key must be the name of an adapter, or its number from 0"
+                    "lora",
+                    f"has the key {format_value(key)}; a key must be the name of an adapter, or its number from 0",
                 )
             if isinstance(scale, bool) or not isinstance(scale, (int, float)) or not abs(scale) <= MOST_LORA_SCALE:
                 message = f"it must be from {-MOST_LORA_SCALE:g} to {MOST_LORA_SCALE:g}"
-                raise InvalidRequest("lora", f"is {shown(scale)} for {shown(key)}; {message}")
+                raise InvalidRequest("lora", f"is {format_value(scale)} for {format_value(key)}; {message}")
 
 
 class RequestOptions(TypedDict, total=False):
@@ -404,16 +407,16 @@ def n_candidates(n: int, best_of: int | None) -> int:
 def expand(params: list[SamplingParams], n: int, *, ranked: bool) -> list[SamplingParams]:
     """`n` copies of each, in order. `ranked`: add log-probabilities, which `likeliest` needs."""
     if ranked:
-        params = [its if its.logprobs is not None else replaced(its, logprobs=0) for its in params]
-    return [seeded(its, i) for its in params for i in range(n)]
+        params = [its if its.logprobs is not None else replace_fields(its, logprobs=0) for its in params]
+    return [offset_seed(its, i) for its in params for i in range(n)]
 
 
-def seeded(params: SamplingParams, i: int) -> SamplingParams:
+def offset_seed(params: SamplingParams, i: int) -> SamplingParams:
     """The params of the i-th completion of a prompt: a given seed becomes seed + i, so that texts differ but are
     reproducible."""
     if i == 0 or params.seed is None or params.seed == -1:
         return params
-    return replaced(params, seed=(params.seed + i) % 2**64)
+    return replace_fields(params, seed=(params.seed + i) % 2**64)
 
 
 def mean_logprob(logprobs: list[TokenLogprob], n_tokens: int) -> float:

@@ -10,9 +10,9 @@ from functools import partial
 from pathlib import Path
 from typing import Protocol, TypedDict
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
-from msgspec.structs import replace as replace_fields
 
 from cppbatch.config import (
     DRAFT_MODELS,
@@ -23,7 +23,7 @@ from cppbatch.config import (
     Sharing,
     adapter_name,
     available_threads,
-    named,
+    setting_name,
 )
 from cppbatch.engine.compute_threads import ComputeThreads, usable_cpus
 from cppbatch.engine.disk.slots import file_digest
@@ -168,16 +168,16 @@ def load_model(
         log.warning(
             "%s is %d, but this build of llama.cpp is CPU-only: all layers run on the CPU. See docs/gpu.md for how to "
             "build it for a GPU",
-            named("n_gpu_layers"),
+            setting_name("n_gpu_layers"),
             config.n_gpu_layers,
         )
     is_translated = config.n_gpu_layers != 0 and Backend.get().supports_openvino and not no_alloc
     if is_translated and (config.kv_layout, config.flash_attn) != ("unified", "on"):
         log.warning(
             "OpenVINO devices compute only with %s unified and %s on; set both, or %s to 0",
-            named("kv_layout"),
-            named("flash_attn"),
-            named("n_gpu_layers"),
+            setting_name("kv_layout"),
+            setting_name("flash_attn"),
+            setting_name("n_gpu_layers"),
         )
     return Model(
         config.model_path,
@@ -239,13 +239,13 @@ def open_runtime(
                 else "a model whose state cannot be rolled back"
             )
             raise ModelError(
-                f"{named('spec')} is '{config.spec}', but drafts are not possible with {reason}; leave it out"
+                f"{setting_name('spec')} is '{config.spec}', but drafts are not possible with {reason}; leave it out"
             )
         return runtime
     if runtime.info.pooling:
         raise ModelError(
-            f"{named('draft_model')} requires a model that generates text, but {model.path} returns vectors. Leave it "
-            "out"
+            f"{setting_name('draft_model')} requires a model that generates text, but {model.path} returns vectors. "
+            "Leave it out"
         )
     row_draft, is_left_out = choose_row_draft(config)
     if is_left_out:
@@ -295,25 +295,25 @@ def _with_media(config: EngineConfig, model: Model, runtime: Runtime) -> Runtime
     """The runtime with the encoder of images and audio. Raises `ModelError` for settings that do not support it."""
     if runtime.info.pooling:
         raise ModelError(
-            f"{named('mmproj')} requires a model that generates text, but {model.path.name} returns vectors. Leave it "
-            "out"
+            f"{setting_name('mmproj')} requires a model that generates text, but {model.path.name} returns vectors. "
+            "Leave it out"
         )
     if config.deterministic:
         raise ModelError(
-            f"{named('deterministic')} works for text only, because image vectors are computed in pieces of varying "
-            f"size; leave out {named('mmproj')}, or this setting"
+            f"{setting_name('deterministic')} works for text only, because image vectors are computed in pieces of "
+            f"varying size; leave out {setting_name('mmproj')}, or this setting"
         )
     n_threads = max(1, (config.n_threads or available_threads()) // 2)
     encoder = open_encoder(config, model, n_threads)
     n_ubatch = runtime.context.n_ubatch
     if encoder.images_are_whole and (n := encoder.image_tokens()) > n_ubatch:
         raise ModelError(
-            f"an image has {n} tokens, which this model must compute at once, but {named('n_ubatch')} is {n_ubatch}; "
-            f"set it to {n}"
+            f"an image has {n} tokens, which this model must compute at once, but {setting_name('n_ubatch')} is "
+            f"{n_ubatch}; set it to {n}"
         )
     lent = nullcontext if runtime.threads is None else partial(runtime.threads.lent, n_threads)
     media = MediaInput(encoder, projector=file_digest(config.mmproj), compute=lent)
-    return replace(runtime, media=media, info=replace_fields(runtime.info, modalities=encoder.modalities))
+    return replace(runtime, media=media, info=msgspec.structs.replace(runtime.info, modalities=encoder.modalities))
 
 
 def open_encoder(config: EngineConfig, model: Model, n_threads: int) -> MediaEncoder:
@@ -349,7 +349,7 @@ def _open_runtime(
         is_enabled = context.enable_backend_sampling()
         if not is_enabled and config.sampling == "backend":
             raise LlamaError(
-                f"{named('sampling')} is 'backend', but llama.cpp cannot sample on this device; use 'host'"
+                f"{setting_name('sampling')} is 'backend', but llama.cpp cannot sample on this device; use 'host'"
             )
     share = CACHED_SHARE if on_gpu else _CACHED_SHARE_ON_CPU
     info = _info(model, context, config, min_rows=min_rows)
@@ -405,7 +405,9 @@ def _sharing(config: EngineConfig, context: Context) -> Sharing:
 def _samples_one_row(context: Context) -> bool:
     """Whether the device samples: only one row per sequence, so that drafts cannot be verified."""
     if context.backend_sampling:
-        log.info("no drafts: the GPU samples one token per sequence; use %s host to enable drafts", named("sampling"))
+        log.info(
+            "no drafts: the GPU samples one token per sequence; use %s host to enable drafts", setting_name("sampling")
+        )
     return context.backend_sampling is not None
 
 
@@ -470,10 +472,10 @@ def make_context(config: EngineConfig, model: Model) -> Context:
     if pooling := _pooling(config, model):
         if config.lora:
             raise ModelError(
-                f"{named('lora')} requires a model that generates text, but {model.path} returns vectors; leave out "
-                f"{named('lora')}, or use another model"
+                f"{setting_name('lora')} requires a model that generates text, but {model.path} returns vectors; leave "
+                f"out {setting_name('lora')}, or use another model"
             )
-        return _pooled_context(config, model, pooling)
+        return _pooling_context(config, model, pooling)
     for path, _ in config.lora[len(model.adapters) :]:
         model.add_adapter(path)
     has_kv_cells = not model.is_recurrent
@@ -505,17 +507,19 @@ def _min_rows(context: Context, *, on_gpu: bool) -> int:
     name = context.model.path.name
     if on_gpu:
         raise ModelError(
-            f"{named('deterministic')} works on a CPU only; set {named('n_gpu_layers')} to 0, or leave it out"
+            f"{setting_name('deterministic')} works on a CPU only; set {setting_name('n_gpu_layers')} to 0, or leave "
+            "it out"
         )
     if context.model.is_recurrent:
         raise ModelError(
-            f"{named('deterministic')}: {name} has a recurrent state, whose results depend on the batch; leave it out"
+            f"{setting_name('deterministic')}: {name} has a recurrent state, whose results depend on the batch; leave "
+            "it out"
         )
     found = least_rows_for_equal_bits(context)
     if found is None:
         raise ModelError(
-            f"{named('deterministic')}: the logits of {name} depend on the number of rows in a batch, as with Q4_K and "
-            "Q2_K. Use a file with another type: `cppbatch models requantize FILE --type Q8_0 --lossy`"
+            f"{setting_name('deterministic')}: the logits of {name} depend on the number of rows in a batch, as with "
+            "Q4_K and Q2_K. Use a file with another type: `cppbatch models requantize FILE --type Q8_0 --lossy`"
         )
     return found
 
@@ -542,21 +546,21 @@ def _pooling(config: EngineConfig, model: Model) -> Pooling | None:
     if pooling is None and not model.can_generate:
         raise ModelError(
             f"{name} is an embedding model, but its file does not specify the pooling. Check the model card and set "
-            f"{named('pooling')} to mean, cls or last, or to none for one vector per token"
+            f"{setting_name('pooling')} to mean, cls or last, or to none for one vector per token"
         )
     if pooling and not model.can_embed:
         raise ModelError(
-            f"{name} can only generate text: llama.cpp returns no vectors for it; leave out {named('pooling')}"
+            f"{name} can only generate text: llama.cpp returns no vectors for it; leave out {setting_name('pooling')}"
         )
     if pooling == "rank" and not model.can_rank:
         raise ModelError(
-            f"{name} has no classification head, so it is not a reranker. Use another {named('pooling')}, or another "
-            "model"
+            f"{name} has no classification head, so it is not a reranker. Use another {setting_name('pooling')}, or "
+            "another model"
         )
     return pooling
 
 
-def _pooled_context(config: EngineConfig, model: Model, pooling: Pooling) -> Context:
+def _pooling_context(config: EngineConfig, model: Model, pooling: Pooling) -> Context:
     """A context with cells for one step, because no sequence keeps its cells longer.
 
     llama.cpp reserves the same number of tokens per sequence, and aborts if the step is not a multiple of that.

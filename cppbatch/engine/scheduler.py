@@ -222,7 +222,7 @@ class Scheduler:
         self._budgets.use_layout(unified=self._kv.unified)
         self._lora = self._lora_by_layout.setdefault(self._kv.unified, LoraRoundRobin())
 
-    def expired(self, now: float) -> list[Seq]:
+    def pop_expired(self, now: float) -> list[Seq]:
         """Sequences whose `timeout` has expired, and never admitted ones whose `queue_timeout` has expired."""
         expired = []
         if len(self._deadlines) > 2 * len(self._timed) + _MAX_STALE_DEADLINES:  # most belong to finished sequences
@@ -368,7 +368,7 @@ class Scheduler:
             return
         # The gap ends with the last sequence of either side.
         n_steps = min(_GAP_AHEAD, *(max(s.n_left for s in side) for side in (moving, staying) if side))
-        gain = cost.rows_s(_sizes(_joined(sorted(by_id), free, cost))) - cost.rows_s([len(by_id)])
+        gain = cost.rows_s(_sizes(_join_groups(sorted(by_id), free, cost))) - cost.rows_s([len(by_id)])
         lost = sum(self._kv.move_s(seq_id, sequence) for seq_id, sequence in moves)
         if staying and not self._on_gpu:
             lost += cost.rows_s(_sizes(_groups(sorted(s.seq_id for s in staying))))
@@ -386,7 +386,7 @@ class Scheduler:
         spare = [*self._kv.spare_ids(), *self._kv.cached_ids()]
         by_id = {sequence.seq_id: sequence for sequence in prompts}
         free = {*by_id, *spare[: self._step_tokens - len(rows) - len(prompts)]}
-        joined = _joined(sorted(sequence.seq_id for sequence, _ in rows), free, cost)
+        joined = _join_groups(sorted(sequence.seq_id for sequence, _ in rows), free, cost)
         plan.row_groups = _sizes(joined)
         ids = {sequence.seq_id for sequence, _ in rows}
         more = [seq_id for start, stop in joined for seq_id in range(start, stop) if seq_id not in ids]
@@ -616,7 +616,7 @@ def _best_start(seq_ids: list[int], free: set[int]) -> int | None:
     return max(possible, key=lambda start: len(held.intersection(range(start, start + n))), default=None)
 
 
-def _joined(seq_ids: list[int], free: set[int], cost: StepCost) -> list[tuple[int, int]]:
+def _join_groups(seq_ids: list[int], free: set[int], cost: StepCost) -> list[tuple[int, int]]:
     """The groups of rows that a step computes, as (first, last + 1): gaps of free seq_ids, and the last tile, are
     filled where that is faster."""
     groups = _groups(seq_ids)

@@ -69,7 +69,7 @@ class Turns:
         if self._thread == threading.get_ident():
             return work()
         try:
-            with interrupts_deferred(), self._marked():
+            with interrupts_deferred(), self._mark_inside():
                 return self._take(work)
         finally:
             if self._later:  # since the end of the turn
@@ -110,7 +110,7 @@ class Turns:
             )
 
     @contextmanager
-    def _marked(self) -> Iterator[None]:
+    def _mark_inside(self) -> Iterator[None]:
         self._inside.value = True
         try:
             yield
@@ -120,7 +120,7 @@ class Turns:
     def until(self, is_done: Callable[[], bool], step: Callable[[], object]) -> None:
         """Returns once `is_done`. Until then, calls `step` in turns, except while other threads do."""
         while not is_done():
-            with self._marked(), self._changed:
+            with self._mark_inside(), self._changed:
                 while self._n_taken > self._n_ended and not is_done():
                     self._changed.wait()
             self.run(lambda: is_done() or step())

@@ -24,8 +24,8 @@ class DurableFile:
     def __init__(self, path: Path, size: int) -> None:
         """Opens the file and truncates it to `size` bytes: the rest was not committed before the process died.
 
-        Complete lines in the rest are kept in a file next to it (`kept_lines`), because the recorded size may also be
-        out of date. Raises `StorageError`, also if the file is shorter than `size`.
+        Complete lines in the rest are kept in a file next to it (`uncommitted_path`), because the recorded size may
+        also be out of date. Raises `StorageError`, also if the file is shorter than `size`.
         """
         self.path, self.size = path, size
         with _storage_errors(path):
@@ -44,7 +44,7 @@ class DurableFile:
 
     def _keep_lines(self) -> None:
         """Copies the complete lines beyond `size`."""
-        n_lines, kept = 0, kept_lines(self.path)
+        n_lines, kept = 0, uncommitted_path(self.path)
         with self.path.open("rb") as file, kept.open("ab") as copy:
             file.seek(self.size)
             for line in file:
@@ -88,7 +88,7 @@ class DurableFile:
         self._file.close()
 
 
-def kept_lines(path: Path) -> Path:
+def uncommitted_path(path: Path) -> Path:
     """The path of the file with the uncommitted lines of a `DurableFile`."""
     return path.with_name(path.name + ".uncommitted")
 

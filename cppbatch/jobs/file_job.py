@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 
 from cppbatch.errors import ConfigError, InUse, StorageError
-from cppbatch.jobs.durable_files import kept_lines, storage_error
+from cppbatch.jobs.durable_files import storage_error, uncommitted_path
 from cppbatch.jobs.input.format import InputFormat, unreadable_file
 from cppbatch.jobs.input.tables import import_pyarrow
 from cppbatch.jobs.job_request import Json
@@ -184,7 +184,7 @@ def _remove(job: FileJob, *files: Path) -> None:
         raise
     except StorageError:  # a corrupt ledger can be deleted too
         pass
-    for path in (job.ledger, *files, *map(kept_lines, files)):
+    for path in (job.ledger, *files, *map(uncommitted_path, files)):
         for each in (path, *(path.with_name(path.name + suffix) for suffix in ("-wal", "-shm"))):
             try:
                 each.unlink(missing_ok=True)

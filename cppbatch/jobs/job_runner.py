@@ -230,7 +230,7 @@ def order_requests(requests: list[JobRequest], *, longest_first: bool) -> list[J
     return [request for group in by_longest for _, request in group]
 
 
-def expected_sizes(lines: Iterable[JobRequest | RejectedLine], defaults: Json) -> RequestSizes | None:
+def estimate_sizes(lines: Iterable[JobRequest | RejectedLine], defaults: Json) -> RequestSizes | None:
     """The estimated sizes of a job's first requests, with answers as long as allowed; None without requests.
 
     `defaults`: body fields for requests that do not set them.

@@ -162,7 +162,7 @@ def response_line(request: JobRequest, response: JobResponse) -> ResultLine:
         "cached_tokens": response.cached_tokens,
         "completion_tokens": response.completion_tokens,
     }
-    return ResultLine(line=request.line, is_ok=response.is_ok, data=_encoded(content), tokens=tokens)
+    return ResultLine(line=request.line, is_ok=response.is_ok, data=_encode_line(content), tokens=tokens)
 
 
 def rejection_line(line: RejectedLine) -> ResultLine:
@@ -174,7 +174,7 @@ def rejection_line(line: RejectedLine) -> ResultLine:
         "response": None,
         "error": {"code": line.code, "message": line.message, "line": line.line},
     }
-    return ResultLine(line=line.line, is_ok=False, data=_encoded(content))
+    return ResultLine(line=line.line, is_ok=False, data=_encode_line(content))
 
 
 def _openai_form(request: JobRequest, response: JobResponse) -> Json:
@@ -211,7 +211,7 @@ def _result_id() -> str:
     return f"batch_req_{uuid.uuid4().hex}"
 
 
-def _encoded(content: Json) -> bytes:
+def _encode_line(content: Json) -> bytes:
     return msgspec.json.encode(content) + b"\n"
 
 
@@ -274,13 +274,13 @@ class Ledger:
         try:
             with self._db.transaction():
                 self._db.execute("DELETE FROM items WHERE state = 0")
-            self.n_completed, self.n_failed, self._n_held = (self._checked_count(name) for name in _COUNTS)
+            self.n_completed, self.n_failed, self._n_held = (self._check_count(name) for name in _COUNTS)
         except BaseException:
             self._db.close()
             raise
         self._last_registered = 0
 
-    def _checked_count(self, name: str) -> int:
+    def _check_count(self, name: str) -> int:
         """A count of rows, checked against the number stored with the file sizes on another page. In a copy made during
         a write, the two can differ, and a line may then lack its result."""
         ((n,),) = self._db.execute(_COUNTS[name])
@@ -308,7 +308,7 @@ class Ledger:
         with self._db.transaction():
             self._db.execute("DELETE FROM items WHERE state = 0 AND line BETWEEN ? AND ?", (first, last))
             self._db.execute_many("INSERT OR IGNORE INTO items VALUES (?, ?, ?, 0)", rows)
-            known = self._known(first, last)
+            known = self._read_states(first, last)
             # Rows ignored because another line has the same custom ID.
             duplicates = {line: content for line, _, content in rows if line not in known}
             self._db.execute_many("INSERT INTO items VALUES (?, NULL, ?, 0)", duplicates.items())
@@ -332,7 +332,7 @@ class Ledger:
                 to_run.append(entry)
         return to_run, to_reject
 
-    def _known(self, first: int, last: int) -> dict[int, tuple[int, int]]:
+    def _read_states(self, first: int, last: int) -> dict[int, tuple[int, int]]:
         """The content hash and state of each line from `first` to `last`."""
         rows = self._db.execute("SELECT line, content, state FROM items WHERE line BETWEEN ? AND ?", (first, last))
         return {line: (content, state) for line, content, state in rows}

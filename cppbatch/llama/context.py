@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from cppbatch.config import FlashAttention, Pooling, named
+from cppbatch.config import FlashAttention, Pooling, setting_name
 from cppbatch.errors import CacheFull, DecodeFailed, LlamaError, OutOfRange
 from cppbatch.interrupts import interrupts_deferred
 from cppbatch.llama.backend import Backend
@@ -122,7 +122,8 @@ class Context:
         if self._memory is None and pooling is None:
             self.close()
             raise LlamaError(
-                f"{model.description} has no KV cache, so it cannot generate text, only embeddings ({named('pooling')})"
+                f"{model.description} has no KV cache, so it cannot generate text, only embeddings "
+                f"({setting_name('pooling')})"
             )
 
     def reopen(self, *, n_ctx: int, kv_unified: bool, flash_attn: FlashAttention = "auto") -> None:
@@ -146,7 +147,7 @@ class Context:
             self._handle = C.llama_init_from_model(model.handle, params) or None
         if self._handle is None:
             step = "n_batch" if self.is_pooled else "n_ubatch"
-            smaller = f"{named('n_ctx')}, {named(step)} or {named('n_parallel')}"
+            smaller = f"{setting_name('n_ctx')}, {setting_name(step)} or {setting_name('n_parallel')}"
             raise LlamaError(
                 f"cannot create a context of {n_ctx} cells for {self.n_seq_max} sequences: "
                 f"{lines[-1] if lines else 'llama.cpp gave no reason'}. To use less memory, lower {smaller}"
@@ -277,7 +278,7 @@ class Context:
         self._shifted.clear()
         self._copy_sources.clear()
         self._copy_targets.clear()
-        self._rollback.decoded(batch, self.n_ubatch)
+        self._rollback.record_decode(batch, self.n_ubatch)
 
     def _decode(self, struct: Any) -> None:
         self._n_decoded = 0
@@ -469,9 +470,9 @@ class Context:
                 return True
             if stop >= 0 or last - start >= self._rollback.removable(seq_id):
                 return False  # llama.cpp would return True
-            self._rollback.removed_part(seq_id)
+            self._rollback.record_partial_removal(seq_id)
         else:
-            self._rollback.removed(seq_id)
+            self._rollback.record_removal(seq_id)
         return bool(C.llama_memory_seq_rm(self._open_memory(), native, start, stop))
 
     def remove_padding(self, seq_id: int, position: int) -> None:
@@ -513,7 +514,7 @@ class Context:
         if self._rollback.is_pending(source):
             self.restore_sequence(target, self.save_sequence(source))
             return
-        self._rollback.moved()
+        self._rollback.record_move()
         if not self.kv_unified:
             self._copy_sources.add(source)
             self._copy_targets.add(target)
@@ -645,7 +646,7 @@ class Context:
         if n < self.first_cut(seq_id):
             self.remove(seq_id)
             raise LlamaError(f"the window of sequence {seq_id} no longer has all cells before position {n}")
-        self._rollback.moved()
+        self._rollback.record_move()
         C.llama_memory_seq_rm(self._open_memory(), self._native(seq_id), n, -1)
 
     def copy_cut(self, source: int, target: int, n: int) -> SequenceState | None:
@@ -678,7 +679,7 @@ class Context:
             self.remove(seq_id)
             raise LlamaError(f"the cells of sequence {seq_id} are only copied in the next decode")
         data = state.for_context(self._n_streams, self.flash_attn)
-        self._rollback.moved()
+        self._rollback.record_move()
         n = C.llama_state_seq_set_data_ext(self.handle, _bytes_pointer(data), data.size, self._native(seq_id), flags)
         return bool(n == data.size)
 

@@ -8,7 +8,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from cppbatch.config import named
+from cppbatch.config import setting_name
 from cppbatch.errors import ModelError
 from cppbatch.llama.backend import Backend
 from cppbatch.llama.library import C
@@ -25,7 +25,7 @@ def load_adapter(path: Path, model_handle: Any, model_path: Path, n_experts: int
     for aLoRA adapters.
     """
     if not path.is_file():
-        raise ModelError(f"{named('lora')}: adapter file not found: {path}")
+        raise ModelError(f"{setting_name('lora')}: adapter file not found: {path}")
     check_adapter(path, model_path, n_experts)
     with Backend.get().errors() as lines:
         handle = C.llama_adapter_lora_init(model_handle, os.fsencode(path))

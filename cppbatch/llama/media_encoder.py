@@ -13,7 +13,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from cppbatch.config import named
+from cppbatch.config import setting_name
 from cppbatch.errors import LibraryError, LlamaError, ModelError
 from cppbatch.llama.backend import Backend
 from cppbatch.llama.gguf_header import architecture_of, list_tensors, number_of, text_of
@@ -26,7 +26,7 @@ FloatArray = npt.NDArray[np.float32]
 
 _KINDS: dict[int, Modality] = {1: "image", 2: "audio"}  # mtmd_input_chunk_type; 0 is text
 _LEAST_SAMPLES = 2  # mtmd asserts that audio has more than one
-_TEXT_ONLY = f"leave out {named('mmproj')}; for a model from the hub, add --no-mmproj"
+_TEXT_ONLY = f"leave out {setting_name('mmproj')}; for a model from the hub, add --no-mmproj"
 _UNSUPPORTED = {
     "deepseek4v": "DeepSeek-V4 image tokens depend on the preceding tokens, so prefixes cannot be shared",
     "hunyuanvl": "HunyuanVL image positions depend on the number of preceding images",
@@ -43,7 +43,7 @@ def _mtmd() -> Any:
     except (ImportError, OSError, RuntimeError, AttributeError) as error:
         command = REINSTALL.replace('CMAKE_ARGS="', 'CMAKE_ARGS="-DLLAVA_BUILD=ON -DMTMD_VIDEO=OFF ')
         raise LibraryError(
-            f"this llama-cpp-python {PINNED_VERSION} was built without mtmd, which {named('mmproj')} requires "
+            f"this llama-cpp-python {PINNED_VERSION} was built without mtmd, which {setting_name('mmproj')} requires "
             f"({error}). Build it with:\n  {command}"
         ) from error
     mtmd_cpp.mtmd_helper_log_set(Backend.get().log_callback, ctypes.c_void_p(0))
@@ -237,12 +237,12 @@ def _relative_positions(handle: int, kind: Modality, n: int) -> Int32Array:
 def _check_file(path: Path) -> None:
     """Raises `ModelError` for a file that cannot be a usable projector."""
     if not path.is_file():
-        raise ModelError(f"{named('mmproj')}: projector file not found: {path}")
+        raise ModelError(f"{setting_name('mmproj')}: projector file not found: {path}")
     architecture = architecture_of(path)
     if architecture != "clip":
         raise ModelError(
             f"{path} is not a projector: its architecture is {architecture or 'missing'}, but an mmproj file has clip "
-            f"({named('mmproj')})"
+            f"({setting_name('mmproj')})"
         )
     for key in ("clip.projector_type", "clip.vision.projector_type"):
         projector = text_of(path, key) or ""
@@ -290,7 +290,7 @@ def check_tensors(path: Path, projector: str) -> None:
     if projector not in _NEEDED:
         return
     there = {tensor.name for tensor in list_tensors(path)}
-    missing = [name for name in _needed(path, projector, there) if name not in there]
+    missing = [name for name in _needed_tensors(path, projector, there) if name not in there]
     if missing:
         more = f" and {len(missing) - _MAX_NAMED} more" if len(missing) > _MAX_NAMED else ""
         names = ", ".join(missing[:_MAX_NAMED])
@@ -299,7 +299,7 @@ def check_tensors(path: Path, projector: str) -> None:
         )
 
 
-def _needed(path: Path, projector: str, there: set[str]) -> Iterator[str]:
+def _needed_tensors(path: Path, projector: str, there: set[str]) -> Iterator[str]:
     of_file, of_block = _NEEDED[projector]
     yield from of_file
     for i in range(min(_MAX_BLOCKS, int(number_of(path, "clip.vision.block_count") or 0))):

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
 
-from cppbatch.config import Pooling, named
+from cppbatch.config import Pooling, setting_name
 from cppbatch.errors import LlamaError, ModelError
 from cppbatch.interrupts import interrupts_deferred
 from cppbatch.llama.backend import Backend
@@ -39,7 +39,7 @@ def _check_device(device: int) -> None:
     gpus = [gpu.name for gpu in Backend.get().devices() if "GPU" in gpu.kind]
     if device >= len(gpus):
         raise ModelError(
-            f"GPU {device} not found ({named('device')}); available in llama.cpp: {', '.join(gpus) or 'none'}"
+            f"GPU {device} not found ({setting_name('device')}); available in llama.cpp: {', '.join(gpus) or 'none'}"
         )
 
 
@@ -411,7 +411,7 @@ class ModelDevices:
         if len(tensor_split) != len(handles):
             self.close()
             names = ", ".join(map(_name, handles)) or "none (no GPU or RPC worker found)"
-            given = f"{named('tensor_split')} has {len(tensor_split)} shares"
+            given = f"{setting_name('tensor_split')} has {len(tensor_split)} shares"
             raise ModelError(f"{given}; it must have one for each device: {names}")
         self._split = (ctypes.c_float * C.llama_max_devices())(*tensor_split)
 

@@ -116,7 +116,7 @@ def _devices(library: ctypes.CDLL, endpoint: Endpoint) -> list[int]:
     return _registered[endpoint]
 
 
-def chosen_devices(names: Sequence[str]) -> list[str]:
+def choose_devices(names: Sequence[str]) -> list[str]:
     """These devices of this machine, by ggml's names. Without names: all GPUs, or the CPU if there are none.
 
     Raises `LibraryError` for a build without RPC, and `LlamaError` for a device that does not exist.

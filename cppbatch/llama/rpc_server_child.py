@@ -13,7 +13,7 @@ import threading
 
 from cppbatch.errors import CppBatchError
 from cppbatch.llama.backend import Backend
-from cppbatch.llama.rpc import chosen_devices, serve_devices
+from cppbatch.llama.rpc import choose_devices, serve_devices
 from cppbatch.rpc_endpoint import Endpoint
 
 _GIB = 2**30
@@ -25,7 +25,7 @@ def main() -> None:
     threading.Thread(target=_exit_with_parent, name="cppbatch-parent", daemon=True).start()
     try:
         devices = {device.name: device for device in Backend.get().devices()}
-        names = chosen_devices(setup["devices"])
+        names = choose_devices(setup["devices"])
         found = [
             f"{name} ({devices[name].description}, {devices[name].memory_free / _GIB:.1f} GiB free)" for name in names
         ]

@@ -175,7 +175,7 @@ class Rollback:
         self._removable: dict[int, int] = {}
         self._pending: set[int] = set()
 
-    def decoded(self, batch: Batch, n_ubatch: int) -> None:
+    def record_decode(self, batch: Batch, n_ubatch: int) -> None:
         """Records `batch` as the last decode."""
         if not self.n:
             return
@@ -191,17 +191,17 @@ class Rollback:
         """The number of a sequence's last tokens that can be removed."""
         return self._removable.get(seq_id, 0)
 
-    def removed_part(self, seq_id: int) -> None:
+    def record_partial_removal(self, seq_id: int) -> None:
         """Records that a sequence's last tokens were removed. No more can be removed until its next decode."""
         del self._removable[seq_id]
         self._pending.add(seq_id)
 
-    def removed(self, seq_id: int) -> None:
+    def record_removal(self, seq_id: int) -> None:
         """Records that a whole sequence was removed."""
         self._removable.pop(seq_id, None)
         self._pending.discard(seq_id)
 
-    def moved(self) -> None:
+    def record_move(self) -> None:
         """Records that states were copied or restored, so they may be shared or moved."""
         self._removable.clear()
 

@@ -85,7 +85,7 @@ class Vocab:
         self.markers = _markers(self.n_tokens, tokens.special)
         """Whether each token is only written by chat templates, bool[n_tokens]: control tokens, and user-defined
         `<...>`."""
-        self.suppressed = _suppressed(handle)
+        self.suppressed = _suppressed_tokens(handle)
         """Ids that must never be sampled, according to the model file."""
         self._pieces: dict[tuple[int, bool], bytes] = {}
         self._grammar_tokenizer: Any = None
@@ -316,7 +316,7 @@ def _pair_special_tokens(handle: Any) -> tuple[list[int], list[int]]:
     return [*end, *([sep] if C.llama_vocab_get_add_sep(handle) else [])], end
 
 
-def _suppressed(handle: Any) -> frozenset[int]:
+def _suppressed_tokens(handle: Any) -> frozenset[int]:
     n = ctypes.c_int32()
     ids = C.llama_vocab_get_suppress_tokens(handle, ctypes.byref(n))
     return frozenset(ids[: n.value]) if n.value else frozenset()

@@ -15,7 +15,7 @@ from llama_cpp import llama_chat_format
 from cppbatch.chat.chat_format import PreparedChat
 from cppbatch.chat.output_parser import Delta, ReasoningDelta, TextDelta, ToolCallStart, openai_message
 from cppbatch.engine.chats import AssistantOutput, ChatOptions, ChatRequests
-from cppbatch.engine.params import SamplingParams, replaced
+from cppbatch.engine.params import SamplingParams, replace_fields
 from cppbatch.engine.request import FinishReason, GenerationEvent, TokenLogprob
 from cppbatch.errors import GenerationFailed, InvalidRequest
 from cppbatch.llama_cpp_python.arguments import Callbacks
@@ -125,7 +125,7 @@ class Completion:
 
     def with_echo(self, params: SamplingParams) -> SamplingParams:
         """The parameters, with scoring of the prompt if the result includes it with log-probabilities."""
-        return replaced(params, echo=True) if self._n_hidden else params
+        return replace_fields(params, echo=True) if self._n_hidden else params
 
     def whole(self, kept: Kept) -> Json:
         """The result of a request."""
@@ -277,7 +277,7 @@ class TemplateHandler:
         try:
             kept = llama.start(prompt, made.request.params, callbacks)
         except InvalidRequest as error:
-            raise made.renamed(error) from error
+            raise made.rename_field(error) from error
         model = given["model"] if given["model"] is not None else llama.model_path
         answer = _Answer(made.chat, model, is_scored=shown is not None)
         return answer.chunks(kept) if stream else answer.whole(kept)

@@ -21,10 +21,10 @@ from llama_cpp import _internals as internals
 from llama_cpp import llama_chat_format
 
 from cppbatch.config import EngineConfig, cells_for
-from cppbatch.engine.embeddings import normalised, vector_of
+from cppbatch.engine.embeddings import normalise_vectors, vector_of
 from cppbatch.engine.engine import BatchInferenceEngine
 from cppbatch.engine.offline import run
-from cppbatch.engine.params import SamplingParams, replaced
+from cppbatch.engine.params import SamplingParams, replace_fields
 from cppbatch.engine.request import GenerationRequest, Prompt
 from cppbatch.engine.runtime import load_model, open_runtime
 from cppbatch.errors import EngineClosed, GenerationFailed
@@ -155,7 +155,7 @@ class Llama(_ORIGINAL):  # type: ignore[misc]  # mypy does not follow imports of
         """The engine for text or for embeddings. Each is created on first use; both use the same weights."""
         with self._lock:
             if self._is_closed:
-                raise _closed()
+                raise _closed_error()
             if embeds in self._engines:
                 return self._engines[embeds]
             if self._values["vocab_only"]:
@@ -218,7 +218,7 @@ class Llama(_ORIGINAL):  # type: ignore[misc]  # mypy does not follow imports of
         seed = self._next_seed(given.get("seed"))
         callbacks = Callbacks.of(given)
         params = sampling_params(given, seed=seed, last_n=self.last_n_tokens_size)
-        return replaced(params, logits_processor=callbacks), callbacks
+        return replace_fields(params, logits_processor=callbacks), callbacks
 
     def _next_seed(self, seed: int | None) -> int:
         """The seed of a completion: the given one, or the next one of the object's own series, as in the original."""
@@ -234,7 +234,7 @@ class Llama(_ORIGINAL):  # type: ignore[misc]  # mypy does not follow imports of
         if isinstance(prompt, list):
             if (room := self._n_ctx - len(prompt)) <= 0:
                 raise ValueError(f"Requested tokens ({len(prompt)}) exceed context window of {self._n_ctx}")
-            params = replaced(params, max_tokens=min(params.max_tokens or room, room))
+            params = replace_fields(params, max_tokens=min(params.max_tokens or room, room))
         engine = self.engine
         request = GenerationRequest(id=engine.new_request_id(), prompt=prompt, params=params, fit=True)
         sequence = engine.prepare(request)
@@ -277,7 +277,7 @@ class Llama(_ORIGINAL):  # type: ignore[misc]  # mypy does not follow imports of
         params = sampling_params(
             given | {"temperature": given["temp"]}, seed=self._seed, last_n=self.last_n_tokens_size
         )
-        kept = self.start(list(given["tokens"]), replaced(params, logits_processor=callbacks), callbacks)
+        kept = self.start(list(given["tokens"]), replace_fields(params, logits_processor=callbacks), callbacks)
         with contextlib.closing(kept):
             yield from kept.tokens(end=self._token_eos)
 
@@ -305,7 +305,7 @@ class Llama(_ORIGINAL):  # type: ignore[misc]  # mypy does not follow imports of
                 raise GenerationFailed(f"a text has no embedding: {event.error or event.finish_reason}")
             found = vector_of(event.embedding)
             found = found.reshape(-1, engine.info.n_embd) if engine.info.pooling == "none" else found
-            vectors[event.request_id] = (normalised(found) if normalize else found).tolist()
+            vectors[event.request_id] = (normalise_vectors(found) if normalize else found).tolist()
         data = [vectors[each] for each in ids]
         output = data[0] if isinstance(input, str) else data
         return (output, sum(map(len, lists))) if return_count else output
@@ -433,7 +433,7 @@ class Llama(_ORIGINAL):  # type: ignore[misc]  # mypy does not follow imports of
         return internals.LlamaTokenDataArray(n_vocab=self._n_vocab)
 
 
-def _closed() -> EngineClosed:
+def _closed_error() -> EngineClosed:
     return EngineClosed("this Llama object is closed: create a new one")
 
 
@@ -473,5 +473,5 @@ class _Borrowed(internals.LlamaModel):  # type: ignore[misc]
 
     def __getattr__(self, name: str) -> Any:
         if name in ("model", "vocab"):
-            raise _closed()
+            raise _closed_error()
         raise AttributeError(name)

@@ -59,7 +59,7 @@ def short_name(path: Path) -> str:
     return first[1] if first else path.stem
 
 
-def named_model(folder: Path, name: str) -> Path | None:
+def find_model(folder: Path, name: str) -> Path | None:
     """The model in a folder with this short name, with or without weight types at its end.
 
     A model and its requantised copies count as one, and the last of these is returned. None: not found. Raises

@@ -65,7 +65,7 @@ def pull_model(model: HubModel, say: Say = lambda line: None) -> Path:
     The hub client shows the progress, resumes interrupted downloads, and reads $HF_TOKEN, $HF_ENDPOINT and
     $HF_HUB_OFFLINE. Raises `ModelError`, and `ConfigError` without the client (the extra `hub`).
     """
-    return present_file(model) or check_file(_fetch(model, lambda sizes: _wanted(model, sizes), say)[0])
+    return present_file(model) or check_file(_fetch(model, lambda sizes: _choose_files(model, sizes), say)[0])
 
 
 def pull_projector(model: HubModel, say: Say = lambda line: None) -> Path | None:
@@ -79,16 +79,16 @@ def pull_projector(model: HubModel, say: Say = lambda line: None) -> Path | None
         found = choose_projector(files, present.relative_to(folder).as_posix())
         return check_file(folder / found) if found else None
 
-    def wanted(sizes: dict[str, int]) -> list[str]:
-        found = choose_projector(sizes, _wanted(model, sizes)[0])
+    def choose(sizes: dict[str, int]) -> list[str]:
+        found = choose_projector(sizes, _choose_files(model, sizes)[0])
         return [found] if found else []
 
-    fetched = _fetch(model, wanted, say)
+    fetched = _fetch(model, choose, say)
     return check_file(fetched[0]) if fetched else None
 
 
-def _fetch(model: HubModel, wanted: Callable[[dict[str, int]], list[str]], say: Say) -> list[Path]:
-    """Downloads the files of a model selected by `wanted`, which gets the repository's files with their sizes."""
+def _fetch(model: HubModel, choose: Callable[[dict[str, int]], list[str]], say: Say) -> list[Path]:
+    """Downloads the files of a model selected by `choose`, which gets the repository's files with their sizes."""
     require("huggingface_hub", f"downloading {model} from the hub")
     import huggingface_hub as hub
 
@@ -96,7 +96,7 @@ def _fetch(model: HubModel, wanted: Callable[[dict[str, int]], list[str]], say: 
     say(f"looking for {model} on {_endpoint() or _HUB}")
     try:
         sizes = _sizes(hub, model.repository)
-        files = wanted(sizes)
+        files = choose(sizes)
         if not files:
             return []
         n_bytes = sum(sizes[file] for file in files)
@@ -173,7 +173,7 @@ def _endpoint() -> str | None:
     return os.environ.get("HF_ENDPOINT")  # read now: the client reads it when it is imported
 
 
-def _wanted(model: HubModel, sizes: dict[str, int]) -> list[str]:
+def _choose_files(model: HubModel, sizes: dict[str, int]) -> list[str]:
     """The files to fetch: one, or all parts of a split model."""
     models = sorted(file for file in sizes if _is_model(file))
     if not models:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cppbatch.errors import ModelError
-from cppbatch.models.find import check_file, copy_path, is_copy, models_folder, models_in, named_model
+from cppbatch.models.find import check_file, copy_path, find_model, is_copy, models_folder, models_in
 from cppbatch.models.hub import hub_model, pull_model, pull_projector
 from cppbatch.models.kernels import has_gpu, kernel_times
 from cppbatch.models.requantize import (
@@ -70,7 +70,7 @@ def choose_model(named: str | None) -> Path:
             return check_file(found)
         if not os.path.isdir(path) and (on_hub := hub_model(named)):
             return pull_model(on_hub, _say)
-        return check_file(named_model(models_folder(), named) or path)
+        return check_file(find_model(models_folder(), named) or path)
     only = _only_model()
     return check_file(only) if only else pull_default()
 

@@ -87,7 +87,7 @@ def byte_vocab(size: int = 512) -> GgufVocab:
     )
 
 
-def copied_vocab(path: Path, size: int | None = None) -> GgufVocab:
+def copy_vocab(path: Path, size: int | None = None) -> GgufVocab:
     """The vocabulary and chat template of another GGUF file.
 
     It is padded to `size` tokens (None: at least `LLAMA3_VOCAB`) with unused tokens, which no text contains and which
@@ -116,7 +116,7 @@ def copied_vocab(path: Path, size: int | None = None) -> GgufVocab:
 
 
 COPIED_KINDS = {"gpt2": "byte-level BPE (gpt2)", "llama": "SentencePiece (llama)"}
-"""The kinds of vocabularies that `copied_vocab` accepts, by GGUF's names: their unused tokens never match a text."""
+"""The kinds of vocabularies that `copy_vocab` accepts, by GGUF's names: their unused tokens never match a text."""
 
 
 @dataclass(frozen=True)

@@ -294,7 +294,7 @@ class FrontRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 @contextlib.contextmanager
-def recorded(record: FrontRecord) -> Iterator[None]:
+def keep_record(record: FrontRecord) -> Iterator[None]:
     """Keeps the record in a file during the context. The file remains if the process is killed."""
     remember(record)
     try:

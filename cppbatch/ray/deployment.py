@@ -21,7 +21,7 @@ from cppbatch.ray.replica.options import (
     why_unplaceable,
     with_gpus,
 )
-from cppbatch.ray.replica.watch import watched
+from cppbatch.ray.replica.watch import watch_replicas
 
 log = logging.getLogger("cppbatch.ray")
 
@@ -46,7 +46,7 @@ class RayDeployment:
 
 
 @contextlib.contextmanager
-def deployed(
+def deploy(
     address: str, config: EngineConfig, options: ReplicaOptions, *, step_timeout: float, say: Callable[[str], None]
 ) -> Iterator[RayDeployment]:
     """Starts or joins a cluster (`ray_cluster.connect`) and deploys the replicas; on exit, deletes them and stops a
@@ -77,7 +77,7 @@ def deployed(
             from cppbatch.ray.replica.serve_replicas import DEPLOYMENT
 
             say(f"deploying {_count(options)}, with {_resources(options)} each ...")
-            with watched(application, DEPLOYMENT):
+            with watch_replicas(application, DEPLOYMENT):
                 yield RayDeployment(application, config, options)
             say("stopping the replicas ..." if not cluster.is_own else "stopping the replicas and the Ray cluster ...")
 
@@ -126,7 +126,7 @@ def _application(
         model=config.model_path,
         replicas=str(options),
     )
-    with ray_cluster.recorded(record):
+    with ray_cluster.keep_record(record):
         if starts_serve:
             serve.start(proxy_location="Disabled")  # the front serves HTTP
         serve_options = options.serve_options(config)

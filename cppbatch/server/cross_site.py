@@ -83,7 +83,7 @@ class CrossSite:
                     f"is {given!r:.100}, which is not a known name of this server: start the server with "
                     f"--allowed-hosts {name[:80] or 'NAME'}, or use its IP address"
                 )
-                return _refused(_HOST, message, "host_not_allowed")
+                return _refusal(_HOST, message, "host_not_allowed")
         return None
 
     def _wrong_page(self, head: RequestHead) -> ApiError | None:
@@ -92,13 +92,13 @@ class CrossSite:
             return None
         if origin is None:
             message = f"is {site!r:.40}: pages from other sites cannot use this server unless --cors-origin allows them"
-            return _refused(_SITE, message, "origin_not_allowed")
+            return _refusal(_SITE, message, "origin_not_allowed")
         remedy = f"start the server with --cors-origin {origin[:80]} to allow it"
         if origin == "null":  # any page can send it from a sandboxed frame
             remedy = (
                 "local files and sandboxed frames require --cors-origin '*', which should be combined with --api-key"
             )
-        return _refused(
+        return _refusal(
             _ORIGIN, f"is {origin!r:.80}, which is not allowed to use this server: {remedy}", "origin_not_allowed"
         )
 
@@ -150,7 +150,7 @@ def _is_same(origin: str, host: str | None) -> bool:
     return bool(port and host and authority.removesuffix(port) == host.lower().removesuffix(port))
 
 
-def _refused(header: str, message: str, code: str) -> ApiError:
+def _refusal(header: str, message: str, code: str) -> ApiError:
     return ApiError(403, f"{header} {message}", "permission_error", header, code)
 
 

@@ -17,7 +17,7 @@ from aiohttp.abc import AbstractResolver, ResolveResult
 from yarl import URL
 
 from cppbatch.chat.messages import MediaSource, media_of, with_media
-from cppbatch.engine.media.sources import checked, decoded, is_remote, refuse_unreadable
+from cppbatch.engine.media.sources import check_media, decode_media, is_remote, refuse_unreadable
 from cppbatch.engine.model_info import ModelInfo
 from cppbatch.engine.request import Media, MediaPrompt, Prompt
 from cppbatch.errors import InvalidRequest
@@ -40,7 +40,7 @@ class MediaLoader:
         self._loaded: dict[tuple[str, str], Media] = {}  # by kind and URL
 
     async def fetch(self, conversations: Iterable[list[Json]]) -> None:
-        """Fetches media from other hosts, unless they are refused unread. Raises the same errors as `loaded`."""
+        """Fetches media from other hosts, unless they are refused unread. Raises the same errors as `load`."""
         remote: dict[str, MediaSource] = {}
         for messages in conversations:
             with contextlib.suppress(InvalidRequest):
@@ -48,7 +48,7 @@ class MediaLoader:
         at_once = asyncio.Semaphore(_FETCHED_AT_ONCE)
         await asyncio.gather(*(self._fetch(source, at_once) for source in remote.values()))
 
-    def loaded(self, messages: list[Json]) -> list[Json]:
+    def load(self, messages: list[Json]) -> list[Json]:
         """The conversation with its media loaded, which takes time. Media on other hosts must be fetched first.
 
         Raises `InvalidRequest`.
@@ -77,7 +77,7 @@ class MediaLoader:
     def _media(self, source: MediaSource) -> Media:
         key = source.kind, source.url
         if key not in self._loaded:
-            self._loaded[key] = checked(source, self._bytes(source)) if is_remote(source) else decoded(source)
+            self._loaded[key] = check_media(source, self._bytes(source)) if is_remote(source) else decode_media(source)
         return self._loaded[key]
 
     def _bytes(self, source: MediaSource) -> bytes:
@@ -85,7 +85,7 @@ class MediaLoader:
             return read_local(source, self._settings.media_path, self._budget)
         fetched = self._fetched[source.url]
         if isinstance(fetched, InvalidRequest):
-            raise fetched.renamed(source.field)
+            raise fetched.with_field(source.field)
         return fetched
 
     async def _fetch(self, source: MediaSource, at_once: asyncio.Semaphore) -> None:

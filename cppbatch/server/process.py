@@ -67,7 +67,7 @@ def first_lines(
     `has_page`: whether the web page is served.
     """
     sequences = f"{config.n_parallel} sequences" if config.n_parallel > 1 else "1 sequence"
-    reason = changed_cells(info, config)
+    reason = explain_n_ctx(info, config)
     path, body = _example(info, has_template=has_template)
     key = ' -H "Authorization: Bearer $CPPBATCH_API_KEY"' if has_keys else ""
     page = "the web page; " if has_page else ""
@@ -81,7 +81,7 @@ def first_lines(
     ]
 
 
-def changed_cells(info: ModelInfo, config: EngineConfig) -> str | None:
+def explain_n_ctx(info: ModelInfo, config: EngineConfig) -> str | None:
     """Why the number of KV cells differs from -c; None: it does not."""
     if info.n_ctx == config.n_ctx:
         return None

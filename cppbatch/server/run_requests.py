@@ -10,7 +10,7 @@ from time import perf_counter
 import msgspec
 
 from cppbatch.cluster.engines.client import EngineClient
-from cppbatch.engine.params import replaced
+from cppbatch.engine.params import replace_fields
 from cppbatch.engine.request import FinishReason, GenerationEvent, GenerationRequest, is_long
 from cppbatch.errors import EngineClosed, InvalidRequest, QueueFull
 from cppbatch.server.http.api_errors import api_error
@@ -94,7 +94,7 @@ async def run_requests(
                 if not errors_as_events:
                     await events.put(error)
                     return
-                await events.put((index, _failed(requests[index], error)))
+                await events.put((index, _error_event(requests[index], error)))
 
     tasks = [asyncio.create_task(run_one_after_another()) for _ in range(at_once)]
     n_running = len(requests)
@@ -136,7 +136,7 @@ def _with_less_time(request: GenerationRequest, waited: float) -> GenerationRequ
         for name in ("timeout", "queue_timeout")
         if (seconds := getattr(request, name)) is not None
     }
-    return replaced(request, **left) if left else request
+    return replace_fields(request, **left) if left else request
 
 
 def _with_wait(event: GenerationEvent, waited: float) -> GenerationEvent:
@@ -152,7 +152,7 @@ def _with_wait(event: GenerationEvent, waited: float) -> GenerationEvent:
     return msgspec.structs.replace(event, usage=usage)
 
 
-def _failed(request: GenerationRequest, error: Exception) -> GenerationEvent:
+def _error_event(request: GenerationRequest, error: Exception) -> GenerationEvent:
     """The last event of a request that ended with an exception."""
     if isinstance(error, InvalidRequest):
         return GenerationEvent(

@@ -80,7 +80,7 @@ def plan_attention(config: EngineConfig, given: Collection[str], sizes: RequestS
     present = choose_flash_attn(config, layout, on_gpu=False, has_amx=times.has_amx)  # llama.cpp's auto is on
     now = Attention("off" if present == "off" else "on", config.cache_type_k, config.cache_type_v)
     costs = Costs(times, shape.n_layer, WeightTimes(*of_weights) if of_weights else None)
-    load, allowed = _load(config, sizes), _allowed(config, given, now)
+    load, allowed = _load(config, sizes), _allowed_choices(config, given, now)
     if switches_layout(config, has_kv_cells=True):
         allowed = (each for each in allowed if each.types == now.types or suits_unified(costs, load, each))
     choice = choose_attention(costs, load, now, allowed, known_excess(model))
@@ -96,7 +96,7 @@ def _task(config: EngineConfig, shape: Shape, layout: KvLayout) -> AttentionTask
     return AttentionTask(shape, layout, n_timed, min(1 << (n_cells - 1).bit_length(), _MAX_MEMORY))
 
 
-def _allowed(config: EngineConfig, given: Collection[str], now: Attention) -> Iterator[Attention]:
+def _allowed_choices(config: EngineConfig, given: Collection[str], now: Attention) -> Iterator[Attention]:
     """The allowed choices: not for given settings, and quantised values only with flash attention."""
     is_fixed = config.flash_attn != "auto" or "flash_attn" in given
     types_are_given = (now.k, now.v) != _F16 or not {"cache_type_k", "cache_type_v"}.isdisjoint(given)
@@ -115,16 +115,17 @@ def _plan(config: EngineConfig, now: Attention, choice: AttentionChoice, load: L
     if choice.proposal:
         file = shlex.quote(config.model_path)
         proposal = (
-            f"{_named(choice.proposal.attention)} would make {what} about {choice.proposal.gain:.2f}x as fast with "
-            f"{cells}; `cppbatch models cache-types {file}` measures the effect on the output; if it is small enough, "
-            "later starts use it"
+            f"{_format_flags(choice.proposal.attention)} would make {what} about {choice.proposal.gain:.2f}x as fast "
+            f"with {cells}; `cppbatch models cache-types {file}` measures the effect on the output; if it is small "
+            "enough, later starts use it"
         )
     unmeasured = choice.proposal and choice.proposal.attention
     if choice.best is None:
         return AttentionPlan(config, None, proposal, unmeasured, cells)
     best, gain = choice.best
     line = (
-        f"{_named(best)}: {what} about {gain:.2f}x as fast as with {_named(now)}, with {cells}; set it with these flags"
+        f"{_format_flags(best)}: {what} about {gain:.2f}x as fast as with {_format_flags(now)}, with {cells}; "
+        "set it with these flags"
     )
     return AttentionPlan(_with(config, choice.best), line, proposal, unmeasured, cells)
 
@@ -140,7 +141,7 @@ def _with(config: EngineConfig, best: Faster) -> EngineConfig:
     return replace(changed, flash_attn=flash_attn)
 
 
-def _named(attention: Attention) -> str:
+def _format_flags(attention: Attention) -> str:
     """As flags."""
     return f"-fa {attention.flash_attn} -ctk {attention.k} -ctv {attention.v}"
 

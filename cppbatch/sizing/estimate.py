@@ -130,7 +130,7 @@ def estimate_memory(configs: list[EngineConfig]) -> MemoryEstimate:
     time, and reports the free memory there. Raises `EstimateFailed` if the child process fails.
     """
     unique = list(dict.fromkeys(configs))
-    paths = {config: path for config in unique if (path := _cached_at(config))}
+    paths = {config: path for config in unique if (path := _footprint_path(config))}
     known = {config: each for config, path in paths.items() if (each := read_finding(path, Footprint))}
     if len(known) == len(unique):
         return MemoryEstimate([known[config] for config in configs], [])
@@ -142,7 +142,7 @@ def estimate_memory(configs: list[EngineConfig]) -> MemoryEstimate:
     return MemoryEstimate([by_config[config] for config in configs], answer.devices)
 
 
-def _cached_at(config: EngineConfig) -> Path | None:
+def _footprint_path(config: EngineConfig) -> Path | None:
     """The file for an engine's footprint; None if its memory depends on more than files and settings."""
     folder = library_folder()
     if folder is None or config.rpc or not folder.is_dir() or not computes_on_cpu_only(folder):

@@ -203,7 +203,7 @@ def _projector(config: EngineConfig, model: Model) -> list[Buffer]:
 
 def _context_buffers(lines: list[str], factors: dict[str, float]) -> list[Buffer]:
     """The buffers in the log of creating a context, multiplied by the factor of their kind."""
-    return [_scaled(each, factors.get(each.kind, 1.0)) for each in read_buffers(lines) if each.kind != "weights"]
+    return [_scale(each, factors.get(each.kind, 1.0)) for each in read_buffers(lines) if each.kind != "weights"]
 
 
 def _of(buffers: list[Buffer], owner: Owner) -> list[Buffer]:
@@ -225,7 +225,7 @@ def _hidden_rows(config: EngineConfig, head: HeadContext) -> Iterator[Buffer]:
     yield Buffer("hidden", "CPU", n_rows * head.n_row * _FLOAT_BYTES)
 
 
-def _scaled(buffer: Buffer, factor: float) -> Buffer:
+def _scale(buffer: Buffer, factor: float) -> Buffer:
     return replace(buffer, n_bytes=round(buffer.n_bytes * factor))
 
 

@@ -24,7 +24,7 @@ def free_host_memory(cgroups: Path = _CGROUPS) -> int:
     limit, used = _number(cgroups / "memory.max"), _number(cgroups / "memory.current")
     if limit is None or used is None:
         return int(system)
-    return int(min(system, max(0, limit - used + _cached(cgroups / "memory.stat"))))
+    return int(min(system, max(0, limit - used + _file_cache_bytes(cgroups / "memory.stat"))))
 
 
 def _number(file: Path) -> int | None:
@@ -35,7 +35,7 @@ def _number(file: Path) -> int | None:
         return None
 
 
-def _cached(file: Path) -> int:
+def _file_cache_bytes(file: Path) -> int:
     """Returns the bytes of the container's file cache."""
     try:
         lines = file.read_text().splitlines()

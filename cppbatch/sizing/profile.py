@@ -123,7 +123,7 @@ def use_profile(config: EngineConfig, given: Collection[str]) -> Used:
         profile = decode_toml(path.read_bytes(), Profile)
         if profile.version != VERSION:
             raise ConfigError(f"it has version {profile.version}, but this cppbatch requires {VERSION}")
-        decided = frozenset(TunedSettings.__struct_fields__) - _kept(given)
+        decided = frozenset(TunedSettings.__struct_fields__) - _user_settings(given)
         found = msgspec.structs.asdict(profile.settings)
         changes = {name: found[name] for name in found if name in decided and found[name] != getattr(config, name)}
         changed = msgspec.structs.replace(config, **changes)
@@ -144,7 +144,7 @@ def as_flags(settings: Mapping[str, object]) -> str:
     return " ".join(f"{flag_of(name)} {value}" for name, value in settings.items())
 
 
-def _kept(given: Collection[str]) -> frozenset[str]:
+def _user_settings(given: Collection[str]) -> frozenset[str]:
     """The settings set by the user. -np and -c belong together: giving one of them sets both."""
     sizes = {"n_parallel", "n_ctx"}
     return frozenset(given) | (sizes if sizes & set(given) else set())

@@ -116,7 +116,7 @@ def first_ample(candidates: Sequence[EngineConfig], engines: Engines = lambda co
 
     If the estimate fails, the first one, and a warning is logged.
     """
-    planned = _planned(candidates[0], engines)
+    planned = _plan(candidates[0], engines)
     smaller = candidates[1:]
     if planned.estimate is None or not smaller or _is_ample(planned.estimate):
         return planned
@@ -132,7 +132,7 @@ def first_ample(candidates: Sequence[EngineConfig], engines: Engines = lambda co
     return Planned(each, estimate)
 
 
-def _planned(config: EngineConfig, engines: Engines) -> Planned:
+def _plan(config: EngineConfig, engines: Engines) -> Planned:
     try:
         estimate = estimate_memory(engines(config))
     except EstimateFailed as error:
@@ -154,7 +154,7 @@ def check_memory(config: EngineConfig, engines: Engines = lambda config: [config
 
     If the estimate fails, logs a warning and lets the model load.
     """
-    check_planned(_planned(config, engines), engines)
+    check_planned(_plan(config, engines), engines)
 
 
 def check_planned(planned: Planned, engines: Engines = lambda config: [config]) -> None:
@@ -328,12 +328,12 @@ def first_beside(
     ]
     if any(footprint.error for one in sizes for footprint in (one.estimate.footprints if one.estimate else [])):
         return LoadedSizes(candidates[0], None)  # loading reports what is wrong
-    free, mapped = free_host_memory(), _mapped(others)
+    free, mapped = free_host_memory(), _sum_mapped(others)
     for one, margin in [*((one, MARGIN) for one in sizes), (sizes[-1], 0.0)]:
         if _fits(one, free - mapped, margin=margin) and (budget is None or one.needs + _sum(others) <= budget):
             return one
     smallest = sizes[-1]
-    free_at_most = free + sum(other.firm_on_host for other in others if other not in pinned) - _mapped(pinned)
+    free_at_most = free + sum(other.firm_on_host for other in others if other not in pinned) - _sum_mapped(pinned)
     if budget is not None and smallest.needs + _sum(others) > budget:
         limit = f"the limit for all models is {format_gib(budget)} (--models-memory)"
         never = smallest.needs + _sum(pinned) > budget
@@ -362,6 +362,6 @@ def _sum(models: Sequence[LoadedSizes]) -> int:
     return sum(each.needs for each in models)
 
 
-def _mapped(models: Sequence[LoadedSizes]) -> int:
+def _sum_mapped(models: Sequence[LoadedSizes]) -> int:
     """Counts each file once, because processes share its pages."""
     return sum({Path(each.config.model_path): each.mapped for each in models}.values())

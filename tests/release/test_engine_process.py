@@ -31,7 +31,7 @@ from cppbatch.cluster.engines.process import EngineProcess
 from cppbatch.cluster.link import LoadFailed
 from cppbatch.cluster.worker import handle
 from cppbatch.config import EngineConfig
-from cppbatch.engine.params import replaced
+from cppbatch.engine.params import replace_fields
 from cppbatch.engine.request import ResumeState
 from cppbatch.errors import EngineClosed, GenerationFailed, InvalidRequest, LibraryError, ModelError, QueueFull
 from cppbatch.server.app import create_app
@@ -244,7 +244,7 @@ async def test_a_request_that_crashes_workers_fails_alone(tiny_llama: Path, runt
 
 async def test_a_request_that_a_worker_cannot_decode_is_refused_alone(tiny_llama: Path) -> None:
     def broken(name: str, **fields: object) -> GenerationRequest:
-        return replaced(request(name), **fields)  # without the validation that the server does
+        return replace_fields(request(name), **fields)  # without the validation that the server does
 
     async with opened(tiny_llama) as engine:
         asked = asyncio.create_task(together(engine, sixteen()[:4]))

@@ -16,7 +16,7 @@ from cppbatch.chat.template import ChatTemplate
 from cppbatch.errors import ModelError
 from cppbatch.llama import Model
 from cppbatch.models.inspect import inspect_model
-from cppbatch.models.synthetic import SHAPES, LlamaShape, copied_vocab, llama_bytes, norm, write_gguf, write_llama
+from cppbatch.models.synthetic import SHAPES, LlamaShape, copy_vocab, llama_bytes, norm, write_gguf, write_llama
 from tests.support.scripts import ROOT, run_script
 
 SCRIPT = ROOT / "scripts" / "synthetic_model.py"
@@ -82,7 +82,7 @@ def test_conversations_are_written_as_the_donors_are(synthetic: Path) -> None:
 
 
 def test_a_sentencepiece_vocabulary_is_copied_and_filled_up_too(tmp_path: Path, tiny_llama: Path) -> None:
-    path = write_llama(tmp_path / "copy.gguf", LlamaShape(), vocab=copied_vocab(tiny_llama, 700))
+    path = write_llama(tmp_path / "copy.gguf", LlamaShape(), vocab=copy_vocab(tiny_llama, 700))
     with Model(path) as copy, Model(tiny_llama) as donor:
         assert (copy.vocab.n_tokens, donor.vocab.n_tokens) == (700, 512)
         for text in TEXTS:
@@ -100,7 +100,7 @@ def test_without_another_file_the_vocabulary_is_bytes(tmp_path: Path) -> None:
 
 
 def test_the_presets_are_as_large_as_the_models_they_are_called_after(default_model: Path) -> None:
-    vocab = copied_vocab(default_model)
+    vocab = copy_vocab(default_model)
     assert len(vocab.pieces) == 128_256
     parameters = {name: llama_bytes(shape, vocab, "F16") / 2 for name, shape in SHAPES.items()}
     published = {"1B": 1.236e9, "8B": 8.030e9, "70B": 70.554e9}
@@ -108,7 +108,7 @@ def test_the_presets_are_as_large_as_the_models_they_are_called_after(default_mo
 
 
 def test_the_size_is_computed_before_anything_is_written(tmp_path: Path, tiny_llama: Path) -> None:
-    vocab = copied_vocab(tiny_llama, 512)
+    vocab = copy_vocab(tiny_llama, 512)
     shape = LlamaShape(n_embd=64, tied=True)
     written = write_llama(tmp_path / "m.gguf", shape, quant="Q4_0", vocab=vocab)
     in_file = sum(tensor.n_bytes for tensor in gguf.GGUFReader(written).tensors)
@@ -147,10 +147,10 @@ def test_an_existing_file_is_never_overwritten(tiny_llama: Path) -> None:
 
 def test_vocabularies_that_cannot_be_copied_are_refused(tmp_path: Path, tiny_encoder: Path) -> None:
     with pytest.raises(ModelError, match="of type 'bert'"):
-        copied_vocab(tiny_encoder)
+        copy_vocab(tiny_encoder)
     without = tmp_path / "without.gguf"
     with pytest.raises(ModelError, match="has no vocabulary"):
-        copied_vocab(write_gguf(without, gguf.GGUFWriter(without, "llama"), [norm("output_norm", 8)]))
+        copy_vocab(write_gguf(without, gguf.GGUFWriter(without, "llama"), [norm("output_norm", 8)]))
 
 
 def test_the_two_lines_of_the_quickstart_download_no_model(tmp_path: Path) -> None:

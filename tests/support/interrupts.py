@@ -20,7 +20,7 @@ def is_subsequence(part: list[int], whole: list[int]) -> bool:
 
 
 NOT_THERE = (
-    "take_all", "keep", "ended", "rebuild", "_all_free", "clear", "restart", "restarted",
+    "take_all", "keep", "finished_ids", "rebuild", "_all_free", "clear", "restart", "restarted",
 )  # fmt: skip
 """Where events are handed over, and the recovery itself: a second interrupt in the microsecond of the first."""
 

@@ -8,7 +8,7 @@ import pytest
 
 from cppbatch import EngineConfig
 from cppbatch.engine.model_info import ModelInfo
-from cppbatch.server.process import changed_cells, first_lines
+from cppbatch.server.process import explain_n_ctx, first_lines
 
 _INFO: dict[str, Any] = {
     "name": "m", "path": "m.gguf", "description": "llama 135M", "size_bytes": 1, "n_params": 1, "n_vocab": 1,
@@ -86,4 +86,4 @@ def test_every_address_is_shown() -> None:
 def test_a_changed_number_of_cells_is_explained(
     settings: dict[str, Any], fields: dict[str, Any], line: str | None
 ) -> None:
-    assert changed_cells(ModelInfo(**{**_INFO, **fields}), EngineConfig("m.gguf", **settings)) == line
+    assert explain_n_ctx(ModelInfo(**{**_INFO, **fields}), EngineConfig("m.gguf", **settings)) == line

@@ -9,7 +9,7 @@ from aiohttp import web
 from aiohttp.test_utils import BaseTestServer, TestServer
 
 from cppbatch.bench.load.client import LoadClient, RequestOutcome, TargetServer
-from cppbatch.bench.load.compare_servers import Target, closed_loop, compare_servers, probe_server
+from cppbatch.bench.load.compare_servers import Target, compare_servers, probe_server, run_closed_loop
 from cppbatch.bench.load.results import LoadIdeal, LoadReport
 from cppbatch.bench.load.workload import LoadRequest, LoadSettings, Workload
 from cppbatch.bench.prompts import Lengths
@@ -37,7 +37,7 @@ async def send_all(fake: FakeOpenAI, n: int = 5, n_clients: int = 1, timeout: fl
         async def send(request: LoadRequest, due: float) -> None:
             outcomes.append(await client.send(request, due))
 
-        await closed_loop([LoadRequest("a b c", 4)] * n, send, n_clients)
+        await run_closed_loop([LoadRequest("a b c", 4)] * n, send, n_clients)
     return outcomes
 
 

@@ -13,7 +13,7 @@ from cppbatch import SamplingParams
 from cppbatch.chat.lark_grammar import LarkGrammar
 from cppbatch.engine.sampling.grammar_child import bytes_tokenizer
 from cppbatch.engine.sampling.structured_output import GrammarChecker
-from cppbatch.json_schema import closed_objects, compact_schema
+from cppbatch.json_schema import close_objects, compact_schema
 
 INTEGER = {"type": "integer"}
 A = {"type": "object", "properties": {"a": INTEGER}}
@@ -37,7 +37,7 @@ def accepts(schema: Any, value: Any) -> bool:
 def test_properties_that_are_not_named_are_left_out(schema: Any, value: Any) -> None:
     before = json.dumps(schema)
     assert accepts(schema, value)
-    assert not accepts(closed_objects(schema), value)
+    assert not accepts(close_objects(schema), value)
     assert json.dumps(schema) == before
 
 
@@ -61,12 +61,12 @@ def test_properties_that_are_not_named_are_left_out(schema: Any, value: Any) -> 
     ],
 )
 def test_a_schema_that_may_mean_others_is_left_as_it_is(schema: Any) -> None:
-    assert closed_objects(schema) == schema
+    assert close_objects(schema) == schema
 
 
 def test_a_property_may_have_the_name_of_a_keyword() -> None:
     schema = {"type": "object", "properties": {"allOf": INTEGER, "properties": A}}
-    closed = closed_objects(schema)
+    closed = close_objects(schema)
     assert accepts(closed, {"allOf": 1, "properties": {"a": 1}})
     assert not accepts(closed, {"if": 1})
 
@@ -75,7 +75,7 @@ def test_a_deep_schema_does_not_recurse() -> None:
     schema: Any = A
     for _ in range(5000):
         schema = {"type": "array", "items": schema}
-    inner = closed_objects(schema)
+    inner = close_objects(schema)
     for _ in range(5000):
         inner = inner["items"]
     assert inner == {**A, "additionalProperties": False}

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from llguidance import LLMatcher, LLTokenizer, grammar_from
 
-from cppbatch.chat.lark_grammar import UnsupportedGrammar, escaped_lark
+from cppbatch.chat.lark_grammar import UnsupportedGrammar, escape_lark
 from cppbatch.chat.output_parser import ArgumentsDelta, AssistantMessage, ToolCallStart
 from cppbatch.errors import InvalidRequest
 from tests.support.chat_families import PING, TEMPLATES, pieces, turn
@@ -91,7 +91,7 @@ ESCAPED: dict[str, tuple[str, list[str], list[str]]] = {
 @pytest.mark.parametrize("name", ESCAPED)
 def test_the_escaped_grammar_allows_the_same_texts_in_a_json_string(name: str) -> None:
     source, right, wrong = ESCAPED[name]
-    in_string = f'start: "\\"" text "\\""\ntext: %lark {{\n{escaped_lark(source)}\n}}'
+    in_string = f'start: "\\"" text "\\""\ntext: %lark {{\n{escape_lark(source)}\n}}'
     for text in right + wrong:
         assert allows(source, text) == (text in right), text
         assert allows(in_string, json.dumps(text)) == (text in right), text
@@ -119,7 +119,7 @@ def allows(lark: str, text: str) -> bool:
 )
 def test_an_unsupported_grammar_is_refused(source: str, said: str) -> None:
     with pytest.raises(UnsupportedGrammar) as refused:
-        escaped_lark(source)
+        escape_lark(source)
     assert said in str(refused.value)
     with pytest.raises(InvalidRequest) as invalid:
         turn("hermes", tools=[custom("lark", source)])
@@ -130,13 +130,13 @@ def test_an_unsupported_grammar_is_refused(source: str, said: str) -> None:
 def test_a_grammar_is_refused_in_linear_time(source: str) -> None:
     began = time.thread_time()
     with pytest.raises(UnsupportedGrammar, match=r"is not closed by|the limit is"):
-        escaped_lark(source)
+        escape_lark(source)
     assert time.thread_time() - began < 1  # it was minutes
 
 
 def test_dots_take_no_time_each() -> None:
     began = time.thread_time()
-    escaped_lark(f"start: /{'.' * 20_000}/")
+    escape_lark(f"start: /{'.' * 20_000}/")
     assert time.thread_time() - began < 2  # it was 4 s
 
 

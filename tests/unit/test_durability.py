@@ -21,7 +21,7 @@ import pytest
 from cppbatch.errors import ConfigError, InputChanged, LedgerLost, StorageError
 from cppbatch.jobs.batches.data_folder import DataFolder, open_data_folder
 from cppbatch.jobs.batches.store import BatchStore, File
-from cppbatch.jobs.durable_files import kept_lines
+from cppbatch.jobs.durable_files import uncommitted_path
 from cppbatch.jobs.journal import Journal, Ledger
 from tests.support.job_results import ids_of, item, opened, result
 
@@ -160,7 +160,7 @@ async def test_a_deletion_is_completed_at_the_next_start(tmp_path: Path, monkeyp
     again = open_data_folder(tmp_path / "data")
     assert not again.content("file-a").exists()
     assert not [*(tmp_path / "data").glob("unknown-*")]
-    assert again._store.known_contents().deleted == set()
+    assert again._store.read_contents().deleted == set()
     again.close()
 
 
@@ -223,7 +223,7 @@ def test_results_that_an_older_ledger_lacks_are_kept(tmp_path: Path, caplog: pyt
     (tmp_path / "earlier").replace(tmp_path / "job")
     journal = opened(tmp_path)
     assert journal.register(lines) == lines[1:]
-    assert ids_of(kept_lines(tmp_path / "out.jsonl")) == ["id-2", "id-3"]
+    assert ids_of(uncommitted_path(tmp_path / "out.jsonl")) == ["id-2", "id-3"]
     assert "its last 2 lines were not committed and will be answered again; they were saved to" in caplog.text
     journal.close()
 

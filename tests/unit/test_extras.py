@@ -57,7 +57,7 @@ def test_media_without_its_decoder_is_an_invalid_request(
     no_extras: None, kind: Modality, data: bytes, package: str
 ) -> None:
     with pytest.raises(InvalidRequest) as refused:
-        fake_media().encoded(Media(kind, data), lambda n: None, lambda: False)
+        fake_media().encode(Media(kind, data), lambda n: None, lambda: False)
     assert refused.value.field == "prompt"
     assert refused.value.message == (
         f'contains {kind} data, but {kind} input requires {package}: pip install "cppbatch[media]"'

@@ -17,7 +17,7 @@ from cppbatch.cli.models_command import models
 from cppbatch.config import EngineConfig
 from cppbatch.errors import ConfigError, ModelError
 from cppbatch.models import pull
-from cppbatch.models.find import models_in, named_model
+from cppbatch.models.find import find_model, models_in
 from cppbatch.models.hub import HubModel, choose_file, choose_projector, hub_model, pull_model
 from cppbatch.models.pull import choose_model
 from tests.support import tiny_models
@@ -196,12 +196,12 @@ def test_a_short_name_that_may_be_several_models_is_refused_with_their_names(fol
     for name in ("a/x/Tiny-Q4_0.gguf", "Tiny-Q8_0.gguf", "Tiny-Q8_0-BF16.gguf"):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         tiny_models.llama(folder / name)
-    assert named_model(folder, "tiny-q4_0") == folder / "a/x/Tiny-Q4_0.gguf"
-    assert named_model(folder, "Tiny-Q8_0") == folder / "Tiny-Q8_0.gguf"
+    assert find_model(folder, "tiny-q4_0") == folder / "a/x/Tiny-Q4_0.gguf"
+    assert find_model(folder, "Tiny-Q8_0") == folder / "Tiny-Q8_0.gguf"
     with pytest.raises(ModelError, match=r"tiny is ambiguous: Tiny-Q8_0-BF16, Tiny-Q4_0\. Give one of these"):
-        named_model(folder, "tiny")
+        find_model(folder, "tiny")
     (folder / "a/x/Tiny-Q4_0.gguf").unlink()
-    assert named_model(folder, "tiny") == folder / "Tiny-Q8_0-BF16.gguf"  # a copy counts as its source
+    assert find_model(folder, "tiny") == folder / "Tiny-Q8_0-BF16.gguf"  # a copy counts as its source
 
 
 def test_pull_prints_the_path(hub: FakeHub, folder: Path) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from cppbatch.config import KvLayout
-from cppbatch.engine.kv.layout_policy import LayoutPolicy, LayoutSwitch, repeated_for_each_foreign, shared_tokens
+from cppbatch.engine.kv.layout_policy import LayoutPolicy, LayoutSwitch, layout_cost_ratio, shared_tokens
 from cppbatch.engine.request import GenerationRequest
 from cppbatch.engine.sequence import Seq
 
@@ -51,7 +51,7 @@ class Engine:
 
     def step(self, running: Sequence[Seq] = CHAT, waiting: Sequence[Seq] = (), blocked: Seq | None = None) -> KvLayout:
         """One step. The layout in which it is computed."""
-        if switch := self.policy.wanted(self.now, self.layout, running, waiting, blocked):
+        if switch := self.policy.choose_switch(self.now, self.layout, running, waiting, blocked):
             self.now += self.cost
             self.layout = switch.layout
             self.policy.switched(switch.layout, self.now, self.cost)
@@ -228,5 +228,5 @@ def test_shared_tokens_are_the_nodes_that_a_tree_saves() -> None:
 
 def test_repeated_cells_are_weighed_against_those_that_each_row_passes_over() -> None:
     each = [sequence([1] * 10 + [i] * 2) for i in (2, 3, 4)]
-    assert repeated_for_each_foreign(each, 5) == 20 / (3 * (36 - 20 + 5) - 36)
-    assert repeated_for_each_foreign(each[:1], 0) == 0
+    assert layout_cost_ratio(each, 5) == 20 / (3 * (36 - 20 + 5) - 36)
+    assert layout_cost_ratio(each[:1], 0) == 0

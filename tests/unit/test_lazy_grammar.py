@@ -86,7 +86,7 @@ def test_calls_after_the_marker_match_their_schemas_and_text_before_it_is_free(f
         new = writer(family, msgspec.structs.replace(lazy, in_thought=False))
         new.write(*b'Call {"name": } [1] ```json')
         assert not new.constraint.is_active
-        assert new.constraint.forced() == []
+        assert new.constraint.forced_tokens() == []
         new.write(lazy.start)
         new.write_calls(seed)
         read = message(its, [new.text])

@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from cppbatch.bench.load.client import CompletionStream, RequestFailure, RequestOutcome, TargetServer
-from cppbatch.bench.load.compare_servers import open_loop, poisson_arrivals
+from cppbatch.bench.load.compare_servers import poisson_arrivals, run_open_loop
 from cppbatch.bench.load.results import LoadIdeal, ServerRun, server_row
 from cppbatch.bench.load.workload import LoadRequest, Workload
 from cppbatch.bench.prompts import TEXT_WORKLOADS, Lengths
@@ -110,7 +110,7 @@ async def test_an_open_loop_waits_for_no_answer_and_counts_from_when_a_request_w
             all_are_sent.set()
         await asyncio.wait_for(all_are_sent.wait(), 60)  # no answer comes before
 
-    await open_loop([LoadRequest("a", 1)] * 4, send, [0, 0.01, 0.02, 0.03])
+    await run_open_loop([LoadRequest("a", 1)] * 4, send, [0, 0.01, 0.02, 0.03])
     assert [due - sent[0][0] for due, _ in sent] == pytest.approx([0, 0.01, 0.02, 0.03])
     assert sent[3][1] > 0.1  # its lateness counts
 

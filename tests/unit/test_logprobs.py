@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from cppbatch import Completion, SamplingParams
 from cppbatch.config import Sharing
 from cppbatch.engine.request import TokenLogprob, mean_logprob
-from cppbatch.engine.sampling.random_sampling import Filters, filtered_logits
+from cppbatch.engine.sampling.random_sampling import Filters, filter_logits
 from cppbatch.engine.sampling.token_logprobs import PostSamplingLogprobs, RowLogprobs
 from cppbatch.llama import Batch
 from tests.support import fakes
@@ -155,7 +155,7 @@ def test_requesting_logprobs_changes_no_text(temperature: float, n_top: int) -> 
 )
 def test_after_sampling_they_are_the_distribution_that_the_filters_leave(filters: Filters, n: int) -> None:
     row = logits(n)
-    its, expected = PostSamplingLogprobs(*filtered_logits(row, filters), 20), exact(row, filters)
+    its, expected = PostSamplingLogprobs(*filter_logits(row, filters), 20), exact(row, filters)
     left = np.flatnonzero(expected)
     assert [np.exp(its.of(token)) for token in left.tolist()] == pytest.approx(expected[left].tolist(), rel=1e-5)
     ids = [token for token, _ in its.top()]

@@ -20,7 +20,7 @@ from tests.support.fake_encoder import SEPARATOR, FakeEncoder, fake_media, small
 
 
 def encode(media: MediaInput, medium: Media, cancelled: IsCancelled = never_cancelled) -> EncodedMedium:
-    return media.encoded(medium, lambda n: None, cancelled)
+    return media.encode(medium, lambda n: None, cancelled)
 
 
 def encoder_of(media: MediaInput) -> FakeEncoder:
@@ -60,7 +60,7 @@ def test_an_equal_file_is_encoded_once() -> None:
 
 def test_time_does_not_show_what_was_sent_with_another_salt() -> None:
     media, picture = fake_media(), small_picture(1, 4)
-    tokens = [tokens_of(media.encoded(picture, lambda n: None, never_cancelled, salt=salt)) for salt in ("a", "b", "a")]
+    tokens = [tokens_of(media.encode(picture, lambda n: None, never_cancelled, salt=salt)) for salt in ("a", "b", "a")]
     assert (media.n_encoded, media.n_found) == (2, 1)
     assert tokens[0] == tokens[1] == tokens[2], "a file of a slot or a replay finds the same tokens"
     assert media.n_tokens(picture, never_cancelled) == 4
@@ -123,7 +123,7 @@ def test_the_number_of_tokens_is_checked_before_they_are_encoded() -> None:
 
     for _ in range(2):
         with pytest.raises(InvalidRequest, match="too long"):
-            media.encoded(small_picture(1, 4, 2), refuse, never_cancelled)
+            media.encode(small_picture(1, 4, 2), refuse, never_cancelled)
     assert seen == [9, 9]
     assert encoder_of(media).n_calls == 0
 

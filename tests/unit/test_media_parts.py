@@ -17,7 +17,7 @@ from cppbatch.chat.chat_format import ChatFormat, ChatTurn, PreparedChat
 from cppbatch.chat.messages import ChatMessage, MarkedMedia, MediaSource, conversation_of, media_of, with_media
 from cppbatch.chat.template import CHATML
 from cppbatch.engine.chats import ChatRequests
-from cppbatch.engine.media.sources import decoded, file_part, local_media, source_of_data
+from cppbatch.engine.media.sources import decode_media, file_part, local_media, source_of_data
 from cppbatch.engine.request import Media, MediaPrompt
 from cppbatch.errors import InvalidRequest
 from cppbatch.server.api.anthropic import messages as message_conversion
@@ -124,18 +124,18 @@ def test_base64_is_decoded_in_lines_and_without_padding_too(data: bytes, end: st
     content = RED + data
     encoded = as_base64(content) if padded else as_base64(content).rstrip("=")
     lines = end.join(encoded[i : i + width] for i in range(0, len(encoded), width))
-    assert decoded(MediaSource("image", "x", lines)).data == content
+    assert decode_media(MediaSource("image", "x", lines)).data == content
 
 
 def test_base64_of_more_than_a_piece_is_decoded_whole() -> None:
     content = RED + bytes(range(256)) * 9000
-    assert decoded(MediaSource("image", "x", as_url(content))).data == content
+    assert decode_media(MediaSource("image", "x", as_url(content))).data == content
 
 
 @given(st.text(string.printable, max_size=200))
 def test_any_text_as_data_is_decoded_or_refused(given_text: str) -> None:
     with contextlib.suppress(InvalidRequest):
-        assert decoded(MediaSource("image", "field", given_text)).kind == "image"
+        assert decode_media(MediaSource("image", "field", given_text)).kind == "image"
 
 
 def test_untyped_data_is_identified_by_its_first_bytes() -> None:

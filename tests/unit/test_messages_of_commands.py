@@ -16,7 +16,7 @@ from cppbatch import EngineConfig, EngineProcess, LocalEngine
 from cppbatch.cli.batch_command import BatchProgress
 from cppbatch.cli.engine_options import engine_options
 from cppbatch.cli.main import cli
-from cppbatch.config import EngineSettings, named
+from cppbatch.config import EngineSettings, setting_name
 from cppbatch.errors import ConfigError
 
 
@@ -46,7 +46,7 @@ def test_the_flags_in_messages_are_those_of_the_commands() -> None:
     flags |= {"--devices"}  # of the deployment
     for setting in EngineSettings.__annotations__:
         if setting not in ("step_ms", "stream_flash_attn"):  # measured, not given
-            name, flag = named(setting).removesuffix(")").split(" (")
+            name, flag = setting_name(setting).removesuffix(")").split(" (")
             assert name == setting
             assert flag in flags
 

@@ -13,7 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from cppbatch.engine.ideal import BareCosts, StepWork
 from cppbatch.engine.observe.live_state import LiveCounters
 from cppbatch.engine.observe.metrics import EngineParts, EngineStats, Metrics, RecentSteps, add_up
-from cppbatch.engine.observe.windows import ROWS, SECONDS, Bins, Window, merged, percentile
+from cppbatch.engine.observe.windows import ROWS, SECONDS, Bins, Window, merge_histograms, percentile
 from cppbatch.engine.request import FinishReason, GenerationEvent, RequestUsage
 from cppbatch.server.observe.metrics import ServerMetrics
 from cppbatch.server.observe.stats import RecentCompletions
@@ -30,7 +30,7 @@ def test_a_value_is_counted_in_the_first_bin_with_a_bound_it_does_not_exceed() -
         bins.add(value)
     counted = bins.histogram()
     assert (counted.bounds, counted.counts, counted.sum) == ([1, 2, 4], [2, 2, 1, 2], 113)
-    assert merged([counted, counted]).counts == [4, 4, 2, 4]
+    assert merge_histograms([counted, counted]).counts == [4, 4, 2, 4]
 
 
 @pytest.mark.parametrize("share", [0.5, 0.95])

@@ -12,7 +12,7 @@ import click
 import pytest
 
 from cppbatch.cli.engine_options import engine_options
-from cppbatch.cli.model_settings import checked, read_settings
+from cppbatch.cli.model_settings import parse_settings, read_settings
 from cppbatch.cli.model_sources import Catalog, ModelSources, many_models, model_source_options
 from cppbatch.cluster.deployment import Deployment
 from cppbatch.config import EngineConfig
@@ -178,7 +178,7 @@ def test_settings_that_are_for_one_model_are_refused(folder: Path) -> None:
 def test_the_environment_is_not_a_models_own_setting(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CPPBATCH_TEMP", "0.1")
     monkeypatch.setenv("CPPBATCH_PARALLEL", "3")
-    own = checked({"ctx-size": 512}, "here")
+    own = parse_settings({"ctx-size": 512}, "here")
     assert (own.engine, own.server, own.deployment) == ({"n_ctx": 512}, {}, {})
 
 

@@ -20,7 +20,7 @@ def one_by_one(index: NgramIndex, text: IndexedText, stop: int) -> None:
     hashes = text.hashes(text.n)
     for p in range(text.n, stop):
         index.append(text, hashes)
-        hashes = text.rolled(hashes, p)
+        hashes = text.roll(hashes, p)
     assert hashes == text.hashes(stop)
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from cppbatch import BatchInferenceEngine, FinishReason, GenerationEvent
-from cppbatch.engine.embeddings import check_dimensions, normalised, vector_of
+from cppbatch.engine.embeddings import check_dimensions, normalise_vectors, vector_of
 from cppbatch.engine.request import Pair
 from cppbatch.errors import CacheFull, DecodeFailed, GenerationFailed, InvalidRequest
 from tests.support.fakes import BAD, context_of, drain, fake_engine, vector
@@ -186,18 +186,18 @@ def test_a_task_that_the_model_does_not_support_is_refused_with_the_reason() -> 
 
 def test_normalised_vectors_have_length_one_after_they_were_cut() -> None:
     vectors = np.array([[3, 4, 12], [0, 0, 1], [0, 0, 0], [1e30, 1e30, 0]], np.float32)
-    whole, cut = normalised(vectors), normalised(vectors, 2)
+    whole, cut = normalise_vectors(vectors), normalise_vectors(vectors, 2)
     assert whole.dtype == cut.dtype == np.float32
     assert np.allclose(whole[0], [3 / 13, 4 / 13, 12 / 13])
     assert np.allclose(cut, np.array([[0.6, 0.8], [0, 0], [0, 0], [0.5**0.5, 0.5**0.5]]))
-    assert np.allclose(normalised(vectors[0], 2), [0.6, 0.8])
+    assert np.allclose(normalise_vectors(vectors[0], 2), [0.6, 0.8])
     assert vectors[0, 0] == 3
 
 
 @pytest.mark.parametrize("dimensions", [0, -1, 4])
 def test_dimensions_out_of_range_are_refused(dimensions: int) -> None:
     with pytest.raises(InvalidRequest, match=f"dimensions: is {dimensions}.*1 to 3"):
-        normalised(np.ones((2, 3), np.float32), dimensions)
+        normalise_vectors(np.ones((2, 3), np.float32), dimensions)
     check_dimensions(None, 3)
 
 

@@ -93,7 +93,7 @@ def record(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> FrontRecord:
 
 
 def test_a_record_lives_as_long_as_its_front(record: FrontRecord) -> None:
-    with ray_cluster.recorded(record):
+    with ray_cluster.keep_record(record):
         assert ray_cluster.records() == [record]
     assert ray_cluster.records() == []
 

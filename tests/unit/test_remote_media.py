@@ -253,7 +253,7 @@ def message(*urls: str, kind: MediaKind = "image") -> list[dict[str, Any]]:
 async def load(settings: ServerSettings, messages: list[dict[str, Any]], model: ModelInfo = BOTH) -> list[Media]:
     loader = MediaLoader(settings, model)
     await loader.fetch([messages])
-    return [part["media"] for part in loader.loaded(messages)[0]["content"]]
+    return [part["media"] for part in loader.load(messages)[0]["content"]]
 
 
 async def test_an_address_that_occurs_twice_is_fetched_once() -> None:
@@ -305,9 +305,9 @@ async def test_files_and_fetched_ones_have_one_budget_for_all_conversations(tmp_
         (tmp_path / name).write_bytes(RED + b"\0" * (400 << 10))
     loader = MediaLoader(settings, BOTH)
     for name in "aab":  # a file that occurs twice counts once
-        loader.loaded(message(f"file://{name}"))
+        loader.load(message(f"file://{name}"))
     with pytest.raises(InvalidRequest, match="larger than 1,048,576 bytes"):
-        loader.loaded(message("file://c"))
+        loader.load(message("file://c"))
 
 
 def test_each_completion_counts() -> None:

@@ -23,7 +23,7 @@ from cppbatch import (
     generate_batch,
 )
 from cppbatch.config import SETTINGS
-from cppbatch.engine.params import GRAMMARS, SAMPLERS, shown
+from cppbatch.engine.params import GRAMMARS, SAMPLERS, format_value
 from cppbatch.errors import ConfigError, EngineClosed
 from tests.support.fakes import EOG, N_VOCAB, context_of, drain, fake_engine, greedy, reference, result_of, tokens_of
 
@@ -216,7 +216,7 @@ def test_the_keys_of_biases_are_token_ids_or_strings(key: object) -> None:
     "bias", [None, "1", True, [1], NAN, INF, -INF, 100.001, -100.001, pytest.param(10**400, id="10**400")]
 )
 def test_a_bias_is_a_number_from_minus_100_to_100(bias: object) -> None:
-    message = f"logit_bias: is {shown(bias)} for 'a'; it must be from -100 to 100"
+    message = f"logit_bias: is {format_value(bias)} for 'a'; it must be from -100 to 100"
     assert refusal("logit_bias", {3: 1.0, "a": bias}) == message
 
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cppbatch.jobs.job_request import JobRequest, RejectedLine
-from cppbatch.jobs.job_runner import chunks, expected_sizes, order_requests
+from cppbatch.jobs.job_runner import chunks, estimate_sizes, order_requests
 
 ALIKE = 256
 
@@ -173,14 +173,14 @@ def test_arranging_loses_nothing_and_groups_are_whole(
 
 def test_the_expected_sizes_of_a_job_are_those_of_its_prompts_and_limits() -> None:
     rejected = RejectedLine(line=3, code="x", message="y", content_hash=0)
-    sizes = expected_sizes([item(1, "x" * 4000, max_tokens=100), chat(2, "x" * 796), rejected], {"max_tokens": 300})
+    sizes = estimate_sizes([item(1, "x" * 4000, max_tokens=100), chat(2, "x" * 796), rejected], {"max_tokens": 300})
     assert sizes == (2, 1200, 1200, 400)
     assert sizes
     assert sizes.context == 600 + 100  # half of the answers
 
 
 def test_without_a_limit_answers_have_an_assumed_length_and_nonsense_harms_nothing() -> None:
-    sizes = expected_sizes([item(1, "", max_tokens="many"), item(2, "", max_tokens=10**400)], {})
+    sizes = estimate_sizes([item(1, "", max_tokens="many"), item(2, "", max_tokens=10**400)], {})
     assert sizes
     assert sizes.output_tokens == 256 + (1 << 20)
-    assert expected_sizes([], {}) is None
+    assert estimate_sizes([], {}) is None

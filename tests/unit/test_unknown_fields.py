@@ -15,7 +15,7 @@ from cppbatch.server.api.openai.chat_types import ChatCompletionRequest
 from cppbatch.server.api.openai.completions import CompletionRequest
 from cppbatch.server.api.pooling import EmbeddingRequest
 from cppbatch.server.api.responses.types import ResponsesRequest
-from cppbatch.server.fields.parse import known_fields, listed, read_body, refuse_unknown
+from cppbatch.server.fields.parse import format_names, known_fields, read_body, refuse_unknown
 
 KINDS = (
     ChatCompletionRequest, CompletionRequest, ResponsesRequest, MessagesRequest, GenerateRequest,
@@ -157,6 +157,6 @@ def test_more_than_a_hundred_unknown_fields_are_refused_unread(monkeypatch: pyte
 
 
 def test_the_header_has_names_of_any_characters_and_not_too_many() -> None:
-    assert listed(["a", "b c", "é\r\nSet-Cookie: x"]) == "a, b%20c, %C3%A9%0D%0ASet-Cookie%3A%20x"
-    assert listed(["x" * 1000]) == "x" * 64
-    assert listed(map(str, range(1000))).split(", ") == [*map(str, range(20)), "..."]
+    assert format_names(["a", "b c", "é\r\nSet-Cookie: x"]) == "a, b%20c, %C3%A9%0D%0ASet-Cookie%3A%20x"
+    assert format_names(["x" * 1000]) == "x" * 64
+    assert format_names(map(str, range(1000))).split(", ") == [*map(str, range(20)), "..."]

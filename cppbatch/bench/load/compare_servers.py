@@ -81,9 +81,9 @@ async def _run(run: ServerRun, requests: Sequence[LoadRequest], load: LoadSettin
         try:
             if load.rate and run.repeat >= 0:
                 times = poisson_arrivals(len(requests), load.rate, load.seed, run.repeat)
-                await open_loop(requests, send, times)
+                await run_open_loop(requests, send, times)
             else:
-                await closed_loop(requests, send, load.concurrency)
+                await run_closed_loop(requests, send, load.concurrency)
             run.is_complete = True
         finally:
             run.seconds, run.client_seconds = perf_counter() - began, process_time() - computed
@@ -97,7 +97,7 @@ Send = Callable[[LoadRequest, float], Awaitable[None]]
 """Sends a request. The second argument is the start of its latencies, on the clock of `perf_counter`."""
 
 
-async def closed_loop(requests: Sequence[LoadRequest], send: Send, n_clients: int) -> None:
+async def run_closed_loop(requests: Sequence[LoadRequest], send: Send, n_clients: int) -> None:
     """Runs `n_clients` clients. Each sends its next request as soon as the previous one is answered."""
     left = iter(requests)
 
@@ -108,7 +108,7 @@ async def closed_loop(requests: Sequence[LoadRequest], send: Send, n_clients: in
     await asyncio.gather(*(client() for _ in range(n_clients)))
 
 
-async def open_loop(requests: Sequence[LoadRequest], send: Send, times: Sequence[float]) -> None:
+async def run_open_loop(requests: Sequence[LoadRequest], send: Send, times: Sequence[float]) -> None:
     """Sends each request at its time, in seconds from now.
 
     Its latency counts from that time, even if this process is late. Otherwise a server that slows the client down

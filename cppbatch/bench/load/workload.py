@@ -72,7 +72,7 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
         Each repeat has different prompts, with the same lengths in another order.
         """
         if self.kind == "fan-out":
-            return list(self._fanned_out(seed, repeat))
+            return list(self._fan_out(seed, repeat))
         if text := TEXT_WORKLOADS.get(self.kind):
             return [
                 LoadRequest(
@@ -91,7 +91,7 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
             for own, max_tokens in self._prompts(self.n_requests, seed, repeat)
         ]
 
-    def _fanned_out(self, seed: int, repeat: int) -> Iterator[LoadRequest]:
+    def _fan_out(self, seed: int, repeat: int) -> Iterator[LoadRequest]:
         """Yields requests for at least `n_requests` samples."""
         n_prompts = -(-self.n_requests // self.samples)
         for i, (prompt, max_tokens) in enumerate(self._prompts(n_prompts, seed, repeat)):

@@ -55,7 +55,7 @@ class Gemma4Format(ToolCallFormat):
             except UnsupportedSchema:
                 arguments = lark.json(schema)
             calls.append(f"{lark.literal(f'{_BEFORE}call:{name}')} {arguments} {lark.literal(_AFTER)}")
-        return lark.repeated(lark.rule(lark.one_of(calls)), "", several=several)
+        return lark.repeat(lark.rule(lark.one_of(calls)), "", several=several)
 
     def _value_grammar(self, lark: LarkGrammar, given: Any, root: Any, depth: int) -> str:
         """Returns the expression of a value. Raises `UnsupportedSchema`."""

@@ -46,7 +46,7 @@ class GenericFormat(ToolCallFormat):
 
     def calls_grammar(self, lark: LarkGrammar, tools: ToolSchemas, *, several: bool) -> str:
         """As `ToolCallFormat.calls_grammar`."""
-        calls = lark.repeated(lark.rule(json_calls_grammar(lark, tools)), ", ", several=several)
+        calls = lark.repeat(lark.rule(json_calls_grammar(lark, tools)), ", ", several=several)
         return f"{lark.literal(_BEFORE)} {calls} {lark.literal(_AFTER)}"
 
 

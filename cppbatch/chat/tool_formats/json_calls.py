@@ -297,7 +297,7 @@ class Llama3Format(ToolCallFormat):
 
     def calls_grammar(self, lark: LarkGrammar, tools: ToolSchemas, *, several: bool) -> str:
         """As `ToolCallFormat.calls_grammar`."""
-        return lark.repeated(lark.rule(json_calls_grammar(lark, tools, key=self._arguments_key)), "; ", several=several)
+        return lark.repeat(lark.rule(json_calls_grammar(lark, tools, key=self._arguments_key)), "; ", several=several)
 
 
 class _PythonTagParser:

@@ -122,7 +122,7 @@ class LearnedFormat(ToolCallFormat):
         """As `ToolCallFormat.calls_grammar`."""
         form = self.form
         calls = lark.one_of([self._call_grammar(lark, name, schema) for name, schema in tools.items()])
-        repeated = lark.repeated(lark.rule(calls), form.separator, several=several)
+        repeated = lark.repeat(lark.rule(calls), form.separator, several=several)
         parts = [lark.literal(form.begin), repeated, lark.literal(form.end)]
         return " ".join(filter(None, parts))
 

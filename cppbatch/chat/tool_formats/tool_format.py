@@ -78,7 +78,7 @@ class ToolCallFormat:
         raise NotImplementedError
 
     def calls_grammar(self, lark: LarkGrammar, tools: ToolSchemas, *, several: bool) -> str:
-        """Returns the grammar expression of one call, or with `several` of `LarkGrammar.repeated` ones."""
+        """Returns the grammar expression of one call, or with `several` of `LarkGrammar.repeat` ones."""
         raise NotImplementedError
 
     def answer_grammar(self, lark: LarkGrammar, answer: str) -> str:

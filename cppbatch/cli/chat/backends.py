@@ -145,7 +145,7 @@ class ServerBackend:
         self._thread.start()
         self._session = self._wait(self._open())
         try:
-            listed = self._listed()
+            listed = self._list_models()
             if not (model or listed):
                 raise CppBatchError(f"{self._url} serves no models; add one there, or name another server with --url")
             self._model = model or next((each["id"] for each in listed if _is_loaded(each)), listed[0]["id"])
@@ -160,7 +160,7 @@ class ServerBackend:
 
     def models(self) -> list[str]:
         """See `ChatBackend`."""
-        return [each["id"] for each in self._listed()]
+        return [each["id"] for each in self._list_models()]
 
     def use(self, name: str) -> None:
         """See `ChatBackend`."""
@@ -205,7 +205,7 @@ class ServerBackend:
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S, sock_read=_ANSWER_S)
         return aiohttp.ClientSession(headers=self._headers, timeout=timeout, read_bufsize=_LINE_BYTES)
 
-    def _listed(self) -> list[Json]:
+    def _list_models(self) -> list[Json]:
         return self._wait(self._get_models())
 
     async def _get_models(self) -> list[Json]:

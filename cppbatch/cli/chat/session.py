@@ -281,10 +281,10 @@ def write_messages(path: Path, messages: list[Json]) -> None:
 
 def _markdown(messages: list[Json]) -> str:
     titles = {"system": "System", "user": "User", "assistant": "Assistant"}
-    return "\n".join(f"## {titles.get(each['role'], each['role'])}\n\n{_shown(each)}\n" for each in messages)
+    return "\n".join(f"## {titles.get(each['role'], each['role'])}\n\n{_format_message(each)}\n" for each in messages)
 
 
-def _shown(message: Json) -> str:
+def _format_message(message: Json) -> str:
     """The text of a message. Images and audio are only named."""
     content = message.get("content")
     if not isinstance(content, list):

@@ -131,17 +131,17 @@ class _LiveAnswer:
             return
         if self._has_block:
             self._console.print()
-        self._console.print(_rendered(markdown))
+        self._console.print(_to_markdown(markdown))
         self._has_block = True
 
     def _tail(self) -> RenderableType:
         if self._reasoning:
             return _LastLines(Text(self._reasoning.strip(), style="dim italic"))
         blank = "\n" if self._has_block and self._text.strip() else ""
-        return _LastLines(Text(blank, end=""), _rendered(self._text)) if self._text else Text("…", style="dim")
+        return _LastLines(Text(blank, end=""), _to_markdown(self._text)) if self._text else Text("…", style="dim")
 
 
-def _rendered(markdown: str) -> Markdown:
+def _to_markdown(markdown: str) -> Markdown:
     return Markdown(markdown, code_theme=cast(str, _CODE))  # the highlighter takes a theme in place of its name
 
 

@@ -263,7 +263,7 @@ class EngineClient(ABC):
                 async for event in events:
                     yield event, made.chat
         except InvalidRequest as error:
-            raise made.renamed(error) from error
+            raise made.rename_field(error) from error
 
     async def chat_format(self, template: str | ChatTemplate | None = None) -> ChatFormat:
         """The model's chat format: its template, tool calls and reasoning, or those of another template.

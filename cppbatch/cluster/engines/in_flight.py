@@ -13,7 +13,7 @@ import msgspec
 from cppbatch.cluster.engines.output_collector import OutputCollector
 from cppbatch.cluster.link import Answer, Check, Question, Submit, Update
 from cppbatch.engine.observe.live_state import LiveEngine
-from cppbatch.engine.params import actual_seed, replaced
+from cppbatch.engine.params import actual_seed, replace_fields
 from cppbatch.engine.request import GenerationEvent, GenerationRequest, ResumeState
 
 MAX_CRASHES = 3
@@ -32,8 +32,8 @@ class InFlightRequest:
     ) -> None:
         """`question` is sent instead of running the request; the worker's reply to it becomes `answer`. `resume`: the
         progress of the request in another engine."""
-        params = replaced(request.params, seed=actual_seed(request.params.seed))  # the same seed in every worker
-        self.request = replaced(request, id=request_id, params=params)
+        params = replace_fields(request.params, seed=actual_seed(request.params.seed))  # the same seed in every worker
+        self.request = replace_fields(request, id=request_id, params=params)
         """The request as sent to the engine."""
         self._question = question
         self.answer: Answer | None = None
@@ -54,7 +54,7 @@ class InFlightRequest:
 
     def send_as(self, request_id: str) -> None:
         """Assigns a new id, so that events that still arrive for the old one are ignored."""
-        self.request = replaced(self.request, id=request_id)
+        self.request = replace_fields(self.request, id=request_id)
 
     @property
     def has_tokens(self) -> bool:

@@ -25,7 +25,7 @@ from cppbatch.engine.core import EngineCore
 from cppbatch.engine.disk.slots import SlotActionName, SlotReport
 from cppbatch.engine.model_info import ModelInfo
 from cppbatch.engine.observe.metrics import EngineStats
-from cppbatch.engine.params import replaced
+from cppbatch.engine.params import replace_fields
 from cppbatch.engine.request import FinishReason, GenerationEvent, GenerationRequest, MediaPrompt, TokenPiece
 from cppbatch.engine.runtime import Runtime
 from cppbatch.engine.sequence import Seq
@@ -152,7 +152,7 @@ class LocalEngine(EngineClient):
         self._by_id[request.id] = self._by_number[submitted.number] = submitted
         in_engine = False
         try:
-            sequence = await self._prepare(replaced(request, id=submitted.number))
+            sequence = await self._prepare(replace_fields(request, id=submitted.number))
             if submitted.cancelled:
                 yield GenerationEvent(request_id=request.id, finish_reason=FinishReason.CANCELLED)
                 return

@@ -397,19 +397,19 @@ async def _until_lost(endpoint: Endpoint) -> str:
         await asyncio.Event().wait()
         raise AssertionError from None
     except OSError as error:
-        return _gone(endpoint, error)
+        return _loss_message(endpoint, error)
     try:
         connection: socket.socket = writer.get_extra_info("socket")
         end_when_silent(connection)
         await reader.read(1)  # it never sends anything
         return f"lost the RPC worker at {endpoint} (it closed the connection)"
     except OSError as error:
-        return _gone(endpoint, error)
+        return _loss_message(endpoint, error)
     finally:
         writer.close()
         with contextlib.suppress(OSError):
             await writer.wait_closed()
 
 
-def _gone(endpoint: Endpoint, error: OSError) -> str:
+def _loss_message(endpoint: Endpoint, error: OSError) -> str:
     return f"lost the RPC worker at {endpoint} ({error.strerror or error})"

@@ -47,7 +47,7 @@ from cppbatch.cluster.link import (
     Updated,
     WorkerLink,
     WorkerSetup,
-    refused,
+    refusal,
 )
 from cppbatch.cluster.worker.threads import InputThreads, StepLoop
 from cppbatch.config import EngineConfig
@@ -140,9 +140,9 @@ class Worker:
         thread = self._thread_numbers.current()
         self._status.set_preparing(thread, int(request_id))
         try:
-            command = self._prepared(message, thread)
+            command = self._prepare_command(message, thread)
         except InvalidRequest as error:
-            answer = refused(request_id, error)
+            answer = refusal(request_id, error)
             self._step_loop.post(lambda engine: self._answer(request_id, answer))
         except RequestCancelled:
             self._step_loop.post(lambda engine: self._answer(request_id, _cancelled_event(request_id)))
@@ -157,7 +157,7 @@ class Worker:
         finally:
             self._status.set_preparing(thread, -1)
 
-    def _prepared(self, message: Submit | Question, thread: int) -> Callable[[EngineCore], None]:
+    def _prepare_command(self, message: Submit | Question, thread: int) -> Callable[[EngineCore], None]:
         """Prepares a request and returns the command that adds or answers it between two steps.
 
         Raises `InvalidRequest` and `RequestCancelled`.
@@ -199,7 +199,7 @@ class Worker:
             try:
                 prefix = slots.take(message.slot)
             except InvalidRequest as error:
-                self._answer(request_id, refused(request_id, error))
+                self._answer(request_id, refusal(request_id, error))
             else:
                 self._input_threads.for_files().submit(write, prefix)
 
@@ -207,7 +207,7 @@ class Worker:
             try:
                 report = slots.write(path, prefix)
             except InvalidRequest as error:
-                answer = refused(request_id, error)
+                answer = refusal(request_id, error)
                 self._step_loop.post(lambda engine: self._answer(request_id, answer))
             except Exception:
                 _crash(self._link, "failed to save a slot")
@@ -222,7 +222,7 @@ class Worker:
         try:
             answer: FromWorker = SlotDone(request_id, change())
         except InvalidRequest as error:
-            answer = refused(request_id, error)
+            answer = refusal(request_id, error)
         self._answer(request_id, answer)
 
     def _answer_update(self, message: Update, engine: EngineCore) -> None:
@@ -230,7 +230,7 @@ class Worker:
             found = engine.update(message.request_id, message.tokens)
             answer: FromWorker = Updated(message.id, found)
         except InvalidRequest as error:
-            answer = refused(message.id, error)
+            answer = refusal(message.id, error)
         self._answer(message.id, answer)
 
     def _add(self, engine: EngineCore, request_id: str, sequence: Seq) -> None:
@@ -256,7 +256,7 @@ def _failed(message: Submit | Question, error: Exception) -> FromWorker:
     why = f"it could not be prepared: {type(error).__name__}: {error}"
     if isinstance(message, Submit):
         return Events([GenerationEvent(request_id=message.id, finish_reason=FinishReason.ERROR, error=why)])
-    return refused(message.id, InvalidRequest("request", why))
+    return refusal(message.id, InvalidRequest("request", why))
 
 
 def _cancelled_event(request_id: str) -> Events:

@@ -28,7 +28,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from cppbatch.config import named
+from cppbatch.config import setting_name
 from cppbatch.engine.disk.slots import (
     AdapterDigests,
     Footer,
@@ -67,16 +67,19 @@ class PrefixFolder:
         self.folder = folder
         self.max_bytes = max_bytes
         if sys.platform == "win32":
-            raise ConfigError(f"{named('prefix_cache_disk')} requires POSIX file locks, which Windows does not support")
+            raise ConfigError(
+                f"{setting_name('prefix_cache_disk')} requires POSIX file locks, which Windows does not support"
+            )
         try:
-            with self._locked():
+            with self._lock_folder():
                 self._remove_leftovers()
                 handle, path = tempfile.mkstemp(prefix=_PART_PREFIX, suffix=_PART_SUFFIX, dir=folder)
                 os.close(handle)
                 os.unlink(path)
         except OSError as error:
             raise ConfigError(
-                f"{named('prefix_cache_disk')}: {folder} is not writable ({error.strerror}); choose another folder"
+                f"{setting_name('prefix_cache_disk')}: {folder} is not writable ({error.strerror}); choose another "
+                "folder"
             ) from error
 
     # --- existing files -----------------------------------------------------------------------------------------
@@ -132,7 +135,7 @@ class PrefixFolder:
         n_bytes = sum(part.nbytes for part in parts)
         if n_bytes > self.max_bytes:
             return 0
-        with self._locked():
+        with self._lock_folder():
             self._remove_leftovers()
             self._make_room(n_bytes)
             handle, temporary = tempfile.mkstemp(prefix=_PART_PREFIX, suffix=_PART_SUFFIX, dir=self.folder)
@@ -188,7 +191,7 @@ class PrefixFolder:
                     os.close(handle)
 
     @contextlib.contextmanager
-    def _locked(self) -> Iterator[None]:
+    def _lock_folder(self) -> Iterator[None]:
         self.folder.mkdir(mode=_PRIVATE_FOLDER, parents=True, exist_ok=True)
         handle = os.open(self.folder / _LOCK, os.O_RDWR | os.O_CREAT, _PRIVATE_FILE)
         try:

@@ -135,11 +135,11 @@ def with_min_rows(
             parts[-1].append(row)
         else:
             parts.append([row])
-    batch = [_padded(part, padded_size(len(part), min_rows) // len(part) - part[0][1]) for part in parts]
+    batch = [_pad(part, padded_size(len(part), min_rows) // len(part) - part[0][1]) for part in parts]
     for sequence, n in prefill:
         last = n % ubatch_tokens  # tokens of its last ubatch; 0: all
         n_more = min_rows - 1 if n == sequence.n_pending else min_rows - last if last else 0
-        batch.append(_padded([(sequence, n)], n_more))
+        batch.append(_pad([(sequence, n)], n_more))
     batch.sort(key=lambda part: _seq_id(part[0]), reverse=True)
     return [entry for part in batch for entry in part]
 
@@ -155,7 +155,7 @@ def tokens_before_padding(n: int, *, ubatch_tokens: int, min_rows: int) -> int:
     return n - max(0, last + min_rows - 1 - ubatch_tokens)
 
 
-def _padded(part: list[BatchEntry], n_more: int) -> list[BatchEntry]:
+def _pad(part: list[BatchEntry], n_more: int) -> list[BatchEntry]:
     """The entries, each followed by `n_more` padding rows."""
     padded: list[BatchEntry] = []
     for sequence, n in part:

@@ -27,7 +27,7 @@ def check_invariants(
     memory: Memory, n_used: int, running: Running, cache: PrefixCache, free_ids: Sequence[int]
 ) -> None:
     """Raises `AssertionError` if an invariant of cells or seq_ids is violated (docs/architecture.md)."""
-    held = _held(running, cache)
+    held = _holders(running, cache)
     require(sorted([*held, *free_ids]) == list(range(memory.n_seq_ids)), "a seq_id is lost or held twice")
     require(
         all(seq_id < memory.n_seq_max for seq_id in running), "a sequence runs with a seq_id that no batch may contain"
@@ -66,5 +66,5 @@ def require(condition: bool, message: str) -> None:
         raise AssertionError(message)
 
 
-def _held(running: Running, cache: PrefixCache) -> dict[int, Seq | CachedPrefix]:
+def _holders(running: Running, cache: PrefixCache) -> dict[int, Seq | CachedPrefix]:
     return {**running, **{prefix.seq_id: prefix for prefix in cache.in_cells}}

@@ -34,7 +34,7 @@ class LayoutPolicy:
     - To unified, immediately, if a sequence outgrows its stream: requests that fit into unified are never refused or
       cut short.
     - To unified, if the running sequences share a prefix so long that reading each copy of it costs more than iterating
-      over the cells of others (`repeated_for_each_foreign`).
+      over the cells of others (`layout_cost_ratio`).
     - To per-sequence, if they share little, and no sequence has been long for a while.
 
     The last two wait after a switch, in proportion to its duration, so that switching takes little of the time. If the
@@ -51,7 +51,7 @@ class LayoutPolicy:
         self._looked_at = self._switched_at = self._long_at = -math.inf
         self._wait_s = _MIN_WAIT_S
 
-    def wanted(
+    def choose_switch(
         self, now: float, layout: KvLayout, running: Sequence[Seq], waiting: Sequence[Seq], blocked: Seq | None
     ) -> LayoutSwitch | None:
         """The switch to make now. `layout`: the current one. `blocked`: the next waiting sequence, if it does not fit
@@ -65,7 +65,7 @@ class LayoutPolicy:
             return None
         self._looked_at = now
         if running and self._n_cached is not None:
-            self._shared += _WEIGHT * (min(1.0, repeated_for_each_foreign(running, self._n_cached)) - self._shared)
+            self._shared += _WEIGHT * (min(1.0, layout_cost_ratio(running, self._n_cached)) - self._shared)
         if not self._have_room(running):
             self._long_at = now
         if now - self._switched_at < self._wait_s:
@@ -90,7 +90,7 @@ class LayoutPolicy:
         return all(sequence.n_tokens <= _ROOM * self._stream_cells for sequence in sequences)
 
 
-def repeated_for_each_foreign(sequences: Sequence[Seq], n_cached: int) -> float:
+def layout_cost_ratio(sequences: Sequence[Seq], n_cached: int) -> float:
     """Compares the costs of these sequences, each with a decode row, in the per-sequence and unified layouts.
 
     Per-sequence, rows read repeated cells: those of prefixes that unified holds once. Unified, each row iterates over

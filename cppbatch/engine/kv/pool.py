@@ -353,7 +353,7 @@ class KVPool:
     def move_to(self, seq_id: int, sequence: Seq) -> None:
         """Moves a running sequence to this seq_id, which is empty or only holds a cached prefix. On a GPU, the next
         decode first copies its cells, and can compute it."""
-        if cached := self._cached_at(seq_id):
+        if cached := self._prefix_at(seq_id):
             self._move_out(cached)
         self._free_ids.remove(seq_id)
         heapify(self._free_ids)
@@ -370,11 +370,11 @@ class KVPool:
     def move_s(self, seq_id: int, sequence: Seq) -> float:
         """The estimated seconds of `move_to`: saving the prefix cached there, and saving and restoring the sequence's
         state, except on a GPU. 0 before any measurement."""
-        cached = self._cached_at(seq_id)
+        cached = self._prefix_at(seq_id)
         save_s = self._save_cost.save_s(cached.n_computed) if cached else 0.0
         return save_s if self._on_gpu else save_s + self._save_cost.round_trip_s(sequence.n_computed)
 
-    def _cached_at(self, seq_id: int) -> CachedPrefix | None:
+    def _prefix_at(self, seq_id: int) -> CachedPrefix | None:
         return next((cached for cached in self.cache.in_cells if cached.seq_id == seq_id), None)
 
     def move_all_out(self) -> None:

@@ -54,7 +54,7 @@ def _require_decoders(kind: Modality) -> None:
     try:
         check_decoders(kind)
     except ConfigError as error:
-        raise _refused(f"contains {kind} data, but {error}") from error
+        raise _refusal(f"contains {kind} data, but {error}") from error
 
 
 def decode_image(data: bytes) -> npt.NDArray[np.uint8]:
@@ -77,9 +77,9 @@ def decode_image(data: bytes) -> npt.NDArray[np.uint8]:
     except InvalidRequest:
         raise
     except UnidentifiedImageError:
-        raise _refused(f"contains an image that is not a {', '.join(_IMAGE_FORMATS)} file") from None
+        raise _refusal(f"contains an image that is not a {', '.join(_IMAGE_FORMATS)} file") from None
     except Exception as error:  # damaged files raise almost any exception
-        raise _refused(f"contains an image that cannot be decoded: {_said(error)}") from error
+        raise _refusal(f"contains an image that cannot be decoded: {_format_error(error)}") from error
 
 
 class _TimedFile(io.BytesIO):
@@ -91,7 +91,7 @@ class _TimedFile(io.BytesIO):
 
     def read(self, size: int | None = -1, /) -> bytes:
         if thread_time() > self._end:
-            raise _refused(
+            raise _refusal(
                 f"contains an image that takes more than {MAX_DECODE_S:g} seconds to decode; send a smaller image"
             )
         return super().read(size)
@@ -99,9 +99,9 @@ class _TimedFile(io.BytesIO):
 
 def _check_size(width: int, height: int) -> None:
     if width * height > MAX_PIXELS:
-        raise _refused(f"contains an image of {width} x {height} pixels; the limit is {MAX_PIXELS:,} pixels")
+        raise _refusal(f"contains an image of {width} x {height} pixels; the limit is {MAX_PIXELS:,} pixels")
     if not width or not height or max(width, height) > MAX_ASPECT * min(width, height):
-        raise _refused(
+        raise _refusal(
             f"contains an image of {width} x {height} pixels; the aspect ratio must not exceed {MAX_ASPECT}:1"
         )
 
@@ -146,16 +146,16 @@ def decode_audio(data: bytes, sample_rate: int) -> npt.NDArray[np.float32]:
 
     try:
         with soundfile.SoundFile(io.BytesIO(data)) as file:
-            return _resampled(file, sample_rate)
+            return _resample(file, sample_rate)
     except InvalidRequest:
         raise
     except soundfile.LibsndfileError as error:  # its text contains the address of the file object
         raise _undecodable_sound(error.error_string) from error
     except Exception as error:  # almost anything for a damaged file
-        raise _undecodable_sound(_said(error)) from error
+        raise _undecodable_sound(_format_error(error)) from error
 
 
-def _resampled(file: Any, sample_rate: int) -> npt.NDArray[np.float32]:
+def _resample(file: Any, sample_rate: int) -> npt.NDArray[np.float32]:
     """All samples, float32[n] at `sample_rate`. Read in blocks: at the file's rate they may take 50 times the
     memory."""
     import soxr
@@ -174,41 +174,41 @@ def _blocks(file: Any, sample_rate: int) -> Iterator[npt.NDArray[np.float32]]:
     """The means of the channels, float32[n] each: blocks that are small before and after resampling."""
     rate, channels, frames = file.samplerate, file.channels, file.frames
     if file.format not in _SOUNDS:
-        raise _refused(f"contains audio in the format {file.format}; it must be WAV, MP3 or FLAC")
+        raise _refusal(f"contains audio in the format {file.format}; it must be WAV, MP3 or FLAC")
     if not 0 < rate <= _MAX_SAMPLE_RATE or not 0 < channels <= _MAX_CHANNELS:
-        raise _refused(
+        raise _refusal(
             f"contains audio with {channels} channels and {rate} samples per second; the limits are {_MAX_CHANNELS} "
             f"channels and {_MAX_SAMPLE_RATE:,} samples per second"
         )
     most = min(MAX_SOUND_S * rate, MAX_SAMPLES // channels)
     limit = f"the limit is {most / rate:,.0f} seconds with {rate:,} samples per second and {channels} channels"
     if most < frames < 2**62:
-        raise _refused(f"contains audio of {frames / rate:,.0f} seconds; {limit}")
+        raise _refusal(f"contains audio of {frames / rate:,.0f} seconds; {limit}")
     n, end = 0, thread_time() + MAX_DECODE_S
     size = max(1, min(_BLOCK_SAMPLES // channels, _BLOCK_SAMPLES * rate // sample_rate))
     while len(block := file.read(size, dtype="float32", always_2d=True)):
         n += len(block)
         if n > most:  # contrary to the header
-            raise _refused(f"contains audio that is longer than its header states; {limit}")
+            raise _refusal(f"contains audio that is longer than its header states; {limit}")
         if thread_time() > end:
-            raise _refused(
+            raise _refusal(
                 f"contains audio that takes more than {MAX_DECODE_S:g} seconds to decode; send a shorter recording"
             )
         mixed = block.mean(axis=1)
         if not np.isfinite(mixed).all():
-            raise _refused("contains audio with samples that are not finite numbers")
+            raise _refusal("contains audio with samples that are not finite numbers")
         yield mixed
     if n < _LEAST_SOUND_S * rate:
-        raise _refused(f"contains audio of {n / rate:g} seconds; the minimum is {_LEAST_SOUND_S:g}")
+        raise _refusal(f"contains audio of {n / rate:g} seconds; the minimum is {_LEAST_SOUND_S:g}")
 
 
 def _undecodable_sound(reason: str) -> InvalidRequest:
-    return _refused(f"contains audio that cannot be decoded: {reason.rstrip('.')} (it must be WAV, MP3 or FLAC)")
+    return _refusal(f"contains audio that cannot be decoded: {reason.rstrip('.')} (it must be WAV, MP3 or FLAC)")
 
 
-def _refused(message: str) -> InvalidRequest:
+def _refusal(message: str) -> InvalidRequest:
     return InvalidRequest("prompt", message)
 
 
-def _said(error: Exception) -> str:
+def _format_error(error: Exception) -> str:
     return (str(error) or type(error).__name__).rstrip(".").partition("\n")[0][:200]

@@ -117,7 +117,7 @@ class MediaInput:
         self.seconds = 0.0
         """Time in the encoder."""
 
-    def encoded(
+    def encode(
         self, medium: Media, check: Callable[[int], object], cancelled: IsCancelled, *, salt: str = ""
     ) -> EncodedMedium:
         """An image or audio clip as tokens and vectors. `check` is called with the number of tokens before they are
@@ -134,7 +134,7 @@ class MediaInput:
             return found
         chunks = self._split(medium, cancelled)
         check(sum(chunk.n_tokens for chunk in chunks))
-        with _held(self._encoding, cancelled):
+        with _acquire(self._encoding, cancelled):
             if found := self._find(key):
                 return found
             began = perf_counter()
@@ -160,12 +160,12 @@ class MediaInput:
             return sum(medium.n_bytes for medium in self._alive.values()) - self._kept_bytes
 
     def n_tokens(self, medium: Media, cancelled: IsCancelled) -> int:
-        """The number of its tokens, without encoding it. Raises as `encoded`."""
+        """The number of its tokens, without encoding it. Raises as `encode`."""
         return sum(chunk.n_tokens for chunk in self._split(medium, cancelled))
 
     def _split(self, medium: Media, cancelled: IsCancelled) -> Sequence[Chunk]:
         encoder = self.encoder
-        with _held(self._decoding, cancelled):
+        with _acquire(self._decoding, cancelled):
             try:
                 if medium.kind == "image":
                     return encoder.split_image(decode_image(medium.data))
@@ -208,7 +208,7 @@ class MediaInput:
 
 
 @contextmanager
-def _held(lock: threading.Lock, cancelled: IsCancelled) -> Iterator[None]:
+def _acquire(lock: threading.Lock, cancelled: IsCancelled) -> Iterator[None]:
     while not lock.acquire(timeout=_LOOK_S):
         if cancelled():
             raise RequestCancelled("cancelled while waiting for another image or audio clip")

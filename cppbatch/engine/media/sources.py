@@ -66,7 +66,7 @@ def refuse_unreadable(source: MediaSource, info: ModelInfo) -> None:
     raise InvalidRequest(source.field, message)
 
 
-def decoded(source: MediaSource) -> Media:
+def decode_media(source: MediaSource) -> Media:
     """The bytes of a data URL or of plain base64. Raises `InvalidRequest`."""
     if is_remote(source):
         message = f"is {source.url!r:.80}; it must be a data URL such as data:image/png;base64,..., or a file path"
@@ -77,12 +77,12 @@ def decoded(source: MediaSource) -> Media:
         if not comma or not head.lower().endswith(";base64"):
             message = f"is {head!r:.60}; a data URL must have the form data:image/png;base64,..."
             raise InvalidRequest(source.field, message)
-    return checked(source, _from_base64(source.field, text))
+    return check_media(source, _from_base64(source.field, text))
 
 
 def source_of_data(field: str, text: str) -> MediaSource:
     """A source for base64 that may be an image or audio, determined from the first bytes. Unknown formats count as
-    images, which `decoded` refuses."""
+    images, which `decode_media` refuses."""
     head = text[: 1 << 16]
     if head[:5].lower() == "data:":
         head = head.partition(",")[2]
@@ -92,7 +92,7 @@ def source_of_data(field: str, text: str) -> MediaSource:
     return MediaSource("image", field, text)
 
 
-def checked(source: MediaSource, data: bytes) -> Media:
+def check_media(source: MediaSource, data: bytes) -> Media:
     """The bytes as an image or audio. Raises `InvalidRequest` if they are not in a supported format, regardless of
     headers and file names."""
     found = _format_of(data)
@@ -117,7 +117,7 @@ def file_part(kind: MediaKind, data: bytes) -> Json:
 
 def local_media(messages: list[Json]) -> list[Json]:
     """A conversation with its data decoded. Raises `InvalidRequest`, also for remote URLs."""
-    return with_media(messages, [decoded(source) for source in media_of(messages)])
+    return with_media(messages, [decode_media(source) for source in media_of(messages)])
 
 
 def with_files(messages: Sequence[Mapping[str, object]]) -> list[Mapping[str, object]]:

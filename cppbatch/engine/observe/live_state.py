@@ -142,21 +142,21 @@ def live_engine(parts: EngineParts) -> LiveEngine:
     """The state between two steps. Its time depends on the running sequences, segments, and shown queue entries."""
     now, scheduler = perf_counter(), parts.scheduler
     first = scheduler.waiting[:MAX_QUEUE]
-    queue = [_shown(sequence, now) for sequence in first if sequence.status is not SeqStatus.SWAPPED]
-    swapped = [_shown(sequence, now) for sequence in first if sequence.status is SeqStatus.SWAPPED]
+    queue = [_live_sequence(sequence, now) for sequence in first if sequence.status is not SeqStatus.SWAPPED]
+    swapped = [_live_sequence(sequence, now) for sequence in first if sequence.status is SeqStatus.SWAPPED]
     return LiveEngine(
         clock=now,
         n_parallel=scheduler.n_parallel,
         counters=LiveCounters(**parts.read(LiveCounters.__struct_fields__)),
         of_ideal=None if (of_ideal := parts.metrics.of_ideal()) is None else round(of_ideal, 3),
-        rows=[*(_shown(sequence, now) for sequence in scheduler.running), *swapped],
+        rows=[*(_live_sequence(sequence, now) for sequence in scheduler.running), *swapped],
         waiting=len(scheduler.waiting) - len(swapped),
         queue=queue,
         cells=live_cells(parts.kv),
     )
 
 
-def _shown(sequence: Seq, now: float) -> LiveSequence:
+def _live_sequence(sequence: Seq, now: float) -> LiveSequence:
     request, age = sequence.request, now - sequence.arrived_at
     return LiveSequence(
         number=sequence.rank[1],

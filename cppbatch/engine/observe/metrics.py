@@ -12,7 +12,7 @@ import msgspec
 from cppbatch.engine.ideal import BareCosts, StepWork, TimeSplit
 from cppbatch.engine.media.input import MediaInput
 from cppbatch.engine.observe.trace import Trace
-from cppbatch.engine.observe.windows import ROWS, SECONDS, SPAN, Bins, Histogram, Window, merged, percentile
+from cppbatch.engine.observe.windows import ROWS, SECONDS, SPAN, Bins, Histogram, Window, merge_histograms, percentile
 from cppbatch.statistic import counter, gauge, histogram, statistics_of, value
 
 if TYPE_CHECKING:
@@ -346,7 +346,7 @@ def _mean(total: int, n: int) -> float:
 
 def _sum(values: list[Any]) -> Any:
     if isinstance(values[0], Histogram):
-        return merged(values)
+        return merge_histograms(values)
     if isinstance(values[0], str):
         return ", ".join(sorted(set(values)))
     if isinstance(values[0], dict):

@@ -16,7 +16,7 @@ from typing import Any, BinaryIO
 
 import msgspec
 
-from cppbatch.config import named
+from cppbatch.config import setting_name
 from cppbatch.engine.sequence import Seq, SeqStatus
 from cppbatch.errors import ConfigError
 
@@ -114,6 +114,6 @@ def _new_file(path: Path) -> BinaryIO:
             continue
         except OSError as error:
             raise ConfigError(
-                f"{named('trace')}: {name} cannot be written: {error.strerror}. Choose another file"
+                f"{setting_name('trace')}: {name} cannot be written: {error.strerror}. Choose another file"
             ) from error
     raise AssertionError

@@ -92,7 +92,7 @@ class Bins:
         return Histogram(bounds=list(self._bounds), counts=list(self._counts), sum=self._sum)
 
 
-def merged(histograms: list[Histogram]) -> Histogram:
+def merge_histograms(histograms: list[Histogram]) -> Histogram:
     """The sum of histograms, which must have the same bounds."""
     counts = zip(*(each.counts for each in histograms), strict=True)
     return Histogram(

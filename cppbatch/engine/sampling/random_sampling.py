@@ -56,7 +56,7 @@ def random_sample(logits: Floats, filters: Sequence[Filters], keys: UInt64, ids:
     wide = [row for row, columns in candidates.items() if len(columns) > _MAX_BATCHED_CANDIDATES]
     filtered = [row for row in wide if filters[row].top_k or filters[row].top_p < 1]
     for rows in ([batched] if batched else []) + [[row] for row in filtered]:
-        columns, values = _padded(logits, [(row, candidates[row]) for row in rows])
+        columns, values = _pad_candidates(logits, [(row, candidates[row]) for row in rows])
         tokens = columns if ids is None else np.take_along_axis(ids[rows], columns, 1)
         scores = _filter(values, settings[rows], masses[rows]) + gumbel_noise(keys[rows], tokens)
         sampled[rows] = columns[np.arange(len(rows)), scores.argmax(axis=1)]
@@ -76,7 +76,7 @@ def _sample_all_columns(logits: Floats, settings: Doubles, keys: UInt64, ids: Id
     return np.where(is_possible, columns[np.arange(len(columns)), scores.argmax(axis=1)], NO_TOKEN)
 
 
-def filtered_logits(row: Floats, filters: Filters) -> tuple[Ids, Doubles]:
+def filter_logits(row: Floats, filters: Filters) -> tuple[Ids, Doubles]:
     """The columns of float32[n_vocab] that pass the filters, and their logits after temperature, up to a constant.
 
     The row must have a finite maximum. These are the logits that `random_sample` draws from.
@@ -129,7 +129,7 @@ def _floor(row: Floats, maximum: float, bound: float, filters: Filters) -> tuple
     return min_p_floor, mass
 
 
-def _padded(logits: Floats, candidates: list[tuple[int, Ids]]) -> tuple[Ids, Doubles]:
+def _pad_candidates(logits: Floats, candidates: list[tuple[int, Ids]]) -> tuple[Ids, Doubles]:
     """Columns and logits of the rows' candidates, padded with -inf to the longest."""
     width = max(len(own) for _, own in candidates)
     columns = np.zeros((len(candidates), width), np.int64)

@@ -16,7 +16,7 @@ from cppbatch.engine.sampling.chain_sampling import (
     apply_penalties,
     run_logits_processors,
 )
-from cppbatch.engine.sampling.random_sampling import NO_TOKEN, UInt64, filtered_logits, random_bits, random_sample
+from cppbatch.engine.sampling.random_sampling import NO_TOKEN, UInt64, filter_logits, random_bits, random_sample
 from cppbatch.engine.sampling.sampling_plan import SamplingType
 from cppbatch.engine.sampling.structured_output import GrammarMasks
 from cppbatch.engine.sampling.token_logprobs import (
@@ -219,7 +219,7 @@ def _post_sampling_logprobs(sequence: Seq, row: Row, token: int) -> PostSampling
     if sequence.params.is_greedy:
         return PostSamplingLogprobs(np.array([token]), np.zeros(1), n_top)
     if sequence.sampling.sampling_type is SamplingType.RANDOM:
-        return PostSamplingLogprobs(*filtered_logits(row, sequence.sampling.filters), n_top)
+        return PostSamplingLogprobs(*filter_logits(row, sequence.sampling.filters), n_top)
     assert sequence.sampler
     assert sequence.sampler.left
     return PostSamplingLogprobs(*sequence.sampler.left, n_top)

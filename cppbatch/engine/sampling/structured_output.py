@@ -21,7 +21,7 @@ from cppbatch.chat.lark_grammar import LazyGrammar
 from cppbatch.config import available_threads
 from cppbatch.engine.params import SamplingParams
 from cppbatch.errors import EngineClosed, InvalidRequest
-from cppbatch.json_schema import closed_objects, has_finite_instance
+from cppbatch.json_schema import close_objects, has_finite_instance
 
 if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher
@@ -95,7 +95,7 @@ class GrammarCompiler:
                 schema = json.loads(text)
                 if not has_finite_instance(schema):
                     return "no finite JSON satisfies this schema: it is infinitely recursive"
-                text = json.dumps(closed_objects(schema), ensure_ascii=False)
+                text = json.dumps(close_objects(schema), ensure_ascii=False)
             definition = self._checker.definition(field, text)
         except RecursionError:
             return "is nested too deeply"
@@ -200,7 +200,7 @@ class Constraint:
         """Whether the text is complete and no token may follow."""
         return bool(self.is_active and self.matcher.is_stopped() and self.matcher.is_accepting())
 
-    def forced(self) -> list[int]:
+    def forced_tokens(self) -> list[int]:
         """The next tokens, as long as the grammar allows only one: they need no logits. Empty if none is forced."""
         return list(self.matcher.compute_ff_tokens()) if self._allow_forced and self.is_active else []
 

@@ -61,7 +61,7 @@ class IndexedText:
             short = short * _BASE + token + 1
         return long & _MASK, short & _MASK
 
-    def rolled(self, hashes: Hashes, n: int) -> Hashes:
+    def roll(self, hashes: Hashes, n: int) -> Hashes:
         """The hashes before position `n + 1`, from those before position `n`."""
         view, (long, short) = self.view, hashes
         token = view[n] + 1

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import msgspec
 
-from cppbatch.config import DRAFT_MODELS, EngineConfig, Speculation, available_threads, named
+from cppbatch.config import DRAFT_MODELS, EngineConfig, Speculation, available_threads, setting_name
 from cppbatch.engine.compute_threads import ComputeThreads
 from cppbatch.engine.kv.layout import choose_flash_attn
 from cppbatch.engine.speculation.chain_proposer import ChainProposer
@@ -130,7 +130,7 @@ def uses_head(config: EngineConfig) -> bool:
         return False
     reason = _why_not(Path(config.model_path))
     if reason and config.spec == "mtp":
-        raise ModelError(f"{named('spec')} is 'mtp', but {reason}; leave it out")
+        raise ModelError(f"{setting_name('spec')} is 'mtp', but {reason}; leave it out")
     if reason and "has no draft head" not in reason:
         log.info("the draft head is not used: %s", reason)
     return reason is None
@@ -202,14 +202,14 @@ def choose_row_draft(config: EngineConfig) -> tuple[DraftFile | None, bool]:
         found = f"{'an' if kind == 'eagle3' else 'a'} {NAMES[kind]} draft model" if kind else "another kind of model"
         fitting = next((name for name, of_kind in SPECS.items() if of_kind == kind), "draft")
         raise ModelError(
-            f"{named('spec')} is '{spec}', but {path.name} is {found}; set it to '{fitting}', or use another file "
-            f"({named('draft_model')})"
+            f"{setting_name('spec')} is '{spec}', but {path.name} is {found}; set it to '{fitting}', or use another "
+            f"file ({setting_name('draft_model')})"
         )
     if kind is None:
         return None, False
     if reason := why_no_heads() if kind == ASSISTANT else why_no_layer_rows():
         if spec in SPECS:
-            raise ModelError(f"{named('spec')} is '{spec}', but {reason}; leave it out")
+            raise ModelError(f"{setting_name('spec')} is '{spec}', but {reason}; leave it out")
         log.info("%s is not used: %s", path.name, reason)
         return None, True
     file = read_draft_file(path, Path(config.model_path))
@@ -218,7 +218,7 @@ def choose_row_draft(config: EngineConfig) -> tuple[DraftFile | None, bool]:
     if file.shares and on_gpu and (config.rpc or not backend.offloads(config.draft_gpu_layers)):
         raise ModelError(
             f"{path.name} shares embeddings or the output matrix with the model, which are on different devices; leave "
-            f"{named('rpc')} out, and set {named('draft_gpu_layers')} to -1"
+            f"{setting_name('rpc')} out, and set {setting_name('draft_gpu_layers')} to -1"
         )
     return file, False
 

@@ -183,7 +183,7 @@ class Speculator:
             rows, groups, cost, limits, draft_max=self._draft_max, trust=self._trust, accepted_s=self._accepted_s
         )
         asked_s = self._ask_model(self._model, step, drafts, most) if self._model else 0.0
-        plan, rate = step.best([_accepted(draft) for draft in drafts])
+        plan, rate = step.best([_acceptance(draft) for draft in drafts])
         self._drafts_tried.step(step.seconds)
         if plan is None:
             self._since_plain = 0
@@ -233,7 +233,7 @@ class Speculator:
         """Gets drafts from the draft model if its typical ones are worth their time. Returns their expected seconds;
         0: the model is not asked, or its time is not known."""
         model.token_s = 1 / step.rate_without
-        before = [_accepted(draft) for draft in drafts]
+        before = [_acceptance(draft) for draft in drafts]
         usual = [self._usual.get(sequence, self._usual_of_all) for sequence in step.rows]
         served = [n if n and model.serves(sequence) else 0 for sequence, n in zip(step.rows, most, strict=True)]
         guesses, n_guessed = _of_usual(usual, served)
@@ -270,7 +270,7 @@ class Speculator:
             n_asked = sum(n > 0 for n in asked)
             if not n_asked:
                 return 0.0
-        with self._looks.paused() if self._looks else nullcontext():
+        with self._looks.pause() if self._looks else nullcontext():
             made = model.propose(step.rows, asked)
         for sequence, draft, n in zip(step.rows, made, asked, strict=True):
             if n and (draft or not model.read_seconds(sequence)):
@@ -357,7 +357,7 @@ class _Looks:
         return self._n_vain < _VAIN or self._left_s >= self._usual_s
 
     @contextmanager
-    def paused(self) -> Iterator[None]:
+    def pause(self) -> Iterator[None]:
         """A draft model computes: its time is limited by `_Tries`."""
         began = self._clock()
         yield
@@ -478,7 +478,7 @@ class _Step:
         return values
 
     def best(self, drafts: Sequence[Probabilities], draft_s: Callable[[int], float] = _no_time) -> Choice:
-        """The best plan for these drafts, given as the acceptance probabilities of their tokens (`_accepted`).
+        """The best plan for these drafts, given as the acceptance probabilities of their tokens (`_acceptance`).
         `draft_s`: the seconds that drafts of this length take before the step."""
         longest = max(map(len, drafts))
         if not longest:
@@ -552,7 +552,7 @@ class _Step:
         return (len(self.rows) + value) / (seconds + self._accepted_s * value)
 
 
-def _accepted(draft: Draft | None) -> Probabilities:
+def _acceptance(draft: Draft | None) -> Probabilities:
     """The probability that each token of the draft is accepted; their sum is the number of tokens to expect."""
     return _NO_DRAFT if draft is None else np.minimum(draft.probabilities, _ALMOST_CERTAIN).cumprod()
 
@@ -596,7 +596,7 @@ def _of_text(proposer: Proposer, rows: Sequence[Seq], most: Sequence[int]) -> li
 def _take_better(drafts: list[Draft | None], others: Sequence[Draft | None]) -> None:
     """Replaces drafts by those with more expected accepted tokens."""
     for i, other in enumerate(others):
-        if other and (drafts[i] is None or _accepted(other).sum() > _accepted(drafts[i]).sum()):
+        if other and (drafts[i] is None or _acceptance(other).sum() > _acceptance(drafts[i]).sum()):
             drafts[i] = other
 
 

@@ -240,7 +240,7 @@ class SuffixProposer:
             own.append(text, hashes)
             if shared is not None:
                 all_texts.append(shared, hashes)
-            hashes = text.rolled(hashes, p)
+            hashes = text.roll(hashes, p)
         state.hashes, state.match = hashes, match
         # A match of 3 tokens was the best of the latest ones; with 8 the search is sharper.
         if match is None or match.position >= match.text.n or match.length == ORDERS[0]:
@@ -254,12 +254,12 @@ class SuffixProposer:
             if best is None or odds > best_odds:
                 best, best_odds = match, odds
         if best is None and state.lost is not None:
-            best = self._continued(state, state.lost)
+            best = self._resume_match(state, state.lost)
         state.match = best
         if best is not None and best.text in self._finished:  # a lost match's text may have been dropped
             self._finished[best.text] = self._finished.pop(best.text)  # used last
 
-    def _continued(self, state: _State, lost: _Match) -> _Match | None:
+    def _resume_match(self, state: _State, lost: _Match) -> _Match | None:
         """The long match that ended shortly before, if it continues after a change of a few tokens."""
         text, other = state.own_text, lost.text
         n = text.n

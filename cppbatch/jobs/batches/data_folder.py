@@ -57,7 +57,7 @@ class DataFolder:
         self._thread = ThreadPoolExecutor(1, "cppbatch-store")  # commits wait for the disk
         self._incoming, self._files, self._batches = (folder / name for name in _SUBFOLDERS)
         with _storage_errors(self.folder):
-            self._clean_up(store.known_contents())
+            self._clean_up(store.read_contents())
         self.open_batches = store.open_batches()
         """The batches that had not ended when the folder was opened."""
 

@@ -84,7 +84,7 @@ class BatchStore:
         """Closes the file, so that another process can open it."""
         self._db.close()
 
-    def known_contents(self) -> KnownContents:
+    def read_contents(self) -> KnownContents:
         """Reads all rows. Raises `StorageError` if one is damaged."""
         try:
             files = {

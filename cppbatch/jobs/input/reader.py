@@ -146,7 +146,7 @@ def parse_json_line(number: int, line: bytes, builder: RequestBuilder) -> JobReq
     content_hash = hash64(line)
     custom_id: str | None = None
     try:
-        record = _decoded(line)
+        record = _decode_record(line)
         is_plain = builder.has_template or ("body" not in record and "url" not in record)
         if builder.only_prompts and not is_plain:
             message = "is a request in OpenAI's format, and its result cannot be a table row: use a .jsonl output"
@@ -166,7 +166,7 @@ def parse_json_line(number: int, line: bytes, builder: RequestBuilder) -> JobReq
     )
 
 
-def _decoded(line: bytes) -> Json:
+def _decode_record(line: bytes) -> Json:
     if too_much := excess(line):
         raise LineError("invalid_json", too_much)
     try:

@@ -91,7 +91,7 @@ class EngineReplica(ReplicaEngine):
         while True:
             await asyncio.sleep(_LEASE_PERIOD_S)
             try:
-                expired = await asyncio.to_thread(watch.expired, self.fronts)
+                expired = await asyncio.to_thread(watch.find_expired, self.fronts)
             except Exception as error:
                 log.warning("failed to get the leases of fronts: %s: %s", type(error).__name__, error)
                 continue

@@ -10,7 +10,7 @@ from collections.abc import AsyncGenerator, Callable, Coroutine
 from typing import Any
 
 from cppbatch.cluster.engines.process import EngineProcess
-from cppbatch.cluster.link import Check, Checked, Refused, SlotDone, Tokenize, Tokenized, refused
+from cppbatch.cluster.link import Check, Checked, Refused, SlotDone, Tokenize, Tokenized, refusal
 from cppbatch.cluster.rules import Prefix
 from cppbatch.engine.request import GenerationEvent
 from cppbatch.errors import CppBatchError, EngineClosed, InvalidRequest, QueueFull
@@ -76,7 +76,7 @@ class ReplicaEngine:
                 while not outputs.finished:
                     group.put(await outputs.get())
         except InvalidRequest as error:
-            group.put(refused(request.id, error))
+            group.put(refusal(request.id, error))
         except (EngineClosed, QueueFull) as error:
             group.put(NotRun(request.id, str(error)))
         except Exception as error:
@@ -108,7 +108,7 @@ class ReplicaEngine:
                     question.id, await self._engine.slot_action(question.action, question.slot, question.path)
                 )
         except InvalidRequest as error:
-            answer = refused(question.id, error)
+            answer = refusal(question.id, error)
         return encode(answer)
 
     async def report(self) -> bytes:

@@ -43,7 +43,7 @@ class ServeReplicas:
         has_ended = False
         try:
             while True:
-                yield await _reached(response.__anext__())
+                yield await _result_of(response.__anext__())
         except (StopAsyncIteration, ReplicaLost) as end:
             has_ended = True
             if isinstance(end, ReplicaLost):
@@ -54,7 +54,7 @@ class ServeReplicas:
 
     async def ask(self, message: bytes) -> bytes:
         """As in `ReplicaSet`."""
-        answer: bytes = await _reached(self._ask.remote(message))
+        answer: bytes = await _result_of(self._ask.remote(message))
         return answer
 
     async def cancel(self, request_ids: list[str]) -> set[str]:
@@ -114,7 +114,7 @@ class ServeReplicas:
         )
 
 
-async def _reached(call: Awaitable[Result]) -> Result:
+async def _result_of(call: Awaitable[Result]) -> Result:
     """The result of a call. Raises `ReplicaLost` if the replica could not finish it."""
     try:
         return await call
@@ -151,7 +151,7 @@ class LeaseWatch:
     def __init__(self) -> None:
         self._seen: dict[str, tuple[bytes | None, float]] = {}
 
-    def expired(self, fronts: set[str]) -> set[str]:
+    def find_expired(self, fronts: set[str]) -> set[str]:
         """Those of these fronts that have not renewed their lease for 20 s, according to this replica's clock."""
         now = time.monotonic()
         self._seen = {front: seen for front, seen in self._seen.items() if front in fronts}

@@ -50,9 +50,9 @@ class ReplicaChanges:
         for name, old in before.items():
             if name not in seen:
                 yield f"replica {name} has {'died' if old.state == 'running' else 'ended'}"
-        yield from self._unplaced(now, resources)
+        yield from self._report_unplaced(now, resources)
 
-    def _unplaced(self, now: float, resources: str) -> Iterator[str]:
+    def _report_unplaced(self, now: float, resources: str) -> Iterator[str]:
         waiting = [name for name, each in self._seen.items() if each.state == "starting" and each.pid is None]
         self._unplaced_since = {name: self._unplaced_since.get(name, now) for name in waiting}
         for name, since in self._unplaced_since.items():
@@ -62,7 +62,7 @@ class ReplicaChanges:
 
 
 @contextlib.contextmanager
-def watched(application: str, deployment: str) -> Iterator[None]:
+def watch_replicas(application: str, deployment: str) -> Iterator[None]:
     """Logs changes of the replicas during the context, from a thread, because Ray's calls block."""
     stopped = threading.Event()
     thread = threading.Thread(target=_watch, args=(application, deployment, stopped), daemon=True)

@@ -70,7 +70,7 @@ class CompletionLogprobs(msgspec.Struct, frozen=True, kw_only=True):
 def completion_logprobs(entries: list[TokenLogprob]) -> CompletionLogprobs:
     """The tokens in the format of OpenAI's completions."""
     return CompletionLogprobs(
-        tokens=[_escaped(entry.piece) for entry in entries],
+        tokens=[_format_token(entry.piece) for entry in entries],
         token_logprobs=[entry.logprob for entry in entries],
         top_logprobs=[
             None
@@ -86,12 +86,12 @@ def _by_text(entries: list[tuple[bytes, float]]) -> dict[str, float]:
     """If different tokens have the same text, keeps the more likely one."""
     shown: dict[str, float] = {}
     for piece, logprob in entries:
-        text = _escaped(piece)
+        text = _format_token(piece)
         shown[text] = max(logprob, shown.get(text, logprob))
     return shown
 
 
-def _escaped(piece: bytes) -> str:
+def _format_token(piece: bytes) -> str:
     """A token as text; an incomplete UTF-8 character in OpenAI's notation, `bytes:\\xf0\\x9f`."""
     try:
         return piece.decode()

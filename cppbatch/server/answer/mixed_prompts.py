@@ -40,16 +40,16 @@ def prompts_of(prompt: str | list[Any] | Json, field: str = "prompt") -> list[Mi
     Raises `InvalidRequest` naming `field`.
     """
     if not isinstance(prompt, list) or any(_is_id(item) for item in prompt):
-        return [_mixed_prompt(prompt, field)]
+        return [_parse_prompt(prompt, field)]
     if not prompt:
         raise InvalidRequest(field, "is empty; give at least one text or token id")
-    return [_mixed_prompt(item, f"{field}[{i}]") for i, item in enumerate(prompt)]
+    return [_parse_prompt(item, f"{field}[{i}]") for i, item in enumerate(prompt)]
 
 
-def _mixed_prompt(prompt: object, field: str) -> MixedPrompt:
+def _parse_prompt(prompt: object, field: str) -> MixedPrompt:
     if isinstance(prompt, dict):
         if data := prompt.get("multimodal_data"):
-            return _marked_prompt(prompt.get("prompt_string"), data, field)
+            return _parse_marked_prompt(prompt.get("prompt_string"), data, field)
         prompt = prompt.get("prompt_string")
     if isinstance(prompt, str):
         return prompt
@@ -58,7 +58,7 @@ def _mixed_prompt(prompt: object, field: str) -> MixedPrompt:
     raise InvalidRequest(field, 'must be a string, a list of token ids and strings, or {"prompt_string": ...}')
 
 
-def _marked_prompt(text: object, data: object, field: str) -> MarkedPrompt:
+def _parse_marked_prompt(text: object, data: object, field: str) -> MarkedPrompt:
     if not isinstance(text, str):
         raise InvalidRequest(f"{field}.prompt_string", "must be a string if multimodal_data is given")
     if not isinstance(data, list) or not all(isinstance(each, str) and each for each in data):
@@ -79,19 +79,19 @@ async def engine_prompt(serving: Serving, prompt: MixedPrompt, field: str) -> Pr
     Raises `InvalidRequest` naming `field`.
     """
     if isinstance(prompt, MarkedPrompt):
-        return await _loaded(serving, prompt, field)
+        return await _load_media(serving, prompt, field)
     if isinstance(prompt, str) or all(_is_id(item) for item in prompt):
         return prompt  # type: ignore[return-value]  # a list without strings
     return [token.id for token in await tokenize(serving, prompt, field)]
 
 
-async def _loaded(serving: Serving, prompt: MarkedPrompt, field: str) -> MediaPrompt:
+async def _load_media(serving: Serving, prompt: MarkedPrompt, field: str) -> MediaPrompt:
     """Decodes the data. Raises `InvalidRequest`."""
     sources = [source_of_data(f"{field}.multimodal_data[{i}]", data) for i, data in enumerate(prompt.data)]
     messages = [{"role": "user", "content": [source.part() for source in sources]}]
     media = serving.media_loader()
     await media.fetch([messages])
-    loaded = media_of(await asyncio.to_thread(media.loaded, messages))
+    loaded = media_of(await asyncio.to_thread(media.load, messages))
     first, *others = prompt.text.split(MEDIA_MARKER)
     parts = [first]
     for text in others:
@@ -134,4 +134,4 @@ async def _pieces_of(serving: Serving, ids: list[int], field: str, start: int) -
         return await serving.client.tokenize(ids)
     except InvalidRequest as error:
         wrong = next((i for i, token in enumerate(ids) if not 0 <= token < serving.info.n_vocab), 0)
-        raise error.renamed(f"{field}[{start + wrong}]") from error
+        raise error.with_field(f"{field}[{start + wrong}]") from error

@@ -120,7 +120,7 @@ class ResponseBuilder(ABC):
         )
 
 
-def shown_media(counts: TokenCounts) -> dict[str, Any]:
+def media_details(counts: TokenCounts) -> dict[str, Any]:
     """`image_tokens` and `audio_tokens` for the details of the prompt's tokens, if there are any."""
     given = {"image_tokens": counts.image, "audio_tokens": counts.audio}
     return {name: n for name, n in given.items() if n}
@@ -172,7 +172,7 @@ class PreparedRequest:
         except InvalidRequest as error:
             names = {"task": "model", **self.field_names}
             name, bracket, rest = error.field.partition("[")
-            raise error.renamed(f"{names.get(name, name)}{bracket}{rest}") from error
+            raise error.with_field(f"{names.get(name, name)}{bracket}{rest}") from error
 
 
 def _size(events: list[GenerationEvent]) -> int:

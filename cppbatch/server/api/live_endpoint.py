@@ -212,7 +212,7 @@ class _Snapshots:
             health=models.health(),
             draining=self._app[IN_FLIGHT].draining,
             scaling=models.scaling(),
-            batches=[_shown(record.batch) for record in batches],
+            batches=[_live_batch(record.batch) for record in batches],
             tokens_per_second=round(sum(interval.tokens_per_second for interval in intervals), 1),
             prompt_tokens_per_second=round(sum(interval.prompt_tokens_per_second for interval in intervals), 1),
             first_token_seconds=times.first_token(),
@@ -225,7 +225,7 @@ class _Snapshots:
         return made, is_busy or before is None or not made.is_as(before)
 
 
-def _shown(batch: Batch) -> LiveBatch:
+def _live_batch(batch: Batch) -> LiveBatch:
     counts = batch.request_counts
     return LiveBatch(
         id=batch.id,

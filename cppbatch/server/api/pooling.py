@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 from msgspec import UNSET, UnsetType
 
-from cppbatch.engine.embeddings import Vector, check_dimensions, normalised, vector_of
+from cppbatch.engine.embeddings import Vector, check_dimensions, normalise_vectors, vector_of
 from cppbatch.engine.request import FinishReason, GenerationEvent, GenerationRequest, Pair
 from cppbatch.engine.request import Prompt as AnyPrompt
 from cppbatch.errors import GenerationFailed, InvalidRequest
@@ -130,14 +130,14 @@ class EmbeddingRequest(PoolingFields, kw_only=True):
         """The inputs, each a text or token ids. Raises `InvalidRequest`."""
         one = not isinstance(self.input, list)
         given = [self.input] if one else self.input
-        texts = [_joined(item, "input" if one else f"input[{i}]") for i, item in enumerate(given)]
+        texts = [_join_text_parts(item, "input" if one else f"input[{i}]") for i, item in enumerate(given)]
         prompts = prompts_of(texts[0] if one else texts, "input")
         check_count("input", len(prompts))
         fields = [f"input[{i}]" for i in range(len(prompts))] if len(prompts) > 1 else ["input"]
         return [await engine_prompt(serving, prompt, field) for prompt, field in zip(prompts, fields, strict=True)]
 
 
-def _joined(item: Any, field: str) -> Any:
+def _join_text_parts(item: Any, field: str) -> Any:
     """The text of an object with `content`; anything else is returned unchanged. Raises `InvalidRequest`."""
     if not isinstance(item, dict) or "content" not in item:
         return item
@@ -203,7 +203,7 @@ class EmbeddingBuilder(PoolingBuilder):
         """As in `ResponseBuilder`."""
         data = [
             Embedding(index=index, embedding=_base64(vector) if self._as_base64 else vector.tolist())
-            for index, vector in enumerate(normalised(self.vectors(), self._dimensions))
+            for index, vector in enumerate(normalise_vectors(self.vectors(), self._dimensions))
         ]
         return EmbeddingResponse(data=data, model=self.model, usage=self.usage())
 

@@ -29,7 +29,7 @@ def key_middleware(keys: Keys) -> Middleware:
 
     @web.middleware
     async def check_key(request: web.Request, handler: Handler) -> web.StreamResponse:
-        for given in _given(request):
+        for given in _keys_of(request):
             if rules := keys.rules_of(given):
                 request[KEY] = rules
         if KEY in request or request.path in OPEN_PATHS or is_page(request.path):
@@ -46,7 +46,7 @@ def viewer_of(request: web.Request) -> str | None:
     return rules.owner if rules else None
 
 
-def _given(request: web.Request) -> list[str]:
+def _keys_of(request: web.Request) -> list[str]:
     """The keys of a request: a bearer token as sent by OpenAI's clients, and `x-api-key` as sent by Anthropic's."""
     scheme, _, token = request.headers.get(hdrs.AUTHORIZATION, "").partition(" ")
     alone = request.headers.get("x-api-key")

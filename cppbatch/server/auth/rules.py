@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from cppbatch.engine.model_info import AdapterInfo
-from cppbatch.engine.params import replaced
+from cppbatch.engine.params import replace_fields
 from cppbatch.engine.request import BACKGROUND, GenerationRequest
 from cppbatch.errors import ConfigError, Forbidden, InvalidRequest
 
@@ -45,7 +45,7 @@ class KeyRules(msgspec.Struct, frozen=True, kw_only=True):
             return
         if not self.may_use(names) or (asked is not None and asked not in names):
             wanted = "this server's model" if asked is None else repr(asked)
-            raise Forbidden("model", f"{wanted} is not allowed with this API key; allowed: {_listed(self.models)}")
+            raise Forbidden("model", f"{wanted} is not allowed with this API key; allowed: {_join_names(self.models)}")
 
     def may_use(self, names: Collection[str]) -> bool:
         """Whether the key may use the model with these names."""
@@ -66,7 +66,7 @@ class KeyRules(msgspec.Struct, frozen=True, kw_only=True):
             self._check_adapters(request, adapters)
         # A digest, because with the owner a salt can exceed the length that requests may have.
         salt = sha256(f"{self.owner}\n{request.cache_salt}".encode(errors="surrogatepass"))
-        return replaced(request, cache_salt=salt.hexdigest(), priority=self._priority(request.priority))
+        return replace_fields(request, cache_salt=salt.hexdigest(), priority=self._priority(request.priority))
 
     def _priority(self, asked: int) -> int:
         if self.priority is None or asked >= BACKGROUND:  # background requests cannot overtake other keys
@@ -85,8 +85,8 @@ class KeyRules(msgspec.Struct, frozen=True, kw_only=True):
         if wrong := [name for name in names if name not in self.adapters]:
             raise Forbidden(
                 "lora",
-                f"{_listed(wrong)} is not allowed with this API key; allowed: {_listed(self.adapters)}. Use these in "
-                "`lora`, or send {} to use the model without adapters",
+                f"{_join_names(wrong)} is not allowed with this API key; allowed: {_join_names(self.adapters)}. Use "
+                "these in `lora`, or send {} to use the model without adapters",
             )
 
     def check_sets_adapters(self) -> None:
@@ -97,7 +97,7 @@ class KeyRules(msgspec.Struct, frozen=True, kw_only=True):
             )
 
 
-def _listed(names: Sequence[str]) -> str:
+def _join_names(names: Sequence[str]) -> str:
     return ", ".join(map(repr, names)) or "none"
 
 

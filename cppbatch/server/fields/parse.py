@@ -261,11 +261,11 @@ def with_unknown(error: InvalidRequest, fields: Mapping[str, Any], kind: type) -
     unknown = [name for name in fields if name not in known][:_MOST_UNKNOWN]
     if not unknown or error.field in fields or error.field not in known:
         return None
-    name = next((name for name in unknown if _similar(_squeezed(name), {error.field})), unknown[0])
-    if issubclass(kind, StructuredFields) and (refused := _listed(name, known)):
+    name = next((name for name in unknown if _similar(_squeeze(name), {error.field})), unknown[0])
+    if issubclass(kind, StructuredFields) and (refused := _find_refused(name, known)):
         reason = refused.reason
     else:
-        similar = _similar(_squeezed(name), known - fields.keys())
+        similar = _similar(_squeeze(name), known - fields.keys())
         reason = _unknown(similar) if similar else "is an unknown field"
     return InvalidRequest(error.field, f"{error.message}; {name[:_LONGEST_NAME]} {reason}", error.overflow)
 
@@ -281,19 +281,19 @@ def _reason(name: str, value: object, known: frozenset[str], fields: Mapping[str
     if isinstance(value, msgspec.Raw):
         value = msgspec.json.decode(value)
     is_empty = value is None or value is False or value in ("", [], {})
-    if refused := _listed(name, known):
+    if refused := _find_refused(name, known):
         has_effect = value is not None and value not in refused.without_effect and not fields.keys() & refused.same
         return refused.reason if has_effect and (refused.is_given_empty or not is_empty) else None
     if is_empty or name in _HARMLESS:
         return None
-    if similar := _similar(_squeezed(name), known - _NO_TEXT):
+    if similar := _similar(_squeeze(name), known - _NO_TEXT):
         return None if similar in fields else _unknown(similar)
-    if _TEXT_WORDS.search(_squeezed(name)):
+    if _TEXT_WORDS.search(_squeeze(name)):
         return "is an unknown field that might change the output; see docs/api.md for the supported fields"
     return None
 
 
-def _listed(name: str, known: frozenset[str]) -> _Refused | None:
+def _find_refused(name: str, known: frozenset[str]) -> _Refused | None:
     """The entry for a field of other APIs."""
     if name in _STATE:
         return _Refused(f"is not supported: this server keeps no state between requests; {_STATE[name]}")
@@ -310,27 +310,27 @@ def _unknown(similar: str) -> str:
 
 def _similar(squeezed: str, known: Set[str]) -> str | None:
     """The field that a name means, as `topP` means `top_p` and `temprature` means `temperature`."""
-    names = {_squeezed_known(name): name for name in sorted(known)}
+    names = {_squeeze_known(name): name for name in sorted(known)}
     if squeezed in names:
         return names[squeezed]
     found = difflib.get_close_matches(squeezed[:_LONGEST_NAME], names, n=1, cutoff=_SIMILAR)
     return names[found[0]] if found else None
 
 
-def _squeezed(name: str) -> str:
+def _squeeze(name: str) -> str:
     return re.sub(r"[^a-z0-9]", "", name.lower())
 
 
-_squeezed_known = functools.cache(_squeezed)
+_squeeze_known = functools.cache(_squeeze)
 
 
 async def add_ignored_fields(request: web.Request, response: web.StreamResponse) -> None:
     """For `Application.on_response_prepare`: lists the request's fields without effect."""
     if names := request.get(IGNORED):
-        response.headers[HEADER] = listed(names)
+        response.headers[HEADER] = format_names(names)
 
 
-def listed(names: Iterable[str]) -> str:
+def format_names(names: Iterable[str]) -> str:
     """The names as the value of a header."""
     shown = [urllib.parse.quote(name[:_LONGEST_NAME], safe="") for name in names]
     return ", ".join(shown[:_MOST_LISTED] + (["..."] if len(shown) > _MOST_LISTED else []))

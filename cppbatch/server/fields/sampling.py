@@ -132,7 +132,7 @@ class SamplingFields(_Numbers, kw_only=True):
         try:
             return SamplingParams(**defaults | {name: value for name, value in given.items() if value is not None})
         except InvalidRequest as error:
-            raise error.renamed(field_names.get(error.field, error.field)) from error
+            raise error.with_field(field_names.get(error.field, error.field)) from error
 
     @property
     def _given_aliases(self) -> dict[str, str]:

@@ -70,7 +70,7 @@ class ResponseFormat(msgspec.Struct):
             return self.json_schema.schema
         if self.schema is not None:
             return self.schema
-        return None if self.value is None else decoded_schema("response_format.value", self.value)
+        return None if self.value is None else decode_schema("response_format.value", self.value)
 
 
 class StructuredOutputs(msgspec.Struct, forbid_unknown_fields=True):
@@ -164,7 +164,7 @@ class StructuredFields(msgspec.Struct, kw_only=True):
         wanted = self.constraint()
         if wanted is None or wanted.kind != "json_schema" or wanted.field == "json_schema":
             return None
-        return self.compacted(decoded_schema(wanted.field, wanted.value))
+        return self.compact(decode_schema(wanted.field, wanted.value))
 
     @property
     def is_compact(self) -> bool:
@@ -172,7 +172,7 @@ class StructuredFields(msgspec.Struct, kw_only=True):
         theirs = self.structured_outputs is not None and self.structured_outputs.disable_any_whitespace
         return bool(self.compact_json or theirs)
 
-    def compacted(self, schema: Schema) -> Schema:
+    def compact(self, schema: Schema) -> Schema:
         """The schema in this request."""
         return compact_schema(schema) if self.is_compact else schema
 
@@ -198,10 +198,10 @@ def one_schema(field: str, schema: Schema | None, body: StructuredFields) -> Sch
     other = StructuredFields.schema(body)
     if schema is not None and (constraint := body.constraint()):
         raise InvalidRequest(constraint.field, f"cannot be combined with {field}: give only one constraint")
-    return other if schema is None else body.compacted(schema)
+    return other if schema is None else body.compact(schema)
 
 
-def decoded_schema(field: str, schema: Schema | str) -> Schema:
+def decode_schema(field: str, schema: Schema | str) -> Schema:
     """A schema, possibly given as JSON text. Raises `InvalidRequest`."""
     if not isinstance(schema, str):
         return schema

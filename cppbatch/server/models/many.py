@@ -117,7 +117,7 @@ class ManyModels(ServedModels):
         found = [each for each in self._specs if name in shorter_names(each)]
         return found[0] if len(found) == 1 else None
 
-    def _meant(self, name: str) -> str | None:
+    def _model_for(self, name: str) -> str | None:
         """The model for requests with this name."""
         return self._find(name) or (self._default if self._any_model else None)
 
@@ -187,7 +187,7 @@ class ManyModels(ServedModels):
         if serving is None or serving.client is not engine:
             lora = serving.lora if serving else None
             serving = self._servings[name] = Serving(
-                engine, self._specs[name].settings, self.names_of(name), lambda other: self._meant(other) == name
+                engine, self._specs[name].settings, self.names_of(name), lambda other: self._model_for(other) == name
             )
             serving.lora = lora
         return serving

@@ -21,7 +21,7 @@ from cppbatch.chat.template import ChatTemplate
 from cppbatch.cluster.engines.client import EngineClient
 from cppbatch.engine.media.sources import prompt_of_chat
 from cppbatch.engine.model_info import ModelInfo
-from cppbatch.engine.params import UNLIMITED, SamplingParams, replaced
+from cppbatch.engine.params import UNLIMITED, SamplingParams, replace_fields
 from cppbatch.engine.request import GenerationRequest, MediaPrompt, TokenPiece, expand
 from cppbatch.errors import ContextOverflow, InvalidRequest
 from cppbatch.llama import apply_builtin_template
@@ -214,7 +214,7 @@ class Serving:
         limit = self.settings.thinking_tokens if turn.thinking_tokens is None else turn.thinking_tokens
         turn = replace(
             turn,
-            messages=tools.media.loaded(turn.messages),
+            messages=tools.media.load(turn.messages),
             variables=self.settings.template_variables | turn.variables,
             thinking_tokens=limit,
         )
@@ -237,7 +237,7 @@ class Serving:
             self.check_length("prompt", len(chat.prompt))
             return await self.client.tokenize(prompt_of_chat(chat))
         except InvalidRequest as error:
-            raise error.renamed(chat.renames.get(error.field, error.field)) from error
+            raise error.with_field(chat.renames.get(error.field, error.field)) from error
 
     def default_params(self, max_tokens: int = UNLIMITED) -> Json:
         """Default fields of `SamplingParams` for requests that do not set them.
@@ -285,8 +285,8 @@ class Serving:
         requests = []
         for p, prompt in enumerate(prompts):
             first = GenerationRequest(id=f"{name}-{p * n}", prompt=prompt, params=each[0], **options)
-            # `replaced` does not validate again: 128 choices would parse a large schema 128 times.
-            requests += [first, *(replaced(first, id=f"{name}-{p * n + i}", params=each[i]) for i in range(1, n))]
+            # `replace_fields` does not validate again: 128 choices would parse a large schema 128 times.
+            requests += [first, *(replace_fields(first, id=f"{name}-{p * n + i}", params=each[i]) for i in range(1, n))]
         return requests
 
     async def chat_format(self) -> ChatFormat:

@@ -11,7 +11,7 @@ from msgspec import UNSET, UnsetType
 
 from cppbatch.chat.chat_format import ChatTurn
 from cppbatch.chat.messages import MediaSource
-from cppbatch.chat.reasoning import effort_variables, given_budget
+from cppbatch.chat.reasoning import check_budget, effort_variables
 from cppbatch.engine.chats import AssistantOutput
 from cppbatch.engine.request import GenerationEvent, RequestUsage
 from cppbatch.errors import InvalidRequest
@@ -126,7 +126,7 @@ class MessagesBuilder(ResponseBuilder):
             stop_reason=end.stop_reason,
             stop_sequence=end.stop_sequence,
             usage=self._usage(),
-            timings=self._shown_timings(),
+            timings=self._timings(),
         )
 
     def stream_start(self) -> list[ServerSentEvent]:
@@ -140,19 +140,19 @@ class MessagesBuilder(ResponseBuilder):
         message = MessagesResponse(
             id=self.id, model=self._model, content=[], stop_reason=None, stop_sequence=None, usage=usage
         )
-        return [_sent(MessageStart(message=message))]
+        return [_to_sse(MessageStart(message=message))]
 
     def stream_events(self, index: int, event: GenerationEvent) -> list[ServerSentEvent]:
         """As in `ResponseBuilder`."""
         progress, per_token = self._stream_timings.progress(index, event), self._stream_timings.per_token(event)
         events: list[StreamEvent] = [] if progress is UNSET else [Ping(prompt_progress=progress, timings=per_token)]
         events += [_block_event(change, per_token) for change in self._read(event)]
-        return [_sent(event) for event in events]
+        return [_to_sse(event) for event in events]
 
     def stream_end(self) -> list[ServerSentEvent]:
         """As in `ResponseBuilder`."""
-        end = MessageDelta(delta=self._end(), usage=self._usage(), timings=self._shown_timings())
-        return [_sent(end), _sent(MessageStop())]
+        end = MessageDelta(delta=self._end(), usage=self._usage(), timings=self._timings())
+        return [_to_sse(end), _to_sse(MessageStop())]
 
     def stream_error(self, error: Exception) -> list[ServerSentEvent]:
         """As in `ResponseBuilder`."""
@@ -162,7 +162,7 @@ class MessagesBuilder(ResponseBuilder):
         changes = self._blocks.read(self._output.read(event))
         return [*changes, *self._blocks.close()] if event.finish_reason else changes
 
-    def _shown_timings(self) -> Timings | UnsetType:
+    def _timings(self) -> Timings | UnsetType:
         usage = self.last_events[0].usage
         return timings(usage) if self._shows_timings and usage else UNSET
 
@@ -221,7 +221,7 @@ def _block_event(change: BlockChange, timings: Timings | UnsetType) -> StreamEve
     return ContentBlockDelta(index=block.index, delta=delta, timings=timings)
 
 
-def _sent(event: StreamEvent) -> ServerSentEvent:
+def _to_sse(event: StreamEvent) -> ServerSentEvent:
     """The event, named after its type."""
     return ServerSentEvent(event, str(event.__struct_config__.tag))
 
@@ -260,7 +260,7 @@ def message_turn(body: CountTokensRequest) -> ChatTurn:
         choice=body.choice(),
         schema=body.schema(),
         variables=effort | ({"enable_thinking": thinking.type != "disabled"} if thinking else {}),
-        thinking_tokens=given_budget(**{"thinking.budget_tokens": thinking.budget_tokens if thinking else None}),
+        thinking_tokens=check_budget(**{"thinking.budget_tokens": thinking.budget_tokens if thinking else None}),
         field_names={**_FIELD_NAMES, "response_format": body.constraint_field("output_config.format")},
     )
 

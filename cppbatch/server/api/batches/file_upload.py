@@ -128,11 +128,11 @@ class _FormReceiver:
             _check_fields(self._fields)
 
     async def _begin_part(self, part: MultipartSegment) -> None:
-        self._name, self._value = _cleaned_name(part.name or ""), bytearray()
+        self._name, self._value = _clean_name(part.name or ""), bytearray()
         if self._name == "file":
             if self._filename is not None:
                 raise InvalidRequest("file", "occurs twice; send one file per request")
-            self._filename = _cleaned_name(part.filename or "file")
+            self._filename = _clean_name(part.filename or "file")
             self._file = await asyncio.to_thread(_open_for_writing, self._path)
 
     async def _add_data(self, data: bytes | bytearray) -> None:
@@ -195,7 +195,7 @@ def _open_for_writing(path: Path) -> BinaryIO:
         raise storage_error(path, error) from error
 
 
-def _cleaned_name(name: str) -> str:
+def _clean_name(name: str) -> str:
     return name.encode(errors="replace").decode()[:_MAX_NAME_LENGTH]
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
-from cppbatch.engine.params import UNLIMITED, replaced
+from cppbatch.engine.params import UNLIMITED, replace_fields
 from cppbatch.engine.request import BACKGROUND
 from cppbatch.errors import CppBatchError, EngineClosed, InvalidRequest, ModelLoadFailed
 from cppbatch.jobs.batches.active_batch import BatchResources
@@ -127,7 +127,7 @@ class BatchRequestHandler:
             prepared = await prepare(body, lease.serving)
             requests = prepared.requests
             if self._priority is not None:
-                requests = [replaced(request, priority=self._priority) for request in requests]
+                requests = [replace_fields(request, priority=self._priority) for request in requests]
             events = run_requests(lease.serving.client, lease.apply_key_rules(requests), wait_when_full=True)
             with self._observe(len(requests), lease.serving.name) as observe:
                 return prepared, await prepared.gather(events, observe)

@@ -272,7 +272,7 @@ class GenerateBatchBuilder(ResponseBuilder):
         """Sets the error as the result of an item."""
         if isinstance(error, InvalidRequest):
             field = "model" if error.field == "task" else error.field  # the model determines the task
-            error = error.renamed(self._items[item].field_name(field))
+            error = error.with_field(self._items[item].field_name(field))
         self._errors[item] = openai_error(api_error(error)).error
 
     def record(self, index: int, event: GenerationEvent) -> None:

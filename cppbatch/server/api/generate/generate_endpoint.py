@@ -12,8 +12,8 @@ from aiohttp import web
 from msgspec import UNSET, UnsetType
 
 from cppbatch.chat.chat_format import ChatTurn
-from cppbatch.chat.messages import ChatMessage, checked_variables, conversation_of
-from cppbatch.chat.reasoning import given_budget
+from cppbatch.chat.messages import ChatMessage, check_variables, conversation_of
+from cppbatch.chat.reasoning import check_budget
 from cppbatch.chat.tools import ToolChoice
 from cppbatch.engine.request import FinishReason, GenerationEvent, GenerationRequest
 from cppbatch.errors import InvalidRequest
@@ -150,8 +150,8 @@ def generate_turn(body: GenerateFields) -> ChatTurn:
         conversation_of(body.messages or []),
         choice=ToolChoice(mode="none"),
         schema=body.schema(),
-        variables=checked_variables(body.chat_template_kwargs or {}),
-        thinking_tokens=given_budget(thinking_budget=body.thinking_budget),
+        variables=check_variables(body.chat_template_kwargs or {}),
+        thinking_tokens=check_budget(thinking_budget=body.thinking_budget),
     )
 
 

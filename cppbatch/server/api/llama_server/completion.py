@@ -139,7 +139,7 @@ async def prepare_llama_completion(
         for_engine = [prompt.for_engine() for prompt in prompts]
         requests = serving.engine_requests(body, new_id("llama-"), for_engine)
     except InvalidRequest as error:
-        raise error.renamed(field_names.get(error.field, error.field)) from error
+        raise error.with_field(field_names.get(error.field, error.field)) from error
     builder = LlamaCompletionBuilder(body, requests, [prompt.tokens for prompt in prompts], serving)
     return PreparedRequest(requests, builder, stream=bool(body.stream), field_names=field_names)
 
@@ -159,16 +159,18 @@ class LlamaCompletionBuilder(ResponseBuilder):
     def record(self, index: int, event: GenerationEvent) -> None:
         """As in `ResponseBuilder`."""
         super().record(index, event)
-        self._results.record(index, self._shown(event))
+        self._results.record(index, self._omit_prompt(event))
 
     def build(self, completions: list[list[GenerationEvent]]) -> LlamaResponse | Json | list[LlamaResponse | Json]:
         """As in `ResponseBuilder`: an object for one completion, otherwise a list."""
-        responses = [self._response(index, [*map(self._shown, events)]) for index, events in enumerate(completions)]
+        responses = [
+            self._response(index, [*map(self._omit_prompt, events)]) for index, events in enumerate(completions)
+        ]
         return responses[0] if len(responses) == 1 else responses
 
     def stream_events(self, index: int, event: GenerationEvent) -> list[ServerSentEvent]:
         """As in `ResponseBuilder`."""
-        events, event, results = [], self._shown(event), self._results
+        events, event, results = [], self._omit_prompt(event), self._results
         progress, per_token = self._timings.progress(index, event), self._timings.per_token(event)
         if progress is not UNSET:
             empty = GenerationEvent(request_id=event.request_id)
@@ -180,7 +182,7 @@ class LlamaCompletionBuilder(ResponseBuilder):
             events.append(ServerSentEvent(self._response(index, [])))
         return events
 
-    def _shown(self, event: GenerationEvent) -> GenerationEvent:
+    def _omit_prompt(self, event: GenerationEvent) -> GenerationEvent:
         return msgspec.structs.replace(event, text="", tokens=[], logprobs=[]) if self._prompt_only else event
 
     def _response(self, index: int, events: list[GenerationEvent]) -> LlamaResponse | Json:

@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from cppbatch.engine.embeddings import normalised
+from cppbatch.engine.embeddings import normalise_vectors
 from cppbatch.engine.request import GenerationEvent
 from cppbatch.errors import InvalidRequest
 from cppbatch.server.answer.response import PreparedRequest, generation
@@ -70,6 +70,8 @@ class LlamaEmbeddingBuilder(PoolingBuilder):
         n = self._body.dimensions
         each = [row.reshape(-1, self._info.n_embd) for row in self.rows()]
         return [
-            LlamaEmbedding(index=i, embedding=(vectors[:, :n] if as_computed else normalised(vectors, n)).tolist())
+            LlamaEmbedding(
+                index=i, embedding=(vectors[:, :n] if as_computed else normalise_vectors(vectors, n)).tolist()
+            )
             for i, vectors in enumerate(each)
         ]

@@ -6,7 +6,7 @@ from typing import Any, ClassVar, TypeVar
 
 import msgspec
 
-from cppbatch.engine.params import MOST_BIASES, RANGES, SAMPLERS, shown, token_id
+from cppbatch.engine.params import MOST_BIASES, RANGES, SAMPLERS, format_value, token_id
 from cppbatch.errors import InvalidRequest
 from cppbatch.server.answer.llama_result import LLAMA_NAMES, RANDOM_SEED
 from cppbatch.server.answer.mixed_prompts import tokenize
@@ -88,7 +88,7 @@ async def to_sampling_fields(body: Fields, serving: Serving) -> Fields:
         grammar=body.grammar or None,
         json_schema={"type": "object"} if body.json_schema == {} else body.json_schema,
         samplers=None if body.samplers is None else sampler_names(body.samplers),
-        **_clamped(body),
+        **_clamp(body),
         **await _biases(body, serving),
     )
 
@@ -112,7 +112,7 @@ def _without_empty(stop: str | list[str] | None) -> list[str] | None:
     return None if stop is None else [string for string in ([stop] if isinstance(stop, str) else stop) if string]
 
 
-def _clamped(body: LlamaFields) -> Json:
+def _clamp(body: LlamaFields) -> Json:
     given = {name: getattr(body, name) for name in _CLAMPED}
     return {
         name: type(value)(max(RANGES[name].low, min(RANGES[name].high, value)))
@@ -159,7 +159,7 @@ async def _biases(body: LlamaFields, serving: Serving) -> Json:
             suppressed.extend(ids)
             continue
         if isinstance(bias, bool) or not isinstance(bias, (int, float)) or not -100 <= bias <= 100:
-            message = f"is {shown(bias)} for {shown(key)}; it must be a number from -100 to 100, or false"
+            message = f"is {format_value(bias)} for {format_value(key)}; it must be a number from -100 to 100, or false"
             raise InvalidRequest("logit_bias", message)
         for token in ids:  # as in llama-server, the biases of a token add up
             biases[str(token)] = max(-100.0, min(100.0, biases.get(str(token), 0.0) + bias))

@@ -128,7 +128,7 @@ async def tokenize_text(request: web.Request) -> web.Response:
             tokens = await tokenize(
                 serving, body.content, "content", add_special=body.add_special, parse_special=body.parse_special
             )
-            shown = await asyncio.to_thread(_shown, tokens, with_pieces=body.with_pieces)
+            shown = await asyncio.to_thread(_encode_tokens, tokens, with_pieces=body.with_pieces)
             return json_response(TokenizeResponse(tokens=shown))
         tokens = await _vllm_tokens(body, serving)
         return json_response(
@@ -158,7 +158,7 @@ async def _vllm_tokens(body: TokenizeRequest, serving: Serving) -> list[TokenPie
     return await tokenize(serving, chat.prompt, "messages") if chat.parts is None else await serving.chat_tokens(chat)
 
 
-def _shown(tokens: list[TokenPiece], *, with_pieces: bool) -> list[Any]:
+def _encode_tokens(tokens: list[TokenPiece], *, with_pieces: bool) -> list[Any]:
     """The ids, or the JSON of a `TokenAndPiece` for each token. Each distinct token is encoded once: a text may have a
     million tokens, but only a few thousand distinct ones."""
     if not with_pieces:

@@ -75,7 +75,7 @@ class ChatCompletionBuilder(ChoicesBuilder):
         """As in `ResponseBuilder`."""
         logprobs = [logprobs_of(events) for events in completions]
         choices = []
-        for index, i in enumerate(self.shown(logprobs)):
+        for index, i in enumerate(self.select_choices(logprobs)):
             output = self._outputs[i] = AssistantOutput(self._chat)
             for event in completions[i]:
                 output.read(event)

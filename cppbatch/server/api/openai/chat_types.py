@@ -15,11 +15,11 @@ from cppbatch.chat.messages import (
     NamedFunction,
     Tool,
     ToolChoiceObject,
-    checked_variables,
+    check_variables,
     choice_of,
     conversation_of,
 )
-from cppbatch.chat.reasoning import effort_variables, given_budget
+from cppbatch.chat.reasoning import check_budget, effort_variables
 from cppbatch.chat.tools import ToolChoice
 from cppbatch.engine.chats import FinishReasonName
 from cppbatch.errors import InvalidRequest
@@ -106,8 +106,8 @@ class ChatCompletionRequest(VerboseFields, kw_only=True):
             tools=[tool.as_dict(f"tools[{i}]") for i, tool in enumerate(tools)],
             choice=self._choice(),
             schema=self.schema(),
-            variables=checked_variables(effort | (self.chat_template_kwargs or {})),
-            thinking_tokens=given_budget(
+            variables=check_variables(effort | (self.chat_template_kwargs or {})),
+            thinking_tokens=check_budget(
                 thinking_budget=self.thinking_budget,
                 reasoning_budget_tokens=self.reasoning_budget_tokens,
                 thinking_budget_tokens=self.thinking_budget_tokens,

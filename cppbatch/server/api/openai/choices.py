@@ -20,7 +20,7 @@ from cppbatch.server.answer.llama_result import (
     Timings,
     timings,
 )
-from cppbatch.server.answer.response import DONE, Json, ResponseBuilder, ServerSentEvent, shown_media
+from cppbatch.server.answer.response import DONE, Json, ResponseBuilder, ServerSentEvent, media_details
 from cppbatch.server.fields.sampling import TimingFields
 from cppbatch.server.models.serving import Serving
 
@@ -189,7 +189,7 @@ class ChoicesBuilder(ResponseBuilder):
             prompt_tokens=counts.prompt,
             completion_tokens=counts.completion,
             total_tokens=counts.prompt + counts.completion,
-            prompt_tokens_details=PromptTokensDetails(cached_tokens=counts.cached, **shown_media(counts)),
+            prompt_tokens_details=PromptTokensDetails(cached_tokens=counts.cached, **media_details(counts)),
             completion_tokens_details=CompletionTokensDetails(
                 reasoning_tokens=self.reasoning_tokens,
                 accepted_prediction_tokens=counts.accepted,
@@ -203,7 +203,7 @@ class ChoicesBuilder(ResponseBuilder):
         assert seed is not None
         return seed
 
-    def shown(self, logprobs: list[list[TokenLogprob]]) -> list[int]:
+    def select_choices(self, logprobs: list[list[TokenLogprob]]) -> list[int]:
         """The indices of the completions returned as choices, in order. `logprobs`: of each completion."""
         if self._n_choices == self.n_candidates:
             return list(range(len(logprobs)))

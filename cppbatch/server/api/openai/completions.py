@@ -164,7 +164,7 @@ class CompletionBuilder(ChoicesBuilder):
                 finish_reason=self._finish_reason(i),
                 seed=self.seed(i),
             )
-            for index, i in enumerate(self.shown(logprobs))
+            for index, i in enumerate(self.select_choices(logprobs))
         ]
         return CompletionResponse(choices=choices, **self.result_fields(completions))
 

@@ -9,7 +9,7 @@ from msgspec import UNSET, UnsetType
 
 from cppbatch.chat.chat_format import ChatTurn
 from cppbatch.chat.lark_grammar import INPUT
-from cppbatch.chat.reasoning import effort_variables, given_budget
+from cppbatch.chat.reasoning import check_budget, effort_variables
 from cppbatch.engine.chats import AssistantOutput
 from cppbatch.engine.params import SamplingParams
 from cppbatch.engine.request import GenerationEvent
@@ -21,7 +21,7 @@ from cppbatch.server.answer.response import (
     ResponseBuilder,
     ServerSentEvent,
     generation,
-    shown_media,
+    media_details,
 )
 from cppbatch.server.api.responses.output_items import OutputItems
 from cppbatch.server.api.responses.types import (
@@ -75,7 +75,7 @@ class ResponsesBuilder(ResponseBuilder):
 
     def __init__(self, body: ResponsesRequest, model: str, turn: PreparedTurn) -> None:
         super().__init__()
-        self._started = _started(turn.id, body, model, turn.requests[0].params)
+        self._started = _initial_response(turn.id, body, model, turn.requests[0].params)
         self._output = AssistantOutput(turn.chat)
         self._blocks = ContentBlocks()
         self._items = OutputItems(wants_logprobs=body.wants_logprobs)
@@ -87,14 +87,14 @@ class ResponsesBuilder(ResponseBuilder):
         """As in `ResponseBuilder`."""
         for event in completions[0]:
             self._read(event)
-        return msgspec.structs.replace(self._ended(), timings=self._timings())
+        return msgspec.structs.replace(self._final_response(), timings=self._timings())
 
     def stream_start(self) -> list[ServerSentEvent]:
         """As in `ResponseBuilder`."""
         created = ResponseCreated(response=self._started)
         if self._returns_progress:  # included in the next event
-            return self._sent(created)
-        return self._sent(created, ResponseInProgress(response=self._started))
+            return self._to_sse(created)
+        return self._to_sse(created, ResponseInProgress(response=self._started))
 
     def stream_events(self, index: int, event: GenerationEvent) -> list[ServerSentEvent]:
         """As in `ResponseBuilder`."""
@@ -104,13 +104,13 @@ class ResponsesBuilder(ResponseBuilder):
             events.append(ResponseInProgress(response=self._started, prompt_progress=progress, timings=per_token))
         if read := self._read(event):
             read[-1].timings = per_token
-        return self._sent(*events, *read)
+        return self._to_sse(*events, *read)
 
     def stream_end(self) -> list[ServerSentEvent]:
         """As in `ResponseBuilder`."""
-        response = self._ended()
+        response = self._final_response()
         last = ResponseCompleted if response.status == "completed" else ResponseIncomplete
-        return self._sent(last(response=response, timings=self._timings()))
+        return self._to_sse(last(response=response, timings=self._timings()))
 
     def stream_error(self, error: Exception) -> list[ServerSentEvent]:
         """As in `ResponseBuilder`. The event contains the output so far."""
@@ -124,7 +124,7 @@ class ResponsesBuilder(ResponseBuilder):
             ),
             output=self._items.items(),
         )
-        return self._sent(ResponseFailed(response=response))
+        return self._to_sse(ResponseFailed(response=response))
 
     def _read(self, event: GenerationEvent) -> list[ResponsesEvent]:
         """The events of the API for an event of the engine."""
@@ -135,7 +135,7 @@ class ResponsesBuilder(ResponseBuilder):
             events += self._items.apply(closed, status="completed" if self._is_complete else "incomplete")
         return events
 
-    def _sent(self, *events: ResponsesEvent) -> list[ServerSentEvent]:
+    def _to_sse(self, *events: ResponsesEvent) -> list[ServerSentEvent]:
         """The events, numbered and named after their types."""
         for event in events:
             event.sequence_number = self._n_events
@@ -150,7 +150,7 @@ class ResponsesBuilder(ResponseBuilder):
     def _is_complete(self) -> bool:
         return self._output.finish_reason in ("stop", "tool_calls")
 
-    def _ended(self) -> ResponsesResponse:
+    def _final_response(self) -> ResponsesResponse:
         ended = msgspec.structs.replace(self._started, output=self._items.items(), usage=self._usage())
         if self._is_complete:
             return msgspec.structs.replace(ended, status="completed", completed_at=int(time.time()))
@@ -163,14 +163,16 @@ class ResponsesBuilder(ResponseBuilder):
         counts = self.token_counts()
         return ResponsesUsage(
             input_tokens=counts.prompt,
-            input_tokens_details=InputTokensDetails(cached_tokens=counts.cached, **shown_media(counts)),
+            input_tokens_details=InputTokensDetails(cached_tokens=counts.cached, **media_details(counts)),
             output_tokens=counts.completion,
             output_tokens_details=ReasoningTokensDetails(reasoning_tokens=self._output.reasoning_tokens),
             total_tokens=counts.prompt + counts.completion,
         )
 
 
-def _started(response_id: str, body: ResponsesRequest, model: str, params: SamplingParams) -> ResponsesResponse:
+def _initial_response(
+    response_id: str, body: ResponsesRequest, model: str, params: SamplingParams
+) -> ResponsesResponse:
     """The response at its start: the request's settings, without output."""
     return ResponsesResponse(
         id=response_id,
@@ -245,7 +247,7 @@ def response_turn(body: ResponsesRequest) -> ChatTurn:
         choice=body.choice(),
         schema=body.schema(),
         variables=effort_variables("reasoning.effort", body.reasoning.effort if body.reasoning else None),
-        thinking_tokens=given_budget(thinking_budget=body.thinking_budget),
+        thinking_tokens=check_budget(thinking_budget=body.thinking_budget),
         field_names={**_FIELD_NAMES, "response_format": body.constraint_field("text.format")},
     )
 

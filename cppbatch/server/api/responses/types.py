@@ -127,7 +127,7 @@ class TextFormat(msgspec.Struct):
     schema: Json | None = None
     strict: bool | None = None
 
-    def wanted(self) -> Json | None:
+    def answer_schema(self) -> Json | None:
         """The JSON schema of the answer, None for free text. Raises `InvalidRequest`."""
         if self.type == "text":
             return None
@@ -256,7 +256,7 @@ class ResponsesRequest(SingleChoiceFields, kw_only=True):
             raise InvalidRequest(
                 "text.verbosity", f"is {self.text.verbosity!r}; only medium is supported: put it in a message"
             )
-        return one_schema("text.format", self.format.wanted(), self)
+        return one_schema("text.format", self.format.answer_schema(), self)
 
 
 # --- the response ---------------------------------------------------------------------------------------------------
