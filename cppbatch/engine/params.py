@@ -11,7 +11,7 @@ import operator
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
 from numbers import Integral
-from typing import Annotated, Any, NamedTuple, TypeVar, get_type_hints
+from typing import Annotated, Any, TypeVar, get_type_hints
 
 import msgspec
 
@@ -56,7 +56,7 @@ UNLIMITED = -1
 """The `max_tokens` for no limit: until the context is full."""
 
 
-class Param(NamedTuple):
+class Param(msgspec.Struct, frozen=True):
     """What commands, docs, the web page and llama-server's API need to know about a field of `SamplingParams` that is
     an option, in addition to its type and default."""
 
