@@ -19,7 +19,7 @@ from cppbatch.engine.disk.slots import read_slot_file, write_slot_file
 from cppbatch.models.synthetic import write_lora
 from cppbatch.server.app import create_app
 from cppbatch.server.settings import ServerSettings
-from tests.support.http_client import Http, post
+from tests.support.http_client import Http, answered, post
 
 Json = dict[str, Any]
 ENGINE: Json = {"n_ctx": 512, "n_parallel": 2, "n_threads": 1, "spec": "off"}
@@ -39,8 +39,7 @@ async def serve(model: Path, folder: Path, engine: Any = LocalEngine, **sizes: A
 
 async def ask(http: Http, **fields: Any) -> tuple[list[int], int]:
     """The tokens, and how many of the prompt came from the cache."""
-    status, answer = await post(http, "/completion", ASKED | fields)
-    assert status == 200, answer
+    answer = await answered(http, "/completion", ASKED | fields)
     return answer["tokens"], answer["timings"]["cache_n"]
 
 
