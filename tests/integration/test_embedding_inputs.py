@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -11,21 +10,14 @@ from aiohttp.test_utils import TestClient, TestServer
 
 from cppbatch import LocalEngine
 from cppbatch.server.app import create_app
-from tests.support.http_client import Http
+from tests.support.fixtures import engine_of
+from tests.support.http_client import Http, post
 
-
-@pytest.fixture
-async def http(tiny_encoder: Path) -> AsyncIterator[Http]:
-    async with (
-        LocalEngine(tiny_encoder, n_ctx=512, n_parallel=4, n_threads=1) as engine,
-        TestClient(TestServer(create_app(engine))) as client,
-    ):
-        yield client
+engine = engine_of(model="tiny_encoder", n_ctx=512)
 
 
 async def embed(http: Http, value: object) -> tuple[int, Any]:
-    async with http.post("/v1/embeddings", json={"input": value}) as answer:
-        return answer.status, await answer.json()
+    return await post(http, "/v1/embeddings", {"input": value})
 
 
 PART = {"type": "text", "text": "some words"}

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import AsyncGenerator, AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -20,6 +19,7 @@ from cppbatch.server.app import create_app
 from cppbatch.server.http.limits import Limits
 from cppbatch.server.run_server import listen
 from cppbatch.server.settings import Address, ServerSettings
+from tests.support.fixtures import engine_of
 from tests.support.http_client import Http
 
 Json = dict[str, Any]
@@ -57,10 +57,7 @@ class Recording(LocalEngine):
                 yield event
 
 
-@pytest.fixture
-async def engine(tiny_llama: Path) -> AsyncIterator[Recording]:
-    async with Recording(tiny_llama, n_ctx=1024, n_parallel=4, n_threads=1) as engine:
-        yield engine
+engine = engine_of(Recording)
 
 
 @contextlib.asynccontextmanager
