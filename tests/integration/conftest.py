@@ -11,16 +11,14 @@ from typing import Any
 
 import openai
 import pytest
-from aiohttp.test_utils import TestClient, TestServer
 
 from cppbatch import BatchInferenceEngine, LocalEngine
 from cppbatch.cli import main
 from cppbatch.models import kernels
-from cppbatch.server.app import create_app
 from tests.support.app_thread import AppThread
 from tests.support.batch_files import client_of
 from tests.support.fixtures import engine_of
-from tests.support.http_client import Http
+from tests.support.http_client import Http, http_to
 from tests.support.native_engines import SETTINGS, OpenEngine, assert_everything_is_free
 from tests.support.scripted_chat import ChatServer
 
@@ -50,7 +48,7 @@ engine = engine_of()
 
 @pytest.fixture
 async def http(engine: LocalEngine) -> AsyncIterator[Http]:
-    async with TestClient(TestServer(create_app(engine))) as client:
+    async with http_to(engine) as client:
         yield client
 
 

@@ -6,12 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from aiohttp.test_utils import TestClient, TestServer
 
 from cppbatch import LocalEngine
-from cppbatch.server.app import create_app
 from tests.support.fixtures import engine_of
-from tests.support.http_client import Http, post
+from tests.support.http_client import Http, http_of, http_to, post
 
 engine = engine_of(model="tiny_encoder", n_ctx=512)
 
@@ -70,10 +68,7 @@ async def test_any_other_input_is_refused_with_its_name(http: Http, value: objec
 
 
 async def test_without_pooling_this_api_has_no_answer(tiny_encoder: Path) -> None:
-    async with (
-        LocalEngine(tiny_encoder, n_ctx=512, n_parallel=4, n_threads=1, pooling="none") as engine,
-        TestClient(TestServer(create_app(engine))) as http,
-    ):
+    async with http_of(tiny_encoder, n_ctx=512, n_parallel=4, n_threads=1, pooling="none") as http:
         status, body = await embed(http, "some words")
         assert status == 400
         assert "pooling none" in body["error"]["message"]
@@ -82,7 +77,7 @@ async def test_without_pooling_this_api_has_no_answer(tiny_encoder: Path) -> Non
 async def test_without_pooling_llama_servers_path_returns_a_vector_for_each_token(tiny_encoder: Path) -> None:
     async with (
         LocalEngine(tiny_encoder, n_ctx=512, n_parallel=4, n_threads=1, pooling="none") as engine,
-        TestClient(TestServer(create_app(engine))) as http,
+        http_to(engine) as http,
     ):
         for fields, is_length_1 in (({}, False), ({"embd_normalize": -1}, False), ({"embd_normalize": 2}, True)):
             async with http.post("/embeddings", json={"input": ["some words", [12, 34]], **fields}) as answer:

@@ -11,7 +11,6 @@ from typing import Any
 
 import aiohttp
 import pytest
-from aiohttp.test_utils import TestClient, TestServer
 
 from cppbatch import LocalEngine
 from cppbatch.server.app import create_app
@@ -19,7 +18,7 @@ from cppbatch.server.auth.rules import Keys
 from cppbatch.server.http.limits import Limits
 from cppbatch.server.settings import ServerSettings
 from tests.support.fixtures import engine_of
-from tests.support.http_client import Http, post
+from tests.support.http_client import Http, http_to, post
 from tests.support.listening import HeldEngine, connect, ended, head, listening, post_bytes, until
 
 PATHS = {
@@ -31,7 +30,7 @@ engine = engine_of(HeldEngine)
 
 
 def limited(engine: LocalEngine, keys: Keys | None = None, **limits: Any) -> Http:
-    return TestClient(TestServer(create_app(engine, ServerSettings(keys=keys or Keys(), limits=Limits(**limits)))))
+    return http_to(engine, ServerSettings(keys=keys or Keys(), limits=Limits(**limits)))
 
 
 # --- the fields of a request ------------------------------------------------------------------------------------------
@@ -139,7 +138,7 @@ async def test_megabytes_of_headers_are_refused(engine: HeldEngine) -> None:
             answer = await ended(reader)
             assert not answer or b" 400 " in answer
             writer.close()
-            async with TestClient(TestServer(create_app(engine))) as http, http.get("/health") as fine:
+            async with http_to(engine) as http, http.get("/health") as fine:
                 assert fine.status == 200
 
 

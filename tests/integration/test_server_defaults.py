@@ -4,12 +4,11 @@ name; several addresses."""
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator
 from typing import Any
 
 import aiohttp
 import pytest
-from aiohttp.test_utils import TestClient, TestServer
 
 from cppbatch import GenerationEvent, GenerationRequest, LocalEngine, SamplingParams
 from cppbatch.chat.template import find_template
@@ -20,7 +19,7 @@ from cppbatch.server.http.limits import Limits
 from cppbatch.server.run_server import listen
 from cppbatch.server.settings import Address, ServerSettings
 from tests.support.fixtures import engine_of
-from tests.support.http_client import Http
+from tests.support.http_client import Http, http_to
 
 Json = dict[str, Any]
 
@@ -60,10 +59,8 @@ class Recording(LocalEngine):
 engine = engine_of(Recording)
 
 
-@contextlib.asynccontextmanager
-async def serving(engine: LocalEngine, **settings: Any) -> AsyncIterator[Http]:
-    async with TestClient(TestServer(create_app(engine, ServerSettings(**settings)))) as client:
-        yield client
+def serving(engine: LocalEngine, **settings: Any) -> Http:
+    return http_to(engine, ServerSettings(**settings))
 
 
 async def params_of(http: Http, engine: Recording, path: str, body: Json) -> SamplingParams:

@@ -22,7 +22,7 @@ from cppbatch.server.admission import IN_FLIGHT
 from cppbatch.server.app import create_app
 from cppbatch.server.settings import ServerSettings
 from tests.support.fixtures import engine_of
-from tests.support.http_client import get
+from tests.support.http_client import get, http_to
 from tests.support.listening import HeldEngine, until
 from tests.support.server_process import ServerProcess
 
@@ -47,7 +47,7 @@ async def test_health_and_ready_follow_the_engine(
     engine: HeldEngine, monkeypatch: pytest.MonkeyPatch, status: Any, code: int, is_ready: bool
 ) -> None:
     engine.go_on.set()
-    async with TestClient(TestServer(create_app(engine))) as http:
+    async with http_to(engine) as http:
         monkeypatch.setattr(engine, "health", lambda: Health(status=status, progress=0.5, error="the reason"))
         health = {"status": status, "progress": 0.5, "error": "the reason"}
         assert await get(http, "/health") == (code, health)
