@@ -32,19 +32,6 @@ def _breakers(_context: object, _option: object, given: tuple[str, ...]) -> list
     return [text for text in given if text != "none"] if given else None
 
 
-_FLAGS = {
-    "temperature": "--temp --temperature", "typical_p": "--typical --typical-p",
-    "top_n_sigma": "--top-nsigma --top-n-sigma", "dynatemp_exponent": "--dynatemp-exp",
-    "repetition_penalty": "--repeat-penalty", "penalty_last_n": "--repeat-last-n",
-    "dry_sequence_breakers": "--dry-sequence-breaker", "mirostat_eta": "--mirostat-lr",
-    "mirostat_tau": "--mirostat-ent", "seed": "-s --seed",
-}  # fmt: skip
-"""llama.cpp's flags, where they differ from the field name."""
-_LLAMA_ENV = {
-    "temperature": "LLAMA_ARG_TEMPERATURE", "top_k": "LLAMA_ARG_TOP_K", "top_p": "LLAMA_ARG_TOP_P",
-    "min_p": "LLAMA_ARG_MIN_P", "repetition_penalty": "LLAMA_ARG_REPEAT_PENALTY",
-    "presence_penalty": "LLAMA_ARG_PRESENCE_PENALTY", "frequency_penalty": "LLAMA_ARG_FREQUENCY_PENALTY",
-}  # fmt: skip
 _CONVERSIONS: dict[str, dict[str, Any]] = {
     "dry_sequence_breakers": {"multiple": True, "metavar": "TEXT", "show_default": False, "callback": _breakers},
     "samplers": {"metavar": "NAMES", "callback": _sampler_names, "show_default": ";".join(SAMPLERS)},
@@ -55,10 +42,10 @@ _CONVERSIONS: dict[str, dict[str, Any]] = {
 
 def _sampling(field: str) -> Option:
     """The option for a field of `SamplingParams`. None: not given."""
-    default = getattr(_DEFAULTS, field)
+    param, default = PARAMS[field], getattr(_DEFAULTS, field)
     return option(
-        *_FLAGS.get(field, f"--{field.replace('_', '-')}").split(), field, env=field.upper(),
-        llama_env=_LLAMA_ENV.get(field, ""), default=None, help=PARAMS[field].help,
+        *(param.flags or f"--{field.replace('_', '-')}").split(), field, env=field.upper(),
+        llama_env=param.llama_env, default=None, help=param.help,
         **_CONVERSIONS.get(field, {"type": type(default), "show_default": f"{default}"}),
     )  # fmt: skip
 

@@ -11,7 +11,7 @@ import operator
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
 from numbers import Integral
-from typing import Annotated, Any, NamedTuple, TypeVar, get_type_hints
+from typing import Annotated, Any, TypeVar, get_type_hints
 
 import msgspec
 
@@ -38,11 +38,13 @@ _SHOWN_DIGITS = 40
 _MAX_SHOWN_INT = 10**_SHOWN_DIGITS  # Python refuses to print integers of thousands of digits
 _MAX_BREAKER = 40  # characters: llama.cpp truncates DRY's sequence breakers to this length
 
-SAMPLERS = (
-    "penalties", "dry", "top_n_sigma", "top_k", "typical_p", "top_p", "min_p", "xtc", "temperature",
-)  # fmt: skip
-"""llama.cpp's samplers in its default order. The final random choice is not included; `adaptive_target` and `mirostat`
-replace it."""
+SAMPLER_SPELLINGS = {
+    "penalties": "e", "dry": "d", "top_n_sigma": "s topnsigma", "top_k": "k topk", "typical_p": "y typ_p typp typ",
+    "top_p": "p topp nucleus", "min_p": "m minp", "xtc": "x", "temperature": "t temp",
+}  # fmt: skip
+"""llama.cpp's samplers in its default order, with its letters and other spellings. The final random choice is not
+included; `adaptive_target` and `mirostat` replace it."""
+SAMPLERS = tuple(SAMPLER_SPELLINGS)
 
 GRAMMARS = ("json_schema", "guided_regex", "guided_choice", "grammar")
 """Fields of `SamplingParams` for structured output; at most one may be given."""
@@ -53,11 +55,18 @@ UNLIMITED = -1
 """The `max_tokens` for no limit: until the context is full."""
 
 
-class Param(NamedTuple):
-    """How commands and docs describe a field of `SamplingParams` that is an option, in addition to type and default."""
+class Param(msgspec.Struct, frozen=True):
+    """What commands, docs, the web page and llama-server's API need to know about a field of `SamplingParams` that is
+    an option, in addition to its type and default."""
 
     help: str
     range: Range | None = None
+    flags: str = ""
+    """llama.cpp's flags, separated by spaces, if they are not the field's name."""
+    llama_env: str = ""
+    """llama.cpp's environment variable."""
+    is_clamped: bool = False
+    """Whether llama-server's API clamps values to the range: temperature -1 is greedy, top_k -1 is unlimited."""
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
@@ -73,54 +82,64 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """Minimum tokens to generate before an end or stop token may be sampled. Not with a grammar."""
 
     # fmt: off
-    temperature: Annotated[float, Param("Temperature; 0: greedy.", Range(0, 100))] = 0.8
+    temperature: Annotated[float, Param(
+        "Temperature; 0: greedy.", Range(0, 100), "--temp --temperature", "LLAMA_ARG_TEMPERATURE", is_clamped=True,
+    )] = 0.8
     """Values below 0.001 are also greedy: always the most likely token."""
-    top_k: Annotated[int, Param("Sample from this many most likely tokens; 0: all.", Range(0))] = 40
+    top_k: Annotated[int, Param(
+        "Sample from this many most likely tokens; 0: all.", Range(0), llama_env="LLAMA_ARG_TOP_K", is_clamped=True,
+    )] = 40
     top_p: Annotated[float, Param(
         "Sample from the most likely tokens up to this cumulative probability.", Range(0, 1),
+        llama_env="LLAMA_ARG_TOP_P", is_clamped=True,
     )] = 0.95
     """1: all."""
     min_p: Annotated[float, Param(
         "Drop tokens whose probability is less than this fraction of the most likely token's.", Range(0, 1),
+        llama_env="LLAMA_ARG_MIN_P", is_clamped=True,
     )] = 0.05
     """0: none."""
-    typical_p: Annotated[float, Param("Locally typical sampling; 1: off.", Range(0, 1))] = 1.0
+    typical_p: Annotated[float, Param("Locally typical sampling; 1: off.", Range(0, 1), "--typical --typical-p")] = 1.0
     """Sample from the tokens with the most typical information content, up to this cumulative probability
     (arXiv:2202.00666)."""
     top_n_sigma: Annotated[float, Param(
         "Drop tokens more than n standard deviations below the maximum logit; -1: off.", Range(-1, 1000),
+        "--top-nsigma --top-n-sigma",
     )] = -1.0
     """0 is also off (arXiv:2411.07641)."""
-    xtc_probability: Annotated[float, Param("Probability of XTC; 0: off.", Range(0, 1))] = 0.0
+    xtc_probability: Annotated[float, Param("Probability of XTC; 0: off.", Range(0, 1), is_clamped=True)] = 0.0
     xtc_threshold: Annotated[float, Param(
-        "XTC excludes all but the least likely of the tokens above this probability.", Range(0, 1),
+        "XTC excludes all but the least likely of the tokens above this probability.", Range(0, 1), is_clamped=True,
     )] = 0.1
     dynatemp_range: Annotated[float, Param(
         "Range of the dynamic temperature around --temp; 0: off.", Range(0, 100),
     )] = 0.0
     """From temperature - range if the model is certain, to temperature + range if it is uncertain."""
-    dynatemp_exponent: Annotated[float, Param("Exponent of the dynamic temperature.", Range(0.01, 100))] = 1.0
+    dynatemp_exponent: Annotated[float, Param(
+        "Exponent of the dynamic temperature.", Range(0.01, 100), "--dynatemp-exp",
+    )] = 1.0
     """Maps the entropy, as a share of its maximum, to that range: entropy ** exponent."""
 
     repetition_penalty: Annotated[float, Param(
         "Repetition penalty for recent tokens; 1: off.", Range(0.01, 100),
+        "--repeat-penalty", "LLAMA_ARG_REPEAT_PENALTY",
     )] = 1.0
     """Divides positive logits of recent tokens, and multiplies negative ones."""
-    penalty_last_n: Annotated[int, Param("Recent tokens to penalise; -1: all, 0: no penalties.", Range(-1))] = 64
+    penalty_last_n: Annotated[int, Param(
+        "Recent tokens to penalise; -1: all, 0: no penalties.", Range(-1), "--repeat-last-n",
+    )] = 64
     """Prompt included."""
     penalize_prompt: bool = True
     """Python only: whether penalties and DRY include the prompt as recent tokens (not in llama-cpp-python)."""
-    presence_penalty: Annotated[float, Param("Subtracted from the logit of each recent token.", Range(-2, 2))] = 0.0
+    presence_penalty: Annotated[float, Param(
+        "Subtracted from the logit of each recent token.", Range(-2, 2), llama_env="LLAMA_ARG_PRESENCE_PENALTY",
+    )] = 0.0
     frequency_penalty: Annotated[float, Param(
-        "Subtracted for each occurrence of a recent token.", Range(-2, 2),
+        "Subtracted for each occurrence of a recent token.", Range(-2, 2), llama_env="LLAMA_ARG_FREQUENCY_PENALTY",
     )] = 0.0
-    dry_multiplier: Annotated[float, Param(
-        "Strength of DRY, a penalty for repetitions; 0: off.", Range(0, 1000),
-    )] = 0.0
+    dry_multiplier: Annotated[float, Param("Strength of DRY, a penalty for repetitions; 0: off.", Range(0, 1000))] = 0.0
     """Lowers the logit of a token that would extend a repetition by multiplier * base ** (length - allowed length)."""
-    dry_base: Annotated[float, Param(
-        "Base of DRY's penalty, which grows with the repetition.", Range(0, 1000),
-    )] = 1.75
+    dry_base: Annotated[float, Param("Base of DRY's penalty, which grows with the repetition.", Range(0, 1000))] = 1.75
     dry_allowed_length: Annotated[int, Param(
         "Length of a repetition, in tokens, that DRY does not penalise.", Range(0),
     )] = 2
@@ -129,6 +148,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     )] = 64
     dry_sequence_breakers: Annotated[Sequence[str], Param(
         "Text that a repetition does not extend across for DRY; may be repeated; none: no such text.",
+        flags="--dry-sequence-breaker",
     )] = ("\n", ":", '"', "*")
     """Only their first 40 characters count."""
 
@@ -140,20 +160,20 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         "Decay of adaptive-p, 0 to 0.99; higher adapts more slowly.", Range(0, 0.99),
     )] = 0.9
     """Adaptive-p averages over about 1 / (1 - decay) tokens."""
-    mirostat: Annotated[int, Param("Mirostat version, 1 or 2; 0: off.", Range(0, 2))] = 0
+    mirostat: Annotated[int, Param("Mirostat version, 1 or 2; 0: off.", Range(0, 2), is_clamped=True)] = 0
     """Keeps the surprise of the text at `mirostat_tau`; replaces all other samplers except temperature
     (arXiv:2007.14966). 1 becomes greedy for a tau above about 10."""
-    mirostat_eta: Annotated[float, Param("Mirostat's learning rate.", Range(0, 10))] = 0.1
-    mirostat_tau: Annotated[float, Param("Mirostat's target surprise, in bits.", Range(0, 1000))] = 5.0
+    mirostat_eta: Annotated[float, Param("Mirostat's learning rate.", Range(0, 10), "--mirostat-lr")] = 0.1
+    mirostat_tau: Annotated[float, Param(
+        "Mirostat's target surprise, in bits.", Range(0, 1000), "--mirostat-ent",
+    )] = 5.0
 
-    samplers: Annotated[Sequence[str], Param(
-        "Samplers to apply, in this order, separated by semicolons.",
-    )] = SAMPLERS
+    samplers: Annotated[Sequence[str], Param("Samplers to apply, in this order, separated by semicolons.")] = SAMPLERS
     """From `SAMPLERS`."""
     ignore_eos: Annotated[bool, Param("Never sample an end token.")] = False
     """Not with a grammar, which determines the end of the text."""
     seed: Annotated[int | None, Param(
-        "Seed; the same seed gives the same text; -1: random.", Range(-(2**63), 2**64 - 1),
+        "Seed; the same seed gives the same text; -1: random.", Range(-(2**63), 2**64 - 1), "-s --seed",
     )] = None
     """Regardless of what else is in the batch, up to llama.cpp's rounding (docs/sampling.md). None: a random seed. The
     result reports the seed."""

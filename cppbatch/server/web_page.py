@@ -13,8 +13,10 @@ from hashlib import sha256
 from pathlib import Path
 from typing import NamedTuple
 
+import msgspec
 from aiohttp import ETag, hdrs, web
 
+from cppbatch.engine.params import PARAMS
 from cppbatch.server.http.endpoint import TEXT, Routes
 
 INDEX, PREFIX = "/", "/page/"
@@ -75,18 +77,20 @@ def is_page(path: str) -> bool:
 
 @lru_cache(maxsize=1)
 def page_files() -> dict[str, PageFile]:
-    """All files of the page, by their path below `/page/`."""
-    found: dict[str, PageFile] = {}
+    """All files of the page, by their path below `/page/`: those of its folder, and `sampling_params.js`."""
+    params = b"export const PARAMS = " + msgspec.json.encode(PARAMS)
+    found = {"sampling_params.js": _page_file(params, "text/javascript")}
     for path in _FOLDER.rglob("*"):
         if media_type := _MEDIA_TYPES.get(path.suffix):
             content = path.read_bytes()
             if path.suffix == ".js" and "vendor" not in path.parts:
                 content = _COMMENT.sub(lambda found: b"\n" * found[0].count(b"\n"), content)
-            name = path.relative_to(_FOLDER).as_posix()
-            found[name] = PageFile(
-                content, gzip.compress(content, mtime=0), media_type, sha256(content).hexdigest()[:32]
-            )
+            found[path.relative_to(_FOLDER).as_posix()] = _page_file(content, media_type)
     return found
+
+
+def _page_file(content: bytes, media_type: str) -> PageFile:
+    return PageFile(content, gzip.compress(content, mtime=0), media_type, sha256(content).hexdigest()[:32])
 
 
 @routes.get(INDEX, {"text/html": TEXT}, ())

@@ -9,15 +9,18 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import openai
 import pytest
-from aiohttp.test_utils import TestClient, TestServer
 
 from cppbatch import BatchInferenceEngine, LocalEngine
 from cppbatch.cli import main
 from cppbatch.models import kernels
-from cppbatch.server.app import create_app
-from tests.support.http_client import Http
+from tests.support.app_thread import AppThread
+from tests.support.batch_files import client_of
+from tests.support.fixtures import engine_of
+from tests.support.http_client import Http, http_to
 from tests.support.native_engines import SETTINGS, OpenEngine, assert_everything_is_free
+from tests.support.scripted_chat import ChatServer
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -39,17 +42,25 @@ def open_engine() -> Iterator[OpenEngine]:
         yield open_engine
 
 
-@pytest.fixture
-async def engine(tiny_llama: Path) -> AsyncIterator[LocalEngine]:
-    """The engine behind `http`. Modules that need other sizes override this fixture."""
-    async with LocalEngine(tiny_llama, n_ctx=1024, n_parallel=4, n_threads=1) as engine:
-        yield engine
+engine = engine_of()
+"""The engine behind `http`. Modules that need other sizes override this fixture."""
 
 
 @pytest.fixture
 async def http(engine: LocalEngine) -> AsyncIterator[Http]:
-    async with TestClient(TestServer(create_app(engine))) as client:
+    async with http_to(engine) as client:
         yield client
+
+
+@pytest.fixture(scope="module")
+def client(server: AppThread) -> openai.OpenAI:
+    return client_of(server)
+
+
+@pytest.fixture
+def own_format(server: ChatServer) -> None:
+    """The model holds conversations as it does itself, whatever an earlier test let it `use`."""
+    server.use(None)
 
 
 @pytest.fixture

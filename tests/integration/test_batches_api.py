@@ -56,11 +56,6 @@ def server(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     server.stop()
 
 
-@pytest.fixture(scope="module")
-def client(server: AppThread) -> OpenAI:
-    return client_of(server)
-
-
 @pytest.fixture
 def start(tiny_llama: Path, tmp_path: Path) -> Iterator[Start]:
     """Starts a server over this test's own data, and stops what still runs at the end."""
@@ -438,8 +433,7 @@ def test_batches_are_in_the_figures_and_wait_for_interactive_requests(server: Ap
     assert counts
     assert counts.completed < 200  # it did not wait for the whole batch
 
-    with urllib.request.urlopen(f"{server.url}/stats") as answer:
-        assert json.load(answer)["batches"]["open"] >= 1
+    assert server.get("/stats")["batches"]["open"] >= 1
     with urllib.request.urlopen(f"{server.url}/metrics") as answer:
         page = answer.read().decode()
     assert "cppbatch_batches_open 1.0" in page

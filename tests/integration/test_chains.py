@@ -22,6 +22,7 @@ from cppbatch.engine.vocabulary import Vocabulary
 from cppbatch.llama import BackendSampling, Model
 from tests.support.distributions import assert_drawn_from, exact, softmax
 from tests.support.fakes import FakeVocab
+from tests.support.fixtures import shared_engine
 
 Row = npt.NDArray[np.float32]
 Doubles = npt.NDArray[np.float64]
@@ -398,10 +399,7 @@ def test_a_row_with_one_possible_token_gives_it(sampler: Sampler, kind: dict[str
 # --- in the engine --------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def engine(tiny_llama: Path) -> Iterator[BatchInferenceEngine]:
-    with BatchInferenceEngine(tiny_llama, n_ctx=1024, n_parallel=16, n_threads=1, flash_attn="off") as engine:
-        yield engine
+engine = shared_engine(n_ctx=1024, n_parallel=16, n_threads=1, flash_attn="off")
 
 
 def params_of(kind: dict[str, Any], seed: int, **others: Any) -> SamplingParams:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,6 +15,7 @@ from cppbatch.cli.chat.backends import FULL, AnswerPart, ServerBackend
 from cppbatch.errors import CppBatchError
 from tests.support.chat_families import TEMPLATES
 from tests.support.fake_openai import FakeOpenAI, on_a_thread
+from tests.support.fixtures import chat_server
 from tests.support.scripted_chat import ChatServer
 
 Run = Callable[..., tuple[int, str, str]]
@@ -27,11 +28,7 @@ def pipe(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
     return lambda text: monkeypatch.setattr("sys.stdin", io.StringIO(text))
 
 
-@pytest.fixture(scope="module")
-def server(tiny_llama: Path) -> Iterator[ChatServer]:
-    started = ChatServer(tiny_llama, n_ctx=1024, n_parallel=2, n_threads=1)
-    yield started
-    started.stop()
+server = chat_server(n_parallel=2)
 
 
 def expected(model: Path, *messages: str) -> str:

@@ -8,7 +8,6 @@ import logging
 import socket
 import ssl
 import subprocess
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -26,15 +25,12 @@ from cppbatch.server.http.connections import max_connections
 from cppbatch.server.run_server import Listener
 from cppbatch.server.settings import Address, tls_context
 from cppbatch.server.storage import open_storage
-from tests.support.listening import HeldEngine, Streams, connect, ended, head, listening, post, until
+from tests.support.fixtures import engine_of
+from tests.support.listening import HeldEngine, Streams, connect, ended, head, listening, post_bytes, until
 
 HELLO: dict[str, Any] = {"prompt": "Hello", "max_tokens": 2}
 
-
-@pytest.fixture
-async def engine(tiny_llama: Path) -> AsyncIterator[HeldEngine]:
-    async with HeldEngine(tiny_llama, n_ctx=1024, n_parallel=4, n_threads=1) as engine:
-        yield engine
+engine = engine_of(HeldEngine)
 
 
 async def is_served(listener: Listener) -> bool:
@@ -68,7 +64,7 @@ async def test_a_trickle_of_header_bytes_does_not_help(engine: HeldEngine) -> No
 async def test_a_body_that_stalls_is_given_up_and_a_slow_one_is_not(engine: HeldEngine) -> None:
     engine.go_on.set()
     async with listening(create_app(engine), idle_timeout=0.4) as listener:
-        whole = post("/v1/completions", HELLO)
+        whole = post_bytes("/v1/completions", HELLO)
         reader, writer = await connect(listener)
         writer.write(whole[:-1])
         assert await ended(reader) == b""
@@ -126,7 +122,7 @@ async def test_a_connection_that_is_idle_after_a_request_is_closed(
 async def test_a_long_request_is_not_an_idle_connection(engine: HeldEngine) -> None:
     async with listening(create_app(engine), idle_timeout=0.1, head_timeout=0.1) as listener:
         reader, writer = await connect(listener)
-        writer.write(post("/v1/completions", HELLO))
+        writer.write(post_bytes("/v1/completions", HELLO))
         await asyncio.sleep(0.5)
         engine.go_on.set()
         assert b" 200 " in await asyncio.wait_for(reader.readline(), 30)
@@ -136,7 +132,7 @@ async def test_a_long_request_is_not_an_idle_connection(engine: HeldEngine) -> N
 async def test_many_silent_connections_lock_out_no_client(engine: HeldEngine) -> None:
     async with listening(create_app(engine), most=50) as listener:
         reader, busy = await connect(listener)
-        busy.write(post("/v1/completions", HELLO))
+        busy.write(post_bytes("/v1/completions", HELLO))
         await until(lambda: engine.n_held == 1)
         silent = [await connect(listener) for _ in range(300)]
         assert await is_served(listener)
@@ -152,7 +148,7 @@ async def test_when_all_connections_are_busy_a_new_one_is_closed(engine: HeldEng
     async with listening(create_app(engine), most=3) as listener:
         busy = [await connect(listener) for _ in range(3)]
         for _, writer in busy:
-            writer.write(post("/v1/completions", HELLO))
+            writer.write(post_bytes("/v1/completions", HELLO))
         await until(lambda: engine.n_held == 3)
         reader, writer = await connect(listener)
         assert await ended(reader) == b""
@@ -189,7 +185,7 @@ async def deaf(listener: Listener, body: object) -> Streams:
     connection.setblocking(False)
     await asyncio.get_running_loop().sock_connect(connection, (host, int(port)))
     reader, writer = await asyncio.open_connection(sock=connection, limit=4096)
-    writer.write(post("/v1/completions", body))
+    writer.write(post_bytes("/v1/completions", body))
     return reader, writer
 
 

@@ -7,18 +7,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from aiohttp.test_utils import TestClient, TestServer
 
 from cppbatch import EngineProcess, LocalEngine
 from cppbatch.engine.request import GenerationRequest
 from cppbatch.errors import InvalidRequest
 from cppbatch.jobs.job_request import JobRequest
 from cppbatch.server.api.batches.handler import BatchRequestHandler
-from cppbatch.server.app import create_app
 from cppbatch.server.http.api_errors import ErrorResponse
 from cppbatch.server.models.served import OneModel
 from cppbatch.server.settings import ServerSettings
-from tests.support.http_client import Http
+from tests.support.http_client import Http, http_of
 
 N_CTX = 256
 LONG = [5] * 300
@@ -45,10 +43,8 @@ SHORT: dict[str, dict[str, Any]] = {
 
 @pytest.fixture
 async def http(tiny_llama: Path) -> AsyncIterator[Http]:
-    async with (
-        LocalEngine(tiny_llama, n_ctx=N_CTX, n_parallel=2, kv_layout="unified", n_threads=1) as engine,
-        TestClient(TestServer(create_app(engine, ServerSettings(aliases=("tiny",))))) as client,
-    ):
+    sizes = {"n_ctx": N_CTX, "n_parallel": 2, "n_threads": 1}
+    async with http_of(tiny_llama, ServerSettings(aliases=("tiny",)), kv_layout="unified", **sizes) as client:
         yield client
 
 
@@ -92,10 +88,7 @@ async def test_a_long_conversation_is_refused_as_anthropic_does(http: Http, stre
 
 
 async def test_an_input_of_an_embedding_model_is_too_large_in_both_servers_words(tiny_encoder: Path) -> None:
-    async with (
-        LocalEngine(tiny_encoder, n_batch=64, n_ubatch=64, n_threads=1) as engine,
-        TestClient(TestServer(create_app(engine))) as client,
-    ):
+    async with http_of(tiny_encoder, n_batch=64, n_ubatch=64, n_threads=1) as client:
         error = await refusal(client, "/v1/embeddings", {"input": LONG})
     assert (error["code"], error["n_prompt_tokens"], error["n_ctx"]) == ("context_length_exceeded", 300, 64)
     assert "maximum context length is 64 tokens" in error["message"]

@@ -12,15 +12,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from aiohttp.test_utils import TestClient, TestServer
 
-from cppbatch import BatchInferenceEngine, Completion, LocalEngine, SamplingParams
+from cppbatch import BatchInferenceEngine, Completion, SamplingParams
 from cppbatch.errors import LlamaError, OutOfRange
 from cppbatch.llama import Context, Model
 from cppbatch.models.synthetic import LlamaShape
-from cppbatch.server.app import create_app
 from tests.support import tiny_models
 from tests.support.contexts import decode
+from tests.support.http_client import http_of
 from tests.support.native_engines import OpenEngine
 
 N_CTX = 256
@@ -136,10 +135,7 @@ def test_every_kind_of_memory_continues(
 
 async def test_llama_servers_fields_and_answer(tiny_llama: Path) -> None:
     settings: dict[str, Any] = {"n_ctx": N_CTX, "n_parallel": 1, "n_threads": 1, "context_shift": True, "n_keep": 2}
-    async with (
-        LocalEngine(tiny_llama, **settings) as engine,
-        TestClient(TestServer(create_app(engine))) as http,
-    ):
+    async with http_of(tiny_llama, **settings) as http:
         body = {"prompt": "Hello", "n_predict": 300, "ignore_eos": True, "n_keep": 3, "n_discard": 20}
         async with http.post("/completion", json=body) as answer:
             done = await answer.json()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from cppbatch.server.api.batches.handler import BatchRequestHandler
 from cppbatch.server.models.served import OneModel
 from cppbatch.server.settings import ServerSettings
 from tests.support.fakes import greedy, know
-from tests.support.http_client import Http
+from tests.support.http_client import Http, answered
 from tests.support.replay import Replay
 
 SETTINGS: dict[str, Any] = {"n_ctx": 1024, "n_parallel": 4, "n_threads": 1}
@@ -40,17 +40,14 @@ def replayed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-async def engine(tiny_llama: Path) -> AsyncIterator[LocalEngine]:
-    async with LocalEngine(tiny_llama, **SETTINGS) as engine:
-        assert engine._engine
-        know(engine._engine, {1: 0.010, 256: 0.011})  # drafts cost next to nothing
-        yield engine
+def engine(engine: LocalEngine) -> LocalEngine:
+    assert engine._engine
+    know(engine._engine, {1: 0.010, 256: 0.011})  # drafts cost next to nothing
+    return engine
 
 
 async def post(http: Http, path: str, **fields: Any) -> Any:
-    async with http.post(path, json={**GREEDY, **fields}) as answer:
-        assert answer.status == 200, await answer.text()
-        return await answer.json()
+    return await answered(http, path, {**GREEDY, **fields})
 
 
 async def stream(http: Http, path: str, **fields: Any) -> list[Json]:

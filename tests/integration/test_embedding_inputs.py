@@ -2,30 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from aiohttp.test_utils import TestClient, TestServer
 
 from cppbatch import LocalEngine
-from cppbatch.server.app import create_app
-from tests.support.http_client import Http
+from tests.support.fixtures import engine_of
+from tests.support.http_client import Http, http_of, http_to, post
 
-
-@pytest.fixture
-async def http(tiny_encoder: Path) -> AsyncIterator[Http]:
-    async with (
-        LocalEngine(tiny_encoder, n_ctx=512, n_parallel=4, n_threads=1) as engine,
-        TestClient(TestServer(create_app(engine))) as client,
-    ):
-        yield client
+engine = engine_of(model="tiny_encoder", n_ctx=512)
 
 
 async def embed(http: Http, value: object) -> tuple[int, Any]:
-    async with http.post("/v1/embeddings", json={"input": value}) as answer:
-        return answer.status, await answer.json()
+    return await post(http, "/v1/embeddings", {"input": value})
 
 
 PART = {"type": "text", "text": "some words"}
@@ -78,10 +68,7 @@ async def test_any_other_input_is_refused_with_its_name(http: Http, value: objec
 
 
 async def test_without_pooling_this_api_has_no_answer(tiny_encoder: Path) -> None:
-    async with (
-        LocalEngine(tiny_encoder, n_ctx=512, n_parallel=4, n_threads=1, pooling="none") as engine,
-        TestClient(TestServer(create_app(engine))) as http,
-    ):
+    async with http_of(tiny_encoder, n_ctx=512, n_parallel=4, n_threads=1, pooling="none") as http:
         status, body = await embed(http, "some words")
         assert status == 400
         assert "pooling none" in body["error"]["message"]
@@ -90,7 +77,7 @@ async def test_without_pooling_this_api_has_no_answer(tiny_encoder: Path) -> Non
 async def test_without_pooling_llama_servers_path_returns_a_vector_for_each_token(tiny_encoder: Path) -> None:
     async with (
         LocalEngine(tiny_encoder, n_ctx=512, n_parallel=4, n_threads=1, pooling="none") as engine,
-        TestClient(TestServer(create_app(engine))) as http,
+        http_to(engine) as http,
     ):
         for fields, is_length_1 in (({}, False), ({"embd_normalize": -1}, False), ({"embd_normalize": 2}, True)):
             async with http.post("/embeddings", json={"input": ["some words", [12, 34]], **fields}) as answer:

@@ -8,10 +8,11 @@ from typing import Any
 import msgspec
 import pytest
 
-from cppbatch import BatchInferenceEngine, Completion, FinishReason, SamplingParams
+from cppbatch import BatchInferenceEngine, FinishReason, SamplingParams
 from cppbatch.errors import InvalidRequest
 from tests.support import tiny_models
 from tests.support.fakes import greedy
+from tests.support.logits_processors import tokens_of
 from tests.support.native_engines import PROMPTS, OpenEngine
 
 KINDS = [
@@ -36,10 +37,6 @@ def kind(request: pytest.FixtureRequest) -> tuple[Path, str]:
 @pytest.fixture
 def engine(open_engine: OpenEngine, tiny_llama: Path) -> BatchInferenceEngine:
     return open_engine(tiny_llama)
-
-
-def tokens_of(completions: list[Completion]) -> list[list[int]]:
-    return [completion.tokens for completion in completions]
 
 
 def drain(engine: BatchInferenceEngine) -> dict[str, list[int]]:

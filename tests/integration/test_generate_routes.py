@@ -18,7 +18,7 @@ from cppbatch.server.app import create_app
 from cppbatch.server.auth.rules import Keys, api_key
 from cppbatch.server.http.limits import Limits
 from cppbatch.server.settings import ServerSettings
-from tests.support.http_client import Http, post
+from tests.support.http_client import Http, http_to, post
 
 Json = dict[str, Any]
 GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 6, "ignore_eos": True}
@@ -297,10 +297,7 @@ async def test_a_batch_larger_than_the_queue_finishes_and_leaves_room_for_others
         "flash_attn": "off",
     }  # so that no text parts at a tie
     settings: dict[str, Any] = {"n_ctx": 1024, "n_parallel": 4, "n_threads": 1, "max_queue": 2, **floats}
-    async with (
-        LocalEngine(tiny_llama, **settings) as engine,
-        TestClient(TestServer(create_app(engine))) as http,
-    ):
+    async with LocalEngine(tiny_llama, **settings) as engine, http_to(engine) as http:
         prompts = [f"number {i}" for i in range(256)]
         both = asyncio.gather(*(batch(http, prompts=prompts, max_tokens=2) for _ in range(2)))
         await asyncio.sleep(0.2)
@@ -340,7 +337,7 @@ async def test_a_client_that_disconnects_frees_its_whole_batch(tiny_llama: Path)
 
 async def test_the_most_prompts_of_a_batch_can_be_set(engine: LocalEngine) -> None:
     settings = ServerSettings(limits=Limits(max_prompts_per_batch=2))
-    async with TestClient(TestServer(create_app(engine, settings))) as http:
+    async with http_to(engine, settings) as http:
         status, answer = await post(http, "/generate/batch", {"prompts": ["a"] * 3})
         assert status == 400
         assert "--max-prompts-per-batch" in answer["error"]["message"]
@@ -436,7 +433,7 @@ async def test_only_an_item_of_a_running_batch_can_be_ended(http: Http) -> None:
 
 async def test_a_key_can_end_items_of_its_batches_even_if_its_slots_are_taken(engine: LocalEngine) -> None:
     keys = Keys([api_key("one", max_concurrent=1), api_key("two")])
-    async with TestClient(TestServer(create_app(engine, ServerSettings(keys=keys)))) as http:
+    async with http_to(engine, ServerSettings(keys=keys)) as http:
         one, two = ({"Authorization": f"Bearer {key}"} for key in ("one", "two"))
         body = {**LONG, "prompts": ["a"], "request_id": "b", "stream": True}
         async with http.post("/generate/batch", json=body, headers=one) as answer:

@@ -9,7 +9,7 @@ import os
 import re
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from time import monotonic, sleep, thread_time
@@ -33,6 +33,7 @@ from cppbatch.engine.sequence import Seq
 from cppbatch.errors import EngineClosed
 from cppbatch.models.synthetic import IM_START
 from tests.support.fakes import drain, greedy
+from tests.support.fixtures import shared_engine
 from tests.support.schemas import SCHEMAS, fault
 from tests.unit.test_forced_tokens import PROMPT, one, text_of
 
@@ -49,11 +50,7 @@ ENDS = (FinishReason.STOP, FinishReason.LENGTH)
 
 Fields = dict[str, Any]
 
-
-@pytest.fixture(scope="module")
-def engine(tiny_llama: Path) -> Iterator[BatchInferenceEngine]:
-    with BatchInferenceEngine(tiny_llama, **SETTINGS) as engine:
-        yield engine
+engine = shared_engine(**SETTINGS)
 
 
 def prepare(engine: BatchInferenceEngine, **fields: Any) -> Seq:

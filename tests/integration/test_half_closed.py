@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import json
 import ssl
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,8 @@ from cppbatch.server.run_server import Listener
 from cppbatch.server.settings import tls_context
 from cppbatch.server.storage import open_storage
 from tests.integration.test_connections import certificate
-from tests.support.listening import HeldEngine, connect, ended, head, listening, post, until
+from tests.support.fixtures import engine_of
+from tests.support.listening import HeldEngine, connect, ended, head, listening, post_bytes, until
 
 HEALTH = head("GET", "/health")
 SHORT: dict[str, Any] = {"prompt": "Hello", "max_tokens": 2}
@@ -29,11 +29,7 @@ LONG: dict[str, Any] = {"prompt": "Hello", "max_tokens": 3000, "ignore_eos": Tru
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 SOON = 15  # seconds until the cells of a client that is gone are free: 0.3, and many for a busy machine
 
-
-@pytest.fixture
-async def engine(tiny_llama: Path) -> AsyncIterator[HeldEngine]:
-    async with HeldEngine(tiny_llama, n_ctx=4096, n_parallel=4, n_threads=1, prefix_cache=False) as engine:
-        yield engine
+engine = engine_of(HeldEngine, n_ctx=4096, prefix_cache=False)
 
 
 async def answered(listener: Listener, data: bytes, go_on: tuple[HeldEngine, float] | None = None) -> bytes:
@@ -59,7 +55,7 @@ async def test_it_gets_only_the_immediate_answer(engine: HeldEngine) -> None:
 
 async def test_it_gets_a_completion_that_takes_long(engine: HeldEngine) -> None:
     async with listening(create_app(engine)) as listener:
-        came = await answered(listener, post("/v1/completions", SHORT), (engine, 1))
+        came = await answered(listener, post_bytes("/v1/completions", SHORT), (engine, 1))
         interim, _, answer = came.rpartition(CONTINUE)
         assert interim.replace(CONTINUE, b"") == b""
         assert answer.startswith(b"HTTP/1.1 200 ")
@@ -69,7 +65,7 @@ async def test_it_gets_a_completion_that_takes_long(engine: HeldEngine) -> None:
 async def test_it_gets_a_whole_stream(engine: HeldEngine) -> None:
     async with listening(create_app(engine)) as listener:
         body = {**LONG, "max_tokens": 300, "stream": True}
-        came = (await answered(listener, post("/v1/completions", body), (engine, 0.2))).removeprefix(CONTINUE)
+        came = (await answered(listener, post_bytes("/v1/completions", body), (engine, 0.2))).removeprefix(CONTINUE)
         assert came.startswith(b"HTTP/1.1 200 ")
         assert CONTINUE not in came
         assert came.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
@@ -77,7 +73,7 @@ async def test_it_gets_a_whole_stream(engine: HeldEngine) -> None:
 
 async def test_it_gets_every_answer_to_requests_sent_at_once(engine: HeldEngine) -> None:
     async with listening(create_app(engine)) as listener:
-        requests = HEALTH + post("/v1/completions", SHORT) + head("GET", "/nowhere") + HEALTH * 50
+        requests = HEALTH + post_bytes("/v1/completions", SHORT) + head("GET", "/nowhere") + HEALTH * 50
         came = await answered(listener, requests, (engine, 0))
         assert (came.count(b"HTTP/1.1 200 "), came.count(b"HTTP/1.1 404 ")) == (52, 1)
 
@@ -97,7 +93,7 @@ async def test_it_uploads_and_downloads(engine: HeldEngine, tmp_path: Path) -> N
 
 async def test_a_request_with_a_truncated_body_is_dropped_at_once(engine: HeldEngine) -> None:
     async with listening(create_app(engine)) as listener:
-        cut = post("/v1/completions", SHORT)[:-1]
+        cut = post_bytes("/v1/completions", SHORT)[:-1]
         assert await answered(listener, cut) == b""
         came = await answered(listener, HEALTH + cut)
         assert came.count(b"HTTP/1.1") == came.count(b" 200 ") == 1
@@ -114,7 +110,7 @@ async def test_a_connection_without_a_request_is_closed_at_once(engine: HeldEngi
 async def test_a_request_of_http_1_0_that_takes_long_is_given_up(engine: HeldEngine) -> None:
     """An HTTP/1.0 client takes no interim response, so it cannot be probed; usually it is gone, as with nginx."""
     async with listening(create_app(engine)) as listener:
-        assert await answered(listener, post("/v1/completions", SHORT).replace(b"HTTP/1.1", b"HTTP/1.0")) == b""
+        assert await answered(listener, post_bytes("/v1/completions", SHORT).replace(b"HTTP/1.1", b"HTTP/1.0")) == b""
         assert engine.n_held == 0
 
 
@@ -128,7 +124,7 @@ async def test_a_disconnect_before_the_first_token_is_detected(
 ) -> None:
     async with listening(create_app(engine)) as listener:
         _, writer = await connect(listener)
-        writer.write(post("/v1/completions", {**SHORT, "stream": stream}))
+        writer.write(post_bytes("/v1/completions", {**SHORT, "stream": stream}))
         await until(lambda: engine.n_held == 1)
         if half_closed_before:
             writer.write_eof()
@@ -144,7 +140,7 @@ async def test_a_disconnect_while_tokens_are_generated_is_detected(engine: HeldE
     async with listening(create_app(engine)) as listener:
         for half_closed_before in (False, True):
             reader, writer = await connect(listener)
-            writer.write(post("/v1/completions", {**LONG, "stream": stream}))
+            writer.write(post_bytes("/v1/completions", {**LONG, "stream": stream}))
             if half_closed_before:
                 writer.write_eof()
             await (reader.readuntil(b"data: ") if stream else until(lambda: engine._by_id))
@@ -178,7 +174,7 @@ async def test_a_disconnect_behind_a_proxy_that_passes_on_only_the_end_is_detect
 
         async with await asyncio.start_server(pass_on, "127.0.0.1", 0) as proxy:
             _, writer = await asyncio.open_connection(*proxy.sockets[0].getsockname())
-            writer.write(post("/v1/completions", SHORT))
+            writer.write(post_bytes("/v1/completions", SHORT))
             await until(lambda: engine.n_held == 1)
             writer.close()
             await until(lambda: engine.n_held == 0, 2 * SOON)
@@ -191,7 +187,7 @@ async def test_over_tls_the_end_of_its_client_ends_a_request(engine: HeldEngine,
     trusting = ssl.create_default_context(cafile=str(cert))
     async with listening(create_app(engine), tls=tls_context(str(cert), str(key))) as listener:
         _, writer = await connect(listener, ssl=trusting)
-        writer.write(post("/v1/completions", {**SHORT, "stream": stream}))
+        writer.write(post_bytes("/v1/completions", {**SHORT, "stream": stream}))
         await until(lambda: engine.n_held == 1)
         writer.close()
         await until(lambda: engine.n_held == 0, SOON)
@@ -205,8 +201,8 @@ async def test_an_engine_is_idle_after_many_such_clients(tiny_llama: Path) -> No
     ):
         gone = [await connect(listener) for _ in range(20)]
         for i, (_, writer) in enumerate(gone):
-            writer.write(post("/v1/completions", {**LONG, "stream": i % 2 == 0}))
-        reading = [asyncio.create_task(answered(listener, post("/v1/completions", SHORT))) for _ in range(20)]
+            writer.write(post_bytes("/v1/completions", {**LONG, "stream": i % 2 == 0}))
+        reading = [asyncio.create_task(answered(listener, post_bytes("/v1/completions", SHORT))) for _ in range(20)]
         for _, writer in gone:
             writer.close()
         assert all(b"HTTP/1.1 200 " in came for came in await asyncio.gather(*reading))

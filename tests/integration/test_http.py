@@ -9,17 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from aiohttp.test_utils import TestClient, TestServer
 
 from cppbatch import BatchInferenceEngine, LocalEngine, SamplingParams
 from cppbatch.chat.template import ChatTemplate
 from cppbatch.engine import core as core_module
 from cppbatch.engine.runtime import load_runtime
 from cppbatch.errors import LlamaError
-from cppbatch.server.app import create_app
 from cppbatch.server.models.served import OneModel
 from cppbatch.server.settings import ServerSettings
-from tests.support.http_client import Http, post
+from tests.support.http_client import Http, http_to, post
 
 HELLO: dict[str, Any] = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 4}
 
@@ -194,7 +192,7 @@ async def test_while_the_model_loads_health_reports_the_progress(
 
     monkeypatch.setattr(core_module, "load_runtime", slow_load)
     engine = LocalEngine(tiny_llama, n_ctx=256, n_threads=1)
-    async with TestClient(TestServer(create_app(engine))) as http:
+    async with http_to(engine) as http:
         await asyncio.to_thread(reached.wait, 30)
         async with http.get("/health") as answer:
             assert answer.status == 503
@@ -229,7 +227,7 @@ def test_a_chat_template_runs_in_a_sandbox_and_its_error_is_returned_to_the_clie
 
 async def test_the_chat_template_of_the_settings_replaces_the_models(engine: LocalEngine) -> None:
     settings = ServerSettings(chat_template="{{ raise_exception('mine') }}")
-    async with TestClient(TestServer(create_app(engine, settings))) as http:
+    async with http_to(engine, settings) as http:
         status, answer = await post(http, "/v1/chat/completions", HELLO)
     assert status == 400
     assert answer["error"]["param"] == "messages"
@@ -248,7 +246,7 @@ async def test_the_models_chat_format_is_one_for_the_server_and_its_engine(engin
 async def test_a_full_queue_is_a_429_with_a_retry_hint_and_the_others_get_their_answers(tiny_llama: Path) -> None:
     async with (
         LocalEngine(tiny_llama, n_ctx=1024, n_parallel=1, n_threads=1, max_queue=2) as engine,
-        TestClient(TestServer(create_app(engine))) as http,
+        http_to(engine) as http,
     ):
         body = {"prompt": "Hello", "max_tokens": 200, "ignore_eos": True}
 
@@ -270,7 +268,7 @@ async def test_a_full_queue_is_a_429_with_a_retry_hint_and_the_others_get_their_
 async def test_more_choices_than_the_queue_holds_wait_and_let_others_in_between(tiny_llama: Path) -> None:
     async with (
         LocalEngine(tiny_llama, n_ctx=1024, n_parallel=1, n_threads=1, max_queue=2) as engine,
-        TestClient(TestServer(create_app(engine))) as http,
+        http_to(engine) as http,
     ):
         body = {"prompt": "Hello", "max_tokens": 100, "ignore_eos": True, "n": 8}
         many = asyncio.create_task(post(http, "/v1/completions", body))

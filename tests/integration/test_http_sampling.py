@@ -14,9 +14,10 @@ import pytest
 from openai.types import Completion as OpenAICompletion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
-from cppbatch import BatchInferenceEngine, LocalEngine, SamplingParams
+from cppbatch import BatchInferenceEngine, SamplingParams
 from cppbatch.engine.params import GRAMMARS
 from cppbatch.server.api.openai.completions import CompletionRequest
+from tests.support.fixtures import engine_of
 from tests.support.http_client import Http, post
 from tests.unit.test_http_sampling import MESSAGES, OTHERS
 
@@ -33,11 +34,7 @@ SAMPLED: Json = {"prompt": "Hello", "temperature": 1, "max_tokens": 12, "ignore_
 
 CHAT: Json = {"messages": MESSAGES, "temperature": 0, "max_tokens": 8, "ignore_eos": True}
 
-
-@pytest.fixture
-async def engine(tiny_llama: Path) -> AsyncIterator[LocalEngine]:
-    async with LocalEngine(tiny_llama, **SETTINGS) as engine:
-        yield engine
+engine = engine_of(**SETTINGS)
 
 
 @pytest.fixture

@@ -12,18 +12,16 @@ from typing import Any
 
 import pytest
 from aiohttp import FormData
-from aiohttp.test_utils import TestClient, TestServer
 
 from cppbatch import GenerationEvent, GenerationRequest, LocalEngine
 from cppbatch.models.synthetic import write_lora
 from cppbatch.server.api.batches.handler import URLS
-from cppbatch.server.app import create_app
 from cppbatch.server.auth.key_file import read_keys
 from cppbatch.server.auth.rules import Keys
 from cppbatch.server.http.limits import Limits
 from cppbatch.server.settings import ServerSettings
 from cppbatch.server.storage import open_storage
-from tests.support.http_client import Http
+from tests.support.http_client import Http, http_to
 from tests.support.listening import HeldEngine, until
 
 Json = dict[str, Any]
@@ -122,7 +120,7 @@ async def http(engine: RecordingEngine, keys: Keys, tmp_path: Path) -> AsyncIter
 def serving(engine: LocalEngine, keys: Keys, folder: Path | None = None, **limits: Any) -> Http:
     settings = ServerSettings(keys=keys, limits=Limits(**limits), predict_path="/predict")
     storage = open_storage(folder, URLS) if folder else None
-    return TestClient(TestServer(create_app(engine, settings, storage)))
+    return http_to(engine, settings, storage)
 
 
 async def ask(http: Http, key: str, path: str, body: object, **headers: str) -> tuple[int, Json, dict[str, str]]:

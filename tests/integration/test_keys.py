@@ -14,6 +14,7 @@ from cppbatch import LocalEngine
 from cppbatch.server.app import create_app
 from cppbatch.server.auth.rules import Keys
 from cppbatch.server.settings import ServerSettings
+from tests.support.http_client import http_to
 from tests.unit.test_keys import SECRETS
 
 HELLO: dict[str, Any] = {"prompt": "Hello", "max_tokens": 2}
@@ -22,7 +23,7 @@ HELLO: dict[str, Any] = {"prompt": "Hello", "max_tokens": 2}
 @pytest.fixture
 async def http(engine: LocalEngine) -> AsyncIterator[TestClient[Any, Any]]:
     settings = ServerSettings(keys=Keys(SECRETS), cors_origins=("https://app.example",))
-    async with TestClient(TestServer(create_app(engine, settings))) as client:
+    async with http_to(engine, settings) as client:
         yield client
 
 

@@ -6,41 +6,31 @@ import asyncio
 import gzip
 import json
 import tracemalloc
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 import pytest
-from aiohttp.test_utils import TestClient, TestServer
 
 from cppbatch import LocalEngine
 from cppbatch.server.app import create_app
 from cppbatch.server.auth.rules import Keys
 from cppbatch.server.http.limits import Limits
 from cppbatch.server.settings import ServerSettings
-from tests.support.http_client import Http
-from tests.support.listening import HeldEngine, connect, ended, head, listening, post, until
+from tests.support.fixtures import engine_of
+from tests.support.http_client import Http, http_to, post
+from tests.support.listening import HeldEngine, connect, ended, head, listening, post_bytes, until
 
 PATHS = {
     "/v1/completions": {"prompt": "Hello", "ignore_eos": True},
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "Hello"}], "ignore_eos": True},
 }
 
-
-@pytest.fixture
-async def engine(tiny_llama: Path) -> AsyncIterator[HeldEngine]:
-    async with HeldEngine(tiny_llama, n_ctx=1024, n_parallel=4, n_threads=1) as engine:
-        yield engine
+engine = engine_of(HeldEngine)
 
 
 def limited(engine: LocalEngine, keys: Keys | None = None, **limits: Any) -> Http:
-    return TestClient(TestServer(create_app(engine, ServerSettings(keys=keys or Keys(), limits=Limits(**limits)))))
-
-
-async def ask(http: Http, path: str, body: object, **options: Any) -> tuple[int, Any]:
-    async with http.post(path, json=body, **options) as answer:
-        return answer.status, await answer.json()
+    return http_to(engine, ServerSettings(keys=keys or Keys(), limits=Limits(**limits)))
 
 
 # --- the fields of a request ------------------------------------------------------------------------------------------
@@ -49,11 +39,11 @@ async def ask(http: Http, path: str, body: object, **options: Any) -> tuple[int,
 @pytest.mark.parametrize("path", PATHS)
 async def test_a_larger_max_tokens_than_allowed_is_a_400_that_names_it(engine: HeldEngine, path: str) -> None:
     async with limited(engine, max_tokens=8) as http:
-        status, answer = await ask(http, path, {**PATHS[path], "max_tokens": 9})
+        status, answer = await post(http, path, {**PATHS[path], "max_tokens": 9})
         assert (status, answer["error"]["param"]) == (400, "max_tokens")
         assert "--max-tokens" in answer["error"]["message"]
         if "chat" in path:
-            status, answer = await ask(http, path, {**PATHS[path], "max_completion_tokens": 9})
+            status, answer = await post(http, path, {**PATHS[path], "max_completion_tokens": 9})
             assert (status, answer["error"]["param"]) == (400, "max_completion_tokens")
 
 
@@ -62,7 +52,7 @@ async def test_a_request_without_max_tokens_gets_the_allowed_maximum(engine: Hel
     engine.go_on.set()
     async with limited(engine, max_tokens=8) as http:
         for given, made in (({}, 8), ({"max_tokens": 8}, 8), ({"max_tokens": 3}, 3)):
-            status, answer = await ask(http, path, {**PATHS[path], **given})
+            status, answer = await post(http, path, {**PATHS[path], **given})
             assert (status, answer["usage"]["completion_tokens"]) == (200, made)
 
 
@@ -70,14 +60,14 @@ async def test_a_minimum_above_the_allowed_maximum_is_a_400_that_names_it(engine
     async with limited(engine, max_tokens=8) as http:
         for path, body in PATHS.items():
             for given in ({}, {"max_tokens": -1}):
-                status, answer = await ask(http, path, {**body, **given, "min_tokens": 9})
+                status, answer = await post(http, path, {**body, **given, "min_tokens": 9})
                 assert (status, answer["error"]["param"]) == (400, "min_tokens"), (path, given)
 
 
 async def test_more_choices_than_allowed_are_a_400_that_names_the_field(engine: HeldEngine) -> None:
     async with limited(engine, max_n=2) as http:
         for field in ("n", "best_of"):
-            status, answer = await ask(http, "/v1/completions", {"prompt": "x", field: 3})
+            status, answer = await post(http, "/v1/completions", {"prompt": "x", field: 3})
             assert (status, answer["error"]["param"]) == (400, field)
 
 
@@ -88,7 +78,7 @@ async def test_a_request_ends_after_the_servers_timeout_or_its_own_shorter_one(t
     ):
         for given in ({}, {"timeout": 3600}, {"timeout": 0.05}):
             body = {"prompt": "Hello", "max_tokens": 900, "ignore_eos": True, **given}
-            status, answer = await ask(http, "/v1/completions", body)
+            status, answer = await post(http, "/v1/completions", body)
             assert (status, answer["choices"][0]["finish_reason"]) == (200, "timeout")
 
 
@@ -156,7 +146,7 @@ async def test_megabytes_of_headers_are_refused(engine: HeldEngine) -> None:
             answer = await ended(reader)
             assert not answer or b" 400 " in answer
             writer.close()
-            async with TestClient(TestServer(create_app(engine))) as http, http.get("/health") as fine:
+            async with http_to(engine) as http, http.get("/health") as fine:
                 assert fine.status == 200
 
 
@@ -168,7 +158,7 @@ async def test_one_keys_requests_are_limited_and_the_others_continue(engine: Hel
     async with limited(engine, Keys(["a-key", "b-key"]), max_concurrent_per_key=2) as http:
 
         def send(key: str) -> asyncio.Task[tuple[int, Any]]:
-            return asyncio.create_task(ask(http, "/v1/completions", body, headers={"x-api-key": key}))
+            return asyncio.create_task(post(http, "/v1/completions", body, headers={"x-api-key": key}))
 
         running = [send("a-key"), send("a-key"), send("b-key")]
         await until(lambda: engine.n_held == 3)
@@ -187,17 +177,17 @@ async def test_a_place_is_free_again_however_its_request_ends(engine: HeldEngine
     good, bad = {"prompt": "Hello", "max_tokens": 2}, {"prompt": 5}
     async with listening(app) as listener:
         _, writer = await connect(listener)  # goes away while it runs
-        writer.write(post("/v1/completions", good))
+        writer.write(post_bytes("/v1/completions", good))
         await until(lambda: engine.n_held == 1)
         reader, second = await connect(listener)
-        second.write(post("/v1/completions", good))
+        second.write(post_bytes("/v1/completions", good))
         assert b" 429 " in await reader.readuntil(b"}}")
         writer.transport.abort()
         await until(lambda: engine.n_held == 0)
         engine.go_on.set()
         for body, status in ((bad, 400), (good, 200), ({**good, "stream": True}, 200), (good, 200)):
             reader, writer = await connect(listener)
-            writer.write(post("/v1/completions", body))
+            writer.write(post_bytes("/v1/completions", body))
             assert b" %d " % status in await reader.readline()
             writer.close()
             await until(lambda: not engine._by_id)
@@ -208,10 +198,10 @@ async def test_a_client_that_is_slow_to_send_does_not_count_as_concurrent(engine
     app = create_app(engine, ServerSettings(limits=Limits(max_concurrent=1)))
     async with listening(app) as listener:
         _, slow = await connect(listener)
-        slow.write(post("/v1/completions", {"prompt": "Hello"})[:-3])
+        slow.write(post_bytes("/v1/completions", {"prompt": "Hello"})[:-3])
         await asyncio.sleep(0.05)
         reader, writer = await connect(listener)
-        writer.write(post("/v1/completions", {"prompt": "Hello", "max_tokens": 2}))
+        writer.write(post_bytes("/v1/completions", {"prompt": "Hello", "max_tokens": 2}))
         assert b" 200 " in await reader.readline()
         slow.close()
         writer.close()

@@ -28,6 +28,7 @@ from cppbatch.server.observe.live import LiveSnapshot
 from cppbatch.server.run_server import Listener
 from cppbatch.server.settings import ServerSettings
 from cppbatch.server.storage import open_storage
+from tests.support.fixtures import engine_of
 from tests.support.listening import connect, head, listening, until
 from tests.unit.test_live_types import check_cells
 from tests.unit.test_openapi import DOCUMENT
@@ -67,11 +68,7 @@ def short_intervals(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(live_endpoint, "LiveFeed", partial(live_endpoint.LiveFeed, interval=INTERVAL_S))
 
 
-@pytest.fixture
-async def engine(tiny_llama: Path) -> AsyncIterator[CountedEngine]:
-    settings: dict[str, Any] = {"n_ctx": 16384, "n_parallel": 17, "n_threads": 1, "kv_layout": "unified"}
-    async with CountedEngine(tiny_llama, **settings) as engine:
-        yield engine
+engine = engine_of(CountedEngine, n_ctx=16384, n_parallel=17, kv_layout="unified")
 
 
 class Reader:

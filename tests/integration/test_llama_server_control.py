@@ -8,13 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from aiohttp.test_utils import TestClient, TestServer
 
-from cppbatch import LocalEngine
 from cppbatch.models.synthetic import write_lora
-from cppbatch.server.app import create_app
 from cppbatch.server.settings import ServerSettings
-from tests.support.http_client import Http, get, post
+from tests.support.http_client import Http, get, http_of, post
 
 Json = dict[str, Any]
 ASKED: Json = {"prompt": "abc", "n_predict": 16, "temperature": 0, "ignore_eos": True}
@@ -23,10 +20,7 @@ ASKED: Json = {"prompt": "abc", "n_predict": 16, "temperature": 0, "ignore_eos":
 @asynccontextmanager
 async def serve(model: Path, engine: Json | None = None, **settings: Any) -> AsyncIterator[Http]:
     sizes: Json = {"n_ctx": 512, "n_parallel": 2, "n_threads": 1, "spec": "off"}
-    async with (
-        LocalEngine(model, **{**sizes, **(engine or {})}) as client,
-        TestClient(TestServer(create_app(client, ServerSettings(**settings)))) as http,
-    ):
+    async with http_of(model, ServerSettings(**settings), **{**sizes, **(engine or {})}) as http:
         yield http
 
 

@@ -10,12 +10,9 @@ from typing import Any
 
 import openai
 import pytest
-from aiohttp.test_utils import TestClient, TestServer
 
-from cppbatch import LocalEngine
-from cppbatch.server.app import create_app
 from cppbatch.server.settings import ServerSettings
-from tests.support.http_client import Http, answered
+from tests.support.http_client import Http, answered, http_of
 
 Json = dict[str, Any]
 HELLO = [{"role": "user", "content": "Hello"}]
@@ -24,10 +21,7 @@ DOCUMENTS = ["a cat sat", "and", "the dog"]
 
 
 async def opened(model: Path, **settings: Any) -> AsyncIterator[Http]:
-    async with (
-        LocalEngine(model, n_ctx=512, n_parallel=2, n_threads=1) as engine,
-        TestClient(TestServer(create_app(engine, ServerSettings(**settings)))) as http,
-    ):
+    async with http_of(model, ServerSettings(**settings), n_ctx=512, n_parallel=2, n_threads=1) as http:
         yield http
 
 
@@ -45,10 +39,7 @@ async def reranker(tiny_reranker: Path) -> AsyncIterator[Http]:
 
 @pytest.fixture
 async def encoder(tiny_encoder: Path) -> AsyncIterator[Http]:
-    async with (
-        LocalEngine(tiny_encoder, n_ctx=512, n_parallel=2, n_threads=1, pooling="mean") as engine,
-        TestClient(TestServer(create_app(engine))) as client,
-    ):
+    async with http_of(tiny_encoder, n_ctx=512, n_parallel=2, n_threads=1, pooling="mean") as client:
         yield client
 
 

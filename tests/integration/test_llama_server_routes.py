@@ -19,7 +19,7 @@ from cppbatch.server.answer.mixed_prompts import MEDIA_MARKER
 from cppbatch.server.app import create_app
 from cppbatch.server.settings import ServerSettings
 from tests.support import tiny_models
-from tests.support.http_client import Http, get, post
+from tests.support.http_client import Http, get, http_of, http_to, post
 
 Json = dict[str, Any]
 GREEDY: dict[str, Any] = {"temperature": 0, "n_predict": 6, "ignore_eos": True}
@@ -438,11 +438,8 @@ FILL_IN = ("<fim_prefix>", "<fim_suffix>", "<fim_middle>")
 @pytest.fixture(params=[(), ("<reponame>", "<|file_sep|>")], ids=["alone", "with files"])
 async def infill(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Http]:
     path = tiny_models.llama(tmp_path / "fill.gguf", vocab=with_fill_in_tokens(*FILL_IN, *request.param))
-    async with (
-        LocalEngine(path, n_ctx=512, n_parallel=2, n_threads=1) as engine,
-        TestClient(TestServer(create_app(engine))) as http,
-    ):
-        http.files = bool(request.param)
+    async with http_of(path, n_ctx=512, n_parallel=2, n_threads=1) as http:
+        http.files = bool(request.param)  # type: ignore[attr-defined]
         yield http
 
 
@@ -537,7 +534,7 @@ async def test_routes_with_v1_also_have_llama_servers_names_without_it(http: Htt
 async def test_health_needs_no_key_by_either_name(engine: LocalEngine) -> None:
     from cppbatch.server.auth.rules import Keys
 
-    async with TestClient(TestServer(create_app(engine, ServerSettings(keys=Keys(["k3y"]))))) as http:
+    async with http_to(engine, ServerSettings(keys=Keys(["k3y"]))) as http:
         assert [(await get(http, path))[0] for path in ("/health", "/v1/health", "/props")] == [200, 200, 401]
 
 
@@ -546,7 +543,7 @@ async def test_adapters_are_listed_and_chosen_by_each_request(tiny_llama: Path, 
     sizes: dict[str, Any] = {"n_ctx": 512, "n_parallel": 2, "n_threads": 1}
     config = EngineConfig(model_path=str(tiny_llama), lora=((str(adapter), 0.5),), **sizes)
     asked: dict[str, Any] = {"prompt": "abc", "n_predict": 16, "temperature": 0, "ignore_eos": True}
-    async with LocalEngine(config) as engine, TestClient(TestServer(create_app(engine))) as http:
+    async with http_of(config) as http:
         _, listed = await get(http, "/lora-adapters")
         assert listed == [{"id": 0, "name": "loud", "path": str(adapter), "scale": 0.5}]
         choices: list[list[Json]] = [[], [{"id": 0, "scale": 0.5}], [{"id": 0, "scale": 4}]]
@@ -561,7 +558,7 @@ async def test_adapters_are_listed_and_chosen_by_each_request(tiny_llama: Path, 
 
 async def test_disabled_routes_return_501_and_name_the_flag(engine: LocalEngine) -> None:
     settings = ServerSettings(metrics=False, slots=False)
-    async with TestClient(TestServer(create_app(engine, settings))) as http:
+    async with http_to(engine, settings) as http:
         for path in ("/metrics", "/slots"):
             status, answer = await get(http, path)
             assert (status, answer["error"]["type"]) == (501, "not_supported_error")
@@ -580,7 +577,7 @@ async def test_vertex_ai_gets_the_answers_to_several_requests_in_one(engine: Loc
         {"@requestFormat": "/v1/completions", "prompt": "abc", "max_tokens": 2, "temperature": 0},
         {"@requestFormat": "completions", "prompt": "abc", "max_tokens": -2},
     ]
-    async with TestClient(TestServer(create_app(engine, ServerSettings(predict_path="/ask")))) as http:
+    async with http_to(engine, ServerSettings(predict_path="/ask")) as http:
         status, answer = await post(http, "/ask", {"instances": instances})
         chat_answer, completion, refused = answer["predictions"]
         assert status == 200
@@ -590,13 +587,13 @@ async def test_vertex_ai_gets_the_answers_to_several_requests_in_one(engine: Loc
         status, answer = await post(http, "/ask", {"instances": [{"prompt": "abc"}]})
         assert status == 400
         assert "chatCompletions" in answer["error"]["message"]
-    async with TestClient(TestServer(create_app(engine))) as http, http.post("/predict", json={}) as answer_:
+    async with http_to(engine) as http, http.post("/predict", json={}) as answer_:
         assert answer_.status == 404
 
 
 async def test_props_have_the_defaults_of_the_server(engine: LocalEngine) -> None:
     settings = ServerSettings(sampling_defaults={"seed": 7, "temperature": 0.25})
-    async with TestClient(TestServer(create_app(engine, settings))) as http:
+    async with http_to(engine, settings) as http:
         _, props = await get(http, "/props")
         params = props["default_generation_settings"]["params"]
         assert (params["seed"], params["temperature"]) == (7, 0.25)

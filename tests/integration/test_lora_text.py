@@ -6,12 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from aiohttp.test_utils import TestClient, TestServer
 
 from cppbatch import BatchInferenceEngine, InvalidRequest
-from cppbatch.cluster.engines.local import LocalEngine
 from cppbatch.config import KvLayout
-from cppbatch.server.app import create_app
+from tests.support.http_client import http_of
 from tests.support.lora_texts import (
     FLOATS,
     GREEDY,
@@ -155,7 +153,7 @@ async def test_over_http_adapters_are_chosen_by_name_or_as_llama_server_has_it(
         '[{"id": 0, "scale": "1"}]': "lora[0].scale",
         '[{"id": 1, "scale": 1}, {"id": 1, "scale": 2}]': "lora[1].id",
     }
-    async with LocalEngine(tiny_llama, **settings) as engine, TestClient(TestServer(create_app(engine))) as http:
+    async with http_of(tiny_llama, **settings) as http:
         for i, more in enumerate(fields):
             prompt = OF.index({"x": 1, "y": 0.5} if i < 4 else {})
             body = {"prompt": PROMPTS[prompt], "temperature": 0, "max_tokens": N_NEW, "ignore_eos": True, **more}

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 from aiohttp import web
-from aiohttp.test_utils import TestClient, TestServer
+from aiohttp.test_utils import TestServer
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -26,7 +26,7 @@ from cppbatch.server.http.limits import Limits
 from cppbatch.server.settings import ServerSettings
 from tests.support import tiny_projectors
 from tests.support.app_thread import AppThread
-from tests.support.http_client import Http, answered, post
+from tests.support.http_client import Http, answered, http_of, http_to, post
 from tests.support.media_samples import BLUE, RED, TONE, as_base64, as_url, png, wav
 from tests.support.tiny_projectors import IMAGE_TOKENS, SOUND_TOKENS
 
@@ -60,19 +60,13 @@ def ears(tiny_folder: Path) -> Path:
 
 @pytest.fixture
 async def seeing(tiny_llama: Path, eyes: Path) -> AsyncIterator[Http]:
-    async with (
-        LocalEngine(tiny_llama, mmproj=str(eyes), **ENGINE) as engine,
-        TestClient(TestServer(create_app(engine))) as client,
-    ):
+    async with http_of(tiny_llama, mmproj=str(eyes), **ENGINE) as client:
         yield client
 
 
 @pytest.fixture
 async def hearing(tiny_llama: Path, ears: Path) -> AsyncIterator[Http]:
-    async with (
-        LocalEngine(tiny_llama, mmproj=str(ears), **ENGINE) as engine,
-        TestClient(TestServer(create_app(engine))) as client,
-    ):
+    async with http_of(tiny_llama, mmproj=str(ears), **ENGINE) as client:
         yield client
 
 
@@ -290,7 +284,7 @@ async def test_undecodable_audio_is_refused_without_a_memory_address(hearing: Ht
 
 
 async def test_a_model_without_a_projector_is_an_error_with_the_remedy(tiny_llama: Path) -> None:
-    async with LocalEngine(tiny_llama, **ENGINE) as engine, TestClient(TestServer(create_app(engine))) as http:
+    async with LocalEngine(tiny_llama, **ENGINE) as engine, http_to(engine) as http:
         status, answer = await post(http, "/v1/chat/completions", {"messages": asks(picture())})
         assert status == 400
         assert "start it with --mmproj FILE" in answer["error"]["message"]
@@ -307,13 +301,13 @@ async def test_remote_images_come_from_listed_hosts(tiny_llama: Path, eyes: Path
         url = str(remote.make_url("/red.png"))
         settings = ServerSettings(allowed_media_domains=(remote.host,))
         by_url = {"messages": asks({"type": "image_url", "image_url": {"url": url}}), **GREEDY}
-        async with TestClient(TestServer(create_app(engine, settings))) as http:
+        async with http_to(engine, settings) as http:
             given = await answered(http, "/v1/chat/completions", {"messages": asks(picture()), **GREEDY})
             fetched = await answered(http, "/v1/chat/completions", by_url)
             assert fetched["choices"][0]["message"] == given["choices"][0]["message"]
             batch = await answered(http, "/generate/batch", {**by_url, "params": [{}, {}]})
             assert batch["failed"] == 0
-        async with TestClient(TestServer(create_app(engine))) as http:
+        async with http_to(engine) as http:
             status, answer = await post(http, "/v1/chat/completions", by_url)
             assert (status, answer["error"]["param"]) == (400, "messages[0].content[0].image_url.url")
 
@@ -321,10 +315,7 @@ async def test_remote_images_come_from_listed_hosts(tiny_llama: Path, eyes: Path
 async def test_images_of_all_completions_are_bounded(tiny_llama: Path, eyes: Path) -> None:
     limits = Limits(max_media=2, max_media_mb=1)
     noise = png() + os.urandom(1 << 18)
-    async with (
-        LocalEngine(tiny_llama, mmproj=str(eyes), **ENGINE) as engine,
-        TestClient(TestServer(create_app(engine, ServerSettings(limits=limits)))) as http,
-    ):
+    async with http_of(tiny_llama, ServerSettings(limits=limits), mmproj=str(eyes), **ENGINE) as http:
         for parts, n, field in (
             ([picture()] * 3, 1, "messages[0].content[2].image_url.url"),
             ([picture(noise)], 4, "n"),

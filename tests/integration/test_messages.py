@@ -6,7 +6,6 @@ import http.client
 import json
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +30,7 @@ from cppbatch.server.api.anthropic.types import MessagesRequest
 from cppbatch.server.auth.rules import Keys
 from cppbatch.server.http.limits import Limits
 from cppbatch.server.settings import ServerSettings
+from tests.support.fixtures import chat_server
 from tests.support.narrow import expect, some
 from tests.support.scripted_chat import ENDS, SCRIPT, ChatServer, ScriptedFormat, strictly
 
@@ -46,17 +46,8 @@ WEATHER = {"name": "weather", "description": "How it is.", "input_schema": {"typ
 
 TIME = {"name": "time", "input_schema": {"type": "object"}}
 
-
-@pytest.fixture(scope="module")
-def server(tiny_llama: Path) -> Iterator[ChatServer]:
-    server = ChatServer(tiny_llama, ServerSettings(aliases=(ALIAS,)))
-    yield server
-    server.stop()
-
-
-@pytest.fixture(autouse=True)
-def _own_format(server: ChatServer) -> None:
-    server.use(None)
+server = chat_server(ServerSettings(aliases=(ALIAS,)))
+pytestmark = pytest.mark.usefixtures("own_format")
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ from cppbatch.cluster.engines.client import Health, ScalingState, WorkerState
 from cppbatch.engine.observe.metrics import EngineStats
 from cppbatch.errors import EngineClosed
 from cppbatch.server.app import create_app
-from tests.support.http_client import Http
+from tests.support.http_client import Http, http_to
 
 Samples = dict[tuple[str, ...], float]
 
@@ -203,7 +203,7 @@ async def test_prometheus_is_answered_while_the_model_loads() -> None:
         async def workers(self) -> list[WorkerState]:
             return [WorkerState(name="0", health=self.health(), in_flight=0)]
 
-    async with TestClient(TestServer(create_app(Loading()))) as http:  # type: ignore[arg-type]
+    async with http_to(Loading()) as http:
         assert (await scrape(http))["worker_up", "0"] == 0
         await ask(http)
         assert (await scrape(http))["http_requests_total", COMPLETIONS, "503"] == 1

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import openai
@@ -14,6 +12,7 @@ from openai.types.responses import Response, ResponseStreamEvent
 
 from cppbatch.chat.output_parser import ArgumentsDelta, Delta, ToolCallStart
 from cppbatch.server.models.served import MODELS, OneModel
+from tests.support.fixtures import chat_server
 from tests.support.scripted_chat import ENDS, ChatServer, ScriptedFormat, strictly
 
 Json = dict[str, Any]
@@ -40,22 +39,8 @@ CALLS: list[Delta] = [
     ArgumentsDelta(1, "{}"),
 ]
 
-
-@pytest.fixture(scope="module")
-def server(tiny_llama: Path) -> Iterator[ChatServer]:
-    server = ChatServer(tiny_llama)
-    yield server
-    server.stop()
-
-
-@pytest.fixture(autouse=True)
-def _own_format(server: ChatServer) -> None:
-    server.use(None)
-
-
-@pytest.fixture
-def client(server: ChatServer) -> Any:
-    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="x", max_retries=0)
+server = chat_server()
+pytestmark = pytest.mark.usefixtures("own_format")
 
 
 def chat(client: Any, **fields: Any) -> Any:

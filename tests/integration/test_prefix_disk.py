@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import errno
-import json
 import os
 import random
 import signal
 import threading
 import time
-import urllib.request
 from collections.abc import Iterator
 from http.client import HTTPException
 from pathlib import Path
@@ -155,41 +153,34 @@ def wide_llama(tmp_path: Path) -> Path:
     return write_llama(tmp_path / "wide.gguf", shape)
 
 
-def post(url: str, prompt: list[int]) -> tuple[list[int], int]:
-    """The tokens, and how many of the prompt were cached."""
-    body = {"prompt": prompt, "n_predict": 8, "temperature": 0, "ignore_eos": True, "return_tokens": True}
-    request = urllib.request.Request(f"{url}/completion", json.dumps(body).encode())
-    request.add_header("Content-Type", "application/json")
-    with urllib.request.urlopen(request, timeout=60) as answer:
-        read = json.load(answer)
-    return read["tokens"], read["timings"]["cache_n"]
-
-
 class Clients:
     """Threads that send prompts one after the other, compare the texts, and bear a server that is killed."""
 
-    def __init__(self, url: str, expected: dict[tuple[int, ...], list[int]], seed: int) -> None:
+    def __init__(self, server: ServerProcess, expected: dict[tuple[int, ...], list[int]], seed: int) -> None:
         self.n_right = 0
         self.wrong: list[str] = []
         self._stopping = threading.Event()
         self._threads = [
-            threading.Thread(target=self._run, args=(url, expected, random.Random(seed + i))) for i in range(2)
+            threading.Thread(target=self._run, args=(server, expected, random.Random(seed + i))) for i in range(2)
         ]
         for thread in self._threads:
             thread.start()
 
-    def _run(self, url: str, expected: dict[tuple[int, ...], list[int]], rng: random.Random) -> None:
+    def _run(self, server: ServerProcess, expected: dict[tuple[int, ...], list[int]], rng: random.Random) -> None:
+        body = {"n_predict": 8, "temperature": 0, "ignore_eos": True, "return_tokens": True}
         while not self._stopping.is_set():
             prompt, text = rng.choice(list(expected.items()))
             try:
-                tokens, n_cached = post(url, list(prompt))
+                answer = server.post("/completion", {"prompt": prompt, **body})
             except (OSError, HTTPException, ValueError):  # killed
                 continue
-            if tokens == text:
+            if answer["tokens"] == text:
                 self.n_right += 1
             else:
                 number = list(expected).index(prompt)
-                self.wrong.append(f"prompt {number}, {n_cached} cached: {tokens}, not {text}")
+                self.wrong.append(
+                    f"prompt {number}, {answer['timings']['cache_n']} cached: {answer['tokens']}, not {text}"
+                )
             self._stopping.wait(rng.choice((0.0, 0.3)))  # idle now and then
 
     def stop(self) -> None:
@@ -230,7 +221,7 @@ def test_twenty_kills_while_it_writes_leave_no_wrong_text_and_nothing_else(wide_
         with ServerProcess(*args, in_group=True) as server:
             server.wait_ready()
             assert not list(folder.glob("*.part")), "a leftover of a killed process"
-            clients = Clients(server.url, expected, seed=100 * turn)
+            clients = Clients(server, expected, seed=100 * turn)
             end = time.monotonic() + 0.5 + rng.random()
             while time.monotonic() < end or (turn % 4 == 0 and not list(folder.glob("*.part"))):
                 assert sum(taken(folder)) <= BOUND

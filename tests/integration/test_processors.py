@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -12,6 +11,7 @@ import pytest
 
 from cppbatch import BatchInferenceEngine, FinishReason, SamplingParams
 from tests.support.fakes import fake_engine
+from tests.support.fixtures import shared_engine
 from tests.support.logits_processors import (
     PROMPTS,
     Together,
@@ -104,10 +104,7 @@ def test_its_mistakes_change_no_seeded_text(kind: dict[str, Any]) -> None:
         assert_all_is_free(engine)
 
 
-@pytest.fixture
-def engine(tiny_llama: Path) -> Iterator[BatchInferenceEngine]:
-    with BatchInferenceEngine(tiny_llama, **SETTINGS) as engine:
-        yield engine
+engine = shared_engine(**SETTINGS)
 
 
 @each_greedy_kind

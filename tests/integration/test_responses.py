@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +27,8 @@ from cppbatch.server.api.responses.types import ResponsesRequest
 from cppbatch.server.auth.rules import Keys
 from cppbatch.server.http.limits import Limits
 from cppbatch.server.settings import ServerSettings
+from tests.support.batch_files import client_of
+from tests.support.fixtures import chat_server
 from tests.support.narrow import expect, some
 from tests.support.scripted_chat import ENDS, SCRIPT, ChatServer, ScriptedFormat, strictly
 
@@ -41,26 +42,8 @@ WEATHER: Json = {"type": "function", "name": "weather", "parameters": {"type": "
 
 TIME: Json = {"type": "function", "name": "time", "description": "What time it is.", "parameters": None, "strict": None}
 
-
-@pytest.fixture(scope="module")
-def server(tiny_llama: Path) -> Iterator[ChatServer]:
-    server = ChatServer(tiny_llama, ServerSettings(aliases=("gpt-here",)))
-    yield server
-    server.stop()
-
-
-@pytest.fixture(autouse=True)
-def _own_format(server: ChatServer) -> None:
-    server.use(None)
-
-
-@pytest.fixture
-def client(server: ChatServer) -> openai.OpenAI:
-    return client_of(server)
-
-
-def client_of(server: ChatServer, key: str = "x") -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{server.url}/v1", api_key=key, max_retries=0)
+server = chat_server(ServerSettings(aliases=("gpt-here",)))
+pytestmark = pytest.mark.usefixtures("own_format")
 
 
 def ask(client: openai.OpenAI, **fields: Any) -> Response:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +10,7 @@ from cppbatch import BatchInferenceEngine, FinishReason, GenerationEvent, Genera
 from cppbatch.chat.reasoning import ThinkingBudget
 from cppbatch.config import KvLayout
 from cppbatch.engine.request import ResumeState
+from tests.support.fixtures import shared_engine
 
 SETTINGS: dict[str, Any] = {"n_ctx": 512, "n_parallel": 4, "n_threads": 1}
 FLOATS: dict[str, Any] = {"cache_type_k": "f32", "cache_type_v": "f32"}
@@ -43,11 +42,7 @@ KINDS = {
     ),
 }
 
-
-@pytest.fixture(scope="module")
-def engine(tiny_llama: Path) -> Iterator[BatchInferenceEngine]:
-    with BatchInferenceEngine(tiny_llama, **SETTINGS, **FLOATS) as engine:
-        yield engine
+engine = shared_engine(**SETTINGS, **FLOATS)
 
 
 def run(

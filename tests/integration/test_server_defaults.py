@@ -4,13 +4,11 @@ name; several addresses."""
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncGenerator, AsyncIterator
-from pathlib import Path
+from collections.abc import AsyncGenerator
 from typing import Any
 
 import aiohttp
 import pytest
-from aiohttp.test_utils import TestClient, TestServer
 
 from cppbatch import GenerationEvent, GenerationRequest, LocalEngine, SamplingParams
 from cppbatch.chat.template import find_template
@@ -20,7 +18,8 @@ from cppbatch.server.app import create_app
 from cppbatch.server.http.limits import Limits
 from cppbatch.server.run_server import listen
 from cppbatch.server.settings import Address, ServerSettings
-from tests.support.http_client import Http
+from tests.support.fixtures import engine_of
+from tests.support.http_client import Http, http_to
 
 Json = dict[str, Any]
 
@@ -57,16 +56,11 @@ class Recording(LocalEngine):
                 yield event
 
 
-@pytest.fixture
-async def engine(tiny_llama: Path) -> AsyncIterator[Recording]:
-    async with Recording(tiny_llama, n_ctx=1024, n_parallel=4, n_threads=1) as engine:
-        yield engine
+engine = engine_of(Recording)
 
 
-@contextlib.asynccontextmanager
-async def serving(engine: LocalEngine, **settings: Any) -> AsyncIterator[Http]:
-    async with TestClient(TestServer(create_app(engine, ServerSettings(**settings)))) as client:
-        yield client
+def serving(engine: LocalEngine, **settings: Any) -> Http:
+    return http_to(engine, ServerSettings(**settings))
 
 
 async def params_of(http: Http, engine: Recording, path: str, body: Json) -> SamplingParams:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import AsyncIterator, Iterator
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -15,17 +14,13 @@ from cppbatch.server.app import create_app
 from cppbatch.server.http import api_errors
 from cppbatch.server.observe import log_setup
 from cppbatch.server.observe.log_setup import set_up
+from tests.support.fixtures import engine_of
 from tests.support.http_client import Http
-from tests.support.listening import HeldEngine, connect, head, listening, post, until
+from tests.support.listening import HeldEngine, connect, head, listening, post_bytes, until
 
 HELLO: dict[str, Any] = {"prompt": "Hello", "max_tokens": 2}
 
-
-@pytest.fixture
-async def engine(tiny_llama: Path) -> AsyncIterator[HeldEngine]:
-    async with HeldEngine(tiny_llama, n_ctx=256, n_parallel=2, n_threads=1) as engine:
-        engine.go_on.set()
-        yield engine
+engine = engine_of(HeldEngine, n_ctx=256, n_parallel=2, is_held=False)
 
 
 class Log:
@@ -109,7 +104,7 @@ async def test_a_client_that_disconnects_is_logged_too(engine: HeldEngine, log: 
     engine.go_on.clear()
     async with listening(create_app(engine)) as listener:
         _, writer = await connect(listener)
-        writer.write(post("/v1/completions", HELLO))
+        writer.write(post_bytes("/v1/completions", HELLO))
         await until(lambda: engine.n_held == 1)
         writer.transport.abort()
         await until(log.entries)

@@ -10,16 +10,14 @@ from typing import Any
 
 import msgspec
 import pytest
-from aiohttp.test_utils import TestClient, TestServer
 
 from cppbatch import LocalEngine
 from cppbatch.cluster.engines.client import EngineClient
 from cppbatch.cluster.engines.process import EngineProcess
 from cppbatch.engine.disk.slots import read_slot_file, write_slot_file
 from cppbatch.models.synthetic import write_lora
-from cppbatch.server.app import create_app
 from cppbatch.server.settings import ServerSettings
-from tests.support.http_client import Http, post
+from tests.support.http_client import Http, answered, http_of, http_to, post
 
 Json = dict[str, Any]
 ENGINE: Json = {"n_ctx": 512, "n_parallel": 2, "n_threads": 1, "spec": "off"}
@@ -30,17 +28,13 @@ ASKED: Json = {"prompt": PROMPT, "n_predict": 8, "temperature": 0, "ignore_eos":
 @asynccontextmanager
 async def serve(model: Path, folder: Path, engine: Any = LocalEngine, **sizes: Any) -> AsyncIterator[Http]:
     settings = ServerSettings(slot_save_path=folder)
-    async with (
-        engine(model, **ENGINE | sizes) as client,
-        TestClient(TestServer(create_app(client, settings))) as http,
-    ):
+    async with engine(model, **ENGINE | sizes) as client, http_to(client, settings) as http:
         yield http
 
 
 async def ask(http: Http, **fields: Any) -> tuple[list[int], int]:
     """The tokens, and how many of the prompt came from the cache."""
-    status, answer = await post(http, "/completion", ASKED | fields)
-    assert status == 200, answer
+    answer = await answered(http, "/completion", ASKED | fields)
     return answer["tokens"], answer["timings"]["cache_n"]
 
 
@@ -186,7 +180,7 @@ async def test_slots_and_actions_that_do_not_exist_are_refused(tiny_llama: Path,
 
 
 async def test_without_a_folder_slot_actions_are_refused(tiny_llama: Path) -> None:
-    async with LocalEngine(tiny_llama, **ENGINE) as client, TestClient(TestServer(create_app(client))) as http:
+    async with http_of(tiny_llama, **ENGINE) as http:
         status, answer = await act(http, 0, "erase")
         assert status == 501
         assert "--slot-save-path" in answer["error"]["message"]

@@ -20,6 +20,7 @@ import aiohttp
 import pytest
 from aiohttp import web
 
+from cppbatch import LocalEngine
 from cppbatch.server import run_server as listener_module
 from cppbatch.server.api.batches.handler import URLS
 from cppbatch.server.app import create_app
@@ -29,18 +30,14 @@ from cppbatch.server.run_server import Listener
 from cppbatch.server.settings import tls_context
 from cppbatch.server.storage import open_storage
 from tests.integration.test_connections import certificate
-from tests.support.listening import HeldEngine, connect, ended, head, listening
+from tests.support.fixtures import engine_of
+from tests.support.listening import connect, ended, head, listening
 
 CHUNKED = "Transfer-Encoding: chunked"
 FORM = "Content-Type: multipart/form-data; boundary=b"
 FILE = b'--b\r\nContent-Disposition: form-data; name="file"; filename="a"\r\n\r\n'
 
-
-@pytest.fixture
-async def engine(tiny_llama: Path) -> AsyncIterator[HeldEngine]:
-    async with HeldEngine(tiny_llama, n_ctx=8192, n_parallel=4, n_threads=1) as engine:
-        engine.go_on.set()
-        yield engine
+engine = engine_of(n_ctx=8192)
 
 
 def chunks(data: bytes, size: int, extension: bytes = b"") -> bytes:
@@ -68,14 +65,14 @@ def completion(n_bytes: int) -> bytes:
 @pytest.mark.parametrize(
     ("n", "size"), [(2_000, 1), (10_000, 1), (2_000, 5), (50_000, 24)], ids=lambda value: f"{value}"
 )
-async def test_a_body_in_thousands_of_small_chunks_is_read(engine: HeldEngine, n: int, size: int) -> None:
+async def test_a_body_in_thousands_of_small_chunks_is_read(engine: LocalEngine, n: int, size: int) -> None:
     async with listening(create_app(engine)) as listener:
         data = head("POST", "/v1/completions", CHUNKED) + chunks(completion(n * size), size) + b"0\r\n\r\n"
         status, body = await answer(listener, data)
         assert (status, body["usage"]["completion_tokens"]) == (200, 1)
 
 
-async def test_json_that_a_client_writes_piece_by_piece_is_read(engine: HeldEngine) -> None:
+async def test_json_that_a_client_writes_piece_by_piece_is_read(engine: LocalEngine) -> None:
     """As `json.JSONEncoder().iterencode` gives it: a piece for each token of the prompt."""
     request = {"prompt": [7] * 3_000, "max_tokens": 1}
 
@@ -109,7 +106,7 @@ def attacks() -> Iterator[Any]:
 @pytest.mark.parametrize("sent", list(attacks()))
 @pytest.mark.usefixtures("short_lingering")
 async def test_a_body_that_consists_of_framing_is_refused(
-    engine: HeldEngine, tmp_path: Path, sent: bytes, caplog: pytest.LogCaptureFixture
+    engine: LocalEngine, tmp_path: Path, sent: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "cppbatch")
     async with listening(create_app(engine, storage=open_storage(tmp_path, URLS))) as listener:
@@ -127,7 +124,7 @@ async def test_a_body_that_consists_of_framing_is_refused(
 
 @pytest.mark.usefixtures("short_lingering")
 async def test_framing_is_not_parsed_where_no_body_is_read(
-    engine: HeldEngine, caplog: pytest.LogCaptureFixture
+    engine: LocalEngine, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A client that sends it to an endpoint without a body, or after a refusal, is soon disconnected."""
     caplog.set_level(logging.INFO, "cppbatch")
@@ -144,7 +141,7 @@ async def test_framing_is_not_parsed_where_no_body_is_read(
             writer.close()
 
 
-async def test_a_refused_body_costs_no_other_request(engine: HeldEngine) -> None:
+async def test_a_refused_body_costs_no_other_request(engine: LocalEngine) -> None:
     async with listening(create_app(engine)) as listener:
         _, writer = await connect(listener)
         writer.write(head("POST", "/v1/completions", CHUNKED) + chunks(b" " * 500_000, 1))

@@ -5,9 +5,7 @@ from __future__ import annotations
 import json
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
 from itertools import accumulate
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,11 +13,11 @@ from msgspec.structs import replace
 
 from cppbatch import BatchInferenceEngine, ChatCompletion, FinishReason, InvalidRequest, SamplingParams
 from cppbatch.chat import reasoning
-from cppbatch.server.app import create_app
 from cppbatch.server.settings import ServerSettings
-from tests.support.app_thread import AppThread
 from tests.support.chat_families import PING, TEMPLATES
+from tests.support.fixtures import chat_server, shared_engine
 from tests.support.native_engines import SETTINGS
+from tests.support.scripted_chat import ChatServer
 
 TAGS = {
     "<think>": "</think>",
@@ -40,11 +38,7 @@ def opened(start: str) -> str:
 
 HARMONY = TEMPLATES["harmony"].replace("assistant{% endif %}", f"assistant{ANALYSIS}{{% endif %}}")
 
-
-@pytest.fixture(scope="module")
-def engine(tiny_llama: Path) -> Iterator[BatchInferenceEngine]:
-    with BatchInferenceEngine(tiny_llama, **{**SETTINGS, "n_ctx": 4096, "n_parallel": 8}) as engine:
-        yield engine
+engine = shared_engine(**{**SETTINGS, "n_ctx": 4096, "n_parallel": 8})
 
 
 def sampled(engine: BatchInferenceEngine, max_tokens: int = 120, **others: Any) -> SamplingParams:
@@ -180,39 +174,16 @@ def test_a_model_that_does_not_reason_ignores_the_budget(engine: BatchInferenceE
     assert answer(engine, TEMPLATES["generic"], thinking_budget=3).text
 
 
-@pytest.fixture(scope="module")
-def url(tiny_llama: Path) -> Iterator[str]:
-    """URL of a server with a model that starts with reasoning, limited to 20 tokens by default."""
-    settings = ServerSettings(chat_template=opened("<think>"), thinking_tokens=20)
-    engine = {"model": tiny_llama, **SETTINGS, "n_ctx": 4096}
-    server = AppThread(engine, lambda client: create_app(client, settings))
-    yield server.url
-    server.stop()
+server = chat_server(ServerSettings(chat_template=opened("<think>"), thinking_tokens=20), **{**SETTINGS, "n_ctx": 4096})
+"""Its model starts with reasoning, limited to 20 tokens by default."""
+
+CHAT = {"messages": [{"role": "user", "content": QUESTION}], "max_tokens": 60, "temperature": 0}
 
 
-def post(url: str, path: str, **fields: Any) -> tuple[int, str]:
-    body = json.dumps({"temperature": 0, **fields}).encode()
-    request = urllib.request.Request(f"{url}{path}", body, {"Content-Type": "application/json"})
-    try:
-        with urllib.request.urlopen(request, timeout=60) as response:
-            return response.status, response.read().decode()
-    except urllib.error.HTTPError as error:
-        return error.code, error.read().decode()
-
-
-def ask(url: str, path: str, **fields: Any) -> Any:
-    status, text = post(url, path, **fields)
-    assert status == 200, text
-    return json.loads(text)
-
-
-MESSAGES = [{"role": "user", "content": QUESTION}]
-CHAT = {"messages": MESSAGES, "max_tokens": 60}
-
-
-def test_each_api_has_a_budget(url: str) -> None:
+def test_each_api_has_a_budget(server: ChatServer) -> None:
     def reasoning(**fields: Any) -> str:
-        return str(ask(url, "/v1/chat/completions", **CHAT, **fields)["choices"][0]["message"]["reasoning_content"])
+        answer = server.post("/v1/chat/completions", {**CHAT, **fields})
+        return str(answer["choices"][0]["message"]["reasoning_content"])
 
     six = reasoning(thinking_budget=6)
     assert reasoning(thinking_budget_tokens=6) == reasoning(reasoning_budget_tokens=6) == six
@@ -220,26 +191,28 @@ def test_each_api_has_a_budget(url: str) -> None:
     assert by_default.startswith(six.rstrip())
     assert unlimited.startswith(by_default.rstrip())
     assert len(six) < len(by_default) < len(unlimited)
-    generated = ask(url, "/generate", **CHAT, thinking_budget=6)["text"]
+    generated = server.post("/generate", {**CHAT, "thinking_budget": 6})["text"]
     assert generated.startswith(f"{six.rstrip()}")
     assert "</think>" in generated
-    answer = ask(url, "/v1/responses", input=QUESTION, max_output_tokens=60, thinking_budget=6)
+    body = {"input": QUESTION, "max_output_tokens": 60, "temperature": 0, "thinking_budget": 6}
+    answer = server.post("/v1/responses", body)
     assert answer["output"][0]["content"][0]["text"] == six
     thinking = {"type": "enabled", "budget_tokens": 6}
-    message = ask(url, "/v1/messages", **CHAT, model="any", thinking=thinking)
+    message = server.post("/v1/messages", {**CHAT, "model": "any", "thinking": thinking})
     assert message["content"][0]["thinking"] == six
     assert message["content"][1]["type"] == "text"
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_reasoning_is_counted(url: str, stream: bool) -> None:
+def test_reasoning_is_counted(server: ChatServer, stream: bool) -> None:
     body = {**CHAT, "thinking_budget": 30, "stream": stream, "stream_options": {"include_usage": True}}
     if stream:
-        events = post(url, "/v1/chat/completions", **body)[1].split("\n\n")
+        with server.stream("/v1/chat/completions", body) as streamed:
+            events = streamed.read().decode().split("\n\n")
         usage = json.loads(events[-3].removeprefix("data: "))["usage"]
     else:
         del body["stream_options"]
-        usage = ask(url, "/v1/chat/completions", **body)["usage"]
+        usage = server.post("/v1/chat/completions", body)["usage"]
     n_marker = len("</think>")
     assert 30 <= usage["completion_tokens_details"]["reasoning_tokens"] <= 30 + n_marker
     assert usage["completion_tokens"] == 60
@@ -258,10 +231,10 @@ def test_reasoning_is_counted(url: str, stream: bool) -> None:
         ("/generate", {"reasoning_budget_tokens": 5}, "reasoning_budget_tokens"),
     ],
 )
-def test_the_answer_to_a_wrong_budget_names_the_field(url: str, path: str, fields: Any, field: str) -> None:
-    status, text = post(url, path, **CHAT, **fields)
-    assert status == 400
-    assert field in text
+def test_the_answer_to_a_wrong_budget_names_the_field(server: ChatServer, path: str, fields: Any, field: str) -> None:
+    with pytest.raises(urllib.error.HTTPError, match="400") as refused:
+        server.post(path, {**CHAT, **fields})
+    assert field in refused.value.read().decode()
 
 
 def test_a_wrong_budget_is_refused(engine: BatchInferenceEngine) -> None:

@@ -8,22 +8,18 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from cppbatch import BatchInferenceEngine, SamplingParams
+from tests.support.fixtures import shared_engine
 
 PARAMS = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
 PROMPTS = [f"{'abc' * (i % 5)} {i}" for i in range(50)]
 
-
-@pytest.fixture(scope="module")
-def engine(tiny_llama: Path) -> Iterator[BatchInferenceEngine]:
-    with BatchInferenceEngine(tiny_llama, n_ctx=4096, n_parallel=8, n_threads=1, cache_type_k="f32") as engine:
-        yield engine
+engine = shared_engine(n_ctx=4096, n_parallel=8, n_threads=1, cache_type_k="f32")
 
 
 @pytest.fixture(scope="module")

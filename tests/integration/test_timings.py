@@ -6,12 +6,11 @@ import itertools
 import json
 import threading
 import urllib.request
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.support.fixtures import chat_server
 from tests.support.scripted_chat import ChatServer
 
 Json = dict[str, Any]
@@ -32,27 +31,17 @@ BODIES: dict[str, Json] = {
 COMMON: Json = {"temperature": 0, "ignore_eos": True}
 paths = pytest.mark.parametrize("path", BODIES)
 
-
-@pytest.fixture(scope="module")
-def server(tiny_llama: Path) -> Iterator[ChatServer]:
-    """Its steps compute at most 32 tokens of a prompt."""
-    server = ChatServer(tiny_llama, n_batch=32, spec="off")
-    yield server
-    server.stop()
+server = chat_server(n_batch=32, spec="off")
+"""Its steps compute at most 32 tokens of a prompt."""
 
 
 def post(server: ChatServer, path: str, **fields: Any) -> Json:
-    body = {**BODIES[path], **COMMON, **fields}
-    request = urllib.request.Request(f"{server.url}{path}", json.dumps(body).encode())
-    with urllib.request.urlopen(request, timeout=60) as answer:
-        return dict(json.loads(answer.read()))
+    return dict(server.post(path, {**BODIES[path], **COMMON, **fields}))
 
 
 def stream(server: ChatServer, path: str, **fields: Any) -> list[Json]:
     """The data of all events but [DONE]."""
-    body = {**BODIES[path], **COMMON, **fields, "stream": True}
-    request = urllib.request.Request(f"{server.url}{path}", json.dumps(body).encode())
-    with urllib.request.urlopen(request, timeout=60) as answer:
+    with server.stream(path, {**BODIES[path], **COMMON, **fields, "stream": True}) as answer:
         lines = answer.read().decode().splitlines()
     data = [line.removeprefix("data: ") for line in lines if line.startswith("data: ")]
     return [json.loads(each) for each in data if each != "[DONE]"]
@@ -166,9 +155,7 @@ def test_the_chunk_with_the_usage_has_timings_too(server: ChatServer) -> None:
 
 def test_a_message_starts_with_its_number_of_prompt_tokens(server: ChatServer) -> None:
     counting = {"model": "tiny-llama", "messages": LONG}
-    request = urllib.request.Request(f"{server.url}/v1/messages/count_tokens", json.dumps(counting).encode())
-    with urllib.request.urlopen(request, timeout=60) as answer:
-        n_tokens = json.loads(answer.read())["input_tokens"]
+    n_tokens = server.post("/v1/messages/count_tokens", counting)["input_tokens"]
     salt = fresh()
     for _ in range(2):  # the second time from the prefix cache
         start, *_, end, _stop = stream(server, "/v1/messages", **salt)
@@ -191,8 +178,7 @@ def test_a_message_starts_before_its_prompt_is_computed(server: ChatServer, monk
 
     monkeypatch.setattr(context, "decode", wait_and_decode)
     body = {**BODIES["/v1/messages"], **COMMON, **fresh(), "stream": True}
-    request = urllib.request.Request(f"{server.url}/v1/messages", json.dumps(body).encode())
-    with urllib.request.urlopen(request, timeout=60) as answer:
+    with server.stream("/v1/messages", body) as answer:
         assert answer.readline() == b"event: message_start\n"
         usage = json.loads(answer.readline().removeprefix(b"data: "))["message"]["usage"]
         go_on.set()

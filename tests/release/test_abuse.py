@@ -10,13 +10,13 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator
-from pathlib import Path
 from typing import Any
 
 import aiohttp
 import psutil
 import pytest
 
+from tests.support.fixtures import server_process
 from tests.support.server_process import ServerProcess
 
 MIB = 1 << 20
@@ -32,10 +32,7 @@ def many_files() -> Iterator[None]:
     resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-@pytest.fixture(scope="module")
-def server(tiny_llama: Path) -> Iterator[ServerProcess]:
-    with ServerProcess("-m", tiny_llama, "-np", "16", "-c", "8192", "-t", "1") as process:
-        yield process.wait_ready()
+server = server_process("tiny_llama", "-np", "16", "-c", "8192", "-t", "1")
 
 
 def memory(server: ServerProcess) -> dict[str, float]:

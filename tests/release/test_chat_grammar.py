@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +12,7 @@ from cppbatch.chat.chat_format import ChatFormat, ChatTurn
 from cppbatch.chat.template import ChatTemplate
 from cppbatch.chat.tools import ToolChoice
 from tests.support.chat_families import message, tool
+from tests.support.fixtures import shared_engine
 from tests.support.schemas import array, fault, record, text, whole
 
 KINDS = [
@@ -29,11 +28,7 @@ WISHES = [
     "I like red.", "Sum up 1, 2 and 3.", "Wake me up.", "Weigh it, please.", "Hello!",
 ]  # fmt: skip
 
-
-@pytest.fixture(scope="module")
-def engine(default_model: Path) -> Iterator[BatchInferenceEngine]:
-    with BatchInferenceEngine(default_model, n_ctx=16384, n_parallel=25, n_threads=1) as engine:
-        yield engine
+engine = shared_engine("default_model", n_ctx=16384, n_parallel=25, n_threads=1)
 
 
 @pytest.mark.parametrize("n_seeds", [1, pytest.param(10, marks=pytest.mark.soak)])

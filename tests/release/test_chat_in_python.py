@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
-import urllib.request
 from pathlib import Path
 from typing import Any
 
@@ -40,10 +38,8 @@ def answers(default_model: Path) -> dict[str, Any]:
 
     def ask(**fields: Any) -> Any:
         body = {"messages": HELLO, "temperature": 0, "max_tokens": 32, **fields}
-        request = urllib.request.Request(f"{server.url}/v1/chat/completions", json.dumps(body).encode())
-        with urllib.request.urlopen(request, timeout=60) as answer:
-            (choice,) = json.load(answer)["choices"]
-            return choice["message"]
+        (choice,) = server.post("/v1/chat/completions", body)["choices"]
+        return choice["message"]
 
     schema = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
     found = {

@@ -8,13 +8,13 @@ import json
 import os
 import random
 import signal
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import aiohttp
 import pytest
 
+from tests.support.fixtures import server_process
 from tests.support.server_process import ServerProcess
 
 N = 16
@@ -29,12 +29,9 @@ KINDS: list[dict[str, Any]] = [
     {"temperature": 0.8, "response_format": {"type": "json_object", "schema": {"type": "array", "minItems": 30}}},
 ]
 
+FLAGS = ("-np", str(N), "-c", "8192", "--step-timeout", "10", "-ctk", "f32", "-ctv", "f32")
 
-@pytest.fixture(scope="module")
-def server(f32_model: Path) -> Iterator[ServerProcess]:
-    floats = ["-ctk", "f32", "-ctv", "f32"]
-    with ServerProcess("-m", f32_model, "-np", str(N), "-c", "8192", "--step-timeout", "10", *floats) as process:
-        yield process.wait_ready()
+server = server_process("f32_model", *FLAGS)
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from cppbatch.engine.request import Pair, Prompt
 from cppbatch.errors import InvalidRequest
 from tests.support import submitting
 from tests.support.failing_runtimes import POISON
+from tests.support.fixtures import engine_of
 
 SETTINGS: dict[str, Any] = {
     "n_ctx": 1024, "n_batch": 1024, "n_parallel": 16, "n_threads": 1, "flash_attn": "off", "cache_type_k": "f32",
@@ -28,11 +28,7 @@ TEXTS = [f"{i} {'and the cat ' * (i % 60)}" for i in range(100)]
 
 Engine = LocalEngine | EngineProcess
 
-
-@pytest.fixture(params=[LocalEngine, EngineProcess])
-async def engine(tiny_llama: Path, request: pytest.FixtureRequest) -> AsyncIterator[Engine]:
-    async with request.param(tiny_llama, **SETTINGS) as engine:
-        yield engine
+engine = engine_of(LocalEngine, EngineProcess, **SETTINGS)
 
 
 @pytest.fixture(scope="module")

@@ -20,7 +20,6 @@ import msgspec
 import psutil
 import pytest
 import zmq
-from aiohttp.test_utils import TestClient, TestServer
 
 from cppbatch import FinishReason, GenerationEvent, GenerationRequest, SamplingParams
 from cppbatch.cluster import link
@@ -34,9 +33,9 @@ from cppbatch.config import EngineConfig
 from cppbatch.engine.params import replace_fields
 from cppbatch.engine.request import ResumeState
 from cppbatch.errors import EngineClosed, GenerationFailed, InvalidRequest, LibraryError, ModelError, QueueFull
-from cppbatch.server.app import create_app
 from tests.support import tiny_models
 from tests.support.failing_runtimes import POISON
+from tests.support.http_client import http_to
 from tests.support.listening import until
 from tests.support.submitting import run, together
 
@@ -387,7 +386,7 @@ async def test_a_model_that_no_worker_can_compute_is_named_with_llama_cpps_asser
         assert "killed by SIGABRT: ggml.c:1797: GGML_ASSERT(view) failed" in second
         assert engine.health().status == "failed"
         assert (engine.health().error or "nothing") in second
-        async with TestClient(TestServer(create_app(engine))) as http:
+        async with http_to(engine) as http:
             answer = await http.post("/v1/completions", json={"prompt": "a"})
             assert answer.status == 503
             assert "GGML_ASSERT(view) failed" in (await answer.json())["error"]["message"]
@@ -582,7 +581,7 @@ def test_errors_of_loading_keep_their_type() -> None:
 
 
 async def test_over_http_the_crashing_request_gets_a_500_and_the_others_their_answers(tiny_llama: Path) -> None:
-    async with opened(tiny_llama, "aborts") as engine, TestClient(TestServer(create_app(engine))) as http:
+    async with opened(tiny_llama, "aborts") as engine, http_to(engine) as http:
 
         async def ask(prompt: str | list[int]) -> tuple[int, dict[str, Any]]:
             body = {"prompt": prompt, "max_tokens": 40, "temperature": 0, "ignore_eos": True}

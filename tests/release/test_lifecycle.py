@@ -10,7 +10,6 @@ import socket
 import time
 import urllib.error
 import urllib.request
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -22,22 +21,15 @@ from cppbatch.errors import ConfigError
 from cppbatch.server.admission import IN_FLIGHT
 from cppbatch.server.app import create_app
 from cppbatch.server.settings import ServerSettings
+from tests.support.fixtures import engine_of
+from tests.support.http_client import get, http_to
 from tests.support.listening import HeldEngine, until
 from tests.support.server_process import ServerProcess
 
 Http = TestClient[Any, Any]
 HELLO = {"prompt": "Hello", "max_tokens": 2}
 
-
-@pytest.fixture
-async def engine(tiny_llama: Path) -> AsyncIterator[HeldEngine]:
-    async with HeldEngine(tiny_llama, n_ctx=256, n_parallel=2, n_threads=1) as engine:
-        yield engine
-
-
-async def get(http: Http, path: str) -> tuple[int, Any]:
-    async with http.get(path) as answer:
-        return answer.status, await answer.json()
+engine = engine_of(HeldEngine, n_ctx=256, n_parallel=2)
 
 
 @pytest.mark.parametrize(
@@ -55,7 +47,7 @@ async def test_health_and_ready_follow_the_engine(
     engine: HeldEngine, monkeypatch: pytest.MonkeyPatch, status: Any, code: int, is_ready: bool
 ) -> None:
     engine.go_on.set()
-    async with TestClient(TestServer(create_app(engine))) as http:
+    async with http_to(engine) as http:
         monkeypatch.setattr(engine, "health", lambda: Health(status=status, progress=0.5, error="the reason"))
         health = {"status": status, "progress": 0.5, "error": "the reason"}
         assert await get(http, "/health") == (code, health)

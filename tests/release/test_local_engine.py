@@ -8,7 +8,7 @@ import random
 import subprocess
 import sys
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -23,6 +23,7 @@ from cppbatch.engine.core import EngineCore
 from cppbatch.engine.request import RequestUsage
 from cppbatch.errors import EngineClosed, InvalidRequest, ModelError, QueueFull
 from tests.support import tiny_models
+from tests.support.fixtures import engine_of
 from tests.support.listening import until
 from tests.support.submitting import run
 
@@ -30,11 +31,7 @@ T = TypeVar("T")
 
 SETTINGS: dict[str, Any] = {"n_ctx": 1024, "n_parallel": 8, "n_batch": 64, "n_threads": 1, "flash_attn": "off"}
 
-
-@pytest.fixture(params=[LocalEngine, EngineProcess])
-async def engine(tiny_llama: Path, request: pytest.FixtureRequest) -> AsyncIterator[EngineClient]:
-    async with request.param(tiny_llama, **SETTINGS) as engine:
-        yield engine
+engine = engine_of(LocalEngine, EngineProcess, **SETTINGS)
 
 
 def request(request_id: str = "a", *, max_tokens: int = 16, prompt: str = "Hello") -> GenerationRequest:

@@ -12,7 +12,8 @@ import pydantic
 import pytest
 from openai.types.responses import Response, ResponseFunctionToolCall
 
-from tests.integration.test_responses import HELLO, OURS, ask, client_of, streamed
+from tests.integration.test_responses import HELLO, OURS, ask, streamed
+from tests.support.batch_files import client_of
 from tests.support.narrow import expect
 from tests.support.scripted_chat import ChatServer, strictly
 

@@ -9,7 +9,6 @@ import shutil
 import socket
 import subprocess
 import urllib.request
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +17,12 @@ import pytest
 
 from cppbatch.sizing.child_process import free_port
 from tests.support.batch_files import client_of, wait_until
+from tests.support.fixtures import server_process
 from tests.support.server_process import ServerProcess, answers
 
 IGNORE_EOS = {"ignore_eos": True}
 
-
-@pytest.fixture(scope="module")
-def server(default_model: Path) -> Iterator[ServerProcess]:
-    with ServerProcess("-m", default_model, "-np", "16") as process:
-        yield process.wait_ready()
+server = server_process("default_model", "-np", "16")
 
 
 @pytest.fixture

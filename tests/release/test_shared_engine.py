@@ -6,23 +6,19 @@ import os
 import random
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 
 from cppbatch import BatchInferenceEngine, SamplingParams
+from tests.support.fixtures import shared_engine
 
 PARAMS = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)
 N = pytest.mark.parametrize("n", [15, pytest.param(50, marks=pytest.mark.soak)])
 QUESTIONS = [f"What is {i} + {i + 1}?" for i in range(25)]
 
-
-@pytest.fixture(scope="module")
-def engine(default_model: Path) -> Iterator[BatchInferenceEngine]:
-    with BatchInferenceEngine(default_model, n_ctx=4096, n_parallel=8, deterministic=True) as engine:
-        yield engine
+engine = shared_engine("default_model", n_ctx=4096, n_parallel=8, deterministic=True)
 
 
 def by_generate(engine: BatchInferenceEngine, question: str) -> str:

@@ -13,9 +13,10 @@ from cppbatch import LocalEngine
 from cppbatch.engine.observe.metrics import EngineStats
 from cppbatch.server.run_server import listen
 from cppbatch.server.settings import Address
+from tests.support.blocking_client import BlockingClient
 
 
-class AppThread:
+class AppThread(BlockingClient):
     """Serves `make_app(engine)` until `stop`."""
 
     def __init__(self, engine_settings: dict[str, Any], make_app: Callable[[LocalEngine], web.Application]) -> None:

@@ -35,8 +35,8 @@ def lines(n: int, **body: Any) -> bytes:
     return b"\n".join(line(f"item-{i}", **body) for i in range(n)) + b"\n"
 
 
-def client_of(server: AppThread | ServerProcess) -> OpenAI:
-    return OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=60)
+def client_of(server: AppThread | ServerProcess, key: str = "none") -> OpenAI:
+    return OpenAI(base_url=f"{server.url}/v1", api_key=key, max_retries=0, timeout=60)
 
 
 def make_batch(

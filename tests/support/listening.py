@@ -20,11 +20,13 @@ Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
 class HeldEngine(LocalEngine):
-    """Begins no request before `go_on` is set."""
+    """Begins no request before `go_on` is set. `is_held`: whether it starts like this."""
 
-    def __init__(self, *args: Any, **settings: Any) -> None:
+    def __init__(self, *args: Any, is_held: bool = True, **settings: Any) -> None:
         super().__init__(*args, **settings)
         self.go_on = asyncio.Event()
+        if not is_held:
+            self.go_on.set()
         self.n_held = 0
 
     async def submit(self, request: GenerationRequest) -> AsyncGenerator[GenerationEvent, None]:
@@ -63,7 +65,7 @@ def head(method: str, path: str, *headers: str) -> bytes:
     return "\r\n".join([f"{method} {path} HTTP/1.1", "Host: localhost", *headers, "", ""]).encode()
 
 
-def post(path: str, body: object) -> bytes:
+def post_bytes(path: str, body: object) -> bytes:
     data = json.dumps(body).encode()
     return head("POST", path, f"Content-Length: {len(data)}") + data
 

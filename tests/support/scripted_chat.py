@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 import threading
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -111,8 +110,7 @@ class ChatServer(AppThread):
 
     def events(self, path: str, body: Json) -> list[tuple[str, Json]]:
         """The server-sent events of a request: names and data."""
-        request = urllib.request.Request(f"{self.url}{path}", json.dumps({**body, "stream": True}).encode())
-        with urllib.request.urlopen(request, timeout=60) as answer:
+        with self.stream(path, {**body, "stream": True}) as answer:
             return list(_parsed(answer.read().decode()))
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import re
 import signal
@@ -18,10 +17,12 @@ from typing import Any
 
 import psutil
 
+from tests.support.blocking_client import BlockingClient
+
 COMMAND = [sys.executable, "-m", "cppbatch"]
 
 
-class ServerProcess:
+class ServerProcess(BlockingClient):
     """`cppbatch serve` with these arguments. `wait_ready` returns once it prints its address.
 
     `in_group`: its processes are a group of their own, which `kill_group` ends. `python`: the interpreter that has
@@ -65,23 +66,6 @@ class ServerProcess:
         assert self._ready.wait(seconds), "the server does not get ready"
         assert self.url, f"the server ended: {self.stop()}"
         return self
-
-    def get(self, path: str) -> Any:
-        """A JSON answer."""
-        with urllib.request.urlopen(self.url + path, timeout=30) as answer:
-            return json.load(answer)
-
-    def post(self, path: str, body: object) -> Any:
-        """A JSON answer to a JSON body."""
-        with self.stream(path, body) as answer:
-            return json.load(answer)
-
-    def stream(self, path: str, body: object) -> Any:
-        """The response to a JSON body, to be read and closed."""
-        headers = {"Content-Type": "application/json"}
-        return urllib.request.urlopen(
-            urllib.request.Request(self.url + path, json.dumps(body).encode(), headers), timeout=60
-        )
 
     @property
     def workers(self) -> list[psutil.Process]:

@@ -17,6 +17,7 @@ from cppbatch.server.api.openai.chat_types import ChatCompletionRequest
 from cppbatch.server.api.openai.completions import CompletionRequest
 from cppbatch.server.api.responses.types import ResponsesRequest
 from cppbatch.server.openapi import document
+from cppbatch.server.web_page import page_files
 
 Json = dict[str, Any]
 
@@ -55,10 +56,10 @@ def test_the_document_has_the_ranges_that_are_checked(name: str, kind: type) -> 
 
 def test_the_form_of_the_web_page_has_the_ranges_that_are_checked() -> None:
     form = (Path(app.__file__).parent / "page" / "sampling_form.js").read_text()
-    found = re.findall(r"{name: '(\w+)', .*kind: '(?:number|integer)', min: (\S+), max: (\S+),", form)
-    numbers = {name: (float(low), float(high)) for name, low, high in found if name not in ("seed", "max_tokens")}
+    numbers = set(re.findall(r"{name: '(\w+)', .* step: [\d.]+", form)) - {"max_tokens"}
     assert len(numbers) > 10
-    assert numbers == {name: RANGES[name] for name in numbers}
+    served = msgspec.json.decode(page_files()["sampling_params.js"].content.removeprefix(b"export const PARAMS = "))
+    assert {name: tuple(served[name]["range"]) for name in numbers} == {name: RANGES[name] for name in numbers}
 
 
 def test_names_that_others_use_have_the_ranges_too() -> None:

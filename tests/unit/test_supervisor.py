@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 
 import pytest
 from msgspec.structs import replace
@@ -14,6 +13,7 @@ from cppbatch.cluster.link import Loaded
 from cppbatch.cluster.worker.handle import WorkerDied
 from cppbatch.errors import EngineClosed
 from tests.support.fake_workers import FakeWorker, fake_workers
+from tests.support.listening import until
 
 __all__ = ["fake_workers"]
 
@@ -42,14 +42,6 @@ async def die_in_a_row(workers: list[FakeWorker], deaths: list[WorkerDied]) -> N
 
 async def until_ready(workers: list[FakeWorker], i: int) -> None:
     await until(lambda: len(workers) > i and workers[i].is_listened_to)
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    for _ in range(500):
-        if condition():
-            return
-        await asyncio.sleep(0.01)
-    raise AssertionError("it never came true")
 
 
 async def test_the_fifth_death_in_the_first_steps_names_the_model_and_starts_no_other_worker(

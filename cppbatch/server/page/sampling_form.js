@@ -1,53 +1,48 @@
 // @ts-check
 // The sampling settings: their names in the API, ranges, and what they mean.
 //
-//   SAMPLING                      [{name, label, help, kind, min, max, step, more}], in the order of the form.
-//                                 kind: 'number' | 'integer' | 'lines' | 'json'; more: shown below "More settings"
+//   SAMPLING                      [{name, label, help, kind, range: [min, max], step, more}], in the order of the form.
+//                                 kind: 'number' | 'lines' | 'json'; more: shown below "More settings"
 //   SamplingForm {values, onChange(values), defaults, names}   names: only these settings
 //   defaultsOf(server)            the server's own values by name, from GET /props; shown where a field is empty
 //   DEFAULT_MAX_TOKENS            of answers that nobody limits, so that a model that repeats itself comes to an end
 //   requestFields(values)         the fields of a request: settings that are set, as the API takes them
 import {Button, Field, html} from './components.js';
+import {PARAMS} from './sampling_params.js'; // made by the server (web_page.py): `range`, `help` of its declarations
 
-/** @typedef {{name: string, label: string, help: string, kind: string, min?: number, max?: number, step?: number,
+/** @typedef {{name: string, label: string, help: string, kind: string, range?: number[], step?: number,
  * more?: boolean}} Setting */
 
 export const DEFAULT_MAX_TOKENS = 4096;
 
 /** @type {Setting[]} */
 export const SAMPLING = [
-  {name: 'temperature', label: 'Temperature', kind: 'number', min: 0, max: 100, step: 0.1,
+  {name: 'temperature', label: 'Temperature', step: 0.1,
     help: '0 always picks the most likely token. Higher values pick less likely tokens more often.'},
-  {name: 'max_tokens', label: 'Maximum tokens', kind: 'integer', min: 1, max: 2147483647, step: 1,
+  {name: 'max_tokens', label: 'Maximum tokens', range: [1, 2147483647], step: 1,
     help: 'The answer is cut off after this many tokens. Empty: 4,096 or the server’s limit in a chat, otherwise until the '
       + 'context is full.'},
-  {name: 'seed', label: 'Seed', kind: 'integer', min: 0, max: Number.MAX_SAFE_INTEGER, step: 1,
+  {name: 'seed', label: 'Seed', range: [0, Number.MAX_SAFE_INTEGER], step: 1,
     help: 'The same seed with the same prompt gives the same text. Empty: a random seed for each answer.'},
-  {name: 'top_k', label: 'Top-k', kind: 'integer', min: 0, max: 2147483647, step: 1,
-    help: 'Sample only from the k most likely tokens. 0: all.'},
-  {name: 'top_p', label: 'Top-p', kind: 'number', min: 0, max: 1, step: 0.01,
-    help: 'Sample only from the most likely tokens up to this total probability. 1: all.'},
-  {name: 'min_p', label: 'Min-p', kind: 'number', min: 0, max: 1, step: 0.01,
-    help: 'Exclude tokens below this fraction of the most likely token’s probability. 0: none.'},
+  {name: 'top_k', label: 'Top-k', step: 1},
+  {name: 'top_p', label: 'Top-p', step: 0.01},
+  {name: 'min_p', label: 'Min-p', step: 0.01},
   {name: 'stop', label: 'Stop strings', kind: 'lines',
     help: 'The answer ends before any of these strings, one per line.'},
-  {name: 'repetition_penalty', label: 'Repetition penalty', kind: 'number', min: 0.01, max: 100, step: 0.05, more: true,
+  {name: 'repetition_penalty', label: 'Repetition penalty', step: 0.05, more: true,
     help: 'Values above 1 make recently used tokens less likely. 1: off.'},
-  {name: 'presence_penalty', label: 'Presence penalty', kind: 'number', min: -2, max: 2, step: 0.1, more: true,
-    help: 'Subtracted once from the logit of each token that has occurred. 0: off.'},
-  {name: 'frequency_penalty', label: 'Frequency penalty', kind: 'number', min: -2, max: 2, step: 0.1, more: true,
-    help: 'Subtracted from a token’s logit for each occurrence. 0: off.'},
-  {name: 'dry_multiplier', label: 'DRY multiplier', kind: 'number', min: 0, max: 1000, step: 0.1, more: true,
+  {name: 'presence_penalty', label: 'Presence penalty', step: 0.1, more: true},
+  {name: 'frequency_penalty', label: 'Frequency penalty', step: 0.1, more: true},
+  {name: 'dry_multiplier', label: 'DRY multiplier', step: 0.1, more: true,
     help: 'Penalises repeated sequences of tokens, longer ones more. 0: off; a typical value is 0.8.'},
-  {name: 'xtc_probability', label: 'XTC probability', kind: 'number', min: 0, max: 1, step: 0.05, more: true,
+  {name: 'xtc_probability', label: 'XTC probability', step: 0.05, more: true,
     help: 'How often the most likely tokens are excluded when several are likely. 0: never.'},
-  {name: 'typical_p', label: 'Typical-p', kind: 'number', min: 0, max: 1, step: 0.01, more: true,
+  {name: 'typical_p', label: 'Typical-p', step: 0.01, more: true,
     help: 'Sample only from tokens about as surprising as expected. 1: all.'},
-  {name: 'top_n_sigma', label: 'Top-nσ', kind: 'number', min: -1, max: 1000, step: 0.1, more: true,
-    help: 'Sample only from tokens within n standard deviations of the highest logit. −1: all.'},
+  {name: 'top_n_sigma', label: 'Top-nσ', step: 0.1, more: true},
   {name: 'json_schema', label: 'JSON schema', kind: 'json', more: true,
     help: 'Constrain the answer to JSON with this schema, such as {"type": "object"}.'},
-];
+].map((setting) => ({kind: 'number', ...PARAMS[setting.name], ...setting}));
 
 const PROPS_NAMES = {repetition_penalty: 'repeat_penalty'};
 
@@ -73,7 +68,7 @@ export function requestFields(values) {
   return fields;
 }
 
-function problem({kind, min, max}, value) {
+function problem({kind, range: [min, max] = []}, value) {
   if (!isSet(value) || kind === 'lines') return '';
   if (kind !== 'json') return value < min || value > max ? `It must be from ${min} to ${max}; the value is ignored.` : '';
   try {
@@ -85,7 +80,7 @@ function problem({kind, min, max}, value) {
 }
 
 function Setting({setting, value, fallback, onChange}) {
-  const {name, label, help, kind, min, max, step} = setting;
+  const {name, label, help, kind, range: [min, max] = [], step} = setting;
   const isText = kind === 'lines' || kind === 'json';
   const onInput = ({target}) => {
     if (isText) return onChange(target.value);

@@ -6,7 +6,7 @@ from typing import Any, ClassVar, TypeVar
 
 import msgspec
 
-from cppbatch.engine.params import MOST_BIASES, RANGES, SAMPLERS, format_value, token_id
+from cppbatch.engine.params import MOST_BIASES, PARAMS, RANGES, SAMPLER_SPELLINGS, SAMPLERS, format_value, token_id
 from cppbatch.errors import InvalidRequest
 from cppbatch.server.answer.llama_result import LLAMA_NAMES, RANDOM_SEED
 from cppbatch.server.answer.mixed_prompts import tokenize
@@ -15,14 +15,7 @@ from cppbatch.server.models.serving import Serving
 
 Json = dict[str, Any]
 
-_CLAMPED = ("temperature", "top_k", "top_p", "min_p", "xtc_probability", "xtc_threshold", "mirostat")
-"""Fields that are clamped to their range, as in llama-server: temperature -1 is greedy, top_k -1 is unlimited."""
-
-_SPELLINGS = {
-    "penalties": "e", "dry": "d", "top_n_sigma": "s topnsigma", "top_k": "k topk", "typical_p": "y typ_p typp typ",
-    "top_p": "p topp nucleus", "min_p": "m minp", "xtc": "x", "temperature": "t temp",
-}  # fmt: skip
-_SAMPLERS = {spelling: name for name, all_ in _SPELLINGS.items() for spelling in (name, *all_.split())}
+_SAMPLERS = {spelling: name for name, others in SAMPLER_SPELLINGS.items() for spelling in (name, *others.split())}
 _IGNORED_SAMPLERS = ("i", "infill", "a", "adaptive_p", "adaptivep")
 """Ignored: infill is not implemented, and `adaptive_target` alone enables the adaptive sampler."""
 
@@ -113,7 +106,7 @@ def _without_empty(stop: str | list[str] | None) -> list[str] | None:
 
 
 def _clamp(body: LlamaFields) -> Json:
-    given = {name: getattr(body, name) for name in _CLAMPED}
+    given = {name: getattr(body, name) for name, param in PARAMS.items() if param.is_clamped}
     return {
         name: type(value)(max(RANGES[name].low, min(RANGES[name].high, value)))
         for name, value in given.items()

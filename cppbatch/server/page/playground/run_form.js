@@ -4,7 +4,7 @@ import {plural} from '../format.js';
 import {SAMPLING, SamplingForm, defaultsOf} from '../sampling_form.js';
 import {planRun} from './run_plan.js';
 
-const VARIABLE = SAMPLING.filter(({kind}) => kind === 'number' || kind === 'integer');
+const VARIABLE = SAMPLING.filter(({kind}) => kind === 'number');
 
 /** error: a `FormError`, or null. actions: buttons. */
 export function RunForm({form, onChange, error, actions, server}) {
