@@ -127,11 +127,11 @@ def job_options(command: Command) -> Command:
             id_column=arguments.pop("id_column"),
             only_prompts=is_table(output),
         )
-        suffix = ".jsonl" if is_table(output) else output.suffix or ".jsonl"
+        stem, suffix = (output.name, ".jsonl") if is_table(output) else (output.stem, output.suffix or ".jsonl")
         job = FileJob(
             input_format=input_format,
             output=output,
-            errors=errors or output.with_name(f"{output.stem}.errors{suffix}"),
+            errors=errors or output.with_name(f"{stem}.errors{suffix}"),
             defaults=params,
             plain_max_tokens=DEFAULT_MAX_TOKENS if is_capped and endpoint != "embeddings" else None,
             chat_template=chat_template,
@@ -181,11 +181,12 @@ def batch(
     from cppbatch.jobs.file_job import as_begun, begun_with, open_job
     from cppbatch.jobs.input.reader import InputReader
     from cppbatch.jobs.job_request import JobRequest
-    from cppbatch.jobs.result_table import write_table
+    from cppbatch.jobs.result_table import input_stamp, write_table
     from cppbatch.server.api.batches.handler import URLS
     from cppbatch.server.api.batches.offline import OfflineJob, run_offline
     from cppbatch.server.settings import ServerSettings
 
+    unchanged = input_stamp(job.input_format.path)
     with InputReader(job.input_format, URLS) as reader:
         first = reader.first()  # before anything is written
     has_prompts = isinstance(first, JobRequest) and first.is_plain
@@ -216,7 +217,7 @@ def batch(
         finally:
             journal.close()
             if is_done and job.is_table:
-                write_table(job.input_format, job.results, job.errors, job.output)
+                write_table(job.input_format, job.results, job.errors, job.output, unchanged)
             _say(f"{journal.n_completed} done, {journal.n_failed} failed; {progress.speed()}")
             if journal.n_failed and (reason := first_failure(job.errors)):
                 _say(f"first failure: {reason}")

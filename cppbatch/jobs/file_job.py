@@ -8,6 +8,7 @@ from pathlib import Path
 
 import msgspec
 
+from cppbatch.engine.disk.slots import file_digest
 from cppbatch.errors import ConfigError, InUse, StorageError
 from cppbatch.jobs.durable_files import storage_error, uncommitted_path
 from cppbatch.jobs.input.format import InputFormat, unreadable_file
@@ -16,6 +17,7 @@ from cppbatch.jobs.job_request import Json
 from cppbatch.jobs.journal import Journal, Ledger
 
 _SETTINGS_NOTE = "settings"
+_MODEL_NOTE = "model"
 _TABLES = (".csv", ".tsv", ".parquet", ".pq")
 _OTHER_FORMATS = (".xlsx", ".xls", ".ods", ".txt", ".md")
 
@@ -213,6 +215,19 @@ def _check_settings(job: FileJob, model: str, ledger: Ledger) -> None:
                 f"{job.output} was started with {name} {_json_or_unset(previous.get(name))}, but {name} is now "
                 f"{_json_or_unset(settings.get(name))}: use {same} to resume, choose another -o, or use --overwrite"
             )
+
+
+def check_model(journal: Journal, model: str) -> None:
+    """Called before a job's lines are run. Raises `ConfigError` if its results are of another file of the same name."""
+    ledger, now = journal.ledger, {"digest": file_digest(model)}
+    begun = ledger.note(_MODEL_NOTE)
+    if begun is None or not ledger.n_completed:
+        ledger.set_note(_MODEL_NOTE, now)
+    elif begun != now:
+        raise ConfigError(
+            f"the job was started with another file named {Path(model).name} than {model}: use that file to resume, "
+            "choose another -o, or use --overwrite"
+        )
 
 
 def _json_or_unset(value: object) -> str:

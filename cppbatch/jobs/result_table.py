@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import msgspec
 import numpy as np
 
+from cppbatch.errors import ConfigError
 from cppbatch.jobs.durable_files import move_into_place, storage_error
 from cppbatch.jobs.input.format import InputFormat, LineReader, RequestBuilder, field_text
 from cppbatch.jobs.input.tables import CsvInput, ParquetInput, import_pyarrow
@@ -30,11 +31,38 @@ Row = tuple[int, list[Any]]
 """The number of a line of the input, and the values of its columns."""
 
 
-def write_table(input_format: InputFormat, results: Path, errors: Path, output: Path) -> None:
+def input_stamp(path: Path) -> tuple[int, int, int] | None:
+    """Changes when the input does; None if it cannot be opened, which its reader reports."""
+    try:
+        found = path.stat()
+    except (OSError, ValueError):
+        return None
+    return found.st_ino, found.st_size, found.st_mtime_ns
+
+
+def write_table(
+    input_format: InputFormat, results: Path, errors: Path, output: Path, stamp: tuple[int, int, int] | None
+) -> None:
     """Writes `output`, a CSV or Parquet file, from the input and its results, replacing an existing file.
 
-    Raises `ConfigError` if the input cannot be read, `StorageError`.
+    `stamp`: `input_stamp` before the lines were read. Raises `ConfigError` if the input has changed since, cannot be
+    read, or has values that the table cannot hold; `StorageError`.
     """
+    if stamp != input_stamp(input_format.path):  # results belong to lines by number
+        raise ConfigError(
+            f"{input_format.path} has changed while its lines were answered, so {output} was not written: the results "
+            f"are in {results}. Run the same command again; it checks that answered lines are the same"
+        )
+    try:
+        _write(input_format, results, errors, output)
+    except (ArithmeticError, LookupError, NotImplementedError, RecursionError, TypeError, ValueError) as error:
+        raise ConfigError(
+            f"{output} cannot hold the columns of {input_format.path} ({type(error).__name__}: {error}): the results "
+            f"are in {results}. Use -o with the extension .jsonl, or remove that column"
+        ) from error
+
+
+def _write(input_format: InputFormat, results: Path, errors: Path, output: Path) -> None:
     found = _Results([path for path in (results, errors) if path.exists()])
     source = _open_input(input_format)
     part = output.with_name(output.name + ".part")
@@ -237,11 +265,20 @@ class _CsvTable:
     def __init__(self, path: Path, source: _Input, answers: dict[str, str]) -> None:
         self._file = path.open("w", encoding="utf-8", newline="")
         is_tsv = path.name.lower().endswith(".tsv.part")
-        self._writer = csv.writer(self._file, delimiter="\t" if is_tsv else ",", lineterminator="\n")
-        self._writer.writerow([*source.columns, *answers])
+        form: dict[str, Any] = {"delimiter": "\t" if is_tsv else ",", "lineterminator": "\n"}
+        self._plain, self._quoted = (
+            csv.writer(self._file, **form),
+            csv.writer(self._file, **form, quoting=csv.QUOTE_ALL),
+        )
+        self._write([*source.columns, *answers])
 
     def write(self, rows: list[list[Any]]) -> None:
-        self._writer.writerows([field_text(value) for value in row] for row in rows)
+        for row in rows:
+            self._write([field_text(value) for value in row])
+
+    def _write(self, texts: list[str]) -> None:
+        writer = self._quoted if any("\r" in text for text in texts) else self._plain  # csv does not quote a lone \r
+        writer.writerow(texts)
 
     def close(self) -> None:
         self._file.close()

@@ -250,7 +250,7 @@ def test_a_table_joins_the_columns_of_the_input_with_the_answers(
     code, _, err = run(*batch)
     assert code == 1, err  # the name of the third row is taken
     assert "2 done, 1 failed; " in err
-    assert f"results: {output}; errors: {tmp_path / 't.errors.jsonl'}" in err
+    assert f"results: {output}; errors: {tmp_path / (name + '.errors.jsonl')}" in err
     if name == "t.parquet":
         rows = pq.read_table(output).to_pylist()
     else:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 from msgspec.structs import replace
 
 from cppbatch.errors import ConfigError, StorageError
-from cppbatch.jobs.file_job import FileJob, as_begun, begun_with, open_job
+from cppbatch.jobs.file_job import FileJob, as_begun, begun_with, check_model, open_job
 from cppbatch.jobs.input.format import detect_input_format
 from cppbatch.jobs.journal import Journal
 from tests.support.job_results import item, result
@@ -32,6 +33,28 @@ def begun(folder: Path) -> None:
     journal.register([item(1), item(2)])
     journal.record([result(item(1)), result(item(2), status=500)])
     journal.close()
+
+
+def test_another_model_of_the_same_name_does_not_continue_a_job(tmp_path: Path) -> None:
+    models = [tmp_path / name / "model.gguf" for name in "ab"]
+    for model in models:
+        model.parent.mkdir()
+        model.write_bytes(model.parent.name.encode() * 100)
+    journal = opened(a_job(tmp_path))
+    for model in models:  # no result depends on the first one
+        check_model(journal, str(model))
+    journal.register([item(1)])
+    journal.record([result(item(1))])
+    check_model(journal, str(models[1]))
+    with pytest.raises(ConfigError, match=r"was started with another file named model\.gguf"):
+        check_model(journal, str(models[0]))
+    journal.close()
+
+
+def test_an_input_that_can_be_read_only_once_is_refused(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "in.jsonl")
+    with pytest.raises(ConfigError, match="is not a regular file"):
+        detect_input_format(tmp_path / "in.jsonl")
 
 
 @pytest.mark.parametrize("is_output_gone", [False, True])

@@ -11,11 +11,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from cppbatch.errors import ConfigError
 from cppbatch.jobs.input.format import detect_input_format
 from cppbatch.jobs.input.reader import InputReader
 from cppbatch.jobs.job_request import JobResponse, RejectedLine
 from cppbatch.jobs.journal import rejection_line, response_line
-from cppbatch.jobs.result_table import write_table
+from cppbatch.jobs.result_table import input_stamp, write_table
 
 USAGE = {"prompt_tokens": 3, "completion_tokens": 2, "total_tokens": 5}
 
@@ -36,7 +37,7 @@ def table(folder: Path, name: str, *, output: str, fails: str = "-", **message: 
             results.append(response_line(entry, JobResponse(status=200, body=body)).data)
     (folder / "results").write_bytes(b"".join(reversed(results)))
     (folder / "errors").write_bytes(b"".join(errors))
-    write_table(input_format, folder / "results", folder / "errors", folder / output)
+    write_table(input_format, folder / "results", folder / "errors", folder / output, input_stamp(folder / name))
     assert not list(folder.glob("*.part"))
     return folder / output
 
@@ -56,6 +57,33 @@ def test_rows_of_a_csv_file_get_their_answers_in_the_order_of_the_input(tmp_path
         ("7", "a, b", "x", "A, B"), ("8", "two\nlines", "", "TWO\nLINES"), ("9", "c", 'say "hi"', "C"),
     ]  # fmt: skip
     assert {(row["finish_reason"], row["prompt_tokens"], row["error"]) for row in rows} == {("stop", "3", "")}
+
+
+def test_a_carriage_return_stays_within_its_field(tmp_path: Path) -> None:
+    (tmp_path / "in.jsonl").write_text(json.dumps({"text": "a\rb", "note": "x\r\ny"}) + "\n")
+    (row,) = read_csv(table(tmp_path, "in.jsonl", output="out.csv"))
+    assert (row["text"], row["note"], row["answer"]) == ("a\rb", "x\r\ny", "A\rB")
+    (again,) = read_csv(table(tmp_path, "out.csv", output="again.csv"))
+    assert again["text"] == "a\rb"
+
+
+def test_answers_of_lines_that_may_have_moved_are_in_no_table(tmp_path: Path) -> None:
+    (tmp_path / "in.csv").write_text("text\na\nb\n")
+    stamp = input_stamp(tmp_path / "in.csv")
+    table(tmp_path, "in.csv", output="out.csv")
+    (tmp_path / "reversed").write_text("text\nb\na\n")
+    (tmp_path / "reversed").replace(tmp_path / "in.csv")
+    input_format = detect_input_format(tmp_path / "in.csv", template="{text}")
+    with pytest.raises(ConfigError, match=r"in\.csv has changed while its lines were answered"):
+        write_table(input_format, tmp_path / "results", tmp_path / "errors", tmp_path / "new.csv", stamp)
+    assert not (tmp_path / "new.csv").exists()
+
+
+def test_columns_that_a_table_cannot_hold_end_in_one_sentence(tmp_path: Path) -> None:
+    columns = {"text": ["a"], "at": pa.array([1], pa.timestamp("ns"))}
+    pq.write_table(pa.table(columns), tmp_path / "in.parquet")
+    with pytest.raises(ConfigError, match=r"cannot hold the columns of .*in\.parquet \(.*the results are in"):
+        table(tmp_path, "in.parquet", output="out.csv")
 
 
 def test_a_failed_row_is_included_with_its_error(tmp_path: Path) -> None:
@@ -111,7 +139,8 @@ def test_vectors_are_lists_of_numbers(tmp_path: Path) -> None:
     (tmp_path / "in.txt").write_text("a\n\nb\n")
     lines = [{"custom_id": "x", "line": n, "embedding": [n, 0.5], "usage": {"prompt_tokens": 1}} for n in (3, 1)]
     (tmp_path / "results").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    write_table(detect_input_format(tmp_path / "in.txt"), tmp_path / "results", tmp_path / "none", tmp_path / "o.pq")
+    source, results = detect_input_format(tmp_path / "in.txt"), tmp_path / "results"
+    write_table(source, results, tmp_path / "none", tmp_path / "o.pq", input_stamp(tmp_path / "in.txt"))
     assert pq.read_table(tmp_path / "o.pq").to_pylist() == [
         {"prompt": "a", "embedding": [1.0, 0.5], "prompt_tokens": 1, "error": None},
         {"prompt": "b", "embedding": [3.0, 0.5], "prompt_tokens": 1, "error": None},

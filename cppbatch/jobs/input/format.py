@@ -69,6 +69,10 @@ def detect_input_format(
     path = Path(path)
     if os.path.isdir(path):
         raise ConfigError(f"{path}: is a folder; give a file")
+    if os.path.exists(path) and not os.path.isfile(path):
+        raise ConfigError(
+            f"{path}: is not a regular file; a job reads its input several times: save it to a file first"
+        )
     kind = _KINDS.get(path.suffix.lower())
     if kind is None:
         raise ConfigError(

@@ -13,7 +13,7 @@ from cppbatch.cluster.engines.client import EngineClient
 from cppbatch.config import EngineConfig
 from cppbatch.engine.request import GenerationEvent
 from cppbatch.errors import EngineClosed
-from cppbatch.jobs.file_job import FileJob
+from cppbatch.jobs.file_job import FileJob, check_model
 from cppbatch.jobs.input.reader import InputReader
 from cppbatch.jobs.job_request import JobRequest, RejectedLine
 from cppbatch.jobs.job_runner import JobRunner, chunks
@@ -108,6 +108,7 @@ async def run_offline(
         with show_loading(lambda: engine.health().progress):
             if not await _unless_stopped(stop, engine.loaded()):
                 return False
+        check_model(offline.journal, config.model_path)
         started()
         job, request_slots = offline.job, asyncio.Semaphore(await target_concurrency(engine))
         handler = BatchRequestHandler(
