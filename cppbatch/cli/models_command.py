@@ -42,9 +42,16 @@ def list_models() -> None:
             facts = inspect_model(path)
             known = (facts.main_type, format_bytes(facts.size_bytes), _show("context", facts.n_ctx_train))
         except ModelError:
-            known = ("damaged", format_bytes(path.stat().st_size), "-")
+            known = ("damaged", _format_size(path), "-")
         table.add_row(*map(escape, (short_name(path), *known, fits, str(path))))
     _print(table)
+
+
+def _format_size(path: Path) -> str:
+    try:
+        return format_bytes(path.stat().st_size)
+    except OSError:  # a link to nothing, or to itself
+        return "-"
 
 
 @models.command()
