@@ -51,8 +51,9 @@ class FileJob(msgspec.Struct, frozen=True, kw_only=True):
             "--errors": self.errors,
             "the ledger": self.ledger,
         }
-        for (one, path), (other, other_path) in combinations(names.items(), 2):
-            if path.resolve() == other_path.resolve():
+        targets = {name: _resolve(path, name) for name, path in names.items()}
+        for (one, path), (other, _) in combinations(names.items(), 2):
+            if targets[one] == targets[other]:
                 raise ConfigError(f"{one} and {other} are the same file, {path}")
         if self.output.suffix.lower() in _OTHER_FORMATS:
             better = self.output.with_suffix(".jsonl")
@@ -91,6 +92,13 @@ class FileJob(msgspec.Struct, frozen=True, kw_only=True):
         """The error file relative to the output's folder, so that the path stays valid if the folder is moved."""
         folder, errors = self.output.resolve().parent, self.errors.resolve()
         return str(errors.relative_to(folder) if errors.is_relative_to(folder) else errors)
+
+
+def _resolve(path: Path, name: str) -> Path:
+    try:
+        return path.resolve()
+    except (RuntimeError, OSError) as error:  # before Python 3.13, a loop of links is a RuntimeError
+        raise ConfigError(f"{name} is {path}, a link that leads back to itself; give another path") from error
 
 
 def is_table(output: Path) -> bool:

@@ -73,6 +73,14 @@ def test_results_are_not_overwritten_for_a_missing_input(tmp_path: Path) -> None
     assert (tmp_path / "out.jsonl").stat().st_size
 
 
+@pytest.mark.parametrize("name", ["output", "errors"])
+def test_a_loop_of_links_is_named(tmp_path: Path, name: str) -> None:
+    loop = tmp_path / "loop.jsonl"
+    loop.symlink_to(loop)
+    with pytest.raises((ConfigError, StorageError), match=r"loop\.jsonl"):  # Python 3.13 reports it when it is opened
+        opened(a_job(tmp_path, **{name: loop})).close()
+
+
 def test_an_output_that_is_a_folder_is_not_overwritten(tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     with pytest.raises(StorageError, match="out cannot be written"):
