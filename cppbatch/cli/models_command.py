@@ -13,6 +13,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from rich.table import Table
 
 from cppbatch.cli.output import format_bytes
+from cppbatch.interrupts import interrupt_on_termination
 
 
 @click.group()
@@ -137,6 +138,7 @@ def requantize(
     from cppbatch.models.requantize import TYPES, check_target, plan_auto, plan_type, read_matrices
     from cppbatch.models.requantize import requantize as write
 
+    interrupt_on_termination()
     kind = kind if kind == "auto" else kind.upper()
     if kind not in ("auto", *TYPES):
         raise click.BadParameter(
