@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from itertools import combinations
 from pathlib import Path
@@ -9,7 +10,7 @@ from pathlib import Path
 import msgspec
 
 from cppbatch.errors import ConfigError, InUse, StorageError
-from cppbatch.jobs.durable_files import storage_error, uncommitted_path
+from cppbatch.jobs.durable_files import DurableFile, storage_error, uncommitted_path
 from cppbatch.jobs.input.format import InputFormat, unreadable_file
 from cppbatch.jobs.input.tables import import_pyarrow
 from cppbatch.jobs.job_request import Json
@@ -129,11 +130,24 @@ def open_job(
             say(f"resuming: {ledger.n_completed} lines are done, {ledger.n_failed} have failed")
         if retry_failed and ledger.n_failed:
             say("retrying the failed lines")
-            ledger.reopen_failed()
+            _reopen_failed(job, ledger)
         return Journal(ledger, job.results, job.errors, ordered=job.ordered)
     except BaseException:
         ledger.close()
         raise
+
+
+def _reopen_failed(job: FileJob, ledger: Ledger) -> None:
+    """Reopens the failed lines and empties their file: what it has beyond its committed size was not committed."""
+    if job.errors.exists():
+        size = min(ledger.number("error_bytes"), job.errors.stat().st_size)  # it may have been emptied by hand
+        DurableFile(job.errors, size).close()  # keeps lines that were not committed
+    ledger.reopen_failed()
+    try:
+        if job.errors.exists():
+            os.truncate(job.errors, 0)
+    except OSError as error:
+        raise storage_error(job.errors, error) from error
 
 
 def begun_with(job: FileJob) -> Json:

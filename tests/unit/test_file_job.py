@@ -8,6 +8,7 @@ import pytest
 from msgspec.structs import replace
 
 from cppbatch.errors import ConfigError, StorageError
+from cppbatch.jobs.durable_files import uncommitted_path
 from cppbatch.jobs.file_job import FileJob, as_begun, begun_with, open_job
 from cppbatch.jobs.input.format import detect_input_format
 from cppbatch.jobs.journal import Journal
@@ -123,3 +124,28 @@ def test_a_job_of_another_model_shows_how_to_name_it(tmp_path: Path) -> None:
     begun(tmp_path)
     with pytest.raises(ConfigError, match=r"use -m models/model\.gguf to resume"):
         open_job(a_job(tmp_path), "models/model-BF16.gguf", say=lambda _: None)
+
+
+@pytest.mark.parametrize("uncommitted", ["", "an uncommitted line\n"])
+def test_retrying_failed_lines_warns_only_of_lines_that_were_not_committed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, uncommitted: str
+) -> None:
+    begun(tmp_path)
+    job = a_job(tmp_path)
+    with job.errors.open("a") as file:
+        file.write(uncommitted)
+    journal = open_job(job, "model.gguf", retry_failed=True, say=lambda _: None)
+    assert (journal.n_completed, journal.n_failed, job.errors.read_text()) == (1, 0, "")
+    journal.close()
+    kept = uncommitted_path(job.errors)
+    assert (kept.read_text() if kept.exists() else "") == uncommitted
+    assert ["its last 1 lines were not committed" in line for line in caplog.messages] == [True] * bool(uncommitted)
+
+
+def test_failed_lines_are_retried_after_their_file_was_emptied(tmp_path: Path) -> None:
+    begun(tmp_path)
+    job = a_job(tmp_path)
+    job.errors.write_text("")
+    journal = open_job(job, "model.gguf", retry_failed=True, say=lambda _: None)
+    assert (journal.n_completed, journal.n_failed) == (1, 0)
+    journal.close()
