@@ -187,7 +187,7 @@ def test_a_command_that_is_ended_by_a_signal_leaves_no_file_and_no_process(
         requantize.subprocess.Popen = sleeping
         main()
     """
-    command = [sys.executable, "-c", slow, "models", "requantize", plan.source, "--type", "Q8_0"]
+    command = [sys.executable, "-c", slow, "models", "requantize", str(plan.source), "--type", "Q8_0"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
         assert process.stdout
         child = int(process.stdout.readline())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -15,7 +16,7 @@ pytestmark = pytest.mark.skipif(not hasattr(signal, "SIGHUP"), reason="Windows h
 @pytest.fixture(autouse=True)
 def handlers() -> Iterator[None]:
     """Signals have their default handlers, also if an earlier test has changed them."""
-    defaults = {
+    defaults: dict[int, Any] = {
         signal.SIGINT: signal.default_int_handler,
         signal.SIGTERM: signal.SIG_DFL,
         signal.SIGHUP: signal.SIG_DFL,
