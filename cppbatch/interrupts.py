@@ -1,4 +1,5 @@
-"""Delays Ctrl-C until the end of a block, such as a call into C that calls back into Python."""
+"""Ctrl-C: delayed until the end of a block, such as a call into C that calls back into Python; and other signals that
+end a process in the same way."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import FrameType
 
 
 @contextmanager
@@ -32,3 +34,26 @@ def interrupts_deferred() -> Iterator[Callable[[], bool]]:
         signal.signal(signal.SIGINT, handler)
         if is_pressed:
             handler(signal.SIGINT, None)
+
+
+def interrupt_on_termination() -> None:
+    """From now on, SIGTERM and SIGHUP end this process as Ctrl-C does, so that the `with` blocks end: by default they
+    would leave child processes and unfinished files. After the first one, both do nothing.
+
+    Only has an effect on the main thread. Signals that have a handler or are ignored (nohup) stay so.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return
+    names = [name for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]  # Windows has no SIGHUP
+    taken = [number for name in names if signal.getsignal(number := getattr(signal, name)) == signal.SIG_DFL]
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        for each in taken:
+            signal.signal(each, lambda *_: None)  # unlike SIG_IGN, not inherited by child processes
+        handler = signal.getsignal(signal.SIGINT)
+        if not callable(handler):  # ignored, as in a background job of a shell script
+            raise KeyboardInterrupt
+        handler(number, frame)
+
+    for each in taken:
+        signal.signal(each, interrupt)

@@ -107,6 +107,8 @@ def job_options(command: Command) -> Command:
         from cppbatch.jobs.file_job import FileJob, is_table
         from cppbatch.jobs.input.format import detect_input_format
 
+        if not output.name:
+            raise click.BadParameter(f"'{output}' is a folder; give the name of a file", param_hint="-o")
         endpoint: Endpoint | None = arguments.pop("endpoint")
         system, raw = arguments.pop("system"), arguments.pop("raw")
         if raw and endpoint not in (None, "completions"):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import importlib
+import os
 import sys
 from collections.abc import Iterator, Mapping
 
@@ -44,9 +46,12 @@ cli.commands = _Commands()  # type: ignore[assignment]  # nothing is added to it
 
 
 def main() -> None:
-    """Entry point. A `CppBatchError` is one line on stderr and exit code 2; an interrupt is exit code 130."""
+    """Entry point. A `CppBatchError` is one line on stderr and exit code 2; an interrupt is exit code 130. Errors of
+    the system, such as a full disk, are one line and exit code 1."""
+    _open_closed_streams()
     try:
         cli(standalone_mode=False)
+        sys.stdout.flush()
     except click.ClickException as error:
         error.show()
         sys.exit(error.exit_code)
@@ -58,3 +63,38 @@ def main() -> None:
     except CppBatchError as error:
         click.echo(f"error: {error}", err=True)
         sys.exit(2)
+    except OSError as error:
+        click.echo(f"error: {_describe(error)}", err=True)
+        _discard_output()
+        sys.exit(1)
+    except RuntimeError as error:  # of platformdirs and pathlib
+        if "home directory" not in str(error).lower():
+            raise
+        click.echo(
+            "error: this user has no home directory; set HOME, or CPPBATCH_MODELS, CPPBATCH_CONFIG, XDG_DATA_HOME, "
+            "XDG_CONFIG_HOME, XDG_CACHE_HOME and XDG_STATE_HOME, to folders",
+            err=True,
+        )
+        sys.exit(2)
+
+
+def _open_closed_streams() -> None:
+    """Discards the output to streams that the shell has closed (>&-); Python sets them to None."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 (open until the process ends)
+
+
+def _describe(error: OSError) -> str:
+    where = "" if error.filename is None else f"{error.filename}: "
+    is_full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+    remedy = "; free some space, or write the output to another disk" if is_full else ""
+    return f"{where}{error.strerror or error}{remedy}"
+
+
+def _discard_output() -> None:
+    """Drops the output that cannot be written: Python would try again at its end, and report that."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

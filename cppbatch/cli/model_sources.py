@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Sequence
 from functools import wraps
 from pathlib import Path
@@ -26,6 +27,9 @@ if TYPE_CHECKING:
     from cppbatch.server.settings import ServerSettings
 
 log = logging.getLogger("cppbatch.flags")
+
+_FILE_KEYS = ("model", "m")
+"""The keys that name a model's file in its section of the settings file."""
 
 
 class ModelSources(msgspec.Struct, frozen=True, kw_only=True):
@@ -150,16 +154,24 @@ class Catalog:
             content = read_llama_cpp_python_config(file).models
         else:
             content = read_settings(file) if file else ModelFile()
-        paths = self._paths()
-        own = {self._name_in(paths, name): settings for name, settings in content.models.items()}
+        with_file = {
+            name: self._path_of(name, settings)
+            for name, settings in content.models.items()
+            if not settings.keys().isdisjoint(_FILE_KEYS)
+        }
+        paths = self._paths(with_file)
+        own = {
+            name if name in with_file else self._name_in(paths, name): settings
+            for name, settings in content.models.items()
+        }
         for name in [each for each in own if each not in paths]:
-            paths[name] = self._path_of(name, own[name], content)
+            paths[name] = with_file.get(name) or self._path_of(name, own[name])
         specs = []
         sizes = {"ctx-size": 0} if self._sources.own_contexts else {}
         for name, path in paths.items():
             given = {**sizes, **content.defaults, **own.get(name, {})}
             pinned, preload = _take_switch(given, "pinned", name), _take_switch(given, "load-on-startup", name)
-            for key in ("model", "m"):
+            for key in _FILE_KEYS:
                 given.pop(key, None)
             if given.pop("stop-timeout", None) is not None:
                 log.info(
@@ -170,16 +182,18 @@ class Catalog:
         _check_aliases(specs)
         return CatalogContent(specs, self._default(content, [spec.name for spec in specs]))
 
-    def _paths(self) -> dict[str, Path]:
+    def _paths(self, with_file: dict[str, Path]) -> dict[str, Path]:
         """The files from flags and folder, by model name. If several files have the same name, the later ones are
-        prefixed with their folder."""
+        prefixed with their folder. `with_file`: models whose file is named in the settings file; they keep their names.
+        """
         folder = self._sources.folder
         paths: dict[str, Path] = {}
-        for path in self._sources.files:
-            paths[_unused_name(short_name(path), path.parent.name, paths)] = path
+        for path in dict.fromkeys(self._sources.files):
+            paths[_unused_name(path, path.parent.name, paths, with_file)] = path
         for path in models_below(folder) if folder else ():
             if path not in paths.values():
-                paths[_unused_name(short_name(path), path.parent.relative_to(folder or "").as_posix(), paths)] = path
+                prefix = path.parent.relative_to(folder or "").as_posix()
+                paths[_unused_name(path, prefix, paths, with_file)] = path
         return paths
 
     @staticmethod
@@ -190,8 +204,8 @@ class Catalog:
         found = [each for each in paths if name in shorter_names(each)]
         return found[0] if len(found) == 1 else name
 
-    def _path_of(self, name: str, settings: dict[str, Any], content: ModelFile) -> Path:
-        """The file of a model that is only listed in the settings file. Raises `ConfigError`."""
+    def _path_of(self, name: str, settings: dict[str, Any]) -> Path:
+        """The file that a section of the settings file names. Raises `ConfigError`."""
         given = settings.get("model", settings.get("m"))
         file = self._sources.settings_file
         if given is None or file is None:
@@ -233,8 +247,16 @@ class Catalog:
         return names[0] if len(names) == 1 else None
 
 
-def _unused_name(name: str, folder: str, taken: dict[str, Path]) -> str:
-    return f"{folder}/{name}" if name in taken else name
+def _unused_name(path: Path, prefix: str, taken: dict[str, Path], with_file: dict[str, Path]) -> str:
+    """The name of a file: prefixed with `prefix`, or with as many of its folders as necessary, if the shorter names are
+    those of other files. Raises `ConfigError` if all names are."""
+    name, folders = short_name(path), path.absolute().parts[1:-1]
+    prefixes = [prefix, *("/".join(folders[-n:]) for n in range(1, len(folders) + 1))]
+    for each in (name, *(f"{prefix}/{name}" for prefix in prefixes)):
+        is_reserved = each in with_file and os.path.realpath(with_file[each]) != os.path.realpath(path)
+        if each not in taken and not is_reserved:
+            return each
+    raise ConfigError(f"the name {name!r} of {path} is used for other models; rename the file")
 
 
 def _refuse(flag: str, is_given: bool, where: str = "several models") -> None:

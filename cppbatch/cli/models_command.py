@@ -13,6 +13,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from rich.table import Table
 
 from cppbatch.cli.output import format_bytes
+from cppbatch.interrupts import interrupt_on_termination
 
 
 @click.group()
@@ -42,9 +43,16 @@ def list_models() -> None:
             facts = inspect_model(path)
             known = (facts.main_type, format_bytes(facts.size_bytes), _show("context", facts.n_ctx_train))
         except ModelError:
-            known = ("damaged", format_bytes(path.stat().st_size), "-")
+            known = ("damaged", _format_size(path), "-")
         table.add_row(*map(escape, (short_name(path), *known, fits, str(path))))
     _print(table)
+
+
+def _format_size(path: Path) -> str:
+    try:
+        return format_bytes(path.stat().st_size)
+    except OSError:  # a link to nothing, or to itself
+        return "-"
 
 
 @models.command()
@@ -130,6 +138,7 @@ def requantize(
     from cppbatch.models.requantize import TYPES, check_target, plan_auto, plan_type, read_matrices
     from cppbatch.models.requantize import requantize as write
 
+    interrupt_on_termination()
     kind = kind if kind == "auto" else kind.upper()
     if kind not in ("auto", *TYPES):
         raise click.BadParameter(

@@ -33,6 +33,15 @@ def _llama_cpp_names() -> tuple[str, ...]:
         return ()
 
 
+class _NamedPath(click.Path):
+    """A path that is not empty: an empty one comes from an unset variable, and would be the current folder."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if not str(value):
+            self.fail("is empty; name a folder, or leave the option out", param, ctx)
+        return super().convert(value, param, ctx)
+
+
 def _keys(_context: object, _option: object, given: tuple[str, ...]) -> tuple[str, ...]:
     """Keeps empty keys, so that they are refused later: they come from an unset variable."""
     return tuple(key.strip() for each in given for key in each.split(","))
@@ -172,7 +181,7 @@ _OPTIONS = [
     option("--max-body-mb", type=int, default=16, help="Maximum MiB of a request body."),
     option("--max-file-mb", type=int, default=1024, help="Maximum MiB of an uploaded file."),
     option(
-        "--data-dir", type=click.Path(path_type=Path), metavar="DIR", default=None,
+        "--data-dir", type=_NamedPath(path_type=Path), metavar="DIR", default=None,
         help="Folder for files and batches. Default: the user's data folder.",
     ),
     *MEDIA_OPTIONS,

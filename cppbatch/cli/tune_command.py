@@ -12,6 +12,7 @@ from cppbatch.cli.engine_options import engine_options, given_settings
 from cppbatch.cli.report_options import Draw, numbers, report_options
 from cppbatch.config import EngineConfig
 from cppbatch.errors import ConfigError
+from cppbatch.interrupts import interrupt_on_termination
 
 if TYPE_CHECKING:
     from cppbatch.bench.report import Report
@@ -53,6 +54,7 @@ def tune(
     from cppbatch.bench.tune.tuning_report import plot_tuning, tuning_report
     from cppbatch.sizing.profile import save_profile
 
+    interrupt_on_termination()
     check_limits(target_latency_ms, max_minutes)
     if batch_sizes and "n_parallel" in given_settings():
         raise ConfigError("--batch-sizes and -np cannot be combined: --batch-sizes lists the values of -np to compare")

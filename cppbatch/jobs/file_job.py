@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from itertools import combinations
 from pathlib import Path
@@ -10,7 +11,7 @@ import msgspec
 
 from cppbatch.engine.disk.slots import file_digest
 from cppbatch.errors import ConfigError, InUse, StorageError
-from cppbatch.jobs.durable_files import storage_error, uncommitted_path
+from cppbatch.jobs.durable_files import DurableFile, storage_error, uncommitted_path
 from cppbatch.jobs.input.format import InputFormat, unreadable_file
 from cppbatch.jobs.input.tables import import_pyarrow
 from cppbatch.jobs.job_request import Json
@@ -53,8 +54,9 @@ class FileJob(msgspec.Struct, frozen=True, kw_only=True):
             "--errors": self.errors,
             "the ledger": self.ledger,
         }
-        for (one, path), (other, other_path) in combinations(names.items(), 2):
-            if path.resolve() == other_path.resolve():
+        targets = {name: _resolve(path, name) for name, path in names.items()}
+        for (one, path), (other, _) in combinations(names.items(), 2):
+            if targets[one] == targets[other]:
                 raise ConfigError(f"{one} and {other} are the same file, {path}")
         if self.output.suffix.lower() in _OTHER_FORMATS:
             better = self.output.with_suffix(".jsonl")
@@ -95,6 +97,13 @@ class FileJob(msgspec.Struct, frozen=True, kw_only=True):
         return str(errors.relative_to(folder) if errors.is_relative_to(folder) else errors)
 
 
+def _resolve(path: Path, name: str) -> Path:
+    try:
+        return path.resolve()
+    except (RuntimeError, OSError) as error:  # before Python 3.13, a loop of links is a RuntimeError
+        raise ConfigError(f"{name} is {path}, a link that leads back to itself; give another path") from error
+
+
 def is_table(output: Path) -> bool:
     """Whether a file with this name is a table."""
     return output.suffix.lower() in _TABLES
@@ -123,11 +132,24 @@ def open_job(
             say(f"resuming: {ledger.n_completed} lines are done, {ledger.n_failed} have failed")
         if retry_failed and ledger.n_failed:
             say("retrying the failed lines")
-            ledger.reopen_failed()
+            _reopen_failed(job, ledger)
         return Journal(ledger, job.results, job.errors, ordered=job.ordered)
     except BaseException:
         ledger.close()
         raise
+
+
+def _reopen_failed(job: FileJob, ledger: Ledger) -> None:
+    """Reopens the failed lines and empties their file: what it has beyond its committed size was not committed."""
+    if job.errors.exists():
+        size = min(ledger.number("error_bytes"), job.errors.stat().st_size)  # it may have been emptied by hand
+        DurableFile(job.errors, size).close()  # keeps lines that were not committed
+    ledger.reopen_failed()
+    try:
+        if job.errors.exists():
+            os.truncate(job.errors, 0)
+    except OSError as error:
+        raise storage_error(job.errors, error) from error
 
 
 def begun_with(job: FileJob) -> Json:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
+import logging
 import os
 import re
 import struct
@@ -13,6 +15,8 @@ from platformdirs import user_data_path
 
 from cppbatch.errors import ModelError
 
+log = logging.getLogger("cppbatch.models")
+
 _IDENTITY_BYTES = 1 << 20
 _HEADER = struct.Struct("<4sIQQ")  # magic, version, number of tensors, number of metadata entries
 _FIRST_PART = re.compile(r"(.*)-00001-of-(\d{5})\.gguf$")
@@ -21,9 +25,12 @@ LATER_PART = re.compile(r"-(?!00001)\d{5}-of-\d{5}\.gguf$")
 
 
 def models_folder() -> Path:
-    """The folder of models: $CPPBATCH_MODELS, else ./models if it exists, else the user's data folder."""
+    """The folder of models: $CPPBATCH_MODELS, else ./models if it exists, else the user's data folder.
+
+    Raises `ModelError` if $CPPBATCH_MODELS is not valid UTF-8.
+    """
     if named := os.environ.get("CPPBATCH_MODELS"):
-        return Path(named).expanduser()
+        return check_path(Path(named).expanduser())
     here = Path("models")
     return here if here.is_dir() else user_data_path("cppbatch") / "models"
 
@@ -45,12 +52,32 @@ def _models_like(folder: Path, patterns: Iterable[str]) -> list[Path]:
     if not os.path.isdir(folder):  # unlike Path.is_dir: false also in a home that cannot be read
         return []
     files = (path for pattern in patterns for path in folder.glob(pattern))
-    return sorted(path for path in files if _is_shown(path.relative_to(folder)))
+    return sorted(path for path in files if _is_shown(path.relative_to(folder)) and _has_utf8_path(path))
 
 
 def _is_shown(path: Path) -> bool:
     is_projector = path.name.lower().startswith("mmproj")
     return not (LATER_PART.search(path.name) or is_projector or any(part.startswith(".") for part in path.parts))
+
+
+@functools.lru_cache(1024)  # one line in the log for each file
+def _has_utf8_path(path: Path) -> bool:
+    try:
+        check_path(path)
+    except ModelError as error:
+        log.warning("left out: %s", error)
+        return False
+    return True
+
+
+def check_path(path: Path) -> Path:
+    """Returns `path` if it is valid UTF-8, which answers of the server and llama.cpp need; else raises `ModelError`."""
+    try:
+        str(path).encode()
+    except UnicodeEncodeError:
+        shown = str(path).encode(errors="backslashreplace").decode()
+        raise ModelError(f"the path {shown} is not valid UTF-8; rename the file or its folder") from None
+    return path
 
 
 def short_name(path: Path) -> str:
@@ -106,6 +133,7 @@ def is_copy(path: Path, source: Path) -> bool:
 
 def check_file(path: Path) -> Path:
     """Returns `path` if it is a GGUF file with weights; otherwise raises `ModelError` with what it is."""
+    check_path(path)
     try:
         if not path.exists():
             raise ModelError(

@@ -24,7 +24,7 @@ import psutil
 
 from cppbatch.errors import ModelError
 from cppbatch.models.file_header import WEIGHT_TYPES, read_header
-from cppbatch.models.find import copy_path
+from cppbatch.models.find import check_path, copy_path
 from cppbatch.models.kernels import KernelTimes
 
 Times = Mapping[str, KernelTimes]
@@ -266,7 +266,7 @@ def requantize(plan: Requantization, target: Path, *, overwrite: bool = False, w
 
 def check_target(plan: Requantization, target: Path, *, overwrite: bool) -> None:
     """Raises `ModelError` if the result cannot be written there, or is too large for this machine."""
-    folder, needed = target.parent, plan.n_bytes
+    folder, needed = check_path(target).parent, plan.n_bytes
     if not folder.is_dir():
         raise ModelError(f"cannot write {target.name}: folder {folder}/ not found")
     if target.exists() and target.samefile(plan.source):

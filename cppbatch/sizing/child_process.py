@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import os
-import signal
 import socket
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,6 +18,7 @@ from typing import NamedTuple
 import psutil
 
 from cppbatch.errors import UnusableServer
+from cppbatch.interrupts import interrupt_on_termination
 
 _OUTPUT_END = 1000  # characters
 
@@ -37,15 +36,14 @@ class CommandResult(NamedTuple):
 class ChildProcess:
     """A command that runs until it ends or the `with` block ends. Then it and its own child processes are killed.
 
-    From the first one on, SIGTERM ends this process as Ctrl-C does, so that the `with` blocks end: by default it would
-    leave servers running.
+    From the first one on, SIGTERM and SIGHUP end this process as Ctrl-C does (`interrupt_on_termination`).
     """
 
     def __init__(
         self, command: Sequence[str | Path], *, env: Mapping[str, str] | None = None, cwd: Path | None = None
     ) -> None:
         """Starts the command. Raises OSError."""
-        _interrupt_on_sigterm()
+        interrupt_on_termination()
         self._folder = tempfile.TemporaryDirectory(prefix="cppbatch-child-")
         self._log = Path(self._folder.name, "output")  # not a pipe: a full pipe would block the process
         try:
@@ -97,12 +95,6 @@ class ChildProcess:
     def __exit__(self, *exc: type[BaseException] | BaseException | TracebackType | None) -> None:
         self.stop()
         self._folder.cleanup()
-
-
-def _interrupt_on_sigterm() -> None:
-    is_main = threading.current_thread() is threading.main_thread()
-    if is_main and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
-        signal.signal(signal.SIGTERM, signal.default_int_handler)
 
 
 def run_with_timeout(

@@ -168,6 +168,20 @@ def test_a_name_that_the_list_shows_is_a_model_to_run(
         assert (code, err) == (0, "")
 
 
+def test_links_that_lead_nowhere_are_listed_as_damaged(
+    run: Run, tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CPPBATCH_MODELS", str(tmp_path))
+    (tmp_path / "good.gguf").symlink_to(tiny_llama)
+    (tmp_path / "gone.gguf").symlink_to("nothing")
+    (tmp_path / "loop.gguf").symlink_to("loop.gguf")
+    code, out, _ = run("models", "list")
+    assert code == 0
+    rows = {line.split()[0]: line.split()[1:5] for line in out.splitlines()}
+    assert rows["gone"] == rows["loop"] == ["damaged", "-", "-", "?"]
+    assert rows["good"][0] == "F32"
+
+
 # --- batch ------------------------------------------------------------------------------------------------------------
 
 

@@ -15,6 +15,7 @@ from typing import Any
 import gguf
 import numpy as np
 import numpy.typing as npt
+import psutil
 import pytest
 from click.testing import CliRunner
 
@@ -167,6 +168,32 @@ def test_an_interrupted_run_leaves_nothing_and_the_process_ends(
     with pytest.raises(KeyboardInterrupt):
         requantize(plan, plan.output)
     assert [child.returncode for child in children] == [-signal.SIGKILL]
+    assert list(plan.source.parent.iterdir()) == [plan.source]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_command_that_is_ended_by_a_signal_leaves_no_file_and_no_process(
+    plan: Requantization, number: signal.Signals
+) -> None:
+    slow = """if True:
+        import sys
+        from cppbatch.cli import main
+        from cppbatch.models import requantize
+        popen = requantize.subprocess.Popen
+        def sleeping(command, **settings):
+            child = popen([sys.executable, "-c", "import time; time.sleep(60)"], **settings)
+            print(child.pid, flush=True)
+            return child
+        requantize.subprocess.Popen = sleeping
+        main()
+    """
+    command = [sys.executable, "-c", slow, "models", "requantize", str(plan.source), "--type", "Q8_0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
+        assert process.stdout
+        child = int(process.stdout.readline())
+        process.send_signal(number)
+        assert process.wait(timeout=30) == 130
+    assert not psutil.pid_exists(child)
     assert list(plan.source.parent.iterdir()) == [plan.source]
 
 

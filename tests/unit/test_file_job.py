@@ -9,6 +9,7 @@ import pytest
 from msgspec.structs import replace
 
 from cppbatch.errors import ConfigError, StorageError
+from cppbatch.jobs.durable_files import uncommitted_path
 from cppbatch.jobs.file_job import FileJob, as_begun, begun_with, check_model, open_job
 from cppbatch.jobs.input.format import detect_input_format
 from cppbatch.jobs.journal import Journal
@@ -96,6 +97,14 @@ def test_results_are_not_overwritten_for_a_missing_input(tmp_path: Path) -> None
     assert (tmp_path / "out.jsonl").stat().st_size
 
 
+@pytest.mark.parametrize("name", ["output", "errors"])
+def test_a_loop_of_links_is_named(tmp_path: Path, name: str) -> None:
+    loop = tmp_path / "loop.jsonl"
+    loop.symlink_to(loop)
+    with pytest.raises((ConfigError, StorageError), match=r"loop\.jsonl"):  # Python 3.13 reports it when it is opened
+        opened(a_job(tmp_path, **{name: loop})).close()
+
+
 def test_an_output_that_is_a_folder_is_not_overwritten(tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     with pytest.raises(StorageError, match="out cannot be written"):
@@ -138,3 +147,28 @@ def test_a_job_of_another_model_shows_how_to_name_it(tmp_path: Path) -> None:
     begun(tmp_path)
     with pytest.raises(ConfigError, match=r"use -m models/model\.gguf to resume"):
         open_job(a_job(tmp_path), "models/model-BF16.gguf", say=lambda _: None)
+
+
+@pytest.mark.parametrize("uncommitted", ["", "an uncommitted line\n"])
+def test_retrying_failed_lines_warns_only_of_lines_that_were_not_committed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, uncommitted: str
+) -> None:
+    begun(tmp_path)
+    job = a_job(tmp_path)
+    with job.errors.open("a") as file:
+        file.write(uncommitted)
+    journal = open_job(job, "model.gguf", retry_failed=True, say=lambda _: None)
+    assert (journal.n_completed, journal.n_failed, job.errors.read_text()) == (1, 0, "")
+    journal.close()
+    kept = uncommitted_path(job.errors)
+    assert (kept.read_text() if kept.exists() else "") == uncommitted
+    assert ["its last 1 lines were not committed" in line for line in caplog.messages] == [True] * bool(uncommitted)
+
+
+def test_failed_lines_are_retried_after_their_file_was_emptied(tmp_path: Path) -> None:
+    begun(tmp_path)
+    job = a_job(tmp_path)
+    job.errors.write_text("")
+    journal = open_job(job, "model.gguf", retry_failed=True, say=lambda _: None)
+    assert (journal.n_completed, journal.n_failed) == (1, 0)
+    journal.close()

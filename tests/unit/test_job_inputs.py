@@ -200,6 +200,22 @@ def test_bad_lines_are_refused_alone(reading: Any) -> None:
     assert all(len(each.message) < 150 for each in found if isinstance(each, RejectedLine))
 
 
+@pytest.mark.parametrize("name", ["in.csv", "in.tsv"])
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-be"])
+def test_a_table_in_utf_16_is_refused_with_the_remedy(reading: Any, name: str, encoding: str) -> None:
+    table = "prompt\tid\r\nabc\t1\r\n".replace("\t", "\t" if name == "in.tsv" else ",")
+    with pytest.raises(ConfigError, match=r"not UTF-8 text, perhaps UTF-16: .*; save the file as UTF-8 with LF"):
+        reading(name, table.encode(encoding))
+
+
+def test_a_carriage_return_that_ends_a_line_of_a_table_is_named(reading: Any) -> None:
+    message = "a carriage return (CR) outside quotes is not a line end; save the file as UTF-8 with LF or CRLF"
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        reading("in.csv", "prompt,id\rabc,1\r")
+    (found,) = reading("in.csv", "prompt,id\nabc,1\rxyz,2\n")
+    assert found.message.startswith(f"cannot be read as CSV: {message}")
+
+
 def test_nesting_that_later_code_could_not_walk_is_refused(reading: Any) -> None:
     def nested(depth: int) -> str:
         return '{"messages": ' + "[" * (depth - 1) + "]" * (depth - 1) + "}"

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import click
 import pytest
 from click import Group
 from click.shell_completion import BashComplete
@@ -15,7 +17,7 @@ from click.shell_completion import BashComplete
 from cppbatch import EngineConfig, EngineProcess, LocalEngine
 from cppbatch.cli.batch_command import BatchProgress
 from cppbatch.cli.engine_options import engine_options
-from cppbatch.cli.main import cli
+from cppbatch.cli.main import cli, main
 from cppbatch.config import EngineSettings, setting_name
 from cppbatch.errors import ConfigError
 
@@ -68,6 +70,70 @@ def test_one_environment_name_gives_the_key_to_every_command() -> None:
     for command in (cli.commands["serve"], cli.commands["chat"], bench.commands["serve"]):
         (key,) = [each for each in command.params if each.name in {"api_key", "api_keys"}]
         assert "CPPBATCH_API_KEY" in (key.envvar or ()), command.name
+
+
+def failing(monkeypatch: pytest.MonkeyPatch, error: Exception | None, *arguments: str) -> int:
+    """The exit code of a command line, whose command ends with this error."""
+
+    @click.command()
+    def command() -> None:
+        click.echo("output")
+        if error:
+            raise error
+
+    monkeypatch.setattr(cli, "commands", {**cli.commands, "failing": command})
+    monkeypatch.setattr("sys.argv", ["cppbatch", *(arguments or ["failing"])])
+    try:
+        main()
+    except SystemExit as ended:
+        return int(ended.code or 0)
+    return 0
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "message"),
+    [
+        (OSError(errno.ENOSPC, "No space left on device"), 1, "No space left on device; free some space, or write"),
+        (FileNotFoundError(errno.ENOENT, "No such file", "a.txt"), 1, "a.txt: No such file\n"),
+        (
+            RuntimeError("could not determine the home directory for '~'"),
+            2,
+            "this user has no home directory; set HOME",
+        ),
+    ],
+)
+def test_errors_of_the_system_are_one_sentence(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], error: Exception, code: int, message: str
+) -> None:
+    assert failing(monkeypatch, error) == code
+    err = capsys.readouterr().err
+    assert err.startswith(f"error: {message}")
+    assert err.count("\n") == 1
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")
+def test_output_to_a_full_disk_is_reported_once(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with open("/dev/full", "w") as full:
+        monkeypatch.setattr("sys.stdout", full)
+        assert failing(monkeypatch, None) == 1
+        full.flush()  # what Python does at its end
+    assert capsys.readouterr().err.startswith("error: No space left on device; free")
+
+
+def test_closed_streams_discard_the_output(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdout", None)
+    monkeypatch.setattr("sys.stderr", None)
+    assert failing(monkeypatch, None) == 0
+
+
+@pytest.mark.parametrize("output", ["", ".", "/"])
+def test_an_output_without_a_name_is_a_usage_error(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], output: str
+) -> None:
+    assert failing(monkeypatch, None, "batch", "in.txt", "-o", output) == 2
+    assert "is a folder; give the name of a file" in capsys.readouterr().err
 
 
 class _Terminal(io.StringIO):

@@ -72,6 +72,37 @@ def test_files_come_first_and_the_first_of_them_is_the_default(folder: Path) -> 
     assert list(specs(catalog(folder, files=files))) == ["b", "a-Q4_0", "c", "sub/b"]
 
 
+def test_files_of_the_same_name_and_folder_name_are_all_served(tmp_path: Path) -> None:
+    files = tuple(tmp_path / version / "q4" / "model.gguf" for version in ("v1", "v2", "v3"))
+    found = specs(catalog(files=(*files, files[0])))
+    assert list(found) == ["model", "q4/model", "v3/q4/model"]
+    assert [spec.config.model_path for spec in found.values()] == [str(path) for path in files]
+
+
+def test_a_file_whose_names_are_all_used_is_refused() -> None:
+    files = tuple(Path(f"/m{part}.gguf") for part in ("", "-00001-of-00002", "-00001-of-00003"))
+    with pytest.raises(ConfigError, match=r"the name .m. of \S+-00003\.gguf is used for other models"):
+        catalog(files=files).read()
+
+
+@pytest.mark.parametrize("name", ["a", "b"])
+def test_a_section_with_a_file_is_never_a_model_of_the_folder(folder: Path, name: str) -> None:
+    (folder.parent / "small.gguf").touch()
+    found = specs(catalog(folder, f"[models.{name}]\nmodel = 'small.gguf'\nctx-size = 512"))
+    assert (found[name].config.model_path, found[name].config.n_ctx) == (str(folder.parent / "small.gguf"), 512)
+    others = {spec.config.model_path: spec.config.n_ctx for spec in found.values() if spec.name != name}
+    assert others == {
+        str(folder / each): 4096 for each in ("a-Q4_0.gguf", "b.gguf", "sub/b.gguf", "split/c-00001-of-00002.gguf")
+    }
+
+
+def test_a_section_may_name_the_file_that_it_would_have_anyway(folder: Path) -> None:
+    found = specs(catalog(folder, "[models.b]\nmodel = 'b.gguf'\nctx-size = 512"))
+    assert {name: spec.config.n_ctx for name, spec in found.items()} == {
+        "a-Q4_0": 4096, "b": 512, "c": 4096, "sub/b": 4096,
+    }  # fmt: skip
+
+
 def test_settings_of_a_model_come_before_the_defaults_and_these_before_the_command_line(folder: Path) -> None:
     text = """
 default = "a-Q4_0"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import logging
+import os
 import subprocess
 import zipfile
 from collections.abc import Callable
@@ -13,7 +15,7 @@ import pytest
 
 from cppbatch.errors import ModelError
 from cppbatch.models import pull
-from cppbatch.models.find import models_in
+from cppbatch.models.find import models_folder, models_in
 from cppbatch.models.kernels import KernelTimes
 from tests.support import tiny_models
 
@@ -304,3 +306,24 @@ def test_a_model_in_parts_counts_once(tmp_path: Path) -> None:
     for name in ("big-00001-of-00003.gguf", "big-00002-of-00003.gguf", "big-00003-of-00003.gguf", "small.gguf"):
         (tmp_path / name).touch()
     assert [path.name for path in models_in(tmp_path)] == ["big-00001-of-00003.gguf", "small.gguf"]
+
+
+def test_a_path_that_is_not_utf_8_is_left_out_with_one_line_and_refused_by_name(
+    folder: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder.mkdir()
+    wrong = folder / os.fsdecode(b"a\xff.gguf")
+    try:
+        tiny_models.llama(wrong)
+    except OSError:
+        pytest.skip("this file system has no such names")
+    mine = tiny_models.llama(folder / "mine.gguf")
+    with caplog.at_level(logging.WARNING):
+        assert models_in(folder) == models_in(folder) == [mine]
+    (line,) = caplog.messages
+    assert line == f"left out: the path {folder}/a\\udcff.gguf is not valid UTF-8; rename the file or its folder"
+    with pytest.raises(ModelError, match=r"a\\udcff\.gguf is not valid UTF-8; rename"):
+        pull.choose_model(str(wrong))
+    monkeypatch.setenv("CPPBATCH_MODELS", str(wrong.with_suffix("")))
+    with pytest.raises(ModelError, match=r"a\\udcff is not valid UTF-8; rename"):
+        models_folder()

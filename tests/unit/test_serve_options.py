@@ -173,6 +173,12 @@ def test_a_chat_template_comes_from_a_file_by_either_flag(read: Read, tmp_path: 
     assert read(LLAMA_ARG_CHAT_TEMPLATE="{{ 6 }}")[0].chat_template == "{{ 6 }}"
 
 
+def test_an_empty_data_folder_is_refused() -> None:
+    result = CliRunner().invoke(cli, ["serve", "--data-dir", ""])
+    assert result.exit_code == 2
+    assert re.search("'--data-dir' .*is empty; name a folder", result.output)
+
+
 @pytest.mark.parametrize(
     ("variables", "expected"),
     [

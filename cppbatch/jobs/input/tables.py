@@ -17,6 +17,7 @@ from cppbatch.jobs.input.format import (
     RequestBuilder,
     TableColumns,
     check_text,
+    describe_non_text,
     table_columns,
     unreadable_file,
 )
@@ -26,6 +27,8 @@ _INITIAL_REREAD_BYTES = 16 << 20
 _REREAD_BYTES_PER_BYTE = 4
 _MAX_LINES_PER_RECORD = 1 << 18
 """A limit is necessary because short lines take far more memory than their bytes."""
+
+_SAVE_AS = "save the file as UTF-8 with LF or CRLF line ends"
 
 
 class CsvInput:
@@ -69,7 +72,7 @@ class CsvInput:
         csv.field_size_limit(max(csv.field_size_limit(), MAX_LINE_BYTES))
         records = _RecordReader(self._lines)
         rows = csv.reader(records, delimiter=self._delimiter(records.peek_line()), strict=True)
-        columns = self.columns = self._columns(rows)
+        columns = self.columns = self._columns(rows, records)
         table_columns(self._format, columns)  # raises for missing columns
         while True:
             records.begin_record()
@@ -95,11 +98,14 @@ class CsvInput:
             return "\t"
         return ";" if ";" in first_line and "," not in first_line else ","
 
-    def _columns(self, rows: Iterator[list[str]]) -> list[str]:
+    def _columns(self, rows: Iterator[list[str]], records: _RecordReader) -> list[str]:
         try:
             columns = [check_text(name.strip()) for name in next(rows, [])]
         except (csv.Error, LineError) as error:
-            raise ConfigError(f"{self._format.path}: cannot read the column names in the first line: {error}") from None
+            reason = f"{error}; {_SAVE_AS}" if isinstance(error, LineError) else records.describe(error)
+            raise ConfigError(
+                f"{self._format.path}: cannot read the column names in the first line: {reason}"
+            ) from None
         if not columns:
             raise ConfigError(f"{self._format.path}: is empty; the first line must name the columns")
         return columns
@@ -160,6 +166,15 @@ class _RecordReader:
     def is_blank(self) -> bool:
         return len(self._record) == 1 and self._record[0][1].isspace()
 
+    def describe(self, error: csv.Error) -> str:
+        """Why the current record cannot be read."""
+        if "new-line character" not in str(error):
+            return str(error)
+        data = b"".join(line for _, line in self._record)
+        is_text = b"\0" not in data  # bytes of UTF-16 look like line ends
+        what = "a carriage return (CR) outside quotes is not a line end" if is_text else describe_non_text(data)
+        return f"{what}; {_SAVE_AS}"
+
     def reject(self, message: str, code: str = "invalid_record") -> RejectedLine:
         data = b"".join(line for _, line in self._record)
         return RejectedLine(line=self.line, code=code, message=message, content_hash=hash64(data))
@@ -175,7 +190,9 @@ class _RecordReader:
         if is_too_long and not others:
             return self.reject(f"is longer than {MAX_LINE_BYTES} bytes, the maximum line length", "line_too_long")
         is_open = is_too_long or "end of data" in str(error)
-        problem = "a quote that starts here is not closed" if is_open else f"cannot be read as CSV: {error}"
+        problem = (
+            "a quote that starts here is not closed" if is_open else f"cannot be read as CSV: {self.describe(error)}"
+        )
         last = self._record[-1][0]
         return self.reject(problem if last == self.line else f"{problem}; skipping the lines up to {last}")
 
