@@ -128,6 +128,10 @@ class ThinkingBudget(msgspec.Struct, frozen=True, kw_only=True):
     several: bool = False
     """Whether a completion may have several pieces of reasoning, anywhere, which share the budget."""
 
+    def __post_init__(self) -> None:
+        if not (self.start and self.end):
+            raise InvalidRequest("reasoning_budget", "has an empty start or end; give the markers of the reasoning")
+
 
 def effort_tokens(variables: dict[str, Any]) -> int | None:
     """The budget of the `reasoning_effort` among a template's variables; None: no limit."""

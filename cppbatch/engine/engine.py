@@ -30,7 +30,7 @@ from cppbatch.engine.request import (
 from cppbatch.engine.runtime import Runtime
 from cppbatch.engine.scheduler import Scheduler, StepPlan
 from cppbatch.engine.sequence import Seq
-from cppbatch.engine.turns import Turns
+from cppbatch.engine.turns import Result, Turns
 from cppbatch.errors import ConfigError, InvalidRequest
 from cppbatch.llama import apply_builtin_template
 
@@ -109,7 +109,7 @@ class BatchInferenceEngine:
 
     def add(self, sequence: Seq) -> None:
         """Queues a prepared sequence. Raises `InvalidRequest` if its id is in use, `QueueFull`, `EngineClosed`."""
-        self.turns.run(lambda: self.core.add(sequence))
+        self._change(lambda: self.core.add(sequence))
 
     def add_request(
         self,
@@ -133,7 +133,7 @@ class BatchInferenceEngine:
 
     def cancel(self, request_id: str) -> bool:
         """Ends a request and frees its cells. Returns False if the request is neither waiting nor running."""
-        return self.turns.run(lambda: self.core.cancel(request_id))
+        return self._change(lambda: self.core.cancel(request_id))
 
     def update_request(self, request_id: str, tokens: Sequence[int]) -> bool:
         """Appends tokens to the text of a request, as if the model had generated them; it continues from there.
@@ -142,7 +142,7 @@ class BatchInferenceEngine:
         nor running. Raises `InvalidRequest` for unknown ids, and for more tokens than `max_tokens` and the context
         allow.
         """
-        return self.turns.run(lambda: self.core.update(request_id, tokens))
+        return self._change(lambda: self.core.update(request_id, tokens))
 
     @property
     def has_work(self) -> bool:
@@ -157,7 +157,12 @@ class BatchInferenceEngine:
             self.core.step()
             return self.core.outputs.take_all()
 
-        return self.turns.run(step)
+        return self._change(step)
+
+    def _change(self, work: Callable[[], Result]) -> Result:
+        """Calls `work` in a turn. Raises `RuntimeError` in a callback of a step, whose sequences it would change."""
+        self.turns.check_outside()
+        return self.turns.run(work)
 
     # --- offline inference --------------------------------------------------------------------------------------
 
@@ -193,7 +198,7 @@ class BatchInferenceEngine:
 
     def clear_prefix_cache(self) -> None:
         """Removes all cached prefixes, and frees their cells and host memory."""
-        self.turns.run(self.core.kv.clear_cache)
+        self._change(self.core.kv.clear_cache)
 
     def close(self) -> None:
         """Cancels all requests and frees the model. Repeated calls, and calls in a fork, do nothing."""

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import re
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from itertools import groupby
 from time import perf_counter
@@ -21,11 +25,12 @@ from cppbatch.engine.sampling.sampling_plan import check_ids, make_sampling_plan
 from cppbatch.engine.sampling.structured_output import GrammarCompiler
 from cppbatch.engine.sequence import MediaRun, Seq
 from cppbatch.engine.vocabulary import IsCancelled, Vocabulary, never_cancelled
-from cppbatch.errors import ContextOverflow, InvalidRequest
+from cppbatch.errors import ContextOverflow, EngineClosed, InvalidRequest
 
 _MIN_BYTES = 1 << 16  # texts up to this length are always tokenised, however short the context is
 _LEAST_SHIFTED = 4  # minimum number of tokens that a context shift can drop
 _MODALITIES: dict[Modality, str] = {"image": "images", "audio": "audio"}
+_LONGEST_READ_S = 60.0  # a call of a thread that never returns must not keep the engine from closing
 _PLACEHOLDER_ID = -1
 """The id of an image or audio token that is only counted."""
 _PLACEHOLDER = re.compile(r"\{(query|document)\}")
@@ -53,12 +58,36 @@ class InputProcessor:
         self._context_shift, self._n_keep = context_shift, n_keep
         self._grammars = GrammarCompiler(vocab.for_grammars)
         self._last_long: tuple[str, npt.NDArray[np.int32]] | None = None
+        self._is_closed = False
+        self._readers = Counter[int]()  # the threads that read the vocabulary, with their calls
+        self._changed = threading.Condition()
+
+    @contextmanager
+    def _reading(self) -> Iterator[None]:
+        """Keeps the model open meanwhile: `close` waits. Raises `EngineClosed`."""
+        thread = threading.get_ident()
+        with self._changed:
+            if self._is_closed:
+                raise EngineClosed("the engine is closed")
+            self._readers[thread] += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._readers[thread] -= 1
+                if not self._readers[thread]:
+                    del self._readers[thread]
+                self._changed.notify_all()
 
     def prepare(self, request: GenerationRequest, cancelled: IsCancelled = never_cancelled) -> Seq:
         """Tokenises the prompt, checks all limits, and compiles the grammar.
 
-        Raises `InvalidRequest` naming the invalid field, `RequestCancelled`.
+        Raises `InvalidRequest` naming the invalid field, `RequestCancelled`, `EngineClosed`.
         """
+        with self._reading():
+            return self._prepare(request, cancelled)
+
+    def _prepare(self, request: GenerationRequest, cancelled: IsCancelled) -> Seq:
         arrived_at = perf_counter()
         self._check_task(request)
         runs: tuple[MediaRun, ...] = ()
@@ -135,14 +164,17 @@ class InputProcessor:
         cancelled: IsCancelled = never_cancelled,
     ) -> list[TokenPiece]:
         """See `BatchInferenceEngine.tokens`. `cancelled`: as in `prepare`, raises `RequestCancelled`."""
-        if isinstance(text, MediaPrompt):
-            return self._pieces_with_media(text, cancelled)
-        if isinstance(text, str):
-            ids = self._vocab.tokenize(text, add_special=add_special, parse_special=parse_special, cancelled=cancelled)
-        else:
-            ids = check_ids("tokens", token_ids("tokens", text), self._vocab.n_tokens)
-        pieces = {token: TokenPiece(token, self._vocab.piece(token, special=True)) for token in np.unique(ids).tolist()}
-        return [pieces[token] for token in ids.tolist()]
+        with self._reading():
+            if isinstance(text, MediaPrompt):
+                return self._pieces_with_media(text, cancelled)
+            if isinstance(text, str):
+                options = {"add_special": add_special, "parse_special": parse_special}
+                ids = self._vocab.tokenize(text, **options, cancelled=cancelled)
+            else:
+                ids = check_ids("tokens", token_ids("tokens", text), self._vocab.n_tokens)
+            distinct = np.unique(ids).tolist()
+            pieces = {token: TokenPiece(token, self._vocab.piece(token, special=True)) for token in distinct}
+            return [pieces[token] for token in ids.tolist()]
 
     def _pieces_with_media(self, prompt: MediaPrompt, cancelled: IsCancelled) -> list[TokenPiece]:
         """The tokens of its texts, and tokens without bytes for its images and audio."""
@@ -164,8 +196,12 @@ class InputProcessor:
         return not any(map(is_long, texts)) and self._grammars.is_compiled(request.params)
 
     def close(self) -> None:
-        """Stops the process that compiles grammars."""
+        """Stops the process that compiles grammars, and waits for the calls of other threads."""
+        with self._changed:
+            self._is_closed = True
         self._grammars.close()
+        with self._changed:
+            self._changed.wait_for(lambda: not self._readers.keys() - {threading.get_ident()}, _LONGEST_READ_S)
 
     def _check_task(self, request: GenerationRequest) -> None:
         info = self._info

@@ -52,7 +52,8 @@ class OutputProcessor:
             return FinishReason.ERROR if sampled.error else FinishReason.STOP
         if reason := self._add_tokens(sequence):
             return reason
-        sequence.output.starts_text = sequence.params.echo and not sequence.n_generated
+        if sequence.params.echo and not sequence.n_generated:  # later tokens of the step, accepted drafts, keep it
+            sequence.output.starts_text = True
         if sequence.max_new == 0:
             return FinishReason.LENGTH
         if sampled.error is not None:
@@ -111,6 +112,8 @@ class OutputProcessor:
 
     def extend(self, sequence: Seq, tokens: list[int]) -> FinishReason | None:
         """Appends given, not sampled, tokens. Returns the finish reason if they end the text, else None."""
+        if sequence.params.echo and not sequence.n_generated:
+            sequence.output.starts_text = True
         return self._append_all(sequence, tokens)
 
     @staticmethod

@@ -527,7 +527,7 @@ class Seq:
     @property
     def in_first_prefill(self) -> bool:
         """Whether part of its prompt was never computed, as far as this engine knows."""
-        return self.n_computed < self.n_prompt and not self.n_generated
+        return self.n_computed < self.n_prompt and not self.n_generated and not self.first_token_at
 
     def usage(self, now: float) -> RequestUsage:
         """Counts and times so far."""
@@ -538,7 +538,9 @@ class Seq:
             n_audio_tokens=sum(len(run.vectors) for run in self.media if run.kind == "audio"),
             # After a preemption, the sequence may also find tokens of its completion in the prefix cache.
             cached_tokens=min(self.n_cached, self.n_prompt),
-            prefilled_tokens=self.n_prompt if self.n_generated else min(self.n_computed, self.n_prompt),
+            prefilled_tokens=self.n_prompt
+            if self.n_generated or self.first_token_at
+            else min(self.n_computed, self.n_prompt),
             completion_tokens=self.n_generated + self.has_end_token,
             context_shifts=self.n_shifts,
             drafted_tokens=self.n_drafted,

@@ -279,6 +279,14 @@ def test_sequences_that_lose_their_cells_keep_their_texts(
     assert stats.drafted_tokens > 0
 
 
+@pytest.mark.parametrize("kind", ["eagle3-shared", "dflash-shared", "assistant-echo"])
+def test_ubatches_smaller_than_the_sequences_are_enough(files: Files, kind: str) -> None:
+    """llama.cpp aborted: the context of a draft model has one more sequence than the engine."""
+    settings = {**SETTINGS, "n_parallel": 16, "n_ubatch": 8}
+    with BatchInferenceEngine(files.target(kind), draft_model=str(files.draft(kind)), **settings) as engine:
+        assert all(each.tokens for each in engine.generate(PROMPTS[:2], sampled(0.8, 4)))
+
+
 @pytest.mark.parametrize("kind", ["eagle3-shared", "dflash-shared", "eagle3-echo", "assistant-echo"])
 def test_a_switch_of_the_layout_makes_the_context_of_the_draft_model_again(
     files: Files, kind: str, eager: None, monkeypatch: pytest.MonkeyPatch

@@ -8,14 +8,17 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from cppbatch import BatchInferenceEngine, SamplingParams
+from cppbatch.errors import EngineClosed
 from tests.support.fixtures import shared_engine
 
+SHORT = SamplingParams(max_tokens=3, temperature=0, ignore_eos=True)
 PARAMS = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
 PROMPTS = [f"{'abc' * (i % 5)} {i}" for i in range(50)]
 
@@ -26,6 +29,21 @@ engine = shared_engine(n_ctx=4096, n_parallel=8, n_threads=1, cache_type_k="f32"
 def alone(engine: BatchInferenceEngine) -> dict[str, str]:
     """The text of each prompt when nothing else is in the batch."""
     return {prompt: engine.generate([prompt], PARAMS)[0].text for prompt in PROMPTS}
+
+
+def test_closing_waits_for_the_threads_that_read_the_vocabulary(tiny_llama: Path) -> None:
+    for seed in range(4):  # each aborted the process
+        engine = BatchInferenceEngine(tiny_llama, n_ctx=4096, n_parallel=4, n_threads=1)
+
+        def work(engine: BatchInferenceEngine = engine) -> None:
+            while True:
+                engine.generate(["hello there " * 100] * 4, SHORT)
+
+        with ThreadPoolExecutor(3) as threads:
+            calls = [threads.submit(work) for _ in range(3)]
+            time.sleep(0.05 + 0.02 * seed)
+            engine.close()
+            assert {type(call.exception(30)) for call in calls} == {EngineClosed}
 
 
 def test_8_threads_with_50_short_calls_each_get_the_texts_they_get_alone(

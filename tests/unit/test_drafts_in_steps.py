@@ -52,6 +52,15 @@ def test_texts_are_those_without_drafts(unified: bool, may_pad: bool, settings: 
     assert stats.drafted_tokens == sum(result.usage.drafted_tokens for result in results)
 
 
+def test_an_echoed_prompt_from_the_cache_is_in_the_text_if_the_first_step_has_drafts() -> None:
+    prompt, params = [3, 1, 2] * 10, greedy(20, ignore_eos=True, echo=True)
+    its, plain = (engine(drafts, sharing="cells") for drafts in (True, False))
+    texts = {result.text for each in (its, plain) for _ in range(6) for result in each.generate([prompt], params)}
+    assert len(texts) == 1
+    assert its.stats().prefix_hit_tokens == 5 * 29
+    assert its.stats().accepted_tokens > 0
+
+
 def test_right_drafts_take_fewer_steps() -> None:
     def n_steps(drafts: bool) -> int:
         its = engine(drafts)

@@ -204,8 +204,13 @@ def test_it_may_go_by_the_tokens_so_far() -> None:
 # --- its mistakes ----------------------------------------------------------------------------------------------------
 
 
+def exit_(_tokens: Any, _row: Any) -> None:
+    raise SystemExit("x")
+
+
 MISTAKES: dict[str, tuple[Any, str]] = {
     "it raises": (raise_it, "logits_processor raised KeyError: 'no such thing'"),
+    "it exits": (exit_, "logits_processor raised SystemExit"),
     "a short row": (lambda _, row: row[:5], "it returned an array of shape (5,); a row has shape (64,)"),
     "a scalar": (lambda _, __: 1.0, "it returned an array of shape (); a row has shape (64,)"),
     "two rows": (lambda _, row: np.stack([row, row]), "it returned an array of shape (2, 64)"),

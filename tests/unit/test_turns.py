@@ -142,13 +142,21 @@ def test_a_stream_that_is_closed_within_a_step_is_cancelled_after_it() -> None:
     assert nothing_is_left(engine)
 
 
-def test_a_function_that_a_step_calls_cannot_generate() -> None:
+def test_a_function_that_a_step_calls_cannot_generate_or_change_sequences() -> None:
     engine = fake_engine(n_ctx=256)
     stream = engine.stream([7], LONG)
     with pytest.raises(RuntimeError, match="cannot use or close the same engine"):
         engine.turns.run(lambda: engine.generate([[1]], SHORT))
     with pytest.raises(RuntimeError, match="cannot use or close the same engine"):
         engine.turns.run(lambda: next(stream))
+    for call in (
+        engine.step,
+        engine.clear_prefix_cache,
+        lambda: engine.cancel("x"),
+        lambda: engine.update_request("x", []),
+    ):
+        with pytest.raises(RuntimeError, match="cannot use or close the same engine"):
+            engine.turns.run(call)
     assert engine.generate([[1]], SHORT)[0].tokens == reference([1], SHORT)[0]
     assert nothing_is_left(engine)
 

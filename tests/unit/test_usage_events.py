@@ -15,7 +15,7 @@ from cppbatch.cluster.worker.threads import StepLoop
 from cppbatch.engine.core import EngineCore
 from cppbatch.engine.engine import BatchInferenceEngine
 from cppbatch.engine.request import GenerationRequest, RequestUsage
-from tests.support.fakes import drain, fake_engine, greedy
+from tests.support.fakes import EOG, drain, fake_engine, greedy
 
 PROMPT = list(range(1, 41))
 
@@ -63,6 +63,16 @@ def test_a_cached_prefix_is_reported_at_admission() -> None:
 def test_all_events_count_the_tokens_so_far() -> None:
     events = events_of(engine(), "all")
     assert [event.usage.completion_tokens for event in events if event.usage] == [0, 0, 0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("usage_events", ["prefill", "all"])
+def test_nothing_follows_the_last_event_of_a_text_that_ends_at_once(usage_events: Any) -> None:
+    its = engine()
+    its.add_request(PROMPT, greedy(4, logit_bias={min(EOG): 100.0}), usage_events=usage_events)
+    events = drain(its)
+    assert events[-1].finish_reason is FinishReason.STOP
+    assert prefilled(events) == [0, 16, 32, 40]
+    assert not its.has_work
 
 
 def test_other_values_are_refused() -> None:

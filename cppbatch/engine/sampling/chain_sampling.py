@@ -157,7 +157,9 @@ def run_logits_processors(sequences: list[Seq], logits: Logits) -> dict[int, str
         for call in calls:
             try:
                 _run_processor(processor, sequences, logits, call)
-            except Exception as error:
+            except KeyboardInterrupt:
+                raise
+            except BaseException as error:  # also SystemExit, which would end the step of all requests
                 log.warning("a logits_processor failed", exc_info=error)
                 errors |= dict.fromkeys(call, f"logits_processor raised {type(error).__name__}: {error}")
     return errors

@@ -233,7 +233,7 @@ def make_row_context(
         types = {"type_k": config.cache_type_k, "type_v": config.cache_type_v}
         return AssistantContext(draft, target, n_threads=config.n_threads or available_threads(), **types)
     on_gpu = backend.offloads(config.n_gpu_layers)
-    n_batch = max(config.n_parallel, min(config.n_ubatch, _MOST_READ))
+    n_batch = max(config.n_parallel + 1, min(config.n_ubatch, _MOST_READ))  # the context has one more seq_id
     n_drafted = max(1, min(config.draft_max, file.block - file.first))
     block = n_drafted + file.first
     sizes = {
