@@ -8,7 +8,7 @@ from tests.support.scripts import rows, script
 
 
 def test_open_pages_are_measured_in_turns_beside_a_server_alone(tiny_llama: Path) -> None:
-    printed = script("bench_page.py", "-m", tiny_llama, "--pages", 1, "--turns", 1, "--requests", 4, "--tokens", 8)
+    printed = script("bench_page.py", "-m", tiny_llama, "--pages", 1, "--turns", 1, "--requests", 16, "--tokens", 64)
     figures = rows(printed)
     assert list(figures)[-4:] == ["alone", "readers of /live", "browsers, idle page", "browsers, Live tab"]
     assert figures["alone"][1] == "100.0% (100.0% to 100.0%)"
