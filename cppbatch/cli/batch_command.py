@@ -188,7 +188,7 @@ def batch(
     from cppbatch.server.api.batches.offline import OfflineJob, run_offline
     from cppbatch.server.settings import ServerSettings
 
-    unchanged = input_stamp(job.input_format.path)
+    stamp = input_stamp(job.input_format.path)
     with InputReader(job.input_format, URLS) as reader:
         first = reader.first()  # before anything is written
     has_prompts = isinstance(first, JobRequest) and first.is_plain
@@ -219,7 +219,7 @@ def batch(
         finally:
             journal.close()
             if is_done and job.is_table:
-                write_table(job.input_format, job.results, job.errors, job.output, unchanged)
+                write_table(job.input_format, job.results, job.errors, job.output, stamp)
             _say(f"{journal.n_completed} done, {journal.n_failed} failed; {progress.speed()}")
             if journal.n_failed and (reason := first_failure(job.errors)):
                 _say(f"first failure: {reason}")

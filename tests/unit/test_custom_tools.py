@@ -131,13 +131,13 @@ def test_a_grammar_is_refused_in_linear_time(source: str) -> None:
     began = time.thread_time()
     with pytest.raises(UnsupportedGrammar, match=r"is not closed by|the limit is"):
         escape_lark(source)
-    assert time.thread_time() - began < 1  # it was minutes
+    assert time.thread_time() - began < 1  # it was quadratic: 7 s for 32 KB
 
 
 def test_dots_take_no_time_each() -> None:
     began = time.thread_time()
     escape_lark(f"start: /{'.' * 20_000}/")
-    assert time.thread_time() - began < 2  # it was 4 s
+    assert time.thread_time() - began < 2  # each took 0.2 ms
 
 
 def test_other_formats_are_refused() -> None:

@@ -127,7 +127,7 @@ def test_lists_that_many_references_share_are_read_within_bounds() -> None:
     defs = {"a": {"type": "object", "required": ["x"] * 200_000, "properties": {}}}
     began = thread_time()
     assert has_finite_instance({"$defs": defs, "allOf": [{"$ref": "#/$defs/a"}] * 20_000})
-    assert thread_time() - began < 5  # it took minutes
+    assert thread_time() - began < 5  # each reference read the whole list
 
 
 def test_a_schema_with_long_references_is_searched_within_bounds() -> None:
