@@ -401,7 +401,7 @@ class WorkerLink:
 # Messages do not suffice: a process that aborts loses the messages it has just sent.
 
 
-_N_PREPARING = 8
+_N_PREPARING = 9  # the threads of `InputThreads`
 _HEARTBEATS, _N_COMPUTING, _PREPARING, _PROGRESS = 0, 1, 2, 2 + _N_PREPARING  # offsets
 _COMPUTING = _PROGRESS + _N_PREPARING
 _N_NUMBERS = _COMPUTING + MAX_SEQ_IDS
@@ -410,7 +410,7 @@ _N_NUMBERS = _COMPUTING + MAX_SEQ_IDS
 class SharedStatus:
     """A memory-mapped file of int64 numbers. The worker writes, the server's process reads.
 
-    Layout: the heartbeat counter; the number of computed requests; the request that each of 8 threads is preparing (-1:
+    Layout: the heartbeat counter; the number of computed requests; the request that each of 9 threads is preparing (-1:
     none), and its progress counter; the computed requests.
     """
 
@@ -431,7 +431,7 @@ class SharedStatus:
         self._numbers[_HEARTBEATS] += 1
 
     def set_preparing(self, thread: int, number: int) -> None:
-        """Sets the request that thread `thread` (0 to 7) is preparing; -1: none."""
+        """Sets the request that thread `thread` (0 to 8) is preparing; -1: none."""
         self._numbers[_PREPARING + thread] = number
 
     def progressed(self, thread: int) -> None:

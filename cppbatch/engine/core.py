@@ -141,19 +141,22 @@ class EngineCore:
         resume: ResumeState | None = None,
         *,
         cancelled: IsCancelled = never_cancelled,
+        arrived_at: float | None = None,
+        patient: bool = True,
     ) -> Seq:
         """Tokenises and validates a request.
 
         `resume`: the tokens that the request got from a crashed engine. With the same seed, the request continues with
         the same text, except that mirostat and adaptive-p restart their adaptation. `cancelled`: polled while a long
-        text is tokenised; if it returns True, `RequestCancelled` is raised.
+        text is tokenised; if it returns True, `RequestCancelled` is raised. `arrived_at`, `patient`: as in
+        `InputProcessor.prepare`.
 
         Raises `InvalidRequest` for a request that can never run (an empty prompt, unknown token ids, too many tokens,
         an invalid grammar); `RequestCancelled`; `EngineClosed`.
         """
         if self.is_closed:
             raise EngineClosed("the engine is closed")
-        sequence = self.inputs.prepare(request, cancelled)
+        sequence = self.inputs.prepare(request, cancelled, arrived_at=arrived_at, patient=patient)
         if resume:
             sequence.resume(resume, perf_counter())
             self.outputs.resume(sequence)
@@ -199,6 +202,10 @@ class EngineCore:
             return False
         if sequence.request.task != "generate":
             raise InvalidRequest("id", f"{request_id!r} is an embedding request; only text can be continued")
+        if sequence.is_scored:
+            raise InvalidRequest(
+                "id", f"{request_id!r} requests log-probabilities of its prompt; update it after its first token"
+            )
         given = [piece.id for piece in self.inputs.tokens(list(tokens))]
         if len(given) > sequence.n_room:
             raise InvalidRequest("tokens", f"has {len(given)} ids, but there is room for only {sequence.n_room} more")

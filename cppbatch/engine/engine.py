@@ -140,7 +140,7 @@ class BatchInferenceEngine:
 
         They are in the request's next event, and count as generated. Returns False if the request is neither waiting
         nor running. Raises `InvalidRequest` for unknown ids, and for more tokens than `max_tokens` and the context
-        allow.
+        allow; before the first token, also for a request with log-probabilities of its prompt.
         """
         return self._change(lambda: self.core.update(request_id, tokens))
 

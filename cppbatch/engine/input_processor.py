@@ -79,16 +79,23 @@ class InputProcessor:
                     del self._readers[thread]
                 self._changed.notify_all()
 
-    def prepare(self, request: GenerationRequest, cancelled: IsCancelled = never_cancelled) -> Seq:
+    def prepare(
+        self,
+        request: GenerationRequest,
+        cancelled: IsCancelled = never_cancelled,
+        *,
+        arrived_at: float | None = None,
+        patient: bool = True,
+    ) -> Seq:
         """Tokenises the prompt, checks all limits, and compiles the grammar.
 
-        Raises `InvalidRequest` naming the invalid field, `RequestCancelled`, `EngineClosed`.
+        `arrived_at`: when the request arrived, in seconds of `perf_counter`; None: now. Raises `InvalidRequest` naming
+        the invalid field, `RequestCancelled`, `EngineClosed`; unless `patient`, `SlowGrammar`.
         """
         with self._reading():
-            return self._prepare(request, cancelled)
+            return self._prepare(request, cancelled, perf_counter() if arrived_at is None else arrived_at, patient)
 
-    def _prepare(self, request: GenerationRequest, cancelled: IsCancelled) -> Seq:
-        arrived_at = perf_counter()
+    def _prepare(self, request: GenerationRequest, cancelled: IsCancelled, arrived_at: float, patient: bool) -> Seq:
         self._check_task(request)
         runs: tuple[MediaRun, ...] = ()
         if isinstance(request.prompt, MediaPrompt):
@@ -107,7 +114,8 @@ class InputProcessor:
         adapters = adapter_set(request.lora, self._info.adapters)
         prediction = self._prediction(request, cancelled)
         plan = make_sampling_plan(request.params, self._vocab, limit)
-        constraint = self._grammars.constraint(request.params)
+        is_expired = request.timeout is not None and perf_counter() >= arrived_at + request.timeout  # it gets no token
+        constraint = None if is_expired else self._grammars.constraint(request.params, patient=patient)
         sequence = Seq(
             request,
             prompt,

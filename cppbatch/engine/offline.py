@@ -144,9 +144,10 @@ def forward_batch(
         SamplingParams(max_tokens=1, temperature=0, logits_processor=partial(keep, i)) for i in range(len(prompts))
     ]
     prepared = _prepare_all(engine, prompts, params, {"cache_prompt": False, **options}, field="token_lists")
-    for event in run(engine, [each.sequence for each in prepared]):
-        if event.error:
-            raise GenerationFailed(f"the logits were not computed: {event.error}")
+    with closing(run(engine, [each.sequence for each in prepared])) as events:
+        for event in events:
+            if event.error:
+                raise GenerationFailed(f"the logits were not computed: {event.error}")
     return logits
 
 
@@ -191,7 +192,7 @@ def embed(
     params = params_for_each("texts", texts, None)
     embed_options: _EmbedOptions = {**options, "task": "embed"}
     sequences = [each.sequence for each in _prepare_all(engine, texts, params, embed_options, field="texts")]
-    events = _gather(sequences, run(engine, sequences), "embedding", progress=progress)
+    events = _gather(engine, sequences, "embedding", progress=progress)
     vectors = np.empty((len(sequences), info.n_embd), np.float32)
     for i, sequence in enumerate(sequences):
         last = events[sequence.id][-1]
@@ -333,7 +334,7 @@ def complete(
 ) -> list[Completion]:
     """Runs the prompts together, and returns their results in order."""
     sequences = [each.sequence for each in prepared]
-    events = _gather(sequences, run(engine, sequences), verb, progress=progress, on_event=on_event)
+    events = _gather(engine, sequences, verb, progress=progress, on_event=on_event)
     return [each.result(events[each.sequence.id]) for each in prepared]
 
 
@@ -404,17 +405,18 @@ class _Requests:
 
 
 def _gather(
+    engine: BatchInferenceEngine,
     sequences: Sequence[Seq],
-    events: Iterable[GenerationEvent],
     verb: str,
     *,
     progress: bool,
     on_event: OnEvent | None = None,
 ) -> dict[str, list[GenerationEvent]]:
-    """All events of these sequences by request id. `progress`: show the speed on stderr."""
+    """Runs these sequences. Returns their events by request id. `progress`: show the speed on stderr."""
     gathered: dict[str, list[GenerationEvent]] = {sequence.id: [] for sequence in sequences}
     indices = {sequence.id: i for i, sequence in enumerate(sequences)}
-    with ProgressLine(verb, len(sequences), enabled=progress) as line:
+    line = ProgressLine(verb, len(sequences), enabled=progress)
+    with line, closing(run(engine, sequences)) as events:  # an exception in `on_event` cancels the rest
         for event in events:
             gathered[event.request_id].append(event)
             if on_event:

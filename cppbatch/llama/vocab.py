@@ -187,7 +187,8 @@ class Vocab:
         return None
 
     def for_grammars(self) -> Any:
-        """The vocabulary as an `llguidance.LLTokenizer`, created by the first call."""
+        """The vocabulary as an `llguidance.LLTokenizer`, created by the first call. Raises `ValueError` if it has no
+        end token."""
         with self._lock:
             if self._grammar_tokenizer is None:
                 self._grammar_tokenizer = self._make_grammar_tokenizer()
@@ -197,6 +198,8 @@ class Vocab:
         """Takes a third of a second for 49,152 tokens. Calls `llama_tokenize` directly, so the model must be open."""
         from llguidance import LLTokenizer  # a slow import, which only grammars need
 
+        if not self.eog:
+            raise ValueError("grammars require an end token, which this model's vocabulary does not have")
         return LLTokenizer.from_llamacpp(  # type: ignore[attr-defined, no-any-return]
             tokens=[self._grammar_bytes(token) for token in range(self.n_tokens)],
             vocab_ptr=self.handle,

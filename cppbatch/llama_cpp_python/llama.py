@@ -300,12 +300,13 @@ class Llama(_ORIGINAL):  # type: ignore[misc]  # mypy does not follow imports of
             GenerationRequest(id=each, prompt=tokens, task="embed") for each, tokens in zip(ids, lists, strict=True)
         ]
         vectors: dict[str, Any] = {}
-        for event in run(engine, [engine.prepare(request) for request in requests]):
-            if event.embedding is None:
-                raise GenerationFailed(f"a text has no embedding: {event.error or event.finish_reason}")
-            found = vector_of(event.embedding)
-            found = found.reshape(-1, engine.info.n_embd) if engine.info.pooling == "none" else found
-            vectors[event.request_id] = (normalise_vectors(found) if normalize else found).tolist()
+        with contextlib.closing(run(engine, [engine.prepare(request) for request in requests])) as events:
+            for event in events:
+                if event.embedding is None:
+                    raise GenerationFailed(f"a text has no embedding: {event.error or event.finish_reason}")
+                found = vector_of(event.embedding)
+                found = found.reshape(-1, engine.info.n_embd) if engine.info.pooling == "none" else found
+                vectors[event.request_id] = (normalise_vectors(found) if normalize else found).tolist()
         data = [vectors[each] for each in ids]
         output = data[0] if isinstance(input, str) else data
         return (output, sum(map(len, lists))) if return_count else output

@@ -23,6 +23,7 @@ from llguidance import LLParserLimits
 from cppbatch import (
     BatchInferenceEngine,
     FinishReason,
+    GenerationEvent,
     GenerationRequest,
     InvalidRequest,
     SamplingParams,
@@ -237,6 +238,13 @@ def test_a_bad_grammar_is_refused_with_its_field_and_one_clear_reason(
         assert "<" not in message.replace(str(fields[field]), ""), "llguidance's own marks"
 
 
+def test_a_model_that_cannot_end_a_text_has_no_grammars(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with BatchInferenceEngine(tiny_llama, **SETTINGS) as engine:
+        monkeypatch.setattr(engine.core.runtime.vocab, "eog", frozenset())
+        with pytest.raises(InvalidRequest, match="guided_choice: grammars require an end token, which this model's"):
+            prepare(engine, guided_choice=["yes"])
+
+
 def test_bad_grammars_change_nothing_for_a_neighbour_before_beside_or_after_them(engine: BatchInferenceEngine) -> None:
     params = [greedy(len(BAD) + 5, ignore_eos=True), greedy(len(BAD) + 5, guided_regex="[a-z ]{300}")]
     alone = [result.text for result in engine.generate([PROMPT] * 2, params)]
@@ -353,7 +361,7 @@ def test_grammar_limits_apply_to_each_request_separately(
 def test_a_grammar_that_would_take_hours_to_read_is_given_up(
     engine: BatchInferenceEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(structured_output, "_TIMEOUT_S", 1.0)
+    monkeypatch.setattr(engine.core.inputs._grammars._patient, "_timeout_s", 1.0)
     with pytest.raises(InvalidRequest, match=r"^json_schema: is too complex"):
         prepare(engine, json_schema={"type": "integer", "multipleOf": 99_999_989})
     assert one(engine, greedy(9, guided_regex="after that [0-9]")).text.startswith("after that ")
@@ -384,6 +392,33 @@ async def test_closing_an_engine_on_a_thread_does_not_wait_for_a_grammar_that_is
     assert monotonic() - began < 5
     with pytest.raises(EngineClosed):
         await checking
+
+
+async def test_requests_do_not_wait_for_slow_grammars_of_others(
+    tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(structured_output, "_QUICK_S", 0.2)
+    ended: list[str] = []
+
+    async def answer(name: str, **fields: Any) -> GenerationEvent:
+        timeout = 0.5 if name == "expires" else None
+        params = SamplingParams(max_tokens=2, **fields)
+        request = GenerationRequest(id=name, prompt=PROMPT, params=params, timeout=timeout)
+        events: list[GenerationEvent] = [event async for event in engine.submit(request)]
+        ended.append(name)
+        return events[-1]
+
+    async with LocalEngine(tiny_llama, **SETTINGS) as engine:
+        await engine.loaded()
+        slow = [
+            asyncio.create_task(answer(name, json_schema={"type": "integer", "multipleOf": 99_989 + i}))
+            for i, name in enumerate(["slow 1", "slow 2", "slow 3", "expires"])
+        ]
+        await asyncio.sleep(0.1)
+        await answer("quick", guided_choice=["a quick one"])
+        assert ended[0] == "quick"
+        reasons = [(await each).finish_reason for each in slow]
+    assert reasons == [FinishReason.LENGTH] * 3 + [FinishReason.TIMEOUT]
 
 
 def test_ctrl_c_while_a_grammar_is_read_does_not_affect_the_next(tiny_llama: Path) -> None:
@@ -477,9 +512,11 @@ def test_a_grammar_is_compiled_once(
     compiled = []
     compile_grammar = structured_output.GrammarCompiler._compile
 
-    def counted(compiler: structured_output.GrammarCompiler, field: str, text: str) -> object:
+    def counted(
+        compiler: structured_output.GrammarCompiler, field: str, text: str, checker: structured_output.GrammarChecker
+    ) -> object:
         compiled.append(text)
-        return compile_grammar(compiler, field, text)
+        return compile_grammar(compiler, field, text, checker)
 
     monkeypatch.setattr(structured_output.GrammarCompiler, "_compile", counted)
     for _ in range(4):

@@ -315,19 +315,20 @@ async def test_long_texts_do_not_delay_short_ones(tiny_llama: Path) -> None:
             each.cancel()
 
 
-async def test_slow_grammars_do_not_delay_a_known_grammar(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_slow_grammars_do_not_delay_others(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(handle, "_STOP_S", 0.1)  # a worker that reads a grammar closes when it has been read
     slow = [
         request(f"slow {i}", json_schema={"type": "integer", "multipleOf": 99_999_989 + i}, ignore_eos=False)
         for i in range(4)
     ]
     known = request("known", guided_choice=["yes", "no"], ignore_eos=False)
+    new = request("new", guided_choice=["new"], ignore_eos=False)
     async with opened(tiny_llama) as engine:
         await run(engine, known)
         running = [asyncio.ensure_future(run(engine, its)) for its in slow]
         await until(engine._supervisor.worker._status.preparing)  # type: ignore[union-attr]
-        for _ in range(3):
-            (events,) = await together(engine, [known])
+        for quick in (known, known, known, new):
+            (events,) = await together(engine, [quick])
             assert events[-1].finish_reason is FinishReason.STOP
         assert not any(each.done() for each in running)
         for each in running:

@@ -707,3 +707,26 @@ def test_update_request_refuses_what_does_not_fit_and_ends_a_full_text() -> None
     events = drain(engine)
     assert (tokens_of(events, name), events[-1].finish_reason) == ([7] * 4, FinishReason.LENGTH)
     assert not engine.update_request(name, [7])
+
+
+def test_update_request_waits_for_the_log_probabilities_of_the_prompt() -> None:
+    engine = fake_engine()
+    name = engine.add_request([5, 6], greedy(4, ignore_eos=True, echo=True, logprobs=1))
+    with pytest.raises(InvalidRequest, match="requests log-probabilities of its prompt; update it after its first"):
+        engine.update_request(name, [7])
+    events: list[GenerationEvent] = []
+    while not tokens_of(events, name):
+        events += engine.step()
+    assert engine.update_request(name, [7])
+
+
+def test_an_exception_in_on_event_cancels_the_other_prompts() -> None:
+    engine = fake_engine()
+
+    def fail(_i: int, _event: GenerationEvent) -> None:
+        raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine") as failed:
+        engine.generate([[5, 6], [7, 8]], greedy(8, ignore_eos=True), on_event=fail)
+    assert failed.tb, "the traceback keeps the frames of the call"
+    assert not engine.core.sequences

@@ -13,7 +13,7 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from time import monotonic
+from time import monotonic, perf_counter
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from cppbatch.cluster.engines.client import EngineClient, Health, WorkerLive, WorkerState, id_in_use, running_loop
@@ -28,6 +28,7 @@ from cppbatch.engine.observe.metrics import EngineStats
 from cppbatch.engine.params import replace_fields
 from cppbatch.engine.request import FinishReason, GenerationEvent, GenerationRequest, MediaPrompt, TokenPiece
 from cppbatch.engine.runtime import Runtime
+from cppbatch.engine.sampling.structured_output import SlowGrammar
 from cppbatch.engine.sequence import Seq
 from cppbatch.errors import EngineClosed, InvalidRequest, QueueFull
 
@@ -167,8 +168,12 @@ class LocalEngine(EngineClient):
                 self._step_loop.post(lambda engine: engine.cancel(submitted.number))
 
     async def _prepare(self, request: GenerationRequest) -> Seq:
-        engine = self._ready()
-        return await self._run_on(self._input_threads.for_request(engine, request), partial(engine.prepare, request))
+        engine, threads = self._ready(), self._input_threads
+        prepare = partial(engine.prepare, request, arrived_at=perf_counter())
+        try:
+            return await self._run_on(threads.for_request(engine, request), partial(prepare, patient=False))
+        except SlowGrammar:
+            return await self._run_on(threads.for_slow_grammars(), prepare)
 
     async def _run_on(self, threads: ThreadPoolExecutor, work: Callable[..., Result]) -> Result:
         """Runs `work` on one of these threads; its argument `cancelled` returns True when the caller has left."""

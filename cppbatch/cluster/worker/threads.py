@@ -134,19 +134,25 @@ class InputThreads:
     """Threads that prepare requests: tokenise the prompt, compile the grammar.
 
     Slow ones have separate threads, so that short texts do not wait for them: 2 threads for short texts, 1 for long
-    texts, 2 for grammars, 2 for images and audio (one decodes a file while the other encodes), and 1 for slot files.
+    texts, 2 for grammars, 1 for grammars that take more than a second, 2 for images and audio (one decodes a file while
+    the other encodes), and 1 for slot files.
     """
 
     def __init__(self) -> None:
         self._quick = ThreadPoolExecutor(2, thread_name_prefix="cppbatch-input")
         self._long_texts = ThreadPoolExecutor(1, thread_name_prefix="cppbatch-long-input")
         self._grammars = ThreadPoolExecutor(2, thread_name_prefix="cppbatch-grammars")
+        self._slow_grammars = ThreadPoolExecutor(1, thread_name_prefix="cppbatch-slow-grammars")
         self._media = ThreadPoolExecutor(2, thread_name_prefix="cppbatch-media")
         self._files = ThreadPoolExecutor(1, thread_name_prefix="cppbatch-files")
 
     def for_files(self) -> ThreadPoolExecutor:
         """The thread that reads and writes slot files."""
         return self._files
+
+    def for_slow_grammars(self) -> ThreadPoolExecutor:
+        """The thread that prepares the requests for which `SlowGrammar` was raised."""
+        return self._slow_grammars
 
     def for_request(self, engine: EngineCore, request: GenerationRequest) -> ThreadPoolExecutor:
         """The threads that prepare this request."""
@@ -162,5 +168,6 @@ class InputThreads:
 
     def close(self) -> None:
         """Waits for the requests being prepared and drops the queued ones."""
-        for threads in (self._quick, self._long_texts, self._grammars, self._media, self._files):
+        pools = self._quick, self._long_texts, self._grammars, self._slow_grammars, self._media, self._files
+        for threads in pools:
             threads.shutdown(cancel_futures=True)

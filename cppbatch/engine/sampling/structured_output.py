@@ -38,25 +38,25 @@ Row = npt.NDArray[np.float32]
 class GrammarCompiler:
     """Compiles a request's grammar (JSON schema, regex, choices, GBNF or Lark), outside the step loop. Thread-safe.
 
-    An LRU cache keeps compiled grammars. `make_tokenizer` returns the vocabulary as an `LLTokenizer`; called for the
-    first grammar.
+    An LRU cache keeps compiled grammars. `make_tokenizer` returns the vocabulary as an `LLTokenizer`, and raises
+    `ValueError` with the reason if it cannot be used with grammars; called for the first grammar.
     """
 
     def __init__(self, make_tokenizer: Callable[[], Any]) -> None:
         self._make_tokenizer = make_tokenizer
         self._compiled: OrderedDict[tuple[str, str], LLMatcher | str] = OrderedDict()  # str: why it was refused
         self._lock = threading.Lock()
-        self._checker = GrammarChecker()
+        self._quick, self._patient = GrammarChecker(_QUICK_S), GrammarChecker(_TIMEOUT_S)
 
-    def constraint(self, params: SamplingParams) -> Constraint | None:
+    def constraint(self, params: SamplingParams, *, patient: bool = True) -> Constraint | None:
         """A new constraint for a request; None: no grammar. Raises `InvalidRequest` for an invalid grammar, except a
-        lazy one, which is then not enforced."""
+        lazy one, which is then not enforced; unless `patient`, `SlowGrammar` after a second."""
         if (wanted := _grammar(params)) is None:
             return None
         lazy = None if params.is_constrained else params.lazy_grammar
         try:
             # Copies share the lexer states counted by LIMITS. When one exceeds them, the next request recompiles.
-            matcher = self._matcher(*wanted).deep_copy()
+            matcher = self._matcher(*wanted, patient=patient).deep_copy()
         except InvalidRequest as error:
             if lazy is None:
                 raise
@@ -75,11 +75,11 @@ class GrammarCompiler:
         with self._lock:
             self._compiled.pop((field, text), None)
 
-    def _matcher(self, field: str, text: str) -> LLMatcher:
+    def _matcher(self, field: str, text: str, *, patient: bool) -> LLMatcher:
         with self._lock:
             compiled = self._compiled.pop((field, text), None)
         if compiled is None:
-            compiled = self._compile(field, text)
+            compiled = self._compile(field, text, self._patient if patient else self._quick)
         with self._lock:
             self._compiled[field, text] = compiled
             if len(self._compiled) > _MAX_COMPILED:
@@ -88,7 +88,7 @@ class GrammarCompiler:
             raise InvalidRequest(field, compiled)
         return compiled
 
-    def _compile(self, field: str, text: str) -> LLMatcher | str:
+    def _compile(self, field: str, text: str, checker: GrammarChecker) -> LLMatcher | str:
         """The grammar in its initial state, or the reason why it is refused."""
         try:
             if field == "json_schema":
@@ -96,9 +96,14 @@ class GrammarCompiler:
                 if not has_finite_instance(schema):
                     return "no finite JSON satisfies this schema: it is infinitely recursive"
                 text = json.dumps(close_objects(schema), ensure_ascii=False)
-            definition = self._checker.definition(field, text)
+            definition = checker.definition(field, text)
+            tokenizer = self._make_tokenizer()
         except RecursionError:
             return "is nested too deeply"
+        except TooComplex as error:
+            if checker is self._quick:
+                raise SlowGrammar from error
+            return str(error)
         except CheckFailed as error:  # not cached: a second attempt may succeed
             raise InvalidRequest(field, str(error)) from error
         except ValueError as error:
@@ -107,13 +112,14 @@ class GrammarCompiler:
 
         from cppbatch.engine.sampling.grammar_child import LIMITS
 
-        matcher = LLMatcher(self._make_tokenizer(), definition, log_level=0, limits=LIMITS)
+        matcher = LLMatcher(tokenizer, definition, log_level=0, limits=LIMITS)
         matcher.compute_bitmask()  # the first mask is slowest, so not in the step loop
         return _short_reason(matcher.get_error()) if matcher.is_error() else matcher
 
     def close(self) -> None:
-        """Stops the child process of the checker."""
-        self._checker.close()
+        """Stops the child processes of the checkers."""
+        self._quick.close()
+        self._patient.close()
         self._compiled.clear()  # matchers reference the vocabulary
 
 
@@ -256,13 +262,25 @@ class GrammarMasks:
 
 # --- grammar check ---------------------------------------------------------------------------------------------------
 # Compiles a grammar in a child process first, which is killed if it takes too long.
+#
+# Most grammars take milliseconds. Those that take more than a second are compiled again by another child, so that other
+# requests do not wait for them.
 
 
 _TIMEOUT_S = 10.0
+_QUICK_S = 1.0
+
+
+class SlowGrammar(Exception):
+    """The grammar takes too long to compile while others wait; `constraint` with `patient` may compile it."""
 
 
 class CheckFailed(Exception):
     """The child process died, possibly not because of the grammar."""
+
+
+class TooComplex(ValueError):
+    """Compiling the grammar takes too long."""
 
 
 class GrammarChecker:
@@ -272,7 +290,8 @@ class GrammarChecker:
     which would crash this process.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, timeout_s: float = _TIMEOUT_S) -> None:
+        self._timeout_s = timeout_s
         self._child: subprocess.Popen[str] | None = None
         self._closed = False
         self._lock = threading.Lock()  # held while the child reads a grammar
@@ -281,8 +300,8 @@ class GrammarChecker:
     def definition(self, field: str, text: str) -> str:
         """The grammar in llguidance's format. `field`: the field of `SamplingParams` with the grammar, `text`.
 
-        Raises `ValueError` with the reason for an invalid grammar, `CheckFailed` if the child died twice,
-        `EngineClosed`, also if `close` is called meanwhile.
+        Raises `ValueError` with the reason for an invalid grammar (`TooComplex` for one that takes too long),
+        `CheckFailed` if the child died twice, `EngineClosed`, also if `close` is called meanwhile.
         """
         with self._lock:
             line = self._ask(field, text) or self._ask(field, text)
@@ -307,7 +326,7 @@ class GrammarChecker:
             child = self._child
         assert child.stdin
         assert child.stdout
-        timer = threading.Timer(_TIMEOUT_S, child.kill)
+        timer = threading.Timer(self._timeout_s, child.kill)
         timer.start()
         began = monotonic()
         try:
@@ -323,8 +342,8 @@ class GrammarChecker:
             timer.cancel()
         if not line:
             self._end()
-        if not line and monotonic() - began >= _TIMEOUT_S:
-            raise ValueError(f"is too complex: compiling it takes more than {_TIMEOUT_S:.0f} seconds")
+        if not line and monotonic() - began >= self._timeout_s:
+            raise TooComplex(f"is too complex: compiling it takes more than {self._timeout_s:.0f} seconds")
         return line
 
     def _end(self) -> None:

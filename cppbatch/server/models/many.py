@@ -179,6 +179,9 @@ class ManyModels(ServedModels):
                 f"model {model!r} was not loaded within the request's timeout of {timeout:g} s; try again, or increase "
                 "the timeout"
             ) from None
+        if model not in self._specs:  # removed from the catalog meanwhile
+            lease.release()
+            raise ModelNotFound(f"{model!r} not found; available: {self._available(rules)}")
         waited = 0.0 if was_loaded else self._clock() - began
         return ModelLease(serving=self._serving(model, lease.engine), release=lease.release, rules=rules, waited=waited)
 
