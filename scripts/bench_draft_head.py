@@ -51,10 +51,12 @@ class Size:
     ff: int = 8192
     vocab: int = N_ROUND
     """Tokens; those after the round are never generated."""
+    quant: str = "Q8_0"
+    """Type of the matrices, except those that determine the text and the drafts, which are Q8_0."""
 
 
 def write_model(path: Path, size: Size, acceptance: float) -> Path:
-    """Writes a Hunyuan 3 model (hy_v3) with dense layers and a head, in Q8_0. `acceptance`: from 0 to 1."""
+    """Writes a Hunyuan 3 model (hy_v3) with dense layers and a head. `acceptance`: from 0 to 1."""
     n, n_kv = size.width, size.width // 4
     writer = gguf.GGUFWriter(path, "hy_v3")
     writer.add_context_length(8192)
@@ -71,8 +73,8 @@ def write_model(path: Path, size: Size, acceptance: float) -> Path:
     writer.add_layer_norm_rms_eps(1e-5)
     writer.add_vocab_size(size.vocab)
     add_vocab(writer, byte_vocab(size.vocab))
-    weights: list[Weight] = [Weight("token_embd.weight", (size.vocab, n)), norm("output_norm", n)]
-    weights.append(Weight("output.weight", (size.vocab, n)))
+    tables = [Weight(f"{name}.weight", (size.vocab, n), kind="Q8_0") for name in ("token_embd", "output")]
+    weights: list[Weight] = [*tables, norm("output_norm", n)]
     for i in range(size.layers + 1):
         blk = f"blk.{i}"
         weights += [norm(f"{blk}.{name}_norm", n) for name in ("attn", "ffn")]
@@ -82,8 +84,8 @@ def write_model(path: Path, size: Size, acceptance: float) -> Path:
         weights += [matrix(f"{blk}.ffn_{x}", size.ff, n) for x in ("gate", "up")]
     nextn = f"blk.{size.layers}.nextn"
     weights += [norm(f"{nextn}.{name}", n) for name in ("enorm", "hnorm", "shared_head_norm")]
-    weights.append(matrix(f"{nextn}.eh_proj", n, 2 * n))
-    written = write_gguf(path, writer, weights, quant="Q8_0")
+    weights.append(Weight(f"{nextn}.eh_proj.weight", (n, 2 * n), kind="Q8_0"))
+    written = write_gguf(path, writer, weights, quant=size.quant)
     embeddings, output, head = _tables(n, acceptance)
     arrays = {"token_embd.weight": embeddings, "output.weight": output, f"{nextn}.eh_proj.weight": head}
     for tensor in gguf.GGUFReader(written, "r+").tensors:
@@ -147,6 +149,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=Size.layers)
     parser.add_argument("--width", type=int, default=Size.width)
     parser.add_argument("--vocab", type=int, default=Size.vocab, help="tokens")
+    parser.add_argument("--quant", choices=["Q8_0", "Q4_0", "F16"], default=Size.quant, help="type of the matrices")
     parser.add_argument("--new-tokens", type=int, default=64)
     parser.add_argument("--answers", type=int, default=2, help="of each client in each turn")
     parser.add_argument("--turns", type=int, default=3)
@@ -155,7 +158,7 @@ def main() -> None:
         parser.error("name the program llama-server, or --models FOLDER, or both")
     if args.models:
         args.models.mkdir(parents=True, exist_ok=True)
-    size = Size(args.layers, args.width, 4 * args.width, args.vocab)
+    size = Size(args.layers, args.width, 4 * args.width, args.vocab, args.quant)
     threads = str(available_threads())
     for acceptance in map(int, args.acceptance.split(",")):
         with contextlib.nullcontext(args.models) if args.models else tempfile.TemporaryDirectory() as folder:

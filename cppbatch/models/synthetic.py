@@ -175,6 +175,8 @@ class Weight(NamedTuple):
     std: float = 0.0
     mean: float = 0.0
     zero_rows: Sequence[int] = ()
+    kind: str = ""
+    """Its type; "": that of the file's matrices."""
 
 
 def matrix(name: str, outputs: int, inputs: int, gain: float = 1.0, zero_rows: Sequence[int] = ()) -> Weight:
@@ -344,7 +346,7 @@ def _n_bytes(weight: Weight, quant: str) -> int:
 
 def _kind(weight: Weight, quant: str) -> Any:
     is_float = len(weight.shape) == 1 or weight.shape[-1] < _KERNEL  # a vector, or kernels of a convolution
-    return gguf.GGMLQuantizationType["F32" if is_float else quant]
+    return gguf.GGMLQuantizationType["F32" if is_float else weight.kind or quant]
 
 
 def _values(weight: Weight, kind: Any, rng: np.random.Generator, encode: Encode, max_random: int) -> npt.NDArray[Any]:
