@@ -165,6 +165,15 @@ async def test_a_stream_is_server_sent_events_that_end_with_done(http: Http) -> 
     assert all(json.loads(event.removeprefix("data: "))["object"] == "chat.completion.chunk" for event in events)
 
 
+async def test_no_text_ends_a_line_of_a_stream(http: Http) -> None:
+    prompt = "a\x85b\u2028c\u2029d\x0ce"  # Python's `splitlines`, and httpx's `iter_lines`, end a line at each
+    body = {"model": "x", "prompt": prompt, "echo": True, "max_tokens": 1, "stream": True}
+    async with http.post("/v1/completions", json=body) as answer:
+        lines = (await answer.text()).splitlines()
+    events = [json.loads(line.removeprefix("data: ")) for line in lines if line and line != "data: [DONE]"]
+    assert "".join(event["choices"][0]["text"] for event in events).startswith(prompt)
+
+
 async def test_a_failed_step_is_a_500_and_the_server_continues(
     http: Http, engine: LocalEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -21,6 +21,7 @@ from cppbatch.server.http.endpoint import Answer, Routes
 from cppbatch.server.models.served import ModelLease, lease_model
 from cppbatch.server.observe.metrics import METRICS, endpoint_of
 from cppbatch.server.run_requests import Event, OnEvent, run_requests
+from cppbatch.typed_json import encode_line
 
 Json = dict[str, Any]
 
@@ -238,7 +239,7 @@ async def _send(request: web.Request, response: web.StreamResponse, events: list
 
 def _encode(event: ServerSentEvent) -> bytes:
     name = f"event: {event.event}\n".encode() if event.event else b""
-    data = event.data.encode() if isinstance(event.data, str) else msgspec.json.encode(event.data)
+    data = event.data.encode() if isinstance(event.data, str) else encode_line(event.data)
     return name + b"data: " + data + b"\n\n"
 
 
