@@ -196,7 +196,13 @@ async def respond(
     serving = lease.serving
     if events is None:
         requests = lease.apply_key_rules(prepared.requests)
-        events = run_requests(serving.client, requests, check_first=prepared.stream, waited=lease.waited)
+        events = run_requests(
+            serving.client,
+            requests,
+            n_candidates=prepared.builder.n_candidates,
+            check_first=prepared.stream,
+            waited=lease.waited,
+        )
     with request.app[METRICS].observe(endpoint_of(request), len(prepared.requests), serving.name) as observe:
         if not prepared.stream:
             return json_response(await prepared.gather(events, observe))
