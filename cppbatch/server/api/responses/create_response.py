@@ -136,7 +136,8 @@ class ResponsesBuilder(ResponseBuilder):
             events += self._items.apply(changes, part.logprobs if self._splitter else None)
         if event.finish_reason:
             closed = self._blocks.close()
-            events += self._items.apply(closed, status="completed" if self._is_complete else "incomplete")
+            is_whole = self._is_complete and not self._output.has_cut_call
+            events += self._items.apply(closed, status="completed" if is_whole else "incomplete")
         return events
 
     def _to_sse(self, *events: ResponsesEvent) -> list[ServerSentEvent]:
