@@ -173,6 +173,47 @@ def _names_all_properties(part: dict[str, Any]) -> bool:
     return _OPENERS.isdisjoint(part) and all(isinstance(name, str) and name in properties for name in required)
 
 
+# --- formats --------------------------------------------------------------------------------------------------------
+
+
+_FORMATS = frozenset((
+    "date-time", "time", "date", "duration", "email", "idn-email", "hostname", "idn-hostname", "ipv4", "ipv6", "uuid",
+    "uri", "uri-reference", "iri", "iri-reference", "uri-template", "json-pointer", "relative-json-pointer", "regex",
+))  # fmt: skip
+"""The values of `format` that JSON Schema defines."""
+_MAPS_OF_SCHEMAS = (*_MAPS, "patternProperties", "dependentSchemas")
+_LISTS_OF_SCHEMAS = (*_LISTS, "allOf")
+_SCHEMAS = ("items", "additionalProperties", "not", "if", "then", "else", "contains", "propertyNames")
+
+
+def drop_other_formats(schema: Any) -> Any:
+    """The schema without formats that JSON Schema does not define, such as `binary` and `password` of pydantic.
+
+    They describe values, like unknown keywords, and restrict none. The argument is not modified.
+    """
+    changed: list[Any] = []
+    waiting: list[tuple[Any, _Put]] = [(schema, changed.append)]
+    while waiting:
+        part, put = waiting.pop()
+        if not isinstance(part, dict):
+            put(part)
+            continue
+        copy: dict[str, Any] = dict(part)
+        put(copy)
+        if isinstance(value := part.get("format"), str) and value not in _FORMATS:
+            del copy["format"]
+        for name in _MAPS_OF_SCHEMAS:
+            if isinstance(parts := part.get(name), dict):
+                copy[name] = dict(parts)
+                waiting += [(each, partial(copy[name].__setitem__, key)) for key, each in parts.items()]
+        for name in _LISTS_OF_SCHEMAS:
+            if isinstance(parts := part.get(name), list):
+                copy[name] = list(parts)
+                waiting += [(each, partial(copy[name].__setitem__, i)) for i, each in enumerate(parts)]
+        waiting += [(part[name], partial(copy.__setitem__, name)) for name in _SCHEMAS if name in part]
+    return changed[0]
+
+
 def compact_schema(schema: dict[str, Any] | bool) -> dict[str, Any] | bool:
     """The schema of the same JSON without whitespace between tokens."""
     if schema is False:

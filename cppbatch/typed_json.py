@@ -26,6 +26,21 @@ def convert(value: Any, kind: type[Kind], field: str = "", *, from_text: bool = 
         raise InvalidRequest(f"{field}{dot}{inner}" or "body", invalid.message) from error
 
 
+_LINE_ENDS = {end.encode(): f"\\u{ord(end):04x}".encode() for end in "\x85\u2028\u2029"}
+
+
+def encode_line(value: Any) -> bytes:
+    """JSON without any character that may end a line, for streams and files that are read line by line.
+
+    `str.splitlines` and httpx's `iter_lines` also split at U+0085, U+2028 and U+2029, which JSON allows in strings.
+    """
+    encoded = msgspec.json.encode(value)
+    for end, escaped in _LINE_ENDS.items():
+        if end in encoded:
+            encoded = encoded.replace(end, escaped)
+    return encoded
+
+
 def decode_toml(text: str | bytes, kind: type[Kind]) -> Kind:
     """Raises `msgspec.DecodeError`, also for nesting too deep for Python's parser."""
     try:

@@ -49,6 +49,8 @@ class ChatTurn:
     not support it, else no limit."""
     continue_final_message: bool | None = None
     """Extend the last message instead of starting a new one; None: extend it if it is the assistant's."""
+    add_generation_prompt: bool = True
+    """Start the assistant's message, unless the last message is extended."""
     field_names: dict[str, str] = field(default_factory=dict)
     """{part of a field name in OpenAI's chat completions: the client's name for it}, for errors."""
 
@@ -147,7 +149,13 @@ class ChatFormat:
         if continue_final_message and isinstance(last.get("content"), list):
             last = {**last, "content": join_parts(last["content"], "\n\n")}  # as in llama-server
             messages = [*messages[:-1], last]
-        prompt = self._render(messages, functions, variables, continue_final_message=continue_final_message)
+        prompt = self._render(
+            messages,
+            functions,
+            variables,
+            continue_final_message=continue_final_message,
+            add_generation_prompt=turn.add_generation_prompt and not continue_final_message,
+        )
         parts = marked.parts(prompt)
         state = ReasoningState.of_prompt(
             prompt, self.reasoning_tags, content_text(last) if continue_final_message else None
@@ -200,7 +208,8 @@ class ChatFormat:
         start, end = self.reasoning_tags.start, self.reasoning_tags.end
         return ThinkingBudget(n_tokens=n_tokens, start=start, end=end, closing=end, is_open=is_open)
 
-    def _render(self, messages: list[Json], tools: list[Json], variables: Json, *, continue_final_message: bool) -> str:
+    def _render(self, messages: list[Json], tools: list[Json], variables: Json, **end: bool) -> str:
+        """`end`: `continue_final_message`, `add_generation_prompt`."""
         capabilities = self.template.capabilities
         write_calls = self.tool_format.write_calls if self.tool_format.writes_calls else None
         if not self.tool_format.template_has_tools or (write_calls and not capabilities.tools):
@@ -209,9 +218,7 @@ class ChatFormat:
             tools = []
         elif write_calls and not capabilities.tool_calls:
             messages = [self._with_written_calls(message) for message in messages]
-        return self.template.render(
-            messages, tools=tools or None, continue_final_message=continue_final_message, **variables
-        )
+        return self.template.render(messages, tools=tools or None, **end, **variables)
 
     def _is_strict(self, tools: list[Json]) -> bool:
         """Whether optional calls must match their schemas, or the request fails. Not if calls have no marker, because

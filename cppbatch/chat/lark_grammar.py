@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from cppbatch.errors import InvalidRequest
-from cppbatch.json_schema import GUIDANCE, close_objects
+from cppbatch.json_schema import GUIDANCE, close_objects, drop_other_formats
 
 if sys.version_info >= (3, 11):
     from re import _constants as sre
@@ -85,7 +85,7 @@ class LarkGrammar:
             except UnsupportedGrammar as error:
                 raise InvalidRequest("tools", f"has a property with a Lark grammar that {error}") from error
             return " ".join([self.literal('{"input": "'), inner, self.literal('"}')])
-        given = close_objects(schema) if isinstance(schema, dict) else {} if schema else {"not": {}}
+        given = close_objects(drop_other_formats(schema)) if isinstance(schema, dict) else {} if schema else {"not": {}}
         options = {GUIDANCE: {"whitespace_pattern": _WHITE_SPACE}}
         return self.rule(f"%json {json.dumps(options | given)}")
 

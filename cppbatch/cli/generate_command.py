@@ -21,6 +21,7 @@ from cppbatch.engine.chats import ChatEvent
 from cppbatch.engine.params import DEFAULT_MAX_TOKENS, UNLIMITED, sampling_params
 from cppbatch.engine.request import Completion, FinishReason, GenerationEvent, completion
 from cppbatch.errors import CppBatchError, InvalidRequest
+from cppbatch.typed_json import encode_line
 
 _ITEM = re.compile(r"^(?:prompts|conversations)\[(\d+)\]")
 
@@ -189,7 +190,7 @@ class _JsonPrinter(_Printer):
             result = {"text": text, "tokens": tokens, "finish_reason": FinishReason.CANCELLED.value}
         else:
             return
-        click.echo(msgspec.json.encode({"index": self._current, "prompt": self._prompts[self._current], **result}))
+        click.echo(encode_line({"index": self._current, "prompt": self._prompts[self._current], **result}))
 
 
 def _is_last(event: GenerationEvent | ChatEvent) -> bool:

@@ -348,6 +348,8 @@ class AssistantOutput:
         its characters, so the number is then an estimate."""
         self.finish_reason: FinishReasonName | None = None
         """None until the message ends, and if it was cancelled or failed."""
+        self.has_cut_call = False
+        """Whether a stop string ended the message within the arguments of a call."""
 
     def read(self, event: GenerationEvent) -> list[Delta]:
         """The deltas for an event."""
@@ -357,7 +359,8 @@ class AssistantOutput:
         self.message.add(deltas)
         self._count_reasoning(len(event.tokens), deltas)
         if event.finish_reason:
-            has_called = self.message.calls and event.finish_reason is FinishReason.STOP
+            self.has_cut_call = event.stop is not None and bool(self.message.calls) and _is_cut(self.message.calls[-1])
+            has_called = self.message.calls and event.finish_reason is FinishReason.STOP and not self.has_cut_call
             self.finish_reason = "tool_calls" if has_called else _FINISH_REASONS.get(event.finish_reason)
         return deltas
 
@@ -368,3 +371,14 @@ class AssistantOutput:
             self.reasoning_tokens += round(n_tokens * sum(n for n, is_reasoning in sizes if is_reasoning) / total)
         elif self._is_reasoning:
             self.reasoning_tokens += n_tokens
+
+
+def _is_cut(call: ToolCall) -> bool:
+    """Whether the arguments are not a whole JSON value. False for a custom tool, whose text may be anything."""
+    if call.is_custom:
+        return False
+    try:
+        msgspec.json.decode(call.arguments)
+    except msgspec.DecodeError:
+        return True
+    return False

@@ -15,6 +15,7 @@ import msgspec
 from cppbatch.errors import LedgerLost, StorageError
 from cppbatch.jobs.durable_files import Database, DurableFile, Kind
 from cppbatch.jobs.job_request import JobRequest, JobResponse, Json, RejectedLine, hash64
+from cppbatch.typed_json import encode_line
 
 _HELD_PER_WRITE = 256  # held results written together
 _TOKEN_COUNTS = ("prompt_tokens", "cached_tokens", "completion_tokens")
@@ -212,7 +213,7 @@ def _result_id() -> str:
 
 
 def _encode_line(content: Json) -> bytes:
-    return msgspec.json.encode(content) + b"\n"
+    return encode_line(content) + b"\n"
 
 
 # --- ledger ----------------------------------------------------------------------------------------------------------

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Callable, Container
+from collections.abc import AsyncGenerator, Callable, Container, Iterator
 from time import perf_counter
 
 import msgspec
@@ -29,6 +29,7 @@ async def run_requests(
     client: EngineClient,
     requests: list[GenerationRequest],
     *,
+    n_candidates: int = 1,
     check_first: bool = False,
     wait_when_full: bool = False,
     errors_as_events: bool = False,
@@ -40,6 +41,7 @@ async def run_requests(
     At most `target_concurrency` requests are in the engine at once, so that requests of other clients run in between.
     Time spent waiting here counts as time in the queue.
 
+    `n_candidates`: consecutive requests for each prompt. Errors name the prompt's index, if there are several prompts.
     `check_first`: no request starts before every prompt has been validated, so that a stream is refused as a whole or
     not at all. Long prompts are always checked first, because each request sends its own copy of the prompt.
     `wait_when_full`: retries while the queue is full, with increasing pauses, as long as the request's timeouts allow.
@@ -50,8 +52,8 @@ async def run_requests(
     request has one event.
     `waited`: the seconds for which the requests have already waited for their model. They count as time in the queue.
     """
-    if not errors_as_events:
-        await _check(client, requests, only_long=not check_first)
+    if len(requests) > 1 and not errors_as_events:  # a single request is refused by the engine on submission
+        await _check(client, requests[::n_candidates], only_long=not check_first)
     at_once, began = len(requests), perf_counter() - waited
     if at_once > client.config.n_parallel:  # `target_concurrency` asks the workers, which takes time
         at_once = min(at_once, await target_concurrency(client))
@@ -89,7 +91,8 @@ async def run_requests(
     async def run_one_after_another() -> None:
         for index in indices:
             try:
-                await run_one(index)
+                with prompt_name(index // n_candidates, 1 if errors_as_events else len(requests) // n_candidates):
+                    await run_one(index)
             except Exception as error:
                 if not errors_as_events:
                     await events.put(error)
@@ -120,11 +123,24 @@ async def target_concurrency(client: EngineClient) -> int:
 
 
 async def _check(client: EngineClient, requests: list[GenerationRequest], *, only_long: bool) -> None:
-    """Checks each prompt once. A single request is not checked: the engine refuses it on submission."""
-    if len(requests) > 1:
-        for request in {id(request.prompt): request for request in requests}.values():  # choices share their prompt
-            if not only_long or is_long(request.prompt):
+    """Checks each prompt. `requests`: one for each."""
+    for i, request in enumerate(requests):
+        if not only_long or is_long(request.prompt):
+            with prompt_name(i, len(requests)):
                 await client.check(request)
+
+
+@contextlib.contextmanager
+def prompt_name(index: int, n_prompts: int, name: str = "prompt") -> Iterator[None]:
+    """A context that names the prompt in errors about it: `name`, with its index if there are several prompts."""
+    try:
+        yield
+    except InvalidRequest as error:
+        field, bracket, rest = error.field.partition("[")
+        if field == "prompt":
+            which = f"[{index}]" if n_prompts > 1 else ""
+            raise error.with_field(f"{name}{which}{bracket}{rest}") from error
+        raise
 
 
 def _with_less_time(request: GenerationRequest, waited: float) -> GenerationRequest:

@@ -28,6 +28,9 @@ BAD_COMPLETIONS = {
     "no prompts": ({"prompt": []}, "prompt"),
     "mixed prompts": ({"prompt": ["a", 3]}, "prompt"),
     "prompt of another type": ({"prompt": 5}, "prompt"),
+    "an empty prompt among others": ({"prompt": ["x", "x", ""]}, "prompt[2]"),
+    "an empty prompt among others with choices": ({"prompt": ["x", "", "x"], "n": 2, "stream": True}, "prompt[1]"),
+    "a negative token id among other prompts": ({"prompt": [[1], [1, -1]]}, "prompt[1][1]"),
     "unknown token id": ({"prompt": [1, 10**6]}, "prompt[1]"),
     "negative token id": ({"prompt": [-1]}, "prompt[0]"),
     "no tokens wanted": ({"prompt": "x", "max_tokens": 0}, "max_tokens"),
@@ -36,6 +39,9 @@ BAD_COMPLETIONS = {
     "negative temperature": ({"prompt": "x", "temperature": -0.5}, "temperature"),
     "NaN": ('{"prompt": "x", "temperature": NaN}', "temperature"),
     "infinity": ('{"prompt": "x", "top_p": Infinity}', "top_p"),
+    "NaN within a field": ('{"prompt": "x", "logit_bias": {"5": 1, "7": NaN}}', "logit_bias.7"),
+    "half of an emoji in a text": ('{"prompt": "x", "stop": ["\\ud83d\\ude00", "\\ud83d"]}', "stop[1]"),
+    "half of an emoji in a name": ('{"prompt": "x", "lora": {"\\ude00": 1}}', "lora"),
     "a number of 400 digits": ('{"prompt": "x", "temperature": 1e400}', "temperature"),
     "top_p above 1": ({"prompt": "x", "top_p": 1.5}, "top_p"),
     "top_k as a fraction": ({"prompt": "x", "top_k": 1.5}, "top_k"),
@@ -163,6 +169,15 @@ async def test_a_stream_is_server_sent_events_that_end_with_done(http: Http) -> 
         *events, done, rest = (await answer.text()).split("\n\n")
     assert (done, rest) == ("data: [DONE]", "")
     assert all(json.loads(event.removeprefix("data: "))["object"] == "chat.completion.chunk" for event in events)
+
+
+async def test_no_text_ends_a_line_of_a_stream(http: Http) -> None:
+    prompt = "a\x85b\u2028c\u2029d\x0ce"  # Python's `splitlines`, and httpx's `iter_lines`, end a line at each
+    body = {"model": "x", "prompt": prompt, "echo": True, "max_tokens": 1, "stream": True}
+    async with http.post("/v1/completions", json=body) as answer:
+        lines = (await answer.text()).splitlines()
+    events = [json.loads(line.removeprefix("data: ")) for line in lines if line and line != "data: [DONE]"]
+    assert "".join(event["choices"][0]["text"] for event in events).startswith(prompt)
 
 
 async def test_a_failed_step_is_a_500_and_the_server_continues(

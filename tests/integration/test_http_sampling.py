@@ -464,10 +464,10 @@ BAD_GRAMMARS: dict[str, tuple[Json, str, str]] = {
     "gbnf without a root": ({"grammar": 'other ::= "a"'}, "grammar", "root"),
     "lark": ({"grammar": "start: undefined"}, "grammar", "undefined"),
     "schema": ({"json_schema": {"type": 5}}, "json_schema", "type must be a string or array of strings"),
-    "schema of an unknown format": (
-        {"json_schema": {"type": "string", "format": "nope"}},
+    "schema of an unsupported format": (
+        {"json_schema": {"type": "string", "format": "iri"}},
         "json_schema",
-        "Unknown format: nope",
+        "Unknown format: iri",
     ),
     "schema that nothing satisfies": ({"json_schema": {"$ref": "#"}}, "json_schema", "no finite JSON"),
     "schema as a number": ({"json_schema": 5}, "json_schema", "expected `bool | str | object | null`, got `int`"),

@@ -624,6 +624,24 @@ async def test_the_last_message_is_continued_or_answered_as_asked(http: Http) ->
     assert (status, answer["error"]["param"]) == (400, "continue_final_message")
 
 
+@pytest.mark.parametrize(
+    ("role", "fields", "end"),
+    [
+        ("user", {}, "assistant\n"),
+        ("user", {"add_generation_prompt": False}, "user\nWell<|im_end|>\n"),
+        ("user", {"add_generation_prompt": False, "continue_final_message": False}, "user\nWell<|im_end|>\n"),
+        ("user", {"continue_final_message": True}, "user\nWell"),
+        ("assistant", {"add_generation_prompt": False, "continue_final_message": False}, "assistant\nWell<|im_end|>\n"),
+    ],
+)
+async def test_without_a_generation_prompt_it_ends_with_the_last_message(
+    http: Http, role: str, fields: dict[str, bool], end: str
+) -> None:
+    body = {"messages": [{"role": "user", "content": "hi"}, {"role": role, "content": "Well"}], **fields}
+    _, answer = await post(http, "/apply-template", body)
+    assert answer["prompt"].endswith(end)
+
+
 async def test_a_verbose_server_shows_what_requests_do_not_ask_for(
     http: Http, caplog: pytest.LogCaptureFixture
 ) -> None:

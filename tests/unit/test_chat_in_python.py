@@ -10,8 +10,11 @@ import pytest
 from cppbatch import BatchInferenceEngine, ChatCompletion, ChatEvent, FinishReason, InvalidRequest, SamplingParams
 from cppbatch.chat.messages import ChatMessage, conversation_of
 from cppbatch.chat.output_parser import TextDelta, ToolCall
+from cppbatch.engine.chats import AssistantOutput
+from cppbatch.engine.request import GenerationEvent
 from cppbatch.errors import ConfigError, LlamaError
 from cppbatch.typed_json import convert
+from tests.support.chat_families import turn
 from tests.support.fakes import context_of, fake_engine, greedy
 from tests.support.scripted_chat import SCRIPT, ScriptedFormat
 
@@ -235,3 +238,21 @@ def test_map_shows_progress_on_stderr_on_request(
     assert "left:" in shown
     list(engine.map(iter([[1, 2]]), SHORT, progress=True))
     assert "1/?" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "stop", "finish_reason", "has_cut_call"),
+    [
+        ('<tool_call>\n{"name": "ping", "arguments": {"a": ', "b", "stop", True),
+        ('<tool_call>\n{"name": "ping", "arguments": ', "{", "stop", True),
+        ('<tool_call>\n{"name": "ping", "arguments": {"a": 1}}\n', "</tool_call>", "tool_calls", False),
+        ('<tool_call>\n{"name": "ping", "arguments": {"a": 1}}\n</tool_call>', None, "tool_calls", False),
+        ("Well", ",", "stop", False),
+    ],
+)
+def test_a_call_that_a_stop_string_cuts_off_is_not_to_be_executed(
+    text: str, stop: str | None, finish_reason: str, has_cut_call: bool
+) -> None:
+    output = AssistantOutput(turn("hermes"))
+    output.read(GenerationEvent(request_id="r", text=text, finish_reason=FinishReason.STOP, stop=stop))
+    assert (output.finish_reason, output.has_cut_call) == (finish_reason, has_cut_call)

@@ -13,7 +13,7 @@ from cppbatch import SamplingParams
 from cppbatch.chat.lark_grammar import LarkGrammar
 from cppbatch.engine.sampling.grammar_child import bytes_tokenizer
 from cppbatch.engine.sampling.structured_output import GrammarChecker
-from cppbatch.json_schema import close_objects, compact_schema
+from cppbatch.json_schema import close_objects, compact_schema, drop_other_formats
 
 INTEGER = {"type": "integer"}
 A = {"type": "object", "properties": {"a": INTEGER}}
@@ -39,6 +39,45 @@ def test_properties_that_are_not_named_are_left_out(schema: Any, value: Any) -> 
     assert accepts(schema, value)
     assert not accepts(close_objects(schema), value)
     assert json.dumps(schema) == before
+
+
+SECRET = {"type": "string", "format": "password", "writeOnly": True}
+"""As pydantic writes `SecretStr`."""
+PLAIN = {"type": "string", "writeOnly": True}
+
+
+@pytest.mark.parametrize(
+    ("schema", "changed"),
+    [
+        (SECRET, PLAIN),
+        ({"type": "integer", "format": "int32"}, {"type": "integer"}),
+        ({"anyOf": [SECRET, {"type": "null"}]}, {"anyOf": [PLAIN, {"type": "null"}]}),
+        ({"$defs": {"S": SECRET}, "$ref": "#/$defs/S"}, {"$defs": {"S": PLAIN}, "$ref": "#/$defs/S"}),
+        ({"prefixItems": [SECRET], "items": SECRET}, {"prefixItems": [PLAIN], "items": PLAIN}),
+        ({"type": "object", "additionalProperties": SECRET}, {"type": "object", "additionalProperties": PLAIN}),
+        ({"allOf": [SECRET]}, {"allOf": [PLAIN]}),
+    ],
+)
+def test_formats_that_json_schema_does_not_define_are_ignored(schema: Any, changed: Any) -> None:
+    before = json.dumps(schema)
+    assert drop_other_formats(schema) == changed
+    assert json.dumps(schema) == before
+    grammar = LarkGrammar({})
+    assert '"format"' not in grammar.source(grammar.json(schema))
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        True,
+        {"type": "string", "format": "date-time"},
+        {"type": "string", "format": "regex"},
+        {"type": "string", "format": 5},
+        {"properties": {"format": {"const": {"format": "binary"}}}, "enum": [{"format": "binary"}]},
+    ],
+)
+def test_all_else_about_formats_is_kept(schema: Any) -> None:
+    assert drop_other_formats(schema) == schema
 
 
 @pytest.mark.parametrize(

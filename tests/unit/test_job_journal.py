@@ -199,6 +199,13 @@ def test_a_short_result_has_the_requested_log_probabilities() -> None:
     assert told == {"custom_id": "a", "line": 1, **choice, "usage": {}}
 
 
+def test_no_text_ends_a_line_of_the_results() -> None:
+    text = "a\x85b\u2028c\u2029d\ne"
+    line = response_line(item(1), JobResponse(status=200, body={"text": text}))
+    (only,) = line.data.decode().splitlines()
+    assert msgspec.json.decode(only)["response"]["body"]["text"] == text
+
+
 def test_several_texts_on_a_plain_line_have_a_vector_each() -> None:
     plain = JobRequest(
         line=1, custom_id="a", url="/v1/embeddings", body={"input": ["b", "c"]}, is_plain=True, content_hash=1

@@ -68,7 +68,7 @@ def requests(n: int, prompt: str = "p", **options: Any) -> list[GenerationReques
     return [GenerationRequest(id=f"r{i}", prompt=f"{prompt}{i}", **options) for i in range(n)]
 
 
-def run(client: FakeClient, of: list[GenerationRequest], **options: bool) -> AsyncGenerator[Event, None]:
+def run(client: FakeClient, of: list[GenerationRequest], **options: Any) -> AsyncGenerator[Event, None]:
     return run_requests(client, of, **options)  # type: ignore[arg-type]
 
 
@@ -138,10 +138,9 @@ async def test_a_slow_reader_leaves_few_events_in_memory() -> None:
 
 async def test_no_request_starts_when_one_prompt_is_invalid_and_each_prompt_is_checked_once() -> None:
     client = FakeClient()
-    choices = [GenerationRequest(id=f"choice{i}", prompt="same") for i in range(3)]
-    of = [*choices, GenerationRequest(id="bad", prompt="bad")]
-    with pytest.raises(InvalidRequest, match="is bad"):
-        await read(run(client, of, check_first=True))
+    of = [GenerationRequest(id=f"choice{i}", prompt=prompt) for prompt in ("same", "bad") for i in range(3)]
+    with pytest.raises(InvalidRequest, match=r"prompt\[1\]: is bad"):
+        await read(run(client, of, n_candidates=3, check_first=True))
     assert client.checked == ["same", "bad"]
     assert client.submitted == []
 
@@ -151,6 +150,25 @@ async def test_by_default_only_long_prompts_are_checked_first() -> None:
     long = GenerationRequest(id="long", prompt="x" * 40_000)
     await read(run(client, [*requests(2), long]))
     assert client.checked == [long.prompt]
+
+
+@pytest.mark.parametrize(
+    ("n_candidates", "field", "error_field"),
+    [(1, "prompt", "prompt[4]"), (2, "prompt", "prompt[2]"), (6, "prompt", "prompt"), (1, "prompt[3]", "prompt[4][3]")],
+)
+async def test_an_error_names_the_prompt_that_the_engine_refuses(
+    n_candidates: int, field: str, error_field: str
+) -> None:
+    client = FakeClient()
+
+    def fail(request: GenerationRequest) -> None:
+        if request.id == "r4":
+            raise InvalidRequest(field, "is bad")
+
+    client.before = fail
+    with pytest.raises(InvalidRequest) as raised:
+        await read(run(client, requests(6), n_candidates=n_candidates))
+    assert raised.value.field == error_field
 
 
 async def test_an_error_cancels_the_other_requests() -> None:
@@ -266,7 +284,7 @@ async def test_waiting_ends_with_the_shorter_timeout() -> None:
 async def test_a_request_that_is_cancelled_before_its_turn_is_never_submitted() -> None:
     client = FakeClient(n_parallel=1, max_queue=0)
     cancelled = {"r2"}
-    events = await read(run(client, requests(4), wait_when_full=True, cancelled=cancelled))  # type: ignore[arg-type]
+    events = await read(run(client, requests(4), wait_when_full=True, cancelled=cancelled))
     assert [request.id for request in client.submitted] == ["r0", "r1", "r3"]
     assert [event.finish_reason for index, event in events if index == 2] == [FinishReason.CANCELLED]
     assert sum(event.finish_reason is FinishReason.STOP for _, event in events) == 3
@@ -281,5 +299,5 @@ async def test_a_request_that_is_cancelled_while_the_queue_is_full_is_not_tried_
         raise QueueFull(1, 1)
 
     client.before = refuse
-    events = await read(run(client, requests(1), wait_when_full=True, errors_as_events=True, cancelled=cancelled))  # type: ignore[arg-type]
+    events = await read(run(client, requests(1), wait_when_full=True, errors_as_events=True, cancelled=cancelled))
     assert [event.finish_reason for _, event in events] == [FinishReason.CANCELLED]

@@ -21,7 +21,7 @@ from cppbatch.chat.lark_grammar import LazyGrammar
 from cppbatch.config import available_threads
 from cppbatch.engine.params import SamplingParams
 from cppbatch.errors import EngineClosed, InvalidRequest
-from cppbatch.json_schema import close_objects, has_finite_instance
+from cppbatch.json_schema import close_objects, drop_other_formats, has_finite_instance
 
 if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher
@@ -95,7 +95,7 @@ class GrammarCompiler:
                 schema = json.loads(text)
                 if not has_finite_instance(schema):
                     return "no finite JSON satisfies this schema: it is infinitely recursive"
-                text = json.dumps(close_objects(schema), ensure_ascii=False)
+                text = json.dumps(close_objects(drop_other_formats(schema)), ensure_ascii=False)
             definition = checker.definition(field, text)
             tokenizer = self._make_tokenizer()
         except RecursionError:

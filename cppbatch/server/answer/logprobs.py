@@ -7,7 +7,7 @@ import math
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from cppbatch.engine.request import TokenLogprob
+from cppbatch.engine.request import GenerationEvent, TokenLogprob
 
 # --- chat completions and responses ---------------------------------------------------------------------------------
 
@@ -50,6 +50,39 @@ def chat_token_logprobs(entries: list[TokenLogprob]) -> list[ChatTokenLogprob]:
         )
         for entry in entries
     ]
+
+
+class TokenSplitter:
+    """Splits the events of a completion into events of one token each, with its log-probability.
+
+    An event may have several tokens (drafts, a slow client), of reasoning as well as of the text after it.
+    """
+
+    def __init__(self) -> None:
+        self._n_held_back = 0  # characters of earlier tokens that no event's text had: the start of a stop string
+
+    def split(self, event: GenerationEvent) -> list[GenerationEvent]:
+        """The events of its tokens. The last one has the remaining text, and what else the event has."""
+        events: list[GenerationEvent] = []
+        start, end = 0, self._n_held_back
+        for token, text, logprob in zip(event.tokens, event.token_texts, event.logprobs, strict=False):  # no end token
+            end += len(text)
+            events.append(
+                GenerationEvent(
+                    request_id=event.request_id,
+                    text=event.text[start:end],
+                    tokens=[token],
+                    token_texts=[text],
+                    logprobs=[logprob],
+                )
+            )
+            start = end
+        self._n_held_back = max(end - len(event.text), 0)
+        if not events:
+            return [msgspec.structs.replace(event, logprobs=[])]
+        last = events.pop()
+        fields = {name: getattr(last, name) for name in ("tokens", "token_texts", "logprobs")}
+        return [*events, msgspec.structs.replace(event, text=last.text + event.text[start:], **fields)]
 
 
 # --- completions ----------------------------------------------------------------------------------------------------

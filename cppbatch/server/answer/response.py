@@ -21,6 +21,7 @@ from cppbatch.server.http.endpoint import Answer, Routes
 from cppbatch.server.models.served import ModelLease, lease_model
 from cppbatch.server.observe.metrics import METRICS, endpoint_of
 from cppbatch.server.run_requests import Event, OnEvent, run_requests
+from cppbatch.typed_json import encode_line
 
 Json = dict[str, Any]
 
@@ -195,7 +196,13 @@ async def respond(
     serving = lease.serving
     if events is None:
         requests = lease.apply_key_rules(prepared.requests)
-        events = run_requests(serving.client, requests, check_first=prepared.stream, waited=lease.waited)
+        events = run_requests(
+            serving.client,
+            requests,
+            n_candidates=prepared.builder.n_candidates,
+            check_first=prepared.stream,
+            waited=lease.waited,
+        )
     with request.app[METRICS].observe(endpoint_of(request), len(prepared.requests), serving.name) as observe:
         if not prepared.stream:
             return json_response(await prepared.gather(events, observe))
@@ -238,7 +245,7 @@ async def _send(request: web.Request, response: web.StreamResponse, events: list
 
 def _encode(event: ServerSentEvent) -> bytes:
     name = f"event: {event.event}\n".encode() if event.event else b""
-    data = event.data.encode() if isinstance(event.data, str) else msgspec.json.encode(event.data)
+    data = event.data.encode() if isinstance(event.data, str) else encode_line(event.data)
     return name + b"data: " + data + b"\n\n"
 
 

@@ -19,6 +19,7 @@ from cppbatch.server.answer.mixed_prompts import engine_prompt, prompts_of
 from cppbatch.server.answer.response import PreparedRequest, ResponseBuilder, ServerSentEvent, generation
 from cppbatch.server.http.endpoint import Routes, json_content, schema_ref
 from cppbatch.server.models.serving import Json, Prompt, Serving, new_id
+from cppbatch.server.run_requests import prompt_name
 
 # --- what both share -------------------------------------------------------------------------------------------------
 # Shared by `/v1/embeddings` and `/v1/rerank`: request fields, engine requests, and reading the engine's vectors.
@@ -90,23 +91,25 @@ def check_count(field: str, n: int) -> None:
 
 
 def pooling_requests(
-    body: PoolingFields, serving: Serving, name: str, prompts: Sequence[AnyPrompt]
+    body: PoolingFields, serving: Serving, name: str, prompts: Sequence[AnyPrompt], field: str
 ) -> list[GenerationRequest]:
-    """An engine request for each input. Their ids start with `name`. Raises `InvalidRequest`."""
+    """An engine request for each input. Their ids start with `name`. Raises `InvalidRequest`, which names `field`."""
     serving.check_model(body.model)
     timeout = serving.limits.timeout(body.timeout)
-    return [
-        GenerationRequest(
-            id=f"{name}-{i}",
-            prompt=prompt,
-            task="embed",
-            priority=body.priority or 0,
-            timeout=timeout,
-            queue_timeout=body.queue_timeout,
-            lora=serving.lora,
-        )
-        for i, prompt in enumerate(prompts)
-    ]
+    requests = []
+    for i, prompt in enumerate(prompts):
+        with prompt_name(i, len(prompts), field):
+            request = GenerationRequest(
+                id=f"{name}-{i}",
+                prompt=prompt,
+                task="embed",
+                priority=body.priority or 0,
+                timeout=timeout,
+                queue_timeout=body.queue_timeout,
+                lora=serving.lora,
+            )
+        requests.append(request)
+    return requests
 
 
 # --- /v1/embeddings --------------------------------------------------------------------------------------------------
@@ -187,7 +190,7 @@ async def prepare_vectors(body: EmbeddingRequest, serving: Serving, builder: Poo
         raise InvalidRequest("model", f"{info.name} is a reranker and has no embeddings; use /v1/rerank")
     if info.pooling is not None:
         check_dimensions(body.dimensions, info.n_embd)
-    requests = pooling_requests(body, serving, builder.id, await body.prompts(serving))
+    requests = pooling_requests(body, serving, builder.id, await body.prompts(serving), "input")
     return PreparedRequest(requests, builder, field_names={"prompt": "input"})
 
 
@@ -327,7 +330,7 @@ async def prepare_rerank(body: RerankRequest, serving: Serving) -> PreparedReque
     body.check()
     pairs = [Pair(body.query, text) for text in body.documents_as_text()]
     builder = RerankBuilder(body, serving.name)
-    requests = pooling_requests(body, serving, builder.id, pairs)
+    requests = pooling_requests(body, serving, builder.id, pairs, body.named)
     return PreparedRequest(requests, builder, field_names={"prompt": body.named})
 
 

@@ -72,13 +72,34 @@ def parse(body: bytes, kind: type[Parsed]) -> Parsed:
 
 
 def _not_json(body: bytes, error: Exception) -> InvalidRequest:
-    """Names the field that is NaN or Infinity, which Python's json writes although they are not valid JSON."""
+    """Names the value that Python's json reads and writes, although it is not valid JSON."""
     with contextlib.suppress(ValueError):  # otherwise invalid JSON
-        fields = json.loads(body) if len(body) <= _LARGE else None
-        for name, value in fields.items() if isinstance(fields, dict) else ():
-            if isinstance(value, float) and not math.isfinite(value):
-                return InvalidRequest(name, f"is {value}; it must be a finite number")
+        if len(body) <= _LARGE and (invalid := _invalid_value(json.loads(body))):
+            return invalid
     return InvalidRequest("body", f"is not valid JSON: {error}")
+
+
+_SURROGATE = re.compile("[\ud800-\udfff]")
+
+
+def _invalid_value(body: Any) -> InvalidRequest | None:
+    """The error for the first NaN, Infinity, or text with half of a surrogate pair."""
+    halved = "contains an unpaired surrogate, as when a text is cut within an emoji; cut it between characters"
+    waiting: list[tuple[str, Any]] = [("", body)]
+    while waiting:
+        path, value = waiting.pop()
+        if isinstance(value, dict):
+            if any(map(_SURROGATE.search, value)):
+                return InvalidRequest(path or "body", f"has a name that {halved}")
+            inner = [(f"{path}.{name}" if path else name, each) for name, each in value.items()]
+            waiting += reversed(inner)
+        elif isinstance(value, list):
+            waiting += reversed([(f"{path}[{i}]", each) for i, each in enumerate(value)])
+        elif isinstance(value, str) and _SURROGATE.search(value):
+            return InvalidRequest(path, halved)
+        elif isinstance(value, float) and not math.isfinite(value):
+            return InvalidRequest(path, f"is {value}; it must be a finite number")
+    return None
 
 
 # --- unknown fields --------------------------------------------------------------------------------------------------

@@ -31,6 +31,7 @@ from cppbatch.server.fields.sampling import SamplingFields
 from cppbatch.server.http.api_errors import ModelNotFound
 from cppbatch.server.http.limits import Limits
 from cppbatch.server.media_loading import MediaLoader, refuse_large
+from cppbatch.server.run_requests import prompt_name
 from cppbatch.server.settings import ServerSettings
 
 log = logging.getLogger("cppbatch.server")
@@ -284,7 +285,8 @@ class Serving:
         each = expand([params], n, ranked=n > body.n_choices)
         requests = []
         for p, prompt in enumerate(prompts):
-            first = GenerationRequest(id=f"{name}-{p * n}", prompt=prompt, params=each[0], **options)
+            with prompt_name(p, len(prompts)):
+                first = GenerationRequest(id=f"{name}-{p * n}", prompt=prompt, params=each[0], **options)
             # `replace_fields` does not validate again: 128 choices would parse a large schema 128 times.
             requests += [first, *(replace_fields(first, id=f"{name}-{p * n + i}", params=each[i]) for i in range(1, n))]
         return requests

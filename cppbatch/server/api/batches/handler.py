@@ -128,7 +128,12 @@ class BatchRequestHandler:
             requests = prepared.requests
             if self._priority is not None:
                 requests = [replace_fields(request, priority=self._priority) for request in requests]
-            events = run_requests(lease.serving.client, lease.apply_key_rules(requests), wait_when_full=True)
+            events = run_requests(
+                lease.serving.client,
+                lease.apply_key_rules(requests),
+                n_candidates=prepared.builder.n_candidates,
+                wait_when_full=True,
+            )
             with self._observe(len(requests), lease.serving.name) as observe:
                 return prepared, await prepared.gather(events, observe)
 

@@ -71,18 +71,18 @@ async def respond_to_completion(
     if seconds <= 0:
         return await respond(request, lease, prepared)
     requests = lease.apply_key_rules(prepared.requests)
-    return await respond(
-        request, lease, prepared, _run_with_time_limit(lease.serving.client, requests, seconds, lease.waited)
-    )
+    events = _run_with_time_limit(lease.serving.client, requests, prepared.builder.n_candidates, seconds, lease.waited)
+    return await respond(request, lease, prepared, events)
 
 
 async def _run_with_time_limit(
-    client: EngineClient, requests: list[GenerationRequest], seconds: float, waited: float
+    client: EngineClient, requests: list[GenerationRequest], n_candidates: int, seconds: float, waited: float
 ) -> AsyncGenerator[Event, None]:
     """Like `run_requests`, but ends each completion at the first newline more than `seconds` after its first token."""
     first_token_at: dict[int, float] = {}
     out_of_time: set[int] = set()  # requests cancelled here
-    async with contextlib.aclosing(run_requests(client, requests, check_first=True, waited=waited)) as events:
+    running = run_requests(client, requests, n_candidates=n_candidates, check_first=True, waited=waited)
+    async with contextlib.aclosing(running) as events:
         async for index, event in events:
             if index in out_of_time and event.finish_reason is FinishReason.CANCELLED:
                 yield index, msgspec.structs.replace(event, finish_reason=FinishReason.TIMEOUT)

@@ -83,7 +83,8 @@ class ChatCompletionRequest(VerboseFields, kw_only=True):
     chat_template_kwargs: Json | None = None
     """Additional chat template variables, such as `enable_thinking`."""
     add_generation_prompt: bool | None = None
-    """False: continue the last message. True: start a new assistant message, even after one."""
+    """False: continue the assistant's last message; after another message, do not start one. True: start a new
+    assistant message, even after one."""
     continue_final_message: bool | None = None
     """vLLM's name for the opposite. True: continue the last message."""
     prediction: Prediction | None = None
@@ -113,6 +114,7 @@ class ChatCompletionRequest(VerboseFields, kw_only=True):
                 thinking_budget_tokens=self.thinking_budget_tokens,
             ),
             continue_final_message=self._continues_message(),
+            add_generation_prompt=self.add_generation_prompt is not False,
             field_names={"response_format": self.constraint_field("response_format")},
         )
 
@@ -137,9 +139,7 @@ class ChatCompletionRequest(VerboseFields, kw_only=True):
         if self.add_generation_prompt and self.continue_final_message:
             message = "cannot be combined with add_generation_prompt: the last message is either complete or continued"
             raise InvalidRequest("continue_final_message", message)
-        if self.add_generation_prompt is None:
-            return self.continue_final_message
-        return not self.add_generation_prompt
+        return False if self.add_generation_prompt else self.continue_final_message
 
 
 # --- the response ---------------------------------------------------------------------------------------------------

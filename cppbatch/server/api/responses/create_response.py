@@ -15,6 +15,7 @@ from cppbatch.engine.params import SamplingParams
 from cppbatch.engine.request import GenerationEvent
 from cppbatch.errors import InvalidRequest
 from cppbatch.server.answer.llama_result import StreamTimings, Timings, timings
+from cppbatch.server.answer.logprobs import TokenSplitter
 from cppbatch.server.answer.response import (
     ContentBlocks,
     PreparedRequest,
@@ -78,7 +79,8 @@ class ResponsesBuilder(ResponseBuilder):
         self._started = _initial_response(turn.id, body, model, turn.requests[0].params)
         self._output = AssistantOutput(turn.chat)
         self._blocks = ContentBlocks()
-        self._items = OutputItems(wants_logprobs=body.wants_logprobs)
+        self._items = OutputItems()
+        self._splitter = TokenSplitter() if body.wants_logprobs else None
         self._n_events = 0
         self._stream_timings = StreamTimings(body)
         self._returns_progress = bool(body.return_progress)
@@ -128,11 +130,14 @@ class ResponsesBuilder(ResponseBuilder):
 
     def _read(self, event: GenerationEvent) -> list[ResponsesEvent]:
         """The events of the API for an event of the engine."""
-        logprobs = event.logprobs[: len(event.tokens)]  # excludes the end token, which is not part of any item
-        events = self._items.apply(self._blocks.read(self._output.read(event)), logprobs)
+        events: list[ResponsesEvent] = []
+        for part in self._splitter.split(event) if self._splitter else [event]:
+            changes = self._blocks.read(self._output.read(part))
+            events += self._items.apply(changes, part.logprobs if self._splitter else None)
         if event.finish_reason:
             closed = self._blocks.close()
-            events += self._items.apply(closed, status="completed" if self._is_complete else "incomplete")
+            is_whole = self._is_complete and not self._output.has_cut_call
+            events += self._items.apply(closed, status="completed" if is_whole else "incomplete")
         return events
 
     def _to_sse(self, *events: ResponsesEvent) -> list[ServerSentEvent]:

@@ -104,9 +104,8 @@ class ItemBuilder:
 class OutputItems:
     """All output items of a response."""
 
-    def __init__(self, *, wants_logprobs: bool) -> None:
+    def __init__(self) -> None:
         self._builders: list[ItemBuilder] = []
-        self._wants_logprobs = wants_logprobs
         self._logprobs: list[ChatTokenLogprob] = []  # of tokens whose text is still pending
 
     def items(self) -> list[OutputItem]:
@@ -118,22 +117,42 @@ class OutputItems:
     ) -> list[ResponsesEvent]:
         """The events for these changes.
 
-        `logprobs`: of the tokens that caused the changes; omitted for reasoning and tool calls. `status`: of items that
-        end.
+        `logprobs`: of the token that caused the changes, None if they are not wanted; omitted for reasoning and tool
+        calls. `status`: of items that end.
         """
-        if self._wants_logprobs:
-            self._logprobs += chat_token_logprobs(logprobs or [])
+        self._logprobs += chat_token_logprobs(logprobs or [])
         events: list[ResponsesEvent] = []
         for step, block, text in changes:
             if step == "start":
                 self._builders.append(ItemBuilder(block))
                 events += self._builders[-1].start()
             elif step == "delta":
-                events.append(self._builders[-1].delta(text, self._logprobs))
-                self._logprobs = []
+                events.append(self._builders[-1].delta(text, self._take_logprobs(block, text)))
             else:
                 events += self._builders[-1].stop(status)
         return events
+
+    def _take_logprobs(self, block: ContentBlock, text: str) -> list[ChatTokenLogprob]:
+        """The pending log-probabilities of a delta's tokens; none for reasoning and tool calls.
+
+        Tags and white space before a block of text are not in it, but have tokens.
+        """
+        taken = self._logprobs
+        if block.kind != "text":
+            self._logprobs = taken[-1:]  # this token may also have the text that follows
+            return []
+        self._logprobs = []
+        return _last_with_text(taken, text) if block.text == text else taken
+
+
+def _last_with_text(logprobs: list[ChatTokenLogprob], text: str) -> list[ChatTokenLogprob]:
+    """The last tokens, from the one in which this text starts; all if it is not found."""
+    start = bytes(byte for entry in logprobs for byte in entry.bytes).rfind(text.encode())
+    for i, entry in enumerate(logprobs):
+        start -= len(entry.bytes)
+        if start < 0:
+            return logprobs[i:]
+    return logprobs
 
 
 def _without_bytes(logprobs: list[ChatTokenLogprob]) -> list[StreamTokenLogprob]:
