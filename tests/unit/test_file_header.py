@@ -13,6 +13,7 @@ from gguf.constants import GGML_QUANT_SIZES
 
 from cppbatch.errors import ModelError
 from cppbatch.models.file_header import WEIGHT_TYPES, TensorInfo, read_header
+from cppbatch.models.inspect import inspect_model
 from cppbatch.models.synthetic import LlamaShape, write_llama
 from tests.support import tiny_models
 
@@ -96,6 +97,22 @@ def test_an_alignment_of_zero_is_refused(tmp_path: Path) -> None:
     writer.close()
     with pytest.raises(ModelError, match="damaged"):
         read_header(path)
+
+
+def test_metadata_of_a_wrong_type_counts_as_missing(tmp_path: Path) -> None:
+    path = tmp_path / "a.gguf"
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_array("general.name", [1, 2])
+    writer.add_string("llama.context_length", "many")
+    writer.add_float32("llama.embedding_length", float("nan"))
+    writer.add_int32("llama.block_count", -1)
+    writer.add_tensor("a.weight", np.ones((4, 32), np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    facts = inspect_model(path)
+    assert (facts.architecture, facts.name, facts.n_ctx_train, facts.n_embd, facts.n_layer) == ("llama", *[None] * 4)
 
 
 def test_the_table_of_types_is_that_of_the_gguf_package() -> None:
