@@ -27,6 +27,12 @@ def test_the_templates_own_error_is_reported() -> None:
     assert refused.value.field == "messages"
 
 
+def test_a_long_error_of_a_template_is_shortened() -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        template_of("{{ raise_exception('no ' * 1000000) }}").render([SUM])
+    assert len(str(refused.value)) < 1100
+
+
 @pytest.mark.parametrize(
     "source",
     [
