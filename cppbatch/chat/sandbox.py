@@ -5,8 +5,9 @@ from __future__ import annotations
 import datetime
 import io
 import json
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, NoReturn
 
 import jinja2
@@ -36,17 +37,38 @@ def compile_template(source: str) -> jinja2.Template:
 def render_template(template: jinja2.Template, variables: dict[str, Any], *, seconds: float = MAX_SECONDS) -> str:
     """Returns the text that the template writes. A template is a program: this may raise anything.
 
-    The limits are checked each time the template writes. They stop a loop that writes forever, but not a loop that
-    writes nothing, nor a single huge expression. The sandbox limits `range`.
+    The time is checked each time the template writes, calls something, or starts another round of a loop; the
+    characters each time it writes. A single huge expression is not stopped. The sandbox limits `range`.
     """
-    text, deadline = io.StringIO(), time.monotonic() + seconds
+    text = io.StringIO()
+    _RENDERING.seconds, _RENDERING.deadline = seconds, time.monotonic() + seconds
     for piece in template.generate(variables):
         text.write(piece)
         if text.tell() > MAX_CHARACTERS:
             raise jinja2.TemplateError(f"stopped: its output exceeds {MAX_CHARACTERS} characters")
-        if time.monotonic() > deadline:
-            raise jinja2.TemplateError(f"stopped: rendering takes longer than {seconds:g} seconds")
+        _check_time()
     return text.getvalue()
+
+
+class _Rendering(threading.local):
+    """The time limit of the rendering on this thread."""
+
+    seconds = deadline = float("inf")
+
+
+_RENDERING = _Rendering()
+
+
+def _check_time() -> None:
+    if time.monotonic() > _RENDERING.deadline:
+        raise jinja2.TemplateError(f"stopped: rendering takes longer than {_RENDERING.seconds:g} seconds")
+
+
+def _check_each(items: Iterable[Any]) -> Iterator[Any]:
+    """The items of a loop."""
+    for item in items:
+        _check_time()
+        yield item
 
 
 class _Generation(jinja2.ext.Extension):
@@ -156,8 +178,22 @@ class _Missing(jinja2.Undefined):
     __radd__ = __add__
 
 
+_CHECK_EACH = "check_each"  # the filter around the items of each loop
+
+
 class _Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
     """Kimi's templates keep the ids of calls in a list of their own."""
+
+    def call(__self, __context: Any, __obj: Any, *args: Any, **kwargs: Any) -> Any:
+        """As in Jinja. Macros can call each other for a long time without writing."""
+        _check_time()
+        return super().call(__context, __obj, *args, **kwargs)
+
+    def _generate(self, source: jinja2.nodes.Template, *args: Any, **kwargs: Any) -> str:
+        """As in Jinja, with loops that check the time."""
+        for loop in source.find_all(jinja2.nodes.For):
+            loop.iter = jinja2.nodes.Filter(loop.iter, _CHECK_EACH, [], [], None, None, lineno=loop.lineno)
+        return super()._generate(source, *args, **kwargs)
 
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
         """As in Jinja."""
@@ -179,6 +215,7 @@ def _environment() -> _Sandbox:
         undefined=_Missing,
     )
     environment.filters |= {"tojson": _tojson, "safe": str}  # nothing is escaped, so nothing is marked as safe
+    environment.filters[_CHECK_EACH] = _check_each
     environment.globals |= {
         "raise_exception": _raise_exception,
         "strftime_now": _strftime_now,

@@ -189,7 +189,7 @@ class ChatTemplate:
         try:
             text = self._render_leniently(variables, tools)
         except Exception as error:  # a template is a program and may raise anything
-            raise InvalidRequest("messages", f"do not fit this model's chat template: {error}") from error
+            raise InvalidRequest("messages", f"do not fit this model's chat template: {error!s:.1000}") from error
         return _cut_at_mark(unfinished, text) if continue_final_message else text
 
     def _render_leniently(self, variables: dict[str, Any], tools: list[dict[str, Any]]) -> str:

@@ -109,7 +109,8 @@ def attention_shape(path: Path) -> Shape | None:
 
     Raises `ModelError` if the file cannot be read.
     """
-    metadata = read_header(model_parts(path)[0]).metadata
+    header = read_header(model_parts(path)[0])
+    metadata = header.metadata
     architecture = metadata.get("general.architecture")
     if any(metadata.get(f"{architecture}.{name}") for name in _OTHER_ATTENTION):
         return None
@@ -118,8 +119,8 @@ def attention_shape(path: Path) -> Shape | None:
     n_head_kv = metadata.get(f"{architecture}.attention.head_count_kv", n_head)
     if not all(isinstance(n, int) and n > 0 for n in (n_layer, n_head, n_embd, n_head_kv)):
         return None  # missing, or arrays: layers differ
-    sizes = [metadata.get(f"{architecture}.attention.{name}_length", n_embd // n_head) for name in ("key", "value")]
-    return Shape(n_layer, n_head, n_head_kv, *sizes)
+    given = (header.whole_number(f"{architecture}.attention.{name}_length") for name in ("key", "value"))
+    return Shape(n_layer, n_head, n_head_kv, *(n or n_embd // n_head for n in given))
 
 
 def attention_times(task: AttentionTask) -> AttentionTimes | None:

@@ -75,6 +75,16 @@ class FileHeader(NamedTuple):
     """Numbers, booleans, texts, and tuples of numbers; for an array of texts, its length."""
     tensors: list[TensorInfo]
 
+    def text(self, key: str) -> str | None:
+        """A text of the metadata. None if it is missing, or of another type in a damaged file: loading reports that."""
+        value = self.metadata.get(key)
+        return value if isinstance(value, str) else None
+
+    def whole_number(self, key: str) -> int | None:
+        """As `text`, for an integer of 0 or more."""
+        value = self.metadata.get(key)
+        return value if isinstance(value, int) and value >= 0 else None
+
 
 def read_header(path: Path) -> FileHeader:
     """Reads the header, once per unchanged file. Raises `ModelError` if the file is not GGUF, damaged, or truncated.

@@ -139,11 +139,13 @@ def check_file(path: Path) -> Path:
             raise ModelError(
                 f"file not found: {path}. Run `cppbatch models list` to list the models in the models folder"
             )
-        if not path.is_file():
+        if path.is_dir():
             raise ModelError(
                 f"{path} is a folder, not a GGUF file. Give a .gguf file in it, or serve the whole folder with "
                 "`cppbatch serve --models-dir`"
             )
+        if not path.is_file():  # such as a pipe, which reading would wait for
+            raise ModelError(f"{path} is not a regular file. Give a .gguf file")
         with path.open("rb") as file:
             header = file.read(_HEADER.size)
     except OSError as error:

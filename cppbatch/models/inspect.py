@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -50,9 +50,8 @@ def inspect_model(path: Path) -> ModelFacts:
     GGUF."""
     parts = model_parts(path)
     headers = [read_header(part) for part in parts]
-    metadata, tensors = headers[0].metadata, [tensor for header in headers for tensor in header.tensors]
-    value: Callable[[str], Any] = metadata.get
-    architecture = value("general.architecture") or "unknown"
+    first, tensors = headers[0], [tensor for header in headers for tensor in header.tensors]
+    architecture = first.text("general.architecture") or "unknown"
     types = Counter(tensor.kind for tensor in tensors)
     weights: Counter[str] = Counter()
     for tensor in tensors:
@@ -60,22 +59,22 @@ def inspect_model(path: Path) -> ModelFacts:
     return ModelFacts(
         path=str(path),
         architecture=architecture,
-        name=value("general.name"),
-        license=value("general.license"),
+        name=first.text("general.name"),
+        license=first.text("general.license"),
         size_bytes=sum(part.stat().st_size for part in parts),
         n_params=sum(tensor.n_elements for tensor in tensors),
-        n_ctx_train=value(f"{architecture}.context_length"),
-        n_layer=value(f"{architecture}.block_count"),
-        n_embd=value(f"{architecture}.embedding_length"),
-        n_head=value(f"{architecture}.attention.head_count"),
-        n_head_kv=value(f"{architecture}.attention.head_count_kv"),
-        n_vocab=value("tokenizer.ggml.tokens"),
+        n_ctx_train=first.whole_number(f"{architecture}.context_length"),
+        n_layer=first.whole_number(f"{architecture}.block_count"),
+        n_embd=first.whole_number(f"{architecture}.embedding_length"),
+        n_head=first.metadata.get(f"{architecture}.attention.head_count"),
+        n_head_kv=first.metadata.get(f"{architecture}.attention.head_count_kv"),
+        n_vocab=first.whole_number("tokenizer.ggml.tokens"),
         draft_heads=heads_in(headers).n,
         drafts_as=describe_draft(path),
         tensor_types=dict(types.most_common()),
         main_type=weights.most_common(1)[0][0],
-        has_chat_template="tokenizer.chat_template" in metadata,
-        pooling=_POOLING.get(value(f"{architecture}.pooling_type")),
+        has_chat_template="tokenizer.chat_template" in first.metadata,
+        pooling=_POOLING.get(first.whole_number(f"{architecture}.pooling_type") or 0),
     )
 
 

@@ -181,15 +181,16 @@ def plan_type(path: Path, kind: str, *, lossy: bool = False) -> Requantization:
 
 def read_matrices(path: Path) -> list[Matrix]:
     """The matrices whose type can change. Raises `ModelError` for a file that cannot be requantised."""
-    metadata, tensors = read_header(path)
-    if (n_parts := metadata.get("split.count", 1)) > 1:
+    header = read_header(path)
+    metadata, tensors = header
+    if (n_parts := header.whole_number("split.count") or 1) > 1:
         raise ModelError(f"{path.name} is one of {n_parts} parts of a model; merge them with llama-gguf-split first")
     if (kind := metadata.get("general.type", "model")) != "model":
         raise ModelError(f"{path.name} is not a model (its general.type is {kind!r}); only models can be requantised")
     architecture = metadata.get("general.architecture")
     has_output = any(tensor.name == "output.weight" for tensor in tensors)
     is_looked_up = has_output or f"{architecture}.pooling_type" in metadata  # such models compute no logits
-    n_experts_used = metadata.get(f"{architecture}.expert_used_count", 1)
+    n_experts_used = header.whole_number(f"{architecture}.expert_used_count") or 1
     matrices = []
     for tensor in tensors:
         name, shape = tensor.name, tensor.shape

@@ -17,7 +17,7 @@ from cppbatch.engine.runtime import load_runtime
 from cppbatch.errors import LlamaError
 from cppbatch.server.models.served import OneModel
 from cppbatch.server.settings import ServerSettings
-from tests.support.http_client import Http, http_to, post
+from tests.support.http_client import Http, get, http_to, post
 
 HELLO: dict[str, Any] = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 4}
 
@@ -247,6 +247,21 @@ async def test_the_chat_template_of_the_settings_replaces_the_models(engine: Loc
     assert status == 400
     assert answer["error"]["param"] == "messages"
     assert answer["error"]["message"].endswith("mine")
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/props"])
+async def test_a_slow_chat_template_does_not_delay_other_requests(engine: LocalEngine, path: str) -> None:
+    endless = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+    async with http_to(engine, ServerSettings(chat_template=endless)) as http:
+        first = asyncio.create_task(post(http, path, HELLO) if path != "/props" else get(http, path))
+        waits = []
+        while not first.done():
+            before = asyncio.get_running_loop().time()
+            await get(http, "/health")
+            waits.append(asyncio.get_running_loop().time() - before)
+        await first
+    assert len(waits) > 5
+    assert max(waits) < 0.5
 
 
 async def test_the_models_chat_format_is_one_for_the_server_and_its_engine(engine: LocalEngine) -> None:

@@ -141,6 +141,14 @@ async def test_as_text_a_line_is_short_and_has_the_id(http: Http, log: Log) -> N
     assert warning.endswith("WARNING cppbatch.engine: shown")
 
 
+def test_a_message_cannot_forge_lines_or_control_the_terminal(log: Log) -> None:
+    set_up("text")
+    logging.getLogger("cppbatch.models").info("loaded %s", "\x1b[31m\r\n2026-01-01 INFO forged")
+    first, second = log.text.splitlines()
+    assert first.endswith(r"INFO cppbatch.models: loaded \x1b[31m\r")
+    assert second == "    2026-01-01 INFO forged"
+
+
 async def _poll_and_ask(http: Http) -> None:
     for path in ("/health", "/v1/health", "/ready", "/stats"):
         async with http.get(path) as answer:

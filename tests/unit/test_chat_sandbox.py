@@ -27,6 +27,12 @@ def test_the_templates_own_error_is_reported() -> None:
     assert refused.value.field == "messages"
 
 
+def test_a_long_error_of_a_template_is_shortened() -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        template_of("{{ raise_exception('no ' * 1000000) }}").render([SUM])
+    assert len(str(refused.value)) < 1100
+
+
 @pytest.mark.parametrize(
     "source",
     [
@@ -53,6 +59,24 @@ def test_a_template_that_writes_forever_is_stopped() -> None:
         render_template(compile_template(endless.replace("TEXT", "b")), {}, seconds=0.1)
     with pytest.raises(jinja2.TemplateError, match="exceeds 33554432 characters"):
         render_template(compile_template(endless.replace("TEXT", "'x' * 1000000")), {})
+
+
+@pytest.mark.parametrize(
+    "endless",
+    [
+        "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+        "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(99) }}",
+        "{% for a in [0] * 99 recursive %}{% if loop.depth < 99 %}{% set _ = loop([0] * 99) %}{% endif %}{% endfor %}",
+    ],
+)
+def test_a_template_that_runs_long_without_writing_is_stopped(endless: str) -> None:
+    with pytest.raises(jinja2.TemplateError, match=r"longer than 0\.1 seconds"):
+        render_template(compile_template(endless), {}, seconds=0.1)
+
+
+def test_loops_know_their_length_and_neighbours() -> None:
+    source = "{% for x in 'abc' if x != 'b' %}{{ x }}{{ loop.index }}/{{ loop.length }}{{ loop.nextitem }} {% endfor %}"
+    assert render_template(compile_template(source), {}) == "a1/2c c2/2 "
 
 
 def test_templates_find_what_transformers_gives_them() -> None:

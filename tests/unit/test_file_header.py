@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,10 @@ import pytest
 from gguf.constants import GGML_QUANT_SIZES
 
 from cppbatch.errors import ModelError
+from cppbatch.models.attention_times import attention_shape
 from cppbatch.models.file_header import WEIGHT_TYPES, TensorInfo, read_header
+from cppbatch.models.inspect import inspect_model
+from cppbatch.models.requantize import read_matrices
 from cppbatch.models.synthetic import LlamaShape, write_llama
 from tests.support import tiny_models
 
@@ -95,6 +99,51 @@ def test_an_alignment_of_zero_is_refused(tmp_path: Path) -> None:
     writer.write_tensors_to_file()
     writer.close()
     with pytest.raises(ModelError, match="damaged"):
+        read_header(path)
+
+
+def test_metadata_of_a_wrong_type_counts_as_missing(tmp_path: Path) -> None:
+    path = tmp_path / "a.gguf"
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_array("general.name", [1, 2])
+    writer.add_string("llama.context_length", "many")
+    writer.add_float32("llama.embedding_length", float("nan"))
+    writer.add_int32("llama.block_count", -1)
+    writer.add_string("llama.attention.key_length", "long")
+    writer.add_string("llama.expert_used_count", "some")
+    writer.add_string("split.count", "several")
+    writer.add_tensor("a.weight", np.ones((4, 32), np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    facts = inspect_model(path)
+    assert (facts.architecture, facts.name, facts.n_ctx_train, facts.n_embd, facts.n_layer) == ("llama", *[None] * 4)
+    assert attention_shape(path) is None
+    assert [matrix.name for matrix in read_matrices(path)] == ["a.weight"]
+
+
+def test_a_key_length_that_is_a_text_counts_as_missing(tmp_path: Path) -> None:
+    whole = attention_shape(tiny_models.llama(tmp_path / "whole.gguf"))
+    path = tmp_path / "damaged.gguf"
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_block_count(2)
+    writer.add_embedding_length(tiny_models.N_EMBD)
+    writer.add_head_count(tiny_models.N_HEAD)
+    writer.add_head_count_kv(tiny_models.N_HEAD_KV)
+    writer.add_string("llama.attention.key_length", "long")
+    writer.add_tensor("a.weight", np.ones((4, 32), np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    assert attention_shape(path) == whole
+
+
+def test_a_pipe_is_refused_without_waiting_for_a_writer(tmp_path: Path) -> None:
+    path = tmp_path / "pipe.gguf"
+    os.mkfifo(path)
+    with pytest.raises(ModelError, match="is not a regular file"):
         read_header(path)
 
 

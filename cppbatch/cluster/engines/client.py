@@ -270,10 +270,13 @@ class EngineClient(ABC):
 
         Raises as `chat` does.
         """
-        chat = self.chat_formats.get(template)
+        formats = self.chat_formats
+        chat = formats.made.get(template)
+        if chat is None:  # on another thread, because learning a template's forms may take a second or two
+            chat = await asyncio.to_thread(formats.get, template)
         if chat.token_ids is None:
             tokens = {marker: await self.tokenize(marker, add_special=False) for marker in chat.markers}
-            self.chat_formats.add_tokens(chat, tokens)
+            formats.add_tokens(chat, tokens)
         return chat
 
     @cached_property

@@ -87,12 +87,14 @@ def address_of(host: str) -> Address | None:
     return getattr(address, "ipv4_mapped", None) or address
 
 
-_NAT64 = ipaddress.ip_network("64:ff9b::/96")  # gateways translate these to IPv4 addresses, even private ones
+_GLOBAL_IPV6 = ipaddress.ip_network("2000::/3")
+"""The addresses of the internet. Gateways translate some of the others to IPv4 addresses, even private ones (NAT64)."""
 
 
 def _is_public(address: Address) -> bool:
-    is_embedded = address.version == 6 and (address in _NAT64 or address.sixtofour or address.teredo)
-    return address.is_global and not address.is_multicast and not is_embedded
+    if address.version == 6 and (address not in _GLOBAL_IPV6 or address.sixtofour or address.teredo):
+        return False
+    return address.is_global and not address.is_multicast
 
 
 # --- own names -------------------------------------------------------------------------------------------------------

@@ -296,8 +296,12 @@ class Serving:
         chat = await self.client.chat_format(self._own_template)
         if not self._has_logged_forms:
             self._has_logged_forms = True
-            log.info("chats of %s: %s", self.name, self.chat_forms)
+            log.info("chats of %s: %s", self.name, await self.learn_chat_forms())
         return chat
+
+    async def learn_chat_forms(self) -> ChatForms | None:
+        """`chat_forms`, learned on another thread, because that may take a second or two."""
+        return await asyncio.to_thread(lambda: self.chat_forms)
 
     @cached_property
     def chat_forms(self) -> ChatForms | None:

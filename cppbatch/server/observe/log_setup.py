@@ -6,6 +6,7 @@ import contextvars
 import datetime
 import json
 import logging
+import re
 import sys
 from typing import Any, Literal
 
@@ -36,6 +37,9 @@ def set_up(log_format: LogFormat, *, verbose: bool = False, level: LogLevel | No
     logging.getLogger("aiohttp.server").addFilter(_shorten_http_errors)
 
 
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # without tab and newline
+
+
 class TextFormatter(logging.Formatter):
     """`2026-03-01 12:03:41.512 WARNING cppbatch.server: message [request id]`."""
 
@@ -48,6 +52,11 @@ class TextFormatter(logging.Formatter):
         request_id = getattr(record, "request_id", None)
         record.about = f" [{request_id}]" if request_id else ""
         return super().format(record)
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        """As in `logging`. Texts from model files can neither start a line of their own nor control a terminal."""
+        record.message = _CONTROL.sub(lambda found: repr(found[0])[1:-1], record.message).replace("\n", "\n    ")
+        return super().formatMessage(record)
 
 
 class JsonFormatter(logging.Formatter):

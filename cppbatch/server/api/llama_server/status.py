@@ -154,7 +154,7 @@ async def props(request: web.Request) -> web.Response:
                 media_marker=MEDIA_MARKER,
                 chat_template=serving.template or CHATML,
                 has_chat_template=serving.template is not None,
-                chat_forms=serving.chat_forms,
+                chat_forms=await serving.learn_chat_forms(),
                 bos_token=info.bos,
                 eos_token=info.eos,
                 build_info=f"cppbatch {__version__}",
