@@ -94,7 +94,8 @@ class ManyModels(ServedModels):
         for name in [name for name, spec in self._specs.items() if new.get(name) != spec]:
             del self._specs[name]
             self._servings.pop(name, None)
-            self.pool.remove(name)
+            if name not in new:
+                self.pool.remove(name)
         for name, spec in new.items():
             if name not in self._specs:
                 self._specs[name] = spec
