@@ -15,7 +15,7 @@ from aiohttp.test_utils import TestClient, TestServer
 from prometheus_client.parser import text_string_to_metric_families
 
 from cppbatch.config import EngineConfig
-from cppbatch.errors import ModelLoadFailed
+from cppbatch.errors import ConfigError, ModelLoadFailed
 from cppbatch.jobs.job_request import JobRequest
 from cppbatch.models.find import models_below, short_name
 from cppbatch.server.api.batches.handler import URLS, BatchRequestHandler
@@ -262,6 +262,22 @@ async def test_the_folder_is_read_again(folder: Path, tmp_path: Path, monkeypatc
         assert [model["id"] for model in answer["data"]] == ["two"]
         assert (await post(http, "/v1/completions", {**body, "model": "one"}))[0] == 404
         assert (await post(http, "/v1/completions", {**body, "model": "two"}))[0] == 200
+
+
+async def test_invalid_settings_leave_the_models_as_they_were(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(many, "_LOOK_AGAIN_S", -1.0)
+
+    def fail(self: FolderCatalog) -> CatalogContent:
+        raise ConfigError("models.toml: 'bogus' is unknown")
+
+    async with serve(folder) as http:
+        monkeypatch.setattr(FolderCatalog, "read", fail)
+        status, answer = await post(http, "/v1/completions", {"prompt": "a", "model": "three"})
+        assert (status, answer["error"]["code"]) == (404, "model_not_found")
+        status, answer = await get(http, "/models?reload=1")
+        message = "reload: the models are unchanged: models.toml: 'bogus' is unknown"
+        assert (status, answer["error"]["message"]) == (400, message)
+        assert len(await states(http)) == 3
 
 
 async def test_a_key_sees_and_uses_only_its_models(folder: Path) -> None:
