@@ -330,6 +330,10 @@ class ManyModels(ServedModels):
         """As in `ServedModels`. Each line names its model; lines with an unknown model fail."""
         return model == _ANY_OF_THEM or self._find(model) is not None
 
+    def default_in_batch(self, model: str) -> str | None:
+        """As in `ServedModels`: the default model may have changed since the batch was created."""
+        return None if model == _ANY_OF_THEM else model
+
     def first_lines(self, urls: list[str]) -> list[str]:
         """As in `ServedModels`."""
         at_once = [spec.name for spec in self._specs.values() if spec.pinned or spec.preload]
