@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
-from cppbatch.cluster.rules import ScalingRule
+from cppbatch.cluster.rules import ScalingRule, check_times
 from cppbatch.config import EngineConfig, available_threads
 from cppbatch.errors import ConfigError
 
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
 MAX_WORKERS = 64
 """Of one server."""
-_MIN_STEP_TIMEOUT_S = 2.0  # an idle worker has one heartbeat per second
 
 
 class EngineStarter(Protocol):
@@ -58,12 +57,7 @@ class Deployment(msgspec.Struct, frozen=True, kw_only=True):
         self._check_scaling()
         if any(device < 0 for device in self.devices):
             raise ConfigError(f"--devices contains {min(self.devices)}; device numbers start at 0")
-        if self.step_timeout < _MIN_STEP_TIMEOUT_S:
-            raise ConfigError(f"--step-timeout is {self.step_timeout:g} s; it must be at least {_MIN_STEP_TIMEOUT_S:g}")
-        if self.sleep_idle_seconds != -1 and not 0 < self.sleep_idle_seconds < math.inf:
-            raise ConfigError(
-                f"--sleep-idle-seconds is {self.sleep_idle_seconds:g}; it must be more than 0, or -1 for never"
-            )
+        check_times(self.step_timeout, self.sleep_idle_seconds, prefix="--", separator="-")
         if self.in_process and self.sleep_idle_seconds != -1:
             raise ConfigError("--in-process has no worker to stop; leave out --sleep-idle-seconds")
         if self.in_process and (self.workers > 1 or self.max_workers is not None or self.devices):

@@ -40,6 +40,7 @@ UnloadReason = Literal["evicted", "idle", "asked", "changed"]
 
 _MAX_ATTEMPTS = 3  # to load a model, if earlier ones were killed from outside
 _FIRST_PAUSE_S, _MAX_PAUSE_S = 1.0, 60.0  # after a failure, before a request retries
+_CLOCK_ERROR_S = 1e-6  # a timer may end too early by a rounding error
 
 
 class LoadableEngine(Protocol):
@@ -97,7 +98,7 @@ class PooledModel(Generic[Plan, Engine]):
         self._leaves: UnloadReason | None = None
         """Why it is being drained; None: it is not."""
         self._last_used = now
-        self._waiters: list[asyncio.Future[Engine]] = []
+        self._waiters: list[asyncio.Future[Lease[Plan, Engine]]] = []
         self._load_asked = False
         self._failures_in_a_row = 0
         self._retry_at = now
@@ -151,7 +152,7 @@ class ModelPool(Generic[Plan, Engine]):
         self._loader = loader
         self._clock = asyncio.get_running_loop().time
         self._in_memory: set[PooledModel[Plan, Engine]] = set()  # models with an engine, including removed ones
-        self._queue: dict[str, None] = {}  # names of requested models, in order of request
+        self._queue: dict[PooledModel[Plan, Engine], None] = {}  # requested models, in order of request
         self._changed = asyncio.Event()
         self._n_left = 0  # number of unloads, so that a failed plan is only recomputed after another one
         self._closing: set[asyncio.Task[None]] = set()
@@ -160,18 +161,33 @@ class ModelPool(Generic[Plan, Engine]):
     # --- called by the server -----------------------------------------------------------------------------------
 
     def add(self, name: str, *, pinned: bool = False, ttl: float = -1, max_waiting: int = 4096) -> None:
-        """Adds a model. A pinned one is loaded immediately."""
-        self.models[name] = PooledModel(name, pinned=pinned, ttl=ttl, max_waiting=max_waiting, now=self._clock())
+        """Adds a model. A pinned one is loaded immediately.
+
+        An earlier model of this name is removed, and the requests that wait for it wait for the new one.
+        """
+        earlier = self.models.pop(name, None)
+        model: PooledModel[Plan, Engine] = PooledModel(
+            name, pinned=pinned, ttl=ttl, max_waiting=max_waiting, now=self._clock()
+        )
+        self.models[name] = model
+        if earlier:
+            model._waiters, earlier._waiters = earlier._waiters, []
+            model._load_asked = earlier._load_asked
+            if model.is_wanted:
+                self._want(model)
+            self._remove(earlier)
         if pinned:
             self.load(name)
 
-    def remove(self, name: str, reason: UnloadReason = "changed") -> None:
+    def remove(self, name: str) -> None:
         """Removes a model, draining it first if it is loaded. Requests waiting for it fail."""
-        model = self.models.pop(name)
-        self._queue.pop(name, None)
-        self._fail_waiters(model, ModelNotLoaded(f"model {name!r} was removed"))
+        self._remove(self.models.pop(name))
+
+    def _remove(self, model: PooledModel[Plan, Engine]) -> None:
+        self._queue.pop(model, None)
+        self._fail_waiters(model, ModelNotLoaded(f"model {model.name!r} was removed"))
         if model.engine:
-            self._leave(model, reason)
+            self._leave(model, "changed")
 
     async def lease(self, name: str, *, load: bool = True) -> Lease[Plan, Engine]:
         """Waits until the model is loaded, and keeps it loaded until the lease is released.
@@ -189,20 +205,20 @@ class ModelPool(Generic[Plan, Engine]):
             raise self._load_failure(model)
         if model.waiting >= model.max_waiting:
             raise QueueFull(model.max_waiting, max(1.0, model.load_seconds))
-        waiter: asyncio.Future[Engine] = asyncio.get_running_loop().create_future()
+        waiter: asyncio.Future[Lease[Plan, Engine]] = asyncio.get_running_loop().create_future()
         model._waiters.append(waiter)
         self._want(model)
         try:
-            engine = await waiter
+            return await waiter
         except asyncio.CancelledError:
             if waiter.done() and not waiter.cancelled() and waiter.exception() is None:
-                self.release(model)  # it was granted at the same time
+                waiter.result().release()  # it was granted at the same time
             raise
         finally:
-            if waiter in model._waiters:
-                model._waiters.remove(waiter)
-                self._unwant(model)
-        return Lease(self, model, engine)
+            newest = self.models.get(name)  # the model may have been replaced
+            if newest and waiter in newest._waiters:
+                newest._waiters.remove(waiter)
+                self._unwant(newest)
 
     def release(self, model: PooledModel[Plan, Engine]) -> None:
         """Ends a lease."""
@@ -250,13 +266,12 @@ class ModelPool(Generic[Plan, Engine]):
     def _grant_waiters(self, model: PooledModel[Plan, Engine]) -> None:
         """Called when the model is loaded and accepts requests."""
         assert model.engine
-        self._queue.pop(model.name, None)
+        self._queue.pop(model, None)
         model._load_asked = False
         waiters, model._waiters = model._waiters, []
         for waiter in waiters:
             if not waiter.done():
-                model.leases += 1
-                waiter.set_result(model.engine)
+                waiter.set_result(self._grant(model, model.engine))
         model._last_used = self._clock()
 
     def _fail_waiters(self, model: PooledModel[Plan, Engine], error: CppBatchError) -> None:
@@ -267,12 +282,12 @@ class ModelPool(Generic[Plan, Engine]):
                 waiter.set_exception(error)
 
     def _want(self, model: PooledModel[Plan, Engine]) -> None:
-        self._queue.setdefault(model.name)
+        self._queue.setdefault(model)
         self._changed.set()
 
     def _unwant(self, model: PooledModel[Plan, Engine]) -> None:
         if not model.is_wanted:
-            self._queue.pop(model.name, None)
+            self._queue.pop(model, None)
             self._changed.set()
 
     def _load_failure(self, model: PooledModel[Plan, Engine]) -> ModelLoadFailed:
@@ -321,18 +336,17 @@ class ModelPool(Generic[Plan, Engine]):
 
     async def _run(self) -> NoReturn:
         while True:
-            name = next((each for each in self._queue if self.models[each].engine is None), None)
-            if name is None:
+            model = next((each for each in self._queue if each.engine is None), None)
+            if model is None:
                 self._unload_expired()
                 await self._change(self._next_expiry())
                 continue
-            model = self.models[name]
             try:
                 await self._load(model)
             except (CppBatchError, OSError) as error:
                 self._failed(model, str(error))
             except Exception as error:  # a bug: fails these requests, and the pool continues
-                log.exception("failed to load %s", name)
+                log.exception("failed to load %s", model.name)
                 self._failed(model, f"{type(error).__name__}: {error}")
 
     async def _change(self, seconds: float | None = None) -> None:
@@ -368,7 +382,7 @@ class ModelPool(Generic[Plan, Engine]):
                 self._choose_victim(DoesNotFit(f"{len(others)} models are loaded, which is the limit (--models-max)"))
             elif planned_at != self._n_left:
                 planned_at = self._n_left
-                pinned = [each.plan for each in self._in_memory if each.plan is not None and each.pinned]
+                pinned = [each.plan for each in self._in_memory if each.plan is not None and self._stays(each)]
                 try:
                     plan = await self._loader.plan(model.name, others, pinned)
                 except DoesNotFit as error:
@@ -387,6 +401,11 @@ class ModelPool(Generic[Plan, Engine]):
             self._unload_expired()
         self._spare_others()
         return None
+
+    @staticmethod
+    def _stays(model: PooledModel[Plan, Engine]) -> bool:
+        """Whether it cannot be unloaded: it is pinned, and was not unloaded by hand or replaced."""
+        return model.pinned and not model._leaves
 
     def _choose_victim(self, shortage: DoesNotFit) -> None:
         """Unloads a model, unless one is already being unloaded. Raises `shortage` if none can be."""
@@ -434,7 +453,7 @@ class ModelPool(Generic[Plan, Engine]):
         model._failures_in_a_row += 1
         model._retry_at = self._clock() + pause
         log.error("%s could not be loaded: %s. The next request after %g s retries", model.name, reason, pause)
-        self._queue.pop(model.name, None)
+        self._queue.pop(model, None)
         self._spare_others()
         self._fail_waiters(model, self._load_failure(model))
 
@@ -449,10 +468,12 @@ class ModelPool(Generic[Plan, Engine]):
 
     def _unload_expired(self) -> None:
         for each in self._can_expire():
-            if self._clock() - each._last_used >= each.ttl:
+            if self._seconds_left(each) < _CLOCK_ERROR_S:
                 self._leave(each, "idle")
 
     def _next_expiry(self) -> float | None:
         """Seconds until the next idle model is unloaded; None: never."""
-        now = self._clock()
-        return min((max(0.0, each._last_used + each.ttl - now) for each in self._can_expire()), default=None)
+        return min((max(0.0, self._seconds_left(each)) for each in self._can_expire()), default=None)
+
+    def _seconds_left(self, model: PooledModel[Plan, Engine]) -> float:
+        return model._last_used + model.ttl - self._clock()

@@ -1,12 +1,14 @@
-"""Rules, without I/O, for routing requests to workers or replicas, and for the number of workers."""
+"""Rules, without I/O, for routing requests to workers or replicas, for the number of workers, and for their times."""
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import Generic, Literal, NamedTuple, TypeVar
 
 from cppbatch.engine.request import GenerationRequest, MediaPrompt, Pair
+from cppbatch.errors import ConfigError
 
 # --- prefix router ---------------------------------------------------------------------------------------------------
 # Chooses the member of a fleet for a request: the one with its prefix, unless the queues are unbalanced.
@@ -199,3 +201,22 @@ def _since(since: float | None, now: float, is_so: bool) -> float | None:
 
 def _lasts(since: float | None, now: float, seconds: float) -> bool:
     return since is not None and now - since >= seconds
+
+
+# --- times of a worker -----------------------------------------------------------------------------------------------
+
+
+_MIN_STEP_TIMEOUT_S = 2.0  # an idle worker has one heartbeat per second
+
+
+def check_times(step_timeout: float, sleep_idle_seconds: float, *, prefix: str = "", separator: str = "_") -> None:
+    """Checks the arguments of `EngineProcess`, or with `prefix` and `separator` the flags of the same names.
+
+    Raises `ConfigError`.
+    """
+    if not step_timeout >= _MIN_STEP_TIMEOUT_S:  # also false for NaN
+        name = f"{prefix}step{separator}timeout"
+        raise ConfigError(f"{name} is {step_timeout:g} s; it must be at least {_MIN_STEP_TIMEOUT_S:g}")
+    if sleep_idle_seconds != -1 and not 0 < sleep_idle_seconds < math.inf:
+        name = f"{prefix}sleep{separator}idle{separator}seconds"
+        raise ConfigError(f"{name} is {sleep_idle_seconds:g}; it must be more than 0, or -1 for never")

@@ -240,6 +240,27 @@ async def test_a_whole_answer_that_is_not_read_is_given_up_too(caplog: pytest.Lo
         writer.close()
 
 
+async def test_a_client_that_leaves_just_before_a_write_is_not_an_error(
+    engine: HeldEngine, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def write_to_lost_connection(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse()
+        await response.prepare(request)
+        assert request.transport
+        request.transport.abort()
+        await response.write(b"x")
+        raise AssertionError("written")
+
+    app = create_app(engine)
+    app.router.add_get("/lost", write_to_lost_connection)
+    async with listening(app) as listener:
+        reader, writer = await connect(listener)
+        writer.write(head("GET", "/lost"))
+        await ended(reader)
+        assert await is_served(listener)
+    assert [record.message for record in caplog.records if record.levelno >= logging.ERROR] == []
+
+
 async def test_a_client_that_reads_slowly_gets_all_of_it(tiny_llama: Path) -> None:
     async with (
         LocalEngine(tiny_llama, n_ctx=4096, n_parallel=4, n_threads=1) as engine,

@@ -15,7 +15,8 @@ from aiohttp.test_utils import TestClient, TestServer
 from prometheus_client.parser import text_string_to_metric_families
 
 from cppbatch.config import EngineConfig
-from cppbatch.errors import ModelLoadFailed
+from cppbatch.errors import ConfigError, ModelLoadFailed
+from cppbatch.jobs.batches import active_batch
 from cppbatch.jobs.job_request import JobRequest
 from cppbatch.models.find import models_below, short_name
 from cppbatch.server.api.batches.handler import URLS, BatchRequestHandler
@@ -264,6 +265,22 @@ async def test_the_folder_is_read_again(folder: Path, tmp_path: Path, monkeypatc
         assert (await post(http, "/v1/completions", {**body, "model": "two"}))[0] == 200
 
 
+async def test_invalid_settings_leave_the_models_as_they_were(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(many, "_LOOK_AGAIN_S", -1.0)
+
+    def fail(self: FolderCatalog) -> CatalogContent:
+        raise ConfigError("models.toml: 'bogus' is unknown")
+
+    async with serve(folder) as http:
+        monkeypatch.setattr(FolderCatalog, "read", fail)
+        status, answer = await post(http, "/v1/completions", {"prompt": "a", "model": "three"})
+        assert (status, answer["error"]["code"]) == (404, "model_not_found")
+        status, answer = await get(http, "/models?reload=1")
+        message = "reload: the models are unchanged: models.toml: 'bogus' is unknown"
+        assert (status, answer["error"]["message"]) == (400, message)
+        assert len(await states(http)) == 3
+
+
 async def test_a_key_sees_and_uses_only_its_models(folder: Path) -> None:
     keys = Keys([api_key("all"), api_key("some", models=("two",)), api_key("none", models=("other",))])
     async with serve(folder, settings={"keys": keys}) as http:
@@ -308,6 +325,35 @@ async def test_the_lines_of_a_batch_name_their_models(folder: Path, tmp_path: Pa
         assert {row["custom_id"]: row["response"]["body"]["model"] for row in results} == {
             f"{i}-{name}": name for i, name in enumerate(names) if name != "three"
         }
+
+
+async def test_a_batch_waits_for_its_model_which_answers_its_lines_after_the_default_has_changed(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(active_batch, "_MODEL_CHECK_S", 0.05)
+    is_there = False
+    monkeypatch.setattr(ManyModels, "serves_batch", lambda models, model: is_there)
+    body = {"prompt": "a", "max_tokens": 1}
+    line = json.dumps({"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": body})
+    async with serve(folder, data=tmp_path, default="one") as http:
+        form = FormData({"purpose": "batch"})
+        form.add_field("file", line, filename="in.jsonl")
+        async with http.post("/v1/files", data=form) as answer:
+            file = (await answer.json())["id"]
+        request = {"input_file_id": file, "endpoint": "/v1/completions", "completion_window": "24h"}
+        _, batch = await post(http, "/v1/batches", request)
+        assert batch["model"] == "one"
+    async with serve(folder, data=tmp_path, default="two") as http:
+        await asyncio.sleep(0.2)
+        assert (await get(http, f"/v1/batches/{batch['id']}"))[1]["request_counts"]["completed"] == 0
+        is_there = True
+        for _ in range(600):
+            _, batch = await get(http, f"/v1/batches/{batch['id']}")
+            if batch["status"] == "completed":
+                break
+            await asyncio.sleep(0.05)
+        async with http.get(f"/v1/files/{batch['output_file_id']}/content") as answer:
+            assert json.loads(await answer.text())["response"]["body"]["model"] == "one"
 
 
 async def test_items_of_one_request_are_for_one_model(folder: Path) -> None:

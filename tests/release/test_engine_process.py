@@ -284,7 +284,7 @@ async def test_a_prompt_that_hangs_in_preparation_fails_alone(
     tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(handle, "_MAX_PREPARATION_S", 0.5)
-    async with opened(tiny_llama, "hangs_on_texts", step_timeout=1) as engine:
+    async with opened(tiny_llama, "hangs_on_texts", step_timeout=2) as engine:
         texts = [*(request(i, max_tokens=200) for i in range(6)), request("bad", "this is poison")]
         *others, poisonous = await together(engine, texts)
         assert "3 times in a row" in (poisonous[-1].error or "")

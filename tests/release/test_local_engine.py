@@ -295,6 +295,29 @@ async def test_close_ends_running_and_waiting_requests_with_one_last_event(tiny_
     assert engine.health().status == "closed"
 
 
+@pytest.mark.parametrize("kind", [LocalEngine, EngineProcess])
+async def test_close_ends_requests_in_preparation_and_refuses_queued_questions(
+    kind: type[LocalEngine | EngineProcess], tiny_llama: Path
+) -> None:
+    engine = kind(tiny_llama, **SETTINGS)
+    await soon(engine.loaded())
+    questions = [asyncio.create_task(engine.tokenize("abc " * 100_000)) for _ in range(20)]
+    params = [SamplingParams(json_schema={"type": "object", "required": [f"k{i}"]}) for i in range(20)]
+    requests = [GenerationRequest(id=str(i), prompt="Hello", params=its) for i, its in enumerate(params)]
+    streams = [asyncio.create_task(run(engine, its)) for its in requests]
+    await asyncio.sleep(0)
+    closing = asyncio.create_task(engine.close())
+    await asyncio.sleep(0)
+    with pytest.raises(EngineClosed, match="it is closed"):
+        await soon(run(engine, request("late")))
+    await soon(closing)
+    answers = await soon(asyncio.gather(*questions, return_exceptions=True))
+    assert {type(answer) for answer in answers} <= {list, EngineClosed}
+    assert isinstance(answers[-1], EngineClosed)
+    for events in await soon(asyncio.gather(*streams)):
+        assert_ends_once(events, FinishReason.CANCELLED)
+
+
 async def test_a_closed_engine_accepts_nothing_and_may_be_closed_again(tiny_llama: Path) -> None:
     async with LocalEngine(tiny_llama, **SETTINGS) as engine:
         pass

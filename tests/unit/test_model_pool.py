@@ -326,6 +326,41 @@ def test_a_removed_model_ends_its_requests_and_makes_room_for_its_successor() ->
     run_in_virtual_time(main())
 
 
+@pytest.mark.parametrize("fails", [False, True])
+def test_requests_for_a_model_that_changes_while_it_is_loaded_get_the_new_one(fails: bool) -> None:
+    async def main() -> None:
+        loader = FakeLoader({"a": 1}, budget=1)
+        loader.errors["a"] = [ModelError("broken")] if fails else []
+        pool = pool_of(loader)
+        waiting = asyncio.create_task(use(pool, "a", 1))
+        await asyncio.sleep(1)
+        pool.add("a")  # its settings have changed
+        left = asyncio.create_task(use(pool, "a", 1))
+        await asyncio.sleep(0)
+        left.cancel()
+        both = asyncio.gather(waiting, use(pool, "a", 1))
+        for began in await asyncio.wait_for(both, 60):
+            assert began == pytest.approx(2 * LOAD_S + CLOSE_S + 0.2)
+        assert (pool.models["a"].leases, pool.models["a"].waiting) == (0, 0)
+        await pool.close()
+        assert loader.in_memory == 0
+
+    run_in_virtual_time(main())
+
+
+def test_a_pinned_model_that_has_changed_is_loaded_in_place_of_the_old_one() -> None:
+    async def main() -> None:
+        loader = FakeLoader({"a": 2}, budget=2)
+        pool = pool_of(loader, pinned="a")
+        await asyncio.sleep(5)
+        pool.add("a", pinned=True)
+        await asyncio.sleep(5)
+        assert (pool.models["a"].state, pool.models["a"].error) == ("loaded", None)
+        await pool.close()
+
+    run_in_virtual_time(main())
+
+
 def test_more_requests_than_the_queue_holds_are_refused_and_closing_ends_the_others() -> None:
     async def main() -> None:
         loader = FakeLoader({"a": 1})
@@ -379,7 +414,8 @@ def test_random_schedules(seed: int) -> None:
             elif action == "unload":
                 pool.unload(name)
             elif action == "change":
-                pool.remove(name)
+                if rng.random() < 0.5:
+                    pool.remove(name)
                 pool.add(name, ttl=rng.choice((-1, 5)), max_waiting=100)
             else:
                 error = ModelError("broken") if action == "break" else LoadInterrupted("killed")

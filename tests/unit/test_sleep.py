@@ -11,6 +11,7 @@ import pytest
 from cppbatch.cluster.deployment import Deployment
 from cppbatch.cluster.engines import supervisor
 from cppbatch.cluster.engines.in_flight import InFlightRequests
+from cppbatch.cluster.engines.process import EngineProcess
 from cppbatch.cluster.engines.supervisor import Supervisor
 from cppbatch.cluster.link import FromWorker, Loaded
 from cppbatch.cluster.worker.handle import WorkerDied
@@ -191,3 +192,21 @@ async def test_without_the_setting_no_worker_sleeps(workers: list[Worker]) -> No
 def test_an_invalid_time_is_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="--sleep-idle-seconds"):
         Deployment(**wrong)
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong"),
+    [
+        ("sleep_idle_seconds", 0),
+        ("sleep_idle_seconds", float("nan")),
+        ("step_timeout", 0),
+        ("step_timeout", float("nan")),
+    ],
+)
+async def test_an_engine_process_refuses_the_same_times(workers: list[Worker], name: str, wrong: float) -> None:
+    times: dict[str, Any] = {name: wrong}
+    with pytest.raises(ConfigError, match=f"^--{name.replace('_', '-')} is"):
+        Deployment(**times)
+    with pytest.raises(ConfigError, match=f"^{name} is"):
+        EngineProcess("tiny.gguf", **times)
+    assert not workers

@@ -90,6 +90,8 @@ class LocalEngine(EngineClient):
 
     def health(self) -> Health:
         """The current state of the engine."""
+        if self._closing and self._health.status != "failed":
+            return Health(status="closed")
         return self._health
 
     async def check(self, request: GenerationRequest) -> None:
@@ -101,7 +103,7 @@ class LocalEngine(EngineClient):
     ) -> list[TokenPiece]:
         """As in `EngineClient`."""
         tokens = partial(self._ready().inputs.tokens, text, add_special=add_special, parse_special=parse_special)
-        return await self._run_on(self._input_threads.for_text(text), tokens)
+        return await self._run_cancellable(self._input_threads.for_text(text), tokens)
 
     async def update_request(self, request_id: str, tokens: Sequence[int]) -> bool:
         """Appends tokens to the text of a request, between two steps; see `BatchInferenceEngine.update_request`."""
@@ -123,12 +125,13 @@ class LocalEngine(EngineClient):
             return await self._between_steps(lambda: slots.erase(slot))
         if action == "save":
             prefix = await self._between_steps(lambda: slots.take(slot))
-            return await self._loop.run_in_executor(files, slots.write, Path(path), prefix)
-        prefix = await self._loop.run_in_executor(files, slots.read, Path(path))
+            return await self._run_on(files, partial(slots.write, Path(path), prefix))
+        prefix = await self._run_on(files, partial(slots.read, Path(path)))
         return await self._between_steps(lambda: slots.put(slot, prefix))
 
     async def _between_steps(self, change: Callable[[], Result]) -> Result:
         """Runs `change` on the engine's thread. Raises its `InvalidRequest`, and `EngineClosed` if the engine ends."""
+        self._ready()
         answer: asyncio.Future[Result] = self._loop.create_future()
         self._waiters.add(answer)
         answer.add_done_callback(self._waiters.discard)
@@ -153,7 +156,10 @@ class LocalEngine(EngineClient):
         self._by_id[request.id] = self._by_number[submitted.number] = submitted
         in_engine = False
         try:
-            sequence = await self._prepare(replace_fields(request, id=submitted.number))
+            try:
+                sequence = await self._prepare(replace_fields(request, id=submitted.number))
+            except EngineClosed:  # closed meanwhile
+                submitted.cancelled = True
             if submitted.cancelled:
                 yield GenerationEvent(request_id=request.id, finish_reason=FinishReason.CANCELLED)
                 return
@@ -171,17 +177,29 @@ class LocalEngine(EngineClient):
         engine, threads = self._ready(), self._input_threads
         prepare = partial(engine.prepare, request, arrived_at=perf_counter())
         try:
-            return await self._run_on(threads.for_request(engine, request), partial(prepare, patient=False))
+            return await self._run_cancellable(threads.for_request(engine, request), partial(prepare, patient=False))
         except SlowGrammar:
-            return await self._run_on(threads.for_slow_grammars(), prepare)
+            return await self._run_cancellable(threads.for_slow_grammars(), prepare)
 
-    async def _run_on(self, threads: ThreadPoolExecutor, work: Callable[..., Result]) -> Result:
-        """Runs `work` on one of these threads; its argument `cancelled` returns True when the caller has left."""
+    async def _run_cancellable(self, threads: ThreadPoolExecutor, work: Callable[..., Result]) -> Result:
+        """As `_run_on`; `work` gets the argument `cancelled`, which returns True when the caller has left."""
         cancelled = threading.Event()
         try:
-            return await self._loop.run_in_executor(threads, partial(work, cancelled=cancelled.is_set))
+            return await self._run_on(threads, partial(work, cancelled=cancelled.is_set))
         finally:
             cancelled.set()
+
+    async def _run_on(self, threads: ThreadPoolExecutor, work: Callable[[], Result]) -> Result:
+        """Runs `work` on one of these threads. Raises `EngineClosed` if the engine is closed before it starts."""
+        self._ready()
+        running = self._loop.run_in_executor(threads, work)
+        try:
+            await asyncio.wait([running])  # awaiting it would raise `CancelledError` when the threads are closed
+        finally:
+            running.cancel()
+        if running.cancelled():
+            raise EngineClosed(self.health().refusal)
+        return running.result()
 
     async def cancel(self, request_id: str) -> None:
         """Ends a request within a step."""
@@ -203,7 +221,7 @@ class LocalEngine(EngineClient):
             name="local",
             pid=os.getpid(),
             device=self.config.device,
-            health=self._health,
+            health=self.health(),
             in_flight=len(self._by_id),
             stats=stats,
         )
@@ -239,7 +257,7 @@ class LocalEngine(EngineClient):
 
     def _ready(self) -> EngineCore:
         if self._engine is None or self._health.status != "ok" or self._closing:
-            raise EngineClosed(self._health.refusal)
+            raise EngineClosed(self.health().refusal)
         self._engine.process.check()
         return self._engine
 

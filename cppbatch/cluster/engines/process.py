@@ -39,6 +39,7 @@ from cppbatch.cluster.link import (
     Update,
     Updated,
 )
+from cppbatch.cluster.rules import check_times
 from cppbatch.config import EngineConfig, EngineSettings, engine_config
 from cppbatch.engine.disk.slots import SlotActionName, SlotReport
 from cppbatch.engine.model_info import ModelInfo
@@ -95,9 +96,11 @@ class EngineProcess(EngineClient):
         `name` identifies the worker in `workers`. `step_timeout`: seconds after which a step is considered hung.
         `sleep_idle_seconds`: after this time without requests, the worker stops, which frees its memory; the next
         request starts it and waits for it; -1: never. `runtime` is for tests: `module:function` that creates the
-        `Runtime` instead of loading the model. Raises `ConfigError`, also outside an event loop.
+        `Runtime` instead of loading the model. Raises `ConfigError`, also outside an event loop and for times out of
+        range.
         """
         loop = running_loop("EngineProcess")
+        check_times(step_timeout, sleep_idle_seconds)
         self.config = engine_config(model, settings)
         self.name = name
         self._max_in_flight = self.config.n_parallel + self.config.max_queue

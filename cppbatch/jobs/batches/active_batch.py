@@ -47,6 +47,7 @@ log = logging.getLogger("cppbatch.jobs")
 FIRST_RETRY_S = 30.0
 _MAX_RETRY_S = 600.0
 _CLOCK_CHECK_S = 60.0  # the clock jumps when a machine wakes from sleep
+_MODEL_CHECK_S = 5.0  # whether a server with several models has got the model of a batch
 _MAX_RUNNING_BATCHES = 8  # each has a thread and open files
 _EXPIRED = "This request could not be executed before the completion window expired."
 
@@ -188,7 +189,8 @@ class ActiveBatch:
             if not resources.serves(self.record.batch.model):
                 names = (self.record.batch.id, self.record.batch.model)
                 log.warning("%s is waiting for its model %r, which this server does not serve", *names)
-                await _wait_forever()
+                while not resources.serves(self.record.batch.model):  # noqa: ASYNC110  # models may appear in a folder
+                    await asyncio.sleep(_MODEL_CHECK_S)
             await self._with_retry(partial(self._run_requests, resources))
         except ConfigError as error:
             log.error("%s failed: its input file %s", self.record.batch.id, error)
@@ -425,10 +427,6 @@ def _new_thread() -> ThreadPoolExecutor:
 
 def _now() -> int:
     return int(time.time())
-
-
-async def _wait_forever() -> None:
-    await asyncio.get_running_loop().create_future()
 
 
 # --- batch validation ------------------------------------------------------------------------------------------------

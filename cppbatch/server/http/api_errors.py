@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from difflib import get_close_matches
 from math import ceil
@@ -293,8 +294,8 @@ async def error_middleware(request: web.Request, handler: Handler) -> web.Stream
     """Turns every exception of a handler into an error response."""
     try:
         return await handler(request)
-    except ConnectionResetError:  # the client is gone, so no response can be sent
-        raise
+    except ConnectionResetError:  # the client is gone, which will cancel this task: aiohttp logs other exceptions
+        raise asyncio.CancelledError from None
     except Exception as error:
         if request.match_info.http_exception is error:  # no route, or none for this method
             error.text = f"{request.method} {request.path} not found; {_remedy(request, error)}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
@@ -14,7 +15,7 @@ from prometheus_client.core import Metric
 from cppbatch.cluster.engines.client import EngineClient, Health, WorkerLive, WorkerState
 from cppbatch.cluster.model_pool import ModelPool, ModelState, PooledModel, UnloadReason
 from cppbatch.engine.observe.metrics import EngineStats, add_up
-from cppbatch.errors import EngineClosed, Forbidden, InvalidRequest, ModelError
+from cppbatch.errors import ConfigError, EngineClosed, Forbidden, InvalidRequest, ModelError
 from cppbatch.models.find import shorter_names
 from cppbatch.models.inspect import ModelFacts, inspect_model
 from cppbatch.server.auth.rules import KeyRules
@@ -25,6 +26,8 @@ from cppbatch.server.models.serving import Serving
 from cppbatch.server.observe.metrics import family
 from cppbatch.server.settings import ServerSettings
 from cppbatch.statistic import StatisticKind
+
+log = logging.getLogger("cppbatch.models")
 
 BATCH_LINES = 64
 """Maximum concurrent batch lines, which may be for any of the models."""
@@ -85,7 +88,7 @@ class ManyModels(ServedModels):
     # --- the catalog --------------------------------------------------------------------------------------------
 
     async def reload(self) -> None:
-        """Rereads the catalog. Loaded models that have changed or disappeared are drained."""
+        """Rereads the catalog. Loaded models that have changed or disappeared are drained. Raises as `catalog.read`."""
         self._looked_at = self._clock()
         self._use(await asyncio.to_thread(self._catalog.read))
 
@@ -94,7 +97,8 @@ class ManyModels(ServedModels):
         for name in [name for name, spec in self._specs.items() if new.get(name) != spec]:
             del self._specs[name]
             self._servings.pop(name, None)
-            self.pool.remove(name)
+            if name not in new:
+                self.pool.remove(name)
         for name, spec in new.items():
             if name not in self._specs:
                 self._specs[name] = spec
@@ -128,7 +132,10 @@ class ManyModels(ServedModels):
         """
         found = self._default if name is None else self._find(name)
         if found is None and name is not None and self._clock() > self._looked_at + _LOOK_AGAIN_S:
-            await self.reload()
+            try:
+                await self.reload()
+            except (ConfigError, ModelError) as error:  # perhaps it is being edited
+                log.warning("the models are unchanged: %s", error)
             found = self._find(name)
         if found is None and self._any_model:
             found = self._default
@@ -322,6 +329,10 @@ class ManyModels(ServedModels):
     def serves_batch(self, model: str) -> bool:
         """As in `ServedModels`. Each line names its model; lines with an unknown model fail."""
         return model == _ANY_OF_THEM or self._find(model) is not None
+
+    def default_in_batch(self, model: str) -> str | None:
+        """As in `ServedModels`: the default model may have changed since the batch was created."""
+        return None if model == _ANY_OF_THEM else model
 
     def first_lines(self, urls: list[str]) -> list[str]:
         """As in `ServedModels`."""

@@ -195,6 +195,10 @@ class ServedModels(ABC):
     def serves_batch(self, model: str) -> bool:
         """Whether a batch with this model can run here."""
 
+    def default_in_batch(self, _model: str) -> str | None:
+        """The model for lines that name none, of a batch with this model; None: the default model."""
+        return None
+
     @abstractmethod
     async def load(self, name: str, rules: KeyRules | None) -> None:
         """Starts loading the model, without waiting. Raises `ModelNotFound` and `Forbidden`."""

@@ -69,11 +69,13 @@ class BatchRequestHandler:
         plain_max_tokens: int | None = None,
         rules: KeyRules | None = None,
         priority: int | None = None,
+        default_model: str | None = None,
         load_patience: float = 0.0,
         observe: ObserveEvents = _observe_nothing,
     ) -> None:
         """`defaults`: body fields for requests that do not set them. `plain_max_tokens`: as in `FileJob`. `rules`:
-        those of the requests' key. `priority`: overrides the requests' own. `load_patience`: seconds for which
+        those of the requests' key. `priority`: overrides the requests' own. `default_model`: for requests that name no
+        model; None: the server's default. `load_patience`: seconds for which
         requests wait while their model cannot be loaded; later ones fail until it is loaded. `observe`: for the events
         of each request."""
         self._models = models
@@ -81,6 +83,7 @@ class BatchRequestHandler:
         self._plain_max_tokens = plain_max_tokens
         self._rules = rules
         self._priority = priority
+        self._default_model = default_model
         self._observe = observe
         self._load_patience = load_patience
         self._cannot_load_since: dict[str | None, float] = {}
@@ -123,7 +126,7 @@ class BatchRequestHandler:
                 raise better from error
             raise
         refuse_unknown(request.body, kind)  # excludes the defaults: a field similar to one of them is still a mistake
-        with await self._lease(body.model) as lease:
+        with await self._lease(self._default_model if body.model is None else body.model) as lease:
             prepared = await prepare(body, lease.serving)
             requests = prepared.requests
             if self._priority is not None:
@@ -190,7 +193,12 @@ async def _start(app: web.Application) -> None:
     def execution(record: BatchRecord) -> tuple[RequestHandler, RequestSlots]:
         rules = msgspec.convert(record.key, KeyRules) if record.key else None
         handler = BatchRequestHandler(
-            models, rules=rules, priority=BACKGROUND, load_patience=_LOAD_PATIENCE_S, observe=observe
+            models,
+            rules=rules,
+            priority=BACKGROUND,
+            default_model=models.default_in_batch(record.batch.model),
+            load_patience=_LOAD_PATIENCE_S,
+            observe=observe,
         )
         return handler, KeyLineSlots(request_slots, usage, rules) if rules else request_slots
 

@@ -11,7 +11,7 @@ from aiohttp import web
 from msgspec import UNSET, UnsetType
 
 from cppbatch.engine.model_info import ModelInfo
-from cppbatch.errors import InvalidRequest
+from cppbatch.errors import ConfigError, InvalidRequest, ModelError
 from cppbatch.server.auth.keys import KEY
 from cppbatch.server.http.api_errors import is_anthropic, json_response
 from cppbatch.server.http.endpoint import Routes
@@ -223,7 +223,10 @@ async def models(request: web.Request) -> web.Response:
         return json_response(anthropic_model_list(await served.entries(request.get(KEY)), served.started, page))
     query = convert(dict(request.query), ModelQuery, from_text=True)
     if query.reload:
-        await served.reload()
+        try:
+            await served.reload()
+        except (ConfigError, ModelError) as error:
+            raise InvalidRequest("reload", f"the models are unchanged: {error}") from error
     entries = await served.entries(request.get(KEY))
     if not query.fit:
         return json_response(ModelList(data=[_model(entry, served.started) for entry in entries]))
