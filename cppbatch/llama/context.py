@@ -209,8 +209,13 @@ class Context:
 
     @property
     def shares_cells(self) -> bool:
-        """Whether a sequence can share the first cells of another one (`share_cells`)."""
-        return self.kv_unified and self.model.architecture not in _WHOLE_COPIES
+        """Whether a sequence can share the first cells of another one (`share_cells`).
+
+        With a sliding window, each sequence has its own cells for the window's layers. There are at most `n_ctx` of
+        them: if that is not enough for the windows of all sequences, these could run out while other cells are free.
+        """
+        windows_fit = not self._n_swa or self._n_swa * self.n_seq_max + self.n_ubatch <= self.n_ctx
+        return self.kv_unified and windows_fit and self.model.architecture not in _WHOLE_COPIES
 
     @property
     def handle(self) -> Any:
@@ -650,12 +655,15 @@ class Context:
         C.llama_memory_seq_rm(self._open_memory(), self._native(seq_id), n, -1)
 
     def copy_cut(self, source: int, target: int, n: int) -> SequenceState | None:
-        """Makes an empty sequence hold the first `n` positions of `source`: the same cells in the unified layout, else
-        a copy. Raises `LlamaError` below the `first_cut` of `source`. Unified: returns the part."""
+        """Makes an empty sequence hold the first `n` positions of `source`: the same cells with `shares_cells`, else
+        a copy. Raises `LlamaError` below the `first_cut` of `source`. With `shares_cells`: returns the part."""
         if n < self.first_cut(source):
             raise LlamaError(f"the window of sequence {source} no longer has all cells before position {n}")
-        if not self.kv_unified:
-            self.copy(source, target)
+        if not self.shares_cells:
+            if self.kv_unified:
+                self.restore_sequence(target, self.save_sequence(source))
+            else:
+                self.copy(source, target)
             self.cut(target, n)
             return None
         C.llama_memory_seq_cp(self._open_memory(), self._native(source), self._native(target), 0, n)
