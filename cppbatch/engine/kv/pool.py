@@ -686,7 +686,6 @@ class KVPool:
                 self._memory.remove(sequence.seq_id)
                 self._free_cells_and_id(sequence)
         self._drop_saved(sequence)
-        sequence.n_computed = 0
 
     def _keep_as_prefix(self, sequence: Seq) -> None:
         tokens = sequence.tokens[: sequence.n_computed].copy()
