@@ -34,6 +34,7 @@ _POOLING: dict[Pooling, int] = {"none": 0, "mean": 1, "cls": 2, "last": 3, "rank
 _CACHE_TYPES = {"f32": 0, "f16": 1, "q4_0": 2, "q8_0": 8, "bf16": 30}  # ggml_type
 _NEVER = 1 << 31
 _WHOLE_COPIES = frozenset({"deepseek4"})  # aborts on copies of a part of a sequence: src/llama-kv-cache-dsv4.cpp:1513
+_EQUAL_SHARES = frozenset({"kimi-linear"})  # aborts if it cannot reserve the same part of a ubatch for each sequence
 _PART = 1  # LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY: the cells of sliding windows and recurrent states, without other cells
 _DECODE_ERRORS = {2: "aborted", -1: "the batch is invalid", -2: "out of memory, or no free cells"}
 _FEW = 16  # batch entries, up to which a list is faster than an array: a decode evicts numpy's code from the caches
@@ -84,6 +85,9 @@ class Context:
         if pooling:
             n_ubatch, kv_unified = n_batch, True
         _check_sizes(n_seq_max, n_batch=n_batch, n_ubatch=n_ubatch, n_threads=n_threads)
+        if model.architecture in _EQUAL_SHARES:
+            n_ubatch = max(1, min(n_batch, n_ubatch) // n_seq_max) * n_seq_max
+            n_batch = max(n_batch, n_ubatch)
         params = self._params = C.llama_context_default_params()
         for name, value in model.context_params.items():
             setattr(params, name, value)
