@@ -158,3 +158,16 @@ def test_a_long_window_is_never_shared_beyond_the_cells_of_all_windows(
     )
     assert [(each.error, each.tokens) for each in completions] == [(None, tokens) for tokens in expected]
     assert max(each.usage.cached_tokens for each in completions) == 60
+
+
+def test_a_window_that_no_layer_has_does_not_count(tmp_path: Path, open_engine: OpenEngine) -> None:
+    path = tiny_models.unused_window(tmp_path / "unused.gguf")
+    prompts = [[*STORY, 400 + i] for i in range(3)]
+    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+    plain = open_engine(path, kv_layout="unified", n_ctx=1024, prefix_cache=False, **EXACT)
+    expected = [completion.tokens for completion in plain.generate(prompts, params)]
+    engine = open_engine(path, kv_layout="unified", n_ctx=256, **EXACT)
+    completions = engine.generate(prompts, params)
+    assert engine.core.runtime.sharing == "cells"
+    assert [(each.error, each.tokens) for each in completions] == [(None, tokens) for tokens in expected]
+    assert [each.usage.cached_tokens for each in completions] == [0, len(STORY), len(STORY)]
