@@ -540,7 +540,7 @@ class Seq:
             cached_tokens=min(self.n_cached, self.n_prompt),
             prefilled_tokens=self.n_prompt
             if self.n_generated or self.first_token_at
-            else min(self.n_computed, self.n_prompt),
+            else min(max(self.n_computed, self.n_lost), self.n_prompt),
             completion_tokens=self.n_generated + self.has_end_token,
             context_shifts=self.n_shifts,
             drafted_tokens=self.n_drafted,

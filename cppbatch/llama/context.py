@@ -34,6 +34,7 @@ _POOLING: dict[Pooling, int] = {"none": 0, "mean": 1, "cls": 2, "last": 3, "rank
 _CACHE_TYPES = {"f32": 0, "f16": 1, "q4_0": 2, "q8_0": 8, "bf16": 30}  # ggml_type
 _NEVER = 1 << 31
 _WHOLE_COPIES = frozenset({"deepseek4"})  # aborts on copies of a part of a sequence: src/llama-kv-cache-dsv4.cpp:1513
+_EQUAL_SHARES = frozenset({"kimi-linear"})  # aborts if it cannot reserve the same part of a ubatch for each sequence
 _PART = 1  # LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY: the cells of sliding windows and recurrent states, without other cells
 _DECODE_ERRORS = {2: "aborted", -1: "the batch is invalid", -2: "out of memory, or no free cells"}
 _FEW = 16  # batch entries, up to which a list is faster than an array: a decode evicts numpy's code from the caches
@@ -84,6 +85,9 @@ class Context:
         if pooling:
             n_ubatch, kv_unified = n_batch, True
         _check_sizes(n_seq_max, n_batch=n_batch, n_ubatch=n_ubatch, n_threads=n_threads)
+        if model.architecture in _EQUAL_SHARES:
+            n_ubatch = max(1, min(n_batch, n_ubatch) // n_seq_max) * n_seq_max
+            n_batch = max(n_batch, n_ubatch)
         params = self._params = C.llama_context_default_params()
         for name, value in model.context_params.items():
             setattr(params, name, value)
@@ -209,8 +213,13 @@ class Context:
 
     @property
     def shares_cells(self) -> bool:
-        """Whether a sequence can share the first cells of another one (`share_cells`)."""
-        return self.kv_unified and self.model.architecture not in _WHOLE_COPIES
+        """Whether a sequence can share the first cells of another one (`share_cells`).
+
+        With a sliding window, each sequence has its own cells for the window's layers. There are at most `n_ctx` of
+        them: if that is not enough for the windows of all sequences, these could run out while other cells are free.
+        """
+        windows_fit = not self._n_swa or self._n_swa * self.n_seq_max + self.n_ubatch <= self.n_ctx
+        return self.kv_unified and windows_fit and self.model.architecture not in _WHOLE_COPIES
 
     @property
     def handle(self) -> Any:
@@ -650,12 +659,15 @@ class Context:
         C.llama_memory_seq_rm(self._open_memory(), self._native(seq_id), n, -1)
 
     def copy_cut(self, source: int, target: int, n: int) -> SequenceState | None:
-        """Makes an empty sequence hold the first `n` positions of `source`: the same cells in the unified layout, else
-        a copy. Raises `LlamaError` below the `first_cut` of `source`. Unified: returns the part."""
+        """Makes an empty sequence hold the first `n` positions of `source`: the same cells with `shares_cells`, else
+        a copy. Raises `LlamaError` below the `first_cut` of `source`. With `shares_cells`: returns the part."""
         if n < self.first_cut(source):
             raise LlamaError(f"the window of sequence {source} no longer has all cells before position {n}")
-        if not self.kv_unified:
-            self.copy(source, target)
+        if not self.shares_cells:
+            if self.kv_unified:
+                self.restore_sequence(target, self.save_sequence(source))
+            else:
+                self.copy(source, target)
             self.cut(target, n)
             return None
         C.llama_memory_seq_cp(self._open_memory(), self._native(source), self._native(target), 0, n)

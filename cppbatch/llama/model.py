@@ -26,6 +26,7 @@ from cppbatch.rpc_endpoint import parse_endpoint
 
 Progress = Callable[[float], bool]
 
+_LAYERS_WITH_WINDOWS = {"exaone4": 64}  # with any other number of layers, llama.cpp ignores the window in the file
 _MROPE_TYPES = {8, 40}  # llama_rope_type: MROPE, IMROPE
 _POOLING: dict[str, Pooling] = {"1": "mean", "2": "cls", "3": "last", "4": "rank"}  # llama_pooling_type in metadata
 
@@ -209,6 +210,8 @@ class Model:
     @property
     def n_swa(self) -> int:
         """Size of the sliding attention window in tokens; 0 if there is none."""
+        if _LAYERS_WITH_WINDOWS.get(self.architecture, self.n_layers) != self.n_layers:
+            return 0
         return int(C.llama_model_n_swa(self.handle))
 
     @property

@@ -132,10 +132,12 @@ def check_alone(subject: Subject) -> Finding:
 
 
 def check_batch(subject: Subject) -> Finding:
-    """Eight texts at once are those of each alone."""
-    with subject.engine() as engine:
-        got = [list(each.tokens) for each in engine.generate(subject.prompts, _GREEDY)]
-    return subject.compare(subject.prompts, subject.alone, got)
+    """Eight texts at once are those of each alone; so are three at a time, which do not share a ubatch equally."""
+    got = []
+    for n in (N_SEQUENCES, 3):
+        with subject.engine(n_parallel=n) as engine:
+            got += [list(each.tokens) for each in engine.generate(subject.prompts, _GREEDY)]
+    return subject.compare(subject.prompts * 2, subject.alone * 2, got)
 
 
 def check_swap(subject: Subject) -> Finding:

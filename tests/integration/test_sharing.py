@@ -13,6 +13,7 @@ from cppbatch import BatchInferenceEngine, SamplingParams
 from cppbatch.config import KvLayout, Sharing
 from cppbatch.engine.kv import save_cost
 from cppbatch.llama import Batch, Context, Model, probe_prefix_sharing
+from tests.support import tiny_models
 from tests.support.native_engines import OpenEngine
 
 KINDS: list[tuple[str, str, Sharing]] = [
@@ -140,3 +141,33 @@ def test_a_tiny_cache_with_shared_prefixes_gives_the_texts_of_a_large_one(open_k
     ample, tiny = open_kind(prefix_cache=False, n_ctx=4096), open_kind(n_ctx=1024)
     expected = [result.tokens for result in ample.generate(prompts, params)]
     assert [result.tokens for result in tiny.generate(prompts, params)] == expected
+
+
+def test_a_long_window_is_never_shared_beyond_the_cells_of_all_windows(
+    tmp_path: Path, open_engine: OpenEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each sequence has its own cells in the window: sharing the other cells admits more than fit there."""
+    monkeypatch.setattr(tiny_models, "WINDOW", 1024)
+    path = tiny_models.sliding_window(tmp_path / "window.gguf")
+    prompts = [[*STORY[:60], 400 + i] for i in range(3)]
+    params = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
+    plain = open_engine(path, kv_layout="unified", n_ctx=1024, prefix_cache=False, **EXACT)
+    expected = [completion.tokens for completion in plain.generate(prompts, params)]
+    completions = open_engine(path, kv_layout="unified", n_ctx=256, prefix_cache_ram=0, **EXACT).generate(
+        prompts, params
+    )
+    assert [(each.error, each.tokens) for each in completions] == [(None, tokens) for tokens in expected]
+    assert max(each.usage.cached_tokens for each in completions) == 60
+
+
+def test_a_window_that_no_layer_has_does_not_count(tmp_path: Path, open_engine: OpenEngine) -> None:
+    path = tiny_models.unused_window(tmp_path / "unused.gguf")
+    prompts = [[*STORY, 400 + i] for i in range(3)]
+    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+    plain = open_engine(path, kv_layout="unified", n_ctx=1024, prefix_cache=False, **EXACT)
+    expected = [completion.tokens for completion in plain.generate(prompts, params)]
+    engine = open_engine(path, kv_layout="unified", n_ctx=256, **EXACT)
+    completions = engine.generate(prompts, params)
+    assert engine.core.runtime.sharing == "cells"
+    assert [(each.error, each.tokens) for each in completions] == [(None, tokens) for tokens in expected]
+    assert [each.usage.cached_tokens for each in completions] == [0, len(STORY), len(STORY)]

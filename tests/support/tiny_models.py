@@ -81,6 +81,21 @@ def sliding_window(path: PathLike) -> Path:
     return write_gguf(path, writer, [*weights, norm("output_norm", N_EMBD), _output()])
 
 
+def unused_window(path: PathLike) -> Path:
+    """EXAONE 4 with few layers: its file names a window, but all layers see all tokens."""
+    writer = _writer(path, "exaone4")
+    _add_attention(writer, N_HEAD_KV)
+    writer.add_key_length(N_EMBD // N_HEAD)
+    writer.add_value_length(N_EMBD // N_HEAD)
+    writer.add_sliding_window(WINDOW)
+    weights = [_embedding(), norm("output_norm", N_EMBD), _output()]
+    for i in range(2):
+        layer = _attention(f"blk.{i}") + _feed_forward(f"blk.{i}")
+        weights += [each for each in layer if not each.name.endswith(("attn_norm.weight", "ffn_norm.weight"))]
+        weights += [norm(f"blk.{i}.{name}", N_EMBD) for name in ("post_attention_norm", "post_ffw_norm")]
+    return write_gguf(path, writer, weights)
+
+
 def two_dimensional(path: PathLike, *, architecture: str = "qwen2vl", n_deepstack: int = 0) -> Path:
     """Qwen2-VL, or Qwen3-VL ("qwen3vl"): tokens of images have positions of two dimensions (M-RoPE).
 

@@ -60,6 +60,28 @@ def test_a_cached_prefix_is_reported_at_admission() -> None:
     assert first.cached_tokens == first.prefilled_tokens > 0
 
 
+def test_a_request_that_ends_in_its_prefill_reports_the_tokens_computed_so_far() -> None:
+    used = engine()
+    events_of(used, "end")
+    used.add_request([*PROMPT, *PROMPT], greedy(4), request_id="a")
+    used.step()
+    used.cancel("a")
+    last = drain(used)[-1].usage
+    assert last
+    assert (last.cached_tokens, last.prefilled_tokens) == (40, 56)
+
+
+def test_the_progress_of_a_preempted_request_does_not_go_back() -> None:
+    used = engine()
+    used.add_request(PROMPT, greedy(1), usage_events="prefill")
+    events = [*used.step(), *used.step()]
+    used.core.scheduler.preempt_all()
+    used.core.kv.apply()
+    used.core.restart()
+    used.cancel("request-1")
+    assert prefilled([*events, *drain(used)]) == [0, 16, 32, 32]
+
+
 def test_all_events_count_the_tokens_so_far() -> None:
     events = events_of(engine(), "all")
     assert [event.usage.completion_tokens for event in events if event.usage] == [0, 0, 0, 1, 2, 3, 4]

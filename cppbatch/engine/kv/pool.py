@@ -320,7 +320,11 @@ class KVPool:
         self._take_id(sequence, source)
         sequence.n_computed = n
         if match.is_cut and source.seq_id >= 0 and self.cache.sharing == "checkpoints":
-            sequence.cells = self._cells.share(source.cells, n) if self.unified else self._cells.grow(None, n)
+            if self._shares_cells(match):
+                sequence.cells = self._cells.share(source.cells, n)
+            else:
+                self.ensure_free(source.n_computed, keep=source)
+                sequence.cells = self._cells.grow(None, n)
             self._move(sequence, partial(self._copy_cut, source.seq_id, sequence))
         elif self._shares_cells(match):
             sequence.cells = self._cells.share(source.cells, n)
@@ -682,7 +686,6 @@ class KVPool:
                 self._memory.remove(sequence.seq_id)
                 self._free_cells_and_id(sequence)
         self._drop_saved(sequence)
-        sequence.n_computed = 0
 
     def _keep_as_prefix(self, sequence: Seq) -> None:
         tokens = sequence.tokens[: sequence.n_computed].copy()
