@@ -22,6 +22,7 @@ from cppbatch.errors import ConfigError
 
 MAX_CHARACTERS = 1 << 25
 """Maximum characters that a template may write: more than any context holds."""
+_MAX_EXPONENT = 1024
 MAX_SECONDS = 5.0
 """The time limit of a rendering. 20 messages take less than 0.01 s."""
 
@@ -38,7 +39,8 @@ def render_template(template: jinja2.Template, variables: dict[str, Any], *, sec
     """Returns the text that the template writes. A template is a program: this may raise anything.
 
     The time is checked each time the template writes, calls something, or starts another round of a loop; the
-    characters each time it writes. A single huge expression is not stopped. The sandbox limits `range`.
+    characters each time it writes. Of single expressions that make a huge text, only products are refused. The sandbox
+    limits `range`.
     """
     text = io.StringIO()
     _RENDERING.seconds, _RENDERING.deadline = seconds, time.monotonic() + seconds
@@ -184,6 +186,18 @@ _CHECK_EACH = "check_each"  # the filter around the items of each loop
 class _Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
     """Kimi's templates keep the ids of calls in a list of their own."""
 
+    intercepted_binops = frozenset({"*", "**"})
+
+    def call_binop(self, context: jinja2.runtime.Context, operator: str, left: Any, right: Any) -> Any:
+        """As in Jinja, but not for huge results: no other thread runs while Python computes them."""
+        if operator == "*":
+            is_huge = _repeats(left, right) > MAX_CHARACTERS
+        else:
+            is_huge = isinstance(right, int) and right > _MAX_EXPONENT
+        if is_huge:
+            raise jinja2.TemplateError(f"stopped: the result of {operator!r} is too large")
+        return super().call_binop(context, operator, left, right)
+
     def call(__self, __context: Any, __obj: Any, *args: Any, **kwargs: Any) -> Any:
         """As in Jinja. Macros can call each other for a long time without writing."""
         _check_time()
@@ -205,6 +219,12 @@ class _Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
         """As in Jinja: unsafe attributes cannot be read further."""
         message = f"access to attribute {attribute!r} of {type(obj).__name__!r} object is unsafe."
         return jinja2.Undefined(message, obj=obj, name=attribute, exc=jinja2.exceptions.SecurityError)
+
+
+def _repeats(left: Any, right: Any) -> int:
+    """The length of a text or list times a number; 0 for a product of numbers."""
+    items, n = (right, left) if isinstance(left, int) else (left, right)
+    return len(items) * n if isinstance(items, (str, bytes, list, tuple)) and isinstance(n, int) else 0
 
 
 def _environment() -> _Sandbox:

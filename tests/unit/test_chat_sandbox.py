@@ -155,3 +155,13 @@ def test_the_option_is_read_before_a_model_is_looked_for(tmp_path: Path) -> None
     assert runner.invoke(show, env={"CPPBATCH_CHAT_TEMPLATE": "chatml"}).output == find_template("chatml") + "\n"
     assert runner.invoke(show).output == "\n"
     assert isinstance(runner.invoke(show, ["--chat-template", "nosuch"]).exception, ConfigError)
+
+
+@pytest.mark.parametrize("expression", ["'x' * 3000000000", "[1] * 3000000000", "3000000000 * 'x'", "10 ** 100000000"])
+def test_a_huge_result_is_refused_before_it_is_computed(expression: str) -> None:
+    with pytest.raises(jinja2.TemplateError, match=r"stopped: the result of '.+' is too large"):
+        render_template(compile_template(f"{{{{ {expression} }}}}"), {})
+
+
+def test_products_are_computed() -> None:
+    assert render_template(compile_template("{{ '-' * 3 }}{{ 2 * 3.5 }} {{ 2 ** 10 }}"), {}) == "---7.0 1024"

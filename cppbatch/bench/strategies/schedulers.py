@@ -35,6 +35,7 @@ class Padding:
         """Frees the cells of the last step."""
         if self._sequence.seq_id >= 0:
             self._kv.release(self._sequence, keep=False)
+            self._sequence.n_computed = 0
 
     def restart(self) -> None:
         """Resets the sequence after the KV pool was cleared."""

@@ -77,6 +77,7 @@ class ManyModels(ServedModels):
         self._default: str | None = None
         self._clock = asyncio.get_running_loop().time
         self._looked_at = self._clock()
+        self._reloading = asyncio.Lock()
         self._servings: dict[str, Serving] = {}
         self._facts: dict[tuple[str, tuple[int, int] | None], ModelFacts | None] = {}
         self.pool: ModelPool[LoadPlan, EngineClient] = ModelPool(loader, max_loaded=max_loaded)
@@ -89,8 +90,9 @@ class ManyModels(ServedModels):
 
     async def reload(self) -> None:
         """Rereads the catalog. Loaded models that have changed or disappeared are drained. Raises as `catalog.read`."""
-        self._looked_at = self._clock()
-        self._use(await asyncio.to_thread(self._catalog.read))
+        async with self._reloading:  # what was read first must not be used last
+            self._looked_at = self._clock()
+            self._use(await asyncio.to_thread(self._catalog.read))
 
     def _use(self, content: CatalogContent) -> None:
         new = {spec.name: spec for spec in content.specs}
