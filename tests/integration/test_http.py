@@ -150,7 +150,7 @@ async def test_a_path_or_method_that_does_not_exist_is_refused_with_the_one_to_u
 
 async def test_one_bad_prompt_among_many_fails_the_request_before_anything_is_sent(http: Http) -> None:
     status, answer = await post(http, "/v1/completions", {"prompt": ["good", "x" * 5000], "stream": True})
-    assert (status, answer["error"]["param"]) == (400, "prompt")
+    assert (status, answer["error"]["param"]) == (400, "prompt[1]")
     async with http.get("/stats") as stats:
         assert (await stats.json())["waiting"] == 0
 
