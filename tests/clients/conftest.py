@@ -92,7 +92,8 @@ def tiny_files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     qwen-eyes.gguf."""
     folder = tmp_path_factory.mktemp("tiny")
     code = (
-        "import sys; from pathlib import Path; from tests import tiny_models as models, tiny_projectors as projectors; "
+        "import sys; from pathlib import Path; "
+        "from tests.support import tiny_models as models, tiny_projectors as projectors; "
         "folder = Path(sys.argv[1]); models.llama(folder / 'tiny.gguf'); projectors.vision(folder / 'eyes.gguf'); "
         "projectors.audio(folder / 'ears.gguf'); models.two_dimensional(folder / 'qwen.gguf'); "
         "projectors.qwen_vision(folder / 'qwen-eyes.gguf')"
