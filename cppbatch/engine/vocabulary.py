@@ -62,7 +62,7 @@ class Vocabulary(Protocol):
         ...
 
     def for_grammars(self) -> Any:
-        """An `LLTokenizer` for llguidance. Slow: called once per engine."""
+        """An `LLTokenizer` for llguidance. Slow: called once per engine. Raises `ValueError` without an end token."""
         ...
 
 

@@ -45,6 +45,7 @@ class GrammarCompiler:
     def __init__(self, make_tokenizer: Callable[[], Any]) -> None:
         self._make_tokenizer = make_tokenizer
         self._compiled: OrderedDict[tuple[str, str], LLMatcher | str] = OrderedDict()  # str: why it was refused
+        self._slow: set[tuple[str, str]] = set()  # grammars that wait for `_patient`
         self._lock = threading.Lock()
         self._quick, self._patient = GrammarChecker(_QUICK_S), GrammarChecker(_TIMEOUT_S)
 
@@ -79,8 +80,15 @@ class GrammarCompiler:
         with self._lock:
             compiled = self._compiled.pop((field, text), None)
         if compiled is None:
-            compiled = self._compile(field, text, self._patient if patient else self._quick)
+            if not patient and (field, text) in self._slow:
+                raise SlowGrammar
+            try:
+                compiled = self._compile(field, text, self._patient if patient else self._quick)
+            except SlowGrammar:
+                self._slow.add((field, text))
+                raise
         with self._lock:
+            self._slow.discard((field, text))
             self._compiled[field, text] = compiled
             if len(self._compiled) > _MAX_COMPILED:
                 self._compiled.popitem(last=False)
