@@ -28,6 +28,7 @@ if TYPE_CHECKING:
         Media,
         MediaPrompt,
         Pair,
+        PlainText,
         TokenLogprob,
     )
     from cppbatch.errors import CppBatchError, InvalidRequest
@@ -55,6 +56,7 @@ _MODULES = {
     "Media": "cppbatch.engine.request",
     "MediaPrompt": "cppbatch.engine.request",
     "Pair": "cppbatch.engine.request",
+    "PlainText": "cppbatch.chat.messages",
     "SamplingParams": "cppbatch.engine.params",
     "TokenLogprob": "cppbatch.engine.request",
     "CppBatchError": "cppbatch.errors",
@@ -83,6 +85,7 @@ __all__ = [
     "Media",
     "MediaPrompt",
     "Pair",
+    "PlainText",
     "SamplingParams",
     "TokenLogprob",
     "__version__",

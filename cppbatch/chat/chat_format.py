@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -10,10 +11,10 @@ from typing import Any, Literal
 import msgspec
 
 from cppbatch.chat.lark_grammar import LarkGrammar, LazyGrammar
-from cppbatch.chat.messages import MarkedMedia
+from cppbatch.chat.messages import Placeholders, PlainText
 from cppbatch.chat.output_parser import OutputParser, ToolSchemas
 from cppbatch.chat.reasoning import UNLIMITED, ReasoningState, ReasoningTags, ThinkingBudget, effort_tokens
-from cppbatch.chat.template import ChatTemplate, content_text, join_parts
+from cppbatch.chat.template import ChatTemplate, content_text, decode_object, join_parts
 from cppbatch.chat.template_form import NAME, CallForm
 from cppbatch.chat.tool_formats.gemma4 import Gemma4Format
 from cppbatch.chat.tool_formats.generic import GenericFormat, describe_tools_in_text
@@ -51,6 +52,9 @@ class ChatTurn:
     """Extend the last message instead of starting a new one; None: extend it if it is the assistant's."""
     add_generation_prompt: bool = True
     """Start the assistant's message, unless the last message is extended."""
+    parse_special: bool | None = None
+    """Read the texts of control tokens, such as `<|im_end|>`, in messages and tools as these tokens. None: no, unless
+    the server does by default."""
     field_names: dict[str, str] = field(default_factory=dict)
     """{part of a field name in OpenAI's chat completions: the client's name for it}, for errors."""
 
@@ -103,8 +107,15 @@ class ChatForms(msgspec.Struct, frozen=True, kw_only=True):
 class ChatFormat:
     """A model's chat template and the formats of its tool calls and its reasoning."""
 
-    def __init__(self, template: ChatTemplate, token_ids: dict[str, int] | None = None) -> None:
+    def __init__(
+        self,
+        template: ChatTemplate,
+        token_ids: dict[str, int] | None = None,
+        control_tokens: re.Pattern[str] | None = None,
+    ) -> None:
+        """`control_tokens`: finds the texts of the model's control tokens; None: it has none."""
         self.template = template
+        self._control_tokens = control_tokens
         self.tool_format = detect_tool_format(template)
         self.token_ids = token_ids
         """The token ids of the `markers` that are single tokens; None: not known yet."""
@@ -141,22 +152,26 @@ class ChatFormat:
         name (`ChatTurn.client_names`)."""
         choice, variables = turn.choice, turn.variables
         functions, schemas, custom = callable_tools(turn.tools, choice)
-        marked = MarkedMedia(turn.messages)
-        messages = marked.messages
-        last, continue_final_message = messages[-1], turn.continue_final_message
+        last, continue_final_message = turn.messages[-1], turn.continue_final_message
         if continue_final_message is None:
             continue_final_message = last["role"] == "assistant" and not last.get("tool_calls")
+        placeholders = Placeholders(None if turn.parse_special else self._control_tokens)
+        hidden = [self._hide_control_tokens(placeholders, message) for message in turn.messages]
+        if continue_final_message:
+            hidden[-1] = last  # the client's start of the model's text
+        messages = placeholders.hide_media(hidden)
+        last = messages[-1]
         if continue_final_message and isinstance(last.get("content"), list):
             last = {**last, "content": join_parts(last["content"], "\n\n")}  # as in llama-server
             messages = [*messages[:-1], last]
         prompt = self._render(
             messages,
-            functions,
-            variables,
+            placeholders.hide_control_tokens(functions),
+            placeholders.hide_control_tokens(variables),
             continue_final_message=continue_final_message,
             add_generation_prompt=turn.add_generation_prompt and not continue_final_message,
         )
-        parts = marked.parts(prompt)
+        parts = placeholders.parts(prompt)
         state = ReasoningState.of_prompt(
             prompt, self.reasoning_tags, content_text(last) if continue_final_message else None
         )
@@ -189,12 +204,24 @@ class ChatFormat:
             return CustomCallParser(parser, frozenset(custom)) if custom else parser
 
         return PreparedChat(
-            prompt=prompt if parts is None else "".join(part for part in parts if isinstance(part, str)),
+            prompt=prompt if parts is None else "".join(map(_text_of, parts)),
             output_parser=output_parser,
             parts=parts,
             params=params,
             renames=renames,
         )
+
+    def _hide_control_tokens(self, placeholders: Placeholders, message: Json) -> Json:
+        """The message with placeholders for control tokens. The marks of reasoning and tool calls in the text of
+        system and assistant messages remain: models write them, and templates look for them."""
+        hide, kept = placeholders.hide_control_tokens, () if message["role"] in ("user", "tool") else self.markers
+        hidden: Json = hide(
+            {name: value for name, value in message.items() if name not in ("role", "tool_calls")}, kept
+        )
+        if calls := message.get("tool_calls"):
+            decodes = not self.template.capabilities.string_arguments
+            hidden["tool_calls"] = [hide(_with_decoded_arguments(call, hide) if decodes else call) for call in calls]
+        return {"role": message["role"], **hidden}
 
     def _thinking_budget(
         self, n_tokens: int, prompt: str, state: ReasoningState, *, has_tools: bool
@@ -286,6 +313,18 @@ class ChatFormat:
         if state is ReasoningState.POSSIBLE:
             reasoning = f"({lark.literal(self.reasoning_tags.start)} {reasoning})?"
         return f"{reasoning} {expression}"
+
+
+def _text_of(part: Any) -> str:
+    return part.text if isinstance(part, PlainText) else part if isinstance(part, str) else ""
+
+
+def _with_decoded_arguments(call: Json, hide: Callable[[Any], Any]) -> Json:
+    """The call with an object for arguments whose JSON text contains control tokens, perhaps in escape sequences."""
+    function = call.get("function") or {}
+    arguments = function.get("arguments")
+    decoded = decode_object(arguments) if isinstance(arguments, str) else arguments
+    return call if hide(decoded) == decoded else {**call, "function": {**function, "arguments": decoded}}
 
 
 # --- detect ----------------------------------------------------------------------------------------------------------

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import secrets
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any, Literal
 
 import msgspec
@@ -117,59 +117,85 @@ def with_media(messages: list[Json], loaded: list[Any]) -> list[Json]:
     ]
 
 
-class MarkedMedia:
-    """A conversation whose images and audio are replaced by markers in its text.
+class PlainText(msgspec.Struct, frozen=True, tag=True):
+    """A part of a prompt in which the texts of control tokens, such as `<|im_end|>`, are plain text."""
 
-    The markers are random and new for each conversation, so that clients' texts cannot contain one.
+    text: str
+
+
+class Placeholders:
+    """Texts that take the place of images, audio and control tokens in a conversation while a template renders it.
+
+    They are random and new for each conversation, so that clients' texts cannot contain one.
     """
 
-    def __init__(self, messages: list[Json]) -> None:
-        self._media = list(media_of(messages))
-        self._name = f"<__media_{secrets.token_hex(16)}_" if self._media else ""
-        self.messages = [self._insert_markers(message, first) for message, first in _with_numbers(messages)]
-        """The messages. Contents with media become texts."""
+    def __init__(self, control_tokens: re.Pattern[str] | None = None) -> None:
+        """`control_tokens`: finds the texts of the model's control tokens; None: they are not replaced."""
+        self._control_tokens = control_tokens
+        self._name = f"<__{secrets.token_hex(8)}_"
+        self._parts: list[Any] = []  # a medium or `PlainText` for each placeholder
+        self._numbers: dict[str, int] = {}  # the placeholders of plain texts
+
+    def hide_media(self, messages: list[Json]) -> list[Json]:
+        """The messages with placeholders for media. Contents with media become texts."""
+        return [self._hide_media(message) for message in messages]
+
+    def hide_control_tokens(self, value: Any, kept: Collection[str] = ()) -> Any:
+        """A JSON value with placeholders for the control tokens in its texts, except `kept` ones."""
+        if isinstance(value, str) and self._control_tokens:
+            return self._control_tokens.sub(
+                lambda found: found[0] if found[0] in kept else self._plain(found[0]), value
+            )
+        if isinstance(value, dict):
+            hide = self.hide_control_tokens
+            return {hide(name, kept): hide(each, kept) for name, each in value.items()}
+        return [self.hide_control_tokens(each, kept) for each in value] if isinstance(value, list) else value
 
     def parts(self, prompt: str) -> list[Any] | None:
-        """The texts and the media of a rendered prompt, in order; None: no media.
+        """The texts, `PlainText` and media of a rendered prompt, in order; None: it has no placeholders.
 
-        Raises `InvalidRequest` if the template has omitted one.
+        Raises `InvalidRequest` if the template has omitted a medium.
         """
-        if not self._media:
+        if not self._parts:
             return None
         pieces = re.split(re.escape(self._name) + r"(\d+)__>", prompt)  # text, number, text, number, ... text
         numbers = [int(number) for number in pieces[1::2]]
-        if missing := set(range(len(self._media))).difference(numbers):
+        media = [number for number, part in enumerate(self._parts) if not isinstance(part, PlainText)]
+        if missing := set(media).difference(numbers):
             raise InvalidRequest(
                 "messages",
-                f"contain {len(self._media)} images or audio clips, but this model's chat template omits number "
-                f"{min(missing) + 1}: send it in a user message",
+                f"contain {len(media)} images or audio clips, but this model's chat template omits number "
+                f"{media.index(min(missing)) + 1}: send it in a user message",
             )
         parts: list[Any] = [*pieces]
-        parts[1::2] = [self._media[number] for number in numbers]
+        parts[1::2] = [self._parts[number] for number in numbers]
         return [part for part in parts if part != ""]
 
-    def _insert_markers(self, message: Json, first: int) -> Json:
-        """The message with markers; its first medium has the number `first`."""
+    def _hide_media(self, message: Json) -> Json:
         content = message.get("content")
         if not isinstance(content, list) or not any(part["type"] == _MEDIA for part in content):
             return message
-        text, after_marker = "", False
+        text, after_medium = "", False
         for part in content:  # a line for each text, and no line break around a medium, as in llama-server
             if part["type"] == _MEDIA:
-                text += f"{self._name}{first}__>"
-                first += 1
+                text += self._placeholder(part["media"])
             else:
-                text += ("\n" if text and not after_marker else "") + (part.get("text") or "")
-            after_marker = part["type"] == _MEDIA
+                text += ("\n" if text and not after_medium else "") + (part.get("text") or "")
+            after_medium = part["type"] == _MEDIA
         return {**message, "content": text}
 
+    def _plain(self, text: str) -> str:
+        if text not in self._numbers:
+            self._numbers[text] = len(self._parts)
+            self._parts.append(PlainText(text))
+        return self._text(self._numbers[text])
 
-def _with_numbers(messages: list[Json]) -> Iterator[tuple[Json, int]]:
-    """Each message, with the number of media before it."""
-    n = 0
-    for message in messages:
-        yield message, n
-        n += sum(1 for _ in media_of([message]))
+    def _placeholder(self, medium: Any) -> str:
+        self._parts.append(medium)
+        return self._text(len(self._parts) - 1)
+
+    def _text(self, number: int) -> str:
+        return f"{self._name}{number}__>"
 
 
 # --- message types ---------------------------------------------------------------------------------------------------

@@ -335,13 +335,13 @@ def _adapt_call(call: dict[str, Any], capabilities: TemplateCapabilities) -> dic
         return call
     arguments = call["function"].get("arguments") or {}
     if isinstance(arguments, str) and not capabilities.string_arguments:
-        arguments = _decode_object(arguments)
+        arguments = decode_object(arguments)
     elif isinstance(arguments, dict) and capabilities.string_arguments:
         arguments = json.dumps(arguments, ensure_ascii=False)
     return {**call, "function": {**call["function"], "arguments": arguments}}
 
 
-def _decode_object(text: str) -> Any:
+def decode_object(text: str) -> Any:
     """Decodes a JSON object. Other text, which models sometimes write and many templates accept, is returned
     unchanged."""
     if excess(text.encode(errors="replace")):

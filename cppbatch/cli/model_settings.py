@@ -161,11 +161,13 @@ def _collect(
     template_variables: dict[str, Any],
     reasoning: str,
     thinking_tokens: int | None,
+    parse_special: bool,
     sampling_defaults: dict[str, Any],
 ) -> ModelSettings:
     given = {name for name in context.params if context.get_parameter_source(name) is ParameterSource.COMMANDLINE}
     server: dict[str, Any] = {
         "aliases": aliases, "tags": tags, "chat_template": chat_template, "thinking_tokens": thinking_tokens,
+        "parse_special": parse_special,
     }  # fmt: skip
     server = {name: value for name, value in server.items() if name in given}
     if sampling_defaults:

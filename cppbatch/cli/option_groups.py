@@ -14,7 +14,7 @@ _GROUPS = {  # *: the engine's settings under this heading
     "Input and output": "prompts file images sounds as_chat as_json output errors column id_column template endpoint "
     "raw system save_to continue_from ordered longest_first retry_failed overwrite",
     "Model": "model hf_repo hf_file * mmproj_auto chat_template template_variables reasoning thinking_tokens "
-    "thinking_budget",
+    "thinking_budget parse_special",
     "Batch and memory": "* memory_check",
     "Speed": "* use_profile",
     "Speculative decoding": "*",

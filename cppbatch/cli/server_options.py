@@ -132,6 +132,11 @@ _MODEL_OPTIONS = [
         type=click.IntRange(-1), default=-1, callback=_limit,
         help="Maximum reasoning tokens before the answer starts, for chats without thinking_budget. -1: no limit.",
     ),
+    option(
+        "--parse-special", is_flag=True,
+        help="Read the texts of control tokens, such as <|im_end|>, in messages and tools as control tokens, as "
+        "llama-server does. Default: they are plain text.",
+    ),
     sampling_default_options,
 ]  # fmt: skip
 """Options that can be set for each of several models."""
@@ -309,6 +314,7 @@ def server_options(command: Command) -> Command:
             chat_template=arguments.pop("chat_template"),
             template_variables=arguments.pop("template_variables") | THINKING[arguments.pop("reasoning")],
             thinking_tokens=arguments.pop("thinking_tokens"),
+            parse_special=arguments.pop("parse_special"),
             sampling_defaults=arguments.pop("sampling_defaults"),
         )
         tls = tls_context(ssl_certfile, ssl_keyfile)

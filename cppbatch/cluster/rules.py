@@ -7,7 +7,7 @@ from collections import OrderedDict
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import Generic, Literal, NamedTuple, TypeVar
 
-from cppbatch.engine.request import GenerationRequest, MediaPrompt, Pair
+from cppbatch.engine.request import GenerationRequest, Media, MediaPrompt, Pair, text_of_part
 from cppbatch.errors import ConfigError
 
 # --- prefix router ---------------------------------------------------------------------------------------------------
@@ -103,7 +103,9 @@ def prompt_prefixes(request: GenerationRequest) -> list[Prefix]:
 
 def _text_with_digests(prompt: MediaPrompt) -> str:
     """The text of a prompt, with digests in place of images and audio."""
-    return "".join(part if isinstance(part, str) else f"\0{part.kind} {part.digest}\0" for part in prompt.parts)
+    return "".join(
+        f"\0{part.kind} {part.digest}\0" if isinstance(part, Media) else text_of_part(part) for part in prompt.parts
+    )
 
 
 def _parts(prompt: str | list[int]) -> Iterator[tuple[int, str | list[int]]]:

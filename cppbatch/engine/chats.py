@@ -44,6 +44,7 @@ from cppbatch.engine.request import (
     completion,
 )
 from cppbatch.errors import InvalidRequest
+from cppbatch.text_patterns import any_of
 from cppbatch.typed_json import convert
 
 Json = dict[str, Any]
@@ -58,7 +59,7 @@ PromptOrMessages = Prompt | Sequence[Message]
 
 _CHAT_OPTIONS = (
     "chat_template", "system", "tools", "tool_choice", "parallel_tool_calls", "reasoning_effort",
-    "chat_template_kwargs", "continue_final_message", "thinking_budget",
+    "chat_template_kwargs", "continue_final_message", "thinking_budget", "parse_special",
 )  # fmt: skip
 
 
@@ -82,6 +83,8 @@ class ChatOptions(RequestOptions, total=False):
     """Chat template variables, such as `enable_thinking`."""
     continue_final_message: bool | None
     """Extend the last message instead of starting a new one. None: extend it if it is the assistant's."""
+    parse_special: bool
+    """Read the texts of control tokens in messages and tools as these tokens."""
 
 
 class ChatRequest(NamedTuple):
@@ -116,6 +119,7 @@ class ChatRequests:
             variables=check_variables(effort | dict(given.get("chat_template_kwargs") or {})),
             thinking_tokens=check_budget(thinking_budget=given.get("thinking_budget")),
             continue_final_message=given.get("continue_final_message"),
+            parse_special=given.get("parse_special"),
             field_names={"response_format": "json_schema"},
         )
 
@@ -186,6 +190,7 @@ class ChatFormats:
     def __init__(self, info: ModelInfo, apply_named: ApplyNamed | None = None) -> None:
         """`apply_named`: as in `ChatTemplate`."""
         self._info, self._apply_named = info, apply_named
+        self._control_tokens = any_of(info.control_tokens)
         self.made: dict[str | ChatTemplate | None, ChatFormat] = {}
         """Formats by template; None: the model's own."""
 
@@ -200,7 +205,7 @@ class ChatFormats:
             if not isinstance(found, ChatTemplate):
                 source = info.chat_template if found is None else find_template(found)
                 found = ChatTemplate(source, bos=info.bos, eos=info.eos, apply_named=self._apply_named)
-            self.made[template] = ChatFormat(found)
+            self.made[template] = ChatFormat(found, control_tokens=self._control_tokens)
         return self.made[template]
 
     @staticmethod

@@ -98,8 +98,8 @@ class BatchInferenceEngine:
         """The tokens of a prompt, or the pieces of token ids. Any thread may call this, until the engine is closed.
 
         `add_special`: start with BOS if the model uses it. `parse_special`: the text may contain control tokens. Both
-        always apply to a `MediaPrompt`; the tokens of its images and audio have no bytes. Raises `InvalidRequest` for
-        unknown ids.
+        always apply to a `MediaPrompt`, except for its `PlainText`; the tokens of its images and audio have no bytes.
+        Raises `InvalidRequest` for unknown ids.
         """
         return self.core.inputs.tokens(text, add_special=add_special, parse_special=parse_special)
 

@@ -8,19 +8,29 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from itertools import groupby
+from itertools import accumulate, pairwise
 from time import perf_counter
 
 import numpy as np
 import numpy.typing as npt
 
+from cppbatch.chat.messages import PlainText
 from cppbatch.config import setting_name
 from cppbatch.engine.lora_sets import adapter_set
 from cppbatch.engine.media.input import MediaInput
 from cppbatch.engine.model_info import ModelInfo
 from cppbatch.engine.params import DEFAULT_MAX_TOKENS, UNLIMITED, actual_seed, token_ids
 from cppbatch.engine.reasoning_follower import ReasoningFollower
-from cppbatch.engine.request import GenerationRequest, Media, MediaPrompt, Modality, Pair, TokenPiece, is_long
+from cppbatch.engine.request import (
+    GenerationRequest,
+    Media,
+    MediaPrompt,
+    Modality,
+    Pair,
+    TokenPiece,
+    is_long,
+    text_of_part,
+)
 from cppbatch.engine.sampling.sampling_plan import check_ids, make_sampling_plan
 from cppbatch.engine.sampling.structured_output import GrammarCompiler
 from cppbatch.engine.sequence import MediaRun, Seq
@@ -174,29 +184,53 @@ class InputProcessor:
         """See `BatchInferenceEngine.tokens`. `cancelled`: as in `prepare`, raises `RequestCancelled`."""
         with self._reading():
             if isinstance(text, MediaPrompt):
-                return self._pieces_with_media(text, cancelled)
+                self._check_modalities(text)
+                parts = self._tokens_of_parts(text, cancelled)
+                return [piece for part in parts for piece in self._pieces_of_part(part, cancelled)]
             if isinstance(text, str):
-                options = {"add_special": add_special, "parse_special": parse_special}
-                ids = self._vocab.tokenize(text, **options, cancelled=cancelled)
-            else:
-                ids = check_ids("tokens", token_ids("tokens", text), self._vocab.n_tokens)
-            distinct = np.unique(ids).tolist()
-            pieces = {token: TokenPiece(token, self._vocab.piece(token, special=True)) for token in distinct}
-            return [pieces[token] for token in ids.tolist()]
+                options = {"add_special": add_special, "parse_special": parse_special, "add_eos": self._adds_eos}
+                return self._pieces(self._vocab.tokenize(text, **options, cancelled=cancelled))
+            return self._pieces(check_ids("tokens", token_ids("tokens", text), self._vocab.n_tokens))
 
-    def _pieces_with_media(self, prompt: MediaPrompt, cancelled: IsCancelled) -> list[TokenPiece]:
-        """The tokens of its texts, and tokens without bytes for its images and audio."""
-        self._check_modalities(prompt)
-        pieces = self.tokens("", add_special=True, parse_special=True)[: int(self._vocab.adds_bos)]
-        for is_text, group in groupby(prompt.parts, lambda part: isinstance(part, str)):
-            if is_text:
-                text = "".join(map(str, group))
-                pieces += self.tokens(text, add_special=False, parse_special=True, cancelled=cancelled)
-            else:
-                media = self._media
-                n = sum(media.n_tokens(each, cancelled) for each in group if media and isinstance(each, Media))
-                pieces += [TokenPiece(_PLACEHOLDER_ID, b"")] * n
-        return pieces
+    def _pieces(self, ids: npt.NDArray[np.int32]) -> list[TokenPiece]:
+        distinct = np.unique(ids).tolist()
+        pieces = {token: TokenPiece(token, self._vocab.piece(token, special=True)) for token in distinct}
+        return [pieces[token] for token in ids.tolist()]
+
+    @property
+    def _adds_eos(self) -> bool:
+        """Whether EOS ends texts for which the model uses it: not before text that is to be generated."""
+        return bool(self._info.pooling)
+
+    def _pieces_of_part(self, part: npt.NDArray[np.int32] | Media, cancelled: IsCancelled) -> list[TokenPiece]:
+        """Without bytes for an image or audio clip."""
+        if not isinstance(part, Media):
+            return self._pieces(part)
+        assert self._media
+        return [TokenPiece(_PLACEHOLDER_ID, b"")] * self._media.n_tokens(part, cancelled)
+
+    def _tokens_of_parts(self, prompt: MediaPrompt, cancelled: IsCancelled) -> Iterator[npt.NDArray[np.int32] | Media]:
+        """The media of a prompt, and the tokens of the texts between them, int32[n]: each is tokenised separately, as
+        in llama.cpp. BOS comes first if the model uses it."""
+        texts: list[str | PlainText] = []
+        adds_bos = True
+        for part in [*prompt.parts, None]:
+            if isinstance(part, str | PlainText):
+                texts.append(part)
+                continue
+            if texts or adds_bos:
+                yield self._tokens_of_texts(texts, cancelled, adds_bos=adds_bos)
+                texts, adds_bos = [], False
+            if part is not None:
+                yield part
+
+    def _tokens_of_texts(
+        self, texts: list[str | PlainText], cancelled: IsCancelled, *, adds_bos: bool
+    ) -> npt.NDArray[np.int32]:
+        ends = [0, *accumulate(len(text_of_part(text)) for text in texts)]
+        plain = [span for text, span in zip(texts, pairwise(ends), strict=True) if isinstance(text, PlainText)]
+        text = "".join(map(text_of_part, texts))
+        return self._vocab.tokenize(text, add_special=adds_bos, add_eos=False, plain=plain, cancelled=cancelled)
 
     def is_quick(self, request: GenerationRequest) -> bool:
         """Whether `prepare` only takes milliseconds: a short text, and no grammar to compile."""
@@ -287,18 +321,12 @@ class InputProcessor:
     def _media_tokens(
         self, request: GenerationRequest, prompt: MediaPrompt, cancelled: IsCancelled
     ) -> tuple[npt.NDArray[np.int32], tuple[MediaRun, ...]]:
-        """The tokens of a prompt with images and audio, int32[n], and which of them are placeholders.
-
-        Each text is tokenised separately, as in llama.cpp.
-        """
+        """The tokens of a prompt of several parts, int32[n], and which of them are placeholders."""
         self._check_media(request, prompt)
         if self._media and self._waits_for_room and prompt.media:
             self._media.wait_for_room(cancelled)
         tokens: list[npt.NDArray[np.int32]] = []
         runs: list[MediaRun] = []
-        texts: list[str] = []  # consecutive ones
-        if self._vocab.adds_bos:
-            tokens.append(self._vocab.tokenize("", add_special=True)[:1])
 
         def n_tokens() -> int:
             return sum(map(len, tokens))
@@ -308,15 +336,10 @@ class InputProcessor:
                 n = n_tokens() + n_more
                 raise self._too_long("prompt", f"has {n} tokens", n, is_least=True, purpose=" for prompt and answer")
 
-        for part in [*prompt.parts, None]:
-            if isinstance(part, str):
-                texts.append(part)
+        for part in self._tokens_of_parts(prompt, cancelled):
+            if not isinstance(part, Media):
+                tokens.append(part)
                 continue
-            if text := "".join(texts):
-                tokens.append(self._vocab.tokenize(text, add_special=False, cancelled=cancelled))
-            texts.clear()
-            if part is None:
-                break
             assert self._media
             for piece in self._media.encode(part, check, cancelled, salt=request.cache_salt).pieces:
                 if piece.vectors is not None:
@@ -328,7 +351,7 @@ class InputProcessor:
                 "ends with an image or audio; add text after it, such as a newline, because only text can be continued"
             )
             raise InvalidRequest("prompt", message)
-        if not n_tokens() or not (prompt.media or prompt.n_characters):
+        if not n_tokens() or not (prompt.media or prompt.text):
             raise InvalidRequest("prompt", "is empty; give at least one token")
         return np.concatenate(tokens), tuple(runs)
 
@@ -340,7 +363,7 @@ class InputProcessor:
             raise InvalidRequest("echo", message)
 
     def _check_modalities(self, prompt: MediaPrompt) -> None:
-        self._refuse_long("prompt", "".join(part for part in prompt.parts if isinstance(part, str)))
+        self._refuse_long("prompt", prompt.text)
         for medium in prompt.media:
             if medium.kind not in self._info.modalities:
                 known = " and ".join(_MODALITIES[kind] for kind in self._info.modalities)
@@ -354,10 +377,11 @@ class InputProcessor:
     def _tokenize(self, text: str, cancelled: IsCancelled) -> npt.NDArray[np.int32]:
         """Caches the tokens of the last long text: `n` choices of one prompt are prepared one after another."""
         if not is_long(text):
-            return self._vocab.tokenize(text, cancelled=cancelled)
+            return self._vocab.tokenize(text, add_eos=self._adds_eos, cancelled=cancelled)
         last = self._last_long
         if last is None or last[0] != text:
-            last = self._last_long = (text, self._vocab.tokenize(text, cancelled=cancelled))
+            ids = self._vocab.tokenize(text, add_eos=self._adds_eos, cancelled=cancelled)
+            last = self._last_long = (text, ids)
         return last[1]
 
     def _refuse_long(self, field: str, prompt: str | list[int] | Pair) -> None:

@@ -56,6 +56,8 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     eos: str
     end_tokens: tuple[int, ...] = ()
     """The tokens that end a text."""
+    control_tokens: tuple[str, ...] = ()
+    """The texts of all control tokens."""
     chat_template: str | None
     fill_in: FillIn | None = None
     """None: fill-in-the-middle is not supported."""

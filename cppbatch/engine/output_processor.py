@@ -235,7 +235,7 @@ class OutputProcessor:
         if isinstance(sequence.request.prompt, str):
             return sequence.request.prompt
         if isinstance(sequence.request.prompt, MediaPrompt):
-            return "".join(part for part in sequence.request.prompt.parts if isinstance(part, str))
+            return sequence.request.prompt.text
         tokens = sequence.text_tokens(0)[: sequence.n_prompt].tolist()
         return b"".join(self._vocab.piece(token, special=True) for token in tokens).decode("utf-8", "replace")
 

@@ -10,6 +10,7 @@ from typing import Any, Literal, TypedDict, get_args
 
 import msgspec
 
+from cppbatch.chat.messages import PlainText
 from cppbatch.config import MOST_LORA_SCALE
 from cppbatch.engine.params import INT32_MAX, SamplingParams, format_value, instance, number, replace_fields, token_ids
 from cppbatch.errors import ContextOverflow, InvalidRequest
@@ -53,7 +54,7 @@ class Pair(msgspec.Struct, frozen=True, tag=True):
 Modality = Literal["image", "audio"]
 
 
-class Media(msgspec.Struct, frozen=True, dict=True):
+class Media(msgspec.Struct, frozen=True, dict=True, tag=True):
     """An image or audio clip in a prompt.
 
     Media("image", Path("cat.jpg").read_bytes())
@@ -78,21 +79,23 @@ class Media(msgspec.Struct, frozen=True, dict=True):
 
 
 class MediaPrompt(msgspec.Struct, frozen=True, tag=True):
-    """Text interleaved with images and audio, for a model with a projector (`EngineConfig.mmproj`).
+    """Text interleaved with images and audio, for a model with a projector (`EngineConfig.mmproj`), and with texts in
+    which control tokens are plain text.
 
         MediaPrompt(["What is this? ", Media("image", data), "\n"])
+        MediaPrompt(["<|im_start|>user\n", PlainText("What does <|im_end|> mean?"), "<|im_end|>\n"])
 
-    The texts may contain control tokens, and BOS comes first if the model uses it, as in a text prompt. Consecutive
-    texts are joined. The last part must be a text: only a text token predicts the next one.
+    The other texts may contain control tokens, and BOS comes first if the model uses it, as in a text prompt.
+    Consecutive texts are joined. The last part must be a text: only a text token predicts the next one.
     """
 
-    parts: list[str | Media]
+    parts: list[str | PlainText | Media]
 
     def __post_init__(self) -> None:
-        if not isinstance(self.parts, list) or not all(isinstance(part, str | Media) for part in self.parts):
-            raise InvalidRequest(
-                "prompt", f"is {format_value(self.parts)}; its parts must be a list of strings and `Media` objects"
-            )
+        kinds = str | PlainText | Media
+        if not isinstance(self.parts, list) or not all(isinstance(part, kinds) for part in self.parts):
+            message = "its parts must be a list of strings, `PlainText` and `Media` objects"
+            raise InvalidRequest("prompt", f"is {format_value(self.parts)}; {message}")
 
     @property
     def media(self) -> list[Media]:
@@ -100,9 +103,14 @@ class MediaPrompt(msgspec.Struct, frozen=True, tag=True):
         return [part for part in self.parts if isinstance(part, Media)]
 
     @property
-    def n_characters(self) -> int:
-        """Characters of its texts."""
-        return sum(len(part) for part in self.parts if isinstance(part, str))
+    def text(self) -> str:
+        """Its texts."""
+        return "".join(map(text_of_part, self.parts))
+
+
+def text_of_part(part: str | PlainText | Media) -> str:
+    """The text of a part of a `MediaPrompt`; "" for an image or audio clip."""
+    return part if isinstance(part, str) else part.text if isinstance(part, PlainText) else ""
 
 
 Prompt = str | list[int] | Pair | MediaPrompt
@@ -116,7 +124,7 @@ _LONG = 1 << 15  # characters, or token ids
 def is_long(prompt: Prompt) -> bool:
     """Whether it takes too long to prepare for short prompts to wait."""
     if isinstance(prompt, MediaPrompt):
-        return True  # its images and audio are encoded
+        return bool(prompt.media) or is_long(prompt.text)  # images and audio are encoded
     return (len(prompt.query) + len(prompt.document) if isinstance(prompt, Pair) else len(prompt)) > _LONG
 
 

@@ -607,6 +607,7 @@ def _info(
         bos=model.vocab.text(model.vocab.bos),
         eos=model.vocab.text(model.vocab.eos),
         end_tokens=tuple(sorted(model.vocab.eog)),
+        control_tokens=model.vocab.control_texts,
         chat_template=model.chat_template,
         fill_in=_fill_in(model.vocab),
         pooling=pooling,

@@ -23,6 +23,8 @@ class Vocabulary(Protocol):
 
     n_tokens: int
     eog: frozenset[int]
+    control_texts: tuple[str, ...]
+    """The texts of the control tokens."""
     markers: npt.NDArray[np.bool_]
     """Which tokens are only written by chat templates, bool[n_tokens]."""
     suppressed: frozenset[int]
@@ -37,13 +39,16 @@ class Vocabulary(Protocol):
         text: str,
         *,
         add_special: bool = True,
+        add_eos: bool = True,
         parse_special: bool = True,
+        plain: Sequence[tuple[int, int]] = (),
         cancelled: IsCancelled = never_cancelled,
     ) -> npt.NDArray[np.int32]:
         """The token ids of a text, int32[n].
 
-        `add_special`: start with BOS if the model uses it. `parse_special`: the text may contain control tokens.
-        `cancelled`: polled; if it returns True, this raises `RequestCancelled`.
+        `add_special`: start with BOS if the model uses it, and with `add_eos` end with EOS. `parse_special`: the text
+        may contain control tokens, except in the `plain` ranges of its characters. `cancelled`: polled; if it returns
+        True, this raises `RequestCancelled`.
         """
         ...
 

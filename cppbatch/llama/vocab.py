@@ -6,7 +6,8 @@ import ctypes
 import re
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,7 @@ from cppbatch.findings import finding_key, finding_path, read_finding, write_fin
 from cppbatch.llama.library import C, library_path
 from cppbatch.llama.sampler_chain import DrySampler
 from cppbatch.models.find import model_parts
+from cppbatch.text_patterns import any_of
 
 if TYPE_CHECKING:
     from llguidance import LLTokenizer
@@ -30,6 +32,10 @@ _VOCAB_TYPE_NONE, _VOCAB_TYPE_SPM, _VOCAB_TYPE_BPE, _VOCAB_TYPE_WPM, _VOCAB_TYPE
 _INT32_MAX = 2**31 - 1
 _MAX_WORD_BYTES = 2048  # of one token's text, if white space is dropped and an unknown word is one token
 _SPECIAL = b"\xff"  # llguidance's prefix for special tokens
+_SPACES = " \t\n\v\f\r"  # that special tokens absorb
+
+Span = tuple[int, int]
+"""The start and the end of a part of a text, in characters."""
 
 
 class _SpecialToken(msgspec.Struct, frozen=True, array_like=True):
@@ -80,6 +86,8 @@ class Vocab:
         self.longest_piece: int = max(_MAX_WORD_BYTES if drops_spaces else 1, tokens.longest)
         """Maximum bytes of text in one token."""
         self._special_splitter, self._plain_splitter = _splitters(tokens.special)
+        self.control_texts = _control_texts(tokens.special)
+        """The texts of the tokens that are not read in plain text: control tokens, and the unknown token."""
         self.eog = tokens.eog
         """Ids of all tokens that end a generation."""
         self.markers = _markers(self.n_tokens, tokens.special)
@@ -97,34 +105,41 @@ class Vocab:
         text: str,
         *,
         add_special: bool = True,
+        add_eos: bool = True,
         parse_special: bool = True,
+        plain: Sequence[Span] = (),
         cancelled: Callable[[], bool] = lambda: False,
     ) -> npt.NDArray[np.int32]:
         """The token ids of `text`, int32[n].
 
-        `add_special` adds BOS or EOS if the model uses them, but not a second BOS to a text that starts with it.
-        `parse_special` reads the text of a special token, for example "<|im_start|>", as that token. With BPE, a run of
-        thousands of characters without a space is tokenised in parts.
+        `add_special` adds BOS and EOS if the model uses them, but not a second BOS to a text that starts with it;
+        without `add_eos`, BOS only. `parse_special` reads the text of a special token, for example "<|im_start|>", as
+        that token, except in the `plain` ranges of characters, which are in order and do not overlap. With BPE, a run
+        of thousands of characters without a space is tokenised in parts.
         `cancelled` is called between the parts of a long text. Raises `RequestCancelled`, `OutOfRange`.
         """
-        parts = (self._special_splitter if parse_special else self._plain_splitter).split(text)
-        pieces = [piece for part in parts for piece in (split_long_runs(part) if self._splits_by_regex else [part])]
-        if len(pieces) == 1:
-            tokens = self._tokenize(text, add_special, parse_special)
-        else:
-            found = []
-            for piece in pieces:
-                if cancelled():
-                    raise RequestCancelled("cancelled during tokenisation")
-                found.append(self._tokenize(piece, False, parse_special))
-            tokens = np.concatenate(found)
-            if add_special:
-                around = self._tokenize("", True, parse_special)
-                n_before = int(self.adds_bos and len(around) > 0)
-                tokens = np.concatenate([around[:n_before], tokens, around[n_before:]])
+        found = []
+        sections = self._special_splitter.sections(text, plain) if parse_special else [(text, False)]
+        for section, is_parsed in sections:
+            for part in (self._special_splitter if is_parsed else self._plain_splitter).split(section):
+                for piece in split_long_runs(part) if self._splits_by_regex else (part,):
+                    if found and cancelled():
+                        raise RequestCancelled("cancelled during tokenisation")
+                    found.append(self._tokenize(piece, False, is_parsed))
+        if add_special:
+            before, after = self._around
+            found = [before, *found, after] if add_eos else [before, *found]
+        tokens = np.concatenate(found)
         if add_special and self.adds_bos and len(tokens) > 1 and tokens[0] == tokens[1] == self.bos:
             tokens = tokens[1:]
         return tokens
+
+    @cached_property
+    def _around(self) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
+        """The tokens that the model adds before and after a text."""
+        around = self._tokenize("", True, True)
+        n_before = int(self.adds_bos and len(around) > 0)
+        return around[:n_before], around[n_before:]
 
     def tokenize_pair(self, query: str, document: str) -> npt.NDArray[np.int32]:
         """The input of a reranker: BOS, query, EOS, SEP, document, EOS as token ids, int32[n].
@@ -291,18 +306,27 @@ def _markers(n_tokens: int, special: list[_SpecialToken]) -> npt.NDArray[np.bool
     return found
 
 
+def _control_texts(tokens: list[_SpecialToken]) -> tuple[str, ...]:
+    kinds = C.LLAMA_TOKEN_ATTR_CONTROL | C.LLAMA_TOKEN_ATTR_UNKNOWN
+    return tuple(token.text.decode() for token in tokens if token.attribute & kinds and _is_text(token))
+
+
+def _is_text(token: _SpecialToken) -> bool:
+    return bool(token.text) and token.text.decode(errors="ignore").encode() == token.text
+
+
 def _splitters(tokens: list[_SpecialToken]) -> tuple[SpecialTokenSplitter, SpecialTokenSplitter]:
     """Splitters for tokenising with `parse_special`, and without it (then only user-defined tokens are special)."""
     special, defined = C.LLAMA_TOKEN_ATTR_CONTROL | C.LLAMA_TOKEN_ATTR_UNKNOWN, C.LLAMA_TOKEN_ATTR_USER_DEFINED
 
     def of_kind(kind: int) -> SpecialTokenSplitter:
-        known = [
-            (token.text.decode(), token.attribute)
-            for token in tokens
-            if token.attribute & kind and token.text.decode(errors="ignore").encode() == token.text
-        ]
-        cuts = (text for text, attribute in known if not attribute & C.LLAMA_TOKEN_ATTR_LSTRIP)
-        return SpecialTokenSplitter((text for text, _ in known), cuts)
+        known = {token.text.decode(): token.attribute for token in tokens if token.attribute & kind and _is_text(token)}
+
+        def with_attribute(attribute: int) -> frozenset[str]:
+            return frozenset(text for text, attributes in known.items() if attributes & attribute)
+
+        left, right = with_attribute(C.LLAMA_TOKEN_ATTR_LSTRIP), with_attribute(C.LLAMA_TOKEN_ATTR_RSTRIP)
+        return SpecialTokenSplitter(known, left, right)
 
     return of_kind(special | defined), of_kind(defined)
 
@@ -354,13 +378,43 @@ start of a run; without it, a run of 3,999 characters would be scanned again fro
 class SpecialTokenSplitter:
     """Splits texts before the special tokens of one vocabulary."""
 
-    def __init__(self, special: Iterable[str], cuts: Iterable[str]) -> None:
-        """`special`: the texts of all tokens that llama.cpp searches first. `cuts`: those before which a text may be
-        split, which excludes tokens that absorb white space on their left."""
-        special = [text for text in special if text]
+    def __init__(
+        self,
+        special: Iterable[str],
+        absorb_left: frozenset[str] = frozenset(),
+        absorb_right: frozenset[str] = frozenset(),
+    ) -> None:
+        """`special`: the texts of all tokens that llama.cpp searches first. `absorb_left`: those that absorb white
+        space on their left, before which a text is not split; `absorb_right`: on their right."""
+        special = tuple(special)
         self._longest = max(map(len, special), default=0)
-        self._special = _any_of(special)
-        self._cut = _any_of(text for text in cuts if text)
+        self._special = any_of(special)
+        self._cut = any_of(text for text in special if text not in absorb_left)
+        self._absorb_left, self._absorb_right = absorb_left, absorb_right
+
+    def sections(self, text: str, plain: Sequence[Span]) -> Iterator[tuple[str, bool]]:
+        """The text in sections, and whether special tokens are read in each. A section without them has at least one of
+        the `plain` ranges, and extends to the special tokens before and after it: it tokenises as if the vocabulary had
+        no special tokens. White space is absorbed as by llama.cpp."""
+        done, spans = 0, iter(plain)
+        span = next(spans, None)
+        while span:
+            start, absorbs = done, False
+            for found in self._special.finditer(text, done, span[0]) if self._special else ():
+                start, absorbs = found.end(), found[0] in self._absorb_right
+            right = None
+            while span and not right:
+                after, span = span[1], next(spans, None)
+                right = self._special.search(text, after, span[0] if span else len(text)) if self._special else None
+            end = right.start() if right else len(text)
+            if start > done:
+                yield text[done:start], True
+            section = text[start:end]
+            section = section.lstrip(_SPACES) if absorbs else section
+            yield (section.rstrip(_SPACES) if right and right[0] in self._absorb_left else section), False
+            done = end
+        if done < len(text) or not plain:
+            yield text[done:], True
 
     def split(self, text: str) -> Iterator[str]:
         """The parts of a text, in order. A short text is one part."""
@@ -394,26 +448,3 @@ def split_long_runs(text: str) -> Iterator[str]:
             start = cut
     if start < len(text) or not start:
         yield text[start:]
-
-
-def _any_of(texts: Iterable[str]) -> re.Pattern[str] | None:
-    """A pattern for the longest of these texts: a trie of their characters, so that each one is scanned once."""
-    tree: dict[str, dict] = {}  # type: ignore[type-arg]
-    for text in texts:
-        branch = tree
-        for letter in text:
-            branch = branch.setdefault(letter, {})
-        branch[""] = {}
-    return re.compile(_pattern(tree)) if tree else None
-
-
-def _pattern(tree: dict[str, dict]) -> str:  # type: ignore[type-arg]
-    """Recurses only for branches, not for each character: tokens may be a thousand characters long."""
-    letters = ""
-    while len(tree) == 1 and "" not in tree:
-        ((letter, tree),) = tree.items()
-        letters += re.escape(letter)
-    branches = [re.escape(letter) + _pattern(inner) for letter, inner in tree.items() if letter]
-    if not branches:
-        return letters
-    return f"{letters}(?:{'|'.join(branches)}){'?' if '' in tree else ''}"

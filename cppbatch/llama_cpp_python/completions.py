@@ -15,6 +15,7 @@ from llama_cpp import llama_chat_format
 from cppbatch.chat.chat_format import PreparedChat
 from cppbatch.chat.output_parser import Delta, ReasoningDelta, TextDelta, ToolCallStart, openai_message
 from cppbatch.engine.chats import AssistantOutput, ChatOptions, ChatRequests
+from cppbatch.engine.media.sources import prompt_of_chat
 from cppbatch.engine.params import SamplingParams, replace_fields
 from cppbatch.engine.request import FinishReason, GenerationEvent, TokenLogprob
 from cppbatch.errors import GenerationFailed, InvalidRequest
@@ -310,6 +311,8 @@ def _load_image(handler: Any, part: Json) -> Json:
 
 def _tokens(llama: Llama, chat: PreparedChat) -> list[int]:
     """The tokens of a rendered conversation, which already contains its special tokens."""
+    if chat.parts:
+        return [piece.id for piece in llama.engine.tokens(prompt_of_chat(chat))]
     tokens: list[int] = llama.tokenize(chat.prompt.encode("utf-8"), add_bos=False, special=True)
     return tokens
 

@@ -61,6 +61,8 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Chat template variables for requests that do not set them (--chat-template-kwargs, --reasoning)."""
     thinking_tokens: int | None = None
     """Maximum reasoning tokens for chats that set no limit (--reasoning-budget); None: no limit."""
+    parse_special: bool = False
+    """Read the texts of control tokens in messages and tools as control tokens, for requests that do not say."""
     sampling_defaults: dict[str, Any] = {}
     """Fields of `SamplingParams` for requests that do not set them (--temp, -n ...)."""
 

@@ -59,13 +59,16 @@ class FakeVocab:
     markers = np.isin(np.arange(N_VOCAB), (2, 8))
     adds_bos = False
     longest_piece = max(map(len, PIECES))
+    control_texts = ()
 
     def tokenize(
         self,
         text: str,
         *,
         add_special: bool = True,
+        add_eos: bool = True,
         parse_special: bool = True,
+        plain: Sequence[tuple[int, int]] = (),
         cancelled: Callable[[], bool] = lambda: False,
     ) -> npt.NDArray[np.int32]:
         letters = np.frombuffer("".join(text.split()).encode(), np.uint8)

@@ -14,7 +14,17 @@ from typing import Any
 import gguf
 import numpy as np
 
-from cppbatch.models.synthetic import GgufVocab, Weight, add_vocab, byte_vocab, matrix, norm, write_gguf, write_llama
+from cppbatch.models.synthetic import (
+    GgufVocab,
+    Weight,
+    add_vocab,
+    byte_vocab,
+    copy_vocab,
+    matrix,
+    norm,
+    write_gguf,
+    write_llama,
+)
 
 N_EMBD, N_HEAD, N_HEAD_KV, N_FF, N_CTX_TRAIN = 64, 4, 2, 128, 4096
 N_KV = N_EMBD // N_HEAD * N_HEAD_KV
@@ -36,6 +46,13 @@ def patched(path: PathLike, key: str, value: float) -> Path:
     assert field
     field.parts[field.data[0]][:] = value
     return written
+
+
+def ending_with_eos(path: PathLike) -> Path:
+    """A plain transformer whose file says that a text ends with EOS."""
+    vocab = copy_vocab(llama(path), len(byte_vocab().pieces))
+    vocab.copied["tokenizer.ggml.add_eos_token"] = vocab.copied["tokenizer.ggml.add_bos_token"]  # both are true
+    return llama(path, vocab=vocab)
 
 
 def mamba(path: PathLike) -> Path:

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cppbatch.chat.chat_format import ChatFormat, ChatTurn, PreparedChat
-from cppbatch.chat.messages import ChatMessage, MarkedMedia, MediaSource, conversation_of, media_of, with_media
+from cppbatch.chat.messages import ChatMessage, MediaSource, Placeholders, conversation_of, media_of, with_media
 from cppbatch.chat.template import CHATML
 from cppbatch.engine.chats import ChatRequests
 from cppbatch.engine.media.sources import decode_media, file_part, local_media, source_of_data
@@ -228,12 +228,13 @@ def test_the_last_message_may_be_continued_after_an_image() -> None:
 )
 def test_any_mixture_comes_back_in_its_order(parts: list[str | Media]) -> None:
     content = [text(part) if isinstance(part, str) else {"type": "media", "media": part} for part in parts]
-    marked = MarkedMedia([{"role": "user", "content": content}])
+    placeholders = Placeholders()
+    messages = placeholders.hide_media([{"role": "user", "content": content}])
     prompt = "".join(
         message["content"] if isinstance(message["content"], str) else "".join(p["text"] for p in message["content"])
-        for message in marked.messages
+        for message in messages
     )
-    found = marked.parts(prompt)
+    found = placeholders.parts(prompt)
     media = [part for part in parts if isinstance(part, Media)]
     if not media:
         assert found is None
@@ -246,9 +247,9 @@ def test_any_mixture_comes_back_in_its_order(parts: list[str | Media]) -> None:
 
 def test_no_text_of_a_client_can_be_a_marker() -> None:
     messages = with_media(read([user(IMAGE)]), [RED_PICTURE])
-    first, second = (MarkedMedia(messages).messages[0]["content"] for _ in range(2))
+    first, second = (Placeholders().hide_media(messages)[0]["content"] for _ in range(2))
     assert first != second
-    assert re.fullmatch(r"<__media_[0-9a-f]{32}_0__>", first)
+    assert re.fullmatch(r"<__[0-9a-f]{16}_0__>", first)
     chat = prepare([user(text(first), IMAGE, text(second))])
     assert chat.parts is not None
     assert chat.parts[0].endswith(first)

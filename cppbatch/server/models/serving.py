@@ -206,8 +206,8 @@ class Serving:
         return MediaLoader(self.settings, self.info)
 
     def render_with(self, tools: ChatTools, turn: ChatTurn) -> PreparedChat:
-        """`ChatFormat.prepare` with the server's template variables (--chat-template-kwargs) and reasoning limit
-        (--reasoning-budget)."""
+        """`ChatFormat.prepare` with the server's template variables (--chat-template-kwargs), reasoning limit
+        (--reasoning-budget) and reading of control tokens (--parse-special)."""
         if turn.tools and not self._has_told_form:
             self._has_told_form = True
             if self.chat_forms and self.chat_forms.tools_described_by == "message":
@@ -218,6 +218,7 @@ class Serving:
             messages=tools.media.load(turn.messages),
             variables=self.settings.template_variables | turn.variables,
             thinking_tokens=limit,
+            parse_special=self.settings.parse_special if turn.parse_special is None else turn.parse_special,
         )
         with turn.client_names():
             return tools.format.prepare(turn)

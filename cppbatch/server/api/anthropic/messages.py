@@ -261,6 +261,7 @@ def message_turn(body: CountTokensRequest) -> ChatTurn:
         schema=body.schema(),
         variables=effort | ({"enable_thinking": thinking.type != "disabled"} if thinking else {}),
         thinking_tokens=check_budget(**{"thinking.budget_tokens": thinking.budget_tokens if thinking else None}),
+        parse_special=body.parse_special,
         field_names={**_FIELD_NAMES, "response_format": body.constraint_field("output_config.format")},
     )
 

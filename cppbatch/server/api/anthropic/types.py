@@ -144,6 +144,9 @@ class CountTokensRequest(SingleChoiceFields, kw_only=True):
     output_config: OutputConfig | None = None
     output_format: OutputFormat | None = None
     """Older name of `output_config.format`."""
+    parse_special: bool | None = None
+    """Read the texts of control tokens, such as `<|im_end|>`, in messages and tools as control tokens. Default: plain
+    text, unless the server has --parse-special."""
     metadata: Json | None = None
     """Ignored, like the following fields, which are for Anthropic's own services."""
     cache_control: Json | None = None

@@ -39,6 +39,9 @@ class GenerateFields(SamplingFields, kw_only=True):
     """For `messages`: additional chat template variables, such as `enable_thinking`."""
     thinking_budget: int | None = None
     """For `messages`: maximum reasoning tokens; -1: no limit."""
+    parse_special: bool | None = None
+    """For `messages`: read the texts of control tokens, such as `<|im_end|>`, in them as control tokens. Default: plain
+    text, unless the server has --parse-special."""
     logprobs: int | None = None
     """Return log-probabilities of the generated tokens, and of up to 20 most likely tokens at each position."""
     echo: bool | None = None
@@ -152,6 +155,7 @@ def generate_turn(body: GenerateFields) -> ChatTurn:
         schema=body.schema(),
         variables=check_variables(body.chat_template_kwargs or {}),
         thinking_tokens=check_budget(thinking_budget=body.thinking_budget),
+        parse_special=body.parse_special,
     )
 
 

@@ -14,7 +14,7 @@ from msgspec import UNSET, UnsetType
 
 from cppbatch.chat.messages import ChatMessage, Tool
 from cppbatch.chat.template import CHATML
-from cppbatch.engine.request import TokenPiece, detokenize
+from cppbatch.engine.request import Media, TokenPiece, detokenize, text_of_part
 from cppbatch.errors import InvalidRequest
 from cppbatch.server.answer.mixed_prompts import MEDIA_MARKER, tokenize
 from cppbatch.server.api.openai.chat_types import ChatCompletionRequest
@@ -214,5 +214,7 @@ async def apply_template(request: web.Request) -> web.Response:
         chat = await serving.render(body.turn())
         parts = [chat.prompt] if chat.parts is None else chat.parts
         return json_response(
-            ApplyTemplateResponse(prompt="".join(part if isinstance(part, str) else MEDIA_MARKER for part in parts))
+            ApplyTemplateResponse(
+                prompt="".join(MEDIA_MARKER if isinstance(part, Media) else text_of_part(part) for part in parts)
+            )
         )

@@ -87,6 +87,9 @@ class ChatCompletionRequest(VerboseFields, kw_only=True):
     assistant message, even after one."""
     continue_final_message: bool | None = None
     """vLLM's name for the opposite. True: continue the last message."""
+    parse_special: bool | None = None
+    """Read the texts of control tokens, such as `<|im_end|>`, in messages and tools as control tokens. Default: plain
+    text, unless the server has --parse-special."""
     prediction: Prediction | None = None
     """Text that the answer will probably contain. Makes the answer faster, not different."""
     user: str | None = None
@@ -115,6 +118,7 @@ class ChatCompletionRequest(VerboseFields, kw_only=True):
             ),
             continue_final_message=self._continues_message(),
             add_generation_prompt=self.add_generation_prompt is not False,
+            parse_special=self.parse_special,
             field_names={"response_format": self.constraint_field("response_format")},
         )
 

@@ -253,6 +253,7 @@ def response_turn(body: ResponsesRequest) -> ChatTurn:
         schema=body.schema(),
         variables=effort_variables("reasoning.effort", body.reasoning.effort if body.reasoning else None),
         thinking_tokens=check_budget(thinking_budget=body.thinking_budget),
+        parse_special=body.parse_special,
         field_names={**_FIELD_NAMES, "response_format": body.constraint_field("text.format")},
     )
 

@@ -190,6 +190,9 @@ class ResponsesRequest(SingleChoiceFields, kw_only=True):
     reasoning: ReasoningConfig | None = None
     thinking_budget: int | None = None
     """Maximum reasoning tokens; then the reasoning is closed and the answer starts. -1: no limit."""
+    parse_special: bool | None = None
+    """Read the texts of control tokens, such as `<|im_end|>`, in messages and tools as control tokens. Default: plain
+    text, unless the server has --parse-special."""
     include: list[str] | None = None
     """`message.output_text.logprobs`; other values are ignored."""
     top_logprobs: int | None = None
