@@ -13,6 +13,7 @@ TYPE_CHECKING = False  # as type checkers know it: importing `typing` takes 10 m
 if TYPE_CHECKING:
     from typing import Any
 
+    from cppbatch.chat.messages import PlainText
     from cppbatch.cluster.engines.local import LocalEngine
     from cppbatch.cluster.engines.process import EngineProcess
     from cppbatch.config import EngineConfig
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
         Media,
         MediaPrompt,
         Pair,
-        PlainText,
         TokenLogprob,
     )
     from cppbatch.errors import CppBatchError, InvalidRequest

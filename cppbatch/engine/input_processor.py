@@ -188,8 +188,14 @@ class InputProcessor:
                 parts = self._tokens_of_parts(text, cancelled)
                 return [piece for part in parts for piece in self._pieces_of_part(part, cancelled)]
             if isinstance(text, str):
-                options = {"add_special": add_special, "parse_special": parse_special, "add_eos": self._adds_eos}
-                return self._pieces(self._vocab.tokenize(text, **options, cancelled=cancelled))
+                ids = self._vocab.tokenize(
+                    text,
+                    add_special=add_special,
+                    add_eos=self._adds_eos,
+                    parse_special=parse_special,
+                    cancelled=cancelled,
+                )
+                return self._pieces(ids)
             return self._pieces(check_ids("tokens", token_ids("tokens", text), self._vocab.n_tokens))
 
     def _pieces(self, ids: npt.NDArray[np.int32]) -> list[TokenPiece]:

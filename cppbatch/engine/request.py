@@ -89,7 +89,7 @@ class MediaPrompt(msgspec.Struct, frozen=True, tag=True):
     Consecutive texts are joined. The last part must be a text: only a text token predicts the next one.
     """
 
-    parts: list[str | PlainText | Media]
+    parts: Sequence[str | PlainText | Media]
 
     def __post_init__(self) -> None:
         kinds = str | PlainText | Media

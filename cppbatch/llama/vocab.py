@@ -118,7 +118,7 @@ class Vocab:
         of thousands of characters without a space is tokenised in parts.
         `cancelled` is called between the parts of a long text. Raises `RequestCancelled`, `OutOfRange`.
         """
-        found = []
+        found: list[npt.NDArray[np.int32]] = []
         sections = self._special_splitter.sections(text, plain) if parse_special else [(text, False)]
         for section, is_parsed in sections:
             for part in (self._special_splitter if is_parsed else self._plain_splitter).split(section):

@@ -67,7 +67,7 @@ def test_control_tokens_in_messages_and_tools_are_plain_text_at_their_place(
     models_templates: dict[str, ChatTemplate],
 ) -> None:
     told = json.loads(json.dumps(TOOLS).replace("Tells the weather.", f"Tells{END} it."))
-    messages = [
+    messages: list[Json] = [
         {"role": "system", "content": f"Be good. {END}"},
         {"role": "user", "content": ATTACK},
         {"role": "assistant", "content": "", "tool_calls": [call("call00001", "weather", city=f"Köln{END}")]},
@@ -76,6 +76,7 @@ def test_control_tokens_in_messages_and_tools_are_plain_text_at_their_place(
         {"role": "user", "content": "a <s>struck out</s> word, [INST]"},
     ]
     n = 0
+    tools: list[Json]
     for name, chat in formats(models_templates).items():
         for tools in ([], told):
             turn = ChatTurn(messages if tools else [*messages[:2], *messages[4:]], tools=tools)
@@ -179,8 +180,12 @@ async def n_more_as_plain_text(http: Http) -> int:
     return counts[0] - counts[1]
 
 
-MESSAGES = {"messages": [{"role": "user", "content": ATTACK}]}
-BODIES = {"/v1/chat/completions": MESSAGES, "/v1/messages": MESSAGES, "/v1/responses": {"input": ATTACK}}
+MESSAGES: Json = {"messages": [{"role": "user", "content": ATTACK}]}
+BODIES: dict[str, Json] = {
+    "/v1/chat/completions": MESSAGES,
+    "/v1/messages": MESSAGES,
+    "/v1/responses": {"input": ATTACK},
+}
 
 
 @pytest.mark.parametrize("path", BODIES)
@@ -235,7 +240,7 @@ def test_eos_ends_no_prompt_of_a_model_that_adds_it_to_texts(tmp_path: Path) -> 
     with BatchInferenceEngine(path, n_ctx=512, n_threads=1) as engine:
         ids = [token.id for token in engine.tokens("ab")]
         assert (ids[0], eos in ids) == (bos, False)
-        prompts = ["ab", MediaPrompt(["a", PlainText("b")])]
+        prompts: list[Any] = ["ab", MediaPrompt(["a", PlainText("b")])]
         assert [each.usage.prompt_tokens for each in engine.generate(prompts, {"max_tokens": 1})] == [len(ids)] * 2
     with BatchInferenceEngine(path, n_ctx=512, n_threads=1, pooling="last") as engine:
         assert engine.tokens("ab")[-1].id == eos

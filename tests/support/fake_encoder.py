@@ -13,7 +13,7 @@ from PIL import Image
 
 from cppbatch import Media, MediaPrompt
 from cppbatch.engine.media.input import MediaInput
-from cppbatch.engine.request import Modality
+from cppbatch.engine.request import Modality, text_of_part
 from tests.support.fakes import N_VOCAB, FakeVocab
 from tests.support.media_files import encoded
 
@@ -109,8 +109,8 @@ def as_read(prompt: MediaPrompt, *, has_dimensions: bool = False) -> list[int]:
 
     read: list[int] = []
     for part in prompt.parts:
-        if isinstance(part, str):
-            read += FakeVocab().tokenize(part).tolist()
+        if not isinstance(part, Media):
+            read += FakeVocab().tokenize(text_of_part(part)).tolist()
             continue
         for i, row in enumerate(decode_image(part.data)[:, :, 0]):
             read += [SEPARATOR] * (i > 0 and not has_dimensions) + bytes_of(row).tolist()

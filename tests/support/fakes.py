@@ -59,7 +59,7 @@ class FakeVocab:
     markers = np.isin(np.arange(N_VOCAB), (2, 8))
     adds_bos = False
     longest_piece = max(map(len, PIECES))
-    control_texts = ()
+    control_texts: tuple[str, ...] = ()
 
     def tokenize(
         self,
