@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import os
 import reprlib
 import string
@@ -14,6 +13,7 @@ import msgspec
 
 from cppbatch.errors import ConfigError
 from cppbatch.jobs.job_request import JobRequest, Json, RejectedLine, hash64
+from cppbatch.regular_files import is_special, open_regular
 
 FileKind = Literal["jsonl", "txt", "csv", "parquet"]
 Endpoint = Literal["completions", "chat", "embeddings"]
@@ -69,7 +69,7 @@ def detect_input_format(
     path = Path(path)
     if os.path.isdir(path):
         raise ConfigError(f"{path}: is a folder; give a file")
-    if os.path.exists(path) and not os.path.isfile(path):
+    if is_special(path):
         raise ConfigError(
             f"{path}: is not a regular file; a job reads its input several times: save it to a file first"
         )
@@ -364,7 +364,7 @@ class LineReader:
 
     def __init__(self, path: Path) -> None:
         try:
-            self._file = io.BufferedReader(io.FileIO(path), _READ_BYTES)
+            self._file = open_regular(path, _READ_BYTES)
         except (OSError, ValueError) as error:  # ValueError: an invalid path, for example with a null byte
             raise unreadable_file(path, error) from None
         self._path = path

@@ -22,6 +22,7 @@ from cppbatch.jobs.input.format import (
     unreadable_file,
 )
 from cppbatch.jobs.job_request import JobRequest, RejectedLine, hash64
+from cppbatch.regular_files import open_regular
 
 _INITIAL_REREAD_BYTES = 16 << 20
 _REREAD_BYTES_PER_BYTE = 4
@@ -219,7 +220,7 @@ class ParquetInput:
         # UnicodeDecodeError: from a column name that is not valid UTF-8.
         self._errors = (self._arrow.ArrowException, OSError, UnicodeDecodeError)
         try:
-            file = open(input_format.path, "rb")  # noqa: SIM115 (close() does); pyarrow's own errors are less clear
+            file = open_regular(input_format.path)  # pyarrow's own errors are less clear
         except (OSError, ValueError) as error:
             raise unreadable_file(input_format.path, error) from None
         try:
