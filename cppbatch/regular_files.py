@@ -46,7 +46,10 @@ def is_same_file(one: Path, other: Path) -> bool:
 
 
 def open_regular(path: Path, buffer_bytes: int = io.DEFAULT_BUFFER_SIZE) -> io.BufferedReader:
-    """Opens a file for reading. Raises `OSError`, also if it is not a regular file; `ValueError` for an invalid path."""
+    """Opens a file for reading.
+
+    Raises `OSError`, also if it is a pipe or a device, and `ValueError` for an invalid path.
+    """
     refuse_special(path)  # opening a pipe would wait for its writer
     return path.open("rb", buffer_bytes)
 

@@ -81,11 +81,13 @@ class FileJob(msgspec.Struct, frozen=True, kw_only=True):
         return files
 
     def _check_file(self, name: str, path: Path) -> None:
-        if _is_name_too_long(path):
-            raise ConfigError(
-                f"{name} is {path.name}, a name of {len(os.fsencode(path.name))} bytes, which is too long for its "
-                "folder: give a shorter name"
-            )
+        try:
+            os.stat(path)
+        except OSError as error:
+            unusable = {errno.ENAMETOOLONG: "is too long for its folder", errno.ELOOP: "is a link that leads to itself"}
+            if error.errno in unusable:
+                text = f"{name}: the name {path.name} {unusable[error.errno]}; give another name"
+                raise ConfigError(text) from None
         may_stream = name in ("-o", "--errors") and not self.is_table
         if is_special(path) and not (may_stream and is_stream(path)):
             raise ConfigError(f"{name} is {path}, which is not a regular file: give another name")
@@ -137,14 +139,6 @@ class FileJob(msgspec.Struct, frozen=True, kw_only=True):
 def _as_text(name: str) -> str:
     """A file name for the ledger: names that are not UTF-8 have escapes."""
     return name.encode(errors="backslashreplace").decode()
-
-
-def _is_name_too_long(path: Path) -> bool:
-    try:
-        os.lstat(path)
-    except OSError as error:
-        return error.errno == errno.ENAMETOOLONG
-    return False
 
 
 def is_table(output: Path) -> bool:

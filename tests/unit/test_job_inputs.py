@@ -241,9 +241,9 @@ def test_a_line_that_is_too_long_is_refused_and_the_next_one_read(reading: Any, 
     | st.lists(st.sampled_from([b'"a"', b"\n", b"{", b"\xef\xbb\xbf", b"\r"])).map(b"".join)
 )
 def test_whatever_the_bytes_each_line_gives_one_thing(tmp_path: Path, data: bytes) -> None:
-    lines = [n for n, line in enumerate(data.removeprefix(b"\xef\xbb\xbf").split(b"\n"), 1) if line.strip()]
-    for name in ("in.jsonl", "in.txt"):
-        (tmp_path / name).write_bytes(data)
+    for name, content in (("in.jsonl", b'"the first line"\n' + data), ("in.txt", data)):
+        lines = [n for n, line in enumerate(content.removeprefix(b"\xef\xbb\xbf").split(b"\n"), 1) if line.strip()]
+        (tmp_path / name).write_bytes(content)
         assert [each.line for each in read(tmp_path / name)] == lines
 
 

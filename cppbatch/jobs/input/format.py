@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import reprlib
 import string
@@ -44,6 +45,8 @@ class InputFormat(msgspec.Struct, frozen=True, kw_only=True):
     """The text of a `PromptTemplate`, which creates a prompt from each row."""
     id_column: str | None = None
     """The column with the custom IDs; None: custom_id or id, if there is one."""
+    by_line: bool = False
+    """Whether results are named by line although there is a column `id`, because `id_problem` found one."""
     only_prompts: bool = False
     """Whether to reject requests in OpenAI's format, because their results are not table rows."""
     endpoint: Endpoint = "completions"
@@ -104,6 +107,11 @@ def detect_input_format(
     )
 
 
+def auto_id_columns(input_format: InputFormat) -> tuple[str, ...]:
+    """The columns that have the custom IDs without --id-column; the first one that exists counts."""
+    return ("custom_id",) if input_format.by_line else ("custom_id", "id")
+
+
 class TableColumns(NamedTuple):
     """The columns of a table from which requests are built."""
 
@@ -127,7 +135,7 @@ def table_columns(input_format: InputFormat, names: Sequence[str]) -> TableColum
             known = ", ".join(repr(name[: 2 * _MAX_COLUMNS_SHOWN]) for name in names[:_MAX_COLUMNS_SHOWN])
             more = f" and {len(names) - _MAX_COLUMNS_SHOWN} more" if len(names) > _MAX_COLUMNS_SHOWN else ""
             raise ConfigError(f"{path}: column {column!r} not found; available: {known}{more} ({flag})")
-    others = (name for name in ("custom_id", "id") if name in names and (template is not None or name not in prompt))
+    others = (name for name in auto_id_columns(input_format) if name in names and (template or name not in prompt))
     custom_id = id_column or next(others, None)
     for used in (*prompt, *filter(None, [custom_id])):
         if names.count(used) > 1:
@@ -168,23 +176,33 @@ class PromptTemplate:
         )
 
     def _text(self, name: str, values: Mapping[str, object]) -> str:
-        if (value := values.get(name)) is None:
+        value = values.get(name)
+        if _is_missing(value):
             have = ", ".join(repr(column)[:40] for column in list(values)[:8])
-            problem = "is null" if name in values else f"does not exist; available: {have}"
+            problem = (
+                f"is {'null' if value is None else value}" if name in values else f"does not exist; available: {have}"
+            )
             raise MissingField(f"{name!r} {problem}")
         return field_text(value)
 
 
 def field_text(value: object) -> str:
-    """A table value as text: strings unchanged, null as an empty string, others as JSON, or with `str` if necessary."""
-    if value is None:
+    """A table value as text: strings unchanged, null and NaN as an empty string, others as JSON, or with `str` if
+    necessary."""
+    if _is_missing(value):
         return ""
     if isinstance(value, str):
         return value
+    if isinstance(value, float) and math.isinf(value):
+        return str(value)
     try:
         return msgspec.json.encode(value).decode().strip('"')
     except (TypeError, ValueError, OverflowError):
         return str(value)
+
+
+def _is_missing(value: object) -> bool:
+    return value is None or (isinstance(value, float) and math.isnan(value))
 
 
 def _invalid(source: str, problem: str) -> ConfigError:
@@ -236,8 +254,13 @@ class RequestBuilder:
 
     @property
     def id_column(self) -> str | None:
-        """The field with the custom ID of a row; None: custom_id or id."""
+        """The field with the custom ID of a row; None: one of `id_fields`."""
         return self._format.id_column
+
+    @property
+    def id_fields(self) -> tuple[str, ...]:
+        """The fields that may have the custom ID of a plain line, the first choice first."""
+        return auto_id_columns(self._format) if self.id_column is None else (self.id_column,)
 
     def prompt_of(self, values: Mapping[str, object]) -> str:
         """The prompt that the template creates from a row. Raises `LineError`."""
@@ -316,6 +339,12 @@ def check_custom_id(field: str, value: object) -> str:
     if "\0" in value or not _is_unicode(value):
         raise LineError("invalid_custom_id", f"{field}: {short_repr(value)} is not UTF-8 text")
     return value
+
+
+def row_id(field: str, value: object) -> str:
+    """The custom ID of a row, which may be an integer. Raises `LineError`."""
+    is_number = isinstance(value, int) and not isinstance(value, bool)
+    return check_custom_id(field, str(value) if is_number else value)
 
 
 def check_text(text: str) -> str:
