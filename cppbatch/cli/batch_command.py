@@ -66,7 +66,8 @@ _JOB_OPTIONS: list[Option] = [
     ),
     click.option(
         "--id-column", metavar="NAME", default=None,
-        help="Column that identifies the results (custom_id). Default: custom_id or id, if present.",
+        help="Column that identifies the results (custom_id). Default: custom_id, or id if its values are unique texts "
+        "or integers.",
     ),
     click.option(
         "--endpoint", type=click.Choice(["completions", "chat", "embeddings"]), default=None,
@@ -105,7 +106,7 @@ def job_options(command: Command) -> Command:
         chat_template: str | None,
         **arguments: Any,
     ) -> Any:
-        from cppbatch.jobs.file_job import FileJob, is_table
+        from cppbatch.jobs.file_job import FileJob, is_table, named
         from cppbatch.jobs.input.format import detect_input_format
         from cppbatch.regular_files import is_stream
 
@@ -144,6 +145,7 @@ def job_options(command: Command) -> Command:
             longest_first=arguments.pop("longest_first"),
             assumed=frozenset(assumed),
         )
+        job = named(job, overwrite=arguments["overwrite"], say=_say)
         return command(job=job, is_endpoint_given=endpoint is not None, **arguments)
 
     return with_options(with_job, _JOB_OPTIONS)

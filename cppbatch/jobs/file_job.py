@@ -14,6 +14,7 @@ from cppbatch.engine.disk.slots import file_digest
 from cppbatch.errors import ConfigError, InUse, StorageError
 from cppbatch.jobs.durable_files import DurableFile, beside, storage_error, uncommitted_path
 from cppbatch.jobs.input.format import InputFormat, unreadable_file
+from cppbatch.jobs.input.reader import InputReader
 from cppbatch.jobs.input.tables import import_pyarrow
 from cppbatch.jobs.job_request import Json
 from cppbatch.jobs.journal import IN_MEMORY, Journal, Ledger
@@ -119,6 +120,7 @@ class FileJob(msgspec.Struct, frozen=True, kw_only=True):
         form = {
             name: getattr(self.input_format, name) for name in ("endpoint", "column", "template", "id_column", "system")
         }
+        form |= {"ids": "line"} if self.input_format.by_line else {}
         ours = {"chat template": self.chat_template, "ordered": self.ordered, "errors": self.errors_beside_output}
         return {
             "model": _as_text(Path(model).name),
@@ -199,6 +201,19 @@ def begun_with(job: FileJob) -> Json:
         return (ledger.note(_SETTINGS_NOTE) if ledger.n_completed or ledger.n_failed else None) or {}
     finally:
         ledger.close()
+
+
+def named(job: FileJob, *, overwrite: bool, say: Callable[[str], None]) -> FileJob:
+    """The job with results that are named by line if the column `id` of its input cannot name them, unless its results
+    so far are named by it. Raises `ConfigError` if the input cannot be read."""
+    if begun := {} if overwrite else begun_with(job):
+        by_line = begun.get("ids") == "line"
+    else:
+        problem = InputReader(job.input_format, ()).id_problem()
+        by_line = problem is not None
+        if problem:
+            say(f"id: {problem}; the results are named by line instead (line-1 ...), unless you give --id-column id")
+    return msgspec.structs.replace(job, input_format=msgspec.structs.replace(job.input_format, by_line=by_line))
 
 
 def as_begun(job: FileJob, *, say: Callable[[str], None]) -> FileJob:

@@ -76,6 +76,10 @@ def detect_input_format(
         raise ConfigError(
             f"{path}: is not a regular file; a job reads its input several times: save it to a file first"
         )
+    texts = {"--column": column, "--template": template, "--id-column": id_column, "--system": system}
+    for flag, text in texts.items():
+        if text is not None and not _is_unicode(text):
+            raise ConfigError(f"{flag} {describe_non_text(text.encode(errors='surrogateescape'))}")
     kind = _KINDS.get(path.suffix.lower())
     if kind is None:
         raise ConfigError(
