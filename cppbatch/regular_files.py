@@ -42,7 +42,7 @@ def is_same_file(one: Path, other: Path) -> bool:
     """Whether both paths lead to the same file, also through links and hard links."""
     if os.path.realpath(one) == os.path.realpath(other):
         return True
-    return one.exists() and other.exists() and one.samefile(other)
+    return os.path.exists(one) and os.path.exists(other) and one.samefile(other)
 
 
 def open_regular(path: Path, buffer_bytes: int = io.DEFAULT_BUFFER_SIZE) -> io.BufferedReader:

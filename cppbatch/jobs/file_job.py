@@ -52,11 +52,11 @@ class FileJob(msgspec.Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         files = self._files()
+        for name, path in files.items():
+            self._check_file(name, path)
         for (one, path), (other, other_path) in combinations({"the input": self.input_format.path, **files}.items(), 2):
             if is_same_file(path, other_path) and not is_stream(path):
                 raise ConfigError(f"{one} and {other} are the same file, {path}; give another name")
-        for name, path in files.items():
-            self._check_file(name, path)
         if self.output.suffix.lower() in _OTHER_FORMATS:
             better = self.output.with_suffix(".jsonl")
             raise ConfigError(

@@ -183,9 +183,9 @@ class PromptTemplate:
         value = values.get(name)
         if _is_missing(value):
             have = ", ".join(repr(column)[:40] for column in list(values)[:8])
-            problem = (
-                f"is {'null' if value is None else value}" if name in values else f"does not exist; available: {have}"
-            )
+            problem = f"does not exist; available: {have}"
+            if name in values:
+                problem = "is null" if value is None else "is NaN"
             raise MissingField(f"{name!r} {problem}")
         return field_text(value)
 

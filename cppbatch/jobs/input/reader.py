@@ -174,7 +174,7 @@ class LineInput:
                 found = _decode_ids(raw) if raw.strip() else _Ids()
             except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):  # it is rejected, or only a prompt
                 continue
-            if not self._builder.has_template and (found.url is not None or found.body is not None):
+            if not self._builder.has_template and (found.url, found.body) != (msgspec.UNSET, msgspec.UNSET):
                 return  # requests in OpenAI's format, which have a custom_id
             if found.custom_id is None:
                 yield number, found.id
@@ -186,8 +186,8 @@ class LineInput:
 class _Ids(msgspec.Struct):
     id: Any = None
     custom_id: Any = None
-    url: msgspec.Raw | None = None
-    body: msgspec.Raw | None = None
+    url: Any = msgspec.UNSET
+    body: Any = msgspec.UNSET
 
 
 _decode_ids = msgspec.json.Decoder(_Ids).decode
