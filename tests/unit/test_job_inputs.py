@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import sys
 from pathlib import Path
@@ -528,6 +529,15 @@ def test_a_missing_file_or_a_folder_is_an_error_when_it_is_read(tmp_path: Path, 
     (tmp_path / name).mkdir()
     with pytest.raises(ConfigError, match=rf"{name}: cannot be read: Is a directory"):
         next(iter(reader))
+
+
+@pytest.mark.parametrize("name", ["in.jsonl", "in.txt", "in.csv", "in.parquet"])
+@pytest.mark.timeout(30)
+def test_a_pipe_is_an_error_when_it_is_read(tmp_path: Path, name: str) -> None:
+    input_format = detect_input_format(tmp_path / name)
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(ConfigError, match=rf"{name}: cannot be read: it is not a regular file"):
+        read_as(input_format)
 
 
 @pytest.mark.parametrize(
