@@ -9,8 +9,8 @@ import re
 import stat
 from pathlib import Path
 
-STDOUT = Path("-")
-"""Standard output as the output of a command."""
+STANDARD_STREAM = Path("-")
+"""Standard input as the input of a command, standard output as its output."""
 
 _OPEN_FILES = re.compile(r"/dev/(stdin|stdout|stderr|fd/\d+)|/proc/(self|\d+)/fd/\d+")
 _GGUF = b"GGUF"
@@ -26,7 +26,7 @@ def is_stream(path: Path) -> bool:
     """Whether data written there passes on: standard output, an open file by its number, a pipe, a character device."""
     mode = _mode(path)
     passes_on = mode is not None and (stat.S_ISFIFO(mode) or stat.S_ISCHR(mode))
-    return passes_on or path == STDOUT or bool(_OPEN_FILES.fullmatch(os.path.abspath(path)))
+    return passes_on or path == STANDARD_STREAM or bool(_OPEN_FILES.fullmatch(os.path.abspath(path)))
 
 
 def is_model(path: Path) -> bool:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 from cppbatch.errors import DiskFull, InUse, StorageError
-from cppbatch.regular_files import STDOUT, refuse_special, replace_file
+from cppbatch.regular_files import STANDARD_STREAM, refuse_special, replace_file
 
 log = logging.getLogger("cppbatch.jobs")
 
@@ -102,7 +102,7 @@ class StreamFile:
         """Opens the stream; a pipe waits for its reader. `size`: the bytes written so far. Raises `StorageError`."""
         self.path, self.size = path, size
         with _storage_errors(path):
-            is_stdout = path == STDOUT
+            is_stdout = path == STANDARD_STREAM
             handle = os.dup(sys.stdout.fileno()) if is_stdout else os.open(path, os.O_WRONLY | os.O_APPEND)
             self._file = open(handle, "wb")  # noqa: SIM115 (close() does)
 
@@ -150,7 +150,7 @@ def storage_error(path: Path, error: OSError) -> StorageError:
         advice = "the program that reads it has ended"
     else:
         advice = "check the disk"
-    name = "standard output" if path == STDOUT else path
+    name = "standard output" if path == STANDARD_STREAM else path
     return kind(f"{name} cannot be written ({error.strerror or error}): {advice}")
 
 

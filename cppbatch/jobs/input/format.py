@@ -14,7 +14,7 @@ import msgspec
 
 from cppbatch.errors import ConfigError
 from cppbatch.jobs.job_request import JobRequest, Json, RejectedLine, hash64
-from cppbatch.regular_files import is_special, open_regular
+from cppbatch.regular_files import STANDARD_STREAM, is_special, open_regular
 
 FileKind = Literal["jsonl", "txt", "csv", "parquet"]
 Endpoint = Literal["completions", "chat", "embeddings"]
@@ -72,7 +72,7 @@ def detect_input_format(
     path = Path(path)
     if os.path.isdir(path):
         raise ConfigError(f"{path}: is a folder; give a file")
-    if is_special(path):
+    if is_special(path) or path == STANDARD_STREAM:
         raise ConfigError(
             f"{path}: is not a regular file; a job reads its input several times: save it to a file first"
         )

@@ -70,11 +70,14 @@ class CsvInput:
 
     def ids(self) -> Iterator[tuple[int, str]]:
         """The line and the value of each row in the column `id`, if that names the results."""
+        place: int | None = None
         for record in self.records():
-            if table_columns(self._format, self.columns).custom_id != "id":
-                return
+            if place is None:
+                if table_columns(self._format, self.columns).custom_id != "id":
+                    return
+                place = self.columns.index("id")
             if not isinstance(record, RejectedLine):
-                yield record[0], record[1][self.columns.index("id")]
+                yield record[0], record[1][place]
 
     def records(self) -> Iterator[tuple[int, list[str]] | RejectedLine]:
         """The line number and the fields of each record, or the reason for rejecting it. `columns` has the field names.
