@@ -51,7 +51,7 @@ def open_regular(path: Path, buffer_bytes: int = io.DEFAULT_BUFFER_SIZE) -> io.B
     Raises `OSError`, also if it is a pipe or a device, and `ValueError` for an invalid path.
     """
     refuse_special(path)  # opening a pipe would wait for its writer
-    return path.open("rb", buffer_bytes)
+    return io.BufferedReader(io.FileIO(path), buffer_bytes)
 
 
 def refuse_special(path: Path) -> None:
