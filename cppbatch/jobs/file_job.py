@@ -276,9 +276,12 @@ def _remove(job: FileJob, *files: Path) -> None:
 def _reject_existing_files(job: FileJob) -> None:
     for path in dict.fromkeys((job.output, job.results, job.errors)):
         if not is_stream(path) and path.exists() and (not path.is_file() or path.stat().st_size):
-            reason = "" if job.is_stream else f", but its job cannot be resumed ({job.ledger.name} is missing)"
-            option = "--errors" if path == job.errors else "-o"
-            raise ConfigError(f"{path} already exists{reason}: choose another {option}, or use --overwrite")
+            if job.is_stream:
+                raise ConfigError(f"{path} already exists: choose another --errors, or use --overwrite")
+            raise ConfigError(
+                f"{path} already exists, but its job cannot be resumed ({job.ledger.name} is missing): choose another "
+                "-o, or use --overwrite"
+            )
 
 
 def _check_settings(job: FileJob, model: str, ledger: Ledger) -> None:
