@@ -25,6 +25,14 @@ class InputChanged(ConfigError):
     """The input file of a batch has changed since its upload."""
 
 
+class NotJsonLines(ConfigError):
+    """An input file is one JSON value instead of one in each line. `reason`: the message without the path."""
+
+    def __init__(self, path: object, reason: str) -> None:
+        super().__init__(f"{path}: {reason}")
+        self.reason = reason
+
+
 class LoadInterrupted(ModelError):
     """The process loading a model was killed from outside. The model is not the cause."""
 

@@ -31,6 +31,7 @@ from cppbatch.cli.sampling_options import sampling_options
 from cppbatch.cli.server_options import MEDIA_OPTIONS, are_chats, chat_template_option
 from cppbatch.config import EngineConfig
 from cppbatch.engine.params import DEFAULT_MAX_TOKENS, SamplingParams
+from cppbatch.regular_files import open_regular
 
 if TYPE_CHECKING:
     from cppbatch.cluster.deployment import Deployment
@@ -49,7 +50,7 @@ _JOB_OPTIONS: list[Option] = [
     click.option(
         "-o", "--output", required=True, metavar="OUT", type=click.Path(path_type=Path),
         help="File for the results: JSON Lines, or a .csv, .tsv or .parquet file with the input columns plus the "
-        "answers. Progress is stored next to it: for out.jsonl, in out.jsonl.job.",
+        "answers. Progress is stored next to it: for out.jsonl, in out.jsonl.job. - writes to standard output.",
     ),
     click.option(
         "--errors", metavar="FILE", type=click.Path(path_type=Path), default=None,
@@ -65,7 +66,8 @@ _JOB_OPTIONS: list[Option] = [
     ),
     click.option(
         "--id-column", metavar="NAME", default=None,
-        help="Column that identifies the results (custom_id). Default: custom_id or id, if present.",
+        help="Column that identifies the results (custom_id). Default: custom_id, or id if its values are unique texts "
+        "or integers.",
     ),
     click.option(
         "--endpoint", type=click.Choice(["completions", "chat", "embeddings"]), default=None,
@@ -104,8 +106,9 @@ def job_options(command: Command) -> Command:
         chat_template: str | None,
         **arguments: Any,
     ) -> Any:
-        from cppbatch.jobs.file_job import FileJob, is_table
+        from cppbatch.jobs.file_job import FileJob, is_table, named
         from cppbatch.jobs.input.format import detect_input_format
+        from cppbatch.regular_files import is_stream
 
         if not output.name:
             raise click.BadParameter(f"'{output}' is a folder; give the name of a file", param_hint="-o")
@@ -130,10 +133,11 @@ def job_options(command: Command) -> Command:
             only_prompts=is_table(output),
         )
         stem, suffix = (output.name, ".jsonl") if is_table(output) else (output.stem, output.suffix or ".jsonl")
+        beside_output = output if is_stream(output) else output.with_name(f"{stem}.errors{suffix}")
         job = FileJob(
             input_format=input_format,
             output=output,
-            errors=errors or output.with_name(f"{stem}.errors{suffix}"),
+            errors=errors or beside_output,
             defaults=params,
             plain_max_tokens=DEFAULT_MAX_TOKENS if is_capped and endpoint != "embeddings" else None,
             chat_template=chat_template,
@@ -141,6 +145,7 @@ def job_options(command: Command) -> Command:
             longest_first=arguments.pop("longest_first"),
             assumed=frozenset(assumed),
         )
+        job = named(job, overwrite=arguments["overwrite"], say=_say)
         return command(job=job, is_endpoint_given=endpoint is not None, **arguments)
 
     return with_options(with_job, _JOB_OPTIONS)
@@ -221,23 +226,24 @@ def batch(
             if is_done and job.is_table:
                 write_table(job.input_format, job.results, job.errors, job.output, stamp)
             _say(f"{journal.n_completed} done, {journal.n_failed} failed; {progress.speed()}")
-            if journal.n_failed and (reason := first_failure(job.errors)):
+            if journal.n_failed and job.errors != job.output and (reason := first_failure(job.errors)):
                 _say(f"first failure: {reason}")
             if is_done and not journal.n_completed + journal.n_failed:
                 _say(f"{job.input_format.path} contains no lines to answer")
-            results = job.output if is_done else job.results
-            _say(f"results: {results}" + (f"; errors: {job.errors}" if journal.n_failed else ""))
+            if not job.is_stream:
+                results = job.output if is_done else job.results
+                _say(f"results: {results}" + (f"; errors: {job.errors}" if journal.n_failed else ""))
     if not is_done:
-        _say("stopped before the end; run the same command to resume")
+        _say("stopped before the end" + ("" if job.is_stream else "; run the same command to resume"))
         raise click.Abort
     if journal.n_failed:
         sys.exit(1)
 
 
 def first_failure(errors: Path) -> str:
-    """The message of the first failed line, among the earliest failures; "" without failures."""
+    """The message of the first failed line, among the earliest failures; "" without failures or if they are gone."""
     try:
-        with errors.open("rb") as file:
+        with open_regular(errors) as file:
             result = min(map(msgspec.json.decode, islice(file, _FAILURES_READ)), key=lambda each: each["line"])
         error = result["error"] or result["response"]["body"]["error"]
         return f"line {result['line']}: {error['message']}"
@@ -281,7 +287,7 @@ class BatchProgress:
         return f"{self._job.n_tokens} tokens{rate}"
 
     def _run(self) -> None:
-        if sys.stderr.isatty():
+        if sys.stderr.isatty() and not (self._job.job.is_stream and sys.stdout.isatty()):  # results would garble it
             self._show_bar()
         else:
             while not self._ended.wait(_LINE_INTERVAL_S):

@@ -12,6 +12,7 @@ from rich.console import Console
 
 from cppbatch.cli.engine_options import Command, with_options
 from cppbatch.errors import ConfigError
+from cppbatch.regular_files import is_model
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -43,6 +44,8 @@ def report_options(command: Command) -> Command:
         for path in filter(None, (json_file, plot_file)):
             if not path.absolute().parent.is_dir():  # checked now: the measurement may take hours
                 raise ConfigError(f"{path}: folder not found: {path.absolute().parent}")
+            if is_model(path):
+                raise ConfigError(f"{path}: is a model file, which is never overwritten: give another name")
         if plot_file:
             from cppbatch.bench.report import check_plotting
 

@@ -89,6 +89,7 @@ def sampling_options(command: Command) -> Command:
     def with_params(n_predict: int | None, **arguments: Any) -> Any:
         params = _pop_given(arguments, (*PARAMS, *_OUTPUT_NAMES))
         params |= {name: list(params[name]) for name in ("stop", "guided_choice") if name in params}
+        _check_texts(params)
         if n_predict is not None and n_predict != -1 and n_predict < 1:
             raise ConfigError(f"max_tokens (-n) is {n_predict}; it must be at least 1, or -1 for no maximum")
         if n_predict not in (None, -1):
@@ -99,6 +100,17 @@ def sampling_options(command: Command) -> Command:
         f"Maximum tokens per prompt; -1: until the context is full.  [default: {DEFAULT_MAX_TOKENS}]"
     )
     return with_options(with_params, [n_predict, *_SAMPLING, *_OUTPUT])
+
+
+def _check_texts(params: dict[str, Any]) -> None:
+    """Raises `ConfigError` for texts that are not UTF-8: requests and ledgers are JSON."""
+    for name, value in params.items():
+        for text in value if isinstance(value, list) else [value]:
+            if isinstance(text, str) and not text.isascii():
+                try:
+                    text.encode()
+                except UnicodeEncodeError:
+                    raise ConfigError(f"{name}: {text!r:.80} is not UTF-8 text") from None
 
 
 def sampling_default_options(command: Command) -> Command:

@@ -1,4 +1,4 @@
-"""Files and SQLite databases that are durable across power loss."""
+"""Files and SQLite databases that are durable across power loss, and streams."""
 
 from __future__ import annotations
 
@@ -8,12 +8,14 @@ import logging
 import os
 import shutil
 import sqlite3
+import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 from cppbatch.errors import DiskFull, InUse, StorageError
+from cppbatch.regular_files import STANDARD_STREAM, refuse_special, replace_file
 
 log = logging.getLogger("cppbatch.jobs")
 
@@ -25,11 +27,11 @@ class DurableFile:
         """Opens the file and truncates it to `size` bytes: the rest was not committed before the process died.
 
         Complete lines in the rest are kept in a file next to it (`uncommitted_path`), because the recorded size may
-        also be out of date. Raises `StorageError`, also if the file is shorter than `size`.
+        also be out of date. Raises `StorageError`, also if the file is shorter than `size` or not a regular file.
         """
         self.path, self.size = path, size
         with _storage_errors(path):
-            self._file = path.open("ab")
+            self._file = _open_to_append(path)
             found = self._file.tell()
             if found > size:
                 self._keep_lines()
@@ -45,7 +47,7 @@ class DurableFile:
     def _keep_lines(self) -> None:
         """Copies the complete lines beyond `size`."""
         n_lines, kept = 0, uncommitted_path(self.path)
-        with self.path.open("rb") as file, kept.open("ab") as copy:
+        with self.path.open("rb") as file, _open_to_append(kept) as copy:
             file.seek(self.size)
             for line in file:
                 if line.endswith(b"\n"):
@@ -80,7 +82,7 @@ class DurableFile:
         """Discards the data beyond `size`, in the file and in its buffer."""
         with contextlib.suppress(OSError):
             self._file.close()
-        self._file = self.path.open("ab")
+        self._file = _open_to_append(self.path)
         self._file.truncate(self.size)
 
     def close(self) -> None:
@@ -88,9 +90,43 @@ class DurableFile:
         self._file.close()
 
 
+def _open_to_append(path: Path) -> BinaryIO:
+    refuse_special(path)  # opening a pipe would wait for its reader
+    return path.open("ab")
+
+
+class StreamFile:
+    """Standard output, a pipe or a device, with the interface of `DurableFile`: what is written has passed on."""
+
+    def __init__(self, path: Path, size: int) -> None:
+        """Opens the stream; a pipe waits for its reader. `size`: the bytes written so far. Raises `StorageError`."""
+        self.path, self.size = path, size
+        with _storage_errors(path):
+            is_stdout = path == STANDARD_STREAM
+            handle = os.dup(sys.stdout.fileno()) if is_stdout else os.open(path, os.O_WRONLY | os.O_APPEND)
+            self._file = open(handle, "wb")  # noqa: SIM115 (close() does)
+
+    def append(self, data: bytes) -> None:
+        """Writes `data`. Raises `StorageError`."""
+        with _storage_errors(self.path):
+            self._file.write(data)
+            self._file.flush()
+        self.size += len(data)
+
+    def close(self) -> None:
+        """Closes the stream. Data that it has refused is dropped."""
+        with contextlib.suppress(OSError):
+            self._file.close()
+
+
 def uncommitted_path(path: Path) -> Path:
     """The path of the file with the uncommitted lines of a `DurableFile`."""
-    return path.with_name(path.name + ".uncommitted")
+    return beside(path, ".uncommitted")
+
+
+def beside(path: Path, suffix: str) -> Path:
+    """The path of a file in the same folder, whose name has this suffix in addition."""
+    return path.with_name(path.name + suffix)
 
 
 @contextlib.contextmanager
@@ -108,11 +144,14 @@ def storage_error(path: Path, error: OSError) -> StorageError:
         kind, advice = DiskFull, "free some space and restart; no data was lost"
     elif error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
         advice = "make it and its folder writable"
-    elif error.errno in (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST):
+    elif error.errno in (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.EINVAL):
         advice = "check its name and its folder"
+    elif error.errno == errno.EPIPE:
+        advice = "the program that reads it has ended"
     else:
         advice = "check the disk"
-    return kind(f"{path} cannot be written ({error.strerror or error}): {advice}")
+    name = "standard output" if path == STANDARD_STREAM else path
+    return kind(f"{name} cannot be written ({error.strerror or error}): {advice}")
 
 
 def fsync_folder(folder: Path) -> None:
@@ -141,10 +180,10 @@ def move_into_place(finished: Path, path: Path) -> None:
 
 
 def move(durable: Path, path: Path) -> None:
-    """Renames a file that is already durable. Raises `StorageError`."""
+    """Renames a file that is already durable. Raises `StorageError`, also if `path` is a device or a pipe."""
     with _storage_errors(path):
-        durable.replace(path)
-        fsync_folder(path.parent)
+        replace_file(durable, path)
+        fsync_folder(Path(os.path.realpath(path)).parent)
 
 
 # --- database --------------------------------------------------------------------------------------------------------
@@ -224,7 +263,7 @@ class Database:
     def _check_with_wal(self) -> None:
         """Checks a database with a WAL through a read-only connection. A writable connection would copy the WAL into
         the file on close, even if the WAL is damaged or belongs to another database."""
-        wal, shm = (self.path.with_name(self.path.name + suffix) for suffix in ("-wal", "-shm"))
+        wal, shm = (beside(self.path, suffix) for suffix in ("-wal", "-shm"))
         if not self.path.exists() or not wal.exists() or not wal.stat().st_size:
             return
         has_shm = shm.exists()

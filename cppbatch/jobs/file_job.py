@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Callable
 from itertools import combinations
@@ -11,11 +12,13 @@ import msgspec
 
 from cppbatch.engine.disk.slots import file_digest
 from cppbatch.errors import ConfigError, InUse, StorageError
-from cppbatch.jobs.durable_files import DurableFile, storage_error, uncommitted_path
+from cppbatch.jobs.durable_files import DurableFile, beside, storage_error, uncommitted_path
 from cppbatch.jobs.input.format import InputFormat, unreadable_file
+from cppbatch.jobs.input.reader import InputReader
 from cppbatch.jobs.input.tables import import_pyarrow
 from cppbatch.jobs.job_request import Json
-from cppbatch.jobs.journal import Journal, Ledger
+from cppbatch.jobs.journal import IN_MEMORY, Journal, Ledger
+from cppbatch.regular_files import is_model, is_same_file, is_special, is_stream
 
 _SETTINGS_NOTE = "settings"
 _MODEL_NOTE = "model"
@@ -26,13 +29,14 @@ _OTHER_FORMATS = (".xlsx", ".xls", ".ods", ".txt", ".md")
 class FileJob(msgspec.Struct, frozen=True, kw_only=True):
     """The files and settings of a job.
 
-    Raises `ConfigError` if two of the files are the same, or if the output has the extension of an unsupported format.
+    Raises `ConfigError` if two of the files are the same, if one to write is a model, a device of the wrong kind or has
+    a name that is too long, or if the output has the extension of an unsupported format.
     """
 
     input_format: InputFormat
     output: Path
     errors: Path
-    """For rejected and failed lines; created for the first one."""
+    """For rejected and failed lines; created for the first one. The same as `output` if that is a stream."""
     defaults: Json = {}
     """Default body fields of requests."""
     plain_max_tokens: int | None = None
@@ -47,17 +51,12 @@ class FileJob(msgspec.Struct, frozen=True, kw_only=True):
     """Names of settings with default values. A job started by an earlier version keeps the defaults of that version."""
 
     def __post_init__(self) -> None:
-        names = {
-            "the input": self.input_format.path,
-            "-o": self.output,
-            **({"the results before the table": self.results} if self.is_table else {}),
-            "--errors": self.errors,
-            "the ledger": self.ledger,
-        }
-        targets = {name: _resolve(path, name) for name, path in names.items()}
-        for (one, path), (other, _) in combinations(names.items(), 2):
-            if targets[one] == targets[other]:
-                raise ConfigError(f"{one} and {other} are the same file, {path}")
+        files = self._files()
+        for name, path in files.items():
+            self._check_file(name, path)
+        for (one, path), (other, other_path) in combinations({"the input": self.input_format.path, **files}.items(), 2):
+            if is_same_file(path, other_path) and not is_stream(path):
+                raise ConfigError(f"{one} and {other} are the same file, {path}; give another name")
         if self.output.suffix.lower() in _OTHER_FORMATS:
             better = self.output.with_suffix(".jsonl")
             raise ConfigError(
@@ -67,41 +66,81 @@ class FileJob(msgspec.Struct, frozen=True, kw_only=True):
         if self.output.suffix.lower() in (".parquet", ".pq"):
             import_pyarrow()  # raises before anything runs
 
+    def _files(self) -> dict[str, Path]:
+        """The files that the job writes or deletes, by their names in messages."""
+        files = {"-o": self.output, "--errors": self.errors}
+        if not self.is_stream:
+            files |= {"the ledger": self.ledger, "the ledger's log": beside(self.ledger, "-wal")}
+            files["the file of uncommitted results"] = uncommitted_path(self.results)
+        if not is_stream(self.errors):
+            files["the file of uncommitted errors"] = uncommitted_path(self.errors)
+        if self.is_table:
+            files |= {
+                "the results before the table": self.results,
+                "the unfinished table": beside(self.output, ".part"),
+            }
+        return files
+
+    def _check_file(self, name: str, path: Path) -> None:
+        try:
+            os.stat(path)
+        except OSError as error:
+            unusable = {errno.ENAMETOOLONG: "is too long for its folder", errno.ELOOP: "is a link that leads to itself"}
+            if error.errno in unusable:
+                text = f"{name}: the name {path.name} {unusable[error.errno]}; give another name"
+                raise ConfigError(text) from None
+        may_stream = name in ("-o", "--errors") and not self.is_table
+        if is_special(path) and not (may_stream and is_stream(path)):
+            raise ConfigError(f"{name} is {path}, which is not a regular file: give another name")
+        if is_model(path):
+            raise ConfigError(f"{name} is {path}, a model file, which is never overwritten: give another name")
+
     @property
     def is_table(self) -> bool:
         """Whether the output is a CSV or Parquet file."""
         return is_table(self.output)
 
     @property
+    def is_stream(self) -> bool:
+        """Whether the results are written to a pipe, a device or standard output. Such a job cannot be resumed."""
+        return not self.is_table and is_stream(self.output)
+
+    @property
     def results(self) -> Path:
         """The JSON Lines file to which results are written as they arrive; the output itself unless it is a table."""
-        return self.output.with_name(self.output.name + ".jsonl") if self.is_table else self.output
+        return beside(self.output, ".jsonl") if self.is_table else self.output
 
     @property
     def ledger(self) -> Path:
         """The path of the ledger."""
-        return self.output.with_name(self.output.name + ".job")
+        return IN_MEMORY if self.is_stream else beside(self.output, ".job")
 
     def settings(self, model: str) -> Json:
         """The settings that affect the results. They must be the same when a job resumes."""
         form = {
             name: getattr(self.input_format, name) for name in ("endpoint", "column", "template", "id_column", "system")
         }
+        form |= {"ids": "line"} if self.input_format.by_line else {}
         ours = {"chat template": self.chat_template, "ordered": self.ordered, "errors": self.errors_beside_output}
-        return {"model": Path(model).name, **form, **ours, "max_tokens": self.plain_max_tokens, **self.defaults}
+        return {
+            "model": _as_text(Path(model).name),
+            **form,
+            **ours,
+            "max_tokens": self.plain_max_tokens,
+            **self.defaults,
+        }
 
     @property
     def errors_beside_output(self) -> str:
         """The error file relative to the output's folder, so that the path stays valid if the folder is moved."""
-        folder, errors = self.output.resolve().parent, self.errors.resolve()
-        return str(errors.relative_to(folder) if errors.is_relative_to(folder) else errors)
+        output, errors = (Path(os.path.realpath(path)) for path in (self.output, self.errors))
+        folder = output.parent
+        return _as_text(str(errors.relative_to(folder) if errors.is_relative_to(folder) else errors))
 
 
-def _resolve(path: Path, name: str) -> Path:
-    try:
-        return path.resolve()
-    except (RuntimeError, OSError) as error:  # before Python 3.13, a loop of links is a RuntimeError
-        raise ConfigError(f"{name} is {path}, a link that leads back to itself; give another path") from error
+def _as_text(name: str) -> str:
+    """A file name for the ledger: names that are not UTF-8 have escapes."""
+    return name.encode(errors="backslashreplace").decode()
 
 
 def is_table(output: Path) -> bool:
@@ -133,7 +172,7 @@ def open_job(
         if retry_failed and ledger.n_failed:
             say("retrying the failed lines")
             _reopen_failed(job, ledger)
-        return Journal(ledger, job.results, job.errors, ordered=job.ordered)
+        return Journal(ledger, job.results, job.errors, ordered=job.ordered, streams=True)
     except BaseException:
         ledger.close()
         raise
@@ -141,12 +180,13 @@ def open_job(
 
 def _reopen_failed(job: FileJob, ledger: Ledger) -> None:
     """Reopens the failed lines and empties their file: what it has beyond its committed size was not committed."""
-    if job.errors.exists():
+    has_file = job.errors.exists() and not is_stream(job.errors)
+    if has_file:
         size = min(ledger.number("error_bytes"), job.errors.stat().st_size)  # it may have been emptied by hand
         DurableFile(job.errors, size).close()  # keeps lines that were not committed
     ledger.reopen_failed()
     try:
-        if job.errors.exists():
+        if has_file:
             os.truncate(job.errors, 0)
     except OSError as error:
         raise storage_error(job.errors, error) from error
@@ -161,6 +201,19 @@ def begun_with(job: FileJob) -> Json:
         return (ledger.note(_SETTINGS_NOTE) if ledger.n_completed or ledger.n_failed else None) or {}
     finally:
         ledger.close()
+
+
+def named(job: FileJob, *, overwrite: bool, say: Callable[[str], None]) -> FileJob:
+    """The job with results that are named by line if the column `id` of its input cannot name them, unless its results
+    so far are named by it. Raises `ConfigError` if the input cannot be read."""
+    if begun := {} if overwrite else begun_with(job):
+        by_line = begun.get("ids") == "line"
+    else:
+        problem = InputReader(job.input_format, ()).id_problem()
+        by_line = problem is not None
+        if problem:
+            say(f"id: {problem}; the results are named by line instead (line-1 ...), unless you give --id-column id")
+    return msgspec.structs.replace(job, input_format=msgspec.structs.replace(job.input_format, by_line=by_line))
 
 
 def as_begun(job: FileJob, *, say: Callable[[str], None]) -> FileJob:
@@ -200,7 +253,10 @@ def _check_input(job: FileJob) -> None:
 
 
 def _remove(job: FileJob, *files: Path) -> None:
-    """Deletes the ledger and these files. Raises `InUse` if another process has locked the ledger."""
+    """Deletes the ledger and these files, except streams. Links stay, and their files are deleted.
+
+    Raises `InUse` if another process has locked the ledger.
+    """
     try:
         if job.ledger.exists():
             Ledger(job.ledger).close()
@@ -208,17 +264,20 @@ def _remove(job: FileJob, *files: Path) -> None:
         raise
     except StorageError:  # a corrupt ledger can be deleted too
         pass
-    for path in (job.ledger, *files, *map(uncommitted_path, files)):
-        for each in (path, *(path.with_name(path.name + suffix) for suffix in ("-wal", "-shm"))):
-            try:
-                each.unlink(missing_ok=True)
-            except OSError as error:
-                raise storage_error(each, error) from error
+    files = tuple(path for path in files if not is_stream(path))
+    ledger = () if job.is_stream else (job.ledger, *(beside(job.ledger, suffix) for suffix in ("-wal", "-shm")))
+    for path in (*ledger, *files, *map(uncommitted_path, files)):
+        try:
+            Path(os.path.realpath(path)).unlink(missing_ok=True)
+        except OSError as error:
+            raise storage_error(path, error) from error
 
 
 def _reject_existing_files(job: FileJob) -> None:
     for path in dict.fromkeys((job.output, job.results, job.errors)):
-        if path.exists() and (not path.is_file() or path.stat().st_size):
+        if not is_stream(path) and path.exists() and (not path.is_file() or path.stat().st_size):
+            if job.is_stream:
+                raise ConfigError(f"{path} already exists: choose another --errors, or use --overwrite")
             raise ConfigError(
                 f"{path} already exists, but its job cannot be resumed ({job.ledger.name} is missing): choose another "
                 "-o, or use --overwrite"

@@ -13,8 +13,9 @@ from typing import Any, NamedTuple
 import msgspec
 
 from cppbatch.errors import LedgerLost, StorageError
-from cppbatch.jobs.durable_files import Database, DurableFile, Kind
+from cppbatch.jobs.durable_files import Database, DurableFile, Kind, StreamFile
 from cppbatch.jobs.job_request import JobRequest, JobResponse, Json, RejectedLine, hash64
+from cppbatch.regular_files import is_stream
 from cppbatch.typed_json import encode_line
 
 _HELD_PER_WRITE = 256  # held results written together
@@ -44,15 +45,19 @@ class Journal:
     Not thread-safe: one thread at a time. Raises `StorageError`.
     """
 
-    def __init__(self, ledger: Ledger, output: Path, errors: Path, *, ordered: bool = False) -> None:
-        """Opens `output` for responses and `errors` for errors. `errors` is created for the first error.
+    def __init__(
+        self, ledger: Ledger, output: Path, errors: Path, *, ordered: bool = False, streams: bool = False
+    ) -> None:
+        """Opens `output` for responses and `errors` for errors. `errors` is created for the first error; if it is the
+        same path, `output` has both.
 
-        `ordered`: writes responses in the order of the input. The ledger holds those that arrive early.
-        Raises `LedgerLost`.
+        `ordered`: writes responses in the order of the input. The ledger holds those that arrive early. `streams`:
+        whether pipes and devices are written to. Otherwise they are refused. Raises `LedgerLost`.
         """
+        self._streams = [path for path in (output, errors) if streams and is_stream(path)]
         if not ledger.is_begun:
             for path in (output, errors):
-                if path.exists() and (n_bytes := path.stat().st_size):
+                if path not in self._streams and path.exists() and (n_bytes := path.stat().st_size):
                     raise LedgerLost(
                         f"{ledger.path} has no record of {path.name}, which has {n_bytes} bytes: the ledger was lost "
                         "or replaced. Restore it from a backup, or start over with another output"
@@ -61,15 +66,19 @@ class Journal:
         self.ledger = ledger
         self._ordered = ordered
         self._errors_path = errors
-        self._output = DurableFile(output, ledger.number("output_bytes"))
+        self._output = self._open(output, ledger.number("output_bytes"))
         try:
-            self._errors = DurableFile(errors, ledger.number("error_bytes")) if errors.exists() else None
+            has_errors = errors != output and (errors in self._streams or errors.exists())
+            self._errors = self._open(errors, ledger.number("error_bytes")) if has_errors else None
         except BaseException:
             self._output.close()
             raise
         self.tokens = Counter({name: ledger.number(name) for name in _TOKEN_COUNTS})
         self.committed_bytes = self._sizes
         """Sizes of the output and error files, without unfinished writes."""
+
+    def _open(self, path: Path, size: int) -> DurableFile | StreamFile:
+        return (StreamFile if path in self._streams else DurableFile)(path, size)
 
     @property
     def _sizes(self) -> tuple[int, int]:
@@ -100,8 +109,9 @@ class Journal:
 
     def record(self, results: Sequence[ResultLine]) -> None:
         """Writes these results durably."""
-        ok = [result for result in results if result.is_ok]
-        failed = [result for result in results if not result.is_ok]
+        has_one_file = self._errors_path == self._output.path
+        ok = [result for result in results if result.is_ok or has_one_file]
+        failed = [] if has_one_file else [result for result in results if not result.is_ok]
         if failed and not self._errors:
             self._errors = DurableFile(self._errors_path, 0)
         sizes: dict[str, int] = {}
@@ -219,6 +229,9 @@ def _encode_line(content: Json) -> bytes:
 # --- ledger ----------------------------------------------------------------------------------------------------------
 # The state of each line of a job's input, in a SQLite file, so that an interrupted job can resume.
 
+
+IN_MEMORY = Path(":memory:")
+"""The path of a ledger that is not kept."""
 
 _MIGRATIONS = (
     (

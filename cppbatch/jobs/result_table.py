@@ -7,8 +7,10 @@ end, so it is either complete or does not exist.
 from __future__ import annotations
 
 import csv
+import os
 from array import array
 from collections.abc import Iterator, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -18,17 +20,21 @@ import numpy as np
 from cppbatch.errors import ConfigError
 from cppbatch.jobs.durable_files import move_into_place, storage_error
 from cppbatch.jobs.input.format import InputFormat, LineReader, RequestBuilder, field_text
-from cppbatch.jobs.input.tables import CsvInput, ParquetInput, import_pyarrow
+from cppbatch.jobs.input.tables import CsvInput, ParquetInput, import_pyarrow, python_values
 from cppbatch.jobs.job_request import Json, RejectedLine
 
 _ROWS_AT_ONCE = 1024
 _TEXT_COLUMNS = ("answer", "reasoning_content", "tool_calls", "logprobs", "finish_reason")
-_OPTIONAL = frozenset(("reasoning_content", "tool_calls", "logprobs", "embedding"))
+_OPTIONAL = frozenset(("reasoning_content", "tool_calls", "logprobs", "embedding", "embeddings"))
 """Columns that are only in the table if a result has them."""
 _COUNTS = ("prompt_tokens", "completion_tokens")
 
 Row = tuple[int, list[Any]]
 """The number of a line of the input, and the values of its columns."""
+Column = Any
+"""Some rows of a column: a list of Python values, or pyarrow's array."""
+Rows = tuple[list[int], list[Column]]
+"""The numbers of some lines of the input, and their columns."""
 
 
 def input_stamp(path: Path) -> tuple[int, int, int] | None:
@@ -65,19 +71,14 @@ def write_table(
 def _write(input_format: InputFormat, results: Path, errors: Path, output: Path) -> None:
     found = _Results([path for path in (results, errors) if path.exists()])
     source = _open_input(input_format)
-    part = output.with_name(output.name + ".part")
+    part = Path(os.path.realpath(output)).with_name(f"{output.name}.part")
     try:
         answers = _answer_columns(source.columns, found.columns)
         make = _CsvTable if output.suffix.lower() in (".csv", ".tsv") else _ParquetTable
         table = make(part, source, dict(zip(answers, found.columns, strict=True)))
         try:
-            rows: list[list[Any]] = []
-            for line, values in source.rows():
-                rows.append([*values, *found.values(line)])
-                if len(rows) == _ROWS_AT_ONCE:
-                    table.write(rows)
-                    rows = []
-            table.write(rows)
+            for lines, columns in source.rows():
+                table.write([*columns, *_columns([found.values(line) for line in lines])])
         finally:
             table.close()
         move_into_place(part, output)
@@ -114,12 +115,14 @@ class _Results:
                 places.append((number << 56) + offset)
                 offset += len(raw)
                 seen |= _OPTIONAL & result.keys()
+                if isinstance(result.get("embedding"), str):  # base64
+                    seen.add("embeddings")
         order = np.argsort(np.array(lines), kind="stable")
         self._lines, self._places = np.array(lines)[order], np.array(places)[order]
         texts = [name for name in _TEXT_COLUMNS if name in seen or name not in _OPTIONAL]
         counts: tuple[str, ...] = _COUNTS
-        if "embedding" in seen:
-            texts, counts = ["embedding"], ("prompt_tokens",)
+        if vectors := seen & {"embedding", "embeddings"}:
+            texts, counts = [max(vectors)], ("prompt_tokens",)
         self.columns = (*texts, *counts, "error")
 
     def values(self, line: int) -> list[Any]:
@@ -133,8 +136,8 @@ class _Results:
         if "choices" in result:
             fields["answer"] = [choice["text"] for choice in result["choices"]]
             fields["finish_reason"] = result["choices"][0]["finish_reason"]
-        if "embeddings" in result:
-            fields["embedding"] = result["embeddings"]
+        if "embedding" in result:
+            fields["embeddings"] = [result["embedding"]]
         return [fields.get(name) for name in self.columns]
 
     def _result(self, line: int) -> Json:
@@ -168,8 +171,18 @@ class _Input(Protocol):
 
     columns: list[str]
 
-    def rows(self) -> Iterator[Row]: ...
+    def rows(self) -> Iterator[Rows]: ...
     def close(self) -> None: ...
+
+
+def _columns(rows: Sequence[Sequence[Any]]) -> list[Column]:
+    return [list(column) for column in zip(*rows, strict=True)]
+
+
+def _in_columns(rows: Iterator[Row]) -> Iterator[Rows]:
+    """Some rows at a time."""
+    while some := list(islice(rows, _ROWS_AT_ONCE)):
+        yield [line for line, _ in some], _columns([values for _, values in some])
 
 
 def _open_input(input_format: InputFormat) -> _Input:
@@ -186,12 +199,15 @@ class _CsvRows:
         self._first = next(self._records, None)
         self.columns = self._input.columns
 
-    def rows(self) -> Iterator[Row]:
+    def rows(self) -> Iterator[Rows]:
         """All rows, without unreadable records."""
+        return _in_columns(self._rows())
+
+    def _rows(self) -> Iterator[Row]:
         for record in (self._first, *self._records) if self._first else ():
             if not isinstance(record, RejectedLine):
                 line, values = record
-                yield line, [value.encode(errors="surrogateescape").decode(errors="replace") for value in values]
+                yield line, [_valid_text(value) for value in values]
 
     def close(self) -> None:
         self._input.close()
@@ -203,8 +219,11 @@ class _ParquetRows:
         self.schema = self._input.schema
         self.columns: list[str] = self.schema.names
 
-    def rows(self) -> Iterator[Row]:
-        yield from enumerate(self._input.rows(self.columns), start=1)
+    def rows(self) -> Iterator[Rows]:
+        first = 1
+        for batch in self._input.batches():
+            yield list(range(first, first + batch.num_rows)), batch.columns
+            first += batch.num_rows
 
     def close(self) -> None:
         self._input.close()
@@ -223,16 +242,15 @@ class _JsonRows:
             for number, raw in lines:
                 try:
                     record: Any = msgspec.json.decode(raw) if raw.strip() else None
-                except (msgspec.DecodeError, UnicodeDecodeError):
+                except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
                     continue
                 if isinstance(record, (str, dict)):
                     yield number, {"prompt": record} if isinstance(record, str) else record
         finally:
             lines.close()
 
-    def rows(self) -> Iterator[Row]:
-        for number, record in self._records():
-            yield number, [record.get(name) for name in self.columns]
+    def rows(self) -> Iterator[Rows]:
+        return _in_columns((number, [record.get(name) for name in self.columns]) for number, record in self._records())
 
     def close(self) -> None:
         pass
@@ -247,10 +265,9 @@ class _TextRows:
         self._lines = LineReader(input_format.path)
         self.columns = ["prompt"]
 
-    def rows(self) -> Iterator[Row]:
-        for number, raw in self._lines:
-            if raw.strip():
-                yield number, [raw.rstrip(b"\r\n").decode(errors="replace")]
+    def rows(self) -> Iterator[Rows]:
+        lines = ((number, raw.rstrip(b"\r\n")) for number, raw in self._lines if raw.strip())
+        return _in_columns((number, [line.decode(errors="replace")]) for number, line in lines)
 
     def close(self) -> None:
         self._lines.close()
@@ -272,16 +289,26 @@ class _CsvTable:
         )
         self._write([*source.columns, *answers])
 
-    def write(self, rows: list[list[Any]]) -> None:
-        for row in rows:
-            self._write([field_text(value) for value in row])
+    def write(self, columns: list[Column]) -> None:
+        for row in zip(*map(_column_texts, columns), strict=True):
+            self._write(row)
 
-    def _write(self, texts: list[str]) -> None:
+    def _write(self, texts: Sequence[str]) -> None:
         writer = self._quoted if any("\r" in text for text in texts) else self._plain  # csv does not quote a lone \r
         writer.writerow(texts)
 
     def close(self) -> None:
         self._file.close()
+
+
+def _column_texts(column: Column) -> list[str]:
+    values = column if isinstance(column, list) else python_values(import_pyarrow()[0], column)
+    return [_valid_text(field_text(value)) for value in values]
+
+
+def _valid_text(text: str) -> str:
+    """The text with a replacement character for each byte that is not valid UTF-8."""
+    return text if text.isascii() else text.encode(errors="surrogateescape").decode(errors="replace")
 
 
 class _ParquetTable:
@@ -299,15 +326,17 @@ class _ParquetTable:
         self._schema = arrow.schema(fields)
         self._writer = parquet.ParquetWriter(path, self._schema)
 
-    def write(self, rows: list[list[Any]]) -> None:
-        if not rows:
-            return
-        columns = []
-        for field, values in zip(self._schema, zip(*rows, strict=True), strict=True):
-            is_text = self._arrow.types.is_string(field.type)
-            shown = [None if value is None else field_text(value) for value in values] if is_text else values
-            columns.append(self._arrow.array(shown, field.type))
-        self._writer.write_batch(self._arrow.record_batch(columns, schema=self._schema))
+    def write(self, columns: list[Column]) -> None:
+        arrays = [self._array(column, field.type) for column, field in zip(columns, self._schema, strict=True)]
+        self._writer.write_batch(self._arrow.record_batch(arrays, schema=self._schema))
+
+    def _array(self, column: Column, kind: Any) -> Any:
+        """A column of the input as it is: its values may be none that Python has."""
+        if not isinstance(column, list):
+            return column.dictionary_decode() if self._arrow.types.is_dictionary(column.type) else column
+        is_text = self._arrow.types.is_string(kind)
+        shown = [None if value is None else field_text(value) for value in column] if is_text else column
+        return self._arrow.array(shown, kind)
 
     def close(self) -> None:
         self._writer.close()

@@ -24,8 +24,9 @@ import psutil
 
 from cppbatch.errors import ModelError
 from cppbatch.models.file_header import WEIGHT_TYPES, read_header
-from cppbatch.models.find import check_path, copy_path
+from cppbatch.models.find import check_path, copy_path, model_parts
 from cppbatch.models.kernels import KernelTimes
+from cppbatch.regular_files import is_same_file, is_special, replace_file
 
 Times = Mapping[str, KernelTimes]
 Written = Callable[[int], object]
@@ -256,10 +257,10 @@ def requantize(plan: Requantization, target: Path, *, overwrite: bool = False, w
     """
     check_target(plan, target, overwrite=overwrite)
     try:
-        with part_folder(target.parent) as folder:
+        with part_folder(Path(os.path.realpath(target)).parent) as folder:
             part = folder / target.name
             _run_child(Job(str(plan.source), str(part), plan.default, plan.overrides), written)
-            part.replace(target)
+            replace_file(part, target)
     except OSError as error:
         raise ModelError(f"{target} cannot be written: {error.strerror or error}") from error
     return target
@@ -270,8 +271,10 @@ def check_target(plan: Requantization, target: Path, *, overwrite: bool) -> None
     folder, needed = check_path(target).parent, plan.n_bytes
     if not folder.is_dir():
         raise ModelError(f"cannot write {target.name}: folder {folder}/ not found")
-    if target.exists() and target.samefile(plan.source):
+    if any(is_same_file(target, part) for part in model_parts(plan.source)):
         raise ModelError(f"{target} is the model itself; choose another file with --output")
+    if is_special(target):
+        raise ModelError(f"{target} is not a regular file; choose another file with --output")
     if target.is_dir() or (target.exists() and not overwrite):
         raise ModelError(
             f"{target} already exists; choose another file with --output, or use --overwrite to replace it"

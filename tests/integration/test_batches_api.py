@@ -292,6 +292,17 @@ def test_a_batch_with_nothing_to_answer_fails_and_says_why(client: OpenAI, data:
     assert batch.output_file_id is None
 
 
+def test_an_input_that_is_one_json_array_is_called_that(client: OpenAI) -> None:
+    batch = wait_for(client, make_batch(client, b'[{"prompt": "a"},\n{"prompt": "b"}]\n').id, "failed")
+    assert batch.errors
+    assert batch.errors.data
+    (error,) = batch.errors.data
+    assert error.code == "invalid_json"
+    assert str(error.message).startswith(
+        "the input file is a JSON array, but a job reads one JSON value from each line"
+    )
+
+
 @pytest.mark.parametrize(
     ("fields", "field"),
     [
@@ -604,6 +615,24 @@ def test_a_batch_pauses_while_the_disk_is_full(start: Start, monkeypatch: pytest
 
 def outputs_full() -> None:
     raise durable_files.storage_error(Path("output.jsonl"), OSError(28, "No space left on device"))
+
+
+@pytest.mark.timeout(60)
+def test_a_pipe_in_place_of_results_pauses_its_batch_and_the_server_still_ends(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(active_batch, "FIRST_RETRY_S", 0.1)
+    first = start()
+    batch = make_batch(client_of(first), lines(50, **LONG))
+    wait_until(lambda: counts(client_of(first).batches.retrieve(batch.id)).completed > 3)
+    first.stop()
+    (output,) = (tmp_path / "data").glob(f"batches/{batch.id}/out*")
+    output.unlink()
+    os.mkfifo(output)
+    second = start()
+    wait_until(lambda: "it is not a regular file" in caplog.text)
+    assert client_of(second).batches.retrieve(batch.id).status == "in_progress"
+    second.stop()
 
 
 def test_a_batch_continues_when_the_engine_is_back(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -280,6 +280,52 @@ def test_a_table_joins_the_columns_of_the_input_with_the_answers(
     assert output.exists(), "the same command writes it again, without a model"
 
 
+def test_results_and_errors_are_written_to_standard_output(
+    run: Run, tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "in.jsonl").write_text('{"prompt": "a"}\n{"nothing": 1}\n{"prompt": "b"}\n')
+    batch = ["batch", tmp_path / "in.jsonl", "-o", "-", "--ordered", "-m", tiny_llama, "-n", "2", *SMALL]
+    with (tmp_path / "stdout").open("w") as stdout:
+        monkeypatch.setattr(sys, "stdout", stdout)
+        code, _, err = run(*batch, "--in-process")
+    assert code == 1, err
+    results = [json.loads(line) for line in (tmp_path / "stdout").read_text().splitlines()]
+    assert [(each["line"], "text" in each) for each in results] == [(1, True), (2, False), (3, True)]
+    assert "2 done, 1 failed" in err
+    assert "results:" not in err
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in.jsonl", "stdout"]
+
+
+def test_a_column_id_for_which_nobody_asked_refuses_no_rows(run: Run, tiny_llama: Path, tmp_path: Path) -> None:
+    source = tmp_path / "in.csv"
+    source.write_text("id,prompt\n7,a\n7,b\n")
+    for number, asked in enumerate(((), ("--id-column", "id"))):
+        output = tmp_path / f"out{number}.jsonl"
+        batch = ["batch", source, "-o", output, "-m", tiny_llama, "-n", "2", *SMALL, "--ordered", "--in-process"]
+        code, _, err = run(*batch, *asked)
+        ids = [json.loads(line)["custom_id"] for line in output.read_text().splitlines()]
+        assert (code, ids) == ((1, ["7"]) if asked else (0, ["line-2", "line-3"]))
+        named_by_line = "id: lines 2 and 3 have the same; the results are named by line instead"
+        assert (named_by_line in err, "line 2 has the same custom_id '7'" in err) == (not asked, bool(asked))
+
+
+@pytest.mark.parametrize("name", ["stop", "grammar", "choice"])
+def test_a_text_that_is_not_utf_8_is_refused_before_anything_is_written(run: Run, tmp_path: Path, name: str) -> None:
+    (tmp_path / "in.txt").write_text("abc\n")
+    code, _, err = run("batch", tmp_path / "in.txt", "-o", tmp_path / "out.jsonl", f"--{name}", "\udcff")
+    assert code == 2
+    assert "'\\udcff' is not UTF-8 text" in err
+    assert [path.name for path in tmp_path.iterdir()] == ["in.txt"]
+
+
+def test_a_report_does_not_replace_a_model(run: Run, tiny_llama: Path) -> None:
+    content = tiny_llama.read_bytes()
+    for option in ("--json", "--plot"):
+        code, _, err = run("memory", "-m", tiny_llama, option, tiny_llama)
+        assert (code, tiny_llama.read_bytes() == content) == (2, True)
+        assert "is a model file, which is never overwritten" in err
+
+
 def test_batch_refuses_misspelt_fields_as_the_server_does(run: Run, tiny_llama: Path, tmp_path: Path) -> None:
     source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     source.write_text('{"prompt": "x", "temprature": 1}\n')

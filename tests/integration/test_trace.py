@@ -6,6 +6,7 @@ import errno
 import io
 import itertools
 import json
+import os
 from pathlib import Path
 from time import sleep
 from typing import Any
@@ -79,6 +80,13 @@ def test_an_existing_trace_is_not_overwritten(tiny_llama: Path, tmp_path: Path) 
     assert sorted(path.name for path in tmp_path.iterdir()) == ["t.2.json", "t.json"]
     assert spans(tmp_path / "t.json")
     assert spans(tmp_path / "t.2.json")
+
+
+def test_a_device_gets_the_trace_and_no_file_is_put_beside_it(tiny_llama: Path, tmp_path: Path) -> None:
+    (tmp_path / "null.json").symlink_to(os.devnull)
+    with BatchInferenceEngine(tiny_llama, trace=str(tmp_path / "null.json"), **SETTINGS) as engine:
+        engine.generate(["a"], GREEDY)
+    assert [path.name for path in tmp_path.iterdir()] == ["null.json"]
 
 
 def test_a_trace_that_was_cut_off_has_one_event_a_line(tmp_path: Path) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import stat
 from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
 from typing import Any
@@ -271,6 +273,22 @@ def test_a_conversation_is_saved_and_resumed(start: Start, tmp_path: Path) -> No
     again.take_up(read_messages(file))
     again.handle("So long")
     assert backend.asked == [[*session.messages, user("So long")]]
+
+
+def test_saving_replaces_neither_devices_nor_links_nor_models(start: Start, tmp_path: Path) -> None:
+    session, _, shown = start(words("Hi"))
+    session.handle("Hello")
+    model, link, device = tmp_path / "model.gguf", tmp_path / "link.json", tmp_path / "null.json"
+    model.write_bytes(b"GGUF")
+    link.symlink_to(tmp_path / "talk.json")
+    device.symlink_to(os.devnull)
+    for path in (model, link, device):
+        session.handle(f"/save {path}")
+    assert shown.failed == [f"{model} is a model file, which is never overwritten: give another name"]
+    assert json.loads((tmp_path / "talk.json").read_text()) == session.messages
+    assert link.is_symlink()
+    assert device.is_symlink()
+    assert stat.S_ISCHR(os.stat(os.devnull).st_mode)
 
 
 def test_a_system_message_that_is_given_replaces_that_of_the_file(start: Start) -> None:

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import os
+import stat
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 from msgspec.structs import replace
 
 from cppbatch.errors import ConfigError, StorageError
 from cppbatch.jobs.durable_files import uncommitted_path
-from cppbatch.jobs.file_job import FileJob, as_begun, begun_with, check_model, open_job
-from cppbatch.jobs.input.format import detect_input_format
+from cppbatch.jobs.file_job import FileJob, as_begun, begun_with, check_model, named, open_job
+from cppbatch.jobs.input.format import InputFormat, detect_input_format
 from cppbatch.jobs.journal import Journal
-from tests.support.job_results import item, result
+from tests.support.job_results import ids_of, item, result
 
 
 def a_job(folder: Path, **others: Path) -> FileJob:
@@ -172,3 +177,179 @@ def test_failed_lines_are_retried_after_their_file_was_emptied(tmp_path: Path) -
     journal = open_job(job, "model.gguf", retry_failed=True, say=lambda _: None)
     assert (journal.n_completed, journal.n_failed) == (1, 0)
     journal.close()
+
+
+# --- files that are never deleted or replaced -------------------------------------------------------------------------
+
+
+def answered(job: FileJob) -> None:
+    """One line is answered and one fails."""
+    journal = opened(job, overwrite=True)
+    journal.register([item(1), item(2)])
+    journal.record([result(item(1)), result(item(2), status=500)])
+    journal.close()
+
+
+@contextmanager
+def a_pipe(path: Path) -> Iterator[int]:
+    os.mkfifo(path)
+    reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    yield reader
+    os.close(reader)
+    assert stat.S_ISFIFO(path.stat().st_mode)
+
+
+def written_to(reader: int, folder: Path) -> list[str]:
+    (folder / "read").write_bytes(os.read(reader, 1 << 16))
+    return ids_of(folder / "read")
+
+
+@pytest.mark.timeout(30)
+def test_results_and_errors_are_written_to_a_pipe(tmp_path: Path) -> None:
+    with a_pipe(tmp_path / "pipe") as reader:
+        answered(a_job(tmp_path, output=tmp_path / "pipe", errors=tmp_path / "pipe"))
+        assert written_to(reader, tmp_path) == ["id-1", "id-2"]
+        answered(a_job(tmp_path, output=tmp_path / "pipe"))
+        assert written_to(reader, tmp_path) == ["id-1"]
+        answered(a_job(tmp_path, errors=tmp_path / "pipe"))
+        assert written_to(reader, tmp_path) == ["id-2"]
+    assert not (tmp_path / "pipe.job").exists()
+
+
+@pytest.mark.parametrize("name", ["output", "errors"])
+def test_a_device_is_written_to_and_not_replaced(tmp_path: Path, name: str) -> None:
+    """Also if its path is a link, as /dev/stdout is."""
+    device = tmp_path / "null.jsonl"
+    device.symlink_to(os.devnull)
+    answered(a_job(tmp_path, **{name: device}))
+    assert device.readlink() == Path(os.devnull)
+    assert stat.S_ISCHR(os.stat(os.devnull).st_mode)
+    other = tmp_path / ("out.errors.jsonl" if name == "output" else "out.jsonl")
+    assert ids_of(other) == ["id-2" if name == "output" else "id-1"]
+
+
+@pytest.mark.parametrize("name", ["output", "errors"])
+def test_a_file_that_is_open_elsewhere_is_written_to_by_its_number(tmp_path: Path, name: str) -> None:
+    """As /dev/stdout is, if the shell writes it to a file: the file is neither deleted nor are others put beside it."""
+    with (tmp_path / "open").open("w+b") as file:
+        path = Path(f"/dev/fd/{file.fileno()}")
+        answered(a_job(tmp_path, **{name: path}))
+    assert ids_of(tmp_path / "open") == ["id-1" if name == "output" else "id-2"]
+
+
+@pytest.mark.parametrize(
+    ("file", "others"),
+    [
+        ("out.jsonl.job", {}),
+        ("out.jsonl.job-wal", {}),
+        ("out.jsonl.uncommitted", {}),
+        ("out.csv", {"output": "out.csv"}),
+        ("out.csv.jsonl", {"output": "out.csv"}),
+        ("errors.jsonl", {"output": "out.csv", "errors": "errors.jsonl"}),
+    ],
+)
+@pytest.mark.timeout(30)
+def test_other_files_of_a_job_cannot_be_pipes(tmp_path: Path, file: str, others: dict[str, str]) -> None:
+    with a_pipe(tmp_path / file), pytest.raises(ConfigError, match=rf"{file}, which is not a regular file"):
+        a_job(tmp_path, **{name: tmp_path / value for name, value in others.items()})
+
+
+@pytest.mark.parametrize("name", ["output", "errors"])
+@pytest.mark.parametrize("link", [os.link, os.symlink])
+def test_a_model_is_never_overwritten(tmp_path: Path, name: str, link: Any) -> None:
+    model = tmp_path / "model.gguf"
+    model.write_bytes(b"GGUF\x03\0\0\0")
+    link(model, tmp_path / "results.jsonl")
+    for path in (model, tmp_path / "results.jsonl"):
+        with pytest.raises(ConfigError, match="a model file, which is never overwritten"):
+            a_job(tmp_path, **{name: path})
+
+
+@pytest.mark.parametrize("link", [os.link, os.symlink])
+@pytest.mark.parametrize(
+    ("file", "same"),
+    [
+        ("in.txt", "the input and -o"),
+        ("out.jsonl.job", "-o and the ledger"),
+        ("out.errors.jsonl", "-o and --errors"),
+    ],
+)
+def test_one_file_under_two_names_is_recognised(tmp_path: Path, link: Any, file: str, same: str) -> None:
+    (tmp_path / file).write_text("a\n")
+    a_job(tmp_path)
+    link(tmp_path / file, tmp_path / "out.jsonl")
+    with pytest.raises(ConfigError, match=f"{same} are the same file"):
+        a_job(tmp_path)
+
+
+def test_an_input_that_is_deleted_with_old_results_is_recognised(tmp_path: Path) -> None:
+    (tmp_path / "out.jsonl.uncommitted").write_text("{}\n")
+    with pytest.raises(ConfigError, match=r"the input and the file of uncommitted results are the same file"):
+        FileJob(
+            input_format=InputFormat(path=tmp_path / "out.jsonl.uncommitted", kind="jsonl"),
+            output=tmp_path / "out.jsonl",
+            errors=tmp_path / "errors.jsonl",
+        )
+
+
+def test_overwriting_keeps_links_and_the_files_that_share_the_contents(tmp_path: Path) -> None:
+    (tmp_path / "results").write_text("old\n")
+    os.link(tmp_path / "results", tmp_path / "copy")
+    (tmp_path / "out.jsonl").symlink_to("results")
+    answered(a_job(tmp_path))
+    assert (tmp_path / "out.jsonl").is_symlink()
+    assert ids_of(tmp_path / "results") == ["id-1"]
+    assert (tmp_path / "copy").read_text() == "old\n"
+
+
+# --- names ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems have no such names")
+def test_names_that_are_not_utf_8_are_those_of_any_other_job(tmp_path: Path) -> None:
+    folder = tmp_path / os.fsdecode(b"\xff")
+    folder.mkdir()
+    job = a_job(folder, errors=tmp_path / os.fsdecode(b"\xfe.jsonl"))
+    open_job(job, os.fsdecode(b"\xff.gguf"), say=lambda _: None).close()
+    journal = open_job(job, os.fsdecode(b"\xff.gguf"), say=lambda _: None)
+    journal.register([item(1)])
+    journal.record([result(item(1))])
+    journal.close()
+    with pytest.raises(ConfigError, match=r'errors is now "out.errors.jsonl"'):
+        open_job(a_job(folder), os.fsdecode(b"\xff.gguf"), say=lambda _: None)
+
+
+@pytest.mark.parametrize("length", [248, 300])
+@pytest.mark.parametrize("name", ["out.jsonl", "out.csv"])
+def test_a_name_too_long_for_a_file_of_the_job_is_found_at_once(tmp_path: Path, name: str, length: int) -> None:
+    with pytest.raises(ConfigError, match="is too long for its folder; give another name"):
+        a_job(tmp_path, output=tmp_path / name.rjust(length, "x"))
+    assert os.listdir(tmp_path) == ["in.txt"]
+    answered(a_job(tmp_path, output=tmp_path / name.rjust(200, "x")))
+
+
+# --- the column id ----------------------------------------------------------------------------------------------------
+
+
+def test_a_job_keeps_the_names_of_its_results_when_rows_are_appended(tmp_path: Path) -> None:
+    source = tmp_path / "in.csv"
+    said: list[str] = []
+
+    def of(text: str) -> FileJob:
+        source.write_text(text)
+        job = replace(a_job(tmp_path), input_format=detect_input_format(source))
+        return named(job, overwrite=False, say=said.append)
+
+    job = of("id,prompt\n7,a\n7,b\n")
+    assert job.input_format.by_line
+    assert said[0].startswith("id: lines 2 and 3 have the same; the results are named by line instead")
+    answered(job)
+    assert of("id,prompt\n1,a\n2,b\n").input_format.by_line
+    assert begun_with(job)["ids"] == "line"
+    (tmp_path / "out.jsonl.job").unlink()
+    job = of("id,prompt\n7,a\n8,b\n")
+    answered(job)
+    job = of("id,prompt\n7,a\n8,b\n8,c\n")
+    assert not job.input_format.by_line
+    opened(job).close()
+    assert len(said) == 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import sys
 from pathlib import Path
@@ -13,9 +14,10 @@ import pyarrow.parquet as pq
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from cppbatch.errors import ConfigError
-from cppbatch.jobs.input.format import MAX_LINE_BYTES, detect_input_format
+from cppbatch.jobs.input.format import MAX_LINE_BYTES, InputFormat, detect_input_format
 from cppbatch.jobs.input.reader import InputReader
 from cppbatch.jobs.job_request import JobRequest, RejectedLine, hash64
 from cppbatch.json_bounds import MOST_NESTED
@@ -39,6 +41,10 @@ def reading(tmp_path: Path) -> Any:
         return read(path, **options)
 
     return write_and_read
+
+
+def read_as(input_format: InputFormat) -> list[JobRequest | RejectedLine]:
+    return list(InputReader(input_format, URLS))
 
 
 def only(found: list[JobRequest | RejectedLine]) -> Any:
@@ -164,6 +170,23 @@ def test_an_ambiguous_line_is_refused(reading: Any, line: str) -> None:
     assert codes(reading("in.jsonl", line)) == ["invalid_line"]
 
 
+@pytest.mark.parametrize(
+    ("content", "kind", "program"),
+    [
+        ('[{"prompt": "a"}, {"prompt": "b"}]', "array", ".[]"),
+        ('\n[\n  {"prompt": "a"}\n]\n', "array", ".[]"),
+        ('["a",\n"b"]', "array", ".[]"),
+        ('[{"prompt": "' + "a" * MAX_LINE_BYTES + '"}]', "array", ".[]"),
+        ('{\n  "prompt": "a"\n}\n', "object", "."),
+    ],
+)
+def test_a_file_that_is_one_json_value_is_called_that(reading: Any, content: str, kind: str, program: str) -> None:
+    with pytest.raises(
+        ConfigError, match=rf"in\.json: is a JSON {kind}, .*convert it with jq -c '{re.escape(program)}'"
+    ):
+        reading("in.json", content)
+
+
 def test_an_unknown_endpoint_is_refused_for_plain_lines_too(tmp_path: Path) -> None:
     path = tmp_path / "in.jsonl"
     path.write_text('"Hi"\n{"messages": []}\n')
@@ -241,9 +264,9 @@ def test_a_line_that_is_too_long_is_refused_and_the_next_one_read(reading: Any, 
     | st.lists(st.sampled_from([b'"a"', b"\n", b"{", b"\xef\xbb\xbf", b"\r"])).map(b"".join)
 )
 def test_whatever_the_bytes_each_line_gives_one_thing(tmp_path: Path, data: bytes) -> None:
-    lines = [n for n, line in enumerate(data.removeprefix(b"\xef\xbb\xbf").split(b"\n"), 1) if line.strip()]
-    for name in ("in.jsonl", "in.txt"):
-        (tmp_path / name).write_bytes(data)
+    for name, content in (("in.jsonl", b'"the first line"\n' + data), ("in.txt", data)):
+        lines = [n for n, line in enumerate(content.removeprefix(b"\xef\xbb\xbf").split(b"\n"), 1) if line.strip()]
+        (tmp_path / name).write_bytes(content)
         assert [each.line for each in read(tmp_path / name)] == lines
 
 
@@ -270,6 +293,19 @@ def test_a_csv_files_columns_are_named_by_its_first_line(reading: Any) -> None:
 )
 def test_the_delimiter_is_found(reading: Any, name: str, text: str) -> None:
     assert prompts(reading(name, text)) == ["a, b"]
+
+
+@pytest.mark.parametrize("first", ["sep=;", '"sep=;"', "SEP=;\r", "\nsep=;"])
+def test_a_first_line_of_excel_names_the_delimiter(reading: Any, first: str) -> None:
+    found = reading("in.csv", f"{first}\nx, y;prompt\n1;a, b\n")
+    assert prompts(found) == ["a, b"]
+    assert found[0].line == first.count("\n") + 3
+
+
+def test_empty_rows_of_a_spreadsheet_are_blank_lines(reading: Any) -> None:
+    found = reading("in.csv", 'id;x;prompt\n1;;a\n;;\n ; ;\r\n2;;b\n3;;\n;;""\n')
+    assert codes(found) == ["1", "2", "empty_prompt", "empty_prompt"]
+    assert [each.line for each in found] == [2, 5, 6, 7]
 
 
 def test_another_column_can_be_chosen(reading: Any) -> None:
@@ -379,7 +415,92 @@ def test_columns_of_the_wrong_kind_are_errors(tmp_path: Path) -> None:
         read(tmp_path / "number.parquet", column="y")
     pq.write_table(pa.table({"prompt": ["a"], "id": [1.5]}), tmp_path / "name.parquet")
     with pytest.raises(ConfigError, match="column 'id' for custom IDs must be text, but is double"):
-        read(tmp_path / "name.parquet")
+        read(tmp_path / "name.parquet", id_column="id")
+
+
+@pytest.mark.parametrize(
+    ("column", "ids", "problem"),
+    [
+        ("id", [1, 2], None),
+        ("id", ["a", None], None),
+        ("id", [7, 7], "lines 1 and 2 have the same"),
+        ("id", [1.0, None], "its type is double"),
+        ("id", pa.array([None, None], pa.float64()), "its type is double"),
+        ("id", [b"a", b"b"], "its type is binary"),
+        ("id", ["x" * 513, "b"], "id: 'x.*is not a string of 1 to 512 characters"),
+        ("custom_id", ["7", "7"], None),  # of the batch format: the second line is an error
+        ("key", [7, 7], None),
+    ],
+)
+def test_a_column_id_that_cannot_name_results_has_a_reason(
+    tmp_path: Path, column: str, ids: Any, problem: str | None
+) -> None:
+    pq.write_table(pa.table({column: ids, "prompt": ["a", "b"]}), tmp_path / "in.parquet")
+    assert_id_problem(tmp_path / "in.parquet", problem)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "problem"),
+    [
+        ("in.csv", "id,prompt\n1,a\n2,b\n,c\n,d\n", None),
+        ("in.csv", "id,prompt\n1.23E+15,a\n8,b\n1.23E+15,c\n", "lines 2 and 4 have the same"),
+        ("in.jsonl", '{"id": 1, "prompt": "a"}\n"b"\n{"id": "2", "prompt": "c"}\n', None),
+        ("in.jsonl", '{"id": 1, "prompt": "a"}\n{"id": "1", "prompt": "b"}\n', "lines 1 and 2 have the same"),
+        ("in.jsonl", '{"id": 1.0, "prompt": "a"}\n', "id: 1.0 is not a string"),
+        ("in.jsonl", '{"custom_id": "a", "id": 1, "prompt": "a"}\n{"id": 1, "prompt": "b"}\n', None),
+        ("in.jsonl", '{"custom_id": "a", "url": "", "body": {}}\n{"id": 1.0, "prompt": "b"}\n', None),
+        ("in.txt", '{"id": 1.0}\n', None),
+    ],
+)
+def test_ids_that_cannot_name_results_are_found_in_every_format(
+    tmp_path: Path, name: str, content: str, problem: str | None
+) -> None:
+    (tmp_path / name).write_text(content)
+    assert_id_problem(tmp_path / name, problem)
+
+
+def assert_id_problem(path: Path, problem: str | None) -> None:
+    input_format = detect_input_format(path)
+    found = InputReader(input_format, URLS).id_problem()
+    assert re.match(problem, found) if problem and found else problem == found
+    if problem:
+        by_line = read_as(replace(input_format, by_line=True))
+        assert codes(by_line) == [f"line-{each.line}" for each in by_line]
+    wanted = replace(input_format, id_column="id")
+    assert InputReader(wanted, URLS).id_problem() is None, "who asks for it gets it, or errors"
+
+
+def test_bytes_are_not_part_of_a_prompt(tmp_path: Path) -> None:
+    kinds = (pa.binary(), pa.binary(2), pa.list_(pa.large_binary()), pa.dictionary(pa.int32(), pa.binary()))
+    for kind in kinds:
+        values = pa.array([[b"ab"]], kind) if pa.types.is_list(kind) else pa.array([b"ab"]).cast(kind)
+        pq.write_table(pa.table({"text": ["a"], "image": values}), tmp_path / "in.parquet")
+        assert prompts(read(tmp_path / "in.parquet", template="{text}")) == ["a"]
+        with pytest.raises(ConfigError, match=r"column 'image' in --template is .*binary.*, not text"):
+            read(tmp_path / "in.parquet", template="{text} {image}")
+
+
+def test_missing_values_are_errors_of_their_rows_and_other_numbers_are_text(tmp_path: Path) -> None:
+    numbers = [1.5, float("nan"), None, float("-inf")]
+    pq.write_table(pa.table({"n": numbers}), tmp_path / "in.parquet")
+    found = read(tmp_path / "in.parquet", template="{n}")
+    assert codes(found) == ["line-1", "missing_field", "missing_field", "line-4"]
+    assert prompts(found) == ["1.5", "-inf"]
+    assert [each.message for each in found if isinstance(each, RejectedLine)] == ["'n' is NaN", "'n' is null"]
+
+
+@pytest.mark.parametrize(
+    ("values", "prompt"),
+    [
+        (pa.array([1], pa.timestamp("ns")), "1970-01-01 00:00:00.000000001"),
+        (pa.array([1000], pa.timestamp("ns")), "1970-01-01T00:00:00.000001"),
+        (pa.array([0], pa.timestamp("us", tz="Mars/Phobos")), "1970-01-01 00:00:00.000000Z"),
+        (pa.array([10_000_000], pa.date32()), "29349-01-26"),
+    ],
+)
+def test_values_that_python_cannot_hold_are_text_in_a_prompt(tmp_path: Path, values: pa.Array, prompt: str) -> None:
+    pq.write_table(pa.table({"at": values}), tmp_path / "in.parquet")
+    assert prompts(read(tmp_path / "in.parquet", template="{at}")) == [prompt]
 
 
 def test_a_broken_parquet_file_is_an_error(tmp_path: Path) -> None:
@@ -410,6 +531,15 @@ def test_a_missing_file_or_a_folder_is_an_error_when_it_is_read(tmp_path: Path, 
         next(iter(reader))
 
 
+@pytest.mark.parametrize("name", ["in.jsonl", "in.txt", "in.csv", "in.parquet"])
+@pytest.mark.timeout(30)
+def test_a_pipe_is_an_error_when_it_is_read(tmp_path: Path, name: str) -> None:
+    input_format = detect_input_format(tmp_path / name)
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(ConfigError, match=rf"{name}: cannot be read: it is not a regular file"):
+        read_as(input_format)
+
+
 @pytest.mark.parametrize(
     ("name", "options", "said"),
     [
@@ -417,6 +547,8 @@ def test_a_missing_file_or_a_folder_is_an_error_when_it_is_read(tmp_path: Path, 
         ("in", {}, "must be one of"),
         ("in.jsonl", {"column": "prompt"}, "--column 'prompt'.*for CSV"),
         ("in.txt", {"system": "Be brief."}, "requires --endpoint chat.*completions"),
+        ("in.txt", {"system": "\udcff", "endpoint": "chat"}, r"--system is not UTF-8 text: b'\\xff'"),
+        ("in.csv", {"template": "\udcff {a}"}, "--template is not UTF-8 text"),
     ],
 )
 def test_options_that_do_not_apply_to_the_format_are_an_error_at_once(

@@ -366,3 +366,18 @@ def test_the_ids_of_results_are_unique_over_jobs(tmp_path: Path) -> None:
     ids = {msgspec.json.decode(each.data)["id"] for each in lines}
     assert len(ids) == 4
     assert all(each.startswith("batch_req_") for each in ids)
+
+
+@pytest.mark.parametrize("name", ["out.jsonl", "errors.jsonl", "out.jsonl.uncommitted"])
+@pytest.mark.timeout(30)
+def test_a_pipe_in_place_of_a_file_of_the_job_is_refused_at_once(tmp_path: Path, name: str) -> None:
+    journal = opened(tmp_path)
+    journal.register([item(1), item(2)])
+    journal.record([result(item(1)), result(item(2), status=500)])
+    journal.close()
+    with (tmp_path / "out.jsonl").open("ab") as file:
+        file.write(b"{}\n")  # not committed
+    (tmp_path / name).unlink(missing_ok=True)
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(StorageError, match=r"cannot be written \(it is not a regular file\)"):
+        opened(tmp_path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import shutil
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -343,6 +344,12 @@ def test_the_output_must_be_a_new_file(q4_k_m: Path, tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"there\.gguf already exists; .*--overwrite"):
         check_target(plan, there, overwrite=False)
     check_target(plan, there, overwrite=True)
+    os.link(q4_k_m, tmp_path / "linked.gguf")
+    with pytest.raises(ModelError, match="is the model itself"):
+        check_target(plan, tmp_path / "linked.gguf", overwrite=True)
+    os.mkfifo(tmp_path / "pipe.gguf")
+    with pytest.raises(ModelError, match=r"pipe\.gguf is not a regular file; choose another file with --output"):
+        check_target(plan, tmp_path / "pipe.gguf", overwrite=True)
     with pytest.raises(ModelError, match=r"folder .*not found"):
         check_target(plan, tmp_path / "none" / "out.gguf", overwrite=False)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from cppbatch.errors import ConfigError
+from cppbatch.errors import ConfigError, StorageError
+from cppbatch.jobs import result_table
 from cppbatch.jobs.input.format import detect_input_format
 from cppbatch.jobs.input.reader import InputReader
 from cppbatch.jobs.job_request import JobResponse, RejectedLine
@@ -79,11 +81,81 @@ def test_answers_of_lines_that_may_have_moved_are_in_no_table(tmp_path: Path) ->
     assert not (tmp_path / "new.csv").exists()
 
 
-def test_columns_that_a_table_cannot_hold_end_in_one_sentence(tmp_path: Path) -> None:
-    columns = {"text": ["a"], "at": pa.array([1], pa.timestamp("ns"))}
-    pq.write_table(pa.table(columns), tmp_path / "in.parquet")
-    with pytest.raises(ConfigError, match=r"cannot hold the columns of .*in\.parquet \(.*the results are in"):
-        table(tmp_path, "in.parquet", output="out.csv")
+def test_columns_that_a_table_cannot_hold_end_in_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(_: object) -> str:
+        raise ValueError("too large")
+
+    (tmp_path / "in.csv").write_text("text\na\n")
+    monkeypatch.setattr(result_table, "field_text", fail)
+    with pytest.raises(ConfigError, match=r"cannot hold the columns of .*in\.csv \(ValueError: too large"):
+        table(tmp_path, "in.csv", output="out.csv")
+
+
+def invalid_text() -> pa.Array:
+    offsets = pa.array([0, 1, 2], pa.int32()).buffers()[1]
+    return pa.Array.from_buffers(pa.string(), 2, [None, offsets, pa.py_buffer(b"a\xff")])
+
+
+STRANGE = {
+    "ns": pa.array([1, None], pa.timestamp("ns")),
+    "time": pa.array([1, None], pa.time64("ns")),
+    "duration": pa.array([1, None], pa.duration("ns")),
+    "zone": pa.array([0, None], pa.timestamp("us", tz="Mars/Phobos")),
+    "late": pa.array([10_000_000, None], pa.date32()),
+    "early": pa.array([-99_999_999_999_000_000, None], pa.timestamp("us")),
+    "invalid": invalid_text(),
+    "list": pa.array([[1], None], pa.list_(pa.timestamp("ns"))),
+    "struct": pa.array([{"at": 1}, None], pa.struct([("at", pa.timestamp("ns"))])),
+    "map": pa.array([[("k", 1)], None], pa.map_(pa.string(), pa.timestamp("ns"))),
+    "bytes": pa.array([b"\xff", None]),
+    "numbers": pa.array([float("nan"), float("inf")]),
+}
+"""Columns whose values Python's types cannot hold, and others that are easily changed on the way."""
+
+
+def strange_input(folder: Path) -> pa.Table:
+    """Two columns have the same name."""
+    columns = [pa.array(["a", "b"]), *STRANGE.values(), pa.array([1, 2]), pa.array([3, 4])]
+    written = pa.Table.from_arrays(columns, names=["text", *STRANGE, "twice", "twice"])
+    pq.write_table(written, folder / "in.parquet")
+    return pq.ParquetFile(folder / "in.parquet").read()
+
+
+def test_copied_columns_are_those_of_the_input_whatever_they_contain(tmp_path: Path) -> None:
+    source = strange_input(tmp_path)
+    found = pq.ParquetFile(table(tmp_path, "in.parquet", output="out.parquet")).read()
+    assert found.column_names[: source.num_columns] == source.column_names
+    for index, name in enumerate(source.column_names):
+        ours, theirs = found.column(index).combine_chunks(), source.column(index).combine_chunks()
+        assert ours.type == theirs.type
+        if name not in ("invalid", "numbers"):  # NaN is unequal to itself
+            assert ours.equals(theirs), name
+    assert found.column("invalid").combine_chunks().buffers()[2].to_pybytes()[:2] == b"a\xff"
+    assert found.column("answer").to_pylist() == ["A", "B"]
+
+
+def test_values_that_python_cannot_hold_are_text_in_a_csv_file(tmp_path: Path) -> None:
+    strange_input(tmp_path)
+    with table(tmp_path, "in.parquet", output="out.csv").open(newline="") as file:
+        header, *rows = csv.reader(file)
+    assert header[-7:-5] == ["twice", "twice"]
+    first, second = (dict(zip(header, row, strict=True)) for row in rows)
+    assert {name: first[name] for name in STRANGE} == {
+        "ns": "1970-01-01 00:00:00.000000001",
+        "time": "00:00:00.000000001",
+        "duration": "1",
+        "zone": "1970-01-01 00:00:00.000000Z",
+        "late": "29349-01-26",
+        "early": "-1199-02-15 14:13:21.000000",
+        "invalid": "a",
+        "list": '["1970-01-01 00:00:00.000000001"]',
+        "struct": '{"at":"1970-01-01 00:00:00.000000001"}',
+        "map": '[{"key":"k","value":"1970-01-01 00:00:00.000000001"}]',
+        "bytes": "/w==",
+        "numbers": "",
+    }
+    assert {second[name] for name in STRANGE} == {"", "\ufffd", "inf"}
+    assert [row[-7:-5] for row in rows] == [["1", "3"], ["2", "4"]]
 
 
 def test_a_failed_row_is_included_with_its_error(tmp_path: Path) -> None:
@@ -145,3 +217,26 @@ def test_vectors_are_lists_of_numbers(tmp_path: Path) -> None:
         {"prompt": "a", "embedding": [1.0, 0.5], "prompt_tokens": 1, "error": None},
         {"prompt": "b", "embedding": [3.0, 0.5], "prompt_tokens": 1, "error": None},
     ]
+
+
+@pytest.mark.parametrize("vectors", [{"embeddings": [[0.5], [1.0]]}, {"embedding": "AAAAPw=="}])
+def test_other_vectors_are_json(tmp_path: Path, vectors: dict[str, Any]) -> None:
+    (tmp_path / "in.txt").write_text("a\nb\n")
+    lines = [{"line": 1, "embedding": [0.5], "usage": {}}, {"line": 2, **vectors, "usage": {}}]
+    (tmp_path / "results").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    source, results = detect_input_format(tmp_path / "in.txt"), tmp_path / "results"
+    write_table(source, results, tmp_path / "none", tmp_path / "o.pq", input_stamp(tmp_path / "in.txt"))
+    found = [json.loads(row["embeddings"]) for row in pq.read_table(tmp_path / "o.pq").to_pylist()]
+    assert found == [[[0.5]], vectors.get("embeddings", ["AAAAPw=="])]
+
+
+def test_a_table_replaces_the_file_of_a_link_and_nothing_but_files(tmp_path: Path) -> None:
+    (tmp_path / "in.csv").write_text("text\na\n")
+    (tmp_path / "real.csv").touch()
+    (tmp_path / "out.csv").symlink_to("real.csv")
+    table(tmp_path, "in.csv", output="out.csv")
+    assert (tmp_path / "out.csv").is_symlink()
+    assert read_csv(tmp_path / "real.csv")
+    os.mkfifo(tmp_path / "pipe.csv")
+    with pytest.raises(StorageError, match=r"pipe\.csv cannot be written \(it is not a regular file\)"):
+        table(tmp_path, "in.csv", output="pipe.csv")

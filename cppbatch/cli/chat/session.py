@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from time import perf_counter
@@ -14,6 +15,7 @@ from cppbatch.chat.messages import ChatMessage, MediaKind, conversation_of
 from cppbatch.cli.chat.backends import FULL, AnswerEnd, ChatBackend
 from cppbatch.engine.media.sources import file_part
 from cppbatch.errors import ConfigError, CppBatchError
+from cppbatch.regular_files import is_model, is_stream, replace_file
 from cppbatch.typed_json import convert
 
 Json = dict[str, Any]
@@ -271,10 +273,15 @@ def write_messages(path: Path, messages: list[Json]) -> None:
     """Writes a conversation: as Markdown if the name ends in .md, otherwise as JSON. Raises `CppBatchError`."""
     is_markdown = path.suffix.lower() in (".md", ".markdown")
     text = _markdown(messages) if is_markdown else json.dumps(messages, ensure_ascii=False, indent=2) + "\n"
-    part = path.with_name(f"{path.name}.part")
+    if is_model(path):
+        raise CppBatchError(f"{path} is a model file, which is never overwritten: give another name")
     try:
-        part.write_text(text, encoding="utf-8")
-        part.replace(path)
+        if is_stream(path):
+            path.write_text(text, encoding="utf-8")
+        else:
+            part = Path(os.path.realpath(path)).with_name(f"{path.name}.part")
+            part.write_text(text, encoding="utf-8")
+            replace_file(part, path)
     except OSError as error:
         raise CppBatchError(f"{path} cannot be written: {error.strerror}") from error
 

@@ -19,6 +19,7 @@ import msgspec
 from cppbatch.config import setting_name
 from cppbatch.engine.sequence import Seq, SeqStatus
 from cppbatch.errors import ConfigError
+from cppbatch.regular_files import is_stream
 
 log = logging.getLogger("cppbatch.engine")
 
@@ -105,11 +106,12 @@ class Trace:
 
 
 def _new_file(path: Path) -> BinaryIO:
-    """Creates a file. An existing one is never overwritten: it may be the trace of a worker that crashed."""
+    """Creates a file. An existing one is never overwritten: it may be the trace of a worker that crashed. A device gets
+    the trace."""
     for number in itertools.count(1):
         name = path if number == 1 else path.with_name(f"{path.stem}.{number}{path.suffix}")
         try:
-            return name.open("xb")
+            return name.open("wb" if is_stream(name) else "xb")
         except FileExistsError:
             continue
         except OSError as error:

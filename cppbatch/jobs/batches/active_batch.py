@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from cppbatch.errors import ConfigError, EngineClosed, InputChanged, LedgerLost, StorageError
+from cppbatch.errors import ConfigError, EngineClosed, InputChanged, LedgerLost, NotJsonLines, StorageError
 from cppbatch.jobs.batches.data_folder import RESULT_NAMES, DataFolder
 from cppbatch.jobs.batches.store import (
     Batch,
@@ -206,6 +206,8 @@ class ActiveBatch:
         """Inserts an error of the input file before those of its lines."""
         if isinstance(error, InputChanged):
             code, message = "input_file_changed", f"the input file in the server's data folder {error}"
+        elif isinstance(error, NotJsonLines):
+            code, message = "invalid_json", f"the input file {error.reason}"
         else:
             code, message = "input_file_gone", "the input file cannot be read"
         found = self.record.batch.errors

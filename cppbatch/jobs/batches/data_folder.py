@@ -27,6 +27,7 @@ from cppbatch.errors import ConfigError, InputChanged, NotFound, StorageError
 from cppbatch.jobs.batches.store import BatchStore, File, KnownContents
 from cppbatch.jobs.durable_files import fsync_folder, make_durable, move, move_into_place, storage_error
 from cppbatch.jobs.input.format import unreadable_file
+from cppbatch.regular_files import open_regular
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -298,7 +299,7 @@ def _delete(path: Path) -> bool:
 
 def _check_upload(content: Path, size: int, sha256: str | None) -> None:
     try:
-        with content.open("rb") as file:
+        with open_regular(content) as file:
             found = os.fstat(file.fileno()).st_size
             if found != size:
                 raise InputChanged(f"has {found} bytes instead of the uploaded {size}")

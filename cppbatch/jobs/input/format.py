@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import io
+import math
 import os
 import reprlib
 import string
@@ -14,6 +14,7 @@ import msgspec
 
 from cppbatch.errors import ConfigError
 from cppbatch.jobs.job_request import JobRequest, Json, RejectedLine, hash64
+from cppbatch.regular_files import STANDARD_STREAM, is_special, open_regular
 
 FileKind = Literal["jsonl", "txt", "csv", "parquet"]
 Endpoint = Literal["completions", "chat", "embeddings"]
@@ -44,6 +45,8 @@ class InputFormat(msgspec.Struct, frozen=True, kw_only=True):
     """The text of a `PromptTemplate`, which creates a prompt from each row."""
     id_column: str | None = None
     """The column with the custom IDs; None: custom_id or id, if there is one."""
+    by_line: bool = False
+    """Whether results are named by line although there is a column `id`, because `id_problem` found one."""
     only_prompts: bool = False
     """Whether to reject requests in OpenAI's format, because their results are not table rows."""
     endpoint: Endpoint = "completions"
@@ -69,10 +72,14 @@ def detect_input_format(
     path = Path(path)
     if os.path.isdir(path):
         raise ConfigError(f"{path}: is a folder; give a file")
-    if os.path.exists(path) and not os.path.isfile(path):
+    if is_special(path) or path == STANDARD_STREAM:
         raise ConfigError(
             f"{path}: is not a regular file; a job reads its input several times: save it to a file first"
         )
+    texts = {"--column": column, "--template": template, "--id-column": id_column, "--system": system}
+    for flag, text in texts.items():
+        if text is not None and not _is_unicode(text):
+            raise ConfigError(f"{flag} {describe_non_text(text.encode(errors='surrogateescape'))}")
     kind = _KINDS.get(path.suffix.lower())
     if kind is None:
         raise ConfigError(
@@ -104,6 +111,11 @@ def detect_input_format(
     )
 
 
+def auto_id_columns(input_format: InputFormat) -> tuple[str, ...]:
+    """The columns that have the custom IDs without --id-column; the first one that exists counts."""
+    return ("custom_id",) if input_format.by_line else ("custom_id", "id")
+
+
 class TableColumns(NamedTuple):
     """The columns of a table from which requests are built."""
 
@@ -127,7 +139,7 @@ def table_columns(input_format: InputFormat, names: Sequence[str]) -> TableColum
             known = ", ".join(repr(name[: 2 * _MAX_COLUMNS_SHOWN]) for name in names[:_MAX_COLUMNS_SHOWN])
             more = f" and {len(names) - _MAX_COLUMNS_SHOWN} more" if len(names) > _MAX_COLUMNS_SHOWN else ""
             raise ConfigError(f"{path}: column {column!r} not found; available: {known}{more} ({flag})")
-    others = (name for name in ("custom_id", "id") if name in names and (template is not None or name not in prompt))
+    others = (name for name in auto_id_columns(input_format) if name in names and (template or name not in prompt))
     custom_id = id_column or next(others, None)
     for used in (*prompt, *filter(None, [custom_id])):
         if names.count(used) > 1:
@@ -168,23 +180,33 @@ class PromptTemplate:
         )
 
     def _text(self, name: str, values: Mapping[str, object]) -> str:
-        if (value := values.get(name)) is None:
+        value = values.get(name)
+        if _is_missing(value):
             have = ", ".join(repr(column)[:40] for column in list(values)[:8])
-            problem = "is null" if name in values else f"does not exist; available: {have}"
+            problem = f"does not exist; available: {have}"
+            if name in values:
+                problem = "is null" if value is None else "is NaN"
             raise MissingField(f"{name!r} {problem}")
         return field_text(value)
 
 
 def field_text(value: object) -> str:
-    """A table value as text: strings unchanged, null as an empty string, others as JSON, or with `str` if necessary."""
-    if value is None:
+    """A table value as text: strings unchanged, null and NaN as an empty string, others as JSON, or with `str` if
+    necessary."""
+    if _is_missing(value):
         return ""
     if isinstance(value, str):
         return value
+    if isinstance(value, float) and math.isinf(value):
+        return str(value)
     try:
         return msgspec.json.encode(value).decode().strip('"')
     except (TypeError, ValueError, OverflowError):
         return str(value)
+
+
+def _is_missing(value: object) -> bool:
+    return value is None or (isinstance(value, float) and math.isnan(value))
 
 
 def _invalid(source: str, problem: str) -> ConfigError:
@@ -236,8 +258,13 @@ class RequestBuilder:
 
     @property
     def id_column(self) -> str | None:
-        """The field with the custom ID of a row; None: custom_id or id."""
+        """The field with the custom ID of a row; None: one of `id_fields`."""
         return self._format.id_column
+
+    @property
+    def id_fields(self) -> tuple[str, ...]:
+        """The fields that may have the custom ID of a plain line, the first choice first."""
+        return auto_id_columns(self._format) if self.id_column is None else (self.id_column,)
 
     def prompt_of(self, values: Mapping[str, object]) -> str:
         """The prompt that the template creates from a row. Raises `LineError`."""
@@ -318,6 +345,12 @@ def check_custom_id(field: str, value: object) -> str:
     return value
 
 
+def row_id(field: str, value: object) -> str:
+    """The custom ID of a row, which may be an integer. Raises `LineError`."""
+    is_number = isinstance(value, int) and not isinstance(value, bool)
+    return check_custom_id(field, str(value) if is_number else value)
+
+
 def check_text(text: str) -> str:
     """Returns `text`. Raises `LineError` if it contains null characters or was not valid UTF-8."""
     if "\0" in text or not _is_unicode(text):
@@ -364,7 +397,7 @@ class LineReader:
 
     def __init__(self, path: Path) -> None:
         try:
-            self._file = io.BufferedReader(io.FileIO(path), _READ_BYTES)
+            self._file = open_regular(path, _READ_BYTES)
         except (OSError, ValueError) as error:  # ValueError: an invalid path, for example with a null byte
             raise unreadable_file(path, error) from None
         self._path = path

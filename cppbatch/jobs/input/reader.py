@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import re
+from array import array
 from collections.abc import Callable, Collection, Iterator
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
 
 import msgspec
+import numpy as np
 
+from cppbatch.errors import NotJsonLines
 from cppbatch.jobs.input.format import (
     MAX_LINE_BYTES,
     InputFormat,
@@ -17,6 +23,7 @@ from cppbatch.jobs.input.format import (
     check_custom_id,
     default_custom_id,
     describe_non_text,
+    row_id,
     short_repr,
 )
 from cppbatch.jobs.input.tables import CsvInput, ParquetInput
@@ -74,6 +81,26 @@ class InputReader:
     ) -> None:
         self.close()
 
+    def id_problem(self) -> str | None:
+        """Why the column `id`, for which nobody has asked, cannot name the results; None if it can or does not.
+
+        Reads the file, in 16 bytes of memory for each row.
+        """
+        if self._format.id_column is not None or self._format.kind == "txt":
+            return None
+        lines, hashes = array("q"), array("q")
+        with contextlib.closing(self._open()) as source:
+            try:
+                for line, value in source.ids():
+                    if value is not None and (not isinstance(value, str) or value.strip()):
+                        hashes.append(hash64(row_id("id", value).encode()))
+                        lines.append(line)
+            except LineError as error:
+                return str(error)
+        order = np.argsort(np.array(hashes), kind="stable")
+        same = np.flatnonzero(np.diff(np.array(hashes)[order]) == 0)[:1]
+        return "".join(f"lines {lines[order[i]]} and {lines[order[i + 1]]} have the same" for i in same) or None
+
     def _open(self) -> _Source:
         if self._format.kind == "csv":
             return CsvInput(self._format, self._builder)
@@ -87,6 +114,7 @@ class _Source(Protocol):
     """An open input file."""
 
     def count(self) -> Iterator[int]: ...
+    def ids(self) -> Iterator[tuple[int, object]]: ...
     def __iter__(self) -> Iterator[JobRequest | RejectedLine]: ...
     def close(self) -> None: ...
 
@@ -102,6 +130,8 @@ class _Source(Protocol):
 
 
 _PROMPT_FIELDS = ("prompt", "messages", "input")
+_DOCUMENT = re.compile(rb'\s*(\[\s*(?:$|["{\[])|\{\s*$)')
+"""The start of an array of texts, objects or arrays, or of an object on several lines."""
 _decode = msgspec.json.Decoder().decode
 
 
@@ -114,14 +144,19 @@ class LineInput:
         builder: RequestBuilder,
         parse: Callable[[int, bytes, RequestBuilder], JobRequest | RejectedLine],
     ) -> None:
-        self._lines = LineReader(input_format.path)
+        self._path = input_format.path
+        self._lines = LineReader(self._path)
         self._builder = builder
         self._parse = parse
 
     def __iter__(self) -> Iterator[JobRequest | RejectedLine]:
         parse, builder = self._parse, self._builder
+        is_first = parse is parse_json_line
         for number, raw in self._lines:
             line = raw.rstrip(b"\r\n")
+            if is_first and line.strip():
+                _refuse_document(self._path, line)
+                is_first = False
             if len(line) > MAX_LINE_BYTES:
                 message = f"is longer than {MAX_LINE_BYTES} bytes, the maximum line length"
                 yield RejectedLine(line=number, code="line_too_long", message=message, content_hash=hash64(line))
@@ -132,8 +167,38 @@ class LineInput:
         """Yields 1 for each entry that iterating yields."""
         return (1 for _, raw in self._lines if raw.strip())
 
+    def ids(self) -> Iterator[tuple[int, object]]:
+        """The line and the `id` of each plain line of JSON that is named by it."""
+        for number, raw in self._lines:
+            try:
+                found = _decode_ids(raw) if raw.strip() else _Ids()
+            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):  # it is rejected, or only a prompt
+                continue
+            if not self._builder.has_template and (found.url, found.body) != (msgspec.UNSET, msgspec.UNSET):
+                return  # requests in OpenAI's format, which have a custom_id
+            if found.custom_id is None:
+                yield number, found.id
+
     def close(self) -> None:
         self._lines.close()
+
+
+class _Ids(msgspec.Struct):
+    id: Any = None
+    custom_id: Any = None
+    url: Any = msgspec.UNSET
+    body: Any = msgspec.UNSET
+
+
+_decode_ids = msgspec.json.Decoder(_Ids).decode
+
+
+def _refuse_document(path: Path, first_line: bytes) -> None:
+    """Raises `NotJsonLines` if this is the first line of one JSON value that is the whole file."""
+    if found := _DOCUMENT.match(first_line):
+        kind, program = ("array", ".[]") if found[1].startswith(b"[") else ("object", ".")
+        reason = f"is a JSON {kind}, but a job reads one JSON value from each line: convert it with jq -c '{program}'"
+        raise NotJsonLines(path, reason)
 
 
 def parse_text_line(number: int, line: bytes, builder: RequestBuilder) -> JobRequest | RejectedLine:
@@ -152,7 +217,7 @@ def parse_json_line(number: int, line: bytes, builder: RequestBuilder) -> JobReq
             message = "is a request in OpenAI's format, and its result cannot be a table row: use a .jsonl output"
             raise LineError("invalid_line", message)
         if is_plain:
-            custom_id = _plain_custom_id(record, number, builder.id_column)
+            custom_id = _plain_custom_id(record, number, builder)
             url, body = _plain_request(record, builder)
         else:
             custom_id = _custom_id(record)
@@ -211,15 +276,15 @@ def _request(record: Json, builder: RequestBuilder) -> tuple[str, Json]:
     return url, body
 
 
-def _plain_custom_id(record: Json, number: int, id_column: str | None) -> str:
+def _plain_custom_id(record: Json, number: int, builder: RequestBuilder) -> str:
     """The ID of a plain line, which may be an integer, as in data sets."""
-    if id_column is not None and record.get(id_column) is None:
-        raise LineError("missing_custom_id", f"{id_column}: is required; it identifies the result (--id-column)")
-    for field in ("custom_id", "id") if id_column is None else (id_column,):
-        value = record.get(field)
-        if value is not None:
-            is_number = isinstance(value, int) and not isinstance(value, bool)
-            return check_custom_id(field, str(value) if is_number else value)
+    for field in builder.id_fields:
+        if (value := record.get(field)) is not None:
+            return row_id(field, value)
+    if builder.id_column is not None:
+        raise LineError(
+            "missing_custom_id", f"{builder.id_column}: is required; it identifies the result (--id-column)"
+        )
     return default_custom_id(number)
 
 
@@ -234,7 +299,7 @@ def _plain_request(record: Json, builder: RequestBuilder) -> tuple[str, Json]:
         raise LineError(
             "invalid_line", f"has {found}; it must have a url and a body, or one of {', '.join(_PROMPT_FIELDS)}"
         )
-    ids = ("custom_id", "id", builder.id_column)
+    ids = ("custom_id", "id", *builder.id_fields)
     fields = {field: value for field, value in record.items() if field not in ids}
     if "messages" in record:
         return builder.check_url("/v1/chat/completions"), fields

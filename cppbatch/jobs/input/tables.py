@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import re
 from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -22,11 +23,15 @@ from cppbatch.jobs.input.format import (
     unreadable_file,
 )
 from cppbatch.jobs.job_request import JobRequest, RejectedLine, hash64
+from cppbatch.regular_files import open_regular
 
 _INITIAL_REREAD_BYTES = 16 << 20
 _REREAD_BYTES_PER_BYTE = 4
 _MAX_LINES_PER_RECORD = 1 << 18
 """A limit is necessary because short lines take far more memory than their bytes."""
+
+_SEPARATOR_LINE = re.compile(r'"?sep=([^\s"\0]|\t)"?\s*', re.IGNORECASE)
+"""The first line of some CSV files of Excel."""
 
 _SAVE_AS = "save the file as UTF-8 with LF or CRLF line ends"
 
@@ -63,6 +68,17 @@ class CsvInput:
             custom_id = None if ids is None else row[ids]
             yield self._builder.from_row(line, custom_id, {name: row[place] for name, place in prompts.items()})
 
+    def ids(self) -> Iterator[tuple[int, str]]:
+        """The line and the value of each row in the column `id`, if that names the results."""
+        place: int | None = None
+        for record in self.records():
+            if place is None:
+                if table_columns(self._format, self.columns).custom_id != "id":
+                    return
+                place = self.columns.index("id")
+            if not isinstance(record, RejectedLine):
+                yield record[0], record[1][place]
+
     def records(self) -> Iterator[tuple[int, list[str]] | RejectedLine]:
         """The line number and the fields of each record, or the reason for rejecting it. `columns` has the field names.
 
@@ -71,7 +87,8 @@ class CsvInput:
         # csv's field limit (128 KiB by default) is global to the process. `_RecordReader` limits each record.
         csv.field_size_limit(max(csv.field_size_limit(), MAX_LINE_BYTES))
         records = _RecordReader(self._lines)
-        rows = csv.reader(records, delimiter=self._delimiter(records.peek_line()), strict=True)
+        delimiter = self._delimiter(records)
+        rows = csv.reader(records, delimiter=delimiter, strict=True)
         columns = self.columns = self._columns(rows, records)
         table_columns(self._format, columns)  # raises for missing columns
         while True:
@@ -83,7 +100,7 @@ class CsvInput:
             except csv.Error as error:
                 yield records.reject_unreadable(error)
                 continue
-            if records.is_blank:
+            if records.is_blank(delimiter):
                 continue
             if len(row) < len(columns):
                 yield records.reject(f"has {len(row)} fields; the first line names {len(columns)} columns")
@@ -93,7 +110,11 @@ class CsvInput:
             else:
                 yield records.line, row[: len(columns)]
 
-    def _delimiter(self, first_line: str) -> str:
+    def _delimiter(self, records: _RecordReader) -> str:
+        first_line = records.peek_line()
+        if named := _SEPARATOR_LINE.fullmatch(first_line):
+            next(records)
+            return named[1]
         if self._format.path.suffix.lower() == ".tsv":
             return "\t"
         return ";" if ";" in first_line and "," not in first_line else ","
@@ -162,9 +183,9 @@ class _RecordReader:
         """The line number of the start of the record."""
         return self._record[0][0]
 
-    @property
-    def is_blank(self) -> bool:
-        return len(self._record) == 1 and self._record[0][1].isspace()
+    def is_blank(self, delimiter: str) -> bool:
+        """Whether the record is an empty line, or an empty row of a spreadsheet, which is only delimiters."""
+        return len(self._record) == 1 and not self._record[0][1].strip(b" \t\r\n\v\f" + delimiter.encode())
 
     def describe(self, error: csv.Error) -> str:
         """Why the current record cannot be read."""
@@ -219,7 +240,7 @@ class ParquetInput:
         # UnicodeDecodeError: from a column name that is not valid UTF-8.
         self._errors = (self._arrow.ArrowException, OSError, UnicodeDecodeError)
         try:
-            file = open(input_format.path, "rb")  # noqa: SIM115 (close() does); pyarrow's own errors are less clear
+            file = open_regular(input_format.path)  # pyarrow's own errors are less clear
         except (OSError, ValueError) as error:
             raise unreadable_file(input_format.path, error) from None
         try:
@@ -254,19 +275,36 @@ class ParquetInput:
             prompt = {name: values[name] for name in wanted.prompt}
             yield self._request(self._rows_read, prompt, None if custom_id is None else str(custom_id))
 
+    def ids(self) -> Iterator[tuple[int, Any]]:
+        """The row and the value of each row in the column `id`, if that names the results. Raises `LineError`."""
+        names, kind = self.schema.names, None
+        if table_columns(self._format, names).custom_id == "id":
+            kind = self.schema.field("id").type
+            if not self._may_name(kind):
+                raise LineError("invalid_custom_id", f"its type is {kind}")
+            yield from enumerate((value for (value,) in self.rows(["id"])), start=1)
+
     def rows(self, names: Sequence[str]) -> Iterator[list[Any]]:
         """The values of these columns in each row, some rows at a time."""
         self._rows_read = 0
+        for batch in self.batches(names):
+            columns = [python_values(self._arrow, batch.column(name)) for name in names]
+            for row in zip(*columns, strict=True) if columns else ():
+                self._rows_read += 1
+                yield list(row)
+
+    def batches(self, names: Sequence[str] | None = None) -> Iterator[Any]:
+        """pyarrow's record batches with these columns; None: with all."""
+        n_rows = 0
+        columns = None if names is None else list(names)
         try:
-            for batch in self._parquet.iter_batches(self._batch_rows(), columns=list(names), use_threads=False):
-                columns = [_values(batch.column(name)) for name in names]
-                for row in zip(*columns, strict=True) if columns else ():
-                    self._rows_read += 1
-                    yield list(row)
+            for batch in self._parquet.iter_batches(self._batch_rows(), columns=columns, use_threads=False):
+                yield batch
+                n_rows += batch.num_rows
         except self._errors as error:
-            raise self._invalid_file(error) from error
-        if self._rows_read != self._n_rows:
-            raise self._invalid_file(f"it should have {self._n_rows} rows")
+            raise self._invalid_file(error, n_rows) from error
+        if n_rows != self._n_rows:
+            raise self._invalid_file(f"it should have {self._n_rows} rows", n_rows)
 
     def _request(self, row: int, values: dict[str, Any], custom_id: str | None) -> JobRequest | RejectedLine:
         longest = max((len(value) for value in values.values() if isinstance(value, str)), default=0)
@@ -277,16 +315,21 @@ class ParquetInput:
         return self._builder.from_row(row, custom_id, values)
 
     def _columns(self) -> TableColumns:
-        schema, types = self._parquet.schema_arrow, self._arrow.types
+        schema, types, path = self._parquet.schema_arrow, self._arrow.types, self._format.path
         wanted = table_columns(self._format, schema.names)
-        contents = {} if self._builder.has_template else dict.fromkeys(wanted.prompt, "prompts")
-        if wanted.custom_id is not None:
-            contents[wanted.custom_id] = "custom IDs"
-        for column, content in contents.items():
+        for column in wanted.prompt:
             kind = schema.field(column).type
-            if not _is_text(types, kind) and not (content == "custom IDs" and types.is_integer(kind)):
-                raise ConfigError(f"{self._format.path}: column {column!r} for {content} must be text, but is {kind}")
+            if self._builder.has_template and _has_bytes(types, kind):
+                raise ConfigError(f"{path}: column {column!r} in --template is {kind}, not text: convert it to text")
+            if not self._builder.has_template and not _is_text(types, kind):
+                raise ConfigError(f"{path}: column {column!r} for prompts must be text, but is {kind}")
+        if wanted.custom_id is not None and not self._may_name(kind := schema.field(wanted.custom_id).type):
+            raise ConfigError(f"{path}: column {wanted.custom_id!r} for custom IDs must be text, but is {kind}")
         return wanted
+
+    def _may_name(self, kind: Any) -> bool:
+        """Whether values of this type can be custom IDs."""
+        return _is_text(self._arrow.types, kind) or bool(self._arrow.types.is_integer(kind))
 
     def _batch_rows(self) -> int:
         """The number of rows to read at a time, small enough that long prompts take little memory.
@@ -298,8 +341,8 @@ class ParquetInput:
         size = sum(metadata.row_group(group).total_byte_size for group in range(metadata.num_row_groups))
         return int(min(max(1, _BATCH_BYTES * self._n_rows / max(1, size)), _MAX_BATCH_ROWS))
 
-    def _invalid_file(self, error: object) -> ConfigError:
-        where = f" after {self._rows_read} rows" if self._rows_read else ""
+    def _invalid_file(self, error: object, n_rows: int = 0) -> ConfigError:
+        where = f" after {n_rows} rows" if n_rows else ""
         reason = " ".join(str(error).split())
         return ConfigError(f"{self._format.path}: cannot be read as Parquet{where}: {reason}")
 
@@ -319,17 +362,66 @@ def _is_text(types: Any, kind: Any) -> bool:
     return bool(types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind))
 
 
-def _values(column: Any) -> list[Any]:
-    """The values of a column. Invalid UTF-8 is decoded with `surrogateescape`."""
-    try:
-        values: list[Any] = column.to_pylist()
-    except UnicodeDecodeError:
-        return [_value(cell) for cell in column]
-    return values
+def _has_bytes(types: Any, kind: Any) -> bool:
+    """Whether values of this type are or contain binary data."""
+    if getattr(kind, "extension_name", "") == "arrow.uuid":  # has a text
+        return False
+    kind = getattr(kind, "storage_type", kind)  # of an extension type
+    if types.is_dictionary(kind):
+        kind = kind.value_type
+    is_bytes = (types.is_binary, types.is_large_binary, types.is_fixed_size_binary)
+    if any(check(kind) for check in is_bytes) or "binary_view" in str(kind):
+        return True
+    return any(_has_bytes(types, kind.field(i).type) for i in range(kind.num_fields))
 
 
-def _value(cell: Any) -> Any:
+# What Python's types cannot hold: dates after 9999, unknown time zones, invalid UTF-8.
+_NOT_IN_PYTHON = (ValueError, ArithmeticError, LookupError, TypeError, NotImplementedError)
+
+
+def python_values(arrow: Any, column: Any) -> list[Any]:
+    """The values of a column as Python's types. Those that these cannot hold are texts; invalid UTF-8 is decoded with
+    `surrogateescape`."""
+    if arrow.types.is_dictionary(column.type):
+        column = column.dictionary_decode()
     try:
+        return list(_in_microseconds(arrow, column).to_pylist())
+    except _NOT_IN_PYTHON:
+        return [_python_value(arrow, cell) for cell in column]
+
+
+def _in_microseconds(arrow: Any, column: Any) -> Any:
+    """Nanoseconds in microseconds if these suffice, else as text: what pyarrow returns depends on whether pandas is
+    installed."""
+    kind = column.type
+    if getattr(kind, "unit", None) != "ns":
+        return column
+    if arrow.types.is_timestamp(kind):
+        coarser = arrow.timestamp("us", kind.tz)
+    else:
+        coarser = arrow.time64("us") if arrow.types.is_time(kind) else arrow.duration("us")
+    try:
+        return column.cast(coarser)
+    except arrow.ArrowInvalid:  # it would lose digits
+        return column.cast(arrow.string())
+
+
+def _python_value(arrow: Any, cell: Any) -> Any:
+    types, kind = arrow.types, cell.type
+    try:
+        if cell.is_valid and types.is_struct(kind):
+            return {name: _python_value(arrow, cell[name]) for name in cell}
+        if cell.is_valid and (types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind)):
+            return python_values(arrow, cell.values)
         return cell.as_py()
-    except UnicodeDecodeError:
+    except _NOT_IN_PYTHON:
+        return python_values(arrow, cell.values) if types.is_map(kind) else _cell_text(arrow, cell)
+
+
+def _cell_text(arrow: Any, cell: Any) -> str:
+    kind = cell.type
+    if _is_text(arrow.types, kind):
         return bytes(cell.as_buffer()).decode(errors="surrogateescape")
+    if arrow.types.is_timestamp(kind) and kind.tz:  # an unknown time zone
+        return f"{cell.cast(arrow.timestamp(kind.unit)).cast(arrow.string())}Z"
+    return str(cell.cast(arrow.string()))
