@@ -6,6 +6,7 @@ import atexit
 import contextlib
 import warnings
 import weakref
+from collections.abc import Callable
 from typing import Protocol
 
 from cppbatch.config import EngineConfig
@@ -31,18 +32,24 @@ def warn_unclosed(engine: Engine) -> None:
 
 
 _open: weakref.WeakSet[Closeable] = weakref.WeakSet()
+_then: list[Callable[[], object]] = []
 
 
 def close_at_exit(engine: Closeable) -> None:
     """Closes an engine when the interpreter ends, unless it is gone by then: a thread inside llama.cpp while its
     statics are destroyed would crash, and some devices abort the process if anything is left on them."""
-    if not _open:  # again, so that it runs before llama.cpp's log is disconnected
-        atexit.unregister(_close_all)
-        atexit.register(_close_all)
     _open.add(engine)
 
 
+def call_at_exit(function: Callable[[], object]) -> None:
+    """Calls a function when the interpreter ends, after all engines were closed."""
+    _then.append(function)
+
+
+@atexit.register
 def _close_all() -> None:
     with contextlib.ExitStack() as stack:  # one that fails does not keep the others open
+        for function in _then:
+            stack.callback(function)
         for engine in list(_open):
             stack.callback(engine.close)

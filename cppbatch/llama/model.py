@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
+import sys
 import weakref
 from collections.abc import Callable, Sequence
 from functools import cached_property
@@ -106,7 +107,7 @@ class Model:
                 reporter = _Reporter(progress, interrupted)
                 params.progress_callback = reporter.callback
                 if handle := C.llama_model_load_from_file(os.fsencode(self.path), params):
-                    self._owned = Owned(handle, C.llama_model_free, self._devices)
+                    self._owned = Owned(handle, _free, self._devices)
         except KeyboardInterrupt:
             self.close()
             self._devices.close()
@@ -324,6 +325,12 @@ class Model:
 
     def __exit__(self, *exc: type[BaseException] | BaseException | TracebackType | None) -> None:
         self.close()
+
+
+def _free(handle: Any) -> None:
+    C.llama_model_free(handle)
+    if sys.platform == "linux" and (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)):
+        trim(0)  # glibc keeps 10 MB of it for each thread that has loaded a model
 
 
 _DAMAGED = ("corrupted or incomplete", "failed to read", "exceeds remaining file size")  # in llama.cpp's reasons
