@@ -200,7 +200,7 @@ class EngineCore:
     def cancel(self, request_id: str) -> bool:
         """Ends a request and frees its cells. Returns False if the request is neither waiting nor running."""
         sequence = self.sequences.get(request_id)
-        if sequence is None:
+        if sequence is None or self._is_garbage:
             return False
         try:
             self._finish(sequence, FinishReason.CANCELLED)
@@ -555,15 +555,24 @@ class EngineCore:
             return
         self.is_closed = True
         try:
-            for request_id in list(self.sequences):
-                self.cancel(request_id)
-            if self._disk:
-                self._disk.write_rest(_LAST_WRITES_S)
-                self._disk.close()
-            self.outputs.keep()  # waiting threads get their last events
-            self.kv.clear_cache()
+            if not self._is_garbage:
+                self._end_requests()
         finally:
             self.free()
+
+    def _end_requests(self) -> None:
+        for request_id in list(self.sequences):
+            self.cancel(request_id)
+        if self._disk:
+            self._disk.write_rest(_LAST_WRITES_S)
+            self._disk.close()
+        self.outputs.keep()  # waiting threads get their last events
+        self.kv.clear_cache()
+
+    @property
+    def _is_garbage(self) -> bool:
+        """Whether the engine is in a reference cycle that is being collected: its contexts are freed first."""
+        return self.runtime.context.is_closed and not self._layout_before
 
     def free(self) -> None:
         """Frees the model and ends child processes, for an engine that is not in use: requests get no last event, and
@@ -571,6 +580,7 @@ class EngineCore:
         self.is_closed = True
         if self.process.is_fork:
             return
+        self.sequences.clear()
         if self._disk:
             self._disk.abandon()
         self.inputs.close()

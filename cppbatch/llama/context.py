@@ -225,6 +225,11 @@ class Context:
         return self.kv_unified and windows_fit and self.model.architecture not in _WHOLE_COPIES
 
     @property
+    def is_closed(self) -> bool:
+        """Whether the context is freed."""
+        return self._owned is None or self._owned.pointer is None
+
+    @property
     def handle(self) -> Any:
         """llama.cpp's pointer. Raises `LlamaError` when the context is closed."""
         if self._owned is None or (pointer := self._owned.pointer) is None:

@@ -69,10 +69,10 @@ def test_an_engine_is_freed_with_its_last_reference_and_warns() -> None:
     context, other = context_of(engine), engine
     engine.generate([[1, 2]], greedy(4))
     del engine
-    assert not context.closed
+    assert not context.is_closed
     with pytest.warns(ResourceWarning, match=r"unclosed BatchInferenceEngine of .*gguf; use `with`, or call `close`"):
         del other
-    assert context.closed
+    assert context.is_closed
 
 
 @pytest.mark.usefixtures("without_gc", "no_warnings")
@@ -90,10 +90,10 @@ def test_an_iterator_keeps_its_engine_open_until_it_ends() -> None:
     next(events)
     del engine
     assert len(list(results)) == 2
-    assert not context.closed
+    assert not context.is_closed
     with pytest.warns(ResourceWarning, match="unclosed"):
         assert list(events)[-1].finish_reason
-    assert context.closed
+    assert context.is_closed
 
 
 @pytest.mark.usefixtures("without_gc")
@@ -104,7 +104,7 @@ def test_a_dropped_iterator_and_its_engine_are_freed_together() -> None:
     del engine
     with pytest.warns(ResourceWarning, match="unclosed"):
         del events
-    assert context.closed
+    assert context.is_closed
 
 
 class Notebook:
@@ -126,7 +126,7 @@ def test_an_engine_in_a_reference_cycle_with_its_own_requests_is_freed_by_garbag
     context = context_of(notebook.engine)
     del notebook
     gc.collect()
-    assert context.closed
+    assert context.is_closed
 
 
 @pytest.mark.filterwarnings("ignore::ResourceWarning")
@@ -140,7 +140,7 @@ def test_garbage_collection_in_the_middle_of_a_step_frees_other_engines() -> Non
 
     with fake_engine() as engine:
         engine.generate([[1, 2]], greedy(2, logits_processor=collect))
-        assert context.closed
+        assert context.is_closed
 
 
 def test_an_engine_that_cannot_be_made_frees_its_model() -> None:
@@ -151,7 +151,7 @@ def test_an_engine_that_cannot_be_made_frees_its_model() -> None:
 
     with pytest.raises(ConfigError, match="no such folder"):
         BatchInferenceEngine(CONFIG, runtime=runtime, policy=fail)
-    assert context_of(LENT[-1]).closed
+    assert context_of(LENT[-1]).is_closed
 
 
 @pytest.mark.filterwarnings("error::ResourceWarning")
@@ -161,7 +161,7 @@ def test_an_engine_is_freed_even_if_warnings_are_errors(monkeypatch: pytest.Monk
     engine = fake_engine()
     context = context_of(engine)
     del engine
-    assert context.closed
+    assert context.is_closed
     assert [type(each.exc_value) for each in unraisable] == [ResourceWarning]
 
 
@@ -206,7 +206,7 @@ def test_a_fork_frees_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     context, owned = context_of(engine), Owned("pointer", freed.append)
     monkeypatch.setattr("os.getpid", lambda: 1)
     del engine, owned
-    assert not context.closed
+    assert not context.is_closed
     assert not freed
 
 
