@@ -8,6 +8,7 @@ import subprocess
 import sys
 import weakref
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -16,7 +17,7 @@ from cppbatch import BatchInferenceEngine
 from cppbatch.errors import LlamaError
 from cppbatch.llama import Context, Model
 
-SIZES = {"n_ctx": 2048, "n_parallel": 4, "n_threads": 1}
+SIZES: dict[str, Any] = {"n_ctx": 2048, "n_parallel": 4, "n_threads": 1}
 
 
 def run(program: str, model: Path) -> str:
