@@ -71,6 +71,23 @@ class EngineCore:
         self._on_plan, self._on_admitted, self._survives_failures = on_plan, on_admitted, survives_failures
         self._trace = Trace(config.trace) if config.trace else None
         self.runtime = runtime = runtime or load_runtime(config, progress)
+        self.is_closed = False
+        try:
+            self._make_parts(config, runtime, policy, prepares_beside_steps=prepares_beside_steps)
+        except BaseException:
+            runtime.close()
+            if self._trace:
+                self._trace.close()
+            raise
+
+    def _make_parts(
+        self,
+        config: EngineConfig,
+        runtime: Runtime,
+        policy: Callable[..., Scheduler] | None,
+        *,
+        prepares_beside_steps: bool,
+    ) -> None:
         context, info = runtime.context, runtime.info
         self._batch = Batch(context.n_batch)
         self._media_batch: EmbeddingBatch | None = None  # created for the first image
@@ -131,7 +148,6 @@ class EngineCore:
         self.outputs = OutputProcessor(runtime.vocab, self.metrics)
         self.sequences: dict[str, Seq] = {}
         """The waiting and running requests, by id."""
-        self.is_closed = False
 
     # --- requests -----------------------------------------------------------------------------------------------
 
@@ -184,7 +200,7 @@ class EngineCore:
     def cancel(self, request_id: str) -> bool:
         """Ends a request and frees its cells. Returns False if the request is neither waiting nor running."""
         sequence = self.sequences.get(request_id)
-        if sequence is None:
+        if sequence is None or self._is_garbage:
             return False
         try:
             self._finish(sequence, FinishReason.CANCELLED)
@@ -538,6 +554,13 @@ class EngineCore:
         if self.is_closed:
             return
         self.is_closed = True
+        try:
+            if not self._is_garbage:
+                self._end_requests()
+        finally:
+            self.free()
+
+    def _end_requests(self) -> None:
         for request_id in list(self.sequences):
             self.cancel(request_id)
         if self._disk:
@@ -545,6 +568,21 @@ class EngineCore:
             self._disk.close()
         self.outputs.keep()  # waiting threads get their last events
         self.kv.clear_cache()
+
+    @property
+    def _is_garbage(self) -> bool:
+        """Whether the engine is in a reference cycle that is being collected: its contexts are freed first."""
+        return self.runtime.context.is_closed and not self._layout_before
+
+    def free(self) -> None:
+        """Frees the model and ends child processes, for an engine that is not in use: requests get no last event, and
+        cached prefixes are not written to disk. Any thread may call this, also during garbage collection."""
+        self.is_closed = True
+        if self.process.is_fork:
+            return
+        self.sequences.clear()
+        if self._disk:
+            self._disk.abandon()
         self.inputs.close()
         self._sampler.close()
         if self._speculator:

@@ -33,6 +33,7 @@ from cppbatch.engine.sequence import Seq
 from cppbatch.engine.turns import Result, Turns
 from cppbatch.errors import ConfigError, InvalidRequest
 from cppbatch.llama import apply_builtin_template
+from cppbatch.unclosed import close_at_exit, warn_unclosed
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -45,7 +46,8 @@ class BatchInferenceEngine:
     `has_work` is False. For asyncio use `cppbatch.LocalEngine`, for many clients `cppbatch serve`.
 
     A context manager. Thread-safe: requests of several threads share batches, and each call waits for at most a few
-    steps of the others. Not for forked processes, where every call raises `EngineClosed`.
+    steps of the others. Not for forked processes, where every call raises `EngineClosed`. An engine that is dropped
+    without `close` is freed when the last reference to it goes, with a `ResourceWarning`.
     """
 
     def __init__(
@@ -76,6 +78,7 @@ class BatchInferenceEngine:
             survives_failures=survives_failures,
         )
         """The step loop. Changes to it require a turn."""
+        close_at_exit(self)
         self.turns = Turns(self.core.process)
         self._chat_formats = ChatFormats(self.info, apply_builtin_template)
         self._numbers = itertools.count(1)
@@ -204,6 +207,15 @@ class BatchInferenceEngine:
         """Cancels all requests and frees the model. Repeated calls, and calls in a fork, do nothing."""
         if not self.core.process.is_fork:
             self.turns.soon(self.core.close)
+
+    def __del__(self) -> None:
+        core: EngineCore | None = self.__dict__.get("core")  # missing if loading failed
+        if core is None or core.is_closed or core.process.is_fork:
+            return
+        try:
+            warn_unclosed(self)
+        finally:
+            core.free()
 
     def __enter__(self) -> BatchInferenceEngine:
         return self

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import ctypes
 import functools
@@ -16,6 +15,7 @@ from typing import Any
 
 from cppbatch.llama.library import C, ggml, library_path, load_backends
 from cppbatch.llama.rpc import has_rpc, is_reachable, is_remote
+from cppbatch.unclosed import call_at_exit
 
 log = logging.getLogger("cppbatch.llama")
 
@@ -84,7 +84,7 @@ class Backend:
         C.llama_log_set(self._router.callback, ctypes.c_void_p(0))
         # A line logged during interpreter shutdown would call freed Python objects. Until then, this keeps the router
         # alive, even if the code below raises.
-        atexit.register(self._end_log)
+        call_at_exit(self._end_log)
         with self.lines() as lines:
             load_backends()
         found = next(filter(None, map(_VARIANT.search, lines)), None)

@@ -26,6 +26,7 @@ from cppbatch.llama.llama_batch import (
 )
 from cppbatch.llama.lora import adapter_arguments
 from cppbatch.llama.model import Model
+from cppbatch.llama.owned import Owned
 from cppbatch.llama.sampler_chain import MAX_CANDIDATES, BackendSampling
 from cppbatch.llama.sequence_state import CELL_BYTES, HEADER_BYTES, PLANAR_CELL_BYTES, Rollback, SequenceState
 
@@ -78,7 +79,7 @@ class Context:
         All of its memory is cells. `target`: for such a draft model, the context of its target model, which must stay
         open as long as this one.
         """
-        self._handle: Any = None
+        self._owned: Owned | None = None
         self._is_recurrent = model.is_recurrent and not is_head
         self._n_swa = 0 if is_head else model.n_swa
         self._is_head = is_head
@@ -148,8 +149,10 @@ class Context:
         params.flash_attn_type, params.kv_unified = _FLASH_ATTENTION[flash_attn], kv_unified
         params.ctx_other = self._target.handle if self._target else None
         with interrupts_deferred(), Backend.get().errors() as lines:  # Ctrl-C would be lost in the log callback
-            self._handle = C.llama_init_from_model(model.handle, params) or None
-        if self._handle is None:
+            if handle := C.llama_init_from_model(model.handle, params):
+                needs = [model.owned, self._target._owned] if self._target else [model.owned]
+                self._owned = Owned(handle, C.llama_free, *needs)
+        if not handle:
             step = "n_batch" if self.is_pooled else "n_ubatch"
             smaller = f"{setting_name('n_ctx')}, {setting_name(step)} or {setting_name('n_parallel')}"
             raise LlamaError(
@@ -157,11 +160,11 @@ class Context:
                 f"{lines[-1] if lines else 'llama.cpp gave no reason'}. To use less memory, lower {smaller}"
             )
         self.kv_unified = kv_unified
-        self.n_ctx: int = C.llama_n_ctx(self._handle)
-        self.n_ctx_seq: int = C.llama_n_ctx_seq(self._handle)
+        self.n_ctx: int = C.llama_n_ctx(handle)
+        self.n_ctx_seq: int = C.llama_n_ctx_seq(handle)
         """Maximum cells of one sequence."""
-        self.n_batch: int = C.llama_n_batch(self._handle)
-        self.n_ubatch: int = C.llama_n_ubatch(self._handle)
+        self.n_batch: int = C.llama_n_batch(handle)
+        self.n_ubatch: int = C.llama_n_ubatch(handle)
         self.n_seq_ids: int = max_ids - 1 if has_extra_ids else self.n_seq_max
         """seq_ids that can hold cells: above `n_seq_max` in the unified layout, unless the model has other memory."""
         # Some models have a table of n_ctx_train positions.
@@ -170,14 +173,14 @@ class Context:
         """As requested."""
         if self.gives_hidden_rows:
             self.give_hidden_rows(self._row_layers)
-        self._memory = C.llama_get_memory(self._handle)  # None for BERT; llama.cpp's functions accept it
+        self._memory = C.llama_get_memory(handle)  # None for BERT; llama.cpp's functions accept it
         self._adapters: tuple[tuple[int, float], ...] = ()
         self._n_outputs = self._n_decoded = 0
         self._shifted: set[int] = set()  # sequences that were shifted after the last decode
         self._copy_sources: set[int] = set()  # sequences whose streams llama.cpp copies in the next decode
         self._copy_targets: set[int] = set()
         self._rollback = Rollback(
-            C.llama_n_rs_seq(self._handle) if self._is_recurrent else self._n_rollback if self._n_swa else 0,
+            C.llama_n_rs_seq(handle) if self._is_recurrent else self._n_rollback if self._n_swa else 0,
             any_lengths=kv_unified and not self._is_recurrent,
             any_seq_ids=kv_unified,
         )
@@ -222,11 +225,16 @@ class Context:
         return self.kv_unified and windows_fit and self.model.architecture not in _WHOLE_COPIES
 
     @property
+    def is_closed(self) -> bool:
+        """Whether the context is freed."""
+        return self._owned is None or self._owned.pointer is None
+
+    @property
     def handle(self) -> Any:
         """llama.cpp's pointer. Raises `LlamaError` when the context is closed."""
-        if self._handle is None:
+        if self._owned is None or (pointer := self._owned.pointer) is None:
             raise LlamaError("the context is closed")
-        return self._handle
+        return pointer
 
     def use_adapters(self, adapters: tuple[tuple[int, float], ...]) -> None:
         """Sets the LoRA adapters, (index in `Model.adapters`, scale), from the next decode on.
@@ -444,6 +452,8 @@ class Context:
         self.backend_sampling = backend = BackendSampling(
             self, n or min(MAX_CANDIDATES, self._n_vocab), n_vocab=self._n_vocab
         )
+        assert self._owned
+        self._owned.keep(backend.owned)
         batch = Batch(1)
         batch.add_run(np.zeros(1, np.int32), 0, 0, n_logits=1)
         try:
@@ -726,9 +736,9 @@ class Context:
 
     def close(self) -> None:
         """Frees the context. Repeated calls do nothing."""
-        if self._handle is not None:
-            C.llama_free(self._handle)
-            self._handle = self._memory = None
+        if self._owned is not None:
+            self._owned.close()
+            self._owned = self._memory = None
         if self.backend_sampling:
             self.backend_sampling.close()
             self.backend_sampling = None

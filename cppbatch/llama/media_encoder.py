@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
-import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
@@ -19,6 +18,7 @@ from cppbatch.llama.backend import Backend
 from cppbatch.llama.gguf_header import architecture_of, list_tensors, number_of, text_of
 from cppbatch.llama.library import PINNED_VERSION, REINSTALL, C
 from cppbatch.llama.model import Model
+from cppbatch.llama.owned import Owned
 
 Modality = Literal["image", "audio"]
 Int32Array = npt.NDArray[np.int32]
@@ -92,7 +92,7 @@ class _Parts:
     def __init__(self) -> None:
         mtmd = _mtmd()
         self.handle = mtmd.mtmd_input_chunks_init()
-        weakref.finalize(self, mtmd.mtmd_input_chunks_free, self.handle)
+        self._owned = Owned(self.handle, mtmd.mtmd_input_chunks_free)
 
 
 class MediaEncoder:
@@ -108,7 +108,7 @@ class MediaEncoder:
         Raises `LibraryError` for a build without mtmd; `ModelError` for a file that is missing, damaged, not a
         projector, or for another text model.
         """
-        self._handle: Any = None
+        self._owned: Owned | None = None
         self.path = Path(path)
         mtmd = self._mtmd = _mtmd()
         _check_file(self.path)
@@ -116,9 +116,10 @@ class MediaEncoder:
         params.device = None if gpu is None else Backend.gpu(gpu)
         params.use_gpu, params.n_threads, params.print_timings = params.device is not None, n_threads, False
         with Backend.get().errors() as lines:
-            self._handle = mtmd.mtmd_init_from_file(os.fsencode(self.path), model.handle, params)
-        if not self._handle:
+            handle = mtmd.mtmd_init_from_file(os.fsencode(self.path), model.handle, params)
+        if not handle:
             raise ModelError(f"{self.path} cannot be used with {model.path.name}: {_reason(lines)}")
+        self._owned = Owned(handle, mtmd.mtmd_free, model.owned)
         model.adopt(self)
         self.n_embd = model.n_embd_inp
         """Length of a vector."""
@@ -128,19 +129,19 @@ class MediaEncoder:
             ("image", mtmd.mtmd_support_vision),
             ("audio", mtmd.mtmd_support_audio),
         )
-        self.modalities: tuple[Modality, ...] = tuple(kind for kind, supports in kinds if supports(self._handle))
+        self.modalities: tuple[Modality, ...] = tuple(kind for kind, supports in kinds if supports(handle))
         """The supported media."""
-        self.sample_rate = max(0, int(mtmd.mtmd_get_audio_sample_rate(self._handle)))
+        self.sample_rate = max(0, int(mtmd.mtmd_get_audio_sample_rate(handle)))
         """Audio samples per second; 0 without "audio"."""
-        self.images_are_whole = "image" in self.modalities and bool(mtmd.mtmd_decode_use_non_causal(self._handle, None))
+        self.images_are_whole = "image" in self.modalities and bool(mtmd.mtmd_decode_use_non_causal(handle, None))
         """Whether all tokens of an image must be computed together (`MediaChunk.is_whole`)."""
 
     @property
     def handle(self) -> Any:
         """mtmd's pointer. Raises `LlamaError` when the encoder is closed."""
-        if self._handle is None:
+        if self._owned is None or (pointer := self._owned.pointer) is None:
             raise LlamaError(f"the projector {self.path.name} is closed")
-        return self._handle
+        return pointer
 
     def split_image(self, pixels: npt.NDArray[np.uint8]) -> list[MediaChunk]:
         """The chunks of an image, uint8[height, width, 3] in RGB. Raises `LlamaError` if mtmd cannot prepare it."""
@@ -215,9 +216,8 @@ class MediaEncoder:
 
     def close(self) -> None:
         """Frees the encoders. A second call does nothing."""
-        if self._handle:
-            self._mtmd.mtmd_free(self._handle)
-        self._handle = None
+        if self._owned:
+            self._owned.close()
 
 
 def _relative_positions(handle: int, kind: Modality, n: int) -> Int32Array:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
+import sys
 import weakref
 from collections.abc import Callable, Sequence
 from functools import cached_property
@@ -19,6 +20,7 @@ from cppbatch.llama.backend import Backend
 from cppbatch.llama.gguf_header import check_metadata, has_tensor
 from cppbatch.llama.library import C, ggml
 from cppbatch.llama.lora import load_adapter
+from cppbatch.llama.owned import Owned
 from cppbatch.llama.rpc import RpcConnections, any_registered, is_remote
 from cppbatch.llama.sequence_state import SNAPSHOTS
 from cppbatch.llama.vocab import Vocab
@@ -76,7 +78,7 @@ class Model:
         self.path = Path(path)
         self.repack = repack
         """Whether llama.cpp may have repacked weights."""
-        self._handle: Any = None
+        self._owned: Owned | None = None
         self.context_params: dict[str, Any] = {}
         """Fields of `llama_context_params` for every new context, for example those of RoPE."""
         self.adapters: list[Any] = []
@@ -104,13 +106,13 @@ class Model:
             with interrupts_deferred() as interrupted, Backend.get().errors() as lines:
                 reporter = _Reporter(progress, interrupted)
                 params.progress_callback = reporter.callback
-                self._handle = C.llama_model_load_from_file(os.fsencode(self.path), params)
+                if handle := C.llama_model_load_from_file(os.fsencode(self.path), params):
+                    self._owned = Owned(handle, _free, self._devices)
         except KeyboardInterrupt:
             self.close()
             self._devices.close()
             raise
-        if not self._handle:
-            self._handle = None
+        if not self._owned:
             self._devices.close()
             if reporter.error:
                 raise reporter.error
@@ -121,9 +123,14 @@ class Model:
     @property
     def handle(self) -> Any:
         """llama.cpp's pointer. Raises `LlamaError` when the model is closed."""
-        if self._handle is None:
+        return self.owned.pointer
+
+    @property
+    def owned(self) -> Owned:
+        """The model itself, for objects that need it as long as they live. Raises as `handle`."""
+        if self._owned is None or self._owned.pointer is None:
             raise LlamaError(f"the model {self.path.name} is closed")
-        return self._handle
+        return self._owned
 
     def add_adapter(self, path: str | Path) -> None:
         """Loads a LoRA adapter. Must be called before a context is created, which reserves space for it in its graph.
@@ -140,7 +147,7 @@ class Model:
     @cached_property
     def vocab(self) -> Vocab:
         """The vocabulary. Raises `ModelError` if the file does not contain a tokenizer."""
-        return Vocab(C.llama_model_get_vocab(self.handle), self.path)
+        return Vocab(C.llama_model_get_vocab(self.handle), self.path, self.owned)
 
     @cached_property
     def metadata(self) -> dict[str, str]:
@@ -303,15 +310,14 @@ class Model:
 
     def close(self) -> None:
         """Frees the model's contexts, then the model. A second call does nothing."""
-        if self._handle is None:
+        if self._owned is None or self._owned.pointer is None:
             return
         for context in list(self._contexts):
             context.close()
         if "vocab" in self.__dict__:  # the cached property was used
             self.vocab.close()
-        C.llama_model_free(self._handle)  # also frees the adapters
+        self._owned.close()  # also frees the adapters
         self.adapters = []
-        self._handle = None
         self._devices.close()
 
     def __enter__(self) -> Model:
@@ -319,6 +325,12 @@ class Model:
 
     def __exit__(self, *exc: type[BaseException] | BaseException | TracebackType | None) -> None:
         self.close()
+
+
+def _free(handle: Any) -> None:
+    C.llama_model_free(handle)
+    if sys.platform == "linux" and (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)):
+        trim(0)  # glibc keeps 10 MB of it for each thread that has loaded a model
 
 
 _DAMAGED = ("corrupted or incomplete", "failed to read", "exceeds remaining file size")  # in llama.cpp's reasons

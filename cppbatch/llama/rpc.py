@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 
 from cppbatch.errors import LibraryError, LlamaError
 from cppbatch.llama.library import ggml
+from cppbatch.llama.owned import Owned
 from cppbatch.rpc_endpoint import Endpoint, check_worker, end_when_silent
 
 _Void, _Size = ctypes.c_void_p, ctypes.c_size_t
@@ -24,7 +25,7 @@ _CPU, _ACCELERATOR = 0, 3  # ggml_backend_dev_type
 _ADD_SERVER = ctypes.CFUNCTYPE(_Void, ctypes.c_char_p)
 _START_SERVER = ctypes.CFUNCTYPE(None, ctypes.c_char_p, ctypes.c_char_p, _Size, _Size, ctypes.POINTER(_Void))
 
-_lock = threading.Lock()
+_lock = threading.RLock()  # garbage collection may close connections while this thread opens some
 _registered: dict[Endpoint, list[int]] = {}
 """llama.cpp's devices of each worker to which this process has ever connected."""
 _connections: Counter[Endpoint] = Counter()
@@ -71,6 +72,7 @@ class RpcConnections:
         self.devices: list[int] = []
         """ggml's pointers, in the order of the workers."""
         self._held: list[tuple[Endpoint, int]] = []
+        self._owned = Owned(self._held, _disconnect)
         if not endpoints:
             return
         if not has_rpc():
@@ -89,11 +91,15 @@ class RpcConnections:
 
     def close(self) -> None:
         """Closes the connections that other models do not use. A second call does nothing."""
-        with _lock:
-            while self._held:
-                endpoint, backend = self._held.pop()
-                _library().ggml_backend_free(backend)
-                _connections[endpoint] -= 1
+        self._owned.close()
+
+
+def _disconnect(held: list[tuple[Endpoint, int]]) -> None:
+    with _lock:
+        while held:
+            endpoint, backend = held.pop()
+            _library().ggml_backend_free(backend)
+            _connections[endpoint] -= 1
 
 
 def without_rpc(what: str) -> str:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import math
-import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import TracebackType
 from typing import Any, Protocol
 
@@ -15,6 +14,7 @@ import numpy.typing as npt
 
 from cppbatch.errors import LlamaError, OutOfRange
 from cppbatch.llama.library import C
+from cppbatch.llama.owned import Owned
 
 _CANDIDATE = np.dtype([("id", np.int32), ("logit", np.float32), ("p", np.float32)])
 _MIN_KEEP = 1
@@ -42,12 +42,11 @@ class DrySampler:
         handle = C.llama_sampler_init_dry(
             vocab, _finite(multiplier), _finite(base), allowed_length, last_n, array, len(raw)
         )
-        self._handle: Any = handle
-        weakref.finalize(self, C.llama_sampler_free, handle)
+        self._owned = Owned(handle, C.llama_sampler_free)
 
     def clone(self) -> Any:
         """A copy in the initial state: llama.cpp's pointer, which the caller frees."""
-        return C.llama_sampler_clone(self._handle)
+        return C.llama_sampler_clone(self._owned.pointer)
 
 
 class SamplerChain:
@@ -60,6 +59,7 @@ class SamplerChain:
     def __init__(self, n_vocab: int) -> None:
         self._n_vocab = n_vocab
         self._samplers: list[Any | Seeded] | None = []  # pointers, `Seeded`, or _DROP
+        self._owned = Owned(self._samplers, _free_samplers)
 
     def penalties(self, last_n: int, repeat: float, frequency: float, presence: float) -> SamplerChain:
         """Lowers the logits of the last `last_n` accepted tokens; 0: off."""
@@ -205,16 +205,20 @@ class SamplerChain:
 
     def close(self) -> None:
         """Frees the samplers. A second call does nothing."""
-        samplers, self._samplers = self._samplers, None
-        for sampler in samplers or ():
-            if _is_native(sampler):
-                C.llama_sampler_free(sampler)
+        self._samplers = None
+        self._owned.close()
 
     def __enter__(self) -> SamplerChain:
         return self
 
     def __exit__(self, *exc: type[BaseException] | BaseException | TracebackType | None) -> None:
         self.close()
+
+
+def _free_samplers(samplers: Iterable[Any]) -> None:
+    for sampler in samplers:
+        if _is_native(sampler):
+            C.llama_sampler_free(sampler)
 
 
 def _is_native(sampler: Any) -> bool:
@@ -292,6 +296,8 @@ class BackendSampling:
         self._n_vocab = n_vocab
         self._chains: list[Any] = [None] * context.n_seq_max
         self._detached: deque[Any] = deque()
+        self.owned = Owned((self._chains, self._detached), _free_chains)
+        """The context keeps it: the chains are freed after it."""
 
     def set_enabled(self, seq_id: int, enabled: bool) -> None:
         """From the next decode on, this seq_id's rows are candidates (enabled) or logits. Raises `LlamaError`."""
@@ -338,11 +344,15 @@ class BackendSampling:
 
     def close(self) -> None:
         """Frees the chains. The context must be freed, or all seq_ids disabled, first."""
-        for chain in [*self._detached, *self._chains]:
+        self.owned.close()
+
+
+def _free_chains(chains: tuple[list[Any], deque[Any]]) -> None:
+    for each in chains:
+        for chain in each:
             if chain is not None:
                 C.llama_sampler_free(chain)
-        self._detached.clear()
-        self._chains.clear()
+        each.clear()
 
 
 def _top_k_chain(k: int) -> Any:

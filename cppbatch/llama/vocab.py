@@ -18,6 +18,7 @@ import numpy.typing as npt
 from cppbatch.errors import LlamaError, ModelError, OutOfRange, RequestCancelled
 from cppbatch.findings import finding_key, finding_path, read_finding, write_finding
 from cppbatch.llama.library import C, library_path
+from cppbatch.llama.owned import Owned
 from cppbatch.llama.sampler_chain import DrySampler
 from cppbatch.models.find import model_parts
 from cppbatch.text_patterns import any_of
@@ -59,15 +60,17 @@ class _Tokens(msgspec.Struct, frozen=True):
 class Vocab:
     """The vocabulary of a loaded model. Thread-safe; valid until the model is closed."""
 
-    def __init__(self, handle: Any, path: Path) -> None:
-        """`handle`: llama.cpp's pointer, of the model loaded from `path`. The slow-to-read properties of a large
-        vocabulary are cached for this file. Raises `ModelError` if the tokenizer is missing or would crash."""
+    def __init__(self, handle: Any, path: Path, model: Owned) -> None:
+        """`handle`: llama.cpp's pointer, of `model`, which was loaded from `path` and stays open as long as this.
+        The slow-to-read properties of a large vocabulary are cached for this file. Raises `ModelError` if the tokenizer
+        is missing or would crash."""
         model_name = path.name
         if C.llama_vocab_type(handle) == _VOCAB_TYPE_NONE:  # llama_tokenize would abort the process
             raise ModelError(f"{model_name} contains no tokenizer, so it cannot process text")
         if C.llama_vocab_type(handle) == _VOCAB_TYPE_SPM and not _has_all_bytes(handle):
             raise ModelError(f"{model_name} has no byte tokens, so llama.cpp would crash on an unknown character")
         self._handle: Any = handle
+        self._model: Owned | None = model
         self._splits_by_regex = C.llama_vocab_type(handle) == _VOCAB_TYPE_BPE
         self.n_tokens: int = C.llama_vocab_n_tokens(handle)
         self.bos: int = C.llama_vocab_bos(handle)
@@ -264,13 +267,13 @@ class Vocab:
     @property
     def handle(self) -> Any:
         """llama.cpp's pointer. Raises `LlamaError` when the model is closed."""
-        if self._handle is None:
+        if self._model is None or self._model.pointer is None:
             raise LlamaError("the vocabulary's model is closed")
         return self._handle
 
     def close(self) -> None:
         """Called by the model before it frees the vocabulary."""
-        self._handle = self._grammar_tokenizer = None
+        self._handle = self._grammar_tokenizer = self._model = None
 
 
 def _read_tokens(handle: Any, n_tokens: int, path: Path) -> _Tokens:

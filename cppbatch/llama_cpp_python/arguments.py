@@ -111,7 +111,8 @@ def sampling_params(given: Mapping[str, Any], *, seed: int, last_n: int) -> Samp
 
     `given`: the arguments of `create_completion`, or of `generate` with `temp` as `temperature`. llama-cpp-python has
     the same order of samplers: processors and biases, penalties, grammar, top-k, typical-p, top-p, min-p, temperature.
-    There, a negative temperature disables filters and temperature, and mirostat disables temperature.
+    There, a negative temperature disables filters and temperature, mirostat disables temperature, and of a seed only 32
+    bits count: -1 and 2**32 - 1 are random.
     """
     temperature, mirostat = given["temperature"], given["mirostat_mode"] if given["temperature"] > 0 else 0
     fields: Json = {name: _within(given[name], *RANGES[name]) for name in _LIMITED}
@@ -128,7 +129,7 @@ def sampling_params(given: Mapping[str, Any], *, seed: int, last_n: int) -> Samp
         mirostat=mirostat,
         mirostat_tau=given["mirostat_tau"],
         mirostat_eta=given["mirostat_eta"],
-        seed=seed % 2**64,
+        seed=-1 if seed % 2**32 == llama_cpp.LLAMA_DEFAULT_SEED else seed % 2**64,
         stop=[stop] if isinstance(stop, str) else [text for text in stop if text],
         logprobs=given.get("logprobs"),
         logit_bias=_biases(given.get("logit_bias")),

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import inspect
 import os
 import random
 import threading
-import weakref
 from collections.abc import Callable, Generator, Iterator, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -38,6 +36,7 @@ from cppbatch.llama_cpp_python.arguments import (
 )
 from cppbatch.llama_cpp_python.completions import Completion, Kept, TemplateHandler
 from cppbatch.models.hub import HubModel, pull_model
+from cppbatch.unclosed import close_at_exit
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -131,7 +130,7 @@ class Llama(_ORIGINAL):  # type: ignore[misc]  # mypy does not follow imports of
         n_ctx: int = self._values["n_ctx"]
         config = EngineConfig(self.model_path, **settings)
         model = load_model(config)
-        _close_at_exit(self)
+        close_at_exit(self)
         self._stack.callback(model.close)
         model.context_params = context_params(given)
         n_ctx = min(n_ctx or model.n_ctx_train, model.n_ctx_train)
@@ -436,22 +435,6 @@ class Llama(_ORIGINAL):  # type: ignore[misc]  # mypy does not follow imports of
 
 def _closed_error() -> EngineClosed:
     return EngineClosed("this Llama object is closed: create a new one")
-
-
-_OPEN: weakref.WeakSet[Llama] = weakref.WeakSet()
-
-
-def _close_at_exit(llama: Llama) -> None:
-    """Registers it to be closed when the interpreter ends, before llama.cpp's log is disconnected."""
-    if not _OPEN:
-        atexit.unregister(_close_all)
-        atexit.register(_close_all)
-    _OPEN.add(llama)
-
-
-def _close_all() -> None:
-    for llama in list(_OPEN):
-        llama.close()
 
 
 class _Borrowed(internals.LlamaModel):  # type: ignore[misc]

@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from cppbatch import errors
-from cppbatch.cluster.engines.client import EngineClient, Health, WorkerLive, WorkerState, id_in_use, running_loop
+from cppbatch.cluster.engines.client import EngineClient, Health, OwnLoop, WorkerLive, WorkerState, id_in_use
 from cppbatch.cluster.engines.in_flight import InFlightRequest
 from cppbatch.cluster.link import (
     Check,
@@ -64,7 +64,7 @@ class RayEngine(EngineClient):
 
     def __init__(self, config: EngineConfig, replicas: ReplicaSet) -> None:
         """`config`: the settings of each replica; `max_queue` counts requests waiting for any replica."""
-        loop = running_loop("RayEngine")
+        self._own_loop = OwnLoop("RayEngine")
         self.config = config
         self._replicas = replicas
         self._front = uuid.uuid4().hex[:8]
@@ -81,7 +81,7 @@ class RayEngine(EngineClient):
         self._has_more = False  # whether there are more replicas than at the previous check
         self._info: ModelInfo | None = None
         self._closed = False
-        self._loaded: asyncio.Future[None] = loop.create_future()
+        self._loaded: asyncio.Future[None] = self._own_loop.loop.create_future()
         self._loaded.add_done_callback(lambda future: future.exception())  # else asyncio warns if no caller awaits it
         self._background = [asyncio.ensure_future(work) for work in (self._watch(), self._renew_lease())]
 
@@ -183,6 +183,7 @@ class RayEngine(EngineClient):
     def _require_ready(self) -> None:
         if not (health := self.health()).takes_requests:
             raise EngineClosed(health.refusal)
+        self._own_loop.check()
 
     @staticmethod
     def _refuse_functions(request: GenerationRequest) -> None:

@@ -281,6 +281,19 @@ def test_an_object_without_a_seed_gives_the_same_series_every_time(opened: Open,
     assert llm("Hello", max_tokens=8, seed=1) | {"id": 0} == llm("Hello", max_tokens=8, seed=1) | {"id": 0}
 
 
+@pytest.mark.parametrize("seed", [-1, 2**32 - 1])
+@pytest.mark.parametrize("cls", [Llama, llama_cpp.Llama])
+def test_the_seed_of_llama_cpp_for_random_texts_gives_random_texts(
+    opened: Open, tiny_llama: Path, cls: Any, seed: int
+) -> None:
+    llm, again = opened(tiny_llama, cls=cls), opened(tiny_llama, cls=cls, seed=seed)
+    hot = {"max_tokens": 12, "temperature": 2.0, "top_k": 0, "top_p": 1.0}
+    assert len({llm("Hello", seed=seed, **hot)["choices"][0]["text"] for _ in range(4)}) == 4
+    series = [again("Hello", **hot)["choices"][0]["text"] for _ in range(2)]
+    again.set_seed(seed)
+    assert series == [again("Hello", **hot)["choices"][0]["text"] for _ in range(2)]  # not random, as in the original
+
+
 # --- functions and grammars ----------------------------------------------------------------------------------------
 
 

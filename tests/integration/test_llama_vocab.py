@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from cppbatch.errors import ModelError, OutOfRange, RequestCancelled
 from cppbatch.llama import Model
 from cppbatch.llama.library import C
+from cppbatch.llama.owned import Owned
 from cppbatch.llama.vocab import Vocab
 from tests.support.tokenization import SPECIAL_TEXTS, assert_parts_give_the_whole
 
@@ -71,7 +72,7 @@ def test_ids_out_of_range_are_refused(vocab: Vocab, token: Any) -> None:
 def test_a_model_without_a_tokenizer_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(C, "llama_vocab_type", lambda handle: 0)
     with pytest.raises(ModelError, match="model-x contains no tokenizer"):
-        Vocab(object(), Path("model-x"))
+        Vocab(object(), Path("model-x"), Owned(object(), lambda pointer: None))
 
 
 def test_a_cancelled_text_is_not_tokenised_to_its_end(vocab: Vocab) -> None:

@@ -297,7 +297,7 @@ def test_a_switch_of_the_layout_makes_the_context_of_the_draft_model_again(
     open_again = HeadContext.open_again
 
     def noted(context: HeadContext) -> None:
-        assert context._handle is None  # it was closed before the model's
+        assert context._owned is None  # it was closed before the model's
         open_again(context)
         assert context._params.ctx_other == context._target.handle  # type: ignore[union-attr]
         made_again.append(context)

@@ -47,7 +47,7 @@ class FakeWorker:
         self.config = config
         self.sequences: dict[str, Submit] = {}
         self.n_tokens: dict[str, int] = {}
-        self.died = self.stopped = self.ended = False
+        self.died = self.stopped = self.ended = self.was_killed = False
         self.is_listened_to = False
         """Whether it is ready for requests."""
         self.cut_off = 0
@@ -121,6 +121,10 @@ class FakeWorker:
         self.died = True
         self._how = how or WorkerDied("killed by SIGKILL", set(), external=True)
         self._death.set()
+
+    def kill(self) -> None:
+        self.was_killed = True
+        self.die()
 
     async def receive(self) -> FromWorker:
         return await self._messages.get()

@@ -175,7 +175,7 @@ class FakeContext:
         self.backend_sampling: BackendSampling | None = None
         self.shifted: set[int] = set()  # shifted after the last decode: their states cannot be saved
         self.n_shifted = 0
-        self.closed = False
+        self.is_closed = False
         self._moods: list[int] = []
         self.gives_hidden_rows = False
         self._hidden: list[tuple[int, int]] = []  # the CRC and length of the text up to each token of the last decode
@@ -215,7 +215,7 @@ class FakeContext:
     def decode(self, batch: Batch) -> None:
         n = batch.n_tokens
         assert not self.gaps, f"gaps in the positions of {self.gaps}"
-        assert not self.closed, "decode on a closed context"
+        assert not self.is_closed, "decode on a closed context"
         assert 1 <= n <= self.n_batch, f"a batch of {n} tokens; the limit is {self.n_batch}"
         seq_ids = batch.seq_ids[:n].tolist()
         assert 0 <= min(seq_ids) <= max(seq_ids) < self.n_seq_max, f"seq_ids out of range: {seq_ids}"
@@ -486,7 +486,7 @@ class FakeContext:
         assert self.n_used <= self.n_ctx, f"{self.n_used} cells used of {self.n_ctx}"
 
     def close(self) -> None:
-        self.closed = True
+        self.is_closed = True
 
 
 def ubatches(seq_ids: list[int], n_ubatch: int) -> list[list[int]]:

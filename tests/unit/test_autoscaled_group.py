@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import weakref
 from random import Random
 from typing import Any
 
@@ -18,7 +19,7 @@ from cppbatch import EngineConfig, EngineProcess, FinishReason, GenerationEvent,
 from cppbatch.cli.engine_options import deployment_options
 from cppbatch.cluster.deployment import Deployment
 from cppbatch.cluster.engines import autoscaled, supervisor
-from cppbatch.cluster.engines.autoscaled import AutoscaledGroup
+from cppbatch.cluster.engines.autoscaled import AutoscaledGroup, _follow_load
 from cppbatch.cluster.engines.client import ScalingState
 from cppbatch.cluster.rules import ScalingRule
 from cppbatch.config import available_threads
@@ -288,9 +289,8 @@ async def test_a_group_can_be_closed_while_a_drained_worker_ends(fleet: Fleet, m
         ended.set()
 
     monkeypatch.setattr(FakeWorker, "end", end_slowly)
-    monkeypatch.setattr(fleet.group, "_interval", 0.0)
     fleet.group._task.cancel()
-    fleet.group._task = asyncio.ensure_future(fleet.group._follow_load())
+    fleet.group._task = asyncio.ensure_future(_follow_load(weakref.ref(fleet.group), [], 0.0))
     fleet.group._drain_one()
     await asyncio.sleep(0.01)
     assert not ended.is_set()

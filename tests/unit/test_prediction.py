@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 
 from cppbatch import GenerationRequest, InvalidRequest, Pair
@@ -12,8 +14,9 @@ N_CTX = 40
 
 
 @pytest.fixture
-def processor() -> InputProcessor:
-    return fake_engine(n_ctx=N_CTX, n_batch=40, n_parallel=1, unified=True).core.inputs
+def processor() -> Iterator[InputProcessor]:
+    with fake_engine(n_ctx=N_CTX, n_batch=40, n_parallel=1, unified=True) as engine:
+        yield engine.core.inputs
 
 
 def request(prediction: object) -> GenerationRequest:

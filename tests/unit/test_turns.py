@@ -257,4 +257,4 @@ def test_a_fork_is_refused_at_once_with_the_remedy(monkeypatch: pytest.MonkeyPat
         with pytest.raises(EngineClosed, match=r"this is its fork, process 7.*load the engine after the fork"):
             call()
     engine.close()
-    assert not context_of(engine).closed  # it belongs to the process that loaded it
+    assert not context_of(engine).is_closed  # it belongs to the process that loaded it

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 import math
+import weakref
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
 from time import monotonic
 
@@ -46,7 +47,6 @@ class AutoscaledGroup(EngineGroup):
         self._start_worker = start_worker
         self._rule = rule
         self._shortage = shortage
-        self._interval = interval
         self._starting: EngineProcess | None = None
         self._draining: list[EngineProcess] = []
         self._closing: set[asyncio.Future[None]] = set()
@@ -55,7 +55,7 @@ class AutoscaledGroup(EngineGroup):
         self._moving: dict[str, bool] = {}  # taken from a worker, not assigned yet; whether it was cancelled meanwhile
         self._scale_ups = self._scale_downs = 0
         self._held_back: str | None = None
-        self._task = asyncio.ensure_future(self._follow_load())
+        self._task = asyncio.ensure_future(_follow_load(weakref.ref(self), list(self._engines), interval))
 
     # --- the interface ----------------------------------------------------------------------------------------------
 
@@ -162,20 +162,18 @@ class AutoscaledGroup(EngineGroup):
 
     # --- the number of workers --------------------------------------------------------------------------------------
 
-    async def _follow_load(self) -> None:
-        try:
-            await self.loaded()
-        except (CppBatchError, OSError):
-            return  # `loaded` raises the error
+    def started(self) -> None:
+        """Called when the first workers have loaded the model."""
         self._limit_to_cores()
         self._divide_cores()
         log.info("workers: %d, at most %d under load", len(self._engines), self._rule.max_workers)
-        while True:
-            await asyncio.sleep(self._interval)
-            try:
-                await self._adapt()
-            except Exception:  # a bug: the current workers continue
-                log.exception("autoscaling of workers failed")
+
+    async def adapt(self) -> None:
+        """Starts or drains a worker if the load requires it."""
+        try:
+            await self._adapt()
+        except Exception:  # a bug: the current workers continue
+            log.exception("autoscaling of workers failed")
 
     async def _adapt(self) -> None:
         await self._end_drained()
@@ -303,3 +301,19 @@ class AutoscaledGroup(EngineGroup):
             n = len(self._engines) + len(self._draining)
             for engine in [*self._engines, *self._draining]:
                 engine.limit_threads(max(1, available_threads() // n))
+
+
+async def _follow_load(of: weakref.ref[AutoscaledGroup], first: list[EngineProcess], interval: float) -> None:
+    """Adapts a group until it is dropped, which this does not prevent."""
+    try:
+        await asyncio.gather(*(engine.loaded() for engine in first))
+    except (CppBatchError, OSError):
+        return  # `loaded` raises the error
+    first.clear()
+    if group := of():
+        group.started()
+    while group:
+        del group
+        await asyncio.sleep(interval)
+        if group := of():
+            await group.adapt()

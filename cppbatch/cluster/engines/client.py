@@ -34,7 +34,7 @@ from cppbatch.engine.observe.live_state import LiveEngine
 from cppbatch.engine.observe.metrics import EngineStats
 from cppbatch.engine.params import Params
 from cppbatch.engine.request import GenerationEvent, GenerationRequest, MediaPrompt, TokenPiece
-from cppbatch.errors import ConfigError, InvalidRequest
+from cppbatch.errors import ConfigError, EngineClosed, InvalidRequest
 from cppbatch.statistic import counter, gauge
 
 if TYPE_CHECKING:
@@ -325,15 +325,31 @@ def id_in_use(request_id: str) -> InvalidRequest:
     return InvalidRequest("id", f"{request_id!r} is already the id of a running request; choose another")
 
 
-def running_loop(name: str) -> asyncio.AbstractEventLoop:
-    """The event loop in which an engine of this class is created. Raises `ConfigError` outside an event loop."""
-    try:
-        return asyncio.get_running_loop()
-    except RuntimeError:
-        raise ConfigError(
-            f"{name} needs a running event loop: create it in a coroutine with `async with {name}(...)`. Without "
-            "asyncio, use BatchInferenceEngine"
-        ) from None
+class OwnLoop:
+    """The event loop in which an engine was created."""
+
+    def __init__(self, name: str) -> None:
+        """`name`: of the engine's class. Raises `ConfigError` outside an event loop."""
+        self._name = name
+        try:
+            self.loop = asyncio.get_running_loop()
+        except RuntimeError:
+            raise ConfigError(
+                f"{name} needs a running event loop: create it in a coroutine with `async with {name}(...)`. Without "
+                "asyncio, use BatchInferenceEngine"
+            ) from None
+
+    def check(self) -> None:
+        """Raises `EngineClosed` in another event loop, where nothing would wake the caller."""
+        if asyncio.get_running_loop() is self.loop:
+            return
+        remedy = (
+            "create the engine in the event loop that uses it, for example in the same `asyncio.run`"
+            if self.loop.is_closed()
+            else "await it there, for example with `asyncio.run_coroutine_threadsafe`"
+        )
+        state = "which is closed" if self.loop.is_closed() else "which is still open"
+        raise EngineClosed(f"the {self._name} belongs to another event loop, {state}: {remedy}")
 
 
 class AsyncChatStream:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import atexit
 import contextlib
 import itertools
 import logging
@@ -16,7 +15,7 @@ from pathlib import Path
 from time import monotonic, perf_counter
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from cppbatch.cluster.engines.client import EngineClient, Health, WorkerLive, WorkerState, id_in_use, running_loop
+from cppbatch.cluster.engines.client import EngineClient, Health, OwnLoop, WorkerLive, WorkerState, id_in_use
 from cppbatch.cluster.engines.in_flight import LatestLive
 from cppbatch.cluster.engines.output_collector import OutputCollector
 from cppbatch.cluster.worker.threads import InputThreads, StepLoop
@@ -30,7 +29,9 @@ from cppbatch.engine.request import FinishReason, GenerationEvent, GenerationReq
 from cppbatch.engine.runtime import Runtime
 from cppbatch.engine.sampling.structured_output import SlowGrammar
 from cppbatch.engine.sequence import Seq
+from cppbatch.engine.turns import OwnProcess
 from cppbatch.errors import EngineClosed, InvalidRequest, QueueFull
+from cppbatch.unclosed import close_at_exit, warn_unclosed
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -45,7 +46,7 @@ class LocalEngine(EngineClient):
 
     The engine's thread runs commands between steps and passes the event loop one list of events per step, so neither
     waits for the other. Example: `async with LocalEngine("model.gguf") as engine:`, which waits until the model is
-    loaded.
+    loaded. An engine that is dropped without `close` ends after its current step, with a `ResourceWarning`.
     """
 
     def __init__(
@@ -56,43 +57,41 @@ class LocalEngine(EngineClient):
         Raises `ConfigError`, also outside an event loop.
         """
         self.config = engine_config(model, settings)
-        self._runtime = runtime
-        self._loop = running_loop("LocalEngine")
-        self._loaded: asyncio.Future[None] = self._loop.create_future()
-        self._loaded.add_done_callback(lambda future: future.exception())  # else asyncio warns if no caller awaits it
-        self._engine: EngineCore | None = None
-        self._health = Health(status="loading")
-        self._closing = False  # accepts no more requests, and stops loading
-        self._step_loop = StepLoop(lambda events: self._call_on_loop(self._deliver, events))
+        self._own_loop = OwnLoop("LocalEngine")
         # Requests have numbers in the engine: an id may be reused while its last events are in transit.
         self._numbers = map(str, itertools.count())
         self._by_id: dict[str, _LocalRequest] = {}
-        self._by_number: dict[str, _LocalRequest] = {}
-        self._waiters: set[asyncio.Future[Any]] = set()
-        self._live = LatestLive()
         self._empty_since = monotonic()
-        self._input_threads = InputThreads()
-        # A daemon, so that a second Ctrl-C does not wait for a model that is still loading.
-        self._thread = threading.Thread(target=self._run, name="cppbatch-engine", daemon=True)
-        self._thread.start()
-        atexit.register(self._end_thread)  # a thread inside llama.cpp while its statics are destroyed would crash
+        self._thread = _EngineThread(self.config, runtime, self._own_loop.loop)
+
+    def __del__(self) -> None:
+        thread: _EngineThread | None = self.__dict__.get("_thread")  # missing if `__init__` raised
+        if thread and thread.must_stop:
+            try:
+                warn_unclosed(self)
+            finally:
+                thread.stop()
+
+    @property
+    def _engine(self) -> EngineCore | None:
+        return self._thread.engine
 
     # --- on the event loop --------------------------------------------------------------------------------------
 
     async def loaded(self) -> None:
         """Waits until the model is loaded. Raises the errors of loading."""
-        await asyncio.shield(self._loaded)
+        self._own_loop.check()
+        await asyncio.shield(self._thread.loaded)
 
     @property
     def info(self) -> ModelInfo:
         """The loaded model. Raises `EngineClosed` before it is loaded."""
-        return self._ready().runtime.info
+        return self._loaded_engine.runtime.info
 
     def health(self) -> Health:
         """The current state of the engine."""
-        if self._closing and self._health.status != "failed":
-            return Health(status="closed")
-        return self._health
+        thread = self._thread
+        return Health(status="closed") if thread.closing and thread.health.status != "failed" else thread.health
 
     async def check(self, request: GenerationRequest) -> None:
         """Raises `InvalidRequest` for a request that `submit` would refuse."""
@@ -103,7 +102,7 @@ class LocalEngine(EngineClient):
     ) -> list[TokenPiece]:
         """As in `EngineClient`."""
         tokens = partial(self._ready().inputs.tokens, text, add_special=add_special, parse_special=parse_special)
-        return await self._run_cancellable(self._input_threads.for_text(text), tokens)
+        return await self._run_cancellable(self._thread.input_threads.for_text(text), tokens)
 
     async def update_request(self, request_id: str, tokens: Sequence[int]) -> bool:
         """Appends tokens to the text of a request, between two steps; see `BatchInferenceEngine.update_request`."""
@@ -120,7 +119,7 @@ class LocalEngine(EngineClient):
             self._empty_since = monotonic()  # the result of `live` has changed
 
     async def _slot_action(self, action: SlotActionName, slot: int, path: str) -> SlotReport:
-        slots, files = self._ready().slots, self._input_threads.for_files()
+        slots, files = self._ready().slots, self._thread.input_threads.for_files()
         if action == "erase":
             return await self._between_steps(lambda: slots.erase(slot))
         if action == "save":
@@ -132,19 +131,20 @@ class LocalEngine(EngineClient):
     async def _between_steps(self, change: Callable[[], Result]) -> Result:
         """Runs `change` on the engine's thread. Raises its `InvalidRequest`, and `EngineClosed` if the engine ends."""
         self._ready()
-        answer: asyncio.Future[Result] = self._loop.create_future()
-        self._waiters.add(answer)
-        answer.add_done_callback(self._waiters.discard)
+        thread = self._thread
+        answer: asyncio.Future[Result] = self._own_loop.loop.create_future()
+        thread.waiters.add(answer)
+        answer.add_done_callback(thread.waiters.discard)
 
         def run(engine: EngineCore) -> None:
             try:
                 result = change()
             except InvalidRequest as error:
-                self._call_on_loop(_reject, answer, error)
+                thread.call_on_loop(_reject, answer, error)
             else:
-                self._call_on_loop(_resolve, answer, result)
+                thread.call_on_loop(_resolve, answer, result)
 
-        self._step_loop.post(run)
+        thread.step_loop.post(run)
         return await answer
 
     async def submit(self, request: GenerationRequest) -> AsyncGenerator[GenerationEvent, None]:
@@ -152,8 +152,9 @@ class LocalEngine(EngineClient):
         self._ready()
         if request.id in self._by_id:
             raise id_in_use(request.id)
+        thread = self._thread
         submitted = _LocalRequest(next(self._numbers), request.id)
-        self._by_id[request.id] = self._by_number[submitted.number] = submitted
+        self._by_id[request.id] = thread.requests[submitted.number] = submitted
         in_engine = False
         try:
             try:
@@ -163,18 +164,18 @@ class LocalEngine(EngineClient):
             if submitted.cancelled:
                 yield GenerationEvent(request_id=request.id, finish_reason=FinishReason.CANCELLED)
                 return
-            self._step_loop.post(lambda engine: self._add(engine, sequence))
+            thread.step_loop.post(lambda engine: thread.add(engine, sequence))
             in_engine = True
             while not submitted.outputs.finished:
                 yield await submitted.outputs.get()
         finally:
-            del self._by_id[request.id], self._by_number[submitted.number]
+            del self._by_id[request.id], thread.requests[submitted.number]
             self._empty_since = monotonic()
             if in_engine and not submitted.outputs.finished:
-                self._step_loop.post(lambda engine: engine.cancel(submitted.number))
+                thread.step_loop.post(lambda engine: engine.cancel(submitted.number))
 
     async def _prepare(self, request: GenerationRequest) -> Seq:
-        engine, threads = self._ready(), self._input_threads
+        engine, threads = self._ready(), self._thread.input_threads
         prepare = partial(engine.prepare, request, arrived_at=perf_counter())
         try:
             return await self._run_cancellable(threads.for_request(engine, request), partial(prepare, patient=False))
@@ -192,7 +193,7 @@ class LocalEngine(EngineClient):
     async def _run_on(self, threads: ThreadPoolExecutor, work: Callable[[], Result]) -> Result:
         """Runs `work` on one of these threads. Raises `EngineClosed` if the engine is closed before it starts."""
         self._ready()
-        running = self._loop.run_in_executor(threads, work)
+        running = self._own_loop.loop.run_in_executor(threads, work)
         try:
             await asyncio.wait([running])  # awaiting it would raise `CancelledError` when the threads are closed
         finally:
@@ -206,7 +207,7 @@ class LocalEngine(EngineClient):
         self._ready()
         if request := self._by_id.get(request_id):
             request.cancelled = True
-            self._step_loop.post(lambda engine: engine.cancel(request.number))
+            self._thread.step_loop.post(lambda engine: engine.cancel(request.number))
 
     async def stats(self) -> EngineStats:
         """Counters and state."""
@@ -228,111 +229,163 @@ class LocalEngine(EngineClient):
 
     @property
     def _answers(self) -> bool:
-        return self._health.status == "ok" and not self._closing
+        return self._thread.health.status == "ok" and not self._thread.closing
 
     async def live(self) -> list[WorkerLive]:
         """The live state of this engine."""
         engine = age = None
         if self._answers:
+            self._own_loop.check()
             idle_seconds = 0.0 if self._by_id else monotonic() - self._empty_since
-            engine, age = await self._live.get(self._ask_live, idle_seconds)
+            engine, age = await self._thread.live.get(self._thread.ask_live, idle_seconds)
         return [self._state().live(engine, age)]
-
-    def _ask_live(self) -> None:
-        self._step_loop.post(lambda engine: self._call_on_loop(self._live.received, engine.live()))
 
     async def close(self) -> None:
         """Closes the engine after the current step; aborts loading."""
-        self._closing = True
-        if self._engine:
-            await asyncio.to_thread(self._engine.inputs.close)  # a grammar may take 10 s to compile
-        await asyncio.to_thread(self._input_threads.close)  # first: these threads read the model
-        await asyncio.to_thread(self._end_thread)
-        atexit.unregister(self._end_thread)
-
-    def _end_thread(self) -> None:
-        self._closing = True
-        self._step_loop.stop()
-        self._thread.join()
+        thread = self._thread
+        thread.closing = True
+        if thread.engine:
+            await asyncio.to_thread(thread.engine.inputs.close)  # a grammar may take 10 s to compile
+        await asyncio.to_thread(thread.input_threads.close)  # first: these threads read the model
+        await asyncio.to_thread(thread.close)
 
     def _ready(self) -> EngineCore:
-        if self._engine is None or self._health.status != "ok" or self._closing:
+        engine = self._loaded_engine
+        self._own_loop.check()
+        return engine
+
+    @property
+    def _loaded_engine(self) -> EngineCore:
+        if self._engine is None or not self._answers:
             raise EngineClosed(self.health().refusal)
         self._engine.process.check()
         return self._engine
 
+
+class _EngineThread:
+    """The thread of a `LocalEngine`, and what both use. Nothing here refers to the `LocalEngine`, which would never be
+    dropped otherwise."""
+
+    def __init__(self, config: EngineConfig, runtime: Runtime | None, loop: asyncio.AbstractEventLoop) -> None:
+        self._config, self._runtime, self._loop = config, runtime, loop
+        self._process = OwnProcess()
+        self.loaded: asyncio.Future[None] = loop.create_future()
+        self.loaded.add_done_callback(lambda future: future.exception())  # else asyncio warns if no caller awaits it
+        self.engine: EngineCore | None = None
+        self.health = Health(status="loading")
+        self.closing = False
+        """Whether it accepts no more requests, and stops loading."""
+        self.step_loop = StepLoop(lambda events: self.call_on_loop(self._deliver, events))
+        self.requests: dict[str, _LocalRequest] = {}
+        """By number."""
+        self.waiters: set[asyncio.Future[Any]] = set()
+        """Of `_between_steps`."""
+        self.live = LatestLive()
+        self.input_threads = InputThreads()
+        # A daemon, so that a second Ctrl-C does not wait for a model that is still loading.
+        self._thread = threading.Thread(target=self._run, name="cppbatch-engine", daemon=True)
+        self._thread.start()
+        close_at_exit(self)
+
+    # --- on any thread ------------------------------------------------------------------------------------------
+
+    @property
+    def must_stop(self) -> bool:
+        """Whether it runs, and neither `stop` nor `close` was called."""
+        return self._thread.is_alive() and not self.closing and not self._process.is_fork
+
+    def stop(self) -> None:
+        """Ends the thread and closes the engine after the current step; aborts loading. Does not wait."""
+        self.closing = True
+        self.step_loop.stop()
+
+    def close(self) -> None:
+        """As `stop`, and waits."""
+        if not self._process.is_fork:
+            self.stop()
+            self._thread.join()
+
+    def call_on_loop(self, function: Callable[..., None], *args: Any) -> None:
+        """Calls a function on the event loop; does nothing once the loop is closed."""
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(function, *args)
+
+    def ask_live(self) -> None:
+        """Has `live` updated between two steps."""
+        self.step_loop.post(lambda engine: self.call_on_loop(self.live.received, engine.live()))
+
+    # --- on the event loop --------------------------------------------------------------------------------------
+
     def _deliver(self, events: list[GenerationEvent]) -> None:
         for event in events:
-            if request := self._by_number.get(event.request_id):  # None: its iterator was closed
+            if request := self.requests.get(event.request_id):  # None: its iterator was closed
                 request.outputs.put(event)
 
     def _refuse(self, number: str, error: QueueFull) -> None:
-        if request := self._by_number.get(number):
+        if request := self.requests.get(number):
             request.outputs.fail(error)
 
     def _end_all(self, reason: FinishReason, error: str | None) -> None:
         """Ends all requests, and the callers waiting for `_between_steps`, which the engine may never answer."""
         self._deliver(
-            [GenerationEvent(request_id=number, finish_reason=reason, error=error) for number in self._by_number]
+            [GenerationEvent(request_id=number, finish_reason=reason, error=error) for number in self.requests]
         )
-        for answer in list(self._waiters):
-            _reject(answer, EngineClosed(f"the engine does not respond: it is {self._health.status}"))
+        for answer in list(self.waiters):
+            _reject(answer, EngineClosed(f"the engine does not respond: it is {self.health.status}"))
 
     # --- on the engine's thread ---------------------------------------------------------------------------------
 
     def _run(self) -> None:
         try:
             engine = EngineCore(
-                self.config,
+                self._config,
                 progress=self._on_progress,
                 runtime=self._runtime,
-                on_admitted=self._step_loop.output_thread.put,
+                on_admitted=self.step_loop.output_thread.put,
                 prepares_beside_steps=True,
             )
         except Exception as error:
-            self._health = Health(status="failed", error=str(error))
-            self._call_on_loop(_reject, self._loaded, error)
+            self.health = Health(status="failed", error=str(error))
+            self.call_on_loop(_reject, self.loaded, error)
             return
-        self._engine = engine
-        self._health = Health(status="ok", progress=1.0)
-        self._call_on_loop(_resolve, self._loaded, None)
+        self.engine = engine
+        self.health = Health(status="ok", progress=1.0)
+        self.call_on_loop(_resolve, self.loaded, None)
         try:
-            self._step_loop.run(engine)
-            self._health = Health(status="closed")
+            self.step_loop.run(engine)
+            self.health = Health(status="closed")
         except Exception as error:  # a bug: end all requests with this error, and keep answering commands
             log.exception("the engine failed")
-            self._health = Health(status="failed", error=f"{type(error).__name__}: {error}")
-            self._call_on_loop(self._end_all, FinishReason.ERROR, self._health.error)
+            self.health = Health(status="failed", error=f"{type(error).__name__}: {error}")
+            self.call_on_loop(self._end_all, FinishReason.ERROR, self.health.error)
             self._run_commands_until_stopped(engine)
         finally:
-            self._call_on_loop(self._end_all, FinishReason.CANCELLED, None)
+            self.call_on_loop(self._end_all, FinishReason.CANCELLED, None)
+            engine.inputs.close()
+            self.input_threads.close()
             engine.close()
 
     def _run_commands_until_stopped(self, engine: EngineCore) -> None:
-        while not self._step_loop.stopping:
+        while not self.step_loop.stopping:
             try:
-                self._step_loop.wait_for_command(engine)
+                self.step_loop.wait_for_command(engine)
             except Exception:  # the failure may have left its state inconsistent
                 log.exception("the failed engine could not execute a command")
 
     def _on_progress(self, fraction: float) -> bool:
-        self._health = Health(status="loading", progress=fraction)
-        return not self._closing
+        self.health = Health(status="loading", progress=fraction)
+        return not self.closing
 
-    def _add(self, engine: EngineCore, sequence: Seq) -> None:
-        if self._health.status == "ok":
+    def add(self, engine: EngineCore, sequence: Seq) -> None:
+        """Queues a prepared request."""
+        if self.health.status == "ok":
             try:
                 engine.add(sequence)
             except QueueFull as error:
-                self._call_on_loop(self._refuse, sequence.id, error)
+                self.call_on_loop(self._refuse, sequence.id, error)
         else:  # the engine failed after `submit` checked its health
-            failed = GenerationEvent(request_id=sequence.id, finish_reason=FinishReason.ERROR, error=self._health.error)
-            self._call_on_loop(self._deliver, [failed])
-
-    def _call_on_loop(self, function: Callable[..., None], *args: Any) -> None:
-        """Calls a function on the event loop; does nothing once the loop is closed."""
-        with contextlib.suppress(RuntimeError):
-            self._loop.call_soon_threadsafe(function, *args)
+            failed = GenerationEvent(request_id=sequence.id, finish_reason=FinishReason.ERROR, error=self.health.error)
+            self.call_on_loop(self._deliver, [failed])
 
 
 class _LocalRequest:

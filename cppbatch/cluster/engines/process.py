@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import weakref
 from collections import deque
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from functools import partial
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from cppbatch.cluster.engines.client import EngineClient, Health, WorkerLive, WorkerState, id_in_use, running_loop
+from cppbatch.cluster.engines.client import EngineClient, Health, OwnLoop, WorkerLive, WorkerState, id_in_use
 from cppbatch.cluster.engines.in_flight import MAX_CRASHES, InFlightRequest, InFlightRequests, LatestLive
 from cppbatch.cluster.engines.output_collector import OutputCollector
 from cppbatch.cluster.engines.supervisor import Supervisor
@@ -53,7 +54,9 @@ from cppbatch.engine.request import (
     ResumeState,
     TokenPiece,
 )
+from cppbatch.engine.turns import OwnProcess
 from cppbatch.errors import CppBatchError, EngineClosed, GenerationFailed, InvalidRequest, QueueFull
+from cppbatch.unclosed import warn_unclosed
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -78,7 +81,8 @@ class EngineProcess(EngineClient):
     """An `EngineClient` whose engine is a worker process. Created and used inside a running event loop.
 
     Requests and their tokens so far are kept in this process, so a new worker can continue them. Example:
-    `async with EngineProcess("model.gguf") as engine:`, which waits until the model is loaded.
+    `async with EngineProcess("model.gguf") as engine:`, which waits until the model is loaded. The worker of an engine
+    that is dropped without `close` is killed, with a `ResourceWarning`.
     """
 
     def __init__(
@@ -99,14 +103,18 @@ class EngineProcess(EngineClient):
         `Runtime` instead of loading the model. Raises `ConfigError`, also outside an event loop and for times out of
         range.
         """
-        loop = running_loop("EngineProcess")
+        self._own_loop = OwnLoop("EngineProcess")
         check_times(step_timeout, sleep_idle_seconds)
         self.config = engine_config(model, settings)
         self.name = name
         self._max_in_flight = self.config.n_parallel + self.config.max_queue
         worker_config = msgspec.structs.replace(self.config, max_queue=_UNLIMITED)  # this process limits the queue
         self._supervisor = Supervisor(
-            worker_config, self, step_timeout=step_timeout, sleep_idle_seconds=sleep_idle_seconds, runtime=runtime
+            worker_config,
+            weakref.proxy(self),  # or the engine would never be dropped
+            step_timeout=step_timeout,
+            sleep_idle_seconds=sleep_idle_seconds,
+            runtime=runtime,
         )
         self._in_flight = InFlightRequests()
         self._by_id: dict[str, InFlightRequest] = {}  # by the client's id; while the iterator of `submit` is open
@@ -116,12 +124,25 @@ class EngineProcess(EngineClient):
         self._live = LatestLive()
         self._max_threads = 0
         self._closed = False
-        self._task = asyncio.ensure_future(self._supervise())
-        self._loaded: asyncio.Future[None] = loop.create_future()
+        self._process = OwnProcess()
+        self._task = asyncio.ensure_future(_supervise(self._supervisor, weakref.ref(self)))
+        self._loaded: asyncio.Future[None] = self._own_loop.loop.create_future()
         self._loaded.add_done_callback(lambda future: future.exception())  # else asyncio warns if no caller awaits it
+
+    def __del__(self) -> None:
+        task: asyncio.Task[None] | None = self.__dict__.get("_task")  # missing if `__init__` raised
+        if task is None or task.done() or self._closed or self._process.is_fork:
+            return
+        try:
+            warn_unclosed(self)
+        finally:
+            self._supervisor.kill()
+            with contextlib.suppress(RuntimeError):  # the loop is closed
+                self._own_loop.loop.call_soon_threadsafe(task.cancel)
 
     async def loaded(self) -> None:
         """Waits until the model is loaded. Raises the errors of loading."""
+        self._own_loop.check()
         await asyncio.shield(self._loaded)
 
     @property
@@ -215,6 +236,7 @@ class EngineProcess(EngineClient):
     ) -> InFlightRequest:
         if not (health := self.health()).takes_requests:
             raise EngineClosed(health.refusal)
+        self._own_loop.check()
         if request.params.logits_processor is not None:
             message = "is a Python function, which cannot be sent to the engine process; use LocalEngine"
             raise InvalidRequest("logits_processor", message)
@@ -232,6 +254,7 @@ class EngineProcess(EngineClient):
 
     async def cancel(self, request_id: str) -> None:
         """Ends a request within a step."""
+        self._own_loop.check()
         if request := self._by_id.get(request_id):
             request.cancelled = True
             if not self._send_cancel(request):  # otherwise the worker sends the last event
@@ -299,19 +322,17 @@ class EngineProcess(EngineClient):
         """Asks for the last report, which `stats` returns while no worker is running."""
         await self._fetch_stats()
 
-    async def _supervise(self) -> None:
-        try:
-            await self._supervisor.run()
-        except Exception as error:
-            if isinstance(error, CppBatchError):
-                if self._loaded.done():
-                    log.error("%s", error)
-            elif self._loaded.done():  # a bug: fail all requests, so that none waits forever
-                log.exception("supervision of the worker failed")
-            self._supervisor.health = Health(status="failed", error=str(error))
-            self._end_all(FinishReason.ERROR, f"{type(error).__name__}: {error}")
-            if not self._loaded.done():
-                self._loaded.set_exception(error)
+    def on_supervision_failed(self, error: Exception) -> None:
+        """No worker will be started any more."""
+        if isinstance(error, CppBatchError):
+            if self._loaded.done():
+                log.error("%s", error)
+        elif self._loaded.done():  # a bug: fail all requests, so that none waits forever
+            log.error("supervision of the worker failed", exc_info=error)
+        self._supervisor.health = Health(status="failed", error=str(error))
+        self._end_all(FinishReason.ERROR, f"{type(error).__name__}: {error}")
+        if not self._loaded.done():
+            self._loaded.set_exception(error)
 
     def on_worker_ready(self, stats: EngineStats) -> None:
         """Sends the requests waiting for this worker."""
@@ -412,6 +433,7 @@ class EngineProcess(EngineClient):
 
     async def _fetch_stats(self) -> EngineStats | None:
         """Asks the worker. Returns its previous report if it is in a long step or is not running."""
+        self._own_loop.check()
         if worker := self._supervisor.worker:
             waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             self._stats_waiters.append(waiter)
@@ -421,6 +443,7 @@ class EngineProcess(EngineClient):
 
     async def live(self) -> list[WorkerLive]:
         """The live state of this worker."""
+        self._own_loop.check()
         engine = age = None
         if worker := self._supervisor.worker:
             engine, age = await self._live.get(partial(worker.send, GetLive()), self.idle_seconds)
@@ -435,6 +458,11 @@ class EngineProcess(EngineClient):
 
     async def close(self) -> None:
         """Stops the worker, gracefully if it has no requests; unfinished requests get a last event (cancelled)."""
+        if self._own_loop.loop.is_closed():
+            self._closed = True
+            self._supervisor.kill()
+            return
+        self._own_loop.check()
         self._closed = True
         self._task.cancel()
         with contextlib.suppress(asyncio.CancelledError):
@@ -442,3 +470,12 @@ class EngineProcess(EngineClient):
         self._end_all(FinishReason.CANCELLED)
         if not self._loaded.done():
             self._loaded.set_exception(EngineClosed("the engine was closed while loading the model"))
+
+
+async def _supervise(supervisor: Supervisor, of: weakref.ref[EngineProcess]) -> None:
+    """Runs the workers until cancelled. Does not keep the engine alive."""
+    try:
+        await supervisor.run()
+    except Exception as error:
+        if engine := of():  # else it was dropped
+            engine.on_supervision_failed(error)

@@ -93,6 +93,8 @@ class Supervisor:
         self._has_worked = False
         self._repack = config.repack
         self._rpc = [parse_endpoint(each) for each in config.rpc]
+        self._running: WorkerHandle | None = None  # also while it loads or ends
+        self._is_killed = False
 
     def made_progress(self) -> None:
         """Resets the counts of consecutive deaths, because the worker has produced output."""
@@ -107,6 +109,13 @@ class Supervisor:
         """Called for a request: starts a worker if the last one was stopped for idleness."""
         self._woken.set()
 
+    def kill(self) -> None:
+        """Kills the worker and ends `run`, whose listener may be gone. Any thread may call this, also after the event
+        loop was closed."""
+        self._is_killed = True
+        if self._running:
+            self._running.kill()
+
     async def run(self) -> None:
         """Runs until cancelled. Raises errors that prevent the first worker from loading: `CppBatchError`, `OSError`;
         and `ModelError` if consecutive workers die before any has computed a token."""
@@ -118,6 +127,8 @@ class Supervisor:
                 await self._woken.wait()
                 continue
             except WorkerDied as death:
+                if self._is_killed:
+                    return
                 why, active, external = str(death), death.active, death.external
                 if self._switch_cpu_path(why):
                     path = "without" if self._config.repack == "off" else "with"
@@ -136,7 +147,7 @@ class Supervisor:
                     raise
                 why = f"the model could not be reloaded: {error}"
             except Exception as error:  # a bug in this process: the next worker gets the same requests
-                if self.info is None:
+                if self.info is None or self._is_killed:
                     raise
                 log.exception("supervision of the worker failed")
                 why = f"supervision of the worker failed: {type(error).__name__}: {error}"
@@ -147,7 +158,7 @@ class Supervisor:
         if self.info is not None:
             await self._wait_for_rpc_workers()
         watch = RpcWatch(self._rpc)
-        worker = await WorkerHandle.start(self._config, self._runtime)
+        worker = self._running = await WorkerHandle.start(self._config, self._runtime)
         is_ready = False
         try:
             loaded = await self._while_alive(worker, watch, self._load(worker, watch), _LOAD_TIMEOUT_S)
@@ -175,6 +186,7 @@ class Supervisor:
             raise
         finally:
             await worker.end()
+            self._running = None
             await watch.close()
 
     async def _wait_for_rpc_workers(self) -> None:

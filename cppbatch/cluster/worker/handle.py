@@ -187,10 +187,14 @@ class WorkerHandle:
         except asyncio.TimeoutError:
             return False
 
-    async def end(self) -> None:
-        """Kills the process if it still runs, and removes its folder."""
+    def kill(self) -> None:
+        """Kills the process if it still runs."""
         with contextlib.suppress(ProcessLookupError):
             self._process.kill()
+
+    async def end(self) -> None:
+        """Kills the process if it still runs, and removes its folder."""
+        self.kill()
         await self._process.wait()
         self._link.close()
         shutil.rmtree(self._folder, ignore_errors=True)
