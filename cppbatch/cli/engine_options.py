@@ -62,11 +62,12 @@ class Switch(Choice):
 
 
 class _Layers(click.types.IntParamType):
-    """A number of layers; `all` and `auto` mean -1, as in llama.cpp."""
+    """A number of layers, or llama.cpp's words for -1 and -2."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
         """As in click."""
-        return -1 if value in ("all", "auto") else int(super().convert(value, param, ctx))
+        words = {"auto": -1, "all": -2}
+        return words[value] if value in words else int(super().convert(value, param, ctx))
 
 
 def split_lists(_context: object, _option: object, given: tuple[str, ...]) -> tuple[str, ...]:
@@ -123,7 +124,7 @@ def _disk_folder(_context: object, _option: object, given: str) -> str:
     return given
 
 
-def _workers_of_rpc(_context: object, _option: object, given: str) -> tuple[str, ...]:
+def _comma_list(_context: object, _option: object, given: str) -> tuple[str, ...]:
     return tuple(each.strip() for each in given.split(",")) if given else ()
 
 
@@ -176,8 +177,10 @@ _CONVERSIONS: dict[str, dict[str, Any]] = {
         )
     },
     "spec": {"type": Choice(CHOICES["spec"], _SPEC_TYPES)},
-    "rpc": {"default": "", "callback": _workers_of_rpc},
+    "rpc": {"default": "", "callback": _comma_list},
     "tensor_split": {"default": "", "callback": _shares},
+    "device_names": {"default": "", "callback": _comma_list},
+    "override_tensor": {"multiple": True, "callback": split_lists},
     "lora": {"multiple": True, "callback": _adapters},
     "mmproj": {"callback": _file},
     "draft_model": {"callback": _file},

@@ -14,7 +14,7 @@ import msgspec
 import psutil
 from msgspec.structs import replace
 
-from cppbatch.config import EngineConfig
+from cppbatch.config import PLACEMENT, EngineConfig
 from cppbatch.engine.runtime import load_model, make_context, may_draft, open_encoder, repacks, switches
 from cppbatch.engine.speculation.row_proposer import most_rows
 from cppbatch.engine.speculation.runtimes import (
@@ -86,7 +86,7 @@ def footprints(configs: list[EngineConfig]) -> Iterator[Footprint]:
             try:
                 has_head = uses_head(config)
                 of_draft = draft and (draft.model_path, draft.n_gpu_layers, repacks(draft))
-                where = config.n_gpu_layers, config.device, config.rpc, config.tensor_split
+                where = [getattr(config, name) for name in (*PLACEMENT, "kv_offload", "op_offload")]
                 key = (config.model_path, where, repacks(config), config.lora, of_draft, config.mmproj, has_head)
                 if simulated is None or simulated.key != key:
                     if simulated:
@@ -187,7 +187,8 @@ def _load(config: EngineConfig) -> tuple[Model, list[Buffer]]:
     """A model with simulated allocations, and the buffers of its weights."""
     with Backend.get().lines() as lines:
         model = load_model(config, no_alloc=True)
-    return model, weight_buffers(lines, [list_tensors(part) for part in model_parts(model.path)])
+    tensors = [list_tensors(part) for part in model_parts(model.path)]
+    return model, weight_buffers(lines, tensors, names_all=not (config.rpc or Backend.get().supports_gpu))
 
 
 def _projector(config: EngineConfig, model: Model) -> list[Buffer]:

@@ -22,6 +22,7 @@ from cppbatch.sizing.buffers import MAPPED
 from cppbatch.sizing.demand import HOST, Demand, format_gib, location, mapped_bytes, memory_demands
 from cppbatch.sizing.estimate import Footprint, MemoryEstimate, estimate_memory
 from cppbatch.sizing.machine import free_host_memory
+from cppbatch.sizing.placement import placed
 
 MARGIN = 0.1
 """The fraction of free memory that the chosen sizes leave free."""
@@ -112,10 +113,15 @@ class Planned(NamedTuple):
 
 
 def first_ample(candidates: Sequence[EngineConfig], engines: Engines = lambda config: [config]) -> Planned:
-    """The first candidate that fits with the weights and leaves `MARGIN` of the memory free; the last one if none does.
+    """The first candidate that fits with the weights and leaves `MARGIN` of the memory free; the last one if none does,
+    with parts of the model on the CPU if its devices cannot hold it.
 
     If the estimate fails, the first one, and a warning is logged.
     """
+    return _placed(_first_ample(candidates, engines), candidates, engines)
+
+
+def _first_ample(candidates: Sequence[EngineConfig], engines: Engines) -> Planned:
     planned = _plan(candidates[0], engines)
     smaller = candidates[1:]
     if planned.estimate is None or not smaller or _is_ample(planned.estimate):
@@ -130,6 +136,21 @@ def first_ample(candidates: Sequence[EngineConfig], engines: Engines = lambda co
         if _is_ample(estimate):
             break
     return Planned(each, estimate)
+
+
+def _placed(planned: Planned, candidates: Sequence[EngineConfig], engines: Engines) -> Planned:
+    """With parts of the model on the CPU, if the sizes that are left do not fit on its devices."""
+    if planned.estimate is None:
+        return planned
+    demands = memory_demands(planned.estimate, free_host_memory())
+    if all(each.will_fit for each in demands if each.where != HOST):
+        return planned
+    try:
+        found = placed(candidates, engines, n_devices=len(planned.estimate.devices), margin=MARGIN)
+    except EstimateFailed as error:
+        log.warning("could not look for a placement that fits: %s", error)
+        return planned
+    return Planned(*found) if found else planned
 
 
 def _plan(config: EngineConfig, engines: Engines) -> Planned:
