@@ -62,12 +62,16 @@ class Switch(Choice):
 
 
 class _Layers(click.types.IntParamType):
-    """A number of layers, or llama.cpp's words for -1 and -2."""
+    """A number of layers, or llama.cpp's words: auto, which is -1, and all."""
+
+    def __init__(self, every: int) -> None:
+        """`every`: the number for all layers."""
+        super().__init__()
+        self._words = {"auto": -1, "all": every}
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
         """As in click."""
-        words = {"auto": -1, "all": -2}
-        return words[value] if value in words else int(super().convert(value, param, ctx))
+        return self._words[value] if value in self._words else int(super().convert(value, param, ctx))
 
 
 def split_lists(_context: object, _option: object, given: tuple[str, ...]) -> tuple[str, ...]:
@@ -169,8 +173,8 @@ _MODEL = [
 _CONVERSIONS: dict[str, dict[str, Any]] = {
     "n_ctx": {"show_default": "1,024 per sequence, on a GPU more, or what fits into memory"},
     "n_parallel": {"show_default": "16, on a GPU 32, or what fits into memory"},
-    "n_gpu_layers": {"type": _Layers()},
-    "draft_gpu_layers": {"type": _Layers()},
+    "n_gpu_layers": {"type": _Layers(-2)},
+    "draft_gpu_layers": {"type": _Layers(-1)},
     "kv_layout": {
         "type": Choice(
             CHOICES["kv_layout"], {"true": "unified", "1": "unified", "false": "per-sequence", "0": "per-sequence"}

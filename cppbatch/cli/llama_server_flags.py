@@ -40,6 +40,7 @@ RENAMED: Mapping[str, tuple[str, ...]] = {
 
 _STARTED = "the model is ready when the server answers"
 _TEMPLATE = "chat templates are always Jinja templates, or llama.cpp's own by name"
+_PLACED = "without -ngl or another placement, parts of a model that does not fit stay on the CPU; -ngl all forbids it"
 _LINES = "--log-format chooses between text and JSON"
 
 UNNEEDED = (
@@ -51,9 +52,9 @@ UNNEEDED = (
     UnneededFlag("--warmup --no-warmup", _STARTED),
     UnneededFlag("--mmap --no-mmap --mlock", "the model file is mapped into memory, but not locked"),
     UnneededFlag("-lm --load-mode", "the model file is mapped into memory, but not locked", "MODE"),
-    UnneededFlag("-fit --fit", "--memory-check refuses settings that do not fit", "on|off"),
-    UnneededFlag("-fitt --fit-target", "--memory-check refuses settings that do not fit", "MIB,..."),
-    UnneededFlag("-fitc --fit-ctx", "--memory-check refuses settings that do not fit", "N"),
+    UnneededFlag("-fit --fit", _PLACED, "on|off"),
+    UnneededFlag("-fitt --fit-target", _PLACED, "MIB,..."),
+    UnneededFlag("-fitc --fit-ctx", _PLACED, "N"),
     UnneededFlag(
         "-bs --backend-sampling", "--sampling auto, the default, already selects tokens on the GPU where possible"
     ),

@@ -168,7 +168,7 @@ def test_a_given_placement_is_not_changed(
     limit_devices(monkeypatch, 1 << 16)
     planned = first_ample([config])
     assert planned.config == config
-    with pytest.raises(ConfigError, match="but only 0.1 MiB are free"):
+    with pytest.raises(ConfigError, match=r"but only 0\.1 MiB are free"):
         check_planned(planned)
 
 
