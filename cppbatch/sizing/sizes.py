@@ -335,7 +335,7 @@ def first_beside(
     budget: int | None = None,
 ) -> LoadedSizes:
     """The first candidate that fits alongside the `others` and leaves `MARGIN` of the free memory free; else the last
-    one, if it fits at all.
+    one, if it fits at all; without others, with parts of the model on the CPU if its devices cannot hold it.
 
     `pinned`: those of the others that cannot be unloaded. `budget`: bytes for all models together; None: the free
     memory. Raises `DoesNotFit`, and `EstimateFailed`.
@@ -362,6 +362,8 @@ def first_beside(
     if len(others) == len(pinned) and _fits(smallest, free, margin=0.0, mapped_too=False):
         return smallest  # its weights will be read from the file again and again: slow, but nothing can be done here
     never = not _fits(smallest, free_at_most, margin=0.0, mapped_too=False, devices_too=not others)
+    if never and not others and (found := placed(candidates, engines, n_devices=len(estimated.devices), margin=MARGIN)):
+        return LoadedSizes(*found)
     message = f"it needs {format_gib(smallest.needs)} with -np {smallest.config.n_parallel} -c {smallest.config.n_ctx}"
     advice = "use a smaller model or quantisation, or lower -c and -np"
     raise DoesNotFit(f"{message}, more than {'there is' if never else 'is free'}: {advice}", never=never)

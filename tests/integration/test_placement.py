@@ -12,11 +12,11 @@ import pytest
 
 from cppbatch import BatchInferenceEngine, SamplingParams
 from cppbatch.config import EngineConfig
-from cppbatch.errors import ConfigError, ModelError
+from cppbatch.errors import ConfigError, DoesNotFit, ModelError
 from cppbatch.sizing import placement, sizes
 from cppbatch.sizing.demand import HOST, memory_demands
 from cppbatch.sizing.estimate import MemoryEstimate, estimate_memory
-from cppbatch.sizing.sizes import check_planned, first_ample
+from cppbatch.sizing.sizes import LoadedSizes, check_planned, first_ample, first_beside
 from tests.support import tiny_models
 from tests.support.native_engines import PROMPTS
 from tests.support.rpc_workers import RpcWorker
@@ -158,6 +158,19 @@ def test_two_unequal_devices_each_hold_what_fits(
     settings = {name: getattr(planned.config, name) for name in ("override_tensor", "n_cpu_moe", "n_gpu_layers")}
     placed = texts(models["experts"], rpc=endpoints, tensor_split=(1.0, 3.0), **settings)
     assert placed == texts(models["experts"], n_gpu_layers=0)
+
+
+def test_a_model_of_several_is_placed_where_unloading_others_would_not_help(
+    models: dict[str, Path], endpoints: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = EngineConfig(str(models["experts"]), rpc=endpoints[:1], **SIZES)
+    limit_devices(monkeypatch, 1 << 20)
+    loaded = first_beside([config], [], [], engines=lambda each: [each])
+    assert loaded.config.is_placed
+    other = LoadedSizes(config, None)
+    with pytest.raises(DoesNotFit) as refused:  # so that the other one is unloaded
+        first_beside([config], [other], [], engines=lambda each: [each])
+    assert not refused.value.never
 
 
 @pytest.mark.parametrize("given", [{"n_gpu_layers": -2}, {"n_cpu_moe": 1}, {"override_tensor": ("output=CPU",)}])
