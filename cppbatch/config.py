@@ -19,7 +19,10 @@ from cppbatch.rpc_endpoint import parse_endpoint
 
 KvLayout = Literal["auto", "unified", "per-sequence"]
 FlashAttention = Literal["auto", "on", "off"]
-CacheType = Literal["f32", "f16", "bf16", "q8_0", "q4_0"]
+CacheType = Literal["f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "iq4_nl"]
+FLOAT_CACHES: tuple[CacheType, ...] = ("f32", "f16", "bf16")
+"""The types of KV caches that need no flash attention."""
+LoadMode = Literal["auto", "none", "mmap", "mlock", "mmap+mlock", "dio"]
 Sampling = Literal["auto", "host", "backend"]
 Repacking = Literal["auto", "on", "off"]
 SplitMode = Literal["none", "layer", "row", "tensor"]
@@ -43,7 +46,7 @@ CPU_PARTS = ("cpu_moe", "n_cpu_moe", "n_cpu_ffn")
 """The settings that keep parts of layers on the CPU."""
 PLACEMENT = (
     "n_gpu_layers", "device", "device_names", "rpc", "tensor_split", "split_mode", "main_gpu", "override_tensor",
-    *CPU_PARTS, "no_host",
+    *CPU_PARTS, "no_host", "load_mode",
 )  # fmt: skip
 """The settings that say where the weights of a model are."""
 _INT32_MAX = 2**31 - 1
@@ -351,6 +354,12 @@ class EngineConfig(_Model, frozen=True, kw_only=True):
         "--op-offload/--no-op-offload",
         "Compute large batches on the GPU also with weights that are on the CPU, by copying the weights.",
     )] = True
+    load_mode: Annotated[LoadMode, _devices(
+        "-lm --load-mode",
+        "How weights that stay on the CPU are read. auto, mmap: mapped from the file; none: copied; mlock, mmap+mlock: "
+        "the same, and never swapped out; dio: copied past the file cache.",
+        "LLAMA_ARG_LOAD_MODE",
+    )] = "auto"
     no_host: Annotated[bool, _devices(
         "--no-host", "Repack weights that stay on the CPU; by default the GPU can read them.", "LLAMA_ARG_NO_HOST",
     )] = False
@@ -428,7 +437,7 @@ class EngineConfig(_Model, frozen=True, kw_only=True):
                 f"{setting_name('deterministic')} requires the per-sequence layout and flash attention: leave out "
                 f"{setting_name('kv_layout')} and {setting_name('flash_attn')}"
             )
-        if self.flash_attn == "off" and self.cache_type_v in ("q8_0", "q4_0"):
+        if self.flash_attn == "off" and self.cache_type_v not in FLOAT_CACHES:
             raise ConfigError(
                 f"{setting_name('cache_type_v')} is {self.cache_type_v!r}, and quantised values require flash "
                 f"attention: leave out {setting_name('flash_attn')}, or use f16"
@@ -601,6 +610,7 @@ class EngineSettings(TypedDict, total=False):
     n_cpu_ffn: int
     kv_offload: bool
     op_offload: bool
+    load_mode: LoadMode
     no_host: bool
     n_threads: int
     repack: Repacking

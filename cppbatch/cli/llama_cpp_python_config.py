@@ -23,7 +23,9 @@ Json = dict[str, Any]
 
 _DEFAULTS = EngineConfig("")
 _N_CTX, _PORT = 2048, 8000  # of llama-cpp-python's server
-_CACHE_TYPES = {0: "f32", 1: "f16", 2: "q4_0", 8: "q8_0", 30: "bf16"}  # ggml's numbers
+_CACHE_TYPES = {  # ggml's numbers
+    0: "f32", 1: "f16", 2: "q4_0", 3: "q4_1", 6: "q5_0", 7: "q5_1", 8: "q8_0", 20: "iq4_nl", 30: "bf16",
+}  # fmt: skip
 _TEMPLATES = {
     "chatml": "chatml", "gemma": "gemma", "llama-2": "llama2", "llama-3": "llama3", "mistral-instruct": "mistral-v1",
     "openchat": "openchat", "vicuna": "vicuna", "zephyr": "zephyr",

@@ -35,6 +35,9 @@ RENAMED: Mapping[str, tuple[str, ...]] = {
     "--no-kv-unified": ("--kv-layout", "per-sequence"),
     "-nr": ("--repack", "off"),
     "--no-repack": ("--repack", "off"),
+    "--mmap": ("--load-mode", "mmap"),
+    "--no-mmap": ("--load-mode", "none"),
+    "--mlock": ("--load-mode", "mmap+mlock"),
 }
 """Flags without a value, and their equivalents here."""
 
@@ -50,8 +53,6 @@ UNNEEDED = (
         "--embedding --embeddings --rerank --reranking", "the model type determines the output; see --pooling"
     ),
     UnneededFlag("--warmup --no-warmup", _STARTED),
-    UnneededFlag("--mmap --no-mmap --mlock", "the model file is mapped into memory, but not locked"),
-    UnneededFlag("-lm --load-mode", "the model file is mapped into memory, but not locked", "MODE"),
     UnneededFlag("-fit --fit", _PLACED, "on|off"),
     UnneededFlag("-fitt --fit-target", _PLACED, "MIB,..."),
     UnneededFlag("-fitc --fit-ctx", _PLACED, "N"),

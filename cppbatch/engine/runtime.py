@@ -193,6 +193,7 @@ def load_model(
         split_mode=config.split_mode,
         main_gpu=config.main_gpu,
         overrides=[*config.tensor_places, *cpu_overrides(**parts)],
+        load_mode=config.load_mode,
         no_host=config.no_host,
         progress=progress,
         no_alloc=no_alloc,

@@ -11,7 +11,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
 
-from cppbatch.config import Pooling, SplitMode
+from cppbatch.config import LoadMode, Pooling, SplitMode
 from cppbatch.errors import LlamaError, ModelError
 from cppbatch.interrupts import interrupts_deferred
 from cppbatch.llama.backend import Backend
@@ -25,6 +25,7 @@ from cppbatch.llama.vocab import Vocab
 Progress = Callable[[float], bool]
 
 _LAYERS_WITH_WINDOWS = {"exaone4": 64}  # with any other number of layers, llama.cpp ignores the window in the file
+_LOAD_MODES: tuple[LoadMode, ...] = ("auto", "none", "mmap", "mlock", "mmap+mlock", "dio")  # llama_load_mode + 1
 _SPLIT_MODES: tuple[SplitMode, ...] = ("none", "layer", "row", "tensor")  # llama_split_mode
 _MROPE_TYPES = {8, 40}  # llama_rope_type: MROPE, IMROPE
 _POOLING: dict[str, Pooling] = {"1": "mean", "2": "cls", "3": "last", "4": "rank"}  # llama_pooling_type in metadata
@@ -51,6 +52,7 @@ class Model:
         main_gpu: int = 0,
         overrides: Sequence[tuple[str, str]] = (),
         no_host: bool = False,
+        load_mode: LoadMode = "auto",
         progress: Progress | None = None,
         no_alloc: bool = False,
         load_head: bool = False,
@@ -61,7 +63,7 @@ class Model:
         `rpc`: addresses of RPC workers. Their devices come before this machine's GPUs. `devices`: names of those to
         use; (): all. `tensor_split`: the share of layers for each of these devices; (): in proportion to free memory.
         `split_mode`, `main_gpu`: as in `EngineConfig`. `overrides`: the places of tensors, as in `ModelDevices`.
-        `no_host`: repack weights on the CPU instead of keeping them where a GPU can read them.
+        `load_mode`, `no_host`: as in `EngineConfig`.
         `repack`: llama.cpp may repack weights for this CPU (its `use_extra_bufts`). `progress` is called with 0.0 to
         1.0 while loading; loading stops when it returns False.
         `no_alloc`: llama.cpp plans the model and its contexts and logs the sizes of all buffers, but only allocates
@@ -92,6 +94,8 @@ class Model:
             set_no_alloc(params, on_cpu=not rpc and not Backend.get().supports_gpu)
         params.split_mode, params.main_gpu = _SPLIT_MODES.index(split_mode), main_gpu
         params.no_host = no_host
+        if not no_alloc:
+            params.load_mode = _LOAD_MODES.index(load_mode) - 1
         if device is not None:
             check_gpu(device)
             params.split_mode, params.main_gpu = C.LLAMA_SPLIT_MODE_NONE, device

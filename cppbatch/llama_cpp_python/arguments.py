@@ -29,6 +29,10 @@ _CACHE_TYPES: dict[int, CacheType] = {
     30: "bf16",  # not defined in llama_cpp
     llama_cpp.GGML_TYPE_Q8_0: "q8_0",
     llama_cpp.GGML_TYPE_Q4_0: "q4_0",
+    llama_cpp.GGML_TYPE_Q4_1: "q4_1",
+    llama_cpp.GGML_TYPE_Q5_0: "q5_0",
+    llama_cpp.GGML_TYPE_Q5_1: "q5_1",
+    llama_cpp.GGML_TYPE_IQ4_NL: "iq4_nl",
 }
 _CONTEXT_PARAMS = (
     "rope_scaling_type", "attention_type", "rope_freq_base", "rope_freq_scale", "yarn_ext_factor", "yarn_attn_factor",

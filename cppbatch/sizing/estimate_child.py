@@ -34,7 +34,7 @@ from cppbatch.llama.gguf_header import list_tensors
 from cppbatch.models.find import model_parts
 from cppbatch.models.inspect import DraftFile
 from cppbatch.rpc_endpoint import parse_endpoint
-from cppbatch.sizing.buffers import Buffer, Owner, read_buffers, weight_buffers
+from cppbatch.sizing.buffers import MAPPED, Buffer, Owner, read_buffers, weight_buffers
 from cppbatch.sizing.estimate import Device, Footprint, MemoryEstimate, read_sequence_memory
 
 _MAX_REAL_CELLS = 1 << 20  # llama.cpp's cell metadata is allocated for real: 50 bytes each
@@ -188,7 +188,10 @@ def _load(config: EngineConfig) -> tuple[Model, list[Buffer]]:
     with Backend.get().lines() as lines:
         model = load_model(config, no_alloc=True)
     tensors = [list_tensors(part) for part in model_parts(model.path)]
-    return model, weight_buffers(lines, tensors, names_all=not (config.rpc or Backend.get().supports_gpu))
+    buffers = weight_buffers(lines, tensors, names_all=not (config.rpc or Backend.get().supports_gpu))
+    if config.load_mode not in ("auto", "mmap"):  # copied, or locked in memory
+        buffers = [replace(each, buffer_type="CPU") if each.buffer_type == MAPPED else each for each in buffers]
+    return model, buffers
 
 
 def _projector(config: EngineConfig, model: Model) -> list[Buffer]:

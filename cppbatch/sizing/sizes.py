@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
-from cppbatch.config import EngineConfig
+from cppbatch.config import FLOAT_CACHES, EngineConfig
 from cppbatch.errors import ConfigError, DoesNotFit, EstimateFailed, ModelError
 from cppbatch.models.inspect import inspect_model
 from cppbatch.models.kernels import has_gpu, kernel_times
@@ -260,7 +260,7 @@ def alternatives(config: EngineConfig, *, n_layers: int = 0) -> Iterator[list[tu
     yield [(f"-c {n}", replace(config, n_ctx=n)) for n in cells if n >= max(config.n_parallel, _MIN_CELLS)]
     sizes = [(config.n_parallel >> i, config.n_ctx >> i) for i in range(1, _HALVINGS)]
     yield [(f"-np {n} -c {c}", replace(config, n_parallel=n, n_ctx=c)) for n, c in sizes if n and c >= _MIN_CELLS]
-    if config.flash_attn != "off" and not {config.cache_type_k, config.cache_type_v} & {"q8_0", "q4_0"}:
+    if config.flash_attn != "off" and {config.cache_type_k, config.cache_type_v} <= {*FLOAT_CACHES}:
         yield [("-ctk q8_0 -ctv q8_0", replace(config, cache_type_k="q8_0", cache_type_v="q8_0"))]
     if n_layers and config.n_gpu_layers:
         on_gpu = [n_layers * part // 8 for part in range(7, -1, -1)]

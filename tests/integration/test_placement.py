@@ -11,8 +11,9 @@ import msgspec
 import pytest
 
 from cppbatch import BatchInferenceEngine, SamplingParams
-from cppbatch.config import EngineConfig
+from cppbatch.config import CHOICES, EngineConfig
 from cppbatch.errors import ConfigError, DoesNotFit, ModelError
+from cppbatch.models.synthetic import LlamaShape
 from cppbatch.sizing import placement, sizes
 from cppbatch.sizing.demand import HOST, memory_demands
 from cppbatch.sizing.estimate import MemoryEstimate, estimate_memory
@@ -38,6 +39,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {
         "experts": tiny_models.experts(folder / "experts.gguf", n_layers=N_LAYERS),
         "dense": tiny_models.echo(folder / "dense.gguf", n_layers=N_LAYERS),
+        "wide heads": tiny_models.llama(folder / "wide.gguf", shape=LlamaShape(n_head=2, n_head_kv=1)),
     }
 
 
@@ -183,6 +185,31 @@ def test_a_given_placement_is_not_changed(
     assert planned.config == config
     with pytest.raises(ConfigError, match=r"but only 0\.1 MiB are free"):
         check_planned(planned)
+
+
+# --- loading and cells ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", CHOICES["load_mode"])
+def test_weights_are_the_same_however_they_are_read(mode: Any, models: dict[str, Path]) -> None:
+    assert texts(models["dense"], load_mode=mode) == texts(models["dense"])
+
+
+def test_copied_weights_count_as_memory_that_must_be_free(models: dict[str, Path]) -> None:
+    mapped, copied = (
+        memory_demands(estimate_memory([EngineConfig(str(models["dense"]), load_mode=mode, **SIZES)]), 1 << 40)[0]
+        for mode in ("mmap", "none")
+    )
+    assert mapped.mapped > 0
+    assert copied.mapped == 0
+    assert copied.firm >= mapped.firm + mapped.mapped // 2  # mapped ranges include what is between tensors
+
+
+@pytest.mark.parametrize("kind", CHOICES["cache_type_k"])
+def test_every_type_of_cells_gives_texts_that_start_as_those_of_floats(kind: Any, models: dict[str, Path]) -> None:
+    given = {"cache_type_k": kind, "cache_type_v": kind, "flash_attn": "on"}
+    starts = [[text[:1] for text in texts(models["wide heads"], **each)] for each in (given, {"flash_attn": "on"})]
+    assert sum(map(str.__eq__, *starts)) >= len(PROMPTS) // 2
 
 
 # --- mistakes ---------------------------------------------------------------------------------------------------------
