@@ -49,6 +49,11 @@ PLACEMENT = (
     *CPU_PARTS, "no_host", "load_mode",
 )  # fmt: skip
 """The settings that say where the weights of a model are."""
+DRAFT_SETTINGS = (
+    "spec", "draft_max", "draft_model", "draft_gpu_layers", "draft_device_names", "draft_override_tensor",
+    "draft_cpu_moe", "draft_n_cpu_moe",
+)  # fmt: skip
+"""The settings of speculative decoding."""
 _INT32_MAX = 2**31 - 1
 _MAX_THREADS = 512  # ggml's GGML_MAX_N_THREADS: more would abort the process
 _MAX_STEP_MS = 60_000
@@ -296,6 +301,22 @@ class EngineConfig(_Model, frozen=True, kw_only=True):
         "LLAMA_ARG_N_GPU_LAYERS_DRAFT", range=Range(-1), range_words=_LAYERS,
     )] = -1
 
+    draft_device_names: Annotated[tuple[str, ...], _drafts(
+        "-devd --device-draft --spec-draft-device", "As --device, for the draft model.", metavar="NAME,...",
+    )] = ()
+    draft_override_tensor: Annotated[tuple[str, ...], _drafts(
+        "-otd --override-tensor-draft --spec-draft-override-tensor", "As --override-tensor, for the draft model.",
+        metavar="PATTERN=DEVICE,...",
+    )] = ()
+    draft_cpu_moe: Annotated[bool, _drafts(
+        "-cmoed --cpu-moe-draft --spec-draft-cpu-moe", "As --cpu-moe, for the draft model.",
+        "LLAMA_ARG_CPU_MOE_DRAFT",
+    )] = False
+    draft_n_cpu_moe: Annotated[int, _drafts(
+        "-ncmoed --n-cpu-moe-draft --spec-draft-n-cpu-moe --spec-draft-ncmoe", "As --n-cpu-moe, for the draft model.",
+        "LLAMA_ARG_N_CPU_MOE_DRAFT", metavar="N", range=Range(0, _MAX_LAYERS),
+    )] = 0
+
     device: Annotated[int | None, _devices(
         "--devices", "The only GPU to use, by llama.cpp's number. On the command line, one worker for each GPU.",
     )] = None
@@ -476,33 +497,34 @@ class EngineConfig(_Model, frozen=True, kw_only=True):
             )
 
     def _check_placement(self) -> None:
-        if self.device_names == ("none",):
-            msgspec.structs.force_setattr(self, "device_names", ())
-            msgspec.structs.force_setattr(self, "n_gpu_layers", 0)
+        for names, layers in (("device_names", "n_gpu_layers"), ("draft_device_names", "draft_gpu_layers")):
+            if getattr(self, names) == ("none",):
+                msgspec.structs.force_setattr(self, names, ())
+                msgspec.structs.force_setattr(self, layers, 0)
         if self.device_names and self.device is not None:
             raise ConfigError(
                 f"{setting_name('device_names')} and {setting_name('device')} cannot be combined: the first "
                 "names devices, the second numbers GPUs with a worker each"
             )
-        for pattern, place in self.tensor_places:
-            if not pattern or not place:
-                raise ConfigError(
-                    f"{setting_name('override_tensor')} contains {f'{pattern}={place}'.strip('=')!r:.200}; it must be "
-                    "PATTERN=DEVICE, such as exps=CPU"
-                )
-            try:
-                re.compile(pattern)
-            except re.error as error:
-                raise ConfigError(
-                    f"{setting_name('override_tensor')} has the pattern {pattern!r:.200}, which is not a regular "
-                    f"expression ({error})"
-                ) from None
+        for name in ("override_tensor", "draft_override_tensor"):
+            for given in getattr(self, name):
+                pattern, _, place = given.rpartition("=")
+                if not pattern or not place:
+                    raise ConfigError(
+                        f"{setting_name(name)} contains {given!r:.200}; it must be PATTERN=DEVICE, such as exps=CPU"
+                    )
+                try:
+                    re.compile(pattern)
+                except re.error as error:
+                    raise ConfigError(
+                        f"{setting_name(name)} has the pattern {pattern!r:.200}, which is not a regular expression "
+                        f"({error})"
+                    ) from None
 
     @property
     def tensor_places(self) -> list[tuple[str, str]]:
         """`override_tensor` as pairs of a pattern and a device."""
-        pairs = (each.rpartition("=") for each in self.override_tensor)
-        return [(pattern or place, place if pattern else "") for pattern, _, place in pairs]
+        return [(pattern, place) for pattern, _, place in (each.rpartition("=") for each in self.override_tensor)]
 
     @property
     def is_placed(self) -> bool:
@@ -637,6 +659,10 @@ class EngineSettings(TypedDict, total=False):
     pooling: Pooling | None
     draft_model: str
     draft_gpu_layers: int
+    draft_device_names: tuple[str, ...]
+    draft_override_tensor: tuple[str, ...]
+    draft_cpu_moe: bool
+    draft_n_cpu_moe: int
     mmproj: str
     lora: tuple[tuple[str, float], ...]
     step_ms: tuple[tuple[int, float], ...]

@@ -185,6 +185,8 @@ _CONVERSIONS: dict[str, dict[str, Any]] = {
     "tensor_split": {"default": "", "callback": _shares},
     "device_names": {"default": "", "callback": _comma_list},
     "override_tensor": {"multiple": True, "callback": split_lists},
+    "draft_device_names": {"default": "", "callback": _comma_list},
+    "draft_override_tensor": {"multiple": True, "callback": split_lists},
     "lora": {"multiple": True, "callback": _adapters},
     "mmproj": {"callback": _file},
     "draft_model": {"callback": _file},

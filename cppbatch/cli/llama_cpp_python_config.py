@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import click
 import msgspec
 
-from cppbatch.config import EngineConfig, cells_for
+from cppbatch.config import CHOICES, EngineConfig, cells_for
 from cppbatch.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ _IMAGE_CHAT_FORMATS = (
 )  # fmt: skip
 _WITHOUT_EFFECT = {
     "n_batch", "n_threads_batch", "use_mmap", "use_mlock", "numa", "verbose", "cache", "cache_type", "cache_size",
-    "logits_all", "mul_mat_q", "offload_kqv", "split_mode", "main_gpu", "lora_base", "embedding",
+    "logits_all", "mul_mat_q", "lora_base", "embedding",
     "interrupt_requests", "disable_ping_events", "root_path",
 }  # fmt: skip
 _UNSET: dict[str, Any] = {
@@ -159,6 +159,9 @@ _FLAGS: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "n_threads": ("threads", lambda n: max(0, n)),
     "flash_attn": ("flash-attn", lambda on: "on" if on else "off"),
     "tensor_split": ("tensor-split", list),
+    "split_mode": ("split-mode", CHOICES["split_mode"].__getitem__),
+    "main_gpu": ("main-gpu", int),
+    "offload_kqv": ("kv-offload", bool),
     "seed": ("seed", lambda seed: -1 if seed == 0xFFFFFFFF else seed),
     "last_n_tokens_size": ("repeat-last-n", int),
     "lora_path": ("lora", str),

@@ -85,8 +85,8 @@ def footprints(configs: list[EngineConfig]) -> Iterator[Footprint]:
             draft = draft_config(config)
             try:
                 has_head = uses_head(config)
-                of_draft = draft and (draft.model_path, draft.n_gpu_layers, repacks(draft))
-                where = [getattr(config, name) for name in (*PLACEMENT, "kv_offload", "op_offload")]
+                of_draft = draft and (draft.model_path, repacks(draft), _placement(draft))
+                where = _placement(config)
                 key = (config.model_path, where, repacks(config), config.lora, of_draft, config.mmproj, has_head)
                 if simulated is None or simulated.key != key:
                     if simulated:
@@ -99,6 +99,10 @@ def footprints(configs: list[EngineConfig]) -> Iterator[Footprint]:
     finally:
         if simulated:
             simulated.close()
+
+
+def _placement(config: EngineConfig) -> tuple[object, ...]:
+    return tuple(getattr(config, name) for name in (*PLACEMENT, "kv_offload", "op_offload"))
 
 
 class _SimulatedModel:

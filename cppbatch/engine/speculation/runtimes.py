@@ -7,7 +7,7 @@ from pathlib import Path
 
 import msgspec
 
-from cppbatch.config import CPU_PARTS, DRAFT_MODELS, EngineConfig, Speculation, available_threads, setting_name
+from cppbatch.config import DRAFT_MODELS, EngineConfig, Speculation, available_threads, setting_name
 from cppbatch.engine.compute_threads import ComputeThreads
 from cppbatch.engine.kv.layout import choose_flash_attn
 from cppbatch.engine.speculation.chain_proposer import ChainProposer
@@ -43,8 +43,11 @@ def draft_config(config: EngineConfig) -> EngineConfig | None:
         n_gpu_layers=config.draft_gpu_layers,
         rpc=(),  # a draft token over a network takes longer than it saves
         tensor_split=(),
-        override_tensor=(),
-        **dict.fromkeys(CPU_PARTS, 0),
+        device_names=config.draft_device_names,
+        override_tensor=config.draft_override_tensor,
+        cpu_moe=config.draft_cpu_moe,
+        n_cpu_moe=config.draft_n_cpu_moe,
+        n_cpu_ffn=0,
         kv_layout="unified",
         deterministic=False,  # drafts do not change the text
         lora=(),
