@@ -5,6 +5,7 @@ The options of the commands, `--help`, error messages and docs/settings.md follo
 
 import math
 import os
+import re
 from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
@@ -18,9 +19,13 @@ from cppbatch.rpc_endpoint import parse_endpoint
 
 KvLayout = Literal["auto", "unified", "per-sequence"]
 FlashAttention = Literal["auto", "on", "off"]
-CacheType = Literal["f32", "f16", "bf16", "q8_0", "q4_0"]
+CacheType = Literal["f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "iq4_nl"]
+FLOAT_CACHES: tuple[CacheType, ...] = ("f32", "f16", "bf16")
+"""The types of KV caches that need no flash attention."""
+LoadMode = Literal["auto", "none", "mmap", "mlock", "mmap+mlock", "dio"]
 Sampling = Literal["auto", "host", "backend"]
 Repacking = Literal["auto", "on", "off"]
+SplitMode = Literal["none", "layer", "row", "tensor"]
 Preference = Literal["throughput", "balanced", "latency"]
 Speculation = Literal["auto", "off", "suffix", "draft", "mtp", "eagle3", "dflash"]
 DRAFT_MODELS: tuple[Speculation, ...] = ("draft", "eagle3", "dflash")
@@ -37,12 +42,25 @@ whole: all computed tokens of the other sequence, by copying, because they canno
 possible.
 """
 
+CPU_PARTS = ("cpu_moe", "n_cpu_moe", "n_cpu_ffn")
+"""The settings that keep parts of layers on the CPU."""
+PLACEMENT = (
+    "n_gpu_layers", "device", "device_names", "rpc", "tensor_split", "split_mode", "main_gpu", "override_tensor",
+    *CPU_PARTS, "no_host", "load_mode",
+)  # fmt: skip
+"""The settings that say where the weights of a model are."""
+DRAFT_SETTINGS = (
+    "spec", "draft_max", "draft_model", "draft_gpu_layers", "draft_device_names", "draft_override_tensor",
+    "draft_cpu_moe", "draft_n_cpu_moe",
+)  # fmt: skip
+"""The settings of speculative decoding."""
 _INT32_MAX = 2**31 - 1
 _MAX_THREADS = 512  # ggml's GGML_MAX_N_THREADS: more would abort the process
 _MAX_STEP_MS = 60_000
 _MAX_WAIT_MS = 10_000
 _DISK_GB, _GB = 16, 10**9  # the default limit of cached prefixes on disk
 _LAYERS = "-1 (all layers), 0 (none) or more"
+_MAX_LAYERS = 512  # llama.cpp's LLAMA_MAX_LAYERS
 _MAX_DEVICES = 16  # llama_max_devices
 _MAX_RPC_WORKERS = 15  # ggml's GGML_SCHED_MAX_BACKENDS is 16, and the CPU is one: more would abort the process
 MAX_DRAFT = 64
@@ -198,9 +216,11 @@ class EngineConfig(_Model, frozen=True, kw_only=True):
     )] = 0
     """0: one per physical core available to this process (docs/decisions/0032)."""
     n_gpu_layers: Annotated[int, _speed(
-        "-ngl --gpu-layers --n-gpu-layers", "Layers on the GPU; -1: all, 0: none.", "LLAMA_ARG_N_GPU_LAYERS",
-        range=Range(-1), range_words=_LAYERS,
+        "-ngl --gpu-layers --n-gpu-layers",
+        "Layers on the GPU; auto (-1): all, or what fits into its memory; all (-2): all, or an error; 0: none.",
+        "LLAMA_ARG_N_GPU_LAYERS", range=Range(-2), range_words="-2 (all layers), -1 (automatic), 0 (none) or more",
     )] = -1
+    """The commands choose for -1; an engine in Python puts all layers on the GPU."""
     kv_layout: Annotated[KvLayout, _speed(
         "--kv-layout",
         "unified: all sequences share the KV cells; per-sequence: each sequence has its own ctx-size / parallel cells; "
@@ -281,6 +301,22 @@ class EngineConfig(_Model, frozen=True, kw_only=True):
         "LLAMA_ARG_N_GPU_LAYERS_DRAFT", range=Range(-1), range_words=_LAYERS,
     )] = -1
 
+    draft_device_names: Annotated[tuple[str, ...], _drafts(
+        "-devd --device-draft --spec-draft-device", "As --device, for the draft model.", metavar="NAME,...",
+    )] = ()
+    draft_override_tensor: Annotated[tuple[str, ...], _drafts(
+        "-otd --override-tensor-draft --spec-draft-override-tensor", "As --override-tensor, for the draft model.",
+        metavar="PATTERN=DEVICE,...",
+    )] = ()
+    draft_cpu_moe: Annotated[bool, _drafts(
+        "-cmoed --cpu-moe-draft --spec-draft-cpu-moe", "As --cpu-moe, for the draft model.",
+        "LLAMA_ARG_CPU_MOE_DRAFT",
+    )] = False
+    draft_n_cpu_moe: Annotated[int, _drafts(
+        "-ncmoed --n-cpu-moe-draft --spec-draft-n-cpu-moe --spec-draft-ncmoe", "As --n-cpu-moe, for the draft model.",
+        "LLAMA_ARG_N_CPU_MOE_DRAFT", metavar="N", range=Range(0, _MAX_LAYERS),
+    )] = 0
+
     device: Annotated[int | None, _devices(
         "--devices", "The only GPU to use, by llama.cpp's number. On the command line, one worker for each GPU.",
     )] = None
@@ -297,6 +333,57 @@ class EngineConfig(_Model, frozen=True, kw_only=True):
         "proportional to free memory.",
         "LLAMA_ARG_TENSOR_SPLIT", metavar="N0,N1,...",
     )] = ()
+
+    device_names: Annotated[tuple[str, ...], _devices(
+        "-dev --device", "Devices to use, by llama.cpp's names (`cppbatch doctor`), in this order; none: only the CPU.",
+        "LLAMA_ARG_DEVICE", metavar="NAME,...",
+    )] = ()
+    """(): all GPUs, after the devices of the RPC workers."""
+    split_mode: Annotated[SplitMode, _devices(
+        "-sm --split-mode",
+        "How a model is split over several GPUs. layer: each has some of the layers; row, tensor: each has a part of "
+        "every matrix; none: one GPU (--main-gpu).",
+        "LLAMA_ARG_SPLIT_MODE",
+    )] = "layer"
+    main_gpu: Annotated[int, _devices(
+        "-mg --main-gpu", "The number of the GPU for --split-mode none; with row, of that for small tensors.",
+        "LLAMA_ARG_MAIN_GPU", range=Range(0, _MAX_DEVICES - 1),
+    )] = 0
+    override_tensor: Annotated[tuple[str, ...], _devices(
+        "-ot --override-tensor",
+        "Put tensors whose name matches a regular expression on a device, or on the CPU: `exps=CPU`. The first match "
+        "counts.",
+        "LLAMA_ARG_OVERRIDE_TENSOR", metavar="PATTERN=DEVICE,...",
+    )] = ()
+    cpu_moe: Annotated[bool, _devices(
+        "-cmoe --cpu-moe", "Keep the experts of all layers on the CPU.", "LLAMA_ARG_CPU_MOE",
+    )] = False
+    n_cpu_moe: Annotated[int, _devices(
+        "-ncmoe --n-cpu-moe", "Keep the experts of the first N layers on the CPU.", "LLAMA_ARG_N_CPU_MOE",
+        metavar="N", range=Range(0, _MAX_LAYERS),
+    )] = 0
+    n_cpu_ffn: Annotated[int, _devices(
+        "-ncffn --n-cpu-ffn",
+        "Keep the feed-forward weights of the first N layers on the CPU, for models without experts.",
+        "LLAMA_ARG_N_CPU_FFN", metavar="N", range=Range(0, _MAX_LAYERS),
+    )] = 0
+    kv_offload: Annotated[bool, _devices(
+        "-kvo/-nkvo --kv-offload/--no-kv-offload", "Keep the KV cells of layers on the GPU there.",
+        "LLAMA_ARG_KV_OFFLOAD",
+    )] = True
+    op_offload: Annotated[bool, _devices(
+        "--op-offload/--no-op-offload",
+        "Compute large batches on the GPU also with weights that are on the CPU, by copying the weights.",
+    )] = True
+    load_mode: Annotated[LoadMode, _devices(
+        "-lm --load-mode",
+        "How weights that stay on the CPU are read. auto, mmap: mapped from the file; none: copied; mlock, mmap+mlock: "
+        "the same, and never swapped out; dio: copied past the file cache.",
+        "LLAMA_ARG_LOAD_MODE",
+    )] = "auto"
+    no_host: Annotated[bool, _devices(
+        "--no-host", "Repack weights that stay on the CPU; by default the GPU can read them.", "LLAMA_ARG_NO_HOST",
+    )] = False
 
     mmproj: Annotated[str, _model(
         "--mmproj -mm", "GGUF file with the image or audio encoder for this model (llama.cpp's mmproj).",
@@ -356,6 +443,7 @@ class EngineConfig(_Model, frozen=True, kw_only=True):
             )
         self._check_kernels()
         self._check_rpc()
+        self._check_placement()
         self._check_speculation()
         self._check_lora()
         if self.mmproj and self.pooling:
@@ -370,7 +458,7 @@ class EngineConfig(_Model, frozen=True, kw_only=True):
                 f"{setting_name('deterministic')} requires the per-sequence layout and flash attention: leave out "
                 f"{setting_name('kv_layout')} and {setting_name('flash_attn')}"
             )
-        if self.flash_attn == "off" and self.cache_type_v in ("q8_0", "q4_0"):
+        if self.flash_attn == "off" and self.cache_type_v not in FLOAT_CACHES:
             raise ConfigError(
                 f"{setting_name('cache_type_v')} is {self.cache_type_v!r}, and quantised values require flash "
                 f"attention: leave out {setting_name('flash_attn')}, or use f16"
@@ -407,6 +495,42 @@ class EngineConfig(_Model, frozen=True, kw_only=True):
                 f"{setting_name('tensor_split')} is {shares}; shares must be at least 0, and at least one must be "
                 "above 0"
             )
+
+    def _check_placement(self) -> None:
+        for names, layers in (("device_names", "n_gpu_layers"), ("draft_device_names", "draft_gpu_layers")):
+            if getattr(self, names) == ("none",):
+                msgspec.structs.force_setattr(self, names, ())
+                msgspec.structs.force_setattr(self, layers, 0)
+        if self.device_names and self.device is not None:
+            raise ConfigError(
+                f"{setting_name('device_names')} and {setting_name('device')} cannot be combined: the first "
+                "names devices, the second numbers GPUs with a worker each"
+            )
+        for name in ("override_tensor", "draft_override_tensor"):
+            for given in getattr(self, name):
+                pattern, _, place = given.rpartition("=")
+                if not pattern or not place:
+                    raise ConfigError(
+                        f"{setting_name(name)} contains {given!r:.200}; it must be PATTERN=DEVICE, such as exps=CPU"
+                    )
+                try:
+                    re.compile(pattern)
+                except re.error as error:
+                    raise ConfigError(
+                        f"{setting_name(name)} has the pattern {pattern!r:.200}, which is not a regular expression "
+                        f"({error})"
+                    ) from None
+
+    @property
+    def tensor_places(self) -> list[tuple[str, str]]:
+        """`override_tensor` as pairs of a pattern and a device."""
+        return [(pattern, place) for pattern, _, place in (each.rpartition("=") for each in self.override_tensor)]
+
+    @property
+    def is_placed(self) -> bool:
+        """Whether it says which layers and tensors are on a GPU. Otherwise the commands may choose
+        (`cppbatch.sizing.placement`)."""
+        return self.n_gpu_layers != -1 or any(getattr(self, name) for name in ("override_tensor", *CPU_PARTS))
 
     def _check_speculation(self) -> None:
         if self.spec in DRAFT_MODELS and not self.draft_model:
@@ -463,7 +587,7 @@ _FORMS: dict[Any, str] = {
     bool: "True or False",
     str: "a string",
     KINDS["device"]: "a whole number, or None",
-    KINDS["rpc"]: "a list of addresses, like ['HOST:PORT']",
+    KINDS["rpc"]: "a list of strings",
     KINDS["tensor_split"]: "a list of numbers, like [3, 1]",
     KINDS["step_ms"]: "a list of (rows, ms) pairs",
 }
@@ -478,7 +602,7 @@ def _convert(name: str, value: Any) -> Any:
         value = ""
     if kind is str and isinstance(value, os.PathLike):
         value = os.fspath(value)
-    if name == "rpc" and isinstance(value, str):
+    if kind == KINDS["rpc"] and isinstance(value, str):
         value = [each.strip() for each in value.split(",")]
     try:
         return msgspec.convert(value, kind, strict=kind is not bool)
@@ -499,6 +623,17 @@ class EngineSettings(TypedDict, total=False):
     device: int | None
     rpc: tuple[str, ...]
     tensor_split: tuple[float, ...]
+    device_names: tuple[str, ...]
+    split_mode: SplitMode
+    main_gpu: int
+    override_tensor: tuple[str, ...]
+    cpu_moe: bool
+    n_cpu_moe: int
+    n_cpu_ffn: int
+    kv_offload: bool
+    op_offload: bool
+    load_mode: LoadMode
+    no_host: bool
     n_threads: int
     repack: Repacking
     flash_attn: FlashAttention
@@ -524,6 +659,10 @@ class EngineSettings(TypedDict, total=False):
     pooling: Pooling | None
     draft_model: str
     draft_gpu_layers: int
+    draft_device_names: tuple[str, ...]
+    draft_override_tensor: tuple[str, ...]
+    draft_cpu_moe: bool
+    draft_n_cpu_moe: int
     mmproj: str
     lora: tuple[tuple[str, float], ...]
     step_ms: tuple[tuple[int, float], ...]

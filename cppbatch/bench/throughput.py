@@ -17,7 +17,7 @@ import numpy.typing as npt
 from cppbatch.bench.prompts import check_can_run, random_prompt
 from cppbatch.bench.report import Column, Report, Spread, from_zero, new_figure
 from cppbatch.bench.resource_usage import EnergyMeter, EnergySettings, ResourceUsage, energy_meter, tokens_per_kwh
-from cppbatch.config import EngineConfig
+from cppbatch.config import FLOAT_CACHES, EngineConfig
 from cppbatch.engine.engine import BatchInferenceEngine
 from cppbatch.engine.ideal import BareCosts, RequestSize, ideal_seconds
 from cppbatch.engine.model_info import ModelInfo
@@ -166,7 +166,7 @@ def measure_throughput(
     `progress` gets a line for each row, with the total number of rows. `energy`: a given power, and its price. Raises
     `ConfigError` and the engine's exceptions.
     """
-    if "off" in sizes.flash_attns and config.cache_type_v in ("q8_0", "q4_0"):
+    if "off" in sizes.flash_attns and config.cache_type_v not in FLOAT_CACHES:
         raise ConfigError(f"-ctv {config.cache_type_v} requires flash attention: use --flash-attns on")
     config = msgspec.structs.replace(
         config,

@@ -16,7 +16,7 @@ from cppbatch.bench.prompts import TEXT_WORKLOADS, Lengths
 from cppbatch.bench.strategies import STRATEGIES
 from cppbatch.cli.engine_options import engine_options
 from cppbatch.cli.report_options import Draw, numbers, report_options
-from cppbatch.config import EngineConfig, Speculation
+from cppbatch.config import DRAFT_SETTINGS, EngineConfig, Speculation
 from cppbatch.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -185,10 +185,7 @@ _SET_BY_ROOFLINE = (
     "swap_space",
     "target_itl_ms",
     "prefer",
-    "spec",
-    "draft_max",
-    "draft_model",
-    "draft_gpu_layers",
+    *DRAFT_SETTINGS,
     "sampling",
     "pooling",
     "max_wait_ms",
@@ -225,10 +222,7 @@ _SET_BY_STRATEGIES = (
     "prefix_cache",
     "prefix_cache_ram",
     "prefix_cache_disk",
-    "spec",
-    "draft_max",
-    "draft_model",
-    "draft_gpu_layers",
+    *DRAFT_SETTINGS,
     "pooling",
     "max_wait_ms",
     "context_shift",

@@ -62,11 +62,16 @@ class Switch(Choice):
 
 
 class _Layers(click.types.IntParamType):
-    """A number of layers; `all` and `auto` mean -1, as in llama.cpp."""
+    """A number of layers, or llama.cpp's words: auto, which is -1, and all."""
+
+    def __init__(self, every: int) -> None:
+        """`every`: the number for all layers."""
+        super().__init__()
+        self._words = {"auto": -1, "all": every}
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
         """As in click."""
-        return -1 if value in ("all", "auto") else int(super().convert(value, param, ctx))
+        return self._words[value] if value in self._words else int(super().convert(value, param, ctx))
 
 
 def split_lists(_context: object, _option: object, given: tuple[str, ...]) -> tuple[str, ...]:
@@ -123,7 +128,7 @@ def _disk_folder(_context: object, _option: object, given: str) -> str:
     return given
 
 
-def _workers_of_rpc(_context: object, _option: object, given: str) -> tuple[str, ...]:
+def _comma_list(_context: object, _option: object, given: str) -> tuple[str, ...]:
     return tuple(each.strip() for each in given.split(",")) if given else ()
 
 
@@ -168,16 +173,20 @@ _MODEL = [
 _CONVERSIONS: dict[str, dict[str, Any]] = {
     "n_ctx": {"show_default": "1,024 per sequence, on a GPU more, or what fits into memory"},
     "n_parallel": {"show_default": "16, on a GPU 32, or what fits into memory"},
-    "n_gpu_layers": {"type": _Layers()},
-    "draft_gpu_layers": {"type": _Layers()},
+    "n_gpu_layers": {"type": _Layers(-2)},
+    "draft_gpu_layers": {"type": _Layers(-1)},
     "kv_layout": {
         "type": Choice(
             CHOICES["kv_layout"], {"true": "unified", "1": "unified", "false": "per-sequence", "0": "per-sequence"}
         )
     },
     "spec": {"type": Choice(CHOICES["spec"], _SPEC_TYPES)},
-    "rpc": {"default": "", "callback": _workers_of_rpc},
+    "rpc": {"default": "", "callback": _comma_list},
     "tensor_split": {"default": "", "callback": _shares},
+    "device_names": {"default": "", "callback": _comma_list},
+    "override_tensor": {"multiple": True, "callback": split_lists},
+    "draft_device_names": {"default": "", "callback": _comma_list},
+    "draft_override_tensor": {"multiple": True, "callback": split_lists},
     "lora": {"multiple": True, "callback": _adapters},
     "mmproj": {"callback": _file},
     "draft_model": {"callback": _file},

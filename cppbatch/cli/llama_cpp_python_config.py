@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import click
 import msgspec
 
-from cppbatch.config import EngineConfig, cells_for
+from cppbatch.config import CHOICES, EngineConfig, cells_for
 from cppbatch.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -23,7 +23,9 @@ Json = dict[str, Any]
 
 _DEFAULTS = EngineConfig("")
 _N_CTX, _PORT = 2048, 8000  # of llama-cpp-python's server
-_CACHE_TYPES = {0: "f32", 1: "f16", 2: "q4_0", 8: "q8_0", 30: "bf16"}  # ggml's numbers
+_CACHE_TYPES = {  # ggml's numbers
+    0: "f32", 1: "f16", 2: "q4_0", 3: "q4_1", 6: "q5_0", 7: "q5_1", 8: "q8_0", 20: "iq4_nl", 30: "bf16",
+}  # fmt: skip
 _TEMPLATES = {
     "chatml": "chatml", "gemma": "gemma", "llama-2": "llama2", "llama-3": "llama3", "mistral-instruct": "mistral-v1",
     "openchat": "openchat", "vicuna": "vicuna", "zephyr": "zephyr",
@@ -35,7 +37,7 @@ _IMAGE_CHAT_FORMATS = (
 )  # fmt: skip
 _WITHOUT_EFFECT = {
     "n_batch", "n_threads_batch", "use_mmap", "use_mlock", "numa", "verbose", "cache", "cache_type", "cache_size",
-    "logits_all", "mul_mat_q", "offload_kqv", "split_mode", "main_gpu", "lora_base", "embedding",
+    "logits_all", "mul_mat_q", "lora_base", "embedding",
     "interrupt_requests", "disable_ping_events", "root_path",
 }  # fmt: skip
 _UNSET: dict[str, Any] = {
@@ -157,6 +159,9 @@ _FLAGS: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "n_threads": ("threads", lambda n: max(0, n)),
     "flash_attn": ("flash-attn", lambda on: "on" if on else "off"),
     "tensor_split": ("tensor-split", list),
+    "split_mode": ("split-mode", CHOICES["split_mode"].__getitem__),
+    "main_gpu": ("main-gpu", int),
+    "offload_kqv": ("kv-offload", bool),
     "seed": ("seed", lambda seed: -1 if seed == 0xFFFFFFFF else seed),
     "last_n_tokens_size": ("repeat-last-n", int),
     "lora_path": ("lora", str),

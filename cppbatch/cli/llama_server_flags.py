@@ -35,11 +35,15 @@ RENAMED: Mapping[str, tuple[str, ...]] = {
     "--no-kv-unified": ("--kv-layout", "per-sequence"),
     "-nr": ("--repack", "off"),
     "--no-repack": ("--repack", "off"),
+    "--mmap": ("--load-mode", "mmap"),
+    "--no-mmap": ("--load-mode", "none"),
+    "--mlock": ("--load-mode", "mmap+mlock"),
 }
 """Flags without a value, and their equivalents here."""
 
 _STARTED = "the model is ready when the server answers"
 _TEMPLATE = "chat templates are always Jinja templates, or llama.cpp's own by name"
+_PLACED = "without -ngl or another placement, parts of a model that does not fit stay on the CPU; -ngl all forbids it"
 _LINES = "--log-format chooses between text and JSON"
 
 UNNEEDED = (
@@ -49,11 +53,9 @@ UNNEEDED = (
         "--embedding --embeddings --rerank --reranking", "the model type determines the output; see --pooling"
     ),
     UnneededFlag("--warmup --no-warmup", _STARTED),
-    UnneededFlag("--mmap --no-mmap --mlock", "the model file is mapped into memory, but not locked"),
-    UnneededFlag("-lm --load-mode", "the model file is mapped into memory, but not locked", "MODE"),
-    UnneededFlag("-fit --fit", "--memory-check refuses settings that do not fit", "on|off"),
-    UnneededFlag("-fitt --fit-target", "--memory-check refuses settings that do not fit", "MIB,..."),
-    UnneededFlag("-fitc --fit-ctx", "--memory-check refuses settings that do not fit", "N"),
+    UnneededFlag("-fit --fit", _PLACED, "on|off"),
+    UnneededFlag("-fitt --fit-target", _PLACED, "MIB,..."),
+    UnneededFlag("-fitc --fit-ctx", _PLACED, "N"),
     UnneededFlag(
         "-bs --backend-sampling", "--sampling auto, the default, already selects tokens on the GPU where possible"
     ),

@@ -9,7 +9,7 @@ from pathlib import Path
 from msgspec.structs import replace
 
 from cppbatch.cli.output import format_bytes, format_count
-from cppbatch.config import EngineConfig, available_threads
+from cppbatch.config import CPU_PARTS, EngineConfig, available_threads
 from cppbatch.errors import ModelError
 from cppbatch.models.attention_times import RequestSizes
 from cppbatch.models.file_header import read_header
@@ -140,6 +140,12 @@ def _where(config: EngineConfig, estimate: MemoryEstimate) -> str:
         return on_cpu
     n_layers = estimate.footprints[0].n_layers
     devices = " and ".join(f"{d.name} ({d.description})" if d.description else d.name for d in used)
-    if config.n_gpu_layers < 0 or config.n_gpu_layers >= n_layers:
-        return f"all {n_layers} layers on {devices}"
-    return f"{config.n_gpu_layers} of {n_layers} layers on {devices}, the others {on_cpu}"
+    n = n_layers if config.n_gpu_layers < 0 else min(config.n_gpu_layers, n_layers)
+    whole = f"{'all ' if n == n_layers else f'{n} of '}{n_layers} layers on {devices}"
+    if n < n_layers:
+        whole += f", the others {on_cpu}"
+    if config.override_tensor or any(getattr(config, name) for name in CPU_PARTS):
+        weights = (buffer for buffer in estimate.footprints[0].buffers if buffer.kind == "weights")
+        at_host = sum(each.n_bytes for each in weights if location(each, estimate.devices) == HOST)
+        whole += f", {format_gib(at_host)} of the weights {on_cpu}"
+    return whole

@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cppbatch.config import (
+    CPU_PARTS,
     DRAFT_MODELS,
     EngineConfig,
     FlashAttention,
@@ -63,6 +64,7 @@ from cppbatch.llama import (
     EmbeddingBatch,
     MediaEncoder,
     Model,
+    cpu_overrides,
     find_prefix_sharing,
     least_rows_for_equal_bits,
     probe_prefix_sharing,
@@ -181,17 +183,27 @@ def load_model(
             setting_name("flash_attn"),
             setting_name("n_gpu_layers"),
         )
-    return Model(
+    parts = {name: getattr(config, name) for name in CPU_PARTS}
+    model = Model(
         config.model_path,
         n_gpu_layers=config.n_gpu_layers,
         device=config.device,
         repack=repacks(config),
         rpc=config.rpc,
         tensor_split=config.tensor_split,
+        devices=config.device_names,
+        split_mode=config.split_mode,
+        main_gpu=config.main_gpu,
+        overrides=[*config.tensor_places, *cpu_overrides(**parts)],
+        load_mode=config.load_mode,
+        no_host=config.no_host,
         progress=progress,
         no_alloc=no_alloc,
         load_head=uses_head(config),
     )
+    given = {"offload_kqv": config.kv_offload, "op_offload": config.op_offload}
+    model.context_params |= {name: False for name, value in given.items() if not value}
+    return model
 
 
 def repacks(config: EngineConfig) -> bool:

@@ -11,6 +11,7 @@ from cppbatch.llama.library import why_no_heads, why_no_layer_rows
 from cppbatch.llama.llama_batch import Batch, EmbeddingBatch
 from cppbatch.llama.media_encoder import MediaChunk, MediaEncoder
 from cppbatch.llama.model import Model
+from cppbatch.llama.placement import cpu_overrides
 from cppbatch.llama.probes import MIN_ROWS, find_prefix_sharing, least_rows_for_equal_bits, probe_prefix_sharing
 from cppbatch.llama.row_contexts import AssistantContext, DFlashContext, EagleContext, HeadBatch, HeadContext, RowBatch
 from cppbatch.llama.rpc import RpcConnections
@@ -42,6 +43,7 @@ __all__ = [
     "Vocab",
     "apply_builtin_template",
     "builtin_template_names",
+    "cpu_overrides",
     "find_prefix_sharing",
     "least_rows_for_equal_bits",
     "probe_prefix_sharing",

@@ -32,7 +32,9 @@ from cppbatch.llama.sequence_state import CELL_BYTES, HEADER_BYTES, PLANAR_CELL_
 
 _FLASH_ATTENTION = {"auto": -1, "off": 0, "on": 1}
 _POOLING: dict[Pooling, int] = {"none": 0, "mean": 1, "cls": 2, "last": 3, "rank": 4}  # llama_pooling_type
-_CACHE_TYPES = {"f32": 0, "f16": 1, "q4_0": 2, "q8_0": 8, "bf16": 30}  # ggml_type
+_CACHE_TYPES = {  # ggml_type
+    "f32": 0, "f16": 1, "q4_0": 2, "q4_1": 3, "q5_0": 6, "q5_1": 7, "q8_0": 8, "iq4_nl": 20, "bf16": 30,
+}  # fmt: skip
 _NEVER = 1 << 31
 _WHOLE_COPIES = frozenset({"deepseek4"})  # aborts on copies of a part of a sequence: src/llama-kv-cache-dsv4.cpp:1513
 _EQUAL_SHARES = frozenset({"kimi-linear"})  # aborts if it cannot reserve the same part of a ubatch for each sequence

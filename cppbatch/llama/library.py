@@ -201,6 +201,8 @@ def ggml() -> ctypes.CDLL:
     lib.ggml_backend_dev_get.restype = ctypes.c_void_p
     lib.ggml_backend_dev_memory.argtypes = [ctypes.c_void_p, size_p, size_p]
     lib.ggml_backend_dev_memory.restype = None
+    lib.ggml_backend_dev_buffer_type.argtypes = [ctypes.c_void_p]
+    lib.ggml_backend_dev_buffer_type.restype = ctypes.c_void_p
     lib.ggml_backend_cpu_buffer_type.argtypes = []
     lib.ggml_backend_cpu_buffer_type.restype = ctypes.c_void_p
     for name, restype in (

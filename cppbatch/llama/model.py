@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import functools
 import os
 import sys
 import weakref
@@ -13,37 +12,29 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
 
-from cppbatch.config import Pooling, setting_name
+from cppbatch.config import LoadMode, Pooling, SplitMode
 from cppbatch.errors import LlamaError, ModelError
 from cppbatch.interrupts import interrupts_deferred
 from cppbatch.llama.backend import Backend
 from cppbatch.llama.gguf_header import check_metadata, has_tensor
-from cppbatch.llama.library import C, ggml
+from cppbatch.llama.library import C
 from cppbatch.llama.lora import load_adapter
 from cppbatch.llama.owned import Owned
-from cppbatch.llama.rpc import RpcConnections, any_registered, is_remote
+from cppbatch.llama.placement import ModelDevices, check_gpu, set_no_alloc
 from cppbatch.llama.sequence_state import SNAPSHOTS
 from cppbatch.llama.vocab import Vocab
-from cppbatch.rpc_endpoint import parse_endpoint
 
 Progress = Callable[[float], bool]
 
 _LAYERS_WITH_WINDOWS = {"exaone4": 64}  # with any other number of layers, llama.cpp ignores the window in the file
+_LOAD_MODES: tuple[LoadMode, ...] = ("auto", "none", "mmap", "mlock", "mmap+mlock", "dio")  # llama_load_mode + 1
+_SPLIT_MODES: tuple[SplitMode, ...] = ("none", "layer", "row", "tensor")  # llama_split_mode
 _MROPE_TYPES = {8, 40}  # llama_rope_type: MROPE, IMROPE
 _POOLING: dict[str, Pooling] = {"1": "mean", "2": "cls", "3": "last", "4": "rank"}  # llama_pooling_type in metadata
 
 
 class _Closeable(Protocol):
     def close(self) -> None: ...
-
-
-def _check_device(device: int) -> None:
-    """Raises `ModelError` if there is no GPU with this number: llama.cpp would use the CPU without a warning."""
-    gpus = [gpu.name for gpu in Backend.get().devices() if "GPU" in gpu.kind]
-    if device >= len(gpus):
-        raise ModelError(
-            f"GPU {device} not found ({setting_name('device')}); available in llama.cpp: {', '.join(gpus) or 'none'}"
-        )
 
 
 class Model:
@@ -58,15 +49,23 @@ class Model:
         repack: bool = True,
         rpc: Sequence[str] = (),
         tensor_split: Sequence[float] = (),
+        devices: Sequence[str] = (),
+        split_mode: SplitMode = "layer",
+        main_gpu: int = 0,
+        overrides: Sequence[tuple[str, str]] = (),
+        no_host: bool = False,
+        load_mode: LoadMode = "auto",
         progress: Progress | None = None,
         no_alloc: bool = False,
         load_head: bool = False,
     ) -> None:
         """Loads `path`.
 
-        `n_gpu_layers`: layers on the GPU, -1 for all. `device`: the number of the only GPU to use, None for all.
-        `rpc`: addresses of RPC workers. Their devices come before this machine's GPUs. `tensor_split`: the share of
-        layers for each of these devices; (): in proportion to free memory.
+        `n_gpu_layers`: layers on the GPU, below 0 for all. `device`: the number of the only GPU to use, None for all.
+        `rpc`: addresses of RPC workers. Their devices come before this machine's GPUs. `devices`: names of those to
+        use; (): all. `tensor_split`: the share of layers for each of these devices; (): in proportion to free memory.
+        `split_mode`, `main_gpu`: as in `EngineConfig`. `overrides`: the places of tensors, as in `ModelDevices`.
+        `load_mode`, `no_host`: as in `EngineConfig`.
         `repack`: llama.cpp may repack weights for this CPU (its `use_extra_bufts`). `progress` is called with 0.0 to
         1.0 while loading; loading stops when it returns False.
         `no_alloc`: llama.cpp plans the model and its contexts and logs the sizes of all buffers, but only allocates
@@ -93,15 +92,18 @@ class Model:
         self.has_head = load_head
         """Whether the draft head of the file is loaded (`HeadContext`)."""
         self.no_alloc = no_alloc
-        if no_alloc:
-            _set_no_alloc(params, on_cpu=not rpc and not Backend.get().supports_gpu)
+        params.split_mode, params.main_gpu = _SPLIT_MODES.index(split_mode), main_gpu
+        params.no_host = no_host
+        params.load_mode = _LOAD_MODES.index(load_mode) - 1
         if device is not None:
-            _check_device(device)
+            check_gpu(device)
             params.split_mode, params.main_gpu = C.LLAMA_SPLIT_MODE_NONE, device
         with Backend.get().errors():  # captured and discarded: loading logs them again
             check_metadata(self.path)
-        self._devices = ModelDevices(rpc, tensor_split)
+        self._devices = ModelDevices(rpc, devices, tensor_split, overrides)
         self._devices.set_in(params)
+        if no_alloc:
+            set_no_alloc(params, on_cpu=not rpc and not Backend.get().supports_gpu)
         try:
             with interrupts_deferred() as interrupted, Backend.get().errors() as lines:
                 reporter = _Reporter(progress, interrupted)
@@ -378,83 +380,3 @@ def _read_string(function: Any, *args: Any) -> str:
         if n < size:
             return buffer.value.decode("utf-8", "replace")
         size = n + 1
-
-
-class _BufferTypeOverride(ctypes.Structure):
-    """llama.cpp's `llama_model_tensor_buft_override`."""
-
-    _fields_ = (("pattern", ctypes.c_char_p), ("buffer_type", ctypes.c_void_p))
-
-
-def _set_no_alloc(params: Any, *, on_cpu: bool) -> None:
-    """Sets `no_alloc` in these `llama_model_params`.
-
-    `on_cpu`: the CPU is the only device. All tensors are then "overridden" to CPU buffers, where they would be anyway,
-    so that llama.cpp logs which tensors it would repack for this CPU. Those are not in the memory-mapped file.
-    """
-    params.no_alloc = True
-    params.load_mode = C.LLAMA_LOAD_MODE_NONE  # llama.cpp asserts that the file is not mapped
-    if on_cpu:
-        params.tensor_buft_overrides = ctypes.addressof(_all_on_cpu())
-
-
-@functools.cache  # llama.cpp keeps the address
-def _all_on_cpu() -> ctypes.Array[_BufferTypeOverride]:
-    overrides = (_BufferTypeOverride * 2)()  # the second one is empty and ends the list
-    overrides[0] = _BufferTypeOverride(b".", ggml().ggml_backend_cpu_buffer_type())
-    return overrides
-
-
-# --- model devices ---------------------------------------------------------------------------------------------------
-# The devices over which a model is split: those of RPC workers, then this machine's GPUs.
-
-
-_GPU, _INTEGRATED_GPU = 1, 2  # ggml_backend_dev_type
-
-
-class ModelDevices:
-    """The devices of one model, and the connections to their workers, which stay open until `close`."""
-
-    def __init__(self, rpc: Sequence[str], tensor_split: Sequence[float]) -> None:
-        """Raises `ModelError` if the number of shares is not the number of devices, and as `RpcConnections`."""
-        self._connections = RpcConnections([parse_endpoint(each) for each in rpc])
-        handles = [*self._connections.devices, *_local_gpus()]
-        self._list = (ctypes.c_void_p * (len(handles) + 1))(*handles)  # ends with 0
-        self._split: ctypes.Array[ctypes.c_float] | None = None
-        if not tensor_split:
-            return
-        if len(tensor_split) != len(handles):
-            self.close()
-            names = ", ".join(map(_name, handles)) or "none (no GPU or RPC worker found)"
-            given = f"{setting_name('tensor_split')} has {len(tensor_split)} shares"
-            raise ModelError(f"{given}; it must have one for each device: {names}")
-        self._split = (ctypes.c_float * C.llama_max_devices())(*tensor_split)
-
-    def set_in(self, params: Any) -> None:
-        """Sets the devices in `llama_model_params`, which then refer to memory of this object."""
-        if any_registered():  # else llama.cpp finds the GPUs itself
-            params.devices = ctypes.addressof(self._list)
-        if self._split is not None:
-            params.tensor_split = self._split
-
-    def close(self) -> None:
-        """Closes the connections. The model must be freed first. A second call does nothing."""
-        self._connections.close()
-
-
-def _local_gpus() -> list[int]:
-    """The GPUs that llama.cpp would choose: integrated ones only if all are integrated."""
-    lib = ggml()
-    local = [lib.ggml_backend_dev_get(i) for i in range(lib.ggml_backend_dev_count())]
-    by_type = {
-        kind: [device for device in local if lib.ggml_backend_dev_type(device) == kind and not is_remote(device)]
-        for kind in (_GPU, _INTEGRATED_GPU)
-    }
-    return by_type[_GPU] or by_type[_INTEGRATED_GPU]
-
-
-def _name(handle: int) -> str:
-    """ "CUDA0", or "RPC0 (192.168.1.5:50052)"."""
-    lib = ggml()
-    name: str = lib.ggml_backend_dev_name(handle).decode()
-    return f"{name} ({lib.ggml_backend_dev_description(handle).decode()})" if is_remote(handle) else name

@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import llama_cpp
 
-from cppbatch.config import CacheType, EngineConfig, Pooling
+from cppbatch.config import CacheType, EngineConfig, Pooling, SplitMode
 from cppbatch.engine.params import RANGES, SamplingParams
 from cppbatch.errors import ConfigError
 
@@ -29,7 +29,12 @@ _CACHE_TYPES: dict[int, CacheType] = {
     30: "bf16",  # not defined in llama_cpp
     llama_cpp.GGML_TYPE_Q8_0: "q8_0",
     llama_cpp.GGML_TYPE_Q4_0: "q4_0",
+    llama_cpp.GGML_TYPE_Q4_1: "q4_1",
+    llama_cpp.GGML_TYPE_Q5_0: "q5_0",
+    llama_cpp.GGML_TYPE_Q5_1: "q5_1",
+    llama_cpp.GGML_TYPE_IQ4_NL: "iq4_nl",
 }
+_SPLIT_MODES: tuple[SplitMode, ...] = ("none", "layer", "row", "tensor")
 _CONTEXT_PARAMS = (
     "rope_scaling_type", "attention_type", "rope_freq_base", "rope_freq_scale", "yarn_ext_factor", "yarn_attn_factor",
     "yarn_beta_fast", "yarn_beta_slow", "yarn_orig_ctx", "offload_kqv", "op_offload",
@@ -55,11 +60,8 @@ def engine_settings(given: Json) -> Json:
         "n_gpu_layers": given.get("n_gpu_layers", 0),
         "n_threads": given.get("n_threads") or 0,
         "repack": "on",  # as in llama-cpp-python; "auto" rereads the header and may time kernels
+        **_placement(given),
     }
-    if given.get("split_mode") == llama_cpp.LLAMA_SPLIT_MODE_NONE and settings["n_gpu_layers"]:
-        settings["device"] = given.get("main_gpu", 0)
-    if given.get("tensor_split"):
-        settings["tensor_split"] = tuple(given["tensor_split"])
     if (flash_attn := given.get("flash_attn")) is not None:
         settings["flash_attn"] = "on" if flash_attn else "off"
     for name, setting in (("type_k", "cache_type_k"), ("type_v", "cache_type_v")):
@@ -79,6 +81,18 @@ def engine_settings(given: Json) -> Json:
     if projector := getattr(given.get("chat_handler"), "clip_model_path", None):
         settings["mmproj"] = projector
     return settings | _extra_settings(given.get("kwargs", {}))
+
+
+def _placement(given: Json) -> Json:
+    settings: Json = {"main_gpu": given["main_gpu"]} if "main_gpu" in given else {}
+    if "split_mode" in given:
+        settings["split_mode"] = _SPLIT_MODES[given["split_mode"]]
+    if given.get("tensor_split"):
+        settings["tensor_split"] = tuple(given["tensor_split"])
+    if "use_mmap" in given or "use_mlock" in given:
+        how = ["mmap"] * bool(given.get("use_mmap", True)) + ["mlock"] * bool(given.get("use_mlock"))
+        settings["load_mode"] = "+".join(how) or "none"
+    return settings
 
 
 def _draft_settings(draft_model: object) -> Json:

@@ -32,6 +32,8 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
     n_head: int | None
     n_head_kv: int | None
     n_vocab: int | None
+    n_expert: int = 0
+    """Experts of a layer; 0: none."""
     draft_heads: int = 0
     """Draft layers (MTP), which may allow speculative decoding."""
     drafts_as: str | None = None
@@ -69,6 +71,7 @@ def inspect_model(path: Path) -> ModelFacts:
         n_head=first.metadata.get(f"{architecture}.attention.head_count"),
         n_head_kv=first.metadata.get(f"{architecture}.attention.head_count_kv"),
         n_vocab=first.whole_number("tokenizer.ggml.tokens"),
+        n_expert=first.whole_number(f"{architecture}.expert_count") or 0,
         draft_heads=heads_in(headers).n,
         drafts_as=describe_draft(path),
         tensor_types=dict(types.most_common()),

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import msgspec
 from msgspec.structs import replace
 
-from cppbatch.config import CacheType, EngineConfig, KvLayout
+from cppbatch.config import FLOAT_CACHES, CacheType, EngineConfig, KvLayout
 from cppbatch.engine.kv.layout import choose_flash_attn, choose_layout, switches_layout
 from cppbatch.errors import ModelError
 from cppbatch.findings import finding_path, read_finding, write_finding
@@ -102,7 +102,7 @@ def _allowed_choices(config: EngineConfig, given: Collection[str], now: Attentio
     types_are_given = (now.k, now.v) != _F16 or not {"cache_type_k", "cache_type_v"}.isdisjoint(given)
     here: Types = now.k, now.v
     for k, v in [here] if types_are_given else [_F16, *TYPES]:
-        if v not in ("q8_0", "q4_0") and not (is_fixed and now.flash_attn == "on"):
+        if v in FLOAT_CACHES and not (is_fixed and now.flash_attn == "on"):
             yield Attention("off", k, v)
         if not (is_fixed and now.flash_attn == "off"):
             yield Attention("on", k, v)

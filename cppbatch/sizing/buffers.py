@@ -107,11 +107,13 @@ class TensorInfo(Protocol):
     def n_bytes(self) -> int: ...
 
 
-def weight_buffers(lines: Sequence[str], parts: Iterable[Sequence[TensorInfo]]) -> list[Buffer]:
+def weight_buffers(
+    lines: Sequence[str], parts: Iterable[Sequence[TensorInfo]], *, names_all: bool = False
+) -> list[Buffer]:
     """Returns the buffers of the weights, from the log of a simulated load and the tensors of each model file.
 
-    In each file the range from the first to the last mapped tensor is mapped. Tensors that llama.cpp does not load do
-    not count.
+    In each file the range from the first to the last mapped tensor is mapped. `names_all`: the log has the place of
+    every tensor, as where the CPU is the only device; tensors that llama.cpp does not load do not count then.
     """
     placed: dict[str, set[str]] = {}
     layers: dict[int, str] = {}
@@ -126,7 +128,8 @@ def weight_buffers(lines: Sequence[str], parts: Iterable[Sequence[TensorInfo]]) 
     for tensors in files:
         mapped: list[TensorInfo] = []
         for tensor in tensors:
-            for place in placed.get(tensor.name, set()) if placed else _by_layer(tensor.name, layers, has_output):
+            its = placed.get(tensor.name, set())
+            for place in its if its or names_all else _by_layer(tensor.name, layers, has_output):
                 if place == MAPPED:
                     mapped.append(tensor)
                 else:

@@ -14,7 +14,7 @@ import msgspec
 import psutil
 from msgspec.structs import replace
 
-from cppbatch.config import EngineConfig
+from cppbatch.config import PLACEMENT, EngineConfig
 from cppbatch.engine.runtime import load_model, make_context, may_draft, open_encoder, repacks, switches
 from cppbatch.engine.speculation.row_proposer import most_rows
 from cppbatch.engine.speculation.runtimes import (
@@ -34,7 +34,7 @@ from cppbatch.llama.gguf_header import list_tensors
 from cppbatch.models.find import model_parts
 from cppbatch.models.inspect import DraftFile
 from cppbatch.rpc_endpoint import parse_endpoint
-from cppbatch.sizing.buffers import Buffer, Owner, read_buffers, weight_buffers
+from cppbatch.sizing.buffers import MAPPED, Buffer, Owner, read_buffers, weight_buffers
 from cppbatch.sizing.estimate import Device, Footprint, MemoryEstimate, read_sequence_memory
 
 _MAX_REAL_CELLS = 1 << 20  # llama.cpp's cell metadata is allocated for real: 50 bytes each
@@ -85,8 +85,8 @@ def footprints(configs: list[EngineConfig]) -> Iterator[Footprint]:
             draft = draft_config(config)
             try:
                 has_head = uses_head(config)
-                of_draft = draft and (draft.model_path, draft.n_gpu_layers, repacks(draft))
-                where = config.n_gpu_layers, config.device, config.rpc, config.tensor_split
+                of_draft = draft and (draft.model_path, repacks(draft), _placement(draft))
+                where = _placement(config)
                 key = (config.model_path, where, repacks(config), config.lora, of_draft, config.mmproj, has_head)
                 if simulated is None or simulated.key != key:
                     if simulated:
@@ -99,6 +99,10 @@ def footprints(configs: list[EngineConfig]) -> Iterator[Footprint]:
     finally:
         if simulated:
             simulated.close()
+
+
+def _placement(config: EngineConfig) -> tuple[object, ...]:
+    return tuple(getattr(config, name) for name in (*PLACEMENT, "kv_offload", "op_offload"))
 
 
 class _SimulatedModel:
@@ -187,7 +191,11 @@ def _load(config: EngineConfig) -> tuple[Model, list[Buffer]]:
     """A model with simulated allocations, and the buffers of its weights."""
     with Backend.get().lines() as lines:
         model = load_model(config, no_alloc=True)
-    return model, weight_buffers(lines, [list_tensors(part) for part in model_parts(model.path)])
+    tensors = [list_tensors(part) for part in model_parts(model.path)]
+    buffers = weight_buffers(lines, tensors, names_all=not (config.rpc or Backend.get().supports_gpu))
+    if config.load_mode not in ("auto", "mmap"):  # copied, or locked in memory
+        buffers = [replace(each, buffer_type="CPU") if each.buffer_type == MAPPED else each for each in buffers]
+    return model, buffers
 
 
 def _projector(config: EngineConfig, model: Model) -> list[Buffer]:

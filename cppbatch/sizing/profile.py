@@ -13,7 +13,7 @@ from typing import Annotated, NamedTuple
 import msgspec
 from platformdirs import user_config_path
 
-from cppbatch.config import EngineConfig, FlashAttention, KvLayout, flag_of
+from cppbatch.config import PLACEMENT, EngineConfig, FlashAttention, KvLayout, flag_of
 from cppbatch.errors import ConfigError
 from cppbatch.models.find import file_identity
 from cppbatch.sizing.machine import this_machine
@@ -23,7 +23,7 @@ log = logging.getLogger("cppbatch.tune")
 
 VERSION = 1
 _CONDITIONS = ("n_gpu_layers", "device", "cache_type_k", "cache_type_v")
-_SPLIT = ("rpc", "tensor_split")  # conditions where they are given
+_PLACEMENT = tuple(name for name in (*PLACEMENT, "kv_offload") if name not in _CONDITIONS)  # where they are given
 
 
 class TunedSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -70,7 +70,9 @@ def profile_path(config: EngineConfig) -> Path:
 
 def conditions(config: EngineConfig) -> dict[str, str]:
     """Returns the settings that a profile depends on, besides the model and the machine."""
-    names = [*_CONDITIONS, *(name for name in _SPLIT if getattr(config, name))]
+    usual = EngineConfig(config.model_path)
+    given = (name for name in _PLACEMENT if getattr(config, name) != getattr(usual, name))
+    names = [*_CONDITIONS, *given]
     return {name: str(getattr(config, name)) for name in names}
 
 

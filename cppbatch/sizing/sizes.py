@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
-from cppbatch.config import EngineConfig
+from cppbatch.config import FLOAT_CACHES, EngineConfig
 from cppbatch.errors import ConfigError, DoesNotFit, EstimateFailed, ModelError
 from cppbatch.models.inspect import inspect_model
 from cppbatch.models.kernels import has_gpu, kernel_times
@@ -22,6 +22,7 @@ from cppbatch.sizing.buffers import MAPPED
 from cppbatch.sizing.demand import HOST, Demand, format_gib, location, mapped_bytes, memory_demands
 from cppbatch.sizing.estimate import Footprint, MemoryEstimate, estimate_memory
 from cppbatch.sizing.machine import free_host_memory
+from cppbatch.sizing.placement import placed
 
 MARGIN = 0.1
 """The fraction of free memory that the chosen sizes leave free."""
@@ -112,10 +113,15 @@ class Planned(NamedTuple):
 
 
 def first_ample(candidates: Sequence[EngineConfig], engines: Engines = lambda config: [config]) -> Planned:
-    """The first candidate that fits with the weights and leaves `MARGIN` of the memory free; the last one if none does.
+    """The first candidate that fits with the weights and leaves `MARGIN` of the memory free; the last one if none does,
+    with parts of the model on the CPU if its devices cannot hold it.
 
     If the estimate fails, the first one, and a warning is logged.
     """
+    return _placed(_first_ample(candidates, engines), candidates, engines)
+
+
+def _first_ample(candidates: Sequence[EngineConfig], engines: Engines) -> Planned:
     planned = _plan(candidates[0], engines)
     smaller = candidates[1:]
     if planned.estimate is None or not smaller or _is_ample(planned.estimate):
@@ -130,6 +136,21 @@ def first_ample(candidates: Sequence[EngineConfig], engines: Engines = lambda co
         if _is_ample(estimate):
             break
     return Planned(each, estimate)
+
+
+def _placed(planned: Planned, candidates: Sequence[EngineConfig], engines: Engines) -> Planned:
+    """With parts of the model on the CPU, if the sizes that are left do not fit on its devices."""
+    if planned.estimate is None:
+        return planned
+    demands = memory_demands(planned.estimate, free_host_memory())
+    if all(each.will_fit for each in demands if each.where != HOST):
+        return planned
+    try:
+        found = placed(candidates, engines, n_devices=len(planned.estimate.devices), margin=MARGIN)
+    except EstimateFailed as error:
+        log.warning("could not look for a placement that fits: %s", error)
+        return planned
+    return Planned(*found) if found else planned
 
 
 def _plan(config: EngineConfig, engines: Engines) -> Planned:
@@ -239,7 +260,7 @@ def alternatives(config: EngineConfig, *, n_layers: int = 0) -> Iterator[list[tu
     yield [(f"-c {n}", replace(config, n_ctx=n)) for n in cells if n >= max(config.n_parallel, _MIN_CELLS)]
     sizes = [(config.n_parallel >> i, config.n_ctx >> i) for i in range(1, _HALVINGS)]
     yield [(f"-np {n} -c {c}", replace(config, n_parallel=n, n_ctx=c)) for n, c in sizes if n and c >= _MIN_CELLS]
-    if config.flash_attn != "off" and not {config.cache_type_k, config.cache_type_v} & {"q8_0", "q4_0"}:
+    if config.flash_attn != "off" and {config.cache_type_k, config.cache_type_v} <= {*FLOAT_CACHES}:
         yield [("-ctk q8_0 -ctv q8_0", replace(config, cache_type_k="q8_0", cache_type_v="q8_0"))]
     if n_layers and config.n_gpu_layers:
         on_gpu = [n_layers * part // 8 for part in range(7, -1, -1)]
@@ -314,7 +335,7 @@ def first_beside(
     budget: int | None = None,
 ) -> LoadedSizes:
     """The first candidate that fits alongside the `others` and leaves `MARGIN` of the free memory free; else the last
-    one, if it fits at all.
+    one, if it fits at all; without others, with parts of the model on the CPU if its devices cannot hold it.
 
     `pinned`: those of the others that cannot be unloaded. `budget`: bytes for all models together; None: the free
     memory. Raises `DoesNotFit`, and `EstimateFailed`.
@@ -341,6 +362,8 @@ def first_beside(
     if len(others) == len(pinned) and _fits(smallest, free, margin=0.0, mapped_too=False):
         return smallest  # its weights will be read from the file again and again: slow, but nothing can be done here
     never = not _fits(smallest, free_at_most, margin=0.0, mapped_too=False, devices_too=not others)
+    if never and not others and (found := placed(candidates, engines, n_devices=len(estimated.devices), margin=MARGIN)):
+        return LoadedSizes(*found)
     message = f"it needs {format_gib(smallest.needs)} with -np {smallest.config.n_parallel} -c {smallest.config.n_ctx}"
     advice = "use a smaller model or quantisation, or lower -c and -np"
     raise DoesNotFit(f"{message}, more than {'there is' if never else 'is free'}: {advice}", never=never)

@@ -55,6 +55,26 @@ def ending_with_eos(path: PathLike) -> Path:
     return llama(path, vocab=vocab)
 
 
+def experts(path: PathLike, *, n_layers: int = 4, n_experts: int = 4) -> Path:
+    """A transformer whose feed-forward parts are experts, of which two compute each token (Mixtral)."""
+    writer = _writer(path, "llama", n_layers=n_layers)
+    _add_attention(writer, N_HEAD_KV)
+    writer.add_expert_count(n_experts)
+    writer.add_expert_used_count(2)
+    weights = [_embedding(), norm("output_norm", N_EMBD), _output()]
+    for i in range(n_layers):
+        blk = f"blk.{i}"
+        weights += [*_plain_attention(blk), norm(f"{blk}.ffn_norm", N_EMBD)]
+        weights.append(matrix(f"{blk}.ffn_gate_inp", n_experts, N_EMBD))
+    arrays = {}
+    rng = np.random.default_rng(0)
+    for i in range(n_layers):
+        for name, shape in {"gate": (N_FF, N_EMBD), "up": (N_FF, N_EMBD), "down": (N_EMBD, N_FF)}.items():
+            values = rng.normal(0, shape[1] ** -0.5, (n_experts, *shape)).astype(np.float32)
+            arrays[f"blk.{i}.ffn_{name}_exps.weight"] = values
+    return _write_arrays(path, writer, weights, arrays)
+
+
 def mamba(path: PathLike) -> Path:
     """A recurrent model: one state per sequence instead of KV cells, which cannot be partly removed."""
     n_inner, n_state, n_conv, n_rank = 2 * N_EMBD, 8, 4, 8

@@ -170,7 +170,8 @@ def test_the_gpu_page_has_the_names_that_the_programs_use() -> None:
     for name in ("CPPBATCH_BACKEND", "CUDA_HOME", "CUDA_PATH", "/usr/local/cuda", "nvcc", "glslc"):
         assert name in page, name
         assert name in installer, name
-    known = {option for command in commands() for parameter in command.params for option in parameter.opts}
+    parameters = [parameter for command in commands() for parameter in command.params]
+    known = {option for each in parameters for option in (*each.opts, *each.secondary_opts)}
     named = set(re.findall(r"(?<=[`\s|])(--?[a-z][a-z-]*)(?=[ `])", page)) - {"--gpus", "--version"}  # others' flags
     assert {"-ngl", "-np", "-c", "--devices", "--sampling", "-ts", "--rpc"} <= named <= known
     doctor = Path(cppbatch.__file__).with_name("cli").joinpath("doctor_command.py").read_text()

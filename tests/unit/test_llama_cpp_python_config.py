@@ -115,7 +115,7 @@ def test_the_server_is_where_the_file_says_unless_flags_say_otherwise(tmp_path: 
         ({"kv_overrides": ["a=int:1"]}, "kv_overrides is not supported"),
         ({"rope_freq_base": 5e5}, "rope_freq_base is not supported"),
         ({"chat_format": "snoozy"}, "chat_format is 'snoozy'"),
-        ({"type_k": 6}, "type_k is 6"),
+        ({"type_k": 12}, "type_k is 12"),
         ({"draft_model": "other"}, "draft_model is 'other'"),
         ({"n_ctxx": 5}, "unknown setting n_ctxx"),
     ],

@@ -64,7 +64,7 @@ def test_weights_that_stay_in_the_file_are_all_from_the_first_to_the_last() -> N
     lines = [f"tensor {name} (0 MiB q4_0) buffer type overridden to {place}" for name, place in
              (("a", "CPU"), ("b", "CPU_REPACK"), ("c", "CPU"), ("a", "CPU_REPACK"))]  # fmt: skip
     tensors = [InFile("a", 0, 10), InFile("b", 10, 20), InFile("c", 30, 5), InFile("not loaded", 35, 1000)]
-    assert weight_buffers(lines, [tensors]) == [
+    assert weight_buffers(lines, [tensors], names_all=True) == [
         Buffer("weights", "CPU_REPACK", 30),
         Buffer("weights", MAPPED, 35),
     ]

@@ -59,7 +59,7 @@ def test_the_help_of_serve_shows_the_common_options_and_help_all_the_others_too(
 
 
 def test_a_type_with_an_underscore_is_shown_as_it_is_and_may_be_written_with_a_dash() -> None:
-    assert "[f32|f16|bf16|q8_0|q4_0]" in help_of("serve")
+    assert "[f32|f16|bf16|q8_0|q5_1|q5_0|q4_1|q4_0|iq4_nl]" in help_of("serve")
     for given in ("q8_0", "q8-0"):
         result = CliRunner().invoke(cli, ["serve", "-ctk", given, "-m", "nosuch.gguf"])
         assert "file not found" in str(result.exception)

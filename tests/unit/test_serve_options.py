@@ -184,7 +184,7 @@ def test_an_empty_data_folder_is_refused() -> None:
     [
         ({"LLAMA_ARG_CTX_SIZE": "512", "LLAMA_ARG_N_PARALLEL": "2"}, {"n_ctx": 512, "n_parallel": 2}),
         ({"LLAMA_ARG_BATCH": "512", "LLAMA_ARG_UBATCH": "64"}, {"n_batch": 512, "n_ubatch": 64}),
-        ({"LLAMA_ARG_N_GPU_LAYERS": "all", "LLAMA_ARG_THREADS": "1"}, {"n_gpu_layers": -1, "n_threads": 1}),
+        ({"LLAMA_ARG_N_GPU_LAYERS": "all", "LLAMA_ARG_THREADS": "1"}, {"n_gpu_layers": -2, "n_threads": 1}),
         ({"LLAMA_ARG_FLASH_ATTN": "1", "LLAMA_ARG_REPACK": "false"}, {"flash_attn": "on", "repack": "off"}),
         ({"LLAMA_ARG_CACHE_TYPE_K": "q8_0"}, {"cache_type_k": "q8_0"}),
         ({"LLAMA_ARG_CACHE_PROMPT": "0", "LLAMA_ARG_POOLING": "mean"}, {"prefix_cache": False, "pooling": "mean"}),

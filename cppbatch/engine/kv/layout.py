@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cppbatch.config import CacheType, EngineConfig, FlashAttention, KvLayout
+from cppbatch.config import FLOAT_CACHES, CacheType, EngineConfig, FlashAttention, KvLayout
 
 _CELL_STEP = 256  # llama.cpp rounds the cells of a stream up to a multiple of this
 
@@ -53,7 +53,7 @@ def flash_attn_settings(config: EngineConfig) -> list[FlashAttention]:
     """
     if config.flash_attn != "auto":
         return [config.flash_attn]
-    if config.deterministic or config.cache_type_v in ("q8_0", "q4_0"):
+    if config.deterministic or config.cache_type_v not in FLOAT_CACHES:
         return ["on"]
     return ["off"] if "f32" in (config.cache_type_k, config.cache_type_v) else ["on", "off"]
 

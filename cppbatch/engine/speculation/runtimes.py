@@ -43,6 +43,11 @@ def draft_config(config: EngineConfig) -> EngineConfig | None:
         n_gpu_layers=config.draft_gpu_layers,
         rpc=(),  # a draft token over a network takes longer than it saves
         tensor_split=(),
+        device_names=config.draft_device_names,
+        override_tensor=config.draft_override_tensor,
+        cpu_moe=config.draft_cpu_moe,
+        n_cpu_moe=config.draft_n_cpu_moe,
+        n_cpu_ffn=0,
         kv_layout="unified",
         deterministic=False,  # drafts do not change the text
         lora=(),

@@ -1,0 +1,227 @@
+"""A model larger than its device: parts of it stay on the CPU, as llama-server's flags say or as chosen, and the texts
+stay the same. The device is an RPC worker of this machine, which llama.cpp treats as a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from cppbatch import BatchInferenceEngine, SamplingParams
+from cppbatch.config import CHOICES, EngineConfig
+from cppbatch.errors import ConfigError, DoesNotFit, ModelError
+from cppbatch.models.synthetic import LlamaShape
+from cppbatch.sizing import placement, sizes
+from cppbatch.sizing.demand import HOST, memory_demands
+from cppbatch.sizing.estimate import MemoryEstimate, estimate_memory
+from cppbatch.sizing.sizes import LoadedSizes, check_planned, first_ample, first_beside
+from tests.support import tiny_models
+from tests.support.native_engines import PROMPTS
+from tests.support.rpc_workers import RpcWorker
+
+GREEDY = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
+SIZES: dict[str, Any] = {"n_ctx": 1024, "n_parallel": 4, "n_threads": 1, "spec": "off", "kv_layout": "unified"}
+N_LAYERS = 4
+
+
+@pytest.fixture(scope="module")
+def endpoints() -> Iterator[tuple[str, str]]:
+    with RpcWorker() as one, RpcWorker() as two:
+        yield one.endpoint, two.endpoint
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("placement")
+    return {
+        "experts": tiny_models.experts(folder / "experts.gguf", n_layers=N_LAYERS),
+        "dense": tiny_models.echo(folder / "dense.gguf", n_layers=N_LAYERS),
+        "wide heads": tiny_models.llama(folder / "wide.gguf", shape=LlamaShape(n_head=2, n_head_kv=1)),
+    }
+
+
+def texts(model: Path, **settings: Any) -> list[str]:
+    with BatchInferenceEngine(model, **SIZES, **settings) as engine:
+        return [each.text for each in engine.generate(PROMPTS, GREEDY)]
+
+
+def bytes_by_place(model: Path, kind: str, **settings: Any) -> dict[str, int]:
+    """The estimated bytes of buffers of this kind by the kind of their device."""
+    (footprint,) = estimate_memory([EngineConfig(str(model), **SIZES, **settings)]).footprints
+    assert footprint.error is None
+    found = {"device": 0, "host": 0}
+    for buffer in footprint.buffers:
+        if buffer.kind == kind:
+            found["device" if buffer.buffer_type.startswith("RPC") else "host"] += buffer.n_bytes
+    return found
+
+
+PLACEMENTS: dict[str, dict[str, Any]] = {
+    "experts": {"cpu_moe": True},
+    "experts of layers": {"n_cpu_moe": 2},
+    "one tensor": {"override_tensor": (r"blk\.1\.ffn_down=CPU", "output=CPU")},
+    "layers": {"n_gpu_layers": 2},
+    "layers and experts": {"n_gpu_layers": 3, "n_cpu_moe": 2},
+    "cells": {"kv_offload": False},
+    "no large batches": {"cpu_moe": True, "op_offload": False},
+}
+
+
+@pytest.mark.parametrize("settings", PLACEMENTS.values(), ids=PLACEMENTS.keys())
+def test_texts_are_those_of_the_cpu_wherever_parts_of_the_model_are(
+    settings: dict[str, Any], models: dict[str, Path], endpoints: tuple[str, str]
+) -> None:
+    model = models["experts"]
+    assert texts(model, rpc=endpoints[:1], **settings) == texts(model, n_gpu_layers=0)
+
+
+def test_the_estimate_knows_where_the_parts_are(models: dict[str, Path], endpoints: tuple[str, str]) -> None:
+    rpc = endpoints[:1]
+    weights = {
+        n: bytes_by_place(models["experts"], "weights", rpc=rpc, n_cpu_moe=n)["device"] for n in range(N_LAYERS + 1)
+    }
+    per_layer = weights[0] - weights[1]
+    assert per_layer > 0
+    assert [weights[n] - weights[n + 1] for n in range(N_LAYERS)] == [per_layer] * N_LAYERS
+    assert bytes_by_place(models["experts"], "weights", rpc=rpc, cpu_moe=True)["device"] == weights[N_LAYERS]
+    dense = [bytes_by_place(models["dense"], "weights", rpc=rpc, n_cpu_ffn=n)["device"] for n in (0, 1, N_LAYERS)]
+    assert dense[0] > dense[1] > dense[2] > 0
+    assert bytes_by_place(models["dense"], "cells", rpc=rpc, kv_offload=False)["device"] == 0
+    assert bytes_by_place(models["dense"], "cells", rpc=rpc)["host"] == 0
+
+
+# --- the choice -------------------------------------------------------------------------------------------------------
+
+
+def limit_devices(monkeypatch: pytest.MonkeyPatch, *free: int) -> None:
+    """Devices report this free memory, in bytes."""
+
+    def limited(configs: list[EngineConfig]) -> MemoryEstimate:
+        found = estimate_memory(configs)
+        remote = [each for each in found.devices if "RPC" in each.name]
+        pairs = zip(remote, free, strict=True)
+        return MemoryEstimate(found.footprints, [msgspec.structs.replace(each, free=n) for each, n in pairs])
+
+    for module in (sizes, placement):
+        monkeypatch.setattr(module, "estimate_memory", limited)
+
+
+def on_devices(estimate: MemoryEstimate) -> list[tuple[int, int]]:
+    """The bytes that each device must hold, and its free bytes."""
+    return [(each.firm, each.free) for each in memory_demands(estimate, 1 << 40) if each.where != HOST]
+
+
+@pytest.mark.parametrize("kind", ["experts", "dense"])
+@pytest.mark.parametrize("share", [0.1, 0.5, 0.8, 1.2])
+def test_a_model_that_does_not_fit_on_its_device_is_placed_and_gives_the_same_texts(
+    kind: str, share: float, models: dict[str, Path], endpoints: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = EngineConfig(str(models[kind]), rpc=endpoints[:1], **SIZES)
+    ((whole, _),) = on_devices(estimate_memory([config]))
+    limit_devices(monkeypatch, int(whole * share))
+    planned = first_ample([config])
+    check_planned(planned)  # raises for settings that do not fit
+    assert planned.estimate
+    assert all(firm <= free for firm, free in on_devices(planned.estimate))
+    assert planned.config.is_placed == (share < 1)
+    settings = {name: getattr(planned.config, name) for name in ("n_gpu_layers", "n_cpu_moe", "n_cpu_ffn")}
+    assert texts(models[kind], rpc=endpoints[:1], **settings) == texts(models[kind], n_gpu_layers=0)
+
+
+def test_more_memory_holds_more_of_the_model(
+    models: dict[str, Path], endpoints: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = EngineConfig(str(models["experts"]), rpc=endpoints[:1], **SIZES)
+    ((whole, _),) = on_devices(estimate_memory([config]))
+    held = []
+    for share in (0.5, 0.7, 0.9, 1.2):
+        limit_devices(monkeypatch, int(whole * share))
+        estimate = first_ample([config]).estimate
+        assert estimate
+        held += [firm for firm, _ in on_devices(estimate)]
+    assert held == sorted(held)
+    assert held[-1] == whole
+    assert held[0] > 0
+
+
+def test_two_unequal_devices_each_hold_what_fits(
+    models: dict[str, Path], endpoints: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = EngineConfig(str(models["experts"]), rpc=endpoints, tensor_split=(1.0, 3.0), **SIZES)
+    needs = [firm for firm, _ in on_devices(estimate_memory([config]))]
+    limit_devices(monkeypatch, *(int(n * 0.8) for n in needs))
+    planned = first_ample([config])
+    check_planned(planned)
+    assert planned.estimate
+    assert all(firm <= free for firm, free in on_devices(planned.estimate))
+    settings = {name: getattr(planned.config, name) for name in ("override_tensor", "n_cpu_moe", "n_gpu_layers")}
+    placed = texts(models["experts"], rpc=endpoints, tensor_split=(1.0, 3.0), **settings)
+    assert placed == texts(models["experts"], n_gpu_layers=0)
+
+
+def test_a_model_of_several_is_placed_where_unloading_others_would_not_help(
+    models: dict[str, Path], endpoints: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = EngineConfig(str(models["experts"]), rpc=endpoints[:1], **SIZES)
+    limit_devices(monkeypatch, 1 << 20)
+    loaded = first_beside([config], [], [], engines=lambda each: [each])
+    assert loaded.config.is_placed
+    other = LoadedSizes(config, None)
+    with pytest.raises(DoesNotFit) as refused:  # so that the other one is unloaded
+        first_beside([config], [other], [], engines=lambda each: [each])
+    assert not refused.value.never
+
+
+@pytest.mark.parametrize("given", [{"n_gpu_layers": -2}, {"n_cpu_moe": 1}, {"override_tensor": ("output=CPU",)}])
+def test_a_given_placement_is_not_changed(
+    given: dict[str, Any], models: dict[str, Path], endpoints: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = EngineConfig(str(models["experts"]), rpc=endpoints[:1], **SIZES, **given)
+    limit_devices(monkeypatch, 1 << 16)
+    planned = first_ample([config])
+    assert planned.config == config
+    with pytest.raises(ConfigError, match=r"but only 0\.1 MiB are free"):
+        check_planned(planned)
+
+
+# --- loading and cells ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", CHOICES["load_mode"])
+def test_weights_are_the_same_however_they_are_read(mode: Any, models: dict[str, Path]) -> None:
+    assert texts(models["dense"], load_mode=mode) == texts(models["dense"])
+
+
+def test_copied_weights_count_as_memory_that_must_be_free(models: dict[str, Path]) -> None:
+    mapped, copied = (
+        memory_demands(estimate_memory([EngineConfig(str(models["dense"]), load_mode=mode, **SIZES)]), 1 << 40)[0]
+        for mode in ("mmap", "none")
+    )
+    assert mapped.mapped > 0
+    assert copied.mapped == 0
+    assert copied.firm >= mapped.firm + mapped.mapped // 2  # mapped ranges include what is between tensors
+
+
+@pytest.mark.parametrize("kind", CHOICES["cache_type_k"])
+def test_every_type_of_cells_gives_texts_that_start_as_those_of_floats(kind: Any, models: dict[str, Path]) -> None:
+    given = {"cache_type_k": kind, "cache_type_v": kind, "flash_attn": "on"}
+    starts = [[text[:1] for text in texts(models["wide heads"], **each)] for each in (given, {"flash_attn": "on"})]
+    assert sum(map(str.__eq__, *starts)) >= len(PROMPTS) // 2
+
+
+# --- mistakes ---------------------------------------------------------------------------------------------------------
+
+
+def test_unknown_devices_are_named_with_those_that_exist(models: dict[str, Path]) -> None:
+    for given in ({"device_names": ("CUDA7",)}, {"override_tensor": ("exps=CUDA7",)}):
+        with pytest.raises(ModelError, match=r"names the device 'CUDA7'; available: none"):
+            BatchInferenceEngine(models["experts"], **SIZES, **given)
+
+
+@pytest.mark.parametrize("given", ["exps", "=CPU", "exps=", "(=CPU"])
+def test_a_pattern_that_cannot_be_used_is_refused(given: str) -> None:
+    with pytest.raises(ConfigError, match="override_tensor"):
+        EngineConfig("m.gguf", override_tensor=(given,))
