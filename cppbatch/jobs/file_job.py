@@ -9,7 +9,6 @@ from pathlib import Path
 
 import msgspec
 
-from cppbatch.engine.disk.slots import file_digest
 from cppbatch.errors import ConfigError, InUse, StorageError
 from cppbatch.jobs.durable_files import DurableFile, storage_error, uncommitted_path
 from cppbatch.jobs.input.format import InputFormat, unreadable_file
@@ -18,7 +17,7 @@ from cppbatch.jobs.job_request import Json
 from cppbatch.jobs.journal import Journal, Ledger
 
 _SETTINGS_NOTE = "settings"
-_MODEL_NOTE = "model"
+_MODEL_NOTE = "weights"
 _TABLES = (".csv", ".tsv", ".parquet", ".pq")
 _OTHER_FORMATS = (".xlsx", ".xls", ".ods", ".txt", ".md")
 
@@ -239,9 +238,10 @@ def _check_settings(job: FileJob, model: str, ledger: Ledger) -> None:
             )
 
 
-def check_model(journal: Journal, model: str) -> None:
-    """Called before a job's lines are run. Raises `ConfigError` if its results are of another file of the same name."""
-    ledger, now = journal.ledger, {"digest": file_digest(model)}
+def check_model(journal: Journal, model: str, digest: str) -> None:
+    """Called before a job's lines are run, with the model's `model_digest`. Raises `ConfigError` if its results are of
+    another file of the same name."""
+    ledger, now = journal.ledger, {"digest": digest}
     begun = ledger.note(_MODEL_NOTE)
     if begun is None or not ledger.n_completed:
         ledger.set_note(_MODEL_NOTE, now)

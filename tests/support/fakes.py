@@ -659,7 +659,7 @@ def fake_engine(
         media=media,
     )
     return BatchInferenceEngine(
-        "fake.gguf", runtime=runtime, n_ctx=n_ctx, n_batch=n_batch, n_parallel=n_parallel, **settings
+        path, runtime=runtime, n_ctx=n_ctx, n_batch=n_batch, n_parallel=n_parallel, **settings
     )
 
 

@@ -13,6 +13,7 @@ from cppbatch.jobs.durable_files import uncommitted_path
 from cppbatch.jobs.file_job import FileJob, as_begun, begun_with, check_model, open_job
 from cppbatch.jobs.input.format import detect_input_format
 from cppbatch.jobs.journal import Journal
+from cppbatch.models.digest import model_digest
 from tests.support.job_results import item, result
 
 
@@ -43,12 +44,12 @@ def test_another_model_of_the_same_name_does_not_continue_a_job(tmp_path: Path) 
         model.write_bytes(model.parent.name.encode() * 100)
     journal = opened(a_job(tmp_path))
     for model in models:  # no result depends on the first one
-        check_model(journal, str(model))
+        check_model(journal, str(model), model_digest(model))
     journal.register([item(1)])
     journal.record([result(item(1))])
-    check_model(journal, str(models[1]))
+    check_model(journal, str(models[1]), model_digest(models[1]))
     with pytest.raises(ConfigError, match=r"was started with another file named model\.gguf"):
-        check_model(journal, str(models[0]))
+        check_model(journal, str(models[0]), model_digest(models[0]))
     journal.close()
 
 

@@ -18,7 +18,7 @@ from cppbatch.config import EngineConfig, disk_folder
 from cppbatch.engine.disk import folder as prefix_folder
 from cppbatch.engine.disk import prefixes
 from cppbatch.engine.disk.folder import PrefixFolder, PrefixIndex, file_name
-from cppbatch.engine.disk.slots import Footer, StateKey
+from cppbatch.engine.disk.slots import Footer, StateKey, weight_files
 from cppbatch.engine.engine import BatchInferenceEngine as Engine
 from cppbatch.engine.kv.radix_tree import Tokens
 from cppbatch.engine.kv.save_cost import DiskCost
@@ -44,7 +44,9 @@ def model(tmp_path: Path) -> Path:
 def key_of(model: Path, **changes: Any) -> StateKey:
     with fake_engine(path=str(model)) as engine:
         config = EngineConfig(model_path=str(model), **changes)
-        return StateKey(engine.info, config, {"version": "1"})
+        files = weight_files(config)
+        files.read()
+        return StateKey(engine.info, config, {"version": "1"}, files)
 
 
 def footer_of(key: StateKey, cache_salt: str = "") -> Footer:
