@@ -8,12 +8,17 @@ import logging
 import os
 import shutil
 import sqlite3
+import sys
+import tempfile
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from cppbatch.errors import DiskFull, InUse, StorageError
+
+if sys.platform != "win32":
+    import fcntl
 
 log = logging.getLogger("cppbatch.jobs")
 
@@ -28,6 +33,7 @@ class DurableFile:
         also be out of date. Raises `StorageError`, also if the file is shorter than `size`.
         """
         self.path, self.size = path, size
+        check_regular(path)
         with _storage_errors(path):
             self._file = path.open("ab")
             found = self._file.tell()
@@ -45,6 +51,7 @@ class DurableFile:
     def _keep_lines(self) -> None:
         """Copies the complete lines beyond `size`."""
         n_lines, kept = 0, uncommitted_path(self.path)
+        check_regular(kept)
         with self.path.open("rb") as file, kept.open("ab") as copy:
             file.seek(self.size)
             for line in file:
@@ -91,6 +98,28 @@ class DurableFile:
 def uncommitted_path(path: Path) -> Path:
     """The path of the file with the uncommitted lines of a `DurableFile`."""
     return path.with_name(path.name + ".uncommitted")
+
+
+def check_regular(path: Path) -> None:
+    """Raises `StorageError` if there is something else than a file. Opening a pipe could wait for ever."""
+    with _storage_errors(path):
+        if path.exists() and not path.is_file():
+            raise StorageError(f"{path} is not a regular file: move it away")
+
+
+def make_private(path: Path, mode: int) -> None:
+    """Sets the mode of a file or folder if it exists, gives other users access, and is this user's own."""
+    if os.name == "nt":  # its modes do not tell who has access
+        return
+    try:
+        found = path.stat()
+        if found.st_uid == os.geteuid() and found.st_mode & 0o077:
+            path.chmod(mode)
+            log.info("%s is now readable by its owner only", path)
+    except FileNotFoundError:
+        pass
+    except OSError as error:  # such as a file system without modes
+        log.warning("other users may be able to read %s: %s", path, error.strerror)
 
 
 @contextlib.contextmanager
@@ -153,6 +182,8 @@ def move(durable: Path, path: Path) -> None:
 
 _MIN_FREE_BYTES = 1 << 16  # SQLite needs some free disk space for every change
 _LOCK_TIMEOUT_S = 2.0  # enough for a process that is shutting down
+_PRIVATE_FILE = 0o600  # databases name files, and have prompts of ordered jobs; a reader's lock would keep others out
+_WITHOUT_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
 Migration = Sequence[str]
 """The SQL statements that upgrade a database by one version."""
@@ -171,6 +202,7 @@ class Kind(NamedTuple):
     """Seconds between checkpoints while there are commits; 0: after each commit."""
 
 
+_NO_LOCKS = "cannot be locked, because its file system has no working locks: use a folder on a local disk"
 _IN_USE = "is in use by another cppbatch: stop that process, or use another folder or output"
 _REASONS = {
     "full": "cannot grow because the disk is full: free some space and restart; no data was lost",
@@ -184,7 +216,7 @@ _REASONS = {
 
 
 class Database:
-    """One SQLite file: WAL mode, each commit fsynced, locked exclusively while it is open.
+    """One SQLite file: WAL mode, each commit fsynced, locked exclusively while it is open, readable by its owner only.
 
     A checkpoint moves the WAL's pages to the file and empties the WAL. SQLite does not make automatic checkpoints, so
     the file always has a complete state, and if any part of the WAL is lost, the rest is a state that was committed.
@@ -199,8 +231,11 @@ class Database:
         """
         self.path, self._kind = path, kind
         self._next_checkpoint = time.monotonic() + kind.checkpoint_s
+        check_regular(path)
         with self._storage_errors():
             self._check_with_wal()
+            with contextlib.suppress(OSError):  # SQLite says the same, and would create a file that others can read
+                os.close(os.open(path, os.O_RDWR | os.O_CREAT, _PRIVATE_FILE))
             self._db = sqlite3.connect(path, timeout=_LOCK_TIMEOUT_S, isolation_level=None, check_same_thread=False)
         try:
             with self._storage_errors():
@@ -211,6 +246,8 @@ class Database:
                         f"{path} has no tables, but its data exists: restore it from a backup, or use another folder"
                     )
                 self._check_integrity(self._db)
+                for suffix in ("", "-wal", "-shm"):
+                    make_private(path.with_name(path.name + suffix), _PRIVATE_FILE)
                 self._db.execute("PRAGMA journal_mode = WAL")
                 self._db.execute("PRAGMA synchronous = FULL")
                 self._db.execute("PRAGMA wal_autocheckpoint = 0")
@@ -311,13 +348,28 @@ class Database:
     def _storage_errors(self) -> Iterator[None]:
         try:
             yield
+        except UnicodeDecodeError as error:
+            raise StorageError(f"{self.path} {_REASONS['malformed']} (a text is not UTF-8)") from error
         except sqlite3.Error as error:
             text = str(error)
             if "locked" in text:
+                if not self._has_locks():
+                    raise StorageError(f"{self.path} {_NO_LOCKS}") from error
                 raise InUse(f"{self.path} {_IN_USE}") from error
             reason = next((reason for word, reason in _REASONS.items() if word in text), "failed")
             kind = DiskFull if "full" in text or self._is_disk_full(text) else StorageError
             raise kind(f"{self.path} {reason} (SQLite: {text})") from error
+
+    def _has_locks(self) -> bool:
+        """Whether files in the folder can be locked. If not, SQLite says that the database is locked."""
+        if sys.platform == "win32":
+            return True
+        try:
+            with tempfile.TemporaryFile(dir=self.path.parent) as file:
+                fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            return error.errno not in _WITHOUT_LOCKS
+        return True
 
     def _is_disk_full(self, text: str) -> bool:
         """SQLite reports an I/O error instead of a full disk if one of its own files, such as the WAL, cannot grow."""

@@ -102,9 +102,14 @@ class WeightFiles:
         return len(self._digests) == len(self._stamps) and self._problem is None
 
     def read(self) -> None:
-        """Reads the files whose digests are not known. Raises `ModelError`, as `check`."""
-        self._read(lambda: False)
+        """As `read_beside`, and waits. Raises `ModelError`, as `check`, and if it was closed meanwhile."""
+        if self._thread is None and self._problem is None:
+            self.read_beside()
+        if self._thread:
+            self._thread.join()
         self.check()
+        if not self.are_known:
+            raise ModelError("the weights were not read to their end")
 
     def _read(self, is_stopped: IsStopped) -> None:
         for path in self._stamps:

@@ -110,7 +110,7 @@ def test_every_part_of_a_split_model_counts(tmp_path: Path) -> None:
         found.add(model_digest(parts[0]))
     assert len(found) == 4
     parts[1].unlink()
-    with pytest.raises(ModelError, match="m-00002-of-00003.gguf cannot be read"):
+    with pytest.raises(ModelError, match=r"m-00002-of-00003\.gguf cannot be read"):
         model_digest(parts[0])
 
 
@@ -146,7 +146,7 @@ def test_files_replaced_or_changed_since_they_were_loaded_have_no_digest(tmp_pat
         files.check()
         assert files.are_known
         changed(paths[1])
-        with pytest.raises(ModelError, match=rf"{number}-adapter.gguf has changed since it was loaded"):
+        with pytest.raises(ModelError, match=rf"{number}-adapter\.gguf has changed since it was loaded"):
             files.check()
         assert not files.are_known
         with pytest.raises(ModelError, match="has changed since it was loaded"):

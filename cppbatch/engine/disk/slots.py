@@ -11,6 +11,7 @@ llama.cpp's files have no footer. Without it, the state cannot be identified, so
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import os
 import tempfile
@@ -98,11 +99,18 @@ def read_slot_file(path: Path) -> tuple[Tokens, npt.NDArray[np.uint8], Footer, i
     Raises `InvalidRequest` for a file that is missing, damaged or of another type.
     """
     try:
+        _check_regular(path)
         return parse_slot_file(np.fromfile(path, np.uint8))
     except OSError as error:
         raise InvalidRequest("filename", f"{path.name!r} cannot be read: {error.strerror}") from error
     except ValueError:
         raise InvalidRequest("filename", f"{path.name!r} is not a complete slot file; save the slot again") from None
+
+
+def _check_regular(path: Path) -> None:
+    """Raises `OSError` for a pipe, which opening would wait for, and anything else than a file."""
+    if path.exists() and not path.is_file():
+        raise OSError(errno.EINVAL, "not a regular file")
 
 
 def parse_slot_file(data: npt.NDArray[np.uint8]) -> tuple[Tokens, npt.NDArray[np.uint8], Footer, int]:
@@ -120,6 +128,7 @@ def read_slot_head(path: Path) -> tuple[Tokens, Footer, int]:
 
     Raises `OSError`, and `ValueError` for a file that is damaged or of another type.
     """
+    _check_regular(path)
     with path.open("rb") as file:
         size = file.seek(0, os.SEEK_END)
         if size < 20:
@@ -192,9 +201,7 @@ class StateKey:
     `settings`, `short` and all digests can be used once `files` are known.
     """
 
-    def __init__(
-        self, info: ModelInfo, config: EngineConfig, settings: Mapping[str, str], files: WeightFiles
-    ) -> None:
+    def __init__(self, info: ModelInfo, config: EngineConfig, settings: Mapping[str, str], files: WeightFiles) -> None:
         """`settings`: see `Runtime.state_settings`. `files`: `weight_files` of `config`."""
         self.model = info.name
         self.cache_types = (config.cache_type_k, config.cache_type_v)
