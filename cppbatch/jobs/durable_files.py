@@ -204,12 +204,14 @@ class Kind(NamedTuple):
 
 _NO_LOCKS = "cannot be locked, because its file system has no working locks: use a folder on a local disk"
 _IN_USE = "is in use by another cppbatch: stop that process, or use another folder or output"
+_CORRUPT = "is corrupt: restore it from a backup, or move it away to start over"
 _REASONS = {
     "full": "cannot grow because the disk is full: free some space and restart; no data was lost",
     "readonly": "is read-only: make it and its folder writable",
     "read-only": "is read-only: make it and its folder writable",
     "unable to open": "cannot be opened: its folder must exist and be writable",
-    "malformed": "is corrupt: restore it from a backup, or move it away to start over",
+    "malformed": _CORRUPT,
+    "decode": _CORRUPT,
     "not a database": "is not a database of cppbatch: move it away to start over, or restore it from a backup",
 }
 """Explanations, by a substring of SQLite's message."""
@@ -234,8 +236,8 @@ class Database:
         check_regular(path)
         with self._storage_errors():
             self._check_with_wal()
-            with contextlib.suppress(OSError):  # SQLite says the same, and would create a file that others can read
-                os.close(os.open(path, os.O_RDWR | os.O_CREAT, _PRIVATE_FILE))
+            with contextlib.suppress(OSError):  # it exists, or SQLite says why it cannot
+                os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, _PRIVATE_FILE))
             self._db = sqlite3.connect(path, timeout=_LOCK_TIMEOUT_S, isolation_level=None, check_same_thread=False)
         try:
             with self._storage_errors():
@@ -288,13 +290,13 @@ class Database:
                 f"{len(migrations)}): update cppbatch, or move the file away"
             )
         if missing := expected - tables:
-            raise StorageError(f"{self.path} {_REASONS['malformed']} (no table {', '.join(sorted(missing))})")
+            raise StorageError(f"{self.path} {_CORRUPT} (no table {', '.join(sorted(missing))})")
         return int(version)
 
     def _check_integrity(self, db: sqlite3.Connection) -> None:
         ((verdict,),) = db.execute(f"PRAGMA {self._kind.check}(1)")
         if verdict != "ok":
-            raise StorageError(f"{self.path} {_REASONS['malformed']} ({verdict})")
+            raise StorageError(f"{self.path} {_CORRUPT} ({verdict})")
 
     def _migrate(self, version: int) -> None:
         migrations = self._kind.migrations
@@ -349,7 +351,7 @@ class Database:
         try:
             yield
         except UnicodeDecodeError as error:
-            raise StorageError(f"{self.path} {_REASONS['malformed']} (a text is not UTF-8)") from error
+            raise StorageError(f"{self.path} {_CORRUPT} (a text is not UTF-8)") from error
         except sqlite3.Error as error:
             text = str(error)
             if "locked" in text:

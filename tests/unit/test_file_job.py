@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sqlite3
 from pathlib import Path
 
 import pytest
@@ -51,6 +52,27 @@ def test_another_model_of_the_same_name_does_not_continue_a_job(tmp_path: Path) 
     with pytest.raises(ConfigError, match=r"was started with another file named model\.gguf"):
         check_model(journal, str(models[0]), model_digest(models[0]))
     journal.close()
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        "UPDATE notes SET value = CAST(replace(CAST(value AS TEXT), ':', ' ') AS BLOB)",
+        "UPDATE notes SET value = x'ff'",
+        "UPDATE notes SET value = x'313233'",
+        "UPDATE notes SET value = 7",
+        "UPDATE numbers SET value = 'many'",
+        "UPDATE numbers SET value = CAST(x'ff' AS TEXT)",
+    ],
+)
+def test_a_damaged_value_of_a_ledger_is_a_corrupt_ledger(tmp_path: Path, damage: str) -> None:
+    begun(tmp_path)
+    db = sqlite3.connect(a_job(tmp_path).ledger)
+    db.execute(damage)
+    db.commit()
+    db.close()
+    with pytest.raises(StorageError, match=r"\.job is corrupt: restore it from a backup, or move it away"):
+        begun_with(a_job(tmp_path))
 
 
 def test_an_input_that_can_be_read_only_once_is_refused(tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,7 @@ import numpy as np
 import pytest
 
 from cppbatch import BatchInferenceEngine
-from cppbatch.engine.disk.slots import Footer, read_slot_file, write_slot_file
+from cppbatch.engine.disk.slots import Footer, read_slot_file, read_slot_head, write_slot_file
 from cppbatch.errors import InvalidRequest
 from tests.support.fakes import drain, fake_engine, greedy
 
@@ -106,6 +108,15 @@ def test_any_changed_or_missing_byte_is_found(tmp_path: Path) -> None:
         path.write_bytes(data[:n])
         with pytest.raises(InvalidRequest, match="not a complete slot file"):
             read_slot_file(path)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="it has no named pipes in folders")
+def test_a_pipe_in_the_place_of_a_file_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "a")
+    with pytest.raises(InvalidRequest, match="'a' cannot be read: not a regular file"):
+        read_slot_file(tmp_path / "a")
+    with pytest.raises(OSError, match="not a regular file"):
+        read_slot_head(tmp_path / "a")
 
 
 def test_a_failed_write_leaves_only_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
