@@ -35,7 +35,7 @@ def model_digest(path: Path, is_stopped: IsStopped = lambda: False) -> str:
 
     Raises `ModelError` if a file cannot be read, changes meanwhile, or `is_stopped` returns True.
     """
-    return _joined([file_digest(part, is_stopped) for part in model_parts(path)])
+    return _joined([file_digest(part, is_stopped) for part in _parts(path)])
 
 
 def file_digest(path: Path, is_stopped: IsStopped = lambda: False) -> str:
@@ -49,6 +49,12 @@ def file_digest(path: Path, is_stopped: IsStopped = lambda: False) -> str:
     if all(abs(now - changed) > _SETTLED_NS for changed in stamp[-2:]):
         write_finding(place, digest)
     return digest
+
+
+def _parts(model: Path) -> list[Path]:
+    """The files of a model. Not those that its name promises: llama.cpp goes by the metadata, and reports missing
+    ones."""
+    return [part for part in model_parts(model) if part.exists()] or [model]
 
 
 def _joined(digests: Sequence[str]) -> str:
@@ -89,7 +95,7 @@ class WeightFiles:
 
     def __init__(self, model: Path, others: Iterable[Path] = ()) -> None:
         """`model`: its first or only file. `others`: adapters and the projector."""
-        self._parts = model_parts(model)
+        self._parts = _parts(model)
         self._stamps = {path: file_stamp(path) for path in (*self._parts, *others)}
         self._digests: dict[Path, str] = {}
         self._problem: str | None = None

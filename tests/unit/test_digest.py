@@ -109,9 +109,11 @@ def test_every_part_of_a_split_model_counts(tmp_path: Path) -> None:
         change(part, 500)
         found.add(model_digest(parts[0]))
     assert len(found) == 4
-    parts[1].unlink()
-    with pytest.raises(ModelError, match=r"m-00002-of-00003\.gguf cannot be read"):
-        model_digest(parts[0])
+    for part in parts[1:]:
+        part.unlink()
+    assert model_digest(parts[0]) == file_digest(parts[0]), "a whole model, in spite of its name"
+    with pytest.raises(ModelError, match=r"none\.gguf cannot be read"):
+        model_digest(tmp_path / "none.gguf")
 
 
 def test_a_file_that_changes_while_it_is_read_has_no_digest(model: Path, cache: Path) -> None:
