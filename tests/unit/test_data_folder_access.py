@@ -133,7 +133,7 @@ def test_a_folder_without_working_locks_is_not_said_to_be_in_use(
     def lock(_file: object, _mode: int) -> None:
         raise OSError(errno.ENOLCK, "No locks available")
 
-    monkeypatch.setattr(durable_files.fcntl, "lockf", lock)
+    monkeypatch.setattr("fcntl.lockf", lock)
     with pytest.raises(StorageError, match="has no working locks: use a folder on a local disk") as refused:
         open_data_folder(tmp_path)
     assert not isinstance(refused.value, InUse)

@@ -225,6 +225,20 @@ def test_the_index_finds_what_another_process_wrote_and_forgets_what_it_deleted(
     assert len(index) == 0
 
 
+def test_the_key_follows_from_the_weights_of_model_projector_and_adapters(model: Path, tmp_path: Path) -> None:
+    projector, adapter = tmp_path / "mmproj.gguf", tmp_path / "adapter.gguf"
+    for path in (projector, adapter):
+        path.write_bytes(b"weights")
+    keys, adapters = set(), set()
+    for changed in (None, model, projector, adapter):
+        if changed:
+            changed.write_bytes(b"WEIGHTS")
+        key = key_of(model, mmproj=str(projector), lora=((str(adapter), 1.0),))
+        keys.add(key.short)
+        adapters.add(key.adapter_digests(((0, 0.5),)))
+    assert (len(keys), len(adapters)) == (3, 2)
+
+
 def test_a_salt_is_not_readable_in_the_file(model: Path, tmp_path: Path) -> None:
     folder, key = PrefixFolder(tmp_path / "d", 50_000), key_of(model)
     index = PrefixIndex(folder, key)
