@@ -138,7 +138,13 @@ def test_files_replaced_or_changed_since_they_were_loaded_have_no_digest(tmp_pat
         os.utime(other, ns=(path.stat().st_atime_ns, path.stat().st_mtime_ns))
         other.replace(path)
 
-    for number, changed in enumerate((replace, lambda path: change(path, 3, keeps_time=False), Path.unlink)):
+    def edit(path: Path) -> None:
+        change(path, 3, keeps_time=False)
+
+    def delete(path: Path) -> None:
+        path.unlink()
+
+    for number, changed in enumerate((replace, edit, delete)):
         paths = [tmp_path / f"{number}-{name}.gguf" for name in ("model", "adapter")]
         for path in paths:
             path.write_bytes(b"weights")
