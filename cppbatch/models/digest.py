@@ -65,9 +65,9 @@ def _joined(digests: Sequence[str]) -> str:
 def _known_digest(path: Path) -> str | None:
     """The digest of a file, if that takes only milliseconds; otherwise None."""
     stamp = file_stamp(path)
-    if not stamp:
-        raise ModelError(f"{path.name} cannot be read")
-    return _hash(path) if stamp[2] <= _SMALL_BYTES else read_finding(_place(path), str)
+    if not path.is_file():  # a pipe would be waited for
+        raise ModelError(f"{path.name} cannot be read: it is missing, or not a regular file")
+    return _hash(path) if stamp and stamp[2] <= _SMALL_BYTES else read_finding(_place(path), str)
 
 
 def _place(path: Path) -> Path:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import threading
 import time
 from pathlib import Path
@@ -124,6 +125,13 @@ def test_a_file_that_changes_while_it_is_read_has_no_digest(model: Path, cache: 
     with pytest.raises(ModelError, match="changed while it was read"):
         file_digest(model, change_it)
     assert not cache.exists()
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="it has no named pipes in folders")
+def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.gguf")
+    with pytest.raises(ModelError, match="not a regular file"):
+        model_digest(tmp_path / "pipe.gguf")
 
 
 def test_reading_can_be_stopped(model: Path) -> None:
