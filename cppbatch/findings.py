@@ -1,4 +1,4 @@
-"""Findings about llama.cpp on this machine, cached in the user's cache folder: times, verdicts, sizes.
+"""Findings about llama.cpp and files on this machine, cached in the user's cache folder: times, verdicts, digests.
 
 A file's name is a hash of everything that its content depends on, so content is never stale: the library's files and
 the CPU (`build_key`), plus models, settings and cppbatch's own code where they matter (`finding_key`).
@@ -67,6 +67,11 @@ def file_stamp(path: Path) -> tuple[int, ...]:
     except OSError:
         return ()
     return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
+
+
+def file_key(path: Path) -> str:
+    """A hash of a file's path, links resolved, and its `file_stamp`."""
+    return _hash(str(path.resolve()), file_stamp(path))
 
 
 def _hash(*parts: object) -> str:

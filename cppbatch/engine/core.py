@@ -9,7 +9,7 @@ from time import perf_counter, thread_time
 from cppbatch.config import EngineConfig, KvLayout, disk_folder
 from cppbatch.engine.disk.folder import PrefixFolder
 from cppbatch.engine.disk.prefixes import DiskPrefixes
-from cppbatch.engine.disk.slots import Slots, StateKey
+from cppbatch.engine.disk.slots import Slots, StateKey, weight_files
 from cppbatch.engine.input_processor import InputProcessor
 from cppbatch.engine.kv.checkpoints import CheckpointPlaces
 from cppbatch.engine.kv.layout_policy import LayoutPolicy, LayoutSwitch
@@ -70,6 +70,7 @@ class EngineCore:
         self.process = OwnProcess()
         self._on_plan, self._on_admitted, self._survives_failures = on_plan, on_admitted, survives_failures
         self._trace = Trace(config.trace) if config.trace else None
+        self._weights = weight_files(config)
         self.runtime = runtime = runtime or load_runtime(config, progress)
         self.is_closed = False
         try:
@@ -99,7 +100,7 @@ class EngineCore:
             rows_s=[(rows, ms / 1000) for rows, ms in config.step_ms],
             unified=context.kv_unified,
         )
-        key = StateKey(info, config, runtime.state_settings)
+        key = StateKey(info, config, runtime.state_settings, self._weights)
         self.kv = KVPool(
             context,
             runtime.sharing,
@@ -566,6 +567,7 @@ class EngineCore:
         if self._disk:
             self._disk.write_rest(_LAST_WRITES_S)
             self._disk.close()
+        self._weights.close()
         self.outputs.keep()  # waiting threads get their last events
         self.kv.clear_cache()
 

@@ -27,7 +27,6 @@ from cppbatch.config import (
     setting_name,
 )
 from cppbatch.engine.compute_threads import ComputeThreads, usable_cpus
-from cppbatch.engine.disk.slots import file_digest
 from cppbatch.engine.kv.layout import (
     choose_cache_type,
     choose_flash_attn,
@@ -139,7 +138,7 @@ class Runtime:
     media: MediaInput | None = None
     """Encodes images and audio; None: prompts are text only."""
     state_settings: Mapping[str, str] = field(default_factory=dict)
-    """What keys and values depend on besides the model's file, adapters and cache types: the version of llama.cpp, and
+    """What keys and values depend on besides the files of weights and cache types: the version of llama.cpp, and
     settings that affect them. Saved states are only valid for engines with the same value."""
     n_rollback: int = 0
     """The number of a sequence's draft tokens that can be removed if memory is not only cells
@@ -326,7 +325,7 @@ def _with_media(config: EngineConfig, model: Model, runtime: Runtime) -> Runtime
             f"{n_ubatch}; set it to {n}"
         )
     lent = nullcontext if runtime.threads is None else partial(runtime.threads.lent, n_threads)
-    media = MediaInput(encoder, projector=file_digest(config.mmproj), compute=lent)
+    media = MediaInput(encoder, compute=lent)
     return replace(runtime, media=media, info=msgspec.structs.replace(runtime.info, modalities=encoder.modalities))
 
 
@@ -394,8 +393,6 @@ def _state_settings(config: EngineConfig, model: Model) -> dict[str, str]:
     settings = {"llama-cpp-python": PINNED_VERSION}
     if config.deterministic:  # only the same kernels give the same bits
         settings["deterministic"] = f"repack {model.repack}"
-    if config.mmproj:  # it determines the cells of images and audio
-        settings["mmproj"] = file_digest(config.mmproj)
     if model.context_params:
         settings["context_params"] = repr(sorted(model.context_params.items()))
     if model.rope_depends_on_context:

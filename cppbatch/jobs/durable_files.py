@@ -9,6 +9,7 @@ import os
 import shutil
 import sqlite3
 import sys
+import tempfile
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -16,6 +17,9 @@ from typing import Any, BinaryIO, NamedTuple
 
 from cppbatch.errors import DiskFull, InUse, StorageError
 from cppbatch.regular_files import STANDARD_STREAM, refuse_special, replace_file
+
+if sys.platform != "win32":
+    import fcntl
 
 log = logging.getLogger("cppbatch.jobs")
 
@@ -27,7 +31,7 @@ class DurableFile:
         """Opens the file and truncates it to `size` bytes: the rest was not committed before the process died.
 
         Complete lines in the rest are kept in a file next to it (`uncommitted_path`), because the recorded size may
-        also be out of date. Raises `StorageError`, also if the file is shorter than `size` or not a regular file.
+        also be out of date. Raises `StorageError`, also if the file is shorter than `size` or it is not a regular file.
         """
         self.path, self.size = path, size
         with _storage_errors(path):
@@ -129,6 +133,21 @@ def beside(path: Path, suffix: str) -> Path:
     return path.with_name(path.name + suffix)
 
 
+def make_private(path: Path, mode: int) -> None:
+    """Sets the mode of a file or folder if it exists, gives other users access, and is this user's own."""
+    if os.name == "nt":  # its modes do not tell who has access
+        return
+    try:
+        found = path.stat()
+        if found.st_uid == os.geteuid() and found.st_mode & 0o077:
+            path.chmod(mode)
+            log.info("%s is now readable by its owner only", path)
+    except FileNotFoundError:
+        pass
+    except OSError as error:  # such as a file system without modes
+        log.warning("other users may be able to read %s: %s", path, error.strerror)
+
+
 @contextlib.contextmanager
 def _storage_errors(path: Path) -> Iterator[None]:
     try:
@@ -192,6 +211,8 @@ def move(durable: Path, path: Path) -> None:
 
 _MIN_FREE_BYTES = 1 << 16  # SQLite needs some free disk space for every change
 _LOCK_TIMEOUT_S = 2.0  # enough for a process that is shutting down
+_PRIVATE_FILE = 0o600  # databases name files, and have prompts of ordered jobs; a reader's lock would keep others out
+_WITHOUT_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
 Migration = Sequence[str]
 """The SQL statements that upgrade a database by one version."""
@@ -210,20 +231,23 @@ class Kind(NamedTuple):
     """Seconds between checkpoints while there are commits; 0: after each commit."""
 
 
+_NO_LOCKS = "cannot be locked, because its file system has no working locks: use a folder on a local disk"
 _IN_USE = "is in use by another cppbatch: stop that process, or use another folder or output"
+_CORRUPT = "is corrupt: restore it from a backup, or move it away to start over"
 _REASONS = {
     "full": "cannot grow because the disk is full: free some space and restart; no data was lost",
     "readonly": "is read-only: make it and its folder writable",
     "read-only": "is read-only: make it and its folder writable",
     "unable to open": "cannot be opened: its folder must exist and be writable",
-    "malformed": "is corrupt: restore it from a backup, or move it away to start over",
+    "malformed": _CORRUPT,
+    "decode": _CORRUPT,
     "not a database": "is not a database of cppbatch: move it away to start over, or restore it from a backup",
 }
 """Explanations, by a substring of SQLite's message."""
 
 
 class Database:
-    """One SQLite file: WAL mode, each commit fsynced, locked exclusively while it is open.
+    """One SQLite file: WAL mode, each commit fsynced, locked exclusively while it is open, readable by its owner only.
 
     A checkpoint moves the WAL's pages to the file and empties the WAL. SQLite does not make automatic checkpoints, so
     the file always has a complete state, and if any part of the WAL is lost, the rest is a state that was committed.
@@ -238,8 +262,12 @@ class Database:
         """
         self.path, self._kind = path, kind
         self._next_checkpoint = time.monotonic() + kind.checkpoint_s
+        with _storage_errors(path):
+            refuse_special(path)
         with self._storage_errors():
             self._check_with_wal()
+            with contextlib.suppress(OSError):  # it exists, or SQLite says why it cannot
+                os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, _PRIVATE_FILE))
             self._db = sqlite3.connect(path, timeout=_LOCK_TIMEOUT_S, isolation_level=None, check_same_thread=False)
         try:
             with self._storage_errors():
@@ -250,6 +278,8 @@ class Database:
                         f"{path} has no tables, but its data exists: restore it from a backup, or use another folder"
                     )
                 self._check_integrity(self._db)
+                for suffix in ("", "-wal", "-shm"):
+                    make_private(path.with_name(path.name + suffix), _PRIVATE_FILE)
                 self._db.execute("PRAGMA journal_mode = WAL")
                 self._db.execute("PRAGMA synchronous = FULL")
                 self._db.execute("PRAGMA wal_autocheckpoint = 0")
@@ -290,13 +320,13 @@ class Database:
                 f"{len(migrations)}): update cppbatch, or move the file away"
             )
         if missing := expected - tables:
-            raise StorageError(f"{self.path} {_REASONS['malformed']} (no table {', '.join(sorted(missing))})")
+            raise StorageError(f"{self.path} {_CORRUPT} (no table {', '.join(sorted(missing))})")
         return int(version)
 
     def _check_integrity(self, db: sqlite3.Connection) -> None:
         ((verdict,),) = db.execute(f"PRAGMA {self._kind.check}(1)")
         if verdict != "ok":
-            raise StorageError(f"{self.path} {_REASONS['malformed']} ({verdict})")
+            raise StorageError(f"{self.path} {_CORRUPT} ({verdict})")
 
     def _migrate(self, version: int) -> None:
         migrations = self._kind.migrations
@@ -350,13 +380,28 @@ class Database:
     def _storage_errors(self) -> Iterator[None]:
         try:
             yield
+        except UnicodeDecodeError as error:
+            raise StorageError(f"{self.path} {_CORRUPT} (a text is not UTF-8)") from error
         except sqlite3.Error as error:
             text = str(error)
             if "locked" in text:
+                if not self._has_locks():
+                    raise StorageError(f"{self.path} {_NO_LOCKS}") from error
                 raise InUse(f"{self.path} {_IN_USE}") from error
             reason = next((reason for word, reason in _REASONS.items() if word in text), "failed")
             kind = DiskFull if "full" in text or self._is_disk_full(text) else StorageError
             raise kind(f"{self.path} {reason} (SQLite: {text})") from error
+
+    def _has_locks(self) -> bool:
+        """Whether files in the folder can be locked. If not, SQLite says that the database is locked."""
+        if sys.platform == "win32":
+            return True
+        try:
+            with tempfile.TemporaryFile(dir=self.path.parent) as file:
+                fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            return error.errno not in _WITHOUT_LOCKS
+        return True
 
     def _is_disk_full(self, text: str) -> bool:
         """SQLite reports an I/O error instead of a full disk if one of its own files, such as the WAL, cannot grow."""

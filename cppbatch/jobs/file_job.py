@@ -10,7 +10,6 @@ from pathlib import Path
 
 import msgspec
 
-from cppbatch.engine.disk.slots import file_digest
 from cppbatch.errors import ConfigError, InUse, StorageError
 from cppbatch.jobs.durable_files import DurableFile, beside, storage_error, uncommitted_path
 from cppbatch.jobs.input.format import InputFormat, unreadable_file
@@ -21,7 +20,7 @@ from cppbatch.jobs.journal import IN_MEMORY, Journal, Ledger
 from cppbatch.regular_files import is_model, is_same_file, is_special, is_stream
 
 _SETTINGS_NOTE = "settings"
-_MODEL_NOTE = "model"
+_MODEL_NOTE = "weights"
 _TABLES = (".csv", ".tsv", ".parquet", ".pq")
 _OTHER_FORMATS = (".xlsx", ".xls", ".ods", ".txt", ".md")
 
@@ -298,9 +297,10 @@ def _check_settings(job: FileJob, model: str, ledger: Ledger) -> None:
             )
 
 
-def check_model(journal: Journal, model: str) -> None:
-    """Called before a job's lines are run. Raises `ConfigError` if its results are of another file of the same name."""
-    ledger, now = journal.ledger, {"digest": file_digest(model)}
+def check_model(journal: Journal, model: str, digest: str) -> None:
+    """Called before a job's lines are run, with the model's `model_digest`. Raises `ConfigError` if its results are of
+    another file of the same name."""
+    ledger, now = journal.ledger, {"digest": digest}
     begun = ledger.note(_MODEL_NOTE)
     if begun is None or not ledger.n_completed:
         ledger.set_note(_MODEL_NOTE, now)

@@ -299,11 +299,13 @@ class Ledger:
         a write, the two can differ, and a line may then lack its result."""
         ((n,),) = self._db.execute(_COUNTS[name])
         if self._has_number(name) and self.number(name) != n:
-            raise StorageError(
-                f"{self._db.path} is corrupt: restore it from a backup, or move it away to start over "
-                f"({name} is {self.number(name)}, but there are {n} rows)"
-            )
+            raise self._corrupt(f"{name} is {self.number(name)}, but there are {n} rows")
         return int(n)
+
+    def _corrupt(self, reason: str) -> StorageError:
+        return StorageError(
+            f"{self._db.path} is corrupt: restore it from a backup, or move it away to start over ({reason})"
+        )
 
     def close(self) -> None:
         """Closes the file, so that another process can open it."""
@@ -410,7 +412,10 @@ class Ledger:
     def number(self, name: str) -> int:
         """A stored number; 0 if it was never set."""
         rows = self._db.execute("SELECT value FROM numbers WHERE name = ?", (name,))
-        return int(rows[0][0]) if rows else 0
+        value = rows[0][0] if rows else 0
+        if not isinstance(value, int):
+            raise self._corrupt(f"{name} is {value!r:.80}")
+        return value
 
     @property
     def is_begun(self) -> bool:
@@ -431,7 +436,10 @@ class Ledger:
     def note(self, name: str) -> Json | None:
         """A stored JSON object; None if it was never set."""
         rows = self._db.execute("SELECT value FROM notes WHERE name = ?", (name,))
-        return msgspec.json.decode(rows[0][0]) if rows else None
+        try:
+            return msgspec.json.decode(rows[0][0], type=dict[str, Any]) if rows else None
+        except (msgspec.DecodeError, UnicodeDecodeError, TypeError) as error:
+            raise self._corrupt(f"{name}: {error}") from error
 
     def set_note(self, name: str, value: Json) -> None:
         """Stores a JSON object."""

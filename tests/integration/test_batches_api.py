@@ -526,7 +526,12 @@ def gone(path: Path) -> None:
     path.unlink()
 
 
-@pytest.mark.parametrize("damage", [emptied, shortened, changed, gone])
+def pipe(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+@pytest.mark.parametrize("damage", [emptied, shortened, changed, gone, pipe])
 def test_a_batch_with_an_input_damaged_meanwhile_fails_and_keeps_its_results(
     start: Start, tmp_path: Path, damage: Callable[[Path], None]
 ) -> None:
@@ -567,7 +572,7 @@ def test_a_batch_with_an_input_emptied_while_it_is_read_fails_at_its_end(start: 
 
 def test_a_damaged_input_is_found_before_its_lines_are_counted(start: Start, tmp_path: Path) -> None:
     client = client_of(start())
-    for damage in (emptied, shortened):
+    for damage in (emptied, shortened, pipe):
         file = client.files.create(file=("a.jsonl", lines(9)), purpose="batch")
         damage(tmp_path / "data" / "files" / file.id)
         batch = client.batches.create(input_file_id=file.id, endpoint="/v1/completions", completion_window="24h")

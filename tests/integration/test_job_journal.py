@@ -61,3 +61,63 @@ except StorageError as error:
     assert journal.register(items) == items[100:]
     journal.record([result(each) for each in items[100:]])
     assert ids_of(tmp_path / "out.jsonl") == [each.custom_id for each in items]
+
+
+ON_A_DISK_OF_4_MB = """
+import asyncio, os, sys
+from pathlib import Path
+from cppbatch.errors import DiskFull
+from cppbatch.jobs.batches.data_folder import open_data_folder
+from cppbatch.jobs.batches.store import File
+
+folder = Path(sys.argv[1])
+
+def fill():
+    with open(folder.parent / "of-another-program", "ab", buffering=0) as file:
+        while True:
+            try:
+                file.write(bytes(4096))
+            except OSError:
+                return
+
+async def main():
+    data = open_data_folder(folder)
+    for i in range(24):
+        data.incoming(f"file-{i}").write_bytes(bytes(3))
+        await data.add_file(File(id=f"file-{i}", bytes=3, created_at=1, filename="a", purpose="batch"))
+    fill()
+    try:
+        data.incoming("file-x").write_bytes(bytes(8192))
+        print("not full")
+    except OSError:
+        data.incoming("file-x").unlink()
+    for i in range(12):
+        await data.delete_file(f"file-{i}")
+        fill()
+    data.close()
+    fill()
+    data = open_data_folder(folder)
+    for i in range(12, 24):
+        await data.delete_file(f"file-{i}")
+        fill()
+    print(len(os.listdir(folder / "files")), "left")
+    data.close()
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="mounts a disk in a namespace of its own")
+def test_files_can_be_deleted_on_a_disk_that_another_program_has_filled(tmp_path: Path) -> None:
+    """Also after a start on the full disk, and although the other program takes all that becomes free."""
+    mount = "mount -t tmpfs -o size=4m tmpfs "
+    if subprocess.run(
+        ["unshare", "-rm", "sh", "-c", f"{mount} {tmp_path}"], check=False, capture_output=True
+    ).returncode:
+        pytest.skip("cannot mount a disk in a user namespace")
+    (tmp_path / "disk").mkdir()
+    command = f"{mount} {tmp_path}/disk && exec {sys.executable} -c '{ON_A_DISK_OF_4_MB}' {tmp_path}/disk/data"
+    done = subprocess.run(
+        ["unshare", "-rm", "sh", "-c", command], check=False, capture_output=True, text=True, timeout=60
+    )
+    assert (done.returncode, done.stdout) == (0, "0 left\n"), done.stderr

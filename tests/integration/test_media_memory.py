@@ -52,7 +52,7 @@ def measured(work):
     return status("VmHWM") - before, said
 
 def both(data, kind):
-    media = MediaInput(Encoder(), projector="")
+    media = MediaInput(Encoder())
     with ThreadPoolExecutor(2) as threads:
         list(threads.map(lambda data: media.n_tokens(Media(kind, data), lambda: False), [data, data + b" "]))
 

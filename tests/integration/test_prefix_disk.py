@@ -20,6 +20,7 @@ from cppbatch import BatchInferenceEngine, EngineProcess, GenerationRequest, Sam
 from cppbatch.errors import ConfigError
 from cppbatch.models.synthetic import LlamaShape, write_llama, write_lora
 from tests.support.server_process import ServerProcess
+from tests.support.tiny_models import scale_tensor
 
 ENGINE: dict[str, Any] = {"n_ctx": 2048, "n_parallel": 2, "n_threads": 1, "spec": "off"}
 PROMPT = [5 + i * 7 % 60 for i in range(600)]
@@ -85,6 +86,29 @@ def test_another_model_cache_type_adapter_or_salt_is_a_miss(tiny_llama: Path, tm
     assert len(files(folder)) == 6
     assert ask(tiny_llama, folder) == (expected, len(PROMPT) - 1)
     assert not any(b"someone" in path.read_bytes() for path in files(folder))
+
+
+def test_one_changed_tensor_of_a_file_of_the_same_name_size_and_time_is_a_miss(tmp_path: Path) -> None:
+    model, folder = write_llama(tmp_path / "model.gguf", LlamaShape(n_embd=256, n_ff=512)), tmp_path / "d"
+    before = model.stat()
+    ask(model, folder)
+    assert ask(model, folder)[1] == len(PROMPT) - 1
+    scale_tensor(model, "blk.1.attn_norm.weight", 0.25)
+    os.utime(model, ns=(before.st_atime_ns, before.st_mtime_ns))
+    expected, _ = ask(model, None)
+    assert ask(model, folder) == (expected, 0)
+    assert ask(model, folder) == (expected, len(PROMPT) - 1)
+
+
+def test_a_model_that_changes_while_it_is_served_saves_and_restores_nothing(tmp_path: Path) -> None:
+    model, folder = write_llama(tmp_path / "model.gguf"), tmp_path / "d"
+    ask(model, folder)
+    with BatchInferenceEngine(model, prefix_cache_disk=str(folder), **ENGINE) as engine:
+        other = write_llama(tmp_path / "other.gguf", seed=9)
+        other.replace(model)
+        assert engine.generate([PROMPT], GREEDY)[0].usage.cached_tokens == 0
+        engine.generate([PROMPT[::-1]], GREEDY)
+    assert len(files(folder)) == 1
 
 
 def test_a_damaged_file_is_computed_again(tiny_llama: Path, tmp_path: Path) -> None:

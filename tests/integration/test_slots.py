@@ -15,12 +15,15 @@ from cppbatch import LocalEngine
 from cppbatch.cluster.engines.client import EngineClient
 from cppbatch.cluster.engines.process import EngineProcess
 from cppbatch.engine.disk.slots import read_slot_file, write_slot_file
-from cppbatch.models.synthetic import write_lora
+from cppbatch.models.synthetic import LlamaShape, write_llama, write_lora
 from cppbatch.server.settings import ServerSettings
 from tests.support.http_client import Http, answered, http_of, http_to, post
+from tests.support.tiny_models import scale_tensor
 
 Json = dict[str, Any]
 ENGINE: Json = {"n_ctx": 512, "n_parallel": 2, "n_threads": 1, "spec": "off"}
+WIDE = LlamaShape(n_embd=256, n_ff=512)
+"""Of a file of several megabytes, of which samples would miss parts."""
 PROMPT = list(range(5, 65))
 ASKED: Json = {"prompt": PROMPT, "n_predict": 8, "temperature": 0, "ignore_eos": True, "return_tokens": True}
 
@@ -130,6 +133,34 @@ async def test_files_that_do_not_fit_are_refused_in_one_sentence(
             status, answer = await act(http, 0, "restore")
             assert status == 400
             assert why in answer["error"]["message"]
+
+
+async def test_a_state_of_other_weights_of_the_same_name_and_size_is_refused(tmp_path: Path) -> None:
+    model, adapter = write_llama(tmp_path / "model.gguf", WIDE), write_lora(tmp_path / "loud.gguf", WIDE, seed=1)
+    lora = {"lora": ((str(adapter), 1.0),)}
+    other_weights = "was saved for model 'model'; this server runs 'model' with other weights; save it again"
+    async with serve(model, tmp_path, **lora) as http:
+        await ask(http, id_slot=0)
+        assert (await act(http, 0, "save"))[0] == 200
+        assert (await act(http, 0, "restore"))[0] == 200
+        scale_tensor(model, "blk.1.attn_norm.weight", 0.25)  # its weights were copied or mapped: nobody knows
+        for action in ("save", "restore"):
+            status, answer = await act(http, 0, action)
+            assert (status, answer["error"]["param"]) == (400, "filename")
+            assert "model.gguf has changed since it was loaded; restart" in answer["error"]["message"]
+    async with serve(model, tmp_path, EngineProcess, **lora) as http:
+        status, answer = await act(http, 0, "restore")
+        assert (status, answer["error"]["param"]) == (400, "filename")
+        assert other_weights in answer["error"]["message"]
+        assert (await ask(http))[1] == 0
+    scale_tensor(model, "blk.1.attn_norm.weight", 4.0)
+    async with serve(model, tmp_path, **lora) as http:
+        assert (await act(http, 0, "restore"))[0] == 200
+    scale_tensor(adapter, "blk.1.attn_q.weight.lora_a", 0.5)
+    async with serve(model, tmp_path, **lora) as http:
+        status, answer = await act(http, 0, "restore")
+        assert status == 400
+        assert "adapter that is not loaded" in answer["error"]["message"]
 
 
 async def test_files_of_other_versions_and_settings_are_refused_and_the_worker_lives(

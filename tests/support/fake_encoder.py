@@ -92,7 +92,7 @@ def bytes_of(row: npt.NDArray[np.uint8]) -> npt.NDArray[np.int64]:
 
 
 def fake_media(*, is_whole: bool = False, has_dimensions: bool = False, **options: Any) -> MediaInput:
-    return MediaInput(FakeEncoder(is_whole, has_dimensions), projector="fake", **options)
+    return MediaInput(FakeEncoder(is_whole, has_dimensions), **options)
 
 
 @cache

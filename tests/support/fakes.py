@@ -661,9 +661,7 @@ def fake_engine(
         head=its_head,
         media=media,
     )
-    return BatchInferenceEngine(
-        "fake.gguf", runtime=runtime, n_ctx=n_ctx, n_batch=n_batch, n_parallel=n_parallel, **settings
-    )
+    return BatchInferenceEngine(path, runtime=runtime, n_ctx=n_ctx, n_batch=n_batch, n_parallel=n_parallel, **settings)
 
 
 def context_of(engine: BatchInferenceEngine) -> FakeContext:

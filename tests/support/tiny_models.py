@@ -733,3 +733,9 @@ def _feed_forward(blk: str) -> list[Weight]:
 
 def _norm_with_bias(name: str) -> list[Weight]:
     return [norm(name, N_EMBD), Weight(f"{name}.bias", (N_EMBD,))]
+
+
+def scale_tensor(path: Path, name: str, factor: float) -> None:
+    """Multiplies a tensor of floats in a file, in place."""
+    (tensor,) = (each for each in gguf.GGUFReader(path, "r+").tensors if each.name == name)
+    tensor.data[:] *= factor

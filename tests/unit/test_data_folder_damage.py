@@ -6,6 +6,7 @@ import asyncio
 import logging
 import os
 import random
+import re
 import shutil
 import socket
 import sqlite3
@@ -20,7 +21,7 @@ from cppbatch.errors import ConfigError, StorageError
 from cppbatch.jobs.batches.active_batch import ActiveBatch
 from cppbatch.jobs.batches.data_folder import DataFolder, _check_upload, open_data_folder
 from cppbatch.jobs.batches.manager import BatchManager
-from cppbatch.jobs.batches.store import Batch, BatchRecord, BatchStore, File
+from cppbatch.jobs.batches.store import Batch, BatchRecord, BatchStore, File, Page
 from cppbatch.jobs.journal import Journal, Ledger
 from tests.support.job_results import item, result
 from tests.unit.test_stored_formats import JOBS
@@ -258,6 +259,7 @@ def both(*damages: Damage) -> Damage:
 
 LEDGER, OUTPUT = "batches/batch_a/ledger.sqlite3", "batches/batch_a/output.jsonl"
 LEDGER_WAL = LEDGER + "-wal"
+ERRORS = "batches/batch_a/errors.jsonl"
 NOT_OURS = "is not a database of cppbatch"
 ASIDE = "nothing was deleted"
 NONE_OF = "contains none of the 6 files"
@@ -318,6 +320,10 @@ SAID: dict[str, tuple[Damage, str]] = {
         both(removed("files/file-two"), folder_of("files/file-two")),
         "file-two: is not a file",
     ),
+    "files: a pipe in the place of one": (
+        both(removed("files/file-two"), lambda f, _: os.mkfifo(f / "files" / "file-two")),
+        "file-two: is not a file",
+    ),
     "files: the results of a batch gone": (removed("files/file-b-out"), "file-b-out: No such file"),
     "files: a stray file": (written("files/mine", b"mine"), ASIDE),
     "files: a stray folder": (folder_of("files/mine"), ASIDE),
@@ -348,6 +354,9 @@ SAID: dict[str, tuple[Damage, str]] = {
     "ledger: a text": (both(removed(LEDGER_WAL), written(LEDGER, b"no database" * 1000)), UNREADABLE),
     "ledger: a page": (both(removed(LEDGER_WAL), page(LEDGER, 9)), UNREADABLE),
     "ledger: the jobs' database": (lambda f, _: shutil.copy(database(f), f / LEDGER), UNREADABLE),
+    "ledger: a pipe": (both(removed(LEDGER, LEDGER_WAL), lambda f, _: os.mkfifo(f / LEDGER)), UNREADABLE),
+    "results: a pipe": (both(removed(OUTPUT), lambda f, _: os.mkfifo(f / OUTPUT)), UNREADABLE),
+    "results: a pipe for the errors": (lambda f, _: os.mkfifo(f / ERRORS), UNREADABLE),
     "results: cut": (cut(OUTPUT, 0.5), UNREADABLE),
     "results: gone": (removed(OUTPUT), UNREADABLE),
     "results: longer": (
@@ -399,6 +408,29 @@ async def test_a_damaged_folder_is_refused_and_not_touched(killed: Path, tmp_pat
         assert any(remedy in said.lower() for remedy in ("restore", "move", "update", "check"))
     assert pieces(folder) == before
     assert {path for path in folder.rglob("*") if ".sqlite3" not in path.name} == paths
+
+
+async def test_no_damaged_byte_of_the_database_is_a_traceback(killed: Path, tmp_path: Path) -> None:
+    """The damage is found, or it is in a byte that nobody reads. Half of the bytes are in the texts of records."""
+    data, chance = database(killed).read_bytes(), random.Random(1)
+    texts = [found.end() - 1 for found in re.finditer(rb"(?:file|batch)[-_][a-z]", data)]
+    found = []
+    for number in range(40):
+        folder, at = tmp_path / str(number), chance.choice(texts if number % 2 else range(len(data)))
+        shutil.copytree(killed, folder)
+        wal(folder).unlink()
+        byte = 0xFF if number % 2 else data[at] ^ 1 << chance.randrange(8)
+        database(folder).write_bytes(data[:at] + bytes([byte]) + data[at + 1 :])
+        try:
+            manager = opened(folder)
+        except StorageError as error:
+            found.append(str(error))
+        else:
+            assert (await manager.page(Page(limit=9)))[0]
+            await manager.close()
+        shutil.rmtree(folder)
+    assert len(found) > 10
+    assert all("jobs.sqlite3" in each for each in found)
 
 
 async def test_a_wal_of_another_database_does_not_get_into_it(killed: Path, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sqlite3
 import stat
 import sys
 from collections.abc import Iterator
@@ -18,6 +19,7 @@ from cppbatch.jobs.durable_files import uncommitted_path
 from cppbatch.jobs.file_job import FileJob, as_begun, begun_with, check_model, named, open_job
 from cppbatch.jobs.input.format import InputFormat, detect_input_format
 from cppbatch.jobs.journal import Journal
+from cppbatch.models.digest import model_digest
 from tests.support.job_results import ids_of, item, result
 
 
@@ -48,13 +50,34 @@ def test_another_model_of_the_same_name_does_not_continue_a_job(tmp_path: Path) 
         model.write_bytes(model.parent.name.encode() * 100)
     journal = opened(a_job(tmp_path))
     for model in models:  # no result depends on the first one
-        check_model(journal, str(model))
+        check_model(journal, str(model), model_digest(model))
     journal.register([item(1)])
     journal.record([result(item(1))])
-    check_model(journal, str(models[1]))
+    check_model(journal, str(models[1]), model_digest(models[1]))
     with pytest.raises(ConfigError, match=r"was started with another file named model\.gguf"):
-        check_model(journal, str(models[0]))
+        check_model(journal, str(models[0]), model_digest(models[0]))
     journal.close()
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        "UPDATE notes SET value = CAST(replace(CAST(value AS TEXT), ':', ' ') AS BLOB)",
+        "UPDATE notes SET value = x'ff'",
+        "UPDATE notes SET value = x'313233'",
+        "UPDATE notes SET value = 7",
+        "UPDATE numbers SET value = 'many'",
+        "UPDATE numbers SET value = CAST(x'ff' AS TEXT)",
+    ],
+)
+def test_a_damaged_value_of_a_ledger_is_a_corrupt_ledger(tmp_path: Path, damage: str) -> None:
+    begun(tmp_path)
+    db = sqlite3.connect(a_job(tmp_path).ledger)
+    db.execute(damage)
+    db.commit()
+    db.close()
+    with pytest.raises(StorageError, match=r"\.job is corrupt: restore it from a backup, or move it away"):
+        begun_with(a_job(tmp_path))
 
 
 def test_an_input_that_can_be_read_only_once_is_refused(tmp_path: Path) -> None:

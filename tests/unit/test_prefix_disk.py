@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import stat
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -13,16 +14,17 @@ import msgspec
 import numpy as np
 import pytest
 
-from cppbatch import BatchInferenceEngine
+from cppbatch import BatchInferenceEngine, findings
 from cppbatch.config import EngineConfig, disk_folder
 from cppbatch.engine.disk import folder as prefix_folder
 from cppbatch.engine.disk import prefixes
 from cppbatch.engine.disk.folder import PrefixFolder, PrefixIndex, file_name
-from cppbatch.engine.disk.slots import Footer, StateKey
+from cppbatch.engine.disk.slots import Footer, StateKey, weight_files
 from cppbatch.engine.engine import BatchInferenceEngine as Engine
 from cppbatch.engine.kv.radix_tree import Tokens
 from cppbatch.engine.kv.save_cost import DiskCost
 from cppbatch.errors import ConfigError
+from cppbatch.models import digest as digests
 from tests.support.fakes import drain, fake_engine, greedy, reference, tokens_of
 
 STATE = np.arange(1000, dtype=np.uint8)
@@ -44,7 +46,9 @@ def model(tmp_path: Path) -> Path:
 def key_of(model: Path, **changes: Any) -> StateKey:
     with fake_engine(path=str(model)) as engine:
         config = EngineConfig(model_path=str(model), **changes)
-        return StateKey(engine.info, config, {"version": "1"})
+        files = weight_files(config)
+        files.read()
+        return StateKey(engine.info, config, {"version": "1"}, files)
 
 
 def footer_of(key: StateKey, cache_salt: str = "") -> Footer:
@@ -221,6 +225,20 @@ def test_the_index_finds_what_another_process_wrote_and_forgets_what_it_deleted(
     assert len(index) == 0
 
 
+def test_the_key_follows_from_the_weights_of_model_projector_and_adapters(model: Path, tmp_path: Path) -> None:
+    projector, adapter = tmp_path / "mmproj.gguf", tmp_path / "adapter.gguf"
+    for path in (projector, adapter):
+        path.write_bytes(b"weights")
+    keys, adapters = set(), set()
+    for changed in (None, model, projector, adapter):
+        if changed:
+            changed.write_bytes(b"WEIGHTS")
+        key = key_of(model, mmproj=str(projector), lora=((str(adapter), 1.0),))
+        keys.add(key.short)
+        adapters.add(key.adapter_digests(((0, 0.5),)))
+    assert (len(keys), len(adapters)) == (3, 2)
+
+
 def test_a_salt_is_not_readable_in_the_file(model: Path, tmp_path: Path) -> None:
     folder, key = PrefixFolder(tmp_path / "d", 50_000), key_of(model)
     index = PrefixIndex(folder, key)
@@ -308,6 +326,36 @@ def test_a_prefix_persists_across_a_restart(model: Path, tmp_path: Path, sharing
         assert (stats.prefix_disk_hits, stats.prefix_disk_hit_tokens) == (1, 40)
         assert ask(engine, LONG) > 50, "now from host memory"
         assert engine.stats().prefix_disk_hits == 1
+
+
+def test_until_the_weights_are_known_nothing_is_read_or_written_and_nothing_is_lost(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(findings, "user_cache_path", lambda name: tmp_path / "cache")
+    with disk_engine(model, tmp_path / "d") as engine:
+        ask(engine, LONG)
+    gate, read = threading.Event(), digests._hash
+
+    def slow(path: Path, is_stopped: digests.IsStopped) -> str:
+        gate.wait(10)
+        return read(path, is_stopped)
+
+    monkeypatch.setattr(digests, "_SMALL_BYTES", 0)
+    monkeypatch.setattr(digests, "_SETTLED_NS", 0)
+    monkeypatch.setattr(digests, "_hash", slow)
+    with disk_engine(model, tmp_path / "d") as engine:
+        assert ask(engine, LONG) == 0, "a miss"
+        assert ask(engine, LONG[::-1]) == 0
+        time.sleep(prefixes._IDLE_S)
+        engine.core.idle()
+        assert files(tmp_path / "d") == 1
+        gate.set()
+        engine.core._weights.wait(10)
+        ask(engine, [7] * 5)  # reads the names of the files, before one of them is written again
+        write_while_idle(engine)
+        assert files(tmp_path / "d") == 2
+    with disk_engine(model, tmp_path / "d") as engine:
+        assert ask(engine, LONG[::-1]) > 50, "an unchanged file is known at once"
 
 
 def test_several_requests_wait_for_one_read(model: Path, tmp_path: Path) -> None:

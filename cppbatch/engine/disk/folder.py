@@ -279,9 +279,11 @@ class PrefixIndex:
     def refresh(self) -> int:
         """Updates the index if the folder changed. Returns the number of damaged files that it deleted.
 
-        Reads the tokens of new files, so not for the engine's thread.
+        Reads the tokens of new files, so not for the engine's thread. Finds none until the key's digests are known.
         """
         n_damaged = 0
+        if not self._key.files.are_known:
+            return 0
         with self._refreshing:
             version = self._folder.version()
             if version and version == self._version:
@@ -329,6 +331,8 @@ class PrefixIndex:
         `whole`: as in `DiskPrefix.usable`. `max_bytes`, `max_tokens`: limits for its file.
         """
         best: tuple[DiskPrefix, int] | None = None
+        if not self._key.files.are_known:
+            return None
         with self._lock:
             for prefix, n_equal in self._tree.matches(tokens, self._disk_salt(salt)):
                 if best and n_equal < best[1]:

@@ -1,7 +1,8 @@
 """Cached prefixes on disk: decides which to write and when, and which to read, and runs the threads that do it.
 
 The engine's thread decides and copies states; it never waits for the disk. One thread writes, one reads. At most one
-prefix is being written: meanwhile others stay where they are, and are written if they still exist later.
+prefix is being written: meanwhile others stay where they are, and are written if they still exist later. Until the
+digests of the weights are known, which may take a minute with a new file, nothing is read or written.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from cppbatch.engine.kv.prefix_cache import CachedPrefix, DiskCounts, Salt
 from cppbatch.engine.kv.radix_tree import Tokens
 from cppbatch.engine.kv.save_cost import DiskCost
 from cppbatch.engine.sequence import DiskRead, SavedState, Seq
-from cppbatch.errors import CppBatchError
+from cppbatch.errors import CppBatchError, ModelError
 
 log = logging.getLogger("cppbatch.engine")
 
@@ -78,6 +79,8 @@ class DiskPrefixes:
         tokens are neither written nor read."""
         self._kv = kv
         self._folder = folder
+        self._files = key.files
+        self._files.read_beside()
         self._clock = clock
         self._cost = DiskCost(token_s)
         self._min_tokens = min_tokens
@@ -145,10 +148,11 @@ class DiskPrefixes:
         began = perf_counter()
         try:
             tokens, state, footer = self._folder.read(read.prefix.name)
+            self._files.check()
             if not self._index.is_ours(footer, read.salt) or not np.array_equal(tokens, read.prefix.tokens):
                 raise ValueError("it belongs to a different prefix")
             read.data = tokens, state, footer
-        except (OSError, MemoryError) as error:  # deleted by another process, or not readable
+        except (OSError, MemoryError, ModelError) as error:  # deleted by another process, or not readable
             log.debug("not reading %s: %s", read.prefix.name, error)
         except ValueError as error:
             log.warning("deleted %s: it is damaged (%s)", self._folder.folder / read.prefix.name, error)
@@ -238,9 +242,11 @@ class DiskPrefixes:
         """Writes all remaining worthwhile prefixes, within a time limit: the engine is closing, or may never run
         again."""
         until = self._clock() + seconds
+        if self._candidates or self._rests:
+            self._files.wait(seconds)
         self._candidates |= self._rests
         self._rests = {}
-        while self._wait_for_writer(until - self._clock()) and self._clock() >= self._paused_until:
+        while self._wait_for_writer(until - self._clock()) and self._may_write():
             if not self._write_next(is_beside=False, is_last=True):
                 break
 
@@ -254,7 +260,7 @@ class DiskPrefixes:
         return self._writing is None or self._writing.done()
 
     def _may_write(self) -> bool:
-        return self._is_free() and self._clock() >= self._paused_until
+        return self._is_free() and self._clock() >= self._paused_until and self._files.are_known
 
     def _has_time_left(self) -> bool:
         """Whether writing has taken less than its share of the time."""
@@ -297,11 +303,14 @@ class DiskPrefixes:
         """Runs on the writing thread. `removes`: delete files that this one makes redundant."""
         began = perf_counter()
         try:
+            self._files.check()
             footer = self._index.footer(salt, state)
             name = self._index.name(tokens, footer)
             n_bytes = self._folder.write(name, tokens, state.data, footer)
         except OSError as error:
             self._pause(f"{self._folder.folder}: {error.strerror or error}")
+        except ModelError:  # logged
+            pass
         except Exception as error:
             log.exception("failed to write a cached prefix")
             self._pause(str(error))

@@ -30,13 +30,13 @@ from cppbatch.engine.kv.pool import OUT_OF_MEMORY, KVPool
 from cppbatch.engine.lora_sets import AdapterSet
 from cppbatch.engine.model_info import ModelInfo
 from cppbatch.engine.sequence import SavedState
-from cppbatch.errors import CppBatchError, InvalidRequest
-from cppbatch.models.find import model_parts
+from cppbatch.errors import CppBatchError, InvalidRequest, ModelError
+from cppbatch.models.digest import WeightFiles
+from cppbatch.regular_files import refuse_special
 
 _MAGIC, _VERSION = b"qsgg", 2  # LLAMA_STATE_SEQ_MAGIC, little-endian; LLAMA_STATE_SEQ_VERSION
 _PACKED, _PACKED_VERSION = 0xFFFFFFFF, 1
 _FOOTER_MAGIC = b"cppb"
-_N_SAMPLES, _SAMPLE_BYTES = 32, 1 << 15
 
 Tokens = npt.NDArray[np.int32]
 
@@ -47,7 +47,7 @@ class Footer(msgspec.Struct, forbid_unknown_fields=True):
     model: str
     """The model's name, for messages."""
     digest: str
-    """`file_digest` of the model."""
+    """`model_digest` of the model."""
     cache_types: tuple[str, str]
     """The types of keys and values."""
     cache_salt: str
@@ -57,21 +57,9 @@ class Footer(msgspec.Struct, forbid_unknown_fields=True):
     form: dict[str, Any]
     """The layout of the state in the context that wrote it."""
     settings: dict[str, str] = {}
-    """Further settings that the state depends on (`Runtime.state_settings`)."""
+    """Further settings that the state depends on (`Runtime.state_settings`), and the digest of the projector."""
     checksum: int = 0
     """CRC-32 of the tokens, the state, and the rest of the footer."""
-
-
-def file_digest(path: str | Path) -> str:
-    """Identifies a weights file in milliseconds: a digest of its size and of samples from across the file."""
-    digest = hashlib.sha256()
-    with Path(path).open("rb") as file:
-        size = file.seek(0, os.SEEK_END)
-        digest.update(str(size).encode())
-        for i in range(_N_SAMPLES):
-            file.seek(max(0, size - _SAMPLE_BYTES) * i // (_N_SAMPLES - 1))
-            digest.update(file.read(_SAMPLE_BYTES))
-    return digest.hexdigest()
 
 
 def slot_file_parts(tokens: Tokens, state: npt.NDArray[np.uint8], footer: Footer) -> list[memoryview]:
@@ -97,6 +85,7 @@ def write_slot_file(path: Path, tokens: Tokens, state: npt.NDArray[np.uint8], fo
             for part in slot_file_parts(tokens, state, footer):
                 file.write(part)
             n_bytes = file.tell()
+        refuse_special(path)
         os.replace(temporary, path)
     except BaseException:
         with contextlib.suppress(OSError):
@@ -111,6 +100,7 @@ def read_slot_file(path: Path) -> tuple[Tokens, npt.NDArray[np.uint8], Footer, i
     Raises `InvalidRequest` for a file that is missing, damaged or of another type.
     """
     try:
+        refuse_special(path)
         return parse_slot_file(np.fromfile(path, np.uint8))
     except OSError as error:
         raise InvalidRequest("filename", f"{path.name!r} cannot be read: {error.strerror}") from error
@@ -133,6 +123,7 @@ def read_slot_head(path: Path) -> tuple[Tokens, Footer, int]:
 
     Raises `OSError`, and `ValueError` for a file that is damaged or of another type.
     """
+    refuse_special(path)
     with path.open("rb") as file:
         size = file.seek(0, os.SEEK_END)
         if size < 20:
@@ -193,25 +184,41 @@ AdapterDigests = tuple[tuple[str, float], ...]
 """The digests of LoRA adapter files with their scales: `AdapterSet` in a persistent form."""
 
 
-class StateKey:
-    """The key of an engine's states. Files are read on first use of a digest. Thread-safe."""
+def weight_files(config: EngineConfig) -> WeightFiles:
+    """The files that determine the states of an engine. Created before the engine loads them."""
+    others = [path for path, _ in config.lora] + [config.mmproj] * bool(config.mmproj)
+    return WeightFiles(Path(config.model_path), map(Path, others))
 
-    def __init__(self, info: ModelInfo, config: EngineConfig, settings: Mapping[str, str]) -> None:
-        """`settings`: see `Runtime.state_settings`."""
+
+class StateKey:
+    """The key of an engine's states. Thread-safe.
+
+    `settings`, `short` and all digests can be used once `files` are known.
+    """
+
+    def __init__(self, info: ModelInfo, config: EngineConfig, settings: Mapping[str, str], files: WeightFiles) -> None:
+        """`settings`: see `Runtime.state_settings`. `files`: `weight_files` of `config`."""
         self.model = info.name
         self.cache_types = (config.cache_type_k, config.cache_type_v)
-        self.settings = dict(settings)
-        self._info = info
+        self.files = files
+        self._settings = settings
+        self._adapters = [Path(path) for path, _ in config.lora]
+        self._projector = config.mmproj
+
+    @property
+    def digest(self) -> str:
+        """`model_digest` of the model."""
+        return self.files.of_model
 
     @cached_property
-    def digest(self) -> str:
-        """`file_digest` of the model; for a split model, a digest of the parts' digests."""
-        digests = [file_digest(part) for part in model_parts(Path(self._info.path))]
-        return digests[0] if len(digests) == 1 else hashlib.sha256("".join(digests).encode()).hexdigest()
+    def settings(self) -> dict[str, str]:
+        """The settings, with the digest of the projector, which determines the cells of images and audio."""
+        projector = {"mmproj": self.files.digest(Path(self._projector))} if self._projector else {}
+        return {**self._settings, **projector}
 
     @cached_property
     def _adapter_digests(self) -> list[str]:
-        return [file_digest(adapter.path) for adapter in self._info.adapters]
+        return [self.files.digest(path) for path in self._adapters]
 
     def adapter_digests(self, adapters: AdapterSet) -> AdapterDigests:
         """The digests of loaded adapters."""
@@ -283,6 +290,7 @@ class Slots:
 
     def write(self, path: Path, prefix: SlotPrefix) -> SlotReport:
         """Writes a prefix to a file, replacing it. Raises `InvalidRequest` on failure."""
+        self._read_weights(path)
         data = prefix.state.data
         footer = Footer(
             model=self._key.model,
@@ -303,8 +311,11 @@ class Slots:
         """Reads a file. Raises `InvalidRequest` if it is damaged, or written with other settings or another version."""
         tokens, data, footer, n_bytes = read_slot_file(path)
         key = self._key
+        self._read_weights(path)
         if footer.digest != key.digest:
             message = f"{path.name!r} was saved for model {footer.model!r}; this server runs {key.model!r}"
+            if footer.model == key.model:
+                message += " with other weights; save it again with this server"
             raise InvalidRequest("filename", message)
         if footer.cache_types != key.cache_types:
             theirs, ours = ("/".join(types) for types in (footer.cache_types, key.cache_types))
@@ -322,6 +333,12 @@ class Slots:
             message = f"{path.name!r} was saved by another version of cppbatch: {error}; save it again with this server"
             raise InvalidRequest("filename", message) from error
         return SlotPrefix(tokens, footer.cache_salt, adapters, state, n_bytes)
+
+    def _read_weights(self, path: Path) -> None:
+        try:
+            self._key.files.read()
+        except ModelError as error:
+            raise InvalidRequest("filename", f"{path.name!r} cannot be saved or restored: {error}") from error
 
     def put(self, slot: int, prefix: SlotPrefix) -> SlotReport:
         """Adds it to this slot as a cached prefix in host memory. Raises `InvalidRequest` if it does not fit."""

@@ -1,7 +1,8 @@
 """Converts image and audio files to token ids and vectors, which a sequence takes in place of text.
 
 Each vector has a placeholder in the sequence's tokens: a negative id derived from the file's bytes. So equal images are
-equal tokens, and prefixes with them are shared, saved and found like any others.
+equal tokens, and prefixes with them are shared, saved and found like any others. The vectors also depend on the
+projector, whose digest is in the key of saved states (`StateKey`).
 """
 
 from __future__ import annotations
@@ -94,14 +95,11 @@ class MediaInput:
         self,
         encoder: Encoder,
         *,
-        projector: str,
         cache_bytes: int = CACHE_BYTES,
         compute: Callable[[], AbstractContextManager[object]] = nullcontext,
     ) -> None:
-        """`projector`: a digest of its file, because vectors of the same image depend on the projector. `compute`:
-        entered while a chunk is encoded."""
+        """`compute`: entered while a chunk is encoded."""
         self.encoder = encoder
-        self._projector = projector.encode()
         self._cache_bytes = cache_bytes
         self._compute = compute
         self._decoding = threading.Lock()
@@ -183,7 +181,7 @@ class MediaInput:
                 vectors = self.encoder.encode(chunk)
         except LlamaError as error:
             raise InvalidRequest("prompt", f"contains {chunk.kind} data that cannot be encoded: {error}") from error
-        seed, positions = b"%b %b %d" % (self._projector, name.encode(), number), chunk.positions
+        seed, positions = b"%b %d" % (name.encode(), number), chunk.positions
         if positions is not None:
             seed += b" " + positions.tobytes()
         ids = placeholders(seed, chunk.n_tokens)

@@ -6,9 +6,8 @@ import logging
 import sys
 from pathlib import Path
 
-from cppbatch.engine.disk.slots import file_digest
 from cppbatch.errors import ModelError
-from cppbatch.findings import build_key, finding_path, read_finding, write_finding
+from cppbatch.findings import build_key, file_key, finding_path, read_finding, write_finding
 from cppbatch.llama.library import library_path
 from cppbatch.llama.selfcheck import run_child
 
@@ -24,7 +23,7 @@ def check_projector(path: str, model_path: str) -> None:
     """
     if not Path(path).is_file():
         return
-    key = f"{build_key(Path(library_path()).parent)}-{file_digest(path)[:16]}"
+    key = f"{build_key(Path(library_path()).parent)}-{file_key(Path(path))}"
     verdict = finding_path("projectors", key)
     if read_finding(verdict, str) == _FINE:
         return

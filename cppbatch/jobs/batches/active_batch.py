@@ -294,7 +294,7 @@ class ActiveBatch:
         path = self._folder / "ledger.sqlite3"
         if is_begun and not path.exists():
             raise LedgerLost(f"{path} is missing")
-        self._folder.mkdir(exist_ok=True)
+        self._folder.mkdir(mode=0o700, exist_ok=True)
         ledger = Ledger(path)
         try:
             if is_begun and not ledger.is_begun:
@@ -383,9 +383,9 @@ class ActiveBatch:
         files = []
         for path, file in zip(self._result_paths(), self._result_files(0, 0), strict=True):
             content = self._data.content(file.id)
-            if path.exists() and path.stat().st_size:
+            if path.is_file() and path.stat().st_size:
                 move_into_place(path, content)
-            if content.exists():
+            if content.is_file():
                 files.append(msgspec.structs.replace(file, bytes=content.stat().st_size))
         return files
 

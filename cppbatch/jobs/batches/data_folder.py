@@ -1,6 +1,7 @@
 """The server's data folder: the database, the contents of files, and the working folders of open batches.
 
 jobs.sqlite3     `BatchStore`
+jobs.reserve     `_Reserve`
 incoming/ID      uploads that are not complete
 files/ID         contents of files
 batches/ID/      ledger.sqlite3, output.jsonl, errors.jsonl of an open batch
@@ -17,15 +18,16 @@ import logging
 import os
 import shutil
 import stat
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Concatenate, ParamSpec, TypeVar
 
-from cppbatch.errors import ConfigError, InputChanged, NotFound, StorageError
+from cppbatch.errors import ConfigError, DiskFull, InputChanged, NotFound, StorageError
 from cppbatch.jobs.batches.store import BatchStore, File, KnownContents
-from cppbatch.jobs.durable_files import fsync_folder, make_durable, move, move_into_place, storage_error
+from cppbatch.jobs.durable_files import fsync_folder, make_durable, make_private, move, move_into_place, storage_error
 from cppbatch.jobs.input.format import unreadable_file
 from cppbatch.regular_files import open_regular
 
@@ -35,10 +37,15 @@ T = TypeVar("T")
 log = logging.getLogger("cppbatch.jobs")
 
 _DATABASE = "jobs.sqlite3"
+_RESERVE = "jobs.reserve"
 _SUBFOLDERS = ("incoming", "files", "batches")
 RESULT_NAMES = ("output.jsonl", "errors.jsonl")
 """In the working folder of a batch."""
 _PRIVATE = 0o700  # the files contain users' prompts
+_PRIVATE_FILE = 0o600
+_UNKNOWN = "unknown-"
+_OWN = {_DATABASE, f"{_DATABASE}-wal", f"{_DATABASE}-shm", _RESERVE, *_SUBFOLDERS, "models"}  # models: `models_folder`
+_RESERVED_BYTES = 1 << 20
 _READ_BYTES = 1 << 20
 _MAX_NAMES = 10  # in a log line
 
@@ -57,8 +64,10 @@ class DataFolder:
         self._store = store
         self._thread = ThreadPoolExecutor(1, "cppbatch-store")  # commits wait for the disk
         self._incoming, self._files, self._batches = (folder / name for name in _SUBFOLDERS)
+        self._reserve = _Reserve(folder / _RESERVE)
         with _storage_errors(self.folder):
             self._clean_up(store.read_contents())
+            self._reserve.fill()
         self.open_batches = store.open_batches()
         """The batches that had not ended when the folder was opened."""
 
@@ -73,6 +82,9 @@ class DataFolder:
             )
         for subfolder in (self._incoming, self._files, self._batches):
             subfolder.mkdir(mode=_PRIVATE, exist_ok=True)
+            make_private(subfolder, _PRIVATE)
+        if all(path.name in _OWN or path.name.startswith(_UNKNOWN) for path in self.folder.iterdir()):
+            make_private(self.folder, _PRIVATE)
         fsync_folder(self.folder)
         unknown = [
             path
@@ -143,7 +155,7 @@ class DataFolder:
         paths = [path for path in paths if path.exists() or path.is_symlink()]
         if not paths:
             return
-        name = f"unknown-{datetime.date.today()}"
+        name = f"{_UNKNOWN}{datetime.date.today()}"
         names = (name, *(f"{name}-{number}" for number in range(2, 1000)))
         target = next(path for each in names if not (path := self.folder / each).exists())
         moved, kept = [], []
@@ -214,12 +226,13 @@ class DataFolder:
         await asyncio.to_thread(self._delete_file, file_id, viewer)
 
     def _delete_file(self, file_id: str, viewer: str | None) -> None:
-        self._thread.submit(self._store.delete_file, file_id, viewer).result()
+        self._thread.submit(self._reserve.use_for, partial(self._store.delete_file, file_id, viewer)).result()
         self._unlink([file_id])
 
     async def delete_expired(self, now: int) -> None:
         """Deletes expired files, except inputs of open batches."""
-        if deleted := await self.query(BatchStore.delete_expired, now):
+        delete = partial(self._reserve.use_for, partial(self._store.delete_expired, now))
+        if deleted := await asyncio.get_running_loop().run_in_executor(self._thread, delete):
             log.info("deleted %d expired files", len(deleted))
             await asyncio.to_thread(self._unlink, deleted)
 
@@ -229,6 +242,7 @@ class DataFolder:
             self._thread.submit(self._store.forget_deleted, deleted).result()
         except StorageError as error:  # deleted on the next start
             log.warning("%s", error)
+        self._reserve.fill()
 
     async def check_upload(self, file_id: str, executor: ThreadPoolExecutor) -> None:
         """Compares the contents of a file with its upload: the size, and the SHA-256 unless an earlier version stored
@@ -256,13 +270,13 @@ def open_data_folder(folder: Path) -> DataFolder:
     with _storage_errors(folder):
         if folder.exists() and not folder.is_dir():
             raise StorageError(f"{folder} is a file; give a folder for the server's data")
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(mode=_PRIVATE, parents=True, exist_ok=True)
         fsync_folder(folder.parent)
         contents = _contents(folder)
     database = folder / _DATABASE
     if contents and not (database.exists() and database.stat().st_size):
         raise _database_lost(folder, contents, f"no {_DATABASE}" if not database.exists() else f"an empty {_DATABASE}")
-    store = BatchStore(database, must_exist=bool(contents))
+    store = _Reserve(folder / _RESERVE).use_for(partial(BatchStore, database, must_exist=bool(contents)))
     try:
         # An upload in `incoming` may be the very first one.
         if not store.was_used and (settled := [name for name in contents if name != _SUBFOLDERS[0]]):
@@ -271,6 +285,37 @@ def open_data_folder(folder: Path) -> DataFolder:
     except BaseException:
         store.close()
         raise
+
+
+class _Reserve:
+    """A file that keeps space free, so that files can be deleted on a disk that another program has filled: SQLite
+    needs some for each change. Thread-safe."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._lock = threading.Lock()
+
+    def use_for(self, change: Callable[[], T]) -> T:
+        """Calls `change`, which raises `DiskFull` on a full disk, and then again with the space of the file."""
+        try:
+            return change()
+        except DiskFull:
+            with self._lock, contextlib.suppress(OSError):
+                os.truncate(self._path, 0)
+            return change()
+
+    def fill(self) -> None:
+        """Takes the space, or what there is of it."""
+        with self._lock, contextlib.suppress(OSError):
+            if self._path.exists() and not self._path.is_file():
+                return
+            with open(self._path, "ab", buffering=0, opener=_open_private) as file:
+                if missing := max(0, _RESERVED_BYTES - file.tell()):
+                    file.write(os.urandom(missing))  # some file systems take no space for zeros
+
+
+def _open_private(path: str, flags: int) -> int:
+    return os.open(path, flags, _PRIVATE_FILE)
 
 
 def _contents(folder: Path) -> list[str]:

@@ -95,7 +95,7 @@ class BatchStore:
                 batch_id: msgspec.json.decode(record, type=BatchRecord)
                 for batch_id, record in self._db.execute("SELECT id, record FROM batches")
             }
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, UnicodeDecodeError, TypeError) as error:  # TypeError: not text, but a number
             raise StorageError(f"{self._db.path} is corrupt: restore it from a backup (a row: {error})") from error
         if any(each_id != file.id for each_id, file in files.items()) or any(
             each_id != record.batch.id for each_id, record in records.items()

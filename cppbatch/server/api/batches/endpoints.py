@@ -174,6 +174,8 @@ def _requested_part(request: web.Request, n_bytes: int) -> range | None:
 def _open_content(paths: Sequence[Path], start: int, n_bytes: int) -> BinaryIO:
     """Opens the first path that exists. Raises `NotFound` if none does, or it has less than `n_bytes`."""
     for path in paths:
+        if path.exists() and not path.is_file():  # opening a pipe would wait
+            raise NotFound("id", f"{path.name} is damaged: it is not a regular file")
         try:
             content = path.open("rb")
         except FileNotFoundError:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
+import os
 from pathlib import Path
 from typing import Annotated, BinaryIO, Literal, get_args
 
@@ -190,7 +191,7 @@ def _lifetime_s(fields: dict[str, str]) -> int | None:
 
 def _open_for_writing(path: Path) -> BinaryIO:
     try:
-        return path.open("wb")
+        return open(path, "wb", opener=lambda name, flags: os.open(name, flags, 0o600))
     except OSError as error:
         raise storage_error(path, error) from error
 

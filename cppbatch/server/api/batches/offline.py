@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from itertools import chain, takewhile
+from pathlib import Path
 from typing import Any
 
 from cppbatch.cluster.deployment import Deployment
@@ -18,6 +19,7 @@ from cppbatch.jobs.input.reader import InputReader
 from cppbatch.jobs.job_request import JobRequest, RejectedLine
 from cppbatch.jobs.job_runner import JobRunner, chunks
 from cppbatch.jobs.journal import Journal
+from cppbatch.models.digest import model_digest
 from cppbatch.server.api.batches.handler import BatchRequestHandler
 from cppbatch.server.models.served import OneModel
 from cppbatch.server.process import ShowLoading, hide_loading, set_on_signals
@@ -104,11 +106,17 @@ async def run_offline(
         return not stop.is_set()
     counting = asyncio.create_task(offline.count_lines())
     engine = deployment.start(config)
+    has_ended = False
+    reading = asyncio.create_task(asyncio.to_thread(model_digest, Path(config.model_path), lambda: has_ended))
+
+    async def loaded() -> None:
+        await engine.loaded()
+        check_model(offline.journal, config.model_path, await reading)
+
     try:
         with show_loading(lambda: engine.health().progress):
-            if not await _unless_stopped(stop, engine.loaded()):
+            if not await _unless_stopped(stop, loaded()):
                 return False
-        check_model(offline.journal, config.model_path)
         started()
         job, request_slots = offline.job, asyncio.Semaphore(await target_concurrency(engine))
         handler = BatchRequestHandler(
@@ -127,7 +135,8 @@ async def run_offline(
             polling.cancel()
     finally:
         counting.cancel()
-        await asyncio.gather(counting, return_exceptions=True)
+        has_ended = True
+        await asyncio.gather(counting, reading, return_exceptions=True)
         await engine.close()
 
 
