@@ -1,7 +1,7 @@
 """A program that compiles and renders one chat template, where it may hang, crash and need much memory.
 
-Writes `{}` when it is ready. In: a line of JSON, the template's text; its answer is `{}` or an error. Then a line of JSON
-for each rendering: its variables. Out: a line of JSON: `{"text": n}`, followed by n bytes of UTF-8, or `{"error":
+Writes `{}` when it is ready. In: a line of JSON, the template's text; its answer is `{}` or an error. Then a line of
+JSON for each rendering: its variables. Out: a line of JSON: `{"text": n}`, followed by n bytes of UTF-8, or `{"error":
 message, "kind": ...}`, or `{"call": [name, arguments]}` for one of the reader's functions, which answers with a line
 `{"text": ...}` or `{"error": ...}`.
 """

@@ -20,7 +20,8 @@ from typing import IO, Any, NamedTuple
 
 import jinja2
 
-from cppbatch.chat.metered_sandbox import NotQuick, compile_metered, render_metered
+from cppbatch.chat.metered_operations import NotQuick
+from cppbatch.chat.metered_sandbox import compile_metered, render_metered
 from cppbatch.chat.sandbox import HostFunction
 from cppbatch.errors import ConfigError, InvalidRequest
 
@@ -78,7 +79,8 @@ def program_of(source: str) -> TemplateProgram:
 class TemplateProgram:
     """A compiled template. Thread-safe."""
 
-    def __init__(self, source: str, limits: Limits = Limits()) -> None:
+    def __init__(self, source: str, limits: Limits | None = None) -> None:
+        limits = limits or Limits()
         self._template: jinja2.Template | None = None
         self._broken = ""
         self._child = _Child(source, limits)
@@ -98,7 +100,7 @@ class TemplateProgram:
         return self._template is not None
 
     def check(self) -> None:
-        """Raises `ConfigError` if the text is not a Jinja template, or `TemplateStopped` if compiling takes too long."""
+        """Raises `ConfigError` if the text is not a Jinja template, `TemplateStopped` if compiling takes too long."""
         if not self._broken and not self.is_quick:
             self._broken = self._child.compile() or ""
         if self._broken:
