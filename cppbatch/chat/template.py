@@ -51,12 +51,15 @@ def find_template(value: str, llama_cpp_names: Callable[[], Sequence[str]] = tup
     llama.cpp's names, whose template calls llama.cpp. As in llama-server, text with spaces that is not a path is a
     template too, with a warning, because every prompt is then this text.
 
-    Raises `ConfigError` if it is none of these, or not a Jinja template, and `TemplateStopped`.
+    Raises `ConfigError` if it is none of these, or not a Jinja template, or if compiling it takes too long.
     """
     source = _read_template(value, llama_cpp_names)
     if not source.strip():
         raise ConfigError(f"--chat-template {value}: the file is empty")
-    program_of(source).check()
+    try:
+        program_of(source).check()
+    except TemplateStopped as error:
+        raise ConfigError(f"--chat-template {error.message}") from error
     return source
 
 

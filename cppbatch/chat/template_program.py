@@ -82,13 +82,13 @@ class TemplateProgram:
     def __init__(self, source: str, limits: Limits | None = None) -> None:
         limits = limits or Limits()
         self._template: jinja2.Template | None = None
-        self._broken = ""
+        self._broken: str | None = None  # why it cannot be compiled; "": it can
         self._child = _Child(source, limits)
         if len(source) > MAX_SOURCE:
             self._broken = f"it has {len(source):,} characters; the limit is {MAX_SOURCE:,}"
             return
         try:
-            self._template = compile_metered(source)
+            self._template, self._broken = compile_metered(source), ""
         except jinja2.TemplateSyntaxError as error:
             self._broken = str(error)
         except Exception:  # not in the subset, or Python refuses to compile what Jinja accepts: the child says why
@@ -101,8 +101,8 @@ class TemplateProgram:
 
     def check(self) -> None:
         """Raises `ConfigError` if the text is not a Jinja template, `TemplateStopped` if compiling takes too long."""
-        if not self._broken and not self.is_quick:
-            self._broken = self._child.compile() or ""
+        if self._broken is None:
+            self._broken = self._child.compile()
         if self._broken:
             raise ConfigError(f"the chat template failed: {self._broken:.1000}")
 
@@ -149,8 +149,8 @@ class _Child:
         self.seconds = 0.0
         self._refusals = (_Refusal(), _Refusal())  # of usual and of large conversations, which may be to blame
 
-    def compile(self) -> str | None:
-        """Why the template cannot be compiled; None: it can. Raises `TemplateStopped`."""
+    def compile(self) -> str:
+        """Why the template cannot be compiled; "": it can. Raises `TemplateStopped`."""
         with self._lock:
             self._check_refusal(is_large=False)
             return self._start(is_large=False)
@@ -194,10 +194,10 @@ class _Child:
         left = max(1, round(refusal.until - monotonic()))
         return TemplateStopped(f"{refusal.reason}; it is tried again in {left} s")
 
-    def _start(self, *, is_large: bool) -> str | None:
-        """Starts the process unless it runs. Returns why the template cannot be compiled; None: it can."""
+    def _start(self, *, is_large: bool) -> str:
+        """Starts the process unless it runs. Returns why the template cannot be compiled; "": it can."""
         if self._process and self._process.poll() is None:
-            return None
+            return ""
         self._end()
         self._process = subprocess.Popen(
             [sys.executable, "-m", "cppbatch.chat.template_child"],
@@ -213,7 +213,7 @@ class _Child:
             return str(answer["error"])
         self._used = monotonic()
         self._end_when_idle(_IDLE_S)
-        return None
+        return ""
 
     def _ask(
         self, line: bytes, functions: dict[str, HostFunction], seconds: float, *, is_large: bool

@@ -1,4 +1,4 @@
-"""Chat templates that are not known to be quick render in a child process, within limits, and are refused afterwards."""
+"""Chat templates that are not known to be quick render in a child process within limits, and are refused afterwards."""
 
 from __future__ import annotations
 
