@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import operator
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, ItemsView, Iterable, Iterator, ValuesView
 from contextlib import contextmanager
 from functools import reduce
 from typing import Any
@@ -221,6 +221,8 @@ def _compared_by(compare: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any
 def _is_in(left: Any, right: Any) -> bool:
     if type(left) is not str:
         charge_weight(left)
+    if isinstance(right, (Iterator, ValuesView, ItemsView)):
+        right = _list(right)
     if type(right) is str:
         charge(len(right) >> _CHARACTERS)
     elif type(right) is not dict and type(right) is not _KEYS:
@@ -274,9 +276,9 @@ def _split(text: str, sep: str | None = None, maxsplit: int = -1) -> list[str]:
     return text.split(sep, maxsplit)
 
 
-def _splitlines(text: str) -> list[str]:
+def _splitlines(text: str, keepends: bool = False) -> list[str]:
     charge(1 + len(text))
-    return text.splitlines()
+    return text.splitlines(keepends)
 
 
 def _replace(value: Any, old: Any, new: Any, count: int | None = None) -> str:
@@ -298,7 +300,9 @@ def _list(value: Iterable[Any]) -> list[Any]:
     return list(_each(value))
 
 
-def _join(value: Iterable[Any], separator: Any = "") -> str:
+def _join(value: Iterable[Any], separator: Any = "", attribute: Any = None) -> str:
+    if attribute is not None:
+        raise NotQuick
     texts = [to_text(item) for item in _each(value)]
     separator = to_text(separator)
     charge((sum(map(len, texts)) + len(separator) * len(texts)) >> _CHARACTERS)
@@ -306,28 +310,32 @@ def _join(value: Iterable[Any], separator: Any = "") -> str:
     return joined
 
 
-def _int(value: Any, default: int = 0) -> int:
+def _int(value: Any, default: int = 0, base: int = 10) -> int:
     if isinstance(value, str) and len(value) > _MAX_DIGITS:
         raise NotQuick
-    return jinja2.filters.do_int(value, default)
+    return jinja2.filters.do_int(value, default, base)
 
 
-def _dictsort(value: Any) -> list[Any]:
+def _dictsort(value: Any, *args: Any, **named: Any) -> list[Any]:
     if type(value) is not dict:
         raise NotQuick
-    charge_weight([*value, *value])
-    return jinja2.filters.do_dictsort(value)
+    _charge_sort(value)
+    return jinja2.filters.do_dictsort(value, *args, **named)
+
+
+def _charge_sort(items: Any) -> None:
+    for _ in range(len(items).bit_length() + 1):
+        charge_weight(items)
 
 
 def _compared(function: Callable[..., Any]) -> Callable[..., Any]:
     """A filter that compares the items of a list with each other."""
 
     @jinja2.pass_environment
-    def metered(environment: jinja2.Environment, value: Iterable[Any], attribute: str | None = None) -> Any:
-        items = list(_each(value, _cost_of_names(attribute)))
-        for _ in range(len(items).bit_length() + 1):
-            charge_weight(items)
-        return function(environment, items, attribute=attribute)
+    def metered(environment: jinja2.Environment, value: Iterable[Any], *args: Any, **named: Any) -> Any:
+        items = list(_each(value, _cost_of_names(*args, *named.values())))
+        _charge_sort(items)
+        return function(environment, items, *args, **named)
 
     return metered
 

@@ -61,6 +61,7 @@ def render_metered(template: jinja2.Template, variables: dict[str, Any]) -> str:
 
 
 _BASE = make_sandbox(Sandbox)
+_MAKE_DICT = MakeDict()
 
 
 class _Metering(jinja2.visitor.NodeTransformer):
@@ -72,6 +73,8 @@ class _Metering(jinja2.visitor.NodeTransformer):
         return super().generic_visit(node, *args, **kwargs)
 
     def visit_For(self, node: nodes.For) -> nodes.Node:
+        if node.recursive:
+            raise NotQuick
         size = _size(node)
         self.generic_visit(node)
         node.iter = _filter("each", node.iter, nodes.Const(size))
@@ -219,7 +222,7 @@ class _MeteredSandbox(Sandbox):
             return method(receiver, *args, **kwargs)
         if kind is FunctionType and __obj.__name__ == "format":
             _charge_format(__obj.__wrapped__.__self__, [*args, *map(kwargs.get, kwargs.keys() - _CONTEXT)])
-        elif kind in (HostFunction, MakeDict) or __obj is Namespace or __obj == _FROM_KEYS:
+        elif kind in (HostFunction, MakeDict) or __obj is Namespace or __obj == _MAKE_DICT.fromkeys:
             charge_weight([*args])
         elif kind not in _CALLABLE and __obj not in _FUNCTIONS:
             raise NotQuick
@@ -234,10 +237,9 @@ class _MeteredSandbox(Sandbox):
         return super().getattr(obj, attribute)
 
 
-_FROM_KEYS = _BASE.globals["dict"].fromkeys
 _CONTEXT = {"_loop_vars", "_block_vars"}
 _DICT_ATTRIBUTES = frozenset(dir(dict))
-_CALLABLE = (jinja2.runtime.Macro, jinja2.runtime.LoopContext, Missing, jinja2.Undefined)
+_CALLABLE = (jinja2.runtime.Macro, Missing, jinja2.Undefined)
 
 
 def _charge_format(text: str, values: list[Any]) -> None:
@@ -264,8 +266,7 @@ def _metered_sandbox() -> _MeteredSandbox:
     environment = make_sandbox(_MeteredSandbox, finalize=write, optimized=False)
     environment.filters = FILTERS | OPERATORS
     environment.tests = dict(TESTS)
-    environment.globals |= {"raise_exception": _raise_metered, "strftime_now": _strftime_metered}
-    environment.globals["dict"] = _BASE.globals["dict"]
+    environment.globals |= {"raise_exception": _raise_metered, "strftime_now": _strftime_metered, "dict": _MAKE_DICT}
     return environment
 
 

@@ -68,9 +68,9 @@ async def test_a_hostile_template_in_the_models_folder_delays_no_other_model(
     tiny_models.llama(tmp_path / "hostile.gguf", chat_template=HOSTILE["later"])
     body = {"model": "hostile", "messages": HELLO, "max_tokens": 1}
     async with serve(tmp_path) as http:
-        for model in ("honest", "hostile"):  # loads it
-            assert (await post(http, "/v1/completions", {"model": model, "prompt": "a", "max_tokens": 1}))[0] == 200
-        assert (await post(http, "/apply-template", {**body, "messages": [{"role": "user", "content": "Y"}]}))[0] == 200
+        quick = [{"role": "user", "content": "Y"}]
+        loads = (post(http, "/apply-template", {"model": model, "messages": quick}) for model in ("honest", "hostile"))
+        assert [status for status, _ in await asyncio.gather(*loads)] == [200, 200]
         async with health_of(http) as health:
             stopped = [asyncio.create_task(timed(http, "/v1/chat/completions", body)) for _ in range(CLIENTS)]
             n = 0

@@ -74,7 +74,12 @@ SAME = {
     "{{ [{'a': 1}] | map(attribute='a') | list }}{{ none | selectattr('a', 'equalto', 1) | list }}": "[1][]",
     "{{ 'a\nb' | indent(2) }}{{ '7' | int + 1 }}{{ missing | default('d') }}{{ ' x ' | trim }}": "a\n  b8dx",
     "{% macro f(a) %}<{{ a }}>{% endmacro %}{{ f(1) }}{% set b %}c{{ f(2) }}{% endset %}{{ b | upper }}": "<1>C<2>",
-    "{% for a in [[1], [2]] recursive %}{{ loop(a) if a is iterable else a }}{% endfor %}": "12",
+    "{{ ['b', 'A'] | sort(reverse=true, case_sensitive=true) }}{{ {'b': 1, 'a': 2} | dictsort(by='value') }}": (
+        "['b', 'A'][('b', 1), ('a', 2)]"
+    ),
+    "{{ 'ff' | int(0, 16) }}{{ 'a\nb'.splitlines(true) }}{{ 'u' in [{'a': 'u'}] | map(attribute='a') }}": (
+        "255['a\\n', 'b']True"
+    ),
     "{% set ns = namespace(a=[]) %}{{ ns.a.append(1) }}{% set ns.a = ns.a + [2] %}{{ ns.a }}{{ ns.a.pop() }}": (
         "None[1, 2]2"
     ),

@@ -31,9 +31,7 @@ def test_a_long_template_is_not_compiled_in_this_process(name: str) -> None:
         compile_metered(LONG[name])
 
 
-@pytest.mark.parametrize(
-    "unit", ["{%macro f()%}{%endmacro%}", "{%if a%}{%endif%}", "{%for a in b%}{%endfor%}", "{{a}}x"]
-)
+@pytest.mark.parametrize("unit", ["{%macro f()%}{%endmacro%}", "{{a}}x"])
 def test_the_longest_template_that_is_compiled_in_this_process_takes_a_moment(unit: str) -> None:
     began = time.thread_time()
     with contextlib.suppress(NotQuick):

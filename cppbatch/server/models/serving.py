@@ -295,8 +295,9 @@ class Serving:
 
     async def chat_format(self) -> ChatFormat:
         """The model's chat format. Raises `InvalidRequest` for a broken template."""
-        own = await asyncio.wrap_future(self.client.chat_formats.submit(lambda: self._own_template))
-        chat = await self.client.chat_format(own)
+        if not self._has_logged_forms:  # on another thread, because it is compiled
+            await asyncio.wrap_future(self.client.chat_formats.submit(lambda: self._own_template))
+        chat = await self.client.chat_format(self._own_template)
         if not self._has_logged_forms:
             self._has_logged_forms = True
             log.info("chats of %s: %s", self.name, await self.learn_chat_forms())
