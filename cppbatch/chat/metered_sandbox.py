@@ -229,15 +229,23 @@ class _MeteredSandbox(Sandbox):
         return super().call(__context, __obj, *args, **kwargs)
 
     def getattr(self, obj: Any, attribute: str) -> Any:
-        if type(obj) is dict and attribute not in _DICT_ATTRIBUTES:  # the usual case, without exceptions
+        """As in Jinja, and faster for what templates read most."""
+        kind = type(obj)
+        if kind is dict and attribute not in _DICT_ATTRIBUTES:
             try:
                 return obj[attribute]
             except KeyError:
+                return self.undefined(obj=obj, name=attribute)
+        if kind in _OF_JINJA and not attribute.startswith("_"):  # no other attribute of these is unsafe
+            try:
+                return getattr(obj, attribute)
+            except AttributeError:
                 return self.undefined(obj=obj, name=attribute)
         return super().getattr(obj, attribute)
 
 
 _CONTEXT = {"_loop_vars", "_block_vars"}
+_OF_JINJA = (jinja2.runtime.LoopContext, Namespace)
 _DICT_ATTRIBUTES = frozenset(dir(dict))
 _CALLABLE = (jinja2.runtime.Macro, Missing, jinja2.Undefined)
 

@@ -76,6 +76,8 @@ def tojson(
     value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
 ) -> str:
     """Jinja's own filter escapes for HTML."""
+    if indent is None and separators is None and not sort_keys:
+        return _ENCODERS[bool(ensure_ascii)].encode(value)
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys, default=_to_list
     )
@@ -86,6 +88,9 @@ def _to_list(value: Any) -> list[Any]:
     if isinstance(value, Iterator):
         return list(value)
     raise TypeError(f"Object of type {type(value).__name__} is not JSON serializable")
+
+
+_ENCODERS = [json.JSONEncoder(ensure_ascii=ascii_only, default=_to_list) for ascii_only in (False, True)]
 
 
 def raise_exception(message: str) -> NoReturn:
