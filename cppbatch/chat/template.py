@@ -25,8 +25,8 @@ log = logging.getLogger("cppbatch.chat")
 
 _TEMPLATE_FOLDER = resources.files("cppbatch.chat") / "templates"
 """Built-in templates. They do not write the BOS token: the engine adds it if the model uses it."""
-_LEARNING_SECONDS = 0.5
-"""For capabilities and for the form, in a child process. Usual templates take 0.01 s."""
+_LEARNING_SECONDS = 1.0
+"""For what a template supports, and again for its form, in a child process. Usual templates take 0.01 s."""
 _REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 """Names under which clients send a model's reasoning back. Templates read the first, some of them the second."""
 _MAX_SCHEMA_DEPTH = 16

@@ -19,7 +19,7 @@ import jinja2
 from cppbatch.chat.sandbox import GivenList, HostFunction, Sandbox, make_sandbox, render_template
 
 _MAX_SECONDS = 10  # more than the reader's limit: it kills this process earlier
-MAX_MEMORY = 1 << 30
+_MAX_MEMORY = 1 << 30
 """Bytes of the address space, on Linux."""
 _LENIENT = (TypeError, jinja2.UndefinedError, RecursionError)
 
@@ -42,7 +42,7 @@ def main() -> None:
                 text = render_template(template, _variables(**given)).encode("utf-8", "surrogatepass")
                 _answer({"text": len(text)}, text)
         except MemoryError:
-            _answer({"error": f"needs more than {MAX_MEMORY >> 20} MiB of memory", "kind": "stopped"})
+            _answer({"error": f"needs more than {_MAX_MEMORY >> 20} MiB of memory", "kind": "stopped"})
             return
         except Exception as error:  # a template is a program and may raise anything
             kind = "lenient" if isinstance(error, _LENIENT) else "refused"
@@ -76,11 +76,10 @@ def _set_alarm(seconds: int) -> None:
 
 
 def _limit_memory() -> None:
-    try:
+    if sys.platform == "linux":  # macOS accepts the limit and ignores it
         import resource
-    except ImportError:  # Windows
-        return
-    resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY, MAX_MEMORY))
+
+        resource.setrlimit(resource.RLIMIT_AS, (_MAX_MEMORY, _MAX_MEMORY))
 
 
 if __name__ == "__main__":

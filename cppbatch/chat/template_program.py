@@ -225,8 +225,8 @@ class _Child:
         assert process.stdout
         timer = threading.Timer(seconds, process.kill)
         timer.daemon = True
-        timer.start()
         began = monotonic()
+        timer.start()
         try:
             answer, text = _exchange(process.stdin, process.stdout, line, functions)
         except (OSError, EOFError):

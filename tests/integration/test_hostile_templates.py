@@ -118,5 +118,5 @@ async def test_200_templates_are_rendered_or_stopped_and_the_server_answers(tiny
             assert slowest < 6, name
             assert health.slowest < 1, name
             if name in honest:
-                assert 200 in statuses, name
+                assert 200 in statuses, (name, results)
     print(f"{len(honest)} honest, {len(hostile)} hostile; /health at most {max(row[2] for row in table):.2f} s")
