@@ -5,10 +5,8 @@ from __future__ import annotations
 import datetime
 import io
 import json
-import threading
-import time
-from collections.abc import Iterable, Iterator
-from typing import Any, NoReturn
+from collections.abc import Callable, Iterator
+from typing import Any, NoReturn, TypeVar
 
 import jinja2
 import jinja2.exceptions
@@ -18,59 +16,20 @@ import jinja2.parser
 import jinja2.sandbox
 import jinja2.utils
 
-from cppbatch.errors import ConfigError
-
 MAX_CHARACTERS = 1 << 25
 """Maximum characters that a template may write: more than any context holds."""
 _MAX_EXPONENT = 1024
-MAX_SECONDS = 5.0
-"""The time limit of a rendering. 20 messages take less than 0.01 s."""
 
 
-def compile_template(source: str) -> jinja2.Template:
-    """Raises `ConfigError` if the text is not a Jinja template."""
-    try:
-        return _ENVIRONMENT.from_string(source)
-    except Exception as error:  # Python may refuse to compile what Jinja accepts
-        raise ConfigError(f"the chat template failed: {error}") from error
-
-
-def render_template(template: jinja2.Template, variables: dict[str, Any], *, seconds: float = MAX_SECONDS) -> str:
-    """Returns the text that the template writes. A template is a program: this may raise anything.
-
-    The time is checked each time the template writes, calls something, or starts another round of a loop; the
-    characters each time it writes. Of single expressions that make a huge text, only products are refused. The sandbox
-    limits `range`.
-    """
+def render_template(template: jinja2.Template, variables: dict[str, Any]) -> str:
+    """Returns the text that the template writes. A template is a program: this may raise anything, and has no time
+    limit. Of single expressions that make a huge text, only products are refused. The sandbox limits `range`."""
     text = io.StringIO()
-    _RENDERING.seconds, _RENDERING.deadline = seconds, time.monotonic() + seconds
     for piece in template.generate(variables):
         text.write(piece)
         if text.tell() > MAX_CHARACTERS:
             raise jinja2.TemplateError(f"stopped: its output exceeds {MAX_CHARACTERS} characters")
-        _check_time()
     return text.getvalue()
-
-
-class _Rendering(threading.local):
-    """The time limit of the rendering on this thread."""
-
-    seconds = deadline = float("inf")
-
-
-_RENDERING = _Rendering()
-
-
-def _check_time() -> None:
-    if time.monotonic() > _RENDERING.deadline:
-        raise jinja2.TemplateError(f"stopped: rendering takes longer than {_RENDERING.seconds:g} seconds")
-
-
-def _check_each(items: Iterable[Any]) -> Iterator[Any]:
-    """The items of a loop."""
-    for item in items:
-        _check_time()
-        yield item
 
 
 class _Generation(jinja2.ext.Extension):
@@ -83,7 +42,7 @@ class _Generation(jinja2.ext.Extension):
         return jinja2.nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
 
 
-class _Namespace(jinja2.utils.Namespace):
+class Namespace(jinja2.utils.Namespace):
     """Jinja's namespace, which refuses names that start with an underscore, such as Python's special attributes."""
 
     def __init__(*args: Any, **names: Any) -> None:  # as in Jinja: a name may be `self`
@@ -98,7 +57,7 @@ class _Namespace(jinja2.utils.Namespace):
         super().__setitem__(name, value)
 
 
-class _Dict:
+class MakeDict:
     """`dict` in a template: makes dictionaries without exposing the type."""
 
     def __call__(self, *args: Any, **items: Any) -> dict[Any, Any]:
@@ -113,10 +72,12 @@ def _refuse_underscore(name: Any) -> None:
         raise jinja2.exceptions.SecurityError(f"a namespace cannot have the attribute {name!r}")
 
 
-def _tojson(
+def tojson(
     value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
 ) -> str:
     """Jinja's own filter escapes for HTML."""
+    if indent is None and separators is None and not sort_keys:
+        return _ENCODERS[bool(ensure_ascii)].encode(value)
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys, default=_to_list
     )
@@ -129,11 +90,14 @@ def _to_list(value: Any) -> list[Any]:
     raise TypeError(f"Object of type {type(value).__name__} is not JSON serializable")
 
 
-def _raise_exception(message: str) -> NoReturn:
+_ENCODERS = [json.JSONEncoder(ensure_ascii=ascii_only, default=_to_list) for ascii_only in (False, True)]
+
+
+def raise_exception(message: str) -> NoReturn:
     raise jinja2.TemplateError(message)
 
 
-def _strftime_now(pattern: str) -> str:
+def strftime_now(pattern: str) -> str:
     return datetime.datetime.now().strftime(pattern)
 
 
@@ -152,16 +116,26 @@ def default_variables(tools: list[dict[str, Any]] | None, *, reasons: bool) -> d
         "drop_thinking": False,
         "date_string": now.strftime("%d %b %Y"),
         "datetime": now.strftime("%b %d %Y"),
-        "functions": _tojson(tools, indent=2) if tools else "",
+        "functions": tojson(tools, indent=2) if tools else "",
         "documents": None,
     }
+
+
+class HostFunction:
+    """A function of this program that a template may call."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+
+    def __call__(self, *args: Any) -> Any:
+        return self._function(*args)
 
 
 class GivenList(list[Any]):
     """A list of the request, which a template cannot change."""
 
 
-class _Missing(jinja2.Undefined):
+class Missing(jinja2.Undefined):
     """A missing attribute of a tool or message. Command-R+ concatenates it with texts, and reads its attributes."""
 
     def __getattr__(self, name: str) -> Any:
@@ -180,10 +154,7 @@ class _Missing(jinja2.Undefined):
     __radd__ = __add__
 
 
-_CHECK_EACH = "check_each"  # the filter around the items of each loop
-
-
-class _Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
+class Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
     """Kimi's templates keep the ids of calls in a list of their own."""
 
     intercepted_binops = frozenset({"*", "**"})
@@ -198,16 +169,11 @@ class _Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
             raise jinja2.TemplateError(f"stopped: the result of {operator!r} is too large")
         return super().call_binop(context, operator, left, right)
 
-    def call(__self, __context: Any, __obj: Any, *args: Any, **kwargs: Any) -> Any:
-        """As in Jinja. Macros can call each other for a long time without writing."""
-        _check_time()
-        return super().call(__context, __obj, *args, **kwargs)
-
-    def _generate(self, source: jinja2.nodes.Template, *args: Any, **kwargs: Any) -> str:
-        """As in Jinja, with loops that check the time."""
-        for loop in source.find_all(jinja2.nodes.For):
-            loop.iter = jinja2.nodes.Filter(loop.iter, _CHECK_EACH, [], [], None, None, lineno=loop.lineno)
-        return super()._generate(source, *args, **kwargs)
+    def handle_exception(self, source: str | None = None) -> NoReturn:
+        """As in Jinja, without the template's lines in the traceback: they take a second after a deep recursion."""
+        if source is None:
+            raise  # noqa: PLE0704 (called while an exception is handled)
+        super().handle_exception(source)
 
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
         """As in Jinja."""
@@ -227,22 +193,23 @@ def _repeats(left: Any, right: Any) -> int:
     return len(items) * n if isinstance(items, (str, bytes, list, tuple)) and isinstance(n, int) else 0
 
 
-def _environment() -> _Sandbox:
-    environment = _Sandbox(
+AnySandbox = TypeVar("AnySandbox", bound=Sandbox)
+
+
+def make_sandbox(kind: type[AnySandbox], **options: Any) -> AnySandbox:
+    """An environment with the helpers of templates. `options`: Jinja's."""
+    environment = kind(
         trim_blocks=True,
         lstrip_blocks=True,
         extensions=[_Generation, jinja2.ext.loopcontrols],
-        undefined=_Missing,
+        undefined=Missing,
+        **options,
     )
-    environment.filters |= {"tojson": _tojson, "safe": str}  # nothing is escaped, so nothing is marked as safe
-    environment.filters[_CHECK_EACH] = _check_each
+    environment.filters |= {"tojson": tojson, "safe": str}  # nothing is escaped, so nothing is marked as safe
     environment.globals |= {
-        "raise_exception": _raise_exception,
-        "strftime_now": _strftime_now,
-        "namespace": _Namespace,
-        "dict": _Dict(),
+        "raise_exception": raise_exception,
+        "strftime_now": strftime_now,
+        "namespace": Namespace,
+        "dict": MakeDict(),
     }
     return environment
-
-
-_ENVIRONMENT = _environment()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import time
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from importlib import resources
@@ -16,8 +15,9 @@ import msgspec
 
 from cppbatch.chat.capabilities import ChatMessage, TemplateCapabilities, detect_capabilities
 from cppbatch.chat.reasoning import ReasoningTags
-from cppbatch.chat.sandbox import MAX_SECONDS, GivenList, compile_template, default_variables, render_template
+from cppbatch.chat.sandbox import GivenList, HostFunction, default_variables
 from cppbatch.chat.template_form import TemplateForm, learn
+from cppbatch.chat.template_program import NeedsChild, TemplateStopped, program_of
 from cppbatch.errors import ConfigError, InvalidRequest
 from cppbatch.json_bounds import excess
 
@@ -25,8 +25,8 @@ log = logging.getLogger("cppbatch.chat")
 
 _TEMPLATE_FOLDER = resources.files("cppbatch.chat") / "templates"
 """Built-in templates. They do not write the BOS token: the engine adds it if the model uses it."""
-_PROBE_SECONDS = 0.25
 _LEARNING_SECONDS = 1.0
+"""For what a template supports, and again for its form, in a child process. Usual templates take 0.01 s."""
 _REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 """Names under which clients send a model's reasoning back. Templates read the first, some of them the second."""
 _MAX_SCHEMA_DEPTH = 16
@@ -51,12 +51,15 @@ def find_template(value: str, llama_cpp_names: Callable[[], Sequence[str]] = tup
     llama.cpp's names, whose template calls llama.cpp. As in llama-server, text with spaces that is not a path is a
     template too, with a warning, because every prompt is then this text.
 
-    Raises `ConfigError` if it is none of these, or not a Jinja template.
+    Raises `ConfigError` if it is none of these, or not a Jinja template, or if compiling it takes too long.
     """
     source = _read_template(value, llama_cpp_names)
     if not source.strip():
         raise ConfigError(f"--chat-template {value}: the file is empty")
-    compile_template(source)
+    try:
+        program_of(source).check()
+    except TemplateStopped as error:
+        raise ConfigError(f"--chat-template {error.message}") from error
     return source
 
 
@@ -99,7 +102,7 @@ class ChatTemplate:
     """A Jinja template, compiled once. It runs in a sandbox, because it comes with a downloaded file.
 
     `apply_named`: for templates that call llama.cpp (`find_template`). Raises `InvalidRequest` if the template itself
-    is broken.
+    is broken, as all methods do, `TemplateStopped` if it takes too long, and `NeedsChild` (`quick_only`).
     """
 
     source: str
@@ -107,41 +110,50 @@ class ChatTemplate:
 
     def __init__(self, source: str | None, *, bos: str, eos: str, apply_named: ApplyNamed | None = None) -> None:
         self.source = source or CHATML
+        self._program = program_of(self.source)
         try:
-            self._template = compile_template(self.source)
+            self._program.check()
         except ConfigError as error:
             raise InvalidRequest("messages", f"cannot be used with this model: {error}") from error
         self._has_known_tags = ReasoningTags.of_template(self.source) is not None
         self._is_learning = False
+        self._learning_ends = 0.0  # of the program's `child_seconds`
         self._merges_results = "['tool_responses']" in self.source and "!= 'tool'" not in self.source
         self._fixed: dict[str, Any] = {"bos_token": bos, "eos_token": eos}
         if apply_named:
-            self._fixed[_NAMED] = lambda name, messages, add_generation_prompt: apply_named(
-                name, [(message["role"], content_text(message)) for message in messages], bool(add_generation_prompt)
+            self._fixed[_NAMED] = HostFunction(
+                lambda name, messages, add_generation_prompt: apply_named(
+                    name,
+                    [(message["role"], content_text(message)) for message in messages],
+                    bool(add_generation_prompt),
+                )
             )
+
+    @property
+    def is_quick(self) -> bool:
+        """Whether it renders in this process, in bounded time."""
+        return self._program.is_quick
 
     @cached_property
     def capabilities(self) -> TemplateCapabilities:
         """The template's capabilities, detected on first use by rendering short conversations."""
-        deadline = time.monotonic() + _LEARNING_SECONDS
-        return detect_capabilities(
-            lambda messages, tools: self._probe(messages, tools) if time.monotonic() < deadline else None
-        )
+        self._learning_ends = self._program.child_seconds + _LEARNING_SECONDS
+        return detect_capabilities(self._probe)
 
     @cached_property
     def form(self) -> TemplateForm:
         """How the template writes the model's messages, learned on first use by rendering some."""
 
         def try_render(messages: list[ChatMessage], tools: list[dict[str, Any]], add_prompt: bool) -> str | None:
-            if time.monotonic() > deadline:
-                return None
             try:
                 return self.render(messages, tools=tools, add_generation_prompt=add_prompt)
+            except TemplateStopped:
+                raise
             except InvalidRequest:
                 return None
 
         self._is_learning = True
-        deadline = time.monotonic() + _LEARNING_SECONDS
+        self._learning_ends = self._program.child_seconds + _LEARNING_SECONDS
         try:
             return learn(try_render)
         finally:
@@ -188,6 +200,8 @@ class ChatTemplate:
         variables["add_generation_prompt"] = add_generation_prompt
         try:
             text = self._render_leniently(variables, tools)
+        except (TemplateStopped, NeedsChild):
+            raise
         except Exception as error:  # a template is a program and may raise anything
             raise InvalidRequest("messages", f"do not fit this model's chat template: {error!s:.1000}") from error
         return _cut_at_mark(unfinished, text) if continue_final_message else text
@@ -195,20 +209,28 @@ class ChatTemplate:
     def _render_leniently(self, variables: dict[str, Any], tools: list[dict[str, Any]]) -> str:
         """Some templates iterate over `tools` without checking whether there are any, and some only support plain
         schemas."""
-        seconds = _PROBE_SECONDS if self._is_learning else MAX_SECONDS
+        seconds = self._learning_seconds() if self._is_learning else None
         try:
-            return render_template(self._template, variables, seconds=seconds)
+            return self._program.render(variables, seconds=seconds)
         except (TypeError, jinja2.UndefinedError, RecursionError):
             plain = {**variables, "tools": [_plain_tool(tool) for tool in tools]}
-            return render_template(self._template, plain, seconds=seconds)
+            return self._program.render(plain, seconds=seconds)
 
     def _probe(self, messages: list[ChatMessage], tools: list[dict[str, Any]] | None) -> str | None:
         """Renders without adapting the messages. None: the template refuses them."""
         variables = self._variables(messages, tools, {"add_generation_prompt": True})
         try:
-            return render_template(self._template, variables, seconds=_PROBE_SECONDS)
+            return self._program.render(variables, seconds=self._learning_seconds())
+        except (TemplateStopped, NeedsChild):
+            raise
         except Exception:
             return None
+
+    def _learning_seconds(self) -> float:
+        """How long the next rendering may take while the template is learned."""
+        if (left := self._learning_ends - self._program.child_seconds) > 0:
+            return left
+        raise self._program.stop("takes too long to render a few short messages")
 
     def _variables(
         self, messages: list[ChatMessage], tools: list[dict[str, Any]] | None, given: dict[str, Any]

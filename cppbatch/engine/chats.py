@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Generator, Mapping, Sequence
+import threading
+from collections.abc import Callable, Generator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
+from time import monotonic
 from types import TracebackType
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import msgspec
 
@@ -30,6 +33,7 @@ from cppbatch.chat.output_parser import (
 )
 from cppbatch.chat.reasoning import check_budget, effort_variables
 from cppbatch.chat.template import ApplyNamed, ChatTemplate, find_template
+from cppbatch.chat.template_program import TemplateStopped
 from cppbatch.engine.media.sources import local_media, prompt_of_chat, with_files
 from cppbatch.engine.model_info import ModelInfo
 from cppbatch.engine.params import Params, SamplingParams, sampling_params
@@ -48,6 +52,11 @@ from cppbatch.text_patterns import any_of
 from cppbatch.typed_json import convert
 
 Json = dict[str, Any]
+Result = TypeVar("Result")
+
+_THREADS = 2
+_LONGEST_WAIT_S = 5.0
+
 Message = Mapping[str, object]
 """OpenAI's object: `{"role": "user", "content": "Hello"}`. Content may include image and audio parts, such as `{"type":
 "image", "path": "cat.png"}` (docs/media.md)."""
@@ -191,6 +200,8 @@ class ChatFormats:
         """`apply_named`: as in `ChatTemplate`."""
         self._info, self._apply_named = info, apply_named
         self._control_tokens = any_of(info.control_tokens)
+        self._making = threading.Lock()
+        self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="cppbatch-chat")
         self.made: dict[str | ChatTemplate | None, ChatFormat] = {}
         """Formats by template; None: the model's own."""
 
@@ -200,13 +211,26 @@ class ChatFormats:
         A new one lacks the token ids of its markers (`add_tokens`). Raises `ConfigError` for an unknown template,
         `InvalidRequest` if the model's own is broken.
         """
-        if template not in self.made:
-            found, info = template, self._info
-            if not isinstance(found, ChatTemplate):
-                source = info.chat_template if found is None else find_template(found)
-                found = ChatTemplate(source, bos=info.bos, eos=info.eos, apply_named=self._apply_named)
-            self.made[template] = ChatFormat(found, control_tokens=self._control_tokens)
-        return self.made[template]
+        with self._making:  # learning a template renders it
+            if template not in self.made:
+                found, info = template, self._info
+                if not isinstance(found, ChatTemplate):
+                    source = info.chat_template if found is None else find_template(found)
+                    found = ChatTemplate(source, bos=info.bos, eos=info.eos, apply_named=self._apply_named)
+                self.made[template] = ChatFormat(found, control_tokens=self._control_tokens)
+            return self.made[template]
+
+    def submit(self, function: Callable[[], Result]) -> Future[Result]:
+        """Runs a function that waits for a template on one of the model's own threads. Raises `TemplateStopped` if it
+        has waited for others too long."""
+        began = monotonic()
+
+        def run() -> Result:
+            if monotonic() - began > _LONGEST_WAIT_S:
+                raise TemplateStopped("is slow, and other conversations were rendered first")
+            return function()
+
+        return self._threads.submit(run)
 
     @staticmethod
     def add_tokens(chat: ChatFormat, tokens: Mapping[str, Sequence[TokenPiece]]) -> None:

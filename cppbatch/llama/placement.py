@@ -133,7 +133,8 @@ def _shares(tensor_split: Sequence[float], devices: Sequence[int]) -> ctypes.Arr
         names = ", ".join(map(_name, devices)) or "none (no GPU or RPC worker found)"
         given = f"{setting_name('tensor_split')} has {len(tensor_split)} shares"
         raise ModelError(f"{given}; it must have one for each device: {names}")
-    return (ctypes.c_float * C.llama_max_devices())(*tensor_split)
+    shares: ctypes.Array[ctypes.c_float] = (ctypes.c_float * C.llama_max_devices())(*tensor_split)
+    return shares
 
 
 def check_gpu(number: int) -> None:

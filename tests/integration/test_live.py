@@ -54,13 +54,19 @@ class CountedEngine(LocalEngine):
 
     n_live = n_states = 0
 
+    def __init__(self, *args: Any, **settings: Any) -> None:
+        super().__init__(*args, **settings)
+        ask = self._thread.ask_live
+
+        def counted() -> None:
+            self.n_states += 1
+            ask()
+
+        self._thread.ask_live = counted  # type: ignore[method-assign]
+
     async def live(self) -> list[WorkerLive]:
         self.n_live += 1
         return await super().live()
-
-    def _ask_live(self) -> None:
-        self.n_states += 1
-        super()._ask_live()
 
 
 @pytest.fixture(autouse=True)

@@ -216,7 +216,8 @@ def test_every_type_of_cells_gives_texts_that_start_as_those_of_floats(kind: Any
 
 
 def test_unknown_devices_are_named_with_those_that_exist(models: dict[str, Path]) -> None:
-    for given in ({"device_names": ("CUDA7",)}, {"override_tensor": ("exps=CUDA7",)}):
+    wrong: list[dict[str, Any]] = [{"device_names": ("CUDA7",)}, {"override_tensor": ("exps=CUDA7",)}]
+    for given in wrong:
         with pytest.raises(ModelError, match=r"names the device 'CUDA7'; available: none"):
             BatchInferenceEngine(models["experts"], **SIZES, **given)
 

@@ -16,6 +16,7 @@ from aiohttp import web
 from cppbatch import LocalEngine
 from cppbatch.chat.chat_format import ChatForms, ChatTurn, PreparedChat
 from cppbatch.chat.output_parser import ArgumentsDelta, Delta, ReasoningDelta, TextDelta, ToolCallStart
+from cppbatch.chat.template import ChatTemplate
 from cppbatch.errors import LlamaError
 from cppbatch.llama import Batch
 from cppbatch.server.app import create_app
@@ -59,6 +60,7 @@ class ScriptedFormat:
 
     def __init__(self, script: list[Delta], **params: Any) -> None:
         self._script, self._params = script, params
+        self.template = ChatTemplate(None, bos="", eos="")
         self.token_ids: Json = {}
         self.forms = ChatForms(tool_calls="NAME()", tools_described_by="template", thoughts=None)
         self.asked: Json = {}

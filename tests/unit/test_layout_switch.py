@@ -206,10 +206,10 @@ def test_a_context_that_cannot_be_created_is_an_error_and_the_engine_continues_i
     reopen = context.reopen
 
     def fails(*, kv_unified: bool, **sizes: Any) -> None:
-        context.closed = True
+        context.is_closed = True
         if kv_unified:
             raise LlamaError("out of memory")
-        context.closed = False
+        context.is_closed = False
         reopen(kv_unified=kv_unified, **sizes)
 
     with monkeypatch.context() as patch:

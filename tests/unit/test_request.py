@@ -495,7 +495,7 @@ def test_a_closed_engine_ends_running_requests_and_accepts_no_new_ones() -> None
     engine.step()
     engine.close()
     assert [event.finish_reason for event in engine.step()] == [FinishReason.CANCELLED]
-    assert context_of(engine).closed
+    assert context_of(engine).is_closed
     with pytest.raises(EngineClosed):
         engine.add_request([1], greedy(1))
 

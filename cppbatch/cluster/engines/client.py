@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing, suppress
 from functools import cached_property
 from types import TracebackType
 from typing import TYPE_CHECKING, Annotated, Literal, TypeVar
@@ -17,6 +17,7 @@ from msgspec import UNSET, UnsetType
 from cppbatch.chat.chat_format import ChatFormat, PreparedChat
 from cppbatch.chat.output_parser import openai_message
 from cppbatch.chat.template import ChatTemplate
+from cppbatch.chat.template_program import NeedsChild, quick_only
 from cppbatch.config import EngineConfig
 from cppbatch.engine.chats import (
     ChatCompletion,
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 Engine = TypeVar("Engine", bound="EngineClient")
+Result = TypeVar("Result")
 
 
 class Health(msgspec.Struct, frozen=True, kw_only=True):
@@ -255,9 +257,10 @@ class EngineClient(ABC):
         self, conversation: Conversation, params: Params, options: ChatOptions
     ) -> AsyncGenerator[tuple[GenerationEvent, PreparedChat], None]:
         """The events of the request, with the parser of their text."""
-        requests = ChatRequests(await self.chat_format(options.get("chat_template")), options)
-        # On another thread, because rendering a long conversation takes time.
-        made = await asyncio.to_thread(requests.request, f"chat-{uuid.uuid4().hex}", conversation, params)
+        chat = await self.chat_format(options.get("chat_template"))
+        requests = ChatRequests(chat, options)
+        name = f"chat-{uuid.uuid4().hex}"
+        made = await self.render(chat, lambda: requests.request(name, conversation, params))
         try:
             async with aclosing(self.submit(made.request)) as events:
                 async for event in events:
@@ -273,11 +276,27 @@ class EngineClient(ABC):
         formats = self.chat_formats
         chat = formats.made.get(template)
         if chat is None:  # on another thread, because learning a template's forms may take a second or two
-            chat = await asyncio.to_thread(formats.get, template)
+            chat = await asyncio.wrap_future(formats.submit(lambda: formats.get(template)))
         if chat.token_ids is None:
             tokens = {marker: await self.tokenize(marker, add_special=False) for marker in chat.markers}
             formats.add_tokens(chat, tokens)
         return chat
+
+    async def render(self, chat: ChatFormat | None, function: Callable[[], Result]) -> Result:
+        """Runs a function that renders this format's template, if any, on another thread, because that takes time.
+
+        If the template needs a child process, it is one of the model's own threads, so that other models never wait
+        for it. The function may then be called twice. Raises what it raises.
+        """
+        if chat is None or chat.template.is_quick:
+
+            def run() -> Result:
+                with quick_only():
+                    return function()
+
+            with suppress(NeedsChild):
+                return await asyncio.to_thread(run)
+        return await asyncio.wrap_future(self.chat_formats.submit(function))
 
     @cached_property
     def chat_formats(self) -> ChatFormats:

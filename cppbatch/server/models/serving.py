@@ -183,7 +183,8 @@ class Serving:
         `id_prefix`: of the response's id, for example `chatcmpl-`. Raises `InvalidRequest`.
         """
         tools = await self.chat_tools([turn.messages])
-        return await asyncio.to_thread(self.prepare_with, tools, turn, body, new_id(id_prefix))
+        name = new_id(id_prefix)
+        return await self.client.render(tools.format, lambda: self.prepare_with(tools, turn, body, name))
 
     def prepare_with(self, tools: ChatTools, turn: ChatTurn, body: SamplingFields, response_id: str) -> PreparedTurn:
         """As `prepare`, on this thread."""
@@ -193,7 +194,8 @@ class Serving:
 
     async def render(self, turn: ChatTurn) -> PreparedChat:
         """The prompt of a turn. Raises `InvalidRequest`."""
-        return await asyncio.to_thread(self.render_with, await self.chat_tools([turn.messages]), turn)
+        tools = await self.chat_tools([turn.messages])
+        return await self.client.render(tools.format, lambda: self.render_with(tools, turn))
 
     async def chat_tools(self, conversations: Sequence[list[Json]]) -> ChatTools:
         """The renderer of these conversations. Raises `InvalidRequest` for a broken template."""
@@ -294,6 +296,8 @@ class Serving:
 
     async def chat_format(self) -> ChatFormat:
         """The model's chat format. Raises `InvalidRequest` for a broken template."""
+        if not self._has_logged_forms:  # on another thread, because it is compiled
+            await asyncio.wrap_future(self.client.chat_formats.submit(lambda: self._own_template))
         chat = await self.client.chat_format(self._own_template)
         if not self._has_logged_forms:
             self._has_logged_forms = True
@@ -302,7 +306,7 @@ class Serving:
 
     async def learn_chat_forms(self) -> ChatForms | None:
         """`chat_forms`, learned on another thread, because that may take a second or two."""
-        return await asyncio.to_thread(lambda: self.chat_forms)
+        return await asyncio.wrap_future(self.client.chat_formats.submit(lambda: self.chat_forms))
 
     @cached_property
     def chat_forms(self) -> ChatForms | None:

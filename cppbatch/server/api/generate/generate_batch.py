@@ -192,7 +192,9 @@ async def generate_batch(request: web.Request) -> web.StreamResponse:
         # on threads: 256 items with large fields take seconds
         items = await asyncio.to_thread(read_items, body, lease.serving)
         chat = await chat_tools(lease.serving, [each for each in items.bodies if isinstance(each, GenerateRequest)])
-        prepared, batch = await asyncio.to_thread(prepare_batch, items, lease, chat, stream=bool(body.stream))
+        prepared, batch = await lease.serving.client.render(
+            chat and chat.format, lambda: prepare_batch(items, lease, chat, stream=bool(body.stream))
+        )
         with request.app[RUNNING_BATCHES].one(viewer_of(request), body.request_id, batch):
             events = run_requests(
                 lease.serving.client,

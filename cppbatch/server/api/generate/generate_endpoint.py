@@ -120,8 +120,8 @@ async def generate(request: web.Request) -> web.StreamResponse:
     """Complete a prompt."""
     body = await read_json(request, GenerateRequest)
     with await lease_model(request, body) as lease:
-        conversations = await chat_tools(lease.serving, [body])
-        prepared = await asyncio.to_thread(prepare_generate, body, lease.serving, conversations)
+        serving, chat = lease.serving, await chat_tools(lease.serving, [body])
+        prepared = await serving.client.render(chat and chat.format, lambda: prepare_generate(body, serving, chat))
         return await respond(request, lease, prepared)
 
 
