@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import socket
 import subprocess
-import sys
 import tempfile
 import time
 import urllib.request
@@ -140,18 +138,3 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
-
-
-def run_module(module: str, stdin: bytes, seconds: float) -> subprocess.CompletedProcess[bytes]:
-    """Runs `python -m module` in a child process, so that an abort in llama.cpp does not end this one.
-
-    Raises `subprocess.TimeoutExpired` after `seconds`, when the process is killed; OSError if it cannot be started.
-    """
-    return subprocess.run(
-        [sys.executable, "-m", module],
-        input=stdin,
-        env={**os.environ, "GGML_NO_BACKTRACE": "1"},  # a debugger's stack trace takes seconds
-        capture_output=True,
-        timeout=seconds,
-        check=False,
-    )
