@@ -16,12 +16,15 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from typing import IO, TYPE_CHECKING, Any
+from contextvars import ContextVar
+from typing import IO, TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
     from asyncio.subprocess import Process
+
+Result = TypeVar("Result")
 
 _PR_SET_PDEATHSIG = 1
 _GROUP_SIGNALS = ("SIGINT", "SIGTERM", "SIGHUP")
@@ -71,16 +74,64 @@ def run(
 ) -> subprocess.CompletedProcess[bytes]:
     """Runs a `child_command` and returns its exit code and output. `env`: changes of this process's environment.
 
-    Raises `subprocess.TimeoutExpired` after `seconds`, when the child is killed, and `OSError` if it cannot be started.
+    Raises `subprocess.TimeoutExpired` after `seconds`, when the child is killed, and `OSError` if it cannot be started;
+    in `to_thread` also `ChildKilled`.
     """
     env = {**os.environ, "GGML_NO_BACKTRACE": "1", **(env or {})}  # if llama.cpp aborts: a debugger would take seconds
     with start(command, stdin=subprocess.PIPE, stdout=stdout, stderr=subprocess.PIPE, env=env) as child:
         try:
+            if group := _group.get():
+                group.add(child)
             output, errors = child.communicate(stdin, timeout=seconds)
         except BaseException:
             child.kill()
             raise
+    if group and group.is_killed:
+        raise ChildKilled
     return subprocess.CompletedProcess(command, child.returncode, output, errors)
+
+
+class ChildKilled(Exception):
+    """The caller of `to_thread` was cancelled."""
+
+
+async def to_thread(function: Callable[..., Result], *arguments: Any) -> Result:
+    """As `asyncio.to_thread`. If it is cancelled, the children that `function` runs are killed, and the thread ends."""
+    import asyncio
+
+    group = _Group()
+    token = _group.set(group)
+    try:
+        return await asyncio.to_thread(function, *arguments)
+    except asyncio.CancelledError:
+        group.kill()
+        raise
+    finally:
+        _group.reset(token)
+
+
+class _Group:
+    """The running children of a call of `to_thread`."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._children: list[subprocess.Popen[Any]] = []
+        self.is_killed = False
+
+    def add(self, child: subprocess.Popen[Any]) -> None:
+        with self._lock:
+            self._children.append(child)
+            if self.is_killed:
+                child.kill()
+
+    def kill(self) -> None:
+        with self._lock:
+            self.is_killed = True
+            for child in self._children:
+                child.kill()  # has no effect on one that has ended
+
+
+_group: ContextVar[_Group | None] = ContextVar("_group", default=None)
 
 
 _CREATION_FLAGS = getattr(subprocess, "CREATE_NEW_PROCESS_GROUP", 0)  # on Windows: the child gets no Ctrl-C

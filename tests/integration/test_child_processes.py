@@ -6,6 +6,7 @@ import asyncio
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -99,6 +100,20 @@ def test_modules_in_the_current_folder_are_not_those_of_a_child(
 def test_a_child_that_takes_too_long_is_killed() -> None:
     with pytest.raises(subprocess.TimeoutExpired):
         run(child_command(BUSY), seconds=0.5)
+    assert not psutil.Process().children()
+
+
+async def test_a_cancelled_call_kills_its_children_and_frees_its_thread() -> None:
+    ended = threading.Event()
+
+    def wait() -> None:
+        with pytest.raises(child_processes.ChildKilled):
+            run(child_command(BUSY), seconds=60)
+        ended.set()
+
+    with pytest.raises(asyncio.TimeoutError):
+        await asyncio.wait_for(child_processes.to_thread(wait), 0.3)
+    assert await asyncio.to_thread(ended.wait, 2)
     assert not psutil.Process().children()
 
 
