@@ -74,6 +74,7 @@ def test_a_child_whose_parent_has_ended_before_it_starts_does_nothing() -> None:
 def test_children_block_signals_of_the_group_and_this_thread_does_not() -> None:
     before = signal.pthread_sigmask(signal.SIG_BLOCK, [])
     with start(child_command(BUSY), stdout=subprocess.PIPE, text=True) as child:
+        assert child.stdout
         assert child.stdout.readline().split() == ["SIGHUP", "SIGINT", "SIGTERM"]
         child.kill()
     assert signal.pthread_sigmask(signal.SIG_BLOCK, []) == before

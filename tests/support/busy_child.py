@@ -6,5 +6,5 @@ import re
 import signal
 
 if __name__ == "__main__":
-    print(*sorted(number.name for number in signal.pthread_sigmask(signal.SIG_BLOCK, [])), flush=True)
+    print(*sorted(signal.Signals(each).name for each in signal.pthread_sigmask(signal.SIG_BLOCK, [])), flush=True)
     re.match(r"(a*)*b", "a" * 60)
