@@ -91,6 +91,19 @@ def run(
     return subprocess.CompletedProcess(command, child.returncode, output, errors)
 
 
+def ends_with_parent() -> Callable[[], None] | None:
+    """The `preexec_fn` of another program that is to end with this thread; None where there is none (not Linux).
+
+    For programs without threads: it runs between fork and exec.
+    """
+    if sys.platform != "linux":
+        return None
+    import ctypes
+
+    prctl = ctypes.CDLL(None).prctl  # not in the child
+    return lambda: prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))
+
+
 class ChildKilled(Exception):
     """The caller of `to_thread` was cancelled."""
 

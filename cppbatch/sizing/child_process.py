@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import psutil
 
+from cppbatch.child_processes import ends_with_parent
 from cppbatch.errors import UnusableServer
 from cppbatch.interrupts import interrupt_on_termination
 
@@ -34,7 +35,8 @@ class CommandResult(NamedTuple):
 class ChildProcess:
     """A command that runs until it ends or the `with` block ends. Then it and its own child processes are killed.
 
-    From the first one on, SIGTERM and SIGHUP end this process as Ctrl-C does (`interrupt_on_termination`).
+    From the first one on, SIGTERM and SIGHUP end this process as Ctrl-C does (`interrupt_on_termination`). On Linux,
+    SIGKILL of this process ends the command too.
     """
 
     def __init__(
@@ -47,8 +49,9 @@ class ChildProcess:
         try:
             with self._log.open("wb") as log:
                 self._process = subprocess.Popen(
-                    list(map(str, command)), stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=env, cwd=cwd
-                )
+                    list(map(str, command)),
+                    stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=env, cwd=cwd, preexec_fn=ends_with_parent(),  # noqa: PLW1509
+                )  # fmt: skip
         except BaseException:
             self._folder.cleanup()
             raise

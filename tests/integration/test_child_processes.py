@@ -44,6 +44,19 @@ def test_a_child_that_never_releases_the_gil_ends_with_its_parent(how: signal.Si
         assert not left_after(2, [child])
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="a signal of Linux")
+def test_other_programs_end_with_a_benchmark_that_is_killed() -> None:
+    code = (
+        "import time; from cppbatch.sizing.child_process import ChildProcess\n"
+        "with ChildProcess(['sleep', '60']) as child: print(child.pid, flush=True); time.sleep(60)\n"
+    )
+    with python(code) as parent:
+        assert parent.stdout
+        child = psutil.Process(int(parent.stdout.readline()))
+        parent.kill()
+        assert not left_after(2, [child])
+
+
 def test_without_a_signal_of_the_kernel_a_child_watches_its_parent() -> None:
     """As on macOS and Windows."""
     code = (

@@ -92,7 +92,18 @@ def test_a_model_that_cannot_be_loaded_is_one_line_also_without_a_standard_input
     """The worker's last line was `Fatal Python error: _enter_buffered_busy`, in half of all runs."""
     whole = (folder / "models" / "0.gguf").read_bytes()
     (folder / "truncated.gguf").write_bytes(whole[: len(whole) // 2])
-    serve = [sys.executable, "-m", "cppbatch", "serve", "-m", folder / "truncated.gguf", "-np", "1", "-c", "256"]
+    serve: list[str | Path] = [
+        sys.executable,
+        "-m",
+        "cppbatch",
+        "serve",
+        "-m",
+        folder / "truncated.gguf",
+        "-np",
+        "1",
+        "-c",
+        "256",
+    ]
     for _ in range(2):
         done = subprocess.run(
             ["sh", "-c", '"$@" <&-', "sh", *serve, "--port", "0"], capture_output=True, text=True, check=False
