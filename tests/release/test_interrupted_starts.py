@@ -88,26 +88,14 @@ def test_a_second_ctrl_c_ends_a_server_at_once(folder: Path) -> None:
     assert not [each for each in _NOISE if each in output], output
 
 
-def test_a_model_that_cannot_be_loaded_is_one_line_also_without_a_standard_input(folder: Path) -> None:
-    """The worker's last line was `Fatal Python error: _enter_buffered_busy`, in half of all runs."""
-    whole = (folder / "models" / "0.gguf").read_bytes()
-    (folder / "truncated.gguf").write_bytes(whole[: len(whole) // 2])
-    serve: list[str | Path] = [
-        sys.executable,
-        "-m",
-        "cppbatch",
-        "serve",
-        "-m",
-        folder / "truncated.gguf",
-        "-np",
-        "1",
-        "-c",
-        "256",
-    ]
-    for _ in range(2):
-        done = subprocess.run(
-            ["sh", "-c", '"$@" <&-', "sh", *serve, "--port", "0"], capture_output=True, text=True, check=False
-        )
-        assert done.returncode == 2
-        [line] = done.stderr.splitlines()
-        assert line.startswith("error: ")
+def test_a_worker_that_cannot_load_its_model_ends_while_its_standard_input_is_open(tmp_path: Path) -> None:
+    """It printed `Fatal Python error: _enter_buffered_busy`, because a thread was reading `sys.stdin`."""
+    code = (
+        "import sys, time; from cppbatch.cluster.worker import main\n"
+        "main._exit_with_server(sys.argv[1]); time.sleep(0.2)\n"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.PIPE) as worker:
+        assert worker.wait(60) == 0
+        assert worker.stderr
+        assert worker.stderr.read() == b""

@@ -17,6 +17,7 @@ import psutil
 
 from tests.support.processes import left_after
 
+_START_S = 0.2  # until Python handles signals
 _SCRIPT = 'trap : INT; "$@"; echo "[exit code $?]"; sleep 1'  # a terminal survives its commands, and so do their lines
 
 
@@ -34,21 +35,27 @@ def end_command(
 ) -> Ended:
     """Runs `cppbatch` in a terminal, and ends it with Ctrl-C, or with a signal to it alone.
 
-    `after`: seconds, or a text of its output, or the module of a child process. `times`: how often, every 0.1 seconds.
+    `after`: seconds, or a text of its output, or the module of a child process, which has then started; before SIGTERM
+    it is stopped, so that it cannot end by itself. `times`: how often, every 0.1 seconds.
     """
     shell, terminal = pty.fork()
     if not shell:
         os.execvp("sh", ["sh", "-c", _SCRIPT, "sh", sys.executable, "-m", "cppbatch", *map(str, arguments)])
     began, output, sent = time.monotonic(), b"", 0
+    child: psutil.Process | None = None
     first = began + after if isinstance(after, (int, float)) else None
     try:
         while not (found := re.search(rb"\[exit code (\d+)\]", output)):
             now = time.monotonic()
             assert now < began + 90, f"it does not end: {output.decode(errors='replace')}"
-            if isinstance(after, str) and first is None and (after.encode() in output or _runs(shell, after)):
+            if isinstance(after, str) and first is None and after.encode() in output:
                 first = now
+            elif isinstance(after, str) and first is None and (child := _find(shell, after)):
+                first = now + _START_S
             if sent < times and first is not None and now >= first + sent / 10:
                 sent += 1
+                if child and how is signal.SIGTERM:
+                    child.suspend()
                 _send(shell, terminal, how)
             output += _read(terminal, 0.01)
         members = [each for each in _session(shell) if each.pid != shell and each.name() != "sleep"]
@@ -78,11 +85,12 @@ def _read(terminal: int, seconds: float) -> bytes:
     return b""
 
 
-def _runs(shell: int, module: str) -> bool:
+def _find(shell: int, module: str) -> psutil.Process | None:
     with contextlib.suppress(psutil.Error):
-        children = psutil.Process(shell).children(recursive=True)
-        return any(module in argument for child in children for argument in child.cmdline())
-    return False
+        for child in psutil.Process(shell).children(recursive=True):
+            if any(module in argument for argument in child.cmdline()):
+                return child
+    return None
 
 
 def _session(leader: int) -> list[psutil.Process]:
