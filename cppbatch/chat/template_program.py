@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,6 +22,7 @@ import jinja2
 from cppbatch.chat.metered_operations import NotQuick
 from cppbatch.chat.metered_sandbox import compile_metered, render_metered
 from cppbatch.chat.sandbox import HostFunction
+from cppbatch.child_processes import child_command, start
 from cppbatch.errors import ConfigError, InvalidRequest
 
 MAX_SOURCE = 1_000_000
@@ -199,12 +199,11 @@ class _Child:
         if self._process and self._process.poll() is None:
             return ""
         self._end()
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "cppbatch.chat.template_child"],
+        self._process = start(
+            child_command("cppbatch.chat.template_child"),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
-            start_new_session=True,  # Ctrl-C in a terminal only reaches this process, which ends the child
         )
         self._ask(b"", {}, _START_S, is_large=is_large)
         answer, _ = self._ask(json.dumps(self._source).encode(), {}, self._limits.compiling, is_large=is_large)

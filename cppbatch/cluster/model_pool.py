@@ -4,6 +4,8 @@ The rules are independent of what a model is: a loader checks whether one fits a
 
 - A request holds a lease of its model. While there are leases, the model stays.
 - Requested models that are not loaded wait in a queue, in the order of their first requests. One is loaded at a time.
+- A load stops when nothing needs it any more: its last waiting request is cancelled, the model is unloaded by hand,
+  or has changed. A request whose time is up is probably repeated, so its load continues while no other model waits.
 - If the first in the queue does not fit, the least recently used model without leases is unloaded. If all have leases,
   the least recently used one is drained: it gets no new leases, and is unloaded when its last one ends. Requests for it
   wait in the queue. If the other model is no longer needed, or an idle one is unloaded instead, it gets leases again.
@@ -34,7 +36,8 @@ from cppbatch.errors import (
 log = logging.getLogger("cppbatch.models")
 
 ModelState = Literal["unloaded", "loading", "loaded", "unloading"]
-"""`unloading`: it gets no new leases, and waits for the last one to end, or its engine is closing."""
+"""`loading`: from its plan on. `unloading`: it gets no new leases, and waits for the last one to end, or its engine is
+closing, perhaps before it was loaded."""
 UnloadReason = Literal["evicted", "idle", "asked", "changed"]
 """`evicted`: for another model. `idle`: `ttl`. `asked`: by `unload`. `changed`: its file or settings have changed."""
 
@@ -93,6 +96,8 @@ class PooledModel(Generic[Plan, Engine]):
         self.load_seconds = 0.0
         """Duration of the last load."""
         self.unloads: Counter[UnloadReason] = Counter()
+        self._is_starting = False
+        """Whether the pool plans or starts its engine."""
         self._is_loaded = False
         self._is_closing = False
         self._leaves: UnloadReason | None = None
@@ -100,17 +105,24 @@ class PooledModel(Generic[Plan, Engine]):
         self._last_used = now
         self._waiters: list[asyncio.Future[Lease[Plan, Engine]]] = []
         self._load_asked = False
+        self._is_awaited_again = False
+        """Whether its last waiting request has only run out of time."""
         self._failures_in_a_row = 0
         self._retry_at = now
 
     @property
     def state(self) -> ModelState:
         """The current state."""
-        if self.engine is None:
-            return "unloaded"
-        if not self._is_loaded:
-            return "loading"
-        return "unloading" if self._is_closing or self._leaves else "loaded"
+        if self._is_closing or (self._is_loaded and self._leaves):
+            return "unloading"
+        if self._is_loaded:
+            return "loaded"
+        return "loading" if self._is_starting else "unloaded"
+
+    @property
+    def is_up(self) -> bool:
+        """Whether its engine has loaded it, and is not closed yet."""
+        return self._is_loaded
 
     @property
     def waiting(self) -> int:
@@ -155,6 +167,7 @@ class ModelPool(Generic[Plan, Engine]):
         self._queue: dict[PooledModel[Plan, Engine], None] = {}  # requested models, in order of request
         self._changed = asyncio.Event()
         self._n_left = 0  # number of unloads, so that a failed plan is only recomputed after another one
+        self._loading: tuple[PooledModel[Plan, Engine], asyncio.Task[None]] | None = None
         self._closing: set[asyncio.Task[None]] = set()
         self._task = asyncio.ensure_future(self._run())
 
@@ -184,16 +197,17 @@ class ModelPool(Generic[Plan, Engine]):
         self._remove(self.models.pop(name))
 
     def _remove(self, model: PooledModel[Plan, Engine]) -> None:
-        self._queue.pop(model, None)
         self._fail_waiters(model, ModelNotLoaded(f"model {model.name!r} was removed"))
-        if model.engine:
+        self._unwant(model)
+        if model.is_up:
             self._leave(model, "changed")
 
-    async def lease(self, name: str, *, load: bool = True) -> Lease[Plan, Engine]:
+    async def lease(self, name: str, *, load: bool = True, timeout: float | None = None) -> Lease[Plan, Engine]:
         """Waits until the model is loaded, and keeps it loaded until the lease is released.
 
-        `load`: whether to load it if necessary. Raises `ModelNotLoaded` without `load`, `ModelLoadFailed`, `QueueFull`,
-        and `EngineClosed` once the pool is closing.
+        `load`: whether to load it if necessary. `timeout`: seconds to wait for it; None: no limit. Raises
+        `ModelNotLoaded` without `load`, `ModelLoadFailed`, `QueueFull`, `asyncio.TimeoutError`, and `EngineClosed` once
+        the pool is closing.
         """
         model = self.models[name]
         if model.state == "loaded":
@@ -208,8 +222,12 @@ class ModelPool(Generic[Plan, Engine]):
         waiter: asyncio.Future[Lease[Plan, Engine]] = asyncio.get_running_loop().create_future()
         model._waiters.append(waiter)
         self._want(model)
+        is_late = False
         try:
-            return await waiter
+            await asyncio.wait([waiter], timeout=timeout)
+            if is_late := not waiter.done():
+                raise asyncio.TimeoutError
+            return waiter.result()
         except asyncio.CancelledError:
             if waiter.done() and not waiter.cancelled() and waiter.exception() is None:
                 waiter.result().release()  # it was granted at the same time
@@ -218,6 +236,7 @@ class ModelPool(Generic[Plan, Engine]):
             newest = self.models.get(name)  # the model may have been replaced
             if newest and waiter in newest._waiters:
                 newest._waiters.remove(waiter)
+                newest._is_awaited_again = is_late
                 self._unwant(newest)
 
     def release(self, model: PooledModel[Plan, Engine]) -> None:
@@ -238,12 +257,15 @@ class ModelPool(Generic[Plan, Engine]):
             self._want(model)
 
     def unload(self, name: str, reason: UnloadReason = "asked") -> None:
-        """Drains the model, without waiting for its last request. Later requests load it again. No effect if it is not
-        loaded."""
+        """Drains the model, without waiting for its last request, or stops loading it: requests that wait for that load
+        fail. Later requests load it again. No effect if it is not loaded."""
         model = self.models[name]
-        model._load_asked = False
+        model._load_asked = model._is_awaited_again = False
+        if model.state == "loading":
+            stopped = ModelLoadFailed(f"model {name!r} was unloaded while it was loading", retry_after=_FIRST_PAUSE_S)
+            self._fail_waiters(model, stopped)
         self._unwant(model)
-        if model.engine:
+        if model.is_up:
             self._leave(model, reason)
 
     async def close(self) -> None:
@@ -276,19 +298,29 @@ class ModelPool(Generic[Plan, Engine]):
 
     def _fail_waiters(self, model: PooledModel[Plan, Engine], error: CppBatchError) -> None:
         waiters, model._waiters = model._waiters, []
-        model._load_asked = False
+        model._load_asked = model._is_awaited_again = False
         for waiter in waiters:
             if not waiter.done():
                 waiter.set_exception(error)
 
     def _want(self, model: PooledModel[Plan, Engine]) -> None:
         self._queue.setdefault(model)
+        if self._loading:
+            self._unwant(self._loading[0])  # which may only be awaited again
         self._changed.set()
 
     def _unwant(self, model: PooledModel[Plan, Engine]) -> None:
-        if not model.is_wanted:
-            self._queue.pop(model, None)
-            self._changed.set()
+        """Called when the model may not be needed any more. Stops its load then."""
+        if model.is_wanted:
+            return
+        is_loading = self._loading is not None and self._loading[0] is model
+        if is_loading and model.engine and model._is_awaited_again and len(self._queue) == 1:
+            return
+        self._queue.pop(model, None)
+        if is_loading:
+            assert self._loading
+            self._loading[1].cancel()
+        self._changed.set()
 
     def _load_failure(self, model: PooledModel[Plan, Engine]) -> ModelLoadFailed:
         left = max(0.0, model._retry_at - self._clock())
@@ -309,22 +341,28 @@ class ModelPool(Generic[Plan, Engine]):
             self._grant_waiters(model)
 
     def _close_drained(self, model: PooledModel[Plan, Engine]) -> None:
-        if model._leaves and not model.leases and model._is_loaded and not model._is_closing:
-            model._is_closing = True
-            task = asyncio.ensure_future(self._close(model, model._leaves))
-            self._closing.add(task)
-            task.add_done_callback(self._closing.discard)
+        if model._leaves and not model.leases and not model._is_closing:
+            self._start_closing(model, model._leaves)
 
-    async def _close(self, model: PooledModel[Plan, Engine], reason: UnloadReason) -> None:
+    def _start_closing(self, model: PooledModel[Plan, Engine], reason: UnloadReason | None) -> asyncio.Task[None]:
+        model._is_closing = True
+        task = asyncio.ensure_future(self._close(model, reason))
+        self._closing.add(task)
+        task.add_done_callback(self._closing.discard)
+        return task
+
+    async def _close(self, model: PooledModel[Plan, Engine], reason: UnloadReason | None) -> None:
+        """`reason`: None if it was not loaded yet."""
         assert model.engine
         try:
             await model.engine.close()
         except Exception:  # a bug: its memory may not be free, which the next plan measures
             log.exception("failed to close the engine of %s", model.name)
         self._forget_engine(model)
-        model.unloads[reason] += 1
         self._n_left += 1
-        log.info("unloaded %s (%s)", model.name, reason)
+        if reason:
+            model.unloads[reason] += 1
+            log.info("unloaded %s (%s)", model.name, reason)
         self._changed.set()
 
     def _forget_engine(self, model: PooledModel[Plan, Engine]) -> None:
@@ -341,12 +379,14 @@ class ModelPool(Generic[Plan, Engine]):
                 self._unload_expired()
                 await self._change(self._next_expiry())
                 continue
-            try:
-                await self._load(model)
-            except (CppBatchError, OSError) as error:
+            loading = asyncio.ensure_future(self._load(model))
+            self._loading = (model, loading)
+            [error] = await asyncio.gather(loading, return_exceptions=True)
+            self._loading = None
+            if isinstance(error, (CppBatchError, OSError)):
                 self._failed(model, str(error))
-            except Exception as error:  # a bug: fails these requests, and the pool continues
-                log.exception("failed to load %s", model.name)
+            elif isinstance(error, Exception):  # a bug: fails these requests, and the pool continues
+                log.error("failed to load %s", model.name, exc_info=error)
                 self._failed(model, f"{type(error).__name__}: {error}")
 
     async def _change(self, seconds: float | None = None) -> None:
@@ -356,27 +396,30 @@ class ModelPool(Generic[Plan, Engine]):
         self._changed.clear()
 
     async def _load(self, model: PooledModel[Plan, Engine]) -> None:
-        """Loads a requested model. Returns early if it is no longer requested."""
-        for attempt in range(1, _MAX_ATTEMPTS + 1):
-            plan = await self._make_room(model)
-            if plan is None:
-                return
-            try:
-                await self._start(model, plan[0])
-                return
-            except LoadInterrupted as error:
-                if attempt == _MAX_ATTEMPTS:
-                    raise
-                log.warning("%s: %s; reloading it", model.name, error)
+        """Loads a requested model. Cancelled if it is no longer requested."""
+        model._is_starting = True
+        try:
+            for attempt in range(1, _MAX_ATTEMPTS + 1):
+                plan = await self._make_room(model)
+                try:
+                    await self._start(model, plan)
+                    return
+                except LoadInterrupted as error:
+                    if attempt == _MAX_ATTEMPTS:
+                        raise
+                    log.warning("%s: %s; reloading it", model.name, error)
+        finally:
+            model._is_starting = False
+            self._spare_others()
 
-    async def _make_room(self, model: PooledModel[Plan, Engine]) -> tuple[Plan] | None:
-        """The plan with which the model fits, after unloading enough others. None: it is no longer requested.
+    async def _make_room(self, model: PooledModel[Plan, Engine]) -> Plan:
+        """The plan with which the model fits, after unloading enough others.
 
         Raises `DoesNotFit` if it does not fit after unloading all others that can be.
         """
         shortage: DoesNotFit | None = None
         planned_at = -1
-        while model.is_wanted:
+        while True:
             others = [each.plan for each in self._in_memory if each.plan is not None]
             if self.max_loaded and len(self._in_memory) >= self.max_loaded:
                 self._choose_victim(DoesNotFit(f"{len(others)} models are loaded, which is the limit (--models-max)"))
@@ -390,17 +433,14 @@ class ModelPool(Generic[Plan, Engine]):
                         raise
                     shortage = error
                 else:
-                    if model.is_wanted:
-                        self._spare_others()
-                        return (plan,)
+                    self._spare_others()
+                    return plan
                 continue
             else:
                 assert shortage
                 self._choose_victim(shortage)
             await self._change()
             self._unload_expired()
-        self._spare_others()
-        return None
 
     @staticmethod
     def _stays(model: PooledModel[Plan, Engine]) -> bool:
@@ -434,9 +474,12 @@ class ModelPool(Generic[Plan, Engine]):
         self._in_memory.add(model)
         try:
             await engine.loaded()
+        except asyncio.CancelledError:
+            log.info("stopping the load of %s: no request waits for it, or it was unloaded", model.name)
+            self._start_closing(model, None)  # without waiting: the next model may fit beside it
+            raise
         except BaseException:
-            await engine.close()
-            self._forget_engine(model)
+            await asyncio.shield(self._start_closing(model, None))
             raise
         model._is_loaded = True
         model.loads += 1
@@ -444,7 +487,6 @@ class ModelPool(Generic[Plan, Engine]):
         model.error, model._failures_in_a_row = None, 0
         log.info("loaded %s in %.1f s", model.name, model.load_seconds)
         self._grant_waiters(model)
-        self._close_drained(model)  # if it was unloaded or removed meanwhile
 
     def _failed(self, model: PooledModel[Plan, Engine], reason: str) -> None:
         model.error = reason
@@ -454,7 +496,6 @@ class ModelPool(Generic[Plan, Engine]):
         model._retry_at = self._clock() + pause
         log.error("%s could not be loaded: %s. The next request after %g s retries", model.name, reason, pause)
         self._queue.pop(model, None)
-        self._spare_others()
         self._fail_waiters(model, self._load_failure(model))
 
     # --- idle models --------------------------------------------------------------------------------------------

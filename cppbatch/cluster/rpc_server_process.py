@@ -14,6 +14,7 @@ from collections.abc import Callable
 
 import msgspec
 
+from cppbatch.child_processes import child_command, start
 from cppbatch.errors import ConfigError, LlamaError
 
 log = logging.getLogger("cppbatch.rpc")
@@ -101,8 +102,8 @@ class _Server:
     def __init__(self, setup: RpcServerSetup) -> None:
         self._setup = setup
         self.devices = ""
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "cppbatch.llama.rpc_server_child"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        self.process: subprocess.Popen[bytes] = start(
+            child_command("cppbatch.llama.rpc_server_child"), stdin=subprocess.PIPE, stdout=subprocess.PIPE
         )
         assert self.process.stdin
         self.process.stdin.write(msgspec.json.encode(setup) + b"\n")

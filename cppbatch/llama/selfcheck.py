@@ -11,11 +11,11 @@ import functools
 import logging
 import signal
 import subprocess
-import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
+from cppbatch import child_processes
 from cppbatch.errors import LibraryError
 from cppbatch.findings import build_key, finding_path, read_finding, write_finding
 from cppbatch.llama.library import REINSTALL, library_path
@@ -95,13 +95,13 @@ class Failure:
 
 def child_command(models: list[Path], *, repack: bool) -> list[str]:
     """The command of the child process."""
-    return [sys.executable, "-m", "cppbatch.llama.selfcheck_child", str(int(repack)), *map(str, models)]
+    return child_processes.child_command("cppbatch.llama.selfcheck_child", str(int(repack)), *map(str, models))
 
 
 def run_child(command: list[str]) -> Failure | None:
     """Runs a child that may crash. Returns None if its exit code is 0, else how it ended."""
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
+        done = child_processes.run(command, seconds=_TIMEOUT_S)
     except OSError as error:
         return Failure(f"it could not be started: {error}", crashed=False)
     except subprocess.TimeoutExpired:
@@ -112,5 +112,5 @@ def run_child(command: list[str]) -> Failure | None:
         return Failure(f"killed by {signal.Signals(-done.returncode).name}", crashed=True)
     if done.returncode >= _WINDOWS_EXCEPTION:
         return Failure(f"terminated by exception {done.returncode:#x}", crashed=True)
-    last = done.stderr.strip().splitlines()[-1:] or ["no output"]
+    last = done.stderr.decode(errors="replace").strip().splitlines()[-1:] or ["no output"]
     return Failure(f"exit code {done.returncode}: {last[0]}", crashed=False)

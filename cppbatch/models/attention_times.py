@@ -6,13 +6,13 @@ from __future__ import annotations
 import hashlib
 import logging
 import subprocess
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal, NamedTuple
 
 import msgspec
 
+from cppbatch import child_processes
 from cppbatch.config import CacheType, KvLayout
 from cppbatch.findings import build_key, finding_path, library_folder, read_finding, write_finding
 from cppbatch.models.file_header import read_header
@@ -133,9 +133,8 @@ def attention_times(task: AttentionTask) -> AttentionTimes | None:
     if known := read_finding(path, AttentionTimes):
         return known
     try:
-        done = subprocess.run(
-            child_command(), input=msgspec.json.encode(task), capture_output=True, timeout=_TIMEOUT_S, check=True
-        )
+        done = child_processes.run(child_command(), stdin=msgspec.json.encode(task), seconds=_TIMEOUT_S)
+        done.check_returncode()
         times = msgspec.json.decode(done.stdout.rpartition(b"\n")[2], type=AttentionTimes)
     except (OSError, subprocess.SubprocessError, msgspec.DecodeError) as error:
         log.info("attention cannot be timed: %s", error)
@@ -146,7 +145,7 @@ def attention_times(task: AttentionTask) -> AttentionTimes | None:
 
 def child_command() -> list[str]:
     """The command of the child process."""
-    return [sys.executable, "-m", "cppbatch.llama.attention_child"]
+    return child_processes.child_command("cppbatch.llama.attention_child")
 
 
 # --- request sizes ---------------------------------------------------------------------------------------------------

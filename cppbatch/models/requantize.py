@@ -12,7 +12,6 @@ import platform
 import re
 import shutil
 import subprocess
-import sys
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -22,6 +21,7 @@ from typing import NamedTuple
 import msgspec
 import psutil
 
+from cppbatch import child_processes
 from cppbatch.errors import ModelError
 from cppbatch.models.file_header import WEIGHT_TYPES, read_header
 from cppbatch.models.find import check_path, copy_path, model_parts
@@ -290,10 +290,10 @@ def check_target(plan: Requantization, target: Path, *, overwrite: bool) -> None
 
 
 def _run_child(job: Job, written: Written | None) -> None:
-    command = [sys.executable, "-m", "cppbatch.llama.quantize_child"]
+    command = child_processes.child_command("cppbatch.llama.quantize_child")
     with (
         tempfile.TemporaryFile() as errors,
-        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=errors) as child,
+        child_processes.start(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=errors) as child,
     ):
         try:
             assert child.stdin

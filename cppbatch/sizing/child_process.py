@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import socket
 import subprocess
-import sys
 import tempfile
 import time
 import urllib.request
@@ -17,6 +15,7 @@ from typing import NamedTuple
 
 import psutil
 
+from cppbatch.child_processes import ends_with_parent
 from cppbatch.errors import UnusableServer
 from cppbatch.interrupts import interrupt_on_termination
 
@@ -36,7 +35,8 @@ class CommandResult(NamedTuple):
 class ChildProcess:
     """A command that runs until it ends or the `with` block ends. Then it and its own child processes are killed.
 
-    From the first one on, SIGTERM and SIGHUP end this process as Ctrl-C does (`interrupt_on_termination`).
+    From the first one on, SIGTERM and SIGHUP end this process as Ctrl-C does (`interrupt_on_termination`). On Linux,
+    SIGKILL of this process ends the command too.
     """
 
     def __init__(
@@ -49,8 +49,9 @@ class ChildProcess:
         try:
             with self._log.open("wb") as log:
                 self._process = subprocess.Popen(
-                    list(map(str, command)), stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=env, cwd=cwd
-                )
+                    list(map(str, command)),
+                    stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=env, cwd=cwd, preexec_fn=ends_with_parent(),  # noqa: PLW1509
+                )  # fmt: skip
         except BaseException:
             self._folder.cleanup()
             raise
@@ -140,18 +141,3 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
-
-
-def run_module(module: str, stdin: bytes, seconds: float) -> subprocess.CompletedProcess[bytes]:
-    """Runs `python -m module` in a child process, so that an abort in llama.cpp does not end this one.
-
-    Raises `subprocess.TimeoutExpired` after `seconds`, when the process is killed; OSError if it cannot be started.
-    """
-    return subprocess.run(
-        [sys.executable, "-m", module],
-        input=stdin,
-        env={**os.environ, "GGML_NO_BACKTRACE": "1"},  # a debugger's stack trace takes seconds
-        capture_output=True,
-        timeout=seconds,
-        check=False,
-    )

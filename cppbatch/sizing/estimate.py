@@ -9,6 +9,7 @@ from pathlib import Path
 
 import msgspec
 
+from cppbatch.child_processes import child_command, run
 from cppbatch.config import EngineConfig, available_threads
 from cppbatch.errors import EstimateFailed
 from cppbatch.findings import (
@@ -23,7 +24,6 @@ from cppbatch.findings import (
 from cppbatch.models.find import model_parts
 from cppbatch.models.kernels import times_path
 from cppbatch.sizing.buffers import Buffer
-from cppbatch.sizing.child_process import run_module
 
 # --- sequence memory -------------------------------------------------------------------------------------------------
 # The memory of a sequence and of a checkpoint: from llama.cpp's log of creating a context.
@@ -157,7 +157,8 @@ def _footprint_path(config: EngineConfig) -> Path | None:
 def _ask(configs: list[EngineConfig]) -> MemoryEstimate:
     """The answer of the child process."""
     try:
-        done = run_module("cppbatch.sizing.estimate_child", msgspec.json.encode(configs), _TIMEOUT_S)
+        command = child_command("cppbatch.sizing.estimate_child")
+        done = run(command, stdin=msgspec.json.encode(configs), seconds=_TIMEOUT_S)
     except subprocess.TimeoutExpired:
         raise EstimateFailed(f"llama.cpp did not report its memory needs within {_TIMEOUT_S} s") from None
     except OSError as error:

@@ -70,7 +70,7 @@ def untimed_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     def command(types: list[str]) -> list[str]:
         times = {kind: {rows: 1.0 + rows / 4 for rows in kernels.ROWS} for kind in types}
         answer = json.dumps({"ms": times, "plain_ms": {}, "has_gpu": False})
-        return [sys.executable, "-c", f"print({answer!r}, end='')", *types]
+        return [sys.executable, "-c", f"print({answer!r}, end='')", "kernels", *types]
 
     monkeypatch.setattr(kernels, "child_command", command)
 

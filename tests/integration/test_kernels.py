@@ -6,7 +6,6 @@ import importlib.util
 import json
 import os
 import re
-import subprocess
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -19,7 +18,7 @@ import pytest
 from click.testing import CliRunner
 from gguf.quants import dequantize
 
-from cppbatch import findings
+from cppbatch import child_processes, findings
 from cppbatch.cli.doctor_command import doctor
 from cppbatch.cli.models_command import models
 from cppbatch.cli.serve_command import find_advice
@@ -42,13 +41,13 @@ def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 def children(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     """The types that each child process was asked for."""
     started: list[list[str]] = []
-    run = subprocess.run
+    run = child_processes.run
 
     def counted(command: list[str], **settings: Any) -> Any:
-        started.append(command[3:])
+        started.append(command[4:])
         return run(command, **settings)
 
-    monkeypatch.setattr(subprocess, "run", counted)
+    monkeypatch.setattr(child_processes, "run", counted)
     return started
 
 

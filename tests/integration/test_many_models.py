@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from aiohttp import FormData
 from aiohttp.test_utils import TestClient, TestServer
@@ -204,6 +206,39 @@ async def test_models_are_loaded_and_unloaded_by_hand(folder: Path) -> None:
         await wait_for(http, "one", "unloaded")
         assert (await post(http, "/models/load", {"model": "three"}))[0] == 404
         assert (await metrics(http))["cppbatch_model_unloads_total", "one", "asked"] == 1
+
+
+async def next_worker() -> psutil.Process:
+    """Stops the next worker when it starts: its load hangs, as with a disk that does not respond."""
+    known = psutil.Process().children()
+    while True:
+        for child in psutil.Process().children():
+            if child not in known and any("worker.main" in part for part in child.cmdline()):
+                child.suspend()
+                return child
+        await asyncio.sleep(0.001)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="stops a process")
+@pytest.mark.parametrize("how", ["the client leaves", "unload"])
+async def test_a_load_that_hangs_is_stopped_and_other_models_are_served(folder: Path, how: str) -> None:
+    body = {"prompt": "a", "max_tokens": 1}
+    async with serve(folder) as http:
+        starting = asyncio.create_task(next_worker())
+        client = asyncio.create_task(post(http, "/v1/completions", {**body, "model": "one"}))
+        worker = await asyncio.wait_for(starting, 30)
+        assert await states(http) == {"one": "loading", "two": "unloaded", "vectors": "unloaded"}
+        if how == "unload":
+            assert (await post(http, "/models/unload", {"model": "one"})) == (200, {"success": True})
+            status, answer = await client
+            assert (status, answer["error"]["code"]) == (503, "model_load_failed")
+            assert "was unloaded while it was loading" in answer["error"]["message"]
+        else:
+            client.cancel()
+        assert (await post(http, "/v1/completions", {**body, "model": "two"}))[0] == 200
+        assert await states(http) == {"one": "unloaded", "two": "loaded", "vectors": "unloaded"}
+        assert not worker.is_running()
+        assert (await post(http, "/v1/completions", {**body, "model": "one"}))[0] == 200
 
 
 async def test_a_stream_is_not_cut_off_when_another_model_needs_its_place(folder: Path) -> None:

@@ -2,9 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from pathlib import Path
+
 import pytest
 
 from cppbatch.cluster.engines import supervisor
+
+
+@pytest.fixture(scope="session", autouse=True)
+def runtimes_in_workers() -> Iterator[None]:
+    """Workers find the runtimes of the tests, although they import nothing from the current folder."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
+        yield
 
 
 @pytest.fixture

@@ -24,24 +24,24 @@ LOAD_S, CLOSE_S = 2.0, 0.5
 
 
 class FakeEngine:
-    """Takes `LOAD_S` to load. Notes when it is closed while requests use it."""
+    """Takes `seconds` to load. Notes when it is closed while requests use it."""
 
-    def __init__(self, loader: FakeLoader, size: int, error: Exception | None) -> None:
-        self.loader, self.size, self.error = loader, size, error
+    def __init__(self, loader: FakeLoader, size: int, error: Exception | None, seconds: float) -> None:
+        self.loader, self.size, self.error, self.seconds = loader, size, error, seconds
         self.used_by = 0
         self.closed = False
         loader.in_memory += size
         assert loader.in_memory <= loader.budget, "more is loaded than fits"
 
     async def loaded(self) -> None:
-        await asyncio.sleep(LOAD_S)
+        await asyncio.sleep(self.seconds)
         if self.error:
             raise self.error
 
     async def close(self) -> None:
         if self.used_by:
             self.loader.cut_off += self.used_by
-        await asyncio.sleep(CLOSE_S)
+        await asyncio.sleep(self.loader.close_s)
         self.closed = True
         self.loader.in_memory -= self.size
 
@@ -54,18 +54,23 @@ class FakeLoader:
         self.in_memory = self.cut_off = self.n_plans = 0
         self.errors: dict[str, list[Exception]] = {}
         """By model: what the next loads raise."""
+        self.seconds: dict[str, list[float]] = {}
+        """By model: how long the next loads take."""
+        self.plan_s, self.close_s = 0.1, CLOSE_S
+        self.n_started = 0
 
     async def plan(self, name: str, others: Sequence[int], pinned: Sequence[int]) -> int:
         self.n_plans += 1
-        await asyncio.sleep(0.1)
+        await asyncio.sleep(self.plan_s)
         size = self.sizes[name]
         if size + sum(others) > self.budget:
             raise DoesNotFit(f"needs {size}", never=size + sum(pinned) > self.budget)
         return size
 
     def start(self, name: str, plan: int) -> FakeEngine:
-        errors = self.errors.get(name, [])
-        return FakeEngine(self, plan, errors.pop(0) if errors else None)
+        self.n_started += 1
+        errors, seconds = self.errors.get(name, []), self.seconds.get(name, [])
+        return FakeEngine(self, plan, errors.pop(0) if errors else None, seconds.pop(0) if seconds else LOAD_S)
 
 
 Pool = ModelPool[int, FakeEngine]
@@ -78,9 +83,9 @@ def pool_of(loader: FakeLoader, *, max_loaded: int = 0, ttl: float = -1, pinned:
     return pool
 
 
-async def use(pool: Pool, name: str, seconds: float) -> float:
+async def use(pool: Pool, name: str, seconds: float, timeout: float | None = None) -> float:
     """A request. Returns the time at which it began to run."""
-    lease = await pool.lease(name)
+    lease = await pool.lease(name, timeout=timeout)
     began = now()
     lease.engine.used_by += 1
     try:
@@ -326,11 +331,9 @@ def test_a_removed_model_ends_its_requests_and_makes_room_for_its_successor() ->
     run_in_virtual_time(main())
 
 
-@pytest.mark.parametrize("fails", [False, True])
-def test_requests_for_a_model_that_changes_while_it_is_loaded_get_the_new_one(fails: bool) -> None:
+def test_requests_for_a_model_that_changes_while_it_is_loaded_get_the_new_one() -> None:
     async def main() -> None:
         loader = FakeLoader({"a": 1}, budget=1)
-        loader.errors["a"] = [ModelError("broken")] if fails else []
         pool = pool_of(loader)
         waiting = asyncio.create_task(use(pool, "a", 1))
         await asyncio.sleep(1)
@@ -340,7 +343,7 @@ def test_requests_for_a_model_that_changes_while_it_is_loaded_get_the_new_one(fa
         left.cancel()
         both = asyncio.gather(waiting, use(pool, "a", 1))
         for began in await asyncio.wait_for(both, 60):
-            assert began == pytest.approx(2 * LOAD_S + CLOSE_S + 0.2)
+            assert began == pytest.approx(1 + CLOSE_S + 0.1 + LOAD_S), "the load of the old one is stopped"
         assert (pool.models["a"].leases, pool.models["a"].waiting) == (0, 0)
         await pool.close()
         assert loader.in_memory == 0
@@ -380,6 +383,133 @@ def test_more_requests_than_the_queue_holds_are_refused_and_closing_ends_the_oth
     run_in_virtual_time(main())
 
 
+HANGS = 1e6
+
+
+@pytest.mark.parametrize("phase", ["planning", "loading"])
+def test_a_load_stops_when_its_last_request_leaves_and_the_next_model_is_loaded(phase: str) -> None:
+    async def main() -> None:
+        loader = FakeLoader({"slow": 1, "b": 1})
+        loader.plan_s = HANGS if phase == "planning" else 0.1
+        loader.seconds["slow"] = [HANGS]
+        loader.close_s = HANGS  # killing a process that waits for a disk has no effect yet
+        pool = pool_of(loader)
+        clients = [asyncio.create_task(use(pool, "slow", 1)) for _ in range(3)]
+        await asyncio.sleep(1)
+        for client in clients[:2]:
+            client.cancel()
+        await asyncio.sleep(1)
+        assert states(pool)["slow"] == "loading", "one request still waits for it"
+        clients[2].cancel()
+        loader.plan_s = 0.1
+        await asyncio.sleep(0.01)
+        assert states(pool)["slow"] == ("unloading" if phase == "loading" else "unloaded")
+        before = now()
+        assert await use(pool, "b", 1) == pytest.approx(before + 0.1 + LOAD_S)
+        model = pool.models["slow"]
+        assert (model.loads, model.load_failures, model.error, dict(model.unloads)) == (0, 0, None, {})
+        await pool.close()
+
+    run_in_virtual_time(main())
+
+
+def test_a_request_that_comes_while_a_load_is_being_stopped_gets_a_new_one() -> None:
+    async def main() -> None:
+        loader = FakeLoader({"a": 1}, budget=1)
+        loader.seconds["a"] = [HANGS]
+        pool = pool_of(loader)
+        client = asyncio.create_task(use(pool, "a", 1))
+        await asyncio.sleep(1)
+        client.cancel()
+        await asyncio.sleep(0)
+        before = now()
+        for began in await asyncio.gather(use(pool, "a", 1), later(0.2, pool, "a", 1)):
+            assert began == pytest.approx(before + CLOSE_S + 0.1 + LOAD_S)
+        await pool.close()
+        assert (loader.in_memory, loader.n_started) == (0, 2)
+
+    run_in_virtual_time(main())
+
+
+def test_a_request_that_joins_a_load_at_the_moment_when_another_one_leaves_keeps_it() -> None:
+    async def main() -> None:
+        loader = FakeLoader({"a": 1})
+        pool = pool_of(loader)
+        first = asyncio.create_task(use(pool, "a", 1))
+        await asyncio.sleep(1)
+        second = asyncio.create_task(use(pool, "a", 1))
+        await asyncio.sleep(0)
+        first.cancel()
+        assert await second == pytest.approx(0.1 + LOAD_S)
+        assert loader.n_started == 1
+        await pool.close()
+
+    run_in_virtual_time(main())
+
+
+def test_unload_stops_a_load_and_ends_the_requests_that_wait_for_it() -> None:
+    async def main() -> None:
+        loader = FakeLoader({"a": 1, "b": 1}, budget=1)
+        loader.seconds["a"] = [HANGS, HANGS]
+        pool = pool_of(loader)
+        waiting, other = asyncio.create_task(use(pool, "a", 1)), asyncio.create_task(later(0.1, pool, "b", 1))
+        await asyncio.sleep(1)
+        pool.unload("a")
+        with pytest.raises(ModelLoadFailed, match="was unloaded while it was loading") as failed:
+            await waiting
+        assert failed.value.retry_after == 1
+        assert states(pool)["a"] == "unloading"
+        assert await other == pytest.approx(1 + CLOSE_S + 0.1 + LOAD_S)
+        pool.load("a")
+        await asyncio.sleep(3)
+        assert states(pool) == {"a": "loading", "b": "unloaded"}
+        pool.unload("a")
+        await asyncio.sleep(CLOSE_S + 0.1)
+        assert states(pool)["a"] == "unloaded"
+        await use(pool, "a", 1)
+        assert (pool.models["a"].loads, pool.models["a"].load_failures) == (1, 0)
+        await pool.close()
+
+    run_in_virtual_time(main())
+
+
+def test_a_model_that_is_pinned_or_loaded_by_hand_needs_no_request_to_wait_for_it() -> None:
+    async def main() -> None:
+        pool = pool_of(FakeLoader({"a": 1, "b": 1}), pinned="a")
+        pool.load("b")
+        for name in "ab":
+            client = asyncio.create_task(use(pool, name, 1))
+            await asyncio.sleep(0.5)
+            client.cancel()
+        await asyncio.sleep(5)
+        assert states(pool) == {"a": "loaded", "b": "loaded"}
+        await pool.close()
+
+    run_in_virtual_time(main())
+
+
+@pytest.mark.parametrize("other_waits", [False, True])
+def test_a_load_for_a_request_that_ran_out_of_time_continues_while_no_other_model_waits(other_waits: bool) -> None:
+    """Such a request is repeated, and would never be answered if each repetition started a load of its own."""
+
+    async def main() -> None:
+        loader = FakeLoader({"a": 1, "b": 1})
+        loader.seconds["a"] = [10]
+        pool = pool_of(loader)
+        with pytest.raises(asyncio.TimeoutError):
+            await pool.lease("a", timeout=5)
+        assert states(pool)["a"] == "loading"
+        if other_waits:
+            assert await use(pool, "b", 1) == pytest.approx(5 + 0.1 + LOAD_S)
+            assert states(pool)["a"] == "unloaded"
+        await asyncio.sleep(5.1)
+        assert states(pool)["a"] == ("unloaded" if other_waits else "loaded")
+        await pool.close()
+        assert loader.in_memory == 0
+
+    run_in_virtual_time(main())
+
+
 @pytest.mark.parametrize("seed", range(60))
 def test_random_schedules(seed: int) -> None:
     """Requests, clients that leave, failures, loads and unloads by hand, files that change: every request ends, no
@@ -394,8 +524,8 @@ def test_random_schedules(seed: int) -> None:
         for _ in range(20):
             name = rng.choice(names)
             await asyncio.sleep(rng.expovariate(1 / rng.choice((0.1, 3, 30))))
-            request = asyncio.create_task(use(pool, name, rng.expovariate(1 / rng.choice((0.1, 5, 50)))))
-            patience = rng.choice((0.5, 5, 1e6))
+            patience, timeout = rng.choice((0.5, 5, 1e6)), rng.choice((None, 3))
+            request = asyncio.create_task(use(pool, name, rng.expovariate(1 / rng.choice((0.1, 5, 50))), timeout))
             try:
                 await asyncio.wait_for(request, patience)
                 ended.append("ok")
@@ -408,7 +538,8 @@ def test_random_schedules(seed: int) -> None:
         for _ in range(30):
             await asyncio.sleep(rng.expovariate(1 / 10))
             name = rng.choice(names)
-            action = rng.choice(("load", "unload", "change", "break", "kill"))
+            assert all(model.engine is None for model in pool.models.values() if model.state == "unloaded")
+            action = rng.choice(("load", "unload", "change", "break", "kill", "slow"))
             if action == "load":
                 pool.load(name)
             elif action == "unload":
@@ -417,6 +548,8 @@ def test_random_schedules(seed: int) -> None:
                 if rng.random() < 0.5:
                     pool.remove(name)
                 pool.add(name, ttl=rng.choice((-1, 5)), max_waiting=100)
+            elif action == "slow":
+                loader.seconds.setdefault(name, []).append(500)
             else:
                 error = ModelError("broken") if action == "break" else LoadInterrupted("killed")
                 loader.errors.setdefault(name, []).append(error)

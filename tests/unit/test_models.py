@@ -13,6 +13,7 @@ from typing import NoReturn
 
 import pytest
 
+from cppbatch import child_processes
 from cppbatch.errors import ModelError
 from cppbatch.models import pull
 from cppbatch.models.find import models_folder, models_in
@@ -97,7 +98,7 @@ def test_a_failing_download_names_the_remedy_and_leaves_no_file(folder: Path, mo
     def failing(command: list[str], **settings: object) -> NoReturn:
         raise subprocess.CalledProcessError(1, command)
 
-    monkeypatch.setattr(subprocess, "run", failing)
+    monkeypatch.setattr(child_processes, "run", failing)
     with pytest.raises(ModelError, match="Check the network, or give a GGUF file with -m"):
         pull.pull_default()
     assert list(folder.iterdir()) == []

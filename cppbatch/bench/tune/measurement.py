@@ -6,8 +6,8 @@ import subprocess
 
 import msgspec
 
+from cppbatch.child_processes import child_command, run
 from cppbatch.config import EngineConfig
-from cppbatch.sizing.child_process import run_module
 
 
 class MeasurementTask(msgspec.Struct, frozen=True, kw_only=True):
@@ -41,7 +41,8 @@ class Measurement(msgspec.Struct, frozen=True, kw_only=True):
 def measure_in_child(task: MeasurementTask, timeout: float) -> Measurement:
     """Measures in a child process, which is killed after `timeout` seconds. Only raises KeyboardInterrupt."""
     try:
-        done = run_module("cppbatch.bench.tune.measurement_child", msgspec.json.encode(task), timeout)
+        command = child_command("cppbatch.bench.tune.measurement_child")
+        done = run(command, stdin=msgspec.json.encode(task), seconds=timeout)
     except subprocess.TimeoutExpired:
         return Measurement(error=f"not finished within {timeout:.0f} s")
     except OSError as error:

@@ -1,4 +1,4 @@
-"""The worker process: an engine and the link to the server. Start: `python -m cppbatch.cluster.worker.main`."""
+"""The worker process: an engine and the link to the server. `worker/process.py` starts it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import importlib
 import logging
 import os
 import shutil
-import signal
 import sys
 import threading
 from collections.abc import Callable
@@ -19,6 +18,7 @@ from typing import NoReturn
 
 import msgspec
 
+from cppbatch import child_processes
 from cppbatch.cluster.link import (
     LAST_WORDS,
     Cancel,
@@ -311,12 +311,14 @@ def _exit_with_server(folder: str) -> None:
     """Ends this process when the server process ends for any reason, which closes standard input."""
 
     def wait_for_end() -> None:
-        sys.stdin.buffer.read()
+        while os.read(0, 1 << 10):  # not sys.stdin, whose lock this thread would hold when the interpreter ends
+            pass
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # hides tracebacks: without its folder the main thread may fail
         shutil.rmtree(folder, ignore_errors=True)
         os._exit(0)
 
     threading.Thread(target=wait_for_end, name="cppbatch-parent", daemon=True).start()
+    child_processes.release()
 
 
 def _runtime(setup: WorkerSetup, on_progress: OnProgress) -> Runtime | None:
@@ -329,9 +331,6 @@ def _runtime(setup: WorkerSetup, on_progress: OnProgress) -> Runtime | None:
 
 def main() -> None:
     """Reads the setup from the standard input, loads the model, serves requests."""
-    for name in ("SIGINT", "SIGTERM", "SIGHUP"):  # Ctrl-C signals the worker too, but the server decides when it stops
-        if hasattr(signal, name):  # Windows has no SIGHUP
-            signal.signal(getattr(signal, name), signal.SIG_IGN)
     with contextlib.suppress(CppBatchError):  # raised again below
         Backend.get()  # loads the library while the server prepares the setup
     line = sys.stdin.buffer.readline()

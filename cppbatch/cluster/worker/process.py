@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
-import sys
 from asyncio.subprocess import PIPE, Process
+
+from cppbatch.child_processes import child_command, start_in_loop
 
 _started: list[Process] = []
 
@@ -25,4 +25,4 @@ async def worker_process() -> Process:
 
 
 async def _start() -> Process:
-    return await asyncio.create_subprocess_exec(sys.executable, "-m", "cppbatch.cluster.worker.main", stdin=PIPE)
+    return await start_in_loop(child_command("cppbatch.cluster.worker.main"), stdin=PIPE)

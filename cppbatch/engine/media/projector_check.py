@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import logging
-import sys
 from pathlib import Path
 
+from cppbatch import child_processes
 from cppbatch.errors import ModelError
 from cppbatch.findings import build_key, file_key, finding_path, read_finding, write_finding
 from cppbatch.llama.library import library_path
@@ -41,4 +41,4 @@ def check_projector(path: str, model_path: str) -> None:
 
 def child_command(path: str, model_path: str) -> list[str]:
     """The command of the child process."""
-    return [sys.executable, "-m", "cppbatch.llama.projector_child", model_path, path]
+    return child_processes.child_command("cppbatch.llama.projector_child", model_path, path)

@@ -12,9 +12,6 @@ import re
 import signal
 import sys
 
-if __name__ == "__main__":
-    sys.path.pop(0)  # this folder: its modules would shadow others of the same name
-
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper, grammar_from
 
 LIMITS = LLParserLimits(max_lexer_states=50_000, max_grammar_size=200_000, verbose_errors=False)

@@ -6,7 +6,6 @@ import json
 import logging
 import re
 import subprocess
-import sys
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
@@ -18,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cppbatch.chat.lark_grammar import LazyGrammar
+from cppbatch.child_processes import child_command, start
 from cppbatch.config import available_threads
 from cppbatch.engine.params import SamplingParams
 from cppbatch.errors import EngineClosed, InvalidRequest
@@ -371,13 +371,11 @@ class GrammarChecker:
 
 
 def _start() -> subprocess.Popen[str]:
-    program = Path(__file__).with_name("grammar_child.py")  # run by path: it imports nothing of this package
-    return subprocess.Popen(
-        [sys.executable, str(program)],
+    return start(
+        child_command(str(Path(__file__).with_name("grammar_child.py"))),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         text=True,
         encoding="utf-8",
-        start_new_session=True,  # Ctrl-C in a terminal only reaches the engine, which stops the child
     )

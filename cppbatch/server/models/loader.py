@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from cppbatch import child_processes
 from cppbatch.cluster.deployment import Deployment
 from cppbatch.cluster.engines.client import EngineClient
 from cppbatch.config import EngineConfig
@@ -62,7 +62,7 @@ class MemoryPlanLoader:
 
     async def plan(self, name: str, others: Sequence[LoadPlan], pinned: Sequence[LoadPlan]) -> LoadPlan:
         """As in `ModelLoader`. Raises `DoesNotFit`, and `ModelError` for a file that is not a model."""
-        return await asyncio.to_thread(self._plan, self.specs[name], others, pinned)
+        return await child_processes.to_thread(self._plan, self.specs[name], others, pinned)
 
     def _plan(self, spec: ModelSpec, others: Sequence[LoadPlan], pinned: Sequence[LoadPlan]) -> LoadPlan:
         check_file(Path(spec.config.model_path))

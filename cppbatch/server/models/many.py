@@ -180,9 +180,8 @@ class ManyModels(ServedModels):
         """As in `ServedModels`."""
         model = await self.resolve(name, rules)
         began, was_loaded = self._clock(), self.pool.models[model].state == "loaded"
-        waiting = self.pool.lease(model, load=self._autoload if load is None else load)
         try:
-            lease = await (waiting if was_loaded else asyncio.wait_for(waiting, timeout))
+            lease = await self.pool.lease(model, load=self._autoload if load is None else load, timeout=timeout)
         except asyncio.TimeoutError:
             raise LoadTimeout(
                 f"model {model!r} was not loaded within the request's timeout of {timeout:g} s; try again, or increase "
@@ -247,7 +246,7 @@ class ManyModels(ServedModels):
         spec, model, names = self._specs[name], self.pool.models[name], self.names_of(name)
         engine = model.engine
         health = engine.health() if engine else None
-        is_up = engine is not None and health is not None and health.status != "loading" and model.state != "loading"
+        is_up = model.is_up and health is not None and health.status != "loading"
         workers = await engine.workers() if engine and is_up else []
         return ModelEntry(
             name=name,
@@ -276,7 +275,7 @@ class ManyModels(ServedModels):
         return self._facts[key]
 
     def _running(self) -> list[tuple[str, EngineClient]]:
-        return [(name, model.engine) for name, model in self.pool.models.items() if _is_up(model) and model.engine]
+        return [(name, model.engine) for name, model in self.pool.models.items() if model.is_up and model.engine]
 
     @property
     def router(self) -> RouterSettings:
@@ -353,10 +352,6 @@ class ManyModels(ServedModels):
     async def close(self) -> None:
         """As in `ServedModels`."""
         await self.pool.close()
-
-
-def _is_up(model: PooledModel[LoadPlan, EngineClient]) -> bool:
-    return model.state in ("loaded", "unloading")
 
 
 # --- model metrics ---------------------------------------------------------------------------------------------------

@@ -378,9 +378,9 @@ async def load_model(request: web.Request) -> web.Response:
 
 @routes.post("/models/unload", Success, ModelRequest, (*_ERRORS, 409))
 async def unload_model(request: web.Request) -> web.Response:
-    """Unload a model after its last request; 409 for the only model.
+    """Unload a model after its last request, or stop loading it; 409 for the only model.
 
-    Responds immediately.
+    Responds immediately. Requests that wait for a load that stops get a 503.
     """
     body = await read_json(request, ModelRequest)
     await request.app[MODELS].unload(body.model, request.get(KEY))

@@ -11,7 +11,7 @@ const POLL_MS = 2000;
 const CHANGING = ['loading', 'unloading'];
 const KINDS = {loaded: 'ok', loading: 'warning', unloading: 'warning', sleeping: 'ok', failed: 'error'};
 const HELP = {
-  unloading: 'accepts no new requests; unloads after its last one',
+  unloading: 'unloads after its last request; new requests wait',
   sleeping: 'idle; the next request wakes it',
 };
 
@@ -96,7 +96,7 @@ export function Models({active, server}) {
     {key: 'context', label: 'At once', render: (model) => html`<${Context} meta=${model.meta} />`},
     ...(isRouter ? [
       {key: 'memory', label: 'Memory', render: (model) => html`<${Memory} model=${model} />`},
-      {key: 'action', label: 'Action', render: (model) => (isHere(model)
+      {key: 'action', label: 'Action', render: (model) => (isHere(model) || model.status.value === 'loading'
         ? html`<${Button} label=${`Unload ${model.id}`} onClick=${() => change(model, 'unload')}>Unload<//>`
         : html`<${Button} label=${`Load ${model.id}`} disabled=${CHANGING.includes(model.status.value)}
             onClick=${() => change(model, 'load')}>${isFailed(model) ? 'Try again' : 'Load'}<//>`)},
