@@ -47,7 +47,9 @@ def config(tmp_path: Path) -> EngineConfig:
 
 @pytest.fixture
 async def group(config: EngineConfig, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[AutoscaledGroup]:
-    monkeypatch.setitem(AutoscaledGroup.__init__.__kwdefaults__, "interval", 0.05)
+    defaults = AutoscaledGroup.__init__.__kwdefaults__
+    assert defaults
+    monkeypatch.setitem(defaults, "interval", 0.05)
     deployment = Deployment(max_workers=3, downscale_delay=1.0, memory_shortage=memory_shortage)
     group = deployment.start(config)
     assert isinstance(group, AutoscaledGroup)
