@@ -16,12 +16,13 @@ from cppbatch.config import Pooling, setting_name
 from cppbatch.errors import LlamaError, ModelError
 from cppbatch.interrupts import interrupts_deferred
 from cppbatch.llama.backend import Backend
-from cppbatch.llama.gguf_header import check_metadata, has_tensor
+from cppbatch.llama.gguf_header import check_model
 from cppbatch.llama.library import C, ggml
 from cppbatch.llama.lora import load_adapter
 from cppbatch.llama.rpc import RpcConnections, any_registered, is_remote
 from cppbatch.llama.sequence_state import SNAPSHOTS
 from cppbatch.llama.vocab import Vocab
+from cppbatch.models.file_header import read_header
 from cppbatch.rpc_endpoint import parse_endpoint
 
 Progress = Callable[[float], bool]
@@ -96,8 +97,7 @@ class Model:
         if device is not None:
             _check_device(device)
             params.split_mode, params.main_gpu = C.LLAMA_SPLIT_MODE_NONE, device
-        with Backend.get().errors():  # captured and discarded: loading logs them again
-            check_metadata(self.path)
+        check_model(self.path)
         self._devices = ModelDevices(rpc, tensor_split)
         self._devices.set_in(params)
         try:
@@ -264,7 +264,8 @@ class Model:
         """Whether it has the classification head of a reranker. Rereads the header of the file."""
         if self.metadata.get("split.count", "1") not in ("0", "1"):
             return True  # a split model: the file that contains the head is unknown, and split rerankers are rare
-        return has_tensor(self.path, "cls.weight", "cls.output.weight")
+        names = {tensor.name for tensor in read_header(self.path).tensors}
+        return not names.isdisjoint({"cls.weight", "cls.output.weight"})
 
     @property
     def rope_depends_on_context(self) -> bool:

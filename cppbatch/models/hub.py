@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from cppbatch.errors import ModelError
 from cppbatch.extras import require
-from cppbatch.models.find import LATER_PART, check_file, is_copy, model_parts, models_folder
+from cppbatch.models.find import LATER_PART, check_file, files_below, is_copy, model_parts, models_folder
 
 _NAME = re.compile(r"([\w.-]+)/([\w.-]+)(?::([\w./-]+))?")
 _PART = re.compile(r"-\d{5}-of-\d{5}$")
@@ -52,7 +52,7 @@ def present_file(model: HubModel) -> Path | None:
     """The model's file in the models folder, if all its parts exist. Without a choice, any file of the repository is
     accepted. Raises `ModelError` if a file is damaged."""
     folder = models_folder() / model.repository
-    files = sorted(folder.rglob("*.gguf"))
+    files = sorted(files_below(folder))
     whole = [path for path in files if not any(is_copy(path, each) for each in files)]
     whole = [path for path in whole if all(part.exists() for part in model_parts(path))]
     found = choose_file((path.relative_to(folder).as_posix() for path in whole), model.choice)
@@ -75,7 +75,7 @@ def pull_projector(model: HubModel, say: Say = lambda line: None) -> Path | None
     """
     if present := present_file(model):
         folder = models_folder() / model.repository
-        files = [path.relative_to(folder).as_posix() for path in folder.rglob("*.gguf")]
+        files = [path.relative_to(folder).as_posix() for path in files_below(folder)]
         found = choose_projector(files, present.relative_to(folder).as_posix())
         return check_file(folder / found) if found else None
 

@@ -18,7 +18,7 @@ from cppbatch.config import EngineConfig
 from cppbatch.errors import ConfigError, ModelLoadFailed
 from cppbatch.jobs.batches import active_batch
 from cppbatch.jobs.job_request import JobRequest
-from cppbatch.models.find import models_below, short_name
+from cppbatch.models.find import models_in, short_name
 from cppbatch.server.api.batches.handler import URLS, BatchRequestHandler
 from cppbatch.server.app import create_app
 from cppbatch.server.auth.rules import Keys, api_key
@@ -60,7 +60,7 @@ class FolderCatalog:
         self.folder, self.settings, self.default, self.changes = folder, settings, default, changes
 
     def read(self) -> CatalogContent:
-        return CatalogContent([self._spec(path) for path in models_below(self.folder)], self.default)
+        return CatalogContent([self._spec(path) for path in models_in(self.folder)], self.default)
 
     def _spec(self, path: Path) -> ModelSpec:
         name, status = short_name(path), path.stat()

@@ -46,10 +46,16 @@ def test_the_header_is_what_the_gguf_package_reads(kind: str, tmp_path: Path) ->
     header, reader = read_header(path), gguf.GGUFReader(path)
     fields = {name: field.contents() for name, field in reader.fields.items() if not name.startswith("GGUF.")}
     assert header.metadata == {name: expected(value) for name, value in fields.items()}
+    assert header.value_types == {name: reader.fields[name].types[0].name for name in fields}
     assert header.tensors == [
-        TensorInfo(t.name, t.tensor_type.name, tuple(int(n) for n in t.shape)) for t in reader.tensors
+        TensorInfo(
+            t.name, t.tensor_type.name, tuple(int(n) for n in t.shape), t.data_offset - reader.data_offset
+        )
+        for t in reader.tensors
     ]
-    assert [t.n_elements for t in header.tensors] == [int(t.n_elements) for t in reader.tensors]
+    assert [(t.n_elements, t.n_bytes) for t in header.tensors] == [
+        (int(t.n_elements), int(t.n_bytes)) for t in reader.tensors
+    ]
 
 
 def test_a_file_of_the_other_byte_order_is_read(tmp_path: Path) -> None:
