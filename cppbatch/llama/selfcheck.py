@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import functools
 import logging
+import os
+import re
 import signal
 import subprocess
 import sys
@@ -25,6 +27,7 @@ log = logging.getLogger("cppbatch.llama")
 _TIMEOUT_S = 120
 _WINDOWS_EXCEPTION = 0xC0000000
 _CRASH_NAMES = ("SIGSEGV", "SIGILL", "SIGBUS", "SIGFPE", "SIGABRT")
+_ABORT = re.compile(r"GGML_ASSERT\(.*\) failed|fatal error.*|what\(\):.*")
 _CRASHES = {getattr(signal, name) for name in _CRASH_NAMES if hasattr(signal, name)}  # Windows has fewer
 
 
@@ -98,19 +101,23 @@ def child_command(models: list[Path], *, repack: bool) -> list[str]:
     return [sys.executable, "-m", "cppbatch.llama.selfcheck_child", str(int(repack)), *map(str, models)]
 
 
-def run_child(command: list[str]) -> Failure | None:
+def run_child(command: list[str], timeout_s: float = _TIMEOUT_S) -> Failure | None:
     """Runs a child that may crash. Returns None if its exit code is 0, else how it ended."""
+    environment = {**os.environ, "GGML_NO_BACKTRACE": "1"}  # a debugger's stack trace takes seconds
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
+        done = subprocess.run(
+            command, capture_output=True, text=True, errors="replace", timeout=timeout_s, check=False, env=environment
+        )
     except OSError as error:
         return Failure(f"it could not be started: {error}", crashed=False)
     except subprocess.TimeoutExpired:
-        return Failure(f"no result within {_TIMEOUT_S} s", crashed=False)
+        return Failure(f"no result within {timeout_s} s", crashed=False)
     if done.returncode == 0:
         return None
+    assertion = next((f": {found[0]}" for line in done.stderr.splitlines() if (found := _ABORT.search(line))), "")
     if -done.returncode in _CRASHES:
-        return Failure(f"killed by {signal.Signals(-done.returncode).name}", crashed=True)
+        return Failure(f"killed by {signal.Signals(-done.returncode).name}{assertion}", crashed=True)
     if done.returncode >= _WINDOWS_EXCEPTION:
-        return Failure(f"terminated by exception {done.returncode:#x}", crashed=True)
+        return Failure(f"terminated by exception {done.returncode:#x}{assertion}", crashed=True)
     last = done.stderr.strip().splitlines()[-1:] or ["no output"]
     return Failure(f"exit code {done.returncode}: {last[0]}", crashed=False)
