@@ -11,7 +11,7 @@ from typing import Any
 from cppbatch.config import setting_name
 from cppbatch.errors import ModelError
 from cppbatch.llama.backend import Backend
-from cppbatch.llama.gguf_header import NO_WEIGHTS
+from cppbatch.models.check import NO_WEIGHTS
 from cppbatch.llama.library import C
 from cppbatch.models.file_header import FileHeader, read_header
 from cppbatch.models.find import model_parts

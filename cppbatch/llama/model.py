@@ -16,7 +16,7 @@ from cppbatch.config import Pooling, setting_name
 from cppbatch.errors import LlamaError, ModelError
 from cppbatch.interrupts import interrupts_deferred
 from cppbatch.llama.backend import Backend
-from cppbatch.llama.gguf_header import check_model
+from cppbatch.models.check import check_model
 from cppbatch.llama.library import C, ggml
 from cppbatch.llama.lora import load_adapter
 from cppbatch.llama.rpc import RpcConnections, any_registered, is_remote

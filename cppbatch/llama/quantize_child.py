@@ -15,7 +15,7 @@ from gguf import GGMLQuantizationType, LlamaFileType
 from cppbatch.config import available_threads
 from cppbatch.errors import CppBatchError, ModelError
 from cppbatch.llama.backend import Backend
-from cppbatch.llama.gguf_header import check_model
+from cppbatch.models.check import check_model
 from cppbatch.llama.library import C
 from cppbatch.models.requantize import FLOATS, Job
 

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from cppbatch.errors import ModelError
 from cppbatch.extras import require
+from cppbatch.models.check import check_model
 from cppbatch.models.find import LATER_PART, check_file, files_below, is_copy, model_parts, models_folder
 
 _NAME = re.compile(r"([\w.-]+)/([\w.-]+)(?::([\w./-]+))?")
@@ -56,7 +57,7 @@ def present_file(model: HubModel) -> Path | None:
     whole = [path for path in files if not any(is_copy(path, each) for each in files)]
     whole = [path for path in whole if all(part.exists() for part in model_parts(path))]
     found = choose_file((path.relative_to(folder).as_posix() for path in whole), model.choice)
-    return check_file(folder / found) if found else None
+    return check_model(folder / found) if found else None
 
 
 def pull_model(model: HubModel, say: Say = lambda line: None) -> Path:
@@ -65,7 +66,7 @@ def pull_model(model: HubModel, say: Say = lambda line: None) -> Path:
     The hub client shows the progress, resumes interrupted downloads, and reads $HF_TOKEN, $HF_ENDPOINT and
     $HF_HUB_OFFLINE. Raises `ModelError`, and `ConfigError` without the client (the extra `hub`).
     """
-    return present_file(model) or check_file(_fetch(model, lambda sizes: _choose_files(model, sizes), say)[0])
+    return present_file(model) or check_model(_fetch(model, lambda sizes: _choose_files(model, sizes), say)[0])
 
 
 def pull_projector(model: HubModel, say: Say = lambda line: None) -> Path | None:
