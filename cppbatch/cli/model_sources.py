@@ -171,6 +171,7 @@ class Catalog:
         for name in [each for each in own if each not in paths]:
             paths[name] = with_file.get(name) or self._path_of(name, own[name])
         specs = []
+        parsed: dict[str, ModelSettings] = {}  # most models of a folder have the same settings
         sizes = {"ctx-size": 0} if self._sources.own_contexts else {}
         for name, path in paths.items():
             given = {**sizes, **content.defaults, **own.get(name, {})}
@@ -181,7 +182,9 @@ class Catalog:
                 log.info(
                     "stop-timeout: no effect; a model is unloaded when its last request ends, however long that takes"
                 )
-            spec = self._spec(name, path, parse_settings(given, f"--models-config, model {name!r}"))
+            if (key := repr(given)) not in parsed:
+                parsed[key] = parse_settings(given, f"--models-config, model {name!r}")
+            spec = self._spec(name, path, parsed[key])
             specs.append(msgspec.structs.replace(spec, pinned=pinned, preload=preload))
         _check_aliases(specs)
         self._remember(paths)
@@ -310,9 +313,9 @@ def _aliases_in(content: ModelFile) -> dict[str, str]:
 
     aliases: dict[str, str] = {}
     for name, settings in content.models.items():
-        given = {key: value for key, value in settings.items() if key in _ALIAS_KEYS}
-        parsed = parse_settings(given, f"--models-config, model {name!r}").server.get("aliases", ())
-        aliases.update(dict.fromkeys(parsed, name))
+        if given := {key: value for key, value in settings.items() if key in _ALIAS_KEYS}:
+            parsed = parse_settings(given, f"--models-config, model {name!r}").server["aliases"]
+            aliases.update(dict.fromkeys(parsed, name))
     return aliases
 
 

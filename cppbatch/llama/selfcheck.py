@@ -27,7 +27,7 @@ log = logging.getLogger("cppbatch.llama")
 _TIMEOUT_S = 120
 _WINDOWS_EXCEPTION = 0xC0000000
 _CRASH_NAMES = ("SIGSEGV", "SIGILL", "SIGBUS", "SIGFPE", "SIGABRT")
-_ABORT = re.compile(r"GGML_ASSERT\(.*\) failed|fatal error.*|what\(\):.*")
+_ABORT = re.compile(r"^\S+\.\w+:\d+: (.+)|^ *what\(\): +(.+)", re.MULTILINE)  # of ggml, and of C++
 _CRASHES = {getattr(signal, name) for name in _CRASH_NAMES if hasattr(signal, name)}  # Windows has fewer
 
 
@@ -114,10 +114,11 @@ def run_child(command: list[str], timeout_s: float = _TIMEOUT_S) -> Failure | No
         return Failure(f"no result within {timeout_s} s", crashed=False)
     if done.returncode == 0:
         return None
-    assertion = next((f": {found[0]}" for line in done.stderr.splitlines() if (found := _ABORT.search(line))), "")
+    found = _ABORT.search(done.stderr)
+    reason = f": {found[1] or found[2]}" if found else ""
     if -done.returncode in _CRASHES:
-        return Failure(f"killed by {signal.Signals(-done.returncode).name}{assertion}", crashed=True)
+        return Failure(f"killed by {signal.Signals(-done.returncode).name}{reason}", crashed=True)
     if done.returncode >= _WINDOWS_EXCEPTION:
-        return Failure(f"terminated by exception {done.returncode:#x}{assertion}", crashed=True)
+        return Failure(f"terminated by exception {done.returncode:#x}{reason}", crashed=True)
     last = done.stderr.strip().splitlines()[-1:] or ["no output"]
     return Failure(f"exit code {done.returncode}: {last[0]}", crashed=False)

@@ -67,7 +67,10 @@ def _value(kind: int, value: Any) -> bytes:
         return _text(value)
     if kind == ARRAY:
         inner, values = value
-        each = b"".join(_value(inner, one) for one in values)
+        if inner == STRING:
+            each = _text(values[0]) * len(values) if len(set(values)) == 1 else b"".join(map(_text, values))
+        else:
+            each = struct.pack(f"<{len(values)}{FORMATS[inner]}", *values)
         return struct.pack("<IQ", inner, len(values)) + each
     return struct.pack(f"<{FORMATS[kind]}", value)
 
