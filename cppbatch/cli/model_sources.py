@@ -208,9 +208,7 @@ class Catalog:
         for path in dict.fromkeys(self._sources.files):
             name = next((each for each in _names(path, path.parent.name) if is_free(each, path)), None)
             if name is None:
-                raise ConfigError(
-                    f"the name {short_name(path)!r} of {path} is used for other models; rename the file"
-                )
+                raise ConfigError(f"the name {short_name(path)!r} of {path} is used for other models; rename the file")
             paths[name] = path
         if root is None:
             return paths

@@ -12,6 +12,7 @@ from cppbatch.errors import ModelError
 from cppbatch.findings import finding_key, finding_path, read_finding, write_finding
 from cppbatch.llama.library import library_path
 from cppbatch.llama.selfcheck import run_child
+from cppbatch.models.check import check_model
 from cppbatch.models.find import model_parts
 
 log = logging.getLogger("cppbatch.engine")
@@ -21,11 +22,12 @@ _TIMEOUT_S = 600  # a large file from a slow disk
 
 
 def check_loads(config: EngineConfig, *, survives_crash: bool = False) -> None:
-    """Raises `ModelError` if llama.cpp crashes with the model of an engine, or with one of its adapters.
+    """Raises `ModelError` as `check_model`, and if llama.cpp crashes with the model of an engine or an adapter of it.
 
     `survives_crash`: the model is not tried, because this process is a worker, whose end its server reports. A file
     that has passed is not tried again until it, llama.cpp or cppbatch changes. Other errors are left to the load.
     """
+    check_model(Path(config.model_path))  # takes less time than a process
     if not survives_crash:
         _check(config.model_path, [config.model_path])
     for adapter, _ in config.lora:
@@ -34,8 +36,6 @@ def check_loads(config: EngineConfig, *, survives_crash: bool = False) -> None:
 
 def _check(blamed: str, files: Sequence[str]) -> None:
     parts = [part for file in files for part in model_parts(Path(file))]
-    if not all(part.is_file() for part in parts):
-        return
     verdict = finding_path("loads", finding_key(Path(library_path()).parent, parts))
     if read_finding(verdict, str) == _FINE:
         return

@@ -17,8 +17,8 @@ _FEW_PARAMS = 1e9  # more than one thread waits for the others longer than it co
 
 
 def main() -> None:
-    """`load_child MODEL [ADAPTER]`: exit code 0 if it computes. Layers stay on the CPU, and weights are not repacked, so
-    that they are only mapped."""
+    """`load_child MODEL [ADAPTER]`: exit code 0 if it computes. Layers stay on the CPU, and weights are not repacked,
+    so that they are only mapped."""
     path, *adapters = sys.argv[1:]
     try:
         with Model(path, n_gpu_layers=0, repack=False) as model:

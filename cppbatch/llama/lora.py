@@ -11,8 +11,8 @@ from typing import Any
 from cppbatch.config import setting_name
 from cppbatch.errors import ModelError
 from cppbatch.llama.backend import Backend
-from cppbatch.models.check import NO_WEIGHTS
 from cppbatch.llama.library import C
+from cppbatch.models.check import NO_WEIGHTS
 from cppbatch.models.file_header import FileHeader, read_header
 from cppbatch.models.find import model_parts
 
@@ -64,7 +64,9 @@ def check_adapter(path: Path, model_path: Path, n_experts: int) -> None:
             raise ModelError(
                 f"{path}: the ranks of {_EMBEDDING}.lora_a and lora_b are {a[0]} and {b[0]}; they must be equal"
             )
-        if not any(tensor.name == "output.weight" for part in model_parts(model_path) for tensor in read_header(part).tensors):
+        if not any(
+            tensor.name == "output.weight" for part in model_parts(model_path) for tensor in read_header(part).tensors
+        ):
             raise ModelError(
                 f"{path} changes {_EMBEDDING}, which this model also uses as its output matrix; llama.cpp does not "
                 "support this. Train an adapter without it"

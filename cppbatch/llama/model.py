@@ -16,12 +16,12 @@ from cppbatch.config import Pooling, setting_name
 from cppbatch.errors import LlamaError, ModelError
 from cppbatch.interrupts import interrupts_deferred
 from cppbatch.llama.backend import Backend
-from cppbatch.models.check import check_model
 from cppbatch.llama.library import C, ggml
 from cppbatch.llama.lora import load_adapter
 from cppbatch.llama.rpc import RpcConnections, any_registered, is_remote
 from cppbatch.llama.sequence_state import SNAPSHOTS
 from cppbatch.llama.vocab import Vocab
+from cppbatch.models.check import check_model
 from cppbatch.models.file_header import read_header
 from cppbatch.rpc_endpoint import parse_endpoint
 

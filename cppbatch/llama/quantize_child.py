@@ -15,8 +15,8 @@ from gguf import GGMLQuantizationType, LlamaFileType
 from cppbatch.config import available_threads
 from cppbatch.errors import CppBatchError, ModelError
 from cppbatch.llama.backend import Backend
-from cppbatch.models.check import check_model
 from cppbatch.llama.library import C
+from cppbatch.models.check import check_model
 from cppbatch.models.requantize import FLOATS, Job
 
 

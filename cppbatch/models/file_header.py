@@ -13,7 +13,9 @@ import functools
 import math
 import os
 import struct
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
 from cppbatch.errors import ModelError
@@ -98,7 +100,7 @@ class FileHeader(NamedTuple):
     """Numbers, booleans, texts, and tuples of numbers; for an array of texts or of more than 4,096 numbers, its length;
     for a text of more than 1 MiB, None."""
     tensors: list[TensorInfo]
-    value_types: dict[str, str] = {}
+    value_types: Mapping[str, str] = MappingProxyType({})
     """Of the metadata (`VALUE_TYPES`)."""
 
     def text(self, key: str) -> str | None:

@@ -1,5 +1,5 @@
-"""Files made wrong in random ways, as models, adapters and projectors: each answers or is refused with one sentence, and
-neither the server that has them nor its other clients are affected.
+"""Files made wrong in random ways, as models, adapters and projectors: each answers or is refused with one sentence,
+and neither the server that has them nor its other clients are affected.
 
 All of 1,000 files: pytest -m soak tests/release/test_mutated_files.py (an hour).
 """
@@ -99,7 +99,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "models"
 
 
-@cases(ring=12, soak=1000)
+@cases(ring=8, soak=1000)
 def test_a_server_with_mutated_files_has_no_internal_error_and_stays_fast(n_cases: int, folder: Path) -> None:
     files = write_mutants(folder.parent / "beside", n_cases, seed=1)
     honest, settings, names = folder / "honest.gguf", "", {}
@@ -159,7 +159,7 @@ def command(name: str, kind: str, path: Path, honest: Path) -> list[str]:
     return [*found, flag, str(path)] if flag and name != "inspect" else found
 
 
-@cases(ring=4, soak=1000)
+@cases(ring=2, soak=1000)
 def test_a_command_with_a_mutated_file_gives_an_answer_or_one_sentence(n_cases: int, folder: Path) -> None:
     """With few files, those that only llama.cpp could refuse."""
     files = write_mutants(folder, 60 if n_cases < 60 else n_cases, seed=2)
@@ -177,7 +177,7 @@ def test_a_command_with_a_mutated_file_gives_an_answer_or_one_sentence(n_cases: 
                 timeout=120, check=False,
             )  # fmt: skip
             codes[each, done.returncode] += 1
-            if done.returncode not in (0, 2) or (done.returncode and not is_one_sentence(done.stderr)):
+            if done.returncode != 0 and not is_one_sentence(each, done.returncode, done.stderr):
                 wrong.append(f"{each} {name}: {done.returncode} {done.stderr[-800:]}")
                 print(wrong[-1], flush=True)
         if n_cases > 100 and i % 20 == 0:
@@ -194,6 +194,9 @@ def is_plausible(path: Path) -> bool:
     return True
 
 
-def is_one_sentence(stderr: str) -> bool:
+def is_one_sentence(command: str, code: int, stderr: str) -> bool:
+    """Also the report of a batch whose lines failed, for example because all logits are NaN."""
     last = stderr.strip().splitlines()[-1]
-    return last.startswith(("error: ", "Error: ")) and len(last) < LONGEST_ANSWER and "Traceback" not in stderr
+    is_report = (command, code) == ("batch", 1) and "first failure: " in stderr
+    is_error = code == 2 and last.startswith("error: ")
+    return (is_report or is_error) and len(last) < LONGEST_ANSWER and "Traceback" not in stderr

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from cppbatch.models.file_header import VALUE_TYPES
+from cppbatch.models.file_header import VALUE_TYPES, WEIGHT_TYPES
 from cppbatch.models.synthetic import write_lora
 from tests.support import tiny_models, tiny_projectors
 
@@ -96,6 +96,15 @@ def decode(content: bytes) -> Gguf:
     metadata = [(take(STRING), kind := take(4), take(kind)) for _ in range(n_keys)]
     tensors = [(take(STRING), [take(10) for _ in range(take(4))], take(4), take(10)) for _ in range(n_tensors)]
     return Gguf(metadata, tensors, content[at + -at % ALIGNMENT :])
+
+
+def retyped(path: Path, name: str, kind: str) -> Path:
+    """Writes another type of a tensor into the header of a file."""
+    file = decode(path.read_bytes())
+    number = WEIGHT_TYPES[kind].number
+    file.tensors = [(n, s, number if n == name.encode() else k, at) for n, s, k, at in file.tensors]
+    path.write_bytes(file.encode())
+    return path
 
 
 # --- changes to the header -------------------------------------------------------------------------------------------
@@ -263,7 +272,7 @@ def mutated(rng: random.Random, content: bytes) -> tuple[str, bytes]:
 
 
 def write_mutants(folder: Path, n: int, seed: int) -> dict[str, Path]:
-    """Writes `n` files, as many of each kind, and returns them by a name that says what is wrong."""
+    """Writes `n` files, each kind in turn, and returns them by a name that says what is wrong."""
     folder.mkdir(parents=True, exist_ok=True)
     sources = {kind: make(folder / f"{kind}.source").read_bytes() for kind, make in SOURCES.items()}
     files: dict[str, Path] = {}

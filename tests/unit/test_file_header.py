@@ -23,7 +23,7 @@ from cppbatch.models.inspect import describe_draft, draft_heads, inspect_model
 from cppbatch.models.requantize import read_matrices
 from cppbatch.models.synthetic import LlamaShape, write_llama
 from tests.support import tiny_models
-from tests.support.mutated_files import Gguf, decode, write_mutants
+from tests.support.mutated_files import Gguf, retyped, write_mutants
 
 MODELS = {
     "llama": tiny_models.llama,
@@ -53,9 +53,7 @@ def test_the_header_is_what_the_gguf_package_reads(kind: str, tmp_path: Path) ->
     assert header.metadata == {name: expected(value) for name, value in fields.items()}
     assert header.value_types == {name: reader.fields[name].types[0].name for name in fields}
     assert header.tensors == [
-        TensorInfo(
-            t.name, t.tensor_type.name, tuple(int(n) for n in t.shape), t.data_offset - reader.data_offset
-        )
+        TensorInfo(t.name, t.tensor_type.name, tuple(int(n) for n in t.shape), t.data_offset - reader.data_offset)
         for t in reader.tensors
     ]
     assert [(t.n_elements, t.n_bytes) for t in header.tensors] == [
@@ -244,20 +242,17 @@ def test_a_file_that_is_truncated_while_it_is_read_is_refused(tmp_path: Path, mo
 def test_mutated_files_are_read_or_refused_with_a_sentence(tmp_path: Path) -> None:
     """Files of each kind, as models and draft models; a thousand: tests/release/test_mutated_files.py."""
     reads = (check_model, inspect_model, draft_heads, describe_draft, attention_shape, read_matrices)
-    refused = 0
+    messages: list[str] = []
     for name, path in write_mutants(tmp_path, 40, seed=3).items():
         for read in reads:
             try:
                 assert len(msgspec.json.encode(read(path), enc_hook=repr)) < 20_000, name
             except ModelError as error:
-                assert len(str(error)) < 2500, name
-                refused += 1
-    assert 40 < refused < 240
+                messages.append(str(error))
+    assert 40 < len(messages) < 240
+    assert max(map(len, messages)) <= 2000
 
 
 def test_a_matrix_of_integers_is_refused_before_llama_cpp_computes_with_it(tiny: Path) -> None:
-    file = decode(tiny.read_bytes())
-    file.tensors = [(n, s, 26 if n == b"blk.0.ffn_down.weight" else kind, at) for n, s, kind, at in file.tensors]
-    tiny.write_bytes(file.encode())
     with pytest.raises(ModelError, match=r"tiny\.gguf is damaged: blk\.0\.ffn_down\.weight is of type I32"):
-        check_model(tiny)
+        check_model(retyped(tiny, "blk.0.ffn_down.weight", "I32"))

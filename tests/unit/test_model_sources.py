@@ -234,7 +234,7 @@ def test_the_settings_of_the_docs_are_read(tmp_path: Path) -> None:
     assert found["embed"].preload
 
 
-# --- names keep their meaning ------------------------------------------------------------------------------------------
+# --- names keep their meaning ----------------------------------------------------------------------------------------
 
 
 def put(path: Path) -> Path:
