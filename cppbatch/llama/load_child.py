@@ -34,7 +34,7 @@ def _compute(model: Model) -> None:
     pooling = None if model.can_generate else model.pooling or "mean"
     n_threads = 1 if model.n_params < _FEW_PARAMS else available_threads()
     with Context(model, n_ctx=256, n_batch=64, n_threads=n_threads, pooling=pooling) as context:
-        context.use_adapters([(i, 1.0) for i in range(len(model.adapters))])
+        context.use_adapters(tuple((i, 1.0) for i in range(len(model.adapters))))
         tokens = model.vocab.tokenize("Hello", add_special=True, parse_special=True)[:_N_TOKENS]
         if not len(tokens):
             tokens = np.zeros(1, np.int32)

@@ -6,11 +6,9 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
-from typing import Literal
+from typing import Literal, Protocol
 
 import msgspec
-
-from cppbatch.models.file_header import TensorInfo
 
 Kind = Literal[
     "weights", "adapters", "cells", "states", "compute", "output", "projector", "encoding", "vectors", "process",
@@ -96,6 +94,17 @@ _OF_LAYER = re.compile(r"blk\.(\d+)\.")
 _OF_INPUT = re.compile(r"token_|position_embd|per_layer_token")  # always on the CPU, whatever the device of the layers
 MAPPED = "CPU_Mapped"
 """The buffer type of weights that are mapped from the file."""
+
+
+class TensorInfo(Protocol):
+    """A tensor in a GGUF file (`cppbatch.models.file_header.TensorInfo`)."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def offset(self) -> int: ...
+    @property
+    def n_bytes(self) -> int: ...
 
 
 def weight_buffers(lines: Sequence[str], parts: Iterable[Sequence[TensorInfo]]) -> list[Buffer]:

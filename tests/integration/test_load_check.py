@@ -1,4 +1,4 @@
-"""A file with which llama.cpp crashes is tried in a child process first, and refused with one sentence that names it."""
+"""A file that crashes llama.cpp is tried in a child process first, and refused with one sentence that names it."""
 
 from __future__ import annotations
 

@@ -197,9 +197,9 @@ def other_offset(rng: random.Random, file: Gguf) -> None:
 
 
 def other_name(rng: random.Random, file: Gguf) -> None:
-    _, *rest = file.tensors[i := rng.randrange(len(file.tensors))]
+    _, shape, kind, offset = file.tensors[i := rng.randrange(len(file.tensors))]
     other = rng.choice([*(name for name, *_ in file.tensors), b"", b"x" * 64, b"x" * 100_000, b"\xff\xfe"])
-    file.tensors[i] = (other, *rest)  # type: ignore[arg-type]
+    file.tensors[i] = (other, shape, kind, offset)
 
 
 def no_tensor(rng: random.Random, file: Gguf) -> None:
@@ -208,8 +208,8 @@ def no_tensor(rng: random.Random, file: Gguf) -> None:
 
 def swapped_tensors(rng: random.Random, file: Gguf) -> None:
     i, j = rng.randrange(len(file.tensors)), rng.randrange(len(file.tensors))
-    (a, *of_a), (b, *of_b) = file.tensors[i], file.tensors[j]
-    file.tensors[i], file.tensors[j] = (b, *of_a), (a, *of_b)  # type: ignore[arg-type]
+    a, b = file.tensors[i], file.tensors[j]
+    file.tensors[i], file.tensors[j] = (b[0], *a[1:]), (a[0], *b[1:])
 
 
 def other_count(rng: random.Random, file: Gguf) -> None:
