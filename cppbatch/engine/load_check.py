@@ -27,6 +27,8 @@ def check_loads(config: EngineConfig, *, survives_crash: bool = False) -> None:
     `survives_crash`: the model is not tried, because this process is a worker, whose end its server reports. A file
     that has passed is not tried again until it, llama.cpp or cppbatch changes. Other errors are left to the load.
     """
+    if not Path(config.model_path).is_file():
+        return
     check_model(Path(config.model_path))  # takes less time than a process
     if not survives_crash:
         _check(config.model_path, [config.model_path])

@@ -353,8 +353,6 @@ def _reason(lines: list[str]) -> str:
         return "llama.cpp gave no reason"
     first = lines[0].split(": ", 1)[-1] if lines[0].split(": ", 1)[0].isidentifier() else lines[0]
     reason = first.removeprefix("error loading model: ")
-    if "invalid magic" in reason:
-        return f"{reason}. Give a GGUF file"
     return f"{reason}. Download it again" if any(each in reason for each in _DAMAGED) else reason
 
 

@@ -153,7 +153,7 @@ def check_file(path: Path) -> Path:
         raise ModelError(f"{path} cannot be read: {error.strerror}") from error
     if not header:
         raise ModelError(f"{path} is empty. Download it again")
-    if header[:4] != b"GGUF":
+    if header[:4] != b"GGUF"[: len(header)]:
         raise ModelError(f"{path} is not a GGUF file (it starts with {header[:4]!r}). Download a .gguf version of it")
     if len(header) < _HEADER.size:
         raise ModelError(f"{path} is truncated after {len(header)} bytes. Download it again")
