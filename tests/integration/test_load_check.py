@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from cppbatch import findings
+from cppbatch import BatchInferenceEngine, findings
 from cppbatch.config import EngineConfig
 from cppbatch.engine import load_check
 from cppbatch.engine.load_check import check_loads
@@ -16,7 +16,7 @@ from cppbatch.errors import ModelError
 from cppbatch.llama.selfcheck import Failure
 from cppbatch.models.synthetic import write_lora
 from tests.support import tiny_models
-from tests.support.mutated_files import retyped
+from tests.support.mutated_files import retyped, without_numbers
 
 
 @pytest.fixture(scope="module")
@@ -44,6 +44,13 @@ def test_a_command_names_the_file_that_crashes_llama_cpp_and_its_reason(
         "SIGABRT: binary_op: unsupported types: dst: f32, src0: f32, src1: i32). Download it again, or use another "
         "file\n"
     )
+
+
+def test_a_model_that_computes_no_numbers_is_refused_when_it_is_loaded(tmp_path: Path) -> None:
+    """Each of its requests would fail."""
+    path = without_numbers(tiny_models.llama(tmp_path / "nan.gguf"), "output_norm.weight")
+    with pytest.raises(ModelError, match=r"nan\.gguf cannot be used: all logits are NaN"):
+        BatchInferenceEngine(path, n_ctx=256, n_parallel=1, n_threads=1)
 
 
 class Children:

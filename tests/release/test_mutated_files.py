@@ -86,7 +86,16 @@ def served(folder: Path, settings: str, *more: str) -> Iterator[ServerProcess]:
     tiny_models.llama(folder / "usual.gguf", seed=1)
     file = folder.parent / "settings.toml"
     file.write_text(f"[models.honest]\npinned = true\n{settings}")
-    flags = ("--models-dir", folder, "--models-config", file, "--models-max", "2", "--no-access-log", *more)
+    flags: tuple[str | Path, ...] = (
+        "--models-dir",
+        folder,
+        "--models-config",
+        file,
+        "--models-max",
+        "2",
+        "--no-access-log",
+        *more,
+    )
     with ServerProcess(*flags, "--data-dir", folder.parent / "data", *SIZES) as server:
         server.wait_ready()
         assert status_of(server, "honest")[0] == 200

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import struct
 from collections.abc import Callable
@@ -103,6 +104,16 @@ def retyped(path: Path, name: str, kind: str) -> Path:
     file = decode(path.read_bytes())
     number = WEIGHT_TYPES[kind].number
     file.tensors = [(n, s, number if n == name.encode() else k, at) for n, s, k, at in file.tensors]
+    path.write_bytes(file.encode())
+    return path
+
+
+def without_numbers(path: Path, name: str) -> Path:
+    """Makes all weights of an F32 tensor NaN."""
+    file = decode(path.read_bytes())
+    _, shape, _, offset = next(tensor for tensor in file.tensors if tensor[0] == name.encode())
+    n_bytes = 4 * math.prod(shape)
+    file.data = file.data[:offset] + b"\xff" * n_bytes + file.data[offset + n_bytes :]
     path.write_bytes(file.encode())
     return path
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from cppbatch import errors
@@ -29,9 +31,12 @@ def test_of_a_long_text_its_start_and_its_end_remain() -> None:
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
 def test_every_error_is_shortened(kind: type[CppBatchError]) -> None:
-    more = {ModelLoadFailed: (1.0,)}.get(kind, ())
-    is_invalid = issubclass(kind, InvalidRequest)
-    error = kind("field", f"is {LONG}; it must be short") if is_invalid else kind(f"is {LONG}; it must be short", *more)
+    arguments: list[Any] = [f"is {LONG}; it must be short"]
+    if issubclass(kind, InvalidRequest):
+        arguments.insert(0, "field")
+    if kind is ModelLoadFailed:
+        arguments.append(1.0)
+    error = kind(*arguments)
     assert len(str(error)) <= 2000
     assert str(error).endswith("it must be short")
 
