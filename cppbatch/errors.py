@@ -4,9 +4,26 @@ from __future__ import annotations
 
 import msgspec
 
+_LONGEST_MESSAGE, _LONGEST_FIELD = 2000, 200  # characters
+
+
+def shorten(text: str, most: int = _LONGEST_MESSAGE) -> str:
+    """`text` with at most `most` characters: of a longer one, the middle is left out.
+
+    For every message: it may quote a text of a file or a request, which may have megabytes.
+    """
+    if len(text) <= most:
+        return text
+    note = f" [{len(text) - most} or more characters left out] "
+    n_kept = most - len(note)
+    return f"{text[: n_kept - n_kept // 3]}{note}{text[len(text) - n_kept // 3 :]}"
+
 
 class CppBatchError(Exception):
-    """Base class of all errors below."""
+    """Base class of all errors below. As a text, it is shortened (`shorten`)."""
+
+    def __str__(self) -> str:
+        return shorten(super().__str__())
 
 
 class LibraryError(CppBatchError):
@@ -119,8 +136,8 @@ class InvalidRequest(CppBatchError, ValueError):
     """
 
     def __init__(self, field: str, message: str, overflow: ContextOverflow | None = None) -> None:
-        super().__init__(f"{field}: {message}")
-        self.field, self.message, self.overflow = field, message, overflow
+        self.field, self.message, self.overflow = shorten(field, _LONGEST_FIELD), shorten(message), overflow
+        super().__init__(f"{self.field}: {self.message}")
 
     def with_field(self, field: str) -> InvalidRequest:
         """The same error with another field name."""

@@ -79,12 +79,12 @@ class ModelSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     def config(self, base: EngineConfig, path: Path) -> EngineConfig:
         """The engine settings for a model file, with its context length in place of -c 0. Raises `ConfigError`."""
-        engine = self.engine
-        if engine.get("n_ctx") == 0:
-            engine = {name: value for name, value in engine.items() if name != "n_ctx"}
-            with contextlib.suppress(ModelError):  # loading reports what is wrong with the file
-                engine["n_ctx"] = context_length(path)
-        return msgspec.structs.replace(base, model_path=str(path), **engine)
+        engine = {name: value for name, value in self.engine.items() if (name, value) != ("n_ctx", 0)}
+        config = msgspec.structs.replace(base, model_path=str(path), **engine)
+        if self.engine.get("n_ctx") == 0:
+            with contextlib.suppress(ModelError, ConfigError):  # loading reports what is wrong with the file
+                return msgspec.structs.replace(config, n_ctx=context_length(path))
+        return config
 
     def settings(self, base: ServerSettings) -> ServerSettings:
         """The server settings for this model. Its sampling defaults and template variables extend the shared ones."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import wraps
 from pathlib import Path
@@ -16,7 +17,7 @@ from cppbatch.cli.engine_options import Command, option, with_options
 from cppbatch.cli.llama_cpp_python_config import read_llama_cpp_python_config, use_config
 from cppbatch.config import EngineConfig
 from cppbatch.errors import ConfigError
-from cppbatch.models.find import models_below, short_name, shorter_names
+from cppbatch.models.find import models_in, short_name, shorter_names
 from cppbatch.models.pull import choose_model
 
 if TYPE_CHECKING:
@@ -30,6 +31,7 @@ log = logging.getLogger("cppbatch.flags")
 
 _FILE_KEYS = ("model", "m")
 """The keys that name a model's file in its section of the settings file."""
+_ALIAS_KEYS = ("alias", "a")
 
 
 class ModelSources(msgspec.Struct, frozen=True, kw_only=True):
@@ -143,6 +145,8 @@ class Catalog:
         _refuse("--alias", bool(settings.aliases))
         self._sources, self._config, self._given = sources, config, given
         self._deployment, self._settings = deployment, settings
+        self._meant: dict[str, Path] = {}
+        """The file of every name that a model has had, also of the names without a weight type."""
 
     def read(self) -> CatalogContent:
         """The current models. Raises `ConfigError` and `ModelError`."""
@@ -159,7 +163,7 @@ class Catalog:
             for name, settings in content.models.items()
             if not settings.keys().isdisjoint(_FILE_KEYS)
         }
-        paths = self._paths(with_file)
+        paths = self._paths(with_file, _aliases_in(content))
         own = {
             name if name in with_file else self._name_in(paths, name): settings
             for name, settings in content.models.items()
@@ -167,6 +171,7 @@ class Catalog:
         for name in [each for each in own if each not in paths]:
             paths[name] = with_file.get(name) or self._path_of(name, own[name])
         specs = []
+        parsed: dict[str, ModelSettings] = {}  # most models of a folder have the same settings
         sizes = {"ctx-size": 0} if self._sources.own_contexts else {}
         for name, path in paths.items():
             given = {**sizes, **content.defaults, **own.get(name, {})}
@@ -177,24 +182,69 @@ class Catalog:
                 log.info(
                     "stop-timeout: no effect; a model is unloaded when its last request ends, however long that takes"
                 )
-            spec = self._spec(name, path, parse_settings(given, f"--models-config, model {name!r}"))
+            if (key := repr(given)) not in parsed:
+                parsed[key] = parse_settings(given, f"--models-config, model {name!r}")
+            spec = self._spec(name, path, parsed[key])
             specs.append(msgspec.structs.replace(spec, pinned=pinned, preload=preload))
         _check_aliases(specs)
+        self._remember(paths)
         return CatalogContent(specs, self._default(content, [spec.name for spec in specs]))
 
-    def _paths(self, with_file: dict[str, Path]) -> dict[str, Path]:
-        """The files from flags and folder, by model name. If several files have the same name, the later ones are
-        prefixed with their folder. `with_file`: models whose file is named in the settings file; they keep their names.
+    def _paths(self, with_file: dict[str, Path], aliases: dict[str, str]) -> dict[str, Path]:
+        """The files from flags and folder, by model name.
+
+        `with_file`: models whose file is named in the settings file; they keep their names. `aliases`: {alias in the
+        settings file: its model}. Of several files named with -m, the later ones are prefixed with their folder. Those
+        in the folder never get a name that has meant another file, so that a key or a batch never means a file that
+        was added later: a file directly in the folder comes before those in other folders, and a name that several of
+        these would have is prefixed for each of them.
         """
-        folder = self._sources.folder
-        paths: dict[str, Path] = {}
+        root, paths = self._sources.folder, dict[str, Path]()
+
+        def is_free(name: str, path: Path) -> bool:
+            is_reserved = name in with_file and os.path.realpath(with_file[name]) != os.path.realpath(path)
+            return name not in paths and not is_reserved
+
         for path in dict.fromkeys(self._sources.files):
-            paths[_unused_name(path, path.parent.name, paths, with_file)] = path
-        for path in models_below(folder) if folder else ():
-            if path not in paths.values():
-                prefix = path.parent.relative_to(folder or "").as_posix()
-                paths[_unused_name(path, prefix, paths, with_file)] = path
+            name = next((each for each in _names(path, path.parent.name) if is_free(each, path)), None)
+            if name is None:
+                raise ConfigError(f"the name {short_name(path)!r} of {path} is used for other models; rename the file")
+            paths[name] = path
+        if root is None:
+            return paths
+
+        found = [path for path in models_in(root) if path not in paths.values()]
+        n_named = Counter(short_name(path) for path in found if path.parent != root)
+        named = {path: name for name, path in reversed(self._meant.items())}  # its own name comes first
+        for path in sorted(found, key=lambda path: (path not in named, path.parent != root)):
+            is_below = path.parent != root
+            prefix = path.parent.relative_to(root).as_posix() if is_below else root.absolute().name
+            names = [*([named[path]] if path in named else []), *_names(path, prefix)]
+            if is_below and n_named[short_name(path)] > 1 and path not in named:
+                names.remove(short_name(path))
+            free = (
+                each
+                for each in names
+                if is_free(each, path) and self._meant.get(each, path) == path and aliases.get(each, each) == each
+            )
+            if (name := next(free, None)) is None:
+                log.warning("%s is left out: its names are used for other models; rename the file", path)
+                continue
+            if name not in self._meant and short_name(path) in self._meant:
+                log.warning(
+                    "%s is served as %r: %r means %s", path, name, short_name(path), self._meant[short_name(path)]
+                )
+            paths[name] = path
         return paths
+
+    def _remember(self, paths: dict[str, Path]) -> None:
+        """Keeps the meaning of every name, also of those without a weight type."""
+        shorter = Counter(each for name in paths for each in shorter_names(name))
+        for name, path in paths.items():
+            self._meant[name] = path
+            for each in shorter_names(name):
+                if shorter[each] == 1 and each not in paths:
+                    self._meant.setdefault(each, path)
 
     @staticmethod
     def _name_in(paths: dict[str, Path], name: str) -> str:
@@ -247,16 +297,24 @@ class Catalog:
         return names[0] if len(names) == 1 else None
 
 
-def _unused_name(path: Path, prefix: str, taken: dict[str, Path], with_file: dict[str, Path]) -> str:
-    """The name of a file: prefixed with `prefix`, or with as many of its folders as necessary, if the shorter names are
-    those of other files. Raises `ConfigError` if all names are."""
+def _names(path: Path, prefix: str) -> list[str]:
+    """The names that a file may get, best first: its own; prefixed with `prefix`; prefixed with as many of its folders
+    as necessary."""
     name, folders = short_name(path), path.absolute().parts[1:-1]
     prefixes = [prefix, *("/".join(folders[-n:]) for n in range(1, len(folders) + 1))]
-    for each in (name, *(f"{prefix}/{name}" for prefix in prefixes)):
-        is_reserved = each in with_file and os.path.realpath(with_file[each]) != os.path.realpath(path)
-        if each not in taken and not is_reserved:
-            return each
-    raise ConfigError(f"the name {name!r} of {path} is used for other models; rename the file")
+    return [name, *(f"{prefix}/{name}" for prefix in prefixes)]
+
+
+def _aliases_in(content: ModelFile) -> dict[str, str]:
+    """The aliases in the sections of a settings file, with their models."""
+    from cppbatch.cli.model_settings import parse_settings
+
+    aliases: dict[str, str] = {}
+    for name, settings in content.models.items():
+        if given := {key: value for key, value in settings.items() if key in _ALIAS_KEYS}:
+            parsed = parse_settings(given, f"--models-config, model {name!r}").server["aliases"]
+            aliases.update(dict.fromkeys(parsed, name))
+    return aliases
 
 
 def _refuse(flag: str, is_given: bool, where: str = "several models") -> None:

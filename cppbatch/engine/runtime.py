@@ -36,6 +36,7 @@ from cppbatch.engine.kv.layout import (
     unified_cells,
 )
 from cppbatch.engine.kv.pool import CACHED_SHARE, Memory
+from cppbatch.engine.load_check import check_loads
 from cppbatch.engine.lora_sets import AdapterSet
 from cppbatch.engine.media.input import MediaInput
 from cppbatch.engine.media.projector_check import check_projector
@@ -145,13 +146,16 @@ class Runtime:
     (`Context.n_rollback`)."""
 
 
-def load_runtime(config: EngineConfig, progress: Callable[[float], bool] | None = None) -> Runtime:
+def load_runtime(
+    config: EngineConfig, progress: Callable[[float], bool] | None = None, *, survives_crash: bool = False
+) -> Runtime:
     """Loads the model and creates a context. Closing the runtime frees both. `progress`: as in `Model`.
+    `survives_crash`: as in `check_loads`.
 
     Raises `ModelError`, `LibraryError` or `LlamaError`.
     """
     threads = _compute_threads(config)
-    model = load_model(config, progress)
+    model = load_model(config, progress, survives_crash=survives_crash)
     try:
         return open_runtime(config, model, model.close, threads)
     except BaseException:
@@ -160,13 +164,20 @@ def load_runtime(config: EngineConfig, progress: Callable[[float], bool] | None 
 
 
 def load_model(
-    config: EngineConfig, progress: Callable[[float], bool] | None = None, *, no_alloc: bool = False
+    config: EngineConfig,
+    progress: Callable[[float], bool] | None = None,
+    *,
+    no_alloc: bool = False,
+    survives_crash: bool = False,
 ) -> Model:
     """Loads the model of an engine, without its adapters. `progress`, `no_alloc`: as in `Model`.
 
-    Weights are repacked according to `config.repack`, unless a self-check in a child process shows that this build
-    crashes with it. Raises `ModelError` or `LibraryError`.
+    The first time, its files are tried in a child process (`check_loads`), except with `no_alloc`. Weights are repacked
+    according to `config.repack`, unless a self-check in a child process shows that this build crashes with it. Raises
+    `ModelError` or `LibraryError`.
     """
+    if not no_alloc:
+        check_loads(config, survives_crash=survives_crash)
     if config.n_gpu_layers > 0 and not _on_gpu(config):
         log.warning(
             "%s is %d, but this build of llama.cpp is CPU-only: all layers run on the CPU. See docs/gpu.md for how to "

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from cppbatch.errors import shorten
 from cppbatch.llama.library import C, ggml, library_path, load_backends
 from cppbatch.llama.rpc import has_rpc, is_reachable, is_remote
 from cppbatch.unclosed import call_at_exit
@@ -58,7 +59,7 @@ class _LogRouter:
         self._line += text.decode("utf-8", "replace")
         if not self._line.endswith("\n"):
             return
-        line, self._line = self._line.rstrip(), ""
+        line, self._line = shorten(self._line.rstrip()), ""
         if (copied := self.copied.get(threading.get_ident())) is not None:
             copied.append(line)
         captured = self.captured.get(threading.get_ident())

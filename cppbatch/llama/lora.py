@@ -12,9 +12,11 @@ from cppbatch.config import setting_name
 from cppbatch.errors import ModelError
 from cppbatch.llama.backend import Backend
 from cppbatch.llama.library import C
+from cppbatch.models.check import NO_WEIGHTS
+from cppbatch.models.file_header import FileHeader, read_header
+from cppbatch.models.find import model_parts
 
 _EMBEDDING = "token_embd.weight"
-_UNSUPPORTED_TYPES = ("I8", "I16", "I32", "I64", "F64")  # llama.cpp cannot multiply matrices of these types
 
 
 def load_adapter(path: Path, model_handle: Any, model_path: Path, n_experts: int) -> Any:
@@ -45,17 +47,15 @@ def check_adapter(path: Path, model_path: Path, n_experts: int) -> None:
 
     llama.cpp makes the other checks. `n_experts` as in `load_adapter`.
     """
-    reader = _read(path)
-    _check_metadata(path, reader)
-    shapes: dict[str, list[int]] = {tensor.name: [int(n) for n in tensor.shape] for tensor in reader.tensors}
-    for tensor in reader.tensors:
-        name, shape = tensor.name, shapes[tensor.name]
+    header = read_header(path)
+    _check_metadata(path, header)
+    shapes = {tensor.name: list(tensor.shape) for tensor in header.tensors}
+    for name, kind, _, _ in header.tensors:
+        shape = shapes[name]
         if not name.endswith((".lora_a", ".lora_b")):
             continue
-        if tensor.tensor_type.name in _UNSUPPORTED_TYPES:
-            raise ModelError(
-                f"{path}: {name} is of type {tensor.tensor_type.name}; it must be a float or quantised type"
-            )
+        if kind in NO_WEIGHTS:
+            raise ModelError(f"{path}: {name} is of type {kind}; it must be a float or quantised type")
         n_experts_here = shape.pop() if "_exps." in name and len(shape) == 3 else 0
         if len(shape) != 2 or min(shape) < 1 or n_experts_here not in (0, n_experts):
             raise ModelError(f"{path}: {name} has the shape {shape}, which does not fit any matrix of this model")
@@ -64,39 +64,28 @@ def check_adapter(path: Path, model_path: Path, n_experts: int) -> None:
             raise ModelError(
                 f"{path}: the ranks of {_EMBEDDING}.lora_a and lora_b are {a[0]} and {b[0]}; they must be equal"
             )
-        if not any(tensor.name == "output.weight" for tensor in _read(model_path).tensors):
+        if not any(
+            tensor.name == "output.weight" for part in model_parts(model_path) for tensor in read_header(part).tensors
+        ):
             raise ModelError(
                 f"{path} changes {_EMBEDDING}, which this model also uses as its output matrix; llama.cpp does not "
                 "support this. Train an adapter without it"
             )
 
 
-def _read(path: Path) -> Any:
-    import gguf
-
-    try:
-        return gguf.GGUFReader(path)
-    except (ValueError, IndexError, KeyError, OSError) as error:  # GGUFReader's errors for truncated or damaged files
-        raise ModelError(
-            f"{path} is not a GGUF file, or is damaged or truncated. Download or convert it again"
-        ) from error
-
-
-def _check_metadata(path: Path, reader: Any) -> None:
+def _check_metadata(path: Path, header: FileHeader) -> None:
     """Checks the types of the metadata that llama.cpp reads without checking them."""
-    for key, kind in {
+    for key, wanted in {
         "general.type": "STRING",
         "general.architecture": "STRING",
         "adapter.type": "STRING",
         "adapter.lora.alpha": "FLOAT32",
     }.items():
-        field = reader.get_field(key)
-        if field is None:
-            continue
-        if field.types[0].name != kind:
-            raise ModelError(f"{path}: {key} is of type {field.types[0].name}; it must be {kind}")
-        if kind == "FLOAT32" and not math.isfinite(field.contents()):
-            raise ModelError(f"{path}: {key} is {field.contents()}; it must be a finite number")
+        kind = header.value_types.get(key, wanted)
+        if kind != wanted:
+            raise ModelError(f"{path}: {key} is of type {kind}; it must be {wanted}")
+        if kind == "FLOAT32" and not math.isfinite(alpha := header.metadata.get(key, 0.0)):
+            raise ModelError(f"{path}: {key} is {alpha}; it must be a finite number")
 
 
 def adapter_arguments(handles: list[Any], scales: list[float]) -> tuple[Any, int, Any]:

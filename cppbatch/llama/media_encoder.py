@@ -15,10 +15,10 @@ import numpy.typing as npt
 from cppbatch.config import setting_name
 from cppbatch.errors import LibraryError, LlamaError, ModelError
 from cppbatch.llama.backend import Backend
-from cppbatch.llama.gguf_header import architecture_of, list_tensors, number_of, text_of
 from cppbatch.llama.library import PINNED_VERSION, REINSTALL, C
 from cppbatch.llama.model import Model
 from cppbatch.llama.owned import Owned
+from cppbatch.models.file_header import FileHeader, read_header
 
 Modality = Literal["image", "audio"]
 Int32Array = npt.NDArray[np.int32]
@@ -238,17 +238,18 @@ def _check_file(path: Path) -> None:
     """Raises `ModelError` for a file that cannot be a usable projector."""
     if not path.is_file():
         raise ModelError(f"{setting_name('mmproj')}: projector file not found: {path}")
-    architecture = architecture_of(path)
+    header = read_header(path)
+    architecture = header.text("general.architecture")
     if architecture != "clip":
         raise ModelError(
             f"{path} is not a projector: its architecture is {architecture or 'missing'}, but an mmproj file has clip "
             f"({setting_name('mmproj')})"
         )
     for key in ("clip.projector_type", "clip.vision.projector_type"):
-        projector = text_of(path, key) or ""
+        projector = header.text(key) or ""
         if reason := _UNSUPPORTED.get(projector):
             raise ModelError(f"{path} cannot be used: {reason}. To use text only: {_TEXT_ONLY}")
-        check_tensors(path, projector)
+        check_tensors(path, header, projector)
 
 
 def _reason(lines: list[str]) -> str:
@@ -285,12 +286,13 @@ _NEEDED: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 _DEEPSTACK = _with_bias("norm", "fc1", "fc2")
 
 
-def check_tensors(path: Path, projector: str) -> None:
+def check_tensors(path: Path, header: FileHeader, projector: str) -> None:
     """Raises `ModelError` if the file lacks tensors that this type of projector needs."""
     if projector not in _NEEDED:
         return
-    there = {tensor.name for tensor in list_tensors(path)}
-    missing = [name for name in _needed_tensors(path, projector, there) if name not in there]
+    there = {tensor.name for tensor in header.tensors}
+    n_blocks = header.whole_number("clip.vision.block_count") or 0
+    missing = [name for name in _needed_tensors(n_blocks, projector, there) if name not in there]
     if missing:
         more = f" and {len(missing) - _MAX_NAMED} more" if len(missing) > _MAX_NAMED else ""
         names = ", ".join(missing[:_MAX_NAMED])
@@ -299,10 +301,10 @@ def check_tensors(path: Path, projector: str) -> None:
         )
 
 
-def _needed_tensors(path: Path, projector: str, there: set[str]) -> Iterator[str]:
+def _needed_tensors(n_blocks: int, projector: str, there: set[str]) -> Iterator[str]:
     of_file, of_block = _NEEDED[projector]
     yield from of_file
-    for i in range(min(_MAX_BLOCKS, int(number_of(path, "clip.vision.block_count") or 0))):
+    for i in range(min(_MAX_BLOCKS, n_blocks)):
         yield from (f"v.blk.{i}.{name}" for name in of_block)
         deepstack = [f"v.deepstack.{i}.{name}" for name in _DEEPSTACK]
         if not there.isdisjoint(deepstack):

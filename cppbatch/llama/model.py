@@ -16,13 +16,14 @@ from cppbatch.config import LoadMode, Pooling, SplitMode
 from cppbatch.errors import LlamaError, ModelError
 from cppbatch.interrupts import interrupts_deferred
 from cppbatch.llama.backend import Backend
-from cppbatch.llama.gguf_header import check_metadata, has_tensor
 from cppbatch.llama.library import C
 from cppbatch.llama.lora import load_adapter
 from cppbatch.llama.owned import Owned
 from cppbatch.llama.placement import ModelDevices, check_gpu, set_no_alloc
 from cppbatch.llama.sequence_state import SNAPSHOTS
 from cppbatch.llama.vocab import Vocab
+from cppbatch.models.check import check_model
+from cppbatch.models.file_header import read_header
 
 Progress = Callable[[float], bool]
 
@@ -98,8 +99,7 @@ class Model:
         if device is not None:
             check_gpu(device)
             params.split_mode, params.main_gpu = C.LLAMA_SPLIT_MODE_NONE, device
-        with Backend.get().errors():  # captured and discarded: loading logs them again
-            check_metadata(self.path)
+        check_model(self.path)
         self._devices = ModelDevices(rpc, devices, tensor_split, overrides)
         self._devices.set_in(params)
         if no_alloc:
@@ -273,7 +273,8 @@ class Model:
         """Whether it has the classification head of a reranker. Rereads the header of the file."""
         if self.metadata.get("split.count", "1") not in ("0", "1"):
             return True  # a split model: the file that contains the head is unknown, and split rerankers are rare
-        return has_tensor(self.path, "cls.weight", "cls.output.weight")
+        names = {tensor.name for tensor in read_header(self.path).tensors}
+        return not names.isdisjoint({"cls.weight", "cls.output.weight"})
 
     @property
     def rope_depends_on_context(self) -> bool:
@@ -366,8 +367,6 @@ def _reason(lines: list[str]) -> str:
         return "llama.cpp gave no reason"
     first = lines[0].split(": ", 1)[-1] if lines[0].split(": ", 1)[0].isidentifier() else lines[0]
     reason = first.removeprefix("error loading model: ")
-    if "invalid magic" in reason:
-        return f"{reason}. Give a GGUF file"
     return f"{reason}. Download it again" if any(each in reason for each in _DAMAGED) else reason
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cppbatch.config import Sharing
-from cppbatch.errors import LlamaError
+from cppbatch.errors import LlamaError, ModelError
 from cppbatch.findings import finding_key, finding_path, read_finding, write_finding
 from cppbatch.llama.backend import Backend
 from cppbatch.llama.context import Context
@@ -37,7 +37,7 @@ def probe_prefix_sharing(context: Context) -> Sharing:
     """The kind of sharing that an empty context supports; the context is empty again afterwards.
 
     The expected kind is verified with a few tokens, so an unknown kind of memory results in "whole" or "none", never in
-    wrong text.
+    wrong text. Raises `ModelError` if all logits are NaN.
     """
     kinds = dict.fromkeys((expected_sharing(context), "whole"))
     for kind in kinds if "none" not in kinds else ():
@@ -68,6 +68,11 @@ def _works(context: Context, kind: Sharing) -> bool:
     tokens = np.linspace(1, context.model.vocab.n_tokens - 1, _N_PROBE).astype(np.int32)
     try:
         expected = _continue(context, tokens, 0, 0)
+        if np.isnan(expected).all():
+            raise ModelError(
+                f"{context.model.path} cannot be used: all logits are NaN, because the file is damaged, or this build "
+                "of llama.cpp or this device cannot compute it. Download it again, or use another file"
+            )
         if kind in ("whole", "checkpoints"):
             context.remove(0)
             _continue(context, tokens[:_N_SHARED], 0, 0)

@@ -15,8 +15,8 @@ from gguf import GGMLQuantizationType, LlamaFileType
 from cppbatch.config import available_threads
 from cppbatch.errors import CppBatchError, ModelError
 from cppbatch.llama.backend import Backend
-from cppbatch.llama.gguf_header import check_metadata
 from cppbatch.llama.library import C
+from cppbatch.models.check import check_model
 from cppbatch.models.requantize import FLOATS, Job
 
 
@@ -55,7 +55,7 @@ def quantize(source: Path, target: Path, default: str, overrides: Mapping[str, s
     params.allow_requantize = params.pure = True
     params.tt_overrides = ctypes.cast(listed, type(params.tt_overrides))
     params.imatrix = ctypes.cast(no_imatrix, type(params.imatrix))
-    check_metadata(source)
+    check_model(source)
     with Backend.get().errors() as lines:
         code = C.llama_model_quantize(os.fsencode(source), os.fsencode(target), ctypes.byref(params))
     if code != 0:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import re
 import signal
 import subprocess
 import tempfile
@@ -25,6 +26,7 @@ log = logging.getLogger("cppbatch.llama")
 _TIMEOUT_S = 120
 _WINDOWS_EXCEPTION = 0xC0000000
 _CRASH_NAMES = ("SIGSEGV", "SIGILL", "SIGBUS", "SIGFPE", "SIGABRT")
+_ABORT = re.compile(r"^\S+\.\w+:\d+: (.+)|^ *what\(\): +(.+)", re.MULTILINE)  # of ggml, and of C++
 _CRASHES = {getattr(signal, name) for name in _CRASH_NAMES if hasattr(signal, name)}  # Windows has fewer
 
 
@@ -98,19 +100,22 @@ def child_command(models: list[Path], *, repack: bool) -> list[str]:
     return child_processes.child_command("cppbatch.llama.selfcheck_child", str(int(repack)), *map(str, models))
 
 
-def run_child(command: list[str]) -> Failure | None:
+def run_child(command: list[str], timeout_s: float = _TIMEOUT_S) -> Failure | None:
     """Runs a child that may crash. Returns None if its exit code is 0, else how it ended."""
     try:
-        done = child_processes.run(command, seconds=_TIMEOUT_S)
+        done = child_processes.run(command, seconds=timeout_s)
     except OSError as error:
         return Failure(f"it could not be started: {error}", crashed=False)
     except subprocess.TimeoutExpired:
-        return Failure(f"no result within {_TIMEOUT_S} s", crashed=False)
+        return Failure(f"no result within {timeout_s} s", crashed=False)
     if done.returncode == 0:
         return None
+    errors = done.stderr.decode(errors="replace")
+    found = _ABORT.search(errors)
+    reason = f": {found[1] or found[2]}" if found else ""
     if -done.returncode in _CRASHES:
-        return Failure(f"killed by {signal.Signals(-done.returncode).name}", crashed=True)
+        return Failure(f"killed by {signal.Signals(-done.returncode).name}{reason}", crashed=True)
     if done.returncode >= _WINDOWS_EXCEPTION:
-        return Failure(f"terminated by exception {done.returncode:#x}", crashed=True)
-    last = done.stderr.decode(errors="replace").strip().splitlines()[-1:] or ["no output"]
+        return Failure(f"terminated by exception {done.returncode:#x}{reason}", crashed=True)
+    last = errors.strip().splitlines()[-1:] or ["no output"]
     return Failure(f"exit code {done.returncode}: {last[0]}", crashed=False)

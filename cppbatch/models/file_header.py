@@ -2,16 +2,21 @@
 
 The gguf package makes an array of every token, which takes seconds for a large vocabulary; this takes milliseconds.
 The gguf package is not even imported for its table of types, which takes as long as reading ten headers.
+
+A file in a models folder may be anything, so its header is read within the bounds below, which also bound the time.
+It is not mapped into memory: reading a mapped file that another program truncates ends the process.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-import mmap
+import os
 import struct
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
 from cppbatch.errors import ModelError
 from cppbatch.findings import file_stamp
@@ -21,10 +26,22 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
-_NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}  # gguf types
-_STRING, _ARRAY = 8, 9
+VALUE_TYPES = ("UINT8", "INT8", "UINT16", "INT16", "UINT32", "INT32", "FLOAT32", "BOOL", "STRING", "ARRAY", "UINT64",
+               "INT64", "FLOAT64")  # fmt: skip
+"""GGUF's types of metadata values, by their number in files."""
+_NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+_STRING, _ARRAY = VALUE_TYPES.index("STRING"), VALUE_TYPES.index("ARRAY")
 _ALIGNMENT = 32
 _MOST_READ = 16  # headers that are kept
+_PIECE = 1 << 20  # bytes read at once
+
+_MOST_BYTES = 128 << 20  # of a header; with 262,144 tokens and their merges it has 15 MB
+_MOST_KEYS, _MOST_TENSORS = 4096, 16_384  # llama.cpp compares the name of each with those of all others
+_MOST_TEXTS = 4_000_000  # in arrays; skipping them takes half a second
+_MOST_NUMBERS = 4096  # of an array that are kept
+_MOST_TEXT = 1 << 20  # bytes of a text that is kept
+_LONGEST_KEY = 65_535  # bytes, as in GGUF's specification
+_MOST_DIMENSIONS, _LONGEST_NAME, _MOST_ELEMENTS = 4, 63, 2**63 - 1  # ggml's
 
 
 class WeightType(NamedTuple):
@@ -61,19 +78,30 @@ class TensorInfo(NamedTuple):
     """ggml's name of its type: "Q4_K"."""
     shape: tuple[int, ...]
     """In ggml's order: a matrix has (columns, rows)."""
+    offset: int = 0
+    """Bytes from the start of the weights in the file."""
 
     @property
     def n_elements(self) -> int:
         """Number of weights."""
         return math.prod(self.shape)
 
+    @property
+    def n_bytes(self) -> int:
+        """Of a type that is not in `WEIGHT_TYPES`: at least."""
+        of_kind = WEIGHT_TYPES.get(self.kind)
+        return self.n_elements // of_kind.block * of_kind.n_bytes if of_kind else self.n_elements // 8
+
 
 class FileHeader(NamedTuple):
     """The part of a GGUF file before the weights."""
 
     metadata: dict[str, Any]
-    """Numbers, booleans, texts, and tuples of numbers; for an array of texts, its length."""
+    """Numbers, booleans, texts, and tuples of numbers; for an array of texts or of more than 4,096 numbers, its length;
+    for a text of more than 1 MiB, None."""
     tensors: list[TensorInfo]
+    value_types: Mapping[str, str] = MappingProxyType({})
+    """Of the metadata (`VALUE_TYPES`)."""
 
     def text(self, key: str) -> str | None:
         """A text of the metadata. None if it is missing, or of another type in a damaged file: loading reports that."""
@@ -98,9 +126,9 @@ def read_header(path: Path) -> FileHeader:
 @functools.lru_cache(_MOST_READ)
 def _read(path: Path, _stamp: tuple[int, ...]) -> FileHeader:
     try:
-        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-            return _Reader(data).header()
-    except (ValueError, ArithmeticError, OSError, struct.error) as error:
+        with path.open("rb") as file:
+            return _Reader(file).header()
+    except (ValueError, OSError) as error:
         raise ModelError(f"{path} is damaged or truncated ({error}). Download it again") from error
 
 
@@ -108,89 +136,133 @@ def read_integers(path: Path, name: str) -> npt.NDArray[np.int64]:
     """The numbers of a tensor of the type I64. Raises `ModelError` as `read_header`, and if the file has none."""
     import numpy as np  # slower than reading a header, which does not need it
 
-    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-        reader = _Reader(data)
-        tensors = reader.header().tensors
-        found = next((t for t in tensors if (t.name, t.kind) == (name, "I64")), None)
-        if found is None:
-            raise ModelError(f"{path} has no tensor {name} of type I64")
-        start = reader.starts[name]
-        return np.frombuffer(data[start : start + 8 * found.n_elements], reader.order + "i8").astype(np.int64)
+    found = next((t for t in read_header(path).tensors if (t.name, t.kind) == (name, "I64")), None)
+    if found is None:
+        raise ModelError(f"{path} has no tensor {name} of type I64")
+    with path.open("rb") as file:
+        reader = _Reader(file)
+        reader.header()
+        file.seek(reader.weights_start + found.offset)
+        return np.frombuffer(file.read(found.n_bytes), reader.order + "i8").astype(np.int64)
 
 
 class _Reader:
-    """Reads values one after the other."""
+    """Reads values one after the other. Raises ValueError for what no file of a model contains."""
 
-    def __init__(self, data: mmap.mmap) -> None:
-        self._data, self._at = data, 4
-        self.starts: dict[str, int] = {}
-        """The start of each tensor in the file, once `header` has been read."""
-        little = (
-            struct.unpack_from("<I", data, 4)[0] & 0xFFFF
-        )  # the version; a file of the other byte order has it last
+    def __init__(self, file: BinaryIO) -> None:
+        self._file, self._size = file, os.fstat(file.fileno()).st_size
+        self._data, self._at = bytearray(), 4
+        self._n_texts = 0
+        self.weights_start = 0
+        """The start of the weights in the file, once `header` has been read."""
+        self._fill(8)
+        little = self._data[4] | self._data[5]  # the version; a file of the other byte order has it last
         self.order = "<" if little else ">"
+        self._structs = {kind: struct.Struct(self.order + format_) for kind, format_ in _NUMBERS.items()}
+        self._n4, self._n8 = self._structs[4], self._structs[10]
 
     def header(self) -> FileHeader:
-        if (version := self._number("I")) not in (2, 3):
+        if (version := self._number(self._n4)) not in (2, 3):
             raise ValueError(f"unknown version {version}")
-        n_tensors, n_keys = self._number("Q"), self._number("Q")
+        n_tensors, n_keys = self._number(self._n8), self._number(self._n8)
+        if n_tensors > _MOST_TENSORS or n_keys > _MOST_KEYS:
+            raise ValueError(
+                f"it has {n_tensors} tensors and {n_keys} metadata values; the limits are {_MOST_TENSORS} and "
+                f"{_MOST_KEYS}"
+            )
         metadata: dict[str, Any] = {}
+        types: dict[str, str] = {}
         for _ in range(n_keys):
-            key = self._text()
-            metadata[key] = self._value(self._number("I"))
+            key, kind = self._text(_LONGEST_KEY), self._number(self._n4)
+            if key in metadata:
+                raise ValueError(f"it has {key!r:.80} twice")
+            metadata[key] = self._value(kind)
+            types[key] = VALUE_TYPES[kind]
         tensors = [self._tensor() for _ in range(n_tensors)]
+        if len({tensor.name for tensor in tensors}) < n_tensors:
+            raise ValueError("two tensors have the same name")
         alignment = metadata.get("general.alignment", _ALIGNMENT)
-        if not isinstance(alignment, int):
-            raise ValueError(f"general.alignment is {alignment!r}")
-        start = -(-self._at // alignment) * alignment
-        if tensors and (end := start + max(end for _, end in tensors)) > len(self._data):
-            raise ValueError(f"it has {len(self._data)} bytes, its weights end at {end}")
-        self.starts = {name: start + offset for name, offset in self.starts.items()}
-        return FileHeader(metadata, [tensor for tensor, _ in tensors])
+        if not isinstance(alignment, int) or alignment < 1 or alignment & (alignment - 1):
+            raise ValueError(f"general.alignment is {alignment!r:.80}, which is not a power of 2")
+        self.weights_start = -(-self._at // alignment) * alignment
+        end = self.weights_start + max((tensor.offset + tensor.n_bytes for tensor in tensors), default=0)
+        if tensors and end > self._size:
+            raise ValueError(f"it has {self._size} bytes, its weights end at {end}")
+        return FileHeader(metadata, tensors, types)
 
-    def _tensor(self) -> tuple[TensorInfo, int]:
-        """A tensor, and its end in the weights section; `starts` has its start there."""
-        name = self._text()
-        shape = tuple(self._number("Q") for _ in range(self._number("I")))
-        number, offset = self._number("I"), self._number("Q")
-        self.starts[name] = offset
-        if (kind := _NAMES.get(number)) is None:  # newer than `WEIGHT_TYPES`
-            return TensorInfo(name, f"type {number}", shape), offset
-        of_kind = WEIGHT_TYPES[kind]
-        return TensorInfo(name, kind, shape), offset + math.prod(shape) // of_kind.block * of_kind.n_bytes
+    def _tensor(self) -> TensorInfo:
+        name, n_dimensions = self._text(_LONGEST_NAME), self._number(self._n4)
+        if n_dimensions > _MOST_DIMENSIONS:
+            raise ValueError(f"{name} has {n_dimensions} dimensions")
+        shape = tuple(self._number(self._n8) for _ in range(n_dimensions))
+        number, offset = self._number(self._n4), self._number(self._n8)
+        kind = _NAMES.get(number, f"type {number}")  # newer than `WEIGHT_TYPES`
+        tensor = TensorInfo(name, kind, shape, offset)
+        if max(tensor.n_elements, *shape, 0) > _MOST_ELEMENTS:
+            raise ValueError(f"{name} has the shape {shape}")
+        if kind in WEIGHT_TYPES and shape and shape[0] % WEIGHT_TYPES[kind].block:
+            raise ValueError(f"the rows of {name} are not whole blocks of {kind}")
+        return tensor
 
     def _value(self, kind: int) -> Any:
         if kind == _STRING:
             return self._text()
         if kind == _ARRAY:
-            kind, n = self._number("I"), self._number("Q")
-            return self._skip_texts(n) if kind == _STRING else self._numbers(n, self._format(kind))
-        return self._number(self._format(kind))
+            kind, n = self._number(self._n4), self._number(self._n8)
+            return self._skip_texts(n) if kind == _STRING else self._numbers(self._struct(kind), n)
+        return self._number(self._struct(kind))
 
     def _skip_texts(self, n: int) -> int:
-        length, data, at = struct.Struct(self.order + "Q").unpack_from, self._data, self._at
-        for _ in range(n):
-            at += 8 + length(data, at)[0]
+        self._n_texts += n
+        if self._n_texts > _MOST_TEXTS:
+            raise ValueError(f"it has arrays of {self._n_texts} texts; the limit is {_MOST_TEXTS}")
+        length, data, at, done = self._n8.unpack_from, self._data, self._at, 0
+        while done < n:
+            try:
+                while done < n:
+                    at += 8 + length(data, at)[0]
+                    done += 1
+            except (struct.error, OverflowError):  # more must be read
+                self._fill(at + 8)
         self._at = at
         return n
 
-    def _numbers(self, n: int, kind: str) -> tuple[Any, ...]:
-        values = struct.unpack_from(f"{self.order}{n}{kind}", self._data, self._at)
-        self._at += n * struct.calcsize("=" + kind)
-        return values
+    def _numbers(self, kind: struct.Struct, n: int) -> tuple[Any, ...] | int:
+        """An array of numbers, or its length if that is large."""
+        start, end = self._at, self._at + n * kind.size
+        self._fill(end)
+        self._at = end
+        return n if n > _MOST_NUMBERS else tuple(value for (value,) in kind.iter_unpack(self._data[start:end]))
 
-    def _text(self) -> str:
-        n = self._number("Q")
-        if n > len(self._data) - self._at:
-            raise ValueError(f"a text of {n} bytes")
-        start, self._at = self._at, self._at + n
-        return self._data[start : self._at].decode("utf-8", "replace")
+    def _text(self, most: int | None = None) -> Any:
+        """A text; longer than `most`: an error, without that limit None."""
+        n = self._number(self._n8)
+        if most is not None and n > most:
+            raise ValueError(f"it has a name of {n} bytes")
+        start, end = self._at, self._at + n
+        self._fill(end)
+        self._at = end
+        return self._data[start:end].decode("utf-8", "replace") if n <= _MOST_TEXT else None
 
-    def _number(self, kind: str) -> Any:
-        return self._numbers(1, kind)[0]
+    def _number(self, kind: struct.Struct) -> Any:
+        at = self._at
+        self._at += kind.size
+        self._fill(self._at)
+        return kind.unpack_from(self._data, at)[0]
 
-    @staticmethod
-    def _format(kind: int) -> str:
-        if kind not in _NUMBERS:
-            raise ValueError(f"a value of type {kind}")
-        return _NUMBERS[kind]
+    def _fill(self, end: int) -> None:
+        """Reads the file up to `end`."""
+        if end > self._size:
+            raise ValueError(f"it has {self._size} bytes, its header ends at {end} or later")
+        if end > _MOST_BYTES:
+            raise ValueError(f"its header has more than {_MOST_BYTES >> 20} MiB")
+        while len(self._data) < end:
+            piece = self._file.read(max(_PIECE, end - len(self._data)))
+            if not piece:
+                raise ValueError(f"it was truncated to {len(self._data)} bytes")
+            self._data += piece
+
+    def _struct(self, kind: int) -> struct.Struct:
+        if kind not in self._structs:
+            raise ValueError(f"it has a value of type {kind}")
+        return self._structs[kind]

@@ -19,7 +19,8 @@ log = logging.getLogger("cppbatch.models")
 
 _IDENTITY_BYTES = 1 << 20
 _HEADER = struct.Struct("<4sIQQ")  # magic, version, number of tensors, number of metadata entries
-_FIRST_PART = re.compile(r"(.*)-00001-of-(\d{5})\.gguf$")
+_FIRST_PART = re.compile(r"(.*)-00001-of-(?!00000)(\d{5})\.gguf$")
+_MOST_LEVELS = 3  # of folders in the models folder: OWNER/REPO, and a folder for each type of weights
 _WEIGHT_TYPE = re.compile(r"[.-](I?Q\d\w*|TQ\d\w*|MXFP4\w*|NVFP4|BF16|F16|F32)$", re.IGNORECASE)
 LATER_PART = re.compile(r"-(?!00001)\d{5}-of-\d{5}\.gguf$")
 
@@ -36,28 +37,28 @@ def models_folder() -> Path:
 
 
 def models_in(folder: Path) -> list[Path]:
-    """The GGUF models of a folder and of the OWNER/REPO folders in it, sorted by name.
+    """The GGUF models of a folder, of folders of their own in it (NAME/NAME.gguf), and of its OWNER/REPO folders,
+    sorted by path.
 
     A split model is listed once, as its first part.
     """
-    return _models_like(folder, ("*.gguf", "*/*/*.gguf", "*/*/*/*.gguf"))
+    return sorted(path for path in files_below(folder) if _is_shown(path.name) and _has_utf8_path(path))
 
 
-def models_below(folder: Path) -> list[Path]:
-    """Like `models_in`, including models in their own folder (NAME/NAME.gguf), as in llama-server's router."""
-    return _models_like(folder, ("*.gguf", "*/*.gguf", "*/*/*.gguf", "*/*/*/*.gguf"))
+def files_below(folder: Path) -> Iterator[Path]:
+    """The GGUF files in a folder and in up to three levels of folders below it, except hidden ones.
+
+    What vanishes meanwhile, or cannot be read, is left out.
+    """
+    for parent, folders, names in os.walk(folder, followlinks=True):
+        here = Path(parent)
+        is_deepest = len(here.parts) - len(folder.parts) >= _MOST_LEVELS
+        folders[:] = [] if is_deepest else [name for name in folders if not name.startswith(".")]
+        yield from (here / name for name in names if name.endswith(".gguf") and not name.startswith("."))
 
 
-def _models_like(folder: Path, patterns: Iterable[str]) -> list[Path]:
-    if not os.path.isdir(folder):  # unlike Path.is_dir: false also in a home that cannot be read
-        return []
-    files = (path for pattern in patterns for path in folder.glob(pattern))
-    return sorted(path for path in files if _is_shown(path.relative_to(folder)) and _has_utf8_path(path))
-
-
-def _is_shown(path: Path) -> bool:
-    is_projector = path.name.lower().startswith("mmproj")
-    return not (LATER_PART.search(path.name) or is_projector or any(part.startswith(".") for part in path.parts))
+def _is_shown(name: str) -> bool:
+    return not (LATER_PART.search(name) or name.lower().startswith("mmproj"))
 
 
 @functools.lru_cache(1024)  # one line in the log for each file
@@ -103,7 +104,7 @@ def find_model(folder: Path, name: str) -> Path | None:
 
 
 def model_parts(path: Path) -> list[Path]:
-    """All files of a model, from the path of its first or only one."""
+    """All files of a model, from the path of its first or only one; at least one."""
     first = _FIRST_PART.match(path.name)
     if not first:
         return [path]
@@ -152,13 +153,18 @@ def check_file(path: Path) -> Path:
         raise ModelError(f"{path} cannot be read: {error.strerror}") from error
     if not header:
         raise ModelError(f"{path} is empty. Download it again")
-    if header[:4] != b"GGUF":
+    if header[:4] != b"GGUF"[: len(header)]:
         raise ModelError(f"{path} is not a GGUF file (it starts with {header[:4]!r}). Download a .gguf version of it")
     if len(header) < _HEADER.size:
         raise ModelError(f"{path} is truncated after {len(header)} bytes. Download it again")
-    if _HEADER.unpack(header)[2] == 0:
-        raise ModelError(f"{path} contains only a vocabulary, no weights. Use the GGUF file of the model itself")
+    if _HEADER.unpack(header)[2] == 0 and not _FIRST_PART.match(path.name):  # whose weights may be in the other parts
+        raise no_weights(path)
     return path
+
+
+def no_weights(path: Path) -> ModelError:
+    """The error for a file without tensors."""
+    return ModelError(f"{path} contains only a vocabulary, no weights. Use the GGUF file of the model itself")
 
 
 def file_identity(model: Path) -> tuple[int, str]:

@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 
 from cppbatch.errors import ModelError
 from cppbatch.extras import require
-from cppbatch.models.find import LATER_PART, check_file, is_copy, model_parts, models_folder
+from cppbatch.models.check import check_model
+from cppbatch.models.find import LATER_PART, check_file, files_below, is_copy, model_parts, models_folder
 
 _NAME = re.compile(r"([\w.-]+)/([\w.-]+)(?::([\w./-]+))?")
 _PART = re.compile(r"-\d{5}-of-\d{5}$")
@@ -52,11 +53,11 @@ def present_file(model: HubModel) -> Path | None:
     """The model's file in the models folder, if all its parts exist. Without a choice, any file of the repository is
     accepted. Raises `ModelError` if a file is damaged."""
     folder = models_folder() / model.repository
-    files = sorted(folder.rglob("*.gguf"))
+    files = sorted(files_below(folder))
     whole = [path for path in files if not any(is_copy(path, each) for each in files)]
     whole = [path for path in whole if all(part.exists() for part in model_parts(path))]
     found = choose_file((path.relative_to(folder).as_posix() for path in whole), model.choice)
-    return check_file(folder / found) if found else None
+    return check_model(folder / found) if found else None
 
 
 def pull_model(model: HubModel, say: Say = lambda line: None) -> Path:
@@ -65,7 +66,7 @@ def pull_model(model: HubModel, say: Say = lambda line: None) -> Path:
     The hub client shows the progress, resumes interrupted downloads, and reads $HF_TOKEN, $HF_ENDPOINT and
     $HF_HUB_OFFLINE. Raises `ModelError`, and `ConfigError` without the client (the extra `hub`).
     """
-    return present_file(model) or check_file(_fetch(model, lambda sizes: _choose_files(model, sizes), say)[0])
+    return present_file(model) or check_model(_fetch(model, lambda sizes: _choose_files(model, sizes), say)[0])
 
 
 def pull_projector(model: HubModel, say: Say = lambda line: None) -> Path | None:
@@ -75,7 +76,7 @@ def pull_projector(model: HubModel, say: Say = lambda line: None) -> Path | None
     """
     if present := present_file(model):
         folder = models_folder() / model.repository
-        files = [path.relative_to(folder).as_posix() for path in folder.rglob("*.gguf")]
+        files = [path.relative_to(folder).as_posix() for path in files_below(folder)]
         found = choose_projector(files, present.relative_to(folder).as_posix())
         return check_file(folder / found) if found else None
 

@@ -9,10 +9,12 @@ from typing import Any, Literal, NamedTuple
 
 import msgspec
 
-from cppbatch.errors import ModelError
+from cppbatch.errors import ModelError, shorten
 from cppbatch.models.file_header import FileHeader, TensorInfo, read_header, read_integers
-from cppbatch.models.find import check_file, model_parts
+from cppbatch.models.find import check_file, model_parts, no_weights
 
+_LONGEST_NAME = 200  # characters that are shown
+_MOST_LAYERS = 512  # LLAMA_MAX_LAYERS
 _POOLING = {1: "mean", 2: "cls", 3: "last", 4: "rank"}
 
 
@@ -29,8 +31,9 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
     n_ctx_train: int | None
     n_layer: int | None
     n_embd: int | None
-    n_head: int | None
-    n_head_kv: int | None
+    n_head: int | tuple[int, ...] | None
+    """A number for each layer if they differ."""
+    n_head_kv: int | tuple[int, ...] | None
     n_vocab: int | None
     n_expert: int = 0
     """Experts of a layer; 0: none."""
@@ -53,6 +56,12 @@ def inspect_model(path: Path) -> ModelFacts:
     parts = model_parts(path)
     headers = [read_header(part) for part in parts]
     first, tensors = headers[0], [tensor for header in headers for tensor in header.tensors]
+    if not tensors:
+        raise no_weights(path)
+    try:
+        n_bytes = sum(part.stat().st_size for part in parts)
+    except OSError as error:  # it has vanished
+        raise ModelError(f"{path} cannot be read: {error.strerror}") from error
     architecture = first.text("general.architecture") or "unknown"
     types = Counter(tensor.kind for tensor in tensors)
     weights: Counter[str] = Counter()
@@ -60,16 +69,16 @@ def inspect_model(path: Path) -> ModelFacts:
         weights[tensor.kind] += tensor.n_elements
     return ModelFacts(
         path=str(path),
-        architecture=architecture,
-        name=first.text("general.name"),
-        license=first.text("general.license"),
-        size_bytes=sum(part.stat().st_size for part in parts),
+        architecture=shorten(architecture, _LONGEST_NAME),
+        name=_shown(first, "general.name"),
+        license=_shown(first, "general.license"),
+        size_bytes=n_bytes,
         n_params=sum(tensor.n_elements for tensor in tensors),
         n_ctx_train=first.whole_number(f"{architecture}.context_length"),
         n_layer=first.whole_number(f"{architecture}.block_count"),
         n_embd=first.whole_number(f"{architecture}.embedding_length"),
-        n_head=first.metadata.get(f"{architecture}.attention.head_count"),
-        n_head_kv=first.metadata.get(f"{architecture}.attention.head_count_kv"),
+        n_head=_of_layers(first, f"{architecture}.attention.head_count"),
+        n_head_kv=_of_layers(first, f"{architecture}.attention.head_count_kv"),
         n_vocab=first.whole_number("tokenizer.ggml.tokens"),
         n_expert=first.whole_number(f"{architecture}.expert_count") or 0,
         draft_heads=heads_in(headers).n,
@@ -79,6 +88,15 @@ def inspect_model(path: Path) -> ModelFacts:
         has_chat_template="tokenizer.chat_template" in first.metadata,
         pooling=_POOLING.get(first.whole_number(f"{architecture}.pooling_type") or 0),
     )
+
+
+def _shown(header: FileHeader, key: str) -> str | None:
+    return shorten(text, _LONGEST_NAME) if (text := header.text(key)) else None
+
+
+def _of_layers(header: FileHeader, key: str) -> int | tuple[int, ...] | None:
+    value = header.metadata.get(key)
+    return value if isinstance(value, tuple) else header.whole_number(key)
 
 
 def has_chat_template(path: Path) -> bool:
@@ -153,8 +171,26 @@ class _File(NamedTuple):
     def architecture(self) -> str:
         return str(self.metadata.get("general.architecture", "unknown"))
 
-    def get(self, key: str) -> Any:
-        return self.metadata.get(f"{self.architecture}.{key}")
+    def number(self, key: str) -> int | None:
+        """An integer; None if it is missing, or of another type in a damaged file."""
+        value = self.metadata.get(f"{self.architecture}.{key}")
+        return value if isinstance(value, int) else None
+
+    def numbers(self, key: str) -> tuple[Any, ...]:
+        """An array of numbers; () as in `number`."""
+        value = self.metadata.get(f"{self.architecture}.{key}")
+        return value if isinstance(value, tuple) else ()
+
+    def size(self, key: str) -> int:
+        """An integer that loading needs. Raises `ModelError` if it is missing, or impossible."""
+        if (value := self.number(key)) is None or not 1 <= value <= (_MOST_LAYERS if key == "block_count" else 1 << 30):
+            raise ModelError(f"{self.path} is damaged: {self.architecture}.{key} is {value}. Download it again")
+        return value
+
+    @property
+    def n_vocab(self) -> int:
+        tokens = self.metadata.get("tokenizer.ggml.tokens")
+        return tokens if isinstance(tokens, int) else 0
 
 
 def row_kind(path: Path) -> RowKind | None:
@@ -187,7 +223,7 @@ def read_draft_file(path: Path, target: Path) -> DraftFile:
             f"{path.name} cannot be used as a draft model for {target.name} (-md): {fault}. Use a draft model made for "
             "it, or leave out -md"
         )
-    layers, n_embd = _layers(draft), its_target.get("embedding_length")
+    layers, n_embd = _layers(draft), its_target.size("embedding_length")
     if kind == ASSISTANT:
         return DraftFile(kind, (), n_embd, shares=True)
     file = DraftFile(
@@ -198,11 +234,11 @@ def read_draft_file(path: Path, target: Path) -> DraftFile:
     is_dspark = "markov_w1.weight" in draft.tensors
     return file._replace(
         shares="token_embd.weight" not in draft.tensors,  # which are the output matrix too, if there is no other
-        block=draft.get("block_size") or _USUAL_BLOCK,
-        first=0 if is_dspark and draft.get("sample_from_anchor") is not False else 1,
+        block=draft.number("block_size") or _USUAL_BLOCK,
+        first=0 if is_dspark and draft.number("sample_from_anchor") is not False else 1,
         mask=draft.metadata["tokenizer.ggml.mask_token_id"],
-        top_k=draft.get("selector_top_k") or 0 if "selector_hidden.weight" in draft.tensors else 0,
-        is_causal=bool(draft.get("attention.causal")),
+        top_k=draft.number("selector_top_k") or 0 if "selector_hidden.weight" in draft.tensors else 0,
+        is_causal=bool(draft.number("attention.causal")),
     )
 
 
@@ -217,8 +253,7 @@ def _open(path: Path) -> _File:
 
 
 def _layers(draft: _File) -> tuple[int, ...]:
-    layers = draft.get("target_layers")
-    return tuple(layers) if isinstance(layers, tuple) else ()
+    return draft.numbers("target_layers")
 
 
 def _assistant_faults(draft: _File, target: _File) -> Iterator[str]:
@@ -227,11 +262,11 @@ def _assistant_faults(draft: _File, target: _File) -> Iterator[str]:
     if target.architecture != "gemma4":
         yield f"it reads the KV cells of a gemma4 model, but {target.path.name} is {target.architecture}"
         return
-    given, n_embd = draft.get("embedding_length_out"), target.get("embedding_length")
+    given, n_embd = draft.number("embedding_length_out"), target.size("embedding_length")
     if given != n_embd:
         yield f"it expects rows of {given} numbers, but the rows of the model have {n_embd}"
-    n_own, n_layers = draft.get("block_count"), target.get("block_count")
-    if (n_draft := draft.get("nextn_predict_layers")) != n_own:
+    n_own, n_layers = draft.size("block_count"), target.size("block_count")
+    if (n_draft := draft.number("nextn_predict_layers")) != n_own:
         yield f"{n_draft} of its {n_own} layers are draft layers; all must be"
     if [_has_window(target, i) for i in (n_layers - 2, n_layers - 1)] != [True, False]:
         yield "the last two layers of the model are not one with a sliding window and one without"
@@ -243,29 +278,30 @@ def _assistant_faults(draft: _File, target: _File) -> Iterator[str]:
 
 
 def _has_window(file: _File, layer: int) -> bool:
-    pattern = file.get("attention.sliding_window_pattern")
-    return bool(pattern[layer]) if isinstance(pattern, tuple) and layer < len(pattern) else False
+    pattern = file.numbers("attention.sliding_window_pattern")
+    return bool(pattern[layer]) if 0 <= layer < len(pattern) else False
 
 
-def _cell_shape(file: _File, layer: int) -> tuple[int, int]:
+def _cell_shape(file: _File, layer: int) -> tuple[int | None, int | None]:
     """(KV heads, numbers of a head) of a layer."""
-    heads = file.get("attention.head_count_kv") or file.get("attention.head_count")
+    heads = file.numbers("attention.head_count_kv") or file.numbers("attention.head_count")
+    number = file.number("attention.head_count_kv") or file.number("attention.head_count")
     kind = "_swa" if _has_window(file, layer) else ""
-    return heads[layer] if isinstance(heads, tuple) else heads, file.get(f"attention.key_length{kind}")
+    return heads[layer] if 0 <= layer < len(heads) else number, file.number(f"attention.key_length{kind}")
 
 
 def _faults(draft: _File, target: _File) -> Iterator[str]:
     """What llama.cpp would abort the process for, the first one first."""
     if target.architecture not in TARGETS:
         yield f"llama.cpp does not export hidden rows for the architecture {target.architecture}"
-    n_layers, n_embd = target.get("block_count"), target.get("embedding_length")
-    n_layers -= target.get("nextn_predict_layers") or 0
+    n_layers, n_embd = target.size("block_count"), target.size("embedding_length")
+    n_layers -= target.number("nextn_predict_layers") or 0
     last = n_layers if target.architecture in _EXPORTS_LAST else n_layers - 1
     layers = _layers(draft)
     if not layers or not all(0 <= layer <= last for layer in layers):
         yield f"it reads layers {list(layers)}, but llama.cpp exports only layers 0 to {last}"
-    own = draft.get("embedding_length")
-    given = draft.get("target_hidden_size") if draft.architecture == "eagle3" else own
+    own = draft.number("embedding_length")
+    given = draft.number("target_hidden_size") if draft.architecture == "eagle3" else own
     if given != n_embd:
         yield f"it expects rows of {given} numbers, but the rows of the model have {n_embd}"
     yield from _wrong_sizes(draft)
@@ -275,21 +311,21 @@ def _faults(draft: _File, target: _File) -> Iterator[str]:
 
 
 def _wrong_sizes(draft: _File) -> Iterator[str]:
-    if draft.architecture == "eagle3" and draft.get("block_count") != 1:
-        yield f"it has {draft.get('block_count')} layers, but llama.cpp supports only one"
-    of_head = [draft.get(f"attention.{name}_length") for name in ("key", "value")]
+    if draft.architecture == "eagle3" and draft.number("block_count") != 1:
+        yield f"it has {draft.number('block_count')} layers, but llama.cpp supports only one"
+    of_head = [draft.number(f"attention.{name}_length") for name in ("key", "value")]
     if of_head[0] != of_head[1]:
         yield f"its keys and values have different lengths ({of_head[0]} and {of_head[1]})"
 
 
 def _wrong_tables(draft: _File, n_embd: int) -> Iterator[str]:
     """Tables by token: embeddings, output matrix, the tokens that a reduced output matrix knows (d2t)."""
-    n_vocab = draft.metadata.get("tokenizer.ggml.tokens") or 0
+    n_vocab = draft.n_vocab
     shapes = {name: tensor.shape for name, (_, tensor) in draft.tensors.items()}
     embeddings = shapes.get("token_embd.weight")
     if embeddings and embeddings[-1] != n_vocab:
         yield f"it has embeddings for {embeddings[-1]} tokens, but a vocabulary of {n_vocab}"
-    own = draft.get("embedding_length")
+    own = draft.number("embedding_length")
     if not (embeddings and "output.weight" in shapes) and own != n_embd:
         yield (
             f"it shares embeddings or the output matrix with the model, which have {n_embd} dimensions, but "
@@ -307,13 +343,13 @@ def _wrong_tables(draft: _File, n_embd: int) -> Iterator[str]:
 
 
 def _wrong_blocks(draft: _File) -> Iterator[str]:
-    if draft.get("hyper_connection.count"):
+    if draft.number("hyper_connection.count"):
         yield "it is a DSpark model for DeepSeek 4 with hyper-connections, which is not supported"
     usual = None if "markov_w1.weight" in draft.tensors else _USUAL_BLOCK
-    block, mask = draft.get("block_size") or usual, draft.metadata.get("tokenizer.ggml.mask_token_id")
+    block, mask = draft.number("block_size") or usual, draft.metadata.get("tokenizer.ggml.mask_token_id")
     if block is None or block < 2:
         yield f"it has blocks of {block} tokens (dflash.block_size)"
-    if not (isinstance(mask, int) and 0 <= mask < (draft.metadata.get("tokenizer.ggml.tokens") or 0)):
+    if not (isinstance(mask, int) and 0 <= mask < draft.n_vocab):
         yield f"its mask token is {mask} (tokenizer.ggml.mask_token_id)"
 
 
@@ -353,13 +389,16 @@ def draft_heads(path: Path) -> DraftHeads:
 def heads_in(headers: list[FileHeader]) -> DraftHeads:
     """The heads in the parts of a model. A file may name heads whose tensors were left out: it has none then."""
     metadata = headers[0].metadata
-    architecture = metadata.get("general.architecture") or "unknown"
+    architecture = headers[0].text("general.architecture") or "unknown"
     n, n_layers = (metadata.get(f"{architecture}.{key}") for key in ("nextn_predict_layers", "block_count"))
     if not (isinstance(n, int) and isinstance(n_layers, int) and 0 < n < n_layers):
         return DraftHeads(0, architecture)
     names = {tensor.name for header in headers for tensor in header.tensors}
+    if n_layers > _MOST_LAYERS:
+        return DraftHeads(0, architecture)
     layers, fault = [f"blk.{i}" for i in range(n_layers - n, n_layers)], None
-    if architecture == "glm4moe" and any(metadata.get(f"{architecture}.rope.dimension_sections") or ()):
+    sections = metadata.get(f"{architecture}.rope.dimension_sections")
+    if architecture == "glm4moe" and isinstance(sections, tuple) and any(sections):
         fault = "multi-dimensional positions, which llama.cpp does not support in a draft head"
     if architecture == "mimo2" and not all(f"{layer}.attn_qkv.weight" in names for layer in layers):
         fault = "separate query, key and value matrices, which llama.cpp does not support in a draft head"

@@ -12,7 +12,8 @@ from pathlib import Path
 
 from cppbatch import child_processes
 from cppbatch.errors import ModelError
-from cppbatch.models.find import check_file, copy_path, find_model, is_copy, models_folder, models_in
+from cppbatch.models.check import check_model
+from cppbatch.models.find import copy_path, find_model, is_copy, models_folder, models_in
 from cppbatch.models.hub import hub_model, pull_model, pull_projector
 from cppbatch.models.kernels import has_gpu, kernel_times
 from cppbatch.models.requantize import (
@@ -68,12 +69,12 @@ def choose_model(named: str | None) -> Path:
     if named:
         path, here = Path(named).expanduser(), models_folder() / named
         if found := next((p for p in (path, here, here.with_name(f"{here.name}.gguf")) if os.path.isfile(p)), None):
-            return check_file(found)
+            return check_model(found)
         if not os.path.isdir(path) and (on_hub := hub_model(named)):
             return pull_model(on_hub, _say)
-        return check_file(find_model(models_folder(), named) or path)
+        return check_model(find_model(models_folder(), named) or path)
     only = _only_model()
-    return check_file(only) if only else pull_default()
+    return check_model(only) if only else pull_default()
 
 
 def choose_projector(named: str) -> Path | None:

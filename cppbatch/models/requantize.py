@@ -183,7 +183,7 @@ def plan_type(path: Path, kind: str, *, lossy: bool = False) -> Requantization:
 def read_matrices(path: Path) -> list[Matrix]:
     """The matrices whose type can change. Raises `ModelError` for a file that cannot be requantised."""
     header = read_header(path)
-    metadata, tensors = header
+    metadata, tensors = header.metadata, header.tensors
     if (n_parts := header.whole_number("split.count") or 1) > 1:
         raise ModelError(f"{path.name} is one of {n_parts} parts of a model; merge them with llama-gguf-split first")
     if (kind := metadata.get("general.type", "model")) != "model":

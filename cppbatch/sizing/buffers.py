@@ -97,7 +97,7 @@ MAPPED = "CPU_Mapped"
 
 
 class TensorInfo(Protocol):
-    """A tensor in a GGUF file (`cppbatch.llama.gguf_header.Tensor`)."""
+    """A tensor in a GGUF file (`cppbatch.models.file_header.TensorInfo`)."""
 
     @property
     def name(self) -> str: ...

@@ -30,7 +30,7 @@ from cppbatch.engine.speculation.runtimes import (
 from cppbatch.engine.speculation.speculator import max_draft_rows
 from cppbatch.errors import CppBatchError
 from cppbatch.llama import Backend, Context, HeadContext, Model, RpcConnections
-from cppbatch.llama.gguf_header import list_tensors
+from cppbatch.models.file_header import read_header
 from cppbatch.models.find import model_parts
 from cppbatch.models.inspect import DraftFile
 from cppbatch.rpc_endpoint import parse_endpoint
@@ -191,7 +191,7 @@ def _load(config: EngineConfig) -> tuple[Model, list[Buffer]]:
     """A model with simulated allocations, and the buffers of its weights."""
     with Backend.get().lines() as lines:
         model = load_model(config, no_alloc=True)
-    tensors = [list_tensors(part) for part in model_parts(model.path)]
+    tensors = [read_header(part).tensors for part in model_parts(model.path)]
     buffers = weight_buffers(lines, tensors, names_all=not (config.rpc or Backend.get().supports_gpu))
     if config.load_mode not in ("auto", "mmap"):  # copied, or locked in memory
         buffers = [replace(each, buffer_type="CPU") if each.buffer_type == MAPPED else each for each in buffers]
@@ -204,7 +204,7 @@ def _projector(config: EngineConfig, model: Model) -> list[Buffer]:
         open_encoder(config, model, n_threads=1).close()
     encoding = [buffer for buffer in read_buffers(lines) if buffer.kind == "encoding"]
     place = next((buffer.buffer_type for buffer in encoding if buffer.buffer_type != "CPU"), "CPU")
-    n_bytes = sum(tensor.n_bytes for tensor in list_tensors(Path(config.mmproj)))
+    n_bytes = sum(tensor.n_bytes for tensor in read_header(Path(config.mmproj)).tensors)
     of_steps = Buffer("vectors", "CPU", config.n_batch * model.n_embd_inp * _FLOAT_BYTES)
     return [Buffer("projector", place, n_bytes), *encoding, of_steps]
 

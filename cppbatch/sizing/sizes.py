@@ -275,11 +275,26 @@ def alternatives(config: EngineConfig, *, n_layers: int = 0) -> Iterator[list[tu
 
 def models_fit(paths: Sequence[Path]) -> list[str]:
     """For each model: "yes", "with smaller -np -c", "no" with the memory required, or "?" if unknown."""
+    readable = [path for path in paths if _is_readable(path)]
+    verdicts = dict(zip(readable, _fit(readable), strict=True)) if readable else {}
+    return [verdicts.get(path, "?") for path in paths]
+
+
+def _is_readable(path: Path) -> bool:
+    try:
+        inspect_model(path)
+    except ModelError:
+        return False
+    return True
+
+
+def _fit(paths: Sequence[Path]) -> list[str]:
     sizes = [candidates_for(EngineConfig(str(path)), set()) for path in paths]
     try:
         estimate = estimate_memory([config for each in sizes for config in (each[0], each[-1])])
-    except EstimateFailed:
-        return ["?"] * len(paths)
+    except EstimateFailed:  # one of the files may crash llama.cpp
+        half = len(paths) // 2
+        return [*_fit(paths[:half]), *_fit(paths[half:])] if half else ["?"]
     free = free_host_memory()
 
     def verdict(usual: Footprint, smallest: Footprint) -> str:

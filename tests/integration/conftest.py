@@ -14,6 +14,7 @@ import pytest
 
 from cppbatch import BatchInferenceEngine, LocalEngine
 from cppbatch.cli import main
+from cppbatch.engine import runtime
 from cppbatch.models import kernels
 from tests.support.app_thread import AppThread
 from tests.support.batch_files import client_of
@@ -61,6 +62,14 @@ def client(server: AppThread) -> openai.OpenAI:
 def own_format(server: ChatServer) -> None:
     """The model holds conversations as it does itself, whatever an earlier test let it `use`."""
     server.use(None)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def untried_files() -> Iterator[None]:
+    """The valid models of tests are loaded without being tried in a child process first (test_load_check.py)."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(runtime, "check_loads", lambda config, **_: None)
+        yield
 
 
 @pytest.fixture

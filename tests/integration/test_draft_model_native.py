@@ -147,9 +147,9 @@ def test_a_model_that_cannot_forget_wrong_drafts_is_refused(
 @pytest.mark.parametrize(
     ("make", "reason"),
     [
-        (tiny_models.truncated, "cannot be loaded"),
-        (tiny_models.empty, "cannot be loaded"),
-        (tiny_models.not_gguf, "cannot be loaded"),
+        (tiny_models.truncated, "Download"),
+        (tiny_models.empty, "Download"),
+        (tiny_models.not_gguf, "Download"),
         (lambda path: path, "model file not found"),
     ],
     ids=["truncated", "empty", "web-page", "missing"],

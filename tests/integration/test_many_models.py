@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 import sys
+import threading
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +20,13 @@ from aiohttp import FormData
 from aiohttp.test_utils import TestClient, TestServer
 from prometheus_client.parser import text_string_to_metric_families
 
+from cppbatch.cli.model_sources import Catalog, ModelSources
+from cppbatch.cluster.deployment import Deployment
 from cppbatch.config import EngineConfig
 from cppbatch.errors import ConfigError, ModelLoadFailed
 from cppbatch.jobs.batches import active_batch
 from cppbatch.jobs.job_request import JobRequest
-from cppbatch.models.find import models_below, short_name
+from cppbatch.models.find import models_in, short_name
 from cppbatch.server.api.batches.handler import URLS, BatchRequestHandler
 from cppbatch.server.app import create_app
 from cppbatch.server.auth.rules import Keys, api_key
@@ -32,6 +38,7 @@ from cppbatch.server.settings import ServerSettings
 from cppbatch.server.storage import open_storage
 from tests.support import tiny_models
 from tests.support.http_client import Http, get, post
+from tests.support.mutated_files import decode
 
 Json = dict[str, Any]
 HELLO = [{"role": "user", "content": "Hello"}]
@@ -62,7 +69,7 @@ class FolderCatalog:
         self.folder, self.settings, self.default, self.changes = folder, settings, default, changes
 
     def read(self) -> CatalogContent:
-        return CatalogContent([self._spec(path) for path in models_below(self.folder)], self.default)
+        return CatalogContent([self._spec(path) for path in models_in(self.folder)], self.default)
 
     def _spec(self, path: Path) -> ModelSpec:
         name, status = short_name(path), path.stat()
@@ -95,11 +102,12 @@ async def serve(
     settings: Json | None = None,
     changes: dict[str, Json] | None = None,
     memory: int | None = None,
+    catalog: Catalog | None = None,
     **options: Any,
 ) -> AsyncIterator[Http]:
     shared = ServerSettings(**(settings or {}))
-    catalog = FolderCatalog(folder, shared, default, **(changes or {}))
-    models = ManyModels(catalog, shared, MemoryPlanLoader(use_profiles=False, budget=memory), **options)
+    of_folder = catalog or FolderCatalog(folder, shared, default, **(changes or {}))
+    models = ManyModels(of_folder, shared, MemoryPlanLoader(use_profiles=False, budget=memory), **options)
     try:
         app = create_app(models, storage=open_storage(data, URLS) if data else None)
         async with TestClient(TestServer(app)) as http:
@@ -280,6 +288,69 @@ async def test_a_model_that_cannot_be_loaded_fails_its_own_requests_only(tmp_pat
         _, listed = await get(http, "/v1/models/broken")
         assert (listed["status"]["value"], listed["status"]["failed"]) == ("unloaded", True)
         assert (await get(http, "/health"))[1]["models"] == {"loaded": 1, "loading": 0, "unloaded": 0, "failed": 1}
+
+
+async def test_files_that_are_no_models_do_not_delay_or_fail_the_list(tmp_path: Path) -> None:
+    """They need not be loaded for that; 50,000 dimensions took 24 s of the whole process."""
+    file = decode(tiny_models.llama(tmp_path / "one.gguf").read_bytes())
+    many = replace(file, tensors=[(b"a.weight", [2**62] * 50_000, 0, 0), *file.tensors])
+    (tmp_path / "dimensions.gguf").write_bytes(many.encode())
+    tiny_models.llama(tmp_path / "x-00001-of-00000.gguf")
+    tiny_models.llama(tmp_path / "y-00001-of-00002.gguf")  # whose second part is missing
+    tiny_models.truncated(tmp_path / "truncated.gguf")
+    async with serve(tmp_path) as http:
+        began = time.process_time()
+        status, listed = await get(http, "/v1/models")
+        assert (status, len(listed["data"])) == (200, 5)
+        assert time.process_time() - began < 2
+        facts = {each["id"]: each.get("meta") for each in listed["data"]}
+        assert facts["one"] == facts["x-00001-of-00000"] is not None
+        status, listed = await get(http, "/v1/models?fit=true")
+        fits = {each["id"]: each["fit"] for each in listed["data"]}
+        assert (fits["one"], fits["dimensions"], fits["y"]) == ("yes", "?", "?")
+
+
+async def test_an_error_quotes_a_long_text_of_a_file_cut(tmp_path: Path) -> None:
+    file = decode(tiny_models.llama(tmp_path / "one.gguf").read_bytes())
+    file.metadata = [
+        (key, kind, b"long " * 200_000 if key == b"general.architecture" else value)
+        for key, kind, value in file.metadata
+    ]
+    (tmp_path / "one.gguf").write_bytes(file.encode())
+    async with serve(tmp_path) as http:
+        async with http.post("/v1/completions", json={"prompt": "a", "model": "one"}) as answer:
+            assert answer.status == 503
+            assert len(await answer.read()) < 4000
+        async with http.get("/v1/models") as listed:
+            assert len(await listed.read()) < 6000
+
+
+async def test_models_are_listed_while_folders_appear_and_vanish(tmp_path: Path) -> None:
+    folder = tmp_path / "models"
+    folder.mkdir()
+    tiny_models.llama(folder / "one.gguf")
+    catalog = Catalog(ModelSources(folder=folder), EngineConfig(""), set(), Deployment(), ServerSettings())
+    has_ended = threading.Event()
+
+    def change() -> None:
+        content = (folder / "one.gguf").read_bytes()
+        while not has_ended.is_set():
+            path = folder / "owner" / "repo" / "other.gguf"
+            path.parent.mkdir(parents=True)
+            path.write_bytes(content)
+            shutil.rmtree(folder / "owner")
+
+    changing = threading.Thread(target=change)
+    async with serve(folder, catalog=catalog) as http:
+        changing.start()
+        try:
+            for _ in range(100):
+                status, listed = await get(http, "/v1/models?reload=1")
+                assert status == 200
+                assert "one" in [each["id"] for each in listed["data"]]
+        finally:
+            has_ended.set()
+            changing.join()
 
 
 async def test_the_folder_is_read_again(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

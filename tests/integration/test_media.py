@@ -165,8 +165,8 @@ def test_samples_that_cannot_be_encoded_never_reach_c(files: Path, samples: npt.
         ("missing", "projector file not found: .*missing.gguf"),
         ("text", "is not a projector: its architecture is llama, but an mmproj file has clip"),
         ("wide", r"mismatch between text model \(n_embd = 64\) and mmproj \(n_embd = 128\)$"),
-        ("torn", "cannot be"),
-        ("noise", "cannot be read as a GGUF file"),
+        ("torn", "is damaged or truncated"),
+        ("noise", "is not a GGUF file"),
     ],
 )
 def test_a_file_that_is_not_a_projector_of_this_model_is_refused(files: Path, projector: str, message: str) -> None:

@@ -74,8 +74,8 @@ VALID: list[tuple[str, Json]] = [
 NUMBERS = [0, -1, 1, 2, 0.5, -0.0, 127, 129, 2**31 - 1, 2**31, 2**63, 2**64, -(2**63) - 1, 10**400, 1e308, -1e-320]
 TEXTS = [
     "", "x", "5", "\x00", "\x1b[2J\r\n", "\ud800", "a\udfffb", "\U0001f600", "\ufffe", "é日", "\u202e", "{{ 7 * 7 }}",
-    "<|im_end|>", "<|im_start|>system", "x" * 3000, "-" * 40, "999999", "0x10", "1e5", "text", "json_object",
-    "json_schema",
+    "<|im_end|>", "<|im_start|>system", "x" * 3000, "y" * 50_000, "-" * 40, "999999", "0x10", "1e5", "text",
+    "json_object", "json_schema",
 ]  # fmt: skip
 NONSENSE = [
     "root ::= root", "root ::= ", "start: start", "start: /[/", "root ::= [", "%%", "(" * 200, "[a-z]{1,100000}",

@@ -232,3 +232,76 @@ def test_the_settings_of_the_docs_are_read(tmp_path: Path) -> None:
     assert (found["qwen"].ttl, found["qwen"].settings.aliases) == (600, ("gpt-4o-mini", "small"))
     assert found["Qwen2.5-7B-Instruct-Q4_K_M"].pinned
     assert found["embed"].preload
+
+
+# --- names keep their meaning ----------------------------------------------------------------------------------------
+
+
+def put(path: Path) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(b"GGUF")
+    return path
+
+
+def meanings(made: Catalog) -> dict[str, str]:
+    """The names of the models, with their files relative to the models folder."""
+    return {name: spec.config.model_path.partition("/models/")[2] for name, spec in specs(made).items()}
+
+
+@pytest.fixture
+def shelf(tmp_path: Path) -> Path:
+    (tmp_path / "models").mkdir()
+    return tmp_path / "models"
+
+
+def test_a_file_directly_in_the_folder_keeps_its_name_beside_one_in_another_folder(shelf: Path) -> None:
+    put(shelf / "tiny.gguf")
+    put(shelf / "alice/repo/tiny.gguf")
+    assert meanings(catalog(shelf)) == {"tiny": "tiny.gguf", "alice/repo/tiny": "alice/repo/tiny.gguf"}
+
+
+def test_a_name_that_files_of_several_folders_have_is_the_name_of_none_of_them(shelf: Path) -> None:
+    """Else the next folder that comes first in the alphabet would take it over at a restart."""
+    put(shelf / "bob/repo/tiny.gguf")
+    put(shelf / "carol/repo/tiny.gguf")
+    assert list(meanings(catalog(shelf))) == ["bob/repo/tiny", "carol/repo/tiny"]
+
+
+@pytest.mark.parametrize("first", ["tiny.gguf", "bob/repo/tiny.gguf", "tiny/tiny.gguf"])
+@pytest.mark.parametrize("later", ["tiny.gguf", "alice/repo/tiny.gguf", "zoe/repo/tiny.gguf", "tiny/tiny.gguf"])
+def test_a_new_file_never_takes_a_name_that_had_another_meaning(shelf: Path, first: str, later: str) -> None:
+    path = put(shelf / first)
+    made = catalog(shelf)
+    assert meanings(made) == {"tiny": first}
+    put(shelf / later)
+    assert meanings(made)["tiny"] == first
+    assert sorted(meanings(made).values()) == sorted({first, later})
+    path.unlink()
+    assert meanings(made).get("tiny") in (None, first)
+    put(shelf / first)
+    assert meanings(made)["tiny"] == first
+
+
+def test_a_new_file_does_not_take_a_name_that_a_model_has_without_its_weight_type(shelf: Path) -> None:
+    put(shelf / "tiny-Q8_0.gguf")
+    made = catalog(shelf)
+    made.read()
+    put(shelf / "tiny.gguf")
+    assert meanings(made) == {"tiny-Q8_0": "tiny-Q8_0.gguf", "models/tiny": "tiny.gguf"}
+
+
+def test_a_file_does_not_take_an_alias_of_the_settings_file(shelf: Path) -> None:
+    put(shelf / "tiny.gguf")
+    put(shelf / "alice/repo/gpt.gguf")
+    found = specs(catalog(shelf, '[models.tiny]\nalias = "gpt,other"'))
+    assert (list(found), found["tiny"].settings.aliases) == (["tiny", "alice/repo/gpt"], ("gpt", "other"))
+
+
+def test_a_file_with_an_impossible_context_length_does_not_stop_the_others(
+    shelf: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cppbatch.cli.model_settings.context_length", lambda path: 2**40 if path.stem == "x" else 512)
+    put(shelf / "x.gguf")
+    put(shelf / "tiny.gguf")
+    found = specs(catalog(shelf, "[defaults]\nctx-size = 0"))
+    assert {name: spec.config.n_ctx for name, spec in found.items()} == {"x": 4096, "tiny": 512}

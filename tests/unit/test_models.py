@@ -9,16 +9,18 @@ import subprocess
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import pytest
 
 from cppbatch import child_processes
 from cppbatch.errors import ModelError
 from cppbatch.models import pull
-from cppbatch.models.find import models_folder, models_in
+from cppbatch.models.find import find_model, model_parts, models_folder, models_in, short_name
+from cppbatch.models.inspect import inspect_model
 from cppbatch.models.kernels import KernelTimes
 from tests.support import tiny_models
+from tests.support.mutated_files import decode
 
 CONTENT = b"GGUF" + bytes(range(256)) * 100
 
@@ -328,3 +330,61 @@ def test_a_path_that_is_not_utf_8_is_left_out_with_one_line_and_refused_by_name(
     monkeypatch.setenv("CPPBATCH_MODELS", str(wrong.with_suffix("")))
     with pytest.raises(ModelError, match=r"a\\udcff is not valid UTF-8; rename"):
         models_folder()
+
+
+# --- folders that change ---------------------------------------------------------------------------------------------
+
+
+def test_a_split_model_in_a_folder_of_its_own_is_listed(tmp_path: Path) -> None:
+    for i in (1, 2):
+        path = tmp_path / "big" / f"big-0000{i}-of-00002.gguf"
+        path.parent.mkdir(exist_ok=True)
+        path.touch()
+    assert models_in(tmp_path) == [tmp_path / "big" / "big-00001-of-00002.gguf"]
+    assert find_model(tmp_path, "big") == tmp_path / "big" / "big-00001-of-00002.gguf"
+
+
+def test_a_part_of_no_parts_is_a_file_like_others(tmp_path: Path) -> None:
+    path = tiny_models.llama(tmp_path / "x-00001-of-00000.gguf")
+    assert (models_in(tmp_path), model_parts(path), short_name(path)) == ([path], [path], path.stem)
+    assert inspect_model(path).n_params > 0
+
+
+def test_the_first_part_of_a_model_may_have_no_weights(tmp_path: Path) -> None:
+    first, second = (tmp_path / f"x-0000{i}-of-00002.gguf" for i in (1, 2))
+    tiny_models.llama(second)
+    tiny_models.vocab_only(first)
+    assert inspect_model(first).n_params == inspect_model(second).n_params
+
+
+def test_a_folder_is_read_while_what_is_in_it_vanishes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = [tmp_path / "kept.gguf", tmp_path / "owner" / "repo" / "kept.gguf"]
+    for path in [*kept, tmp_path / "gone" / "repo" / "gone.gguf"]:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+    scandir = os.scandir
+
+    def vanishing(path: Any) -> Any:
+        if path == str(tmp_path / "gone" / "repo"):
+            (tmp_path / "gone").rename(tmp_path / ".gone")
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", vanishing)
+    assert models_in(tmp_path) == kept
+
+
+def test_links_to_themselves_and_to_their_own_folder_are_no_obstacle(tmp_path: Path) -> None:
+    path = tmp_path / "x.gguf"
+    path.touch()
+    (tmp_path / "loop").symlink_to("loop")
+    (tmp_path / "loop.gguf").symlink_to("loop.gguf")
+    (tmp_path / "here").symlink_to(".")
+    assert path in models_in(tmp_path)
+
+
+def test_a_name_in_metadata_is_shown_cut(tmp_path: Path) -> None:
+    file = decode(tiny_models.llama(tmp_path / "x.gguf").read_bytes())
+    file.metadata += [(f"general.{key}".encode(), 8, b"x" * 1_000_000) for key in ("name", "license")]
+    (tmp_path / "x.gguf").write_bytes(file.encode())
+    facts = inspect_model(tmp_path / "x.gguf")
+    assert {len(text or "") for text in (facts.name, facts.license)} == {200}

@@ -55,7 +55,7 @@ from cppbatch.config import EngineConfig
 from cppbatch.engine.core import EngineCore
 from cppbatch.engine.disk.slots import SlotPrefix, SlotReport
 from cppbatch.engine.request import FinishReason, GenerationEvent
-from cppbatch.engine.runtime import Runtime
+from cppbatch.engine.runtime import Runtime, load_runtime
 from cppbatch.engine.sampling.structured_output import SlowGrammar
 from cppbatch.engine.sequence import Seq
 from cppbatch.errors import CppBatchError, EngineClosed, InvalidRequest, RequestCancelled
@@ -321,9 +321,9 @@ def _exit_with_server(folder: str) -> None:
     child_processes.release()
 
 
-def _runtime(setup: WorkerSetup, on_progress: OnProgress) -> Runtime | None:
+def _runtime(setup: WorkerSetup, on_progress: OnProgress) -> Runtime:
     if setup.runtime is None:
-        return None
+        return load_runtime(setup.config, on_progress, survives_crash=True)
     module, _, function = setup.runtime.partition(":")
     make: Callable[[EngineConfig, OnProgress], Runtime] = getattr(importlib.import_module(module), function)
     return make(setup.config, on_progress)
@@ -352,7 +352,6 @@ def main() -> None:
         Backend.get().on_abort((Path(setup.folder) / LAST_WORDS).write_text)
         engine = EngineCore(
             setup.config,
-            progress=on_progress,
             runtime=_runtime(setup, on_progress),
             on_plan=lambda plan: status.set_computing([int(sequence.id) for sequence, _ in plan.pieces]),
             on_admitted=step_loop.output_thread.put,

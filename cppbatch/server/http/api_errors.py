@@ -26,6 +26,7 @@ from cppbatch.errors import (
     NotFound,
     QueueFull,
     StorageError,
+    shorten,
 )
 
 log = logging.getLogger("cppbatch.server")
@@ -273,7 +274,8 @@ def json_response(body: object, status: int = 200) -> web.Response:
 
 def error_response(request: web.Request, error: ApiError) -> web.Response:
     """An error response, in the format of the client's API."""
-    message = error.message.encode(errors="backslashreplace").decode()  # surrogates: bytes of headers, not in UTF-8
+    message = shorten(error.message)  # that of an exception of aiohttp may have the whole path
+    message = message.encode(errors="backslashreplace").decode()  # surrogates: bytes of headers, not in UTF-8
     error = error._replace(message=message)
     body = anthropic_error(error) if is_anthropic(request) else error_body(request.path, error)
     return json_response(body, error.status)

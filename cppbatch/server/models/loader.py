@@ -14,7 +14,7 @@ from cppbatch.cluster.deployment import Deployment
 from cppbatch.cluster.engines.client import EngineClient
 from cppbatch.config import EngineConfig
 from cppbatch.errors import EstimateFailed
-from cppbatch.models.find import check_file
+from cppbatch.models.check import check_model
 from cppbatch.server.settings import ServerSettings
 from cppbatch.sizing.attention import plan_attention
 from cppbatch.sizing.profile import use_profile
@@ -65,7 +65,7 @@ class MemoryPlanLoader:
         return await child_processes.to_thread(self._plan, self.specs[name], others, pinned)
 
     def _plan(self, spec: ModelSpec, others: Sequence[LoadPlan], pinned: Sequence[LoadPlan]) -> LoadPlan:
-        check_file(Path(spec.config.model_path))
+        check_model(Path(spec.config.model_path))
         config, decided = spec.config, set(spec.given)
         if self._use_profiles:
             used = use_profile(config, spec.given)

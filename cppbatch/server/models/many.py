@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, get_args
 
@@ -233,18 +233,23 @@ class ManyModels(ServedModels):
 
     async def entries(self, rules: KeyRules | None) -> list[ModelEntry]:
         """As in `ServedModels`."""
-        return list(await asyncio.gather(*map(self._entry, list(self._visible(rules)))))
+        return list(await asyncio.gather(*[self._entry(self._specs[name]) for name in self._visible(rules)]))
 
     async def entry(self, name: str, rules: KeyRules | None) -> ModelEntry:
         """As in `ServedModels`."""
         found = self._find(name)
         if found is None or found not in self._visible(rules):
             raise ModelNotFound(f"{name!r} not found; available: {self._available(rules)}")
-        return await self._entry(found)
+        return await self._entry(self._specs[found])
 
-    async def _entry(self, name: str) -> ModelEntry:
-        spec, model, names = self._specs[name], self.pool.models[name], self.names_of(name)
-        engine = model.engine
+    def _entry(self, spec: ModelSpec) -> Awaitable[ModelEntry]:
+        """Looks up the model now: it may be removed before the answer is complete."""
+        return self._read_entry(spec, self.pool.models[spec.name], self.names_of(spec.name))
+
+    async def _read_entry(
+        self, spec: ModelSpec, model: PooledModel[LoadPlan, EngineClient], names: tuple[str, ...]
+    ) -> ModelEntry:
+        name, engine = spec.name, model.engine
         health = engine.health() if engine else None
         is_up = model.is_up and health is not None and health.status != "loading"
         workers = await engine.workers() if engine and is_up else []
@@ -270,7 +275,7 @@ class ManyModels(ServedModels):
         if key not in self._facts:
             try:
                 self._facts[key] = await asyncio.to_thread(inspect_model, Path(spec.config.model_path))
-            except (ModelError, OSError):
+            except ModelError:
                 self._facts[key] = None  # loading reports what is wrong with the file
         return self._facts[key]
 
