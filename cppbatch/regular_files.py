@@ -66,7 +66,7 @@ def replace_file(finished: Path, path: Path) -> None:
     Raises `OSError`, also if `path` is a device or a pipe.
     """
     refuse_special(path)
-    finished.replace(os.path.realpath(path))
+    finished.replace(Path(os.path.realpath(path)))
 
 
 def _mode(path: Path) -> int | None:

@@ -58,7 +58,7 @@ def test_shells_complete_commands_and_flags_as_the_quickstart_says() -> None:
     assert [each.value for each in completion.get_completions([], "bat")] == ["batch"]
     assert "--template" in [each.value for each in completion.get_completions(["batch"], "--tem")]
     assert "--max-queue" in [each.value for each in completion.get_completions(["serve"], "--max-q")]
-    assert [each.value for each in completion.get_completions(["serve", "-ctk"], "q")] == ["q8_0", "q4_0"]
+    assert [each.value for each in completion.get_completions(["serve", "-ctk"], "q")] == ["q8_0", "q5_1", "q5_0", "q4_1", "q4_0"]
     quickstart = (Path(__file__).parents[2] / "docs/quickstart.md").read_text()
     assert 'eval "$(_CPPBATCH_COMPLETE=bash_source cppbatch)"' in quickstart
 
@@ -146,7 +146,8 @@ def test_the_two_times_of_the_bar_have_labels(monkeypatch: pytest.MonkeyPatch) -
         monkeypatch.setenv(name, value)
     monkeypatch.setattr("sys.stderr", screen := _Terminal())
     journal = SimpleNamespace(n_completed=3, n_failed=1)
-    job: Any = SimpleNamespace(journal=journal, n_lines=10, n_tokens=50, n_running=2)
+    files = SimpleNamespace(is_stream=False)
+    job: Any = SimpleNamespace(job=files, journal=journal, n_lines=10, n_tokens=50, n_running=2)
     with BatchProgress(job) as progress:
         progress.start()
     shown = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", screen.getvalue())

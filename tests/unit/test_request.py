@@ -634,7 +634,7 @@ def test_a_setting_that_is_not_a_number_is_refused_with_its_flag(name: str) -> N
         ({"device": "x"}, "device (--devices) is 'x'; it must be a whole number, or None"),
         ({"tensor_split": 1}, "tensor_split (-ts) is 1; it must be a list of numbers, like [3, 1]"),
         ({"tensor_split": ["a"]}, "tensor_split (-ts) is ['a']; it must be a list of numbers"),
-        ({"rpc": [1]}, "rpc (--rpc) is [1]; it must be a list of addresses"),
+        ({"rpc": [1]}, "rpc (--rpc) is [1]; it must be a list of strings"),
         ({"n_parallel": 5.5}, "n_parallel (-np) is 5.5; it must be a whole number, from 1 to 256"),
         ({"deterministic": "no"}, "deterministic (--deterministic) is 'no'; it must be True or False"),
         ({"prefix_cache_disk": 5}, "prefix_cache_disk (--prefix-cache-disk) is 5; it must be a string"),
@@ -671,7 +671,7 @@ def test_generate_batch_takes_the_positional_form() -> None:
 
 def test_one_rpc_worker_may_be_given_without_a_list() -> None:
     assert EngineConfig("x", rpc="127.0.0.1:5").rpc == ("127.0.0.1:5",)  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match=r"rpc \(--rpc\) is 5; it must be a list of addresses, like \['HOST:PORT'\]"):
+    with pytest.raises(ConfigError, match=r"rpc \(--rpc\) is 5; it must be a list of strings"):
         EngineConfig("x", rpc=5)  # type: ignore[arg-type]
 
 
