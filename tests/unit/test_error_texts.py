@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from cppbatch import errors
-from cppbatch.errors import CppBatchError, InvalidRequest, ModelLoadFailed, NotFound, QueueFull, shorten
+from cppbatch.errors import CppBatchError, InvalidRequest, ModelLoadFailed, NotFound, NotJsonLines, QueueFull, shorten
 
 LONG = "quoted " * 200_000
 KINDS = [
@@ -34,6 +34,8 @@ def test_every_error_is_shortened(kind: type[CppBatchError]) -> None:
     arguments: list[Any] = [f"is {LONG}; it must be short"]
     if issubclass(kind, InvalidRequest):
         arguments.insert(0, "field")
+    if kind is NotJsonLines:
+        arguments.insert(0, "input.json")
     if kind is ModelLoadFailed:
         arguments.append(1.0)
     error = kind(*arguments)

@@ -10,7 +10,7 @@ from cppbatch.errors import ModelError
 from cppbatch.ray.replica import options
 from cppbatch.ray.replica.options import model_on_this_node
 
-HEADER = b"GGUF" + b"\x01" * 20
+HEADER = b"GGUF" + (3).to_bytes(4, "little") + bytes(16)
 
 
 @pytest.fixture
