@@ -58,7 +58,13 @@ def test_shells_complete_commands_and_flags_as_the_quickstart_says() -> None:
     assert [each.value for each in completion.get_completions([], "bat")] == ["batch"]
     assert "--template" in [each.value for each in completion.get_completions(["batch"], "--tem")]
     assert "--max-queue" in [each.value for each in completion.get_completions(["serve"], "--max-q")]
-    assert [each.value for each in completion.get_completions(["serve", "-ctk"], "q")] == ["q8_0", "q5_1", "q5_0", "q4_1", "q4_0"]
+    assert [each.value for each in completion.get_completions(["serve", "-ctk"], "q")] == [
+        "q8_0",
+        "q5_1",
+        "q5_0",
+        "q4_1",
+        "q4_0",
+    ]
     quickstart = (Path(__file__).parents[2] / "docs/quickstart.md").read_text()
     assert 'eval "$(_CPPBATCH_COMPLETE=bash_source cppbatch)"' in quickstart
 

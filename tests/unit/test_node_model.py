@@ -9,6 +9,7 @@ import pytest
 from cppbatch.errors import ModelError
 from cppbatch.ray.replica import options
 from cppbatch.ray.replica.options import model_on_this_node
+from tests.support import tiny_models
 
 HEADER = b"GGUF" + (3).to_bytes(4, "little") + bytes(16)
 
@@ -27,7 +28,7 @@ def test_the_file_itself_is_taken(here: Path) -> None:
 
 
 def test_else_the_file_of_that_name_in_the_models_folder_of_the_node(here: Path) -> None:
-    (here / "models" / "a.gguf").write_bytes(HEADER)
+    tiny_models.llama(here / "models" / "a.gguf")
     assert model_on_this_node("/elsewhere/a.gguf") == str(here / "models" / "a.gguf")
 
 
