@@ -85,6 +85,7 @@ def run(
             output, errors = child.communicate(stdin, timeout=seconds)
         except BaseException:
             child.kill()
+            child.wait()  # after Ctrl-C, `with` does not
             raise
     if group and group.is_killed:
         raise ChildKilled

@@ -105,7 +105,8 @@ def memory(
             raise ConfigError("--seq-len and -c cannot be combined: -c is -np times --seq-len")
         config = msgspec.structs.replace(config, n_ctx=seq_len * config.n_parallel)
     config = plan_attention(config, given).config
-    if not seq_len and len(candidates := candidates_for(config, given)) > 1:
+    candidates = [config] if seq_len else candidates_for(config, given)
+    if len(candidates) > 1 or not config.is_placed:
         config = first_ample(candidates).config
     report = memory_report(config, margin=margin / 100)
     if load:

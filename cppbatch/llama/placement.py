@@ -12,14 +12,11 @@ from cppbatch.errors import ModelError
 from cppbatch.llama.backend import Backend
 from cppbatch.llama.library import C, ggml
 from cppbatch.llama.rpc import RpcConnections, any_registered, is_remote
+from cppbatch.models.inspect import DENSE_FFN, EXPERTS
 from cppbatch.rpc_endpoint import parse_endpoint
 
 _GPU, _INTEGRATED_GPU = 1, 2  # ggml_backend_dev_type
 _CPU = "CPU"
-EXPERTS = r"\.ffn_(up|down|gate|gate_up)_(ch|)exps"
-"""The names of the tensors of experts, as a regular expression; as in llama.cpp's `common.h`."""
-DENSE_FFN = r"\.ffn_(up|down|gate)\."
-"""Those of the feed-forward part of a layer without experts."""
 
 
 class _BufferTypeOverride(ctypes.Structure):

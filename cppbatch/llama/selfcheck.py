@@ -100,8 +100,9 @@ def child_command(models: list[Path], *, repack: bool) -> list[str]:
     return child_processes.child_command("cppbatch.llama.selfcheck_child", str(int(repack)), *map(str, models))
 
 
-def run_child(command: list[str], timeout_s: float = _TIMEOUT_S) -> Failure | None:
+def run_child(command: list[str], timeout_s: float | None = None) -> Failure | None:
     """Runs a child that may crash. Returns None if its exit code is 0, else how it ended."""
+    timeout_s = timeout_s or _TIMEOUT_S
     try:
         done = child_processes.run(command, seconds=timeout_s)
     except OSError as error:

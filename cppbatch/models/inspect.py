@@ -15,6 +15,10 @@ from cppbatch.models.find import check_file, model_parts, no_weights
 
 _LONGEST_NAME = 200  # characters that are shown
 _MOST_LAYERS = 512  # LLAMA_MAX_LAYERS
+EXPERTS = r"\.ffn_(up|down|gate|gate_up)_(ch|)exps"
+"""The names of the tensors of experts, as a regular expression; as in llama.cpp's `common.h`."""
+DENSE_FFN = r"\.ffn_(up|down|gate)\."
+"""Those of the feed-forward part of a layer without experts."""
 _POOLING = {1: "mean", 2: "cls", 3: "last", 4: "rank"}
 
 

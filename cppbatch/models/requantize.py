@@ -303,8 +303,9 @@ def _run_child(job: Job, written: Written | None) -> None:
             while (code := _wait(child)) is None:
                 if written and (part := Path(job.target)).exists():
                     written(part.stat().st_size)
-        except BaseException:  # mostly Ctrl-C
+        except BaseException:  # mostly Ctrl-C, after which `with` does not wait
             child.kill()
+            child.wait()
             raise
         if code != 0:
             errors.seek(0)

@@ -15,8 +15,7 @@ from msgspec.structs import replace
 
 from cppbatch.config import EngineConfig
 from cppbatch.errors import ModelError
-from cppbatch.llama.placement import DENSE_FFN, EXPERTS
-from cppbatch.models.inspect import inspect_model
+from cppbatch.models.inspect import DENSE_FFN, EXPERTS, inspect_model
 from cppbatch.sizing.demand import HOST, memory_demands
 from cppbatch.sizing.estimate import MemoryEstimate, estimate_memory
 from cppbatch.sizing.machine import free_host_memory

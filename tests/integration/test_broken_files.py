@@ -90,7 +90,7 @@ def test_a_file_that_cannot_run_ends_the_command_with_one_helpful_line(broken: t
         (["-c", "99999999999"], "-c"),
         (["-ub", "0"], "n_ubatch (-ub) is 0"),
         (["-t", "-1"], "n_threads (-t) is -1"),
-        (["-ngl", "-2"], "n_gpu_layers (-ngl) is -2"),
+        (["-ngl", "-3"], "n_gpu_layers (-ngl) is -3"),
         (["-n", "0"], "max_tokens"),
         (["--temp", "-1"], "temperature"),
         (["--top-p", "2"], "top_p"),

@@ -14,7 +14,7 @@ from cppbatch import BatchInferenceEngine, LocalEngine, SamplingParams
 from cppbatch.chat.template import ChatTemplate
 from cppbatch.engine import core as core_module
 from cppbatch.engine.runtime import load_runtime
-from cppbatch.errors import LlamaError
+from cppbatch.errors import LlamaError, shorten
 from cppbatch.server.models.served import OneModel
 from cppbatch.server.settings import ServerSettings
 from tests.support.http_client import Http, get, http_to, post
@@ -145,7 +145,7 @@ async def test_a_path_or_method_that_does_not_exist_is_refused_with_the_one_to_u
     }
     for (method, path), remedy in refused.items():
         async with http.request(method, path, json={}) as answer:
-            assert (await answer.json())["error"]["message"] == f"{method} {path} not found; {remedy}"
+            assert (await answer.json())["error"]["message"] == shorten(f"{method} {path} not found; {remedy}")
 
 
 async def test_one_bad_prompt_among_many_fails_the_request_before_anything_is_sent(http: Http) -> None:

@@ -61,7 +61,7 @@ class Children:
         self.tried: list[list[str]] = []
 
     def run(self, command: list[str], _timeout_s: float) -> Failure | None:
-        self.tried.append(command[3:])
+        self.tried.append(command[4:])
         return self.failure
 
 

@@ -218,7 +218,7 @@ def test_an_error_of_the_quantiser_is_reported_and_leaves_nothing(plan: Requanti
     data = plan.source.read_bytes()
     plan.source.write_bytes(data[: len(data) // 2])
     with pytest.raises(
-        ModelError, match=r"tiny\.Q4_K_M\.gguf cannot be requantised \(code 1\): .*corrupted or incomplete"
+        ModelError, match=r"tiny\.Q4_K_M\.gguf cannot be requantised \(code 1\): .*is damaged or truncated"
     ):
         requantize(plan, plan.output)
     assert list(plan.source.parent.iterdir()) == [plan.source]

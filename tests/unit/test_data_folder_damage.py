@@ -17,7 +17,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from cppbatch.errors import ConfigError, StorageError
+from cppbatch.errors import InputChanged, StorageError
 from cppbatch.jobs.batches.active_batch import ActiveBatch
 from cppbatch.jobs.batches.data_folder import DataFolder, _check_upload, open_data_folder
 from cppbatch.jobs.batches.manager import BatchManager
@@ -490,7 +490,7 @@ async def test_harmless_losses_are_tolerated(
 
 
 @pytest.mark.timeout(30)
-def test_a_pipe_in_place_of_an_upload_is_an_unreadable_input(tmp_path: Path) -> None:
+def test_a_pipe_in_place_of_an_upload_is_a_changed_input(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "content")
-    with pytest.raises(ConfigError, match="cannot be read: it is not a regular file"):
+    with pytest.raises(InputChanged, match="is not a regular file"):
         _check_upload(tmp_path / "content", 0, None)

@@ -29,7 +29,7 @@ from cppbatch.errors import ConfigError, DiskFull, InputChanged, NotFound, Stora
 from cppbatch.jobs.batches.store import BatchStore, File, KnownContents
 from cppbatch.jobs.durable_files import fsync_folder, make_durable, make_private, move, move_into_place, storage_error
 from cppbatch.jobs.input.format import unreadable_file
-from cppbatch.regular_files import open_regular
+from cppbatch.regular_files import is_special, open_regular
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -343,6 +343,8 @@ def _delete(path: Path) -> bool:
 
 
 def _check_upload(content: Path, size: int, sha256: str | None) -> None:
+    if is_special(content):
+        raise InputChanged("is not a regular file")
     try:
         with open_regular(content) as file:
             found = os.fstat(file.fileno()).st_size
