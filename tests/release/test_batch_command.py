@@ -150,7 +150,7 @@ def test_a_job_that_is_done_loads_no_model(tiny_llama: Path, tmp_path: Path) -> 
     model = tmp_path / "gone.gguf"
     model.write_bytes(tiny_llama.read_bytes())
     assert batch(model, source, out).returncode == 0
-    model.write_bytes(b"GGUF, but not much of it")
+    model.write_bytes(tiny_llama.read_bytes().replace(b"llama", b"nosuc"))  # an architecture that cannot be loaded
     again = batch(model, source, out, "--no-profile")
     assert (again.returncode, len(ids_of(out))) == (0, 3), again.stderr
     assert "3 done, 0 failed" in again.stderr
