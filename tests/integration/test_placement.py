@@ -221,7 +221,9 @@ def test_copied_weights_count_as_memory_that_must_be_free(models: dict[str, Path
 
 
 @pytest.mark.parametrize("kind", CHOICES["cache_type_k"])
-def test_every_type_of_cells_gives_texts_that_start_as_those_of_floats(kind: Any, models: dict[str, Path]) -> None:
+def test_every_type_of_cells_gives_texts_that_start_as_those_of_floats(
+    kind: Any, models: dict[str, Path], expected: dict[str, list[str]]
+) -> None:
     given = {"cache_type_k": kind, "cache_type_v": kind, "flash_attn": "on"}
     starts = [[text[:1] for text in each] for each in (texts(models["wide heads"], **given), expected["wide heads"])]
     assert sum(map(str.__eq__, *starts)) >= len(PROMPTS) // 2
