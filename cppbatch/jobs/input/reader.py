@@ -82,7 +82,7 @@ class InputReader:
         self.close()
 
     def id_problem(self) -> str | None:
-        """Why the column `id`, for which nobody has asked, cannot name the results; None if it can or does not.
+        """Why the column `id`, which was not asked for, cannot name the results; None if it can or does not.
 
         Reads the file, in 16 bytes of memory for each row.
         """
