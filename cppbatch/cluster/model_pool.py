@@ -396,7 +396,7 @@ class ModelPool(Generic[Plan, Engine]):
         self._changed.clear()
 
     async def _load(self, model: PooledModel[Plan, Engine]) -> None:
-        """Loads a requested model. Cancelled if it is no longer requested."""
+        """Loads a requested model. The caller cancels this once no request waits for it."""
         model._is_starting = True
         try:
             for attempt in range(1, _MAX_ATTEMPTS + 1):

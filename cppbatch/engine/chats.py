@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 import threading
 from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
+from functools import cached_property
 from time import monotonic
 from types import TracebackType
 from typing import Any, Literal, NamedTuple, TypeVar
@@ -199,11 +201,15 @@ class ChatFormats:
     def __init__(self, info: ModelInfo, apply_named: ApplyNamed | None = None) -> None:
         """`apply_named`: as in `ChatTemplate`."""
         self._info, self._apply_named = info, apply_named
-        self._control_tokens = any_of(info.control_tokens)
         self._making = threading.Lock()
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="cppbatch-chat")
         self.made: dict[str | ChatTemplate | None, ChatFormat] = {}
         """Formats by template; None: the model's own."""
+
+    @cached_property
+    def _control_tokens(self) -> re.Pattern[str] | None:
+        """Finds the model's control tokens. Thousands of them take 0.1 s, so not on an event loop."""
+        return any_of(self._info.control_tokens)
 
     def get(self, template: str | ChatTemplate | None = None) -> ChatFormat:
         """The format of a template (a string: as for `find_template`), else of the model's own, else of ChatML.
