@@ -209,6 +209,9 @@ def move(durable: Path, path: Path) -> None:
 # SQLite databases that are durable across power loss and used by one process at a time.
 
 
+IN_MEMORY = Path(":memory:")
+"""The path of a database that is not kept, as SQLite has it."""
+
 _MIN_FREE_BYTES = 1 << 16  # SQLite needs some free disk space for every change
 _LOCK_TIMEOUT_S = 2.0  # enough for a process that is shutting down
 _PRIVATE_FILE = 0o600  # databases name files, and have prompts of ordered jobs; a reader's lock would keep others out
@@ -266,8 +269,9 @@ class Database:
             refuse_special(path)
         with self._storage_errors():
             self._check_with_wal()
-            with contextlib.suppress(OSError):  # it exists, or SQLite says why it cannot
-                os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, _PRIVATE_FILE))
+            if path != IN_MEMORY:
+                with contextlib.suppress(OSError):  # it exists, or SQLite says why it cannot
+                    os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, _PRIVATE_FILE))
             self._db = sqlite3.connect(path, timeout=_LOCK_TIMEOUT_S, isolation_level=None, check_same_thread=False)
         try:
             with self._storage_errors():

@@ -230,9 +230,6 @@ def _encode_line(content: Json) -> bytes:
 # The state of each line of a job's input, in a SQLite file, so that an interrupted job can resume.
 
 
-IN_MEMORY = Path(":memory:")
-"""The path of a ledger that is not kept."""
-
 _MIGRATIONS = (
     (
         """CREATE TABLE items (

@@ -179,12 +179,13 @@ def test_a_command_that_is_ended_by_a_signal_leaves_no_file_and_no_process(
         import sys
         from cppbatch.cli import main
         from cppbatch.models import requantize
-        popen = requantize.subprocess.Popen
-        def sleeping(command, **settings):
-            child = popen([sys.executable, "-c", "import time; time.sleep(60)"], **settings)
-            print(child.pid, flush=True)
-            return child
-        requantize.subprocess.Popen = sleeping
+        class Sleeping(requantize.subprocess.Popen):
+            def __init__(self, command, **settings):
+                super().__init__([sys.executable, "-c", "import time; time.sleep(60)"], **settings)
+            def wait(self, timeout=None):
+                print(self.pid, flush=True)
+                return super().wait(timeout)
+        requantize.subprocess.Popen = Sleeping
         main()
     """
     command = [sys.executable, "-c", slow, "models", "requantize", str(plan.source), "--type", "Q8_0"]

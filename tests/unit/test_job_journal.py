@@ -14,7 +14,7 @@ import msgspec
 import pytest
 
 from cppbatch.errors import StorageError
-from cppbatch.jobs.durable_files import DurableFile
+from cppbatch.jobs.durable_files import IN_MEMORY, DurableFile
 from cppbatch.jobs.job_request import JobRequest, JobResponse, RejectedLine
 from cppbatch.jobs.journal import Journal, Ledger, rejection_line, response_line
 from tests.support.job_results import ids_of, item, lines_of, opened, result
@@ -350,6 +350,12 @@ def test_a_full_database_says_so_and_keeps_what_it_has(tmp_path: Path) -> None:
     ledger.close()
     ledger = Ledger(tmp_path / "job")
     assert ledger.register([item(1), item(2)]) == ([item(1), item(2)], [])
+
+
+def test_a_ledger_in_memory_makes_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Ledger(IN_MEMORY).close()
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_missing_folder_is_named(tmp_path: Path) -> None:
