@@ -107,7 +107,7 @@ def memory(
     config = plan_attention(config, given).config
     candidates = [config] if seq_len else candidates_for(config, given)
     if len(candidates) > 1 or not config.is_placed:
-        config = first_ample(candidates).config
+        config = first_ample(candidates, decided=given).config
     report = memory_report(config, margin=margin / 100)
     if load:
         from cppbatch.bench.memory_report import measure_memory

@@ -50,7 +50,7 @@ def plan_start(
     attention = plan_attention(candidates[0], decided, sizes)
     planned = Planned(attention.config, None)
     if memory_check:
-        planned = first_ample([_with_attention(each, attention.config) for each in candidates], engines)
+        planned = first_ample([_with_attention(each, attention.config) for each in candidates], engines, decided)
         check_planned(planned, engines)
     if says_start:
         _say_what_runs(planned, is_chosen=not decided >= SIZES, misses_profile=use_profile, say=say)

@@ -75,6 +75,23 @@ class KernelTimes(msgspec.Struct, frozen=True):
         return self.batch_gain >= _BATCHED_GAIN
 
 
+class DeviceTimes(msgspec.Struct, frozen=True):
+    """The times of a device with all of its threads, and of reaching it."""
+
+    ms: dict[str, dict[int, float]]
+    """{type: {rows: milliseconds of a product with a million weights}}."""
+    round_trip_ms: float
+    """Sending a vector, a small product, and reading the result."""
+    copy_ms: float
+    """Sending a million bytes of the host's memory."""
+
+    def product_ms(self, kind: str, rows: float) -> float:
+        """The milliseconds of a product of a million weights with `rows` vectors. A type that was not timed takes the
+        time of the first one; rows beyond the timed ones cost what the last ones do."""
+        points = self.ms.get(kind) or next(iter(self.ms.values()))
+        return interpolate(rows, points) * max(1.0, rows / max(points))
+
+
 class Measured(msgspec.Struct, frozen=True):
     """What the child process prints."""
 

@@ -45,14 +45,14 @@ _FLOAT_BYTES = 4
 def main() -> None:
     """Reads a list of `EngineConfig` from stdin and writes a `MemoryEstimate` to stdout."""
     configs = msgspec.json.decode(sys.stdin.buffer.read(), type=list[EngineConfig])
-    connections = _connect(configs)
-    devices = [*_devices("GPU"), *_devices("remote")]  # before models are loaded
-    answer = MemoryEstimate(list(footprints(configs)), devices)
+    connections = connect(configs)
+    found = devices()  # before models are loaded
+    answer = MemoryEstimate(list(footprints(configs)), found)
     connections.close()
     sys.stdout.buffer.write(b"\n" + msgspec.json.encode(answer))
 
 
-def _connect(configs: list[EngineConfig]) -> RpcConnections:
+def connect(configs: list[EngineConfig]) -> RpcConnections:
     """Connections to the RPC workers of all engines; none if that fails, which loading will report."""
     endpoints = dict.fromkeys(parse_endpoint(each) for config in configs for each in config.rpc)
     Backend.get()  # loads the RPC backend of a portable build
@@ -60,6 +60,11 @@ def _connect(configs: list[EngineConfig]) -> RpcConnections:
         return RpcConnections(list(endpoints))
     except CppBatchError:
         return RpcConnections([])
+
+
+def devices() -> list[Device]:
+    """The GPUs, and the devices of RPC workers that are connected."""
+    return [*_devices("GPU"), *_devices("remote")]
 
 
 def _devices(kind: str) -> Iterator[Device]:

@@ -1,76 +1,189 @@
 """Chooses the parts of a model that stay on the CPU if its devices cannot hold it, without loading it.
 
-A step reads all of a layer's attention, dense weights and cells, but of its experts only those that its rows pick. So a
-device gets the former of all layers, then the experts of as many layers as fit; without experts, the feed-forward
-weights of as many layers. If that is still too much, the first layers stay on the CPU whole.
+Example, experts of 16 GiB and a card with 8: all attention, dense weights and cells are on the card, with the experts
+of as many layers as fit. Each number of sequences has such a placement, since their cells take the place of weights;
+the chosen one has the highest speed by `--prefer`. Speeds follow from what a step reads on each side, and from the
+timed kernels of each device (docs/decisions/0050).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 from msgspec.structs import replace
 
-from cppbatch.config import EngineConfig
+from cppbatch.config import EngineConfig, available_threads
 from cppbatch.errors import ModelError
-from cppbatch.models.inspect import DENSE_FFN, EXPERTS, inspect_model
-from cppbatch.sizing.demand import HOST, memory_demands
-from cppbatch.sizing.estimate import MemoryEstimate, estimate_memory
+from cppbatch.models.file_header import WEIGHT_TYPES, read_header
+from cppbatch.models.find import model_parts
+from cppbatch.models.inspect import DENSE_FFN, EXPERTS
+from cppbatch.models.kernels import DeviceTimes, kernel_times
+from cppbatch.sizing.demand import HOST, location, memory_demands
+from cppbatch.sizing.device_times import CPU, device_times
+from cppbatch.sizing.estimate import Device, Footprint, MemoryEstimate, estimate_memory
 from cppbatch.sizing.machine import free_host_memory
 
-_SEQUENCES = 4
-"""Sequences for which a model is placed if -np is not given: their cells take the place of weights."""
-_TRIED = 4  # placements that are estimated at once, in one child process
+LEAST_CELLS = 4096
+"""Cells of a model that is larger than its devices, unless -c is given; llama-server's -fitc."""
+_CELLS_EACH = 1024
+_LARGE_UBATCH = 2048  # reads weights on the CPU once for that many prompt tokens
+_OFFLOADED_ROWS = 32  # from this number on, a GPU computes with weights of the CPU that are copied to it (`op_offload`)
+_TYPES = 2  # of weights whose kernels are timed, those of most bytes
+_CLEARLY = 1.3
+"""Devices that are this much faster than others are filled first."""
+_NEAR = 0.02  # of the best speed, within which more sequences are better
+_UNKNOWN = {
+    CPU: DeviceTimes({"Q8_0": {1: 0.03, 16: 0.2, 512: 6.0}}, 0.0, 0.0),
+    "": DeviceTimes({"Q8_0": {1: 0.004, 16: 0.005, 512: 0.05}}, 0.05, 0.1),
+}
+"""A desktop's CPU and GPU, if theirs cannot be timed."""
 
 Engines = Callable[[EngineConfig], list[EngineConfig]]
 
 
-def placed(
-    candidates: Sequence[EngineConfig], engines: Engines, *, n_devices: int, margin: float
-) -> tuple[EngineConfig, MemoryEstimate] | None:
-    """The placement with the most on the devices that leaves `margin` of their free memory free, of the largest sizes
-    for which there is one; None if there is none, or if the settings say what is where (`EngineConfig.is_placed`).
+class Speeds(NamedTuple):
+    """What a placement is expected to reach."""
 
-    `candidates`: the sizes, largest first. `engines`: the settings of all engines. Raises `EstimateFailed`.
+    alone: float
+    """Generated tokens/s of one sequence."""
+    full: float
+    """Generated tokens/s of all sequences together."""
+    prompt: float
+    """Prompt tokens/s."""
+
+    def score(self, prefer: str) -> float:
+        """Higher is better. Prompts count as much as answers: one prompt token for each generated one."""
+        alone, full = (1 / (1 / each + 1 / self.prompt) for each in (self.alone, self.full))
+        return {"latency": alone, "throughput": full}.get(prefer, math.sqrt(alone * full))
+
+
+class Placement(NamedTuple):
+    """Settings with a placement, and their expected speeds."""
+
+    config: EngineConfig
+    speeds: Speeds
+    smaller: tuple[EngineConfig, ...]
+    """The same way of placing, from a little more on the devices to as little as possible."""
+
+
+class Placed(NamedTuple):
+    """A placement that fits."""
+
+    config: EngineConfig
+    estimate: MemoryEstimate
+    speeds: Speeds
+
+
+def placed(
+    candidates: Sequence[EngineConfig],
+    engines: Engines,
+    devices: Sequence[Device],
+    *,
+    margin: float,
+    decided: Set[str] = frozenset(),
+) -> Placed | None:
+    """The fastest placement by `config.prefer` that leaves `margin` of the devices' free memory free; None if there is
+    none, or if the settings say what is where (`EngineConfig.is_placed`).
+
+    `candidates`: the sizes that would be chosen if the model fitted, largest first. `engines`: the settings of all
+    engines. `decided`: the names of settings that may not change. Raises `EstimateFailed`.
     """
-    if candidates[0].is_placed:
-        return None
-    few = [each for each in candidates if each.n_parallel <= _SEQUENCES] or [candidates[-1]]
-    for sizes in few:
-        if found := _first_that_fits(placements(sizes, n_devices), engines, margin):
-            return found
+    for found in ranked(candidates, engines, devices, margin=margin, decided=decided):
+        if fitting := _first_that_fits(found.smaller, engines, margin):
+            return Placed(*fitting, found.speeds)
     return None
 
 
-def placements(config: EngineConfig, n_devices: int = 1) -> list[EngineConfig]:
-    """What may stay on the CPU, from least to all. Of several devices, each has layers of which parts do."""
+def ranked(
+    candidates: Sequence[EngineConfig],
+    engines: Engines,
+    devices: Sequence[Device],
+    *,
+    margin: float,
+    decided: Set[str] = frozenset(),
+) -> list[Placement]:
+    """The best placements of each number of sequences, fastest first, by calculation: whether they fit is not checked.
+
+    Arguments and errors as of `placed`.
+    """
+    if not devices or candidates[0].is_placed:
+        return []
     try:
-        facts = inspect_model(Path(config.model_path))
+        model = _read_model(Path(candidates[0].model_path))
     except ModelError:  # loading reports what is wrong with the file
         return []
-    n = facts.n_layer or 0
-    name, tensors = ("n_cpu_moe", EXPERTS) if facts.n_expert else ("n_cpu_ffn", DENSE_FFN)
+    sizes = list(_sizes(candidates, decided))
+    several = [engines(each) for each in sizes]
+    one = several[0][0]
+    first = estimate_memory([each[0] for each in several]).footprints
+    if any(each.error for each in first) or not (used := _used(one, devices, first[0])):
+        return []
+    share = sum(config.device == one.device for config in several[0])
+    free = {each.name: int(each.free * (1 - margin)) // share for each in used}
+    search = _Search(one, model, used, free, _times(one, used, model))
+    found = [each for config, footprint in zip(sizes, first, strict=True) for each in search.best(config, footprint)]
+    has_gpu = any(map(_is_gpu, used))
+    scores = [
+        each.speeds.score(one.prefer)
+        if has_gpu or each.config.n_gpu_layers
+        else 0.0  # RPC workers are given to be used
+        for each in found
+    ]
+    near = max(scores, default=0.0) * (1 - _NEAR)
+    order = sorted(
+        zip(scores, found, strict=True), key=lambda each: (each[0] >= near and each[1].config.n_parallel, each[0])
+    )
+    return [each for _, each in reversed(order)]
 
-    def on_cpu(layers: int, **more: Any) -> EngineConfig:
-        if n_devices == 1 or layers == n:
-            return replace(config, **{name: layers}, **more)
-        spread = "|".join(str(i * n // layers) for i in range(layers))
-        return replace(config, override_tensor=(rf"blk\.({spread}){tensors}=CPU",), **more)
 
-    whole = [on_cpu(n, n_gpu_layers=layers) for layers in range(n, 0, -1)]
-    return [*map(on_cpu, range(1, n + 1)), *whole, replace(config, n_gpu_layers=0)]
+def _sizes(candidates: Sequence[EngineConfig], decided: Set[str]) -> Iterator[EngineConfig]:
+    """Numbers of sequences, with the fewest useful cells unless -c is given, and two sizes of a ubatch."""
+    is_given = len({each.n_ctx for each in candidates}) == 1
+    most = max(each.n_ctx for each in candidates)
+    for config in {each.n_parallel: each for each in candidates}.values():
+        cells = config.n_ctx if is_given else min(most, max(LEAST_CELLS, _CELLS_EACH * config.n_parallel))
+        yield replace(config, n_ctx=cells)
+        if "n_ubatch" not in decided and config.op_offload and config.n_ubatch < config.n_batch:
+            yield replace(config, n_ctx=cells, n_ubatch=min(_LARGE_UBATCH, config.n_batch))
+
+
+def _used(config: EngineConfig, devices: Sequence[Device], whole: Footprint) -> list[Device]:
+    """The devices that have weights if nothing is on the CPU, in llama.cpp's order: as given, or RPC workers first."""
+    found = {location(buffer, devices) for buffer in whole.buffers if buffer.kind == "weights"}
+
+    def order(device: Device) -> tuple[int, bool]:
+        names = [device.name, *device.buffer_types]
+        given = (i for i, name in enumerate(config.device_names) if name in names)
+        return next(given, 0), _is_gpu(device)
+
+    return sorted((each for each in devices if each.name in found), key=order)
+
+
+def _is_gpu(device: Device) -> bool:
+    """Of this machine, not of an RPC worker."""
+    return bool(device.description)
+
+
+def _times(config: EngineConfig, used: Sequence[Device], model: _Model) -> dict[str, DeviceTimes]:
+    n_threads = config.n_threads or available_threads()
+    times = device_times(config, used, model.main_types, n_threads=n_threads)
+    return times or {CPU: _UNKNOWN[CPU], **{each.name: _UNKNOWN[""] for each in used}}
 
 
 def _first_that_fits(
     ladder: Sequence[EngineConfig], engines: Engines, margin: float
 ) -> tuple[EngineConfig, MemoryEstimate] | None:
-    """By trying a few evenly distributed placements at a time between those that are known to fit and not to."""
+    """By estimates of a few placements at a time: the first ones, then ever further ones."""
     fits: tuple[EngineConfig, MemoryEstimate] | None = None
     low, high = 0, len(ladder)  # what is before `low` does not fit, what is from `high` on does
     while low < high:
-        tried = sorted({low + (high - low) * i // _TRIED for i in range(_TRIED)} | {high - 1})
+        tried = sorted({min(low + step, high - 1) for step in _STEPS})
         configs = [engines(ladder[i]) for i in tried]
         answer = estimate_memory([one for several in configs for one in several])
         footprints, free = iter(answer.footprints), free_host_memory()
@@ -86,3 +199,271 @@ def _first_that_fits(
             if all(each.will_fit for each in demands if each.where != HOST):
                 return fits  # what is left on the CPU is too much for the host
     return fits
+
+
+_STEPS = (0, 1, 2, 4, 12)
+
+
+# --- the model -------------------------------------------------------------------------------------------------------
+
+_Weights = Mapping[str, int]
+"""{type: number of weights}."""
+
+
+class _Part(NamedTuple):
+    """Tensors that are placed together."""
+
+    weights: _Weights
+    n_bytes: int
+
+    def __add__(self, other: _Part) -> _Part:  # type: ignore[override]
+        return _Part(Counter(self.weights) + Counter(other.weights), self.n_bytes + other.n_bytes)
+
+
+_NOTHING = _Part({}, 0)
+
+
+class _Model(NamedTuple):
+    """What the layers of a model consist of."""
+
+    rest: list[_Part]
+    """Of each layer: attention, states, norms, shared experts."""
+    ffn: list[_Part]
+    """Of each layer: the experts; without any, the feed-forward part."""
+    output: _Part
+    has_experts: bool
+    experts: int
+    """Experts of a layer; 1 without any."""
+    used: int
+    """Experts of a row."""
+
+    @property
+    def main_types(self) -> list[str]:
+        """The types of most weights."""
+        total: Counter[str] = Counter()
+        for part in (*self.rest, *self.ffn, self.output):
+            total.update(part.weights)
+        return [kind for kind, _ in total.most_common(_TYPES)]
+
+
+def _read_model(path: Path) -> _Model:
+    """Raises `ModelError`."""
+    headers = [read_header(part) for part in model_parts(path)]
+    first, tensors = headers[0], [tensor for header in headers for tensor in header.tensors]
+    architecture = first.text("general.architecture") or ""
+    n_layers = first.whole_number(f"{architecture}.block_count") or 0
+    experts = first.whole_number(f"{architecture}.expert_count") or 0
+    pattern = re.compile(EXPERTS if experts else DENSE_FFN)
+    rest, ffn, output = [_NOTHING] * n_layers, [_NOTHING] * n_layers, _NOTHING
+    names = {tensor.name for tensor in tensors}
+    for tensor in tensors:
+        part = _Part({tensor.kind: tensor.n_elements} if len(tensor.shape) > 1 else {}, tensor.n_bytes)
+        layer = re.match(r"blk\.(\d+)\.", tensor.name)
+        if layer and int(layer[1]) < n_layers:
+            side = ffn if pattern.search(tensor.name) else rest
+            side[int(layer[1])] += part
+        elif tensor.name.startswith("output") or (tensor.name == "token_embd.weight" and "output.weight" not in names):
+            output += part
+    used = first.whole_number(f"{architecture}.expert_used_count") or 0
+    return _Model(rest, ffn, output, bool(experts), experts or 1, used or 1)
+
+
+# --- the search ------------------------------------------------------------------------------------------------------
+
+
+class _Place(NamedTuple):
+    """The first `whole` layers are on the CPU, and of the others the feed-forward parts of `ffn`."""
+
+    whole: int
+    ffn: int
+
+
+_Layers = Mapping[str, int]
+"""{device: number of layers}, the output counts as one."""
+
+
+class _Search:
+    """Placements of a model on devices, by calculation."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        model: _Model,
+        devices: Sequence[Device],
+        free: Mapping[str, int],
+        times: Mapping[str, DeviceTimes],
+    ) -> None:
+        """`free`: the bytes of each device that the engine may use."""
+        self._model, self._free, self._times = model, free, times
+        self._n = len(model.rest)
+        self._bytes = {
+            kind: _weight_bytes(kind) for part in (*model.rest, *model.ffn, model.output) for kind in part.weights
+        }
+        has_gpu = any(map(_is_gpu, devices))
+        self._copies = has_gpu and config.op_offload and not config.no_host
+        self._repacked = kernel_times(model.main_types) if config.no_host or not has_gpu else {}
+        self._is_split = len(devices) > 1 and bool(config.tensor_split or config.split_mode != "layer")
+        self._shares = config.tensor_split or [free[each.name] for each in devices]
+        self._devices = list(devices) if self._is_split or config.device_names else self._by_speed(devices)
+
+    def _by_speed(self, devices: Sequence[Device]) -> list[Device]:
+        """The GPUs of this machine, then RPC workers; clearly faster ones first."""
+        kind = self._model.main_types[0]
+        ms = {each.name: self._product_ms(each.name, kind, 1) for each in devices}
+        level = {name: round(math.log(each, _CLEARLY)) for name, each in ms.items()}
+        return sorted(devices, key=lambda each: (not _is_gpu(each), level[each.name]))
+
+    def best(self, config: EngineConfig, whole: Footprint) -> Iterator[Placement]:
+        """The placement with the most on the devices in each of three ways, and the CPU alone.
+
+        `whole`: the memory of `config` without a placement.
+        """
+        n = self._n
+        ways = (
+            [_Place(0, ffn) for ffn in range(n + 1)],
+            [_Place(layers, 0) for layers in range(n + 1)],
+            [_Place(layers, n - layers) for layers in range(n + 1)],
+        )
+        on_cpu = replace(config, n_gpu_layers=0)
+        yield Placement(on_cpu, self._speeds(config, whole, _Place(n, 0), {}), (on_cpu,))
+        found: set[_Place] = set()
+        for way in ways:
+            filled = [(place, layers) for place in way if (layers := self._fill(config, whole, place)) is not None]
+            if not filled or filled[0][0] in found:
+                continue
+            found.add(filled[0][0])
+            more = way[: len(way) - len(filled)][-_MORE:] if len(self._devices) == 1 else []
+            smaller = [*((place, {}) for place in more), *filled]
+            yield Placement(
+                self._settings(config, *filled[0]),
+                self._speeds(config, whole, *filled[0]),
+                tuple(self._settings(config, place, layers) for place, layers in smaller),
+            )
+
+    # --- memory -------------------------------------------------------------------------------------------------------
+
+    def _on_cpu(self, place: _Place) -> Set[int]:
+        """The layers whose feed-forward parts are on the CPU. Of several devices, the first and fastest ones have whole
+        layers."""
+        n = self._n - place.whole
+        if len(self._devices) == 1:
+            return set(range(place.whole + place.ffn))
+        if self._is_split:
+            return {*range(place.whole), *(place.whole + i * n // place.ffn for i in range(place.ffn))}
+        return {*range(place.whole), *range(self._n - place.ffn, self._n)}
+
+    def _fill(self, config: EngineConfig, whole: Footprint, place: _Place) -> _Layers | None:
+        """The layers of each device; None if they do not fit."""
+        model, on_cpu = self._model, self._on_cpu(place)
+        cells = _total(whole, "cells", "states") // self._n if config.kv_offload else 0
+        sizes = [
+            model.rest[i].n_bytes + cells + (0 if i in on_cpu else model.ffn[i].n_bytes)
+            for i in range(place.whole, self._n)
+        ]
+        sizes.append(model.output.n_bytes)
+        computing = _per_device(whole, self._devices, "compute")
+        fixed = max(computing.values(), default=0)
+        units: dict[str, int] = {}
+        for i, device in enumerate(self._devices):
+            room = self._free[device.name] - fixed if device.free else math.inf
+            fits = sum(1 for total in accumulate(sizes) if total <= room)
+            if self._is_split:
+                end = round((self._n + 1 - place.whole) * sum(self._shares[: i + 1]) / sum(self._shares))
+                wanted = end - sum(units.values())
+                if fits < min(wanted, len(sizes)):
+                    return None
+                fits = wanted
+            units[device.name] = fits
+            sizes = sizes[fits:]
+        return None if sizes else units
+
+    def _settings(self, config: EngineConfig, place: _Place, units: _Layers) -> EngineConfig:
+        n = self._n
+        if place.whole:
+            config = replace(config, n_gpu_layers=n + 1 - place.whole)
+        if place.ffn == n - place.whole or len(self._devices) == 1:
+            name = "n_cpu_moe" if self._model.has_experts else "n_cpu_ffn"
+            config = replace(config, **{name: place.whole + place.ffn if place.ffn else 0})
+        elif place.ffn:
+            layers = "|".join(map(str, sorted(self._on_cpu(place))))
+            tensors = EXPERTS if self._model.has_experts else DENSE_FFN
+            config = replace(config, override_tensor=(rf"blk\.({layers}){tensors}=CPU",))
+        if len(self._devices) > 1 and not self._is_split:
+            shares = [float(units[each.name]) for each in self._devices]
+            names = tuple(next(iter(each.buffer_types), each.name) for each in self._devices)
+            # Half a layer less for the first device: llama.cpp compares sums of shares, with rounding.
+            config = replace(
+                config, device_names=names, tensor_split=(shares[0] - 0.5, *shares[1:-1], shares[-1] + 0.5)
+            )
+        return config
+
+    # --- speeds -------------------------------------------------------------------------------------------------------
+
+    def _speeds(self, config: EngineConfig, whole: Footprint, place: _Place, units: _Layers) -> Speeds:
+        cells = _total(whole, "cells", "states") / config.n_parallel / 2  # half of those of a sequence
+        on_cpu = self._on_cpu(place)
+        where = [CPU] * place.whole + [each.name for each in self._devices for _ in range(units.get(each.name, 0))]
+        where += [CPU] * (self._n + 1 - len(where))
+
+        def step_ms(rows: int, n_seq: int) -> float:
+            """What each side computes, one after the other, and the ways between them."""
+            total, before = self._part_ms(where[-1], self._model.output, n_seq), CPU
+            for i in range(self._n):
+                ffn = CPU if i in on_cpu else where[i]
+                total += self._part_ms(where[i], self._model.rest[i], rows)
+                total += self._read_ms(where[i] if config.kv_offload else CPU, n_seq * cells / self._n)
+                total += self._part_ms(ffn, self._model.ffn[i], rows, self._model.used / self._model.experts)
+                total += self._way_ms(before, where[i]) + self._way_ms(where[i], ffn)
+                before = ffn
+            return total
+
+        n, n_ubatch = config.n_parallel, config.n_ubatch
+        return Speeds(1e3 / step_ms(1, 1), n * 1e3 / step_ms(n, n), n_ubatch * 1e3 / step_ms(n_ubatch, 1))
+
+    def _way_ms(self, one: str, other: str) -> float:
+        return 0.0 if one == other else sum(self._times[each].round_trip_ms / 2 for each in (one, other) if each != CPU)
+
+    def _part_ms(self, where: str, part: _Part, rows: int, fraction: float = 1.0) -> float:
+        """`fraction`: of the experts, those of a row."""
+        chosen = 1 - (1 - fraction) ** rows  # those of any row
+        copied = 0.0
+        if where == CPU and self._copies and rows >= _OFFLOADED_ROWS:
+            where = self._devices[0].name
+            copied = self._times[where].copy_ms * part.n_bytes / 1e6
+        computed = (
+            n / 1e6 * self._product_ms(where, kind, rows * fraction / chosen) for kind, n in part.weights.items()
+        )
+        return chosen * (copied + sum(computed))
+
+    def _product_ms(self, where: str, kind: str, rows: float) -> float:
+        ms = self._times[where].product_ms(kind, rows)
+        repacked = self._repacked.get(kind) if where == CPU else None
+        if not repacked or not repacked.plain_ms:
+            return ms
+        faster = ms * repacked.rows_ms(int(rows)) / repacked.rows_ms(int(rows), plain=True)
+        return max(faster, self._times[CPU].product_ms(kind, 1))  # which is the time of reading it
+
+    def _read_ms(self, where: str, n_bytes: float) -> float:
+        """Reading cells, at the speed at which weights are read."""
+        kind = self._model.main_types[0]
+        return self._product_ms(where, kind, 1) * n_bytes / 1e6 / self._bytes[kind]
+
+
+_MORE = 2  # placements with more on the device than calculated that are tried
+
+
+def _weight_bytes(kind: str) -> float:
+    of_kind = WEIGHT_TYPES.get(kind)
+    return of_kind.n_bytes / of_kind.block if of_kind else 1.0
+
+
+def _total(footprint: Footprint, *kinds: str) -> int:
+    return sum(each.n_bytes for each in footprint.buffers if each.kind in kinds)
+
+
+def _per_device(footprint: Footprint, devices: Sequence[Device], kind: str) -> Counter[str]:
+    found: Counter[str] = Counter()
+    for buffer in footprint.buffers:
+        if buffer.kind == kind and (where := location(buffer, devices)) != HOST:
+            found[where] += buffer.n_bytes
+    return found

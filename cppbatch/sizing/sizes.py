@@ -22,7 +22,7 @@ from cppbatch.sizing.buffers import MAPPED
 from cppbatch.sizing.demand import HOST, Demand, format_gib, location, mapped_bytes, memory_demands
 from cppbatch.sizing.estimate import Footprint, MemoryEstimate, estimate_memory
 from cppbatch.sizing.machine import free_host_memory
-from cppbatch.sizing.placement import placed
+from cppbatch.sizing.placement import Speeds, placed
 
 MARGIN = 0.1
 """The fraction of free memory that the chosen sizes leave free."""
@@ -110,15 +110,21 @@ class Planned(NamedTuple):
     config: EngineConfig
     estimate: MemoryEstimate | None
     """None: it failed."""
+    speeds: Speeds | None = None
+    """What is expected of a model that was placed."""
 
 
-def first_ample(candidates: Sequence[EngineConfig], engines: Engines = lambda config: [config]) -> Planned:
+def first_ample(
+    candidates: Sequence[EngineConfig],
+    engines: Engines = lambda config: [config],
+    decided: Set[str] = frozenset(),
+) -> Planned:
     """The first candidate that fits with the weights and leaves `MARGIN` of the memory free; the last one if none does,
     with parts of the model on the CPU if its devices cannot hold it.
 
-    If the estimate fails, the first one, and a warning is logged.
+    `decided`: the names of settings that may not change. If the estimate fails, the first one, and a warning is logged.
     """
-    return _placed(_first_ample(candidates, engines), candidates, engines)
+    return _placed(_first_ample(candidates, engines), candidates, engines, decided)
 
 
 def _first_ample(candidates: Sequence[EngineConfig], engines: Engines) -> Planned:
@@ -138,15 +144,19 @@ def _first_ample(candidates: Sequence[EngineConfig], engines: Engines) -> Planne
     return Planned(each, estimate)
 
 
-def _placed(planned: Planned, candidates: Sequence[EngineConfig], engines: Engines) -> Planned:
-    """With parts of the model on the CPU, if the sizes that are left do not fit on its devices."""
+def _placed(planned: Planned, candidates: Sequence[EngineConfig], engines: Engines, decided: Set[str]) -> Planned:
+    """With parts of the model on the CPU, if the sizes that are left do not fit on its devices; on the fastest of
+    several GPUs, if they do."""
     if planned.estimate is None:
         return planned
     demands = memory_demands(planned.estimate, free_host_memory())
-    if all(each.will_fit for each in demands if each.where != HOST):
+    n_gpus = sum(bool(each.description) for each in planned.estimate.devices)
+    fits = all(each.will_fit for each in demands if each.where != HOST)
+    if fits and (n_gpus < 2 or planned.config.device_names or planned.config.tensor_split):
         return planned
     try:
-        found = placed(candidates, engines, n_devices=len(planned.estimate.devices), margin=MARGIN)
+        among = [planned.config] if fits else candidates
+        found = placed(among, engines, planned.estimate.devices, margin=MARGIN, decided=decided)
     except EstimateFailed as error:
         log.warning("could not look for a placement that fits: %s", error)
         return planned
@@ -180,7 +190,7 @@ def check_memory(config: EngineConfig, engines: Engines = lambda config: [config
 
 def check_planned(planned: Planned, engines: Engines = lambda config: [config]) -> None:
     """As `check_memory`, for settings whose estimate is known."""
-    config, estimate = planned
+    config, estimate = planned.config, planned.estimate
     if estimate is None:
         return
     needed = memory_demands(estimate, free_host_memory())
@@ -348,12 +358,13 @@ def first_beside(
     *,
     engines: Engines,
     budget: int | None = None,
+    decided: Set[str] = frozenset(),
 ) -> LoadedSizes:
     """The first candidate that fits alongside the `others` and leaves `MARGIN` of the free memory free; else the last
     one, if it fits at all; without others, with parts of the model on the CPU if its devices cannot hold it.
 
     `pinned`: those of the others that cannot be unloaded. `budget`: bytes for all models together; None: the free
-    memory. Raises `DoesNotFit`, and `EstimateFailed`.
+    memory. `decided`: as of `first_ample`. Raises `DoesNotFit`, and `EstimateFailed`.
     """
     each = [engines(candidate) for candidate in candidates]
     estimated = estimate_memory([config for configs in each for config in configs])
@@ -377,8 +388,10 @@ def first_beside(
     if len(others) == len(pinned) and _fits(smallest, free, margin=0.0, mapped_too=False):
         return smallest  # its weights will be read from the file again and again: slow, but nothing can be done here
     never = not _fits(smallest, free_at_most, margin=0.0, mapped_too=False, devices_too=not others)
-    if never and not others and (found := placed(candidates, engines, n_devices=len(estimated.devices), margin=MARGIN)):
-        return LoadedSizes(*found)
+    if never and not others:
+        found = placed(candidates, engines, estimated.devices, margin=MARGIN, decided=decided)
+        if found:
+            return LoadedSizes(found.config, found.estimate)
     message = f"it needs {format_gib(smallest.needs)} with -np {smallest.config.n_parallel} -c {smallest.config.n_ctx}"
     advice = "use a smaller model or quantisation, or lower -c and -np"
     raise DoesNotFit(f"{message}, more than {'there is' if never else 'is free'}: {advice}", never=never)

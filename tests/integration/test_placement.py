@@ -3,7 +3,7 @@ stay the same. The device is an RPC worker of this machine, which llama.cpp trea
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +13,12 @@ import pytest
 from cppbatch import BatchInferenceEngine, SamplingParams
 from cppbatch.config import CHOICES, EngineConfig
 from cppbatch.errors import ConfigError, DoesNotFit, ModelError
+from cppbatch.models.kernels import DeviceTimes
 from cppbatch.models.synthetic import LlamaShape
 from cppbatch.sizing import placement, sizes
 from cppbatch.sizing.demand import HOST, memory_demands
-from cppbatch.sizing.estimate import MemoryEstimate, estimate_memory
+from cppbatch.sizing.device_times import CPU
+from cppbatch.sizing.estimate import Device, MemoryEstimate, estimate_memory
 from cppbatch.sizing.sizes import LoadedSizes, check_planned, first_ample, first_beside
 from tests.support import tiny_models
 from tests.support.native_engines import PROMPTS
@@ -99,6 +101,20 @@ def test_the_estimate_knows_where_the_parts_are(models: dict[str, Path], endpoin
 
 
 # --- the choice -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(autouse=True)
+def times(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Devices are ten times as fast as the CPU."""
+
+    def fixed(config: EngineConfig, devices: Sequence[Device], *_: object, **__: object) -> dict[str, DeviceTimes]:
+        cpu, device = (
+            DeviceTimes({"F32": {1: 0.1, 16: 1.0}}, 0, 0),
+            DeviceTimes({"F32": {1: 0.01, 16: 0.1}}, 0.001, 0.1),
+        )
+        return {CPU: cpu, **dict.fromkeys((each.name for each in devices), device)}
+
+    monkeypatch.setattr(placement, "device_times", fixed)
 
 
 def limit_devices(monkeypatch: pytest.MonkeyPatch, *free: int) -> None:

@@ -16,7 +16,7 @@ from cppbatch.llama.ggml_graph import measure_device
 
 @pytest.fixture(autouse=True)
 def small_matrices(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ggml_graph, "_READ_SHAPE", (1024, 4096))
+    monkeypatch.setattr(ggml_graph, "_READ_BYTES", 16 << 20)
     monkeypatch.setattr(ggml_graph, "_PRODUCT_SHAPE", (512, 512))
 
 

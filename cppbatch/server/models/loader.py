@@ -81,6 +81,7 @@ class MemoryPlanLoader:
                 [other.sizes for other in pinned],
                 engines=spec.deployment.configs,
                 budget=self._budget,
+                decided=decided,
             )
         except EstimateFailed as error:
             log.warning("could not check whether %s fits into memory: %s", spec.name, error)
