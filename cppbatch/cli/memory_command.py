@@ -86,7 +86,8 @@ def memory(
     """
     from cppbatch.bench.memory_report import memory_report, plot_memory, with_measured
     from cppbatch.sizing.attention import plan_attention
-    from cppbatch.sizing.sizes import SIZES, candidates_for, first_ample
+    from cppbatch.sizing.placement import describe_placements
+    from cppbatch.sizing.sizes import MARGIN, SIZES, candidates_for, first_ample
 
     given = given_settings()
     if overhead:
@@ -106,9 +107,15 @@ def memory(
         config = msgspec.structs.replace(config, n_ctx=seq_len * config.n_parallel)
     config = plan_attention(config, given).config
     candidates = [config] if seq_len else candidates_for(config, given)
+    others: list[str] = []
     if len(candidates) > 1 or not config.is_placed:
-        config = first_ample(candidates, decided=given).config
+        planned = first_ample(candidates, decided=given)
+        if planned.speeds and planned.estimate:
+            devices = planned.estimate.devices
+            others = describe_placements(candidates, devices, margin=MARGIN, decided=given)
+        config = planned.config
     report = memory_report(config, margin=margin / 100)
+    report.notes.extend(others)
     if load:
         from cppbatch.bench.memory_report import measure_memory
 

@@ -18,6 +18,7 @@ from cppbatch.sizing.attention import ATTENTION, plan_attention
 from cppbatch.sizing.demand import HOST, format_gib, location, memory_demands
 from cppbatch.sizing.estimate import MemoryEstimate
 from cppbatch.sizing.machine import free_host_memory
+from cppbatch.sizing.placement import describe_speeds
 from cppbatch.sizing.profile import profile_path
 from cppbatch.sizing.profile import use_profile as with_profile
 from cppbatch.sizing.sizes import SIZES, Engines, Planned, candidates_for, check_planned, first_ample
@@ -73,6 +74,8 @@ def _say_what_runs(planned: Planned, *, is_chosen: bool, misses_profile: bool, s
     if facts.pooling or planned.config.pooling:
         return  # sequences keep no cells, so there is nothing to tune
     say(sizes_line(planned.config, planned.estimate, free_host_memory(), chosen=is_chosen))
+    if planned.speeds:
+        say(f"placed with --prefer {planned.config.prefer}: {describe_speeds(planned.config, planned.speeds)}")
     if misses_profile and not os.path.isfile(profile_path(planned.config)):
         say("no profile for this model: run `cppbatch tune` to find the fastest settings (up to 5 minutes)")
 

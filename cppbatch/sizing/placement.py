@@ -12,6 +12,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from typing import NamedTuple
@@ -28,7 +29,12 @@ from cppbatch.sizing.demand import HOST, location, memory_demands
 from cppbatch.sizing.device_times import CPU, device_times
 from cppbatch.sizing.estimate import Device, Footprint, MemoryEstimate, estimate_memory
 from cppbatch.sizing.machine import free_host_memory
+from cppbatch.sizing.profile import as_flags
 
+PLACED = (
+    "n_ubatch", "n_gpu_layers", "n_cpu_moe", "n_cpu_ffn", "override_tensor", "device_names", "tensor_split",
+)  # fmt: skip
+"""The settings that a placement chooses, besides the sizes."""
 LEAST_CELLS = 4096
 """Cells of a model that is larger than its devices, unless -c is given; llama-server's -fitc."""
 _CELLS_EACH = 1024
@@ -63,12 +69,44 @@ class Speeds(NamedTuple):
         return {"latency": alone, "throughput": full}.get(prefer, math.sqrt(alone * full))
 
 
+def describe_speeds(config: EngineConfig, speeds: Speeds) -> str:
+    """One line for people: what `config` is expected to reach."""
+    several = f", {speeds.full:.3g} for {config.n_parallel} together" if config.n_parallel > 1 else ""
+    return f"expects {speeds.alone:.3g} tokens/s for one sequence{several}, {speeds.prompt:.3g} of prompts"
+
+
+def placement_flags(config: EngineConfig) -> str:
+    """The flags that give this placement."""
+    usual = EngineConfig(config.model_path)
+    names = ("n_parallel", "n_ctx", *(name for name in PLACED if getattr(config, name) != getattr(usual, name)))
+    return as_flags({name: getattr(config, name) for name in names})
+
+
+def describe_placements(
+    candidates: Sequence[EngineConfig],
+    devices: Sequence[Device],
+    *,
+    margin: float,
+    decided: Set[str] = frozenset(),
+) -> list[str]:
+    """A line for each number of sequences of a model that its devices cannot hold: flags, and the speeds to expect.
+
+    Calculated, so whether they fit is not checked. Arguments and errors as of `placements`.
+    """
+    lines: dict[int, str] = {}
+    for each in ranked(candidates, lambda one: [one], devices, margin=margin, decided=decided):
+        sizes = each.config.n_parallel
+        if sizes not in lines:
+            lines[sizes] = f"{placement_flags(each.config)}: {describe_speeds(each.config, each.speeds)}"
+    return [lines[n] for n in sorted(lines)]
+
+
 class Placement(NamedTuple):
     """Settings with a placement, and their expected speeds."""
 
     config: EngineConfig
     speeds: Speeds
-    smaller: tuple[EngineConfig, ...]
+    smaller: Sequence[Callable[[], EngineConfig]]
     """The same way of placing, from a little more on the devices to as little as possible."""
 
 
@@ -80,24 +118,23 @@ class Placed(NamedTuple):
     speeds: Speeds
 
 
-def placed(
+def placements(
     candidates: Sequence[EngineConfig],
     engines: Engines,
     devices: Sequence[Device],
     *,
     margin: float,
     decided: Set[str] = frozenset(),
-) -> Placed | None:
-    """The fastest placement by `config.prefer` that leaves `margin` of the devices' free memory free; None if there is
-    none, or if the settings say what is where (`EngineConfig.is_placed`).
+) -> Iterator[Placed]:
+    """The placements that leave `margin` of the devices' free memory free, fastest first by `config.prefer`; none if
+    the settings say what is where (`EngineConfig.is_placed`). Each takes estimates, in seconds.
 
     `candidates`: the sizes that would be chosen if the model fitted, largest first. `engines`: the settings of all
     engines. `decided`: the names of settings that may not change. Raises `EstimateFailed`.
     """
-    for found in ranked(candidates, engines, devices, margin=margin, decided=decided):
-        if fitting := _first_that_fits(found.smaller, engines, margin):
-            return Placed(*fitting, found.speeds)
-    return None
+    for each in ranked(candidates, engines, devices, margin=margin, decided=decided):
+        if fitting := _first_that_fits(each.smaller, engines, margin):
+            yield Placed(*fitting, each.speeds)
 
 
 def ranked(
@@ -110,7 +147,7 @@ def ranked(
 ) -> list[Placement]:
     """The best placements of each number of sequences, fastest first, by calculation: whether they fit is not checked.
 
-    Arguments and errors as of `placed`.
+    Arguments and errors as of `placements`.
     """
     if not devices or candidates[0].is_placed:
         return []
@@ -177,23 +214,24 @@ def _times(config: EngineConfig, used: Sequence[Device], model: _Model) -> dict[
 
 
 def _first_that_fits(
-    ladder: Sequence[EngineConfig], engines: Engines, margin: float
+    ladder: Sequence[Callable[[], EngineConfig]], engines: Engines, margin: float
 ) -> tuple[EngineConfig, MemoryEstimate] | None:
     """By estimates of a few placements at a time: the first ones, then ever further ones."""
     fits: tuple[EngineConfig, MemoryEstimate] | None = None
     low, high = 0, len(ladder)  # what is before `low` does not fit, what is from `high` on does
     while low < high:
         tried = sorted({min(low + step, high - 1) for step in _STEPS})
-        configs = [engines(ladder[i]) for i in tried]
+        chosen = [ladder[i]() for i in tried]
+        configs = [engines(each) for each in chosen]
         answer = estimate_memory([one for several in configs for one in several])
         footprints, free = iter(answer.footprints), free_host_memory()
-        for i, several in zip(tried, configs, strict=True):
+        for i, config, several in zip(tried, chosen, configs, strict=True):
             estimate = MemoryEstimate([next(footprints) for _ in several], answer.devices)
             if any(each.error for each in estimate.footprints):
                 return None  # as loading will report
             demands = memory_demands(estimate, free, margin=margin)
             if all(each.will_fit for each in demands):
-                fits, high = (ladder[i], estimate), i
+                fits, high = (config, estimate), i
                 break
             low = i + 1
             if all(each.will_fit for each in demands if each.where != HOST):
@@ -236,14 +274,8 @@ class _Model(NamedTuple):
     """Experts of a layer; 1 without any."""
     used: int
     """Experts of a row."""
-
-    @property
-    def main_types(self) -> list[str]:
-        """The types of most weights."""
-        total: Counter[str] = Counter()
-        for part in (*self.rest, *self.ffn, self.output):
-            total.update(part.weights)
-        return [kind for kind, _ in total.most_common(_TYPES)]
+    main_types: list[str]
+    """The types of most weights."""
 
 
 def _read_model(path: Path) -> _Model:
@@ -265,7 +297,11 @@ def _read_model(path: Path) -> _Model:
         elif tensor.name.startswith("output") or (tensor.name == "token_embd.weight" and "output.weight" not in names):
             output += part
     used = first.whole_number(f"{architecture}.expert_used_count") or 0
-    return _Model(rest, ffn, output, bool(experts), experts or 1, used or 1)
+    total: Counter[str] = Counter()
+    for part in (*rest, *ffn, output):
+        total.update(part.weights)
+    main_types = [kind for kind, _ in total.most_common(_TYPES)]
+    return _Model(rest, ffn, output, bool(experts), experts or 1, used or 1, main_types)
 
 
 # --- the search ------------------------------------------------------------------------------------------------------
@@ -325,7 +361,7 @@ class _Search:
             [_Place(layers, n - layers) for layers in range(n + 1)],
         )
         on_cpu = replace(config, n_gpu_layers=0)
-        yield Placement(on_cpu, self._speeds(config, whole, _Place(n, 0), {}), (on_cpu,))
+        yield Placement(on_cpu, self._speeds(config, whole, _Place(n, 0), {}), [lambda: on_cpu])
         found: set[_Place] = set()
         for way in ways:
             filled = [(place, layers) for place in way if (layers := self._fill(config, whole, place)) is not None]
@@ -337,7 +373,7 @@ class _Search:
             yield Placement(
                 self._settings(config, *filled[0]),
                 self._speeds(config, whole, *filled[0]),
-                tuple(self._settings(config, place, layers) for place, layers in smaller),
+                [partial(self._settings, config, place, layers) for place, layers in smaller],
             )
 
     # --- memory -------------------------------------------------------------------------------------------------------

@@ -26,7 +26,7 @@ _CONDITIONS = ("n_gpu_layers", "device", "cache_type_k", "cache_type_v")
 _PLACEMENT = tuple(name for name in (*PLACEMENT, "kv_offload") if name not in _CONDITIONS)  # where they are given
 
 
-class TunedSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class TunedSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """The settings of an `EngineConfig` that tuning chooses, with the same types."""
 
     n_parallel: int
@@ -35,6 +35,12 @@ class TunedSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     flash_attn: FlashAttention
     n_ubatch: int
     n_threads: int
+    n_gpu_layers: int = -1
+    n_cpu_moe: int = 0
+    n_cpu_ffn: int = 0
+    override_tensor: tuple[str, ...] = ()
+    device_names: tuple[str, ...] = ()
+    tensor_split: tuple[float, ...] = ()
 
 
 class Profile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -143,7 +149,8 @@ def use_profile(config: EngineConfig, given: Collection[str]) -> Used:
 
 def as_flags(settings: Mapping[str, object]) -> str:
     """Returns settings as command-line flags."""
-    return " ".join(f"{flag_of(name)} {value}" for name, value in settings.items())
+    texts = {name: ",".join(map(str, v)) if isinstance(v, tuple) else v for name, v in settings.items()}
+    return " ".join(f"{flag_of(name)} {text}" for name, text in texts.items() if text != "")
 
 
 def _user_settings(given: Collection[str]) -> frozenset[str]:

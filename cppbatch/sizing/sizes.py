@@ -22,7 +22,7 @@ from cppbatch.sizing.buffers import MAPPED
 from cppbatch.sizing.demand import HOST, Demand, format_gib, location, mapped_bytes, memory_demands
 from cppbatch.sizing.estimate import Footprint, MemoryEstimate, estimate_memory
 from cppbatch.sizing.machine import free_host_memory
-from cppbatch.sizing.placement import Speeds, placed
+from cppbatch.sizing.placement import Speeds, placements
 
 MARGIN = 0.1
 """The fraction of free memory that the chosen sizes leave free."""
@@ -156,7 +156,7 @@ def _placed(planned: Planned, candidates: Sequence[EngineConfig], engines: Engin
         return planned
     try:
         among = [planned.config] if fits else candidates
-        found = placed(among, engines, planned.estimate.devices, margin=MARGIN, decided=decided)
+        found = next(placements(among, engines, planned.estimate.devices, margin=MARGIN, decided=decided), None)
     except EstimateFailed as error:
         log.warning("could not look for a placement that fits: %s", error)
         return planned
@@ -389,7 +389,7 @@ def first_beside(
         return smallest  # its weights will be read from the file again and again: slow, but nothing can be done here
     never = not _fits(smallest, free_at_most, margin=0.0, mapped_too=False, devices_too=not others)
     if never and not others:
-        found = placed(candidates, engines, estimated.devices, margin=MARGIN, decided=decided)
+        found = next(placements(candidates, engines, estimated.devices, margin=MARGIN, decided=decided), None)
         if found:
             return LoadedSizes(found.config, found.estimate)
     message = f"it needs {format_gib(smallest.needs)} with -np {smallest.config.n_parallel} -c {smallest.config.n_ctx}"

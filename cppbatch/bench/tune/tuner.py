@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Collection, Sequence
+from itertools import islice
 from time import monotonic
 from typing import Any
 
@@ -18,7 +19,9 @@ from cppbatch.errors import ConfigError, EstimateFailed, ModelError
 from cppbatch.sizing.demand import memory_demands
 from cppbatch.sizing.estimate import MemoryEstimate, estimate_memory
 from cppbatch.sizing.machine import free_host_memory
+from cppbatch.sizing.placement import PLACED, Speeds, placement_flags, placements
 from cppbatch.sizing.profile import TunedSettings
+from cppbatch.sizing.sizes import MARGIN, candidates_for
 
 _SECONDS = 1.0  # of decoding per measurement
 _MIN_TIMEOUT_S, _MAX_TIMEOUT_S = 10.0, 240.0
@@ -27,6 +30,7 @@ _PARALLEL = 16  # parallelism at which threads, layouts and flash attention are 
 _BUSY = 0.3  # cores used by other programs from which the report has a note
 _MAX_REPEATS = 3  # of measurements that should be as fast as an earlier one
 _PROMPT = 1024  # length of the prompt with which -ub is chosen
+_PLACEMENTS = 4  # that are measured, of a model that its devices cannot hold
 _UBATCHES = (512, 256, 128, 1024)  # the default comes first; other values must be faster
 
 Measure = Callable[[MeasurementTask, float], Measurement]
@@ -109,6 +113,7 @@ class Tuner:
 
     def run(self) -> TuningResult:
         """Measures and chooses. Raises `ModelError` with the reason if no setting works."""
+        self._place()
         most = self._most_parallel()
         sizes = self._sizes(most)
         here = self._with_parallel(max((n for n in sizes if n <= min(_PARALLEL, most)), default=sizes[0]))
@@ -136,6 +141,33 @@ class Tuner:
             memory_bytes=self._memory,
             notes=self._notes,
         )
+
+    def _place(self) -> None:
+        """If the devices cannot hold the model: measures the placements that are expected to be the best, and keeps the
+        fastest one, with its sizes."""
+        candidates = candidates_for(self._config, self._given)
+        try:
+            estimate = estimate_memory(candidates[-1:])
+            if all(each.will_fit for each in memory_demands(estimate, free_host_memory())):
+                return
+            found = placements(candidates, lambda one: [one], estimate.devices, margin=MARGIN, decided=self._given)
+            measured = [(self._placement_score(each.config), each.config) for each in islice(found, _PLACEMENTS)]
+        except EstimateFailed as error:
+            self._notes.append(f"placements were not compared: {error}")
+            return
+        score, best = max(measured, key=lambda each: each[0], default=(0.0, self._config))
+        if score:
+            self._config, self._given = best, self._given | {"n_parallel", "n_ctx", *PLACED}
+
+    def _placement_score(self, config: EngineConfig) -> float:
+        """By the speed of one sequence, of all together, and of prompts; 0: it does not run."""
+        full = self._point("placement", placement_flags(config), config, prompt_tokens=_PROMPT)
+        alone = full
+        if config.n_parallel > 1 and not full.error:
+            alone = self._point("placement", f"{placement_flags(config)}, one sequence", replace(config, n_parallel=1))
+        if full.error or alone.error:
+            return 0.0
+        return Speeds(alone.tokens_per_s, full.tokens_per_s, full.prompt_tokens_per_s).score(config.prefer)
 
     def _with_parallel(self, n: int, config: EngineConfig | None = None) -> EngineConfig:
         config = config or self._config

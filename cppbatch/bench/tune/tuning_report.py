@@ -21,7 +21,7 @@ _GPU_COLUMN = Column("gpu_percent", "GPU %", 0)
 
 def tuning_report(tuning: TuningResult) -> Report:
     """Reports each measured setting and the chosen ones."""
-    chosen = msgspec.structs.asdict(tuning.settings())
+    chosen = msgspec.to_builtins(tuning.settings())  # without a placement where there is none
     speed = tuning.speed
     return Report(
         kind="tune",
