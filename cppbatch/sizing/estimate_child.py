@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import msgspec
@@ -46,7 +46,8 @@ def main() -> None:
     """Reads a list of `EngineConfig` from stdin and writes a `MemoryEstimate` to stdout."""
     configs = msgspec.json.decode(sys.stdin.buffer.read(), type=list[EngineConfig])
     connections = _connect(configs)
-    devices = [*_devices("GPU"), *_devices("remote")]  # before models are loaded
+    devices = [*_devices("remote"), *_devices("GPU")]  # before models are loaded; llama.cpp's order
+    devices.sort(key=lambda device: _rank(device, configs[0].device_names))
     answer = MemoryEstimate(list(footprints(configs)), devices)
     connections.close()
     sys.stdout.buffer.write(b"\n" + msgspec.json.encode(answer))
@@ -75,6 +76,12 @@ def _devices(kind: str) -> Iterator[Device]:
             yield Device(f"{description} ({device.name})", "", free, total, buffer_types)
         else:
             yield Device(device.name, description, free, total)
+
+
+def _rank(device: Device, names: Sequence[str]) -> int:
+    """The place of a device among those that the settings name; the others come last."""
+    its = (device.name, *device.buffer_types)
+    return next((i for i, name in enumerate(names) if name.partition(" ")[0] in its), len(names))
 
 
 def footprints(configs: list[EngineConfig]) -> Iterator[Footprint]:

@@ -16,7 +16,7 @@ from msgspec.structs import replace
 from cppbatch.config import EngineConfig
 from cppbatch.errors import ModelError
 from cppbatch.models.inspect import DENSE_FFN, EXPERTS, inspect_model
-from cppbatch.sizing.demand import HOST, memory_demands
+from cppbatch.sizing.demand import HOST, Margin, memory_demands
 from cppbatch.sizing.estimate import MemoryEstimate, estimate_memory
 from cppbatch.sizing.machine import free_host_memory
 
@@ -28,7 +28,7 @@ Engines = Callable[[EngineConfig], list[EngineConfig]]
 
 
 def placed(
-    candidates: Sequence[EngineConfig], engines: Engines, *, n_devices: int, margin: float
+    candidates: Sequence[EngineConfig], engines: Engines, *, n_devices: int, margin: Margin
 ) -> tuple[EngineConfig, MemoryEstimate] | None:
     """The placement with the most on the devices that leaves `margin` of their free memory free, of the largest sizes
     for which there is one; None if there is none, or if the settings say what is where (`EngineConfig.is_placed`).
@@ -64,7 +64,7 @@ def placements(config: EngineConfig, n_devices: int = 1) -> list[EngineConfig]:
 
 
 def _first_that_fits(
-    ladder: Sequence[EngineConfig], engines: Engines, margin: float
+    ladder: Sequence[EngineConfig], engines: Engines, margin: Margin
 ) -> tuple[EngineConfig, MemoryEstimate] | None:
     """By trying a few evenly distributed placements at a time between those that are known to fit and not to."""
     fits: tuple[EngineConfig, MemoryEstimate] | None = None
