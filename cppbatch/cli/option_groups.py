@@ -65,8 +65,8 @@ class GroupedCommand(click.Command):
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """As in click, which splits an unknown `-nzz` into `-n zz`: here it is refused as a whole.
 
-        A value may be attached to a one-letter flag that takes a text (`-mmodel.gguf`), or a number if it is one
-        (`-n64`). One-letter flags without a value may be joined.
+        A value may be attached to a one-letter flag that takes a text (`-mmodel.gguf`), or a number if it starts like
+        one (`-n64`). One-letter flags without a value may be joined.
         """
         options = {
             name: each
@@ -108,12 +108,12 @@ def _may_be_split(word: str, options: Mapping[str, click.Option]) -> bool:
         if option is None:
             return False
         if not option.is_flag:
-            return word[i:] == "" or not isinstance(option.type, _NUMBERS) or _NUMBER.fullmatch(word[i:]) is not None
+            return not isinstance(option.type, _NUMBERS) or word[i:][:1] in _NUMBER_STARTS
     return True
 
 
 _NUMBERS = (type(click.INT), type(click.FLOAT))
-_NUMBER = re.compile(r"[-+]?[\d_.]+(e[-+]?\d+)?", re.IGNORECASE)
+_NUMBER_STARTS = {*"-+.0123456789", ""}
 
 
 def _show_all(ctx: click.Context, _option: object, given: bool) -> None:

@@ -145,7 +145,7 @@ def _placed(planned: Planned, candidates: Sequence[EngineConfig], engines: Engin
     """With parts of the model on the CPU, if the sizes that are left do not fit on its devices."""
     if planned.estimate is None:
         return planned
-    demands = memory_demands(planned.estimate, free_host_memory())
+    demands = memory_demands(planned.estimate, free_host_memory(), margin=planned.config.fit_target or 0.0)
     if all(each.will_fit for each in demands if each.where != HOST):
         return planned
     try:
@@ -374,8 +374,8 @@ def first_beside(
     if any(footprint.error for one in sizes for footprint in (one.estimate.footprints if one.estimate else [])):
         return LoadedSizes(candidates[0], None)  # loading reports what is wrong
     free, mapped = free_host_memory(), _sum_mapped(others)
-    ample = margin_of(candidates[0])
-    for one, margin in [*((one, ample) for one in sizes), (sizes[-1], 0.0)]:
+    ample, least = margin_of(candidates[0]), candidates[0].fit_target or 0.0
+    for one, margin in [*((one, ample) for one in sizes), (sizes[-1], least)]:
         if _fits(one, free - mapped, margin=margin) and (budget is None or one.needs + _sum(others) <= budget):
             return one
     smallest = sizes[-1]
@@ -384,11 +384,13 @@ def first_beside(
         limit = f"the limit for all models is {format_gib(budget)} (--models-memory)"
         never = smallest.needs + _sum(pinned) > budget
         raise DoesNotFit(f"it needs {format_gib(smallest.needs)}, but {limit}", never=never)
-    if len(others) == len(pinned) and _fits(smallest, free, margin=0.0, mapped_too=False):
+    if len(others) == len(pinned) and _fits(smallest, free, margin=least, mapped_too=False):
         return smallest  # its weights will be read from the file again and again: slow, but nothing can be done here
-    never = not _fits(smallest, free_at_most, margin=0.0, mapped_too=False, devices_too=not others)
+    never = not _fits(smallest, free_at_most, margin=least, mapped_too=False, devices_too=not others)
     if never and not others and (found := placed(candidates, engines, n_devices=len(estimated.devices), margin=ample)):
         return LoadedSizes(*found)
+    if least and len(others) == len(pinned) and _fits(smallest, free, margin=0.0, mapped_too=False):
+        return smallest  # --fit-target is what it aims at
     message = f"it needs {format_gib(smallest.needs)} with -np {smallest.config.n_parallel} -c {smallest.config.n_ctx}"
     advice = "use a smaller model or quantisation, or lower -c and -np"
     raise DoesNotFit(f"{message}, more than {'there is' if never else 'is free'}: {advice}", never=never)
