@@ -23,6 +23,8 @@ CacheType = Literal["f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0"
 FLOAT_CACHES: tuple[CacheType, ...] = ("f32", "f16", "bf16")
 """The types of KV caches that need no flash attention."""
 LoadMode = Literal["auto", "none", "mmap", "mlock", "mmap+mlock", "dio"]
+LazyMode = Literal["auto", "on", "off"]
+Numa = Literal["off", "distribute", "isolate", "numactl"]  # ggml_numa_strategy
 Sampling = Literal["auto", "host", "backend"]
 Repacking = Literal["auto", "on", "off"]
 SplitMode = Literal["none", "layer", "row", "tensor"]
@@ -46,7 +48,7 @@ CPU_PARTS = ("cpu_moe", "n_cpu_moe", "n_cpu_ffn")
 """The settings that keep parts of layers on the CPU."""
 PLACEMENT = (
     "n_gpu_layers", "device", "device_names", "rpc", "tensor_split", "split_mode", "main_gpu", "override_tensor",
-    *CPU_PARTS, "no_host", "load_mode",
+    *CPU_PARTS, "no_host", "load_mode", "lazy_mode",
 )  # fmt: skip
 """The settings that say where the weights of a model are."""
 DRAFT_SETTINGS = (
@@ -297,12 +299,15 @@ class EngineConfig(_Model, frozen=True, kw_only=True):
         "LLAMA_ARG_SPEC_DRAFT_MODEL", metavar="FILE",
     )] = ""
     draft_gpu_layers: Annotated[int, _drafts(
-        "--draft-gpu-layers -ngld --spec-draft-ngl", "Layers of the draft model on the GPU; -1: all, 0: none.",
+        "--draft-gpu-layers -ngld --spec-draft-ngl --gpu-layers-draft --n-gpu-layers-draft",
+        "Layers of the draft model on the GPU; -1: all, 0: none.",
         "LLAMA_ARG_N_GPU_LAYERS_DRAFT", range=Range(-1), range_words=_LAYERS,
     )] = -1
 
     draft_device_names: Annotated[tuple[str, ...], _drafts(
-        "-devd --device-draft --spec-draft-device", "As --device, for the draft model.", metavar="NAME,...",
+        "-devd --device-draft --spec-draft-device",
+        "As --device, for the draft model. Default: as for the model, but no devices of RPC workers.",
+        metavar="NAME,...",
     )] = ()
     draft_override_tensor: Annotated[tuple[str, ...], _drafts(
         "-otd --override-tensor-draft --spec-draft-override-tensor", "As --override-tensor, for the draft model.",
@@ -310,11 +315,11 @@ class EngineConfig(_Model, frozen=True, kw_only=True):
     )] = ()
     draft_cpu_moe: Annotated[bool, _drafts(
         "-cmoed --cpu-moe-draft --spec-draft-cpu-moe", "As --cpu-moe, for the draft model.",
-        "LLAMA_ARG_CPU_MOE_DRAFT",
+        "LLAMA_ARG_SPEC_DRAFT_CPU_MOE LLAMA_ARG_CPU_MOE_DRAFT",
     )] = False
     draft_n_cpu_moe: Annotated[int, _drafts(
         "-ncmoed --n-cpu-moe-draft --spec-draft-n-cpu-moe --spec-draft-ncmoe", "As --n-cpu-moe, for the draft model.",
-        "LLAMA_ARG_N_CPU_MOE_DRAFT", metavar="N", range=Range(0, _MAX_LAYERS),
+        "LLAMA_ARG_SPEC_DRAFT_N_CPU_MOE LLAMA_ARG_N_CPU_MOE_DRAFT", metavar="N", range=Range(0, _MAX_LAYERS),
     )] = 0
 
     device: Annotated[int | None, _devices(
@@ -329,8 +334,8 @@ class EngineConfig(_Model, frozen=True, kw_only=True):
     )] = ()
     tensor_split: Annotated[tuple[float, ...], _devices(
         "-ts --tensor-split",
-        "Share of the layers for each device: the --rpc devices in order, then this machine's GPUs. Default: "
-        "proportional to free memory.",
+        "Share of the layers for each device: the --rpc devices in order, then this machine's GPUs; devices without a "
+        "share get none. Default: proportional to free memory.",
         "LLAMA_ARG_TENSOR_SPLIT", metavar="N0,N1,...",
     )] = ()
 
@@ -381,9 +386,39 @@ class EngineConfig(_Model, frozen=True, kw_only=True):
         "the same, and never swapped out; dio: copied past the file cache.",
         "LLAMA_ARG_LOAD_MODE",
     )] = "auto"
+    lazy_mode: Annotated[LazyMode, _devices(
+        "-lzm --lazy-mode",
+        "Read the rows of some tensors, such as per-layer embeddings, from the file when they are needed, instead of "
+        "keeping them in memory. auto: of tensors above 4 GiB.",
+        "LLAMA_ARG_LAZY_MODE",
+    )] = "auto"
     no_host: Annotated[bool, _devices(
         "--no-host", "Repack weights that stay on the CPU; by default the GPU can read them.", "LLAMA_ARG_NO_HOST",
     )] = False
+    numa: Annotated[Numa, _devices(
+        "--numa",
+        "Where compute threads run, with several NUMA nodes. distribute: evenly over all nodes; isolate: on the node "
+        "where the process started; numactl: on the CPUs that numactl set.",
+        "LLAMA_ARG_NUMA",
+    )] = "off"
+    """For all models of a process, as the first one sets it."""
+    fit: Annotated[bool, _devices(
+        "-fit --fit",
+        "Without -np, -c and a placement, choose those that fit into the free memory; off: the largest sizes, all "
+        "layers on the GPU, or an error.",
+        "LLAMA_ARG_FIT", metavar="on|off",
+    )] = True
+    """The commands choose; an engine in Python does not."""
+    fit_target: Annotated[tuple[int, ...], _devices(
+        "-fitt --fit-target",
+        "MiB of each device that --fit leaves free; one number is for all devices, or without a device for the host. "
+        "Default: a tenth of the free memory.",
+        "LLAMA_ARG_FIT_TARGET", metavar="MIB0,MIB1,...",
+    )] = ()
+    fit_ctx: Annotated[int, _devices(
+        "-fitc --fit-ctx", "Minimum KV cells that --fit chooses.", "LLAMA_ARG_FIT_CTX", range=Range(0),
+        range_words="0 (automatic) or more",
+    )] = 0
 
     mmproj: Annotated[str, _model(
         "--mmproj -mm", "GGUF file with the image or audio encoder for this model (llama.cpp's mmproj).",
@@ -501,6 +536,14 @@ class EngineConfig(_Model, frozen=True, kw_only=True):
             if getattr(self, names) == ("none",):
                 msgspec.structs.force_setattr(self, names, ())
                 msgspec.structs.force_setattr(self, layers, 0)
+                if names == "device_names" and not self.draft_device_names:
+                    msgspec.structs.force_setattr(self, "draft_gpu_layers", 0)
+        if len(self.fit_target) > _MAX_DEVICES or any(n < 0 for n in self.fit_target):
+            given = ",".join(map(str, self.fit_target))
+            raise ConfigError(
+                f"{setting_name('fit_target')} is {given}; it must be 0 or more MiB for each device, at most "
+                f"{_MAX_DEVICES} numbers"
+            )
         if self.device_names and self.device is not None:
             raise ConfigError(
                 f"{setting_name('device_names')} and {setting_name('device')} cannot be combined: the first "
@@ -530,7 +573,8 @@ class EngineConfig(_Model, frozen=True, kw_only=True):
     def is_placed(self) -> bool:
         """Whether it says which layers and tensors are on a GPU. Otherwise the commands may choose
         (`cppbatch.sizing.placement`)."""
-        return self.n_gpu_layers != -1 or any(getattr(self, name) for name in ("override_tensor", *CPU_PARTS))
+        parts = any(getattr(self, name) for name in ("override_tensor", *CPU_PARTS))
+        return parts or self.n_gpu_layers != -1 or not self.fit
 
     def _check_speculation(self) -> None:
         if self.spec in DRAFT_MODELS and not self.draft_model:
@@ -589,6 +633,7 @@ _FORMS: dict[Any, str] = {
     KINDS["device"]: "a whole number, or None",
     KINDS["rpc"]: "a list of strings",
     KINDS["tensor_split"]: "a list of numbers, like [3, 1]",
+    KINDS["fit_target"]: "a list of whole numbers, like [1024, 2048]",
     KINDS["step_ms"]: "a list of (rows, ms) pairs",
 }
 """What a value of each type must be, in messages."""
@@ -633,7 +678,12 @@ class EngineSettings(TypedDict, total=False):
     kv_offload: bool
     op_offload: bool
     load_mode: LoadMode
+    lazy_mode: LazyMode
     no_host: bool
+    numa: Numa
+    fit: bool
+    fit_target: tuple[int, ...]
+    fit_ctx: int
     n_threads: int
     repack: Repacking
     flash_attn: FlashAttention

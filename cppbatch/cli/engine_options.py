@@ -15,7 +15,17 @@ import click
 import msgspec
 from click.core import ParameterSource
 
-from cppbatch.config import CHOICES, KINDS, OPTIONS, SETTINGS, EngineConfig, disk_folder, env_of, setting_name
+from cppbatch.config import (
+    CHOICES,
+    CPU_PARTS,
+    KINDS,
+    OPTIONS,
+    SETTINGS,
+    EngineConfig,
+    disk_folder,
+    env_of,
+    setting_name,
+)
 from cppbatch.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -132,12 +142,16 @@ def _comma_list(_context: object, _option: object, given: str) -> tuple[str, ...
     return tuple(each.strip() for each in given.split(",")) if given else ()
 
 
-def _shares(_context: object, _option: object, given: str) -> tuple[float, ...]:
-    """`3,1` or, as in llama.cpp, `3/1`."""
-    try:
-        return tuple(float(share) for share in given.replace("/", ",").split(",")) if given else ()
-    except ValueError:
-        raise click.BadParameter(f"{given!r} is not a comma-separated list of numbers, such as 3,1") from None
+def _numbers(of_text: Callable[[str], float], example: str) -> Callable[[object, object, str], tuple[float, ...]]:
+    """The callback of an option with a list of numbers: `3,1` or, as in llama.cpp, `3/1`."""
+
+    def convert(_context: object, _option: object, given: str) -> tuple[float, ...]:
+        try:
+            return tuple(of_text(each) for each in given.replace("/", ",").split(",")) if given else ()
+        except ValueError:
+            raise click.BadParameter(f"{given!r} is not a comma-separated list of numbers, such as {example}") from None
+
+    return convert
 
 
 _NO_RAM_LIMIT = 2**31 - 1  # MiB
@@ -182,7 +196,9 @@ _CONVERSIONS: dict[str, dict[str, Any]] = {
     },
     "spec": {"type": Choice(CHOICES["spec"], _SPEC_TYPES)},
     "rpc": {"default": "", "callback": _comma_list},
-    "tensor_split": {"default": "", "callback": _shares},
+    "tensor_split": {"default": "", "callback": _numbers(float, "3,1")},
+    "fit": {"is_flag": False, "type": bool, "show_default": "on"},
+    "fit_target": {"default": "", "callback": _numbers(int, "1024,2048")},
     "device_names": {"default": "", "callback": _comma_list},
     "override_tensor": {"multiple": True, "callback": split_lists},
     "draft_device_names": {"default": "", "callback": _comma_list},
@@ -261,6 +277,8 @@ def engine_options(command: Command, *, without: Collection[str] = (), several: 
         log_settings = {name: arguments.pop(name) for name in _LOG_SETTINGS if name in arguments}
         _set_up_logs(verbose, log_settings)
         settings = {name: arguments.pop(name) for name in EngineConfig.__struct_fields__ if name in arguments}
+        for prefix in ("", "draft_"):
+            _put_in_order(settings, prefix)
         sizes = {"n_ctx": settings.get("n_ctx") or _DEFAULTS.n_ctx}  # 0 is resolved once the model is known
         EngineConfig(model_path="", **{**settings, **sizes})  # raises for wrong values before a model is downloaded
         named = (*([on_hub] if (on_hub := hub_name(hf_repo, hf_file)) else []), *named)
@@ -280,6 +298,28 @@ def engine_options(command: Command, *, without: Collection[str] = (), several: 
     return _leave_out(
         without, with_options(with_config, [_several(named) if several else named, *hub, *_SETTINGS, verbose])
     )
+
+
+def _put_in_order(settings: dict[str, Any], prefix: str) -> None:
+    """The first match counts, as in llama-server: -cmoe, -ncmoe and -ncffn before an -ot become its first patterns."""
+    from cppbatch.llama.placement import cpu_overrides
+
+    context = click.get_current_context()
+    order = list(context.params)  # flags as given, then variables, which llama-server reads first
+
+    def rank(name: str) -> tuple[bool, int]:
+        return context.get_parameter_source(name) is ParameterSource.COMMANDLINE, order.index(name)
+
+    tensors = f"{prefix}override_tensor"
+    if not settings.get(tensors):
+        return
+    parts: dict[str, Any] = dict.fromkeys(CPU_PARTS, 0)
+    for part in CPU_PARTS:
+        name = f"{prefix}{part}"
+        if settings.get(name) and rank(name) < rank(tensors):
+            parts[part], settings[name] = settings[name], getattr(_DEFAULTS, name)
+    first = [f"{pattern}={place}" for pattern, place in cpu_overrides(**parts)]
+    settings[tensors] = (*first, *settings[tensors])
 
 
 def config_of(model_path: str, settings: dict[str, Any]) -> EngineConfig:

@@ -36,7 +36,7 @@ _IMAGE_CHAT_FORMATS = (
     "qwen2.5-vl", "mtmd", "gemma4",
 )  # fmt: skip
 _WITHOUT_EFFECT = {
-    "n_batch", "n_threads_batch", "use_mmap", "use_mlock", "numa", "verbose", "cache", "cache_type", "cache_size",
+    "n_batch", "n_threads_batch", "use_mmap", "use_mlock", "verbose", "cache", "cache_type", "cache_size",
     "logits_all", "mul_mat_q", "lora_base", "embedding",
     "interrupt_requests", "disable_ping_events", "root_path",
 }  # fmt: skip
@@ -161,6 +161,7 @@ _FLAGS: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "tensor_split": ("tensor-split", list),
     "split_mode": ("split-mode", CHOICES["split_mode"].__getitem__),
     "main_gpu": ("main-gpu", int),
+    "numa": ("numa", lambda given: dict(enumerate(CHOICES["numa"])).get(int(given), "off")),
     "offload_kqv": ("kv-offload", bool),
     "seed": ("seed", lambda seed: -1 if seed == 0xFFFFFFFF else seed),
     "last_n_tokens_size": ("repeat-last-n", int),
@@ -172,7 +173,7 @@ _TYPES: dict[str, Any] = {
     "n_ctx": int, "n_gpu_layers": int, "n_ubatch": int, "n_threads": int, "flash_attn": bool,
     "tensor_split": list[float], "seed": int, "last_n_tokens_size": int, "lora_path": str, "clip_model_path": str,
     "chat_template_kwargs": Json, "type_k": int, "type_v": int, "draft_model": str, "draft_model_num_pred_tokens": int,
-    "chat_format": str,
+    "chat_format": str, "numa": bool | int,
 }  # fmt: skip
 _SERVER: dict[str, Any] = {"host": str, "port": int, "ssl_keyfile": str, "ssl_certfile": str, "api_key": str}
 

@@ -43,7 +43,6 @@ RENAMED: Mapping[str, tuple[str, ...]] = {
 
 _STARTED = "the model is ready when the server answers"
 _TEMPLATE = "chat templates are always Jinja templates, or llama.cpp's own by name"
-_PLACED = "without -ngl or another placement, parts of a model that does not fit stay on the CPU; -ngl all forbids it"
 _LINES = "--log-format chooses between text and JSON"
 
 UNNEEDED = (
@@ -53,9 +52,6 @@ UNNEEDED = (
         "--embedding --embeddings --rerank --reranking", "the model type determines the output; see --pooling"
     ),
     UnneededFlag("--warmup --no-warmup", _STARTED),
-    UnneededFlag("-fit --fit", _PLACED, "on|off"),
-    UnneededFlag("-fitt --fit-target", _PLACED, "MIB,..."),
-    UnneededFlag("-fitc --fit-ctx", _PLACED, "N"),
     UnneededFlag(
         "-bs --backend-sampling", "--sampling auto, the default, already selects tokens on the GPU where possible"
     ),
@@ -98,6 +94,32 @@ class LlamaServerCommand(GroupedCommand):
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """As in click, after `RENAMED`."""
         return super().parse_args(ctx, [part for arg in args for part in RENAMED.get(arg.replace("_", "-"), (arg,))])
+
+
+def list_devices_flag(command: Command) -> Command:
+    """Adds --list-devices, which prints the devices as llama-server does."""
+
+    @wraps(command)
+    def with_list(list_devices: bool, **arguments: Any) -> Any:
+        if not list_devices:
+            return command(**arguments)
+        from cppbatch.llama import Backend, RpcConnections
+        from cppbatch.rpc_endpoint import parse_endpoint
+
+        backend = Backend.get()
+        connections = RpcConnections([parse_endpoint(each) for each in arguments["rpc"]])
+        found = [each for each in backend.devices() if each.kind != "CPU"]
+        click.echo("Available devices:")
+        for each in found:
+            memory = f"{each.memory_total >> 20} MiB, {each.memory_free >> 20} MiB free"
+            click.echo(f"  {each.name}: {each.description} ({memory})")
+        if not found:
+            click.echo("  (none)")
+        connections.close()
+        return None
+
+    help = "Print the names of the devices, with those of --rpc, and exit."
+    return with_options(with_list, [click.option("--list-devices", is_flag=True, help=help)])
 
 
 def unneeded_flags(command: Command) -> Command:

@@ -87,7 +87,7 @@ def memory(
     from cppbatch.bench.memory_report import memory_report, plot_memory, with_measured
     from cppbatch.sizing.attention import plan_attention
     from cppbatch.sizing.placement import describe_placements
-    from cppbatch.sizing.sizes import MARGIN, SIZES, candidates_for, first_ample
+    from cppbatch.sizing.sizes import SIZES, candidates_for, first_ample
 
     given = given_settings()
     if overhead:
@@ -112,7 +112,7 @@ def memory(
         planned = first_ample(candidates, decided=given)
         if planned.speeds and planned.estimate:
             devices = planned.estimate.devices
-            others = describe_placements(candidates, devices, margin=MARGIN, decided=given)
+            others = describe_placements(candidates, devices, given)
         config = planned.config
     report = memory_report(config, margin=margin / 100)
     report.notes.extend(others)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -20,7 +21,7 @@ _GROUPS = {  # *: the engine's settings under this heading
     "Speculative decoding": "*",
     "Several models": "models_dir models_config llama_cpp_python_config models_max models_memory models_autoload "
     "any_model",
-    "Workers and devices": "workers downscale_delay devices * ray_address replicas step_timeout "
+    "Workers and devices": "workers downscale_delay devices list_devices * ray_address replicas step_timeout "
     "sleep_idle_seconds in_process",
     "Network and keys": "url api_key hosts port api_keys api_key_file ssl_certfile ssl_keyfile cors_origins "
     "allowed_hosts",
@@ -61,6 +62,31 @@ class GroupedCommand(click.Command):
                 )
             )  # fmt: skip
 
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """As in click, which splits an unknown `-nzz` into `-n zz`: here it is refused as a whole.
+
+        A value may be attached to a one-letter flag that takes a text (`-mmodel.gguf`), or a number if it starts like
+        one (`-n64`). One-letter flags without a value may be joined.
+        """
+        options = {
+            name: each
+            for each in self.get_params(ctx)
+            if isinstance(each, click.Option)
+            for name in (*each.opts, *each.secondary_opts)
+        }
+        words = iter(args)
+        for word in words:
+            name, equals, _ = word.partition("=")
+            normalize = ctx.token_normalize_func or str
+            option = options.get(name) or options.get(normalize(name))
+            if word == "--":
+                break
+            if option and not (option.is_flag or equals):
+                next(words, None)  # its value
+            elif not option and _LETTERS.match(word) and not _may_be_split(word, options):
+                raise click.NoSuchOption(name, possibilities=options, ctx=ctx)
+        return super().parse_args(ctx, args)
+
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Writes a section for each heading."""
         for heading, options in group_options(self.get_params(ctx)):
@@ -70,6 +96,24 @@ class GroupedCommand(click.Command):
             if records:
                 with formatter.section(heading):
                     formatter.write_dl(records)
+
+
+_LETTERS = re.compile(r"-[A-Za-z].")
+
+
+def _may_be_split(word: str, options: Mapping[str, click.Option]) -> bool:
+    """Whether a word is one-letter flags, of which the last one may have a value."""
+    for i, letter in enumerate(word[1:], 2):
+        option = options.get(f"-{letter}")
+        if option is None:
+            return False
+        if not option.is_flag:
+            return not isinstance(option.type, _NUMBERS) or word[i:][:1] in _NUMBER_STARTS
+    return True
+
+
+_NUMBERS = (type(click.INT), type(click.FLOAT))
+_NUMBER_STARTS = {*"-+.0123456789", ""}
 
 
 def _show_all(ctx: click.Context, _option: object, given: bool) -> None:

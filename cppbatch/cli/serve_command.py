@@ -23,7 +23,7 @@ from cppbatch.cli.engine_options import (
     profile_and_memory_options,
     with_options,
 )
-from cppbatch.cli.llama_server_flags import LlamaServerCommand, unneeded_flags
+from cppbatch.cli.llama_server_flags import LlamaServerCommand, list_devices_flag, unneeded_flags
 from cppbatch.cli.model_sources import ModelSources, many_models, model_source_options
 from cppbatch.cli.output import loading_bar
 from cppbatch.cli.quiet_imports import QuietImports
@@ -131,6 +131,7 @@ COMMON = (
     common=COMMON,
     context_settings={"token_normalize_func": lambda name: name.replace("_", "-")},  # as llama-server does
 )
+@list_devices_flag
 @server_options  # first, so that they are validated before a model is downloaded
 @deployment_options
 @ray_options

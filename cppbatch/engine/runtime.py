@@ -206,6 +206,8 @@ def load_model(
         main_gpu=config.main_gpu,
         overrides=[*config.tensor_places, *cpu_overrides(**parts)],
         load_mode=config.load_mode,
+        lazy_mode=config.lazy_mode,
+        numa=config.numa,
         no_host=config.no_host,
         progress=progress,
         no_alloc=no_alloc,

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from cppbatch.config import CHOICES, Numa
 from cppbatch.errors import shorten
 from cppbatch.llama.library import C, ggml, library_path, load_backends
 from cppbatch.llama.rpc import has_rpc, is_reachable, is_remote
@@ -92,6 +93,7 @@ class Backend:
         self.cpu_variant = found[1] if found else None
         """The kernels chosen by a portable build for this CPU ("haswell", "zen4"); None in other builds."""
         C.llama_backend_init()
+        self._has_numa = False
 
     def _end_log(self) -> None:
         C.llama_log_set(C.llama_log_callback(0), ctypes.c_void_p(0))
@@ -164,6 +166,12 @@ class Backend:
             memory_free=free.value,
             memory_total=total.value,
         )
+
+    def use_numa(self, numa: Numa) -> None:
+        """Sets where all compute threads of this process run. Only the first call with another value than off does."""
+        if numa != "off" and not self._has_numa:
+            self._has_numa = True
+            C.llama_numa_init(CHOICES["numa"].index(numa))
 
     @property
     def version(self) -> str:

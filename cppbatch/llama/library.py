@@ -26,7 +26,7 @@ REINSTALL = (
 """The command that rebuilds the library for this CPU (-fno-dse is for GCC on x86-64: llama.cpp PR #26954)."""
 
 _NEEDED = """
-    llama_backend_init llama_log_set llama_print_system_info llama_version
+    llama_backend_init llama_numa_init llama_log_set llama_print_system_info llama_version
     llama_max_parallel_sequences llama_model_default_params llama_model_load_from_file llama_model_free
     llama_model_get_vocab llama_model_desc llama_model_size llama_model_n_params llama_model_n_layer llama_model_n_head
     llama_model_n_ctx_train llama_model_n_swa llama_model_n_embd_out llama_model_n_cls_out llama_model_cls_label
@@ -203,6 +203,8 @@ def ggml() -> ctypes.CDLL:
     lib.ggml_backend_dev_memory.restype = None
     lib.ggml_backend_dev_buffer_type.argtypes = [ctypes.c_void_p]
     lib.ggml_backend_dev_buffer_type.restype = ctypes.c_void_p
+    lib.ggml_backend_buft_name.argtypes = [ctypes.c_void_p]
+    lib.ggml_backend_buft_name.restype = ctypes.c_char_p
     lib.ggml_backend_cpu_buffer_type.argtypes = []
     lib.ggml_backend_cpu_buffer_type.restype = ctypes.c_void_p
     for name, restype in (

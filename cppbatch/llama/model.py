@@ -12,7 +12,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
 
-from cppbatch.config import LoadMode, Pooling, SplitMode
+from cppbatch.config import LazyMode, LoadMode, Numa, Pooling, SplitMode
 from cppbatch.errors import LlamaError, ModelError
 from cppbatch.interrupts import interrupts_deferred
 from cppbatch.llama.backend import Backend
@@ -29,6 +29,7 @@ Progress = Callable[[float], bool]
 
 _LAYERS_WITH_WINDOWS = {"exaone4": 64}  # with any other number of layers, llama.cpp ignores the window in the file
 _LOAD_MODES: tuple[LoadMode, ...] = ("auto", "none", "mmap", "mlock", "mmap+mlock", "dio")  # llama_load_mode + 1
+_LAZY_MODES: tuple[LazyMode, ...] = ("off", "auto", "on")  # llama_lazy_mode
 _SPLIT_MODES: tuple[SplitMode, ...] = ("none", "layer", "row", "tensor")  # llama_split_mode
 _MROPE_TYPES = {8, 40}  # llama_rope_type: MROPE, IMROPE
 _POOLING: dict[str, Pooling] = {"1": "mean", "2": "cls", "3": "last", "4": "rank"}  # llama_pooling_type in metadata
@@ -56,6 +57,8 @@ class Model:
         overrides: Sequence[tuple[str, str]] = (),
         no_host: bool = False,
         load_mode: LoadMode = "auto",
+        lazy_mode: LazyMode = "auto",
+        numa: Numa = "off",
         progress: Progress | None = None,
         no_alloc: bool = False,
         load_head: bool = False,
@@ -66,7 +69,7 @@ class Model:
         `rpc`: addresses of RPC workers. Their devices come before this machine's GPUs. `devices`: names of those to
         use; (): all. `tensor_split`: the share of layers for each of these devices; (): in proportion to free memory.
         `split_mode`, `main_gpu`: as in `EngineConfig`. `overrides`: the places of tensors, as in `ModelDevices`.
-        `load_mode`, `no_host`: as in `EngineConfig`.
+        `load_mode`, `lazy_mode`, `no_host`, `numa`: as in `EngineConfig`.
         `repack`: llama.cpp may repack weights for this CPU (its `use_extra_bufts`). `progress` is called with 0.0 to
         1.0 while loading; loading stops when it returns False.
         `no_alloc`: llama.cpp plans the model and its contexts and logs the sizes of all buffers, but only allocates
@@ -96,6 +99,7 @@ class Model:
         params.split_mode, params.main_gpu = _SPLIT_MODES.index(split_mode), main_gpu
         params.no_host = no_host
         params.load_mode = _LOAD_MODES.index(load_mode) - 1
+        params.lazy_mode = _LAZY_MODES.index(lazy_mode)
         if device is not None:
             check_gpu(device)
             params.split_mode, params.main_gpu = C.LLAMA_SPLIT_MODE_NONE, device
@@ -105,6 +109,7 @@ class Model:
         if no_alloc:
             set_no_alloc(params, on_cpu=not rpc and not Backend.get().supports_gpu)
         try:
+            Backend.get().use_numa(numa)
             with interrupts_deferred() as interrupted, Backend.get().errors() as lines:
                 reporter = _Reporter(progress, interrupted)
                 params.progress_callback = reporter.callback

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,6 +15,8 @@ from cppbatch.llama.library import C, ggml
 from cppbatch.llama.rpc import RpcConnections, any_registered, is_remote
 from cppbatch.models.inspect import DENSE_FFN, EXPERTS
 from cppbatch.rpc_endpoint import parse_endpoint
+
+log = logging.getLogger("cppbatch.engine")
 
 _GPU, _INTEGRATED_GPU = 1, 2  # ggml_backend_dev_type
 _CPU = "CPU"
@@ -39,8 +42,7 @@ class ModelDevices:
         """`names`: the devices to use, by ggml's names; (): all. `overrides`: pairs of a regular expression for names
         of tensors, and the name of the device that holds them, or CPU; the first match counts.
 
-        Raises `ModelError` for an unknown device, if the number of shares is not the number of devices, and as
-        `RpcConnections`.
+        Raises `ModelError` for an unknown device, if there are more shares than devices, and as `RpcConnections`.
         """
         self._connections = RpcConnections([parse_endpoint(each) for each in rpc])
         self._is_chosen = bool(names)
@@ -119,17 +121,20 @@ def _buffer_type(place: str, devices: Sequence[int]) -> int:
 def _find(setting: str, name: str, devices: Sequence[int]) -> int:
     lib = ggml()
     for device in devices:
-        if name in (lib.ggml_backend_dev_name(device).decode(), _name(device)):
+        buffers = lib.ggml_backend_buft_name(lib.ggml_backend_dev_buffer_type(device))  # RPC0[192.168.1.5:50052]
+        if name in (lib.ggml_backend_dev_name(device).decode(), _name(device), buffers.decode()):
             return device
     known = ", ".join(map(_name, devices)) or "none (no GPU or RPC worker found)"
     raise ModelError(f"{setting_name(setting)} names the device {name!r}; available: {known}")
 
 
 def _shares(tensor_split: Sequence[float], devices: Sequence[int]) -> ctypes.Array[ctypes.c_float]:
-    if len(tensor_split) != len(devices):
-        names = ", ".join(map(_name, devices)) or "none (no GPU or RPC worker found)"
+    """Devices without a share get 0, as in llama-server."""
+    if not devices:
+        log.warning("%s has no effect: no GPU or RPC worker found", setting_name("tensor_split"))
+    elif len(tensor_split) > len(devices):
         given = f"{setting_name('tensor_split')} has {len(tensor_split)} shares"
-        raise ModelError(f"{given}; it must have one for each device: {names}")
+        raise ModelError(f"{given}; it must have at most one for each device: {', '.join(map(_name, devices))}")
     shares: ctypes.Array[ctypes.c_float] = (ctypes.c_float * C.llama_max_devices())(*tensor_split)
     return shares
 

@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import llama_cpp
 
-from cppbatch.config import CacheType, EngineConfig, Pooling, SplitMode
+from cppbatch.config import CHOICES, CacheType, EngineConfig, Pooling, SplitMode
 from cppbatch.engine.params import RANGES, SamplingParams
 from cppbatch.errors import ConfigError
 
@@ -35,6 +35,7 @@ _CACHE_TYPES: dict[int, CacheType] = {
     llama_cpp.GGML_TYPE_IQ4_NL: "iq4_nl",
 }
 _SPLIT_MODES: tuple[SplitMode, ...] = ("none", "layer", "row", "tensor")
+_NUMA = dict(enumerate(CHOICES["numa"]))
 _CONTEXT_PARAMS = (
     "rope_scaling_type", "attention_type", "rope_freq_base", "rope_freq_scale", "yarn_ext_factor", "yarn_attn_factor",
     "yarn_beta_fast", "yarn_beta_slow", "yarn_orig_ctx", "offload_kqv", "op_offload",
@@ -87,6 +88,8 @@ def _placement(given: Json) -> Json:
     settings: Json = {"main_gpu": given["main_gpu"]} if "main_gpu" in given else {}
     if "split_mode" in given:
         settings["split_mode"] = _SPLIT_MODES[given["split_mode"]]
+    if given.get("numa"):
+        settings["numa"] = _NUMA.get(given["numa"], "off")
     if given.get("tensor_split"):
         settings["tensor_split"] = tuple(given["tensor_split"])
     if "use_mmap" in given or "use_mlock" in given:

@@ -6,11 +6,18 @@ from collections.abc import Sequence
 
 import msgspec
 
+from cppbatch.config import EngineConfig
 from cppbatch.sizing.buffers import MAPPED, Buffer
 from cppbatch.sizing.estimate import Device, Footprint, MemoryEstimate
 
 HOST = "host"
-_GIB = 2**30
+MARGIN = 0.1
+"""The fraction of free memory that chosen settings leave free."""
+_GIB, _MIB = 2**30, 2**20
+
+Margin = float | Sequence[int]
+"""What must stay free: a fraction of the free memory, or MiB of each device (`EngineConfig.fit_target`), where one
+number is for all devices, or without a device for the host; anywhere else `MARGIN`."""
 
 
 class Demand(msgspec.Struct, frozen=True, kw_only=True):
@@ -38,11 +45,10 @@ class Demand(msgspec.Struct, frozen=True, kw_only=True):
         return self.will_fit and self.firm + self.mapped > self.free > 0
 
 
-def memory_demands(estimate: MemoryEstimate, host_free: int, *, margin: float = 0.0) -> list[Demand]:
+def memory_demands(estimate: MemoryEstimate, host_free: int, *, margin: Margin = 0.0) -> list[Demand]:
     """Returns what all engines of an estimate need together, the host first.
 
-    `host_free`: bytes. `margin`: the part of the free memory that must stay free. Processes share the pages of a mapped
-    file, so mapped weights count once.
+    `host_free`: bytes. Processes share the pages of a mapped file, so mapped weights count once.
     """
     buffers = [buffer for footprint in estimate.footprints for buffer in footprint.buffers]
     host = Demand(
@@ -50,18 +56,36 @@ def memory_demands(estimate: MemoryEstimate, host_free: int, *, margin: float = 
         free=host_free,
         firm=sum(b.n_bytes for b in buffers if location(b, estimate.devices) == HOST and b.buffer_type != MAPPED),
         mapped=max((mapped_bytes(footprint) for footprint in estimate.footprints), default=0),
-        margin=margin,
+        margin=MARGIN if estimate.devices and not isinstance(margin, float) else _fraction(margin, 0, host_free),
     )
     on_devices = [
         Demand(
             where=device.name,
             free=device.free,
             firm=sum(b.n_bytes for b in buffers if location(b, estimate.devices) == device.name),
-            margin=margin,
+            margin=_fraction(margin, i, device.free),
         )
-        for device in estimate.devices
+        for i, device in enumerate(estimate.devices)
     ]
     return [host, *(each for each in on_devices if each.firm)]
+
+
+def _fraction(margin: Margin, i: int, free: int) -> float:
+    """The fraction of the `i`-th device's free memory that must stay free."""
+    if isinstance(margin, float):
+        return margin
+    mib = margin[0] if len(margin) == 1 else margin[i] if i < len(margin) else None
+    return MARGIN if mib is None or not free else min(1.0, mib * _MIB / free)
+
+
+def margin_of(config: EngineConfig) -> Margin:
+    """What the chosen settings leave free."""
+    return config.fit_target or MARGIN
+
+
+def usable(device: Device, i: int, margin: Margin) -> int:
+    """The bytes of the `i`-th device that may be used."""
+    return int(device.free * (1 - _fraction(margin, i, device.free)))
 
 
 def mapped_bytes(footprint: Footprint) -> int:

@@ -87,7 +87,7 @@ def main() -> None:
 
     task = msgspec.json.decode(sys.stdin.buffer.read(), type=_Task)
     connections = connect([task.config])
-    names = {each.name: each.buffer_types[0] if each.buffer_types else each.name for each in devices()}
+    names = {each.name: each.buffer_types[0] if each.buffer_types else each.name for each in devices(task.config)}
     try:
         times = {
             name: measure_products(names.get(name, name), task.kinds, ROWS, n_threads=task.n_threads)

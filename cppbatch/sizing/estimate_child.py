@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import msgspec
@@ -46,7 +46,7 @@ def main() -> None:
     """Reads a list of `EngineConfig` from stdin and writes a `MemoryEstimate` to stdout."""
     configs = msgspec.json.decode(sys.stdin.buffer.read(), type=list[EngineConfig])
     connections = connect(configs)
-    found = devices()  # before models are loaded
+    found = devices(configs[0])  # before models are loaded
     answer = MemoryEstimate(list(footprints(configs)), found)
     connections.close()
     sys.stdout.buffer.write(b"\n" + msgspec.json.encode(answer))
@@ -62,9 +62,10 @@ def connect(configs: list[EngineConfig]) -> RpcConnections:
         return RpcConnections([])
 
 
-def devices() -> list[Device]:
-    """The GPUs, and the devices of RPC workers that are connected."""
-    return [*_devices("GPU"), *_devices("remote")]
+def devices(config: EngineConfig) -> list[Device]:
+    """The devices of RPC workers that are connected, and the GPUs: llama.cpp's order, unless the settings name them."""
+    found = [*_devices("remote"), *_devices("GPU")]
+    return sorted(found, key=lambda device: _rank(device, config.device_names))
 
 
 def _devices(kind: str) -> Iterator[Device]:
@@ -80,6 +81,12 @@ def _devices(kind: str) -> Iterator[Device]:
             yield Device(f"{description} ({device.name})", "", free, total, buffer_types)
         else:
             yield Device(device.name, description, free, total)
+
+
+def _rank(device: Device, names: Sequence[str]) -> int:
+    """The place of a device among those that the settings name; the others come last."""
+    its = (device.name, *device.buffer_types)
+    return next((i for i, name in enumerate(names) if name.partition(" ")[0] in its), len(names))
 
 
 def footprints(configs: list[EngineConfig]) -> Iterator[Footprint]:

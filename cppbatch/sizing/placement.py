@@ -25,7 +25,7 @@ from cppbatch.models.file_header import WEIGHT_TYPES, read_header
 from cppbatch.models.find import model_parts
 from cppbatch.models.inspect import DENSE_FFN, EXPERTS
 from cppbatch.models.kernels import DeviceTimes, kernel_times
-from cppbatch.sizing.demand import HOST, location, memory_demands
+from cppbatch.sizing.demand import HOST, location, margin_of, memory_demands, usable
 from cppbatch.sizing.device_times import CPU, device_times
 from cppbatch.sizing.estimate import Device, Footprint, MemoryEstimate, estimate_memory
 from cppbatch.sizing.machine import free_host_memory
@@ -85,8 +85,6 @@ def placement_flags(config: EngineConfig) -> str:
 def describe_placements(
     candidates: Sequence[EngineConfig],
     devices: Sequence[Device],
-    *,
-    margin: float,
     decided: Set[str] = frozenset(),
 ) -> list[str]:
     """A line for each number of sequences of a model that its devices cannot hold: flags, and the speeds to expect.
@@ -94,7 +92,7 @@ def describe_placements(
     Calculated, so whether they fit is not checked. Arguments and errors as of `placements`.
     """
     lines: dict[int, str] = {}
-    for each in ranked(candidates, lambda one: [one], devices, margin=margin, decided=decided):
+    for each in ranked(candidates, lambda one: [one], devices, decided):
         sizes = each.config.n_parallel
         if sizes not in lines:
             lines[sizes] = f"{placement_flags(each.config)}: {describe_speeds(each.config, each.speeds)}"
@@ -122,18 +120,16 @@ def placements(
     candidates: Sequence[EngineConfig],
     engines: Engines,
     devices: Sequence[Device],
-    *,
-    margin: float,
     decided: Set[str] = frozenset(),
 ) -> Iterator[Placed]:
-    """The placements that leave `margin` of the devices' free memory free, fastest first by `config.prefer`; none if
-    the settings say what is where (`EngineConfig.is_placed`). Each takes estimates, in seconds.
+    """The placements that leave the devices' `margin_of` free memory, fastest first by `config.prefer`; none if the
+    settings say what is where (`EngineConfig.is_placed`). Each takes estimates, in seconds.
 
     `candidates`: the sizes that would be chosen if the model fitted, largest first. `engines`: the settings of all
     engines. `decided`: the names of settings that may not change. Raises `EstimateFailed`.
     """
-    for each in ranked(candidates, engines, devices, margin=margin, decided=decided):
-        if fitting := _first_that_fits(each.smaller, engines, margin):
+    for each in ranked(candidates, engines, devices, decided):
+        if fitting := _first_that_fits(each.smaller, engines):
             yield Placed(*fitting, each.speeds)
 
 
@@ -141,8 +137,6 @@ def ranked(
     candidates: Sequence[EngineConfig],
     engines: Engines,
     devices: Sequence[Device],
-    *,
-    margin: float,
     decided: Set[str] = frozenset(),
 ) -> list[Placement]:
     """The best placements of each number of sequences, fastest first, by calculation: whether they fit is not checked.
@@ -159,10 +153,10 @@ def ranked(
     several = [engines(each) for each in sizes]
     one = several[0][0]
     first = estimate_memory([each[0] for each in several]).footprints
-    if any(each.error for each in first) or not (used := _used(one, devices, first[0])):
+    if any(each.error for each in first) or not (used := _used(devices, first[0])):
         return []
     share = sum(config.device == one.device for config in several[0])
-    free = {each.name: int(each.free * (1 - margin)) // share for each in used}
+    free = {each.name: usable(each, i, margin_of(one)) // share for i, each in enumerate(devices) if each in used}
     search = _Search(one, model, used, free, _times(one, used, model))
     found = [each for config, footprint in zip(sizes, first, strict=True) for each in search.best(config, footprint)]
     has_gpu = any(map(_is_gpu, used))
@@ -190,16 +184,10 @@ def _sizes(candidates: Sequence[EngineConfig], decided: Set[str]) -> Iterator[En
             yield replace(config, n_ctx=cells, n_ubatch=min(_LARGE_UBATCH, config.n_batch))
 
 
-def _used(config: EngineConfig, devices: Sequence[Device], whole: Footprint) -> list[Device]:
-    """The devices that have weights if nothing is on the CPU, in llama.cpp's order: as given, or RPC workers first."""
+def _used(devices: Sequence[Device], whole: Footprint) -> list[Device]:
+    """The devices that have weights if nothing is on the CPU, in llama.cpp's order."""
     found = {location(buffer, devices) for buffer in whole.buffers if buffer.kind == "weights"}
-
-    def order(device: Device) -> tuple[int, bool]:
-        names = [device.name, *device.buffer_types]
-        given = (i for i, name in enumerate(config.device_names) if name in names)
-        return next(given, 0), _is_gpu(device)
-
-    return sorted((each for each in devices if each.name in found), key=order)
+    return [each for each in devices if each.name in found]
 
 
 def _is_gpu(device: Device) -> bool:
@@ -214,7 +202,7 @@ def _times(config: EngineConfig, used: Sequence[Device], model: _Model) -> dict[
 
 
 def _first_that_fits(
-    ladder: Sequence[Callable[[], EngineConfig]], engines: Engines, margin: float
+    ladder: Sequence[Callable[[], EngineConfig]], engines: Engines
 ) -> tuple[EngineConfig, MemoryEstimate] | None:
     """By estimates of a few placements at a time: the first ones, then ever further ones."""
     fits: tuple[EngineConfig, MemoryEstimate] | None = None
@@ -229,7 +217,7 @@ def _first_that_fits(
             estimate = MemoryEstimate([next(footprints) for _ in several], answer.devices)
             if any(each.error for each in estimate.footprints):
                 return None  # as loading will report
-            demands = memory_demands(estimate, free, margin=margin)
+            demands = memory_demands(estimate, free, margin=margin_of(config))
             if all(each.will_fit for each in demands):
                 fits, high = (config, estimate), i
                 break

@@ -2,7 +2,8 @@
 
 The largest sizes are 16 sequences (32 on a GPU) with 1,024 cells each; on a GPU more cells, so that one text may use
 the model's full context length. A single sequence may use the model's context length, on a CPU up to 32,768 tokens. Of
-these sizes, halved repeatedly, the first one that leaves a tenth of the memory free is chosen.
+these sizes, halved repeatedly, the first one that leaves a tenth of the memory free is chosen. --fit off takes the
+largest, --fit-target sets another margin, and --fit-ctx the minimum of cells.
 """
 
 from __future__ import annotations
@@ -19,13 +20,20 @@ from cppbatch.errors import ConfigError, DoesNotFit, EstimateFailed, ModelError
 from cppbatch.models.inspect import inspect_model
 from cppbatch.models.kernels import has_gpu, kernel_times
 from cppbatch.sizing.buffers import MAPPED
-from cppbatch.sizing.demand import HOST, Demand, format_gib, location, mapped_bytes, memory_demands
+from cppbatch.sizing.demand import (
+    HOST,
+    MARGIN,
+    Demand,
+    Margin,
+    format_gib,
+    location,
+    mapped_bytes,
+    margin_of,
+    memory_demands,
+)  # fmt: skip
 from cppbatch.sizing.estimate import Footprint, MemoryEstimate, estimate_memory
 from cppbatch.sizing.machine import free_host_memory
 from cppbatch.sizing.placement import Speeds, placements
-
-MARGIN = 0.1
-"""The fraction of free memory that the chosen sizes leave free."""
 
 SIZES = frozenset({"n_parallel", "n_ctx"})
 
@@ -54,6 +62,10 @@ def size_candidates(config: EngineConfig, given: Set[str], *, n_ctx_train: int, 
         sizes = _halved_cells(sequences, _most_cells(sequences, n_ctx_train, on_gpu=on_gpu))
         while (last := sizes[-1]) != (1, _LEAST_CELLS):
             sizes.append((max(1, last[0] // 2), max(_LEAST_CELLS, last[1] // 2)))
+    if "n_ctx" not in given:
+        sizes = list(dict.fromkeys((n, max(cells, config.fit_ctx)) for n, cells in sizes))
+    if not config.fit:
+        sizes = sizes[:1]
     return [replace(config, n_parallel=n, n_ctx=cells) for n, cells in sizes]
 
 
@@ -119,8 +131,8 @@ def first_ample(
     engines: Engines = lambda config: [config],
     decided: Set[str] = frozenset(),
 ) -> Planned:
-    """The first candidate that fits with the weights and leaves `MARGIN` of the memory free; the last one if none does,
-    with parts of the model on the CPU if its devices cannot hold it.
+    """The first candidate that fits with the weights and leaves its `margin_of` the memory free; the last one if none
+    does, with parts of the model on the CPU if its devices cannot hold it.
 
     `decided`: the names of settings that may not change. If the estimate fails, the first one, and a warning is logged.
     """
@@ -130,7 +142,8 @@ def first_ample(
 def _first_ample(candidates: Sequence[EngineConfig], engines: Engines) -> Planned:
     planned = _plan(candidates[0], engines)
     smaller = candidates[1:]
-    if planned.estimate is None or not smaller or _is_ample(planned.estimate):
+    margin = margin_of(planned.config)
+    if planned.estimate is None or not smaller or _is_ample(planned.estimate, margin):
         return planned
     try:
         answers = iter(estimate_memory([one for each in smaller for one in engines(each)]).footprints)
@@ -139,7 +152,7 @@ def _first_ample(candidates: Sequence[EngineConfig], engines: Engines) -> Planne
         return planned
     for each in smaller:
         estimate = MemoryEstimate([next(answers) for _ in engines(each)], planned.estimate.devices)
-        if _is_ample(estimate):
+        if _is_ample(estimate, margin):
             break
     return Planned(each, estimate)
 
@@ -149,14 +162,14 @@ def _placed(planned: Planned, candidates: Sequence[EngineConfig], engines: Engin
     several GPUs, if they do."""
     if planned.estimate is None:
         return planned
-    demands = memory_demands(planned.estimate, free_host_memory())
+    demands = memory_demands(planned.estimate, free_host_memory(), margin=planned.config.fit_target or 0.0)
     n_gpus = sum(bool(each.description) for each in planned.estimate.devices)
     fits = all(each.will_fit for each in demands if each.where != HOST)
     if fits and (n_gpus < 2 or planned.config.device_names or planned.config.tensor_split):
         return planned
     try:
         among = [planned.config] if fits else candidates
-        found = next(placements(among, engines, planned.estimate.devices, margin=MARGIN, decided=decided), None)
+        found = next(placements(among, engines, planned.estimate.devices, decided), None)
     except EstimateFailed as error:
         log.warning("could not look for a placement that fits: %s", error)
         return planned
@@ -175,8 +188,8 @@ def _plan(config: EngineConfig, engines: Engines) -> Planned:
     return Planned(config, estimate)
 
 
-def _is_ample(estimate: MemoryEstimate) -> bool:
-    demands = memory_demands(estimate, free_host_memory(), margin=MARGIN)
+def _is_ample(estimate: MemoryEstimate, margin: Margin) -> bool:
+    demands = memory_demands(estimate, free_host_memory(), margin=margin)
     return all(each.will_fit and not each.will_be_slow for each in demands)
 
 
@@ -360,8 +373,8 @@ def first_beside(
     budget: int | None = None,
     decided: Set[str] = frozenset(),
 ) -> LoadedSizes:
-    """The first candidate that fits alongside the `others` and leaves `MARGIN` of the free memory free; else the last
-    one, if it fits at all; without others, with parts of the model on the CPU if its devices cannot hold it.
+    """The first candidate that fits alongside the `others` and leaves its `margin_of` the free memory free; else the
+    last one, if it fits at all; without others, with parts of the model on the CPU if its devices cannot hold it.
 
     `pinned`: those of the others that cannot be unloaded. `budget`: bytes for all models together; None: the free
     memory. `decided`: as of `first_ample`. Raises `DoesNotFit`, and `EstimateFailed`.
@@ -376,7 +389,8 @@ def first_beside(
     if any(footprint.error for one in sizes for footprint in (one.estimate.footprints if one.estimate else [])):
         return LoadedSizes(candidates[0], None)  # loading reports what is wrong
     free, mapped = free_host_memory(), _sum_mapped(others)
-    for one, margin in [*((one, MARGIN) for one in sizes), (sizes[-1], 0.0)]:
+    ample, least = margin_of(candidates[0]), candidates[0].fit_target or 0.0
+    for one, margin in [*((one, ample) for one in sizes), (sizes[-1], least)]:
         if _fits(one, free - mapped, margin=margin) and (budget is None or one.needs + _sum(others) <= budget):
             return one
     smallest = sizes[-1]
@@ -385,20 +399,22 @@ def first_beside(
         limit = f"the limit for all models is {format_gib(budget)} (--models-memory)"
         never = smallest.needs + _sum(pinned) > budget
         raise DoesNotFit(f"it needs {format_gib(smallest.needs)}, but {limit}", never=never)
-    if len(others) == len(pinned) and _fits(smallest, free, margin=0.0, mapped_too=False):
+    if len(others) == len(pinned) and _fits(smallest, free, margin=least, mapped_too=False):
         return smallest  # its weights will be read from the file again and again: slow, but nothing can be done here
-    never = not _fits(smallest, free_at_most, margin=0.0, mapped_too=False, devices_too=not others)
+    never = not _fits(smallest, free_at_most, margin=least, mapped_too=False, devices_too=not others)
     if never and not others:
-        found = next(placements(candidates, engines, estimated.devices, margin=MARGIN, decided=decided), None)
+        found = next(placements(candidates, engines, estimated.devices, decided), None)
         if found:
             return LoadedSizes(found.config, found.estimate)
+    if least and len(others) == len(pinned) and _fits(smallest, free, margin=0.0, mapped_too=False):
+        return smallest  # --fit-target is what it aims at
     message = f"it needs {format_gib(smallest.needs)} with -np {smallest.config.n_parallel} -c {smallest.config.n_ctx}"
     advice = "use a smaller model or quantisation, or lower -c and -np"
     raise DoesNotFit(f"{message}, more than {'there is' if never else 'is free'}: {advice}", never=never)
 
 
 def _fits(
-    sizes: LoadedSizes, host_free: int, *, margin: float, mapped_too: bool = True, devices_too: bool = True
+    sizes: LoadedSizes, host_free: int, *, margin: Margin, mapped_too: bool = True, devices_too: bool = True
 ) -> bool:
     assert sizes.estimate
 

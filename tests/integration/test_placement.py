@@ -3,6 +3,11 @@ stay the same. The device is an RPC worker of this machine, which llama.cpp trea
 
 from __future__ import annotations
 
+import json
+import logging
+import re
+import subprocess
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,7 +16,7 @@ import msgspec
 import pytest
 
 from cppbatch import BatchInferenceEngine, SamplingParams
-from cppbatch.config import CHOICES, EngineConfig
+from cppbatch.config import CHOICES, CPU_PARTS, EngineConfig
 from cppbatch.errors import ConfigError, DoesNotFit, ModelError
 from cppbatch.models.kernels import DeviceTimes
 from cppbatch.models.synthetic import LlamaShape
@@ -19,7 +24,7 @@ from cppbatch.sizing import placement, sizes
 from cppbatch.sizing.demand import HOST, memory_demands
 from cppbatch.sizing.device_times import CPU
 from cppbatch.sizing.estimate import Device, MemoryEstimate, estimate_memory
-from cppbatch.sizing.sizes import LoadedSizes, check_planned, first_ample, first_beside
+from cppbatch.sizing.sizes import LoadedSizes, candidates_for, check_planned, first_ample, first_beside
 from tests.support import tiny_models
 from tests.support.native_engines import PROMPTS
 from tests.support.rpc_workers import RpcWorker
@@ -216,6 +221,45 @@ def test_a_given_placement_is_not_changed(
         check_planned(planned)
 
 
+def test_without_fit_nothing_is_chosen(
+    models: dict[str, Path], endpoints: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = EngineConfig(str(models["experts"]), rpc=endpoints[:1], fit=False, n_threads=1)
+    limit_devices(monkeypatch, 1 << 16)
+    candidates = candidates_for(config, set())
+    planned = first_ample(candidates)
+    assert candidates == [planned.config]
+    assert not any(getattr(planned.config, name) for name in ("override_tensor", *CPU_PARTS))
+    with pytest.raises(ConfigError, match="MiB are free"):
+        check_planned(planned)
+
+
+def test_fit_target_leaves_that_much_of_the_device_free(
+    models: dict[str, Path], endpoints: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = EngineConfig(str(models["experts"]), rpc=endpoints[:1], **SIZES)
+    ((whole, _),) = on_devices(estimate_memory([config]))
+    limit_devices(monkeypatch, whole + (1 << 20))
+    held = []
+    for mib in (1, 2):
+        estimate = first_ample([msgspec.structs.replace(config, fit_target=(mib,))]).estimate
+        assert estimate
+        held += [firm for firm, _ in on_devices(estimate)]
+    assert held[0] == whole
+    assert held[1] <= whole - (1 << 20)
+
+
+def test_devices_are_listed_as_llama_server_does(endpoints: tuple[str, str]) -> None:
+    command = [sys.executable, "-m", "cppbatch", "serve", "--list-devices"]
+    given = {"--rpc": [*command, "--rpc", ",".join(endpoints)], "": command}
+    listed = {
+        name: subprocess.run(each, capture_output=True, text=True, check=True).stdout for name, each in given.items()
+    }
+    names = "".join(rf"  RPC{i}: {each} \(\d+ MiB, \d+ MiB free\)\n" for i, each in enumerate(endpoints))
+    assert re.fullmatch(f"Available devices:\n{names}", listed["--rpc"])
+    assert listed[""] == "Available devices:\n  (none)\n"
+
+
 # --- loading and cells ------------------------------------------------------------------------------------------------
 
 
@@ -224,6 +268,32 @@ def test_weights_are_the_same_however_they_are_read(
     mode: Any, models: dict[str, Path], expected: dict[str, list[str]]
 ) -> None:
     assert texts(models["dense"], load_mode=mode) == expected["dense"]
+
+
+@pytest.mark.parametrize("mode", CHOICES["lazy_mode"])
+def test_texts_are_the_same_whichever_tensors_are_read_when_needed(
+    mode: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = tiny_models.gemma4(tmp_path / "per_layer.gguf", n_per_layer=16)
+    with caplog.at_level(logging.DEBUG, "cppbatch.llama"):
+        found = texts(model, lazy_mode=mode)
+    is_lazy = "per_layer_token_embd.weight (size = 0 MiB) lazy read enabled" in caplog.text
+    assert is_lazy == (mode == "on")
+    assert found == texts(model, load_mode="none", lazy_mode="off")
+
+
+@pytest.mark.parametrize("numa", CHOICES["numa"])
+def test_texts_do_not_depend_on_where_threads_run(numa: str, models: dict[str, Path], expected: Any) -> None:
+    program = (
+        "import sys, json; from cppbatch import BatchInferenceEngine, SamplingParams\n"
+        "model, prompts, settings = json.loads(sys.argv[1])\n"
+        "with BatchInferenceEngine(model, **settings) as engine:\n"
+        "    greedy = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)\n"
+        "    print(json.dumps([each.text for each in engine.generate(prompts, greedy)]))\n"
+    )
+    given = json.dumps([str(models["dense"]), PROMPTS, {**SIZES, "n_threads": 2, "numa": numa}])
+    done = subprocess.run([sys.executable, "-c", program, given], capture_output=True, text=True, check=True)
+    assert json.loads(done.stdout.splitlines()[-1]) == expected["dense"]
 
 
 def test_copied_weights_count_as_memory_that_must_be_free(models: dict[str, Path]) -> None:

@@ -152,11 +152,11 @@ def test_a_draft_model_drafts_on_this_machine(split: dict[str, Any], tiny_llama:
 # --- refusals ---------------------------------------------------------------------------------------------------------
 
 
-def test_every_device_has_a_share(split: dict[str, Any], tiny_llama: Path) -> None:
-    with pytest.raises(ModelError, match=r"3 shares; it must have one for each device: RPC\d+ \(127\.0\.0\.1:"):
+def test_every_share_has_a_device(split: dict[str, Any], tiny_llama: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(ModelError, match=r"3 shares; it must have at most one for each device: RPC\d+ \(127\.0\.0\.1:"):
         texts(tiny_llama, rpc=split["rpc"], tensor_split=(1.0, 1.0, 1.0))
-    with pytest.raises(ModelError, match="no GPU or RPC worker found"):
-        texts(tiny_llama, tensor_split=(1.0,), device=None)
+    assert texts(tiny_llama, tensor_split=(3.0, 1.0)) == texts(tiny_llama)
+    assert "tensor_split (-ts) has no effect: no GPU or RPC worker found" in caplog.text
 
 
 def test_a_worker_that_serves_another_engine_is_busy_and_free_afterwards(

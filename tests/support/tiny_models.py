@@ -289,13 +289,21 @@ def eagle3(
     return _write_arrays(path, writer, weights, arrays, seed=seed)
 
 
-def gemma4(path: PathLike, *, echoes: bool = False, n_layers: int = 4) -> Path:
-    """Gemma 4: the first of each two layers sees only the last WINDOW tokens. `echoes`: as `echo`."""
-    writer = _gemma4_writer(path, "gemma4", n_layers, N_EMBD)
+def gemma4(path: PathLike, *, echoes: bool = False, n_layers: int = 4, n_per_layer: int = 0) -> Path:
+    """Gemma 4: the first of each two layers sees only the last WINDOW tokens. `echoes`: as `echo`. `n_per_layer`: the
+    length of the vectors that each layer has for each token."""
+    writer = _gemma4_writer(path, "gemma4", n_layers, N_EMBD, n_per_layer=n_per_layer)
     weights = [norm("output_norm", N_EMBD)]
     for i in range(n_layers):
         weights += _attention(f"blk.{i}") + _feed_forward(f"blk.{i}")
         weights += [norm(f"blk.{i}.{name}", N_EMBD) for name in ("post_attention_norm", "post_ffw_norm")]
+        if n_per_layer:
+            weights += [matrix(f"blk.{i}.inp_gate", n_per_layer, N_EMBD), norm(f"blk.{i}.post_norm", N_EMBD)]
+            weights += [matrix(f"blk.{i}.proj", N_EMBD, n_per_layer)]
+    if n_per_layer:
+        n_all = n_per_layer * n_layers
+        weights += [matrix("per_layer_token_embd", len(byte_vocab().pieces), n_all, 4.0)]
+        weights += [matrix("per_layer_model_proj", n_all, N_EMBD), norm("per_layer_proj_norm", n_per_layer)]
     table = _random(_embedding(), seed=1)
     arrays = {"token_embd.weight": table, "rope_freqs.weight": np.ones(N_EMBD // N_HEAD // 2, np.float32)}
     if echoes:
@@ -332,7 +340,15 @@ def gemma4_assistant(
     return _write_arrays(path, writer, weights, arrays, seed=seed)
 
 
-def _gemma4_writer(path: PathLike, architecture: str, n_layers: int, n_embd: int, n_head_kv: int = N_HEAD_KV) -> Any:
+def _gemma4_writer(
+    path: PathLike,
+    architecture: str,
+    n_layers: int,
+    n_embd: int,
+    n_head_kv: int = N_HEAD_KV,
+    *,
+    n_per_layer: int = 0,
+) -> Any:
     writer = gguf.GGUFWriter(path, architecture)
     writer.add_context_length(N_CTX_TRAIN)
     writer.add_embedding_length(n_embd)
@@ -343,7 +359,7 @@ def _gemma4_writer(path: PathLike, architecture: str, n_layers: int, n_embd: int
     for kind in ("", "_swa"):
         for part in ("key", "value"):
             writer.add_uint32(f"{architecture}.attention.{part}_length{kind}", N_EMBD // N_HEAD)
-    writer.add_uint32(f"{architecture}.embedding_length_per_layer_input", 0)
+    writer.add_uint32(f"{architecture}.embedding_length_per_layer_input", n_per_layer)
     writer.add_sliding_window(WINDOW)
     writer.add_sliding_window_pattern([i % 2 == 0 for i in range(n_layers)])
     return writer

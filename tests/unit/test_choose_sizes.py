@@ -12,8 +12,9 @@ from cppbatch.config import EngineConfig
 from cppbatch.errors import ConfigError, EstimateFailed
 from cppbatch.sizing import sizes as memory_check
 from cppbatch.sizing.buffers import MAPPED, Buffer
+from cppbatch.sizing.demand import MARGIN, memory_demands
 from cppbatch.sizing.estimate import Device, Footprint, MemoryEstimate
-from cppbatch.sizing.sizes import MARGIN, check_planned, first_ample, size_candidates
+from cppbatch.sizing.sizes import check_planned, first_ample, size_candidates
 
 GIB, MIB = 2**30, 2**20
 CONFIG = EngineConfig("model.gguf")
@@ -69,6 +70,20 @@ def test_no_size_is_useless_and_each_is_smaller_than_the_one_before(
     assert "n_ctx" in given or all(cells >= 2048 for _, cells in found)
 
 
+def test_without_fit_the_largest_sizes_are_the_only_ones() -> None:
+    off = replace(CONFIG, fit=False)
+    assert sizes(config=off) == [(16, 16384)]
+    assert sizes(config=off, on_gpu=True) == [(32, LONG)]
+    assert sizes(("n_parallel",), replace(off, n_parallel=4)) == [(4, 16384)]
+
+
+def test_no_chosen_size_has_fewer_cells_than_fit_ctx() -> None:
+    least = replace(CONFIG, fit_ctx=4096)
+    assert sizes(config=least) == [(16, 16384), (16, 8192), (8, 4096), (4, 4096), (2, 4096), (1, 4096)]
+    assert sizes(config=replace(CONFIG, fit_ctx=20_000))[0] == (16, 20_000)
+    assert sizes(("n_ctx",), replace(least, n_ctx=512)) == [(2, 512), (1, 512)]
+
+
 # --- which of it is taken ---------------------------------------------------------------------------------------------
 
 
@@ -92,8 +107,8 @@ def footprint(config: EngineConfig, *, on_gpu: bool) -> Footprint:
     return Footprint(buffers=[Buffer("weights", weights, GIB), Buffer("cells", place, config.n_ctx * MIB)])
 
 
-def chosen(*, on_gpu: bool = False, workers: int = 1) -> tuple[int, int]:
-    candidates = size_candidates(CONFIG, set(), n_ctx_train=LONG, on_gpu=on_gpu)
+def chosen(*, on_gpu: bool = False, workers: int = 1, config: EngineConfig = CONFIG) -> tuple[int, int]:
+    candidates = size_candidates(config, set(), n_ctx_train=LONG, on_gpu=on_gpu)
     config = first_ample(candidates, lambda one: [one] * workers).config
     return config.n_parallel, config.n_ctx
 
@@ -119,6 +134,23 @@ def test_a_gpu_is_filled_up_to_the_margin(free: dict[str, int]) -> None:
     assert chosen(on_gpu=True) == (32, 32768)
     free["CUDA0"] = 30 * GIB
     assert chosen(on_gpu=True) == (32, 16384)
+
+
+def test_fit_target_is_the_margin_of_the_devices_or_without_a_device_of_the_host(free: dict[str, int]) -> None:
+    free["host"] = 17 * GIB
+    for mib, cells in ((1024, 16384), (1025, 8192)):
+        assert chosen(config=replace(CONFIG, fit_target=(mib,)))[1] == cells
+    free["CUDA0"] = 33 * GIB + 512 * MIB
+    for mib, cells in ((512, 32768), (513, 16384)):
+        assert chosen(on_gpu=True, config=replace(CONFIG, fit_target=(mib,)))[1] == cells
+
+
+def test_each_device_has_its_own_fit_target_and_others_a_tenth() -> None:
+    devices = [Device(f"CUDA{i}", "a GPU", 10 * GIB, 10 * GIB) for i in range(3)]
+    buffers = [Buffer("weights", each.name, GIB) for each in devices]
+    estimate = MemoryEstimate([Footprint(buffers=buffers)], devices)
+    margins = [each.margin for each in memory_demands(estimate, 20 * GIB, margin=(1024, 2048))]
+    assert margins == [MARGIN, 0.1, 0.2, MARGIN]
 
 
 def test_workers_share_the_memory(free: dict[str, int]) -> None:

@@ -80,7 +80,7 @@ def test_a_context_of_no_size_is_that_of_the_model(tmp_path: Path, monkeypatch: 
 def test_settings_become_flags(tmp_path: Path) -> None:
     model = MODEL | {
         "n_ctx": 8192, "n_gpu_layers": -1, "n_ubatch": 128, "n_threads": 3, "flash_attn": True, "type_k": 8,
-        "type_v": 1,
+        "type_v": 1, "numa": True,
         "chat_format": "chatml", "chat_template_kwargs": {"enable_thinking": False}, "draft_model_num_pred_tokens": 4,
         "draft_model": "prompt-lookup-decoding", "last_n_tokens_size": 32, "seed": 7, "n_batch": 64, "cache": True,
     }  # fmt: skip
@@ -88,6 +88,7 @@ def test_settings_become_flags(tmp_path: Path) -> None:
     config = spec.config
     assert (config.n_ctx, config.n_gpu_layers, config.n_ubatch, config.n_threads) == (16384, -1, 128, 3)
     assert (config.flash_attn, config.cache_type_k, config.cache_type_v) == ("on", "q8_0", "f16")
+    assert config.numa == "distribute"
     assert (config.spec, config.draft_max) == ("suffix", 4)
     assert "<|im_start|>" in str(spec.settings.chat_template)
     assert spec.settings.template_variables == {"enable_thinking": False}

@@ -50,6 +50,18 @@ def any_model(monkeypatch: pytest.MonkeyPatch) -> None:
         (["--no-cache-prompt"], {"prefix_cache": False}),
         (["--spec-type", "none"], {"spec": "off"}),
         (["--spec-type", "ngram-mod"], {"spec": "suffix"}),
+        (["-fit", "off"], {"fit": False}),
+        (["--fit", "on"], {}),
+        (["-fitt", "1024"], {"fit_target": (1024,)}),
+        (["--fit-target", "512/1024"], {"fit_target": (512, 1024)}),
+        (["-fitc", "4096"], {"fit_ctx": 4096}),
+        (["-lzm", "on"], {"lazy_mode": "on"}),
+        (["--numa", "distribute"], {"numa": "distribute"}),
+        (["-lm", "dio"], {"load_mode": "dio"}),
+        (["-ts", "3,1"], {"tensor_split": (3.0, 1.0)}),
+        (["--gpu-layers-draft", "2"], {"draft_gpu_layers": 2}),
+        (["-dev", "none"], {"n_gpu_layers": 0, "draft_gpu_layers": 0}),
+        (["-dev", "none", "-devd", "CUDA0"], {"n_gpu_layers": 0, "draft_device_names": ("CUDA0",)}),
     ],
 )
 def test_a_flag_that_has_an_equal_sets_it(flags: list[str], expected: dict[str, Any]) -> None:
@@ -72,10 +84,75 @@ def test_the_kinds_of_draft_models_have_llama_servers_names(tmp_path: Path, name
         ("LLAMA_ARG_KV_UNIFIED", "false", {"kv_layout": "per-sequence"}),
         ("LLAMA_ARG_CACHE_RAM", "64", {"prefix_cache_ram": 64}),
         ("LLAMA_ARG_SPEC_TYPE", "none", {"spec": "off"}),
+        ("LLAMA_ARG_FIT", "off", {"fit": False}),
+        ("LLAMA_ARG_FIT_TARGET", "512,1024", {"fit_target": (512, 1024)}),
+        ("LLAMA_ARG_FIT_CTX", "4096", {"fit_ctx": 4096}),
+        ("LLAMA_ARG_LAZY_MODE", "off", {"lazy_mode": "off"}),
+        ("LLAMA_ARG_NUMA", "isolate", {"numa": "isolate"}),
+        ("LLAMA_ARG_SPEC_DRAFT_CPU_MOE", "1", {"draft_cpu_moe": True}),
+        ("LLAMA_ARG_SPEC_DRAFT_N_CPU_MOE", "2", {"draft_n_cpu_moe": 2}),
     ],
 )
 def test_llama_servers_variables_change_the_same_settings(variable: str, value: str, expected: dict[str, Any]) -> None:
     assert config_of(**{variable: value}) == EngineConfig("m.gguf", **expected)
+
+
+_EXPERTS = r"\.ffn_(up|down|gate|gate_up)_(ch|)exps=CPU"
+
+
+@pytest.mark.parametrize(
+    ("flags", "variables", "expected"),
+    [
+        ("-ot a=CUDA0 -cmoe", {}, {"override_tensor": ("a=CUDA0",), "cpu_moe": True}),
+        ("-cmoe -ot a=CUDA0", {}, {"override_tensor": (_EXPERTS, "a=CUDA0")}),
+        ("-ncmoe 2 -ot a=CUDA0", {}, {"override_tensor": (rf"blk\.(0|1){_EXPERTS}", "a=CUDA0")}),
+        ("-ot a=CUDA0", {"LLAMA_ARG_CPU_MOE": "1"}, {"override_tensor": (_EXPERTS, "a=CUDA0")}),
+        ("-cmoe", {"LLAMA_ARG_OVERRIDE_TENSOR": "a=CUDA0"}, {"override_tensor": ("a=CUDA0",), "cpu_moe": True}),
+        ("-cmoed -otd a=CUDA0", {}, {"draft_override_tensor": (_EXPERTS, "a=CUDA0")}),
+    ],
+)
+def test_of_several_placements_of_a_tensor_the_first_counts(
+    flags: str, variables: dict[str, str], expected: dict[str, Any]
+) -> None:
+    assert config_of(*flags.split(), **variables) == EngineConfig("m.gguf", **expected)
+
+
+@pytest.mark.parametrize(
+    ("flags", "unknown", "close"),
+    [
+        ("-nzz", "-nzz", "'-n'"),
+        ("-ncmox 4", "-ncmox", "'-ncmoe'"),
+        ("-n 64 -ncmox -n 32", "-ncmox", "'-ncmoe'"),
+        ("-sx", "-sx", "'-s'"),
+        ("-fitz on", "-fitz", "'-fit'"),
+        ("-vkx", "-vkx", ""),
+        ("-ncmox=4", "-ncmox", "'-ncmoe'"),
+    ],
+)
+def test_an_unknown_short_flag_is_named_whole(flags: str, unknown: str, close: str) -> None:
+    result = CliRunner().invoke(serve, flags.split())
+    assert result.exit_code == 2
+    assert f"No such option '{unknown}'." in result.output
+    assert close in result.output
+
+
+@pytest.mark.parametrize(
+    ("flags", "name", "value"),
+    [
+        ("-c4096", "n_ctx", 4096),
+        ("-b64", "n_batch", 64),
+        ("-vc4096", "n_ctx", 4096),
+        ("-t 2 -c 512", "n_ctx", 512),
+        ("-md -nzz -c 512", "n_ctx", 512),
+        ("-otd -nzz=CPU", "draft_override_tensor", ("-nzz=CPU",)),
+    ],
+)
+def test_a_short_flag_may_have_its_value_attached(
+    flags: str, name: str, value: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("os.path.exists", lambda _path: True)
+    monkeypatch.setattr("cppbatch.models.find.check_file", lambda path: path)
+    assert getattr(config_of(*flags.split()), name) == value
 
 
 @pytest.mark.parametrize("flag", UNNEEDED, ids=lambda flag: flag.names.split()[0])

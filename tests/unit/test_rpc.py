@@ -112,6 +112,23 @@ def test_a_draft_model_stays_on_this_machine() -> None:
     assert (draft.rpc, draft.tensor_split) == ((), ())
 
 
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({"rpc": (A,), "device_names": ("RPC0", "CUDA0")}, {"rpc": (), "device_names": ("CUDA0",)}),
+        ({"rpc": (A,), "device_names": ("RPC0",)}, {"rpc": (), "device_names": (), "n_gpu_layers": 0}),
+        ({"rpc": (A,), "draft_device_names": ("RPC0",)}, {"rpc": (A,), "device_names": ("RPC0",), "n_gpu_layers": -1}),
+        ({"device_names": ("CUDA1",)}, {"device_names": ("CUDA1",)}),
+        ({"draft_device_names": ("CUDA1",), "split_mode": "row"}, {"split_mode": "layer"}),
+        ({"draft_device_names": ("A", "B"), "tensor_split": (0.0, 2.0, 1.0)}, {"tensor_split": (0.0, 2.0)}),
+        ({"draft_device_names": ("A",), "tensor_split": (0.0, 1.0)}, {"tensor_split": ()}),
+    ],
+)
+def test_a_draft_model_is_on_the_models_devices_or_on_its_own(given: dict[str, Any], expected: dict[str, Any]) -> None:
+    draft = draft_config(EngineConfig("m.gguf", draft_model="d.gguf", **given))
+    assert {name: getattr(draft, name) for name in expected} == expected
+
+
 def test_a_profile_is_for_the_same_workers() -> None:
     plain = EngineConfig("m.gguf")
     assert not {"rpc", "tensor_split"} & conditions(plain).keys()  # profiles from before are still found

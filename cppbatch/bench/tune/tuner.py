@@ -21,7 +21,7 @@ from cppbatch.sizing.estimate import MemoryEstimate, estimate_memory
 from cppbatch.sizing.machine import free_host_memory
 from cppbatch.sizing.placement import PLACED, Speeds, placement_flags, placements
 from cppbatch.sizing.profile import TunedSettings
-from cppbatch.sizing.sizes import MARGIN, candidates_for
+from cppbatch.sizing.sizes import candidates_for
 
 _SECONDS = 1.0  # of decoding per measurement
 _MIN_TIMEOUT_S, _MAX_TIMEOUT_S = 10.0, 240.0
@@ -150,7 +150,7 @@ class Tuner:
             estimate = estimate_memory(candidates[-1:])
             if all(each.will_fit for each in memory_demands(estimate, free_host_memory())):
                 return
-            found = placements(candidates, lambda one: [one], estimate.devices, margin=MARGIN, decided=self._given)
+            found = placements(candidates, lambda one: [one], estimate.devices, self._given)
             measured = [(self._placement_score(each.config), each.config) for each in islice(found, _PLACEMENTS)]
         except EstimateFailed as error:
             self._notes.append(f"placements were not compared: {error}")

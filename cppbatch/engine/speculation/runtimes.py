@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -40,10 +41,7 @@ def draft_config(config: EngineConfig) -> EngineConfig | None:
         model_path=config.draft_model,
         draft_model="",
         spec="off",
-        n_gpu_layers=config.draft_gpu_layers,
-        rpc=(),  # a draft token over a network takes longer than it saves
-        tensor_split=(),
-        device_names=config.draft_device_names,
+        **_draft_devices(config),
         override_tensor=config.draft_override_tensor,
         cpu_moe=config.draft_cpu_moe,
         n_cpu_moe=config.draft_n_cpu_moe,
@@ -52,6 +50,22 @@ def draft_config(config: EngineConfig) -> EngineConfig | None:
         deterministic=False,  # drafts do not change the text
         lora=(),
     )
+
+
+def _draft_devices(config: EngineConfig) -> dict[str, Any]:
+    """As in llama-server: the devices of the model, unless the draft model has its own. But only these are those of RPC
+    workers: a draft token over a network takes longer than it saves."""
+    if names := config.draft_device_names:
+        shares = config.tensor_split[: len(names)]
+        split_mode = "layer" if len(names) == 1 else config.split_mode
+        found = {"device_names": names, "tensor_split": shares if any(shares) else (), "split_mode": split_mode}
+        return {"n_gpu_layers": config.draft_gpu_layers, **found}
+    if not config.rpc:
+        return {"n_gpu_layers": config.draft_gpu_layers}
+    local = tuple(name for name in config.device_names if not name.startswith("RPC"))
+    n_gpu_layers = 0 if config.device_names and not local else config.draft_gpu_layers
+    no_split: dict[str, Any] = {"tensor_split": (), "split_mode": "layer", "main_gpu": 0}
+    return {"n_gpu_layers": n_gpu_layers, "rpc": (), "device_names": local, **no_split}
 
 
 def check_draft_model(draft: Model, target: Model) -> None:
