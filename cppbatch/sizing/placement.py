@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
-from cppbatch.config import EngineConfig, available_threads
+from cppbatch.config import EngineConfig, Preference, available_threads
 from cppbatch.errors import ModelError
 from cppbatch.models.file_header import WEIGHT_TYPES, read_header
 from cppbatch.models.find import model_parts
@@ -35,14 +35,14 @@ PLACED = (
     "n_ubatch", "n_gpu_layers", "n_cpu_moe", "n_cpu_ffn", "override_tensor", "device_names", "tensor_split",
 )  # fmt: skip
 """The settings that a placement chooses, besides the sizes."""
-LEAST_CELLS = 4096
-"""Cells of a model that is larger than its devices, unless -c is given; llama-server's -fitc."""
+_LEAST_CELLS = 4096  # unless -c or -fitc is given, as with llama-server
 _CELLS_EACH = 1024
 _LARGE_UBATCH = 2048  # reads weights on the CPU once for that many prompt tokens
 _OFFLOADED_ROWS = 32  # from this number on, a GPU computes with weights of the CPU that are copied to it (`op_offload`)
 _TYPES = 2  # of weights whose kernels are timed, those of most bytes
 _CLEARLY = 1.3
 """Devices that are this much faster than others are filled first."""
+_BALANCED = 0.8
 _NEAR = 0.02  # of the best speed, within which more sequences are better
 _UNKNOWN = {
     CPU: DeviceTimes({"Q8_0": {1: 0.03, 16: 0.2, 512: 6.0}}, 0.0, 0.0),
@@ -63,10 +63,19 @@ class Speeds(NamedTuple):
     prompt: float
     """Prompt tokens/s."""
 
-    def score(self, prefer: str) -> float:
-        """Higher is better. Prompts count as much as answers: one prompt token for each generated one."""
-        alone, full = (1 / (1 / each + 1 / self.prompt) for each in (self.alone, self.full))
-        return {"latency": alone, "throughput": full}.get(prefer, math.sqrt(alone * full))
+
+def scores(among: Sequence[Speeds], prefer: Preference) -> list[float]:
+    """A number for each, higher is better: the speed of one sequence for latency, of all together for throughput; for
+    balanced that of all together where one sequence has at least 80% of the best speed. Prompts count too, one token
+    for each generated one."""
+    alone, full = (
+        [1 / (1 / one + 1 / each.prompt) for one, each in zip(speeds, among, strict=True)]
+        for speeds in ([each.alone for each in among], [each.full for each in among])
+    )
+    if prefer == "latency":
+        return alone
+    least = _BALANCED * max(alone, default=0.0) if prefer == "balanced" else 0.0
+    return [both if one >= least else one / both for one, both in zip(alone, full, strict=True)]
 
 
 def describe_speeds(config: EngineConfig, speeds: Speeds) -> str:
@@ -160,17 +169,19 @@ def ranked(
     search = _Search(one, model, used, free, _times(one, used, model))
     found = [each for config, footprint in zip(sizes, first, strict=True) for each in search.best(config, footprint)]
     has_gpu = any(map(_is_gpu, used))
-    scores = [
-        each.speeds.score(one.prefer)
-        if has_gpu or each.config.n_gpu_layers
-        else 0.0  # RPC workers are given to be used
-        for each in found
-    ]
-    near = max(scores, default=0.0) * (1 - _NEAR)
-    order = sorted(
-        zip(scores, found, strict=True), key=lambda each: (each[0] >= near and each[1].config.n_parallel, each[0])
-    )
-    return [each for _, each in reversed(order)]
+    if not any(map(_is_gpu, used)):  # RPC workers are given to be used
+        found.sort(key=lambda each: each.config.n_gpu_layers == 0)
+        n = sum(each.config.n_gpu_layers != 0 for each in found)
+        return [*_in_order(found[:n], one.prefer), *_in_order(found[n:], one.prefer)]
+    return _in_order(found, one.prefer)
+
+
+def _in_order(found: Sequence[Placement], prefer: Preference) -> list[Placement]:
+    """The best first; of those that are about as good, more sequences first."""
+    scored = list(zip(scores([each.speeds for each in found], prefer), found, strict=True))
+    near = max((score for score, _ in scored), default=0.0) * (1 - _NEAR)
+    scored.sort(key=lambda each: (each[0] >= near and each[1].config.n_parallel, each[0]), reverse=True)
+    return [each for _, each in scored]
 
 
 def _sizes(candidates: Sequence[EngineConfig], decided: Set[str]) -> Iterator[EngineConfig]:
@@ -178,7 +189,11 @@ def _sizes(candidates: Sequence[EngineConfig], decided: Set[str]) -> Iterator[En
     is_given = len({each.n_ctx for each in candidates}) == 1
     most = max(each.n_ctx for each in candidates)
     for config in {each.n_parallel: each for each in candidates}.values():
-        cells = config.n_ctx if is_given else min(most, max(LEAST_CELLS, _CELLS_EACH * config.n_parallel))
+        cells = (
+            config.n_ctx
+            if is_given
+            else max(config.fit_ctx, min(most, max(_LEAST_CELLS, _CELLS_EACH * config.n_parallel)))
+        )
         yield replace(config, n_ctx=cells)
         if "n_ubatch" not in decided and config.op_offload and config.n_ubatch < config.n_batch:
             yield replace(config, n_ctx=cells, n_ubatch=min(_LARGE_UBATCH, config.n_batch))

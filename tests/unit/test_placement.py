@@ -16,7 +16,7 @@ from cppbatch.sizing import placement
 from cppbatch.sizing.buffers import Buffer
 from cppbatch.sizing.device_times import CPU
 from cppbatch.sizing.estimate import Device, Footprint, MemoryEstimate
-from cppbatch.sizing.placement import Placed, Speeds, describe_placements, placements, ranked
+from cppbatch.sizing.placement import Placed, Speeds, describe_placements, placements, ranked, scores
 from tests.support import tiny_models
 
 GIB, MIB = 2**30, 2**20
@@ -107,11 +107,11 @@ def test_more_sequences_are_chosen_for_throughput_than_for_latency(card: Machine
     assert sizes["throughput"] > sizes["latency"]
 
 
-def test_the_chosen_placement_is_the_fastest_of_all_by_its_preference(card: Machine, dense: Path) -> None:
-    for prefer in ("throughput", "balanced", "latency"):
-        candidates = card.candidates(dense, prefer=prefer)
-        scores = [each.speeds.score(prefer) for each in ranked(candidates, one_engine, card.devices)]
-        assert scores[0] >= max(scores) * 0.98
+def test_balanced_takes_a_fifth_of_the_speed_of_one_sequence_at_most(card: Machine, dense: Path) -> None:
+    alone = [each.speeds.alone for each in ranked(card.candidates(dense), one_engine, card.devices)]
+    placed = card.place(dense)
+    assert placed
+    assert placed.speeds.alone >= 0.78 * max(alone)
 
 
 def test_a_device_that_is_slower_than_the_cpu_computes_nothing(monkeypatch: pytest.MonkeyPatch, dense: Path) -> None:
@@ -187,9 +187,17 @@ def test_a_given_placement_has_no_alternatives(card: Machine, dense: Path) -> No
     assert card.place(dense, n_cpu_ffn=3) is None
 
 
-def test_the_score_counts_prompts_as_much_as_answers() -> None:
-    fast_prompts, slow_prompts = Speeds(10, 40, 1000), Speeds(10, 40, 20)
+def test_prompts_count_as_much_as_answers() -> None:
+    among = [Speeds(10, 40, 1000), Speeds(10, 40, 20)]
     for prefer in ("latency", "balanced", "throughput"):
-        assert fast_prompts.score(prefer) > slow_prompts.score(prefer)
-    assert Speeds(12, 20, 100).score("latency") > Speeds(10, 40, 100).score("latency")
-    assert Speeds(12, 20, 100).score("throughput") < Speeds(10, 40, 100).score("throughput")
+        fast_prompts, slow_prompts = scores(among, prefer)
+        assert fast_prompts > slow_prompts
+
+
+def test_each_preference_counts_its_own_speed() -> None:
+    few, many, slow = Speeds(12, 20, 100), Speeds(10, 40, 100), Speeds(4, 90, 100)
+    best = {
+        prefer: max(zip(scores([few, many, slow], prefer), "few many slow".split(), strict=True))[1]
+        for prefer in ("latency", "balanced", "throughput")
+    }
+    assert best == {"latency": "few", "balanced": "many", "throughput": "slow"}

@@ -19,7 +19,7 @@ from cppbatch.errors import ConfigError, EstimateFailed, ModelError
 from cppbatch.sizing.demand import memory_demands
 from cppbatch.sizing.estimate import MemoryEstimate, estimate_memory
 from cppbatch.sizing.machine import free_host_memory
-from cppbatch.sizing.placement import PLACED, Speeds, placement_flags, placements
+from cppbatch.sizing.placement import PLACED, Speeds, placement_flags, placements, scores
 from cppbatch.sizing.profile import TunedSettings
 from cppbatch.sizing.sizes import candidates_for
 
@@ -151,23 +151,26 @@ class Tuner:
             if all(each.will_fit for each in memory_demands(estimate, free_host_memory())):
                 return
             found = placements(candidates, lambda one: [one], estimate.devices, self._given)
-            measured = [(self._placement_score(each.config), each.config) for each in islice(found, _PLACEMENTS)]
+            measured = [
+                (speeds, each.config) for each in islice(found, _PLACEMENTS) if (speeds := self._whole(each.config))
+            ]
         except EstimateFailed as error:
             self._notes.append(f"placements were not compared: {error}")
             return
-        score, best = max(measured, key=lambda each: each[0], default=(0.0, self._config))
-        if score:
-            self._config, self._given = best, self._given | {"n_parallel", "n_ctx", *PLACED}
+        ranks = scores([speeds for speeds, _ in measured], self._config.prefer)
+        if measured:
+            self._config = max(zip(ranks, measured, strict=True), key=lambda each: each[0])[1][1]
+            self._given |= {"n_parallel", "n_ctx", *PLACED}
 
-    def _placement_score(self, config: EngineConfig) -> float:
-        """By the speed of one sequence, of all together, and of prompts; 0: it does not run."""
+    def _whole(self, config: EngineConfig) -> Speeds | None:
+        """The speeds of one sequence, of all together, and of prompts; None: it does not run."""
         full = self._point("placement", placement_flags(config), config, prompt_tokens=_PROMPT)
         alone = full
         if config.n_parallel > 1 and not full.error:
-            alone = self._point("placement", f"{placement_flags(config)}, one sequence", replace(config, n_parallel=1))
+            alone = self._point("placement", "-np 1", replace(config, n_parallel=1))
         if full.error or alone.error:
-            return 0.0
-        return Speeds(alone.tokens_per_s, full.tokens_per_s, full.prompt_tokens_per_s).score(config.prefer)
+            return None
+        return Speeds(alone.tokens_per_s, full.tokens_per_s, full.prompt_tokens_per_s)
 
     def _with_parallel(self, n: int, config: EngineConfig | None = None) -> EngineConfig:
         config = config or self._config
