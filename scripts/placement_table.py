@@ -12,8 +12,11 @@ import argparse
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
+from unittest import mock
 
 import gguf
 import msgspec
@@ -23,7 +26,7 @@ from cppbatch.models.kernels import DeviceTimes
 from cppbatch.models.synthetic import Weight, add_vocab, byte_vocab, write_gguf
 from cppbatch.sizing import placement, sizes
 from cppbatch.sizing.device_times import CPU
-from cppbatch.sizing.estimate import MemoryEstimate, estimate_memory
+from cppbatch.sizing.estimate import Device, MemoryEstimate, estimate_memory
 from cppbatch.sizing.sizes import first_ample, size_candidates
 
 GIB = 2**30
@@ -131,13 +134,16 @@ def cell(path: Path, endpoint: str, shape: Shape, card: int) -> str:
         devices = [msgspec.structs.replace(each, description="card", free=free, total=card) for each in found.devices]
         return MemoryEstimate(found.footprints, devices)
 
-    patched: Any = {CPU: CPU_TIMES}
-    for module in (sizes, placement):
-        module.estimate_memory = estimate
-        module.free_host_memory = lambda: HOST
-    placement.device_times = lambda config, devices, *_, **__: {**patched, devices[0].name: CARD}
+    def times(_: EngineConfig, devices: Sequence[Device], *_more: object, **_named: object) -> dict[str, DeviceTimes]:
+        return {CPU: CPU_TIMES, devices[0].name: CARD}
+
     config = EngineConfig(str(path), rpc=(endpoint,))
-    planned = first_ample(size_candidates(config, set(), n_ctx_train=32_768, on_gpu=True))
+    with ExitStack() as patched:
+        for module in (sizes, placement):
+            patched.enter_context(mock.patch.object(module, "estimate_memory", estimate))
+            patched.enter_context(mock.patch.object(module, "free_host_memory", lambda: HOST))
+        patched.enter_context(mock.patch.object(placement, "device_times", times))
+        planned = first_ample(size_candidates(config, set(), n_ctx_train=32_768, on_gpu=True))
     chosen, speeds = planned.config, planned.speeds
     size = f"`-np {chosen.n_parallel} -c {chosen.n_ctx}`"
     if not speeds:

@@ -68,10 +68,8 @@ def scores(among: Sequence[Speeds], prefer: Preference) -> list[float]:
     """A number for each, higher is better: the speed of one sequence for latency, of all together for throughput; for
     balanced that of all together where one sequence has at least 80% of the best speed. Prompts count too, one token
     for each generated one."""
-    alone, full = (
-        [1 / (1 / one + 1 / each.prompt) for one, each in zip(speeds, among, strict=True)]
-        for speeds in ([each.alone for each in among], [each.full for each in among])
-    )
+    alone = [1 / (1 / each.alone + 1 / each.prompt) for each in among]
+    full = [1 / (1 / each.full + 1 / each.prompt) for each in among]
     if prefer == "latency":
         return alone
     least = _BALANCED * max(alone, default=0.0) if prefer == "balanced" else 0.0
@@ -168,12 +166,10 @@ def ranked(
     free = {each.name: usable(each, i, margin_of(one)) // share for i, each in enumerate(devices) if each in used}
     search = _Search(one, model, used, free, _times(one, used, model))
     found = [each for config, footprint in zip(sizes, first, strict=True) for each in search.best(config, footprint)]
-    has_gpu = any(map(_is_gpu, used))
-    if not any(map(_is_gpu, used)):  # RPC workers are given to be used
-        found.sort(key=lambda each: each.config.n_gpu_layers == 0)
-        n = sum(each.config.n_gpu_layers != 0 for each in found)
-        return [*_in_order(found[:n], one.prefer), *_in_order(found[n:], one.prefer)]
-    return _in_order(found, one.prefer)
+    if any(map(_is_gpu, used)):
+        return _in_order(found, one.prefer)
+    last = [each for each in found if each.config.n_gpu_layers == 0]  # RPC workers are given to be used
+    return [*_in_order([each for each in found if each not in last], one.prefer), *_in_order(last, one.prefer)]
 
 
 def _in_order(found: Sequence[Placement], prefer: Preference) -> list[Placement]:

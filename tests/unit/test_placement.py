@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from msgspec.structs import replace
 
-from cppbatch.config import EngineConfig
+from cppbatch.config import EngineConfig, Preference
 from cppbatch.models.kernels import DeviceTimes
 from cppbatch.models.synthetic import LlamaShape, byte_vocab, write_llama
 from cppbatch.sizing import placement
@@ -189,15 +189,14 @@ def test_a_given_placement_has_no_alternatives(card: Machine, dense: Path) -> No
 
 def test_prompts_count_as_much_as_answers() -> None:
     among = [Speeds(10, 40, 1000), Speeds(10, 40, 20)]
-    for prefer in ("latency", "balanced", "throughput"):
+    for prefer in get_args(Preference):
         fast_prompts, slow_prompts = scores(among, prefer)
         assert fast_prompts > slow_prompts
 
 
 def test_each_preference_counts_its_own_speed() -> None:
-    few, many, slow = Speeds(12, 20, 100), Speeds(10, 40, 100), Speeds(4, 90, 100)
-    best = {
-        prefer: max(zip(scores([few, many, slow], prefer), "few many slow".split(), strict=True))[1]
-        for prefer in ("latency", "balanced", "throughput")
-    }
-    assert best == {"latency": "few", "balanced": "many", "throughput": "slow"}
+    among = [Speeds(12, 20, 100), Speeds(10, 40, 100), Speeds(4, 90, 100)]
+    by_speed: tuple[Preference, ...] = ("latency", "balanced", "throughput")
+    for i, prefer in enumerate(by_speed):
+        ranks = scores(among, prefer)
+        assert ranks.index(max(ranks)) == i

@@ -151,15 +151,13 @@ class Tuner:
             if all(each.will_fit for each in memory_demands(estimate, free_host_memory())):
                 return
             found = placements(candidates, lambda one: [one], estimate.devices, self._given)
-            measured = [
-                (speeds, each.config) for each in islice(found, _PLACEMENTS) if (speeds := self._whole(each.config))
-            ]
+            tried = [(self._whole(each.config), each.config) for each in islice(found, _PLACEMENTS)]
         except EstimateFailed as error:
             self._notes.append(f"placements were not compared: {error}")
             return
-        ranks = scores([speeds for speeds, _ in measured], self._config.prefer)
-        if measured:
-            self._config = max(zip(ranks, measured, strict=True), key=lambda each: each[0])[1][1]
+        if measured := [(speeds, config) for speeds, config in tried if speeds]:
+            ranks = scores([speeds for speeds, _ in measured], self._config.prefer)
+            self._config = measured[ranks.index(max(ranks))][1]
             self._given |= {"n_parallel", "n_ctx", *PLACED}
 
     def _whole(self, config: EngineConfig) -> Speeds | None:
