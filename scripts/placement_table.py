@@ -141,7 +141,7 @@ def cell(path: Path, endpoint: str, shape: Shape, card: int) -> str:
     with ExitStack() as patched:
         for module in (sizes, placement):
             patched.enter_context(mock.patch.object(module, "estimate_memory", estimate))
-            patched.enter_context(mock.patch.object(module, "free_host_memory", lambda: HOST))
+            patched.enter_context(mock.patch.object(module, "free_host_memory", return_value=HOST))
         patched.enter_context(mock.patch.object(placement, "device_times", times))
         planned = first_ample(size_candidates(config, set(), n_ctx_train=32_768, on_gpu=True))
     chosen, speeds = planned.config, planned.speeds

@@ -73,7 +73,7 @@ def scores(among: Sequence[Speeds], prefer: Preference) -> list[float]:
     if prefer == "latency":
         return alone
     least = _BALANCED * max(alone, default=0.0) if prefer == "balanced" else 0.0
-    return [both if one >= least else one / both for one, both in zip(alone, full, strict=True)]
+    return [both if one >= least else one / 1e6 for one, both in zip(alone, full, strict=True)]
 
 
 def describe_speeds(config: EngineConfig, speeds: Speeds) -> str:
