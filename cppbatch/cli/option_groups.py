@@ -25,8 +25,8 @@ _GROUPS = {  # *: the engine's settings under this heading
     "sleep_idle_seconds in_process",
     "Network and keys": "url api_key hosts port api_keys api_key_file ssl_certfile ssl_keyfile cors_origins "
     "allowed_hosts",
-    "Limits": "* max_concurrent max_concurrent_per_key request_timeout idle_timeout drain_timeout max_tokens "
-    "max_n max_prompts_per_batch max_body_mb max_file_mb max_media max_media_mb",
+    "Limits": "* max_concurrent max_concurrent_per_key request_timeout idle_timeout sse_ping_interval drain_timeout "
+    "max_tokens max_n max_prompts_per_batch max_body_mb max_file_mb max_media max_media_mb",
     "Names, files and endpoints": "aliases tags strict_model data_dir slot_save_path allowed_media_domains media_path "
     "metrics slots props webui",
     "Sampling": f"n_predict {' '.join(PARAMS)} json_schema guided_choice grammar compact_json stop",

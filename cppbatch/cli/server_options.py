@@ -224,6 +224,12 @@ _OPTIONS = [
         "--drain-timeout", type=float, default=30,
         help="Seconds for running requests to finish after Ctrl-C or SIGTERM.",
     ),
+    option(
+        "--sse-ping-interval", llama_env="LLAMA_ARG_SSE_PING_INTERVAL", type=click.IntRange(-1), default=30,
+        metavar="SECONDS",
+        help="Silence after which a stream sends a ping, so that clients and proxies wait while a long prompt is "
+        "computed; -1: never.",
+    ),
     option("--metrics/--no-metrics", llama_env="LLAMA_ARG_ENDPOINT_METRICS", default=True, help="Serve /metrics."),
     *_MODEL_OPTIONS,
     option("--slots/--no-slots", llama_env="LLAMA_ARG_ENDPOINT_SLOTS", default=True, help="Serve /slots."),
@@ -311,6 +317,7 @@ def server_options(command: Command) -> Command:
             props=arguments.pop("props"),
             drain_timeout=arguments.pop("drain_timeout"),
             data_dir=arguments.pop("data_dir"),
+            sse_ping_interval=arguments.pop("sse_ping_interval"),
             chat_template=arguments.pop("chat_template"),
             template_variables=arguments.pop("template_variables") | THINKING[arguments.pop("reasoning")],
             thinking_tokens=arguments.pop("thinking_tokens"),

@@ -175,6 +175,9 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     usage_events: UsageEvents = "end"
     """Which events have `usage`. Unless "end", there are also events without tokens: on admission, and after each step
     that computes part of the prompt."""
+    report_acceptance: bool = False
+    """For an `EngineClient`: an empty event (`GenerationEvent.is_acceptance`) as soon as the request is known to be
+    valid, before it waits in the queue."""
 
     def __post_init__(self) -> None:
         if isinstance(self.prompt, list):
@@ -350,8 +353,13 @@ class GenerationEvent(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_report(self) -> bool:
-        """Whether the event only reports prefill progress (`GenerationRequest.usage_events`)."""
-        return self.usage is not None and not self.tokens and self.finish_reason is None
+        """Whether the event only reports acceptance, or prefill progress (`GenerationRequest.usage_events`)."""
+        return not self.tokens and self.finish_reason is None and (self.usage is not None or self.is_acceptance)
+
+    @property
+    def is_acceptance(self) -> bool:
+        """Whether the event only reports that the request is valid (`GenerationRequest.report_acceptance`)."""
+        return not (self.tokens or self.text or self.logprobs or self.finish_reason or self.usage)
 
 
 class Completion(msgspec.Struct, frozen=True, kw_only=True):

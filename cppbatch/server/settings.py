@@ -66,6 +66,8 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
     sampling_defaults: dict[str, Any] = {}
     """Fields of `SamplingParams` for requests that do not set them (--temp, -n ...)."""
 
+    sse_ping_interval: int = 30
+    """Seconds of silence after which a stream sends a ping; -1: never."""
     data_dir: Path | None = None
     """The folder for files and batches; None: the user's data folder, if it is usable."""
 

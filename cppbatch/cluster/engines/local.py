@@ -166,6 +166,8 @@ class LocalEngine(EngineClient):
                 return
             thread.step_loop.post(lambda engine: thread.add(engine, sequence))
             in_engine = True
+            if request.report_acceptance:
+                yield GenerationEvent(request_id=request.id)
             while not submitted.outputs.finished:
                 yield await submitted.outputs.get()
         finally:

@@ -35,6 +35,7 @@ from cppbatch.cluster.link import (
     Loading,
     Log,
     Question,
+    Refused,
     SharedStatus,
     SlotAction,
     SlotDone,
@@ -144,8 +145,7 @@ class Worker:
         try:
             command = self._prepare_command(message, thread, arrived_at, patient=patient)
         except InvalidRequest as error:
-            answer = refusal(request_id, error)
-            self._step_loop.post(lambda engine: self._answer(request_id, answer))
+            self._step_loop.post(self._answer_now(refusal(request_id, error)))
         except RequestCancelled:
             self._step_loop.post(lambda engine: self._answer(request_id, _cancelled_event(request_id)))
         except SlowGrammar:
@@ -157,6 +157,8 @@ class Worker:
             failed = _failed(message, error)
             self._step_loop.post(lambda engine: self._answer(request_id, failed))
         else:
+            if isinstance(message, Submit) and message.request.report_acceptance:
+                self._link.send(Events([GenerationEvent(request_id=request_id)]))
             self._step_loop.post(command)
         finally:
             self._status.set_preparing(thread, -1)
@@ -176,7 +178,7 @@ class Worker:
 
         if cancelled():
             raise RequestCancelled("cancelled before it was prepared")
-        answer: FromWorker
+        answer: Checked | Tokenized
         if isinstance(message, SlotAction):
             return self._slot_command(message)
         if isinstance(message, Submit):
@@ -192,7 +194,12 @@ class Worker:
             tokens = engine.inputs.tokens(message.text, **special, cancelled=cancelled)
             pieces = list({token.id: token for token in tokens}.values())
             answer = Tokenized(request_id, [token.id for token in tokens], pieces)
-        return lambda engine: self._answer(request_id, answer)
+        return self._answer_now(answer)
+
+    def _answer_now(self, message: Refused | Checked | Tokenized) -> Callable[[EngineCore], None]:
+        """Sends the answer without waiting for the end of the step. Returns the command that forgets the request."""
+        self._link.send(message)
+        return lambda engine: self._forget(message.id)
 
     def _slot_command(self, message: SlotAction) -> Callable[[EngineCore], None]:
         """Reads the file of a slot to restore. Raises `InvalidRequest`."""
@@ -249,9 +256,12 @@ class Worker:
             engine.add(sequence)
 
     def _answer(self, request_id: str, message: FromWorker) -> None:
+        self._forget(request_id)
+        self._link.send(message)
+
+    def _forget(self, request_id: str) -> None:
         self._preparing.discard(request_id)
         self._cancelled.discard(request_id)
-        self._link.send(message)
 
     def _cancel(self, engine: EngineCore, request_id: str) -> None:
         engine.cancel(request_id)

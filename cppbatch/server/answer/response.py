@@ -7,6 +7,7 @@ import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from time import monotonic
 from typing import Any, Literal, NamedTuple, TypeVar
 
 import msgspec
@@ -79,9 +80,16 @@ class ResponseBuilder(ABC):
     def build(self, completions: list[list[GenerationEvent]]) -> object:
         """The body of a non-streamed response, from all events of each completion."""
 
+    starts_with_counts = False
+    """Whether `stream_start` has the counts of the prompt, and so waits for the first event that has them."""
+
     def stream_start(self) -> list[ServerSentEvent]:
-        """The first events of a stream, sent when the first completion has an event."""
+        """The first events of a stream, sent when its requests are accepted."""
         return []
+
+    def stream_ping(self) -> ServerSentEvent | None:
+        """What a stream sends while it waits, after `stream_start`; None: a comment, which clients skip."""
+        return None
 
     @abstractmethod
     def stream_events(self, index: int, event: GenerationEvent) -> list[ServerSentEvent]:
@@ -151,6 +159,10 @@ class PreparedRequest:
     field_names: dict[str, str] = field(default_factory=dict)
     """The client's names for engine request fields, for error messages."""
 
+    def __post_init__(self) -> None:
+        for request in self.requests if self.stream else ():
+            msgspec.structs.force_setattr(request, "report_acceptance", True)
+
     async def gather(self, events: AsyncGenerator[Event, None], observe: OnEvent) -> object:
         """The body of the non-streamed response, after all completions have ended. `observe` is called with each event.
         Raises the errors of `ResponseBuilder.record`, with the client's field names."""
@@ -187,11 +199,14 @@ async def respond(
     lease: ModelLease,
     prepared: PreparedRequest,
     events: AsyncGenerator[Event, None] | None = None,
+    *,
+    ping_seconds: int | None = None,
 ) -> web.StreamResponse:
     """Runs the engine requests and sends the response, whole or as server-sent events.
 
     `events`: the events of the engine requests, if the endpoint calls `run_requests` itself, with its own options and
-    after applying the key's rules (`ModelLease.apply_key_rules`).
+    after applying the key's rules (`ModelLease.apply_key_rules`). `ping_seconds`: the request's `sse_ping_interval`;
+    None: the server's.
     """
     serving = lease.serving
     if events is None:
@@ -207,40 +222,74 @@ async def respond(
         if not prepared.stream:
             return json_response(await prepared.gather(events, observe))
         with prepared.client_field_names():
-            return await _send_stream(request, events, prepared.builder, observe)
+            seconds = serving.settings.sse_ping_interval if ping_seconds is None else ping_seconds
+            stream = _Stream(request, prepared.builder, ping_seconds=seconds)
+            return await stream.send_all(events, observe)
 
 
-async def _send_stream(
-    request: web.Request, events: AsyncGenerator[Event, None], builder: ResponseBuilder, observe: OnEvent
-) -> web.StreamResponse:
-    """Sends each event as it arrives. An error before the first event becomes an HTTP status, a later one an event."""
-    async with contextlib.aclosing(events):
-        first = await anext(events, None)  # None: there are no requests
-        if first:
-            observe(*first)
-            builder.record(*first)  # raises if the completion has already failed
-        response = web.StreamResponse(headers=STREAM_HEADERS)
-        await response.prepare(request)
-        try:
-            start = builder.stream_start()
-            await _send(request, response, [*start, *(builder.stream_events(*first) if first else [])])
-            async for index, event in events:
-                observe(index, event)
-                builder.record(index, event)
-                await _send(request, response, builder.stream_events(index, event))
-            last = builder.stream_end()
-        except ConnectionResetError:
-            raise
-        except Exception as error:
-            last = builder.stream_error(error)
-        await _send(request, response, last)
-    return response
+class _Stream:
+    """The server-sent events of a response. They start when the requests are known to be valid: a client or proxy that
+    waits for headers would give up while a long prompt is computed."""
 
+    def __init__(self, request: web.Request, builder: ResponseBuilder, *, ping_seconds: int) -> None:
+        """`ping_seconds`: silence after which the stream sends a ping; 0 and less: never."""
+        self._request, self._builder, self._ping_seconds = request, builder, ping_seconds
+        self._response = web.StreamResponse(headers=STREAM_HEADERS)
+        self._has_started = False
+        self._sent_at = 0.0
 
-async def _send(request: web.Request, response: web.StreamResponse, events: list[ServerSentEvent]) -> None:
-    if events:
-        await response.write(b"".join(map(_encode, events)))
-        await request.writer.drain()  # `write` alone would buffer 64 KiB for a client that does not read
+    async def send_all(self, events: AsyncGenerator[Event, None], observe: OnEvent) -> web.StreamResponse:
+        """Sends each event as it arrives. An error before the first event becomes an HTTP status, a later one an
+        event."""
+        builder = self._builder
+        async with contextlib.aclosing(events):
+            first = await anext(events, None)  # None: there are no requests
+            is_accepted = first is not None and first[1].is_acceptance
+            if first and not is_accepted:
+                observe(*first)
+                builder.record(*first)  # raises if the completion has already failed
+            await self._response.prepare(self._request)
+            pings = asyncio.create_task(self._ping()) if self._ping_seconds > 0 else None
+            try:
+                if not (is_accepted and builder.starts_with_counts):
+                    await self._send(builder.stream_events(*first) if first and not is_accepted else [])
+                async for index, event in events:
+                    if not event.is_acceptance:
+                        observe(index, event)
+                        builder.record(index, event)
+                        await self._send(builder.stream_events(index, event))
+                await self._send(builder.stream_end())
+            except ConnectionResetError:
+                raise
+            except Exception as error:
+                self._has_started = True  # the error is all that there is
+                await self._send(builder.stream_error(error))
+            finally:
+                if pings:
+                    pings.cancel()
+        return self._response
+
+    async def _send(self, events: list[ServerSentEvent]) -> None:
+        if not self._has_started:
+            self._has_started = True
+            events = [*self._builder.stream_start(), *events]
+        if events:
+            await self._write(b"".join(map(_encode, events)))
+
+    async def _write(self, data: bytes) -> None:
+        self._sent_at = monotonic()
+        await self._response.write(data)
+        await self._request.writer.drain()  # `write` alone would buffer 64 KiB for a client that does not read
+
+    async def _ping(self) -> None:
+        """Sends something after each `ping_seconds` of silence."""
+        self._sent_at = monotonic()
+        while True:
+            await asyncio.sleep(max(0.0, self._sent_at + self._ping_seconds - monotonic()))
+            if monotonic() - self._sent_at >= self._ping_seconds:
+                event = self._builder.stream_ping() if self._has_started else None
+                with contextlib.suppress(ConnectionResetError):  # the next event ends the stream
+                    await self._write(_encode(event) if event else b": ping\n\n")
 
 
 def _encode(event: ServerSentEvent) -> bytes:
@@ -343,7 +392,8 @@ def generation(
         async def handle(request: web.Request) -> web.StreamResponse:
             given = await read_json(request, body)
             with await lease_model(request, given) as lease:
-                return await respond(request, lease, await prepare(given, lease.serving))
+                prepared, ping = await prepare(given, lease.serving), getattr(given, "sse_ping_interval", None)
+                return await respond(request, lease, prepared, ping_seconds=ping)
 
         handle.__doc__ = prepare.__doc__
         more["prepare"] = prepare if in_batches else None

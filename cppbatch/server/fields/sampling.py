@@ -59,6 +59,8 @@ class SamplingFields(_Numbers, kw_only=True):
     best_of: int | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    sse_ping_interval: int | None = None
+    """Seconds of silence after which a stream sends a ping; -1: never. Default: --sse-ping-interval."""
 
     max_tokens: int | None = None
     seed: int | None = None

@@ -129,6 +129,12 @@ class MessagesBuilder(ResponseBuilder):
             timings=self._timings(),
         )
 
+    starts_with_counts = True
+
+    def stream_ping(self) -> ServerSentEvent:
+        """As in `ResponseBuilder`."""
+        return _to_sse(Ping())
+
     def stream_start(self) -> list[ServerSentEvent]:
         """As in `ResponseBuilder`. The engine's first event has the prompt's token counts (`usage_events`)."""
         assert self._at_start

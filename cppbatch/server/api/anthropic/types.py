@@ -353,9 +353,9 @@ class MessageDelta(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", 
 
 
 class Ping(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="ping"):
-    """With `return_progress`: the progress of the prompt. Clients ignore this event type."""
+    """Sent after silence, and with `return_progress`. Clients ignore this event type."""
 
-    prompt_progress: PromptProgress
+    prompt_progress: PromptProgress | UnsetType = UNSET
     timings: Timings | UnsetType = UNSET
     """With `timings_per_token`."""
 

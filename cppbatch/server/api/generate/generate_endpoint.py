@@ -122,7 +122,7 @@ async def generate(request: web.Request) -> web.StreamResponse:
     with await lease_model(request, body) as lease:
         serving, chat = lease.serving, await chat_tools(lease.serving, [body])
         prepared = await serving.client.render(chat and chat.format, lambda: prepare_generate(body, serving, chat))
-        return await respond(request, lease, prepared)
+        return await respond(request, lease, prepared, ping_seconds=body.sse_ping_interval)
 
 
 async def chat_tools(serving: Serving, bodies: Iterable[GenerateFields]) -> ChatTools | None:

@@ -69,10 +69,10 @@ async def respond_to_completion(
     """Runs the engine requests, with the body's time limit, and sends the response."""
     seconds = (body.t_max_predict_ms or 0) / 1000
     if seconds <= 0:
-        return await respond(request, lease, prepared)
+        return await respond(request, lease, prepared, ping_seconds=body.sse_ping_interval)
     requests = lease.apply_key_rules(prepared.requests)
     events = _run_with_time_limit(lease.serving.client, requests, prepared.builder.n_candidates, seconds, lease.waited)
-    return await respond(request, lease, prepared, events)
+    return await respond(request, lease, prepared, events, ping_seconds=body.sse_ping_interval)
 
 
 async def _run_with_time_limit(
