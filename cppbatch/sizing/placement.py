@@ -35,7 +35,8 @@ PLACED = (
     "n_ubatch", "n_gpu_layers", "n_cpu_moe", "n_cpu_ffn", "override_tensor", "device_names", "tensor_split",
 )  # fmt: skip
 """The settings that a placement chooses, besides the sizes."""
-_LEAST_CELLS = 4096  # unless -c or -fitc is given, as with llama-server
+LEAST_CELLS = 4096
+"""Cells of a model that its devices cannot hold, unless -c or -fitc is given; as with llama-server."""
 _CELLS_EACH = 1024
 _LARGE_UBATCH = 2048  # reads weights on the CPU once for that many prompt tokens
 _OFFLOADED_ROWS = 32  # from this number on, a GPU computes with weights of the CPU that are copied to it (`op_offload`)
@@ -188,7 +189,7 @@ def _sizes(candidates: Sequence[EngineConfig], decided: Set[str]) -> Iterator[En
         cells = (
             config.n_ctx
             if is_given
-            else max(config.fit_ctx, min(most, max(_LEAST_CELLS, _CELLS_EACH * config.n_parallel)))
+            else max(config.fit_ctx, min(most, max(LEAST_CELLS, _CELLS_EACH * config.n_parallel)))
         )
         yield replace(config, n_ctx=cells)
         if "n_ubatch" not in decided and config.op_offload and config.n_ubatch < config.n_batch:

@@ -33,7 +33,7 @@ from cppbatch.sizing.demand import (
 )  # fmt: skip
 from cppbatch.sizing.estimate import Footprint, MemoryEstimate, estimate_memory
 from cppbatch.sizing.machine import free_host_memory
-from cppbatch.sizing.placement import Speeds, placements
+from cppbatch.sizing.placement import LEAST_CELLS, Speeds, placements
 
 SIZES = frozenset({"n_parallel", "n_ctx"})
 
@@ -43,6 +43,7 @@ _LEAST_CELLS_EACH, _LEAST_CELLS = 512, 2048  # fewer are of little use, for a se
 _MOST_CELLS_ON_GPU = 131_072
 _MOST_CELLS_OF_ONE = 32_768  # on a CPU, which takes minutes for a prompt of this length
 _CELL_STEP = 256  # llama.cpp's
+_FEW = 4  # sequences
 
 
 def size_candidates(config: EngineConfig, given: Set[str], *, n_ctx_train: int, on_gpu: bool) -> list[EngineConfig]:
@@ -165,15 +166,22 @@ def _placed(planned: Planned, candidates: Sequence[EngineConfig], engines: Engin
     demands = memory_demands(planned.estimate, free_host_memory(), margin=planned.config.fit_target or 0.0)
     n_gpus = sum(bool(each.description) for each in planned.estimate.devices)
     fits = all(each.will_fit for each in demands if each.where != HOST)
-    if fits and (n_gpus < 2 or planned.config.device_names or planned.config.tensor_split):
+    is_spread = n_gpus > 1 and not (planned.config.device_names or planned.config.tensor_split)
+    is_small = _is_small(planned.config, candidates[0]) and planned.estimate.devices
+    if fits and not is_spread and not is_small:
         return planned
     try:
-        among = [planned.config] if fits else candidates
+        among = [planned.config] if fits and not is_small else candidates
         found = next(placements(among, engines, planned.estimate.devices, decided), None)
     except EstimateFailed as error:
         log.warning("could not look for a placement that fits: %s", error)
         return planned
     return Planned(*found) if found else planned
+
+
+def _is_small(config: EngineConfig, largest: EngineConfig) -> bool:
+    """Whether a few weights on the CPU might be worth larger sizes."""
+    return config.n_parallel < min(_FEW, largest.n_parallel) or config.n_ctx < min(LEAST_CELLS, largest.n_ctx)
 
 
 def _plan(config: EngineConfig, engines: Engines) -> Planned:
