@@ -521,7 +521,7 @@ class EngineCore:
 
     def _finish(self, sequence: Seq, reason: FinishReason) -> None:
         """Ends a sequence: frees its cells and seq_id, and queues its last event."""
-        self.scheduler.remove(sequence)
+        self.scheduler.finished(sequence, perf_counter())
         self._forget_drafts(sequence)
         self.kv.release(sequence, keep=reason is not FinishReason.ERROR and not self.is_closed)
         self.outputs.finish(sequence, reason, perf_counter())

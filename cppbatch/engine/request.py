@@ -175,6 +175,8 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     usage_events: UsageEvents = "end"
     """Which events have `usage`. Unless "end", there are also events without tokens: on admission, and after each step
     that computes part of the prompt."""
+    client: str = ""
+    """Whose request it is. Waiting requests of several clients take turns; those of "" are in order of arrival."""
     report_acceptance: bool = False
     """For an `EngineClient`: an empty event (`GenerationEvent.is_acceptance`) as soon as the request is known to be
     valid, before it waits in the queue."""

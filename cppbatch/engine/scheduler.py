@@ -48,6 +48,8 @@ _LONG = 512  # tokens: after that many, a tile of the attention takes about as l
 _MAX_SCORED = 64  # prompt tokens per step if each gets a row of logits (192 KiB with a vocabulary of 49,152)
 _AGING_S = 10.0  # seconds of waiting that count as much as one level of priority
 _FAIRNESS_FACTOR = 4.0  # how long shorter prompts may overtake a prompt, in multiples of its own prefill time
+_GUESSED_TURN_S, _NEW_TURN = 0.5, 0.1  # seconds; weight of a new measurement
+_MAX_CLIENTS = 1000  # whose next turns are remembered
 _MAX_LOOKED_AT = 4  # `PoolingScheduler`: waiting sequences to consider, in multiples of n_parallel
 
 Chunk = tuple[Seq, int]
@@ -127,9 +129,11 @@ class Scheduler:
       starve a large one. A sequence that waits for its prefix, while another one computes it, is skipped.
     - Preemption: if cells run out, the running sequence last in rank loses its cells. It resumes before all sequences
       of later rank. So the first sequence in rank always continues, and no sequence starves.
-    - Prefill alongside decode rows: every other step serves the first prompt in rank. The steps in between serve short
-      prompts, so that a long prompt does not delay them. (Both in one step would cost more: in the per-sequence
-      layout llama.cpp reads all weights once per prompt.)
+    - Prefill alongside decode rows, and where the first prompt takes several steps: every other step serves the first
+      prompt in rank. The steps in between serve short prompts, so that a long prompt does not delay them. (Both in one
+      step would cost more: in the per-sequence layout llama.cpp reads all weights once per prompt.)
+    - Clients: each request of a client counts as having arrived after the time that its earlier ones take, so that
+      requests of several clients take turns.
     - LoRA: running sequences compute when their adapter set has its turn (`LoraRoundRobin`); others keep their cells.
     - Background: sequences with priority 100 (`BACKGROUND`) pause while a running sequence of another priority and
       earlier rank has no token yet.
@@ -175,6 +179,8 @@ class Scheduler:
         """The next sequence to admit, if it has more tokens than the maximum cells of a sequence."""
         self._just_preempted: set[Seq] = set()  # in this step, which must not readmit them
         self._n_added = 0
+        self._turn_s = _GUESSED_TURN_S  # of a sequence, with all others running beside it
+        self._next_due: dict[str, float] = {}  # by client
         self._serves_first_prompt = False
         self._last_groups: Groups = ()  # of the last step
         self._had_drafts = False  # the last step
@@ -192,12 +198,31 @@ class Scheduler:
         request = sequence.request
         # Lower ranks run first. The sum has the effect of an ageing priority, but never changes.
         self._n_added += 1
-        sequence.rank = (request.priority + sequence.arrived_at / _AGING_S, self._n_added)
+        sequence.rank = (request.priority + self._due_at(sequence) / _AGING_S, self._n_added)
         insort(self.waiting, sequence, key=_rank)
         for limit in (request.timeout, request.queue_timeout):
             if limit is not None:
                 self._timed[self._n_added] = sequence
                 heappush(self._deadlines, (sequence.arrived_at + limit, self._n_added))
+
+    def _due_at(self, sequence: Seq) -> float:
+        """When the sequence would start if its client had the engine alone: many requests of one client do not keep
+        those of another waiting."""
+        client = sequence.request.client
+        if not client:
+            return sequence.arrived_at
+        due = max(sequence.arrived_at, self._next_due.get(client, 0.0))
+        if len(self._next_due) >= _MAX_CLIENTS:
+            self._next_due = {each: at for each, at in self._next_due.items() if at > sequence.arrived_at}
+        self._next_due[client] = due + self._turn_s
+        return due
+
+    def finished(self, sequence: Seq, now: float) -> None:
+        """Removes a finished sequence, and learns how long one takes."""
+        self.remove(sequence)
+        if sequence.admitted_at:
+            turn_s = (now - sequence.admitted_at) / self.n_parallel
+            self._turn_s += _NEW_TURN * (turn_s - self._turn_s)
 
     def remove(self, sequence: Seq) -> None:
         """Removes a finished sequence from the queue or from the running sequences."""
@@ -443,7 +468,9 @@ class Scheduler:
         budget = min(budget, n_pending)
         if self._kv.unified and not self._kv.ensure_free(n_decoding + budget):
             budget = min(budget, self._kv.n_free - n_decoding)
-        if n_decoding:  # few prompt tokens fit: every other step serves the first prompt, the steps between short ones
+        if (
+            n_decoding or prefilling[0].n_pending > budget
+        ):  # every other step serves it, the others short ones
             first, others = prefilling[0], sorted(prefilling[1:], key=lambda s: _due(s, step_budget.cost))
             self._serves_first_prompt = not self._serves_first_prompt
             prefilling = [first, *others] if self._serves_first_prompt else [*others, first]

@@ -41,9 +41,10 @@ class Policy:
         budgets = StepBudgets(step_tokens)
         self.scheduler = Scheduler(self.kv, budgets=budgets, step_tokens=step_tokens, n_parallel=n_seq_ids)
 
-    def add(self, name: str, n_prompt: int, max_new: int, now: float = 0.0) -> Seq:
+    def add(self, name: str, n_prompt: int, max_new: int, now: float = 0.0, client: str = "") -> Seq:
         prompt = np.zeros(n_prompt, np.int32)
-        sequence = Seq(GenerationRequest(id=name, prompt=[]), prompt, max_new=max_new, seed=0, now=now)
+        request = GenerationRequest(id=name, prompt=[], client=client)
+        sequence = Seq(request, prompt, max_new=max_new, seed=0, now=now)
         self.scheduler.add(sequence)
         return sequence
 
@@ -270,6 +271,53 @@ def test_beside_streams_short_prompts_are_not_held_up_by_a_long_one_nor_it_by_th
         {"stream": 1, "long": 6, "short": 1},
         {"stream": 1, "long": 1, "short": 1, "middle": 5},
     ]
+
+
+def test_a_short_prompt_is_computed_within_two_steps_while_a_long_one_takes_many() -> None:
+    policy = Policy(n_ctx=256, n_seq_ids=4, step_tokens=8)
+    policy.add("long", 100, 9)
+    policy.step()
+    short = policy.add("short", 6, 9)
+    steps = [chunks(policy.step()) for _ in range(2)]
+    assert short.n_generated
+    assert all(step["long"] for step in steps), "the long one gets the rest of both"
+
+
+def test_a_long_prompt_has_half_of_the_steps_however_many_short_ones_arrive() -> None:
+    policy = Policy(n_ctx=4096, n_seq_ids=8, step_tokens=8)
+    long = policy.add("long", 80, 1)
+    for n_steps in range(1, 100):
+        policy.add(f"short {n_steps}", 8, 1, now=n_steps)
+        policy.step()
+        if long.n_generated:
+            break
+    assert 10 <= n_steps <= 20
+
+
+def test_clients_take_turns() -> None:
+    """Each request of a client counts as having arrived after the time that its earlier ones take."""
+    policy = Policy(n_seq_ids=1)
+    for i in range(20):
+        policy.add(f"many {i}", 2, 1, now=0.0, client="many")
+    for i in range(3):
+        policy.add(f"few {i}", 2, 1, now=1.2, client="few")
+    names = policy.admitted_until_idle()
+    assert [name for name in names if name.startswith("few")] == ["few 0", "few 1", "few 2"]
+    assert names.index("few 0") == 3, "a request takes half a second, as long as none is measured"
+    assert names.index("few 2") < 10
+    assert [name for name in names if name.startswith("many")] == [f"many {i}" for i in range(20)]
+
+
+def test_a_client_s_turn_is_as_long_as_its_requests_take() -> None:
+    policy = Policy(n_seq_ids=2)
+    for i in range(60):
+        sequence = policy.add(f"before {i}", 2, 1, now=1.0)
+        sequence.admitted_at = 1.0
+        policy.scheduler.finished(sequence, 9.0)  # 8 s with two at a time
+    for i in range(4):
+        policy.add(f"many {i}", 2, 1, now=10.0, client="many")
+    policy.add("few", 2, 1, now=13.0, client="few")
+    assert [each.id for each in policy.scheduler.waiting] == ["many 0", "few", "many 1", "many 2", "many 3"]
 
 
 def test_prompts_are_computed_in_order_of_arrival() -> None:

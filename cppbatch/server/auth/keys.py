@@ -40,6 +40,12 @@ def key_middleware(keys: Keys) -> Middleware:
     return check_key
 
 
+def client_of(request: web.Request) -> str:
+    """Whose request it is: the id of its key, or without keys its address."""
+    rules = request.get(KEY)
+    return rules.id if rules else request.remote or ""
+
+
 def viewer_of(request: web.Request) -> str | None:
     """The owner whose files and batches the request may see; None: all, because no keys are required."""
     rules = request.get(KEY)
@@ -132,8 +138,7 @@ class KeyUsage:
         """Counts a request while it is in progress. Raises `TooManyRequests`, or `RateLimited` if the rate is
         exceeded."""
         rules = request.get(KEY)
-        client = rules.id if rules else request.remote or ""
-        with self._slots.one(client, rules.max_concurrent if rules else None):
+        with self._slots.one(client_of(request), rules.max_concurrent if rules else None):
             if rules and rules.requests_per_minute:
                 taken, request[_RATE] = self._rates.take(rules.id, rules.requests_per_minute)
                 if not taken:

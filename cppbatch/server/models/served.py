@@ -19,7 +19,7 @@ from cppbatch.engine.observe.metrics import EngineStats
 from cppbatch.engine.request import GenerationRequest
 from cppbatch.errors import Conflict, InvalidRequest
 from cppbatch.models.inspect import ModelFacts
-from cppbatch.server.auth.keys import KEY
+from cppbatch.server.auth.keys import KEY, client_of
 from cppbatch.server.auth.rules import KeyRules
 from cppbatch.server.http.api_errors import ModelNotFound
 from cppbatch.server.models.serving import Serving
@@ -42,10 +42,17 @@ class ModelLease(msgspec.Struct, frozen=True, kw_only=True):
     """The rules of the request's key."""
     waited: float = 0.0
     """Seconds that the request has waited for the model to load."""
+    client: str = ""
+    """As in `GenerationRequest`."""
 
     def apply_key_rules(self, requests: list[GenerationRequest]) -> list[GenerationRequest]:
-        """Applies the key's rules to the requests. Raises `InvalidRequest`, as `KeyRules.engine_requests` does."""
-        return self.rules.engine_requests(requests, self.serving.info.adapters) if self.rules else requests
+        """Applies the key's rules to the requests, and names their client. Raises `InvalidRequest`, as
+        `KeyRules.engine_requests` does."""
+        if self.rules:
+            requests = self.rules.engine_requests(requests, self.serving.info.adapters)
+        for request in requests:
+            msgspec.structs.force_setattr(request, "client", self.client)
+        return requests
 
     def __enter__(self) -> ModelLease:
         return self
@@ -407,7 +414,8 @@ async def lease_model(request: web.Request, body: object = None) -> ModelLease:
     name = getattr(body, "model", None) or request.query.get("model") or None
     own = models.settings.limits.timeout(getattr(body, "timeout", None))
     timeouts = [seconds for seconds in (own, getattr(body, "queue_timeout", None)) if seconds is not None]
-    return await models.lease(name, request.get(KEY), timeout=min(timeouts, default=None), load=_load(request))
+    lease = await models.lease(name, request.get(KEY), timeout=min(timeouts, default=None), load=_load(request))
+    return msgspec.structs.replace(lease, client=client_of(request))
 
 
 def _load(request: web.Request) -> bool | None:
