@@ -56,10 +56,12 @@ def fit_again(asked: EngineConfig, failed: EngineConfig, n_failures: int) -> Eng
                 return config
         if answer.devices and asked.n_gpu_layers:
             candidates = [replace(each, **_automatic_places()) for each in (failed, *smaller)]
-            for several in (candidates, candidates[1:]):
-                found = placed(several, _alone, n_devices=len(answer.devices), margin=margin) if several else None
-                if found and found[0] != failed:
-                    return found[0]
+            find = partial(placed, engines=_alone, n_devices=len(answer.devices), margin=margin)
+            found = find(candidates)
+            if found and found[0] == failed:
+                found = find(candidates[1:]) if smaller else None
+            if found:
+                return found[0]
     except EstimateFailed as error:
         log.warning("could not look for sizes that fit: %s", error)
         if smaller:
