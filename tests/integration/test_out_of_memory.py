@@ -16,13 +16,14 @@ import pytest
 from cppbatch import BatchInferenceEngine, SamplingParams
 from cppbatch.cluster.engines.process import EngineProcess
 from cppbatch.config import EngineConfig
-from cppbatch.engine.request import GenerationRequest
+from cppbatch.engine.request import GenerationEvent, GenerationRequest
 from cppbatch.errors import GenerationFailed, LlamaError, ModelError, OutOfMemory
 from cppbatch.models.synthetic import LlamaShape, write_lora
 from cppbatch.sizing import fit_again, placement, sizes
 from cppbatch.sizing.estimate import MemoryEstimate, estimate_memory
 from cppbatch.sizing.fit_again import refit
 from tests.support import tiny_models
+from tests.support.failing_runtimes import FEW_CELLS, POISON
 from tests.support.listening import until
 from tests.support.native_engines import PROMPTS
 from tests.support.rpc_workers import RpcWorker
@@ -255,3 +256,39 @@ def test_the_server_tells_its_clients_the_new_size(model: Path, device: Device) 
         assert server.get("/stats")["kv_cells"] == CELLS // 2
     errors = "".join(server.errors)
     assert f"n_ctx (-c) {CELLS // 2} instead of {CELLS}" in errors
+
+
+# --- other devices, by what their backends say ------------------------------------------------------------------------
+
+
+WORDS = {
+    "cuda": "SIGABRT: CUDA error: out of memory ggml/src/ggml-cuda/ggml-cuda.cu:97: CUDA error; the next worker has",
+    "vulkan": "what(): vk::Device::allocateMemory: ErrorOutOfDeviceMemory; the next worker has",
+    "metal": "exit code 1: OutOfMemory: llama_decode returned -3: compute failed (error: Insufficient Memory",
+    "python": "exit code 1: MemoryError: Unable to allocate 8.00 PiB",
+}
+
+
+@pytest.mark.parametrize("backend", WORDS)
+async def test_every_way_to_run_out_is_noticed(
+    backend: str, tiny_llama: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def halve(failed: EngineConfig, _n: int) -> EngineConfig:
+        return msgspec.structs.replace(failed, n_ctx=failed.n_ctx // 2)
+
+    settings = {**SIZES, "n_ctx": 2 * FEW_CELLS}
+    runtime = f"tests.support.failing_runtimes:runs_out_in_{backend}"
+    async with EngineProcess(tiny_llama, refit=halve, runtime=runtime, **settings) as engine:
+        poison = GenerationRequest(id="poison", prompt=[5, POISON, 6], params=greedy(3))
+        events, text = await asyncio.gather(_read(engine, poison), text_of(engine, 0))
+        assert [event.error for event in events] == [None] * 3
+        assert engine.info.n_ctx == FEW_CELLS
+        (state,) = await engine.workers()
+    assert state.restarts == 1
+    assert WORDS[backend] in caplog.text
+    with BatchInferenceEngine(tiny_llama, **settings) as whole:
+        assert text == whole.generate(PROMPTS[:1], greedy(40))[0].text
+
+
+async def _read(engine: EngineProcess, request: GenerationRequest) -> list[GenerationEvent]:
+    return [event async for event in engine.submit(request)]
