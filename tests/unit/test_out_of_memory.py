@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from msgspec.structs import replace
 
 from cppbatch import EngineConfig, EngineProcess, FinishReason, GenerationRequest, SamplingParams
 from cppbatch.cluster.engines.group import EngineGroup
+from cppbatch.cluster.engines.supervisor import Supervisor
 from cppbatch.cluster.link import Loaded, LoadFailed
 from cppbatch.cluster.worker.handle import WorkerDied
 from cppbatch.engine.request import ResumeState
@@ -146,6 +147,24 @@ async def test_a_worker_that_wakes_has_the_original_sizes(fake_workers: list[Fak
         fake_workers[2].step()
         await waking
         assert engine.config.n_ctx == CONFIG.n_ctx
+
+
+@pytest.mark.parametrize(
+    ("n_before", "active", "n_ctx"),
+    [(2, {1}, 8192), (1, {1}, 16384), (2, set(), 16384)],
+    ids=["third time in a row", "second time", "not in a step"],
+)
+async def test_an_rpc_worker_that_is_lost_in_every_step_has_probably_run_out(
+    n_before: int, active: set[int], n_ctx: int
+) -> None:
+    config = replace(CONFIG, rpc=("127.0.0.1:50052",))
+    supervisor = Supervisor(config, cast(Any, None), step_timeout=10.0, refit=halve)
+    with fake_engine() as engine:
+        supervisor.info, supervisor._external_kills = engine.info, n_before
+    why, blamed = await supervisor._prepare_next(WorkerDied("lost the RPC worker", active, external=True))
+    assert supervisor.config.n_ctx == n_ctx
+    assert why.startswith("lost the RPC worker")
+    assert blamed == (active if n_ctx == CONFIG.n_ctx else set())
 
 
 async def test_several_workers_tell_the_smallest_context(

@@ -40,6 +40,7 @@ _LOAD_ERRORS = (
     errors.RpcUnreachable,
 )  # fmt: skip
 _MAX_REFITS = 4  # before the first worker has loaded the model
+_MAX_RPC_LOSSES = 2  # in steps, with no token in between
 _RPC_PAUSE_S = 0.5  # between two checks whether an RPC worker is back
 _RPC_NOTICE_S = 0.5  # llama.cpp may abort before the loss of a worker is noticed here
 
@@ -168,7 +169,9 @@ class Supervisor:
     async def _prepare_next(self, death: WorkerDied) -> tuple[str, set[int]]:
         """Changes the settings if they may be the cause. Returns what has happened, and the requests that may be the
         cause. Raises as `run`."""
-        is_smaller, reason = await self._shrink() if death.ran_out else (False, "")
+        # An RPC worker whose device runs out in a step ends without a reason.
+        is_lost_again = self._rpc and death.external and death.active and self._external_kills >= _MAX_RPC_LOSSES
+        is_smaller, reason = await self._shrink() if death.ran_out or is_lost_again else (False, "")
         why = f"{death}{reason}"
         if is_smaller:
             return why, set()
