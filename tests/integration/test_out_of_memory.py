@@ -151,7 +151,7 @@ async def test_what_does_not_fit_anywhere_ends_with_the_numbers(
     engine = open_engine(model, device, n_ctx=4096)
     with pytest.raises(
         OutOfMemory,
-        match=r"failed to allocate RPC0.* buffer of size 1\d{8}.*free now: .* GiB of RPC0\)\. smaller settings do not "
+        match=r"failed to allocate RPC0.* buffer of size 1\d{8}.*free now: .* GiB of RPC0\); smaller settings do not "
         r"fit either: with -c 512 -np 1, it needs .* but only .* are free\. End the programs",
     ):
         await engine.loaded()

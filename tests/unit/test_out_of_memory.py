@@ -111,7 +111,7 @@ async def test_without_smaller_sizes_the_log_has_the_numbers_and_the_request_is_
         reading = asyncio.ensure_future(anext(engine.submit(request())))
         await run_out(fake_workers, 0, 2)
         assert "3 times in a row while processing this request" in ((await reading).error or "")
-    assert f"{RAN_OUT}. smaller settings do not fit either: it needs 3.00 GiB of CUDA0, but" in caplog.text
+    assert f"{RAN_OUT}; smaller settings do not fit either: it needs 3.00 GiB of CUDA0, but" in caplog.text
 
 
 async def test_the_first_worker_is_tried_a_few_times_with_smaller_sizes(
@@ -124,7 +124,7 @@ async def test_the_first_worker_is_tried_a_few_times_with_smaller_sizes(
         return worker
 
     monkeypatch.setattr(FakeWorker, "start", fail)
-    for n_ctx, n_workers, words in ((1 << 20, 5, "buffer$"), (4096, 2, r"buffer\. smaller .* 1\.00 GiB are free")):
+    for n_ctx, n_workers, words in ((1 << 20, 5, "buffer$"), (4096, 2, r"buffer; smaller .* 1\.00 GiB are free")):
         fake_workers.clear()
         engine = EngineProcess(replace(CONFIG, n_ctx=n_ctx), refit=halve)
         with pytest.raises(OutOfMemory, match=f"unable to allocate CUDA0 {words}"):

@@ -322,7 +322,7 @@ class Supervisor:
         try:
             config = await child_processes.to_thread(self._refit, self.config, self._n_refits)
         except (CppBatchError, OSError) as error:
-            return False, f". {error}"
+            return False, f"; {error}"
         pairs = [(name, getattr(self.config, name), getattr(config, name)) for name in SETTINGS]
         changes = [f"{setting_name(name)} {new} instead of {old}" for name, old, new in pairs if new != old]
         self.config = config
