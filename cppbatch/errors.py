@@ -193,7 +193,7 @@ class OutOfMemory(ModelError, LlamaError):
 
 
 _RAN_OUT = re.compile(
-    r"out ?of ?(?:device ?|host ?)?memory|insufficient memory|MemoryError|bad_alloc|"
+    r"out[ _]?of[ _]?(?:device|host)?[ _]?memory|ALLOCATION_FAILURE|insufficient memory|MemoryError|bad_alloc|"
     r"(?:failed|unable) to (?:allocate|reserve)|not reserve space|malloc failed",
     re.IGNORECASE,
 )

@@ -46,7 +46,7 @@ class Deployment(msgspec.Struct, frozen=True, kw_only=True):
     worker is started, for example `cppbatch.sizing.sizes.memory_shortage`; None: no check."""
     refit: Callable[[EngineConfig, int], EngineConfig] | None = None
     """Chooses smaller settings for a worker whose memory runs out (`cppbatch.sizing.fit_again.refit`); None: they stay
-    the same."""
+    the same. Not for workers above the minimum number: they must not make the clients' limits smaller."""
     devices: tuple[int, ...] = ()
     """GPUs by llama.cpp's numbers, with at least one worker each; more workers are assigned round-robin."""
     step_timeout: float = 300.0
@@ -126,7 +126,7 @@ class Deployment(msgspec.Struct, frozen=True, kw_only=True):
             name=str(number),
             step_timeout=self.step_timeout,
             sleep_idle_seconds=self.sleep_idle_seconds,
-            refit=self.refit,
+            refit=None if self.is_autoscaled and number >= self.workers else self.refit,
         )
 
     def configs(self, config: EngineConfig) -> list[EngineConfig]:

@@ -9,6 +9,7 @@ import pytest
 from msgspec.structs import replace
 
 from cppbatch import EngineConfig, EngineProcess, FinishReason, GenerationRequest, SamplingParams
+from cppbatch.cluster.deployment import Deployment
 from cppbatch.cluster.engines.group import EngineGroup
 from cppbatch.cluster.engines.supervisor import Supervisor
 from cppbatch.cluster.link import Loaded, LoadFailed
@@ -44,6 +45,8 @@ CONFIG = EngineConfig(model_path="model.gguf", n_ctx=16384, n_parallel=8)
         "terminate called after throwing an instance of 'std::bad_alloc'",
         "MemoryError: Unable to allocate 4.00 GiB for an array",
         "hipErrorOutOfMemory",
+        "Native API returns: 39 (UR_RESULT_ERROR_OUT_OF_DEVICE_MEMORY)",
+        "CL_MEM_OBJECT_ALLOCATION_FAILURE",
     ],
 )
 def test_messages_of_every_backend_are_understood(message: str) -> None:
@@ -155,8 +158,9 @@ async def test_a_worker_that_wakes_has_the_original_sizes(fake_workers: list[Fak
     ids=["third time in a row", "second time", "not in a step"],
 )
 async def test_an_rpc_worker_that_is_lost_in_every_step_has_probably_run_out(
-    n_before: int, active: set[int], n_ctx: int
+    n_before: int, active: set[int], n_ctx: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("cppbatch.cluster.engines.supervisor.check_worker", lambda endpoint: None)  # it is back
     config = replace(CONFIG, rpc=("127.0.0.1:50052",))
     supervisor = Supervisor(config, cast(Any, None), step_timeout=10.0, refit=halve)
     with fake_engine() as engine:
@@ -275,3 +279,13 @@ def test_what_does_not_fit_has_the_numbers(machine: Machine) -> None:
 def test_without_an_estimate_the_cells_are_halved(machine: Machine) -> None:
     machine.fails = True
     assert fit_again.fit_again(CONFIG, CONFIG, 1) == replace(CONFIG, n_ctx=CONFIG.n_ctx // 2)
+
+
+async def test_workers_that_come_with_the_load_do_not_make_the_context_smaller(fake_workers: list[FakeWorker]) -> None:
+    for deployment, with_refit in (
+        (Deployment(workers=2, refit=halve), [True, True]),
+        (Deployment(workers=1, max_workers=2, refit=halve), [True, False]),
+    ):
+        engines = [deployment._start_worker(CONFIG, i) for i in range(2)]
+        assert [engine._supervisor._refit is not None for engine in engines] == with_refit
+        await asyncio.gather(*(engine.close() for engine in engines))

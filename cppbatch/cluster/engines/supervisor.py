@@ -320,6 +320,8 @@ class Supervisor:
             return False, ""
         self._n_refits += 1
         try:
+            if self.info is not None:
+                await self._wait_for_rpc_workers()
             config = await child_processes.to_thread(self._refit, self.config, self._n_refits)
         except (CppBatchError, OSError) as error:
             return False, f"; {error}"
