@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import msgspec
 
 _LONGEST_MESSAGE, _LONGEST_FIELD = 2000, 200  # characters
@@ -181,6 +183,25 @@ class GenerationFailed(CppBatchError, RuntimeError):
 
 class LlamaError(CppBatchError):
     """A call into llama.cpp was refused or failed."""
+
+
+class OutOfMemory(ModelError, LlamaError):
+    """The memory of a device or of the host ran out while a model was loaded, a context was created, or in a step.
+
+    The message has the sizes that llama.cpp logged, and the free memory of the devices afterwards.
+    """
+
+
+_RAN_OUT = re.compile(
+    r"out[ _]?of[ _]?(?:device|host)?[ _]?memory|ALLOCATION_FAILURE|insufficient memory|MemoryError|bad_alloc|"
+    r"(?:failed|unable) to (?:allocate|reserve)|not reserve space|malloc failed",
+    re.IGNORECASE,
+)
+
+
+def says_out_of_memory(text: str) -> bool:
+    """Whether a message of llama.cpp, a driver or the C++ library says that memory could not be allocated."""
+    return _RAN_OUT.search(text) is not None
 
 
 class OutOfRange(LlamaError, ValueError):

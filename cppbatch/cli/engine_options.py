@@ -509,6 +509,7 @@ def profile_and_memory_options(
             if deployment:
                 deployment.configs(config)  # raises before any waiting
             _wait_for_rpc_workers(config)
+        asked = config
         config = plan_start(
             config,
             given_settings(),
@@ -519,8 +520,8 @@ def profile_and_memory_options(
             says_start=says_start(),
             sizes=sizes_of(arguments, config) if sizes_of else None,
         )
-        if memory_check and deployment and deployment.is_autoscaled:
-            arguments["deployment"] = _with_memory_check(deployment)
+        if deployment:
+            arguments["deployment"] = _watching_memory(deployment, asked, memory_check=memory_check)
         return command(config=config, **arguments)
 
     return with_options(with_checked_config, _PROFILE_AND_MEMORY)
@@ -536,10 +537,13 @@ def _wait_for_rpc_workers(config: EngineConfig) -> None:
     wait_for_workers(endpoints, _RPC_WAIT_S, lambda line: click.echo(line, err=True))
 
 
-def _with_memory_check(deployment: Deployment) -> Deployment:
+def _watching_memory(deployment: Deployment, asked: EngineConfig, *, memory_check: bool) -> Deployment:
+    from cppbatch.sizing.fit_again import refit
     from cppbatch.sizing.sizes import memory_shortage
 
-    return msgspec.structs.replace(deployment, memory_shortage=memory_shortage)
+    return msgspec.structs.replace(
+        deployment, refit=refit(asked), memory_shortage=memory_shortage if memory_check else None
+    )
 
 
 # --- models of the hub ------------------------------------------------------------------------------------------------

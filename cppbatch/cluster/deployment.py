@@ -44,6 +44,9 @@ class Deployment(msgspec.Struct, frozen=True, kw_only=True):
     memory_shortage: Callable[[EngineConfig], str | None] | None = None
     """Returns why an engine does not fit into the free memory, None if it does. Called on a thread before another
     worker is started, for example `cppbatch.sizing.sizes.memory_shortage`; None: no check."""
+    refit: Callable[[EngineConfig, int], EngineConfig] | None = None
+    """Chooses smaller settings for a worker whose memory runs out (`cppbatch.sizing.fit_again.refit`); None: they stay
+    the same. Not for workers above the minimum number: they must not make the clients' limits smaller."""
     devices: tuple[int, ...] = ()
     """GPUs by llama.cpp's numbers, with at least one worker each; more workers are assigned round-robin."""
     step_timeout: float = 300.0
@@ -119,7 +122,11 @@ class Deployment(msgspec.Struct, frozen=True, kw_only=True):
         from cppbatch.cluster.engines.process import EngineProcess  # imports as long as a worker: `start_early`
 
         return EngineProcess(
-            config, name=str(number), step_timeout=self.step_timeout, sleep_idle_seconds=self.sleep_idle_seconds
+            config,
+            name=str(number),
+            step_timeout=self.step_timeout,
+            sleep_idle_seconds=self.sleep_idle_seconds,
+            refit=None if self.is_autoscaled and number >= self.workers else self.refit,
         )
 
     def configs(self, config: EngineConfig) -> list[EngineConfig]:

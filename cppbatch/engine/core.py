@@ -175,6 +175,7 @@ class EngineCore:
             raise EngineClosed("the engine is closed")
         sequence = self.inputs.prepare(request, cancelled, arrived_at=arrived_at, patient=patient)
         if resume:
+            self.inputs.check_resumed(sequence, len(resume.tokens))
             sequence.resume(resume, perf_counter())
             self.outputs.resume(sequence)
         if self._disk:

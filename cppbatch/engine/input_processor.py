@@ -146,6 +146,13 @@ class InputProcessor:
             sequence.reasoning = ReasoningFollower(budget, closing, piece, has_grammar=has_grammar)
         return sequence
 
+    def check_resumed(self, sequence: Seq, n: int) -> None:
+        """Raises `InvalidRequest` if a sequence that an earlier engine, with a larger context, has given `n` tokens
+        cannot have another one here."""
+        if n and n >= sequence.max_new:
+            what = f"and the {n} tokens of the text so far are {sequence.n_prompt + n} tokens"
+            raise self._too_long("prompt", what, sequence.n_prompt + n)
+
     def _max_new(self, request: GenerationRequest, n: int, *, shifts: bool) -> int:
         """The maximum generated tokens of a request with a prompt of `n` tokens.
 

@@ -468,9 +468,7 @@ class Scheduler:
         budget = min(budget, n_pending)
         if self._kv.unified and not self._kv.ensure_free(n_decoding + budget):
             budget = min(budget, self._kv.n_free - n_decoding)
-        if (
-            n_decoding or prefilling[0].n_pending > budget
-        ):  # every other step serves it, the others short ones
+        if n_decoding or prefilling[0].n_pending > budget:  # every other step serves it, the others short ones
             first, others = prefilling[0], sorted(prefilling[1:], key=lambda s: _due(s, step_budget.cost))
             self._serves_first_prompt = not self._serves_first_prompt
             prefilling = [first, *others] if self._serves_first_prompt else [*others, first]

@@ -6,15 +6,19 @@ import contextlib
 import ctypes
 import functools
 import logging
+import os
 import re
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from time import monotonic
 from typing import Any
 
 from cppbatch.config import CHOICES, Numa
-from cppbatch.errors import shorten
+from cppbatch.errors import CppBatchError, OutOfMemory, says_out_of_memory, shorten
 from cppbatch.llama.library import C, ggml, library_path, load_backends
 from cppbatch.llama.rpc import has_rpc, is_reachable, is_remote
 from cppbatch.unclosed import call_at_exit
@@ -24,7 +28,10 @@ log = logging.getLogger("cppbatch.llama")
 # One level lower than llama.cpp's: it logs a page of "info" for every model, and its "warning" is mostly advice.
 _LEVELS = {1: logging.DEBUG, 2: logging.DEBUG, 3: logging.INFO, 4: logging.ERROR}
 _CONTINUATION = 5
+_GIB = 2**30
 _VARIANT = re.compile(r"loaded CPU backend from .*ggml-cpu-([\w.]+)\.\w+$")
+_SET_TERMINATE = "_ZSt13set_terminatePFvvE"  # std::set_terminate of GCC's and Clang's libraries
+_RECENT_S = 2.0  # error lines before a failure that belong to it
 _DEVICE_TYPES = {0: "CPU", 1: "GPU", 2: "integrated GPU", 3: "accelerator"}
 
 
@@ -52,6 +59,7 @@ class _LogRouter:
         # Lists that receive lines, by thread, because several models may load at once:
         self.captured: dict[int, list[str]] = {}  # error lines; captured lines are not logged
         self.copied: dict[int, list[str]] = {}  # all lines
+        self.recent: deque[tuple[float, str]] = deque(maxlen=4)  # error lines, with their time
         self._level, self._line = logging.DEBUG, ""
 
     def _receive(self, level: int, text: bytes, _user: object) -> None:
@@ -63,6 +71,8 @@ class _LogRouter:
         line, self._line = shorten(self._line.rstrip()), ""
         if (copied := self.copied.get(threading.get_ident())) is not None:
             copied.append(line)
+        if self._level >= logging.ERROR:
+            self.recent.append((monotonic(), line))
         captured = self.captured.get(threading.get_ident())
         if captured is not None and self._level >= logging.ERROR:
             captured.append(line)
@@ -104,16 +114,46 @@ class Backend:
         with _ONCE:
             return _the_backend()
 
-    def on_abort(self, write: Callable[[str], object]) -> None:
-        """`write` gets ggml's message, such as a failed assertion, right before it aborts this process."""
+    def write_last_words(self, file: Path) -> None:
+        """When llama.cpp ends this process, `file` gets the last lines of its log and the reason: ggml's message, such
+        as a failed assertion, or the C++ exception that nothing catches, as where a driver has no memory left."""
 
         def aborting(message: bytes) -> None:
             text = message.decode("utf-8", "replace")
             print(text, file=sys.stderr, flush=True)  # with an abort callback, ggml prints nothing
-            write(text)
+            file.write_text("\n".join([*self.recent_errors(), text]))
 
+        def terminating() -> None:
+            file.write_text("".join(f"{line}\n" for line in self.recent_errors()))
+            os.environ["GGML_NO_BACKTRACE"] = "1"  # without a debugger, which prints where, but not why
+            os.dup2(os.open(file, os.O_WRONLY | os.O_APPEND), 2)  # where the C++ library prints the exception
+            default()
+
+        lib = ctypes.CDLL(library_path())  # the ggml that llama.cpp uses
         self._abort_callback = ctypes.CFUNCTYPE(None, ctypes.c_char_p)(aborting)  # C holds no reference to it
-        ctypes.CDLL(library_path()).ggml_set_abort_callback(self._abort_callback)  # of the ggml that llama.cpp uses
+        lib.ggml_set_abort_callback(self._abort_callback)
+        if set_terminate := getattr(lib, _SET_TERMINATE, None):
+            self._terminate_callback = ctypes.CFUNCTYPE(None)(terminating)
+            set_terminate.restype = ctypes.CFUNCTYPE(None)
+            default = set_terminate(self._terminate_callback)
+
+    def recent_errors(self) -> list[str]:
+        """The error lines that llama.cpp has logged in the last 2 seconds, at most 4."""
+        return [line for at, line in list(self._router.recent) if monotonic() - at < _RECENT_S]
+
+    def failure(self, error: CppBatchError, reasons: Sequence[str]) -> CppBatchError:
+        """The exception for a call that failed: `error`, or an `OutOfMemory` with its message and the free memory, if a
+        log line in `reasons` says that memory could not be allocated."""
+        line = next(filter(says_out_of_memory, reasons), None)
+        if line is None:
+            return error
+        free = ", ".join(
+            f"{each.memory_free / _GIB:.2f} of {each.memory_total / _GIB:.2f} GiB of {each.name}"
+            for each in self.devices()
+            if each.kind != "CPU" and each.memory_total
+        )
+        of_devices = f"; free now: {free}" if free else ""
+        return OutOfMemory(f"{error} ({line.strip()}{of_devices})")
 
     @property
     def log_callback(self) -> Any:

@@ -39,7 +39,7 @@ _NEVER = 1 << 31
 _WHOLE_COPIES = frozenset({"deepseek4"})  # aborts on copies of a part of a sequence: src/llama-kv-cache-dsv4.cpp:1513
 _EQUAL_SHARES = frozenset({"kimi-linear"})  # aborts if it cannot reserve the same part of a ubatch for each sequence
 _PART = 1  # LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY: the cells of sliding windows and recurrent states, without other cells
-_DECODE_ERRORS = {2: "aborted", -1: "the batch is invalid", -2: "out of memory, or no free cells"}
+_DECODE_ERRORS = {2: "aborted", -1: "the batch is invalid", -2: "out of memory"}
 _FEW = 16  # batch entries, up to which a list is faster than an array: a decode evicts numpy's code from the caches
 
 
@@ -69,7 +69,7 @@ class Context:
         is_head: bool = False,
         target: Context | None = None,
     ) -> None:
-        """Raises `OutOfRange` for invalid sizes and `LlamaError` if llama.cpp cannot allocate the context.
+        """Raises `OutOfRange` for invalid sizes, and `OutOfMemory` or `LlamaError` if there can be no context.
 
         `pooling`: a decode computes one vector for each sequence (none: for each token) instead of logits. Pooling and
         non-causal attention need the whole sequence in one ubatch, so `n_ubatch` becomes `n_batch` and the layout
@@ -157,10 +157,11 @@ class Context:
         if not handle:
             step = "n_batch" if self.is_pooled else "n_ubatch"
             smaller = f"{setting_name('n_ctx')}, {setting_name(step)} or {setting_name('n_parallel')}"
-            raise LlamaError(
+            message = (
                 f"cannot create a context of {n_ctx} cells for {self.n_seq_max} sequences: "
                 f"{lines[-1] if lines else 'llama.cpp gave no reason'}. To use less memory, lower {smaller}"
             )
+            raise Backend.get().failure(LlamaError(message), lines)
         self.kv_unified = kv_unified
         self.n_ctx: int = C.llama_n_ctx(handle)
         self.n_ctx_seq: int = C.llama_n_ctx_seq(handle)
@@ -283,7 +284,7 @@ class Context:
         """Computes the batch and waits for the device, without the GIL.
 
         Raises `OutOfRange` for an invalid batch, before it reaches C; `CacheFull` if too few cells are free (nothing
-        has changed then); `DecodeFailed` for any other error.
+        has changed then); `OutOfMemory` if a buffer cannot be allocated; `DecodeFailed` for any other error.
         """
         self._check(batch)
         self._n_outputs = 0
@@ -305,7 +306,9 @@ class Context:
         if code == 1:
             raise CacheFull(f"no free KV cells for {struct.n_tokens} tokens among {self.n_ctx}")
         if code:
-            raise DecodeFailed(code, _DECODE_ERRORS.get(code, "fatal error during computation"))
+            error = DecodeFailed(code, _DECODE_ERRORS.get(code, "fatal error during computation"))
+            backend = Backend.get()
+            raise backend.failure(error, [*backend.recent_errors(), str(error)])
         C.llama_synchronize(self.handle)
         self._n_decoded = struct.n_tokens
 

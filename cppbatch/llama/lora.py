@@ -33,7 +33,8 @@ def load_adapter(path: Path, model_handle: Any, model_path: Path, n_experts: int
         handle = C.llama_adapter_lora_init(model_handle, os.fsencode(path))
     if not handle:
         reason = lines[-1].split("failed to apply lora adapter: ")[-1] if lines else "llama.cpp gave no reason"
-        raise ModelError(f"{path} cannot be used as an adapter for {model_path.name}: {reason}")
+        error = ModelError(f"{path} cannot be used as an adapter for {model_path.name}: {reason}")
+        raise Backend.get().failure(error, lines)
     if C.llama_adapter_get_alora_n_invocation_tokens(handle):
         C.llama_adapter_lora_free(handle)
         raise ModelError(

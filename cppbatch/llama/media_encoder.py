@@ -118,7 +118,8 @@ class MediaEncoder:
         with Backend.get().errors() as lines:
             handle = mtmd.mtmd_init_from_file(os.fsencode(self.path), model.handle, params)
         if not handle:
-            raise ModelError(f"{self.path} cannot be used with {model.path.name}: {_reason(lines)}")
+            error = ModelError(f"{self.path} cannot be used with {model.path.name}: {_reason(lines)}")
+            raise Backend.get().failure(error, lines)
         self._owned = Owned(handle, mtmd.mtmd_free, model.owned)
         model.adopt(self)
         self.n_embd = model.n_embd_inp

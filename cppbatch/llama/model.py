@@ -76,7 +76,7 @@ class Model:
         recurrent states; nothing can be decoded. The log is needed because llama.cpp's function for these sizes,
         `llama_get_memory_breakdown`, returns a C++ map, which ctypes cannot read.
         `load_head`: also loads the draft head (MTP) in the file, which must have one.
-        Raises `ModelError` with llama.cpp's reason if the file cannot be loaded, and as `ModelDevices`.
+        Raises `ModelError` with llama.cpp's reason if the file cannot be loaded, `OutOfMemory`, and as `ModelDevices`.
         """
         self.path = Path(path)
         self.repack = repack
@@ -120,12 +120,13 @@ class Model:
             self._devices.close()
             raise
         if not self._owned:
+            error = Backend.get().failure(ModelError(f"{self.path} cannot be loaded: {_reason(lines)}"), lines)
             self._devices.close()
             if reporter.error:
                 raise reporter.error
             if reporter.stopped:
                 raise ModelError(f"loading {self.path.name} was stopped")
-            raise ModelError(f"{self.path} cannot be loaded: {_reason(lines)}")
+            raise error
 
     @property
     def handle(self) -> Any:

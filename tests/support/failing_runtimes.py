@@ -16,7 +16,7 @@ import numpy as np
 from cppbatch.config import EngineConfig, KvLayout, Sharing
 from cppbatch.engine.runtime import Runtime, load_runtime
 from cppbatch.errors import DecodeFailed
-from cppbatch.llama import Batch
+from cppbatch.llama import Backend, Batch
 from cppbatch.llama.library import library_path
 
 POISON = 2
@@ -72,6 +72,48 @@ def fails(config: EngineConfig, progress: Progress) -> Runtime:
         raise DecodeFailed(-3, "compute failed")
 
     return _with_context(runtime, _Poisoned(runtime.context, fail))
+
+
+FEW_CELLS = 512
+"""With more of them, the runtimes below run out of memory at the poison token."""
+
+
+def _runs_out(config: EngineConfig, progress: Progress, harm: Callable[[Any], object]) -> Runtime:
+    runtime = load_runtime(config, progress)
+    if config.n_ctx <= FEW_CELLS:
+        return runtime
+    return _with_context(runtime, _Poisoned(runtime.context, lambda: harm(ctypes.CDLL(library_path()))))
+
+
+def runs_out_in_cuda(config: EngineConfig, progress: Progress) -> Runtime:
+    """The log says why, and the abort's message does not."""
+
+    def abort(lib: Any) -> None:
+        lib.ggml_log_internal(4, b"CUDA error: out of memory\n")
+        lib.ggml_abort(b"/src/llama.cpp/ggml/src/ggml-cuda/ggml-cuda.cu", 97, b"CUDA error")
+
+    return _runs_out(config, progress, abort)
+
+
+def runs_out_in_vulkan(config: EngineConfig, progress: Progress) -> Runtime:
+    """A C++ exception that nothing catches."""
+    words = b"vk::Device::allocateMemory: ErrorOutOfDeviceMemory"
+    return _runs_out(config, progress, lambda lib: lib._ZSt21__throw_runtime_errorPKc(words))
+
+
+def runs_out_in_metal(config: EngineConfig, progress: Progress) -> Runtime:
+    """The log says why `llama_decode` returns an error."""
+
+    def fail(lib: Any) -> None:
+        lib.ggml_log_internal(4, b"error: Insufficient Memory (00000008:kIOGPUCommandBufferCallbackErrorOutOfMemory)\n")
+        raise Backend.get().failure(DecodeFailed(-3, "compute failed"), Backend.get().recent_errors())
+
+    return _runs_out(config, progress, fail)
+
+
+def runs_out_in_python(config: EngineConfig, progress: Progress) -> Runtime:
+    """An array of numpy that the host has no memory for."""
+    return _runs_out(config, progress, lambda lib: np.ones(1 << 50))
 
 
 class _PoisonedVocab(_Wrapped):

@@ -35,8 +35,8 @@ class EngineGroup(EngineClient):
 
     @property
     def info(self) -> ModelInfo:
-        """The loaded model. Raises `EngineClosed` before it is loaded."""
-        return self._engines[0].info
+        """The loaded model, of the worker with the smallest context. Raises `EngineClosed` before it is loaded."""
+        return min((engine.info for engine in self._engines), key=lambda info: info.max_sequence)
 
     async def loaded(self) -> None:
         """Waits until every worker has loaded the model. Raises the errors of loading."""

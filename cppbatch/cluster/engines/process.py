@@ -18,7 +18,7 @@ import msgspec
 from cppbatch.cluster.engines.client import EngineClient, Health, OwnLoop, WorkerLive, WorkerState, id_in_use
 from cppbatch.cluster.engines.in_flight import MAX_CRASHES, InFlightRequest, InFlightRequests, LatestLive
 from cppbatch.cluster.engines.output_collector import OutputCollector
-from cppbatch.cluster.engines.supervisor import Supervisor
+from cppbatch.cluster.engines.supervisor import Refit, Supervisor
 from cppbatch.cluster.link import (
     Answer,
     Cancel,
@@ -92,6 +92,7 @@ class EngineProcess(EngineClient):
         name: str = "0",
         step_timeout: float = 300.0,
         sleep_idle_seconds: float = -1,
+        refit: Refit | None = None,
         runtime: str | None = None,
         **settings: Unpack[EngineSettings],
     ) -> None:
@@ -99,21 +100,21 @@ class EngineProcess(EngineClient):
 
         `name` identifies the worker in `workers`. `step_timeout`: seconds after which a step is considered hung.
         `sleep_idle_seconds`: after this time without requests, the worker stops, which frees its memory; the next
-        request starts it and waits for it; -1: never. `runtime` is for tests: `module:function` that creates the
-        `Runtime` instead of loading the model. Raises `ConfigError`, also outside an event loop and for times out of
-        range.
+        request starts it and waits for it; -1: never. `refit`: as in `Supervisor`; `config` has the sizes in use.
+        `runtime` is for tests: `module:function` that creates the `Runtime` instead of loading the model. Raises
+        `ConfigError`, also outside an event loop and for times out of range.
         """
         self._own_loop = OwnLoop("EngineProcess")
         check_times(step_timeout, sleep_idle_seconds)
         self.config = engine_config(model, settings)
         self.name = name
-        self._max_in_flight = self.config.n_parallel + self.config.max_queue
         worker_config = msgspec.structs.replace(self.config, max_queue=_UNLIMITED)  # this process limits the queue
         self._supervisor = Supervisor(
             worker_config,
             weakref.proxy(self),  # or the engine would never be dropped
             step_timeout=step_timeout,
             sleep_idle_seconds=sleep_idle_seconds,
+            refit=refit,
             runtime=runtime,
         )
         self._in_flight = InFlightRequests()
@@ -222,7 +223,7 @@ class EngineProcess(EngineClient):
         """
         if request.id in self._by_id:
             raise id_in_use(request.id)
-        if resume is None and self.in_flight >= self._max_in_flight:
+        if resume is None and self.in_flight >= self.config.n_parallel + self.config.max_queue:
             raise QueueFull(self.config.max_queue, self._seconds_per_request())
         submitted = self._by_id[request.id] = self._start(request, resume=resume)
         try:
@@ -336,6 +337,7 @@ class EngineProcess(EngineClient):
 
     def on_worker_ready(self, stats: EngineStats) -> None:
         """Sends the requests waiting for this worker."""
+        self.config = msgspec.structs.replace(self._supervisor.config, max_queue=self.config.max_queue)
         self._last_stats = stats
         self._live.reset()
         if not self._loaded.done():
@@ -356,7 +358,10 @@ class EngineProcess(EngineClient):
             self._live.received(message.engine)
         elif isinstance(message, Refused):
             if request := self._in_flight.get(message.id):
-                self._fail(request, InvalidRequest(message.field, message.message, message.overflow))
+                refused: CppBatchError = InvalidRequest(message.field, message.message, message.overflow)
+                if request.has_tokens:  # an earlier worker has accepted it, with more KV cells
+                    refused = GenerationFailed(f"memory has run out, and the text cannot continue: {refused}")
+                self._fail(request, refused)
         elif isinstance(message, (Checked, Tokenized, SlotDone, Updated)) and (
             request := self._in_flight.get(message.id)
         ):

@@ -10,19 +10,19 @@ import contextlib
 import logging
 import socket
 import time
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, NoReturn, Protocol, TypeVar
 
 import msgspec
 
-from cppbatch import errors
+from cppbatch import child_processes, errors
 from cppbatch.cluster.engines.client import Health
 from cppbatch.cluster.link import FromWorker, Loaded, LoadFailed, Loading, Log
 from cppbatch.cluster.worker.handle import WorkerDied, WorkerHandle
-from cppbatch.config import EngineConfig
+from cppbatch.config import SETTINGS, EngineConfig, setting_name
 from cppbatch.engine.model_info import ModelInfo
 from cppbatch.engine.observe.metrics import EngineStats
-from cppbatch.errors import CppBatchError, LoadInterrupted, ModelError, RpcUnreachable
+from cppbatch.errors import CppBatchError, LoadInterrupted, ModelError, OutOfMemory, RpcUnreachable
 from cppbatch.rpc_endpoint import ANSWER_S, Endpoint, check_worker, end_when_silent, parse_endpoint
 
 log = logging.getLogger("cppbatch.cluster")
@@ -36,10 +36,18 @@ _FIRST_PAUSE_S, _MAX_PAUSE_S = 0.1, 30.0
 _STABLE_S = 60.0  # after this uptime, the next death counts as the first in a row
 _FAULTS = ("SIGSEGV", "SIGILL", "SIGBUS")
 _LOAD_ERRORS = (
-    errors.LibraryError, errors.ModelError, errors.ConfigError, errors.LlamaError, errors.RpcUnreachable,
+    errors.LibraryError, errors.ModelError, errors.ConfigError, errors.LlamaError, errors.OutOfMemory,
+    errors.RpcUnreachable,
 )  # fmt: skip
+_MAX_REFITS = 4  # before the first worker has loaded the model
+_MAX_RPC_LOSSES = 2  # in steps, with no token in between
 _RPC_PAUSE_S = 0.5  # between two checks whether an RPC worker is back
 _RPC_NOTICE_S = 0.5  # llama.cpp may abort before the loss of a worker is noticed here
+
+
+Refit = Callable[[EngineConfig, int], EngineConfig]
+"""Settings that need less memory than those of an engine whose memory has run out, and fit into what is free now; the
+number counts how often it has run out. Called on a thread. Raises `OutOfMemory` if there are none."""
 
 
 class WorkerListener(Protocol):
@@ -65,7 +73,8 @@ class WorkerListener(Protocol):
 class Supervisor:
     """Runs one worker after another. `worker` is the current worker; None until it is ready for requests.
 
-    `sleep_idle_seconds`: after this time without requests, the worker stops until `wake` is called; -1: never.
+    `sleep_idle_seconds`: after this time without requests, the worker stops until `wake` is called; -1: never. `refit`:
+    chooses the settings of the next worker if the memory of a device or the host runs out; None: they stay the same.
     """
 
     def __init__(
@@ -75,9 +84,14 @@ class Supervisor:
         *,
         step_timeout: float,
         sleep_idle_seconds: float = -1,
+        refit: Refit | None = None,
         runtime: str | None = None,
     ) -> None:
-        self._config = config
+        self.config = config
+        """The settings of the workers, as `refit` has changed them."""
+        self._full_config = config
+        self._refit = refit
+        self._n_refits = 0  # since the last worker with the settings of `_full_config`
         self._listener = listener
         self._step_timeout = step_timeout
         self._sleep_idle_seconds = sleep_idle_seconds
@@ -125,19 +139,18 @@ class Supervisor:
             try:
                 await self._run_worker()
                 await self._woken.wait()
+                self._grow()
                 continue
             except WorkerDied as death:
                 if self._is_killed:
                     return
-                why, active, external = str(death), death.active, death.external
-                if self._switch_cpu_path(why):
-                    path = "without" if self._config.repack == "off" else "with"
-                    why = f"{why}; retrying {path} the fast CPU path"
-                elif self.info is None:
-                    message = f"the process that was loading {self._config.model_path} died: {why}"
-                    kind = LoadInterrupted if external else ModelError
-                    raise kind(f"{message}. See llama.cpp's log above") from death
-                self._count_at_start(death)
+                why, active = await self._prepare_next(death)
+                external = death.external
+            except OutOfMemory as error:
+                is_smaller, reason = await self._shrink()
+                if self.info is None and not is_smaller:
+                    raise OutOfMemory(f"{error}{reason}") from error
+                why = f"the model could not be loaded: {error}{reason}"
             except RpcUnreachable as error:  # it was reachable a moment ago
                 if self.info is None:
                     raise
@@ -153,18 +166,37 @@ class Supervisor:
                 why = f"supervision of the worker failed: {type(error).__name__}: {error}"
             await self._report_and_pause(why, active, external=external)
 
+    async def _prepare_next(self, death: WorkerDied) -> tuple[str, set[int]]:
+        """Changes the settings if they may be the cause. Returns what has happened, and the requests that may be the
+        cause. Raises as `run`."""
+        # An RPC worker whose device runs out in a step ends without a reason.
+        is_lost_again = self._rpc and death.external and death.active and self._external_kills >= _MAX_RPC_LOSSES
+        is_smaller, reason = await self._shrink() if death.ran_out or is_lost_again else (False, "")
+        why = f"{death}{reason}"
+        if is_smaller:
+            return why, set()
+        if self._switch_cpu_path(str(death)):
+            path = "without" if self.config.repack == "off" else "with"
+            why = f"{why}; retrying {path} the fast CPU path"
+        elif self.info is None:
+            message = f"the process that was loading {self.config.model_path} died: {why}"
+            kind = OutOfMemory if death.ran_out else LoadInterrupted if death.external else ModelError
+            raise kind(f"{message}. See llama.cpp's log above") from death
+        self._count_at_start(death)
+        return why, death.active
+
     async def _run_worker(self) -> None:
         """Runs a worker from its start until it sleeps. Raises `WorkerDied`, or the error that prevented loading."""
         if self.info is not None:
             await self._wait_for_rpc_workers()
         watch = RpcWatch(self._rpc)
-        worker = self._running = await WorkerHandle.start(self._config, self._runtime)
+        worker = self._running = await WorkerHandle.start(self.config, self._runtime)
         is_ready = False
         try:
             loaded = await self._while_alive(worker, watch, self._load(worker, watch), _LOAD_TIMEOUT_S)
             if self.info is not None and not self.info.is_same_model(loaded.info):
                 raise ModelError(
-                    f"{self._config.model_path} is now a different model ({loaded.info.description} instead of "
+                    f"{self.config.model_path} is now a different model ({loaded.info.description} instead of "
                     f"{self.info.description}): restart the server to serve it, or restore the file"
                 )
             self.info = loaded.info
@@ -281,6 +313,28 @@ class Supervisor:
             else:
                 self._listener.on_worker_message(message)
 
+    async def _shrink(self) -> tuple[bool, str]:
+        """After the memory has run out: gives the next worker smaller settings. Returns whether there are any, and a
+        text for the log."""
+        if self._refit is None or (self.info is None and self._n_refits >= _MAX_REFITS):
+            return False, ""
+        self._n_refits += 1
+        try:
+            if self.info is not None:
+                await self._wait_for_rpc_workers()
+            config = await child_processes.to_thread(self._refit, self.config, self._n_refits)
+        except (CppBatchError, OSError) as error:
+            return False, f"; {error}"
+        pairs = [(name, getattr(self.config, name), getattr(config, name)) for name in SETTINGS]
+        changes = [f"{setting_name(name)} {new} instead of {old}" for name, old, new in pairs if new != old]
+        self.config = config
+        return True, f"; the next worker has {', '.join(changes)}"
+
+    def _grow(self) -> None:
+        """Gives the next worker the original sizes, because its predecessor has slept: the memory may be free again."""
+        self.config = msgspec.structs.replace(self._full_config, repack=self.config.repack)
+        self._n_refits = 0
+
     def _switch_cpu_path(self, why: str) -> bool:
         """Disables or re-enables the fast CPU path (weight repacking). Returns whether it did.
 
@@ -288,10 +342,10 @@ class Supervisor:
         may miss a crash that this model hits. If a worker dies without the fast path too, the fast path was not the
         cause.
         """
-        is_plain = self._config.repack == "off"
+        is_plain = self.config.repack == "off"
         if self._has_worked or self._repack == "off" or not why.endswith(_FAULTS) or (is_plain and self.info is None):
             return False
-        self._config = msgspec.structs.replace(self._config, repack=self._repack if is_plain else "off")
+        self.config = msgspec.structs.replace(self.config, repack=self._repack if is_plain else "off")
         return True
 
     def _count_at_start(self, death: WorkerDied) -> None:

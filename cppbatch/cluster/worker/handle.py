@@ -29,6 +29,7 @@ from cppbatch.cluster.link import (
 )
 from cppbatch.cluster.worker.process import worker_process
 from cppbatch.config import EngineConfig
+from cppbatch.errors import says_out_of_memory, shorten
 
 Result = TypeVar("Result")
 
@@ -38,7 +39,7 @@ _STOP_S = 10.0  # to close the engine
 _MAX_PREPARATION_S = 60.0  # without progress: reading a grammar may take 10 s, and a busy machine needs longer
 _EXTERNAL_SIGNALS = ("SIGKILL", "SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGALRM", "SIGUSR1", "SIGUSR2")
 """Signals that a worker never sends to itself. The kernel sends SIGKILL too (out of memory), and counts that."""
-_MAX_LAST_WORDS = 300
+_MAX_LAST_WORDS = 500
 _KERNEL_COUNTERS = Path("/proc/vmstat")
 
 
@@ -47,14 +48,18 @@ class WorkerDied(Exception):
 
     `active`: the numbers of the requests that it was computing or preparing; one of them may be the cause. `external`:
     it was killed or stopped from outside, so no request is the cause. `computing`: whether it was loading the model or
-    computing; otherwise a request that it was preparing is the cause.
+    computing; otherwise a request that it was preparing is the cause. `ran_out`: it could not allocate memory on a
+    device or the host.
     """
 
-    def __init__(self, how: str, active: set[int], *, external: bool = False, computing: bool = True) -> None:
+    def __init__(
+        self, how: str, active: set[int], *, external: bool = False, computing: bool = True, ran_out: bool = False
+    ) -> None:
         super().__init__(how)
         self.active = active
         self.external = external
         self.computing = computing
+        self.ran_out = ran_out
 
 
 class WorkerHandle:
@@ -133,23 +138,27 @@ class WorkerHandle:
     async def _wait_for_death(self) -> WorkerDied:
         """Returns how the process died."""
         code = await self._process.wait()
+        words = self._last_words()
+        ran_out = says_out_of_memory(words)
         if code >= 0:
             how = f"exit code {code}" if code < 0xC0000000 else f"exception {code:#x}"
-            return WorkerDied(how, self._status.active())
+            return WorkerDied(f"{how}{words}", self._status.active(), ran_out=ran_out)
         try:
             name = signal.Signals(-code).name
         except ValueError:
             name = f"signal {-code}"
         if name == "SIGKILL" and (self._oom_kills_at_start is None or _oom_kills() != self._oom_kills_at_start):
             return WorkerDied("killed by SIGKILL, probably because memory ran out", self._status.active())
-        how, external = f"killed by {name}{self._last_words()}", name in _EXTERNAL_SIGNALS
-        return WorkerDied(how, self._status.active(), external=external, computing=not self._status.preparing())
+        external, computing = name in _EXTERNAL_SIGNALS, not self._status.preparing()
+        how = f"killed by {name}{words}"
+        return WorkerDied(how, self._status.active(), external=external, computing=computing, ran_out=ran_out)
 
     def _last_words(self) -> str:
-        """llama.cpp's abort message, without its source folder."""
-        with contextlib.suppress(OSError, UnicodeDecodeError):
-            words = " ".join((self._folder / LAST_WORDS).read_text().split())
-            return f": {words.rpartition('llama.cpp/')[2][:_MAX_LAST_WORDS]}"
+        """What llama.cpp or the engine said before the end, without llama.cpp's source folder."""
+        with contextlib.suppress(OSError):
+            lines = (self._folder / LAST_WORDS).read_text(errors="replace").splitlines()
+            words = " ".join(" ".join(line.rpartition("llama.cpp/")[2] for line in lines).split())
+            return f": {shorten(words, _MAX_LAST_WORDS)}"
         return ""
 
     async def _wait_for_hang(self, timeout: float) -> WorkerDied:

@@ -59,7 +59,7 @@ from cppbatch.engine.request import FinishReason, GenerationEvent
 from cppbatch.engine.runtime import Runtime, load_runtime
 from cppbatch.engine.sampling.structured_output import SlowGrammar
 from cppbatch.engine.sequence import Seq
-from cppbatch.errors import CppBatchError, EngineClosed, InvalidRequest, RequestCancelled
+from cppbatch.errors import CppBatchError, EngineClosed, InvalidRequest, OutOfMemory, RequestCancelled
 from cppbatch.llama.backend import Backend
 from cppbatch.models.attention_times import RequestSizes, keep_sizes
 
@@ -309,10 +309,15 @@ class _LogSender(logging.Handler):
             self.handleError(record)
 
 
-def _crash(link: WorkerLink, message: str) -> NoReturn:
-    """Ends the process after a bug. Crash recovery then identifies the request that caused it and continues the
-    others."""
-    log.exception(message)
+def _crash(link: WorkerLink, message: str, last_words: Path | None = None) -> NoReturn:
+    """Ends the process after a bug, or because memory ran out. Crash recovery then identifies the request that caused
+    it and continues the others. `last_words`: the file for the reason."""
+    error = sys.exc_info()[1]
+    if last_words and isinstance(error, (OutOfMemory, MemoryError)):
+        last_words.write_text(f"{type(error).__name__}: {error}")
+        log.error("%s: %s", message, error)
+    else:
+        log.exception(message)
     link.flush()
     os._exit(1)
 
@@ -357,9 +362,10 @@ def main() -> None:
         link.send(Loading(fraction))
         return True
 
+    last_words = Path(setup.folder) / LAST_WORDS
     step_loop = StepLoop(lambda events: link.send(Events(events)), heartbeat=status.heartbeat)
     try:
-        Backend.get().on_abort((Path(setup.folder) / LAST_WORDS).write_text)
+        Backend.get().write_last_words(last_words)
         engine = EngineCore(
             setup.config,
             runtime=_runtime(setup, on_progress),
@@ -368,8 +374,9 @@ def main() -> None:
             survives_failures=False,
             prepares_beside_steps=True,
         )
-    except CppBatchError as error:
-        link.send(LoadFailed(type(error).__name__, str(error)))
+    except (CppBatchError, MemoryError) as error:
+        kind = OutOfMemory if isinstance(error, MemoryError) else type(error)
+        link.send(LoadFailed(kind.__name__, str(error)))
         link.flush()
         return
     gc.freeze()  # objects alive now stay alive: garbage collection during a step skips them
@@ -377,7 +384,7 @@ def main() -> None:
     try:
         Worker(engine, step_loop, link, status).run()
     except Exception:
-        _crash(link, "the engine failed")
+        _crash(link, "the engine failed", last_words)
     os._exit(0)  # no other thread has anything to finish
 
 

@@ -30,6 +30,7 @@ from cppbatch.ray.replica.serve_replicas import (
     remove_errors,
     remove_report,
 )
+from cppbatch.sizing.fit_again import refit
 
 _UNLIMITED = 2**31 - 1
 
@@ -107,7 +108,7 @@ async def _load(config: EngineConfig, name: str, application: str, *, step_timeo
         model_path=await asyncio.to_thread(model_on_this_node, config.model_path),
         max_queue=INT32_MAX - config.n_parallel,  # the fronts limit the queue
     )
-    engine = EngineProcess(unlimited, name=name, step_timeout=step_timeout)
+    engine = EngineProcess(unlimited, name=name, step_timeout=step_timeout, refit=refit(unlimited))
     try:
         loading = asyncio.ensure_future(engine.loaded())
         while not (await asyncio.wait([loading], timeout=_REPORT_PERIOD_S))[0]:

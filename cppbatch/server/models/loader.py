@@ -17,6 +17,7 @@ from cppbatch.errors import EstimateFailed
 from cppbatch.models.check import check_model
 from cppbatch.server.settings import ServerSettings
 from cppbatch.sizing.attention import plan_attention
+from cppbatch.sizing.fit_again import refit
 from cppbatch.sizing.profile import use_profile
 from cppbatch.sizing.sizes import LoadedSizes, candidates_for, first_beside, memory_shortage
 
@@ -92,6 +93,6 @@ class MemoryPlanLoader:
         """As in `ModelLoader`."""
         config, deployment = plan.sizes.config, plan.spec.deployment
         log.info("loading %s with -np %d -c %d", name, config.n_parallel, config.n_ctx)
-        if self._memory_check and deployment.is_autoscaled:
-            deployment = msgspec.structs.replace(deployment, memory_shortage=memory_shortage)
+        shortage = memory_shortage if self._memory_check else None
+        deployment = msgspec.structs.replace(deployment, refit=refit(plan.spec.config), memory_shortage=shortage)
         return deployment.start(config)

@@ -8,7 +8,7 @@ import time
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from hashlib import sha256
 from importlib.metadata import version
 from typing import Any, NamedTuple
@@ -108,17 +108,15 @@ class Serving:
             return self._names[0]
         return min(self.settings.aliases, default=self.info.name)
 
-    @cached_property
+    @property
     def fingerprint(self) -> str:
         """`system_fingerprint`: the version, then a digest of everything that may change the text for the same seed:
         versions, model, cache and template. Starts with b, like llama-server's, which starts with its build."""
         info = self.info
-        decisive = (
-            version("llama-cpp-python"),
+        return _fingerprint(
             *(info.name, info.size_bytes, info.n_params, info.n_ctx, info.kv_layout, info.sampling),
             *(info.not_repacked, self.template),
         )
-        return f"b{__version__}-{sha256(repr(decisive).encode()).hexdigest()[:8]}"
 
     @property
     def template(self) -> str | None:
@@ -321,3 +319,9 @@ class Serving:
         """The chat format of --chat-template."""
         given, info = self.settings.chat_template, self.info
         return ChatTemplate(given, bos=info.bos, eos=info.eos, apply_named=apply_builtin_template) if given else None
+
+
+@lru_cache(64)
+def _fingerprint(*decisive: object) -> str:
+    digest = sha256(repr((version("llama-cpp-python"), *decisive)).encode()).hexdigest()
+    return f"b{__version__}-{digest[:8]}"
