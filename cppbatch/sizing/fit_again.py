@@ -14,11 +14,11 @@ from msgspec.structs import replace
 
 from cppbatch.config import CPU_PARTS, EngineConfig, flag_of
 from cppbatch.errors import EstimateFailed, OutOfMemory
-from cppbatch.sizing.demand import memory_demands
+from cppbatch.sizing.demand import MARGIN, memory_demands
 from cppbatch.sizing.estimate import MemoryEstimate, estimate_memory
 from cppbatch.sizing.machine import free_host_memory
-from cppbatch.sizing.placement import placed
-from cppbatch.sizing.sizes import MARGIN, memory_shortage
+from cppbatch.sizing.placement import PLACED, placements
+from cppbatch.sizing.sizes import SIZES, memory_shortage
 
 if TYPE_CHECKING:
     from cppbatch.cluster.engines.supervisor import Refit
@@ -55,13 +55,10 @@ def fit_again(asked: EngineConfig, failed: EngineConfig, n_failures: int) -> Eng
             if not footprint.error and all(demand.will_fit for demand in demands):
                 return config
         if answer.devices and asked.n_gpu_layers:
-            candidates = [replace(each, **_automatic_places()) for each in (failed, *smaller)]
-            find = partial(placed, engines=_alone, n_devices=len(answer.devices), margin=margin)
-            found = find(candidates)
-            if found and found[0] == failed:
-                found = find(candidates[1:]) if smaller else None
-            if found:
-                return found[0]
+            candidates = [replace(each, **_automatic_places(asked)) for each in (failed, *smaller)]
+            found = placements(candidates, _alone, answer.devices, SIZES, margin=margin)
+            if other := next((each.config for each in found if each.config != failed), None):
+                return other
     except EstimateFailed as error:
         log.warning("could not look for sizes that fit: %s", error)
         if smaller:
@@ -78,9 +75,10 @@ def _alone(config: EngineConfig) -> list[EngineConfig]:
     return [config]
 
 
-def _automatic_places() -> dict[str, Any]:
+def _automatic_places(asked: EngineConfig) -> dict[str, Any]:
     default = EngineConfig("")
-    return {name: getattr(default, name) for name in _PLACES}
+    given = {name: getattr(asked, name) for name in PLACED}
+    return given | {name: getattr(default, name) for name in _PLACES}
 
 
 def smaller_sizes(n_parallel: int, n_ctx: int) -> list[tuple[int, int]]:

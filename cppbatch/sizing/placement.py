@@ -25,7 +25,7 @@ from cppbatch.models.file_header import WEIGHT_TYPES, read_header
 from cppbatch.models.find import model_parts
 from cppbatch.models.inspect import DENSE_FFN, EXPERTS
 from cppbatch.models.kernels import DeviceTimes, kernel_times
-from cppbatch.sizing.demand import HOST, location, margin_of, memory_demands, usable
+from cppbatch.sizing.demand import HOST, Margin, location, margin_of, memory_demands, usable
 from cppbatch.sizing.device_times import CPU, device_times
 from cppbatch.sizing.estimate import Device, Footprint, MemoryEstimate, estimate_memory
 from cppbatch.sizing.machine import free_host_memory
@@ -134,10 +134,12 @@ def placements(
     settings say what is where (`EngineConfig.is_placed`). Each takes estimates, in seconds.
 
     `candidates`: the sizes that would be chosen if the model fitted, largest first. `engines`: the settings of all
-    engines. `decided`: the names of settings that may not change. Raises `EstimateFailed`.
+    engines. `decided`: the names of settings that may not change. `margin`: None for `margin_of` the settings. Raises
+    `EstimateFailed`.
     """
-    for each in ranked(candidates, engines, devices, decided):
-        if fitting := _first_that_fits(each.smaller, engines):
+    margin = margin_of(candidates[0]) if margin is None else margin
+    for each in ranked(candidates, engines, devices, decided, margin=margin):
+        if fitting := _first_that_fits(each.smaller, engines, margin):
             yield Placed(*fitting, each.speeds)
 
 
@@ -146,6 +148,8 @@ def ranked(
     engines: Engines,
     devices: Sequence[Device],
     decided: Set[str] = frozenset(),
+    *,
+    margin: Margin | None = None,
 ) -> list[Placement]:
     """The best placements of each number of sequences, fastest first, by calculation: whether they fit is not checked.
 
@@ -164,7 +168,8 @@ def ranked(
     if any(each.error for each in first) or not (used := _used(devices, first[0])):
         return []
     share = sum(config.device == one.device for config in several[0])
-    free = {each.name: usable(each, i, margin_of(one)) // share for i, each in enumerate(devices) if each in used}
+    margin = margin_of(one) if margin is None else margin
+    free = {each.name: usable(each, i, margin) // share for i, each in enumerate(devices) if each in used}
     search = _Search(one, model, used, free, _times(one, used, model))
     found = [each for config, footprint in zip(sizes, first, strict=True) for each in search.best(config, footprint)]
     if any(map(_is_gpu, used)):
@@ -214,7 +219,7 @@ def _times(config: EngineConfig, used: Sequence[Device], model: _Model) -> dict[
 
 
 def _first_that_fits(
-    ladder: Sequence[Callable[[], EngineConfig]], engines: Engines
+    ladder: Sequence[Callable[[], EngineConfig]], engines: Engines, margin: Margin
 ) -> tuple[EngineConfig, MemoryEstimate] | None:
     """By estimates of a few placements at a time: the first ones, then ever further ones."""
     fits: tuple[EngineConfig, MemoryEstimate] | None = None
@@ -229,7 +234,7 @@ def _first_that_fits(
             estimate = MemoryEstimate([next(footprints) for _ in several], answer.devices)
             if any(each.error for each in estimate.footprints):
                 return None  # as loading will report
-            demands = memory_demands(estimate, free, margin=margin_of(config))
+            demands = memory_demands(estimate, free, margin=margin)
             if all(each.will_fit for each in demands):
                 fits, high = (config, estimate), i
                 break
