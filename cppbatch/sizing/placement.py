@@ -129,8 +129,10 @@ def placements(
     engines: Engines,
     devices: Sequence[Device],
     decided: Set[str] = frozenset(),
+    *,
+    margin: Margin | None = None,
 ) -> Iterator[Placed]:
-    """The placements that leave the devices' `margin_of` free memory, fastest first by `config.prefer`; none if the
+    """The placements that leave the devices' `margin` of free memory, fastest first by `config.prefer`; none if the
     settings say what is where (`EngineConfig.is_placed`). Each takes estimates, in seconds.
 
     `candidates`: the sizes that would be chosen if the model fitted, largest first. `engines`: the settings of all

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator
 from typing import Any, cast
 
 import pytest
@@ -20,6 +21,7 @@ from cppbatch.sizing import fit_again, sizes
 from cppbatch.sizing.buffers import Buffer
 from cppbatch.sizing.estimate import Device, Footprint, MemoryEstimate
 from cppbatch.sizing.fit_again import smaller_sizes
+from cppbatch.sizing.placement import Placed, Speeds
 from tests.support.fake_workers import FakeWorker, fake_workers
 from tests.support.fakes import fake_engine
 from tests.support.listening import until
@@ -223,7 +225,7 @@ class Machine:
         for module in (fit_again, sizes):
             monkeypatch.setattr(module, "estimate_memory", self.estimate)
             monkeypatch.setattr(module, "free_host_memory", lambda: self.host)
-        monkeypatch.setattr(fit_again, "placed", self.place)
+        monkeypatch.setattr(fit_again, "placements", self.place)
 
     def estimate(self, configs: list[EngineConfig]) -> MemoryEstimate:
         if self.fails:
@@ -231,10 +233,11 @@ class Machine:
         gpu = Device("CUDA0", "a GPU", self.free, 24 * GIB)
         return MemoryEstimate([Footprint(buffers=[Buffer("cells", "CUDA0", c.n_ctx << 20)]) for c in configs], [gpu])
 
-    def place(self, candidates: list[EngineConfig], engines: Any, *, n_devices: int, margin: float) -> Any:
+    def place(self, candidates: list[EngineConfig], *_: object, margin: float) -> Iterator[Placed]:
         assert not candidates[0].is_placed
         self.n_placed += 1
-        return (replace(candidates[0], n_cpu_ffn=3), None) if self.free > GIB / 4 else None
+        for each in candidates if self.free > GIB / 4 else ():
+            yield Placed(replace(each, n_cpu_ffn=3), MemoryEstimate([], []), Speeds(1, 1, 1))
 
 
 @pytest.fixture
