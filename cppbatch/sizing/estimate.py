@@ -84,6 +84,7 @@ def read_sequence_memory(lines: Iterable[str], *, window: int, n_sequences: int)
 
 
 _TIMEOUT_S = 60  # the default model takes 0.3 s; reading the header of a large file from a slow disk takes longer
+_MORE_S = 10  # for each further engine
 
 
 class Device(msgspec.Struct, frozen=True):
@@ -156,11 +157,12 @@ def _footprint_path(config: EngineConfig) -> Path | None:
 
 def _ask(configs: list[EngineConfig]) -> MemoryEstimate:
     """The answer of the child process."""
+    seconds = _TIMEOUT_S + _MORE_S * (len(configs) - 1)
     try:
         command = child_command("cppbatch.sizing.estimate_child")
-        done = run(command, stdin=msgspec.json.encode(configs), seconds=_TIMEOUT_S)
+        done = run(command, stdin=msgspec.json.encode(configs), seconds=seconds)
     except subprocess.TimeoutExpired:
-        raise EstimateFailed(f"llama.cpp did not report its memory needs within {_TIMEOUT_S} s") from None
+        raise EstimateFailed(f"llama.cpp did not report its memory needs within {seconds} s") from None
     except OSError as error:
         raise EstimateFailed(f"could not start a process to query llama.cpp: {error}") from error
     try:
