@@ -197,7 +197,7 @@ _CONVERSIONS: dict[str, dict[str, Any]] = {
     "spec": {"type": Choice(CHOICES["spec"], _SPEC_TYPES)},
     "rpc": {"default": "", "callback": _comma_list},
     "tensor_split": {"default": "", "callback": _numbers(float, "3,1")},
-    "fit": {"is_flag": False, "type": bool, "show_default": "on"},
+    "fit_params": {"is_flag": False, "type": bool, "show_default": "on"},
     "fit_target": {"default": "", "callback": _numbers(int, "1024,2048")},
     "device_names": {"default": "", "callback": _comma_list},
     "override_tensor": {"multiple": True, "callback": split_lists},
