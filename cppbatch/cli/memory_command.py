@@ -106,8 +106,8 @@ def memory(
         config = msgspec.structs.replace(config, n_ctx=seq_len * config.n_parallel)
     config = plan_attention(config, given).config
     candidates = [config] if seq_len else candidates_for(config, given)
-    if len(candidates) > 1 or not config.is_placed:
-        config = first_ample(candidates).config
+    is_given = len(candidates) == 1 and config.is_placed
+    config = candidates[0] if is_given else first_ample(candidates).config
     report = memory_report(config, margin=margin / 100)
     if load:
         from cppbatch.bench.memory_report import measure_memory
