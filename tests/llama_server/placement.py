@@ -21,7 +21,7 @@ from cppbatch.models.file_header import read_header
 from tests.support import tiny_models
 from tests.support.rpc_workers import RpcWorker
 
-_READY = re.compile(r"main: model loaded|ready at http")
+_READY = re.compile(r"llama_server: model loaded|ready at http")
 _MODEL = re.compile(r"loaded meta data .* tensors from (\S+) \(version")
 _LAYER = re.compile(r"load_tensors: layer\s+(\d+) assigned to device (\S+),")
 _TENSOR = re.compile(r"create_tensor: loading tensor (\S+)")
@@ -58,6 +58,7 @@ LINES = (
     Line("experts", "-sm none"),
     Line("experts", "-sm none -mg 1 -ncmoe 1"),
     Line("experts", "-sm row"),
+    Line("experts", "-sm tensor"),
     Line("experts", "-ts 3,1"),
     Line("experts", "-ts 1 -ncmoe 1"),
     Line("experts", "-ts 0/1 -ngl 4"),
