@@ -402,7 +402,7 @@ class EngineConfig(_Model, frozen=True, kw_only=True):
         "LLAMA_ARG_NUMA",
     )] = "off"
     """For all models of a process, as the first one sets it."""
-    fit: Annotated[bool, _devices(
+    fit_params: Annotated[bool, _devices(
         "-fit --fit",
         "Without -np, -c and a placement, choose those that fit into the free memory; off: the largest sizes, all "
         "layers on the GPU, or an error.",
@@ -574,7 +574,7 @@ class EngineConfig(_Model, frozen=True, kw_only=True):
         """Whether it says which layers and tensors are on a GPU. Otherwise the commands may choose
         (`cppbatch.sizing.placement`)."""
         parts = any(getattr(self, name) for name in ("override_tensor", *CPU_PARTS))
-        return parts or self.n_gpu_layers != -1 or not self.fit
+        return parts or self.n_gpu_layers != -1 or not self.fit_params
 
     def _check_speculation(self) -> None:
         if self.spec in DRAFT_MODELS and not self.draft_model:
@@ -681,7 +681,7 @@ class EngineSettings(TypedDict, total=False):
     lazy_mode: LazyMode
     no_host: bool
     numa: Numa
-    fit: bool
+    fit_params: bool
     fit_target: tuple[int, ...]
     fit_ctx: int
     n_threads: int

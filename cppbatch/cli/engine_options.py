@@ -62,13 +62,13 @@ class Choice(click.Choice[str]):
 
 
 class Switch(Choice):
-    """A choice of auto, on and off."""
+    """A choice of on and off, and usually auto."""
 
     WORDS = ("auto", "on", "off")
 
-    def __init__(self) -> None:
+    def __init__(self, choices: Sequence[str] = WORDS) -> None:
         words = {"enabled": "on", "true": "on", "1": "on", "disabled": "off", "false": "off", "0": "off", "-1": "auto"}
-        super().__init__(self.WORDS, words)
+        super().__init__(choices, words)
 
 
 class _Layers(click.types.IntParamType):
@@ -138,6 +138,10 @@ def _disk_folder(_context: object, _option: object, given: str) -> str:
     return given
 
 
+def _is_on(_context: object, _option: object, given: str) -> bool:
+    return given == "on"
+
+
 def _comma_list(_context: object, _option: object, given: str) -> tuple[str, ...]:
     return tuple(each.strip() for each in given.split(",")) if given else ()
 
@@ -197,7 +201,7 @@ _CONVERSIONS: dict[str, dict[str, Any]] = {
     "spec": {"type": Choice(CHOICES["spec"], _SPEC_TYPES)},
     "rpc": {"default": "", "callback": _comma_list},
     "tensor_split": {"default": "", "callback": _numbers(float, "3,1")},
-    "fit": {"is_flag": False, "type": bool, "show_default": "on"},
+    "fit_params": {"is_flag": False, "type": Switch(("on", "off")), "default": "on", "callback": _is_on},
     "fit_target": {"default": "", "callback": _numbers(int, "1024,2048")},
     "device_names": {"default": "", "callback": _comma_list},
     "override_tensor": {"multiple": True, "callback": split_lists},

@@ -108,11 +108,12 @@ def memory(
     config = plan_attention(config, given).config
     candidates = [config] if seq_len else candidates_for(config, given)
     others: list[str] = []
-    if len(candidates) > 1 or not config.is_placed:
+    if len(candidates) == 1 and config.is_placed:
+        config = candidates[0]
+    else:
         planned = first_ample(candidates, decided=given)
         if planned.speeds and planned.estimate:
-            devices = planned.estimate.devices
-            others = describe_placements(candidates, devices, given)
+            others = describe_placements(candidates, planned.estimate.devices, given)
         config = planned.config
     report = memory_report(config, margin=margin / 100)
     report.notes.extend(others)

@@ -23,7 +23,8 @@ log = logging.getLogger("cppbatch.tune")
 
 VERSION = 1
 _CONDITIONS = ("n_gpu_layers", "device", "cache_type_k", "cache_type_v")
-_PLACEMENT = tuple(name for name in (*PLACEMENT, "kv_offload") if name not in _CONDITIONS)  # where they are given
+# where they are given:
+_PLACEMENT = tuple(name for name in (*PLACEMENT, "kv_offload", "numa") if name not in _CONDITIONS)
 
 
 class TunedSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):

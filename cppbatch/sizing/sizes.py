@@ -65,7 +65,7 @@ def size_candidates(config: EngineConfig, given: Set[str], *, n_ctx_train: int, 
             sizes.append((max(1, last[0] // 2), max(_LEAST_CELLS, last[1] // 2)))
     if "n_ctx" not in given:
         sizes = list(dict.fromkeys((n, max(cells, config.fit_ctx)) for n, cells in sizes))
-    if not config.fit:
+    if not config.fit_params:
         sizes = sizes[:1]
     return [replace(config, n_parallel=n, n_ctx=cells) for n, cells in sizes]
 

@@ -24,6 +24,7 @@ import pytest
 import cppbatch
 from cppbatch import Llama
 from cppbatch.errors import ConfigError, EngineClosed, GenerationFailed, InvalidRequest
+from cppbatch.llama_cpp_python.arguments import engine_settings
 from cppbatch.models.synthetic import write_lora
 from tests.support import tiny_models, tiny_projectors
 from tests.support.fake_hub import FakeHub
@@ -512,6 +513,12 @@ def test_a_model_that_writes_gives_vectors_of_tokens_and_texts(opened: Open, tin
 
 
 # --- other arguments -----------------------------------------------------------------------------------------------
+
+
+def test_numa_is_whether_to_distribute_threads_or_a_number_of_llama_cpp() -> None:
+    given = {True: "distribute", 2: "isolate", 3: "numactl"}
+    assert {numa: engine_settings({"numa": numa})["numa"] for numa in given} == given
+    assert "numa" not in engine_settings({"numa": False})
 
 
 def test_an_adapter_changes_the_text_as_in_the_original(opened: Open, tiny_llama: Path, tiny_folder: Path) -> None:

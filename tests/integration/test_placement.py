@@ -224,7 +224,7 @@ def test_a_given_placement_is_not_changed(
 def test_without_fit_nothing_is_chosen(
     models: dict[str, Path], endpoints: tuple[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = EngineConfig(str(models["experts"]), rpc=endpoints[:1], fit=False, n_threads=1)
+    config = EngineConfig(str(models["experts"]), rpc=endpoints[:1], fit_params=False, n_threads=1)
     limit_devices(monkeypatch, 1 << 16)
     candidates = candidates_for(config, set())
     planned = first_ample(candidates)

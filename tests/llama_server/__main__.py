@@ -8,6 +8,7 @@ import sys
 import time
 from pathlib import Path
 
+from tests.llama_server import placement
 from tests.llama_server.known import (
     KnownFile,
     n_passed_by_cppbatch,
@@ -23,7 +24,9 @@ from tests.llama_server.ring import ROOT, Ring
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.llama_server", description=__doc__)
-    parser.add_argument("files", nargs="*", metavar="FILE", help="such as basic or test_basic; without: all known")
+    parser.add_argument(
+        "files", nargs="*", metavar="FILE", help="such as basic or test_basic, or placement; without: all known"
+    )
     parser.add_argument("--tables", action="store_true", help="only print the tables of docs/llama-server.md")
     parser.add_argument("-k", metavar="EXPRESSION", help="only the tests that pytest chooses by it")
     given = parser.parse_args()
@@ -31,11 +34,15 @@ def main() -> int:
     if given.tables:
         print(page_tables(known), end="")
         return 0
-    ring = Ring(ROOT / "build" / "llama-server-tests")
+    folder, binary = ROOT / "build" / "llama-server-tests", os.environ.get("CPPBATCH_LLAMA_SERVER")
+    if given.files == ["placement"]:
+        if not binary:
+            parser.error("placement compares with llama-server: set CPPBATCH_LLAMA_SERVER to a build with RPC")
+        return 1 if placement.run(folder / "placement", Path(binary).expanduser()) else 0
+    ring = Ring(folder)
     names = ["test_" + name.removeprefix("test_") for name in given.files] or list(known)
     if missing := [name for name in names if name not in ring.files()]:
         parser.error(f"llama-server has no tests {', '.join(missing)}, but {', '.join(ring.files())}")
-    binary = os.environ.get("CPPBATCH_LLAMA_SERVER")
     arguments = ["-k", given.k] if given.k else []
     print(f"{'':30} llama-server   cppbatch", flush=True)
     surprises, n_all, n_same = 0, 0, 0

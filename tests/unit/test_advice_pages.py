@@ -22,7 +22,7 @@ OF_OTHERS = {
     "--speculative-config", "--enable-lora", "--lora-modules", "--enable-auto-tool-choice", "--tool-call-parser",
     "--reasoning-parser", "--generation-config", "--modelfile", "--signal", "-fno-dse",
     "-fno-semantic-interposition",
-    "--limit-mm-per-prompt", "--seed", "--embedding", "--cache", "--numa", "--verbose",
+    "--limit-mm-per-prompt", "--seed", "--embedding", "--cache", "--verbose",
 }  # fmt: skip
 """Flags of other programs on these pages. Those with underscores are llama-cpp-python's."""
 

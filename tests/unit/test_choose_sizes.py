@@ -71,7 +71,7 @@ def test_no_size_is_useless_and_each_is_smaller_than_the_one_before(
 
 
 def test_without_fit_the_largest_sizes_are_the_only_ones() -> None:
-    off = replace(CONFIG, fit=False)
+    off = replace(CONFIG, fit_params=False)
     assert sizes(config=off) == [(16, 16384)]
     assert sizes(config=off, on_gpu=True) == [(32, LONG)]
     assert sizes(("n_parallel",), replace(off, n_parallel=4)) == [(4, 16384)]

@@ -63,6 +63,13 @@ def test_the_largest_sizes_that_leave_a_tenth_free_are_taken(memory: Set) -> Non
     assert choose() == 4, "the smallest need not leave a tenth free"
 
 
+def test_fit_target_is_left_free_where_sizes_allow_it(memory: Set) -> None:
+    memory(10, {16: footprint(8), 4: footprint(2)})
+    for mib, n in ((2048, 16), (4096, 4), (9216, 4)):
+        candidates = [EngineConfig("new", n_parallel=n, fit_target=(mib,)) for n in (16, 4)]
+        assert first_beside(candidates, (), (), engines=lambda one: [one]).config.n_parallel == n
+
+
 def test_weights_that_others_have_mapped_are_not_free(memory: Set) -> None:
     memory(10, {16: footprint(1, mapped=5), 4: footprint(0.5, mapped=5)})
     assert choose() == 16
