@@ -68,9 +68,8 @@ class ChatTurn:
 
     def client_name(self, name: str) -> str:
         """The client's name for a field of OpenAI's chat completions."""
-        for ours, theirs in self.field_names.items():
-            name = name.replace(ours, theirs)
-        return name
+        ours = re.compile("|".join(map(re.escape, self.field_names)))
+        return ours.sub(lambda found: self.field_names[found[0]], name) if self.field_names else name
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from aiohttp import web
 from cppbatch.chat.output_parser import ArgumentsDelta, Delta, ReasoningDelta, TextDelta, ToolCallStart
 from cppbatch.engine.request import FinishReason, GenerationEvent, GenerationRequest
 from cppbatch.errors import EngineClosed, GenerationFailed, InvalidRequest
-from cppbatch.server.fields.parse import read_json
+from cppbatch.server.fields.parse import IGNORED, read_json
 from cppbatch.server.http.api_errors import api_error, json_response, openai_error
 from cppbatch.server.http.endpoint import Answer, Routes
 from cppbatch.server.models.served import ModelLease, lease_model
@@ -150,6 +150,8 @@ class PreparedRequest:
     stream: bool = False
     field_names: dict[str, str] = field(default_factory=dict)
     """The client's names for engine request fields, for error messages."""
+    ignored: tuple[str, ...] = ()
+    """The names of fields without effect, for the response header `X-Ignored-Fields`."""
 
     async def gather(self, events: AsyncGenerator[Event, None], observe: OnEvent) -> object:
         """The body of the non-streamed response, after all completions have ended. `observe` is called with each event.
@@ -343,7 +345,9 @@ def generation(
         async def handle(request: web.Request) -> web.StreamResponse:
             given = await read_json(request, body)
             with await lease_model(request, given) as lease:
-                return await respond(request, lease, await prepare(given, lease.serving))
+                prepared = await prepare(given, lease.serving)
+                request[IGNORED] += prepared.ignored
+                return await respond(request, lease, prepared)
 
         handle.__doc__ = prepare.__doc__
         more["prepare"] = prepare if in_batches else None

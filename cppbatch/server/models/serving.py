@@ -163,8 +163,8 @@ class Serving:
             self.find_model(name)
 
     def check_size(self, body: object) -> None:
-        """Raises `InvalidRequest` for more messages than the context has tokens, and for too many tools, since building
-        a `ChatTurn` from them would take too long."""
+        """Raises `InvalidRequest` for more messages than the context has tokens, since building a `ChatTurn` from them
+        would take too long."""
         most = self.info.max_sequence
         for field in ("messages", "input"):
             messages = getattr(body, field, None)
@@ -172,9 +172,6 @@ class Serving:
                 overflow = ContextOverflow(n_prompt_tokens=len(messages), n_ctx=most, is_least=True)
                 message = f"has {len(messages):,} messages; the context holds only {most:,} tokens"
                 raise InvalidRequest(field, message, overflow)
-        tools = getattr(body, "tools", None)
-        if tools and len(tools) > _MAX_TOOLS:
-            raise InvalidRequest("tools", f"has {len(tools):,} tools; the limit is {_MAX_TOOLS:,}")
 
     async def prepare(self, turn: ChatTurn, body: SamplingFields, id_prefix: str) -> PreparedTurn:
         """The engine requests of a turn, with the sampling fields of its body, which `check` and `check_size` have
@@ -214,6 +211,8 @@ class Serving:
             self._has_told_form = True
             if self.chat_forms and self.chat_forms.tools_described_by == "message":
                 log.warning("the chat template of %s does not render tools: %s", self.name, self.chat_forms)
+        if len(turn.tools) > _MAX_TOOLS:
+            raise InvalidRequest("tools", f"has {len(turn.tools):,} tools; the limit is {_MAX_TOOLS:,}")
         limit = self.settings.thinking_tokens if turn.thinking_tokens is None else turn.thinking_tokens
         turn = replace(
             turn,
