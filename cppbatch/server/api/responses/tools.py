@@ -72,7 +72,7 @@ class ResponsesTool(msgspec.Struct):
         return custom
 
 
-class NamedTool(msgspec.Struct):
+class NamedTool(msgspec.Struct, omit_defaults=True):
     """A tool by its name."""
 
     type: str
