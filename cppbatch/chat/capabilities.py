@@ -17,7 +17,7 @@ Render = Callable[[list[ChatMessage], list[dict[str, Any]] | None], str | None]
 
 _ROLES = ("system", "user", "assistant", "tool")
 _FIRST, _SECOND, _VALUE = "probe-first", "probe-second", "probe-value"
-_TOOL = {
+PROBE_TOOL = {
     "type": "function",
     "function": {
         "name": "probe_tool",
@@ -59,7 +59,7 @@ def detect_capabilities(render: Render) -> TemplateCapabilities:
 
     def try_render(messages: list[ChatMessage]) -> str:
         """Some templates fail without tools."""
-        return render(messages, None) or render(messages, [_TOOL]) or ""
+        return render(messages, None) or render(messages, [PROBE_TOOL]) or ""
 
     calls = _detect_call_form(render)
     string_arguments, null_content = calls or (False, False)
@@ -80,7 +80,7 @@ def detect_capabilities(render: Render) -> TemplateCapabilities:
     developer = try_render([{"role": "developer", "content": _FIRST}, _USER])
     unknown = try_render([{"role": "stranger", "content": _FIRST}, _USER])
     return TemplateCapabilities(
-        tools="probe_tool" in (render([_USER], [_TOOL]) or ""),
+        tools="probe_tool" in (render([_USER], [PROBE_TOOL]) or ""),
         tool_calls=calls is not None,
         system="system" in strings | parts,
         developer=_FIRST in developer and developer != unknown.replace("stranger", "developer"),
@@ -108,7 +108,7 @@ def _detect_call_form(render: Render) -> tuple[bool, bool] | None:
 def _render_call(render: Render, *, string_arguments: bool, null_content: bool) -> str:
     call = _call(string_arguments=string_arguments, null_content=null_content)
     result = {"role": "tool", "tool_call_id": _CALL_ID, "name": "probe_tool", "content": "Done."}
-    return render([_USER, call, result], [_TOOL]) or ""
+    return render([_USER, call, result], [PROBE_TOOL]) or ""
 
 
 def _call(*, string_arguments: bool, null_content: bool) -> ChatMessage:
