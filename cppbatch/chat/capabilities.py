@@ -54,6 +54,20 @@ class TemplateCapabilities(msgspec.Struct, frozen=True, kw_only=True):
     """Whether it expects null, not an empty string, as the content of a message with only tool calls."""
 
 
+class TemplateCaps(msgspec.Struct, frozen=True, kw_only=True):
+    """`chat_template_caps` of `/props`: what the chat template supports, with llama-server's names."""
+
+    supports_tools: bool
+    supports_tool_calls: bool
+    supports_parallel_tool_calls: bool
+    supports_system_role: bool
+    supports_string_content: bool
+    supports_typed_content: bool
+    supports_object_arguments: bool
+    supports_preserve_reasoning: bool
+    supports_reasoning_effort: bool
+
+
 def detect_capabilities(render: Render) -> TemplateCapabilities:
     """Renders about twenty conversations, in 1 to 5 ms."""
 

@@ -13,7 +13,7 @@ from typing import Any
 import jinja2
 import msgspec
 
-from cppbatch.chat.capabilities import PROBE_TOOL, ChatMessage, TemplateCapabilities, detect_capabilities
+from cppbatch.chat.capabilities import PROBE_TOOL, ChatMessage, TemplateCapabilities, TemplateCaps, detect_capabilities
 from cppbatch.chat.reasoning import ReasoningTags
 from cppbatch.chat.sandbox import GivenList, HostFunction, default_variables
 from cppbatch.chat.template_form import NAMED_ID, TemplateForm, learn
@@ -159,6 +159,22 @@ class ChatTemplate:
             return learn(try_render)
         finally:
             self._is_learning = False
+
+    @property
+    def caps(self) -> TemplateCaps:
+        """What the template supports, with llama-server's names."""
+        found, source = self.capabilities, self.source
+        return TemplateCaps(
+            supports_tools=found.tools,
+            supports_tool_calls=found.tool_calls,
+            supports_parallel_tool_calls=found.tool_calls and self.turns.calls,
+            supports_system_role=found.system,
+            supports_string_content="user" in found.strings,
+            supports_typed_content="user" in found.parts,
+            supports_object_arguments=found.tool_calls and not found.string_arguments,
+            supports_preserve_reasoning=self.form.thought is not None,
+            supports_reasoning_effort="reasoning_effort" in source,
+        )
 
     @cached_property
     def turns(self) -> TurnRules:

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from cppbatch import __version__
+from cppbatch.chat.capabilities import TemplateCaps
 from cppbatch.chat.chat_format import ChatFormat, ChatForms, ChatTurn, PreparedChat
 from cppbatch.chat.template import ChatTemplate
 from cppbatch.cluster.engines.client import EngineClient
@@ -306,6 +307,17 @@ class Serving:
     async def learn_chat_forms(self) -> ChatForms | None:
         """`chat_forms`, learned on another thread, because that may take a second or two."""
         return await asyncio.wrap_future(self.client.chat_formats.submit(lambda: self.chat_forms))
+
+    async def learn_template_caps(self) -> TemplateCaps | None:
+        """What the chat template supports, learned on another thread; None for a broken template."""
+
+        def learn() -> TemplateCaps | None:
+            try:
+                return self.client.chat_formats.get(self._own_template).template.caps
+            except InvalidRequest:
+                return None
+
+        return await asyncio.wrap_future(self.client.chat_formats.submit(learn))
 
     @cached_property
     def chat_forms(self) -> ChatForms | None:

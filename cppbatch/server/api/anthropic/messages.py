@@ -247,7 +247,7 @@ _BLOCKS = {
 
 
 _BILLING_HASH = re.compile(r"\A(x-anthropic-billing-header:[^\n]*?\bcch=)[^;\s]*")
-"""Claude Code's first line; older versions have a hash there that differs in each request, so no prefix would be shared."""
+"""Claude Code's first line; older versions have a hash there that differs in each request, and no prefix is shared."""
 _FIELD_NAMES = {"function.parameters": "input_schema", "function.": ""}
 """Parts of field names: in chat completions, and in this API."""
 
