@@ -20,7 +20,7 @@ from cppbatch.json_schema import find
 
 Json = dict[str, Any]
 
-_MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas", "dependencies")
+_MAPS = ("$defs", "definitions", "properties", "patternProperties", "dependentSchemas", "dependencies")
 _LISTS = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
 _SCHEMAS = (
     "items", "additionalItems", "additionalProperties", "not", "if", "then", "else", "contains", "propertyNames",
@@ -83,7 +83,10 @@ def simplify(schema: Any) -> Any:
             is_needed = is_pointed or (is_collected and name in _COLLECTING)
             if name in node and not is_needed and restricts_nothing(node[name], node):
                 del node[name]
-        _name_properties(node)
+        for _, inner, put in inner_schemas(node):
+            if _is_empty(inner):
+                put(False)
+        _name_properties(node, root)
         _bound(node)
     merger = _Merger(root)
     for node in reversed(nodes):
@@ -106,12 +109,12 @@ def not_enforced(schema: Any) -> str | None:
                 return f"{place}/{keyword}: {keyword} is not supported"
         if (name := part.get("format")) in _FORMATS - _ENFORCED_FORMATS:
             return f"{place}/format: the format {name!r} is not supported"
-        waiting += reversed([(f"{place}/{path}", each) for path, each, _ in _children(part)])
+        waiting += reversed([(f"{place}/{path}", each) for path, each, _ in inner_schemas(part)])
     return None
 
 
-def _children(part: Json) -> Iterator[tuple[str, Any, Callable[[Any], None]]]:
-    """The schemas in a schema: their places, the schemas, and what replaces them."""
+def inner_schemas(part: Json) -> Iterator[tuple[str, Any, Callable[[Any], None]]]:
+    """The schemas in a schema: their places, the schemas, and what replaces them. Definitions come first."""
     for name in _MAPS:
         if isinstance(inner := part.get(name), dict):
             yield from ((f"{name}/{key}", each, partial(inner.__setitem__, key)) for key, each in inner.items())
@@ -139,7 +142,7 @@ def _copy(schema: Any) -> tuple[Any, list[Json]]:
                 node[name] = inner.copy()
         put(node)
         nodes.append(node)
-        waiting += [(each, place) for _, each, place in _children(node)]
+        waiting += [(each, place) for _, each, place in inner_schemas(node)]
     return copied[0], nodes
 
 
@@ -149,6 +152,11 @@ def _copy(schema: Any) -> tuple[Any, list[Json]]:
 def _is_neutral(schema: Any) -> bool:
     """Whether any value matches a simplified schema."""
     return schema is True or (isinstance(schema, dict) and _ASSERTIONS.isdisjoint(schema))
+
+
+def _is_empty(schema: Any) -> bool:
+    """Whether a simplified schema says that no value matches: zod's `never`."""
+    return isinstance(schema, dict) and _ASSERTIONS & schema.keys() == {"not"} and _is_neutral(schema["not"])
 
 
 def _names_any(given: Any, _: Json) -> bool:
@@ -188,9 +196,9 @@ _NEUTRAL: dict[str, Callable[[Any, Json], bool]] = {
 which another one depends come after it."""
 
 
-def _name_properties(node: Json) -> None:
+def _name_properties(node: Json, root: Any) -> None:
     """Replaces `propertyNames` with a list or a pattern of names by what the grammar engine knows."""
-    names, others = node.get("propertyNames"), node.get("additionalProperties", True)
+    names, others = _resolve_all(node.get("propertyNames"), root), node.get("additionalProperties", True)
     plain = isinstance(node.get("properties", {}), dict) and not node.keys() & {"patternProperties", *_UNEVALUATED}
     if not isinstance(names, dict) or not plain:
         return
@@ -209,7 +217,7 @@ def _name_properties(node: Json) -> None:
 
 def _pattern(names: Json, kept: Iterable[str]) -> str | None:
     """The regular expression of the names that match a schema; None: it has other keywords."""
-    if {*kept} == {"pattern"} and isinstance(names["pattern"], str):
+    if "pattern" in kept and {*kept} <= {"pattern", "format"} and isinstance(names["pattern"], str):
         return str(names["pattern"])
     if {*kept} <= {"minLength", "maxLength"}:
         return f"^[\\s\\S]{{{names.get('minLength', 0)},{names.get('maxLength', '')}}}$"
@@ -357,14 +365,14 @@ def _close(root: Any) -> Any:
     while waiting:
         if isinstance(part := waiting.pop(), dict):
             nodes.append(part)
-            waiting += [each for _, each, _ in _children(part)]
+            waiting += [each for _, each, _ in inner_schemas(part)]
     combined = [node for node in nodes if _combines(node, root)]
     is_open: set[int] = set()
     while combined:
         part = combined.pop()
         if isinstance(part, dict) and id(part) not in is_open:
             is_open.add(id(part))
-            combined += [each for path, each, _ in _children(part) if not path.startswith(_DEFINITIONS)]
+            combined += [each for path, each, _ in inner_schemas(part) if not path.startswith(_DEFINITIONS)]
             combined.append(find(root, part.get("$ref", "")))
     for node in nodes:
         if id(node) not in is_open and _names_all_properties(node):

@@ -21,7 +21,7 @@ from cppbatch.child_processes import child_command, start
 from cppbatch.config import available_threads
 from cppbatch.engine.params import SamplingParams
 from cppbatch.errors import EngineClosed, InvalidRequest
-from cppbatch.generation_schema import generation_schema, not_enforced
+from cppbatch.generation_schema import generation_schema, inner_schemas, not_enforced
 from cppbatch.json_schema import GUIDANCE, has_finite_instance
 
 if TYPE_CHECKING:
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _MAX_COMPILED = 64  # grammars
+_MAX_PLACES = 200  # parts of a schema that are compiled alone to find the one that does not compile
 _THREADS = 4
 
 Row = npt.NDArray[np.float32]
@@ -108,9 +109,29 @@ class GrammarCompiler:
             except RecursionError:
                 return "is nested too deeply"
         compiled = self._try(field, text, checker)
+        if isinstance(compiled, str) and field == "json_schema" and not compiled.startswith("#"):
+            return f"{self._place(json.loads(text), checker)}: {compiled}"
         if isinstance(compiled, str) and field == "grammar" and (opened := self._open_arguments(text, checker)) != text:
             compiled = self._try(field, opened, checker)
         return compiled
+
+    def _place(self, schema: Any, checker: GrammarChecker) -> str:
+        """The place of the innermost part of a schema that does not compile."""
+        definitions = {
+            key: schema[key] for key in ("$defs", "definitions") if isinstance(schema, dict) and key in schema
+        }
+        place, part, left = "#", schema, _MAX_PLACES
+        while True:
+            parts = [(path, inner) for path, inner, _ in inner_schemas(part)] if isinstance(part, dict) else []
+            for path, inner in parts[:left]:
+                left -= 1
+                alone = {**definitions, **inner} if isinstance(inner, dict) else inner
+                reason = self._try("json_schema", json.dumps(alone), checker)
+                if isinstance(reason, str) and "Pointer" not in reason:  # a reference to what is not a definition
+                    place, part = f"{place}/{path}", inner
+                    break
+            else:
+                return place
 
     def _open_arguments(self, text: str, checker: GrammarChecker) -> str:
         """The grammar with any JSON for arguments of tools whose schemas do not compile (`OF_TOOL`)."""
