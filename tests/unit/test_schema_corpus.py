@@ -66,7 +66,7 @@ def test_a_simplified_schema_means_the_same() -> None:
         for value, is_valid in group["tests"]:
             assert matches(simple, value) == is_valid, (name, value, simple)
             n += 1
-    assert n > 1000
+    assert n > 900
 
 
 def test_what_a_closed_schema_allows_matches_the_schema() -> None:
