@@ -418,9 +418,9 @@ ARGUMENTS: dict[str, Any] = {
 @pytest.mark.parametrize(
     "parameters",
     [
-        {**ARGUMENTS, "$defs": ZIP},
-        {"$ref": "#/$defs/Arguments", "$defs": {**ZIP, "Arguments": ARGUMENTS}},
-        {"allOf": [{"$ref": "#/$defs/Arguments"}], "$defs": {**ZIP, "Arguments": ARGUMENTS}},
+        ARGUMENTS | {"$defs": ZIP},
+        {"$ref": "#/$defs/Arguments", "$defs": ZIP | {"Arguments": ARGUMENTS}},
+        {"allOf": [{"$ref": "#/$defs/Arguments"}], "$defs": ZIP | {"Arguments": ARGUMENTS}},
     ],
     ids=["allOf", "$ref", "allOf of a $ref"],
 )
