@@ -27,6 +27,7 @@ _SCHEMAS = (
     "unevaluatedItems", "unevaluatedProperties",
 )  # fmt: skip
 """The keywords whose values are maps of schemas, lists of schemas, and schemas."""
+_HOLDERS = frozenset((*_MAPS, *_LISTS, *_SCHEMAS))
 _COUNTS = (
     "minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties", "minContains", "maxContains",
 )  # fmt: skip
@@ -63,9 +64,16 @@ _SMALLEST = 1e-15
 
 
 def generation_schema(schema: Any) -> Any:
-    """`simplify`, and with `"additionalProperties": false` in each object that names properties, mentions no others,
-    and is not one of several schemas that a value must match at once. The argument is not modified."""
-    return _close(simplify(schema))
+    """`close_objects` of what `simplify` returns."""
+    return close_objects(simplify(schema))
+
+
+def close_objects(schema: Any) -> Any:
+    """A simplified schema with `"additionalProperties": false` in each object that names properties, mentions no
+    others, and is not one of several schemas that a value must match at once. The argument is not modified."""
+    root, nodes = _copy(schema)
+    _close(root, nodes)
+    return root
 
 
 def simplify(schema: Any) -> Any:
@@ -73,20 +81,24 @@ def simplify(schema: Any) -> Any:
     `allOf` merged where the result means the same. The argument is not modified."""
     root, nodes = _copy(schema)
     pointed = "\n".join(str(node["$ref"]) for node in nodes if "$ref" in node) + "\n"
+    has_empty = any("not" in node for node in nodes)
     is_dynamic = any("$dynamicRef" in node for node in nodes)
     is_collected = any(not _is_neutral(node.get(name, True)) for node in nodes for name in _UNEVALUATED)
     for node in reversed(nodes):  # inner ones first
         if "$dynamicAnchor" in node and not is_dynamic:
             node["$anchor"] = node.pop("$dynamicAnchor")
         for name, restricts_nothing in _NEUTRAL.items():
+            if name not in node or (is_collected and name in _COLLECTING):
+                continue
             is_pointed = f"/{name}/" in pointed or f"/{name}\n" in pointed
-            is_needed = is_pointed or (is_collected and name in _COLLECTING)
-            if name in node and not is_needed and restricts_nothing(node[name], node):
+            if not is_pointed and restricts_nothing(node[name], node):
                 del node[name]
-        for _, inner, put in inner_schemas(node):
-            if _is_empty(inner):
-                put(False)
-        _name_properties(node, root)
+        if has_empty:
+            for _, inner, put in inner_schemas(node):
+                if _is_empty(inner):
+                    put(False)
+        if "propertyNames" in node:
+            _name_properties(node, root)
         _bound(node)
     merger = _Merger(root)
     for node in reversed(nodes):
@@ -137,12 +149,13 @@ def _copy(schema: Any) -> tuple[Any, list[Json]]:
             put(part)
             continue
         node = dict(part)
-        for name in (*_MAPS, *_LISTS):
-            if isinstance(inner := node.get(name), (dict, list)) and not (name == "items" and isinstance(inner, dict)):
-                node[name] = inner.copy()
         put(node)
         nodes.append(node)
-        waiting += [(each, place) for _, each, place in inner_schemas(node)]
+        if not _HOLDERS.isdisjoint(node):
+            for name in (*_MAPS, *_LISTS):
+                if isinstance(inner := node.get(name), list) or (name != "items" and isinstance(inner, dict)):
+                    node[name] = inner.copy()
+            waiting += [(each, place) for _, each, place in inner_schemas(node)]
     return copied[0], nodes
 
 
@@ -359,14 +372,9 @@ _COMBINE = frozenset(("allOf", "if", "not", "dependentSchemas", "dependencies", 
 _COMBINE_IF_TWO = frozenset(("properties", "$ref", "anyOf", "oneOf"))
 
 
-def _close(root: Any) -> Any:
-    """Closes the objects of a schema in place."""
-    nodes, waiting = [], [root]
-    while waiting:
-        if isinstance(part := waiting.pop(), dict):
-            nodes.append(part)
-            waiting += [each for _, each, _ in inner_schemas(part)]
-    combined = [node for node in nodes if _combines(node, root)]
+def _close(root: Any, nodes: list[Json]) -> None:
+    """Closes the objects of a schema in place. `nodes`: all schemas in it."""
+    combined: list[Any] = [node for node in nodes if _combines(node, root)]
     is_open: set[int] = set()
     while combined:
         part = combined.pop()
@@ -377,7 +385,6 @@ def _close(root: Any) -> Any:
     for node in nodes:
         if id(node) not in is_open and _names_all_properties(node):
             node["additionalProperties"] = False
-    return root
 
 
 def _combines(part: Json, root: Any) -> bool:

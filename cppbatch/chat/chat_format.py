@@ -25,6 +25,7 @@ from cppbatch.chat.tool_formats.pythonic import OF_TEMPLATES, PythonicFormat
 from cppbatch.chat.tool_formats.tool_format import ToolCallFormat
 from cppbatch.chat.tools import CustomCallParser, ToolChoice, callable_tools, check_satisfiable, has_grammar
 from cppbatch.errors import InvalidRequest
+from cppbatch.generation_schema import simplify
 
 Json = dict[str, Any]
 
@@ -296,7 +297,7 @@ class ChatFormat:
         if not may_reason and not tools:
             return {"json_schema": schema}
         check_satisfiable("response_format", schema)
-        answer = self.tool_format.answer_grammar(lark, lark.json(schema))
+        answer = self.tool_format.answer_grammar(lark, lark.json(simplify(schema)))
         if tools:
             answer = lark.one_of([self._calls(lark, tools, several=several), answer])
         return {"grammar": lark.source(self._after_reasoning(lark, answer, state))}

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from cppbatch.errors import InvalidRequest
-from cppbatch.generation_schema import generation_schema
+from cppbatch.generation_schema import close_objects
 from cppbatch.json_schema import GUIDANCE
 
 if sys.version_info >= (3, 11):
@@ -99,14 +99,14 @@ class LarkGrammar:
         return name
 
     def json(self, schema: dict[str, Any] | bool) -> str:
-        """JSON text that matches a schema."""
+        """JSON text that matches a simplified schema."""
         if isinstance(schema, dict) and (source := input_grammar(schema)):
             try:
                 inner = self.rule(f"%lark {{\n{escape_lark(source)}\n}}")
             except UnsupportedGrammar as error:
                 raise InvalidRequest("tools", f"has a property with a Lark grammar that {error}") from error
             return " ".join([self.literal('{"input": "'), inner, self.literal('"}')])
-        given = generation_schema(schema) if isinstance(schema, dict) else {} if schema else {"not": {}}
+        given = close_objects(schema) if isinstance(schema, dict) else {} if schema else {"not": {}}
         options = {GUIDANCE: {"whitespace_pattern": _WHITE_SPACE}}
         whose = f"{OF_TOOL}{self._tool}" if self._tool else ""
         return self.rule(f"%json {json.dumps(options | given)}{whose}")

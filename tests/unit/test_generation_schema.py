@@ -76,7 +76,7 @@ def test_formats_that_json_schema_does_not_define_are_ignored(schema: Any, chang
     assert simplify(schema) == changed
     assert json.dumps(schema) == before
     grammar = LarkGrammar({})
-    assert '"format"' not in grammar.source(grammar.json(schema))
+    assert '"format"' not in grammar.source(grammar.json(simplify(schema)))
 
 
 @pytest.mark.parametrize(
