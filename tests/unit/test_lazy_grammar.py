@@ -187,7 +187,7 @@ def test_the_arguments_of_the_others_match_their_schemas() -> None:
 
 
 def test_a_strict_tool_whose_schema_does_not_compile_is_refused() -> None:
-    parameters = {"type": "object", "properties": {"a": {"not": {}}}}
+    parameters = {"type": "object", "properties": {"a": {"not": {"type": "string"}}}}
     tool = {"type": "function", "function": {"name": "bad", "parameters": parameters, "strict": True}}
     compiler = GrammarCompiler(lambda: vocabulary("hermes")[1])
     try:
