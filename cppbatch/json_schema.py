@@ -1,9 +1,8 @@
-"""Checks of JSON schemas, and schemas whose objects have no additional properties."""
+"""What JSON schemas are asked: references, whether there is a finite instance, options for the grammar engine."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
+import re
 from typing import Any
 
 _MAX_STEPS = 100_000
@@ -54,22 +53,9 @@ class _Search:
     def _target(self, reference: str) -> Any:
         """The schema that a reference points to. References outside this document are left to the compiler."""
         if reference not in self._targets:
-            self._targets[reference] = self._resolve(reference)
+            self._steps += reference.count("/")
+            self._targets[reference] = find(self._root, reference)
         return self._targets[reference]
-
-    def _resolve(self, reference: str) -> Any:
-        if reference != "#" and not reference.startswith("#/"):
-            return True
-        target = self._root
-        parts = reference[1:].split("/")[1:]
-        self._steps += len(parts)
-        for part in parts:
-            name = part.replace("~1", "/").replace("~0", "~")
-            if isinstance(target, list) and name.isdecimal() and len(name) < 10 and int(name) < len(target):
-                target = target[int(name)]
-            else:
-                target = target.get(name, True) if isinstance(target, dict) else True
-        return target
 
     def _object_is_finite(self, schema: dict[str, Any]) -> bool:
         given = schema.get("properties")
@@ -104,114 +90,22 @@ class _Search:
         return value
 
 
-# --- closed objects --------------------------------------------------------------------------------------------------
-# JSON schemas as used for generation: an object has only the properties named in its schema.
-#
-# A JSON schema that does not mention other properties allows any, and small models then write them until the text is
-# cut off. llama.cpp and vLLM exclude them too, and clients such as instructor rely on it. The result still matches the
-# client's schema. `"additionalProperties": true` allows others.
+def find(root: Any, reference: Any) -> Any:
+    """The target of a reference within a document; None if it is not found."""
+    if reference != "#" and not str(reference).startswith("#/"):
+        return None
+    target = root
+    for part in str(reference)[1:].split("/")[1:]:
+        name = part.replace("~1", "/").replace("~0", "~")
+        if isinstance(target, list) and re.fullmatch(r"\d{1,9}", name) and int(name) < len(target):
+            target = target[int(name)]
+        else:
+            target = target.get(name) if isinstance(target, dict) else None
+    return target
 
-
-_OPENERS = frozenset(
-    ("additionalProperties", "patternProperties", "unevaluatedProperties", "propertyNames", "minProperties")
-)
-# If a value must match several schemas at once, none of them names all properties.
-_COMBINE = frozenset(("allOf", "if", "not", "dependentSchemas", "dependencies", "$dynamicRef"))
-_COMBINE_IF_TWO = frozenset(("properties", "$ref", "anyOf", "oneOf"))
-_MAPS = ("properties", "$defs", "definitions")
-_LISTS = ("anyOf", "oneOf", "prefixItems")
 
 GUIDANCE = "x-guidance"
 """llguidance's options in a schema."""
-
-_Put = Callable[[Any], None]
-
-
-def close_objects(schema: Any) -> Any:
-    """The schema with `"additionalProperties": false` where an object names properties and does not mention others.
-
-    Unchanged if a value must match several of its schemas at once (`allOf` ...). The argument is not modified.
-    """
-    closed: list[Any] = []
-    waiting: list[tuple[Any, _Put]] = [(schema, closed.append)]
-    while waiting:
-        part, put = waiting.pop()
-        if not isinstance(part, dict):
-            put(part)
-            continue
-        if _combines(part):
-            return schema
-        copy: dict[str, Any] = dict(part)
-        put(copy)
-        if _names_all_properties(part):
-            copy["additionalProperties"] = False
-        for name in _MAPS:
-            if isinstance(parts := part.get(name), dict):
-                copy[name] = dict(parts)
-                waiting += [(value, partial(copy[name].__setitem__, key)) for key, value in parts.items()]
-        for name in _LISTS:
-            if isinstance(parts := part.get(name), list):
-                copy[name] = list(parts)
-                waiting += [(value, partial(copy[name].__setitem__, i)) for i, value in enumerate(parts)]
-        if "items" in part:
-            waiting.append((part["items"], partial(copy.__setitem__, "items")))
-    return closed[0]
-
-
-def _combines(part: dict[str, Any]) -> bool:
-    """Includes `oneOf` without a discriminator: open schemas that exclude each other may not do so when closed."""
-    if not _COMBINE.isdisjoint(part) or len(_COMBINE_IF_TWO & part.keys()) > 1:
-        return True
-    return "oneOf" in part and "discriminator" not in part
-
-
-def _names_all_properties(part: dict[str, Any]) -> bool:
-    """Whether it names properties, including all required ones, and does not mention others."""
-    properties, required = part.get("properties"), part.get("required", [])
-    if not isinstance(properties, dict) or not isinstance(required, list):
-        return False
-    return _OPENERS.isdisjoint(part) and all(isinstance(name, str) and name in properties for name in required)
-
-
-# --- formats --------------------------------------------------------------------------------------------------------
-
-
-_FORMATS = frozenset((
-    "date-time", "time", "date", "duration", "email", "idn-email", "hostname", "idn-hostname", "ipv4", "ipv6", "uuid",
-    "uri", "uri-reference", "iri", "iri-reference", "uri-template", "json-pointer", "relative-json-pointer", "regex",
-))  # fmt: skip
-"""The values of `format` that JSON Schema defines."""
-_MAPS_OF_SCHEMAS = (*_MAPS, "patternProperties", "dependentSchemas")
-_LISTS_OF_SCHEMAS = (*_LISTS, "allOf")
-_SCHEMAS = ("items", "additionalProperties", "not", "if", "then", "else", "contains", "propertyNames")
-
-
-def drop_other_formats(schema: Any) -> Any:
-    """The schema without formats that JSON Schema does not define, such as `binary` and `password` of pydantic.
-
-    They describe values, like unknown keywords, and restrict none. The argument is not modified.
-    """
-    changed: list[Any] = []
-    waiting: list[tuple[Any, _Put]] = [(schema, changed.append)]
-    while waiting:
-        part, put = waiting.pop()
-        if not isinstance(part, dict):
-            put(part)
-            continue
-        copy: dict[str, Any] = dict(part)
-        put(copy)
-        if isinstance(value := part.get("format"), str) and value not in _FORMATS:
-            del copy["format"]
-        for name in _MAPS_OF_SCHEMAS:
-            if isinstance(parts := part.get(name), dict):
-                copy[name] = dict(parts)
-                waiting += [(each, partial(copy[name].__setitem__, key)) for key, each in parts.items()]
-        for name in _LISTS_OF_SCHEMAS:
-            if isinstance(parts := part.get(name), list):
-                copy[name] = list(parts)
-                waiting += [(each, partial(copy[name].__setitem__, i)) for i, each in enumerate(parts)]
-        waiting += [(part[name], partial(copy.__setitem__, name)) for name in _SCHEMAS if name in part]
-    return changed[0]
 
 
 def compact_schema(schema: dict[str, Any] | bool) -> dict[str, Any] | bool:

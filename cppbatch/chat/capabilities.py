@@ -17,7 +17,7 @@ Render = Callable[[list[ChatMessage], list[dict[str, Any]] | None], str | None]
 
 _ROLES = ("system", "user", "assistant", "tool")
 _FIRST, _SECOND, _VALUE = "probe-first", "probe-second", "probe-value"
-_TOOL = {
+PROBE_TOOL = {
     "type": "function",
     "function": {
         "name": "probe_tool",
@@ -54,12 +54,26 @@ class TemplateCapabilities(msgspec.Struct, frozen=True, kw_only=True):
     """Whether it expects null, not an empty string, as the content of a message with only tool calls."""
 
 
+class TemplateCaps(msgspec.Struct, frozen=True, kw_only=True):
+    """`chat_template_caps` of `/props`: what the chat template supports, with llama-server's names."""
+
+    supports_tools: bool
+    supports_tool_calls: bool
+    supports_parallel_tool_calls: bool
+    supports_system_role: bool
+    supports_string_content: bool
+    supports_typed_content: bool
+    supports_object_arguments: bool
+    supports_preserve_reasoning: bool
+    supports_reasoning_effort: bool
+
+
 def detect_capabilities(render: Render) -> TemplateCapabilities:
     """Renders about twenty conversations, in 1 to 5 ms."""
 
     def try_render(messages: list[ChatMessage]) -> str:
         """Some templates fail without tools."""
-        return render(messages, None) or render(messages, [_TOOL]) or ""
+        return render(messages, None) or render(messages, [PROBE_TOOL]) or ""
 
     calls = _detect_call_form(render)
     string_arguments, null_content = calls or (False, False)
@@ -80,7 +94,7 @@ def detect_capabilities(render: Render) -> TemplateCapabilities:
     developer = try_render([{"role": "developer", "content": _FIRST}, _USER])
     unknown = try_render([{"role": "stranger", "content": _FIRST}, _USER])
     return TemplateCapabilities(
-        tools="probe_tool" in (render([_USER], [_TOOL]) or ""),
+        tools="probe_tool" in (render([_USER], [PROBE_TOOL]) or ""),
         tool_calls=calls is not None,
         system="system" in strings | parts,
         developer=_FIRST in developer and developer != unknown.replace("stranger", "developer"),
@@ -108,7 +122,7 @@ def _detect_call_form(render: Render) -> tuple[bool, bool] | None:
 def _render_call(render: Render, *, string_arguments: bool, null_content: bool) -> str:
     call = _call(string_arguments=string_arguments, null_content=null_content)
     result = {"role": "tool", "tool_call_id": _CALL_ID, "name": "probe_tool", "content": "Done."}
-    return render([_USER, call, result], [_TOOL]) or ""
+    return render([_USER, call, result], [PROBE_TOOL]) or ""
 
 
 def _call(*, string_arguments: bool, null_content: bool) -> ChatMessage:

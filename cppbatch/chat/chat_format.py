@@ -25,6 +25,7 @@ from cppbatch.chat.tool_formats.pythonic import OF_TEMPLATES, PythonicFormat
 from cppbatch.chat.tool_formats.tool_format import ToolCallFormat
 from cppbatch.chat.tools import CustomCallParser, ToolChoice, callable_tools, check_satisfiable, has_grammar
 from cppbatch.errors import InvalidRequest
+from cppbatch.generation_schema import simplify
 
 Json = dict[str, Any]
 
@@ -68,9 +69,8 @@ class ChatTurn:
 
     def client_name(self, name: str) -> str:
         """The client's name for a field of OpenAI's chat completions."""
-        for ours, theirs in self.field_names.items():
-            name = name.replace(ours, theirs)
-        return name
+        ours = re.compile("|".join(map(re.escape, self.field_names)))
+        return ours.sub(lambda found: self.field_names[found[0]], name) if self.field_names else name
 
 
 @dataclass(frozen=True)
@@ -185,14 +185,17 @@ class ChatFormat:
             budget = self._thinking_budget(thinking_tokens, prompt, state, has_tools=bool(functions))
             params["reasoning_budget"] = budget
         renames = {"prompt": turn.client_name("messages")}
+        strict = frozenset(each["name"] for tool in functions if (each := tool["function"]).get("strict"))
+        lark = LarkGrammar(self.token_ids or {}, strict=strict)
         if choice.mode == "required":
-            params["grammar"] = self._calls_grammar(schemas, state, several=choice.parallel)
+            params["grammar"] = self._calls_grammar(lark, schemas, state, several=choice.parallel)
             renames["grammar"] = "tools"
         elif turn.schema is not None:
-            params |= self._answer_params(turn.schema, schemas, state, several=choice.parallel)
+            params |= self._answer_params(lark, turn.schema, schemas, state, several=choice.parallel)
             renames |= dict.fromkeys(("grammar", "json_schema"), turn.client_name("response_format"))
-        elif any(map(has_grammar, custom.values())) or self._is_strict(functions):
-            params["grammar"] = self._text_or_calls_grammar(schemas, state, several=choice.parallel)
+        elif any(map(has_grammar, custom.values())) or (strict and not self.tool_format.start_prefixes):
+            # Not strict if calls have no marker, because text could then not start with a bracket or a fence.
+            params["grammar"] = self._text_or_calls_grammar(lark, schemas, state, several=choice.parallel)
             renames["grammar"] = "tools"
         elif schemas:
             params["lazy_grammar"] = self._lazy_grammar(schemas, state, several=choice.parallel)
@@ -247,11 +250,6 @@ class ChatFormat:
             messages = [self._with_written_calls(message) for message in messages]
         return self.template.render(messages, tools=tools or None, **end, **variables)
 
-    def _is_strict(self, tools: list[Json]) -> bool:
-        """Whether optional calls must match their schemas, or the request fails. Not if calls have no marker, because
-        text could then not start with a bracket or a fence."""
-        return not self.tool_format.start_prefixes and any(tool["function"].get("strict") for tool in tools)
-
     def _with_written_calls(self, message: Json) -> Json:
         """The message for a template that does not render calls, with the calls in its text."""
         if not message.get("tool_calls"):
@@ -259,14 +257,14 @@ class ChatFormat:
         text = content_text(message) + self.tool_format.write_calls(message["tool_calls"])
         return {key: value for key, value in message.items() if key != "tool_calls"} | {"content": text}
 
-    def _calls_grammar(self, tools: ToolSchemas, state: ReasoningState, *, several: bool) -> str:
+    def _calls_grammar(self, lark: LarkGrammar, tools: ToolSchemas, state: ReasoningState, *, several: bool) -> str:
         """A grammar for one tool call, or with `several` up to `MAX_TOOL_CALLS`, optionally after reasoning."""
-        lark = LarkGrammar(self.token_ids or {})
         return lark.source(self._after_reasoning(lark, self._calls(lark, tools, several=several), state))
 
-    def _text_or_calls_grammar(self, tools: ToolSchemas, state: ReasoningState, *, several: bool) -> str:
+    def _text_or_calls_grammar(
+        self, lark: LarkGrammar, tools: ToolSchemas, state: ReasoningState, *, several: bool
+    ) -> str:
         """A grammar for tool calls, or for text that the parser does not read as a call."""
-        lark = LarkGrammar(self.token_ids or {})
         text = self.tool_format.text_grammar(lark)
         calls = lark.rule(self._calls(lark, tools, several=several))
         either = lark.one_of([calls, text, f"{text} {calls}"])
@@ -287,7 +285,9 @@ class ChatFormat:
         source = lark.source(self._calls(lark, tools, several=several))
         return LazyGrammar(start, source, (thought[0], thought[1]) if thought else None, in_thought)
 
-    def _answer_params(self, schema: Json | bool, tools: ToolSchemas, state: ReasoningState, *, several: bool) -> Json:
+    def _answer_params(
+        self, lark: LarkGrammar, schema: Json | bool, tools: ToolSchemas, state: ReasoningState, *, several: bool
+    ) -> Json:
         """The fields of `SamplingParams` for an answer that is JSON matching the schema, or tool calls if there are
         tools.
 
@@ -297,8 +297,7 @@ class ChatFormat:
         if not may_reason and not tools:
             return {"json_schema": schema}
         check_satisfiable("response_format", schema)
-        lark = LarkGrammar(self.token_ids or {})
-        answer = self.tool_format.answer_grammar(lark, lark.json(schema))
+        answer = self.tool_format.answer_grammar(lark, lark.json(simplify(schema)))
         if tools:
             answer = lark.one_of([self._calls(lark, tools, several=several), answer])
         return {"grammar": lark.source(self._after_reasoning(lark, answer, state))}

@@ -7,12 +7,14 @@ import json
 import re
 import sys
 import warnings
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import msgspec
 
 from cppbatch.errors import InvalidRequest
-from cppbatch.json_schema import GUIDANCE, close_objects, drop_other_formats
+from cppbatch.generation_schema import close_objects
+from cppbatch.json_schema import GUIDANCE
 
 if sys.version_info >= (3, 11):
     from re import _constants as sre
@@ -31,6 +33,10 @@ _WHITE_SPACE = r"( |\r?\n[ \t]{0,32})?"
 """Between the tokens of JSON, as for `json_schema`. Bounded, because a weak model could write whitespace forever."""
 
 
+OF_TOOL = " // arguments of "
+"""After the schema of a tool's arguments or a part of them, before the tool's name: they may be any JSON instead."""
+
+
 class LazyGrammar(msgspec.Struct, frozen=True):
     """A grammar that applies to a text from a marker on, and is abandoned if it cannot be followed."""
 
@@ -47,13 +53,28 @@ class LazyGrammar(msgspec.Struct, frozen=True):
 class LarkGrammar:
     """Collects rules; its methods return expressions. `token_ids`: of markers that are single tokens.
 
-    The grammar requires these markers as tokens, not as text. `most_calls`: per message; None: any number.
+    The grammar requires these markers as tokens, not as text. `most_calls`: per message; None: any number. `strict`:
+    the tools whose arguments must match their schemas; those of others may be any JSON if a schema does not compile.
     """
 
-    def __init__(self, token_ids: dict[str, int], *, most_calls: int | None = MAX_TOOL_CALLS) -> None:
-        self._token_ids, self._most_calls = token_ids, most_calls
+    def __init__(
+        self,
+        token_ids: dict[str, int],
+        *,
+        most_calls: int | None = MAX_TOOL_CALLS,
+        strict: Collection[str] = (),
+    ) -> None:
+        self._token_ids, self._most_calls, self._strict = token_ids, most_calls, strict
+        self._tool: str | None = None  # whose arguments come now, if they may be any JSON
         self._marker = re.compile("|".join(f"({re.escape(marker)})" for marker in token_ids)) if token_ids else None
         self._rules: list[str] = []
+
+    def each(self, tools: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+        """The names and schemas of tools. Until the next one, `json` is about their arguments."""
+        for name, schema in tools.items():
+            self._tool = None if name in self._strict else name
+            yield name, schema
+        self._tool = None
 
     def literal(self, text: str) -> str:
         """Exactly this text, with markers as tokens."""
@@ -78,16 +99,17 @@ class LarkGrammar:
         return name
 
     def json(self, schema: dict[str, Any] | bool) -> str:
-        """JSON text that matches a schema."""
+        """JSON text that matches a simplified schema."""
         if isinstance(schema, dict) and (source := input_grammar(schema)):
             try:
                 inner = self.rule(f"%lark {{\n{escape_lark(source)}\n}}")
             except UnsupportedGrammar as error:
                 raise InvalidRequest("tools", f"has a property with a Lark grammar that {error}") from error
             return " ".join([self.literal('{"input": "'), inner, self.literal('"}')])
-        given = close_objects(drop_other_formats(schema)) if isinstance(schema, dict) else {} if schema else {"not": {}}
+        given = close_objects(schema) if isinstance(schema, dict) else {} if schema else {"not": {}}
         options = {GUIDANCE: {"whitespace_pattern": _WHITE_SPACE}}
-        return self.rule(f"%json {json.dumps(options | given)}")
+        whose = f"{OF_TOOL}{self._tool}" if self._tool else ""
+        return self.rule(f"%json {json.dumps(options | given)}{whose}")
 
     def text_until(
         self, marker: str, *, ending: str | None = None, min_length: int = 0, max_length: int | None = None

@@ -9,6 +9,8 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
+from cppbatch.json_schema import find
+
 _IN_STRING = re.compile(r'["\\]')
 _OUTSIDE_STRINGS = re.compile(r'["{}\[\]]|[^\s\w.,:+\-]')  # the second: characters that JSON has only in strings
 _END_OF_SCALAR = re.compile(r"[^\w.+\-]")
@@ -156,7 +158,9 @@ def json_types(schema: Any, root: Json, depth: int = 0) -> frozenset[str]:
         if isinstance(schema.get(key), list):
             parts = [json_types(part, root, depth + 1) for part in schema[key]]
             return frozenset().union(*parts) if all(parts) else frozenset()
-    return frozenset()
+    every = schema["allOf"] if isinstance(schema.get("allOf"), list) else []
+    known = [types for part in every if (types := json_types(part, root, depth + 1))]
+    return frozenset.intersection(*known) if known else frozenset()
 
 
 def json_type_of(value: Any) -> str:
@@ -172,10 +176,7 @@ def resolve_ref(schema: Any, root: Json) -> Any:
     for _ in range(_MAX_REFERENCES):
         if not isinstance(schema, dict) or not str(schema.get("$ref", "")).startswith("#/"):
             break
-        target: Any = root
-        for part in schema["$ref"][2:].split("/"):
-            target = target.get(part.replace("~1", "/").replace("~0", "~")) if isinstance(target, dict) else None
-        schema = target
+        schema = find(root, schema["$ref"])
     return schema
 
 

@@ -13,11 +13,12 @@ from typing import Any
 import jinja2
 import msgspec
 
-from cppbatch.chat.capabilities import ChatMessage, TemplateCapabilities, detect_capabilities
+from cppbatch.chat.capabilities import PROBE_TOOL, ChatMessage, TemplateCapabilities, TemplateCaps, detect_capabilities
 from cppbatch.chat.reasoning import ReasoningTags
 from cppbatch.chat.sandbox import GivenList, HostFunction, default_variables
-from cppbatch.chat.template_form import TemplateForm, learn
+from cppbatch.chat.template_form import NAMED_ID, TemplateForm, learn
 from cppbatch.chat.template_program import NeedsChild, TemplateStopped, program_of
+from cppbatch.chat.turns import TurnRules, arrange, learn_turns, short_id, with_ids
 from cppbatch.errors import ConfigError, InvalidRequest
 from cppbatch.json_bounds import excess
 
@@ -116,7 +117,7 @@ class ChatTemplate:
         except ConfigError as error:
             raise InvalidRequest("messages", f"cannot be used with this model: {error}") from error
         self._has_known_tags = ReasoningTags.of_template(self.source) is not None
-        self._is_learning = False
+        self._is_learning = self._has_told = False
         self._learning_ends = 0.0  # of the program's `child_seconds`
         self._merges_results = "['tool_responses']" in self.source and "!= 'tool'" not in self.source
         self._fixed: dict[str, Any] = {"bos_token": bos, "eos_token": eos}
@@ -159,6 +160,34 @@ class ChatTemplate:
         finally:
             self._is_learning = False
 
+    @property
+    def caps(self) -> TemplateCaps:
+        """What the template supports, with llama-server's names."""
+        found, source = self.capabilities, self.source
+        return TemplateCaps(
+            supports_tools=found.tools,
+            supports_tool_calls=found.tool_calls,
+            supports_parallel_tool_calls=found.tool_calls and self.turns.calls,
+            supports_system_role=found.system,
+            supports_string_content="user" in found.strings,
+            supports_typed_content="user" in found.parts,
+            supports_object_arguments=found.tool_calls and not found.string_arguments,
+            supports_preserve_reasoning=self.form.thought is not None,
+            supports_reasoning_effort="reasoning_effort" in source,
+        )
+
+    @cached_property
+    def turns(self) -> TurnRules:
+        """Which conversations the template writes as they are, learned on first use by rendering short ones."""
+        self._learning_ends = self._program.child_seconds + _LEARNING_SECONDS
+
+        def try_render(messages: list[ChatMessage]) -> str | None:
+            adapted, tools = self._adapt(messages), [_complete_tool(PROBE_TOOL)]
+            has_calls = any(message.get("tool_calls") for message in messages)
+            return (None if has_calls else self._probe(adapted, None)) or self._probe(adapted, tools)
+
+        return learn_turns(try_render, developer=self.capabilities.developer)
+
     def _reasons(self) -> bool:
         """Whether the model is known to reason. True while this is being learned."""
         if self._has_known_tags or "enable_thinking" not in self.source:
@@ -189,11 +218,9 @@ class ChatTemplate:
                 "and add_generation_prompt cannot be combined: the former continues the last message, the latter "
                 "starts a new one",
             )
-        if not self.capabilities.system:
-            messages = _merge_system(messages)
-        adapted = [adapt_message(message, self.capabilities) for message in messages]
-        if self._merges_results:
-            adapted = _merge_results(adapted)
+        if not self._is_learning:
+            messages = self._arrange(messages)
+        adapted = self._adapt(messages)
         tools = [_complete_tool(tool) for tool in tools or ()]
         unfinished = _mark_end(adapted) if continue_final_message else ""
         variables = self._variables(adapted, tools, kwargs)
@@ -205,6 +232,29 @@ class ChatTemplate:
         except Exception as error:  # a template is a program and may raise anything
             raise InvalidRequest("messages", f"do not fit this model's chat template: {error!s:.1000}") from error
         return _cut_at_mark(unfinished, text) if continue_final_message else text
+
+    def _arrange(self, messages: list[ChatMessage]) -> list[ChatMessage]:
+        """The conversation in a form that the template writes completely (`turns`)."""
+        arranged = arrange(messages, self.turns)
+        if any(message.get("tool_calls") for message in messages) and (calls := self.form.calls):
+            if calls.short_ids:
+                arranged = with_ids(arranged, short_id)
+            elif calls.named_ids:
+                arranged = with_ids(arranged, lambda _, name, i: NAMED_ID.format(name=name, index=i))
+        if arranged != messages and not self._has_told:
+            self._has_told = True
+            log.info(
+                "the chat template does not write some conversations as they are; they are arranged by the rules %s",
+                ", ".join(self.turns.changed) or "ids",
+            )
+        return arranged
+
+    def _adapt(self, messages: list[ChatMessage]) -> list[ChatMessage]:
+        """New messages in the form that the template supports."""
+        if not self.capabilities.system:
+            messages = _merge_system(messages)
+        adapted = [adapt_message(message, self.capabilities) for message in messages]
+        return _merge_results(adapted) if self._merges_results else adapted
 
     def _render_leniently(self, variables: dict[str, Any], tools: list[dict[str, Any]]) -> str:
         """Some templates iterate over `tools` without checking whether there are any, and some only support plain

@@ -27,7 +27,7 @@ HOLES = re.compile("(\0[a-z]+\0)")
 _QUESTION, _TEXT, _THOUGHT = "probe-question", "probe-text", "probe-thought"
 _NAMES, _IDS = ("probe_one", "probe_two"), ("probe0001", "probe0002")
 _KEYS = ("probe_ka", "probe_kb")
-_NAMED_ID = "functions.{name}:{index}"  # Kimi's: its templates write no other name
+NAMED_ID = "functions.{name}:{index}"  # Kimi's: its templates write no other name
 _LONGEST_ENDING = 100
 _LONG_ID = "call_probe0001"
 _MARKUP = 'probe "quoted" <b>&'
@@ -249,7 +249,7 @@ def _learn_calls(probe: _Probe, empty_thought: str) -> tuple[CallForm | None, st
     ids, named_ids = list(_IDS), False
     section = _section(probe, ids, empty_thought)
     if section is None:
-        ids, named_ids = [_NAMED_ID.format(name=name, index=i) for i, name in enumerate(_NAMES)], True
+        ids, named_ids = [NAMED_ID.format(name=name, index=i) for i, name in enumerate(_NAMES)], True
         section = _section(probe, ids, empty_thought)
     if section is None:
         return None, ""

@@ -11,7 +11,9 @@ import msgspec
 
 from cppbatch.chat.lark_grammar import INPUT, LARK, UnsupportedGrammar, escape_lark
 from cppbatch.chat.output_parser import ArgumentsDelta, Delta, OutputParser, ToolCallStart
+from cppbatch.chat.scanning import resolve_ref
 from cppbatch.errors import InvalidRequest
+from cppbatch.generation_schema import simplify
 from cppbatch.json_schema import has_finite_instance
 
 Json = dict[str, Any]
@@ -109,7 +111,12 @@ def _argument_schema(field: str, tool: Json) -> Json:
     given = tool["function"].get("parameters") or {"properties": {}}
     if not isinstance(given, dict):
         raise InvalidRequest(field, f"is {given!r:.80}; it must be the JSON schema of an object")
-    schema: Json = {"type": "object"} | given
+    schema: Json = {"type": "object"} | simplify(given)
+    if isinstance(schema.get("$ref"), str) and isinstance(target := resolve_ref(schema, schema), dict):
+        schema = schema | target  # parsers look for the properties here
+        schema.pop("$ref", None)
+    if isinstance(schema["type"], list) and "object" in schema["type"]:
+        schema["type"] = "object"
     if schema["type"] != "object":
         raise InvalidRequest(field, f"is of type {schema['type']!r:.80}; arguments must be an object")
     if not isinstance(schema.get("properties", {}), dict):

@@ -158,7 +158,9 @@ def _refusal(header: str, message: str, code: str) -> ApiError:
 # Requests from web pages of other origins (CORS): which pages may use the server.
 
 
-_LOCAL_HOSTS = ("localhost", "127.0.0.1", "::1")
+_OF_OTHERS = re.compile(r"file|ftp|data|blob|about|javascript|.*-extension")
+"""Schemes of pages that may come from elsewhere: downloaded files, and what browsers install. No web site has any other
+scheme than http and https."""
 _METHODS = "GET, POST, DELETE, OPTIONS"
 _RATE_HEADERS = [
     *(f"x-ratelimit-{value}-requests" for value in ("limit", "remaining", "reset")),
@@ -222,7 +224,11 @@ async def preflight_middleware(request: web.Request, handler: Handler) -> web.St
 
 
 def _is_local(origin: str) -> bool:
+    """Whether a page of this origin comes from this machine: a server on it, or a program that shows its own pages."""
     try:
-        return urlsplit(origin).hostname in _LOCAL_HOSTS
+        given = urlsplit(origin)
+        if given.scheme in ("http", "https"):
+            return is_local(given.hostname or "")
     except ValueError:  # not a URL
         return False
+    return "://" in origin and bool(given.scheme) and not _OF_OTHERS.fullmatch(given.scheme)

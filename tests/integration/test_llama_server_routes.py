@@ -484,6 +484,20 @@ async def test_infill_without_such_a_model_or_its_fields_is_a_400(http: Http, in
 # --- what the server is -----------------------------------------------------------------------------------------------
 
 
+async def test_one_model_is_listed_as_by_llama_server(http: Http) -> None:
+    """Zed takes a status for a sign of several models, and sends requests of `n_ctx` tokens."""
+    _, answer = await get(http, "/v1/models")
+    (model,) = answer["data"]
+    _, props = await get(http, "/props")
+    assert "status" not in model
+    assert model["meta"]["n_ctx"] == props["default_generation_settings"]["n_ctx"] <= model["meta"]["n_cells"]
+
+
+async def test_the_events_of_one_model_are_a_silent_stream(http: Http) -> None:
+    async with http.get("/models/sse") as answer:
+        assert (answer.status, answer.content_type) == (200, "text/event-stream")
+
+
 async def test_props_have_what_front_ends_read(http: Http, tiny_llama: Path) -> None:
     status, props = await get(http, "/props")
     assert status == 200
@@ -491,6 +505,11 @@ async def test_props_have_what_front_ends_read(http: Http, tiny_llama: Path) -> 
     assert (props["bos_token"], props["eos_token"], props["is_sleeping"]) == ("<s>", "</s>", False)
     assert props["modalities"] == {"vision": False, "video": False, "audio": False}
     assert "add_generation_prompt" in props["chat_template"]
+    assert props["chat_template_caps"] == {
+        "supports_tools": False, "supports_tool_calls": False, "supports_parallel_tool_calls": False,
+        "supports_system_role": True, "supports_string_content": True, "supports_typed_content": False,
+        "supports_object_arguments": False, "supports_preserve_reasoning": False, "supports_reasoning_effort": False,
+    }  # fmt: skip
     assert props["build_info"]
     defaults = props["default_generation_settings"]
     assert defaults["n_ctx"] == 1024

@@ -184,6 +184,16 @@ async def test_the_default_model_answers_requests_without_a_model_and_with_any_m
         assert (await get(http, "/v1/models/gpt-9"))[0] == 404
 
 
+async def test_changes_of_the_models_states_are_events(folder: Path) -> None:
+    async with serve(folder) as http, http.get("/models/sse") as events:
+        await post(http, "/v1/completions", {"prompt": "a", "max_tokens": 1, "model": "two"})
+        found: list[Json] = []
+        while not any(event["data"]["value"] == "loaded" for event in found):
+            line = await asyncio.wait_for(events.content.readline(), 30)
+            found += [json.loads(line.removeprefix(b"data: "))] if line.startswith(b"data: ") else []
+        assert {(event["model"], event["event"]) for event in found} == {("two", "model_status")}
+
+
 async def test_unloaded_models_are_listed_with_what_their_files_say(folder: Path) -> None:
     async with serve(
         folder, changes={"two": {"settings": ServerSettings(aliases=("gpt-4",), tags=("small",))}}

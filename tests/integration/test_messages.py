@@ -251,6 +251,23 @@ def test_a_conversation_with_tools_and_thoughts_becomes_openais() -> None:
     ]
 
 
+@pytest.mark.parametrize("as_blocks", [False, True])
+def test_the_hash_in_the_first_line_of_claude_code_does_not_change_the_prompt(*, as_blocks: bool) -> None:
+    line = "x-anthropic-billing-header: cc_version=2.1.101.e51; cc_entrypoint=cli; cch={};"
+    said = "You are Claude Code; cch=kept;"
+
+    def system(stamp: str) -> Any:
+        texts = [line.format(stamp), said]
+        return [{"type": "text", "text": text} for text in texts] if as_blocks else "".join(texts)
+
+    def prompt(given: Any) -> list[Json]:
+        return read([{"role": "user", "content": "Hi."}], system=given)
+
+    assert prompt(system("a5145")) == prompt(system("0b1c2"))
+    assert prompt(system("a5145"))[0]["content"].endswith(said)
+    assert prompt("Write: cch=a5145;")[0]["content"] == "Write: cch=a5145;"
+
+
 def test_messages_of_one_role_in_a_row_are_one() -> None:
     texts = [("user", "a"), ("user", "b"), ("assistant", "c"), ("assistant", "d")]
     merged = read([{"role": role, "content": text} for role, text in texts])

@@ -1,6 +1,7 @@
 """`python -m tests.templates [NAME...]`: the chat templates that llama.cpp ships, read and rendered.
 
-Without options: what a template renders itself is read back. The other checks compare with llama.cpp, and sample calls.
+Without options: what a template renders itself is read back, and the conversations of agents are rendered. The other
+checks compare with llama.cpp, and sample calls.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import shutil
 from collections import Counter
 from pathlib import Path
 
+from tests.templates.conversations import write_all
 from tests.templates.grammar import sample_calls
 from tests.templates.oracle import compare, compare_prompts
 from tests.templates.round_trip import check
@@ -81,7 +83,8 @@ def main() -> int:
         return 0 if render_as_llama_cpp(files) else 1
     if given.grammar:
         return 0 if sample_calls(files, given.grammar) else 1
-    return 0 if read_back(files) else 1
+    passed = [read_back(files), write_all(files)]
+    return 0 if all(passed) else 1
 
 
 raise SystemExit(main())

@@ -15,7 +15,7 @@ from cppbatch.chat.chat_format import ChatFormat, ChatTurn
 from cppbatch.chat.template import ChatTemplate
 from cppbatch.chat.tools import ToolChoice
 from cppbatch.errors import InvalidRequest
-from tests.templates.round_trip import QUESTION, TEXT, THOUGHT, TOOLS, Json, Said, completion, read
+from tests.templates.round_trip import QUESTION, TEXT, THOUGHT, TOOLS, AsTheyAre, Json, Said, completion, read
 
 TOOL = "get_weather"
 _WORDS = [
@@ -78,7 +78,7 @@ def compare(oracle: Path, files: Sequence[Path], n: int) -> Iterator[tuple[str, 
 
     def one(file: Path) -> tuple[str, Counter[str], list[str]]:
         chance = random.Random(file.stem)
-        form = ChatFormat(ChatTemplate(file.read_text("utf-8"), bos="<s>", eos="</s>"))
+        form = ChatFormat(AsTheyAre(file.read_text("utf-8"), bos="<s>", eos="</s>"))
         said = [random_said(chance) for _ in range(n)]
         rendered = [(each, found) for each in said if (found := completion(form, each))]
         lines = [{"template": str(file), "tools": TOOLS, "text": text} for _, (_, text) in rendered]

@@ -34,6 +34,13 @@ END_TOKENS = ("<|eom_id|>", "<|tool_response>", "<|call|>", "<|calls|>")
 TEXT, THOUGHT = "I will look at that.", "The user wants to know something."
 
 
+class AsTheyAre(ChatTemplate):
+    """Renders conversations as they come."""
+
+    def _arrange(self, messages: list[Json]) -> list[Json]:
+        return messages
+
+
 @dataclass(frozen=True)
 class Said:
     """An assistant's message."""
@@ -129,7 +136,7 @@ def differs(said: Said, got: AssistantMessage) -> str:
 
 def check(source: str) -> Iterator[tuple[str, str | None]]:
     """For each of `SAID`: its name, and what differs; None: the template does not render it."""
-    form = ChatFormat(ChatTemplate(source, bos="<s>", eos="</s>"))
+    form = ChatFormat(AsTheyAre(source, bos="<s>", eos="</s>"))
     for name, said in SAID.items():
         found = completion(form, said)
         if found is None:

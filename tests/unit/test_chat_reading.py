@@ -401,3 +401,32 @@ def test_a_continued_channel_is_parsed_as_that_channel() -> None:
     its = turn("harmony", messages=half)
     assert its.prompt.endswith("<|channel|>final<|message|>The answer")
     assert message(its, " is 42.<|return|>").text == " is 42."
+
+
+# --- schemas of arguments ---------------------------------------------------------------------------------------------
+
+ZIP: dict[str, Any] = {"Zip": {"type": "string"}, "Count": {"type": "integer"}}
+ARGUMENTS: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "zip": {"allOf": [{"$ref": "#/$defs/Zip"}], "description": "As pydantic 1 writes it."},
+        "n": {"$ref": "#/$defs/Count"},
+    },
+}
+
+
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        ARGUMENTS | {"$defs": ZIP},
+        {"$ref": "#/$defs/Arguments", "$defs": ZIP | {"Arguments": ARGUMENTS}},
+        {"allOf": [{"$ref": "#/$defs/Arguments"}], "$defs": ZIP | {"Arguments": ARGUMENTS}},
+    ],
+    ids=["allOf", "$ref", "allOf of a $ref"],
+)
+@pytest.mark.parametrize("tag", ["tool_call", "seed:tool_call"])
+def test_a_value_without_quotes_has_the_type_that_a_reference_gives_it(tag: str, parameters: Any) -> None:
+    tool = {"type": "function", "function": {"name": "set", "parameters": parameters}}
+    its = turn("qwen_xml" if tag == "tool_call" else "seed", tools=[tool])
+    text = xml("set", ("zip", "5"), ("n", "7"), tag=tag)
+    assert calls_of(message(its, [text])) == [("set", {"zip": "5", "n": 7})]

@@ -78,7 +78,20 @@ ALLOWED = [
     Case("llm.corp.example", "https://app.example", "cross-site", "cors"),
     Case("127.0.0.1:8080", "vscode-webview://0abc", "cross-site", "cors"),
     Case("127.0.0.1:8080", "file://", "cross-site", "cors"),
-    Case("127.0.0.1:8080", "tauri://localhost", "cross-site", "cors"),
+    # Programs that show their own pages: no web site has such an origin.
+    *(
+        Case("127.0.0.1:8080", origin, "cross-site", "cors")
+        for origin in (
+            "tauri://localhost",
+            "http://tauri.localhost",
+            "https://tauri.localhost",
+            "app://obsidian.md",
+            "app://10.1.2.3:8080",
+            "vscode-webview://0abc",
+            "vscode-file://vscode-app",
+            "capacitor://localhost",
+        )
+    ),
 ]
 """With --allowed-hosts llm.corp.example,*.models.example, and --cors-origin as in `SETTINGS`."""
 
@@ -124,8 +137,11 @@ WRONG_PAGE = [
     Case("127.0.0.1:8080", "http://localhost.evil.example:3000"),
     Case("10.1.2.3:8080", "http://10.1.2.3:3000"),
     Case("10.1.2.3:8080", "http://10.1.2.4:8080"),
-    Case("10.1.2.3:8080", "app://10.1.2.3:8080"),
     Case("127.0.0.1:8080", "chrome-extension://abcdef", "none"),
+    Case("127.0.0.1:8080", "moz-extension://abcdef", "cross-site", "cors"),
+    Case("127.0.0.1:8080", "http://tauri.localhost.evil.example", "cross-site", "cors"),
+    Case("127.0.0.1:8080", "app:evil"),
+    Case("127.0.0.1:8080", "://evil"),
     Case("127.0.0.1:8080", "https://app.example.evil.example"),
     Case("127.0.0.1:8080", ""),
     Case(None, "http://10.1.2.3"),
@@ -133,7 +149,7 @@ WRONG_PAGE = [
 ]
 
 SETTINGS = ServerSettings(
-    cors_origins=("localhost", "https://app.example", "vscode-webview://*", "file://"),
+    cors_origins=("localhost", "https://app.example", "file://"),
     allowed_hosts=("llm.corp.example", "*.models.example"),
     own_names=("own-name",),
 )
@@ -168,8 +184,14 @@ def test_without_flags_only_this_machine_and_its_pages_are_answered() -> None:
     plain = ServerSettings()
     assert code(head_of(Case("localhost:8080", "http://127.0.0.1:3000")), plain) is None
     assert code(head_of(Case("llm.corp.example")), plain) == "host_not_allowed"
-    for origin in ("https://app.example", "file://", "vscode-webview://0abc"):
-        assert code(head_of(Case("localhost:8080", origin)), plain) == PAGE_CODE
+    for origin in ("vscode-webview://0abc", "app://obsidian.md", "http://tauri.localhost"):
+        assert code(head_of(Case("localhost:8080", origin)), plain) is None
+    for origin in ("https://app.example", "file://", "chrome-extension://abc"):
+        refused = rules(plain).refusal(head_of(Case("localhost:8080", origin)))
+        assert refused
+        assert f"--cors-origin {origin}" in refused.message
+    for settings in (ServerSettings(cors_origins=("none",)), ServerSettings(cors_origins=("https://app.example",))):
+        assert code(head_of(Case("localhost:8080", "app://obsidian.md")), settings) == PAGE_CODE
 
 
 def test_a_link_of_another_site_opens_the_page_and_nothing_else() -> None:

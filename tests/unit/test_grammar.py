@@ -1,4 +1,4 @@
-"""Whether a JSON schema has a finite instance, found in bounded time."""
+"""Whether a JSON schema has a finite instance, found in bounded time; the characters of GBNF."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 from hypothesis import strategies as st
+from llguidance import LLMatcher
 
+from cppbatch.engine.sampling.grammar_child import bytes_tokenizer, check
 from cppbatch.json_schema import has_finite_instance
 from tests.support.randomised import randomised
 
@@ -137,3 +139,26 @@ def test_a_schema_with_long_references_is_searched_within_bounds() -> None:
     began = thread_time()
     assert has_finite_instance({"$ref": "#/$defs/d0", "$defs": defs})
     assert thread_time() - began < 5  # mostly 0.1 s; it was 77
+
+
+# --- GBNF -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("grammar", "matching", "other"),
+    [
+        (r'root ::= "\u00e9"', "é", "e"),
+        (r"root ::= [\u00C0-\u00FF]", "À", "a"),
+        (r'root ::= "\U0001F642"', "🙂", "x"),
+        (r"root ::= [\U0001F600-\U0001F64F]", "🙂", "a"),
+        (r'root ::= "\u0022\u005c" [\u005d\u002d\u005e]', '"\\]', '"\\a'),
+        (r"root ::= [^\u0000-\u001F]", "a", "\n"),
+        (r'root ::= "\\u0041"', r"\u0041", "A"),
+        (r'root ::= "\x41\n"', "A\n", "A"),
+    ],
+)
+def test_characters_of_gbnf_are_read_as_in_llama_cpp(grammar: str, matching: str, other: str) -> None:
+    definition = check(bytes_tokenizer(), "grammar", grammar)["definition"]
+    for text, is_allowed in ((matching, True), (other, False)):
+        matcher, tokens = LLMatcher(bytes_tokenizer(), definition), list(text.encode())
+        assert (matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()) == is_allowed

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from cppbatch.chat.chat_format import PreparedChat
 from cppbatch.chat.lark_grammar import MAX_TOOL_CALLS, LazyGrammar
 from cppbatch.engine.params import SamplingParams
 from cppbatch.engine.sampling.structured_output import Constraint, GrammarCompiler, GrammarMasks
+from cppbatch.errors import InvalidRequest
 from tests.support.chat_families import PING, TEMPLATES, message, turn
 from tests.support.schemas import fault
 from tests.unit.test_chat_grammar import ENDS, FUNCTIONS, SCHEMA_OF, Bytes, vocabulary
@@ -129,20 +129,70 @@ def test_a_sequence_that_is_computed_again_is_where_it_was(family: str) -> None:
     assert not new.constraint.is_active
 
 
-def test_a_schema_that_cannot_be_enforced_is_ignored_with_a_logged_reason(caplog: pytest.LogCaptureFixture) -> None:
-    schema = {"type": "object", "properties": {"a": {"type": "string", "pattern": "(?=a)b"}}}
-    tool = {"type": "function", "function": {"name": "look", "parameters": schema}}
-    lazy = of_own_accord(LAZY[0], [tool]).params["lazy_grammar"]
-    compiler = GrammarCompiler(lambda: vocabulary(LAZY[0])[1])
+LOOK: Any = {
+    "type": "function",
+    "function": {
+        "name": "look",
+        "parameters": {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]},
+    },
+}
+BAD_SCHEMAS: Any = {
+    "an unknown keyword": ({"type": "array", "uniqueItems": True}, "uniqueItems is not supported"),
+    "a regular expression": ({"type": "string", "pattern": "(?=a)b"}, "look-around"),
+}
+
+
+@pytest.mark.parametrize(("schema", "said"), BAD_SCHEMAS.values(), ids=BAD_SCHEMAS)
+@pytest.mark.parametrize("mode", ["auto", "required"])
+@pytest.mark.parametrize("family", LAZY)
+def test_a_tool_whose_schema_does_not_compile_takes_any_object_and_the_others_keep_theirs(
+    family: str, mode: Any, schema: Any, said: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    parameters = {"type": "object", "properties": {"a": schema}, "required": ["a"]}
+    bad = {"type": "function", "function": {"name": "bad_one", "parameters": parameters}}
+    asked = turn(family, tools=[bad, LOOK], mode=mode, token_ids=vocabulary(family)[0].ids)
+    params = SamplingParams(**{k: v for k, v in asked.params.items() if k in ("grammar", "lazy_grammar")})
+    compiler = GrammarCompiler(lambda: vocabulary(family)[1])
     try:
-        with caplog.at_level(logging.INFO):
-            assert compiler.constraint(SamplingParams(lazy_grammar=lazy)) is None
-        assert "tool calls will not be constrained to their schemas: " in caplog.text
-        assert compiler.is_compiled(SamplingParams(lazy_grammar=lazy))
-        given = SamplingParams(lazy_grammar=lazy, guided_choice=["a"])
-        constraint = compiler.constraint(given)
-        assert constraint
-        assert constraint.is_active  # another grammar decides where calls may be
+        for _ in range(2):
+            assert compiler.constraint(params), caplog.text
+    finally:
+        compiler.close()
+    (line,) = [record.message for record in caplog.records]
+    assert line.startswith("tool bad_one: ")
+    assert said in line
+    definition = (params.lazy_grammar.grammar if params.lazy_grammar else params.grammar) or ""
+    assert len([each for each in definition.split("\n") if "// arguments of look" in each]) >= 1
+
+
+def test_the_arguments_of_the_others_match_their_schemas() -> None:
+    tool = {"type": "function", "function": {"name": "bad", "parameters": {"not": {"required": ["x"]}}}}
+    lazy = of_own_accord("hermes", [tool, LOOK]).params["lazy_grammar"]
+    compiler = GrammarCompiler(lambda: vocabulary("hermes")[1])
+    try:
+        for name, arguments, is_allowed in (
+            ("bad", '{"x": [1]}', True),
+            ("bad", "5", False),
+            ("look", '{"n": 1}', True),
+            ("look", '{"n": "1"}', False),
+            ("look", '{"m": 1}', False),
+        ):
+            constraint = compiler.constraint(SamplingParams(lazy_grammar=lazy))
+            assert constraint
+            assert constraint.accept(lazy.start)
+            text = [*f'\n{{"name": "{name}", "arguments": {arguments}}}'.encode()]
+            assert (constraint.matcher.try_consume_tokens(text) == len(text)) == is_allowed
+    finally:
+        compiler.close()
+
+
+def test_a_strict_tool_whose_schema_does_not_compile_is_refused() -> None:
+    parameters = {"type": "object", "properties": {"a": {"not": {"type": "string"}}}}
+    tool = {"type": "function", "function": {"name": "bad", "parameters": parameters, "strict": True}}
+    compiler = GrammarCompiler(lambda: vocabulary("hermes")[1])
+    try:
+        with pytest.raises(InvalidRequest, match="#/properties/a/not: not is not supported"):
+            compiler.constraint(SamplingParams(grammar=of_own_accord("hermes", [tool, LOOK]).params["grammar"]))
     finally:
         compiler.close()
 

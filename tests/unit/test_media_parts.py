@@ -204,7 +204,7 @@ def test_templates_of_every_kind_keep_the_place_of_an_image(source: str) -> None
 def test_a_template_that_leaves_out_an_image_is_an_error_with_the_count() -> None:
     last_only = "{{ messages[-1].content }}"
     with pytest.raises(InvalidRequest, match="omits number 1") as refused:
-        prepare([user(IMAGE), user(BLUE_IMAGE)], last_only)
+        prepare([user(IMAGE), {"role": "assistant", "content": "Red."}, user(BLUE_IMAGE)], last_only)
     assert refused.value.field == "messages"
 
 

@@ -9,6 +9,7 @@ from cppbatch.chat.chat_format import ChatTurn
 from cppbatch.engine.params import SamplingParams
 from cppbatch.engine.request import FinishReason, GenerationEvent, GenerationRequest, TokenLogprob
 from cppbatch.server.api.responses.create_response import ResponsesBuilder
+from cppbatch.server.api.responses.tools import UsedTools
 from cppbatch.server.api.responses.types import MessageItem, OutputTextDelta, ResponsesRequest
 from cppbatch.server.models.serving import PreparedTurn
 from tests.support.chat_families import QUESTION, chat_format
@@ -58,7 +59,7 @@ def builder() -> ResponsesBuilder:
     body = ResponsesRequest(input="hello", top_logprobs=0)
     request = GenerationRequest(id="r", prompt="hello", params=SamplingParams(logprobs=0))
     chat = chat_format("hermes").prepare(ChatTurn(QUESTION))
-    return ResponsesBuilder(body, "model", PreparedTurn("resp_1", [request], chat, {}))
+    return ResponsesBuilder(body, "model", PreparedTurn("resp_1", [request], chat, {}), UsedTools([], {}))
 
 
 @pytest.mark.parametrize("starts", [[0], [*range(16)], [0, 3, 10, 12], [0, 9, 11, 13, 15], [0, 1, 8, 14]])

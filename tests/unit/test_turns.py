@@ -1,260 +1,134 @@
-"""Several threads call one engine: their requests share batches, and no thread waits longer than a step or two."""
+"""Conversations that a chat template refuses, or of which it omits something, are arranged so that it writes them."""
 
 from __future__ import annotations
 
-import gc
-import os
-import signal
-import sys
-import threading
-import time
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+import logging
+import re
 from typing import Any
 
 import pytest
 
-from cppbatch import BatchInferenceEngine, FinishReason, GenerationEvent
-from cppbatch.errors import EngineClosed
-from cppbatch.llama import Batch
-from tests.support.fakes import context_of, fake_engine, greedy, reference
+from cppbatch.chat.template import ChatTemplate
 
-LONG, SHORT = greedy(200, ignore_eos=True), greedy(2, ignore_eos=True)
+Json = dict[str, Any]
 
-
-@pytest.fixture
-def threads() -> Any:
-    with ThreadPoolExecutor(8) as threads:
-        yield threads
-
-
-def slow(engine: BatchInferenceEngine, seconds: float = 0.001) -> BatchInferenceEngine:
-    """Each of its steps takes this long, without the GIL, as in llama.cpp."""
-    decode = context_of(engine).decode
-
-    def sleep_and_decode(batch: Batch) -> None:
-        time.sleep(seconds)
-        decode(batch)
-
-    context_of(engine).decode = sleep_and_decode  # type: ignore[method-assign]
-    return engine
-
-
-def nothing_is_left(engine: BatchInferenceEngine) -> bool:
-    engine.clear_prefix_cache()
-    engine.core.kv.check()
-    return not engine.has_work and not engine.core.outputs._inboxes and context_of(engine).n_used == 0
-
-
-def test_threads_get_the_texts_they_get_alone(threads: ThreadPoolExecutor) -> None:
-    engine = slow(fake_engine(n_ctx=256), 0.0001)
-    params = greedy(9)
-
-    def call(i: int) -> None:
-        prompts = [[i % 50, 1], [i % 50, 2]]
-        for prompt, result in zip(prompts, engine.generate(prompts, params), strict=True):
-            assert (result.tokens, result.text, result.finish_reason) == reference(prompt, params)
-
-    list(threads.map(call, range(200)))
-    assert nothing_is_left(engine)
+ALTERNATING = """
+{%- if messages[0].role == 'system' %}{% set system = messages[0].content %}{% set messages = messages[1:] %}{% endif %}
+{%- set ns = namespace(n=0) %}
+{%- for m in messages %}
+{%- if m.role == 'user' or (m.role == 'assistant' and not m.tool_calls) %}
+{%- if (m.role == 'user') != (ns.n % 2 == 0) %}{{ raise_exception('roles must alternate') }}{% endif %}
+{%- set ns.n = ns.n + 1 %}{% endif %}
+{%- if m.role == 'user' %}[INST]{{ system ~ '|' if system and loop.last }}{{ m.content }}[/INST]
+{%- elif m.role == 'tool' %}[RESULT]{{ m.tool_call_id }}:{{ m.content }}[/RESULT]
+{%- elif m.tool_calls %}{% for call in m.tool_calls %}
+{%- if call.id | length != 9 %}{{ raise_exception('ids must have nine characters') }}{% endif -%}
+[CALLS]{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}, "id": "{{ call.id }}"}
+{%- endfor %}</s>
+{%- elif m.role == 'assistant' %}{{ m.content }}</s>
+{%- else %}{{ raise_exception('no such role') }}{% endif %}{% endfor %}"""
+"""As in Mistral's templates: roles alternate, the first system message is written, text beside calls is omitted."""
+FREE = """{% for m in messages %}<{{ m.role }}>{{ m.content }}
+{%- for c in m.tool_calls %}({{ c.id }} {{ c.function.name }} {{ c.function.arguments | tojson }}){% endfor %}
+{%- endfor %}"""
+ONE_SYSTEM = """{% if messages[0].role == 'system' %}{{ messages[0].content }}{% endif %}
+{%- for m in messages %}{% if m.role != 'system' %}<{{ m.role }}>{{ m.content }}{% endif %}{% endfor %}"""
+NO_TEXT_AND_THOUGHT = """{% for m in messages %}<{{ m.role }}>
+{%- if m.tool_calls and m.content and m.reasoning_content %}{{ raise_exception('both') }}{% endif %}
+{%- if m.reasoning_content %}({{ m.reasoning_content }}){% endif %}{{ m.content }}
+{%- for call in m.tool_calls %}({{ call.function.name }} {{ call.function.arguments | tojson }}){% endfor %}
+{%- endfor %}"""
+"""As in gpt-oss's template."""
 
 
-def test_requests_of_threads_share_batches(threads: ThreadPoolExecutor) -> None:
-    engine = slow(fake_engine(n_ctx=1024))
-    list(threads.map(lambda i: engine.generate([[i]], greedy(20, ignore_eos=True)), range(8)))
-    assert max(map(len, context_of(engine).steps)) == engine.config.n_parallel
+def say(role: str, content: str | None, **more: Any) -> Json:
+    return {"role": role, "content": content, **more}
 
 
-def test_every_way_to_call_works_beside_the_others(threads: ThreadPoolExecutor) -> None:
-    engine = slow(fake_engine(n_ctx=256), 0.0001)
-    prompt, params = [1, 2, 3], greedy(12)
-    expected = reference(prompt, params)[0]
-
-    def stream() -> list[int]:
-        return [token for event in engine.stream(prompt, params) for token in event.tokens]
-
-    def mapped() -> list[int]:
-        results = [result.completion.tokens for result in engine.map([prompt] * 20, params)]
-        assert results == [results[0]] * 20
-        return results[0]
-
-    calls: list[Callable[[], list[int]]] = [stream, mapped, lambda: engine.generate([prompt], params)[0].tokens]
-    running = [threads.submit(call) for call in calls * 10]
-    assert [future.result() for future in running] == [expected] * 30
-    assert nothing_is_left(engine)
+def call(call_id: str, name: str = "look") -> Json:
+    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": '{"a": "b"}'}}
 
 
-def test_a_short_call_does_not_wait_for_a_long_one(threads: ThreadPoolExecutor) -> None:
-    engine = slow(fake_engine(n_ctx=1024))
-    long = threads.submit(engine.generate, [[1]], LONG)
-    while not context_of(engine).steps:
-        time.sleep(0.001)
-    n_before = len(context_of(engine).steps)
-    engine.generate([[2]], SHORT)
-    assert len(context_of(engine).steps) - n_before <= 6
-    assert not long.done()
+def result(call_id: str, text: str) -> Json:
+    return say("tool", text, tool_call_id=call_id)
 
 
-def test_an_unread_stream_delays_no_other_request(threads: ThreadPoolExecutor) -> None:
-    engine = fake_engine(n_ctx=1024)
-    stream = engine.stream([1], LONG)
-    first = next(stream)
-    assert len(threads.submit(engine.generate, [[2]], SHORT).result(timeout=10)[0].tokens) == 2
-    tokens = [*first.tokens, *(token for event in stream for token in event.tokens)]
-    assert tokens == reference([1], LONG)[0]
+def prompt(source: str, *messages: Json) -> str:
+    return ChatTemplate(source, bos="", eos="").render([*messages], add_generation_prompt=False)
 
 
-def test_garbage_collection_in_a_step_cancels_a_stream_after_it() -> None:
-    """A stream in a circle of references is closed wherever Python collects it, also within a step."""
-    engine = fake_engine(n_ctx=256)
-    decode, n_streams = context_of(engine).decode, 0
-
-    def collect_and_decode(batch: Batch) -> None:
-        gc.collect()
-        decode(batch)
-
-    def abandon_a_stream() -> None:
-        circle: list[Any] = [engine.stream([7], LONG)]
-        next(circle[0])
-        circle.append(circle)
-
-    gc.disable()
-    gc.freeze()  # it need not look at what other tests have left
-    try:
-        for prompt in ([1], [2], [3]):
-            abandon_a_stream()
-            n_streams += engine.stats().running
-            context_of(engine).decode = collect_and_decode  # type: ignore[method-assign]
-            assert engine.generate([prompt], SHORT)[0].tokens == reference(prompt, SHORT)[0]
-            context_of(engine).decode = decode  # type: ignore[method-assign]
-    finally:
-        gc.unfreeze()
-        gc.enable()
-    assert n_streams == 3
-    assert nothing_is_left(engine)
+ASK, ANSWER, AGAIN = say("user", "Hi."), say("assistant", "Hello."), say("user", "And?")
 
 
-def test_a_stream_that_is_closed_within_a_step_is_cancelled_after_it() -> None:
-    engine = fake_engine(n_ctx=256)
-    stream = engine.stream([7], LONG)
-    next(stream)
-    engine.turns.run(stream.close)
-    assert nothing_is_left(engine)
+def test_system_messages_at_the_start_are_one_where_the_template_writes_one() -> None:
+    both = [say("system", "Be brief."), say("developer", "Be kind."), ASK]
+    assert prompt(ONE_SYSTEM, *both) == "Be brief.\n\nBe kind.<user>Hi."
+    assert prompt(FREE, *both) == "<system>Be brief.<system>Be kind.<user>Hi."
 
 
-def test_a_function_that_a_step_calls_cannot_generate_or_change_sequences() -> None:
-    engine = fake_engine(n_ctx=256)
-    stream = engine.stream([7], LONG)
-    with pytest.raises(RuntimeError, match="cannot use or close the same engine"):
-        engine.turns.run(lambda: engine.generate([[1]], SHORT))
-    with pytest.raises(RuntimeError, match="cannot use or close the same engine"):
-        engine.turns.run(lambda: next(stream))
-    for call in (
-        engine.step,
-        engine.clear_prefix_cache,
-        lambda: engine.cancel("x"),
-        lambda: engine.update_request("x", []),
-    ):
-        with pytest.raises(RuntimeError, match="cannot use or close the same engine"):
-            engine.turns.run(call)
-    assert engine.generate([[1]], SHORT)[0].tokens == reference([1], SHORT)[0]
-    assert nothing_is_left(engine)
+def test_a_later_system_message_is_part_of_the_next_message_of_the_user() -> None:
+    later = [say("system", "Be brief."), ASK, ANSWER, say("system", "Now in French."), AGAIN]
+    assert prompt(ONE_SYSTEM, *later) == "Be brief.<user>Hi.<assistant>Hello.<user>Now in French.\n\nAnd?"
+    assert prompt(FREE, *later).endswith("<system>Now in French.<user>And?")
+    assert prompt(ONE_SYSTEM, ASK, say("system", "In French.")) == "<user>Hi.<user>In French."
+    assert prompt(ALTERNATING, ASK, ANSWER, AGAIN, say("system", "In French.")).endswith(
+        "[INST]And?\n\nIn French.[/INST]"
+    )
 
 
-def test_step_in_one_thread_and_generate_in_another(threads: ThreadPoolExecutor) -> None:
-    engine = slow(fake_engine(n_ctx=1024), 0.0001)
-    other = threads.submit(lambda: [engine.generate([[2]], greedy(5)) for _ in range(20)])
-    request_id = engine.add_request([1], LONG)
-    events: list[GenerationEvent] = []
-    while not events or not events[-1].finish_reason:
-        events += engine.step()
-    assert {event.request_id for event in events} == {request_id}
-    assert [token for event in events for token in event.tokens] == reference([1], LONG)[0]
-    assert [result.tokens for (result,) in other.result()] == [reference([2], greedy(5))[0]] * 20
+def test_turns_of_one_role_are_merged_where_roles_must_alternate() -> None:
+    assert prompt(ALTERNATING, ASK, AGAIN) == "[INST]Hi.\n\nAnd?[/INST]"
+    assert prompt(ALTERNATING, ASK, ANSWER, ANSWER, AGAIN) == "[INST]Hi.[/INST]Hello.\n\nHello.</s>[INST]And?[/INST]"
+    assert prompt(ALTERNATING, ANSWER, AGAIN) == "[INST][/INST]Hello.</s>[INST]And?[/INST]"
+    assert prompt(FREE, ASK, AGAIN) == "<user>Hi.<user>And?"
 
 
-def test_closing_ends_the_calls_of_other_threads(threads: ThreadPoolExecutor) -> None:
-    engine = slow(fake_engine(n_ctx=1024))
-    calls = [threads.submit(engine.generate, [[i]], LONG) for i in range(3)]
-    while not context_of(engine).steps:
-        time.sleep(0.001)
-    engine.close()
-    for call in calls:
-        try:
-            assert call.result(timeout=10)[0].finish_reason is FinishReason.CANCELLED
-        except EngineClosed:  # it was not in the engine yet
-            continue
+def test_the_users_message_after_a_result_is_part_of_it_where_it_cannot_follow() -> None:
+    talk = [ASK, say("assistant", None, tool_calls=[call("abcdef123")]), result("abcdef123", "Sunny."), AGAIN]
+    assert prompt(ALTERNATING, *talk).endswith("[RESULT]abcdef123:Sunny.\n\nAnd?[/RESULT]")
+    assert prompt(FREE, *talk).endswith("<tool>Sunny.<user>And?")
 
 
-def test_an_exception_in_a_step_reaches_one_thread_and_the_others_continue(threads: ThreadPoolExecutor) -> None:
-    n_failures = 0
-
-    def fail_once(plan: object) -> None:
-        nonlocal n_failures
-        if len(context_of(engine).steps) == 10 and not n_failures:
-            n_failures += 1
-            raise RuntimeError("a bug")
-
-    engine = slow(fake_engine(n_ctx=1024, on_plan=fail_once))
-    params = greedy(30, ignore_eos=True)
-    calls = [threads.submit(engine.generate, [[i]], params) for i in range(4)]
-    failed = [call.exception(timeout=10) for call in calls]
-    assert [repr(error) for error in failed if error] == ["RuntimeError('a bug')"]
-    for i, call in enumerate(calls):
-        if not failed[i]:
-            assert call.result()[0].tokens == reference([i], params)[0]
-    assert nothing_is_left(engine)
+def test_text_beside_a_call_is_written_where_the_template_writes_it() -> None:
+    talk = [ASK, say("assistant", "I look.", tool_calls=[call("abcdef123")]), result("abcdef123", "Sunny.")]
+    assert prompt(ALTERNATING, *talk).endswith("[RESULT]abcdef123:I look.\n\nSunny.[/RESULT]")
+    assert prompt(FREE, *talk).endswith('<assistant>I look.(abcdef123 look {"a": "b"})<tool>Sunny.')
+    talk[1]["reasoning_content"] = "Hm."
+    assert (
+        prompt(NO_TEXT_AND_THOUGHT, *talk) == '<user>Hi.<assistant>(Hm.)I look.<assistant>(look {"a": "b"})<tool>Sunny.'
+    )
 
 
-def test_ctrl_c_takes_effect_after_the_step_and_leaves_the_prefix_cache() -> None:
-    engine = fake_engine(n_ctx=256, sharing="cells")
-    prompt = list(range(40))
-    decode = context_of(engine).decode
-
-    def interrupted(batch: Any) -> None:
-        if len(context_of(engine).steps) == 8:  # five of them have computed the prompt
-            signal.raise_signal(signal.SIGINT)
-        decode(batch)
-
-    context_of(engine).decode = interrupted  # type: ignore[method-assign]
-    read: list[int] = []
-
-    def read_stream() -> None:
-        for event in engine.stream(prompt, LONG):
-            read.extend(event.tokens)
-
-    with pytest.raises(KeyboardInterrupt):
-        read_stream()
-    assert read == reference(prompt, LONG)[0][:4]
-    (result,) = engine.generate([prompt], SHORT)
-    assert result.usage.cached_tokens >= len(prompt) - 1
-    assert nothing_is_left(engine)
+def test_ids_of_other_servers_are_made_short_where_the_template_demands_it_and_stay_paired() -> None:
+    talk = [ASK, say("assistant", None, tool_calls=[call("call_1"), call("call_2")])]
+    text = prompt(ALTERNATING, *talk, result("call_1", "Sunny."), result("call_2", "Noon."))
+    ids = re.findall(r'"id": "(\w{9})"', text)
+    assert len({*ids}) == 2
+    assert text.endswith(f"[RESULT]{ids[0]}:Sunny.[/RESULT][RESULT]{ids[1]}:Noon.[/RESULT]")
+    assert "(call_1 look" in prompt(FREE, *talk)
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="os.kill ends the process there")
-def test_ctrl_c_while_another_thread_steps(threads: ThreadPoolExecutor) -> None:
-    engine = slow(fake_engine(n_ctx=4096))
-    other = threads.submit(engine.generate, [[1]], LONG)
-    threading.Timer(0.02, os.kill, (os.getpid(), signal.SIGINT)).start()
-    with pytest.raises(KeyboardInterrupt):
-        engine.generate([[2]], greedy(1000, ignore_eos=True))
-    assert other.result()[0].tokens == reference([1], LONG)[0]
-    assert nothing_is_left(engine)
+def test_images_and_texts_are_merged_as_parts() -> None:
+    image = {"role": "user", "content": [{"type": "text", "text": "See"}, {"type": "text", "text": "this."}]}
+    assert prompt(ALTERNATING, image, AGAIN) == "[INST]See\nthis.\nAnd?[/INST]"
 
 
-def test_a_fork_is_refused_at_once_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = fake_engine()
-    monkeypatch.setattr(os, "getpid", lambda: 7)
-    calls: list[Callable[[], object]] = [
-        lambda: engine.generate([[1]], SHORT),
-        lambda: list(engine.stream([1], SHORT)),
-        lambda: list(engine.map([[1]], SHORT)),
-        lambda: engine.add_request([1]),
-        engine.step,
-        engine.stats,
-    ]
-    for call in calls:
-        with pytest.raises(EngineClosed, match=r"this is its fork, process 7.*load the engine after the fork"):
-            call()
-    engine.close()
-    assert not context_of(engine).is_closed  # it belongs to the process that loaded it
+def test_the_unfinished_message_is_continued_where_messages_are_merged() -> None:
+    template = ChatTemplate(ALTERNATING, bos="", eos="")
+    text = template.render([ASK, ANSWER, say("assistant", "I am")], continue_final_message=True)
+    assert text == "[INST]Hi.[/INST]Hello.\n\nI am"
+
+
+def test_one_line_of_the_log_says_that_conversations_are_arranged(caplog: pytest.LogCaptureFixture) -> None:
+    template = ChatTemplate(ONE_SYSTEM, bos="", eos="")
+    with caplog.at_level(logging.INFO, "cppbatch.chat"):
+        template.render([say("system", "Be brief."), ASK])
+        assert not caplog.records
+        for _ in range(3):
+            template.render([say("system", "Be brief."), say("system", "Be kind."), ASK])
+    (line,) = caplog.messages
+    assert "systems" in line
+
+
+def test_a_template_that_writes_nothing_gets_its_messages_as_they_are() -> None:
+    assert prompt("{{ messages | length }}", ASK, AGAIN, ANSWER) == "3"

@@ -49,7 +49,7 @@ class Gemma4Format(ToolCallFormat):
     def calls_grammar(self, lark: LarkGrammar, tools: ToolSchemas, *, several: bool) -> str:
         """As `ToolCallFormat.calls_grammar`."""
         calls = []
-        for name, schema in tools.items():
+        for name, schema in lark.each(tools):
             try:
                 arguments = self._value_grammar(lark, schema, schema, 0)
             except UnsupportedSchema:

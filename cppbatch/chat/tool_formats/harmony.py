@@ -61,7 +61,7 @@ class HarmonyFormat(ToolCallFormat):
     def calls_grammar(self, lark: LarkGrammar, tools: ToolSchemas, *, several: bool) -> str:
         """As `ToolCallFormat.calls_grammar`."""
         calls = []
-        for name, schema in tools.items():
+        for name, schema in lark.each(tools):
             before = lark.literal(f" to=functions.{name}{_CHANNEL}commentary json{_MESSAGE}")
             after = lark.literal(f"{_CHANNEL}commentary to=functions.{name} {_CONSTRAIN}json{_MESSAGE}")
             calls.append(f"({after} | {before}) {lark.json(schema)}")

@@ -259,7 +259,7 @@ class JsonCallsParser:
 def json_calls_grammar(lark: LarkGrammar, tools: ToolSchemas, *, key: str = "arguments") -> str:
     """Returns the expression of `{"name": ..., "arguments": ...}`, a call of one of the tools."""
     calls = []
-    for name, schema in tools.items():
+    for name, schema in lark.each(tools):
         before = lark.literal('{"name": ' + dump_json(name) + f', "{key}": ')
         calls.append(f"{before} {lark.json(schema)} {lark.literal('}')}")
     return lark.one_of(calls)

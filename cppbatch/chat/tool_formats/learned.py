@@ -121,7 +121,7 @@ class LearnedFormat(ToolCallFormat):
     def calls_grammar(self, lark: LarkGrammar, tools: ToolSchemas, *, several: bool) -> str:
         """As `ToolCallFormat.calls_grammar`."""
         form = self.form
-        calls = lark.one_of([self._call_grammar(lark, name, schema) for name, schema in tools.items()])
+        calls = lark.one_of([self._call_grammar(lark, name, schema) for name, schema in lark.each(tools)])
         repeated = lark.repeat(lark.rule(calls), form.separator, several=several)
         parts = [lark.literal(form.begin), repeated, lark.literal(form.end)]
         return " ".join(filter(None, parts))

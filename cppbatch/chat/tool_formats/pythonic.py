@@ -60,7 +60,7 @@ class PythonicFormat(ToolCallFormat):
 
     def calls_grammar(self, lark: LarkGrammar, tools: ToolSchemas, *, several: bool) -> str:
         """As `ToolCallFormat.calls_grammar`. Arguments that cannot be enforced one by one are `**{...}`."""
-        calls = [self._call_grammar(lark, name, schema) for name, schema in tools.items()]
+        calls = [self._call_grammar(lark, name, schema) for name, schema in lark.each(tools)]
         repeated = lark.repeat(lark.rule(lark.one_of(calls)), ", ", several=several)
         return f"{lark.literal(START + '[')} {repeated} {lark.literal(']' + END)}"
 

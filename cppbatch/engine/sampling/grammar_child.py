@@ -89,8 +89,21 @@ def _definition(field: str, text: str) -> str:
         definition: str = LLMatcher.grammar_from_json_schema(text, defaults={"whitespace_pattern": _WHITESPACE})
         return definition
     if field == "grammar":
-        return grammar_from("grammar", text)
+        return grammar_from("grammar", _GBNF_ESCAPE.sub(_unescape, text) if "::=" in text else text)
     return grammar_from("regex" if field == "guided_regex" else "choice", text)
+
+
+_GBNF_ESCAPE = re.compile(r"\\(?:u(?P<short>[0-9a-fA-F]{4})|U(?P<long>[0-9a-fA-F]{8})|[\s\S])")
+
+
+def _unescape(found: re.Match[str]) -> str:
+    """The character of a GBNF escape `\\u` or `\\U`, whose leading zeros llguidance would lose; in ASCII, where
+    characters have a meaning, as `\\x`. Other escapes are unchanged."""
+    digits = found["short"] or found["long"]
+    code = int(digits, 16) if digits else -1
+    if code < 0 or code > sys.maxunicode or 0xD800 <= code <= 0xDFFF:
+        return found[0]
+    return f"\\x{code:02x}" if code < 128 else chr(code)
 
 
 def _limit_memory() -> None:

@@ -16,12 +16,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from cppbatch.chat.lark_grammar import LazyGrammar
+from cppbatch.chat.lark_grammar import OF_TOOL, LazyGrammar
 from cppbatch.child_processes import child_command, start
 from cppbatch.config import available_threads
 from cppbatch.engine.params import SamplingParams
 from cppbatch.errors import EngineClosed, InvalidRequest
-from cppbatch.json_schema import close_objects, drop_other_formats, has_finite_instance
+from cppbatch.generation_schema import generation_schema, inner_schemas, not_enforced
+from cppbatch.json_schema import GUIDANCE, has_finite_instance
 
 if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _MAX_COMPILED = 64  # grammars
+_MAX_PLACES = 200  # parts of a schema that are compiled alone to find the one that does not compile
 _THREADS = 4
 
 Row = npt.NDArray[np.float32]
@@ -61,7 +63,7 @@ class GrammarCompiler:
         except InvalidRequest as error:
             if lazy is None:
                 raise
-            log.info("tool calls will not be constrained to their schemas: %s", error.message)
+            log.warning("tool calls will not be constrained to their schemas: %s", error.message)
             return None
         # With logprobs or a logits_processor, each token needs its own logits, so no token is forced.
         allow_forced = params.logprobs is None and params.logits_processor is None
@@ -98,16 +100,57 @@ class GrammarCompiler:
 
     def _compile(self, field: str, text: str, checker: GrammarChecker) -> LLMatcher | str:
         """The grammar in its initial state, or the reason why it is refused."""
-        try:
-            if field == "json_schema":
+        if field == "json_schema":
+            try:
                 schema = json.loads(text)
                 if not has_finite_instance(schema):
                     return "no finite JSON satisfies this schema: it is infinitely recursive"
-                text = json.dumps(close_objects(drop_other_formats(schema)), ensure_ascii=False)
+                text = json.dumps(generation_schema(schema), ensure_ascii=False)
+            except RecursionError:
+                return "is nested too deeply"
+        compiled = self._try(field, text, checker)
+        if isinstance(compiled, str) and field == "json_schema" and not compiled.startswith("#"):
+            return f"{self._place(json.loads(text), checker)}: {compiled}"
+        if isinstance(compiled, str) and field == "grammar" and (opened := self._open_arguments(text, checker)) != text:
+            compiled = self._try(field, opened, checker)
+        return compiled
+
+    def _place(self, schema: Any, checker: GrammarChecker) -> str:
+        """The place of the innermost part of a schema that does not compile."""
+        definitions = {
+            key: schema[key] for key in ("$defs", "definitions") if isinstance(schema, dict) and key in schema
+        }
+        place, part, left = "#", schema, _MAX_PLACES
+        while True:
+            parts = [(path, inner) for path, inner, _ in inner_schemas(part)] if isinstance(part, dict) else []
+            for path, inner in parts[:left]:
+                left -= 1
+                alone = {**definitions, **inner} if isinstance(inner, dict) else inner
+                reason = self._try("json_schema", json.dumps(alone), checker)
+                if isinstance(reason, str) and "Pointer" not in reason:  # a reference to what is not a definition
+                    place, part = f"{place}/{path}", inner
+                    break
+            else:
+                return place
+
+    def _open_arguments(self, text: str, checker: GrammarChecker) -> str:
+        """The grammar with any JSON for arguments of tools whose schemas do not compile (`OF_TOOL`)."""
+        lines = text.split("\n")
+        for i, line in enumerate(lines):
+            if (found := _ARGUMENTS.fullmatch(line)) and isinstance(
+                reason := self._try("json_schema", found["schema"], checker), str
+            ):
+                said = " ".join(reason.split())
+                log.warning("tool %s: any arguments are allowed, as its schema cannot be used: %s", found["tool"], said)
+                schema = json.loads(found["schema"])
+                kept = {key: schema[key] for key in ("type", GUIDANCE) if key in schema}
+                lines[i] = f"{found['rule']}{json.dumps(kept)}"
+        return "\n".join(lines)
+
+    def _try(self, field: str, text: str, checker: GrammarChecker) -> LLMatcher | str:
+        try:
             definition = checker.definition(field, text)
             tokenizer = self._make_tokenizer()
-        except RecursionError:
-            return "is nested too deeply"
         except TooComplex as error:
             if checker is self._quick:
                 raise SlowGrammar from error
@@ -115,7 +158,7 @@ class GrammarCompiler:
         except CheckFailed as error:  # not cached: a second attempt may succeed
             raise InvalidRequest(field, str(error)) from error
         except ValueError as error:
-            return _short_reason(str(error))
+            return _unknown_keyword(field, text, str(error)) or _short_reason(str(error))
         from llguidance import LLMatcher  # slow, and most engines never get a grammar
 
         from cppbatch.engine.sampling.grammar_child import LIMITS
@@ -137,6 +180,18 @@ def _grammar(params: SamplingParams) -> tuple[str, str] | None:
         value = getattr(params, field)
         return field, value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
     return ("grammar", params.lazy_grammar.grammar) if params.lazy_grammar else None
+
+
+_ARGUMENTS = re.compile(rf"(?P<rule>rule_\d+: %json )(?P<schema>.*){re.escape(OF_TOOL)}(?P<tool>[\w-]+)")
+
+
+def _unknown_keyword(field: str, text: str, error: str) -> str | None:
+    """The keyword that the grammar engine does not know, and its place; None: the error is another one."""
+    if "Unimplemented keys" not in error and "Unknown format" not in error:
+        return None
+    schemas = [text] if field == "json_schema" else re.findall(r"^rule_\d+: %json (.*)$", text, re.MULTILINE)
+    decoder = json.JSONDecoder()
+    return next((reason for each in schemas if (reason := not_enforced(decoder.raw_decode(each)[0]))), None)
 
 
 def _short_reason(error: str) -> str:

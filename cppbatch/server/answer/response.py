@@ -16,7 +16,7 @@ from aiohttp import web
 from cppbatch.chat.output_parser import ArgumentsDelta, Delta, ReasoningDelta, TextDelta, ToolCallStart
 from cppbatch.engine.request import FinishReason, GenerationEvent, GenerationRequest
 from cppbatch.errors import EngineClosed, GenerationFailed, InvalidRequest
-from cppbatch.server.fields.parse import read_json
+from cppbatch.server.fields.parse import IGNORED, read_json
 from cppbatch.server.http.api_errors import api_error, json_response, openai_error
 from cppbatch.server.http.endpoint import Answer, Routes
 from cppbatch.server.models.served import ModelLease, lease_model
@@ -158,6 +158,8 @@ class PreparedRequest:
     stream: bool = False
     field_names: dict[str, str] = field(default_factory=dict)
     """The client's names for engine request fields, for error messages."""
+    ignored: tuple[str, ...] = ()
+    """The names of fields without effect, for the response header `X-Ignored-Fields`."""
 
     def __post_init__(self) -> None:
         for request in self.requests if self.stream else ():
@@ -392,7 +394,9 @@ def generation(
         async def handle(request: web.Request) -> web.StreamResponse:
             given = await read_json(request, body)
             with await lease_model(request, given) as lease:
-                prepared, ping = await prepare(given, lease.serving), getattr(given, "sse_ping_interval", None)
+                prepared = await prepare(given, lease.serving)
+                request[IGNORED] += prepared.ignored
+                ping = getattr(given, "sse_ping_interval", None)
                 return await respond(request, lease, prepared, ping_seconds=ping)
 
         handle.__doc__ = prepare.__doc__

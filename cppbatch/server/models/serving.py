@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from cppbatch import __version__
+from cppbatch.chat.capabilities import TemplateCaps
 from cppbatch.chat.chat_format import ChatFormat, ChatForms, ChatTurn, PreparedChat
 from cppbatch.chat.template import ChatTemplate
 from cppbatch.cluster.engines.client import EngineClient
@@ -161,8 +162,8 @@ class Serving:
             self.find_model(name)
 
     def check_size(self, body: object) -> None:
-        """Raises `InvalidRequest` for more messages than the context has tokens, and for too many tools, since building
-        a `ChatTurn` from them would take too long."""
+        """Raises `InvalidRequest` for more messages than the context has tokens, since building a `ChatTurn` from them
+        would take too long."""
         most = self.info.max_sequence
         for field in ("messages", "input"):
             messages = getattr(body, field, None)
@@ -170,9 +171,6 @@ class Serving:
                 overflow = ContextOverflow(n_prompt_tokens=len(messages), n_ctx=most, is_least=True)
                 message = f"has {len(messages):,} messages; the context holds only {most:,} tokens"
                 raise InvalidRequest(field, message, overflow)
-        tools = getattr(body, "tools", None)
-        if tools and len(tools) > _MAX_TOOLS:
-            raise InvalidRequest("tools", f"has {len(tools):,} tools; the limit is {_MAX_TOOLS:,}")
 
     async def prepare(self, turn: ChatTurn, body: SamplingFields, id_prefix: str) -> PreparedTurn:
         """The engine requests of a turn, with the sampling fields of its body, which `check` and `check_size` have
@@ -212,6 +210,8 @@ class Serving:
             self._has_told_form = True
             if self.chat_forms and self.chat_forms.tools_described_by == "message":
                 log.warning("the chat template of %s does not render tools: %s", self.name, self.chat_forms)
+        if len(turn.tools) > _MAX_TOOLS:
+            raise InvalidRequest("tools", f"has {len(turn.tools):,} tools; the limit is {_MAX_TOOLS:,}")
         limit = self.settings.thinking_tokens if turn.thinking_tokens is None else turn.thinking_tokens
         turn = replace(
             turn,
@@ -305,6 +305,17 @@ class Serving:
     async def learn_chat_forms(self) -> ChatForms | None:
         """`chat_forms`, learned on another thread, because that may take a second or two."""
         return await asyncio.wrap_future(self.client.chat_formats.submit(lambda: self.chat_forms))
+
+    async def learn_template_caps(self) -> TemplateCaps | None:
+        """What the chat template supports, learned on another thread; None for a broken template."""
+
+        def learn() -> TemplateCaps | None:
+            try:
+                return self.client.chat_formats.get(self._own_template).template.caps
+            except InvalidRequest:
+                return None
+
+        return await asyncio.wrap_future(self.client.chat_formats.submit(learn))
 
     @cached_property
     def chat_forms(self) -> ChatForms | None:

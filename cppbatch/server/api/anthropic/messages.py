@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from typing import NamedTuple
 
 import msgspec
@@ -251,6 +252,8 @@ _BLOCKS = {
 """By role: the supported block types, and the required fields of each."""
 
 
+_BILLING_HASH = re.compile(r"\A(x-anthropic-billing-header:[^\n]*?\bcch=)[^;\s]*")
+"""Claude Code's first line; older versions have a hash there that differs in each request, and no prefix is shared."""
 _FIELD_NAMES = {"function.parameters": "input_schema", "function.": ""}
 """Parts of field names: in chat completions, and in this API."""
 
@@ -282,7 +285,10 @@ def _messages(body: CountTokensRequest) -> list[Json]:
         raise InvalidRequest("messages", "is empty; give at least one message")
     messages: list[Json] = []
     if body.system:
-        messages.append({"role": "system", "content": _content(_blocks("system", body.system, _TEXT))})
+        content = _content(_blocks("system", body.system, _TEXT))
+        if isinstance(content, str):
+            content = _BILLING_HASH.sub(r"\g<1>fffff", content)
+        messages.append({"role": "system", "content": content})
     for role, group in itertools.groupby(enumerate(body.messages), lambda item: item[1].role):
         blocks = [block for i, message in group for block in _message_blocks(f"messages[{i}].content", message)]
         messages += _assistant(blocks) if role == "assistant" else _others(role, blocks)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 from pathlib import Path
-from time import perf_counter
+from time import monotonic, perf_counter
 from typing import Literal
 
 import msgspec
 from aiohttp import web
+from msgspec import UNSET, UnsetType
 
 from cppbatch import __version__
+from cppbatch.chat.capabilities import TemplateCaps
 from cppbatch.chat.chat_format import ChatForms
 from cppbatch.chat.template import CHATML
 from cppbatch.engine.disk.slots import SlotActionName
@@ -18,12 +21,16 @@ from cppbatch.engine.lora_sets import adapter_set
 from cppbatch.engine.params import SamplingParams
 from cppbatch.engine.request import GenerationRequest
 from cppbatch.errors import InvalidRequest
+from cppbatch.server.admission import IN_FLIGHT
 from cppbatch.server.answer.llama_result import GenerationSettings, generation_settings
 from cppbatch.server.answer.mixed_prompts import MEDIA_MARKER
+from cppbatch.server.answer.response import STREAM_HEADERS
+from cppbatch.server.api.openai.models_endpoint import ModelStatus, model_status
 from cppbatch.server.auth.keys import KEY
 from cppbatch.server.fields.parse import parse, read_json
 from cppbatch.server.fields.sampling import LoraScale, scales_by_number
 from cppbatch.server.http.api_errors import SwitchedOff, json_response
+from cppbatch.server.http.connections import connection_of
 from cppbatch.server.http.endpoint import QUERY_ERRORS, Routes
 from cppbatch.server.models.served import MODELS, lease_model
 from cppbatch.server.models.serving import Serving
@@ -64,6 +71,8 @@ class Props(msgspec.Struct, frozen=True, kw_only=True):
     """Whether there is a chat template, from the model or --chat-template. Otherwise `chat_template` is ChatML."""
     chat_forms: ChatForms | None
     """How the model writes tool calls and reasoning, learned from the template; null if the template is broken."""
+    chat_template_caps: TemplateCaps | None
+    """What the template supports; null if it is broken. Tools work with every template (`chat_forms`)."""
     bos_token: str
     eos_token: str
     build_info: str
@@ -155,6 +164,7 @@ async def props(request: web.Request) -> web.Response:
                 chat_template=serving.template or CHATML,
                 has_chat_template=serving.template is not None,
                 chat_forms=await serving.learn_chat_forms(),
+                chat_template_caps=await serving.learn_template_caps(),
                 bos_token=info.bos,
                 eos_token=info.eos,
                 build_info=f"cppbatch {__version__}",
@@ -385,3 +395,53 @@ async def unload_model(request: web.Request) -> web.Response:
     body = await read_json(request, ModelRequest)
     await request.app[MODELS].unload(body.model, request.get(KEY))
     return json_response(Success())
+
+
+# --- model events ----------------------------------------------------------------------------------------------------
+# `GET /models/sse`, as in llama-server's router.
+
+
+_POLL_S = 1.0
+_KEEP_ALIVE_S = 15.0
+
+
+class ModelEvent(msgspec.Struct, frozen=True, kw_only=True):
+    """The state of a model has changed."""
+
+    model: str
+    event: Literal["model_status", "model_remove"]
+    data: ModelStatus | UnsetType = UNSET
+
+
+@routes.get(
+    "/models/sse",
+    {"text/event-stream": {"type": "object", "description": "A server-sent event. Its data is a ModelEvent in JSON"}},
+    (401, 503),
+    types=(ModelEvent,),
+    options={"allow_head": False},
+)
+async def model_events(request: web.Request) -> web.StreamResponse:
+    """Changes of the models' states, until the server or the client ends the connection."""
+    models, rules = request.app[MODELS], request.get(KEY)
+    if connection := connection_of(request):
+        connection.give_way()
+    response = web.StreamResponse(headers=STREAM_HEADERS)
+    await response.prepare(request)
+    known, silent_since = {entry.name: model_status(entry) for entry in await models.entries(rules)}, monotonic()
+    while not request.app[IN_FLIGHT].draining:
+        await asyncio.sleep(_POLL_S)
+        now = {entry.name: model_status(entry) for entry in await models.entries(rules)}
+        events = [ModelEvent(model=name, event="model_remove") for name in known if name not in now]
+        events += [
+            ModelEvent(model=name, event="model_status", data=status)
+            for name, status in now.items()
+            if known.get(name) != status
+        ]
+        lines = [b"data: " + msgspec.json.encode(event) + b"\n\n" for event in events]
+        if not lines and monotonic() - silent_since > _KEEP_ALIVE_S:
+            lines = [b": nothing has changed\n\n"]
+        if lines:
+            await response.write(b"".join(lines))
+            silent_since = monotonic()
+        known = now
+    return response

@@ -73,7 +73,7 @@ class VerboseFields(TimingFields, kw_only=True):
 class Extras(TypedDict, total=False):
     """Fields of a chunk that OpenAI's API does not have, and `usage`."""
 
-    usage: Usage | None
+    usage: Usage
     timings: Timings | UnsetType
     prompt_progress: PromptProgress | UnsetType
     verbose: LlamaResponse | LlamaChunk | UnsetType
@@ -134,8 +134,7 @@ class ChoicesBuilder(ResponseBuilder):
 
     def chunk_fields(self, extras: Extras) -> dict[str, Any]:
         """The fields of a chunk, except its choices."""
-        no_usage = {"usage": None} if self._include_usage else {}  # as in OpenAI's API, until the last chunk
-        return {**self.head, **no_usage, **extras}
+        return {**self.head, **extras}
 
     def progress_chunks(self, index: int, event: GenerationEvent) -> list[ServerSentEvent]:
         """With `return_progress`, an event with the progress of the prompt."""

@@ -106,8 +106,9 @@ class CompletionChunk(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     system_fingerprint: str
     choices: list[CompletionChunkChoice]
-    usage: Usage | UnsetType | None = UNSET
-    """With `stream_options.include_usage`: null, and in the last chunk, which has no choices, the usage."""
+    usage: Usage | UnsetType = UNSET
+    """With `stream_options.include_usage`: in the last chunk, which has no choices. Other chunks have none, as in
+    llama-server: OpenAI's API has null there, which some clients take for an answer without tokens."""
     timings: Timings | UnsetType = UNSET
     """In the chunk with the finish reason, in the one with the usage (for the first choice), and with
     `timings_per_token` in others."""

@@ -15,7 +15,7 @@ from cppbatch.errors import ConfigError, InvalidRequest, ModelError
 from cppbatch.server.auth.keys import KEY
 from cppbatch.server.http.api_errors import is_anthropic, json_response
 from cppbatch.server.http.endpoint import Routes
-from cppbatch.server.models.served import MODELS, ModelEntry, ModelStatusName
+from cppbatch.server.models.served import MODELS, ModelEntry, ModelStatusName, ServedModels
 from cppbatch.sizing.machine import free_host_memory
 from cppbatch.typed_json import convert
 
@@ -119,12 +119,15 @@ class ModelMeta(msgspec.Struct, frozen=True, kw_only=True):
 
     description: str
     n_ctx: int | UnsetType = UNSET
-    """KV cells per worker. This and the other optional fields are only set while the model is loaded."""
+    """Maximum tokens of prompt and completion together, as in llama-server. This and the other optional fields are only
+    set while the model is loaded."""
+    n_cells: int | UnsetType = UNSET
+    """KV cells per worker."""
     kv_layout: str | UnsetType = UNSET
     sampling: str | UnsetType = UNSET
     n_ctx_train: int | None
     max_sequence: int | UnsetType = UNSET
-    """Maximum tokens of prompt and completion together."""
+    """The same as `n_ctx`."""
     n_parallel: int | UnsetType = UNSET
     """Maximum concurrent sequences."""
     n_params: int
@@ -179,7 +182,8 @@ class Model(msgspec.Struct, frozen=True, kw_only=True):
     """When the server started, in seconds since 1970."""
     owned_by: Literal["cppbatch"] = "cppbatch"
     path: str
-    status: ModelStatus
+    status: ModelStatus | UnsetType = UNSET
+    """Absent on a server with one model, as in llama-server: clients take it for a sign of several."""
     default: bool
     """Whether requests without a model use it."""
     pinned: bool
@@ -229,9 +233,9 @@ async def models(request: web.Request) -> web.Response:
             raise InvalidRequest("reload", f"the models are unchanged: {error}") from error
     entries = await served.entries(request.get(KEY))
     if not query.fit:
-        return json_response(ModelList(data=[_model(entry, served.started) for entry in entries]))
+        return json_response(ModelList(data=[_model(served, entry) for entry in entries]))
     fits = await served.fits(entries)
-    data = [_model(entry, served.started, fit) for entry, fit in zip(entries, fits, strict=True)]
+    data = [_model(served, entry, fit) for entry, fit in zip(entries, fits, strict=True)]
     return json_response(ModelList(data=data, free_memory=free_host_memory()))
 
 
@@ -245,22 +249,17 @@ async def model(request: web.Request) -> web.Response:
     entry = await served.entry(request.match_info["id"], request.get(KEY))
     if is_anthropic(request):
         return json_response(anthropic_model(entry, served.started))
-    return json_response(_model(entry, served.started))
+    return json_response(_model(served, entry))
 
 
-def _model(entry: ModelEntry, started: int, fit: str | None = None) -> Model:
+def _model(served: ServedModels, entry: ModelEntry, fit: str | None = None) -> Model:
     return Model(
         id=entry.name,
         aliases=sorted(entry.settings.aliases),
         tags=list(entry.settings.tags),
-        created=started,
+        created=served.started,
         path=str(entry.path),
-        status=ModelStatus(
-            value=entry.status,
-            progress=UNSET if entry.progress is None else entry.progress,
-            failed=True if entry.is_failed else UNSET,
-            error=entry.error or UNSET,
-        ),
+        status=model_status(entry) if served.router else UNSET,
         default=entry.default,
         pinned=entry.pinned,
         needs=UNSET if entry.needs is None else entry.needs,
@@ -268,6 +267,16 @@ def _model(entry: ModelEntry, started: int, fit: str | None = None) -> Model:
         meta=_meta(entry),
         architecture=Architecture(input_modalities=["text", *entry.info.modalities]) if entry.info else UNSET,
         capabilities=_capabilities(entry.info) if entry.info else UNSET,
+    )
+
+
+def model_status(entry: ModelEntry) -> ModelStatus:
+    """Its load state."""
+    return ModelStatus(
+        value=entry.status,
+        progress=UNSET if entry.progress is None else entry.progress,
+        failed=True if entry.is_failed else UNSET,
+        error=entry.error or UNSET,
     )
 
 
@@ -283,7 +292,8 @@ def _meta(entry: ModelEntry) -> ModelMeta | UnsetType:
     if info := entry.info:
         return ModelMeta(
             description=info.description,
-            n_ctx=info.n_ctx,
+            n_ctx=info.max_sequence,
+            n_cells=info.n_ctx,
             kv_layout=info.kv_layout,
             sampling=info.sampling,
             n_ctx_train=info.n_ctx_train,

@@ -25,8 +25,8 @@ from cppbatch.server.answer.response import (
     media_details,
 )
 from cppbatch.server.api.responses.output_items import OutputItems
+from cppbatch.server.api.responses.tools import UsedTools
 from cppbatch.server.api.responses.types import (
-    CustomToolFormat,
     IncompleteDetails,
     InputItem,
     InputPart,
@@ -38,16 +38,13 @@ from cppbatch.server.api.responses.types import (
     ResponseFailed,
     ResponseIncomplete,
     ResponseInProgress,
-    ResponsesCustomTool,
     ResponsesError,
     ResponsesEvent,
-    ResponsesFunction,
     ResponsesReasoning,
     ResponsesRequest,
     ResponsesResponse,
     ResponsesText,
     ResponsesTextFormat,
-    ResponsesTool,
     ResponsesUsage,
     TextFormat,
 )
@@ -66,20 +63,26 @@ async def prepare_response(body: ResponsesRequest, serving: Serving) -> Prepared
     """
     serving.check(body)
     serving.check_size(body)
-    turn = await serving.prepare(response_turn(body), body, "resp_")
-    builder = ResponsesBuilder(body, serving.name, turn)
-    return PreparedRequest(turn.requests, builder, stream=bool(body.stream), field_names=turn.field_names)
+    tools = body.used_tools()
+    turn = await serving.prepare(response_turn(body, tools), body, "resp_")
+    return PreparedRequest(
+        turn.requests,
+        ResponsesBuilder(body, serving.name, turn, tools),
+        stream=bool(body.stream),
+        field_names=turn.field_names,
+        ignored=(*body.ignored, *tools.left_out),
+    )
 
 
 class ResponsesBuilder(ResponseBuilder):
     """Builds the response of `/v1/responses`."""
 
-    def __init__(self, body: ResponsesRequest, model: str, turn: PreparedTurn) -> None:
+    def __init__(self, body: ResponsesRequest, model: str, turn: PreparedTurn, tools: UsedTools) -> None:
         super().__init__()
-        self._started = _initial_response(turn.id, body, model, turn.requests[0].params)
+        self._started = _initial_response(turn.id, body, model, turn.requests[0].params, tools)
         self._output = AssistantOutput(turn.chat)
         self._blocks = ContentBlocks()
-        self._items = OutputItems()
+        self._items = OutputItems(tools)
         self._splitter = TokenSplitter() if body.wants_logprobs else None
         self._n_events = 0
         self._stream_timings = StreamTimings(body)
@@ -176,7 +179,7 @@ class ResponsesBuilder(ResponseBuilder):
 
 
 def _initial_response(
-    response_id: str, body: ResponsesRequest, model: str, params: SamplingParams
+    response_id: str, body: ResponsesRequest, model: str, params: SamplingParams, tools: UsedTools
 ) -> ResponsesResponse:
     """The response at its start: the request's settings, without output."""
     return ResponsesResponse(
@@ -193,19 +196,10 @@ def _initial_response(
         temperature=params.temperature,
         text=ResponsesText(format=_format(body.format)),
         tool_choice=body.tool_choice or "auto",
-        tools=[_tool(tool) for tool in body.tools or []],
+        tools=tools.echo,
         top_logprobs=params.logprobs or 0,
         top_p=params.top_p,
         user=body.user,
-    )
-
-
-def _tool(tool: ResponsesTool) -> ResponsesFunction | ResponsesCustomTool:
-    if tool.type == "custom":
-        form = tool.format or CustomToolFormat("text")
-        return ResponsesCustomTool(name=tool.name, description=tool.description, format=form)
-    return ResponsesFunction(
-        name=tool.name, description=tool.description, parameters=tool.parameters, strict=tool.strict
     )
 
 
@@ -234,7 +228,9 @@ _REQUIRED = {
     "custom_tool_call_output": ("call_id", "output"),
     "reasoning": (),
 }
-"""The supported item types, and the required fields of each."""
+"""The types of items that have required fields, with these fields."""
+_ADDED_TOOLS = ("additional_tools", "tool_search_output")
+"""The types of items whose tools are added to those of the request."""
 _TEXT_PARTS = ("input_text", "output_text", "text", "refusal", "reasoning_text", "summary_text")
 _MEDIA_PARTS = ("input_image", "input_audio")
 
@@ -243,22 +239,23 @@ _FIELD_NAMES = {"custom.format.grammar": "format", "custom.": "", "function.": "
 """Parts of field names: in chat completions, and in this API."""
 
 
-def response_turn(body: ResponsesRequest) -> ChatTurn:
-    """The conversation. Raises `InvalidRequest`."""
+def response_turn(body: ResponsesRequest, tools: UsedTools | None = None) -> ChatTurn:
+    """The conversation. `tools`: of this body; None: they are read here. Raises `InvalidRequest`."""
     body.check_stateless()
+    tools = tools or body.used_tools()
     return ChatTurn(
-        _messages(body),
-        tools=body.functions(),
-        choice=body.choice(),
+        _messages(body, tools),
+        tools=tools.functions,
+        choice=body.choice(tools),
         schema=body.schema(),
         variables=effort_variables("reasoning.effort", body.reasoning.effort if body.reasoning else None),
         thinking_tokens=check_budget(thinking_budget=body.thinking_budget),
         parse_special=body.parse_special,
-        field_names={**_FIELD_NAMES, "response_format": body.constraint_field("text.format")},
+        field_names={**tools.fields, **_FIELD_NAMES, "response_format": body.constraint_field("text.format")},
     )
 
 
-def _messages(body: ResponsesRequest) -> list[Json]:
+def _messages(body: ResponsesRequest, tools: UsedTools) -> list[Json]:
     """The messages as chat templates expect them, `instructions` first. Raises `InvalidRequest`."""
     messages: list[Json] = []
     if body.instructions:
@@ -269,7 +266,7 @@ def _messages(body: ResponsesRequest) -> list[Json]:
         raise InvalidRequest("input", "is empty; give text or at least one item")
     for i, item in enumerate(body.input):
         _check(f"input[{i}]", item)
-        _add(messages, f"input[{i}]", item)
+        _add(messages, f"input[{i}]", item, tools)
     for message in messages:
         if message["role"] == "assistant":
             for name in ("content", "reasoning_content"):
@@ -279,27 +276,38 @@ def _messages(body: ResponsesRequest) -> list[Json]:
 
 
 def _check(field: str, item: InputItem) -> None:
-    if item.type not in _REQUIRED:
-        message = f"is of type {item.type!r}; supported types are {', '.join(_REQUIRED)}"
+    if not (item.type in _REQUIRED or item.type in _ADDED_TOOLS or _is_foreign(item)):
+        message = f"is of type {item.type!r:.80}; supported types are {', '.join((*_REQUIRED, *_ADDED_TOOLS))}"
         if item.type == "item_reference":
             message = "references a stored item, but this server stores nothing; send the item itself"
         raise InvalidRequest(field, message)
-    for name in _REQUIRED[item.type]:
+    for name in _REQUIRED.get(item.type, ()):
         if getattr(item, name) is None:
             raise InvalidRequest(f"{field}.{name}", "is required")
     if item.type == "message" and item.role not in _ROLES:
         raise InvalidRequest(f"{field}.role", f"is {item.role!r}; it must be one of {', '.join(_ROLES)}")
 
 
-def _add(messages: list[Json], field: str, item: InputItem) -> None:
-    if item.type in ("function_call_output", "custom_tool_call_output"):
-        output = _content(f"{field}.output", item.output)
-        messages.append({"role": "tool", "tool_call_id": item.call_id, "content": output})
-    elif item.type in ("function_call", "custom_tool_call"):
-        arguments = item.arguments if item.type == "function_call" else {INPUT: item.input}
-        function = {"name": item.name, "arguments": arguments}
-        call = {"id": item.call_id, "type": "function", "function": function}
+def _is_foreign(item: InputItem) -> bool:
+    """Whether it is a call of a tool that OpenAI's servers run, such as `web_search_call`, or its output."""
+    return item.type.endswith(("_call", "_call_output"))
+
+
+def _add(messages: list[Json], field: str, item: InputItem, tools: UsedTools) -> None:
+    call_id = item.call_id or item.id
+    if item.type == "additional_tools":
+        return
+    if item.type.endswith("_output"):
+        output = _content(f"{field}.output", item.output) or ", ".join(tool.name for tool in item.tools or ())
+        messages.append({"role": "tool", "tool_call_id": call_id, "content": output})
+    elif item.type in ("function_call", "custom_tool_call") or _is_foreign(item):
+        arguments = {INPUT: item.input} if item.type == "custom_tool_call" else item.arguments or item.action or {}
+        name = tools.model_name(item.namespace, item.name or item.type.removesuffix("_call"))
+        call = {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
         _assistant(messages).setdefault("tool_calls", []).append(call)
+        if not item.call_id:  # its server has run it: no other item has the output
+            output = _content(f"{field}.output", item.output) or item.status or ""
+            messages.append({"role": "tool", "tool_call_id": call_id, "content": output})
     elif item.type == "reasoning":
         reasoning = _text(f"{field}.content", item.content) or _text(f"{field}.summary", item.summary)
         if reasoning:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from msgspec import UNSET
+
 from cppbatch.engine.request import TokenLogprob
 from cppbatch.server.answer.logprobs import ChatTokenLogprob, chat_token_logprobs
 from cppbatch.server.answer.response import BlockChange, ContentBlock
+from cppbatch.server.api.responses.tools import UsedTools
 from cppbatch.server.api.responses.types import (
     ContentPartAdded,
     ContentPartDone,
@@ -38,8 +41,10 @@ _ID_PREFIXES = {"text": "msg_", "reasoning": "rs_", "call": "fc_", "custom": "ct
 class ItemBuilder:
     """Builds the output item of one content block."""
 
-    def __init__(self, block: ContentBlock) -> None:
+    def __init__(self, block: ContentBlock, tools: UsedTools) -> None:
         self._block = block
+        namespace, self._name = tools.client_name(block.name)
+        self._namespace = UNSET if namespace is None else namespace
         self._index = block.index
         self._id = new_id(_ID_PREFIXES[block.kind])
         self._status: ItemStatus = "in_progress"
@@ -51,11 +56,18 @@ class ItemBuilder:
         if block.kind == "call":
             arguments = "" if empty else block.text
             return FunctionCallItem(
-                id=self._id, status=self._status, call_id=block.call_id, name=block.name, arguments=arguments
+                id=self._id,
+                status=self._status,
+                call_id=block.call_id,
+                name=self._name,
+                namespace=self._namespace,
+                arguments=arguments,
             )
         if block.kind == "custom":
             text = "" if empty else block.text
-            return CustomToolCallItem(id=self._id, call_id=block.call_id, name=block.name, input=text)
+            return CustomToolCallItem(
+                id=self._id, call_id=block.call_id, name=self._name, namespace=self._namespace, input=text
+            )
         if block.kind == "reasoning":
             reasoning = [] if empty else [ReasoningText(text=block.text)]
             return ReasoningItem(id=self._id, status=self._status, content=reasoning)
@@ -104,7 +116,8 @@ class ItemBuilder:
 class OutputItems:
     """All output items of a response."""
 
-    def __init__(self) -> None:
+    def __init__(self, tools: UsedTools) -> None:
+        self._tools = tools
         self._builders: list[ItemBuilder] = []
         self._logprobs: list[ChatTokenLogprob] = []  # of tokens whose text is still pending
 
@@ -124,7 +137,7 @@ class OutputItems:
         events: list[ResponsesEvent] = []
         for step, block, text in changes:
             if step == "start":
-                self._builders.append(ItemBuilder(block))
+                self._builders.append(ItemBuilder(block, self._tools))
                 events += self._builders[-1].start()
             elif step == "delta":
                 events.append(self._builders[-1].delta(text, self._take_logprobs(block, text)))

@@ -8,10 +8,19 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from cppbatch.chat.messages import MediaFields
-from cppbatch.chat.tools import ToolChoice, allowed_choice, tool_choice_of
+from cppbatch.chat.tools import ToolChoice
 from cppbatch.errors import InvalidRequest
 from cppbatch.server.answer.llama_result import PromptProgress, Timings
 from cppbatch.server.answer.logprobs import ChatTokenLogprob
+from cppbatch.server.api.responses.tools import (
+    ResponsesCustomTool,
+    ResponsesFunction,
+    ResponsesNamespace,
+    ResponsesTool,
+    ResponsesToolChoice,
+    UsedTools,
+    choice_of,
+)
 from cppbatch.server.fields.sampling import SamplingFields, SingleChoiceFields
 from cppbatch.server.fields.structured import one_schema
 
@@ -40,81 +49,22 @@ class InputItem(msgspec.Struct):
     """For reasoning without content."""
     call_id: str | None = None
     name: str | None = None
-    arguments: str | None = None
-    """For a tool call: a JSON object, as text."""
+    namespace: str | None = None
+    """For a call of a tool in a namespace."""
+    arguments: str | Json | None = None
+    """For a tool call: a JSON object, or its text."""
     input: str | None = None
     """For a call of a custom tool: its text."""
     output: str | list[InputPart] | None = None
     """For the output of a tool call."""
-
-
-class CustomToolFormat(msgspec.Struct, omit_defaults=True):
-    """The text format of a custom tool."""
-
-    type: str
-    """`text` or `grammar`."""
-    syntax: str | None = None
-    """`lark` or `regex`."""
-    definition: str | None = None
-    """The grammar."""
-
-
-class ResponsesTool(msgspec.Struct):
-    """A function that the assistant may call, or a custom tool, which takes text."""
-
-    type: str
-    name: str = ""
-    description: str | None = None
-    parameters: Json | None = None
-    """The JSON schema of the arguments."""
-    strict: bool | None = None
-    format: CustomToolFormat | None = None
-    """For a custom tool."""
-
-    def as_tool(self, field: str) -> Json:
-        """OpenAI's chat object. `field`: the tool's name in errors. Raises `InvalidRequest` for tools that run on
-        OpenAI's servers."""
-        if self.type == "custom" and self.name:
-            return {"type": "custom", "custom": self._custom(field)}
-        if self.type not in ("function", "custom"):
-            message = f"is {self.type!r}; this server has no built-in tools: provide functions (type function)"
-            raise InvalidRequest(f"{field}.type", message)
-        if not self.name:
-            raise InvalidRequest(f"{field}.name", "is required")
-        given = {"description": self.description, "parameters": self.parameters, "strict": self.strict}
-        function = {"name": self.name, **{name: value for name, value in given.items() if value is not None}}
-        return {"type": "function", "function": function}
-
-    def _custom(self, field: str) -> Json:
-        custom: Json = {"name": self.name, "description": self.description}
-        if self.format is None:
-            return custom
-        custom["format"] = {"type": self.format.type}
-        if self.format.type == "grammar":
-            for name in ("syntax", "definition"):
-                if getattr(self.format, name) is None:
-                    raise InvalidRequest(f"{field}.format.{name}", "is required")
-            grammar = {"syntax": self.format.syntax, "definition": self.format.definition}
-            custom["format"]["grammar"] = grammar
-        return custom
-
-
-class NamedTool(msgspec.Struct):
-    """A tool by its name."""
-
-    type: str
-    name: str = ""
-
-
-class ResponsesToolChoice(msgspec.Struct, omit_defaults=True):
-    """`tool_choice`: the tool to call, or the allowed tools (type `allowed_tools`)."""
-
-    type: str
-    name: str = ""
-    mode: str | None = None
-    """For `allowed_tools`: `auto` or `required`."""
-    tools: list[NamedTool] | None = None
-    """For `allowed_tools`."""
+    id: str | None = None
+    """For a call of a tool of OpenAI's servers without `call_id`."""
+    status: str | None = None
+    """For a call of a tool of OpenAI's servers: what the model gets if the item has no output."""
+    action: Json | None = None
+    """For a call of a tool of OpenAI's servers: its arguments."""
+    tools: list[ResponsesTool] | None = None
+    """For `additional_tools` and `tool_search_output`: tools that are added to those of the request."""
 
 
 class TextFormat(msgspec.Struct):
@@ -125,6 +75,7 @@ class TextFormat(msgspec.Struct):
     name: str | None = None
     description: str | None = None
     schema: Json | None = None
+    """None: any JSON object."""
     strict: bool | None = None
 
     def answer_schema(self) -> Json | None:
@@ -135,9 +86,7 @@ class TextFormat(msgspec.Struct):
             return {"type": "object"}
         if self.type != "json_schema":
             raise InvalidRequest("text.format.type", f"is {self.type!r}; it must be text, json_object or json_schema")
-        if self.schema is None:
-            raise InvalidRequest("text.format.schema", "is required for type json_schema")
-        return self.schema
+        return {"type": "object"} if self.schema is None else self.schema
 
 
 class TextConfig(msgspec.Struct):
@@ -145,7 +94,7 @@ class TextConfig(msgspec.Struct):
 
     format: TextFormat | None = None
     verbosity: str | None = None
-    """`medium`; other values are not supported."""
+    """Ignored."""
 
 
 class ReasoningConfig(msgspec.Struct):
@@ -161,7 +110,6 @@ LOGPROBS = "message.output_text.logprobs"
 _STATEFUL_FIELDS = {
     "previous_response_id": "send the whole conversation as input",
     "conversation": "send the whole conversation as input",
-    "store": "leave it out, or send false",
     "background": "wait for the answer, or stream it",
     "prompt": "send its text as instructions or input",
 }
@@ -202,7 +150,9 @@ class ResponsesRequest(SingleChoiceFields, kw_only=True):
     user: str | None = None
     """Returned unchanged."""
     store: bool | None = None
-    """Must not be true: responses are not stored."""
+    """Ignored: responses are not stored."""
+    context_management: Any = None
+    """Ignored: conversations are not shortened."""
     truncation: str | None = None
     """Ignored: prompts that are too long are refused."""
     previous_response_id: str | None = None
@@ -225,26 +175,25 @@ class ResponsesRequest(SingleChoiceFields, kw_only=True):
             if getattr(self, field):
                 raise InvalidRequest(field, f"is not supported: this server stores nothing; {instead}")
 
-    def functions(self) -> list[Json]:
-        """The tools as chat templates expect them. Raises `InvalidRequest` for tools that run on OpenAI's servers."""
-        return [tool.as_tool(f"tools[{i}]") for i, tool in enumerate(self.tools or [])]
+    @property
+    def ignored(self) -> tuple[str, ...]:
+        """The fields without effect that ask for something."""
+        given = {
+            "store": self.store,
+            "context_management": self.context_management,
+            "text.verbosity": self.text and self.text.verbosity not in (None, "medium"),
+        }
+        return tuple(name for name, value in given.items() if value)
 
-    def choice(self) -> ToolChoice:
+    def used_tools(self) -> UsedTools:
+        """The tools of the request and of its items. Raises `InvalidRequest`."""
+        items = self.input if isinstance(self.input, list) else []
+        added = {f"input[{i}].tools": item.tools for i, item in enumerate(items) if item.tools}
+        return UsedTools(self.tools or [], added)
+
+    def choice(self, tools: UsedTools) -> ToolChoice:
         """`tool_choice` and `parallel_tool_calls`. Raises `InvalidRequest`."""
-        wanted, parallel = self.tool_choice or "auto", self.parallel_tool_calls is not False
-        if isinstance(wanted, str):
-            return tool_choice_of(wanted, parallel=parallel)
-        if wanted.type in ("function", "custom"):
-            return ToolChoice(mode="required", name=wanted.name, parallel=False)
-        if wanted.type != "allowed_tools":
-            return tool_choice_of(wanted.type, parallel=parallel)  # refuses tools that run on OpenAI's servers
-        tools = wanted.tools or []
-        for i, tool in enumerate(tools):
-            if tool.type not in ("function", "custom"):
-                raise InvalidRequest(
-                    f"tool_choice.tools[{i}].type", f"is {tool.type!r:.80}; it must be function or custom"
-                )
-        return allowed_choice("tool_choice.mode", wanted.mode or "auto", [t.name for t in tools], parallel=parallel)
+        return choice_of(self.tool_choice or "auto", tools, parallel=self.parallel_tool_calls is not False)
 
     @property
     def format(self) -> TextFormat:
@@ -255,10 +204,6 @@ class ResponsesRequest(SingleChoiceFields, kw_only=True):
         """As in `SamplingFields`, of `text.format`."""
         if self.response_format:
             raise InvalidRequest("response_format", "belongs to another API; use text.format")
-        if self.text and self.text.verbosity not in (None, "medium"):
-            raise InvalidRequest(
-                "text.verbosity", f"is {self.text.verbosity!r}; only medium is supported: put it in a message"
-            )
         return one_schema("text.format", self.format.answer_schema(), self)
 
 
@@ -310,6 +255,8 @@ class FunctionCallItem(msgspec.Struct, frozen=True, kw_only=True, tag_field="typ
     status: ItemStatus
     call_id: str
     name: str
+    namespace: str | UnsetType = UNSET
+    """The tool's namespace; absent if it has none."""
     arguments: str
     """A JSON object, as text."""
 
@@ -320,6 +267,8 @@ class CustomToolCallItem(msgspec.Struct, frozen=True, kw_only=True, tag_field="t
     id: str
     call_id: str
     name: str
+    namespace: str | UnsetType = UNSET
+    """The tool's namespace; absent if it has none."""
     input: str
 
 
@@ -390,23 +339,6 @@ class ResponsesText(msgspec.Struct, frozen=True, kw_only=True):
     format: ResponsesTextFormat
 
 
-class ResponsesFunction(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="function"):
-    """A function of the request."""
-
-    name: str
-    description: str | None
-    parameters: Json | None
-    strict: bool | None
-
-
-class ResponsesCustomTool(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="custom"):
-    """A custom tool of the request."""
-
-    name: str
-    description: str | None
-    format: CustomToolFormat
-
-
 class ResponsesResponse(msgspec.Struct, frozen=True, kw_only=True):
     """The response of `POST /v1/responses`, not streamed; and the response in events of the stream.
 
@@ -437,7 +369,8 @@ class ResponsesResponse(msgspec.Struct, frozen=True, kw_only=True):
     temperature: float
     text: ResponsesText
     tool_choice: str | ResponsesToolChoice
-    tools: list[ResponsesFunction | ResponsesCustomTool]
+    tools: list[ResponsesFunction | ResponsesCustomTool | ResponsesNamespace]
+    """Without tools of OpenAI's servers."""
     top_logprobs: int
     top_p: float
     truncation: Literal["disabled"] = "disabled"

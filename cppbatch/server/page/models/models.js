@@ -42,7 +42,7 @@ const Name = ({model}) => html`<div class="model-name"><strong title=${model.pat
 function Context({meta}) {
   if (!meta) return '–';
   if (meta.n_parallel === undefined) return html`up to ${count(meta.n_ctx_train)} tokens`;
-  return html`${plural(meta.n_parallel, 'sequence')}<small>${count(meta.n_ctx)} KV cells, ${
+  return html`${plural(meta.n_parallel, 'sequence')}<small>${count(meta.n_cells)} KV cells, ${
     count(meta.max_sequence)} tokens for one</small>`;
 }
 
@@ -59,7 +59,7 @@ function useModels(active) {
   const read = useCallback((query = '') => request(`/v1/models${query}`)
     .then(({data, free_memory: free}) => setState((last) => {
       const before = (model) => last.models?.find((each) => each.id === model.id)?.fit;
-      const models = data.map((model) => ({...model, fit: model.fit ?? before(model)}));
+      const models = data.map((model) => ({status: {value: 'loaded'}, ...model, fit: model.fit ?? before(model)}));
       return {models, free: free ?? last.free, error: null};
     }))
     .catch((error) => setState((last) => ({...last, error}))), []);

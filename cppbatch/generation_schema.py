@@ -1,0 +1,457 @@
+"""JSON schemas as they are used for generation: simplified, and with objects that have only the properties they name.
+
+The grammar engine does not know all keywords, and many schemas use those only in ways that restrict nothing:
+`"uniqueItems": false`, `"propertyNames": {"type": "string"}`. Such keywords are dropped, whatever the draft.
+
+A schema that does not mention other properties allows any, and small models then write them until the text is cut off.
+llama.cpp and vLLM exclude them too, and clients such as instructor rely on it. The result still matches the client's
+schema. `"additionalProperties": true` allows others.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from typing import Any
+
+from cppbatch.json_schema import find
+
+Json = dict[str, Any]
+
+_MAPS = ("$defs", "definitions", "properties", "patternProperties", "dependentSchemas", "dependencies")
+_LISTS = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
+_SCHEMAS = (
+    "items", "additionalItems", "additionalProperties", "not", "if", "then", "else", "contains", "propertyNames",
+    "unevaluatedItems", "unevaluatedProperties",
+)  # fmt: skip
+"""The keywords whose values are maps of schemas, lists of schemas, and schemas."""
+_HOLDERS = frozenset((*_MAPS, *_LISTS, *_SCHEMAS))
+_COUNTS = (
+    "minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties", "minContains", "maxContains",
+)  # fmt: skip
+_BOUNDS = {"minimum": -1, "exclusiveMinimum": -1, "maximum": 1, "exclusiveMaximum": 1}
+"""The keywords that bound numbers: the direction in which a bound is widened."""
+_DEFINITIONS = ("$defs", "definitions")
+_ASSERTIONS = frozenset(
+    {*_MAPS, *_LISTS, *_SCHEMAS, *_COUNTS, *_BOUNDS}
+    | {"type", "enum", "const", "multipleOf", "pattern", "format", "required", "uniqueItems", "dependentRequired"}
+    | {"$ref", "$dynamicRef", "$recursiveRef"}
+) - {*_DEFINITIONS}
+"""The keywords that may restrict values. All others describe them."""
+_FORMATS = frozenset((
+    "date-time", "time", "date", "duration", "email", "idn-email", "hostname", "idn-hostname", "ipv4", "ipv6", "uuid",
+    "uri", "uri-reference", "iri", "iri-reference", "uri-template", "json-pointer", "relative-json-pointer", "regex",
+))  # fmt: skip
+"""The values of `format` that JSON Schema defines. Others, such as pydantic's `binary`, restrict nothing."""
+_ENFORCED_FORMATS = frozenset(
+    ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri")
+)
+_NOT_ENFORCED = frozenset((
+    "contains", "minContains", "maxContains", "dependencies", "dependentRequired", "dependentSchemas", "propertyNames",
+    "unevaluatedItems", "unevaluatedProperties", "uniqueItems", "$dynamicRef", "$recursiveRef", "if", "then", "else",
+    "not",
+))  # fmt: skip
+"""The keywords that the grammar engine does not know."""
+_FRACTION = r"^[^.]*(\.[0-9]{1,9}([^0-9].*)?)?$"
+"""Bounds the digits of a second's fraction: a weak model could write them forever."""
+_EXACT = 2.0**53
+"""Doubles cannot tell larger integers apart."""
+_LARGEST = 10**17
+_SMALLEST = 1e-15
+"""Bounds that the grammar engine can express."""
+
+
+def generation_schema(schema: Any) -> Any:
+    """`close_objects` of what `simplify` returns."""
+    return close_objects(simplify(schema))
+
+
+def close_objects(schema: Any) -> Any:
+    """A simplified schema with `"additionalProperties": false` in each object that names properties, mentions no
+    others, and is not one of several schemas that a value must match at once. The argument is not modified."""
+    root, nodes = _copy(schema)
+    _close(root, nodes)
+    return root
+
+
+def simplify(schema: Any) -> Any:
+    """The schema without keywords that restrict nothing, with bounds that the grammar engine can express, and with
+    `allOf` merged where the result means the same. The argument is not modified."""
+    root, nodes = _copy(schema)
+    pointed = "\n".join(str(node["$ref"]) for node in nodes if "$ref" in node) + "\n"
+    has_empty = any("not" in node for node in nodes)
+    is_dynamic = any("$dynamicRef" in node for node in nodes)
+    is_collected = any(not _is_neutral(node.get(name, True)) for node in nodes for name in _UNEVALUATED)
+    for node in reversed(nodes):  # inner ones first
+        if "$dynamicAnchor" in node and not is_dynamic:
+            node["$anchor"] = node.pop("$dynamicAnchor")
+        for name, restricts_nothing in _NEUTRAL.items():
+            if name not in node or (is_collected and name in _COLLECTING):
+                continue
+            is_pointed = f"/{name}/" in pointed or f"/{name}\n" in pointed
+            if not is_pointed and restricts_nothing(node[name], node):
+                del node[name]
+        if has_empty:
+            for _, inner, put in inner_schemas(node):
+                if _is_empty(inner):
+                    put(False)
+        if "propertyNames" in node:
+            _name_properties(node, root)
+        _bound(node)
+    merger = _Merger(root)
+    for node in reversed(nodes):
+        if "/allOf/" not in pointed:
+            merger.merge(node)
+        _evaluate(node)
+    return root
+
+
+def not_enforced(schema: Any) -> str | None:
+    """The first keyword of a simplified schema that the grammar engine cannot enforce, and its place; None: it knows
+    them all."""
+    waiting = [("#", schema)]
+    while waiting:
+        place, part = waiting.pop()
+        if not isinstance(part, dict):
+            continue
+        for keyword in part:
+            if keyword in _NOT_ENFORCED:
+                return f"{place}/{keyword}: {keyword} is not supported"
+        if (name := part.get("format")) in _FORMATS - _ENFORCED_FORMATS:
+            return f"{place}/format: the format {name!r} is not supported"
+        waiting += reversed([(f"{place}/{path}", each) for path, each, _ in inner_schemas(part)])
+    return None
+
+
+def inner_schemas(part: Json) -> Iterator[tuple[str, Any, Callable[[Any], None]]]:
+    """The schemas in a schema: their places, the schemas, and what replaces them. Definitions come first."""
+    for name in _MAPS:
+        if isinstance(inner := part.get(name), dict):
+            yield from ((f"{name}/{key}", each, partial(inner.__setitem__, key)) for key, each in inner.items())
+    for name in _LISTS:
+        if isinstance(inner := part.get(name), list):
+            yield from ((f"{name}/{i}", each, partial(inner.__setitem__, i)) for i, each in enumerate(inner))
+    for name in _SCHEMAS:
+        if isinstance(part.get(name), dict):
+            yield name, part[name], partial(part.__setitem__, name)
+
+
+def _copy(schema: Any) -> tuple[Any, list[Json]]:
+    """A copy whose schemas may be modified, and these schemas, each before those in it."""
+    copied: list[Any] = []
+    nodes: list[Json] = []
+    waiting: list[tuple[Any, Callable[[Any], None]]] = [(schema, copied.append)]
+    while waiting:
+        part, put = waiting.pop()
+        if not isinstance(part, dict):
+            put(part)
+            continue
+        node = dict(part)
+        put(node)
+        nodes.append(node)
+        if not _HOLDERS.isdisjoint(node):
+            for name in (*_MAPS, *_LISTS):
+                if isinstance(inner := node.get(name), list) or (name != "items" and isinstance(inner, dict)):
+                    node[name] = inner.copy()
+            waiting += [(each, place) for _, each, place in inner_schemas(node)]
+    return copied[0], nodes
+
+
+# --- keywords that restrict nothing ----------------------------------------------------------------------------------
+
+
+def _is_neutral(schema: Any) -> bool:
+    """Whether any value matches a simplified schema."""
+    return schema is True or (isinstance(schema, dict) and _ASSERTIONS.isdisjoint(schema))
+
+
+def _is_empty(schema: Any) -> bool:
+    """Whether a simplified schema says that no value matches: zod's `never`."""
+    return isinstance(schema, dict) and _ASSERTIONS & schema.keys() == {"not"} and _is_neutral(schema["not"])
+
+
+def _names_any(given: Any, _: Json) -> bool:
+    """Whether each name matches a schema of names."""
+    if not isinstance(given, dict) or given.get("type") not in ("string", ["string"]):
+        return _is_neutral(given)
+    return not _ASSERTIONS & given.keys() - {"type"}
+
+
+_COLLECTING = frozenset(
+    ("if", "then", "else", "not", "contains", "dependentSchemas", "unevaluatedItems", "unevaluatedProperties")
+)
+"""Keywords that tell `unevaluatedProperties` and `unevaluatedItems` around them what is evaluated."""
+
+_NEUTRAL: dict[str, Callable[[Any, Json], bool]] = {
+    "uniqueItems": lambda given, _: given is False,
+    "propertyNames": _names_any,
+    "unevaluatedProperties": lambda given, _: _is_neutral(given),
+    "unevaluatedItems": lambda given, _: _is_neutral(given),
+    "contains": lambda _, node: node.get("minContains") == 0 and "maxContains" not in node,
+    "minContains": lambda given, node: "contains" not in node or (given == 0 and "maxContains" not in node),
+    "maxContains": lambda _, node: "contains" not in node,
+    "not": lambda given, _: given is False,
+    "then": lambda given, node: _is_neutral(given) or "if" not in node or node["if"] is False,
+    "else": lambda given, node: _is_neutral(given) or "if" not in node or _is_neutral(node["if"]),
+    "if": lambda _, node: not node.keys() & {"then", "else"},
+    "dependentRequired": lambda given, _: isinstance(given, dict) and not any(given.values()),
+    "dependentSchemas": lambda given, _: isinstance(given, dict) and all(map(_is_neutral, given.values())),
+    "dependencies": lambda given, _: (
+        isinstance(given, dict) and all(each == [] or _is_neutral(each) for each in given.values())
+    ),
+    "format": lambda given, _: isinstance(given, str) and given not in _FORMATS,
+    "$recursiveAnchor": lambda *_: True,
+    "$vocabulary": lambda *_: True,
+}
+"""For each keyword: whether its value restricts nothing, in its schema, whose inner schemas are simplified. Keywords on
+which another one depends come after it."""
+
+
+def _name_properties(node: Json, root: Any) -> None:
+    """Replaces `propertyNames` with a list or a pattern of names by what the grammar engine knows."""
+    names, others = _resolve_all(node.get("propertyNames"), root), node.get("additionalProperties", True)
+    plain = isinstance(node.get("properties", {}), dict) and not node.keys() & {"patternProperties", *_UNEVALUATED}
+    if not isinstance(names, dict) or not plain:
+        return
+    kept = _ASSERTIONS & names.keys() - {"type"}
+    listed = names.get("enum", [names["const"]] if "const" in names else None)
+    if len(kept) == 1 and isinstance(listed, list):
+        known = node.get("properties", {})
+        node["properties"] = {name: known.get(name, others) for name in listed if isinstance(name, str)}
+    elif not node.get("properties") and (pattern := _pattern(names, kept)):
+        node["patternProperties"] = {pattern: others}
+    else:
+        return
+    node["additionalProperties"] = False
+    del node["propertyNames"]
+
+
+def _pattern(names: Json, kept: Iterable[str]) -> str | None:
+    """The regular expression of the names that match a schema; None: it has other keywords."""
+    if "pattern" in kept and {*kept} <= {"pattern", "format"} and isinstance(names["pattern"], str):
+        return str(names["pattern"])
+    if {*kept} <= {"minLength", "maxLength"}:
+        return f"^[\\s\\S]{{{names.get('minLength', 0)},{names.get('maxLength', '')}}}$"
+    return None
+
+
+def _bound(node: Json) -> None:
+    """Bounds what a model could write forever, and widens bounds of numbers that the grammar engine cannot express."""
+    if node.get("format") in ("date-time", "time"):
+        if "pattern" not in node:
+            node["pattern"] = _FRACTION
+        elif isinstance(parts := node.setdefault("allOf", []), list) and {"pattern": _FRACTION} not in parts:
+            parts.append({"pattern": _FRACTION})
+    for name in _COUNTS:
+        if isinstance(count := node.get(name), float) and count.is_integer():
+            node[name] = int(count)
+    for name, direction in _BOUNDS.items():
+        bound = node.get(name)
+        if isinstance(bound, bool) or not isinstance(bound, (int, float)):
+            continue
+        if bound * direction >= _EXACT:  # also infinite
+            del node[name]
+        elif abs(bound) > _LARGEST:
+            node[name] = -direction * _LARGEST
+        elif 0 < abs(bound) < _SMALLEST:
+            node[name] = direction * _SMALLEST if bound * direction > 0 else 0
+
+
+# --- schemas that a value must match at once -------------------------------------------------------------------------
+
+
+class _Merger:
+    """Merges the schemas of `allOf` into the schema around them."""
+
+    def __init__(self, root: Any) -> None:
+        self._root = root
+        self._merging: list[int] = []
+
+    def merge(self, node: Json) -> None:
+        """Merges in place, if the result means the same."""
+        parts = node.get("allOf")
+        if not isinstance(parts, list) or id(node) in self._merging:
+            return
+        self._merging.append(id(node))
+        merged: Json | None = {key: value for key, value in node.items() if key not in ("allOf", *_UNEVALUATED)}
+        for part in parts:
+            merged = None if merged is None else self._both(merged, part)
+        self._merging.pop()
+        if merged is not None:
+            evaluated = {key: node[key] for key in _UNEVALUATED if key in node}
+            node.clear()
+            node.update(merged | evaluated)
+
+    def _both(self, first: Json, second: Any) -> Json | None:
+        """What matches both; None: no plain schema says so."""
+        if second is True or not isinstance(second, dict):
+            return first if second is True else None
+        if _is_neutral(second) or ("$ref" in second and not first.keys() & _APPLIED):
+            return second | first
+        known = self._resolve(first), self._resolve(second)
+        return None if known[0] is None or known[1] is None else _union(known[0], known[1])
+
+    def _resolve(self, part: Json) -> Json | None:
+        """The schema with the target of its reference; None: that is not known, or contains this schema."""
+        if "$ref" not in part:
+            return part
+        target = find(self._root, part["$ref"])
+        if not isinstance(target, dict) or id(target) in self._merging or "$id" in target:
+            return None
+        self.merge(target)
+        rest = {key: value for key, value in part.items() if key != "$ref"}
+        if not _ASSERTIONS.isdisjoint(rest):
+            return None
+        inlined = {key: value for key, value in target.items() if key not in _DEFINITIONS} | rest
+        self._merging.append(id(target))
+        resolved = self._resolve(inlined)
+        self._merging.pop()
+        return resolved
+
+
+def _union(first: Json, second: Json) -> Json | None:
+    """The keywords of both; None: they do not go together."""
+    for group, alone in _GROUPS:
+        ours, theirs = group & first.keys(), group & second.keys()
+        if ours and theirs and not ours | theirs <= alone:
+            return None
+    merged = second | first
+    for key in first.keys() & second.keys() & _ASSERTIONS:
+        one, other = first[key], second[key]
+        if one == other:
+            continue
+        if key == "required" and isinstance(one, list) and isinstance(other, list):
+            merged[key] = [*one, *(name for name in other if name not in one)]
+        elif key == "properties" and _agree(one, other):
+            merged[key] = one | other
+        else:
+            return None
+    return merged
+
+
+def _evaluate(node: Json) -> None:
+    """Replaces keywords about what no schema beside them has named, if no schema is beside them."""
+    if not node.keys() & _APPLICATORS:
+        if "unevaluatedProperties" in node:
+            node.setdefault("additionalProperties", node.pop("unevaluatedProperties"))
+        if "unevaluatedItems" in node and not isinstance(node.get("items"), list):
+            node.setdefault("items", node.pop("unevaluatedItems"))
+
+
+_UNEVALUATED = ("unevaluatedProperties", "unevaluatedItems")
+_APPLICATORS = frozenset(
+    ("$ref", "$dynamicRef", "allOf", "anyOf", "oneOf", "if", "then", "else", "not", "dependentSchemas", "contains")
+)
+"""Keywords with schemas for the same value."""
+_APPLIED = _APPLICATORS | {"$id", "properties", "patternProperties", "additionalProperties"}
+_GROUPS: tuple[tuple[set[str], set[str]], ...] = (
+    ({"properties", "patternProperties", "additionalProperties", "unevaluatedProperties"}, {"properties"}),
+    ({"prefixItems", "items", "additionalItems", "unevaluatedItems", "contains", "minContains", "maxContains"}, set()),
+    ({"if", "then", "else"}, set()),
+)
+"""Keywords that refer to each other, so that two schemas with some of them cannot be merged, unless these are all."""
+
+
+def _agree(first: Any, second: Any) -> bool:
+    """Whether no property has two different schemas."""
+    if not isinstance(first, dict) or not isinstance(second, dict):
+        return False
+    return all(first[name] == second[name] for name in first.keys() & second.keys())
+
+
+# --- closed objects --------------------------------------------------------------------------------------------------
+
+
+_OPENERS = frozenset(
+    ("additionalProperties", "patternProperties", "unevaluatedProperties", "propertyNames", "minProperties")
+)
+# If a value must match several schemas at once, none of them names all properties.
+_COMBINE = frozenset(("allOf", "if", "not", "dependentSchemas", "dependencies", "$dynamicRef", "contains"))
+_COMBINE_IF_TWO = frozenset(("properties", "$ref", "anyOf", "oneOf"))
+
+
+def _close(root: Any, nodes: list[Json]) -> None:
+    """Closes the objects of a schema in place. `nodes`: all schemas in it."""
+    combined: list[Any] = [node for node in nodes if _combines(node, root)]
+    is_open: set[int] = set()
+    while combined:
+        part = combined.pop()
+        if isinstance(part, dict) and id(part) not in is_open:
+            is_open.add(id(part))
+            combined += [each for path, each, _ in inner_schemas(part) if not path.startswith(_DEFINITIONS)]
+            combined.append(find(root, part.get("$ref", "")))
+    for node in nodes:
+        if id(node) not in is_open and _names_all_properties(node):
+            node["additionalProperties"] = False
+
+
+def _combines(part: Json, root: Any) -> bool:
+    """Includes `oneOf` whose alternatives do not exclude each other: open ones may not do so when closed."""
+    if not _COMBINE.isdisjoint(part) or len(_COMBINE_IF_TWO & part.keys()) > 1:
+        return True
+    if "oneOf" not in part or "discriminator" in part:
+        return False
+    alternatives = [_resolve_all(each, root) for each in part["oneOf"]] if isinstance(part["oneOf"], list) else []
+    return not all(_exclude_each_other(*pair) for pair in itertools.combinations(alternatives, 2))
+
+
+def _resolve_all(schema: Any, root: Any) -> Any:
+    for _ in range(16):
+        if not isinstance(schema, dict) or "$ref" not in schema:
+            break
+        schema = find(root, schema["$ref"])
+    return schema
+
+
+def _exclude_each_other(first: Any, second: Any) -> bool:
+    """Whether no value matches both, as far as types, constants, and constants of required properties tell."""
+    if not isinstance(first, dict) or not isinstance(second, dict):
+        return False
+    kinds = _kinds(first), _kinds(second)
+    if all(kinds) and kinds[0].isdisjoint(kinds[1]):
+        return True
+    values = _constants(first), _constants(second)
+    if values[0] is not None and values[1] is not None:
+        return values[0].isdisjoint(values[1])
+    ours, theirs = _discriminators(first), _discriminators(second)
+    return any(ours[name].isdisjoint(theirs[name]) for name in ours.keys() & theirs.keys())
+
+
+def _kinds(schema: Json) -> frozenset[str]:
+    """The types of values, with `number` for all numbers; empty: any."""
+    given = schema.get("type", [])
+    kinds = [given] if isinstance(given, str) else given if isinstance(given, list) else []
+    if not kinds and (values := _constants(schema)) is not None:
+        kinds = [_KINDS.get(value[0], "number") for value in values]
+    return frozenset("number" if kind == "integer" else str(kind) for kind in kinds)
+
+
+_KINDS = {"{": "object", "[": "array", '"': "string", "t": "boolean", "f": "boolean", "n": "null"}
+"""The type of a JSON text by its first character."""
+
+
+def _constants(schema: Any) -> frozenset[str] | None:
+    """The only values, as JSON; None: there may be others. `schema`: of a property, or resolved."""
+    if not isinstance(schema, dict):
+        return None
+    listed = [schema["const"]] if "const" in schema else schema.get("enum")
+    return frozenset(json.dumps(each, sort_keys=True) for each in listed) if isinstance(listed, list) else None
+
+
+def _discriminators(schema: Json) -> dict[str, frozenset[str]]:
+    """The required properties that have only listed values, and these."""
+    properties, required = schema.get("properties"), schema.get("required")
+    if not isinstance(properties, dict) or not isinstance(required, list):
+        return {}
+    found = {name: _constants(properties.get(name)) for name in required if isinstance(name, str)}
+    return {name: values for name, values in found.items() if values is not None}
+
+
+def _names_all_properties(part: Json) -> bool:
+    """Whether it names properties, including all required ones, and does not mention others."""
+    properties, required = part.get("properties"), part.get("required", [])
+    if not isinstance(properties, dict) or not isinstance(required, list):
+        return False
+    return _OPENERS.isdisjoint(part) and all(isinstance(name, str) and name in properties for name in required)
