@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
@@ -84,7 +85,8 @@ class GroupedCommand(click.Command):
             if option and not (option.is_flag or equals):
                 next(words, None)  # its value
             elif not option and _LETTERS.match(word) and not _may_be_split(word, options):
-                raise click.NoSuchOption(name, possibilities=options, ctx=ctx)
+                close = difflib.get_close_matches(name, options)  # older versions of click list all they get
+                raise click.NoSuchOption(name, possibilities=close, ctx=ctx)
         return super().parse_args(ctx, args)
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
