@@ -368,8 +368,7 @@ def _open_runtime(
     min_rows = _min_rows(context, on_gpu=on_gpu) if config.deterministic else 1
     sharing = _sharing(config, context)
     wants_drafts = may_draft(config)
-    is_better = on_gpu and not wants_drafts and (model.vocab.n_tokens > _FEW_TOKENS or bool(config.rpc))
-    if config.sampling == "backend" or (config.sampling == "auto" and is_better):
+    if samples_on_device(config, model):
         is_enabled = context.enable_backend_sampling()
         if not is_enabled and config.sampling == "backend":
             raise LlamaError(
@@ -415,6 +414,22 @@ def may_draft(config: EngineConfig) -> bool:
     """Whether to use drafts. On a GPU, only if requested: drafts from earlier text made repetitive texts up to 1.4
     times as fast there, but free text up to 16% slower, and they rule out sampling on the GPU."""
     return config.spec != "off" and (config.spec != "auto" or bool(config.draft_model) or not _on_gpu(config))
+
+
+def samples_on_device(config: EngineConfig, model: Model) -> bool:
+    """Whether the most likely tokens are selected on the device, if llama.cpp can do that there. Raises `ModelError`
+    if `sampling` demands it of a model with which it cannot."""
+    if _pooling(config, model):
+        return False
+    if not model.can_sample_on_device:
+        if config.sampling == "backend":
+            raise ModelError(
+                f"{setting_name('sampling')} is 'backend', but llama.cpp mixes up the candidates of sequences of "
+                f"{model.path.name}; use 'host'"
+            )
+        return False
+    is_better = _on_gpu(config) and not may_draft(config) and (model.vocab.n_tokens > _FEW_TOKENS or bool(config.rpc))
+    return config.sampling == "backend" or (config.sampling == "auto" and is_better)
 
 
 def _sharing(config: EngineConfig, context: Context) -> Sharing:

@@ -288,6 +288,8 @@ class Context:
         self._check(batch)
         self._n_outputs = 0
         parts = self._parts(batch)
+        if self.backend_sampling:
+            self.backend_sampling.kept.clear()
         if len(parts) == 1 and (self.is_pooled or self._is_head or self.model.architecture not in ALL_ROWS):
             self._part_logits = self._part_hidden = None
             self._decode(batch.struct)
@@ -313,7 +315,7 @@ class Context:
         """The parts of a batch that are decoded one after another (`llama_batch`); usually a single one."""
         model = self.model
         alone = model.architecture in SEQUENCES_ALONE
-        whole = self.is_pooled or self.backend_sampling or isinstance(batch, EmbeddingBatch) or self._is_head
+        whole = self.is_pooled or isinstance(batch, EmbeddingBatch) or self._is_head
         if whole or not (model.n_swa or alone or model.architecture in HIDDEN_WINDOWS):
             return [(0, batch.n_tokens)]
         return single_ubatches(batch, self.n_ubatch, equal_runs=self.has_streams, alone=alone)
@@ -325,6 +327,8 @@ class Context:
         rows = [np.empty((0, self._n_vocab), np.float32)]
         hidden = []
         self._part_logits = self._part_hidden = None
+        backend, seq_ids = self.backend_sampling, batch.seq_ids[:n]
+        needs_rows = not backend or not all(map(backend.is_enabled, seq_ids[wanted].tolist()))
         try:
             if all_rows:
                 batch.wants_logits[:n] = 1
@@ -333,7 +337,9 @@ class Context:
                 if self.gives_hidden_rows:
                     hidden.append(self.hidden_rows(stop - start).copy())
                 self._n_outputs = int(np.count_nonzero(batch.wants_logits[start:stop]))
-                if self._n_outputs:
+                if self._n_outputs and backend:
+                    backend.keep(seq_ids[start:stop][wanted[start:stop]].tolist())
+                if self._n_outputs and needs_rows:
                     of_part = self.logits(self._n_outputs)
                     rows.append(of_part[wanted[start:stop]] if all_rows else of_part.copy())
         except CacheFull as error:
