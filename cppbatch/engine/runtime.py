@@ -67,6 +67,7 @@ from cppbatch.llama import (
     cpu_overrides,
     find_prefix_sharing,
     least_rows_for_equal_bits,
+    media_device,
     probe_prefix_sharing,
 )
 from cppbatch.llama.library import PINNED_VERSION
@@ -343,8 +344,10 @@ def _with_media(config: EngineConfig, model: Model, runtime: Runtime) -> Runtime
 def open_encoder(config: EngineConfig, model: Model, n_threads: int) -> MediaEncoder:
     """Loads the projector of an engine after testing it. Raises `ModelError`, `LibraryError`."""
     check_projector(config.mmproj, config.model_path)
-    gpu = (config.device or 0) if config.n_gpu_layers else None  # not a device of an RPC worker
-    return MediaEncoder(model, config.mmproj, n_threads=n_threads, gpu=gpu)
+    device = None
+    if config.mmproj_device or (config.mmproj_offload and config.n_gpu_layers):
+        device = media_device(config.mmproj_device, config.device_names, config.device or 0)
+    return MediaEncoder(model, config.mmproj, n_threads=n_threads, device=device)
 
 
 def _compute_threads(config: EngineConfig) -> ComputeThreads | None:

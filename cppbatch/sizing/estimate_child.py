@@ -16,7 +16,7 @@ import msgspec
 import psutil
 from msgspec.structs import replace
 
-from cppbatch.config import PLACEMENT, EngineConfig
+from cppbatch.config import MEDIA_SETTINGS, PLACEMENT, EngineConfig
 from cppbatch.engine.runtime import (
     load_model,
     make_context,
@@ -100,7 +100,15 @@ def footprints(configs: list[EngineConfig]) -> Iterator[Footprint]:
                 has_head = uses_head(config)
                 of_draft = draft and (draft.model_path, repacks(draft), _placement(draft))
                 where = _placement(config)
-                key = (config.model_path, where, repacks(config), config.lora, of_draft, config.mmproj, has_head)
+                key = (
+                    config.model_path,
+                    where,
+                    repacks(config),
+                    config.lora,
+                    of_draft,
+                    _projector_place(config),
+                    has_head,
+                )
                 if simulated is None or simulated.key != key:
                     if simulated:
                         simulated.close()

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from cppbatch import BatchInferenceEngine, SamplingParams
+from cppbatch import BatchInferenceEngine, MediaPrompt, SamplingParams
 from cppbatch.config import CHOICES, EngineConfig
 from cppbatch.errors import ConfigError, DoesNotFit, ModelError
 from cppbatch.models.synthetic import LlamaShape
@@ -18,7 +18,8 @@ from cppbatch.sizing import placement, sizes
 from cppbatch.sizing.demand import HOST, memory_demands
 from cppbatch.sizing.estimate import MemoryEstimate, estimate_memory
 from cppbatch.sizing.sizes import LoadedSizes, check_planned, first_ample, first_beside
-from tests.support import tiny_models
+from tests.support import tiny_models, tiny_projectors
+from tests.support.media_files import image
 from tests.support.native_engines import PROMPTS
 from tests.support.rpc_workers import RpcWorker
 
@@ -81,6 +82,27 @@ def test_texts_are_those_of_the_cpu_wherever_parts_of_the_model_are(
     settings: dict[str, Any], models: dict[str, Path], expected: dict[str, list[str]], endpoints: tuple[str, str]
 ) -> None:
     assert texts(models["experts"], rpc=endpoints[:1], **settings) == expected["experts"]
+
+
+def test_images_are_encoded_on_the_device_that_is_named(tmp_path: Path, endpoints: tuple[str, str]) -> None:
+    projector, rpc = str(tiny_projectors.vision(tmp_path / "vision.gguf")), endpoints[:1]
+    model = tiny_models.llama(tmp_path / "llama.gguf")
+    prompts = [MediaPrompt(["What is it? ", image(seed), " the end"]) for seed in range(2)]
+
+    def answers(**settings: Any) -> list[str]:
+        with BatchInferenceEngine(model, mmproj=projector, flash_attn="off", **SIZES, **settings) as engine:
+            return [each.text for each in engine.generate(prompts, GREEDY)]
+
+    expected = answers(n_gpu_layers=0)
+    places: list[dict[str, Any]] = [
+        {"mmproj_device": "RPC0"}, {"mmproj_device": "RPC0", "n_gpu_layers": 1}, {"mmproj_device": "none"},
+    ]  # fmt: skip
+    for place in places:
+        assert answers(rpc=rpc, **place) == expected
+        on = bytes_by_place(model, "projector", rpc=rpc, mmproj=projector, **place)
+        assert [name for name, n in on.items() if n] == ["device" if place["mmproj_device"] == "RPC0" else "host"]
+    with pytest.raises(ModelError, match=r"mmproj_device \(-mmdev\) names the device 'CUDA7'; available: RPC0 \("):
+        answers(rpc=rpc, mmproj_device="CUDA7")
 
 
 def test_the_estimate_knows_where_the_parts_are(models: dict[str, Path], endpoints: tuple[str, str]) -> None:
