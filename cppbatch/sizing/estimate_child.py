@@ -100,15 +100,8 @@ def footprints(configs: list[EngineConfig]) -> Iterator[Footprint]:
                 has_head = uses_head(config)
                 of_draft = draft and (draft.model_path, repacks(draft), _placement(draft))
                 where = _placement(config)
-                key = (
-                    config.model_path,
-                    where,
-                    repacks(config),
-                    config.lora,
-                    of_draft,
-                    _projector_place(config),
-                    has_head,
-                )
+                media = tuple(getattr(config, name) for name in MEDIA_SETTINGS)
+                key = (config.model_path, where, repacks(config), config.lora, of_draft, media, has_head)
                 if simulated is None or simulated.key != key:
                     if simulated:
                         simulated.close()
