@@ -3,6 +3,7 @@ stay the same. The device is an RPC worker of this machine, which llama.cpp trea
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,10 @@ import pytest
 from cppbatch import BatchInferenceEngine, MediaPrompt, SamplingParams
 from cppbatch.config import CHOICES, EngineConfig
 from cppbatch.errors import ConfigError, DoesNotFit, ModelError
+from cppbatch.llama import Backend
 from cppbatch.models.synthetic import LlamaShape
 from cppbatch.sizing import placement, sizes
+from cppbatch.sizing.buffers import Buffer, read_buffers
 from cppbatch.sizing.demand import HOST, memory_demands
 from cppbatch.sizing.estimate import MemoryEstimate, estimate_memory
 from cppbatch.sizing.sizes import LoadedSizes, check_planned, first_ample, first_beside
@@ -118,6 +121,36 @@ def test_the_estimate_knows_where_the_parts_are(models: dict[str, Path], endpoin
     assert dense[0] > dense[1] > dense[2] > 0
     assert bytes_by_place(models["dense"], "cells", rpc=rpc, kv_offload=False)["device"] == 0
     assert bytes_by_place(models["dense"], "cells", rpc=rpc)["host"] == 0
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"n_gpu_layers": 1, "n_batch": 64},  # logits, and top-k of them
+        {"kv_offload": False, "flash_attn": "off", "n_ctx": 8192},
+        {"kv_offload": False, "flash_attn": "off", "n_ctx": 8192, "n_gpu_layers": 2},
+    ],
+    ids=["top-k on the device", "attention on the host", "layers and attention on the host"],
+)
+def test_the_device_and_the_host_reserve_what_was_estimated(
+    settings: dict[str, Any], models: dict[str, Path], endpoints: tuple[str, str]
+) -> None:
+    config = EngineConfig(str(models["dense"]), rpc=endpoints[:1], **{**SIZES, **settings})
+    estimated = computed_by_place(estimate_memory([config]).footprints[0].buffers)
+    with Backend.get().lines() as lines, BatchInferenceEngine(config):
+        pass
+    real = computed_by_place(read_buffers(lines))
+    for place in ("device", "host"):
+        assert estimated[place] == pytest.approx(real[place], rel=0.1, abs=30_000)  # the log rounds to 0.01 MiB
+
+
+def computed_by_place(buffers: list[Buffer]) -> Counter[str]:
+    """The bytes of compute buffers on the device and on the host."""
+    found: Counter[str] = Counter()
+    for each in buffers:
+        if each.kind == "compute":
+            found["device" if each.buffer_type.startswith("RPC") else "host"] += each.n_bytes
+    return found
 
 
 # --- the choice -------------------------------------------------------------------------------------------------------
