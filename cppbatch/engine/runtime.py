@@ -77,6 +77,7 @@ from cppbatch.llama.vocab import Vocab
 log = logging.getLogger("cppbatch.engine")
 
 _FEW_TOKENS = 32_768  # of a vocabulary: copying and reading whole rows takes less time than selecting on the GPU
+_LOGITS_BYTES = 64 << 20
 _CACHED_SHARE_ON_CPU = 1 / 16  # attention is more expensive there, and restoring a prefix from host memory is cheap
 
 
@@ -538,8 +539,16 @@ def make_context(config: EngineConfig, model: Model) -> Context:
         type_v=choose_cache_type(config, config.cache_type_v),
         n_rollback=config.draft_max if may_draft(config) else 0,
         swa_full=config.swa_full,
+        n_outputs=_n_outputs(config, model.vocab.n_tokens) if _on_gpu(config) else 0,
         **settings,
     )
+
+
+def _n_outputs(config: EngineConfig, n_vocab: int) -> int:
+    """Rows of logits for which a GPU reserves memory, in place of a row for each token of a ubatch: those of a step,
+    and what little memory holds for scored prompts."""
+    of_step = config.n_parallel * (1 + config.draft_max * may_draft(config))
+    return max(of_step, _LOGITS_BYTES // (4 * n_vocab))
 
 
 def _min_rows(context: Context, *, on_gpu: bool) -> int:
