@@ -52,6 +52,7 @@ _MAX_REAL_CELLS = 1 << 20  # llama.cpp's cell metadata is allocated for real: 50
 _MAX_REAL_STATE_BYTES = 256 << 20  # recurrent states are allocated for real too
 _FLOAT_BYTES = 4
 _CELL_STEP = 256  # llama.cpp's, of a sequence
+_IN_ATTENTION = re.compile(r"\.attn_(v_b|sinks)\.")
 _NO_FLASH = re.compile(r"Flash Attention not supported, set to disabled")
 
 
@@ -138,6 +139,8 @@ class _SimulatedModel:
         except BaseException:
             self.close()
             raise
+        names = (tensor.name for part in model_parts(self.model.path) for tensor in read_header(part).tensors)
+        self._attends_with_weights = any(map(_IN_ATTENTION.search, names))  # attention is where they are
         process = Buffer("process", "CPU", psutil.Process().memory_info().rss)
         self._fixed = [*weights, *_of(draft_weights, "draft model"), *projector, process]
 
@@ -192,7 +195,8 @@ class _SimulatedModel:
                 n_ctx_train=model.n_ctx_train,
                 sequence=read_sequence_memory(lines, window=model.n_swa, n_sequences=context.n_seq_max),
             )
-        if not config.kv_offload and (context.flash_attn == "off" or any(map(_NO_FLASH.search, lines))):
+        computes_scores = context.flash_attn == "off" or any(map(_NO_FLASH.search, lines))
+        if not config.kv_offload and computes_scores and not self._attends_with_weights:
             buffers = self._with_attention_on_host(smaller, buffers)
         return replace(found, buffers=[*self._fixed, *buffers, *of_draft])
 
