@@ -212,7 +212,8 @@ class _SimulatedModel:
         A simulated reservation counts it on the devices, because `ggml_backend_sched_reserve_size` forgets where the
         graph has put it. It is what they need beyond a context that computes no scores of whole rows of cells.
         """
-        cells = min(config.n_ctx, max(config.n_ubatch, _CELL_STEP * config.n_parallel))
+        n_streams = 1 if config.kv_layout == "unified" else config.n_parallel
+        cells = min(config.n_ctx, max(config.n_ubatch, config.n_parallel, _CELL_STEP * n_streams))
         without = replace(config, n_ctx=cells, flash_attn="on")
         with self._sampling(without), Backend.get().lines() as lines, make_context(without, self.model):
             needed = {each.buffer_type: each.n_bytes for each in read_buffers(lines) if each.kind == "compute"}
