@@ -43,6 +43,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {
         "experts": tiny_models.experts(folder / "experts.gguf", n_layers=N_LAYERS),
         "dense": tiny_models.echo(folder / "dense.gguf", n_layers=N_LAYERS),
+        "hybrid": tiny_models.two_dimensional_hybrid(folder / "hybrid.gguf", n_layers=N_LAYERS),
+        "window": tiny_models.sliding_window(folder / "window.gguf", n_layers=N_LAYERS),
         "wide heads": tiny_models.llama(folder / "wide.gguf", shape=LlamaShape(n_head=2, n_head_kv=1)),
     }
 
@@ -85,6 +87,14 @@ def test_texts_are_those_of_the_cpu_wherever_parts_of_the_model_are(
     settings: dict[str, Any], models: dict[str, Path], expected: dict[str, list[str]], endpoints: tuple[str, str]
 ) -> None:
     assert texts(models["experts"], rpc=endpoints[:1], **settings) == expected["experts"]
+
+
+@pytest.mark.parametrize("kind", ["dense", "hybrid", "window"])
+def test_texts_of_every_kind_of_memory_are_those_of_the_cpu(
+    kind: str, models: dict[str, Path], expected: dict[str, list[str]], endpoints: tuple[str, str]
+) -> None:
+    given: dict[str, Any] = {"rpc": endpoints, "tensor_split": (1.0, 3.0), "n_gpu_layers": 3, "n_cpu_ffn": 3}
+    assert texts(models[kind], **given, kv_offload=False) == expected[kind]
 
 
 def test_images_are_encoded_on_the_device_that_is_named(tmp_path: Path, endpoints: tuple[str, str]) -> None:
