@@ -213,7 +213,8 @@ def load_model(
         no_alloc=no_alloc,
         load_head=uses_head(config),
     )
-    given = {"offload_kqv": config.kv_offload, "op_offload": config.op_offload}
+    on_gpu_too = config.op_offload and not config.deterministic  # large batches of layers on the CPU
+    given = {"offload_kqv": config.kv_offload, "op_offload": on_gpu_too}
     model.context_params |= {name: False for name, value in given.items() if not value}
     return model
 

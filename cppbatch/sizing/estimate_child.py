@@ -117,7 +117,7 @@ def footprints(configs: list[EngineConfig]) -> Iterator[Footprint]:
 
 
 def _placement(config: EngineConfig) -> tuple[object, ...]:
-    return tuple(getattr(config, name) for name in (*PLACEMENT, "kv_offload", "op_offload"))
+    return tuple(getattr(config, name) for name in (*PLACEMENT, "kv_offload", "op_offload", "deterministic"))
 
 
 class _SimulatedModel:
