@@ -56,6 +56,8 @@ DRAFT_SETTINGS = (
     "draft_cpu_moe", "draft_n_cpu_moe",
 )  # fmt: skip
 """The settings of speculative decoding."""
+MEDIA_SETTINGS = ("mmproj", "mmproj_offload", "mmproj_device")
+"""The settings of images and audio."""
 _INT32_MAX = 2**31 - 1
 _MAX_THREADS = 512  # ggml's GGML_MAX_N_THREADS: more would abort the process
 _MAX_STEP_MS = 60_000
@@ -424,6 +426,16 @@ class EngineConfig(_Model, frozen=True, kw_only=True):
         "--mmproj -mm", "GGUF file with the image or audio encoder for this model (llama.cpp's mmproj).",
         "LLAMA_ARG_MMPROJ", metavar="FILE",
     )] = ""
+    mmproj_offload: Annotated[bool, _model(
+        "--mmproj-offload/--no-mmproj-offload", "Encode images and audio on the GPU, if layers of the model are there.",
+        "LLAMA_ARG_MMPROJ_OFFLOAD",
+    )] = True
+    mmproj_device: Annotated[str, _model(
+        "-mmdev --mmproj-device",
+        "The device that encodes images and audio, by llama.cpp's name (`cppbatch doctor`); none: the CPU. Default: "
+        "the first one of --device, or the first GPU.",
+        "MTMD_BACKEND_DEVICE", metavar="NAME",
+    )] = ""
     lora: Annotated[tuple[tuple[str, float], ...], _model(
         "--lora", "LoRA adapter, with scale 1 by default; may be repeated. Requests can override the scales.",
         metavar="FILE[=SCALE]",
@@ -544,6 +556,9 @@ class EngineConfig(_Model, frozen=True, kw_only=True):
                 f"{setting_name('fit_target')} is {given}; it must be 0 or more MiB for each device, at most "
                 f"{_MAX_DEVICES} numbers"
             )
+        if self.mmproj_device == "none":
+            msgspec.structs.force_setattr(self, "mmproj_device", "")
+            msgspec.structs.force_setattr(self, "mmproj_offload", False)
         if self.device_names and self.device is not None:
             raise ConfigError(
                 f"{setting_name('device_names')} and {setting_name('device')} cannot be combined: the first "
@@ -714,6 +729,8 @@ class EngineSettings(TypedDict, total=False):
     draft_cpu_moe: bool
     draft_n_cpu_moe: int
     mmproj: str
+    mmproj_offload: bool
+    mmproj_device: str
     lora: tuple[tuple[str, float], ...]
     step_ms: tuple[tuple[int, float], ...]
     context_shift: bool

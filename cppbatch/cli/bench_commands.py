@@ -16,7 +16,7 @@ from cppbatch.bench.prompts import TEXT_WORKLOADS, Lengths
 from cppbatch.bench.strategies import STRATEGIES
 from cppbatch.cli.engine_options import engine_options
 from cppbatch.cli.report_options import Draw, numbers, report_options
-from cppbatch.config import DRAFT_SETTINGS, EngineConfig, Speculation
+from cppbatch.config import DRAFT_SETTINGS, MEDIA_SETTINGS, EngineConfig, Speculation
 from cppbatch.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ _SET_BY_THROUGHPUT = (
     "context_shift",
     "n_keep",
     "trace",
-    "mmproj",
+    *MEDIA_SETTINGS,
 )
 
 
@@ -190,7 +190,7 @@ _SET_BY_ROOFLINE = (
     "pooling",
     "max_wait_ms",
     "trace",
-    "mmproj",
+    *MEDIA_SETTINGS,
 )
 
 
@@ -228,7 +228,7 @@ _SET_BY_STRATEGIES = (
     "context_shift",
     "n_keep",
     "trace",
-    "mmproj",
+    *MEDIA_SETTINGS,
 )
 
 

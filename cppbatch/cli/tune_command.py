@@ -10,7 +10,7 @@ from rich.console import Console
 
 from cppbatch.cli.engine_options import engine_options, given_settings
 from cppbatch.cli.report_options import Draw, numbers, report_options
-from cppbatch.config import DRAFT_SETTINGS, EngineConfig
+from cppbatch.config import DRAFT_SETTINGS, MEDIA_SETTINGS, EngineConfig
 from cppbatch.errors import ConfigError
 from cppbatch.interrupts import interrupt_on_termination
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 @partial(
     engine_options,
     without=(
-        *DRAFT_SETTINGS, "max_wait_ms", "context_shift", "n_keep", "trace", "mmproj",
+        *DRAFT_SETTINGS, "max_wait_ms", "context_shift", "n_keep", "trace", *MEDIA_SETTINGS,
     ),
 )  # fmt: skip
 @report_options

@@ -67,6 +67,7 @@ from cppbatch.llama import (
     cpu_overrides,
     find_prefix_sharing,
     least_rows_for_equal_bits,
+    media_device,
     probe_prefix_sharing,
 )
 from cppbatch.llama.library import PINNED_VERSION
@@ -76,6 +77,7 @@ from cppbatch.llama.vocab import Vocab
 log = logging.getLogger("cppbatch.engine")
 
 _FEW_TOKENS = 32_768  # of a vocabulary: copying and reading whole rows takes less time than selecting on the GPU
+_LOGITS_BYTES = 64 << 20
 _CACHED_SHARE_ON_CPU = 1 / 16  # attention is more expensive there, and restoring a prefix from host memory is cheap
 
 
@@ -213,7 +215,8 @@ def load_model(
         no_alloc=no_alloc,
         load_head=uses_head(config),
     )
-    given = {"offload_kqv": config.kv_offload, "op_offload": config.op_offload}
+    on_gpu_too = config.op_offload and not config.deterministic  # large batches of layers on the CPU
+    given = {"offload_kqv": config.kv_offload, "op_offload": on_gpu_too}
     model.context_params |= {name: False for name, value in given.items() if not value}
     return model
 
@@ -345,8 +348,10 @@ def _with_media(config: EngineConfig, model: Model, runtime: Runtime) -> Runtime
 def open_encoder(config: EngineConfig, model: Model, n_threads: int) -> MediaEncoder:
     """Loads the projector of an engine after testing it. Raises `ModelError`, `LibraryError`."""
     check_projector(config.mmproj, config.model_path)
-    gpu = (config.device or 0) if config.n_gpu_layers else None  # not a device of an RPC worker
-    return MediaEncoder(model, config.mmproj, n_threads=n_threads, gpu=gpu)
+    device = None
+    if config.mmproj_device or (config.mmproj_offload and config.n_gpu_layers):
+        device = media_device(config.mmproj_device, config.device_names, config.device or 0)
+    return MediaEncoder(model, config.mmproj, n_threads=n_threads, device=device)
 
 
 def _compute_threads(config: EngineConfig) -> ComputeThreads | None:
@@ -370,8 +375,7 @@ def _open_runtime(
     min_rows = _min_rows(context, on_gpu=on_gpu) if config.deterministic else 1
     sharing = _sharing(config, context)
     wants_drafts = may_draft(config)
-    is_better = on_gpu and not wants_drafts and (model.vocab.n_tokens > _FEW_TOKENS or bool(config.rpc))
-    if config.sampling == "backend" or (config.sampling == "auto" and is_better):
+    if samples_on_device(config, model):
         is_enabled = context.enable_backend_sampling()
         if not is_enabled and config.sampling == "backend":
             raise LlamaError(
@@ -417,6 +421,22 @@ def may_draft(config: EngineConfig) -> bool:
     """Whether to use drafts. On a GPU, only if requested: drafts from earlier text made repetitive texts up to 1.4
     times as fast there, but free text up to 16% slower, and they rule out sampling on the GPU."""
     return config.spec != "off" and (config.spec != "auto" or bool(config.draft_model) or not _on_gpu(config))
+
+
+def samples_on_device(config: EngineConfig, model: Model) -> bool:
+    """Whether the most likely tokens are selected on the device, if llama.cpp can do that there. Raises `ModelError`
+    if `sampling` demands it of a model with which it cannot."""
+    if _pooling(config, model):
+        return False
+    if not model.can_sample_on_device:
+        if config.sampling == "backend":
+            raise ModelError(
+                f"{setting_name('sampling')} is 'backend', but llama.cpp mixes up the candidates of sequences of "
+                f"{model.path.name}; use 'host'"
+            )
+        return False
+    is_better = _on_gpu(config) and not may_draft(config) and (model.vocab.n_tokens > _FEW_TOKENS or bool(config.rpc))
+    return config.sampling == "backend" or (config.sampling == "auto" and is_better)
 
 
 def _sharing(config: EngineConfig, context: Context) -> Sharing:
@@ -522,8 +542,16 @@ def make_context(config: EngineConfig, model: Model) -> Context:
         type_v=choose_cache_type(config, config.cache_type_v),
         n_rollback=config.draft_max if may_draft(config) else 0,
         swa_full=config.swa_full,
+        n_outputs=_n_outputs(config, model.vocab.n_tokens) if _on_gpu(config) else 0,
         **settings,
     )
+
+
+def _n_outputs(config: EngineConfig, n_vocab: int) -> int:
+    """Rows of logits for which a GPU reserves memory, in place of a row for each token of a ubatch: those of a step,
+    and what little memory holds for scored prompts."""
+    of_step = config.n_parallel * (1 + config.draft_max * may_draft(config))
+    return max(of_step, _LOGITS_BYTES // (4 * n_vocab))
 
 
 def _min_rows(context: Context, *, on_gpu: bool) -> int:

@@ -11,7 +11,7 @@ from cppbatch.llama.library import why_no_heads, why_no_layer_rows
 from cppbatch.llama.llama_batch import Batch, EmbeddingBatch
 from cppbatch.llama.media_encoder import MediaChunk, MediaEncoder
 from cppbatch.llama.model import Model
-from cppbatch.llama.placement import cpu_overrides
+from cppbatch.llama.placement import cpu_overrides, media_device
 from cppbatch.llama.probes import MIN_ROWS, find_prefix_sharing, least_rows_for_equal_bits, probe_prefix_sharing
 from cppbatch.llama.row_contexts import AssistantContext, DFlashContext, EagleContext, HeadBatch, HeadContext, RowBatch
 from cppbatch.llama.rpc import RpcConnections
@@ -46,6 +46,7 @@ __all__ = [
     "cpu_overrides",
     "find_prefix_sharing",
     "least_rows_for_equal_bits",
+    "media_device",
     "probe_prefix_sharing",
     "why_no_heads",
     "why_no_layer_rows",

@@ -188,14 +188,6 @@ class Backend:
         return [self._device(lib, handle) for handle in handles if is_reachable(handle)]
 
     @staticmethod
-    def gpu(number: int) -> int | None:
-        """ggml's pointer to a GPU of this machine, by number; None if it does not exist."""
-        lib = ggml()
-        handles = map(lib.ggml_backend_dev_get, range(lib.ggml_backend_dev_count()))
-        gpus = [handle for handle in handles if "GPU" in _kind(lib, handle)]
-        return gpus[number] if number < len(gpus) else None
-
-    @staticmethod
     def _device(lib: ctypes.CDLL, handle: int) -> Device:
         free, total = ctypes.c_size_t(), ctypes.c_size_t()
         lib.ggml_backend_dev_memory(handle, ctypes.byref(free), ctypes.byref(total))

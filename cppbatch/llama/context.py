@@ -22,6 +22,7 @@ from cppbatch.llama.llama_batch import (
     Batch,
     EmbeddingBatch,
     Part,
+    parts_of_rows,
     single_ubatches,
 )
 from cppbatch.llama.lora import adapter_arguments
@@ -66,6 +67,7 @@ class Context:
         pooling: Pooling | None = None,
         n_rollback: int = 0,
         swa_full: bool = False,
+        n_outputs: int = 0,
         is_head: bool = False,
         target: Context | None = None,
     ) -> None:
@@ -77,6 +79,8 @@ class Context:
         `n_rollback`: the maximum number of last tokens that `remove` can remove from a sequence if memory is not only
         cells. For recurrent states, each needs the memory of one more state, up to `Model.most_snapshots`.
         `swa_full`: sliding windows keep all of their cells.
+        `n_outputs`: rows of logits for which the device of the output reserves memory; a batch with more is decoded in
+        parts. 0: a row for each token of a ubatch.
         `is_head`: the context of the model's draft head, or of a draft model that reads hidden rows (`HeadContext`).
         All of its memory is cells. `target`: for such a draft model, the context of its target model, which must stay
         open as long as this one.
@@ -99,6 +103,7 @@ class Context:
             params.embeddings, params.pooling_type = True, _POOLING[pooling]
         self._n_threads = n_threads
         self._n_rollback = n_rollback
+        self._n_rows = 0 if model.architecture in ALL_ROWS else min(n_outputs, n_batch)
         self._target = target
         if is_head:
             params.ctx_type = C.LLAMA_CONTEXT_TYPE_DEFAULT if target else C.LLAMA_CONTEXT_TYPE_MTP
@@ -146,7 +151,8 @@ class Context:
         has_extra_ids = kv_unified and all_cells and self.n_seq_max < max_ids
         params.n_ctx, params.n_seq_max = n_ctx, self.n_seq_max + has_extra_ids
         # llama.cpp asserts that the output buffer holds a row per seq_id; 0: a row per token of a batch.
-        params.n_outputs_max = params.n_seq_max if params.n_seq_max > params.n_batch else 0
+        is_set = self._n_rows or params.n_seq_max > params.n_batch
+        params.n_outputs_max = max(self._n_rows, params.n_seq_max) if is_set else 0
         params.n_threads = params.n_threads_batch = self._n_threads
         params.flash_attn_type, params.kv_unified = _FLASH_ATTENTION[flash_attn], kv_unified
         params.ctx_other = self._target.handle if self._target else None
@@ -289,6 +295,8 @@ class Context:
         self._check(batch)
         self._n_outputs = 0
         parts = self._parts(batch)
+        if self.backend_sampling:
+            self.backend_sampling.kept.clear()
         if len(parts) == 1 and (self.is_pooled or self._is_head or self.model.architecture not in ALL_ROWS):
             self._part_logits = self._part_hidden = None
             self._decode(batch.struct)
@@ -316,10 +324,13 @@ class Context:
         """The parts of a batch that are decoded one after another (`llama_batch`); usually a single one."""
         model = self.model
         alone = model.architecture in SEQUENCES_ALONE
-        whole = self.is_pooled or self.backend_sampling or isinstance(batch, EmbeddingBatch) or self._is_head
-        if whole or not (model.n_swa or alone or model.architecture in HIDDEN_WINDOWS):
-            return [(0, batch.n_tokens)]
-        return single_ubatches(batch, self.n_ubatch, equal_runs=self.has_streams, alone=alone)
+        whole = self.is_pooled or isinstance(batch, EmbeddingBatch) or self._is_head
+        parts = [(0, batch.n_tokens)]
+        if not whole and (model.n_swa or alone or model.architecture in HIDDEN_WINDOWS):
+            parts = single_ubatches(batch, self.n_ubatch, equal_runs=self.has_streams, alone=alone)
+        if self._n_rows and batch.n_outputs > self._n_rows:
+            parts = [part for each in parts for part in parts_of_rows(batch, each, self._n_rows)]
+        return parts
 
     def _decode_parts(self, batch: Batch, parts: list[Part]) -> None:
         """Decodes the parts, and collects their rows of logits."""
@@ -328,6 +339,8 @@ class Context:
         rows = [np.empty((0, self._n_vocab), np.float32)]
         hidden = []
         self._part_logits = self._part_hidden = None
+        backend, seq_ids = self.backend_sampling, batch.seq_ids[:n]
+        needs_rows = not backend or not all(map(backend.is_enabled, seq_ids[wanted].tolist()))
         try:
             if all_rows:
                 batch.wants_logits[:n] = 1
@@ -336,7 +349,9 @@ class Context:
                 if self.gives_hidden_rows:
                     hidden.append(self.hidden_rows(stop - start).copy())
                 self._n_outputs = int(np.count_nonzero(batch.wants_logits[start:stop]))
-                if self._n_outputs:
+                if self._n_outputs and backend:
+                    backend.keep(seq_ids[start:stop][wanted[start:stop]].tolist())
+                if self._n_outputs and needs_rows:
                     of_part = self.logits(self._n_outputs)
                     rows.append(of_part[wanted[start:stop]] if all_rows else of_part.copy())
         except CacheFull as error:

@@ -197,6 +197,14 @@ def single_ubatches(batch: Batch, n_ubatch: int, *, equal_runs: bool, alone: boo
     return parts
 
 
+def parts_of_rows(batch: Batch, part: Part, n_rows: int) -> list[Part]:
+    """A part of a batch as parts with at most `n_rows` rows of logits each."""
+    start, stop = part
+    rows = np.flatnonzero(batch.wants_logits[start:stop])
+    bounds = [start, *(start + int(last) + 1 for last in rows[n_rows - 1 :: n_rows]), stop]
+    return [(a, b) for a, b in pairwise(bounds) if a < b]
+
+
 # --- embedding batch -------------------------------------------------------------------------------------------------
 # The `llama_batch` of a decode of images and audio: vectors instead of tokens.
 

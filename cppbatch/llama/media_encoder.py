@@ -101,10 +101,10 @@ class MediaEncoder:
     Splitting is thread-safe. Encoding is not: one thread at a time may call `encode`.
     """
 
-    def __init__(self, model: Model, path: str | Path, *, n_threads: int, gpu: int | None = None) -> None:
+    def __init__(self, model: Model, path: str | Path, *, n_threads: int, device: int | None = None) -> None:
         """Loads `path` and reserves compute buffers.
 
-        `n_threads`: of the CPU. `gpu`: the number of the GPU that encodes; the CPU if None or if it does not exist.
+        `n_threads`: of the CPU. `device`: ggml's pointer to the device that encodes; None: the CPU.
         Raises `LibraryError` for a build without mtmd; `ModelError` for a file that is missing, damaged, not a
         projector, or for another text model.
         """
@@ -113,8 +113,8 @@ class MediaEncoder:
         mtmd = self._mtmd = _mtmd()
         _check_file(self.path)
         params = mtmd.mtmd_context_params_default()
-        params.device = None if gpu is None else Backend.gpu(gpu)
-        params.use_gpu, params.n_threads, params.print_timings = params.device is not None, n_threads, False
+        params.device, params.use_gpu = device, device is not None
+        params.n_threads, params.print_timings = n_threads, False
         with Backend.get().errors() as lines:
             handle = mtmd.mtmd_init_from_file(os.fsencode(self.path), model.handle, params)
         if not handle:

@@ -17,6 +17,7 @@ from cppbatch.errors import LlamaError, ModelError
 from cppbatch.interrupts import interrupts_deferred
 from cppbatch.llama.backend import Backend
 from cppbatch.llama.library import C
+from cppbatch.llama.llama_batch import ALL_ROWS
 from cppbatch.llama.lora import load_adapter
 from cppbatch.llama.owned import Owned
 from cppbatch.llama.placement import ModelDevices, check_gpu, set_no_alloc
@@ -244,6 +245,16 @@ class Model:
     def has_cells(self) -> bool:
         """Whether attention has cells, with or without recurrent states."""
         return not C.llama_model_is_recurrent(self.handle)
+
+    @property
+    def can_sample_on_device(self) -> bool:
+        """Whether top-k on the device gives each sequence its own candidates.
+
+        Not with a recurrent state. One token of it takes another graph than several do, so a graph is planned with the
+        sequences that have a row in some batch; in a later one llama.cpp writes ids over those of other sequences
+        (`BackendSampling`). Nor where its graph computes rows that were not requested.
+        """
+        return not self.is_recurrent and self.architecture not in ALL_ROWS
 
     @property
     def most_snapshots(self) -> int:

@@ -12,7 +12,7 @@ from cppbatch.config import setting_name
 from cppbatch.errors import ModelError
 from cppbatch.llama.backend import Backend
 from cppbatch.llama.library import C, ggml
-from cppbatch.llama.rpc import RpcConnections, any_registered, is_remote
+from cppbatch.llama.rpc import RpcConnections, any_registered, connected_devices, is_remote
 from cppbatch.models.inspect import DENSE_FFN, EXPERTS
 from cppbatch.rpc_endpoint import parse_endpoint
 
@@ -80,6 +80,20 @@ def cpu_overrides(*, cpu_moe: bool, n_cpu_moe: int, n_cpu_ffn: int) -> list[tupl
         if n:
             found.append((rf"blk\.({'|'.join(map(str, range(n)))}){part}", _CPU))
     return found
+
+
+def media_device(name: str = "", names: Sequence[str] = (), number: int = 0) -> int | None:
+    """ggml's pointer to the device that encodes images and audio; None: there is none but the CPU.
+
+    `name`: of a GPU, or of a device of an RPC worker that the model uses; "": the first GPU of this machine among
+    `names`, or without them the GPU with this number. Raises `ModelError` for an unknown name.
+    """
+    gpus = _local_gpus()
+    if name:
+        return _find("mmproj_device", name, [*connected_devices(), *gpus])
+    if names:
+        return next((gpu for gpu in gpus if _name(gpu) in names), None)
+    return gpus[number] if number < len(gpus) else None
 
 
 def set_no_alloc(params: Any, *, on_cpu: bool) -> None:

@@ -42,6 +42,11 @@ def any_registered() -> bool:
     return bool(_registered)
 
 
+def connected_devices() -> list[int]:
+    """ggml's pointers to the devices of workers to which this process is connected."""
+    return [device for endpoint, devices in _registered.items() if _connections[endpoint] for device in devices]
+
+
 def is_remote(device: int) -> bool:
     """Whether a device (ggml's pointer) belongs to a worker."""
     return any(device in devices for devices in _registered.values())

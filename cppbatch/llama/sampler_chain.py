@@ -5,7 +5,8 @@ from __future__ import annotations
 import ctypes
 import math
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, Protocol
 
@@ -296,6 +297,8 @@ class BackendSampling:
         self._n_vocab = n_vocab
         self._chains: list[Any] = [None] * context.n_seq_max
         self._detached: deque[Any] = deque()
+        self.kept: list[tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]] = []
+        """The candidates of each part of the last batch, if it was decoded in parts."""
         self.owned = Owned((self._chains, self._detached), _free_chains)
         """The context keeps it: the chains are freed after it."""
 
@@ -321,6 +324,21 @@ class BackendSampling:
         They may be views of llama.cpp's buffers, valid until the next decode. `n_outputs`: the number of rows of that
         decode. Raises `LlamaError` if the device did not compute candidates.
         """
+        if self.kept:
+            return np.concatenate([ids for ids, _ in self.kept])[rows], np.concatenate([x for _, x in self.kept])[rows]
+        return self._read(rows, n_outputs)
+
+    def keep(self, seq_ids: list[int]) -> None:
+        """Keeps the candidates of the last decode, whose rows belong to these seq_ids, as those of the next rows of the
+        batch."""
+        rows = [i for i, seq_id in enumerate(seq_ids) if self.is_enabled(seq_id)]
+        shape = len(seq_ids), self.n_candidates
+        ids, logits = np.zeros(shape, np.int32), np.zeros(shape, np.float32)
+        if rows:
+            ids[rows], logits[rows] = self._read(rows, len(seq_ids))
+        self.kept.append((ids, logits))
+
+    def _read(self, rows: list[int], n_outputs: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]:
         handle, first = self._context.handle, rows[0] - n_outputs
         # A negative index counts outputs from the end, wherever they are in the batch. All rows have the same chain.
         if C.llama_get_sampled_candidates_count_ith(handle, first) != self.n_candidates:
@@ -345,6 +363,23 @@ class BackendSampling:
     def close(self) -> None:
         """Frees the chains. The context must be freed, or all seq_ids disabled, first."""
         self.owned.close()
+
+
+@contextmanager
+def device_sampling(params: dict[str, Any], n_sequences: int, n_vocab: int) -> Iterator[None]:
+    """Contexts made meanwhile with these fields of `llama_context_params` have top-k on the device from the start, for
+    contexts that cannot decode. They must be closed before the end."""
+    n = min(MAX_CANDIDATES, n_vocab)
+    chains = [_top_k_chain(n) for _ in range(n_sequences)]
+    pointers = [(i, ctypes.cast(chain, ctypes.c_void_p)) for i, chain in enumerate(chains)]
+    configs = (C.llama_sampler_seq_config * n_sequences)(*pointers)
+    params |= {"samplers": configs, "n_samplers": n_sequences}
+    try:
+        yield
+    finally:
+        del params["samplers"], params["n_samplers"]
+        for chain in chains:
+            C.llama_sampler_free(chain)
 
 
 def _free_chains(chains: tuple[list[Any], deque[Any]]) -> None:

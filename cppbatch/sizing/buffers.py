@@ -91,7 +91,7 @@ def _bytes(mib: str) -> int:
 _PLACED = re.compile(r"tensor (\S+) \(\d+ MiB \S+\) buffer type overridden to (\S+)")
 _LAYER = re.compile(r"layer\s+(\d+) assigned to device (\S+),")
 _OF_LAYER = re.compile(r"blk\.(\d+)\.")
-_OF_INPUT = re.compile(r"token_|position_embd|per_layer_token")  # always on the CPU, whatever the device of the layers
+_OF_INPUT = re.compile(r"token_(?!embd_norm)|position_embd|per_layer_token")  # always on the CPU
 MAPPED = "CPU_Mapped"
 """The buffer type of weights that are mapped from the file."""
 

@@ -5,17 +5,27 @@ It creates each engine's model and context with simulated allocations and reads 
 
 from __future__ import annotations
 
+import re
 import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import msgspec
 import psutil
 from msgspec.structs import replace
 
-from cppbatch.config import PLACEMENT, EngineConfig
-from cppbatch.engine.runtime import load_model, make_context, may_draft, open_encoder, repacks, switches
+from cppbatch.config import MEDIA_SETTINGS, PLACEMENT, EngineConfig
+from cppbatch.engine.runtime import (
+    load_model,
+    make_context,
+    may_draft,
+    open_encoder,
+    repacks,
+    samples_on_device,
+    switches,
+)
 from cppbatch.engine.speculation.row_proposer import most_rows
 from cppbatch.engine.speculation.runtimes import (
     check_draft_model,
@@ -30,6 +40,7 @@ from cppbatch.engine.speculation.runtimes import (
 from cppbatch.engine.speculation.speculator import max_draft_rows
 from cppbatch.errors import CppBatchError
 from cppbatch.llama import Backend, Context, HeadContext, Model, RpcConnections
+from cppbatch.llama.sampler_chain import device_sampling
 from cppbatch.models.file_header import read_header
 from cppbatch.models.find import model_parts
 from cppbatch.models.inspect import DraftFile
@@ -40,6 +51,9 @@ from cppbatch.sizing.estimate import Device, Footprint, MemoryEstimate, read_seq
 _MAX_REAL_CELLS = 1 << 20  # llama.cpp's cell metadata is allocated for real: 50 bytes each
 _MAX_REAL_STATE_BYTES = 256 << 20  # recurrent states are allocated for real too
 _FLOAT_BYTES = 4
+_CELL_STEP = 256  # llama.cpp's, of a sequence
+_IN_ATTENTION = re.compile(r"\.attn_(v_b|sinks)\.")
+_NO_FLASH = re.compile(r"Flash Attention not supported, set to disabled")
 
 
 def main() -> None:
@@ -99,7 +113,8 @@ def footprints(configs: list[EngineConfig]) -> Iterator[Footprint]:
                 has_head = uses_head(config)
                 of_draft = draft and (draft.model_path, repacks(draft), _placement(draft))
                 where = _placement(config)
-                key = (config.model_path, where, repacks(config), config.lora, of_draft, config.mmproj, has_head)
+                media = tuple(getattr(config, name) for name in MEDIA_SETTINGS)
+                key = (config.model_path, where, repacks(config), config.lora, of_draft, media, has_head)
                 if simulated is None or simulated.key != key:
                     if simulated:
                         simulated.close()
@@ -114,7 +129,7 @@ def footprints(configs: list[EngineConfig]) -> Iterator[Footprint]:
 
 
 def _placement(config: EngineConfig) -> tuple[object, ...]:
-    return tuple(getattr(config, name) for name in (*PLACEMENT, "kv_offload", "op_offload"))
+    return tuple(getattr(config, name) for name in (*PLACEMENT, "kv_offload", "op_offload", "deterministic"))
 
 
 class _SimulatedModel:
@@ -136,6 +151,8 @@ class _SimulatedModel:
         except BaseException:
             self.close()
             raise
+        names = (tensor.name for part in model_parts(self.model.path) for tensor in read_header(part).tensors)
+        self._attends_with_weights = any(map(_IN_ATTENTION.search, names))  # attention is where they are
         process = Buffer("process", "CPU", psutil.Process().memory_info().rss)
         self._fixed = [*weights, *_of(draft_weights, "draft model"), *projector, process]
 
@@ -181,16 +198,49 @@ class _SimulatedModel:
                 with Backend.get().lines() as lines, make_head_context(smaller, model, i) as head:
                     more = [] if i else [*_hidden_rows(config, head), _more_logits(head)]
                     of_draft += _of([*_context_buffers(lines, factors), *more], "draft head")
-        with Backend.get().lines() as lines, make_context(smaller, model) as context:
+        with self._sampling(smaller), Backend.get().lines() as lines, make_context(smaller, model) as context:
             buffers = [*_context_buffers(lines, factors), *_output_rows(config, model, context)]
-            return Footprint(
-                buffers=[*self._fixed, *buffers, *of_draft],
+            found = Footprint(
                 kv_layout="unified" if context.kv_unified else "per-sequence",
                 sequence_cells=round(context.n_ctx_seq * config.n_ctx / n_ctx),
                 n_layers=model.n_layers,
                 n_ctx_train=model.n_ctx_train,
                 sequence=read_sequence_memory(lines, window=model.n_swa, n_sequences=context.n_seq_max),
             )
+        computes_scores = context.flash_attn == "off" or any(map(_NO_FLASH.search, lines))
+        if not config.kv_offload and computes_scores and not self._attends_with_weights:
+            buffers = self._with_attention_on_host(smaller, buffers)
+        return replace(found, buffers=[*self._fixed, *buffers, *of_draft])
+
+    def _sampling(self, config: EngineConfig) -> AbstractContextManager[None]:
+        """Lets contexts reserve what top-k on the device takes, where the engine's context will."""
+        if not samples_on_device(config, self.model):
+            return nullcontext()
+        return device_sampling(self.model.context_params, config.n_parallel, self.model.vocab.n_tokens)
+
+    def _with_attention_on_host(self, config: EngineConfig, buffers: list[Buffer]) -> list[Buffer]:
+        """Buffers of an engine whose cells are on the host, where attention without flash attention is computed.
+
+        A simulated reservation counts it on the devices, because `ggml_backend_sched_reserve_size` forgets where the
+        graph has put it. It is what they need beyond a context that computes no scores of whole rows of cells.
+        """
+        n_streams = 1 if config.kv_layout == "unified" else config.n_parallel
+        cells = min(config.n_ctx, max(config.n_ubatch, config.n_parallel, _CELL_STEP * n_streams))
+        without = replace(config, n_ctx=cells, flash_attn="on")
+        with self._sampling(without), Backend.get().lines() as lines, make_context(without, self.model):
+            needed = {each.buffer_type: each.n_bytes for each in read_buffers(lines) if each.kind == "compute"}
+        found, moved, on_host = list[Buffer](), 0, 0
+        for each in buffers:
+            if each.kind != "compute":
+                found.append(each)
+            elif each.buffer_type.startswith("CPU"):
+                on_host += each.n_bytes
+            else:
+                n_bytes = min(each.n_bytes, needed.get(each.buffer_type, each.n_bytes))
+                moved = max(moved, each.n_bytes - n_bytes)
+                found.append(replace(each, n_bytes=n_bytes))
+        # layers on the CPU have attention there already
+        return [*found, Buffer("compute", "CPU", max(on_host, needed.get("CPU", 0) + moved))]
 
     def _max_real_states(self, config: EngineConfig) -> int:
         """Returns the number of sequences whose states fit into `_MAX_REAL_STATE_BYTES`."""

@@ -51,6 +51,36 @@ def test_texts_in_a_batch_are_those_of_each_decode_alone(
             context.close()
 
 
+@LAYOUTS
+@pytest.mark.parametrize("samples", [False, True], ids=["logits", "candidates"])
+def test_a_batch_with_more_rows_than_its_device_reserves_gives_the_same_rows(
+    make_context: MakeContext, unified: bool, samples: bool
+) -> None:
+    sizes = {"n_ctx": 1024, "kv_unified": unified, **F32}
+    whole, in_parts = make_context(**sizes), make_context(**sizes, n_outputs=4)
+    assert not samples or in_parts.enable_backend_sampling(16)
+    backend = in_parts.backend_sampling
+    batch = Batch(64)
+    for seq_id in range(4):
+        batch.add_run(np.arange(10 + seq_id, 20 + seq_id, dtype=np.int32), 0, seq_id, n_logits=1 if samples else 5)
+    if samples:
+        for seq_id in range(4):
+            batch.wants_logits[10 * seq_id] = seq_id == 3  # one more than 4: of a sequence whose rows are whole
+        batch.n_outputs += 1
+        assert backend
+        backend.set_enabled(3, False)
+    n = batch.n_outputs
+    for context in (whole, in_parts):
+        context.decode(batch)
+    expected = whole.logits(n)
+    if not backend:
+        assert np.allclose(in_parts.logits(n), expected, atol=1e-5)
+        return
+    ids, values = backend.candidates([0, 1, 2], n)
+    assert ids[np.arange(3), values.argmax(axis=1)].tolist() == expected[:3].argmax(axis=1).tolist()
+    assert np.allclose(in_parts.logits(n)[3:], expected[3:], atol=1e-5)
+
+
 def test_a_stream_that_is_still_to_be_copied_is_neither_saved_nor_overwritten(
     make_context: MakeContext, tiny_llama: Path
 ) -> None:

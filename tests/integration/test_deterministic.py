@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from cppbatch import BatchInferenceEngine, GenerationEvent, GenerationRequest, SamplingParams
+from cppbatch import BatchInferenceEngine, EngineConfig, GenerationEvent, GenerationRequest, SamplingParams
 from cppbatch.engine import runtime
 from cppbatch.engine.request import ResumeState
 from cppbatch.errors import ConfigError, ModelError
@@ -118,3 +118,11 @@ def test_settings_that_contradict_it_are_refused() -> None:
     for settings in contradictions:
         with pytest.raises(ConfigError, match=r"leave out kv_layout \(--kv-layout\) and flash_attn \(-fa\)"):
             engine(Path("any.gguf"), **settings)
+
+
+def test_no_batch_is_computed_on_a_gpu_beside_the_cpu(tiny_llama: Path) -> None:
+    """llama.cpp copies the weights of large batches to a GPU, with n_gpu_layers 0 too, and rounds otherwise there."""
+    for is_set in (True, False):
+        config = EngineConfig(str(tiny_llama), n_gpu_layers=0, deterministic=is_set)
+        with runtime.load_model(config) as loaded:
+            assert loaded.context_params.get("op_offload", True) != is_set

@@ -11,6 +11,7 @@ import pytest
 
 from cppbatch import BatchInferenceEngine, Completion, SamplingParams
 from cppbatch.config import KvLayout
+from cppbatch.errors import ModelError
 from cppbatch.llama import Batch, Context, Model
 from cppbatch.llama.library import C
 from tests.unit.test_device_sampling import FROM_ALL_LOGITS, FROM_CANDIDATES
@@ -96,6 +97,47 @@ def test_the_device_finds_the_most_likely_tokens_and_whole_rows_remain_for_reque
     for i, row in enumerate(whole[[0, 1, 3]]):
         assert sorted(ids[i].tolist()) == sorted(np.argsort(-row, kind="stable")[:16].tolist())
         assert np.allclose(values[i], row[ids[i]], atol=1e-4)
+
+
+@pytest.mark.parametrize("unified", [True, False], ids=["unified", "per-sequence"])
+def test_the_device_finds_the_most_likely_tokens_of_a_model_with_a_window_in_batches_of_several_ubatches(
+    tiny_swa: Path, unified: bool
+) -> None:
+    sizes: dict[str, Any] = {
+        "n_ctx": 4096, "n_batch": 256, "n_ubatch": 64, "n_seq_max": 8, "n_threads": 1, "kv_unified": unified,
+        "flash_attn": "off", "type_k": "f32", "type_v": "f32",
+    }  # fmt: skip
+    random, length, n_parts = np.random.default_rng(1), [0] * 8, 0
+    with Model(tiny_swa) as model, Context(model, **sizes) as host, Context(model, **sizes) as device:
+        assert device.enable_backend_sampling(16)
+        backend = device.backend_sampling
+        assert backend
+        for _ in range(60):
+            batches = Batch(256), Batch(256)
+            for seq_id in random.permutation(8)[: random.integers(1, 8)].tolist():
+                tokens = random.integers(1, 100, 1 if random.random() < 0.6 else random.integers(2, 30))
+                for batch in batches:
+                    batch.add_run(tokens.astype(np.int32), length[seq_id], seq_id, n_logits=1)
+                length[seq_id] += len(tokens)
+            host.decode(batches[0])
+            device.decode(batches[1])
+            n = batches[0].n_outputs
+            ids, values = backend.candidates(list(range(n)), n)
+            n_parts = max(n_parts, len(backend.kept))
+            likely = np.take_along_axis(ids, values.argmax(axis=1)[:, None], axis=1)[:, 0]
+            assert likely.tolist() == host.logits(n).argmax(axis=1).tolist()
+    assert n_parts > 1
+
+
+def test_the_host_samples_from_a_model_with_recurrent_states_whose_candidates_llama_cpp_mixes_up(
+    tiny_hybrid: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cppbatch.engine.runtime._on_gpu", lambda config: True)
+    monkeypatch.setattr("cppbatch.engine.runtime._FEW_TOKENS", 100)
+    with BatchInferenceEngine(tiny_hybrid, n_ctx=512, n_threads=1) as engine:
+        assert engine.info.sampling == "host"
+    with pytest.raises(ModelError, match=r"sampling \(--sampling\) is 'backend', but .*; use 'host'"):
+        BatchInferenceEngine(tiny_hybrid, n_ctx=512, n_threads=1, sampling="backend")
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import logging
 import re
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,17 +16,20 @@ from typing import Any
 import msgspec
 import pytest
 
-from cppbatch import BatchInferenceEngine, SamplingParams
+from cppbatch import BatchInferenceEngine, MediaPrompt, SamplingParams
 from cppbatch.config import CHOICES, CPU_PARTS, EngineConfig
 from cppbatch.errors import ConfigError, DoesNotFit, ModelError
+from cppbatch.llama import Backend
 from cppbatch.models.kernels import DeviceTimes
 from cppbatch.models.synthetic import LlamaShape
 from cppbatch.sizing import placement, sizes
+from cppbatch.sizing.buffers import Buffer, read_buffers
 from cppbatch.sizing.demand import HOST, memory_demands
 from cppbatch.sizing.device_times import CPU
 from cppbatch.sizing.estimate import Device, MemoryEstimate, estimate_memory
 from cppbatch.sizing.sizes import LoadedSizes, candidates_for, check_planned, first_ample, first_beside
-from tests.support import tiny_models
+from tests.support import tiny_models, tiny_projectors
+from tests.support.media_files import image
 from tests.support.native_engines import PROMPTS
 from tests.support.rpc_workers import RpcWorker
 
@@ -46,6 +50,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {
         "experts": tiny_models.experts(folder / "experts.gguf", n_layers=N_LAYERS),
         "dense": tiny_models.echo(folder / "dense.gguf", n_layers=N_LAYERS),
+        "hybrid": tiny_models.two_dimensional_hybrid(folder / "hybrid.gguf", n_layers=N_LAYERS),
+        "window": tiny_models.sliding_window(folder / "window.gguf", n_layers=N_LAYERS),
         "wide heads": tiny_models.llama(folder / "wide.gguf", shape=LlamaShape(n_head=2, n_head_kv=1)),
     }
 
@@ -90,6 +96,35 @@ def test_texts_are_those_of_the_cpu_wherever_parts_of_the_model_are(
     assert texts(models["experts"], rpc=endpoints[:1], **settings) == expected["experts"]
 
 
+@pytest.mark.parametrize("kind", ["dense", "hybrid", "window"])
+def test_texts_of_every_kind_of_memory_are_those_of_the_cpu(
+    kind: str, models: dict[str, Path], expected: dict[str, list[str]], endpoints: tuple[str, str]
+) -> None:
+    given: dict[str, Any] = {"rpc": endpoints, "tensor_split": (1.0, 3.0), "n_gpu_layers": 3, "n_cpu_ffn": 3}
+    assert texts(models[kind], **given, kv_offload=False) == expected[kind]
+
+
+def test_images_are_encoded_on_the_device_that_is_named(tmp_path: Path, endpoints: tuple[str, str]) -> None:
+    projector, rpc = str(tiny_projectors.vision(tmp_path / "vision.gguf")), endpoints[:1]
+    model = tiny_models.llama(tmp_path / "llama.gguf")
+    prompts = [MediaPrompt(["What is it? ", image(seed), " the end"]) for seed in range(2)]
+
+    def answers(**settings: Any) -> list[str]:
+        with BatchInferenceEngine(model, mmproj=projector, flash_attn="off", **SIZES, **settings) as engine:
+            return [each.text for each in engine.generate(prompts, GREEDY)]
+
+    expected = answers(n_gpu_layers=0)
+    places: list[dict[str, Any]] = [
+        {"mmproj_device": "RPC0"}, {"mmproj_device": "RPC0", "n_gpu_layers": 1}, {"mmproj_device": "none"},
+    ]  # fmt: skip
+    for place in places:
+        assert answers(rpc=rpc, **place) == expected
+        on = bytes_by_place(model, "projector", rpc=rpc, mmproj=projector, **place)
+        assert [name for name, n in on.items() if n] == ["device" if place["mmproj_device"] == "RPC0" else "host"]
+    with pytest.raises(ModelError, match=r"mmproj_device \(-mmdev\) names the device 'CUDA7'; available: RPC0 \("):
+        answers(rpc=rpc, mmproj_device="CUDA7")
+
+
 def test_the_estimate_knows_where_the_parts_are(models: dict[str, Path], endpoints: tuple[str, str]) -> None:
     rpc = endpoints[:1]
     weights = {
@@ -103,6 +138,36 @@ def test_the_estimate_knows_where_the_parts_are(models: dict[str, Path], endpoin
     assert dense[0] > dense[1] > dense[2] > 0
     assert bytes_by_place(models["dense"], "cells", rpc=rpc, kv_offload=False)["device"] == 0
     assert bytes_by_place(models["dense"], "cells", rpc=rpc)["host"] == 0
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"n_gpu_layers": 1, "n_batch": 64},  # logits, and top-k of them
+        {"kv_offload": False, "flash_attn": "off", "n_ctx": 8192},
+        {"kv_offload": False, "flash_attn": "off", "n_ctx": 8192, "n_gpu_layers": 2},
+    ],
+    ids=["top-k on the device", "attention on the host", "layers and attention on the host"],
+)
+def test_the_device_and_the_host_reserve_what_was_estimated(
+    settings: dict[str, Any], models: dict[str, Path], endpoints: tuple[str, str]
+) -> None:
+    config = EngineConfig(str(models["dense"]), rpc=endpoints[:1], **{**SIZES, **settings})
+    estimated = computed_by_place(estimate_memory([config]).footprints[0].buffers)
+    with Backend.get().lines() as lines, BatchInferenceEngine(config):
+        pass
+    real = computed_by_place(read_buffers(lines))
+    for place in ("device", "host"):
+        assert estimated[place] == pytest.approx(real[place], rel=0.1, abs=30_000)  # the log rounds to 0.01 MiB
+
+
+def computed_by_place(buffers: list[Buffer]) -> Counter[str]:
+    """The bytes of compute buffers on the device and on the host."""
+    found: Counter[str] = Counter()
+    for each in buffers:
+        if each.kind == "compute":
+            found["device" if each.buffer_type.startswith("RPC") else "host"] += each.n_bytes
+    return found
 
 
 # --- the choice -------------------------------------------------------------------------------------------------------

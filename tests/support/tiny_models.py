@@ -103,16 +103,16 @@ def mamba(path: PathLike) -> Path:
     return write_gguf(path, writer, [*weights, norm("output_norm", N_EMBD), _output()])
 
 
-def sliding_window(path: PathLike) -> Path:
-    """Gemma 3: its first layer sees only the last WINDOW tokens, its second all of them."""
-    writer = _writer(path, "gemma3")
+def sliding_window(path: PathLike, *, n_layers: int = 2) -> Path:
+    """Gemma 3: the first of each two layers sees only the last WINDOW tokens, the second all of them."""
+    writer = _writer(path, "gemma3", n_layers=n_layers)
     _add_attention(writer, N_HEAD_KV)
     writer.add_key_length(N_EMBD // N_HEAD)
     writer.add_value_length(N_EMBD // N_HEAD)
     writer.add_sliding_window(WINDOW)
-    writer.add_sliding_window_pattern([True, False])
+    writer.add_sliding_window_pattern([i % 2 == 0 for i in range(n_layers)])
     weights = [matrix("token_embd", len(byte_vocab().pieces), N_EMBD, 0.5)]  # the model scales it by sqrt(n_embd)
-    for i in range(2):
+    for i in range(n_layers):
         weights += _attention(f"blk.{i}") + _feed_forward(f"blk.{i}")
         weights += [norm(f"blk.{i}.{name}", N_EMBD) for name in ("post_attention_norm", "post_ffw_norm")]
     return write_gguf(path, writer, [*weights, norm("output_norm", N_EMBD), _output()])
@@ -149,46 +149,47 @@ def two_dimensional(path: PathLike, *, architecture: str = "qwen2vl", n_deepstac
     return write_gguf(path, writer, [*weights, norm("output_norm", N_EMBD), _output()])
 
 
-def two_dimensional_hybrid(path: PathLike, *, has_head: bool = False) -> Path:
-    """Qwen 3.5: its first layer is a gated delta net with a state, its second attention, with M-RoPE. `has_head`: a
-    third one is a draft head."""
+def two_dimensional_hybrid(path: PathLike, *, n_layers: int = 2, has_head: bool = False) -> Path:
+    """Qwen 3.5: the first of each two layers is a gated delta net with a state, the second attention, with M-RoPE.
+    `has_head`: one more is a draft head."""
     n_state, n_heads, n_groups = 16, 4, 2
     n_inner, n_keys = n_heads * n_state, n_groups * n_state
-    writer = _mrope_writer(path, "qwen35")
+    writer = _mrope_writer(path, "qwen35", n_layers)
     writer.add_ssm_conv_kernel(4)
     writer.add_ssm_inner_size(n_inner)
     writer.add_ssm_state_size(n_state)
     writer.add_ssm_time_step_rank(n_heads)
     writer.add_ssm_group_count(n_groups)
     writer.add_full_attention_interval(2)
-    delta_net = [
-        norm("blk.0.attn_norm", N_EMBD),
-        matrix("blk.0.attn_qkv", n_inner + 2 * n_keys, N_EMBD, 2.0),
-        matrix("blk.0.attn_gate", n_inner, N_EMBD, 2.0),
-        matrix("blk.0.ssm_beta", n_heads, N_EMBD),
-        matrix("blk.0.ssm_alpha", n_heads, N_EMBD),
-        Weight("blk.0.ssm_conv1d.weight", (n_inner + 2 * n_keys, 4), std=0.5),
-        Weight("blk.0.ssm_dt.bias", (n_heads,), std=0.1),
-        Weight("blk.0.ssm_a", (n_heads,), std=0.1, mean=-1.0),  # negative: the state decays
-        norm("blk.0.ssm_norm", n_state),
-        matrix("blk.0.ssm_out", N_EMBD, n_inner, 2.0),
-    ]
-    weights = [_embedding(), *delta_net]
-    for i in range(1, 2 + has_head):
+    weights = [_embedding()]
+    for blk in [f"blk.{i}" for i in range(0, n_layers, 2)]:
+        weights += [
+            norm(f"{blk}.attn_norm", N_EMBD),
+            matrix(f"{blk}.attn_qkv", n_inner + 2 * n_keys, N_EMBD, 2.0),
+            matrix(f"{blk}.attn_gate", n_inner, N_EMBD, 2.0),
+            matrix(f"{blk}.ssm_beta", n_heads, N_EMBD),
+            matrix(f"{blk}.ssm_alpha", n_heads, N_EMBD),
+            Weight(f"{blk}.ssm_conv1d.weight", (n_inner + 2 * n_keys, 4), std=0.5),
+            Weight(f"{blk}.ssm_dt.bias", (n_heads,), std=0.1),
+            Weight(f"{blk}.ssm_a", (n_heads,), std=0.1, mean=-1.0),  # negative: the state decays
+            norm(f"{blk}.ssm_norm", n_state),
+            matrix(f"{blk}.ssm_out", N_EMBD, n_inner, 2.0),
+        ]
+    for i in [*range(1, n_layers, 2), *[n_layers] * has_head]:
         attention = [weight for weight in _attention(f"blk.{i}") if weight.name != f"blk.{i}.attn_q.weight"]
         attention.append(matrix(f"blk.{i}.attn_q", 2 * N_EMBD, N_EMBD, 2.0))  # queries, and gates of the output
         weights += attention
     if has_head:
-        weights += _head(writer, "qwen35")
-    for i in range(2 + has_head):
+        weights += _head(writer, "qwen35", n_layers)
+    for i in range(n_layers + has_head):
         weights += [each._replace(name=each.name.replace("ffn_norm", "post_attention_norm"))
                     for each in _feed_forward(f"blk.{i}")]  # fmt: skip
     return write_gguf(path, writer, [*weights, norm("output_norm", N_EMBD), _output()])
 
 
-def _mrope_writer(path: PathLike, architecture: str) -> Any:
+def _mrope_writer(path: PathLike, architecture: str, n_layers: int = 2) -> Any:
     """With pairs of rotated numbers for time, row and column, and the tokens around an image."""
-    writer = _writer(path, architecture, vision_vocab())
+    writer = _writer(path, architecture, vision_vocab(), n_layers=n_layers)
     _add_attention(writer, N_HEAD_KV)
     writer.add_rope_dimension_sections([2, 3, 3, 0])
     return writer
