@@ -44,6 +44,7 @@ _TYPES = 2  # of weights whose kernels are timed, those of most bytes
 _CLEARLY = 1.3
 """Devices that are this much faster than others are filled first."""
 _BALANCED = 0.8
+_NO_TENSOR = "^$=CPU"
 _NEAR = 0.02  # of the best speed, within which more sequences are better
 _UNKNOWN = {
     CPU: DeviceTimes({"Q8_0": {1: 0.03, 16: 0.2, 512: 6.0}}, 0.0, 0.0),
@@ -166,7 +167,7 @@ def ranked(
     sizes = list(_sizes(candidates, decided))
     several = [engines(each) for each in sizes]
     one = several[0][0]
-    first = estimate_memory([each[0] for each in several]).footprints
+    first = estimate_memory([_without_copies(each[0], devices) for each in several]).footprints
     if any(each.error for each in first) or not (used := _used(devices, first[0])):
         return []
     share = sum(config.device == one.device for config in several[0])
@@ -201,6 +202,12 @@ def _sizes(candidates: Sequence[EngineConfig], decided: Set[str]) -> Iterator[En
         yield replace(config, n_ctx=cells)
         if "n_ubatch" not in decided and config.op_offload and config.n_ubatch < config.n_batch:
             yield replace(config, n_ctx=cells, n_ubatch=min(_LARGE_UBATCH, config.n_batch))
+
+
+def _without_copies(config: EngineConfig, devices: Sequence[Device]) -> EngineConfig:
+    """The settings as llama.cpp computes with them once tensors are placed: over several devices it otherwise keeps
+    copies of its buffers, to compute several ubatches at once."""
+    return replace(config, override_tensor=(_NO_TENSOR,)) if len(devices) > 1 else config
 
 
 def _used(devices: Sequence[Device], whole: Footprint) -> list[Device]:
@@ -376,11 +383,14 @@ class _Search:
                 continue
             found.add(filled[0][0])
             more = way[: len(way) - len(filled)][-_MORE:] if len(self._devices) == 1 else []
-            smaller = [*((place, {}) for place in more), *filled]
+            smaller = [*((place, {}) for place in more), *filled[:1], *filled]  # the first one again, without copies
             yield Placement(
                 self._settings(config, *filled[0]),
                 self._speeds(config, whole, *filled[0]),
-                [partial(self._settings, config, place, layers) for place, layers in smaller],
+                [
+                    partial(self._settings, config, place, layers, has_copies=i == len(more))
+                    for i, (place, layers) in enumerate(smaller)
+                ],
             )
 
     # --- memory -------------------------------------------------------------------------------------------------------
@@ -420,8 +430,13 @@ class _Search:
             sizes = sizes[fits:]
         return None if sizes else units
 
-    def _settings(self, config: EngineConfig, place: _Place, units: _Layers) -> EngineConfig:
+    def _settings(
+        self, config: EngineConfig, place: _Place, units: _Layers, *, has_copies: bool = True
+    ) -> EngineConfig:
+        """`has_copies`: whether the model may be computed over several devices with copies of buffers."""
         n = self._n
+        if not has_copies and place == (0, 0):
+            config = _without_copies(config, self._devices)
         if place.whole:
             config = replace(config, n_gpu_layers=n + 1 - place.whole)
         if place.ffn == n - place.whole or len(self._devices) == 1:
@@ -434,10 +449,10 @@ class _Search:
         if len(self._devices) > 1 and not self._is_split:
             shares = [float(units[each.name]) for each in self._devices]
             names = tuple(next(iter(each.buffer_types), each.name) for each in self._devices)
-            # Half a layer less for the first device: llama.cpp compares sums of shares, with rounding.
-            config = replace(
-                config, device_names=names, tensor_split=(shares[0] - 0.5, *shares[1:-1], shares[-1] + 0.5)
-            )
+            held = [i for i, share in enumerate(shares) if share]
+            shares[held[0]] -= 0.5  # llama.cpp compares sums of shares, with rounding
+            shares[held[-1]] += 0.5
+            config = replace(config, device_names=names, tensor_split=tuple(shares))
         return config
 
     # --- speeds -------------------------------------------------------------------------------------------------------
