@@ -3,18 +3,16 @@ stay the same. The device is an RPC worker of this machine, which llama.cpp trea
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 
 from cppbatch import BatchInferenceEngine, SamplingParams
 from cppbatch.config import CHOICES, EngineConfig
 from cppbatch.errors import ConfigError, DoesNotFit, ModelError
 from cppbatch.models.synthetic import LlamaShape
-from cppbatch.sizing import placement, sizes
 from cppbatch.sizing.demand import HOST, memory_demands
 from cppbatch.sizing.estimate import MemoryEstimate, estimate_memory
 from cppbatch.sizing.sizes import LoadedSizes, check_planned, first_ample, first_beside
@@ -25,12 +23,18 @@ from tests.support.rpc_workers import RpcWorker
 GREEDY = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
 SIZES: dict[str, Any] = {"n_ctx": 1024, "n_parallel": 4, "n_threads": 1, "spec": "off", "kv_layout": "unified"}
 N_LAYERS = 4
+AMPLE = 1 << 40  # bytes
 
 
 @pytest.fixture(scope="module")
-def endpoints() -> Iterator[tuple[str, str]]:
-    with RpcWorker() as one, RpcWorker() as two:
-        yield one.endpoint, two.endpoint
+def cards() -> Iterator[tuple[RpcWorker, RpcWorker]]:
+    with RpcWorker(memory=AMPLE) as one, RpcWorker(memory=AMPLE) as two:
+        yield one, two
+
+
+@pytest.fixture(scope="module")
+def endpoints(cards: tuple[RpcWorker, RpcWorker]) -> tuple[str, str]:
+    return cards[0].endpoint, cards[1].endpoint
 
 
 @pytest.fixture(scope="module")
@@ -101,17 +105,16 @@ def test_the_estimate_knows_where_the_parts_are(models: dict[str, Path], endpoin
 # --- the choice -------------------------------------------------------------------------------------------------------
 
 
-def limit_devices(monkeypatch: pytest.MonkeyPatch, *free: int) -> None:
-    """Devices report this free memory, in bytes."""
+@pytest.fixture
+def limit_devices(cards: tuple[RpcWorker, RpcWorker]) -> Iterator[Callable[..., None]]:
+    """Gives the devices this memory, in bytes; more than that they refuse."""
 
-    def limited(configs: list[EngineConfig]) -> MemoryEstimate:
-        found = estimate_memory(configs)
-        remote = [each for each in found.devices if "RPC" in each.name]
-        pairs = zip(remote, free, strict=True)
-        return MemoryEstimate(found.footprints, [msgspec.structs.replace(each, free=n) for each, n in pairs])
+    def limit(*memory: int) -> None:
+        for card, n_bytes in zip(cards, memory, strict=False):
+            card.set_memory(n_bytes)
 
-    for module in (sizes, placement):
-        monkeypatch.setattr(module, "estimate_memory", limited)
+    yield limit
+    limit(AMPLE, AMPLE)
 
 
 def on_devices(estimate: MemoryEstimate) -> list[tuple[int, int]]:
@@ -127,11 +130,11 @@ def test_a_model_that_does_not_fit_on_its_device_is_placed_and_gives_the_same_te
     models: dict[str, Path],
     expected: dict[str, list[str]],
     endpoints: tuple[str, str],
-    monkeypatch: pytest.MonkeyPatch,
+    limit_devices: Callable[..., None],
 ) -> None:
     config = EngineConfig(str(models[kind]), rpc=endpoints[:1], **SIZES)
     ((whole, _),) = on_devices(estimate_memory([config]))
-    limit_devices(monkeypatch, int(whole * share))
+    limit_devices(int(whole * share))
     planned = first_ample([config])
     check_planned(planned)  # raises for settings that do not fit
     assert planned.estimate
@@ -142,13 +145,13 @@ def test_a_model_that_does_not_fit_on_its_device_is_placed_and_gives_the_same_te
 
 
 def test_more_memory_holds_more_of_the_model(
-    models: dict[str, Path], endpoints: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+    models: dict[str, Path], endpoints: tuple[str, str], limit_devices: Callable[..., None]
 ) -> None:
     config = EngineConfig(str(models["experts"]), rpc=endpoints[:1], **SIZES)
     ((whole, _),) = on_devices(estimate_memory([config]))
     held = []
     for share in (0.5, 0.8, 1.2):
-        limit_devices(monkeypatch, int(whole * share))
+        limit_devices(int(whole * share))
         estimate = first_ample([config]).estimate
         assert estimate
         held += [firm for firm, _ in on_devices(estimate)]
@@ -161,11 +164,11 @@ def test_two_unequal_devices_each_hold_what_fits(
     models: dict[str, Path],
     expected: dict[str, list[str]],
     endpoints: tuple[str, str],
-    monkeypatch: pytest.MonkeyPatch,
+    limit_devices: Callable[..., None],
 ) -> None:
     config = EngineConfig(str(models["experts"]), rpc=endpoints, tensor_split=(1.0, 3.0), **SIZES)
     needs = [firm for firm, _ in on_devices(estimate_memory([config]))]
-    limit_devices(monkeypatch, *(int(n * 0.8) for n in needs))
+    limit_devices(*(int(n * 0.8) for n in needs))
     planned = first_ample([config])
     check_planned(planned)
     assert planned.estimate
@@ -176,10 +179,10 @@ def test_two_unequal_devices_each_hold_what_fits(
 
 
 def test_a_model_of_several_is_placed_where_unloading_others_would_not_help(
-    models: dict[str, Path], endpoints: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+    models: dict[str, Path], endpoints: tuple[str, str], limit_devices: Callable[..., None]
 ) -> None:
     config = EngineConfig(str(models["experts"]), rpc=endpoints[:1], **SIZES)
-    limit_devices(monkeypatch, 1 << 20)
+    limit_devices(1 << 20)
     loaded = first_beside([config], [], [], engines=lambda each: [each])
     assert loaded.config.is_placed
     other = LoadedSizes(config, None)
@@ -190,10 +193,10 @@ def test_a_model_of_several_is_placed_where_unloading_others_would_not_help(
 
 @pytest.mark.parametrize("given", [{"n_gpu_layers": -2}, {"n_cpu_moe": 1}, {"override_tensor": ("output=CPU",)}])
 def test_a_given_placement_is_not_changed(
-    given: dict[str, Any], models: dict[str, Path], endpoints: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+    given: dict[str, Any], models: dict[str, Path], endpoints: tuple[str, str], limit_devices: Callable[..., None]
 ) -> None:
     config = EngineConfig(str(models["experts"]), rpc=endpoints[:1], **SIZES, **given)
-    limit_devices(monkeypatch, 1 << 16)
+    limit_devices(1 << 16)
     planned = first_ample([config])
     assert planned.config == config
     with pytest.raises(ConfigError, match=r"but only 0\.1 MiB are free"):
