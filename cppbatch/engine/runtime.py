@@ -65,11 +65,11 @@ from cppbatch.llama import (
     Model,
     cpu_overrides,
     find_prefix_sharing,
-    find_sampling_crash,
     least_rows_for_equal_bits,
     probe_prefix_sharing,
 )
 from cppbatch.llama.library import PINNED_VERSION
+from cppbatch.llama.probes import find_sampling_crash
 from cppbatch.llama.selfcheck import repacking_works
 from cppbatch.llama.vocab import Vocab
 

@@ -12,13 +12,7 @@ from cppbatch.llama.llama_batch import Batch, EmbeddingBatch
 from cppbatch.llama.media_encoder import MediaChunk, MediaEncoder
 from cppbatch.llama.model import Model
 from cppbatch.llama.placement import cpu_overrides
-from cppbatch.llama.probes import (
-    MIN_ROWS,
-    find_prefix_sharing,
-    find_sampling_crash,
-    least_rows_for_equal_bits,
-    probe_prefix_sharing,
-)
+from cppbatch.llama.probes import MIN_ROWS, find_prefix_sharing, least_rows_for_equal_bits, probe_prefix_sharing
 from cppbatch.llama.row_contexts import AssistantContext, DFlashContext, EagleContext, HeadBatch, HeadContext, RowBatch
 from cppbatch.llama.rpc import RpcConnections
 from cppbatch.llama.sampler_chain import BackendSampling, DrySampler, SamplerChain
@@ -51,7 +45,6 @@ __all__ = [
     "builtin_template_names",
     "cpu_overrides",
     "find_prefix_sharing",
-    "find_sampling_crash",
     "least_rows_for_equal_bits",
     "probe_prefix_sharing",
     "why_no_heads",
