@@ -28,7 +28,7 @@ EXACT: dict[str, Any] = {
     "n_ctx": 1024, "n_parallel": 4, "n_batch": 64, "n_ubatch": 32, "n_threads": 1, "spec": "off", "sampling": "host",
     "flash_attn": "off", "cache_type_k": "f32", "cache_type_v": "f32",
 }  # fmt: skip
-CPU: dict[str, Any] = {"n_gpu_layers": 0}
+CPU: dict[str, Any] = {"n_gpu_layers": 0, "op_offload": False}  # else a GPU computes large batches even so
 KINDS = ("plain", "window", "hybrid", "recurrent", "experts")
 LAYOUTS = ("unified", "per-sequence")
 SYSTEM = "one for all and all for one, whatever the others say. " * 2
