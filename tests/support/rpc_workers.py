@@ -53,7 +53,9 @@ class RpcWorker:
     def set_memory(self, n_bytes: int) -> None:
         """From now on, its device has this much memory."""
         assert self._memory
-        self._memory.write_text(str(n_bytes))
+        part = self._memory.with_suffix(".part")  # its server may be reading
+        part.write_text(str(n_bytes))
+        part.replace(self._memory)
 
     def stop(self) -> str:
         """Ends it, and returns what it wrote to stderr."""
