@@ -128,6 +128,8 @@ def main() -> None:
     folder: Path = parser.parse_args().output
     build = install.plan_build(install.pick_backend()[0], portable=True)
     install.check_build_tools(build)
+    if build.backend not in BUILD_TAGS:
+        install.fail(f"Portable wheels are for {', '.join(BUILD_TAGS)}; for {build.backend}, run scripts/install.py.")
     is_linux = install.SYSTEM == "Linux"
     missing = [tool for tool in ("patchelf", "strip") if is_linux and not shutil.which(tool)]
     if missing:

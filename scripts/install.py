@@ -2,7 +2,7 @@
 
 Usage: python3 scripts/install.py [--dev] [--browser] [--ray]      (on Windows: py scripts\\install.py)
 Environment: CPPBATCH_WHEELS, a folder or an https address with a wheel of llama-cpp-python; without it one is built,
-once for this machine. CPPBATCH_BACKEND=cuda|metal|vulkan|cpu, CMAKE_ARGS, CXX.
+once for this machine. CPPBATCH_BACKEND=cuda|metal|vulkan|hip|sycl|cpu, CMAKE_ARGS, CXX.
 Standard library only, and no syntax newer than Python 3.6, so that an old Python gets a clear message.
 """
 
@@ -25,6 +25,7 @@ import time
 import urllib.parse
 import urllib.request
 from collections.abc import Callable
+from ctypes.util import find_library
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
@@ -36,7 +37,13 @@ VENV = ROOT / ".venv"
 BIN = VENV / ("Scripts" if WINDOWS else "bin")
 PYTHON = BIN / ("python.exe" if WINDOWS else "python")
 STAMP = VENV / "cppbatch-install.txt"
-BACKENDS = ("cuda", "metal", "vulkan", "cpu")
+BACKENDS = ("cuda", "metal", "vulkan", "hip", "sycl", "cpu")
+DRM = Path("/sys/class/drm")
+VENDORS = {"0x1002": "AMD", "0x8086": "Intel"}  # PCI's numbers, as in cppbatch/cli/doctor_command.py
+INTEGRATED = "0000:00:02.0"  # the place on the bus of the GPU in Intel's processors
+OLDEST_VULKAN = (1, 3, 261)  # the headers' version: llama.cpp uses LayerSettingEXT
+INCLUDES = ("/usr/local/include", "/usr/include")
+VULKAN_HELP = "Debian/Ubuntu: sudo apt install libvulkan-dev glslc spirv-headers"
 GROUPS = ("dev", "browser")  # dependency groups of pyproject.toml; other names are extras
 EXTRAS = ("chat", "hub", "llama", "media")  # installed always
 WHEEL = re.compile(r"llama_cpp_python-([^-]+)-(?:\d+([a-z]*)-)?(\w+)-none-([\w.]+)\.whl")
@@ -105,6 +112,53 @@ def nvidia_gpus() -> "list[str]":
     return re.findall(r"^GPU \d+: (.+?)(?: \(UUID.*)?$", output_of("nvidia-smi", "-L"), re.MULTILINE)
 
 
+def vulkan_gpus() -> "list[str]":
+    """The GPUs of AMD and Intel that the kernel lists; it needs no driver for Vulkan to do so."""
+    found = []
+    for file in sorted(DRM.glob("card[0-9]*/device/vendor")):
+        vendor = VENDORS.get(file.read_text().strip())
+        is_integrated = vendor == "Intel" and file.parent.resolve().name == INTEGRATED
+        if vendor:
+            found.append(f"integrated {vendor}" if is_integrated else vendor)
+    return found
+
+
+def vulkan_headers() -> "tuple[int, ...]":
+    """The version of the Vulkan headers that the compiler finds first; () if there are none."""
+    listed = [os.environ.get(name, "") for name in ("CPATH", "CPLUS_INCLUDE_PATH")]
+    sdk = os.environ.get("VULKAN_SDK")
+    folders = [*os.pathsep.join(listed).split(os.pathsep), f"{sdk}/include" if sdk else "", *INCLUDES]
+    for folder in filter(None, folders):
+        with contextlib.suppress(OSError):
+            text = Path(folder, "vulkan", "vulkan_core.h").read_text(errors="replace")
+            patch = re.search(r"^#define VK_HEADER_VERSION (\d+)", text, re.MULTILINE)
+            version = re.search(r"^#define VK_HEADER_VERSION_COMPLETE \w+\(\d+, (\d+), (\d+),", text, re.MULTILINE)
+            if patch and version:
+                return int(version[1]), int(version[2]), int(patch[1])
+    return ()
+
+
+def missing_for(backend: str) -> str:
+    """What a build for this backend lacks on this machine, as a sentence with the remedy; "" if nothing."""
+    if backend == "cuda" and not find_nvcc():
+        return "a build for CUDA needs the CUDA toolkit: no nvcc on the PATH or in CUDA_HOME."
+    if backend == "hip" and not shutil.which("hipconfig"):
+        return "a build for HIP needs AMD's ROCm, with hipconfig on the PATH."
+    if backend == "sycl" and not shutil.which("icpx"):
+        return "a build for SYCL needs Intel's oneAPI compiler, with icpx on the PATH (source setvars.sh)."
+    if backend == "vulkan" and not shutil.which("glslc"):
+        return f"a build for Vulkan needs its headers and glslc. {VULKAN_HELP}"
+    if backend == "vulkan" and SYSTEM == "Linux" and vulkan_headers() < OLDEST_VULKAN:
+        oldest = ".".join(map(str, OLDEST_VULKAN))
+        found = ".".join(map(str, vulkan_headers()))
+        have = f"not {found}" if found else "and there are none"
+        return (
+            f"a build for Vulkan needs headers of {oldest} or newer, {have}. "
+            f"{VULKAN_HELP}; where these are older, put newer ones into CPLUS_INCLUDE_PATH (docs/gpu.md)."
+        )
+    return ""
+
+
 def pick_backend() -> "tuple[str, str]":
     """The backend, and a note for the user (may be "")."""
     wanted = os.environ.get("CPPBATCH_BACKEND")
@@ -114,11 +168,16 @@ def pick_backend() -> "tuple[str, str]":
         return wanted, ""
     if SYSTEM == "Darwin" and platform.machine() == "arm64":
         return "metal", ""
-    if not nvidia_gpus():  # nvcc alone does not mean a GPU
-        return "cpu", ""
-    if find_nvcc():
-        return "cuda", ""
-    return "cpu", "There is an NVIDIA GPU but no CUDA toolkit (nvcc), so this builds for the CPU."
+    if nvidia_gpus():  # nvcc alone does not mean a GPU
+        if not missing_for("cuda"):
+            return "cuda", ""
+        return "cpu", "There is an NVIDIA GPU but no CUDA toolkit (nvcc), so this builds for the CPU."
+    gpus = vulkan_gpus()
+    missing = missing_for("vulkan")
+    if not gpus or not missing:
+        return "vulkan" if gpus else "cpu", ""
+    separate = [gpu for gpu in gpus if not gpu.startswith("integrated")]  # almost every laptop has an integrated one
+    return "cpu", f"There is an {separate[0]} GPU, but this builds for the CPU: {missing}" if separate else ""
 
 
 def cmake_flags(backend: str, compiler: str, portable: bool) -> str:
@@ -157,7 +216,7 @@ def pinned_version() -> str:
 
 def plan_build(backend: str, portable: bool = False) -> Build:
     version = pinned_version()
-    compiler = find_compiler()
+    compiler = output_of("icpx", "--version") if backend == "sycl" else find_compiler()
     cmake_args = cmake_flags(backend, compiler, portable)
     lines = [
         f"llama-cpp-python {version} for {backend} on {SYSTEM} {platform.machine()}",
@@ -186,10 +245,9 @@ def check_build_tools(build: Build) -> None:
     if not find_compiler():
         tried = f" (CXX is {os.environ['CXX']})" if os.environ.get("CXX") else ""
         fail(f"No C++ compiler found{tried}. {COMPILER_HELP.get(SYSTEM, 'Please install one.')}")
-    if build.backend == "cuda" and not find_nvcc():
-        fail("CPPBATCH_BACKEND=cuda needs the CUDA toolkit: no nvcc on the PATH or in CUDA_HOME.")
-    if build.backend == "vulkan" and not shutil.which("glslc"):
-        fail("Vulkan needs its headers and glslc. Debian/Ubuntu: sudo apt install libvulkan-dev glslc")
+    missing = missing_for(build.backend)
+    if missing:
+        fail(f"CPPBATCH_BACKEND={build.backend}: {missing}")
 
 
 def wait_showing_time(process: "subprocess.Popen[Any]") -> int:
@@ -219,6 +277,11 @@ def compile_wheel(build: Build, folder: Path, python: str) -> int:
     env = {**os.environ, "CMAKE_ARGS": build.cmake_args}
     if build.backend == "cuda":
         env.setdefault("CUDACXX", find_nvcc() or "nvcc")  # CMake itself looks on the PATH only
+    elif build.backend == "hip":
+        env.setdefault("HIPCXX", output_of("hipconfig", "-l") + "/clang")
+        env.setdefault("HIP_PATH", output_of("hipconfig", "-R"))
+    elif build.backend == "sycl":
+        env.update(CC="icx", CXX="icpx")
     flags = ["-v", "--no-cache-dir", "--no-deps", "--no-binary", "llama-cpp-python", "-w", str(folder)]
     command = [python, "-m", "pip", "wheel", *flags, f"llama-cpp-python=={build.version}"]
     with open(folder / "build.log", "wb") as log:
@@ -340,7 +403,8 @@ def plan_wheel(installed: str) -> "tuple[str, Callable[[], str] | None]":
     backend, remark = pick_backend()
     version, backends = pinned_version(), [backend]
     if not os.environ.get("CPPBATCH_BACKEND"):  # the wheel for the CPU runs beside every GPU
-        backends = list(dict.fromkeys([*(["cuda"] if nvidia_gpus() else []), backend, "cpu"]))
+        gpu = ["cuda"] if nvidia_gpus() else ["vulkan"] if vulkan_gpus() and find_library("vulkan") else []
+        backends = list(dict.fromkeys([*gpu, backend, "cpu"]))
     taken = f"{version} for {' or '.join(backends)} from "
     place = os.environ.get("CPPBATCH_WHEELS")
     if not place and installed.startswith(taken):

@@ -15,12 +15,16 @@ import cppbatch
 from cppbatch.config import EngineConfig, available_threads
 from cppbatch.engine.compute_threads import usable_cpus
 from cppbatch.errors import ConfigError, CppBatchError
+from cppbatch.findings import computes_on_cpu_only
 
 if TYPE_CHECKING:
     from cppbatch.llama import Backend
 
 
 _WATCH_S = 0.5
+_DRM = Path("/sys/class/drm")
+_MAKERS = {"0x10de": "NVIDIA", "0x1002": "AMD", "0x8086": "Intel"}  # PCI's numbers, as in scripts/install.py
+_INTEGRATED, _INTEL_INTEGRATED = "integrated", "0000:00:02.0"  # the place on the bus of the GPU in Intel's processors
 _BUSY = 0.3  # report other programs that use at least this many cores
 
 
@@ -70,6 +74,7 @@ def _findings() -> Iterator[Finding]:
     for device in backend.devices():
         memory = f"{device.memory_free / 2**30:.1f} of {device.memory_total / 2**30:.1f} GiB free"
         yield Finding("device", f"{device.name}: {device.description} ({device.kind}, {memory})")
+    yield from _unused_gpus(backend)
     yield _rpc(backend)
     yield _media()
     yield _self_check()
@@ -90,6 +95,32 @@ def _other_programs() -> Finding:
         "to finish",
         is_note=True,
     )
+
+
+def _unused_gpus(backend: Backend) -> Iterator[Finding]:
+    """GPUs of this machine, if the library has no device for any of them."""
+    gpus = _gpus()
+    if backend.supports_gpu or not gpus:
+        return
+    names = ", ".join(dict.fromkeys(gpus))
+    if computes_on_cpu_only(Path(backend.library_path).parent):
+        nvidia = "NVIDIA" in gpus
+        wanted = "once CUDA's toolkit is installed, python3" if nvidia else "CPPBATCH_BACKEND=vulkan python3"
+        text = f"this build does not use it; {wanted} scripts/install.py builds for it (docs/gpu.md)"
+    else:
+        text = "this build has code for GPUs, but its driver shows none to this user (docs/gpu.md)"
+    yield Finding("gpu", f"{names}: {text}", is_note=any(_INTEGRATED not in gpu for gpu in gpus))
+
+
+def _gpus() -> list[str]:
+    """The makers of the GPUs that Linux lists, whether or not they have a driver that llama.cpp can use."""
+    found = []
+    for file in sorted(_DRM.glob("card[0-9]*/device/vendor")):
+        maker = _MAKERS.get(file.read_text().strip())
+        is_integrated = maker == "Intel" and file.parent.resolve().name == _INTEL_INTEGRATED
+        if maker:
+            found.append(f"{_INTEGRATED} {maker}" if is_integrated else maker)
+    return found
 
 
 def _rpc(backend: Backend) -> Finding:

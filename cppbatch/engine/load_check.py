@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from pathlib import Path
 
 from cppbatch import child_processes
 from cppbatch.config import EngineConfig
 from cppbatch.errors import ModelError
-from cppbatch.findings import finding_key, finding_path, read_finding, write_finding
+from cppbatch.findings import build_key, file_key, finding_key, finding_path
 from cppbatch.llama.library import library_path
-from cppbatch.llama.selfcheck import run_child
+from cppbatch.llama.selfcheck import find_crash
 from cppbatch.models.check import check_model
 from cppbatch.models.find import model_parts
 
-log = logging.getLogger("cppbatch.engine")
-
-_FINE = "fine"
 _TIMEOUT_S = 600  # a large file from a slow disk
 
 
@@ -39,20 +35,33 @@ def check_loads(config: EngineConfig, *, survives_crash: bool = False) -> None:
 def _check(blamed: str, files: Sequence[str]) -> None:
     parts = [part for file in files for part in model_parts(Path(file))]
     verdict = finding_path("loads", finding_key(Path(library_path()).parent, parts))
-    if read_finding(verdict, str) == _FINE:
-        return
-    failure = run_child(child_command(files), _TIMEOUT_S)
-    if failure is None:
-        write_finding(verdict, _FINE)
-    elif failure.crashed:
+    if crash := find_crash(blamed, verdict, load_command(files), _TIMEOUT_S):
         raise ModelError(
-            f"{blamed} cannot be used: llama.cpp crashes when it loads the file or computes with it ({failure.text}). "
+            f"{blamed} cannot be used: llama.cpp crashes when it loads the file or computes with it ({crash}). "
             "Download it again, or use another file"
         )
-    else:
-        log.info("could not check %s: %s", blamed, failure.text)
 
 
-def child_command(files: Sequence[str]) -> list[str]:
-    """The command of the child process."""
+def check_projector(path: str, model_path: str) -> None:
+    """Raises `ModelError` if llama.cpp crashes when loading this file, or when encoding an image or audio with it.
+
+    As for models, a file that has passed is not tried again. Other errors are left to `MediaEncoder`.
+    """
+    if not Path(path).is_file():
+        return
+    verdict = finding_path("projectors", f"{build_key(Path(library_path()).parent)}-{file_key(Path(path))}")
+    if crash := find_crash(path, verdict, projector_command(path, model_path)):
+        raise ModelError(
+            f"{path} cannot be used: llama.cpp crashes when loading it ({crash}), for example because of missing "
+            "tensors. Download it again, or use another projector for this model"
+        )
+
+
+def load_command(files: Sequence[str]) -> list[str]:
+    """The command of the child process that loads a model, and an adapter."""
     return child_processes.child_command("cppbatch.llama.load_child", *files)
+
+
+def projector_command(path: str, model_path: str) -> list[str]:
+    """The command of the child process that encodes with a projector."""
+    return child_processes.child_command("cppbatch.llama.projector_child", model_path, path)

@@ -36,10 +36,9 @@ from cppbatch.engine.kv.layout import (
     unified_cells,
 )
 from cppbatch.engine.kv.pool import CACHED_SHARE, Memory
-from cppbatch.engine.load_check import check_loads
+from cppbatch.engine.load_check import check_loads, check_projector
 from cppbatch.engine.lora_sets import AdapterSet
 from cppbatch.engine.media.input import MediaInput
-from cppbatch.engine.media.projector_check import check_projector
 from cppbatch.engine.model_info import AdapterInfo, FillIn, ModelInfo
 from cppbatch.engine.speculation.proposer import GrammarProposer, Proposer
 from cppbatch.engine.speculation.row_proposer import RowProposer
@@ -71,6 +70,7 @@ from cppbatch.llama import (
     probe_prefix_sharing,
 )
 from cppbatch.llama.library import PINNED_VERSION
+from cppbatch.llama.probes import find_sampling_crash
 from cppbatch.llama.selfcheck import repacking_works
 from cppbatch.llama.vocab import Vocab
 
@@ -376,11 +376,7 @@ def _open_runtime(
     sharing = _sharing(config, context)
     wants_drafts = may_draft(config)
     if samples_on_device(config, model):
-        is_enabled = context.enable_backend_sampling()
-        if not is_enabled and config.sampling == "backend":
-            raise LlamaError(
-                f"{setting_name('sampling')} is 'backend', but llama.cpp cannot sample on this device; use 'host'"
-            )
+        _sample_on_device(config, context, on_gpu=on_gpu)
     share = CACHED_SHARE if on_gpu else _CACHED_SHARE_ON_CPU
     info = _info(model, context, config, min_rows=min_rows)
     runtime = Runtime(
@@ -444,6 +440,27 @@ def _sharing(config: EngineConfig, context: Context) -> Sharing:
     if not config.prefix_cache:
         return "none"
     return probe_prefix_sharing(context) if config.rpc else find_prefix_sharing(context, config)
+
+
+def _sample_on_device(config: EngineConfig, context: Context, *, on_gpu: bool) -> None:
+    """Enables backend sampling, unless the device does not support it or its driver crashes. Raises `LlamaError` if it
+    is not `auto`."""
+    is_requested = config.sampling == "backend"
+    crash = None
+    if on_gpu and not config.rpc:  # on an RPC worker, only llama.cpp's server would crash
+        n_vocab = context.model.vocab.n_tokens
+        crash = find_sampling_crash(n_vocab, config.device, config.device_names, tries_again=is_requested)
+    if not crash and context.enable_backend_sampling():
+        return
+    if is_requested:
+        reason = f"crashes when it samples on this device ({crash})" if crash else "cannot sample on this device"
+        raise LlamaError(f"{setting_name('sampling')} is 'backend', but llama.cpp {reason}; use 'host'")
+    if crash:
+        log.warning(
+            "the CPU samples: llama.cpp crashed in a trial of sampling on the GPU (%s). %s backend tries it again",
+            crash,
+            setting_name("sampling"),
+        )
 
 
 def _samples_one_row(context: Context) -> bool:

@@ -283,7 +283,7 @@ _NEEDED: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         (*_BLOCK, *_with_bias("attn_qkv"), *_NORMS),
     ),
 }
-"""By projector type: tensors of the file and of each block. Other types are only tested (`projector_check`)."""
+"""By projector type: tensors of the file and of each block. Other types are only tested (`check_projector`)."""
 _DEEPSTACK = _with_bias("norm", "fc1", "fc2")
 
 

@@ -1,13 +1,16 @@
-"""Probes of a loaded model: how sequences can share a prefix, and whether logits depend on the rest of the batch."""
+"""Probes of a loaded model: how sequences can share a prefix, whether its device can sample, and whether logits depend
+on the rest of the batch."""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
+from cppbatch.child_processes import child_command
 from cppbatch.config import Sharing
 from cppbatch.errors import LlamaError, ModelError
 from cppbatch.findings import finding_key, finding_path, read_finding, write_finding
@@ -15,11 +18,13 @@ from cppbatch.llama.backend import Backend
 from cppbatch.llama.context import Context
 from cppbatch.llama.library import library_path
 from cppbatch.llama.llama_batch import Batch
+from cppbatch.llama.selfcheck import find_crash
 from cppbatch.models.find import model_parts
 
 log = logging.getLogger("cppbatch.llama")
 
 _N_PROBE, _N_SHARED = 8, 5  # tokens of the probe, and the number of shared ones
+_SAMPLING_S = 300  # a driver made of software compiles for a minute
 _MAX_DIFFERENCE = 0.1  # of the range of the logits; rounding changes them far less, a wrong prefix far more
 
 
@@ -112,6 +117,25 @@ def _continue(context: Context, tokens: npt.NDArray[np.int32], position: int, se
         context.decode(batch)
     row: npt.NDArray[np.float32] = context.logits(1)[0].copy()
     return row
+
+
+# --- sampling on the device ------------------------------------------------------------------------------------------
+# Tried in a child process with a tiny model: a driver may crash when it compiles the kernels.
+
+
+def find_sampling_crash(
+    n_vocab: int, device: int | None, names: Sequence[str], *, tries_again: bool = False
+) -> str | None:
+    """How llama.cpp crashes when it samples on these GPUs from a vocabulary of `n_vocab` tokens; None if it does not.
+
+    `device`, `names`: as in `Model`. The answer is cached for this library and its devices; with `tries_again`, only if
+    it does not crash.
+    """
+    devices = [(each.name, each.description) for each in Backend.get().devices()]
+    verdict = finding_path("sampling", finding_key(Path(library_path()).parent, (), devices, n_vocab, device, names))
+    arguments = (str(n_vocab), "" if device is None else str(device), *names)
+    command = child_command("cppbatch.llama.sampling_child", *arguments)
+    return find_crash("sampling on the GPU", verdict, command, _SAMPLING_S, remembers=not tries_again)
 
 
 # --- determinism -----------------------------------------------------------------------------------------------------

@@ -24,6 +24,7 @@ from cppbatch.llama.library import REINSTALL, library_path
 log = logging.getLogger("cppbatch.llama")
 
 _TIMEOUT_S = 120
+_FINE = "fine"
 _WINDOWS_EXCEPTION = 0xC0000000
 _CRASH_NAMES = ("SIGSEGV", "SIGILL", "SIGBUS", "SIGFPE", "SIGABRT")
 _ABORT = re.compile(r"^\S+\.\w+:\d+: (.+)|^ *what\(\): +(.+)", re.MULTILINE)  # of ggml, and of C++
@@ -98,6 +99,26 @@ class Failure:
 def child_command(models: list[Path], *, repack: bool) -> list[str]:
     """The command of the child process."""
     return child_processes.child_command("cppbatch.llama.selfcheck_child", str(int(repack)), *map(str, models))
+
+
+def find_crash(
+    what: str, verdict: Path, command: list[str], timeout_s: float | None = None, *, remembers: bool = False
+) -> str | None:
+    """How llama.cpp crashes when it runs this command in a child process; None if it does not.
+
+    `what`: names the object of the trial in the log. `verdict`: the file (`finding_path`) that caches success. With
+    `remembers` it also caches a crash; otherwise a crash is tried again each time. Other failures are only logged.
+    """
+    found = read_finding(verdict, str)
+    if found == _FINE or (found and remembers):
+        return None if found == _FINE else found
+    failure = run_child(command, timeout_s)
+    if failure and not failure.crashed:
+        log.info("could not check %s: %s", what, failure.text)
+        return None
+    if remembers or not failure:
+        write_finding(verdict, failure.text if failure else _FINE)
+    return failure.text if failure else None
 
 
 def run_child(command: list[str], timeout_s: float | None = None) -> Failure | None:

@@ -66,9 +66,10 @@ def own_format(server: ChatServer) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def untried_files() -> Iterator[None]:
-    """The valid models of tests are loaded without being tried in a child process first (test_load_check.py)."""
+    """Neither valid models (test_load_check.py) nor sampling (test_device_sampling.py) are tried in child processes."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(runtime, "check_loads", lambda config, **_: None)
+        patch.setattr(runtime, "find_sampling_crash", lambda *_, **__: None)
         yield
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
@@ -9,11 +10,13 @@ from typing import Any, Literal
 import numpy as np
 import pytest
 
-from cppbatch import BatchInferenceEngine, Completion, SamplingParams
+from cppbatch import BatchInferenceEngine, Completion, SamplingParams, findings
+from cppbatch.child_processes import child_command
 from cppbatch.config import KvLayout
-from cppbatch.errors import ModelError
-from cppbatch.llama import Batch, Context, Model
+from cppbatch.errors import LlamaError, ModelError
+from cppbatch.llama import Batch, Context, Model, probes, selfcheck
 from cppbatch.llama.library import C
+from cppbatch.llama.selfcheck import Failure
 from tests.unit.test_device_sampling import FROM_ALL_LOGITS, FROM_CANDIDATES
 
 PROMPTS = ["The capital of France is", "Once upon a time", "def f(x):", "1, 2, 3,"] * 4
@@ -159,6 +162,36 @@ def test_a_gpu_samples_unless_drafts_are_requested(
         assert engine.info.sampling == sampling
         assert bool(engine.core.runtime.proposers) == drafts
         assert len(engine.generate(["Hello there " * 3] * 4, SamplingParams(max_tokens=12))) == 4
+
+
+def test_a_driver_that_crashes_when_it_samples_costs_a_child_process_once(
+    tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    tried: list[list[str]] = []
+
+    def crash(command: list[str], _timeout_s: float | None) -> Failure:
+        tried.append(command[3:])
+        return Failure("killed by SIGABRT", crashed=True)
+
+    monkeypatch.setattr(findings, "user_cache_path", lambda name: tmp_path)
+    monkeypatch.setattr("cppbatch.engine.runtime.find_sampling_crash", probes.find_sampling_crash)
+    monkeypatch.setattr("cppbatch.engine.runtime._on_gpu", lambda config: True)
+    monkeypatch.setattr("cppbatch.engine.runtime._FEW_TOKENS", 100)
+    monkeypatch.setattr(selfcheck, "run_child", crash)
+    settings: dict[str, Any] = {"n_ctx": 512, "n_parallel": 2, "n_threads": 1}
+    for _ in range(2):
+        with BatchInferenceEngine(tiny_llama, **settings) as engine:
+            assert engine.info.sampling == "host"
+            assert len(engine.generate(["Hello"], SamplingParams(max_tokens=4))[0].tokens) == 4
+    assert tried == [["cppbatch.llama.sampling_child", "512", ""]]
+    reason = "the CPU samples: llama.cpp crashed in a trial of sampling on the GPU (killed by SIGABRT)"
+    assert caplog.messages == [f"{reason}. sampling (--sampling) backend tries it again"] * 2
+    with pytest.raises(LlamaError, match=r"'backend', but llama\.cpp crashes when it samples .*SIGABRT.*use 'host'"):
+        BatchInferenceEngine(tiny_llama, sampling="backend", **settings)
+
+
+def test_the_trial_of_sampling_passes_on_a_device_that_samples() -> None:
+    subprocess.run(child_command("cppbatch.llama.sampling_child", "40000", ""), check=True, timeout=60)
 
 
 def test_a_gpu_leaves_short_rows_of_logits_to_the_host(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,7 @@ from cppbatch.config import EngineConfig
 from cppbatch.engine import load_check
 from cppbatch.engine.load_check import check_loads
 from cppbatch.errors import ModelError
+from cppbatch.llama import selfcheck
 from cppbatch.llama.selfcheck import Failure
 from cppbatch.models.synthetic import write_lora
 from tests.support import tiny_models
@@ -60,7 +61,7 @@ class Children:
         self.failure: Failure | None = None
         self.tried: list[list[str]] = []
 
-    def run(self, command: list[str], _timeout_s: float) -> Failure | None:
+    def run(self, command: list[str], _timeout_s: float | None) -> Failure | None:
         self.tried.append(command[4:])
         return self.failure
 
@@ -69,7 +70,7 @@ class Children:
 def children(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Children:
     children = Children()
     monkeypatch.setattr(findings, "user_cache_path", lambda name: tmp_path / "cache")
-    monkeypatch.setattr(load_check, "run_child", children.run)
+    monkeypatch.setattr(selfcheck, "run_child", children.run)
     return children
 
 
@@ -112,5 +113,5 @@ def test_an_adapter_is_tried_with_its_model_and_a_worker_tries_only_that(
 
 @pytest.mark.parametrize("kind", ["llama", "mamba", "encoder"])
 def test_every_kind_of_model_passes(kind: str, request: pytest.FixtureRequest) -> None:
-    command = load_check.child_command([str(request.getfixturevalue(f"tiny_{kind}"))])
+    command = load_check.load_command([str(request.getfixturevalue(f"tiny_{kind}"))])
     subprocess.run(command, check=True, timeout=60)

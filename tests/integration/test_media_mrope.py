@@ -14,9 +14,8 @@ import pytest
 from cppbatch import BatchInferenceEngine, InvalidRequest, Media, MediaPrompt, findings
 from cppbatch.engine.kv.save_cost import DiskCost
 from cppbatch.engine.media import files as media_files
-from cppbatch.engine.media import projector_check
 from cppbatch.errors import ModelError, OutOfRange
-from cppbatch.llama import Context, EmbeddingBatch, MediaEncoder, Model
+from cppbatch.llama import Context, EmbeddingBatch, MediaEncoder, Model, selfcheck
 from tests.integration.test_media import EXACT, LAYOUTS, FirstRow, first_rows, reference_row
 from tests.support import tiny_models, tiny_projectors
 from tests.support.fakes import greedy
@@ -336,13 +335,13 @@ def test_a_projector_is_tried_once(
 ) -> None:
     monkeypatch.setattr(findings, "user_cache_path", lambda name: tmp_path / "cache")
     tried: list[str] = []
-    child_command = projector_check.child_command
 
-    def record(path: str, model_path: str) -> list[str]:
-        tried.append(path)
-        return child_command(path, model_path)
+    def record(command: list[str], timeout_s: float | None) -> selfcheck.Failure | None:
+        tried.append(command[-1])
+        return run_child(command, timeout_s)
 
-    monkeypatch.setattr(projector_check, "child_command", record)
+    run_child = selfcheck.run_child
+    monkeypatch.setattr(selfcheck, "run_child", record)
     for _ in range(2):
         open_kind("qwen2vl")
     assert tried == [str(files / "qwen2vl-mmproj.gguf")]

@@ -9,12 +9,12 @@ import re
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
+from msgspec.structs import replace
 
 from cppbatch import BatchInferenceEngine, MediaPrompt, SamplingParams
 from cppbatch.config import CHOICES, CPU_PARTS, EngineConfig
@@ -22,7 +22,7 @@ from cppbatch.errors import ConfigError, DoesNotFit, ModelError
 from cppbatch.llama import Backend
 from cppbatch.models.kernels import DeviceTimes
 from cppbatch.models.synthetic import LlamaShape
-from cppbatch.sizing import placement, sizes
+from cppbatch.sizing import placement
 from cppbatch.sizing.buffers import Buffer, read_buffers
 from cppbatch.sizing.demand import HOST, memory_demands
 from cppbatch.sizing.device_times import CPU
@@ -36,12 +36,18 @@ from tests.support.rpc_workers import RpcWorker
 GREEDY = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
 SIZES: dict[str, Any] = {"n_ctx": 1024, "n_parallel": 4, "n_threads": 1, "spec": "off", "kv_layout": "unified"}
 N_LAYERS = 4
+AMPLE = 1 << 40  # bytes
 
 
 @pytest.fixture(scope="module")
-def endpoints() -> Iterator[tuple[str, str]]:
-    with RpcWorker() as one, RpcWorker() as two:
-        yield one.endpoint, two.endpoint
+def cards() -> Iterator[tuple[RpcWorker, RpcWorker]]:
+    with RpcWorker(memory=AMPLE) as one, RpcWorker(memory=AMPLE) as two:
+        yield one, two
+
+
+@pytest.fixture(scope="module")
+def endpoints(cards: tuple[RpcWorker, RpcWorker]) -> tuple[str, str]:
+    return cards[0].endpoint, cards[1].endpoint
 
 
 @pytest.fixture(scope="module")
@@ -187,17 +193,16 @@ def times(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(placement, "device_times", fixed)
 
 
-def limit_devices(monkeypatch: pytest.MonkeyPatch, *free: int) -> None:
-    """Devices report this free memory, in bytes."""
+@pytest.fixture
+def limit_devices(cards: tuple[RpcWorker, RpcWorker]) -> Iterator[Callable[..., None]]:
+    """Gives the devices this memory, in bytes; more than that they refuse."""
 
-    def limited(configs: list[EngineConfig]) -> MemoryEstimate:
-        found = estimate_memory(configs)
-        remote = [each for each in found.devices if "RPC" in each.name]
-        pairs = zip(remote, free, strict=True)
-        return MemoryEstimate(found.footprints, [msgspec.structs.replace(each, free=n) for each, n in pairs])
+    def limit(*memory: int) -> None:
+        for card, n_bytes in zip(cards, memory, strict=False):
+            card.set_memory(n_bytes)
 
-    for module in (sizes, placement):
-        monkeypatch.setattr(module, "estimate_memory", limited)
+    yield limit
+    limit(AMPLE, AMPLE)
 
 
 def on_devices(estimate: MemoryEstimate) -> list[tuple[int, int]]:
@@ -213,11 +218,11 @@ def test_a_model_that_does_not_fit_on_its_device_is_placed_and_gives_the_same_te
     models: dict[str, Path],
     expected: dict[str, list[str]],
     endpoints: tuple[str, str],
-    monkeypatch: pytest.MonkeyPatch,
+    limit_devices: Callable[..., None],
 ) -> None:
     config = EngineConfig(str(models[kind]), rpc=endpoints[:1], **SIZES)
     ((whole, _),) = on_devices(estimate_memory([config]))
-    limit_devices(monkeypatch, int(whole * share))
+    limit_devices(int(whole * share))
     planned = first_ample([config])
     check_planned(planned)  # raises for settings that do not fit
     assert planned.estimate
@@ -228,13 +233,13 @@ def test_a_model_that_does_not_fit_on_its_device_is_placed_and_gives_the_same_te
 
 
 def test_more_memory_holds_more_of_the_model(
-    models: dict[str, Path], endpoints: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+    models: dict[str, Path], endpoints: tuple[str, str], limit_devices: Callable[..., None]
 ) -> None:
     config = EngineConfig(str(models["experts"]), rpc=endpoints[:1], **SIZES)
     ((whole, _),) = on_devices(estimate_memory([config]))
     held = []
     for share in (0.5, 0.8, 1.2):
-        limit_devices(monkeypatch, int(whole * share))
+        limit_devices(int(whole * share))
         estimate = first_ample([config]).estimate
         assert estimate
         held += [firm for firm, _ in on_devices(estimate)]
@@ -247,11 +252,11 @@ def test_two_unequal_devices_each_hold_what_fits(
     models: dict[str, Path],
     expected: dict[str, list[str]],
     endpoints: tuple[str, str],
-    monkeypatch: pytest.MonkeyPatch,
+    limit_devices: Callable[..., None],
 ) -> None:
     config = EngineConfig(str(models["experts"]), rpc=endpoints, tensor_split=(1.0, 3.0), **SIZES)
     needs = [firm for firm, _ in on_devices(estimate_memory([config]))]
-    limit_devices(monkeypatch, *(int(n * 0.8) for n in needs))
+    limit_devices(*(int(n * 0.8) for n in needs))
     planned = first_ample([config])
     check_planned(planned)
     assert planned.estimate
@@ -262,10 +267,10 @@ def test_two_unequal_devices_each_hold_what_fits(
 
 
 def test_a_model_of_several_is_placed_where_unloading_others_would_not_help(
-    models: dict[str, Path], endpoints: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+    models: dict[str, Path], endpoints: tuple[str, str], limit_devices: Callable[..., None]
 ) -> None:
     config = EngineConfig(str(models["experts"]), rpc=endpoints[:1], **SIZES)
-    limit_devices(monkeypatch, 1 << 20)
+    limit_devices(1 << 20)
     loaded = first_beside([config], [], [], engines=lambda each: [each])
     assert loaded.config.is_placed
     other = LoadedSizes(config, None)
@@ -276,10 +281,10 @@ def test_a_model_of_several_is_placed_where_unloading_others_would_not_help(
 
 @pytest.mark.parametrize("given", [{"n_gpu_layers": -2}, {"n_cpu_moe": 1}, {"override_tensor": ("output=CPU",)}])
 def test_a_given_placement_is_not_changed(
-    given: dict[str, Any], models: dict[str, Path], endpoints: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+    given: dict[str, Any], models: dict[str, Path], endpoints: tuple[str, str], limit_devices: Callable[..., None]
 ) -> None:
     config = EngineConfig(str(models["experts"]), rpc=endpoints[:1], **SIZES, **given)
-    limit_devices(monkeypatch, 1 << 16)
+    limit_devices(1 << 16)
     planned = first_ample([config])
     assert planned.config == config
     with pytest.raises(ConfigError, match=r"but only 0\.1 MiB are free"):
@@ -287,10 +292,10 @@ def test_a_given_placement_is_not_changed(
 
 
 def test_without_fit_nothing_is_chosen(
-    models: dict[str, Path], endpoints: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+    models: dict[str, Path], endpoints: tuple[str, str], limit_devices: Callable[..., None]
 ) -> None:
     config = EngineConfig(str(models["experts"]), rpc=endpoints[:1], fit_params=False, n_threads=1)
-    limit_devices(monkeypatch, 1 << 16)
+    limit_devices(1 << 16)
     candidates = candidates_for(config, set())
     planned = first_ample(candidates)
     assert candidates == [planned.config]
@@ -300,14 +305,14 @@ def test_without_fit_nothing_is_chosen(
 
 
 def test_fit_target_leaves_that_much_of_the_device_free(
-    models: dict[str, Path], endpoints: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+    models: dict[str, Path], endpoints: tuple[str, str], limit_devices: Callable[..., None]
 ) -> None:
     config = EngineConfig(str(models["experts"]), rpc=endpoints[:1], **SIZES)
     ((whole, _),) = on_devices(estimate_memory([config]))
-    limit_devices(monkeypatch, whole + (1 << 20))
+    limit_devices(whole + (1 << 20))
     held = []
     for mib in (1, 2):
-        estimate = first_ample([msgspec.structs.replace(config, fit_target=(mib,))]).estimate
+        estimate = first_ample([replace(config, fit_target=(mib,))]).estimate
         assert estimate
         held += [firm for firm, _ in on_devices(estimate)]
     assert held[0] == whole

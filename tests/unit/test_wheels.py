@@ -10,17 +10,19 @@ import io
 import os
 import re
 import shlex
+import shutil
 import sys
 import urllib.request
 import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import yaml
 
+from cppbatch.cli import doctor_command
 from cppbatch.errors import LibraryError
 from cppbatch.llama import library
 from cppbatch.llama.backend import _VARIANT
@@ -350,7 +352,7 @@ def test_libraries_of_windows_move_and_stay_as_they_are(build_wheel: Any) -> Non
 
 
 def test_the_installer_recognises_the_names_of_repaired_wheels(install: Any, build_wheel: Any) -> None:
-    assert set(build_wheel.BUILD_TAGS) == set(install.BACKENDS)
+    assert set(build_wheel.BUILD_TAGS) == set(install.BACKENDS) - {"hip", "sycl"}
     for backend, tag in build_wheel.BUILD_TAGS.items():
         name = f"llama_cpp_python-{VERSION}-{tag}-py3-none-linux_x86_64.whl"
         assert install.backend_of_wheel(name, VERSION) == backend
@@ -455,3 +457,148 @@ def test_the_image_takes_a_wheel_from_the_named_context_that_the_release_gives()
     assert re.search(r"^FROM scratch AS wheels$", dockerfile, re.MULTILINE)
     assert "--mount=from=wheels,target=/wheels" in dockerfile
     assert "--build-context wheels=wheels" in RELEASE
+
+
+# --- GPUs and what builds for them ------------------------------------------------------------------------------------
+
+AMD, INTEL, NVIDIA = "0x1002", "0x8086", "0x10de"
+
+
+@pytest.fixture
+def set_cards(install: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Makes a tree like Linux's, with cards of a vendor at a place on the PCI bus."""
+
+    def set_cards(*cards: tuple[str, str]) -> None:
+        shutil.rmtree(tmp_path / "devices", ignore_errors=True)
+        shutil.rmtree(tmp_path / "drm", ignore_errors=True)
+        for i, (vendor, place) in enumerate(cards):
+            device = tmp_path / "devices" / place
+            (device / "drm").mkdir(parents=True)
+            (device / "vendor").write_text(f"{vendor}\n")
+            (device / "drm" / f"card{i}" / f"card{i}-DP-1").mkdir(parents=True)
+            (tmp_path / "drm").mkdir(exist_ok=True)
+            (device / "drm" / f"card{i}" / "device").symlink_to(device)
+            (device / "drm" / f"card{i}" / f"card{i}-DP-1" / "device").symlink_to(device / "drm" / f"card{i}")
+            (tmp_path / "drm" / f"card{i}").symlink_to(device / "drm" / f"card{i}")
+            (tmp_path / "drm" / f"card{i}-DP-1").symlink_to(device / "drm" / f"card{i}" / f"card{i}-DP-1")
+        monkeypatch.setattr(install, "DRM", tmp_path / "drm")
+        monkeypatch.setattr(doctor_command, "_DRM", tmp_path / "drm")
+
+    return set_cards
+
+
+@pytest.fixture
+def set_tools(install: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Puts these programs on the PATH, and Vulkan headers of this version into the first folder that is searched."""
+
+    def set_tools(*programs: str, headers: tuple[int, int, int] | None = None) -> None:
+        for name in programs:
+            program = folder_with(tmp_path / "bin", [name]) / name
+            program.chmod(0o755)
+        monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+        folder = tmp_path / "include"
+        for name in ("CPATH", "VULKAN_SDK"):
+            monkeypatch.delenv(name, raising=False)
+        monkeypatch.setenv("CPLUS_INCLUDE_PATH", str(folder))
+        monkeypatch.setattr(install, "INCLUDES", ())
+        if headers:
+            (folder / "vulkan").mkdir(parents=True, exist_ok=True)
+            major, minor, patch = headers
+            complete = (
+                f"#define VK_HEADER_VERSION_COMPLETE VK_MAKE_API_VERSION(0, {major}, {minor}, VK_HEADER_VERSION)\n"
+            )
+            header = f"#define VK_HEADER_VERSION {patch}\n\n// Complete version of this file\n{complete}"
+            (folder / "vulkan" / "vulkan_core.h").write_text(header)
+
+    return set_tools
+
+
+@pytest.mark.parametrize("card", [(AMD, "0000:03:00.0"), (INTEL, "0000:03:00.0"), (INTEL, "0000:00:02.0")])
+def test_gpus_of_amd_and_intel_get_a_build_for_vulkan_where_its_tools_are(
+    card: tuple[str, str], install: Any, set_cards: Callable[..., None], set_tools: Callable[..., None]
+) -> None:
+    set_cards(card)
+    set_tools("glslc", headers=(1, 3, 261))
+    assert install.pick_backend() == ("vulkan", "")
+
+
+def test_without_tools_or_with_old_headers_the_build_is_for_the_cpu_and_says_why(
+    install: Any, set_cards: Callable[..., None], set_tools: Callable[..., None]
+) -> None:
+    set_cards((INTEL, "0000:00:02.0"), (AMD, "0000:03:00.0"))
+    set_tools()
+    help_ = "Debian/Ubuntu: sudo apt install libvulkan-dev glslc spirv-headers"
+    said = "There is an AMD GPU, but this builds for the CPU: a build for Vulkan needs "
+    assert install.pick_backend() == ("cpu", f"{said}its headers and glslc. {help_}")
+    set_tools("glslc")
+    assert install.pick_backend()[1].startswith(f"{said}headers of 1.3.261 or newer, and there are none. {help_}")
+    set_tools("glslc", headers=(1, 3, 239))
+    assert install.pick_backend() == (
+        "cpu",
+        f"{said}headers of 1.3.261 or newer, not 1.3.239. {help_}; where these are older, put newer ones into "
+        "CPLUS_INCLUDE_PATH (docs/gpu.md).",
+    )
+    set_tools("glslc", headers=(1, 4, 309))
+    assert install.pick_backend() == ("vulkan", "")
+
+
+def test_an_integrated_gpu_without_tools_and_a_machine_without_gpus_are_built_for_the_cpu_silently(
+    install: Any, set_cards: Callable[..., None], set_tools: Callable[..., None]
+) -> None:
+    set_tools()
+    set_cards((INTEL, "0000:00:02.0"), ("0x1a03", "0000:05:00.0"))  # a server's screen
+    assert install.pick_backend() == ("cpu", "")
+    set_tools("glslc", headers=(1, 4, 309))
+    set_cards()
+    assert install.pick_backend() == ("cpu", "")
+
+
+def test_a_requested_backend_whose_tools_are_missing_is_refused_before_the_build(
+    install: Any, set_tools: Callable[..., None], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    set_tools("glslc", headers=(1, 3, 239))
+    monkeypatch.setattr(install, "find_compiler", lambda: GCC)
+    monkeypatch.setattr(install, "find_nvcc", lambda: None)
+    monkeypatch.setattr(install, "output_of", lambda *_: "")
+    tools = {"vulkan": "headers of 1.3.261", "cuda": "nvcc", "hip": "hipconfig", "sycl": "icpx"}
+    for backend, tool in tools.items():
+        with pytest.raises(SystemExit):
+            install.check_build_tools(install.plan_build(backend))
+        message = capsys.readouterr().err
+        assert message.startswith(f"CPPBATCH_BACKEND={backend}: a build for ")
+        assert tool in message
+
+
+def test_a_wheel_for_vulkan_is_taken_for_a_gpu_whose_driver_is_there(
+    install: Any, tmp_path: Path, set_cards: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    vulkan = FROM_PIP.replace(VERSION, f"{VERSION}-1vulkan")
+    monkeypatch.setenv("CPPBATCH_WHEELS", str(folder_with(tmp_path / "wheels", [vulkan, CPU])))
+    set_cards((AMD, "0000:03:00.0"))
+    for driver, taken in (("libvulkan.so.1", vulkan), (None, CPU)):
+        monkeypatch.setattr(install, "find_library", lambda _name, found=driver: found)
+        assert install.plan_wheel("")[1]().endswith(taken)
+
+
+def test_doctor_names_a_gpu_that_the_library_cannot_use_and_the_command_that_changes_it(
+    install: Any, tmp_path: Path, set_cards: Callable[..., None]
+) -> None:
+    folder = folder_with(tmp_path / "lib", ["libggml-base.so", "libggml-cpu.so"])
+    backend: Any = SimpleNamespace(supports_gpu=False, library_path=str(folder / "libllama.so"))
+    assert list(doctor_command._unused_gpus(backend)) == []
+    set_cards((INTEL, "0000:00:02.0"))
+    (found,) = doctor_command._unused_gpus(backend)
+    assert (found.name, found.is_note, found.remedy) == ("gpu", False, None)
+    set_cards((AMD, "0000:03:00.0"))
+    (found,) = doctor_command._unused_gpus(backend)
+    assert found.is_note
+    assert found.found.startswith("AMD")
+    assert "CPPBATCH_BACKEND=vulkan python3 scripts/install.py builds for it" in found.found
+    set_cards((NVIDIA, "0000:04:00.0"))
+    (found,) = doctor_command._unused_gpus(backend)
+    assert "once CUDA's toolkit is installed, python3 scripts/install.py" in found.found
+    (folder / "libggml-vulkan.so").touch()
+    (found,) = doctor_command._unused_gpus(backend)
+    assert "its driver shows none" in found.found
+    backend.supports_gpu = True
+    assert list(doctor_command._unused_gpus(backend)) == []
