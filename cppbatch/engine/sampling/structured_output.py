@@ -109,7 +109,7 @@ class GrammarCompiler:
             except RecursionError:
                 return "is nested too deeply"
         compiled = self._try(field, text, checker)
-        if isinstance(compiled, str) and field == "json_schema" and not compiled.startswith("#"):
+        if isinstance(compiled, str) and field == "json_schema" and not compiled.startswith(("#", _TOO_COMPLEX)):
             return f"{self._place(json.loads(text), checker)}: {compiled}"
         if isinstance(compiled, str) and field == "grammar" and (opened := self._open_arguments(text, checker)) != text:
             compiled = self._try(field, opened, checker)
@@ -332,6 +332,7 @@ class GrammarMasks:
 
 _TIMEOUT_S = 10.0
 _QUICK_S = 1.0
+_TOO_COMPLEX = "is too complex"
 
 
 class SlowGrammar(Exception):
@@ -406,7 +407,7 @@ class GrammarChecker:
         if not line:
             self._end()
         if not line and monotonic() - began >= self._timeout_s:
-            raise TooComplex(f"is too complex: compiling it takes more than {self._timeout_s:.0f} seconds")
+            raise TooComplex(f"{_TOO_COMPLEX}: compiling it takes more than {self._timeout_s:.0f} seconds")
         return line
 
     def _end(self) -> None:
