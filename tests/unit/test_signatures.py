@@ -75,7 +75,9 @@ def test_the_settings_of_a_profile_have_the_types_of_the_config() -> None:
 
 
 def test_request_options_are_the_fields_of_the_request() -> None:
-    assert get_type_hints(RequestOptions) == fields(GenerationRequest, "id", "prompt", "task", "params")
+    assert get_type_hints(RequestOptions) == fields(
+        GenerationRequest, "id", "prompt", "task", "params", "client", "report_acceptance"
+    )
     assert not RequestOptions.__required_keys__
 
 
