@@ -116,9 +116,9 @@ _PRODUCT_SHAPE, _PRODUCT_ROWS = (4096, 4096), 512
 _SMALLER_SHAPE = 4096, 1024
 _MIN_RUNS, _MAX_RUNS, _MAX_SECONDS = 2, 20, 1.0
 _NODES = 4  # products per graph of a small matrix, so that its start-up time is negligible
-_KERNEL_BYTES, _KERNEL_SECONDS = 192 << 20, 0.1
+_KERNEL_SECONDS = 0.1
 _SLOW_RUN = 1.0  # seconds of a run after which there is no second one
-_COPIED_BYTES = 8 << 20
+_COPIED_BYTES = 4 << 20
 _SMALL_SHAPE = 256, 256
 
 
@@ -143,16 +143,18 @@ def measure_device(device: str, weight_type: str, *, n_threads: int) -> DeviceSp
     return DeviceSpeed(_READ_BYTES / read, 2 * math.prod(_PRODUCT_SHAPE) * _PRODUCT_ROWS / multiplied)
 
 
-def measure_products(device: str, kinds: Sequence[str], rows: Sequence[int], *, n_threads: int) -> DeviceTimes:
+def measure_products(
+    device: str, kinds: Sequence[str], rows: Sequence[int], *, n_bytes: int, n_threads: int
+) -> DeviceTimes:
     """Times matrix products of weights of these types with these numbers of rows, and what it takes to reach the
-    device. Takes a second or two, and 192 MiB of its memory. Arguments and errors as of `measure_device`.
+    device. Takes a second or two. Arguments and errors as of `measure_device`.
 
-    Up to 32 rows the matrix is larger than the caches, as the weights of a model are.
+    `n_bytes`: of the matrix, up to 32 rows; it should be larger than the caches, as the weights of a model are.
     """
     with open_device(declare(), device, n_threads) as backend:
         ms: dict[str, dict[int, float]] = {}
         for kind in kinds:
-            large = _large_shape(kind, _KERNEL_BYTES)
+            large = _large_shape(kind, n_bytes)
             for n in rows:
                 shape = large if n <= _FEW_ROWS else _SMALLER_SHAPE
                 seconds = _seconds(backend, kind, shape, n, most=_KERNEL_SECONDS)

@@ -30,7 +30,8 @@ _TIMEOUT_S = 120
 
 class _Task(msgspec.Struct, frozen=True):
     config: EngineConfig
-    devices: list[str]
+    devices: dict[str, int]
+    """With the bytes of their memory that the measurement may use."""
     kinds: list[str]
     n_threads: int
 
@@ -49,7 +50,9 @@ def device_times(
     wanted = list(dict.fromkeys(kinds))
     missing = [name for name, key in keys.items() if key not in known or not {*wanted} <= known[key].ms.keys()]
     if missing:
-        measured = _measure(_Task(config, missing, wanted, n_threads))
+        room = {each.name: each.free // 4 for each in found if each.free}
+        sizes = {name: max(_LEAST_BYTES, min(_MOST_BYTES, room.get(name, _MOST_BYTES))) for name in missing}
+        measured = _measure(_Task(config, sizes, wanted, n_threads))
         if measured is None:
             return None
         for name, times in measured.items():
@@ -60,6 +63,7 @@ def device_times(
     return {name: known[key] for name, key in keys.items()}
 
 
+_LEAST_BYTES, _MOST_BYTES = 4 << 20, 192 << 20  # of a matrix: more than most caches, if there is room
 _MOST = 64  # devices that are remembered
 
 
@@ -90,8 +94,8 @@ def main() -> None:
     names = {each.name: each.buffer_types[0] if each.buffer_types else each.name for each in devices(task.config)}
     try:
         times = {
-            name: measure_products(names.get(name, name), task.kinds, ROWS, n_threads=task.n_threads)
-            for name in task.devices
+            name: measure_products(names.get(name, name), task.kinds, ROWS, n_bytes=n_bytes, n_threads=task.n_threads)
+            for name, n_bytes in task.devices.items()
         }
     except LlamaError as error:
         sys.exit(str(error))
