@@ -18,7 +18,6 @@ from cppbatch.errors import LlamaError
 from cppbatch.findings import build_key, finding_path, library_folder, read_finding, write_finding
 from cppbatch.models.kernels import DeviceTimes
 from cppbatch.sizing.estimate import Device
-from cppbatch.sizing.estimate_child import connect, devices
 
 log = logging.getLogger("cppbatch.memory")
 
@@ -87,7 +86,8 @@ def _measure(task: _Task) -> dict[str, DeviceTimes] | None:
 
 def main() -> None:
     """Reads a `_Task` and prints the times of its devices by name, as JSON on the last line."""
-    from cppbatch.llama.ggml_graph import measure_products
+    from cppbatch.llama.ggml_graph import measure_products  # the parent does not load llama.cpp
+    from cppbatch.sizing.estimate_child import connect, devices
 
     task = msgspec.json.decode(sys.stdin.buffer.read(), type=_Task)
     connections = connect([task.config])

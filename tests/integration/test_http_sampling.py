@@ -467,7 +467,7 @@ BAD_GRAMMARS: dict[str, tuple[Json, str, str]] = {
     "schema of an unsupported format": (
         {"json_schema": {"type": "string", "format": "iri"}},
         "json_schema",
-        "Unknown format: iri",
+        "#/format: the format 'iri' is not supported",
     ),
     "schema that nothing satisfies": ({"json_schema": {"$ref": "#"}}, "json_schema", "no finite JSON"),
     "schema as a number": ({"json_schema": 5}, "json_schema", "expected `bool | str | object | null`, got `int`"),
