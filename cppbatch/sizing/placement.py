@@ -414,8 +414,7 @@ class _Search:
             for i in range(place.whole, self._n)
         ]
         sizes.append(model.output.n_bytes)
-        computing = _per_device(whole, self._devices, "compute")
-        fixed = max(computing.values(), default=0)
+        fixed = max(_not_placed(whole, self._devices).values(), default=0)
         units: dict[str, int] = {}
         for i, device in enumerate(self._devices):
             room = self._free[device.name] - fixed if device.free else math.inf
@@ -515,13 +514,17 @@ def _weight_bytes(kind: str) -> float:
     return of_kind.n_bytes / of_kind.block if of_kind else 1.0
 
 
+_PLACED = ("weights", "cells", "states")
+
+
 def _total(footprint: Footprint, *kinds: str) -> int:
-    return sum(each.n_bytes for each in footprint.buffers if each.kind in kinds)
+    return sum(each.n_bytes for each in footprint.buffers if each.kind in kinds and not each.owner)
 
 
-def _per_device(footprint: Footprint, devices: Sequence[Device], kind: str) -> Counter[str]:
+def _not_placed(footprint: Footprint, devices: Sequence[Device]) -> Counter[str]:
+    """The bytes of each device for what is there wherever the model is: compute buffers, a draft model, a projector."""
     found: Counter[str] = Counter()
     for buffer in footprint.buffers:
-        if buffer.kind == kind and (where := location(buffer, devices)) != HOST:
+        if (buffer.owner or buffer.kind not in _PLACED) and (where := location(buffer, devices)) != HOST:
             found[where] += buffer.n_bytes
     return found
