@@ -228,7 +228,7 @@ def test_the_clients_own_helper_reads_calls_and_json(client: openai.OpenAI) -> N
         ({"tool_choice": "always"}, "tool_choice"),
         (
             {
-                "tools": [{"type": "function", "function": {"name": "f", "parameters": UNKNOWN_TYPE}}],
+                "tools": [{"type": "function", "function": {"name": "f", "strict": True, "parameters": UNKNOWN_TYPE}}],
                 "tool_choice": "required",
             },
             "tools",
