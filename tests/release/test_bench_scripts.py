@@ -207,7 +207,7 @@ def test_a_sleeping_server_needs_little_memory_and_wakes_with_the_first_request(
 
 
 def test_streams_are_measured_alone_beside_images_and_beside_texts(default_model: Path) -> None:
-    printed = script("bench_media.py", "-m", default_model, "--repeats", 1, "--seconds", 2)
+    printed = script("bench_media.py", "-m", default_model, "--repeats", 1, "--seconds", 6)
     figures = rows(printed)
     for name in ("8 streams alone", "with images", "with texts of as many tokens"):
         p50, p95, longest = map(number, figures[name][:3])
