@@ -118,7 +118,7 @@ _MIN_RUNS, _MAX_RUNS, _MAX_SECONDS = 2, 20, 1.0
 _NODES = 4  # products per graph of a small matrix, so that its start-up time is negligible
 _KERNEL_SECONDS = 0.1
 _SLOWEST_RUN = 5.0  # seconds that a run may take
-_SLOW_RUN = 1.0  # seconds of a run after which there is no second one
+_SLOW_RUN = 1.0  # seconds; a run that takes longer is the only one
 _COPIED_BYTES = 4 << 20
 _SMALL_SHAPE = 256, 256
 

@@ -43,8 +43,8 @@ _OFFLOADED_ROWS = 32  # from this number on, a GPU computes with weights of the 
 _TYPES = 2  # of weights whose kernels are timed, those of most bytes
 _CLEARLY = 1.3
 """Devices that are this much faster than others are filled first."""
-_BALANCED = 0.8
-_NO_TENSOR = "^$=CPU"
+_BALANCED = 0.8  # of the best speed of one sequence, which `balanced` keeps
+_NO_TENSOR = "^$=CPU"  # an override that matches no tensor, and still counts as one
 _NEAR = 0.02  # of the best speed, within which more sequences are better
 _UNKNOWN = {
     CPU: DeviceTimes({"Q8_0": {1: 0.03, 16: 0.2, 512: 6.0}}, 0.0, 0.0),
@@ -94,7 +94,7 @@ def placement_flags(config: EngineConfig) -> str:
 def describe_placements(
     candidates: Sequence[EngineConfig],
     devices: Sequence[Device],
-    decided: Set[str] = frozenset(),
+    decided: Set[str],
 ) -> list[str]:
     """A line for each number of sequences of a model that its devices cannot hold: flags, and the speeds to expect.
 

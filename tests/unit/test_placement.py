@@ -177,7 +177,7 @@ def test_experts_stay_on_the_cpu_rather_than_whole_layers(monkeypatch: pytest.Mo
 
 
 def test_the_alternatives_name_their_flags_and_speeds(card: Machine, dense: Path) -> None:
-    lines = describe_placements(card.candidates(dense), card.devices)
+    lines = describe_placements(card.candidates(dense), card.devices, set())
     assert [line.split()[1] for line in lines] == ["1", "2", "4", "8", "16"]
     assert all("tokens/s for one sequence" in line and "-c " in line for line in lines)
 
