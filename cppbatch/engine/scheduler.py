@@ -130,8 +130,9 @@ class Scheduler:
     - Preemption: if cells run out, the running sequence last in rank loses its cells. It resumes before all sequences
       of later rank. So the first sequence in rank always continues, and no sequence starves.
     - Prefill alongside decode rows, and where the first prompt takes several steps: every other step serves the first
-      prompt in rank. The steps in between serve short prompts, so that a long prompt does not delay them. (Both in one
-      step would cost more: in the per-sequence layout llama.cpp reads all weights once per prompt.)
+      prompt in rank. The steps in between serve the others, short ones first. A step that computes whole prompts has no
+      piece of a long one beside them: that piece may take seconds. (Both in one step would also cost more: in the
+      per-sequence layout llama.cpp reads all weights once per prompt.)
     - Clients: each request of a client counts as having arrived after the time that its earlier ones take, so that
       requests of several clients take turns.
     - LoRA: running sequences compute when their adapter set has its turn (`LoraRoundRobin`); others keep their cells.
@@ -181,7 +182,7 @@ class Scheduler:
         self._n_added = 0
         self._turn_s = _GUESSED_TURN_S  # of a sequence, with all others running beside it
         self._next_due: dict[str, float] = {}  # by client
-        self._serves_first_prompt = False
+        self._serves_first_prompt = True  # the last step
         self._last_groups: Groups = ()  # of the last step
         self._had_drafts = False  # the last step
         self._n_gap_steps = 0  # consecutive steps with a gap between the rows
@@ -468,13 +469,19 @@ class Scheduler:
         budget = min(budget, n_pending)
         if self._kv.unified and not self._kv.ensure_free(n_decoding + budget):
             budget = min(budget, self._kv.n_free - n_decoding)
-        if n_decoding or prefilling[0].n_pending > budget:  # every other step serves it, the others short ones
-            first, others = prefilling[0], sorted(prefilling[1:], key=lambda s: _due(s, step_budget.cost))
-            self._serves_first_prompt = not self._serves_first_prompt
+        first, *others = prefilling
+        takes_turns = bool(others and (n_decoding or first.n_pending > budget))
+        self._serves_first_prompt = not (takes_turns and self._serves_first_prompt)
+        if takes_turns:
+            others.sort(key=lambda s: _due(s, step_budget.cost))
             prefilling = [first, *others] if self._serves_first_prompt else [*others, first]
+        # First tokens do not wait for a piece of these, which may take seconds.
+        long = [s for s in ([first] if n_decoding else prefilling) if s.n_pending > budget]
         chunks: list[Chunk] = []
         room = self._step_tokens - sum(groups)
         for sequence in prefilling:
+            if chunks and sequence in long:
+                continue
             end = sequence.piece_end
             until = min(end, sequence.stops[0]) if sequence.stops else end
             n = min(budget, until - sequence.n_computed)

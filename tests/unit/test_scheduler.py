@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from math import ceil
+
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from cppbatch import (
     FinishReason,
@@ -266,21 +271,64 @@ def test_beside_streams_short_prompts_are_not_held_up_by_a_long_one_nor_it_by_th
     for name, n_prompt in (("long", 100), ("middle", 9), ("short", 3)):
         policy.add(name, n_prompt, 9)
     assert [chunks(policy.step()) for _ in range(4)] == [
-        {"stream": 1, "long": 7},  # whole tiles: 8 tokens in all
-        {"stream": 1, "short": 3, "middle": 4},
+        {"stream": 1, "short": 3, "middle": 4},  # whole tiles: 8 tokens in all
         {"stream": 1, "long": 6, "short": 1},
-        {"stream": 1, "long": 1, "short": 1, "middle": 5},
+        {"stream": 1, "short": 1, "middle": 5},
+        {"stream": 1, "short": 1, "middle": 1, "long": 5},
     ]
 
 
-def test_a_short_prompt_is_computed_within_two_steps_while_a_long_one_takes_many() -> None:
+@pytest.mark.parametrize("n_before", range(4))
+def test_the_next_step_computes_a_short_prompt_and_no_piece_of_the_long_one(n_before: int) -> None:
     policy = Policy(n_ctx=256, n_seq_ids=4, step_tokens=8)
     policy.add("long", 100, 9)
-    policy.step()
-    short = policy.add("short", 6, 9)
-    steps = [chunks(policy.step()) for _ in range(2)]
-    assert short.n_generated
-    assert all(step["long"] for step in steps), "the long one gets the rest of both"
+    for _ in range(n_before):
+        policy.step()
+    policy.add("short", 6, 1)
+    steps = [chunks(policy.step()) for _ in range(3)]
+    assert steps == [{"short": 6}, {"long": 8}, {"long": 8}]
+
+
+def test_a_short_prompt_does_not_wait_for_a_piece_of_a_long_one_after_it() -> None:
+    policy = Policy(n_ctx=256, n_seq_ids=4, step_tokens=8)
+    for name, n_prompt in (("short", 3), ("long", 100), ("another short", 4)):
+        policy.add(name, n_prompt, 1)
+    assert [chunks(policy.step()) for _ in range(2)] == [{"short": 3, "another short": 4}, {"long": 8}]
+
+
+@settings(deadline=None, max_examples=50)
+@given(
+    long=st.lists(st.integers(20, 200), min_size=1, max_size=4),
+    arrivals=st.lists(st.lists(st.integers(1, 8), max_size=5), max_size=40),
+    step_tokens=st.sampled_from([8, 16]),
+)
+def test_in_any_schedule_a_prompt_waits_two_steps_for_each_step_of_shorter_ones_before_it(
+    long: list[int], arrivals: list[list[int]], step_tokens: int
+) -> None:
+    """Prompts that fit into one step, however long the others are; and the first long one has every other step."""
+    policy = Policy(n_ctx=8192, n_seq_ids=64, step_tokens=step_tokens)
+    first = [policy.add(f"long {i}", n, 1) for i, n in enumerate(long)][0]
+    work: dict[Seq, int] = {}  # by waiting short prompt: the tokens of short prompts that were or became pending
+    waited: Counter[Seq] = Counter()
+    n_steps = 0
+    while policy.scheduler.has_work:
+        if arrivals:
+            n_new = arrivals.pop()
+            pending = sum(short.n_pending for short in work)
+            for short in work:
+                work[short] += sum(n_new)
+            for i, n in enumerate(n_new):
+                work[policy.add(f"short {i}", n, 1)] = pending + sum(n_new)
+        plan = policy.step()
+        n_steps += not first.n_generated
+        for short in [*work]:
+            waited[short] += 1
+            assert waited[short] <= 2 * ceil(work[short] / step_tokens) + len(long), "one more where a long prompt ends"
+            if short.n_generated:
+                del work[short]
+        if not plan.chunks:
+            pytest.fail("a step computes nothing")
+    assert n_steps <= 2 * ceil(long[0] / step_tokens)
 
 
 def test_a_long_prompt_has_half_of_the_steps_however_many_short_ones_arrive() -> None:
@@ -426,7 +474,7 @@ def test_cancelling_an_ended_or_unknown_request_returns_false_without_an_event()
 def test_a_failed_step_ends_only_those_in_its_batch(error: LlamaError) -> None:
     engine = fake_engine(n_batch=4)
     context_of(engine).fail_at[1] = error
-    in_batch = engine.add_request([1, 2, 3, 4, 5], greedy(4))
+    in_batch = engine.add_request([1, 2, 3, 4], greedy(4))
     beside = engine.add_request([6, 7], endless(4))
     (event,) = engine.step()
     assert (event.request_id, event.finish_reason, event.error) == (in_batch, FinishReason.ERROR, str(error))
@@ -487,6 +535,7 @@ def test_a_long_prompt_is_not_overtaken_by_short_ones_for_ever() -> None:
     policy.step()
     policy.add("first", 3000, 1)
     policy.add("long", 60, 1)
+    policy.add("short", 4, 1)
     for n_shorts in range(100):
         policy.add(f"short {n_shorts}", 4, 1, now=n_shorts / 100)
         if "long" in chunks(policy.step()):
