@@ -6,7 +6,7 @@
 | which sequence is admitted | `Scheduler._admit`, `_fits` |
 | which sequence is preempted when cells run out | `Scheduler._preempt_until_free` |
 | which sequence is preempted for one of higher priority | `Scheduler._preempt_for` |
-| which prompt is computed first | `Scheduler._prefill` |
+| which prompt is computed first | `Scheduler._in_turn` |
 | when background work pauses | `Scheduler._may_compute` |
 | which padding rows make a step faster | `Scheduler._pad`, `_join_rows` |
 | which sequence moves so that decode rows are adjacent | `Scheduler._close_gaps` |
@@ -469,14 +469,7 @@ class Scheduler:
         budget = min(budget, n_pending)
         if self._kv.unified and not self._kv.ensure_free(n_decoding + budget):
             budget = min(budget, self._kv.n_free - n_decoding)
-        first, *others = prefilling
-        takes_turns = bool(others and (n_decoding or first.n_pending > budget))
-        self._serves_first_prompt = not (takes_turns and self._serves_first_prompt)
-        if takes_turns:
-            others.sort(key=lambda s: _due(s, step_budget.cost))
-            prefilling = [first, *others] if self._serves_first_prompt else [*others, first]
-        # First tokens do not wait for a piece of these, which may take seconds.
-        long = [s for s in ([first] if n_decoding else prefilling) if s.n_pending > budget]
+        prefilling, long = self._in_turn(prefilling, budget, n_decoding, step_budget.cost)
         chunks: list[Chunk] = []
         room = self._step_tokens - sum(groups)
         for sequence in prefilling:
@@ -508,6 +501,19 @@ class Scheduler:
                 chunks.append((sequence, n))
                 budget -= n
         return chunks
+
+    def _in_turn(
+        self, prefilling: list[Seq], budget: int, n_decoding: int, cost: StepCost
+    ) -> tuple[list[Seq], list[Seq]]:
+        """The prompts in the order in which this step computes them, and those that get no piece after another prompt:
+        a piece of a long one may take seconds, for which no first token should wait."""
+        first, *others = prefilling
+        takes_turns = bool(others and (n_decoding or first.n_pending > budget))
+        self._serves_first_prompt = not (takes_turns and self._serves_first_prompt)
+        if takes_turns:
+            others.sort(key=lambda s: _due(s, cost))
+            prefilling = [first, *others] if self._serves_first_prompt else [*others, first]
+        return prefilling, [s for s in ([first] if n_decoding else prefilling) if s.n_pending > budget]
 
     def _whole_ubatches(self, n: int) -> int:
         """The largest multiple of the ubatch size within `n` tokens: on a GPU, a small remainder costs as much as many

@@ -231,7 +231,7 @@ def test_a_request_that_waits_for_a_prefix_lets_others_pass(kind: str) -> None:
     engine = engine_of(kind, n_batch=8)
     engine.add_request([1] * 80, endless(1))
     waiting = engine.add_request([1] * 80, endless(1))
-    engine.add_request([2] * 3, endless(1))
+    engine.add_request([2] * 3, endless(2))
     engine.step()
     assert (engine.stats().running, engine.stats().waiting) == (2, 1)
     assert waiting in [event.request_id for event in drain(engine)[-2:]]

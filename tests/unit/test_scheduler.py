@@ -307,7 +307,7 @@ def test_in_any_schedule_a_prompt_waits_two_steps_for_each_step_of_shorter_ones_
 ) -> None:
     """Prompts that fit into one step, however long the others are; and the first long one has every other step."""
     policy = Policy(n_ctx=8192, n_seq_ids=64, step_tokens=step_tokens)
-    first = [policy.add(f"long {i}", n, 1) for i, n in enumerate(long)][0]
+    first, *_ = (policy.add(f"long {i}", n, 1) for i, n in enumerate(long))
     work: dict[Seq, int] = {}  # by waiting short prompt: the tokens of short prompts that were or became pending
     waited: Counter[Seq] = Counter()
     n_steps = 0
