@@ -367,9 +367,13 @@ def test_tokens_computed_for_a_failed_request_are_not_reused(kind: str, error: L
 @ANY_KIND
 def test_a_failed_request_leaves_others_what_they_have_taken_from_it(kind: str) -> None:
     engine = engine_of(kind, n_batch=8)
-    context_of(engine).fail_at[9] = DecodeFailed(-3, "made to fail")
+    context = context_of(engine)
     engine.add_request([1] * 50 + [2] * 50, endless(9))
     other = engine.add_request([1] * 50 + [3] * 9, endless(9))
+    while engine.stats().running < 2:
+        engine.step()
+    was_for_first = 0 in context.steps[-1]  # the two take turns
+    context.fail_at[len(context.steps) + 1 + was_for_first] = DecodeFailed(-3, "made to fail")
     events = drain(engine)
     engine.core.kv.check()
     assert engine.stats().finished == {"error": 1, "length": 1}
