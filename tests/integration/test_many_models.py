@@ -259,6 +259,30 @@ async def test_a_load_that_hangs_is_stopped_and_other_models_are_served(folder: 
         assert (await post(http, "/v1/completions", {**body, "model": "one"}))[0] == 200
 
 
+@pytest.mark.skipif(sys.platform == "win32", reason="stops a process")
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/messages", "/v1/responses"])
+@pytest.mark.parametrize("loads", [True, False])
+async def test_a_stream_sends_headers_and_pings_while_its_model_loads(folder: Path, path: str, loads: bool) -> None:
+    """A large model takes longer to load than proxies wait. A load that fails then ends the stream with an error."""
+    body = {**GENERATING[path], "model": "one", "stream": True, "sse_ping_interval": 1}
+    async with serve(folder) as http:
+        starting = asyncio.create_task(next_worker())
+        async with http.post(path, json=body) as answer:
+            worker = await asyncio.wait_for(starting, 30)
+            assert (answer.status, answer.content_type) == (200, "text/event-stream")
+            assert await asyncio.wait_for(answer.content.readline(), 10) == b": ping\n"
+            if loads:
+                worker.resume()
+            else:
+                assert (await post(http, "/models/unload", {"model": "one"})) == (200, {"success": True})
+            rest = (await asyncio.wait_for(answer.content.read(), 60)).decode()
+    assert ("was unloaded while it was loading" in rest) == (not loads)
+    ends = {"/v1/completions": "data: [DONE]", "/v1/messages": "event: message_stop"}
+    assert (ends.get(path, "event: response.incomplete") in rest) == loads
+    if not loads:
+        assert ("event: error\n" in rest) == (path == "/v1/messages")
+
+
 async def test_a_stream_is_not_cut_off_when_another_model_needs_its_place(folder: Path) -> None:
     async with serve(folder, max_loaded=1) as http:
         long = {"prompt": "a", "max_tokens": 300, "ignore_eos": True, "stream": True, "model": "one"}

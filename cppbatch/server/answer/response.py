@@ -19,30 +19,12 @@ from cppbatch.errors import EngineClosed, GenerationFailed, InvalidRequest
 from cppbatch.server.fields.parse import IGNORED, read_json
 from cppbatch.server.http.api_errors import api_error, json_response, openai_error
 from cppbatch.server.http.endpoint import Answer, Routes
+from cppbatch.server.http.event_stream import PING, STARTED, STREAM_HEADERS, ServerSentEvent
 from cppbatch.server.models.served import ModelLease, lease_model
 from cppbatch.server.observe.metrics import METRICS, endpoint_of
 from cppbatch.server.run_requests import Event, OnEvent, run_requests
-from cppbatch.typed_json import encode_line
 
 Json = dict[str, Any]
-
-STREAM_HEADERS = {
-    "Content-Type": "text/event-stream; charset=utf-8",
-    "Cache-Control": "no-cache",
-    "X-Accel-Buffering": "no",
-}
-
-
-class ServerSentEvent(NamedTuple):
-    """One event of a stream. `data` is sent as JSON, but a string is sent unchanged."""
-
-    data: object
-    event: str | None = None
-    """The event's name; None: unnamed, as in OpenAI's completions."""
-
-
-DONE = ServerSentEvent("[DONE]")
-"""The last event of OpenAI's streams."""
 
 
 class TokenCounts(NamedTuple):
@@ -236,7 +218,7 @@ class _Stream:
     def __init__(self, request: web.Request, builder: ResponseBuilder, *, ping_seconds: int) -> None:
         """`ping_seconds`: silence after which the stream sends a ping; 0 and less: never."""
         self._request, self._builder, self._ping_seconds = request, builder, ping_seconds
-        self._response = web.StreamResponse(headers=STREAM_HEADERS)
+        self._response = request.get(STARTED) or web.StreamResponse(headers=STREAM_HEADERS)
         self._has_started = False
         self._sent_at = 0.0
 
@@ -250,7 +232,8 @@ class _Stream:
             if first and not is_accepted:
                 observe(*first)
                 builder.record(*first)  # raises if the completion has already failed
-            await self._response.prepare(self._request)
+            if not self._response.prepared:
+                await self._response.prepare(self._request)
             pings = asyncio.create_task(self._ping()) if self._ping_seconds > 0 else None
             try:
                 if not (is_accepted and builder.starts_with_counts):
@@ -276,7 +259,7 @@ class _Stream:
             self._has_started = True
             events = [*self._builder.stream_start(), *events]
         if events:
-            await self._write(b"".join(map(_encode, events)))
+            await self._write(b"".join(event.encode() for event in events))
 
     async def _write(self, data: bytes) -> None:
         self._sent_at = monotonic()
@@ -291,13 +274,7 @@ class _Stream:
             if monotonic() - self._sent_at >= self._ping_seconds:
                 event = self._builder.stream_ping() if self._has_started else None
                 with contextlib.suppress(ConnectionResetError):  # the next event ends the stream
-                    await self._write(_encode(event) if event else b": ping\n\n")
-
-
-def _encode(event: ServerSentEvent) -> bytes:
-    name = f"event: {event.event}\n".encode() if event.event else b""
-    data = event.data.encode() if isinstance(event.data, str) else encode_line(event.data)
-    return name + b"data: " + data + b"\n\n"
+                    await self._write(event.encode() if event else PING)
 
 
 # --- content blocks --------------------------------------------------------------------------------------------------

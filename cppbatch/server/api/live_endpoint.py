@@ -15,10 +15,10 @@ from aiohttp import web
 from cppbatch.engine.observe.live_state import LiveSequence
 from cppbatch.jobs.batches.store import Batch
 from cppbatch.server.admission import IN_FLIGHT
-from cppbatch.server.answer.response import STREAM_HEADERS
 from cppbatch.server.auth.keys import viewer_of
 from cppbatch.server.http.connections import connection_of
 from cppbatch.server.http.endpoint import QUERY_ERRORS, TEXT, Routes
+from cppbatch.server.http.event_stream import STREAM_HEADERS
 from cppbatch.server.models.served import MODELS
 from cppbatch.server.observe.live import LiveBatch, LiveIntervals, LiveSnapshot, LiveTimes, LiveWorker
 from cppbatch.server.observe.metrics import METRICS

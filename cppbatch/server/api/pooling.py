@@ -16,8 +16,9 @@ from cppbatch.engine.request import FinishReason, GenerationEvent, GenerationReq
 from cppbatch.engine.request import Prompt as AnyPrompt
 from cppbatch.errors import GenerationFailed, InvalidRequest
 from cppbatch.server.answer.mixed_prompts import engine_prompt, prompts_of
-from cppbatch.server.answer.response import PreparedRequest, ResponseBuilder, ServerSentEvent, generation
+from cppbatch.server.answer.response import PreparedRequest, ResponseBuilder, generation
 from cppbatch.server.http.endpoint import Routes, json_content, schema_ref
+from cppbatch.server.http.event_stream import ServerSentEvent
 from cppbatch.server.models.serving import Json, Prompt, Serving, new_id
 from cppbatch.server.run_requests import prompt_name
 

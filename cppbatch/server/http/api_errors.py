@@ -28,6 +28,7 @@ from cppbatch.errors import (
     StorageError,
     shorten,
 )
+from cppbatch.server.http.event_stream import STARTED, ServerSentEvent
 
 log = logging.getLogger("cppbatch.server")
 
@@ -281,6 +282,12 @@ def error_response(request: web.Request, error: ApiError) -> web.Response:
     return json_response(body, error.status)
 
 
+def _error_event(request: web.Request, error: ApiError) -> ServerSentEvent:
+    """The only event of a stream that was started before its request failed."""
+    body = error_body(request.path, error)
+    return ServerSentEvent(body, "error" if isinstance(body, AnthropicErrorResponse) else None)
+
+
 def _remedy(request: web.Request, error: Exception) -> str:
     """The remedy for a path without a route, or without one for this method."""
     if isinstance(error, web.HTTPMethodNotAllowed):
@@ -301,6 +308,10 @@ async def error_middleware(request: web.Request, handler: Handler) -> web.Stream
     except Exception as error:
         if request.match_info.http_exception is error:  # no route, or none for this method
             error.text = f"{request.method} {request.path} not found; {_remedy(request, error)}"
+        started: web.StreamResponse | None = request.get(STARTED)
+        if started:
+            await started.write(_error_event(request, api_error(error)).encode())
+            return started
         response = error_response(request, api_error(error))
         if response.status == 503:
             response.headers["Retry-After"] = "5"

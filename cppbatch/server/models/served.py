@@ -22,6 +22,7 @@ from cppbatch.models.inspect import ModelFacts
 from cppbatch.server.auth.keys import KEY, client_of
 from cppbatch.server.auth.rules import KeyRules
 from cppbatch.server.http.api_errors import ModelNotFound
+from cppbatch.server.http.event_stream import ping_while_waiting
 from cppbatch.server.models.serving import Serving
 from cppbatch.server.process import first_lines
 from cppbatch.server.run_requests import target_concurrency
@@ -404,17 +405,26 @@ MODELS = web.AppKey("models", ServedModels)
 _WORDS = {"true": True, "1": True, "false": False, "0": False}
 
 
+def _ping_seconds(settings: ServerSettings, body: object) -> int:
+    """Seconds between the pings of a stream of events; 0: the response is none."""
+    if not getattr(body, "stream", False):
+        return 0
+    own: int | None = getattr(body, "sse_ping_interval", 0)
+    return settings.sse_ping_interval if own is None else own
+
+
 async def lease_model(request: web.Request, body: object = None) -> ModelLease:
     """The lease of the request's model: `with await lease_model(request, body) as lease:`.
 
-    Waits until it is loaded, as long as the timeouts of request and server allow. Raises the errors of
-    `ServedModels.lease`.
+    Waits until it is loaded, as long as the timeouts of request and server allow; a stream sends pings while it waits.
+    Raises the errors of `ServedModels.lease`.
     """
     models = request.app[MODELS]
     name = getattr(body, "model", None) or request.query.get("model") or None
     own = models.settings.limits.timeout(getattr(body, "timeout", None))
     timeouts = [seconds for seconds in (own, getattr(body, "queue_timeout", None)) if seconds is not None]
-    lease = await models.lease(name, request.get(KEY), timeout=min(timeouts, default=None), load=_load(request))
+    async with ping_while_waiting(request, _ping_seconds(models.settings, body)):
+        lease = await models.lease(name, request.get(KEY), timeout=min(timeouts, default=None), load=_load(request))
     return msgspec.structs.replace(lease, client=client_of(request))
 
 

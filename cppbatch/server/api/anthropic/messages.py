@@ -24,7 +24,6 @@ from cppbatch.server.answer.response import (
     Json,
     PreparedRequest,
     ResponseBuilder,
-    ServerSentEvent,
     generation,
 )
 from cppbatch.server.api.anthropic.types import (
@@ -57,6 +56,7 @@ from cppbatch.server.api.anthropic.types import (
 from cppbatch.server.fields.parse import read_json
 from cppbatch.server.http.api_errors import AnthropicErrorResponse, anthropic_error, api_error, json_response
 from cppbatch.server.http.endpoint import Routes
+from cppbatch.server.http.event_stream import ServerSentEvent
 from cppbatch.server.models.served import lease_model
 from cppbatch.server.models.serving import PreparedTurn, Serving
 

@@ -17,7 +17,7 @@ from msgspec import UNSET, UnsetType
 
 from cppbatch.engine.request import FinishReason, GenerationEvent, GenerationRequest
 from cppbatch.errors import InvalidRequest, NotFound
-from cppbatch.server.answer.response import DONE, PreparedRequest, ResponseBuilder, ServerSentEvent, respond
+from cppbatch.server.answer.response import PreparedRequest, ResponseBuilder, respond
 from cppbatch.server.api.generate.generate_endpoint import (
     GenerateChunk,
     GenerateFields,
@@ -33,6 +33,7 @@ from cppbatch.server.fields.parse import read_json, refuse_unknown
 from cppbatch.server.fields.sampling import merge_fields
 from cppbatch.server.http.api_errors import ErrorDetail, api_error, json_response, openai_error
 from cppbatch.server.http.endpoint import Routes
+from cppbatch.server.http.event_stream import DONE, ServerSentEvent
 from cppbatch.server.http.limits import Limits
 from cppbatch.server.media_loading import refuse_large
 from cppbatch.server.models.served import ModelLease, lease_model

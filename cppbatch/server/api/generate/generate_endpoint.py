@@ -18,10 +18,11 @@ from cppbatch.chat.tools import ToolChoice
 from cppbatch.engine.request import FinishReason, GenerationEvent, GenerationRequest
 from cppbatch.errors import InvalidRequest
 from cppbatch.server.answer.logprobs import LogprobEntry, logprob_entries
-from cppbatch.server.answer.response import DONE, PreparedRequest, ResponseBuilder, ServerSentEvent, respond
+from cppbatch.server.answer.response import PreparedRequest, ResponseBuilder, respond
 from cppbatch.server.fields.parse import read_json
 from cppbatch.server.fields.sampling import SamplingFields
 from cppbatch.server.http.endpoint import Routes
+from cppbatch.server.http.event_stream import DONE, ServerSentEvent
 from cppbatch.server.models.served import lease_model
 from cppbatch.server.models.serving import ChatTools, Serving, new_id
 

@@ -23,10 +23,11 @@ from cppbatch.server.answer.mixed_prompts import (
     prompts_of,
     tokenize,
 )
-from cppbatch.server.answer.response import Json, PreparedRequest, ResponseBuilder, ServerSentEvent, respond
+from cppbatch.server.answer.response import Json, PreparedRequest, ResponseBuilder, respond
 from cppbatch.server.api.llama_server.fields import LlamaFields, to_sampling_fields
 from cppbatch.server.fields.parse import read_json
 from cppbatch.server.http.endpoint import Routes, json_content, schema_ref
+from cppbatch.server.http.event_stream import ServerSentEvent
 from cppbatch.server.models.served import ModelLease, lease_model
 from cppbatch.server.models.serving import Prompt, Serving, new_id
 from cppbatch.server.run_requests import Event, run_requests

@@ -24,7 +24,6 @@ from cppbatch.errors import InvalidRequest
 from cppbatch.server.admission import IN_FLIGHT
 from cppbatch.server.answer.llama_result import GenerationSettings, generation_settings
 from cppbatch.server.answer.mixed_prompts import MEDIA_MARKER
-from cppbatch.server.answer.response import STREAM_HEADERS
 from cppbatch.server.api.openai.models_endpoint import ModelStatus, model_status
 from cppbatch.server.auth.keys import KEY
 from cppbatch.server.fields.parse import parse, read_json
@@ -32,6 +31,7 @@ from cppbatch.server.fields.sampling import LoraScale, scales_by_number
 from cppbatch.server.http.api_errors import SwitchedOff, json_response
 from cppbatch.server.http.connections import connection_of
 from cppbatch.server.http.endpoint import QUERY_ERRORS, Routes
+from cppbatch.server.http.event_stream import STREAM_HEADERS
 from cppbatch.server.models.served import MODELS, lease_model
 from cppbatch.server.models.serving import Serving
 from cppbatch.typed_json import convert

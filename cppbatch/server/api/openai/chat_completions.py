@@ -11,7 +11,7 @@ from cppbatch.engine.chats import AssistantOutput
 from cppbatch.engine.request import GenerationEvent, TokenLogprob
 from cppbatch.server.answer.llama_result import has_output
 from cppbatch.server.answer.logprobs import ChatLogprobs, chat_token_logprobs
-from cppbatch.server.answer.response import PreparedRequest, ServerSentEvent, generation
+from cppbatch.server.answer.response import PreparedRequest, generation
 from cppbatch.server.api.openai.chat_types import (
     CalledCustomTool,
     CalledFunction,
@@ -31,6 +31,7 @@ from cppbatch.server.api.openai.chat_types import (
 )
 from cppbatch.server.api.openai.choices import ChoicesBuilder, Extras, logprobs_of, verbose_results
 from cppbatch.server.http.endpoint import Routes
+from cppbatch.server.http.event_stream import ServerSentEvent
 from cppbatch.server.models.serving import PreparedTurn, Serving
 
 if TYPE_CHECKING:

@@ -20,8 +20,9 @@ from cppbatch.server.answer.llama_result import (
     Timings,
     timings,
 )
-from cppbatch.server.answer.response import DONE, Json, ResponseBuilder, ServerSentEvent, media_details
+from cppbatch.server.answer.response import Json, ResponseBuilder, media_details
 from cppbatch.server.fields.sampling import TimingFields
+from cppbatch.server.http.event_stream import DONE, ServerSentEvent
 from cppbatch.server.models.serving import Serving
 
 if TYPE_CHECKING:

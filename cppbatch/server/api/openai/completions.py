@@ -12,7 +12,7 @@ from cppbatch.engine.request import FinishReason, GenerationEvent, TokenLogprob
 from cppbatch.errors import InvalidRequest
 from cppbatch.server.answer.llama_result import LlamaChunk, LlamaResponse, PromptProgress, Timings
 from cppbatch.server.answer.logprobs import CompletionLogprobs, completion_logprobs
-from cppbatch.server.answer.response import PreparedRequest, ServerSentEvent, generation
+from cppbatch.server.answer.response import PreparedRequest, generation
 from cppbatch.server.api.openai.choices import (
     ChoicesBuilder,
     Extras,
@@ -22,6 +22,7 @@ from cppbatch.server.api.openai.choices import (
     verbose_results,
 )
 from cppbatch.server.http.endpoint import Routes
+from cppbatch.server.http.event_stream import ServerSentEvent
 from cppbatch.server.models.serving import Prompt, Serving, new_id
 
 if TYPE_CHECKING:

@@ -16,14 +16,7 @@ from cppbatch.engine.request import GenerationEvent
 from cppbatch.errors import InvalidRequest
 from cppbatch.server.answer.llama_result import StreamTimings, Timings, timings
 from cppbatch.server.answer.logprobs import TokenSplitter
-from cppbatch.server.answer.response import (
-    ContentBlocks,
-    PreparedRequest,
-    ResponseBuilder,
-    ServerSentEvent,
-    generation,
-    media_details,
-)
+from cppbatch.server.answer.response import ContentBlocks, PreparedRequest, ResponseBuilder, generation, media_details
 from cppbatch.server.api.responses.output_items import OutputItems
 from cppbatch.server.api.responses.tools import UsedTools
 from cppbatch.server.api.responses.types import (
@@ -50,6 +43,7 @@ from cppbatch.server.api.responses.types import (
 )
 from cppbatch.server.http.api_errors import api_error
 from cppbatch.server.http.endpoint import Routes
+from cppbatch.server.http.event_stream import ServerSentEvent
 from cppbatch.server.models.serving import PreparedTurn, Serving
 
 routes = Routes()
